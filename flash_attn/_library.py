@@ -1,0 +1,121 @@
+"""The one place that knows the compiled library, the dispatcher and the device.
+
+`flash_attn/_kernels.so` is built on PyTorch's stable ABI and holds no Python symbols; loading it registers
+the CUDA kernels of ops whose schemas are defined here. An op is defined once:
+
+    fwd = define(
+        "fwd(Tensor x, float scale) -> Tensor",
+        reference=reference.fwd,   # plain torch; serves every device for which no kernel is registered
+        fake=fwd_fake,             # shapes and dtypes only: torch.compile, torch.export, meta tensors
+        autograd=Fwd,              # optional torch.autograd.Function over the op's own arguments
+    )
+
+and `fwd(x, 2.0)` then costs one trip through the dispatcher.
+"""
+
+import functools
+import pathlib
+import warnings
+
+import torch
+
+_NAMESPACE = "flash_attn"
+_LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
+_PATH = pathlib.Path(__file__).with_name("_kernels.so")
+
+
+@functools.cache
+def load_error() -> str | None:
+    """Load the kernel library once; return None if that worked, or the reason why there are no kernels."""
+    if not _PATH.exists():
+        return "this installation was made without CUDA kernels"
+    try:
+        torch.ops.load_library(str(_PATH))
+    except OSError as error:
+        reason = f"{_PATH.name} cannot be loaded beside torch {torch.__version__}: {error}"
+        warnings.warn(f"flash_attn: {reason}", RuntimeWarning, stacklevel=2)
+        return reason
+    return None
+
+
+def library_path() -> pathlib.Path | None:
+    """Path of the loaded kernel library, or None."""
+    return _PATH if load_error() is None else None
+
+
+def has_kernel(name: str) -> bool:
+    """Whether a compiled CUDA kernel is registered for the op `name`."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{_NAMESPACE}::{name}", "CUDA")
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Emit `message` as a RuntimeWarning, the first time it is seen in this process."""
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
+
+
+class Op:
+    """A torch op with its autograd: call it like a function of the schema's arguments, positionally."""
+
+    def __init__(self, name, autograd):
+        self.name = name
+        self.default = getattr(getattr(torch.ops, _NAMESPACE), name).default
+        self.autograd = autograd
+
+    def __call__(self, *args):
+        if torch.compiler.is_compiling():
+            return self.default(*args)
+        if self.autograd is not None and _needs_grad(args):
+            return self.autograd.apply(*args)
+        return self.below_autograd(*args)
+
+    def below_autograd(self, *args):
+        """The bare op: for the forward and backward of its autograd Function, and where no gradient is asked for.
+
+        Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13).
+        """
+        with torch._C._AutoDispatchBelowAutograd():
+            return self.default(*args)
+
+
+def _needs_grad(args) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+
+
+def define(schema: str, *, reference, fake, autograd: type[torch.autograd.Function] | None = None) -> Op:
+    """Define the op `flash_attn::<schema>` and everything that PyTorch needs to know of it.
+
+    reference: the implementation in plain torch, for every device without a kernel of its own.
+    fake: the same signature on fake tensors, returning empty outputs.
+    autograd: a Function whose `apply` takes the op's arguments. Its forward calls `op.below_autograd`.
+        Without it the op is not differentiable.
+
+    A C++ kernel for the same op is registered by the library itself and then comes before the reference on CUDA.
+    """
+    load_error()
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, _announced(name, reference), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    op = Op(name, autograd)
+    if autograd is not None:
+        # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
+        # would do as well, but costs 100 us a call where apply costs 17.)
+        def autograd_kernel(*args):
+            return autograd.apply(*args) if _needs_grad(args) else op.below_autograd(*args)
+
+        _LIBRARY.impl(name, autograd_kernel, "Autograd")
+    return op
+
+
+def _announced(name, reference):
+    """`reference`, saying once if it stands in for a kernel that could have run on this device."""
+
+    @functools.wraps(reference)
+    def kernel(*args):
+        if any(isinstance(a, torch.Tensor) and a.is_cuda for a in args):
+            why = load_error() or f"the library has no kernel for {name}"
+            warn_once(f"flash_attn: {name} runs on the slower reference backend in plain torch: {why}")
+        return reference(*args)
+
+    return kernel
