@@ -1,0 +1,67 @@
+"""Argument checks shared by all ops. Every message names the argument, what was expected and what was found.
+
+Wrong Python types and dtypes raise TypeError; wrong shapes, devices and values raise ValueError.
+Nothing here reads the contents of a tensor, so no check synchronises with a device or breaks a traced graph.
+"""
+
+import math
+import numbers
+
+import torch
+
+INTEGER_DTYPES = (torch.int32, torch.int64)
+
+
+def tensor(name: str, value, *, dtypes=None, shape=None, device=None) -> None:
+    """Check that `value` is a tensor, of one of `dtypes`, on `device`, with `shape` (a tuple; None fits any size)."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, found {type(value).__name__}")
+    if dtypes is not None and value.dtype not in dtypes:
+        raise TypeError(f"{name} must have dtype {_either(dtypes)}, found {value.dtype}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name} must be on {device} like the first argument, found it on {value.device}")
+    if shape is not None:
+        found = value.shape
+        if len(found) != len(shape) or any(want is not None and have != want for have, want in zip(found, shape)):
+            raise ValueError(f"{name} must have shape {_shape(shape)}, found {tuple(found)}")
+
+
+def ndim(name: str, value: torch.Tensor, layout: str) -> None:
+    """Check the number of dimensions against a layout such as "(batch, seqlen, heads, head_dim)"."""
+    expected = layout.count(",") + 1
+    if value.dim() != expected:
+        raise ValueError(f"{name} must have {expected} dimensions {layout}, found shape {tuple(value.shape)}")
+
+
+def number(name: str, value, condition: bool, expected: str) -> None:
+    """Check a value computed by the caller: `condition` must hold, else say what was expected."""
+    if not condition:
+        raise ValueError(f"{name} must be {expected}, found {value}")
+
+
+def real(name: str, value) -> None:
+    """Check that `value` is a finite Python real number."""
+    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name} must be a real number, found {type(value).__name__}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, found {value}")
+
+
+def integer(name: str, value) -> None:
+    """Check that `value` is a Python integer."""
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+        raise TypeError(f"{name} must be an integer, found {type(value).__name__}")
+
+
+def boolean(name: str, value) -> None:
+    """Check that `value` is a bool (0 and 1 count)."""
+    if value is not True and value is not False and value not in (0, 1):
+        raise TypeError(f"{name} must be a bool, found {value!r}")
+
+
+def _either(options) -> str:
+    return " or ".join(str(option) for option in options)
+
+
+def _shape(shape) -> str:
+    return "(" + ", ".join("*" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "") + ")"
