@@ -1,0 +1,540 @@
+"""Attention in plain torch: forward, backward, and forward over a key-value cache.
+
+    s(i, j) = softmax_scale <q_i, k_j>            scores of query row i and key j, in fp32
+    s      <- softcap tanh(s / softcap)           if softcap > 0
+    s      <- s - slope |i + D - j|               with ALiBi; D = seqlen_k - seqlen_q
+    lse(i)  = log sum_j exp s(i, j)               over the keys that row i sees
+    P(i, j) = exp(s(i, j) - lse(i))
+    out_i   = sum_j P(i, j) Z(i, j) / (1 - p) v_j     Z is the keep mask of dropout
+
+The loops are those of FlashAttention (Dao et al., 2022; Dao, 2023): blocks of query rows walk blocks of keys with an
+online softmax, and the backward recomputes P from lse. So memory grows with the sequence, not with its square. The
+query heads that share a key head are folded into the rows: q is (key heads, query heads per key head * rows, head_dim)
+and every product is one batched matmul over the key heads.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from . import sequence
+from .dropout import keep_mask
+from .mask import Mask
+from .rotary import rotary
+
+# Measured on two cores of an EPYC with 1 MiB of L2 each: half a million scores at a time run twice as fast as 16 times
+# more or fewer, and 128 rows are enough for the matmuls to run at their full rate.
+_BLOCK_SCORES = 2**19
+_BLOCK_ROWS = 128
+_BLOCK_COLS = 512
+_GROUP_KEYS = 2**22  # elements of k that are held in fp32 at a time
+
+
+def fwd(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_k,
+    leftpad_k,
+    block_table,
+    alibi_slopes,
+    rng_state,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    deterministic,
+    return_softmax,
+):
+    """Attention.
+
+    q: (batch, seqlen_q, heads, head_dim), or packed tokens (total_q, heads, head_dim) with cu_seqlens_q.
+    k, v: (batch, seqlen_k, heads_k, head_dim), packed with cu_seqlens_k, or (pages, page, heads_k, head_dim) with
+        block_table (batch, pages per entry): key j of entry b is [block_table[b, j // page], j % page].
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, the bounds of the entries in the packed tokens.
+    seqused_k, leftpad_k: (batch,) int32; of its keys, an entry uses those from leftpad_k on and before seqused_k.
+    alibi_slopes: (heads,) or (batch, heads) fp32.
+    rng_state: (2,) int64, seed and offset of the dropout mask.
+    max_seqlen_q, max_seqlen_k: bounds that no result depends on, but for the shape of S_dmask.
+    window_left, window_right: how many keys on either side of its own a row sees, inclusive; negative: all.
+
+    Returns out, like q; softmax_lse in fp32, (batch, heads, seqlen_q) or (heads, total_q), natural logarithm, +inf for
+    rows that see no key; and S_dmask, empty unless return_softmax (see `_softmax_dropped`).
+    """
+    options = _Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
+    options.check()
+    parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
+    out, softmax_lse = _attend(q, k, v, parts, options)
+    if not return_softmax:
+        return out, softmax_lse, q.new_empty(0)
+    longest_q = max([max_seqlen_q or 0, *(part.seqlen_q for part in parts)])
+    longest_k = max([max_seqlen_k or 0, *(part.seqlen_k for part in parts)])
+    batch = max((part.entries.stop for part in parts), default=0)
+    s_dmask = q.new_zeros(batch, q.shape[-2], _round_up(longest_q, 128), _round_up(longest_k, 128))
+    _softmax_dropped(_batched(q), _batched(k), parts, options, s_dmask)
+    return out, softmax_lse, s_dmask
+
+
+def bwd(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dlse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    seqused_k,
+    leftpad_k,
+    alibi_slopes,
+    rng_state,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    deterministic,
+):
+    """The gradients of `fwd` (without pages), written into dq, dk and dv, every element of them.
+
+    dout, out: like q. softmax_lse: as from `fwd`; it is taken as it is, and a row where it is +inf has no gradient.
+    dlse: the gradient of softmax_lse, or None. dq, dk, dv: shaped like q, k, v, with any strides.
+
+        delta_i  = <dout_i, out_i>
+        dP(i, j) = <dout_i, v_j> Z(i, j) / (1 - p)
+        dS(i, j) = P(i, j) (dP(i, j) - delta_i + dlse_i)            times 1 - tanh^2 with softcap
+        dq_i = softmax_scale sum_j dS(i, j) k_j;   dk_j = softmax_scale sum_i dS(i, j) q_i;
+        dv_j = sum_i P(i, j) Z(i, j) / (1 - p) dout_i
+
+    Returns delta in fp32, (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the
+    rows of entry b start at cu_seqlens_q[b] + 128 b. What is between is zero.
+    """
+    options = _Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
+    options.check()
+    parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, None)
+    for gradient in (dq, dk, dv):
+        gradient.zero_()
+    delta = torch.zeros_like(softmax_lse)
+    inputs = [_batched(x) for x in (q, k, v, out, dout)]
+    row_values = [None if x is None else _per_row(x) for x in (softmax_lse, dlse, delta)]
+    gradients = [_batched(x) for x in (dq, dk, dv)]
+    for group in _groups(inputs[0], inputs[1], parts):
+        _backward(group, options, *inputs, *row_values, *gradients)
+    return _spread(delta, parts, packed=cu_seqlens_q is not None)
+
+
+def fwd_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k,
+    v,
+    cache_seqlens,
+    cache_seqlen,
+    rotary_cos,
+    rotary_sin,
+    cache_batch_idx,
+    cache_leftpad,
+    block_table,
+    alibi_slopes,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    rotary_interleaved,
+    num_splits,
+):
+    """Append k and v to the caches, in place, then attend to what the caches hold.
+
+    q: (batch, seqlen_q, heads, head_dim).
+    k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), or (pages, page, heads_k, head_dim) with block_table.
+    k, v: (batch, seqlen_new, heads_k, head_dim) or None, written at positions cache_seqlens .. + seqlen_new - 1.
+    cache_seqlens (batch,) int32, or cache_seqlen for all: how much each entry has in the cache; None: its capacity.
+    rotary_cos, rotary_sin: (rows, rotary_dim / 2). With new keys, key t is rotated by row cache_seqlens + t, and
+        query i by row cache_seqlens + i if a causal mask or a window is asked for, however wide. Without either a
+        query has no place of its own, and all are rotated by row cache_seqlens.
+    cache_batch_idx: (batch,) int32, the batch row of the cache that an entry uses.
+    cache_leftpad: (batch,) int32, the first position that is used; masks and ALiBi count keys from there.
+    num_splits: how a kernel divides its work; of no effect here.
+
+    Returns out, like q, and softmax_lse (batch, heads, seqlen_q) in fp32.
+    """
+    batch, new = q.shape[0], 0 if k is None else k.shape[1]
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    default = [capacity if cache_seqlen is None else cache_seqlen] * batch
+    lengths = default if cache_seqlens is None else cache_seqlens.tolist()
+    _check_cache(lengths, new, capacity, k_cache, cache_batch_idx, cache_leftpad, block_table)
+    used = [length + new for length in lengths]
+    parts = sequence.parts(q, k_cache, None, None, used, cache_leftpad, block_table, cache_batch_idx)
+    if k is not None:
+        start = torch.tensor(lengths, device=q.device)
+        if rotary_cos is not None:
+            advance = causal or window_left >= 0 or window_right >= 0
+            tables = rotary_cos, rotary_sin
+            _check_tables(rotary_cos, max(lengths, default=0) + max(new, q.shape[1] if advance else 1))
+            k = rotary(k, *tables, start, 0, None, None, rotary_interleaved, False)
+            q = _rotate_queries(q, tables, start, rotary_interleaved, advance)
+        _append_(k_cache, v_cache, k, v, start, cache_batch_idx, block_table)
+    options = _Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes)
+    return _attend(q, k_cache, v_cache, parts, options)
+
+
+def _check_cache(lengths, new, capacity, k_cache, cache_batch_idx, cache_leftpad, block_table):
+    holder = "the cache holds" if block_table is None else "the pages of block_table hold"
+    for entry, length in enumerate(lengths):
+        if not 0 <= length <= capacity - new:
+            raise ValueError(
+                f"cache_seqlens must be at least 0 and, with {new} new keys, at most the {capacity} that {holder}"
+                f" for entry {entry}, found {length}"
+            )
+    for entry, row in enumerate([] if cache_batch_idx is None else cache_batch_idx.tolist()):
+        sequence.require_range("cache_batch_idx", entry, row, 0, k_cache.shape[0] - 1)
+    for entry, leftpad in enumerate([] if cache_leftpad is None else cache_leftpad.tolist()):
+        sequence.require_range("cache_leftpad", entry, leftpad, 0, lengths[entry])
+
+
+def _check_tables(cos, rows):
+    if cos.shape[0] < rows:
+        raise ValueError(f"rotary_cos and rotary_sin must have at least {rows} rows, found {cos.shape[0]}")
+
+
+def _rotate_queries(q, tables, start, interleaved, advance):
+    """q (batch, seqlen_q, heads, head_dim) rotated by rows start + i of the tables, or all by row `start`."""
+    folded = q if advance else q.flatten(1, 2)[:, None]
+    return rotary(folded, *tables, start, 0, None, None, interleaved, False).view(q.shape)
+
+
+def _append_(k_cache, v_cache, k, v, start, cache_batch_idx, block_table):
+    """Write k and v at positions start .. start + seqlen_new - 1 of each entry."""
+    positions = start[:, None] + torch.arange(k.shape[1], device=start.device)
+    if block_table is not None:
+        page = k_cache.shape[1]
+        rows, positions = block_table.gather(1, positions // page).long(), positions % page
+    else:
+        rows = torch.arange(len(start), device=start.device) if cache_batch_idx is None else cache_batch_idx.long()
+        rows = rows[:, None]
+    k_cache[rows, positions] = k
+    v_cache[rows, positions] = v
+
+
+def block_size_n(head_dim: int, is_dropout: bool) -> int:
+    """Width of the key blocks at which the running maximum of `S_dmask` advances."""
+    if head_dim <= 32:
+        return 128
+    if head_dim <= 64:
+        return 64 if is_dropout else 128
+    return 32 if 96 < head_dim <= 128 and is_dropout else 64
+
+
+class _Options(NamedTuple):
+    """What the caller asked for, apart from where things lie."""
+
+    softmax_scale: float
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    alibi_slopes: torch.Tensor | None
+    dropout_p: float = 0.0
+    rng_state: torch.Tensor | None = None
+
+    def check(self):
+        if self.dropout_p > 0 and self.rng_state is None:
+            raise ValueError(f"rng_state must be given with dropout_p = {self.dropout_p}, found None")
+
+
+class _Group(NamedTuple):
+    """Pairs of a batch entry and a key head that are worked on together, in blocks of block_rows x block_cols scores.
+
+    Tensors are (batch, seqlen, heads or heads_k, any last dimension). What is loaded is folded: rows are
+    (pairs, query heads of each * rows, ..) and keys are (pairs, keys, ..).
+    """
+
+    part: sequence.Part
+    heads: slice  # key heads
+    heads_k: int  # how many there are in all
+    block_rows: int
+    block_cols: int
+
+    def load_rows(self, x, rows, dtype):
+        return _fold(self._rows(x, rows), dtype)
+
+    def store_rows(self, x, rows, block):
+        target = self._rows(x, rows)
+        target.copy_(block.view(target.shape))
+
+    def load_keys(self, x, dtype):
+        return _fold(self._keys(x), dtype)
+
+    def store_keys(self, x, block):
+        target = self._keys(x)
+        target.copy_(block.view(target.shape))
+
+    def per_head(self, x):
+        """x (heads,) or (batch, heads) as (pairs, query heads of each)."""
+        x = x[self.part.entries] if x.dim() == 2 else x.expand(self.part.num_entries, -1)
+        return x.unflatten(1, (self.heads_k, -1))[:, self.heads].flatten(0, 1)
+
+    def row_blocks(self):
+        return _blocks(range(self.part.seqlen_q), self.block_rows)
+
+    def col_blocks(self, keys: range):
+        return _blocks(keys, self.block_cols)
+
+    def _rows(self, x, rows):
+        x = self.part.rows(x)[:, rows.start : rows.stop].unflatten(2, (self.heads_k, -1))
+        return x[:, :, self.heads].permute(0, 2, 3, 1, 4)
+
+    def _keys(self, x):
+        return self.part.keys(x)[:, :, self.heads].transpose(1, 2)
+
+
+def _groups(q, k, parts):
+    """The groups that together cover every part in which there are both rows and keys."""
+    heads, (heads_k, head_dim) = q.shape[2], k.shape[2:]
+    for part in parts:
+        if part.seqlen_q and part.seqlen_k and heads:
+            yield from _groups_of(part, heads_k, heads // heads_k, head_dim)
+
+
+def _groups_of(part, heads_k, sharing, head_dim):
+    """The groups of one part, where `sharing` query heads share a key head, of a size that suits the caches."""
+    rows = min(part.seqlen_q, max(32, min(_BLOCK_ROWS, 2 * _BLOCK_ROWS // sharing)))
+    by_scores = _BLOCK_SCORES // (sharing * rows * min(part.seqlen_k, _BLOCK_COLS))
+    by_keys = _GROUP_KEYS // (part.seqlen_k * head_dim)
+    pairs = max(1, min(by_scores, by_keys))
+    for sub in part.split(max(1, pairs // heads_k)):
+        for heads in _blocks(range(heads_k), pairs):
+            cols = _BLOCK_SCORES // (sharing * rows * len(heads) * sub.num_entries)
+            yield _Group(sub, slice(heads.start, heads.stop), heads_k, rows, max(_BLOCK_COLS, cols))
+
+
+class _Scores:
+    """What happens to a block of scores (pairs, query heads of each * rows, cols) between the two products."""
+
+    def __init__(self, options: _Options, group: _Group, heads: int):
+        part = group.part
+        right = 0 if options.causal else options.window_right
+        self.options = options
+        self.mask = Mask(part.seqlen_q, part.seqlen_k, options.window_left, right)
+        self.sharing = heads // group.heads_k
+        self.slopes = self.batch_heads = None
+        if options.alibi_slopes is not None:
+            self.slopes = group.per_head(options.alibi_slopes)[..., None, None]
+        if options.dropout_p > 0:
+            numbers = torch.arange(part.entries.stop * heads, device=options.rng_state.device)
+            self.batch_heads = group.per_head(numbers.view(-1, heads))
+
+    def cap_(self, s):
+        """Softcap, in place."""
+        if self.options.softcap > 0:
+            s.div_(self.options.softcap).tanh_().mul_(self.options.softcap)
+
+    def cap_slope(self, s):
+        """The derivative of `cap_`, from its result."""
+        return 1 - (s / self.options.softcap).square_() if self.options.softcap > 0 else None
+
+    def bias_(self, s, rows, cols):
+        """ALiBi, in place."""
+        if self.slopes is not None:
+            self._by_head(s).addcmul_(self.slopes, self.mask.distance(rows, cols, s), value=-1)
+
+    def hide_(self, s, rows, cols, value):
+        """Write `value` where a row does not see a key."""
+        self.mask.hide_(self._by_head(s), rows, cols, value)
+
+    def keep(self, rows, cols):
+        """Z / (1 - p): what dropout multiplies a block with; None without dropout."""
+        if self.batch_heads is None:
+            return None
+        kept = keep_mask(self.options.rng_state, self.options.dropout_p, self.batch_heads, rows, cols)
+        return kept.flatten(1, 2) / (1 - self.options.dropout_p)
+
+    def _by_head(self, s):
+        return s.unflatten(1, (self.sharing, -1))
+
+
+def _attend(q, k, v, parts, options):
+    """out and softmax_lse; rows of no part get what a row that sees nothing gets."""
+    out = torch.zeros_like(q)
+    softmax_lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf, dtype=_accumulator(q))
+    tensors = *(_batched(x) for x in (q, k, v, out)), _per_row(softmax_lse)
+    for group in _groups(tensors[0], tensors[1], parts):
+        _forward(group, options, *tensors)
+    return out, softmax_lse
+
+
+def _forward(group, options, q, k, v, out, softmax_lse):
+    scores = _Scores(options, group, q.shape[2])
+    dtype = _accumulator(q)
+    k, v = group.load_keys(k, dtype), group.load_keys(v, dtype)
+    finite = _all_finite(v)
+    for rows in group.row_blocks():
+        q_rows = group.load_rows(q, rows, dtype) * options.softmax_scale
+        o = torch.zeros_like(q_rows)
+        top = o.new_full((*o.shape[:-1], 1), -math.inf)
+        total = torch.zeros_like(top)
+        for cols in group.col_blocks(scores.mask.keys(rows)):
+            s = torch.bmm(q_rows, _at(k, cols).mT)
+            scores.cap_(s)
+            scores.bias_(s, rows, cols)
+            scores.hide_(s, rows, cols, -math.inf)
+            above, top = top, torch.maximum(top, s.amax(-1, keepdim=True))
+            shift = top.masked_fill(top == -math.inf, 0)  # where a row has seen nothing yet: -inf - -inf is nan
+            p = s.sub_(shift).exp_()
+            shrink = above.sub_(shift).exp_()
+            total.mul_(shrink).add_(p.sum(-1, keepdim=True))
+            keep = scores.keep(rows, cols)
+            _add_product_(o.mul_(shrink), p if keep is None else p.mul_(keep), _at(v, cols), finite)
+        group.store_rows(softmax_lse, rows, (top + total.log()).masked_fill_(~(total > 0), math.inf))
+        group.store_rows(out, rows, o.div_(total.masked_fill_(total == 0, 1)))
+
+
+def _backward(group, options, q, k, v, out, dout, softmax_lse, dlse, delta, dq, dk, dv):
+    scores = _Scores(options, group, q.shape[2])
+    dtype = _accumulator(q)
+    k, v = group.load_keys(k, dtype), group.load_keys(v, dtype)
+    dk_sum, dv_sum = torch.zeros_like(k), torch.zeros_like(v)
+    for rows in group.row_blocks():
+        q_rows = group.load_rows(q, rows, dtype) * options.softmax_scale
+        dout_rows, lse = group.load_rows(dout, rows, dtype), group.load_rows(softmax_lse, rows, dtype)
+        shift = (dout_rows * group.load_rows(out, rows, dtype)).sum(-1, keepdim=True)
+        group.store_rows(delta, rows, shift)
+        if dlse is not None:
+            shift -= group.load_rows(dlse, rows, dtype)
+        shift.masked_fill_(lse == math.inf, 0)
+        finite = all(_all_finite(x) for x in (q_rows, k, v, dout_rows))
+        dq_rows = torch.zeros_like(q_rows)
+        for cols in group.col_blocks(scores.mask.keys(rows)):
+            k_cols, v_cols = _at(k, cols), _at(v, cols)
+            s = torch.bmm(q_rows, k_cols.mT)
+            scores.cap_(s)
+            slope = scores.cap_slope(s)
+            scores.bias_(s, rows, cols)
+            p = s.sub_(lse).exp_()
+            scores.hide_(p, rows, cols, 0)
+            keep = scores.keep(rows, cols)
+            ds = torch.bmm(dout_rows, v_cols.mT)
+            _add_product_(_at(dv_sum, cols), (p if keep is None else p * keep).mT, dout_rows, finite)
+            ds = (ds if keep is None else ds.mul_(keep)).sub_(shift).mul_(p)
+            if not finite:
+                ds.masked_fill_(p == 0, 0)
+            if slope is not None:
+                ds.mul_(slope)
+            _add_product_(_at(dk_sum, cols), ds.mT, q_rows, finite)
+            _add_product_(dq_rows, ds, k_cols, finite)
+        group.store_rows(dq, rows, dq_rows.mul_(options.softmax_scale))
+    group.store_keys(dk, dk_sum)
+    group.store_keys(dv, dv_sum)
+
+
+def _softmax_dropped(q, k, parts, options, s_dmask):
+    """Fill s_dmask with exp(s(i, j) - m(i, j)), negative where dropout drops the element.
+
+    Here m(i, j) is the largest score of row i in the key block of `block_size_n` columns that holds j and in all
+    blocks to its right: the running maximum of a kernel that walks its keys from the last to the first. What a row
+    does not see, and padding, is zero.
+    """
+    width = block_size_n(q.shape[-1], options.dropout_p > 0)
+    for group in _groups(q, k, parts):
+        scores = _Scores(options, group, q.shape[2])
+        keys, cols = group.load_keys(k, _accumulator(q)), range(group.part.seqlen_k)
+        by_pair = s_dmask[group.part.entries].unflatten(1, (group.heads_k, -1))[:, group.heads]
+        for rows in group.row_blocks():
+            s = torch.bmm(group.load_rows(q, rows, keys.dtype) * options.softmax_scale, keys.mT)
+            scores.cap_(s)
+            scores.bias_(s, rows, cols)
+            scores.hide_(s, rows, cols, -math.inf)
+            u = _relative_to_running_max(s, width)
+            keep = scores.keep(rows, cols)
+            u = u if keep is None else torch.where(keep > 0, u, -u)
+            target = by_pair[..., rows.start : rows.stop, : len(cols)]
+            target.copy_(u.view(target.shape))
+
+
+def _relative_to_running_max(s, width):
+    """exp(s - the maximum over the column block of an element and all blocks to its right)."""
+    cols = s.shape[-1]
+    blocks = F.pad(s, (0, -cols % width), value=-math.inf).unflatten(-1, (-1, width))
+    top = blocks.amax(-1, keepdim=True).flip(-2).cummax(-2).values.flip(-2)
+    return blocks.sub_(top.masked_fill_(top == -math.inf, 0)).exp_().flatten(-2)[..., :cols]
+
+
+def _spread(delta, parts, packed):
+    """delta with the rows of each entry at the start of whole blocks of 128, as `bwd` returns it."""
+    if not packed:
+        return F.pad(delta, (0, -delta.shape[-1] % 128))
+    spread = delta.new_zeros(delta.shape[0], delta.shape[1] + 128 * len(parts))
+    for part in parts:
+        rows, shift = part.q[1], 128 * part.entries.start
+        spread[:, rows.start + shift : rows.stop + shift] = delta[:, rows]
+    return spread
+
+
+def _add_product_(out, a, b, finite):
+    """out += a @ b. Unless all is finite, an exact zero in `a` hides what `b` holds: 0 inf and 0 nan count as 0."""
+    if finite:
+        return out.add_(torch.bmm(a, b))
+    out.add_(torch.bmm(a, b.where(b.isfinite(), 0)))
+    positive, negative = (a > 0).to(a.dtype), (a < 0).to(a.dtype)
+    plus, minus, undefined = (b == math.inf).to(b.dtype), (b == -math.inf).to(b.dtype), b.isnan().to(b.dtype)
+    for value, hits in (
+        (math.inf, torch.bmm(positive, plus) + torch.bmm(negative, minus)),
+        (-math.inf, torch.bmm(positive, minus) + torch.bmm(negative, plus)),
+        (math.nan, torch.bmm(positive + negative, undefined)),
+    ):
+        out.add_(torch.where(hits > 0, value, 0.0))
+    return out
+
+
+def _all_finite(x):
+    return bool(torch.stack(torch.aminmax(x)).isfinite().all())
+
+
+def _accumulator(x):
+    """The type in which scores are computed and sums are kept."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _fold(x, dtype):
+    """x (entries, key heads, .., last) as (pairs, .., last) in `dtype`, copied only where that needs it."""
+    x = x.to(dtype, memory_format=torch.contiguous_format)
+    return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
+
+
+def _at(x, span):
+    return x[:, span.start : span.stop]
+
+
+def _blocks(span, size):
+    return [range(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size)]
+
+
+def _batched(x):
+    """x with a leading batch dimension: packed tokens are one batch row."""
+    return x if x.dim() == 4 else x[None]
+
+
+def _per_row(x):
+    """x (batch, heads, seqlen_q), or packed, seen as (batch, seqlen_q, heads, 1)."""
+    return (x if x.dim() == 3 else x[None]).transpose(1, 2)[..., None]
+
+
+def _round_up(x, multiple):
+    return -(-x // multiple) * multiple

@@ -1,0 +1,66 @@
+"""The mask of attention: the keys that a query row sees are one interval."""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Mask(NamedTuple):
+    """Query row i sees the keys max(0, i + D - left) .. min(seqlen_k - 1, i + D + right), D = seqlen_k - seqlen_q.
+
+    Both ends are inclusive, and the last row is aligned with the last key. A negative side is unbounded; causal
+    attention has right = 0. Neither end ever moves back as i grows, so a block of rows sees the union of what its
+    first and its last row see.
+    """
+
+    seqlen_q: int
+    seqlen_k: int
+    left: int
+    right: int
+
+    @property
+    def diagonal(self) -> int:
+        """D: the key that stands at query row 0."""
+        return self.seqlen_k - self.seqlen_q
+
+    def first(self, row: int) -> int:
+        """The first key that `row` sees."""
+        return max(0, row + self.diagonal - self.left) if self.left >= 0 else 0
+
+    def last(self, row: int) -> int:
+        """The last key that `row` sees; below `first(row)` if it sees none."""
+        unbounded = self.seqlen_k - 1
+        return min(unbounded, row + self.diagonal + self.right) if self.right >= 0 else unbounded
+
+    def keys(self, rows: range) -> range:
+        """The keys that some row of `rows` may see."""
+        return range(self.first(rows[0]), self.last(rows[-1]) + 1)
+
+    def hide_(self, scores: torch.Tensor, rows: range, cols: range, value: float) -> None:
+        """Write `value` where a row does not see a key, into scores (.., len(rows), len(cols)) and in place.
+
+        Only columns outside what every row sees are touched.
+        """
+        seen_by_all = range(self.first(rows[-1]), self.last(rows[0]) + 1)
+        before = range(cols.start, min(cols.stop, seen_by_all.start))
+        after = range(max(cols.start, seen_by_all.stop), cols.stop)
+        position = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] + self.diagonal
+        if self.left >= 0 and before:
+            hidden = _arange(before, scores) < position - self.left
+            _part(scores, cols, before).masked_fill_(hidden, value)
+        if self.right >= 0 and after:
+            hidden = _arange(after, scores) > position + self.right
+            _part(scores, cols, after).masked_fill_(hidden, value)
+
+    def distance(self, rows: range, cols: range, like: torch.Tensor) -> torch.Tensor:
+        """|i + D - j|, the distance that ALiBi penalises, (len(rows), len(cols)) in the type of `like`."""
+        position = _arange(rows, like)[:, None] + self.diagonal
+        return (position - _arange(cols, like)).abs().to(like.dtype)
+
+
+def _arange(span: range, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(span.start, span.stop, device=like.device)
+
+
+def _part(scores, cols, part):
+    return scores[..., part.start - cols.start : part.stop - cols.start]

@@ -1,0 +1,166 @@
+"""Where the query rows and the keys of each batch entry lie: dense, packed (cu_seqlens), padded or paged.
+
+Everything is addressed as (batch, position, ...): packed tokens are one batch row. Contents that only the values
+can tell, lengths above all, are checked here.
+"""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+Span = tuple[slice, slice]  # batch rows and positions
+
+
+class Part(NamedTuple):
+    """Batch entries of equal lengths, and where they lie."""
+
+    entries: slice  # batch entries
+    q: Span  # in q, out and their like
+    k: Span  # in k and v; after the pages are gathered, if there are any
+    pages: torch.Tensor | None = None
+
+    @property
+    def num_entries(self) -> int:
+        return self.entries.stop - self.entries.start
+
+    @property
+    def seqlen_q(self) -> int:
+        return self.q[1].stop - self.q[1].start
+
+    @property
+    def seqlen_k(self) -> int:
+        return self.k[1].stop - self.k[1].start
+
+    def rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The part's rows of x (batch, seqlen_q, ...), as a view."""
+        return x[self.q]
+
+    def keys(self, x: torch.Tensor) -> torch.Tensor:
+        """The part's keys of x (batch, seqlen_k, ...), as a view, or of paged x (pages, page, ...), as a copy."""
+        return x[self.k] if self.pages is None else x[self.pages].flatten(0, 1)[None][self.k]
+
+    def joined(self, other: "Part") -> list["Part"]:
+        """This part and the one of the next entries, as one if they lie like one batch."""
+        if not (_follows(self.q, other.q) and _follows(self.k, other.k)):
+            return [self, other]
+        q, k = ((slice(a[0].start, b[0].stop), a[1]) for a, b in ((self.q, other.q), (self.k, other.k)))
+        return [Part(slice(self.entries.start, other.entries.stop), q, k)]
+
+    def split(self, size: int):
+        """The same entries as parts of at most `size` entries."""
+        if self.num_entries <= size:
+            return [self]
+        return [self._some(start, min(start + size, self.num_entries)) for start in range(0, self.num_entries, size)]
+
+    def _some(self, start, stop):
+        entries, q, k = (slice(x.start + start, x.start + stop) for x in (self.entries, self.q[0], self.k[0]))
+        return Part(entries, (q, self.q[1]), (k, self.k[1]))
+
+
+def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, cache_batch_idx=None) -> list[Part]:
+    """The batch as parts. Arguments as for `fwd` in this package's flash_attn.py; seqused_k may be a list.
+
+    Neighbouring entries that have equal lengths and lie in neighbouring batch rows make one part.
+    """
+    queries = _query_spans(q, cu_seqlens_q)
+    keys = _used(_key_spans(k, len(queries), cu_seqlens_k, block_table, cache_batch_idx), seqused_k, leftpad_k)
+    if block_table is not None:
+        return [_paged(i, rows, span, k, block_table) for i, (rows, span) in enumerate(zip(queries, keys, strict=True))]
+    return _merged(Part(slice(i, i + 1), *spans) for i, spans in enumerate(zip(queries, keys, strict=True)))
+
+
+def _merged(parts) -> list[Part]:
+    merged = []
+    for part in parts:
+        merged[-1:] = merged[-1].joined(part) if merged else [part]
+    return merged
+
+
+def _follows(span, other):
+    return span[0].stop == other[0].start and span[1] == other[1]
+
+
+def _query_spans(q, cu_seqlens_q) -> list[Span]:
+    if cu_seqlens_q is None:
+        return [(slice(i, i + 1), slice(0, q.shape[1])) for i in range(q.shape[0])]
+    return _packed_spans(offsets(cu_seqlens_q, "cu_seqlens_q", q.shape[0]))
+
+
+def _key_spans(k, batch, cu_seqlens_k, block_table, cache_batch_idx) -> list[Span]:
+    """Where each entry's keys may lie at most. With pages, position 0 is the start of the entry's first page."""
+    if block_table is not None:
+        capacity = block_table.shape[1] * k.shape[1]
+        lengths = [capacity] * batch
+        if cu_seqlens_k is not None:
+            lengths = [stop - start for start, stop in itertools.pairwise(offsets(cu_seqlens_k, "cu_seqlens_k"))]
+        if max(lengths, default=0) > capacity:
+            raise ValueError(f"block_table must have room for {max(lengths)} keys, found pages for {capacity}")
+        return [(slice(0, 1), slice(0, length)) for length in lengths]
+    if cu_seqlens_k is not None:
+        return _packed_spans(offsets(cu_seqlens_k, "cu_seqlens_k", k.shape[0]))
+    rows = range(batch) if cache_batch_idx is None else cache_batch_idx.tolist()
+    return [(slice(row, row + 1), slice(0, k.shape[1])) for row in rows]
+
+
+def _packed_spans(bounds) -> list[Span]:
+    return [(slice(0, 1), slice(start, stop)) for start, stop in itertools.pairwise(bounds)]
+
+
+def _used(spans, seqused_k, leftpad_k) -> list[Span]:
+    """The spans without the keys that seqused_k and leftpad_k exclude."""
+    used = _values(seqused_k, [span.stop - span.start for _, span in spans])
+    leftpad = _values(leftpad_k, [0] * len(spans))
+    for i, ((_, span), stop, start) in enumerate(zip(spans, used, leftpad, strict=True)):
+        require_range("seqused_k", i, stop, 0, span.stop - span.start)
+        require_range("leftpad_k", i, start, 0, stop)
+    return [
+        (row, slice(span.start + start, span.start + stop))
+        for (row, span), stop, start in zip(spans, used, leftpad, strict=True)
+    ]
+
+
+def _paged(entry, rows, keys, k, block_table) -> Part:
+    """A part whose keys lie in the pages that hold them."""
+    row, span = keys
+    page = k.shape[1]
+    first, last = span.start // page, -(-span.stop // page)
+    pages = block_table[entry, first:last]
+    require_pages(pages, k.shape[0])
+    within = slice(span.start - first * page, span.stop - first * page)
+    return Part(slice(entry, entry + 1), rows, (row, within), pages.long())
+
+
+def offsets(cu_seqlens: torch.Tensor, name: str, total: int | None = None) -> list[int]:
+    """The values of cu_seqlens, which must rise from 0 to at most `total`."""
+    values = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name} must start at 0, found {values[0]}")
+    for i, (before, after) in enumerate(itertools.pairwise(values)):
+        if after < before:
+            raise ValueError(f"{name} must not decrease, found {after} after {before} for entry {i}")
+    if total is not None and values[-1] > total:
+        raise ValueError(f"{name} must end at the number of tokens, {total}, or before it, found {values[-1]}")
+    return values
+
+
+def require_range(name: str, entry: int, found: int, low: int, high: int) -> None:
+    """Raise unless low <= found <= high."""
+    if not low <= found <= high:
+        raise ValueError(f"{name} must be between {low} and {high} for entry {entry}, found {found}")
+
+
+def require_pages(pages: torch.Tensor, num_pages: int) -> None:
+    """Raise unless every page that is used exists."""
+    if pages.numel() and not 0 <= (bounds := pages.aminmax()).min <= bounds.max < num_pages:
+        raise ValueError(
+            f"block_table must name pages from 0 to {num_pages - 1} wherever keys are used,"
+            f" found {bounds.min.item()} to {bounds.max.item()}"
+        )
+
+
+def _values(x, default) -> list[int]:
+    """The values of x, a tensor, a list or None."""
+    if x is None:
+        return default
+    return x.tolist() if isinstance(x, torch.Tensor) else x
