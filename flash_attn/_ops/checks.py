@@ -22,7 +22,9 @@ def tensor(name: str, value, *, dtypes=None, shape=None, device=None) -> None:
         raise ValueError(f"{name} must be on {device} like the first argument, found it on {value.device}")
     if shape is not None:
         found = value.shape
-        if len(found) != len(shape) or any(want is not None and have != want for have, want in zip(found, shape)):
+        if len(found) != len(shape) or any(
+            want is not None and have != want for have, want in zip(found, shape, strict=True)
+        ):
             raise ValueError(f"{name} must have shape {_shape(shape)}, found {tuple(found)}")
 
 
@@ -43,7 +45,7 @@ def real(name: str, value) -> None:
     """Check that `value` is a finite Python real number."""
     if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"{name} must be a real number, found {type(value).__name__}")
-    if isinstance(value, float) and not math.isfinite(value):
+    if not -math.inf < value < math.inf:  # math.isfinite would break a graph traced with symbolic floats
         raise ValueError(f"{name} must be finite, found {value}")
 
 
@@ -64,4 +66,6 @@ def _either(options) -> str:
 
 
 def _shape(shape) -> str:
-    return "(" + ", ".join("*" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "") + ")"
+    return (
+        "(" + ", ".join("*" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "") + ")"
+    )

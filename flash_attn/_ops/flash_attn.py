@@ -1,0 +1,465 @@
+"""Attention ops: forward, backward and decoding from a key-value cache.
+
+`forward`, `backward` and `decode` check their arguments and make one call into the dispatcher. Dense and
+variable-length batches are the same op, told apart by `cu_seqlens_q`. Queries, keys and values may be separate
+tensors, or packed: with `v=None`, `k` holds keys and values, (..., 2, heads_k, head_dim); with `k=None` too, `q` holds
+all three, (..., 3, heads, head_dim). Gradients then are packed in the same way. The ops take packed tensors as they are:
+a graph in which an op writes to several views of one tensor is compiled wrongly when its shapes are dynamic (torch 2.13).
+"""
+
+import torch
+
+from flash_attn import _library
+from flash_attn._ops import checks
+from flash_attn._reference import flash_attn as reference
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+MAX_SPLITS = 128
+S_DMASK_MULTIPLE = 128
+
+
+def forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    alibi_slopes,
+    deterministic=False,
+    return_softmax=False,
+    seqused_k=None,
+    leftpad_k=None,
+    block_table=None,
+):
+    """Attention. Returns (out, softmax_lse, S_dmask, rng_state); the last is None where no dropout was asked for.
+
+    Shapes, dtypes and meaning are those of `flash_attn.flash_attn_func` and `flash_attn.flash_attn_varlen_func`;
+    seqused_k and leftpad_k, int32 (batch,), say how many keys of an entry are used and how many of these to skip.
+    """
+    checks.real("dropout_p", dropout_p)
+    checks.number("dropout_p", dropout_p, 0 <= dropout_p < 1, "at least 0 and less than 1")
+    tensors = unpack(q, k, v)
+    batch = _check_qkv(*tensors, cu_seqlens_q, cu_seqlens_k, block_table, packed=v is None)
+    scale = _check_scores(tensors[0], batch, softmax_scale, softcap, alibi_slopes)
+    _check_per_entry(tensors[0], batch, seqused_k=seqused_k, leftpad_k=leftpad_k)
+    return_softmax = bool(return_softmax) and dropout_p > 0
+    bound_q = _check_bound("max_seqlen_q", max_seqlen_q, needed=return_softmax and cu_seqlens_q is not None)
+    bound_k = _check_bound("max_seqlen_k", max_seqlen_k, needed=return_softmax and cu_seqlens_q is not None)
+    rng_state = _draw_rng_state(q.device) if dropout_p > 0 else None
+    out, softmax_lse, s_dmask = fwd(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, rng_state,
+        bound_q, bound_k, float(dropout_p), scale, bool(causal), window_left, window_right, float(softcap),
+        bool(deterministic), return_softmax,
+    )  # fmt: skip
+    return out, softmax_lse, s_dmask, rng_state
+
+
+def backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    alibi_slopes,
+    deterministic=False,
+    rng_state=None,
+):
+    """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
+
+    softmax_lse is used as it is given: a caller that merged several blocks of keys passes the merged one.
+    """
+    checks.real("dropout_p", dropout_p)
+    checks.number("dropout_p", dropout_p, 0 <= dropout_p < 1, "at least 0 and less than 1")
+    batch = _check_qkv(q, k, v, cu_seqlens_q, cu_seqlens_k, None, packed=False)
+    scale = _check_scores(q, batch, softmax_scale, softcap, alibi_slopes)
+    for name, value, like in (("dout", dout, q), ("out", out, q), ("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        checks.tensor(name, value, dtypes=(q.dtype,), shape=tuple(like.shape), device=q.device)
+    lse_shape = _lse_shape(q, cu_seqlens_q)
+    checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=lse_shape, device=q.device)
+    if dropout_p > 0:
+        if rng_state is None:
+            raise ValueError("rng_state must be what the forward returned when dropout_p > 0, found None")
+        checks.tensor("rng_state", rng_state, dtypes=(torch.int64,), shape=(2,), device=q.device)
+    return bwd(
+        dout, q, k, v, out, softmax_lse, None, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, None, None, alibi_slopes,
+        rng_state, _check_bound("max_seqlen_q", max_seqlen_q), _check_bound("max_seqlen_k", max_seqlen_k),
+        float(dropout_p), scale, bool(causal), window_left, window_right, float(softcap), bool(deterministic),
+    )  # fmt: skip
+
+
+def decode(
+    q,
+    k_cache,
+    v_cache,
+    k,
+    v,
+    rotary_cos,
+    rotary_sin,
+    cache_seqlens,
+    cache_batch_idx,
+    cache_leftpad,
+    block_table,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    rotary_interleaved,
+    alibi_slopes,
+    num_splits,
+):
+    """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse).
+
+    Shapes, dtypes and meaning are those of `flash_attn.flash_attn_with_kvcache`.
+    """
+    capacity = _check_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
+    batch, seqlen_q, _, head_dim = q.shape
+    scale = _check_scores(q, batch, softmax_scale, softcap, alibi_slopes)
+    lengths, length = _check_cache_seqlens(q, cache_seqlens, capacity)
+    _check_per_entry(q, batch, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
+    _check_appended(q, k_cache, k, v, cache_seqlens, capacity, length)
+    _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
+    checks.integer("num_splits", num_splits)
+    checks.number("num_splits", num_splits, num_splits <= MAX_SPLITS, f"at most {MAX_SPLITS}")
+    return fwd_kvcache(
+        q, k_cache, v_cache, k, v, lengths, length, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table,
+        alibi_slopes, scale, bool(causal), window_left, window_right, float(softcap), bool(rotary_interleaved),
+        num_splits,
+    )  # fmt: skip
+
+
+def with_rng_state(results):
+    """The results of `forward` with a tensor for rng_state in any case: zeros where there is no dropout."""
+    *others, rng_state = results
+    if rng_state is None:
+        rng_state = torch.zeros(2, dtype=torch.int64, device=others[0].device)
+    return *others, rng_state
+
+
+def unpack(q, k, v):
+    """Views (q, k, v) of separate or packed tensors; see the top of this file."""
+    if v is not None:
+        return q, k, v
+    if k is not None:
+        return (q, *k.unbind(-3))
+    return q.unbind(-3)
+
+
+def _draw_rng_state(device):
+    """(seed, offset) from the default generator of `device`, without synchronisation and new at each graph replay."""
+    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Argument checks
+
+
+def _check_qkv(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, packed):
+    """Check q, k, v and what tells their entries apart; return the batch size. `packed` tensors share an argument."""
+    varlen = cu_seqlens_q is not None
+    names = ("qkv" if packed else name for name in "qkv")
+    layout = "(tokens, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
+    paged_layout = "(num_pages, page_size, heads_k, head_dim)"
+    for name, x in zip(names, (q, k, v), strict=True):
+        checks.tensor(name, x, dtypes=DTYPES if x is q else (q.dtype,), device=q.device)
+        checks.ndim(name, x, layout if x is q or block_table is None else paged_layout)
+    heads, head_dim = q.shape[-2:]
+    checks.number("head_dim", head_dim, 1 <= head_dim <= MAX_HEAD_DIM, f"between 1 and {MAX_HEAD_DIM}")
+    _check_heads(heads, k.shape[-2])
+    if varlen:
+        batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device, None)
+        _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q.device, batch)
+    else:
+        batch = q.shape[0]
+    if block_table is not None:
+        _check_block_table(block_table, batch, q.device)
+        checks.number("page_size", k.shape[1], k.shape[1] >= 1, "at least 1")
+    if varlen or block_table is not None:
+        checks.tensor("k", k, shape=(*k.shape[:-1], head_dim))
+    else:
+        checks.tensor("k", k, shape=(batch, k.shape[1], k.shape[2], head_dim))
+    checks.tensor("v", v, shape=tuple(k.shape))
+    return batch
+
+
+def _check_heads(heads, heads_k):
+    divides = heads == heads_k or (heads_k > 0 and heads % heads_k == 0)
+    if not divides:
+        raise ValueError(f"k must have a number of heads that divides q's {heads} heads, found {heads_k}")
+
+
+def _check_cu_seqlens(name, cu_seqlens, device, batch):
+    checks.tensor(name, cu_seqlens, dtypes=(torch.int32,), device=device)
+    checks.ndim(name, cu_seqlens, "(batch + 1)")
+    entries = cu_seqlens.shape[0] - 1
+    checks.number(f"{name}'s length", entries + 1, entries >= 0, "at least 1: batch + 1 entries that start at 0")
+    if batch is not None:
+        checks.tensor(name, cu_seqlens, shape=(batch + 1,))
+    _check_contiguous(name, cu_seqlens)
+    return entries
+
+
+def _check_contiguous(name, value):
+    if not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, found strides {value.stride()} for shape {tuple(value.shape)}")
+
+
+def _check_block_table(block_table, batch, device):
+    checks.tensor("block_table", block_table, dtypes=(torch.int32,), shape=(batch, None), device=device)
+
+
+def _check_scores(q, batch, softmax_scale, softcap, alibi_slopes):
+    """Check what changes scores; return the scale to use."""
+    checks.real("softcap", softcap)
+    if alibi_slopes is not None:
+        heads = q.shape[-2]
+        checks.tensor("alibi_slopes", alibi_slopes, dtypes=(torch.float32,), device=q.device)
+        if alibi_slopes.shape not in ((heads,), (batch, heads)):
+            expected = f"({heads},) or ({batch}, {heads})"
+            raise ValueError(f"alibi_slopes must have shape {expected}, found {tuple(alibi_slopes.shape)}")
+        if alibi_slopes.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "alibi_slopes must not require grad, found requires_grad=True: slopes have no gradient here"
+            )
+    if softmax_scale is None:
+        return q.shape[-1] ** -0.5
+    checks.real("softmax_scale", softmax_scale)
+    checks.number("softmax_scale", softmax_scale, softmax_scale >= 0, "at least 0")
+    return float(softmax_scale)
+
+
+def _check_per_entry(q, batch, **lengths):
+    for name, value in lengths.items():
+        if value is not None:
+            checks.tensor(name, value, dtypes=(torch.int32,), shape=(batch,), device=q.device)
+            _check_contiguous(name, value)
+
+
+def _check_bound(name, bound, needed=False):
+    """max_seqlen_* as an int. A 0-d tensor counts as unknown, so that it is not read, unless a shape depends on it."""
+    if isinstance(bound, torch.Tensor):
+        if bound.dim() != 0 or bound.dtype not in checks.INTEGER_DTYPES:
+            raise TypeError(f"{name} must be an int or a 0-d integer tensor, found {bound.dtype} {tuple(bound.shape)}")
+        return int(bound) if needed else None
+    if bound is None:
+        if needed:
+            raise ValueError(f"{name} must be given for return_attn_probs, whose shape it sets; found None")
+        return None
+    checks.integer(name, bound)
+    checks.number(name, bound, bound >= 0, "at least 0")
+    return bound
+
+
+def _check_cache(q, k_cache, v_cache, cache_batch_idx, block_table):
+    """Check queries and caches; return how many positions an entry of the cache has."""
+    checks.tensor("q", q, dtypes=DTYPES)
+    checks.ndim("q", q, "(batch, seqlen_q, heads, head_dim)")
+    batch, _, heads, head_dim = q.shape
+    checks.number("head_dim", head_dim, 1 <= head_dim <= MAX_HEAD_DIM, f"between 1 and {MAX_HEAD_DIM}")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        checks.tensor(name, cache, dtypes=(q.dtype,), device=q.device)
+        checks.ndim(name, cache, "(batch_cache or num_pages, capacity or page_size, heads_k, head_dim)")
+        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
+            raise ValueError(f"{name} must have a contiguous last dimension, found strides {cache.stride()}")
+    checks.tensor("k_cache", k_cache, shape=(None, None, None, head_dim))
+    checks.tensor("v_cache", v_cache, shape=tuple(k_cache.shape))
+    _check_heads(heads, k_cache.shape[2])
+    if block_table is not None:
+        if cache_batch_idx is not None:
+            raise ValueError(
+                "cache_batch_idx must be None with block_table, which already says where an entry's keys are"
+            )
+        _check_block_table(block_table, batch, q.device)
+        checks.number("page_size", k_cache.shape[1], k_cache.shape[1] >= 1, "at least 1")
+        return block_table.shape[1] * k_cache.shape[1]
+    if cache_batch_idx is None and k_cache.shape[0] != batch:
+        raise ValueError(
+            f"k_cache must have q's batch size {batch} without cache_batch_idx or block_table, found {k_cache.shape[0]}"
+        )
+    return k_cache.shape[1]
+
+
+def _check_cache_seqlens(q, cache_seqlens, capacity):
+    """cache_seqlens as (int32 tensor, None) or (None, int): no tensor is made of an int."""
+    if cache_seqlens is None:
+        return None, None
+    if isinstance(cache_seqlens, torch.Tensor):
+        if cache_seqlens.dim() == 0:
+            cache_seqlens = cache_seqlens.expand(q.shape[0]).contiguous()
+        dtypes = checks.INTEGER_DTYPES
+        checks.tensor("cache_seqlens", cache_seqlens, dtypes=dtypes, shape=(q.shape[0],), device=q.device)
+        _check_contiguous("cache_seqlens", cache_seqlens)
+        return cache_seqlens.int(), None
+    checks.integer("cache_seqlens", cache_seqlens)
+    within = 0 <= cache_seqlens <= capacity
+    checks.number("cache_seqlens", cache_seqlens, within, f"between 0 and the cache's capacity {capacity}")
+    return None, cache_seqlens
+
+
+def _check_appended(q, k_cache, k, v, cache_seqlens, capacity, length):
+    if (k is None) != (v is None):
+        missing, given = ("k", "v") if k is None else ("v", "k")
+        raise ValueError(f"{missing} must be given together with {given}, found None")
+    if k is None:
+        return
+    if cache_seqlens is None:
+        raise ValueError("cache_seqlens must say where k and v are appended, found None")
+    shape = (q.shape[0], None, *k_cache.shape[2:])
+    checks.tensor("k", k, dtypes=(q.dtype,), shape=shape, device=q.device)
+    checks.tensor("v", v, dtypes=(q.dtype,), shape=tuple(k.shape), device=q.device)
+    end = k.shape[1] + (length or 0)
+    if end > capacity:
+        found = f"cache_seqlens {length or 0} + {k.shape[1]} new positions"
+        raise ValueError(f"k must fit into the cache (block_table or k_cache) of {capacity} positions, found {found}")
+
+
+def _check_rotary(q, k, cos, sin, capacity):
+    if cos is None and sin is None:
+        return
+    if cos is None or sin is None:
+        missing, given = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
+        raise ValueError(f"{missing} must be given together with {given}, found None")
+    if k is None:
+        raise ValueError("k must be given with rotary_cos: rotary positions are those of appended keys; found None")
+    checks.tensor("rotary_cos", cos, dtypes=DTYPES, device=q.device)
+    checks.ndim("rotary_cos", cos, "(seqlen_rotary, rotary_dim / 2)")
+    checks.tensor("rotary_sin", sin, dtypes=(cos.dtype,), shape=tuple(cos.shape), device=q.device)
+    rotary_dim = 2 * cos.shape[1]
+    expected = f"a multiple of 16 that is at most head_dim {q.shape[-1]}"
+    checks.number("rotary_dim (twice rotary_cos's last size)", rotary_dim, rotary_dim % 16 == 0, expected)
+    checks.number("rotary_dim (twice rotary_cos's last size)", rotary_dim, rotary_dim <= q.shape[-1], expected)
+    if cos.shape[0] < capacity:
+        raise ValueError(f"rotary_cos must cover the cache's {capacity} positions, found {cos.shape[0]}")
+    _check_contiguous("rotary_cos", cos)
+    _check_contiguous("rotary_sin", sin)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Shapes of results, and the ops
+
+
+def _round_up(size, multiple=S_DMASK_MULTIPLE):
+    return (size + multiple - 1) // multiple * multiple
+
+
+def _lse_shape(q, cu_seqlens_q):
+    if cu_seqlens_q is not None:
+        return q.shape[1], q.shape[0]  # (heads, total_q)
+    return q.shape[0], q.shape[2], q.shape[1]  # (batch, heads, seqlen_q)
+
+
+def _fwd_fake(q, k, v, cu_seqlens_q, *args):
+    max_seqlen_q, max_seqlen_k, return_softmax = args[6], args[7], args[-1]
+    q, k, _ = unpack(q, k, v)
+    softmax_lse = q.new_empty(_lse_shape(q, cu_seqlens_q), dtype=torch.float32)
+    s_shape = (0,)
+    if return_softmax:
+        varlen = cu_seqlens_q is not None
+        batch, heads = (cu_seqlens_q.shape[0] - 1, q.shape[1]) if varlen else (q.shape[0], q.shape[2])
+        seqlen_q, seqlen_k = (max_seqlen_q, max_seqlen_k) if varlen else (q.shape[1], k.shape[1])
+        s_shape = (batch, heads, _round_up(seqlen_q), _round_up(seqlen_k))
+    return torch.empty_like(q), softmax_lse, q.new_empty(s_shape)
+
+
+def _bwd_fake(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, cu_seqlens_q, *args):
+    q, _, _ = unpack(q, k, v)
+    if cu_seqlens_q is not None:
+        total_q, heads, _ = q.shape
+        shape = (heads, total_q + S_DMASK_MULTIPLE * (cu_seqlens_q.shape[0] - 1))
+    else:
+        shape = (q.shape[0], q.shape[2], _round_up(q.shape[1]))
+    return q.new_empty(shape, dtype=torch.float32)
+
+
+def _fwd_kvcache_fake(q, *args):
+    return torch.empty_like(q), q.new_empty(_lse_shape(q, None), dtype=torch.float32)
+
+
+def _fwd_reference(q, k, v, *args):
+    return reference.fwd(*unpack(q, k, v), *args)
+
+
+def _bwd_reference(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, *args):
+    return reference.bwd(dout, *unpack(q, k, v), out, softmax_lse, dlse, *unpack(dq, dk, dv), *args)
+
+
+class _Attention(torch.autograd.Function):
+    """Gradients of `fwd` for q, k and v, through out and softmax_lse."""
+
+    @staticmethod
+    def forward(
+        ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, rng_state, *args
+    ):
+        if block_table is not None:
+            raise ValueError(
+                "block_table must be None when q, k or v require grad, found a tensor: pages have no gradient"
+            )
+        per_entry = (cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k)
+        out, softmax_lse, s_dmask = fwd.below_autograd(q, k, v, *per_entry, None, alibi_slopes, rng_state, *args)
+        ctx.save_for_backward(q, k, v, out, softmax_lse, *per_entry, alibi_slopes, rng_state)
+        ctx.args = args[:-1]  # all but return_softmax
+        ctx.mark_non_differentiable(s_dmask)
+        ctx.set_materialize_grads(False)
+        return out, softmax_lse, s_dmask
+
+    @staticmethod
+    def backward(ctx, dout, dlse, _):
+        q, k, v, out, softmax_lse, *rest = ctx.saved_tensors
+        grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *rest, *ctx.args)
+        return (*grads, *(None,) * (len(rest) + 1 + len(ctx.args) + 1))
+
+
+fwd = _library.define(
+    "fwd(Tensor q, Tensor? k, Tensor? v, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
+    "Tensor? leftpad_k, Tensor? block_table, Tensor? alibi_slopes, Tensor? rng_state, SymInt? max_seqlen_q, "
+    "SymInt? max_seqlen_k, float dropout_p, float softmax_scale, bool causal, int window_left, int window_right, "
+    "float softcap, bool deterministic, bool return_softmax) -> (Tensor out, Tensor softmax_lse, Tensor S_dmask)",
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+    autograd=_Attention,
+)
+
+bwd = _library.define(
+    "bwd(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor softmax_lse, Tensor? dlse, Tensor(a!) dq, "
+    "Tensor(b!)? dk, Tensor(c!)? dv, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, Tensor? leftpad_k, "
+    "Tensor? alibi_slopes, Tensor? rng_state, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float dropout_p, "
+    "float softmax_scale, bool causal, int window_left, int window_right, float softcap, bool deterministic) "
+    "-> Tensor softmax_d",
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+)
+
+fwd_kvcache = _library.define(
+    "fwd_kvcache(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? k, Tensor? v, Tensor? cache_seqlens, "
+    "SymInt? cache_seqlen, Tensor? rotary_cos, Tensor? rotary_sin, Tensor? cache_batch_idx, Tensor? cache_leftpad, "
+    "Tensor? block_table, Tensor? alibi_slopes, float softmax_scale, bool causal, int window_left, int window_right, "
+    "float softcap, bool rotary_interleaved, int num_splits) -> (Tensor out, Tensor softmax_lse)",
+    reference=reference.fwd_kvcache,
+    fake=_fwd_kvcache_fake,
+)

@@ -1,0 +1,543 @@
+"""Attention: exact, with memory linear in the sequence, on tensors as models have them.
+
+    from flash_attn import flash_attn_func
+    out = flash_attn_func(q, k, v, causal=True)          # (batch, seqlen, heads, head_dim)
+
+Six functions differ in layout only: queries, keys and values apart, keys and values packed, or all three packed; dense
+or of variable length. The seventh, `flash_attn_with_kvcache`, decodes. All compute, for query i and key j of one entry,
+
+    s(i, j) = softmax_scale * <q[i], k[j]>
+    s(i, j) = softcap * tanh(s(i, j) / softcap)                         if softcap > 0
+    s(i, j) = s(i, j) - alibi_slope * abs(i + seqlen_k - seqlen_q - j)  if alibi_slopes are given
+    lse(i)  = log(sum over the allowed j of exp(s(i, j)))
+    out[i]  = sum over the allowed j of exp(s(i, j) - lse(i)) * keep(i, j) / (1 - dropout_p) * v[j]
+
+in float32 whatever the input type (FlashAttention: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
+
+Terms that all of them share:
+
+Heads. k and v may have fewer heads than q, a divisor: query head h uses key head h // (heads / heads_k) (GQA, MQA).
+causal. Aligned to the bottom right: the last query sees the last key. With seqlen_q = 2 and seqlen_k = 5, row 0 sees
+    keys 0 to 3 and row 1 sees all. A row that sees no key gives 0, with lse = +inf and no gradient.
+window_size. (left, right): query i sees keys i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right, both
+    included; -1 means no bound. causal=True is right = 0.
+alibi_slopes. float32 (heads,) or (batch, heads); no gradient (Press et al. 2021, arXiv:2108.12409).
+dropout_p. Probability, drawn from the default generator of the device. Pass 0 in evaluation.
+deterministic. Gradients equal bit by bit from run to run.
+return_attn_probs. Return (out, softmax_lse, S_dmask) instead of out. softmax_lse is float32, (batch, heads, seqlen_q)
+    or, for variable length, (heads, total_q), and has a gradient. S_dmask is for tests of dropout and empty without it:
+    unnormalised probabilities exp(s - m), the sign bit set where they were dropped, where m is the running maximum over
+    blocks of `_get_block_size_n` keys, from the right.
+
+Tensors are float16 or bfloat16 of one type and on one device, in any strides; float32 runs on the reference backend.
+head_dim is 1 to 256. Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written.
+"""
+
+import inspect
+
+import torch
+
+import flash_attn_2_cuda as flash_attn_gpu  # noqa: F401  (other packages reach the positional functions through here)
+from flash_attn._ops import checks
+from flash_attn._ops import flash_attn as ops
+from flash_attn._reference.flash_attn import block_size_n
+
+USE_TRITON_ROCM = False
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """Attention of dense batches. The top of this module says what is computed.
+
+    Arguments:
+        q: (batch, seqlen_q, heads, head_dim).
+        k, v: (batch, seqlen_k, heads_k, head_dim).
+        dropout_p: float in [0, 1).
+        softmax_scale: float, at least 0; None means head_dim ** -0.5.
+        causal: bool.
+        window_size: (left, right); -1 means no bound.
+        softcap: float; above 0, scores are capped at this magnitude.
+        alibi_slopes: float32 (heads,) or (batch, heads), or None.
+        deterministic: bool.
+        return_attn_probs: bool.
+
+    Returns:
+        out, shaped like q; or (out, softmax_lse, S_dmask).
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 128, 8, 64, dtype=torch.bfloat16) for _ in range(3))
+        >>> flash_attn_func(q, k, v, causal=True).shape
+        torch.Size([2, 128, 8, 64])
+    """
+    return _attend(
+        q, k, v,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q,
+    kv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_func` with keys and values in one tensor, whose gradient then is one tensor, too.
+
+    Arguments:
+        q: (batch, seqlen_q, heads, head_dim).
+        kv: (batch, seqlen_k, 2, heads_k, head_dim), keys first.
+        The others are those of `flash_attn_func`.
+
+    Returns:
+        out, shaped like q; or (out, softmax_lse, S_dmask).
+
+    Example:
+        >>> q, kv = torch.randn(2, 128, 8, 64).bfloat16(), torch.randn(2, 256, 2, 4, 64).bfloat16()
+        >>> flash_attn_kvpacked_func(q, kv).shape
+        torch.Size([2, 128, 8, 64])
+    """
+    _check_packed("kv", kv, 2, "(batch, seqlen_k, 2, heads_k, head_dim)")
+    return _attend(
+        q, kv, None,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_func` with queries, keys and values in one tensor, whose gradient then is one tensor, too.
+
+    Arguments:
+        qkv: (batch, seqlen, 3, heads, head_dim): queries, keys, values.
+        The others are those of `flash_attn_func`.
+
+    Returns:
+        out (batch, seqlen, heads, head_dim); or (out, softmax_lse, S_dmask).
+
+    Example:
+        >>> qkv = torch.randn(2, 128, 3, 8, 64, dtype=torch.bfloat16)
+        >>> flash_attn_qkvpacked_func(qkv, causal=True).shape
+        torch.Size([2, 128, 8, 64])
+    """
+    _check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
+    return _attend(
+        qkv, None, None,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
+):
+    """Attention of sequences of different lengths, one behind the other in memory, without padding.
+
+    Arguments:
+        q: (total_q, heads, head_dim).
+        k, v: (total_k, heads_k, head_dim); with block_table, (num_pages, page_size, heads_k, head_dim), any page size.
+        cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), starting at 0: entry b has the tokens cu_seqlens[b] to
+            cu_seqlens[b + 1] - 1. Entries may be empty. Tokens behind the last entry give 0.
+        max_seqlen_q, max_seqlen_k: int, 0-d integer tensor or None: an upper bound of the lengths. A tensor is not
+            read, so that nothing waits for the device, except for return_attn_probs with dropout, whose shape it sets.
+        block_table: int32 (batch, pages of an entry) or None: key j of entry b is in page
+            block_table[b, j // page_size]; lengths still come from cu_seqlens_k. Without gradient.
+        The others are those of `flash_attn_func`.
+
+    Returns:
+        out, shaped like q; or (out, softmax_lse, S_dmask), where softmax_lse is (heads, total_q).
+
+    Example:
+        >>> q, k, v = (torch.randn(7, 8, 64, dtype=torch.bfloat16) for _ in range(3))
+        >>> cu_seqlens = torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 4, 4, causal=True).shape
+        torch.Size([7, 8, 64])
+    """
+    _check_given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return _attend(
+        q, k, v,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        varlen=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        block_table=block_table,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q,
+    kv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_varlen_func` with keys and values in one tensor, whose gradient then is one tensor, too.
+
+    Arguments:
+        q: (total_q, heads, head_dim).
+        kv: (total_k, 2, heads_k, head_dim), keys first.
+        The others are those of `flash_attn_varlen_func`.
+
+    Returns:
+        out, shaped like q; or (out, softmax_lse, S_dmask), where softmax_lse is (heads, total_q).
+
+    Example:
+        >>> q, kv = torch.randn(7, 8, 64).bfloat16(), torch.randn(9, 2, 8, 64).bfloat16()
+        >>> cu_q, cu_k = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0, 4, 9], dtype=torch.int32)
+        >>> flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 4, 5).shape
+        torch.Size([7, 8, 64])
+    """
+    _check_packed("kv", kv, 2, "(total_k, 2, heads_k, head_dim)")
+    _check_given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return _attend(
+        q, kv, None,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        varlen=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv,
+    cu_seqlens,
+    max_seqlen,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    """`flash_attn_varlen_func` with queries, keys and values in one tensor, whose gradient then is one tensor, too.
+
+    Arguments:
+        qkv: (total, 3, heads, head_dim): queries, keys, values.
+        cu_seqlens: int32 (batch + 1,), starting at 0.
+        max_seqlen: int, 0-d integer tensor or None: an upper bound of the lengths.
+        The others are those of `flash_attn_varlen_func`.
+
+    Returns:
+        out (total, heads, head_dim); or (out, softmax_lse, S_dmask), where softmax_lse is (heads, total).
+
+    Example:
+        >>> qkv, cu_seqlens = torch.randn(7, 3, 8, 64).bfloat16(), torch.tensor([0, 3, 7], dtype=torch.int32)
+        >>> flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 4, causal=True).shape
+        torch.Size([7, 8, 64])
+    """
+    _check_packed("qkv", qkv, 3, "(total, 3, heads, head_dim)")
+    _check_given(cu_seqlens=cu_seqlens)
+    return _attend(
+        qkv, None, None,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        varlen=(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    rotary_interleaved=True,
+    alibi_slopes=None,
+    num_splits=0,
+    return_softmax_lse=False,
+):
+    """Attention of new queries over cached keys and values; appends new keys and values to the cache first.
+
+    Entry b of the batch uses row cache_batch_idx[b] (or b) of the cache, of which n = cache_seqlens[b] positions are
+    filled. If k and v are given, they are written, in place, to positions n, n + 1, ... The keys attended to are
+    positions cache_leftpad[b] (or 0) to n + seqlen_new - 1; masks, windows and ALiBi count from the first of them, and
+    the last query is aligned with the last key. cache_seqlens is not changed. There is no gradient.
+
+    If rotary_cos and rotary_sin are given, key t is rotated as position n + t before it is stored. Query i is rotated
+    as position n + i if causal or a window is asked for, else all queries as position n.
+
+    Arguments:
+        q: (batch, seqlen_q, heads, head_dim).
+        k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), the last dimension contiguous; with block_table,
+            (num_pages, page_size, heads_k, head_dim), any page size.
+        k, v: (batch, seqlen_new, heads_k, head_dim), or None.
+        rotary_cos, rotary_sin: (at least capacity, rotary_dim / 2), contiguous, rotary_dim a multiple of 16; need k.
+        cache_seqlens: int, or int32 or int64 (batch,); None means that the whole capacity is filled.
+        cache_batch_idx: int32 (batch,), or None; not with block_table.
+        cache_leftpad: int32 (batch,), or None.
+        block_table: int32 (batch, pages of an entry), or None: position m is in page block_table[b, m // page_size].
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
+        rotary_interleaved: rotate pairs (2t, 2t + 1) if true, else pairs (t, t + rotary_dim / 2).
+        num_splits: into how many parts the keys are split to occupy the device, at most 128; below 1, we choose.
+        return_softmax_lse: bool.
+
+    Returns:
+        out, shaped like q; or (out, softmax_lse), softmax_lse float32 (batch, heads, seqlen_q).
+
+    Example:
+        >>> k_cache, v_cache = (torch.zeros(2, 512, 4, 64, dtype=torch.bfloat16) for _ in range(2))
+        >>> q, k, v = (torch.randn(2, 1, heads, 64, dtype=torch.bfloat16) for heads in (8, 4, 4))
+        >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True).shape
+        torch.Size([2, 1, 8, 64])
+    """
+    out, softmax_lse = ops.decode(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        softmax_scale, causal, *_window(window_size), softcap, rotary_interleaved, alibi_slopes, num_splits,
+    )  # fmt: skip
+    return (out, softmax_lse) if return_softmax_lse else out
+
+
+def _attend(
+    q, k, v,
+    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+    varlen=(None, None, None, None), block_table=None,
+):  # fmt: skip
+    """What the six functions share. varlen: (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+    out, softmax_lse, s_dmask, _ = ops.forward(
+        q, k, v, *varlen, dropout_p, softmax_scale, causal, *_window(window_size), softcap, alibi_slopes,
+        deterministic=deterministic, return_softmax=return_attn_probs, block_table=block_table,
+    )  # fmt: skip
+    return (out, softmax_lse, s_dmask) if return_attn_probs else out
+
+
+def _window(window_size):
+    """(left, right) as ints, any negative as -1."""
+    try:
+        left, right = window_size
+        left, right = int(left), int(right)
+    except (TypeError, ValueError):
+        raise ValueError(f"window_size must be two integers (left, right), found {window_size!r}") from None
+    return max(left, -1), max(right, -1)
+
+
+def _check_packed(name, packed, parts, layout):
+    checks.tensor(name, packed)
+    checks.ndim(name, packed, layout)
+    checks.number(f"{name}.shape[-3]", packed.shape[-3], packed.shape[-3] == parts, f"{parts} as in {layout}")
+
+
+def _check_given(**arguments):
+    for name, value in arguments.items():
+        checks.tensor(name, value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Names that other packages call (context parallelism, ring attention), with the orders and results of flash-attn 2.8.
+
+
+def _flash_attn_forward(
+    q,
+    k,
+    v,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    return_softmax,
+):
+    """Returns (out, softmax_lse, S_dmask, rng_state); rng_state is int64 (2,), zeros where dropout_p is 0."""
+    return ops.with_rng_state(
+        ops.forward(
+            q, k, v, None, None, None, None,
+            dropout_p, softmax_scale, causal, *_window((window_size_left, window_size_right)), softcap, alibi_slopes,
+            return_softmax=return_softmax,
+        )
+    )  # fmt: skip
+
+
+def _flash_attn_varlen_forward(
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left=-1,
+    window_size_right=-1,
+    softcap=0.0,
+    alibi_slopes=None,
+    return_softmax=False,
+    block_table=None,
+    leftpad_k=None,
+    seqused_k=None,
+    zero_tensors=False,
+    num_splits=0,
+):
+    """Returns (out, softmax_lse, S_dmask, rng_state).
+
+    seqused_k, leftpad_k: int32 (batch,), how many keys of each entry are used and how many of these are skipped.
+    zero_tensors changes nothing, since every element is written; num_splits, nothing but the last bits.
+    """
+    _check_given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return ops.with_rng_state(
+        ops.forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            dropout_p, softmax_scale, causal, *_window((window_size_left, window_size_right)), softcap, alibi_slopes,
+            return_softmax=return_softmax, block_table=block_table, leftpad_k=leftpad_k, seqused_k=seqused_k,
+        )
+    )  # fmt: skip
+
+
+def _flash_attn_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+):
+    """Writes dq, dk and dv, and returns softmax_d. softmax_lse is used as given: it may be that of more keys."""
+    return ops.backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, None, None, None, None,
+        dropout_p, softmax_scale, causal, *_window((window_size_left, window_size_right)), softcap, alibi_slopes,
+        deterministic, rng_state,
+    )  # fmt: skip
+
+
+def _flash_attn_varlen_backward(
+    dout,
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dq,
+    dk,
+    dv,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p,
+    softmax_scale,
+    causal,
+    window_size_left,
+    window_size_right,
+    softcap,
+    alibi_slopes,
+    deterministic,
+    rng_state=None,
+    zero_tensors=False,
+):
+    """As `_flash_attn_backward`. zero_tensors changes nothing, since every element is written."""
+    _check_given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    return ops.backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, *_window((window_size_left, window_size_right)), softcap, alibi_slopes,
+        deterministic, rng_state,
+    )  # fmt: skip
+
+
+_wrapped_flash_attn_forward = _flash_attn_forward
+_wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
+_wrapped_flash_attn_backward = _flash_attn_backward
+_wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
+
+
+def _get_block_size_n(device, head_dim, is_dropout, is_causal):
+    """Width of the key blocks over which S_dmask keeps its running maximum; see the top of this module."""
+    return block_size_n(head_dim, is_dropout)
+
+
+def maybe_contiguous(x):
+    """x, copied if its last dimension is not contiguous; None stays None."""
+    return x.contiguous() if x is not None and x.stride(-1) != 1 else x
+
+
+def round_multiple(x, m):
+    """x rounded up to a multiple of m."""
+    return (x + m - 1) // m * m
+
+
+def _function_class(function):
+    """A class whose `apply` is `function` by position, with a trailing is_grad_enabled, as flash-attn 2.8's has."""
+    num_parameters = len(inspect.signature(function).parameters)
+
+    def apply(*args):
+        is_grad_enabled = args[num_parameters] if len(args) > num_parameters else torch.is_grad_enabled()
+        with torch.set_grad_enabled(is_grad_enabled):
+            return function(*args[:num_parameters])
+
+    return type(function.__name__, (), {"apply": staticmethod(apply)})
+
+
+FlashAttnFunc = _function_class(flash_attn_func)
+FlashAttnKVPackedFunc = _function_class(flash_attn_kvpacked_func)
+FlashAttnQKVPackedFunc = _function_class(flash_attn_qkvpacked_func)
+FlashAttnVarlenFunc = _function_class(flash_attn_varlen_func)
+FlashAttnVarlenKVPackedFunc = _function_class(flash_attn_varlen_kvpacked_func)
+FlashAttnVarlenQKVPackedFunc = _function_class(flash_attn_varlen_qkvpacked_func)

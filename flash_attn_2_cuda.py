@@ -1,0 +1,98 @@
+"""The positional functions that other packages call in place of flash-attn 2.8's compiled module of this name.
+
+    fwd, varlen_fwd, bwd, varlen_bwd, fwd_kvcache
+
+take their arguments by position only, in the order below, and return lists. They are thin: checks, kernels and the
+reference backend are those of `flash_attn`. A tensor given for an output is written and returned. `generator` must be
+None, as in 2.8: dropout draws from the default generator of the device.
+"""
+
+import torch
+
+from flash_attn._ops import flash_attn as ops
+
+
+def fwd(
+    q, k, v, out, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap,
+    return_softmax, generator=None, /,
+):  # fmt: skip
+    """Returns [out, softmax_lse, S_dmask, rng_state]."""
+    _check_generator(generator)
+    return _forward(
+        out, q, k, v, None, None, None, None,
+        dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes,
+        return_softmax=return_softmax,
+    )  # fmt: skip
+
+
+def varlen_fwd(
+    q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes,
+    max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal, window_left, window_right, softcap,
+    return_softmax, generator=None, num_splits=0, /,
+):  # fmt: skip
+    """Returns [out, softmax_lse, S_dmask, rng_state]. zero_tensors changes nothing: every element is written."""
+    _check_generator(generator)
+    return _forward(
+        out, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes,
+        return_softmax=return_softmax, seqused_k=seqused_k, leftpad_k=leftpad_k, block_table=block_table,
+    )  # fmt: skip
+
+
+def bwd(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, dropout_p, softmax_scale, causal,
+    window_left, window_right, softcap, deterministic, generator=None, rng_state=None, /,
+):  # fmt: skip
+    """Returns [dq, dk, dv, softmax_d]."""
+    _check_generator(generator)
+    grads = _gradients(q, k, v, dq, dk, dv)
+    softmax_d = ops.backward(
+        dout, q, k, v, out, softmax_lse, *grads, None, None, None, None,
+        dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, deterministic, rng_state,
+    )  # fmt: skip
+    return [*grads, softmax_d]
+
+
+def varlen_bwd(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, max_seqlen_k,
+    dropout_p, softmax_scale, zero_tensors, causal, window_left, window_right, softcap, deterministic,
+    generator=None, rng_state=None, /,
+):  # fmt: skip
+    """Returns [dq, dk, dv, softmax_d]. zero_tensors changes nothing: every element is written."""
+    _check_generator(generator)
+    grads = _gradients(q, k, v, dq, dk, dv)
+    softmax_d = ops.backward(
+        dout, q, k, v, out, softmax_lse, *grads, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, deterministic, rng_state,
+    )  # fmt: skip
+    return [*grads, softmax_d]
+
+
+def fwd_kvcache(
+    q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table,
+    alibi_slopes, out, softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, num_splits, /,
+):  # fmt: skip
+    """Returns [out, softmax_lse]."""
+    result, softmax_lse = ops.decode(
+        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
+        softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, alibi_slopes, num_splits,
+    )  # fmt: skip
+    return [_into(out, result), softmax_lse]
+
+
+def _forward(out, *args, **kwargs):
+    result, *others = ops.with_rng_state(ops.forward(*args, **kwargs))
+    return [_into(out, result), *others]
+
+
+def _into(out, result):
+    return result if out is None else out.copy_(result)
+
+
+def _gradients(q, k, v, dq, dk, dv):
+    return [torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))]
+
+
+def _check_generator(generator):
+    if generator is not None:
+        raise ValueError("the `generator` argument is no longer supported: it must be None, found " + repr(generator))
