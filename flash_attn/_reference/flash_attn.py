@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from . import sequence
 from .dropout import keep_mask
 from .mask import Mask
+from .rotary import rotary
 
 # Measured on two cores of an EPYC with 1 MiB of L2 each: half a million scores at a time run twice as fast as 16 times
 # more or fewer, and 128 rows are enough for the matmuls to run at their full rate.
@@ -137,6 +138,101 @@ def bwd(
     return _spread(delta, parts, packed=cu_seqlens_q is not None)
 
 
+def fwd_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k,
+    v,
+    cache_seqlens,
+    cache_seqlen,
+    rotary_cos,
+    rotary_sin,
+    cache_batch_idx,
+    cache_leftpad,
+    block_table,
+    alibi_slopes,
+    softmax_scale,
+    causal,
+    window_left,
+    window_right,
+    softcap,
+    rotary_interleaved,
+    num_splits,
+):
+    """Append k and v to the caches, in place, then attend to what the caches hold.
+
+    q: (batch, seqlen_q, heads, head_dim).
+    k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), or (pages, page, heads_k, head_dim) with block_table.
+    k, v: (batch, seqlen_new, heads_k, head_dim) or None, written at positions cache_seqlens .. + seqlen_new - 1.
+    cache_seqlens (batch,) int32, or cache_seqlen for all: how much each entry has in the cache; None: its capacity.
+    rotary_cos, rotary_sin: (rows, rotary_dim / 2). With new keys, key t is rotated by row cache_seqlens + t, and
+        query i by row cache_seqlens + i if a causal mask or a window is asked for, however wide. Without either a
+        query has no place of its own, and all are rotated by row cache_seqlens.
+    cache_batch_idx: (batch,) int32, the batch row of the cache that an entry uses.
+    cache_leftpad: (batch,) int32, the first position that is used; masks and ALiBi count keys from there.
+    num_splits: how a kernel divides its work; of no effect here.
+
+    Returns out, like q, and softmax_lse (batch, heads, seqlen_q) in fp32.
+    """
+    batch, new = q.shape[0], 0 if k is None else k.shape[1]
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    default = [capacity if cache_seqlen is None else cache_seqlen] * batch
+    lengths = default if cache_seqlens is None else cache_seqlens.tolist()
+    _check_cache(lengths, new, capacity, k_cache, cache_batch_idx, cache_leftpad, block_table)
+    used = [length + new for length in lengths]
+    parts = sequence.parts(q, k_cache, None, None, used, cache_leftpad, block_table, cache_batch_idx)
+    if k is not None:
+        start = torch.tensor(lengths, device=q.device)
+        if rotary_cos is not None:
+            advance = causal or window_left >= 0 or window_right >= 0
+            tables = rotary_cos, rotary_sin
+            _check_tables(rotary_cos, max(lengths, default=0) + max(new, q.shape[1] if advance else 1))
+            k = rotary(k, *tables, start, 0, None, None, rotary_interleaved, False)
+            q = _rotate_queries(q, tables, start, rotary_interleaved, advance)
+        _append_(k_cache, v_cache, k, v, start, cache_batch_idx, block_table)
+    options = _Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes)
+    return _attend(q, k_cache, v_cache, parts, options)
+
+
+def _check_cache(lengths, new, capacity, k_cache, cache_batch_idx, cache_leftpad, block_table):
+    holder = "the cache holds" if block_table is None else "the pages of block_table hold"
+    for entry, length in enumerate(lengths):
+        if not 0 <= length <= capacity - new:
+            raise ValueError(
+                f"cache_seqlens must be at least 0 and, with {new} new keys, at most the {capacity} that {holder}"
+                f" for entry {entry}, found {length}"
+            )
+    for entry, row in enumerate([] if cache_batch_idx is None else cache_batch_idx.tolist()):
+        sequence.require_range("cache_batch_idx", entry, row, 0, k_cache.shape[0] - 1)
+    for entry, leftpad in enumerate([] if cache_leftpad is None else cache_leftpad.tolist()):
+        sequence.require_range("cache_leftpad", entry, leftpad, 0, lengths[entry])
+
+
+def _check_tables(cos, rows):
+    if cos.shape[0] < rows:
+        raise ValueError(f"rotary_cos and rotary_sin must have at least {rows} rows, found {cos.shape[0]}")
+
+
+def _rotate_queries(q, tables, start, interleaved, advance):
+    """q (batch, seqlen_q, heads, head_dim) rotated by rows start + i of the tables, or all by row `start`."""
+    folded = q if advance else q.flatten(1, 2)[:, None]
+    return rotary(folded, *tables, start, 0, None, None, interleaved, False).view(q.shape)
+
+
+def _append_(k_cache, v_cache, k, v, start, cache_batch_idx, block_table):
+    """Write k and v at positions start .. start + seqlen_new - 1 of each entry."""
+    positions = start[:, None] + torch.arange(k.shape[1], device=start.device)
+    if block_table is not None:
+        page = k_cache.shape[1]
+        rows, positions = block_table.gather(1, positions // page).long(), positions % page
+    else:
+        rows = torch.arange(len(start), device=start.device) if cache_batch_idx is None else cache_batch_idx.long()
+        rows = rows[:, None]
+    k_cache[rows, positions] = k
+    v_cache[rows, positions] = v
+
+
 def block_size_n(head_dim: int, is_dropout: bool) -> int:
     """Width of the key blocks at which the running maximum of `S_dmask` advances."""
     if head_dim <= 32:
@@ -192,8 +288,7 @@ class _Group(NamedTuple):
 
     def per_head(self, x):
         """x (heads,) or (batch, heads) as (pairs, query heads of each)."""
-        entries = self.part.entries
-        x = x[entries] if x.dim() == 2 else x.expand(entries.stop - entries.start, -1)
+        x = x[self.part.entries] if x.dim() == 2 else x.expand(self.part.num_entries, -1)
         return x.unflatten(1, (self.heads_k, -1))[:, self.heads].flatten(0, 1)
 
     def row_blocks(self):
@@ -226,7 +321,7 @@ def _groups_of(part, heads_k, sharing, head_dim):
     pairs = max(1, min(by_scores, by_keys))
     for sub in part.split(max(1, pairs // heads_k)):
         for heads in _blocks(range(heads_k), pairs):
-            cols = _BLOCK_SCORES // (sharing * rows * len(heads) * (sub.entries.stop - sub.entries.start))
+            cols = _BLOCK_SCORES // (sharing * rows * len(heads) * sub.num_entries)
             yield _Group(sub, slice(heads.start, heads.stop), heads_k, rows, max(_BLOCK_COLS, cols))
 
 
@@ -386,9 +481,9 @@ def _spread(delta, parts, packed):
     if not packed:
         return F.pad(delta, (0, -delta.shape[-1] % 128))
     spread = delta.new_zeros(delta.shape[0], delta.shape[1] + 128 * len(parts))
-    for i, part in enumerate(parts):
-        rows = part.q[1]
-        spread[:, rows.start + 128 * i : rows.stop + 128 * i] = delta[:, rows]
+    for part in parts:
+        rows, shift = part.q[1], 128 * part.entries.start
+        spread[:, rows.start + shift : rows.stop + shift] = delta[:, rows]
     return spread
 
 

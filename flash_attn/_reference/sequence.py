@@ -21,6 +21,10 @@ class Part(NamedTuple):
     pages: torch.Tensor | None = None
 
     @property
+    def num_entries(self) -> int:
+        return self.entries.stop - self.entries.start
+
+    @property
     def seqlen_q(self) -> int:
         return self.q[1].stop - self.q[1].start
 
@@ -36,31 +40,45 @@ class Part(NamedTuple):
         """The part's keys of x (batch, seqlen_k, ...), as a view, or of paged x (pages, page, ...), as a copy."""
         return x[self.k] if self.pages is None else x[self.pages].flatten(0, 1)[None][self.k]
 
+    def joined(self, other: "Part") -> list["Part"]:
+        """This part and the one of the next entries, as one if they lie like one batch."""
+        if not (_follows(self.q, other.q) and _follows(self.k, other.k)):
+            return [self, other]
+        q, k = ((slice(a[0].start, b[0].stop), a[1]) for a, b in ((self.q, other.q), (self.k, other.k)))
+        return [Part(slice(self.entries.start, other.entries.stop), q, k)]
+
     def split(self, size: int):
         """The same entries as parts of at most `size` entries."""
-        if self.entries.stop - self.entries.start == 1:
-            yield self
-            return
-        for start in range(self.entries.start, self.entries.stop, size):
-            entries = slice(start, min(start + size, self.entries.stop))
-            yield Part(entries, (entries, self.q[1]), (entries, self.k[1]))
+        if self.num_entries <= size:
+            return [self]
+        return [self._some(start, min(start + size, self.num_entries)) for start in range(0, self.num_entries, size)]
+
+    def _some(self, start, stop):
+        entries, q, k = (slice(x.start + start, x.start + stop) for x in (self.entries, self.q[0], self.k[0]))
+        return Part(entries, (q, self.q[1]), (k, self.k[1]))
 
 
 def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, cache_batch_idx=None) -> list[Part]:
-    """The batch as parts. Arguments as for `flash_attn._reference.flash_attn.fwd`.
+    """The batch as parts. Arguments as for `fwd` in this package's flash_attn.py; seqused_k may be a list.
 
-    Entries of a plain dense batch are one part; otherwise each is a part of its own, so that its own lengths hold.
+    Neighbouring entries that have equal lengths and lie in neighbouring batch rows make one part.
     """
-    if all(x is None for x in (cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, cache_batch_idx)):
-        entries = slice(0, q.shape[0])
-        return [Part(entries, (entries, slice(0, q.shape[1])), (entries, slice(0, k.shape[1])))]
     queries = _query_spans(q, cu_seqlens_q)
-    keys = _key_spans(k, len(queries), cu_seqlens_k, block_table, cache_batch_idx)
-    keys = _used(keys, seqused_k, leftpad_k)
-    if block_table is None:
-        return [Part(slice(i, i + 1), *spans) for i, spans in enumerate(zip(queries, keys, strict=True))]
-    paged = (_paged(i, span, k, block_table) for i, span in enumerate(keys))
-    return [Part(slice(i, i + 1), rows, *where) for i, (rows, where) in enumerate(zip(queries, paged, strict=True))]
+    keys = _used(_key_spans(k, len(queries), cu_seqlens_k, block_table, cache_batch_idx), seqused_k, leftpad_k)
+    if block_table is not None:
+        return [_paged(i, rows, span, k, block_table) for i, (rows, span) in enumerate(zip(queries, keys, strict=True))]
+    return _merged(Part(slice(i, i + 1), *spans) for i, spans in enumerate(zip(queries, keys, strict=True)))
+
+
+def _merged(parts) -> list[Part]:
+    merged = []
+    for part in parts:
+        merged[-1:] = merged[-1].joined(part) if merged else [part]
+    return merged
+
+
+def _follows(span, other):
+    return span[0].stop == other[0].start and span[1] == other[1]
 
 
 def _query_spans(q, cu_seqlens_q) -> list[Span]:
@@ -102,13 +120,15 @@ def _used(spans, seqused_k, leftpad_k) -> list[Span]:
     ]
 
 
-def _paged(entry, span, k, block_table):
-    """The span within the pages that hold it, and these pages."""
-    row, keys = span
+def _paged(entry, rows, keys, k, block_table) -> Part:
+    """A part whose keys lie in the pages that hold them."""
+    row, span = keys
     page = k.shape[1]
-    first, last = keys.start // page, -(-keys.stop // page)
-    require_pages(block_table[entry, first:last], k.shape[0])
-    return (row, slice(keys.start - first * page, keys.stop - first * page)), block_table[entry, first:last].long()
+    first, last = span.start // page, -(-span.stop // page)
+    pages = block_table[entry, first:last]
+    require_pages(pages, k.shape[0])
+    within = slice(span.start - first * page, span.stop - first * page)
+    return Part(slice(entry, entry + 1), rows, (row, within), pages.long())
 
 
 def offsets(cu_seqlens: torch.Tensor, name: str, total: int | None = None) -> list[int]:
