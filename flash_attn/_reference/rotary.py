@@ -1,16 +1,46 @@
-"""Rotary position embedding in plain torch."""
+"""Rotary embedding in plain torch, with fp32 maths. Arguments as in `flash_attn._ops.rotary`."""
 
 import torch
+from torch.nn import functional
 
 
 def rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate):
-    """Stand-in."""
-    seqlen = x.shape[1]
-    offsets = seqlen_offset if seqlen_offsets is None else seqlen_offsets.long()[:, None]
-    positions = torch.arange(seqlen, device=x.device)[None] + offsets
-    cos, sin = (t[positions][:, :, None].float() for t in (cos, sin))
-    r = 2 * cos.shape[-1]
-    pairs = x[..., :r].float().unflatten(-1, (-1, 2) if interleaved else (2, -1))
-    a, b = pairs.unbind(-1 if interleaved else -2)
-    y = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1 if interleaved else -2).flatten(-2)
-    return torch.cat([y.to(x.dtype), x[..., r:]], -1)
+    """The rotated copy of x."""
+    out = x.clone()
+    rotary_(out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate)
+    return out
+
+
+def rotary_(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate):
+    """Rotate x in place."""
+    if len(cos) == 0:  # no position has a row
+        return
+    position, inside = _positions(x, seqlen_offsets, seqlen_offset, cu_seqlens)
+    rotated = (inside & (0 <= position) & (position < len(cos)))[..., None, None]
+    row = position.clamp(0, len(cos) - 1)
+    c, s = cos.float()[row][..., None, :], sin.float()[row][..., None, :]  # the same for all heads
+    s = -s if conjugate else s
+    low, high = _pairs(x[..., : 2 * cos.shape[1]], interleaved)
+    x, y = low.float(), high.float()
+    turned_x, turned_y = x * c - y * s, x * s + y * c
+    low.copy_(torch.where(rotated, turned_x, x))
+    high.copy_(torch.where(rotated, turned_y, y))
+
+
+def _pairs(x, interleaved):
+    """Views of the first and of the second elements of the pairs in the last dimension."""
+    return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
+
+
+def _positions(x, seqlen_offsets, seqlen_offset, cu_seqlens):
+    """Position of each token, (batch, seqlen) or (tokens,), and whether it is in a sequence at all."""
+    if cu_seqlens is None:
+        index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        offset = 0 if seqlen_offsets is None else seqlen_offsets[:, None]
+        return index + offset + seqlen_offset, torch.ones_like(index, dtype=torch.bool)
+    token = torch.arange(x.shape[0], device=x.device)
+    # 1 + the index of the sequence; 0 before the first one, num_sequences + 1 after the last one
+    slot = torch.searchsorted(cu_seqlens.long(), token, right=True)
+    start = functional.pad(cu_seqlens, (1, 0))[slot]
+    offset = 0 if seqlen_offsets is None else functional.pad(seqlen_offsets, (1, 1))[slot]
+    return token - start + offset + seqlen_offset, (slot > 0) & (slot < len(cu_seqlens))
