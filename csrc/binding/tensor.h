@@ -1,0 +1,84 @@
+// Tensors of PyTorch's stable ABI as kernels want them, and the checks on the way. The Python layer has already
+// explained to the user what is wrong; these checks keep a direct call of an op from touching memory it should not.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <limits>
+#include <optional>
+#include <string>
+
+#include "common/dtype.h"
+#include "common/tensor_ref.h"
+
+namespace flash::binding {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+inline DType dtype_of(const Tensor& tensor, const char* name) {
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      return DType::kFloat32;
+    case ScalarType::Half:
+      return DType::kFloat16;
+    case ScalarType::BFloat16:
+      return DType::kBFloat16;
+    default:
+      STD_TORCH_CHECK(false, name, " must have dtype float32, float16 or bfloat16");
+  }
+}
+
+inline void check_dtype(const Tensor& tensor, ScalarType expected, const char* name) {
+  STD_TORCH_CHECK(tensor.scalar_type() == expected, name, " must have dtype ", expected, ", found ",
+                  tensor.scalar_type());
+}
+
+// On the same device as the first argument, which the dispatcher has found to be a CUDA tensor.
+inline void check_device(const Tensor& tensor, const Tensor& first, const char* name) {
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == first.get_device_index(), name,
+                  " must be on the device of the first argument");
+}
+
+template <typename Sizes>
+std::string shape_string(const Sizes& sizes) {
+  std::string text;
+  for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
+  return "(" + text + ")";
+}
+
+inline void check_shape(const Tensor& tensor, std::initializer_list<int64_t> expected, const char* name) {
+  const auto found = tensor.sizes();
+  STD_TORCH_CHECK(std::equal(found.begin(), found.end(), expected.begin(), expected.end()), name, " must have shape ",
+                  shape_string(expected), ", found ", shape_string(found));
+}
+
+// A size that kernels count in 32 bits.
+inline int narrow_size(int64_t size, const char* name) {
+  STD_TORCH_CHECK(size <= std::numeric_limits<int>::max(), name, " is too large: ", size);
+  return static_cast<int>(size);
+}
+
+template <typename T>
+const T* pointer(const std::optional<Tensor>& tensor) {
+  return tensor ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
+}
+
+// Data, and strides by dimension, of (batch, seqlen, heads, head_dim), or of (tokens, heads, head_dim) as one entry of
+// a batch. The stride of a dimension of size 1 means nothing in PyTorch, and is 0 here.
+template <typename Data>
+TensorRef<Data> tensor_ref(Data* data, const Tensor& tensor) {
+  const auto stride = [&](int64_t dim) { return dim < 0 || tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };
+  const int64_t last = tensor.dim() - 1;
+  const int64_t head_dim = tensor.size(last) == 1 ? 1 : tensor.stride(last);
+  return {data, stride(last - 3), stride(last - 2), stride(last - 1), head_dim};
+}
+
+inline TensorRef<const void> ref(const Tensor& tensor) { return tensor_ref(tensor.const_data_ptr(), tensor); }
+inline TensorRef<> mutable_ref(const Tensor& tensor) { return tensor_ref(tensor.mutable_data_ptr(), tensor); }
+
+}  // namespace flash::binding

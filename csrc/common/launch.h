@@ -1,0 +1,55 @@
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "common/check.h"
+
+namespace flash {
+
+constexpr int kMaxBlockZ = 64;  // CUDA's limit
+
+template <typename Count>
+constexpr Count ceil_div(Count count, int size) {
+  return (count + size - 1) / size;
+}
+
+struct LaunchShape {
+  dim3 grid;
+  dim3 block;
+  int shared_bytes = 0;  // dynamic shared memory
+  int cluster = 1;       // blocks per cluster, along grid.x
+};
+
+// Allows kKernel the dynamic shared memory it asks for, once for each device. Up to 48 KB need no permission.
+template <auto kKernel>
+void allow_shared_memory(int bytes) {
+  if (bytes <= 48 * 1024) return;
+  static std::atomic<uint64_t> allowed{0};  // a bit per device
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  const uint64_t bit = uint64_t{1} << (device % 64);
+  if (allowed.load(std::memory_order_relaxed) & bit) return;
+  check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
+  allowed.fetch_or(bit, std::memory_order_relaxed);
+}
+
+// Launches kKernel(params) on the current device; an empty grid launches nothing. kKernel always asks for the same
+// amount of shared memory.
+template <auto kKernel, typename Params>
+void launch(const LaunchShape& shape, const Params& params, cudaStream_t stream) {
+  if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
+  allow_shared_memory<kKernel>(shape.shared_bytes);
+  cudaLaunchAttribute cluster{.id = cudaLaunchAttributeClusterDimension};
+  cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  cudaLaunchConfig_t config{.gridDim = shape.grid, .blockDim = shape.block};
+  config.dynamicSmemBytes = shape.shared_bytes;
+  config.stream = stream;
+  config.attrs = &cluster;
+  config.numAttrs = shape.cluster > 1 ? 1 : 0;
+  check_cuda(cudaLaunchKernelEx(&config, kKernel, params), "cudaLaunchKernelEx");
+}
+
+}  // namespace flash

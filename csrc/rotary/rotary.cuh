@@ -1,0 +1,219 @@
+// Rotary embedding: each pair of channels (x, y) of a token at position m turns by the angles of row m of a table,
+//
+//   x' = x cos - y sin,   y' = x sin + y cos,
+//
+// or back, if conjugate. Maths in fp32. Channels past rotary_dim, and tokens without a row, stay as they are.
+//
+// A head is cut into vectors of kVec channels. A thread owns two of them, at `low` and at `high`, for one token and
+// for every head it comes by, so that it reads the angles once. Pairs of halves join the two vectors element by
+// element; interleaved pairs lie within each. A block is (units of a head) x (heads) x (tokens): neighbours in x read
+// neighbouring vectors. kHeads heads are loaded before the first is used, which keeps enough bytes in flight.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/launch.h"
+#include "rotary/params.h"
+#include "tile/rotate.cuh"
+#include "tile/vec.cuh"
+
+namespace flash::rotary {
+
+template <typename T_, int kVec_, bool kInterleaved_>
+struct Config {
+  using T = T_;
+  static constexpr int kVec = kVec_;  // channels per access
+  static constexpr bool kInterleaved = kInterleaved_;
+  static constexpr bool kPairsWithin = kInterleaved && kVec > 1;  // whether a vector holds whole pairs
+  static constexpr int kHeads = 4;                                // in flight per thread
+  static constexpr int kThreads = 256;
+};
+
+// How a head is divided: the first `turning` units rotate, the others, up to `all`, hold two vectors to copy.
+struct Units {
+  int turning, all;
+};
+
+template <typename Config>
+__host__ __device__ Units units_of(const Params& p) {
+  const int turning = p.rotary_dim / 2 / Config::kVec;
+  const int copied_vectors = (p.head_dim - p.rotary_dim) / Config::kVec;
+  return {turning, turning + (p.in_place ? 0 : (copied_vectors + 1) / 2)};
+}
+
+// The first channels of a unit's two vectors. The last unit may lack the second: then `high` is head_dim.
+struct Channels {
+  int low, high;
+};
+
+template <typename Config>
+__device__ Channels channels_of(const Params& p, const Units& units, int unit) {
+  constexpr int kVec = Config::kVec;
+  if (unit >= units.turning) {
+    const int low = p.rotary_dim + (unit - units.turning) * kVec;
+    return {low, low + (units.all - units.turning) * kVec};
+  }
+  if (Config::kInterleaved && !Config::kPairsWithin) return {2 * unit, 2 * unit + 1};
+  return {unit * kVec, unit * kVec + p.rotary_dim / 2};
+}
+
+// Index of the packed sequence that holds a token, the last one that starts at or before it; -1 if none does.
+__device__ inline int64_t sequence_of(const Params& p, int64_t token) {
+  int64_t first = 0, last = p.num_sequences + 1;
+  while (first < last) {  // cu_seqlens[first - 1] <= token < cu_seqlens[last]
+    const int64_t middle = (first + last) / 2;
+    if (__ldg(p.cu_seqlens + middle) <= token) {
+      first = middle + 1;
+    } else {
+      last = middle;
+    }
+  }
+  return first > p.num_sequences ? -1 : first - 1;
+}
+
+__device__ inline int64_t offset_of(const Params& p, int64_t sequence) {
+  if (p.seqlen_offsets == nullptr) return p.seqlen_offset;
+  return p.seqlen_offset + (p.wide_offsets ? __ldg(static_cast<const long long*>(p.seqlen_offsets) + sequence)
+                                           : __ldg(static_cast<const int*>(p.seqlen_offsets) + sequence));
+}
+
+// The row of the table for token `index` of batch entry `entry`; negative if there is none.
+__device__ inline int64_t position_of(const Params& p, int64_t entry, int64_t index) {
+  if (p.cu_seqlens != nullptr) {
+    entry = sequence_of(p, index);
+    if (entry < 0) return -1;
+    index -= __ldg(p.cu_seqlens + entry);
+  }
+  const int64_t position = index + offset_of(p, entry);
+  return position < p.positions ? position : -1;
+}
+
+// Cosine and sine of each of a unit's kVec pairs, as fp32.
+template <int kVec>
+struct Angles {
+  float cos[kVec], sin[kVec];
+};
+
+// kSize adjacent entries of a table.
+template <int kSize, typename Table>
+__device__ void load_entries(float* entries, const Table* table) {
+  constexpr int kStep = sizeof(Table) * kSize <= 16 ? kSize : 16 / sizeof(Table);
+#pragma unroll
+  for (int i = 0; i < kSize; i += kStep) {
+    const auto vec = load<kStep>(table + i);
+#pragma unroll
+    for (int j = 0; j < kStep; ++j) entries[i + j] = static_cast<float>(vec[j]);
+  }
+}
+
+// A unit's share of a row: its pairs stand together, or, if its vectors hold whole pairs, in two places.
+template <typename Config, typename Table>
+__device__ void load_row(float (&entries)[Config::kVec], const Table* row, int unit, const Channels& channels) {
+  constexpr int kVec = Config::kVec;
+  if constexpr (Config::kPairsWithin) {
+    load_entries<kVec / 2>(entries, row + channels.low / 2);
+    load_entries<kVec / 2>(entries + kVec / 2, row + channels.high / 2);
+  } else {
+    load_entries<kVec>(entries, row + unit * kVec);
+  }
+}
+
+template <typename Config, typename Table>
+__device__ void load_angles(Angles<Config::kVec>& angles, const Params& p, int64_t position, int unit,
+                            const Channels& channels) {
+  load_row<Config>(angles.cos, static_cast<const Table*>(p.cos) + position * p.cos_stride, unit, channels);
+  load_row<Config>(angles.sin, static_cast<const Table*>(p.sin) + position * p.sin_stride, unit, channels);
+}
+
+// The type of the tables is a run-time branch: they are a small part of the traffic.
+template <typename Config>
+__device__ Angles<Config::kVec> load_angles(const Params& p, int64_t position, int unit, const Channels& channels) {
+  Angles<Config::kVec> angles;
+  switch (p.table_dtype) {
+    case DType::kFloat32:
+      load_angles<Config, float>(angles, p, position, unit, channels);
+      break;
+    case DType::kFloat16:
+      load_angles<Config, __half>(angles, p, position, unit, channels);
+      break;
+    case DType::kBFloat16:
+      load_angles<Config, __nv_bfloat16>(angles, p, position, unit, channels);
+      break;
+  }
+#pragma unroll
+  for (float& sin : angles.sin) sin = p.conjugate ? -sin : sin;
+  return angles;
+}
+
+template <typename Config, typename T = typename Config::T, int kVec = Config::kVec>
+__device__ void turn(Vec<T, kVec>& low, Vec<T, kVec>& high, const Angles<kVec>& angles) {
+  float x[kVec], y[kVec];
+  widen(x, low);
+  widen(y, high);
+  if constexpr (Config::kPairsWithin) {
+    rotate_interleaved(x, angles.cos, angles.sin, 0);
+    rotate_interleaved(y, angles.cos, angles.sin, kVec / 2);
+  } else {
+    rotate_halves(x, y, angles.cos, angles.sin);
+  }
+  low = narrow<T>(x);
+  high = narrow<T>(y);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void apply_kernel(const __grid_constant__ Params p) {
+  using T = typename Config::T;
+  constexpr int kVec = Config::kVec, kHeads = Config::kHeads;
+  const Units units = units_of<Config>(p);
+  const int unit = blockIdx.y * blockDim.x + threadIdx.x;
+  const int64_t token = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
+  if (unit >= units.all || token >= p.batch * p.seqlen) return;
+
+  const int64_t entry = token / p.seqlen, index = token % p.seqlen;
+  const int64_t position = unit < units.turning ? position_of(p, entry, index) : -1;
+  const bool turns = position >= 0;
+  if (p.in_place && !turns) return;
+
+  const Channels channels = channels_of<Config>(p, units, unit);
+  const bool has_high = channels.high < p.head_dim;
+  const int64_t x_step = kVec == 1 ? p.x.head_dim : 1;  // only single channels can lie apart
+  const int64_t out_step = kVec == 1 ? p.out.head_dim : 1;
+  const T* x = static_cast<const T*>(p.x.data) + entry * p.x.batch + index * p.x.seqlen;
+  T* out = static_cast<T*>(p.out.data) + entry * p.out.batch + index * p.out.seqlen;
+  for (int first = threadIdx.y; first < p.heads; first += kHeads * blockDim.y) {
+    Vec<T, kVec> low[kHeads], high[kHeads];
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = first + i * blockDim.y;
+      const T* x_head = x + head * p.x.heads;
+      if (head < p.heads) low[i] = load<kVec>(x_head + channels.low * x_step);
+      if (head < p.heads && has_high) high[i] = load<kVec>(x_head + channels.high * x_step);
+    }
+    Angles<kVec> angles;  // read while the heads are on their way
+    if (turns) angles = load_angles<Config>(p, position, unit, channels);
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) {
+      const int head = first + i * blockDim.y;
+      T* out_head = out + head * p.out.heads;
+      if (turns) turn<Config>(low[i], high[i], angles);
+      if (head < p.heads) store(out_head + channels.low * out_step, low[i]);
+      if (head < p.heads && has_high) store(out_head + channels.high * out_step, high[i]);
+    }
+  }
+}
+
+template <typename Config>
+void run_apply(const Params& p, cudaStream_t stream) {
+  constexpr int kThreads = Config::kThreads;
+  const int units = units_of<Config>(p).all;
+  if (units == 0 || p.heads == 0) return;
+  const int unit_slots = std::min(units, kThreads);
+  const int head_slots = std::min<int>(ceil_div(p.heads, Config::kHeads), kThreads / unit_slots);
+  const int token_slots = std::min(kThreads / (unit_slots * head_slots), kMaxBlockZ);
+  const LaunchShape shape{.grid = dim3(ceil_div(p.batch * p.seqlen, token_slots), ceil_div(units, unit_slots)),
+                          .block = dim3(unit_slots, head_slots, token_slots)};
+  launch<apply_kernel<Config>>(shape, p, stream);
+}
+
+}  // namespace flash::rotary

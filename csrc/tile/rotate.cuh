@@ -1,0 +1,27 @@
+#pragma once
+
+namespace flash {
+
+// Turns the point (x, y) by the angle with the given cosine and sine.
+__device__ inline void rotate(float& x, float& y, float cos, float sin) {
+  const float turned = x * cos - y * sin;
+  y = x * sin + y * cos;
+  x = turned;
+}
+
+// The pairs are (x[i], y[i]).
+template <int kSize>
+__device__ void rotate_halves(float (&x)[kSize], float (&y)[kSize], const float (&cos)[kSize],
+                              const float (&sin)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) rotate(x[i], y[i], cos[i], sin[i]);
+}
+
+// The pairs are (x[2i], x[2i + 1]); their angles begin at cos[first], sin[first].
+template <int kSize>
+__device__ void rotate_interleaved(float (&x)[kSize], const float (&cos)[kSize], const float (&sin)[kSize], int first) {
+#pragma unroll
+  for (int i = 0; i < kSize / 2; ++i) rotate(x[2 * i], x[2 * i + 1], cos[first + i], sin[first + i]);
+}
+
+}  // namespace flash
