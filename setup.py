@@ -106,7 +106,7 @@ def find_toolkit(env) -> Toolkit | None:
 def obstacle(torch: Torch | None, toolkit: Toolkit | None, forced: bool) -> str | None:
     """Why the library is not built, or None if it is. SystemExit if it is wanted by force but cannot be."""
     if torch is None:
-        reason = "torch is not installed"
+        reason = f"there is no torch in {sys.prefix}"
     elif torch.version < (2, 10):
         reason = "torch is older than 2.10"
     elif torch.cuda is None and not forced:

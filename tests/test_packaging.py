@@ -83,7 +83,7 @@ NVCC = ("/usr/local/cuda", "13.0")
 DECISIONS = {  # torch, toolkit: None if the library is built, or a part of the reason; the same if forced
     "all there": (CUDA_TORCH, NVCC, None, None),
     "older nvcc of the same CUDA": (CUDA_TORCH, ("/usr/local/cuda", "13.2"), None, None),
-    "no torch": (None, NVCC, "torch is not installed", "torch is not installed"),
+    "no torch": (None, NVCC, "there is no torch in", "there is no torch in"),
     "old torch": (((2, 9), "13.0"), NVCC, "older than 2.10", "older than 2.10"),
     "CPU-only torch": (CPU_TORCH, NVCC, "CPU-only", None),
     "no nvcc": (CUDA_TORCH, None, "no nvcc", "no nvcc"),
