@@ -1,0 +1,69 @@
+# What a developer does here, each on a machine with nothing but Python and make: `make` alone lists it.
+#
+# PYTHON is the interpreter to start from, TORCH what pip installs as PyTorch (say, torch==2.11.0). Everything goes into
+# .venv. Variables of the build, such as FLASH_ATTN_CUDA_ARCHS and MAX_JOBS, are described in setup.py.
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+SOURCES := $(shell find csrc -type f -not -name '*.pyc' 2>/dev/null)
+CUDA_FILES := $(filter %.cu %.cuh %.h %.cpp,$(SOURCES))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test build wheel bench lint format clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(VENV)/kernels ## run the demo
+	$(RUN) examples/demo.py
+
+test: $(VENV)/kernels ## run every test that this machine can run; PYTEST_ARGS="-m slow" for the wide samples
+	$(RUN) -m pytest tests $(PYTEST_ARGS)
+
+build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyTorch too; needs nvcc
+	FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) setup.py build_ext --inplace
+
+wheel: $(VENV)/installed ## make a wheel in dist/, with the CUDA library if PyTorch and nvcc are there for it
+	rm -rf build/lib* build/bdist*
+	$(RUN) setup.py --quiet bdist_wheel
+
+bench: $(VENV)/kernels ## run all benchmarks; BENCH_ARGS="--plot" also draws them
+	set -e; for file in benchmarks/benchmark_*.py; do \
+	  $(RUN) -m benchmarks.$$(basename $$file .py) $(BENCH_ARGS); \
+	done
+
+lint: $(VENV)/installed ## check style: ruff and clang-format
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(if $(CUDA_FILES),$(VENV)/bin/clang-format --dry-run --Werror $(CUDA_FILES))
+
+format: $(VENV)/installed ## rewrite all files in that style
+	$(RUN) -m ruff check --fix .
+	$(RUN) -m ruff format .
+	$(if $(CUDA_FILES),$(VENV)/bin/clang-format -i $(CUDA_FILES))
+
+clean: ## remove everything that was made here
+	rm -rf $(VENV) build dist *.egg-info flash_attn/_kernels.so .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The environment: Python, then the packages and this one in place, then the CUDA library where it can be built.
+$(VENV)/created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo 'Python >= 3.10 is needed: make PYTHON=/path/to/python3.12'; exit 1; }
+	@$(PYTHON) -m venv --clear $(VENV) || \
+	  { echo '$(PYTHON) cannot make virtual environments: install its venv module (on Debian: python3-venv).'; exit 1; }
+	@touch $@
+
+$(VENV)/installed: $(VENV)/created pyproject.toml setup.py
+	$(RUN) -m pip install --quiet '$(TORCH)' 'setuptools>=77' ninja
+	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(RUN) -m pip install --quiet --no-build-isolation \
+	  --editable '.[test,examples,benchmark,lint]'
+	@touch $@
+
+$(VENV)/kernels: $(VENV)/installed $(SOURCES)
+	$(RUN) setup.py --quiet build_ext --inplace
+	@touch $@
