@@ -7,7 +7,8 @@ the CUDA kernels of ops whose schemas are defined here. An op is defined once:
         "fwd(Tensor x, float scale) -> Tensor",
         reference=reference.fwd,   # plain torch; serves every device for which no kernel is registered
         fake=fwd_fake,             # shapes and dtypes only: torch.compile, torch.export, meta tensors
-        autograd=Fwd,              # optional torch.autograd.Function over the op's own arguments
+        autograd=Fwd,              # optional torch.autograd.Function over the op's own arguments ...
+        differentiable=1,          # ... of which so many, the first, have gradients
     )
 
 and `fwd(x, 2.0)` then costs one trip through the dispatcher.
@@ -57,16 +58,23 @@ def warn_once(message: str) -> None:
 class Op:
     """A torch op with its autograd: call it like a function of the schema's arguments, positionally."""
 
-    def __init__(self, name, autograd):
+    def __init__(self, name, autograd, differentiable):
         self.name = name
         self.default = getattr(getattr(torch.ops, _NAMESPACE), name).default
         self.autograd = autograd
+        self.differentiable = differentiable
 
     def __call__(self, *args):
         if torch.compiler.is_compiling():
             return self.default(*args)
-        if self.autograd is not None and _needs_grad(args):
-            return self.autograd.apply(*args)
+        return self.with_autograd(*args)
+
+    def with_autograd(self, *args):
+        """Through the autograd Function if a gradient is wanted, else the bare op."""
+        if self.differentiable and torch.is_grad_enabled():
+            for tensor in args[: self.differentiable]:
+                if tensor is not None and tensor.requires_grad:
+                    return self.autograd.apply(*args)
         return self.below_autograd(*args)
 
     def below_autograd(self, *args):
@@ -78,17 +86,16 @@ class Op:
             return self.default(*args)
 
 
-def _needs_grad(args) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-
-
-def define(schema: str, *, reference, fake, autograd: type[torch.autograd.Function] | None = None) -> Op:
+def define(
+    schema: str, *, reference, fake, autograd: type[torch.autograd.Function] | None = None, differentiable: int = 0
+) -> Op:
     """Define the op `flash_attn::<schema>` and everything that PyTorch needs to know of it.
 
     reference: the implementation in plain torch, for every device without a kernel of its own.
     fake: the same signature on fake tensors, returning empty outputs.
     autograd: a Function whose `apply` takes the op's arguments. Its forward calls `op.below_autograd`.
         Without it the op is not differentiable.
+    differentiable: how many of the first arguments, all tensors or None, have gradients.
 
     A C++ kernel for the same op is registered by the library itself and then comes before the reference on CUDA.
     """
@@ -97,14 +104,11 @@ def define(schema: str, *, reference, fake, autograd: type[torch.autograd.Functi
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, _announced(name, reference), "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    op = Op(name, autograd)
+    op = Op(name, autograd, differentiable)
     if autograd is not None:
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but costs 100 us a call where apply costs 17.)
-        def autograd_kernel(*args):
-            return autograd.apply(*args) if _needs_grad(args) else op.below_autograd(*args)
-
-        _LIBRARY.impl(name, autograd_kernel, "Autograd")
+        _LIBRARY.impl(name, op.with_autograd, "Autograd")
     return op
 
 

@@ -20,12 +20,8 @@ def tensor(name: str, value, *, dtypes=None, shape=None, device=None) -> None:
         raise TypeError(f"{name} must have dtype {_either(dtypes)}, found {value.dtype}")
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be on {device} like the first argument, found it on {value.device}")
-    if shape is not None:
-        found = value.shape
-        if len(found) != len(shape) or any(
-            want is not None and have != want for have, want in zip(found, shape, strict=True)
-        ):
-            raise ValueError(f"{name} must have shape {_shape(shape)}, found {tuple(found)}")
+    if shape is not None and value.shape != shape and not _fits(value.shape, shape):
+        raise ValueError(f"{name} must have shape {_shape(shape)}, found {tuple(value.shape)}")
 
 
 def ndim(name: str, value: torch.Tensor, layout: str) -> None:
@@ -43,7 +39,7 @@ def number(name: str, value, condition: bool, expected: str) -> None:
 
 def real(name: str, value) -> None:
     """Check that `value` is a finite Python real number."""
-    if isinstance(value, bool) or not isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)):
+    if type(value) is not float and not _is_number(value, numbers.Real):
         raise TypeError(f"{name} must be a real number, found {type(value).__name__}")
     if not -math.inf < value < math.inf:  # math.isfinite would break a graph traced with symbolic floats
         raise ValueError(f"{name} must be finite, found {value}")
@@ -51,7 +47,7 @@ def real(name: str, value) -> None:
 
 def integer(name: str, value) -> None:
     """Check that `value` is a Python integer."""
-    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, torch.SymInt)):
+    if type(value) is not int and not _is_number(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, found {type(value).__name__}")
 
 
@@ -59,6 +55,16 @@ def boolean(name: str, value) -> None:
     """Check that `value` is a bool (0 and 1 count)."""
     if value is not True and value is not False and value not in (0, 1):
         raise TypeError(f"{name} must be a bool, found {value!r}")
+
+
+def _is_number(value, kind) -> bool:
+    return isinstance(value, (kind, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+
+
+def _fits(found, shape) -> bool:
+    return len(found) == len(shape) and all(
+        want is None or have == want for have, want in zip(found, shape, strict=True)
+    )
 
 
 def _either(options) -> str:

@@ -3,8 +3,9 @@
 `forward`, `backward` and `decode` check their arguments and make one call into the dispatcher. Dense and
 variable-length batches are the same op, told apart by `cu_seqlens_q`. Queries, keys and values may be separate
 tensors, or packed: with `v=None`, `k` holds keys and values, (..., 2, heads_k, head_dim); with `k=None` too, `q` holds
-all three, (..., 3, heads, head_dim). Gradients then are packed in the same way. The ops take packed tensors as they are:
-a graph in which an op writes to several views of one tensor is compiled wrongly when its shapes are dynamic (torch 2.13).
+all three, (..., 3, heads, head_dim). Gradients then are packed in the same way. The ops take packed tensors as they
+are, since a graph in which an op writes to several views of one tensor is compiled wrongly when its shapes are dynamic
+(torch 2.13).
 """
 
 import torch
@@ -443,6 +444,7 @@ fwd = _library.define(
     reference=_fwd_reference,
     fake=_fwd_fake,
     autograd=_Attention,
+    differentiable=3,
 )
 
 bwd = _library.define(
