@@ -1,0 +1,34 @@
+"""The README's examples run as written, and its support matrix says what the sources register."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+EXAMPLES = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROWS = [row.strip("|").split("|") for row in README.split("<!-- support matrix")[1].splitlines()[3:] if row[:1] == "|"]
+OPS = {  # a word of the row: the ops that must have kernels before it may say so
+    "varlen": {"fwd", "bwd"},
+    "cache": {"fwd_kvcache"},
+    "rotary": {"rotary", "rotary_"},
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda text: re.search(r"from flash_attn\S* import (\w+)", text)[1])
+def test_example(example):
+    exec(compile(example, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip())
+def test_support_matrix(row):
+    title, _, gpu = row
+    bindings = "".join(path.read_text() for path in (ROOT / "csrc/binding").glob("*.cpp"))
+    registered = set(re.findall(r'm\.impl\("(\w+)"', bindings))
+    (ops,) = (ops for word, ops in OPS.items() if word in title)
+    assert ("kernel" in gpu) == (ops <= registered)
+
+
+def test_every_family_is_in_the_matrix():
+    assert len(ROWS) == len(OPS)
