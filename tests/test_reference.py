@@ -1,0 +1,527 @@
+"""The reference backend of attention: what the public functions cannot ask of it, and that it is frugal."""
+
+import dataclasses
+import functools
+import itertools
+import os
+import random
+import subprocess
+import sys
+
+import oracle
+import pytest
+import torch
+from cases import Case, params, sample
+from compare import assert_error_ratio
+
+from flash_attn._reference import flash_attn as reference
+from flash_attn._reference.dropout import keep_mask, keep_threshold, philox
+from flash_attn._reference.mask import Mask
+
+SEED, OFFSET = -0x1234567890ABCDEF, 2**40 + 7  # more than 32 bits each
+COMMON = dict(
+    alibi_slopes=None, rng_state=None, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, causal=False,
+    window_left=-1, window_right=-1, softcap=0.0, deterministic=False,
+)  # fmt: skip
+LENGTHS = dict(cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, leftpad_k=None)
+
+
+def fwd(q, k, v, **options):
+    defaults = dict(COMMON, **LENGTHS, block_table=None, softmax_scale=q.shape[-1] ** -0.5, return_softmax=False)
+    return reference.fwd(q, k, v, **dict(defaults, **options))
+
+
+def bwd(dout, q, k, v, out, lse, dq, dk, dv, dlse=None, **options):
+    defaults = dict(COMMON, **LENGTHS, softmax_scale=q.shape[-1] ** -0.5)
+    return reference.bwd(dout, q, k, v, out, lse, dlse, dq, dk, dv, **dict(defaults, **options))
+
+
+def fwd_kvcache(q, k_cache, v_cache, **options):
+    names = (
+        "k v cache_seqlens cache_seqlen rotary_cos rotary_sin cache_batch_idx cache_leftpad block_table alibi_slopes"
+    )
+    defaults = dict.fromkeys(names.split()) | dict(softmax_scale=1.0, causal=False, window_left=-1, window_right=-1)
+    defaults |= dict(softcap=0.0, rotary_interleaved=True, num_splits=0)
+    return reference.fwd_kvcache(q, k_cache, v_cache, **dict(defaults, **options))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Against the oracle
+
+
+@dataclasses.dataclass(frozen=True)
+class Lengths(Case):
+    """An attention problem with lengths of its own for each entry, worked on in blocks of some size."""
+
+    packed: bool = False
+    seqused: bool = False
+    leftpad: bool = False
+    dlse: bool = False
+    blocks: tuple = ()  # of scores, rows, cols, keys in a group; () for the usual ones
+
+    def __str__(self):
+        flags = [name for name in ("packed", "seqused", "leftpad", "dlse") if getattr(self, name)]
+        return "-".join([super().__str__(), *flags, *("blocks" + ".".join(map(str, b)) for b in [self.blocks] if b)])
+
+    def problem(self, device):
+        """q, k, v, dout as (tokens, heads, head_dim), and cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k.
+
+        Tokens that belong to no entry, and keys that are not used, are nan.
+        """
+        rng = random.Random(str(self))
+        lengths = [self.draw(rng, longest) for longest in (self.seqlen_q, self.seqlen_k)]
+        used = [rng.randint(0, n) if self.seqused else n for n in lengths[1]]
+        pad = [rng.randint(0, n) if self.leftpad else 0 for n in used]
+        bounds = [[0, *itertools.accumulate(n)] for n in lengths]
+        q, k, v, dout = (x.flatten(0, 1) for x in self.tensors(device))
+        for x in (q, dout):
+            x[bounds[0][-1] :] = float("nan")
+        for x in (k, v):
+            unused = torch.ones(len(x), dtype=torch.bool, device=device)
+            for start, first, last in zip(bounds[1], pad, used, strict=False):
+                unused[start + first : start + last] = False
+            x[unused] = float("nan")
+        arguments = [torch.tensor(x, dtype=torch.int32, device=device) for x in (*bounds, used, pad)]
+        return (q, k, v, dout), arguments
+
+    def draw(self, rng, longest):
+        return [rng.randint(0, longest) if self.packed else longest for _ in range(self.batch)]
+
+    def dense(self, x):
+        """x (tokens, heads, head_dim) or (heads, tokens) as the tested functions take it."""
+        if self.packed:
+            return x
+        return x.unflatten(1, (self.batch, -1)).transpose(0, 1) if x.dim() == 2 else x.unflatten(0, (self.batch, -1))
+
+    def tokens(self, x):
+        """The inverse of `dense`."""
+        if self.packed:
+            return x
+        return x.transpose(0, 1).flatten(1) if x.dim() == 3 else x.flatten(0, 1)
+
+
+BLOCKS = [(), (600, 16, 40, 1), (5000, 32, 64, 10**6)]
+FACTORS = dict(
+    lengths=[(97, 97), (50, 130), (130, 50), (1, 70), (70, 1), (33, 0), (0, 33)],
+    heads=[(4, 4), (6, 2), (3, 1)],
+    batch=[1, 3],
+    head_dim=[8, 33, 64],
+    dtype=["fp16", "bf16", "fp32"],
+    causal=[False, True],
+    window=[(-1, -1), (0, 0), (17, -1), (-1, 23), (30, 5), (300, 300)],
+    softcap=[0.0, 2.0],
+    alibi=["", "h", "bh"],
+    dropout_p=[0.0, 0.3],
+    packed=[False, True],
+    seqused=[False, True],
+    leftpad=[False, True],
+    dlse=[False, True],
+    blocks=BLOCKS,
+)
+
+
+def make_case(lengths, heads, **rest):
+    return Lengths(seqlen_q=lengths[0], seqlen_k=lengths[1], heads=heads[0], heads_k=heads[1], **rest)
+
+
+EVERYTHING = Lengths(
+    batch=3, seqlen_q=70, seqlen_k=110, heads=6, heads_k=2, head_dim=40, causal=True, window=(60, -1), softcap=2.0,
+    alibi="bh", dropout_p=0.2, packed=True, seqused=True, leftpad=True, dlse=True, blocks=BLOCKS[1],
+)  # fmt: skip
+
+
+@pytest.fixture
+def block_sizes(monkeypatch):
+    def patch(sizes):
+        names = "_BLOCK_SCORES", "_BLOCK_ROWS", "_BLOCK_COLS", "_GROUP_KEYS"
+        for name, size in zip(names, sizes, strict=False):
+            monkeypatch.setattr(reference, name, size)
+
+    return patch
+
+
+@pytest.mark.parametrize("case", params([EVERYTHING, EVERYTHING.but(dtype="fp32")]) + sample(FACTORS, make_case))
+def test_forward_and_backward(case, block_sizes, device):
+    block_sizes(case.blocks)
+    tensors, lengths = case.problem(device)
+    options, expected_options = both_options(case, lengths, device)
+    q, k, v, dout = (case.dense(x) for x in tensors)
+    out, lse, _ = fwd(q, k, v, **options)
+    dlse = torch.randn(case.tokens(lse).shape, device=device) if case.dlse else None
+    grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    dense_dlse = None if dlse is None else case.dense(dlse)
+    delta = bwd(dout, q, k, v, out, lse, *grads, dlse=dense_dlse, **options)
+
+    check_against_oracle(case, tensors, lengths, expected_options, dlse, out, lse, grads)
+    check_delta(case, delta, out, dout, lengths[0])
+
+
+def both_options(case, lengths, device):
+    """The options of the tested functions and of the oracle."""
+    cu_seqlens_q, cu_seqlens_k, used, pad = lengths
+    options = dict(
+        causal=case.causal, window_left=case.window[0], window_right=case.window[1], softcap=case.softcap,
+        alibi_slopes=case.alibi_slopes(device), dropout_p=case.dropout_p,
+        seqused_k=used if case.seqused else None, leftpad_k=pad if case.leftpad else None,
+    )  # fmt: skip
+    if case.packed:
+        options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    expected = dict(case.options(device), seqused_k=used, leftpad_k=pad, dropout_p=case.dropout_p)
+    if case.dropout_p > 0:
+        options["rng_state"] = torch.tensor([SEED, OFFSET], device=device)
+        shape = case.batch, case.heads, case.seqlen_q, case.seqlen_k
+        expected["keep"] = oracle.dropout_keep(SEED, OFFSET, *shape, case.dropout_p).to(device)
+    return options, expected
+
+
+def check_against_oracle(case, tensors, lengths, options, dlse, out, lse, grads):
+    *inputs, dout = tensors
+    last = int(lengths[0][-1])
+    dout, dlse = dout[:last], torch.zeros_like(dout[:last, :, 0].T) if dlse is None else dlse[:, :last]
+    attend = functools.partial(oracle.varlen_attention, cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1], **options)
+    exact_out, exact_lse, exact_grads = oracle.gradients(attend, [x.double() for x in inputs], dout, dlse)
+    # The backward has delta = <dout, out> from the stored out; delta counts like -dlse.
+    rounding = ((exact_out.to(dout.dtype).double() - exact_out) * dout).sum(-1).T
+    plain_out, _, plain_grads = oracle.gradients(attend, inputs, dout, dlse - rounding)
+    plain_lse = attend(*(x.float() for x in inputs))[1]
+    out, lse = case.tokens(out), case.tokens(lse)
+    assert (out[last:] == 0).all() and (lse[:, last:] == float("inf")).all()
+    assert_error_ratio(out[:last], exact_out, plain_out, name="out")
+    assert_error_ratio(lse[:, :last], exact_lse, plain_lse, name="lse")
+    for name, grad, exact, plain in zip(("dq", "dk", "dv"), grads, exact_grads, plain_grads, strict=True):
+        assert_error_ratio(case.tokens(grad), exact, plain, name=name)
+
+
+def check_delta(case, delta, out, dout, cu_seqlens_q):
+    """The sums of dout * out, at rows of whole blocks of 128."""
+    exact = (out.double() * dout.double()).sum(-1)
+    if not case.packed:
+        assert delta.shape == (case.batch, case.heads, -(-case.seqlen_q // 128) * 128)
+        torch.testing.assert_close(delta[..., : case.seqlen_q].double(), exact.transpose(1, 2), rtol=1e-5, atol=1e-5)
+        assert (delta[..., case.seqlen_q :] == 0).all()
+        return
+    assert delta.shape == (case.heads, len(out) + 128 * case.batch)
+    expected = torch.zeros_like(delta)
+    for b, (start, stop) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
+        expected[:, start + 128 * b : stop + 128 * b] = exact[start:stop].T
+    torch.testing.assert_close(delta, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_float64(device):
+    """float64 tensors are computed in float64 throughout."""
+    case = Case(seqlen_q=60, seqlen_k=90, causal=True, heads_k=2, alibi="bh", softcap=3.0, dtype="fp32")
+    q, k, v, dout = (x.double() for x in case.tensors(device))
+    options = dict(causal=True, softcap=3.0, alibi_slopes=case.alibi_slopes(device))
+    out, lse, _ = fwd(q, k, v, **options)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    dlse = torch.randn_like(lse)
+    bwd(dout, q, k, v, out, lse, *grads, dlse=dlse, **options)
+    options["alibi_slopes"] = options["alibi_slopes"].double()
+    expected = oracle.gradients(functools.partial(oracle.attention, **options), [q, k, v], dout, dlse)
+    for found, exact in zip((out, lse, *grads), (*expected[:2], *expected[2]), strict=True):
+        torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_in_one_packed_tensor(device):
+    """dq, dk and dv may be views with any strides, and what is beside them is left alone."""
+    case = Case(seqlen_q=40, seqlen_k=40, dtype="fp32", causal=True)
+    q, k, v, dout = case.tensors(device)
+    out, lse, _ = fwd(q, k, v, causal=True)
+    expected = [torch.empty_like(x) for x in (q, k, v)]
+    bwd(dout, q, k, v, out, lse, *expected, causal=True)
+    packed = torch.full((case.batch, 40, 4, case.heads, case.head_dim), float("nan"), device=device)
+    bwd(dout, q, k, v, out, lse, *packed[:, :, :3].unbind(2), causal=True)
+    assert torch.equal(packed[:, :, :3], torch.stack(expected, 2)) and packed[:, :, 3].isnan().all()
+
+
+def gradients_of(q, k, v, dout, out, lse, dlse=None, **options):
+    grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
+    bwd(dout, q, k, v, out, lse, *grads, dlse=dlse, **options)
+    return grads
+
+
+@pytest.mark.parametrize("convention", [float("inf"), float("-inf")])
+def test_rows_that_see_nothing_have_no_gradient_whatever_they_hold(convention, device):
+    q, k, v, dout = Case(seqlen_q=60, seqlen_k=20, dtype="fp32").tensors(device)
+    out, lse, _ = fwd(q, k, v, causal=True)
+    dlse = torch.randn_like(lse)
+    expected = gradients_of(q, k, v, dout, out, lse, dlse, causal=True)
+    for x in (q, dout, out):
+        x[:, :40] = float("nan")
+    lse[..., :40], dlse[..., :40] = convention, float("nan")
+    found = gradients_of(q, k, v, dout, out, lse, dlse, causal=True)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    assert (found[0][:, :40] == 0).all()
+
+
+def test_backward_takes_lse_as_it_is(device):
+    """A caller that merges results over several sets of keys passes the lse of all of them."""
+    case = Case(seqlen_q=40, seqlen_k=90, dtype="fp32", heads_k=2)
+    q, k, v, dout = case.tensors(device)
+    out, lse, _ = fwd(q, k, v)
+    whole = gradients_of(q, k, v, dout, out, lse)
+    halves = [gradients_of(q, k[:, s], v[:, s], dout, out, lse) for s in (slice(0, 50), slice(50, 90))]
+    torch.testing.assert_close(halves[0][0] + halves[1][0], whole[0])
+    for i in (1, 2):
+        torch.testing.assert_close(torch.cat([halves[0][i], halves[1][i]], 1), whole[i])
+    assert all((x == 0).all() for x in gradients_of(q, k, v, dout, out, torch.full_like(lse, float("inf"))))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Values that are not finite
+
+
+SPECIAL = [float("nan"), float("inf"), float("-inf")]
+
+
+@pytest.mark.parametrize("value", SPECIAL)
+@pytest.mark.parametrize("name, spoilt, reach", [("k", "out dq dk dv", (70, 71)), ("v", "out dq dk", (50, 91))])
+def test_a_key_spoils_only_the_rows_that_see_it(name, spoilt, reach, value, device):
+    """Rows 70 to 90 see key 70. A spoilt lse is +inf and hides the other keys; a spoilt delta reaches keys 50 to 90."""
+    rows, keys = masks(slice(70, 91), slice(2, 4), slice(*reach), slice(1, 2), device)
+    check_spoilt(name, (1, 70, 1, 5), value, spoilt, rows, keys, device)
+
+
+@pytest.mark.parametrize("value", SPECIAL)
+@pytest.mark.parametrize("name, spoilt", [("q", "out dq dk dv"), ("dout", "dq dk dv")])
+def test_a_row_spoils_only_itself_and_the_keys_it_sees(name, spoilt, value, device):
+    rows, keys = masks(slice(70, 71), slice(3, 4), slice(50, 71), slice(1, 2), device)
+    check_spoilt(name, (1, 70, 3, 5), value, spoilt, rows, keys, device)
+
+
+def masks(rows, heads, keys, heads_k, device):
+    """True at these rows (batch, seqlen, heads) and keys (batch, seqlen, heads_k) of entry 1."""
+    result = [torch.zeros(2, 150, n, dtype=torch.bool, device=device) for n in (4, 2)]
+    result[0][1, rows, heads], result[1][1, keys, heads_k] = True, True
+    return result
+
+
+def check_spoilt(name, index, value, spoilt, rows, keys, device):
+    """Put `value` at one place of one input: the results named `spoilt` are nan in those rows or keys, and only there.
+
+    An infinite value may also leave some of them finite: a score of -inf hides its key.
+    """
+    case = Case(seqlen_q=150, seqlen_k=150, heads_k=2, causal=True, window=(20, -1), dtype="fp32")
+    tensors = dict(zip(("q", "k", "v", "dout"), case.tensors(device), strict=True))
+    clean = run_all(tensors, case)
+    tensors[name][index] = value
+    for result, found in run_all(tensors, case).items():
+        where = (rows if result in ("out", "dq") else keys) & (result in spoilt.split())
+        torch.testing.assert_close(found[~where], clean[result][~where])
+        assert value == value or found[where].isnan().any(-1).all()
+
+
+def run_all(tensors, case):
+    q, k, v, dout = (tensors[name] for name in ("q", "k", "v", "dout"))
+    options = dict(causal=case.causal, window_left=case.window[0])
+    out, lse, _ = fwd(q, k, v, **options)
+    dq, dk, dv = gradients_of(q, k, v, dout, out, lse, **options)
+    return dict(out=out, dq=dq, dk=dk, dv=dv)
+
+
+def test_infinite_values_follow_the_formula(device):
+    """out is inf where an inf weighs in, nan where inf meets -inf, and finite where neither is seen."""
+    q, k, v, _ = Case(batch=1, seqlen_q=4, seqlen_k=4, heads=1, heads_k=1, head_dim=2, dtype="fp32").tensors(device)
+    v[0, 1:, 0, 0] = torch.tensor(SPECIAL[1:] + SPECIAL[:1])
+    out, _, _ = fwd(q, k, v, causal=True)
+    assert out[0, 0].isfinite().all() and out[0, 1, 0, 0] == float("inf")
+    assert out[0, 2:, 0, 0].isnan().all() and out[..., 1].isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Pages
+
+
+@pytest.mark.parametrize("page", [1, 3, 16, 200])
+@pytest.mark.parametrize("with_cu_seqlens", [False, True])
+def test_pages_with_used_lengths_and_left_padding(page, with_cu_seqlens, device):
+    """Pages that hold no used key may be missing from the table; what is not used may be nan."""
+    case = Case(batch=3, seqlen_q=20, seqlen_k=75, heads_k=2, causal=True, dtype="fp32")
+    q, k, v, _ = case.tensors(device)
+    used, pad = torch.tensor([75, 31, 0], dtype=torch.int32), torch.tensor([0, 17, 0], dtype=torch.int32)
+    lengths = dict(seqused_k=used.to(device), leftpad_k=pad.to(device))
+    expected = fwd(q, k, v, causal=True, **lengths)
+    per_entry = -(-case.seqlen_k // page)
+    block_table = torch.randperm(2 * 3 * per_entry)[: 3 * per_entry].view(3, per_entry).int()
+    paged = [torch.full((6 * per_entry, page, 2, case.head_dim), float("nan"), device=device) for _ in "kv"]
+    for b, j in itertools.product(range(3), range(case.seqlen_k)):
+        if pad[b] <= j < used[b]:
+            for pages, x in zip(paged, (k, v), strict=True):
+                pages[block_table[b, j // page], j % page] = x[b, j]
+    position = torch.arange(per_entry) * page
+    block_table[(position >= used[:, None]) | (position + page <= pad[:, None])] = -1
+    if with_cu_seqlens:
+        lengths["cu_seqlens_k"] = torch.arange(0, 4 * 75, 75, dtype=torch.int32, device=device)
+    found = fwd(q, *paged, causal=True, block_table=block_table.to(device), **lengths)
+    assert all(torch.equal(x, y) for x, y in zip(found[:2], expected[:2], strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Mask and dropout
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (5, 9), (9, 5), (8, 8), (1, 6)])
+def test_mask_is_an_interval_for_each_row(seqlen_q, seqlen_k, device):
+    """first and last bound what a row sees; hide_ writes everything else, in any block."""
+    for left, right in itertools.product(range(-1, 7), range(-1, 7)):
+        mask = Mask(seqlen_q, seqlen_k, left, right)
+        allowed = oracle.allowed_keys(seqlen_q, seqlen_k, False, (left, right))
+        for i in range(seqlen_q):
+            assert list(range(mask.first(i), mask.last(i) + 1)) == allowed[i].nonzero().flatten().tolist()
+        for rows, cols in itertools.product(ranges(seqlen_q, 3), ranges(seqlen_k, 4)):
+            block = torch.zeros(2, len(rows), len(cols), device=device)
+            mask.hide_(block, rows, cols, 1.0)
+            assert torch.equal((block == 0).cpu().all(0), allowed[rows.start : rows.stop, cols.start : cols.stop])
+
+
+def ranges(stop, size):
+    return [range(start, min(start + size, stop)) for start in range(0, stop, size)]
+
+
+@pytest.mark.parametrize("seed, offset", [(0, 0), (1, 7), (SEED, OFFSET), (2**63 - 1, 2**62)])
+def test_keep_mask_is_the_documented_generator(seed, offset, device):
+    rng_state = torch.tensor([seed, offset], device=device)
+    batch_heads = torch.arange(2 * 3, device=device).view(2, 3)
+    expected = oracle.dropout_keep(seed, offset, 2, 3, 45, 101, 0.4)
+    assert torch.equal(keep_mask(rng_state, 0.4, batch_heads, range(45), range(101)).cpu(), expected)
+    for rows, cols in [(range(3, 21), range(31, 33)), (range(16, 17), range(70, 101)), (range(44, 45), range(0, 1))]:
+        block = keep_mask(rng_state, 0.4, batch_heads[1:, 1:], rows, cols)
+        assert torch.equal(block.cpu(), expected[1:, 1:, rows.start : rows.stop, cols.start : cols.stop])
+
+
+# Known answers published with Random123, https://github.com/DEShawResearch/random123 (tests/kat_vectors).
+KNOWN_ANSWERS = [
+    (10, (0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+    (10, (0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
+    (
+        10,
+        (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
+        (0xA4093822, 0x299F31D0),
+        (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
+    ),
+    (7, (0, 0, 0, 0), (0, 0), (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+]
+
+
+@pytest.mark.parametrize("rounds, counter, key, answer", KNOWN_ANSWERS)
+def test_philox_gives_the_known_answers(rounds, counter, key, answer):
+    words = philox([torch.tensor(word) for word in counter], key, rounds)
+    assert tuple(int(word) for word in words) == answer
+
+
+@pytest.mark.parametrize("dropout_p, threshold", [(1e-30, 255), (0.17, 211), (0.5, 127), (0.999, 0)])
+def test_keep_threshold(dropout_p, threshold):
+    assert keep_threshold(dropout_p) == threshold
+
+
+def test_tiny_dropout_keeps_everything(device):
+    q, k, v, _ = Case(dtype="fp32").tensors(device)
+    rng_state = torch.tensor([3, 4], device=device)
+    assert torch.equal(fwd(q, k, v, dropout_p=1e-30, rng_state=rng_state)[0], fwd(q, k, v)[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What the values can get wrong
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+BAD_LENGTHS = {
+    "cu_seqlens_q must start at 0, found 1": dict(cu_seqlens_q=ints(1, 5), cu_seqlens_k=ints(0, 5)),
+    "cu_seqlens_k must not decrease, found 3 after 4 for entry 1": dict(
+        cu_seqlens_q=ints(0, 2, 4), cu_seqlens_k=ints(0, 4, 3)
+    ),
+    "cu_seqlens_k must end at the number of tokens, 6, or before it, found 7": dict(
+        cu_seqlens_q=ints(0, 6), cu_seqlens_k=ints(0, 7)
+    ),
+    "seqused_k must be between 0 and 6 for entry 0, found 7": dict(
+        cu_seqlens_q=ints(0, 6), cu_seqlens_k=ints(0, 6), seqused_k=ints(7)
+    ),
+    "seqused_k must be between 0 and 6 for entry 0, found -1": dict(
+        cu_seqlens_q=ints(0, 6), cu_seqlens_k=ints(0, 6), seqused_k=ints(-1)
+    ),
+    "leftpad_k must be between 0 and 4 for entry 0, found 5": dict(
+        cu_seqlens_q=ints(0, 6), cu_seqlens_k=ints(0, 6), seqused_k=ints(4), leftpad_k=ints(5)
+    ),
+    "rng_state must be given with dropout_p = 0.5, found None": dict(
+        cu_seqlens_q=ints(0, 6), cu_seqlens_k=ints(0, 6), dropout_p=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("message, options", BAD_LENGTHS.items(), ids=BAD_LENGTHS)
+def test_lengths_that_do_not_fit_are_refused_before_anything_is_written(message, options):
+    x = torch.randn(6, 2, 8)
+    with pytest.raises(ValueError, match=message):
+        fwd(x, x, x, **options)
+    grads = [torch.full_like(x, 7.0) for _ in "qkv"]
+    with pytest.raises(ValueError, match=message):
+        bwd(x, x, x, x, x, torch.zeros(2, 6), *grads, **options)
+    assert all((grad == 7.0).all() for grad in grads)
+
+
+BAD_CACHES = {
+    "cache_seqlens must be .* with 2 new keys, at most the 8 that the cache holds for entry 1, found 7": dict(
+        cache_seqlens=ints(6, 7)
+    ),
+    "cache_seqlens must be at least 0 .* for entry 0, found -1": dict(cache_seqlens=ints(-1, 7)),
+    "cache_seqlens must be at least 0 .* found 8": dict(cache_seqlen=8),
+    "cache_batch_idx must be between 0 and 2 for entry 1, found 3": dict(cache_seqlen=1, cache_batch_idx=ints(0, 3)),
+    "cache_leftpad must be between 0 and 1 for entry 0, found 2": dict(cache_seqlen=1, cache_leftpad=ints(2, 0)),
+    "cache_leftpad must be between 0 and 1 for entry 1, found -1": dict(cache_seqlen=1, cache_leftpad=ints(0, -1)),
+    "block_table must name pages from 0 to 2 wherever keys are used, found 3 to 3": dict(
+        cache_seqlen=1, block_table=ints(1, 3).view(2, 1)
+    ),
+    "pages of block_table hold": dict(cache_seqlen=15, block_table=ints(0, 1, 2, 0).view(2, 2)),
+    "rotary_cos and rotary_sin must have at least 7 rows, found 4": dict(
+        cache_seqlen=5, rotary_cos=torch.ones(4, 4), rotary_sin=torch.ones(4, 4)
+    ),
+}
+
+
+@pytest.mark.parametrize("message, options", BAD_CACHES.items(), ids=BAD_CACHES)
+def test_caches_that_do_not_fit_are_refused_before_anything_is_written(message, options):
+    q, k_cache, v_cache, new = (torch.randn(n, s, 2, 8) for n, s in ((2, 2), (3, 8), (3, 8), (2, 2)))
+    before = k_cache.clone(), v_cache.clone()
+    with pytest.raises(ValueError, match=message):
+        fwd_kvcache(q, k_cache, v_cache, k=new, v=new, **options)
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Memory
+
+
+MEASURE = """
+import resource, sys, torch
+from test_reference import bwd, fwd
+
+def run(seqlen, heads, causal):
+    q, k, v, dout, *grads = (torch.randn(1, seqlen, heads, 64) for _ in range(7))
+    before = peak()
+    out, lse, _ = fwd(q, k, v, causal=causal)
+    bwd(dout, q, k, v, out, lse, *grads, causal=causal)
+    return peak() - before - out.nbytes
+
+def peak():
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+run(256, 2, False)
+print(run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "causal"))
+"""
+
+
+@pytest.mark.parametrize("seqlen, heads, mask, megabytes", [
+    (8192, 2, "causal", 64),  # one matrix of scores would be 256
+    pytest.param(16384, 16, "full", 256, marks=pytest.mark.slow),  # a matrix for each head: 16384
+])  # fmt: skip
+def test_memory_grows_with_the_sequence_not_with_its_square(seqlen, heads, mask, megabytes):
+    arguments = [sys.executable, "-c", MEASURE, str(seqlen), str(heads), mask]
+    result = subprocess.run(
+        arguments, capture_output=True, text=True, env=dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    )
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) < megabytes * 2**20
