@@ -6,7 +6,7 @@ under test it is the baseline ("the same maths in plain torch at the same precis
     q (batch, seqlen_q, heads, head_dim)    k, v (batch, seqlen_k, heads_k, head_dim)    lse (batch, heads, seqlen_q)
 
 Options: softmax_scale=None (head_dim ** -0.5), causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-keep=None (dropout mask, bool (batch, heads, seqlen_q, seqlen_k)), dropout_p=0.0.
+keep=None (dropout mask, bool (batch, heads, seqlen_q, seqlen_k) or larger), dropout_p=0.0.
 """
 
 import numpy as np
@@ -27,22 +27,27 @@ def attention(
     alibi_slopes=None,
 ):
     """softmax(score(q k^T)) v as (out, lse). A row without any allowed key gives out = 0 and lse = +inf."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    groups = q.shape[2] // k.shape[2]
-    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q * scale, k)
-    if softcap > 0:
-        scores = softcap * torch.tanh(scores / softcap)
-    if alibi_slopes is not None:
-        scores = scores + alibi_bias(alibi_slopes, q.shape[1], k.shape[1]).to(scores.dtype)
-    allowed = allowed_keys(q.shape[1], k.shape[1], causal, window_size).to(q.device)
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    allowed = allowed_keys(seqlen_q, seqlen_k, causal, window_size).to(q.device)
     empty = ~allowed.any(dim=-1, keepdim=True)
+    scores = raw_scores(q, k, softmax_scale, softcap, alibi_slopes)
     scores = scores.masked_fill(~allowed & ~empty, float("-inf"))  # an empty row stays finite: no NaN in its gradient
     weights = scores.softmax(dim=-1).masked_fill(~allowed, 0)
     lse = scores.logsumexp(dim=-1).masked_fill(empty.squeeze(-1), float("inf"))
     if keep is not None:
-        weights = weights * keep / (1 - dropout_p)
-    return torch.einsum("bhij,bjhd->bihd", weights, v), lse
+        weights = weights * keep[..., :seqlen_q, :seqlen_k] / (1 - dropout_p)
+    return torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(q.shape[2] // k.shape[2], dim=2)), lse
+
+
+def raw_scores(q, k, softmax_scale=None, softcap=0.0, alibi_slopes=None):
+    """The scores before any mask, (batch, heads, seqlen_q, seqlen_k)."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = torch.einsum("bihd,bjhd->bhij", q * scale, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores + alibi_bias(alibi_slopes, q.shape[1], k.shape[1]).to(scores.dtype)
+    return scores
 
 
 def allowed_keys(seqlen_q, seqlen_k, causal=False, window_size=(-1, -1)):
@@ -75,8 +80,8 @@ def varlen_attention(
 ):
     """`attention` of each entry of a packed batch: q (total_q, heads, head_dim) -> out like q, lse (heads, total_q).
 
-    Entry b sees the keys from leftpad_k[b] on, up to seqused_k[b] of its own. Rows past cu_seqlens[-1] are left out.
-    `keep` is (batch, heads, at least seqlen_q, at least seqlen_k), its column 0 the first key seen.
+    Entry b sees the keys from leftpad_k[b] on, up to seqused_k[b] of its own; column 0 of `keep` is the first key seen.
+    Rows past cu_seqlens[-1] are left out.
     """
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     outs, lses = [q[:0]], [q.new_empty(q.shape[1], 0)]
@@ -84,12 +89,11 @@ def varlen_attention(
         first = starts_k[b] + (0 if leftpad_k is None else int(leftpad_k[b]))
         last = starts_k[b + 1] if seqused_k is None else starts_k[b] + int(seqused_k[b])
         rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(first, last)
-        seqlen_q, seqlen_k = rows.stop - rows.start, last - first
         out, lse = attention(
             q[None, rows],
             k[None, keys],
             v[None, keys],
-            keep=None if keep is None else keep[b : b + 1, :, :seqlen_q, :seqlen_k],
+            keep=None if keep is None else keep[b : b + 1],
             alibi_slopes=_entry_slopes(alibi_slopes, b),
             **options,
         )
