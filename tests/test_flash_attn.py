@@ -7,7 +7,7 @@ import random
 import oracle
 import pytest
 import torch
-from cases import DTYPES, LAYOUTS, Case, cover, laid_out, params, sample
+from cases import LAYOUTS, Case, cover, laid_out, params, sample
 from compare import assert_error_ratio, assert_same_special_values
 
 from flash_attn import (
@@ -406,7 +406,7 @@ def test_inputs_are_not_written(device):
 
 
 def assert_mask(seqlen_q, seqlen_k, causal, window, device):
-    """Read the mask off: with q = 0 all allowed keys weigh the same, and identities as v and dout show which these are."""
+    """Read the mask off: with q = 0 all allowed keys weigh the same; identities as v and dout show which these are."""
 
     def identity(seqlen):
         return torch.eye(seqlen, max(seqlen_q, seqlen_k), device=device, dtype=torch.bfloat16)[None, :, None]
