@@ -46,7 +46,11 @@ def error(x, exact):
     return (x.double() - exact.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
 
 
+def largest_error(x, exact):
+    """max|x - exact|, 0 of nothing."""
+    return error(x, exact).max().item() if exact.numel() else 0.0
+
+
 def unavoidable(exact, dtype, terms=128):
     """The error of only storing `exact` in `dtype`, plus that of summing `terms` numbers of size 1 in float32."""
-    stored = error(exact.to(dtype), exact).max().item() if exact.numel() else 0.0
-    return stored + terms * torch.finfo(torch.float32).eps
+    return largest_error(exact.to(dtype), exact) + terms * torch.finfo(torch.float32).eps
