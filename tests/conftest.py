@@ -11,12 +11,7 @@ import zlib
 import pytest
 import torch
 
-MARKERS = {
-    "cuda": "needs a CUDA device",
-    "sm90": "needs a Hopper GPU (compute capability 9.0)",
-    "multi_gpu": "needs at least two CUDA devices",
-    "slow": "part of the wide sample: ask for it with -m slow",
-}
+from flash_attn import _library
 
 
 def pytest_addoption(parser):
@@ -24,21 +19,17 @@ def pytest_addoption(parser):
     parser.addoption("--device", default=default, help=f"device that the tests run on (here: {default})")
 
 
-def pytest_configure(config):
-    for name, meaning in MARKERS.items():
-        config.addinivalue_line("markers", f"{name}: {meaning}")
-
-
 def pytest_collection_modifyitems(config, items):
-    available = _available(config)
+    reasons = dict(line.split(": ", 1) for line in config.getini("markers"))
+    missing = [name for name, available in _available(config).items() if not available]
     for item in items:
-        for name in MARKERS:
-            if item.get_closest_marker(name) and not available[name]:
-                item.add_marker(pytest.mark.skip(reason=MARKERS[name]))
+        for name in missing:
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reasons[name]))
 
 
 def _available(config):
-    on_cuda = torch.device(config.getoption("--device")).type == "cuda" and torch.cuda.is_available()
+    on_cuda = torch.device(config.getoption("--device")).type == "cuda" and _library.load_error() is None
     return {
         "cuda": on_cuda,
         "sm90": on_cuda and torch.cuda.get_device_capability() == (9, 0),

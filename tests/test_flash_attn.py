@@ -64,7 +64,7 @@ NAMED = {
         dropout_p=0.17,
         deterministic=True,
         layout="bhsd",
-    ),  # fmt: skip
+    ),
     "float32": Case(dtype="fp32", causal=True, heads_k=2),
     "float32 with all score changes": Case(dtype="fp32", window=(30, 7), softcap=2.0, alibi="h", dropout_p=0.17),
 }
@@ -74,8 +74,8 @@ def make_case(lengths, heads, **rest):
     return Case(seqlen_q=lengths[0], seqlen_k=lengths[1], heads=heads[0], heads_k=heads[1], **rest)
 
 
-def sampled(factors=FACTORS, **changes):
-    return sample(dict(factors, **changes), make_case)
+def sampled(factors=FACTORS, wide=200, **changes):
+    return sample(dict(factors, **changes), make_case, wide=wide)
 
 
 NAMED_CASES = [pytest.param(case, id=name) for name, case in NAMED.items()]
@@ -317,7 +317,7 @@ def split_qkvpacked(function):
 
 
 SELF_ATTENTION = dict(FACTORS, lengths=[(97, 97), (128, 128), (65, 65)], heads=[(4, 4)], layout=["contiguous"])
-PACKED = sampled(SELF_ATTENTION, head_dim=[32, 59, 128], window=[(-1, -1), (-1, 0), (17, -1), (70, 5)])
+PACKED = sampled(SELF_ATTENTION, wide=50, head_dim=[32, 59, 128], window=[(-1, -1), (-1, 0), (17, -1), (70, 5)])
 
 
 @pytest.mark.parametrize("case", PACKED)
@@ -559,7 +559,7 @@ def test_scores_beyond_float16(device):
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     exact, exact_lse = oracle.attention(*(x.detach().double() for x in leaves), causal=True)
     assert all(x.isfinite().all() for x in (out, lse, dv))
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=0)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-6 * exact_lse.abs().max().item())
     torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
 
 
@@ -1014,6 +1014,7 @@ def test_more_than_65535_entries_or_heads(shape, device):
     check(case, case.tensors(device), dense(case, device), dense_oracle(case, device))
 
 
+@pytest.mark.cuda
 def test_varlen_of_more_than_65535_entries(device):
     batch = 70_000
     *inputs, dout = Case(batch=batch, seqlen_q=2, seqlen_k=3, heads=1, heads_k=1, head_dim=8).tensors(device)

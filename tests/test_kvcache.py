@@ -166,7 +166,7 @@ NAMED = {
         page=16,
         leftpad=True,
         num_splits=3,
-    ),  # fmt: skip
+    ),
 }
 
 
