@@ -1,0 +1,153 @@
+"""Test cases as data: one small dataclass, named edge cases, and samples in which every pair of values meets."""
+
+import dataclasses
+import itertools
+import random
+import zlib
+
+import pytest
+import torch
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One attention problem. `str(case)` is its id and seeds its tensors."""
+
+    batch: int = 2
+    seqlen_q: int = 64
+    seqlen_k: int = 64
+    heads: int = 4
+    heads_k: int = 4
+    head_dim: int = 64
+    dtype: str = "bf16"
+    causal: bool = False
+    window: tuple = (-1, -1)
+    softcap: float = 0.0
+    alibi: str = ""  # "h": slopes (heads,), "bh": (batch, heads)
+    dropout_p: float = 0.0
+    deterministic: bool = False
+    layout: str = "contiguous"  # or "bhsd", "sliced", "packed", "last_dim_strided": see `laid_out`
+    scale_q: float = 1.0  # q is drawn from N(0, scale_q^2)
+
+    def __str__(self):
+        parts = [
+            f"b{self.batch}-q{self.seqlen_q}-k{self.seqlen_k}-h{self.heads}.{self.heads_k}-d{self.head_dim}-{self.dtype}",
+            "causal" * self.causal,
+            "w{}.{}".format(*self.window) * (tuple(self.window) != (-1, -1)),
+            f"softcap{self.softcap:g}" * (self.softcap > 0),
+            f"alibi_{self.alibi}" * bool(self.alibi),
+            f"dropout{self.dropout_p:g}" * (self.dropout_p > 0),
+            "deterministic" * self.deterministic,
+            self.layout * (self.layout != "contiguous"),
+            f"q*{self.scale_q:g}" * (self.scale_q != 1),
+        ]
+        return "-".join(part for part in parts if part)
+
+    def generator(self, device):
+        if torch.device(device).type == "meta":
+            return None
+        return torch.Generator(device).manual_seed(zlib.crc32(str(self).encode()))
+
+    def tensors(self, device):
+        """q, k, v and a gradient dout for the output, standard normal, laid out as `layout` says."""
+        generator, dtype = self.generator(device), DTYPES[self.dtype]
+        query, key = (self.seqlen_q, self.heads), (self.seqlen_k, self.heads_k)
+
+        def draw(seqlen, heads, layout, scale=1.0):
+            x = torch.randn(self.batch, seqlen, heads, self.head_dim, device=device, generator=generator) * scale
+            return laid_out(x.to(dtype), layout)
+
+        return (
+            draw(*query, self.layout, self.scale_q),
+            *(draw(*key, self.layout) for _ in "kv"),
+            draw(*query, "contiguous"),
+        )
+
+    def alibi_slopes(self, device):
+        shape = {"": None, "h": (self.heads,), "bh": (self.batch, self.heads)}[self.alibi]
+        return None if shape is None else 0.3 * torch.rand(shape, device=device, generator=self.generator(device))
+
+    def options(self, device):
+        """The keywords that the public functions and the oracle share."""
+        return dict(
+            causal=self.causal, window_size=self.window, softcap=self.softcap, alibi_slopes=self.alibi_slopes(device)
+        )
+
+    def but(self, **changes):
+        return dataclasses.replace(self, **changes)
+
+
+def laid_out(x, layout):
+    """The values of x (batch, seqlen, heads, head_dim) in other strides."""
+    if layout == "contiguous":
+        return x
+    if layout == "bhsd":  # a (batch, heads, seqlen, head_dim) buffer seen through a transposition
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "sliced":  # part of a wider head dim: 16-byte alignment is lost where head_dim is odd
+        return torch.cat([x, torch.full_like(x[..., :1], float("nan"))], dim=-1)[..., :-1]
+    if layout == "packed":  # one of three in (batch, seqlen, 3, heads, head_dim)
+        return torch.stack([torch.full_like(x, float("nan")), x, torch.full_like(x, float("nan"))], dim=2)[:, :, 1]
+    if layout == "last_dim_strided":
+        return torch.stack([x, torch.full_like(x, float("nan"))], dim=-1)[..., 0]
+    raise ValueError(f"layout {layout!r}")
+
+
+LAYOUTS = ["contiguous", "bhsd", "sliced", "packed", "last_dim_strided"]
+
+
+def cover(factors, *, valid=lambda row: True, seed=0):
+    """Rows (dicts) over `factors` (name -> values) so that every pair of values of two factors occurs in one of them.
+
+    Greedy: each row starts from a pair not seen yet and is completed with the values that see most new pairs.
+    `valid(row)` says whether a complete row is allowed; a pair that no valid row is found for is left out.
+    """
+    rng, names = random.Random(seed), list(factors)
+    missing = {
+        frozenset([(a, i), (b, j)])
+        for a, b in itertools.combinations(names, 2)
+        for i in range(len(factors[a]))
+        for j in range(len(factors[b]))
+    }
+    rows = []
+    for pair in sorted(missing, key=sorted):
+        if pair in missing:
+            candidates = (_completed(dict(pair), factors, missing, rng) for _ in range(20))
+            index = next((row for row in candidates if valid({n: factors[n][row[n]] for n in names})), None)
+            missing.discard(pair)
+            if index is not None:
+                missing -= {frozenset(two) for two in itertools.combinations(index.items(), 2)}
+                rows.append({n: factors[n][index[n]] for n in names})
+    return rows
+
+
+def _completed(row, factors, missing, rng):
+    """Fill in the open factors of `row` (name -> index), in random order, each by the value in most missing pairs."""
+    for name in rng.sample([n for n in factors if n not in row], k=len(factors) - len(row)):
+        values = rng.sample(range(len(factors[name])), k=len(factors[name]))
+        row[name] = max(values, key=lambda i: sum(frozenset([(name, i), other]) in missing for other in row.items()))
+    return row
+
+
+def random_rows(factors, count, *, valid=lambda row: True, seed=0):
+    """`count` valid rows drawn at random."""
+    rng = random.Random(seed)
+    draws = ({name: rng.choice(values) for name, values in factors.items()} for _ in itertools.count())
+    return list(itertools.islice(filter(valid, draws), count))
+
+
+def sample(factors, make, *, valid=lambda row: True, wide=200, seed=0):
+    """pytest parameters: `make(**row)` of a pairwise cover, and of `wide` more rows marked slow."""
+    rows = [(row, ()) for row in cover(factors, valid=valid, seed=seed)]
+    rows += [(row, pytest.mark.slow) for row in random_rows(factors, wide, valid=valid, seed=seed + 1)]
+    return params([(make(**row), marks) for row, marks in rows])
+
+
+def params(cases):
+    """pytest parameters from cases or (case, marks), each case once: the first mention counts."""
+    unique = {}
+    for case in cases:
+        case, marks = case if isinstance(case, tuple) else (case, ())
+        unique.setdefault(str(case), (case, marks))
+    return [pytest.param(case, marks=marks, id=name) for name, (case, marks) in unique.items()]

@@ -1,0 +1,56 @@
+"""The tolerance of this suite: an error relative to that of the same maths in plain torch at the same precision."""
+
+import torch
+
+
+def assert_error_ratio(ours, exact, baseline, *, at_most=2.0, plus=None, name="result"):
+    """Assert that max|ours - exact| <= at_most * max|baseline - exact| + plus.
+
+    ours:     what is tested, any dtype.
+    exact:    the same in float64, same shape. NaN, +inf and -inf must be in the same places in `ours`.
+    baseline: the same from plain torch at the precision of `ours`, same shape.
+    plus:     what is allowed beyond the baseline; by default what no implementation can avoid (see `unavoidable`).
+    """
+    assert ours.shape == exact.shape, f"{name}: shape {tuple(ours.shape)}, expected {tuple(exact.shape)}"
+    assert_same_special_values(ours, exact, name=name)
+    if exact.numel() == 0:
+        return
+    plus = unavoidable(exact, ours.dtype) if plus is None else plus
+    our_error, baseline_error = error(ours, exact), error(baseline, exact)
+    worst, limit = our_error.max().item(), at_most * baseline_error.max().item() + plus
+    if worst > limit:
+        index = tuple(i.item() for i in torch.unravel_index(our_error.argmax(), exact.shape))
+        raise AssertionError(
+            f"{name}: error {worst:.3e} exceeds {limit:.3e} = {at_most} * {baseline_error.max().item():.3e} "
+            f"(plain torch) + {plus:.3e}.\n"
+            f"Worst element {index}: {ours[index].item()!r}, exact {exact[index].item()!r}, "
+            f"plain torch {baseline[index].item()!r}.\n"
+            f"{(our_error > limit).sum().item()} of {exact.numel()} elements exceed it."
+        )
+
+
+def assert_same_special_values(ours, exact, *, name="result"):
+    """Assert that NaN, +inf and -inf stand in exactly the same places."""
+    for what, found in (("NaN", torch.isnan), ("+inf", torch.isposinf), ("-inf", torch.isneginf)):
+        wrong = found(ours) != found(exact)
+        if wrong.any():
+            index = tuple(wrong.nonzero()[0].tolist())
+            raise AssertionError(
+                f"{name}: {what} in the wrong places, {wrong.sum().item()} of {exact.numel()} elements. "
+                f"First at {index}: {ours[index].item()!r}, exact {exact[index].item()!r}."
+            )
+
+
+def error(x, exact):
+    """|x - exact| in float64; 0 where either is not finite."""
+    return (x.double() - exact.double()).abs().nan_to_num(nan=0.0, posinf=0.0)
+
+
+def largest_error(x, exact):
+    """max|x - exact|, 0 of nothing."""
+    return error(x, exact).max().item() if exact.numel() else 0.0
+
+
+def unavoidable(exact, dtype, terms=128):
+    """The error of only storing `exact` in `dtype`, plus that of summing `terms` numbers of size 1 in float32."""
+    return largest_error(exact.to(dtype), exact) + terms * torch.finfo(torch.float32).eps

@@ -1,0 +1,83 @@
+"""Fixtures and markers that every test shares.
+
+`device` is "cuda" where there is a GPU and "cpu" elsewhere; `--device` overrides it. A test that needs more says so
+with a marker and is skipped, with the reason, where it cannot run. `pytest` alone takes minutes; `-m slow` runs the
+wide samples.
+"""
+
+import warnings
+import zlib
+
+import pytest
+import torch
+
+from flash_attn import _library
+
+
+def pytest_addoption(parser):
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.addoption("--device", default=default, help=f"device that the tests run on (here: {default})")
+
+
+def pytest_collection_modifyitems(config, items):
+    reasons = dict(line.split(": ", 1) for line in config.getini("markers"))
+    missing = [name for name, available in _available(config).items() if not available]
+    for item in items:
+        for name in missing:
+            if item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reasons[name]))
+
+
+def _available(config):
+    on_cuda = torch.device(config.getoption("--device")).type == "cuda" and _library.load_error() is None
+    return {
+        "cuda": on_cuda,
+        "sm90": on_cuda and torch.cuda.get_device_capability() == (9, 0),
+        "multi_gpu": on_cuda and torch.cuda.device_count() >= 2,
+        "slow": "slow" in config.option.markexpr,
+    }
+
+
+@pytest.fixture
+def device(request):
+    return torch.device(request.config.getoption("--device"))
+
+
+@pytest.fixture(autouse=True)
+def seeded(request):
+    """Give each test random numbers of its own, the same in every run and in any order."""
+    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Let uninitialised memory read as NaN, so that a missing write cannot pass by luck."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*deterministic", category=UserWarning)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        yield
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def memory_guard(device):
+    """`memory_guard(nbytes)` skips the test unless that many bytes are free on its device, with a tenth to spare."""
+
+    def guard(nbytes):
+        free = _free_bytes(device)
+        if nbytes * 1.1 > free:
+            pytest.skip(f"needs {nbytes / 2**30:.1f} GiB on {device}, {free / 2**30:.1f} GiB are free")
+
+    yield guard
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _free_bytes(device):
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    with open("/proc/meminfo") as meminfo:
+        available = next(line for line in meminfo if line.startswith("MemAvailable"))
+    return int(available.split()[1]) * 1024

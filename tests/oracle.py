@@ -1,0 +1,214 @@
+"""What attention should give, naively, independent of the package.
+
+Every function computes in the dtype of its arguments: with `.double()` tensors it is the exact answer, with the tensors
+under test it is the baseline ("the same maths in plain torch at the same precision"). Gradients come from autograd.
+
+    q (batch, seqlen_q, heads, head_dim)    k, v (batch, seqlen_k, heads_k, head_dim)    lse (batch, heads, seqlen_q)
+
+Options: softmax_scale=None (head_dim ** -0.5), causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+keep=None (dropout mask, bool (batch, heads, seqlen_q, seqlen_k) or larger), dropout_p=0.0.
+"""
+
+import numpy as np
+import torch
+
+
+def attention(
+    q,
+    k,
+    v,
+    *,
+    softmax_scale=None,
+    keep=None,
+    dropout_p=0.0,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+):
+    """softmax(score(q k^T)) v as (out, lse). A row without any allowed key gives out = 0 and lse = +inf."""
+    seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+    allowed = allowed_keys(seqlen_q, seqlen_k, causal, window_size).to(q.device)
+    empty = ~allowed.any(dim=-1, keepdim=True)
+    scores = raw_scores(q, k, softmax_scale, softcap, alibi_slopes)
+    scores = scores.masked_fill(~allowed & ~empty, float("-inf"))  # an empty row stays finite: no NaN in its gradient
+    weights = scores.softmax(dim=-1).masked_fill(~allowed, 0)
+    lse = scores.logsumexp(dim=-1).masked_fill(empty.squeeze(-1), float("inf"))
+    if keep is not None:
+        weights = weights * keep[..., :seqlen_q, :seqlen_k] / (1 - dropout_p)
+    return torch.einsum("bhij,bjhd->bihd", weights, v.repeat_interleave(q.shape[2] // k.shape[2], dim=2)), lse
+
+
+def raw_scores(q, k, softmax_scale=None, softcap=0.0, alibi_slopes=None):
+    """The scores before any mask, (batch, heads, seqlen_q, seqlen_k)."""
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    scores = torch.einsum("bihd,bjhd->bhij", q * scale, k.repeat_interleave(q.shape[2] // k.shape[2], dim=2))
+    if softcap > 0:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores + alibi_bias(alibi_slopes, q.shape[1], k.shape[1]).to(scores.dtype)
+    return scores
+
+
+def allowed_keys(seqlen_q, seqlen_k, causal=False, window_size=(-1, -1)):
+    """Which keys a query sees, bool (seqlen_q, seqlen_k): bottom-right aligned, bounds inclusive, -1 unbounded."""
+    left, right = (int(bound) for bound in window_size)
+    right = 0 if causal else right
+    diagonal = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k)[None, :]
+    allowed = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    if left >= 0:
+        allowed &= key >= diagonal - left
+    if right >= 0:
+        allowed &= key <= diagonal + right
+    return allowed
+
+
+def alibi_bias(slopes, seqlen_q, seqlen_k):
+    """-slope * |i + seqlen_k - seqlen_q - j|, (batch or 1, heads, seqlen_q, seqlen_k), of slopes ([batch,] heads)."""
+    i, j = (torch.arange(n, device=slopes.device) for n in (seqlen_q, seqlen_k))
+    distance = (i[:, None] + seqlen_k - seqlen_q - j[None, :]).abs()
+    return -slopes.reshape(-1, slopes.shape[-1], 1, 1) * distance
+
+
+def _entry_slopes(slopes, b):
+    return slopes if slopes is None or slopes.dim() == 1 else slopes[b]
+
+
+def varlen_attention(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *, seqused_k=None, leftpad_k=None, keep=None, alibi_slopes=None, **options
+):
+    """`attention` of each entry of a packed batch: q (total_q, heads, head_dim) -> out like q, lse (heads, total_q).
+
+    Entry b sees the keys from leftpad_k[b] on, up to seqused_k[b] of its own; column 0 of `keep` is the first key seen.
+    Rows past cu_seqlens[-1] are left out.
+    """
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    outs, lses = [q[:0]], [q.new_empty(q.shape[1], 0)]
+    for b in range(len(starts_q) - 1):
+        first = starts_k[b] + (0 if leftpad_k is None else int(leftpad_k[b]))
+        last = starts_k[b + 1] if seqused_k is None else starts_k[b] + int(seqused_k[b])
+        rows, keys = slice(starts_q[b], starts_q[b + 1]), slice(first, last)
+        out, lse = attention(
+            q[None, rows],
+            k[None, keys],
+            v[None, keys],
+            keep=None if keep is None else keep[b : b + 1],
+            alibi_slopes=_entry_slopes(alibi_slopes, b),
+            **options,
+        )
+        outs.append(out[0])
+        lses.append(lse[0])
+    return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def gradients(function, tensors, dout, dlse=None):
+    """`function(*tensors)` -> (out, lse), and the gradients of the tensors for dout (and dlse): (out, lse, grads)."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    out, lse = function(*leaves)
+    outputs, incoming = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    grads = torch.autograd.grad(outputs, leaves, [g.to(o.dtype) for g, o in zip(incoming, outputs, strict=True)])
+    return out.detach(), lse.detach(), grads
+
+
+def kvcache_attention(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    *,
+    rotary_interleaved=True,
+    causal=False,
+    window_size=(-1, -1),
+    alibi_slopes=None,
+    **options,
+):
+    """Append k, v to the caches, then attend to them: (out, lse, k_cache, v_cache), the caches being new tensors.
+
+    The caches: (batch_cache, capacity, heads_k, head_dim), or (num_blocks, page, heads_k, head_dim) with block_table.
+    """
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    outs, lses = [], []
+    for b in range(q.shape[0]):
+        entry = b if cache_batch_idx is None else int(cache_batch_idx[b])
+        blocks, offsets = _cache_addresses(k_cache, entry, None if block_table is None else block_table[b])
+        length = len(blocks) if cache_seqlens is None else int(torch.as_tensor(cache_seqlens).expand(q.shape[0])[b])
+        query, used = q[b], length
+        if rotary_cos is not None:
+            advance = causal or window_size[0] >= 0 or window_size[1] >= 0
+            positions = length + (torch.arange(q.shape[1]) if advance else torch.zeros(q.shape[1], dtype=torch.long))
+            query = rotate(query, rotary_cos, rotary_sin, positions, rotary_interleaved)
+        if k is not None:
+            used = length + k.shape[1]
+            key, new = k[b], slice(length, used)
+            if rotary_cos is not None:
+                key = rotate(key, rotary_cos, rotary_sin, torch.arange(length, used), rotary_interleaved)
+            k_cache[blocks[new], offsets[new]], v_cache[blocks[new], offsets[new]] = key, v[b]
+        first = 0 if cache_leftpad is None else int(cache_leftpad[b])
+        seen = blocks[first:used], offsets[first:used]
+        out, lse = attention(
+            query[None],
+            k_cache[seen][None],
+            v_cache[seen][None],
+            causal=causal,
+            window_size=window_size,
+            alibi_slopes=_entry_slopes(alibi_slopes, b),
+            **options,
+        )
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses), k_cache, v_cache
+
+
+def _cache_addresses(cache, entry, blocks):
+    """(first index, second index) into the cache of each logical position of one entry."""
+    page = cache.shape[1]
+    blocks = torch.tensor([entry], device=cache.device) if blocks is None else blocks.long()
+    return blocks.repeat_interleave(page), torch.arange(page, device=cache.device).repeat(len(blocks))
+
+
+def rotate(x, cos, sin, positions, interleaved):
+    """Rotary embedding of x (seqlen, heads, head_dim) by rows `positions` of cos, sin (rows, rotary_dim / 2)."""
+    cos, sin = (table[positions.to(table.device)][:, None] for table in (cos, sin))
+    rotary_dim = 2 * cos.shape[-1]
+    pairs = x[..., :rotary_dim].unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    first, second = pairs.unbind(-1 if interleaved else -2)
+    turned = torch.stack([first * cos - second * sin, first * sin + second * cos], dim=-1 if interleaved else -2)
+    return torch.cat([turned.flatten(-2), x[..., rotary_dim:]], dim=-1)
+
+
+def dropout_keep(seed, offset, batch, heads, seqlen_q, seqlen_k, dropout_p):
+    """The keep mask (batch, heads, seqlen_q, seqlen_k) that rng_state = (seed, offset) stands for.
+
+    Philox-4x32-7 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). Its key is the seed; its counter
+    is (offset + 32 * (b * heads + h) + lane, row // 16, column // 32). The 16 bytes of a lane belong to a 16 x 32 tile:
+    byte 8y + 4x + 2u + z decides row lane // 4 + 8u and column 16y + 8x + 2 (lane % 4) + z, and keeps it if it is at
+    most floor(255 (1 - p)).
+    """
+    b, h, i, j = np.ogrid[:batch, :heads, :seqlen_q, :seqlen_k]
+    lane = i % 8 * 4 + j % 8 // 2
+    byte = j % 32 // 16 * 8 + j % 16 // 8 * 4 + i % 16 // 8 * 2 + j % 2
+    low = np.uint64(offset % 2**64) + (32 * (b * heads + h) + lane).astype(np.uint64)
+    words = _philox([low & _WORD, low >> 32, i // 16, j // 32], [seed % 2**32, seed // 2**32 % 2**32])
+    word = np.choose(byte // 4, np.broadcast_arrays(*words))
+    return torch.from_numpy((word >> (8 * (byte % 4)).astype(np.uint64) & 255) <= int(255 * (1 - dropout_p)))
+
+
+_WORD = np.uint64(2**32 - 1)
+
+
+def _philox(counter, key, rounds=7):
+    c = [np.asarray(x).astype(np.uint64) for x in counter]
+    k = [np.uint64(x) for x in key]
+    for _ in range(rounds):
+        product0, product1 = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        c = [product1 >> 32 ^ c[1] ^ k[0], product1 & _WORD, product0 >> 32 ^ c[3] ^ k[1], product0 & _WORD]
+        k = [(k[0] + np.uint64(0x9E3779B9)) & _WORD, (k[1] + np.uint64(0xBB67AE85)) & _WORD]
+    return c

@@ -1,0 +1,1179 @@
+"""The six attention functions and their gradients: against the oracle, and one test for each promise."""
+
+import functools
+import itertools
+import random
+
+import oracle
+import pytest
+import torch
+from cases import LAYOUTS, Case, cover, laid_out, params, sample
+from compare import assert_error_ratio, assert_same_special_values, largest_error, unavoidable
+
+from flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_varlen_forward, _get_block_size_n
+
+HEAD_DIMS = [8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
+FACTORS = dict(
+    lengths=[(97, 97), (128, 128), (113, 203), (108, 256), (203, 113), (1, 147), (64, 1), (129, 65), (256, 192)],
+    heads=[(6, 6), (6, 2), (6, 1)],
+    head_dim=HEAD_DIMS,
+    dtype=["fp16", "bf16"],
+    causal=[False, True],
+    window=[(-1, -1), (-1, 0), (0, 0), (17, -1), (-1, 23), (70, 5), (300, 300)],
+    softcap=[0.0, 2.0],
+    alibi=["", "h", "bh"],
+    dropout_p=[0.0, 0.17],
+    deterministic=[False, True],
+    layout=LAYOUTS,
+    scale_q=[1.0, 4.0],
+)
+LARGE = dict(FACTORS, lengths=[(512, 256), (1023, 1024), (1024, 1023), (799, 3), (1, 2048), (2048, 2048)])
+NAMED = {
+    "one query, one key": Case(seqlen_q=1, seqlen_k=1),
+    "one key": Case(seqlen_q=64, seqlen_k=1, heads_k=2),
+    "head_dim 1": Case(head_dim=1),
+    "head_dim 255": Case(head_dim=255, seqlen_q=33, seqlen_k=65),
+    "head_dim 256, all heads share a key": Case(head_dim=256, heads=8, heads_k=1),
+    "causal, rows without keys": Case(seqlen_q=113, seqlen_k=20, causal=True),
+    "window, rows without keys": Case(seqlen_q=20, seqlen_k=150, window=(0, 0)),
+    "window beyond the first key": Case(seqlen_q=100, seqlen_k=20, window=(3, 3)),
+    "one key less than a tile": Case(seqlen_q=127, seqlen_k=127, causal=True),
+    "one key more than a tile": Case(seqlen_q=129, seqlen_k=129, causal=True),
+    "softmax is one-hot": Case(scale_q=60.0),
+    "softmax is one-hot, fp16": Case(scale_q=60.0, dtype="fp16"),
+    "large scores, causal, fp16": Case(seqlen_q=128, seqlen_k=128, scale_q=15.0, causal=True, dtype="fp16"),
+    "softcap and dropout": Case(softcap=2.0, dropout_p=0.17),
+    "everything at once": Case(
+        seqlen_q=113,
+        seqlen_k=203,
+        heads=6,
+        heads_k=2,
+        head_dim=59,
+        causal=True,
+        window=(70, -1),
+        softcap=2.0,
+        alibi="bh",
+        dropout_p=0.17,
+        deterministic=True,
+        layout="bhsd",
+    ),
+    "float32": Case(dtype="fp32", causal=True, heads_k=2),
+    "float32 with all score changes": Case(dtype="fp32", window=(30, 7), softcap=2.0, alibi="h", dropout_p=0.17),
+}
+
+
+def make_case(lengths, heads, **rest):
+    return Case(seqlen_q=lengths[0], seqlen_k=lengths[1], heads=heads[0], heads_k=heads[1], **rest)
+
+
+def sampled(factors=FACTORS, wide=200, **changes):
+    return sample(dict(factors, **changes), make_case, wide=wide)
+
+
+NAMED_CASES = [pytest.param(case, id=name) for name, case in NAMED.items()]
+LARGE_CASES = params([(make_case(**row), pytest.mark.cuda) for row in cover(LARGE)])
+
+
+def options_of(case, device):
+    """Keywords of the functions under test; with dropout, it is S_dmask that tells which elements were kept."""
+    extra = dict(dropout_p=case.dropout_p, deterministic=case.deterministic, return_attn_probs=True)
+    return dict(case.options(device), **extra)
+
+
+def check(case, tensors, attend, reference, *, with_dlse=False):
+    """Compare attend(q, k, v) -> (out, lse, S_dmask) and its gradients with reference(q, k, v, ...) -> (out, lse)."""
+    *inputs, dout = tensors
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, lse, s_dmask = attend(*leaves)
+    assert out.dtype == dout.dtype and lse.dtype == torch.float32
+    if case.dropout_p > 0:
+        reference = functools.partial(reference, keep=~s_dmask.signbit(), dropout_p=case.dropout_p)
+    dlse = torch.randn_like(lse) if with_dlse else None
+    grads = torch.autograd.grad([out, lse][: 1 + with_dlse], leaves, [dout, dlse][: 1 + with_dlse])
+    exact_inputs = [x.double() for x in inputs]
+    exact_out, exact_lse, exact_grads = oracle.gradients(reference, exact_inputs, dout, dlse)
+    plain_out, _, plain_grads = oracle.gradients(reference, inputs, dout, dlse)
+    stored_grads = oracle.gradients(reference, exact_inputs, dout, dlse_of_stored_out(exact_out, dout, dlse))[2]
+    assert_error_ratio(out, exact_out, plain_out, name="out")
+    assert_error_ratio(lse, exact_lse, plain_lse(case, inputs, reference), name="lse")
+    for name, grad, exact, *plain in zip(
+        ("dq", "dk", "dv"), grads, exact_grads, plain_grads, stored_grads, strict=True
+    ):
+        assert grad.dtype == dout.dtype
+        worst = max(plain, key=functools.partial(largest_error, exact=exact))
+        plus = unavoidable(exact, grad.dtype, terms=128 + case.head_dim)  # dP and delta are sums over the head dim
+        assert_error_ratio(grad, exact, worst, plus=plus, name=name)
+
+
+def dlse_of_stored_out(exact_out, dout, dlse):
+    """A gradient of lse that has the effect of storing out in its 16 bits between forward and backward.
+
+    The backward takes delta = <dout, out> off dP, and adds dlse. Where exact gradients cancel, as in a row of one key,
+    plain torch has no error at all, and the formulas of the backward have this one.
+    """
+    lost = (dout.double() * (exact_out.to(dout.dtype).double() - exact_out)).sum(-1).transpose(-1, -2)
+    return -lost if dlse is None else dlse - lost
+
+
+def plain_lse(case, inputs, reference):
+    """lse is computed in float32 whatever the input type; but a hardware tanh is no better than a 16-bit score."""
+    return reference(*(inputs if case.softcap > 0 else (x.float() for x in inputs)))[1]
+
+
+def dense(case, device):
+    return functools.partial(flash_attn_func, **options_of(case, device))
+
+
+def dense_oracle(case, device):
+    return functools.partial(oracle.attention, **case.options(device))
+
+
+@pytest.mark.parametrize("case", NAMED_CASES + sampled() + LARGE_CASES)
+def test_dense(case, device):
+    check(case, case.tensors(device), dense(case, device), dense_oracle(case, device))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Variable length
+
+
+def lengths_of(case, longest, salt):
+    """A length for each entry, from 0 to `longest`, both of which occur."""
+    rng = random.Random(f"{case}{salt}")
+    lengths = [0, longest] + [rng.randint(0, longest) for _ in range(case.batch - 2)]
+    return rng.sample(lengths, k=case.batch)
+
+
+def cumulative(lengths, device):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def packed_batch(case, device):
+    """(q, k, v, dout), each (tokens, heads, head_dim), and (cu_seqlens_q, cu_seqlens_k)."""
+    lengths_q, lengths_k = lengths_of(case, case.seqlen_q, "q"), lengths_of(case, case.seqlen_k, "k")
+    q, k, v, dout = case.but(layout="contiguous").tensors(device)
+
+    def pack(x, lengths, layout):
+        tokens = torch.cat([entry[:length] for entry, length in zip(x, lengths, strict=True)])
+        return laid_out(tokens[None], layout)[0]
+
+    tensors = pack(q, lengths_q, case.layout), *(pack(x, lengths_k, case.layout) for x in (k, v))
+    dout = pack(dout, lengths_q, "contiguous")
+    return (*tensors, dout), (cumulative(lengths_q, device), cumulative(lengths_k, device))
+
+
+def varlen(case, device, cu_seqlens):
+    return functools.partial(
+        _varlen_by_keyword,
+        cu_seqlens_q=cu_seqlens[0],
+        cu_seqlens_k=cu_seqlens[1],
+        max_seqlen_q=case.seqlen_q,
+        max_seqlen_k=case.seqlen_k,
+        **options_of(case, device),
+    )
+
+
+def _varlen_by_keyword(q, k, v, **options):
+    return flash_attn_varlen_func(q, k, v, **options)
+
+
+def varlen_oracle(case, device, cu_seqlens):
+    options = dict(case.options(device), cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
+    return functools.partial(oracle.varlen_attention, **options)
+
+
+@pytest.mark.parametrize("case", [param for param in NAMED_CASES + sampled() + LARGE_CASES])
+def test_varlen(case, device):
+    case = case.but(batch=4)
+    tensors, cu_seqlens = packed_batch(case, device)
+    check(case, tensors, varlen(case, device, cu_seqlens), varlen_oracle(case, device, cu_seqlens))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths_q, lengths_k", [
+    ([0], [0]), ([5], [0]), ([0], [5]), ([0, 0, 7], [3, 0, 0]), ([1, 1, 1], [0, 4, 0]), ([76, 34, 146], [1, 1, 1]),
+])  # fmt: skip
+def test_varlen_with_entries_of_length_zero(lengths_q, lengths_k, causal, device):
+    """Rows without keys give 0, lse = +inf and no gradient; no NaN anywhere."""
+    case = Case(causal=causal, heads_k=2, seqlen_q=max(lengths_q), seqlen_k=max(lengths_k))
+    cu_seqlens = cumulative(lengths_q, device), cumulative(lengths_k, device)
+    q, k, v, dout = case.but(batch=1, seqlen_q=sum(lengths_q), seqlen_k=sum(lengths_k)).tensors(device)
+    tensors = q[0], k[0], v[0], dout[0]
+    check(case, tensors, varlen(case, device, cu_seqlens), varlen_oracle(case, device, cu_seqlens))
+
+
+def test_varlen_ignores_what_lies_past_the_last_entry(device):
+    """Tokens past cu_seqlens[-1] may be NaN; they get no gradient."""
+    case = Case(batch=3, seqlen_q=40, seqlen_k=50, causal=True)
+    (q, k, v, dout), cu_seqlens = packed_batch(case, device)
+
+    def lengthened(x):
+        return torch.cat([x, torch.full_like(x[:1], float("nan")).expand(7, -1, -1)])
+
+    leaves = [lengthened(x).requires_grad_() for x in (q, k, v)]
+    out, lse, _ = varlen(case, device, cu_seqlens)(*leaves)
+    grads = torch.autograd.grad(out, leaves, lengthened(dout))
+    expected_leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse, _ = varlen(case, device, cu_seqlens)(*expected_leaves)
+    expected_grads = torch.autograd.grad(expected, expected_leaves, dout)
+    assert torch.equal(out[:-7], expected) and torch.equal(lse[:, :-7], expected_lse)
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad[:-7], expected_grad)
+        assert (grad[-7:] == 0).all()
+
+
+@pytest.mark.parametrize("leftpad", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_uses_seqused_k_keys_after_leftpad_k(causal, leftpad, device):
+    """The private forward: unused keys may be NaN."""
+    case = Case(batch=3, seqlen_q=20, seqlen_k=50, causal=causal, heads_k=2)
+    (q, k, v, _), (cu_seqlens_q, cu_seqlens_k) = packed_batch(case, device)
+    lengths = cu_seqlens_k.diff()
+    used = (lengths * 2 // 3).int()
+    pad = (used // 3).int() if leftpad else None
+    position = torch.arange(len(k), device=device)
+    entry = torch.searchsorted(cu_seqlens_k[1:], position.int(), right=True)
+    within = position - cu_seqlens_k[entry]
+    unused = (within >= used[entry]) | (within < (0 if pad is None else pad[entry]))
+    dirty_k, dirty_v = (x.masked_fill(unused[:, None, None], float("nan")) for x in (k, v))
+    out, lse, _, _ = _flash_attn_varlen_forward(
+        q, dirty_k, dirty_v, cu_seqlens_q, cu_seqlens_k, case.seqlen_q, case.seqlen_k, 0.0, case.head_dim**-0.5, causal,
+        seqused_k=used, leftpad_k=pad,
+    )  # fmt: skip
+    reference = functools.partial(oracle.varlen_attention, causal=causal, seqused_k=used, leftpad_k=pad)
+    exact, exact_lse = reference(q.double(), k.double(), v.double(), cu_seqlens_q, cu_seqlens_k)
+    assert_error_ratio(out, exact, reference(q, k, v, cu_seqlens_q, cu_seqlens_k)[0], name="out")
+    assert_error_ratio(lse, exact_lse, exact_lse.float(), name="lse")
+
+
+BOUNDS = {"none": lambda n: None, "too small": lambda n: 3, "too large": lambda n: 7 * n}
+
+
+@pytest.mark.parametrize("kind", ["tensor", *BOUNDS])
+def test_max_seqlen_is_only_a_bound(kind, device):
+    """No result depends on max_seqlen; a 0-d tensor will do, and is not read on the host."""
+    case = Case(batch=4, seqlen_q=60, seqlen_k=90, causal=True)
+    (q, k, v, dout), cu_seqlens = packed_batch(case, device)
+    bound = dict(BOUNDS, tensor=lambda n: torch.tensor(n, device=device))[kind]
+
+    def run(bound):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_varlen_func(
+            *leaves, *cu_seqlens, bound(case.seqlen_q), bound(case.seqlen_k), causal=True, deterministic=True
+        )
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    assert_all_close(run(bound), run(lambda n: n))
+
+
+def assert_all_close(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("page", [1, 16, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_varlen_paged(page, causal, device):
+    """Keys in pages, looked up in block_table; unused pages and the rest of the last page hold NaN."""
+    case = Case(batch=3, seqlen_q=30, seqlen_k=70, heads_k=2, causal=causal)
+    (q, k, v, _), (cu_seqlens_q, cu_seqlens_k) = packed_batch(case, device)
+    blocks = -(-case.seqlen_k // page)
+    block_table = torch.randperm(3 * case.batch * blocks, device=device)[: case.batch * blocks]
+    block_table = block_table.reshape(case.batch, blocks).int()
+    pages_k, pages_v = (x.new_full((3 * case.batch * blocks, page, 2, case.head_dim), float("nan")) for x in (k, v))
+    for b, (start, end) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
+        j = torch.arange(end - start, device=device)
+        where = block_table[b, j // page].long(), j % page
+        pages_k[where], pages_v[where] = k[start:end], v[start:end]
+    bounds = cu_seqlens_q, cu_seqlens_k, case.seqlen_q, case.seqlen_k
+    out, lse, _ = flash_attn_varlen_func(
+        q, pages_k, pages_v, *bounds, causal=causal, block_table=block_table, return_attn_probs=True
+    )
+    reference = functools.partial(varlen_oracle(case, device, (cu_seqlens_q, cu_seqlens_k)))
+    exact, exact_lse = reference(q.double(), k.double(), v.double())
+    assert_error_ratio(out, exact, reference(q, k, v)[0], name="out")
+    assert_error_ratio(lse, exact_lse, exact_lse.float(), name="lse")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layouts
+
+
+def split_kvpacked(function):
+    """`function(q, kv, ...)` as a function of q, k, v."""
+    return lambda q, k, v, *args, **options: function(q, torch.stack([k, v], dim=-3), *args, **options)
+
+
+def split_qkvpacked(function):
+    return lambda q, k, v, *args, **options: function(torch.stack([q, k, v], dim=-3), *args, **options)
+
+
+SELF_ATTENTION = dict(FACTORS, lengths=[(97, 97), (128, 128), (65, 65)], heads=[(4, 4)], layout=["contiguous"])
+PACKED = sampled(SELF_ATTENTION, wide=50, head_dim=[32, 59, 128], window=[(-1, -1), (-1, 0), (17, -1), (70, 5)])
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_qkvpacked(case, device):
+    attend = functools.partial(split_qkvpacked(flash_attn_qkvpacked_func), **options_of(case, device))
+    check(case, case.tensors(device), attend, dense_oracle(case, device))
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_kvpacked(case, device):
+    case = case.but(seqlen_q=case.seqlen_q + 16, heads_k=2)
+    attend = functools.partial(split_kvpacked(flash_attn_kvpacked_func), **options_of(case, device))
+    check(case, case.tensors(device), attend, dense_oracle(case, device))
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_varlen_qkvpacked(case, device):
+    case = case.but(batch=4)
+    (q, _, _, dout), (cu_seqlens, _) = packed_batch(case, device)
+    tensors = q, torch.randn_like(q), torch.randn_like(q), dout
+    attend = functools.partial(
+        split_qkvpacked(flash_attn_varlen_qkvpacked_func),
+        cu_seqlens=cu_seqlens, max_seqlen=case.seqlen_q, **options_of(case, device),
+    )  # fmt: skip
+    check(case, tensors, attend, varlen_oracle(case, device, (cu_seqlens, cu_seqlens)))
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_varlen_kvpacked(case, device):
+    case = case.but(batch=4, seqlen_q=case.seqlen_q + 16, heads_k=2)
+    tensors, cu_seqlens = packed_batch(case, device)
+    attend = varlen(case, device, cu_seqlens)
+    packed = functools.partial(split_kvpacked(flash_attn_varlen_kvpacked_func), **attend.keywords)
+    check(case, tensors, packed, varlen_oracle(case, device, cu_seqlens))
+
+
+@pytest.mark.parametrize("packing", ["qkv", "kv"])
+def test_packed_gradient_is_one_contiguous_tensor(packing, device):
+    q, k, v, dout = Case().tensors(device)
+    leaves = {"qkv": [torch.stack([q, k, v], dim=2)], "kv": [q, torch.stack([k, v], dim=2)]}[packing]
+    leaves = [x.requires_grad_() for x in leaves]
+    out = {"qkv": flash_attn_qkvpacked_func, "kv": flash_attn_kvpacked_func}[packing](*leaves)
+    out.backward(dout)
+    assert all(x.grad.shape == x.shape and x.grad.is_contiguous() for x in leaves)
+
+
+DOUTS = {
+    "stride 0": lambda dout: dout[:1, :1, :1, :1].expand_as(dout),
+    "stride 0 in heads": lambda dout: dout[:, :, :1].expand_as(dout),
+    "transposed": lambda dout: dout.transpose(1, 2).contiguous().transpose(1, 2),
+    "transposed in the last dimensions": lambda dout: dout.transpose(2, 3).contiguous().transpose(2, 3),
+    "every second row": lambda dout: torch.stack([dout, torch.full_like(dout, float("nan"))], dim=2)[:, :, 0],
+    "strided last dimension": lambda dout: laid_out(dout, "last_dim_strided"),
+    "unaligned": lambda dout: torch.cat([dout.new_zeros(1), dout.flatten()])[1:].view_as(dout),
+}
+
+
+@pytest.mark.parametrize("layout", DOUTS.values(), ids=DOUTS)
+@pytest.mark.parametrize("head_dim", [59, 64])
+def test_layout_of_the_incoming_gradient(layout, head_dim, device):
+    case = Case(seqlen_q=97, seqlen_k=97, head_dim=head_dim, heads_k=2, causal=True)
+    *inputs, dout = case.tensors(device)
+    check(case, (*inputs, layout(dout)), dense(case, device), dense_oracle(case, device))
+
+
+def test_unaligned_addresses(device):
+    """q, k and v that start in the middle of 16 bytes."""
+    case = Case(seqlen_q=65, seqlen_k=65)
+    *inputs, dout = case.tensors(device)
+    shifted = [torch.cat([x.new_zeros(3), x.flatten()])[3:].view_as(x) for x in inputs]
+    check(case, (*shifted, dout), dense(case, device), dense_oracle(case, device))
+
+
+def test_expanded_keys_and_values(device):
+    """One key and value for the whole batch and all heads, as stride 0."""
+    case = Case(batch=3, seqlen_q=65, seqlen_k=33)
+    q, k, v, dout = case.tensors(device)
+    k, v = (x[:1, :, :1].expand_as(x) for x in (k, v))
+    check(case, (q, k, v, dout), dense(case, device), dense_oracle(case, device))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "bhsd"])
+def test_out_and_gradients_keep_the_memory_order_of_their_inputs(layout, device):
+    q, k, v, dout = Case(layout=layout).tensors(device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*leaves)
+    grads = torch.autograd.grad(out, leaves, dout)
+    assert [x.stride() for x in (out, *grads)] == [x.stride() for x in (q, q, k, v)]
+
+
+def test_inputs_are_not_written(device):
+    case = Case(seqlen_q=33, seqlen_k=65, alibi="bh", dropout_p=0.2, causal=True)
+    (*inputs, dout), options = case.tensors(device), options_of(case, device)
+    before = [x.clone() for x in (*inputs, dout, options["alibi_slopes"])]
+    leaves = [x.requires_grad_() for x in inputs]
+    torch.autograd.grad(flash_attn_func(*leaves, **options)[0], leaves, dout)
+    assert all(torch.equal(x, y) for x, y in zip((*inputs, dout, options["alibi_slopes"]), before, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masks
+
+
+def assert_mask(seqlen_q, seqlen_k, causal, window, device):
+    """Read the mask off: with q = 0 all allowed keys weigh the same; identities as v and dout show which these are."""
+
+    def identity(seqlen):
+        return torch.eye(seqlen, max(seqlen_q, seqlen_k), device=device, dtype=torch.bfloat16)[None, :, None]
+
+    v, dout = identity(seqlen_k).requires_grad_(), identity(seqlen_q)
+    q, k = torch.zeros_like(dout), torch.zeros_like(v)
+    out, lse, _ = flash_attn_func(q, k, v, causal=causal, window_size=window, return_attn_probs=True)
+    (dv,) = torch.autograd.grad(out, v, dout)
+    allowed = oracle.allowed_keys(seqlen_q, seqlen_k, causal, window).to(device)
+    found = {"out": out[0, :, 0, :seqlen_k] > 0, "dv": dv[0, :, 0, :seqlen_q].T > 0, "lse": lse[0, 0].exp().round()}
+    expected = {"out": allowed, "dv": allowed, "lse": allowed.sum(1).where(allowed.any(1), float("inf"))}
+    for name in found:
+        assert torch.equal(found[name], expected[name].to(found[name].dtype)), f"{name}: {causal=}, {window=}"
+
+
+@pytest.mark.parametrize("seqlen_k", [1, 2, 3, 5])
+@pytest.mark.parametrize("seqlen_q", [1, 2, 3, 5])
+def test_every_window_of_short_sequences(seqlen_q, seqlen_k, device):
+    for causal, left, right in itertools.product([False, True], range(-1, 7), range(-1, 7)):
+        assert_mask(seqlen_q, seqlen_k, causal, (left, right), device)
+
+
+BORDERS = dict(
+    seqlen_q=[1, 63, 64, 65, 127, 128, 129, 192, 255],
+    seqlen_k=[1, 63, 64, 65, 127, 128, 129, 192, 255],
+    left=[-1, 0, 1, 31, 63, 64, 65, 127, 128, 200, 1000],
+    right=[-1, 0, 1, 31, 63, 64, 65, 127, 128, 200, 1000],
+    causal=[False, True],
+)
+
+
+def test_windows_at_tile_borders(device):
+    for row in cover(BORDERS):
+        assert_mask(row["seqlen_q"], row["seqlen_k"], row["causal"], (row["left"], row["right"]), device)
+
+
+@pytest.mark.parametrize("window", [torch.tensor([3, 5]), [3, 5], (torch.tensor(3), 5)], ids=["tensor", "list", "both"])
+def test_window_size_as_other_pairs(window, device):
+    q, k, v, _ = Case().tensors(device)
+    assert torch.equal(flash_attn_func(q, k, v, window_size=window), flash_attn_func(q, k, v, window_size=(3, 5)))
+
+
+@pytest.mark.parametrize("window", [(-1, -1), (-7, -2), (64, 64)])
+def test_unbounded_windows_are_none(window, device):
+    q, k, v, _ = Case().tensors(device)
+    assert torch.equal(flash_attn_func(q, k, v, window_size=window), flash_attn_func(q, k, v))
+
+
+@pytest.mark.parametrize("scale", [0.0, 0.3, 1, 5.0])
+def test_softmax_scale(scale, device):
+    case = Case(seqlen_q=33, seqlen_k=65, causal=True)
+    attend = functools.partial(dense(case, device), softmax_scale=scale)
+    check(case, case.tensors(device), attend, functools.partial(dense_oracle(case, device), softmax_scale=scale))
+
+
+def test_default_scale_uses_the_true_head_dim(device):
+    q, k, v, _ = Case(head_dim=59).tensors(device)
+    assert torch.equal(flash_attn_func(q, k, v), flash_attn_func(q, k, v, softmax_scale=59**-0.5))
+
+
+def test_lse_with_causal_alibi_follows_the_formula(device):
+    """The bias is -slope |i - j|, not equal to it up to a constant of the row."""
+    case = Case(seqlen_q=33, seqlen_k=65, causal=True, alibi="h", dtype="fp32")
+    q, k, v, _ = case.tensors(device)
+    lse = dense(case, device)(q, k, v)[1]
+    exact = dense_oracle(case, device)(q.double(), k.double(), v.double())[1]
+    torch.testing.assert_close(lse.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Empty and special inputs
+
+
+EMPTY = [dict(batch=0), dict(seqlen_q=0), dict(seqlen_k=0), dict(seqlen_q=0, seqlen_k=0)]
+
+
+@pytest.mark.parametrize("shape", EMPTY, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.5])
+def test_empty_tensors(shape, causal, dropout_p, device):
+    case = Case(causal=causal, dropout_p=dropout_p, **shape)
+    check(case, case.tensors(device), dense(case, device), dense_oracle(case, device))
+
+
+def test_varlen_of_no_entries_and_of_no_tokens(device):
+    empty = torch.empty(0, 4, 64, dtype=torch.bfloat16, device=device).requires_grad_()
+    for batch in (0, 1, 3):
+        cu_seqlens = torch.zeros(batch + 1, dtype=torch.int32, device=device)
+        out = flash_attn_varlen_func(empty, empty, empty, cu_seqlens, cu_seqlens, 0, 0)
+        (grad,) = torch.autograd.grad(out, empty, empty)
+        assert out.shape == grad.shape == (0, 4, 64)
+
+
+def test_no_heads(device):
+    q = torch.empty(2, 5, 0, 64, dtype=torch.bfloat16, device=device)
+    k = torch.empty(2, 7, 4, 64, dtype=torch.bfloat16, device=device)
+    assert flash_attn_func(q, k, k).shape == q.shape
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_special_values_stay_in_their_rows(value, device):
+    """A query that is not finite spoils its own row of out and dq, and no other; lse of a row of NaN is not hidden."""
+    q, k, v, dout = Case(seqlen_q=70, seqlen_k=70).tensors(device)
+    spoilt = q.clone()
+    spoilt[1, 3, 2, 5] = value
+    out, lse, _ = flash_attn_func(spoilt, k, v, return_attn_probs=True)
+    clean_out, clean_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    row = torch.zeros(2, 70, 4, dtype=torch.bool, device=device)
+    row[1, 3, 2] = True
+    assert out[row].isnan().all() and torch.equal(out[~row], clean_out[~row])
+    row = row.transpose(1, 2)
+    assert not lse[row].isfinite().any() and torch.equal(lse[~row], clean_lse[~row])
+
+
+def test_a_key_that_no_row_sees_may_be_nan(device):
+    case = Case(seqlen_q=40, seqlen_k=40, causal=True, window=(10, 0))
+    q, k, v, dout = case.tensors(device)
+    q, dout = q[:, :20], dout[:, :20]  # bottom right: row i sees keys i + 10 to i + 20
+    dirty = [x.clone() for x in (k, v)]
+    for x in dirty:
+        x[:, :10] = float("nan")
+    leaves = [x.detach().requires_grad_() for x in (q, *dirty)]
+    out = flash_attn_func(*leaves, causal=True, window_size=(10, 0))
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    assert all(x.isfinite().all() for x in (out, dq, dk, dv))
+    assert (dk[:, :10] == 0).all() and (dv[:, :10] == 0).all()
+
+
+def test_scores_beyond_float16(device):
+    """Scores are float32: products of 16-bit numbers may exceed 65504."""
+    q, k, v, dout = Case(dtype="fp16", seqlen_q=17, seqlen_k=17).tensors(device)
+    leaves = [x.detach().requires_grad_() for x in (q * 600, k * 600, v)]
+    out, lse, _ = flash_attn_func(*leaves, causal=True, return_attn_probs=True)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+    exact, exact_lse = oracle.attention(*(x.detach().double() for x in leaves), causal=True)
+    assert all(x.isfinite().all() for x in (out, lse, dv))
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-6 * exact_lse.abs().max().item())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results
+
+
+def test_return_attn_probs_gives_out_lse_and_s_dmask(device):
+    case = Case(seqlen_q=97, seqlen_k=130, heads_k=2)
+    q, k, v, _ = case.tensors(device)
+    out, lse, s_dmask = flash_attn_func(q, k, v, return_attn_probs=True)
+    assert torch.equal(out, flash_attn_func(q, k, v))
+    assert lse.shape == (2, 4, 97) and lse.dtype == torch.float32 and lse.is_contiguous()
+    assert s_dmask.shape == (0,)
+    s_dmask = flash_attn_func(q, k, v, dropout_p=0.3, return_attn_probs=True)[2]
+    assert s_dmask.shape == (2, 4, 128, 256) and s_dmask.dtype == q.dtype
+
+
+def test_varlen_return_attn_probs(device):
+    case = Case(batch=3, seqlen_q=97, seqlen_k=130, dropout_p=0.3)
+    (q, k, v, _), cu_seqlens = packed_batch(case, device)
+    out, lse, s_dmask = varlen(case, device, cu_seqlens)(q, k, v)
+    assert out.shape == q.shape and lse.shape == (4, len(q)) and s_dmask.shape == (3, 4, 128, 256)
+    assert varlen(case.but(dropout_p=0.0), device, cu_seqlens)(q, k, v)[2].shape == (0,)
+
+
+S_DMASK_CASES = [
+    Case(seqlen_q=97, seqlen_k=203, heads_k=2, dropout_p=0.17),
+    Case(seqlen_q=203, seqlen_k=97, dropout_p=0.17, causal=True),
+    Case(seqlen_q=130, seqlen_k=260, dropout_p=0.3, causal=True, head_dim=128, dtype="fp16"),
+    Case(seqlen_q=130, seqlen_k=260, dropout_p=0.3, window=(40, 7), alibi="bh", softcap=2.0, head_dim=256),
+    Case(seqlen_q=65, seqlen_k=33, dropout_p=0.5, head_dim=32, dtype="fp32"),
+]
+
+
+@pytest.mark.parametrize("case", params(S_DMASK_CASES))
+def test_s_dmask_holds_probabilities_up_to_a_running_maximum(case, device):
+    """|S| = exp(s - m), m the maximum of the row over its block of columns and those right of it."""
+    q, k, v, _ = case.tensors(device)
+    s_dmask = dense(case, device)(q, k, v)[2][..., : case.seqlen_q, : case.seqlen_k]
+    options = case.options(device)
+    causal, window = options.pop("causal"), options.pop("window_size")
+    allowed = oracle.allowed_keys(case.seqlen_q, case.seqlen_k, causal, window).to(device)
+    block = _get_block_size_n(device, case.head_dim, True, causal)
+
+    def probabilities(q, k):
+        scores = oracle.raw_scores(q, k, **options).masked_fill(~allowed, float("-inf"))
+        return (scores - running_maximum(scores, block)).exp().nan_to_num(0.0)
+
+    assert_error_ratio(
+        s_dmask.abs().where(allowed, 0), probabilities(q.double(), k.double()), probabilities(q, k), name="S_dmask"
+    )
+
+
+def running_maximum(scores, block):
+    """For each element the maximum of its row over its own block of columns and all blocks to the right."""
+    padding = -scores.shape[-1] % block
+    blocks = torch.nn.functional.pad(scores, (0, padding), value=float("-inf")).unflatten(-1, (-1, block)).amax(-1)
+    return blocks.flip(-1).cummax(-1).values.flip(-1).repeat_interleave(block, -1)[..., : scores.shape[-1]]
+
+
+@pytest.mark.parametrize("with_out", [True, False])
+@pytest.mark.parametrize("case", params([
+    Case(heads_k=2, seqlen_q=65, seqlen_k=97), Case(causal=True, seqlen_q=97, seqlen_k=33, dtype="fp16"),
+    Case(window=(20, 3), alibi="h", softcap=2.0, dropout_p=0.17), Case(dtype="fp32", causal=True),
+]))  # fmt: skip
+def test_gradient_through_lse(case, with_out, device):
+    if with_out:
+        check(case, case.tensors(device), dense(case, device), dense_oracle(case, device), with_dlse=True)
+    else:
+        check_lse_alone(case, device)
+
+
+def check_lse_alone(case, device):
+    """A loss of lse only: v gets no gradient, q and k do."""
+    *inputs, _ = case.tensors(device)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    lse = dense(case, device)(*leaves)[1]
+    dlse = torch.randn_like(lse)
+    dq, dk, dv = torch.autograd.grad(lse, leaves, dlse)
+    reference = dense_oracle(case, device)
+    no_dout = torch.zeros_like(inputs[0])
+    _, _, exact = oracle.gradients(reference, [x.double() for x in inputs], no_dout, dlse)
+    _, _, plain = oracle.gradients(reference, inputs, no_dout, dlse)
+    assert_error_ratio(dq, exact[0], plain[0], name="dq")
+    assert_error_ratio(dk, exact[1], plain[1], name="dk")
+    assert (dv == 0).all()
+
+
+def test_varlen_gradient_through_lse(device):
+    case = Case(batch=4, seqlen_q=50, seqlen_k=70, causal=True, heads_k=2)
+    tensors, cu_seqlens = packed_batch(case, device)
+    check(case, tensors, varlen(case, device, cu_seqlens), varlen_oracle(case, device, cu_seqlens), with_dlse=True)
+
+
+@pytest.mark.parametrize("wanted", ["q", "k", "v", "qk", "kv"])
+def test_gradient_of_some_inputs(wanted, device):
+    *inputs, dout = Case(causal=True).tensors(device)
+    wanted = [name in wanted for name in "qkv"]
+
+    def gradients(flags):
+        leaves = [x.detach().requires_grad_(flag) for x, flag in zip(inputs, flags, strict=True)]
+        flash_attn_func(*leaves, causal=True, deterministic=True).backward(dout)
+        return [x.grad for x in leaves]
+
+    for want, grad, expected in zip(wanted, gradients(wanted), gradients([True] * 3), strict=True):
+        assert (grad is not None) == want
+        assert grad is None or torch.equal(grad, expected)
+
+
+def test_no_history_where_no_gradient_is_asked_for(device):
+    q, k, v, _ = Case().tensors(device)
+    assert not flash_attn_func(q, k, v).requires_grad
+    with torch.no_grad():
+        assert not flash_attn_func(q.requires_grad_(), k, v).requires_grad
+
+
+def test_second_order_gradient_is_refused(device):
+    q, k, v, dout = Case(seqlen_q=5, seqlen_k=5).tensors(device)
+    q.requires_grad_()
+    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v), q, dout.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError):
+        dq.sum().backward()
+
+
+DETERMINISTIC = [
+    Case(batch=4, seqlen_q=203, seqlen_k=113, causal=True),
+    Case(batch=4, seqlen_q=129, seqlen_k=257, heads=6, heads_k=2, window=(50, 3)),
+    Case(batch=2, seqlen_q=130, seqlen_k=130, dropout_p=0.2, head_dim=128),
+]
+
+
+@pytest.mark.parametrize("case", params(DETERMINISTIC))
+@pytest.mark.parametrize("packed", [False, True])
+def test_deterministic_is_equal_bit_by_bit(case, packed, device):
+    case = case.but(deterministic=True)
+    if packed:
+        (*inputs, dout), cu_seqlens = packed_batch(case, device)
+        attend = varlen(case, device, cu_seqlens)
+    else:
+        *inputs, dout = case.tensors(device)
+        attend = dense(case, device)
+
+    def run():
+        torch.manual_seed(7)
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, lse, _ = attend(*leaves)
+        return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+    first = run()
+    for _ in range(20 if device.type == "cuda" else 2):
+        assert all(torch.equal(x, y) for x, y in zip(run(), first, strict=True))
+
+
+def test_forward_and_key_gradients_are_always_equal_bit_by_bit(device):
+    case = Case(batch=4, seqlen_q=203, seqlen_k=113, causal=True, heads_k=2)
+    *inputs, dout = case.tensors(device)
+
+    def run():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out, lse, _ = dense(case, device)(*leaves)
+        return out, lse, *torch.autograd.grad(out, leaves[1:], dout)
+
+    first = run()
+    for _ in range(20 if device.type == "cuda" else 2):
+        assert all(torch.equal(x, y) for x, y in zip(run(), first, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Dropout
+
+
+def rng_state_of(device):
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+@pytest.mark.parametrize("dropout_p", [0.0001, 0.17, 0.5, 0.99])
+def test_dropout_keeps_the_documented_share(dropout_p, device):
+    """An element stays if 8 random bits are at most floor(255 (1 - p))."""
+    q, k, v, _ = Case(batch=4, heads=8, heads_k=8, seqlen_q=256, seqlen_k=256, head_dim=8).tensors(device)
+    keep = ~flash_attn_func(q, k, v, dropout_p=dropout_p, return_attn_probs=True)[2].signbit()
+    share = (int(255 * (1 - dropout_p)) + 1) / 256
+    deviation = (share * (1 - share) / keep.numel()) ** 0.5
+    assert abs(keep.double().mean().item() - share) <= 5 * deviation
+
+
+@pytest.mark.parametrize("case", params([
+    Case(seqlen_q=97, seqlen_k=203, heads_k=2, dropout_p=0.17), Case(batch=3, seqlen_q=130, seqlen_k=17, dropout_p=0.6),
+    Case(seqlen_q=64, seqlen_k=64, head_dim=256, dropout_p=0.17, dtype="fp16"),
+]))  # fmt: skip
+def test_dropout_mask_is_a_function_of_rng_state(case, device):
+    q, k, v, _ = case.tensors(device)
+    _, _, s_dmask, rng_state = _flash_attn_forward(
+        q, k, v, case.dropout_p, case.head_dim**-0.5, False, -1, -1, 0.0, None, True
+    )
+    assert rng_state.shape == (2,) and rng_state.dtype == torch.int64
+    shape = case.batch, case.heads, case.seqlen_q, case.seqlen_k
+    expected = oracle.dropout_keep(*rng_state.tolist(), *shape, case.dropout_p)
+    found = ~s_dmask[..., : case.seqlen_q, : case.seqlen_k].signbit()
+    assert torch.equal(found.cpu(), expected)
+
+
+def test_varlen_dropout_mask_counts_from_the_start_of_each_entry(device):
+    case = Case(batch=3, seqlen_q=97, seqlen_k=130, dropout_p=0.3)
+    (q, k, v, _), (cu_seqlens_q, cu_seqlens_k) = packed_batch(case, device)
+    _, _, s_dmask, rng_state = _flash_attn_varlen_forward(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, 97, 130, 0.3, 0.125, False, return_softmax=True
+    )
+    keep = oracle.dropout_keep(*rng_state.tolist(), 3, 4, 97, 130, 0.3)
+    for b, (rows, keys) in enumerate(zip(cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist(), strict=True)):
+        assert torch.equal(~s_dmask[b, :, :rows, :keys].signbit().cpu(), keep[b, :, :rows, :keys])
+
+
+def test_dropout_follows_the_seed(device):
+    case = Case(seqlen_q=97, seqlen_k=97, dropout_p=0.17)
+    q, k, v, _ = case.tensors(device)
+
+    def run(seed):
+        torch.manual_seed(seed)
+        return dense(case, device)(q, k, v)
+
+    assert all(torch.equal(x, y) for x, y in zip(run(1), run(1), strict=True))
+    assert not torch.equal(run(1)[2].signbit(), run(2)[2].signbit())
+
+
+def test_each_call_drops_other_elements(device):
+    case = Case(dropout_p=0.5)
+    q, k, v, _ = case.tensors(device)
+    assert not torch.equal(dense(case, device)(q, k, v)[2].signbit(), dense(case, device)(q, k, v)[2].signbit())
+
+
+def test_generator_moves_only_in_a_forward_with_dropout(device):
+    q, k, v, dout = Case().tensors(device)
+    q.requires_grad_()
+    before = rng_state_of(device)
+    flash_attn_func(q, k, v).backward(dout)
+    assert torch.equal(rng_state_of(device), before)
+    out = flash_attn_func(q, k, v, dropout_p=0.1)
+    after_forward = rng_state_of(device)
+    assert not torch.equal(after_forward, before)
+    out.backward(dout)
+    assert torch.equal(rng_state_of(device), after_forward)
+
+
+def test_minute_dropout_changes_nothing(device):
+    """dropout_p = 1e-30 keeps everything: callers pass it to get S_dmask and lse."""
+    q, k, v, dout = Case(causal=True).tensors(device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def run(dropout_p):
+        out, lse, s_dmask = flash_attn_func(
+            *leaves, dropout_p=dropout_p, causal=True, deterministic=True, return_attn_probs=True
+        )
+        return s_dmask, (out, lse, *torch.autograd.grad(out, leaves, dout))
+
+    s_dmask, with_dropout = run(1e-30)
+    assert not s_dmask[..., :64, :64].signbit().any()
+    assert_all_close(with_dropout, run(0.0)[1])
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_recomputes_the_same_mask(use_reentrant, device):
+    q, k, v, dout = Case(seqlen_q=97, seqlen_k=97).tensors(device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    attend = functools.partial(flash_attn_func, dropout_p=0.3, deterministic=True)
+
+    def gradients(function):
+        torch.manual_seed(5)
+        out = function(*leaves)
+        torch.rand(3, device=device)  # something else draws between the forward and its recomputation
+        out.backward(dout)
+        grads = [x.grad.clone() for x in leaves]
+        for x in leaves:
+            x.grad = None
+        return out, *grads
+
+    def checkpointed(*args):
+        return torch.utils.checkpoint.checkpoint(attend, *args, use_reentrant=use_reentrant, preserve_rng_state=True)
+
+    assert all(torch.equal(x, y) for x, y in zip(gradients(checkpointed), gradients(attend), strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.compile, export, meta tensors, opcheck
+
+CU_SEQLENS = torch.tensor([0, 20, 20, 64], dtype=torch.int32)
+DENSE_OPTIONS = dict(causal=True, window_size=(30, -1), softcap=2.0, return_attn_probs=True)
+
+
+def graph_calls(device):
+    """name -> (function of tensors only, tensors) for each public function that has gradients."""
+    q, k, v, _ = Case(batch=2, seqlen_q=64, seqlen_k=64, heads_k=2).tensors(device)
+    same = torch.stack([q, q + 1, q - 1], dim=2)
+    cu_seqlens = CU_SEQLENS.to(device)
+
+    def call(function, *bounds, **options):
+        return lambda *tensors: function(*tensors, *bounds, **DENSE_OPTIONS, **options)
+
+    def of_two_lengths(*tensors):
+        return flash_attn_varlen_func(*tensors, cu_seqlens, cu_seqlens, 64, 64, **DENSE_OPTIONS)
+
+    def of_two_lengths_kvpacked(*tensors):
+        return flash_attn_varlen_kvpacked_func(*tensors, cu_seqlens, cu_seqlens, 64, 64, **DENSE_OPTIONS)
+
+    def of_one_length_qkvpacked(*tensors):
+        return flash_attn_varlen_qkvpacked_func(*tensors, cu_seqlens, 64, **DENSE_OPTIONS)
+
+    def with_dropout(*tensors):
+        return flash_attn_func(*tensors, dropout_p=0.2, return_attn_probs=True)
+
+    def with_tensor_bounds(*tensors):
+        bound = cu_seqlens.diff().max()
+        return flash_attn_varlen_func(*tensors, cu_seqlens, cu_seqlens, bound, bound, causal=True)
+
+    return {
+        "func": (call(flash_attn_func), (q, k, v)),
+        "kvpacked": (call(flash_attn_kvpacked_func), (q, torch.stack([k, v], dim=2))),
+        "qkvpacked": (call(flash_attn_qkvpacked_func), (same,)),
+        "varlen": (of_two_lengths, (q[0], k[0], v[0])),
+        "varlen_kvpacked": (of_two_lengths_kvpacked, (q[0], torch.stack([k[0], v[0]], dim=1))),
+        "varlen_qkvpacked": (of_one_length_qkvpacked, (same[0],)),
+        "dropout": (with_dropout, (q, k, v)),
+        "max_seqlen is a tensor": (with_tensor_bounds, (q[0], k[0], v[0])),
+    }
+
+
+GRAPH_CALLS = list(graph_calls("cpu"))
+
+
+def differentiate(function, tensors):
+    torch.manual_seed(3)
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    result = function(*leaves)
+    outputs = result if isinstance(result, tuple) else (result,)
+    loss = sum(x.float().sum() for x in outputs[:2])
+    return *outputs, *torch.autograd.grad(loss, leaves)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", GRAPH_CALLS)
+def test_compiles_to_one_graph(name, dynamic, device):
+    function, tensors = graph_calls(device)[name]
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    found, expected = differentiate(compiled, tensors), differentiate(function, tensors)
+    if name == "dropout":  # the functional generator of a graph draws other numbers
+        assert [x.shape for x in found] == [x.shape for x in expected]
+    else:
+        assert_all_close(found, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", GRAPH_CALLS)
+def test_compiles_with_inductor(name, device):
+    function, tensors = graph_calls(device)[name]
+    found = differentiate(torch.compile(function, fullgraph=True), tensors)
+    assert [x.shape for x in found] == [x.shape for x in differentiate(function, tensors)]
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors):
+        return self.function(*tensors)
+
+
+@pytest.mark.parametrize("name", GRAPH_CALLS)
+def test_exports(name, device):
+    function, tensors = graph_calls(device)[name]
+    program = torch.export.export(Calling(function), tensors)
+    found, expected = program.module()(*tensors), function(*tensors)
+    if name == "dropout":
+        assert [x.shape for x in found] == [x.shape for x in expected]
+    else:
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", [name for name in GRAPH_CALLS if "tensor" not in name])
+def test_meta_tensors_tell_shapes_types_and_strides(name, device):
+    function, tensors = graph_calls(device)[name]
+    expected = differentiate(function, tensors)
+    on_meta, tensors = graph_calls("meta")[name]
+    for found, real in zip(differentiate(on_meta, tensors), expected, strict=True):
+        assert found.is_meta
+        assert (found.shape, found.dtype, found.stride()) == (real.shape, real.dtype, real.stride())
+
+
+OP_CASES = [
+    Case(seqlen_q=17, seqlen_k=33, heads_k=2, causal=True),
+    Case(seqlen_q=17, seqlen_k=33, layout="bhsd", window=(5, 7), alibi="bh", dtype="fp32"),
+    Case(seqlen_q=17, seqlen_k=33, dropout_p=0.2, softcap=2.0),
+]
+
+
+def op_arguments(case, device, cu_seqlens=(None, None)):
+    """The arguments of torch.ops.flash_attn.fwd from dropout_p on, with the rng_state, for `case`."""
+    rng_state = torch.tensor([5, 32], device=device) if case.dropout_p > 0 else None
+    tensors = *cu_seqlens, None, None
+    numbers = case.dropout_p, case.head_dim**-0.5, case.causal, *case.window, case.softcap, case.deterministic
+    return tensors, case.alibi_slopes(device), rng_state, (case.seqlen_q, case.seqlen_k), numbers
+
+
+def fwd_arguments(case, device, cu_seqlens=(None, None)):
+    tensors, slopes, rng_state, bounds, numbers = op_arguments(case, device, cu_seqlens)
+    return *tensors, None, slopes, rng_state, *bounds, *numbers, case.dropout_p > 0
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("case", params(OP_CASES))
+def test_opcheck_fwd(case, requires_grad, device):
+    q, k, v, _ = case.tensors(device)
+    tensors = [x.requires_grad_(requires_grad) for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.flash_attn.fwd.default, (*tensors, *fwd_arguments(case, device)))
+
+
+@pytest.mark.parametrize("packing", ["qkv", "kv"])
+def test_opcheck_fwd_packed(packing, device):
+    case = Case(seqlen_q=17, seqlen_k=17, causal=True)
+    q, k, v, _ = case.tensors(device)
+    tensors = {"qkv": (torch.stack([q, k, v], dim=2), None, None), "kv": (q, torch.stack([k, v], dim=2), None)}[packing]
+    for x in tensors:
+        if x is not None:
+            x.requires_grad_()
+    torch.library.opcheck(torch.ops.flash_attn.fwd.default, (*tensors, *fwd_arguments(case, device)))
+
+
+def test_opcheck_fwd_varlen(device):
+    case = Case(batch=3, seqlen_q=17, seqlen_k=33, causal=True)
+    (q, k, v, _), cu_seqlens = packed_batch(case, device)
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    torch.library.opcheck(torch.ops.flash_attn.fwd.default, (*tensors, *fwd_arguments(case, device, cu_seqlens)))
+
+
+@pytest.mark.parametrize("case", params(OP_CASES))
+def test_opcheck_bwd(case, device):
+    q, k, v, dout = case.tensors(device)
+    per_entry, slopes, rng_state, bounds, numbers = op_arguments(case, device)
+    out, lse, _ = torch.ops.flash_attn.fwd(q, k, v, *fwd_arguments(case, device))
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    args = dout, q, k, v, out, lse, None, *grads, *per_entry, slopes, rng_state, *bounds, *numbers
+    torch.library.opcheck(torch.ops.flash_attn.bwd.default, args)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Large tensors, streams, devices, graphs
+
+
+@pytest.mark.parametrize("shape", [dict(batch=70_000, heads=1, heads_k=1), dict(batch=1, heads=70_000, heads_k=70_000)])
+def test_more_than_65535_entries_or_heads(shape, device):
+    case = Case(seqlen_q=2, seqlen_k=3, head_dim=8, causal=True, **shape)
+    check(case, case.tensors(device), dense(case, device), dense_oracle(case, device))
+
+
+@pytest.mark.cuda
+def test_varlen_of_more_than_65535_entries(device):
+    batch = 70_000
+    *inputs, dout = Case(batch=batch, seqlen_q=2, seqlen_k=3, heads=1, heads_k=1, head_dim=8).tensors(device)
+    cu_seqlens = [torch.arange(batch + 1, dtype=torch.int32, device=device) * n for n in (2, 3)]
+
+    def run(attend, *tensors):
+        leaves = [x.detach().requires_grad_() for x in tensors]
+        out = attend(*leaves, causal=True)
+        return out.flatten(), *(x.flatten() for x in torch.autograd.grad(out, leaves, dout.reshape(out.shape)))
+
+    def attend_packed(*tensors, **options):
+        return flash_attn_varlen_func(*tensors, *cu_seqlens, 2, 3, **options)
+
+    found = run(attend_packed, *(x.flatten(0, 1) for x in inputs))
+    assert_all_close(found, run(flash_attn_func, *inputs))
+
+
+@pytest.mark.cuda
+def test_more_than_two_to_the_31_elements(device, memory_guard):
+    """Only the last entries are compared: they lie where 32-bit offsets have wrapped."""
+    case = Case(batch=70_000, seqlen_q=16, seqlen_k=16, heads=16, heads_k=16, head_dim=128, causal=True)
+    memory_guard(10 * 2 * 70_000 * 16 * 16 * 128)
+    q, k, v, dout = (torch.empty(70_000, 16, 16, 128, dtype=torch.bfloat16, device=device).normal_() for _ in range(4))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*leaves, causal=True)
+    grads = torch.autograd.grad(out, leaves, dout)
+    last = [x.detach()[-3:] for x in (q, k, v)]
+    reference = dense_oracle(case, device)
+    exact_out, _, exact_grads = oracle.gradients(reference, [x.double() for x in last], dout[-3:])
+    plain_out, _, plain_grads = oracle.gradients(reference, last, dout[-3:])
+    for found, exact, plain in zip((out, *grads), (exact_out, *exact_grads), (plain_out, *plain_grads), strict=True):
+        assert_error_ratio(found.detach()[-3:], exact, plain)
+
+
+@pytest.mark.cuda
+def test_strides_beyond_two_to_the_31(device, memory_guard):
+    case = Case(seqlen_q=64, seqlen_k=64)
+    memory_guard(3 * 2 * (2**31 + 2**20))
+    q, k, v, dout = case.tensors(device)
+
+    def spread(x):
+        buffer = torch.empty(2**31 + 2**20, dtype=x.dtype, device=device)
+        return buffer.as_strided(x.shape, (2**31 + 8, *x.stride()[1:])).copy_(x)
+
+    check(case, (spread(q), spread(k), spread(v), dout), dense(case, device), dense_oracle(case, device))
+
+
+@pytest.mark.cuda
+def test_runs_on_the_current_stream(device):
+    """The inputs are ready on the side stream only, after a long wait."""
+    case = Case(seqlen_q=512, seqlen_k=512, causal=True, heads_k=2)
+    tensors = case.tensors(device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = [torch.full_like(x, float("nan")) for x in tensors]
+        torch.cuda._sleep(200_000_000)
+        for x, value in zip(late, tensors, strict=True):
+            x.copy_(value)
+        check(case, late, dense(case, device), dense_oracle(case, device))
+
+
+@pytest.mark.cuda
+def test_two_streams_at_once(device):
+    case = Case(batch=4, seqlen_q=1024, seqlen_k=1024, causal=True, deterministic=True)
+    *inputs, dout = case.tensors(device)
+
+    def run():
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = flash_attn_func(*leaves, causal=True, deterministic=True)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    expected = run()
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    results = []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for stream in streams * 10:
+        with torch.cuda.stream(stream):
+            results.append(run())
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, y) for result in results for x, y in zip(result, expected, strict=True))
+
+
+@pytest.mark.multi_gpu
+def test_runs_where_the_tensors_are():
+    """Device 0 stays current; nothing is to be launched there."""
+    case, device = Case(causal=True, dropout_p=0.2, heads_k=2), torch.device("cuda", 1)
+    check(case, case.tensors(device), dense(case, device), dense_oracle(case, device))
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("ragged", [False, True])
+def test_graph_replays_with_other_contents(ragged, device):
+    """Captured once; replayed with new tensors and new cu_seqlens, dropout drawing anew each time."""
+    case = Case(batch=3, seqlen_q=200, seqlen_k=200, causal=True, deterministic=True)
+    (q, k, v, dout), (cu_seqlens, _) = packed_batch(case, device) if ragged else (case.tensors(device), (None, None))
+    if ragged:
+        k, v = torch.randn_like(q), torch.randn_like(q)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+
+    def run(dropout_p=0.0):
+        if ragged:
+            bounds = cu_seqlens, cu_seqlens, 200, 200
+            out = flash_attn_varlen_func(*leaves, *bounds, causal=True, deterministic=True, dropout_p=dropout_p)
+        else:
+            out = flash_attn_func(*leaves, causal=True, deterministic=True, dropout_p=dropout_p)
+        return out, *torch.autograd.grad(out, leaves, dout)
+
+    graph, captured = capture(run)
+    for x in leaves:
+        x.data.normal_()
+    if ragged:
+        cu_seqlens.copy_(torch.tensor([0, len(q) // 3, len(q) // 2, len(q)]))
+    graph.replay()
+    assert all(torch.equal(x, y) for x, y in zip(captured, run(), strict=True))
+    graph, captured = capture(functools.partial(run, dropout_p=0.3))
+    replays = []
+    for _ in range(2):
+        graph.replay()
+        replays.append(captured[0].clone())
+    assert not torch.equal(*replays)
+
+
+def capture(function):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        function()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = function()
+    return graph, result
+
+
+@pytest.mark.cuda
+def test_no_synchronisation(device):
+    """Neither direction waits for the device, be max_seqlen an int or a tensor."""
+    case = Case(batch=4, seqlen_q=60, seqlen_k=90, causal=True)
+    (q, k, v, dout), cu_seqlens = packed_batch(case, device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    bounds = torch.tensor(60, device=device), torch.tensor(90, device=device)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = flash_attn_varlen_func(*leaves, *cu_seqlens, *bounds, dropout_p=0.1)
+        torch.autograd.grad(out, leaves, dout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+def test_kernel_and_reference_give_one_dropout_mask(dtype, device):
+    case = Case(dropout_p=0.2, dtype=dtype, seqlen_q=130, seqlen_k=70)
+    q, k, v, _ = case.tensors(device)
+    arguments = fwd_arguments(case, device)
+    on_device = torch.ops.flash_attn.fwd(q, k, v, *arguments)
+    on_cpu = torch.ops.flash_attn.fwd(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in (q, k, v, *arguments)))
+    assert torch.equal(on_device[2].signbit().cpu(), on_cpu[2].signbit())
+    assert_same_special_values(on_device[1].cpu(), on_cpu[1])

@@ -1,0 +1,577 @@
+"""`flash_attn_with_kvcache`: attention over a cache, and appending to it. Whatever is not in use holds NaN."""
+
+import dataclasses
+import functools
+import random
+
+import oracle
+import pytest
+import torch
+from cases import Case, cover, params, sample
+from compare import assert_error_ratio
+
+from flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheCase(Case):
+    """A cache of capacity `seqlen_k` (rounded up to whole pages), its lengths, and what is appended to it."""
+
+    seqlen_new: int = 0
+    rotary: float = 0.0  # share of the head dim that is rotated, in steps of 16
+    interleaved: bool = True
+    page: int = 0  # 0: not paged
+    batch_idx: bool = False
+    leftpad: bool = False
+    lengths: str = "tensor"  # "int64": a tensor of that type; "int": one for all; "full": cache_seqlens is None
+    num_splits: int = 0
+
+    def __str__(self):
+        parts = [
+            super().__str__(),
+            f"new{self.seqlen_new}" * (self.seqlen_new > 0),
+            f"rotary{self.rotary:g}" * (self.rotary > 0),
+            "halves" * (not self.interleaved),
+            f"page{self.page}" * (self.page > 0),
+            "batch_idx" * self.batch_idx,
+            "leftpad" * self.leftpad,
+            self.lengths,
+            f"splits{self.num_splits}" * (self.num_splits != 0),
+        ]
+        return "-".join(part for part in parts if part)
+
+    @property
+    def pages(self):
+        """Pages of one entry."""
+        return -(-self.seqlen_k // self.page)
+
+    @property
+    def capacity(self):
+        return self.pages * self.page if self.page else self.seqlen_k
+
+    @property
+    def rotary_dim(self):
+        return int(self.rotary * self.head_dim) // 16 * 16
+
+    def arguments(self, device):
+        """The arguments of flash_attn_with_kvcache by name, tensors fresh at each call."""
+        q, new_k, new_v, _ = self.but(seqlen_k=self.seqlen_new).tensors(device)
+        generator = self.generator(device)
+        lengths, leftpad = self.draw_lengths()
+        arguments = dict(self.options(device), q=q, num_splits=self.num_splits, **self.addresses(device, generator))
+        arguments |= self.caches(arguments, lengths, leftpad, q.dtype, device, generator)
+        if self.lengths != "full":
+            tensor = torch.tensor(lengths, dtype=torch.int64 if self.lengths == "int64" else torch.int32, device=device)
+            arguments["cache_seqlens"] = lengths[0] if self.lengths == "int" else tensor
+        if self.leftpad:
+            arguments["cache_leftpad"] = torch.tensor(leftpad, dtype=torch.int32, device=device)
+        if self.seqlen_new > 0:
+            arguments |= dict(k=new_k, v=new_v)
+        if self.rotary_dim > 0:
+            arguments |= self.rotary_tables(q.dtype, device, generator)
+        return arguments
+
+    def draw_lengths(self):
+        """Filled positions and left padding of each entry."""
+        rng, most = random.Random(str(self)), self.capacity - self.seqlen_new
+        lengths = [rng.randint(0, most) for _ in range(self.batch)]
+        lengths = {"full": [most] * self.batch, "int": lengths[:1] * self.batch}.get(self.lengths, lengths)
+        return lengths, [rng.randint(0, length) if self.leftpad else 0 for length in lengths]
+
+    def addresses(self, device, generator):
+        """block_table or cache_batch_idx: a random part of a larger cache."""
+
+        def some(count, of):
+            return torch.randperm(of, device=device, generator=generator)[:count].int()
+
+        if self.page:
+            table = some(self.batch * self.pages, of=3 * self.batch * self.pages)
+            return dict(block_table=table.reshape(self.batch, self.pages))
+        return dict(cache_batch_idx=some(self.batch, of=2 * self.batch + 1)) if self.batch_idx else {}
+
+    def caches(self, addresses, lengths, leftpad, dtype, device, generator):
+        """k_cache and v_cache: numbers where they are in use, NaN everywhere else."""
+        rows = 3 * self.batch * self.pages if self.page else 2 * self.batch + 1 if self.batch_idx else self.batch
+        shape = rows, self.page or self.seqlen_k, self.heads_k, self.head_dim
+        caches = [torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in "kv"]
+        for b, (length, pad) in enumerate(zip(lengths, leftpad, strict=True)):
+            position = torch.arange(pad, length, device=device)
+            where = self.address(b, position, addresses)
+            for cache in caches:
+                values = torch.randn(len(position), *shape[2:], device=device, generator=generator)
+                cache[where] = values.to(dtype)
+        return dict(k_cache=caches[0], v_cache=caches[1])
+
+    def address(self, b, position, addresses):
+        if self.page:
+            return addresses["block_table"][b, position // self.page].long(), position % self.page
+        return int(addresses["cache_batch_idx"][b]) if self.batch_idx else b, position
+
+    def rotary_tables(self, dtype, device, generator):
+        angle = torch.rand(self.capacity, self.rotary_dim // 2, device=device, generator=generator) * 6.3
+        tables = dict(rotary_cos=angle.cos().to(dtype), rotary_sin=angle.sin().to(dtype))
+        return dict(tables, rotary_interleaved=self.interleaved)
+
+
+FACTORS = dict(
+    lengths_qkn=[
+        (1, 128, 0),
+        (1, 128, 1),
+        (1, 339, 1),
+        (3, 200, 3),
+        (3, 200, 0),
+        (64, 130, 64),
+        (64, 256, 0),
+        (16, 333, 9),
+    ],
+    heads=[(6, 6), (6, 2), (6, 1)],
+    head_dim=[32, 40, 59, 64, 80, 96, 128, 160, 192, 224, 256],
+    dtype=["fp16", "bf16"],
+    causal=[False, True],
+    window=[(-1, -1), (-1, 0), (5, 2), (40, -1)],
+    softcap=[0.0, 2.0],
+    alibi=["", "h", "bh"],
+    rotary=[0.0, 0.5, 1.0],
+    interleaved=[False, True],
+    page=[0, 1, 4, 16, 256],
+    batch_idx=[False, True],
+    leftpad=[False, True],
+    lengths=["tensor", "int", "int64", "full"],
+    num_splits=[0, 1, 2, 5],
+    layout=["contiguous", "bhsd", "last_dim_strided"],
+)
+NAMED = {
+    "one query over a long cache": CacheCase(seqlen_q=1, seqlen_k=2000, heads_k=1, num_splits=7),
+    "more splits than keys": CacheCase(seqlen_q=1, seqlen_k=50, heads_k=2, num_splits=128),
+    "more queries than keys": CacheCase(seqlen_q=70, seqlen_k=20, causal=True, lengths="full"),
+    "append to the last position": CacheCase(seqlen_q=1, seqlen_k=33, seqlen_new=33, lengths="int"),
+    "append more than is asked": CacheCase(seqlen_q=2, seqlen_k=90, seqlen_new=70, causal=True, window=(3, 0)),
+    "page of 48": CacheCase(seqlen_q=5, seqlen_k=200, seqlen_new=5, page=48, causal=True, rotary=1.0),
+    "float32": CacheCase(
+        seqlen_q=3, seqlen_k=70, seqlen_new=3, dtype="fp32", heads_k=2, page=16, leftpad=True, rotary=0.5, causal=True
+    ),
+    "all at once": CacheCase(
+        seqlen_q=9,
+        seqlen_k=300,
+        seqlen_new=11,
+        heads=6,
+        heads_k=2,
+        head_dim=96,
+        causal=True,
+        window=(60, -1),
+        softcap=2.0,
+        alibi="bh",
+        rotary=0.5,
+        interleaved=False,
+        page=16,
+        leftpad=True,
+        num_splits=3,
+    ),
+}
+
+
+def make_case(lengths_qkn, heads, **rest):
+    seqlen_q, seqlen_k, seqlen_new = lengths_qkn
+    return CacheCase(
+        seqlen_q=seqlen_q, seqlen_k=seqlen_k, seqlen_new=seqlen_new, heads=heads[0], heads_k=heads[1], **rest
+    )
+
+
+def valid(row):
+    new = row["lengths_qkn"][2]
+    return (
+        not (row["page"] and row["batch_idx"])  # both say where an entry lies
+        and not (row["rotary"] and not new)
+        and not (row["lengths"] == "full" and (new or row["leftpad"]))
+        and not (row["interleaved"] and not row["rotary"])
+    )
+
+
+LARGE = dict(
+    FACTORS, lengths_qkn=[(1, 16_384, 1), (16, 20_000, 16), (64, 2048, 0), (128, 4096, 128)], num_splits=[0, 1, 3, 40]
+)
+NAMED_CASES = [pytest.param(case, id=name) for name, case in NAMED.items()]
+SAMPLED = sample(FACTORS, make_case, valid=valid)
+LARGE_CASES = params([(make_case(**row), pytest.mark.cuda) for row in cover(LARGE, valid=valid)])
+
+
+def expected(arguments, dtype):
+    """(out, lse, k_cache, v_cache) of the oracle, computed in `dtype`."""
+    arguments = {name: value for name, value in arguments.items() if name != "num_splits"}
+    tensors = ("q", "k", "v", "k_cache", "v_cache", "rotary_cos", "rotary_sin")
+    arguments |= {name: arguments[name].to(dtype) for name in tensors if name in arguments}
+    return oracle.kvcache_attention(**arguments)
+
+
+@pytest.mark.parametrize("case", NAMED_CASES + SAMPLED + LARGE_CASES)
+def test_kvcache(case, device):
+    arguments = case.arguments(device)
+    dtype = arguments["q"].dtype
+    exact, plain = expected(arguments, torch.float64), expected(arguments, dtype)
+    out, lse = flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
+    assert_error_ratio(out, exact[0], plain[0], name="out")
+    assert lse.dtype == torch.float32
+    assert_error_ratio(lse, exact[1], plain[1], name="lse")
+    assert_cache_equal(arguments["v_cache"], exact[3].to(dtype))
+    if case.rotary_dim > 0:
+        assert_error_ratio(arguments["k_cache"], exact[2], plain[2], name="k_cache")
+    else:
+        assert_cache_equal(arguments["k_cache"], exact[2].to(dtype))
+
+
+def assert_cache_equal(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("case", NAMED_CASES)
+def test_only_the_caches_are_written(case, device):
+    arguments, before = case.arguments(device), case.arguments(device)
+    flash_attn_with_kvcache(**arguments)
+    for name in before.keys() - {"k_cache", "v_cache"}:
+        if isinstance(before[name], torch.Tensor):
+            assert torch.equal(arguments[name], before[name]), name
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 8, 127, 128, 0, -1])
+@pytest.mark.parametrize("case", params([
+    CacheCase(seqlen_q=1, seqlen_k=900, heads=8, heads_k=2, lengths="tensor"),
+    CacheCase(seqlen_q=5, seqlen_k=700, causal=True, page=16, seqlen_new=5, head_dim=128),
+    CacheCase(seqlen_q=3, seqlen_k=513, window=(100, 20), alibi="h", leftpad=True),
+]))  # fmt: skip
+def test_splitting_the_keys_changes_only_rounding(case, num_splits, device):
+    def run(num_splits):
+        return flash_attn_with_kvcache(**dict(case.arguments(device), num_splits=num_splits), return_softmax_lse=True)
+
+    (out, lse), (whole, whole_lse) = run(num_splits), run(1)
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, whole, rtol=2**-7, atol=2**-10)  # an ulp of bfloat16
+
+
+def test_result_is_out_or_out_and_lse(device):
+    case = CacheCase(seqlen_q=3, seqlen_k=40, heads_k=2)
+    out, lse = flash_attn_with_kvcache(**case.arguments(device), return_softmax_lse=True)
+    assert lse.shape == (2, 4, 3) and lse.dtype == torch.float32
+    assert torch.equal(out, flash_attn_with_kvcache(**case.arguments(device)))
+    assert out.shape == (2, 3, 4, 64)
+
+
+def test_empty_cache_gives_zero(device):
+    arguments = CacheCase(seqlen_q=2, seqlen_k=40).arguments(device)
+    arguments["cache_seqlens"] = torch.zeros_like(arguments["cache_seqlens"])
+    out, lse = flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
+    assert (out == 0).all() and (lse == float("inf")).all()
+
+
+@pytest.mark.parametrize("empty", [dict(batch=0), dict(seqlen_q=0), dict(seqlen_k=0), dict(heads=0)], ids=str)
+def test_empty_tensors(empty, device):
+    case = CacheCase(**dict(dict(seqlen_q=2, seqlen_k=5, lengths="full"), **empty))
+    out, lse = flash_attn_with_kvcache(**case.arguments(device), return_softmax_lse=True)
+    assert out.shape == (case.batch, case.seqlen_q, case.heads, 64) and (out == 0).all()
+    assert lse.shape == (case.batch, case.heads, case.seqlen_q) and (lse == float("inf")).all()
+
+
+def test_appending_no_tokens_changes_nothing(device):
+    case = CacheCase(seqlen_q=2, seqlen_k=40, causal=True)
+    arguments = case.arguments(device)
+    expected_out = flash_attn_with_kvcache(**arguments)
+    no_tokens = arguments["k_cache"].new_empty(2, 0, 4, 64)
+    assert torch.equal(flash_attn_with_kvcache(**arguments, k=no_tokens, v=no_tokens), expected_out)
+
+
+def test_full_cache_equals_flash_attn_func(device):
+    q, k, v, _ = Case(seqlen_q=33, seqlen_k=97, heads_k=2, causal=True).tensors(device)
+    out = flash_attn_with_kvcache(q, k, v, causal=True, num_splits=1)
+    torch.testing.assert_close(out, flash_attn_func(q, k, v, causal=True), rtol=2**-7, atol=2**-10)
+
+
+def test_rotary_rows_are_absolute_positions(device):
+    """Left padding does not shift them; without a causal or window mask all queries take the row of the first."""
+    case = CacheCase(seqlen_q=4, seqlen_k=60, seqlen_new=4, leftpad=True, rotary=1.0, causal=True)
+    arguments = case.arguments(device)
+    start = int(arguments["cache_seqlens"][1])
+    flash_attn_with_kvcache(**arguments)
+    rotated = oracle.rotate(
+        arguments["k"][1].double(), arguments["rotary_cos"].double(), arguments["rotary_sin"].double(),
+        torch.arange(start, start + 4), interleaved=True,
+    )  # fmt: skip
+    torch.testing.assert_close(arguments["k_cache"][1, start : start + 4].double(), rotated, rtol=2**-8, atol=2**-9)
+
+
+def test_rotary_tables_may_be_longer_than_the_cache(device):
+    case = CacheCase(seqlen_q=2, seqlen_k=30, seqlen_new=2, rotary=1.0)
+    arguments, longer = case.arguments(device), case.arguments(device)
+    for name in ("rotary_cos", "rotary_sin"):
+        longer[name] = torch.cat([longer[name], torch.full_like(longer[name], float("nan"))])
+    assert torch.equal(flash_attn_with_kvcache(**arguments), flash_attn_with_kvcache(**longer))
+
+
+def test_entries_may_share_a_row_of_the_cache(device):
+    case = CacheCase(batch=3, seqlen_q=2, seqlen_k=40, lengths="full")
+    arguments = case.arguments(device)
+    arguments["cache_batch_idx"] = torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
+    out = flash_attn_with_kvcache(**arguments)
+    exact, plain = expected(arguments, torch.float64), expected(arguments, torch.bfloat16)
+    assert_error_ratio(out, exact[0], plain[0])
+
+
+def test_entries_may_share_pages(device):
+    arguments = CacheCase(batch=3, seqlen_q=2, seqlen_k=64, page=16, lengths="full").arguments(device)
+    arguments["block_table"] = arguments["block_table"][:1].expand(3, -1)
+    out = flash_attn_with_kvcache(**arguments)
+    exact, plain = expected(arguments, torch.float64), expected(arguments, torch.bfloat16)
+    assert_error_ratio(out, exact[0], plain[0])
+
+
+def test_unused_entries_of_the_block_table_are_not_followed(device):
+    """Past the last page in use a table may hold anything."""
+    case = CacheCase(seqlen_q=2, seqlen_k=64, page=16, seqlen_new=2, causal=True)
+    arguments, dirty = case.arguments(device), case.arguments(device)
+    for args in (arguments, dirty):
+        args["cache_seqlens"] = torch.tensor([14, 17], dtype=torch.int32, device=device)
+        args["k_cache"], args["v_cache"] = args["k_cache"].nan_to_num(0.5), args["v_cache"].nan_to_num(0.5)
+    dirty["block_table"][0, 1:], dirty["block_table"][1, 2:] = -1, 2**30
+    assert torch.equal(flash_attn_with_kvcache(**dirty), flash_attn_with_kvcache(**arguments))
+
+
+@pytest.mark.parametrize("kind", ["cache slice", "head slice", "permuted"])
+def test_strided_caches_are_updated_in_place(kind, device):
+    """A cache may be a view; its surroundings stay as they are."""
+    case = CacheCase(seqlen_q=2, seqlen_k=40, seqlen_new=2, causal=True)
+    arguments, strided = case.arguments(device), case.arguments(device)
+    surroundings = []
+    for name in ("k_cache", "v_cache"):
+        cache = strided[name]
+        padded = cache.new_full([n + 3 for n in cache.shape], float("nan"))
+        whole, view = {
+            "cache slice": (padded, padded[:2, :40, :4, :64]),
+            "head slice": (padded, padded[3:, 3:, 3:, :64]),
+            "permuted": (
+                permuted := padded.permute(2, 0, 1, 3).contiguous(),
+                permuted.permute(1, 2, 0, 3)[:2, :40, :4, :64],
+            ),
+        }[kind]
+        strided[name] = view.copy_(cache)
+        surroundings.append((whole, view, cache))
+    assert torch.equal(flash_attn_with_kvcache(**strided), flash_attn_with_kvcache(**arguments))
+    for name, (whole, view, _) in zip(("k_cache", "v_cache"), surroundings, strict=True):
+        assert_cache_equal(view, arguments[name])
+        assert whole.isfinite().sum() == view.isfinite().sum()
+
+
+def test_no_gradient(device):
+    arguments = CacheCase(seqlen_q=2, seqlen_k=40).arguments(device)
+    arguments["q"].requires_grad_()
+    assert not flash_attn_with_kvcache(**arguments).requires_grad
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A model that fills its cache token by token sees what it would see in one pass
+
+
+DECODING = [
+    CacheCase(heads_k=4),
+    CacheCase(heads=8, heads_k=2, head_dim=128),
+    CacheCase(heads_k=1, rotary=1.0),
+    CacheCase(rotary=0.5, interleaved=False),
+    CacheCase(alibi="h"),
+    CacheCase(alibi="bh", heads=6, heads_k=3),
+    CacheCase(window=(7, -1)),
+    CacheCase(window=(7, -1), rotary=1.0, page=4, heads_k=2),
+    CacheCase(softcap=2.0, page=16, seqlen_k=50),
+]
+
+
+@pytest.mark.parametrize("prefill", [1, 20])
+@pytest.mark.parametrize("case", params(DECODING))
+def test_prefill_and_decoding_equal_one_pass(case, prefill, device):
+    case = case.but(causal=True, dtype="fp16", seqlen_q=30, seqlen_k=30, seqlen_new=30, lengths="int")
+    arguments = case.arguments(device)
+    exact, plain = (oracle_of_one_pass(arguments, dtype) for dtype in (torch.float64, torch.float16))
+    q, k, v = (arguments.pop(name) for name in "qkv")
+    outs = []
+    for start, end in [(0, prefill), *((t, t + 1) for t in range(prefill, 30))]:
+        arguments["cache_seqlens"] = start
+        outs.append(flash_attn_with_kvcache(q[:, start:end], k=k[:, start:end], v=v[:, start:end], **arguments))
+    assert_error_ratio(torch.cat(outs, dim=1), exact, plain)
+
+
+def oracle_of_one_pass(arguments, dtype):
+    return expected(dict(arguments, cache_seqlens=0), dtype)[0]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# torch.compile, export, meta tensors, opcheck
+
+GRAPH_CASES = [
+    CacheCase(seqlen_q=2, seqlen_k=40, seqlen_new=2, heads_k=2, rotary=0.5, causal=True),
+    CacheCase(seqlen_q=2, seqlen_k=40, seqlen_new=2, page=16, alibi="h", leftpad=True),
+    CacheCase(seqlen_q=1, seqlen_k=40, lengths="int", window=(9, 3)),
+    CacheCase(seqlen_q=1, seqlen_k=40, batch_idx=True, softcap=2.0),
+]
+
+
+def split_arguments(arguments):
+    """(tensors by name, other arguments by name)."""
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+    return tensors, {name: value for name, value in arguments.items() if name not in tensors}
+
+
+@pytest.mark.parametrize("case", params(GRAPH_CASES))
+def test_compiles_to_one_graph(case, device):
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    arguments, expected_arguments = case.arguments(device), case.arguments(device)
+    found = compiled(**arguments, return_softmax_lse=True)
+    torch.testing.assert_close(found, flash_attn_with_kvcache(**expected_arguments, return_softmax_lse=True))
+    for name in ("k_cache", "v_cache"):
+        assert_cache_equal(arguments[name], expected_arguments[name])
+
+
+def test_compiles_once_for_all_lengths(device):
+    """Decoding advances an int; that must not compile anew for each token."""
+    case = CacheCase(seqlen_q=1, seqlen_k=40, seqlen_new=1, lengths="int", causal=True)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend=counter)
+    for length in range(2, 12):
+        compiled(**dict(case.arguments(device), cache_seqlens=length))
+    assert counter.frame_count <= 2
+
+
+class Decoding(torch.nn.Module):
+    def __init__(self, options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, tensors):
+        return flash_attn_with_kvcache(**tensors, **self.options)
+
+
+@pytest.mark.parametrize("case", params(GRAPH_CASES))
+def test_exports(case, device):
+    tensors, options = split_arguments(case.arguments(device))
+    program = torch.export.export(Decoding(options), (tensors,))
+    found = program.module()(split_arguments(case.arguments(device))[0])
+    torch.testing.assert_close(found, flash_attn_with_kvcache(**case.arguments(device)))
+
+
+@pytest.mark.parametrize("case", params(GRAPH_CASES))
+def test_meta_tensors_tell_shapes_types_and_strides(case, device):
+    expected_results = flash_attn_with_kvcache(**case.arguments(device), return_softmax_lse=True)
+    tensors, options = split_arguments(case.arguments(device))
+    on_meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    for found, real in zip(
+        flash_attn_with_kvcache(**on_meta, **options, return_softmax_lse=True), expected_results, strict=True
+    ):
+        assert found.is_meta
+        assert (found.shape, found.dtype, found.stride()) == (real.shape, real.dtype, real.stride())
+
+
+@pytest.mark.parametrize("case", params(GRAPH_CASES))
+def test_opcheck(case, device):
+    arguments = case.arguments(device)
+    for name in ("k_cache", "v_cache"):  # opcheck compares results for equality, where NaN is not itself
+        arguments[name].nan_to_num_(0.5)
+    names = (
+        "k v cache_seqlens cache_seqlen rotary_cos rotary_sin cache_batch_idx cache_leftpad block_table alibi_slopes"
+    )
+    if isinstance(arguments["cache_seqlens"], int):
+        arguments["cache_seqlen"] = arguments.pop("cache_seqlens")
+    tensors = [arguments.get(name) for name in f"q k_cache v_cache {names}".split()]
+    numbers = case.head_dim**-0.5, case.causal, *case.window, case.softcap, case.interleaved, case.num_splits
+    torch.library.opcheck(torch.ops.flash_attn.fwd_kvcache.default, (*tensors, *numbers))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Large tensors, devices, graphs
+
+
+@pytest.mark.parametrize("page", [0, 16])
+def test_more_than_65535_entries(page, device, memory_guard):
+    """Every entry has the same keys, so that one answer serves all."""
+    batch = 70_000
+    small = CacheCase(batch=1, seqlen_q=1, seqlen_k=16, heads=2, heads_k=1, head_dim=16, page=page, lengths="full")
+    arguments = small.arguments(device)
+    exact, plain = expected(arguments, torch.float64)[0], expected(arguments, torch.bfloat16)[0]
+    arguments["q"] = arguments["q"].expand(batch, -1, -1, -1)
+    if page:
+        arguments["block_table"] = arguments["block_table"].expand(batch, -1).contiguous()
+    else:
+        arguments["cache_batch_idx"] = torch.zeros(batch, dtype=torch.int32, device=device)
+    out = flash_attn_with_kvcache(**arguments)
+    assert_error_ratio(out, exact.expand_as(out), plain.expand_as(out))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("page", [16, 256])
+def test_pages_beyond_two_to_the_31_elements(page, device, memory_guard):
+    heads, head_dim = 8, 128
+    num_pages = 2**31 // (page * heads * head_dim) + 5000
+    memory_guard(2 * 2 * num_pages * page * heads * head_dim)
+    case = CacheCase(
+        seqlen_q=2, seqlen_k=600, seqlen_new=2, heads=heads, heads_k=heads, head_dim=head_dim, page=page, causal=True
+    )
+    arguments, far = case.arguments(device), case.arguments(device)
+    moved = num_pages - 1 - far["block_table"]
+    for name in ("k_cache", "v_cache"):
+        cache = torch.empty(num_pages, page, heads, head_dim, dtype=torch.bfloat16, device=device)
+        cache[moved.flatten().long()] = far[name][far["block_table"].flatten().long()]
+        far[name] = cache
+    far["block_table"] = moved
+    assert torch.equal(flash_attn_with_kvcache(**far), flash_attn_with_kvcache(**arguments))
+    where = arguments["block_table"].flatten().long()
+    for name in ("k_cache", "v_cache"):
+        assert_cache_equal(far[name][moved.flatten().long()], arguments[name][where])
+
+
+@pytest.mark.multi_gpu
+def test_runs_where_the_tensors_are():
+    case, device = NAMED["all at once"], torch.device("cuda", 1)
+    arguments = case.arguments(device)
+    exact, plain = expected(arguments, torch.float64)[0], expected(arguments, torch.bfloat16)[0]
+    assert_error_ratio(flash_attn_with_kvcache(**arguments), exact, plain)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_splits", [0, 1, 4])
+@pytest.mark.parametrize("page", [0, 16])
+def test_graph_replays_with_other_lengths(page, num_splits, device):
+    """Captured once at one length, replayed at others: the schedule may not depend on the lengths."""
+    case = CacheCase(seqlen_q=1, seqlen_k=2000, seqlen_new=1, heads_k=2, page=page, causal=True, num_splits=num_splits)
+    static = case.arguments(device)
+    for name in ("k_cache", "v_cache"):
+        static[name].nan_to_num_(0.5)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        flash_attn_with_kvcache(**static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flash_attn_with_kvcache(**static)
+    for lengths in ([0, 1], [1999, 5], [700, 1300]):
+        static["cache_seqlens"].copy_(torch.tensor(lengths))
+        graph.replay()
+        exact, plain = expected(static, torch.float64)[0], expected(static, torch.bfloat16)[0]
+        assert_error_ratio(captured, exact, plain)
+
+
+@pytest.mark.cuda
+def test_no_synchronisation(device):
+    case = CacheCase(seqlen_q=1, seqlen_k=2000, seqlen_new=1, heads_k=2, page=16, causal=True, rotary=1.0)
+    arguments = case.arguments(device)
+    decode = functools.partial(flash_attn_with_kvcache, **arguments)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decode()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_splits", [0, 1, 16])
+def test_decoding_is_equal_bit_by_bit(num_splits, device):
+    case = CacheCase(batch=4, seqlen_q=1, seqlen_k=5000, heads=8, heads_k=2, num_splits=num_splits, page=16)
+    arguments = case.arguments(device)
+    first = flash_attn_with_kvcache(**arguments)
+    assert all(torch.equal(flash_attn_with_kvcache(**arguments), first) for _ in range(50))

@@ -1,0 +1,94 @@
+"""The suite's own tools: the oracle against torch, the covering sample, and that a wrong result is noticed."""
+
+import itertools
+
+import oracle
+import pytest
+import torch
+from cases import LAYOUTS, Case, cover, laid_out
+from compare import assert_error_ratio
+
+
+def test_attention_equals_scaled_dot_product_attention():
+    q, k, v, _ = (x.double() for x in Case(seqlen_q=5, seqlen_k=7, heads=4, heads_k=2).tensors("cpu"))
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        *(x.transpose(1, 2) for x in (q, k, v)), attn_mask=oracle.allowed_keys(5, 7, causal=True), enable_gqa=True
+    )
+    torch.testing.assert_close(oracle.attention(q, k, v, causal=True)[0], expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize(
+    "seqlen_q, seqlen_k, options, rows",
+    [
+        (2, 5, dict(causal=True), ["11110", "11111"]),
+        (5, 2, dict(causal=True), ["00", "00", "00", "10", "11"]),
+        (3, 4, dict(window_size=(1, 0)), ["1100", "0110", "0011"]),
+        (3, 4, dict(window_size=(0, 1)), ["0110", "0011", "0001"]),
+        (3, 4, dict(window_size=(0, 1), causal=True), ["0100", "0010", "0001"]),
+        (2, 3, dict(window_size=(-1, 0)), ["110", "111"]),
+        (2, 3, dict(window_size=(1, -1)), ["111", "011"]),
+    ],
+)
+def test_allowed_keys_drawn_by_hand(seqlen_q, seqlen_k, options, rows):
+    allowed = oracle.allowed_keys(seqlen_q, seqlen_k, **options)
+    assert ["".join("01"[x] for x in row.tolist()) for row in allowed] == rows
+
+
+def test_empty_rows_have_no_gradient_and_infinite_lse():
+    q, k, v, dout = (x.double() for x in Case(seqlen_q=5, seqlen_k=2).tensors("cpu"))
+    out, lse, grads = oracle.gradients(lambda *x: oracle.attention(*x, causal=True), (q, k, v), dout)
+    assert (out[:, :3] == 0).all() and (lse[:, :, :3] == float("inf")).all() and lse[:, :, 3:].isfinite().all()
+    assert all(x.isfinite().all() for x in grads) and (grads[0][:, :3] == 0).all()
+
+
+def test_varlen_of_equal_lengths_equals_batched():
+    q, k, v, _ = (x.double() for x in Case(batch=3, seqlen_q=5, seqlen_k=7).tensors("cpu"))
+    cu_seqlens_q, cu_seqlens_k = torch.arange(4) * 5, torch.arange(4) * 7
+    out, lse = oracle.varlen_attention(*(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens_q, cu_seqlens_k, causal=True)
+    expected, expected_lse = oracle.attention(q, k, v, causal=True)
+    torch.testing.assert_close(out.unflatten(0, (3, 5)), expected)
+    torch.testing.assert_close(lse, expected_lse.transpose(0, 1).flatten(1))
+
+
+def test_dropout_mask_keeps_the_documented_share():
+    keep = oracle.dropout_keep(1234, 32, batch=2, heads=3, seqlen_q=100, seqlen_k=130, dropout_p=0.17)
+    assert keep.shape == (2, 3, 100, 130)
+    assert abs(keep.double().mean().item() - 212 / 256) < 0.005
+
+
+def test_philox_known_answers():
+    """The published vectors of Philox-4x32-10 (Random123, kat_vectors)."""
+    ones = 2**32 - 1
+    for counter, key, expected in (
+        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+        ([ones] * 4, [ones] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    ):
+        assert [int(x) for x in oracle._philox(counter, key, rounds=10)] == expected
+
+
+def test_cover_meets_every_pair():
+    factors = dict(a=[1, 2, 3], b="xyz", c=[True, False], d=[0.5, None])
+    rows = cover(factors, valid=lambda row: not (row["a"] == 1 and row["b"] == "x"))
+    seen = {(n, row[n], m, row[m]) for row in rows for n, m in itertools.permutations(factors, 2)}
+    wanted = {(n, x, m, y) for n, m in itertools.permutations(factors, 2) for x in factors[n] for y in factors[m]} - {
+        ("a", 1, "b", "x"),
+        ("b", "x", "a", 1),
+    }
+    assert seen == wanted
+    assert len(rows) <= 12
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_keep_the_values(layout):
+    x = torch.randn(2, 3, 4, 5)
+    assert torch.equal(laid_out(x, layout), x)
+
+
+@pytest.mark.parametrize("wrong", [0.3, float("nan"), float("inf")])
+def test_a_wrong_element_is_reported(wrong):
+    exact = torch.randn(4, 5, dtype=torch.float64)
+    ours = exact.bfloat16()
+    assert_error_ratio(ours, exact, baseline=exact.bfloat16())
+    ours[2, 3] += wrong
+    with pytest.raises(AssertionError, match=r"out: .*(\n.*)?\(2, 3\)"):
+        assert_error_ratio(ours, exact, baseline=exact.bfloat16(), name="out")
