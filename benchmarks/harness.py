@@ -294,7 +294,12 @@ class _Progress:
 _TABLE = {
     **dict.fromkeys(("op", "case", "dtype", "provider"), ""),
     **dict.fromkeys(("ms", "ms_20", "ms_80"), ".4f"),
-    **{"tflops": ".1f", "gbps": ".0f", "share": ".1%", "of": "", "ratio": ".2f", "host_us": ".1f", "peak_mb": ".1f"},
+    "tflops": ".1f",
+    "gbps": ".0f",
+    "share": ".1%",
+    "of": "",
+    "ratio": ".2f",
+    **dict.fromkeys(("host_us", "peak_mb"), ".1f"),
 }
 
 

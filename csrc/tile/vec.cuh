@@ -3,6 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
+
 namespace flash {
 
 // kSize adjacent elements that move between global memory and registers in one aligned access.
@@ -18,27 +20,13 @@ struct alignas(sizeof(T) * kSize) Vec {
 
 // What an access of kBytes looks like to the compiler: it would move an array of small elements one by one.
 template <int kBytes>
-struct Word;
-template <>
-struct Word<2> {
-  using type = unsigned short;
-};
-template <>
-struct Word<4> {
-  using type = unsigned;
-};
-template <>
-struct Word<8> {
-  using type = uint2;
-};
-template <>
-struct Word<16> {
-  using type = uint4;
-};
+using Word = std::conditional_t<
+    kBytes == 16, uint4,
+    std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, unsigned, unsigned short>>>;
 
 template <int kSize, typename T>
 __device__ Vec<T, kSize> load(const T* address) {
-  using Bits = typename Word<sizeof(T) * kSize>::type;
+  using Bits = Word<sizeof(T) * kSize>;
   Vec<T, kSize> vec;
   reinterpret_cast<Bits&>(vec) = *reinterpret_cast<const Bits*>(address);
   return vec;
@@ -46,7 +34,7 @@ __device__ Vec<T, kSize> load(const T* address) {
 
 template <int kSize, typename T>
 __device__ void store(T* address, const Vec<T, kSize>& vec) {
-  using Bits = typename Word<sizeof(T) * kSize>::type;
+  using Bits = Word<sizeof(T) * kSize>;
   *reinterpret_cast<Bits*>(address) = reinterpret_cast<const Bits&>(vec);
 }
 

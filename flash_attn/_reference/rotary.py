@@ -16,7 +16,7 @@ def rotary_(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, 
     if len(cos) == 0:  # no position has a row
         return
     position, inside = _positions(x, seqlen_offsets, seqlen_offset, cu_seqlens)
-    rotated = (inside & (0 <= position) & (position < len(cos)))[..., None, None]
+    rotated = (inside & (position >= 0) & (position < len(cos)))[..., None, None]
     row = position.clamp(0, len(cos) - 1)
     c, s = cos.float()[row][..., None, :], sin.float()[row][..., None, :]  # the same for all heads
     s = -s if conjugate else s

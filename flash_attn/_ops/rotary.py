@@ -1,0 +1,139 @@
+"""The ops `rotary` and `rotary_` (in place): turn pairs of channels by the angles of each token's position.
+
+    rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate) -> out
+
+x               (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; fp32, fp16 or bf16, any
+                strides
+cos, sin        (positions, rotary_dim / 2), fp32, fp16 or bf16
+seqlen_offsets  (batch,) int32 or int64, or None; added to seqlen_offset, it gives the position of a sequence's first
+                token
+cu_seqlens      (batch + 1,) int32, or None: where each sequence starts in x
+max_seqlen      a bound on the length of the packed sequences; the result does not depend on it
+interleaved     pairs are (2i, 2i + 1) if true, (i, i + rotary_dim / 2) if not
+conjugate       turn back: the inverse, and the gradient
+
+(a, b) -> (a cos - b sin, a sin + b cos), in fp32. Tokens outside all sequences, tokens whose position has no row in
+the tables, and channels past rotary_dim keep their values. Differentiable in x alone.
+"""
+
+import torch
+
+from flash_attn import _library
+from flash_attn._ops import checks
+from flash_attn._reference import rotary as reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TABLE_DTYPES = (*DTYPES, torch.float64)
+
+
+class _Rotary(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate):
+        ctx.save_for_backward(cos, sin, seqlen_offsets, cu_seqlens)
+        ctx.options = seqlen_offset, max_seqlen, interleaved, conjugate
+        return rotary.below_autograd(
+            x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate
+        )
+
+    @staticmethod
+    def backward(ctx, dout):
+        cos, sin, seqlen_offsets, cu_seqlens = ctx.saved_tensors
+        seqlen_offset, max_seqlen, interleaved, conjugate = ctx.options
+        dx = rotary(dout, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, not conjugate)
+        return dx, *[None] * 8
+
+
+_ARGUMENTS = (
+    "Tensor cos, Tensor sin, Tensor? seqlen_offsets, int seqlen_offset, Tensor? cu_seqlens, int? max_seqlen, "
+    "bool interleaved, bool conjugate"
+)
+
+rotary = _library.define(
+    f"rotary(Tensor x, {_ARGUMENTS}) -> Tensor",
+    reference=reference.rotary,
+    fake=lambda x, *_: torch.empty_like(x),
+    autograd=_Rotary,
+    differentiable=1,
+)
+rotary_ = _library.define(
+    f"rotary_(Tensor(a!) x, {_ARGUMENTS}) -> ()",
+    reference=reference.rotary_,
+    fake=lambda *_: None,
+)
+
+
+def rotate_(x, *args) -> None:
+    """`rotary_` of arguments already checked; autograd gets to know that x has changed."""
+    rotary_(x, *args)
+    if not torch.compiler.is_compiling():
+        torch.autograd.graph.increment_version(x)
+
+
+def arguments(x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None) -> tuple:
+    """Check what a caller passed and return the ops' arguments from `x` to `max_seqlen`.
+
+    seqlen_offsets is an integer or a tensor here, cos and sin may be float64, and max_seqlen may be a tensor, whose
+    value stays unread. The tables must have a row for every position that is known without reading a tensor.
+    """
+    checks.tensor("x", x, dtypes=DTYPES)
+    device = x.device
+    if cu_seqlens is None:
+        checks.ndim("x", x, "(batch, seqlen, heads, head_dim)")
+        batch, seqlen, _, head_dim = x.shape
+        max_seqlen = None
+    else:
+        checks.ndim("x", x, "(tokens, heads, head_dim)")
+        checks.tensor("cu_seqlens", cu_seqlens, dtypes=(torch.int32,), device=device)
+        checks.ndim("cu_seqlens", cu_seqlens, "(batch + 1)")
+        checks.number("the length of cu_seqlens", len(cu_seqlens), len(cu_seqlens) > 0, "batch + 1")
+        batch, head_dim = len(cu_seqlens) - 1, x.shape[-1]
+        max_seqlen = seqlen = _known_length(max_seqlen)
+    positions = _check_tables(cos, sin, head_dim, device)
+    if isinstance(seqlen_offsets, torch.Tensor):
+        dtypes = checks.INTEGER_DTYPES
+        checks.tensor("seqlen_offsets", seqlen_offsets, dtypes=dtypes, shape=(batch,), device=device)
+        first = 0
+    else:
+        checks.integer("seqlen_offsets", seqlen_offsets)
+        checks.number("seqlen_offsets", seqlen_offsets, seqlen_offsets >= 0, "at least 0")
+        first, seqlen_offsets = seqlen_offsets, None
+    if seqlen is not None and first + seqlen > positions:
+        raise ValueError(f"cos must have a row for each of {first + seqlen} positions, found {positions} rows")
+    if cos.dtype == torch.float64:
+        cos, sin = cos.float(), sin.float()
+    return x, cos, sin, seqlen_offsets, first, cu_seqlens, max_seqlen
+
+
+def writable(name: str, x: torch.Tensor) -> None:
+    """Check that no two elements of `x` share memory: rotating an expanded tensor in place has no meaning."""
+    if not has_own_memory(x):
+        raise ValueError(f"{name} must not be expanded to be rotated in place, found strides {tuple(x.stride())}")
+
+
+def has_own_memory(x: torch.Tensor) -> bool:
+    """Whether no dimension is expanded, by a stride of 0."""
+    strides = x.stride()
+    return 0 not in strides or all(stride or size <= 1 for size, stride in zip(x.shape, strides, strict=True))
+
+
+def _check_tables(cos, sin, head_dim, device):
+    """Check the tables and return how many positions they have."""
+    checks.tensor("cos", cos, dtypes=TABLE_DTYPES, device=device)
+    checks.ndim("cos", cos, "(positions, rotary_dim / 2)")
+    checks.tensor("sin", sin, dtypes=(cos.dtype,), shape=cos.shape, device=device)
+    positions, columns = cos.shape
+    if 2 * columns > head_dim:
+        raise ValueError(f"cos must have at most head_dim / 2 = {head_dim // 2} columns, found {columns}")
+    return positions
+
+
+def _known_length(max_seqlen):
+    """max_seqlen if it is known without reading a tensor, or else None."""
+    if max_seqlen is None:
+        raise ValueError("max_seqlen must be given with cu_seqlens, found None")
+    if isinstance(max_seqlen, torch.Tensor):
+        checks.tensor("max_seqlen", max_seqlen, dtypes=checks.INTEGER_DTYPES, shape=())
+        return None
+    checks.integer("max_seqlen", max_seqlen)
+    checks.number("max_seqlen", max_seqlen, max_seqlen >= 0, "at least 0")
+    return max_seqlen

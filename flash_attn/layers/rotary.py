@@ -1,0 +1,352 @@
+"""Rotary position embedding: functions with autograd and the module that keeps their tables.
+
+Each pair (a, b) of channels of a token at position m turns by the angles t of row m of the tables,
+
+    (a, b) -> (a cos t - b sin t, a sin t + b cos t),
+
+so that products of queries and keys depend on relative positions (Su et al., RoFormer, arXiv:2104.09864). The tables
+cos and sin have shape (positions, rotary_dim / 2); channels past rotary_dim are left alone. Pairs are
+(i, i + rotary_dim / 2), as in GPT-NeoX, or with `interleaved` (2i, 2i + 1), as in GPT-J.
+
+    rotary = RotaryEmbedding(dim=64)
+    qkv = rotary(torch.randn(2, 512, 3, 8, 64))     # queries and keys are rotated, in place
+
+Functions that write in place also do so in the backward pass: they turn the incoming gradient back in its own memory.
+A gradient that something else still needs must be cloned on the way.
+"""
+
+import functools
+
+import torch
+from einops import rearrange, repeat
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flash_attn._ops import checks
+from flash_attn._ops import rotary as ops
+
+
+def rotate_half(x, interleaved=False):
+    """Turn every pair by 90 degrees, (a, b) -> (-b, a), in the last dimension."""
+    if not interleaved:
+        a, b = x.chunk(2, dim=-1)
+        return torch.cat((-b, a), dim=-1)
+    a, b = x[..., ::2], x[..., 1::2]
+    return rearrange(torch.stack((-b, a), dim=-1), "... pairs two -> ... (pairs two)", two=2)
+
+
+def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
+    """The rotation spelled out in torch operations, in the dtype of the arguments.
+
+    x is (batch, seqlen, heads, head_dim); cos and sin are (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2),
+    one row for each token. Returns a new tensor like x. Raises ValueError if rotary_dim exceeds head_dim.
+    """
+    rotary_dim = 2 * cos.shape[-1]
+    if rotary_dim > x.shape[-1]:
+        raise ValueError(f"cos must have at most head_dim / 2 = {x.shape[-1] // 2} columns, found {cos.shape[-1]}")
+    pattern = "... columns -> ... 1 (columns two)" if interleaved else "... columns -> ... 1 (two columns)"
+    cos, sin = repeat(cos, pattern, two=2), repeat(sin, pattern, two=2)
+    turning, rest = x[..., :rotary_dim], x[..., rotary_dim:]
+    return torch.cat((turning * cos + rotate_half(turning, interleaved) * sin, rest), dim=-1)
+
+
+def apply_rotary_emb(
+    x,
+    cos,
+    sin,
+    interleaved=False,
+    inplace=False,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+):
+    """Rotate x, differentiably in x.
+
+    Arguments:
+        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; float32, float16 or bfloat16,
+            any strides.
+        cos, sin: (positions, rotary_dim / 2), rotary_dim <= head_dim; any floating-point dtype. The maths is in
+            float32 whatever the dtypes.
+        interleaved: the pairs are (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
+        inplace: write into x, even if it is a leaf that requires grad, and in backward into the incoming gradient.
+        seqlen_offsets: position of the first token of every sequence, an integer or an int32 or int64 tensor (batch,).
+            An integer must leave a row of the tables for every token; tokens that a tensor sends past the tables
+            stay as they are.
+        cu_seqlens: (batch + 1,) int32, where each sequence starts in x. Tokens before the first and after the last
+            entry stay as they are.
+        max_seqlen: length of the longest packed sequence, an integer or an integer tensor without dimensions;
+            needed with cu_seqlens.
+
+    Returns the rotated tensor, of the shape and dtype of x; the memory is that of x if inplace.
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+
+    >>> angles = torch.outer(torch.arange(16), 10000 ** -torch.linspace(0, 1, 32))
+    >>> apply_rotary_emb(torch.randn(2, 16, 4, 64), angles.cos(), angles.sin()).shape
+    torch.Size([2, 16, 4, 64])
+    """
+    if inplace:
+        return _rotate_in_place(x, _whole, (cos, sin), interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
+    arguments = ops.arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    return ops.rotary(*arguments, bool(interleaved), False)
+
+
+apply_rotary_emb_func = apply_rotary_emb
+
+
+def apply_rotary_emb_qkv_(
+    qkv,
+    cos,
+    sin,
+    cos_k=None,
+    sin_k=None,
+    interleaved=False,
+    seqlen_offsets: int | Tensor = 0,
+    num_heads_q: int | None = None,
+):
+    """Rotate the queries and keys of a packed tensor in place, differentiably in qkv.
+
+    Arguments:
+        qkv: (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads_q + 2 heads_k, head_dim) with the heads of
+            queries, keys, values in this order.
+        cos, sin: (positions, rotary_dim / 2).
+        cos_k, sin_k: tables of their own for the keys, as xPos has them.
+        interleaved, seqlen_offsets: as in `apply_rotary_emb`.
+        num_heads_q: heads_q; needed with four dimensions.
+
+    Returns qkv, in the same memory. Queries and keys that lie together and share their tables are rotated in one go.
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+    """
+    _check_packed(qkv, num_heads_q)
+    if (cos_k is None) != (sin_k is None):
+        raise ValueError("cos_k and sin_k must be given together, found only one of them")
+    split = functools.partial(_queries_and_keys, num_heads_q=num_heads_q)
+    tables = (cos, sin) if cos_k is None else (cos, sin, cos_k, sin_k)
+    return _rotate_in_place(qkv, split, tables, interleaved, seqlen_offsets)
+
+
+def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets: int | Tensor = 0):
+    """Rotate the keys of kv (batch, seqlen, 2, heads_k, head_dim) in place, differentiably in kv, and return kv.
+
+    The other arguments, and the errors, are those of `apply_rotary_emb`.
+    """
+    checks.tensor("kv", kv, shape=(None, None, 2, None, None))
+    return _rotate_in_place(kv, _keys, (cos, sin), interleaved, seqlen_offsets)
+
+
+class ApplyRotaryEmb:
+    """`ApplyRotaryEmb.apply` is `apply_rotary_emb`."""
+
+    apply = staticmethod(apply_rotary_emb)
+
+
+class ApplyRotaryEmbQKV_:
+    """`ApplyRotaryEmbQKV_.apply` is `apply_rotary_emb_qkv_`."""
+
+    apply = staticmethod(apply_rotary_emb_qkv_)
+
+
+class ApplyRotaryEmbKV_:
+    """`ApplyRotaryEmbKV_.apply` is `apply_rotary_emb_kv_`."""
+
+    apply = staticmethod(apply_rotary_emb_kv_)
+
+
+class RotaryEmbedding(torch.nn.Module):
+    """Rotary embedding with tables that grow with the sequences it meets.
+
+    Arguments:
+        dim: channels that rotate, rotary_dim; even.
+        base: the angle of pair j at position m is m * base ** (-2j / dim).
+        interleaved: the pairs are (2i, 2i + 1) instead of (i, i + dim / 2).
+        scale_base: if not None, queries and keys are also scaled, reciprocally, so that their products decay with
+            distance (Sun et al., xPos, arXiv:2212.10554); 512 is the paper's value.
+        device: where the frequencies are kept.
+
+    The module has no parameters and adds nothing to a state dict. The tables are kept in the dtype of the input.
+    """
+
+    def __init__(self, dim: int, base=10000.0, interleaved=False, scale_base=None, device=None):
+        super().__init__()
+        if dim % 2:
+            raise ValueError(f"dim must be even, found {dim}")
+        self.dim = dim
+        self.base = float(base)
+        self.interleaved = interleaved
+        self.scale_base = scale_base
+        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        self.register_buffer("scale", None if scale_base is None else self._decay(device), persistent=False)
+        self._seq_len_cached = 0
+        self._cos_cached = None
+        self._sin_cached = None
+        self._cos_k_cached = None
+        self._sin_k_cached = None
+
+    def forward(
+        self,
+        qkv: Tensor,
+        kv: Tensor | None = None,
+        seqlen_offset: int | Tensor = 0,
+        max_seqlen: int | None = None,
+        num_heads_q: int | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Rotate queries and keys in place.
+
+        Arguments:
+            qkv: packed as `apply_rotary_emb_qkv_` takes it; with kv, the queries (batch, seqlen, heads, head_dim).
+            kv: (batch, seqlen_k, 2, heads_k, head_dim).
+            seqlen_offset: position of the first token, an integer or an int32 or int64 tensor (batch,).
+            max_seqlen: the tables get this many rows; by default as many as an integer seqlen_offset asks for. With a
+                tensor and without max_seqlen the tables are taken as they are.
+            num_heads_q: number of query heads, needed if qkv is (batch, seqlen, heads_q + 2 heads_k, head_dim).
+
+        Returns qkv, or (qkv, kv) if kv is given; in the same memory.
+
+        Raises TypeError or ValueError for arguments that do not fit together.
+        """
+        if max_seqlen is not None:
+            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+        elif not isinstance(seqlen_offset, Tensor):
+            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, device=qkv.device, dtype=qkv.dtype)
+        elif self._cos_cached is None:
+            raise ValueError("max_seqlen must be given with a tensor seqlen_offset until there are tables, found None")
+        tables = self._cos_cached, self._sin_cached
+        tables_k = self._cos_k_cached, self._sin_k_cached
+        if kv is None:
+            return apply_rotary_emb_qkv_(qkv, *tables, *tables_k, self.interleaved, seqlen_offset, num_heads_q)
+        q = apply_rotary_emb(qkv, *tables, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset)
+        tables_k = tables if self.scale is None else tables_k
+        return q, apply_rotary_emb_kv_(kv, *tables_k, self.interleaved, seqlen_offset)
+
+    def _frequencies(self, device):
+        return 1.0 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
+
+    def _decay(self, device):
+        even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
+        return (even + 0.4 * self.dim) / (1.4 * self.dim)
+
+    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+        """Make the tables have at least `seqlen` rows, on `device` and in `dtype` (by default, those of inv_freq)."""
+        device = self.inv_freq.device if device is None else torch.device(device)
+        dtype = self.inv_freq.dtype if dtype is None else dtype
+        if not self._is_stale(seqlen, device, dtype):
+            return
+        self._seq_len_cached = seqlen
+        position = torch.arange(seqlen, device=device, dtype=torch.float32)
+        # A product, not an einsum: autocast would lower that to 16 bits. A cast of the model may have cast the buffers.
+        angles = position[:, None] * self._in_fp32(self.inv_freq, self._frequencies).to(position.device)
+        cos, sin = angles.cos(), angles.sin()
+        if self.scale is None:
+            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
+            return
+        exponent = (position - seqlen // 2) / self.scale_base
+        gain = self._in_fp32(self.scale, self._decay).to(position.device) ** exponent[:, None]
+        self._cos_cached, self._sin_cached = (cos * gain).to(dtype), (sin * gain).to(dtype)
+        self._cos_k_cached, self._sin_k_cached = (cos / gain).to(dtype), (sin / gain).to(dtype)
+
+    def _is_stale(self, seqlen, device, dtype):
+        table = self._cos_cached
+        return (
+            table is None
+            or seqlen > self._seq_len_cached
+            or table.device != device
+            or table.dtype != dtype
+            or (self.training and table.is_inference())
+        )
+
+    @staticmethod
+    def _in_fp32(buffer, compute):
+        return buffer if buffer.dtype == torch.float32 else compute(buffer.device)
+
+
+class _RotateInPlace(torch.autograd.Function):
+    """Rotates parts of x in place; backward turns the same parts of the incoming gradient back, in place.
+
+    split(x, *tables) gives the parts, each with its cos and sin. torch.compile knows no autograd functions that change
+    their inputs, so there the same is done to a copy (which it elides where it can).
+    """
+
+    @staticmethod
+    def forward(ctx, x, split, interleaved, seqlen_offsets, cu_seqlens, max_seqlen, *tables):
+        ctx.split, ctx.interleaved, ctx.max_seqlen = split, interleaved, max_seqlen
+        ctx.seqlen_offset = 0 if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
+        offsets = seqlen_offsets if isinstance(seqlen_offsets, Tensor) else None
+        ctx.save_for_backward(offsets, cu_seqlens, *tables)
+        x = x.clone() if torch.compiler.is_compiling() else x
+        _rotate_parts_(split(x, *tables), interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
+        return x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        offsets, cu_seqlens, *tables = ctx.saved_tensors
+        seqlen_offsets = ctx.seqlen_offset if offsets is None else offsets
+        if torch.compiler.is_compiling() or not ops.has_own_memory(grad):
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        parts = ctx.split(grad, *tables)
+        _rotate_parts_(parts, ctx.interleaved, seqlen_offsets, cu_seqlens, ctx.max_seqlen, conjugate=True)
+        return grad, *[None] * (5 + len(tables))
+
+
+def _rotate_in_place(x, split, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
+    ops.writable("x", x)
+    arguments = x, split, bool(interleaved), seqlen_offsets, cu_seqlens, max_seqlen, *tables
+    if torch.compiler.is_compiling():
+        out = _RotateInPlace.apply(*arguments)
+        with torch.no_grad():
+            x.copy_(out)
+        return out
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _RotateInPlace.apply(*arguments)
+    _rotate_parts_(split(x, *tables), *arguments[2:6])
+    return x
+
+
+def _check_packed(qkv, num_heads_q):
+    """Check either packed layout of queries, keys and values."""
+    checks.tensor("qkv", qkv)
+    if qkv.dim() == 5 and qkv.shape[2] == 3:
+        return
+    if qkv.dim() != 4:
+        layouts = "(batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads_q + 2 heads_k, head_dim)"
+        raise ValueError(f"qkv must have shape {layouts}, found {tuple(qkv.shape)}")
+    if num_heads_q is None:
+        raise ValueError("num_heads_q must be given for a qkv of four dimensions, found None")
+    checks.integer("num_heads_q", num_heads_q)
+    heads_kv = qkv.shape[2] - num_heads_q
+    if num_heads_q < 0 or heads_kv < 0 or heads_kv % 2:
+        raise ValueError(f"num_heads_q must leave as many key as value heads of {qkv.shape[2]}, found {num_heads_q}")
+
+
+def _rotate_parts_(parts, interleaved, seqlen_offsets, cu_seqlens, max_seqlen, conjugate=False):
+    checked = [ops.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen) for part in parts]
+    for arguments in checked:  # only now: nothing is written if any of them is wrong
+        ops.rotate_(*arguments, interleaved, conjugate)
+
+
+# How a tensor is split into parts, each with its tables.
+
+
+def _whole(x, cos, sin):
+    return ((x, cos, sin),)
+
+
+def _keys(kv, cos, sin):
+    return ((kv[:, :, 0], cos, sin),)
+
+
+def _queries_and_keys(qkv, cos, sin, cos_k=None, sin_k=None, *, num_heads_q):
+    if qkv.dim() == 5:
+        q, k = qkv[:, :, 0], qkv[:, :, 1]
+        adjacent = qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
+    else:
+        heads_k = (qkv.shape[2] - num_heads_q) // 2
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]
+        adjacent = True
+    if cos_k is not None:
+        return (q, cos, sin), (k, cos_k, sin_k)
+    if not adjacent:
+        return (q, cos, sin), (k, cos, sin)
+    both = qkv[:, :, :2].flatten(2, 3) if qkv.dim() == 5 else qkv[:, :, : num_heads_q + heads_k]
+    return ((both, cos, sin),)

@@ -1,0 +1,50 @@
+"""`apply_rotary`, the rotation without autograd that other projects build their own autograd functions on.
+
+It runs the same op as `flash_attn.layers.rotary`: the library's own kernel on a GPU, plain torch elsewhere.
+"""
+
+import torch
+
+from flash_attn._ops import rotary as ops
+
+
+def apply_rotary(
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    seqlen_offsets: int | torch.Tensor = 0,
+    cu_seqlens: torch.Tensor | None = None,
+    max_seqlen: int | None = None,
+    interleaved=False,
+    inplace=False,
+    conjugate=False,
+) -> torch.Tensor:
+    """Rotate pairs of channels of x by the angles of each token's position.
+
+    Arguments:
+        x: (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; float32, float16 or bfloat16,
+            any strides.
+        cos, sin: (positions, rotary_dim / 2), rotary_dim <= head_dim; any floating-point dtype.
+        seqlen_offsets: position of the first token of every sequence, an integer or an int32 or int64 tensor (batch,).
+        cu_seqlens: (batch + 1,) int32, where each sequence starts in x.
+        max_seqlen: length of the longest packed sequence.
+        interleaved: the pairs are (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
+        inplace: write into x.
+        conjugate: rotate the other way, which is the inverse and the gradient.
+
+    Returns the rotated tensor, x itself if inplace. No gradient is recorded. Positions past the end of the tables,
+    which only a tensor of offsets can reach, leave their tokens unchanged.
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+
+    >>> angles = torch.outer(torch.arange(16), 10000 ** -torch.linspace(0, 1, 32))
+    >>> apply_rotary(torch.randn(2, 16, 4, 64), angles.cos(), angles.sin()).shape
+    torch.Size([2, 16, 4, 64])
+    """
+    arguments = ops.arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    with torch.no_grad():
+        if not inplace:
+            return ops.rotary(*arguments, interleaved, conjugate)
+        ops.writable("x", x)
+        ops.rotate_(*arguments, interleaved, conjugate)
+    return x

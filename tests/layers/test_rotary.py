@@ -1,0 +1,706 @@
+"""Rotary embedding: the functions, their gradients, the module, the errors, and what a kernel may trip over."""
+
+import dataclasses
+import inspect
+import zlib
+
+import oracle
+import pytest
+import torch
+from cases import DTYPES, LAYOUTS, laid_out, params, sample
+from compare import assert_error_ratio, unavoidable
+
+from flash_attn._ops import rotary as ops
+from flash_attn.layers import rotary
+from flash_attn.layers.rotary import (
+    RotaryEmbedding,
+    apply_rotary_emb,
+    apply_rotary_emb_kv_,
+    apply_rotary_emb_qkv_,
+    apply_rotary_emb_torch,
+)
+from flash_attn.ops.triton.rotary import apply_rotary
+
+TABLE_DTYPES = {**DTYPES, "fp64": torch.float64}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One rotation. Packed sequences have their lengths in `lengths`, and one stray token before and after them."""
+
+    batch: int = 2
+    seqlen: int = 33
+    heads: int = 3
+    head_dim: int = 64
+    rotary_dim: int = 64
+    dtype: str = "bf16"
+    table: str = "fp32"
+    interleaved: bool = False
+    offset: str = "0"  # "int", "int32", "int64": in the table; "past": beyond both of its ends
+    layout: str = "contiguous"
+    lengths: tuple = ()
+
+    def __str__(self):
+        parts = [
+            f"b{self.batch}-s{self.seqlen}" if not self.lengths else "packed" + ".".join(map(str, self.lengths)),
+            f"h{self.heads}-d{self.head_dim}-r{self.rotary_dim}-{self.dtype}-{self.table}",
+            "interleaved" * self.interleaved,
+            f"offset_{self.offset}" * (self.offset != "0"),
+            self.layout * (self.layout != "contiguous"),
+        ]
+        return "-".join(part for part in parts if part)
+
+    @property
+    def starts(self):
+        """Where each packed sequence starts, and where the last one ends."""
+        return [1 + sum(self.lengths[:n]) for n in range(len(self.lengths) + 1)]
+
+    @property
+    def longest(self):
+        return max(self.lengths) if self.lengths else self.seqlen
+
+    @property
+    def sequences(self):
+        return len(self.lengths) if self.lengths else self.batch
+
+    @property
+    def rows(self):
+        return self.longest + 9
+
+    def draw(self, device):
+        """x as (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), and a gradient like it."""
+        generator = torch.Generator(device).manual_seed(zlib.crc32(str(self).encode()))
+        batch, seqlen = (1, sum(self.lengths) + 2) if self.lengths else (self.batch, self.seqlen)
+        shape = batch, seqlen, self.heads, self.head_dim
+        x, dout = torch.randn(2, *shape, device=device, generator=generator).to(DTYPES[self.dtype])
+        x = laid_out(x, self.layout)
+        return (x[0], dout[0]) if self.lengths else (x, dout)
+
+    def tables(self, device):
+        frequencies = (
+            100 ** -torch.arange(0, 1, 2 / max(self.rotary_dim, 1), dtype=torch.float64)[: self.rotary_dim // 2]
+        )
+        angles = torch.outer(torch.arange(self.rows, dtype=torch.float64), frequencies).to(device)
+        return angles.cos().to(TABLE_DTYPES[self.table]), angles.sin().to(TABLE_DTYPES[self.table])
+
+    def offsets(self):
+        """The position at which each sequence starts."""
+        if self.offset == "past":
+            return [(-3, self.rows - 2, 2**31 - 2)[n % 3] for n in range(self.sequences)]
+        return [{"0": 0, "int": 7}.get(self.offset, 5 * n % 9) for n in range(self.sequences)]
+
+    def arguments(self, device):
+        """Arguments of apply_rotary_emb after the tables."""
+        offsets = self.offsets()
+        if self.offset not in ("0", "int"):
+            dtype = torch.int32 if self.offset == "int32" else torch.int64
+            offset = torch.tensor(offsets, dtype=dtype, device=device)
+        else:
+            offset = offsets[0]
+        arguments = dict(interleaved=self.interleaved, seqlen_offsets=offset)
+        if self.lengths:
+            cu_seqlens = torch.tensor(self.starts, dtype=torch.int32, device=device)
+            arguments |= dict(cu_seqlens=cu_seqlens, max_seqlen=self.longest)
+        return arguments
+
+    def expected(self, x, cos, sin, conjugate=False):
+        """The oracle for each sequence, in the dtype of x. A position without a row has the angle 0."""
+        cos = torch.cat([cos, torch.ones_like(cos[:1])]).to(x.dtype)
+        sin = torch.cat([-sin if conjugate else sin, torch.zeros_like(sin[:1])]).to(x.dtype)
+        out = x.clone()
+        for n, offset in enumerate(self.offsets()):
+            tokens = out[self.starts[n] : self.starts[n + 1]] if self.lengths else out[n]
+            position = torch.arange(len(tokens)) + offset
+            position[(position < 0) | (position >= self.rows)] = self.rows
+            tokens.copy_(oracle.rotate(tokens.clone(), cos, sin, position, self.interleaved))
+        return out
+
+
+def assert_rotated(ours, case, x, tables, conjugate=False, name="out"):
+    exact = case.expected(x.double(), *(table.double() for table in tables), conjugate)
+    baseline = case.expected(x, *tables, conjugate)
+    assert_error_ratio(ours, exact, baseline, plus=unavoidable(exact, ours.dtype, terms=2), name=name)
+
+
+def identical(a, b):
+    """Equal bit for bit, except that any NaN equals any other."""
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
+EDGES = [
+    Case(batch=1, seqlen=1, heads=1),
+    Case(heads=70, head_dim=128, rotary_dim=128, dtype="fp16"),  # more heads than one block takes
+    Case(head_dim=256, rotary_dim=256, heads=9, dtype="fp32"),
+    Case(head_dim=512, rotary_dim=500, layout="sliced"),  # more channels than one block takes
+    Case(head_dim=33, rotary_dim=32),  # one channel is left over
+    Case(head_dim=33, rotary_dim=32, interleaved=True, layout="last_dim_strided"),
+    Case(head_dim=72, rotary_dim=72),  # halves of 36 channels: no 16-byte accesses
+    Case(head_dim=100, rotary_dim=50, interleaved=True),  # halves of 25 channels
+    Case(head_dim=2, rotary_dim=2, dtype="fp32", interleaved=True),
+    Case(rotary_dim=0),
+    Case(lengths=(5, 0, 17, 1, 33)),
+    Case(lengths=(5, 0, 17, 1, 33), offset="past", table="bf16", head_dim=80, rotary_dim=32),
+    Case(lengths=(40,), offset="int64", interleaved=True, layout="packed"),
+]
+FACTORS = dict(
+    size=[(1, 1, 1), (2, 33, 3), (3, 17, 8)],
+    dims=[(64, 64), (128, 64), (80, 32), (40, 20), (33, 32), (16, 6)],
+    dtype=["fp32", "fp16", "bf16"],
+    table=["fp32", "fp16", "bf16", "fp64"],
+    interleaved=[False, True],
+    offset=["0", "int", "int32", "int64", "past"],
+    layout=LAYOUTS,
+    lengths=[(), (), (5, 0, 17, 1)],
+)
+
+
+def make_case(size, dims, **options):
+    batch, seqlen, heads = size
+    return Case(batch, seqlen, heads, *dims, **options)
+
+
+CASES = params(EDGES) + [param for param in sample(FACTORS, make_case) if param.id not in map(str, EDGES)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_forward_and_gradient(case, device):
+    (x, dout), tables = case.draw(device), case.tables(device)
+    before = x.clone()
+    out = apply_rotary_emb(x.requires_grad_(), *tables, **case.arguments(device))
+    (dx,) = torch.autograd.grad(out, x, dout)
+    assert identical(x, before)
+    assert_rotated(out, case, x.detach(), tables)
+    assert_rotated(dx, case, dout, tables, conjugate=True, name="dx")
+    assert identical(out[..., case.rotary_dim :], x[..., case.rotary_dim :])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_place_is_the_same_in_its_own_memory(case, device):
+    (x, dout), tables, arguments = case.draw(device), case.tables(device), case.arguments(device)
+    expected = apply_rotary_emb(x, *tables, **arguments)
+    expected_dx = apply_rotary(dout, *tables, **arguments, conjugate=True)
+    out = apply_rotary_emb(x.requires_grad_(), *tables, **arguments, inplace=True)
+    assert out.data_ptr() == x.data_ptr()
+    assert identical(out, expected)
+    assert identical(x, expected)
+    (dx,) = torch.autograd.grad(out, x, dout)
+    assert dx.data_ptr() == dout.data_ptr()
+    assert identical(dx, expected_dx)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_is_not_rotated_keeps_its_bits(inplace, interleaved, device):
+    """Neither a channel past rotary_dim nor a token without a row takes part in the arithmetic."""
+    case = Case(head_dim=80, rotary_dim=32, offset="past", interleaved=interleaved)
+    (x, _), (cos, sin) = case.draw(device), case.tables(device)
+    x[..., 32:] = torch.tensor([float("nan"), float("inf"), -0.0, 1.0] * 12)
+    x[0, 0, :, ::2] = float("inf")  # position -3
+    expected = x.clone()
+    out = apply_rotary_emb(x, cos, sin, inplace=inplace, **case.arguments(device))
+    assert identical(out[..., 32:], expected[..., 32:])
+    assert identical(out[0, :3], expected[0, :3])
+    assert not torch.equal(out[0, 4:, :, :32], expected[0, 4:, :, :32])
+
+
+def test_conjugate_is_the_inverse(device):
+    case = Case(dtype="fp32", head_dim=80, rotary_dim=32)
+    (x, _), tables = case.draw(device), case.tables(device)
+    turned = apply_rotary(x, *tables, interleaved=True)
+    torch.testing.assert_close(apply_rotary(turned, *tables, interleaved=True, conjugate=True), x)
+    again = turned.clone()
+    assert apply_rotary(again, *tables, interleaved=True, conjugate=True, inplace=True) is again
+    torch.testing.assert_close(again, x)
+
+
+def test_gradient_of_the_gradient(device):
+    case = Case(dtype="fp32")
+    (x, dout), tables = case.draw(device), case.tables(device)
+    out = apply_rotary_emb(x.requires_grad_(), *tables)
+    (dx,) = torch.autograd.grad(out, x, dout.requires_grad_(), create_graph=True)
+    (ddout,) = torch.autograd.grad(dx, dout, x.detach())
+    assert_rotated(ddout, case, x.detach(), tables)
+
+
+def test_expanded_gradient_is_not_written_to(device):
+    case = Case(dtype="fp32")
+    (x, _), tables = case.draw(device), case.tables(device)
+    apply_rotary_emb(x.requires_grad_(), *tables, inplace=True).sum().backward()
+    assert_rotated(x.grad, case, torch.ones_like(x), tables, conjugate=True)
+
+
+def test_in_place_change_is_seen_by_autograd(device):
+    case = Case(dtype="fp32")
+    (x, _), tables = case.draw(device), case.tables(device)
+    y = x.requires_grad_().exp()  # keeps y for its backward
+    out = apply_rotary_emb(y, *tables, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_tables_may_be_slices(device):
+    """Rows that lie apart, columns that lie apart, and rows at an odd address."""
+    case = Case(dtype="bf16")
+    (x, _), (cos, sin) = case.draw(device), case.tables(device)
+    expected = apply_rotary_emb(x, cos, sin)
+    wide = torch.cat([cos, cos], dim=1), torch.cat([sin, sin], dim=1)
+    assert identical(apply_rotary_emb(x, *(table[:, : cos.shape[1]] for table in wide)), expected)
+    assert identical(apply_rotary_emb(x, cos.t().contiguous().t(), sin.t().contiguous().t()), expected)
+    shifted = (torch.cat([table[:, :1], table], dim=1)[:, 1:] for table in (cos, sin))
+    assert identical(apply_rotary_emb(x, *shifted), expected)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3, 64), (2, 0, 3, 64), (2, 5, 0, 64), (2, 5, 3, 0)])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_empty(shape, inplace, device):
+    x = torch.randn(shape, device=device, requires_grad=True)
+    table = torch.rand(5, min(32, shape[-1] // 2), device=device)
+    out = apply_rotary_emb(x, table, table, inplace=inplace)
+    out.sum().backward()
+    assert out.shape == x.grad.shape == shape
+
+
+def test_empty_tables_and_no_sequences(device):
+    table = torch.rand(0, 32, device=device)
+    x = torch.randn(2, 3, 64, device=device)
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    assert identical(apply_rotary_emb(x, table, table, cu_seqlens=none, max_seqlen=0), x)
+    offsets = torch.zeros(0, dtype=torch.int32, device=device)
+    table = torch.rand(4, 32, device=device)
+    out = apply_rotary_emb(x, table, table, cu_seqlens=none, max_seqlen=0, seqlen_offsets=offsets)
+    assert identical(out, x)
+
+
+def test_max_seqlen_may_be_a_tensor(device):
+    case = Case(lengths=(5, 9))
+    (x, _), tables, arguments = case.draw(device), case.tables(device), case.arguments(device)
+    expected = apply_rotary_emb(x, *tables, **arguments)
+    arguments["max_seqlen"] = torch.tensor(9)
+    assert identical(apply_rotary_emb(x, *tables, **arguments), expected)
+
+
+# Packed queries, keys and values.
+
+# Shape, num_heads_q, where the queries and the keys are, and whether the heads are to be apart in memory.
+PACKED = {
+    "contiguous": ((2, 9, 3, 4, 64), None, (2, [0]), (2, [1]), False),
+    "apart": ((2, 9, 3, 4, 64), None, (2, [0]), (2, [1]), True),
+    "gqa": ((2, 9, 8, 64), 4, (2, [0, 1, 2, 3]), (2, [4, 5]), False),
+    "gqa_apart": ((2, 9, 8, 64), 4, (2, [0, 1, 2, 3]), (2, [4, 5]), True),
+    "mqa": ((2, 9, 3, 64), 1, (2, [0]), (2, [1]), False),
+}
+
+
+def part(tensor, where):
+    """The heads of a packed tensor that `where` = (dimension, indices) names, (batch, seqlen, heads, head_dim)."""
+    dim, indices = where
+    chosen = tensor.index_select(dim, torch.tensor(indices, device=tensor.device))
+    return chosen.flatten(2, 3) if chosen.dim() == 5 else chosen
+
+
+def apart(x):
+    """x in memory where its heads are not adjacent."""
+    return torch.stack([x, x], dim=-2).clone()[..., 0, :]
+
+
+@pytest.mark.parametrize("xpos", [False, True])
+@pytest.mark.parametrize("layout", PACKED)
+def test_packed_qkv(layout, xpos, device):
+    shape, num_heads_q, queries, keys, is_apart = PACKED[layout]
+    arrange = apart if is_apart else torch.clone
+    qkv, grad = (arrange(torch.randn(shape, device=device, dtype=torch.bfloat16)) for _ in range(2))
+    cos, sin, cos_k, sin_k = torch.rand(4, 20, 16, device=device)
+    tables_k = (cos_k, sin_k) if xpos else (cos, sin)
+    expected = {
+        (name, where): apply_rotary(part(x, places), *tables, 2, conjugate=conjugate, interleaved=True)
+        for name, x, conjugate in (("out", qkv, False), ("grad", grad, True))
+        for where, places, tables in (("q", queries, (cos, sin)), ("k", keys, tables_k))
+    }
+    values = queries[0], sorted(set(range(shape[2])) - set(queries[1]) - set(keys[1]))
+    before = part(qkv, values), part(grad, values)
+    out = apply_rotary_emb_qkv_(
+        qkv.requires_grad_(), cos, sin, *(tables_k if xpos else ()), interleaved=True, seqlen_offsets=2,
+        num_heads_q=num_heads_q,
+    )  # fmt: skip
+    assert out.data_ptr() == qkv.data_ptr()
+    (dqkv,) = torch.autograd.grad(out, qkv, grad)
+    assert dqkv.data_ptr() == grad.data_ptr()
+    for name, found in (("out", out), ("grad", dqkv)):
+        assert identical(part(found, queries), expected[name, "q"])
+        assert identical(part(found, keys), expected[name, "k"])
+    assert identical(part(out, values), before[0])
+    assert identical(part(dqkv, values), before[1])
+
+
+@pytest.mark.parametrize("arrange", [torch.clone, apart])
+def test_packed_kv(arrange, device):
+    kv, grad = (arrange(torch.randn(2, 9, 2, 3, 64, device=device)) for _ in range(2))
+    cos, sin = torch.rand(2, 20, 16, device=device)
+    before, grad_before = kv.clone(), grad.clone()
+    out = apply_rotary_emb_kv_(kv.requires_grad_(), cos, sin, seqlen_offsets=3)
+    (dkv,) = torch.autograd.grad(out, kv, grad)
+    assert out.data_ptr() == kv.data_ptr()
+    assert dkv.data_ptr() == grad.data_ptr()
+    assert identical(out[:, :, 0], apply_rotary(before[:, :, 0], cos, sin, 3))
+    assert identical(dkv[:, :, 0], apply_rotary(grad_before[:, :, 0], cos, sin, 3, conjugate=True))
+    assert identical(out[:, :, 1], before[:, :, 1])
+    assert identical(dkv[:, :, 1], grad_before[:, :, 1])
+
+
+# The module.
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("offset", [0, 11])
+def test_module(offset, interleaved, device):
+    qkv = torch.randn(2, 21, 3, 4, 64, device=device)
+    q, k, v = qkv.clone().unbind(2)
+    module = RotaryEmbedding(32, interleaved=interleaved, device=device)
+    assert not module.state_dict()
+    assert not list(module.parameters())
+    out = module(qkv, seqlen_offset=offset)
+    assert module._cos_cached.shape == (21 + offset, 16)
+    position = torch.arange(21 + offset, dtype=torch.float64)
+    angles = torch.outer(position, 10000 ** -(torch.arange(0, 32, 2, dtype=torch.float64) / 32)).to(device)
+    torch.testing.assert_close(module._cos_cached.double(), angles.cos(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(module._sin_cached.double(), angles.sin(), rtol=0, atol=1e-5)
+    tables = module._cos_cached, module._sin_cached
+    assert identical(out[:, :, 0], apply_rotary(q, *tables, offset, interleaved=interleaved))
+    assert identical(out[:, :, 1], apply_rotary(k, *tables, offset, interleaved=interleaved))
+    assert identical(out[:, :, 2], v)
+
+
+def test_module_with_keys_and_values_apart(device):
+    q, kv = torch.randn(2, 5, 4, 32, device=device), torch.randn(2, 5, 2, 2, 32, device=device)
+    module = RotaryEmbedding(32, device=device)
+    packed = module(torch.cat([q, *kv.unbind(2)], dim=2), num_heads_q=4)
+    q_out, kv_out = module(q, kv)
+    assert identical(torch.cat([q_out, *kv_out.unbind(2)], dim=2), packed)
+
+
+def test_module_with_offsets_in_a_tensor(device):
+    qkv = torch.randn(2, 5, 3, 2, 32, device=device)
+    module = RotaryEmbedding(32, device=device)
+    offsets = torch.tensor([3, 0], device=device)
+    with pytest.raises(ValueError, match="max_seqlen"):
+        module(qkv, seqlen_offset=offsets)
+    expected = [module(qkv[n : n + 1].clone(), seqlen_offset=n_offset) for n, n_offset in enumerate((3, 0))]
+    table = module._cos_cached
+    assert identical(module(qkv.clone(), seqlen_offset=offsets), torch.cat(expected))
+    assert module._cos_cached is table
+    module(qkv, seqlen_offset=offsets, max_seqlen=40)
+    assert len(module._cos_cached) == 40
+
+
+def test_module_scales_like_xpos(device):
+    """Products of queries and keys keep to relative positions, and the scale cancels at distance 0."""
+    module = RotaryEmbedding(32, scale_base=8, device=device)
+    qkv = torch.randn(1, 1, 3, 1, 32, device=device).expand(1, 24, 3, 1, 32).clone()
+    q, k, _ = module(qkv.clone()).unbind(2)
+    products = torch.einsum("bihd,bjhd->ij", q.double(), k.double())
+    for distance in range(-23, 24):
+        diagonal = products.diagonal(distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-4, atol=1e-3)
+    plain = (qkv[0, 0, 0] * qkv[0, 0, 1]).sum().double()
+    torch.testing.assert_close(products[0, 0], plain, rtol=1e-4, atol=1e-4)
+    zeta = (torch.arange(0, 32, 2, dtype=torch.float64) + 0.4 * 32) / (1.4 * 32)
+    gain = zeta ** ((torch.arange(24, dtype=torch.float64) - 12) / 8)[:, None]
+    angles = torch.outer(torch.arange(24, dtype=torch.float64), 10000 ** -(torch.arange(0, 32, 2).double() / 32))
+    torch.testing.assert_close(module._cos_cached.cpu().double(), angles.cos() * gain, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(module._sin_k_cached.cpu().double(), angles.sin() / gain, rtol=1e-4, atol=1e-5)
+
+
+def test_module_rebuilds_tables_only_when_needed(device):
+    module = RotaryEmbedding(16, device=device)
+
+    def table(seqlen, dtype=torch.float32):
+        module._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
+        return module._cos_cached
+
+    first = table(10)
+    assert table(10) is first
+    assert table(4) is first
+    assert len(table(11)) == 11
+    assert table(5, torch.float16).dtype == torch.float16
+    assert len(table(5, torch.float16)) == 5
+    with torch.inference_mode():
+        inferred = table(30)
+    assert table(30) is not inferred
+
+
+def test_module_cast_to_half_keeps_exact_angles(device):
+    module, cast = RotaryEmbedding(32, scale_base=8, device=device), RotaryEmbedding(32, scale_base=8, device=device)
+    cast.half()
+    for each in (module, cast):
+        each._update_cos_sin_cache(500, device=device, dtype=torch.float32)
+    assert identical(cast._cos_cached, module._cos_cached)
+    assert identical(cast._sin_k_cached, module._sin_k_cached)
+
+
+# Graphs, fakes, signatures.
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("leaf", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "gqa"])
+def test_compiled_in_place(layout, leaf, backend, device):
+    shape, num_heads_q, *_ = PACKED[layout]
+    tables, grad = torch.rand(2, 20, 16, device=device), torch.randn(shape, device=device)
+    inputs = torch.randn(shape, device=device)
+
+    def run(function):
+        x = inputs.clone().requires_grad_()
+        qkv = x if leaf else x * 1
+        out = function(qkv, *tables, num_heads_q=num_heads_q)
+        (dx,) = torch.autograd.grad(out, x, grad.clone())
+        return out.detach(), qkv.detach(), dx
+
+    compiled = run(torch.compile(apply_rotary_emb_qkv_, fullgraph=True, backend=backend))
+    for found, expected in zip(compiled, run(apply_rotary_emb_qkv_), strict=True):
+        assert identical(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("case", params([Case(dtype="fp32", offset="int"), Case(lengths=(5, 9), offset="int32")]))
+def test_compiled(case, inplace, backend, device):
+    (x, dout), tables = case.draw(device), case.tables(device)
+    arguments = case.arguments(device) | dict(inplace=inplace)
+    compiled = torch.compile(apply_rotary_emb, fullgraph=True, backend=backend)
+    results = []
+    for function in (compiled, apply_rotary_emb):
+        leaf = x.clone().requires_grad_()
+        out = function(leaf * 1, *tables, **arguments)
+        results.append((out.detach(), *torch.autograd.grad(out, leaf, dout.clone())))
+    assert identical(results[0][0], results[1][0])
+    assert identical(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("case", params([Case(dtype="fp32", offset="int"), Case(lengths=(5, 9), offset="int32")]))
+def test_opcheck(case, device):
+    (x, _), tables, options = case.draw(device), case.tables(device), case.arguments(device)
+    options.pop("interleaved")
+    arguments = ops.arguments(x, *tables, **options)[1:]
+    torch.library.opcheck(ops.rotary.default, (x.clone().requires_grad_(), *arguments, True, False))
+    torch.library.opcheck(ops.rotary.default, (x, *arguments, False, True))
+    torch.library.opcheck(ops.rotary_.default, (x, *arguments, False, False))
+
+
+def test_meta():
+    x, table = torch.empty(2, 5, 3, 64, device="meta"), torch.empty(5, 32, device="meta")
+    assert apply_rotary_emb(x, table, table).shape == x.shape
+    assert apply_rotary_emb(x, table, table, inplace=True) is x
+
+
+SIGNATURES = {
+    rotary.rotate_half: "x, interleaved=False",
+    apply_rotary_emb_torch: "x, cos, sin, interleaved=False",
+    apply_rotary_emb: "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
+    "max_seqlen=None",
+    apply_rotary_emb_qkv_: "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
+    "num_heads_q=None",
+    apply_rotary_emb_kv_: "kv, cos, sin, interleaved=False, seqlen_offsets=0",
+    RotaryEmbedding: "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
+    RotaryEmbedding.forward: "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None",
+    apply_rotary: "x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, "
+    "conjugate=False",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
+def test_signature(function):
+    parameters = inspect.signature(function).parameters.values()
+    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+    assert ", ".join(map(str, plain)) == SIGNATURES[function]
+
+
+def test_other_names():
+    assert rotary.apply_rotary_emb_func is apply_rotary_emb
+    assert rotary.ApplyRotaryEmb.apply is apply_rotary_emb
+    assert rotary.ApplyRotaryEmbQKV_.apply is apply_rotary_emb_qkv_
+    assert rotary.ApplyRotaryEmbKV_.apply is apply_rotary_emb_kv_
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_torch_versions_agree_with_the_oracle(interleaved):
+    case = Case(dtype="fp32", table="fp32", head_dim=80, rotary_dim=32, interleaved=interleaved)
+    (x, _), (cos, sin) = case.draw("cpu"), case.tables("cpu")
+    out = apply_rotary_emb_torch(x, cos[: case.seqlen], sin[: case.seqlen], interleaved)
+    assert_rotated(out, case, x, (cos, sin))
+    per_entry = (table[: case.seqlen].expand(case.batch, -1, -1) for table in (cos, sin))
+    assert identical(apply_rotary_emb_torch(x, *per_entry, interleaved), out)
+
+
+# Errors: what is wrong, the class, what the message names.
+
+X, TABLE = torch.zeros(2, 5, 3, 64), torch.zeros(8, 32)
+PACKED_X, CU_SEQLENS = torch.zeros(10, 3, 64), torch.tensor([0, 4, 10], dtype=torch.int32)
+ERRORS = {
+    "x is no tensor": (dict(x=[1.0]), TypeError, "x must be a torch.Tensor"),
+    "x is float64": (dict(x=X.double()), TypeError, "x must have dtype"),
+    "x has three dimensions": (dict(x=X[0]), ValueError, "x must have 4 dimensions"),
+    "packed x has four": (dict(cu_seqlens=CU_SEQLENS, max_seqlen=6), ValueError, "x must have 3 dimensions"),
+    "cos is integer": (dict(cos=TABLE.int()), TypeError, "cos must have dtype"),
+    "cos has three dimensions": (dict(cos=TABLE[None]), ValueError, "cos must have 2 dimensions"),
+    "sin has another shape": (dict(sin=TABLE[:, 1:]), ValueError, "sin must have shape"),
+    "sin has another dtype": (dict(sin=TABLE.half()), TypeError, "sin must have dtype"),
+    "the table is too wide": (dict(x=X[..., :62]), ValueError, "at most head_dim / 2 = 31 columns, found 32"),
+    "the table is too short": (dict(cos=TABLE[:4], sin=TABLE[:4]), ValueError, "5 positions, found 4 rows"),
+    "the offset leaves the table": (dict(seqlen_offsets=4), ValueError, "9 positions, found 8 rows"),
+    "the offset is negative": (dict(seqlen_offsets=-1), ValueError, "seqlen_offsets must be at least 0, found -1"),
+    "the offset is a float": (dict(seqlen_offsets=1.0), TypeError, "seqlen_offsets must be an integer"),
+    "offsets of another dtype": (dict(seqlen_offsets=torch.zeros(2)), TypeError, "seqlen_offsets must have dtype"),
+    "offsets of another shape": (dict(seqlen_offsets=CU_SEQLENS), ValueError, "seqlen_offsets must have shape"),
+    "max_seqlen is missing": (dict(x=PACKED_X, cu_seqlens=CU_SEQLENS), ValueError, "max_seqlen must be given"),
+    "max_seqlen is a float": (dict(x=PACKED_X, cu_seqlens=CU_SEQLENS, max_seqlen=6.0), TypeError, "max_seqlen"),
+    "the table is shorter than max_seqlen": (
+        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS, max_seqlen=9), ValueError, "9 positions, found 8 rows"),
+    "cu_seqlens is int64": (
+        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS.long(), max_seqlen=6), TypeError, "cu_seqlens must have dtype"),
+    "cu_seqlens is empty": (
+        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS[:0], max_seqlen=6), ValueError, "length of cu_seqlens"),
+    "cu_seqlens has two dimensions": (
+        dict(x=PACKED_X, cu_seqlens=CU_SEQLENS[None], max_seqlen=6), ValueError, "cu_seqlens must have 1 dimension"),
+    "cos is on another device": (dict(cos=TABLE.to("meta")), ValueError, "cos must be on cpu"),
+    "offsets are on another device": (
+        dict(seqlen_offsets=CU_SEQLENS[:2].to("meta")), ValueError, "seqlen_offsets must be on cpu"),
+    "x is expanded": (dict(x=X[:1].expand(2, 5, 3, 64), inplace=True), ValueError, "x must not be expanded"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [apply_rotary_emb, apply_rotary])
+@pytest.mark.parametrize("what", ERRORS)
+def test_error(what, function):
+    changes, error, message = ERRORS[what]
+    with pytest.raises(error, match=message):
+        function(**dict(dict(x=X, cos=TABLE, sin=TABLE), **changes))
+
+
+def test_errors_of_packed_tensors():
+    qkv = torch.zeros(2, 5, 3, 4, 64)
+    for arguments, error, message in (
+        (dict(qkv=qkv[:, :, :2]), ValueError, "qkv must have shape"),
+        (dict(qkv=qkv[:, :, 0, 0]), ValueError, "qkv must have shape"),
+        (dict(qkv=qkv[:, :, 0]), ValueError, "num_heads_q must be given"),
+        (dict(qkv=qkv[:, :, 0], num_heads_q=1), ValueError, "num_heads_q must leave as many"),
+        (dict(qkv=qkv[:, :, 0], num_heads_q=6), ValueError, "num_heads_q must leave as many"),
+        (dict(qkv=qkv[:, :, 0], num_heads_q=2.0), TypeError, "num_heads_q must be an integer"),
+        (dict(qkv=qkv, cos_k=TABLE), ValueError, "cos_k and sin_k must be given together"),
+        (dict(qkv=None), TypeError, "qkv must be a torch.Tensor"),
+    ):
+        with pytest.raises(error, match=message):
+            apply_rotary_emb_qkv_(cos=TABLE, sin=TABLE, **arguments)
+    with pytest.raises(ValueError, match="kv must have shape"):
+        apply_rotary_emb_kv_(qkv, TABLE, TABLE)
+    with pytest.raises(ValueError, match="columns"):
+        apply_rotary_emb_torch(X[..., :62], TABLE[:5], TABLE[:5])
+    with pytest.raises(ValueError, match="dim must be even"):
+        RotaryEmbedding(33)
+
+
+def test_nothing_is_written_if_the_keys_tables_are_wrong(device):
+    qkv = torch.randn(2, 5, 3, 4, 64, device=device)
+    table, before = TABLE.to(device), qkv.clone()
+    with pytest.raises(ValueError, match="5 positions, found 4 rows"):
+        apply_rotary_emb_qkv_(qkv, table, table, table[:4], table[:4])
+    assert identical(qkv, before)
+
+
+# What only a kernel can trip over.
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("shape", [(70_000, 1, 1, 16), (1, 1, 70_000, 16), (1, 70_000, 1, 6)])
+def test_long_dimensions(shape, inplace, device):
+    case = Case(*shape, rotary_dim=shape[-1], dtype="fp32")
+    (x, _), tables = case.draw(device), case.tables(device)
+    expected = ops.reference.rotary(x, *tables, None, 0, None, None, False, False)
+    torch.testing.assert_close(apply_rotary_emb(x, *tables, inplace=inplace), expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("inplace", [False, True])
+def test_more_elements_than_32_bits_count(inplace, device, memory_guard):
+    seqlen = 2**31 // (32 * 128) + 100
+    memory_guard(4 * seqlen * 32 * 128)
+    x = torch.randn(1, 1, 32, 128, device=device, dtype=torch.bfloat16).expand(1, seqlen, 32, 128).contiguous()
+    angles = torch.rand(seqlen, 64, device=device)
+    tables = angles.cos(), angles.sin()
+    last = apply_rotary_emb(x[:, -50:], *(table[-50:] for table in tables))
+    out = apply_rotary_emb(x, *tables, inplace=inplace)
+    assert identical(out[:, -50:], last)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shift", [1, 2, 4, 8])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_alignment(dtype, shift, inplace, device):
+    case = Case(dtype=dtype, heads=5)
+    (x, _), tables = case.draw(device), case.tables(device)
+    expected = apply_rotary_emb(x, *tables)
+    shifted = torch.zeros(x.numel() + shift, device=device, dtype=x.dtype)[shift:].view_as(x).copy_(x)
+    assert identical(apply_rotary_emb(shifted, *tables, inplace=inplace), expected)
+
+
+@pytest.mark.cuda
+def test_other_stream(device):
+    case = Case(batch=8, seqlen=2048, heads=8)
+    (x, _), tables = case.draw(device), case.tables(device)
+    expected = apply_rotary_emb(x, *tables)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # a kernel on any other stream would be done before the copy below begins
+        late = torch.zeros_like(x).copy_(x)
+        out = apply_rotary_emb(late, *tables)
+    stream.synchronize()
+    assert identical(out, expected)
+
+
+@pytest.mark.cuda
+def test_graph_capture(device):
+    case = Case()
+    (x, _), tables = case.draw(device), case.tables(device)
+    static, graph = torch.zeros_like(x), torch.cuda.CUDAGraph()
+    apply_rotary_emb(static, *tables)
+    with torch.cuda.graph(graph):
+        out = apply_rotary_emb(static, *tables)
+    static.copy_(x)
+    graph.replay()
+    assert identical(out, apply_rotary_emb(x, *tables))
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("inplace", [False, True])
+def test_device_that_is_not_current(inplace):
+    case = Case()
+    (x, _), tables = case.draw("cuda:1"), case.tables("cuda:1")
+    with torch.cuda.device(0):
+        out = apply_rotary_emb(x.clone().requires_grad_(), *tables, inplace=inplace)
+        assert torch.cuda.current_device() == 0
+    assert_rotated(out.detach(), case, x, tables)
+
+
+@pytest.mark.cuda
+def test_kernel_refuses_what_does_not_fit(device):
+    """The op itself, called around the checks in Python, must not reach memory that is not its own."""
+    x, table, cu_seqlens = (tensor.to(device) for tensor in (X, TABLE, CU_SEQLENS))
+    good = dict(x=x, cos=table, sin=table, offsets=None, first=0, cu_seqlens=None, most=None, halves=True, back=False)
+    ops.rotary.default(*good.values())
+    for changes, message in (
+        (dict(x=x[0]), "x must be"),
+        (dict(x=x.double()), "x must have dtype"),
+        (dict(cos=table[0]), "cos must have shape"),
+        (dict(x=x[..., :62]), "cos must have shape"),
+        (dict(sin=table[:4]), "sin must have shape"),
+        (dict(sin=table.half()), "same dtype"),
+        (dict(cos=TABLE), "cos must be on the device"),
+        (dict(offsets=cu_seqlens), "seqlen_offsets must have shape"),
+        (dict(offsets=table[0, :2]), "seqlen_offsets must have dtype"),
+        (dict(x=x[0], cu_seqlens=cu_seqlens.long()), "cu_seqlens must have dtype"),
+        (dict(x=x[0], cu_seqlens=cu_seqlens[:0]), "cu_seqlens must have shape"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.rotary.default(*(good | changes).values())
