@@ -164,6 +164,7 @@ def _parse(description, family):
 
 
 def _measure(case, args, peaks, baseline):
+    torch.compiler.reset()  # each case is compiled for its own shapes, however many there were before it
     functions = {name: function for name, function in case.providers().items()
                  if args.providers is None or name in (*args.providers, baseline)}  # fmt: skip
     functions = {name: function for name, function in functions.items() if _runs(case, name, function)}
