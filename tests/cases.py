@@ -101,32 +101,45 @@ def cover(factors, *, valid=lambda row: True, seed=0):
     """Rows (dicts) over `factors` (name -> values) so that every pair of values of two factors occurs in one of them.
 
     Greedy: each row starts from a pair not seen yet and is completed with the values that see most new pairs.
-    `valid(row)` says whether a complete row is allowed; a pair that no valid row is found for is left out.
+    `valid(row)` says whether a complete row is allowed; a pair that no valid row was found for is left out.
     """
-    rng, names = random.Random(seed), list(factors)
-    missing = {
-        frozenset([(a, i), (b, j)])
-        for a, b in itertools.combinations(names, 2)
-        for i in range(len(factors[a]))
-        for j in range(len(factors[b]))
-    }
-    rows = []
-    for pair in sorted(missing, key=sorted):
+    rng, rows = random.Random(seed), []
+
+    def first_valid(completions):
+        return next((row for row in completions if valid(_values(row, factors))), None)
+
+    pairs = [pair for names in itertools.combinations(factors, 2) for pair in _index_pairs(names, factors)]
+    found = {pair: first_valid(_completed(pair, factors, rng) for _ in range(200)) for pair in pairs}
+    missing = {pair for pair, row in found.items() if row is not None}
+    for pair in pairs:
         if pair in missing:
-            candidates = (_completed(dict(pair), factors, missing, rng) for _ in range(20))
-            index = next((row for row in candidates if valid({n: factors[n][row[n]] for n in names})), None)
-            missing.discard(pair)
-            if index is not None:
-                missing -= {frozenset(two) for two in itertools.combinations(index.items(), 2)}
-                rows.append({n: factors[n][index[n]] for n in names})
+            row = first_valid(_completed(pair, factors, rng, missing) for _ in range(10)) or found[pair]
+            missing.difference_update(itertools.combinations(((name, row[name]) for name in factors), 2))
+            rows.append(_values(row, factors))
     return rows
 
 
-def _completed(row, factors, missing, rng):
-    """Fill in the open factors of `row` (name -> index), in random order, each by the value in most missing pairs."""
-    for name in rng.sample([n for n in factors if n not in row], k=len(factors) - len(row)):
-        values = rng.sample(range(len(factors[name])), k=len(factors[name]))
-        row[name] = max(values, key=lambda i: sum(frozenset([(name, i), other]) in missing for other in row.items()))
+def _index_pairs(names, factors):
+    return itertools.product(*([(name, i) for i in range(len(factors[name]))] for name in names))
+
+
+def _values(row, factors):
+    return {name: factors[name][row[name]] for name in factors}
+
+
+def _completed(pair, factors, rng, missing=frozenset()):
+    """A row (name -> index) with `pair` in it, filled up in random order, each value being in most missing pairs."""
+    row, position = dict(pair), {name: i for i, name in enumerate(factors)}
+
+    def new_pairs(name, i):
+        others = (
+            (((name, i), other), (other, (name, i)))[position[other[0]] < position[name]] for other in row.items()
+        )
+        return sum(two in missing for two in others)
+
+    for name in rng.sample([name for name in factors if name not in row], k=len(factors) - 2):
+        indices = rng.sample(range(len(factors[name])), k=len(factors[name]))
+        row[name] = max(indices, key=lambda i: new_pairs(name, i)) if missing else indices[0]
     return row
 
 

@@ -485,6 +485,7 @@ def test_opcheck(case, device):
 # Large tensors, devices, graphs
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("page", [0, 16])
 def test_more_than_65535_entries(page, device, memory_guard):
     """Every entry has the same keys, so that one answer serves all."""
