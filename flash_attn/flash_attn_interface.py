@@ -80,6 +80,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 128, 8, 64])
     """
+    _check_given(v=v)
     return _attend(
         q, k, v,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -192,7 +193,7 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 4, 4, causal=True).shape
         torch.Size([7, 8, 64])
     """
-    _check_given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _check_given(v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     return _attend(
         q, k, v,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -359,10 +360,12 @@ def _window(window_size):
     """(left, right) as ints, any negative as -1."""
     try:
         left, right = window_size
-        left, right = int(left), int(right)
-    except (TypeError, ValueError):
-        raise ValueError(f"window_size must be two integers (left, right), found {window_size!r}") from None
-    return max(left, -1), max(right, -1)
+        exact = int(left) == left and int(right) == right
+    except (TypeError, ValueError, OverflowError):
+        exact = False
+    if not exact:
+        raise ValueError(f"window_size must be two integers (left, right), found {window_size!r}")
+    return max(int(left), -1), max(int(right), -1)
 
 
 def _check_packed(name, packed, parts, layout):

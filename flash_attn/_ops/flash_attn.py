@@ -49,7 +49,7 @@ def forward(
     checks.real("dropout_p", dropout_p)
     checks.number("dropout_p", dropout_p, 0 <= dropout_p < 1, "at least 0 and less than 1")
     tensors = unpack(q, k, v)
-    batch = _check_qkv(*tensors, cu_seqlens_q, cu_seqlens_k, block_table, packed=v is None)
+    batch = _check_qkv(_argument_names(k, v), *tensors, cu_seqlens_q, cu_seqlens_k, block_table)
     scale = _check_scores(tensors[0], batch, softmax_scale, softcap, alibi_slopes)
     _check_per_entry(tensors[0], batch, seqused_k=seqused_k, leftpad_k=leftpad_k)
     return_softmax = bool(return_softmax) and dropout_p > 0
@@ -94,7 +94,7 @@ def backward(
     """
     checks.real("dropout_p", dropout_p)
     checks.number("dropout_p", dropout_p, 0 <= dropout_p < 1, "at least 0 and less than 1")
-    batch = _check_qkv(q, k, v, cu_seqlens_q, cu_seqlens_k, None, packed=False)
+    batch = _check_qkv("qkv", q, k, v, cu_seqlens_q, cu_seqlens_k, None)
     scale = _check_scores(q, batch, softmax_scale, softcap, alibi_slopes)
     for name, value, like in (("dout", dout, q), ("out", out, q), ("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         checks.tensor(name, value, dtypes=(q.dtype,), shape=tuple(like.shape), device=q.device)
@@ -141,7 +141,7 @@ def decode(
     scale = _check_scores(q, batch, softmax_scale, softcap, alibi_slopes)
     lengths, length = _check_cache_seqlens(q, cache_seqlens, capacity)
     _check_per_entry(q, batch, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
-    _check_appended(q, k_cache, k, v, cache_seqlens, capacity, length)
+    _check_appended(q, k_cache, v_cache, k, v, cache_seqlens, capacity, length)
     _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     checks.integer("num_splits", num_splits)
     checks.number("num_splits", num_splits, num_splits <= MAX_SPLITS, f"at most {MAX_SPLITS}")
@@ -178,14 +178,21 @@ def _draw_rng_state(device):
 # Argument checks
 
 
-def _check_qkv(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, packed):
-    """Check q, k, v and what tells their entries apart; return the batch size. `packed` tensors share an argument."""
+def _argument_names(k, v):
+    """Which arguments queries, keys and values came in; packed ones share one."""
+    if v is not None:
+        return "q", "k", "v"
+    return ("qkv", "qkv", "qkv") if k is None else ("q", "kv", "kv")
+
+
+def _check_qkv(names, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table):
+    """Check q, k, v, named `names`, and what tells their entries apart; return the batch size."""
+    checks.tensor(names[0], q, dtypes=DTYPES)
     varlen = cu_seqlens_q is not None
-    names = ("qkv" if packed else name for name in "qkv")
     layout = "(tokens, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
     paged_layout = "(num_pages, page_size, heads_k, head_dim)"
     for name, x in zip(names, (q, k, v), strict=True):
-        checks.tensor(name, x, dtypes=DTYPES if x is q else (q.dtype,), device=q.device)
+        checks.tensor(name, x, dtypes=(q.dtype,), device=q.device)
         checks.ndim(name, x, layout if x is q or block_table is None else paged_layout)
     heads, head_dim = q.shape[-2:]
     checks.number("head_dim", head_dim, 1 <= head_dim <= MAX_HEAD_DIM, f"between 1 and {MAX_HEAD_DIM}")
@@ -199,10 +206,10 @@ def _check_qkv(q, k, v, cu_seqlens_q, cu_seqlens_k, block_table, packed):
         _check_block_table(block_table, batch, q.device)
         checks.number("page_size", k.shape[1], k.shape[1] >= 1, "at least 1")
     if varlen or block_table is not None:
-        checks.tensor("k", k, shape=(*k.shape[:-1], head_dim))
+        checks.tensor(names[1], k, shape=(*k.shape[:-1], head_dim))
     else:
-        checks.tensor("k", k, shape=(batch, k.shape[1], k.shape[2], head_dim))
-    checks.tensor("v", v, shape=tuple(k.shape))
+        checks.tensor(names[1], k, shape=(batch, k.shape[1], k.shape[2], head_dim))
+    checks.tensor(names[2], v, shape=tuple(k.shape))
     return batch
 
 
@@ -320,7 +327,7 @@ def _check_cache_seqlens(q, cache_seqlens, capacity):
     return None, cache_seqlens
 
 
-def _check_appended(q, k_cache, k, v, cache_seqlens, capacity, length):
+def _check_appended(q, k_cache, v_cache, k, v, cache_seqlens, capacity, length):
     if (k is None) != (v is None):
         missing, given = ("k", "v") if k is None else ("v", "k")
         raise ValueError(f"{missing} must be given together with {given}, found None")
@@ -328,6 +335,9 @@ def _check_appended(q, k_cache, k, v, cache_seqlens, capacity, length):
         return
     if cache_seqlens is None:
         raise ValueError("cache_seqlens must say where k and v are appended, found None")
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} must not require grad where it is written, found requires_grad=True")
     shape = (q.shape[0], None, *k_cache.shape[2:])
     checks.tensor("k", k, dtypes=(q.dtype,), shape=shape, device=q.device)
     checks.tensor("v", v, dtypes=(q.dtype,), shape=tuple(k.shape), device=q.device)
