@@ -75,9 +75,10 @@ def fwd(
     out, softmax_lse = _attend(q, k, v, parts, options)
     if not return_softmax:
         return out, softmax_lse, q.new_empty(0)
-    longest_q = max([max_seqlen_q or 0, *(part.seqlen_q for part in parts)])
-    longest_k = max([max_seqlen_k or 0, *(part.seqlen_k for part in parts)])
-    batch = max((part.entries.stop for part in parts), default=0)
+    dense = cu_seqlens_q is None
+    batch = q.shape[0] if dense else len(cu_seqlens_q) - 1
+    longest_q = max([q.shape[1] if dense else max_seqlen_q or 0, *(part.seqlen_q for part in parts)])
+    longest_k = max([k.shape[1] if dense else max_seqlen_k or 0, *(part.seqlen_k for part in parts)])
     s_dmask = q.new_zeros(batch, q.shape[-2], _round_up(longest_q, 128), _round_up(longest_k, 128))
     _softmax_dropped(_batched(q), _batched(k), parts, options, s_dmask)
     return out, softmax_lse, s_dmask
