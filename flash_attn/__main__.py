@@ -1,0 +1,239 @@
+"""Report on this installation: versions, kernels, devices, which op runs where and why, and a self-check.
+
+`python -m flash_attn` prints it all for a bug report; the exit status is 0 if the self-check passes and 1 otherwise.
+The self-check compares results with the textbook formula in float64 and allows twice the error of that formula in
+plain torch at the precision of the inputs.
+"""
+
+import argparse
+import importlib
+import pathlib
+import pkgutil
+import platform
+import struct
+import sys
+
+import torch
+
+import flash_attn
+from flash_attn import _library, _ops
+from flash_attn.layers.rotary import apply_rotary_emb
+
+
+def main(argv=None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_attn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", default=default_device(), help="where the self-check runs (here: %(default)s)")
+    device = parser.parse_args(argv).device
+    for title, lines in (("Installation", installation()), ("Devices", devices()), ("Ops", backends())):
+        print(title, *lines, sep="\n  ", end="\n\n")
+    return self_check(device)
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def installation() -> list[str]:
+    """Lines that tell the versions and the kernel library."""
+    error = _library.load_error()
+    return [
+        f"flash_attn {flash_attn.__version__} in {pathlib.Path(flash_attn.__file__).parent}",
+        f"torch {torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"),
+        f"python {platform.python_version()} on {platform.platform()}",
+        f"driver {_driver()}",
+        f"kernels: none, {error}" if error else f"kernels: {_describe_library(_library.library_path())}",
+    ]
+
+
+def devices() -> list[str]:
+    """A line for each CUDA device."""
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [
+        f"cuda:{i} {gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+        for i, gpu in enumerate(found)
+    ] or ["no CUDA device that torch can use"]
+
+
+def backends() -> list[str]:
+    """A line for each op: whether a kernel or the reference serves it here, and why."""
+    return [f"{name:<16}{backend(name)}" for name in op_names()]
+
+
+def backend(name: str) -> str:
+    """What serves the op `name` here."""
+    error = _library.load_error()
+    if error:
+        return f"reference in plain torch: {error}"
+    if not _library.has_kernel(name):
+        return "reference in plain torch: the library has no kernel for it"
+    if not torch.cuda.is_available():
+        return "reference in plain torch: there is a kernel, but no CUDA device"
+    return "kernel for CUDA tensors, reference in plain torch for others"
+
+
+def op_names() -> list[str]:
+    """The ops that the package defines."""
+    modules = [importlib.import_module(f"{_ops.__name__}.{info.name}") for info in pkgutil.iter_modules(_ops.__path__)]
+    return sorted({op.name for module in modules for op in vars(module).values() if isinstance(op, _library.Op)})
+
+
+def architectures(library: pathlib.Path) -> list[str]:
+    """The GPU architectures in a compiled library: sm_XX for machine code, compute_XX for PTX.
+
+    Read from the fat binaries that nvcc embeds. Their layout is not documented; this is how nvcc 11 to 13 write it.
+    A header of 16 bytes (magic, version 1, header size 16, size of what follows) precedes entries, whose header holds
+    the kind (1 PTX, 2 machine code) at byte 0, its own size at 4, the size of the code at 8, the architecture at 28
+    and flags at 40.
+    """
+    image, found = library.read_bytes(), set()
+    magic = struct.pack("<IHH", 0xBA55ED50, 1, 16)
+    start = image.find(magic)
+    while start >= 0:
+        entry = start + 16
+        end = entry + struct.unpack_from("<Q", image, start + 8)[0]
+        while entry < end:
+            kind, header, size = struct.unpack_from("<HxxIQ", image, entry)
+            if kind not in (1, 2):
+                break  # not the layout described above
+            architecture, flags = struct.unpack_from("<I8xQ", image, entry + 28)
+            suffix = {0x100000: "a", 0x200000: "f"}.get(flags & 0x300000, "")
+            found.add(f"{'compute' if kind == 1 else 'sm'}_{architecture}{suffix}")
+            entry += header + size
+        start = image.find(magic, end)
+    return sorted(found)
+
+
+def self_check(device: str) -> int:
+    """Run the checks on `device` and print their errors. Returns 0 if all pass, else 1."""
+    print(f"Self-check on {device}, bfloat16: largest error against the formula in float64")
+    torch.manual_seed(0)
+    results = [_check(name, *check(device)) for name, check in CHECKS.items()]
+    print("All passed." if all(results) else "FAILED: please report this, with all of the above.")
+    return 0 if all(results) else 1
+
+
+def _check(name, ours, formula, inputs) -> bool:
+    """Compare the tensors that two functions of the same inputs return."""
+    try:
+        exact = formula(*(x.double() for x in inputs))
+        allowed = 2 * _error(formula(*inputs), exact) + 1e-3
+        error = _error(ours(*inputs), exact)
+    except Exception as failure:  # reported, as all failures are, and the other checks still run
+        print(f"  {name:<16}fail: {type(failure).__name__}: {failure}")
+        return False
+    passed = error <= allowed  # false for nan
+    print(f"  {name:<16}{'pass' if passed else 'FAIL'}  {error:.1e}, allowed {allowed:.1e}")
+    return passed
+
+
+def _error(found, exact) -> float:
+    return torch.stack([(a.double() - b).abs().max() for a, b in zip(found, exact, strict=True)]).max().item()
+
+
+def _check_forward(device):
+    def ours(q, k, v):
+        return [flash_attn.flash_attn_func(q, k, v, causal=True)]
+
+    def formula(q, k, v):
+        return [_attention(q, k, v)]
+
+    return ours, formula, _qkv(device)
+
+
+def _check_backward(device):
+    def gradients_of(attention):
+        def gradients(dout, *qkv):
+            qkv = [x.detach().requires_grad_() for x in qkv]
+            return torch.autograd.grad(attention(*qkv), qkv, dout)
+
+        return gradients
+
+    def ours(q, k, v):
+        return flash_attn.flash_attn_func(q, k, v, causal=True)
+
+    q, k, v = _qkv(device)
+    return gradients_of(ours), gradients_of(_attention), [torch.randn_like(q), q, k, v]
+
+
+def _check_kvcache(device):
+    """Three new tokens after 61 cached ones: the output, and what is appended to the caches."""
+    filled, (k, v) = 61, _random(2, 2, 64, 2, 64, device=device)
+    (q,), (cos, sin) = _random(1, 2, 3, 8, 64, device=device), _rotary_tables(64, device)
+
+    def ours(q, k, v, cos, sin):
+        k_cache, v_cache = k.clone(), v.clone()
+        k_cache[:, filled:], v_cache[:, filled:] = 0, 0
+        out = flash_attn.flash_attn_with_kvcache(
+            q, k_cache, v_cache, k[:, filled:], v[:, filled:], cos, sin,
+            cache_seqlens=filled, causal=True, rotary_interleaved=False,
+        )  # fmt: skip
+        return out, k_cache, v_cache
+
+    def formula(q, k, v, cos, sin):
+        q = _rotate(q, cos[filled:], sin[filled:])
+        k = torch.cat([k[:, :filled], _rotate(k[:, filled:], cos[filled:], sin[filled:])], dim=1)
+        return _attention(q, k, v), k, v
+
+    return ours, formula, [q, k, v, cos, sin]
+
+
+def _check_rotary(device):
+    def ours(x, cos, sin):
+        return [apply_rotary_emb(x, cos, sin)]
+
+    def formula(x, cos, sin):
+        return [_rotate(x, cos, sin)]
+
+    return ours, formula, [*_random(1, 2, 200, 8, 64, device=device), *_rotary_tables(200, device)]
+
+
+CHECKS = {
+    "forward": _check_forward,
+    "backward": _check_backward,
+    "key-value cache": _check_kvcache,
+    "rotary": _check_rotary,
+}
+
+
+def _attention(q, k, v):
+    """softmax(q k^T / sqrt(head_dim)) v with a causal mask, the last query aligned with the last key."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
+    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
+    return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+def _rotate(x, cos, sin):
+    """Pairs (i, i + head_dim / 2) of channels turned by the angles of their positions."""
+    a, b = x.chunk(2, dim=-1)
+    cos, sin = (table[: x.shape[1], None] for table in (cos, sin))
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def _qkv(device):
+    return _random(1, 2, 200, 8, 64, device=device) + _random(2, 2, 200, 2, 64, device=device)
+
+
+def _random(count, *shape, device):
+    return [torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(count)]
+
+
+def _rotary_tables(positions, device):
+    angles = torch.outer(torch.arange(positions), 10000.0 ** -torch.arange(0, 1, 2 / 64))
+    return [table.to(device, torch.bfloat16) for table in (angles.cos(), angles.sin())]
+
+
+def _describe_library(library: pathlib.Path) -> str:
+    found = " ".join(architectures(library)) or "unknown, no fat binary was recognised"
+    return f"{library}, {library.stat().st_size / 2**20:.1f} MiB, architectures: {found}"
+
+
+def _driver() -> str:
+    version = pathlib.Path("/proc/driver/nvidia/version")
+    return version.read_text().splitlines()[0] if version.exists() else "unknown: no NVIDIA driver under /proc"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

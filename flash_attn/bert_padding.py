@@ -1,0 +1,158 @@
+"""Between padded batches (batch, seqlen, ...) and packed ones (tokens, ...), which the varlen functions take.
+
+    packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(hidden_states, attention_mask)
+    ...                                                    # attention or any per-token layer on (tokens, ...)
+    hidden_states = pad_input(packed, indices, batch, seqlen)
+
+All of it is plain torch: every device, gradients of any order, and torch.compile without graph breaks but in the two
+`unpad` functions, whose shapes depend on the data. (`unpad_input` compiles whole where torch._dynamo.config has
+`capture_dynamic_output_shape_ops` and `capture_scalar_outputs` set.)
+"""
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange, repeat  # noqa: F401  (other projects import these two names from here)
+
+from flash_attn._ops import checks
+
+_MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
+
+def index_first_axis(input, indices):
+    """Gather rows: `input[indices]`.
+
+    Arguments:
+        input: (rows, ...), any dtype.
+        indices: (m,) int64, within [0, rows); may repeat.
+    Returns (m, ...). The gradient of a row that is taken several times is the sum over its copies.
+    """
+    _check_rows("input", input)
+    _check_indices(indices, input)
+    return input.index_select(0, indices)
+
+
+def index_put_first_axis(values, indices, first_axis_dim):
+    """Scatter rows into zeros: `out[indices] = values`.
+
+    Arguments:
+        values: (m, ...), any dtype.
+        indices: (m,) int64, within [0, first_axis_dim) and distinct; of rows with one index an arbitrary one is kept.
+        first_axis_dim: number of rows of the result.
+    Returns (first_axis_dim, ...).
+    """
+    _check_rows("values", values)
+    _check_indices(indices, values)
+    checks.tensor("indices", indices, shape=values.shape[:1])
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+
+
+def index_first_axis_residual(input, indices):
+    """`(input[indices], input)`: the gathered rows, and all of them for the residual branch.
+
+    The gradients of the two add up in `input`. Arguments as in `index_first_axis`.
+    """
+    return index_first_axis(input, indices), input
+
+
+class IndexFirstAxis:
+    apply = staticmethod(index_first_axis)
+
+
+class IndexPutFirstAxis:
+    apply = staticmethod(index_put_first_axis)
+
+
+class IndexFirstAxisResidual:
+    apply = staticmethod(index_first_axis_residual)
+
+
+def unpad_input(hidden_states, attention_mask, unused_mask=None):
+    """Pack the tokens of a padded batch.
+
+    Arguments:
+        hidden_states: (batch, seqlen, ...), any dtype.
+        attention_mask: (batch, seqlen), bool or integer; non-zero marks a token. Tokens may stand anywhere in a row.
+        unused_mask: (batch, seqlen), bool or integer; non-zero marks a place that is packed but not used.
+    Returns:
+        hidden_states: (total, ...), the tokens marked by either mask, in order.
+        indices: (total,) int64, their positions in the flattened (batch * seqlen).
+        cu_seqlens: (batch + 1,) int32, where each sequence starts in the packed tensor, and its end.
+        max_seqlen: int, the longest sequence. Reading it is the one synchronisation with the device.
+        seqused: (batch,) int32, the number of tokens marked by attention_mask in each row.
+    Example:
+        >>> mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
+        >>> packed, indices, cu_seqlens, max_seqlen, seqused = unpad_input(torch.randn(2, 4, 64), mask)
+        >>> indices.tolist(), cu_seqlens.tolist(), max_seqlen
+        ([0, 1, 4, 5, 6], [0, 2, 5], 3)
+    """
+    _check_mask("attention_mask", attention_mask, hidden_states)
+    used = packed = attention_mask != 0
+    if unused_mask is not None:
+        _check_mask("unused_mask", unused_mask, hidden_states)
+        packed = used | (unused_mask != 0)
+    return *_pack(hidden_states, packed, _row_sums(packed)), _row_sums(used)
+
+
+def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
+    """Pack a padded batch whose rows each hold several short sequences, one after the other from position 0.
+
+    Arguments:
+        hidden_states: (batch, seqlen, ...), any dtype.
+        attention_mask_in_length: (batch, seqlen) integers: the non-zero entries of a row are the lengths of its
+            sequences, in order.
+    Returns (hidden_states, indices, cu_seqlens, max_seqlen) as `unpad_input`, with cu_seqlens over all sequences of all
+    rows: varlen attention on the result keeps them apart.
+    Example: rows `[[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]]` give cu_seqlens `[0, 2, 5, 11]`, indices
+    `[0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]` and max_seqlen 6.
+    """
+    _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
+    lengths = attention_mask_in_length
+    row_lengths, seqlen = _row_sums(lengths), lengths.shape[1]
+    if bool((lengths < 0).any() | (row_lengths > seqlen).any()):
+        raise ValueError(
+            "attention_mask_in_length must hold lengths >= 0 whose sum in a row is at most seqlen "
+            f"{seqlen}, found rows with sums {row_lengths.tolist()}"
+        )
+    packed = torch.arange(seqlen, device=lengths.device) < row_lengths[:, None]
+    return _pack(hidden_states, packed, lengths[lengths != 0].int())
+
+
+def pad_input(hidden_states, indices, batch, seqlen):
+    """Undo `unpad_input`: put tokens back into a padded batch, zeros elsewhere.
+
+    Arguments:
+        hidden_states: (total, ...), any dtype.
+        indices: (total,) int64, positions in the flattened (batch * seqlen), as `unpad_input` returns them.
+        batch, seqlen: sizes of the padded batch.
+    Returns (batch, seqlen, ...).
+    """
+    _check_rows("hidden_states", hidden_states)
+    padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return padded.view(batch, seqlen, *hidden_states.shape[1:])
+
+
+def _pack(hidden_states, packed, seqlens):
+    """Tokens where `packed`, their flat positions, and the cumulative and largest of `seqlens`, which sum to them."""
+    seqlens = F.pad(seqlens, (1, 0))  # the 0 is where the first sequence starts, and the maximum of an empty batch
+    cu_seqlens = seqlens.cumsum(0, dtype=torch.int32)
+    total, max_seqlen = torch.stack([cu_seqlens[-1], seqlens.max()]).tolist()
+    indices = packed.flatten().nonzero_static(size=total).squeeze(1)
+    return index_first_axis(hidden_states.flatten(0, 1), indices), indices, cu_seqlens, max_seqlen
+
+
+def _row_sums(x):
+    return x.sum(dim=-1, dtype=torch.int32)
+
+
+def _check_indices(indices, rows):
+    checks.tensor("indices", indices, dtypes=[torch.int64], shape=(None,), device=rows.device)
+
+
+def _check_mask(name, mask, hidden_states):
+    _check_rows("hidden_states", hidden_states, min_ndim=2)
+    checks.tensor(name, mask, dtypes=_MASK_DTYPES, shape=hidden_states.shape[:2], device=hidden_states.device)
+
+
+def _check_rows(name, value, min_ndim=1):
+    checks.tensor(name, value)
+    checks.number(f"the number of dimensions of {name}", value.ndim, value.ndim >= min_ndim, f"at least {min_ndim}")

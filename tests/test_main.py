@@ -1,0 +1,110 @@
+"""`python -m flash_attn`: what it tells, and that its self-check can fail."""
+
+import platform
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import flash_attn
+from flash_attn import __main__ as report
+from flash_attn import _library
+
+
+@pytest.fixture
+def run(device, capsys):
+    """Run the command in this process; returns its exit status and what it printed."""
+
+    def run():
+        status = report.main(["--device", str(device)])
+        return status, capsys.readouterr().out
+
+    return run
+
+
+def test_tells_what_a_bug_report_needs(run):
+    status, printed = run()
+    assert status == 0, printed
+    for expected in (flash_attn.__version__, torch.__version__, platform.python_version(), platform.platform()):
+        assert expected in printed
+    for op in ("fwd", "bwd", "fwd_kvcache", "rotary"):
+        assert f"\n  {op} " in printed
+    for check in report.CHECKS:
+        assert f"\n  {check:<16}pass" in printed
+
+
+def test_a_wrong_result_fails(run, monkeypatch):
+    right = flash_attn.flash_attn_func
+    monkeypatch.setattr(flash_attn, "flash_attn_func", lambda *args, **kwargs: 1.1 * right(*args, **kwargs))
+    status, printed = run()
+    assert status == 1
+    assert "\n  forward         FAIL" in printed and "\n  backward        FAIL" in printed
+    assert "\n  rotary          pass" in printed
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_result_that_is_not_finite_fails(run, monkeypatch, value):
+    monkeypatch.setattr(flash_attn, "flash_attn_func", lambda q, k, v, causal: q * value)
+    status, printed = run()
+    assert status == 1 and "\n  forward         FAIL" in printed
+
+
+def test_an_exception_is_reported_and_the_other_checks_run(run, monkeypatch):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(flash_attn, "flash_attn_with_kvcache", broken)
+    status, printed = run()
+    assert status == 1
+    assert "key-value cache fail: RuntimeError: no such kernel" in printed and "\n  rotary          pass" in printed
+
+
+@pytest.mark.parametrize(
+    "load_error, has_kernel, has_device, expected",
+    [
+        ("it was not built", False, True, "reference in plain torch: it was not built"),
+        (None, False, True, "reference in plain torch: the library has no kernel for it"),
+        (None, True, False, "reference in plain torch: there is a kernel, but no CUDA device"),
+        (None, True, True, "kernel for CUDA tensors, reference in plain torch for others"),
+    ],
+)
+def test_backend_and_why(monkeypatch, load_error, has_kernel, has_device, expected):
+    monkeypatch.setattr(_library, "load_error", lambda: load_error)
+    monkeypatch.setattr(_library, "has_kernel", lambda name: has_kernel)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
+    assert report.backend("fwd") == expected
+
+
+def _fat_binary(*entries):
+    """A fat binary with code of 24 bytes for each entry (kind, architecture, flags)."""
+    body = b"".join(
+        struct.pack("<HHIQIIHHIQQ16x", kind, 0x101, 64, 24, 0, 0, 8, 1, architecture, 0, flags) + b"\0" * 24
+        for kind, architecture, flags in entries
+    )
+    return struct.pack("<IHHQ", 0xBA55ED50, 1, 16, len(body)) + body
+
+
+def test_architectures(tmp_path):
+    library = tmp_path / "library.so"
+    first = _fat_binary((2, 80, 0x11), (2, 90, 0x100011))
+    second = _fat_binary((1, 80, 0x8011), (2, 80, 0x11), (2, 100, 0x1200011))
+    library.write_bytes(b"\x7fELF" + b"code" * 10 + first + b"padding" + second)
+    assert report.architectures(library) == ["compute_80", "sm_100f", "sm_80", "sm_90a"]
+    library.write_bytes(b"\x7fELF without a GPU's code")
+    assert report.architectures(library) == []
+    library.write_bytes(_fat_binary((0, 80, 0)))
+    assert report.architectures(library) == []
+
+
+def test_architectures_of_the_built_library(run):
+    if _library.library_path() is None:
+        pytest.skip("this installation has no kernel library")
+    assert {"sm_80", "sm_90a"} <= set(report.architectures(_library.library_path()))
+
+
+def test_help_explains_itself():
+    command = [sys.executable, "-m", "flash_attn", "--help"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "self-check" in result.stdout and "--device" in result.stdout
