@@ -228,7 +228,7 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
         """Make the tables have at least `seqlen` rows, on `device` and in `dtype` (by default, those of inv_freq)."""
-        device = self.inv_freq.device if device is None else torch.device(device)
+        device = self.inv_freq.device if device is None else torch.empty(0, device=device).device  # "cuda" has an index
         dtype = self.inv_freq.dtype if dtype is None else dtype
         if not self._is_stale(seqlen, device, dtype):
             return
