@@ -56,17 +56,24 @@ def warn_once(message: str) -> None:
 
 
 class Op:
-    """A torch op with its autograd: call it like a function of the schema's arguments, positionally."""
+    """A torch op with its autograd: call it like a function of the schema's arguments, positionally.
 
-    def __init__(self, name, autograd, differentiable):
+    default: what torch's dispatcher knows as flash_attn::<name>. others: flash_attn::<name>_reference, the same without
+    kernels, for first arguments of a type not among kernel_dtypes.
+    """
+
+    def __init__(self, name, autograd, differentiable, kernel_dtypes):
+        ops = getattr(torch.ops, _NAMESPACE)
         self.name = name
-        self.default = getattr(getattr(torch.ops, _NAMESPACE), name).default
+        self.default = getattr(ops, name).default
+        self.others = getattr(ops, f"{name}_reference").default if kernel_dtypes else None
         self.autograd = autograd
         self.differentiable = differentiable
+        self.kernel_dtypes = kernel_dtypes
 
     def __call__(self, *args):
         if torch.compiler.is_compiling():
-            return self.default(*args)
+            return self._overload(args)(*args)
         return self.with_autograd(*args)
 
     def with_autograd(self, *args):
@@ -83,11 +90,20 @@ class Op:
         Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13).
         """
         with torch._C._AutoDispatchBelowAutograd():
-            return self.default(*args)
+            return self._overload(args)(*args)
+
+    def _overload(self, args):
+        return self.default if self.others is None or args[0].dtype in self.kernel_dtypes else self.others
 
 
 def define(
-    schema: str, *, reference, fake, autograd: type[torch.autograd.Function] | None = None, differentiable: int = 0
+    schema: str,
+    *,
+    reference,
+    fake,
+    autograd: type[torch.autograd.Function] | None = None,
+    differentiable: int = 0,
+    kernel_dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> Op:
     """Define the op `flash_attn::<schema>` and everything that PyTorch needs to know of it.
 
@@ -96,19 +112,23 @@ def define(
     autograd: a Function whose `apply` takes the op's arguments. Its forward calls `op.below_autograd`.
         Without it the op is not differentiable.
     differentiable: how many of the first arguments, all tensors or None, have gradients.
+    kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
 
     A C++ kernel for the same op is registered by the library itself and then comes before the reference on CUDA.
     """
     load_error()
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, _announced(name, reference), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    op = Op(name, autograd, differentiable)
+    name, _, rest = schema.partition("(")
+    names = [name, f"{name}_reference"] if kernel_dtypes else [name]
+    for each in names:
+        _LIBRARY.define(f"{each}({rest}")
+        _LIBRARY.impl(each, _announced(name, reference), "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{_NAMESPACE}::{each}", fake, lib=_LIBRARY)
+    op = Op(name, autograd, differentiable, kernel_dtypes)
     if autograd is not None:
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but costs 100 us a call where apply costs 17.)
-        _LIBRARY.impl(name, op.with_autograd, "Autograd")
+        for each in names:
+            _LIBRARY.impl(each, op.with_autograd, "Autograd")
     return op
 
 
@@ -117,8 +137,12 @@ def _announced(name, reference):
 
     @functools.wraps(reference)
     def kernel(*args):
-        if any(isinstance(a, torch.Tensor) and a.is_cuda for a in args):
-            why = load_error() or f"the library has no kernel for {name}"
+        if args[0].is_cuda:
+            why = load_error() or (
+                f"the kernel does not take {args[0].dtype}"
+                if has_kernel(name)
+                else f"the library has no kernel for {name}"
+            )
             warn_once(f"flash_attn: {name} runs on the slower reference backend in plain torch: {why}")
         return reference(*args)
 

@@ -14,7 +14,8 @@ from flash_attn import _library
 from flash_attn._ops import checks
 from flash_attn._reference import flash_attn as reference
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (*KERNEL_DTYPES, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
 S_DMASK_MULTIPLE = 128
@@ -453,6 +454,7 @@ fwd = _library.define(
     "float softcap, bool deterministic, bool return_softmax) -> (Tensor out, Tensor softmax_lse, Tensor S_dmask)",
     reference=_fwd_reference,
     fake=_fwd_fake,
+    kernel_dtypes=KERNEL_DTYPES,
     autograd=_Attention,
     differentiable=3,
 )
@@ -465,6 +467,7 @@ bwd = _library.define(
     "-> Tensor softmax_d",
     reference=_bwd_reference,
     fake=_bwd_fake,
+    kernel_dtypes=KERNEL_DTYPES,
 )
 
 fwd_kvcache = _library.define(
@@ -474,4 +477,5 @@ fwd_kvcache = _library.define(
     "float softcap, bool rotary_interleaved, int num_splits) -> (Tensor out, Tensor softmax_lse)",
     reference=reference.fwd_kvcache,
     fake=_fwd_kvcache_fake,
+    kernel_dtypes=KERNEL_DTYPES,
 )
