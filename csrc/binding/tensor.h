@@ -6,6 +6,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
@@ -57,9 +58,9 @@ inline void check_shape(const Tensor& tensor, std::initializer_list<int64_t> exp
                   shape_string(expected), ", found ", shape_string(found));
 }
 
-// A size that kernels count in 32 bits.
+// A size that kernels count in 32 bits, also where they step past it.
 inline int narrow_size(int64_t size, const char* name) {
-  STD_TORCH_CHECK(size <= std::numeric_limits<int>::max(), name, " is too large: ", size);
+  STD_TORCH_CHECK(size <= std::numeric_limits<int>::max() / 2, name, " is too large: ", size);
   return static_cast<int>(size);
 }
 

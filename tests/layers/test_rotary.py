@@ -687,7 +687,7 @@ def test_device_that_is_not_current(inplace):
 def test_kernel_refuses_what_does_not_fit(device):
     """The op itself, called around the checks in Python, must not reach memory that is not its own."""
     x, table, cu_seqlens = (tensor.to(device) for tensor in (X, TABLE, CU_SEQLENS))
-    good = dict(x=x, cos=table, sin=table, offsets=None, first=0, cu_seqlens=None, most=None, halves=True, back=False)
+    good = dict(x=x, cos=table, sin=table, offsets=None, first=0, cu_seqlens=None, most=None, pairs=True, back=False)
     ops.rotary.default(*good.values())
     for changes, message in (
         (dict(x=x[0]), "x must be"),
