@@ -1,0 +1,410 @@
+"""What other packages rely on: import lines, signatures, positional calls, ways of use. None of them is needed here."""
+
+import importlib.metadata
+import importlib.util
+import inspect
+import subprocess
+import sys
+
+import oracle
+import pytest
+import torch
+from cases import Case
+from compare import assert_error_ratio
+from packaging.version import Version
+
+import flash_attn
+import flash_attn_2_cuda
+from flash_attn import flash_attn_interface as interface
+
+IMPORTS = {
+    "transformers 5": """
+        from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+        from flash_attn.bert_padding import pad_input, unpad_input""",
+    "transformers 4": """
+        from flash_attn import flash_attn_func, flash_attn_varlen_func
+        from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+        from flash_attn.flash_attn_interface import flash_attn_varlen_qkvpacked_func
+        from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+        from flash_attn.ops.triton.rotary import apply_rotary""",
+    "TransformerEngine": """
+        from flash_attn_2_cuda import varlen_bwd
+        from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+        from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward
+        from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, _flash_attn_varlen_backward""",
+    "text-generation-inference": "import flash_attn_2_cuda; flash_attn_2_cuda.varlen_fwd",
+    "xformers": "from flash_attn.flash_attn_interface import flash_attn_gpu",
+    "xtuner": """
+        from flash_attn.flash_attn_interface import flash_attn_gpu
+        flash_attn_gpu.varlen_fwd, flash_attn_gpu.varlen_bwd""",
+    "diffusers": """
+        from flash_attn import flash_attn_func, flash_attn_varlen_func
+        from flash_attn.flash_attn_interface import _wrapped_flash_attn_forward, _wrapped_flash_attn_backward""",
+    "Megatron-LM": """
+        from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+        from flash_attn.layers.rotary import apply_rotary_emb
+        from flash_attn import __version__""",
+    "verl": "from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input, rearrange",
+    "llm-foundry": """
+        from flash_attn.bert_padding import unpad_input_for_concatenated_sequences
+        from flash_attn.layers.rotary import RotaryEmbedding""",
+    "OLMo-core": "from flash_attn.layers.rotary import apply_rotary_emb_qkv_",
+    "nanotron": "from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb",
+    "ColossalAI": """
+        from flash_attn import flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_with_kvcache
+        from flash_attn import flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func""",
+    "tests of 2.8": "from flash_attn.flash_attn_interface import _get_block_size_n, USE_TRITON_ROCM",
+    "autograd functions": """
+        from flash_attn.flash_attn_interface import FlashAttnFunc, FlashAttnKVPackedFunc, FlashAttnQKVPackedFunc
+        from flash_attn.flash_attn_interface import FlashAttnVarlenFunc, FlashAttnVarlenKVPackedFunc
+        from flash_attn.flash_attn_interface import FlashAttnVarlenQKVPackedFunc""",
+    "helpers": "from flash_attn.flash_attn_interface import maybe_contiguous, round_multiple",
+    "bert_padding": """
+        from flash_attn.bert_padding import IndexFirstAxis, IndexFirstAxisResidual, IndexPutFirstAxis
+        from flash_attn.bert_padding import index_first_axis_residual, index_put_first_axis, repeat""",
+}
+
+
+@pytest.mark.parametrize("lines", IMPORTS.values(), ids=IMPORTS)
+def test_import_lines(lines):
+    exec(inspect.cleandoc(lines), {})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Signatures
+
+OPTIONS = (
+    "dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, "
+    "deterministic=False, return_attn_probs=False"
+)
+FORWARD = "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes"
+BACKWARD = f"{FORWARD}, deterministic, rng_state=None"
+BOUNDS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
+GRADIENTS = "dout, q, k, v, out, softmax_lse, dq, dk, dv"
+SIGNATURES = {
+    "flash_attn_func": f"q, k, v, {OPTIONS}",
+    "flash_attn_kvpacked_func": f"q, kv, {OPTIONS}",
+    "flash_attn_qkvpacked_func": f"qkv, {OPTIONS}",
+    "flash_attn_varlen_func": f"q, k, v, {BOUNDS}, {OPTIONS}, block_table=None",
+    "flash_attn_varlen_kvpacked_func": f"q, kv, {BOUNDS}, {OPTIONS}",
+    "flash_attn_varlen_qkvpacked_func": f"qkv, cu_seqlens, max_seqlen, {OPTIONS}",
+    "flash_attn_with_kvcache": (
+        "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+        "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+        "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+        "return_softmax_lse=False"
+    ),
+    "_flash_attn_forward": f"q, k, v, {FORWARD}, return_softmax",
+    "_flash_attn_varlen_forward": (
+        f"q, k, v, {BOUNDS}, dropout_p, softmax_scale, causal, window_size_left=-1, window_size_right=-1, softcap=0.0, "
+        "alibi_slopes=None, return_softmax=False, block_table=None, leftpad_k=None, seqused_k=None, "
+        "zero_tensors=False, num_splits=0"
+    ),
+    "_flash_attn_backward": f"{GRADIENTS}, {BACKWARD}",
+    "_flash_attn_varlen_backward": f"{GRADIENTS}, {BOUNDS}, {BACKWARD}, zero_tensors=False",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    """Callers look at names, order and defaults with inspect, and leave out what they do not find."""
+    expected = inspect.signature(eval(f"lambda {SIGNATURES[name]}: None"))
+    found = inspect.signature(getattr(interface, name))
+    assert [(p.name, p.default, p.kind) for p in found.parameters.values()] == [
+        (p.name, p.default, p.kind) for p in expected.parameters.values()
+    ]
+    assert inspect.isfunction(getattr(interface, name))
+    assert list(inspect.getfullargspec(getattr(interface, name)).args) == list(expected.parameters)
+
+
+@pytest.mark.parametrize("name", [name for name in SIGNATURES if not name.startswith("_")])
+def test_top_level_names(name):
+    assert getattr(flash_attn, name) is getattr(interface, name)
+
+
+def test_another_distribution_may_add_subpackages(tmp_path):
+    """flash_attn.cute belongs to a distribution of its own."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("here = True")
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import flash_attn.cute; assert flash_attn.cute.here"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Versions and metadata
+
+
+def test_version_is_one_that_others_accept():
+    """transformers asks for at least 2.3.3, TransformerEngine for less than 2.8.4."""
+    assert Version("2.8.3") <= Version(flash_attn.__version__) < Version("2.8.4")
+
+
+def test_metadata_that_transformers_looks_for():
+    try:
+        version = importlib.metadata.version("flash-attn")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("needs flash-attn to be installed, not only on the path")
+    assert version == flash_attn.__version__ == importlib.metadata.version("flash_attn")
+    assert importlib.util.find_spec("flash_attn") is not None
+    names = importlib.metadata.packages_distributions()["flash_attn"]
+    assert "flash-attn" in [name.replace("_", "-") for name in names]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# flash_attn_2_cuda: positional, as the callers write it
+
+CASE = Case(seqlen_q=33, seqlen_k=65, heads_k=2, causal=True, window=(20, -1), alibi="h")
+
+
+@pytest.fixture
+def problem(device):
+    """q, k, v, dout, alibi_slopes, and (out, lse, dq, dk, dv) of the public function."""
+    *inputs, dout = CASE.tensors(device)
+    return *inputs, dout, CASE.alibi_slopes(device), answer(inputs, dout, CASE.options(device))
+
+
+def answer(inputs, dout, options):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, lse, _ = flash_attn.flash_attn_func(*leaves, deterministic=True, return_attn_probs=True, **options)
+    return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def assert_all_equal(found, expected):
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_fwd_and_bwd(given, problem):
+    q, k, v, dout, slopes, (out, lse, *grads) = problem
+    target = torch.empty_like(q) if given else None
+    results = flash_attn_2_cuda.fwd(q, k, v, target, slopes, 0.0, 0.125, True, 20, 0, 0.0, False, None)
+    assert isinstance(results, list) and len(results) == 4
+    assert_all_equal(results[:2], (out, lse))
+    assert target is None or results[0].data_ptr() == target.data_ptr()
+    targets = [torch.full_like(x, float("nan")) for x in (q, k, v)] if given else [None] * 3
+    args = 0.0, 0.125, True, 20, 0, 0.0, True, None, results[3]
+    found = flash_attn_2_cuda.bwd(dout, q, k, v, out, lse, *targets, slopes, *args)
+    assert isinstance(found, list) and len(found) == 4
+    assert_all_equal(found[:3], grads)
+    assert all(x is None or x.data_ptr() == y.data_ptr() for x, y in zip(targets, found))
+
+
+@pytest.mark.parametrize("last", [(None,), (None, 0)], ids=["2.8", "with num_splits"])
+def test_varlen_fwd_and_varlen_bwd(last, problem, device):
+    q, k, v, dout, slopes, (out, lse, *grads) = problem
+    packed = [x.flatten(0, 1) for x in (q, k, v)]
+    bounds = [torch.arange(3, dtype=torch.int32, device=device) * n for n in (33, 65)]
+    options = 0.0, 0.125, False, True, 20, 0, 0.0
+    args = None, *bounds, None, None, None, slopes, 33, 65, *options, False, *last
+    results = flash_attn_2_cuda.varlen_fwd(*packed, *args)
+    assert isinstance(results, list) and len(results) == 4
+    packed_lse = lse.transpose(0, 1).flatten(1)
+    torch.testing.assert_close(results[0], out.flatten(0, 1))
+    torch.testing.assert_close(results[1], packed_lse)
+    args = out.flatten(0, 1), packed_lse, None, None, None, *bounds, slopes, 33, 65, *options, True, None, results[3]
+    found = flash_attn_2_cuda.varlen_bwd(dout.flatten(0, 1), *packed, *args)
+    assert isinstance(found, list) and len(found) == 4
+    for one, other in zip(found, grads):
+        torch.testing.assert_close(one, other.flatten(0, 1))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_fwd_kvcache(given, problem):
+    q, k, v, _, slopes, (out, lse, *_) = problem
+    target = torch.empty_like(q) if given else None
+    args = None, None, None, None, None, None, None, None, slopes, target, 0.125, True, 20, 0, 0.0, True, 1
+    found = flash_attn_2_cuda.fwd_kvcache(q, k, v, *args)
+    assert isinstance(found, list) and len(found) == 2
+    torch.testing.assert_close(found[0], out)
+    torch.testing.assert_close(found[1], lse)
+    assert target is None or found[0].data_ptr() == target.data_ptr()
+
+
+@pytest.mark.parametrize("function", ["fwd", "varlen_fwd", "bwd", "varlen_bwd", "fwd_kvcache"])
+def test_arguments_are_positional(function):
+    kinds = {p.kind for p in inspect.signature(getattr(flash_attn_2_cuda, function)).parameters.values()}
+    assert kinds == {inspect.Parameter.POSITIONAL_ONLY}
+
+
+def test_generator_must_be_none(problem):
+    q, k, v, *_ = problem
+    with pytest.raises(ValueError, match="generator` argument is no longer supported"):
+        flash_attn_2_cuda.fwd(q, k, v, None, None, 0.0, 0.125, False, -1, -1, 0.0, False, torch.Generator())
+
+
+def test_flash_attn_gpu_is_the_same_module():
+    assert interface.flash_attn_gpu is flash_attn_2_cuda
+
+
+@pytest.mark.parametrize("flag", [(), (True,), (False,)], ids=["short", "with grad", "without grad"])
+def test_autograd_function_classes(flag, problem):
+    """`apply` takes the public arguments by position, and whether a gradient is wanted."""
+    q, k, v, _, slopes, (out, *_) = problem
+    q = q.requires_grad_()
+    found = interface.FlashAttnFunc.apply(q, k, v, 0.0, None, True, (20, 0), 0.0, slopes, True, False, *flag)
+    assert torch.equal(found, out)
+    assert found.requires_grad == (flag != (False,))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Ways of use
+
+
+def test_private_forward_and_backward_by_keyword(problem):
+    """Context parallelism as in TransformerEngine: results 0, 1, 3; gradients into slices of larger buffers."""
+    q, k, v, dout, slopes, (out, lse, *grads) = problem
+    options = dict(
+        causal=True, softmax_scale=0.125, dropout_p=0.0, window_size_left=20, window_size_right=0,
+        alibi_slopes=slopes, softcap=0.0,
+    )  # fmt: skip
+    results = interface._flash_attn_forward(q, k, v, return_softmax=False, **options)
+    assert_all_equal((results[0], results[1]), (out, lse))
+    rng_state = results[3]
+    buffers = [torch.full((3, *x.shape[1:]), float("nan"), dtype=x.dtype, device=x.device) for x in (q, k, v)]
+    dq, dk, dv = (x[1:] for x in buffers)
+    interface._flash_attn_backward(
+        dout, q, k, v, out, lse, dq, dk, dv, deterministic=True, rng_state=rng_state, **options
+    )
+    assert_all_equal((dq, dk, dv), grads)
+    assert all(x[0].isnan().all() for x in buffers)
+
+
+def test_private_backward_drops_what_the_forward_dropped(device):
+    case = Case(seqlen_q=33, seqlen_k=65, dropout_p=0.3)
+    q, k, v, dout = case.tensors(device)
+    options = dict(
+        causal=False, softmax_scale=0.125, dropout_p=0.3, window_size_left=-1, window_size_right=-1,
+        alibi_slopes=None, softcap=0.0,
+    )  # fmt: skip
+    out, lse, s_dmask, rng_state = interface._flash_attn_forward(q, k, v, return_softmax=True, **options)
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    interface._flash_attn_backward(dout, q, k, v, out, lse, *grads, deterministic=False, rng_state=rng_state, **options)
+
+    def reference(*inputs):
+        return oracle.attention(*inputs, keep=~s_dmask.signbit(), dropout_p=0.3)
+
+    exact = oracle.gradients(reference, [x.double() for x in (q, k, v)], dout)[2]
+    plain = oracle.gradients(reference, (q, k, v), dout)[2]
+    for found, one, other in zip(grads, exact, plain):
+        assert_error_ratio(found, one, other)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
+def test_ring_attention(packed, device):
+    """Blocks of keys one by one, results merged by lse; backward of each block with the merged out and lse."""
+    blocks, length = 3, 32
+    case = Case(batch=1, seqlen_q=blocks * length, seqlen_k=blocks * length, heads_k=2, causal=True)
+    *inputs, dout = case.tensors(device)
+    step = (_varlen_block if packed else _dense_block)(length, device)
+    q, k, v, dout_blocks = (x.split(length, dim=1) for x in (*inputs, dout))
+    pairs = [(i, j) for i in range(blocks) for j in range(i + 1)]
+    outs, lses = [0.0] * blocks, [torch.full((), float("-inf"), device=device)] * blocks
+    for i, j in pairs:
+        out, lse = step.forward(q[i], k[j], v[j], causal=i == j)
+        merged = torch.logaddexp(lses[i], lse)
+        outs[i] = outs[i] * _weight(lses[i] - merged) + out.float() * _weight(lse - merged)
+        lses[i] = merged
+    grads = [torch.zeros_like(x, dtype=torch.float32) for x in inputs]
+    dq, dk, dv = (x.split(length, dim=1) for x in grads)
+    for i, j in pairs:
+        out = outs[i].to(q[i].dtype)
+        parts = step.backward(dout_blocks[i], q[i], k[j], v[j], out, lses[i].contiguous(), causal=i == j)
+        for total, part in zip((dq[i], dk[j], dv[j]), parts):
+            total += part
+    exact_out, _, exact_grads = oracle.gradients(_causal, [x.double() for x in inputs], dout)
+    plain_out, _, plain_grads = oracle.gradients(_causal, inputs, dout)
+    found = torch.cat(outs, dim=1).to(dout.dtype), *(x.to(dout.dtype) for x in grads)
+    for name, *three in zip(("out", "dq", "dk", "dv"), found, (exact_out, *exact_grads), (plain_out, *plain_grads)):
+        assert_error_ratio(*three, name=name)
+
+
+def _causal(q, k, v):
+    return oracle.attention(q, k, v, causal=True)
+
+
+def _weight(log):
+    """exp of (batch, heads, seqlen) as a factor for (batch, seqlen, heads, head_dim)."""
+    return log.exp().reshape(-1, *log.shape[-2:]).transpose(1, 2)[..., None] if log.dim() else log.exp()
+
+
+class _dense_block:
+    def __init__(self, length, device):
+        self.options = dict(
+            dropout_p=0.0,
+            softmax_scale=0.125,
+            window_size_left=-1,
+            window_size_right=-1,
+            softcap=0.0,
+            alibi_slopes=None,
+        )
+
+    def forward(self, q, k, v, causal):
+        return interface._flash_attn_forward(q, k, v, causal=causal, return_softmax=False, **self.options)[:2]
+
+    def backward(self, dout, q, k, v, out, lse, causal):
+        grads = [torch.empty_like(x, dtype=q.dtype) for x in (q, k, v)]
+        interface._flash_attn_backward(
+            dout, q, k, v, out, lse, *grads, causal=causal, deterministic=False, rng_state=None, **self.options
+        )
+        return grads
+
+
+class _varlen_block(_dense_block):
+    def __init__(self, length, device):
+        super().__init__(length, device)
+        cu_seqlens = torch.tensor([0, length], dtype=torch.int32, device=device)
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        self.options |= dict(zip(names, (cu_seqlens, cu_seqlens, length, length)))
+
+    def forward(self, q, k, v, causal):
+        out, lse, *_ = interface._flash_attn_varlen_forward(q[0], k[0], v[0], causal=causal, **self.options)
+        return out[None], lse
+
+    def backward(self, dout, q, k, v, out, lse, causal):
+        grads = [torch.empty_like(x[0]) for x in (q, k, v)]
+        interface._flash_attn_varlen_backward(
+            dout[0], q[0], k[0], v[0], out[0], lse, *grads, causal=causal, deterministic=False, **self.options
+        )
+        return [x[None] for x in grads]
+
+
+def test_transformers_calls(device):
+    """Transposed views, max_seqlen as a tensor, decoding in pages by keyword."""
+    case = Case(seqlen_q=40, seqlen_k=40, heads_k=2, layout="bhsd")
+    q, k, v, _ = case.tensors(device)
+    options = dict(causal=True, softmax_scale=0.125, dropout_p=0.0, deterministic=False)
+    dense = flash_attn.flash_attn_func(q, k, v, window_size=(15, 15), softcap=30.0, **options)
+    cu_seqlens = torch.tensor([0, 40, 80], dtype=torch.int32, device=device)
+    longest = cu_seqlens.diff().max()
+    bounds = dict(cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=longest, max_seqlen_k=longest)
+    packed = [x.reshape(80, -1, 64) for x in (q, k, v)]
+    ragged = flash_attn.flash_attn_varlen_func(*packed, **bounds, window_size=(15, 15), softcap=30.0, **options)
+    torch.testing.assert_close(ragged.view_as(dense), dense)
+    caches = [x.reshape(10, 8, 2, 64).contiguous() for x in (k, v)]
+    paged = flash_attn.flash_attn_with_kvcache(
+        q[:, -1:], *caches, k[:, -1:], v[:, -1:], causal=True, softmax_scale=0.125, window_size=(15, 15), softcap=30.0,
+        block_table=torch.arange(10, dtype=torch.int32, device=device).reshape(2, 5),
+        cache_seqlens=torch.tensor([39, 39], dtype=torch.int32, device=device),
+    )  # fmt: skip
+    torch.testing.assert_close(paged, dense[:, -1:], rtol=2**-7, atol=2**-8)
+
+
+def test_diffusers_calls(problem):
+    """A dropout of 1e-30 asks for lse; the wrapped functions are called by position."""
+    q, k, v, dout, slopes, (out, lse, *grads) = problem
+    args = 0.125, True, 20, 0, 0.0, slopes
+    found, found_lse, s_dmask, rng_state = interface._wrapped_flash_attn_forward(q, k, v, 1e-30, *args, True)
+    torch.testing.assert_close(found, out)
+    torch.testing.assert_close(found_lse, lse)
+    assert s_dmask.numel() > 0
+    targets = [torch.empty_like(x) for x in (q, k, v)]
+    interface._wrapped_flash_attn_backward(dout, q, k, v, out, lse, *targets, 1e-30, *args, False, rng_state)
+    for one, other in zip(targets, grads):
+        torch.testing.assert_close(one, other)
+
+
+def test_helpers(device):
+    x = torch.randn(4, 6, device=device)
+    assert interface.maybe_contiguous(x) is x and interface.maybe_contiguous(None) is None
+    assert interface.maybe_contiguous(x.T).is_contiguous() and torch.equal(interface.maybe_contiguous(x.T), x.T)
+    assert [interface.round_multiple(n, 128) for n in (0, 1, 128, 129)] == [0, 128, 128, 256]
