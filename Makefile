@@ -1,10 +1,11 @@
 # What a developer does here, each on a machine with nothing but Python and make: `make` alone lists it.
 #
-# PYTHON is the interpreter to start from, TORCH what pip installs as PyTorch (say, torch==2.11.0). Everything goes into
-# .venv. Variables of the build, such as FLASH_ATTN_CUDA_ARCHS and MAX_JOBS, are described in setup.py.
+# PYTHON is the interpreter to start from, TORCH what pip installs as PyTorch (say, torch==2.11.0), WORKERS how many
+# processes run tests. Everything goes into .venv. Variables of the build, such as FLASH_ATTN_CUDA_ARCHS and MAX_JOBS, are described in setup.py.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+WORKERS ?= 2
 
 VENV := .venv
 RUN := $(VENV)/bin/python
@@ -22,7 +23,7 @@ demo: $(VENV)/kernels ## run the demo
 	$(RUN) examples/demo.py
 
 test: $(VENV)/kernels ## run every test that this machine can run; PYTEST_ARGS="-m slow" for the wide samples
-	$(RUN) -m pytest tests $(PYTEST_ARGS)
+	$(RUN) -m pytest tests -n $(WORKERS) $(PYTEST_ARGS)
 
 build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyTorch too; needs nvcc
 	FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) setup.py build_ext --inplace

@@ -20,7 +20,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    torch.set_num_threads(1)  # for small tensors as fast as more, and ten times faster where other work shares the cores
+    # For small tensors one thread is as fast as more, and ten times faster where other work shares the cores.
+    torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(config, items):
