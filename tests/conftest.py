@@ -20,7 +20,7 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    torch.set_num_threads(1)  # for small tensors as fast as more, and ten times faster where other work shares the cores
+    torch.set_num_threads(1)  # as fast for small tensors, and ten times as fast where other work shares the cores
 
 
 def pytest_collection_modifyitems(config, items):
