@@ -109,7 +109,8 @@ class CacheCase(Case):
         return int(addresses["cache_batch_idx"][b]) if self.batch_idx else b, position
 
     def rotary_tables(self, dtype, device, generator):
-        angle = torch.rand(self.capacity, self.rotary_dim // 2, device=device, generator=generator) * 6.3
+        rows = self.capacity + self.seqlen_q  # queries may lie past the last new key
+        angle = torch.rand(rows, self.rotary_dim // 2, device=device, generator=generator) * 6.3
         tables = dict(rotary_cos=angle.cos().to(dtype), rotary_sin=angle.sin().to(dtype))
         return dict(tables, rotary_interleaved=self.interleaved)
 
