@@ -40,7 +40,6 @@ import torch
 import flash_attn_2_cuda as flash_attn_gpu  # noqa: F401  (other packages reach the positional functions through here)
 from flash_attn._ops import checks
 from flash_attn._ops import flash_attn as ops
-from flash_attn._reference.flash_attn import block_size_n
 
 USE_TRITON_ROCM = False
 
@@ -513,7 +512,7 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 def _get_block_size_n(device, head_dim, is_dropout, is_causal):
     """Width of the key blocks over which S_dmask keeps its running maximum; see the top of this module."""
-    return block_size_n(head_dim, is_dropout)
+    return ops.block_size_n(head_dim, is_dropout)
 
 
 def maybe_contiguous(x):

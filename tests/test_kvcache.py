@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import Case, cover, params, sample
 from compare import assert_error_ratio
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
 
@@ -108,7 +109,8 @@ class CacheCase(Case):
         return int(addresses["cache_batch_idx"][b]) if self.batch_idx else b, position
 
     def rotary_tables(self, dtype, device, generator):
-        angle = torch.rand(self.capacity, self.rotary_dim // 2, device=device, generator=generator) * 6.3
+        rows = self.capacity + self.seqlen_q  # queries may lie past the last new key
+        angle = torch.rand(rows, self.rotary_dim // 2, device=device, generator=generator) * 6.3
         tables = dict(rotary_cos=angle.cos().to(dtype), rotary_sin=angle.sin().to(dtype))
         return dict(tables, rotary_interleaved=self.interleaved)
 
@@ -430,7 +432,7 @@ def test_compiles_once_for_all_lengths(device):
     """Decoding advances an int; that must not compile anew for each token."""
     case = CacheCase(seqlen_q=1, seqlen_k=40, seqlen_new=1, lengths="int", causal=True)
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(flash_attn_with_kvcache, fullgraph=True, backend=counter)
     for length in range(2, 12):
         compiled(**dict(case.arguments(device), cache_seqlens=length))

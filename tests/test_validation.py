@@ -142,6 +142,11 @@ def expanded(x):
     return torch.stack([x, x], dim=-1)[..., 0]
 
 
+def one_key_at_the_end(good):
+    """Three queries from position 7 on are rotated by rows 7 to 9, although one key is appended."""
+    return dict(k=good["k"][:, :1], v=good["v"][:, :1], cache_seqlens=lengths(7, 7), causal=True)
+
+
 S_DMASK = dict(dropout_p=0.5, return_attn_probs=True)
 # fmt: off
 TYPE_ERRORS = {
@@ -338,6 +343,7 @@ CONTENT_ERRORS = {
     ],
     "kvcache appending": [
         ("cache_seqlens: past the end", dict(cache_seqlens=lengths(4, 6)), r"cache_seqlens .*found 6"),
+        ("queries past the tables", one_key_at_the_end, r"rotary_cos .*10 .*found 8"),
     ],
     "kvcache paged": [
         ("cache_seqlens: past the pages", dict(cache_seqlens=lengths(4, 6)), r"block_table.*found 6"),

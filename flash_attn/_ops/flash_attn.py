@@ -18,6 +18,7 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
+block_size_n = reference.block_size_n
 S_DMASK_MULTIPLE = 128
 
 

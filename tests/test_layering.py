@@ -1,0 +1,290 @@
+"""Who may use whom, read from imports and includes.
+
+Python:  _library <- _ops -> _reference;   _ops <- {flash_attn_interface, layers, losses, ops} <- modules <- models
+C++:     ptx <- tile <- families <- binding;   common <- all but ptx
+"""
+
+import ast
+import pathlib
+import re
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+FAMILIES = ("flash_attn", "layer_norm", "rotary", "xentropy", "fused_dense", "fused_softmax")
+pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="this is not a source tree")
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Python
+
+FRONTS = {"flash_attn_interface", "layers", "losses", "ops"}
+MAY_IMPORT = {  # part of the package -> parts that it may import, besides itself
+    "_library": set(),
+    "_reference": set(),
+    "_ops": {"_library", "_reference"},
+    "bert_padding": {"_ops"},  # its checks
+    "utils": set(),
+    "flash_attn_interface": {"_ops"},
+    "layers": {"_ops", "ops"},
+    "losses": {"_ops", "ops"},
+    "ops": {"_ops"},
+    "modules": {*FRONTS, "bert_padding", "utils"},
+    "models": {*FRONTS, "bert_padding", "utils", "modules"},
+    "__init__": {"flash_attn_interface"},
+    "__main__": {"_library", "_ops", *FRONTS},
+}
+REQUIRED_PACKAGES = {"torch", "einops"}
+OUTSIDE = {"tests", "benchmarks", "training", "examples"}
+
+
+def package_files():
+    files = sorted((ROOT / "flash_attn").rglob("*.py"))
+    assert files
+    return files
+
+
+def part_of(path):
+    """The first name below flash_attn: flash_attn/_ops/rotary.py -> _ops."""
+    return path.relative_to(ROOT / "flash_attn").with_suffix("").parts[0]
+
+
+def imports(path, *, top_level_only=False):
+    """Full names of the modules (and perhaps names in them) that a file imports."""
+    tree = ast.parse(path.read_text())
+    package = path.relative_to(ROOT).with_suffix("").parts[:-1]
+    for node in _top_level(tree) if top_level_only else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) + 1 - node.level] if node.level else ()
+            module = ".".join((*base, *([node.module] if node.module else [])))
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def _top_level(tree):
+    """Statements that run on import: all but those inside functions."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield node
+            yield from _top_level(node)
+
+
+def violations(files, wrong):
+    """file: what, for each thing that `wrong(path)` yields."""
+    return [f"{path.relative_to(ROOT)}: {what}" for path in files for what in wrong(path)]
+
+
+def test_parts_of_the_package_import_downwards():
+    def wrong(path):
+        part = part_of(path)
+        for name in imports(path):
+            target = name.removeprefix("flash_attn.").split(".")[0]
+            if name.startswith("flash_attn.") and target != part and target not in MAY_IMPORT[part]:
+                yield f"imports {name}"
+
+    assert not violations(package_files(), wrong)
+
+
+def test_every_part_of_the_package_has_its_place():
+    assert {part_of(path) for path in package_files()} <= MAY_IMPORT.keys()
+
+
+def test_optional_packages_are_imported_where_they_are_used():
+    """What is imported with the package is the standard library, torch and einops; in _reference, torch alone."""
+
+    def wrong(path):
+        allowed = {"torch"} if part_of(path) == "_reference" else REQUIRED_PACKAGES
+        for name in imports(path, top_level_only=True):
+            package = name.split(".")[0]
+            if package not in {*allowed, *sys.stdlib_module_names, "flash_attn", "flash_attn_2_cuda"}:
+                yield f"imports {package} at the top level"
+
+    assert not violations(package_files(), wrong)
+
+
+def test_nothing_in_the_package_needs_what_is_not_installed():
+    def wrong(path):
+        yield from (f"imports {name}" for name in imports(path) if name.split(".")[0] in OUTSIDE)
+
+    assert not violations([*package_files(), *ROOT.glob("*.py")], wrong)
+
+
+def test_only_the_library_module_asks_for_the_device():
+    """torch's dispatcher picks the backend; utils may ask, since they time and distribute."""
+
+    def wrong(path):
+        if part_of(path) in ("_library", "utils", "__main__"):
+            return
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and re.search(
+                r"is_cuda$|is_cpu$|device\.type$|\btorch\.cuda$", ast.unparse(node)
+            ):
+                yield f"line {node.lineno}: {ast.unparse(node)}"
+
+    assert not violations(package_files(), wrong)
+
+
+def test_the_reference_registers_nothing():
+    def wrong(path):
+        yield from (f"imports {name}" for name in imports(path) if name.startswith("torch.library"))
+        if "torch.library" in path.read_text():
+            yield "torch.library"
+
+    assert not violations((ROOT / "flash_attn/_reference").glob("*.py"), wrong)
+
+
+def test_modules_beside_the_package_are_thin():
+    """Top-level modules with other packages' names stand on _ops, as flash_attn_interface does."""
+
+    def wrong(path):
+        for name in imports(path):
+            if name.startswith("flash_attn.") and name.split(".")[1] not in ("_ops", *FRONTS):
+                yield f"imports {name}"
+
+    assert not violations(set(ROOT.glob("*.py")) - {ROOT / "setup.py"}, wrong)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# C++
+
+CSRC = ROOT / "csrc"
+LOWER = {"ptx": set(), "common": set(), "tile": {"ptx", "common"}, "binding": {"common"}}
+STABLE_HEADERS = re.compile(r"torch/(csrc/stable|headeronly|csrc/inductor/aoti_torch/c)/")
+
+
+def sources():
+    files = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cuh", ".cu", ".cpp"))
+    assert files
+    return files
+
+
+def folder_of(path):
+    return path.relative_to(CSRC).parts[0]
+
+
+def includes(path, kind='"'):
+    """What a file includes: kind '"' for files of the project, '<' for others."""
+    closing = {'"': '"', "<": ">"}[kind]
+    return re.findall(rf"^\s*#\s*include\s*{kind}([^{closing}]+){closing}", path.read_text(), re.MULTILINE)
+
+
+def may_include(folder, target):
+    """Whether a file of csrc/`folder` may include the file `target`."""
+    below = pathlib.PurePath(target).parts[0]
+    if below == folder or below in LOWER.get(folder, {"ptx", "tile", "common"}):
+        return True
+    return folder == "binding" and below in FAMILIES and pathlib.PurePath(target).name in ("params.h", "launch.h")
+
+
+def test_families_have_the_known_names():
+    assert {folder_of(path) for path in sources()} <= {*LOWER, *FAMILIES}
+
+
+def test_includes_go_downwards():
+    """ptx and common stand alone, families do not know one another, and binding sees only params.h and launch.h."""
+
+    def wrong(path):
+        yield from (f"includes {target}" for target in includes(path) if not may_include(folder_of(path), target))
+
+    assert not violations(sources(), wrong)
+
+
+def test_includes_exist():
+    """Project headers are written from csrc/ on, which is on the include path."""
+
+    def wrong(path):
+        yield from (f"includes {target}" for target in includes(path) if not (CSRC / target).exists())
+
+    assert not violations(sources(), wrong)
+
+
+def test_only_binding_sees_torch_and_only_its_stable_headers():
+    def wrong(path):
+        for header in includes(path, "<"):
+            foreign = header.startswith(("torch/", "ATen/", "c10/", "pybind11/", "Python.h"))
+            if foreign and not (folder_of(path) == "binding" and STABLE_HEADERS.match(header)):
+                yield f"includes {header}"
+
+    assert not violations(sources(), wrong)
+
+
+def test_host_headers_include_no_device_code():
+    """.h and .cpp compile without nvcc; .cuh does not."""
+
+    def wrong(path):
+        if path.suffix in (".h", ".cpp"):
+            yield from (f"includes {target}" for target in includes(path) if target.endswith((".cuh", ".cu")))
+
+    assert not violations(sources(), wrong)
+
+
+def test_params_and_config_need_no_cuda():
+    """What a kernel is given, and which kernel is chosen, can be compiled and tested without a toolkit."""
+
+    def wrong(path):
+        yield from (
+            f"needs {header}" for header in reachable(path) if header.startswith(("cuda", "cooperative_groups"))
+        )
+
+    assert not violations([path for path in sources() if path.name in ("params.h", "config.h")], wrong)
+
+
+def reachable(path):
+    """System headers that a file includes, itself or through the project's."""
+    seen, todo = set(), [path]
+    while todo:
+        current = todo.pop()
+        if current not in seen:
+            seen.add(current)
+            todo += [CSRC / target for target in includes(current)]
+    return {header for file in seen for header in includes(file, "<")}
+
+
+def test_one_stem_leads_through_a_family():
+    """A family with kernels has its binding, ops, reference and benchmark under its own name."""
+    missing = [
+        file
+        for family in sorted({folder_of(path) for path in sources()} & set(FAMILIES))
+        for file in (
+            f"csrc/{family}/params.h",
+            f"csrc/{family}/launch.h",
+            f"csrc/binding/{family}.cpp",
+            f"flash_attn/_ops/{family}.py",
+            f"flash_attn/_reference/{family}.py",
+            f"benchmarks/benchmark_{family}.py",
+        )
+        if not (ROOT / file).exists()
+    ]
+    assert not missing
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The readers of this file themselves
+
+
+def test_imports_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    path = tmp_path / "flash_attn" / "ops" / "new.py"
+    path.parent.mkdir(parents=True)
+    path.write_text("import a.b\nfrom . import c\nfrom ..d import e\ndef f():\n    from g import h\n")
+    assert list(imports(path)) == ["a.b", "flash_attn.ops.c", "flash_attn.d.e", "g.h"]
+    assert list(imports(path, top_level_only=True)) == ["a.b", "flash_attn.ops.c", "flash_attn.d.e"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "target", "allowed"),
+    [
+        ("ptx", "common/check.h", False),
+        ("tile", "ptx/mma.cuh", True),
+        ("tile", "rotary/params.h", False),
+        ("rotary", "flash_attn/params.h", False),
+        ("rotary", "tile/vec.cuh", True),
+        ("binding", "rotary/launch.h", True),
+        ("binding", "rotary/rotary.cuh", False),
+        ("binding", "tile/vec.cuh", False),
+        ("common", "tile/vec.cuh", False),
+    ],
+)
+def test_layers(folder, target, allowed):
+    assert may_include(folder, target) == allowed
