@@ -15,6 +15,7 @@ from cases import Case, params, sample
 from compare import assert_error_ratio
 
 from flash_attn._reference import flash_attn as reference
+from flash_attn._reference import groups
 from flash_attn._reference.dropout import keep_mask, keep_threshold, philox
 from flash_attn._reference.mask import Mask
 
@@ -135,7 +136,7 @@ def block_sizes(monkeypatch):
     def patch(sizes):
         names = "_BLOCK_SCORES", "_BLOCK_ROWS", "_BLOCK_COLS", "_GROUP_KEYS"
         for name, size in zip(names, sizes, strict=False):
-            monkeypatch.setattr(reference, name, size)
+            monkeypatch.setattr(groups, name, size)
 
     return patch
 

@@ -14,22 +14,14 @@ and every product is one batched matmul over the key heads.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from . import sequence
-from .dropout import keep_mask
-from .mask import Mask
+from .groups import groups
 from .rotary import rotary
-
-# Measured on two cores of an EPYC with 1 MiB of L2 each: half a million scores at a time run twice as fast as 16 times
-# more or fewer, and 128 rows are enough for the matmuls to run at their full rate.
-_BLOCK_SCORES = 2**19
-_BLOCK_ROWS = 128
-_BLOCK_COLS = 512
-_GROUP_KEYS = 2**22  # elements of k that are held in fp32 at a time
+from .scores import Options, Scores
 
 
 def fwd(
@@ -69,7 +61,7 @@ def fwd(
     Returns out, like q; softmax_lse in fp32, (batch, heads, seqlen_q) or (heads, total_q), natural logarithm, +inf for
     rows that see no key; and S_dmask, empty unless return_softmax (see `_softmax_dropped`).
     """
-    options = _Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
+    options = Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
     options.check()
     parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
     out, softmax_lse = _attend(q, k, v, parts, options)
@@ -125,7 +117,7 @@ def bwd(
     Returns delta in fp32, (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the
     rows of entry b start at cu_seqlens_q[b] + 128 b. What is between is zero.
     """
-    options = _Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
+    options = Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
     options.check()
     parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, None)
     for gradient in (dq, dk, dv):
@@ -134,7 +126,7 @@ def bwd(
     inputs = [_batched(x) for x in (q, k, v, out, dout)]
     row_values = [None if x is None else _per_row(x) for x in (softmax_lse, dlse, delta)]
     gradients = [_batched(x) for x in (dq, dk, dv)]
-    for group in _groups(inputs[0], inputs[1], parts):
+    for group in groups(inputs[0], inputs[1], parts):
         _backward(group, options, *inputs, *row_values, *gradients)
     return _spread(delta, parts, packed=cu_seqlens_q is not None)
 
@@ -192,7 +184,7 @@ def fwd_kvcache(
             k = rotary(k, *tables, start, 0, None, None, rotary_interleaved, False)
             q = _rotate_queries(q, tables, start, rotary_interleaved, advance)
         _append_(k_cache, v_cache, k, v, start, cache_batch_idx, block_table)
-    options = _Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes)
+    options = Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes)
     return _attend(q, k_cache, v_cache, parts, options)
 
 
@@ -234,155 +226,18 @@ def _append_(k_cache, v_cache, k, v, start, cache_batch_idx, block_table):
     v_cache[rows, positions] = v
 
 
-def block_size_n(head_dim: int, is_dropout: bool) -> int:
-    """Width of the key blocks at which the running maximum of `S_dmask` advances."""
-    if head_dim <= 32:
-        return 128
-    if head_dim <= 64:
-        return 64 if is_dropout else 128
-    return 32 if 96 < head_dim <= 128 and is_dropout else 64
-
-
-class _Options(NamedTuple):
-    """What the caller asked for, apart from where things lie."""
-
-    softmax_scale: float
-    causal: bool
-    window_left: int
-    window_right: int
-    softcap: float
-    alibi_slopes: torch.Tensor | None
-    dropout_p: float = 0.0
-    rng_state: torch.Tensor | None = None
-
-    def check(self):
-        if self.dropout_p > 0 and self.rng_state is None:
-            raise ValueError(f"rng_state must be given with dropout_p = {self.dropout_p}, found None")
-
-
-class _Group(NamedTuple):
-    """Pairs of a batch entry and a key head that are worked on together, in blocks of block_rows x block_cols scores.
-
-    Tensors are (batch, seqlen, heads or heads_k, any last dimension). What is loaded is folded: rows are
-    (pairs, query heads of each * rows, ..) and keys are (pairs, keys, ..).
-    """
-
-    part: sequence.Part
-    heads: slice  # key heads
-    heads_k: int  # how many there are in all
-    block_rows: int
-    block_cols: int
-
-    def load_rows(self, x, rows, dtype):
-        return _fold(self._rows(x, rows), dtype)
-
-    def store_rows(self, x, rows, block):
-        target = self._rows(x, rows)
-        target.copy_(block.view(target.shape))
-
-    def load_keys(self, x, dtype):
-        return _fold(self._keys(x), dtype)
-
-    def store_keys(self, x, block):
-        target = self._keys(x)
-        target.copy_(block.view(target.shape))
-
-    def per_head(self, x):
-        """x (heads,) or (batch, heads) as (pairs, query heads of each)."""
-        x = x[self.part.entries] if x.dim() == 2 else x.expand(self.part.num_entries, -1)
-        return x.unflatten(1, (self.heads_k, -1))[:, self.heads].flatten(0, 1)
-
-    def row_blocks(self):
-        return _blocks(range(self.part.seqlen_q), self.block_rows)
-
-    def col_blocks(self, keys: range):
-        return _blocks(keys, self.block_cols)
-
-    def _rows(self, x, rows):
-        x = self.part.rows(x)[:, rows.start : rows.stop].unflatten(2, (self.heads_k, -1))
-        return x[:, :, self.heads].permute(0, 2, 3, 1, 4)
-
-    def _keys(self, x):
-        return self.part.keys(x)[:, :, self.heads].transpose(1, 2)
-
-
-def _groups(q, k, parts):
-    """The groups that together cover every part in which there are both rows and keys."""
-    heads, (heads_k, head_dim) = q.shape[2], k.shape[2:]
-    for part in parts:
-        if part.seqlen_q and part.seqlen_k and heads:
-            yield from _groups_of(part, heads_k, heads // heads_k, head_dim)
-
-
-def _groups_of(part, heads_k, sharing, head_dim):
-    """The groups of one part, where `sharing` query heads share a key head, of a size that suits the caches."""
-    rows = min(part.seqlen_q, max(32, min(_BLOCK_ROWS, 2 * _BLOCK_ROWS // sharing)))
-    by_scores = _BLOCK_SCORES // (sharing * rows * min(part.seqlen_k, _BLOCK_COLS))
-    by_keys = _GROUP_KEYS // (part.seqlen_k * head_dim)
-    pairs = max(1, min(by_scores, by_keys))
-    for sub in part.split(max(1, pairs // heads_k)):
-        for heads in _blocks(range(heads_k), pairs):
-            cols = _BLOCK_SCORES // (sharing * rows * len(heads) * sub.num_entries)
-            yield _Group(sub, slice(heads.start, heads.stop), heads_k, rows, max(_BLOCK_COLS, cols))
-
-
-class _Scores:
-    """What happens to a block of scores (pairs, query heads of each * rows, cols) between the two products."""
-
-    def __init__(self, options: _Options, group: _Group, heads: int):
-        part = group.part
-        right = 0 if options.causal else options.window_right
-        self.options = options
-        self.mask = Mask(part.seqlen_q, part.seqlen_k, options.window_left, right)
-        self.sharing = heads // group.heads_k
-        self.slopes = self.batch_heads = None
-        if options.alibi_slopes is not None:
-            self.slopes = group.per_head(options.alibi_slopes)[..., None, None]
-        if options.dropout_p > 0:
-            numbers = torch.arange(part.entries.stop * heads, device=options.rng_state.device)
-            self.batch_heads = group.per_head(numbers.view(-1, heads))
-
-    def cap_(self, s):
-        """Softcap, in place."""
-        if self.options.softcap > 0:
-            s.div_(self.options.softcap).tanh_().mul_(self.options.softcap)
-
-    def cap_slope(self, s):
-        """The derivative of `cap_`, from its result."""
-        return 1 - (s / self.options.softcap).square_() if self.options.softcap > 0 else None
-
-    def bias_(self, s, rows, cols):
-        """ALiBi, in place."""
-        if self.slopes is not None:
-            self._by_head(s).addcmul_(self.slopes, self.mask.distance(rows, cols, s), value=-1)
-
-    def hide_(self, s, rows, cols, value):
-        """Write `value` where a row does not see a key."""
-        self.mask.hide_(self._by_head(s), rows, cols, value)
-
-    def keep(self, rows, cols):
-        """Z / (1 - p): what dropout multiplies a block with; None without dropout."""
-        if self.batch_heads is None:
-            return None
-        kept = keep_mask(self.options.rng_state, self.options.dropout_p, self.batch_heads, rows, cols)
-        return kept.flatten(1, 2) / (1 - self.options.dropout_p)
-
-    def _by_head(self, s):
-        return s.unflatten(1, (self.sharing, -1))
-
-
 def _attend(q, k, v, parts, options):
     """out and softmax_lse; rows of no part get what a row that sees nothing gets."""
     out = torch.zeros_like(q)
     softmax_lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf, dtype=_accumulator(q))
     tensors = *(_batched(x) for x in (q, k, v, out)), _per_row(softmax_lse)
-    for group in _groups(tensors[0], tensors[1], parts):
+    for group in groups(tensors[0], tensors[1], parts):
         _forward(group, options, *tensors)
     return out, softmax_lse
 
 
 def _forward(group, options, q, k, v, out, softmax_lse):
-    scores = _Scores(options, group, q.shape[2])
+    scores = Scores(options, group, q.shape[2])
     dtype = _accumulator(q)
     k, v = group.load_keys(k, dtype), group.load_keys(v, dtype)
     finite = _all_finite(v)
@@ -392,26 +247,25 @@ def _forward(group, options, q, k, v, out, softmax_lse):
         top = o.new_full((*o.shape[:-1], 1), -math.inf)
         total = torch.zeros_like(top)
         for cols in group.col_blocks(scores.mask.keys(rows)):
-            s = torch.bmm(q_rows, _at(k, cols).mT)
-            scores.cap_(s)
-            scores.bias_(s, rows, cols)
+            s, _ = scores.compute(q_rows, _at(k, cols), rows, cols)
             scores.hide_(s, rows, cols, -math.inf)
             above, top = top, torch.maximum(top, s.amax(-1, keepdim=True))
             shift = top.masked_fill(top == -math.inf, 0)  # where a row has seen nothing yet: -inf - -inf is nan
             p = s.sub_(shift).exp_()
             shrink = above.sub_(shift).exp_()
             total.mul_(shrink).add_(p.sum(-1, keepdim=True))
-            keep = scores.keep(rows, cols)
+            keep = scores.keep(rows, cols, dtype)
             _add_product_(o.mul_(shrink), p if keep is None else p.mul_(keep), _at(v, cols), finite)
         group.store_rows(softmax_lse, rows, (top + total.log()).masked_fill_(~(total > 0), math.inf))
         group.store_rows(out, rows, o.div_(total.masked_fill_(total == 0, 1)))
 
 
 def _backward(group, options, q, k, v, out, dout, softmax_lse, dlse, delta, dq, dk, dv):
-    scores = _Scores(options, group, q.shape[2])
+    scores = Scores(options, group, q.shape[2])
     dtype = _accumulator(q)
     k, v = group.load_keys(k, dtype), group.load_keys(v, dtype)
     dk_sum, dv_sum = torch.zeros_like(k), torch.zeros_like(v)
+    finite_keys = _all_finite(k) and _all_finite(v)
     for rows in group.row_blocks():
         q_rows = group.load_rows(q, rows, dtype) * options.softmax_scale
         dout_rows, lse = group.load_rows(dout, rows, dtype), group.load_rows(softmax_lse, rows, dtype)
@@ -420,17 +274,14 @@ def _backward(group, options, q, k, v, out, dout, softmax_lse, dlse, delta, dq, 
         if dlse is not None:
             shift -= group.load_rows(dlse, rows, dtype)
         shift.masked_fill_(lse == math.inf, 0)
-        finite = all(_all_finite(x) for x in (q_rows, k, v, dout_rows))
+        finite = finite_keys and _all_finite(q_rows) and _all_finite(dout_rows)
         dq_rows = torch.zeros_like(q_rows)
         for cols in group.col_blocks(scores.mask.keys(rows)):
             k_cols, v_cols = _at(k, cols), _at(v, cols)
-            s = torch.bmm(q_rows, k_cols.mT)
-            scores.cap_(s)
-            slope = scores.cap_slope(s)
-            scores.bias_(s, rows, cols)
+            s, slope = scores.compute(q_rows, k_cols, rows, cols)
             p = s.sub_(lse).exp_()
             scores.hide_(p, rows, cols, 0)
-            keep = scores.keep(rows, cols)
+            keep = scores.keep(rows, cols, dtype)
             ds = torch.bmm(dout_rows, v_cols.mT)
             _add_product_(_at(dv_sum, cols), (p if keep is None else p * keep).mT, dout_rows, finite)
             ds = (ds if keep is None else ds.mul_(keep)).sub_(shift).mul_(p)
@@ -445,6 +296,15 @@ def _backward(group, options, q, k, v, out, dout, softmax_lse, dlse, delta, dq, 
     group.store_keys(dv, dv_sum)
 
 
+def block_size_n(head_dim: int, is_dropout: bool) -> int:
+    """Width of the key blocks at which the running maximum of `S_dmask` advances."""
+    if head_dim <= 32:
+        return 128
+    if head_dim <= 64:
+        return 64 if is_dropout else 128
+    return 32 if 96 < head_dim <= 128 and is_dropout else 64
+
+
 def _softmax_dropped(q, k, parts, options, s_dmask):
     """Fill s_dmask with exp(s(i, j) - m(i, j)), negative where dropout drops the element.
 
@@ -452,18 +312,17 @@ def _softmax_dropped(q, k, parts, options, s_dmask):
     blocks to its right: the running maximum of a kernel that walks its keys from the last to the first. What a row
     does not see, and padding, is zero.
     """
-    width = block_size_n(q.shape[-1], options.dropout_p > 0)
-    for group in _groups(q, k, parts):
-        scores = _Scores(options, group, q.shape[2])
-        keys, cols = group.load_keys(k, _accumulator(q)), range(group.part.seqlen_k)
+    width, dtype = block_size_n(q.shape[-1], options.dropout_p > 0), _accumulator(q)
+    for group in groups(q, k, parts):
+        scores = Scores(options, group, q.shape[2])
+        keys, cols = group.load_keys(k, dtype), range(group.part.seqlen_k)
         by_pair = s_dmask[group.part.entries].unflatten(1, (group.heads_k, -1))[:, group.heads]
         for rows in group.row_blocks():
-            s = torch.bmm(group.load_rows(q, rows, keys.dtype) * options.softmax_scale, keys.mT)
-            scores.cap_(s)
-            scores.bias_(s, rows, cols)
+            q_rows = group.load_rows(q, rows, dtype) * options.softmax_scale
+            s, _ = scores.compute(q_rows, keys, rows, cols)
             scores.hide_(s, rows, cols, -math.inf)
             u = _relative_to_running_max(s, width)
-            keep = scores.keep(rows, cols)
+            keep = scores.keep(rows, cols, dtype)
             u = u if keep is None else torch.where(keep > 0, u, -u)
             target = by_pair[..., rows.start : rows.stop, : len(cols)]
             target.copy_(u.view(target.shape))
@@ -513,18 +372,8 @@ def _accumulator(x):
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _fold(x, dtype):
-    """x (entries, key heads, .., last) as (pairs, .., last) in `dtype`, copied only where that needs it."""
-    x = x.to(dtype, memory_format=torch.contiguous_format)
-    return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
-
-
 def _at(x, span):
     return x[:, span.start : span.stop]
-
-
-def _blocks(span, size):
-    return [range(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size)]
 
 
 def _batched(x):

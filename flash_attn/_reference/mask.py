@@ -44,23 +44,18 @@ class Mask(NamedTuple):
         seen_by_all = range(self.first(rows[-1]), self.last(rows[0]) + 1)
         before = range(cols.start, min(cols.stop, seen_by_all.start))
         after = range(max(cols.start, seen_by_all.stop), cols.stop)
-        position = torch.arange(rows.start, rows.stop, device=scores.device)[:, None] + self.diagonal
-        if self.left >= 0 and before:
-            hidden = _arange(before, scores) < position - self.left
-            _part(scores, cols, before).masked_fill_(hidden, value)
-        if self.right >= 0 and after:
-            hidden = _arange(after, scores) > position + self.right
-            _part(scores, cols, after).masked_fill_(hidden, value)
+        if before:
+            hidden = self._offset(rows, before, scores) > self.left
+            scores[..., : len(before)].masked_fill_(hidden, value)
+        if after:
+            hidden = self._offset(rows, after, scores) < -self.right
+            scores[..., -len(after) :].masked_fill_(hidden, value)
 
     def distance(self, rows: range, cols: range, like: torch.Tensor) -> torch.Tensor:
         """|i + D - j|, the distance that ALiBi penalises, (len(rows), len(cols)) in the type of `like`."""
-        position = _arange(rows, like)[:, None] + self.diagonal
-        return (position - _arange(cols, like)).abs().to(like.dtype)
+        return self._offset(rows, cols, like).abs().to(like.dtype)
 
-
-def _arange(span: range, like: torch.Tensor) -> torch.Tensor:
-    return torch.arange(span.start, span.stop, device=like.device)
-
-
-def _part(scores, cols, part):
-    return scores[..., part.start - cols.start : part.stop - cols.start]
+    def _offset(self, rows, cols, like):
+        """i + D - j: how far a row's own key is to the right of a key."""
+        own = torch.arange(rows.start, rows.stop, device=like.device) + self.diagonal
+        return own[:, None] - torch.arange(cols.start, cols.stop, device=like.device)

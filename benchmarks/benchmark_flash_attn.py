@@ -1,0 +1,124 @@
+"""Attention against torch's scaled_dot_product_attention (SDPA): forward and backward, and decoding from a cache.
+
+Flops are those of the products with the keys a row sees: 4 a score for each element of head_dim forward, 10 backward.
+Bytes are given for decoding, which reads the cache once. SDPA gets tensors (batch, heads, seqlen, head_dim) that are
+contiguous in that order. "torch" is the backend that torch chooses; with a GPU, "torch cudnn" and "torch flash" are
+asked for by name.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.harness import DTYPES, Case, backward_of, main
+from flash_attn import flash_attn_func, flash_attn_with_kvcache
+
+SHAPES = {  # batch, heads, seqlen, head_dim
+    "cuda": [
+        (16384 // seqlen, 2048 // head_dim, seqlen, head_dim)
+        for head_dim in (64, 128, 256)
+        for seqlen in (512, 2048, 16384)
+    ],
+    "cpu": [(4, 8, 512, 64), (1, 8, 2048, 64), (1, 8, 4096, 128), (2, 16, 1024, 128)],
+}
+DECODING = {  # batch, heads, heads_k, keys in the cache, head_dim
+    "cuda": [
+        (1, 32, 8, 2048, 128),
+        (1, 32, 8, 16384, 128),
+        (8, 32, 8, 4096, 128),
+        (64, 32, 8, 4096, 128),
+        (32, 64, 8, 8192, 128),
+        (64, 16, 1, 8192, 128),
+    ],
+    "cpu": [(1, 32, 8, 2048, 128), (8, 8, 8, 4096, 64)],
+}
+TYPES = {"cuda": ["bf16"], "cpu": ["fp32", "bf16"]}
+
+
+def cases(device):
+    for shape in SHAPES[device]:
+        for dtype in TYPES[device]:
+            for causal in (False, True):
+                for op, providers, cost in (("fwd", forward, 4), ("bwd", backward, 10)):
+                    yield Case(
+                        f"flash_attn_{op}",
+                        "x".join(map(str, shape)) + " causal" * causal,
+                        dtype,
+                        functools.partial(providers, shape, DTYPES[dtype], device, causal),
+                        flops=cost * scores(shape, causal) * shape[-1],
+                    )
+    for shape in DECODING[device]:
+        for dtype in TYPES[device]:
+            yield Case(
+                "flash_attn_decode",
+                "x".join(map(str, shape)),
+                dtype,
+                functools.partial(decoding, shape, DTYPES[dtype], device),
+                bytes=2 * shape[0] * shape[2] * shape[3] * shape[4] * DTYPES[dtype].itemsize,
+            )
+
+
+def scores(shape, causal):
+    batch, heads, seqlen, _ = shape
+    return batch * heads * seqlen * (seqlen + 1) / 2 if causal else batch * heads * seqlen**2
+
+
+def tensors(shape, dtype, device, **options):
+    """q, k, v as (batch, seqlen, heads, head_dim), and as SDPA wants them."""
+    batch, heads, seqlen, head_dim = shape
+    ours = [torch.randn(batch, seqlen, heads, head_dim, dtype=dtype, device=device) for _ in range(3)]
+    theirs = [x.transpose(1, 2).contiguous() for x in ours]
+    return [x.requires_grad_(**options) for x in ours], [x.requires_grad_(**options) for x in theirs]
+
+
+def forward(shape, dtype, device, causal):
+    ours, theirs = tensors(shape, dtype, device, requires_grad=False)
+    return {
+        "flash_attn": lambda: flash_attn_func(*ours, causal=causal),
+        **{name: functools.partial(attend, *theirs, is_causal=causal) for name, attend in sdpa(device).items()},
+    }
+
+
+def backward(shape, dtype, device, causal):
+    ours, theirs = tensors(shape, dtype, device)
+    functions = {"flash_attn": backward_of(lambda: flash_attn_func(*ours, causal=causal), *ours)}
+    for name, attend in sdpa(device).items():
+        functions[name] = lazily(backward_of, functools.partial(attend, *theirs, is_causal=causal), *theirs)
+    return functions
+
+
+def decoding(shape, dtype, device):
+    """One query per sequence over a full cache."""
+    batch, heads, heads_k, seqlen, head_dim = shape
+    q = torch.randn(batch, 1, heads, head_dim, dtype=dtype, device=device)
+    k, v = (torch.randn(batch, seqlen, heads_k, head_dim, dtype=dtype, device=device) for _ in "kv")
+    lengths = torch.full((batch,), seqlen, dtype=torch.int32, device=device)
+    theirs = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+    return {
+        "flash_attn": lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths),
+        **{name: functools.partial(attend, *theirs, enable_gqa=True) for name, attend in sdpa(device).items()},
+    }
+
+
+def sdpa(device):
+    """Provider names and functions of q, k, v and SDPA's keywords."""
+    chosen = {"torch cudnn": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
+    named = {name: functools.partial(with_backend, backend) for name, backend in chosen.items() if device == "cuda"}
+    return {"torch": F.scaled_dot_product_attention, **named}
+
+
+def with_backend(backend, *args, **options):
+    with sdpa_kernel(backend):
+        return F.scaled_dot_product_attention(*args, **options)
+
+
+def lazily(make, *args):
+    """make(*args), called when it is first needed: where it fails, it is this provider that fails."""
+    made = functools.cache(functools.partial(make, *args))
+    return lambda: made()()
+
+
+if __name__ == "__main__":
+    main(__doc__, "flash_attn", cases, baseline="torch")

@@ -1,0 +1,68 @@
+"""What happens to a score between the two products: softcap, ALiBi, mask and dropout."""
+
+from typing import NamedTuple
+
+import torch
+
+from .dropout import keep_mask
+from .groups import Group
+from .mask import Mask
+
+
+class Options(NamedTuple):
+    """What the caller asked for, apart from where things lie."""
+
+    softmax_scale: float
+    causal: bool
+    window_left: int
+    window_right: int
+    softcap: float
+    alibi_slopes: torch.Tensor | None
+    dropout_p: float = 0.0
+    rng_state: torch.Tensor | None = None
+
+    def check(self):
+        if self.dropout_p > 0 and self.rng_state is None:
+            raise ValueError(f"rng_state must be given with dropout_p = {self.dropout_p}, found None")
+
+
+class Scores:
+    """The scores of one group. Methods take a block (pairs, query heads of each * rows, cols)."""
+
+    def __init__(self, options: Options, group: Group, heads: int):
+        part = group.part
+        right = 0 if options.causal else options.window_right
+        self.options = options
+        self.mask = Mask(part.seqlen_q, part.seqlen_k, options.window_left, right)
+        self.sharing = heads // group.heads_k
+        self.slopes = self.batch_heads = None
+        if options.alibi_slopes is not None:
+            self.slopes = group.per_head(options.alibi_slopes)[..., None, None]
+        if options.dropout_p > 0:
+            numbers = torch.arange(part.entries.stop * heads, device=options.rng_state.device)
+            self.batch_heads = group.per_head(numbers.view(-1, heads))
+
+    def compute(self, q, k, rows, cols):
+        """The scores of q and k, unmasked, and their derivative by the product of q and k; None where that is one."""
+        s, slope = torch.bmm(q, k.mT), None
+        if self.options.softcap > 0:
+            s.div_(self.options.softcap).tanh_()
+            slope = 1 - s.square()
+            s.mul_(self.options.softcap)
+        if self.slopes is not None:
+            self._by_head(s).addcmul_(self.slopes, self.mask.distance(rows, cols, s), value=-1)
+        return s, slope
+
+    def hide_(self, s, rows, cols, value):
+        """Write `value` where a row does not see a key, in place."""
+        self.mask.hide_(self._by_head(s), rows, cols, value)
+
+    def keep(self, rows, cols, dtype):
+        """Z / (1 - p): what dropout multiplies a block with; None without dropout."""
+        if self.batch_heads is None:
+            return None
+        kept = keep_mask(self.options.rng_state, self.options.dropout_p, self.batch_heads, rows, cols)
+        return kept.flatten(1, 2).to(dtype).div_(1 - self.options.dropout_p)
+
+    def _by_head(self, s):
+        return s.unflatten(1, (self.sharing, -1))
