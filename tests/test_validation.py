@@ -68,10 +68,10 @@ def cache(device):
 
 def appending(device):
     new = dict(k=tokens(2, 3, 2, device=device), v=tokens(2, 3, 2, device=device))
-    return dict(cache(device), **new, **rotary_tables(8, device=device))
+    return dict(cache(device), **new, **rotary_tables(device, 8))
 
 
-def rotary_tables(columns, rows=8, device="cpu"):
+def rotary_tables(device, columns, rows=8):
     return {
         name: torch.ones(rows, columns, dtype=torch.bfloat16, device=device) for name in ("rotary_cos", "rotary_sin")
     }
@@ -275,7 +275,7 @@ VALUE_ERRORS = {
         ("cache_batch_idx: shape", dict(cache_batch_idx=torch.zeros(3).int()), r"cache_batch_idx .*\(3,\)"),
         ("cache_leftpad: shape", dict(cache_leftpad=torch.zeros(3).int()), r"cache_leftpad .*found \(3,\)"),
         ("num_splits=129", dict(num_splits=129), r"num_splits must .*128.*found 129"),
-        ("rotary without k", lambda good: rotary_tables(8, device=good["q"].device), r"k must be given .*rotary.*found None"),
+        ("rotary without k", lambda good: rotary_tables(good["q"].device, 8), r"k must be given .*rotary.*found None"),
         ("v without k", lambda good: dict(v=good["q"][:, :, :2]), r"\bk must .* v.*found None"),
         ("k without v", lambda good: dict(k=good["q"][:, :, :2]), r"\bv must .* k.*found None"),
     ],
@@ -291,9 +291,9 @@ VALUE_ERRORS = {
         ("longer than the cache", replaced("k v", lambda x: x.repeat(1, 3, 1, 1)), r"k must fit .*found .*9"),
         ("cos without sin", dict(rotary_sin=None), r"rotary_sin must .*rotary_cos.*found None"),
         ("sin without cos", dict(rotary_cos=None), r"rotary_cos must .*rotary_sin.*found None"),
-        ("rotary_dim 18", lambda good: rotary_tables(9, device=good["q"].device), r"rotary_dim.*16.*found 18"),
-        ("rotary_dim 32", lambda good: rotary_tables(16, device=good["q"].device), r"rotary_dim.*16.*found 32"),
-        ("7 positions", lambda good: rotary_tables(8, rows=7, device=good["q"].device), r"rotary_cos must .*8 .*found 7"),
+        ("rotary_dim 18", lambda good: rotary_tables(good["q"].device, 9), r"rotary_dim.*16.*found 18"),
+        ("rotary_dim 32", lambda good: rotary_tables(good["q"].device, 16), r"rotary_dim.*16.*found 32"),
+        ("7 positions", lambda good: rotary_tables(good["q"].device, 8, rows=7), r"rotary_cos must .*8 .*found 7"),
         ("other sin", replaced("rotary_sin", lambda x: x[:, :4]), r"rotary_sin must .*\(8, 4\)"),
         ("3-D cos", replaced("rotary_cos", lambda x: x[None]), r"rotary_cos must .*\(1, 8, 8\)"),
         ("strided cos", replaced("rotary_cos", expanded), r"rotary_cos must be contiguous"),
