@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
 from flash_attn.layers.rotary import apply_rotary_emb
+from muon import Muon
 
 VOCAB = 256  # tokens are bytes
 HEAD_DIM = 64
@@ -134,12 +135,11 @@ def validate(model, text, count=128):
 def optimizers(model, steps):
     """Muon for the matrices inside the blocks and AdamW for the rest, each with its schedule.
 
-    Muon (https://kellerjordan.github.io/posts/muon) makes a run this short worth watching: AdamW needs several times
-    as many steps for the same loss.
+    Muon makes a run this short worth watching: AdamW alone needs several times as many steps for the same loss.
     """
     inner = [p for p in model.blocks.parameters() if p.ndim == 2]
     outer = [p for p in model.parameters() if not any(p is q for q in inner)]
-    muon = torch.optim.Muon(inner, lr=0.01, adjust_lr_fn="match_rms_adamw")
+    muon = Muon(inner, lr=0.01)
     adamw = torch.optim.AdamW(outer, lr=3e-3, betas=(0.9, 0.98))
 
     def rate(step):
