@@ -34,8 +34,8 @@ SIZES = {
         "dtype": torch.float32,
         "heads": 2,
         "seqlens": [256, 512, 1024, 2048, 4096, 8192],
-        "model": {"dim": 192, "layers": 2, "context": 128},
-        "training": {"steps": 700, "batch": 8},
+        "model": {"dim": 128, "layers": 4, "context": 128},
+        "training": {"steps": 350, "batch": 16},
     },
     "cuda": {
         "dtype": torch.bfloat16,

@@ -1,7 +1,7 @@
 """A small language model that reads and writes bytes, trained in about a minute on the sources of Python's own library.
 
     python examples/tiny_lm.py                                           # train, measure, write Python-like text
-    python examples/tiny_lm.py --steps 3000 --prompt "class Stack:"      # learn for longer, write something else
+    python examples/tiny_lm.py --steps 1500 --prompt "class Stack:"      # learn for longer, write something else
 
 It shows the three calls that most language models need:
 
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    def __init__(self, dim=192, layers=2, context=128):
+    def __init__(self, dim=128, layers=4, context=128):
         super().__init__()
         self.context = context
         self.embedding = nn.Embedding(VOCAB, dim)
@@ -77,9 +77,17 @@ class TinyLM(nn.Module):
         angles = torch.outer(torch.arange(MAX_POSITIONS), 10000.0 ** -torch.arange(0, 1, 2 / HEAD_DIM))
         self.register_buffer("cos", angles.cos())
         self.register_buffer("sin", angles.sin())
+        self.initialize()
+
+    def initialize(self):
+        """Each block starts as the identity, and all bytes as equally likely: 8 bits per byte."""
         for weight in self.parameters():
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        for block in self.blocks:
+            nn.init.zeros_(block.attention.out.weight)
+            nn.init.zeros_(block.mlp[-1].weight)
+        nn.init.zeros_(self.logits.weight)
 
     def forward(self, tokens, caches=None, filled=0):
         """tokens: (batch, seqlen) int64. Returns logits (batch, seqlen, VOCAB) of the token after each of them.
@@ -187,11 +195,11 @@ def generate(model, prompt, length, temperature=0.7, seed=0):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dim", type=int, default=192, help=f"width, a multiple of {HEAD_DIM} (default %(default)s)")
-    parser.add_argument("--layers", type=int, default=2, help="blocks (default %(default)s)")
+    parser.add_argument("--dim", type=int, default=128, help=f"width, a multiple of {HEAD_DIM} (default %(default)s)")
+    parser.add_argument("--layers", type=int, default=4, help="blocks (default %(default)s)")
     parser.add_argument("--context", type=int, default=128, help="bytes that attention sees (default %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="windows in a step (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=800, help="training steps (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=16, help="windows in a step (default %(default)s)")
+    parser.add_argument("--steps", type=int, default=350, help="training steps (default %(default)s)")
     parser.add_argument("--prompt", default="def ", help="what the text starts with (default '%(default)s')")
     parser.add_argument("--length", type=int, default=500, help="bytes to generate (default %(default)s)")
     parser.add_argument("--temperature", type=float, default=0.7, help="lower is safer (default %(default)s)")

@@ -35,6 +35,9 @@ def test_generation_with_a_cache_is_the_whole_model(device):
     import tiny_lm
 
     model = tiny_lm.TinyLM(dim=128, layers=2, context=16).to(device)
+    for weight in model.parameters():
+        if weight.ndim == 2:  # some start at zero, which would hide an error
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
     tokens = torch.randint(256, (2, 40), device=device)  # longer than the window
     with torch.no_grad(), tiny_lm.mixed_precision(device):
         caches, pieces = model.empty_caches(batch=2, capacity=40), []
@@ -51,7 +54,7 @@ def test_training_learns(device):
     model = tiny_lm.TinyLM(dim=64, layers=1, context=16).to(device)
     text = torch.frombuffer(bytearray(b"to be or not to be, " * 50), dtype=torch.uint8)
     losses = tiny_lm.train(model, text, steps=40, batch=8)
-    assert losses[0] > 7 and losses[-1] < 2  # bits per byte
+    assert losses[0] == pytest.approx(8) and losses[-1] < 2  # bits per byte
 
 
 def test_contenders_agree(device):
