@@ -18,15 +18,14 @@ import pathlib
 import time
 import typing
 
-import matplotlib
-import tiny_lm
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+import flash_attn
+import tiny_lm
 from flash_attn import __main__ as report
-from flash_attn import flash_attn_func
 
 PLOT = pathlib.Path(__file__).resolve().parents[1] / "demo" / "demo.png"
 
@@ -35,8 +34,8 @@ SIZES = {
         "dtype": torch.float32,
         "heads": 2,
         "seqlens": [256, 512, 1024, 2048, 4096, 8192],
-        "model": {"dim": 192, "layers": 2, "context": 128},
-        "training": {"steps": 700, "batch": 8},
+        "model": {"dim": 128, "layers": 4, "context": 128},
+        "training": {"steps": 350, "batch": 16},
     },
     "cuda": {
         "dtype": torch.bfloat16,
@@ -101,7 +100,7 @@ def torch_attention(q, k, v):
 
 
 def our_attention(q, k, v):
-    return flash_attn_func(q, k, v, causal=True)
+    return flash_attn.flash_attn_func(q, k, v, causal=True)
 
 
 CONTENDERS = {"plain torch": plain_attention, "torch SDPA": torch_attention, "flash_attn": our_attention}
@@ -229,43 +228,52 @@ COLORS = {"plain torch": "#9aa0a6", "torch SDPA": "#e8a33d", "flash_attn": "#1a5
 
 
 def plot(costs, losses, validation, device):
-    matplotlib.rcParams.update(
-        {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": 11}
-    )
-    figure = Figure(figsize=(14, 4.4), layout="constrained")
+    sizes, processor = SIZES[device], torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    setting = f"causal attention, {sizes['heads']} heads of 64, {str(sizes['dtype']).removeprefix('torch.')}"
+    figure = Figure(figsize=(14, 4.6), layout="constrained")
+    figure.suptitle(f"flash_attn {flash_attn.__version__} on {processor}: {setting}", x=0.005, ha="left", weight="bold")
     time_axes, memory_axes, loss_axes = figure.subplots(1, 3)
-    plot_costs(time_axes, costs, [1e3 * cost.seconds for cost in costs], "ms", "Time, forward and backward")
-    plot_costs(memory_axes, costs, [cost.peak_bytes / 2**20 for cost in costs], "MiB", "Peak memory")
+    plot_costs(time_axes, costs, [1e3 * cost.seconds for cost in costs], "{:g} ms")
+    plot_costs(memory_axes, costs, [cost.peak_bytes / 2**20 for cost in costs], "{:g} MiB")
     plot_losses(loss_axes, losses, validation)
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    sizes = SIZES[device]
-    figure.suptitle(f"Causal attention, {sizes['heads']} heads of 64, {sizes['dtype']}, on {name}", x=0.01, ha="left")
+    for axes, title in (
+        (time_axes, "Time of forward and backward"),
+        (memory_axes, "Peak memory of forward and backward"),
+        (loss_axes, "A language model learns Python: bits per byte"),
+    ):
+        axes.set_title(title, loc="left", fontsize=11)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="upper right" if axes is loss_axes else "upper left")
     PLOT.parent.mkdir(exist_ok=True)
     figure.savefig(PLOT, dpi=150)
 
 
-def plot_costs(axes, costs, values, unit, title):
+def plot_costs(axes, costs, values, unit):
+    """Values against the sequence length, both logarithmic; the legend tells the factor of the last doubling."""
     for name, color in COLORS.items():
         points = [(cost.seqlen, value) for cost, value in zip(costs, values) if cost.contender == name]
+        (*_, before), last = points[-2], points[-1][1]
         width = 2.5 if name == "flash_attn" else 1.5
-        axes.plot(*zip(*points), "o-", color=color, label=name, linewidth=width, markersize=2 * width)
+        label = f"{name}: x {last / before:.1f} when doubled"
+        axes.plot(*zip(*points), "o-", color=color, label=label, linewidth=width, markersize=2 * width)
     seqlens = sorted({cost.seqlen for cost in costs})
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
+    axes.set_ymargin(0.25)  # room for the legend
     axes.set_xticks(seqlens, [f"{n // 1024}k" if n >= 1024 else str(n) for n in seqlens])
+    axes.yaxis.set_major_formatter(lambda value, _: unit.format(value))
     axes.grid(axis="y", color="#eeeeee")
-    axes.set(title=title, xlabel="sequence length", ylabel=unit)
-    axes.legend(frameon=False)
+    axes.set_xlabel("sequence length")
 
 
 def plot_losses(axes, losses, validation):
     width = max(1, len(losses) // 50)
     smooth = [sum(losses[i : i + width]) / width for i in range(len(losses) - width + 1)]
     axes.plot(losses, color=COLORS["flash_attn"], alpha=0.2, linewidth=1)
-    axes.plot(range(width - 1, len(losses)), smooth, color=COLORS["flash_attn"], linewidth=2, label="training")
+    axes.plot(range(width - 1, len(losses)), smooth, color=COLORS["flash_attn"], linewidth=2.5, label="training")
     axes.axhline(validation, color=COLORS["torch SDPA"], linestyle="--", label=f"validation: {validation:.2f}")
-    axes.set(title="Language model on Python's library", xlabel="step", ylabel="bits per byte", ylim=(0, None))
-    axes.legend(frameon=False)
+    axes.set_ylim(0, None)
+    axes.set_xlabel("step")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,93 @@
+"""The examples run; generation with the cache is the whole model; the demo measures what it says."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
+pytest.importorskip("tqdm", reason="the examples need tqdm")
+
+
+@pytest.fixture(autouse=True)
+def examples_on_path(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def _run(name, *args):
+    return subprocess.run([sys.executable, EXAMPLES / name, *args], capture_output=True, text=True, check=True).stdout
+
+
+def test_attention():
+    assert _run("attention.py").count("relative difference") == 4
+
+
+def test_tiny_lm():
+    printed = _run(
+        "tiny_lm.py", "--steps", "2", "--dim", "64", "--context", "16", "--length", "5", "--prompt", "import "
+    )
+    assert "validation after:" in printed and printed.rstrip("\n").count("import ") == 1
+
+
+def test_generation_with_a_cache_is_the_whole_model(device):
+    import tiny_lm
+
+    model = tiny_lm.TinyLM(dim=128, layers=2, context=16).to(device)
+    for weight in model.parameters():
+        if weight.ndim == 2:  # some start at zero, which would hide an error
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+    tokens = torch.randint(256, (2, 40), device=device)  # longer than the window
+    with torch.no_grad(), tiny_lm.mixed_precision(device):
+        caches, pieces = model.empty_caches(batch=2, capacity=40), []
+        for filled, piece in ((0, tokens[:, :25]), *((i, tokens[:, i : i + 1]) for i in range(25, 40))):
+            pieces.append(model(piece, caches, filled))
+        whole = model(tokens)
+    tolerance = 1e-4 if device.type == "cpu" else 5e-2  # fp32, bf16; logits are of size 1
+    assert (torch.cat(pieces, dim=1).float() - whole.float()).abs().max() < tolerance
+
+
+def test_training_learns(device):
+    import tiny_lm
+
+    model = tiny_lm.TinyLM(dim=64, layers=1, context=16).to(device)
+    text = torch.frombuffer(bytearray(b"to be or not to be, " * 50), dtype=torch.uint8)
+    losses = tiny_lm.train(model, text, steps=40, batch=8)
+    assert losses[0] == pytest.approx(8) and losses[-1] < 2  # bits per byte
+
+
+def test_contenders_agree(device):
+    pytest.importorskip("matplotlib")
+    import demo
+
+    inputs = torch.randn(4, 1, 100, 2, 64, device=device)
+    results = [demo.out_and_gradients(attention, *inputs) for attention in demo.CONTENDERS.values()]
+    for result in results[1:]:
+        for found, expected in zip(result, results[0]):
+            assert (found - expected).abs().max() < 1e-4
+
+
+def test_peak_memory_is_the_peak(device):
+    pytest.importorskip("matplotlib")
+    import demo
+
+    def run():
+        first = torch.ones(16 * 2**20, device=device)  # 64 MiB
+        second = first + 1
+        del first
+        return second.sum()
+
+    for _ in range(2):  # what one run frees must not hide what the next one takes
+        assert 127 <= demo.peak_bytes(run, device.type) / 2**20 < 145
+
+
+def test_plot(device, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    import demo
+
+    monkeypatch.setattr(demo, "PLOT", tmp_path / "new" / "demo.png")
+    costs = demo.measure_costs(device.type, torch.float32, 1, [64, 128])
+    assert {cost.contender for cost in costs} == set(demo.CONTENDERS)
+    demo.plot(costs, [3.0, 2.0], 2.5, device.type)
+    assert demo.PLOT.read_bytes().startswith(b"\x89PNG")
