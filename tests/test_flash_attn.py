@@ -1237,7 +1237,6 @@ def test_kernel_and_reference_give_one_dropout_mask(dtype, device):
     assert torch.equal(on_device.cpu(), on_cpu)
 
 
-@pytest.mark.cuda
 @pytest.mark.parametrize("bound", [1, 200])
 def test_s_dmask_follows_max_seqlen(bound, device):
     """What does not fit is left out, and nothing is written outside."""

@@ -69,9 +69,8 @@ def fwd(
         return out, softmax_lse, q.new_empty(0)
     dense = cu_seqlens_q is None
     batch = q.shape[0] if dense else len(cu_seqlens_q) - 1
-    longest_q = max([q.shape[1] if dense else max_seqlen_q or 0, *(part.seqlen_q for part in parts)])
-    longest_k = max([k.shape[1] if dense else max_seqlen_k or 0, *(part.seqlen_k for part in parts)])
-    s_dmask = q.new_zeros(batch, q.shape[-2], _round_up(longest_q, 128), _round_up(longest_k, 128))
+    seqlen_q, seqlen_k = (q.shape[1], k.shape[1]) if dense else (max_seqlen_q, max_seqlen_k)
+    s_dmask = q.new_zeros(batch, q.shape[-2], _round_up(seqlen_q, 128), _round_up(seqlen_k, 128))
     _softmax_dropped(_batched(q), _batched(k), parts, options, s_dmask)
     return out, softmax_lse, s_dmask
 
@@ -306,7 +305,7 @@ def block_size_n(head_dim: int, is_dropout: bool) -> int:
 
 
 def _softmax_dropped(q, k, parts, options, s_dmask):
-    """Fill s_dmask with exp(s(i, j) - m(i, j)), negative where dropout drops the element.
+    """Fill s_dmask, as far as it reaches, with exp(s(i, j) - m(i, j)), negative where dropout drops the element.
 
     Here m(i, j) is the largest score of row i in the key block of `block_size_n` columns that holds j and in all
     blocks to its right: the running maximum of a kernel that walks its keys from the last to the first. What a row
@@ -325,7 +324,8 @@ def _softmax_dropped(q, k, parts, options, s_dmask):
             keep = scores.keep(rows, cols, dtype)
             u = u if keep is None else torch.where(keep > 0, u, -u)
             target = by_pair[..., rows.start : rows.stop, : len(cols)]
-            target.copy_(u.view(target.shape))
+            u = u.view(*by_pair.shape[:3], len(rows), len(cols))
+            target.copy_(u[..., : target.shape[-2], : target.shape[-1]])  # max_seqlen_* may cut it off
 
 
 def _relative_to_running_max(s, width):
