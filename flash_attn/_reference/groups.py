@@ -16,7 +16,7 @@ from .sequence import Part
 _BLOCK_SCORES = 2**19
 _BLOCK_ROWS = 128
 _BLOCK_COLS = 512
-_GROUP_KEYS = 2**22  # elements of k that are held in fp32 at a time
+_GROUP_KEYS = 2**21  # elements of k that are held in fp32 at a time
 
 
 class Group(NamedTuple):
@@ -32,14 +32,14 @@ class Group(NamedTuple):
     block_cols: int
 
     def load_rows(self, x, rows, dtype):
-        return _fold(self._rows(x, rows), dtype)
+        return _fold(self._rows(x, rows)).to(dtype).contiguous()
 
     def store_rows(self, x, rows, block):
         target = self._rows(x, rows)
         target.copy_(block.view(target.shape))
 
     def load_keys(self, x, dtype):
-        return _fold(self._keys(x), dtype)
+        return _fold(self._keys(x).to(dtype))
 
     def store_keys(self, x, block):
         target = self._keys(x)
@@ -84,9 +84,8 @@ def _groups_of(part, heads_k, sharing, head_dim):
             yield Group(sub, slice(heads.start, heads.stop), heads_k, rows, max(_BLOCK_COLS, cols))
 
 
-def _fold(x, dtype):
-    """x (entries, key heads, .., last) as (pairs, .., last) in `dtype`, copied only where that needs it."""
-    x = x.to(dtype, memory_format=torch.contiguous_format)
+def _fold(x):
+    """x (entries, key heads, .., last) as (pairs, .., last), copied only where that needs it."""
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
