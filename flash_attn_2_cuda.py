@@ -9,6 +9,7 @@ None, as in 2.8: dropout draws from the default generator of the device.
 
 import torch
 
+from flash_attn._ops import checks
 from flash_attn._ops import flash_attn as ops
 
 
@@ -73,6 +74,7 @@ def fwd_kvcache(
     alibi_slopes, out, softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, num_splits, /,
 ):  # fmt: skip
     """Returns [out, softmax_lse]."""
+    _check_out(out, q)
     result, softmax_lse = ops.decode(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, alibi_slopes, num_splits,
@@ -80,9 +82,16 @@ def fwd_kvcache(
     return [_into(out, result), softmax_lse]
 
 
-def _forward(out, *args, **kwargs):
-    result, *others = ops.with_rng_state(ops.forward(*args, **kwargs))
+def _forward(out, q, *args, **kwargs):
+    _check_out(out, q)
+    result, *others = ops.with_rng_state(ops.forward(q, *args, **kwargs))
     return [_into(out, result), *others]
+
+
+def _check_out(out, q):
+    if out is not None:
+        checks.tensor("q", q)
+        checks.tensor("out", out, dtypes=(q.dtype,), shape=tuple(q.shape), device=q.device)
 
 
 def _into(out, result):

@@ -19,6 +19,7 @@ import pathlib
 import warnings
 
 import torch
+from torch.autograd import forward_ad
 
 _NAMESPACE = "flash_attn"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
@@ -70,19 +71,31 @@ class Op:
         self.autograd = autograd
         self.differentiable = differentiable
         self.kernel_dtypes = kernel_dtypes
+        arguments = self.default._schema.arguments
+        self.mutated = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
 
     def __call__(self, *args):
         if torch.compiler.is_compiling():
             return self._overload(args)(*args)
-        return self.with_autograd(*args)
-
-    def with_autograd(self, *args):
-        """Through the autograd Function if a gradient is wanted, else the bare op."""
-        if self.differentiable and torch.is_grad_enabled():
-            for tensor in args[: self.differentiable]:
-                if tensor is not None and tensor.requires_grad:
-                    return self.autograd.apply(*args)
+        if self._wants_derivative(args):
+            return self.autograd.apply(*args)
         return self.below_autograd(*args)
+
+    def autograd_kernel(self, overload, *args):
+        """What the dispatcher calls at the autograd keys of `overload`, for graphs and for callers of torch.ops."""
+        if not self._wants_derivative(args):
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload(*args)
+        if overload is self.others and overload is not self._overload(args):
+            raise NotImplementedError(f"{overload} has no gradient for {args[0].dtype}: call {self.default}")
+        return self.autograd.apply(*args)
+
+    def _wants_derivative(self, args) -> bool:
+        if not self.differentiable:
+            return False
+        if forward_ad._current_level >= 0:  # apply says that forward mode is not there; the bare op would give zeros
+            return True
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[: self.differentiable])
 
     def below_autograd(self, *args):
         """The bare op: for the forward and backward of its autograd Function, and where no gradient is asked for.
@@ -90,7 +103,10 @@ class Op:
         Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13).
         """
         with torch._C._AutoDispatchBelowAutograd():
-            return self._overload(args)(*args)
+            result = self._overload(args)(*args)
+        if self.mutated:
+            torch.autograd.graph.increment_version([args[i] for i in self.mutated if args[i] is not None])
+        return result
 
     def _overload(self, args):
         return self.default if self.others is None or args[0].dtype in self.kernel_dtypes else self.others
@@ -127,13 +143,13 @@ def define(
     if autograd is not None:
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but costs 100 us a call where apply costs 17.)
-        for each in names:
-            _LIBRARY.impl(each, op.with_autograd, "Autograd")
+        for overload in filter(None, (op.default, op.others)):
+            _LIBRARY.impl(overload, functools.partial(op.autograd_kernel, overload), "Autograd")
     return op
 
 
 def _announced(name, reference):
-    """`reference`, saying once if it stands in for a kernel that could have run on this device."""
+    """`reference`, without autocast, saying once if it stands in for a kernel that could have run on this device."""
 
     @functools.wraps(reference)
     def kernel(*args):
@@ -144,6 +160,7 @@ def _announced(name, reference):
                 else f"the library has no kernel for {name}"
             )
             warn_once(f"flash_attn: {name} runs on the slower reference backend in plain torch: {why}")
-        return reference(*args)
+        with torch.autocast(args[0].device.type, enabled=False):  # which would round every product to 16 bits
+            return reference(*args)
 
     return kernel

@@ -15,7 +15,8 @@ from einops import rearrange, repeat  # noqa: F401  (other projects import these
 
 from flash_attn._ops import checks
 
-_MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_MASKS = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32)
 
 
 def index_first_axis(input, indices):
@@ -71,8 +72,8 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
 
     Arguments:
         hidden_states: (batch, seqlen, ...), any dtype.
-        attention_mask: (batch, seqlen), bool or integer; non-zero marks a token. Tokens may stand anywhere in a row.
-        unused_mask: (batch, seqlen), bool or integer; non-zero marks a place that is packed but not used.
+        attention_mask: (batch, seqlen), bool, integer or float; non-zero marks a token, anywhere in a row.
+        unused_mask: (batch, seqlen), likewise; non-zero marks a place that is packed but not used.
     Returns:
         hidden_states: (total, ...), the tokens marked by either mask, in order.
         indices: (total,) int64, their positions in the flattened (batch * seqlen).
@@ -85,10 +86,10 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
         >>> indices.tolist(), cu_seqlens.tolist(), max_seqlen
         ([0, 1, 4, 5, 6], [0, 2, 5], 3)
     """
-    _check_mask("attention_mask", attention_mask, hidden_states)
+    _check_mask("attention_mask", attention_mask, hidden_states, _MASKS)
     used = packed = attention_mask != 0
     if unused_mask is not None:
-        _check_mask("unused_mask", unused_mask, hidden_states)
+        _check_mask("unused_mask", unused_mask, hidden_states, _MASKS)
         packed = used | (unused_mask != 0)
     return *_pack(hidden_states, packed, _row_sums(packed)), _row_sums(used)
 
@@ -105,7 +106,7 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
     Example: rows `[[2, 3, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]]` give cu_seqlens `[0, 2, 5, 11]`, indices
     `[0, 1, 2, 3, 4, 6, 7, 8, 9, 10, 11]` and max_seqlen 6.
     """
-    _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
+    _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states, _INTEGERS)
     lengths = attention_mask_in_length
     row_lengths, seqlen = _row_sums(lengths), lengths.shape[1]
     if bool((lengths < 0).any() | (row_lengths > seqlen).any()):
@@ -148,9 +149,9 @@ def _check_indices(indices, rows):
     checks.tensor("indices", indices, dtypes=[torch.int64], shape=(None,), device=rows.device)
 
 
-def _check_mask(name, mask, hidden_states):
+def _check_mask(name, mask, hidden_states, dtypes):
     _check_rows("hidden_states", hidden_states, min_ndim=2)
-    checks.tensor(name, mask, dtypes=_MASK_DTYPES, shape=hidden_states.shape[:2], device=hidden_states.device)
+    checks.tensor(name, mask, dtypes=dtypes, shape=hidden_states.shape[:2], device=hidden_states.device)
 
 
 def _check_rows(name, value, min_ndim=1):

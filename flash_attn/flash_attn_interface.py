@@ -42,6 +42,7 @@ from flash_attn._ops import checks
 from flash_attn._ops import flash_attn as ops
 
 USE_TRITON_ROCM = False
+_FAR = 2**31 - 1  # farther than any key is; kernels count positions in 32 bits
 
 
 def flash_attn_func(
@@ -364,7 +365,7 @@ def _window(window_size):
         exact = False
     if not exact:
         raise ValueError(f"window_size must be two integers (left, right), found {window_size!r}")
-    return max(int(left), -1), max(int(right), -1)
+    return tuple(min(max(int(side), -1), _FAR) for side in (left, right))
 
 
 def _check_packed(name, packed, parts, layout):
@@ -525,21 +526,21 @@ def round_multiple(x, m):
     return (x + m - 1) // m * m
 
 
-def _function_class(function):
+def _function_class(name, function):
     """A class whose `apply` is `function` by position, with a trailing is_grad_enabled, as flash-attn 2.8's has."""
     num_parameters = len(inspect.signature(function).parameters)
 
     def apply(*args):
-        is_grad_enabled = args[num_parameters] if len(args) > num_parameters else torch.is_grad_enabled()
-        with torch.set_grad_enabled(is_grad_enabled):
+        wanted = args[num_parameters] if len(args) > num_parameters else True
+        with torch.set_grad_enabled(wanted and torch.is_grad_enabled()):
             return function(*args[:num_parameters])
 
-    return type(function.__name__, (), {"apply": staticmethod(apply)})
+    return type(name, (), {"apply": staticmethod(apply)})
 
 
-FlashAttnFunc = _function_class(flash_attn_func)
-FlashAttnKVPackedFunc = _function_class(flash_attn_kvpacked_func)
-FlashAttnQKVPackedFunc = _function_class(flash_attn_qkvpacked_func)
-FlashAttnVarlenFunc = _function_class(flash_attn_varlen_func)
-FlashAttnVarlenKVPackedFunc = _function_class(flash_attn_varlen_kvpacked_func)
-FlashAttnVarlenQKVPackedFunc = _function_class(flash_attn_varlen_qkvpacked_func)
+FlashAttnFunc = _function_class("FlashAttnFunc", flash_attn_func)
+FlashAttnKVPackedFunc = _function_class("FlashAttnKVPackedFunc", flash_attn_kvpacked_func)
+FlashAttnQKVPackedFunc = _function_class("FlashAttnQKVPackedFunc", flash_attn_qkvpacked_func)
+FlashAttnVarlenFunc = _function_class("FlashAttnVarlenFunc", flash_attn_varlen_func)
+FlashAttnVarlenKVPackedFunc = _function_class("FlashAttnVarlenKVPackedFunc", flash_attn_varlen_kvpacked_func)
+FlashAttnVarlenQKVPackedFunc = _function_class("FlashAttnVarlenQKVPackedFunc", flash_attn_varlen_qkvpacked_func)

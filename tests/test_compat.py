@@ -226,6 +226,21 @@ def test_arguments_are_positional(function):
     assert kinds == {inspect.Parameter.POSITIONAL_ONLY}
 
 
+@pytest.mark.parametrize(
+    ("change", "error"), [(lambda x: x.repeat(2, 1, 1, 1, 1), ValueError), (lambda x: x.int(), TypeError)]
+)
+def test_a_given_out_must_fit(change, error, problem):
+    """Before anything is written: not to `out`, and not to the caches."""
+    q, k, v, *_ = problem
+    out, caches, new = change(torch.zeros_like(q)), [torch.zeros_like(x) for x in (k, v)], k[:, :1]
+    with pytest.raises(error, match="out must have"):
+        flash_attn_2_cuda.fwd(q, k, v, out, None, 0.0, 0.125, False, -1, -1, 0.0, False)
+    args = new, new, torch.zeros(2, dtype=torch.int32, device=q.device), *[None] * 6, out, 0.125, False, -1, -1, 0.0
+    with pytest.raises(error, match="out must have"):
+        flash_attn_2_cuda.fwd_kvcache(q, *caches, *args, True, 1)
+    assert not any(x.any() for x in (out, *caches))
+
+
 def test_generator_must_be_none(problem):
     q, k, v, *_ = problem
     with pytest.raises(ValueError, match="generator` argument is no longer supported"):

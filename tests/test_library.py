@@ -4,8 +4,9 @@ import warnings
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
-from flash_attn import _library
+from flash_attn import _library, flash_attn_func, flash_attn_with_kvcache
 
 
 class OnGpu(torch.Tensor):
@@ -86,3 +87,50 @@ def test_a_defined_op_is_what_torch_expects(device):
     x = torch.randn(3, device=device, requires_grad=True)
     torch.library.opcheck(torch.ops.flash_attn.test_doubled.default, (x, None))
     assert not _library.has_kernel("test_doubled")
+
+
+def test_kernels_are_not_rounded_by_autocast(device):
+    """Sums of the reference are float32 also where autocast would have every product in 16 bits."""
+    q, k, v = (4 * torch.randn(2, 64, 4, 32, device=device)).bfloat16().unsqueeze(0).expand(3, -1, -1, -1, -1)
+    caches = [x.clone() for x in (k, v)]
+    calls = [
+        lambda: torch.autograd.grad(flash_attn_func(q_leaf, k, v, causal=True).float().square().sum(), q_leaf),
+        lambda: flash_attn_func(q, k, v, causal=True, return_attn_probs=True)[:2],
+        lambda: flash_attn_with_kvcache(q, *caches, causal=True, return_softmax_lse=True),
+    ]
+    q_leaf = q.clone().requires_grad_()
+    for call in calls:
+        plain = call()
+        with torch.autocast(device.type, torch.bfloat16):
+            assert all(torch.equal(x, y) for x, y in zip(plain, call(), strict=True))
+
+
+@pytest.mark.parametrize("transform", ["jvp", "dual"])
+def test_forward_mode_is_refused(transform, device):
+    """Rather than giving zeros."""
+    x = torch.randn(1, 8, 2, 16, device=device)
+
+    def attend(q):
+        return flash_attn_func(q, x, x)
+
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"jvp|functorch"):
+        if transform == "jvp":
+            torch.func.jvp(attend, (x,), (x,))
+        else:
+            with forward_ad.dual_level():
+                attend(forward_ad.make_dual(x, x))
+
+
+def test_the_reference_twin_does_not_become_the_kernel(device):
+    x = torch.randn(1, 8, 2, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
+    arguments = (x, x, x, *[None] * 9, 0.0, 1.0, False, -1, -1, 0.0, False, False)
+    with pytest.raises(NotImplementedError, match=r"fwd_reference.*bfloat16.*fwd"):
+        torch.ops.flash_attn.fwd_reference(*arguments)
+
+
+def test_versions_of_what_is_written_advance(device):
+    caches = torch.zeros(2, 1, 8, 2, 16, device=device).unbind()
+    x = torch.randn(1, 1, 2, 16, device=device)
+    before = [cache._version for cache in caches]
+    flash_attn_with_kvcache(x, *caches, x, x, cache_seqlens=0)
+    assert all(cache._version > version for cache, version in zip(caches, before, strict=True))

@@ -215,11 +215,11 @@ VALUE_ERRORS = {
     "func": [
         ("k elsewhere", replaced("k", lambda x: x.to("meta")), r"k must be on .*found it on meta"),
         ("v elsewhere", replaced("v", lambda x: x.to("meta")), r"v must be on .*found it on meta"),
-        ("k of another batch", replaced("k", lambda x: x[:1]), r"k must .*\(2, .*found \(1, 7, 2, 16\)"),
+        ("k of another batch", replaced("k", lambda x: x[:1]), r"k.s batch size must be q.s, 2, found 1"),
         ("v of another batch", replaced("v", lambda x: x[:1]), r"v must .*\(2, .*found \(1, 7, 2, 16\)"),
         ("v of another length", replaced("v", lambda x: x[:, :6]), r"v must .*found \(2, 6, 2, 16\)"),
         ("v of other heads", replaced("v", lambda x: x[:, :, :1]), r"v must .*found \(2, 7, 1, 16\)"),
-        ("k of another head_dim", replaced("k", lambda x: x[..., :8]), r"k must .*found \(2, 7, 2, 8\)"),
+        ("k of another head_dim", replaced("k", lambda x: x[..., :8]), r"k.s head_dim must be q.s, 16, found 8"),
         ("v of another head_dim", replaced("v", lambda x: x[..., :8]), r"v must .*found \(2, 7, 2, 8\)"),
         ("3 key heads of 4", replaced("k v", lambda x: x.repeat(1, 1, 2, 1)[:, :, :3]), r"heads.*4.*found 3"),
         ("more key heads", replaced("k v", lambda x: x.repeat(1, 1, 4, 1)), r"heads.*4.*found 8"),
@@ -283,6 +283,8 @@ VALUE_ERRORS = {
         ("cache_seqlens: no cache_seqlens", dict(cache_seqlens=None), r"cache_seqlens must .*found None"),
         ("k_cache requires grad", replaced("k_cache", lambda x: x.requires_grad_()), r"k_cache must not require grad"),
         ("v_cache requires grad", replaced("v_cache", lambda x: x.requires_grad_()), r"v_cache must not require grad"),
+        ("one cache", lambda good: dict(v_cache=good["k_cache"]), r"v_cache must have memory .*found that of k_cache"),
+        ("expanded cache", replaced("k_cache", lambda x: x[:1].expand(2, -1, -1, -1)), r"k_cache must not be expanded"),
         ("k of another batch", replaced("k", lambda x: x[:1]), r"k must .*found \(1, 3, 2, 16\)"),
         ("k of other heads", replaced("k", lambda x: x[:, :, :1]), r"k must .*\(2, 3, 1, 16\)"),
         ("v of another length", replaced("v", lambda x: x[:, :2]), r"v must .*\(2, 2, 2, 16\)"),
@@ -310,6 +312,8 @@ VALUE_ERRORS = {
         ("dk of other heads", replaced("dk", lambda x: x.repeat(1, 1, 2, 1)), r"dk must .*\(2, 7, 4, 16\)"),
         ("out of another shape", replaced("out", lambda x: x[:1]), r"out must .*found \(1, 5, 4, 16\)"),
         ("lse transposed", replaced("softmax_lse", lambda x: x.mT), r"softmax_lse .*found \(2, 5, 4\)"),
+        ("dv is dk", lambda good: dict(dv=good["dk"]), r"dv must have memory of its own.*found that of dk"),
+        ("dv expanded", replaced("dv", lambda x: x[:1].expand(2, -1, -1, -1)), r"dv must not be expanded"),
         ("no rng_state", dict(dropout_p=0.5), r"rng_state must .*dropout_p.*found None"),
         ("rng_state of 3", dict(dropout_p=0.5, rng_state=torch.ones(3).long()), r"rng_state .*\(3,\)"),
     ],
@@ -389,6 +393,11 @@ NUMBER_TYPE_ERRORS = [
     (dict(softmax_scale="1"), r"softmax_scale must .*found str"),
     (dict(softmax_scale=torch.ones(2)), r"softmax_scale must .*found Tensor"),
     (dict(softcap=None), r"softcap must .*found NoneType"),
+    (dict(causal="no"), r"causal must be a bool, found 'no'"),
+    (dict(causal=None), r"causal must be a bool, found None"),
+    (dict(deterministic=2), r"deterministic must be a bool, found 2"),
+    (dict(return_attn_probs="no"), r"return_attn_probs must be a bool, found 'no'"),
+    (dict(rotary_interleaved="no"), r"rotary_interleaved must be a bool, found 'no'"),
     (dict(alibi_slopes=[0.1] * 4), r"alibi_slopes must .*found list"),
     (dict(alibi_slopes=torch.ones(4).half()), r"alibi_slopes must .*float32, found torch.float16"),
     (dict(alibi_slopes=torch.ones(4).double()), r"alibi_slopes must .*float32, found torch.float64"),
@@ -418,11 +427,12 @@ NUMBER_VALUE_ERRORS = [
     (dict(alibi_slopes=torch.ones(4, requires_grad=True)), r"alibi_slopes must not require grad"),
     (dict(alibi_slopes=torch.ones(4, device="meta")), r"alibi_slopes must .*found it on meta"),
 ]
+FLAGS = {"causal", "deterministic", "return_attn_probs"}
 NUMBERS = {  # function -> the arguments of these tables that it has
-    "func": {"dropout_p", "softmax_scale", "softcap", "window_size", "alibi_slopes"},
-    "varlen": {"dropout_p", "softmax_scale", "softcap", "window_size", "alibi_slopes"},
-    "kvcache": {"softmax_scale", "softcap", "window_size", "alibi_slopes"},
-    "_backward": {"dropout_p", "softmax_scale", "softcap", "alibi_slopes"},
+    "func": {*FLAGS, "dropout_p", "softmax_scale", "softcap", "window_size", "alibi_slopes"},
+    "varlen": {*FLAGS, "dropout_p", "softmax_scale", "softcap", "window_size", "alibi_slopes"},
+    "kvcache": {"causal", "rotary_interleaved", "softmax_scale", "softcap", "window_size", "alibi_slopes"},
+    "_backward": {"causal", "deterministic", "dropout_p", "softmax_scale", "softcap", "alibi_slopes"},
 }
 
 

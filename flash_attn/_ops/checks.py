@@ -51,10 +51,24 @@ def integer(name: str, value) -> None:
         raise TypeError(f"{name} must be an integer, found {type(value).__name__}")
 
 
-def boolean(name: str, value) -> None:
-    """Check that `value` is a bool (0 and 1 count)."""
-    if value is not True and value is not False and value not in (0, 1):
-        raise TypeError(f"{name} must be a bool, found {value!r}")
+def flags(**values) -> None:
+    """Check that each value is a bool; 0 and 1 count."""
+    for name, value in values.items():
+        if value is not True and value is not False and value not in (0, 1):
+            raise TypeError(f"{name} must be a bool, found {value!r}")
+
+
+def own_memory(**tensors) -> None:
+    """Check that tensors that are written start at different addresses and have no expanded dimension."""
+    seen = {}
+    for name, value in tensors.items():
+        if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
+            raise ValueError(f"{name} must not be expanded, since it is written; found strides {value.stride()}")
+        if torch.compiler.is_compiling() or value.numel() == 0:  # a traced tensor has no address
+            continue
+        other = seen.setdefault(value.data_ptr(), name)
+        if other is not name:
+            raise ValueError(f"{name} must have memory of its own, since it is written; found that of {other}")
 
 
 def _is_number(value, kind) -> bool:

@@ -9,6 +9,7 @@ are, since a graph in which an op writes to several views of one tensor is compi
 """
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from flash_attn import _library
 from flash_attn._ops import checks
@@ -48,8 +49,8 @@ def forward(
     Shapes, dtypes and meaning are those of `flash_attn.flash_attn_func` and `flash_attn.flash_attn_varlen_func`;
     seqused_k and leftpad_k, int32 (batch,), say how many keys of an entry are used and how many of these to skip.
     """
-    checks.real("dropout_p", dropout_p)
-    checks.number("dropout_p", dropout_p, 0 <= dropout_p < 1, "at least 0 and less than 1")
+    _check_dropout(dropout_p)
+    checks.flags(causal=causal, deterministic=deterministic, return_attn_probs=return_softmax)
     tensors = unpack(q, k, v)
     batch = _check_qkv(_argument_names(k, v), *tensors, cu_seqlens_q, cu_seqlens_k, block_table)
     scale = _check_scores(tensors[0], batch, softmax_scale, softcap, alibi_slopes)
@@ -94,12 +95,13 @@ def backward(
 
     softmax_lse is used as it is given: a caller that merged several blocks of keys passes the merged one.
     """
-    checks.real("dropout_p", dropout_p)
-    checks.number("dropout_p", dropout_p, 0 <= dropout_p < 1, "at least 0 and less than 1")
-    batch = _check_qkv("qkv", q, k, v, cu_seqlens_q, cu_seqlens_k, None)
+    _check_dropout(dropout_p)
+    checks.flags(causal=causal, deterministic=deterministic)
+    batch = _check_qkv(("q", "k", "v"), q, k, v, cu_seqlens_q, cu_seqlens_k, None)
     scale = _check_scores(q, batch, softmax_scale, softcap, alibi_slopes)
     for name, value, like in (("dout", dout, q), ("out", out, q), ("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         checks.tensor(name, value, dtypes=(q.dtype,), shape=tuple(like.shape), device=q.device)
+    checks.own_memory(dq=dq, dk=dk, dv=dv)
     lse_shape = _lse_shape(q, cu_seqlens_q)
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=lse_shape, device=q.device)
     if dropout_p > 0:
@@ -138,8 +140,9 @@ def decode(
 
     Shapes, dtypes and meaning are those of `flash_attn.flash_attn_with_kvcache`.
     """
+    checks.flags(causal=causal, rotary_interleaved=rotary_interleaved)
     capacity = _check_cache(q, k_cache, v_cache, cache_batch_idx, block_table)
-    batch, seqlen_q, _, head_dim = q.shape
+    batch = q.shape[0]
     scale = _check_scores(q, batch, softmax_scale, softcap, alibi_slopes)
     lengths, length = _check_cache_seqlens(q, cache_seqlens, capacity)
     _check_per_entry(q, batch, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
@@ -187,6 +190,11 @@ def _argument_names(k, v):
     return ("qkv", "qkv", "qkv") if k is None else ("q", "kv", "kv")
 
 
+def _check_dropout(dropout_p):
+    checks.real("dropout_p", dropout_p)
+    checks.number("dropout_p", dropout_p, 0 <= dropout_p < 1, "at least 0 and less than 1")
+
+
 def _check_qkv(names, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table):
     """Check q, k, v, named `names`, and what tells their entries apart; return the batch size."""
     checks.tensor(names[0], q, dtypes=DTYPES)
@@ -198,7 +206,7 @@ def _check_qkv(names, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table):
         checks.ndim(name, x, layout if x is q or block_table is None else paged_layout)
     heads, head_dim = q.shape[-2:]
     checks.number("head_dim", head_dim, 1 <= head_dim <= MAX_HEAD_DIM, f"between 1 and {MAX_HEAD_DIM}")
-    _check_heads(heads, k.shape[-2])
+    _check_heads(names[1], heads, k.shape[-2])
     if varlen:
         batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device, None)
         _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q.device, batch)
@@ -207,18 +215,16 @@ def _check_qkv(names, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table):
     if block_table is not None:
         _check_block_table(block_table, batch, q.device)
         checks.number("page_size", k.shape[1], k.shape[1] >= 1, "at least 1")
-    if varlen or block_table is not None:
-        checks.tensor(names[1], k, shape=(*k.shape[:-1], head_dim))
-    else:
-        checks.tensor(names[1], k, shape=(batch, k.shape[1], k.shape[2], head_dim))
+    checks.number(f"{names[1]}'s head_dim", k.shape[-1], k.shape[-1] == head_dim, f"q's, {head_dim}")
+    if not varlen and block_table is None:
+        checks.number(f"{names[1]}'s batch size", k.shape[0], k.shape[0] == batch, f"q's, {batch}")
     checks.tensor(names[2], v, shape=tuple(k.shape))
     return batch
 
 
-def _check_heads(heads, heads_k):
+def _check_heads(name, heads, heads_k):
     divides = heads == heads_k or (heads_k > 0 and heads % heads_k == 0)
-    if not divides:
-        raise ValueError(f"k must have a number of heads that divides q's {heads} heads, found {heads_k}")
+    checks.number(f"{name}'s number of heads", heads_k, divides, f"a divisor of q's, {heads}")
 
 
 def _check_cu_seqlens(name, cu_seqlens, device, batch):
@@ -296,7 +302,7 @@ def _check_cache(q, k_cache, v_cache, cache_batch_idx, block_table):
             raise ValueError(f"{name} must have a contiguous last dimension, found strides {cache.stride()}")
     checks.tensor("k_cache", k_cache, shape=(None, None, None, head_dim))
     checks.tensor("v_cache", v_cache, shape=tuple(k_cache.shape))
-    _check_heads(heads, k_cache.shape[2])
+    _check_heads("k_cache", heads, k_cache.shape[2])
     if block_table is not None:
         if cache_batch_idx is not None:
             raise ValueError(
@@ -322,7 +328,9 @@ def _check_cache_seqlens(q, cache_seqlens, capacity):
         dtypes = checks.INTEGER_DTYPES
         checks.tensor("cache_seqlens", cache_seqlens, dtypes=dtypes, shape=(q.shape[0],), device=q.device)
         _check_contiguous("cache_seqlens", cache_seqlens)
-        return cache_seqlens.int(), None
+        if cache_seqlens.dtype == torch.int64:
+            cache_seqlens = cache_seqlens.clamp(-1, 2**31 - 1).int()  # what does not fit stays out of range
+        return cache_seqlens, None
     checks.integer("cache_seqlens", cache_seqlens)
     within = 0 <= cache_seqlens <= capacity
     checks.number("cache_seqlens", cache_seqlens, within, f"between 0 and the cache's capacity {capacity}")
@@ -337,6 +345,7 @@ def _check_appended(q, k_cache, v_cache, k, v, cache_seqlens, capacity, length):
         return
     if cache_seqlens is None:
         raise ValueError("cache_seqlens must say where k and v are appended, found None")
+    checks.own_memory(k_cache=k_cache, v_cache=v_cache)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name} must not require grad where it is written, found requires_grad=True")
@@ -439,6 +448,7 @@ class _Attention(torch.autograd.Function):
         return out, softmax_lse, s_dmask
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout, dlse, _):
         q, k, v, out, softmax_lse, *rest = ctx.saved_tensors
         grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
