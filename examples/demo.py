@@ -35,7 +35,7 @@ SIZES = {
         "heads": 2,
         "seqlens": [256, 512, 1024, 2048, 4096, 8192],
         "model": {"dim": 128, "layers": 4, "context": 128},
-        "training": {"steps": 350, "batch": 16},
+        "training": {"steps": 400, "batch": 16},
     },
     "cuda": {
         "dtype": torch.bfloat16,
@@ -188,7 +188,10 @@ def peak_bytes(run, device):
 
 
 def free_bytes(device):
-    return torch.cuda.mem_get_info()[0] if device == "cuda" else proc_value("/proc/meminfo", "MemAvailable")
+    if device == "cpu":
+        return proc_value("/proc/meminfo", "MemAvailable")
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 def proc_value(path, key):
@@ -218,7 +221,7 @@ def language_model(device, model_sizes, training):
     before = tiny_lm.validate(model, validation_text)
     losses = tiny_lm.train(model, training_text, **training)
     after = tiny_lm.validate(model, validation_text)
-    text = tiny_lm.generate(model, b"def ", 500)
+    text = tiny_lm.generate(model, b"class ", 500)
     return before, losses, after, text.decode(errors="replace")
 
 

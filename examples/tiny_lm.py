@@ -1,7 +1,7 @@
 """A small language model that reads and writes bytes, trained in about a minute on the sources of Python's own library.
 
     python examples/tiny_lm.py                                           # train, measure, write Python-like text
-    python examples/tiny_lm.py --steps 1500 --prompt "class Stack:"      # learn for longer, write something else
+    python examples/tiny_lm.py --steps 1500 --prompt "import "      # learn for longer, write something else
 
 It shows the three calls that most language models need:
 
@@ -177,7 +177,7 @@ def train(model, text, steps, batch, seed=0):
 
 
 @torch.no_grad()
-def generate(model, prompt, length, temperature=0.7, seed=0):
+def generate(model, prompt, length, temperature=0.8, seed=0):
     """Continue `prompt` by `length` bytes, one at a time. Returns prompt and continuation as bytes."""
     device = model.cos.device
     generator = torch.Generator(device).manual_seed(seed)
@@ -199,10 +199,10 @@ def main():
     parser.add_argument("--layers", type=int, default=4, help="blocks (default %(default)s)")
     parser.add_argument("--context", type=int, default=128, help="bytes that attention sees (default %(default)s)")
     parser.add_argument("--batch", type=int, default=16, help="windows in a step (default %(default)s)")
-    parser.add_argument("--steps", type=int, default=350, help="training steps (default %(default)s)")
-    parser.add_argument("--prompt", default="def ", help="what the text starts with (default '%(default)s')")
+    parser.add_argument("--steps", type=int, default=400, help="training steps (default %(default)s)")
+    parser.add_argument("--prompt", default="class ", help="what the text starts with (default '%(default)s')")
     parser.add_argument("--length", type=int, default=500, help="bytes to generate (default %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.7, help="lower is safer (default %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="lower is safer (default %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
