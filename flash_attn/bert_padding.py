@@ -72,7 +72,7 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
 
     Arguments:
         hidden_states: (batch, seqlen, ...), any dtype.
-        attention_mask: (batch, seqlen), bool, integer or float; non-zero marks a token, anywhere in a row.
+        attention_mask: (batch, seqlen), bool, integers, or floats 0 and 1; non-zero marks a token, anywhere in a row.
         unused_mask: (batch, seqlen), likewise; non-zero marks a place that is packed but not used.
     Returns:
         hidden_states: (total, ...), the tokens marked by either mask, in order.
@@ -152,6 +152,8 @@ def _check_indices(indices, rows):
 def _check_mask(name, mask, hidden_states, dtypes):
     _check_rows("hidden_states", hidden_states, min_ndim=2)
     checks.tensor(name, mask, dtypes=dtypes, shape=hidden_states.shape[:2], device=hidden_states.device)
+    if mask.is_floating_point() and not ((mask == 0) | (mask == 1)).all():  # an additive mask means the opposite
+        raise ValueError(f"{name} must hold 0 and 1 if it is of floats, found {mask.amin()} to {mask.amax()}")
 
 
 def _check_rows(name, value, min_ndim=1):

@@ -203,6 +203,7 @@ ERRORS = [
     (lambda: pad_input(None, ROWS, 2, 3), TypeError, "hidden_states must be a torch.Tensor, found NoneType"),
     (lambda: unpad_input(X[0, 0], ROWS), ValueError, "dimensions of hidden_states must be at least 2, found 1"),
     (lambda: unpad_input(X, torch.ones(2, 4).bool()), ValueError, r"attention_mask must have shape \(2, 3\)"),
+    (lambda: unpad_input(X, torch.zeros(2, 3) - 1e4), ValueError, "attention_mask must hold 0 and 1 .* found -10000"),
     (lambda: unpad_input(X, torch.ones(2, 3).cfloat()), TypeError, "attention_mask must have .* found torch.complex64"),
     (lambda: unpad_input(X, X.bool()), ValueError, r"attention_mask must have shape \(2, 3\), found \(2, 3, 4\)"),
     (lambda: unpad_input(X, X[..., 0].bool(), ROWS), ValueError, r"unused_mask must have shape \(2, 3\), found \(2,\)"),
