@@ -19,6 +19,8 @@ CUDA_FILES := $(filter %.cu %.cuh %.h %.cpp,$(SOURCES))
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
+# Threads that wait without spinning: on busy cores the demo is then slow, not stuck.
+demo: export OMP_WAIT_POLICY = passive
 demo: $(VENV)/kernels ## run the demo
 	$(RUN) examples/demo.py
 
