@@ -12,13 +12,14 @@ void check_offsets(const Tensor& offsets, int64_t sequences, const Tensor& x) {
   check_device(offsets, x, "seqlen_offsets");
   check_shape(offsets, {sequences}, "seqlen_offsets");
   STD_TORCH_CHECK(offsets.scalar_type() == ScalarType::Int || offsets.scalar_type() == ScalarType::Long,
-                  "seqlen_offsets must have dtype int32 or int64");
+                  "seqlen_offsets must have dtype int32 or int64, found ", offsets.scalar_type());
 }
 
 void check_cu_seqlens(const Tensor& cu_seqlens, const Tensor& x) {
   check_device(cu_seqlens, x, "cu_seqlens");
   check_dtype(cu_seqlens, ScalarType::Int, "cu_seqlens");
-  STD_TORCH_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0, "cu_seqlens must have shape (batch + 1,)");
+  STD_TORCH_CHECK(cu_seqlens.dim() == 1 && cu_seqlens.numel() > 0, "cu_seqlens must have shape (batch + 1,), found ",
+                  shape_string(cu_seqlens.sizes()));
 }
 
 Tensor with_adjacent_columns(const Tensor& table) {
@@ -48,7 +49,8 @@ void rotate(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor&
   check_shape(sin, {cos.size(0), cos.size(1)}, "sin");
   check_device(cos, x, "cos");
   check_device(sin, x, "sin");
-  STD_TORCH_CHECK(dtype_of(cos, "cos") == dtype_of(sin, "sin"), "cos and sin must have the same dtype");
+  const DType table_dtype = dtype_of(cos, "cos");
+  check_dtype(sin, cos.scalar_type(), "sin");
 
   const DeviceGuard guard(x.get_device_index());
   const Tensor cos_rows = with_adjacent_columns(cos), sin_rows = with_adjacent_columns(sin);
@@ -63,7 +65,7 @@ void rotate(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor&
       .head_dim = narrow_size(head_dim, "head_dim"),
       .cos = cos_rows.const_data_ptr(),
       .sin = sin_rows.const_data_ptr(),
-      .table_dtype = dtype_of(cos, "cos"),
+      .table_dtype = table_dtype,
       .cos_stride = cos_rows.stride(0),
       .sin_stride = sin_rows.stride(0),
       .positions = cos.size(0),
@@ -81,16 +83,14 @@ void rotate(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor&
 }
 
 Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& seqlen_offsets,
-              int64_t seqlen_offset, const std::optional<Tensor>& cu_seqlens, std::optional<int64_t> /*max_seqlen*/,
-              bool interleaved, bool conjugate) {
+              int64_t seqlen_offset, const std::optional<Tensor>& cu_seqlens, bool interleaved, bool conjugate) {
   const Tensor out = torch::stable::empty_like(x);
   rotate(x, out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate, /*in_place=*/false);
   return out;
 }
 
 void rotary_in_place(const Tensor& x, const Tensor& cos, const Tensor& sin, const std::optional<Tensor>& seqlen_offsets,
-                     int64_t seqlen_offset, const std::optional<Tensor>& cu_seqlens,
-                     std::optional<int64_t> /*max_seqlen*/, bool interleaved, bool conjugate) {
+                     int64_t seqlen_offset, const std::optional<Tensor>& cu_seqlens, bool interleaved, bool conjugate) {
   rotate(x, x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate, /*in_place=*/true);
 }
 

@@ -30,7 +30,7 @@ inline DType dtype_of(const Tensor& tensor, const char* name) {
     case ScalarType::BFloat16:
       return DType::kBFloat16;
     default:
-      STD_TORCH_CHECK(false, name, " must have dtype float32, float16 or bfloat16");
+      STD_TORCH_CHECK(false, name, " must have dtype float32, float16 or bfloat16, found ", tensor.scalar_type());
   }
 }
 
@@ -39,10 +39,15 @@ inline void check_dtype(const Tensor& tensor, ScalarType expected, const char* n
                   tensor.scalar_type());
 }
 
+inline std::string device_string(const Tensor& tensor) {
+  if (tensor.is_cuda()) return "cuda:" + std::to_string(tensor.get_device_index());
+  return tensor.is_cpu() ? "cpu" : "another kind of device";
+}
+
 // On the same device as the first argument, which the dispatcher has found to be a CUDA tensor.
 inline void check_device(const Tensor& tensor, const Tensor& first, const char* name) {
-  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == first.get_device_index(), name,
-                  " must be on the device of the first argument");
+  STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == first.get_device_index(), name, " must be on ",
+                  device_string(first), " like the first argument, found it on ", device_string(tensor));
 }
 
 template <typename Sizes>

@@ -7,8 +7,4 @@ enum class DType { kFloat32, kFloat16, kBFloat16 };
 
 constexpr int size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-constexpr const char* name_of(DType dtype) {
-  return dtype == DType::kFloat32 ? "float32" : dtype == DType::kFloat16 ? "float16" : "bfloat16";
-}
-
 }  // namespace flash

@@ -26,7 +26,10 @@ struct Config {
   static constexpr int kVec = kVec_;  // channels per access
   static constexpr bool kInterleaved = kInterleaved_;
   static constexpr bool kPairsWithin = kInterleaved && kVec > 1;  // whether a vector holds whole pairs
-  static constexpr int kHeads = 4;                                // in flight per thread
+
+  // H200, 8 x 2048 x 32 x 128 in bf16, out of place: 72.1 us, 72.2 with 2 heads, 78.5 with 1, 72.4 with 128 threads.
+  // Streaming hints on the loads and stores of x made it 76.8.
+  static constexpr int kHeads = 4;  // in flight per thread
   static constexpr int kThreads = 256;
 };
 
@@ -195,10 +198,11 @@ __global__ __launch_bounds__(Config::kThreads) void apply_kernel(const __grid_co
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int head = first + i * blockDim.y;
-      T* out_head = out + head * p.out.heads;
+      if (head >= p.heads) break;
       if (turns) turn<Config>(low[i], high[i], angles);
-      if (head < p.heads) store(out_head + channels.low * out_step, low[i]);
-      if (head < p.heads && has_high) store(out_head + channels.high * out_step, high[i]);
+      T* out_head = out + head * p.out.heads;
+      store(out_head + channels.low * out_step, low[i]);
+      if (has_high) store(out_head + channels.high * out_step, high[i]);
     }
   }
 }

@@ -1,6 +1,6 @@
 """The ops `rotary` and `rotary_` (in place): turn pairs of channels by the angles of each token's position.
 
-    rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate) -> out
+    rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate) -> out
 
 x               (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; fp32, fp16 or bf16, any
                 strides
@@ -8,7 +8,6 @@ cos, sin        (positions, rotary_dim / 2), fp32, fp16 or bf16
 seqlen_offsets  (batch,) int32 or int64, or None; added to seqlen_offset, it gives the position of a sequence's first
                 token
 cu_seqlens      (batch + 1,) int32, or None: where each sequence starts in x
-max_seqlen      a bound on the length of the packed sequences; the result does not depend on it
 interleaved     pairs are (2i, 2i + 1) if true, (i, i + rotary_dim / 2) if not
 conjugate       turn back: the inverse, and the gradient
 
@@ -28,24 +27,22 @@ TABLE_DTYPES = (*DTYPES, torch.float64)
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate):
+    def forward(ctx, x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
         ctx.save_for_backward(cos, sin, seqlen_offsets, cu_seqlens)
-        ctx.options = seqlen_offset, max_seqlen, interleaved, conjugate
-        return rotary.below_autograd(
-            x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate
-        )
+        ctx.options = seqlen_offset, interleaved, conjugate
+        return rotary.below_autograd(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate)
 
     @staticmethod
     def backward(ctx, dout):
         cos, sin, seqlen_offsets, cu_seqlens = ctx.saved_tensors
-        seqlen_offset, max_seqlen, interleaved, conjugate = ctx.options
-        dx = rotary(dout, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, not conjugate)
-        return dx, *[None] * 8
+        seqlen_offset, interleaved, conjugate = ctx.options
+        dx = rotary(dout, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, not conjugate)
+        return dx, *[None] * 7
 
 
 _ARGUMENTS = (
-    "Tensor cos, Tensor sin, Tensor? seqlen_offsets, int seqlen_offset, Tensor? cu_seqlens, int? max_seqlen, "
-    "bool interleaved, bool conjugate"
+    "Tensor cos, Tensor sin, Tensor? seqlen_offsets, SymInt seqlen_offset, Tensor? cu_seqlens, bool interleaved, "
+    "bool conjugate"
 )
 
 rotary = _library.define(
@@ -70,24 +67,24 @@ def rotate_(x, *args) -> None:
 
 
 def arguments(x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None) -> tuple:
-    """Check what a caller passed and return the ops' arguments from `x` to `max_seqlen`.
+    """Check what a caller passed and return the ops' arguments from `x` to `cu_seqlens`.
 
-    seqlen_offsets is an integer or a tensor here, cos and sin may be float64, and max_seqlen may be a tensor, whose
-    value stays unread. The tables must have a row for every position that is known without reading a tensor.
+    seqlen_offsets is an integer or a tensor here, and cos and sin may be float64. max_seqlen, the length of the longest
+    packed sequence, may be a tensor, whose value stays unread. The tables must have a row for every position that is
+    known without reading a tensor.
     """
     checks.tensor("x", x, dtypes=DTYPES)
     device = x.device
     if cu_seqlens is None:
         checks.ndim("x", x, "(batch, seqlen, heads, head_dim)")
         batch, seqlen, _, head_dim = x.shape
-        max_seqlen = None
     else:
         checks.ndim("x", x, "(tokens, heads, head_dim)")
         checks.tensor("cu_seqlens", cu_seqlens, dtypes=(torch.int32,), device=device)
         checks.ndim("cu_seqlens", cu_seqlens, "(batch + 1)")
         checks.number("the length of cu_seqlens", len(cu_seqlens), len(cu_seqlens) > 0, "batch + 1")
         batch, head_dim = len(cu_seqlens) - 1, x.shape[-1]
-        max_seqlen = seqlen = _known_length(max_seqlen)
+        seqlen = _known_length(max_seqlen)
     positions = _check_tables(cos, sin, head_dim, device)
     if isinstance(seqlen_offsets, torch.Tensor):
         dtypes = checks.INTEGER_DTYPES
@@ -101,7 +98,7 @@ def arguments(x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None) -
         raise ValueError(f"cos must have a row for each of {first + seqlen} positions, found {positions} rows")
     if cos.dtype == torch.float64:
         cos, sin = cos.float(), sin.float()
-    return x, cos, sin, seqlen_offsets, first, cu_seqlens, max_seqlen
+    return x, cos, sin, seqlen_offsets, first, cu_seqlens
 
 
 def writable(name: str, x: torch.Tensor) -> None:
@@ -121,6 +118,9 @@ def _check_tables(cos, sin, head_dim, device):
     checks.tensor("cos", cos, dtypes=TABLE_DTYPES, device=device)
     checks.ndim("cos", cos, "(positions, rotary_dim / 2)")
     checks.tensor("sin", sin, dtypes=(cos.dtype,), shape=cos.shape, device=device)
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} must not require grad, found requires_grad=True: the tables have no gradient")
     positions, columns = cos.shape
     if 2 * columns > head_dim:
         raise ValueError(f"cos must have at most head_dim / 2 = {head_dim // 2} columns, found {columns}")

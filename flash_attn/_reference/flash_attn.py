@@ -180,7 +180,7 @@ def fwd_kvcache(
             advance = causal or window_left >= 0 or window_right >= 0
             tables = rotary_cos, rotary_sin
             _check_tables(rotary_cos, max(lengths, default=0) + max(new, q.shape[1] if advance else 1))
-            k = rotary(k, *tables, start, 0, None, None, rotary_interleaved, False)
+            k = rotary(k, *tables, start, 0, None, rotary_interleaved, False)
             q = _rotate_queries(q, tables, start, rotary_interleaved, advance)
         _append_(k_cache, v_cache, k, v, start, cache_batch_idx, block_table)
     options = Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes)
@@ -209,7 +209,7 @@ def _check_tables(cos, rows):
 def _rotate_queries(q, tables, start, interleaved, advance):
     """q (batch, seqlen_q, heads, head_dim) rotated by rows start + i of the tables, or all by row `start`."""
     folded = q if advance else q.flatten(1, 2)[:, None]
-    return rotary(folded, *tables, start, 0, None, None, interleaved, False).view(q.shape)
+    return rotary(folded, *tables, start, 0, None, interleaved, False).view(q.shape)
 
 
 def _append_(k_cache, v_cache, k, v, start, cache_batch_idx, block_table):

@@ -4,14 +4,14 @@ import torch
 from torch.nn import functional
 
 
-def rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate):
+def rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
     """The rotated copy of x."""
     out = x.clone()
-    rotary_(out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate)
+    rotary_(out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate)
     return out
 
 
-def rotary_(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, max_seqlen, interleaved, conjugate):
+def rotary_(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
     """Rotate x in place."""
     if len(cos) == 0:  # no position has a row
         return

@@ -11,8 +11,8 @@ cos and sin have shape (positions, rotary_dim / 2); channels past rotary_dim are
     rotary = RotaryEmbedding(dim=64)
     qkv = rotary(torch.randn(2, 512, 3, 8, 64))     # queries and keys are rotated, in place
 
-Functions that write in place also do so in the backward pass: they turn the incoming gradient back in its own memory.
-A gradient that something else still needs must be cloned on the way.
+Functions that write in place may be given leaves that require grad, and views. Go on with what they return: a leaf or
+a view itself then holds the rotated numbers, but autograd takes it for the tensor before the rotation.
 """
 
 import functools
@@ -68,7 +68,8 @@ def apply_rotary_emb(
         cos, sin: (positions, rotary_dim / 2), rotary_dim <= head_dim; any floating-point dtype. The maths is in
             float32 whatever the dtypes.
         interleaved: the pairs are (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
-        inplace: write into x, even if it is a leaf that requires grad, and in backward into the incoming gradient.
+        inplace: write into x, even if it is a leaf that requires grad. Go on with what is returned: if x is a leaf or
+            a view, autograd does not know that it was rotated.
         seqlen_offsets: position of the first token of every sequence, an integer or an int32 or int64 tensor (batch,).
             An integer must leave a row of the tables for every token; tokens that a tensor sends past the tables
             stay as they are.
@@ -114,7 +115,8 @@ def apply_rotary_emb_qkv_(
         interleaved, seqlen_offsets: as in `apply_rotary_emb`.
         num_heads_q: heads_q; needed with four dimensions.
 
-    Returns qkv, in the same memory. Queries and keys that lie together and share their tables are rotated in one go.
+    Returns the rotated tensor, in the memory of qkv; go on with it. Queries and keys that lie together and share their
+    tables are rotated in one go.
 
     Raises TypeError or ValueError for arguments that do not fit together.
     """
@@ -127,9 +129,10 @@ def apply_rotary_emb_qkv_(
 
 
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets: int | Tensor = 0):
-    """Rotate the keys of kv (batch, seqlen, 2, heads_k, head_dim) in place, differentiably in kv, and return kv.
+    """Rotate the keys of kv (batch, seqlen, 2, heads_k, head_dim) in place, differentiably in kv.
 
-    The other arguments, and the errors, are those of `apply_rotary_emb`.
+    The other arguments, and the errors, are those of `apply_rotary_emb`. Returns the rotated tensor, in the memory of
+    kv; go on with it.
     """
     checks.tensor("kv", kv, shape=(None, None, 2, None, None))
     return _rotate_in_place(kv, _keys, (cos, sin), interleaved, seqlen_offsets)
@@ -162,9 +165,10 @@ class RotaryEmbedding(torch.nn.Module):
         interleaved: the pairs are (2i, 2i + 1) instead of (i, i + dim / 2).
         scale_base: if not None, queries and keys are also scaled, reciprocally, so that their products decay with
             distance (Sun et al., xPos, arXiv:2212.10554); 512 is the paper's value.
-        device: where the frequencies are kept.
+        device: where the buffers are kept.
 
-    The module has no parameters and adds nothing to a state dict. The tables are kept in the dtype of the input.
+    The module has no parameters and adds nothing to a state dict. The tables are kept in the dtype of the input. They
+    are computed from base and scale_base whenever they must grow; the buffers inv_freq and scale only show the numbers.
     """
 
     def __init__(self, dim: int, base=10000.0, interleaved=False, scale_base=None, device=None):
@@ -198,10 +202,12 @@ class RotaryEmbedding(torch.nn.Module):
             kv: (batch, seqlen_k, 2, heads_k, head_dim).
             seqlen_offset: position of the first token, an integer or an int32 or int64 tensor (batch,).
             max_seqlen: the tables get this many rows; by default as many as an integer seqlen_offset asks for. With a
-                tensor and without max_seqlen the tables are taken as they are.
+                tensor and without max_seqlen the tables are taken as they are. A loop that decodes token by token
+                should pass the greatest length it may reach: without it, every step computes all rows anew, and with
+                scale_base it also moves the position at which the scale is 1, so that keys rotated earlier do not fit.
             num_heads_q: number of query heads, needed if qkv is (batch, seqlen, heads_q + 2 heads_k, head_dim).
 
-        Returns qkv, or (qkv, kv) if kv is given; in the same memory.
+        Returns qkv, or (qkv, kv) if kv is given; in the same memory. Go on with what is returned.
 
         Raises TypeError or ValueError for arguments that do not fit together.
         """
@@ -216,7 +222,7 @@ class RotaryEmbedding(torch.nn.Module):
         if kv is None:
             return apply_rotary_emb_qkv_(qkv, *tables, *tables_k, self.interleaved, seqlen_offset, num_heads_q)
         q = apply_rotary_emb(qkv, *tables, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset)
-        tables_k = tables if self.scale is None else tables_k
+        tables_k = tables if self.scale_base is None else tables_k
         return q, apply_rotary_emb_kv_(kv, *tables_k, self.interleaved, seqlen_offset)
 
     def _frequencies(self, device):
@@ -234,14 +240,15 @@ class RotaryEmbedding(torch.nn.Module):
             return
         self._seq_len_cached = seqlen
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
-        # A product, not an einsum: autocast would lower that to 16 bits. A cast of the model may have cast the buffers.
-        angles = position[:, None] * self._in_fp32(self.inv_freq, self._frequencies).to(position.device)
+        # A product, not an einsum: autocast would lower that to 16 bits. And not of the buffers: a cast of the model
+        # casts them, and to_empty leaves anything in them.
+        angles = position[:, None] * self._frequencies(position.device)
         cos, sin = angles.cos(), angles.sin()
-        if self.scale is None:
+        if self.scale_base is None:
             self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
             return
         exponent = (position - seqlen // 2) / self.scale_base
-        gain = self._in_fp32(self.scale, self._decay).to(position.device) ** exponent[:, None]
+        gain = self._decay(position.device) ** exponent[:, None]
         self._cos_cached, self._sin_cached = (cos * gain).to(dtype), (sin * gain).to(dtype)
         self._cos_k_cached, self._sin_k_cached = (cos / gain).to(dtype), (sin / gain).to(dtype)
 
@@ -252,55 +259,53 @@ class RotaryEmbedding(torch.nn.Module):
             or seqlen > self._seq_len_cached
             or table.device != device
             or table.dtype != dtype
-            or (self.training and table.is_inference())
+            or (self.training and not torch.compiler.is_compiling() and table.is_inference())
         )
-
-    @staticmethod
-    def _in_fp32(buffer, compute):
-        return buffer if buffer.dtype == torch.float32 else compute(buffer.device)
 
 
 class _RotateInPlace(torch.autograd.Function):
-    """Rotates parts of x in place; backward turns the same parts of the incoming gradient back, in place.
+    """Rotates parts of x in place; backward turns the same parts of a copy of the incoming gradient back.
 
     split(x, *tables) gives the parts, each with its cos and sin. torch.compile knows no autograd functions that change
-    their inputs, so there the same is done to a copy (which it elides where it can).
+    their inputs, so there forward rotates a copy too.
     """
 
     @staticmethod
-    def forward(ctx, x, split, interleaved, seqlen_offsets, cu_seqlens, max_seqlen, *tables):
-        ctx.split, ctx.interleaved, ctx.max_seqlen = split, interleaved, max_seqlen
-        ctx.seqlen_offset = 0 if isinstance(seqlen_offsets, Tensor) else seqlen_offsets
-        offsets = seqlen_offsets if isinstance(seqlen_offsets, Tensor) else None
-        ctx.save_for_backward(offsets, cu_seqlens, *tables)
-        x = x.clone() if torch.compiler.is_compiling() else x
-        _rotate_parts_(split(x, *tables), interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
-        return x
+    def forward(ctx, x, split, interleaved, seqlen_offsets, seqlen_offset, cu_seqlens, *tables):
+        ctx.save_for_backward(seqlen_offsets, cu_seqlens, *tables)
+        ctx.split, ctx.seqlen_offset, ctx.interleaved = split, seqlen_offset, interleaved
+        options = seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, False
+        if torch.compiler.is_compiling():
+            return _rotated(x, split, tables, options)
+        if _may_change_history(x):
+            ctx.mark_dirty(x)
+        return _rotate_parts_(x, split, tables, options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        offsets, cu_seqlens, *tables = ctx.saved_tensors
-        seqlen_offsets = ctx.seqlen_offset if offsets is None else offsets
-        if torch.compiler.is_compiling() or not ops.has_own_memory(grad):
-            grad = grad.clone(memory_format=torch.contiguous_format)
-        parts = ctx.split(grad, *tables)
-        _rotate_parts_(parts, ctx.interleaved, seqlen_offsets, cu_seqlens, ctx.max_seqlen, conjugate=True)
-        return grad, *[None] * (5 + len(tables))
+        seqlen_offsets, cu_seqlens, *tables = ctx.saved_tensors
+        options = seqlen_offsets, ctx.seqlen_offset, cu_seqlens, ctx.interleaved, True
+        return _rotated(grad, ctx.split, tables, options), *[None] * (5 + len(tables))
+
+
+def _may_change_history(x):
+    """Whether autograd lets an in-place operation become part of the history of x: not of a leaf, nor of any view."""
+    return not x.is_leaf and x._base is None
 
 
 def _rotate_in_place(x, split, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
     ops.writable("x", x)
-    arguments = x, split, bool(interleaved), seqlen_offsets, cu_seqlens, max_seqlen, *tables
+    # All parts are checked before any of them is written.
+    parts = [ops.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen) for part in split(x, *tables)]
+    tables, options = [table for part in parts for table in part[1:3]], parts[0][3:]
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return _rotate_parts_(x, split, tables, (*options, bool(interleaved), False))
+    out = _RotateInPlace.apply(x, split, bool(interleaved), *options, *tables)
     if torch.compiler.is_compiling():
-        out = _RotateInPlace.apply(*arguments)
-        with torch.no_grad():
+        with torch.set_grad_enabled(_may_change_history(x)):
             x.copy_(out)
-        return out
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _RotateInPlace.apply(*arguments)
-    _rotate_parts_(split(x, *tables), *arguments[2:6])
-    return x
+    return out
 
 
 def _check_packed(qkv, num_heads_q):
@@ -319,10 +324,18 @@ def _check_packed(qkv, num_heads_q):
         raise ValueError(f"num_heads_q must leave as many key as value heads of {qkv.shape[2]}, found {num_heads_q}")
 
 
-def _rotate_parts_(parts, interleaved, seqlen_offsets, cu_seqlens, max_seqlen, conjugate=False):
-    checked = [ops.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen) for part in parts]
-    for arguments in checked:  # only now: nothing is written if any of them is wrong
-        ops.rotate_(*arguments, interleaved, conjugate)
+def _rotate_parts_(x, split, tables, options):
+    """Rotate the parts of x in place and return x. options: the op's arguments after the tables."""
+    for part in split(x, *tables):
+        ops.rotate_(*part, *options)
+    return x
+
+
+def _rotated(x, split, tables, options):
+    """The same for a copy of x."""
+    if split is _whole:
+        return ops.rotary(x, *tables, *options)
+    return _rotate_parts_(x.clone(memory_format=torch.contiguous_format), split, tables, options)
 
 
 # How a tensor is split into parts, each with its tables.

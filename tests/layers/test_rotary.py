@@ -1,12 +1,16 @@
 """Rotary embedding: the functions, their gradients, the module, the errors, and what a kernel may trip over."""
 
+import copy
 import dataclasses
+import functools
 import inspect
+import pickle
 import zlib
 
 import oracle
 import pytest
 import torch
+import torch._dynamo.testing
 from cases import DTYPES, LAYOUTS, laid_out, params, sample
 from compare import assert_error_ratio, unavoidable
 
@@ -127,6 +131,13 @@ def identical(a, b):
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 
+@pytest.fixture
+def compile_whole():
+    """torch.compile into a single graph, without memory of what other tests compiled."""
+    torch._dynamo.reset()
+    return functools.partial(torch.compile, fullgraph=True)
+
+
 EDGES = [
     Case(batch=1, seqlen=1, heads=1),
     Case(heads=70, head_dim=128, rotary_dim=128, dtype="fp16"),  # more heads than one block takes
@@ -183,9 +194,10 @@ def test_in_place_is_the_same_in_its_own_memory(case, device):
     assert out.data_ptr() == x.data_ptr()
     assert identical(out, expected)
     assert identical(x, expected)
+    before = dout.clone()
     (dx,) = torch.autograd.grad(out, x, dout)
-    assert dx.data_ptr() == dout.data_ptr()
     assert identical(dx, expected_dx)
+    assert identical(dout, before)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
@@ -227,6 +239,51 @@ def test_expanded_gradient_is_not_written_to(device):
     (x, _), tables = case.draw(device), case.tables(device)
     apply_rotary_emb(x.requires_grad_(), *tables, inplace=True).sum().backward()
     assert_rotated(x.grad, case, torch.ones_like(x), tables, conjugate=True)
+
+
+IN_PLACE = {
+    "in place": ((2, 5, 4, 32), lambda x, *tables: apply_rotary_emb(x, *tables, inplace=True)),
+    "qkv": ((2, 5, 3, 4, 32), apply_rotary_emb_qkv_),
+    "gqa": ((2, 5, 8, 32), lambda x, *tables: apply_rotary_emb_qkv_(x, *tables, num_heads_q=4)),
+    "kv": ((2, 5, 2, 4, 32), apply_rotary_emb_kv_),
+}
+
+
+@pytest.mark.parametrize("function", IN_PLACE)
+def test_gradient_that_two_branches_share(function, device):
+    """What flows into an in-place rotation may also flow elsewhere."""
+    shape, rotate = IN_PLACE[function]
+    factor, (cos, sin) = torch.randn(shape, device=device), torch.rand(2, 5, 16, device=device)
+    a, b = torch.randn(2, *shape, device=device)
+    other = b.requires_grad_() * 1  # so that its turn in the backward pass comes after that of the rotation
+    ((rotate(a.requires_grad_() * 1, cos, sin) + other) * factor).sum().backward()
+    assert identical(b.grad, factor)
+    assert identical(a.grad, rotate(factor, cos, -sin))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_tensor_rotated_in_place_knows_its_gradient(compiled, device, compile_whole):
+    """Unless it is a leaf or a view."""
+    case = Case(dtype="fp32")
+    (x, dout), tables = case.draw(device), case.tables(device)
+    function = compile_whole(apply_rotary_emb, backend="aot_eager") if compiled else apply_rotary_emb
+    y = x.requires_grad_() * 1
+    function(y, *tables, inplace=True)
+    (dx,) = torch.autograd.grad(y, x, dout)
+    assert_rotated(dx, case, dout, tables, conjugate=True, name="dx")
+
+
+def test_views_of_a_tensor_are_rotated_in_place(device):
+    """Also outputs of functions that return several views, which torch's own functions must not change in place."""
+    case = Case(dtype="fp32")
+    (x, dout), tables = case.draw(device), case.tables(device)
+    stacked = torch.stack([x, x]).requires_grad_()
+    both = stacked * 1
+    out = apply_rotary_emb(both.unbind()[1], *tables, inplace=True)
+    assert out.data_ptr() == both[1].data_ptr()
+    (dstacked,) = torch.autograd.grad(out, stacked, dout)
+    assert_rotated(dstacked[1], case, dout, tables, conjugate=True, name="dx")
+    assert not dstacked[0].any()
 
 
 def test_in_place_change_is_seen_by_autograd(device):
@@ -324,7 +381,6 @@ def test_packed_qkv(layout, xpos, device):
     )  # fmt: skip
     assert out.data_ptr() == qkv.data_ptr()
     (dqkv,) = torch.autograd.grad(out, qkv, grad)
-    assert dqkv.data_ptr() == grad.data_ptr()
     for name, found in (("out", out), ("grad", dqkv)):
         assert identical(part(found, queries), expected[name, "q"])
         assert identical(part(found, keys), expected[name, "k"])
@@ -340,7 +396,6 @@ def test_packed_kv(arrange, device):
     out = apply_rotary_emb_kv_(kv.requires_grad_(), cos, sin, seqlen_offsets=3)
     (dkv,) = torch.autograd.grad(out, kv, grad)
     assert out.data_ptr() == kv.data_ptr()
-    assert dkv.data_ptr() == grad.data_ptr()
     assert identical(out[:, :, 0], apply_rotary(before[:, :, 0], cos, sin, 3))
     assert identical(dkv[:, :, 0], apply_rotary(grad_before[:, :, 0], cos, sin, 3, conjugate=True))
     assert identical(out[:, :, 1], before[:, :, 1])
@@ -437,13 +492,53 @@ def test_module_cast_to_half_keeps_exact_angles(device):
     assert identical(cast._sin_k_cached, module._sin_k_cached)
 
 
+@pytest.mark.parametrize("scale_base", [None, 8])
+def test_module_materialised_from_meta(scale_base, device):
+    module = RotaryEmbedding(32, scale_base=scale_base, device="meta").to_empty(device=device)
+    for buffer in module.buffers():
+        buffer.fill_(float("nan"))  # what to_empty may leave there
+    expected = RotaryEmbedding(32, scale_base=scale_base, device=device)
+    qkv = torch.randn(2, 5, 3, 2, 32, device=device)
+    assert identical(module(qkv.clone()), expected(qkv.clone()))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_module_is_copied_with_its_tables(duplicate, device):
+    qkv = torch.randn(2, 5, 3, 2, 32, device=device)
+    for used in (False, True):
+        module = RotaryEmbedding(32, base=500, interleaved=True, scale_base=8, device=device)
+        expected = module(qkv.clone()) if used else None
+        copied = duplicate(module)
+        assert (copied._cos_cached is not None) == used
+        assert identical(copied(qkv.clone()), module(qkv.clone()) if expected is None else expected)
+
+
 # Graphs, fakes, signatures.
+
+GRAD_MODES = {  # name: whether the input requires grad, the mode, whether there is a gradient
+    "gradient": (True, torch.enable_grad, True),
+    "no gradient wanted": (False, torch.enable_grad, False),
+    "no_grad": (True, torch.no_grad, False),
+    "inference_mode": (False, torch.inference_mode, False),
+}
+
+
+def results_in(mode, function, inputs, dout):
+    """What `function` returns, what it leaves in its argument, and the gradient, if it has one."""
+    requires_grad, context, has_gradient = GRAD_MODES[mode]
+    with torch.inference_mode(mode == "inference_mode"):
+        leaf = inputs.clone().requires_grad_(requires_grad)
+        x = leaf * 1
+    with context():
+        out = function(x)
+    gradient = torch.autograd.grad(out, leaf, dout.clone()) if has_gradient else ()
+    return out.detach(), x.detach(), *gradient
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("leaf", [False, True])
 @pytest.mark.parametrize("layout", ["contiguous", "gqa"])
-def test_compiled_in_place(layout, leaf, backend, device):
+def test_compiled_in_place(layout, leaf, backend, device, compile_whole):
     shape, num_heads_q, *_ = PACKED[layout]
     tables, grad = torch.rand(2, 20, 16, device=device), torch.randn(shape, device=device)
     inputs = torch.randn(shape, device=device)
@@ -455,25 +550,74 @@ def test_compiled_in_place(layout, leaf, backend, device):
         (dx,) = torch.autograd.grad(out, x, grad.clone())
         return out.detach(), qkv.detach(), dx
 
-    compiled = run(torch.compile(apply_rotary_emb_qkv_, fullgraph=True, backend=backend))
+    compiled = run(compile_whole(apply_rotary_emb_qkv_, backend=backend))
     for found, expected in zip(compiled, run(apply_rotary_emb_qkv_), strict=True):
         assert identical(found, expected)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", GRAD_MODES)
 @pytest.mark.parametrize("inplace", [False, True])
 @pytest.mark.parametrize("case", params([Case(dtype="fp32", offset="int"), Case(lengths=(5, 9), offset="int32")]))
-def test_compiled(case, inplace, backend, device):
-    (x, dout), tables = case.draw(device), case.tables(device)
-    arguments = case.arguments(device) | dict(inplace=inplace)
-    compiled = torch.compile(apply_rotary_emb, fullgraph=True, backend=backend)
-    results = []
-    for function in (compiled, apply_rotary_emb):
-        leaf = x.clone().requires_grad_()
-        out = function(leaf * 1, *tables, **arguments)
-        results.append((out.detach(), *torch.autograd.grad(out, leaf, dout.clone())))
-    assert identical(results[0][0], results[1][0])
-    assert identical(results[0][1], results[1][1])
+def test_compiled(case, inplace, mode, backend, device, compile_whole):
+    (x, dout), (cos, sin) = case.draw(device), case.tables(device)
+    arguments = case.arguments(device) | dict(cos=cos, sin=sin, inplace=inplace)
+
+    def rotate(x):
+        return apply_rotary_emb(x, **arguments)
+
+    compiled = results_in(mode, compile_whole(rotate, backend=backend), x, dout)
+    for found, expected in zip(compiled, results_in(mode, rotate, x, dout), strict=True):
+        assert identical(found, expected)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", GRAD_MODES)
+@pytest.mark.parametrize("scale_base", [None, 8])
+def test_compiled_module(scale_base, mode, backend, device, compile_whole):
+    module = RotaryEmbedding(16, scale_base=scale_base, device=device)
+    qkv, dout = torch.randn(2, 2, 9, 3, 4, 16, device=device)
+    compiled = compile_whole(module, backend=backend)
+    for _ in range(2):  # without tables, and with them
+        results = zip(results_in(mode, compiled, qkv, dout), results_in(mode, module, qkv, dout), strict=True)
+        assert all(identical(found, expected) for found, expected in results)
+
+
+def test_compiled_keys_and_values_apart(device, compile_whole):
+    module = RotaryEmbedding(32, device=device)
+    q, kv = torch.randn(2, 5, 4, 32, device=device), torch.randn(2, 5, 2, 2, 32, device=device)
+    expected = module(q.clone(), kv.clone(), 3, 20)
+    compiled = compile_whole(module, backend="aot_eager")(q, kv, 3, 20)
+    for found, changed, want in zip(compiled, (q, kv), expected, strict=True):
+        assert identical(found, want)
+        assert identical(changed, want)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_compiled_once_for_all_offsets(requires_grad, inplace, device, compile_whole):
+    tables, frames = torch.rand(2, 20, 16, device=device), torch._dynamo.testing.CompileCounter()
+    x = torch.randn(2, 1, 3, 32, device=device, requires_grad=requires_grad)
+
+    def rotate(x, offset):
+        return apply_rotary_emb(x * 1, *tables, inplace=inplace, seqlen_offsets=offset)
+
+    compiled = compile_whole(rotate, backend=frames)
+    for offset in range(3, 13):
+        expected = apply_rotary_emb(x, *tables, seqlen_offsets=offset)
+        assert identical(compiled(x, offset), expected)
+    assert frames.frame_count <= 2  # once for a constant, once for any
+
+
+def test_compiled_module_once_for_all_offsets(device, compile_whole):
+    """If max_seqlen keeps the tables as they are."""
+    module, frames = RotaryEmbedding(32, device=device), torch._dynamo.testing.CompileCounter()
+    compiled = compile_whole(module, backend=frames)
+    qkv = torch.randn(2, 1, 3, 2, 32, device=device)
+    for offset in range(3, 13):
+        expected = module(qkv.clone(), seqlen_offset=offset, max_seqlen=20)
+        assert identical(compiled(qkv.clone(), seqlen_offset=offset, max_seqlen=20), expected)
+    assert frames.frame_count <= 2
 
 
 @pytest.mark.parametrize("case", params([Case(dtype="fp32", offset="int"), Case(lengths=(5, 9), offset="int32")]))
@@ -576,6 +720,21 @@ def test_error(what, function):
         function(**dict(dict(x=X, cos=TABLE, sin=TABLE), **changes))
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("function", ["out of place", *IN_PLACE])
+def test_tables_that_require_grad(function, requires_grad):
+    """They have no gradient, which is an error where one is asked for."""
+    shape, rotate = IN_PLACE.get(function, ((2, 5, 4, 32), apply_rotary_emb))
+    wanting, table = torch.ones(5, 16, requires_grad=True), torch.ones(5, 16)
+    x = torch.ones(shape, requires_grad=requires_grad)
+    for name, tables in (("cos", (wanting, table)), ("sin", (table, wanting))):
+        with pytest.raises(ValueError, match=f"{name} must not require grad, .*no gradient"):
+            rotate(x, *tables)
+    assert identical(x, torch.ones(shape))
+    with torch.no_grad():
+        assert not identical(rotate(x, wanting, wanting), torch.ones(shape))
+
+
 def test_errors_of_packed_tensors():
     qkv = torch.zeros(2, 5, 3, 4, 64)
     for arguments, error, message in (
@@ -615,7 +774,7 @@ def test_nothing_is_written_if_the_keys_tables_are_wrong(device):
 def test_long_dimensions(shape, inplace, device):
     case = Case(*shape, rotary_dim=shape[-1], dtype="fp32")
     (x, _), tables = case.draw(device), case.tables(device)
-    expected = ops.reference.rotary(x, *tables, None, 0, None, None, False, False)
+    expected = ops.reference.rotary(x, *tables, None, 0, None, False, False)
     torch.testing.assert_close(apply_rotary_emb(x, *tables, inplace=inplace), expected)
 
 
@@ -687,7 +846,7 @@ def test_device_that_is_not_current(inplace):
 def test_kernel_refuses_what_does_not_fit(device):
     """The op itself, called around the checks in Python, must not reach memory that is not its own."""
     x, table, cu_seqlens = (tensor.to(device) for tensor in (X, TABLE, CU_SEQLENS))
-    good = dict(x=x, cos=table, sin=table, offsets=None, first=0, cu_seqlens=None, most=None, pairs=True, back=False)
+    good = dict(x=x, cos=table, sin=table, offsets=None, first=0, cu_seqlens=None, pairs=True, back=False)
     ops.rotary.default(*good.values())
     for changes, message in (
         (dict(x=x[0]), "x must be"),
@@ -695,8 +854,8 @@ def test_kernel_refuses_what_does_not_fit(device):
         (dict(cos=table[0]), "cos must have shape"),
         (dict(x=x[..., :62]), "cos must have shape"),
         (dict(sin=table[:4]), "sin must have shape"),
-        (dict(sin=table.half()), "same dtype"),
-        (dict(cos=TABLE), "cos must be on the device"),
+        (dict(sin=table.half()), "sin must have dtype Float, found Half"),
+        (dict(cos=TABLE), "cos must be on cuda:.*, found it on cpu"),
         (dict(offsets=cu_seqlens), "seqlen_offsets must have shape"),
         (dict(offsets=table[0, :2]), "seqlen_offsets must have dtype"),
         (dict(x=x[0], cu_seqlens=cu_seqlens.long()), "cu_seqlens must have dtype"),

@@ -41,8 +41,8 @@ def apply_rotary(
     >>> apply_rotary(torch.randn(2, 16, 4, 64), angles.cos(), angles.sin()).shape
     torch.Size([2, 16, 4, 64])
     """
-    arguments = ops.arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     with torch.no_grad():
+        arguments = ops.arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
         if not inplace:
             return ops.rotary(*arguments, interleaved, conjugate)
         ops.writable("x", x)
