@@ -1,7 +1,8 @@
 # What a developer does here, each on a machine with nothing but Python and make: `make` alone lists it.
 #
 # PYTHON is the interpreter to start from, TORCH what pip installs as PyTorch (say, torch==2.11.0), WORKERS how many
-# processes run tests. Everything goes into .venv. Variables of the build, such as FLASH_ATTN_CUDA_ARCHS and MAX_JOBS, are described in setup.py.
+# processes run tests. Everything goes into .venv. Variables of the build, such as FLASH_ATTN_CUDA_ARCHS and MAX_JOBS,
+# are described in setup.py.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -31,7 +32,6 @@ build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyT
 	FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) setup.py build_ext --inplace
 
 wheel: $(VENV)/installed ## make a wheel in dist/, with the CUDA library if PyTorch and nvcc are there for it
-	rm -rf build/lib* build/bdist*
 	$(RUN) setup.py --quiet bdist_wheel
 
 bench: $(VENV)/kernels ## run all benchmarks; BENCH_ARGS="--plot" also draws them

@@ -34,14 +34,15 @@ import setuptools
 if int(setuptools.__version__.split(".")[0]) < 77:
     raise SystemExit(f"flash-attn: setuptools >= 77 is needed to build, found {setuptools.__version__}.")
 
-# Older ones have no such module.
+# Older ones have no bdist_wheel.
 from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build import build
 
 ROOT = Path(__file__).resolve().parent
 BUILD_COMMANDS = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
 NO_KERNELS = """\
 flash-attn: installing without CUDA kernels: {reason}. To get them, have a CUDA build of torch >= 2.10 and nvcc in \
-place, then `pip install --no-build-isolation --no-deps --force-reinstall` this package again."""
+place, then `pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall` this package again."""
 
 
 class Torch(NamedTuple):
@@ -54,11 +55,24 @@ class Toolkit(NamedTuple):
     cuda: str  # its version, "13.0"
 
 
+class Build(build):
+    """A build of what is there now: whatever earlier ones have left would get into the wheel."""
+
+    def run(self):
+        if not any(self.distribution.have_run.get(step) for step in self.get_sub_commands()):
+            for left in [*Path("build").glob("lib*"), *Path("build").glob("bdist*")]:
+                shutil.rmtree(left)
+        super().run()
+
+
 class Wheel(bdist_wheel):
     """A wheel for every Python: the library holds no Python symbols."""
 
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
+
+
+COMMANDS = {"build": Build, "bdist_wheel": Wheel}
 
 
 def version(env) -> str:
@@ -89,22 +103,31 @@ def find_torch() -> Torch | None:
     return Torch(tuple(int(part) for part in torch.__version__.split(".")[:2]), torch.version.cuda)
 
 
-def find_toolkit(env) -> Toolkit | None:
-    """The CUDA toolkit of the first nvcc in CUDA_HOME, on the PATH or in the usual place.
+def find_toolkit(env) -> Toolkit | str:
+    """The CUDA toolkit of the first nvcc in CUDA_HOME, on the PATH or in the usual place, or why there is none.
 
     nvcc itself is asked where it lives and what version it is, since the one on the PATH may be a wrapper.
     """
-    folders = [f"{env.get('CUDA_HOME') or env.get('CUDA_PATH')}/bin", env.get("PATH", ""), "/usr/local/cuda/bin"]
-    nvcc = shutil.which("nvcc", path=os.pathsep.join(folders))
+    home = env.get("CUDA_HOME") or env.get("CUDA_PATH")
+    folders = [home and f"{home}/bin", env.get("PATH"), "/usr/local/cuda/bin"]
+    nvcc = shutil.which("nvcc", path=os.pathsep.join(filter(None, folders)))
     if nvcc is None:
-        return None
+        return "there is no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda"
     command = [nvcc, "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull]
-    steps = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    major, minor = (re.search(rf"__CUDACC_VER_{part}__=(\d+)", steps)[1] for part in ("MAJOR", "MINOR"))
-    return Toolkit(os.path.realpath(re.search(r"TOP=(.+)", steps)[1]), f"{major}.{minor}")
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        return f"{nvcc} does not work: {error}"
+    patterns = [r"TOP=(.+)", r"__CUDACC_VER_MAJOR__=(\d+)", r"__CUDACC_VER_MINOR__=(\d+)"]
+    found = [re.search(pattern, run.stderr) for pattern in patterns]
+    if run.returncode or None in found:
+        said = " ".join(run.stderr.split())[-200:]
+        return f"{nvcc} does not work: with --dryrun it ends with status {run.returncode} and {said!r}"
+    top, major, minor = (match[1] for match in found)
+    return Toolkit(os.path.realpath(top), f"{major}.{minor}")
 
 
-def obstacle(torch: Torch | None, toolkit: Toolkit | None, forced: bool) -> str | None:
+def obstacle(torch: Torch | None, toolkit: Toolkit | str, forced: bool) -> str | None:
     """Why the library is not built, or None if it is. SystemExit if it is wanted by force but cannot be."""
     if torch is None:
         reason = f"there is no torch in {sys.prefix}"
@@ -112,8 +135,8 @@ def obstacle(torch: Torch | None, toolkit: Toolkit | None, forced: bool) -> str 
         reason = "torch is older than 2.10"
     elif torch.cuda is None and not forced:
         reason = "torch is CPU-only"
-    elif toolkit is None:
-        reason = "there is no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda"
+    elif isinstance(toolkit, str):
+        reason = toolkit
     elif torch.cuda and torch.cuda.split(".")[0] != toolkit.cuda.split(".")[0]:
         reason = f"nvcc is of CUDA {toolkit.cuda}, torch of CUDA {torch.cuda}"
     else:
@@ -131,10 +154,14 @@ def arch_flags(archs: str) -> list[str]:
     return ["-gencode=" + code.get(arch, f"arch=compute_{arch},code=sm_{arch}") for arch in archs.split(";")]
 
 
-def max_jobs() -> int:
-    """One compiler process for each core, if there are 3 GB of memory for each."""
-    available = re.search(r"MemAvailable: *(\d+) kB", Path("/proc/meminfo").read_text())[1]
-    return max(1, min(len(os.sched_getaffinity(0)), int(available) // 3_000_000))
+def max_jobs(root: Path = Path("/")) -> int:
+    """One compiler process for each core, if there are 3 GB of memory for each, within the limits of cgroups (v2)."""
+    available = 1024 * int(re.search(r"MemAvailable: *(\d+) kB", (root / "proc/meminfo").read_text())[1])
+    group = re.search(r"^0::/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
+    folder = root / "sys/fs/cgroup" / (group[1] if group else "")
+    limits = [path.read_text() for each in (folder, *folder.parents) if (path := each / "memory.max").exists()]
+    memory = min([available, *(int(limit) for limit in limits if limit.strip() != "max")])
+    return max(1, min(len(os.sched_getaffinity(0)), memory // 3_000_000_000))
 
 
 def sources() -> list[str]:
@@ -177,7 +204,7 @@ def kernels(env, toolkit: Toolkit) -> dict:
         extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-Wl,--strip-debug"],
     )
     build_ext = cpp_extension.BuildExtension.with_options(no_python_abi_suffix=True)
-    return {"ext_modules": [library], "cmdclass": {"bdist_wheel": Wheel, "build_ext": build_ext}}
+    return {"ext_modules": [library], "cmdclass": COMMANDS | {"build_ext": build_ext}}
 
 
 def plan(env) -> dict:
@@ -190,13 +217,12 @@ def plan(env) -> dict:
         if reason is None:
             return kernels(env, toolkit)
     print(NO_KERNELS.format(reason=reason))
-    return {"cmdclass": {"bdist_wheel": Wheel}}
+    return {"cmdclass": COMMANDS}
 
 
 if __name__ == "__main__":
     setuptools.setup(
         version=version(os.environ),
-        py_modules=sorted(path.stem for path in ROOT.glob("*.py") if path.name != "setup.py"),
         # Metadata and source archives are the same with and without the library: only builds look for torch.
         **(plan(os.environ) if BUILD_COMMANDS & set(sys.argv) else {}),
     )

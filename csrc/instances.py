@@ -17,7 +17,13 @@ INSTANCES: dict[str, str] = {}
 
 def generate(build_dir: pathlib.Path) -> list[pathlib.Path]:
     """Write the sources of the wanted instances into `build_dir` and return their paths."""
-    wanted = fnmatch.filter(INSTANCES, os.environ.get("FLASH_ATTN_INSTANCES", "*"))
+    pattern = os.environ.get("FLASH_ATTN_INSTANCES", "*")
+    wanted = fnmatch.filter(INSTANCES, pattern)
+    if INSTANCES and not wanted:
+        raise SystemExit(
+            f"flash-attn: FLASH_ATTN_INSTANCES must match names of instances like {next(iter(INSTANCES))!r}, "
+            f"found {pattern!r}."
+        )
     return [_write(build_dir / f"{name}.cu", INSTANCES[name]) for name in wanted]
 
 

@@ -1,12 +1,14 @@
 """What is built, and what is in it: the decision for or against the CUDA library, wheels, source archives, metadata."""
 
 import email
+import functools
 import os
 import pathlib
 import runpy
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import types
 import zipfile
@@ -18,6 +20,7 @@ from packaging.version import Version
 from setuptools import Distribution, Extension
 
 ROOT = pathlib.Path(__file__).parents[1]
+BESIDE = {"flash_attn_2_cuda.py"}  # modules outside the package
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="this is not a source tree")
 
 
@@ -38,13 +41,20 @@ def _build(kind, source, target, **env):
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A copy of the tree that holds what must not get into a package: a stale library and compiled Python."""
+    """A copy of the tree that holds what must not get into a package: stale and scratch files, compiled Python."""
     tree = tmp_path_factory.mktemp("source") / "flash-attn"
     ignored = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__", "_kernels.so", "results")
     shutil.copytree(ROOT, tree, ignore=ignored)
-    (tree / "flash_attn/_kernels.so").write_bytes(b"stale")
-    (tree / "csrc/__pycache__").mkdir(parents=True, exist_ok=True)
-    (tree / "csrc/__pycache__/instances.cpython-311.pyc").write_bytes(b"stale")
+    for name in (
+        "flash_attn/_kernels.so",
+        "csrc/__pycache__/instances.cpython-311.pyc",
+        "scratch.py",
+        "build/lib/flash_attn/old.py",
+        "build/lib/flash_attn/_kernels.so",
+        f"build/bdist.{sysconfig.get_platform()}/wheel/flash_attn/older.py",
+    ):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text("# stale")
     return tree
 
 
@@ -59,9 +69,8 @@ def sdist(source, tmp_path_factory):
 
 
 def _modules():
-    """Every Python file of the package, and the top-level modules beside it."""
-    files = [*(ROOT / "flash_attn").rglob("*.py"), *ROOT.glob("*.py")]
-    return {path.relative_to(ROOT).as_posix() for path in files} - {"setup.py"}
+    """Every Python file of the package, and the modules beside it."""
+    return {path.relative_to(ROOT).as_posix() for path in (ROOT / "flash_attn").rglob("*.py")} | BESIDE
 
 
 def _installed(wheel, folder):
@@ -79,35 +88,38 @@ def _ask(folder, expression):
 
 
 CUDA_TORCH, CPU_TORCH = ((2, 13), "13.0"), ((2, 13), None)
-NVCC = ("/usr/local/cuda", "13.0")
-DECISIONS = {  # torch, toolkit: None if the library is built, or a part of the reason; the same if forced
+NVCC, NO_NVCC = ("/usr/local/cuda", "13.0"), "no nvcc"
+# torch, toolkit or why there is none: None if the library is built, or a part of the reason; the same if forced
+DECISIONS = {
     "all there": (CUDA_TORCH, NVCC, None, None),
     "older nvcc of the same CUDA": (CUDA_TORCH, ("/usr/local/cuda", "13.2"), None, None),
     "no torch": (None, NVCC, "there is no torch in", "there is no torch in"),
     "old torch": (((2, 9), "13.0"), NVCC, "older than 2.10", "older than 2.10"),
     "CPU-only torch": (CPU_TORCH, NVCC, "CPU-only", None),
-    "no nvcc": (CUDA_TORCH, None, "no nvcc", "no nvcc"),
-    "neither": (CPU_TORCH, None, "CPU-only", "no nvcc"),
+    "no nvcc": (CUDA_TORCH, NO_NVCC, "no nvcc", "no nvcc"),
+    "neither": (CPU_TORCH, NO_NVCC, "CPU-only", "no nvcc"),
     "other CUDA": (CUDA_TORCH, ("/usr/local/cuda", "12.8"), "nvcc is of CUDA 12.8", "nvcc is of CUDA 12.8"),
 }
 
 
+def _obstacle(setup, torch, toolkit, forced):
+    toolkit = toolkit if isinstance(toolkit, str) else setup.Toolkit(*toolkit)
+    return setup.obstacle(torch and setup.Torch(*torch), toolkit, forced)
+
+
 @pytest.mark.parametrize(("torch", "toolkit", "reason", "_"), DECISIONS.values(), ids=DECISIONS)
 def test_decision(setup, torch, toolkit, reason, _):
-    found = setup.obstacle(torch and setup.Torch(*torch), toolkit and setup.Toolkit(*toolkit), forced=False)
+    found = _obstacle(setup, torch, toolkit, forced=False)
     assert found is None if reason is None else reason in found
 
 
 @pytest.mark.parametrize(("torch", "toolkit", "_", "error"), DECISIONS.values(), ids=DECISIONS)
 def test_forced_decision(setup, torch, toolkit, _, error):
-    def decide():
-        return setup.obstacle(torch and setup.Torch(*torch), toolkit and setup.Toolkit(*toolkit), forced=True)
-
     if error is None:
-        assert decide() is None
+        assert _obstacle(setup, torch, toolkit, forced=True) is None
     else:
         with pytest.raises(SystemExit, match=f"FORCE_BUILD.*{error}"):
-            decide()
+            _obstacle(setup, torch, toolkit, forced=True)
 
 
 def test_arch_flags(setup):
@@ -124,17 +136,140 @@ def test_bad_archs(setup, archs):
         setup.arch_flags(archs)
 
 
+def _script(path, *lines, shebang="#!/bin/sh"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join([shebang, *lines, ""]))
+    path.chmod(0o755)
+
+
 def test_nvcc_behind_a_wrapper(setup, tmp_path):
     """The toolkit is where nvcc really is, not where a script of that name is."""
     nvcc = shutil.which("nvcc")
     if nvcc is None:
         pytest.skip("needs nvcc")
-    wrapper = tmp_path / "nvcc"
-    wrapper.write_text(f'#!/bin/sh\nexec {nvcc} "$@"\n')
-    wrapper.chmod(0o755)
+    _script(tmp_path / "nvcc", f'exec {nvcc} "$@"')
     toolkit = setup.find_toolkit({"PATH": f"{tmp_path}:{os.environ['PATH']}"})
     assert (pathlib.Path(toolkit.home) / "include/cuda.h").exists()
     assert int(toolkit.cuda.split(".")[0]) >= 12
+
+
+BROKEN = {  # the script, and what is said of it
+    "fails": (["echo no licence found >&2", "exit 1"], "no licence found"),
+    "fails after all": (["echo TOP=/x __CUDACC_VER_MAJOR__=13 __CUDACC_VER_MINOR__=0 >&2", "exit 1"], "status 1"),
+    "says something else": (["echo release 13.0"], "status 0"),
+    "says what is no text": (["printf '\\377' >&2"], "status 0"),
+}
+
+
+@pytest.mark.parametrize(("script", "reason"), BROKEN.values(), ids=BROKEN)
+def test_broken_nvcc(setup, tmp_path, script, reason):
+    """It is as good as none: the package installs without kernels and says why."""
+    _script(tmp_path / "bin/nvcc", *script)
+    found = setup.find_toolkit({"CUDA_HOME": str(tmp_path)})
+    assert f"{tmp_path}/bin/nvcc does not work" in found and reason in found
+
+
+def test_nvcc_that_cannot_be_run(setup, tmp_path):
+    _script(tmp_path / "bin/nvcc", shebang="\x7fELF of another machine")
+    assert f"{tmp_path}/bin/nvcc does not work" in setup.find_toolkit({"CUDA_HOME": str(tmp_path)})
+
+
+def test_installs_without_kernels_for_a_broken_nvcc(source, tmp_path):
+    """Or, if the kernels are wanted by force, says what is wrong; torch here may be CPU-only, which comes first."""
+    _script(tmp_path / "bin/nvcc", "exit 1")
+    _, said = _build("wheel", source, tmp_path, CUDA_HOME=str(tmp_path))
+    assert "installing without CUDA kernels" in said
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        _build("wheel", source, tmp_path, CUDA_HOME=str(tmp_path), FLASH_ATTENTION_FORCE_BUILD="TRUE")
+    assert error.value.stderr.startswith("flash-attn: FLASH_ATTENTION_FORCE_BUILD=TRUE, but ")
+    assert "bin/nvcc does not work" in error.value.stderr
+
+
+def test_no_nvcc_in_the_working_directory(setup, tmp_path, monkeypatch):
+    """Variables that are not set add no folder to search: neither None/bin nor, for an empty name, this one."""
+    for path in ("nvcc", "bin/nvcc", "None/bin/nvcc"):
+        _script(tmp_path / path, "exit 1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shutil.which", functools.partial(_which_here, shutil.which))
+    assert setup.find_toolkit({}) == "there is no nvcc in CUDA_HOME, on the PATH or in /usr/local/cuda"
+
+
+def _which_here(which, name, path):
+    """shutil.which in the folders below this one, whatever is installed on this machine."""
+    return which(name, path=os.pathsep.join(folder for folder in path.split(os.pathsep) if folder[:1] != "/"))
+
+
+GB = 10**9
+MEMORY = {  # files of the machine; jobs if there are cores enough
+    "free memory": ({"proc/self/cgroup": "0::/"}, 8),
+    "no limit": ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "max\n"}, 8),
+    "limit of a container": ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": f"{7 * GB}\n"}, 2),
+    "limit above a cgroup": (
+        {
+            "proc/self/cgroup": "1:cpu:/other\n0::/job/step\n",
+            "sys/fs/cgroup/job/memory.max": f"{10 * GB}\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+        },
+        3,
+    ),
+    "cgroups of version 1": ({"proc/self/cgroup": "4:memory:/x"}, 8),
+    "hardly any": ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/memory.max": "1000\n"}, 1),
+}
+
+
+@pytest.mark.parametrize(("files", "jobs"), MEMORY.values(), ids=MEMORY)
+def test_max_jobs(setup, tmp_path, monkeypatch, files, jobs):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(64))
+    for name, text in ({"proc/meminfo": f"MemFree: 1 kB\nMemAvailable: {24 * GB // 1024 + 1} kB\n"} | files).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert setup.max_jobs(tmp_path) == jobs
+
+
+@pytest.fixture
+def instances():
+    """csrc/instances.py with a table of three."""
+    module = types.SimpleNamespace(**runpy.run_path(ROOT / "csrc/instances.py"))
+    module.INSTANCES.clear()
+    module.INSTANCES.update({"fwd_sm80_64": "// 64", "fwd_sm80_128": "// 128", "bwd_sm80_64": "// back"})
+    return module
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        (None, ["fwd_sm80_64", "fwd_sm80_128", "bwd_sm80_64"]),
+        ("fwd_*", ["fwd_sm80_64", "fwd_sm80_128"]),
+        ("*_64", ["fwd_sm80_64", "bwd_sm80_64"]),
+        ("bwd_sm80_64", ["bwd_sm80_64"]),
+    ],
+)
+def test_instances(instances, tmp_path, monkeypatch, pattern, names):
+    monkeypatch.delenv("FLASH_ATTN_INSTANCES", raising=False)
+    if pattern:
+        monkeypatch.setenv("FLASH_ATTN_INSTANCES", pattern)
+    written = instances.generate(tmp_path / "build")
+    assert written == [tmp_path / f"build/{name}.cu" for name in names]
+    assert [path.read_text() for path in written] == [instances.INSTANCES[name] for name in names]
+
+
+def test_unchanged_instances_are_left_alone(instances, tmp_path, monkeypatch):
+    """Or else all of them would be compiled again."""
+    monkeypatch.delenv("FLASH_ATTN_INSTANCES", raising=False)
+    for path in instances.generate(tmp_path):
+        os.utime(path, (1, 1))
+    instances.INSTANCES["fwd_sm80_64"] = "// 64, changed"
+    changed = [path.name for path in instances.generate(tmp_path) if path.stat().st_mtime != 1]
+    assert changed == ["fwd_sm80_64.cu"]
+    assert (tmp_path / "fwd_sm80_64.cu").read_text() == "// 64, changed"
+
+
+def test_pattern_without_instances(instances, tmp_path, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_INSTANCES", "fwd_sm90*")
+    with pytest.raises(SystemExit, match=r"FLASH_ATTN_INSTANCES must .* 'fwd_sm80_64', found 'fwd_sm90\*'"):
+        instances.generate(tmp_path)
+    instances.INSTANCES.clear()
+    assert instances.generate(tmp_path) == []
 
 
 @pytest.mark.parametrize(("ext_modules", "platform"), [([], "any"), ([Extension("flash_attn._kernels", [])], "linux")])
@@ -151,6 +286,7 @@ def test_says_once_that_there_are_no_kernels(wheel):
     assert len(said) == 1
     assert "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE" in said[0]
     assert "pip install" in said[0]
+    assert "--no-cache-dir" in said[0]  # or pip would install the wheel that it has just made
 
 
 def test_wheel_contents(wheel):
@@ -161,6 +297,16 @@ def test_wheel_contents(wheel):
     assert wheel[0].name.endswith("-py3-none-any.whl")
     assert {name for name in names if ".dist-info/" not in name} == _modules() | {"flash_attn/py.typed"}
     assert recorded == names
+
+
+@pytest.mark.parametrize("step", ["build", "build_py"])
+def test_wheel_keeps_what_was_built_in_the_same_run(source, tmp_path, step):
+    command = [sys.executable, "setup.py", "--quiet", step, "bdist_wheel", "--dist-dir", tmp_path]
+    env = os.environ | {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
+    subprocess.run(command, cwd=source, env=env, check=True, capture_output=True)
+    (made,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(made) as archive:
+        assert _modules() <= set(archive.namelist())
 
 
 def test_metadata(wheel):
@@ -200,6 +346,7 @@ def test_sdist_contents(sdist):
     assert {"setup.py", "pyproject.toml", "LICENSE", "flash_attn/__init__.py", "flash_attn/py.typed"} <= names
     assert sources <= names
     assert not [name for name in names if name.endswith((".so", ".pyc")) or name.startswith(("build/", "tests/"))]
+    assert {name for name in names if "/" not in name and name.endswith(".py")} == {"setup.py"} | BESIDE
 
 
 def test_sdist_makes_the_same_wheel(sdist, wheel, tmp_path):
