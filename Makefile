@@ -67,6 +67,6 @@ $(VENV)/installed: $(VENV)/created pyproject.toml setup.py
 	  --editable '.[test,examples,benchmark,lint]'
 	@touch $@
 
-$(VENV)/kernels: $(VENV)/installed $(SOURCES)
+$(VENV)/kernels: $(VENV)/installed $(SOURCES) $(wildcard flash_attn/_ops/*.py)
 	$(RUN) setup.py --quiet build_ext --inplace
 	@touch $@

@@ -188,6 +188,7 @@ def kernels(env, toolkit: Toolkit) -> dict:
     hidden = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
     nvcc_flags = [f"-U__CUDA_NO_{name}__" for name in hidden]
     nvcc_flags += ["-Xcompiler=-fvisibility=hidden", f"--threads={env.get('NVCC_THREADS', '1')}"]
+    build_id = runpy.run_path("flash_attn/_build_id.py")["build_id"]()
     library = setuptools.Extension(
         "flash_attn._kernels",
         sources(),
@@ -201,7 +202,12 @@ def kernels(env, toolkit: Toolkit) -> dict:
             "nvcc": [*flags, *nvcc_flags, *arch_flags(env.get("FLASH_ATTN_CUDA_ARCHS", "80;90"))],
         },
         # Our copy of the CUDA runtime must not stand in for another one in the process.
-        extra_link_args=["-Wl,--exclude-libs,ALL", "-Wl,--as-needed", "-Wl,--strip-debug"],
+        extra_link_args=[
+            "-Wl,--exclude-libs,ALL",
+            "-Wl,--as-needed",
+            "-Wl,--strip-debug",
+            f"-Wl,--build-id=0x{build_id}",
+        ],
     )
     build_ext = cpp_extension.BuildExtension.with_options(no_python_abi_suffix=True)
     return {"ext_modules": [library], "cmdclass": COMMANDS | {"build_ext": build_ext}}

@@ -21,6 +21,8 @@ import warnings
 import torch
 from torch.autograd import forward_ad
 
+from flash_attn import _build_id
+
 _NAMESPACE = "flash_attn"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _PATH = pathlib.Path(__file__).with_name("_kernels.so")
@@ -31,12 +33,19 @@ def load_error() -> str | None:
     """Load the kernel library once; return None if that worked, or the reason why there are no kernels."""
     if not _PATH.exists():
         return "this installation was made without CUDA kernels"
+    reason = _load()
+    if reason:
+        warnings.warn(f"flash_attn: {reason}", RuntimeWarning, stacklevel=2)
+    return reason
+
+
+def _load():
+    if not _build_id.is_in(_PATH):
+        return f"{_PATH.name} was built for ops with other schemas: build it again, in a source tree with `make build`"
     try:
         torch.ops.load_library(str(_PATH))
     except OSError as error:
-        reason = f"{_PATH.name} cannot be loaded beside torch {torch.__version__}: {error}"
-        warnings.warn(f"flash_attn: {reason}", RuntimeWarning, stacklevel=2)
-        return reason
+        return f"{_PATH.name} cannot be loaded beside torch {torch.__version__}: {error}"
     return None
 
 

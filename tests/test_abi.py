@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from flash_attn import _build_id
+
 LIBRARY = pathlib.Path(__file__).parents[1] / "flash_attn" / "_kernels.so"
 LIBRARIES = re.compile(r"libtorch_cpu|libstdc\+\+|libgcc_s|lib(c|m|dl|rt|pthread)|ld-linux-.*")
 # The loader and the runtimes version their symbols; the stable ABI of PyTorch is C functions of two prefixes.
@@ -48,6 +50,10 @@ def test_links_torch_cpu_and_the_runtimes_only():
 def test_shows_no_cuda_runtime():
     """Its own copy of the CUDA runtime must not stand in for that of torch."""
     assert not {symbol for symbol in _symbols("--defined-only") if symbol.startswith(("cu", "__cuda"))}
+
+
+def test_is_built_for_the_ops_of_today():
+    assert _build_id.is_in(LIBRARY)
 
 
 def test_loads_in_a_clean_interpreter():

@@ -1,12 +1,13 @@
 """How ops are defined: one registration a backend, autograd attached once, and no silent fallback."""
 
+import importlib
 import warnings
 
 import pytest
 import torch
 from torch.autograd import forward_ad
 
-from flash_attn import _library, flash_attn_func, flash_attn_with_kvcache
+from flash_attn import _build_id, _library, flash_attn_func, flash_attn_with_kvcache
 
 
 class OnGpu(torch.Tensor):
@@ -49,9 +50,52 @@ def test_why_there_are_no_kernels(monkeypatch, tmp_path):
     load_error = _library.load_error.__wrapped__
     monkeypatch.setattr(_library, "_PATH", tmp_path / "_kernels.so")
     assert "without CUDA kernels" in load_error()
-    (tmp_path / "_kernels.so").write_bytes(b"no library")
+    (tmp_path / "_kernels.so").write_bytes(b"no library" + bytes.fromhex(_build_id.build_id()))
     with pytest.warns(RuntimeWarning, match=r"_kernels\.so cannot be loaded beside torch"):
         assert torch.__version__ in load_error()
+
+
+def test_a_library_for_other_ops_is_not_loaded(monkeypatch, tmp_path):
+    """Or its kernels would be registered for schemas that they do not follow."""
+    monkeypatch.setattr(_library, "_PATH", tmp_path / "_kernels.so")
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail("it is loaded"))
+    (tmp_path / "_kernels.so").write_bytes(b"\x7fELF" + bytes.fromhex("0123456789" * 4))
+    with pytest.warns(RuntimeWarning, match="was built for ops with other schemas"):
+        assert "build it again" in _library.load_error.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "changes"),
+    [
+        ('op = define("op(Tensor x) -> Tensor")', 'op = define("op(Tensor x, int n) -> Tensor")', True),
+        ('op = define(f"op({_ARGUMENTS}) -> ()")', 'op = define(f"op({_ARGUMENTS}, int n) -> ()")', True),
+        ('_ARGUMENTS = "Tensor x"', '_ARGUMENTS = "Tensor? x"', True),
+        ('op = define("op(Tensor x) -> ()")', 'op = define(\n    "op(Tensor x) "\n    "-> ()"\n)  # in two', False),
+        ('"""Its docstring."""', '"""Another docstring."""', False),
+        ('def check():\n    raise ValueError("bad")', 'def check():\n    raise ValueError("very bad")', False),
+    ],
+    ids=["argument", "argument of several", "part of several", "line break", "docstring", "function"],
+)
+def test_build_id_follows_the_schemas(tmp_path, before, after, changes):
+    def build_id(text):
+        (tmp_path / "family.py").write_text(text)
+        return _build_id.build_id(tmp_path)
+
+    assert (build_id(before) != build_id(after)) == changes
+
+
+def test_build_id_has_the_schemas_of_all_ops():
+    files = sorted(_build_id.OPS.glob("*.py"))
+    for file in files:
+        importlib.import_module(f"flash_attn._ops.{file.stem}")
+    strings = "".join(_build_id._module_strings(file) for file in files)
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("flash_attn::")]
+    schemas = [getattr(torch.ops.flash_attn, name.partition("::")[2]).default._schema for name in names]
+    schemas = [schema for schema in schemas if "test_" not in schema.name and not schema.name.endswith("_reference")]
+    assert schemas
+    for schema in schemas:
+        assert f"{schema.name.partition('::')[2]}(" in strings
+        assert not [argument.name for argument in schema.arguments if f" {argument.name}" not in strings]
 
 
 class Doubled(torch.autograd.Function):
