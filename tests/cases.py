@@ -33,7 +33,8 @@ class Case:
 
     def __str__(self):
         parts = [
-            f"b{self.batch}-q{self.seqlen_q}-k{self.seqlen_k}-h{self.heads}.{self.heads_k}-d{self.head_dim}-{self.dtype}",
+            f"b{self.batch}-q{self.seqlen_q}-k{self.seqlen_k}",
+            f"h{self.heads}.{self.heads_k}-d{self.head_dim}-{self.dtype}",
             "causal" * self.causal,
             "w{}.{}".format(*self.window) * (tuple(self.window) != (-1, -1)),
             f"softcap{self.softcap:g}" * (self.softcap > 0),

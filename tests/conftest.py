@@ -5,6 +5,7 @@ with a marker and is skipped, with the reason, where it cannot run. `pytest` alo
 wide samples.
 """
 
+import re
 import warnings
 import zlib
 
@@ -39,8 +40,13 @@ def _available(config):
         "cuda": on_cuda,
         "sm90": on_cuda and torch.cuda.get_device_capability() == (9, 0),
         "multi_gpu": on_cuda and torch.cuda.device_count() >= 2,
-        "slow": "slow" in config.option.markexpr,
+        "slow": asks_for_slow(config.option.markexpr),
     }
+
+
+def asks_for_slow(markexpr):
+    """Whether `-m` names the marker: "slow", "slow and not cuda", but not "not slow or cuda"."""
+    return re.search(r"(?<!\bnot )\bslow\b", markexpr) is not None
 
 
 @pytest.fixture
