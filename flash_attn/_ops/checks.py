@@ -64,9 +64,10 @@ def own_memory(**tensors) -> None:
     for name, value in tensors.items():
         if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
             raise ValueError(f"{name} must not be expanded, since it is written; found strides {value.stride()}")
-        if torch.compiler.is_compiling() or value.numel() == 0:  # a traced tensor has no address
+        if torch.compiler.is_compiling() or value.numel() == 0:
             continue
-        other = seen.setdefault(value.data_ptr(), name)
+        # Not data_ptr, which meta and fake tensors do not have.
+        other = seen.setdefault((value.untyped_storage()._cdata, value.storage_offset()), name)
         if other is not name:
             raise ValueError(f"{name} must have memory of its own, since it is written; found that of {other}")
 
