@@ -86,20 +86,21 @@ class Op:
     def __call__(self, *args):
         if torch.compiler.is_compiling():
             return self._overload(args)(*args)
-        if self._wants_derivative(args):
+        if self.wants_derivative(args):
             return self.autograd.apply(*args)
         return self.below_autograd(*args)
 
     def autograd_kernel(self, overload, *args):
         """What the dispatcher calls at the autograd keys of `overload`, for graphs and for callers of torch.ops."""
-        if not self._wants_derivative(args):
+        if not self.wants_derivative(args):
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*args)
         if overload is self.others and overload is not self._overload(args):
             raise NotImplementedError(f"{overload} has no gradient for {args[0].dtype}: call {self.default}")
         return self.autograd.apply(*args)
 
-    def _wants_derivative(self, args) -> bool:
+    def wants_derivative(self, args) -> bool:
+        """Whether a call with these arguments, the differentiable ones at least, must be known to autograd."""
         if not self.differentiable:
             return False
         if forward_ad._current_level >= 0:  # apply says that forward mode is not there; the bare op would give zeros

@@ -59,13 +59,6 @@ rotary_ = _library.define(
 )
 
 
-def rotate_(x, *args) -> None:
-    """`rotary_` of arguments already checked; autograd gets to know that x has changed."""
-    rotary_(x, *args)
-    if not torch.compiler.is_compiling():
-        torch.autograd.graph.increment_version(x)
-
-
 def arguments(x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None) -> tuple:
     """Check what a caller passed and return the ops' arguments from `x` to `cu_seqlens`.
 

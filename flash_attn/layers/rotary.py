@@ -299,7 +299,7 @@ def _rotate_in_place(x, split, tables, interleaved, seqlen_offsets, cu_seqlens=N
     # All parts are checked before any of them is written.
     parts = [ops.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen) for part in split(x, *tables)]
     tables, options = [table for part in parts for table in part[1:3]], parts[0][3:]
-    if not (torch.is_grad_enabled() and x.requires_grad):
+    if not ops.rotary.wants_derivative((x,)):
         return _rotate_parts_(x, split, tables, (*options, bool(interleaved), False))
     out = _RotateInPlace.apply(x, split, bool(interleaved), *options, *tables)
     if torch.compiler.is_compiling():
@@ -327,7 +327,7 @@ def _check_packed(qkv, num_heads_q):
 def _rotate_parts_(x, split, tables, options):
     """Rotate the parts of x in place and return x. options: the op's arguments after the tables."""
     for part in split(x, *tables):
-        ops.rotate_(*part, *options)
+        ops.rotary_(*part, *options)
     return x
 
 

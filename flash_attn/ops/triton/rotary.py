@@ -46,5 +46,5 @@ def apply_rotary(
         if not inplace:
             return ops.rotary(*arguments, interleaved, conjugate)
         ops.writable("x", x)
-        ops.rotate_(*arguments, interleaved, conjugate)
+        ops.rotary_(*arguments, interleaved, conjugate)
     return x
