@@ -1,0 +1,70 @@
+// What the kernels are given. Sizes: batch entries, query rows per entry, keys per entry, query heads, key heads.
+#pragma once
+
+#include <cstdint>
+
+#include "common/divmod.h"
+#include "common/dtype.h"
+#include "common/tensor_ref.h"
+
+namespace flash::flash_attn {
+
+// A side of a window that has no end. Sequences are shorter than 2^30, so that sums with it do not overflow.
+constexpr int kUnbounded = (1 << 30) - 1;
+constexpr int kMaxSeqlen = 1 << 30;
+
+// What forward and backward share: shapes, where sequences lie, which keys a row sees, how scores are made.
+struct Problem {
+  DType dtype;
+  int batch;
+  int heads;
+  int heads_k;  // divides heads; query head h reads key head h / (heads / heads_k)
+  int head_dim;
+
+  int seqlen_q;             // rows of every entry; if packed, of all entries together
+  int seqlen_k;             // keys of every entry unless seqused_k says otherwise; if packed, of all entries together
+  int capacity_k;           // positions for keys that every entry has, used or not; no meaning if packed
+  const int* cu_seqlens_q;  // (batch + 1), where the entries of packed rows start; null if there is a batch dimension
+  const int* cu_seqlens_k;  // likewise; with pages, only its differences count
+  const int* seqused_k;     // (batch), how many keys of an entry are used; may be null
+  int appended_k;           // keys that are used in addition to seqused_k
+  const int* leftpad_k;     // (batch), how many of them are skipped at the start; may be null
+  const int* batch_index;   // (batch), the entry of k and v that an entry reads; may be null
+
+  int window_left;  // keys on either side of its own that a row sees, inclusive, or kUnbounded; causal is right = 0
+  int window_right;
+
+  float softmax_scale;        // positive
+  float softcap;              // 0: none
+  const float* alibi_slopes;  // (batch, heads); may be null
+  int64_t alibi_batch_stride;
+
+  const int64_t* rng_state;  // (2), seed and offset of dropout, on the device; null without dropout
+  int dropout_largest_kept;  // floor(255 (1 - p)): an element is kept if its random byte is at most this
+  float dropout_rescale;     // 1 / (1 - p)
+};
+
+// Keys and values in pages: position m of entry b is at [block_table[b, m / page_size], m % page_size].
+struct Pages {
+  const int* block_table;  // (batch, pages per entry); null if there are none
+  int64_t batch_stride;
+  Divisor page_size;
+};
+
+struct FwdParams {
+  Problem problem;
+  TensorRef<const void> q;  // (batch, seqlen_q, heads, head_dim); packed: (1, total_q, heads, head_dim)
+  TensorRef<const void> k;  // (batch, seqlen_k, heads_k, head_dim); packed likewise; or (pages, page_size, heads_k, ..)
+  TensorRef<const void> v;  // like k
+  Pages pages;
+  TensorRef<> out;     // like q
+  float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q)
+
+  int packed_heads;    // query heads that are rows of one tile: 1, or heads / heads_k
+  int num_splits;      // parts into which the keys of an entry are cut
+  float* partial_out;  // scratch of fwd_scratch(): unused if num_splits is 1
+  float* partial_softmax;
+  int* arrivals;  // zeros
+};
+
+}  // namespace flash::flash_attn
