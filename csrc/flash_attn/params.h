@@ -60,11 +60,16 @@ struct FwdParams {
   TensorRef<> out;     // like q
   float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q)
 
-  int packed_heads;    // query heads that are rows of one tile: 1, or heads / heads_k
-  int num_splits;      // parts into which the keys of an entry are cut
-  float* partial_out;  // scratch of fwd_scratch(): unused if num_splits is 1
-  float* partial_softmax;
-  int* arrivals;  // zeros
+  bool aligned;  // whether all rows can be moved in chunks of 16 bytes
+
+  // The plan; see config.h.
+  Divisor packed_heads;  // query heads that are rows of one tile: 1, or heads / heads_k
+  int slots;
+  int tiles;
+  int num_splits;          // parts into which the keys of an entry are cut
+  float* partial_out;      // scratch; unused if num_splits is 1
+  float* partial_softmax;  // likewise
+  int* arrivals;           // (tiles), zeros; likewise
 };
 
 }  // namespace flash::flash_attn

@@ -51,7 +51,7 @@ struct PackedFragment {
   static constexpr int kRows = kRows_, kCols = kCols_;
   uint32_t values[kRows / 16][kCols / 16][4];
 
-  __device__ void load_left(uint32_t (&a)[4], int slab, int step) const {
+  __device__ void load(uint32_t (&a)[4], int slab, int step) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = values[slab][step][i];
   }

@@ -15,75 +15,90 @@
 
 namespace flash {
 
-// A lane's share of the 16 x 16 block at (row0, col0), both multiples of 16: its quarters (0, 0), (8, 0), (0, 8), (8,
-// 8).
-template <typename Tile>
-__device__ uint32_t block_address(const Tile& tile, int row0, int col0) {
-  return tile.address(row0 + lane_id() % 16, col0 / Tile::kChunk + lane_id() / 16);
-}
-
-// Rows row0 .. of a tile; the contraction runs along its columns.
+// A tile as an operand whose contraction runs along its columns, from row `first` on, or along its rows, from column
+// `first` on. A column `first` is a multiple of 64 or of the power of two of columns that are used.
 template <typename Tile>
 struct AlongCols {
   using T = typename Tile::T;
   const Tile& tile;
-  int row0;
-
-  __device__ void load_left(uint32_t (&a)[4], int slab, int step) const {
-    ptx::load_matrices(a, block_address(tile, row0 + 16 * slab, 16 * step));
-  }
-  __device__ void load_right(uint32_t (&b)[2][2], int pair, int step) const {
-    uint32_t r[4];
-    ptx::load_matrices(r, block_address(tile, row0 + 16 * pair, 16 * step));
-    b[0][0] = r[0], b[1][0] = r[1], b[0][1] = r[2], b[1][1] = r[3];
-  }
+  int first;
 };
-
-// Columns col0 .. of a tile; the contraction runs along its rows.
 template <typename Tile>
 struct AlongRows {
   using T = typename Tile::T;
   const Tile& tile;
-  int col0;
+  int first;
+};
 
-  __device__ void load_left(uint32_t (&a)[4], int slab, int step) const {
-    uint32_t r[4];
-    ptx::load_matrices_transposed(r, block_address(tile, 16 * step, col0 + 16 * slab));
-    a[0] = r[0], a[1] = r[2], a[2] = r[1], a[3] = r[3];
+template <typename Tile>
+__device__ AlongCols<Tile> along_cols(const Tile& tile, int first = 0) {
+  return {tile, first};
+}
+template <typename Tile>
+__device__ AlongRows<Tile> along_rows(const Tile& tile, int first = 0) {
+  return {tile, first};
+}
+
+// Loads 16 x 16 blocks, four matrices at a time, and with them the register order that an operand has: the quarters
+// (0, 0), (8, 0), (0, 8), (8, 8) if `kDown`, or else (0, 0), (0, 8), (8, 0), (8, 8).
+template <typename Tile, bool kAlongCols, bool kDown>
+struct BlockLoader {
+  uint32_t origin;  // this lane's row of the first block
+
+  __device__ BlockLoader(const Tile& tile, int row, int col) {
+    const int low = lane_id() / 8 % 2, high = lane_id() / 16, chunk = col / Tile::kChunk;
+    origin = tile.address(row + lane_id() % 8 + 8 * (kDown ? low : high), kDown ? high : low);
+    origin = (origin ^ Tile::flip(chunk)) + Tile::distance(0, chunk / Tile::kPageChunks);
   }
-  __device__ void load_right(uint32_t (&b)[2][2], int pair, int step) const {
-    uint32_t r[4];
-    ptx::load_matrices_transposed(r, block_address(tile, 16 * step, col0 + 16 * pair));
-    b[0][0] = r[0], b[0][1] = r[1], b[1][0] = r[2], b[1][1] = r[3];
+
+  // Block `step` of the contraction, block i of the other dimension.
+  __device__ void load(uint32_t (&r)[4], int i, int step) const {
+    const int row = 16 * (kAlongCols ? i : step), chunk = 16 / Tile::kChunk * (kAlongCols ? step : i);
+    const uint32_t address = (origin ^ Tile::flip(chunk)) + Tile::distance(row, chunk / Tile::kPageChunks);
+    kAlongCols ? ptx::load_matrices(r, address) : ptx::load_matrices_transposed(r, address);
   }
 };
 
 template <typename Tile>
-__device__ AlongCols<Tile> along_cols(const Tile& tile, int row0 = 0) {
-  return {tile, row0};
+__device__ auto left_loader(const AlongCols<Tile>& x) {
+  return BlockLoader<Tile, true, true>(x.tile, x.first, 0);
 }
 template <typename Tile>
-__device__ AlongRows<Tile> along_rows(const Tile& tile, int col0 = 0) {
-  return {tile, col0};
+__device__ auto left_loader(const AlongRows<Tile>& x) {
+  return BlockLoader<Tile, false, false>(x.tile, 0, x.first);
+}
+template <typename T, int kRows, int kCols>
+__device__ const auto& left_loader(const PackedFragment<T, kRows, kCols>& x) {
+  return x;
+}
+template <typename Tile>
+__device__ auto right_loader(const AlongCols<Tile>& x) {
+  return BlockLoader<Tile, true, false>(x.tile, x.first, 0);
+}
+template <typename Tile>
+__device__ auto right_loader(const AlongRows<Tile>& x) {
+  return BlockLoader<Tile, false, true>(x.tile, 0, x.first);
 }
 
 // c += left right, contracting kDepth elements.
 template <int kDepth, int kRows, int kCols, typename Left, typename Right>
 __device__ void gemm(Fragment<kRows, kCols>& c, const Left& left, const Right& right) {
   using T = typename Left::T;
+  const auto& left_blocks = left_loader(left);
+  const auto right_blocks = right_loader(right);
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step) {
     uint32_t a[kRows / 16][4];
 #pragma unroll
-    for (int slab = 0; slab < kRows / 16; ++slab) left.load_left(a[slab], slab, step);
+    for (int slab = 0; slab < kRows / 16; ++slab) left_blocks.load(a[slab], slab, step);
 #pragma unroll
     for (int pair = 0; pair < kCols / 16; ++pair) {
-      uint32_t b[2][2];
-      right.load_right(b, pair, step);
+      uint32_t b[4];
+      right_blocks.load(b, pair, step);
 #pragma unroll
       for (int slab = 0; slab < kRows / 16; ++slab) {
-        ptx::mma<T>(c.values[slab][2 * pair], a[slab], b[0]);
-        ptx::mma<T>(c.values[slab][2 * pair + 1], a[slab], b[1]);
+        ptx::mma<T>(c.values[slab][2 * pair], a[slab], b[0], b[1]);
+        ptx::mma<T>(c.values[slab][2 * pair + 1], a[slab], b[2], b[3]);
       }
     }
   }

@@ -1,6 +1,7 @@
-// Between global memory and tiles in shared memory, and from fragments to either. `rows` says where rows lie in global
-// memory: rows(i) is the address of the first element of row i, or null where there is none. Such rows read as zeros
-// and are not written; so do columns from `cols` on.
+// Between global memory and tiles in shared memory, and from fragments to either. Where rows lie in global memory is
+// told by a cursor, which stands at a row: `move(n)` goes n rows on, `exists()` says whether there is a row, and
+// `address()` is that of its first element. Rows that do not exist read as zeros and are not written; so do columns
+// from `cols` on.
 #pragma once
 
 #include <cstdint>
@@ -12,54 +13,58 @@
 
 namespace flash {
 
-// Rows begin .. end - 1 of a matrix; row 0 is at `data`.
+// `count` rows of a matrix, `stride` elements apart.
 template <typename T>
 struct StridedRows {
-  T* data;
+  T* data;  // of the row where it stands
   int64_t stride;
-  int begin, end;
+  int row, count;
 
-  __device__ T* operator()(int row) const { return begin <= row && row < end ? data + row * stride : nullptr; }
+  __device__ void move(int n) {
+    data += n * stride;
+    row += n;
+  }
+  __device__ bool exists() const { return static_cast<unsigned>(row) < static_cast<unsigned>(count); }
+  __device__ T* address() const { return data; }
 };
 
-// fn(row, chunk) for the chunks of a tile that a thread of kThreads moves. As many neighbouring threads as a page has
-// chunks share a row: 128 bytes that are adjacent in global memory.
-template <int kThreads, typename Tile, typename Fn>
-__device__ void for_each_chunk(int thread, Fn&& fn) {
-  constexpr int kLanes = Tile::kPageChunks, kStep = kThreads / kLanes;
-  static_assert(Tile::kRows % kStep == 0);
-#pragma unroll
-  for (int row = 0; row < Tile::kRows; row += kStep) fn(row + thread / kLanes, thread % kLanes);
-}
-
-// Starts the copies of a tile by kThreads threads. Rows are aligned to 16 bytes and cols is a multiple of 8.
+// Starts the copies of a tile by kThreads threads. Rows are aligned to 16 bytes and cols is a multiple of 8. As many
+// neighbouring threads as a page has chunks share a row: 128 bytes that are adjacent in global memory.
 template <int kThreads, typename Tile, typename Rows>
-__device__ void load_async(const Tile& tile, const Rows& rows, int cols) {
-  for_each_chunk<kThreads, Tile>(threadIdx.x, [&](int row, int first_chunk) {
-    const auto* source = rows(row);
+__device__ void load_async(const Tile& tile, Rows rows, int cols) {
+  constexpr int kLanes = Tile::kPageChunks, kStep = kThreads / kLanes;
+  static_assert(Tile::kRows % kStep == 0 && kStep % 8 == 0);
+  const int chunk = threadIdx.x % kLanes, first_row = threadIdx.x / kLanes;
+  const uint32_t target = tile.address(first_row, chunk);
+  rows.move(first_row);
+#pragma unroll
+  for (int row = 0; row < Tile::kRows; row += kStep) {
+    const auto* source = rows.address() + chunk * Tile::kChunk;
 #pragma unroll
     for (int page = 0; page < Tile::kPages; ++page) {
-      const int chunk = page * Tile::kPageChunks + first_chunk;
-      ptx::copy_async(tile.address(row, chunk), source + chunk * Tile::kChunk,
-                      source != nullptr && chunk * Tile::kChunk < cols);
+      const bool valid = rows.exists() && (page * kLanes + chunk) * Tile::kChunk < cols;
+      ptx::copy_async(target + Tile::distance(row, page), source + page * Tile::kPageCols, valid);
     }
-  });
+    rows.move(kStep);
+  }
 }
 
 // The same for elements that lie `step` apart and anywhere, at once.
 template <int kThreads, typename Tile, typename Rows>
-__device__ void load_scattered(Tile& tile, const Rows& rows, int cols, int64_t step) {
+__device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
   using T = typename Tile::T;
-  for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols / Tile::kChunk; i += kThreads) {
-    const int row = i / (Tile::kCols / Tile::kChunk), chunk = i % (Tile::kCols / Tile::kChunk);
-    const T* source = rows(row);
-    Vec<T, Tile::kChunk> vec;
+  constexpr int kLanes = Tile::kPageChunks, kStep = kThreads / kLanes;
+  rows.move(threadIdx.x / kLanes);
+  for (int row = threadIdx.x / kLanes; row < Tile::kRows; row += kStep, rows.move(kStep)) {
+    for (int chunk = threadIdx.x % kLanes; chunk < Tile::kCols / Tile::kChunk; chunk += kLanes) {
+      Vec<T, Tile::kChunk> vec;
 #pragma unroll
-    for (int j = 0; j < Tile::kChunk; ++j) {
-      const int col = chunk * Tile::kChunk + j;
-      vec[j] = source != nullptr && col < cols ? source[col * step] : T(0.f);
+      for (int i = 0; i < Tile::kChunk; ++i) {
+        const int col = chunk * Tile::kChunk + i;
+        vec[i] = rows.exists() && col < cols ? rows.address()[col * step] : T(0.f);
+      }
+      store(tile.chunk(row, chunk), vec);
     }
-    store(tile.chunk(row, chunk), vec);
   }
 }
 
@@ -77,32 +82,33 @@ __device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragmen
   }
 }
 
-// A warp writes rows row0 .. row0 + kRows - 1 of a tile to global memory. Rows are aligned to 16 bytes and cols is a
+// A warp writes kRows rows of a tile, from row0 on, to global memory. Rows are aligned to 16 bytes and cols is a
 // multiple of 8.
 template <int kRows, typename Tile, typename Rows>
-__device__ void store_rows(Tile& tile, const Rows& rows, int row0, int cols) {
-  using T = typename Tile::T;
+__device__ void store_rows(Tile& tile, Rows rows, int row0, int cols) {
   constexpr int kLanes = Tile::kPageChunks, kStep = 32 / kLanes;
+  const int row = row0 + lane_id() / kLanes;
+  rows.move(row);
 #pragma unroll
   for (int i = 0; i < kRows; i += kStep) {
-    const int row = row0 + i + lane_id() / kLanes;
-    T* target = rows(row);
 #pragma unroll
     for (int page = 0; page < Tile::kPages; ++page) {
       const int chunk = page * kLanes + lane_id() % kLanes;
-      if (target == nullptr || chunk * Tile::kChunk >= cols) continue;
-      store(target + chunk * Tile::kChunk, load<Tile::kChunk>(tile.chunk(row, chunk)));
+      if (!rows.exists() || chunk * Tile::kChunk >= cols) continue;
+      store(rows.address() + chunk * Tile::kChunk, load<Tile::kChunk>(tile.chunk(row + i, chunk)));
     }
+    rows.move(kStep);
   }
 }
 
 // The same for elements that lie `step` apart and anywhere.
 template <int kRows, typename Tile, typename Rows>
-__device__ void store_scattered(Tile& tile, const Rows& rows, int row0, int cols, int64_t step) {
-  for (int i = lane_id(); i < kRows * cols; i += 32) {
-    const int row = row0 + i / cols, col = i % cols;
-    auto* target = rows(row);
-    if (target != nullptr) target[col * step] = tile.chunk(row, col / Tile::kChunk)[col % Tile::kChunk];
+__device__ void store_scattered(Tile& tile, Rows rows, int row0, int cols, int64_t step) {
+  rows.move(row0);
+  for (int row = row0; row < row0 + kRows && rows.exists(); ++row, rows.move(1)) {
+    for (int col = lane_id(); col < cols; col += 32) {
+      rows.address()[col * step] = tile.chunk(row, col / Tile::kChunk)[col % Tile::kChunk];
+    }
   }
 }
 
