@@ -4,7 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
 
+#include "common/divmod.h"
 #include "flash_attn/features.h"
 #include "flash_attn/params.h"
 
@@ -38,25 +42,74 @@ constexpr TileSize fwd_tile(int head_dim, Features features) {
   return {64, 64, 4};
 }
 
-inline int heads_to_pack(const Problem& p, int64_t seqlen_q, int tile_rows) {
+// How many query heads become rows of one tile: those that share a key head, if that takes fewer tiles.
+inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
   const int group = p.heads / p.heads_k;
-  const int64_t apart = group * ceil_div(seqlen_q, tile_rows), together = ceil_div(seqlen_q * group, tile_rows);
-  return p.rng_state == nullptr && together < apart ? group : 1;
+  const int64_t apart = group * ceil_div(longest_q, tile_rows), together = ceil_div(longest_q * group, tile_rows);
+  return p.rng_state == nullptr && together < apart ? group : 1;  // random bits come in tiles of 16 rows of a head
 }
 
-// The fewest parts that keep the multiprocessors nearly as busy as any number of parts can.
-inline int splits_for(int64_t tiles, int64_t key_blocks, int slots) {
-  if (tiles * 10 >= slots * 8 || key_blocks <= 1) return 1;
-  const int most = static_cast<int>(std::min<int64_t>({kMaxSplits, slots, key_blocks}));
+// The fewest parts that keep the multiprocessors nearly as busy as any number of parts would.
+inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
+  if (tiles * 10 >= places * 8) return 1;
+  const int most = static_cast<int>(std::min<int64_t>({kMaxSplits, places, key_blocks}));
   const auto efficiency = [&](int splits) {
-    const double waves = static_cast<double>(tiles * splits) / slots;
+    const double waves = static_cast<double>(tiles * splits) / places;
     return waves / std::ceil(waves);
   };
   double best = 0;
   for (int splits = 1; splits <= most; ++splits) best = std::max(best, efficiency(splits));
   int splits = 1;
-  while (efficiency(splits) < 0.85 * best) ++splits;
+  while (splits < most && efficiency(splits) < 0.85 * best) ++splits;
   return splits;
+}
+
+// How many slots of tile_rows rows there are for a head (group): in a dense entry, or in all packed ones together.
+inline int64_t slots_for(const Problem& p, int group, int tile_rows) {
+  const int64_t rows = int64_t{p.seqlen_q} * group;
+  return p.cu_seqlens_q ? rows / tile_rows + p.batch + 1 : ceil_div(rows, tile_rows);
+}
+
+// Width of the key blocks at which the running maximum of S_dmask advances; callers know it from _get_block_size_n.
+constexpr int dmask_width(int head_dim) { return head_dim <= 32 ? 128 : head_dim > 96 && head_dim <= 128 ? 32 : 64; }
+
+// What the caller knows and the tensors do not say. Results do not depend on it, but for rounding.
+struct FwdHints {
+  int64_t longest_q;  // no entry has more rows
+  int64_t longest_k;
+  int num_splits;  // 0: as many as is best
+  int multiprocessors;
+};
+
+struct FwdScratch {
+  int64_t out;  // elements of FwdParams::partial_out
+  int64_t softmax;
+  int64_t arrivals;
+};
+
+// Chooses p's plan and says what scratch it needs.
+inline FwdScratch plan_fwd(FwdParams& p, const FwdHints& hints) {
+  constexpr int kBlocksPerMultiprocessor = 2;
+  const Problem& problem = p.problem;
+  const TileSize tile = fwd_tile(instance_head_dim(problem.head_dim), features_of(p));
+  const int group = heads_to_pack(problem, hints.longest_q, tile.rows);
+  const int64_t slots = slots_for(problem, group, tile.rows);
+  const int64_t tiles = slots * (problem.heads / group) * (problem.cu_seqlens_q ? 1 : problem.batch);
+  const int64_t key_blocks = ceil_div(hints.longest_k, tile.keys);
+  const int wanted = hints.num_splits > 0
+                         ? hints.num_splits
+                         : splits_for(tiles, key_blocks, kBlocksPerMultiprocessor * hints.multiprocessors);
+  p.packed_heads = Divisor(group);
+  p.num_splits = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(wanted, key_blocks)));
+  if (tiles * p.num_splits > std::numeric_limits<int>::max()) {
+    throw std::invalid_argument("q has too many rows and heads for one launch: " + std::to_string(tiles) + " tiles");
+  }
+  p.slots = static_cast<int>(slots);
+  p.tiles = static_cast<int>(tiles);
+  if (p.num_splits == 1) return {};
+  const int64_t lane_rows = tile.rows * 4;  // a lane has a maximum and a sum for each of its rows
+  return {tiles * p.num_splits * tile.rows * instance_head_dim(problem.head_dim), 2 * tiles * p.num_splits * lane_rows,
+          tiles};
 }
 
 }  // namespace flash::flash_attn

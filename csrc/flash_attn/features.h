@@ -24,4 +24,15 @@ bool is_aligned(const TensorRef<Data>& x, int head_dim) {
          in_chunks(x.heads) && x.head_dim == 1 && in_chunks(head_dim);
 }
 
+inline bool all_aligned(const FwdParams& p) {
+  const int head_dim = p.problem.head_dim;
+  return is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) && is_aligned(p.v, head_dim) &&
+         is_aligned(p.out, head_dim);
+}
+
+inline Features features_of(const FwdParams& p) {
+  const bool plain = has_plain_scores(p.problem) && p.aligned && p.pages.block_table == nullptr;
+  return plain ? Features::kPlain : Features::kAll;
+}
+
 }  // namespace flash::flash_attn

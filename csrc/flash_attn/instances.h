@@ -1,4 +1,5 @@
-// Kernels that are compiled one by one, from files that instances.py writes.
+// Launches that are compiled one by one, from files that instances.py writes. They are weak because a development build
+// may leave some out.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -9,6 +10,9 @@
 namespace flash::flash_attn {
 
 template <typename T, int kHeadDim, Features kFeatures>
-void run_fwd(const FwdParams& p, cudaStream_t stream);
+[[gnu::weak]] void run_fwd(const FwdParams& p, cudaStream_t stream);
+
+template <typename T, int kHeadDim, int kWidth>
+[[gnu::weak]] void run_dmask(const DmaskParams& p, cudaStream_t stream);
 
 }  // namespace flash::flash_attn

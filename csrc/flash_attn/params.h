@@ -72,4 +72,34 @@ struct FwdParams {
   int* arrivals;           // (tiles), zeros; likewise
 };
 
+// S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. m(i, j) is the largest score of row i in
+// the block of `width` keys that holds j and in all blocks to its right.
+struct DmaskParams {
+  FwdParams fwd;  // the forward that it belongs to
+  void* s_dmask;  // (batch, heads, rows, cols), zeros
+  int rows;
+  int cols;
+};
+
+// New keys and values on their way into a cache, and queries into a copy, rotated if there are tables.
+struct AppendParams {
+  Problem problem;  // its lengths are those after appending
+  int seqlen_new;
+  TensorRef<const void> q;
+  TensorRef<const void> k;  // (batch, seqlen_new, heads_k, head_dim)
+  TensorRef<const void> v;
+  TensorRef<> q_rotated;  // unused without tables
+  TensorRef<> k_cache;
+  TensorRef<> v_cache;
+  Pages pages;
+
+  const void* cos;  // (positions, rotary_dim / 2), adjacent columns; null if nothing is rotated
+  const void* sin;
+  DType table_dtype;
+  int positions;
+  int rotary_dim;
+  bool interleaved;      // pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
+  bool queries_advance;  // query i is at the position of the i-th new key, not of the first
+};
+
 }  // namespace flash::flash_attn

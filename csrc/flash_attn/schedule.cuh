@@ -9,9 +9,11 @@
 
 namespace flash::flash_attn {
 
-// The entry of packed sequences that holds a slot (see config.h); all lanes search together, 32 entries at a time.
+// The entry of packed sequences that holds a slot; all lanes search together, 32 entries at a time. The slots of entry
+// b start at floor(start_b / tile_rows) + b, so that it has as many as its rows need, or one more, and no sum over
+// entries is needed.
 __device__ inline int entry_of_slot(const Problem& p, int slot, int rows_per_token, int tile_rows) {
-  int first = 0, count = p.batch;  // it is one of these
+  int first = 0, count = p.batch + 1;  // it is one of these
   while (count > 1) {
     const int step = (count + 31) / 32, offset = lane_id() * step;
     const int64_t start = offset < count ? __ldg(p.cu_seqlens_q + first + offset) * int64_t{rows_per_token} : 0;

@@ -20,13 +20,19 @@ __device__ inline int length_at(const int* cu_seqlens, int entry) {
   return max(0, __ldg(cu_seqlens + entry + 1) - __ldg(cu_seqlens + entry));
 }
 
+// Entry `batch` of packed rows are those after the last entry, which see no keys.
 __device__ inline Span query_span(const Problem& p, int entry) {
   if (p.cu_seqlens_q == nullptr) return {entry, 0, p.seqlen_q};
+  if (entry == p.batch) {
+    const int first = __ldg(p.cu_seqlens_q + entry);
+    return {0, first, max(0, p.seqlen_q - first)};
+  }
   return {0, __ldg(p.cu_seqlens_q + entry), length_at(p.cu_seqlens_q, entry)};
 }
 
 // With pages, the span's positions count from the start of the entry's first page.
 __device__ inline Span key_span(const Problem& p, int entry, bool paged = false) {
+  if (entry == p.batch) return {0, 0, 0};
   const bool packed = p.cu_seqlens_k != nullptr;
   const int room = packed ? length_at(p.cu_seqlens_k, entry) : p.capacity_k;
   const int given = packed ? room : p.seqlen_k;
