@@ -162,14 +162,14 @@ flash_attn::Pages pages_of(OptionalTensor& block_table, const Tensor& q, int64_t
 
 // (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim) in q's place: like q, or contiguous if q is packed.
 Tensor new_out(const Tensor& q, const View& view, bool tokens, bool packed) {
-  if (!packed) return torch::stable::empty_like(q);
-  if (tokens) return torch::stable::new_empty(q, {view.seqlen, view.heads, view.head_dim});
-  return torch::stable::new_empty(q, {view.batch, view.seqlen, view.heads, view.head_dim});
+  if (!packed && !q.is_contiguous()) return torch::stable::empty_like(q);
+  if (tokens) return new_tensor({view.seqlen, view.heads, view.head_dim}, q);
+  return new_tensor({view.batch, view.seqlen, view.heads, view.head_dim}, q);
 }
 
 Tensor new_lse(const Tensor& q, const View& view, bool tokens) {
-  if (tokens) return torch::stable::new_empty(q, {view.heads, view.seqlen}, ScalarType::Float);
-  return torch::stable::new_empty(q, {view.batch, view.heads, view.seqlen}, ScalarType::Float);
+  if (tokens) return new_tensor({view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
+  return new_tensor({view.batch, view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
 }
 
 void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longest_k, int64_t num_splits) {
@@ -181,9 +181,9 @@ void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longes
                    .multiprocessors = num_multiprocessors(q.get_device_index())});
   OptionalTensor out, softmax, arrivals;
   if (p.num_splits > 1) {
-    out = torch::stable::new_empty(q, {sizes.out}, ScalarType::Float);
-    softmax = torch::stable::new_empty(q, {sizes.softmax}, ScalarType::Float);
-    arrivals = torch::stable::new_empty(q, {sizes.arrivals}, ScalarType::Int);
+    out = new_tensor({sizes.out}, aoti_torch_dtype_float32(), q);
+    softmax = new_tensor({sizes.softmax}, aoti_torch_dtype_float32(), q);
+    arrivals = new_tensor({sizes.arrivals}, aoti_torch_dtype_int32(), q);
     p.partial_out = static_cast<float*>(out->mutable_data_ptr());
     p.partial_softmax = static_cast<float*>(softmax->mutable_data_ptr());
     p.arrivals = static_cast<int*>(arrivals->mutable_data_ptr());
@@ -195,7 +195,7 @@ int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) 
 
 // S_dmask of a forward; empty unless it is wanted.
 Tensor new_s_dmask(const FwdParams& fwd, const Tensor& q, bool wanted, int64_t longest_q, int64_t longest_k) {
-  if (!wanted) return torch::stable::new_empty(q, {0});
+  if (!wanted) return new_tensor({0}, q);
   const int64_t rows = round_up(longest_q, 128), cols = round_up(longest_k, 128);
   Tensor s_dmask = torch::stable::new_zeros(q, {fwd.problem.batch, fwd.problem.heads, rows, cols});
   flash_attn::dmask({.fwd = fwd,
@@ -267,7 +267,7 @@ TensorRef<const void> append(const FwdParams& fwd, const Tensor& q, const Tensor
     check_shape(*rotary_sin, {rotary_cos->size(0), rotary_cos->size(1)}, "rotary_sin");
     check_dtype(*rotary_sin, rotary_cos->scalar_type(), "rotary_sin");
     rotary_cos = torch::stable::contiguous(*rotary_cos), rotary_sin = torch::stable::contiguous(*rotary_sin);
-    q_rotated = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2), q.size(3)});
+    q_rotated = new_tensor({q.size(0), q.size(1), q.size(2), q.size(3)}, q);
     p.q_rotated = mutable_ref(*q_rotated);
     p.cos = pointer<void>(rotary_cos), p.sin = pointer<void>(rotary_sin);
     p.table_dtype = dtype_of(*rotary_cos, "rotary_cos");
@@ -307,7 +307,7 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
   p.problem.leftpad_k = index_pointer(cache_leftpad, q, batch, "cache_leftpad");
   p.problem.batch_index = index_pointer(cache_batch_idx, q, batch, "cache_batch_idx");
 
-  const Tensor out = torch::stable::empty_like(q);
+  const Tensor out = new_out(q, x.q, /*tokens=*/false, /*packed=*/false);
   const Tensor softmax_lse = new_lse(q, x.q, /*tokens=*/false);
   OptionalTensor q_rotated;
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref;
