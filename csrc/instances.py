@@ -31,10 +31,12 @@ def _flash_attn(header, call, params):
 
 # Name of the instance -> text of its source file.
 INSTANCES: dict[str, str] = {
-    f"flash_attn_fwd_sm80_{dtype}_{head_dim}_{name}": _flash_attn(
-        "fwd_sm80", f"run_fwd<{TYPES[dtype]}, {head_dim}, {features}>", "FwdParams"
+    f"flash_attn_{kind}_sm80_{dtype}_{head_dim}_{name}": _flash_attn(
+        f"{kind}_sm80", f"run_{kind}<{TYPES[dtype]}, {head_dim}, {features}>", "FwdParams"
     )
-    for dtype, head_dim, (name, features) in itertools.product(TYPES, HEAD_DIMS, FEATURES.items())
+    for kind, dtype, head_dim, (name, features) in itertools.product(
+        ("fwd", "decode"), TYPES, HEAD_DIMS, FEATURES.items()
+    )
 } | {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(
         "dmask_sm80", f"run_dmask<{TYPES[dtype]}, {head_dim}, {width}>", "DmaskParams"

@@ -178,7 +178,8 @@ void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longes
       plan_fwd(p, {.longest_q = longest_q,
                    .longest_k = longest_k,
                    .num_splits = static_cast<int>(std::clamp<int64_t>(num_splits, 0, flash_attn::kMaxSplits)),
-                   .multiprocessors = num_multiprocessors(q.get_device_index())});
+                   .multiprocessors = num_multiprocessors(q.get_device_index()),
+                   .shared_bytes = max_shared_bytes(q.get_device_index())});
   OptionalTensor out, softmax, arrivals;
   if (p.num_splits > 1) {
     out = new_tensor({sizes.out}, aoti_torch_dtype_float32(), q);

@@ -6,10 +6,15 @@
 
 namespace flash {
 
-inline int num_multiprocessors(int device) {
-  int count = 0;
-  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  return count;
+inline int device_attribute(cudaDeviceAttr attribute, int device) {
+  int value = 0;
+  check_cuda(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
 }
+
+inline int num_multiprocessors(int device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
+
+// Of shared memory, that a block can have.
+inline int max_shared_bytes(int device) { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }
 
 }  // namespace flash

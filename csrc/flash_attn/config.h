@@ -73,12 +73,28 @@ inline int64_t slots_for(const Problem& p, int group, int tile_rows) {
 // Width of the key blocks at which the running maximum of S_dmask advances; callers know it from _get_block_size_n.
 constexpr int dmask_width(int head_dim) { return head_dim <= 32 ? 128 : head_dim > 96 && head_dim <= 128 ? 32 : 64; }
 
+// Decoding: rows that share a key head fit one tile of an mma, and warps divide the keys.
+constexpr int kDecodeRows = 16;
+constexpr int kDecodeKeys = 16;  // of a chunk
+constexpr int kMaxDecodeWarps = 8;
+
+// Chunks that a warp has on the way: 24 KB, so that eight warps cover the latency of memory.
+constexpr int decode_stages(int head_dim) { return std::max(2, 384 / head_dim); }
+constexpr int decode_bytes_per_warp(int head_dim) { return decode_stages(head_dim) * 2 * kDecodeKeys * head_dim * 2; }
+
+constexpr int decode_warps(int head_dim, int shared_bytes) {
+  int warps = kMaxDecodeWarps;
+  while (warps > 1 && warps * decode_bytes_per_warp(head_dim) + 4096 > shared_bytes) warps /= 2;
+  return warps;
+}
+
 // What the caller knows and the tensors do not say. Results do not depend on it, but for rounding.
 struct FwdHints {
   int64_t longest_q;  // no entry has more rows
   int64_t longest_k;
   int num_splits;  // 0: as many as is best
   int multiprocessors;
+  int shared_bytes;  // that a block can have
 };
 
 struct FwdScratch {
@@ -87,29 +103,59 @@ struct FwdScratch {
   int64_t arrivals;
 };
 
-// Chooses p's plan and says what scratch it needs.
-inline FwdScratch plan_fwd(FwdParams& p, const FwdHints& hints) {
-  constexpr int kBlocksPerMultiprocessor = 2;
+inline void plan_tiles(FwdParams& p, const FwdHints& hints, int tile_rows) {
   const Problem& problem = p.problem;
-  const TileSize tile = fwd_tile(instance_head_dim(problem.head_dim), features_of(p));
-  const int group = heads_to_pack(problem, hints.longest_q, tile.rows);
-  const int64_t slots = slots_for(problem, group, tile.rows);
+  const int group = heads_to_pack(problem, hints.longest_q, tile_rows);
+  const int64_t slots = slots_for(problem, group, tile_rows);
   const int64_t tiles = slots * (problem.heads / group) * (problem.cu_seqlens_q ? 1 : problem.batch);
-  const int64_t key_blocks = ceil_div(hints.longest_k, tile.keys);
-  const int wanted = hints.num_splits > 0
-                         ? hints.num_splits
-                         : splits_for(tiles, key_blocks, kBlocksPerMultiprocessor * hints.multiprocessors);
-  p.packed_heads = Divisor(group);
-  p.num_splits = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(wanted, key_blocks)));
-  if (tiles * p.num_splits > std::numeric_limits<int>::max()) {
+  if (tiles > std::numeric_limits<int>::max()) {
     throw std::invalid_argument("q has too many rows and heads for one launch: " + std::to_string(tiles) + " tiles");
   }
+  p.packed_heads = Divisor(group);
   p.slots = static_cast<int>(slots);
   p.tiles = static_cast<int>(tiles);
+}
+
+// A block works alone on a multiprocessor. Where there are fewer tiles than multiprocessors, the keys are cut into as
+// few parts as fill them. Where entries may differ in length, a part has 2048 keys or more, so that none takes long: at
+// equal lengths that costs 1 to 2 % of the speed of whole rows, and ragged ones gain up to a factor of two.
+inline void split_decode(FwdParams& p, const FwdHints& hints) {
+  constexpr int kPiece = 2048;
+  const bool ragged = p.problem.batch > 1 && (p.problem.seqused_k || p.problem.cu_seqlens_k);
+  const int64_t to_fill = std::max(1, hints.multiprocessors / std::max(p.tiles, 1));
+  const int64_t pieces = std::min<int64_t>(ceil_div(hints.longest_k, kPiece), 16);
+  const int64_t wanted = hints.num_splits > 0 ? hints.num_splits : ragged ? std::max(to_fill, pieces) : to_fill;
+  p.num_splits = static_cast<int>(std::clamp<int64_t>(wanted, 1, kMaxSplits));
+  const int64_t whole = ceil_div(ceil_div(hints.longest_k, static_cast<int>(to_fill)), kDecodeKeys);
+  p.least_blocks_per_split =
+      hints.num_splits > 0 ? 1 : static_cast<int>(std::clamp<int64_t>(whole, 1, kPiece / kDecodeKeys));
+}
+
+inline void split_fwd(FwdParams& p, const FwdHints& hints, int tile_keys) {
+  constexpr int kBlocksPerMultiprocessor = 2;
+  const int64_t key_blocks = ceil_div(hints.longest_k, tile_keys);
+  const int64_t wanted = hints.num_splits > 0
+                             ? hints.num_splits
+                             : splits_for(p.tiles, key_blocks, kBlocksPerMultiprocessor * hints.multiprocessors);
+  p.num_splits = static_cast<int>(std::clamp<int64_t>(key_blocks, 1, wanted));
+  p.least_blocks_per_split = 1;
+}
+
+// Chooses p's plan and says what scratch it needs.
+inline FwdScratch plan_fwd(FwdParams& p, const FwdHints& hints) {
+  const Problem& problem = p.problem;
+  const int head_dim = instance_head_dim(problem.head_dim);
+  const bool decodes =
+      problem.rng_state == nullptr && hints.longest_q * (problem.heads / problem.heads_k) <= kDecodeRows;
+  const TileSize tile = fwd_tile(head_dim, features_of(p));
+  const int tile_rows = decodes ? kDecodeRows : tile.rows;
+  p.decode_warps = decodes ? decode_warps(head_dim, hints.shared_bytes) : 0;
+  plan_tiles(p, hints, tile_rows);
+  decodes ? split_decode(p, hints) : split_fwd(p, hints, tile.keys);
+  p.num_splits = std::min(p.num_splits, std::max(1, std::numeric_limits<int>::max() / std::max(p.tiles, 1)));
   if (p.num_splits == 1) return {};
-  const int64_t lane_rows = tile.rows * 4;  // a lane has a maximum and a sum for each of its rows
-  return {tiles * p.num_splits * tile.rows * instance_head_dim(problem.head_dim), 2 * tiles * p.num_splits * lane_rows,
-          tiles};
+  const int64_t rows = int64_t{p.tiles} * p.num_splits * tile_rows;
+  return {.out = rows * head_dim, .softmax = 2 * 4 * rows, .arrivals = p.tiles};  // four lanes store a row's state
 }
 
 }  // namespace flash::flash_attn

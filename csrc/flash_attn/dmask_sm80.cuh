@@ -60,7 +60,7 @@ __device__ void store_dmask(const DmaskParams& p, const Scores<Config>& u, const
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void dmask_kernel(const __grid_constant__ DmaskParams p) {
+__global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid_constant__ DmaskParams p) {
   using T = typename Config::T;
   auto& shared = shared_memory<DmaskShared<Config>>();
   const WorkTile tile = work_tile<Config::kRows>(p.fwd);
@@ -79,6 +79,7 @@ __global__ __launch_bounds__(Config::kThreads) void dmask_kernel(const __grid_co
   for (int n = blocks.last; n >= blocks.first; --n) {
     __syncthreads();  // nobody reads K(n + 1) any more
     load_keys(shared.k, keys, p.fwd, p.fwd.k.head_dim, n * Config::kKeys - seen.first);
+    ptx::commit_copies();
     ptx::wait_copies<0>();
     __syncthreads();
     Scores<Config> s;

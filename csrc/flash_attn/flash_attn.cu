@@ -32,8 +32,10 @@ void fwd(const FwdParams& p, cudaStream_t stream) {
     check_cuda(cudaMemsetAsync(p.arrivals, 0, p.tiles * sizeof(*p.arrivals), stream), "cudaMemsetAsync");
   }
   dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
-    dispatch_value<Features::kPlain, Features::kAll>(
-        features_of(p), [&](auto kFeatures) { run_built(run_fwd<element_t<kDType>, kHeadDim, kFeatures>, p, stream); });
+    dispatch_value<Features::kPlain, Features::kAll>(features_of(p), [&](auto kFeatures) {
+      using T = element_t<kDType>;
+      run_built(p.decode_warps > 0 ? run_decode<T, kHeadDim, kFeatures> : run_fwd<T, kHeadDim, kFeatures>, p, stream);
+    });
   });
 }
 

@@ -120,7 +120,6 @@ template <typename Config, typename Tile>
 __device__ void load_keys(Tile& tile, KeyRows<Config> rows, const FwdParams& p, int64_t step, int first_key) {
   rows.move(first_key);
   load_tile<Config>(tile, rows, p, step);
-  ptx::commit_copies();
 }
 
 // Products to scores, hidden where the mask says so. `warp_row` is the warp's first row.
@@ -183,7 +182,8 @@ __device__ void store_lse(const FwdParams& p, const Sequence& seq, const WorkTil
   float* lse = row_values(p.softmax_lse, p.problem, seq.q, tile.head);
   for_each_row<kRows>(warp_row, rows.count, [&](int r) {
     const int row = warp_row + Fragment<kRows, 16>::row(r);
-    lse[int64_t{rows.head(row)} * p.problem.seqlen_q + rows.token(row)] = softmax.log_sum_exp(r);
+    lse[int64_t{rows.head(row)} * p.problem.seqlen_q + rows.token(row)] =
+        log_sum_exp(softmax.max[r], softmax.sum[r], softmax.scale_log2);
   });
 }
 
@@ -198,7 +198,8 @@ __global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_cons
 
   const Mask mask(p.problem, seq);
   const Interval seen = mask.keys_seen_by_any(rows.tokens()), seen_by_all = mask.keys_seen_by_all(rows.tokens());
-  const auto [blocks, num_splits] = KeyBlocks(blocks_of<Config::kKeys>(seen), p.num_splits, tile.split);
+  const auto [blocks, num_splits] =
+      KeyBlocks(blocks_of<Config::kKeys>(seen), p.num_splits, p.least_blocks_per_split, tile.split);
   if (tile.split >= num_splits) return;
 
   const int warp_row = warp_id() * Config::kWarpRows;
@@ -210,11 +211,13 @@ __global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_cons
   if (!blocks.empty()) {
     load_tile<Config>(shared.q, query_rows<T>(p.q, seq, tile, rows), p, p.q.head_dim);
     load_keys(shared.k, keys, p, p.k.head_dim, blocks.last * Config::kKeys - seen.first);
+    ptx::commit_copies();
   }
   for (int n = blocks.last; n >= blocks.first; --n) {
     ptx::wait_copies<0>();
     __syncthreads();  // K(n) is here, and nobody reads V(n + 1) any more
     load_keys(shared.v, values, p, p.v.head_dim, n * Config::kKeys - seen.first);
+    ptx::commit_copies();
     Scores<Config> s;
     s.fill(0);
     gemm<Config::kHeadDim>(s, along_cols(shared.q, warp_row), along_cols(shared.k));
@@ -222,6 +225,7 @@ __global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_cons
     ptx::wait_copies<0>();
     __syncthreads();  // V(n) is here, and nobody reads K(n) any more
     if (n > blocks.first) load_keys(shared.k, keys, p, p.k.head_dim, (n - 1) * Config::kKeys - seen.first);
+    ptx::commit_copies();
     make_scores<Config>(s, p, mask, tile, rows, warp_row, n, !seen_by_all.covers(interval_of<Config::kKeys>(n)));
     float shrink[s.kLaneRows];
     softmax.update(s, shrink);

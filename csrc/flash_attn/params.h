@@ -66,7 +66,9 @@ struct FwdParams {
   Divisor packed_heads;  // query heads that are rows of one tile: 1, or heads / heads_k
   int slots;
   int tiles;
-  int num_splits;          // parts into which the keys of an entry are cut
+  int num_splits;  // parts into which the keys of an entry are cut at most
+  int least_blocks_per_split;
+  int decode_warps;        // of a block of decode_sm80.cuh; 0 for fwd_sm80.cuh
   float* partial_out;      // scratch; unused if num_splits is 1
   float* partial_softmax;  // likewise
   int* arrivals;           // (tiles), zeros; likewise

@@ -65,14 +65,14 @@ struct TileRows {
   __device__ Interval tokens() const { return {token(0), token(count - 1)}; }
 };
 
-// The blocks of keys of one split, and how many splits there are: no more than leave each some blocks.
+// The blocks of keys of one split, and how many splits there are.
 struct KeyBlocks {
   Interval blocks;
   int num_splits;
 
-  __device__ KeyBlocks(const Interval& all, int num_splits_at_most, int split) {
+  __device__ KeyBlocks(const Interval& all, int most_splits, int least_blocks, int split) {
     const int count = all.last - all.first + 1;
-    const int share = max(1, (count + num_splits_at_most - 1) / num_splits_at_most);
+    const int share = max(least_blocks, (count + most_splits - 1) / most_splits);
     num_splits = max(1, (count + share - 1) / share);
     blocks = {all.first + split * share, min(all.first + (split + 1) * share - 1, all.last)};
   }

@@ -14,6 +14,11 @@ namespace flash::flash_attn {
 // What a row's scores are shifted by; -inf - -inf would be NaN.
 __device__ inline float finite_or_zero(float max) { return max == -INFINITY ? 0.f : max; }
 
+// Natural logarithm of a row's sum of exp(s), which is sum * exp2(scale_log2 * max); +inf for a row without scores.
+__device__ inline float log_sum_exp(float max, float sum, float scale_log2) {
+  return sum > 0 ? (max * scale_log2 + ptx::log2(sum)) * kLn2 : INFINITY;
+}
+
 template <int kRows>
 struct OnlineSoftmax {
   static constexpr int kLaneRows = kRows / 8;
@@ -51,11 +56,6 @@ struct OnlineSoftmax {
   __device__ void finish() {
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) sum[r] = quad_sum(sum[r]);
-  }
-
-  // Natural logarithm of the sum of exp(s); +inf for a row without scores.
-  __device__ float log_sum_exp(int r) const {
-    return sum[r] > 0 ? (max[r] * scale_log2 + ptx::log2(sum[r])) * kLn2 : INFINITY;
   }
 };
 

@@ -28,14 +28,14 @@ struct StridedRows {
   __device__ T* address() const { return data; }
 };
 
-// Starts the copies of a tile by kThreads threads. Rows are aligned to 16 bytes and cols is a multiple of 8. As many
-// neighbouring threads as a page has chunks share a row: 128 bytes that are adjacent in global memory.
+// Starts the copies of a tile by kThreads threads, a block or each of its warps for itself. Rows are aligned to 16
+// bytes and cols is a multiple of 8. As many neighbouring threads as a page has chunks share a row: 128 bytes that are
+// adjacent in global memory.
 template <int kThreads, typename Tile, typename Rows>
 __device__ void load_async(const Tile& tile, Rows rows, int cols) {
   constexpr int kLanes = Tile::kPageChunks, kStep = kThreads / kLanes;
-  static_assert(Tile::kRows % kStep == 0 && kStep % 8 == 0);
-  const int chunk = threadIdx.x % kLanes, first_row = threadIdx.x / kLanes;
-  const uint32_t target = tile.address(first_row, chunk);
+  static_assert(Tile::kRows % kStep == 0);
+  const int thread = threadIdx.x % kThreads, chunk = thread % kLanes, first_row = thread / kLanes;
   rows.move(first_row);
 #pragma unroll
   for (int row = 0; row < Tile::kRows; row += kStep) {
@@ -43,7 +43,7 @@ __device__ void load_async(const Tile& tile, Rows rows, int cols) {
 #pragma unroll
     for (int page = 0; page < Tile::kPages; ++page) {
       const bool valid = rows.exists() && (page * kLanes + chunk) * Tile::kChunk < cols;
-      ptx::copy_async(target + Tile::distance(row, page), source + page * Tile::kPageCols, valid);
+      ptx::copy_async(tile.address(first_row + row, page * kLanes + chunk), source + page * Tile::kPageCols, valid);
     }
     rows.move(kStep);
   }
@@ -54,9 +54,10 @@ template <int kThreads, typename Tile, typename Rows>
 __device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
   using T = typename Tile::T;
   constexpr int kLanes = Tile::kPageChunks, kStep = kThreads / kLanes;
-  rows.move(threadIdx.x / kLanes);
-  for (int row = threadIdx.x / kLanes; row < Tile::kRows; row += kStep, rows.move(kStep)) {
-    for (int chunk = threadIdx.x % kLanes; chunk < Tile::kCols / Tile::kChunk; chunk += kLanes) {
+  const int thread = threadIdx.x % kThreads;
+  rows.move(thread / kLanes);
+  for (int row = thread / kLanes; row < Tile::kRows; row += kStep, rows.move(kStep)) {
+    for (int chunk = thread % kLanes; chunk < Tile::kCols / Tile::kChunk; chunk += kLanes) {
       Vec<T, Tile::kChunk> vec;
 #pragma unroll
       for (int i = 0; i < Tile::kChunk; ++i) {
