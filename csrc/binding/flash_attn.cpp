@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <mutex>
 #include <tuple>
 
 #include "binding/stream.h"
@@ -172,24 +174,53 @@ Tensor new_lse(const Tensor& q, const View& view, bool tokens) {
   return new_tensor({view.batch, view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
 }
 
+bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  return status != cudaStreamCaptureStatusNone;
+}
+
+// (size) zeros, which count blocks that have arrived. Kernels leave zeros behind, and launches on a stream follow one
+// another, so that a stream needs no new ones for each. A graph may be replayed on any stream: it has its own.
+Tensor zero_counters(int64_t size, const Tensor& like, cudaStream_t stream) {
+  if (is_capturing(stream)) {
+    const Tensor counters = new_tensor({size}, aoti_torch_dtype_int32(), like);
+    check_cuda(cudaMemsetAsync(counters.mutable_data_ptr(), 0, size * sizeof(int), stream), "cudaMemsetAsync");
+    return counters;
+  }
+  static std::mutex mutex;
+  static auto& kept =
+      *new std::map<std::pair<int, cudaStream_t>, Tensor>;  // outlives the CUDA context, like torch's own
+  const std::lock_guard lock(mutex);
+  const std::pair key(like.get_device_index(), stream);
+  auto found = kept.find(key);
+  if (found == kept.end() || found->second.numel() < size) {
+    const int64_t room = std::max<int64_t>(size, 4096);
+    found = kept.insert_or_assign(key, torch::stable::new_zeros(like, {room}, ScalarType::Int)).first;
+  }
+  return found->second;
+}
+
 void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longest_k, int64_t num_splits) {
   p.aligned = all_aligned(p);
+  const int device = q.get_device_index();
   const FwdScratch sizes =
       plan_fwd(p, {.longest_q = longest_q,
                    .longest_k = longest_k,
                    .num_splits = static_cast<int>(std::clamp<int64_t>(num_splits, 0, flash_attn::kMaxSplits)),
-                   .multiprocessors = num_multiprocessors(q.get_device_index()),
-                   .shared_bytes = max_shared_bytes(q.get_device_index())});
+                   .multiprocessors = num_multiprocessors(device),
+                   .shared_bytes = max_shared_bytes(device)});
+  const cudaStream_t stream = current_stream(q);
   OptionalTensor out, softmax, arrivals;
   if (p.num_splits > 1) {
     out = new_tensor({sizes.out}, aoti_torch_dtype_float32(), q);
     softmax = new_tensor({sizes.softmax}, aoti_torch_dtype_float32(), q);
-    arrivals = new_tensor({sizes.arrivals}, aoti_torch_dtype_int32(), q);
+    arrivals = zero_counters(sizes.arrivals, q, stream);
     p.partial_out = static_cast<float*>(out->mutable_data_ptr());
     p.partial_softmax = static_cast<float*>(softmax->mutable_data_ptr());
     p.arrivals = static_cast<int*>(arrivals->mutable_data_ptr());
   }
-  flash_attn::fwd(p, current_stream(q));
+  flash_attn::fwd(p, stream);
 }
 
 int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }

@@ -117,18 +117,19 @@ inline void plan_tiles(FwdParams& p, const FwdHints& hints, int tile_rows) {
 }
 
 // A block works alone on a multiprocessor. Where there are fewer tiles than multiprocessors, the keys are cut into as
-// few parts as fill them. Where entries may differ in length, a part has 2048 keys or more, so that none takes long: at
-// equal lengths that costs 1 to 2 % of the speed of whole rows, and ragged ones gain up to a factor of two.
+// few parts as fill them. Where entries may differ in length, a part has 2048 keys or more, or 4096 where there are
+// many tiles, so that none takes long: at equal lengths that costs a few per cent of the speed of whole rows, and
+// ragged ones gain up to a factor of two.
 inline void split_decode(FwdParams& p, const FwdHints& hints) {
-  constexpr int kPiece = 2048;
+  const int piece = p.tiles < hints.multiprocessors ? 2048 : 4096;
   const bool ragged = p.problem.batch > 1 && (p.problem.seqused_k || p.problem.cu_seqlens_k);
   const int64_t to_fill = std::max(1, hints.multiprocessors / std::max(p.tiles, 1));
-  const int64_t pieces = std::min<int64_t>(ceil_div(hints.longest_k, kPiece), 16);
+  const int64_t pieces = std::min<int64_t>(ceil_div(hints.longest_k, piece), 16);
   const int64_t wanted = hints.num_splits > 0 ? hints.num_splits : ragged ? std::max(to_fill, pieces) : to_fill;
   p.num_splits = static_cast<int>(std::clamp<int64_t>(wanted, 1, kMaxSplits));
   const int64_t whole = ceil_div(ceil_div(hints.longest_k, static_cast<int>(to_fill)), kDecodeKeys);
   p.least_blocks_per_split =
-      hints.num_splits > 0 ? 1 : static_cast<int>(std::clamp<int64_t>(whole, 1, kPiece / kDecodeKeys));
+      hints.num_splits > 0 ? 1 : static_cast<int>(std::clamp<int64_t>(whole, 1, piece / kDecodeKeys));
 }
 
 inline void split_fwd(FwdParams& p, const FwdHints& hints, int tile_keys) {

@@ -68,8 +68,8 @@ template <typename Config>
 __device__ void load_chunk(DecodeStage<Config>& stage, const KeyRows<Config>& keys, const KeyRows<Config>& values,
                            const FwdParams& p, int first_key, int chunk, const Interval& chunks) {
   if (chunk <= chunks.last) {
-    load_keys(stage.k, keys, p, p.k.head_dim, chunk * Config::kKeys - first_key);
-    load_keys(stage.v, values, p, p.v.head_dim, chunk * Config::kKeys - first_key);
+    load_keys<Config>(stage.k, keys, p, p.k.head_dim, chunk * Config::kKeys - first_key);
+    load_keys<Config>(stage.v, values, p, p.v.head_dim, chunk * Config::kKeys - first_key);
   }
   ptx::commit_copies();
 }
@@ -81,9 +81,9 @@ __device__ void decode_chunks(const FwdParams& p, const Sequence& seq, const Wor
                               Output<Config>& o, Softmax<Config>& softmax) {
   using T = typename Config::T;
   const Interval seen_by_all = mask.keys_seen_by_all(rows.tokens());
-  const KeyRows<Config> keys(p, p.k, seq, tile, seen), values(p, p.v, seq, tile, seen);
+  const auto keys = key_rows<Config>(p, p.k, seq, tile, seen), values = key_rows<Config>(p, p.v, seq, tile, seen);
   const auto load = [&](int stage, int chunk) {
-    load_chunk(ring.stages[stage], keys, values, p, seen.first, chunk, chunks);
+    load_chunk<Config>(ring.stages[stage], keys, values, p, seen.first, chunk, chunks);
   };
   const int num_warps = blockDim.x / 32, first = chunks.first + warp_id();
   constexpr int kLast = Config::kStages - 1;
@@ -197,6 +197,43 @@ __device__ void store_result(const FwdParams& p, const Sequence& seq, const Work
   }
 }
 
+// The scratch of one tile's splits.
+template <typename Config>
+struct DecodeScratch {
+  float* out;        // (splits, rows, head_dim), each relative to its split's maxima
+  RowState* states;  // (splits, rows)
+
+  __device__ DecodeScratch(const FwdParams& p, const WorkTile& tile) {
+    const int64_t first_row = int64_t{tile.index} * p.num_splits * Config::kRows;
+    out = p.partial_out + first_row * Config::kHeadDim;
+    states = reinterpret_cast<RowState*>(p.partial_softmax) + first_row;
+  }
+
+  __device__ float4* quad(int split, int row, int col) const {
+    return reinterpret_cast<float4*>(out + (split * Config::kRows + row) * Config::kHeadDim + col);
+  }
+};
+
+// Brings the states of all splits to shared memory, `split_states`, and merges them into `states`.
+template <typename Config>
+__device__ void merge_split_states(const DecodeScratch<Config>& scratch, const TileRows& rows, int num_splits,
+                                   float scale_log2, RowState (*split_states)[Config::kRows],
+                                   RowState (&states)[Config::kRows]) {
+  for (int i = threadIdx.x; i < num_splits * Config::kRows; i += blockDim.x) {
+    const float2 state = __ldcg(reinterpret_cast<const float2*>(scratch.states + i));
+    split_states[i / Config::kRows][i % Config::kRows] = {state.x, state.y};
+  }
+  __syncthreads();
+  const int row = threadIdx.x;
+  if (row < rows.count) {
+    states[row] = split_states[0][row];
+    for (int split = 1; split < num_splits; ++split) {
+      states[row] = merge_states(states[row], split_states[split][row], scale_log2);
+    }
+  }
+  __syncthreads();
+}
+
 template <typename Config>
 __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const __grid_constant__ FwdParams p) {
   const WorkTile tile = work_tile<Config::kRows>(p);
@@ -215,42 +252,26 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const _
   o.fill(0);
   Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
   if (!chunks.empty()) decode_chunks(p, seq, tile, rows, mask, seen, chunks, ring, o, softmax);
+  const float scale_log2 = softmax.scale_log2;
 
   __shared__ RowState states[Config::kRows];
   merge_warps<Config>(ring, o, softmax, states);
-  if (num_splits == 1) {
-    store_result<Config>(p, seq, tile, rows, states, softmax.scale_log2,
-                         [&](int row, int col) { return sum_of_warps<Config>(rings, row, col); });
-    return;
-  }
+  const auto own_out = [&](int row, int col) { return sum_of_warps<Config>(rings, row, col); };
+  if (num_splits == 1) return store_result<Config>(p, seq, tile, rows, states, scale_log2, own_out);
 
-  const int64_t first_slot = int64_t{tile.index} * p.num_splits;
-  auto* partial_states = reinterpret_cast<RowState*>(p.partial_softmax) + first_slot * Config::kRows;
-  auto* partial_out = p.partial_out + first_slot * Config::kRows * Config::kHeadDim;
-  const auto out_quad = [&](int split, int row, int col) {
-    return reinterpret_cast<float4*>(partial_out + (split * Config::kRows + row) * Config::kHeadDim + col);
-  };
-  for_each_quad<Config>(
-      rows, [&](int row, int col) { *out_quad(tile.split, row, col) = sum_of_warps<Config>(rings, row, col); });
-  if (threadIdx.x < rows.count) partial_states[tile.split * Config::kRows + threadIdx.x] = states[threadIdx.x];
+  const DecodeScratch<Config> scratch(p, tile);
+  for_each_quad<Config>(rows, [&](int row, int col) { *scratch.quad(tile.split, row, col) = own_out(row, col); });
+  if (threadIdx.x < Config::kRows) scratch.states[tile.split * Config::kRows + threadIdx.x] = states[threadIdx.x];
   if (!is_last_arrival(p.arrivals + tile.index, num_splits)) return;
-  const auto stored_state = [&](int split, int row) {
-    const float2 state = __ldcg(reinterpret_cast<const float2*>(partial_states + split * Config::kRows + row));
-    return RowState{state.x, state.y};
-  };
-  if (threadIdx.x < rows.count) {
-    RowState all = stored_state(0, threadIdx.x);
-    for (int split = 1; split < num_splits; ++split) {
-      all = merge_states(all, stored_state(split, threadIdx.x), softmax.scale_log2);
-    }
-    states[threadIdx.x] = all;
-  }
-  __syncthreads();
-  store_result<Config>(p, seq, tile, rows, states, softmax.scale_log2, [&](int row, int col) {
+
+  auto* split_states = reinterpret_cast<RowState(*)[Config::kRows]>(rings);
+  merge_split_states(scratch, rows, num_splits, scale_log2, split_states, states);
+  store_result<Config>(p, seq, tile, rows, states, scale_log2, [&](int row, int col) {
     float4 sum{};
+#pragma unroll 8
     for (int split = 0; split < num_splits; ++split) {
-      const float weight = weight_of(stored_state(split, row).max, states[row].max, softmax.scale_log2);
-      sum = add_scaled(sum, __ldcg(out_quad(split, row, col)), weight);
+      const float weight = weight_of(split_states[split][row].max, states[row].max, scale_log2);
+      sum = add_scaled(sum, __ldcg(scratch.quad(split, row, col)), weight);
     }
     return sum;
   });

@@ -71,14 +71,14 @@ __global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid
   const Mask mask(p.fwd.problem, seq);
   const Interval seen = mask.keys_seen_by_any(rows.tokens()), blocks = blocks_of<Config::kKeys>(seen);
   const int warp_row = warp_id() * Config::kWarpRows;
-  const KeyRows<Config> keys(p.fwd, p.fwd.k, seq, tile, seen);
+  const auto keys = key_rows<Config>(p.fwd, p.fwd.k, seq, tile, seen);
   const Dropout dropout(p.fwd.problem, tile.entry, tile.head);
   load_tile<Config>(shared.q, query_rows<T>(p.fwd.q, seq, tile, rows), p.fwd, p.fwd.q.head_dim);
   float max[Config::kWarpRows / 8];
   for (float& m : max) m = -INFINITY;
   for (int n = blocks.last; n >= blocks.first; --n) {
     __syncthreads();  // nobody reads K(n + 1) any more
-    load_keys(shared.k, keys, p.fwd, p.fwd.k.head_dim, n * Config::kKeys - seen.first);
+    load_keys<Config>(shared.k, keys, p.fwd, p.fwd.k.head_dim, n * Config::kKeys - seen.first);
     ptx::commit_copies();
     ptx::wait_copies<0>();
     __syncthreads();

@@ -28,9 +28,6 @@ void run_built(void (*run)(const Params&, cudaStream_t), const Params& p, cudaSt
 }  // namespace
 
 void fwd(const FwdParams& p, cudaStream_t stream) {
-  if (p.num_splits > 1) {
-    check_cuda(cudaMemsetAsync(p.arrivals, 0, p.tiles * sizeof(*p.arrivals), stream), "cudaMemsetAsync");
-  }
   dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
     dispatch_value<Features::kPlain, Features::kAll>(features_of(p), [&](auto kFeatures) {
       using T = element_t<kDType>;

@@ -18,6 +18,7 @@
 #include "flash_attn/instances.h"
 #include "flash_attn/mask.cuh"
 #include "flash_attn/params.h"
+#include "flash_attn/rows.cuh"
 #include "flash_attn/schedule.cuh"
 #include "flash_attn/score.cuh"
 #include "flash_attn/sequence.cuh"
@@ -53,74 +54,6 @@ template <typename Config>
 using Output = Fragment<Config::kWarpRows, Config::kHeadDim>;
 template <typename Config>
 using Softmax = OnlineSoftmax<Config::kWarpRows>;
-
-// Rows of q or out, from the tile's first.
-template <typename T>
-struct QueryRows {
-  T* data;
-  int64_t token_stride, head_stride;
-  const TileRows& rows;
-  int row;
-
-  __device__ void move(int n) { row += n; }
-  __device__ bool exists() const { return row < rows.count; }
-  __device__ T* address() const { return data + rows.token(row) * token_stride + rows.head(row) * head_stride; }
-};
-
-template <typename T, typename Data>
-__device__ auto query_rows(const TensorRef<Data>& x, const Sequence& seq, const WorkTile& tile, const TileRows& rows) {
-  auto* data = first_token<T>(x, seq.q, tile.head);
-  return QueryRows<std::remove_pointer_t<decltype(data)>>{data, x.seqlen, x.heads, rows, 0};
-}
-
-// Rows of k or v of which some row of the tile may see something, from the first of these keys on.
-template <typename Config>
-struct KeyRows {
-  using T = typename Config::T;
-  StridedRows<const T> strided;
-  const int* pages = nullptr;
-  const Divisor& page_size;
-  int64_t page_stride;
-  int position;
-
-  __device__ KeyRows(const FwdParams& p, const TensorRef<const void>& x, const Sequence& seq, const WorkTile& tile,
-                     const Interval& seen)
-      : page_size(p.pages.page_size), page_stride(x.batch), position(seq.k.first + seen.first) {
-    const int head = tile.head / (p.problem.heads / p.problem.heads_k);
-    const bool paged = !Config::kPlain && p.pages.block_table != nullptr;
-    const Span from_seen{seq.k.batch, seq.k.first + seen.first, 0};
-    if (paged) pages = p.pages.block_table + tile.entry * p.pages.batch_stride;
-    strided = {first_token<T>(x, paged ? Span{0, 0, 0} : from_seen, head), x.seqlen, 0, seen.last - seen.first + 1};
-  }
-
-  __device__ void move(int n) {
-    strided.move(n);
-    position += n;
-  }
-  __device__ bool exists() const { return strided.exists(); }
-  __device__ const T* address() const {
-    if (Config::kPlain || pages == nullptr) return strided.address();
-    if (!exists()) return nullptr;
-    const int index = page_size.divide(position);
-    const T* first = strided.data - strided.row * strided.stride;
-    return first + __ldg(pages + index) * page_stride + page_size.remainder(position, index) * strided.stride;
-  }
-};
-
-template <typename Config, typename Tile, typename Rows>
-__device__ void load_tile(Tile& tile, const Rows& rows, const FwdParams& p, int64_t step) {
-  if (Config::kPlain || p.aligned) {
-    load_async<Config::kThreads>(tile, rows, p.problem.head_dim);
-  } else {
-    load_scattered<Config::kThreads>(tile, rows, p.problem.head_dim, step);
-  }
-}
-
-template <typename Config, typename Tile>
-__device__ void load_keys(Tile& tile, KeyRows<Config> rows, const FwdParams& p, int64_t step, int first_key) {
-  rows.move(first_key);
-  load_tile<Config>(tile, rows, p, step);
-}
 
 // Products to scores, hidden where the mask says so. `warp_row` is the warp's first row.
 template <typename Config>
@@ -207,16 +140,16 @@ __global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_cons
   o.fill(0);
   Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
 
-  const KeyRows<Config> keys(p, p.k, seq, tile, seen), values(p, p.v, seq, tile, seen);
+  const auto keys = key_rows<Config>(p, p.k, seq, tile, seen), values = key_rows<Config>(p, p.v, seq, tile, seen);
   if (!blocks.empty()) {
     load_tile<Config>(shared.q, query_rows<T>(p.q, seq, tile, rows), p, p.q.head_dim);
-    load_keys(shared.k, keys, p, p.k.head_dim, blocks.last * Config::kKeys - seen.first);
+    load_keys<Config>(shared.k, keys, p, p.k.head_dim, blocks.last * Config::kKeys - seen.first);
     ptx::commit_copies();
   }
   for (int n = blocks.last; n >= blocks.first; --n) {
     ptx::wait_copies<0>();
     __syncthreads();  // K(n) is here, and nobody reads V(n + 1) any more
-    load_keys(shared.v, values, p, p.v.head_dim, n * Config::kKeys - seen.first);
+    load_keys<Config>(shared.v, values, p, p.v.head_dim, n * Config::kKeys - seen.first);
     ptx::commit_copies();
     Scores<Config> s;
     s.fill(0);
@@ -224,7 +157,7 @@ __global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_cons
 
     ptx::wait_copies<0>();
     __syncthreads();  // V(n) is here, and nobody reads K(n) any more
-    if (n > blocks.first) load_keys(shared.k, keys, p, p.k.head_dim, (n - 1) * Config::kKeys - seen.first);
+    if (n > blocks.first) load_keys<Config>(shared.k, keys, p, p.k.head_dim, (n - 1) * Config::kKeys - seen.first);
     ptx::commit_copies();
     make_scores<Config>(s, p, mask, tile, rows, warp_row, n, !seen_by_all.covers(interval_of<Config::kKeys>(n)));
     float shrink[s.kLaneRows];

@@ -71,7 +71,7 @@ struct FwdParams {
   int decode_warps;        // of a block of decode_sm80.cuh; 0 for fwd_sm80.cuh
   float* partial_out;      // scratch; unused if num_splits is 1
   float* partial_softmax;  // likewise
-  int* arrivals;           // (tiles), zeros; likewise
+  int* arrivals;           // (tiles), zeros, before the launch and after it; likewise
 };
 
 // S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. m(i, j) is the largest score of row i in

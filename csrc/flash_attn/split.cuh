@@ -7,6 +7,7 @@
 
 #include "flash_attn/params.h"
 #include "flash_attn/softmax.cuh"
+#include "ptx/sync.cuh"
 #include "tile/fragment.cuh"
 
 namespace flash::flash_attn {
@@ -58,12 +59,12 @@ struct PartialState {
   }
 };
 
-// Whether this block is the last of `count` to arrive; what the others wrote before is then visible.
+// Whether this block is the last of `count` to arrive at a counter; what the others wrote before is then visible. The
+// last one leaves the counter as it was found, at 0.
 __device__ inline bool is_last_arrival(int* arrivals, int count) {
-  __threadfence();
   __syncthreads();
-  const bool last = __syncthreads_or(threadIdx.x == 0 && atomicAdd(arrivals, 1) == count - 1);
-  __threadfence();
+  const bool last = __syncthreads_or(threadIdx.x == 0 && ptx::arrive(arrivals) == count - 1);
+  if (last && threadIdx.x == 0) *arrivals = 0;
   return last;
 }
 
