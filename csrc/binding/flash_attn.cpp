@@ -202,6 +202,7 @@ Tensor zero_counters(int64_t size, const Tensor& like, cudaStream_t stream) {
 }
 
 void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longest_k, int64_t num_splits) {
+  if (q.numel() == 0) return;
   p.aligned = all_aligned(p);
   const int device = q.get_device_index();
   const FwdScratch sizes =
@@ -230,6 +231,7 @@ Tensor new_s_dmask(const FwdParams& fwd, const Tensor& q, bool wanted, int64_t l
   if (!wanted) return new_tensor({0}, q);
   const int64_t rows = round_up(longest_q, 128), cols = round_up(longest_k, 128);
   Tensor s_dmask = torch::stable::new_zeros(q, {fwd.problem.batch, fwd.problem.heads, rows, cols});
+  if (q.numel() == 0) return s_dmask;
   flash_attn::dmask({.fwd = fwd,
                      .s_dmask = s_dmask.mutable_data_ptr(),
                      .rows = seqlen(rows, "max_seqlen_q"),

@@ -9,7 +9,7 @@ constexpr Count ceil_div(Count count, int size) {
   return (count + size - 1) / size;
 }
 
-// Division of numbers below 2^31 by a number that is fixed for a launch, as a multiplication and a shift
+// Division of numbers below 2^31 by a positive number that is fixed for a launch, as a multiplication and a shift
 // (Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994).
 struct Divisor {
   uint32_t value = 1;

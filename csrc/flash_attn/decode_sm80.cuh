@@ -43,14 +43,17 @@ struct RowState {
   float max, sum;
 };
 
-// The state of several parts of a row together; the weight of a part is exp2(scale_log2 (its max - the max of all)).
-__device__ inline RowState merge_states(const RowState& a, const RowState& b, float scale_log2) {
-  const float max = fmaxf(a.max, b.max), shift = finite_or_zero(max) * scale_log2;
-  return {max, a.sum * ptx::exp2(a.max * scale_log2 - shift) + b.sum * ptx::exp2(b.max * scale_log2 - shift)};
-}
-
 __device__ inline float weight_of(float max, float max_of_all, float scale_log2) {
   return ptx::exp2(max * scale_log2 - finite_or_zero(max_of_all) * scale_log2);
+}
+
+// The state of a row of which `count` parts are seen: part(i) is the state of one, and weight_of its weight.
+template <typename Part>
+__device__ RowState merge_states(int count, float scale_log2, Part&& part) {
+  RowState all{-INFINITY, 0};
+  for (int i = 0; i < count; ++i) all.max = fmaxf(all.max, part(i).max);
+  for (int i = 0; i < count; ++i) all.sum += part(i).sum * weight_of(part(i).max, all.max, scale_log2);
+  return all;
 }
 
 // Turns a tile of the ring, just loaded with Q, into registers.
@@ -130,10 +133,8 @@ __device__ void merge_warps(DecodeRing<Config>& ring, Output<Config>& o, const S
   float weights[o.kLaneRows];
 #pragma unroll
   for (int r = 0; r < o.kLaneRows; ++r) {
-    RowState all = warp_states[0][o.row(r)];
-    for (int warp = 1; warp < blockDim.x / 32; ++warp) {
-      all = merge_states(all, warp_states[warp][o.row(r)], softmax.scale_log2);
-    }
+    const RowState all =
+        merge_states(blockDim.x / 32, softmax.scale_log2, [&](int warp) { return warp_states[warp][o.row(r)]; });
     weights[r] = weight_of(softmax.max[r], all.max, softmax.scale_log2);
     if (threadIdx.x % 4 == 0 && warp_id() == 0) states[o.row(r)] = all;
   }
@@ -226,10 +227,7 @@ __device__ void merge_split_states(const DecodeScratch<Config>& scratch, const T
   __syncthreads();
   const int row = threadIdx.x;
   if (row < rows.count) {
-    states[row] = split_states[0][row];
-    for (int split = 1; split < num_splits; ++split) {
-      states[row] = merge_states(states[row], split_states[split][row], scale_log2);
-    }
+    states[row] = merge_states(num_splits, scale_log2, [&](int split) { return split_states[split][row]; });
   }
   __syncthreads();
 }
@@ -280,7 +278,7 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const _
 template <typename T, int kHeadDim, Features kFeatures>
 void run_decode(const FwdParams& p, cudaStream_t stream) {
   using Config = DecodeConfig<T, kHeadDim, kFeatures>;
-  const LaunchShape shape{.grid = dim3(p.tiles * p.num_splits),
+  const LaunchShape shape{.grid = dim3(p.tiles.value * p.num_splits),
                           .block = dim3(32 * p.decode_warps),
                           .shared_bytes = static_cast<int>(p.decode_warps * sizeof(DecodeRing<Config>))};
   launch<decode_kernel<Config>>(shape, p, stream);

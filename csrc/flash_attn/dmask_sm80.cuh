@@ -97,11 +97,9 @@ void run_dmask(const DmaskParams& params, cudaStream_t stream) {
   using Config = DmaskConfig<T, kHeadDim, kWidth>;
   DmaskParams p = params;
   const Problem& problem = p.fwd.problem;
-  p.fwd.packed_heads = Divisor(1);
-  p.fwd.slots = static_cast<int>(slots_for(problem, 1, Config::kRows));
-  p.fwd.tiles = p.fwd.slots * problem.heads * (problem.cu_seqlens_q ? 1 : problem.batch);
+  plan_tiles(p.fwd, problem.seqlen_q, Config::kRows);
   const LaunchShape shape{
-      .grid = dim3(p.fwd.tiles), .block = dim3(Config::kThreads), .shared_bytes = sizeof(DmaskShared<Config>)};
+      .grid = dim3(num_tiles(p.fwd)), .block = dim3(Config::kThreads), .shared_bytes = sizeof(DmaskShared<Config>)};
   launch<dmask_kernel<Config>>(shape, p, stream);
 }
 

@@ -64,8 +64,9 @@ struct FwdParams {
 
   // The plan; see config.h.
   Divisor packed_heads;  // query heads that are rows of one tile: 1, or heads / heads_k
-  int slots;
-  int tiles;
+  Divisor head_groups;   // heads / packed_heads
+  Divisor slots;         // of tiles for a head (group), in a dense entry or in all packed ones
+  Divisor tiles;
   int num_splits;  // parts into which the keys of an entry are cut at most
   int least_blocks_per_split;
   int decode_warps;        // of a block of decode_sm80.cuh; 0 for fwd_sm80.cuh

@@ -36,13 +36,14 @@ struct WorkTile {
 
 template <int kRows>
 __device__ WorkTile work_tile(const FwdParams& p) {
-  const int heads = p.problem.heads / p.packed_heads.value;
-  const int split = blockIdx.x / p.tiles, index = blockIdx.x % p.tiles;
-  const int outer = index / p.slots, slot = index % p.slots;
-  const int head = outer % heads * p.packed_heads.value;
+  const int block = blockIdx.x;
+  const int split = p.tiles.divide(block), index = p.tiles.remainder(block, split);
+  const int outer = p.slots.divide(index), slot = p.slots.remainder(index, outer);
+  const int dense_entry = p.head_groups.divide(outer);
+  const int head = p.head_groups.remainder(outer, dense_entry) * p.packed_heads.value;
   if (p.problem.cu_seqlens_q == nullptr) {
     // The longest first: under a causal mask that is the last rows.
-    return {outer / heads, head, (p.slots - 1 - slot) * kRows, split, index};
+    return {dense_entry, head, (static_cast<int>(p.slots.value) - 1 - slot) * kRows, split, index};
   }
   const int entry = entry_of_slot(p.problem, slot, p.packed_heads.value, kRows);
   const int64_t start = __ldg(p.problem.cu_seqlens_q + entry) * int64_t{p.packed_heads.value};
