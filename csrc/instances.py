@@ -16,6 +16,7 @@ import pathlib
 TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
 FEATURES = {"plain": "Features::kPlain", "all": "Features::kAll"}
+PARAMS = {"fwd": "FwdParams", "decode": "FwdParams", "bwd": "BwdParams"}
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims; config.h chooses
 
 
@@ -32,10 +33,10 @@ def _flash_attn(header, call, params):
 # Name of the instance -> text of its source file.
 INSTANCES: dict[str, str] = {
     f"flash_attn_{kind}_sm80_{dtype}_{head_dim}_{name}": _flash_attn(
-        f"{kind}_sm80", f"run_{kind}<{TYPES[dtype]}, {head_dim}, {features}>", "FwdParams"
+        f"{kind}_sm80", f"run_{kind}<{TYPES[dtype]}, {head_dim}, {features}>", params
     )
-    for kind, dtype, head_dim, (name, features) in itertools.product(
-        ("fwd", "decode"), TYPES, HEAD_DIMS, FEATURES.items()
+    for (kind, params), dtype, head_dim, (name, features) in itertools.product(
+        PARAMS.items(), TYPES, HEAD_DIMS, FEATURES.items()
     )
 } | {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(

@@ -17,6 +17,7 @@ namespace flash::binding {
 namespace {
 
 using flash_attn::AppendParams;
+using flash_attn::BwdParams;
 using flash_attn::DmaskParams;
 using flash_attn::FwdParams;
 using flash_attn::FwdScratch;
@@ -278,6 +279,93 @@ std::tuple<Tensor, Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k,
   return {out, softmax_lse, new_s_dmask(p, q, return_softmax && p.problem.rng_state, longest_q, longest_k)};
 }
 
+// The tensor as a kernel reads it fastest: a copy if its rows cannot be moved in chunks and those of a copy can.
+Tensor in_chunks(const Tensor& x) {
+  const int head_dim = static_cast<int>(x.size(-1));
+  return head_dim % 8 == 0 && !flash_attn::is_aligned(ref(x), head_dim) ? torch::stable::contiguous(x) : x;
+}
+OptionalTensor in_chunks(const OptionalTensor& x) { return x ? OptionalTensor(in_chunks(*x)) : std::nullopt; }
+
+void check_same_shape(const View& x, const View& like, const char* name, const char* like_name) {
+  STD_TORCH_CHECK(
+      x.batch == like.batch && x.seqlen == like.seqlen && x.heads == like.heads && x.head_dim == like.head_dim, name,
+      " must have the shape of ", like_name);
+}
+
+// A view of a tensor that is written to.
+TensorRef<> writable(const View& x) {
+  const auto& [data, batch, seqlen, heads, head_dim] = x.ref;
+  return {const_cast<void*>(data), batch, seqlen, heads, head_dim};
+}
+
+// softmax_d, in the layout that BwdParams says.
+Tensor new_row_sums(const Tensor& q, const Problem& p) {
+  constexpr int64_t kPad = flash_attn::kRowSumsPad;
+  if (p.cu_seqlens_q) return torch::stable::new_empty(q, {p.heads, p.seqlen_q + kPad * p.batch}, ScalarType::Float);
+  return torch::stable::new_empty(q, {p.batch, p.heads, round_up(p.seqlen_q, kPad)}, ScalarType::Float);
+}
+
+void check_row_values(const Tensor& x, const Tensor& q, const Problem& p, const char* name) {
+  check_device(x, q, name);
+  check_dtype(x, ScalarType::Float, name);
+  if (p.cu_seqlens_q) return check_shape(x, {p.heads, p.seqlen_q}, name);
+  check_shape(x, {p.batch, p.heads, p.seqlen_q}, name);
+}
+
+Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
+           const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
+           const OptionalTensor& dv, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor seqused_k,
+           OptionalTensor leftpad_k, OptionalTensor alibi_slopes, const OptionalTensor& rng_state,
+           std::optional<int64_t> /*max_seqlen_q*/, std::optional<int64_t> /*max_seqlen_k*/, double dropout_p,
+           double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
+           bool deterministic) {
+  const bool tokens = cu_seqlens_q.has_value();
+  for (const auto& [name, x] :
+       {std::pair("q", OptionalTensor(q)), std::pair("k", k), std::pair("v", v), std::pair("dq", OptionalTensor(dq)),
+        std::pair("dk", dk), std::pair("dv", dv), std::pair("out", OptionalTensor(out))}) {
+    if (x) check_like(*x, dout, name);
+  }
+  const DeviceGuard guard(q.get_device_index());
+  const Tensor q_rows = in_chunks(q), out_rows = in_chunks(out), dout_rows = in_chunks(dout);
+  const OptionalTensor k_rows = in_chunks(k), v_rows = in_chunks(v);
+  const Inputs x = unpack(q_rows, k_rows, v_rows, tokens, /*paged=*/false);
+  const Inputs gradients = unpack(dq, dk, dv, tokens, /*paged=*/false);
+  const View out_view = view_of(out_rows, tokens, 1, 0, "out"), dout_view = view_of(dout_rows, tokens, 1, 0, "dout");
+  check_inputs(x);
+  check_same_shape(out_view, x.q, "out", "q");
+  check_same_shape(dout_view, x.q, "dout", "q");
+  check_same_shape(gradients.q, x.q, "dq", "q");
+  check_same_shape(gradients.k, x.k, "dk", "k");
+  check_same_shape(gradients.v, x.k, "dv", "k");
+  const int64_t batch = tokens ? cu_seqlens_q->numel() - 1 : x.q.batch;
+  STD_TORCH_CHECK(batch >= 0 && (tokens || x.k.batch == batch), "k must have q's batch size ", batch);
+
+  BwdParams p{};
+  p.problem = problem_of(q, x, batch, {softmax_scale, causal, window_left, window_right, softcap}, alibi_slopes);
+  p.problem.cu_seqlens_q = index_pointer(cu_seqlens_q, q, batch + 1, "cu_seqlens_q");
+  p.problem.cu_seqlens_k = index_pointer(cu_seqlens_k, q, batch + 1, "cu_seqlens_k");
+  p.problem.seqused_k = index_pointer(seqused_k, q, batch, "seqused_k");
+  p.problem.leftpad_k = index_pointer(leftpad_k, q, batch, "leftpad_k");
+  set_dropout(p.problem, dropout_p, rng_state, q);
+  check_row_values(softmax_lse, q, p.problem, "softmax_lse");
+  if (dlse) check_row_values(*dlse, q, p.problem, "dlse");
+  const Tensor lse_rows = torch::stable::contiguous(softmax_lse);
+  const OptionalTensor dlse_rows = dlse ? OptionalTensor(torch::stable::contiguous(*dlse)) : std::nullopt;
+
+  p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref, p.out = out_view.ref, p.dout = dout_view.ref;
+  p.softmax_lse = static_cast<const float*>(lse_rows.const_data_ptr());
+  p.dlse = pointer<float>(dlse_rows);
+  p.dq = writable(gradients.q), p.dk = writable(gradients.k), p.dv = writable(gradients.v);
+  p.aligned = all_aligned(p);
+  const Tensor softmax_d = new_row_sums(q, p.problem);
+  p.softmax_d = static_cast<float*>(softmax_d.mutable_data_ptr());
+  const int64_t scratch = plan_bwd(p, deterministic, num_multiprocessors(q.get_device_index()));
+  const Tensor dq_sums = torch::stable::new_empty(q, {scratch}, ScalarType::Float);
+  p.dq_sums = static_cast<float*>(dq_sums.mutable_data_ptr());
+  flash_attn::bwd(p, current_stream(q));
+  return softmax_d;
+}
+
 // New keys and values into the cache. Returns the queries as attention reads them: turned, or as they are.
 TensorRef<const void> append(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                              const OptionalTensor& k, const OptionalTensor& v, OptionalTensor rotary_cos,
@@ -357,6 +445,7 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("fwd", TORCH_BOX(&fwd));
+  m.impl("bwd", TORCH_BOX(&bwd));
   m.impl("fwd_kvcache", TORCH_BOX(&fwd_kvcache));
 }
 

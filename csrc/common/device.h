@@ -12,6 +12,12 @@ inline int device_attribute(cudaDeviceAttr attribute, int device) {
   return value;
 }
 
+inline int current_device() {
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
+  return device;
+}
+
 inline int num_multiprocessors(int device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
 
 // Of shared memory, that a block can have.

@@ -49,19 +49,22 @@ inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
   return p.rng_state == nullptr && together < apart ? group : 1;  // random bits come in tiles of 16 rows of a head
 }
 
-// The fewest parts that keep the multiprocessors nearly as busy as any number of parts would.
-inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
-  if (tiles * 10 >= places * 8) return 1;
-  const int most = static_cast<int>(std::min<int64_t>({kMaxSplits, places, key_blocks}));
-  const auto efficiency = [&](int splits) {
-    const double waves = static_cast<double>(tiles * splits) / places;
+// The fewest parts, up to `most`, that keep the multiprocessors nearly as busy as any number of parts would.
+inline int parts_for(int64_t tiles, int64_t most, int places) {
+  most = std::min<int64_t>({most, kMaxSplits, places});
+  const auto efficiency = [&](int64_t parts) {
+    const double waves = static_cast<double>(tiles * parts) / places;
     return waves / std::ceil(waves);
   };
   double best = 0;
-  for (int splits = 1; splits <= most; ++splits) best = std::max(best, efficiency(splits));
-  int splits = 1;
-  while (splits < most && efficiency(splits) < 0.85 * best) ++splits;
-  return splits;
+  for (int64_t parts = 1; parts <= most; ++parts) best = std::max(best, efficiency(parts));
+  int parts = 1;
+  while (parts < most && efficiency(parts) < 0.85 * best) ++parts;
+  return parts;
+}
+
+inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
+  return tiles * 10 >= places * 8 ? 1 : parts_for(tiles, key_blocks, places);
 }
 
 // How many slots of tile_rows rows there are for a head (group): in a dense entry, or in all packed ones together.
@@ -159,6 +162,35 @@ inline FwdScratch plan_fwd(FwdParams& p, const FwdHints& hints) {
   if (p.num_splits == 1) return {};
   const int64_t rows = int64_t{num_tiles(p)} * p.num_splits * tile_rows;
   return {.out = rows * head_dim, .softmax = 2 * 4 * rows, .arrivals = num_tiles(p)};  // four lanes store a row's state
+}
+
+// Backward: query rows and keys of a tile, keys that a warp takes of them, and how many tiles of rows are in shared
+// memory at a time. dK and dV of the keys, S^T and dP^T of both fill the registers of eight warps. (With 64 rows, head
+// dim 64 is 15 % slower on an H200.) The compact tiles are for GPUs with 99 KB of shared memory for a block.
+struct BwdTile {
+  int rows;
+  int keys;
+  int warp_keys;
+  int stages;
+};
+
+constexpr BwdTile bwd_tile(int head_dim, bool compact) {
+  if (head_dim <= 64) return {compact ? 64 : 128, 128, 32, 2};
+  if (head_dim <= 96) return {64, compact ? 64 : 128, 32, 2};
+  if (head_dim <= 128) return compact ? BwdTile{32, 64, 32, 2} : BwdTile{64, 128, 32, 2};
+  return compact ? BwdTile{32, 32, 16, head_dim <= 192 ? 2 : 1} : BwdTile{64, 64, 32, 2};
+}
+
+// Chooses p's plan and says how many elements of scratch it needs. In the deterministic mode the blocks that share the
+// keys of an entry and head are so few that the memory for their sums of dq stays linear in the sequence.
+inline int64_t plan_bwd(BwdParams& p, bool deterministic, int multiprocessors) {
+  const Problem& problem = p.problem;
+  const int head_dim = instance_head_dim(problem.head_dim);
+  const int64_t key_blocks = ceil_div(int64_t{problem.seqlen_k}, bwd_tile(head_dim, false).keys);
+  p.deterministic = deterministic;
+  p.num_parts = deterministic ? parts_for(int64_t{problem.batch} * problem.heads_k, key_blocks, multiprocessors) : 1;
+  const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
+  return p.num_parts * entries * problem.heads * problem.seqlen_q * head_dim;
 }
 
 }  // namespace flash::flash_attn

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "flash_attn/params.h"
+#include "ptx/copy.cuh"
 #include "tile/fragment.cuh"
 #include "tile/philox.cuh"
 
@@ -42,6 +43,29 @@ struct Dropout {
         for (int i = 0; i < 16; ++i) {
           const uint32_t byte = words[i / 4] >> (8 * (i % 4)) & 255;
           if (byte > largest_kept) fn(2 * slab + i % 4 / 2, 8 * part + i / 4 * 2 + i % 2);
+        }
+      }
+    }
+  }
+
+  // The same for a transposed fragment of 16 or 32 keys x kCols query rows: fn(r, c), where r counts keys. A lane needs
+  // bytes that others draw. A lane's word w belongs to keys 8w .. 8w + 7, and has bytes (u, z) in the order 2u + z, of
+  // rows and keys; taken as 16-bit pairs over u, the words of a warp are a matrix of 8 rows x 8 keys to transpose.
+  template <int kRows, int kCols, typename Fn>
+  __device__ void for_each_dropped_transposed(const Fragment<kRows, kCols>&, int key0, int row0, Fn&& fn) const {
+    static_assert(kRows == 16 || kRows == 32);
+    const bool upper = key0 % 32 != 0;
+#pragma unroll
+    for (int part = 0; part < kCols / 16; ++part) {
+      const uint4 bits = philox<7>(seed, counter, row0 / 16 + part, key0 / 32);
+      const uint32_t words[4] = {upper ? bits.z : bits.x, upper ? bits.w : bits.y, bits.z, bits.w};
+#pragma unroll
+      for (int r = 0; r < kRows / 8; ++r) {
+        const uint32_t word = ptx::transpose_matrix(__byte_perm(words[r], 0, 0x3120));
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const uint32_t byte = word >> (8 * i) & 255;
+          if (byte > largest_kept) fn(r, 4 * part + 2 * (i % 2) + i / 2);
         }
       }
     }

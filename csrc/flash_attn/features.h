@@ -35,4 +35,15 @@ inline Features features_of(const FwdParams& p) {
   return plain ? Features::kPlain : Features::kAll;
 }
 
+inline bool all_aligned(const BwdParams& p) {
+  const int head_dim = p.problem.head_dim;
+  return is_aligned(p.dout, head_dim) && is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) &&
+         is_aligned(p.v, head_dim) && is_aligned(p.out, head_dim) && is_aligned(p.dq, head_dim) &&
+         is_aligned(p.dk, head_dim) && is_aligned(p.dv, head_dim);
+}
+
+inline Features features_of(const BwdParams& p) {
+  return has_plain_scores(p.problem) && p.aligned ? Features::kPlain : Features::kAll;
+}
+
 }  // namespace flash::flash_attn

@@ -36,6 +36,13 @@ void fwd(const FwdParams& p, cudaStream_t stream) {
   });
 }
 
+void bwd(const BwdParams& p, cudaStream_t stream) {
+  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
+    dispatch_value<Features::kPlain, Features::kAll>(
+        features_of(p), [&](auto kFeatures) { run_built(run_bwd<element_t<kDType>, kHeadDim, kFeatures>, p, stream); });
+  });
+}
+
 void dmask(const DmaskParams& p, cudaStream_t stream) {
   dispatch_problem(p.fwd.problem, [&](auto kDType, auto kHeadDim) {
     using T = element_t<kDType>;

@@ -43,6 +43,9 @@ struct Mask {
   __device__ Interval keys_seen_by_all(const Interval& rows) const {
     return {keys_seen_by(rows.last).first, keys_seen_by(rows.first).last};
   }
+  __device__ Interval rows_that_see(int key) const {
+    return key < seqlen_k ? rows_that_see(Interval{key, key}) : Interval{0, -1};
+  }
   // The rows that see some of the keys.
   __device__ Interval rows_that_see(const Interval& keys) const {
     return {max(0, keys.first - diagonal() - right), min(seqlen_q - 1, keys.last - diagonal() + left)};
@@ -61,13 +64,12 @@ __device__ Interval interval_of(int block) {
   return {block * kSize, block * kSize + kSize - 1};
 }
 
-// Writes `value` where a row does not see a key. rows[r] is the query row of the lane's r-th row; col0 is the key of
-// column 0.
-template <int kRows, int kCols>
-__device__ void hide(Fragment<kRows, kCols>& s, const Mask& mask, const int (&rows)[kRows / 8], int col0, float value) {
+// Writes `value` outside of interval(r), the columns that the lane's r-th row sees. Column 0 counts as col0.
+template <int kRows, int kCols, typename IntervalOf>
+__device__ void hide_outside(Fragment<kRows, kCols>& s, IntervalOf&& interval, int col0, float value) {
 #pragma unroll
   for (int r = 0; r < kRows / 8; ++r) {
-    const Interval seen = mask.keys_seen_by(rows[r]);
+    const Interval seen = interval(r);
     const int first_col = col0 + s.col(0) - seen.first;
     const unsigned count = max(0, seen.last - seen.first + 1);
 #pragma unroll
@@ -76,6 +78,13 @@ __device__ void hide(Fragment<kRows, kCols>& s, const Mask& mask, const int (&ro
       if (from_first >= count) s(r, c) = value;
     }
   }
+}
+
+// Writes `value` where a row does not see a key. rows[r] is the query row of the lane's r-th row; col0 is the key of
+// column 0.
+template <int kRows, int kCols>
+__device__ void hide(Fragment<kRows, kCols>& s, const Mask& mask, const int (&rows)[kRows / 8], int col0, float value) {
+  hide_outside(s, [&](int r) { return mask.keys_seen_by(rows[r]); }, col0, value);
 }
 
 }  // namespace flash::flash_attn

@@ -105,4 +105,29 @@ struct AppendParams {
   bool queries_advance;  // query i is at the position of the i-th new key, not of the first
 };
 
+struct BwdParams {
+  Problem problem;
+  TensorRef<const void> dout;  // like q
+  TensorRef<const void> q;     // as in FwdParams; so are k, v and out, but there are no pages
+  TensorRef<const void> k;
+  TensorRef<const void> v;
+  TensorRef<const void> out;
+  const float* softmax_lse;  // as in FwdParams
+  const float* dlse;         // its gradient; may be null
+  TensorRef<> dq;            // like q
+  TensorRef<> dk;            // like k
+  TensorRef<> dv;
+  float* softmax_d;  // row sums of dout * out - dlse, (batch, heads, seqlen_q rounded up to kRowSumsPad); packed:
+                     // (heads, total_q + kRowSumsPad * batch), entry b from cu_seqlens_q[b] + kRowSumsPad * b on
+
+  bool aligned;  // whether all rows can be moved in chunks of 16 bytes
+
+  // The plan; see config.h.
+  bool deterministic;
+  int num_parts;   // of the sums of dq: if deterministic, one for each block that works on the same rows, else 1
+  float* dq_sums;  // scratch: (num_parts, rows in the order of softmax_lse, head_dim of the instance)
+};
+
+constexpr int kRowSumsPad = 128;
+
 }  // namespace flash::flash_attn

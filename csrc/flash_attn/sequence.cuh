@@ -54,6 +54,17 @@ struct Sequence {
   __device__ int diagonal() const { return k.length - q.length; }
 };
 
+// The last of `count` entries that starts at or before `position`; the first starts at 0, none before its predecessor.
+template <typename StartOf>
+__device__ int last_entry_from(int count, int64_t position, StartOf&& start_of) {
+  int entry = 0, end = count;
+  while (end - entry > 1) {
+    const int middle = entry + (end - entry) / 2;
+    (start_of(middle) <= position ? entry : end) = middle;
+  }
+  return entry;
+}
+
 // Address of the first token of a span, in the given head.
 template <typename T, typename Data>
 __device__ auto* first_token(const TensorRef<Data>& x, const Span& span, int head) {
@@ -61,10 +72,13 @@ __device__ auto* first_token(const TensorRef<Data>& x, const Span& span, int hea
   return static_cast<Element*>(x.data) + span.batch * x.batch + span.first * x.seqlen + int64_t{head} * x.heads;
 }
 
-// Address of row 0 of an entry in softmax_lse and its like, (batch, heads, seqlen_q) or packed (heads, total_q).
+// Index of row 0 of an entry in softmax_lse and its like, (batch, heads, seqlen_q) or packed (heads, total_q).
+__device__ inline int64_t row_index(const Problem& p, const Span& q, int head) {
+  return (q.batch * p.heads + head) * p.seqlen_q + q.first;
+}
 template <typename Data>
 __device__ Data* row_values(Data* values, const Problem& p, const Span& q, int head) {
-  return values + (q.batch * p.heads + head) * p.seqlen_q + q.first;
+  return values + row_index(p, q, head);
 }
 
 }  // namespace flash::flash_attn

@@ -44,4 +44,28 @@ __device__ uint32_t pack(float low, float high) {
   return packed;
 }
 
+// The two halves of a register, widened to fp32.
+template <typename T>
+__device__ float2 unpack(uint32_t packed) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(reinterpret_cast<const __half2&>(packed));
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000u)};
+  }
+}
+
+// Both halves, where negative, replaced by 0; NaN stays NaN.
+template <typename T>
+__device__ uint32_t clamp_below(uint32_t packed) {
+  uint32_t clamped;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(clamped) : "r"(packed), "r"(0));
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(clamped) : "r"(packed), "r"(0));
+  }
+  return clamped;
+}
+
 }  // namespace flash::ptx

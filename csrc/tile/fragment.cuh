@@ -51,6 +51,10 @@ struct PackedFragment {
   static constexpr int kRows = kRows_, kCols = kCols_;
   uint32_t values[kRows / 16][kCols / 16][4];
 
+  // Elements (r, 2 i) and (r, 2 i + 1) of the lane, counted as in a Fragment.
+  __device__ uint32_t& pair(int r, int i) { return values[r / 2][i / 2][i % 2 * 2 + r % 2]; }
+  __device__ uint32_t pair(int r, int i) const { return values[r / 2][i / 2][i % 2 * 2 + r % 2]; }
+
   __device__ void load(uint32_t (&a)[4], int slab, int step) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[i] = values[slab][step][i];

@@ -16,14 +16,15 @@
 namespace flash {
 
 // A tile as an operand whose contraction runs along its columns, from row `first` on, or along its rows, from column
-// `first` on. A column `first` is a multiple of 64 or of the power of two of columns that are used.
+// `first` on. A column `first` is a multiple of 64 or of the power of two of columns that are used. With kShares > 1
+// only as many columns of each page are used as one of kShares equal parts has, and `first` is the first of one.
 template <typename Tile>
 struct AlongCols {
   using T = typename Tile::T;
   const Tile& tile;
   int first;
 };
-template <typename Tile>
+template <typename Tile, int kShares>
 struct AlongRows {
   using T = typename Tile::T;
   const Tile& tile;
@@ -34,15 +35,17 @@ template <typename Tile>
 __device__ AlongCols<Tile> along_cols(const Tile& tile, int first = 0) {
   return {tile, first};
 }
-template <typename Tile>
-__device__ AlongRows<Tile> along_rows(const Tile& tile, int first = 0) {
+template <int kShares = 1, typename Tile>
+__device__ AlongRows<Tile, kShares> along_rows(const Tile& tile, int first = 0) {
   return {tile, first};
 }
 
 // Loads 16 x 16 blocks, four matrices at a time, and with them the register order that an operand has: the quarters
 // (0, 0), (8, 0), (0, 8), (8, 8) if `kDown`, or else (0, 0), (0, 8), (8, 0), (8, 8).
-template <typename Tile, bool kAlongCols, bool kDown>
+template <typename Tile, bool kAlongCols, bool kDown, int kShares = 1>
 struct BlockLoader {
+  static constexpr int kShareChunks = Tile::kPageChunks / kShares;
+  static_assert(kShareChunks % 2 == 0);
   uint32_t origin;  // this lane's row of the first block
 
   __device__ BlockLoader(const Tile& tile, int row, int col) {
@@ -54,7 +57,7 @@ struct BlockLoader {
   // Block `step` of the contraction, block i of the other dimension.
   __device__ void load(uint32_t (&r)[4], int i, int step) const {
     const int row = 16 * (kAlongCols ? i : step), chunk = 16 / Tile::kChunk * (kAlongCols ? step : i);
-    const uint32_t address = (origin ^ Tile::flip(chunk)) + Tile::distance(row, chunk / Tile::kPageChunks);
+    const uint32_t address = (origin ^ Tile::flip(chunk % kShareChunks)) + Tile::distance(row, chunk / kShareChunks);
     kAlongCols ? ptx::load_matrices(r, address) : ptx::load_matrices_transposed(r, address);
   }
 };
@@ -63,9 +66,9 @@ template <typename Tile>
 __device__ auto left_loader(const AlongCols<Tile>& x) {
   return BlockLoader<Tile, true, true>(x.tile, x.first, 0);
 }
-template <typename Tile>
-__device__ auto left_loader(const AlongRows<Tile>& x) {
-  return BlockLoader<Tile, false, false>(x.tile, 0, x.first);
+template <typename Tile, int kShares>
+__device__ auto left_loader(const AlongRows<Tile, kShares>& x) {
+  return BlockLoader<Tile, false, false, kShares>(x.tile, 0, x.first);
 }
 template <typename T, int kRows, int kCols>
 __device__ const auto& left_loader(const PackedFragment<T, kRows, kCols>& x) {
@@ -75,9 +78,9 @@ template <typename Tile>
 __device__ auto right_loader(const AlongCols<Tile>& x) {
   return BlockLoader<Tile, true, false>(x.tile, x.first, 0);
 }
-template <typename Tile>
-__device__ auto right_loader(const AlongRows<Tile>& x) {
-  return BlockLoader<Tile, false, true>(x.tile, 0, x.first);
+template <typename Tile, int kShares>
+__device__ auto right_loader(const AlongRows<Tile, kShares>& x) {
+  return BlockLoader<Tile, false, true, kShares>(x.tile, 0, x.first);
 }
 
 // c += left right, contracting kDepth elements.

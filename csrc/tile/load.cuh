@@ -69,15 +69,18 @@ __device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
   }
 }
 
-// Rounds a fragment to T and writes it to rows row0 .. of a tile.
-template <typename Tile, int kRows, int kCols>
-__device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragment, int row0) {
+// Rounds a fragment to T and writes it to rows row0 .. of a tile. With kShares > 1 the fragment has one of as many
+// equal parts of each page, from column col0 on.
+template <int kShares = 1, typename Tile, int kRows, int kCols>
+__device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragment, int row0, int col0 = 0) {
+  constexpr int kShareChunks = Tile::kPageChunks / kShares;
   static_assert(kCols <= Tile::kCols);
 #pragma unroll
   for (int r = 0; r < kRows / 8; ++r) {
 #pragma unroll
     for (int c = 0; c < kCols / 4; c += 2) {
-      auto* pair = tile.chunk(row0 + fragment.row(r), c / 2) + 2 * (lane_id() % 4);
+      const int chunk = c / 2 / kShareChunks * Tile::kPageChunks + c / 2 % kShareChunks + col0 / Tile::kChunk;
+      auto* pair = tile.chunk(row0 + fragment.row(r), chunk) + 2 * (lane_id() % 4);
       *reinterpret_cast<uint32_t*>(pair) = ptx::pack<typename Tile::T>(fragment(r, c), fragment(r, c + 1));
     }
   }
