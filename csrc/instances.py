@@ -4,15 +4,46 @@ A family whose kernels all fit in one translation unit (rotary) has its `.cu` un
 with more instances than one compiler call should take has a row per instance: setup.py calls `generate`, which writes
 one small `.cu` file for each under the build folder.
 
-FLASH_ATTN_INSTANCES, a glob over instance names such as "flash_attn_fwd_sm90_*128*", narrows a development build.
+FLASH_ATTN_INSTANCES, a glob over instance names such as "flash_attn_fwd_sm90_*128*", narrows a development build; what
+needs another instance then raises.
 """
 
 import fnmatch
+import itertools
 import os
 import pathlib
 
+TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
+HEAD_DIMS = (64, 96, 128, 192, 256)
+FEATURES = {"plain": "Features::kPlain", "all": "Features::kAll"}
+PARAMS = {"fwd": "FwdParams", "decode": "FwdParams", "bwd": "BwdParams"}
+DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims; config.h chooses
+
+
+def _flash_attn(header, call, params):
+    """Source of one explicit instantiation of a kernel's launch."""
+    return (
+        f'#include "flash_attn/{header}.cuh"\n\n'
+        f"namespace flash::flash_attn {{\n"
+        f"template void {call}(const {params}&, cudaStream_t);\n"
+        f"}}  // namespace flash::flash_attn\n"
+    )
+
+
 # Name of the instance -> text of its source file.
-INSTANCES: dict[str, str] = {}
+INSTANCES: dict[str, str] = {
+    f"flash_attn_{kind}_sm80_{dtype}_{head_dim}_{name}": _flash_attn(
+        f"{kind}_sm80", f"run_{kind}<{TYPES[dtype]}, {head_dim}, {features}>", params
+    )
+    for (kind, params), dtype, head_dim, (name, features) in itertools.product(
+        PARAMS.items(), TYPES, HEAD_DIMS, FEATURES.items()
+    )
+} | {
+    f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(
+        "dmask_sm80", f"run_dmask<{TYPES[dtype]}, {head_dim}, {width}>", "DmaskParams"
+    )
+    for dtype, (head_dim, width) in itertools.product(TYPES, DMASK_WIDTHS)
+}
 
 
 def generate(build_dir: pathlib.Path) -> list[pathlib.Path]:

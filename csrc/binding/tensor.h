@@ -2,11 +2,13 @@
 // explained to the user what is wrong; these checks keep a direct call of an op from touching memory it should not.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <initializer_list>
 #include <limits>
@@ -61,6 +63,26 @@ inline void check_shape(const Tensor& tensor, std::initializer_list<int64_t> exp
   const auto found = tensor.sizes();
   STD_TORCH_CHECK(std::equal(found.begin(), found.end(), expected.begin(), expected.end()), name, " must have shape ",
                   shape_string(expected), ", found ", shape_string(found));
+}
+
+// A new contiguous tensor on the device of `like`, not initialised. Its dtype is one of aoti_torch_dtype_*(), or that
+// of `like`. The C function that this calls takes a fraction of the time of torch::stable::new_empty.
+inline Tensor new_tensor(std::initializer_list<int64_t> sizes, int32_t dtype, const Tensor& like) {
+  std::array<int64_t, 8> strides;
+  int64_t stride = 1;
+  for (size_t dim = sizes.size(); dim-- > 0;) {
+    strides[dim] = stride;
+    stride *= std::max<int64_t>(sizes.begin()[dim], 1);
+  }
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(sizes.size(), sizes.begin(), strides.data(), dtype,
+                                                         aoti_torch_device_type_cuda(), like.get_device_index(),
+                                                         &handle));
+  return Tensor(handle);
+}
+
+inline Tensor new_tensor(std::initializer_list<int64_t> sizes, const Tensor& like) {
+  return new_tensor(sizes, static_cast<int32_t>(like.scalar_type()), like);
 }
 
 // A size that kernels count in 32 bits, also where they step past it.

@@ -6,15 +6,11 @@
 #include <cstdint>
 
 #include "common/check.h"
+#include "common/divmod.h"
 
 namespace flash {
 
 constexpr int kMaxBlockZ = 64;  // CUDA's limit
-
-template <typename Count>
-constexpr Count ceil_div(Count count, int size) {
-  return (count + size - 1) / size;
-}
 
 struct LaunchShape {
   dim3 grid;

@@ -1,0 +1,119 @@
+// Before attention over a cache: new key t of entry b goes to position n_b + t of the cache, n_b the length before, and
+// its value likewise. With tables, key and query turn by the angles of their positions' rows (rotary embedding); query
+// i is at position n_b + i, or at n_b if no mask tells the queries apart. Turned queries go to a tensor of their own.
+//
+// A warp moves one head of one token; a lane takes pairs of channels. Maths in fp32.
+#pragma once
+
+#include <cstdint>
+
+#include "common/launch.h"
+#include "flash_attn/params.h"
+#include "flash_attn/sequence.cuh"
+#include "tile/fragment.cuh"
+#include "tile/rotate.cuh"
+
+namespace flash::flash_attn {
+
+constexpr int kAppendThreads = 128;
+
+// The two channels of pair i: those that turn come first, the others are pairs of neighbours.
+__device__ inline int2 channels_of_pair(const AppendParams& p, int i) {
+  const int half = p.rotary_dim / 2;
+  if (i >= half || p.interleaved) return {2 * i, 2 * i + 1};
+  return {i, i + half};
+}
+
+__device__ inline float table_entry(const AppendParams& p, const void* table, int position, int i) {
+  const int64_t index = int64_t{position} * (p.rotary_dim / 2) + i;
+  switch (p.table_dtype) {
+    case DType::kFloat32:
+      return static_cast<const float*>(table)[index];
+    case DType::kFloat16:
+      return static_cast<const __half*>(table)[index];
+    default:
+      return static_cast<const __nv_bfloat16*>(table)[index];
+  }
+}
+
+// One head of one token, from channels `from_step` apart to channels `to_step` apart.
+template <typename T>
+__device__ void move_head(const AppendParams& p, const T* from, int64_t from_step, T* to, int64_t to_step, int position,
+                          bool turns) {
+  for (int i = lane_id(); 2 * i < p.problem.head_dim; i += 32) {
+    const int2 channels = channels_of_pair(p, i);
+    const bool has_second = channels.y < p.problem.head_dim;
+    float x = from[channels.x * from_step], y = has_second ? static_cast<float>(from[channels.y * from_step]) : 0.f;
+    if (turns && i < p.rotary_dim / 2) {
+      rotate(x, y, table_entry(p, p.cos, position, i), table_entry(p, p.sin, position, i));
+    }
+    to[channels.x * to_step] = x;
+    if (has_second) to[channels.y * to_step] = y;
+  }
+}
+
+// Where a position of an entry's cache is, or null if there is none.
+template <typename T>
+__device__ T* cache_row(const AppendParams& p, const TensorRef<>& cache, int entry, int64_t batch, int position,
+                        int head) {
+  if (position < 0 || position >= p.problem.capacity_k) return nullptr;
+  T* data = static_cast<T*>(cache.data) + int64_t{head} * cache.heads;
+  if (p.pages.block_table == nullptr) return data + batch * cache.batch + int64_t{position} * cache.seqlen;
+  const int index = p.pages.page_size.divide(position);
+  const int64_t page = p.pages.block_table[entry * p.pages.batch_stride + index];
+  return data + page * cache.batch + int64_t{p.pages.page_size.remainder(position, index)} * cache.seqlen;
+}
+
+template <typename T>
+__device__ void append_token(const AppendParams& p, int entry, int64_t batch, int token, int position, int head) {
+  T* key = cache_row<T>(p, p.k_cache, entry, batch, position, head);
+  T* value = cache_row<T>(p, p.v_cache, entry, batch, position, head);
+  if (key == nullptr) return;
+  const Span span{entry, token, 1};
+  move_head(p, first_token<T>(p.k, span, head), p.k.head_dim, key, p.k_cache.head_dim, position,
+            p.cos != nullptr && position < p.positions);
+  move_head(p, first_token<T>(p.v, span, head), p.v.head_dim, value, p.v_cache.head_dim, position, false);
+}
+
+template <typename T>
+__device__ void rotate_query(const AppendParams& p, int entry, int token, int position, int head) {
+  const Span span{entry, token, 1};
+  move_head(p, first_token<T>(p.q, span, head), p.q.head_dim, first_token<T>(p.q_rotated, span, head),
+            p.q_rotated.head_dim, position, position < p.positions);
+}
+
+// Warps are (entry, token, head): tokens of the longer of keys and queries, heads of keys before those of queries.
+struct AppendGrid {
+  int tokens, heads;
+
+  __host__ __device__ explicit AppendGrid(const AppendParams& p) : tokens(p.seqlen_new), heads(p.problem.heads_k) {
+    if (p.cos == nullptr) return;
+    if (p.problem.seqlen_q > tokens) tokens = p.problem.seqlen_q;
+    heads += p.problem.heads;
+  }
+};
+
+template <typename T>
+__global__ __launch_bounds__(kAppendThreads) void append_kernel(const __grid_constant__ AppendParams p) {
+  const AppendGrid grid(p);
+  const int64_t warp = (int64_t{blockIdx.x} * kAppendThreads + threadIdx.x) / 32;
+  const int head = warp % grid.heads, token = warp / grid.heads % grid.tokens, entry = warp / grid.heads / grid.tokens;
+  if (entry >= p.problem.batch) return;
+
+  const int length = p.problem.seqused_k ? __ldg(p.problem.seqused_k + entry) : p.problem.seqlen_k - p.seqlen_new;
+  if (head < p.problem.heads_k) {
+    const int64_t batch = p.problem.batch_index ? __ldg(p.problem.batch_index + entry) : entry;
+    if (token < p.seqlen_new) append_token<T>(p, entry, batch, token, length + token, head);
+  } else if (token < p.problem.seqlen_q) {
+    rotate_query<T>(p, entry, token, length + (p.queries_advance ? token : 0), head - p.problem.heads_k);
+  }
+}
+
+template <typename T>
+void run_append(const AppendParams& p, cudaStream_t stream) {
+  const AppendGrid grid(p);
+  const int64_t threads = 32 * int64_t{p.problem.batch} * grid.tokens * grid.heads;
+  launch<append_kernel<T>>({.grid = dim3(ceil_div(threads, kAppendThreads)), .block = dim3(kAppendThreads)}, p, stream);
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,119 @@
+// After the backward: dQ, rounded from the sums of its parts, and zeros for the keys that no entry uses.
+//
+// A thread takes 16 channels of a row, of dQ or of dK and dV.
+#pragma once
+
+#include <cstdint>
+
+#include "common/launch.h"
+#include "flash_attn/bwd_scratch.cuh"
+#include "flash_attn/params.h"
+#include "flash_attn/sequence.cuh"
+#include "tile/vec.cuh"
+
+namespace flash::flash_attn {
+
+template <typename T_, int kHeadDim_>
+struct BwdFinishConfig {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kChannels = 16;
+  static constexpr int kThreads = 256;
+};
+
+inline bool may_skip_keys(const Problem& p) {
+  return p.cu_seqlens_k != nullptr || p.seqused_k != nullptr || p.leftpad_k != nullptr;
+}
+
+__device__ inline bool is_used(const Problem& p, const Span& key) {
+  const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_k + entry); };
+  const bool packed = p.cu_seqlens_k != nullptr;
+  const Span used = key_span(p, packed ? last_entry_from(p.batch + 1, key.first, start_of) : key.batch);
+  return used.first <= key.first && key.first < used.first + used.length;
+}
+
+// Rounds channels col .. col + 15 of a row; those from `cols` on do not exist.
+template <typename T>
+__device__ void store_channels(T* row, const float (&values)[16], int col, int cols, int64_t step, bool aligned) {
+#pragma unroll
+  for (int i = 0; i < 16; i += 8) {
+    const float half[8] = {values[i],     values[i + 1], values[i + 2], values[i + 3],
+                           values[i + 4], values[i + 5], values[i + 6], values[i + 7]};
+    const Vec<T, 8> vec = narrow<T>(half);
+    if (aligned) {
+      if (col + i < cols) store(row + col + i, vec);
+      continue;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (col + i + j < cols) row[(col + i + j) * step] = vec[j];
+    }
+  }
+}
+
+// The 16 channels from `col` on of dQ of a token.
+template <typename Config>
+__device__ void finish_dq(const BwdParams& p, const Span& token, int head, int col) {
+  const Problem& problem = p.problem;
+  float values[16] = {};
+  for (int part = 0; part < p.num_parts; ++part) {
+    const float* sums = dq_rows<Config::kHeadDim>(p, token, head, part) + col;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const Vec<float, 4> quad = load<4>(sums + 4 * t);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i / 2 * 8 + 2 * t + i % 2] += quad[i] * problem.softmax_scale;
+    }
+  }
+  using T = typename Config::T;
+  store_channels(first_token<T>(p.dq, token, head), values, col, problem.head_dim, p.dq.head_dim, p.aligned);
+}
+
+template <typename Config>
+__device__ void clear_unused(const BwdParams& p, const Span& key, int head, int col) {
+  using T = typename Config::T;
+  const int head_dim = p.problem.head_dim;
+  if (is_used(p.problem, key)) return;
+  store_channels(first_token<T>(p.dk, key, head), {}, col, head_dim, p.dk.head_dim, p.aligned);
+  store_channels(first_token<T>(p.dv, key, head), {}, col, head_dim, p.dv.head_dim, p.aligned);
+}
+
+// fn(token, head, col) for a thread of block `block`, if `seqlen` tokens of `heads` heads are cut into blocks, the
+// tokens and channels of one head after the other.
+template <typename Config, typename Fn>
+__device__ void for_thread(int block, int seqlen, int heads, Fn&& fn) {
+  constexpr int kColumns = Config::kHeadDim / Config::kChannels;
+  const int blocks_per_head = blocks_for<Config::kThreads>(int64_t{seqlen} * kColumns);
+  const int outer = block / blocks_per_head;
+  const int64_t index = int64_t{block % blocks_per_head} * Config::kThreads + threadIdx.x;
+  const int token = index / kColumns, col = index % kColumns * Config::kChannels;
+  if (token < seqlen) fn(Span{outer / heads, token, 1}, outer % heads, col);
+}
+
+template <typename Config>
+__host__ __device__ int64_t num_blocks(int64_t heads, int seqlen) {
+  return heads * blocks_for<Config::kThreads>(int64_t{seqlen} * (Config::kHeadDim / Config::kChannels));
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void bwd_finish_kernel(const __grid_constant__ BwdParams p) {
+  const Problem& problem = p.problem;
+  const int block = blockIdx.x, dq_blocks = num_blocks<Config>(num_entries(problem) * problem.heads, problem.seqlen_q);
+  if (block < dq_blocks) {
+    for_thread<Config>(block, problem.seqlen_q, problem.heads,
+                       [&](const Span& token, int head, int col) { finish_dq<Config>(p, token, head, col); });
+  } else {
+    for_thread<Config>(block - dq_blocks, problem.seqlen_k, problem.heads_k,
+                       [&](const Span& key, int head, int col) { clear_unused<Config>(p, key, head, col); });
+  }
+}
+
+template <typename Config>
+void run_bwd_finish(const BwdParams& p, cudaStream_t stream) {
+  const Problem& problem = p.problem;
+  int64_t blocks = num_blocks<Config>(num_entries(problem) * problem.heads, problem.seqlen_q);
+  if (may_skip_keys(problem)) blocks += num_blocks<Config>(num_entries(problem) * problem.heads_k, problem.seqlen_k);
+  launch<bwd_finish_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,45 @@
+// How the three kernels of the backward find what they leave for one another.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_attn/params.h"
+#include "flash_attn/sequence.cuh"
+
+namespace flash::flash_attn {
+
+// Blocks of kSize that hold `count` of something.
+template <int kSize>
+__host__ __device__ int blocks_for(int64_t count) {
+  return static_cast<int>((count + kSize - 1) / kSize);
+}
+
+// Batch entries as tensors have them: packed ones are one.
+__host__ __device__ inline int64_t num_entries(const Problem& p) { return p.cu_seqlens_q != nullptr ? 1 : p.batch; }
+
+__host__ __device__ inline int64_t row_sums_per_head(const Problem& p) {
+  if (p.cu_seqlens_q != nullptr) return p.seqlen_q + int64_t{kRowSumsPad} * p.batch;
+  return (int64_t{p.seqlen_q} + kRowSumsPad - 1) / kRowSumsPad * kRowSumsPad;
+}
+
+__host__ __device__ inline int64_t num_row_sums(const Problem& p) {
+  return num_entries(p) * p.heads * row_sums_per_head(p);
+}
+
+// Address of row 0 of an entry in softmax_d.
+__device__ inline float* row_sums(const BwdParams& p, const Span& q, int entry, int head) {
+  const int64_t first = p.problem.cu_seqlens_q != nullptr ? q.first + int64_t{kRowSumsPad} * entry : 0;
+  return p.softmax_d + (q.batch * p.problem.heads + head) * row_sums_per_head(p.problem) + first;
+}
+
+// Rows of q in all: tokens and heads.
+__host__ __device__ inline int64_t num_rows(const Problem& p) { return num_entries(p) * p.heads * p.seqlen_q; }
+
+// Address of row 0 of an entry in a part of the sums of dQ. Within 16 channels of a row they lie in the order in which
+// the lanes of a quad hold them: channel 8 x + 2 t + z at 4 t + 2 x + z.
+template <int kHeadDim>
+__device__ float* dq_rows(const BwdParams& p, const Span& q, int head, int part) {
+  return p.dq_sums + (part * num_rows(p.problem) + row_index(p.problem, q, head)) * kHeadDim;
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,500 @@
+// Attention, backward, for every GPU since sm_80. With P recomputed from lse, and delta from bwd_prepare.cuh:
+//
+//   S = Q K^T              P = exp(score(S) - lse)                      dV = (P Z / (1 - p))^T dO
+//   dP = dO V^T Z / (1-p)  dS = P (dP - delta) dscore/dS                dK = dS^T Q,  dQ = dS K
+//
+// A block takes kBlockN keys of a key head and walks over the query rows that see them, kBlockM at a time, of every
+// query head that shares the key head. dK and dV stay in registers; dQ is added to fp32 sums in global memory, which
+// bwd_finish.cuh rounds.
+//
+// The kernel is bound by what it reads from shared memory, so it reads little. Tiles are transposed: a warp computes
+// S^T for 32 keys, whose fragment, exponentiated and rounded, is the left operand of dV without touching memory. The
+// registers for that are found by dividing the work between two teams of four warps that do the same on other operands:
+//
+//   value team    S^T = K Q^T     P^T                    dV += P^T dO
+//   key team      dP^T = V dO^T   dS^T from P^T          dK += dS^T Q
+//
+// A warp hands P^T to its partner in the other team, lane by lane, in the place in shared memory where dS^T will be.
+// The sign of a weight says that dropout dropped it. The two teams share dQ = dS K of the row block before: the value
+// team computes its half after P^T, the key team before dP^T, so that one team's exponentials and the other's
+// elementwise work find the tensor cores busy. Where registers do not hold the channels of 32 keys (head_dim > 128),
+// pairs of warps divide them, and P^T and dS^T pass through shared memory.
+//
+// Loads of the next rows run under the computation. Deterministic: a fixed set of blocks shares the keys of a head,
+// each with sums of dQ of its own; a thread adds to the same elements in the same order in every run.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#include "common/device.h"
+#include "common/launch.h"
+#include "flash_attn/bwd_finish.cuh"
+#include "flash_attn/bwd_prepare.cuh"
+#include "flash_attn/bwd_scratch.cuh"
+#include "flash_attn/config.h"
+#include "flash_attn/dropout.cuh"
+#include "flash_attn/features.h"
+#include "flash_attn/instances.h"
+#include "flash_attn/mask.cuh"
+#include "flash_attn/params.h"
+#include "flash_attn/score.cuh"
+#include "flash_attn/sequence.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/math.cuh"
+#include "tile/fragment.cuh"
+#include "tile/gemm.cuh"
+#include "tile/load.cuh"
+#include "tile/shared.cuh"
+
+namespace flash::flash_attn {
+
+template <typename T_, int kHeadDim_, Features kFeatures_, bool kCompact>
+struct BwdConfig {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr Features kFeatures = kFeatures_;
+  static constexpr BwdTile kTile = bwd_tile(kHeadDim, kCompact);
+  static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys, kWarpKeys = kTile.warp_keys, kStages = kTile.stages;
+  static constexpr int kTeamWarps = 4, kTeamThreads = 32 * kTeamWarps, kThreads = 2 * kTeamThreads, kPairThreads = 64;
+  static constexpr int kSplits = kTeamWarps * kWarpKeys / kBlockN;  // warps of a team that divide the same keys' work
+  static constexpr int kWarpRows = kBlockM / kSplits;               // of S^T and dP^T, per warp
+  static constexpr int kWarpDim = kHeadDim / kSplits;               // of dV and dK, per warp
+  static constexpr int kPageCols = kHeadDim % 64 == 0 ? 64 : 32;    // of a SharedTile
+  static constexpr int kDqRows = kPageCols * kBlockM >= 8 * 16 * 32 ? 32 : 16;  // of dQ, per warp
+  static constexpr int kDqShares = 8 * kDqRows / kBlockM;  // warps that divide the channels of the same rows
+  static constexpr int kDqDim = kHeadDim / kDqShares;
+  static_assert(kBlockN % kWarpKeys == 0 && kTeamWarps * kWarpKeys % kBlockN == 0);
+  static_assert(kThreads >= 2 * kBlockM, "a thread loads one row value");
+};
+
+// Blocks first, first + step, .. of the keys of an entry, in one key head.
+struct KeyWork {
+  int entry, head_k;
+  int first, step;
+};
+
+template <typename Config>
+struct BwdShared {
+  using T = typename Config::T;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
+  struct Nothing {};
+  using Weights = SharedTile<T, kBlockN, kBlockM>;
+
+  SharedTile<T, kBlockN, kHeadDim> k, v;  // at the end dK and dV
+  SharedTile<T, kBlockM, kHeadDim> q[Config::kStages], dout[Config::kStages];
+  Weights ds[2];  // P^T on its way to the key team, then dS^T
+  [[no_unique_address]] std::conditional_t<Config::kSplits == 1, Nothing, Weights> p;  // P^T, for dV
+  alignas(16) float lse[Config::kStages][kBlockM];
+  float delta[Config::kStages][kBlockM];
+  KeyWork work;  // this and what follows are here, and not in registers, because the loop has none to spare
+  Sequence seq;
+  Interval keys;        // of the present block
+  Interval row_blocks;  // that see some of them
+};
+
+template <typename Config>
+using Scores = Fragment<Config::kWarpKeys, Config::kWarpRows>;  // S^T, then P^T; or dP^T, then dS^T
+template <typename Config>
+using KeySum = Fragment<Config::kWarpKeys, Config::kWarpDim>;  // dV or dK
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Which block does what
+
+// How many blocks share a key head: of an entry or, if packed, of all entries, as many as the tokens could need.
+template <int kBlockN>
+__host__ __device__ int blocks_per_head(const BwdParams& p) {
+  if (p.deterministic) return p.num_parts;
+  return p.problem.cu_seqlens_k ? p.problem.seqlen_k / kBlockN + p.problem.batch
+                                : blocks_for<kBlockN>(p.problem.seqlen_k);
+}
+
+// Of all entries unless they are packed.
+__host__ __device__ inline int num_key_heads(const BwdParams& p) {
+  const bool packed = p.problem.cu_seqlens_k != nullptr && !p.deterministic;
+  return p.problem.heads_k * (packed ? 1 : p.problem.batch);
+}
+
+// Under a causal mask blocks of the first keys take longest and should start first. They do within sections of heads:
+// the blocks of one head read the same rows, which L2 holds if they run together.
+template <int kBlockN>
+__device__ KeyWork key_work(const BwdParams& params) {
+  constexpr int kSection = 16;
+  const Problem& p = params.problem;
+  const int per_head = blocks_per_head<kBlockN>(params), heads = num_key_heads(params);
+  const bool causal = p.window_left == kUnbounded && p.window_right != kUnbounded;
+  const int section_size = causal ? kSection : 1;
+  const int section = blockIdx.x / (section_size * per_head), place = blockIdx.x % (section_size * per_head);
+  const int section_heads = min(section_size, heads - section * section_size);
+  const int head = section * section_size + place % section_heads, index = place / section_heads;
+
+  if (p.cu_seqlens_k == nullptr || params.deterministic) return {head / p.heads_k, head % p.heads_k, index, per_head};
+  // The blocks of entry b start at cu_seqlens_k[b] / kBlockN + b.
+  const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_k + entry) / kBlockN + entry; };
+  const int entry = last_entry_from(p.batch, index, start_of);
+  return {entry, head, index - start_of(entry), per_head};
+}
+
+// The share of a warp in the block's products. It is made anew where it is used: made once, it and all addresses that
+// follow from it would be kept in registers.
+template <typename Config>
+struct Share {
+  int warp = __shfl_sync(~0u, warp_id(), 0);                // the same in all lanes, and the compiler knows
+  bool sums_dv = warp < Config::kTeamWarps;                 // a warp of the value team
+  int member = warp % Config::kTeamWarps;                   // partners in the two teams have the same
+  int key0 = member / Config::kSplits * Config::kWarpKeys;  // of S^T, dV and dK
+  int row0 = member % Config::kSplits * Config::kWarpRows;  // of S^T
+  int dim0 = member % Config::kSplits * (Config::kPageCols / Config::kSplits);  // of dV and dK, in every page
+  int dq_row0 = warp / Config::kDqShares * Config::kDqRows;
+  int dq_dim0 = warp % Config::kDqShares * (Config::kPageCols / Config::kDqShares);  // in every page
+
+  // 1 .. 4: with the partner; 5, 6: within the team. (If the value team arrived without waiting, head dims 128 and 256
+  // would gain 1 to 2 % and 192 lose 3; and compute-sanitizer's racecheck, which passes, would not understand it.)
+  __device__ int partner_barrier() const { return 1 + member; }
+  __device__ int team_barrier() const { return 5 + sums_dv; }
+};
+
+// A block of query rows in one of the heads that share the key head.
+struct RowBlock {
+  int head, block;
+
+  __device__ RowBlock next(const Interval& blocks) const {
+    return block == blocks.last ? RowBlock{head + 1, blocks.first} : RowBlock{head, block + 1};
+  }
+  __device__ RowBlock previous(const Interval& blocks) const {
+    return block == blocks.first ? RowBlock{head - 1, blocks.last} : RowBlock{head, block - 1};
+  }
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Loads
+
+template <typename Config, typename Tile, typename Data>
+__device__ void load_tile(Tile& tile, const BwdParams& p, const TensorRef<Data>& x, const Span& span, int head,
+                          int row0) {
+  const auto* first = first_token<typename Config::T>(x, span, head) + row0 * x.seqlen;
+  const StridedRows<std::remove_pointer_t<decltype(first)>> rows{first, x.seqlen, 0, span.length - row0};
+  if (Config::kFeatures == Features::kPlain || p.aligned) {
+    load_async<Config::kThreads>(tile, rows, p.problem.head_dim);
+  } else {
+    load_scattered<Config::kThreads>(tile, rows, p.problem.head_dim, x.head_dim);
+  }
+}
+
+// Starts to load what belongs to a block of rows. Values of rows that do not exist are 0.
+template <typename Config>
+__device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdParams& p, const RowBlock& rows) {
+  constexpr int kBlockM = Config::kBlockM;
+  const Span& span = shared.seq.q;
+  const int row0 = rows.block * kBlockM;
+  load_tile<Config>(shared.q[stage], p, p.q, span, rows.head, row0);
+  load_tile<Config>(shared.dout[stage], p, p.dout, span, rows.head, row0);
+  const int row = threadIdx.x % kBlockM;
+  const bool exists = row0 + row < span.length;
+  if (threadIdx.x < kBlockM) {
+    const float* lse = row_values(p.softmax_lse, p.problem, span, rows.head) + row0 + row;
+    ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), lse, exists);
+  } else if (threadIdx.x < 2 * kBlockM) {
+    const float* delta = row_sums(p, span, shared.work.entry, rows.head) + row0 + row;
+    ptx::copy_word_async(ptx::shared_address(&shared.delta[stage][row]), delta, exists);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// The elementwise steps, on transposed fragments: element (r, c) of a lane is key key0 + row(r), query row row0 +
+// col(c)
+
+// fn(r, i) for the lane's pairs of elements (r, 2 i), (r, 2 i + 1) of a fragment.
+template <typename Fragment, typename Fn>
+__device__ void for_each_pair(const Fragment&, Fn&& fn) {
+#pragma unroll
+  for (int r = 0; r < Fragment::kRows / 8; ++r) {
+#pragma unroll
+    for (int i = 0; i < Fragment::kCols / 8; ++i) fn(r, i);
+  }
+}
+
+// The lane's pairs of elements (r, 2 i), (r, 2 i + 1) in a tile, for a fragment whose corner is at (row0, col0).
+template <typename Tile>
+struct Pairs {
+  uint32_t origin;
+
+  __device__ Pairs(const Tile& tile, int row0, int col0)
+      : origin(tile.address(row0 + lane_id() / 4, col0 / Tile::kChunk) + lane_id() % 4 * 4) {}
+
+  __device__ uint32_t address(int r, int i) const {
+    return (origin ^ Tile::flip(i)) + Tile::distance(8 * r, i / Tile::kPageChunks);
+  }
+  __device__ uint32_t load(int r, int i) const { return ptx::load_word(address(r, i)); }
+  __device__ void store(int r, int i, uint32_t pair) const { ptx::store_word(address(r, i), pair); }
+
+  template <typename Packed>
+  __device__ void store(const Packed& packed) const {
+    for_each_pair(packed, [&](int r, int i) { store(r, i, packed.pair(r, i)); });
+  }
+};
+
+// S^T to P^T, negative where dropped. For softcap, leaves dscore/dS in `slopes`.
+template <typename Config, typename Tile>
+__device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, const BwdShared<Config>& shared,
+                              const BwdParams& params, const Share<Config>& share, const RowBlock& rows, int stage) {
+  constexpr bool kPlain = Config::kFeatures == Features::kPlain;
+  const Problem& p = params.problem;
+  const Mask mask(p, shared.seq);
+  const Interval block_rows = interval_of<Config::kBlockM>(rows.block);
+  const int key0 = shared.keys.first + share.key0, row0 = block_rows.first + share.row0;
+  if constexpr (!kPlain) {
+    scale_and_cap(s, p);
+    if (p.softcap > 0) {
+      for_each_pair(s, [&](int r, int i) {
+        const float first = cap_slope(s(r, 2 * i), p.softcap), second = cap_slope(s(r, 2 * i + 1), p.softcap);
+        slopes.store(r, i, ptx::pack<typename Config::T>(first, second));
+      });
+    }
+    if (p.alibi_slopes != nullptr) {
+      const float slope = alibi_slope(p, shared.work.entry, rows.head);
+      float alibi_slopes[s.kLaneRows];
+      int own_rows[s.kLaneRows];
+#pragma unroll
+      for (int r = 0; r < s.kLaneRows; ++r) {
+        alibi_slopes[r] = slope;
+        own_rows[r] = key0 + s.row(r) - mask.diagonal();
+      }
+      subtract_distance(s, alibi_slopes, own_rows, row0);
+    }
+  }
+  if (block_rows.last >= mask.seqlen_q || !mask.keys_seen_by_all(block_rows).covers(shared.keys)) {
+    hide_outside(s, [&](int r) { return mask.rows_that_see(key0 + s.row(r)); }, row0, -INFINITY);
+  }
+  const float scale_log2 = score_scale_log2<Config::kFeatures>(p);
+#pragma unroll
+  for (int c = 0; c < s.kLaneCols; c += 2) {
+    const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][share.row0 + s.col(c)]);
+#pragma unroll
+    for (int r = 0; r < s.kLaneRows; ++r) {
+      s(r, c) = ptx::exp2(s(r, c) * scale_log2 - lse.x * kLog2e);
+      s(r, c + 1) = ptx::exp2(s(r, c + 1) * scale_log2 - lse.y * kLog2e);
+    }
+  }
+  if (kPlain || p.rng_state == nullptr) return;
+  const Dropout dropout(p, shared.work.entry, rows.head);
+  dropout.for_each_dropped_transposed(s, key0, row0, [&](int r, int c) { s(r, c) = -s(r, c); });
+}
+
+// Gives P^T dscore/dS, signed, to the key team, and keeps P^T without what was dropped.
+template <typename Config, typename Packed, typename Tile>
+__device__ void hand_over(Packed& probabilities, const Pairs<Tile>& weights, const BwdParams& params) {
+  using T = typename Config::T;
+  const Problem& p = params.problem;
+  if (Config::kFeatures == Features::kPlain || p.softcap == 0) {
+    weights.store(probabilities);
+  } else {
+    for_each_pair(probabilities, [&](int r, int i) {
+      const float2 weight = ptx::unpack<T>(probabilities.pair(r, i)), slope = ptx::unpack<T>(weights.load(r, i));
+      weights.store(r, i, ptx::pack<T>(weight.x * slope.x, weight.y * slope.y));
+    });
+  }
+  if (Config::kFeatures == Features::kPlain || p.rng_state == nullptr) return;
+  for_each_pair(probabilities,
+                [&](int r, int i) { probabilities.pair(r, i) = ptx::clamp_below<T>(probabilities.pair(r, i)); });
+}
+
+// dP^T to dS^T, with the weights that the value team has left.
+template <typename Config, typename Tile>
+__device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const BwdParams& params, const float* delta) {
+#pragma unroll
+  for (int i = 0; i < s.kTiles; ++i) {
+    const float2 sum = *reinterpret_cast<const float2*>(delta + s.col(2 * i));
+#pragma unroll
+    for (int r = 0; r < s.kLaneRows; ++r) {
+      const float2 weight = ptx::unpack<typename Config::T>(weights.load(r, i));
+      float &first = s(r, 2 * i), &second = s(r, 2 * i + 1);
+      if constexpr (Config::kFeatures == Features::kAll) {
+        const float rescale = params.problem.dropout_rescale;
+        first = weight.x * (signbit(weight.x) ? sum.x : first * rescale - sum.x);
+        second = weight.y * (signbit(weight.y) ? sum.y : second * rescale - sum.y);
+      } else {
+        first = weight.x * (first - sum.x);
+        second = weight.y * (second - sum.y);
+      }
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// dQ
+
+// dQ += dS K for this warp's share of the block of rows before `rows`.
+template <typename Config>
+__device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams& p, const Share<Config>& share,
+                                const RowBlock& rows, int parity) {
+  Fragment<Config::kDqRows, Config::kDqDim> dq;
+  dq.fill(0);
+  gemm<Config::kBlockN>(dq, along_rows(shared.ds[parity], share.dq_row0),
+                        along_rows<Config::kDqShares>(shared.k, share.dq_dim0));
+
+  const RowBlock previous = rows.previous(shared.row_blocks);
+  const int part = p.deterministic ? shared.work.first : 0, row0 = previous.block * Config::kBlockM + share.dq_row0;
+  float* sums = dq_rows<Config::kHeadDim>(p, shared.seq.q, previous.head, part) + share.dq_dim0 + 4 * (lane_id() % 4);
+#pragma unroll
+  for (int r = 0; r < dq.kLaneRows; ++r) {
+    const int row = row0 + dq.row(r);
+    if (row >= shared.seq.q.length) continue;
+#pragma unroll
+    for (int c = 0; c < dq.kLaneCols; c += 4) {
+      constexpr int kShareCols = Config::kPageCols / Config::kDqShares;
+      const int channel = 4 * c / kShareCols * Config::kPageCols + 4 * c % kShareCols;
+      ptx::add_global(sums + int64_t{row} * Config::kHeadDim + channel, dq(r, c), dq(r, c + 1), dq(r, c + 2),
+                      dq(r, c + 3));
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// dV and dK
+
+// The value team sums dV, and the key team dK / softmax_scale, of the present block of keys over the rows that see it.
+template <typename Config>
+__device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<Config>& sum) {
+  using T = typename Config::T;
+  const auto& [entry, head_k, first_block, block_step] = shared.work;
+  const Interval &keys = shared.keys, &blocks = shared.row_blocks;
+  const int group = p.problem.heads / p.problem.heads_k, steps = (blocks.last - blocks.first + 1) * group;
+  if (steps == 0) return;
+  RowBlock rows{head_k * group, blocks.first};
+  load_tile<Config>(shared.k, p, p.k, shared.seq.k, head_k, keys.first);
+  load_tile<Config>(shared.v, p, p.v, shared.seq.k, head_k, keys.first);
+  load_rows(shared, 0, p, rows);
+  for (int step = 0; step < steps; ++step) {
+    const int stage = step % Config::kStages, parity = step % 2;
+    ptx::commit_copies();
+    ptx::wait_copies<0>();
+    __syncthreads();  // the rows are here, and nobody reads those before them any more
+    if (Config::kStages > 1 && step + 1 < steps) load_rows(shared, 1 - stage, p, rows.next(blocks));
+
+    const Share<Config> share;
+    if (!share.sums_dv && step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
+    Scores<Config> s;
+    s.fill(0);
+    gemm<Config::kHeadDim>(s, along_cols(share.sums_dv ? shared.k : shared.v, share.key0),
+                           along_cols(share.sums_dv ? shared.q[stage] : shared.dout[stage], share.row0));
+    const Pairs weights(shared.ds[parity], share.key0, share.row0);
+    PackedFragment<T, Config::kWarpKeys, Config::kWarpRows> left;
+    if (share.sums_dv) {
+      probabilities<Config>(s, weights, shared, p, share, rows, stage);
+      left = pack<T>(s);
+      hand_over<Config>(left, weights, p);
+      ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
+      if (step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
+    } else {
+      ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
+      gradients<Config>(s, weights, p, shared.delta[stage] + share.row0);
+      left = pack<T>(s);
+      weights.store(left);
+    }
+    const auto right = along_rows<Config::kSplits>(share.sums_dv ? shared.dout[stage] : shared.q[stage], share.dim0);
+    if constexpr (Config::kSplits == 1) {
+      gemm<Config::kBlockM>(sum, left, right);
+    } else {
+      if (share.sums_dv) Pairs(shared.p, share.key0, share.row0).store(left);
+      ptx::sync_barrier<Config::kTeamThreads>(share.team_barrier());
+      gemm<Config::kBlockM>(sum, along_cols(share.sums_dv ? shared.p : shared.ds[parity], share.key0), right);
+    }
+
+    rows = rows.next(blocks);
+    if (Config::kStages == 1 && step + 1 < steps) {
+      __syncthreads();
+      load_rows(shared, 0, p, rows);
+    }
+  }
+  __syncthreads();
+  add_previous_dq(shared, p, Share<Config>(), rows, (steps - 1) % 2);
+}
+
+// Rounds dV or dK, times `factor`, to global memory, by way of a tile that nobody reads any more.
+template <typename Config, typename Tile>
+__device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const BwdShared<Config>& shared,
+                          const Share<Config>& share, const BwdParams& p, const TensorRef<>& x) {
+  using T = typename Config::T;
+  constexpr int kRows = Config::kBlockN / Config::kTeamWarps;
+#pragma unroll
+  for (int r = 0; r < sum.kLaneRows; ++r) {
+#pragma unroll
+    for (int c = 0; c < sum.kLaneCols; ++c) sum(r, c) *= factor;
+  }
+  store_fragment<Config::kSplits>(tile, sum, share.key0, share.dim0);
+  ptx::sync_barrier<Config::kTeamThreads>(share.team_barrier());
+  const Span& span = shared.seq.k;
+  T* first = first_token<T>(x, span, shared.work.head_k) + shared.keys.first * x.seqlen;
+  const StridedRows<T> rows{first, x.seqlen, 0, span.length - shared.keys.first};
+  if (Config::kFeatures == Features::kPlain || p.aligned) {
+    store_rows<kRows>(tile, rows, kRows * share.member, p.problem.head_dim);
+  } else {
+    store_scattered<kRows>(tile, rows, kRows * share.member, p.problem.head_dim, x.head_dim);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_constant__ BwdParams p) {
+  constexpr int kBlockN = Config::kBlockN;
+  auto& shared = shared_memory<BwdShared<Config>>();
+  const KeyWork& work = shared.work;
+  const Interval& keys = shared.keys;
+  if (threadIdx.x == 0) {
+    shared.work = key_work<kBlockN>(p);
+    shared.seq = Sequence(p.problem, work.entry);
+  }
+  __syncthreads();
+
+  const int& seqlen_k = shared.seq.k.length;
+  int block = work.first;
+  while (block * kBlockN < seqlen_k) {
+    if (threadIdx.x == 0) {
+      const Mask mask(p.problem, shared.seq);
+      shared.keys = interval_of<kBlockN>(block);
+      shared.row_blocks = blocks_of<Config::kBlockM>(mask.rows_that_see({keys.first, min(keys.last, seqlen_k - 1)}));
+    }
+    __syncthreads();
+    KeySum<Config> sum;
+    sum.fill(0);
+    walk_rows(shared, p, sum);
+    __syncthreads();
+    const Share<Config> share;
+    if (share.sums_dv) {
+      store_sum(shared.v, sum, p.problem.dropout_rescale, shared, share, p, p.dv);
+    } else {
+      store_sum(shared.k, sum, p.problem.softmax_scale, shared, share, p, p.dk);
+    }
+    block = keys.first / kBlockN + work.step;
+    __syncthreads();
+  }
+}
+
+template <typename Config>
+void launch_bwd(const BwdParams& p, cudaStream_t stream) {
+  const int64_t blocks = int64_t{blocks_per_head<Config::kBlockN>(p)} * num_key_heads(p);
+  if (blocks > std::numeric_limits<int>::max()) {
+    throw std::invalid_argument("k has too many keys and heads for one launch: " + std::to_string(blocks) + " blocks");
+  }
+  const LaunchShape shape{
+      .grid = dim3(blocks), .block = dim3(Config::kThreads), .shared_bytes = sizeof(BwdShared<Config>)};
+  launch<bwd_kernel<Config>>(shape, p, stream);
+}
+
+template <typename T, int kHeadDim, Features kFeatures>
+void run_bwd(const BwdParams& p, cudaStream_t stream) {
+  using Large = BwdConfig<T, kHeadDim, kFeatures, false>;
+  using Compact = BwdConfig<T, kHeadDim, kFeatures, true>;
+  const bool fits = sizeof(BwdShared<Large>) <= static_cast<size_t>(max_shared_bytes(current_device()));
+  run_bwd_prepare<BwdPrepareConfig<T, kHeadDim>>(p, stream);
+  fits ? launch_bwd<Large>(p, stream) : launch_bwd<Compact>(p, stream);
+  run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,196 @@
+// What is chosen for a problem: sizes of tiles, how heads are grouped, how often keys are split. Pure host code.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "common/divmod.h"
+#include "flash_attn/features.h"
+#include "flash_attn/params.h"
+
+namespace flash::flash_attn {
+
+constexpr int kMaxSplits = 128;
+
+// Head dims that instances exist for; others take the next larger one, and zeros fill it up.
+constexpr int kHeadDims[] = {64, 96, 128, 192, 256};
+
+constexpr int instance_head_dim(int head_dim) {
+  for (const int built : kHeadDims) {
+    if (head_dim <= built) return built;
+  }
+  return 0;
+}
+
+struct TileSize {
+  int rows;
+  int keys;
+  int warps;
+};
+
+// 32 rows per warp halve the shared memory that a product reads; from 192 channels on they do not fit the registers.
+// Random bits and transformed scores take registers, too.
+constexpr TileSize fwd_tile(int head_dim, Features features) {
+  const bool plain = features == Features::kPlain;
+  if (head_dim <= 64) return {128, plain ? 128 : 64, 4};
+  if (head_dim <= 96) return {128, plain ? 64 : 32, 4};
+  if (head_dim <= 128) return {128, plain ? 64 : 32, 4};
+  return {64, 64, 4};
+}
+
+// How many query heads become rows of one tile: those that share a key head, if that takes fewer tiles.
+inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
+  const int group = p.heads / p.heads_k;
+  const int64_t apart = group * ceil_div(longest_q, tile_rows), together = ceil_div(longest_q * group, tile_rows);
+  return p.rng_state == nullptr && together < apart ? group : 1;  // random bits come in tiles of 16 rows of a head
+}
+
+// The fewest parts, up to `most`, that keep the multiprocessors nearly as busy as any number of parts would.
+inline int parts_for(int64_t tiles, int64_t most, int places) {
+  most = std::min<int64_t>({most, kMaxSplits, places});
+  const auto efficiency = [&](int64_t parts) {
+    const double waves = static_cast<double>(tiles * parts) / places;
+    return waves / std::ceil(waves);
+  };
+  double best = 0;
+  for (int64_t parts = 1; parts <= most; ++parts) best = std::max(best, efficiency(parts));
+  int parts = 1;
+  while (parts < most && efficiency(parts) < 0.85 * best) ++parts;
+  return parts;
+}
+
+inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
+  return tiles * 10 >= places * 8 ? 1 : parts_for(tiles, key_blocks, places);
+}
+
+// How many slots of tile_rows rows there are for a head (group): in a dense entry, or in all packed ones together.
+inline int64_t slots_for(const Problem& p, int group, int tile_rows) {
+  const int64_t rows = int64_t{p.seqlen_q} * group;
+  return p.cu_seqlens_q ? rows / tile_rows + p.batch + 1 : ceil_div(rows, tile_rows);
+}
+
+// Width of the key blocks at which the running maximum of S_dmask advances; callers know it from _get_block_size_n.
+constexpr int dmask_width(int head_dim) { return head_dim <= 32 ? 128 : head_dim > 96 && head_dim <= 128 ? 32 : 64; }
+
+// Decoding: rows that share a key head fit one tile of an mma, and warps divide the keys.
+constexpr int kDecodeRows = 16;
+constexpr int kDecodeKeys = 16;  // of a chunk
+constexpr int kMaxDecodeWarps = 8;
+
+// Chunks that a warp has on the way: 24 KB, so that eight warps cover the latency of memory.
+constexpr int decode_stages(int head_dim) { return std::max(2, 384 / head_dim); }
+constexpr int decode_bytes_per_warp(int head_dim) { return decode_stages(head_dim) * 2 * kDecodeKeys * head_dim * 2; }
+
+constexpr int decode_warps(int head_dim, int shared_bytes) {
+  int warps = kMaxDecodeWarps;
+  while (warps > 1 && warps * decode_bytes_per_warp(head_dim) + 4096 > shared_bytes) warps /= 2;
+  return warps;
+}
+
+// What the caller knows and the tensors do not say. Results do not depend on it, but for rounding.
+struct FwdHints {
+  int64_t longest_q;  // no entry has more rows
+  int64_t longest_k;
+  int num_splits;  // 0: as many as is best
+  int multiprocessors;
+  int shared_bytes;  // that a block can have
+};
+
+struct FwdScratch {
+  int64_t out;  // elements of FwdParams::partial_out
+  int64_t softmax;
+  int64_t arrivals;
+};
+
+inline void plan_tiles(FwdParams& p, int64_t longest_q, int tile_rows) {
+  const Problem& problem = p.problem;
+  const int group = heads_to_pack(problem, longest_q, tile_rows);
+  const int64_t slots = slots_for(problem, group, tile_rows);
+  const int64_t tiles = slots * (problem.heads / group) * (problem.cu_seqlens_q ? 1 : problem.batch);
+  if (tiles > std::numeric_limits<int>::max()) {
+    throw std::invalid_argument("q has too many rows and heads for one launch: " + std::to_string(tiles) + " tiles");
+  }
+  p.packed_heads = Divisor(group);
+  p.head_groups = Divisor(problem.heads / group);
+  p.slots = Divisor(static_cast<int>(slots));
+  p.tiles = Divisor(static_cast<int>(tiles));
+}
+
+inline int num_tiles(const FwdParams& p) { return static_cast<int>(p.tiles.value); }
+
+// A block works alone on a multiprocessor. Where there are fewer tiles than multiprocessors, the keys are cut into as
+// few parts as fill them. Where entries may differ in length, a part has 4096 keys or more, so that none takes
+// long: ragged entries gain up to a factor of two by it, and equal ones lose 1 to 3 %.
+inline void split_decode(FwdParams& p, const FwdHints& hints) {
+  constexpr int kPiece = 4096;
+  const bool ragged = p.problem.batch > 1 && (p.problem.seqused_k || p.problem.cu_seqlens_k);
+  const int64_t to_fill = std::max(1, hints.multiprocessors / std::max(num_tiles(p), 1));
+  const int64_t pieces = std::min<int64_t>(ceil_div(hints.longest_k, kPiece), 16);
+  const int64_t wanted = hints.num_splits > 0 ? hints.num_splits : ragged ? std::max(to_fill, pieces) : to_fill;
+  p.num_splits = static_cast<int>(std::clamp<int64_t>(wanted, 1, kMaxSplits));
+  const int64_t whole = ceil_div(ceil_div(hints.longest_k, static_cast<int>(to_fill)), kDecodeKeys);
+  p.least_blocks_per_split =
+      hints.num_splits > 0 ? 1 : static_cast<int>(std::clamp<int64_t>(whole, 1, kPiece / kDecodeKeys));
+}
+
+inline void split_fwd(FwdParams& p, const FwdHints& hints, int tile_keys) {
+  constexpr int kBlocksPerMultiprocessor = 2;
+  const int64_t key_blocks = ceil_div(hints.longest_k, tile_keys);
+  const int64_t wanted = hints.num_splits > 0
+                             ? hints.num_splits
+                             : splits_for(num_tiles(p), key_blocks, kBlocksPerMultiprocessor * hints.multiprocessors);
+  p.num_splits = static_cast<int>(std::clamp<int64_t>(key_blocks, 1, wanted));
+  p.least_blocks_per_split = 1;
+}
+
+// Chooses p's plan and says what scratch it needs.
+inline FwdScratch plan_fwd(FwdParams& p, const FwdHints& hints) {
+  const Problem& problem = p.problem;
+  const int head_dim = instance_head_dim(problem.head_dim);
+  const bool decodes =
+      problem.rng_state == nullptr && hints.longest_q * (problem.heads / problem.heads_k) <= kDecodeRows;
+  const TileSize tile = fwd_tile(head_dim, features_of(p));
+  const int tile_rows = decodes ? kDecodeRows : tile.rows;
+  p.decode_warps = decodes ? decode_warps(head_dim, hints.shared_bytes) : 0;
+  plan_tiles(p, hints.longest_q, tile_rows);
+  decodes ? split_decode(p, hints) : split_fwd(p, hints, tile.keys);
+  p.num_splits = std::min(p.num_splits, std::max(1, std::numeric_limits<int>::max() / std::max(num_tiles(p), 1)));
+  if (p.num_splits == 1) return {};
+  const int64_t rows = int64_t{num_tiles(p)} * p.num_splits * tile_rows;
+  return {.out = rows * head_dim, .softmax = 2 * 4 * rows, .arrivals = num_tiles(p)};  // four lanes store a row's state
+}
+
+// Backward: query rows and keys of a tile, keys that a warp takes of them, and how many tiles of rows are in shared
+// memory at a time. dK and dV of the keys, S^T and dP^T of both fill the registers of eight warps. (With 64 rows, head
+// dim 64 is 15 % slower on an H200.) The compact tiles are for GPUs with 99 KB of shared memory for a block.
+struct BwdTile {
+  int rows;
+  int keys;
+  int warp_keys;
+  int stages;
+};
+
+constexpr BwdTile bwd_tile(int head_dim, bool compact) {
+  if (head_dim <= 64) return {compact ? 64 : 128, 128, 32, 2};
+  if (head_dim <= 96) return {64, compact ? 64 : 128, 32, 2};
+  if (head_dim <= 128) return compact ? BwdTile{32, 64, 32, 2} : BwdTile{64, 128, 32, 2};
+  return compact ? BwdTile{32, 32, 16, head_dim <= 192 ? 2 : 1} : BwdTile{64, 64, 32, 2};
+}
+
+// Chooses p's plan and says how many elements of scratch it needs. In the deterministic mode the blocks that share the
+// keys of an entry and head are so few that the memory for their sums of dq stays linear in the sequence.
+inline int64_t plan_bwd(BwdParams& p, bool deterministic, int multiprocessors) {
+  const Problem& problem = p.problem;
+  const int head_dim = instance_head_dim(problem.head_dim);
+  const int64_t key_blocks = ceil_div(int64_t{problem.seqlen_k}, bwd_tile(head_dim, false).keys);
+  p.deterministic = deterministic;
+  p.num_parts = deterministic ? parts_for(int64_t{problem.batch} * problem.heads_k, key_blocks, multiprocessors) : 1;
+  const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
+  return p.num_parts * entries * problem.heads * problem.seqlen_q * head_dim;
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,106 @@
+// S_dmask, which return_attn_probs asks for: a pass of its own that computes the scores again, so that the forward
+// stays as it is. A block takes 64 query rows and walks blocks of 128 keys from the last to the first; the running
+// maximum advances at every `width` keys.
+#pragma once
+
+#include "common/launch.h"
+#include "flash_attn/fwd_sm80.cuh"
+
+namespace flash::flash_attn {
+
+template <typename T_, int kHeadDim_, int kWidth_>
+struct DmaskConfig {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_, kWidth = kWidth_;
+  static constexpr bool kPlain = false;
+  static constexpr int kRows = 64, kKeys = 128, kThreads = 128, kWarpRows = 16;
+};
+
+template <typename Config>
+struct DmaskShared {
+  SharedTile<typename Config::T, Config::kRows, Config::kHeadDim> q;
+  SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> k;
+};
+
+// Scores to exponentials relative to the running maximum, which takes kWidth columns at a time, from the right.
+template <int kWidth, int kRows, int kCols>
+__device__ void relate_to_running_max(Fragment<kRows, kCols>& s, float (&max)[kRows / 8]) {
+#pragma unroll
+  for (int end = kCols / 4; end > 0; end -= kWidth / 4) {
+#pragma unroll
+    for (int r = 0; r < kRows / 8; ++r) {
+      float block_max = -INFINITY;
+#pragma unroll
+      for (int c = end - kWidth / 4; c < end; ++c) block_max = fmaxf(block_max, s(r, c));
+      max[r] = fmaxf(max[r], quad_max(block_max));
+      const float shift = finite_or_zero(max[r]);
+#pragma unroll
+      for (int c = end - kWidth / 4; c < end; ++c) s(r, c) = ptx::exp2((s(r, c) - shift) * kLog2e);
+    }
+  }
+}
+
+// Writes a warp's part of the result, with the sign that says whether dropout keeps an element.
+template <typename Config>
+__device__ void store_dmask(const DmaskParams& p, const Scores<Config>& u, const Sequence& seq, const WorkTile& tile,
+                            int warp_row, int col0) {
+  using T = typename Config::T;
+  T* corner = static_cast<T*>(p.s_dmask) + (int64_t{tile.entry} * p.fwd.problem.heads + tile.head) * p.rows * p.cols;
+#pragma unroll
+  for (int r = 0; r < u.kLaneRows; ++r) {
+    const int row = tile.row0 + warp_row + u.row(r);
+    if (row >= min(seq.q.length, p.rows)) continue;
+#pragma unroll
+    for (int c = 0; c < u.kLaneCols; c += 2) {
+      const int col = col0 + u.col(c);
+      if (col >= min(seq.k.length, p.cols)) continue;
+      *reinterpret_cast<uint32_t*>(corner + int64_t{row} * p.cols + col) = ptx::pack<T>(u(r, c), u(r, c + 1));
+    }
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid_constant__ DmaskParams p) {
+  using T = typename Config::T;
+  auto& shared = shared_memory<DmaskShared<Config>>();
+  const WorkTile tile = work_tile<Config::kRows>(p.fwd);
+  const Sequence seq(p.fwd.problem, tile.entry);
+  const TileRows rows(p.fwd, seq, tile, Config::kRows);
+  if (rows.count <= 0) return;
+
+  const Mask mask(p.fwd.problem, seq);
+  const Interval seen = mask.keys_seen_by_any(rows.tokens()), blocks = blocks_of<Config::kKeys>(seen);
+  const int warp_row = warp_id() * Config::kWarpRows;
+  const auto keys = key_rows<Config>(p.fwd, p.fwd.k, seq, tile, seen);
+  const Dropout dropout(p.fwd.problem, tile.entry, tile.head);
+  load_tile<Config>(shared.q, query_rows<T>(p.fwd.q, seq, tile, rows), p.fwd, p.fwd.q.head_dim);
+  float max[Config::kWarpRows / 8];
+  for (float& m : max) m = -INFINITY;
+  for (int n = blocks.last; n >= blocks.first; --n) {
+    __syncthreads();  // nobody reads K(n + 1) any more
+    load_keys<Config>(shared.k, keys, p.fwd, p.fwd.k.head_dim, n * Config::kKeys - seen.first);
+    ptx::commit_copies();
+    ptx::wait_copies<0>();
+    __syncthreads();
+    Scores<Config> s;
+    s.fill(0);
+    gemm<Config::kHeadDim>(s, along_cols(shared.q, warp_row), along_cols(shared.k));
+    make_scores<Config>(s, p.fwd, mask, tile, rows, warp_row, n, /*cut=*/true);
+    relate_to_running_max<Config::kWidth>(s, max);
+    dropout.for_each_dropped(s, tile.row0 + warp_row, n * Config::kKeys, [&](int r, int c) { s(r, c) = -s(r, c); });
+    store_dmask<Config>(p, s, seq, tile, warp_row, n * Config::kKeys);
+  }
+}
+
+template <typename T, int kHeadDim, int kWidth>
+void run_dmask(const DmaskParams& params, cudaStream_t stream) {
+  using Config = DmaskConfig<T, kHeadDim, kWidth>;
+  DmaskParams p = params;
+  const Problem& problem = p.fwd.problem;
+  plan_tiles(p.fwd, problem.seqlen_q, Config::kRows);
+  const LaunchShape shape{
+      .grid = dim3(num_tiles(p.fwd)), .block = dim3(Config::kThreads), .shared_bytes = sizeof(DmaskShared<Config>)};
+  launch<dmask_kernel<Config>>(shape, p, stream);
+}
+
+}  // namespace flash::flash_attn

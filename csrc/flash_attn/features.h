@@ -1,0 +1,49 @@
+#pragma once
+
+#include <cstdint>
+
+#include "flash_attn/params.h"
+
+namespace flash::flash_attn {
+
+// What an instance of a kernel can do. Masks, lengths and head grouping cost the inner loop nothing and are in both.
+enum class Features {
+  kPlain,  // scores are scaled products, elements lie in aligned chunks of 16 bytes
+  kAll,    // also softcap, ALiBi, dropout, pages, and elements that lie anywhere
+};
+
+inline bool has_plain_scores(const Problem& p) {
+  return p.softcap == 0 && p.alibi_slopes == nullptr && p.rng_state == nullptr;
+}
+
+// Whether rows of x can be moved in aligned chunks of 16 bytes.
+template <typename Data>
+bool is_aligned(const TensorRef<Data>& x, int head_dim) {
+  const auto in_chunks = [](int64_t elements) { return elements % 8 == 0; };
+  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && in_chunks(x.batch) && in_chunks(x.seqlen) &&
+         in_chunks(x.heads) && x.head_dim == 1 && in_chunks(head_dim);
+}
+
+inline bool all_aligned(const FwdParams& p) {
+  const int head_dim = p.problem.head_dim;
+  return is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) && is_aligned(p.v, head_dim) &&
+         is_aligned(p.out, head_dim);
+}
+
+inline Features features_of(const FwdParams& p) {
+  const bool plain = has_plain_scores(p.problem) && p.aligned && p.pages.block_table == nullptr;
+  return plain ? Features::kPlain : Features::kAll;
+}
+
+inline bool all_aligned(const BwdParams& p) {
+  const int head_dim = p.problem.head_dim;
+  return is_aligned(p.dout, head_dim) && is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) &&
+         is_aligned(p.v, head_dim) && is_aligned(p.out, head_dim) && is_aligned(p.dq, head_dim) &&
+         is_aligned(p.dk, head_dim) && is_aligned(p.dv, head_dim);
+}
+
+inline Features features_of(const BwdParams& p) {
+  return has_plain_scores(p.problem) && p.aligned ? Features::kPlain : Features::kAll;
+}
+
+}  // namespace flash::flash_attn

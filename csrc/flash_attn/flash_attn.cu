@@ -1,0 +1,59 @@
+// The choice of instance.
+#include <stdexcept>
+
+#include "common/dispatch.h"
+#include "flash_attn/append.cuh"
+#include "flash_attn/config.h"
+#include "flash_attn/features.h"
+#include "flash_attn/instances.h"
+#include "flash_attn/launch.h"
+
+namespace flash::flash_attn {
+namespace {
+
+// fn(type, head dim of the instance), as constants.
+template <typename Fn>
+void dispatch_problem(const Problem& p, Fn&& fn) {
+  dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype, [&](auto kDType) {
+    dispatch_value<64, 96, 128, 192, 256>(instance_head_dim(p.head_dim), [&](auto kHeadDim) { fn(kDType, kHeadDim); });
+  });
+}
+
+template <typename Params>
+void run_built(void (*run)(const Params&, cudaStream_t), const Params& p, cudaStream_t stream) {
+  if (run == nullptr) throw std::runtime_error("this development build of flash_attn leaves out the instance needed");
+  run(p, stream);
+}
+
+}  // namespace
+
+void fwd(const FwdParams& p, cudaStream_t stream) {
+  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
+    dispatch_value<Features::kPlain, Features::kAll>(features_of(p), [&](auto kFeatures) {
+      using T = element_t<kDType>;
+      run_built(p.decode_warps > 0 ? run_decode<T, kHeadDim, kFeatures> : run_fwd<T, kHeadDim, kFeatures>, p, stream);
+    });
+  });
+}
+
+void bwd(const BwdParams& p, cudaStream_t stream) {
+  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
+    dispatch_value<Features::kPlain, Features::kAll>(
+        features_of(p), [&](auto kFeatures) { run_built(run_bwd<element_t<kDType>, kHeadDim, kFeatures>, p, stream); });
+  });
+}
+
+void dmask(const DmaskParams& p, cudaStream_t stream) {
+  dispatch_problem(p.fwd.problem, [&](auto kDType, auto kHeadDim) {
+    using T = element_t<kDType>;
+    if (dmask_width(p.fwd.problem.head_dim) == 128) return run_built(run_dmask<T, 64, 128>, p, stream);
+    run_built(run_dmask<T, kHeadDim, dmask_width(kHeadDim)>, p, stream);
+  });
+}
+
+void append(const AppendParams& p, cudaStream_t stream) {
+  dispatch_value<DType::kFloat16, DType::kBFloat16>(p.problem.dtype,
+                                                    [&](auto kDType) { run_append<element_t<kDType>>(p, stream); });
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,24 @@
+// Launches that are compiled one by one, from files that instances.py writes. They are weak because a development build
+// may leave some out.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "flash_attn/features.h"
+#include "flash_attn/params.h"
+
+namespace flash::flash_attn {
+
+template <typename T, int kHeadDim, Features kFeatures>
+[[gnu::weak]] void run_fwd(const FwdParams& p, cudaStream_t stream);
+
+template <typename T, int kHeadDim, Features kFeatures>
+[[gnu::weak]] void run_decode(const FwdParams& p, cudaStream_t stream);
+
+template <typename T, int kHeadDim, Features kFeatures>
+[[gnu::weak]] void run_bwd(const BwdParams& p, cudaStream_t stream);
+
+template <typename T, int kHeadDim, int kWidth>
+[[gnu::weak]] void run_dmask(const DmaskParams& p, cudaStream_t stream);
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,21 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "flash_attn/params.h"
+
+namespace flash::flash_attn {
+
+// On the current device. p has a plan (config.h) and the scratch that it asks for.
+void fwd(const FwdParams& p, cudaStream_t stream);
+
+// S_dmask of a forward with dropout.
+void dmask(const DmaskParams& p, cudaStream_t stream);
+
+// Puts new keys and values into a cache, and rotates them and the queries.
+void append(const AppendParams& p, cudaStream_t stream);
+
+// On the current device. p has a plan (config.h) and the scratch that it asks for.
+void bwd(const BwdParams& p, cudaStream_t stream);
+
+}  // namespace flash::flash_attn

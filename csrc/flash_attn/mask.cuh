@@ -1,0 +1,90 @@
+// The mask is an interval: row i sees the keys max(0, i + D - left) .. min(seqlen_k - 1, i + D + right), inclusive,
+// with D = seqlen_k - seqlen_q. Neither end moves back as i grows, so that first and last row of a tile bound all of
+// it.
+#pragma once
+
+#include <cmath>
+
+#include "flash_attn/params.h"
+#include "flash_attn/sequence.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash::flash_attn {
+
+// first .. last, both included; empty if last < first.
+struct Interval {
+  int first, last;
+
+  __device__ bool empty() const { return last < first; }
+  __device__ bool covers(const Interval& other) const { return first <= other.first && other.last <= last; }
+};
+
+__device__ inline Interval intersection(const Interval& a, const Interval& b) {
+  return {max(a.first, b.first), min(a.last, b.last)};
+}
+
+struct Mask {
+  int left, right;
+  int seqlen_q, seqlen_k;
+
+  __device__ Mask(const Problem& p, const Sequence& seq)
+      : left(p.window_left), right(p.window_right), seqlen_q(seq.q.length), seqlen_k(seq.k.length) {}
+
+  // The key that row 0 is aligned with.
+  __device__ int diagonal() const { return seqlen_k - seqlen_q; }
+
+  __device__ Interval keys_seen_by(int row) const {
+    const int own = row + diagonal();
+    return {max(0, own - left), min(seqlen_k - 1, own + right)};
+  }
+  __device__ Interval keys_seen_by_any(const Interval& rows) const {
+    return {keys_seen_by(rows.first).first, keys_seen_by(rows.last).last};
+  }
+  __device__ Interval keys_seen_by_all(const Interval& rows) const {
+    return {keys_seen_by(rows.last).first, keys_seen_by(rows.first).last};
+  }
+  __device__ Interval rows_that_see(int key) const {
+    return key < seqlen_k ? rows_that_see(Interval{key, key}) : Interval{0, -1};
+  }
+  // The rows that see some of the keys.
+  __device__ Interval rows_that_see(const Interval& keys) const {
+    return {max(0, keys.first - diagonal() - right), min(seqlen_q - 1, keys.last - diagonal() + left)};
+  }
+};
+
+// The blocks of kSize that an interval touches.
+template <int kSize>
+__device__ Interval blocks_of(const Interval& interval) {
+  if (interval.empty()) return {0, -1};
+  return {interval.first / kSize, interval.last / kSize};
+}
+
+template <int kSize>
+__device__ Interval interval_of(int block) {
+  return {block * kSize, block * kSize + kSize - 1};
+}
+
+// Writes `value` outside of interval(r), the columns that the lane's r-th row sees. Column 0 counts as col0.
+template <int kRows, int kCols, typename IntervalOf>
+__device__ void hide_outside(Fragment<kRows, kCols>& s, IntervalOf&& interval, int col0, float value) {
+#pragma unroll
+  for (int r = 0; r < kRows / 8; ++r) {
+    const Interval seen = interval(r);
+    const int first_col = col0 + s.col(0) - seen.first;
+    const unsigned count = max(0, seen.last - seen.first + 1);
+#pragma unroll
+    for (int c = 0; c < kCols / 4; ++c) {
+      const unsigned from_first = first_col + c / 2 * 8 + c % 2;
+      if (from_first >= count) s(r, c) = value;
+    }
+  }
+}
+
+// Writes `value` where a row does not see a key. rows[r] is the query row of the lane's r-th row; col0 is the key of
+// column 0.
+template <int kRows, int kCols>
+__device__ void hide(Fragment<kRows, kCols>& s, const Mask& mask, const int (&rows)[kRows / 8], int col0, float value) {
+  hide_outside(s, [&](int r) { return mask.keys_seen_by(rows[r]); }, col0, value);
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,133 @@
+// What the kernels are given. Sizes: batch entries, query rows per entry, keys per entry, query heads, key heads.
+#pragma once
+
+#include <cstdint>
+
+#include "common/divmod.h"
+#include "common/dtype.h"
+#include "common/tensor_ref.h"
+
+namespace flash::flash_attn {
+
+// A side of a window that has no end. Sequences are shorter than 2^30, so that sums with it do not overflow.
+constexpr int kUnbounded = (1 << 30) - 1;
+constexpr int kMaxSeqlen = 1 << 30;
+
+// What forward and backward share: shapes, where sequences lie, which keys a row sees, how scores are made.
+struct Problem {
+  DType dtype;
+  int batch;
+  int heads;
+  int heads_k;  // divides heads; query head h reads key head h / (heads / heads_k)
+  int head_dim;
+
+  int seqlen_q;             // rows of every entry; if packed, of all entries together
+  int seqlen_k;             // keys of every entry unless seqused_k says otherwise; if packed, of all entries together
+  int capacity_k;           // positions for keys that every entry has, used or not; no meaning if packed
+  const int* cu_seqlens_q;  // (batch + 1), where the entries of packed rows start; null if there is a batch dimension
+  const int* cu_seqlens_k;  // likewise; with pages, only its differences count
+  const int* seqused_k;     // (batch), how many keys of an entry are used; may be null
+  int appended_k;           // keys that are used in addition to seqused_k
+  const int* leftpad_k;     // (batch), how many of them are skipped at the start; may be null
+  const int* batch_index;   // (batch), the entry of k and v that an entry reads; may be null
+
+  int window_left;  // keys on either side of its own that a row sees, inclusive, or kUnbounded; causal is right = 0
+  int window_right;
+
+  float softmax_scale;        // positive
+  float softcap;              // 0: none
+  const float* alibi_slopes;  // (batch, heads); may be null
+  int64_t alibi_batch_stride;
+
+  const int64_t* rng_state;  // (2), seed and offset of dropout, on the device; null without dropout
+  int dropout_largest_kept;  // floor(255 (1 - p)): an element is kept if its random byte is at most this
+  float dropout_rescale;     // 1 / (1 - p)
+};
+
+// Keys and values in pages: position m of entry b is at [block_table[b, m / page_size], m % page_size].
+struct Pages {
+  const int* block_table;  // (batch, pages per entry); null if there are none
+  int64_t batch_stride;
+  Divisor page_size;
+};
+
+struct FwdParams {
+  Problem problem;
+  TensorRef<const void> q;  // (batch, seqlen_q, heads, head_dim); packed: (1, total_q, heads, head_dim)
+  TensorRef<const void> k;  // (batch, seqlen_k, heads_k, head_dim); packed likewise; or (pages, page_size, heads_k, ..)
+  TensorRef<const void> v;  // like k
+  Pages pages;
+  TensorRef<> out;     // like q
+  float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q)
+
+  bool aligned;  // whether all rows can be moved in chunks of 16 bytes
+
+  // The plan; see config.h.
+  Divisor packed_heads;  // query heads that are rows of one tile: 1, or heads / heads_k
+  Divisor head_groups;   // heads / packed_heads
+  Divisor slots;         // of tiles for a head (group), in a dense entry or in all packed ones
+  Divisor tiles;
+  int num_splits;  // parts into which the keys of an entry are cut at most
+  int least_blocks_per_split;
+  int decode_warps;        // of a block of decode_sm80.cuh; 0 for fwd_sm80.cuh
+  float* partial_out;      // scratch; unused if num_splits is 1
+  float* partial_softmax;  // likewise
+  int* arrivals;           // (tiles), zeros, before the launch and after it; likewise
+};
+
+// S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. m(i, j) is the largest score of row i in
+// the block of `width` keys that holds j and in all blocks to its right.
+struct DmaskParams {
+  FwdParams fwd;  // the forward that it belongs to
+  void* s_dmask;  // (batch, heads, rows, cols), zeros
+  int rows;
+  int cols;
+};
+
+// New keys and values on their way into a cache, and queries into a copy, rotated if there are tables.
+struct AppendParams {
+  Problem problem;  // its lengths are those after appending
+  int seqlen_new;
+  TensorRef<const void> q;
+  TensorRef<const void> k;  // (batch, seqlen_new, heads_k, head_dim)
+  TensorRef<const void> v;
+  TensorRef<> q_rotated;  // unused without tables
+  TensorRef<> k_cache;
+  TensorRef<> v_cache;
+  Pages pages;
+
+  const void* cos;  // (positions, rotary_dim / 2), adjacent columns; null if nothing is rotated
+  const void* sin;
+  DType table_dtype;
+  int positions;
+  int rotary_dim;
+  bool interleaved;      // pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
+  bool queries_advance;  // query i is at the position of the i-th new key, not of the first
+};
+
+struct BwdParams {
+  Problem problem;
+  TensorRef<const void> dout;  // like q
+  TensorRef<const void> q;     // as in FwdParams; so are k, v and out, but there are no pages
+  TensorRef<const void> k;
+  TensorRef<const void> v;
+  TensorRef<const void> out;
+  const float* softmax_lse;  // as in FwdParams
+  const float* dlse;         // its gradient; may be null
+  TensorRef<> dq;            // like q
+  TensorRef<> dk;            // like k
+  TensorRef<> dv;
+  float* softmax_d;  // row sums of dout * out - dlse, (batch, heads, seqlen_q rounded up to kRowSumsPad); packed:
+                     // (heads, total_q + kRowSumsPad * batch), entry b from cu_seqlens_q[b] + kRowSumsPad * b on
+
+  bool aligned;  // whether all rows can be moved in chunks of 16 bytes
+
+  // The plan; see config.h.
+  bool deterministic;
+  int num_parts;   // of the sums of dq: if deterministic, one for each block that works on the same rows, else 1
+  float* dq_sums;  // scratch: (num_parts, rows in the order of softmax_lse, head_dim of the instance)
+};
+
+constexpr int kRowSumsPad = 128;
+
+}  // namespace flash::flash_attn

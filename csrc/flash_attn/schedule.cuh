@@ -1,0 +1,82 @@
+// Which part of the problem a block works on.
+#pragma once
+
+#include "flash_attn/config.h"
+#include "flash_attn/mask.cuh"
+#include "flash_attn/params.h"
+#include "flash_attn/sequence.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash::flash_attn {
+
+// The entry of packed sequences that holds a slot; all lanes search together, 32 entries at a time. The slots of entry
+// b start at floor(start_b / tile_rows) + b, so that it has as many as its rows need, or one more, and no sum over
+// entries is needed.
+__device__ inline int entry_of_slot(const Problem& p, int slot, int rows_per_token, int tile_rows) {
+  int first = 0, count = p.batch + 1;  // it is one of these
+  while (count > 1) {
+    const int step = (count + 31) / 32, offset = lane_id() * step;
+    const int64_t start = offset < count ? __ldg(p.cu_seqlens_q + first + offset) * int64_t{rows_per_token} : 0;
+    const bool reached = offset < count && start / tile_rows + first + offset <= slot;
+    const int before = (__popc(__ballot_sync(~0u, reached)) - 1) * step;
+    first += before;
+    count = min(step, count - before);
+  }
+  return first;
+}
+
+// A tile of rows. A row is a token and one of `packed_heads` query heads that share a key head, heads fastest.
+struct WorkTile {
+  int entry;
+  int head;  // the first
+  int row0;
+  int split;
+  int index;  // of the tile among all, whatever the split
+};
+
+template <int kRows>
+__device__ WorkTile work_tile(const FwdParams& p) {
+  const int block = blockIdx.x;
+  const int split = p.tiles.divide(block), index = p.tiles.remainder(block, split);
+  const int outer = p.slots.divide(index), slot = p.slots.remainder(index, outer);
+  const int dense_entry = p.head_groups.divide(outer);
+  const int head = p.head_groups.remainder(outer, dense_entry) * p.packed_heads.value;
+  if (p.problem.cu_seqlens_q == nullptr) {
+    // The longest first: under a causal mask that is the last rows.
+    return {dense_entry, head, (static_cast<int>(p.slots.value) - 1 - slot) * kRows, split, index};
+  }
+  const int entry = entry_of_slot(p.problem, slot, p.packed_heads.value, kRows);
+  const int64_t start = __ldg(p.problem.cu_seqlens_q + entry) * int64_t{p.packed_heads.value};
+  return {entry, head, static_cast<int>(slot - start / kRows - entry) * kRows, split, index};
+}
+
+// The rows of a tile as tokens and heads.
+struct TileRows {
+  Divisor packed_heads;
+  int row0;
+  int count;  // of the tile's rows
+
+  __device__ TileRows(const FwdParams& p, const Sequence& seq, const WorkTile& tile, int tile_rows)
+      : packed_heads(p.packed_heads),
+        row0(tile.row0),
+        count(min(tile_rows, seq.q.length * static_cast<int>(p.packed_heads.value) - tile.row0)) {}
+
+  __device__ int token(int row) const { return packed_heads.divide(row0 + row); }
+  __device__ int head(int row) const { return packed_heads.remainder(row0 + row, token(row)); }
+  __device__ Interval tokens() const { return {token(0), token(count - 1)}; }
+};
+
+// The blocks of keys of one split, and how many splits there are.
+struct KeyBlocks {
+  Interval blocks;
+  int num_splits;
+
+  __device__ KeyBlocks(const Interval& all, int most_splits, int least_blocks, int split) {
+    const int count = all.last - all.first + 1;
+    const int share = max(least_blocks, (count + most_splits - 1) / most_splits);
+    num_splits = max(1, (count + share - 1) / share);
+    blocks = {all.first + split * share, min(all.first + (split + 1) * share - 1, all.last)};
+  }
+};
+
+}  // namespace flash::flash_attn

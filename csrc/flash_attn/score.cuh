@@ -1,0 +1,70 @@
+// From products to scores, and the derivative:
+//
+//   s = softmax_scale <q, k>;   s <- softcap tanh(s / softcap);   s <- s - slope |i + D - j|
+//
+// Plain instances leave the scale to the exponential: they keep <q, k>, and exp(s) is exp2(score_scale_log2 <q, k>).
+#pragma once
+
+#include <cmath>
+#include <numbers>
+
+#include "flash_attn/features.h"
+#include "flash_attn/params.h"
+#include "ptx/math.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash::flash_attn {
+
+constexpr float kLog2e = std::numbers::log2e_v<float>;
+constexpr float kLn2 = std::numbers::ln2_v<float>;
+
+// What the values that a kernel keeps as scores are multiplied with in exp2.
+template <Features kFeatures>
+__device__ float score_scale_log2(const Problem& p) {
+  return kFeatures == Features::kPlain ? p.softmax_scale * kLog2e : kLog2e;
+}
+
+// tanh to about 1e-7 absolutely; tanh.approx would be off by 5e-4 relatively, which softcap multiplies.
+__device__ inline float tanh(float x) { return 1 - 2 * ptx::reciprocal(1 + ptx::exp2(2 * kLog2e * x)); }
+
+// Products to scores, but for ALiBi.
+template <int kRows, int kCols>
+__device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p) {
+  const float inner = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale;
+#pragma unroll
+  for (int r = 0; r < kRows / 8; ++r) {
+#pragma unroll
+    for (int c = 0; c < kCols / 4; ++c) s(r, c) *= inner;
+  }
+  if (p.softcap == 0) return;
+#pragma unroll
+  for (int r = 0; r < kRows / 8; ++r) {
+#pragma unroll
+    for (int c = 0; c < kCols / 4; ++c) s(r, c) = p.softcap * tanh(s(r, c));
+  }
+}
+
+// The derivative of the cap, from its result.
+__device__ inline float cap_slope(float capped, float softcap) {
+  const float t = capped / softcap;
+  return 1 - t * t;
+}
+
+// The slope of a query head; 0 without ALiBi.
+__device__ inline float alibi_slope(const Problem& p, int entry, int head) {
+  return p.alibi_slopes ? __ldg(p.alibi_slopes + entry * p.alibi_batch_stride + head) : 0.f;
+}
+
+// ALiBi. own_keys[r] is i + D, the key that the lane's r-th row is aligned with.
+template <int kRows, int kCols>
+__device__ void subtract_distance(Fragment<kRows, kCols>& s, const float (&slopes)[kRows / 8],
+                                  const int (&own_keys)[kRows / 8], int col0) {
+#pragma unroll
+  for (int r = 0; r < kRows / 8; ++r) {
+    const float distance = own_keys[r] - col0 - s.col(0);
+#pragma unroll
+    for (int c = 0; c < kCols / 4; ++c) s(r, c) -= slopes[r] * fabsf(distance - (c / 2 * 8 + c % 2));
+  }
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,84 @@
+// Where the rows and keys of a batch entry lie. Kernels count rows and keys of an entry from 0; dense, packed, padded,
+// indexed and paged tensors differ only here.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "flash_attn/params.h"
+
+namespace flash::flash_attn {
+
+// `length` tokens of a tensor, at positions first, first + 1, .. of a batch row.
+struct Span {
+  int64_t batch;
+  int64_t first;
+  int length;
+};
+
+__device__ inline int length_at(const int* cu_seqlens, int entry) {
+  return max(0, __ldg(cu_seqlens + entry + 1) - __ldg(cu_seqlens + entry));
+}
+
+// Entry `batch` of packed rows are those after the last entry, which see no keys.
+__device__ inline Span query_span(const Problem& p, int entry) {
+  if (p.cu_seqlens_q == nullptr) return {entry, 0, p.seqlen_q};
+  if (entry == p.batch) {
+    const int first = __ldg(p.cu_seqlens_q + entry);
+    return {0, first, max(0, p.seqlen_q - first)};
+  }
+  return {0, __ldg(p.cu_seqlens_q + entry), length_at(p.cu_seqlens_q, entry)};
+}
+
+// With pages, the span's positions count from the start of the entry's first page.
+__device__ inline Span key_span(const Problem& p, int entry, bool paged = false) {
+  if (entry == p.batch) return {0, 0, 0};
+  const bool packed = p.cu_seqlens_k != nullptr;
+  const int room = packed ? length_at(p.cu_seqlens_k, entry) : p.capacity_k;
+  const int given = packed ? room : p.seqlen_k;
+  const int used = p.seqused_k ? __ldg(p.seqused_k + entry) + p.appended_k : given;
+  const int end = min(max(used, 0), room);
+  const int begin = p.leftpad_k ? min(max(__ldg(p.leftpad_k + entry), 0), end) : 0;
+  const int64_t batch = packed ? 0 : p.batch_index ? __ldg(p.batch_index + entry) : entry;
+  const int64_t start = packed && !paged ? __ldg(p.cu_seqlens_k + entry) : 0;
+  return {batch, start + begin, end - begin};
+}
+
+struct Sequence {
+  Span q, k;
+
+  __device__ Sequence(const Problem& p, int entry, bool paged = false)
+      : q(query_span(p, entry)), k(key_span(p, entry, paged)) {}
+
+  // The key that stands at row 0: the last row is aligned with the last key.
+  __device__ int diagonal() const { return k.length - q.length; }
+};
+
+// The last of `count` entries that starts at or before `position`; the first starts at 0, none before its predecessor.
+template <typename StartOf>
+__device__ int last_entry_from(int count, int64_t position, StartOf&& start_of) {
+  int entry = 0, end = count;
+  while (end - entry > 1) {
+    const int middle = entry + (end - entry) / 2;
+    (start_of(middle) <= position ? entry : end) = middle;
+  }
+  return entry;
+}
+
+// Address of the first token of a span, in the given head.
+template <typename T, typename Data>
+__device__ auto* first_token(const TensorRef<Data>& x, const Span& span, int head) {
+  using Element = std::conditional_t<std::is_const_v<Data>, const T, T>;
+  return static_cast<Element*>(x.data) + span.batch * x.batch + span.first * x.seqlen + int64_t{head} * x.heads;
+}
+
+// Index of row 0 of an entry in softmax_lse and its like, (batch, heads, seqlen_q) or packed (heads, total_q).
+__device__ inline int64_t row_index(const Problem& p, const Span& q, int head) {
+  return (q.batch * p.heads + head) * p.seqlen_q + q.first;
+}
+template <typename Data>
+__device__ Data* row_values(Data* values, const Problem& p, const Span& q, int head) {
+  return values + row_index(p, q, head);
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,88 @@
+// Blocks that work on the same rows with different keys merge what they have through global memory. Each stores its
+// state and takes a ticket; the last to arrive reads all of them, in order, so that the result does not depend on who
+// is last. Lanes store fragments as they hold them, since the lane that reads is the lane of the same rank.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_attn/params.h"
+#include "flash_attn/softmax.cuh"
+#include "ptx/sync.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash::flash_attn {
+
+// fn(r) for the lane's rows that exist; the warp's first row is row0 of `count`.
+template <int kRows, typename Fn>
+__device__ void for_each_row(int row0, int count, Fn&& fn) {
+#pragma unroll
+  for (int r = 0; r < kRows / 8; ++r) {
+    if (row0 + Fragment<kRows, 16>::row(r) < count) fn(r);
+  }
+}
+
+// The scratch of one split of one tile, for one thread of kThreads.
+template <int kThreads, int kRows, int kCols>
+struct PartialState {
+  static constexpr int kLaneRows = kRows / 8, kVectors = kCols / 16;  // of four columns
+  float4* out;
+  float2* softmax;
+
+  __device__ PartialState(const FwdParams& p, int64_t slot)
+      : out(reinterpret_cast<float4*>(p.partial_out) + slot * kLaneRows * kVectors * kThreads + threadIdx.x),
+        softmax(reinterpret_cast<float2*>(p.partial_softmax) + slot * kLaneRows * kThreads + threadIdx.x) {}
+
+  __device__ void store(int r, const Fragment<kRows, kCols>& o, const OnlineSoftmax<kRows>& state) const {
+    softmax[r * kThreads] = {state.max[r], state.sum[r]};
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      out[(r * kVectors + i) * kThreads] = {o(r, 4 * i), o(r, 4 * i + 1), o(r, 4 * i + 2), o(r, 4 * i + 3)};
+    }
+  }
+
+  // Adds what is stored to (o, state).
+  __device__ void merge_into(int r, Fragment<kRows, kCols>& o, OnlineSoftmax<kRows>& state) const {
+    const float2 other = __ldcg(softmax + r * kThreads);
+    const float max = fmaxf(state.max[r], other.x), shift = finite_or_zero(max) * state.scale_log2;
+    const float own_weight = ptx::exp2(state.max[r] * state.scale_log2 - shift);
+    const float other_weight = ptx::exp2(other.x * state.scale_log2 - shift);
+    state.max[r] = max;
+    state.sum[r] = state.sum[r] * own_weight + other.y * other_weight;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const float4 x = __ldcg(out + (r * kVectors + i) * kThreads);
+      o(r, 4 * i) = o(r, 4 * i) * own_weight + x.x * other_weight;
+      o(r, 4 * i + 1) = o(r, 4 * i + 1) * own_weight + x.y * other_weight;
+      o(r, 4 * i + 2) = o(r, 4 * i + 2) * own_weight + x.z * other_weight;
+      o(r, 4 * i + 3) = o(r, 4 * i + 3) * own_weight + x.w * other_weight;
+    }
+  }
+};
+
+// Whether this block is the last of `count` to arrive at a counter; what the others wrote before is then visible. The
+// last one leaves the counter as it was found, at 0.
+__device__ inline bool is_last_arrival(int* arrivals, int count) {
+  __syncthreads();
+  const bool last = __syncthreads_or(threadIdx.x == 0 && ptx::arrive(arrivals) == count - 1);
+  if (last && threadIdx.x == 0) *arrivals = 0;
+  return last;
+}
+
+// Merges the states of a tile's splits. Returns whether (o, state) now is the whole, which one of the blocks gets.
+template <int kThreads, int kRows, int kCols>
+__device__ bool merge_splits(const FwdParams& p, int64_t tile, int split, int num_splits, int row0, int count,
+                             Fragment<kRows, kCols>& o, OnlineSoftmax<kRows>& state) {
+  using State = PartialState<kThreads, kRows, kCols>;
+  const State own(p, tile * p.num_splits + split);
+  for_each_row<kRows>(row0, count, [&](int r) { own.store(r, o, state); });
+  if (!is_last_arrival(p.arrivals + tile, num_splits)) return false;
+  o.fill(0);
+  state = OnlineSoftmax<kRows>(state.scale_log2);
+  for (int other = 0; other < num_splits; ++other) {
+    const State stored(p, tile * p.num_splits + other);
+    for_each_row<kRows>(row0, count, [&](int r) { stored.merge_into(r, o, state); });
+  }
+  return true;
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,84 @@
+// Data movement: one function per instruction.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions
+#pragma once
+
+#include <cstdint>
+
+namespace flash::ptx {
+
+// Address in the shared window, which is what instructions on shared memory take.
+__device__ inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// 16 bytes from global to shared memory, both aligned, without passing through registers; zeros if not `valid`, and
+// then nothing is read.
+__device__ inline void copy_async(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
+               : "memory");
+}
+
+// The same for 4 bytes.
+__device__ inline void copy_word_async(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
+               : "memory");
+}
+
+// Closes the group of the copies that this thread has started since the last one.
+__device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most kPending of this thread's groups, the newest, are unfinished.
+template <int kPending>
+__device__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+__device__ inline uint32_t load_word(uint32_t shared) {
+  uint32_t word;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(shared) : "memory");
+  return word;
+}
+
+__device__ inline void store_word(uint32_t shared, uint32_t word) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements. Lanes 8i .. 8i + 7 give the addresses of the rows of matrix i; register i then
+// holds its elements (lane / 4, 2 (lane % 4) + {0, 1}).
+__device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The same, each matrix transposed.
+__device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address)
+               : "memory");
+}
+
+// The 8x8 matrix of 16-bit elements of which each lane holds elements (lane / 4, 2 (lane % 4) + {0, 1}), transposed.
+__device__ inline uint32_t transpose_matrix(uint32_t r) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(r));
+  return transposed;
+}
+
+// Adds four adjacent floats, aligned to 16 bytes, to global memory, each atomically.
+__device__ inline void add_global(float* address, float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d)
+               : "memory");
+#else
+  const float values[4] = {a, b, c, d};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(address + i), "f"(values[i]) : "memory");
+  }
+#endif
+}
+
+}  // namespace flash::ptx

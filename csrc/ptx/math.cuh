@@ -1,0 +1,71 @@
+// Approximate arithmetic of the special function unit, and packing of 16-bit pairs.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace flash::ptx {
+
+// 2^x to 2 ulp; results below 2^-126 are 0, and exp2(-inf) is 0.
+__device__ inline float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// log2(x); -inf for 0.
+__device__ inline float log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x to 1 ulp.
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two fp32 values, rounded to T, as the low and the high half of a register.
+template <typename T>
+__device__ uint32_t pack(float low, float high) {
+  uint32_t packed;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+// The two halves of a register, widened to fp32.
+template <typename T>
+__device__ float2 unpack(uint32_t packed) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half22float2(reinterpret_cast<const __half2&>(packed));
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    return {__uint_as_float(packed << 16), __uint_as_float(packed & 0xFFFF0000u)};
+  }
+}
+
+// Both halves, where negative, replaced by 0; NaN stays NaN.
+template <typename T>
+__device__ uint32_t clamp_below(uint32_t packed) {
+  uint32_t clamped;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("max.NaN.f16x2 %0, %1, %2;" : "=r"(clamped) : "r"(packed), "r"(0));
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(clamped) : "r"(packed), "r"(0));
+  }
+  return clamped;
+}
+
+}  // namespace flash::ptx

@@ -1,0 +1,80 @@
+// Matrices of a warp in registers, in the layout of mma.m16n8k16 (ptx/mma.cuh).
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/math.cuh"
+
+namespace flash {
+
+__device__ inline int lane_id() { return threadIdx.x % 32; }
+__device__ inline int warp_id() { return threadIdx.x / 32; }
+
+// kRows x kCols fp32 values, accumulators of products. A lane holds kLaneRows rows x kLaneCols columns of it: element
+// (r, c) of the lane is element (row(r), col(c)) of the matrix. The four lanes of a quad share rows.
+template <int kRows_, int kCols_>
+struct Fragment {
+  static constexpr int kRows = kRows_, kCols = kCols_;
+  static constexpr int kSlabs = kRows / 16, kTiles = kCols / 8;
+  static constexpr int kLaneRows = kRows / 8, kLaneCols = kCols / 4;
+  static_assert(kRows % 16 == 0 && kCols % 16 == 0);
+
+  float values[kSlabs][kTiles][4];
+
+  __device__ float& operator()(int r, int c) { return values[r / 2][c / 2][r % 2 * 2 + c % 2]; }
+  __device__ const float& operator()(int r, int c) const { return values[r / 2][c / 2][r % 2 * 2 + c % 2]; }
+
+  __device__ static int row(int r) { return 8 * r + lane_id() / 4; }
+  __device__ static int col(int c) { return c / 2 * 8 + c % 2 + lane_id() % 4 * 2; }
+
+  __device__ void fill(float value) {
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kLaneCols; ++c) (*this)(r, c) = value;
+    }
+  }
+
+  __device__ void scale_rows(const float (&factors)[kLaneRows]) {
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kLaneCols; ++c) (*this)(r, c) *= factors[r];
+    }
+  }
+};
+
+// kRows x kCols 16-bit elements as left operand of a product that contracts the columns.
+template <typename T_, int kRows_, int kCols_>
+struct PackedFragment {
+  using T = T_;
+  static constexpr int kRows = kRows_, kCols = kCols_;
+  uint32_t values[kRows / 16][kCols / 16][4];
+
+  // Elements (r, 2 i) and (r, 2 i + 1) of the lane, counted as in a Fragment.
+  __device__ uint32_t& pair(int r, int i) { return values[r / 2][i / 2][i % 2 * 2 + r % 2]; }
+  __device__ uint32_t pair(int r, int i) const { return values[r / 2][i / 2][i % 2 * 2 + r % 2]; }
+
+  __device__ void load(uint32_t (&a)[4], int slab, int step) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[i] = values[slab][step][i];
+  }
+};
+
+// Rounds to T. The layouts match, so that no element changes its lane.
+template <typename T, int kRows, int kCols>
+__device__ PackedFragment<T, kRows, kCols> pack(const Fragment<kRows, kCols>& fragment) {
+  PackedFragment<T, kRows, kCols> packed;
+#pragma unroll
+  for (int slab = 0; slab < kRows / 16; ++slab) {
+#pragma unroll
+    for (int tile = 0; tile < kCols / 8; ++tile) {
+      const auto& c = fragment.values[slab][tile];
+      packed.values[slab][tile / 2][tile % 2 * 2] = ptx::pack<T>(c[0], c[1]);
+      packed.values[slab][tile / 2][tile % 2 * 2 + 1] = ptx::pack<T>(c[2], c[3]);
+    }
+  }
+  return packed;
+}
+
+}  // namespace flash

@@ -1,0 +1,16 @@
+#pragma once
+
+namespace flash {
+
+// Over the four lanes of a quad, which share the rows of a Fragment.
+__device__ inline float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ inline float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+}  // namespace flash

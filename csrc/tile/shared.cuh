@@ -1,0 +1,50 @@
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/copy.cuh"
+
+namespace flash {
+
+// kRows x kCols 16-bit elements in shared memory, cut into pages of 64 columns (32 if kCols is no multiple of 64), one
+// page after the other. Within a page the 16-byte chunks of a row are permuted by an exclusive or with its number, so
+// that the same chunk of eight neighbouring rows lies in eight different bank groups: copies by row and matrix loads
+// by row or by column are free of conflicts. It is the image that tensor copies with 128- or 64-byte swizzle produce.
+template <typename T_, int kRows_, int kCols_>
+struct alignas(1024) SharedTile {
+  using T = T_;
+  static constexpr int kRows = kRows_, kCols = kCols_;
+  static constexpr int kChunk = 8;  // elements in 16 bytes
+  static constexpr int kPageCols = kCols % 64 == 0 ? 64 : 32;
+  static constexpr int kPages = kCols / kPageCols;
+  static constexpr int kPageChunks = kPageCols / kChunk;
+  static constexpr int kRowBytes = kPageCols * sizeof(T);  // within a page
+  static_assert(sizeof(T) == 2 && kCols % 32 == 0 && kRows % 8 == 0);
+
+  T data[kRows * kCols];
+
+  // In bytes, of the chunk that holds columns 8 chunk .. 8 chunk + 7 of `row`. It is linear in multiples of 8 rows and
+  // in pages (`distance`), and moving by an even number of chunks within a page is an exclusive or (`flip`).
+  __device__ static constexpr int offset(int row, int chunk) {
+    const int swizzle = kPageChunks == 8 ? row & 7 : (row >> 1) & 3;
+    return (chunk / kPageChunks * kRows + row) * kRowBytes + (((chunk % kPageChunks) ^ swizzle) * 16);
+  }
+
+  __device__ static constexpr int distance(int rows, int pages) { return (pages * kRows + rows) * kRowBytes; }
+  __device__ static constexpr int flip(int chunks) { return chunks % kPageChunks * 16; }
+
+  __device__ uint32_t address(int row, int chunk) const { return ptx::shared_address(data) + offset(row, chunk); }
+
+  __device__ T* chunk(int row, int chunk) {
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(data) + offset(row, chunk));
+  }
+};
+
+// The block's dynamic shared memory as one struct.
+template <typename Shared>
+__device__ Shared& shared_memory() {
+  extern __shared__ __align__(1024) char bytes[];
+  return *reinterpret_cast<Shared*>(bytes);
+}
+
+}  // namespace flash
