@@ -11,7 +11,7 @@ WORKERS ?= 2
 VENV := .venv
 RUN := $(VENV)/bin/python
 SOURCES := $(shell find csrc -type f -not -name '*.pyc' 2>/dev/null)
-CUDA_FILES := $(filter %.cu %.cuh %.h %.cpp,$(SOURCES))
+CUDA_FILES := $(filter %.cu %.cuh %.h %.cpp,$(SOURCES) $(shell find tests -type f))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:

@@ -1,0 +1,81 @@
+// What test_config.py and tile/test_common.py call of csrc's host code; needs neither CUDA nor a GPU.
+#include <algorithm>
+#include <cstdint>
+#include <initializer_list>
+
+#include "common/divmod.h"
+#include "flash_attn/config.h"
+#include "flash_attn/features.h"
+#include "flash_attn/params.h"
+#include "probe.h"
+
+namespace flash::flash_attn {
+namespace {
+
+// Each function that writes numbers returns null, or the text of its error.
+const char* answer(int64_t* target, std::initializer_list<int64_t> numbers) {
+  std::ranges::copy(numbers, target);
+  return nullptr;
+}
+
+}  // namespace
+
+extern "C" {
+
+int find_instance_head_dim(int head_dim) { return instance_head_dim(head_dim); }
+
+int find_dmask_width(int head_dim) { return dmask_width(head_dim); }
+
+// tile: rows, keys, warps.
+const char* find_fwd_tile(int head_dim, bool plain, int64_t* tile) {
+  const TileSize found = fwd_tile(head_dim, plain ? Features::kPlain : Features::kAll);
+  return answer(tile, {found.rows, found.keys, found.warps});
+}
+
+int find_splits(int64_t tiles, int64_t key_blocks, int places) { return splits_for(tiles, key_blocks, places); }
+
+// sizes: bytes of shared memory of a warp, warps of a block that has shared_bytes.
+const char* find_decode_sizes(int head_dim, int shared_bytes, int64_t* sizes) {
+  return answer(sizes, {decode_bytes_per_warp(head_dim), decode_warps(head_dim, shared_bytes)});
+}
+
+// The fields that plan_fwd reads, by name as in params.h and config.h.
+struct FwdProblem {
+  int64_t batch, heads, heads_k, head_dim, seqlen_q, packed_q, ragged_k, dropout, plain;
+  int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes;
+};
+
+// plan: decode_warps, packed_heads, slots, tiles, num_splits, least_blocks_per_split and the three sizes of scratch.
+const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
+  static const int any_int[] = {0};
+  static const int64_t any_state[] = {0, 0};
+  FwdParams p{};
+  p.problem.batch = problem->batch;
+  p.problem.heads = problem->heads;
+  p.problem.heads_k = problem->heads_k;
+  p.problem.head_dim = problem->head_dim;
+  p.problem.seqlen_q = problem->seqlen_q;
+  p.problem.cu_seqlens_q = problem->packed_q ? any_int : nullptr;
+  p.problem.seqused_k = problem->ragged_k ? any_int : nullptr;
+  p.problem.rng_state = problem->dropout ? any_state : nullptr;
+  p.aligned = problem->plain;
+  const FwdHints hints{.longest_q = problem->longest_q,
+                       .longest_k = problem->longest_k,
+                       .num_splits = static_cast<int>(problem->num_splits),
+                       .multiprocessors = static_cast<int>(problem->multiprocessors),
+                       .shared_bytes = static_cast<int>(problem->shared_bytes)};
+  return error_of([&] {
+    const FwdScratch scratch = plan_fwd(p, hints);
+    answer(plan, {p.decode_warps, p.packed_heads.value, p.slots, p.tiles, p.num_splits, p.least_blocks_per_split,
+                  scratch.out, scratch.softmax, scratch.arrivals});
+  });
+}
+
+// constants: multiplier, shift.
+const char* find_divisor(int divisor, int64_t* constants) {
+  const Divisor found(divisor);
+  return answer(constants, {found.multiplier, found.shift});
+}
+
+}  // extern "C"
+}  // namespace flash::flash_attn

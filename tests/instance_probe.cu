@@ -1,0 +1,56 @@
+// What test_config.py asks about the instances of kernels: bytes of shared memory and threads. It needs nvcc, but no
+// GPU. Functions return null, or the text of their error.
+#include <cstdint>
+
+#include "common/dispatch.h"
+#include "flash_attn/config.h"
+#include "flash_attn/decode_sm80.cuh"
+#include "flash_attn/dmask_sm80.cuh"
+#include "flash_attn/features.h"
+#include "flash_attn/fwd_sm80.cuh"
+#include "probe.h"
+
+namespace flash::flash_attn {
+namespace {
+
+template <typename Fn>
+const char* for_head_dim(int head_dim, Fn&& fn) {
+  return error_of([&] { dispatch_value<64, 96, 128, 192, 256>(head_dim, fn); });
+}
+
+template <typename Config, typename Shared>
+void answer(int64_t* sizes) {
+  sizes[0] = sizeof(Shared), sizes[1] = Config::kThreads;
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* find_fwd_sizes(int head_dim, bool plain, int64_t* sizes) {
+  return for_head_dim(head_dim, [&](auto kHeadDim) {
+    const auto features = plain ? Features::kPlain : Features::kAll;
+    dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
+      using Config = FwdConfig<__nv_bfloat16, kHeadDim, kFeatures>;
+      answer<Config, FwdShared<Config>>(sizes);
+    });
+  });
+}
+
+const char* find_dmask_sizes(int head_dim, int64_t* sizes) {
+  return for_head_dim(head_dim, [&](auto kHeadDim) {
+    using Config = DmaskConfig<__nv_bfloat16, kHeadDim, dmask_width(kHeadDim)>;
+    answer<Config, DmaskShared<Config>>(sizes);
+  });
+}
+
+// Of a warp.
+const char* find_decode_sizes(int head_dim, int64_t* sizes) {
+  return for_head_dim(head_dim, [&](auto kHeadDim) {
+    using Config = DecodeConfig<__nv_bfloat16, kHeadDim, Features::kAll>;
+    answer<Config, DecodeRing<Config>>(sizes);
+  });
+}
+
+}  // extern "C"
+}  // namespace flash::flash_attn

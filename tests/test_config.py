@@ -1,0 +1,250 @@
+"""csrc/flash_attn/config.h, pure host code: tiles fit every GPU, plans cover their problem, instances exist."""
+
+import dataclasses
+import itertools
+import math
+import pathlib
+import random
+import runpy
+import typing
+
+import native
+import pytest
+import torch
+
+from flash_attn._ops import flash_attn as ops
+
+HERE = pathlib.Path(__file__).parent
+pytestmark = pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
+
+HEAD_DIMS = (64, 96, 128, 192, 256)
+# Of a block, by compute capability; fwd and dmask have the same tiles on all of them.
+SHARED_BYTES = {"8.0": 163 * 1024, "8.6, 8.9, 12.0": 99 * 1024, "9.0, 10.0": 227 * 1024}
+STATIC_SHARED_BYTES = 4096  # that decoding leaves for what it declares in the kernel
+
+
+@pytest.fixture(scope="module")
+def host():
+    return native.library(HERE / "host_probe.cpp", native.HOST)
+
+
+@pytest.fixture(scope="module")
+def instances():
+    return native.library(HERE / "instance_probe.cu", native.CUDA)
+
+
+def numbers(library, count, name, *args):
+    """The `count` numbers that a function writes to its last argument."""
+    found = torch.zeros(count, dtype=torch.int64)
+    library.run(name, *args, found)
+    return found.tolist()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Instances
+
+
+def test_every_head_dim_has_an_instance(host):
+    for head_dim in range(1, 257):
+        expected = min(built for built in HEAD_DIMS if built >= head_dim)
+        assert host.call("find_instance_head_dim", head_dim) == expected
+    assert host.call("find_instance_head_dim", 257) == 0
+
+
+def test_widths_of_s_dmask(host):
+    """As callers know them, and with an instance for each."""
+    table = runpy.run_path(native.CSRC / "instances.py")
+    assert table["HEAD_DIMS"] == HEAD_DIMS
+    for head_dim in range(1, 257):
+        width, instance = host.call("find_dmask_width", head_dim), host.call("find_instance_head_dim", head_dim)
+        assert width == ops.block_size_n(head_dim, True)
+        assert (instance, width) in table["DMASK_WIDTHS"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tiles
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tile_is_whole_fragments(host, head_dim, plain):
+    rows, keys, warps = numbers(host, 3, "find_fwd_tile", head_dim, plain)
+    assert rows % (16 * warps) == 0
+    assert keys % (16 if plain else 32) == 0  # random bits come for 32 keys at a time
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_accumulators_fit_the_registers(host, head_dim, plain):
+    """Scores and output of a warp, beside the operands."""
+    rows, keys, warps = numbers(host, 3, "find_fwd_tile", head_dim, plain)
+    assert rows // warps * (keys + head_dim) / 32 <= 192
+
+
+@pytest.mark.parametrize("kernel, options", [("fwd", (True,)), ("fwd", (False,)), ("dmask", ())])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_blocks_fit_every_gpu(instances, head_dim, kernel, options):
+    shared_bytes, threads = numbers(instances, 2, f"find_{kernel}_sizes", head_dim, *options)
+    assert shared_bytes <= min(SHARED_BYTES.values())
+    assert threads <= 1024
+
+
+@pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values(), ids=SHARED_BYTES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_decoding_blocks_fit(host, instances, head_dim, shared_bytes):
+    estimate, warps = numbers(host, 2, "find_decode_sizes", head_dim, shared_bytes)
+    warp_bytes, _ = numbers(instances, 2, "find_decode_sizes", head_dim)
+    assert warp_bytes == estimate
+    assert warps in (1, 2, 4, 8)
+    assert warps * warp_bytes + STATIC_SHARED_BYTES <= shared_bytes
+    assert warps == 8 or 2 * warps * warp_bytes + STATIC_SHARED_BYTES > shared_bytes
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plans
+
+
+def test_splits_keep_the_gpu_busy(host):
+    """At least 85 % as well as any number would; not split where tiles alone nearly fill it."""
+
+    def busy(tiles, splits, places):
+        waves = tiles * splits / places
+        return waves / math.ceil(waves)
+
+    for tiles, key_blocks, places in itertools.product((1, 2, 7, 32, 100, 131, 264), (0, 1, 3, 64, 4096), (108, 264)):
+        splits = host.call("find_splits", tiles, key_blocks, places)
+        most = min(128, places, max(key_blocks, 1))
+        assert 1 <= splits <= most
+        if tiles >= 0.8 * places:
+            assert splits == 1
+        else:
+            assert busy(tiles, splits, places) >= 0.85 * max(busy(tiles, i, places) for i in range(1, most + 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """As FwdProblem in host_probe.cpp, field by field."""
+
+    batch: int = 2
+    heads: int = 8
+    heads_k: int = 2
+    head_dim: int = 128
+    seqlen_q: int = 1000
+    packed_q: bool = False
+    ragged_k: bool = False
+    dropout: bool = False
+    plain: bool = True
+    longest_q: int = 1000
+    longest_k: int = 1000
+    num_splits: int = 0
+    multiprocessors: int = 132
+    shared_bytes: int = 227 * 1024
+
+    @property
+    def group(self):
+        return self.heads // self.heads_k
+
+
+class Plan(typing.NamedTuple):
+    decode_warps: int
+    packed_heads: int
+    slots: int
+    tiles: int
+    num_splits: int
+    least_blocks_per_split: int
+    scratch_out: int
+    scratch_softmax: int
+    scratch_arrivals: int
+
+
+def plan_of(host, problem):
+    fields = torch.tensor([int(field) for field in dataclasses.astuple(problem)])
+    return Plan(*numbers(host, 9, "find_fwd_plan", fields))
+
+
+def tile_rows(host, problem, plan):
+    return 16 if plan.decode_warps else numbers(host, 3, "find_fwd_tile", problem.head_dim, problem.plain)[0]
+
+
+def problems(count):
+    """Random ones, among them those of decoding."""
+    draw = random.Random(0)
+    for _ in range(count):
+        dropout, packed = draw.random() < 0.2, draw.random() < 0.5
+        heads_k, seqlen_q = draw.choice((1, 2, 8)), draw.choice((1, 2, 17, 128, 1000, 100_000))
+        yield Problem(
+            batch=draw.choice((1, 2, 5, 64)),
+            heads=heads_k * draw.choice((1, 3, 4, 16)),
+            heads_k=heads_k,
+            head_dim=draw.choice(HEAD_DIMS),
+            seqlen_q=seqlen_q,
+            packed_q=packed,
+            ragged_k=draw.random() < 0.5,
+            dropout=dropout,
+            plain=not dropout and draw.random() < 0.5,
+            longest_q=draw.randint(1, seqlen_q) if packed else seqlen_q,
+            longest_k=draw.choice((0, 1, 100, 5000, 1_000_000)),
+            num_splits=draw.choice((0, 0, 1, 3, 128)),
+            multiprocessors=draw.choice((46, 108, 132)),
+            shared_bytes=draw.choice(list(SHARED_BYTES.values())),
+        )
+
+
+def slots_needed(problem, rows, group, lengths):
+    """Slots up to the last one that holds a row, of entries that start at floor(start / rows) + entry.
+
+    No entry may reach into the slots of the next one. Tokens after the last entry count as one more.
+    """
+    end = start = 0
+    for entry, length in enumerate([*lengths, problem.seqlen_q - sum(lengths)]):
+        first = start * group // rows + entry
+        assert first >= end
+        end = first + -(-length * group // rows)
+        start += length
+    return end
+
+
+def test_slots_cover_all_rows(host):
+    draw = random.Random(1)
+    for problem in problems(300):
+        plan = plan_of(host, problem)
+        rows = tile_rows(host, problem, plan)
+        assert plan.packed_heads in ((1,) if problem.dropout else (1, problem.group))
+        entries = 1 if problem.packed_q else problem.batch
+        assert plan.tiles == plan.slots * entries * problem.heads // plan.packed_heads
+        if not problem.packed_q:
+            assert plan.slots == -(-problem.seqlen_q * plan.packed_heads // rows)
+            continue
+        for total in (problem.seqlen_q, draw.randint(0, problem.seqlen_q)):
+            cuts = sorted(draw.choices(range(total + 1), k=problem.batch - 1))
+            lengths = [b - a for a, b in itertools.pairwise([0, *cuts, total])]
+            assert slots_needed(problem, rows, plan.packed_heads, lengths) <= plan.slots
+
+
+def test_decoding_packs_all_rows_into_one_tile(host):
+    for problem in problems(300):
+        plan = plan_of(host, problem)
+        fits = problem.longest_q * problem.group <= 16 and not problem.dropout
+        assert (plan.decode_warps > 0) == fits
+        if fits and problem.group > 1:
+            assert plan.packed_heads == problem.group
+
+
+def test_splits_and_their_scratch(host):
+    for problem in problems(300):
+        plan = plan_of(host, problem)
+        assert 1 <= plan.num_splits <= 128
+        assert plan.least_blocks_per_split >= 1
+        assert problem.num_splits == 0 or plan.num_splits <= problem.num_splits
+        partial_rows = plan.tiles * plan.num_splits * tile_rows(host, problem, plan) * (plan.num_splits > 1)
+        assert plan.scratch_out == partial_rows * problem.head_dim
+        assert plan.scratch_softmax == partial_rows * 8  # four lanes keep a maximum and a sum of each row
+        assert plan.scratch_arrivals == plan.tiles * (plan.num_splits > 1)
+
+
+def test_tiles_are_counted_in_32_bits(host):
+    huge = Problem(batch=2**20, heads=64, heads_k=1, seqlen_q=2**20, longest_q=2**20)
+    with pytest.raises(RuntimeError, match="q has too many rows and heads for one launch"):
+        plan_of(host, huge)
+    plan = plan_of(host, dataclasses.replace(huge, batch=2**11, seqlen_q=2**20, longest_k=2**20, num_splits=128))
+    assert plan.tiles * plan.num_splits < 2**31

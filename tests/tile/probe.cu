@@ -1,0 +1,522 @@
+// What test_tile.py and test_common.py call: a function runs one operation of csrc/tile (and with it of csrc/ptx) or
+// of csrc/common, on the default stream. Those that launch return null, or the text of the error.
+#include <cstdint>
+#include <string>
+
+#include "../probe.h"
+#include "common/check.h"
+#include "common/device.h"
+#include "common/dispatch.h"
+#include "common/divmod.h"
+#include "common/dtype.h"
+#include "common/launch.h"
+#include "flash_attn/dropout.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/math.cuh"
+#include "tile/fragment.cuh"
+#include "tile/gemm.cuh"
+#include "tile/load.cuh"
+#include "tile/philox.cuh"
+#include "tile/reduce.cuh"
+#include "tile/rotate.cuh"
+#include "tile/shared.cuh"
+#include "tile/vec.cuh"
+
+namespace flash {
+namespace {
+
+template <typename Fn>
+void dispatch_half(int dtype, Fn&& fn) {
+  dispatch_value<DType::kFloat16, DType::kBFloat16>(static_cast<DType>(dtype), fn);
+}
+
+template <typename Fn>
+void dispatch_dtype(int dtype, Fn&& fn) {
+  dispatch_value<DType::kFloat32, DType::kFloat16, DType::kBFloat16>(static_cast<DType>(dtype), fn);
+}
+
+__device__ int64_t thread_id() { return int64_t{blockIdx.x} * blockDim.x + threadIdx.x; }
+
+// One thread for each of `count` elements.
+template <auto kKernel, typename Params>
+void launch_flat(const Params& p) {
+  launch<kKernel>({.grid = dim3(static_cast<unsigned>(ceil_div(p.count, 256))), .block = dim3(256)}, p, nullptr);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Elements
+
+struct Elementwise {
+  const void* x;
+  void* y;
+  int64_t count;
+};
+
+// `count` accesses of kSize elements.
+template <typename From, typename To, int kSize>
+__global__ void convert_kernel(const __grid_constant__ Elementwise p) {
+  if (thread_id() >= p.count) return;
+  float wide[kSize];
+  widen(wide, load<kSize>(static_cast<const From*>(p.x) + thread_id() * kSize));
+  store(static_cast<To*>(p.y) + thread_id() * kSize, narrow<To>(wide));
+}
+
+// `count` pairs.
+template <typename T>
+__global__ void pack_kernel(const __grid_constant__ Elementwise p) {
+  if (thread_id() >= p.count) return;
+  const float* x = static_cast<const float*>(p.x) + 2 * thread_id();
+  static_cast<uint32_t*>(p.y)[thread_id()] = ptx::pack<T>(x[0], x[1]);
+}
+
+enum class Function { kExp2, kLog2, kReciprocal };
+
+template <Function kFunction>
+__global__ void function_kernel(const __grid_constant__ Elementwise p) {
+  if (thread_id() >= p.count) return;
+  const float x = static_cast<const float*>(p.x)[thread_id()];
+  float& y = static_cast<float*>(p.y)[thread_id()];
+  if constexpr (kFunction == Function::kExp2) y = ptx::exp2(x);
+  if constexpr (kFunction == Function::kLog2) y = ptx::log2(x);
+  if constexpr (kFunction == Function::kReciprocal) y = ptx::reciprocal(x);
+}
+
+struct Division {
+  Divisor divisor;
+  const int* n;
+  int* quotients;
+  int* remainders;
+  int64_t count;
+};
+
+__global__ void divide_kernel(const __grid_constant__ Division p) {
+  if (thread_id() >= p.count) return;
+  const int n = p.n[thread_id()], quotient = p.divisor.divide(n);
+  p.quotients[thread_id()] = quotient;
+  p.remainders[thread_id()] = p.divisor.remainder(n, quotient);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Rotation: rows of 16 channels and 8 angles
+
+constexpr int kAngles = 8;
+
+struct Rotation {
+  const float* x;
+  const float* cos;
+  const float* sin;
+  float* y;
+  int64_t count;
+};
+
+__device__ void load_row(float (&row)[kAngles], const float* x) {
+  for (int i = 0; i < kAngles; ++i) row[i] = x[thread_id() * kAngles + i];
+}
+
+template <bool kInterleaved>
+__global__ void rotate_kernel(const __grid_constant__ Rotation p) {
+  if (thread_id() >= p.count) return;
+  float low[kAngles], high[kAngles], cos[kAngles], sin[kAngles];
+  load_row(cos, p.cos);
+  load_row(sin, p.sin);
+  load_row(low, p.x + thread_id() * kAngles);
+  load_row(high, p.x + (thread_id() + 1) * kAngles);
+  if constexpr (kInterleaved) {
+    rotate_interleaved(low, cos, sin, 0);
+    rotate_interleaved(high, cos, sin, kAngles / 2);
+  } else {
+    rotate_halves(low, high, cos, sin);
+  }
+  float* y = p.y + 2 * thread_id() * kAngles;
+  for (int i = 0; i < kAngles; ++i) y[i] = low[i], y[kAngles + i] = high[i];
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Tiles of 128 rows, by eight warps
+
+constexpr int kTileRows = 128, kTileThreads = 256, kWarpRows = 16;
+
+struct Copy {
+  void* image;  // the tile's shared memory as it is
+  const float* values;
+  void* rows;  // address of the one where the cursor stands
+  int64_t stride;
+  int row, count, cols;
+  int64_t step;
+  bool scattered;
+};
+
+template <typename Tile>
+__device__ void dump(const Tile& tile, void* image) {
+  __syncthreads();
+  for (int i = threadIdx.x; i < Tile::kRows * Tile::kCols; i += kTileThreads) {
+    static_cast<typename Tile::T*>(image)[i] = tile.data[i];
+  }
+}
+
+// kLoaders: threads that load the tile together. If 32, each warp loads it, all the same.
+template <typename T, int kCols, int kLoaders>
+__global__ void load_kernel(const __grid_constant__ Copy p) {
+  using Tile = SharedTile<T, kTileRows, kCols>;
+  auto& tile = shared_memory<Tile>();
+  for (int i = threadIdx.x; i < kTileRows * kCols; i += kTileThreads) tile.data[i] = T(NAN);
+  __syncthreads();
+  const StridedRows<const T> rows{static_cast<const T*>(p.rows), p.stride, p.row, p.count};
+  if (p.scattered) {
+    load_scattered<kLoaders>(tile, rows, p.cols, p.step);
+  } else {
+    load_async<kLoaders>(tile, rows, p.cols);
+    ptx::commit_copies();
+    ptx::wait_copies<0>();
+  }
+  dump(tile, p.image);
+}
+
+template <typename T, int kCols>
+__global__ void store_kernel(const __grid_constant__ Copy p) {
+  auto& tile = shared_memory<SharedTile<T, kTileRows, kCols>>();
+  const int row0 = warp_id() * kWarpRows;
+  Fragment<kWarpRows, kCols> fragment;
+  for (int r = 0; r < fragment.kLaneRows; ++r) {
+    for (int c = 0; c < fragment.kLaneCols; ++c) {
+      fragment(r, c) = p.values[(row0 + fragment.row(r)) * kCols + fragment.col(c)];
+    }
+  }
+  store_fragment(tile, fragment, row0);
+  dump(tile, p.image);
+  const StridedRows<T> rows{static_cast<T*>(p.rows), p.stride, p.row, p.count};
+  if (p.scattered) {
+    store_scattered<kWarpRows>(tile, rows, row0, p.cols, p.step);
+  } else {
+    store_rows<kWarpRows>(tile, rows, row0, p.cols);
+  }
+}
+
+template <typename Fn>
+void dispatch_tile(int dtype, int cols, Fn&& fn) {
+  dispatch_half(dtype, [&](auto kDType) {
+    dispatch_value<32, 64, 96, 128, 192, 256>(cols, [&](auto kCols) { fn(kDType, kCols); });
+  });
+}
+
+template <typename T, int kCols>
+LaunchShape tile_shape() {
+  return {.grid = dim3(1), .block = dim3(kTileThreads), .shared_bytes = sizeof(SharedTile<T, kTileRows, kCols>)};
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Fragments and products
+
+struct Statistics {
+  const float* x;  // (32, 64)
+  const float* factors;
+  float* row_max;
+  float* row_sum;
+  float* scaled;
+};
+
+__global__ void fragment_kernel(const __grid_constant__ Statistics p) {
+  Fragment<32, 64> x;
+  float factors[x.kLaneRows];
+  for (int r = 0; r < x.kLaneRows; ++r) {
+    factors[r] = p.factors[x.row(r)];
+    float max = -INFINITY, sum = 0;
+    for (int c = 0; c < x.kLaneCols; ++c) {
+      x(r, c) = p.x[x.row(r) * x.kCols + x.col(c)];
+      max = fmaxf(max, x(r, c));
+      sum += x(r, c);
+    }
+    p.row_max[x.row(r)] = quad_max(max);
+    p.row_sum[x.row(r)] = quad_sum(sum);
+  }
+  x.scale_rows(factors);
+  for (int r = 0; r < x.kLaneRows; ++r) {
+    for (int c = 0; c < x.kLaneCols; ++c) p.scaled[x.row(r) * x.kCols + x.col(c)] = x(r, c);
+  }
+}
+
+enum class Left { kAlongCols, kAlongRows, kPacked };
+
+// C = 1 + A B, C of 64 rows by two warps. B is one of the equal parts of what its tile holds.
+struct Product {
+  const void* a;  // as the tile holds it: (64, depth) or, along rows, (depth, 64)
+  const void* b;  // likewise (parts * cols, depth) or (depth, parts * cols)
+  float* c;       // (64, cols)
+  int part;
+};
+
+struct ProductShape {
+  int depth, cols;
+};
+constexpr ProductShape kProductShapes[] = {{64, 32}, {32, 64}, {96, 96}, {64, 128}};  // as in test_tile.py
+
+template <typename T, Left kLeft, bool kRightAlongCols, int kDepth_, int kCols_>
+struct ProductConfig {
+  static constexpr int kRows = 64, kWarpRows = 32, kThreads = 64, kDepth = kDepth_, kCols = kCols_;
+  static constexpr int kParts = (kCols & (kCols - 1)) == 0 ? 2 : 1;  // columns of other numbers cannot be cut
+  static constexpr bool kLeftAlongRows = kLeft == Left::kAlongRows;
+  using A = SharedTile<T, kLeftAlongRows ? kDepth : kRows, kLeftAlongRows ? kRows : kDepth>;
+  using B = SharedTile<T, kRightAlongCols ? kParts * kCols : kDepth, kRightAlongCols ? kDepth : kParts * kCols>;
+  struct Shared {
+    A a;
+    B b;
+  };
+};
+
+template <int kThreads, typename Tile>
+__device__ void load_whole(const Tile& tile, const void* matrix) {
+  using T = typename Tile::T;
+  const StridedRows<const T> rows{static_cast<const T*>(matrix), Tile::kCols, 0, Tile::kRows};
+  load_async<kThreads>(tile, rows, Tile::kCols);
+}
+
+template <typename T, Left kLeft, bool kRightAlongCols, int kDepth, int kCols>
+__global__ void product_kernel(const __grid_constant__ Product p) {
+  using Config = ProductConfig<T, kLeft, kRightAlongCols, kDepth, kCols>;
+  constexpr int kWarpRows = Config::kWarpRows;
+  auto& shared = shared_memory<typename Config::Shared>();
+  load_whole<Config::kThreads>(shared.a, p.a);
+  load_whole<Config::kThreads>(shared.b, p.b);
+  ptx::commit_copies();
+  ptx::wait_copies<0>();
+  __syncthreads();
+
+  const int row0 = warp_id() * kWarpRows;
+  Fragment<kWarpRows, kCols> c;
+  c.fill(1);
+  const auto add_product = [&](const auto& left) {
+    const int first = p.part * kCols;
+    if constexpr (kRightAlongCols) {
+      gemm<kDepth>(c, left, along_cols(shared.b, first));
+    } else {
+      gemm<kDepth>(c, left, along_rows(shared.b, first));
+    }
+  };
+  if constexpr (kLeft == Left::kAlongCols) add_product(along_cols(shared.a, row0));
+  if constexpr (kLeft == Left::kAlongRows) add_product(along_rows(shared.a, row0));
+  if constexpr (kLeft == Left::kPacked) {
+    Fragment<kWarpRows, kDepth> a;
+    for (int r = 0; r < a.kLaneRows; ++r) {
+      for (int i = 0; i < a.kLaneCols; ++i) {
+        const int64_t element = (row0 + a.row(r)) * kDepth + a.col(i);
+        a(r, i) = static_cast<float>(static_cast<const T*>(p.a)[element]);
+      }
+    }
+    add_product(pack<T>(a));
+  }
+  for (int r = 0; r < c.kLaneRows; ++r) {
+    for (int i = 0; i < c.kLaneCols; ++i) p.c[(row0 + c.row(r)) * kCols + c.col(i)] = c(r, i);
+  }
+}
+
+template <typename T, Left kLeft, bool kRightAlongCols, int kDepth, int kCols>
+void run_product(const Product& p) {
+  using Config = ProductConfig<T, kLeft, kRightAlongCols, kDepth, kCols>;
+  const LaunchShape shape{
+      .grid = dim3(1), .block = dim3(Config::kThreads), .shared_bytes = sizeof(typename Config::Shared)};
+  launch<product_kernel<T, kLeft, kRightAlongCols, kDepth, kCols>>(shape, p, nullptr);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Random bits
+
+struct Draw {
+  uint64_t key;
+  const uint64_t* counters;  // (count, 2), low and high
+  uint4* words;
+  int64_t count;
+};
+
+template <int kRounds>
+__global__ void philox_kernel(const __grid_constant__ Draw p) {
+  if (thread_id() >= p.count) return;
+  const uint64_t low = p.counters[2 * thread_id()], high = p.counters[2 * thread_id() + 1];
+  p.words[thread_id()] = philox<kRounds>(p.key, low, static_cast<uint32_t>(high), static_cast<uint32_t>(high >> 32));
+}
+
+struct Keep {
+  flash_attn::Problem problem;
+  uint8_t* kept;  // (batch, heads, rows, cols), ones
+  int rows, cols;
+};
+
+// A block for each 32 x 64 scores of an entry and a head.
+__global__ void drop_kernel(const __grid_constant__ Keep p) {
+  const int entry = blockIdx.z / p.problem.heads, head = blockIdx.z % p.problem.heads;
+  const Fragment<32, 64> scores{};
+  const int row0 = blockIdx.x * scores.kRows, col0 = blockIdx.y * scores.kCols;
+  const flash_attn::Dropout dropout(p.problem, entry, head);
+  dropout.for_each_dropped(scores, row0, col0, [&](int r, int c) {
+    p.kept[(int64_t{blockIdx.z} * p.rows + row0 + scores.row(r)) * p.cols + col0 + scores.col(c)] = 0;
+  });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Launches
+
+__global__ void count_kernel(int* const __grid_constant__ threads) { atomicAdd(threads, 1); }
+
+}  // namespace
+
+extern "C" {
+
+const char* convert(int from, int to, int size, const void* x, void* y, int64_t count) {
+  return error_of([&] {
+    dispatch_dtype(from, [&](auto kFrom) {
+      dispatch_dtype(to, [&](auto kTo) {
+        dispatch_value<1, 2, 4, 8>(size, [&](auto kSize) {
+          if constexpr (kSize * size_of(kFrom) <= 16 && kSize * size_of(kTo) <= 16) {
+            launch_flat<convert_kernel<element_t<kFrom>, element_t<kTo>, kSize>>(Elementwise{x, y, count});
+          }
+        });
+      });
+    });
+  });
+}
+
+const char* pack_pairs(int dtype, const void* x, void* y, int64_t count) {
+  return error_of([&] {
+    dispatch_half(dtype, [&](auto kDType) { launch_flat<pack_kernel<element_t<kDType>>>(Elementwise{x, y, count}); });
+  });
+}
+
+const char* apply(int function, const void* x, void* y, int64_t count) {
+  return error_of([&] {
+    dispatch_value<Function::kExp2, Function::kLog2, Function::kReciprocal>(
+        static_cast<Function>(function),
+        [&](auto kFunction) { launch_flat<function_kernel<kFunction>>(Elementwise{x, y, count}); });
+  });
+}
+
+const char* divide(int divisor, const int* n, int* quotients, int* remainders, int64_t count) {
+  return error_of([&] { launch_flat<divide_kernel>(Division{Divisor(divisor), n, quotients, remainders, count}); });
+}
+
+const char* rotate_rows(bool interleaved, const float* x, const float* cos, const float* sin, float* y, int64_t rows) {
+  return error_of([&] {
+    dispatch_flags([&](auto kInterleaved) { launch_flat<rotate_kernel<kInterleaved>>(Rotation{x, cos, sin, y, rows}); },
+                   interleaved);
+  });
+}
+
+const char* load_tile(int loaders, int dtype, int tile_cols, bool scattered, void* image, void* rows, int64_t stride,
+                      int row, int count, int cols, int64_t step) {
+  return error_of([&] {
+    dispatch_tile(dtype, tile_cols, [&](auto kDType, auto kCols) {
+      using T = element_t<kDType>;
+      const Copy p{image, nullptr, rows, stride, row, count, cols, step, scattered};
+      dispatch_value<32, kTileThreads>(
+          loaders, [&](auto kLoaders) { launch<load_kernel<T, kCols, kLoaders>>(tile_shape<T, kCols>(), p, nullptr); });
+    });
+  });
+}
+
+const char* store_tile(int dtype, int tile_cols, bool scattered, void* image, const float* values, void* rows,
+                       int64_t stride, int row, int count, int cols, int64_t step) {
+  return error_of([&] {
+    dispatch_tile(dtype, tile_cols, [&](auto kDType, auto kCols) {
+      using T = element_t<kDType>;
+      const Copy p{image, values, rows, stride, row, count, cols, step, scattered};
+      launch<store_kernel<T, kCols>>(tile_shape<T, kCols>(), p, nullptr);
+    });
+  });
+}
+
+// In bytes, as SharedTile counts.
+int tile_offset(int tile_cols, int row, int chunk) {
+  int offset = 0;
+  dispatch_tile(static_cast<int>(DType::kBFloat16), tile_cols,
+                [&](auto, auto kCols) { offset = SharedTile<__nv_bfloat16, kTileRows, kCols>::offset(row, chunk); });
+  return offset;
+}
+int tile_offset_by_parts(int tile_cols, int row, int chunk) {
+  int offset = 0;
+  dispatch_tile(static_cast<int>(DType::kBFloat16), tile_cols, [&](auto, auto kCols) {
+    using Tile = SharedTile<__nv_bfloat16, kTileRows, kCols>;
+    const int origin = Tile::offset(row % 8, chunk % 2);
+    offset = (origin ^ Tile::flip(chunk - chunk % 2)) + Tile::distance(row - row % 8, chunk / Tile::kPageChunks);
+  });
+  return offset;
+}
+
+const char* fragment_rows(const float* x, const float* factors, float* row_max, float* row_sum, float* scaled) {
+  return error_of([&] {
+    launch<fragment_kernel>({.grid = dim3(1), .block = dim3(32)}, Statistics{x, factors, row_max, row_sum, scaled},
+                            nullptr);
+  });
+}
+
+const char* multiply(int dtype, int left, bool right_along_cols, int shape, const void* a, const void* b, float* c,
+                     int part) {
+  return error_of([&] {
+    dispatch_half(dtype, [&](auto kDType) {
+      dispatch_value<Left::kAlongCols, Left::kAlongRows, Left::kPacked>(static_cast<Left>(left), [&](auto kLeft) {
+        dispatch_value<0, 1, 2, 3>(shape, [&](auto kShape) {
+          constexpr ProductShape size = kProductShapes[kShape];
+          const auto run = [&](auto kAlongCols) {
+            run_product<element_t<kDType>, kLeft, kAlongCols, size.depth, size.cols>({a, b, c, part});
+          };
+          dispatch_flags(run, right_along_cols);
+        });
+      });
+    });
+  });
+}
+
+const char* draw(int rounds, uint64_t key, const uint64_t* counters, uint4* words, int64_t count) {
+  return error_of([&] {
+    dispatch_value<7, 10>(
+        rounds, [&](auto kRounds) { launch_flat<philox_kernel<kRounds>>(Draw{key, counters, words, count}); });
+  });
+}
+
+// rows and cols are multiples of 32 and 64.
+const char* drop(int batch, int heads, int rows, int cols, const int64_t* rng_state, int largest_kept, uint8_t* kept) {
+  return error_of([&] {
+    flash_attn::Problem problem{};
+    problem.heads = heads;
+    problem.rng_state = rng_state;
+    problem.dropout_largest_kept = largest_kept;
+    const dim3 grid(rows / 32, cols / 64, batch * heads);
+    launch<drop_kernel>({.grid = grid, .block = dim3(32)}, Keep{problem, kept, rows, cols}, nullptr);
+  });
+}
+
+const char* count_threads(int grid_x, int grid_y, int grid_z, int block, int shared_bytes, int* threads) {
+  return error_of(
+      [&] { launch<count_kernel>({dim3(grid_x, grid_y, grid_z), dim3(block), shared_bytes}, threads, nullptr); });
+}
+
+const char* check_status(int status) {
+  return error_of([&] { check_cuda(static_cast<cudaError_t>(status), "cudaProbe"); });
+}
+
+int multiprocessors(int device) { return num_multiprocessors(device); }
+
+// The value that is found, as a text.
+const char* find_value(int value) {
+  std::string found;
+  const char* error = error_of(
+      [&] { dispatch_value<64, 96, 128>(value, [&](auto kValue) { found += std::to_string(kValue) + ";"; }); });
+  return error ? error : keep(found);
+}
+
+// What the flags become, as decimal digits.
+int find_flags(bool a, bool b, bool c) {
+  int found = 0;
+  dispatch_flags([&](auto kA, auto kB, auto kC) { found += kA * 100 + kB * 10 + kC; }, a, b, c);
+  return found;
+}
+
+int find_element_size(int dtype) {
+  int size = 0;
+  dispatch_dtype(dtype, [&](auto kDType) {
+    static_assert(sizeof(element_t<kDType>) == size_of(kDType));
+    size = sizeof(element_t<kDType>);
+  });
+  return size;
+}
+
+}  // extern "C"
+
+}  // namespace flash
