@@ -109,7 +109,8 @@ __device__ void store_rows(Tile& tile, Rows rows, int row0, int cols) {
 template <int kRows, typename Tile, typename Rows>
 __device__ void store_scattered(Tile& tile, Rows rows, int row0, int cols, int64_t step) {
   rows.move(row0);
-  for (int row = row0; row < row0 + kRows && rows.exists(); ++row, rows.move(1)) {
+  for (int row = row0; row < row0 + kRows; ++row, rows.move(1)) {
+    if (!rows.exists()) continue;
     for (int col = lane_id(); col < cols; col += 32) {
       rows.address()[col * step] = tile.chunk(row, col / Tile::kChunk)[col % Tile::kChunk];
     }
