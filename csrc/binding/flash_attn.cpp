@@ -9,7 +9,6 @@
 #include "binding/stream.h"
 #include "binding/tensor.h"
 #include "common/device.h"
-#include "flash_attn/config.h"
 #include "flash_attn/launch.h"
 #include "flash_attn/params.h"
 

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "flash_attn/config.h"  // what the caller plans with
 #include "flash_attn/params.h"
 
 namespace flash::flash_attn {
