@@ -66,8 +66,8 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
                        .shared_bytes = static_cast<int>(problem->shared_bytes)};
   return error_of([&] {
     const FwdScratch scratch = plan_fwd(p, hints);
-    answer(plan, {p.decode_warps, p.packed_heads.value, p.slots.value, p.tiles.value, p.num_splits, p.least_blocks_per_split,
-                  scratch.out, scratch.softmax, scratch.arrivals});
+    answer(plan, {p.decode_warps, p.packed_heads.value, p.slots.value, p.tiles.value, p.num_splits,
+                  p.least_blocks_per_split, scratch.out, scratch.softmax, scratch.arrivals});
   });
 }
 
