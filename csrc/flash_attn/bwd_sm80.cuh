@@ -93,6 +93,8 @@ struct BwdShared {
   float delta[Config::kStages][kBlockM];
   KeyWork work;  // this and what follows are here, and not in registers, because the loop has none to spare
   Sequence seq;
+  Interval live_rows;   // that see some key; the others, like keys that no row sees, may hold NaN, and 0 NaN is NaN
+  Interval live_keys;   // that some row sees
   Interval keys;        // of the present block
   Interval row_blocks;  // that see some of them
 };
@@ -173,11 +175,13 @@ struct RowBlock {
 // ---------------------------------------------------------------------------------------------------------------------
 // Loads
 
+// Rows row0 .. of a span; those that are not among `live` read as zeros.
 template <typename Config, typename Tile, typename Data>
 __device__ void load_tile(Tile& tile, const BwdParams& p, const TensorRef<Data>& x, const Span& span, int head,
-                          int row0) {
-  const auto* first = first_token<typename Config::T>(x, span, head) + row0 * x.seqlen;
-  const StridedRows<std::remove_pointer_t<decltype(first)>> rows{first, x.seqlen, 0, span.length - row0};
+                          int row0, const Interval& live) {
+  using T = const typename Config::T;
+  T* first = first_token<typename Config::T>(x, span, head) + row0 * x.seqlen;
+  const StridedRows<T> rows{first, x.seqlen, row0 - live.first, live.last - live.first + 1};
   if (Config::kFeatures == Features::kPlain || p.aligned) {
     load_async<Config::kThreads>(tile, rows, p.problem.head_dim);
   } else {
@@ -185,22 +189,22 @@ __device__ void load_tile(Tile& tile, const BwdParams& p, const TensorRef<Data>&
   }
 }
 
-// Starts to load what belongs to a block of rows. Values of rows that do not exist are 0.
+// Starts to load what belongs to a block of rows.
 template <typename Config>
 __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdParams& p, const RowBlock& rows) {
   constexpr int kBlockM = Config::kBlockM;
   const Span& span = shared.seq.q;
   const int row0 = rows.block * kBlockM;
-  load_tile<Config>(shared.q[stage], p, p.q, span, rows.head, row0);
-  load_tile<Config>(shared.dout[stage], p, p.dout, span, rows.head, row0);
+  load_tile<Config>(shared.q[stage], p, p.q, span, rows.head, row0, shared.live_rows);
+  load_tile<Config>(shared.dout[stage], p, p.dout, span, rows.head, row0, shared.live_rows);
   const int row = threadIdx.x % kBlockM;
-  const bool exists = row0 + row < span.length;
+  const bool is_live = shared.live_rows.covers({row0 + row, row0 + row});
   if (threadIdx.x < kBlockM) {
     const float* lse = row_values(p.softmax_lse, p.problem, span, rows.head) + row0 + row;
-    ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), lse, exists);
+    ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), lse, is_live);
   } else if (threadIdx.x < 2 * kBlockM) {
     const float* delta = row_sums(p, span, shared.work.entry, rows.head) + row0 + row;
-    ptx::copy_word_async(ptx::shared_address(&shared.delta[stage][row]), delta, exists);
+    ptx::copy_word_async(ptx::shared_address(&shared.delta[stage][row]), delta, is_live);
   }
 }
 
@@ -366,8 +370,8 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<
   const int group = p.problem.heads / p.problem.heads_k, steps = (blocks.last - blocks.first + 1) * group;
   if (steps == 0) return;
   RowBlock rows{head_k * group, blocks.first};
-  load_tile<Config>(shared.k, p, p.k, shared.seq.k, head_k, keys.first);
-  load_tile<Config>(shared.v, p, p.v, shared.seq.k, head_k, keys.first);
+  load_tile<Config>(shared.k, p, p.k, shared.seq.k, head_k, keys.first, shared.live_keys);
+  load_tile<Config>(shared.v, p, p.v, shared.seq.k, head_k, keys.first, shared.live_keys);
   load_rows(shared, 0, p, rows);
   for (int step = 0; step < steps; ++step) {
     const int stage = step % Config::kStages, parity = step % 2;
@@ -449,6 +453,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_c
   if (threadIdx.x == 0) {
     shared.work = key_work<kBlockN>(p);
     shared.seq = Sequence(p.problem, work.entry);
+    const Mask mask(p.problem, shared.seq);
+    shared.live_rows = mask.rows_that_see(Interval{0, mask.seqlen_k - 1});
+    shared.live_keys = mask.keys_seen_by_any({0, mask.seqlen_q - 1});
   }
   __syncthreads();
 
