@@ -24,7 +24,7 @@ def index_first_axis(input, indices):
 
     Arguments:
         input: (rows, ...), any dtype.
-        indices: (m,) int64, within [0, rows); may repeat.
+        indices: (m,) int64 or int32, within [0, rows); may repeat.
     Returns (m, ...). The gradient of a row that is taken several times is the sum over its copies.
     """
     _check_rows("input", input)
@@ -37,14 +37,14 @@ def index_put_first_axis(values, indices, first_axis_dim):
 
     Arguments:
         values: (m, ...), any dtype.
-        indices: (m,) int64, within [0, first_axis_dim) and distinct; of rows with one index an arbitrary one is kept.
+        indices: (m,) int64 or int32, within [0, first_axis_dim), distinct; else an arbitrary one of the rows is kept.
         first_axis_dim: number of rows of the result.
     Returns (first_axis_dim, ...).
     """
     _check_rows("values", values)
     _check_indices(indices, values)
     checks.tensor("indices", indices, shape=values.shape[:1])
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def index_first_axis_residual(input, indices):
@@ -123,7 +123,7 @@ def pad_input(hidden_states, indices, batch, seqlen):
 
     Arguments:
         hidden_states: (total, ...), any dtype.
-        indices: (total,) int64, positions in the flattened (batch * seqlen), as `unpad_input` returns them.
+        indices: (total,) int64 or int32, positions in the flattened (batch * seqlen), as `unpad_input` returns them.
         batch, seqlen: sizes of the padded batch.
     Returns (batch, seqlen, ...).
     """
@@ -146,7 +146,7 @@ def _row_sums(x):
 
 
 def _check_indices(indices, rows):
-    checks.tensor("indices", indices, dtypes=[torch.int64], shape=(None,), device=rows.device)
+    checks.tensor("indices", indices, dtypes=checks.INTEGER_DTYPES, shape=(None,), device=rows.device)
 
 
 def _check_mask(name, mask, hidden_states, dtypes):

@@ -189,9 +189,13 @@ ERRORS = [
     (lambda: index_first_axis([1, 2], ROWS), TypeError, "input must be a torch.Tensor, found list"),
     (lambda: index_first_axis(torch.tensor(1.0), ROWS), ValueError, "dimensions of input must be at least 1, found 0"),
     (lambda: index_first_axis(X, [0, 1]), TypeError, "indices must be a torch.Tensor, found list"),
-    (lambda: index_first_axis(X, ROWS.int()), TypeError, "indices must have dtype torch.int64, found torch.int32"),
+    (lambda: index_first_axis(X, ROWS.short()), TypeError, "indices must have dtype torch.int32 .*found torch.int16"),
     (lambda: index_first_axis(X, ROWS[:, None]), ValueError, r"indices must have shape \(\*,\), found \(2, 1\)"),
-    (lambda: index_first_axis_residual(X, ROWS.float()), TypeError, "indices must have dtype torch.int64"),
+    (
+        lambda: index_first_axis_residual(X, ROWS.float()),
+        TypeError,
+        "indices must have dtype torch.int32 or torch.int64",
+    ),
     (lambda: index_put_first_axis(X[0], ROWS, 5), ValueError, r"indices must have shape \(3,\), found \(2,\)"),
     (
         lambda: index_put_first_axis(X, ROWS.bool(), 5),
@@ -224,3 +228,10 @@ ERRORS = [
 def test_bad_input(call, error, message):
     with pytest.raises(error, match=message):
         call()
+
+
+def test_indices_may_be_int32(device):
+    """As transformers passes them when it decodes a padded batch."""
+    x, indices = torch.randn(3, 4, device=device), torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
+    padded = pad_input(x, indices, 2, 3)
+    assert torch.equal(index_first_axis(padded.flatten(0, 1), indices), x)
