@@ -200,7 +200,7 @@ ERRORS = [
     (
         lambda: index_put_first_axis(X, ROWS.bool(), 5),
         TypeError,
-        "indices must have dtype torch.int64, found torch.bool",
+        "indices must have dtype torch.int32 or torch.int64, found torch.bool",
     ),
     (lambda: index_put_first_axis(X, ROWS.to("meta"), 5), ValueError, "indices must be on cpu .* found it on meta"),
     (lambda: pad_input(X[0], ROWS, 2, 3), ValueError, r"indices must have shape \(3,\), found \(2,\)"),
