@@ -6,6 +6,7 @@ wide samples.
 """
 
 import re
+import sys
 import warnings
 import zlib
 
@@ -58,6 +59,8 @@ def device(request):
 def seeded(request):
     """Give each test random numbers of its own, the same in every run and in any order."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    if "torch._dynamo" in sys.modules:  # the limit of recompilations counts those of other tests
+        torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)
