@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-RESULTS = pathlib.Path(__file__).with_name("results")
+ROWS = pathlib.Path("build/benchmarks")  # results/ beside this file holds the rows that are committed
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _FLUSH_BYTES = 512 * 2**20
@@ -134,20 +134,25 @@ def peak_mb(function: Callable) -> float:
 
 
 def main(description: str, family: str, cases: Callable[[str], Iterable[Case]], baseline: str) -> None:
-    """Run the cases that the command line asks for; print the table, append to results/<family>.csv, draw the plot."""
+    """Run the cases that the command line asks for, appending rows as they are made; print the table, draw the plot."""
     args = _parse(description, family)
     chosen = [case for case in cases(args.device) if fnmatch.fnmatch(str(case), args.cases)]
     if not chosen:
         raise SystemExit(f"no case matches {args.cases!r}; there are: " + ", ".join(map(str, cases(args.device))))
     peaks, progress, rows = _Peaks(args.device, args.seconds), _Progress(len(chosen)), []
-    for number, case in enumerate(chosen):
-        progress.show(number, str(case))
-        rows += _measure(case, args, peaks, baseline)
-    progress.show(len(chosen), "done")
+    try:
+        for number, case in enumerate(chosen):
+            progress.show(number, str(case))
+            measured = _measure(case, args, peaks, baseline)
+            _append_csv(args.csv, measured)
+            rows += measured
+        progress.show(len(chosen), "done")
+    except KeyboardInterrupt:
+        print("\nstopped: what follows is what was measured until then", file=sys.stderr)
     if not rows:
-        raise SystemExit("no provider could run")
+        raise SystemExit("nothing was measured")
     print(_table(rows))
-    _append_csv(args.csv, rows)
+    print("rows:", args.csv)
     if args.plot:
         print("plot:", _plot(args.csv.with_suffix(".png"), rows))
 
@@ -158,7 +163,9 @@ def _parse(description, family):
     parser.add_argument("--providers", nargs="+", help="measure these only, and the baseline (default: all)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     parser.add_argument("--seconds", type=float, default=1.0, help="time to spend measuring one case (default: 1)")
-    parser.add_argument("--csv", type=pathlib.Path, default=RESULTS / f"{family}.csv", help="rows are appended here")
+    parser.add_argument(
+        "--csv", type=pathlib.Path, default=ROWS / f"{family}.csv", help="rows are appended here (default: %(default)s)"
+    )
     parser.add_argument("--plot", action="store_true", help="also draw a PNG beside the CSV file")
     return parser.parse_args()
 

@@ -7,8 +7,8 @@ the CUDA kernels of ops whose schemas are defined here. An op is defined once:
         "fwd(Tensor x, float scale) -> Tensor",
         reference=reference.fwd,   # plain torch; serves every device for which no kernel is registered
         fake=fwd_fake,             # shapes and dtypes only: torch.compile, torch.export, meta tensors
-        autograd=Fwd,              # optional torch.autograd.Function over the op's own arguments ...
-        differentiable=1,          # ... of which so many, the first, have gradients
+        autograd=Fwd,              # optional torch.autograd.Function over the op's first arguments, which have
+        differentiable=1,          # gradients, so many of them, and a tuple of the others
     )
 
 and `fwd(x, 2.0)` then costs one trip through the dispatcher.
@@ -87,8 +87,12 @@ class Op:
         if torch.compiler.is_compiling():
             return self._overload(args)(*args)
         if self.wants_derivative(args):
-            return self.autograd.apply(*args)
+            return self._apply(args)
         return self.below_autograd(*args)
+
+    def _apply(self, args):
+        # apply looks at each of its arguments for tensors, which for 20 of them takes 5 us.
+        return self.autograd.apply(*args[: self.differentiable], args[self.differentiable :])
 
     def autograd_kernel(self, overload, *args):
         """What the dispatcher calls at the autograd keys of `overload`, for graphs and for callers of torch.ops."""
@@ -97,7 +101,7 @@ class Op:
                 return overload(*args)
         if overload is self.others and overload is not self._overload(args):
             raise NotImplementedError(f"{overload} has no gradient for {args[0].dtype}: call {self.default}")
-        return self.autograd.apply(*args)
+        return self._apply(args)
 
     def wants_derivative(self, args) -> bool:
         """Whether a call with these arguments, the differentiable ones at least, must be known to autograd."""
@@ -105,7 +109,11 @@ class Op:
             return False
         if forward_ad._current_level >= 0:  # apply says that forward mode is not there; the bare op would give zeros
             return True
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in args[: self.differentiable])
+        if torch.is_grad_enabled():
+            for x in args[: self.differentiable]:
+                if x is not None and x.requires_grad:
+                    return True
+        return False
 
     def below_autograd(self, *args):
         """The bare op: for the forward and backward of its autograd Function, and where no gradient is asked for.
@@ -135,7 +143,8 @@ def define(
 
     reference: the implementation in plain torch, for every device without a kernel of its own.
     fake: the same signature on fake tensors, returning empty outputs.
-    autograd: a Function whose `apply` takes the op's arguments. Its forward calls `op.below_autograd`.
+    autograd: a Function whose `apply` takes the op's differentiable arguments and a tuple of the others. Its forward
+        calls `op.below_autograd`.
         Without it the op is not differentiable.
     differentiable: how many of the first arguments, all tensors or None, have gradients.
     kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.

@@ -358,6 +358,8 @@ def _attend(
 
 def _window(window_size):
     """(left, right) as ints, any negative as -1."""
+    if window_size == (-1, -1):
+        return window_size
     try:
         left, right = window_size
         exact = int(left) == left and int(right) == right

@@ -100,8 +100,8 @@ def test_build_id_has_the_schemas_of_all_ops():
 
 class Doubled(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, bias):
-        return DOUBLED.below_autograd(x, bias)
+    def forward(ctx, x, rest):
+        return DOUBLED.below_autograd(x, *rest)
 
     @staticmethod
     def backward(ctx, grad):

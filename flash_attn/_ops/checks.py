@@ -20,8 +20,23 @@ def tensor(name: str, value, *, dtypes=None, shape=None, device=None) -> None:
         raise TypeError(f"{name} must have dtype {_either(dtypes)}, found {value.dtype}")
     if device is not None and value.device != device:
         raise ValueError(f"{name} must be on {device} like the first argument, found it on {value.device}")
-    if shape is not None and value.shape != shape and not _fits(value.shape, shape):
-        raise ValueError(f"{name} must have shape {_shape(shape)}, found {tuple(value.shape)}")
+    if shape is not None:
+        has_shape(name, value, shape)
+
+
+def alike(names, values, *, dtypes) -> None:
+    """Check that the values are tensors of one dtype among `dtypes` and on one device."""
+    first, *others = values
+    tensor(names[0], first, dtypes=dtypes)
+    dtypes, device = (first.dtype,), first.device
+    for name, value in zip(names[1:], others, strict=True):
+        tensor(name, value, dtypes=dtypes, device=device)
+
+
+def has_shape(name: str, value: torch.Tensor, expected) -> None:
+    """Check a tensor's shape; None in `expected` fits any size."""
+    if value.shape != expected and not _fits(value.shape, expected):
+        raise ValueError(f"{name} must have shape {_shape(expected)}, found {tuple(value.shape)}")
 
 
 def ndim(name: str, value: torch.Tensor, layout: str) -> None:
@@ -31,10 +46,10 @@ def ndim(name: str, value: torch.Tensor, layout: str) -> None:
         raise ValueError(f"{name} must have {expected} dimensions {layout}, found shape {tuple(value.shape)}")
 
 
-def number(name: str, value, condition: bool, expected: str) -> None:
-    """Check a value computed by the caller: `condition` must hold, else say what was expected."""
+def number(name: str, value, condition: bool, expected: str, *parts) -> None:
+    """Check a value computed by the caller: `condition` must hold, else say what was `expected`, with its {} filled."""
     if not condition:
-        raise ValueError(f"{name} must be {expected}, found {value}")
+        raise ValueError(f"{name} must be {expected.format(*parts)}, found {value}")
 
 
 def real(name: str, value) -> None:
@@ -62,8 +77,9 @@ def own_memory(**tensors) -> None:
     """Check that tensors that are written start at different addresses and have no expanded dimension."""
     seen = {}
     for name, value in tensors.items():
-        if any(size > 1 and stride == 0 for size, stride in zip(value.shape, value.stride(), strict=True)):
-            raise ValueError(f"{name} must not be expanded, since it is written; found strides {value.stride()}")
+        strides = value.stride()
+        if 0 in strides and any(size > 1 for size, stride in zip(value.shape, strides, strict=True) if stride == 0):
+            raise ValueError(f"{name} must not be expanded, since it is written; found strides {strides}")
         if torch.compiler.is_compiling() or value.numel() == 0:
             continue
         # Not data_ptr, which meta and fake tensors do not have.

@@ -149,7 +149,7 @@ def decode(
     _check_appended(q, k_cache, v_cache, k, v, cache_seqlens, capacity, length)
     _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     checks.integer("num_splits", num_splits)
-    checks.number("num_splits", num_splits, num_splits <= MAX_SPLITS, f"at most {MAX_SPLITS}")
+    checks.number("num_splits", num_splits, num_splits <= MAX_SPLITS, "at most {}", MAX_SPLITS)
     return fwd_kvcache(
         q, k_cache, v_cache, k, v, lengths, length, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, block_table,
         alibi_slopes, scale, bool(causal), window_left, window_right, float(softcap), bool(rotary_interleaved),
@@ -197,41 +197,44 @@ def _check_dropout(dropout_p):
 
 def _check_qkv(names, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table):
     """Check q, k, v, named `names`, and what tells their entries apart; return the batch size."""
-    checks.tensor(names[0], q, dtypes=DTYPES)
-    varlen = cu_seqlens_q is not None
+    checks.alike(names, (q, k, v), dtypes=DTYPES)
+    varlen, paged = cu_seqlens_q is not None, block_table is not None
     layout = "(tokens, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
-    paged_layout = "(num_pages, page_size, heads_k, head_dim)"
-    for name, x in zip(names, (q, k, v), strict=True):
-        checks.tensor(name, x, dtypes=(q.dtype,), device=q.device)
-        checks.ndim(name, x, layout if x is q or block_table is None else paged_layout)
-    heads, head_dim = q.shape[-2:]
-    checks.number("head_dim", head_dim, 1 <= head_dim <= MAX_HEAD_DIM, f"between 1 and {MAX_HEAD_DIM}")
-    _check_heads(names[1], heads, k.shape[-2])
+    checks.ndim(names[0], q, layout)
+    layout_k = "(num_pages, page_size, heads_k, head_dim)" if paged else layout
+    checks.ndim(names[1], k, layout_k)
+    checks.ndim(names[2], v, layout_k)
     if varlen:
         batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device, None)
         _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q.device, batch)
     else:
         batch = q.shape[0]
-    if block_table is not None:
+    if paged:
         _check_block_table(block_table, batch, q.device)
-        checks.number("page_size", k.shape[1], k.shape[1] >= 1, "at least 1")
-    checks.number(f"{names[1]}'s head_dim", k.shape[-1], k.shape[-1] == head_dim, f"q's, {head_dim}")
-    if not varlen and block_table is None:
-        checks.number(f"{names[1]}'s batch size", k.shape[0], k.shape[0] == batch, f"q's, {batch}")
-    checks.tensor(names[2], v, shape=tuple(k.shape))
+    *sizes_k, heads_k, head_dim_k = k.shape
+    heads, head_dim = q.shape[-2:]
+    _check_sizes(names[1], heads, head_dim, heads_k, head_dim_k)
+    if paged:
+        checks.number("page_size", sizes_k[1], sizes_k[1] >= 1, "at least 1")
+    elif not varlen:
+        checks.number(names[1] + "'s batch size", sizes_k[0], sizes_k[0] == batch, "q's, {}", batch)
+    checks.has_shape(names[2], v, k.shape)
     return batch
 
 
-def _check_heads(name, heads, heads_k):
+def _check_sizes(name_k, heads, head_dim, heads_k, head_dim_k):
+    """Check what q's heads and head_dim may be, and those of keys called `name_k` beside them."""
+    checks.number("head_dim", head_dim, 1 <= head_dim <= MAX_HEAD_DIM, "between 1 and {}", MAX_HEAD_DIM)
+    checks.number(name_k + "'s head_dim", head_dim_k, head_dim_k == head_dim, "q's, {}", head_dim)
     divides = heads == heads_k or (heads_k > 0 and heads % heads_k == 0)
-    checks.number(f"{name}'s number of heads", heads_k, divides, f"a divisor of q's, {heads}")
+    checks.number(name_k + "'s number of heads", heads_k, divides, "a divisor of q's, {}", heads)
 
 
 def _check_cu_seqlens(name, cu_seqlens, device, batch):
     checks.tensor(name, cu_seqlens, dtypes=(torch.int32,), device=device)
     checks.ndim(name, cu_seqlens, "(batch + 1)")
     entries = cu_seqlens.shape[0] - 1
-    checks.number(f"{name}'s length", entries + 1, entries >= 0, "at least 1: batch + 1 entries that start at 0")
+    checks.number(name + "'s length", entries + 1, entries >= 0, "at least 1: batch + 1 entries that start at 0")
     if batch is not None:
         checks.tensor(name, cu_seqlens, shape=(batch + 1,))
     _check_contiguous(name, cu_seqlens)
@@ -292,31 +295,35 @@ def _check_bound(name, bound, needed=False):
 
 def _check_cache(q, k_cache, v_cache, cache_batch_idx, block_table):
     """Check queries and caches; return how many positions an entry of the cache has."""
-    checks.tensor("q", q, dtypes=DTYPES)
+    checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
     checks.ndim("q", q, "(batch, seqlen_q, heads, head_dim)")
+    layout = "(batch_cache or num_pages, capacity or page_size, heads_k, head_dim)"
+    checks.ndim("k_cache", k_cache, layout)
+    checks.ndim("v_cache", v_cache, layout)
+    checks.has_shape("v_cache", v_cache, k_cache.shape)
     batch, _, heads, head_dim = q.shape
-    checks.number("head_dim", head_dim, 1 <= head_dim <= MAX_HEAD_DIM, f"between 1 and {MAX_HEAD_DIM}")
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        checks.tensor(name, cache, dtypes=(q.dtype,), device=q.device)
-        checks.ndim(name, cache, "(batch_cache or num_pages, capacity or page_size, heads_k, head_dim)")
-        if cache.stride(-1) != 1 and cache.shape[-1] > 1:
-            raise ValueError(f"{name} must have a contiguous last dimension, found strides {cache.stride()}")
-    checks.tensor("k_cache", k_cache, shape=(None, None, None, head_dim))
-    checks.tensor("v_cache", v_cache, shape=tuple(k_cache.shape))
-    _check_heads("k_cache", heads, k_cache.shape[2])
+    rows, length, heads_k, head_dim_k = k_cache.shape
+    _check_sizes("k_cache", heads, head_dim, heads_k, head_dim_k)
+    _check_contiguous_rows("k_cache", k_cache)
+    _check_contiguous_rows("v_cache", v_cache)
     if block_table is not None:
         if cache_batch_idx is not None:
             raise ValueError(
                 "cache_batch_idx must be None with block_table, which already says where an entry's keys are"
             )
         _check_block_table(block_table, batch, q.device)
-        checks.number("page_size", k_cache.shape[1], k_cache.shape[1] >= 1, "at least 1")
-        return block_table.shape[1] * k_cache.shape[1]
-    if cache_batch_idx is None and k_cache.shape[0] != batch:
+        checks.number("page_size", length, length >= 1, "at least 1")
+        return block_table.shape[1] * length
+    if cache_batch_idx is None and rows != batch:
         raise ValueError(
-            f"k_cache must have q's batch size {batch} without cache_batch_idx or block_table, found {k_cache.shape[0]}"
+            f"k_cache must have q's batch size {batch} without cache_batch_idx or block_table, found {rows}"
         )
-    return k_cache.shape[1]
+    return length
+
+
+def _check_contiguous_rows(name, cache):
+    if cache.stride(-1) != 1 and cache.shape[-1] > 1:
+        raise ValueError(f"{name} must have a contiguous last dimension, found strides {cache.stride()}")
 
 
 def _check_cache_seqlens(q, cache_seqlens, capacity):
@@ -334,7 +341,7 @@ def _check_cache_seqlens(q, cache_seqlens, capacity):
         return cache_seqlens, None
     checks.integer("cache_seqlens", cache_seqlens)
     within = 0 <= cache_seqlens <= capacity
-    checks.number("cache_seqlens", cache_seqlens, within, f"between 0 and the cache's capacity {capacity}")
+    checks.number("cache_seqlens", cache_seqlens, within, "between 0 and the cache's capacity {}", capacity)
     return None, cache_seqlens
 
 
@@ -371,9 +378,9 @@ def _check_rotary(q, k, cos, sin, capacity):
     checks.ndim("rotary_cos", cos, "(seqlen_rotary, rotary_dim / 2)")
     checks.tensor("rotary_sin", sin, dtypes=(cos.dtype,), shape=tuple(cos.shape), device=q.device)
     rotary_dim = 2 * cos.shape[1]
-    expected = f"a multiple of 16 that is at most head_dim {q.shape[-1]}"
-    checks.number("rotary_dim (twice rotary_cos's last size)", rotary_dim, rotary_dim % 16 == 0, expected)
-    checks.number("rotary_dim (twice rotary_cos's last size)", rotary_dim, rotary_dim <= q.shape[-1], expected)
+    fits = rotary_dim % 16 == 0 and rotary_dim <= q.shape[-1]
+    expected = "a multiple of 16 that is at most head_dim {}"
+    checks.number("rotary_dim (twice rotary_cos's last size)", rotary_dim, fits, expected, q.shape[-1])
     if cos.shape[0] < capacity:
         raise ValueError(f"rotary_cos must cover the cache's {capacity} positions, found {cos.shape[0]}")
     _check_contiguous("rotary_cos", cos)
@@ -430,19 +437,18 @@ def _bwd_reference(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, *args):
 
 
 class _Attention(torch.autograd.Function):
-    """Gradients of `fwd` for q, k and v, through out and softmax_lse."""
+    """Gradients of `fwd` for q, k and v, through out and softmax_lse. `rest` holds the op's other arguments."""
 
     @staticmethod
-    def forward(
-        ctx, q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, rng_state, *args
-    ):
+    def forward(ctx, q, k, v, rest):
+        cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, rng_state, *args = rest
         if block_table is not None:
             raise ValueError(
                 "block_table must be None when q, k or v require grad, found a tensor: pages have no gradient"
             )
-        per_entry = (cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k)
-        out, softmax_lse, s_dmask = fwd.below_autograd(q, k, v, *per_entry, None, alibi_slopes, rng_state, *args)
-        ctx.save_for_backward(q, k, v, out, softmax_lse, *per_entry, alibi_slopes, rng_state)
+        out, softmax_lse, s_dmask = fwd.below_autograd(q, k, v, *rest)
+        per_entry = (cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, alibi_slopes, rng_state)
+        ctx.save_for_backward(q, k, v, out, softmax_lse, *per_entry)
         ctx.args = args[:-1]  # all but return_softmax
         ctx.mark_non_differentiable(s_dmask)
         ctx.set_materialize_grads(False)
@@ -451,12 +457,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, dlse, _):
-        q, k, v, out, softmax_lse, *rest = ctx.saved_tensors
+        q, k, v, out, softmax_lse, *per_entry = ctx.saved_tensors
         grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
         if dout is None:
             dout = torch.zeros_like(out)
-        bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *rest, *ctx.args)
-        return (*grads, *(None,) * (len(rest) + 1 + len(ctx.args) + 1))
+        bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *per_entry, *ctx.args)
+        return *grads, None
 
 
 fwd = _library.define(

@@ -27,17 +27,17 @@ TABLE_DTYPES = (*DTYPES, torch.float64)
 
 class _Rotary(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
+    def forward(ctx, x, rest):
+        cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate = rest
         ctx.save_for_backward(cos, sin, seqlen_offsets, cu_seqlens)
         ctx.options = seqlen_offset, interleaved, conjugate
-        return rotary.below_autograd(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate)
+        return rotary.below_autograd(x, *rest)
 
     @staticmethod
     def backward(ctx, dout):
         cos, sin, seqlen_offsets, cu_seqlens = ctx.saved_tensors
         seqlen_offset, interleaved, conjugate = ctx.options
-        dx = rotary(dout, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, not conjugate)
-        return dx, *[None] * 7
+        return rotary(dout, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, not conjugate), None
 
 
 _ARGUMENTS = (
