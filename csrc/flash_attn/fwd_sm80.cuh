@@ -219,7 +219,7 @@ __global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_cons
   o.fill(0);
   Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
   FwdWalk<Config>(p, shared, warp_row, o, softmax).run();
-  if (work.num_splits > 1 && !merge_splits<Config::kThreads>(p, work, warp_row, o, softmax)) return;
+  if (work.num_splits() > 1 && !merge_splits<Config::kThreads>(p, work, warp_row, o, softmax)) return;
   store_lse<Config>(p, work, warp_row, softmax);
   store_out<Config>(shared, p, work, warp_row, o, softmax);
 }

@@ -75,7 +75,7 @@ struct Work {
   Mask mask;
   Interval seen;  // the keys that some row sees
   Interval blocks;
-  int num_splits = 1;
+  int all_blocks, blocks_per_split;
 
   __device__ explicit Work(const FwdParams& p)
       : tile(work_tile<kRows>(p)),
@@ -83,12 +83,18 @@ struct Work {
         rows(p, seq, tile, kRows),
         mask(p.problem, seq),
         seen(mask.keys_seen_by_any(rows.tokens())),
-        blocks(blocks_of<kKeys>(seen)) {
+        blocks(blocks_of<kKeys>(seen)),
+        all_blocks(blocks.last - blocks.first + 1),
+        blocks_per_split(all_blocks) {
     if (p.num_splits > 1) take_split(p);
   }
 
   // Not so for slots without rows and for splits without keys.
-  __device__ bool exists() const { return rows.count > 0 && tile.split < num_splits; }
+  __device__ bool exists() const { return rows.count > 0 && (tile.split == 0 || !blocks.empty()); }
+
+  __device__ int num_splits() const {
+    return all_blocks <= blocks_per_split ? 1 : (all_blocks + blocks_per_split - 1) / blocks_per_split;
+  }
 
   // Those of which all rows see all keys.
   __device__ Interval whole_blocks() const {
@@ -98,11 +104,9 @@ struct Work {
 
  private:
   __device__ void take_split(const FwdParams& p) {
-    const int count = blocks.last - blocks.first + 1;
-    const int share = max(p.least_blocks_per_split, (count + p.num_splits - 1) / p.num_splits);
-    num_splits = max(1, (count + share - 1) / share);
-    blocks.first += tile.split * share;
-    blocks.last = min(blocks.first + share - 1, blocks.last);
+    blocks_per_split = max(p.least_blocks_per_split, (all_blocks + p.num_splits - 1) / p.num_splits);
+    blocks.first += tile.split * blocks_per_split;
+    blocks.last = min(blocks.first + blocks_per_split - 1, blocks.last);
   }
 };
 

@@ -76,10 +76,11 @@ __device__ bool merge_splits(const FwdParams& p, const Work& work, int warp_row,
   const auto stored = [&](int split) { return PartialState<kThreads, kRows, kCols>(p, first_slot + split); };
   const auto for_rows = [&](auto fn) { for_each_row<kRows>(warp_row, work.rows.count, fn); };
   for_rows([&](int r) { stored(work.tile.split).store(r, o, state); });
-  if (!is_last_arrival(p.arrivals + work.tile.index, work.num_splits)) return false;
+  const int num_splits = work.num_splits();
+  if (!is_last_arrival(p.arrivals + work.tile.index, num_splits)) return false;
   o.fill(0);
   state = OnlineSoftmax<kRows>(state.scale_log2);
-  for (int split = 0; split < work.num_splits; ++split) {
+  for (int split = 0; split < num_splits; ++split) {
     for_rows([&](int r) { stored(split).merge_into(r, o, state); });
   }
   return true;
