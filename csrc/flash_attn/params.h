@@ -118,8 +118,9 @@ struct BwdParams {
   TensorRef<> dq;            // like q
   TensorRef<> dk;            // like k
   TensorRef<> dv;
-  float* softmax_d;  // row sums of dout * out - dlse, (batch, heads, seqlen_q rounded up to kRowSumsPad); packed:
-                     // (heads, total_q + kRowSumsPad * batch), entry b from cu_seqlens_q[b] + kRowSumsPad * b on
+  float* softmax_d;  // row sums of dout * out, less dlse, or 0 for a row that sees no key: (batch, heads, seqlen_q
+                     // rounded up to kRowSumsPad); packed: (heads, total_q + kRowSumsPad * batch), entry b from
+                     // cu_seqlens_q[b] + kRowSumsPad * b on
 
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
 
