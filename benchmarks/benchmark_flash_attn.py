@@ -19,7 +19,7 @@ SHAPES = {  # batch, heads, seqlen, head_dim
     "cuda": [
         (16384 // seqlen, 2048 // head_dim, seqlen, head_dim)
         for head_dim in (64, 128, 256)
-        for seqlen in (512, 2048, 16384)
+        for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
     ],
     "cpu": [(4, 8, 512, 64), (1, 8, 2048, 64), (1, 8, 4096, 128), (2, 16, 1024, 128)],
 }
@@ -27,13 +27,17 @@ DECODING = {  # batch, heads, heads_k, keys in the cache, head_dim
     "cuda": [
         (1, 32, 8, 2048, 128),
         (1, 32, 8, 16384, 128),
+        (1, 32, 8, 131072, 128),
         (8, 32, 8, 4096, 128),
         (64, 32, 8, 4096, 128),
+        (128, 32, 8, 2048, 128),
+        (16, 32, 32, 4096, 128),
         (32, 64, 8, 8192, 128),
         (64, 16, 1, 8192, 128),
     ],
     "cpu": [(1, 32, 8, 2048, 128), (8, 8, 8, 4096, 64)],
 }
+PAGE_SIZES = {"cuda": (0, 16, 256), "cpu": (0,)}  # 0: a dense cache
 TYPES = {"cuda": ["bf16"], "cpu": ["fp32", "bf16"]}
 
 
@@ -51,13 +55,14 @@ def cases(device):
                     )
     for shape in DECODING[device]:
         for dtype in TYPES[device]:
-            yield Case(
-                "flash_attn_decode",
-                "x".join(map(str, shape)),
-                dtype,
-                functools.partial(decoding, shape, DTYPES[dtype], device),
-                bytes=2 * shape[0] * shape[2] * shape[3] * shape[4] * DTYPES[dtype].itemsize,
-            )
+            for page_size in PAGE_SIZES[device]:
+                yield Case(
+                    "flash_attn_decode",
+                    "x".join(map(str, shape)) + f" page {page_size}" * (page_size > 0),
+                    dtype,
+                    functools.partial(decoding, shape, DTYPES[dtype], device, page_size),
+                    bytes=2 * shape[0] * shape[2] * shape[3] * shape[4] * DTYPES[dtype].itemsize,
+                )
 
 
 def scores(shape, causal):
@@ -89,12 +94,16 @@ def backward(shape, dtype, device, causal):
     return functions
 
 
-def decoding(shape, dtype, device):
-    """One query per sequence over a full cache."""
+def decoding(shape, dtype, device, page_size):
+    """One query per sequence over a full cache. SDPA knows no pages."""
     batch, heads, heads_k, seqlen, head_dim = shape
     q = torch.randn(batch, 1, heads, head_dim, dtype=dtype, device=device)
     k, v = (torch.randn(batch, seqlen, heads_k, head_dim, dtype=dtype, device=device) for _ in "kv")
     lengths = torch.full((batch,), seqlen, dtype=torch.int32, device=device)
+    if page_size:
+        pages = torch.randperm(batch * seqlen // page_size, device=device, dtype=torch.int32).reshape(batch, -1)
+        k, v = (x.reshape(-1, page_size, heads_k, head_dim) for x in (k, v))
+        return {"flash_attn": lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, block_table=pages)}
     theirs = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     return {
         "flash_attn": lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths),

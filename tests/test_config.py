@@ -51,6 +51,16 @@ def test_every_head_dim_has_an_instance(host):
     assert host.call("find_instance_head_dim", 257) == 0
 
 
+@pytest.mark.parametrize("dtype", [1, 2], ids=["fp16", "bf16"])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_an_instance_that_is_left_out_raises(head_dim, dtype):
+    dispatch = native.library(HERE / "dispatch_probe.cu", native.CUDA)
+    for call in (("run_fwd_instance", False), ("run_fwd_instance", True), ("run_bwd_instance",)):
+        name, *args = call
+        with pytest.raises(RuntimeError, match="leaves out the instance"):
+            dispatch.run(name, head_dim, dtype, *args)
+
+
 def test_widths_of_s_dmask(host):
     """As callers know them, and with an instance for each."""
     table = runpy.run_path(native.CSRC / "instances.py")

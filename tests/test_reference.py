@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import random
 import subprocess
@@ -154,7 +155,7 @@ def test_forward_and_backward(case, block_sizes, device):
     delta = bwd(dout, q, k, v, out, lse, *grads, dlse=dense_dlse, **options)
 
     check_against_oracle(case, tensors, lengths, expected_options, dlse, out, lse, grads)
-    check_delta(case, delta, out, dout, lengths[0])
+    check_delta(case, delta, out, lse, dout, dense_dlse, lengths[0])
 
 
 def both_options(case, lengths, device):
@@ -181,7 +182,7 @@ def check_against_oracle(case, tensors, lengths, options, dlse, out, lse, grads)
     dout, dlse = dout[:last], torch.zeros_like(dout[:last, :, 0].T) if dlse is None else dlse[:, :last]
     attend = functools.partial(oracle.varlen_attention, cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1], **options)
     exact_out, exact_lse, exact_grads = oracle.gradients(attend, [x.double() for x in inputs], dout, dlse)
-    # The backward has delta = <dout, out> from the stored out; delta counts like -dlse.
+    # The backward has <dout, out> from the stored out; it counts like -dlse.
     rounding = ((exact_out.to(dout.dtype).double() - exact_out) * dout).sum(-1).T
     plain_out, _, plain_grads = oracle.gradients(attend, inputs, dout, dlse - rounding)
     plain_lse = attend(*(x.float() for x in inputs))[1]
@@ -193,12 +194,15 @@ def check_against_oracle(case, tensors, lengths, options, dlse, out, lse, grads)
         assert_error_ratio(case.tokens(grad), exact, plain, name=name)
 
 
-def check_delta(case, delta, out, dout, cu_seqlens_q):
-    """The sums of dout * out, at rows of whole blocks of 128."""
+def check_delta(case, delta, out, lse, dout, dlse, cu_seqlens_q):
+    """The sums of dout * out, less dlse, at rows of whole blocks of 128."""
     exact = (out.double() * dout.double()).sum(-1)
+    if dlse is not None:
+        exact -= dlse.double().mT
+    exact[lse.mT == math.inf] = 0
     if not case.packed:
         assert delta.shape == (case.batch, case.heads, -(-case.seqlen_q // 128) * 128)
-        torch.testing.assert_close(delta[..., : case.seqlen_q].double(), exact.transpose(1, 2), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(delta[..., : case.seqlen_q].double(), exact.mT, rtol=1e-5, atol=1e-5)
         assert (delta[..., case.seqlen_q :] == 0).all()
         return
     assert delta.shape == (case.heads, len(out) + 128 * case.batch)

@@ -1,9 +1,11 @@
-// Before the backward: delta, the row sums of dO * O, less the gradient of lse, and zeros for the sums of dQ.
+// Before the backward: delta, the row sums of dO * O, less the gradient of lse, 0 for rows that see no key, and zeros
+// for the sums of dQ.
 //
 // kLanes threads share a row, 8 channels each. The rows are those of softmax_d; between entries it has some that stand
 // for no token and get 0. So do packed tokens after the last entry, but they have sums of dQ.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "common/launch.h"
@@ -81,7 +83,10 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __g
   }
 #pragma unroll
   for (int lanes = 1; lanes < Config::kLanes; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-  if (attends && p.dlse != nullptr) sum -= row_values(p.dlse, problem, span, at.head)[at.row];
+  if (attends) {
+    if (p.dlse != nullptr) sum -= row_values(p.dlse, problem, span, at.head)[at.row];
+    if (row_values(p.softmax_lse, problem, span, at.head)[at.row] == INFINITY) sum = 0;
+  }
   if (col == 0 && position < per_head) p.softmax_d[outer * per_head + position] = sum;
 }
 

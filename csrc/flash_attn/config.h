@@ -108,14 +108,15 @@ struct FwdScratch {
 
 inline void plan_tiles(FwdParams& p, int64_t longest_q, int tile_rows) {
   const Problem& problem = p.problem;
-  const int group = heads_to_pack(problem, longest_q, tile_rows);
-  const int64_t slots = slots_for(problem, group, tile_rows);
-  const int64_t tiles = slots * (problem.heads / group) * (problem.cu_seqlens_q ? 1 : problem.batch);
+  const int packed = heads_to_pack(problem, longest_q, tile_rows);
+  const int64_t slots = slots_for(problem, packed, tile_rows);
+  const int64_t tiles = slots * (problem.heads / packed) * (problem.cu_seqlens_q ? 1 : problem.batch);
   if (tiles > std::numeric_limits<int>::max()) {
     throw std::invalid_argument("q has too many rows and heads for one launch: " + std::to_string(tiles) + " tiles");
   }
-  p.packed_heads = Divisor(group);
-  p.head_groups = Divisor(problem.heads / group);
+  p.group = Divisor(problem.heads / problem.heads_k);
+  p.packed_heads = Divisor(packed);
+  p.head_groups = Divisor(problem.heads / packed);
   p.slots = Divisor(static_cast<int>(slots));
   p.tiles = Divisor(static_cast<int>(tiles));
 }

@@ -42,18 +42,19 @@ __device__ void relate_to_running_max(Fragment<kRows, kCols>& s, float (&max)[kR
 
 // Writes a warp's part of the result, with the sign that says whether dropout keeps an element.
 template <typename Config>
-__device__ void store_dmask(const DmaskParams& p, const Scores<Config>& u, const Sequence& seq, const WorkTile& tile,
-                            int warp_row, int col0) {
+__device__ void store_dmask(const DmaskParams& p, const Scores<Config>& u, const FwdWork<Config>& work, int warp_row,
+                            int col0) {
   using T = typename Config::T;
+  const WorkTile& tile = work.tile;
   T* corner = static_cast<T*>(p.s_dmask) + (int64_t{tile.entry} * p.fwd.problem.heads + tile.head) * p.rows * p.cols;
 #pragma unroll
   for (int r = 0; r < u.kLaneRows; ++r) {
     const int row = tile.row0 + warp_row + u.row(r);
-    if (row >= min(seq.q.length, p.rows)) continue;
+    if (row >= min(work.seq.q.length, p.rows)) continue;
 #pragma unroll
     for (int c = 0; c < u.kLaneCols; c += 2) {
       const int col = col0 + u.col(c);
-      if (col >= min(seq.k.length, p.cols)) continue;
+      if (col >= min(work.seq.k.length, p.cols)) continue;
       *reinterpret_cast<uint32_t*>(corner + int64_t{row} * p.cols + col) = ptx::pack<T>(u(r, c), u(r, c + 1));
     }
   }
@@ -63,32 +64,29 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid_constant__ DmaskParams p) {
   using T = typename Config::T;
   auto& shared = shared_memory<DmaskShared<Config>>();
-  const WorkTile tile = work_tile<Config::kRows>(p.fwd);
-  const Sequence seq(p.fwd.problem, tile.entry);
-  const TileRows rows(p.fwd, seq, tile, Config::kRows);
-  if (rows.count <= 0) return;
-
-  const Mask mask(p.fwd.problem, seq);
-  const Interval seen = mask.keys_seen_by_any(rows.tokens()), blocks = blocks_of<Config::kKeys>(seen);
+  const FwdWork<Config> work(p.fwd);
+  if (!work.exists()) return;
   const int warp_row = warp_id() * Config::kWarpRows;
-  const auto keys = key_rows<Config>(p.fwd, p.fwd.k, seq, tile, seen);
-  const Dropout dropout(p.fwd.problem, tile.entry, tile.head);
-  load_tile<Config>(shared.q, query_rows<T>(p.fwd.q, seq, tile, rows), p.fwd, p.fwd.q.head_dim);
+  auto keys = key_rows<Config, decltype(shared.k)>(p.fwd, p.fwd.k, work, work.blocks.last);
+  const Dropout dropout(p.fwd.problem, work.tile.entry, work.tile.head);
+  load_queries<Config>(shared.q, p.fwd, work);
   float max[Config::kWarpRows / 8];
   for (float& m : max) m = -INFINITY;
-  for (int n = blocks.last; n >= blocks.first; --n) {
+  for (int n = work.blocks.last; n >= work.blocks.first; --n) {
     __syncthreads();  // nobody reads K(n + 1) any more
-    load_keys<Config>(shared.k, keys, p.fwd, p.fwd.k.head_dim, n * Config::kKeys - seen.first);
+    load_own_rows<Config>(shared.k, keys, p.fwd, p.fwd.k.head_dim);
     ptx::commit_copies();
+    keys.move(-Config::kKeys);
     ptx::wait_copies<0>();
     __syncthreads();
     Scores<Config> s;
     s.fill(0);
     gemm<Config::kHeadDim>(s, along_cols(shared.q, warp_row), along_cols(shared.k));
-    make_scores<Config>(s, p.fwd, mask, tile, rows, warp_row, n, /*cut=*/true);
+    make_scores<Config>(s, p.fwd, work, warp_row, n, /*cut=*/true);
     relate_to_running_max<Config::kWidth>(s, max);
-    dropout.for_each_dropped(s, tile.row0 + warp_row, n * Config::kKeys, [&](int r, int c) { s(r, c) = -s(r, c); });
-    store_dmask<Config>(p, s, seq, tile, warp_row, n * Config::kKeys);
+    dropout.for_each_dropped(s, work.tile.row0 + warp_row, n * Config::kKeys,
+                             [&](int r, int c) { s(r, c) = -s(r, c); });
+    store_dmask<Config>(p, s, work, warp_row, n * Config::kKeys);
   }
 }
 
@@ -97,6 +95,7 @@ void run_dmask(const DmaskParams& params, cudaStream_t stream) {
   using Config = DmaskConfig<T, kHeadDim, kWidth>;
   DmaskParams p = params;
   const Problem& problem = p.fwd.problem;
+  p.fwd.num_splits = 1;
   plan_tiles(p.fwd, problem.seqlen_q, Config::kRows);
   const LaunchShape shape{
       .grid = dim3(num_tiles(p.fwd)), .block = dim3(Config::kThreads), .shared_bytes = sizeof(DmaskShared<Config>)};

@@ -20,7 +20,9 @@ void dispatch_problem(const Problem& p, Fn&& fn) {
 }
 
 template <typename Params>
-void run_built(void (*run)(const Params&, cudaStream_t), const Params& p, cudaStream_t stream) {
+void run_built(void (*instance)(const Params&, cudaStream_t), const Params& p, cudaStream_t stream) {
+  void (*volatile linked)(const Params&, cudaStream_t) = instance;  // or the compiler takes it that there is a function
+  const auto run = linked;
   if (run == nullptr) throw std::runtime_error("this development build of flash_attn leaves out the instance needed");
   run(p, stream);
 }

@@ -42,10 +42,14 @@ struct FwdConfig {
 };
 
 template <typename Config>
+using FwdWork = Work<Config::kRows, Config::kKeys>;
+
+template <typename Config>
 struct FwdShared {
   SharedTile<typename Config::T, Config::kRows, Config::kHeadDim> q;  // in the end O
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> k;
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> v;
+  FwdWork<Config> work;  // here, and not in registers, which the loop needs
 };
 
 template <typename Config>
@@ -55,14 +59,14 @@ using Output = Fragment<Config::kWarpRows, Config::kHeadDim>;
 template <typename Config>
 using Softmax = OnlineSoftmax<Config::kWarpRows>;
 
-// Products to scores, hidden where the mask says so. `warp_row` is the warp's first row.
-template <typename Config>
-__device__ void make_scores(Scores<Config>& s, const FwdParams& p, const Mask& mask, const WorkTile& tile,
-                            const TileRows& rows, int warp_row, int block, bool cut) {
+// Products to scores, hidden where the mask says so if `cut`. `warp_row` is the warp's first row.
+template <typename Config, typename Work>
+__device__ void make_scores(Scores<Config>& s, const FwdParams& p, const Work& work, int warp_row, int block,
+                            bool cut) {
   if (Config::kPlain && !cut) return;
   int tokens[s.kLaneRows];
 #pragma unroll
-  for (int r = 0; r < s.kLaneRows; ++r) tokens[r] = rows.token(warp_row + s.row(r));
+  for (int r = 0; r < s.kLaneRows; ++r) tokens[r] = work.rows.token(warp_row + s.row(r));
   if constexpr (!Config::kPlain) {
     scale_and_cap(s, p.problem);
     if (p.problem.alibi_slopes != nullptr) {
@@ -70,18 +74,17 @@ __device__ void make_scores(Scores<Config>& s, const FwdParams& p, const Mask& m
       int own_keys[s.kLaneRows];
 #pragma unroll
       for (int r = 0; r < s.kLaneRows; ++r) {
-        const int head = tile.head + rows.head(warp_row + s.row(r));
-        slopes[r] = alibi_slope(p.problem, tile.entry, min(head, p.problem.heads - 1));
-        own_keys[r] = tokens[r] + mask.diagonal();
+        const int head = work.tile.head + work.rows.head(warp_row + s.row(r));
+        slopes[r] = alibi_slope(p.problem, work.tile.entry, min(head, p.problem.heads - 1));
+        own_keys[r] = tokens[r] + work.mask.diagonal();
       }
       subtract_distance(s, slopes, own_keys, block * Config::kKeys);
     }
   }
-  if (cut) hide(s, mask, tokens, block * Config::kKeys, -INFINITY);
+  if (cut) hide(s, work.mask, tokens, block * Config::kKeys, -INFINITY);
 }
 
-// Dropped elements count in the row sums, but not in O. Rows of a tile are rows of the entry then: heads are not
-// packed.
+// Dropped elements count in the row sums, but not in O. Rows of a tile are rows of the entry: heads are not packed.
 template <typename Config>
 __device__ void drop(Scores<Config>& s, const FwdParams& p, const WorkTile& tile, int warp_row, int block) {
   if constexpr (!Config::kPlain) {
@@ -91,130 +94,134 @@ __device__ void drop(Scores<Config>& s, const FwdParams& p, const WorkTile& tile
   }
 }
 
-template <typename Config>
-__device__ void store_out(FwdShared<Config>& shared, const FwdParams& p, const Sequence& seq, const WorkTile& tile,
-                          const TileRows& rows, int warp_row, Output<Config>& o, const Softmax<Config>& softmax) {
-  float factors[o.kLaneRows];
-#pragma unroll
-  for (int r = 0; r < o.kLaneRows; ++r) {
-    factors[r] = softmax.sum[r] == 0 ? 0.f : p.problem.dropout_rescale / softmax.sum[r];
-  }
-  o.scale_rows(factors);
-  store_fragment(shared.q, o, warp_row);
-  __syncwarp();
-  const auto out = query_rows<typename Config::T>(p.out, seq, tile, rows);
-  if (Config::kPlain || p.aligned) {
-    store_rows<Config::kWarpRows>(shared.q, out, warp_row, p.problem.head_dim);
-  } else {
-    store_scattered<Config::kWarpRows>(shared.q, out, warp_row, p.problem.head_dim, p.out.head_dim);
-  }
-}
-
-template <int kRows>
-__device__ void store_lse(const FwdParams& p, const Sequence& seq, const WorkTile& tile, const TileRows& rows,
-                          int warp_row, const OnlineSoftmax<kRows>& softmax) {
-  if (lane_id() % 4 != 0) return;
-  float* lse = row_values(p.softmax_lse, p.problem, seq.q, tile.head);
-  for_each_row<kRows>(warp_row, rows.count, [&](int r) {
-    const int row = warp_row + Fragment<kRows, 16>::row(r);
-    lse[int64_t{rows.head(row)} * p.problem.seqlen_q + rows.token(row)] =
-        log_sum_exp(softmax.max[r], softmax.sum[r], softmax.scale_log2);
-  });
-}
-
 // A warp's walk over the blocks of keys, and what it carries along.
 template <typename Config>
 struct FwdWalk {
   using T = typename Config::T;
   const FwdParams& p;
   FwdShared<Config>& shared;
-  const WorkTile& tile;
-  const TileRows& rows;
-  const Mask& mask;
-  const KeyRows<Config> keys, values;
-  const int first_key;  // of keys and values
-  const int first_block, warp_row;
-  Output<Config> o;
-  Softmax<Config> softmax;
+  const int warp_row;
+  Output<Config>& o;
+  Softmax<Config>& softmax;
+  KeyRows<Config> keys, values;  // of the blocks to load next
 
-  __device__ void load_k(int n) {
-    load_keys<Config>(shared.k, keys, p, p.k.head_dim, n * Config::kKeys - first_key);
+  __device__ FwdWalk(const FwdParams& p, FwdShared<Config>& shared, int warp_row, Output<Config>& o,
+                     Softmax<Config>& softmax)
+      : p(p),
+        shared(shared),
+        warp_row(warp_row),
+        o(o),
+        softmax(softmax),
+        keys(key_rows<Config, decltype(shared.k)>(p, p.k, shared.work, shared.work.blocks.last)),
+        values(key_rows<Config, decltype(shared.v)>(p, p.v, shared.work, shared.work.blocks.last)) {}
+
+  template <bool kAllExist>
+  __device__ void load_k() {
+    load_own_rows<Config, kAllExist>(shared.k, keys, p, p.k.head_dim);
     ptx::commit_copies();
+    keys.move(-Config::kKeys);
   }
-  __device__ void load_v(int n) {
-    load_keys<Config>(shared.v, values, p, p.v.head_dim, n * Config::kKeys - first_key);
+  template <bool kAllExist>
+  __device__ void load_v() {
+    load_own_rows<Config, kAllExist>(shared.v, values, p, p.v.head_dim);
     ptx::commit_copies();
+    values.move(-Config::kKeys);
   }
 
-  // kCut: whether the mask hides something of the block from some row. Two instances of the body, without a branch in
-  // it, are 9 % faster at head dims 128 and 256 than one; so the second barrier can come as late as it does.
+  // kCut: whether the mask hides something of the block from some row. Two bodies, one of them without a branch on
+  // that, are up to 9 % faster than one. Zeros take the place of values that no row sees; keys need none, and those
+  // before a block that is seen are there.
   template <bool kCut>
   __device__ void step(int n) {
     ptx::wait_copies<0>();
     __syncthreads();  // K(n) is here, and nobody reads V(n + 1) any more
-    load_v(n);
+    load_v<!kCut>();
     Scores<Config> s;
     s.fill(0);
     gemm<Config::kHeadDim>(s, along_cols(shared.q, warp_row), along_cols(shared.k));
-    make_scores<Config>(s, p, mask, tile, rows, warp_row, n, kCut);
+    make_scores<Config>(s, p, shared.work, warp_row, n, kCut);
     float shrink[s.kLaneRows];
     softmax.update(s, shrink);
     o.scale_rows(shrink);
-    drop<Config>(s, p, tile, warp_row, n);
+    drop<Config>(s, p, shared.work.tile, warp_row, n);
     const auto probabilities = pack<T>(s);
 
     ptx::wait_copies<0>();
     __syncthreads();  // V(n) is here, and nobody reads K(n) any more
-    if (n > first_block) load_k(n - 1);
+    if (n > shared.work.blocks.first) load_k<true>();
     gemm<Config::kKeys>(o, probabilities, along_rows(shared.v));
+  }
+
+  __device__ void run() {
+    const auto [first, last] = shared.work.blocks;
+    if (last < first) return;
+    load_queries<Config>(shared.q, p, shared.work);
+    load_k<false>();
+    const Interval whole = shared.work.whole_blocks();
+    for (int n = last; n >= first;) {
+      for (; n >= first && !whole.covers(n); --n) step<true>(n);
+      for (; n >= first && whole.covers(n); --n) step<false>(n);
+    }
+    softmax.finish();
   }
 };
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_constant__ FwdParams p) {
-  using T = typename Config::T;
-  auto& shared = shared_memory<FwdShared<Config>>();
-  const WorkTile tile = work_tile<Config::kRows>(p);
-  const Sequence seq(p.problem, tile.entry, p.pages.block_table != nullptr);
-  const TileRows rows(p, seq, tile, Config::kRows);
-  if (rows.count <= 0) return;
+__device__ void store_out(FwdShared<Config>& shared, const FwdParams& p, const FwdWork<Config>& work, int warp_row,
+                          Output<Config>& o, const Softmax<Config>& softmax) {
+  float factors[o.kLaneRows];
+#pragma unroll
+  for (int r = 0; r < o.kLaneRows; ++r) {
+    factors[r] = softmax.sum[r] == 0 ? 0.f : p.problem.dropout_rescale * ptx::reciprocal(softmax.sum[r]);
+  }
+  o.scale_rows(factors);
+  store_fragment(shared.q, o, warp_row);
+  __syncwarp();
+  if (Config::kPlain || p.aligned) {
+    with_query_rows<typename Config::T>(p, p.out, work, [&](const auto& rows) {
+      store_rows<Config::kWarpRows>(shared.q, rows, warp_row, p.problem.head_dim);
+    });
+  } else {
+    store_scattered<Config::kWarpRows>(shared.q, packed_rows<typename Config::T>(p.out, work), warp_row,
+                                       p.problem.head_dim, p.out.head_dim);
+  }
+}
 
-  const Mask mask(p.problem, seq);
-  const Interval seen = mask.keys_seen_by_any(rows.tokens()), seen_by_all = mask.keys_seen_by_all(rows.tokens());
-  const auto [blocks, num_splits] =
-      KeyBlocks(blocks_of<Config::kKeys>(seen), p.num_splits, p.least_blocks_per_split, tile.split);
-  if (tile.split >= num_splits) return;
+// A lane of a quad writes one of the rows that the quad shares.
+template <typename Config>
+__device__ void store_lse(const FwdParams& p, const FwdWork<Config>& work, int warp_row,
+                          const Softmax<Config>& softmax) {
+  const int mine = lane_id() % 4, row = warp_row + Output<Config>::row(mine);
+  if (mine >= softmax.kLaneRows || row >= work.rows.count) return;
+  float max = softmax.max[0], sum = softmax.sum[0];
+#pragma unroll
+  for (int r = 1; r < softmax.kLaneRows; ++r) {
+    if (r == mine) max = softmax.max[r], sum = softmax.sum[r];
+  }
+  float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);
+  lse[int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row)] =
+      log_sum_exp(max, sum, softmax.scale_log2);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_constant__ FwdParams p) {
+  auto& shared = shared_memory<FwdShared<Config>>();
+  if (warp_id() == 0) {
+    const FwdWork<Config> work(p);
+    if (lane_id() == 0) shared.work = work;
+  }
+  __syncthreads();
+  const FwdWork<Config>& work = shared.work;
+  if (!work.exists()) return;
 
   const int warp_row = warp_id() * Config::kWarpRows;
-  FwdWalk<Config> walk{.p = p,
-                       .shared = shared,
-                       .tile = tile,
-                       .rows = rows,
-                       .mask = mask,
-                       .keys = key_rows<Config>(p, p.k, seq, tile, seen),
-                       .values = key_rows<Config>(p, p.v, seq, tile, seen),
-                       .first_key = seen.first,
-                       .first_block = blocks.first,
-                       .warp_row = warp_row,
-                       .softmax = Softmax<Config>(score_scale_log2<Config::kFeatures>(p.problem))};
-  walk.o.fill(0);
-  if (!blocks.empty()) {
-    load_tile<Config>(shared.q, query_rows<T>(p.q, seq, tile, rows), p, p.q.head_dim);
-    walk.load_k(blocks.last);
-  }
-  const auto is_whole = [&](int n) { return seen_by_all.covers(interval_of<Config::kKeys>(n)); };
-  for (int n = blocks.last; n >= blocks.first;) {
-    for (; n >= blocks.first && !is_whole(n); --n) walk.template step<true>(n);
-    for (; n >= blocks.first && is_whole(n); --n) walk.template step<false>(n);
-  }
-
-  walk.softmax.finish();
-  if (num_splits > 1 && !merge_splits<Config::kThreads>(p, tile.index, tile.split, num_splits, warp_row, rows.count,
-                                                        walk.o, walk.softmax)) {
-    return;
-  }
-  store_lse(p, seq, tile, rows, warp_row, walk.softmax);
-  store_out<Config>(shared, p, seq, tile, rows, warp_row, walk.o, walk.softmax);
+  Output<Config> o;
+  o.fill(0);
+  Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
+  FwdWalk<Config>(p, shared, warp_row, o, softmax).run();
+  if (work.num_splits() > 1 && !merge_splits<Config::kThreads>(p, work, warp_row, o, softmax)) return;
+  store_lse<Config>(p, work, warp_row, softmax);
+  store_out<Config>(shared, p, work, warp_row, o, softmax);
 }
 
 template <typename T, int kHeadDim, Features kFeatures>

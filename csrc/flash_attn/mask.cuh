@@ -16,6 +16,7 @@ struct Interval {
   int first, last;
 
   __device__ bool empty() const { return last < first; }
+  __device__ bool covers(int i) const { return first <= i && i <= last; }
   __device__ bool covers(const Interval& other) const { return first <= other.first && other.last <= last; }
 };
 

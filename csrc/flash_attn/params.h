@@ -48,7 +48,7 @@ struct Problem {
 struct Pages {
   const int* block_table;  // (batch, pages per entry); null if there are none
   int64_t batch_stride;
-  Divisor page_size;
+  Divisor page_size = Divisor(kMaxSeqlen);  // more than all positions if there are none
 };
 
 struct FwdParams {
@@ -63,6 +63,7 @@ struct FwdParams {
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
 
   // The plan; see config.h.
+  Divisor group;         // query heads that share a key head
   Divisor packed_heads;  // query heads that are rows of one tile: 1, or heads / heads_k
   Divisor head_groups;   // heads / packed_heads
   Divisor slots;         // of tiles for a head (group), in a dense entry or in all packed ones
@@ -117,8 +118,9 @@ struct BwdParams {
   TensorRef<> dq;            // like q
   TensorRef<> dk;            // like k
   TensorRef<> dv;
-  float* softmax_d;  // row sums of dout * out - dlse, (batch, heads, seqlen_q rounded up to kRowSumsPad); packed:
-                     // (heads, total_q + kRowSumsPad * batch), entry b from cu_seqlens_q[b] + kRowSumsPad * b on
+  float* softmax_d;  // row sums of dout * out, less dlse, or 0 for a row that sees no key: (batch, heads, seqlen_q
+                     // rounded up to kRowSumsPad); packed: (heads, total_q + kRowSumsPad * batch), entry b from
+                     // cu_seqlens_q[b] + kRowSumsPad * b on
 
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
 

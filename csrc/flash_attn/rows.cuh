@@ -12,9 +12,9 @@
 
 namespace flash::flash_attn {
 
-// Rows of q or out, from the tile's first.
+// Rows of q or out in a tile of several heads, from its first.
 template <typename T>
-struct QueryRows {
+struct PackedRows {
   T* data;
   int64_t token_stride, head_stride;
   const TileRows& rows;
@@ -25,79 +25,86 @@ struct QueryRows {
   __device__ T* address() const { return data + rows.token(row) * token_stride + rows.head(row) * head_stride; }
 };
 
-template <typename T, typename Data>
-__device__ auto query_rows(const TensorRef<Data>& x, const Sequence& seq, const WorkTile& tile, const TileRows& rows) {
-  auto* data = first_token<T>(x, seq.q, tile.head);
-  return QueryRows<std::remove_pointer_t<decltype(data)>>{data, x.seqlen, x.heads, rows, 0};
+template <typename T, typename Data, typename Work>
+__device__ auto packed_rows(const TensorRef<Data>& x, const Work& work) {
+  auto* data = first_token<T>(x, work.seq.q, work.tile.head);
+  return PackedRows<std::remove_pointer_t<decltype(data)>>{data, x.seqlen, x.heads, work.rows, 0};
 }
 
-// Rows in pages. The page of a row that does not exist is not looked up: that of the nearest one serves, without a
-// branch that would put the lookups one after the other.
+// fn(rows of q or out, from the tile's first). Only rows of several heads take divisions.
+template <typename T, typename Data, typename Work, typename Fn>
+__device__ void with_query_rows(const FwdParams& p, const TensorRef<Data>& x, const Work& work, Fn&& fn) {
+  const auto packed = packed_rows<T>(x, work);
+  if (p.packed_heads.value > 1) return fn(packed);
+  using Element = std::remove_pointer_t<decltype(packed.data)>;
+  fn(StridedRows<Element>{packed.data + work.tile.row0 * x.seqlen, x.seqlen, 0, work.rows.count});
+}
+
+// Rows of k or v, counted from the first that some row of the tile sees, in pages. The page of a row that does not
+// exist is not looked up: that of the nearest one serves, without a branch that would put the lookups one after the
+// other. Without a table all rows are in one page, the batch row.
 template <typename T>
 struct PagedRows {
   T* data;  // of page 0
   int64_t page_stride, stride;
   const int* pages;
-  const Divisor& page_size;
+  Divisor page_size;
+  int only_page;
   int first_position;  // of row 0
   int row, count;
 
   __device__ void move(int n) { row += n; }
   __device__ bool exists() const { return static_cast<unsigned>(row) < static_cast<unsigned>(count); }
   __device__ T* address() const {
-    const int position = first_position + min(max(row, 0), count - 1);
-    const int index = page_size.divide(position);
-    return data + __ldg(pages + index) * page_stride + page_size.remainder(position, index) * stride;
+    const int position = first_position + min(max(row, 0), count - 1), index = page_size.divide(position);
+    const int page = pages ? __ldg(pages + index) : only_page;
+    return data + page * page_stride + page_size.remainder(position, index) * stride;
   }
 };
 
-// Rows of k or v of which some row of the tile may see something, from the first of these keys on.
-template <typename T>
-struct AnyKeyRows {
-  StridedRows<T> strided;
-  PagedRows<T> paged;  // if it has pages
-};
-
 template <typename Config>
-using KeyRows =
-    std::conditional_t<Config::kPlain, StridedRows<const typename Config::T>, AnyKeyRows<const typename Config::T>>;
+using KeyRows = std::conditional_t<Config::kPlain, StridedRows<const typename Config::T>,
+                                   PagedRows<const typename Config::T>>;
 
-template <typename Config>
-__device__ KeyRows<Config> key_rows(const FwdParams& p, const TensorRef<const void>& x, const Sequence& seq,
-                                    const WorkTile& tile, const Interval& seen) {
+// The cursor stands at the first row that the thread loads of the given block.
+template <typename Config, typename Tile, typename Work>
+__device__ KeyRows<Config> key_rows(const FwdParams& p, const TensorRef<const void>& x, const Work& work, int block) {
   using T = typename Config::T;
-  const int head = tile.head / (p.problem.heads / p.problem.heads_k), count = seen.last - seen.first + 1;
-  const int64_t first = seq.k.first + seen.first;
-  const StridedRows<const T> strided{first_token<T>(x, Span{seq.k.batch, first, count}, head), x.seqlen, 0, count};
+  const int head = p.group.divide(work.tile.head), count = work.seen.last - work.seen.first + 1;
+  const int row = block * Config::kKeys - work.seen.first + first_loaded_row<Config::kThreads, Tile>();
+  const int64_t first = work.seq.k.first + work.seen.first;
   if constexpr (Config::kPlain) {
-    return strided;
+    return {first_token<T>(x, Span{work.seq.k.batch, first + row, count}, head), x.seqlen, row, count};
   } else {
-    const T* page0 = first_token<T>(x, Span{0, 0, 0}, head);
-    const int* pages = p.pages.block_table ? p.pages.block_table + tile.entry * p.pages.batch_stride : nullptr;
-    return {strided, {page0, x.batch, x.seqlen, pages, p.pages.page_size, static_cast<int>(first), 0, count}};
+    const int* pages = p.pages.block_table ? p.pages.block_table + work.tile.entry * p.pages.batch_stride : nullptr;
+    return {.data = first_token<T>(x, Span{0, 0, 0}, head),
+            .page_stride = x.batch,
+            .stride = x.seqlen,
+            .pages = pages,
+            .page_size = p.pages.page_size,
+            .only_page = static_cast<int>(work.seq.k.batch),
+            .first_position = static_cast<int>(first),
+            .row = row,
+            .count = count};
   }
 }
 
-// `step` is the distance of the elements of a row.
-template <typename Config, typename Tile, typename Rows>
-__device__ void load_tile(Tile& tile, Rows rows, const FwdParams& p, int64_t step, int first_row = 0) {
-  rows.move(first_row);
+// With a cursor that stands at the thread's first row. `step` is the distance of the elements of a row.
+template <typename Config, bool kAllExist = false, typename Tile, typename Rows>
+__device__ void load_own_rows(Tile& tile, const Rows& rows, const FwdParams& p, int64_t step) {
   if (Config::kPlain || p.aligned) {
-    load_async<Config::kThreads>(tile, rows, p.problem.head_dim);
+    load_own_rows_async<Config::kThreads, kAllExist>(tile, rows, p.problem.head_dim);
   } else {
-    load_scattered<Config::kThreads>(tile, rows, p.problem.head_dim, step);
+    load_own_rows_scattered<Config::kThreads>(tile, rows, p.problem.head_dim, step);
   }
 }
 
-template <typename Config, typename Tile>
-__device__ void load_keys(Tile& tile, const KeyRows<Config>& rows, const FwdParams& p, int64_t step, int first_row) {
-  if constexpr (Config::kPlain) {
-    load_tile<Config>(tile, rows, p, step, first_row);
-  } else if (rows.paged.pages != nullptr) {
-    load_tile<Config>(tile, rows.paged, p, step, first_row);
-  } else {
-    load_tile<Config>(tile, rows.strided, p, step, first_row);
-  }
+template <typename Config, typename Tile, typename Work>
+__device__ void load_queries(Tile& tile, const FwdParams& p, const Work& work) {
+  with_query_rows<typename Config::T>(p, p.q, work, [&](auto rows) {
+    rows.move(first_loaded_row<Config::kThreads, Tile>());
+    load_own_rows<Config>(tile, rows, p, p.q.head_dim);
+  });
 }
 
 }  // namespace flash::flash_attn

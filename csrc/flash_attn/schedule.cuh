@@ -66,16 +66,47 @@ struct TileRows {
   __device__ Interval tokens() const { return {token(0), token(count - 1)}; }
 };
 
-// The blocks of keys of one split, and how many splits there are.
-struct KeyBlocks {
+// What a block works on: all that follows from its number.
+template <int kRows, int kKeys>
+struct Work {
+  WorkTile tile;
+  Sequence seq;
+  TileRows rows;
+  Mask mask;
+  Interval seen;  // the keys that some row sees
   Interval blocks;
-  int num_splits;
+  int all_blocks, blocks_per_split;
 
-  __device__ KeyBlocks(const Interval& all, int most_splits, int least_blocks, int split) {
-    const int count = all.last - all.first + 1;
-    const int share = max(least_blocks, (count + most_splits - 1) / most_splits);
-    num_splits = max(1, (count + share - 1) / share);
-    blocks = {all.first + split * share, min(all.first + (split + 1) * share - 1, all.last)};
+  __device__ explicit Work(const FwdParams& p)
+      : tile(work_tile<kRows>(p)),
+        seq(p.problem, tile.entry, p.pages.block_table != nullptr),
+        rows(p, seq, tile, kRows),
+        mask(p.problem, seq),
+        seen(mask.keys_seen_by_any(rows.tokens())),
+        blocks(blocks_of<kKeys>(seen)),
+        all_blocks(blocks.last - blocks.first + 1),
+        blocks_per_split(all_blocks) {
+    if (p.num_splits > 1) take_split(p);
+  }
+
+  // Not so for slots without rows and for splits without keys.
+  __device__ bool exists() const { return rows.count > 0 && (tile.split == 0 || !blocks.empty()); }
+
+  __device__ int num_splits() const {
+    return all_blocks <= blocks_per_split ? 1 : (all_blocks + blocks_per_split - 1) / blocks_per_split;
+  }
+
+  // Those of which all rows see all keys.
+  __device__ Interval whole_blocks() const {
+    const Interval keys = mask.keys_seen_by_all(rows.tokens());
+    return {(keys.first + kKeys - 1) / kKeys, (keys.last + 1) / kKeys - 1};
+  }
+
+ private:
+  __device__ void take_split(const FwdParams& p) {
+    blocks_per_split = max(p.least_blocks_per_split, (all_blocks + p.num_splits - 1) / p.num_splits);
+    blocks.first += tile.split * blocks_per_split;
+    blocks.last = min(blocks.first + blocks_per_split - 1, blocks.last);
   }
 };
 

@@ -69,18 +69,19 @@ __device__ inline bool is_last_arrival(int* arrivals, int count) {
 }
 
 // Merges the states of a tile's splits. Returns whether (o, state) now is the whole, which one of the blocks gets.
-template <int kThreads, int kRows, int kCols>
-__device__ bool merge_splits(const FwdParams& p, int64_t tile, int split, int num_splits, int row0, int count,
-                             Fragment<kRows, kCols>& o, OnlineSoftmax<kRows>& state) {
-  using State = PartialState<kThreads, kRows, kCols>;
-  const State own(p, tile * p.num_splits + split);
-  for_each_row<kRows>(row0, count, [&](int r) { own.store(r, o, state); });
-  if (!is_last_arrival(p.arrivals + tile, num_splits)) return false;
+template <int kThreads, typename Work, int kRows, int kCols>
+__device__ bool merge_splits(const FwdParams& p, const Work& work, int warp_row, Fragment<kRows, kCols>& o,
+                             OnlineSoftmax<kRows>& state) {
+  const int64_t first_slot = int64_t{work.tile.index} * p.num_splits;
+  const auto stored = [&](int split) { return PartialState<kThreads, kRows, kCols>(p, first_slot + split); };
+  const auto for_rows = [&](auto fn) { for_each_row<kRows>(warp_row, work.rows.count, fn); };
+  for_rows([&](int r) { stored(work.tile.split).store(r, o, state); });
+  const int num_splits = work.num_splits();
+  if (!is_last_arrival(p.arrivals + work.tile.index, num_splits)) return false;
   o.fill(0);
   state = OnlineSoftmax<kRows>(state.scale_log2);
-  for (int other = 0; other < num_splits; ++other) {
-    const State stored(p, tile * p.num_splits + other);
-    for_each_row<kRows>(row0, count, [&](int r) { stored.merge_into(r, o, state); });
+  for (int split = 0; split < num_splits; ++split) {
+    for_rows([&](int r) { stored(split).merge_into(r, o, state); });
   }
   return true;
 }

@@ -24,6 +24,9 @@ __device__ inline void copy_word_async(uint32_t shared, const void* global, bool
                : "memory");
 }
 
+// Asks for the line of an address to be brought into the L2 cache.
+__device__ inline void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
+
 // Closes the group of the copies that this thread has started since the last one.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

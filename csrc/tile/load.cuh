@@ -28,22 +28,30 @@ struct StridedRows {
   __device__ T* address() const { return data; }
 };
 
-// Starts the copies of a tile by kThreads threads, a block or each of its warps for itself. Rows are aligned to 16
-// bytes and cols is a multiple of 8. As many neighbouring threads as a page has chunks share a row: 128 bytes that are
-// adjacent in global memory.
-template <int kThreads, typename Tile, typename Rows>
-__device__ void load_async(const Tile& tile, Rows rows, int cols) {
+// kThreads threads, a block or each of its warps for itself, load a tile together. As many neighbours as a page has
+// chunks share a row: 128 bytes that are adjacent in global memory. This is the first row of a thread.
+template <int kThreads, typename Tile>
+__device__ int first_loaded_row() {
+  return threadIdx.x % kThreads / Tile::kPageChunks;
+}
+
+// Starts the copies of a tile with a cursor that stands at the thread's first row. Rows are aligned to 16 bytes and
+// cols is a multiple of 8. kAllExist: all rows do.
+template <int kThreads, bool kAllExist, typename Tile, typename Rows>
+__device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols) {
   constexpr int kLanes = Tile::kPageChunks, kStep = kThreads / kLanes;
   static_assert(Tile::kRows % kStep == 0);
-  const int thread = threadIdx.x % kThreads, chunk = thread % kLanes, first_row = thread / kLanes;
-  rows.move(first_row);
+  const int chunk = threadIdx.x % kLanes;
+  const uint32_t origin = tile.address(first_loaded_row<kThreads, Tile>(), chunk);
 #pragma unroll
   for (int row = 0; row < Tile::kRows; row += kStep) {
     const auto* source = rows.address() + chunk * Tile::kChunk;
+    const bool exists = kAllExist || rows.exists();
+    const uint32_t target = (origin ^ Tile::turn(row)) + Tile::distance(row, 0);
 #pragma unroll
     for (int page = 0; page < Tile::kPages; ++page) {
-      const bool valid = rows.exists() && (page * kLanes + chunk) * Tile::kChunk < cols;
-      ptx::copy_async(tile.address(first_row + row, page * kLanes + chunk), source + page * Tile::kPageCols, valid);
+      const bool valid = exists && (page * kLanes + chunk) * Tile::kChunk < cols;
+      ptx::copy_async(target + Tile::distance(0, page), source + page * Tile::kPageCols, valid);
     }
     rows.move(kStep);
   }
@@ -51,13 +59,11 @@ __device__ void load_async(const Tile& tile, Rows rows, int cols) {
 
 // The same for elements that lie `step` apart and anywhere, at once.
 template <int kThreads, typename Tile, typename Rows>
-__device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
+__device__ void load_own_rows_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
   using T = typename Tile::T;
   constexpr int kLanes = Tile::kPageChunks, kStep = kThreads / kLanes;
-  const int thread = threadIdx.x % kThreads;
-  rows.move(thread / kLanes);
-  for (int row = thread / kLanes; row < Tile::kRows; row += kStep, rows.move(kStep)) {
-    for (int chunk = thread % kLanes; chunk < Tile::kCols / Tile::kChunk; chunk += kLanes) {
+  for (int row = first_loaded_row<kThreads, Tile>(); row < Tile::kRows; row += kStep, rows.move(kStep)) {
+    for (int chunk = threadIdx.x % kLanes; chunk < Tile::kCols / Tile::kChunk; chunk += kLanes) {
       Vec<T, Tile::kChunk> vec;
 #pragma unroll
       for (int i = 0; i < Tile::kChunk; ++i) {
@@ -67,6 +73,18 @@ __device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
       store(tile.chunk(row, chunk), vec);
     }
   }
+}
+
+// Both with a cursor that stands at the first row of the tile.
+template <int kThreads, typename Tile, typename Rows>
+__device__ void load_async(const Tile& tile, Rows rows, int cols) {
+  rows.move(first_loaded_row<kThreads, Tile>());
+  load_own_rows_async<kThreads, false>(tile, rows, cols);
+}
+template <int kThreads, typename Tile, typename Rows>
+__device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
+  rows.move(first_loaded_row<kThreads, Tile>());
+  load_own_rows_scattered<kThreads>(tile, rows, cols, step);
 }
 
 // Rounds a fragment to T and writes it to rows row0 .. of a tile. With kShares > 1 the fragment has one of as many
@@ -91,15 +109,23 @@ __device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragmen
 template <int kRows, typename Tile, typename Rows>
 __device__ void store_rows(Tile& tile, Rows rows, int row0, int cols) {
   constexpr int kLanes = Tile::kPageChunks, kStep = 32 / kLanes;
-  const int row = row0 + lane_id() / kLanes;
-  rows.move(row);
+  const int first_row = row0 + lane_id() / kLanes, first_chunk = lane_id() % kLanes;
+  // All of them first, so that the loads do not wait for one another.
+  Vec<typename Tile::T, Tile::kChunk> chunks[kRows / kStep][Tile::kPages];
 #pragma unroll
-  for (int i = 0; i < kRows; i += kStep) {
+  for (int i = 0; i < kRows / kStep; ++i) {
 #pragma unroll
     for (int page = 0; page < Tile::kPages; ++page) {
-      const int chunk = page * kLanes + lane_id() % kLanes;
-      if (!rows.exists() || chunk * Tile::kChunk >= cols) continue;
-      store(rows.address() + chunk * Tile::kChunk, load<Tile::kChunk>(tile.chunk(row + i, chunk)));
+      chunks[i][page] = load<Tile::kChunk>(tile.chunk(first_row + i * kStep, page * kLanes + first_chunk));
+    }
+  }
+  rows.move(first_row);
+#pragma unroll
+  for (int i = 0; i < kRows / kStep; ++i) {
+#pragma unroll
+    for (int page = 0; page < Tile::kPages; ++page) {
+      const int col = (page * kLanes + first_chunk) * Tile::kChunk;
+      if (rows.exists() && col < cols) store(rows.address() + col, chunks[i][page]);
     }
     rows.move(kStep);
   }

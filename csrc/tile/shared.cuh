@@ -24,14 +24,15 @@ struct alignas(1024) SharedTile {
   T data[kRows * kCols];
 
   // In bytes, of the chunk that holds columns 8 chunk .. 8 chunk + 7 of `row`. It is linear in multiples of 8 rows and
-  // in pages (`distance`), and moving by an even number of chunks within a page is an exclusive or (`flip`).
+  // in pages (`distance`). Moving by an even number of chunks within a page is an exclusive or (`flip`), and so is what
+  // a number of rows that has no bit in common with `row` does to the place within the page's row (`turn`).
   __device__ static constexpr int offset(int row, int chunk) {
-    const int swizzle = kPageChunks == 8 ? row & 7 : (row >> 1) & 3;
-    return (chunk / kPageChunks * kRows + row) * kRowBytes + (((chunk % kPageChunks) ^ swizzle) * 16);
+    return distance(row, chunk / kPageChunks) + (flip(chunk) ^ turn(row));
   }
 
   __device__ static constexpr int distance(int rows, int pages) { return (pages * kRows + rows) * kRowBytes; }
   __device__ static constexpr int flip(int chunks) { return chunks % kPageChunks * 16; }
+  __device__ static constexpr int turn(int rows) { return (kPageChunks == 8 ? rows & 7 : (rows >> 1) & 3) * 16; }
 
   __device__ uint32_t address(int row, int chunk) const { return ptx::shared_address(data) + offset(row, chunk); }
 

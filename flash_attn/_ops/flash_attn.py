@@ -93,6 +93,9 @@ def backward(
 ):
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
 
+    Its shape is (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the rows of
+    entry b start at cu_seqlens_q[b] + 128 b.
+
     softmax_lse is used as it is given: a caller that merged several blocks of keys passes the merged one.
     """
     _check_dropout(dropout_p)

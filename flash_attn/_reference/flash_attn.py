@@ -107,9 +107,9 @@ def bwd(
     dout, out: like q. softmax_lse: as from `fwd`; it is taken as it is, and a row where it is +inf has no gradient.
     dlse: the gradient of softmax_lse, or None. dq, dk, dv: shaped like q, k, v, with any strides.
 
-        delta_i  = <dout_i, out_i>
+        delta_i  = <dout_i, out_i> - dlse_i                         0 for a row that sees no key
         dP(i, j) = <dout_i, v_j> Z(i, j) / (1 - p)
-        dS(i, j) = P(i, j) (dP(i, j) - delta_i + dlse_i)            times 1 - tanh^2 with softcap
+        dS(i, j) = P(i, j) (dP(i, j) - delta_i)                     times 1 - tanh^2 with softcap
         dq_i = softmax_scale sum_j dS(i, j) k_j;   dk_j = softmax_scale sum_i dS(i, j) q_i;
         dv_j = sum_i P(i, j) Z(i, j) / (1 - p) dout_i
 
@@ -269,10 +269,10 @@ def _backward(group, options, q, k, v, out, dout, softmax_lse, dlse, delta, dq, 
         q_rows = group.load_rows(q, rows, dtype) * options.softmax_scale
         dout_rows, lse = group.load_rows(dout, rows, dtype), group.load_rows(softmax_lse, rows, dtype)
         shift = (dout_rows * group.load_rows(out, rows, dtype)).sum(-1, keepdim=True)
-        group.store_rows(delta, rows, shift)
         if dlse is not None:
             shift -= group.load_rows(dlse, rows, dtype)
         shift.masked_fill_(lse == math.inf, 0)
+        group.store_rows(delta, rows, shift)
         finite = finite_keys and _all_finite(q_rows) and _all_finite(dout_rows)
         dq_rows = torch.zeros_like(q_rows)
         for cols in group.col_blocks(scores.mask.keys(rows)):

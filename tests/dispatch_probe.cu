@@ -1,0 +1,28 @@
+// The choice of instance without any instance, as in a narrowed build. It needs nvcc, but no GPU.
+#pragma GCC visibility push(hidden)  // as setup.py builds it
+#include "../csrc/flash_attn/flash_attn.cu"
+#pragma GCC visibility pop
+#include "probe.h"
+
+namespace flash::flash_attn {
+
+extern "C" {
+
+// Null, or the text of the error.
+const char* run_fwd_instance(int head_dim, int dtype, bool decodes) {
+  FwdParams p{};
+  p.problem.dtype = static_cast<DType>(dtype);
+  p.problem.head_dim = head_dim;
+  p.decode_warps = decodes ? 8 : 0;
+  return error_of([&] { fwd(p, nullptr); });
+}
+
+const char* run_bwd_instance(int head_dim, int dtype) {
+  BwdParams p{};
+  p.problem.dtype = static_cast<DType>(dtype);
+  p.problem.head_dim = head_dim;
+  return error_of([&] { bwd(p, nullptr); });
+}
+
+}  // extern "C"
+}  // namespace flash::flash_attn
