@@ -28,7 +28,7 @@ def attention(
 ):
     """softmax(score(q k^T)) v as (out, lse). A row without any allowed key gives out = 0 and lse = +inf."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    allowed = allowed_keys(seqlen_q, seqlen_k, causal, window_size).to(q.device)
+    allowed = allowed_keys(seqlen_q, seqlen_k, causal, window_size, q.device)
     empty = ~allowed.any(dim=-1, keepdim=True)
     scores = raw_scores(q, k, softmax_scale, softcap, alibi_slopes)
     scores = scores.masked_fill(~allowed & ~empty, float("-inf"))  # an empty row stays finite: no NaN in its gradient
@@ -50,13 +50,13 @@ def raw_scores(q, k, softmax_scale=None, softcap=0.0, alibi_slopes=None):
     return scores
 
 
-def allowed_keys(seqlen_q, seqlen_k, causal=False, window_size=(-1, -1)):
+def allowed_keys(seqlen_q, seqlen_k, causal=False, window_size=(-1, -1), device=None):
     """Which keys a query sees, bool (seqlen_q, seqlen_k): bottom-right aligned, bounds inclusive, -1 unbounded."""
     left, right = (int(bound) for bound in window_size)
     right = 0 if causal else right
-    diagonal = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-    key = torch.arange(seqlen_k)[None, :]
-    allowed = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    diagonal = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k, device=device)[None, :]
+    allowed = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if left >= 0:
         allowed &= key >= diagonal - left
     if right >= 0:

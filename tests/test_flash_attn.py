@@ -1,14 +1,15 @@
 """The six attention functions and their gradients: against the oracle, and one test for each promise."""
 
+import dataclasses
 import functools
 import itertools
-import random
 
 import oracle
 import pytest
 import torch
-from cases import LAYOUTS, Case, cover, laid_out, params, sample
-from compare import assert_error_ratio, assert_same_but_for_rounding, largest_error, unavoidable
+from cases import Case, cover, covering_sample, laid_out, params, uncovered, wide_marks
+from compare import assert_error_ratio, assert_same_but_for_rounding
+from problems import FACTORS, SMALL, Problem, check, cumulative, make_problem, possible
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attn import (
@@ -26,38 +27,22 @@ from flash_attn.flash_attn_interface import (
     _get_block_size_n,
 )
 
-HEAD_DIMS = [8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
-FACTORS = dict(
-    lengths=[(97, 97), (128, 128), (113, 203), (108, 256), (203, 113), (1, 147), (64, 1), (129, 65), (256, 192)],
-    heads=[(6, 6), (6, 2), (6, 1)],
-    head_dim=HEAD_DIMS,
-    dtype=["fp16", "bf16"],
-    causal=[False, True],
-    window=[(-1, -1), (-1, 0), (0, 0), (17, -1), (-1, 23), (70, 5), (300, 300)],
-    softcap=[0.0, 2.0],
-    alibi=["", "h", "bh"],
-    dropout_p=[0.0, 0.17],
-    deterministic=[False, True],
-    layout=LAYOUTS,
-    scale_q=[1.0, 4.0],
-)
-LARGE = dict(FACTORS, lengths=[(512, 256), (1023, 1024), (1024, 1023), (799, 3), (1, 2048), (2048, 2048)])
 NAMED = {
-    "one query, one key": Case(seqlen_q=1, seqlen_k=1),
-    "one key": Case(seqlen_q=64, seqlen_k=1, heads_k=2),
-    "head_dim 1": Case(head_dim=1),
-    "head_dim 255": Case(head_dim=255, seqlen_q=33, seqlen_k=65),
-    "head_dim 256, all heads share a key": Case(head_dim=256, heads=8, heads_k=1),
-    "causal, rows without keys": Case(seqlen_q=113, seqlen_k=20, causal=True),
-    "window, rows without keys": Case(seqlen_q=20, seqlen_k=150, window=(0, 0)),
-    "window beyond the first key": Case(seqlen_q=100, seqlen_k=20, window=(3, 3)),
-    "one key less than a tile": Case(seqlen_q=127, seqlen_k=127, causal=True),
-    "one key more than a tile": Case(seqlen_q=129, seqlen_k=129, causal=True),
-    "softmax is one-hot": Case(scale_q=60.0),
-    "softmax is one-hot, fp16": Case(scale_q=60.0, dtype="fp16"),
-    "large scores, causal, fp16": Case(seqlen_q=128, seqlen_k=128, scale_q=15.0, causal=True, dtype="fp16"),
-    "softcap and dropout": Case(softcap=2.0, dropout_p=0.17),
-    "everything at once": Case(
+    "one query, one key": Problem(seqlen_q=1, seqlen_k=1),
+    "one key": Problem(seqlen_q=64, seqlen_k=1, heads_k=2),
+    "head_dim 1": Problem(head_dim=1),
+    "head_dim 255": Problem(head_dim=255, seqlen_q=33, seqlen_k=65),
+    "head_dim 256, all heads share a key": Problem(head_dim=256, heads=8, heads_k=1),
+    "causal, rows without keys": Problem(seqlen_q=113, seqlen_k=20, causal=True),
+    "window, rows without keys": Problem(seqlen_q=20, seqlen_k=150, window=(0, 0)),
+    "window beyond the first key": Problem(seqlen_q=100, seqlen_k=20, window=(3, 3)),
+    "one key less than a tile": Problem(seqlen_q=127, seqlen_k=127, causal=True),
+    "one key more than a tile": Problem(seqlen_q=129, seqlen_k=129, causal=True),
+    "softmax is one-hot": Problem(scale_q=60.0),
+    "softmax is one-hot, fp16": Problem(scale_q=60.0, dtype="fp16"),
+    "large scores, causal, fp16": Problem(seqlen_q=128, seqlen_k=128, scale_q=15.0, causal=True, dtype="fp16"),
+    "softcap and dropout": Problem(softcap=2.0, dropout_p=0.17),
+    "everything at once": Problem(
         seqlen_q=113,
         seqlen_k=203,
         heads=6,
@@ -71,67 +56,38 @@ NAMED = {
         deterministic=True,
         layout="bhsd",
     ),
-    "float32": Case(dtype="fp32", causal=True, heads_k=2),
-    "float32 with all score changes": Case(dtype="fp32", window=(30, 7), softcap=2.0, alibi="h", dropout_p=0.17),
+    "float32": Problem(dtype="fp32", causal=True, heads_k=2),
+    "float32 with all score changes": Problem(dtype="fp32", window=(30, 7), softcap=2.0, alibi="h", dropout_p=0.17),
 }
 
 
-def make_case(lengths, heads, **rest):
-    return Case(seqlen_q=lengths[0], seqlen_k=lengths[1], heads=heads[0], heads_k=heads[1], **rest)
+ROWS = covering_sample(FACTORS, 1500, valid=possible)
+SAMPLE = [make_problem(**row) for row in cover(SMALL, valid=possible)]
+SAMPLE += [(case, wide_marks(case)) for case in (make_problem(**row) for row in ROWS)]
 
 
-def sampled(factors=FACTORS, wide=200, **changes):
-    return sample(dict(factors, **changes), make_case, wide=wide)
+def test_sample_has_every_pair_of_values():
+    tied = "lengths", "heads", "deterministic", "varlen", "packing", "page", "dlse"
+    assert not uncovered(ROWS, FACTORS, valid=possible, tied=tied)
 
 
-NAMED_CASES = [pytest.param(case, id=name) for name, case in NAMED.items()]
-LARGE_CASES = params([(make_case(**row), pytest.mark.cuda) for row in cover(LARGE)])
+@pytest.mark.parametrize("case", params(SAMPLE))
+def test_sample(case, device, memory_guard):
+    if case.seqlen_k > 2048:
+        memory_guard(2**34)
+    case.check(device)
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("case", NAMED.values(), ids=NAMED)
+def test_named(case, varlen, device):
+    case.but(varlen=varlen, batch=4 if varlen else 2).check(device)
 
 
 def options_of(case, device):
     """Keywords of the functions under test; with dropout, it is S_dmask that tells which elements were kept."""
     extra = dict(dropout_p=case.dropout_p, deterministic=case.deterministic, return_attn_probs=True)
     return dict(case.options(device), **extra)
-
-
-def check(case, tensors, attend, reference, *, with_dlse=False):
-    """Compare attend(q, k, v) -> (out, lse, S_dmask) and its gradients with reference(q, k, v, ...) -> (out, lse)."""
-    *inputs, dout = tensors
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out, lse, s_dmask = attend(*leaves)
-    assert out.dtype == dout.dtype and lse.dtype == torch.float32
-    if case.dropout_p > 0:
-        reference = functools.partial(reference, keep=~s_dmask.signbit(), dropout_p=case.dropout_p)
-    dlse = torch.randn_like(lse) if with_dlse else None
-    grads = torch.autograd.grad([out, lse][: 1 + with_dlse], leaves, [dout, dlse][: 1 + with_dlse])
-    exact_inputs = [x.double() for x in inputs]
-    exact_out, exact_lse, exact_grads = oracle.gradients(reference, exact_inputs, dout, dlse)
-    plain_out, _, plain_grads = oracle.gradients(reference, inputs, dout, dlse)
-    stored_grads = oracle.gradients(reference, exact_inputs, dout, dlse_of_stored_out(exact_out, dout, dlse))[2]
-    assert_error_ratio(out, exact_out, plain_out, name="out")
-    assert_error_ratio(lse, exact_lse, plain_lse(case, inputs, reference), name="lse")
-    for name, grad, exact, *plain in zip(
-        ("dq", "dk", "dv"), grads, exact_grads, plain_grads, stored_grads, strict=True
-    ):
-        assert grad.dtype == dout.dtype
-        worst = max(plain, key=functools.partial(largest_error, exact=exact))
-        plus = unavoidable(exact, grad.dtype, terms=128 + case.head_dim)  # dP and delta are sums over the head dim
-        assert_error_ratio(grad, exact, worst, plus=plus, name=name)
-
-
-def dlse_of_stored_out(exact_out, dout, dlse):
-    """A gradient of lse that has the effect of storing out in its 16 bits between forward and backward.
-
-    The backward takes delta = <dout, out> off dP, and adds dlse. Where exact gradients cancel, as in a row of one key,
-    plain torch has no error at all, and the formulas of the backward have this one.
-    """
-    lost = (dout.double() * (exact_out.to(dout.dtype).double() - exact_out)).sum(-1).transpose(-1, -2)
-    return -lost if dlse is None else dlse - lost
-
-
-def plain_lse(case, inputs, reference):
-    """lse is computed in float32 whatever the input type; but a hardware tanh is no better than a 16-bit score."""
-    return reference(*(inputs if case.softcap > 0 else (x.float() for x in inputs)))[1]
 
 
 def dense(case, device):
@@ -142,38 +98,17 @@ def dense_oracle(case, device):
     return functools.partial(oracle.attention, **case.options(device))
 
 
-@pytest.mark.parametrize("case", NAMED_CASES + sampled() + LARGE_CASES)
-def test_dense(case, device):
-    check(case, case.tensors(device), dense(case, device), dense_oracle(case, device))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Variable length
 
 
-def lengths_of(case, longest, salt):
-    """A length for each entry, from 0 to `longest`, both of which occur."""
-    rng = random.Random(f"{case}{salt}")
-    lengths = [0, longest] + [rng.randint(0, longest) for _ in range(case.batch - 2)]
-    return rng.sample(lengths, k=case.batch)
-
-
-def cumulative(lengths, device):
-    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-
-
 def packed_batch(case, device):
     """(q, k, v, dout), each (tokens, heads, head_dim), and (cu_seqlens_q, cu_seqlens_k)."""
-    lengths_q, lengths_k = lengths_of(case, case.seqlen_q, "q"), lengths_of(case, case.seqlen_k, "k")
-    q, k, v, dout = case.but(layout="contiguous").tensors(device)
-
-    def pack(x, lengths, layout):
-        tokens = torch.cat([entry[:length] for entry, length in zip(x, lengths, strict=True)])
-        return laid_out(tokens[None], layout)[0]
-
-    tensors = pack(q, lengths_q, case.layout), *(pack(x, lengths_k, case.layout) for x in (k, v))
-    dout = pack(dout, lengths_q, "contiguous")
-    return (*tensors, dout), (cumulative(lengths_q, device), cumulative(lengths_k, device))
+    problem = Problem(**dataclasses.asdict(case), varlen=True)
+    queries, keys, _, _ = problem.lengths()
+    totals = sum(queries), sum(keys), sum(keys), sum(queries)
+    *inputs, dout = (x[:total] for x, total in zip(problem.tokens(device), totals, strict=True))
+    return (*problem.packed(inputs), dout), (cumulative(queries, device), cumulative(keys, device))
 
 
 def varlen(case, device, cu_seqlens):
@@ -194,13 +129,6 @@ def _varlen_by_keyword(q, k, v, **options):
 def varlen_oracle(case, device, cu_seqlens):
     options = dict(case.options(device), cu_seqlens_q=cu_seqlens[0], cu_seqlens_k=cu_seqlens[1])
     return functools.partial(oracle.varlen_attention, **options)
-
-
-@pytest.mark.parametrize("case", [param for param in NAMED_CASES + sampled() + LARGE_CASES])
-def test_varlen(case, device):
-    case = case.but(batch=4)
-    tensors, cu_seqlens = packed_batch(case, device)
-    check(case, tensors, varlen(case, device, cu_seqlens), varlen_oracle(case, device, cu_seqlens))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -280,79 +208,8 @@ def test_max_seqlen_is_only_a_bound(kind, device):
     assert_same_but_for_rounding(run(bound), run(lambda n: n))
 
 
-@pytest.mark.parametrize("page", [1, 16, 256])
-@pytest.mark.parametrize("causal", [False, True])
-def test_varlen_paged(page, causal, device):
-    """Keys in pages, looked up in block_table; unused pages and the rest of the last page hold NaN."""
-    case = Case(batch=3, seqlen_q=30, seqlen_k=70, heads_k=2, causal=causal)
-    (q, k, v, _), (cu_seqlens_q, cu_seqlens_k) = packed_batch(case, device)
-    blocks = -(-case.seqlen_k // page)
-    block_table = torch.randperm(3 * case.batch * blocks, device=device)[: case.batch * blocks]
-    block_table = block_table.reshape(case.batch, blocks).int()
-    pages_k, pages_v = (x.new_full((3 * case.batch * blocks, page, 2, case.head_dim), float("nan")) for x in (k, v))
-    for b, (start, end) in enumerate(itertools.pairwise(cu_seqlens_k.tolist())):
-        j = torch.arange(end - start, device=device)
-        where = block_table[b, j // page].long(), j % page
-        pages_k[where], pages_v[where] = k[start:end], v[start:end]
-    bounds = cu_seqlens_q, cu_seqlens_k, case.seqlen_q, case.seqlen_k
-    out, lse, _ = flash_attn_varlen_func(
-        q, pages_k, pages_v, *bounds, causal=causal, block_table=block_table, return_attn_probs=True
-    )
-    reference = functools.partial(varlen_oracle(case, device, (cu_seqlens_q, cu_seqlens_k)))
-    exact, exact_lse = reference(q.double(), k.double(), v.double())
-    assert_error_ratio(out, exact, reference(q, k, v)[0], name="out")
-    assert_error_ratio(lse, exact_lse, exact_lse.float(), name="lse")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Layouts
-
-
-def split_kvpacked(function):
-    """`function(q, kv, ...)` as a function of q, k, v."""
-    return lambda q, k, v, *args, **options: function(q, torch.stack([k, v], dim=-3), *args, **options)
-
-
-def split_qkvpacked(function):
-    return lambda q, k, v, *args, **options: function(torch.stack([q, k, v], dim=-3), *args, **options)
-
-
-SELF_ATTENTION = dict(FACTORS, lengths=[(97, 97), (128, 128), (65, 65)], heads=[(4, 4)], layout=["contiguous"])
-PACKED = sampled(SELF_ATTENTION, wide=50, head_dim=[32, 59, 128], window=[(-1, -1), (-1, 0), (17, -1), (70, 5)])
-
-
-@pytest.mark.parametrize("case", PACKED)
-def test_qkvpacked(case, device):
-    attend = functools.partial(split_qkvpacked(flash_attn_qkvpacked_func), **options_of(case, device))
-    check(case, case.tensors(device), attend, dense_oracle(case, device))
-
-
-@pytest.mark.parametrize("case", PACKED)
-def test_kvpacked(case, device):
-    case = case.but(seqlen_q=case.seqlen_q + 16, heads_k=2)
-    attend = functools.partial(split_kvpacked(flash_attn_kvpacked_func), **options_of(case, device))
-    check(case, case.tensors(device), attend, dense_oracle(case, device))
-
-
-@pytest.mark.parametrize("case", PACKED)
-def test_varlen_qkvpacked(case, device):
-    case = case.but(batch=4)
-    (q, _, _, dout), (cu_seqlens, _) = packed_batch(case, device)
-    tensors = q, torch.randn_like(q), torch.randn_like(q), dout
-    attend = functools.partial(
-        split_qkvpacked(flash_attn_varlen_qkvpacked_func),
-        cu_seqlens=cu_seqlens, max_seqlen=case.seqlen_q, **options_of(case, device),
-    )  # fmt: skip
-    check(case, tensors, attend, varlen_oracle(case, device, (cu_seqlens, cu_seqlens)))
-
-
-@pytest.mark.parametrize("case", PACKED)
-def test_varlen_kvpacked(case, device):
-    case = case.but(batch=4, seqlen_q=case.seqlen_q + 16, heads_k=2)
-    tensors, cu_seqlens = packed_batch(case, device)
-    attend = varlen(case, device, cu_seqlens)
-    packed = functools.partial(split_kvpacked(flash_attn_varlen_kvpacked_func), **attend.keywords)
-    check(case, tensors, packed, varlen_oracle(case, device, cu_seqlens))
 
 
 @pytest.mark.parametrize("packing", ["qkv", "kv"])
