@@ -28,7 +28,7 @@ class Case:
     alibi: str = ""  # "h": slopes (heads,), "bh": (batch, heads)
     dropout_p: float = 0.0
     deterministic: bool = False
-    layout: str = "contiguous"  # or "bhsd", "sliced", "packed", "last_dim_strided": see `laid_out`
+    layout: str = "contiguous"  # or another of LAYOUTS
     scale_q: float = 1.0  # q is drawn from N(0, scale_q^2)
 
     def __str__(self):
@@ -92,10 +92,12 @@ def laid_out(x, layout):
         return torch.stack([torch.full_like(x, float("nan")), x, torch.full_like(x, float("nan"))], dim=2)[:, :, 1]
     if layout == "last_dim_strided":
         return torch.stack([x, torch.full_like(x, float("nan"))], dim=-1)[..., 0]
+    if layout == "unaligned":  # starts in the middle of 16 bytes
+        return torch.cat([x.new_full((3,), float("nan")), x.flatten()])[3:].view(x.shape)
     raise ValueError(f"layout {layout!r}")
 
 
-LAYOUTS = ["contiguous", "bhsd", "sliced", "packed", "last_dim_strided"]
+LAYOUTS = ["contiguous", "bhsd", "sliced", "packed", "last_dim_strided", "unaligned"]
 
 
 def cover(factors, *, valid=lambda row: True, seed=0):
@@ -113,7 +115,7 @@ def cover(factors, *, valid=lambda row: True, seed=0):
         return {name: rng.randrange(len(values)) for name, values in factors.items()} | dict(pair)
 
     pairs = [pair for names in itertools.combinations(factors, 2) for pair in _index_pairs(names, factors)]
-    found = {pair: first_valid(drawn(pair) for _ in range(200)) for pair in pairs}
+    found = {pair: first_valid(drawn(pair) for _ in range(1000)) for pair in pairs}
     missing = {pair for pair, row in found.items() if row is not None}
     for pair in pairs:
         if pair in missing:

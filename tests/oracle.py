@@ -196,7 +196,7 @@ def dropout_keep(seed, offset, batch, heads, seqlen_q, seqlen_k, dropout_p):
     lane = i % 8 * 4 + j % 8 // 2
     byte = j % 32 // 16 * 8 + j % 16 // 8 * 4 + i % 16 // 8 * 2 + j % 2
     low = np.uint64(offset % 2**64) + (32 * (b * heads + h) + lane).astype(np.uint64)
-    words = _philox([low & _WORD, low >> 32, i // 16, j // 32], [seed % 2**32, seed // 2**32 % 2**32])
+    words = philox([low & _WORD, low >> 32, i // 16, j // 32], [seed % 2**32, seed // 2**32 % 2**32])
     word = np.choose(byte // 4, np.broadcast_arrays(*words))
     return torch.from_numpy((word >> (8 * (byte % 4)).astype(np.uint64) & 255) <= int(255 * (1 - dropout_p)))
 
@@ -204,7 +204,7 @@ def dropout_keep(seed, offset, batch, heads, seqlen_q, seqlen_k, dropout_p):
 _WORD = np.uint64(2**32 - 1)
 
 
-def _philox(counter, key, rounds=7):
+def philox(counter, key, rounds=7):
     c = [np.asarray(x).astype(np.uint64) for x in counter]
     k = [np.uint64(x) for x in key]
     for _ in range(rounds):
