@@ -999,8 +999,12 @@ def test_opcheck_bwd(case, device):
 # Large tensors, streams, devices, graphs
 
 
-@pytest.mark.parametrize("shape", [dict(batch=70_000, heads=1, heads_k=1), dict(batch=1, heads=70_000, heads_k=70_000)])
+@pytest.mark.parametrize("shape", [
+    dict(batch=70_000, heads=1, heads_k=1, alibi="bh"), dict(batch=1, heads=70_000, heads_k=70_000, alibi="h"),
+    pytest.param(dict(batch=20_000, heads=8, heads_k=2, dropout_p=0.2), marks=[pytest.mark.slow, pytest.mark.cuda]),
+], ids=str)  # fmt: skip
 def test_more_than_65535_entries_or_heads(shape, device):
+    """With dropout, S_dmask has more than 2^31 elements: 128 x 128 for each entry and head."""
     case = Case(seqlen_q=2, seqlen_k=3, head_dim=8, causal=True, **shape)
     check(case, case.tensors(device), dense(case, device), dense_oracle(case, device))
 
@@ -1023,16 +1027,23 @@ def test_varlen_of_more_than_65535_entries(device):
     assert_same_but_for_rounding(found, run(flash_attn_func, *inputs))
 
 
+@pytest.mark.slow
 @pytest.mark.cuda
-def test_more_than_two_to_the_31_elements(device, memory_guard):
+@pytest.mark.parametrize("packed", [False, True])
+def test_more_than_two_to_the_31_elements(packed, device, memory_guard):
     """Only the last entries are compared: they lie where 32-bit offsets have wrapped."""
-    case = Case(batch=70_000, seqlen_q=16, seqlen_k=16, heads=16, heads_k=16, head_dim=128, causal=True)
-    memory_guard(10 * 2 * 70_000 * 16 * 16 * 128)
-    q, k, v, dout = (torch.empty(70_000, 16, 16, 128, dtype=torch.bfloat16, device=device).normal_() for _ in range(4))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = flash_attn_func(*leaves, causal=True)
+    batch, seqlen = 70_000, 16
+    case = Case(batch=3, seqlen_q=seqlen, seqlen_k=seqlen, heads=16, heads_k=16, head_dim=128, causal=True)
+    memory_guard(10 * 2 * batch * seqlen * 16 * 128)
+    leaves, dout = large_tensors(batch, seqlen, 16, 128, device)
+    if packed:
+        cu_seqlens = cumulative([seqlen] * batch, device)
+        q, k, v = (x.flatten(0, 1) for x in leaves)
+        out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, seqlen, seqlen, causal=True).view_as(dout)
+    else:
+        out = flash_attn_func(*leaves, causal=True)
     grads = torch.autograd.grad(out, leaves, dout)
-    last = [x.detach()[-3:] for x in (q, k, v)]
+    last = [x.detach()[-3:] for x in leaves]
     reference = dense_oracle(case, device)
     exact_out, _, exact_grads = oracle.gradients(reference, [x.double() for x in last], dout[-3:])
     plain_out, _, plain_grads = oracle.gradients(reference, last, dout[-3:])
@@ -1040,6 +1051,28 @@ def test_more_than_two_to_the_31_elements(device, memory_guard):
         assert_error_ratio(found.detach()[-3:], exact, plain)
 
 
+def large_tensors(batch, seqlen, heads, head_dim, device):
+    """([q, k, v], dout), drawn where they lie: a generator on the CPU and conversions would take minutes."""
+    shape = batch, seqlen, heads, head_dim
+    q, k, v, dout = (torch.empty(shape, dtype=torch.bfloat16, device=device).normal_() for _ in range(4))
+    return [x.requires_grad_() for x in (q, k, v)], dout
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+def test_lse_beyond_four_gigabytes(device, memory_guard):
+    """More than 2^30 rows; all of them see the same key, so that each gives its value and its own score."""
+    batch, seqlen, heads = 16, 70_000, 1000
+    memory_guard(3 * 2 * batch * seqlen * heads * 8)
+    q = torch.empty(batch, seqlen, heads, 8, dtype=torch.bfloat16, device=device).normal_()
+    k, v = (torch.randn(batch, 1, heads, 8, device=device).bfloat16() for _ in "kv")
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    assert all(torch.equal(x, v[b].expand_as(x)) for b, x in enumerate(out))
+    scores = torch.einsum("shd,hd->hs", q[-1].float(), k[-1, 0].float()) * 8**-0.5
+    torch.testing.assert_close(lse[-1], scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.cuda
 def test_strides_beyond_two_to_the_31(device, memory_guard):
     case = Case(seqlen_q=64, seqlen_k=64)

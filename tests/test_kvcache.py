@@ -227,7 +227,11 @@ def expected(arguments, dtype):
 def test_kvcache(case, device, memory_guard):
     if case.seqlen_k > 4096:
         memory_guard(2**34)
-    arguments = case.arguments(device)
+    check(case, case.arguments(device))
+
+
+def check(case, arguments):
+    """Compare results and caches with the oracle; the caches among `arguments` are written."""
     dtype = arguments["q"].dtype
     exact, plain = expected(arguments, torch.float64), expected(arguments, dtype)
     out, lse = flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
@@ -355,7 +359,7 @@ def test_unused_entries_of_the_block_table_are_not_followed(device):
     assert torch.equal(flash_attn_with_kvcache(**dirty), flash_attn_with_kvcache(**arguments))
 
 
-@pytest.mark.parametrize("kind", ["cache slice", "head slice", "permuted"])
+@pytest.mark.parametrize("kind", ["cache slice", "head slice", "permuted", "unaligned"])
 def test_strided_caches_are_updated_in_place(kind, device):
     """A cache may be a view; its surroundings stay as they are."""
     case = CacheCase(seqlen_q=2, seqlen_k=40, seqlen_new=2, causal=True)
@@ -371,6 +375,7 @@ def test_strided_caches_are_updated_in_place(kind, device):
                 permuted := padded.permute(2, 0, 1, 3).contiguous(),
                 permuted.permute(1, 2, 0, 3)[:2, :40, :4, :64],
             ),
+            "unaligned": (padded, padded.flatten()[3 : 3 + cache.numel()].view_as(cache)),
         }[kind]
         strided[name] = view.copy_(cache)
         surroundings.append((whole, view, cache))
@@ -378,6 +383,16 @@ def test_strided_caches_are_updated_in_place(kind, device):
     for name, (whole, view, _) in zip(("k_cache", "v_cache"), surroundings, strict=True):
         assert_cache_equal(view, arguments[name])
         assert whole.isfinite().sum() == view.isfinite().sum()
+
+
+def test_a_cache_that_is_only_read_may_be_expanded(device):
+    """One row of keys for the whole batch, as stride 0."""
+    arguments = CacheCase(batch=3, seqlen_q=2, seqlen_k=40, heads_k=2, lengths="full").arguments(device)
+    for name in ("k_cache", "v_cache"):
+        arguments[name] = arguments[name][:1].expand(3, -1, -1, -1)
+    out = flash_attn_with_kvcache(**arguments)
+    exact, plain = expected(arguments, torch.float64), expected(arguments, torch.bfloat16)
+    assert_error_ratio(out, exact[0], plain[0])
 
 
 def test_no_gradient(device):
@@ -524,6 +539,32 @@ def test_more_than_65535_entries(page, device, memory_guard):
     assert_error_ratio(out, exact.expand_as(out), plain.expand_as(out))
 
 
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_more_than_65535_heads(num_splits, device):
+    case = CacheCase(
+        batch=1, seqlen_q=1, seqlen_k=16, seqlen_new=1, heads=70_000, heads_k=70_000, head_dim=16, num_splits=num_splits
+    )
+    check(case, case.arguments(device))
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+def test_rows_beyond_two_to_the_31_elements(device, memory_guard):
+    """The last row of a dense cache, and the entry that uses it, lie where 32-bit offsets have wrapped."""
+    case = CacheCase(batch=1, seqlen_q=2, seqlen_k=600, seqlen_new=2, heads=8, heads_k=8, head_dim=128, causal=True)
+    rows = 2**31 // (600 * 8 * 128) + 2
+    memory_guard(2 * 2 * rows * 600 * 8 * 128)
+    arguments, far = case.arguments(device), case.arguments(device)
+    for name in ("k_cache", "v_cache"):
+        far[name] = torch.empty(rows, 600, 8, 128, dtype=torch.bfloat16, device=device)
+        far[name][-1:] = arguments[name]
+    far["cache_batch_idx"] = torch.tensor([rows - 1], dtype=torch.int32, device=device)
+    assert torch.equal(flash_attn_with_kvcache(**far), flash_attn_with_kvcache(**arguments))
+    for name in ("k_cache", "v_cache"):
+        assert_cache_equal(far[name][-1:], arguments[name])
+
+
+@pytest.mark.slow
 @pytest.mark.cuda
 @pytest.mark.parametrize("page", [16, 256])
 def test_pages_beyond_two_to_the_31_elements(page, device, memory_guard):
@@ -548,11 +589,48 @@ def test_pages_beyond_two_to_the_31_elements(page, device, memory_guard):
 
 @pytest.mark.multi_gpu
 def test_runs_where_the_tensors_are():
-    case, device = NAMED["all at once"], torch.device("cuda", 1)
-    arguments = case.arguments(device)
-    exact, plain = expected(arguments, torch.float64)[0], expected(arguments, torch.bfloat16)[0]
-    assert_error_ratio(flash_attn_with_kvcache(**arguments), exact, plain)
+    case = NAMED["all at once"]
+    check(case, case.arguments(torch.device("cuda", 1)))
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.cuda
+def test_runs_on_the_current_stream(device):
+    """The inputs are ready on the side stream only, after a long wait."""
+    case = NAMED["all at once"]
+    ready = case.arguments(device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in ready.items()}
+        for name in ("q", "k", "v", "k_cache", "v_cache"):
+            late[name].fill_(float("nan"))
+        torch.cuda._sleep(200_000_000)
+        for name in ("q", "k", "v", "k_cache", "v_cache"):
+            late[name].copy_(ready[name])
+        check(case, late)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_splits", [0, 16])
+def test_two_streams_at_once(num_splits, device):
+    """What blocks tell each other about their splits of the keys does not reach another call."""
+    cases = [
+        CacheCase(batch=batch, seqlen_q=1, seqlen_k=9000, heads=8, heads_k=2, lengths="full", num_splits=num_splits)
+        for batch in (2, 3)
+    ]
+    calls = [functools.partial(flash_attn_with_kvcache, **case.arguments(device)) for case in cases]
+    alone, together = [call() for call in calls], [[], []]
+    streams = [torch.cuda.Stream() for _ in calls]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(50):
+        for call, stream, results in zip(calls, streams, together, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(call())
+    torch.cuda.synchronize()
+    for results, one in zip(together, alone, strict=True):
+        assert all(torch.equal(result, one) for result in results)
 
 
 @pytest.mark.cuda
