@@ -1087,6 +1087,21 @@ def test_strides_beyond_two_to_the_31(device, memory_guard):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+def test_memory_grows_with_the_sequence_not_with_its_square(dropout_p, device):
+    def peak(seqlen):
+        leaves, dout = large_tensors(1, seqlen, 4, 64, device)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = flash_attn_func(*leaves, dropout_p=dropout_p, causal=True)
+        torch.autograd.grad(out, leaves, dout)
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(32768) <= 2.1 * peak(16384)
+
+
+@pytest.mark.cuda
 def test_runs_on_the_current_stream(device):
     """The inputs are ready on the side stream only, after a long wait."""
     case = Case(seqlen_q=512, seqlen_k=512, causal=True, heads_k=2)

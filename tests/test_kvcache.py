@@ -335,17 +335,14 @@ def test_entries_may_share_a_row_of_the_cache(device):
     case = CacheCase(batch=3, seqlen_q=2, seqlen_k=40, lengths="full")
     arguments = case.arguments(device)
     arguments["cache_batch_idx"] = torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
-    out = flash_attn_with_kvcache(**arguments)
-    exact, plain = expected(arguments, torch.float64), expected(arguments, torch.bfloat16)
-    assert_error_ratio(out, exact[0], plain[0])
+    check(case, arguments)
 
 
 def test_entries_may_share_pages(device):
-    arguments = CacheCase(batch=3, seqlen_q=2, seqlen_k=64, page=16, lengths="full").arguments(device)
+    case = CacheCase(batch=3, seqlen_q=2, seqlen_k=64, page=16, lengths="full")
+    arguments = case.arguments(device)
     arguments["block_table"] = arguments["block_table"][:1].expand(3, -1)
-    out = flash_attn_with_kvcache(**arguments)
-    exact, plain = expected(arguments, torch.float64), expected(arguments, torch.bfloat16)
-    assert_error_ratio(out, exact[0], plain[0])
+    check(case, arguments)
 
 
 def test_unused_entries_of_the_block_table_are_not_followed(device):
@@ -387,12 +384,11 @@ def test_strided_caches_are_updated_in_place(kind, device):
 
 def test_a_cache_that_is_only_read_may_be_expanded(device):
     """One row of keys for the whole batch, as stride 0."""
-    arguments = CacheCase(batch=3, seqlen_q=2, seqlen_k=40, heads_k=2, lengths="full").arguments(device)
+    case = CacheCase(batch=3, seqlen_q=2, seqlen_k=40, heads_k=2, lengths="full")
+    arguments = case.arguments(device)
     for name in ("k_cache", "v_cache"):
         arguments[name] = arguments[name][:1].expand(3, -1, -1, -1)
-    out = flash_attn_with_kvcache(**arguments)
-    exact, plain = expected(arguments, torch.float64), expected(arguments, torch.bfloat16)
-    assert_error_ratio(out, exact[0], plain[0])
+    check(case, arguments)
 
 
 def test_no_gradient(device):
@@ -539,6 +535,7 @@ def test_more_than_65535_entries(page, device, memory_guard):
     assert_error_ratio(out, exact.expand_as(out), plain.expand_as(out))
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize("num_splits", [1, 3])
 def test_more_than_65535_heads(num_splits, device):
     case = CacheCase(
