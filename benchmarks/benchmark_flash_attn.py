@@ -3,7 +3,8 @@
 Flops are those of the products with the keys a row sees: 4 a score for each element of head_dim forward, 10 backward.
 Bytes are given for decoding, which reads the cache once. SDPA gets tensors (batch, heads, seqlen, head_dim) that are
 contiguous in that order. "torch" is the backend that torch chooses; with a GPU, "torch cudnn" and "torch flash" are
-asked for by name.
+asked for by name. The cases flash_attn_memory are there for their peak_mb: one sequence of more and more tokens,
+causal, forward alone and forward with backward.
 """
 
 import functools
@@ -38,6 +39,7 @@ DECODING = {  # batch, heads, heads_k, keys in the cache, head_dim
     "cpu": [(1, 32, 8, 2048, 128), (8, 8, 8, 4096, 64)],
 }
 PAGE_SIZES = {"cuda": (0, 16, 256), "cpu": (0,)}  # 0: a dense cache
+MEMORY = {"cuda": [2**n for n in range(10, 17)], "cpu": []}  # tokens of one sequence with two heads of 128
 TYPES = {"cuda": ["bf16"], "cpu": ["fp32", "bf16"]}
 
 
@@ -63,6 +65,14 @@ def cases(device):
                     functools.partial(decoding, shape, DTYPES[dtype], device, page_size),
                     bytes=2 * shape[0] * shape[2] * shape[3] * shape[4] * DTYPES[dtype].itemsize,
                 )
+    for tokens in MEMORY[device]:
+        for name, providers in (("fwd", forward), ("fwd+bwd", both_ways)):
+            yield Case(
+                "flash_attn_memory",
+                f"{tokens} {name}",
+                "bf16",
+                functools.partial(providers, (1, 2, tokens, 128), torch.bfloat16, device, True),
+            )
 
 
 def scores(shape, causal):
@@ -92,6 +102,18 @@ def backward(shape, dtype, device, causal):
     for name, attend in sdpa(device).items():
         functions[name] = lazily(backward_of, functools.partial(attend, *theirs, is_causal=causal), *theirs)
     return functions
+
+
+def both_ways(shape, dtype, device, causal):
+    ours, theirs = tensors(shape, dtype, device)
+    attention = {name: functools.partial(attend, is_causal=causal) for name, attend in sdpa(device).items()}
+    functions = {"flash_attn": functools.partial(step, functools.partial(flash_attn_func, causal=causal), ours)}
+    return functions | {name: functools.partial(step, attend, theirs) for name, attend in attention.items()}
+
+
+def step(attend, inputs):
+    out = attend(*inputs)
+    return torch.autograd.grad(out, inputs, out)
 
 
 def decoding(shape, dtype, device, page_size):

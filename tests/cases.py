@@ -28,7 +28,7 @@ class Case:
     alibi: str = ""  # "h": slopes (heads,), "bh": (batch, heads)
     dropout_p: float = 0.0
     deterministic: bool = False
-    layout: str = "contiguous"  # or "bhsd", "sliced", "packed", "last_dim_strided": see `laid_out`
+    layout: str = "contiguous"  # or another of LAYOUTS
     scale_q: float = 1.0  # q is drawn from N(0, scale_q^2)
 
     def __str__(self):
@@ -92,10 +92,12 @@ def laid_out(x, layout):
         return torch.stack([torch.full_like(x, float("nan")), x, torch.full_like(x, float("nan"))], dim=2)[:, :, 1]
     if layout == "last_dim_strided":
         return torch.stack([x, torch.full_like(x, float("nan"))], dim=-1)[..., 0]
+    if layout == "unaligned":  # starts in the middle of 16 bytes
+        return torch.cat([x.new_full((3,), float("nan")), x.flatten()])[3:].view(x.shape)
     raise ValueError(f"layout {layout!r}")
 
 
-LAYOUTS = ["contiguous", "bhsd", "sliced", "packed", "last_dim_strided"]
+LAYOUTS = ["contiguous", "bhsd", "sliced", "packed", "last_dim_strided", "unaligned"]
 
 
 def cover(factors, *, valid=lambda row: True, seed=0):
@@ -109,8 +111,11 @@ def cover(factors, *, valid=lambda row: True, seed=0):
     def first_valid(completions):
         return next((row for row in completions if valid(_values(row, factors))), None)
 
+    def drawn(pair):
+        return {name: rng.randrange(len(values)) for name, values in factors.items()} | dict(pair)
+
     pairs = [pair for names in itertools.combinations(factors, 2) for pair in _index_pairs(names, factors)]
-    found = {pair: first_valid(_completed(pair, factors, rng) for _ in range(200)) for pair in pairs}
+    found = {pair: first_valid(drawn(pair) for _ in range(1000)) for pair in pairs}
     missing = {pair for pair, row in found.items() if row is not None}
     for pair in pairs:
         if pair in missing:
@@ -128,19 +133,17 @@ def _values(row, factors):
     return {name: factors[name][row[name]] for name in factors}
 
 
-def _completed(pair, factors, rng, missing=frozenset()):
+def _completed(pair, factors, rng, missing):
     """A row (name -> index) with `pair` in it, filled up in random order, each value being in most missing pairs."""
     row, position = dict(pair), {name: i for i, name in enumerate(factors)}
 
-    def new_pairs(name, i):
-        others = (
-            (((name, i), other), (other, (name, i)))[position[other[0]] < position[name]] for other in row.items()
-        )
-        return sum(two in missing for two in others)
+    def new_pairs(one):
+        return sum(((other, one) if position[other[0]] < position[one[0]] else (one, other)) in missing
+                   for other in row.items())  # fmt: skip
 
     for name in rng.sample([name for name in factors if name not in row], k=len(factors) - 2):
         indices = rng.sample(range(len(factors[name])), k=len(factors[name]))
-        row[name] = max(indices, key=lambda i: new_pairs(name, i)) if missing else indices[0]
+        row[name] = max(((name, i) for i in indices), key=new_pairs)[1]
     return row
 
 
@@ -151,11 +154,31 @@ def random_rows(factors, count, *, valid=lambda row: True, seed=0):
     return list(itertools.islice(filter(valid, draws), count))
 
 
-def sample(factors, make, *, valid=lambda row: True, wide=200, seed=0):
-    """pytest parameters: `make(**row)` of a pairwise cover, and of `wide` more rows marked slow."""
-    rows = [(row, ()) for row in cover(factors, valid=valid, seed=seed)]
-    rows += [(row, pytest.mark.slow) for row in random_rows(factors, wide, valid=valid, seed=seed + 1)]
-    return params([(make(**row), marks) for row, marks in rows])
+def covering_sample(factors, count, *, valid=lambda row: True, seed=0):
+    """`count` rows: a pairwise cover, and beyond it rows drawn at random."""
+    rows = cover(factors, valid=valid, seed=seed)
+    return rows + random_rows(factors, count - len(rows), valid=valid, seed=seed + 1)
+
+
+def uncovered(rows, factors, *, valid=lambda row: True, tied=()):
+    """The pairs of values of two factors that no row has, though a valid row could. `tied`: what `valid` looks at."""
+
+    def pairs(rows):
+        return {pair for row in rows for pair in itertools.combinations(row.items(), 2)}
+
+    def product(names):
+        return (dict(zip(names, values, strict=True)) for values in itertools.product(*map(factors.get, names)))
+
+    tied = [name for name in factors if name in tied]
+    contradictory = pairs(product(tied)) - pairs(filter(valid, product(tied)))
+    every = {pair for names in itertools.combinations(factors, 2) for pair in pairs(product(names))}
+    return every - contradictory - pairs(rows)
+
+
+def wide_marks(case):
+    """Marks of a case of a wide sample: slow, and where reference and oracle take too long on a CPU, cuda as well."""
+    long = case.seqlen_q * case.seqlen_k > 2**16 or case.seqlen_k > 1024
+    return [pytest.mark.slow, pytest.mark.cuda] if long else [pytest.mark.slow]
 
 
 def params(cases):

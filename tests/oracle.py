@@ -28,7 +28,7 @@ def attention(
 ):
     """softmax(score(q k^T)) v as (out, lse). A row without any allowed key gives out = 0 and lse = +inf."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    allowed = allowed_keys(seqlen_q, seqlen_k, causal, window_size).to(q.device)
+    allowed = allowed_keys(seqlen_q, seqlen_k, causal, window_size, q.device)
     empty = ~allowed.any(dim=-1, keepdim=True)
     scores = raw_scores(q, k, softmax_scale, softcap, alibi_slopes)
     scores = scores.masked_fill(~allowed & ~empty, float("-inf"))  # an empty row stays finite: no NaN in its gradient
@@ -50,13 +50,13 @@ def raw_scores(q, k, softmax_scale=None, softcap=0.0, alibi_slopes=None):
     return scores
 
 
-def allowed_keys(seqlen_q, seqlen_k, causal=False, window_size=(-1, -1)):
+def allowed_keys(seqlen_q, seqlen_k, causal=False, window_size=(-1, -1), device=None):
     """Which keys a query sees, bool (seqlen_q, seqlen_k): bottom-right aligned, bounds inclusive, -1 unbounded."""
     left, right = (int(bound) for bound in window_size)
     right = 0 if causal else right
-    diagonal = torch.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
-    key = torch.arange(seqlen_k)[None, :]
-    allowed = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool)
+    diagonal = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+    key = torch.arange(seqlen_k, device=device)[None, :]
+    allowed = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if left >= 0:
         allowed &= key >= diagonal - left
     if right >= 0:
@@ -196,7 +196,7 @@ def dropout_keep(seed, offset, batch, heads, seqlen_q, seqlen_k, dropout_p):
     lane = i % 8 * 4 + j % 8 // 2
     byte = j % 32 // 16 * 8 + j % 16 // 8 * 4 + i % 16 // 8 * 2 + j % 2
     low = np.uint64(offset % 2**64) + (32 * (b * heads + h) + lane).astype(np.uint64)
-    words = _philox([low & _WORD, low >> 32, i // 16, j // 32], [seed % 2**32, seed // 2**32 % 2**32])
+    words = philox([low & _WORD, low >> 32, i // 16, j // 32], [seed % 2**32, seed // 2**32 % 2**32])
     word = np.choose(byte // 4, np.broadcast_arrays(*words))
     return torch.from_numpy((word >> (8 * (byte % 4)).astype(np.uint64) & 255) <= int(255 * (1 - dropout_p)))
 
@@ -204,7 +204,7 @@ def dropout_keep(seed, offset, batch, heads, seqlen_q, seqlen_k, dropout_p):
 _WORD = np.uint64(2**32 - 1)
 
 
-def _philox(counter, key, rounds=7):
+def philox(counter, key, rounds=7):
     c = [np.asarray(x).astype(np.uint64) for x in counter]
     k = [np.uint64(x) for x in key]
     for _ in range(rounds):

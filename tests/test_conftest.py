@@ -1,6 +1,7 @@
-"""When the tests marked slow run."""
+"""When the tests marked slow run, and what they find in new memory."""
 
 import pytest
+import torch
 from conftest import asks_for_slow
 
 
@@ -20,3 +21,7 @@ from conftest import asks_for_slow
 )
 def test_slow_tests_run_if_they_are_asked_for(markexpr, expected):
     assert asks_for_slow(markexpr) == expected
+
+
+def test_new_memory_holds_nan(device):
+    assert torch.empty(100, device=device).isnan().all() and torch.zeros(5, device=device).new_empty(9).isnan().all()

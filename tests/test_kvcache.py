@@ -7,7 +7,7 @@ import random
 import oracle
 import pytest
 import torch
-from cases import Case, cover, params, sample
+from cases import Case, cover, covering_sample, params, uncovered, wide_marks
 from compare import assert_error_ratio
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -45,6 +45,11 @@ class CacheCase(Case):
     def pages(self):
         """Pages of one entry."""
         return -(-self.seqlen_k // self.page)
+
+    @property
+    def rows(self):
+        """Rows or pages of the cache, some of which belong to no entry."""
+        return self.batch * self.pages + 7 if self.page else self.batch + 2 * self.batch_idx
 
     @property
     def capacity(self):
@@ -86,14 +91,13 @@ class CacheCase(Case):
             return torch.randperm(of, device=device, generator=generator)[:count].int()
 
         if self.page:
-            table = some(self.batch * self.pages, of=3 * self.batch * self.pages)
+            table = some(self.batch * self.pages, of=self.rows)
             return dict(block_table=table.reshape(self.batch, self.pages))
-        return dict(cache_batch_idx=some(self.batch, of=2 * self.batch + 1)) if self.batch_idx else {}
+        return dict(cache_batch_idx=some(self.batch, of=self.rows)) if self.batch_idx else {}
 
     def caches(self, addresses, lengths, leftpad, dtype, device, generator):
         """k_cache and v_cache: numbers where they are in use, NaN everywhere else."""
-        rows = 3 * self.batch * self.pages if self.page else 2 * self.batch + 1 if self.batch_idx else self.batch
-        shape = rows, self.page or self.seqlen_k, self.heads_k, self.head_dim
+        shape = self.rows, self.page or self.seqlen_k, self.heads_k, self.head_dim
         caches = [torch.full(shape, float("nan"), dtype=dtype, device=device) for _ in "kv"]
         for b, (length, pad) in enumerate(zip(lengths, leftpad, strict=True)):
             position = torch.arange(pad, length, device=device)
@@ -116,31 +120,31 @@ class CacheCase(Case):
 
 
 FACTORS = dict(
-    lengths_qkn=[
-        (1, 128, 0),
-        (1, 128, 1),
-        (1, 339, 1),
-        (3, 200, 3),
-        (3, 200, 0),
-        (64, 130, 64),
-        (64, 256, 0),
-        (16, 333, 9),
+    lengths=[
+        *((1, 128), (1, 339), (3, 799), (3, 1024), (64, 256), (64, 800), (64, 2048), (128, 128), (128, 4096)),
+        *((16, 20_000), (1, 131_072), (16, 131_072)),
     ],
+    new=["none", "some", "all"],
     heads=[(6, 6), (6, 2), (6, 1)],
-    head_dim=[32, 40, 59, 64, 80, 96, 128, 160, 192, 224, 256],
+    head_dim=[8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256],
     dtype=["fp16", "bf16"],
     causal=[False, True],
-    window=[(-1, -1), (-1, 0), (5, 2), (40, -1)],
-    softcap=[0.0, 2.0],
+    window=[(-1, -1), "local", (-1, 0), (5, 2), (40, -1)],
+    softcap=[0.0, 2.0, 50.0],
+    scale_q=[1.0, 50.0],
     alibi=["", "h", "bh"],
-    rotary=[0.0, 0.5, 1.0],
-    interleaved=[False, True],
+    rotary=[(0.0, True), (0.5, False), (0.5, True), (1.0, False), (1.0, True)],  # share of the head dim, interleaved
     page=[0, 1, 4, 16, 256],
     batch_idx=[False, True],
     leftpad=[False, True],
-    lengths=["tensor", "int", "int64", "full"],
-    num_splits=[0, 1, 2, 5],
+    cache_seqlens=["tensor", "int", "int64", "full"],
+    num_splits=[0, 1, 2, 5, 40],
     layout=["contiguous", "bhsd", "last_dim_strided"],
+)
+SMALL = dict(
+    FACTORS,
+    lengths=[(1, 128), (1, 339), (3, 200), (64, 130), (16, 333)],
+    dtype=["fp16", "bf16", "fp32"],
 )
 NAMED = {
     "one query over a long cache": CacheCase(seqlen_q=1, seqlen_k=2000, heads_k=1, num_splits=7),
@@ -172,29 +176,43 @@ NAMED = {
 }
 
 
-def make_case(lengths_qkn, heads, **rest):
-    seqlen_q, seqlen_k, seqlen_new = lengths_qkn
-    return CacheCase(
-        seqlen_q=seqlen_q, seqlen_k=seqlen_k, seqlen_new=seqlen_new, heads=heads[0], heads_k=heads[1], **rest
-    )
-
-
-def valid(row):
-    new = row["lengths_qkn"][2]
+def possible(row):
     return (
         not (row["page"] and row["batch_idx"])  # both say where an entry lies
-        and not (row["rotary"] and not new)
-        and not (row["lengths"] == "full" and (new or row["leftpad"]))
-        and not (row["interleaved"] and not row["rotary"])
+        and not (row["rotary"][0] and (row["new"] == "none" or row["rotary"][0] * row["head_dim"] < 16))
+        and not (row["cache_seqlens"] == "full" and (row["new"] != "none" or row["leftpad"]))
     )
 
 
-LARGE = dict(
-    FACTORS, lengths_qkn=[(1, 16_384, 1), (16, 20_000, 16), (64, 2048, 0), (128, 4096, 128)], num_splits=[0, 1, 3, 40]
-)
+def make_case(lengths, new, heads, window, rotary, cache_seqlens, **rest):
+    seqlen_q, seqlen_k = lengths
+    rng = random.Random(f"{lengths} {heads} {rest}")
+    if window == "local":
+        window = rng.randrange(seqlen_k), rng.randrange(seqlen_k)
+    return CacheCase(
+        batch=2 if seqlen_k <= 4096 else 1,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        heads=heads[0],
+        heads_k=heads[1],
+        window=window,
+        rotary=rotary[0],
+        interleaved=rotary[1],
+        lengths=cache_seqlens,
+        seqlen_new={"none": 0, "some": rng.randint(1, seqlen_q), "all": seqlen_q}[new],
+        **rest,
+    )
+
+
+ROWS = covering_sample(FACTORS, 700, valid=possible)
+SAMPLE = [make_case(**row) for row in cover(SMALL, valid=possible)]
+SAMPLE += [(case, wide_marks(case)) for case in (make_case(**row) for row in ROWS)]
 NAMED_CASES = [pytest.param(case, id=name) for name, case in NAMED.items()]
-SAMPLED = sample(FACTORS, make_case, valid=valid)
-LARGE_CASES = params([(make_case(**row), pytest.mark.cuda) for row in cover(LARGE, valid=valid)])
+
+
+def test_sample_has_every_pair_of_values():
+    tied = "new", "head_dim", "rotary", "page", "batch_idx", "leftpad", "cache_seqlens"
+    assert not uncovered(ROWS, FACTORS, valid=possible, tied=tied)
 
 
 def expected(arguments, dtype):
@@ -205,9 +223,15 @@ def expected(arguments, dtype):
     return oracle.kvcache_attention(**arguments)
 
 
-@pytest.mark.parametrize("case", NAMED_CASES + SAMPLED + LARGE_CASES)
-def test_kvcache(case, device):
-    arguments = case.arguments(device)
+@pytest.mark.parametrize("case", NAMED_CASES + params(SAMPLE))
+def test_kvcache(case, device, memory_guard):
+    if case.seqlen_k > 4096:
+        memory_guard(2**34)
+    check(case, case.arguments(device))
+
+
+def check(case, arguments):
+    """Compare results and caches with the oracle; the caches among `arguments` are written."""
     dtype = arguments["q"].dtype
     exact, plain = expected(arguments, torch.float64), expected(arguments, dtype)
     out, lse = flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
@@ -311,17 +335,14 @@ def test_entries_may_share_a_row_of_the_cache(device):
     case = CacheCase(batch=3, seqlen_q=2, seqlen_k=40, lengths="full")
     arguments = case.arguments(device)
     arguments["cache_batch_idx"] = torch.tensor([1, 1, 0], dtype=torch.int32, device=device)
-    out = flash_attn_with_kvcache(**arguments)
-    exact, plain = expected(arguments, torch.float64), expected(arguments, torch.bfloat16)
-    assert_error_ratio(out, exact[0], plain[0])
+    check(case, arguments)
 
 
 def test_entries_may_share_pages(device):
-    arguments = CacheCase(batch=3, seqlen_q=2, seqlen_k=64, page=16, lengths="full").arguments(device)
+    case = CacheCase(batch=3, seqlen_q=2, seqlen_k=64, page=16, lengths="full")
+    arguments = case.arguments(device)
     arguments["block_table"] = arguments["block_table"][:1].expand(3, -1)
-    out = flash_attn_with_kvcache(**arguments)
-    exact, plain = expected(arguments, torch.float64), expected(arguments, torch.bfloat16)
-    assert_error_ratio(out, exact[0], plain[0])
+    check(case, arguments)
 
 
 def test_unused_entries_of_the_block_table_are_not_followed(device):
@@ -335,7 +356,7 @@ def test_unused_entries_of_the_block_table_are_not_followed(device):
     assert torch.equal(flash_attn_with_kvcache(**dirty), flash_attn_with_kvcache(**arguments))
 
 
-@pytest.mark.parametrize("kind", ["cache slice", "head slice", "permuted"])
+@pytest.mark.parametrize("kind", ["cache slice", "head slice", "permuted", "unaligned"])
 def test_strided_caches_are_updated_in_place(kind, device):
     """A cache may be a view; its surroundings stay as they are."""
     case = CacheCase(seqlen_q=2, seqlen_k=40, seqlen_new=2, causal=True)
@@ -351,6 +372,7 @@ def test_strided_caches_are_updated_in_place(kind, device):
                 permuted := padded.permute(2, 0, 1, 3).contiguous(),
                 permuted.permute(1, 2, 0, 3)[:2, :40, :4, :64],
             ),
+            "unaligned": (padded, padded.flatten()[3 : 3 + cache.numel()].view_as(cache)),
         }[kind]
         strided[name] = view.copy_(cache)
         surroundings.append((whole, view, cache))
@@ -358,6 +380,15 @@ def test_strided_caches_are_updated_in_place(kind, device):
     for name, (whole, view, _) in zip(("k_cache", "v_cache"), surroundings, strict=True):
         assert_cache_equal(view, arguments[name])
         assert whole.isfinite().sum() == view.isfinite().sum()
+
+
+def test_a_cache_that_is_only_read_may_be_expanded(device):
+    """One row of keys for the whole batch, as stride 0."""
+    case = CacheCase(batch=3, seqlen_q=2, seqlen_k=40, heads_k=2, lengths="full")
+    arguments = case.arguments(device)
+    for name in ("k_cache", "v_cache"):
+        arguments[name] = arguments[name][:1].expand(3, -1, -1, -1)
+    check(case, arguments)
 
 
 def test_no_gradient(device):
@@ -505,6 +536,33 @@ def test_more_than_65535_entries(page, device, memory_guard):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("num_splits", [1, 3])
+def test_more_than_65535_heads(num_splits, device):
+    case = CacheCase(
+        batch=1, seqlen_q=1, seqlen_k=16, seqlen_new=1, heads=70_000, heads_k=70_000, head_dim=16, num_splits=num_splits
+    )
+    check(case, case.arguments(device))
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+def test_rows_beyond_two_to_the_31_elements(device, memory_guard):
+    """The last row of a dense cache, and the entry that uses it, lie where 32-bit offsets have wrapped."""
+    case = CacheCase(batch=1, seqlen_q=2, seqlen_k=600, seqlen_new=2, heads=8, heads_k=8, head_dim=128, causal=True)
+    rows = 2**31 // (600 * 8 * 128) + 2
+    memory_guard(2 * 2 * rows * 600 * 8 * 128)
+    arguments, far = case.arguments(device), case.arguments(device)
+    for name in ("k_cache", "v_cache"):
+        far[name] = torch.empty(rows, 600, 8, 128, dtype=torch.bfloat16, device=device)
+        far[name][-1:] = arguments[name]
+    far["cache_batch_idx"] = torch.tensor([rows - 1], dtype=torch.int32, device=device)
+    assert torch.equal(flash_attn_with_kvcache(**far), flash_attn_with_kvcache(**arguments))
+    for name in ("k_cache", "v_cache"):
+        assert_cache_equal(far[name][-1:], arguments[name])
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
 @pytest.mark.parametrize("page", [16, 256])
 def test_pages_beyond_two_to_the_31_elements(page, device, memory_guard):
     heads, head_dim = 8, 128
@@ -528,11 +586,48 @@ def test_pages_beyond_two_to_the_31_elements(page, device, memory_guard):
 
 @pytest.mark.multi_gpu
 def test_runs_where_the_tensors_are():
-    case, device = NAMED["all at once"], torch.device("cuda", 1)
-    arguments = case.arguments(device)
-    exact, plain = expected(arguments, torch.float64)[0], expected(arguments, torch.bfloat16)[0]
-    assert_error_ratio(flash_attn_with_kvcache(**arguments), exact, plain)
+    case = NAMED["all at once"]
+    check(case, case.arguments(torch.device("cuda", 1)))
     assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.cuda
+def test_runs_on_the_current_stream(device):
+    """The inputs are ready on the side stream only, after a long wait."""
+    case = NAMED["all at once"]
+    ready = case.arguments(device)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        late = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in ready.items()}
+        for name in ("q", "k", "v", "k_cache", "v_cache"):
+            late[name].fill_(float("nan"))
+        torch.cuda._sleep(200_000_000)
+        for name in ("q", "k", "v", "k_cache", "v_cache"):
+            late[name].copy_(ready[name])
+        check(case, late)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("num_splits", [0, 16])
+def test_two_streams_at_once(num_splits, device):
+    """What blocks tell each other about their splits of the keys does not reach another call."""
+    cases = [
+        CacheCase(batch=batch, seqlen_q=1, seqlen_k=9000, heads=8, heads_k=2, lengths="full", num_splits=num_splits)
+        for batch in (2, 3)
+    ]
+    calls = [functools.partial(flash_attn_with_kvcache, **case.arguments(device)) for case in cases]
+    alone, together = [call() for call in calls], [[], []]
+    streams = [torch.cuda.Stream() for _ in calls]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(50):
+        for call, stream, results in zip(calls, streams, together, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(call())
+    torch.cuda.synchronize()
+    for results, one in zip(together, alone, strict=True):
+        assert all(torch.equal(result, one) for result in results)
 
 
 @pytest.mark.cuda

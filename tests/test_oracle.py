@@ -56,16 +56,6 @@ def test_dropout_mask_keeps_the_documented_share():
     assert abs(keep.double().mean().item() - 212 / 256) < 0.005
 
 
-def test_philox_known_answers():
-    """The published vectors of Philox-4x32-10 (Random123, kat_vectors)."""
-    ones = 2**32 - 1
-    for counter, key, expected in (
-        ([0] * 4, [0] * 2, [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
-        ([ones] * 4, [ones] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
-    ):
-        assert [int(x) for x in oracle._philox(counter, key, rounds=10)] == expected
-
-
 def test_cover_meets_every_pair():
     factors = dict(a=[1, 2, 3], b="xyz", c=[True, False], d=[0.5, None])
     rows = cover(factors, valid=lambda row: not (row["a"] == 1 and row["b"] == "x"))

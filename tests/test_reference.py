@@ -1,19 +1,16 @@
 """The reference backend of attention: what the public functions cannot ask of it, and that it is frugal."""
 
-import dataclasses
 import functools
 import itertools
-import math
 import os
-import random
 import subprocess
 import sys
 
 import oracle
 import pytest
 import torch
-from cases import Case, params, sample
-from compare import assert_error_ratio
+from cases import Case, cover, params
+from problems import SMALL, make_problem, possible
 
 from flash_attn._reference import flash_attn as reference
 from flash_attn._reference import groups
@@ -51,165 +48,23 @@ def fwd_kvcache(q, k_cache, v_cache, **options):
 # Against the oracle
 
 
-@dataclasses.dataclass(frozen=True)
-class Lengths(Case):
-    """An attention problem with lengths of its own for each entry, worked on in blocks of some size."""
-
-    packed: bool = False
-    seqused: bool = False
-    leftpad: bool = False
-    dlse: bool = False
-    blocks: tuple = ()  # of scores, rows, cols, keys in a group; () for the usual ones
-
-    def __str__(self):
-        flags = [name for name in ("packed", "seqused", "leftpad", "dlse") if getattr(self, name)]
-        return "-".join([super().__str__(), *flags, *("blocks" + ".".join(map(str, b)) for b in [self.blocks] if b)])
-
-    def problem(self, device):
-        """q, k, v, dout as (tokens, heads, head_dim), and cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k.
-
-        Tokens that belong to no entry, and keys that are not used, are nan.
-        """
-        rng = random.Random(str(self))
-        lengths = [self.draw(rng, longest) for longest in (self.seqlen_q, self.seqlen_k)]
-        used = [rng.randint(0, n) if self.seqused else n for n in lengths[1]]
-        pad = [rng.randint(0, n) if self.leftpad else 0 for n in used]
-        bounds = [[0, *itertools.accumulate(n)] for n in lengths]
-        q, k, v, dout = (x.flatten(0, 1) for x in self.tensors(device))
-        for x in (q, dout):
-            x[bounds[0][-1] :] = float("nan")
-        for x in (k, v):
-            unused = torch.ones(len(x), dtype=torch.bool, device=device)
-            for start, first, last in zip(bounds[1], pad, used, strict=False):
-                unused[start + first : start + last] = False
-            x[unused] = float("nan")
-        arguments = [torch.tensor(x, dtype=torch.int32, device=device) for x in (*bounds, used, pad)]
-        return (q, k, v, dout), arguments
-
-    def draw(self, rng, longest):
-        return [rng.randint(0, longest) if self.packed else longest for _ in range(self.batch)]
-
-    def dense(self, x):
-        """x (tokens, heads, head_dim) or (heads, tokens) as the tested functions take it."""
-        if self.packed:
-            return x
-        return x.unflatten(1, (self.batch, -1)).transpose(0, 1) if x.dim() == 2 else x.unflatten(0, (self.batch, -1))
-
-    def tokens(self, x):
-        """The inverse of `dense`."""
-        if self.packed:
-            return x
-        return x.transpose(0, 1).flatten(1) if x.dim() == 3 else x.flatten(0, 1)
-
-
-BLOCKS = [(), (600, 16, 40, 1), (5000, 32, 64, 10**6)]
+# Of scores, rows, cols, and keys in a group. The usual blocks are larger than what is tested elsewhere.
+BLOCKS = [(600, 16, 40, 1), (5000, 32, 64, 10**6)]
 FACTORS = dict(
-    lengths=[(97, 97), (50, 130), (130, 50), (1, 70), (70, 1), (33, 0), (0, 33)],
-    heads=[(4, 4), (6, 2), (3, 1)],
-    batch=[1, 3],
+    SMALL,
+    lengths=[(97, 97), (50, 130), (130, 50), (70, 1)],
     head_dim=[8, 33, 64],
-    dtype=["fp16", "bf16", "fp32"],
-    causal=[False, True],
-    window=[(-1, -1), (0, 0), (17, -1), (-1, 23), (30, 5), (300, 300)],
-    softcap=[0.0, 2.0],
-    alibi=["", "h", "bh"],
-    dropout_p=[0.0, 0.3],
-    packed=[False, True],
-    seqused=[False, True],
-    leftpad=[False, True],
-    dlse=[False, True],
-    blocks=BLOCKS,
+    layout=["contiguous", "bhsd"],
+    page=[0, 16],
 )
 
 
-def make_case(lengths, heads, **rest):
-    return Lengths(seqlen_q=lengths[0], seqlen_k=lengths[1], heads=heads[0], heads_k=heads[1], **rest)
-
-
-EVERYTHING = Lengths(
-    batch=3, seqlen_q=70, seqlen_k=110, heads=6, heads_k=2, head_dim=40, causal=True, window=(60, -1), softcap=2.0,
-    alibi="bh", dropout_p=0.2, packed=True, seqused=True, leftpad=True, dlse=True, blocks=BLOCKS[1],
-)  # fmt: skip
-
-
-@pytest.fixture
-def block_sizes(monkeypatch):
-    def patch(sizes):
-        names = "_BLOCK_SCORES", "_BLOCK_ROWS", "_BLOCK_COLS", "_GROUP_KEYS"
-        for name, size in zip(names, sizes, strict=False):
-            monkeypatch.setattr(groups, name, size)
-
-    return patch
-
-
-@pytest.mark.parametrize("case", params([EVERYTHING, EVERYTHING.but(dtype="fp32")]) + sample(FACTORS, make_case))
-def test_forward_and_backward(case, block_sizes, device):
-    block_sizes(case.blocks)
-    tensors, lengths = case.problem(device)
-    options, expected_options = both_options(case, lengths, device)
-    q, k, v, dout = (case.dense(x) for x in tensors)
-    out, lse, _ = fwd(q, k, v, **options)
-    dlse = torch.randn(case.tokens(lse).shape, device=device) if case.dlse else None
-    grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
-    dense_dlse = None if dlse is None else case.dense(dlse)
-    delta = bwd(dout, q, k, v, out, lse, *grads, dlse=dense_dlse, **options)
-
-    check_against_oracle(case, tensors, lengths, expected_options, dlse, out, lse, grads)
-    check_delta(case, delta, out, lse, dout, dense_dlse, lengths[0])
-
-
-def both_options(case, lengths, device):
-    """The options of the tested functions and of the oracle."""
-    cu_seqlens_q, cu_seqlens_k, used, pad = lengths
-    options = dict(
-        causal=case.causal, window_left=case.window[0], window_right=case.window[1], softcap=case.softcap,
-        alibi_slopes=case.alibi_slopes(device), dropout_p=case.dropout_p,
-        seqused_k=used if case.seqused else None, leftpad_k=pad if case.leftpad else None,
-    )  # fmt: skip
-    if case.packed:
-        options |= dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    expected = dict(case.options(device), seqused_k=used, leftpad_k=pad, dropout_p=case.dropout_p)
-    if case.dropout_p > 0:
-        options["rng_state"] = torch.tensor([SEED, OFFSET], device=device)
-        shape = case.batch, case.heads, case.seqlen_q, case.seqlen_k
-        expected["keep"] = oracle.dropout_keep(SEED, OFFSET, *shape, case.dropout_p).to(device)
-    return options, expected
-
-
-def check_against_oracle(case, tensors, lengths, options, dlse, out, lse, grads):
-    *inputs, dout = tensors
-    last = int(lengths[0][-1])
-    dout, dlse = dout[:last], torch.zeros_like(dout[:last, :, 0].T) if dlse is None else dlse[:, :last]
-    attend = functools.partial(oracle.varlen_attention, cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1], **options)
-    exact_out, exact_lse, exact_grads = oracle.gradients(attend, [x.double() for x in inputs], dout, dlse)
-    # The backward has <dout, out> from the stored out; it counts like -dlse.
-    rounding = ((exact_out.to(dout.dtype).double() - exact_out) * dout).sum(-1).T
-    plain_out, _, plain_grads = oracle.gradients(attend, inputs, dout, dlse - rounding)
-    plain_lse = attend(*(x.float() for x in inputs))[1]
-    out, lse = case.tokens(out), case.tokens(lse)
-    assert (out[last:] == 0).all() and (lse[:, last:] == float("inf")).all()
-    assert_error_ratio(out[:last], exact_out, plain_out, name="out")
-    assert_error_ratio(lse[:, :last], exact_lse, plain_lse, name="lse")
-    for name, grad, exact, plain in zip(("dq", "dk", "dv"), grads, exact_grads, plain_grads, strict=True):
-        assert_error_ratio(case.tokens(grad), exact, plain, name=name)
-
-
-def check_delta(case, delta, out, lse, dout, dlse, cu_seqlens_q):
-    """The sums of dout * out, less dlse, at rows of whole blocks of 128."""
-    exact = (out.double() * dout.double()).sum(-1)
-    if dlse is not None:
-        exact -= dlse.double().mT
-    exact[lse.mT == math.inf] = 0
-    if not case.packed:
-        assert delta.shape == (case.batch, case.heads, -(-case.seqlen_q // 128) * 128)
-        torch.testing.assert_close(delta[..., : case.seqlen_q].double(), exact.mT, rtol=1e-5, atol=1e-5)
-        assert (delta[..., case.seqlen_q :] == 0).all()
-        return
-    assert delta.shape == (case.heads, len(out) + 128 * case.batch)
-    expected = torch.zeros_like(delta)
-    for b, (start, stop) in enumerate(itertools.pairwise(cu_seqlens_q.tolist())):
-        expected[:, start + 128 * b : stop + 128 * b] = exact[start:stop].T
-    torch.testing.assert_close(delta, expected, rtol=1e-5, atol=1e-5)
+@pytest.mark.parametrize("blocks", BLOCKS, ids=str)
+@pytest.mark.parametrize("case", params(make_problem(**row) for row in cover(FACTORS, valid=possible)))
+def test_blocks_of_any_size(case, blocks, monkeypatch):
+    for name, size in zip(("_BLOCK_SCORES", "_BLOCK_ROWS", "_BLOCK_COLS", "_GROUP_KEYS"), blocks, strict=True):
+        monkeypatch.setattr(groups, name, size)
+    case.check(torch.device("cpu"))
 
 
 def test_float64(device):
@@ -227,50 +82,10 @@ def test_float64(device):
         torch.testing.assert_close(found, exact, rtol=1e-10, atol=1e-10)
 
 
-def test_gradients_in_one_packed_tensor(device):
-    """dq, dk and dv may be views with any strides, and what is beside them is left alone."""
-    case = Case(seqlen_q=40, seqlen_k=40, dtype="fp32", causal=True)
-    q, k, v, dout = case.tensors(device)
-    out, lse, _ = fwd(q, k, v, causal=True)
-    expected = [torch.empty_like(x) for x in (q, k, v)]
-    bwd(dout, q, k, v, out, lse, *expected, causal=True)
-    packed = torch.full((case.batch, 40, 4, case.heads, case.head_dim), float("nan"), device=device)
-    bwd(dout, q, k, v, out, lse, *packed[:, :, :3].unbind(2), causal=True)
-    assert torch.equal(packed[:, :, :3], torch.stack(expected, 2)) and packed[:, :, 3].isnan().all()
-
-
 def gradients_of(q, k, v, dout, out, lse, dlse=None, **options):
     grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     bwd(dout, q, k, v, out, lse, *grads, dlse=dlse, **options)
     return grads
-
-
-@pytest.mark.parametrize("convention", [float("inf"), float("-inf")])
-def test_rows_that_see_nothing_have_no_gradient_whatever_they_hold(convention, device):
-    q, k, v, dout = Case(seqlen_q=60, seqlen_k=20, dtype="fp32").tensors(device)
-    out, lse, _ = fwd(q, k, v, causal=True)
-    dlse = torch.randn_like(lse)
-    expected = gradients_of(q, k, v, dout, out, lse, dlse, causal=True)
-    for x in (q, dout, out):
-        x[:, :40] = float("nan")
-    lse[..., :40], dlse[..., :40] = convention, float("nan")
-    found = gradients_of(q, k, v, dout, out, lse, dlse, causal=True)
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y)
-    assert (found[0][:, :40] == 0).all()
-
-
-def test_backward_takes_lse_as_it_is(device):
-    """A caller that merges results over several sets of keys passes the lse of all of them."""
-    case = Case(seqlen_q=40, seqlen_k=90, dtype="fp32", heads_k=2)
-    q, k, v, dout = case.tensors(device)
-    out, lse, _ = fwd(q, k, v)
-    whole = gradients_of(q, k, v, dout, out, lse)
-    halves = [gradients_of(q, k[:, s], v[:, s], dout, out, lse) for s in (slice(0, 50), slice(50, 90))]
-    torch.testing.assert_close(halves[0][0] + halves[1][0], whole[0])
-    for i in (1, 2):
-        torch.testing.assert_close(torch.cat([halves[0][i], halves[1][i]], 1), whole[i])
-    assert all((x == 0).all() for x in gradients_of(q, k, v, dout, out, torch.full_like(lse, float("inf"))))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -336,9 +151,8 @@ def test_infinite_values_follow_the_formula(device):
 
 
 @pytest.mark.parametrize("page", [1, 3, 16, 200])
-@pytest.mark.parametrize("with_cu_seqlens", [False, True])
-def test_pages_with_used_lengths_and_left_padding(page, with_cu_seqlens, device):
-    """Pages that hold no used key may be missing from the table; what is not used may be nan."""
+def test_pages_of_a_dense_batch(page, device):
+    """Without cu_seqlens. Pages that hold no used key may be missing from the table; what is not used may be nan."""
     case = Case(batch=3, seqlen_q=20, seqlen_k=75, heads_k=2, causal=True, dtype="fp32")
     q, k, v, _ = case.tensors(device)
     used, pad = torch.tensor([75, 31, 0], dtype=torch.int32), torch.tensor([0, 17, 0], dtype=torch.int32)
@@ -353,8 +167,6 @@ def test_pages_with_used_lengths_and_left_padding(page, with_cu_seqlens, device)
                 pages[block_table[b, j // page], j % page] = x[b, j]
     position = torch.arange(per_entry) * page
     block_table[(position >= used[:, None]) | (position + page <= pad[:, None])] = -1
-    if with_cu_seqlens:
-        lengths["cu_seqlens_k"] = torch.arange(0, 4 * 75, 75, dtype=torch.int32, device=device)
     found = fwd(q, *paged, causal=True, block_table=block_table.to(device), **lengths)
     assert all(torch.equal(x, y) for x, y in zip(found[:2], expected[:2], strict=True))
 
@@ -406,21 +218,16 @@ KNOWN_ANSWERS = [
 ]
 
 
+@pytest.mark.parametrize("generator", [philox, oracle.philox], ids=["reference", "oracle"])
 @pytest.mark.parametrize("rounds, counter, key, answer", KNOWN_ANSWERS)
-def test_philox_gives_the_known_answers(rounds, counter, key, answer):
-    words = philox([torch.tensor(word) for word in counter], key, rounds)
+def test_philox_gives_the_known_answers(rounds, counter, key, answer, generator):
+    words = generator([torch.tensor(word) for word in counter], key, rounds)
     assert tuple(int(word) for word in words) == answer
 
 
 @pytest.mark.parametrize("dropout_p, threshold", [(1e-30, 255), (0.17, 211), (0.5, 127), (0.999, 0)])
 def test_keep_threshold(dropout_p, threshold):
     assert keep_threshold(dropout_p) == threshold
-
-
-def test_tiny_dropout_keeps_everything(device):
-    q, k, v, _ = Case(dtype="fp32").tensors(device)
-    rng_state = torch.tensor([3, 4], device=device)
-    assert torch.equal(fwd(q, k, v, dropout_p=1e-30, rng_state=rng_state)[0], fwd(q, k, v)[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
