@@ -168,7 +168,11 @@ def define(
 
 
 def _announced(name, reference):
-    """`reference`, without autocast, saying once if it stands in for a kernel that could have run on this device."""
+    """`reference`, saying once if it stands in for a kernel that could have run on this device.
+
+    Without autocast, which would round every product to 16 bits, and without autograd, which would look into an op that
+    has no gradient.
+    """
 
     @functools.wraps(reference)
     def kernel(*args):
@@ -179,7 +183,7 @@ def _announced(name, reference):
                 else f"the library has no kernel for {name}"
             )
             warn_once(f"flash_attn: {name} runs on the slower reference backend in plain torch: {why}")
-        with torch.autocast(args[0].device.type, enabled=False):  # which would round every product to 16 bits
+        with torch.autocast(args[0].device.type, enabled=False), torch._C._AutoDispatchBelowAutograd():
             return reference(*args)
 
     return kernel

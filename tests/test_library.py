@@ -178,3 +178,11 @@ def test_versions_of_what_is_written_advance(device):
     before = [cache._version for cache in caches]
     flash_attn_with_kvcache(x, *caches, x, x, cache_seqlens=0)
     assert all(cache._version > version for cache, version in zip(caches, before, strict=True))
+
+
+def test_autograd_does_not_look_into_an_op_without_gradient(device):
+    """It would refuse to write to one of several views; graphs call ops in this way."""
+    first, _ = torch.ones(2, 1, 8, 2, 16, device=device, requires_grad=True).exp().unbind()
+    table, before = torch.rand(8, 8, device=device), first.detach().clone()
+    torch.ops.flash_attn.rotary_(first, table, table, None, 0, None, False, False)
+    assert not torch.equal(first.detach(), before)

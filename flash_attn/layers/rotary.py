@@ -266,20 +266,16 @@ class RotaryEmbedding(torch.nn.Module):
 class _RotateInPlace(torch.autograd.Function):
     """Rotates parts of x in place; backward turns the same parts of a copy of the incoming gradient back.
 
-    split(x, *tables) gives the parts, each with its cos and sin. torch.compile knows no autograd functions that change
-    their inputs, so there forward rotates a copy too.
+    split(x, *tables) gives the parts, each with its cos and sin.
     """
 
     @staticmethod
     def forward(ctx, x, split, interleaved, seqlen_offsets, seqlen_offset, cu_seqlens, *tables):
         ctx.save_for_backward(seqlen_offsets, cu_seqlens, *tables)
         ctx.split, ctx.seqlen_offset, ctx.interleaved = split, seqlen_offset, interleaved
-        options = seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, False
-        if torch.compiler.is_compiling():
-            return _rotated(x, split, tables, options)
         if _may_change_history(x):
             ctx.mark_dirty(x)
-        return _rotate_parts_(x, split, tables, options)
+        return _rotate_parts_(x, split, tables, (seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, False))
 
     @staticmethod
     @once_differentiable
@@ -298,13 +294,22 @@ def _rotate_in_place(x, split, tables, interleaved, seqlen_offsets, cu_seqlens=N
     ops.writable("x", x)
     # All parts are checked before any of them is written.
     parts = [ops.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen) for part in split(x, *tables)]
-    tables, options = [table for part in parts for table in part[1:3]], parts[0][3:]
-    if not ops.rotary.wants_derivative((x,)):
-        return _rotate_parts_(x, split, tables, (*options, bool(interleaved), False))
-    out = _RotateInPlace.apply(x, split, bool(interleaved), *options, *tables)
-    if torch.compiler.is_compiling():
-        with torch.set_grad_enabled(_may_change_history(x)):
-            x.copy_(out)
+    tables, options = [table for part in parts for table in part[1:3]], (*parts[0][3:], bool(interleaved), False)
+    differentiable = ops.rotary.wants_derivative((x,))
+    if differentiable and not torch.compiler.is_compiling():
+        return _RotateInPlace.apply(x, split, options[-2], *options[:3], *tables)
+    if differentiable or torch.compiler.is_exporting():  # an exported program may be differentiated later
+        return _rotate_in_graph(x, split, tables, options)
+    return _rotate_parts_(x, split, tables, options)
+
+
+def _rotate_in_graph(x, split, tables, options):
+    """The same as a graph can hold it: autograd knows each step, since graphs have no functions that change inputs."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    for source, target in zip(split(x, *tables), split(out, *tables), strict=True):
+        target[0].copy_(ops.rotary(*source, *options))
+    with torch.set_grad_enabled(_may_change_history(x)):
+        x.copy_(out)
     return out
 
 

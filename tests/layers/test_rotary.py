@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import math
 import pickle
 import zlib
 
@@ -634,6 +635,47 @@ def test_compiled_module_once_for_all_offsets(device, compile_whole):
         expected = module(qkv.clone(), seqlen_offset=offset, max_seqlen=20)
         assert identical(compiled(qkv.clone(), seqlen_offset=offset, max_seqlen=20), expected)
     assert frames.frame_count <= 2
+
+
+class Projected(torch.nn.Module):
+    """What IN_PLACE[name] rotates, as models have it: a view of what a linear layer gives."""
+
+    def __init__(self, name, device):
+        super().__init__()
+        self.shape, self.rotate = IN_PLACE[name]
+        self.project = torch.nn.Linear(6, math.prod(self.shape[2:]), device=device)
+        self.register_buffer("tables", torch.rand(2, 5, 16, device=device))
+
+    def forward(self, x):
+        return self.rotate(self.project(x).unflatten(-1, self.shape[2:]), *self.tables)
+
+
+class ProjectedForModule(Projected):
+    def __init__(self, device):
+        super().__init__("qkv", device)
+        self.embedding = RotaryEmbedding(32, device=device)
+
+    def forward(self, x):
+        return self.embedding(self.project(x).unflatten(-1, self.shape[2:]))
+
+
+@pytest.mark.filterwarnings("ignore:.*assigned during export", "ignore:.*side effects")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("name", [*IN_PLACE, "module"])
+def test_exported_in_place_on_a_view(name, mode, strict, device):
+    """The program can be trained, whatever the mode in which it was exported."""
+    model = ProjectedForModule(device) if name == "module" else Projected(name, device)
+    x, dout = torch.randn(2, 5, 6, device=device), torch.randn(model.shape, device=device)
+    with mode():
+        program = torch.export.export(model, (x,), strict=strict)
+    exported, expected = program.module(), model(x)
+    found = exported(x)
+    assert identical(found, expected)
+    assert identical(program.run_decompositions().module()(x), expected)
+    (dweight,) = torch.autograd.grad(expected, model.project.weight, dout)
+    (found,) = torch.autograd.grad(found, exported.get_parameter("project.weight"), dout)
+    torch.testing.assert_close(found, dweight)
 
 
 @pytest.mark.parametrize("case", params([Case(dtype="fp32", offset="int"), Case(lengths=(5, 9), offset="int32")]))
