@@ -49,7 +49,7 @@ SIZES = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=list(SIZES), default=report.default_device())
+    parser.add_argument("--device", choices=list(SIZES), type=report.usable_device, default=report.default_device())
     device = parser.parse_args().device
     start = time.perf_counter()
     torch.manual_seed(0)
