@@ -32,11 +32,17 @@ _PATH = pathlib.Path(__file__).with_name("_kernels.so")
 def load_error() -> str | None:
     """Load the kernel library once; return None if that worked, or the reason why there are no kernels."""
     if not _PATH.exists():
-        return "this installation was made without CUDA kernels"
+        return _why_missing()
     reason = _load()
     if reason:
         warnings.warn(f"flash_attn: {reason}", RuntimeWarning, stacklevel=2)
     return reason
+
+
+def _why_missing():
+    if (_PATH.parents[1] / "setup.py").exists():  # which comes first on the path of whoever works in its folder
+        return "the kernels of this source tree were not built (`make build`), whatever is installed elsewhere"
+    return "this installation was made without CUDA kernels"
 
 
 def _load():

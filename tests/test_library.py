@@ -46,10 +46,13 @@ def test_the_reason_is_told(announced, monkeypatch):
 
 
 def test_why_there_are_no_kernels(monkeypatch, tmp_path):
-    """No file, and a file that cannot be loaded."""
+    """No file, none in a source tree, which may hide an installation that has one, and a file that cannot be loaded."""
     load_error = _library.load_error.__wrapped__
+    monkeypatch.setattr(_library, "_PATH", tmp_path / "flash_attn/_kernels.so")
+    assert "this installation was made without CUDA kernels" in load_error()
+    (tmp_path / "setup.py").touch()
+    assert "the kernels of this source tree were not built" in load_error()
     monkeypatch.setattr(_library, "_PATH", tmp_path / "_kernels.so")
-    assert "without CUDA kernels" in load_error()
     (tmp_path / "_kernels.so").write_bytes(b"no library" + bytes.fromhex(_build_id.build_id()))
     with pytest.warns(RuntimeWarning, match=r"_kernels\.so cannot be loaded beside torch"):
         assert torch.__version__ in load_error()
