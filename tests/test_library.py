@@ -160,12 +160,23 @@ def test_forward_mode_is_refused(transform, device):
     def attend(q):
         return flash_attn_func(q, x, x)
 
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"jvp|functorch"):
+    with pytest.raises(NotImplementedError, match=r"q of fwd must have no tangent"):
         if transform == "jvp":
             torch.func.jvp(attend, (x,), (x,))
         else:
             with forward_ad.dual_level():
                 attend(forward_ad.make_dual(x, x))
+
+
+def test_forward_mode_is_refused_by_ops_without_gradient(device):
+    x, *caches = torch.randn(1, 1, 2, 16, device=device), *torch.zeros(2, 1, 8, 2, 16, device=device)
+
+    def decode(k):
+        return flash_attn_with_kvcache(x, *caches, k, x, cache_seqlens=0)
+
+    with pytest.raises(NotImplementedError, match=r"k of fwd_kvcache must have no tangent"):
+        torch.func.jvp(decode, (x,), (x,))
+    assert not any(cache.any() for cache in caches)
 
 
 def test_the_reference_twin_does_not_become_the_kernel(device):

@@ -237,18 +237,32 @@ def test_gradient_of_the_gradient(device):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_forward_mode_is_refused(inplace, device):
-    """It would otherwise carry tangents past the rotation, or none."""
+@pytest.mark.parametrize("function", [apply_rotary_emb, apply_rotary])
+def test_forward_mode_is_refused(function, inplace, device):
+    """It would otherwise carry tangents past the rotation, or none. Nothing is written."""
     case = Case(dtype="fp32")
     (x, tangent), tables = case.draw(device), case.tables(device)
+    before = x.clone()
 
     def rotate(x):
-        return apply_rotary_emb(x * 1, *tables, inplace=inplace)
+        return function(x, *tables, inplace=inplace)
 
-    with pytest.raises(RuntimeError, match=r"jvp|functorch"):
+    with pytest.raises(NotImplementedError, match=r"x of rotary_? must have no tangent"):
         torch.func.jvp(rotate, (x,), (tangent,))
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"jvp|functorch"):
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"x of rotary_? must have no tangent"):
         rotate(forward_ad.make_dual(x, tangent))
+    assert identical(x, before)
+    _, found = torch.func.jvp(lambda y: y * rotate(x), (tangent,), (tangent,))  # x has none
+    assert identical(found, tangent * (x if inplace else rotate(x)))
+
+
+def test_inference_tensor_is_not_written_outside_of_inference_mode(device, monkeypatch):
+    """Not even by a kernel, which would not notice."""
+    with torch.inference_mode():
+        x, (cos, sin) = torch.randn(2, 5, 4, 32, device=device), torch.rand(2, 5, 16, device=device)
+    monkeypatch.setattr(ops.rotary_, "default", lambda *_: pytest.fail("it is written"))
+    with pytest.raises(ValueError, match="must not write to an inference tensor"):
+        apply_rotary_emb(x, cos, sin, inplace=True)
 
 
 def test_expanded_gradient_is_not_written_to(device):
