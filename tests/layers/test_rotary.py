@@ -780,6 +780,10 @@ ERRORS = {
     "cos is on another device": (dict(cos=TABLE.to("meta")), ValueError, "cos must be on cpu"),
     "offsets are on another device": (
         dict(seqlen_offsets=CU_SEQLENS[:2].to("meta")), ValueError, "seqlen_offsets must be on cpu"),
+    "x is nested": (
+        dict(x=torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)), TypeError, "x must be a dense tensor"),
+    "x is sparse": (dict(x=X.to_sparse(), inplace=True), TypeError, "x must be a dense tensor, found torch.sparse_coo"),
+    "interleaved is no bool": (dict(interleaved="no"), TypeError, "interleaved must be a bool, found 'no'"),
     "x is expanded": (dict(x=X[:1].expand(2, 5, 3, 64), inplace=True), ValueError, "x must not be expanded"),
 }  # fmt: skip
 
@@ -825,8 +829,44 @@ def test_errors_of_packed_tensors():
         apply_rotary_emb_kv_(qkv, TABLE, TABLE)
     with pytest.raises(ValueError, match="columns"):
         apply_rotary_emb_torch(X[..., :62], TABLE[:5], TABLE[:5])
-    with pytest.raises(ValueError, match="dim must be even"):
-        RotaryEmbedding(33)
+    table = TABLE.double()
+    for arguments, error, message in (
+        (dict(qkv=qkv.int()), TypeError, "qkv must have dtype .*, found torch.int32"),
+        (dict(qkv=qkv[:1].expand(2, -1, -1, -1, -1)), ValueError, "qkv must not be expanded"),
+        (dict(interleaved=None), TypeError, "interleaved must be a bool, found None"),
+        (dict(cos_k=table[:4], sin_k=table[:4]), ValueError, "cos_k must have a row for each of 5 .*found 4"),
+        (dict(cos_k=table, sin_k=TABLE), TypeError, "sin_k must have dtype torch.float64, found torch.float32"),
+    ):
+        with pytest.raises(error, match=message):
+            apply_rotary_emb_qkv_(**dict(qkv=qkv, cos=TABLE, sin=TABLE) | arguments)
+    with pytest.raises(ValueError, match="kv must not be expanded"):
+        apply_rotary_emb_kv_(qkv[:1, :, :2].expand(2, -1, -1, -1, -1), TABLE, TABLE)
+
+
+def test_errors_of_the_module():
+    for arguments, error, message in (
+        (dict(dim=33), ValueError, "dim must be positive and even, found 33"),
+        (dict(dim=0), ValueError, "dim must be positive and even, found 0"),
+        (dict(dim="16"), TypeError, "dim must be an integer, found str"),
+        (dict(base=0), ValueError, "base must be positive, found 0"),
+        (dict(base=None), TypeError, "base must be a real number, found NoneType"),
+        (dict(scale_base=-1.0), ValueError, r"scale_base must be positive, found -1\.0"),
+    ):
+        with pytest.raises(error, match=message):
+            RotaryEmbedding(**dict(dim=16) | arguments)
+    qkv = torch.zeros(2, 5, 3, 4, 16)
+    for arguments, error, message in (
+        (dict(qkv=[1.0]), TypeError, "qkv must be a torch.Tensor, found list"),
+        (dict(qkv=qkv.int()), TypeError, "qkv must have dtype .*, found torch.int32"),
+        (dict(qkv=qkv.to_sparse()), TypeError, "qkv must be a dense tensor, found torch.sparse_coo"),
+        (dict(qkv=qkv[0, 0, 0, 0]), ValueError, "dimensions of qkv must be 4 or 5, found 1"),
+        (dict(qkv=qkv[:, :, 0]), ValueError, "num_heads_q must be given"),
+        (dict(max_seqlen=9.5), TypeError, "max_seqlen must be an integer, found float"),
+        (dict(seqlen_offset=1.0), TypeError, "seqlen_offset.? must be an integer or an integer tensor .*found float"),
+        (dict(qkv=qkv[:, :, 0], kv=1), TypeError, "kv must be a torch.Tensor, found int"),
+    ):
+        with pytest.raises(error, match=message):
+            RotaryEmbedding(16)(**dict(qkv=qkv) | arguments)
 
 
 def test_nothing_is_written_if_the_keys_tables_are_wrong(device):
