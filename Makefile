@@ -25,14 +25,16 @@ demo: export OMP_WAIT_POLICY = passive
 demo: $(VENV)/kernels ## run the demo
 	$(RUN) examples/demo.py
 
-test: $(VENV)/kernels ## run every test that this machine can run; PYTEST_ARGS="-m slow" for the wide samples
+test: $(VENV)/kernels ## run the tests that this machine can run, without the slow ones; PYTEST_ARGS="-m slow" runs those
 	$(RUN) -m pytest tests -n $(WORKERS) $(PYTEST_ARGS)
 
 build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyTorch too; needs nvcc
 	FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) setup.py build_ext --inplace
 
-wheel: $(VENV)/installed ## make a wheel in dist/, with the CUDA library if PyTorch and nvcc are there for it
-	$(RUN) setup.py --quiet bdist_wheel
+# As pip builds it, but without hiding what it says. FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE leaves the library out.
+wheel: $(VENV)/installed ## make a wheel in dist/ with the CUDA library; needs nvcc
+	@FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) -c "from setuptools import build_meta; \
+	  build_meta.build_wheel('dist', {'--global-option': ['--quiet']})"
 
 bench: $(VENV)/kernels ## run all benchmarks; BENCH_ARGS="--plot" also draws them
 	set -e; for file in benchmarks/benchmark_*.py; do \
@@ -50,7 +52,7 @@ format: $(VENV)/installed ## rewrite all files in that style
 	$(if $(CUDA_FILES),$(VENV)/bin/clang-format -i $(CUDA_FILES))
 
 clean: ## remove everything that was made here
-	rm -rf $(VENV) build dist *.egg-info flash_attn/_kernels.so .pytest_cache .ruff_cache
+	rm -rf $(VENV) build demo dist *.egg-info flash_attn/_kernels.so .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment: Python, then the packages and this one in place, then the CUDA library where it can be built.

@@ -71,6 +71,11 @@ class Wheel(bdist_wheel):
     def get_tag(self):
         return "py3", "none", super().get_tag()[2]
 
+    def run(self):
+        super().run()
+        *_, (_, _, made) = self.distribution.dist_files
+        print(f"flash-attn: {made} has {'its' if self.distribution.has_ext_modules() else 'no'} CUDA kernels.")
+
 
 COMMANDS = {"build": Build, "bdist_wheel": Wheel}
 

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import math
 import pathlib
+import statistics
 import time
 import typing
 
@@ -49,7 +50,7 @@ SIZES = {
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=list(SIZES), default=report.default_device())
+    parser.add_argument("--device", choices=list(SIZES), type=report.usable_device, default=report.default_device())
     device = parser.parse_args().device
     start = time.perf_counter()
     torch.manual_seed(0)
@@ -252,12 +253,11 @@ def plot(costs, losses, validation, device):
 
 
 def plot_costs(axes, costs, values, unit):
-    """Values against the sequence length, both logarithmic; the legend tells the factor of the last doubling."""
+    """Values against the sequence length n, both logarithmic; the legend tells the power of n that fits them best."""
     for name, color in COLORS.items():
         points = [(cost.seqlen, value) for cost, value in zip(costs, values) if cost.contender == name]
-        (*_, before), last = points[-2], points[-1][1]
         width = 2.5 if name == "flash_attn" else 1.5
-        label = f"{name}: x {last / before:.1f} when doubled"
+        label = f"{name}: grows like $n^{{{exponent(points):.1f}}}$"
         axes.plot(*zip(*points), "o-", color=color, label=label, linewidth=width, markersize=2 * width)
     seqlens = sorted({cost.seqlen for cost in costs})
     axes.set_xscale("log", base=2)
@@ -266,7 +266,13 @@ def plot_costs(axes, costs, values, unit):
     axes.set_xticks(seqlens, [f"{n // 1024}k" if n >= 1024 else str(n) for n in seqlens])
     axes.yaxis.set_major_formatter(lambda value, _: unit.format(value))
     axes.grid(axis="y", color="#eeeeee")
-    axes.set_xlabel("sequence length")
+    axes.set_xlabel("sequence length n")
+
+
+def exponent(points):
+    """The p of the c * n**p that fits points (n, value) best on logarithmic axes; nan without two positive values."""
+    logs = [(math.log(n), math.log(value)) for n, value in points if value > 0]
+    return statistics.linear_regression(*zip(*logs)).slope if len(logs) > 1 else math.nan
 
 
 def plot_losses(axes, losses, validation):

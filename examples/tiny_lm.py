@@ -1,6 +1,7 @@
 """A small language model that reads and writes bytes, trained in about a minute on the sources of Python's own library.
 
-    python examples/tiny_lm.py                                           # train, measure, write Python-like text
+    pip install '.[examples]'                                       # once: brings tqdm
+    python examples/tiny_lm.py                                      # train, measure, write Python-like text
     python examples/tiny_lm.py --steps 1500 --prompt "import "      # learn for longer, write something else
 
 It shows the three calls that most language models need:

@@ -10,6 +10,7 @@ import importlib
 import pathlib
 import pkgutil
 import platform
+import re
 import struct
 import sys
 
@@ -24,7 +25,8 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flash_attn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--device", default=default_device(), help="where the self-check runs (here: %(default)s)")
+    device_help = "where the self-check runs (here: %(default)s)"
+    parser.add_argument("--device", type=usable_device, default=default_device(), help=device_help)
     device = parser.parse_args(argv).device
     for title, lines in (("Installation", installation()), ("Devices", devices()), ("Ops", backends())):
         print(title, *lines, sep="\n  ", end="\n\n")
@@ -33,6 +35,16 @@ def main(argv=None) -> int:
 
 def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def usable_device(name: str) -> str:
+    """`name`, if torch can compute on the device of this name; otherwise argparse's error, which tells why not."""
+    try:
+        torch.zeros(1, device=name).item()
+    except Exception as failure:  # each backend has its own
+        why = re.split(r"\.\s|\n", str(failure))[0]
+        raise argparse.ArgumentTypeError(f"must be a device that torch can compute on, found {name!r}: {why}") from None
+    return name
 
 
 def installation() -> list[str]:

@@ -32,11 +32,17 @@ _PATH = pathlib.Path(__file__).with_name("_kernels.so")
 def load_error() -> str | None:
     """Load the kernel library once; return None if that worked, or the reason why there are no kernels."""
     if not _PATH.exists():
-        return "this installation was made without CUDA kernels"
+        return _why_missing()
     reason = _load()
     if reason:
         warnings.warn(f"flash_attn: {reason}", RuntimeWarning, stacklevel=2)
     return reason
+
+
+def _why_missing():
+    if (_PATH.parents[1] / "setup.py").exists():  # which comes first on the path of whoever works in its folder
+        return "the kernels of this source tree were not built (`make build`), whatever is installed elsewhere"
+    return "this installation was made without CUDA kernels"
 
 
 def _load():
@@ -104,27 +110,40 @@ class Op:
         return self._apply(args)
 
     def wants_derivative(self, args) -> bool:
-        """Whether a call with these arguments, the differentiable ones at least, must be known to autograd."""
-        if not self.differentiable:
-            return False
-        if forward_ad._current_level >= 0:  # apply says that forward mode is not there; the bare op would give zeros
-            return True
-        if torch.is_grad_enabled():
+        """Whether a call with these arguments, the differentiable ones at least, must be known to autograd.
+
+        Raises NotImplementedError in forward mode, where the bare op would drop the tangent.
+        """
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents(args)
+        if self.differentiable and torch.is_grad_enabled():
             for x in args[: self.differentiable]:
                 if x is not None and x.requires_grad:
                     return True
         return False
+
+    def _refuse_tangents(self, args):
+        for argument, value in zip(self.default._schema.arguments, args, strict=False):
+            if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
+                raise NotImplementedError(f"{argument.name} of {self.name} must have no tangent: no op here has a jvp")
 
     def below_autograd(self, *args):
         """The bare op: for the forward and backward of its autograd Function, and where no gradient is asked for.
 
         Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13).
         """
-        with torch._C._AutoDispatchBelowAutograd():
-            result = self._overload(args)(*args)
         if self.mutated:
-            torch.autograd.graph.increment_version([args[i] for i in self.mutated if args[i] is not None])
-        return result
+            self._mark_written(args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._overload(args)(*args)
+
+    def _mark_written(self, args):
+        """Advance the versions of tensors that the op will write, which a kernel does not do."""
+        written = [args[i] for i in self.mutated if args[i] is not None]
+        for tensor in written:
+            if tensor.is_inference() and not torch.is_inference_mode_enabled():  # torch's own functions refuse it too
+                raise ValueError(f"{self.name} must not write to an inference tensor outside of inference mode")
+        torch.autograd.graph.increment_version(written)
 
     def _overload(self, args):
         return self.default if self.others is None or args[0].dtype in self.kernel_dtypes else self.others
@@ -168,7 +187,11 @@ def define(
 
 
 def _announced(name, reference):
-    """`reference`, without autocast, saying once if it stands in for a kernel that could have run on this device."""
+    """`reference`, saying once if it stands in for a kernel that could have run on this device.
+
+    Without autocast, which would round every product to 16 bits, and without autograd, which would look into an op that
+    has no gradient.
+    """
 
     @functools.wraps(reference)
     def kernel(*args):
@@ -179,7 +202,7 @@ def _announced(name, reference):
                 else f"the library has no kernel for {name}"
             )
             warn_once(f"flash_attn: {name} runs on the slower reference backend in plain torch: {why}")
-        with torch.autocast(args[0].device.type, enabled=False):  # which would round every product to 16 bits
+        with torch.autocast(args[0].device.type, enabled=False), torch._C._AutoDispatchBelowAutograd():
             return reference(*args)
 
     return kernel

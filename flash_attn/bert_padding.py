@@ -44,6 +44,7 @@ def index_put_first_axis(values, indices, first_axis_dim):
     _check_rows("values", values)
     _check_indices(indices, values)
     checks.tensor("indices", indices, shape=values.shape[:1])
+    _check_sizes(first_axis_dim=first_axis_dim)
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
@@ -128,6 +129,7 @@ def pad_input(hidden_states, indices, batch, seqlen):
     Returns (batch, seqlen, ...).
     """
     _check_rows("hidden_states", hidden_states)
+    _check_sizes(batch=batch, seqlen=seqlen)
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])
 
@@ -147,6 +149,12 @@ def _row_sums(x):
 
 def _check_indices(indices, rows):
     checks.tensor("indices", indices, dtypes=checks.INTEGER_DTYPES, shape=(None,), device=rows.device)
+
+
+def _check_sizes(**sizes):
+    for name, value in sizes.items():
+        checks.integer(name, value)
+        checks.number(name, value, value >= 0, "at least 0")
 
 
 def _check_mask(name, mask, hidden_states, dtypes):

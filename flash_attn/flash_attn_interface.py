@@ -317,9 +317,11 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), the last dimension contiguous; with block_table,
             (num_pages, page_size, heads_k, head_dim), any page size.
         k, v: (batch, seqlen_new, heads_k, head_dim), or None.
-        rotary_cos, rotary_sin: (at least capacity, rotary_dim / 2), contiguous, rotary_dim a multiple of 16; need k.
+        rotary_cos, rotary_sin: (at least capacity, rotary_dim / 2), contiguous, of one floating-point dtype, rotary_dim
+            a multiple of 16; need k.
         cache_seqlens: int, or int32 or int64 (batch,); None means that the whole capacity is filled.
-        cache_batch_idx: int32 (batch,), or None; not with block_table.
+        cache_batch_idx: int32 (batch,), or None; not with block_table. Where two entries append to one position, be it
+            by this or by block_table, which of them stays there is not specified, nor then what both attend to.
         cache_leftpad: int32 (batch,), or None.
         block_table: int32 (batch, pages of an entry), or None: position m is in page block_table[b, m // page_size].
         softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
@@ -358,7 +360,7 @@ def _attend(
 
 def _window(window_size):
     """(left, right) as ints, any negative as -1."""
-    if window_size == (-1, -1):
+    if type(window_size) is tuple and window_size == (-1, -1):  # an array would compare its elements
         return window_size
     try:
         left, right = window_size

@@ -1,5 +1,6 @@
 """The examples run; generation with the cache is the whole model; the demo measures what it says."""
 
+import math
 import pathlib
 import subprocess
 import sys
@@ -91,3 +92,12 @@ def test_plot(device, tmp_path, monkeypatch):
     assert {cost.contender for cost in costs} == set(demo.CONTENDERS)
     demo.plot(costs, [3.0, 2.0], 2.5, device.type)
     assert demo.PLOT.read_bytes().startswith(b"\x89PNG")
+
+
+def test_exponent():
+    pytest.importorskip("matplotlib")
+    import demo
+
+    assert demo.exponent([(n, 3 * n**1.5) for n in (64, 128, 512)]) == pytest.approx(1.5)
+    assert demo.exponent([(64, 0), (128, 5), (256, 10), (512, float("nan"))]) == pytest.approx(1)
+    assert math.isnan(demo.exponent([(64, float("nan")), (128, 5)]))

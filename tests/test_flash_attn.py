@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import numpy
 import oracle
 import pytest
 import torch
@@ -327,7 +328,7 @@ def test_windows_at_tile_borders(device):
         assert_mask(row["seqlen_q"], row["seqlen_k"], row["causal"], (row["left"], row["right"]), device)
 
 
-@pytest.mark.parametrize("window", [torch.tensor([3, 5]), [3, 5], (torch.tensor(3), 5)], ids=["tensor", "list", "both"])
+@pytest.mark.parametrize("window", [torch.tensor([3, 5]), [3, 5], (torch.tensor(3), 5), numpy.array([3, 5])])
 def test_window_size_as_other_pairs(window, device):
     q, k, v, _ = Case().tensors(device)
     assert torch.equal(flash_attn_func(q, k, v, window_size=window), flash_attn_func(q, k, v, window_size=(3, 5)))

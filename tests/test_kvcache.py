@@ -323,6 +323,32 @@ def test_rotary_rows_are_absolute_positions(device):
     torch.testing.assert_close(arguments["k_cache"][1, start : start + 4].double(), rotated, rtol=2**-8, atol=2**-9)
 
 
+def test_rotary_tables_may_be_float64(device):
+    """They are used in float32."""
+    arguments = CacheCase(seqlen_q=2, seqlen_k=30, seqlen_new=2, rotary=1.0).arguments(device)
+    tables = {name: arguments[name].double() + 1e-4 for name in ("rotary_cos", "rotary_sin")}
+    rounded = {name: table.float() for name, table in tables.items()}
+    caches = {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
+    out = flash_attn_with_kvcache(**arguments | tables)
+    assert torch.equal(out, flash_attn_with_kvcache(**arguments | rounded | caches))
+    torch.testing.assert_close(arguments["k_cache"], caches["k_cache"], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_entries_that_append_to_one_position(paged, device):
+    """One of them stays, whichever, and nothing else changes."""
+    k_cache, v_cache = torch.zeros(2, 3, 8, 1, 16, device=device, dtype=torch.bfloat16)
+    k, v = (torch.full((2, 1, 1, 16), fill, device=device, dtype=torch.bfloat16) for fill in (1, 2))
+    k[1], v[1] = 3, 4
+    rows = torch.tensor([1, 1], dtype=torch.int32, device=device)
+    where = dict(block_table=rows[:, None]) if paged else dict(cache_batch_idx=rows)
+    flash_attn_with_kvcache(k, k_cache, v_cache, k, v, cache_seqlens=5, **where)
+    for cache, written in ((k_cache, (1, 3)), (v_cache, (2, 4))):
+        assert cache[1, 5].unique().tolist() in ([written[0]], [written[1]])
+        cache[1, 5] = 0
+        assert not cache.any()
+
+
 def test_rotary_tables_may_be_longer_than_the_cache(device):
     case = CacheCase(seqlen_q=2, seqlen_k=30, seqlen_new=2, rotary=1.0)
     arguments, longer = case.arguments(device), case.arguments(device)

@@ -46,10 +46,13 @@ def test_the_reason_is_told(announced, monkeypatch):
 
 
 def test_why_there_are_no_kernels(monkeypatch, tmp_path):
-    """No file, and a file that cannot be loaded."""
+    """No file, none in a source tree, which may hide an installation that has one, and a file that cannot be loaded."""
     load_error = _library.load_error.__wrapped__
+    monkeypatch.setattr(_library, "_PATH", tmp_path / "flash_attn/_kernels.so")
+    assert "this installation was made without CUDA kernels" in load_error()
+    (tmp_path / "setup.py").touch()
+    assert "the kernels of this source tree were not built" in load_error()
     monkeypatch.setattr(_library, "_PATH", tmp_path / "_kernels.so")
-    assert "without CUDA kernels" in load_error()
     (tmp_path / "_kernels.so").write_bytes(b"no library" + bytes.fromhex(_build_id.build_id()))
     with pytest.warns(RuntimeWarning, match=r"_kernels\.so cannot be loaded beside torch"):
         assert torch.__version__ in load_error()
@@ -157,12 +160,23 @@ def test_forward_mode_is_refused(transform, device):
     def attend(q):
         return flash_attn_func(q, x, x)
 
-    with pytest.raises((RuntimeError, NotImplementedError), match=r"jvp|functorch"):
+    with pytest.raises(NotImplementedError, match=r"q of fwd must have no tangent"):
         if transform == "jvp":
             torch.func.jvp(attend, (x,), (x,))
         else:
             with forward_ad.dual_level():
                 attend(forward_ad.make_dual(x, x))
+
+
+def test_forward_mode_is_refused_by_ops_without_gradient(device):
+    x, *caches = torch.randn(1, 1, 2, 16, device=device), *torch.zeros(2, 1, 8, 2, 16, device=device)
+
+    def decode(k):
+        return flash_attn_with_kvcache(x, *caches, k, x, cache_seqlens=0)
+
+    with pytest.raises(NotImplementedError, match=r"k of fwd_kvcache must have no tangent"):
+        torch.func.jvp(decode, (x,), (x,))
+    assert not any(cache.any() for cache in caches)
 
 
 def test_the_reference_twin_does_not_become_the_kernel(device):
@@ -178,3 +192,11 @@ def test_versions_of_what_is_written_advance(device):
     before = [cache._version for cache in caches]
     flash_attn_with_kvcache(x, *caches, x, x, cache_seqlens=0)
     assert all(cache._version > version for cache, version in zip(caches, before, strict=True))
+
+
+def test_autograd_does_not_look_into_an_op_without_gradient(device):
+    """It would refuse to write to one of several views; graphs call ops in this way."""
+    first, _ = torch.ones(2, 1, 8, 2, 16, device=device, requires_grad=True).exp().unbind()
+    table, before = torch.rand(8, 8, device=device), first.detach().clone()
+    torch.ops.flash_attn.rotary_(first, table, table, None, 0, None, False, False)
+    assert not torch.equal(first.detach(), before)

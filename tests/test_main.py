@@ -108,3 +108,12 @@ def test_help_explains_itself():
     command = [sys.executable, "-m", "flash_attn", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "self-check" in result.stdout and "--device" in result.stdout
+
+
+@pytest.mark.parametrize("name", ["banana", "cuda:99", "meta", ""])
+def test_a_device_that_cannot_be_used(name, capsys):
+    with pytest.raises(SystemExit) as exit:
+        report.main(["--device", name])
+    assert exit.value.code == 2
+    *_, error = capsys.readouterr().err.splitlines()
+    assert "argument --device: must be a device that torch can compute on, found " + repr(name) + ": " in error

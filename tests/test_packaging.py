@@ -287,6 +287,7 @@ def test_says_once_that_there_are_no_kernels(wheel):
     assert "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE" in said[0]
     assert "pip install" in said[0]
     assert "--no-cache-dir" in said[0]  # or pip would install the wheel that it has just made
+    assert f"{wheel[0].name} has no CUDA kernels." in wheel[1]
 
 
 def test_wheel_contents(wheel):

@@ -183,7 +183,7 @@ TYPE_ERRORS = {
     "kvcache": [
         ("cache of another type", replaced("k_cache", torch.Tensor.half), r"k_cache must .*found torch.float16"),
         ("v_cache of another type", replaced("v_cache", torch.Tensor.half), r"v_cache must .*torch.float16"),
-        ("cache_seqlens: a list", dict(cache_seqlens=[4, 5]), r"cache_seqlens must .*found list"),
+        ("cache_seqlens: a list", dict(cache_seqlens=[4, 5]), r"cache_seqlens must .*integer tensor .*found list"),
         ("cache_seqlens: a float", dict(cache_seqlens=4.0), r"cache_seqlens must .*found float"),
         ("cache_seqlens: of floats", replaced("cache_seqlens", torch.Tensor.float), r"cache_seqlens .*torch.float32"),
         ("cache_batch_idx: int64", dict(cache_batch_idx=torch.tensor([0, 1])), r"cache_batch_idx .*int64"),
@@ -395,6 +395,7 @@ NUMBER_TYPE_ERRORS = [
     (dict(softcap=None), r"softcap must .*found NoneType"),
     (dict(causal="no"), r"causal must be a bool, found 'no'"),
     (dict(causal=None), r"causal must be a bool, found None"),
+    (dict(causal=torch.tensor(True)), r"causal must be a bool, found tensor\(True"),
     (dict(deterministic=2), r"deterministic must be a bool, found 2"),
     (dict(return_attn_probs="no"), r"return_attn_probs must be a bool, found 'no'"),
     (dict(rotary_interleaved="no"), r"rotary_interleaved must be a bool, found 'no'"),
@@ -493,6 +494,23 @@ def on(device, value):
     if not torch.is_tensor(value) or value.is_meta:
         return value
     return value.detach().to(device).requires_grad_(value.requires_grad)
+
+
+NOT_DENSE = {  # what becomes of a tensor, and what is said of it
+    "nested": (lambda x: torch.nested.nested_tensor(list(x)), "a nested one"),
+    "jagged": (lambda x: torch.nested.nested_tensor(list(x), layout=torch.jagged), "a nested one"),
+    "sparse": (torch.Tensor.to_sparse, "torch.sparse_coo"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", NOT_DENSE)
+@pytest.mark.parametrize(("function", "name"), [(f, name) for f, tensors in TENSORS.items() for name, _ in tensors])
+def test_tensors_that_are_not_dense(function, name, kind, device):
+    function, good = CALLS[function]
+    arguments, (change, found) = good(device), NOT_DENSE[kind]
+    with pytest.raises(TypeError, match=rf"\b{name} must be a dense tensor, found {found}"):
+        function(**arguments | {name: change(arguments[name])})
 
 
 @pytest.mark.multi_gpu

@@ -13,9 +13,12 @@ INTEGER_DTYPES = (torch.int32, torch.int64)
 
 
 def tensor(name: str, value, *, dtypes=None, shape=None, device=None) -> None:
-    """Check that `value` is a tensor, of one of `dtypes`, on `device`, with `shape` (a tuple; None fits any size)."""
+    """Check that `value` is a dense tensor of one of `dtypes`, on `device`, with `shape`, where None fits any size."""
     if not isinstance(value, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, found {type(value).__name__}")
+    if value.layout is not torch.strided or value.is_nested:
+        found = "a nested one" if value.is_nested else value.layout
+        raise TypeError(f"{name} must be a dense tensor, found {found}")
     if dtypes is not None and value.dtype not in dtypes:
         raise TypeError(f"{name} must have dtype {_either(dtypes)}, found {value.dtype}")
     if device is not None and value.device != device:
@@ -60,16 +63,16 @@ def real(name: str, value) -> None:
         raise ValueError(f"{name} must be finite, found {value}")
 
 
-def integer(name: str, value) -> None:
-    """Check that `value` is a Python integer."""
+def integer(name: str, value, expected: str = "an integer") -> None:
+    """Check that `value` is a Python integer; `expected` tells what else the caller would have taken."""
     if type(value) is not int and not _is_number(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer, found {type(value).__name__}")
+        raise TypeError(f"{name} must be {expected}, found {type(value).__name__}")
 
 
 def flags(**values) -> None:
-    """Check that each value is a bool; 0 and 1 count."""
+    """Check that each value is a bool; 0 and 1 count, a tensor does not."""
     for name, value in values.items():
-        if value is not True and value is not False and value not in (0, 1):
+        if value is not True and value is not False and (isinstance(value, torch.Tensor) or value not in (0, 1)):
             raise TypeError(f"{name} must be a bool, found {value!r}")
 
 

@@ -150,7 +150,7 @@ def decode(
     lengths, length = _check_cache_seqlens(q, cache_seqlens, capacity)
     _check_per_entry(q, batch, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad)
     _check_appended(q, k_cache, v_cache, k, v, cache_seqlens, capacity, length)
-    _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
+    rotary_cos, rotary_sin = _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     checks.integer("num_splits", num_splits)
     checks.number("num_splits", num_splits, num_splits <= MAX_SPLITS, "at most {}", MAX_SPLITS)
     return fwd_kvcache(
@@ -290,7 +290,7 @@ def _check_bound(name, bound, needed=False):
         if needed:
             raise ValueError(f"{name} must be given for return_attn_probs, whose shape it sets; found None")
         return None
-    checks.integer(name, bound)
+    checks.integer(name, bound, "an integer or a 0-d integer tensor")
     if not torch.compiler.is_compiling():  # a bound may come from data, which a graph cannot ask
         checks.number(name, bound, bound >= 0, "at least 0")
     return bound
@@ -342,7 +342,7 @@ def _check_cache_seqlens(q, cache_seqlens, capacity):
         if cache_seqlens.dtype == torch.int64:
             cache_seqlens = cache_seqlens.clamp(-1, 2**31 - 1).int()  # what does not fit stays out of range
         return cache_seqlens, None
-    checks.integer("cache_seqlens", cache_seqlens)
+    checks.integer("cache_seqlens", cache_seqlens, "an integer or an integer tensor (batch,)")
     within = 0 <= cache_seqlens <= capacity
     checks.number("cache_seqlens", cache_seqlens, within, "between 0 and the cache's capacity {}", capacity)
     return None, cache_seqlens
@@ -370,14 +370,15 @@ def _check_appended(q, k_cache, v_cache, k, v, cache_seqlens, capacity, length):
 
 
 def _check_rotary(q, k, cos, sin, capacity):
+    """Check the tables of a rotation; return those to use, in at most float32."""
     if cos is None and sin is None:
-        return
+        return None, None
     if cos is None or sin is None:
         missing, given = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
         raise ValueError(f"{missing} must be given together with {given}, found None")
     if k is None:
         raise ValueError("k must be given with rotary_cos: rotary positions are those of appended keys; found None")
-    checks.tensor("rotary_cos", cos, dtypes=DTYPES, device=q.device)
+    checks.tensor("rotary_cos", cos, dtypes=(*DTYPES, torch.float64), device=q.device)
     checks.ndim("rotary_cos", cos, "(seqlen_rotary, rotary_dim / 2)")
     checks.tensor("rotary_sin", sin, dtypes=(cos.dtype,), shape=tuple(cos.shape), device=q.device)
     rotary_dim = 2 * cos.shape[1]
@@ -388,6 +389,7 @@ def _check_rotary(q, k, cos, sin, capacity):
         raise ValueError(f"rotary_cos must cover the cache's {capacity} positions, found {cos.shape[0]}")
     _check_contiguous("rotary_cos", cos)
     _check_contiguous("rotary_sin", sin)
+    return (cos.float(), sin.float()) if cos.dtype == torch.float64 else (cos, sin)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

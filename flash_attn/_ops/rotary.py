@@ -59,36 +59,38 @@ rotary_ = _library.define(
 )
 
 
-def arguments(x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None) -> tuple:
+def arguments(
+    x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, names=("x", "cos", "sin"),
+) -> tuple:  # fmt: skip
     """Check what a caller passed and return the ops' arguments from `x` to `cu_seqlens`.
 
     seqlen_offsets is an integer or a tensor here, and cos and sin may be float64. max_seqlen, the length of the longest
     packed sequence, may be a tensor, whose value stays unread. The tables must have a row for every position that is
-    known without reading a tensor.
+    known without reading a tensor. names: what the caller calls x, cos and sin.
     """
-    checks.tensor("x", x, dtypes=DTYPES)
+    checks.tensor(names[0], x, dtypes=DTYPES)
     device = x.device
     if cu_seqlens is None:
-        checks.ndim("x", x, "(batch, seqlen, heads, head_dim)")
+        checks.ndim(names[0], x, "(batch, seqlen, heads, head_dim)")
         batch, seqlen, _, head_dim = x.shape
     else:
-        checks.ndim("x", x, "(tokens, heads, head_dim)")
+        checks.ndim(names[0], x, "(tokens, heads, head_dim)")
         checks.tensor("cu_seqlens", cu_seqlens, dtypes=(torch.int32,), device=device)
         checks.ndim("cu_seqlens", cu_seqlens, "(batch + 1)")
         checks.number("the length of cu_seqlens", len(cu_seqlens), len(cu_seqlens) > 0, "batch + 1")
         batch, head_dim = len(cu_seqlens) - 1, x.shape[-1]
         seqlen = _known_length(max_seqlen)
-    positions = _check_tables(cos, sin, head_dim, device)
+    positions = _check_tables(names[1], cos, names[2], sin, head_dim, device)
+    first = 0
     if isinstance(seqlen_offsets, torch.Tensor):
         dtypes = checks.INTEGER_DTYPES
         checks.tensor("seqlen_offsets", seqlen_offsets, dtypes=dtypes, shape=(batch,), device=device)
-        first = 0
     else:
-        checks.integer("seqlen_offsets", seqlen_offsets)
+        checks.integer("seqlen_offsets", seqlen_offsets, "an integer or an integer tensor (batch,)")
         checks.number("seqlen_offsets", seqlen_offsets, seqlen_offsets >= 0, "at least 0")
         first, seqlen_offsets = seqlen_offsets, None
     if seqlen is not None and first + seqlen > positions:
-        raise ValueError(f"cos must have a row for each of {first + seqlen} positions, found {positions} rows")
+        raise ValueError(f"{names[1]} must have a row for each of {first + seqlen} positions, found {positions} rows")
     if cos.dtype == torch.float64:
         cos, sin = cos.float(), sin.float()
     return x, cos, sin, seqlen_offsets, first, cu_seqlens
@@ -106,17 +108,17 @@ def has_own_memory(x: torch.Tensor) -> bool:
     return 0 not in strides or all(stride or size <= 1 for size, stride in zip(x.shape, strides, strict=True))
 
 
-def _check_tables(cos, sin, head_dim, device):
+def _check_tables(cos_name, cos, sin_name, sin, head_dim, device):
     """Check the tables and return how many positions they have."""
-    checks.tensor("cos", cos, dtypes=TABLE_DTYPES, device=device)
-    checks.ndim("cos", cos, "(positions, rotary_dim / 2)")
-    checks.tensor("sin", sin, dtypes=(cos.dtype,), shape=cos.shape, device=device)
-    for name, table in (("cos", cos), ("sin", sin)):
-        if table.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} must not require grad, found requires_grad=True: the tables have no gradient")
+    checks.tensor(cos_name, cos, dtypes=TABLE_DTYPES, device=device)
+    checks.ndim(cos_name, cos, "(positions, rotary_dim / 2)")
+    checks.tensor(sin_name, sin, dtypes=(cos.dtype,), shape=cos.shape, device=device)
+    if (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled():
+        name = cos_name if cos.requires_grad else sin_name
+        raise ValueError(f"{name} must not require grad, found requires_grad=True: the tables have no gradient")
     positions, columns = cos.shape
     if 2 * columns > head_dim:
-        raise ValueError(f"cos must have at most head_dim / 2 = {head_dim // 2} columns, found {columns}")
+        raise ValueError(f"{cos_name} must have at most head_dim / 2 = {head_dim // 2} columns, found {columns}")
     return positions
 
 
@@ -127,6 +129,6 @@ def _known_length(max_seqlen):
     if isinstance(max_seqlen, torch.Tensor):
         checks.tensor("max_seqlen", max_seqlen, dtypes=checks.INTEGER_DTYPES, shape=())
         return None
-    checks.integer("max_seqlen", max_seqlen)
+    checks.integer("max_seqlen", max_seqlen, "an integer or a 0-d integer tensor")
     checks.number("max_seqlen", max_seqlen, max_seqlen >= 0, "at least 0")
     return max_seqlen

@@ -87,7 +87,8 @@ def apply_rotary_emb(
     torch.Size([2, 16, 4, 64])
     """
     if inplace:
-        return _rotate_in_place(x, _whole, (cos, sin), interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
+        return _rotate_in_place(_WHOLE, x, _whole, (cos, sin), interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
+    checks.flags(interleaved=interleaved)
     arguments = ops.arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     return ops.rotary(*arguments, bool(interleaved), False)
 
@@ -124,8 +125,9 @@ def apply_rotary_emb_qkv_(
     if (cos_k is None) != (sin_k is None):
         raise ValueError("cos_k and sin_k must be given together, found only one of them")
     split = functools.partial(_queries_and_keys, num_heads_q=num_heads_q)
-    tables = (cos, sin) if cos_k is None else (cos, sin, cos_k, sin_k)
-    return _rotate_in_place(qkv, split, tables, interleaved, seqlen_offsets)
+    if cos_k is None:
+        return _rotate_in_place(_PACKED, qkv, split, (cos, sin), interleaved, seqlen_offsets)
+    return _rotate_in_place(_PACKED_K, qkv, split, (cos, sin, cos_k, sin_k), interleaved, seqlen_offsets)
 
 
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets: int | Tensor = 0):
@@ -135,7 +137,7 @@ def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets: int | 
     kv; go on with it.
     """
     checks.tensor("kv", kv, shape=(None, None, 2, None, None))
-    return _rotate_in_place(kv, _keys, (cos, sin), interleaved, seqlen_offsets)
+    return _rotate_in_place(_KEYS, kv, _keys, (cos, sin), interleaved, seqlen_offsets)
 
 
 class ApplyRotaryEmb:
@@ -173,8 +175,11 @@ class RotaryEmbedding(torch.nn.Module):
 
     def __init__(self, dim: int, base=10000.0, interleaved=False, scale_base=None, device=None):
         super().__init__()
-        if dim % 2:
-            raise ValueError(f"dim must be even, found {dim}")
+        checks.integer("dim", dim)
+        checks.number("dim", dim, dim > 0 and dim % 2 == 0, "positive and even")
+        for name, value in (("base", base), ("scale_base", 512 if scale_base is None else scale_base)):
+            checks.real(name, value)
+            checks.number(name, value, value > 0, "positive")
         self.dim = dim
         self.base = float(base)
         self.interleaved = interleaved
@@ -211,7 +216,11 @@ class RotaryEmbedding(torch.nn.Module):
 
         Raises TypeError or ValueError for arguments that do not fit together.
         """
+        checks.tensor("qkv", qkv, dtypes=ops.DTYPES)
+        checks.number("the number of dimensions of qkv", qkv.dim(), qkv.dim() >= 4, "4 or 5")
         if max_seqlen is not None:
+            if not isinstance(max_seqlen, Tensor):
+                checks.integer("max_seqlen", max_seqlen)
             self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
         elif not isinstance(seqlen_offset, Tensor):
             self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, device=qkv.device, dtype=qkv.dtype)
@@ -234,7 +243,9 @@ class RotaryEmbedding(torch.nn.Module):
 
     def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
         """Make the tables have at least `seqlen` rows, on `device` and in `dtype` (by default, those of inv_freq)."""
-        device = self.inv_freq.device if device is None else torch.empty(0, device=device).device  # "cuda" has an index
+        device = self.inv_freq.device if device is None else torch.device(device)
+        if device.index is None:  # "cuda" is the current one
+            device = torch.empty(0, device=device).device
         dtype = self.inv_freq.dtype if dtype is None else dtype
         if not self._is_stale(seqlen, device, dtype):
             return
@@ -264,29 +275,28 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 class _RotateInPlace(torch.autograd.Function):
-    """Rotates parts of x in place; backward turns the same parts of a copy of the incoming gradient back.
-
-    split(x, *tables) gives the parts, each with its cos and sin. torch.compile knows no autograd functions that change
-    their inputs, so there forward rotates a copy too.
-    """
+    """Rotates the parts of x in place; backward turns those of a copy of the incoming gradient back."""
 
     @staticmethod
-    def forward(ctx, x, split, interleaved, seqlen_offsets, seqlen_offset, cu_seqlens, *tables):
-        ctx.save_for_backward(seqlen_offsets, cu_seqlens, *tables)
+    def forward(ctx, x, split, parts, interleaved):
+        _, _, _, seqlen_offsets, seqlen_offset, cu_seqlens = parts[0]
+        ctx.save_for_backward(seqlen_offsets, cu_seqlens, *[table for part in parts for table in part[1:3]])
         ctx.split, ctx.seqlen_offset, ctx.interleaved = split, seqlen_offset, interleaved
-        options = seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, False
-        if torch.compiler.is_compiling():
-            return _rotated(x, split, tables, options)
         if _may_change_history(x):
             ctx.mark_dirty(x)
-        return _rotate_parts_(x, split, tables, options)
+        return _rotate_parts_(x, parts, interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         seqlen_offsets, cu_seqlens, *tables = ctx.saved_tensors
         options = seqlen_offsets, ctx.seqlen_offset, cu_seqlens, ctx.interleaved, True
-        return _rotated(grad, ctx.split, tables, options), *[None] * (5 + len(tables))
+        if ctx.split is _whole:
+            return ops.rotary(grad, *tables, *options), None, None, None
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        for part in ctx.split(grad, *tables):
+            ops.rotary_(*part, *options)
+        return grad, None, None, None
 
 
 def _may_change_history(x):
@@ -294,17 +304,37 @@ def _may_change_history(x):
     return not x.is_leaf and x._base is None
 
 
-def _rotate_in_place(x, split, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
-    ops.writable("x", x)
+def _rotate_in_place(names, x, split, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
+    """Rotate the parts of x, return x. split(x, *tables) gives each with its tables, and names what they are called."""
+    checks.flags(interleaved=interleaved)
     # All parts are checked before any of them is written.
-    parts = [ops.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen) for part in split(x, *tables)]
-    tables, options = [table for part in parts for table in part[1:3]], parts[0][3:]
-    if not ops.rotary.wants_derivative((x,)):
-        return _rotate_parts_(x, split, tables, (*options, bool(interleaved), False))
-    out = _RotateInPlace.apply(x, split, bool(interleaved), *options, *tables)
-    if torch.compiler.is_compiling():
-        with torch.set_grad_enabled(_may_change_history(x)):
-            x.copy_(out)
+    parts = [
+        ops.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen, called)
+        for called, part in zip(names, split(x, *tables))
+    ]
+    ops.writable(names[0][0], x)
+    differentiable = ops.rotary.wants_derivative((x,))
+    if differentiable and not torch.compiler.is_compiling():
+        return _RotateInPlace.apply(x, split, parts, bool(interleaved))
+    if differentiable or torch.compiler.is_exporting():  # an exported program may be differentiated later
+        return _rotate_in_graph(x, split, parts, bool(interleaved))
+    return _rotate_parts_(x, parts, bool(interleaved))
+
+
+def _rotate_parts_(x, parts, interleaved):
+    for part in parts:
+        ops.rotary_(*part, interleaved, False)
+    return x
+
+
+def _rotate_in_graph(x, split, parts, interleaved):
+    """The same as a graph can hold it: autograd knows each step, since graphs have no functions that change inputs."""
+    out = x.clone(memory_format=torch.contiguous_format)
+    tables = [table for part in parts for table in part[1:3]]
+    for part, (target, *_) in zip(parts, split(out, *tables), strict=True):
+        target.copy_(ops.rotary(*part, interleaved, False))
+    with torch.set_grad_enabled(_may_change_history(x)):
+        x.copy_(out)
     return out
 
 
@@ -324,21 +354,12 @@ def _check_packed(qkv, num_heads_q):
         raise ValueError(f"num_heads_q must leave as many key as value heads of {qkv.shape[2]}, found {num_heads_q}")
 
 
-def _rotate_parts_(x, split, tables, options):
-    """Rotate the parts of x in place and return x. options: the op's arguments after the tables."""
-    for part in split(x, *tables):
-        ops.rotary_(*part, *options)
-    return x
+# How a tensor is split into parts, each with its tables, and what the caller calls the tensor and the tables.
 
-
-def _rotated(x, split, tables, options):
-    """The same for a copy of x."""
-    if split is _whole:
-        return ops.rotary(x, *tables, *options)
-    return _rotate_parts_(x.clone(memory_format=torch.contiguous_format), split, tables, options)
-
-
-# How a tensor is split into parts, each with its tables.
+_WHOLE = (("x", "cos", "sin"),)
+_KEYS = (("kv", "cos", "sin"),)
+_PACKED = (("qkv", "cos", "sin"),) * 2
+_PACKED_K = (("qkv", "cos", "sin"), ("qkv", "cos_k", "sin_k"))
 
 
 def _whole(x, cos, sin):
@@ -350,16 +371,15 @@ def _keys(kv, cos, sin):
 
 
 def _queries_and_keys(qkv, cos, sin, cos_k=None, sin_k=None, *, num_heads_q):
+    """Together where they share their tables and lie one behind the other."""
+    tables_k = (cos, sin) if cos_k is None else (cos_k, sin_k)
     if qkv.dim() == 5:
+        if cos_k is None and qkv.stride(2) == qkv.shape[3] * qkv.stride(3):
+            return ((qkv[:, :, :2].flatten(2, 3), cos, sin),)
         q, k = qkv[:, :, 0], qkv[:, :, 1]
-        adjacent = qkv.stride(2) == qkv.shape[3] * qkv.stride(3)
     else:
-        heads_k = (qkv.shape[2] - num_heads_q) // 2
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q : num_heads_q + heads_k]
-        adjacent = True
-    if cos_k is not None:
-        return (q, cos, sin), (k, cos_k, sin_k)
-    if not adjacent:
-        return (q, cos, sin), (k, cos, sin)
-    both = qkv[:, :, :2].flatten(2, 3) if qkv.dim() == 5 else qkv[:, :, : num_heads_q + heads_k]
-    return ((both, cos, sin),)
+        end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
+        if cos_k is None:
+            return ((qkv[:, :, :end], cos, sin),)
+        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:end]
+    return (q, cos, sin), (k, *tables_k)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import inspect
+import math
 import pickle
 import zlib
 
@@ -236,18 +237,32 @@ def test_gradient_of_the_gradient(device):
 
 
 @pytest.mark.parametrize("inplace", [False, True])
-def test_forward_mode_is_refused(inplace, device):
-    """It would otherwise carry tangents past the rotation, or none."""
+@pytest.mark.parametrize("function", [apply_rotary_emb, apply_rotary])
+def test_forward_mode_is_refused(function, inplace, device):
+    """It would otherwise carry tangents past the rotation, or none. Nothing is written."""
     case = Case(dtype="fp32")
     (x, tangent), tables = case.draw(device), case.tables(device)
+    before = x.clone()
 
     def rotate(x):
-        return apply_rotary_emb(x * 1, *tables, inplace=inplace)
+        return function(x, *tables, inplace=inplace)
 
-    with pytest.raises(RuntimeError, match=r"jvp|functorch"):
+    with pytest.raises(NotImplementedError, match=r"x of rotary_? must have no tangent"):
         torch.func.jvp(rotate, (x,), (tangent,))
-    with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"jvp|functorch"):
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"x of rotary_? must have no tangent"):
         rotate(forward_ad.make_dual(x, tangent))
+    assert identical(x, before)
+    _, found = torch.func.jvp(lambda y: y * rotate(x), (tangent,), (tangent,))  # x has none
+    assert identical(found, tangent * (x if inplace else rotate(x)))
+
+
+def test_inference_tensor_is_not_written_outside_of_inference_mode(device, monkeypatch):
+    """Not even by a kernel, which would not notice."""
+    with torch.inference_mode():
+        x, (cos, sin) = torch.randn(2, 5, 4, 32, device=device), torch.rand(2, 5, 16, device=device)
+    monkeypatch.setattr(ops.rotary_, "default", lambda *_: pytest.fail("it is written"))
+    with pytest.raises(ValueError, match="must not write to an inference tensor"):
+        apply_rotary_emb(x, cos, sin, inplace=True)
 
 
 def test_expanded_gradient_is_not_written_to(device):
@@ -636,6 +651,47 @@ def test_compiled_module_once_for_all_offsets(device, compile_whole):
     assert frames.frame_count <= 2
 
 
+class Projected(torch.nn.Module):
+    """What IN_PLACE[name] rotates, as models have it: a view of what a linear layer gives."""
+
+    def __init__(self, name, device):
+        super().__init__()
+        self.shape, self.rotate = IN_PLACE[name]
+        self.project = torch.nn.Linear(6, math.prod(self.shape[2:]), device=device)
+        self.register_buffer("tables", torch.rand(2, 5, 16, device=device))
+
+    def forward(self, x):
+        return self.rotate(self.project(x).unflatten(-1, self.shape[2:]), *self.tables)
+
+
+class ProjectedForModule(Projected):
+    def __init__(self, device):
+        super().__init__("qkv", device)
+        self.embedding = RotaryEmbedding(32, device=device)
+
+    def forward(self, x):
+        return self.embedding(self.project(x).unflatten(-1, self.shape[2:]))
+
+
+@pytest.mark.filterwarnings("ignore:.*assigned during export", "ignore:.*side effects")
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("name", [*IN_PLACE, "module"])
+def test_exported_in_place_on_a_view(name, mode, strict, device):
+    """The program can be trained, whatever the mode in which it was exported."""
+    model = ProjectedForModule(device) if name == "module" else Projected(name, device)
+    x, dout = torch.randn(2, 5, 6, device=device), torch.randn(model.shape, device=device)
+    with mode():
+        program = torch.export.export(model, (x,), strict=strict)
+    exported, expected = program.module(), model(x)
+    found = exported(x)
+    assert identical(found, expected)
+    assert identical(program.run_decompositions().module()(x), expected)
+    (dweight,) = torch.autograd.grad(expected, model.project.weight, dout)
+    (found,) = torch.autograd.grad(found, exported.get_parameter("project.weight"), dout)
+    torch.testing.assert_close(found, dweight)
+
+
 @pytest.mark.parametrize("case", params([Case(dtype="fp32", offset="int"), Case(lengths=(5, 9), offset="int32")]))
 def test_opcheck(case, device):
     (x, _), tables, options = case.draw(device), case.tables(device), case.arguments(device)
@@ -724,6 +780,10 @@ ERRORS = {
     "cos is on another device": (dict(cos=TABLE.to("meta")), ValueError, "cos must be on cpu"),
     "offsets are on another device": (
         dict(seqlen_offsets=CU_SEQLENS[:2].to("meta")), ValueError, "seqlen_offsets must be on cpu"),
+    "x is nested": (
+        dict(x=torch.nested.nested_tensor([X[0], X[0]], layout=torch.jagged)), TypeError, "x must be a dense tensor"),
+    "x is sparse": (dict(x=X.to_sparse(), inplace=True), TypeError, "x must be a dense tensor, found torch.sparse_coo"),
+    "interleaved is no bool": (dict(interleaved="no"), TypeError, "interleaved must be a bool, found 'no'"),
     "x is expanded": (dict(x=X[:1].expand(2, 5, 3, 64), inplace=True), ValueError, "x must not be expanded"),
 }  # fmt: skip
 
@@ -769,8 +829,44 @@ def test_errors_of_packed_tensors():
         apply_rotary_emb_kv_(qkv, TABLE, TABLE)
     with pytest.raises(ValueError, match="columns"):
         apply_rotary_emb_torch(X[..., :62], TABLE[:5], TABLE[:5])
-    with pytest.raises(ValueError, match="dim must be even"):
-        RotaryEmbedding(33)
+    table = TABLE.double()
+    for arguments, error, message in (
+        (dict(qkv=qkv.int()), TypeError, "qkv must have dtype .*, found torch.int32"),
+        (dict(qkv=qkv[:1].expand(2, -1, -1, -1, -1)), ValueError, "qkv must not be expanded"),
+        (dict(interleaved=None), TypeError, "interleaved must be a bool, found None"),
+        (dict(cos_k=table[:4], sin_k=table[:4]), ValueError, "cos_k must have a row for each of 5 .*found 4"),
+        (dict(cos_k=table, sin_k=TABLE), TypeError, "sin_k must have dtype torch.float64, found torch.float32"),
+    ):
+        with pytest.raises(error, match=message):
+            apply_rotary_emb_qkv_(**dict(qkv=qkv, cos=TABLE, sin=TABLE) | arguments)
+    with pytest.raises(ValueError, match="kv must not be expanded"):
+        apply_rotary_emb_kv_(qkv[:1, :, :2].expand(2, -1, -1, -1, -1), TABLE, TABLE)
+
+
+def test_errors_of_the_module():
+    for arguments, error, message in (
+        (dict(dim=33), ValueError, "dim must be positive and even, found 33"),
+        (dict(dim=0), ValueError, "dim must be positive and even, found 0"),
+        (dict(dim="16"), TypeError, "dim must be an integer, found str"),
+        (dict(base=0), ValueError, "base must be positive, found 0"),
+        (dict(base=None), TypeError, "base must be a real number, found NoneType"),
+        (dict(scale_base=-1.0), ValueError, r"scale_base must be positive, found -1\.0"),
+    ):
+        with pytest.raises(error, match=message):
+            RotaryEmbedding(**dict(dim=16) | arguments)
+    qkv = torch.zeros(2, 5, 3, 4, 16)
+    for arguments, error, message in (
+        (dict(qkv=[1.0]), TypeError, "qkv must be a torch.Tensor, found list"),
+        (dict(qkv=qkv.int()), TypeError, "qkv must have dtype .*, found torch.int32"),
+        (dict(qkv=qkv.to_sparse()), TypeError, "qkv must be a dense tensor, found torch.sparse_coo"),
+        (dict(qkv=qkv[0, 0, 0, 0]), ValueError, "dimensions of qkv must be 4 or 5, found 1"),
+        (dict(qkv=qkv[:, :, 0]), ValueError, "num_heads_q must be given"),
+        (dict(max_seqlen=9.5), TypeError, "max_seqlen must be an integer, found float"),
+        (dict(seqlen_offset=1.0), TypeError, "seqlen_offset.? must be an integer or an integer tensor .*found float"),
+        (dict(qkv=qkv[:, :, 0], kv=1), TypeError, "kv must be a torch.Tensor, found int"),
+    ):
+        with pytest.raises(error, match=message):
+            RotaryEmbedding(16)(**dict(qkv=qkv) | arguments)
 
 
 def test_nothing_is_written_if_the_keys_tables_are_wrong(device):

@@ -5,6 +5,7 @@ It runs the same op as `flash_attn.layers.rotary`: the library's own kernel on a
 
 import torch
 
+from flash_attn._ops import checks
 from flash_attn._ops import rotary as ops
 
 
@@ -41,10 +42,11 @@ def apply_rotary(
     >>> apply_rotary(torch.randn(2, 16, 4, 64), angles.cos(), angles.sin()).shape
     torch.Size([2, 16, 4, 64])
     """
+    checks.flags(interleaved=interleaved, inplace=inplace, conjugate=conjugate)
     with torch.no_grad():
         arguments = ops.arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
         if not inplace:
-            return ops.rotary(*arguments, interleaved, conjugate)
+            return ops.rotary(*arguments, bool(interleaved), bool(conjugate))
         ops.writable("x", x)
-        ops.rotary_(*arguments, interleaved, conjugate)
+        ops.rotary_(*arguments, bool(interleaved), bool(conjugate))
     return x
