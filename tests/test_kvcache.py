@@ -7,7 +7,7 @@ import random
 import oracle
 import pytest
 import torch
-from cases import Case, cover, covering_sample, params, uncovered, wide_marks
+from cases import Case, covering_sample, params, sample, slow_or_cuda, uncovered
 from compare import assert_error_ratio
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -205,8 +205,7 @@ def make_case(lengths, new, heads, window, rotary, cache_seqlens, **rest):
 
 
 ROWS = covering_sample(FACTORS, 700, valid=possible)
-SAMPLE = [make_case(**row) for row in cover(SMALL, valid=possible)]
-SAMPLE += [(case, wide_marks(case)) for case in (make_case(**row) for row in ROWS)]
+SAMPLE = sample(SMALL, make_case, valid=possible, wide=ROWS, marks=slow_or_cuda)
 NAMED_CASES = [pytest.param(case, id=name) for name, case in NAMED.items()]
 
 
@@ -223,7 +222,7 @@ def expected(arguments, dtype):
     return oracle.kvcache_attention(**arguments)
 
 
-@pytest.mark.parametrize("case", NAMED_CASES + params(SAMPLE))
+@pytest.mark.parametrize("case", NAMED_CASES + SAMPLE)
 def test_kvcache(case, device, memory_guard):
     if case.seqlen_k > 4096:
         memory_guard(2**34)
