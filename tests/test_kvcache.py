@@ -307,6 +307,30 @@ def test_rotary_tables_may_be_longer_than_the_cache(device):
     assert torch.equal(flash_attn_with_kvcache(**arguments), flash_attn_with_kvcache(**longer))
 
 
+@pytest.mark.cuda
+def test_queries_past_the_rotary_tables_stay_as_they_are(device):
+    """Kernels cannot raise for lengths that only the device knows; the reference does."""
+    case = CacheCase(seqlen_q=6, seqlen_k=30, seqlen_new=2, rotary=1.0, causal=True)
+    arguments, longer = case.arguments(device), case.arguments(device)
+    for some, rows in ((arguments, 30), (longer, 36)):
+        some["cache_seqlens"] = torch.full_like(some["cache_seqlens"], 28)
+        for name, angle_zero in (("rotary_cos", 1), ("rotary_sin", 0)):
+            some[name] = some[name][:rows].clone()
+            some[name][30:] = angle_zero
+        for name in ("k_cache", "v_cache"):
+            some[name].nan_to_num_(0)
+    assert torch.equal(flash_attn_with_kvcache(**arguments), flash_attn_with_kvcache(**longer))
+
+
+def test_rotary_tables_are_too_short_for_a_known_length(device):
+    arguments = CacheCase(seqlen_q=6, seqlen_k=30, seqlen_new=2, lengths="int", rotary=1.0, causal=True).arguments(device)
+    arguments["cache_seqlens"] = 28
+    for name in ("rotary_cos", "rotary_sin"):
+        arguments[name] = arguments[name][:30].clone()
+    with pytest.raises((ValueError, RuntimeError), match="must have at least 34 rows, found 30"):
+        flash_attn_with_kvcache(**arguments)
+
+
 def test_entries_may_share_a_row_of_the_cache(device):
     case = CacheCase(batch=3, seqlen_q=2, seqlen_k=40, lengths="full")
     arguments = case.arguments(device)
