@@ -175,10 +175,17 @@ def uncovered(rows, factors, *, valid=lambda row: True, tied=()):
     return every - contradictory - pairs(rows)
 
 
-def wide_marks(case):
-    """Marks of a case of a wide sample: slow, and where reference and oracle take too long on a CPU, cuda as well."""
+def sample(factors, make, *, valid=lambda row: True, wide=None, marks=lambda case: pytest.mark.slow):
+    """pytest parameters: `make(**row)` of a pairwise cover; and with `marks`, of the rows `wide` (200 random ones)."""
+    wide = random_rows(factors, 200, valid=valid, seed=1) if wide is None else wide
+    cases = [make(**row) for row in cover(factors, valid=valid)]
+    return params(cases + [(case, marks(case)) for case in (make(**row) for row in wide)])
+
+
+def slow_or_cuda(case):
+    """The marks of an attention problem in a wide sample: over long sequences a CPU takes too long."""
     long = case.seqlen_q * case.seqlen_k > 2**16 or case.seqlen_k > 1024
-    return [pytest.mark.slow, pytest.mark.cuda] if long else [pytest.mark.slow]
+    return [pytest.mark.slow, pytest.mark.cuda] if long else pytest.mark.slow
 
 
 def params(cases):

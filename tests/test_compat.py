@@ -403,6 +403,36 @@ def test_transformers_calls(device):
     torch.testing.assert_close(paged, dense[:, -1:], rtol=2**-7, atol=2**-8)
 
 
+@pytest.mark.cuda
+def test_transformers_generates_from_a_padded_batch(device):
+    """Prompts and then one token after the other: logits as exact as those of transformers' own attention."""
+    transformers = pytest.importorskip("transformers")
+    if not transformers.utils.is_flash_attn_2_available():
+        pytest.skip("transformers does not find this package: it is not installed")
+    config = transformers.LlamaConfig(
+        vocab_size=101, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, bos_token_id=0, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = transformers.LlamaForCausalLM(config).to(device).eval()
+    prompts = torch.randint(1, 101, (3, 17), device=device)
+    padding = [0, 5, 16]  # on the left
+    mask = torch.arange(17, device=device) >= torch.tensor(padding, device=device)[:, None]
+    model.to(torch.bfloat16).set_attn_implementation("flash_attention_2")
+    found = model.generate(
+        prompts * mask, attention_mask=mask.long(), max_new_tokens=12, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+
+    def logits(dtype):
+        """Of each sequence by itself, in one pass."""
+        model.to(dtype).set_attn_implementation("eager")
+        with torch.no_grad():
+            each = [model(tokens[None, pad:]).logits for tokens, pad in zip(found.sequences, padding)]
+        return torch.cat([x[:, -13:-1] for x in each])
+
+    assert_error_ratio(torch.stack(found.logits, dim=1), logits(torch.float64), logits(torch.bfloat16))
+
+
 def test_diffusers_calls(problem):
     """A dropout of 1e-30 asks for lse; the wrapped functions are called by position."""
     q, k, v, dout, slopes, (out, lse, *grads) = problem

@@ -99,6 +99,33 @@ def test_blocks_fit_every_gpu(instances, head_dim, kernel, options):
     assert threads <= 1024
 
 
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_backward_tile(host, head_dim, compact):
+    """Two teams of four warps: one warp or several with equal shares of the keys' work, on whole fragments."""
+    rows, keys, warp_keys, stages = numbers(host, 4, "find_bwd_tile", head_dim, compact)
+    warps = 4 * warp_keys // keys
+    assert warps in (1, 2)
+    assert warps * keys == 4 * warp_keys
+    assert rows % (16 * warps) == 0
+    assert head_dim % (16 * warps) == 0
+    assert warp_keys in (16, 32)  # for which random bits are transposed
+    assert stages in (1, 2)
+    accumulators = warp_keys * (rows / warps + head_dim / warps) / 32
+    assert accumulators <= 192
+
+
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_backward_blocks_fit_every_gpu(head_dim, plain):
+    """The compact tiles where the others do not."""
+    instances = native.library(HERE / "bwd_probe.cu", native.CUDA)
+    for compact, limit in ((True, min(SHARED_BYTES.values())), (False, SHARED_BYTES["9.0, 10.0"])):
+        shared_bytes, threads = numbers(instances, 2, "find_bwd_sizes", head_dim, plain, compact)
+        assert shared_bytes <= limit
+        assert threads == 256
+
+
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values(), ids=SHARED_BYTES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_decoding_blocks_fit(host, instances, head_dim, shared_bytes):
@@ -258,3 +285,20 @@ def test_tiles_are_counted_in_32_bits(host):
         plan_of(host, huge)
     plan = plan_of(host, dataclasses.replace(huge, batch=2**11, seqlen_q=2**20, longest_k=2**20, num_splits=128))
     assert plan.tiles * plan.num_splits < 2**31
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_of_the_backward(host, packed):
+    """One, but in the deterministic mode as many as keep the GPU busy; their sums are linear in the sequence."""
+    draw = random.Random(2)
+    for _ in range(300):
+        batch, heads_k, group = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((1, 4))
+        head_dim, sms = draw.choice(HEAD_DIMS), draw.choice((46, 108, 132))
+        seqlen_q, seqlen_k = (draw.choice((0, 1, 100, 5000, 1_000_000)) for _ in "qk")
+        sizes = batch, heads_k * group, heads_k, head_dim, seqlen_q, seqlen_k, packed
+        sums = (1 if packed else batch) * heads_k * group * seqlen_q * head_dim
+        assert numbers(host, 2, "find_bwd_plan", *sizes, False, sms) == [1, sums]
+        parts, scratch = numbers(host, 2, "find_bwd_plan", *sizes, True, sms)
+        _, keys, _, _ = numbers(host, 4, "find_bwd_tile", head_dim, False)
+        assert 1 <= parts <= min(128, sms, max(1, -(-seqlen_k // keys)))
+        assert scratch == parts * sums

@@ -8,7 +8,7 @@ import numpy
 import oracle
 import pytest
 import torch
-from cases import LAYOUTS, Case, cover, covering_sample, laid_out, params, uncovered, wide_marks
+from cases import LAYOUTS, Case, cover, covering_sample, laid_out, params, sample, slow_or_cuda, uncovered
 from compare import assert_error_ratio, assert_same_but_for_rounding
 from problems import FACTORS, SMALL, Problem, check, cumulative, make_problem, possible
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -63,9 +63,7 @@ NAMED = {
 }
 
 
-ROWS = covering_sample(FACTORS, 1500, valid=possible)
-SAMPLE = [make_problem(**row) for row in cover(SMALL, valid=possible)]
-SAMPLE += [(case, wide_marks(case)) for case in (make_problem(**row) for row in ROWS)]
+ROWS = covering_sample(FACTORS, 1800, valid=possible)
 
 
 def test_sample_has_every_pair_of_values():
@@ -73,7 +71,7 @@ def test_sample_has_every_pair_of_values():
     assert not uncovered(ROWS, FACTORS, valid=possible, tied=tied)
 
 
-@pytest.mark.parametrize("case", params(SAMPLE))
+@pytest.mark.parametrize("case", sample(SMALL, make_problem, valid=possible, wide=ROWS, marks=slow_or_cuda))
 def test_sample(case, device, memory_guard):
     if case.seqlen_k > 2048:
         memory_guard(2**34)

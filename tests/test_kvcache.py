@@ -7,7 +7,7 @@ import random
 import oracle
 import pytest
 import torch
-from cases import Case, cover, covering_sample, params, uncovered, wide_marks
+from cases import Case, covering_sample, params, sample, slow_or_cuda, uncovered
 from compare import assert_error_ratio
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -205,8 +205,7 @@ def make_case(lengths, new, heads, window, rotary, cache_seqlens, **rest):
 
 
 ROWS = covering_sample(FACTORS, 700, valid=possible)
-SAMPLE = [make_case(**row) for row in cover(SMALL, valid=possible)]
-SAMPLE += [(case, wide_marks(case)) for case in (make_case(**row) for row in ROWS)]
+SAMPLE = sample(SMALL, make_case, valid=possible, wide=ROWS, marks=slow_or_cuda)
 NAMED_CASES = [pytest.param(case, id=name) for name, case in NAMED.items()]
 
 
@@ -223,7 +222,7 @@ def expected(arguments, dtype):
     return oracle.kvcache_attention(**arguments)
 
 
-@pytest.mark.parametrize("case", NAMED_CASES + params(SAMPLE))
+@pytest.mark.parametrize("case", NAMED_CASES + SAMPLE)
 def test_kvcache(case, device, memory_guard):
     if case.seqlen_k > 4096:
         memory_guard(2**34)
@@ -355,6 +354,30 @@ def test_rotary_tables_may_be_longer_than_the_cache(device):
     for name in ("rotary_cos", "rotary_sin"):
         longer[name] = torch.cat([longer[name], torch.full_like(longer[name], float("nan"))])
     assert torch.equal(flash_attn_with_kvcache(**arguments), flash_attn_with_kvcache(**longer))
+
+
+@pytest.mark.cuda
+def test_queries_past_the_rotary_tables_stay_as_they_are(device):
+    """Kernels cannot raise for lengths that only the device knows; the reference does."""
+    case = CacheCase(seqlen_q=6, seqlen_k=30, seqlen_new=2, rotary=1.0, causal=True)
+    arguments, longer = case.arguments(device), case.arguments(device)
+    for some, rows in ((arguments, 30), (longer, 36)):
+        some["cache_seqlens"] = torch.full_like(some["cache_seqlens"], 28)
+        for name, angle_zero in (("rotary_cos", 1), ("rotary_sin", 0)):
+            some[name] = some[name][:rows].clone()
+            some[name][30:] = angle_zero
+        for name in ("k_cache", "v_cache"):
+            some[name].nan_to_num_(0)
+    assert torch.equal(flash_attn_with_kvcache(**arguments), flash_attn_with_kvcache(**longer))
+
+
+def test_rotary_tables_are_too_short_for_a_known_length(device):
+    arguments = CacheCase(seqlen_q=6, seqlen_k=30, seqlen_new=2, lengths="int", rotary=1.0, causal=True).arguments(device)
+    arguments["cache_seqlens"] = 28
+    for name in ("rotary_cos", "rotary_sin"):
+        arguments[name] = arguments[name][:30].clone()
+    with pytest.raises((ValueError, RuntimeError), match="must have at least 34 rows, found 30"):
+        flash_attn_with_kvcache(**arguments)
 
 
 def test_entries_may_share_a_row_of_the_cache(device):

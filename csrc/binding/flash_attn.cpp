@@ -397,6 +397,12 @@ TensorRef<const void> append(const FwdParams& fwd, const Tensor& q, const Tensor
     p.interleaved = interleaved;
     p.queries_advance =
         fwd.problem.window_left != flash_attn::kUnbounded || fwd.problem.window_right != flash_attn::kUnbounded;
+    if (!fwd.problem.seqused_k) {  // lengths that only the device knows it looks after itself
+      const int64_t tokens = std::max<int64_t>(p.seqlen_new, p.queries_advance ? q.size(1) : 1);
+      const int64_t needed = fwd.problem.seqlen_k - p.seqlen_new + tokens;
+      STD_TORCH_CHECK(needed <= p.positions, "rotary_cos and rotary_sin must have at least ", needed, " rows, found ",
+                      p.positions);
+    }
   }
   flash_attn::append(p, current_stream(q));
   return q_rotated ? ref(*q_rotated) : fwd.q;

@@ -1,6 +1,7 @@
 // Before attention over a cache: new key t of entry b goes to position n_b + t of the cache, n_b the length before, and
 // its value likewise. With tables, key and query turn by the angles of their positions' rows (rotary embedding); query
 // i is at position n_b + i, or at n_b if no mask tells the queries apart. Turned queries go to a tensor of their own.
+// What is at a position without a row stays as it is.
 //
 // A warp moves one head of one token; a lane takes pairs of channels. Maths in fp32.
 #pragma once
@@ -34,6 +35,11 @@ __device__ inline float table_entry(const AppendParams& p, const void* table, in
     default:
       return static_cast<const __nv_bfloat16*>(table)[index];
   }
+}
+
+// There is none for a negative position either.
+__device__ inline bool has_table_row(const AppendParams& p, int position) {
+  return p.cos != nullptr && static_cast<unsigned>(position) < static_cast<unsigned>(p.positions);
 }
 
 // One head of one token, from channels `from_step` apart to channels `to_step` apart.
@@ -71,7 +77,7 @@ __device__ void append_token(const AppendParams& p, int entry, int64_t batch, in
   if (key == nullptr) return;
   const Span span{entry, token, 1};
   move_head(p, first_token<T>(p.k, span, head), p.k.head_dim, key, p.k_cache.head_dim, position,
-            p.cos != nullptr && position < p.positions);
+            has_table_row(p, position));
   move_head(p, first_token<T>(p.v, span, head), p.v.head_dim, value, p.v_cache.head_dim, position, false);
 }
 
@@ -79,7 +85,7 @@ template <typename T>
 __device__ void rotate_query(const AppendParams& p, int entry, int token, int position, int head) {
   const Span span{entry, token, 1};
   move_head(p, first_token<T>(p.q, span, head), p.q.head_dim, first_token<T>(p.q_rotated, span, head),
-            p.q_rotated.head_dim, position, position < p.positions);
+            p.q_rotated.head_dim, position, has_table_row(p, position));
 }
 
 // Warps are (entry, token, head): tokens of the longer of keys and queries, heads of keys before those of queries.

@@ -11,6 +11,7 @@
 #include "common/dtype.h"
 #include "common/launch.h"
 #include "flash_attn/dropout.cuh"
+#include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"
 #include "tile/fragment.cuh"
@@ -67,6 +68,74 @@ __global__ void pack_kernel(const __grid_constant__ Elementwise p) {
   if (thread_id() >= p.count) return;
   const float* x = static_cast<const float*>(p.x) + 2 * thread_id();
   static_cast<uint32_t*>(p.y)[thread_id()] = ptx::pack<T>(x[0], x[1]);
+}
+
+// `count` pairs, back to fp32.
+template <typename T>
+__global__ void unpack_kernel(const __grid_constant__ Elementwise p) {
+  if (thread_id() >= p.count) return;
+  static_cast<float2*>(p.y)[thread_id()] = ptx::unpack<T>(static_cast<const uint32_t*>(p.x)[thread_id()]);
+}
+
+// `count` pairs.
+template <typename T>
+__global__ void clamp_kernel(const __grid_constant__ Elementwise p) {
+  if (thread_id() >= p.count) return;
+  static_cast<uint32_t*>(p.y)[thread_id()] = ptx::clamp_below<T>(static_cast<const uint32_t*>(p.x)[thread_id()]);
+}
+
+// Adds quad i of x to quad i % kTargets of y.
+constexpr int kTargets = 7;
+
+__global__ void add_kernel(const __grid_constant__ Elementwise p) {
+  if (thread_id() >= p.count) return;
+  const float* x = static_cast<const float*>(p.x) + 4 * thread_id();
+  ptx::add_global(static_cast<float*>(p.y) + thread_id() % kTargets * 4, x[0], x[1], x[2], x[3]);
+}
+
+// 8 x 8 elements of 16 bits, two by two over the lanes of a warp.
+__global__ void transpose_kernel(const __grid_constant__ Elementwise p) {
+  static_cast<uint32_t*>(p.y)[threadIdx.x] = ptx::transpose_matrix(static_cast<const uint32_t*>(p.x)[threadIdx.x]);
+}
+
+// A word for each thread of a block, of which the first `count` exist: to shared memory and, reversed, on to y.
+constexpr int kWords = 128;
+
+__global__ void word_kernel(const __grid_constant__ Elementwise p) {
+  __shared__ uint32_t copied[kWords], reversed[kWords];
+  const int i = threadIdx.x;
+  copied[i] = ~0u;
+  ptx::copy_word_async(ptx::shared_address(&copied[i]), static_cast<const uint32_t*>(p.x) + i, i < p.count);
+  ptx::commit_copies();
+  ptx::wait_copies<0>();
+  ptx::store_word(ptx::shared_address(&reversed[kWords - 1 - i]), ptx::load_word(ptx::shared_address(&copied[i])));
+  __syncthreads();
+  static_cast<uint32_t*>(p.y)[i] = reversed[i];
+}
+
+// Pairs of warps hand a number to and fro `count` times, each pair at a barrier of its own; the pairs do so at different
+// paces. The first warp of a pair adds 1 to it, the second doubles it.
+constexpr int kPairs = 4;
+
+__global__ void barrier_kernel(const __grid_constant__ Elementwise p) {
+  __shared__ volatile uint32_t numbers[kPairs][32];
+  const int pair = threadIdx.x / 64, barrier = 1 + pair;
+  const bool is_first = threadIdx.x % 64 < 32;
+  volatile uint32_t& number = numbers[pair][31 - lane_id()];  // that another lane of the other warp writes
+  volatile uint32_t& next = numbers[pair][lane_id()];
+  if (is_first) next = static_cast<const uint32_t*>(p.x)[pair * 32 + lane_id()];
+  ptx::sync_barrier<64>(barrier);
+  for (int i = 0; i < p.count; ++i) {
+    const bool is_mine = is_first == (i % 2 == 0);
+    const uint32_t found = number;
+    ptx::sync_barrier<64>(barrier);
+    if (is_mine) {
+      __nanosleep(100 * (pair + i % 3));
+      next = is_first ? found + 1 : 2 * found;
+    }
+    ptx::sync_barrier<64>(barrier);
+  }
+  if (is_first) static_cast<uint32_t*>(p.y)[pair * 32 + lane_id()] = next;
 }
 
 enum class Function { kExp2, kLog2, kReciprocal };
@@ -351,6 +420,18 @@ __global__ void drop_kernel(const __grid_constant__ Keep p) {
   });
 }
 
+// The same by kKeys x 64 transposed scores.
+template <int kKeys>
+__global__ void drop_transposed_kernel(const __grid_constant__ Keep p) {
+  const int entry = blockIdx.z / p.problem.heads, head = blockIdx.z % p.problem.heads;
+  const Fragment<kKeys, 64> scores{};
+  const int key0 = blockIdx.x * scores.kRows, row0 = blockIdx.y * scores.kCols;
+  const flash_attn::Dropout dropout(p.problem, entry, head);
+  dropout.for_each_dropped_transposed(scores, key0, row0, [&](int r, int c) {
+    p.kept[(int64_t{blockIdx.z} * p.rows + row0 + scores.col(c)) * p.cols + key0 + scores.row(r)] = 0;
+  });
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Launches
 
@@ -378,6 +459,34 @@ const char* pack_pairs(int dtype, const void* x, void* y, int64_t count) {
   return error_of([&] {
     dispatch_half(dtype, [&](auto kDType) { launch_flat<pack_kernel<element_t<kDType>>>(Elementwise{x, y, count}); });
   });
+}
+
+const char* unpack_pairs(int dtype, const void* x, void* y, int64_t count) {
+  return error_of([&] {
+    dispatch_half(dtype, [&](auto kDType) { launch_flat<unpack_kernel<element_t<kDType>>>(Elementwise{x, y, count}); });
+  });
+}
+
+const char* clamp_pairs(int dtype, const void* x, void* y, int64_t count) {
+  return error_of([&] {
+    dispatch_half(dtype, [&](auto kDType) { launch_flat<clamp_kernel<element_t<kDType>>>(Elementwise{x, y, count}); });
+  });
+}
+
+const char* add_quads(const void* x, void* y, int64_t count) {
+  return error_of([&] { launch_flat<add_kernel>(Elementwise{x, y, count}); });
+}
+
+const char* transpose(const void* x, void* y) {
+  return error_of([&] { launch<transpose_kernel>({dim3(1), dim3(32)}, Elementwise{x, y, 32}, nullptr); });
+}
+
+const char* reverse_words(const void* x, void* y, int64_t count) {
+  return error_of([&] { launch<word_kernel>({dim3(1), dim3(kWords)}, Elementwise{x, y, count}, nullptr); });
+}
+
+const char* hand_over(const void* x, void* y, int64_t times) {
+  return error_of([&] { launch<barrier_kernel>({dim3(1), dim3(64 * kPairs)}, Elementwise{x, y, times}, nullptr); });
 }
 
 const char* apply(int function, const void* x, void* y, int64_t count) {
@@ -470,15 +579,22 @@ const char* draw(int rounds, uint64_t key, const uint64_t* counters, uint4* word
   });
 }
 
-// rows and cols are multiples of 32 and 64.
-const char* drop(int batch, int heads, int rows, int cols, const int64_t* rng_state, int largest_kept, uint8_t* kept) {
+// rows and cols are multiples of 64. transposed_keys: of a transposed fragment, 16 or 32; 0 for one that is not.
+const char* drop(int transposed_keys, int batch, int heads, int rows, int cols, const int64_t* rng_state,
+                 int largest_kept, uint8_t* kept) {
   return error_of([&] {
     flash_attn::Problem problem{};
     problem.heads = heads;
     problem.rng_state = rng_state;
     problem.dropout_largest_kept = largest_kept;
-    const dim3 grid(rows / 32, cols / 64, batch * heads);
-    launch<drop_kernel>({.grid = grid, .block = dim3(32)}, Keep{problem, kept, rows, cols}, nullptr);
+    const Keep p{problem, kept, rows, cols};
+    const unsigned outer = batch * heads;
+    if (transposed_keys == 0) {
+      return launch<drop_kernel>({dim3(rows / 32, cols / 64, outer), dim3(32)}, p, nullptr);
+    }
+    dispatch_value<16, 32>(transposed_keys, [&](auto kKeys) {
+      launch<drop_transposed_kernel<kKeys>>({dim3(cols / kKeys, rows / 64, outer), dim3(32)}, p, nullptr);
+    });
   });
 }
 

@@ -78,6 +78,29 @@ def test_pack(probe, device, dtype):
     assert_identical(y, x.to(y.dtype))
 
 
+@cuda
+@pytest.mark.parametrize("dtype", HALF)
+def test_unpack(probe, device, dtype):
+    x = all_values(DTYPES[dtype])
+    y = torch.empty(len(x), device=device)
+    probe.run("unpack_pairs", dtype_index(dtype), x.to(device), y, len(x) // 2)
+    assert_identical(y, x.float())
+
+
+@cuda
+@pytest.mark.parametrize("dtype", HALF)
+def test_clamp_below(probe, device, dtype):
+    """Negative ones become 0, whatever the other of the pair is; NaN stays NaN."""
+    values = all_values(DTYPES[dtype])
+    x = torch.stack([values, values[torch.randperm(len(values))]], 1)
+    y = torch.empty_like(x, device=device)
+    probe.run("clamp_pairs", dtype_index(dtype), x.to(device), y, len(x))
+    expected = torch.where(x < 0, 0, x)
+    zero = expected == 0  # of either sign
+    assert_identical(y.cpu().masked_fill(zero, 0), expected.masked_fill(zero, 0))
+    assert (y.cpu()[zero] == 0).all()
+
+
 # Name, float64 formula, bounds of the relative error and of the absolute one near 0: those of the PTX manual.
 FUNCTIONS = (
     ("exp2", torch.exp2, 2.0**-22, 0.0),
@@ -108,6 +131,57 @@ def test_functions(probe, device, index):
     excess = ((y - exact).abs() - exact.abs() * relative)[finite]
     worst = excess.argmax()
     assert excess[worst] <= absolute, f"{x[finite][worst]!r}: {y[finite][worst]!r}, exact {exact[finite][worst]!r}"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Words, sums in global memory, barriers: copy.cuh, barrier.cuh
+
+TARGETS = 7  # as in probe.cu
+WORDS = 128
+
+
+@cuda
+def test_add_global(probe, device):
+    """Whole numbers, whose sums are exact in any order."""
+    x = torch.randint(-100, 100, (10_000, 4)).float()
+    before = torch.randint(-100, 100, (TARGETS + 1, 4)).float()
+    y = before.to(device)
+    probe.run("add_quads", x.to(device), y, len(x))
+    expected = before.clone()
+    expected.index_add_(0, torch.arange(len(x)) % TARGETS, x)
+    assert_identical(y, expected)
+
+
+@cuda
+def test_transpose_matrix(probe, device):
+    x = torch.randint(-(2**15), 2**15, (8, 8)).to(torch.int16)
+    y = torch.empty_like(x, device=device)
+    probe.run("transpose", x.to(device), y)
+    assert torch.equal(y.cpu(), x.t())
+
+
+@cuda
+@pytest.mark.parametrize("count", [0, 1, 77, WORDS])
+def test_words(probe, device, count):
+    """Of words that do not exist nothing is read, and they count as 0."""
+    x = torch.randint(-(2**31), 2**31, (WORDS,)).to(torch.int32)
+    y = torch.empty(WORDS, dtype=torch.int32, device=device)
+    probe.run("reverse_words", x.to(device), y, count)
+    expected = torch.where(torch.arange(WORDS) < count, x, 0).flip(0)
+    assert torch.equal(y.cpu(), expected)
+
+
+@cuda
+def test_barrier(probe, device):
+    pairs, times = 4, 15
+    x = torch.randint(0, 1000, (pairs, 32), dtype=torch.int32)
+    y = torch.empty_like(x, device=device)
+    probe.run("hand_over", x.to(device), y, times)
+    expected = x
+    for step in range(times):
+        expected = expected.flip(1)
+        expected = expected + 1 if step % 2 == 0 else 2 * expected
+    assert torch.equal(y.cpu(), expected)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -316,13 +390,14 @@ def test_philox(probe, device, rounds):
 
 
 @cuda
+@pytest.mark.parametrize("transposed_keys", [0, 16, 32])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.17, 0.5, 0.999])
 @pytest.mark.parametrize("state", [(0, 0), (1234, 4), (-3, 2**40 + 1), (2**62 + 7, 2**32 - 64)], ids=str)
-def test_keep_mask(probe, device, state, dropout_p):
+def test_keep_mask(probe, device, state, dropout_p, transposed_keys):
     batch, heads, rows, cols = 2, 3, 64, 192
     kept = torch.ones(batch * heads, rows, cols, dtype=torch.bool, device=device)
     rng_state = torch.tensor(state)
     threshold = dropout.keep_threshold(dropout_p)
-    probe.run("drop", batch, heads, rows, cols, rng_state.to(device), threshold, kept)
+    probe.run("drop", transposed_keys, batch, heads, rows, cols, rng_state.to(device), threshold, kept)
     expected = dropout.keep_mask(rng_state, dropout_p, torch.arange(batch * heads), range(rows), range(cols))
     assert torch.equal(kept.cpu(), expected)

@@ -1,0 +1,25 @@
+// As instance_probe.cu, of the backward, whose names are those of the forward.
+#include <cstdint>
+
+#include "common/dispatch.h"
+#include "flash_attn/bwd_sm80.cuh"
+#include "flash_attn/features.h"
+#include "probe.h"
+
+namespace flash::flash_attn {
+
+extern "C" const char* find_bwd_sizes(int head_dim, bool plain, bool compact, int64_t* sizes) {
+  return error_of([&] {
+    dispatch_value<64, 96, 128, 192, 256>(head_dim, [&](auto kHeadDim) {
+      dispatch_flags(
+          [&](auto kPlain, auto kCompact) {
+            constexpr Features kFeatures = kPlain ? Features::kPlain : Features::kAll;
+            using Config = BwdConfig<__nv_bfloat16, kHeadDim, kFeatures, kCompact>;
+            sizes[0] = sizeof(BwdShared<Config>), sizes[1] = Config::kThreads;
+          },
+          plain, compact);
+    });
+  });
+}
+
+}  // namespace flash::flash_attn
