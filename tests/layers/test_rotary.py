@@ -12,7 +12,7 @@ import oracle
 import pytest
 import torch
 import torch._dynamo.testing
-from cases import DTYPES, LAYOUTS, laid_out, params, sample
+from cases import DTYPES, LAYOUTS, cover, laid_out, params, random_rows
 from compare import assert_error_ratio, unavoidable
 from torch.autograd import forward_ad
 
@@ -172,7 +172,9 @@ def make_case(size, dims, **options):
     return Case(batch, seqlen, heads, *dims, **options)
 
 
-CASES = params(EDGES) + [param for param in sample(FACTORS, make_case) if param.id not in map(str, EDGES)]
+SAMPLE = [(make_case(**row), ()) for row in cover(FACTORS)]
+SAMPLE += [(make_case(**row), pytest.mark.slow) for row in random_rows(FACTORS, 200, seed=1)]
+CASES = params(EDGES + SAMPLE)
 
 
 @pytest.mark.parametrize("case", CASES)
