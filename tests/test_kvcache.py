@@ -372,7 +372,8 @@ def test_queries_past_the_rotary_tables_stay_as_they_are(device):
 
 
 def test_rotary_tables_are_too_short_for_a_known_length(device):
-    arguments = CacheCase(seqlen_q=6, seqlen_k=30, seqlen_new=2, lengths="int", rotary=1.0, causal=True).arguments(device)
+    case = CacheCase(seqlen_q=6, seqlen_k=30, seqlen_new=2, lengths="int", rotary=1.0, causal=True)
+    arguments = case.arguments(device)
     arguments["cache_seqlens"] = 28
     for name in ("rotary_cos", "rotary_sin"):
         arguments[name] = arguments[name][:30].clone()
