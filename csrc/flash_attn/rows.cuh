@@ -63,8 +63,8 @@ struct PagedRows {
 };
 
 template <typename Config>
-using KeyRows = std::conditional_t<Config::kPlain, StridedRows<const typename Config::T>,
-                                   PagedRows<const typename Config::T>>;
+using KeyRows =
+    std::conditional_t<Config::kPlain, StridedRows<const typename Config::T>, PagedRows<const typename Config::T>>;
 
 // The cursor stands at the first row that the thread loads of the given block.
 template <typename Config, typename Tile, typename Work>

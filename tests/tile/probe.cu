@@ -113,8 +113,8 @@ __global__ void word_kernel(const __grid_constant__ Elementwise p) {
   static_cast<uint32_t*>(p.y)[i] = reversed[i];
 }
 
-// Pairs of warps hand a number to and fro `count` times, each pair at a barrier of its own; the pairs do so at different
-// paces. The first warp of a pair adds 1 to it, the second doubles it.
+// Pairs of warps hand a number to and fro `count` times, each pair at a barrier of its own; the pairs do so at
+// different paces. The first warp of a pair adds 1 to it, the second doubles it.
 constexpr int kPairs = 4;
 
 __global__ void barrier_kernel(const __grid_constant__ Elementwise p) {
