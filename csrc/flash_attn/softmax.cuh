@@ -14,9 +14,10 @@ namespace flash::flash_attn {
 // What a row's scores are shifted by; -inf - -inf would be NaN.
 __device__ inline float finite_or_zero(float max) { return max == -INFINITY ? 0.f : max; }
 
-// Natural logarithm of a row's sum of exp(s), which is sum * exp2(scale_log2 * max); +inf for a row without scores.
+// Natural logarithm of a row's sum of exp(s), which is sum * exp2(scale_log2 * max); +inf for a row without scores. The
+// maximum, which may be large, is rounded as little as possible: kLog2e * kLn2 is 1.
 __device__ inline float log_sum_exp(float max, float sum, float scale_log2) {
-  return sum > 0 ? (max * scale_log2 + ptx::log2(sum)) * kLn2 : INFINITY;
+  return sum > 0 ? max * (scale_log2 * kLn2) + ptx::log2(sum) * kLn2 : INFINITY;
 }
 
 template <int kRows>
