@@ -149,56 +149,33 @@ __device__ inline void add_scaled(Quad& a, const Quad& b, float factor) {
            a.out.w + b.out.w * factor};
 }
 
-// Merges quads of different keys.
-template <int kCount>
-__device__ Quad merge(const Quad (&parts)[kCount], float scale_log2) {
+// Merges quads of which `count` parts of the keys are seen: part(i) reads one of them, kBatch at a time.
+template <int kBatch, typename Part>
+__device__ Quad merge(int count, float scale_log2, Part&& part) {
   Quad all{{-INFINITY, 0}, {}};
-  for (const Quad& x : parts) all.state.max = fmaxf(all.state.max, x.state.max);
-  for (const Quad& x : parts) add_scaled(all, x, weight_of(x.state.max, all.state.max, scale_log2));
+#pragma unroll 1
+  for (int first = 0; first < count; first += kBatch) {
+    Quad parts[kBatch], sum{all.state, {}};
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      parts[i] = first + i < count ? part(first + i) : Quad{{-INFINITY, 0}, {}};
+      sum.state.max = fmaxf(sum.state.max, parts[i].state.max);
+    }
+    sum.state.sum = 0;
+    add_scaled(sum, all, weight_of(all.state.max, sum.state.max, scale_log2));
+#pragma unroll
+    for (const Quad& x : parts) add_scaled(sum, x, weight_of(x.state.max, sum.state.max, scale_log2));
+    all = sum;
+  }
   return all;
 }
 
-// Two lanes share a quad, and each merges every other part of its keys.
-constexpr int kQuadLanes = 2;
-
-// Merges what the lanes of a quad have; the first gets the result that counts.
-__device__ inline Quad merge_lanes(const Quad& own, float scale_log2) {
-  const auto others = [](float x) { return __shfl_xor_sync(~0u, x, 1); };
-  const Quad other{{others(own.state.max), others(own.state.sum)},
-                   {others(own.out.x), others(own.out.y), others(own.out.z), others(own.out.w)}};
-  return merge({own, other}, scale_log2);
-}
-
-// Merges quads of `count` parts of the keys: part(i) reads one of them, kBatch at a time.
-template <int kBatch, typename Part>
-__device__ Quad merge_parts(int count, float scale_log2, Part&& part) {
-  const Quad none{{-INFINITY, 0}, {}};
-  Quad all = none;
+// fn(row, col) for every fourth column of the tile's rows, shared out among the block's threads.
+template <typename Config, typename Fn>
+__device__ void for_each_quad(const TileRows& rows, Fn&& fn) {
+  constexpr int kQuads = Config::kHeadDim / 4;
 #pragma unroll 1
-  for (int first = 0; first < count; first += kBatch * kQuadLanes) {
-    Quad parts[kBatch + 1] = {all};
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int index = first + i * kQuadLanes + lane_id() % kQuadLanes;
-      parts[i + 1] = index < count ? part(index) : none;
-    }
-    all = merge(parts, scale_log2);
-  }
-  return merge_lanes(all, scale_log2);
-}
-
-// For every fourth column of the tile's rows, shared out among the block's threads: store(row, col, merged(row, col)).
-// All lanes of a warp merge; where there is nothing left for some, they repeat the last row.
-template <typename Config, typename Merged, typename Store>
-__device__ void for_each_quad(const TileRows& rows, Merged&& merged, Store&& store) {
-  constexpr int kQuads = Config::kHeadDim / 4, kWarpQuads = 32 / kQuadLanes;
-#pragma unroll 1
-  for (int i = threadIdx.x / kQuadLanes; i / kWarpQuads * kWarpQuads < rows.count * kQuads;
-       i += blockDim.x / kQuadLanes) {
-    const int row = min(i / kQuads, rows.count - 1), col = i % kQuads * 4;
-    const Quad quad = merged(row, col);
-    if (lane_id() % kQuadLanes == 0) store(row, col, quad);
-  }
+  for (int i = threadIdx.x; i < rows.count * kQuads; i += blockDim.x) fn(i / kQuads, i % kQuads * 4);
 }
 
 // The scratch of one tile's splits.
@@ -262,8 +239,8 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const _
   store_found(rings[warp_id()], o, softmax, work.rows.count);
   __syncthreads();
 
-  const auto of_warps = [&](int row, int col) {
-    return merge_parts<kMaxDecodeWarps / kQuadLanes>(blockDim.x / 32, softmax.scale_log2, [&](int warp) {
+  const auto merge_warps = [&](int row, int col) {
+    return merge<kMaxDecodeWarps>(blockDim.x / 32, softmax.scale_log2, [&](int warp) {
       const auto& found = rings[warp].found;
       return Quad{found.states[row], *reinterpret_cast<const float4*>(&found.out[row][col])};
     });
@@ -272,16 +249,16 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const _
     store_result<Config>(p, work, row, col, softmax.scale_log2, x);
   };
   const int num_splits = work.num_splits();
-  if (num_splits == 1) return for_each_quad<Config>(work.rows, of_warps, store);
-
+  if (num_splits == 1) {
+    return for_each_quad<Config>(work.rows, [&](int row, int col) { store(row, col, merge_warps(row, col)); });
+  }
   const DecodeSplits<Config> splits(p, work.tile.index);
-  for_each_quad<Config>(work.rows, of_warps,
-                        [&](int row, int col, const Quad& x) { splits.store(work.tile.split, row, col, x); });
+  for_each_quad<Config>(work.rows,
+                        [&](int row, int col) { splits.store(work.tile.split, row, col, merge_warps(row, col)); });
   if (!is_last_arrival(p.arrivals + work.tile.index, num_splits)) return;
-  const auto of_splits = [&](int row, int col) {
-    return merge_parts<8>(num_splits, softmax.scale_log2, [&](int i) { return splits.load(i, row, col); });
-  };
-  for_each_quad<Config>(work.rows, of_splits, store);
+  for_each_quad<Config>(work.rows, [&](int row, int col) {
+    store(row, col, merge<16>(num_splits, softmax.scale_log2, [&](int i) { return splits.load(i, row, col); }));
+  });
 }
 
 template <typename T, int kHeadDim, Features kFeatures>
