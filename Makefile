@@ -55,7 +55,7 @@ clean: ## remove everything that was made here
 	rm -rf $(VENV) build demo dist *.egg-info flash_attn/_kernels.so .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# The environment: Python, then the packages and this one in place, then the CUDA library where it can be built.
+# The environment: Python, then the packages and this one in place, then the CUDA library where it can be built and run.
 $(VENV)/created:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo 'Python >= 3.10 is needed: make PYTHON=/path/to/python3.12'; exit 1; }
@@ -70,5 +70,9 @@ $(VENV)/installed: $(VENV)/created pyproject.toml setup.py
 	@touch $@
 
 $(VENV)/kernels: $(VENV)/installed $(SOURCES) $(wildcard flash_attn/_ops/*.py)
-	$(RUN) setup.py --quiet build_ext --inplace
+	@if $(RUN) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(RUN) setup.py --quiet build_ext --inplace; \
+	else \
+	  echo 'PyTorch sees no GPU here: no CUDA kernels are built. (`make build` does it all the same.)'; \
+	fi
 	@touch $@

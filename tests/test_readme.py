@@ -12,7 +12,7 @@ ROWS = [row.strip("|").split("|") for row in README.split("<!-- support matrix")
 OPS = {  # a word of the row: the ops that must have kernels before it may say so
     "varlen": {"fwd", "bwd"},
     "cache": {"fwd_kvcache"},
-    "rotary": {"rotary", "rotary_"},
+    "rotary": {"rotary", "rotary_", "rotary_into"},
 }
 
 

@@ -94,11 +94,22 @@ void rotary_in_place(const Tensor& x, const Tensor& cos, const Tensor& sin, cons
   rotate(x, x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate, /*in_place=*/true);
 }
 
+void rotary_into(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor& sin,
+                 const std::optional<Tensor>& seqlen_offsets, int64_t seqlen_offset,
+                 const std::optional<Tensor>& cu_seqlens, bool interleaved, bool conjugate) {
+  check_device(out, x, "out");
+  check_dtype(out, x.scalar_type(), "out");
+  STD_TORCH_CHECK(out.sizes().equals(x.sizes()), "out must have shape ", shape_string(x.sizes()), ", found ",
+                  shape_string(out.sizes()));
+  rotate(x, out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate, /*in_place=*/false);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("rotary", TORCH_BOX(&rotary));
   m.impl("rotary_", TORCH_BOX(&rotary_in_place));
+  m.impl("rotary_into", TORCH_BOX(&rotary_into));
 }
 
 }  // namespace flash::binding

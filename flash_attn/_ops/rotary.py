@@ -1,6 +1,8 @@
-"""The ops `rotary` and `rotary_` (in place): turn pairs of channels by the angles of each token's position.
+"""The op `rotary`: turn pairs of channels by the angles of each token's position.
 
     rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate) -> out
+    rotary_(x, ...)                 in place
+    rotary_into(x, out, ...)        into a tensor like x in any strides, which shares no memory with it
 
 x               (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; fp32, fp16 or bf16, any
                 strides
@@ -55,6 +57,11 @@ rotary = _library.define(
 rotary_ = _library.define(
     f"rotary_(Tensor(a!) x, {_ARGUMENTS}) -> ()",
     reference=reference.rotary_,
+    fake=lambda *_: None,
+)
+rotary_into = _library.define(
+    f"rotary_into(Tensor x, Tensor(a!) out, {_ARGUMENTS}) -> ()",
+    reference=reference.rotary_into,
     fake=lambda *_: None,
 )
 

@@ -6,9 +6,15 @@ from torch.nn import functional
 
 def rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
     """The rotated copy of x."""
-    out = x.clone()
-    rotary_(out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate)
+    out = torch.empty_like(x)
+    rotary_into(x, out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate)
     return out
+
+
+def rotary_into(x, out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
+    """Rotate x into out."""
+    out.copy_(x)
+    rotary_(out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate)
 
 
 def rotary_(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):

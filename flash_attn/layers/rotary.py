@@ -15,7 +15,8 @@ Functions that write in place may be given leaves that require grad, and views. 
 a view itself then holds the rotated numbers, but autograd takes it for the tensor before the rotation.
 """
 
-import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -87,7 +88,7 @@ def apply_rotary_emb(
     torch.Size([2, 16, 4, 64])
     """
     if inplace:
-        return _rotate_in_place(_WHOLE, x, _whole, (cos, sin), interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
+        return _rotate_in_place(_WHOLE, x, (cos, sin), interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
     checks.flags(interleaved=interleaved)
     arguments = ops.arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
     return ops.rotary(*arguments, bool(interleaved), False)
@@ -124,10 +125,8 @@ def apply_rotary_emb_qkv_(
     _check_packed(qkv, num_heads_q)
     if (cos_k is None) != (sin_k is None):
         raise ValueError("cos_k and sin_k must be given together, found only one of them")
-    split = functools.partial(_queries_and_keys, num_heads_q=num_heads_q)
-    if cos_k is None:
-        return _rotate_in_place(_PACKED, qkv, split, (cos, sin), interleaved, seqlen_offsets)
-    return _rotate_in_place(_PACKED_K, qkv, split, (cos, sin, cos_k, sin_k), interleaved, seqlen_offsets)
+    tables = (cos, sin) if cos_k is None else (cos, sin, cos_k, sin_k)
+    return _rotate_in_place(_packed(num_heads_q), qkv, tables, interleaved, seqlen_offsets)
 
 
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets: int | Tensor = 0):
@@ -137,7 +136,7 @@ def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets: int | 
     kv; go on with it.
     """
     checks.tensor("kv", kv, shape=(None, None, 2, None, None))
-    return _rotate_in_place(_KEYS, kv, _keys, (cos, sin), interleaved, seqlen_offsets)
+    return _rotate_in_place(_KEYS_AND_VALUES, kv, (cos, sin), interleaved, seqlen_offsets)
 
 
 class ApplyRotaryEmb:
@@ -275,28 +274,32 @@ class RotaryEmbedding(torch.nn.Module):
 
 
 class _RotateInPlace(torch.autograd.Function):
-    """Rotates the parts of x in place; backward turns those of a copy of the incoming gradient back."""
+    """Rotates x in place. The gradient is a new tensor, since others may hold the incoming one too."""
 
     @staticmethod
-    def forward(ctx, x, split, parts, interleaved):
+    def forward(ctx, x, layout, parts, interleaved):
         _, _, _, seqlen_offsets, seqlen_offset, cu_seqlens = parts[0]
-        ctx.save_for_backward(seqlen_offsets, cu_seqlens, *[table for part in parts for table in part[1:3]])
-        ctx.split, ctx.seqlen_offset, ctx.interleaved = split, seqlen_offset, interleaved
+        ctx.save_for_backward(seqlen_offsets, cu_seqlens, *_tables(parts))
+        ctx.layout, ctx.seqlen_offset, ctx.interleaved = layout, seqlen_offset, interleaved
         if _may_change_history(x):
             ctx.mark_dirty(x)
         return _rotate_parts_(x, parts, interleaved)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, dout):
         seqlen_offsets, cu_seqlens, *tables = ctx.saved_tensors
         options = seqlen_offsets, ctx.seqlen_offset, cu_seqlens, ctx.interleaved, True
-        if ctx.split is _whole:
-            return ops.rotary(grad, *tables, *options), None, None, None
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        for part in ctx.split(grad, *tables):
-            ops.rotary_(*part, *options)
-        return grad, None, None, None
+        dx = torch.empty_like(dout, memory_format=torch.contiguous_format)
+        sources, targets = (ctx.layout.split(grad, *tables) for grad in (dout, dx))
+        if len(sources) != len(targets):  # queries and keys lie apart in one and together in the other
+            dout = dout.clone(memory_format=torch.contiguous_format)
+            sources = ctx.layout.split(dout, *tables)
+        for (source, *_), (target, *part) in zip(sources, targets, strict=True):
+            ops.rotary_into(source, target, *part, *options)
+        for source, target in zip(ctx.layout.rest(dout), ctx.layout.rest(dx), strict=True):
+            target.copy_(source)
+        return dx, None, None, None
 
 
 def _may_change_history(x):
@@ -304,20 +307,19 @@ def _may_change_history(x):
     return not x.is_leaf and x._base is None
 
 
-def _rotate_in_place(names, x, split, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
-    """Rotate the parts of x, return x. split(x, *tables) gives each with its tables, and names what they are called."""
+def _rotate_in_place(layout, x, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
     checks.flags(interleaved=interleaved)
     # All parts are checked before any of them is written.
     parts = [
-        ops.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen, called)
-        for called, part in zip(names, split(x, *tables))
+        ops.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen, (layout.name, *names))
+        for names, part in zip(_TABLE_NAMES[len(tables)], layout.split(x, *tables))
     ]
-    ops.writable(names[0][0], x)
+    ops.writable(layout.name, x)
     differentiable = ops.rotary.wants_derivative((x,))
     if differentiable and not torch.compiler.is_compiling():
-        return _RotateInPlace.apply(x, split, parts, bool(interleaved))
+        return _RotateInPlace.apply(x, layout, parts, bool(interleaved))
     if differentiable or torch.compiler.is_exporting():  # an exported program may be differentiated later
-        return _rotate_in_graph(x, split, parts, bool(interleaved))
+        return _rotate_in_graph(x, layout, parts, bool(interleaved))
     return _rotate_parts_(x, parts, bool(interleaved))
 
 
@@ -327,15 +329,18 @@ def _rotate_parts_(x, parts, interleaved):
     return x
 
 
-def _rotate_in_graph(x, split, parts, interleaved):
+def _rotate_in_graph(x, layout, parts, interleaved):
     """The same as a graph can hold it: autograd knows each step, since graphs have no functions that change inputs."""
     out = x.clone(memory_format=torch.contiguous_format)
-    tables = [table for part in parts for table in part[1:3]]
-    for part, (target, *_) in zip(parts, split(out, *tables), strict=True):
+    for part, (target, *_) in zip(parts, layout.split(out, *_tables(parts)), strict=True):
         target.copy_(ops.rotary(*part, interleaved, False))
     with torch.set_grad_enabled(_may_change_history(x)):
         x.copy_(out)
     return out
+
+
+def _tables(parts):
+    return [table for part in parts for table in part[1:3]]
 
 
 def _check_packed(qkv, num_heads_q):
@@ -354,32 +359,38 @@ def _check_packed(qkv, num_heads_q):
         raise ValueError(f"num_heads_q must leave as many key as value heads of {qkv.shape[2]}, found {num_heads_q}")
 
 
-# How a tensor is split into parts, each with its tables, and what the caller calls the tensor and the tables.
-
-_WHOLE = (("x", "cos", "sin"),)
-_KEYS = (("kv", "cos", "sin"),)
-_PACKED = (("qkv", "cos", "sin"),) * 2
-_PACKED_K = (("qkv", "cos", "sin"), ("qkv", "cos_k", "sin_k"))
+# What rotates of a tensor.
 
 
-def _whole(x, cos, sin):
-    return ((x, cos, sin),)
+class _Layout(NamedTuple):
+    name: str  # what the caller calls the tensor
+    split: Callable  # (x, *tables) -> the parts of x that rotate, each with its cos and sin
+    rest: Callable  # x -> the parts that do not
 
 
-def _keys(kv, cos, sin):
-    return ((kv[:, :, 0], cos, sin),)
+_TABLE_NAMES = {2: (("cos", "sin"),) * 2, 4: (("cos", "sin"), ("cos_k", "sin_k"))}  # of each part, by their number
+_WHOLE = _Layout("x", lambda x, cos, sin: ((x, cos, sin),), lambda x: ())
+_KEYS_AND_VALUES = _Layout("kv", lambda kv, cos, sin: ((kv[:, :, 0], cos, sin),), lambda kv: (kv[:, :, 1],))
 
 
-def _queries_and_keys(qkv, cos, sin, cos_k=None, sin_k=None, *, num_heads_q):
-    """Together where they share their tables and lie one behind the other."""
-    tables_k = (cos, sin) if cos_k is None else (cos_k, sin_k)
-    if qkv.dim() == 5:
-        if cos_k is None and qkv.stride(2) == qkv.shape[3] * qkv.stride(3):
-            return ((qkv[:, :, :2].flatten(2, 3), cos, sin),)
-        q, k = qkv[:, :, 0], qkv[:, :, 1]
-    else:
-        end = num_heads_q + (qkv.shape[2] - num_heads_q) // 2
+def _packed(num_heads_q):
+    """Queries, keys and values in one tensor of five dimensions, or of four if num_heads_q is given."""
+
+    def split(qkv, cos, sin, cos_k=None, sin_k=None):
+        """Queries and keys together where they share their tables and lie one behind the other."""
+        tables_k = (cos, sin) if cos_k is None else (cos_k, sin_k)
+        if qkv.dim() == 5:
+            if cos_k is None and qkv.stride(2) == qkv.shape[3] * qkv.stride(3):
+                return ((qkv[:, :, :2].flatten(2, 3), cos, sin),)
+            return (qkv[:, :, 0], cos, sin), (qkv[:, :, 1], *tables_k)
         if cos_k is None:
-            return ((qkv[:, :, :end], cos, sin),)
-        q, k = qkv[:, :, :num_heads_q], qkv[:, :, num_heads_q:end]
-    return (q, cos, sin), (k, *tables_k)
+            return ((qkv[:, :, : first_value(qkv)], cos, sin),)
+        return (qkv[:, :, :num_heads_q], cos, sin), (qkv[:, :, num_heads_q : first_value(qkv)], *tables_k)
+
+    def rest(qkv):
+        return (qkv[:, :, 2] if qkv.dim() == 5 else qkv[:, :, first_value(qkv) :],)
+
+    def first_value(qkv):
+        return num_heads_q + (qkv.shape[2] - num_heads_q) // 2
+
+    return _Layout("qkv", split, rest)

@@ -421,6 +421,17 @@ def test_packed_qkv(layout, xpos, device):
     assert identical(part(dqkv, values), before[1])
 
 
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("arrangements", [(torch.clone, apart), (apart, torch.clone)], ids=["dqkv", "qkv"])
+def test_queries_and_keys_apart_in_one_of_qkv_and_its_gradient(arrangements, heads, device):
+    tensors = torch.randn(2, 2, 5, 3, heads, 32, device=device)
+    qkv, dout = (arrange(tensor) for arrange, tensor in zip(arrangements, tensors))
+    cos, sin = torch.rand(2, 5, 16, device=device)
+    out = apply_rotary_emb_qkv_(qkv.requires_grad_(), cos, sin)
+    (dqkv,) = torch.autograd.grad(out, qkv, dout)
+    assert identical(dqkv, apply_rotary_emb_qkv_(tensors[1].clone(), cos, -sin))
+
+
 @pytest.mark.parametrize("arrange", [torch.clone, apart])
 def test_packed_kv(arrange, device):
     kv, grad = (arrange(torch.randn(2, 9, 2, 3, 64, device=device)) for _ in range(2))
@@ -702,6 +713,7 @@ def test_opcheck(case, device):
     torch.library.opcheck(ops.rotary.default, (x.clone().requires_grad_(), *arguments, True, False))
     torch.library.opcheck(ops.rotary.default, (x, *arguments, False, True))
     torch.library.opcheck(ops.rotary_.default, (x, *arguments, False, False))
+    torch.library.opcheck(ops.rotary_into.default, (x, torch.empty_like(x), *arguments, False, False))
 
 
 def test_meta():
@@ -977,3 +989,10 @@ def test_kernel_refuses_what_does_not_fit(device):
     ):
         with pytest.raises(RuntimeError, match=message):
             ops.rotary.default(*(good | changes).values())
+    for out, message in (
+        (x[..., :62], "out must have shape"),
+        (x.half(), "out must have dtype"),
+        (X, "out must be on cuda"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.rotary_into.default(x, out, *list(good.values())[1:])
