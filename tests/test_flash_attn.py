@@ -524,28 +524,31 @@ def running_maximum(scores, block):
     return blocks.flip(-1).cummax(-1).values.flip(-1).repeat_interleave(block, -1)[..., : scores.shape[-1]]
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_softmax_d_holds_the_sums_of_dout_times_out(packed, device):
-    """Each entry has whole blocks of 128 rows; those without a token hold 0."""
-    case = Case(batch=3, seqlen_q=150, seqlen_k=90, causal=True)
-    (q, k, v, dout), cu_seqlens = packed_batch(case, device) if packed else (case.tensors(device), ())
-    bounds = (*cu_seqlens, 150, 90) if packed else ()
-    forward, backward = (
-        (_flash_attn_varlen_forward, _flash_attn_varlen_backward)
-        if packed
-        else (_flash_attn_forward, _flash_attn_backward)
-    )
-    scores = 0.0, 0.125, True, -1, -1, 0.0, None
-    out, lse, _, _ = forward(q, k, v, *bounds, *scores, False)
-    grads = [torch.empty_like(x) for x in (q, k, v)]
-    found = backward(dout, q, k, v, out, lse, *grads, *bounds, *scores, False)
+SCORES = 0.0, 0.125, True, -1, -1, 0.0, None  # dropout_p, softmax_scale, causal, window, softcap, alibi_slopes
+
+
+def test_softmax_d_holds_the_sums_of_dout_times_out(device):
+    """In whole blocks of 128 rows, 0 where there is no row."""
+    q, k, v, dout = Case(seqlen_q=150, seqlen_k=90).tensors(device)
+    out, lse, _, _ = _flash_attn_forward(q, k, v, *SCORES, False)
+    found = _flash_attn_backward(dout, q, k, v, out, lse, *map(torch.empty_like, (q, k, v)), *SCORES, False)
     sums = (out.double() * dout.double()).sum(-1)
-    if packed:
-        exact = sums.new_zeros(4, len(q) + 128 * 3)
-        for b, (start, stop) in enumerate(itertools.pairwise(cu_seqlens[0].tolist())):
-            exact[:, start + 128 * b : stop + 128 * b] = sums[start:stop].T
-    else:
-        exact = torch.nn.functional.pad(sums.transpose(1, 2), (0, 256 - 150))
+    exact = torch.nn.functional.pad(sums.transpose(1, 2), (0, 256 - 150))
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+
+
+def test_varlen_softmax_d_has_room_for_128_rows_more_in_each_entry(device):
+    case = Case(batch=3, seqlen_q=150, seqlen_k=90)
+    (q, k, v, dout), cu_seqlens = packed_batch(case, device)
+    bounds = *cu_seqlens, 150, 90
+    out, lse, _, _ = _flash_attn_varlen_forward(q, k, v, *bounds, *SCORES)
+    found = _flash_attn_varlen_backward(
+        dout, q, k, v, out, lse, *map(torch.empty_like, (q, k, v)), *bounds, *SCORES, False
+    )
+    sums = (out.double() * dout.double()).sum(-1)
+    exact = sums.new_zeros(4, len(q) + 128 * 3)
+    for b, (start, stop) in enumerate(itertools.pairwise(cu_seqlens[0].tolist())):
+        exact[:, start + 128 * b : stop + 128 * b] = sums[start:stop].T
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
