@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 
 import numpy
 import oracle
@@ -363,6 +364,18 @@ def test_lse_with_causal_alibi_follows_the_formula(device):
     lse = dense(case, device)(q, k, v)[1]
     exact = dense_oracle(case, device)(q.double(), k.double(), v.double())[1]
     torch.testing.assert_close(lse.double(), exact, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.cuda
+def test_lse_does_not_drift_over_many_keys(device):
+    """One key decides; a rounding that is repeated at each of the blocks that do not change it would add up."""
+    q = torch.empty(1, 64, 264, 8, dtype=torch.bfloat16, device=device)
+    q[:] = 20 + 20 * torch.rand(1, 64, 264, 1, device=device)
+    k = torch.zeros(1, 100_000, 1, 8, dtype=torch.bfloat16, device=device)
+    k[:, [0, -1]] = 3
+    _, lse, _ = flash_attn_func(q, k, k, return_attn_probs=True)
+    exact = 3 * q.double().sum(-1).transpose(1, 2) * 8**-0.5 + math.log(2)
+    torch.testing.assert_close(lse.double(), exact, rtol=2**-21, atol=0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
