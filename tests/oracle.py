@@ -125,6 +125,7 @@ def kvcache_attention(
     block_table=None,
     *,
     rotary_interleaved=True,
+    rotated_dtype=None,
     causal=False,
     window_size=(-1, -1),
     alibi_slopes=None,
@@ -133,7 +134,13 @@ def kvcache_attention(
     """Append k, v to the caches, then attend to them: (out, lse, k_cache, v_cache), the caches being new tensors.
 
     The caches: (batch_cache, capacity, heads_k, head_dim), or (num_blocks, page, heads_k, head_dim) with block_table.
+    rotated_dtype: a type to which queries and keys are rounded after they are rotated.
     """
+
+    def rotated(x, positions):
+        x = rotate(x, rotary_cos, rotary_sin, positions, rotary_interleaved)
+        return x if rotated_dtype is None else x.to(rotated_dtype).to(x.dtype)
+
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
     outs, lses = [], []
     for b in range(q.shape[0]):
@@ -144,12 +151,12 @@ def kvcache_attention(
         if rotary_cos is not None:
             advance = causal or window_size[0] >= 0 or window_size[1] >= 0
             positions = length + (torch.arange(q.shape[1]) if advance else torch.zeros(q.shape[1], dtype=torch.long))
-            query = rotate(query, rotary_cos, rotary_sin, positions, rotary_interleaved)
+            query = rotated(query, positions)
         if k is not None:
             used = length + k.shape[1]
             key, new = k[b], slice(length, used)
             if rotary_cos is not None:
-                key = rotate(key, rotary_cos, rotary_sin, torch.arange(length, used), rotary_interleaved)
+                key = rotated(key, torch.arange(length, used))
             k_cache[blocks[new], offsets[new]], v_cache[blocks[new], offsets[new]] = key, v[b]
         first = 0 if cache_leftpad is None else int(cache_leftpad[b])
         seen = blocks[first:used], offsets[first:used]
