@@ -42,8 +42,9 @@ struct OnlineSoftmax {
 #pragma unroll
       for (int c = 1; c < kCols / 4; ++c) block_max = fmaxf(block_max, s(r, c));
       const float new_max = fmaxf(max[r], quad_max(block_max));
-      const float shift = finite_or_zero(new_max) * scale_log2;
-      shrink[r] = ptx::exp2(max[r] * scale_log2 - shift);
+      const float finite = finite_or_zero(new_max), shift = finite * scale_log2;
+      // Exactly 1 where the maximum stays, or else the rounding of a product would be raised to the number of blocks.
+      shrink[r] = ptx::exp2((max[r] - finite) * scale_log2);
       max[r] = new_max;
       sum[r] *= shrink[r];
 #pragma unroll
