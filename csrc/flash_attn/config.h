@@ -187,16 +187,17 @@ inline int heads_per_section(const Problem& p) {
   return section;
 }
 
-// Whether fwd_sm90.cuh takes a problem: rows that its copies can move, and so many of them that tiles of one head fill
-// half of the multiprocessors or more, without splits. The rest stays with fwd_sm80.cuh, which packs heads and splits.
+// Whether fwd_sm90.cuh takes a problem. It copies aligned rows of tensors, at least a warpgroup's of a head at a time,
+// and each tile sees all its keys: that takes many tiles or few keys. fwd_sm80.cuh, which looks up pages, packs heads and
+// splits keys, takes the rest.
 inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
+  constexpr int kLeastRows = 64, kFewKeys = 1024;
   const Problem& problem = p.problem;
-  constexpr int kLeastRows = 64;
   const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
   const int64_t tiles = entries * problem.heads * ceil_div(int64_t{problem.seqlen_q}, 2 * kLeastRows);
-  return hints.has_sm90 && p.aligned && p.pages.block_table == nullptr && hints.num_splits <= 1 &&
-         hints.longest_q >= kLeastRows && std::min(problem.seqlen_k, problem.capacity_k) > 0 &&
-         2 * tiles >= hints.multiprocessors;
+  const bool any_keys = std::min(problem.seqlen_k, problem.capacity_k) > 0;
+  return hints.has_sm90 && p.aligned && p.pages.block_table == nullptr && hints.num_splits <= 1 && any_keys &&
+         hints.longest_q >= kLeastRows && (hints.longest_k <= kFewKeys || 2 * tiles >= hints.multiprocessors);
 }
 
 // Whether sequences are long enough for the wide tile. Where the mask cuts off corners, tiles of many rows lose more.
@@ -216,7 +217,7 @@ inline FwdScratch plan_fwd_sm90(FwdParams& p, const FwdHints& hints) {
   p.section_tiles = Divisor(section * static_cast<int>(p.slots.value));
   p.persistent_blocks = std::min(num_tiles(p), hints.multiprocessors);
   p.num_splits = 1;
-  return {.arrivals = 1};
+  return {.out = 0, .softmax = 0, .arrivals = 1};
 }
 
 // Chooses p's plan and says what scratch it needs.
