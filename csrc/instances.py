@@ -31,28 +31,30 @@ def _flash_attn(header, call, params):
     )
 
 
-# Name of the instance -> text of its source file.
-INSTANCES: dict[str, str] = {
+PORTABLE = {
     f"flash_attn_{kind}_sm80_{dtype}_{head_dim}_{name}": _flash_attn(
         f"{kind}_sm80", f"run_{kind}<{TYPES[dtype]}, {head_dim}, {features}>", params
     )
     for (kind, params), dtype, head_dim, (name, features) in itertools.product(
         PARAMS.items(), TYPES, HEAD_DIMS, FEATURES.items()
     )
-} | {
+}
+HOPPER = {
     f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}": _flash_attn(
         "fwd_sm90", f"run_fwd_sm90<{TYPES[dtype]}, {head_dim}, {features}, {str(wide).lower()}>", "FwdParams"
     )
-    for dtype, head_dim, (name, features), wide in itertools.product(
-        TYPES, HEAD_DIMS, FEATURES.items(), (False, True)
-    )
+    for dtype, head_dim, (name, features), wide in itertools.product(TYPES, HEAD_DIMS, FEATURES.items(), (False, True))
     if not wide or (head_dim in WIDE_HEAD_DIMS and name == "plain")
-} | {
+}
+DMASK = {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(
         "dmask_sm80", f"run_dmask<{TYPES[dtype]}, {head_dim}, {width}>", "DmaskParams"
     )
     for dtype, (head_dim, width) in itertools.product(TYPES, DMASK_WIDTHS)
 }
+
+# Name of the instance -> text of its source file.
+INSTANCES: dict[str, str] = PORTABLE | HOPPER | DMASK
 
 
 def generate(build_dir: pathlib.Path) -> list[pathlib.Path]:

@@ -349,7 +349,7 @@ def test_product(probe, device, dtype, left, right_along_cols, shape):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Copies of boxes and products of warpgroups: tensor_map.h, pipeline.cuh, warpgroup.cuh, and with them tma.cuh, wgmma.cuh
+# Copies of boxes and products of warpgroups: tensor_map.h, pipeline.cuh, warpgroup.cuh, and what they stand on
 
 BOX_ROWS = 128
 BOX_SHAPES = (  # (depth, cols); as in probe.cu: those of Q K^T, then those of P V
