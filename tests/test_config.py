@@ -130,7 +130,7 @@ def test_backward_blocks_fit_every_gpu(head_dim, plain):
 @pytest.mark.parametrize("plain", [True, False])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_hopper_blocks_fit(host, instances, head_dim, plain, wide):
-    """Shared memory, and the registers of a thread: scores, packed probabilities and output, and 32 for the rest."""
+    """Shared memory, and the registers of a thread: scores, packed probabilities and output, and 24 for the rest."""
     warpgroups, keys, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", head_dim, plain, wide)
     if wide and not has_wide:
         pytest.skip("there is no wide tile")
@@ -138,7 +138,7 @@ def test_hopper_blocks_fit(host, instances, head_dim, plain, wide):
     assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
     assert threads == 128 * (warpgroups + 1)
     assert keys % (16 if plain else 32) == 0
-    assert keys // 2 + keys // 4 + head_dim // 2 + 32 <= {2: 232, 3: 160}[warpgroups]
+    assert keys // 2 + keys // 4 + head_dim // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
 
 
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values(), ids=SHARED_BYTES)
