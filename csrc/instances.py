@@ -17,6 +17,7 @@ TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
 FEATURES = {"plain": "Features::kPlain", "all": "Features::kAll"}
 PARAMS = {"fwd": "FwdParams", "decode": "FwdParams", "bwd": "BwdParams"}
+WIDE_HEAD_DIMS = (64, 96, 128)  # that have a second tile on sm_90, for long sequences; config.h chooses
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims; config.h chooses
 
 
@@ -30,20 +31,30 @@ def _flash_attn(header, call, params):
     )
 
 
-# Name of the instance -> text of its source file.
-INSTANCES: dict[str, str] = {
+PORTABLE = {
     f"flash_attn_{kind}_sm80_{dtype}_{head_dim}_{name}": _flash_attn(
         f"{kind}_sm80", f"run_{kind}<{TYPES[dtype]}, {head_dim}, {features}>", params
     )
     for (kind, params), dtype, head_dim, (name, features) in itertools.product(
         PARAMS.items(), TYPES, HEAD_DIMS, FEATURES.items()
     )
-} | {
+}
+HOPPER = {
+    f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}": _flash_attn(
+        "fwd_sm90", f"run_fwd_sm90<{TYPES[dtype]}, {head_dim}, {features}, {str(wide).lower()}>", "FwdParams"
+    )
+    for dtype, head_dim, (name, features), wide in itertools.product(TYPES, HEAD_DIMS, FEATURES.items(), (False, True))
+    if not wide or (head_dim in WIDE_HEAD_DIMS and name == "plain")
+}
+DMASK = {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(
         "dmask_sm80", f"run_dmask<{TYPES[dtype]}, {head_dim}, {width}>", "DmaskParams"
     )
     for dtype, (head_dim, width) in itertools.product(TYPES, DMASK_WIDTHS)
 }
+
+# Name of the instance -> text of its source file.
+INSTANCES: dict[str, str] = PORTABLE | HOPPER | DMASK
 
 
 def generate(build_dir: pathlib.Path) -> list[pathlib.Path]:

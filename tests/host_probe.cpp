@@ -32,6 +32,14 @@ const char* find_fwd_tile(int head_dim, bool plain, int64_t* tile) {
   return answer(tile, {found.rows, found.keys, found.warps});
 }
 
+// tile: warpgroups, keys, stages, stages of queries, whether O is staged, whether there is a wide one.
+const char* find_fwd_sm90_tile(int head_dim, bool plain, bool wide, int64_t* tile) {
+  const Features features = plain ? Features::kPlain : Features::kAll;
+  const Sm90Tile found = fwd_sm90_tile(head_dim, features, wide);
+  return answer(tile, {found.warpgroups, found.keys, found.stages, found.query_stages, found.staged_output,
+                       has_wide_tile(head_dim, features)});
+}
+
 int find_splits(int64_t tiles, int64_t key_blocks, int places) { return splits_for(tiles, key_blocks, places); }
 
 // sizes: bytes of shared memory of a warp, warps of a block that has shared_bytes.
@@ -42,10 +50,11 @@ const char* find_decode_sizes(int head_dim, int shared_bytes, int64_t* sizes) {
 // The fields that plan_fwd reads, by name as in params.h and config.h.
 struct FwdProblem {
   int64_t batch, heads, heads_k, head_dim, seqlen_q, packed_q, ragged_k, dropout, plain;
-  int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes;
+  int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes, causal, has_sm90;
 };
 
-// plan: decode_warps, packed_heads, slots, tiles, num_splits, least_blocks_per_split and the three sizes of scratch.
+// plan: decode_warps, packed_heads, slots, tiles, num_splits, least_blocks_per_split, the three sizes of scratch,
+// persistent_blocks, section_heads, section_tiles, wide_tile.
 const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   static const int any_int[] = {0};
   static const int64_t any_state[] = {0, 0};
@@ -58,16 +67,21 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   p.problem.cu_seqlens_q = problem->packed_q ? any_int : nullptr;
   p.problem.seqused_k = problem->ragged_k ? any_int : nullptr;
   p.problem.rng_state = problem->dropout ? any_state : nullptr;
+  p.problem.seqlen_k = p.problem.capacity_k = problem->longest_k;
+  p.problem.window_left = kUnbounded;
+  p.problem.window_right = problem->causal ? 0 : kUnbounded;
   p.aligned = problem->plain;
   const FwdHints hints{.longest_q = problem->longest_q,
                        .longest_k = problem->longest_k,
                        .num_splits = static_cast<int>(problem->num_splits),
                        .multiprocessors = static_cast<int>(problem->multiprocessors),
-                       .shared_bytes = static_cast<int>(problem->shared_bytes)};
+                       .shared_bytes = static_cast<int>(problem->shared_bytes),
+                       .has_sm90 = problem->has_sm90 != 0};
   return error_of([&] {
     const FwdScratch scratch = plan_fwd(p, hints);
     answer(plan, {p.decode_warps, p.packed_heads.value, p.slots.value, p.tiles.value, p.num_splits,
-                  p.least_blocks_per_split, scratch.out, scratch.softmax, scratch.arrivals});
+                  p.least_blocks_per_split, scratch.out, scratch.softmax, scratch.arrivals, p.persistent_blocks,
+                  p.section_heads.value, p.section_tiles.value, p.wide_tile});
   });
 }
 

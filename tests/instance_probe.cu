@@ -8,6 +8,7 @@
 #include "flash_attn/dmask_sm80.cuh"
 #include "flash_attn/features.h"
 #include "flash_attn/fwd_sm80.cuh"
+#include "flash_attn/fwd_sm90.cuh"
 #include "probe.h"
 
 namespace flash::flash_attn {
@@ -34,6 +35,16 @@ const char* find_fwd_sizes(int head_dim, bool plain, int64_t* sizes) {
       using Config = FwdConfig<__nv_bfloat16, kHeadDim, kFeatures>;
       answer<Config, FwdShared<Config>>(sizes);
     });
+  });
+}
+
+const char* find_fwd_sm90_sizes(int head_dim, bool plain, bool wide, int64_t* sizes) {
+  return for_head_dim(head_dim, [&](auto kHeadDim) {
+    const auto run = [&](auto kPlain, auto kWide) {
+      using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kPlain ? Features::kPlain : Features::kAll, kWide>;
+      answer<Config, FwdSm90Shared<Config>>(sizes);
+    };
+    dispatch_flags(run, plain, wide);
   });
 }
 

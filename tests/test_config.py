@@ -126,6 +126,21 @@ def test_backward_blocks_fit_every_gpu(head_dim, plain):
         assert threads == 256
 
 
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_hopper_blocks_fit(host, instances, head_dim, plain, wide):
+    """Shared memory, and the registers of a thread: scores, packed probabilities and output, and 24 for the rest."""
+    warpgroups, keys, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", head_dim, plain, wide)
+    if wide and not has_wide:
+        pytest.skip("there is no wide tile")
+    shared_bytes, threads = numbers(instances, 2, "find_fwd_sm90_sizes", head_dim, plain, wide)
+    assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
+    assert threads == 128 * (warpgroups + 1)
+    assert keys % (16 if plain else 32) == 0
+    assert keys // 2 + keys // 4 + head_dim // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
+
+
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values(), ids=SHARED_BYTES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_decoding_blocks_fit(host, instances, head_dim, shared_bytes):
@@ -176,6 +191,8 @@ class Problem:
     num_splits: int = 0
     multiprocessors: int = 132
     shared_bytes: int = 227 * 1024
+    causal: bool = False
+    has_sm90: bool = False
 
     @property
     def group(self):
@@ -192,11 +209,15 @@ class Plan(typing.NamedTuple):
     scratch_out: int
     scratch_softmax: int
     scratch_arrivals: int
+    persistent_blocks: int
+    section_heads: int
+    section_tiles: int
+    wide_tile: bool
 
 
 def plan_of(host, problem):
     fields = torch.tensor([int(field) for field in dataclasses.astuple(problem)])
-    return Plan(*numbers(host, 9, "find_fwd_plan", fields))
+    return Plan(*numbers(host, 13, "find_fwd_plan", fields))
 
 
 def tile_rows(host, problem, plan):
@@ -277,6 +298,50 @@ def test_splits_and_their_scratch(host):
         assert plan.scratch_out == partial_rows * problem.head_dim
         assert plan.scratch_softmax == partial_rows * 8  # four lanes keep a maximum and a sum of each row
         assert plan.scratch_arrivals == plan.tiles * (plan.num_splits > 1)
+
+
+def hopper_problems(count):
+    draw = random.Random(3)
+    for problem in problems(count):
+        yield dataclasses.replace(problem, causal=draw.random() < 0.5, has_sm90=True)
+
+
+def test_hopper_plan(host):
+    """Tiles of one head that cover all rows, in sections of whole heads; all keys at once; one counter."""
+    taken = 0
+    for problem in hopper_problems(600):
+        plan = plan_of(host, problem)
+        if plan.persistent_blocks == 0:
+            continue
+        taken += 1
+        warpgroups, *_, has_wide = numbers(
+            host, 6, "find_fwd_sm90_tile", problem.head_dim, problem.plain, plan.wide_tile
+        )
+        entries = 1 if problem.packed_q else problem.batch
+        assert (plan.decode_warps, plan.packed_heads, plan.num_splits) == (0, 1, 1)
+        assert has_wide or not plan.wide_tile
+        assert plan.slots >= -(-problem.seqlen_q // (64 * warpgroups))
+        assert plan.tiles == plan.slots * entries * problem.heads
+        assert entries * problem.heads % plan.section_heads == 0
+        assert plan.section_tiles == plan.section_heads * plan.slots
+        assert plan.persistent_blocks == min(plan.tiles, problem.multiprocessors)
+        assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_arrivals) == (0, 0, 1)
+    assert taken > 30
+
+
+def test_what_stays_portable_on_hopper(host):
+    """Decoding, splits that the caller wants, few rows, no keys, and few tiles of many keys."""
+    many = Problem(batch=8, heads=32, seqlen_q=2048, longest_q=2048, longest_k=2048, has_sm90=True)
+    assert plan_of(host, many).persistent_blocks == 132
+    for changes in (
+        dict(has_sm90=False),
+        dict(seqlen_q=4, longest_q=4),
+        dict(seqlen_q=63, longest_q=63),
+        dict(num_splits=2),
+        dict(longest_k=0),
+        dict(batch=1, heads=2, seqlen_q=128, longest_q=128),
+    ):
+        assert plan_of(host, dataclasses.replace(many, **changes)).persistent_blocks == 0, changes
 
 
 def test_tiles_are_counted_in_32_bits(host):

@@ -85,6 +85,47 @@ def test_named(case, varlen, device):
     case.but(varlen=varlen, batch=4 if varlen else 2).check(device)
 
 
+HOPPER = dict(
+    SMALL,
+    lengths=[(64, 64), (97, 97), (128, 128), (113, 203), (203, 113), (129, 65), (193, 385), (400, 1), (512, 512)],
+    dtype=["fp16", "bf16"],
+    page=[0],
+    deterministic=[False],
+    dlse=[False],
+)
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("case", sample(HOPPER, make_problem, valid=possible))
+def test_hopper_kernels_agree_with_portable_ones(case, device, monkeypatch):
+    """The same but for rounding, and the same elements dropped."""
+    tensors = case.packed([case.formed(x) for x in case.tokens(device)[:3]])
+
+    def attend():
+        torch.manual_seed(0)
+        return case.attend(case.lengths(), *tensors, pages=None)[:2]
+
+    hopper = attend()
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    assert_same_but_for_rounding(hopper, attend())
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("seqlen_q, seqlen_k, portable, kernel", [
+    (128, 128, False, "fwd_sm90_kernel"), (128, 128, True, "fwd_kernel"), (1, 128, False, "decode_kernel"),
+    (128, 8192, False, "fwd_kernel"),
+])  # fmt: skip
+def test_which_kernel_runs(seqlen_q, seqlen_k, portable, kernel, device, monkeypatch):
+    q, k = (torch.randn(1, seqlen, 4, 64, dtype=torch.bfloat16, device=device) for seqlen in (seqlen_q, seqlen_k))
+    if portable:
+        monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        flash_attn_func(q, k, k)
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    assert any(f"::{kernel}<" in name for name in names), names
+
+
 def options_of(case, device):
     """Keywords of the functions under test; with dropout, it is S_dmask that tells which elements were kept."""
     extra = dict(dropout_p=case.dropout_p, deterministic=case.deterministic, return_attn_probs=True)

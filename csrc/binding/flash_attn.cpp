@@ -210,15 +210,18 @@ void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longes
                    .longest_k = longest_k,
                    .num_splits = static_cast<int>(std::clamp<int64_t>(num_splits, 0, flash_attn::kMaxSplits)),
                    .multiprocessors = num_multiprocessors(device),
-                   .shared_bytes = max_shared_bytes(device)});
+                   .shared_bytes = max_shared_bytes(device),
+                   .has_sm90 = flash_attn::has_sm90(device)});
   const cudaStream_t stream = current_stream(q);
   OptionalTensor out, softmax, arrivals;
   if (p.num_splits > 1) {
     out = new_tensor({sizes.out}, aoti_torch_dtype_float32(), q);
     softmax = new_tensor({sizes.softmax}, aoti_torch_dtype_float32(), q);
-    arrivals = zero_counters(sizes.arrivals, q, stream);
     p.partial_out = static_cast<float*>(out->mutable_data_ptr());
     p.partial_softmax = static_cast<float*>(softmax->mutable_data_ptr());
+  }
+  if (sizes.arrivals > 0) {
+    arrivals = zero_counters(sizes.arrivals, q, stream);
     p.arrivals = static_cast<int*>(arrivals->mutable_data_ptr());
   }
   flash_attn::fwd(p, stream);

@@ -42,6 +42,31 @@ constexpr TileSize fwd_tile(int head_dim, Features features) {
   return {64, 64, 4};
 }
 
+// Of fwd_sm90.cuh: warpgroups of 64 rows, keys of a block, and tiles of keys and of rows that are in shared memory at a
+// time, besides one of O if it leaves through there.
+struct Sm90Tile {
+  int warpgroups;
+  int keys;
+  int stages;
+  int query_stages;
+  bool staged_output;
+};
+
+// `wide` tiles are for long sequences, of which they waste little; only some head dims have them. They are 4 to 20 %
+// faster there. (Tiles that were slower on an H200: 112 keys for 192 rows of head dim 64; 160 for 128 and 96 for 192
+// rows of head dim 96; 80 or 96 keys for head dim 192; 64 for head dim 256.)
+constexpr bool has_wide_tile(int head_dim, Features features) {
+  return features == Features::kPlain && head_dim <= 128;
+}
+constexpr Sm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide) {
+  const bool plain = features == Features::kPlain;
+  if (head_dim <= 64) return {wide ? 3 : 2, 128, 3, 2, true};
+  if (head_dim <= 96) return wide ? Sm90Tile{3, 112, 2, 2, true} : Sm90Tile{2, plain ? 128 : 96, 2, 2, true};
+  if (head_dim <= 128) return wide ? Sm90Tile{2, 176, 2, 1, false} : Sm90Tile{2, plain ? 128 : 96, 2, 2, true};
+  if (head_dim <= 192) return {2, plain ? 112 : 96, 2, 1, false};
+  return {2, plain ? 80 : 64, 2, 1, false};
+}
+
 // How many query heads become rows of one tile: those that share a key head, if that takes fewer tiles.
 inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
   const int group = p.heads / p.heads_k;
@@ -98,6 +123,7 @@ struct FwdHints {
   int num_splits;  // 0: as many as is best
   int multiprocessors;
   int shared_bytes;  // that a block can have
+  bool has_sm90;     // whether fwd_sm90.cuh runs
 };
 
 struct FwdScratch {
@@ -106,9 +132,9 @@ struct FwdScratch {
   int64_t arrivals;
 };
 
-inline void plan_tiles(FwdParams& p, int64_t longest_q, int tile_rows) {
+// `packed`: query heads that are rows of one tile.
+inline void plan_tiles(FwdParams& p, int packed, int tile_rows) {
   const Problem& problem = p.problem;
-  const int packed = heads_to_pack(problem, longest_q, tile_rows);
   const int64_t slots = slots_for(problem, packed, tile_rows);
   const int64_t tiles = slots * (problem.heads / packed) * (problem.cu_seqlens_q ? 1 : problem.batch);
   if (tiles > std::numeric_limits<int>::max()) {
@@ -148,16 +174,67 @@ inline void split_fwd(FwdParams& p, const FwdHints& hints, int tile_keys) {
   p.least_blocks_per_split = 1;
 }
 
+// Whether rows differ in how many keys they see.
+inline bool rows_differ(const Problem& p) { return p.window_left < p.seqlen_k || p.window_right < p.seqlen_k; }
+
+// How many heads of all entries follow one another tile by tile. Where rows differ in how many keys they see, it is as
+// many as have keys and values that stay in the L2 cache together: their longest tiles come before all others.
+inline int heads_per_section(const Problem& p) {
+  constexpr int64_t kCacheBytes = 32 << 20;
+  const int heads = p.cu_seqlens_q ? p.heads : p.heads * p.batch, group = p.heads / p.heads_k;
+  if (!rows_differ(p)) return 1;
+  const int64_t bytes = int64_t{4} * p.seqlen_k * p.head_dim;  // of a key head
+  int section = static_cast<int>(std::clamp<int64_t>(kCacheBytes / bytes * group, 1, heads));
+  while (heads % section != 0) --section;
+  return section;
+}
+
+// Whether fwd_sm90.cuh takes a problem. It copies aligned rows of tensors, at least a warpgroup's of a head at a time,
+// and each tile sees all its keys: that takes many tiles or few keys. fwd_sm80.cuh, which looks up pages, packs heads
+// and splits keys, takes the rest.
+inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
+  constexpr int kLeastRows = 64, kFewKeys = 1024;
+  const Problem& problem = p.problem;
+  const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
+  const int64_t tiles = entries * problem.heads * ceil_div(int64_t{problem.seqlen_q}, 2 * kLeastRows);
+  const bool any_keys = std::min(problem.seqlen_k, problem.capacity_k) > 0;
+  return hints.has_sm90 && p.aligned && p.pages.block_table == nullptr && hints.num_splits <= 1 && any_keys &&
+         hints.longest_q >= kLeastRows && (hints.longest_k <= kFewKeys || 2 * tiles >= hints.multiprocessors);
+}
+
+// Whether sequences are long enough for the wide tile. Where rows differ in how many keys they see, large tiles compute
+// more that nobody sees.
+inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
+  const int head_dim = instance_head_dim(p.head_dim);
+  if (head_dim == 64) return hints.longest_q >= (rows_differ(p) ? 2048 : 512);
+  if (head_dim == 96) return hints.longest_q >= (rows_differ(p) ? 8192 : 2048);
+  return hints.longest_k >= (rows_differ(p) ? 16384 : 8192);
+}
+
+inline FwdScratch plan_fwd_sm90(FwdParams& p, const FwdHints& hints) {
+  const int head_dim = instance_head_dim(p.problem.head_dim);
+  const Features features = features_of(p);
+  p.wide_tile = has_wide_tile(head_dim, features) && wants_wide_tile(p.problem, hints);
+  plan_tiles(p, /*packed=*/1, 64 * fwd_sm90_tile(head_dim, features, p.wide_tile).warpgroups);
+  const int section = heads_per_section(p.problem);
+  p.section_heads = Divisor(section);
+  p.section_tiles = Divisor(section * static_cast<int>(p.slots.value));
+  p.persistent_blocks = std::min(num_tiles(p), hints.multiprocessors);
+  p.num_splits = 1;
+  return {.out = 0, .softmax = 0, .arrivals = 1};
+}
+
 // Chooses p's plan and says what scratch it needs.
 inline FwdScratch plan_fwd(FwdParams& p, const FwdHints& hints) {
   const Problem& problem = p.problem;
   const int head_dim = instance_head_dim(problem.head_dim);
   const bool decodes =
       problem.rng_state == nullptr && hints.longest_q * (problem.heads / problem.heads_k) <= kDecodeRows;
+  if (!decodes && suits_sm90(p, hints)) return plan_fwd_sm90(p, hints);
   const TileSize tile = fwd_tile(head_dim, features_of(p));
   const int tile_rows = decodes ? kDecodeRows : tile.rows;
   p.decode_warps = decodes ? decode_warps(head_dim, hints.shared_bytes) : 0;
-  plan_tiles(p, hints.longest_q, tile_rows);
+  plan_tiles(p, heads_to_pack(problem, hints.longest_q, tile_rows), tile_rows);
   decodes ? split_decode(p, hints) : split_fwd(p, hints, tile.keys);
   p.num_splits = std::min(p.num_splits, std::max(1, std::numeric_limits<int>::max() / std::max(num_tiles(p), 1)));
   if (p.num_splits == 1) return {};

@@ -96,7 +96,7 @@ void run_dmask(const DmaskParams& params, cudaStream_t stream) {
   DmaskParams p = params;
   const Problem& problem = p.fwd.problem;
   p.fwd.num_splits = 1;
-  plan_tiles(p.fwd, problem.seqlen_q, Config::kRows);
+  plan_tiles(p.fwd, heads_to_pack(problem, problem.seqlen_q, Config::kRows), Config::kRows);
   const LaunchShape shape{
       .grid = dim3(num_tiles(p.fwd)), .block = dim3(Config::kThreads), .shared_bytes = sizeof(DmaskShared<Config>)};
   launch<dmask_kernel<Config>>(shape, p, stream);

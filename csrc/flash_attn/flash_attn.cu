@@ -1,6 +1,8 @@
 // The choice of instance.
+#include <cstdlib>
 #include <stdexcept>
 
+#include "common/device.h"
 #include "common/dispatch.h"
 #include "flash_attn/append.cuh"
 #include "flash_attn/config.h"
@@ -27,13 +29,34 @@ void run_built(void (*instance)(const Params&, cudaStream_t), const Params& p, c
   run(p, stream);
 }
 
+template <typename T, int kHeadDim, Features kFeatures>
+auto fwd_instance(const FwdParams& p) {
+  if (p.decode_warps > 0) return run_decode<T, kHeadDim, kFeatures>;
+  if (p.persistent_blocks == 0) return run_fwd<T, kHeadDim, kFeatures>;
+  if constexpr (has_wide_tile(kHeadDim, kFeatures)) {
+    if (p.wide_tile) return run_fwd_sm90<T, kHeadDim, kFeatures, true>;
+  }
+  return run_fwd_sm90<T, kHeadDim, kFeatures, false>;
+}
+
+constexpr bool is_compiled_for(int arch) {
+  for (const int compiled : {__CUDA_ARCH_LIST__}) {
+    if (compiled == arch) return true;
+  }
+  return false;
+}
+
 }  // namespace
+
+bool has_sm90(int device) {
+  if (!is_compiled_for(900) || std::getenv("FLASH_ATTN_PORTABLE") != nullptr) return false;
+  return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9;
+}
 
 void fwd(const FwdParams& p, cudaStream_t stream) {
   dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
     dispatch_value<Features::kPlain, Features::kAll>(features_of(p), [&](auto kFeatures) {
-      using T = element_t<kDType>;
-      run_built(p.decode_warps > 0 ? run_decode<T, kHeadDim, kFeatures> : run_fwd<T, kHeadDim, kFeatures>, p, stream);
+      run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures>(p), p, stream);
     });
   });
 }

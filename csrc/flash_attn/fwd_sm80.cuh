@@ -14,14 +14,11 @@
 
 #include "common/launch.h"
 #include "flash_attn/config.h"
-#include "flash_attn/dropout.cuh"
+#include "flash_attn/fwd_steps.cuh"
 #include "flash_attn/instances.h"
-#include "flash_attn/mask.cuh"
 #include "flash_attn/params.h"
 #include "flash_attn/rows.cuh"
 #include "flash_attn/schedule.cuh"
-#include "flash_attn/score.cuh"
-#include "flash_attn/sequence.cuh"
 #include "flash_attn/softmax.cuh"
 #include "flash_attn/split.cuh"
 #include "tile/gemm.cuh"
@@ -51,48 +48,6 @@ struct FwdShared {
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> v;
   FwdWork<Config> work;  // here, and not in registers, which the loop needs
 };
-
-template <typename Config>
-using Scores = Fragment<Config::kWarpRows, Config::kKeys>;
-template <typename Config>
-using Output = Fragment<Config::kWarpRows, Config::kHeadDim>;
-template <typename Config>
-using Softmax = OnlineSoftmax<Config::kWarpRows>;
-
-// Products to scores, hidden where the mask says so if `cut`. `warp_row` is the warp's first row.
-template <typename Config, typename Work>
-__device__ void make_scores(Scores<Config>& s, const FwdParams& p, const Work& work, int warp_row, int block,
-                            bool cut) {
-  if (Config::kPlain && !cut) return;
-  int tokens[s.kLaneRows];
-#pragma unroll
-  for (int r = 0; r < s.kLaneRows; ++r) tokens[r] = work.rows.token(warp_row + s.row(r));
-  if constexpr (!Config::kPlain) {
-    scale_and_cap(s, p.problem);
-    if (p.problem.alibi_slopes != nullptr) {
-      float slopes[s.kLaneRows];
-      int own_keys[s.kLaneRows];
-#pragma unroll
-      for (int r = 0; r < s.kLaneRows; ++r) {
-        const int head = work.tile.head + work.rows.head(warp_row + s.row(r));
-        slopes[r] = alibi_slope(p.problem, work.tile.entry, min(head, p.problem.heads - 1));
-        own_keys[r] = tokens[r] + work.mask.diagonal();
-      }
-      subtract_distance(s, slopes, own_keys, block * Config::kKeys);
-    }
-  }
-  if (cut) hide(s, work.mask, tokens, block * Config::kKeys, -INFINITY);
-}
-
-// Dropped elements count in the row sums, but not in O. Rows of a tile are rows of the entry: heads are not packed.
-template <typename Config>
-__device__ void drop(Scores<Config>& s, const FwdParams& p, const WorkTile& tile, int warp_row, int block) {
-  if constexpr (!Config::kPlain) {
-    if (p.problem.rng_state == nullptr) return;
-    const Dropout dropout(p.problem, tile.entry, tile.head);
-    dropout.for_each_dropped(s, tile.row0 + warp_row, block * Config::kKeys, [&](int r, int c) { s(r, c) = 0; });
-  }
-}
 
 // A warp's walk over the blocks of keys, and what it carries along.
 template <typename Config>
@@ -169,12 +124,7 @@ struct FwdWalk {
 template <typename Config>
 __device__ void store_out(FwdShared<Config>& shared, const FwdParams& p, const FwdWork<Config>& work, int warp_row,
                           Output<Config>& o, const Softmax<Config>& softmax) {
-  float factors[o.kLaneRows];
-#pragma unroll
-  for (int r = 0; r < o.kLaneRows; ++r) {
-    factors[r] = softmax.sum[r] == 0 ? 0.f : p.problem.dropout_rescale * ptx::reciprocal(softmax.sum[r]);
-  }
-  o.scale_rows(factors);
+  normalize<Config>(o, p, softmax);
   store_fragment(shared.q, o, warp_row);
   __syncwarp();
   if (Config::kPlain || p.aligned) {
@@ -185,22 +135,6 @@ __device__ void store_out(FwdShared<Config>& shared, const FwdParams& p, const F
     store_scattered<Config::kWarpRows>(shared.q, packed_rows<typename Config::T>(p.out, work), warp_row,
                                        p.problem.head_dim, p.out.head_dim);
   }
-}
-
-// A lane of a quad writes one of the rows that the quad shares.
-template <typename Config>
-__device__ void store_lse(const FwdParams& p, const FwdWork<Config>& work, int warp_row,
-                          const Softmax<Config>& softmax) {
-  const int mine = lane_id() % 4, row = warp_row + Output<Config>::row(mine);
-  if (mine >= softmax.kLaneRows || row >= work.rows.count) return;
-  float max = softmax.max[0], sum = softmax.sum[0];
-#pragma unroll
-  for (int r = 1; r < softmax.kLaneRows; ++r) {
-    if (r == mine) max = softmax.max[r], sum = softmax.sum[r];
-  }
-  float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);
-  lse[int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row)] =
-      log_sum_exp(max, sum, softmax.scale_log2);
 }
 
 template <typename Config>

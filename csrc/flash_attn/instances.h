@@ -12,6 +12,9 @@ namespace flash::flash_attn {
 template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_fwd(const FwdParams& p, cudaStream_t stream);
 
+template <typename T, int kHeadDim, Features kFeatures, bool kWide>
+[[gnu::weak]] void run_fwd_sm90(const FwdParams& p, cudaStream_t stream);
+
 template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_decode(const FwdParams& p, cudaStream_t stream);
 

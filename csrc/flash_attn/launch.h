@@ -7,6 +7,10 @@
 
 namespace flash::flash_attn {
 
+// Whether fwd has kernels of sm_90 for a device. The environment variable FLASH_ATTN_PORTABLE keeps it from them, for
+// tests.
+bool has_sm90(int device);
+
 // On the current device. p has a plan (config.h) and the scratch that it asks for.
 void fwd(const FwdParams& p, cudaStream_t stream);
 

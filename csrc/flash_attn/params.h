@@ -70,10 +70,15 @@ struct FwdParams {
   Divisor tiles;
   int num_splits;  // parts into which the keys of an entry are cut at most
   int least_blocks_per_split;
-  int decode_warps;        // of a block of decode_sm80.cuh; 0 for fwd_sm80.cuh
+  int decode_warps;        // of a block of decode_sm80.cuh; 0 for the others
+  int persistent_blocks;   // that share the tiles, of fwd_sm90.cuh; 0 for the others
+  bool wide_tile;          // of fwd_sm90.cuh: whether it is that for long sequences,
+  Divisor section_heads;   // heads that follow one another tile by tile,
+  Divisor section_tiles;   // and how many tiles they have
   float* partial_out;      // scratch; unused if num_splits is 1
   float* partial_softmax;  // likewise
-  int* arrivals;           // (tiles), zeros, before the launch and after it; likewise
+  int* arrivals;           // (tiles), zeros, before the launch and after it; likewise; of fwd_sm90.cuh, (1): how many
+                           // tiles its blocks have taken, each beside its first
 };
 
 // S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. m(i, j) is the largest score of row i in

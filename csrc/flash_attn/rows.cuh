@@ -31,13 +31,18 @@ __device__ auto packed_rows(const TensorRef<Data>& x, const Work& work) {
   return PackedRows<std::remove_pointer_t<decltype(data)>>{data, x.seqlen, x.heads, work.rows, 0};
 }
 
+// Those of a tile of one head.
+template <typename T, typename Data, typename Work>
+__device__ auto strided_rows(const TensorRef<Data>& x, const Work& work) {
+  auto* data = first_token<T>(x, work.seq.q, work.tile.head) + work.tile.row0 * x.seqlen;
+  return StridedRows<std::remove_pointer_t<decltype(data)>>{data, x.seqlen, 0, work.rows.count};
+}
+
 // fn(rows of q or out, from the tile's first). Only rows of several heads take divisions.
 template <typename T, typename Data, typename Work, typename Fn>
 __device__ void with_query_rows(const FwdParams& p, const TensorRef<Data>& x, const Work& work, Fn&& fn) {
-  const auto packed = packed_rows<T>(x, work);
-  if (p.packed_heads.value > 1) return fn(packed);
-  using Element = std::remove_pointer_t<decltype(packed.data)>;
-  fn(StridedRows<Element>{packed.data + work.tile.row0 * x.seqlen, x.seqlen, 0, work.rows.count});
+  if (p.packed_heads.value > 1) return fn(packed_rows<T>(x, work));
+  fn(strided_rows<T>(x, work));
 }
 
 // Rows of k or v, counted from the first that some row of the tile sees, in pages. The page of a row that does not

@@ -34,11 +34,9 @@ struct WorkTile {
   int index;  // of the tile among all, whatever the split
 };
 
+// That of a slot of the `outer`-th head (group), of all entries or of packed ones.
 template <int kRows>
-__device__ WorkTile work_tile(const FwdParams& p) {
-  const int block = blockIdx.x;
-  const int split = p.tiles.divide(block), index = p.tiles.remainder(block, split);
-  const int outer = p.slots.divide(index), slot = p.slots.remainder(index, outer);
+__device__ WorkTile tile_of_slot(const FwdParams& p, int outer, int slot, int split, int index) {
   const int dense_entry = p.head_groups.divide(outer);
   const int head = p.head_groups.remainder(outer, dense_entry) * p.packed_heads.value;
   if (p.problem.cu_seqlens_q == nullptr) {
@@ -48,6 +46,14 @@ __device__ WorkTile work_tile(const FwdParams& p) {
   const int entry = entry_of_slot(p.problem, slot, p.packed_heads.value, kRows);
   const int64_t start = __ldg(p.problem.cu_seqlens_q + entry) * int64_t{p.packed_heads.value};
   return {entry, head, static_cast<int>(slot - start / kRows - entry) * kRows, split, index};
+}
+
+template <int kRows>
+__device__ WorkTile work_tile(const FwdParams& p) {
+  const int block = blockIdx.x;
+  const int split = p.tiles.divide(block), index = p.tiles.remainder(block, split);
+  const int outer = p.slots.divide(index);
+  return tile_of_slot<kRows>(p, outer, p.slots.remainder(index, outer), split, index);
 }
 
 // The rows of a tile as tokens and heads.
@@ -66,7 +72,16 @@ struct TileRows {
   __device__ Interval tokens() const { return {token(0), token(count - 1)}; }
 };
 
-// What a block works on: all that follows from its number.
+// Tiles in the order of fwd_sm90.cuh: sections of heads whose keys and values fit the L2 cache together, in a section
+// the longest first.
+template <int kRows>
+__device__ WorkTile ordered_tile(const FwdParams& p, int index) {
+  const int section = p.section_tiles.divide(index), rest = p.section_tiles.remainder(index, section);
+  const int slot = p.section_heads.divide(rest), head = p.section_heads.remainder(rest, slot);
+  return tile_of_slot<kRows>(p, section * static_cast<int>(p.section_heads.value) + head, slot, 0, index);
+}
+
+// What a block works on: all that follows from its tile.
 template <int kRows, int kKeys>
 struct Work {
   WorkTile tile;
@@ -77,8 +92,9 @@ struct Work {
   Interval blocks;
   int all_blocks, blocks_per_split;
 
-  __device__ explicit Work(const FwdParams& p)
-      : tile(work_tile<kRows>(p)),
+  __device__ explicit Work(const FwdParams& p) : Work(p, work_tile<kRows>(p)) {}
+  __device__ Work(const FwdParams& p, const WorkTile& own_tile)
+      : tile(own_tile),
         seq(p.problem, tile.entry, p.pages.block_table != nullptr),
         rows(p, seq, tile, kRows),
         mask(p.problem, seq),

@@ -32,26 +32,41 @@ struct OnlineSoftmax {
     for (int r = 0; r < kLaneRows; ++r) max[r] = -INFINITY, sum[r] = 0;
   }
 
-  // Takes a block of scores and turns it into exponentials relative to the new maxima. Sums of earlier exponentials
-  // are to be multiplied by `shrink`.
+  // Takes the scores of the lane's r-th row in a block into account. Returns what sums of earlier exponentials are to
+  // be multiplied by.
+  template <int kCols>
+  __device__ float update_max(const Fragment<kRows, kCols>& s, int r) {
+    constexpr int kChains = 4;  // short ones: a maximum takes longer than to start the next
+    float part[kChains];
+#pragma unroll
+    for (int c = 0; c < kCols / 4; ++c) part[c % kChains] = c < kChains ? s(r, c) : fmaxf(part[c % kChains], s(r, c));
+    const float block_max = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
+    const float new_max = fmaxf(max[r], quad_max(block_max));
+    // Exactly 1 where the maximum stays, or else the rounding of a product would be raised to the number of blocks.
+    const float shrink = ptx::exp2((max[r] - finite_or_zero(new_max)) * scale_log2);
+    max[r] = new_max;
+    sum[r] *= shrink;
+    return shrink;
+  }
+
+  // Then turns them into exponentials relative to the maximum.
+  template <int kCols>
+  __device__ void exponentiate(Fragment<kRows, kCols>& s, int r) {
+    const float shift = finite_or_zero(max[r]) * scale_log2;
+#pragma unroll
+    for (int c = 0; c < kCols / 4; ++c) {
+      s(r, c) = ptx::exp2(s(r, c) * scale_log2 - shift);
+      sum[r] += s(r, c);
+    }
+  }
+
+  // Both, for all rows.
   template <int kCols>
   __device__ void update(Fragment<kRows, kCols>& s, float (&shrink)[kLaneRows]) {
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {
-      float block_max = s(r, 0);
-#pragma unroll
-      for (int c = 1; c < kCols / 4; ++c) block_max = fmaxf(block_max, s(r, c));
-      const float new_max = fmaxf(max[r], quad_max(block_max));
-      const float finite = finite_or_zero(new_max), shift = finite * scale_log2;
-      // Exactly 1 where the maximum stays, or else the rounding of a product would be raised to the number of blocks.
-      shrink[r] = ptx::exp2((max[r] - finite) * scale_log2);
-      max[r] = new_max;
-      sum[r] *= shrink[r];
-#pragma unroll
-      for (int c = 0; c < kCols / 4; ++c) {
-        s(r, c) = ptx::exp2(s(r, c) * scale_log2 - shift);
-        sum[r] += s(r, c);
-      }
+      shrink[r] = update_max(s, r);
+      exponentiate(s, r);
     }
   }
 

@@ -55,7 +55,14 @@ __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
                : "memory");
 }
 
-// The same, each matrix transposed.
+// Stores four such matrices (sm_90).
+__device__ inline void store_matrices(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
+// Like load_matrices, each matrix transposed.
 __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -61,6 +61,22 @@ struct PackedFragment {
   }
 };
 
+// Lane j of each quad gets word j of each of its lanes: the 4 x 4 words of a quad, transposed.
+__device__ inline void transpose_quad(uint32_t (&words)[4]) {
+#pragma unroll
+  for (int step = 1; step <= 2; step *= 2) {
+    const bool upper = lane_id() & step;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & step) continue;
+      uint32_t& low = words[i];
+      uint32_t& high = words[i + step];
+      const uint32_t other = __shfl_xor_sync(~0u, upper ? low : high, step);
+      (upper ? low : high) = other;
+    }
+  }
+}
+
 // Rounds to T. The layouts match, so that no element changes its lane.
 template <typename T, int kRows, int kCols>
 __device__ PackedFragment<T, kRows, kCols> pack(const Fragment<kRows, kCols>& fragment) {

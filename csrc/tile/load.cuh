@@ -131,6 +131,28 @@ __device__ void store_rows(Tile& tile, Rows rows, int row0, int cols) {
   }
 }
 
+// A warp writes a fragment, rounded to T, straight to global memory; its first row is row0 of the rows. They are
+// aligned to 16 bytes and cols is a multiple of 8. The lanes of a quad exchange what they have of four tiles, so that
+// each writes 16 bytes and all of them 64 that are adjacent.
+template <typename T, int kRows, int kCols, typename Rows>
+__device__ void store_rows(const Fragment<kRows, kCols>& fragment, Rows rows, int row0, int cols) {
+  static_assert(kCols % 32 == 0);
+  rows.move(row0 + fragment.row(0));
+#pragma unroll
+  for (int r = 0; r < kRows / 8; ++r, rows.move(8)) {
+    const int first_col = 8 * (lane_id() % 4), end = rows.exists() ? cols : 0;
+    T* target = rows.address() + first_col;
+#pragma unroll
+    for (int c = 0; c < kCols / 4; c += 8) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) words[i] = ptx::pack<T>(fragment(r, c + 2 * i), fragment(r, c + 2 * i + 1));
+      transpose_quad(words);
+      if (first_col + 4 * c < end) *reinterpret_cast<uint4*>(target + 4 * c) = {words[0], words[1], words[2], words[3]};
+    }
+  }
+}
+
 // The same for elements that lie `step` apart and anywhere.
 template <int kRows, typename Tile, typename Rows>
 __device__ void store_scattered(Tile& tile, Rows rows, int row0, int cols, int64_t step) {

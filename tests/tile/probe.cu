@@ -10,6 +10,7 @@
 #include "common/divmod.h"
 #include "common/dtype.h"
 #include "common/launch.h"
+#include "common/tensor_map.h"
 #include "flash_attn/dropout.cuh"
 #include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
@@ -18,10 +19,12 @@
 #include "tile/gemm.cuh"
 #include "tile/load.cuh"
 #include "tile/philox.cuh"
+#include "tile/pipeline.cuh"
 #include "tile/reduce.cuh"
 #include "tile/rotate.cuh"
 #include "tile/shared.cuh"
 #include "tile/vec.cuh"
+#include "tile/warpgroup.cuh"
 
 namespace flash {
 namespace {
@@ -387,6 +390,125 @@ void run_product(const Product& p) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Copies of boxes and products of warpgroups (sm_90)
+
+constexpr int kBoxRows = 128;
+
+// C = A B, or C + A B, by two warpgroups. A has 128 rows. B lies as its tile does: (cols, depth) or (depth, cols).
+struct BoxProduct {
+  CUtensorMap a, b;
+  float* c;  // (128, cols)
+  bool accumulate;
+};
+
+struct BoxProductShape {
+  int depth, cols;
+  bool right_along_cols;
+};
+constexpr BoxProductShape kBoxProductShapes[] = {
+    // likewise
+    {64, 128, true},  {96, 128, true},  {128, 176, true},  {192, 112, true},  {256, 80, true}, {256, 64, true},
+    {128, 64, false}, {128, 96, false}, {176, 128, false}, {112, 192, false}, {80, 256, false}};
+
+template <typename T, int kIndex>
+struct BoxProductConfig {
+  static constexpr BoxProductShape kShape = kBoxProductShapes[kIndex];
+  static constexpr int kDepth = kShape.depth, kCols = kShape.cols;
+  using A = SharedTile<T, kBoxRows, (kDepth + 31) / 32 * 32>;
+  using B = SharedTile<T, kShape.right_along_cols ? kCols : kDepth, kShape.right_along_cols ? kDepth : kCols>;
+  struct Shared {
+    A a;
+    B b;
+    Ring<1> ring;
+  };
+};
+
+template <typename T, int kIndex, bool kPacked>
+__global__ __launch_bounds__(2 * kWarpgroup) void box_product_kernel(const __grid_constant__ BoxProduct p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  using Config = BoxProductConfig<T, kIndex>;
+  constexpr int kDepth = Config::kDepth, kCols = Config::kCols;
+  auto& shared = shared_memory<typename Config::Shared>();
+  const RingCursor<1> at;
+  if (threadIdx.x == 0) {
+    shared.ring.init(1);
+    ptx::fence_barrier_init();
+    auto& arrived = shared.ring.announce(at, sizeof(shared.a) + sizeof(shared.b));
+    load_async(shared.a, p.a, 0, 0, 0, arrived);
+    load_async(shared.b, p.b, 0, 0, 0, arrived);
+  }
+  __syncthreads();
+  shared.ring.wait_full(at);
+
+  const int row0 = 16 * warp_id();
+  Fragment<16, kCols> c;
+  for (int r = 0; r < c.kLaneRows; ++r) {
+    for (int i = 0; i < c.kLaneCols; ++i) c(r, i) = p.c[(row0 + c.row(r)) * kCols + c.col(i)];
+  }
+  const auto add_product = [&](auto& left) {
+    fence(c);
+    if constexpr (Config::kShape.right_along_cols) {
+      start_gemm<kDepth>(c, left, along_cols(shared.b), p.accumulate);
+    } else {
+      start_gemm<kDepth>(c, left, along_rows(shared.b), p.accumulate);
+    }
+    wait_gemms<0>(c);
+  };
+  if constexpr (kPacked) {
+    PackedFragment<T, 16, kDepth> a;
+    const auto blocks = left_loader(along_cols(shared.a, row0));
+#pragma unroll
+    for (int step = 0; step < kDepth / 16; ++step) blocks.load(a.values[0][step], 0, step);
+    pin(a);
+    add_product(a);
+  } else {
+    const auto a = along_cols(shared.a, 64 * warpgroup_id());
+    add_product(a);
+  }
+  for (int r = 0; r < c.kLaneRows; ++r) {
+    for (int i = 0; i < c.kLaneCols; ++i) p.c[(row0 + c.row(r)) * kCols + c.col(i)] = c(r, i);
+  }
+#endif
+}
+
+// A matrix of `rows` x `cols` in memory, for boxes of a page of the tile.
+template <typename Tile>
+CUtensorMap matrix_map(const void* data, int64_t rows, int64_t cols) {
+  constexpr int64_t kBytes = sizeof(typename Tile::T);
+  return tensor_map(data, {cols, 1, rows, 1}, {16, cols * kBytes, 16}, {Tile::kPageCols, 1, Tile::kRows, 1});
+}
+
+// values (128, cols), rounded, to a matrix: as a box, or by each warp from its registers.
+struct BoxStore {
+  CUtensorMap map;
+  const float* values;
+  void* matrix;
+  int rows, cols;
+  bool direct;
+};
+
+template <typename T, int kCols>
+__global__ void box_store_kernel(const __grid_constant__ BoxStore p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  auto& tile = shared_memory<SharedTile<T, kBoxRows, kCols>>();
+  const int row0 = 16 * warp_id();
+  Fragment<16, kCols> x;
+  for (int r = 0; r < x.kLaneRows; ++r) {
+    for (int c = 0; c < x.kLaneCols; ++c) x(r, c) = p.values[(row0 + x.row(r)) * kCols + x.col(c)];
+  }
+  if (p.direct) {
+    return store_rows<T>(x, StridedRows<T>{static_cast<T*>(p.matrix), p.cols, 0, p.rows}, row0, p.cols);
+  }
+  store_matrices(tile, pack<T>(x), row0);
+  ptx::fence_async_reads();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  store_async<kBoxRows>(tile, 0, p.map, 0, 0, 0);
+  ptx::wait_stores_read();
+#endif
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Random bits
 
 struct Draw {
@@ -567,6 +689,46 @@ const char* multiply(int dtype, int left, bool right_along_cols, int shape, cons
           };
           dispatch_flags(run, right_along_cols);
         });
+      });
+    });
+  });
+}
+
+const char* multiply_boxes(int dtype, int shape, bool packed, const void* a, int64_t a_rows, int64_t a_cols,
+                           const void* b, float* c, bool accumulate) {
+  return error_of([&] {
+    dispatch_half(dtype, [&](auto kDType) {
+      dispatch_value<0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10>(shape, [&](auto kShape) {
+        using T = element_t<kDType>;
+        using Config = BoxProductConfig<T, kShape>;
+        const BoxProduct p{matrix_map<typename Config::A>(a, a_rows, a_cols),
+                           matrix_map<typename Config::B>(b, Config::B::kRows, Config::B::kCols), c, accumulate};
+        const LaunchShape launch_shape{
+            .grid = dim3(1), .block = dim3(2 * kWarpgroup), .shared_bytes = sizeof(typename Config::Shared)};
+        const auto run = [&](auto kPacked) {
+          launch<box_product_kernel<T, kShape, kPacked>>(launch_shape, p, nullptr);
+        };
+        dispatch_flags(run, packed);
+      });
+    });
+  });
+}
+
+const char* store_box(int dtype, int tile_cols, bool direct, const float* values, void* matrix, int64_t rows,
+                      int64_t cols) {
+  return error_of([&] {
+    dispatch_half(dtype, [&](auto kDType) {
+      dispatch_value<64, 96, 128, 192, 256>(tile_cols, [&](auto kCols) {
+        using T = element_t<kDType>;
+        using Tile = SharedTile<T, kBoxRows, kCols>;
+        const BoxStore p{matrix_map<Tile>(matrix, rows, cols),
+                         values,
+                         matrix,
+                         static_cast<int>(rows),
+                         static_cast<int>(cols),
+                         direct};
+        const LaunchShape shape{.grid = dim3(1), .block = dim3(256), .shared_bytes = sizeof(Tile)};
+        launch<box_store_kernel<T, kCols>>(shape, p, nullptr);
       });
     });
   });

@@ -349,6 +349,57 @@ def test_product(probe, device, dtype, left, right_along_cols, shape):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Copies of boxes and products of warpgroups: tensor_map.h, pipeline.cuh, warpgroup.cuh, and what they stand on
+
+BOX_ROWS = 128
+BOX_SHAPES = (  # (depth, cols); as in probe.cu: those of Q K^T, then those of P V
+    *((64, 128), (96, 128), (128, 176), (192, 112), (256, 80), (256, 64)),
+    *((128, 64), (128, 96), (176, 128), (112, 192), (80, 256)),
+)
+sm90 = pytest.mark.sm90
+
+
+@cuda
+@sm90
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shape", range(len(BOX_SHAPES)), ids=map(str, BOX_SHAPES))
+@pytest.mark.parametrize("dtype", HALF)
+def test_product_of_boxes(probe, device, dtype, shape, packed, accumulate):
+    """Small integers again. What the left matrix lacks of a tile's rows and columns reads as zeros."""
+    depth, cols = BOX_SHAPES[shape]
+    rows, used = (100, depth - 8) if accumulate else (BOX_ROWS, depth)
+    a = torch.randint(-8, 9, (rows, used)).to(DTYPES[dtype])
+    b = torch.randint(-8, 9, (depth, cols)).to(DTYPES[dtype])
+    before = torch.randint(-8, 9, (BOX_ROWS, cols)).float()
+    c = before.to(device)
+    b_tile = (b.t() if shape < 6 else b).contiguous().to(device)
+    probe.run("multiply_boxes", dtype_index(dtype), shape, packed, a.to(device), rows, used, b_tile, c, accumulate)
+
+    expected = before if accumulate else torch.zeros_like(before)
+    expected[:rows] += a.float() @ b[:used].float()
+    assert_identical(c + 0, expected + 0)  # no -0
+
+
+@cuda
+@sm90
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("rows, short", [(BOX_ROWS, 0), (77, 8), (1, 24)])
+@pytest.mark.parametrize("cols", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", HALF)
+def test_store_of_a_box(probe, device, dtype, cols, rows, short, direct):
+    """The matrix ends inside the tile; beyond it nothing is written."""
+    used = cols - short
+    values = torch.randn(BOX_ROWS, cols)
+    memory = torch.full((BOX_ROWS * cols,), 7.0, dtype=DTYPES[dtype], device=device)
+    probe.run("store_box", dtype_index(dtype), cols, direct, values.to(device), memory, rows, used)
+    torch.cuda.synchronize()
+    expected = torch.full_like(memory, 7.0, device="cpu")
+    expected[: rows * used] = values[:rows, :used].reshape(-1).to(expected.dtype)
+    assert_identical(memory, expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Random bits: philox.cuh and the keep mask that stands on it
 
 # Rounds, key, counter (four words), result: of the paper's own library, Random123.

@@ -1,0 +1,59 @@
+// Copies of boxes of tensors between global and shared memory, which one thread starts (sm_90), and what goes with them
+// and with warpgroups that have unequal roles.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-tensor-copy
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "ptx/barrier.cuh"
+#include "ptx/copy.cuh"
+
+namespace flash::ptx {
+
+// Brings the map into the cache of descriptors.
+__device__ inline void prefetch(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
+}
+
+// Starts the copy of the box at the given coordinates, the fastest first; elements outside of the tensor read as 0. All
+// bytes of the box count at the barrier when they have arrived. The map is a kernel's parameter.
+__device__ inline void copy_box_async(uint32_t shared, const CUtensorMap& map, int x0, int x1, int x2, int x3,
+                                      SharedBarrier& barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], "
+      "[%6];" ::"r"(shared),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(shared_address(&barrier))
+      : "memory");
+}
+
+// Starts the copy of a box to the tensor; elements outside of it are left out.
+__device__ inline void store_box_async(const CUtensorMap& map, uint32_t shared, int x0, int x1, int x2, int x3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
+                   reinterpret_cast<uint64_t>(&map)),
+               "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(shared)
+               : "memory");
+}
+
+// Closes the group of the stores that this thread has started since the last one.
+__device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until the shared memory that this thread's groups copy from has been read.
+__device__ inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Orders this thread's ordinary writes to shared memory before what the tensor cores and the copies read there, once a
+// barrier has told them.
+__device__ inline void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Changes how many registers the threads of this warpgroup have, a multiple of 8; all of its warps call it.
+template <int kRegisters>
+__device__ void keep_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+}  // namespace flash::ptx

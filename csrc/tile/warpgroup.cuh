@@ -1,0 +1,111 @@
+// Products of a warpgroup, in the background: fragment += A B. A Fragment is what one of its four warps has, 16 rows of
+// 64. Operands are as in gemm.cuh: the left one is a PackedFragment or part of a SharedTile, the right one a
+// SharedTile.
+//
+//   fence(s);
+//   start_gemm<kHeadDim>(s, along_cols(q, row0), along_cols(k), /*accumulate=*/false);   // S = Q K^T
+//   wait_gemms<0>(s);
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/wgmma.cuh"
+#include "tile/fragment.cuh"
+#include "tile/gemm.cuh"
+#include "tile/shared.cuh"
+
+namespace flash {
+
+constexpr int kWarpgroup = 128;  // threads
+
+// A value that is the same in all threads of a warp, now also to the compiler: what is derived from it, such as
+// descriptors, it keeps in uniform registers.
+__device__ inline int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
+
+__device__ inline int warpgroup_id() { return warp_uniform(threadIdx.x / kWarpgroup); }
+
+// Keeps the compiler from moving what uses a fragment across this point.
+template <int kRows, int kCols>
+__device__ void pin(Fragment<kRows, kCols>& fragment) {
+#pragma unroll
+  for (int tile = 0; tile < fragment.kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(fragment.values[0][tile][i])::"memory");
+  }
+}
+
+template <typename T, int kRows, int kCols>
+__device__ void pin(PackedFragment<T, kRows, kCols>& fragment) {
+#pragma unroll
+  for (int step = 0; step < kCols / 16; ++step) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(fragment.values[0][step][i])::"memory");
+  }
+}
+
+// What ordinary instructions have done to the fragments comes before the products that are started next.
+template <typename... Fragments>
+__device__ void fence(Fragments&... fragments) {
+  (pin(fragments), ...);
+  ptx::fence_products();
+}
+
+// Waits until at most kPending groups of products are unfinished; those that write the given fragments then are not.
+template <int kPending, typename... Fragments>
+__device__ void wait_gemms(Fragments&... fragments) {
+  ptx::wait_products<kPending>();
+  (pin(fragments), ...);
+}
+
+// Descriptors of an operand, one for each step of 16 elements of the contraction.
+template <typename Operand>
+struct Descriptors;
+
+template <typename Tile>
+struct Descriptors<AlongCols<Tile>> {
+  static constexpr bool kAlongRows = false;
+  ptx::MatrixDescriptor origin;
+
+  __device__ explicit Descriptors(const AlongCols<Tile>& x)
+      : origin(x.tile.address(0, 0) + Tile::distance(x.first, 0), Tile::kRowBytes, 16) {}
+  __device__ uint64_t at(int step) const {
+    constexpr int kPageSteps = Tile::kPageCols / 16;
+    return origin.after(Tile::distance(0, step / kPageSteps) + step % kPageSteps * 32);
+  }
+};
+
+template <typename Tile>
+struct Descriptors<AlongRows<Tile, 1>> {
+  static constexpr bool kAlongRows = true;
+  ptx::MatrixDescriptor origin;
+
+  __device__ explicit Descriptors(const AlongRows<Tile, 1>& x)
+      : origin(x.tile.address(0, 0), Tile::kRowBytes, Tile::distance(0, 1)) {}
+  __device__ uint64_t at(int step) const { return origin.after(Tile::distance(16 * step, 0)); }
+};
+
+// Starts c = left right, or c += left right if `accumulate`, as one group; kDepth elements are contracted.
+template <int kDepth, int kCols, typename Left, typename Right>
+__device__ void start_gemm(Fragment<16, kCols>& c, const Left& left, const Right& right, bool accumulate) {
+  const Descriptors<Left> a(left);
+  const Descriptors<Right> b(right);
+#pragma unroll
+  for (int step = 0; step < kDepth / 16; ++step) {
+    ptx::start_product<typename Left::T, a.kAlongRows, b.kAlongRows>(c.values[0], a.at(step), b.at(step),
+                                                                     accumulate || step > 0);
+  }
+  ptx::commit_products();
+}
+
+template <int kDepth, int kCols, typename T, typename Right>
+__device__ void start_gemm(Fragment<16, kCols>& c, const PackedFragment<T, 16, kDepth>& left, const Right& right,
+                           bool accumulate) {
+  const Descriptors<Right> b(right);
+#pragma unroll
+  for (int step = 0; step < kDepth / 16; ++step) {
+    ptx::start_product<T, b.kAlongRows>(c.values[0], left.values[0][step], b.at(step), accumulate || step > 0);
+  }
+  ptx::commit_products();
+}
+
+}  // namespace flash
