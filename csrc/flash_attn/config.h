@@ -150,18 +150,22 @@ inline void plan_tiles(FwdParams& p, int packed, int tile_rows) {
 inline int num_tiles(const FwdParams& p) { return static_cast<int>(p.tiles.value); }
 
 // A block works alone on a multiprocessor. Where there are fewer tiles than multiprocessors, the keys are cut into as
-// few parts as fill them. Where entries may differ in length, a part has 4096 keys or more, so that none takes
-// long: ragged entries gain up to a factor of two by it, and equal ones lose 1 to 3 %.
+// few parts as fill them. Where entries may differ in length, a part has 4096 keys or more, so that none takes long:
+// ragged entries gain up to a factor of two by it, and equal ones lose 1 to 3 %. Entries that are much shorter than
+// there is room for are cut into fewer parts than the longest.
 inline void split_decode(FwdParams& p, const FwdHints& hints) {
-  constexpr int kPiece = 4096;
+  constexpr int kPiece = 4096, kShortPiece = 1024;
   const bool ragged = p.problem.batch > 1 && (p.problem.seqused_k || p.problem.cu_seqlens_k);
   const int64_t to_fill = std::max(1, hints.multiprocessors / std::max(num_tiles(p), 1));
   const int64_t pieces = std::min<int64_t>(ceil_div(hints.longest_k, kPiece), 16);
   const int64_t wanted = hints.num_splits > 0 ? hints.num_splits : ragged ? std::max(to_fill, pieces) : to_fill;
   p.num_splits = static_cast<int>(std::clamp<int64_t>(wanted, 1, kMaxSplits));
-  const int64_t whole = ceil_div(ceil_div(hints.longest_k, static_cast<int>(to_fill)), kDecodeKeys);
+  const int64_t of_longest = ceil_div(ceil_div(hints.longest_k, static_cast<int>(to_fill)), kDecodeKeys);
+  const int64_t least = to_fill == 1 ? kPiece / kDecodeKeys
+                        : ragged     ? kShortPiece / kDecodeKeys
+                                     : int64_t{p.decode_warps};
   p.least_blocks_per_split =
-      hints.num_splits > 0 ? 1 : static_cast<int>(std::clamp<int64_t>(whole, 1, kPiece / kDecodeKeys));
+      hints.num_splits > 0 ? 1 : static_cast<int>(std::clamp<int64_t>(of_longest, 1, std::max<int64_t>(least, 1)));
 }
 
 inline void split_fwd(FwdParams& p, const FwdHints& hints, int tile_keys) {
