@@ -75,6 +75,51 @@ __device__ auto load_query_fragment(const FwdParams& p, const FwdWork<Config>& w
   return q;
 }
 
+// Four columns of a row of O, relative to the row's maximum.
+struct Quad {
+  RowState state;
+  float4 out;
+};
+
+// The scratch of one tile's splits.
+template <typename Config>
+struct DecodeSplits {
+  float* out;        // (splits, rows, head_dim), each relative to its split's maxima
+  RowState* states;  // (splits, rows)
+
+  __device__ DecodeSplits(const FwdParams& p, int tile) {
+    const int64_t first_row = int64_t{tile} * p.num_splits * Config::kRows;
+    out = p.partial_out + first_row * Config::kHeadDim;
+    states = reinterpret_cast<RowState*>(p.partial_softmax) + first_row;
+  }
+
+  __device__ float4* place(int split, int row, int col) const {
+    return reinterpret_cast<float4*>(out + (split * Config::kRows + row) * Config::kHeadDim + col);
+  }
+
+  __device__ void store(int split, int row, int col, const Quad& x) const {
+    *place(split, row, col) = x.out;
+    if (col == 0) states[split * Config::kRows + row] = x.state;
+  }
+
+  __device__ Quad load(int split, int row, int col) const {
+    const float2 state = __ldcg(reinterpret_cast<const float2*>(states + split * Config::kRows + row));
+    return {{state.x, state.y}, __ldcg(place(split, row, col))};
+  }
+};
+
+// Asks for the lines that the block comes to in the end, after its keys. Finding their pages takes time, too.
+template <typename Config>
+__device__ void prefetch_targets(const FwdParams& p, const FwdWork<Config>& work) {
+  if (threadIdx.x != 0) return;
+  ptx::prefetch(packed_rows<typename Config::T>(p.out, work).address());
+  if (p.num_splits == 1) return;
+  ptx::prefetch(p.arrivals + work.tile.index);
+  const DecodeSplits<Config> splits(p, work.tile.index);
+  ptx::prefetch(splits.place(work.tile.split, 0, 0));
+  ptx::prefetch(splits.states + work.tile.split * Config::kRows);
+}
+
 // One warp's walk over its chunks.
 template <typename Config>
 __device__ void decode_chunks(const FwdParams& p, const FwdWork<Config>& work, DecodeRing<Config>& ring,
@@ -95,6 +140,7 @@ __device__ void decode_chunks(const FwdParams& p, const FwdWork<Config>& work, D
 #pragma unroll 1
   for (int i = 0; i < Config::kStages; ++i) load(ring.stages[i], first + i * num_warps);
   const auto q = load_query_fragment<Config>(p, work);
+  prefetch_targets<Config>(p, work);
   const Interval whole = work.whole_blocks();
 
   int stage = 0;
@@ -132,12 +178,6 @@ __device__ void store_found(DecodeRing<Config>& ring, const Output<Config>& o, c
     }
   }
 }
-
-// Four columns of a row of O, relative to the row's maximum.
-struct Quad {
-  RowState state;
-  float4 out;
-};
 
 __device__ inline float weight_of(float max, float max_of_all, float scale_log2) {
   return ptx::exp2(max * scale_log2 - finite_or_zero(max_of_all) * scale_log2);
@@ -178,33 +218,6 @@ __device__ void for_each_quad(const TileRows& rows, Fn&& fn) {
   for (int i = threadIdx.x; i < rows.count * kQuads; i += blockDim.x) fn(i / kQuads, i % kQuads * 4);
 }
 
-// The scratch of one tile's splits.
-template <typename Config>
-struct DecodeSplits {
-  float* out;        // (splits, rows, head_dim), each relative to its split's maxima
-  RowState* states;  // (splits, rows)
-
-  __device__ DecodeSplits(const FwdParams& p, int tile) {
-    const int64_t first_row = int64_t{tile} * p.num_splits * Config::kRows;
-    out = p.partial_out + first_row * Config::kHeadDim;
-    states = reinterpret_cast<RowState*>(p.partial_softmax) + first_row;
-  }
-
-  __device__ float4* place(int split, int row, int col) const {
-    return reinterpret_cast<float4*>(out + (split * Config::kRows + row) * Config::kHeadDim + col);
-  }
-
-  __device__ void store(int split, int row, int col, const Quad& x) const {
-    *place(split, row, col) = x.out;
-    if (col == 0) states[split * Config::kRows + row] = x.state;
-  }
-
-  __device__ Quad load(int split, int row, int col) const {
-    const float2 state = __ldcg(reinterpret_cast<const float2*>(states + split * Config::kRows + row));
-    return {{state.x, state.y}, __ldcg(place(split, row, col))};
-  }
-};
-
 // Writes a quad of out and, with the first of a row, lse.
 template <typename Config>
 __device__ void store_result(const FwdParams& p, const FwdWork<Config>& work, int row, int col, float scale_log2,
@@ -230,7 +243,6 @@ template <typename Config>
 __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const __grid_constant__ FwdParams p) {
   const FwdWork<Config> work(p);
   if (!work.exists()) return;
-  if (p.num_splits > 1 && threadIdx.x == 0) ptx::prefetch(p.arrivals + work.tile.index);
   auto* rings = &shared_memory<DecodeRing<Config>>();
   Output<Config> o;
   o.fill(0);
