@@ -3,8 +3,8 @@
 Flops are those of the products with the keys a row sees: 4 a score for each element of head_dim forward, 10 backward.
 Bytes are given for decoding, which reads the cache once. SDPA gets tensors (batch, heads, seqlen, head_dim) that are
 contiguous in that order. "torch" is the backend that torch chooses; with a GPU, "torch cudnn" and "torch flash" are
-asked for by name. The cases flash_attn_memory are there for their peak_mb: one sequence of more and more tokens,
-causal, forward alone and forward with backward.
+asked for by name. "deterministic" is our backward with that option. The cases flash_attn_memory are there for their
+peak_mb: one sequence of more and more tokens, causal, forward alone and forward with backward.
 """
 
 import functools
@@ -98,7 +98,10 @@ def forward(shape, dtype, device, causal):
 
 def backward(shape, dtype, device, causal):
     ours, theirs = tensors(shape, dtype, device)
-    functions = {"flash_attn": backward_of(lambda: flash_attn_func(*ours, causal=causal), *ours)}
+    functions = {}
+    for name, deterministic in (("flash_attn", False), ("deterministic", True)):
+        attend = functools.partial(flash_attn_func, *ours, causal=causal, deterministic=deterministic)
+        functions[name] = backward_of(attend, *ours)
     for name, attend in sdpa(device).items():
         functions[name] = lazily(backward_of, functools.partial(attend, *theirs, is_causal=causal), *theirs)
     return functions
