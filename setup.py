@@ -74,7 +74,8 @@ class Wheel(bdist_wheel):
     def run(self):
         super().run()
         *_, (_, _, made) = self.distribution.dist_files
-        print(f"flash-attn: {made} has {'its' if self.distribution.has_ext_modules() else 'no'} CUDA kernels.")
+        kernels = "its" if self.distribution.has_ext_modules() else "no"
+        print(f"flash-attn: {os.path.basename(made)} has {kernels} CUDA kernels.")
 
 
 COMMANDS = {"build": Build, "bdist_wheel": Wheel}

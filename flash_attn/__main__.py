@@ -75,9 +75,8 @@ def backends() -> list[str]:
 
 def backend(name: str) -> str:
     """What serves the op `name` here."""
-    error = _library.load_error()
-    if error:
-        return f"reference in plain torch: {error}"
+    if _library.load_error():
+        return "reference in plain torch: there are no kernels"
     if not _library.has_kernel(name):
         return "reference in plain torch: the library has no kernel for it"
     if not torch.cuda.is_available():

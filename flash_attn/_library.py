@@ -17,6 +17,7 @@ and `fwd(x, 2.0)` then costs one trip through the dispatcher.
 import functools
 import pathlib
 import warnings
+from collections.abc import Callable
 
 import torch
 from torch.autograd import forward_ad
@@ -78,7 +79,7 @@ class Op:
     kernels, for first arguments of a type not among kernel_dtypes.
     """
 
-    def __init__(self, name, autograd, differentiable, kernel_dtypes):
+    def __init__(self, name, autograd, differentiable, kernel_dtypes, writes):
         ops = getattr(torch.ops, _NAMESPACE)
         self.name = name
         self.default = getattr(ops, name).default
@@ -87,6 +88,7 @@ class Op:
         self.differentiable = differentiable
         self.kernel_dtypes = kernel_dtypes
         arguments = self.default._schema.arguments
+        self.writes = writes
         self.mutated = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
 
     def __call__(self, *args):
@@ -132,7 +134,7 @@ class Op:
 
         Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13).
         """
-        if self.mutated:
+        if self.mutated and (self.writes is None or self.writes(args)):
             self._mark_written(args)
         with torch._C._AutoDispatchBelowAutograd():
             return self._overload(args)(*args)
@@ -157,6 +159,7 @@ def define(
     autograd: type[torch.autograd.Function] | None = None,
     differentiable: int = 0,
     kernel_dtypes: tuple[torch.dtype, ...] | None = None,
+    writes: Callable[[tuple], bool] | None = None,
 ) -> Op:
     """Define the op `flash_attn::<schema>` and everything that PyTorch needs to know of it.
 
@@ -167,6 +170,7 @@ def define(
         Without it the op is not differentiable.
     differentiable: how many of the first arguments, all tensors or None, have gradients.
     kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
+    writes: for an op that changes arguments, whether it will with these; by default it always does.
 
     A C++ kernel for the same op is registered by the library itself and then comes before the reference on CUDA.
     """
@@ -177,7 +181,7 @@ def define(
         _LIBRARY.define(f"{each}({rest}")
         _LIBRARY.impl(each, _announced(name, reference), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{each}", fake, lib=_LIBRARY)
-    op = Op(name, autograd, differentiable, kernel_dtypes)
+    op = Op(name, autograd, differentiable, kernel_dtypes, writes)
     if autograd is not None:
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but costs 100 us a call where apply costs 17.)

@@ -5,6 +5,7 @@ with a marker and is skipped, with the reason, where it cannot run. `pytest` alo
 wide samples.
 """
 
+import collections
 import re
 import sys
 import warnings
@@ -33,6 +34,14 @@ def pytest_collection_modifyitems(config, items):
         for name in missing:
             if item.get_closest_marker(name):
                 item.add_marker(pytest.mark.skip(reason=reasons[name]))
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How many tests were skipped for each reason, in a line each."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    reasons = collections.Counter(report.longrepr[2].removeprefix("Skipped: ") for report in skipped)
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 def _available(config):

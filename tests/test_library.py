@@ -191,7 +191,22 @@ def test_versions_of_what_is_written_advance(device):
     x = torch.randn(1, 1, 2, 16, device=device)
     before = [cache._version for cache in caches]
     flash_attn_with_kvcache(x, *caches, x, x, cache_seqlens=0)
-    assert all(cache._version > version for cache, version in zip(caches, before, strict=True))
+    after = [cache._version for cache in caches]
+    assert all(new > old for new, old in zip(after, before, strict=True))
+    flash_attn_with_kvcache(x, *caches)  # reads only
+    assert after == [cache._version for cache in caches]
+
+
+def test_inference_tensors_outside_of_inference_mode(device):
+    """They may be read, not written."""
+    with torch.inference_mode():
+        x, *caches = torch.randn(1, 1, 2, 16, device=device), *torch.randn(2, 1, 8, 2, 16, device=device)
+        expected = flash_attn_with_kvcache(x, *caches)
+    before = [cache.clone() for cache in caches]
+    assert torch.equal(flash_attn_with_kvcache(x, *caches), expected)
+    with pytest.raises(ValueError, match="fwd_kvcache must not write to an inference tensor"):
+        flash_attn_with_kvcache(x, *caches, x, x, cache_seqlens=0)
+    assert all(torch.equal(*pair) for pair in zip(caches, before, strict=True))
 
 
 def test_autograd_does_not_look_into_an_op_without_gradient(device):

@@ -64,7 +64,7 @@ def test_an_exception_is_reported_and_the_other_checks_run(run, monkeypatch):
 @pytest.mark.parametrize(
     "load_error, has_kernel, has_device, expected",
     [
-        ("it was not built", False, True, "reference in plain torch: it was not built"),
+        ("it was not built", False, True, "reference in plain torch: there are no kernels"),
         (None, False, True, "reference in plain torch: the library has no kernel for it"),
         (None, True, False, "reference in plain torch: there is a kernel, but no CUDA device"),
         (None, True, True, "kernel for CUDA tensors, reference in plain torch for others"),

@@ -501,4 +501,5 @@ fwd_kvcache = _library.define(
     reference=reference.fwd_kvcache,
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    writes=lambda args: args[3] is not None,  # k
 )
