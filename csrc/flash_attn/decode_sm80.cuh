@@ -179,10 +179,6 @@ __device__ void store_found(DecodeRing<Config>& ring, const Output<Config>& o, c
   }
 }
 
-__device__ inline float weight_of(float max, float max_of_all, float scale_log2) {
-  return ptx::exp2(max * scale_log2 - finite_or_zero(max_of_all) * scale_log2);
-}
-
 __device__ inline void add_scaled(Quad& a, const Quad& b, float factor) {
   a.state.sum += b.state.sum * factor;
   a.out = {a.out.x + b.out.x * factor, a.out.y + b.out.y * factor, a.out.z + b.out.z * factor,

@@ -14,6 +14,12 @@ namespace flash::flash_attn {
 // What a row's scores are shifted by; -inf - -inf would be NaN.
 __device__ inline float finite_or_zero(float max) { return max == -INFINITY ? 0.f : max; }
 
+// What sums of exponentials relative to `max` are multiplied by where they join others whose maximum is not smaller. It
+// is exactly 1 if they have the same: a rounded product here would be raised to the number of blocks or splits.
+__device__ inline float weight_of(float max, float max_of_all, float scale_log2) {
+  return ptx::exp2((max - finite_or_zero(max_of_all)) * scale_log2);
+}
+
 // Natural logarithm of a row's sum of exp(s), which is sum * exp2(scale_log2 * max); +inf for a row without scores. The
 // maximum, which may be large, is rounded as little as possible: kLog2e * kLn2 is 1.
 __device__ inline float log_sum_exp(float max, float sum, float scale_log2) {
@@ -42,8 +48,7 @@ struct OnlineSoftmax {
     for (int c = 0; c < kCols / 4; ++c) part[c % kChains] = c < kChains ? s(r, c) : fmaxf(part[c % kChains], s(r, c));
     const float block_max = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
     const float new_max = fmaxf(max[r], quad_max(block_max));
-    // Exactly 1 where the maximum stays, or else the rounding of a product would be raised to the number of blocks.
-    const float shrink = ptx::exp2((max[r] - finite_or_zero(new_max)) * scale_log2);
+    const float shrink = weight_of(max[r], new_max, scale_log2);
     max[r] = new_max;
     sum[r] *= shrink;
     return shrink;

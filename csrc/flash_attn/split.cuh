@@ -43,9 +43,9 @@ struct PartialState {
   // Adds what is stored to (o, state).
   __device__ void merge_into(int r, Fragment<kRows, kCols>& o, OnlineSoftmax<kRows>& state) const {
     const float2 other = __ldcg(softmax + r * kThreads);
-    const float max = fmaxf(state.max[r], other.x), shift = finite_or_zero(max) * state.scale_log2;
-    const float own_weight = ptx::exp2(state.max[r] * state.scale_log2 - shift);
-    const float other_weight = ptx::exp2(other.x * state.scale_log2 - shift);
+    const float max = fmaxf(state.max[r], other.x);
+    const float own_weight = weight_of(state.max[r], max, state.scale_log2);
+    const float other_weight = weight_of(other.x, max, state.scale_log2);
     state.max[r] = max;
     state.sum[r] = state.sum[r] * own_weight + other.y * other_weight;
 #pragma unroll
