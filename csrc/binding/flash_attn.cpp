@@ -352,7 +352,7 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   check_row_values(softmax_lse, q, p.problem, "softmax_lse");
   if (dlse) check_row_values(*dlse, q, p.problem, "dlse");
   const Tensor lse_rows = torch::stable::contiguous(softmax_lse);
-  const OptionalTensor dlse_rows = dlse ? OptionalTensor(torch::stable::contiguous(*dlse)) : std::nullopt;
+  const OptionalTensor dlse_rows = contiguous(dlse);
 
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref, p.out = out_view.ref, p.dout = dout_view.ref;
   p.softmax_lse = static_cast<const float*>(lse_rows.const_data_ptr());

@@ -26,10 +26,6 @@ Tensor with_adjacent_columns(const Tensor& table) {
   return table.size(1) <= 1 || table.stride(1) == 1 ? table : torch::stable::contiguous(table);
 }
 
-std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
-  return tensor ? std::optional(torch::stable::contiguous(*tensor)) : std::nullopt;
-}
-
 // Rotates x into out, which may be x itself.
 void rotate(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor& sin,
             const std::optional<Tensor>& seqlen_offsets, int64_t seqlen_offset, const std::optional<Tensor>& cu_seqlens,

@@ -96,6 +96,10 @@ const T* pointer(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
 }
 
+inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
+  return tensor ? std::optional(torch::stable::contiguous(*tensor)) : std::nullopt;
+}
+
 // Data, and strides by dimension, of (batch, seqlen, heads, head_dim), or of (tokens, heads, head_dim) as one entry of
 // a batch. The stride of a dimension of size 1 means nothing in PyTorch, and is 0 here.
 template <typename Data>
