@@ -20,8 +20,8 @@
 // elementwise work find the tensor cores busy. Where registers do not hold the channels of 32 keys (head_dim > 128),
 // pairs of warps divide them, and P^T and dS^T pass through shared memory.
 //
-// Loads of the next rows run under the computation. Deterministic: the blocks that see the same rows add to their dQ
-// one after the other, in the same order in every run.
+// Loads of the next rows run under the computation. Deterministic: a fixed set of blocks shares the keys of a head,
+// each with sums of dQ of its own; a thread adds to the same elements in the same order in every run.
 #pragma once
 
 #include <cstdint>

@@ -74,19 +74,22 @@ inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
   return p.rng_state == nullptr && together < apart ? group : 1;  // random bits come in tiles of 16 rows of a head
 }
 
-// The fewest splits that keep the multiprocessors nearly as busy as any number of them would.
-inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
-  if (tiles * 10 >= places * 8) return 1;
-  const int most = static_cast<int>(std::min<int64_t>({key_blocks, kMaxSplits, places}));
-  const auto efficiency = [&](int splits) {
-    const double waves = static_cast<double>(tiles * splits) / places;
+// The fewest parts, up to `most`, that keep the multiprocessors nearly as busy as any number of parts would.
+inline int parts_for(int64_t tiles, int64_t most, int places) {
+  most = std::min<int64_t>({most, kMaxSplits, places});
+  const auto efficiency = [&](int64_t parts) {
+    const double waves = static_cast<double>(tiles * parts) / places;
     return waves / std::ceil(waves);
   };
   double best = 0;
-  for (int splits = 1; splits <= most; ++splits) best = std::max(best, efficiency(splits));
-  int splits = 1;
-  while (splits < most && efficiency(splits) < 0.85 * best) ++splits;
-  return splits;
+  for (int64_t parts = 1; parts <= most; ++parts) best = std::max(best, efficiency(parts));
+  int parts = 1;
+  while (parts < most && efficiency(parts) < 0.85 * best) ++parts;
+  return parts;
+}
+
+inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
+  return tiles * 10 >= places * 8 ? 1 : parts_for(tiles, key_blocks, places);
 }
 
 // How many slots of tile_rows rows there are for a head (group): in a dense entry, or in all packed ones together.

@@ -20,7 +20,7 @@ void dmask(const DmaskParams& p, cudaStream_t stream);
 // Puts new keys and values into a cache, and rotates them and the queries.
 void append(const AppendParams& p, cudaStream_t stream);
 
-// On the current device. p has its scratch.
+// On the current device. p has a plan (config.h) and the scratch that it asks for.
 void bwd(const BwdParams& p, cudaStream_t stream);
 
 }  // namespace flash::flash_attn
