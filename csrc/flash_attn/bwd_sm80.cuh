@@ -121,10 +121,8 @@ __host__ __device__ inline int num_key_heads(const BwdParams& p) {
 }
 
 // Under a causal mask blocks of the first keys take longest and should start first. They do within sections of heads:
-// the blocks of one head read the same rows, which L2 holds if they run together.
-//
-// In the deterministic mode blocks wait for those of the same head that are before them, and blocks of the last keys
-// come first: under a causal mask they are done with a block of rows when the next one comes to it.
+// the blocks of one head read the same rows, which L2 holds if they run together. In the deterministic mode, where the
+// blocks of a head wait for one another, the heads of a section keep the GPU busy meanwhile.
 template <int kBlockN>
 __device__ KeyWork key_work(const BwdParams& params, int number) {
   constexpr int kSection = 16;
@@ -134,8 +132,7 @@ __device__ KeyWork key_work(const BwdParams& params, int number) {
   const int section_size = causal || params.deterministic ? kSection : 1;
   const int section = number / (section_size * per_head), place = number % (section_size * per_head);
   const int section_heads = min(section_size, heads - section * section_size);
-  const int head = section * section_size + place % section_heads, turn = place / section_heads;
-  const int index = params.deterministic ? per_head - 1 - turn : turn;
+  const int head = section * section_size + place % section_heads, index = place / section_heads;
 
   if (p.cu_seqlens_k == nullptr) return {head / p.heads_k, head % p.heads_k, index};
   // The blocks of entry b start at cu_seqlens_k[b] / kBlockN + b.
@@ -335,18 +332,18 @@ __device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const B
 // ---------------------------------------------------------------------------------------------------------------------
 // dQ
 
-// In the deterministic mode, waits until the blocks of later keys that see the same rows have added to their dQ. They
-// have begun before this one.
+// In the deterministic mode, waits until the blocks of keys before this one, which see the same rows and have begun
+// earlier, have added to their dQ.
 template <typename Config>
 __device__ void wait_for_turn(const BwdShared<Config>& shared, const BwdParams& p, const RowBlock& rows) {
   if (!p.deterministic) return;
   const Mask mask(p.problem, shared.seq);
   const Interval block_rows = interval_of<Config::kBlockM>(rows.block);
   const int first_row = block_rows.first, last_row = min(block_rows.last, shared.seq.q.length - 1);
-  const int last_block = mask.keys_seen_by_any({first_row, last_row}).last / Config::kBlockN;
+  const int first_block = mask.keys_seen_by_any({first_row, last_row}).first / Config::kBlockN;
   const int* turn = turn_of(p, shared.seq.q, shared.work.entry, rows.head, first_row);
   if (lane_id() == 0) {
-    while (ptx::load_acquire(turn) != last_block - shared.work.block) __nanosleep(40);
+    while (ptx::load_acquire(turn) != shared.work.block - first_block) __nanosleep(40);
   }
   __syncwarp();
 }
