@@ -357,3 +357,20 @@ def test_tiles_are_counted_in_32_bits(host):
         plan_of(host, huge)
     plan = plan_of(host, dataclasses.replace(huge, batch=2**11, seqlen_q=2**20, longest_k=2**20, num_splits=128))
     assert plan.tiles * plan.num_splits < 2**31
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_parts_of_the_backward(host, packed):
+    """One, but in the deterministic mode as many as keep the GPU busy; their sums are linear in the sequence."""
+    draw = random.Random(2)
+    for _ in range(300):
+        batch, heads_k, group = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((1, 4))
+        head_dim, sms = draw.choice(HEAD_DIMS), draw.choice((46, 108, 132))
+        seqlen_q, seqlen_k = (draw.choice((0, 1, 100, 5000, 1_000_000)) for _ in "qk")
+        sizes = batch, heads_k * group, heads_k, head_dim, seqlen_q, seqlen_k, packed
+        sums = (1 if packed else batch) * heads_k * group * seqlen_q * head_dim
+        assert numbers(host, 2, "find_bwd_plan", *sizes, False, sms) == [1, sums]
+        parts, scratch = numbers(host, 2, "find_bwd_plan", *sizes, True, sms)
+        _, keys, _, _ = numbers(host, 4, "find_bwd_tile", head_dim, False)
+        assert 1 <= parts <= min(128, sms, max(1, -(-seqlen_k // keys)))
+        assert scratch == parts * sums

@@ -361,12 +361,9 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   p.aligned = all_aligned(p);
   const Tensor softmax_d = new_row_sums(q, p.problem);
   p.softmax_d = static_cast<float*>(softmax_d.mutable_data_ptr());
-  p.deterministic = deterministic;
-  const int64_t num_turns = deterministic ? flash_attn::num_turns(softmax_d.numel()) : 0;
-  const Tensor dq_sums = torch::stable::new_empty(q, {num_dq_sums(p.problem)}, ScalarType::Float);
-  const Tensor turns = torch::stable::new_empty(q, {num_turns}, ScalarType::Int);
+  const int64_t scratch = plan_bwd(p, deterministic, num_multiprocessors(q.get_device_index()));
+  const Tensor dq_sums = torch::stable::new_empty(q, {scratch}, ScalarType::Float);
   p.dq_sums = static_cast<float*>(dq_sums.mutable_data_ptr());
-  p.turns = static_cast<int*>(turns.mutable_data_ptr());
   flash_attn::bwd(p, current_stream(q));
   return softmax_d;
 }

@@ -1,4 +1,4 @@
-// After the backward: dQ, rounded from its sums, and zeros for the keys that no entry uses.
+// After the backward: dQ, rounded from the sums of its parts, and zeros for the keys that no entry uses.
 //
 // A thread takes 16 channels of a row, of dQ or of dK and dV.
 #pragma once
@@ -55,13 +55,15 @@ __device__ void store_channels(T* row, const float (&values)[16], int col, int c
 template <typename Config>
 __device__ void finish_dq(const BwdParams& p, const Span& token, int head, int col) {
   const Problem& problem = p.problem;
-  float values[16];
-  const float* sums = dq_rows<Config::kHeadDim>(p, token, head) + col;
+  float values[16] = {};
+  for (int part = 0; part < p.num_parts; ++part) {
+    const float* sums = dq_rows<Config::kHeadDim>(p, token, head, part) + col;
 #pragma unroll
-  for (int t = 0; t < 4; ++t) {
-    const Vec<float, 4> quad = load<4>(sums + 4 * t);
+    for (int t = 0; t < 4; ++t) {
+      const Vec<float, 4> quad = load<4>(sums + 4 * t);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) values[i / 2 * 8 + 2 * t + i % 2] = quad[i] * problem.softmax_scale;
+      for (int i = 0; i < 4; ++i) values[i / 2 * 8 + 2 * t + i % 2] += quad[i] * problem.softmax_scale;
+    }
   }
   using T = typename Config::T;
   store_channels(first_token<T>(p.dq, token, head), values, col, problem.head_dim, p.dq.head_dim, p.aligned);

@@ -1,5 +1,5 @@
 // Before the backward: delta, the row sums of dO * O, less the gradient of lse, 0 for rows that see no key, and zeros
-// for the sums of dQ and the turns.
+// for the sums of dQ.
 //
 // kLanes threads share a row, 8 channels each. The rows are those of softmax_d; between entries it has some that stand
 // for no token and get 0. So do packed tokens after the last entry, but they have sums of dQ.
@@ -76,8 +76,8 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __g
 #pragma unroll
     for (int i = 0; i < 8; ++i) sum += out[i] * dout[i];
   }
-  if (has_token && col < Config::kHeadDim) {
-    float* sums = dq_rows<Config::kHeadDim>(p, span, at.head) + int64_t{at.row} * Config::kHeadDim + col;
+  for (int part = 0; part < p.num_parts && has_token && col < Config::kHeadDim; ++part) {
+    float* sums = dq_rows<Config::kHeadDim>(p, span, at.head, part) + int64_t{at.row} * Config::kHeadDim + col;
     store(sums, Vec<float, 4>{});
     store(sums + 4, Vec<float, 4>{});
   }
@@ -87,12 +87,7 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __g
     if (p.dlse != nullptr) sum -= row_values(p.dlse, problem, span, at.head)[at.row];
     if (row_values(p.softmax_lse, problem, span, at.head)[at.row] == INFINITY) sum = 0;
   }
-  if (col != 0 || position >= per_head) return;
-  const int64_t place = outer * per_head + position;
-  p.softmax_d[place] = sum;
-  if (!p.deterministic) return;
-  if (place == 0) p.turns[0] = 0;
-  if (place % kRowsPerTurn == 0) p.turns[1 + place / kRowsPerTurn] = 0;
+  if (col == 0 && position < per_head) p.softmax_d[outer * per_head + position] = sum;
 }
 
 template <typename Config>

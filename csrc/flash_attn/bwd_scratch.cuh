@@ -32,16 +32,14 @@ __device__ inline float* row_sums(const BwdParams& p, const Span& q, int entry, 
   return p.softmax_d + (q.batch * p.problem.heads + head) * row_sums_per_head(p.problem) + first;
 }
 
-// How many blocks of keys have added to dQ of the rows from row0 on.
-__device__ inline int* turn_of(const BwdParams& p, const Span& q, int entry, int head, int row0) {
-  return p.turns + 1 + (row_sums(p, q, entry, head) + row0 - p.softmax_d) / kRowsPerTurn;
-}
+// Rows of q in all: tokens and heads.
+__host__ __device__ inline int64_t num_rows(const Problem& p) { return num_entries(p) * p.heads * p.seqlen_q; }
 
-// Address of row 0 of an entry in the sums of dQ. Within 16 channels of a row they lie in the order in which
+// Address of row 0 of an entry in a part of the sums of dQ. Within 16 channels of a row they lie in the order in which
 // the lanes of a quad hold them: channel 8 x + 2 t + z at 4 t + 2 x + z.
 template <int kHeadDim>
-__device__ float* dq_rows(const BwdParams& p, const Span& q, int head) {
-  return p.dq_sums + row_index(p.problem, q, head) * kHeadDim;
+__device__ float* dq_rows(const BwdParams& p, const Span& q, int head, int part) {
+  return p.dq_sums + (part * num_rows(p.problem) + row_index(p.problem, q, head)) * kHeadDim;
 }
 
 }  // namespace flash::flash_attn

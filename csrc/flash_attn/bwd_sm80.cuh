@@ -46,7 +46,6 @@
 #include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"
-#include "ptx/sync.cuh"
 #include "tile/fragment.cuh"
 #include "tile/gemm.cuh"
 #include "tile/load.cuh"
@@ -73,10 +72,10 @@ struct BwdConfig {
   static_assert(kThreads >= 2 * kBlockM, "a thread loads one row value");
 };
 
-// A block of the keys of an entry, in one key head.
+// Blocks first, first + step, .. of the keys of an entry, in one key head.
 struct KeyWork {
   int entry, head_k;
-  int block;
+  int first, step;
 };
 
 template <typename Config>
@@ -96,7 +95,7 @@ struct BwdShared {
   Sequence seq;
   Interval live_rows;   // that see some key; the others, like keys that no row sees, may hold NaN, and 0 NaN is NaN
   Interval live_keys;   // that some row sees
-  Interval keys;        // of the block
+  Interval keys;        // of the present block
   Interval row_blocks;  // that see some of them
 };
 
@@ -111,34 +110,35 @@ using KeySum = Fragment<Config::kWarpKeys, Config::kWarpDim>;  // dV or dK
 // How many blocks share a key head: of an entry or, if packed, of all entries, as many as the tokens could need.
 template <int kBlockN>
 __host__ __device__ int blocks_per_head(const BwdParams& p) {
+  if (p.deterministic) return p.num_parts;
   return p.problem.cu_seqlens_k ? p.problem.seqlen_k / kBlockN + p.problem.batch
                                 : blocks_for<kBlockN>(p.problem.seqlen_k);
 }
 
 // Of all entries unless they are packed.
 __host__ __device__ inline int num_key_heads(const BwdParams& p) {
-  return p.problem.heads_k * (p.problem.cu_seqlens_k != nullptr ? 1 : p.problem.batch);
+  const bool packed = p.problem.cu_seqlens_k != nullptr && !p.deterministic;
+  return p.problem.heads_k * (packed ? 1 : p.problem.batch);
 }
 
 // Under a causal mask blocks of the first keys take longest and should start first. They do within sections of heads:
-// the blocks of one head read the same rows, which L2 holds if they run together. In the deterministic mode, where the
-// blocks of a head wait for one another, the heads of a section keep the GPU busy meanwhile.
+// the blocks of one head read the same rows, which L2 holds if they run together.
 template <int kBlockN>
-__device__ KeyWork key_work(const BwdParams& params, int number) {
+__device__ KeyWork key_work(const BwdParams& params) {
   constexpr int kSection = 16;
   const Problem& p = params.problem;
   const int per_head = blocks_per_head<kBlockN>(params), heads = num_key_heads(params);
   const bool causal = p.window_left == kUnbounded && p.window_right != kUnbounded;
-  const int section_size = causal || params.deterministic ? kSection : 1;
-  const int section = number / (section_size * per_head), place = number % (section_size * per_head);
+  const int section_size = causal ? kSection : 1;
+  const int section = blockIdx.x / (section_size * per_head), place = blockIdx.x % (section_size * per_head);
   const int section_heads = min(section_size, heads - section * section_size);
   const int head = section * section_size + place % section_heads, index = place / section_heads;
 
-  if (p.cu_seqlens_k == nullptr) return {head / p.heads_k, head % p.heads_k, index};
+  if (p.cu_seqlens_k == nullptr || params.deterministic) return {head / p.heads_k, head % p.heads_k, index, per_head};
   // The blocks of entry b start at cu_seqlens_k[b] / kBlockN + b.
   const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_k + entry) / kBlockN + entry; };
   const int entry = last_entry_from(p.batch, index, start_of);
-  return {entry, head, index - start_of(entry)};
+  return {entry, head, index - start_of(entry), per_head};
 }
 
 // The share of a warp in the block's products. It is made anew where it is used: made once, it and all addresses that
@@ -332,29 +332,6 @@ __device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const B
 // ---------------------------------------------------------------------------------------------------------------------
 // dQ
 
-// In the deterministic mode, waits until the blocks of keys before this one, which see the same rows and have begun
-// earlier, have added to their dQ.
-template <typename Config>
-__device__ void wait_for_turn(const BwdShared<Config>& shared, const BwdParams& p, const RowBlock& rows) {
-  if (!p.deterministic) return;
-  const Mask mask(p.problem, shared.seq);
-  const Interval block_rows = interval_of<Config::kBlockM>(rows.block);
-  const int first_row = block_rows.first, last_row = min(block_rows.last, shared.seq.q.length - 1);
-  const int first_block = mask.keys_seen_by_any({first_row, last_row}).first / Config::kBlockN;
-  const int* turn = turn_of(p, shared.seq.q, shared.work.entry, rows.head, first_row);
-  if (lane_id() == 0) {
-    while (ptx::load_acquire(turn) != shared.work.block - first_block) __nanosleep(40);
-  }
-  __syncwarp();
-}
-
-// By thread 0, after all warps have added.
-template <typename Config>
-__device__ void pass_turn(const BwdShared<Config>& shared, const BwdParams& p, const RowBlock& rows) {
-  if (!p.deterministic || threadIdx.x != 0) return;
-  ptx::arrive(turn_of(p, shared.seq.q, shared.work.entry, rows.head, rows.block * Config::kBlockM));
-}
-
 // dQ += dS K for this warp's share of the block of rows before `rows`.
 template <typename Config>
 __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams& p, const Share<Config>& share,
@@ -365,9 +342,8 @@ __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams
                         along_rows<Config::kDqShares>(shared.k, share.dq_dim0));
 
   const RowBlock previous = rows.previous(shared.row_blocks);
-  const int row0 = previous.block * Config::kBlockM + share.dq_row0;
-  float* sums = dq_rows<Config::kHeadDim>(p, shared.seq.q, previous.head) + share.dq_dim0 + 4 * (lane_id() % 4);
-  wait_for_turn(shared, p, previous);
+  const int part = p.deterministic ? shared.work.first : 0, row0 = previous.block * Config::kBlockM + share.dq_row0;
+  float* sums = dq_rows<Config::kHeadDim>(p, shared.seq.q, previous.head, part) + share.dq_dim0 + 4 * (lane_id() % 4);
 #pragma unroll
   for (int r = 0; r < dq.kLaneRows; ++r) {
     const int row = row0 + dq.row(r);
@@ -385,11 +361,11 @@ __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams
 // ---------------------------------------------------------------------------------------------------------------------
 // dV and dK
 
-// The value team sums dV, and the key team dK / softmax_scale, of the block of keys over the rows that see it.
+// The value team sums dV, and the key team dK / softmax_scale, of the present block of keys over the rows that see it.
 template <typename Config>
 __device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<Config>& sum) {
   using T = typename Config::T;
-  const int head_k = shared.work.head_k;
+  const auto& [entry, head_k, first_block, block_step] = shared.work;
   const Interval &keys = shared.keys, &blocks = shared.row_blocks;
   const int group = p.problem.heads / p.problem.heads_k, steps = (blocks.last - blocks.first + 1) * group;
   if (steps == 0) return;
@@ -401,8 +377,7 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<
     const int stage = step % Config::kStages, parity = step % 2;
     ptx::commit_copies();
     ptx::wait_copies<0>();
-    __syncthreads();  // the rows are here, nobody reads those before them any more, and dQ of two steps ago is complete
-    if (step > 1) pass_turn(shared, p, rows.previous(blocks).previous(blocks));
+    __syncthreads();  // the rows are here, and nobody reads those before them any more
     if (Config::kStages > 1 && step + 1 < steps) load_rows(shared, 1 - stage, p, rows.next(blocks));
 
     const Share<Config> share;
@@ -441,10 +416,7 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<
     }
   }
   __syncthreads();
-  if (steps > 1) pass_turn(shared, p, rows.previous(blocks).previous(blocks));
   add_previous_dq(shared, p, Share<Config>(), rows, (steps - 1) % 2);
-  __syncthreads();
-  pass_turn(shared, p, rows.previous(blocks));
 }
 
 // Rounds dV or dK, times `factor`, to global memory, by way of a tile that nobody reads any more.
@@ -476,28 +448,38 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_constant__ BwdParams p) {
   constexpr int kBlockN = Config::kBlockN;
   auto& shared = shared_memory<BwdShared<Config>>();
+  const KeyWork& work = shared.work;
+  const Interval& keys = shared.keys;
   if (threadIdx.x == 0) {
-    // Those that are waited for have begun, whatever the order of blocks.
-    shared.work = key_work<kBlockN>(p, p.deterministic ? ptx::arrive(p.turns) : blockIdx.x);
-    shared.seq = Sequence(p.problem, shared.work.entry);
+    shared.work = key_work<kBlockN>(p);
+    shared.seq = Sequence(p.problem, work.entry);
     const Mask mask(p.problem, shared.seq);
-    const Interval keys = shared.keys = interval_of<kBlockN>(shared.work.block);
     shared.live_rows = mask.rows_that_see(Interval{0, mask.seqlen_k - 1});
     shared.live_keys = mask.keys_seen_by_any({0, mask.seqlen_q - 1});
-    shared.row_blocks =
-        blocks_of<Config::kBlockM>(mask.rows_that_see(Interval{keys.first, min(keys.last, mask.seqlen_k - 1)}));
   }
   __syncthreads();
-  if (shared.keys.first >= shared.seq.k.length) return;
 
-  KeySum<Config> sum;
-  sum.fill(0);
-  walk_rows(shared, p, sum);
-  const Share<Config> share;
-  if (share.sums_dv) {
-    store_sum(shared.v, sum, p.problem.dropout_rescale, shared, share, p, p.dv);
-  } else {
-    store_sum(shared.k, sum, p.problem.softmax_scale, shared, share, p, p.dk);
+  const int& seqlen_k = shared.seq.k.length;
+  int block = work.first;
+  while (block * kBlockN < seqlen_k) {
+    if (threadIdx.x == 0) {
+      const Mask mask(p.problem, shared.seq);
+      shared.keys = interval_of<kBlockN>(block);
+      shared.row_blocks = blocks_of<Config::kBlockM>(mask.rows_that_see({keys.first, min(keys.last, seqlen_k - 1)}));
+    }
+    __syncthreads();
+    KeySum<Config> sum;
+    sum.fill(0);
+    walk_rows(shared, p, sum);
+    __syncthreads();
+    const Share<Config> share;
+    if (share.sums_dv) {
+      store_sum(shared.v, sum, p.problem.dropout_rescale, shared, share, p, p.dv);
+    } else {
+      store_sum(shared.k, sum, p.problem.softmax_scale, shared, share, p, p.dk);
+    }
+    block = keys.first / kBlockN + work.step;
+    __syncthreads();
   }
 }
 

@@ -263,10 +263,16 @@ constexpr BwdTile bwd_tile(int head_dim, bool compact) {
   return compact ? BwdTile{32, 32, 16, head_dim <= 192 ? 2 : 1} : BwdTile{64, 64, 32, 2};
 }
 
-// Elements of BwdParams::dq_sums.
-inline int64_t num_dq_sums(const Problem& p) {
-  const int64_t entries = p.cu_seqlens_q ? 1 : p.batch;
-  return entries * p.heads * p.seqlen_q * instance_head_dim(p.head_dim);
+// Chooses p's plan and says how many elements of scratch it needs. In the deterministic mode the blocks that share the
+// keys of an entry and head are so few that the memory for their sums of dq stays linear in the sequence.
+inline int64_t plan_bwd(BwdParams& p, bool deterministic, int multiprocessors) {
+  const Problem& problem = p.problem;
+  const int head_dim = instance_head_dim(problem.head_dim);
+  const int64_t key_blocks = ceil_div(int64_t{problem.seqlen_k}, bwd_tile(head_dim, false).keys);
+  p.deterministic = deterministic;
+  p.num_parts = deterministic ? parts_for(int64_t{problem.batch} * problem.heads_k, key_blocks, multiprocessors) : 1;
+  const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
+  return p.num_parts * entries * problem.heads * problem.seqlen_q * head_dim;
 }
 
 }  // namespace flash::flash_attn

@@ -129,17 +129,12 @@ struct BwdParams {
 
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
 
+  // The plan; see config.h.
   bool deterministic;
-  float* dq_sums;  // scratch: (rows in the order of softmax_lse, head_dim of the instance)
-  int* turns;      // scratch: (num_turns(elements of softmax_d)); unused unless deterministic
+  int num_parts;   // of the sums of dq: if deterministic, one for each block that works on the same rows, else 1
+  float* dq_sums;  // scratch: (num_parts, rows in the order of softmax_lse, head_dim of the instance)
 };
 
 constexpr int kRowSumsPad = 128;
-
-// In the deterministic mode blocks of keys add to the sums of dq of a block of rows one after the other. The first
-// number says how many blocks of the kernel have begun. The others say how many blocks of keys have added: to the rows
-// from `position` of softmax_d on, number 1 + position / kRowsPerTurn. Blocks of rows have as many rows or more.
-constexpr int kRowsPerTurn = 32;
-constexpr int64_t num_turns(int64_t row_sums) { return 2 + row_sums / kRowsPerTurn; }
 
 }  // namespace flash::flash_attn

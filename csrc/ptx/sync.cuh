@@ -12,11 +12,4 @@ __device__ inline int arrive(int* counter) {
   return before;
 }
 
-// Reads a counter. What a thread that has arrived at it saw or wrote before is visible then.
-__device__ inline int load_acquire(const int* counter) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
-  return value;
-}
-
 }  // namespace flash::ptx
