@@ -47,7 +47,7 @@ struct BwdSm90Config {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim);
+  static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
   static constexpr int kStages = 2;
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
@@ -80,7 +80,7 @@ struct BwdSm90Shared {
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
   using Keys = SharedTile<T, kBlockN, kHeadDim>;
 
-  Keys k, v;  // for head_dim 96 the second half of dQ reads 32 channels too many, from v, which nobody adds to anything
+  Keys k, v;  // halves of dQ that have fewer than 64 channels read on in v; nobody adds what comes of it to anything
   SharedTile<T, kBlockM, kBlockN> ds[2];
   RowRing<Config> q, dout;                                             // with lse and delta
   alignas(128) float dq[Config::kConsumers][kDqBoxRows * kDqBoxCols];  // 16 channels after 16 channels

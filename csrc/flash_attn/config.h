@@ -267,8 +267,10 @@ struct BwdSm90Tile {
   bool dv_first;
 };
 
-constexpr BwdSm90Tile bwd_sm90_tile(int head_dim) {
-  return head_dim <= 64 ? BwdSm90Tile{128, 128, false} : BwdSm90Tile{64, 128, true};
+// Random bits and transformed scores leave no registers for 128 rows.
+constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
+  const bool tall = head_dim <= 64 && features == Features::kPlain;
+  return tall ? BwdSm90Tile{128, 128, false} : BwdSm90Tile{64, 128, true};
 }
 
 // Whether bwd_sm90.cuh takes a problem: rows that its copies can move, of tensors that are not empty.
