@@ -141,6 +141,15 @@ def test_hopper_blocks_fit(host, instances, head_dim, plain, wide):
     assert keys // 2 + keys // 4 + head_dim // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
 
 
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_backward_blocks_fit_sm90(head_dim, plain):
+    instances = native.library(HERE / "bwd_probe.cu", native.CUDA)
+    shared_bytes, threads = numbers(instances, 2, "find_bwd_sm90_sizes", head_dim, plain)
+    assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
+    assert threads == 3 * 128
+
+
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values(), ids=SHARED_BYTES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_decoding_blocks_fit(host, instances, head_dim, shared_bytes):

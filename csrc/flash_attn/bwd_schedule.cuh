@@ -32,15 +32,12 @@ __host__ __device__ inline int num_key_heads(const BwdParams& p) {
   return p.problem.heads_k * (packed ? 1 : p.problem.batch);
 }
 
-// Under a causal mask blocks of the first keys take longest and should start first. They do within sections of heads:
-// the blocks of one head read the same rows, which L2 holds if they run together.
+// Blocks come in sections of key heads; in a section, those of the first keys come first.
 template <int kBlockN>
 __device__ KeyWork key_work(const BwdParams& params) {
-  constexpr int kSection = 16;
   const Problem& p = params.problem;
   const int per_head = blocks_per_head<kBlockN>(params), heads = num_key_heads(params);
-  const bool causal = p.window_left == kUnbounded && p.window_right != kUnbounded;
-  const int section_size = causal ? kSection : 1;
+  const int section_size = params.section_heads;
   const int section = blockIdx.x / (section_size * per_head), place = blockIdx.x % (section_size * per_head);
   const int section_heads = min(section_size, heads - section * section_size);
   const int head = section * section_size + place % section_heads, index = place / section_heads;

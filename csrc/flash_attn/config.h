@@ -281,10 +281,19 @@ inline bool suits_sm90(const BwdParams& p) {
 }
 
 struct BwdScratch {
-  int64_t dq_sums;  // elements
-  int64_t rows;     // of lse_log2, and of delta
-  int64_t turns;
+  int64_t dq_sums;   // elements
+  int64_t rows = 0;  // of lse_log2, and of delta
+  int64_t turns = 0;
 };
+
+// How many key heads' blocks start together, those of the first keys first. Under a causal mask these take longest. The
+// blocks of one head read the same rows, which the L2 cache holds if they run together; but of blocks that take turns
+// in adding to the same sums few should start together.
+inline int bwd_section(const BwdParams& p, bool deterministic) {
+  const bool causal = p.problem.window_left == kUnbounded && p.problem.window_right != kUnbounded;
+  if (p.on_sm90) return deterministic && causal ? 16 : 8;
+  return causal ? 16 : 1;
+}
 
 // Chooses p's plan and says what scratch it needs. In the deterministic mode of bwd_sm80.cuh the blocks that share the
 // keys of an entry and head are so few that the memory for their sums of dq stays linear in the sequence; in that of
@@ -296,6 +305,7 @@ inline BwdScratch plan_bwd(BwdParams& p, bool deterministic, bool has_sm90, int 
   p.on_sm90 = has_sm90 && suits_sm90(p);
   p.own_sums = deterministic && !p.on_sm90;
   p.num_parts = p.own_sums ? parts_for(int64_t{problem.batch} * problem.heads_k, key_blocks, multiprocessors) : 1;
+  p.section_heads = bwd_section(p, deterministic);
   const bool packed = problem.cu_seqlens_q != nullptr;
   const int64_t heads = int64_t{problem.heads} * (packed ? 1 : problem.batch);
   BwdScratch scratch{.dq_sums = p.num_parts * heads * problem.seqlen_q * head_dim};
