@@ -18,7 +18,6 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 FEATURES = {"plain": "Features::kPlain", "all": "Features::kAll"}
 PARAMS = {"fwd": "FwdParams", "decode": "FwdParams", "bwd": "BwdParams"}
 WIDE_HEAD_DIMS = (64, 96, 128)  # that have a second tile on sm_90, for long sequences; config.h chooses
-BWD_SM90_HEAD_DIMS = (64, 96, 128)
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims; config.h chooses
 
 
@@ -48,9 +47,9 @@ HOPPER = {
     if not wide or (head_dim in WIDE_HEAD_DIMS and name == "plain")
 } | {
     f"flash_attn_bwd_sm90_{dtype}_{head_dim}_{name}": _flash_attn(
-        "bwd_sm90", f"run_bwd_sm90<{TYPES[dtype]}, {head_dim}, {features}>", "BwdParams"
+        "bwd_sm90" if head_dim <= 128 else "bwd_sm90_wide", f"run_bwd_sm90<{TYPES[dtype]}, {head_dim}, {features}>", "BwdParams"
     )
-    for dtype, head_dim, (name, features) in itertools.product(TYPES, BWD_SM90_HEAD_DIMS, FEATURES.items())
+    for dtype, head_dim, (name, features) in itertools.product(TYPES, HEAD_DIMS, FEATURES.items())
 }
 DMASK = {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(

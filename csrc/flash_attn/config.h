@@ -273,11 +273,12 @@ constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
   return tall ? BwdSm90Tile{128, 128, false} : BwdSm90Tile{64, 128, true};
 }
 
-// Whether bwd_sm90.cuh takes a problem: rows that its copies can move, of tensors that are not empty.
-inline bool suits_sm90(const BwdParams& p) {
+// Whether bwd_sm90.cuh or, for head dims above 128, bwd_sm90_wide.cuh takes a problem: rows that copies can move, of
+// tensors that are not empty. The latter adds to sums of dQ in any order.
+inline bool suits_sm90(const BwdParams& p, bool deterministic) {
   const Problem& problem = p.problem;
   const bool empty = problem.batch == 0 || problem.heads == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
-  return p.aligned && problem.head_dim <= 128 && !empty;
+  return p.aligned && !empty && (problem.head_dim <= 128 || !deterministic);
 }
 
 struct BwdScratch {
@@ -302,7 +303,7 @@ inline BwdScratch plan_bwd(BwdParams& p, bool deterministic, bool has_sm90, int 
   const Problem& problem = p.problem;
   const int head_dim = instance_head_dim(problem.head_dim);
   const int64_t key_blocks = ceil_div(int64_t{problem.seqlen_k}, bwd_tile(head_dim, false).keys);
-  p.on_sm90 = has_sm90 && suits_sm90(p);
+  p.on_sm90 = has_sm90 && suits_sm90(p, deterministic);
   p.own_sums = deterministic && !p.on_sm90;
   p.num_parts = p.own_sums ? parts_for(int64_t{problem.batch} * problem.heads_k, key_blocks, multiprocessors) : 1;
   p.section_heads = bwd_section(p, deterministic);
