@@ -3,6 +3,7 @@
 
 #include "common/dispatch.h"
 #include "flash_attn/bwd_sm80.cuh"
+#include "flash_attn/bwd_sm90.cuh"
 #include "flash_attn/features.h"
 #include "probe.h"
 
@@ -18,6 +19,19 @@ extern "C" const char* find_bwd_sizes(int head_dim, bool plain, bool compact, in
             sizes[0] = sizeof(BwdShared<Config>), sizes[1] = Config::kThreads;
           },
           plain, compact);
+    });
+  });
+}
+
+extern "C" const char* find_bwd_sm90_sizes(int head_dim, bool plain, int64_t* sizes) {
+  return error_of([&] {
+    dispatch_value<64, 96, 128>(head_dim, [&](auto kHeadDim) {
+      dispatch_flags(
+          [&](auto kPlain) {
+            using Config = BwdSm90Config<__nv_bfloat16, kHeadDim, kPlain ? Features::kPlain : Features::kAll>;
+            sizes[0] = sizeof(BwdSm90Shared<Config>), sizes[1] = Config::kThreads;
+          },
+          plain);
     });
   });
 }

@@ -141,6 +141,15 @@ def test_hopper_blocks_fit(host, instances, head_dim, plain, wide):
     assert keys // 2 + keys // 4 + head_dim // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
 
 
+@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_backward_blocks_fit_sm90(head_dim, plain):
+    instances = native.library(HERE / "bwd_probe.cu", native.CUDA)
+    shared_bytes, threads = numbers(instances, 2, "find_bwd_sm90_sizes", head_dim, plain)
+    assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
+    assert threads == 3 * 128
+
+
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values(), ids=SHARED_BYTES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_decoding_blocks_fit(host, instances, head_dim, shared_bytes):
@@ -369,8 +378,29 @@ def test_parts_of_the_backward(host, packed):
         seqlen_q, seqlen_k = (draw.choice((0, 1, 100, 5000, 1_000_000)) for _ in "qk")
         sizes = batch, heads_k * group, heads_k, head_dim, seqlen_q, seqlen_k, packed
         sums = (1 if packed else batch) * heads_k * group * seqlen_q * head_dim
-        assert numbers(host, 2, "find_bwd_plan", *sizes, False, sms) == [1, sums]
-        parts, scratch = numbers(host, 2, "find_bwd_plan", *sizes, True, sms)
+        assert numbers(host, 4, "find_bwd_plan", *sizes, False, False, sms) == [1, sums, 0, 0]
+        parts, scratch, *others = numbers(host, 4, "find_bwd_plan", *sizes, True, False, sms)
+        assert others == [0, 0]
         _, keys, _, _ = numbers(host, 4, "find_bwd_tile", head_dim, False)
         assert 1 <= parts <= min(128, sms, max(1, -(-seqlen_k // keys)))
         assert scratch == parts * sums
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
+    """One part always; row values for the rows of each head in blocks of 128, and a turn for 32 of them."""
+    draw = random.Random(3)
+    for _ in range(300):
+        batch, heads, head_dim = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((40, 64, 96, 128))
+        lengths = [draw.choice((1, 100, 128, 5000)) for _ in range(batch)] if packed else [draw.choice((1, 128, 5000))]
+        sizes = batch, heads, heads, head_dim, sum(lengths), 77, packed
+        parts, sums, rows, turns = numbers(host, 4, "find_bwd_plan", *sizes, deterministic, True, 132)
+        entries = 1 if packed else batch
+        instance = host.call("find_instance_head_dim", head_dim)
+        assert (parts, sums) == (1, entries * heads * sum(lengths) * instance)
+        assert rows % (entries * heads * 128) == 0
+        assert turns == rows // 32 * deterministic
+        starts = [sum(lengths[:entry]) // 128 * 128 + 128 * entry for entry in range(len(lengths))]
+        ends = [start + -(-length // 128) * 128 for start, length in zip(starts, lengths)]
+        assert all(end <= start for end, start in zip(ends, [*starts[1:], rows // (entries * heads)]))

@@ -90,7 +90,6 @@ HOPPER = dict(
     lengths=[(64, 64), (97, 97), (128, 128), (113, 203), (203, 113), (129, 65), (193, 385), (400, 1), (512, 512)],
     dtype=["fp16", "bf16"],
     page=[0],
-    deterministic=[False],
     dlse=[False],
 )
 
@@ -99,15 +98,26 @@ HOPPER = dict(
 @pytest.mark.parametrize("case", sample(HOPPER, make_problem, valid=possible))
 def test_hopper_kernels_agree_with_portable_ones(case, device, monkeypatch):
     """The same but for rounding, and the same elements dropped."""
-    tensors = case.packed([case.formed(x) for x in case.tokens(device)[:3]])
+    *inputs, dout = (case.formed(x) for x in case.tokens(device))
+    leaves = [x.requires_grad_() for x in case.packed(inputs)]
 
     def attend():
         torch.manual_seed(0)
-        return case.attend(case.lengths(), *tensors, pages=None)[:2]
+        out, lse, _ = case.attend(case.lengths(), *leaves, pages=None)
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
 
     hopper = attend()
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
     assert_same_but_for_rounding(hopper, attend())
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("portable, kernel", [(False, "bwd_sm90_kernel"), (True, "bwd_kernel")])
+def test_which_backward_runs(portable, kernel, device, monkeypatch):
+    q = torch.randn(1, 128, 4, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    if portable:
+        monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    assert any(f"::{kernel}<" in name for name in kernels_of(lambda: flash_attn_func(q, q, q).sum().backward()))
 
 
 @pytest.mark.sm90
@@ -119,11 +129,15 @@ def test_which_kernel_runs(seqlen_q, seqlen_k, portable, kernel, device, monkeyp
     q, k = (torch.randn(1, seqlen, 4, 64, dtype=torch.bfloat16, device=device) for seqlen in (seqlen_q, seqlen_k))
     if portable:
         monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    assert any(f"::{kernel}<" in name for name in kernels_of(lambda: flash_attn_func(q, k, k)))
+
+
+def kernels_of(fn):
+    """Names of the kernels that fn() runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        flash_attn_func(q, k, k)
+        fn()
         torch.cuda.synchronize()
-    names = [event.name for event in profile.events()]
-    assert any(f"::{kernel}<" in name for name in names), names
+    return [event.name for event in profile.events()]
 
 
 def options_of(case, device):

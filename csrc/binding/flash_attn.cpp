@@ -17,6 +17,7 @@ namespace {
 
 using flash_attn::AppendParams;
 using flash_attn::BwdParams;
+using flash_attn::BwdScratch;
 using flash_attn::DmaskParams;
 using flash_attn::FwdParams;
 using flash_attn::FwdScratch;
@@ -361,9 +362,13 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   p.aligned = all_aligned(p);
   const Tensor softmax_d = new_row_sums(q, p.problem);
   p.softmax_d = static_cast<float*>(softmax_d.mutable_data_ptr());
-  const int64_t scratch = plan_bwd(p, deterministic, num_multiprocessors(q.get_device_index()));
-  const Tensor dq_sums = torch::stable::new_empty(q, {scratch}, ScalarType::Float);
-  p.dq_sums = static_cast<float*>(dq_sums.mutable_data_ptr());
+  const int device = q.get_device_index();
+  const BwdScratch sizes = plan_bwd(p, deterministic, flash_attn::has_sm90(device), num_multiprocessors(device));
+  const Tensor scratch = torch::stable::new_empty(q, {sizes.dq_sums + 2 * sizes.rows + sizes.turns}, ScalarType::Float);
+  p.dq_sums = static_cast<float*>(scratch.mutable_data_ptr());
+  p.lse_log2 = p.dq_sums + sizes.dq_sums;
+  p.delta = p.lse_log2 + sizes.rows;
+  if (sizes.turns > 0) p.turns = reinterpret_cast<int*>(p.delta + sizes.rows);
   flash_attn::bwd(p, current_stream(q));
   return softmax_d;
 }

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "common/check.h"
+#include "common/tensor_ref.h"
 
 namespace flash {
 
@@ -27,11 +28,11 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
-// A tensor of 16-bit elements in four dimensions, the fastest first, and the box of it that a copy moves. Rows of the
-// box fill 64 or 128 bytes of shared memory, permuted as in SharedTile (tile/shared.cuh). Strides are in bytes, of the
+// A tensor in four dimensions, the fastest first, and the box of it that a copy moves. Strides are in bytes, of the
 // dimensions after the first, and multiples of 16, as is the address.
-inline CUtensorMap tensor_map(const void* data, const std::array<int64_t, 4>& sizes,
-                              const std::array<int64_t, 3>& strides, const std::array<int, 4>& box) {
+inline CUtensorMap tensor_map(const void* data, CUtensorMapDataType type, const std::array<int64_t, 4>& sizes,
+                              const std::array<int64_t, 3>& strides, const std::array<int, 4>& box,
+                              CUtensorMapSwizzle swizzle) {
   cuuint64_t dims[4], dim_strides[3];
   cuuint32_t box_dims[4];
   const cuuint32_t steps[4] = {1, 1, 1, 1};
@@ -39,14 +40,27 @@ inline CUtensorMap tensor_map(const void* data, const std::array<int64_t, 4>& si
   std::ranges::copy(strides, dim_strides);
   std::ranges::copy(box, box_dims);
   CUtensorMap map;
-  const CUresult status = tensor_map_encoder()(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(data), dims,
-                                               dim_strides, box_dims, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                               box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+  const CUresult status = tensor_map_encoder()(&map, type, 4, const_cast<void*>(data), dims, dim_strides, box_dims,
+                                               steps, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                                                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) {
     throw std::runtime_error("cuTensorMapEncodeTiled failed with error " + std::to_string(status));
   }
   return map;
+}
+
+// (entries, rows, heads, head_dim) of 16-bit elements, for copies of box_rows rows and one page of a tile: rows of the
+// box fill 64 or 128 bytes of shared memory, permuted as in SharedTile (tile/shared.cuh). Dimensions of size 1 need not
+// have a stride.
+template <typename Tile, typename Data>
+CUtensorMap map_of(const TensorRef<Data>& x, int64_t head_dim, int64_t heads, int64_t rows, int64_t entries,
+                   int box_rows = Tile::kRows) {
+  constexpr int64_t kElementBytes = sizeof(typename Tile::T);
+  const auto stride = [](int64_t elements, int64_t size) { return size > 1 ? elements * kElementBytes : 16; };
+  return tensor_map(x.data, CU_TENSOR_MAP_DATA_TYPE_UINT16, {head_dim, heads, rows, entries},
+                    {stride(x.heads, heads), stride(x.seqlen, rows), stride(x.batch, entries)},
+                    {Tile::kPageCols, 1, box_rows, 1},
+                    Tile::kPageCols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 }  // namespace flash

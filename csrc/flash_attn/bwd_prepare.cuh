@@ -1,5 +1,5 @@
 // Before the backward: delta, the row sums of dO * O, less the gradient of lse, 0 for rows that see no key, and zeros
-// for the sums of dQ.
+// for the sums of dQ. For bwd_sm90.cuh also a copy of lse and delta in whole blocks of rows.
 //
 // kLanes threads share a row, 8 channels each. The rows are those of softmax_d; between entries it has some that stand
 // for no token and get 0. So do packed tokens after the last entry, but they have sums of dQ.
@@ -10,7 +10,9 @@
 
 #include "common/launch.h"
 #include "flash_attn/bwd_scratch.cuh"
+#include "flash_attn/mask.cuh"
 #include "flash_attn/params.h"
+#include "flash_attn/score.cuh"
 #include "flash_attn/sequence.cuh"
 #include "tile/vec.cuh"
 
@@ -54,6 +56,16 @@ __device__ void load_chunk(float (&chunk)[8], const T* row, int col, int cols, i
   widen(chunk, vec);
 }
 
+__device__ inline void store_row_values(const BwdParams& p, const SumRow& at, const Span& span, float sum) {
+  const Problem& problem = p.problem;
+  const Sequence seq(problem, at.entry);
+  const bool live = Mask(problem, seq).rows_that_see(Interval{0, seq.k.length - 1}).covers({at.row, at.row});
+  const int64_t index = row_value_index(p, span, at.entry, at.head) + at.row;
+  p.lse_log2[index] = live ? row_values(p.softmax_lse, problem, span, at.head)[at.row] * kLog2e : INFINITY;
+  p.delta[index] = live ? sum : 0.f;
+  if (p.turns != nullptr && index % kRowsPerTurn == 0) *turns_of(p, index) = 0;
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __grid_constant__ BwdParams p) {
   using T = typename Config::T;
@@ -87,7 +99,10 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __g
     if (p.dlse != nullptr) sum -= row_values(p.dlse, problem, span, at.head)[at.row];
     if (row_values(p.softmax_lse, problem, span, at.head)[at.row] == INFINITY) sum = 0;
   }
-  if (col == 0 && position < per_head) p.softmax_d[outer * per_head + position] = sum;
+  if (col != 0 || position >= per_head) return;
+  p.softmax_d[outer * per_head + position] = sum;
+  const bool in_block = at.row < (span.length + kRowSumsPad - 1) / kRowSumsPad * kRowSumsPad;
+  if (p.on_sm90 && at.entry < problem.batch && in_block) store_row_values(p, at, span, sum);
 }
 
 template <typename Config>

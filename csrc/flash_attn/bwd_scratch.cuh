@@ -32,6 +32,16 @@ __device__ inline float* row_sums(const BwdParams& p, const Span& q, int entry, 
   return p.softmax_d + (q.batch * p.problem.heads + head) * row_sums_per_head(p.problem) + first;
 }
 
+// Index of row 0 of an entry in lse_log2 and delta.
+__device__ inline int64_t row_value_index(const BwdParams& p, const Span& q, int entry, int head) {
+  constexpr int64_t kPad = kRowSumsPad;
+  const int64_t first = p.problem.cu_seqlens_q != nullptr ? q.first / kPad * kPad + kPad * entry : 0;
+  return (q.batch * p.problem.heads + head) * p.rows_per_head + first;
+}
+
+// Two of BwdParams::turns for each block of 64 rows; `index` is that of a row in lse_log2.
+__device__ inline int* turns_of(const BwdParams& p, int64_t index) { return p.turns + index / kRowsPerTurn; }
+
 // Rows of q in all: tokens and heads.
 __host__ __device__ inline int64_t num_rows(const Problem& p) { return num_entries(p) * p.heads * p.seqlen_q; }
 

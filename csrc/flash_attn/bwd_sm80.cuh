@@ -25,15 +25,13 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
-#include <stdexcept>
-#include <string>
 #include <type_traits>
 
 #include "common/device.h"
 #include "common/launch.h"
 #include "flash_attn/bwd_finish.cuh"
 #include "flash_attn/bwd_prepare.cuh"
+#include "flash_attn/bwd_schedule.cuh"
 #include "flash_attn/bwd_scratch.cuh"
 #include "flash_attn/config.h"
 #include "flash_attn/dropout.cuh"
@@ -72,12 +70,6 @@ struct BwdConfig {
   static_assert(kThreads >= 2 * kBlockM, "a thread loads one row value");
 };
 
-// Blocks first, first + step, .. of the keys of an entry, in one key head.
-struct KeyWork {
-  int entry, head_k;
-  int first, step;
-};
-
 template <typename Config>
 struct BwdShared {
   using T = typename Config::T;
@@ -105,41 +97,7 @@ template <typename Config>
 using KeySum = Fragment<Config::kWarpKeys, Config::kWarpDim>;  // dV or dK
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Which block does what
-
-// How many blocks share a key head: of an entry or, if packed, of all entries, as many as the tokens could need.
-template <int kBlockN>
-__host__ __device__ int blocks_per_head(const BwdParams& p) {
-  if (p.deterministic) return p.num_parts;
-  return p.problem.cu_seqlens_k ? p.problem.seqlen_k / kBlockN + p.problem.batch
-                                : blocks_for<kBlockN>(p.problem.seqlen_k);
-}
-
-// Of all entries unless they are packed.
-__host__ __device__ inline int num_key_heads(const BwdParams& p) {
-  const bool packed = p.problem.cu_seqlens_k != nullptr && !p.deterministic;
-  return p.problem.heads_k * (packed ? 1 : p.problem.batch);
-}
-
-// Under a causal mask blocks of the first keys take longest and should start first. They do within sections of heads:
-// the blocks of one head read the same rows, which L2 holds if they run together.
-template <int kBlockN>
-__device__ KeyWork key_work(const BwdParams& params) {
-  constexpr int kSection = 16;
-  const Problem& p = params.problem;
-  const int per_head = blocks_per_head<kBlockN>(params), heads = num_key_heads(params);
-  const bool causal = p.window_left == kUnbounded && p.window_right != kUnbounded;
-  const int section_size = causal ? kSection : 1;
-  const int section = blockIdx.x / (section_size * per_head), place = blockIdx.x % (section_size * per_head);
-  const int section_heads = min(section_size, heads - section * section_size);
-  const int head = section * section_size + place % section_heads, index = place / section_heads;
-
-  if (p.cu_seqlens_k == nullptr || params.deterministic) return {head / p.heads_k, head % p.heads_k, index, per_head};
-  // The blocks of entry b start at cu_seqlens_k[b] / kBlockN + b.
-  const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_k + entry) / kBlockN + entry; };
-  const int entry = last_entry_from(p.batch, index, start_of);
-  return {entry, head, index - start_of(entry), per_head};
-}
+// Which warp does what
 
 // The share of a warp in the block's products. It is made anew where it is used: made once, it and all addresses that
 // follow from it would be kept in registers.
@@ -342,7 +300,7 @@ __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams
                         along_rows<Config::kDqShares>(shared.k, share.dq_dim0));
 
   const RowBlock previous = rows.previous(shared.row_blocks);
-  const int part = p.deterministic ? shared.work.first : 0, row0 = previous.block * Config::kBlockM + share.dq_row0;
+  const int part = p.own_sums ? shared.work.first : 0, row0 = previous.block * Config::kBlockM + share.dq_row0;
   float* sums = dq_rows<Config::kHeadDim>(p, shared.seq.q, previous.head, part) + share.dq_dim0 + 4 * (lane_id() % 4);
 #pragma unroll
   for (int r = 0; r < dq.kLaneRows; ++r) {
@@ -485,12 +443,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_c
 
 template <typename Config>
 void launch_bwd(const BwdParams& p, cudaStream_t stream) {
-  const int64_t blocks = int64_t{blocks_per_head<Config::kBlockN>(p)} * num_key_heads(p);
-  if (blocks > std::numeric_limits<int>::max()) {
-    throw std::invalid_argument("k has too many keys and heads for one launch: " + std::to_string(blocks) + " blocks");
-  }
-  const LaunchShape shape{
-      .grid = dim3(blocks), .block = dim3(Config::kThreads), .shared_bytes = sizeof(BwdShared<Config>)};
+  const LaunchShape shape{.grid = dim3(key_blocks<Config::kBlockN>(p)),
+                          .block = dim3(Config::kThreads),
+                          .shared_bytes = sizeof(BwdShared<Config>)};
   launch<bwd_kernel<Config>>(shape, p, stream);
 }
 

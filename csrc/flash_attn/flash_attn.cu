@@ -63,8 +63,10 @@ void fwd(const FwdParams& p, cudaStream_t stream) {
 
 void bwd(const BwdParams& p, cudaStream_t stream) {
   dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
-    dispatch_value<Features::kPlain, Features::kAll>(
-        features_of(p), [&](auto kFeatures) { run_built(run_bwd<element_t<kDType>, kHeadDim, kFeatures>, p, stream); });
+    dispatch_value<Features::kPlain, Features::kAll>(features_of(p), [&](auto kFeatures) {
+      using T = element_t<kDType>;
+      run_built(p.on_sm90 ? run_bwd_sm90<T, kHeadDim, kFeatures> : run_bwd<T, kHeadDim, kFeatures>, p, stream);
+    });
   });
 }
 

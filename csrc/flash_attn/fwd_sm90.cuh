@@ -400,17 +400,6 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
 #endif
 }
 
-// The map of a tensor for copies of box_rows rows of one head. Dimensions of size 1 need not have a stride.
-template <typename Tile, typename Data>
-CUtensorMap map_of(const TensorRef<Data>& x, int64_t head_dim, int64_t heads, int64_t rows, int64_t entries,
-                   int box_rows = Tile::kRows) {
-  constexpr int64_t kElementBytes = sizeof(typename Tile::T);
-  const auto stride = [](int64_t elements, int64_t size) { return size > 1 ? elements * kElementBytes : 16; };
-  return tensor_map(x.data, {head_dim, heads, rows, entries},
-                    {stride(x.heads, heads), stride(x.seqlen, rows), stride(x.batch, entries)},
-                    {Tile::kPageCols, 1, box_rows, 1});
-}
-
 template <typename T, int kHeadDim, Features kFeatures, bool kWide>
 void run_fwd_sm90(const FwdParams& p, cudaStream_t stream) {
   using Config = FwdSm90Config<T, kHeadDim, kFeatures, kWide>;

@@ -21,6 +21,9 @@ template <typename T, int kHeadDim, Features kFeatures>
 template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_bwd(const BwdParams& p, cudaStream_t stream);
 
+template <typename T, int kHeadDim, Features kFeatures>
+[[gnu::weak]] void run_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+
 template <typename T, int kHeadDim, int kWidth>
 [[gnu::weak]] void run_dmask(const DmaskParams& p, cudaStream_t stream);
 

@@ -130,11 +130,21 @@ struct BwdParams {
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
 
   // The plan; see config.h.
-  bool deterministic;
-  int num_parts;   // of the sums of dq: if deterministic, one for each block that works on the same rows, else 1
-  float* dq_sums;  // scratch: (num_parts, rows in the order of softmax_lse, head_dim of the instance)
+  bool on_sm90;       // whether bwd_sm90.cuh does it, or else bwd_sm80.cuh
+  bool own_sums;      // deterministic in bwd_sm80.cuh: num_parts blocks share the keys of a head, each with sums of dq
+  int section_heads;  // key heads whose blocks start together
+  int num_parts;      // of the sums of dq: 1 unless own_sums
+  float* dq_sums;     // scratch: (num_parts, rows in the order of softmax_lse, head_dim of the instance)
+  // Scratch of bwd_sm90.cuh: log2(e) lse and softmax_d, (heads of all entries, rows_per_head), rows of an entry in
+  // whole blocks of kRowSumsPad. Rows that see no key, or do not exist, have +inf and 0, so that weights and gradients
+  // are 0.
+  int64_t rows_per_head;
+  float* lse_log2;
+  float* delta;
+  int* turns;  // likewise, if deterministic: how many blocks have added to the sums of dq of a block of rows; or null
 };
 
 constexpr int kRowSumsPad = 128;
+constexpr int kRowsPerTurn = 32;  // of bwd_sm90.cuh
 
 }  // namespace flash::flash_attn

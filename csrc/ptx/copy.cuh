@@ -70,6 +70,14 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t addre
                : "memory");
 }
 
+// The other way round: lanes 8i .. 8i + 7 give the addresses of the rows of matrix i, transposed, of which register i
+// holds elements (lane / 4, 2 (lane % 4) + {0, 1}). For sm_90.
+__device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // The 8x8 matrix of 16-bit elements of which each lane holds elements (lane / 4, 2 (lane % 4) + {0, 1}), transposed.
 __device__ inline uint32_t transpose_matrix(uint32_t r) {
   uint32_t transposed;

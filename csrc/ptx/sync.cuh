@@ -12,4 +12,19 @@ __device__ inline int arrive(int* counter) {
   return before;
 }
 
+// Waits until a counter has a value. What was written before that was announced is then seen, also by the asynchronous
+// copies that this thread starts.
+__device__ inline void wait_for(const int* counter, int value) {
+  int now;
+  do {
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  } while (now != value);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Adds 1. Whoever has waited for the result sees what this thread, and copies whose end it has waited for, have written.
+__device__ inline void announce(int* counter) {
+  asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+
 }  // namespace flash::ptx

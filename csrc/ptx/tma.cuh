@@ -36,11 +36,30 @@ __device__ inline void store_box_async(const CUtensorMap& map, uint32_t shared, 
                : "memory");
 }
 
+// Starts the copy of adjacent bytes, a multiple of 16 and aligned to 16, which count at the barrier.
+__device__ inline void copy_bytes_async(uint32_t shared, const void* global, int bytes, SharedBarrier& barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
+               "l"(global), "r"(bytes), "r"(shared_address(&barrier))
+               : "memory");
+}
+
+// Starts to add a box of floats, which lie in shared memory in the order of its coordinates, to the tensor, each
+// atomically; those outside of it are left out. It counts as a store.
+__device__ inline void add_box_async(const CUtensorMap& map, uint32_t shared, int x0, int x1, int x2, int x3) {
+  asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
+                   reinterpret_cast<uint64_t>(&map)),
+               "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(shared)
+               : "memory");
+}
+
 // Closes the group of the stores that this thread has started since the last one.
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until the shared memory that this thread's groups copy from has been read.
 __device__ inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Waits until what this thread's groups store has been written.
+__device__ inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // Orders this thread's ordinary writes to shared memory before what the tensor cores and the copies read there, once a
 // barrier has told them.

@@ -27,6 +27,16 @@ struct Fragment {
   __device__ static int row(int r) { return 8 * r + lane_id() / 4; }
   __device__ static int col(int c) { return c / 2 * 8 + c % 2 + lane_id() % 4 * 2; }
 
+  // fn(element, r, c) for each of the lane's elements.
+  template <typename Fn>
+  __device__ void for_each(Fn&& fn) {
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < kLaneCols; ++c) fn((*this)(r, c), r, c);
+    }
+  }
+
   __device__ void fill(float value) {
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {

@@ -104,6 +104,18 @@ __device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragmen
   }
 }
 
+// Writes a warp's 16 rows to 16 columns of a tile, from col0 on, for each other: the tile holds the transpose. For
+// sm_90.
+template <typename Tile, typename T, int kCols>
+__device__ void store_transposed(Tile& tile, const PackedFragment<T, 16, kCols>& fragment, int col0) {
+  const int row = lane_id() / 16 * 8 + lane_id() % 8, chunk = col0 / Tile::kChunk + lane_id() / 8 % 2;
+  const uint32_t origin = tile.address(row, chunk);
+#pragma unroll
+  for (int step = 0; step < kCols / 16; ++step) {
+    ptx::store_matrices_transposed(origin + Tile::distance(16 * step, 0), fragment.values[0][step]);
+  }
+}
+
 // A warp writes kRows rows of a tile, from row0 on, to global memory. Rows are aligned to 16 bytes and cols is a
 // multiple of 8.
 template <int kRows, typename Tile, typename Rows>

@@ -474,8 +474,7 @@ __global__ __launch_bounds__(2 * kWarpgroup) void box_product_kernel(const __gri
 // A matrix of `rows` x `cols` in memory, for boxes of a page of the tile.
 template <typename Tile>
 CUtensorMap matrix_map(const void* data, int64_t rows, int64_t cols) {
-  constexpr int64_t kBytes = sizeof(typename Tile::T);
-  return tensor_map(data, {cols, 1, rows, 1}, {16, cols * kBytes, 16}, {Tile::kPageCols, 1, Tile::kRows, 1});
+  return map_of<Tile>(TensorRef<const void>{.data = data, .seqlen = cols, .head_dim = 1}, cols, 1, rows, 1);
 }
 
 // values (128, cols), rounded, to a matrix: as a box, or by each warp from its registers.
@@ -505,6 +504,47 @@ __global__ void box_store_kernel(const __grid_constant__ BoxStore p) {
   if (threadIdx.x != 0) return;
   store_async<kBoxRows>(tile, 0, p.map, 0, 0, 0);
   ptx::wait_stores_read();
+#endif
+}
+
+// values (128, 64), rounded, to a tile that holds their transpose.
+struct TransposedStore {
+  const float* values;
+  void* image;
+};
+
+template <typename T>
+__global__ void transposed_store_kernel(const __grid_constant__ TransposedStore p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  auto& tile = shared_memory<SharedTile<T, 64, kTileRows>>();
+  const int row0 = 16 * warp_id();
+  Fragment<16, 64> x;
+  x.for_each([&](float& element, int r, int c) { element = p.values[(row0 + x.row(r)) * 64 + x.col(c)]; });
+  store_transposed(tile, pack<T>(x), row0);
+  dump(tile, p.image);
+#endif
+}
+
+// A box (4, 64, 16) of floats added to a tensor (groups, rows, 16), twice, from a group and a row on.
+struct BoxSum {
+  CUtensorMap map;
+  const float* box;
+  int group, row;
+};
+
+__global__ void box_sum_kernel(const __grid_constant__ BoxSum p) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  struct Box {
+    alignas(128) float values[4 * 64 * 16];
+  };
+  auto& box = shared_memory<Box>();
+  for (int i = threadIdx.x; i < 4 * 64 * 16; i += blockDim.x) box.values[i] = p.box[i];
+  ptx::fence_async_reads();
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  for (int i = 0; i < 2; ++i) ptx::add_box_async(p.map, ptx::shared_address(box.values), 0, p.row, p.group, 0);
+  ptx::commit_stores();
+  ptx::wait_stores();
 #endif
 }
 
@@ -711,6 +751,27 @@ const char* multiply_boxes(int dtype, int shape, bool packed, const void* a, int
         dispatch_flags(run, packed);
       });
     });
+  });
+}
+
+const char* store_transposed_tile(int dtype, const float* values, void* image) {
+  return error_of([&] {
+    dispatch_half(dtype, [&](auto kDType) {
+      using T = element_t<kDType>;
+      const LaunchShape shape{
+          .grid = dim3(1), .block = dim3(kTileThreads), .shared_bytes = sizeof(SharedTile<T, 64, kTileRows>)};
+      launch<transposed_store_kernel<T>>(shape, TransposedStore{values, image}, nullptr);
+    });
+  });
+}
+
+const char* add_box(float* sums, int64_t groups, int64_t rows, const float* box, int group, int row) {
+  return error_of([&] {
+    const BoxSum p{tensor_map(sums, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {16, rows, groups, 1}, {64, rows * 64, 16},
+                              {16, 64, 4, 1}, CU_TENSOR_MAP_SWIZZLE_NONE),
+                   box, group, row};
+    launch<box_sum_kernel>({.grid = dim3(1), .block = dim3(256), .shared_bytes = 4 * 64 * 16 * sizeof(float)}, p,
+                           nullptr);
   });
 }
 

@@ -399,6 +399,29 @@ def test_store_of_a_box(probe, device, dtype, cols, rows, short, direct):
     assert_identical(memory, expected)
 
 
+@cuda
+@sm90
+@pytest.mark.parametrize("dtype", HALF)
+def test_transposed_store(probe, device, dtype):
+    values = torch.randn(TILE_ROWS, 64)
+    found = torch.empty(TILE_ROWS * 64, dtype=DTYPES[dtype], device=device)
+    probe.run("store_transposed_tile", dtype_index(dtype), values.to(device), found)
+    assert_identical(found, image(values.t().contiguous().to(DTYPES[dtype])))
+
+
+@cuda
+@sm90
+@pytest.mark.parametrize("group, row", [(0, 0), (4, 32), (2, 50), (6, 0), (0, 100)])
+def test_sum_of_boxes(probe, device, group, row):
+    """What lies outside of the tensor is left out."""
+    groups, rows = 6, 96
+    before, box = torch.randint(-9, 10, (groups, rows, 16)).float(), torch.randint(-9, 10, (4, 64, 16)).float()
+    sums = before.to(device)
+    probe.run("add_box", sums, groups, rows, box.to(device), group, row)
+    before[group : group + 4, row : row + 64] += 2 * box[: max(0, groups - group), : max(0, rows - row)]
+    assert_identical(sums + 0, before + 0)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Random bits: philox.cuh and the keep mask that stands on it
 
