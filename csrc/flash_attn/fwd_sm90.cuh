@@ -101,6 +101,7 @@ struct Producer {
     Span keys;
     int head, block;
   } last_v{.block = -1};  // not started yet, if block >= 0
+  int taken;
 
   __device__ void load_q(const Work& work) {
     shared.q_ring.wait_empty(q_at);
@@ -125,8 +126,8 @@ struct Producer {
     last_v.block = -1;
   }
 
-  // Hands the work to the consumers and starts its copies in the order of need. That of the last block of V comes after
-  // the first keys of the next tile.
+  // Hands the work to the consumers and starts its copies in the order of need: that of the last block of V comes after
+  // the first keys of the next tile, which is asked for while the last keys wait for their place.
   __device__ void load(const Work& work) {
     shared.work_ring.wait_empty(work_at);
     shared.work[work_at.stage] = work;
@@ -135,13 +136,16 @@ struct Producer {
 
     const auto [first, last] = work.blocks;
     const int head = p.fwd.group.divide(work.tile.head);
-    load_k(work.seq.k, head, last);
-    load_last_v();
-    load_q(work);
 #pragma unroll 1
-    for (int n = last - 1; n >= first; --n) {
+    for (int n = last; n >= first; --n) {
+      if (n == first) taken = take_tile();
       load_k(work.seq.k, head, n);
-      load_v(work.seq.k, head, n + 1);
+      if (n == last) {
+        load_last_v();
+        load_q(work);
+      } else {
+        load_v(work.seq.k, head, n + 1);
+      }
     }
     last_v = {work.seq.k, head, first};
   }
@@ -157,23 +161,18 @@ struct Producer {
     }
   }
 
-  __device__ int next_index() const {
-    const int taken = lane_id() == 0 ? atomicAdd(p.fwd.arrivals, 1) : 0;
-    return gridDim.x + __shfl_sync(~0u, taken, 0);
-  }
+  // How many tiles were taken before this one, beside the first of each block.
+  __device__ int take_tile() const { return atomicAdd(p.fwd.arrivals, 1); }
 
   __device__ void run() {
     const int num_tiles = p.fwd.tiles.value;
     int index = blockIdx.x;
-    for (; index < num_tiles; index = next_index()) {
+    while (index < num_tiles) {
       const Work work(p.fwd, ordered_tile<Config::kRows>(p.fwd, index));
-      if (!work.exists()) continue;
-      if (work.blocks.empty()) {
-        store_nothing(work);
-      } else if (lane_id() == 0) {
-        load(work);
-      }
-      __syncwarp();
+      const bool has_keys = work.exists() && !work.blocks.empty();
+      if (work.exists() && !has_keys) store_nothing(work);
+      if (lane_id() == 0) has_keys ? load(work) : void(taken = take_tile());
+      index = gridDim.x + __shfl_sync(~0u, taken, 0);
     }
     if (lane_id() != 0) return;
     load_last_v();
@@ -202,6 +201,12 @@ __device__ void clear_rows(Tile& tile, int first, int barrier) {
   ptx::fence_async_reads();
   ptx::sync_barrier<kWarpgroup>(barrier);
 }
+
+// The blocks of keys that a tile sees, if there is one, and those of them that no mask cuts.
+struct Walk {
+  bool exists;
+  Interval blocks, whole;
+};
 
 // A warpgroup, as one of its warps sees it.
 template <typename Config>
@@ -249,6 +254,11 @@ struct Consumer {
     shared.work_ring.wait_full(work_at);
     return shared.work[work_at.stage];
   }
+  // Of the work that comes next, in registers.
+  __device__ static Walk walk_of(const Work& work) {
+    return {warp_uniform(work.tile.entry) >= 0, warp_uniform(work.blocks), warp_uniform(work.whole_blocks())};
+  }
+
   __device__ void start_scores(Scores<Config>& s) {
     const auto queries = along_cols(shared.q[q_at.stage], kWarpgroupRows * rank);
     start_gemm<Config::kHeadDim>(s, queries, along_cols(shared.k[k_at.stage]), /*accumulate=*/false);
@@ -343,10 +353,11 @@ struct Consumer {
     const Work* work = &next_work();
     start_first_scores(s, *work);
     pass_turn();
+    Walk walk = walk_of(*work);
     wait_gemms<0>(s);
 
-    while (warp_uniform(work->tile.entry) >= 0) {
-      const Interval blocks = warp_uniform(work->blocks), whole = warp_uniform(work->whole_blocks());
+    while (walk.exists) {
+      const auto [_, blocks, whole] = walk;
       int n = blocks.last;
       release(shared.k_ring, k_at);
       begin(s, *work, !whole.covers(n));
@@ -369,12 +380,13 @@ struct Consumer {
       work = &next_work();
       start_first_scores(s, *work);
       pass_turn();
+      walk = walk_of(*work);
       softmax.finish();
       wait_gemms<1>(o);
       release(shared.v_ring, v_at);
       normalize<Config>(o, p, softmax);
-      store_lse<Config>(p, done, warp_row, softmax);
       store_out(done);
+      store_lse<Config>(p, done, warp_row, softmax);  // last, or else the fence of store_out waits for it
       __syncwarp();
       if (lane_id() == 0) shared.work_ring.release(done_at);
       wait_gemms<0>(s);
