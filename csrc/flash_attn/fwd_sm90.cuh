@@ -242,7 +242,8 @@ struct Consumer {
     at.advance();
   }
 
-  // Barriers: 1 .. kConsumers for the turns, the next ones for each warpgroup alone.
+  // Barriers: 1 .. kConsumers for the turns, the next ones for each warpgroup alone. Without turns, short sequences are
+  // up to 7 % slower; to pass the turn when only half of the second product is queued changes nothing.
   __device__ int own_barrier() const { return 1 + Config::kConsumers + rank; }
   __device__ void await_turn() const { ptx::sync_barrier<2 * kWarpgroup>(1 + rank); }
   __device__ void pass_turn() const {
@@ -294,7 +295,8 @@ struct Consumer {
   }
 
   // From P(n + 1) to P(n). The wait for K(n - 1) stands where it does because the compiler moves the wait for a product
-  // up to the last branch before it, and with it all exponentials behind it.
+  // up to the last branch before it, and with it all exponentials behind it. O is rescaled at the end: between the two
+  // products it would delay the second, which costs 2 %. Q in registers gains less than 1 %.
   template <bool kCut>
   __device__ void step(const Work& work, int n, bool is_last) {
     Scores<Config> s;
