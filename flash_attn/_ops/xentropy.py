@@ -71,6 +71,7 @@ def cross_entropy(
 
 
 def check(logits, labels, label_smoothing):
+    """Check what every entry is given."""
     checks.tensor("logits", logits, dtypes=DTYPES)
     checks.ndim("logits", logits, "(rows, vocab)")
     shape, device = logits.shape[:1], logits.device
