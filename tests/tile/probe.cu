@@ -607,7 +607,7 @@ __global__ void count_kernel(int* const __grid_constant__ threads) { atomicAdd(t
 // Rows
 
 struct RowCopy {
-  const void* x;  // (rows, cols), rows `x_stride` apart
+  const void* x;  // (rows, cols), rows `stride` apart
   void* y;        // like x; both aligned alike
   int64_t stride;
   int rows, cols;
