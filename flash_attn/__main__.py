@@ -75,10 +75,9 @@ def backends() -> list[str]:
 
 def backend(name: str) -> str:
     """What serves the op `name` here."""
-    if _library.load_error():
-        return "reference in plain torch: there are no kernels"
     if not _library.has_kernel(name):
-        return "reference in plain torch: the library has no kernel for it"
+        why = "there are no kernels" if _library.load_error() else "the library has no kernel for it"
+        return f"reference in plain torch: {why}"
     if not torch.cuda.is_available():
         return "reference in plain torch: there is a kernel, but no CUDA device"
     return "kernel for CUDA tensors, reference in plain torch for others"

@@ -15,6 +15,7 @@ and `fwd(x, 2.0)` then costs one trip through the dispatcher.
 """
 
 import functools
+import importlib.util
 import pathlib
 import warnings
 from collections.abc import Callable
@@ -160,6 +161,7 @@ def define(
     differentiable: int = 0,
     kernel_dtypes: tuple[torch.dtype, ...] | None = None,
     writes: Callable[[tuple], bool] | None = None,
+    triton=None,
 ) -> Op:
     """Define the op `flash_attn::<schema>` and everything that PyTorch needs to know of it.
 
@@ -171,6 +173,7 @@ def define(
     differentiable: how many of the first arguments, all tensors or None, have gradients.
     kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
     writes: for an op that changes arguments, whether it will with these; by default it always does.
+    triton: the same function as launch of a Triton kernel, for GPUs if the library has no kernel; it imports Triton.
 
     A C++ kernel for the same op is registered by the library itself and then comes before the reference on CUDA.
     """
@@ -181,6 +184,8 @@ def define(
         _LIBRARY.define(f"{each}({rest}")
         _LIBRARY.impl(each, _announced(name, reference), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{each}", fake, lib=_LIBRARY)
+    if triton is not None and not has_kernel(name) and importlib.util.find_spec("triton"):
+        _LIBRARY.impl(name, _on_its_device(triton), "CUDA")
     op = Op(name, autograd, differentiable, kernel_dtypes, writes)
     if autograd is not None:
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
@@ -188,6 +193,17 @@ def define(
         for overload in filter(None, (op.default, op.others)):
             _LIBRARY.impl(overload, functools.partial(op.autograd_kernel, overload), "Autograd")
     return op
+
+
+def _on_its_device(launch):
+    """`launch`, on the device of the first argument, as Triton by itself takes the current one."""
+
+    @functools.wraps(launch)
+    def kernel(*args):
+        with torch.cuda.device_of(args[0]):
+            return launch(*args)
+
+    return kernel
 
 
 def _announced(name, reference):

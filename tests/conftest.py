@@ -6,6 +6,7 @@ wide samples.
 """
 
 import collections
+import os
 import re
 import sys
 import warnings
@@ -25,6 +26,8 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     # For small tensors one thread is as fast as more, and ten times faster where other work shares the cores.
     torch.set_num_threads(1)
+    if config.getoption("--device") == "cpu":  # Triton looks when it is imported, which torch may do at any time
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(config, items):

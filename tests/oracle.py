@@ -219,3 +219,23 @@ def philox(counter, key, rounds=7):
         c = [product1 >> 32 ^ c[1] ^ k[0], product1 & _WORD, product0 >> 32 ^ c[3] ^ k[1], product0 & _WORD]
         k = [(k[0] + np.uint64(0x9E3779B9)) & _WORD, (k[1] + np.uint64(0xBB67AE85)) & _WORD]
     return c
+
+
+def cross_entropy(
+    logits, labels, *, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, ignore_index=-100
+):  # fmt: skip
+    """(losses, z_losses) of each row; 0 where the label is ignore_index or no class."""
+    kept = (labels != ignore_index) & (labels >= 0) & (labels < logits.shape[1])
+    scores = logits[kept] * logit_scale
+    lse = scores.logsumexp(dim=-1)
+    own = scores.gather(1, labels[kept].long()[:, None])[:, 0]
+    z_losses = lse_square_scale * lse**2
+    losses = lse - (1 - label_smoothing) * own - label_smoothing * scores.mean(dim=-1) + z_losses
+    return tuple(logits.new_zeros(len(logits)).masked_scatter(kept, x) for x in (losses, z_losses))
+
+
+def masked_softmax(x, scale, masked):
+    """Softmax over the last dimension of scale * x where not `masked`; rows with nothing left are 0."""
+    empty = masked.all(dim=-1, keepdim=True)
+    weights = (x * scale).masked_fill(masked & ~empty, float("-inf")).softmax(dim=-1)
+    return weights.masked_fill(masked, 0)

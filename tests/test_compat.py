@@ -59,6 +59,17 @@ IMPORTS = {
         from flash_attn.flash_attn_interface import FlashAttnVarlenFunc, FlashAttnVarlenKVPackedFunc
         from flash_attn.flash_attn_interface import FlashAttnVarlenQKVPackedFunc""",
     "helpers": "from flash_attn.flash_attn_interface import maybe_contiguous, round_multiple",
+    "cross entropy": """
+        from flash_attn.losses.cross_entropy import CrossEntropyLoss
+        from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+        import xentropy_cuda_lib
+        xentropy_cuda_lib.forward, xentropy_cuda_lib.backward""",
+    "softmax": """
+        from flash_attn.fused_softmax import FusedScaleMaskSoftmax, ScaledMaskedSoftmax, ScaledUpperTriangMaskedSoftmax
+        from fused_softmax_lib import scaled_masked_softmax_forward, scaled_masked_softmax_backward
+        from fused_softmax_lib import scaled_masked_softmax_get_batch_per_block
+        from fused_softmax_lib import scaled_upper_triang_masked_softmax_forward
+        from fused_softmax_lib import scaled_upper_triang_masked_softmax_backward""",
     "bert_padding": """
         from flash_attn.bert_padding import IndexFirstAxis, IndexFirstAxisResidual, IndexPutFirstAxis
         from flash_attn.bert_padding import index_first_axis_residual, index_put_first_axis, repeat""",

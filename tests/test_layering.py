@@ -1,6 +1,6 @@
 """Who may use whom, read from imports and includes.
 
-Python:  _library <- _ops -> _reference;   _ops <- {flash_attn_interface, layers, losses, ops} <- modules <- models
+Python:  _library <- _ops -> {_reference, _triton};   _ops <- {flash_attn_interface, layers, ...} <- modules <- models
 C++:     ptx <- tile <- families <- binding;   common <- all but ptx
 """
 
@@ -18,15 +18,17 @@ pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="this is no
 # ---------------------------------------------------------------------------------------------------------------------
 # Python
 
-FRONTS = {"flash_attn_interface", "layers", "losses", "ops"}
+FRONTS = {"flash_attn_interface", "fused_softmax", "layers", "losses", "ops"}
 MAY_IMPORT = {  # part of the package -> parts that it may import, besides itself
     "_build_id": set(),
     "_library": {"_build_id"},
     "_reference": set(),
-    "_ops": {"_library", "_reference"},
+    "_triton": set(),
+    "_ops": {"_library", "_reference", "_triton"},
     "bert_padding": {"_ops"},  # its checks
     "utils": set(),
     "flash_attn_interface": {"_ops"},
+    "fused_softmax": {"_ops"},
     "layers": {"_ops", "ops"},
     "losses": {"_ops", "ops"},
     "ops": {"_ops"},
@@ -92,14 +94,25 @@ def test_every_part_of_the_package_has_its_place():
 
 
 def test_optional_packages_are_imported_where_they_are_used():
-    """What is imported with the package is the standard library, torch and einops; in _reference, torch alone."""
+    """What is imported with the package is the standard library, torch and einops; in _reference, torch alone.
+
+    Modules of _triton, which need Triton, are imported where their kernels are launched.
+    """
 
     def wrong(path):
-        allowed = {"torch"} if part_of(path) == "_reference" else REQUIRED_PACKAGES
+        allowed = {"_reference": {"torch"}, "_triton": {"torch", "triton"}}.get(part_of(path), REQUIRED_PACKAGES)
         for name in imports(path, top_level_only=True):
             package = name.split(".")[0]
             if package not in {*allowed, *sys.stdlib_module_names, "flash_attn", "flash_attn_2_cuda"}:
                 yield f"imports {package} at the top level"
+
+    assert not violations(package_files(), wrong)
+
+
+def test_triton_is_loaded_where_it_is_launched():
+    def wrong(path):
+        names = imports(path, top_level_only=True) if part_of(path) != "_triton" else ()
+        yield from (f"imports {name}" for name in names if name.startswith("flash_attn._triton"))
 
     assert not violations(package_files(), wrong)
 

@@ -13,6 +13,8 @@ OPS = {  # a word of the row: the ops that must have kernels before it may say s
     "varlen": {"fwd", "bwd"},
     "cache": {"fwd_kvcache"},
     "rotary": {"rotary", "rotary_", "rotary_into"},
+    "cross entropy": {"xentropy_fwd", "xentropy_bwd", "xentropy_bwd_"},
+    "softmax": {"softmax_fwd", "softmax_bwd"},
 }
 
 

@@ -85,6 +85,10 @@ inline Tensor new_tensor(std::initializer_list<int64_t> sizes, const Tensor& lik
   return new_tensor(sizes, static_cast<int32_t>(like.scalar_type()), like);
 }
 
+inline bool starts_aligned(const Tensor& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+}
+
 // A size that kernels count in 32 bits, also where they step past it.
 inline int narrow_size(int64_t size, const char* name) {
   STD_TORCH_CHECK(size <= std::numeric_limits<int>::max() / 2, name, " is too large: ", size);

@@ -15,6 +15,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"
+#include "tile/exp_sum.cuh"
 #include "tile/fragment.cuh"
 #include "tile/gemm.cuh"
 #include "tile/load.cuh"
@@ -22,6 +23,7 @@
 #include "tile/pipeline.cuh"
 #include "tile/reduce.cuh"
 #include "tile/rotate.cuh"
+#include "tile/row.cuh"
 #include "tile/shared.cuh"
 #include "tile/vec.cuh"
 #include "tile/warpgroup.cuh"
@@ -601,6 +603,57 @@ __global__ void count_kernel(int* const __grid_constant__ threads) { atomicAdd(t
 
 }  // namespace
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Rows
+
+struct RowCopy {
+  const void* x;  // (rows, cols), rows `stride` apart
+  void* y;        // like x; both aligned alike
+  int64_t stride;
+  int rows, cols;
+  int lanes;
+  float* sums;    // (rows, threads of a group), the sum of the row as each lane knows it
+  float* maxima;  // like sums
+  float* exp_max;
+  float* exp_sum;  // (rows)
+};
+
+// Copies rows, and reduces them.
+template <typename T>
+__global__ void row_kernel(const __grid_constant__ RowCopy p) {
+  constexpr int kWidth = 16 / sizeof(T);
+  __shared__ float shared[32];
+  const RowGroup group(p.lanes);
+  const bool exists = group.row < p.rows;
+  const T* x = static_cast<const T*>(p.x) + (exists ? group.row : 0) * p.stride;
+  T* y = static_cast<T*>(p.y) + (exists ? group.row : 0) * p.stride;
+  const int apart = p.lanes * kWidth, cols = exists ? p.cols : 0;
+  float sum = 0.f, largest = Max::kOfNone;
+  ExpSum exps;
+  walk_row<4, kWidth>(first_aligned<kWidth>(x) + group.lane * kWidth, apart, cols, [&](auto kCount, int column) {
+    Vec<T, kWidth> vecs[kCount];
+    load_step(vecs, x, column, apart, cols, static_cast<T>(-INFINITY));
+    float values[kCount * kWidth];
+    for (int i = 0; i < kCount; ++i) {
+      store_within<kWidth>(y, column + i * apart, cols, vecs[i]);
+      const Inside<kWidth> inside(column + i * apart, cols);
+      for (int j = 0; j < kWidth; ++j) {
+        const float value = values[i * kWidth + j] = static_cast<float>(vecs[i][j]);
+        if (inside[j]) sum += value;
+        largest = fmaxf(largest, value);
+      }
+    }
+    exps.add(values, 1.f);
+  });
+  sum = group_reduce<Sum>(sum, group, shared);
+  largest = group_reduce<Max>(largest, group, shared);
+  exps = exps.over(1.f, [&](auto op, float value) { return group_reduce<decltype(op)>(value, group, shared); });
+  if (!exists) return;
+  p.sums[group.row * p.lanes + group.lane] = sum;
+  p.maxima[group.row * p.lanes + group.lane] = largest;
+  if (group.lane == 0) p.exp_max[group.row] = exps.max, p.exp_sum[group.row] = exps.sum;
+}
+
 extern "C" {
 
 const char* convert(int from, int to, int size, const void* x, void* y, int64_t count) {
@@ -820,6 +873,19 @@ const char* drop(int transposed_keys, int batch, int heads, int rows, int cols, 
     });
   });
 }
+
+const char* copy_rows(int dtype, const void* x, void* y, int64_t stride, int rows, int cols, int lanes, float* sums,
+                      float* maxima, float* exp_max, float* exp_sum) {
+  return error_of([&] {
+    dispatch_dtype(dtype, [&](auto kDType) {
+      launch<row_kernel<element_t<kDType>>>(
+          row_groups(rows, lanes), RowCopy{x, y, stride, rows, cols, lanes, sums, maxima, exp_max, exp_sum}, nullptr);
+    });
+  });
+}
+
+// The lanes that a row of up to 1024 of them gets.
+int count_lanes(int64_t elements, int per_lane) { return lanes_for<1024>(elements, per_lane); }
 
 const char* count_threads(int grid_x, int grid_y, int grid_z, int block, int shared_bytes, int* threads) {
   return error_of(

@@ -475,3 +475,45 @@ def test_keep_mask(probe, device, state, dropout_p, transposed_keys):
     probe.run("drop", transposed_keys, batch, heads, rows, cols, rng_state.to(device), threshold, kept)
     expected = dropout.keep_mask(rng_state, dropout_p, torch.arange(batch * heads), range(rows), range(cols))
     assert torch.equal(kept.cpu(), expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Rows: row.cuh, exp_sum.cuh, reduce.cuh
+
+
+@cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("lanes", [4, 8, 32, 96, 256])
+@pytest.mark.parametrize("cols, stride, offset", [(1, 1, 0), (3, 9, 2), (64, 64, 0), (1000, 1003, 5), (5001, 5001, 1)])
+def test_rows(probe, device, dtype, lanes, cols, stride, offset):
+    """A row's group reads it once and writes nothing else, whatever its address; all lanes know its sum and maximum."""
+    rows, dtype_name, dtype = 11, dtype, DTYPES[dtype]
+    size = offset + rows * stride
+    memory = torch.randn(2, size + 64 - size % 16, device=device).to(dtype)  # whose rows are aligned alike
+    memory[0, offset + stride :: stride] = -math.inf  # adds nothing to sums of exponentials
+    before = memory[1].clone()
+    x, y, untouched = (m[offset : offset + rows * stride].view(rows, stride)[:, :cols] for m in (*memory, before))
+    sums, maxima = torch.full((2, rows, lanes), math.nan, device=device)
+    exp_max, exp_sum = torch.full((2, rows), math.nan, device=device)
+    probe.run("copy_rows", dtype_index(dtype_name), x, y, stride, rows, cols, lanes, sums, maxima, exp_max, exp_sum)
+    assert_identical(y, x)
+    untouched.copy_(x)
+    assert_identical(memory[1], before)
+    exact = x.double()
+    error = 1e-5 * exact[exact.isfinite()].abs().sum(dim=-1, keepdim=True)
+    assert ((sums.double() - exact.sum(dim=-1, keepdim=True)).abs().nan_to_num() <= error).all()
+    largest = x.float().amax(dim=-1)
+    finite = largest.isfinite()
+    assert_identical(maxima[finite], largest[finite, None].expand(-1, lanes))
+    assert_identical(exp_max[finite], largest[finite])
+    exact_sums = torch.exp2(exact - largest.double()[:, None]).sum(dim=-1)
+    torch.testing.assert_close(exp_sum[finite].double(), exact_sums[finite], rtol=1e-5, atol=0)
+    assert not exp_sum[~finite].any()
+
+
+@pytest.mark.parametrize(
+    "elements, lanes",
+    [(0, 4), (1, 4), (128, 4), (129, 8), (1024, 32), (1025, 64), (5000, 160), (32768, 1024), (10**6, 1024)],
+)
+def test_lanes_for_a_row(probe, elements, lanes):
+    assert probe.call("count_lanes", elements, 32) == lanes

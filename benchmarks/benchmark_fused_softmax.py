@@ -1,0 +1,71 @@
+"""Softmax of scaled, masked attention scores against eager torch and torch.compile: forward and backward.
+
+The bytes counted are those of the scores, in and out, and of the mask; of causal scores half are read.
+"""
+
+import functools
+
+import torch
+
+from benchmarks.harness import DTYPES, Case, backward_of, main
+from flash_attn.fused_softmax import scaled_masked_softmax, scaled_upper_triang_masked_softmax
+
+SHAPES = {  # batch, heads, seqlen_q, seqlen_k
+    "cuda": [(64, 32, 512, 128), (16, 16, 1024, 1024), (8, 16, 2048, 2048), (2, 16, 4096, 4096), (2, 4, 8192, 8192),
+             (1, 1, 16384, 16384), (8, 16, 2047, 2047)],
+    "cpu": [(1, 2, 64, 64)],
+}  # fmt: skip
+SCALE = 0.125
+
+
+def cases(device):
+    for shape in SHAPES[device]:
+        for kind in ("mask", "causal"):
+            if kind == "causal" and shape[2] != shape[3]:
+                continue
+            for direction in ("fwd", "bwd"):
+                yield Case(
+                    f"softmax_{kind}_{direction}",
+                    "x".join(map(str, shape)),
+                    "bf16",
+                    functools.partial(providers, shape, DTYPES["bf16"], device, kind, direction),
+                    bytes=traffic(shape, kind, direction),
+                )
+
+
+def traffic(shape, kind, direction):
+    """Bytes that a call must move."""
+    batch, heads, seqlen_q, seqlen_k = shape
+    scores = DTYPES["bf16"].itemsize * batch * heads * seqlen_q * seqlen_k
+    reads = (1 if direction == "fwd" else 2) * (0.5 if kind == "causal" else 1)
+    mask = batch * seqlen_q * seqlen_k if (kind, direction) == ("mask", "fwd") else 0
+    return (reads + 1) * scores + mask
+
+
+def plain(x, left_out):
+    return (x.float() * SCALE).masked_fill(left_out, float("-inf")).softmax(dim=-1).to(x.dtype)
+
+
+def providers(shape, dtype, device, kind, direction):
+    x = torch.randn(shape, device=device).to(dtype).requires_grad_(direction == "bwd")
+    if kind == "causal":
+        left_out = torch.ones(shape[2:], dtype=torch.bool, device=device).triu(1)
+    else:
+        left_out = torch.rand(shape[0], 1, *shape[2:], device=device) < 0.3
+    compiled = torch.compile(plain)
+    functions = {
+        "flash_attn": lambda: (
+            scaled_upper_triang_masked_softmax(x, None, SCALE)
+            if kind == "causal"
+            else scaled_masked_softmax(x, left_out, SCALE)
+        ),
+        "torch": lambda: plain(x, left_out),
+        "torch.compile": lambda: compiled(x, left_out),
+    }
+    if direction == "fwd":
+        return functions
+    return {name: backward_of(function, x) for name, function in functions.items()}
+
+
+if __name__ == "__main__":
+    main(__doc__, "fused_softmax", cases, baseline="torch")

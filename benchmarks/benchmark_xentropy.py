@@ -1,0 +1,113 @@
+"""Cross entropy against eager torch, torch.compile, our Triton kernels and Liger: forward, backward, in place or not.
+
+The bytes counted are those of the logits: one read forward, one read and one write backward. Liger computes the
+gradient with the loss, in place of the logits, so that its forward is compared with forward and backward together.
+"""
+
+import functools
+import importlib
+
+import torch
+from torch.nn import functional
+
+from benchmarks.harness import DTYPES, Case, backward_of, main
+from flash_attn._ops import xentropy as ops
+from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+SHAPES = {  # rows, vocab
+    "cuda": [(16384, 2048), (8192, 32000), (8192, 50257), (8192, 50304), (4096, 128256), (2048, 262144)],
+    "cpu": [(16, 1000)],
+}
+IGNORED = -100
+OPTIONS = 0.0, 1.0, 0.0, IGNORED, 0  # from label_smoothing to class_start
+
+
+def cases(device):
+    for shape in SHAPES[device]:
+        providers = {
+            "fwd": (forward, 1),
+            "bwd": (backward, 2),
+            "bwd_inplace": (backward_in_place, 2),
+            "both": (both, 3),
+        }
+        for op, (provide, passes) in providers.items():
+            yield Case(
+                f"xentropy_{op}",
+                "x".join(map(str, shape)),
+                "bf16",
+                functools.partial(provide, shape, DTYPES["bf16"], device),
+                bytes=passes * DTYPES["bf16"].itemsize * shape[0] * shape[1],
+            )
+
+
+def draw(shape, dtype, device):
+    return torch.randn(shape, device=device).to(dtype), torch.randint(shape[1], shape[:1], device=device)
+
+
+def losses_of(logits, labels):
+    return functional.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def triton_kernels():
+    return importlib.import_module("flash_attn._triton.xentropy")
+
+
+def forward(shape, dtype, device):
+    logits, labels = draw(shape, dtype, device)
+    compiled = torch.compile(losses_of)
+    return {
+        "flash_attn": lambda: cross_entropy_loss(logits, labels),
+        "torch": lambda: losses_of(logits, labels),
+        "torch.compile": lambda: compiled(logits, labels),
+        "triton": lambda: triton_kernels().fwd(logits, labels, None, *OPTIONS, shape[1], False),
+    }
+
+
+def backward(shape, dtype, device):
+    logits, labels = draw(shape, dtype, device)
+    logits.requires_grad_()
+    compiled = torch.compile(losses_of)
+    dlosses, lse = torch.randn(shape[0], device=device), logits.detach().float().logsumexp(dim=-1)
+    return {
+        "flash_attn": backward_of(lambda: cross_entropy_loss(logits, labels)[0], logits),
+        "torch": backward_of(lambda: losses_of(logits, labels), logits),
+        "torch.compile": backward_of(lambda: compiled(logits, labels), logits),
+        "triton": lambda: triton_kernels().bwd(dlosses, logits.detach(), labels, lse, *OPTIONS, shape[1]),
+    }
+
+
+def backward_in_place(shape, dtype, device):
+    """Without autograd, which overwrites a tensor once."""
+    logits, labels = draw(shape, dtype, device)
+    dlosses, lse = torch.randn(shape[0], device=device), logits.float().logsumexp(dim=-1)
+    args = dlosses, logits, labels, lse, *OPTIONS, shape[1]
+    return {"flash_attn": lambda: ops.bwd_(*args), "triton": lambda: triton_kernels().bwd_(*args)}
+
+
+def both(shape, dtype, device):
+    logits, labels = draw(shape, dtype, device)
+    logits.requires_grad_()
+    compiled = torch.compile(losses_of)
+
+    def run(function):
+        return lambda: torch.autograd.grad(function().sum(), logits)
+
+    return {
+        "flash_attn": run(lambda: cross_entropy_loss(logits, labels)[0]),
+        "torch": run(lambda: losses_of(logits, labels)),
+        "torch.compile": run(lambda: compiled(logits, labels)),
+        "liger": liger(logits.detach(), labels),
+    }
+
+
+def liger(logits, labels):
+    def run():
+        from liger_kernel.ops.cross_entropy import cross_entropy_forward
+
+        return cross_entropy_forward(logits, labels, None, IGNORED, 0.0, 0.0, "none", None, False)
+
+    return run
+
+
+if __name__ == "__main__":
+    main(__doc__, "xentropy", cases, baseline="torch")

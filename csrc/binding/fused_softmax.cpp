@@ -1,0 +1,108 @@
+#include <torch/csrc/stable/library.h>
+
+#include "binding/stream.h"
+#include "binding/tensor.h"
+#include "fused_softmax/launch.h"
+#include "fused_softmax/params.h"
+
+namespace flash::binding {
+namespace {
+
+// What both ops ask of a tensor of rows.
+void check_rows(const Tensor& rows, bool causal, const char* name) {
+  STD_TORCH_CHECK(rows.dim() >= 2, name, " must have rows and columns as its last dimensions, found shape ",
+                  shape_string(rows.sizes()));
+  STD_TORCH_CHECK(!causal || rows.size(-2) == rows.size(-1), name, " must have as many rows as columns to be causal, ",
+                  "found shape ", shape_string(rows.sizes()));
+}
+
+// `tensor`, or a copy that starts at an aligned address.
+Tensor aligned_contiguous(const Tensor& tensor) {
+  const Tensor rows = torch::stable::contiguous(tensor);
+  return starts_aligned(rows) ? rows : torch::stable::clone(rows);
+}
+
+// `tensor` is contiguous.
+fused_softmax::Rows rows_of(const Tensor& tensor, bool causal, const char* name) {
+  const int64_t seqlen_q = tensor.size(-2);
+  int64_t count = 1;
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) count *= tensor.size(dim);
+  return {
+      .count = narrow_size(count, "the number of rows"),
+      .cols = narrow_size(tensor.size(-1), "the number of columns"),
+      .dtype = dtype_of(tensor, name),
+      .seqlen_q = Divisor(std::max(1, narrow_size(seqlen_q, "seqlen_q"))),
+      .causal = causal,
+  };
+}
+
+void check_mask(const Tensor& mask, const Tensor& x) {
+  check_device(mask, x, "mask");
+  STD_TORCH_CHECK(mask.scalar_type() == ScalarType::Bool || mask.scalar_type() == ScalarType::Byte,
+                  "mask must have dtype bool or uint8, found ", mask.scalar_type());
+  STD_TORCH_CHECK(mask.dim() == 4 && x.dim() == 4, "mask must have four dimensions, as x then must, found shapes ",
+                  shape_string(mask.sizes()), " and ", shape_string(x.sizes()));
+  for (int64_t dim = 0; dim < 4; ++dim) {
+    STD_TORCH_CHECK(mask.size(dim) == 1 || mask.size(dim) == x.size(dim), "mask must have shape ",
+                    shape_string(x.sizes()), " or ones in it, found ", shape_string(mask.sizes()));
+  }
+}
+
+// `mask` has adjacent columns, or one.
+fused_softmax::Mask mask_of(const Tensor& mask, int64_t heads) {
+  const auto stride = [&](int64_t dim) { return mask.size(dim) == 1 ? 0 : mask.stride(dim); };
+  return {.data = static_cast<const uint8_t*>(mask.const_data_ptr()),
+          .heads = Divisor(std::max(1, narrow_size(heads, "the number of heads"))),
+          .batch_stride = stride(0),
+          .head_stride = stride(1),
+          .row_stride = stride(2),
+          .one_for_all = mask.size(3) == 1};
+}
+
+Tensor softmax_fwd(const Tensor& x, const std::optional<Tensor>& mask, double scale, bool causal) {
+  check_rows(x, causal, "x");
+  if (mask) check_mask(*mask, x);
+  const DeviceGuard guard(x.get_device_index());
+  const bool adjacent = !mask || mask->size(3) == 1 || mask->stride(3) == 1;
+  const auto columns = adjacent ? mask : std::optional(torch::stable::contiguous(*mask));
+  const Tensor scores = aligned_contiguous(x), y = torch::stable::empty_like(scores);
+  const fused_softmax::FwdParams params{
+      .rows = rows_of(scores, causal, "x"),
+      .mask = columns ? mask_of(*columns, x.size(1)) : fused_softmax::Mask{},
+      .scale = static_cast<float>(scale),
+      .x = scores.const_data_ptr(),
+      .y = y.mutable_data_ptr(),
+  };
+  fused_softmax::fwd(params, current_stream(x));
+  return y;
+}
+
+Tensor softmax_bwd(const Tensor& dy, const Tensor& y, double scale, bool causal) {
+  check_rows(y, causal, "y");
+  check_device(y, dy, "y");
+  STD_TORCH_CHECK(dy.sizes().equals(y.sizes()), "dy must have shape ", shape_string(y.sizes()), ", found ",
+                  shape_string(dy.sizes()));
+  const DType dtype = dtype_of(y, "y");
+  check_dtype(dy, y.scalar_type(), "dy");
+  const DeviceGuard guard(y.get_device_index());
+  const Tensor incoming = aligned_contiguous(dy), weights = aligned_contiguous(y);
+  const Tensor dx = torch::stable::empty_like(weights);
+  const fused_softmax::BwdParams params{
+      .rows = rows_of(weights, causal, "y"),
+      .scale = static_cast<float>(scale),
+      .dy = incoming.const_data_ptr(),
+      .y = weights.const_data_ptr(),
+      .dx = dx.mutable_data_ptr(),
+  };
+  fused_softmax::bwd(params, current_stream(y));
+  return dx;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
+  m.impl("softmax_fwd", TORCH_BOX(&softmax_fwd));
+  m.impl("softmax_bwd", TORCH_BOX(&softmax_bwd));
+}
+
+}  // namespace flash::binding

@@ -1,0 +1,138 @@
+#include <torch/csrc/stable/library.h>
+
+#include <tuple>
+
+#include "binding/stream.h"
+#include "binding/tensor.h"
+#include "xentropy/launch.h"
+#include "xentropy/params.h"
+
+namespace flash::binding {
+namespace {
+
+// The coefficients and classes that both ops take.
+struct Options {
+  double label_smoothing, logit_scale, lse_square_scale;
+  std::optional<int64_t> ignore_index;
+  int64_t class_start, total_classes;
+};
+
+bool has_adjacent_columns(const Tensor& logits) { return logits.size(1) <= 1 || logits.stride(1) == 1; }
+
+// A number for each row, in fp32.
+void check_row_values(const Tensor& values, const Tensor& logits, const char* name) {
+  check_device(values, logits, name);
+  check_shape(values, {logits.size(0)}, name);
+  check_dtype(values, ScalarType::Float, name);
+}
+
+// `logits` has adjacent columns.
+xentropy::Problem problem_of(const Tensor& logits, const Tensor& labels, const Options& options) {
+  check_device(labels, logits, "labels");
+  check_shape(labels, {logits.size(0)}, "labels");
+  STD_TORCH_CHECK(labels.scalar_type() == ScalarType::Int || labels.scalar_type() == ScalarType::Long,
+                  "labels must have dtype int32 or int64, found ", labels.scalar_type());
+  return {
+      .logits = logits.const_data_ptr(),
+      .dtype = dtype_of(logits, "logits"),
+      .row_stride = logits.stride(0),
+      .rows = narrow_size(logits.size(0), "the number of rows"),
+      .vocab = narrow_size(logits.size(1), "the vocabulary"),
+      .labels = labels.const_data_ptr(),
+      .wide_labels = labels.scalar_type() == ScalarType::Long,
+      .label_stride = labels.stride(0),
+      .class_start = options.class_start,
+      .total_classes = options.total_classes,
+      .ignores = options.ignore_index.has_value(),
+      .ignore_index = options.ignore_index.value_or(0),
+      .label_smoothing = static_cast<float>(options.label_smoothing),
+      .logit_scale = static_cast<float>(options.logit_scale),
+      .lse_square_scale = static_cast<float>(options.lse_square_scale),
+  };
+}
+
+Tensor checked_logits(const Tensor& logits) {
+  STD_TORCH_CHECK(logits.dim() == 2, "logits must have shape (rows, vocab), found ", shape_string(logits.sizes()));
+  return has_adjacent_columns(logits) ? logits : torch::stable::contiguous(logits);
+}
+
+// `logits`, or a copy if their rows are not aligned as those of a new contiguous tensor are.
+Tensor aligned_as_contiguous(const Tensor& logits) {
+  const int64_t bytes_apart = (logits.stride(0) - logits.size(1)) * size_of(dtype_of(logits, "logits"));
+  const bool alike = starts_aligned(logits) && (logits.size(0) <= 1 || bytes_apart % 16 == 0);
+  return alike ? logits : torch::stable::clone(logits);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> xentropy_fwd(const Tensor& logits, const Tensor& labels,
+                                                        const std::optional<Tensor>& known_lse, double label_smoothing,
+                                                        double logit_scale, double lse_square_scale,
+                                                        std::optional<int64_t> ignore_index, int64_t class_start,
+                                                        int64_t total_classes, bool partial) {
+  const DeviceGuard guard(logits.get_device_index());
+  const Tensor rows = checked_logits(logits);
+  if (known_lse) check_row_values(*known_lse, logits, "lse");
+  const auto problem = problem_of(
+      rows, labels, {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes});
+  const auto per_row = [&](int32_t dtype) { return new_tensor({logits.size(0)}, dtype, logits); };
+  const Tensor losses = per_row(aoti_torch_dtype_float32()), z_losses = per_row(aoti_torch_dtype_float32());
+  const Tensor lse = per_row(aoti_torch_dtype_float32()), kept = per_row(aoti_torch_dtype_bool());
+  const xentropy::FwdParams params{
+      .problem = problem,
+      .known_lse = pointer<float>(known_lse),
+      .known_lse_stride = known_lse ? known_lse->stride(0) : 0,
+      .losses = static_cast<float*>(losses.mutable_data_ptr()),
+      .z_losses = static_cast<float*>(z_losses.mutable_data_ptr()),
+      .lse = static_cast<float*>(lse.mutable_data_ptr()),
+      .kept = static_cast<bool*>(kept.mutable_data_ptr()),
+      .partial = partial,
+  };
+  xentropy::fwd(params, current_stream(logits));
+  return {losses, z_losses, lse, kept};
+}
+
+void differentiate(const Tensor& dlosses, const Tensor& logits, const Tensor& labels, const Tensor& lse,
+                   const Options& options, const Tensor& dlogits) {
+  check_row_values(dlosses, logits, "dlosses");
+  check_row_values(lse, logits, "lse");
+  const xentropy::BwdParams params{
+      .problem = problem_of(logits, labels, options),
+      .dlosses = static_cast<const float*>(dlosses.const_data_ptr()),
+      .dlosses_stride = dlosses.stride(0),
+      .lse = static_cast<const float*>(lse.const_data_ptr()),
+      .lse_stride = lse.stride(0),
+      .dlogits = dlogits.mutable_data_ptr(),
+      .dlogits_stride = dlogits.stride(0),
+  };
+  xentropy::bwd(params, current_stream(logits));
+}
+
+Tensor xentropy_bwd(const Tensor& dlosses, const Tensor& logits, const Tensor& labels, const Tensor& lse,
+                    double label_smoothing, double logit_scale, double lse_square_scale,
+                    std::optional<int64_t> ignore_index, int64_t class_start, int64_t total_classes) {
+  const DeviceGuard guard(logits.get_device_index());
+  const Tensor rows = aligned_as_contiguous(checked_logits(logits));
+  const Tensor dlogits = new_tensor({rows.size(0), rows.size(1)}, logits);
+  differentiate(dlosses, rows, labels, lse,
+                {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes}, dlogits);
+  return dlogits;
+}
+
+void xentropy_bwd_in_place(const Tensor& dlosses, const Tensor& logits, const Tensor& labels, const Tensor& lse,
+                           double label_smoothing, double logit_scale, double lse_square_scale,
+                           std::optional<int64_t> ignore_index, int64_t class_start, int64_t total_classes) {
+  const DeviceGuard guard(logits.get_device_index());
+  STD_TORCH_CHECK(logits.dim() == 2 && has_adjacent_columns(logits), "logits must have adjacent columns to be ",
+                  "overwritten, found shape ", shape_string(logits.sizes()));
+  differentiate(dlosses, logits, labels, lse,
+                {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes}, logits);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
+  m.impl("xentropy_fwd", TORCH_BOX(&xentropy_fwd));
+  m.impl("xentropy_bwd", TORCH_BOX(&xentropy_bwd));
+  m.impl("xentropy_bwd_", TORCH_BOX(&xentropy_bwd_in_place));
+}
+
+}  // namespace flash::binding

@@ -1,0 +1,138 @@
+// Rows of adjacent elements, each taken by a group of lanes in accesses of 16 bytes, whatever its length and address.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dispatch.h"
+#include "common/divmod.h"
+#include "common/launch.h"
+#include "tile/reduce.cuh"
+#include "tile/vec.cuh"
+
+namespace flash {
+
+// The lanes that take a row together: a part of a warp, a power of two, or a block.
+struct RowGroup {
+  int lanes;
+  int lane;
+  int64_t row;
+
+  __device__ explicit RowGroup(int lanes)
+      : lanes(lanes),
+        lane(static_cast<int>(threadIdx.x) % lanes),
+        row(int64_t{blockIdx.x} * (blockDim.x / lanes) + threadIdx.x / lanes) {}
+};
+
+// The launch in which each row has its group. The last groups may have rows past the end.
+inline LaunchShape row_groups(int rows, int lanes) {
+  const int threads = lanes <= 32 ? 128 : lanes;
+  return {.grid = dim3(ceil_div(rows, threads / lanes)), .block = dim3(threads)};
+}
+
+// How many lanes a row needs for `per_lane` elements each, at most kMaxLanes.
+template <int kMaxLanes>
+int lanes_for(int64_t elements, int per_lane) {
+  int lanes = 4;
+  while (lanes < 32 && int64_t{lanes} * per_lane < elements) lanes *= 2;
+  while (lanes < kMaxLanes && int64_t{lanes} * per_lane < elements) lanes += 32;
+  return lanes;
+}
+
+// Over the lanes of a group, all of which call it and get the same result. The group is a block if it exceeds a warp.
+template <typename Op>
+__device__ float group_reduce(float x, const RowGroup& group, float (&shared)[32]) {
+  return group.lanes <= 32 ? warp_reduce<Op>(x, group.lanes) : block_reduce<Op>(x, shared);
+}
+
+// Accesses of kWidth elements are aligned at this column, at most 0, and at all multiples of kWidth from there.
+template <int kWidth, typename T>
+__device__ int first_aligned(const T* row) {
+  return -static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kWidth);
+}
+
+// Which of kWidth columns, from `column` on, are among 0 .. cols.
+template <int kWidth>
+struct Inside {
+  int first, last;
+
+  __device__ Inside(int column, int cols) : first(max(-column, 0)), last(min(cols - column, kWidth)) {}
+  __device__ bool operator[](int j) const { return j >= first && j < last; }
+  __device__ bool all() const { return first == 0 && last == kWidth; }
+};
+
+template <int kWidth, typename T>
+__device__ void replace_outside(Vec<T, kWidth>& vec, int column, int cols, T outside) {
+  const Inside<kWidth> inside(column, cols);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) vec[j] = inside[j] ? vec[j] : outside;
+}
+
+// kWidth columns in one aligned access, if any of them is among 0 .. cols. Those outside are whatever lies there: the
+// access goes past the ends of the row, but is of a 16-byte word of memory that holds a part of it.
+template <int kWidth, typename T>
+__device__ Vec<T, kWidth> load_over(const T* row, int column, int cols) {
+  Vec<T, kWidth> vec{};
+  if (column > -kWidth && column < cols) vec = load<kWidth>(row + column);
+  return vec;
+}
+
+// The same, those outside replaced.
+template <int kWidth, typename T>
+__device__ Vec<T, kWidth> load_within(const T* row, int column, int cols, T outside) {
+  auto vec = load_over<kWidth>(row, column, cols);
+  replace_outside(vec, column, cols, outside);
+  return vec;
+}
+
+// Stores those of kWidth columns that are among 0 .. cols.
+template <int kWidth, typename T>
+__device__ void store_within(T* row, int column, int cols, const Vec<T, kWidth>& vec) {
+  const Inside<kWidth> inside(column, cols);
+  if (inside.all()) return store(row + column, vec);
+#pragma unroll
+  for (int j = 0; j < kWidth; ++j) {
+    if (inside[j]) row[column + j] = vec[j];
+  }
+}
+
+// Whether kCount accesses of kWidth columns, the first at `column`, the others `apart`, lie within 0 .. cols.
+template <int kCount, int kWidth>
+__device__ bool are_inside(int column, int apart, int cols) {
+  return column >= 0 && column + (kCount - 1) * apart + kWidth <= cols;
+}
+
+// Goes from `column` to `cols`, calling step(Constant<n>, column) for n accesses, `apart`: kCount at a time, then half
+// of that, and so on. Those for which n is 1 may lie across an end of the row.
+template <int kCount, int kWidth, typename Step>
+__device__ void walk(int column, int apart, int cols, Step&& step) {
+  if constexpr (kCount > 1) {
+    for (; column + (kCount - 1) * apart + kWidth <= cols; column += kCount * apart) step(Constant<kCount>{}, column);
+    walk<kCount / 2, kWidth>(column, apart, cols, step);
+  } else {
+    for (; column < cols; column += apart) step(Constant<1>{}, column);
+  }
+}
+
+// The same for columns of which the first may be negative.
+template <int kCount, int kWidth, typename Step>
+__device__ void walk_row(int column, int apart, int cols, Step&& step) {
+  if (cols == 0) return;
+  if (column < 0) {
+    step(Constant<1>{}, column);
+    column += apart;
+  }
+  walk<kCount, kWidth>(column, apart, cols, step);
+}
+
+// What such a step loads.
+template <int kCount, int kWidth, typename T>
+__device__ void load_step(Vec<T, kWidth> (&vecs)[kCount], const T* row, int column, int apart, int cols, T outside) {
+  if constexpr (kCount == 1) {
+    vecs[0] = load_within<kWidth>(row, column, cols, outside);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) vecs[i] = load<kWidth>(row + column + i * apart);
+  }
+}
+
+}  // namespace flash

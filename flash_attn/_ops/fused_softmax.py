@@ -1,0 +1,70 @@
+"""Softmax over the last dimension of scaled, masked scores: the ops `softmax_fwd` and `softmax_bwd`.
+
+    softmax_fwd(x, mask, scale, causal) -> y        softmax_bwd(dy, y, scale, causal) -> dx
+
+x, y, dy  (batch, heads, seqlen_q, seqlen_k), fp32, fp16 or bf16, any strides
+mask      bool or uint8, nonzero where x is left out; each of its four sizes is that of x or 1. None: no mask
+causal    column j of row i is left out if j > i; the rows are then as many as the columns
+
+    y = softmax(scale x) over what is not left out, 0 elsewhere        dx = scale y (dy - sum_j y_j dy_j)
+
+in fp32. A row of which nothing is left, or nothing but -inf, is 0. Differentiable in x.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from flash_attn import _library
+from flash_attn._ops import checks
+from flash_attn._reference import fused_softmax as reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MASK_DTYPES = (torch.bool, torch.uint8)
+
+
+def softmax(x, mask, scale, causal):
+    """Check the arguments and compute the softmax of x, which has four dimensions."""
+    checks.tensor("inputs", x, dtypes=DTYPES)
+    checks.ndim("inputs", x, "(batch, heads, seqlen_q, seqlen_k)")
+    if causal:
+        checks.number("seqlen_q", x.shape[2], x.shape[2] == x.shape[3], "seqlen_k = {} for a causal mask", x.shape[3])
+    if mask is not None:
+        checks.tensor("mask", mask, dtypes=MASK_DTYPES, device=x.device)
+        checks.ndim("mask", mask, "(batch, heads, seqlen_q, seqlen_k)")
+        if any(size not in (1, full) for size, full in zip(mask.shape, x.shape, strict=True)):
+            raise ValueError(f"mask must have shape {tuple(x.shape)} or ones in it, found {tuple(mask.shape)}")
+    checks.real("scale", scale)
+    return fwd(x, mask, float(scale), causal)
+
+
+class _Softmax(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rest):
+        _, ctx.scale, ctx.causal = rest
+        y = fwd(x, *rest)
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (y,) = ctx.saved_tensors
+        return bwd(dy, y, ctx.scale, ctx.causal), None
+
+
+def _fake(x, *_):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+fwd = _library.define(
+    "softmax_fwd(Tensor x, Tensor? mask, float scale, bool causal) -> Tensor",
+    reference=reference.fwd,
+    fake=_fake,
+    autograd=_Softmax,
+    differentiable=1,
+)
+bwd = _library.define(
+    "softmax_bwd(Tensor dy, Tensor y, float scale, bool causal) -> Tensor",
+    reference=reference.bwd,
+    fake=_fake,
+)

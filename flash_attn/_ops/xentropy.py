@@ -1,0 +1,167 @@
+"""Cross entropy of logits and labels: the ops `xentropy_fwd`, `xentropy_bwd` and `xentropy_bwd_` (in place).
+
+    xentropy_fwd(logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start,
+                 total_classes, partial) -> (losses, z_losses, lse, kept)
+
+logits            (rows, vocab), fp32, fp16 or bf16: columns class_start .. class_start + vocab of total_classes
+labels            (rows,) int32 or int64: a class of all total_classes
+lse               (rows,) fp32 or None: the log-sum-exp of the rows, if it is known; unscaled and without smoothing
+ignore_index      a row does not count if its label is this one or no class. None: every row counts
+partial           the columns are a part of the classes: losses holds this part's share, -target, and z_losses zeros
+
+With s = logit_scale * logits and the label y, in fp32, for rows that count (the others give zeros):
+
+    lse = log sum_j exp(s_j)        target = (1 - label_smoothing) s_y + label_smoothing / total_classes sum_j s_j
+    z_losses = lse_square_scale lse^2        losses = lse - target + z_losses        kept: whether a row counts
+
+A label of another part, or of none, has no s_y. The gradient, in the dtype of the logits and for the lse of all parts:
+
+    dlogits_j = dlosses logit_scale (exp(s_j - lse) (1 + 2 lse_square_scale lse)
+                                     - (1 - label_smoothing) [j = y] - label_smoothing / total_classes)
+
+Differentiable in logits, through losses alone.
+"""
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from flash_attn import _library
+from flash_attn._ops import checks
+from flash_attn._reference import xentropy as reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def cross_entropy(
+    logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward,
+    process_group,
+):  # fmt: skip
+    """Check the arguments, which are those of `flash_attn.ops.triton.cross_entropy.cross_entropy_loss`.
+
+    Returns (losses, z_losses, kept), the last telling which rows count.
+    """
+    check(logits, labels, label_smoothing)
+    if precomputed_lse is not None:
+        check_row_values("precomputed_lse", precomputed_lse, logits)
+    checks.real("logit_scale", logit_scale)
+    checks.number("logit_scale", logit_scale, logit_scale > 0, "positive")
+    checks.real("lse_square_scale", lse_square_scale)
+    checks.integer("ignore_index", ignore_index)
+    checks.flags(inplace_backward=inplace_backward)
+    vocab, parts, part = logits.shape[1], 1, 0
+    if process_group is not None:
+        parts, part = dist.get_world_size(process_group), dist.get_rank(process_group)
+    if vocab > 1 and logits.stride(1) != 1:
+        logits = logits.contiguous()
+    lse_serves = logit_scale == 1 and label_smoothing == 0
+    rest = (
+        labels, precomputed_lse if lse_serves else None, float(label_smoothing), float(logit_scale),
+        float(lse_square_scale), ignore_index, part * vocab, parts * vocab, parts > 1,
+    )  # fmt: skip
+    group = process_group if parts > 1 else None
+    inplace_backward = bool(inplace_backward) and not torch.compiler.is_compiling()
+    if not fwd.wants_derivative((logits,)) or (group is None and not inplace_backward):
+        losses, z_losses, _, kept = _forward(logits, rest, group)
+    else:
+        if inplace_backward:
+            checks.own_memory(logits=logits)
+        losses, z_losses, _, kept = _CrossEntropy.apply(logits, rest, group, inplace_backward)
+    return losses, z_losses, kept
+
+
+def check(logits, labels, label_smoothing):
+    """Check what every entry is given."""
+    checks.tensor("logits", logits, dtypes=DTYPES)
+    checks.ndim("logits", logits, "(rows, vocab)")
+    shape, device = logits.shape[:1], logits.device
+    checks.tensor("labels", labels, dtypes=checks.INTEGER_DTYPES, shape=shape, device=device)
+    checks.real("label_smoothing", label_smoothing)
+    checks.number("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "between 0 and 1")
+
+
+def check_row_values(name, value, logits):
+    """Check that `value` has a float32 number for each row of the logits."""
+    checks.tensor(name, value, dtypes=(torch.float32,), shape=logits.shape[:1], device=logits.device)
+
+
+def _forward(logits, rest, group):
+    """The results of `fwd` for all parts of the classes, one in each process of the group."""
+    losses, z_losses, lse, kept = fwd(logits, *rest)
+    if group is None:
+        return losses, z_losses, lse, kept
+    parts = lse.new_empty(dist.get_world_size(group) * len(lse))
+    dist.all_gather_into_tensor(parts, lse, group=group)
+    dist.all_reduce(losses, group=group)
+    lse = parts.view(-1, len(lse)).logsumexp(dim=0)
+    lse_square_scale = rest[4]
+    z_losses = lse_square_scale * lse**2 if lse_square_scale else torch.zeros_like(lse)
+    losses, z_losses = (torch.where(kept, x, 0) for x in (losses + lse + z_losses, z_losses))
+    return losses, z_losses, lse, kept
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, rest, group=None, inplace_backward=False):
+        losses, z_losses, lse, kept = _forward(logits, rest, group)
+        labels, _, *ctx.options, _ = rest
+        ctx.inplace_backward = inplace_backward
+        ctx.save_for_backward(logits, labels, lse)
+        ctx.mark_non_differentiable(z_losses, lse, kept)
+        return losses, z_losses, lse, kept
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dlosses, *_):
+        logits, labels, lse = ctx.saved_tensors
+        op = bwd_ if ctx.inplace_backward else bwd
+        dlogits = op(dlosses, logits, labels, lse, *ctx.options)
+        return logits.detach() if ctx.inplace_backward else dlogits, None, None, None
+
+
+def _triton(name):
+    """The launch of a Triton kernel. Triton is imported when it is first called."""
+
+    def launch(*args):
+        from flash_attn._triton import xentropy
+
+        return getattr(xentropy, name)(*args)
+
+    return launch
+
+
+def _fwd_fake(logits, labels, *_):
+    losses = logits.new_empty(labels.shape, dtype=torch.float32)
+    return losses, torch.empty_like(losses), torch.empty_like(losses), torch.empty_like(losses, dtype=torch.bool)
+
+
+def _bwd_fake(dlosses, logits, *_):
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+_OPTIONS = (
+    "float label_smoothing, float logit_scale, float lse_square_scale, int? ignore_index, SymInt class_start, "
+    "SymInt total_classes"
+)
+
+fwd = _library.define(
+    f"xentropy_fwd(Tensor logits, Tensor labels, Tensor? lse, {_OPTIONS}, bool partial)"
+    " -> (Tensor losses, Tensor z_losses, Tensor lse, Tensor kept)",
+    reference=reference.fwd,
+    fake=_fwd_fake,
+    autograd=_CrossEntropy,
+    differentiable=1,
+    triton=_triton("fwd"),
+)
+bwd = _library.define(
+    f"xentropy_bwd(Tensor dlosses, Tensor logits, Tensor labels, Tensor lse, {_OPTIONS}) -> Tensor",
+    reference=reference.bwd,
+    fake=_bwd_fake,
+    triton=_triton("bwd"),
+)
+bwd_ = _library.define(
+    f"xentropy_bwd_(Tensor dlosses, Tensor(a!) logits, Tensor labels, Tensor lse, {_OPTIONS}) -> ()",
+    reference=reference.bwd_,
+    fake=lambda *_: None,
+    triton=_triton("bwd_"),
+)

@@ -1,0 +1,56 @@
+"""Cross entropy in plain torch, with fp32 maths. Arguments as in `flash_attn._ops.xentropy`."""
+
+import torch
+
+
+def fwd(
+    logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
+    partial,
+):  # fmt: skip
+    """Returns (losses, z_losses, lse, kept)."""
+    scaled = logits.float() * logit_scale
+    lse = scaled.logsumexp(dim=-1) if lse is None else lse
+    kept = _is_kept(labels, ignore_index, total_classes)
+    own, column = _own_column(labels, class_start, logits.shape[1])
+    target = torch.zeros_like(lse)
+    target[own] = (1 - label_smoothing) * scaled[own, column[own]]
+    if label_smoothing > 0:
+        target += label_smoothing / max(total_classes, 1) * scaled.sum(dim=-1)
+    lse, target = (torch.where(kept, x, 0) for x in (lse, target))
+    if partial:
+        return -target, torch.zeros_like(lse), lse, kept
+    z_losses = lse_square_scale * lse**2 if lse_square_scale else torch.zeros_like(lse)
+    return lse - target + z_losses, z_losses, lse, kept
+
+
+def bwd(
+    dlosses, logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start,
+    total_classes,
+):  # fmt: skip
+    """Returns dlogits."""
+    scaled = logits.float() * logit_scale
+    gradient = torch.exp(scaled - lse[:, None]) * (1 + 2 * lse_square_scale * lse)[:, None]
+    gradient -= label_smoothing / max(total_classes, 1)
+    own, column = _own_column(labels, class_start, logits.shape[1])
+    gradient[own, column[own]] -= 1 - label_smoothing
+    gradient *= logit_scale * dlosses[:, None]
+    kept = _is_kept(labels, ignore_index, total_classes)
+    return torch.where(kept[:, None], gradient, 0).to(logits.dtype)
+
+
+def bwd_(dlosses, logits, *args):
+    """Replace logits by dlogits."""
+    logits.copy_(bwd(dlosses, logits, *args))
+
+
+def _is_kept(labels, ignore_index, total_classes):
+    """Which rows count."""
+    if ignore_index is None:
+        return torch.ones_like(labels, dtype=torch.bool)
+    return (labels != ignore_index) & (labels >= 0) & (labels < total_classes)
+
+
+def _own_column(labels, class_start, vocab):
+    """Which labels are among these columns, and the column of each."""
+    column = labels.long() - class_start
+    return (column >= 0) & (column < vocab), column

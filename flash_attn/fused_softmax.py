@@ -1,0 +1,152 @@
+"""Softmax of scaled attention scores with a causal or a padding mask, for any shape, and the module that chooses.
+
+    probs = scaled_masked_softmax(scores, mask, scale)                    # mask: True is left out
+    probs = scaled_upper_triang_masked_softmax(scores, None, scale)       # row i sees columns up to i
+
+Scores are (batch, heads, seqlen_q, seqlen_k), in float32, float16 or bfloat16, and so are the probabilities; the
+maths is float32. A row of which nothing is left gives zeros.
+"""
+
+import enum
+
+import torch
+
+from flash_attn._ops import checks
+from flash_attn._ops import fused_softmax as ops
+
+
+class AttnMaskType(enum.Enum):
+    padding = 1
+    causal = 2
+
+
+def scaled_upper_triang_masked_softmax(inputs, _, scale):
+    """Softmax of row i of scale * inputs over columns up to i; 0 right of them.
+
+    Arguments:
+        inputs: (batch, heads, seqlen, seqlen), or without the leading dimensions or with more of them.
+        _: not used; the place of the mask.
+        scale: a number.
+
+    Returns a tensor like inputs. Raises TypeError or ValueError for arguments that do not fit together.
+
+    >>> scaled_upper_triang_masked_softmax(torch.zeros(1, 1, 3, 3), None, 1.0)[0, 0, 1]
+    tensor([0.5000, 0.5000, 0.0000])
+    """
+    checks.tensor("inputs", inputs, dtypes=ops.DTYPES)
+    checks.number("the number of dimensions of inputs", inputs.dim(), inputs.dim() >= 2, "at least 2")
+    batches = inputs.reshape(1, inputs.shape[:-2].numel(), *inputs.shape[-2:])
+    return ops.softmax(batches, None, scale, True).view(inputs.shape)
+
+
+def scaled_masked_softmax(inputs, mask, scale):
+    """Softmax of the rows of scale * inputs over what is not masked; 0 elsewhere.
+
+    Arguments:
+        inputs: (batch, heads, seqlen_q, seqlen_k).
+        mask: bool or uint8, nonzero where inputs are left out, each size that of inputs or 1; or None.
+        scale: a number.
+
+    Returns a tensor like inputs. Raises TypeError or ValueError for arguments that do not fit together.
+
+    >>> scaled_masked_softmax(torch.zeros(1, 1, 1, 3), torch.tensor([[[[False, True, False]]]]), 1.0)
+    tensor([[[[0.5000, 0.0000, 0.5000]]]])
+    """
+    return ops.softmax(inputs, mask, scale, False)
+
+
+class ScaledUpperTriangMaskedSoftmax:
+    """`ScaledUpperTriangMaskedSoftmax.apply(inputs, scale)` is the causal softmax of inputs (..., seqlen, seqlen)."""
+
+    @staticmethod
+    def apply(inputs, scale):
+        return scaled_upper_triang_masked_softmax(inputs, None, scale)
+
+
+class ScaledMaskedSoftmax:
+    """`ScaledMaskedSoftmax.apply` is `scaled_masked_softmax`."""
+
+    apply = staticmethod(scaled_masked_softmax)
+
+
+class FusedScaleMaskSoftmax(torch.nn.Module):
+    """Scale, mask and softmax of attention scores, fused or step by step.
+
+    Arguments:
+        input_in_fp16, input_in_bf16: what the scores will be; at most one.
+        attn_mask_type: AttnMaskType.causal or AttnMaskType.padding, or another package's enum with these names.
+        scaled_masked_softmax_fusion: use the fused operation, wherever there is one.
+        mask_func: mask_func(scores, mask) returns scores with those left out that the mask names; used without fusion.
+        softmax_in_fp32: without fusion, compute 16-bit scores in float32.
+        scale: a number, or None for 1.
+
+    Raises ValueError if both types are named, for a scale without softmax_in_fp32, and for an unknown mask type.
+    """
+
+    def __init__(
+        self,
+        input_in_fp16,
+        input_in_bf16,
+        attn_mask_type,
+        scaled_masked_softmax_fusion,
+        mask_func,
+        softmax_in_fp32,
+        scale,
+    ):
+        super().__init__()
+        if input_in_fp16 and input_in_bf16:
+            raise ValueError("input_in_fp16 and input_in_bf16 must not both be true, found both true")
+        if scale is not None and not softmax_in_fp32:
+            raise ValueError(f"softmax_in_fp32 must be true where there is a scale, found {softmax_in_fp32!r}")
+        self.input_in_fp16 = input_in_fp16
+        self.input_in_bf16 = input_in_bf16
+        self.attn_mask_type = attn_mask_type
+        self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
+        self.mask_func = mask_func
+        self.softmax_in_fp32 = softmax_in_fp32
+        self.scale = scale
+        self.causal = _kind(attn_mask_type) is AttnMaskType.causal
+
+    @property
+    def input_in_float16(self):
+        return self.input_in_fp16 or self.input_in_bf16
+
+    def forward(self, input, mask):
+        """Probabilities like input (batch, heads, seqlen_q, seqlen_k).
+
+        mask: True where scores are left out, or None. A causal module leaves out what is above the diagonal as well.
+        """
+        checks.tensor("input", input, dtypes=ops.DTYPES)
+        checks.ndim("input", input, "(batch, heads, seqlen_q, seqlen_k)")
+        if self.is_kernel_available(mask, *input.shape):
+            return ops.softmax(input, mask, 1.0 if self.scale is None else self.scale, self.causal)
+        return self._step_by_step(input, mask)
+
+    def is_kernel_available(self, mask, b, np, sq, sk):
+        """Whether scores of this shape (batch, heads, seqlen_q, seqlen_k) are computed by the fused operation."""
+        return bool(self.scaled_masked_softmax_fusion) and (sq == sk if self.causal else mask is not None)
+
+    @staticmethod
+    def get_batch_per_block(sq, sk, b, np):
+        """How many rows a block of the original kernel took. Nothing here depends on it."""
+        columns = 1 << max(sk - 1, 0).bit_length()
+        return 128 // min(columns, 32) * (2 if columns <= 128 else 1)
+
+    def _step_by_step(self, input, mask):
+        scores = input.float() if self.input_in_float16 and self.softmax_in_fp32 else input
+        if self.scale is not None:
+            scores = scores * self.scale
+        if mask is not None:
+            scores = self.mask_func(scores, mask)
+        if self.causal:
+            above = torch.ones(input.shape[-2:], dtype=torch.bool, device=input.device).triu(1)
+            scores = self.mask_func(scores, above)
+        return scores.softmax(dim=-1).to(input.dtype)
+
+
+def _kind(attn_mask_type):
+    """The mask type of that name."""
+    name = getattr(attn_mask_type, "name", None)
+    if name not in AttnMaskType.__members__:
+        raise ValueError(f"attn_mask_type must be AttnMaskType.padding or .causal, found {attn_mask_type!r}")
+    return AttnMaskType[name]

@@ -1,0 +1,68 @@
+"""Cross entropy as a module, a replacement of torch.nn.CrossEntropyLoss for large vocabularies.
+
+loss_fn = CrossEntropyLoss(inplace_backward=True)
+loss = loss_fn(torch.randn(8, 50257, requires_grad=True) * 1, torch.randint(50257, (8,)))
+"""
+
+import torch
+
+from flash_attn._ops import checks
+from flash_attn._ops import xentropy as ops
+
+_REDUCTIONS = ("mean", "sum", "none")
+
+
+class CrossEntropyLoss(torch.nn.Module):
+    """Cross entropy of logits (rows, vocab) and labels (rows,), computed in float32.
+
+    Arguments:
+        ignore_index: the label of rows that do not count. So do labels that are no class.
+        reduction: "mean" over the rows that count (NaN if there is none), "sum", or "none" for the loss of each row.
+        label_smoothing, logit_scale, lse_square_scale, inplace_backward, process_group: as in
+            `flash_attn.ops.triton.cross_entropy.cross_entropy_loss`.
+        return_z_loss: also return the z-loss, which is part of the loss and has no gradient of its own.
+
+    Raises ValueError for an unknown reduction, and what cross_entropy_loss raises.
+    """
+
+    def __init__(
+        self,
+        ignore_index=-100,
+        reduction="mean",
+        label_smoothing=0.0,
+        logit_scale=1.0,
+        lse_square_scale=0.0,
+        inplace_backward=False,
+        process_group=None,
+        return_z_loss=False,
+    ):
+        super().__init__()
+        if reduction not in _REDUCTIONS:
+            raise ValueError(f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))}, found {reduction!r}")
+        checks.flags(return_z_loss=return_z_loss)
+        self.ignore_index = ignore_index
+        self.reduction = reduction
+        self.label_smoothing = label_smoothing
+        self.logit_scale = logit_scale
+        self.lse_square_scale = lse_square_scale
+        self.inplace_backward = inplace_backward
+        self.process_group = process_group
+        self.return_z_loss = return_z_loss
+
+    def forward(self, input, target, precomputed_lse=None):
+        """The loss of logits `input` (rows, vocab) and labels `target` (rows,); (loss, z_loss) if return_z_loss.
+
+        Each is a float32 scalar, or (rows,) with reduction="none".
+        """
+        losses, z_losses, kept = ops.cross_entropy(
+            input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
+            self.ignore_index, self.inplace_backward, self.process_group,
+        )  # fmt: skip
+        if self.return_z_loss:
+            return self._reduced(losses, kept), self._reduced(z_losses, kept)
+        return self._reduced(losses, kept)
+
+    def _reduced(self, losses, kept):
+        if self.reduction == "none":
+            return losses
+        return losses.sum() if self.reduction == "sum" else losses.sum() / kept.sum()

@@ -1,0 +1,63 @@
+"""`cross_entropy_loss`: cross entropy of each row of logits, in one pass forward and one backward.
+
+It runs the same op as `flash_attn.losses.cross_entropy`: the library's own kernel on a GPU, the Triton kernel where
+that library is not built, plain torch elsewhere.
+"""
+
+import torch
+
+from flash_attn._ops import xentropy as ops
+
+
+def cross_entropy_loss(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    precomputed_lse: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    ignore_index=-100,
+    inplace_backward: bool = False,
+    process_group=None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cross entropy of each row, with label smoothing and a penalty on the log-sum-exp (z-loss).
+
+    With s = logit_scale * logits, in float32, the label y and V classes,
+
+        lse = log sum_j exp(s_j)        z_loss = lse_square_scale * lse^2
+        loss = lse - (1 - label_smoothing) * s_y - label_smoothing / V * sum_j s_j + z_loss
+
+    Arguments:
+        logits: (rows, vocab), float32, float16 or bfloat16, any strides (columns that lie apart are copied).
+        labels: (rows,) int32 or int64. Rows whose label is ignore_index, or is no class, give 0 and have no gradient.
+        precomputed_lse: (rows,) float32, log sum_j exp(logits_j) over the columns given here. Saves reading the logits;
+            used if logit_scale is 1 and label_smoothing 0. It has no gradient of its own.
+        label_smoothing: from 0 to 1, the weight of the uniform distribution in the target.
+        logit_scale: positive.
+        lse_square_scale: weight of the z-loss (PaLM, arXiv:2204.02311, section 5).
+        ignore_index: the label of rows that do not count.
+        inplace_backward: let the gradient overwrite the logits, which saves its memory. The logits must not be needed
+            afterwards; autograd raises if they are. Without effect under torch.compile.
+        process_group: a torch.distributed group over which the classes are divided: the process of rank r in it has
+            columns r * vocab to (r + 1) * vocab, and labels, the same in all, count from the first of all columns.
+
+    Returns (losses, z_losses), each (rows,) float32. losses contains z_losses, which has no gradient of its own.
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+
+    >>> logits, labels = torch.randn(4, 50257, dtype=torch.bfloat16), torch.tensor([3, -100, 0, 50256])
+    >>> losses, z_losses = cross_entropy_loss(logits, labels, lse_square_scale=1e-4)
+    >>> losses.shape, losses.dtype, losses[1].item()
+    (torch.Size([4]), torch.float32, 0.0)
+    """
+    losses, z_losses, _ = ops.cross_entropy(
+        logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index,
+        inplace_backward, process_group,
+    )  # fmt: skip
+    return losses, z_losses
+
+
+class CrossEntropyLoss:
+    """`CrossEntropyLoss.apply` is `cross_entropy_loss`."""
+
+    apply = staticmethod(cross_entropy_loss)

@@ -1,0 +1,663 @@
+"""Cross entropy: the functions, their gradients, the module, several processes, the errors, traps of kernels."""
+
+import dataclasses
+import functools
+import importlib
+import inspect
+import zlib
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from cases import DTYPES, params, sample
+from compare import assert_error_ratio, unavoidable
+from torch.autograd import forward_ad
+
+import xentropy_cuda_lib
+from flash_attn._ops import xentropy as ops
+from flash_attn._reference import xentropy as reference
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from flash_attn.ops.triton import cross_entropy as functional
+from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
+
+LAYOUTS = ["contiguous", "sliced", "shifted", "transposed"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One batch of logits and labels. `str(case)` is its id and seeds its tensors."""
+
+    rows: int = 9
+    vocab: int = 1000
+    dtype: str = "bf16"
+    label_smoothing: float = 0.0
+    logit_scale: float = 1.0
+    lse_square_scale: float = 0.0
+    labels: str = "int64"  # or "int32"
+    strays: bool = True  # whether some labels are the ignore index, or no class
+    layout: str = "contiguous"
+    size: float = 1.0  # standard deviation of the logits
+
+    def __str__(self):
+        parts = [
+            f"{self.rows}x{self.vocab}-{self.dtype}-{self.labels}",
+            f"smooth{self.label_smoothing:g}" * (self.label_smoothing > 0),
+            f"scale{self.logit_scale:g}" * (self.logit_scale != 1),
+            f"z{self.lse_square_scale:g}" * (self.lse_square_scale > 0),
+            "strays" * self.strays,
+            self.layout * (self.layout != "contiguous"),
+            f"size{self.size:g}" * (self.size != 1),
+        ]
+        return "-".join(part for part in parts if part)
+
+    def draw(self, device):
+        """Logits, labels and a gradient for the losses, one number of which is NaN where a row is ignored."""
+        generator = torch.Generator(device).manual_seed(zlib.crc32(str(self).encode()))
+        random = functools.partial(torch.randn, device=device, generator=generator)
+        logits = laid_out((self.size * random(self.rows, self.vocab)).to(DTYPES[self.dtype]), self.layout)
+        labels = torch.randint(max(self.vocab, 1), (self.rows,), device=device, generator=generator)
+        dlosses = random(self.rows)
+        if self.strays:
+            for row, label in ((1, -100), (4, self.vocab), (5, -1)):
+                labels[row : row + 1], dlosses[row : row + 1] = label, float("nan")
+        return logits, labels.to({"int64": torch.int64, "int32": torch.int32}[self.labels]), dlosses
+
+    @property
+    def options(self):
+        return {name: getattr(self, name) for name in ("label_smoothing", "logit_scale", "lse_square_scale")}
+
+
+def laid_out(logits, layout):
+    """The same logits in other strides, among NaN."""
+    if layout == "contiguous":
+        return logits
+    if layout == "transposed":
+        return logits.t().contiguous().t()
+    nan = torch.full_like(logits[:, :1], float("nan"))
+    return torch.cat([logits, nan], dim=1)[:, :-1] if layout == "sliced" else torch.cat([nan, logits], dim=1)[:, 1:]
+
+
+def expected(logits, labels, dlosses, options):
+    """Losses, z-losses and gradients of the oracle, in the dtype of the logits given."""
+    leaf = logits.detach().clone().requires_grad_()
+    losses, z_losses = oracle.cross_entropy(leaf, labels, **options)
+    (dlogits,) = torch.autograd.grad(losses, leaf, dlosses.to(losses.dtype).nan_to_num())
+    return losses.detach(), z_losses.detach(), dlogits
+
+
+def assert_matches(found, logits, labels, dlosses, options, narrow=torch.Tensor.to):
+    """found: losses, z_losses and dlogits. The baseline has float32 maths, and rounds the gradient with `narrow`."""
+    exact = expected(logits.double(), labels, dlosses.double(), options)
+    baseline = expected(logits.float(), labels, dlosses.float(), options)
+    for name, ours, right, plain in zip(("losses", "z_losses", "dlogits"), found, exact, baseline, strict=True):
+        size = right.abs().max().item() if right.numel() else 0
+        plus = unavoidable(right, ours.dtype, terms=4 * (1 + size))
+        assert_error_ratio(ours, right, narrow(plain, ours.dtype), plus=plus, name=name)
+
+
+def identical(a, b):
+    """Equal bit for bit, except that any NaN equals any other."""
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
+
+
+EDGES = [
+    Case(vocab=1, strays=False),
+    Case(vocab=7, dtype="fp16"),
+    Case(rows=1, vocab=33, strays=False, layout="shifted"),
+    Case(vocab=8193, dtype="fp32", label_smoothing=0.1),
+    Case(vocab=50257, size=10.0),
+    Case(vocab=50257, layout="sliced", label_smoothing=1.0),
+    Case(rows=6, vocab=128256, dtype="fp16", lse_square_scale=1e-2, logit_scale=0.7),
+    Case(rows=6, vocab=131072, dtype="fp32", label_smoothing=0.9, size=10.0),
+    Case(rows=300, vocab=70),
+]
+FACTORS = dict(
+    vocab=[5, 64, 1000, 4099, 20000],
+    dtype=["fp32", "fp16", "bf16"],
+    label_smoothing=[0.0, 0.1, 0.9],
+    logit_scale=[1.0, 0.7, 3.0],
+    lse_square_scale=[0.0, 1e-2],
+    labels=["int64", "int32"],
+    strays=[False, True],
+    layout=LAYOUTS,
+    size=[1.0, 10.0],
+)
+CASES = params(EDGES) + [param for param in sample(FACTORS, Case) if param.id not in map(str, EDGES)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradient(case, device):
+    logits, labels, dlosses = case.draw(device)
+    before = logits.clone()
+    losses, z_losses = cross_entropy_loss(logits.requires_grad_(), labels, **case.options)
+    (dlogits,) = torch.autograd.grad(losses, logits, dlosses)
+    assert losses.dtype == z_losses.dtype == torch.float32 and dlogits.dtype == logits.dtype
+    assert not z_losses.requires_grad
+    assert identical(logits, before)
+    found = losses.detach(), z_losses, dlogits
+    assert_matches(found, before, labels, dlosses, case.options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_place_gradient_is_the_same_in_the_memory_of_the_logits(case, device):
+    logits, labels, dlosses = case.draw(device)
+    leaf = logits.requires_grad_()
+    losses, _ = cross_entropy_loss(leaf, labels, **case.options)
+    (right,) = torch.autograd.grad(losses, leaf, dlosses)
+    again, _ = cross_entropy_loss(leaf, labels, **case.options, inplace_backward=True)
+    (dlogits,) = torch.autograd.grad(again, leaf, dlosses)
+    assert identical(again, losses)
+    assert identical(dlogits, right)
+    if case.layout != "transposed":  # whose copy is overwritten
+        assert dlogits.data_ptr() == leaf.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_against_torch(dtype, device):
+    """torch.nn.functional.cross_entropy is not our formula."""
+    logits, labels, _ = Case(rows=40, vocab=5003, dtype=dtype).draw(device)
+    labels[(labels < 0) | (labels >= 5003)] = -100
+    for smoothing in (0.0, 0.3):
+        right = torch.nn.functional.cross_entropy(logits.float(), labels, label_smoothing=smoothing, reduction="none")
+        torch.testing.assert_close(cross_entropy_loss(logits, labels, label_smoothing=smoothing)[0], right)
+
+
+@pytest.mark.parametrize("lse_square_scale", [0.0, 1e-2])
+def test_precomputed_lse(lse_square_scale, device):
+    case = Case(vocab=5003, lse_square_scale=lse_square_scale)
+    logits, labels, dlosses = case.draw(device)
+    lse = logits.float().logsumexp(dim=-1)
+    losses, z_losses = cross_entropy_loss(logits.requires_grad_(), labels, lse, **case.options)
+    (dlogits,) = torch.autograd.grad(losses, logits, dlosses)
+    assert_matches((losses.detach(), z_losses, dlogits), logits.detach(), labels, dlosses, case.options)
+    wrong = lse + 1  # not used where it cannot serve, and seen to be used where it can
+    for options in (dict(label_smoothing=0.1), dict(logit_scale=0.5)):
+        assert identical(*(cross_entropy_loss(logits, labels, x, **options)[0] for x in (wrong, None)))
+    kept = losses != 0
+    shifted = cross_entropy_loss(logits, labels, wrong)[0][kept] - cross_entropy_loss(logits, labels)[0][kept]
+    torch.testing.assert_close(shifted, torch.ones_like(shifted))
+
+
+def test_rows_that_do_not_count_are_not_looked_at(device):
+    logits, labels, dlosses = Case(dtype="fp32").draw(device)
+    losses, _ = cross_entropy_loss(logits, labels, ignore_index=7)
+    labels[0] = 7
+    logits[0], dlosses[0] = float("nan"), float("inf")
+    again, z_losses = cross_entropy_loss(logits.requires_grad_(), labels, lse_square_scale=1.0, ignore_index=7)
+    (dlogits,) = torch.autograd.grad(again, logits, dlosses)
+    assert again[0] == z_losses[0] == 0 and losses[0] != 0
+    assert not dlogits[0].any()
+    assert not dlogits[labels == -100].any()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_hidden(value, device):
+    for column in (0, 1, 500, 999):
+        logits, labels, _ = Case(dtype="fp32").draw(device)
+        logits[0, column] = value
+        losses, _ = cross_entropy_loss(logits.requires_grad_(), labels)
+        losses[0].backward()
+        assert not losses[0].isfinite() and not logits.grad[0].isfinite().all()
+        assert losses[2].isfinite()
+
+
+def test_logits_of_minus_infinity(device):
+    """Columns that are switched off have no part in the loss, unless they are the label or it is smoothed."""
+    logits, labels, dlosses = Case(dtype="fp32", strays=False).draw(device)
+    labels += labels % 2
+    labels[labels == 1000] = 0
+    logits[:, 1::2] = float("-inf")
+    losses, _ = cross_entropy_loss(logits.requires_grad_(), labels)
+    (dlogits,) = torch.autograd.grad(losses, logits, dlosses)
+    right, _ = cross_entropy_loss(logits[:, ::2], labels // 2)
+    torch.testing.assert_close(losses, right)
+    assert not dlogits[:, 1::2].any() and dlogits.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(0, 50), (0, 0), (3, 0)])
+@pytest.mark.parametrize("inplace_backward", [False, True])
+def test_empty(shape, inplace_backward, device):
+    logits = torch.empty(shape, device=device, requires_grad=True)
+    labels = torch.zeros(shape[0], dtype=torch.int64, device=device)
+    losses, z_losses = cross_entropy_loss(logits, labels, inplace_backward=inplace_backward)
+    losses.sum().backward()
+    assert losses.shape == z_losses.shape == labels.shape and not losses.any()
+    assert logits.grad.shape == shape
+
+
+# The module.
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("return_z_loss", [False, True])
+def test_module(reduction, return_z_loss, device):
+    case = Case(dtype="fp32", lse_square_scale=1e-2, label_smoothing=0.1, logit_scale=0.7)
+    logits, labels, _ = case.draw(device)
+    module = CrossEntropyLoss(reduction=reduction, return_z_loss=return_z_loss, **case.options)
+    found = module(logits.requires_grad_(), labels)
+    kept = (labels >= 0) & (labels < case.vocab)
+    reduce = {"mean": lambda x: x.sum() / kept.sum(), "sum": torch.sum, "none": torch.clone}[reduction]
+    right = tuple(reduce(x) for x in oracle.cross_entropy(logits, labels, **case.options))
+    torch.testing.assert_close(found if return_z_loss else (found,), right[: 1 + return_z_loss])
+    found = found[0] if return_z_loss else found
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (found, right[0])))
+
+
+def test_module_like_that_of_torch(device):
+    logits, labels = torch.randn(8, 50, device=device), torch.tensor([3, -100, 4, 9, 0, 49, -100, 1], device=device)
+    torch.testing.assert_close(CrossEntropyLoss()(logits, labels), torch.nn.CrossEntropyLoss()(logits, labels))
+    assert CrossEntropyLoss()(logits, torch.full_like(labels, -100)).isnan()
+    lse = logits.logsumexp(dim=-1)
+    torch.testing.assert_close(CrossEntropyLoss()(logits, labels, lse), torch.nn.CrossEntropyLoss()(logits, labels))
+
+
+def test_a_graph_cannot_use_logits_that_were_overwritten(device):
+    x = torch.randn(4, 10, device=device, requires_grad=True)
+    logits = x.exp()  # keeps its result for the backward
+    loss = CrossEntropyLoss(inplace_backward=True)(logits, torch.zeros(4, dtype=torch.int64, device=device))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_second_backward_of_an_in_place_loss_is_an_error(device):
+    logits = torch.randn(4, 10, device=device, requires_grad=True)
+    loss = CrossEntropyLoss(inplace_backward=True)(logits * 1, torch.zeros(4, dtype=torch.int64, device=device))
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_no_gradient_of_the_gradient(device):
+    logits = torch.randn(4, 10, device=device, requires_grad=True)
+    losses = CrossEntropyLoss(reduction="none")(logits, torch.zeros(4, dtype=torch.int64, device=device))
+    (dlogits,) = torch.autograd.grad(losses, logits, torch.ones_like(losses, requires_grad=True), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dlogits.sum().backward()
+
+
+def test_forward_mode_is_refused(device):
+    logits, labels = torch.randn(2, 4, 10, device=device), torch.zeros(4, dtype=torch.int64, device=device)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="must have no tangent"):
+        cross_entropy_loss(forward_ad.make_dual(*logits), labels)
+
+
+def test_autocast_changes_nothing(device):
+    logits, labels, _ = Case(dtype="fp32").draw(device)
+    right = cross_entropy_loss(logits, labels)[0]
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert identical(cross_entropy_loss(logits, labels)[0], right)
+
+
+# Several processes.
+
+
+def _over_processes(rank, file, world, target, args):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    try:
+        target(dist.group.WORLD, *args)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def over_processes(tmp_path, world, target, *args):
+    """Call target(group, *args) in each of `world` processes that form a group on the CPU."""
+    torch.multiprocessing.spawn(_over_processes, (str(tmp_path / "group"), world, target, args), nprocs=world)
+
+
+def check_parts(group, cases, precomputed, compiled):
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    function = (
+        torch.compile(cross_entropy_loss, fullgraph=True, backend="aot_eager") if compiled else cross_entropy_loss
+    )
+    for case in cases:
+        logits, labels, dlosses = case.draw("cpu")
+        columns = slice(rank * case.vocab // world, (rank + 1) * case.vocab // world)
+        for inplace_backward in (False, True):
+            part = logits[:, columns].clone()
+            without_gradient, _ = function(part, labels, **case.options, process_group=group)
+            part.requires_grad_()
+            lse = part.detach().float().logsumexp(dim=-1) if precomputed else None
+            losses, z_losses = function(
+                part, labels, lse, **case.options, inplace_backward=inplace_backward, process_group=group
+            )
+            (dpart,) = torch.autograd.grad(losses, part, dlosses)
+            gathered = [torch.empty_like(dpart) for _ in range(world)]
+            dist.all_gather(gathered, dpart)
+            found = losses.detach(), z_losses, torch.cat(gathered, dim=1)
+            assert_matches(found, logits, labels, dlosses, case.options)
+            torch.testing.assert_close(without_gradient, losses.detach())
+            assert (dpart.data_ptr() == part.data_ptr()) == (inplace_backward and not compiled)
+
+
+PARALLEL_CASES = [
+    Case(vocab=1000, dtype="fp32", label_smoothing=0.9, lse_square_scale=1e-2, logit_scale=0.7, size=10.0),
+    Case(vocab=50264, dtype="bf16", label_smoothing=0.1),
+    Case(vocab=62, dtype="fp16", labels="int32"),
+]
+
+
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_classes_divided_among_processes(precomputed, tmp_path):
+    over_processes(tmp_path, 2, check_parts, PARALLEL_CASES, precomputed, False)
+
+
+def test_classes_divided_among_processes_compiled(tmp_path):
+    over_processes(tmp_path, 2, check_parts, PARALLEL_CASES[:1], False, True)
+
+
+def check_one_part(group):
+    logits, labels, _ = Case(dtype="fp32").draw("cpu")
+    dist.all_reduce = dist.all_gather_into_tensor = None  # a group of one has nothing to exchange
+    losses, _ = cross_entropy_loss(logits, labels, process_group=group)
+    assert identical(losses, cross_entropy_loss(logits, labels)[0])
+
+
+def test_group_of_one_process(tmp_path):
+    over_processes(tmp_path, 1, check_one_part)
+
+
+# The kernels in Triton: on a GPU, and on the CPU in Triton's interpreter.
+
+
+@pytest.fixture
+def triton_kernels():
+    pytest.importorskip("triton")
+    return importlib.import_module("flash_attn._triton.xentropy")
+
+
+def narrow_as_interpreted(x, dtype):
+    """As Triton's interpreter does, which cuts off what bfloat16 does not hold."""
+    return (x.view(torch.int32) >> 16).to(torch.int16).view(dtype) if dtype == torch.bfloat16 else x.to(dtype)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_triton(case, device, triton_kernels):
+    logits, labels, dlosses = case.draw(device)
+    options = *case.options.values(), -100, 0, case.vocab
+    losses, z_losses, lse, kept = triton_kernels.fwd(logits, labels, None, *options, False)
+    args = labels, lse, *options
+    dlogits = triton_kernels.bwd(dlosses, logits, *args)
+    narrow = torch.Tensor.to if device.type == "cuda" else narrow_as_interpreted
+    assert_matches((losses, z_losses, dlogits), logits, labels, dlosses, case.options, narrow)
+    for ours, theirs in zip((lse, kept), ops.fwd(logits, labels, None, *options, False)[2:], strict=True):
+        torch.testing.assert_close(ours, theirs)
+    if case.layout != "transposed":
+        triton_kernels.bwd_(dlosses, logits, *args)
+        assert identical(logits, dlogits)
+
+
+@pytest.mark.parametrize("shape", [(0, 50), (3, 0)])
+def test_triton_empty(shape, device, triton_kernels):
+    logits, labels = torch.empty(shape, device=device), torch.zeros(shape[0], dtype=torch.int64, device=device)
+    losses, z_losses, lse, kept = triton_kernels.fwd(logits, labels, None, 0.1, 1.0, 0.1, -100, 0, shape[1], False)
+    assert not torch.cat([losses, z_losses, lse, kept]).any()
+    assert triton_kernels.bwd(losses, logits, labels, lse, 0.1, 1.0, 0.1, -100, 0, shape[1]).shape == shape
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_triton_part(known, device, triton_kernels):
+    """A part of the classes, every row of which counts, with the log-sum-exp known or not."""
+    logits, labels, dlosses = Case(dtype="fp32").draw(device)
+    part, dlosses = logits[:, 300:700], dlosses.nan_to_num()
+    smoothing, known_lse = (0.0, part.logsumexp(dim=-1)) if known else (0.2, None)
+    options = smoothing, 1.0, 0.0, None, 300, 1000
+    found = triton_kernels.fwd(part, labels, known_lse, *options, True)
+    for ours, right in zip(found, reference.fwd(part, labels, known_lse, *options, True), strict=True):
+        torch.testing.assert_close(ours, right)
+    lse = logits.logsumexp(dim=-1)
+    torch.testing.assert_close(
+        triton_kernels.bwd(dlosses, part, labels, lse, *options),
+        reference.bwd(dlosses, part, labels, lse, *options),
+    )
+
+
+# Graphs, fakes, signatures.
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inplace_backward", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled(grad, inplace_backward, backend, device):
+    case = Case(dtype="fp32", label_smoothing=0.1, lse_square_scale=1e-2)
+    logits, labels, _ = case.draw(device)
+    module = CrossEntropyLoss(**case.options, inplace_backward=inplace_backward, return_z_loss=True)
+
+    def run(function):
+        leaf = logits.clone().requires_grad_(grad)
+        loss, z_loss = function(leaf * 1, labels)
+        return loss.detach(), z_loss, *(torch.autograd.grad(loss, leaf) if grad else ())
+
+    torch.testing.assert_close(run(torch.compile(module, fullgraph=True, backend=backend)), run(module))
+
+
+def test_exported(device):
+    logits, labels, _ = Case(dtype="fp32").draw(device)
+    module = CrossEntropyLoss()
+    rows, vocab = (torch.export.Dim(name, max=2**20) for name in ("rows", "vocab"))
+    exported = torch.export.export(module, (logits, labels), dynamic_shapes=({0: rows, 1: vocab}, {0: rows}))
+    assert identical(exported.module()(logits[:5, :900], labels[:5]), module(logits[:5, :900], labels[:5]))
+
+
+@pytest.mark.parametrize("case", params([Case(dtype="fp32"), Case(label_smoothing=0.1, layout="sliced")]))
+def test_opcheck(case, device):
+    logits, labels, dlosses = case.draw(device)
+    options = *case.options.values(), -100, 0, case.vocab
+    arguments = labels, None, *options, False
+    torch.library.opcheck(ops.fwd.default, (logits.clone().requires_grad_(), *arguments))
+    torch.library.opcheck(ops.fwd.default, (logits, *arguments))
+    lse = logits.float().logsumexp(dim=-1)
+    torch.library.opcheck(ops.bwd.default, (dlosses, logits, labels, lse, *options))
+    torch.library.opcheck(ops.bwd_.default, (dlosses, logits, labels, lse, *options))
+
+
+def test_meta():
+    logits, labels = torch.empty(5, 70, device="meta"), torch.empty(5, dtype=torch.int64, device="meta")
+    assert cross_entropy_loss(logits, labels)[0].shape == (5,)
+    assert CrossEntropyLoss()(logits, labels).shape == ()
+
+
+SIGNATURES = {
+    cross_entropy_loss: "logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, "
+    "lse_square_scale=0.0, ignore_index=-100, inplace_backward=False, process_group=None",
+    CrossEntropyLoss: "ignore_index=-100, reduction='mean', label_smoothing=0.0, logit_scale=1.0, "
+    "lse_square_scale=0.0, inplace_backward=False, process_group=None, return_z_loss=False",
+    CrossEntropyLoss.forward: "self, input, target, precomputed_lse=None",
+    xentropy_cuda_lib.forward: "input, labels, smoothing, total_classes=-1",
+    xentropy_cuda_lib.backward: "grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
+def test_signature(function):
+    parameters = inspect.signature(function).parameters.values()
+    plain = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
+    assert ", ".join(plain) == SIGNATURES[function]
+    assert functional.CrossEntropyLoss.apply is cross_entropy_loss
+
+
+# The functions of xentropy_cuda_lib.
+
+
+@pytest.mark.parametrize("total_classes", [-1, 3000])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_shim(inplace, smoothing, total_classes, device):
+    logits, labels, dlosses = Case(vocab=1003).draw(device)
+    classes = total_classes if total_classes > 0 else 1003
+    dlosses = dlosses.nan_to_num()
+    leaf = logits.double().requires_grad_()
+    own = (labels >= 0) & (labels < 1003)
+    lse = leaf.logsumexp(dim=-1)
+    log_p = torch.where(own, leaf.gather(1, torch.where(own, labels, 0)[:, None])[:, 0] - lse, 0)
+    losses = smoothing * (lse - leaf.sum(dim=-1) / classes) - (1 - smoothing) * log_p
+    found, found_lse = xentropy_cuda_lib.forward(logits, labels, smoothing, total_classes)
+    torch.testing.assert_close(found, losses.float())
+    torch.testing.assert_close(found_lse, lse.float())
+    gradient = lse.detach().neg()[:, None].add(leaf.detach()).exp() - smoothing / classes
+    gradient[own, labels[own]] -= 1 - smoothing
+    dlogits = xentropy_cuda_lib.backward(dlosses, logits, found_lse, labels, smoothing, inplace, total_classes)
+    torch.testing.assert_close(dlogits, (gradient * dlosses[:, None]).to(logits.dtype), rtol=1e-2, atol=1e-4)
+    assert (dlogits is logits) == inplace
+
+
+# Errors: what is wrong, the class, what the message names.
+
+LOGITS, LABELS = torch.zeros(3, 10), torch.zeros(3, dtype=torch.int64)
+ERRORS = {
+    "logits are no tensor": (dict(logits=[1.0]), TypeError, "logits must be a torch.Tensor"),
+    "logits are float64": (dict(logits=LOGITS.double()), TypeError, "logits must have dtype"),
+    "logits have three dimensions": (dict(logits=LOGITS[None]), ValueError, "logits must have 2 dimensions"),
+    "labels are floats": (dict(labels=LABELS.float()), TypeError, "labels must have dtype"),
+    "labels of another shape": (dict(labels=LABELS[:2]), ValueError, r"labels must have shape \(3,\), found \(2,\)"),
+    "labels on another device": (dict(labels=LABELS.to("meta")), ValueError, "labels must be on cpu"),
+    "lse of another shape": (dict(precomputed_lse=LOGITS[:2, 0]), ValueError, "precomputed_lse must have shape"),
+    "lse of another type": (dict(precomputed_lse=LOGITS[:, 0].half()), TypeError, "precomputed_lse must have dtype"),
+    "smoothing above 1": (dict(label_smoothing=1.1), ValueError, "label_smoothing must be between 0 and 1, found 1.1"),
+    "smoothing is text": (dict(label_smoothing="0"), TypeError, "label_smoothing must be a real number"),
+    "scale is zero": (dict(logit_scale=0), ValueError, "logit_scale must be positive, found 0"),
+    "scale is infinite": (dict(logit_scale=float("inf")), ValueError, "logit_scale must be finite"),
+    "z-loss is NaN": (dict(lse_square_scale=float("nan")), ValueError, "lse_square_scale must be finite"),
+    "ignore index is None": (dict(ignore_index=None), TypeError, "ignore_index must be an integer"),
+    "in place is text": (dict(inplace_backward="no"), TypeError, "inplace_backward must be a bool"),
+    "expanded logits": (
+        dict(logits=LOGITS[:1].clone().requires_grad_().expand(3, 10), inplace_backward=True),
+        ValueError, "logits must not be expanded"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_error(what):
+    changes, error, message = ERRORS[what]
+    with pytest.raises(error, match=message):
+        cross_entropy_loss(**dict(dict(logits=LOGITS, labels=LABELS), **changes))
+
+
+def test_errors_of_the_module_and_the_shim():
+    with pytest.raises(ValueError, match="reduction must be one of 'mean', 'sum', 'none', found 'max'"):
+        CrossEntropyLoss(reduction="max")
+    with pytest.raises(TypeError, match="return_z_loss must be a bool"):
+        CrossEntropyLoss(return_z_loss="yes")
+    with pytest.raises(ValueError, match="label_smoothing must be between"):
+        xentropy_cuda_lib.forward(LOGITS, LABELS, 2.0)
+    with pytest.raises(ValueError, match="grad_loss must have shape"):
+        xentropy_cuda_lib.backward(LOGITS, LOGITS, LOGITS[:, 0], LABELS, 0.0, False)
+    with pytest.raises(TypeError, match="max_log_sum_exp must have dtype"):
+        xentropy_cuda_lib.backward(LOGITS[:, 0], LOGITS, LOGITS[:, 0].half(), LABELS, 0.0, False)
+    with pytest.raises(ValueError, match="logits must not be expanded"):
+        xentropy_cuda_lib.backward(LOGITS[:, 0], LOGITS[:1].expand(3, 10), LOGITS[:, 0], LABELS, 0.0, True)
+
+
+# What only a kernel can trip over.
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shape", [(2**31 // 50_000 + 10, 50_000), (3, 2**30 - 7)])
+def test_more_elements_than_32_bits_count(shape, device, memory_guard):
+    rows, vocab = shape
+    memory_guard(4 * rows * vocab)
+    logits = torch.randn(1, vocab, device=device).bfloat16().expand(shape).contiguous()
+    labels = torch.randint(vocab, (1,), device=device).expand(rows)
+    losses, _ = cross_entropy_loss(logits.requires_grad_(), labels, label_smoothing=0.1, inplace_backward=True)
+    right = expected(logits.detach()[:1].double(), labels[:1], torch.ones_like(losses[:1]), dict(label_smoothing=0.1))
+    torch.testing.assert_close(losses, right[0].float().expand(rows))
+    (dlogits,) = torch.autograd.grad(losses.sum(), logits)
+    for row in (0, rows - 1):
+        torch.testing.assert_close(dlogits[row], right[2][0].bfloat16(), rtol=2e-2, atol=1e-12)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shift", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("vocab", [3, 37, 4096, 4099])
+def test_alignment(dtype, shift, vocab, device):
+    logits, labels, dlosses = Case(dtype=dtype, vocab=vocab).draw(device)
+    shifted = torch.zeros(logits.numel() + shift, device=device, dtype=logits.dtype)[shift:].view_as(logits)
+    for inplace_backward in (False, True):
+        shifted.copy_(logits)
+        leaf = shifted.detach().requires_grad_()
+        losses, z_losses = cross_entropy_loss(leaf, labels, inplace_backward=inplace_backward)
+        (dlogits,) = torch.autograd.grad(losses, leaf, dlosses)
+        assert_matches((losses.detach(), z_losses, dlogits), logits, labels, dlosses, {})
+
+
+@pytest.mark.parametrize("stride", [0, 2])
+def test_labels_and_gradients_of_any_stride(stride, device):
+    logits, labels, dlosses = Case(strays=False).draw(device)
+    if stride == 0:
+        labels, dlosses = (x[:1].expand_as(x) for x in (labels, dlosses))
+    else:
+        labels, dlosses = (torch.stack([x, x - 7], dim=1)[:, 0] for x in (labels, dlosses))
+    losses, z_losses = cross_entropy_loss(logits.requires_grad_(), labels)
+    (dlogits,) = torch.autograd.grad(losses, logits, dlosses)
+    assert_matches((losses.detach(), z_losses, dlogits), logits.detach(), labels, dlosses, {})
+
+
+@pytest.mark.cuda
+def test_other_stream(device):
+    logits, labels, _ = Case(rows=4096, vocab=8192).draw(device)
+    right = cross_entropy_loss(logits, labels)[0]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # a kernel on any other stream would be done before the copy below begins
+        late = torch.zeros_like(logits).copy_(logits)
+        losses = cross_entropy_loss(late, labels)[0]
+    stream.synchronize()
+    assert identical(losses, right)
+
+
+@pytest.mark.cuda
+def test_graph_capture(device):
+    logits, labels, _ = Case().draw(device)
+    static, graph, module = torch.zeros_like(logits), torch.cuda.CUDAGraph(), CrossEntropyLoss()
+    module(static, labels)
+    with torch.cuda.graph(graph):
+        loss = module(static, labels)
+    static.copy_(logits)
+    graph.replay()
+    assert identical(loss, module(logits, labels))
+
+
+@pytest.mark.multi_gpu
+def test_device_that_is_not_current():
+    logits, labels, dlosses = Case().draw("cuda:1")
+    with torch.cuda.device(0):
+        losses, z_losses = cross_entropy_loss(logits.requires_grad_(), labels)
+        (dlogits,) = torch.autograd.grad(losses, logits, dlosses)
+    assert_matches((losses.detach(), z_losses, dlogits), logits.detach(), labels, dlosses, {})
+
+
+@pytest.mark.cuda
+def test_kernel_refuses_what_does_not_fit(device):
+    """The ops themselves, called around the checks in Python, must not reach memory that is not their own."""
+    logits, labels = LOGITS.to(device), LABELS.to(device)
+    lse = logits[:, 0].contiguous()
+    good = dict(logits=logits, labels=labels, lse=None, smoothing=0.0, scale=1.0, z=0.0, ignore=None, start=0, all=10)
+    ops.fwd.default(*good.values(), False)
+    for changes, message in (
+        (dict(logits=logits[0]), "logits must have shape"),
+        (dict(logits=logits.double()), "logits must have dtype"),
+        (dict(labels=labels[:2]), "labels must have shape"),
+        (dict(labels=labels.half()), "labels must have dtype"),
+        (dict(labels=LABELS), "labels must be on cuda:.*, found it on cpu"),
+        (dict(lse=lse[:2]), "lse must have shape"),
+        (dict(lse=lse.half()), "lse must have dtype Float, found Half"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            ops.fwd.default(*(good | changes).values(), False)
+    good["lse"] = lse
+    ops.bwd.default(lse, *good.values())
+    for changes, message in (
+        (dict(dlosses=lse[:2]), "dlosses must have shape"),
+        (dict(dlosses=lse.half()), "dlosses must have dtype"),
+        (dict(lse=lse[:2]), "lse must have shape"),
+        (dict(labels=labels[:2]), "labels must have shape"),
+    ):
+        for op in (ops.bwd, ops.bwd_):
+            with pytest.raises(RuntimeError, match=message):
+                op.default(*(dict(dlosses=lse) | good | changes).values())
+    with pytest.raises(RuntimeError, match="logits must have adjacent columns"):
+        ops.bwd_.default(lse, *(good | dict(logits=logits.t().contiguous().t())).values())
