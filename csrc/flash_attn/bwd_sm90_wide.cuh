@@ -12,8 +12,6 @@
 
 #include <cmath>
 #include <cstdint>
-#include <new>
-#include <type_traits>
 
 #include "flash_attn/bwd_finish.cuh"
 #include "flash_attn/bwd_prepare.cuh"
@@ -50,19 +48,14 @@ template <typename Config>
 struct BwdWideShared {
   using T = typename Config::T;
   SharedTile<T, Config::kBlockN, Config::kHeadDim> k, v;
-  SharedTile<T, Config::kBlockM, Config::kBlockN> ds[2];
+  SharedTile<T, Config::kBlockM, Config::kBlockN> ds;
   RowRing<Config> q, dout;                          // with lse and delta
   uint4 weights[Config::kBlockM / 16][kWarpgroup];  // P^T dscore/dS, of each lane
   ptx::SharedBarrier keys_here;
-  KeyBlock<Config> block;  // here, and not in registers, because the products leave none
 };
 
 constexpr int kTeamThreads = 2 * kWarpgroup;
 constexpr int kWeightsBarrier = 1, kGradientsBarrier = 2;
-
-struct RowBlock {
-  int head, block;
-};
 
 template <typename Config>
 struct Team : BwdConsumer<Config, BwdWideShared<Config>> {
@@ -70,19 +63,21 @@ struct Team : BwdConsumer<Config, BwdWideShared<Config>> {
   using Base::p, Base::shared, Base::block, Base::rank, Base::key0, Base::at;
   using typename Base::Packed;
   using Part = Fragment<16, 64>;
-  RowBlock previous = {};
-  int parity = 0;  // of the step
 
-  // Part i of the team's dQ, of the rows before.
-  __device__ void start_dq(Part& dq, int i) const {
-    ptx::fence_products();
-    start_gemm<Config::kBlockN>(dq, along_cols(shared.ds[parity ^ 1]), along_rows(shared.k, 64 * (2 * i + rank)), false);
+  // The team's parts of dQ, of which there are kCount.
+  template <int kCount>
+  __device__ void start_dq(Part (&dq)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      ptx::fence_products();
+      start_gemm<Config::kBlockN>(dq[i], along_cols(shared.ds), along_rows(shared.k, 64 * (2 * i + rank)), false);
+    }
   }
 
-  __device__ void add_dq(const Part& dq, int i) const {
+  __device__ void add_dq(const Part& dq, int i, int head, int row_block) const {
     const Span& q = block.seq.q;
-    const int row0 = previous.block * Config::kBlockM + key0;
-    float* sums = dq_rows<Config::kHeadDim>(p, q, previous.head, 0) + 64 * (2 * i + rank) + 4 * (lane_id() % 4);
+    const int row0 = row_block * Config::kBlockM + key0;
+    float* sums = dq_rows<Config::kHeadDim>(p, q, head, 0) + 64 * (2 * i + rank) + 4 * (lane_id() % 4);
 #pragma unroll
     for (int r = 0; r < dq.kLaneRows; ++r) {
       const int row = row0 + dq.row(r);
@@ -95,29 +90,15 @@ struct Team : BwdConsumer<Config, BwdWideShared<Config>> {
     }
   }
 
-  // fn(first) for each block of rows, and last() after them.
-  template <typename Step, typename Last>
-  __device__ void walk(Step&& step, Last&& last) {
-    if (!block.has_rows()) return;
-    this->wait_keys();
-    RowBlock rows{block.first_head, block.row_blocks.last};
-    int steps = (block.row_blocks.last - block.row_blocks.first + 1) * block.num_heads;
-    step(rows, std::true_type());
-#pragma unroll 1
-    while (--steps > 0) {
-      advance(rows);
-      rows = rows.block == block.row_blocks.first ? RowBlock{rows.head + 1, block.row_blocks.last}
-                                                  : RowBlock{rows.head, rows.block - 1};
-      step(rows, std::false_type());
+  // Adds the parts on their way, behind which there is nothing.
+  template <int kCount>
+  __device__ void finish_dq(Part (&dq)[kCount], int head, int row_block) const {
+    if constexpr (kCount == 2) {
+      wait_gemms<1>(dq[0]);
+      add_dq(dq[0], 0, head, row_block);
     }
-    advance(rows);
-    last();
-  }
-
-  __device__ void advance(const RowBlock& rows) {
-    previous = rows;
-    parity ^= 1;
-    at.advance();
+    wait_gemms<0>(dq[kCount - 1]);
+    add_dq(dq[kCount - 1], kCount - 1, head, row_block);
   }
 };
 
@@ -166,56 +147,32 @@ struct ValueTeam : Team<Config> {
     return weights;
   }
 
-  template <bool kFirst>
-  __device__ void step(const RowBlock& at_rows) {
-    const Interval rows = interval_of<Config::kBlockM>(at_rows.block);
+  __device__ void step(int head, int row_block) {
+    const Interval rows = interval_of<Config::kBlockM>(row_block);
     this->wait_rows(rows);
-    Packed weights;
-    {
-      Scores s;
-      Part dq;
-      ptx::fence_products();
-      start_gemm<Config::kHeadDim>(s, along_cols(shared.k), along_cols(shared.q.tiles[at.stage]), false);
-      if constexpr (!kFirst) {
-        ptx::sync_barrier<kTeamThreads>(kGradientsBarrier);
-        this->start_dq(dq, 0);
-      }
-      wait_gemms<!kFirst>(s);
-      weights = weigh(s, at_rows.head, rows);
-      if (this->leads()) shared.q.barriers.release(at);
-      ptx::arrive_at_barrier<kTeamThreads>(kWeightsBarrier);
-      if constexpr (!kFirst) {
-        wait_gemms<0>(dq);
-        this->add_dq(dq, 0);
-      }
-    }
+    Scores s;
+    ptx::fence_products();
+    start_gemm<Config::kHeadDim>(s, along_cols(shared.k), along_cols(shared.q.tiles[at.stage]), false);
+    wait_gemms<0>(s);
+    Packed weights = weigh(s, head, rows);
+    if (this->leads()) shared.q.barriers.release(at);
+    ptx::arrive_at_barrier<kTeamThreads>(kWeightsBarrier);
     shared.dout.barriers.wait_full(at);
     fence(dv, weights);
     start_gemm<Config::kBlockM>(dv, weights, along_rows(shared.dout.tiles[at.stage]), true);
-    Part dq;
-    constexpr bool kSecond = !kFirst && Config::kParts > 2;
-    if constexpr (kSecond) this->start_dq(dq, 1);
-    wait_gemms<kSecond>(dv);
+    ptx::sync_barrier<kTeamThreads>(kGradientsBarrier);
+    Part dq[(Config::kParts + 1) / 2];
+    this->start_dq(dq);
+    wait_gemms<(Config::kParts + 1) / 2>(dv);
     if (this->leads()) shared.dout.barriers.release(at);
-    if constexpr (kSecond) {
-      wait_gemms<0>(dq);
-      this->add_dq(dq, 1);
-    }
+    this->finish_dq(dq, head, row_block);
+    at.advance();
   }
 
   __device__ void run() {
     dv.fill(0);
-    this->walk([&](const RowBlock& rows, auto first) { step<decltype(first)::value>(rows); },
-               [&] {
-                 ptx::sync_barrier<kTeamThreads>(kGradientsBarrier);
-#pragma unroll
-                 for (int i = 0; i < (Config::kParts + 1) / 2; ++i) {
-                   Part dq;
-                   this->start_dq(dq, i);
-                   wait_gemms<0>(dq);
-                   this->add_dq(dq, i);
-                 }
-               });
+    if (block.has_rows()) this->wait_keys();
+    block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
     this->store_sum(dv, p.problem.dropout_rescale, p.dv);
   }
 };
@@ -255,58 +212,35 @@ struct KeyTeam : Team<Config> {
     return pack<T>(dp);
   }
 
-  template <bool kFirst>
-  __device__ void step(const RowBlock& at_rows) {
-    this->wait_rows(interval_of<Config::kBlockM>(at_rows.block));
+  __device__ void step(int head, int row_block) {
+    this->wait_rows(interval_of<Config::kBlockM>(row_block));
     shared.dout.barriers.wait_full(at);
-    Packed gradients;
-    {
-      Scores dp;
-      Part dq;
-      ptx::fence_products();
-      start_gemm<Config::kHeadDim>(dp, along_cols(shared.v), along_cols(shared.dout.tiles[at.stage]), false);
-      if constexpr (!kFirst) {
-        ptx::sync_barrier<kWarpgroup>(own_barrier(rank));
-        this->start_dq(dq, 0);
-        wait_gemms<0>(dp, dq);
-        this->add_dq(dq, 0);
-      } else {
-        wait_gemms<0>(dp);
-      }
-      ptx::sync_barrier<kTeamThreads>(kWeightsBarrier);
-      gradients = differentiate(dp);
-    }
+    Scores dp;
+    ptx::fence_products();
+    start_gemm<Config::kHeadDim>(dp, along_cols(shared.v), along_cols(shared.dout.tiles[at.stage]), false);
+    wait_gemms<0>(dp);
+    ptx::sync_barrier<kTeamThreads>(kWeightsBarrier);
+    Packed gradients = differentiate(dp);
     if (this->leads()) shared.dout.barriers.release(at);
-    store_transposed(shared.ds[this->parity], gradients, key0);
+    store_transposed(shared.ds, gradients, key0);
     ptx::fence_async_reads();
     ptx::arrive_at_barrier<kTeamThreads>(kGradientsBarrier);
     shared.q.barriers.wait_full(at);
     fence(dk, gradients);
     start_gemm<Config::kBlockM>(dk, gradients, along_rows(shared.q.tiles[at.stage]), true);
-    Part dq;
-    constexpr bool kSecond = !kFirst && Config::kParts > 3;
-    if constexpr (kSecond) this->start_dq(dq, 1);
-    wait_gemms<kSecond>(dk);
+    ptx::sync_barrier<kWarpgroup>(own_barrier(rank));
+    Part dq[Config::kParts / 2];
+    this->start_dq(dq);
+    wait_gemms<Config::kParts / 2>(dk);
     if (this->leads()) shared.q.barriers.release(at);
-    if constexpr (kSecond) {
-      wait_gemms<0>(dq);
-      this->add_dq(dq, 1);
-    }
+    this->finish_dq(dq, head, row_block);
+    at.advance();
   }
 
   __device__ void run() {
     dk.fill(0);
-    this->walk([&](const RowBlock& rows, auto first) { step<decltype(first)::value>(rows); },
-               [&] {
-                 ptx::sync_barrier<kWarpgroup>(own_barrier(rank));
-#pragma unroll
-                 for (int i = 0; i < Config::kParts / 2; ++i) {
-                   Part dq;
-                   this->start_dq(dq, i);
-                   wait_gemms<0>(dq);
-                   this->add_dq(dq, i);
-                 }
-               });
+    if (block.has_rows()) this->wait_keys();
+    block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
     this->store_sum(dk, p.problem.softmax_scale, p.dk);
   }
 };
@@ -317,16 +251,15 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __grid_constant__ BwdSm90Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<BwdWideShared<Config>>();
-  const KeyBlock<Config>& block = shared.block;
+  const KeyBlock<Config> block(p.bwd);
+  if (!block.exists()) return;
   if (threadIdx.x == 0) {
-    new (&shared.block) KeyBlock<Config>(p.bwd);
     shared.keys_here.init(2);
     shared.q.barriers.init(Config::kConsumers);
     shared.dout.barriers.init(Config::kConsumers);
     ptx::fence_barrier_init();
   }
   __syncthreads();
-  if (!block.exists()) return;
   const int rank = warpgroup_id();
   if (rank == Config::kConsumers) {
     ptx::keep_registers<Config::kProducerRegisters>();
