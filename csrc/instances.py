@@ -47,7 +47,9 @@ HOPPER = {
     if not wide or (head_dim in WIDE_HEAD_DIMS and name == "plain")
 } | {
     f"flash_attn_bwd_sm90_{dtype}_{head_dim}_{name}": _flash_attn(
-        "bwd_sm90" if head_dim <= 128 else "bwd_sm90_wide", f"run_bwd_sm90<{TYPES[dtype]}, {head_dim}, {features}>", "BwdParams"
+        "bwd_sm90" if head_dim <= 128 else "bwd_sm90_wide",
+        f"run_bwd_sm90<{TYPES[dtype]}, {head_dim}, {features}>",
+        "BwdParams",
     )
     for dtype, head_dim, (name, features) in itertools.product(TYPES, HEAD_DIMS, FEATURES.items())
 }

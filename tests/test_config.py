@@ -351,6 +351,8 @@ def test_what_stays_portable_on_hopper(host):
         dict(batch=1, heads=2, seqlen_q=128, longest_q=128),
     ):
         assert plan_of(host, dataclasses.replace(many, **changes)).persistent_blocks == 0, changes
+
+
 def test_short_entries_of_a_large_cache_are_split(host):
     """One entry of 8 heads has the GPU to itself: each part has a chunk for every warp, whatever room there is."""
     for longest_k in (2048, 131_072):

@@ -487,6 +487,23 @@ def test_special_values_stay_in_their_rows(value, device):
         assert torch.equal(found[name][~where], clean[name][~where]), name
 
 
+@pytest.mark.parametrize("spoilt", ["k", "v"])
+def test_varlen_a_key_spoils_its_entry_alone(spoilt, device):
+    """Also where the tiles of its rows reach into the next entry."""
+    q, k, v, dout = torch.randn(4, 160, 4, 64, dtype=torch.bfloat16, device=device)
+    cu_seqlens = torch.tensor([0, 70, 160], dtype=torch.int32, device=device)
+
+    def run(*inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = flash_attn_varlen_func(*leaves, cu_seqlens, cu_seqlens, 90, 90, deterministic=True)
+        return [x[70:] for x in (out, *torch.autograd.grad(out, leaves, dout))]
+
+    inputs = dict(q=q, k=k, v=v)
+    dirty = inputs | {spoilt: inputs[spoilt].index_fill(0, torch.tensor([3], device=device), float("nan"))}
+    for found, clean in zip(run(*dirty.values()), run(*inputs.values()), strict=True):
+        assert torch.equal(found, clean)
+
+
 def test_a_key_that_no_row_sees_may_be_nan(device):
     case = Case(seqlen_q=40, seqlen_k=40, causal=True, window=(10, 0))
     q, k, v, dout = case.tensors(device)

@@ -11,8 +11,9 @@
 // and a warpgroup computes half of dQ: of its channels, or of its rows. The half goes to shared memory, from where a
 // copy adds it to the sums in global memory that bwd_finish.cuh rounds.
 //
-// A third warpgroup starts the copies, with few registers: one warp those of K, V, Q and dO, and one for each
-// half those of dQ.
+// A third warpgroup starts the copies, with few registers: one warp those of K, V, Q and dO, and one for each half
+// those of dQ. Deterministic: blocks take turns in adding to the same rows, those with the first keys first. They start
+// in this order, so that none waits for one that has not started.
 #pragma once
 
 #include <cstdint>
@@ -157,10 +158,14 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     return dropped;
   }
 
-  // Gives the warpgroup's half of dQ to the warp that adds it.
-  __device__ void hand_over(const Fragment<16, kDqBoxCols>& dq) const {
+  // Gives the warpgroup's half of dQ to the warp that adds it. Of the box's rows `count` belong to the entry; to those
+  // of the next one nothing may be added, not even NaN that is among the keys.
+  __device__ void hand_over(Fragment<16, kDqBoxCols>& dq, int count) const {
     ptx::sync_barrier<kDqThreads>(dq_empty_barrier(rank));
     const int row0 = threadIdx.x % kWarpgroup / 32 * 16;
+    if (count < kDqBoxRows) {
+      dq.for_each([&](float& x, int r, int) { x = row0 + dq.row(r) < count ? x : 0; });
+    }
     float* half = shared.dq[rank] + 4 * (lane_id() % 4);
 #pragma unroll
     for (int group = 0; group < kDqBoxCols / kDqGroup; ++group) {
@@ -230,7 +235,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     fence(dk, gradients);
     start_gemm<Config::kBlockM>(dk, gradients, along_rows(q), true);
     wait_gemms<1>(dq);
-    hand_over(dq);
+    hand_over(dq, block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0));
     wait_gemms<0>(dk);
     if (this->leads()) shared.q.barriers.release(at);
     at.advance();

@@ -22,7 +22,8 @@ __device__ inline void wait_for(const int* counter, int value) {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// Adds 1. Whoever has waited for the result sees what this thread, and copies whose end it has waited for, have written.
+// Adds 1. Whoever has waited for the result sees what this thread, and copies whose end it has waited for, have
+// written.
 __device__ inline void announce(int* counter) {
   asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
