@@ -239,6 +239,7 @@ BwdSm90Params params_of(const BwdParams& p, const CUtensorMap& dq_sums = {}) {
 
 template <auto kKernel, typename Config, typename Shared>
 void launch_bwd_sm90(const BwdSm90Params& params, cudaStream_t stream) {
+  static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");
   const LaunchShape shape{.grid = dim3(key_blocks<Config::kBlockN>(params.bwd)),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(Shared)};
