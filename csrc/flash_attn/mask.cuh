@@ -74,20 +74,32 @@ __device__ inline int lane_cols_before(int end) {
 // The lowest `count` bits, if there are so many.
 __device__ inline uint32_t low_bits(int count) { return count >= 32 ? ~0u : (1u << max(count, 0)) - 1; }
 
-// Writes `value` outside of interval(r), the columns that the lane's r-th row sees. Column 0 counts as col0. A bit for
-// each column becomes a predicate, many at a time.
+// Writes `value` outside of interval(r), the columns that the lane's r-th row sees. Column 0 counts as col0.
+//
+// A bit for each column becomes a predicate, many at a time. Fragments of 32 rows leave no registers for that: there
+// each column is compared, which takes more instructions, but spills nothing.
 template <int kRows, int kCols, typename IntervalOf>
 __device__ void hide_outside(Fragment<kRows, kCols>& s, IntervalOf&& interval, int col0, float value) {
 #pragma unroll
   for (int r = 0; r < kRows / 8; ++r) {
     const Interval seen = interval(r);
-    const int first = lane_cols_before(seen.first - col0), end = lane_cols_before(seen.last + 1 - col0);
+    if constexpr (kRows > 16) {
+      const int first_col = col0 + s.col(0) - seen.first;
+      const unsigned count = max(0, seen.last - seen.first + 1);
 #pragma unroll
-    for (int word = 0; word < kCols / 4; word += 32) {
-      const uint32_t visible = low_bits(end - word) & ~low_bits(first - word);
+      for (int c = 0; c < kCols / 4; ++c) {
+        const unsigned from_first = first_col + c / 2 * 8 + c % 2;
+        if (from_first >= count) s(r, c) = value;
+      }
+    } else {
+      const int first = lane_cols_before(seen.first - col0), end = lane_cols_before(seen.last + 1 - col0);
 #pragma unroll
-      for (int c = word; c < kCols / 4 && c < word + 32; ++c) {
-        if (!(visible >> (c - word) & 1)) s(r, c) = value;
+      for (int word = 0; word < kCols / 4; word += 32) {
+        const uint32_t visible = low_bits(end - word) & ~low_bits(first - word);
+#pragma unroll
+        for (int c = word; c < kCols / 4 && c < word + 32; ++c) {
+          if (!(visible >> (c - word) & 1)) s(r, c) = value;
+        }
       }
     }
   }
