@@ -19,6 +19,7 @@ import torch
 import flash_attn
 from flash_attn import _library, _ops
 from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn.ops.rms_norm import dropout_add_rms_norm
 
 
 def main(argv=None) -> int:
@@ -199,11 +200,34 @@ def _check_rotary(device):
     return ours, formula, [*_random(1, 2, 200, 8, 64, device=device), *_rotary_tables(200, device)]
 
 
+def _check_norm(device):
+    """RMSNorm of a residual stream, and its gradients."""
+
+    def gradients_of(norm):
+        def gradients(dout, dh, *inputs):
+            inputs = [x.detach().requires_grad_() for x in inputs]
+            out, h = norm(*inputs)
+            return out.detach(), h.detach(), *torch.autograd.grad((out, h), inputs, (dout, dh))
+
+        return gradients
+
+    def ours(x, residual, weight):
+        return dropout_add_rms_norm(x, residual, weight, None, 0.0, 1e-5, prenorm=True)
+
+    def formula(x, residual, weight):
+        h = x + residual
+        return h * (h.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight, h
+
+    inputs = [*_random(4, 200, 512, device=device), *_random(1, 512, device=device)]
+    return gradients_of(ours), gradients_of(formula), inputs
+
+
 CHECKS = {
     "forward": _check_forward,
     "backward": _check_backward,
     "key-value cache": _check_kvcache,
     "rotary": _check_rotary,
+    "norm": _check_norm,
 }
 
 

@@ -73,6 +73,17 @@ def warn_once(message: str) -> None:
     warnings.warn(message, RuntimeWarning, stacklevel=3)
 
 
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype of autocast on the device of `x`, or None where it is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+def without_autocast(x: torch.Tensor) -> torch.autocast:
+    """A context in which operations on the device of `x` keep the dtypes of their arguments."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 class Op:
     """A torch op with its autograd: call it like a function of the schema's arguments, positionally.
 
@@ -222,7 +233,7 @@ def _announced(name, reference):
                 else f"the library has no kernel for {name}"
             )
             warn_once(f"flash_attn: {name} runs on the slower reference backend in plain torch: {why}")
-        with torch.autocast(args[0].device.type, enabled=False), torch._C._AutoDispatchBelowAutograd():
+        with without_autocast(args[0]), torch._C._AutoDispatchBelowAutograd():
             return reference(*args)
 
     return kernel

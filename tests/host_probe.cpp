@@ -1,4 +1,5 @@
-// What test_config.py and tile/test_common.py call of csrc's host code; needs neither CUDA nor a GPU.
+// What test_config.py, ops/test_layer_norm.py and tile/test_common.py call of csrc's host code; needs neither CUDA nor
+// a GPU.
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
@@ -7,6 +8,7 @@
 #include "flash_attn/config.h"
 #include "flash_attn/features.h"
 #include "flash_attn/params.h"
+#include "layer_norm/config.h"
 #include "probe.h"
 
 namespace flash::flash_attn {
@@ -39,6 +41,14 @@ const char* find_fwd_sm90_tile(int head_dim, bool plain, bool wide, int64_t* til
   return answer(tile, {found.warpgroups, found.keys, found.stages, found.query_stages, found.staged_output,
                        has_wide_tile(head_dim, features)});
 }
+
+// shape: lanes, rows, tiles.
+const char* find_row_shape(int cols, int vec, int vecs, int threads, int64_t* shape) {
+  const layer_norm::RowShape found = layer_norm::row_shape(cols, vec, vecs, threads);
+  return answer(shape, {found.lanes, found.rows, found.tiles});
+}
+
+int find_ring_bytes(int vec, int vecs) { return layer_norm::ring_bytes(vec, vecs); }
 
 int find_splits(int64_t tiles, int64_t key_blocks, int places) { return splits_for(tiles, key_blocks, places); }
 

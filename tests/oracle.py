@@ -239,3 +239,71 @@ def masked_softmax(x, scale, masked):
     empty = masked.all(dim=-1, keepdim=True)
     weights = (x * scale).masked_fill(masked & ~empty, float("-inf")).softmax(dim=-1)
     return weights.masked_fill(masked, 0)
+
+
+def layer_norm(
+    x0,
+    x1,
+    residual,
+    weight,
+    bias,
+    weight1,
+    bias1,
+    colscale,
+    *,
+    rowscale=None,
+    keep=(None, None),
+    dropout_p=0.0,
+    x0_subset=None,
+    out_subset=None,
+    rowscale_const=1.0,
+    out_rows=0,
+    eps=1e-5,
+    is_rms_norm=False,
+    zero_centered_weight=False,
+    h_dtype=None,
+):
+    """The norm of h = drop(rowscale x0) colscale + drop(x1) + residual: [out, out1, h], or [out, h] without weight1.
+
+    keep: bool masks of x0 and x1. Subsets are lists, 1 + the row that is added to or made of each row of h. With
+    h_dtype h is rounded before it is normalised.
+    """
+    h = _dropped(x0 if rowscale is None else x0 * rowscale[..., None], keep[0], dropout_p)
+    h = h if colscale is None else h * colscale
+    if x0_subset is not None:
+        none = torch.zeros_like(h[0])
+        h = torch.stack([h[row - 1] * rowscale_const if row else none for row in x0_subset])
+    h = h if x1 is None else h + _dropped(x1, keep[1], dropout_p)
+    h = h if residual is None else h + residual
+    h = h if h_dtype is None else h.to(h_dtype)
+    centred = h if is_rms_norm else h - h.mean(-1, keepdim=True)
+    normal = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    outs = []
+    for w, b in ((weight, bias), (weight1, bias1)):
+        if w is not None:
+            out = normal * (w + 1 if zero_centered_weight else w)
+            out = out if b is None else out + b
+            outs.append(out if out_subset is None else _rows_at(out, out_subset, out_rows))
+    return [*outs, h]
+
+
+def _dropped(x, keep, dropout_p):
+    return x if keep is None else torch.where(keep, x, torch.zeros_like(x)) / (1 - dropout_p)
+
+
+def _rows_at(x, subset, rows):
+    sources = [subset.index(row + 1) if row + 1 in subset else None for row in range(rows)]
+    return torch.stack([torch.zeros_like(x[0]) if i is None else x[i] for i in sources])
+
+
+def layer_norm_keep(seed, offset, branch, rows, cols, dropout_p):
+    """The keep mask (rows, cols) of branch 0 or 1 that rng_state = (seed, offset) stands for in the fused norms.
+
+    Philox with the seed as its key and the counter (offset + row, column // 8, branch) gives 16 bytes; the 16-bit word
+    column % 8 of them, low byte first, keeps the element if it is below round(65536 (1 - p)).
+    """
+    i, j = np.ogrid[:rows, :cols]
+    low = np.uint64(offset % 2**64) + i.astype(np.uint64)
+    words = philox([low & _WORD, low >> 32, j // 8, np.uint64(branch)], [seed % 2**32, seed // 2**32 % 2**32])
+    word = np.choose(j % 8 // 2, np.broadcast_arrays(*words))
+    return torch.from_numpy((word >> (16 * (j % 2)).astype(np.uint64) & 65535) < round(65536 * (1 - dropout_p)))

@@ -32,7 +32,9 @@ IMPORTS = {
         from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
         from flash_attn.flash_attn_interface import _flash_attn_forward, _flash_attn_backward
         from flash_attn.flash_attn_interface import _flash_attn_varlen_forward, _flash_attn_varlen_backward""",
-    "text-generation-inference": "import flash_attn_2_cuda; flash_attn_2_cuda.varlen_fwd",
+    "text-generation-inference": """
+        import dropout_layer_norm, flash_attn_2_cuda
+        dropout_layer_norm.dropout_add_ln_fwd, flash_attn_2_cuda.varlen_fwd""",
     "xformers": "from flash_attn.flash_attn_interface import flash_attn_gpu",
     "xtuner": """
         from flash_attn.flash_attn_interface import flash_attn_gpu
@@ -48,8 +50,12 @@ IMPORTS = {
     "llm-foundry": """
         from flash_attn.bert_padding import unpad_input_for_concatenated_sequences
         from flash_attn.layers.rotary import RotaryEmbedding""",
-    "OLMo-core": "from flash_attn.layers.rotary import apply_rotary_emb_qkv_",
-    "nanotron": "from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb",
+    "OLMo-core": """
+        from flash_attn.layers.rotary import apply_rotary_emb_qkv_
+        from flash_attn.ops.triton.layer_norm import rms_norm_fn""",
+    "nanotron": """
+        from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
+        from flash_attn.ops.triton.layer_norm import layer_norm_fn""",
     "ColossalAI": """
         from flash_attn import flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_with_kvcache
         from flash_attn import flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func""",

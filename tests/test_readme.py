@@ -15,6 +15,7 @@ OPS = {  # a word of the row: the ops that must have kernels before it may say s
     "rotary": {"rotary", "rotary_", "rotary_into"},
     "cross entropy": {"xentropy_fwd", "xentropy_bwd", "xentropy_bwd_"},
     "softmax": {"softmax_fwd", "softmax_bwd"},
+    "LayerNorm": {"layer_norm_fwd", "layer_norm_bwd"},
 }
 
 

@@ -67,8 +67,9 @@ inline void check_shape(const Tensor& tensor, std::initializer_list<int64_t> exp
 
 // A new contiguous tensor on the device of `like`, not initialised. Its dtype is one of aoti_torch_dtype_*(), or that
 // of `like`. The C function that this calls takes a fraction of the time of torch::stable::new_empty.
-inline Tensor new_tensor(std::initializer_list<int64_t> sizes, int32_t dtype, const Tensor& like) {
-  std::array<int64_t, 8> strides;
+template <typename Sizes>
+Tensor new_tensor_of(const Sizes& sizes, int32_t dtype, const Tensor& like) {
+  std::array<int64_t, 64> strides;  // PyTorch has no more dimensions
   int64_t stride = 1;
   for (size_t dim = sizes.size(); dim-- > 0;) {
     strides[dim] = stride;
@@ -79,6 +80,10 @@ inline Tensor new_tensor(std::initializer_list<int64_t> sizes, int32_t dtype, co
                                                          aoti_torch_device_type_cuda(), like.get_device_index(),
                                                          &handle));
   return Tensor(handle);
+}
+
+inline Tensor new_tensor(std::initializer_list<int64_t> sizes, int32_t dtype, const Tensor& like) {
+  return new_tensor_of(sizes, dtype, like);
 }
 
 inline Tensor new_tensor(std::initializer_list<int64_t> sizes, const Tensor& like) {

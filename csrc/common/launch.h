@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "common/check.h"
+#include "common/device.h"
 #include "common/divmod.h"
 
 namespace flash {
@@ -17,12 +18,14 @@ struct LaunchShape {
   dim3 block;
   int shared_bytes = 0;  // dynamic shared memory
   int cluster = 1;       // blocks per cluster, along grid.x
+  bool early = false;    // start while the kernel before it ends, from sm_90 on; it calls ptx::wait_for_dependency
 };
 
-// Allows kKernel the dynamic shared memory it asks for, once for each device. Up to 48 KB need no permission.
+// Allows kKernel the dynamic shared memory it asks for, once for each device. Up to 48 KB need no permission, static
+// shared memory included.
 template <auto kKernel>
 void allow_shared_memory(int bytes) {
-  if (bytes <= 48 * 1024) return;
+  if (bytes <= 40 * 1024) return;
   static std::atomic<uint64_t> allowed{0};  // a bit per device
   int device = 0;
   check_cuda(cudaGetDevice(&device), "cudaGetDevice");
@@ -38,13 +41,21 @@ template <auto kKernel, typename Params>
 void launch(const LaunchShape& shape, const Params& params, cudaStream_t stream) {
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
   allow_shared_memory<kKernel>(shape.shared_bytes);
-  cudaLaunchAttribute cluster{.id = cudaLaunchAttributeClusterDimension};
-  cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  cudaLaunchAttribute attributes[2];
+  int count = 0;
+  if (shape.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+  }
+  if (shape.early && device_attribute(cudaDevAttrComputeCapabilityMajor, current_device()) >= 9) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
   cudaLaunchConfig_t config{.gridDim = shape.grid, .blockDim = shape.block};
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = shape.cluster > 1 ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   check_cuda(cudaLaunchKernelEx(&config, kKernel, params), "cudaLaunchKernelEx");
 }
 

@@ -63,4 +63,9 @@ struct SharedBarrier {
 // Lets the asynchronous copies see barriers that this thread has initialised.
 __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
+// The same for a number of threads that is known at run time.
+__device__ inline void sync_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 }  // namespace flash::ptx

@@ -28,4 +28,19 @@ __device__ inline void announce(int* counter) {
   asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
 
+// Lets a kernel that was launched to start early come in as blocks of this one leave room. From sm_90 on.
+__device__ inline void launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// In a kernel that was launched to start early: waits until the one before it in the stream is done, and all that it
+// wrote can be seen.
+__device__ inline void wait_for_dependency() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 }  // namespace flash::ptx

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from flash_attn import _library
-from flash_attn._ops import checks
+from flash_attn._ops import checks, triton
 from flash_attn._reference import xentropy as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -119,17 +119,6 @@ class _CrossEntropy(torch.autograd.Function):
         return logits.detach() if ctx.inplace_backward else dlogits, None, None, None
 
 
-def _triton(name):
-    """The launch of a Triton kernel. Triton is imported when it is first called."""
-
-    def launch(*args):
-        from flash_attn._triton import xentropy
-
-        return getattr(xentropy, name)(*args)
-
-    return launch
-
-
 def _fwd_fake(logits, labels, *_):
     losses = logits.new_empty(labels.shape, dtype=torch.float32)
     return losses, torch.empty_like(losses), torch.empty_like(losses), torch.empty_like(losses, dtype=torch.bool)
@@ -151,17 +140,17 @@ fwd = _library.define(
     fake=_fwd_fake,
     autograd=_CrossEntropy,
     differentiable=1,
-    triton=_triton("fwd"),
+    triton=triton.launch("xentropy", "fwd"),
 )
 bwd = _library.define(
     f"xentropy_bwd(Tensor dlosses, Tensor logits, Tensor labels, Tensor lse, {_OPTIONS}) -> Tensor",
     reference=reference.bwd,
     fake=_bwd_fake,
-    triton=_triton("bwd"),
+    triton=triton.launch("xentropy", "bwd"),
 )
 bwd_ = _library.define(
     f"xentropy_bwd_(Tensor dlosses, Tensor(a!) logits, Tensor labels, Tensor lse, {_OPTIONS}) -> ()",
     reference=reference.bwd_,
     fake=lambda *_: None,
-    triton=_triton("bwd_"),
+    triton=triton.launch("xentropy", "bwd_"),
 )

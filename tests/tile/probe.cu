@@ -15,6 +15,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"
+#include "tile/any_vec.cuh"
 #include "tile/exp_sum.cuh"
 #include "tile/fragment.cuh"
 #include "tile/gemm.cuh"
@@ -65,6 +66,22 @@ __global__ void convert_kernel(const __grid_constant__ Elementwise p) {
   float wide[kSize];
   widen(wide, load<kSize>(static_cast<const From*>(p.x) + thread_id() * kSize));
   store(static_cast<To*>(p.y) + thread_id() * kSize, narrow<To>(wide));
+}
+
+// The same for types that are known at run time.
+struct AnyElementwise {
+  const void* x;
+  void* y;
+  int64_t count;
+  DType from, to;
+};
+
+template <int kSize>
+__global__ void convert_any_kernel(const __grid_constant__ AnyElementwise p) {
+  if (thread_id() >= p.count) return;
+  float wide[kSize];
+  widen(wide, load_any<kSize>(p.x, thread_id() * kSize, p.from), p.from);
+  store_any(p.y, thread_id() * kSize, p.to, wide);
 }
 
 // `count` pairs.
@@ -667,6 +684,13 @@ const char* convert(int from, int to, int size, const void* x, void* y, int64_t 
         });
       });
     });
+  });
+}
+
+const char* convert_any(int from, int to, int size, const void* x, void* y, int64_t count) {
+  return error_of([&] {
+    const AnyElementwise p{x, y, count, static_cast<DType>(from), static_cast<DType>(to)};
+    dispatch_value<1, 4, 8>(size, [&](auto kSize) { launch_flat<convert_any_kernel<kSize>>(p); });
   });
 }
 

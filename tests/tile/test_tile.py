@@ -70,6 +70,18 @@ def test_access_and_conversion(probe, device, source, target, size):
 
 
 @cuda
+@pytest.mark.parametrize("size", [1, 4, 8])
+@pytest.mark.parametrize("source, target", list(itertools.product(DTYPES, DTYPES)))
+def test_access_of_any_type(probe, device, source, target, size):
+    if size * max(DTYPES[source].itemsize, DTYPES[target].itemsize) > 16:
+        pytest.skip("one access moves at most 16 bytes")
+    x = all_values(DTYPES[source])
+    y = torch.empty(len(x), dtype=DTYPES[target], device=device)
+    probe.run("convert_any", dtype_index(source), dtype_index(target), size, x.to(device), y, len(x) // size)
+    assert_identical(y, x.to(y.dtype))
+
+
+@cuda
 @pytest.mark.parametrize("dtype", HALF)
 def test_pack(probe, device, dtype):
     x = all_values(torch.float32)

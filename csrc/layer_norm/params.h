@@ -1,0 +1,80 @@
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+namespace flash::layer_norm {
+
+// Rows of adjacent elements, `stride` apart; data is null if there is no such matrix.
+template <typename Data = void>
+struct Matrix {
+  Data* data;
+  int64_t stride;
+  DType dtype;
+};
+
+// One element for each column; data is null if there is none.
+struct Vector {
+  const void* data;
+  DType dtype;
+};
+
+// What forward and backward share. With subsets, entry i says which row of x0 is added to row i of h, and which row of
+// out that becomes: 1 + its number, or none if that is not one of its rows. Without them all rows correspond.
+struct Problem {
+  int64_t rows;  // of h
+  int64_t x0_rows;
+  int64_t out_rows;
+  int cols;
+  bool is_rms_norm;
+  bool zero_centered_weight;  // weight and weight1 are those to use less 1
+
+  Vector weight, bias;
+  Vector weight1, bias1;
+  Vector colscale;
+  Vector rowscale;            // (x0_rows)
+  const int32_t* x0_subset;   // (rows); null without subsets
+  const int32_t* out_subset;  // (rows)
+  float rowscale_const;       // factor of rows of x0 if there are subsets
+
+  const int64_t* rng_state;  // (2): seed, offset; null if nothing is dropped, or masks are given
+  uint32_t keep_threshold;   // an element is kept if its 16 random bits are below this
+  float keep_scale;          // 1 / (1 - p); 1 if nothing is dropped
+};
+
+struct FwdParams {
+  Problem problem;
+  Matrix<const void> x0;  // (x0_rows, cols)
+  Matrix<const void> x1, residual;
+  Matrix<> out, out1;  // (out_rows, cols)
+  Matrix<> h;          // (rows, cols)
+  uint8_t* mask0;      // (x0_rows, cols), 1 for kept; may be null
+  uint8_t* mask1;      // (rows, cols)
+  float* mean;         // (rows)
+  float* rstd;         // (rows)
+  float eps;
+};
+
+struct BwdParams {
+  Problem problem;
+  Matrix<const void> dout, dout1;  // (out_rows, cols)
+  Matrix<const void> dh;           // (rows, cols)
+  Matrix<const void> h;            // as it was stored
+  Matrix<const void> x0;           // (x0_rows, cols); only with colscale
+  const float* mean;               // (rows)
+  const float* rstd;               // (rows)
+  const uint8_t* mask0;            // in place of rng_state; may be null
+  const uint8_t* mask1;
+  Matrix<> dx0;                  // (x0_rows, cols); may be null, as all outputs of this shape
+  Matrix<> dx1, dresidual, out;  // (rows, cols)
+
+  // The gradients of weight, bias, weight1, bias1, colscale, in this order, if there is such a parameter.
+  static constexpr int kParameters = 5;
+  Matrix<> dparameters[kParameters];  // (1, cols)
+  float* parts;                       // (max_parts, kParameters, cols): the sums of one block each
+  int max_parts;
+  float* sums;  // (rows, 2): scratch for rows that are wider than a block
+};
+
+}  // namespace flash::layer_norm

@@ -1,0 +1,267 @@
+"""LayerNorm fused with what comes before it: dropout, row scale, layer scale and the residual stream.
+
+With h = dropout(rowscale * x0) * layerscale + residual, all of it optional but x0,
+
+    out = (h - mean(h)) / sqrt(var(h) + epsilon) * weight + bias
+
+over the last dimension, in float32 (Ba et al., Layer normalization, arXiv:1607.06450). `flash_attn.ops.rms_norm` has
+the same functions for RMSNorm. With `prenorm` they return h too, the residual stream of the next block.
+
+    norm = DropoutAddLayerNorm(1024, prenorm=True, p=0.1)
+    out, residual = norm(torch.randn(2, 512, 1024), residual)
+
+Every tensor may be float32, float16 or bfloat16, and the features may be as many as one likes. Dropout draws from
+PyTorch's default generator of the device; masks are not stored but drawn again in the backward.
+"""
+
+import torch
+
+from flash_attn._ops import layer_norm as ops
+
+
+def layer_norm(x, weight, bias, epsilon):
+    """LayerNorm of x (..., features) with weight and bias (features,). Returns a tensor like x.
+
+    >>> layer_norm(torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64), 1e-5).shape
+    torch.Size([2, 5, 64])
+    """
+    return ops.forward(x, None, weight, bias, epsilon, 0.0, names=("x", "weight", "bias"))[0]
+
+
+def dropout_add_layer_norm(
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    rowscale=None,
+    layerscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """Dropout, sum with the residual, LayerNorm. Differentiable in x0, residual, weight, bias and layerscale.
+
+    Arguments:
+        x0: (..., features).
+        residual: like x0, or None.
+        weight, bias: (features,); bias may be None.
+        dropout_p: probability that an element of x0 is dropped, at least 0 and less than 1; the others are divided by
+            1 - dropout_p. It counts whether or not some module is in training mode.
+        epsilon: added to the variance.
+        rowscale: a factor for each row, of the shape of x0 without features, or None.
+        layerscale: (features,), a factor for each feature (Touvron et al., CaiT, arXiv:2103.17239), or None.
+        prenorm: also return h, the sum.
+        residual_in_fp32: h is float32 if there is no residual whose dtype it could have; without either it has that of
+            x0.
+        return_dropout_mask: also return which elements were kept, uint8, 1 for kept.
+
+    Returns out like x0, or a tuple (out, h, mask) without what was not asked for. If nothing changes x0, h is x0.
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+
+    >>> x, residual, ones = torch.randn(2, 2, 5, 64), torch.randn(2, 2, 5, 64), torch.ones(64)
+    >>> out, h = dropout_add_layer_norm(x, residual, ones, None, 0.1, 1e-5, prenorm=True)
+    >>> out.shape, h.shape
+    (torch.Size([2, 2, 5, 64]), torch.Size([2, 2, 5, 64]))
+    """
+    return DropoutAddLayerNormFn.apply(
+        x0, residual, weight, bias, rowscale, layerscale, dropout_p, epsilon, residual_in_fp32, prenorm, False,
+        return_dropout_mask,
+    )  # fmt: skip
+
+
+def dropout_add_layer_norm_subset(
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    layerscale=None,
+    x0_subset=None,
+    out_subset=None,
+    rowscale_const=1.0,
+    out_numrows=0,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """The same where only some rows take part: stochastic depth that skips the rows it drops.
+
+    Arguments, where they differ from `dropout_add_layer_norm`:
+        x0: (entries, ..., features), the surviving rows alone.
+        residual: all rows.
+        x0_subset, out_subset: int32, an entry for each row of the residual, of any shape: 1 + the row of x0 that is
+            added to it, and 1 + the row of out that it becomes; 0 if there is none. Both, or none: then this is
+            `dropout_add_layer_norm`. No row is named twice.
+        rowscale_const: factor of every row of x0, such as 1 / (1 - drop rate).
+        out_numrows: how many rows out has.
+
+    Returns as `dropout_add_layer_norm`: out and h are (-1, *x0.shape[1:]), the mask is like x0. Rows of out that
+    nothing becomes are 0, and so are gradients of rows of x0 that nothing uses.
+    """
+    return DropoutAddLayerNormSubsetFn.apply(
+        x0, residual, weight, bias, layerscale, x0_subset, out_subset, dropout_p, epsilon, rowscale_const, out_numrows,
+        residual_in_fp32, prenorm, False, return_dropout_mask,
+    )  # fmt: skip
+
+
+def dropout_add_layer_norm_parallel_residual(
+    x0,
+    x1,
+    residual,
+    weight0,
+    bias0,
+    weight1,
+    bias1,
+    dropout_p,
+    epsilon,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """Two branches on one residual stream, and two norms of it: h = dropout(x0) + dropout(x1) + residual.
+
+    x1, like x0, may be None; weight1 too, for one norm that both branches of the next block share. The other arguments
+    are those of `dropout_add_layer_norm`. Returns (out0, out1, h, mask0, mask1) without what was not asked for; out1 is
+    None without weight1.
+    """
+    return DropoutAddLayerNormParallelResidualFn.apply(
+        x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, residual_in_fp32, prenorm, False,
+        return_dropout_mask,
+    )  # fmt: skip
+
+
+# The names of upstream's autograd functions, also those of RMSNorm.
+
+
+class DropoutAddLayerNormFn:
+    """`apply` is `dropout_add_layer_norm` or `dropout_add_rms_norm`, with its arguments in another order."""
+
+    @staticmethod
+    def apply(
+        x0,
+        residual,
+        gamma,
+        beta,
+        rowscale,
+        colscale,
+        dropout_p,
+        epsilon,
+        residual_in_fp32=False,
+        prenorm=False,
+        is_rms_norm=False,
+        return_dmask=False,
+    ):
+        out, _, h, mask, *_ = ops.forward(
+            x0, residual, gamma, beta, epsilon, dropout_p, rowscale=rowscale, colscale=colscale, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
+        )  # fmt: skip
+        masks = [_mask(mask, x0)] if return_dmask else []
+        return (out, *([h] if prenorm else []), *masks) if prenorm or masks else out
+
+
+class DropoutAddLayerNormSubsetFn:
+    """`apply` is `dropout_add_layer_norm_subset` or `dropout_add_rms_norm_subset`, in another order."""
+
+    @staticmethod
+    def apply(
+        x0,
+        residual,
+        gamma,
+        beta,
+        colscale,
+        x0_subset,
+        out_subset,
+        dropout_p,
+        epsilon,
+        rowscale_const,
+        out_numrows,
+        residual_in_fp32=False,
+        prenorm=False,
+        is_rms_norm=False,
+        return_dmask=False,
+    ):
+        out, _, h, mask, *_ = ops.forward(
+            x0, residual, gamma, beta, epsilon, dropout_p, colscale=colscale, x0_subset=x0_subset,
+            out_subset=out_subset, rowscale_const=rowscale_const, out_rows=out_numrows, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
+        )  # fmt: skip
+        masks = [_mask(mask, x0)] if return_dmask else []
+        return (out, *([h] if prenorm else []), *masks) if prenorm or masks else out
+
+
+class DropoutAddLayerNormParallelResidualFn:
+    """`apply` is `dropout_add_layer_norm_parallel_residual` or that of RMSNorm, in another order."""
+
+    @staticmethod
+    def apply(
+        x0,
+        x1,
+        residual,
+        gamma0,
+        beta0,
+        gamma1,
+        beta1,
+        dropout_p,
+        epsilon,
+        residual_in_fp32=False,
+        prenorm=False,
+        is_rms_norm=False,
+        return_dmask=False,
+    ):
+        out0, out1, h, mask0, mask1, *_ = ops.forward(
+            x0, residual, gamma0, beta0, epsilon, dropout_p, x1=x1, weight1=gamma1, bias1=beta1, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
+            names=("x0", "weight0", "bias0"),
+        )  # fmt: skip
+        masks = [_mask(mask, x0) for mask in (mask0, mask1)] if return_dmask else []
+        return (out0, out1, *([h] if prenorm else []), *masks)
+
+
+def _mask(mask, x):
+    """The mask, or ones where nothing is dropped."""
+    return torch.ones_like(x, dtype=torch.uint8) if mask is None else mask
+
+
+class DropoutAddLayerNorm(torch.nn.Module):
+    """`dropout_add_layer_norm` with weight and bias as parameters; nothing is dropped outside training.
+
+    Arguments:
+        hidden_size: features.
+        prenorm, residual_in_fp32: as in the function.
+        p: probability of dropout.
+        eps: added to the variance.
+
+    >>> out, residual = DropoutAddLayerNorm(64, prenorm=True, p=0.1)(torch.randn(2, 5, 64))
+    """
+
+    is_rms_norm = False
+
+    def __init__(self, hidden_size, prenorm=False, p=0.0, eps=1e-05, residual_in_fp32=False, device=None, dtype=None):
+        super().__init__()
+        self.prenorm = prenorm
+        self.p = p
+        self.eps = eps
+        self.residual_in_fp32 = residual_in_fp32
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None if self.is_rms_norm else torch.nn.Parameter(torch.empty_like(self.weight)))
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        torch.nn.init.ones_(self.weight)
+        if self.bias is not None:
+            torch.nn.init.zeros_(self.bias)
+
+    def forward(self, x0, residual=None):
+        return DropoutAddLayerNormFn.apply(
+            x0, residual, self.weight, self.bias, None, None, self.p if self.training else 0.0, self.eps,
+            self.residual_in_fp32, self.prenorm, self.is_rms_norm,
+        )  # fmt: skip
+
+
+def maybe_align(x, alignment_in_bytes=16):
+    """x, or a copy if its address is no multiple of `alignment_in_bytes`."""
+    return x if x.data_ptr() % alignment_in_bytes == 0 else x.clone()

@@ -1,0 +1,122 @@
+"""RMSNorm fused with what comes before it: dropout, row scale, layer scale and the residual stream.
+
+With h = dropout(rowscale * x0) * layerscale + residual, all of it optional but x0,
+
+    out = h / sqrt(mean(h^2) + epsilon) * weight
+
+over the last dimension, in float32 (Zhang and Sennrich, Root mean square layer normalization, arXiv:1910.07467), plus
+bias if there is one. Functions and arguments are those of `flash_attn.ops.layer_norm`.
+"""
+
+import torch
+
+from flash_attn._ops import layer_norm as ops
+from flash_attn.ops.layer_norm import (
+    DropoutAddLayerNorm,
+    DropoutAddLayerNormFn,
+    DropoutAddLayerNormParallelResidualFn,
+    DropoutAddLayerNormSubsetFn,
+)
+
+
+def rms_norm(x, weight, epsilon):
+    """RMSNorm of x (..., features) with weight (features,). Returns a tensor like x.
+
+    >>> rms_norm(torch.randn(2, 5, 64), torch.ones(64), 1e-5).shape
+    torch.Size([2, 5, 64])
+    """
+    return ops.forward(x, None, weight, None, epsilon, 0.0, is_rms_norm=True, names=("x", "weight", "bias"))[0]
+
+
+def dropout_add_rms_norm(
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    rowscale=None,
+    layerscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """Dropout, sum with the residual, RMSNorm: see `flash_attn.ops.layer_norm.dropout_add_layer_norm`."""
+    return DropoutAddLayerNormFn.apply(
+        x0, residual, weight, bias, rowscale, layerscale, dropout_p, epsilon, residual_in_fp32, prenorm, True,
+        return_dropout_mask,
+    )  # fmt: skip
+
+
+def dropout_add_rms_norm_subset(
+    x0,
+    residual,
+    weight,
+    bias,
+    dropout_p,
+    epsilon,
+    layerscale=None,
+    x0_subset=None,
+    out_subset=None,
+    rowscale_const=1.0,
+    out_numrows=0,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """The same where only some rows take part: see `flash_attn.ops.layer_norm.dropout_add_layer_norm_subset`."""
+    return DropoutAddLayerNormSubsetFn.apply(
+        x0, residual, weight, bias, layerscale, x0_subset, out_subset, dropout_p, epsilon, rowscale_const, out_numrows,
+        residual_in_fp32, prenorm, True, return_dropout_mask,
+    )  # fmt: skip
+
+
+def dropout_add_rms_norm_parallel_residual(
+    x0,
+    x1,
+    residual,
+    weight0,
+    bias0,
+    weight1,
+    bias1,
+    dropout_p,
+    epsilon,
+    prenorm=False,
+    residual_in_fp32=False,
+    return_dropout_mask=False,
+):
+    """Two branches and two norms: see `flash_attn.ops.layer_norm.dropout_add_layer_norm_parallel_residual`."""
+    return DropoutAddLayerNormParallelResidualFn.apply(
+        x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, residual_in_fp32, prenorm, True,
+        return_dropout_mask,
+    )  # fmt: skip
+
+
+class DropoutAddRMSNorm(DropoutAddLayerNorm):
+    """`dropout_add_rms_norm` with its weight as a parameter; nothing is dropped outside training.
+
+    >>> out, residual = DropoutAddRMSNorm(64, prenorm=True, p=0.1)(torch.randn(2, 5, 64))
+    """
+
+    is_rms_norm = True
+
+
+class RMSNorm(torch.nn.Module):
+    """`rms_norm` with its weight as a parameter.
+
+    >>> RMSNorm(64)(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
+    """
+
+    def __init__(self, hidden_size, eps=1e-05, device=None, dtype=None):
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        torch.nn.init.ones_(self.weight)
+
+    def forward(self, x):
+        return rms_norm(x, self.weight, self.eps)

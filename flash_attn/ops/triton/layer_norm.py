@@ -1,0 +1,288 @@
+"""LayerNorm and RMSNorm of a residual stream, with dropout, a row scale, a second branch and a second norm.
+
+With h = dropout(rowscale * x) + dropout(x1) + residual, all of it optional but x, the last dimension is normalised in
+float32 as in `flash_attn.ops.layer_norm` and `flash_attn.ops.rms_norm`. On a GPU the library's own kernels run, or
+where it was built without them those of `flash_attn._triton.layer_norm`; plain torch elsewhere.
+
+    out, residual = rms_norm_fn(x, weight, None, residual=residual, prenorm=True)
+"""
+
+import functools
+
+import torch
+from torch.nn import functional
+
+from flash_attn._ops import layer_norm as ops
+
+_NAMES = "x", "weight", "bias"
+
+
+def layer_norm_fn(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    zero_centered_weight=False,
+    is_rms_norm=False,
+    return_dropout_mask=False,
+    out_dtype=None,
+    out=None,
+    residual_out=None,
+):
+    """LayerNorm, or RMSNorm, differentiable in x, weight, bias, residual, x1, weight1 and bias1.
+
+    Arguments:
+        x: (..., features), float32, float16 or bfloat16, as all tensors may be.
+        weight, bias: (features,); bias may be None.
+        residual, x1: like x, or None.
+        weight1, bias1: of a second norm of the same h, or None.
+        eps: added to the variance, or for RMSNorm to the mean square.
+        dropout_p: probability that an element of x and, independently, of x1 is dropped, at least 0 and less than 1.
+            It counts whether or not some module is in training mode.
+        rowscale: a factor for each row of x, of any shape; not together with x1.
+        prenorm: also return h.
+        residual_in_fp32: h is float32 if there is no residual whose dtype it could have; without either it has that of
+            x.
+        zero_centered_weight: weight and weight1 are those of the norm less 1.
+        is_rms_norm: RMSNorm instead of LayerNorm.
+        return_dropout_mask: also return which elements of x and of x1 were kept, bool; None where nothing is dropped.
+        out_dtype: dtype of the results, if not that of x.
+        out: a tensor like x, which the first result is written to and whose dtype it has.
+        residual_out: a tensor like x, which h is written to.
+
+    Returns out, or a tuple (out, out1, h, mask, mask1) without what was not asked for: out1 is there with weight1, h
+    with prenorm, both masks with return_dropout_mask. If nothing changes x, h is x.
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+
+    >>> x, weight = torch.randn(2, 5, 64), torch.ones(64)
+    >>> layer_norm_fn(x, weight, None, residual=torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
+    """
+    if rowscale is not None and x1 is not None:
+        raise ValueError("rowscale must be None with x1, found a tensor: rows of two branches have no one scale")
+    for name, buffer in (("out", out), ("residual_out", residual_out)):
+        if buffer is not None:
+            ops.checks.tensor(name, buffer, dtypes=ops.DTYPES, shape=x.shape, device=x.device)
+    result, result1, h, mask, mask1, *_ = ops.forward(
+        x, residual, weight, bias, eps, dropout_p, x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale,
+        prenorm=prenorm or residual_out is not None, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm,
+        zero_centered_weight=zero_centered_weight, out_dtype=out_dtype if out is None else out.dtype,
+        return_mask=return_dropout_mask, names=_NAMES,
+    )  # fmt: skip
+    result = result if out is None else out.copy_(result)
+    h = h if residual_out is None else residual_out.copy_(h)
+    masks = [None if each is None else each.view(torch.bool) for each in (mask, mask1)]
+    results = (
+        result,
+        *([] if weight1 is None else [result1]),
+        *([h] if prenorm else []),
+        *(masks if return_dropout_mask else []),
+    )
+    return results if len(results) > 1 else result
+
+
+def rms_norm_fn(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    residual_in_fp32=False,
+    zero_centered_weight=False,
+    return_dropout_mask=False,
+    out_dtype=None,
+    out=None,
+    residual_out=None,
+):
+    """RMSNorm: `layer_norm_fn` with is_rms_norm=True.
+
+    >>> out, h = rms_norm_fn(torch.randn(2, 5, 64), torch.ones(64), None, prenorm=True)
+    """
+    return layer_norm_fn(
+        x, weight, bias, residual, x1, weight1, bias1, eps, dropout_p, rowscale, prenorm, residual_in_fp32,
+        zero_centered_weight, True, return_dropout_mask, out_dtype, out, residual_out,
+    )  # fmt: skip
+
+
+class LayerNormFn:
+    """`LayerNormFn.apply` is `layer_norm_fn`."""
+
+    apply = staticmethod(layer_norm_fn)
+
+
+def layer_norm_linear_fn(
+    x,
+    norm_weight,
+    norm_bias,
+    linear_weight,
+    linear_bias,
+    residual=None,
+    eps=1e-6,
+    prenorm=False,
+    residual_in_fp32=False,
+    is_rms_norm=False,
+):
+    """A linear layer of the norm of h = x + residual. What the norm gives is not kept: the backward computes it again.
+
+    Arguments:
+        x, residual, eps, prenorm, residual_in_fp32, is_rms_norm: as in `layer_norm_fn`.
+        norm_weight, norm_bias: (features,); the bias may be None.
+        linear_weight, linear_bias: (outputs, features) and (outputs,); the bias may be None.
+
+    Under autocast the norm's output has the autocast dtype, else that of x; linear_weight and linear_bias are cast to
+    it. Returns (..., outputs) of that dtype, or with prenorm a tuple of it and h.
+
+    >>> layer_norm_linear_fn(torch.randn(2, 5, 64), torch.ones(64), None, torch.randn(8, 64), None).shape
+    torch.Size([2, 5, 8])
+    """
+    out, h = ops.normalize_linear(
+        x, residual, norm_weight, norm_bias, linear_weight, linear_bias, eps, prenorm, residual_in_fp32, is_rms_norm
+    )
+    return (out, h) if prenorm else out
+
+
+class LayerNormLinearFn:
+    """`LayerNormLinearFn.apply` is `layer_norm_linear_fn`."""
+
+    apply = staticmethod(layer_norm_linear_fn)
+
+
+class RMSNorm(torch.nn.Module):
+    """`rms_norm_fn` with its weight as a parameter; nothing is dropped outside training.
+
+    Arguments:
+        hidden_size: features.
+        eps: added to the mean square.
+        dropout_p: probability of dropout.
+        zero_centered_weight: the parameter is the weight less 1.
+
+    >>> out, residual = RMSNorm(64)(torch.randn(2, 5, 64), prenorm=True)
+    """
+
+    def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None):
+        super().__init__()
+        self.eps = eps
+        self.drop = torch.nn.Dropout(dropout_p) if dropout_p > 0.0 else None
+        self.zero_centered_weight = zero_centered_weight
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
+
+    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
+        return rms_norm_fn(
+            x, self.weight, self.bias, residual=residual, eps=self.eps,
+            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0, prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
+        )  # fmt: skip
+
+
+def layer_norm_ref(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    zero_centered_weight=False,
+    dropout_mask=None,
+    dropout_mask1=None,
+    upcast=False,
+):
+    """`layer_norm_fn` spelled out in torch operations, in the dtypes of the arguments, or in float32 if upcast.
+
+    The masks are bool, true for kept; without them, dropout draws its own. Returns what `layer_norm_fn` does, without
+    masks; the sum h has the dtype in which it is computed.
+    """
+    normalise = functools.partial(_layer_norm, eps=eps)
+    return _reference(
+        normalise, x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, prenorm, zero_centered_weight,
+        dropout_mask, dropout_mask1, upcast,
+    )  # fmt: skip
+
+
+def rms_norm_ref(
+    x,
+    weight,
+    bias,
+    residual=None,
+    x1=None,
+    weight1=None,
+    bias1=None,
+    eps=1e-6,
+    dropout_p=0.0,
+    rowscale=None,
+    prenorm=False,
+    zero_centered_weight=False,
+    dropout_mask=None,
+    dropout_mask1=None,
+    upcast=False,
+):
+    """The same for RMSNorm."""
+    normalise = functools.partial(_rms_norm, eps=eps)
+    return _reference(
+        normalise, x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, prenorm, zero_centered_weight,
+        dropout_mask, dropout_mask1, upcast,
+    )  # fmt: skip
+
+
+def _reference(
+    normalise, x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, prenorm, zero_centered_weight,
+    dropout_mask, dropout_mask1, upcast,
+):  # fmt: skip
+    dtype = x.dtype
+    if upcast:
+        x, weight, bias, residual, x1, weight1, bias1, rowscale = (
+            None if tensor is None else tensor.float()
+            for tensor in (x, weight, bias, residual, x1, weight1, bias1, rowscale)
+        )
+    if zero_centered_weight:
+        weight, weight1 = weight + 1, None if weight1 is None else weight1 + 1
+    h = x if rowscale is None else x * rowscale[..., None]
+    h = _dropout(h, dropout_p, dropout_mask)
+    if x1 is not None:
+        h = h + _dropout(x1, dropout_p, dropout_mask1)
+    if residual is not None:
+        h = (h + residual).to(h.dtype)
+    outs = [normalise(h, weight, bias).to(dtype)]
+    if weight1 is not None:
+        outs.append(normalise(h, weight1, bias1).to(dtype))
+    results = (*outs, h) if prenorm else tuple(outs)
+    return results if len(results) > 1 else results[0]
+
+
+def _dropout(x, dropout_p, mask):
+    if dropout_p == 0:
+        return x
+    return functional.dropout(x, dropout_p) if mask is None else x.masked_fill(~mask, 0) / (1 - dropout_p)
+
+
+def _layer_norm(h, weight, bias, eps):
+    return functional.layer_norm(h.to(weight.dtype), weight.shape, weight, bias, eps)
+
+
+def _rms_norm(h, weight, bias, eps):
+    out = h / torch.sqrt(h.square().mean(-1, keepdim=True) + eps) * weight
+    return out if bias is None else out + bias
