@@ -20,7 +20,8 @@ from packaging.version import Version
 from setuptools import Distribution, Extension
 
 ROOT = pathlib.Path(__file__).parents[1]
-BESIDE = {"dropout_layer_norm.py", "flash_attn_2_cuda.py", "fused_softmax_lib.py", "xentropy_cuda_lib.py"}  # modules outside the package
+# Modules outside the package.
+BESIDE = {"dropout_layer_norm.py", "flash_attn_2_cuda.py", "fused_softmax_lib.py", "xentropy_cuda_lib.py"}
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="this is not a source tree")
 
 

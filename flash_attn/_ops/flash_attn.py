@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from flash_attn import _library
-from flash_attn._ops import checks
+from flash_attn._ops import checks, rng
 from flash_attn._reference import flash_attn as reference
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
@@ -58,7 +58,7 @@ def forward(
     return_softmax = bool(return_softmax) and dropout_p > 0
     bound_q = _check_bound("max_seqlen_q", max_seqlen_q, needed=return_softmax and cu_seqlens_q is not None)
     bound_k = _check_bound("max_seqlen_k", max_seqlen_k, needed=return_softmax and cu_seqlens_q is not None)
-    rng_state = _draw_rng_state(q.device) if dropout_p > 0 else None
+    rng_state = rng.draw_state(q.device) if dropout_p > 0 else None
     out, softmax_lse, s_dmask = fwd(
         q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, rng_state,
         bound_q, bound_k, float(dropout_p), scale, bool(causal), window_left, window_right, float(softcap),
@@ -175,11 +175,6 @@ def unpack(q, k, v):
     if k is not None:
         return (q, *k.unbind(-3))
     return q.unbind(-3)
-
-
-def _draw_rng_state(device):
-    """(seed, offset) from the default generator of `device`, without synchronisation and new at each graph replay."""
-    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from flash_attn import _library
-from flash_attn._ops import checks, triton
+from flash_attn._ops import checks, rng, triton
 from flash_attn._reference import layer_norm as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -89,7 +89,7 @@ def forward(
         or any(x is not None for x in (residual, x1, rowscale, colscale, x0_subset))
     )  # fmt: skip
     inputs = (x0, x1, residual, weight, bias, weight1, bias1, colscale)
-    rng_state = _draw_rng_state(x0.device) if dropout_p > 0 else None
+    rng_state = rng.draw_state(x0.device) if dropout_p > 0 else None
     out, out1, h, mask0, mask1, mean, rstd = fwd(
         *inputs, rowscale, x0_subset, out_subset, rng_state, float(dropout_p), float(eps), float(rowscale_const),
         out_rows, bool(is_rms_norm), bool(zero_centered_weight),
@@ -178,11 +178,6 @@ def normalize_linear(
 
 def _h_dtype(x0, residual, residual_in_fp32):
     return residual.dtype if residual is not None else torch.float32 if residual_in_fp32 else x0.dtype
-
-
-def _draw_rng_state(device):
-    """(seed, offset) from the default generator of `device`, without synchronisation and new at each graph replay."""
-    return torch.randint(0, 2**63 - 1, (2,), dtype=torch.int64, device=device)
 
 
 def _needs_gradient(inputs):
