@@ -310,7 +310,7 @@ def test_masks(cols, dropout_p, kernels, device, monkeypatch, request):
     if kernels == "triton":
         request.getfixturevalue("with_triton")
     state = torch.tensor([-(2**63) + 12345678901, 2**62 + 5], device=device)
-    monkeypatch.setattr(ops, "_draw_rng_state", lambda device: state)
+    monkeypatch.setattr(ops.rng, "draw_state", lambda device: state)
     case = Case(shape=(40,), cols=cols, x1="bf16", dropout_p=dropout_p)
     masks = norm(case, *case.draw(device))[3:5]
     for branch, mask in enumerate(masks):
