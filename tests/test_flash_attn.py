@@ -423,10 +423,14 @@ def test_lse_with_causal_alibi_follows_the_formula(device):
 
 
 @pytest.mark.cuda
-def test_lse_does_not_drift_over_many_keys(device):
-    """One key decides; a rounding that is repeated at each of the blocks that do not change it would add up."""
-    q = torch.empty(1, 64, 264, 8, dtype=torch.bfloat16, device=device)
-    q[:] = 20 + 20 * torch.rand(1, 64, 264, 1, device=device)
+@pytest.mark.parametrize(("rows", "heads"), [(64, 264), (64, 2), (1, 2)])
+def test_lse_does_not_drift_over_many_keys(rows, heads, device):
+    """One key decides; a rounding that is repeated at each of the blocks that do not change it would add up.
+
+    Many heads occupy a GPU; for few, keys are split, and the splits are merged one after the other.
+    """
+    q = torch.empty(1, rows, heads, 8, dtype=torch.bfloat16, device=device)
+    q[:] = 20 + 20 * torch.rand(1, rows, heads, 1, device=device)
     k = torch.zeros(1, 100_000, 1, 8, dtype=torch.bfloat16, device=device)
     k[:, [0, -1]] = 3
     _, lse, _ = flash_attn_func(q, k, k, return_attn_probs=True)
