@@ -3,8 +3,9 @@
 Flops are those of the products with the keys a row sees: 4 a score for each element of head_dim forward, 10 backward.
 Bytes are given for decoding, which reads the cache once. SDPA gets tensors (batch, heads, seqlen, head_dim) that are
 contiguous in that order. "torch" is the backend that torch chooses; with a GPU, "torch cudnn" and "torch flash" are
-asked for by name. "deterministic" is our backward with that option. The cases flash_attn_memory are there for their
-peak_mb: one sequence of more and more tokens, causal, forward alone and forward with backward.
+asked for by name. "deterministic" is our backward with that option; fwd+bwd is what a training step waits for, autograd
+included. 32/8 heads are 32 of q and 8 of k and v. The cases flash_attn_memory are there for their peak_mb: one sequence
+of more and more tokens, causal, forward alone and forward with backward.
 """
 
 import functools
@@ -16,13 +17,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.harness import DTYPES, Case, backward_of, main
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
 
-SHAPES = {  # batch, heads, seqlen, head_dim
+SHAPES = {  # batch, heads, heads_k, seqlen, head_dim
     "cuda": [
-        (16384 // seqlen, 2048 // head_dim, seqlen, head_dim)
+        (16384 // seqlen, 2048 // head_dim, 2048 // head_dim, seqlen, head_dim)
         for head_dim in (64, 128, 256)
         for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
+    ]
+    + [
+        (16384 // seqlen, heads, heads_k, seqlen, 128)
+        for heads, heads_k in ((32, 8), (64, 8))
+        for seqlen in (512, 1024, 2048, 4096)
     ],
-    "cpu": [(4, 8, 512, 64), (1, 8, 2048, 64), (1, 8, 4096, 128), (2, 16, 1024, 128)],
+    "cpu": [(4, 8, 8, 512, 64), (1, 8, 8, 2048, 64), (1, 8, 8, 4096, 128), (2, 16, 16, 1024, 128)],
 }
 DECODING = {  # batch, heads, heads_k, keys in the cache, head_dim
     "cuda": [
@@ -47,10 +53,10 @@ def cases(device):
     for shape in SHAPES[device]:
         for dtype in TYPES[device]:
             for causal in (False, True):
-                for op, providers, cost in (("fwd", forward, 4), ("bwd", backward, 10)):
+                for op, providers, cost in (("fwd", forward, 4), ("bwd", backward, 10), ("fwd+bwd", both_ways, 14)):
                     yield Case(
                         f"flash_attn_{op}",
-                        "x".join(map(str, shape)) + " causal" * causal,
+                        describe(shape) + " causal" * causal,
                         dtype,
                         functools.partial(providers, shape, DTYPES[dtype], device, causal),
                         flops=cost * scores(shape, causal) * shape[-1],
@@ -71,19 +77,24 @@ def cases(device):
                 "flash_attn_memory",
                 f"{tokens} {name}",
                 "bf16",
-                functools.partial(providers, (1, 2, tokens, 128), torch.bfloat16, device, True),
+                functools.partial(providers, (1, 2, 2, tokens, 128), torch.bfloat16, device, True),
             )
 
 
+def describe(shape):
+    batch, heads, heads_k, seqlen, head_dim = shape
+    return f"{batch}x{heads}{f'/{heads_k}' * (heads_k < heads)}x{seqlen}x{head_dim}"
+
+
 def scores(shape, causal):
-    batch, heads, seqlen, _ = shape
+    batch, heads, _, seqlen, _ = shape
     return batch * heads * seqlen * (seqlen + 1) / 2 if causal else batch * heads * seqlen**2
 
 
 def tensors(shape, dtype, device, **options):
     """q, k, v as (batch, seqlen, heads, head_dim), and as SDPA wants them."""
-    batch, heads, seqlen, head_dim = shape
-    ours = [torch.randn(batch, seqlen, heads, head_dim, dtype=dtype, device=device) for _ in range(3)]
+    batch, heads, heads_k, seqlen, head_dim = shape
+    ours = [torch.randn(batch, seqlen, n, head_dim, dtype=dtype, device=device) for n in (heads, heads_k, heads_k)]
     theirs = [x.transpose(1, 2).contiguous() for x in ours]
     return [x.requires_grad_(**options) for x in ours], [x.requires_grad_(**options) for x in theirs]
 
@@ -92,7 +103,7 @@ def forward(shape, dtype, device, causal):
     ours, theirs = tensors(shape, dtype, device, requires_grad=False)
     return {
         "flash_attn": lambda: flash_attn_func(*ours, causal=causal),
-        **{name: functools.partial(attend, *theirs, is_causal=causal) for name, attend in sdpa(device).items()},
+        **{name: functools.partial(attend, *theirs) for name, attend in sdpa(device, shape, causal).items()},
     }
 
 
@@ -102,15 +113,15 @@ def backward(shape, dtype, device, causal):
     for name, deterministic in (("flash_attn", False), ("deterministic", True)):
         attend = functools.partial(flash_attn_func, *ours, causal=causal, deterministic=deterministic)
         functions[name] = backward_of(attend, *ours)
-    for name, attend in sdpa(device).items():
-        functions[name] = lazily(backward_of, functools.partial(attend, *theirs, is_causal=causal), *theirs)
+    for name, attend in sdpa(device, shape, causal).items():
+        functions[name] = lazily(backward_of, functools.partial(attend, *theirs), *theirs)
     return functions
 
 
 def both_ways(shape, dtype, device, causal):
     ours, theirs = tensors(shape, dtype, device)
-    attention = {name: functools.partial(attend, is_causal=causal) for name, attend in sdpa(device).items()}
     functions = {"flash_attn": functools.partial(step, functools.partial(flash_attn_func, causal=causal), ours)}
+    attention = sdpa(device, shape, causal)
     return functions | {name: functools.partial(step, attend, theirs) for name, attend in attention.items()}
 
 
@@ -132,15 +143,18 @@ def decoding(shape, dtype, device, page_size):
     theirs = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
     return {
         "flash_attn": lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths),
-        **{name: functools.partial(attend, *theirs, enable_gqa=True) for name, attend in sdpa(device).items()},
+        **{name: functools.partial(attend, *theirs) for name, attend in sdpa(device, shape, False).items()},
     }
 
 
-def sdpa(device):
-    """Provider names and functions of q, k, v and SDPA's keywords."""
+def sdpa(device, shape, causal):
+    """Provider names and functions of q, k, v."""
     chosen = {"torch cudnn": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
     named = {name: functools.partial(with_backend, backend) for name, backend in chosen.items() if device == "cuda"}
-    return {"torch": F.scaled_dot_product_attention, **named}
+    _, heads, heads_k, _, _ = shape
+    options = dict(is_causal=causal, enable_gqa=heads_k < heads)
+    functions = {"torch": F.scaled_dot_product_attention, **named}
+    return {name: functools.partial(attend, **options) for name, attend in functions.items()}
 
 
 def with_backend(backend, *args, **options):
