@@ -36,10 +36,11 @@ def _kept(rng_state, row, first, threshold, branch, BLOCK: tl.constexpr):
 @triton.jit
 def _row_of(subset, row, rows):
     """The row that a subset names, or -1."""
-    if subset is None:
-        return row.to(tl.int64)
-    number = tl.load(subset + row).to(tl.int64)
-    return tl.where(number <= rows, number - 1, -1)
+    named = row.to(tl.int64)
+    if subset is not None:  # no early return: the compiler would go on to the load
+        number = tl.load(subset + row).to(tl.int64)
+        named = tl.where(number <= rows, number - 1, -1)
+    return named
 
 
 @triton.jit
