@@ -17,7 +17,7 @@ TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
 FEATURES = {"plain": "Features::kPlain", "all": "Features::kAll"}
 PARAMS = {"fwd": "FwdParams", "decode": "FwdParams", "bwd": "BwdParams"}
-WIDE_HEAD_DIMS = (64, 96, 128)  # that have a second tile on sm_90, for long sequences; config.h chooses
+WIDE_HEAD_DIMS = (64, 96, 128, 256)  # that have a second tile on sm_90, for long sequences; config.h chooses
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims; config.h chooses
 
 

@@ -332,6 +332,7 @@ def test_hopper_plan(host):
         assert plan.slots >= -(-problem.seqlen_q // (64 * warpgroups))
         assert plan.tiles == plan.slots * entries * problem.heads
         assert entries * problem.heads % plan.section_heads == 0
+        assert plan.section_heads <= problem.multiprocessors // 2
         assert plan.section_tiles == plan.section_heads * plan.slots
         assert plan.persistent_blocks == min(plan.tiles, problem.multiprocessors)
         assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_arrivals) == (0, 0, 1)
@@ -340,17 +341,22 @@ def test_hopper_plan(host):
 
 def test_what_stays_portable_on_hopper(host):
     """Decoding, splits that the caller wants, few rows, no keys, and few tiles of many keys."""
-    many = Problem(batch=8, heads=32, seqlen_q=2048, longest_q=2048, longest_k=2048, has_sm90=True)
+    many = Problem(batch=8, heads=32, heads_k=32, seqlen_q=2048, longest_q=2048, longest_k=2049, has_sm90=True)
     assert plan_of(host, many).persistent_blocks == 132
-    for changes in (
-        dict(has_sm90=False),
-        dict(seqlen_q=4, longest_q=4),
-        dict(seqlen_q=63, longest_q=63),
-        dict(num_splits=2),
-        dict(longest_k=0),
-        dict(batch=1, heads=2, seqlen_q=128, longest_q=128),
+    few_tiles = dict(batch=1, heads=2, heads_k=2, seqlen_q=128, longest_q=128)
+    for changes, blocks in (
+        (dict(has_sm90=False), 0),
+        (dict(seqlen_q=4, longest_q=4), 0),
+        (dict(seqlen_q=31, longest_q=31), 0),
+        (dict(seqlen_q=32, longest_q=32), 132),
+        (dict(seqlen_q=63, longest_q=63, heads_k=8), 0),
+        (dict(seqlen_q=64, longest_q=64, heads_k=8), 132),
+        (dict(num_splits=2), 0),
+        (dict(longest_k=0), 0),
+        (few_tiles, 0),
+        (few_tiles | dict(longest_k=2048), 2),
     ):
-        assert plan_of(host, dataclasses.replace(many, **changes)).persistent_blocks == 0, changes
+        assert plan_of(host, dataclasses.replace(many, **changes)).persistent_blocks == blocks, changes
 
 
 def test_short_entries_of_a_large_cache_are_split(host):

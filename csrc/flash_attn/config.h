@@ -52,11 +52,11 @@ struct Sm90Tile {
   bool staged_output;
 };
 
-// `wide` tiles are for long sequences, of which they waste little; only some head dims have them. They are 4 to 20 %
+// `wide` tiles are for long sequences, of which they waste little; only some head dims have them. They are 3 to 20 %
 // faster there. (Tiles that were slower on an H200: 112 keys for 192 rows of head dim 64; 160 for 128 and 96 for 192
-// rows of head dim 96; 80 or 96 keys for head dim 192; 64 for head dim 256.)
+// rows of head dim 96; 80 or 96 keys for head dim 192; a third stage of V for 64 keys of head dim 256.)
 constexpr bool has_wide_tile(int head_dim, Features features) {
-  return features == Features::kPlain && head_dim <= 128;
+  return features == Features::kPlain && head_dim != 192;
 }
 constexpr Sm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide) {
   const bool plain = features == Features::kPlain;
@@ -64,7 +64,7 @@ constexpr Sm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide) {
   if (head_dim <= 96) return wide ? Sm90Tile{3, 112, 2, 2, true} : Sm90Tile{2, plain ? 128 : 96, 2, 2, true};
   if (head_dim <= 128) return wide ? Sm90Tile{2, 176, 2, 1, false} : Sm90Tile{2, plain ? 128 : 96, 2, 2, true};
   if (head_dim <= 192) return {2, plain ? 112 : 96, 2, 1, false};
-  return {2, plain ? 80 : 64, 2, 1, false};
+  return {2, wide ? 80 : 64, 2, 1, false};
 }
 
 // How many query heads become rows of one tile: those that share a key head, if that takes fewer tiles.
@@ -182,28 +182,32 @@ inline void split_fwd(FwdParams& p, const FwdHints& hints, int tile_keys) {
 inline bool rows_differ(const Problem& p) { return p.window_left < p.seqlen_k || p.window_right < p.seqlen_k; }
 
 // How many heads of all entries follow one another tile by tile. Where rows differ in how many keys they see, it is as
-// many as have keys and values that stay in the L2 cache together: their longest tiles come before all others.
-inline int heads_per_section(const Problem& p) {
+// many as have keys and values that stay in the L2 cache together: their longest tiles come before all others. Those
+// also are the ones that wait for memory, so that no more than half of the multiprocessors start with one.
+inline int heads_per_section(const Problem& p, int multiprocessors) {
   constexpr int64_t kCacheBytes = 32 << 20;
   const int heads = p.cu_seqlens_q ? p.heads : p.heads * p.batch, group = p.heads / p.heads_k;
   if (!rows_differ(p)) return 1;
   const int64_t bytes = int64_t{4} * p.seqlen_k * p.head_dim;  // of a key head
-  int section = static_cast<int>(std::clamp<int64_t>(kCacheBytes / bytes * group, 1, heads));
+  const int64_t cached = kCacheBytes / bytes * group, most = std::min(heads, std::max(1, multiprocessors / 2));
+  int section = static_cast<int>(std::clamp<int64_t>(cached, 1, most));
   while (heads % section != 0) --section;
   return section;
 }
 
-// Whether fwd_sm90.cuh takes a problem. It copies aligned rows of tensors, at least a warpgroup's of a head at a time,
-// and each tile sees all its keys: that takes many tiles or few keys. fwd_sm80.cuh, which looks up pages, packs heads
-// and splits keys, takes the rest.
+// Whether fwd_sm90.cuh takes a problem. It copies aligned rows of tensors, of one head at a time, and each tile sees all
+// its keys: that takes rows enough, and many tiles or few keys. fwd_sm80.cuh, which looks up pages, packs heads and
+// splits keys, takes the rest. The limits are where both are equally fast on an H200.
 inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
-  constexpr int kLeastRows = 64, kFewKeys = 1024;
+  constexpr int kTileRows = 128, kFewKeysPerChannel = 16;
   const Problem& problem = p.problem;
   const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
-  const int64_t tiles = entries * problem.heads * ceil_div(int64_t{problem.seqlen_q}, 2 * kLeastRows);
+  const int64_t tiles = entries * problem.heads * ceil_div(int64_t{problem.seqlen_q}, kTileRows);
   const bool any_keys = std::min(problem.seqlen_k, problem.capacity_k) > 0;
+  const bool rows_enough = hints.longest_q >= (problem.heads == problem.heads_k ? 32 : 64);
+  const bool few_keys = hints.longest_k <= int64_t{kFewKeysPerChannel} * problem.head_dim;
   return hints.has_sm90 && p.aligned && p.pages.block_table == nullptr && hints.num_splits <= 1 && any_keys &&
-         hints.longest_q >= kLeastRows && (hints.longest_k <= kFewKeys || 2 * tiles >= hints.multiprocessors);
+         rows_enough && (few_keys || 5 * tiles >= 2 * hints.multiprocessors);
 }
 
 // Whether sequences are long enough for the wide tile. Where rows differ in how many keys they see, large tiles compute
@@ -212,7 +216,8 @@ inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
   const int head_dim = instance_head_dim(p.head_dim);
   if (head_dim == 64) return hints.longest_q >= (rows_differ(p) ? 2048 : 512);
   if (head_dim == 96) return hints.longest_q >= (rows_differ(p) ? 8192 : 2048);
-  return hints.longest_k >= (rows_differ(p) ? 16384 : 8192);
+  if (head_dim == 128) return hints.longest_k >= (rows_differ(p) ? 16384 : 8192);
+  return hints.longest_k >= (rows_differ(p) ? 2048 : 1024);
 }
 
 inline FwdScratch plan_fwd_sm90(FwdParams& p, const FwdHints& hints) {
@@ -220,7 +225,7 @@ inline FwdScratch plan_fwd_sm90(FwdParams& p, const FwdHints& hints) {
   const Features features = features_of(p);
   p.wide_tile = has_wide_tile(head_dim, features) && wants_wide_tile(p.problem, hints);
   plan_tiles(p, /*packed=*/1, 64 * fwd_sm90_tile(head_dim, features, p.wide_tile).warpgroups);
-  const int section = heads_per_section(p.problem);
+  const int section = heads_per_section(p.problem, hints.multiprocessors);
   p.section_heads = Divisor(section);
   p.section_tiles = Divisor(section * static_cast<int>(p.slots.value));
   p.persistent_blocks = std::min(num_tiles(p), hints.multiprocessors);

@@ -64,19 +64,20 @@ template <typename Config>
 struct FwdSm90Shared {
   using T = typename Config::T;
   using Rows = SharedTile<T, Config::kRows, Config::kHeadDim>;
+  using OwnRows = SharedTile<T, kWarpgroupRows, Config::kHeadDim>;  // of a warpgroup
   using Keys = SharedTile<T, Config::kKeys, Config::kHeadDim>;
   struct None {};
 
-  Rows q[Config::kQueryStages];
+  OwnRows q[Config::kQueryStages][Config::kConsumers];
   Keys k[Config::kStages], v[Config::kStages];
   std::conditional_t<Config::kTile.staged_output, Rows, None> out;
   FwdSm90Work<Config> work[2];  // the one in progress and the next
-  Ring<Config::kQueryStages> q_ring;
+  Ring<Config::kQueryStages> q_rings[Config::kConsumers];
   Ring<Config::kStages> k_ring, v_ring;
   Ring<2> work_ring;
 
   __device__ void init() {
-    q_ring.init(Config::kConsumers);
+    for (auto& ring : q_rings) ring.init(1);
     k_ring.init(Config::kConsumers);
     v_ring.init(Config::kConsumers);
     work_ring.init(Config::kConsumerWarps);
@@ -104,9 +105,14 @@ struct Producer {
   int taken;
 
   __device__ void load_q(const Work& work) {
-    shared.q_ring.wait_empty(q_at);
-    auto& arrived = shared.q_ring.announce(q_at, sizeof(typename Shared::Rows));
-    load_async(shared.q[q_at.stage], p.q, work.seq.q.first + work.tile.row0, work.tile.head, work.seq.q.batch, arrived);
+#pragma unroll 1
+    for (int rank = 0; rank < Config::kConsumers; ++rank) {
+      auto& ring = shared.q_rings[rank];
+      ring.wait_empty(q_at);
+      auto& arrived = ring.announce(q_at, sizeof(typename Shared::OwnRows));
+      load_async(shared.q[q_at.stage][rank], p.q, work.seq.q.first + work.tile.row0 + kWarpgroupRows * rank,
+                 work.tile.head, work.seq.q.batch, arrived);
+    }
     q_at.advance();
   }
   __device__ void load_k(const Span& keys, int head, int n) {
@@ -242,6 +248,11 @@ struct Consumer {
     at.advance();
   }
 
+  // After the last scores of a tile: the next tile's rows arrive while this one comes to its end.
+  __device__ void release_queries() {
+    if (leads()) shared.q_rings[rank].release(q_at);
+  }
+
   // Barriers: 1 .. kConsumers for the turns, the next ones for each warpgroup alone. Without turns, short sequences are
   // up to 7 % slower; to pass the turn when only half of the second product is queued changes nothing.
   __device__ int own_barrier() const { return 1 + Config::kConsumers + rank; }
@@ -261,8 +272,8 @@ struct Consumer {
   }
 
   __device__ void start_scores(Scores<Config>& s) {
-    const auto queries = along_cols(shared.q[q_at.stage], kWarpgroupRows * rank);
-    start_gemm<Config::kHeadDim>(s, queries, along_cols(shared.k[k_at.stage]), /*accumulate=*/false);
+    start_gemm<Config::kHeadDim>(s, along_cols(shared.q[q_at.stage][rank]), along_cols(shared.k[k_at.stage]),
+                                 /*accumulate=*/false);
   }
   __device__ void start_output() {
     start_gemm<Config::kKeys>(o, probabilities, along_rows(shared.v[v_at.stage]), /*accumulate=*/has_output);
@@ -272,7 +283,7 @@ struct Consumer {
   // The first scores of a tile. They are also computed, of anything, if there is none: products without a branch.
   __device__ void start_first_scores(Scores<Config>& s, const Work& work) {
     if (warp_uniform(work.tile.entry) >= 0) {
-      shared.q_ring.wait_full(q_at);
+      shared.q_rings[rank].wait_full(q_at);
       shared.k_ring.wait_full(k_at);
     }
     ptx::fence_products();
@@ -310,6 +321,7 @@ struct Consumer {
     pass_turn();
     wait_gemms<1>(s);
     release(shared.k_ring, k_at);
+    if (is_last) release_queries();
     make_scores<Config>(s, p, work, warp_row, n, kCut);
 #pragma unroll
     for (int r = 0; r < s.kLaneRows; ++r) shrink[r] = softmax.update_max(s, r);
@@ -362,6 +374,7 @@ struct Consumer {
       const auto [_, blocks, whole] = walk;
       int n = blocks.last;
       release(shared.k_ring, k_at);
+      if (n == blocks.first) release_queries();
       begin(s, *work, !whole.covers(n));
       if (n > blocks.first) shared.k_ring.wait_full(k_at);
       for (--n; n >= blocks.first;) {
@@ -370,7 +383,7 @@ struct Consumer {
 #pragma unroll 1
         for (; n >= blocks.first && whole.covers(n); --n) step<false>(*work, n, n == blocks.first);
       }
-      release(shared.q_ring, q_at);
+      q_at.advance();
 
       shared.v_ring.wait_full(v_at);
       await_turn();
@@ -424,7 +437,7 @@ void run_fwd_sm90(const FwdParams& p, cudaStream_t stream) {
   // How many entries there are that an index may name, nobody says.
   const int64_t entries_k = problem.cu_seqlens_k ? 1 : problem.batch_index ? kMaxSeqlen : problem.batch;
   const FwdSm90Params params{
-      .q = map_of<typename Shared::Rows>(p.q, head_dim, problem.heads, problem.seqlen_q, entries_q),
+      .q = map_of<typename Shared::OwnRows>(p.q, head_dim, problem.heads, problem.seqlen_q, entries_q),
       .k = map_of<typename Shared::Keys>(p.k, head_dim, problem.heads_k, keys, entries_k),
       .v = map_of<typename Shared::Keys>(p.v, head_dim, problem.heads_k, keys, entries_k),
       .out = map_of<typename Shared::Rows>(p.out, head_dim, problem.heads, problem.seqlen_q, entries_q, kWarpgroupRows),
