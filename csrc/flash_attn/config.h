@@ -278,11 +278,11 @@ constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
 }
 
 // Whether bwd_sm90.cuh or, for head dims above 128, bwd_sm90_wide.cuh takes a problem: rows that copies can move, of
-// tensors that are not empty. The latter adds to sums of dQ in any order.
-inline bool suits_sm90(const BwdParams& p, bool deterministic) {
+// tensors that are not empty.
+inline bool suits_sm90(const BwdParams& p) {
   const Problem& problem = p.problem;
   const bool empty = problem.batch == 0 || problem.heads == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
-  return p.aligned && !empty && (problem.head_dim <= 128 || !deterministic);
+  return p.aligned && !empty;
 }
 
 struct BwdScratch {
@@ -307,13 +307,14 @@ inline BwdScratch plan_bwd(BwdParams& p, bool deterministic, bool has_sm90, int 
   const Problem& problem = p.problem;
   const int head_dim = instance_head_dim(problem.head_dim);
   const int64_t key_blocks = ceil_div(int64_t{problem.seqlen_k}, bwd_tile(head_dim, false).keys);
-  p.on_sm90 = has_sm90 && suits_sm90(p, deterministic);
+  p.on_sm90 = has_sm90 && suits_sm90(p);
   p.own_sums = deterministic && !p.on_sm90;
   p.num_parts = p.own_sums ? parts_for(int64_t{problem.batch} * problem.heads_k, key_blocks, multiprocessors) : 1;
   p.section_heads = bwd_section(p, deterministic);
   const bool packed = problem.cu_seqlens_q != nullptr;
   const int64_t heads = int64_t{problem.heads} * (packed ? 1 : problem.batch);
-  BwdScratch scratch{.dq_sums = p.num_parts * heads * problem.seqlen_q * head_dim};
+  // Rows of sums lie together in eights (bwd_scratch.cuh).
+  BwdScratch scratch{.dq_sums = ceil_div(p.num_parts * heads * problem.seqlen_q, int64_t{8}) * 8 * head_dim};
   if (!p.on_sm90) return scratch;
   constexpr int64_t kPad = kRowSumsPad;
   p.rows_per_head = packed ? problem.seqlen_q / kPad * kPad + kPad * problem.batch
