@@ -8,8 +8,8 @@
 //   query team    dQ = dS K, 64 channels at a time, which it adds to the sums in global memory
 //
 // Tiles in shared memory go round: the value team leaves P^T in one, of which the key team makes dS for the query team.
-// A negative weight says that dropout dropped it. As many sums as the L2 cache can add to are the bottleneck; so other
-// teams than the one that adds do all else. A fourth warpgroup starts the copies and, deterministic, keeps the turns.
+// A negative weight says that dropout dropped it. How fast the L2 cache adds is the bottleneck: a team that only adds
+// keeps it busy while the others compute. A fourth warpgroup starts the copies.
 #pragma once
 
 #include <cmath>
@@ -64,7 +64,7 @@ enum ScoresBarrier { kEmpty = 8, kWeights = 10, kGradients = 12 };
 __device__ inline void tell(ScoresBarrier barrier, int tile) { ptx::arrive_at_barrier<2 * kWarpgroup>(barrier + tile); }
 __device__ inline void await(ScoresBarrier barrier, int tile) { ptx::sync_barrier<2 * kWarpgroup>(barrier + tile); }
 
-// Barriers of the query team and the warp that keeps its turns.
+// Barriers of the query team and the warp that waits for its turns, and the one that passes them on.
 enum TurnBarrier { kTurnHere = 1, kTurnDone };
 constexpr int kTurnThreads = kWarpgroup + 32;
 
@@ -256,7 +256,7 @@ struct QueryTeam {
       if (col == 0 && p.turns != nullptr) ptx::sync_barrier<kTurnThreads>(kTurnHere);
       add(dq, col, head, row_block);
     }
-    if (p.turns != nullptr) ptx::arrive_at_barrier<kTurnThreads>(kTurnDone);
+    if (p.turns != nullptr) ptx::sync_barrier<kTurnThreads>(kTurnDone);
     tile ^= 1;
   }
 
@@ -269,22 +269,37 @@ struct QueryTeam {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Waits for the turns of the query team to add to rows, after the blocks with the keys before, and passes them on; by a
-// warp.
+// Deterministic: blocks add to the same rows in turn, those with the first keys first. A warp waits for the turns of
+// the query team, and another one passes them on, so that the team waits for neither.
 template <typename Config>
-__device__ void keep_turns(const BwdParams& p, const KeyBlock<Config>& block) {
-  const Mask& mask = block.mask;
-  block.for_each_row_block([&](int head, int row_block) {
-    const Interval rows = interval_of<Config::kBlockM>(row_block);
-    const int first_key = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}).first;
-    int* turn = turns_of(p, row_value_index(p, block.seq.q, block.work.entry, head) + rows.first);
-    if (lane_id() == 0) ptx::wait_for(turn, block.work.first - first_key / Config::kBlockN);
-    __syncwarp();
-    ptx::sync_barrier<kTurnThreads>(kTurnHere);
-    ptx::sync_barrier<kTurnThreads>(kTurnDone);
-    if (lane_id() == 0) ptx::announce(turn);
-  });
-}
+struct Turns {
+  const BwdParams& p;
+  const KeyBlock<Config>& block;
+
+  // How many blocks have added to the rows.
+  __device__ int* counter(int head, int row_block) const {
+    return turns_of(p, row_value_index(p, block.seq.q, block.work.entry, head) + row_block * Config::kBlockM);
+  }
+
+  __device__ void await_all() const {
+    const Mask& mask = block.mask;
+    block.for_each_row_block([&](int head, int row_block) {
+      const Interval rows = interval_of<Config::kBlockM>(row_block);
+      const int first_key = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}).first;
+      if (lane_id() == 0) ptx::wait_for(counter(head, row_block), block.work.first - first_key / Config::kBlockN);
+      __syncwarp();
+      ptx::sync_barrier<kTurnThreads>(kTurnHere);
+    });
+  }
+
+  __device__ void pass_all() const {
+    block.for_each_row_block([&](int head, int row_block) {
+      ptx::sync_barrier<kTurnThreads>(kTurnDone);
+      if (lane_id() == 0) ptx::announce(counter(head, row_block));
+      __syncwarp();
+    });
+  }
+};
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __grid_constant__ BwdSm90Params p) {
@@ -314,7 +329,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
     ptx::keep_registers<Config::kProducerRegisters>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
     if (role == 0 && lane_id() == 0 && block.has_rows()) load_block(p, shared, block);
-    if (role == 1 && p.bwd.turns != nullptr) keep_turns(p.bwd, block);
+    if (p.bwd.turns == nullptr) return;
+    if (role == 1) Turns<Config>{p.bwd, block}.await_all();
+    if (role == 2) Turns<Config>{p.bwd, block}.pass_all();
   }
 #endif
 }
