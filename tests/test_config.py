@@ -385,13 +385,14 @@ def test_parts_of_the_backward(host, packed):
         head_dim, sms = draw.choice(HEAD_DIMS), draw.choice((46, 108, 132))
         seqlen_q, seqlen_k = (draw.choice((0, 1, 100, 5000, 1_000_000)) for _ in "qk")
         sizes = batch, heads_k * group, heads_k, head_dim, seqlen_q, seqlen_k, packed
-        sums = (1 if packed else batch) * heads_k * group * seqlen_q * head_dim
-        assert numbers(host, 4, "find_bwd_plan", *sizes, False, False, sms) == [1, sums, 0, 0]
+        rows = (1 if packed else batch) * heads_k * group * seqlen_q
+        one = numbers(host, 4, "find_bwd_plan", *sizes, False, False, sms)
+        assert one == [1, -(-rows // 8) * 8 * head_dim, 0, 0]
         parts, scratch, *others = numbers(host, 4, "find_bwd_plan", *sizes, True, False, sms)
         assert others == [0, 0]
         _, keys, _, _ = numbers(host, 4, "find_bwd_tile", head_dim, False)
         assert 1 <= parts <= min(128, sms, max(1, -(-seqlen_k // keys)))
-        assert scratch == parts * sums
+        assert scratch == -(-parts * rows // 8) * 8 * head_dim
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -400,13 +401,13 @@ def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
     """One part always; row values for the rows of each head in blocks of 128, and a turn for 32 of them."""
     draw = random.Random(3)
     for _ in range(300):
-        batch, heads, head_dim = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((40, 64, 96, 128))
+        batch, heads, head_dim = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((40, 64, 96, 128, 192, 256))
         lengths = [draw.choice((1, 100, 128, 5000)) for _ in range(batch)] if packed else [draw.choice((1, 128, 5000))]
         sizes = batch, heads, heads, head_dim, sum(lengths), 77, packed
         parts, sums, rows, turns = numbers(host, 4, "find_bwd_plan", *sizes, deterministic, True, 132)
         entries = 1 if packed else batch
         instance = host.call("find_instance_head_dim", head_dim)
-        assert (parts, sums) == (1, entries * heads * sum(lengths) * instance)
+        assert (parts, sums) == (1, -(-entries * heads * sum(lengths) // 8) * 8 * instance)
         assert rows % (entries * heads * 128) == 0
         assert turns == rows // 32 * deterministic
         starts = [sum(lengths[:entry]) // 128 * 128 + 128 * entry for entry in range(len(lengths))]

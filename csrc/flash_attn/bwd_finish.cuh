@@ -17,7 +17,8 @@ template <typename T_, int kHeadDim_>
 struct BwdFinishConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kChannels = 16;
+  static constexpr int kChannels = 16, kColumns = kHeadDim / kChannels;
+  static constexpr int kRows = kDqRowsTogether<kHeadDim>;
   static constexpr int kThreads = 256;
 };
 
@@ -57,7 +58,7 @@ __device__ void finish_dq(const BwdParams& p, const Span& token, int head, int c
   const Problem& problem = p.problem;
   float values[16] = {};
   for (int part = 0; part < p.num_parts; ++part) {
-    const float* sums = dq_rows<Config::kHeadDim>(p, token, head, part) + col;
+    const float* sums = dq_sums<Config::kHeadDim>(p, token, head, part, 0, col / Config::kChannels);
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
       const Vec<float, 4> quad = load<4>(sums + 4 * t);
@@ -78,21 +79,27 @@ __device__ void clear_unused(const BwdParams& p, const Span& key, int head, int 
   store_channels(first_token<T>(p.dv, key, head), {}, col, head_dim, p.dv.head_dim, p.aligned);
 }
 
+// How many blocks share the tokens of a head.
+template <typename Config>
+__host__ __device__ int blocks_of_head(int seqlen) {
+  constexpr int kRows = Config::kRows;
+  return blocks_for<Config::kThreads>((int64_t{seqlen} + kRows - 1) / kRows * kRows * Config::kColumns);
+}
+
 // fn(token, head, col) for a thread of block `block`, if `seqlen` tokens of `heads` heads are cut into blocks, the
-// tokens and channels of one head after the other.
+// tokens and channels of one head after the other. Neighbours take what lies together in the sums.
 template <typename Config, typename Fn>
 __device__ void for_thread(int block, int seqlen, int heads, Fn&& fn) {
-  constexpr int kColumns = Config::kHeadDim / Config::kChannels;
-  const int blocks_per_head = blocks_for<Config::kThreads>(int64_t{seqlen} * kColumns);
-  const int outer = block / blocks_per_head;
-  const int64_t index = int64_t{block % blocks_per_head} * Config::kThreads + threadIdx.x;
-  const int token = index / kColumns, col = index % kColumns * Config::kChannels;
-  if (token < seqlen) fn(Span{outer / heads, token, 1}, outer % heads, col);
+  constexpr int kColumns = Config::kColumns, kRows = Config::kRows;
+  const int blocks = blocks_of_head<Config>(seqlen), outer = block / blocks;
+  const int64_t index = int64_t{block % blocks} * Config::kThreads + threadIdx.x;
+  const int token = index / (kRows * kColumns) * kRows + index % kRows;
+  if (token < seqlen) fn(Span{outer / heads, token, 1}, outer % heads, index / kRows % kColumns * Config::kChannels);
 }
 
 template <typename Config>
 __host__ __device__ int64_t num_blocks(int64_t heads, int seqlen) {
-  return heads * blocks_for<Config::kThreads>(int64_t{seqlen} * (Config::kHeadDim / Config::kChannels));
+  return heads * blocks_of_head<Config>(seqlen);
 }
 
 template <typename Config>

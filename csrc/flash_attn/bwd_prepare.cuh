@@ -89,7 +89,7 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __g
     for (int i = 0; i < 8; ++i) sum += out[i] * dout[i];
   }
   for (int part = 0; part < p.num_parts && has_token && col < Config::kHeadDim; ++part) {
-    float* sums = dq_rows<Config::kHeadDim>(p, span, at.head, part) + int64_t{at.row} * Config::kHeadDim + col;
+    float* sums = dq_sums<Config::kHeadDim>(p, span, at.head, part, at.row, col / 16) + col % 16;
     store(sums, Vec<float, 4>{});
     store(sums + 4, Vec<float, 4>{});
   }

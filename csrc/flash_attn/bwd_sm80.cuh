@@ -301,17 +301,17 @@ __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams
 
   const RowBlock previous = rows.previous(shared.row_blocks);
   const int part = p.own_sums ? shared.work.first : 0, row0 = previous.block * Config::kBlockM + share.dq_row0;
-  float* sums = dq_rows<Config::kHeadDim>(p, shared.seq.q, previous.head, part) + share.dq_dim0 + 4 * (lane_id() % 4);
 #pragma unroll
   for (int r = 0; r < dq.kLaneRows; ++r) {
     const int row = row0 + dq.row(r);
     if (row >= shared.seq.q.length) continue;
+    float* sums = dq_sums<Config::kHeadDim>(p, shared.seq.q, previous.head, part, row, share.dq_dim0 / 16);
 #pragma unroll
     for (int c = 0; c < dq.kLaneCols; c += 4) {
       constexpr int kShareCols = Config::kPageCols / Config::kDqShares;
       const int channel = 4 * c / kShareCols * Config::kPageCols + 4 * c % kShareCols;
-      ptx::add_global(sums + int64_t{row} * Config::kHeadDim + channel, dq(r, c), dq(r, c + 1), dq(r, c + 2),
-                      dq(r, c + 3));
+      ptx::add_global(sums + channel / 16 * kDqGroupStep<Config::kHeadDim> + 4 * (lane_id() % 4), dq(r, c),
+                      dq(r, c + 1), dq(r, c + 2), dq(r, c + 3));
     }
   }
 }

@@ -1,17 +1,20 @@
 // Attention, backward, for sm_90 and head dims above 128, of which one warpgroup cannot sum both dV and dK.
 //
-// A block takes 64 keys of a key head and walks over the rows that see them as bwd_sm90.cuh does. Its two warpgroups
-// are teams with the same keys:
+// A block takes 64 keys of a key head and walks over the rows that see them as bwd_sm90.cuh does. Its warpgroups are
+// teams with the same keys:
 //
-//   value team    S^T = K Q^T     P^T              dV += P^T dO      dQ = dS K, every other 64 channels
-//   key team      dP^T = V dO^T   dS^T from P^T    dK += dS^T Q      dQ = dS K, the others
+//   value team    S^T = K Q^T     P^T              dV += P^T dO
+//   key team      dP^T = V dO^T   dS^T from P^T    dK += dS^T Q
+//   query team    dQ = dS K, 64 channels at a time, which it adds to the sums in global memory
 //
-// The value team hands over P^T lane by lane, the key team dS, both through shared memory. A negative weight says that
-// dropout dropped it. dQ is added to the sums in global memory from registers.
+// Tiles in shared memory go round: the value team leaves P^T in one, of which the key team makes dS for the query team.
+// A negative weight says that dropout dropped it. How fast the L2 cache adds is the bottleneck: a team that only adds
+// keeps it busy while the others compute. A fourth warpgroup starts the copies.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+#include <new>
 
 #include "flash_attn/bwd_finish.cuh"
 #include "flash_attn/bwd_prepare.cuh"
@@ -25,6 +28,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"
+#include "ptx/sync.cuh"
 #include "ptx/tma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/load.cuh"
@@ -39,75 +43,62 @@ struct BwdWideConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2;
-  static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static constexpr int kParts = kHeadDim / 64;  // of dQ
+  static constexpr int kConsumers = 2;  // of Q and dO
+  static constexpr int kThreads = kWarpgroup * 4;
+  static constexpr int kSumRegisters = 208, kQueryRegisters = 72, kProducerRegisters = 24;
 };
 
 template <typename Config>
 struct BwdWideShared {
   using T = typename Config::T;
   SharedTile<T, Config::kBlockN, Config::kHeadDim> k, v;
-  SharedTile<T, Config::kBlockM, Config::kBlockN> ds;
-  RowRing<Config> q, dout;                          // with lse and delta
-  uint4 weights[Config::kBlockM / 16][kWarpgroup];  // P^T dscore/dS, of each lane
+  SharedTile<T, Config::kBlockM, Config::kBlockN> scores[2];  // P^T, then dS
+  RowRing<Config> q, dout;                                    // with lse and delta
   ptx::SharedBarrier keys_here;
+  alignas(16) char block[sizeof(KeyBlock<Config>)];  // which does not fit the registers
 };
 
-constexpr int kTeamThreads = 2 * kWarpgroup;
-constexpr int kWeightsBarrier = 1, kGradientsBarrier = 2;
+// Barriers of two teams, of which one tells and the other waits, for both tiles of scores: that the tile is empty, or
+// has weights, or gradients.
+enum ScoresBarrier { kEmpty = 8, kWeights = 10, kGradients = 12 };
+__device__ inline void tell(ScoresBarrier barrier, int tile) { ptx::arrive_at_barrier<2 * kWarpgroup>(barrier + tile); }
+__device__ inline void await(ScoresBarrier barrier, int tile) { ptx::sync_barrier<2 * kWarpgroup>(barrier + tile); }
 
+// Barriers of the query team and the warp that waits for its turns, and the one that passes them on.
+enum TurnBarrier { kTurnHere = 1, kTurnDone };
+constexpr int kTurnThreads = kWarpgroup + 32;
+
+// A team that sums dV or dK.
 template <typename Config>
-struct Team : BwdConsumer<Config, BwdWideShared<Config>> {
+struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
   using Base = BwdConsumer<Config, BwdWideShared<Config>>;
-  using Base::p, Base::shared, Base::block, Base::rank, Base::key0, Base::at;
-  using typename Base::Packed;
-  using Part = Fragment<16, 64>;
+  using Base::at, Base::leads;
+  using typename Base::Packed, typename Base::KeySum;
+  KeySum sum;
+  int tile = 0;  // of scores
 
-  // The team's parts of dQ, of which there are kCount.
-  template <int kCount>
-  __device__ void start_dq(Part (&dq)[kCount]) const {
+  // Sums the product and goes on to the next rows. One of 256 columns would take more registers than a thread has when
+  // the kernel starts.
+  __device__ void add_product(Packed& factors, RowRing<Config>& ring) {
+    constexpr int kCols = Config::kHeadDim == 256 ? 128 : Config::kHeadDim;
+    fence(sum, factors);
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      ptx::fence_products();
-      start_gemm<Config::kBlockN>(dq[i], along_cols(shared.ds), along_rows(shared.k, 64 * (2 * i + rank)), false);
+    for (int col = 0; col < Config::kHeadDim; col += kCols) {
+      auto& part = *reinterpret_cast<Fragment<16, kCols>*>(&sum.values[0][col / 8]);
+      start_gemm<Config::kBlockM>(part, factors, along_rows(ring.tiles[at.stage], col), true);
     }
-  }
-
-  __device__ void add_dq(const Part& dq, int i, int head, int row_block) const {
-    const Span& q = block.seq.q;
-    const int row0 = row_block * Config::kBlockM + key0;
-    float* sums = dq_rows<Config::kHeadDim>(p, q, head, 0) + 64 * (2 * i + rank) + 4 * (lane_id() % 4);
-#pragma unroll
-    for (int r = 0; r < dq.kLaneRows; ++r) {
-      const int row = row0 + dq.row(r);
-      if (row >= q.length) continue;
-#pragma unroll
-      for (int c = 0; c < dq.kLaneCols; c += 4) {
-        ptx::add_global(sums + int64_t{row} * Config::kHeadDim + 4 * c, dq(r, c), dq(r, c + 1), dq(r, c + 2),
-                        dq(r, c + 3));
-      }
-    }
-  }
-
-  // Adds the parts on their way, behind which there is nothing.
-  template <int kCount>
-  __device__ void finish_dq(Part (&dq)[kCount], int head, int row_block) const {
-    if constexpr (kCount == 2) {
-      wait_gemms<1>(dq[0]);
-      add_dq(dq[0], 0, head, row_block);
-    }
-    wait_gemms<0>(dq[kCount - 1]);
-    add_dq(dq[kCount - 1], kCount - 1, head, row_block);
+    wait_gemms<0>(sum, factors);
+    if (leads()) ring.barriers.release(at);
+    at.advance();
+    tile ^= 1;
   }
 };
 
 template <typename Config>
-struct ValueTeam : Team<Config> {
-  using Base = Team<Config>;
-  using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::kPlain;
-  using typename Base::Packed, typename Base::Part, typename Base::Scores, typename Base::KeySum, typename Base::T;
-  KeySum dv;
+struct ValueTeam : SumTeam<Config> {
+  using Base = SumTeam<Config>;
+  using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::tile, Base::kPlain;
+  using typename Base::Packed, typename Base::Scores, typename Base::T;
 
   // S^T to what dV is summed with. Leaves the weights of dP^T to the key team.
   __device__ Packed weigh(Scores& s, int head, const Interval& rows) const {
@@ -128,22 +119,24 @@ struct ValueTeam : Team<Config> {
                                           [&](int r, int c) { s(r, c) = -s(r, c); });
     }
     weights = pack<T>(s);
+    Packed left = weights;
+    if constexpr (!kPlain) {
 #pragma unroll
-    for (int i = 0; i < Config::kBlockM / 16; ++i) {
-      uint32_t words[4];
+      for (int i = 0; i < Config::kBlockM / 16; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t& weight = weights.values[0][i][j];
-        words[j] = weight;
-        if (kPlain) continue;
-        if (cap > 0) {
-          const float2 x = ptx::unpack<T>(weight), slope = ptx::unpack<T>(slopes.values[0][i][j]);
-          words[j] = ptx::pack<T>(x.x * slope.x, x.y * slope.y);
+        for (int j = 0; j < 4; ++j) {
+          uint32_t& weight = weights.values[0][i][j];
+          if (cap > 0) {
+            const float2 x = ptx::unpack<T>(weight), slope = ptx::unpack<T>(slopes.values[0][i][j]);
+            left.values[0][i][j] = ptx::pack<T>(x.x * slope.x, x.y * slope.y);
+          }
+          weight = ptx::clamp_below<T>(weight);
         }
-        weight = ptx::clamp_below<T>(weight);
       }
-      shared.weights[i][threadIdx.x % kWarpgroup] = {words[0], words[1], words[2], words[3]};
     }
+    await(kEmpty, tile);
+    store_transposed(shared.scores[tile], left, key0);
+    tell(kWeights, tile);
     return weights;
   }
 
@@ -156,47 +149,37 @@ struct ValueTeam : Team<Config> {
     wait_gemms<0>(s);
     Packed weights = weigh(s, head, rows);
     if (this->leads()) shared.q.barriers.release(at);
-    ptx::arrive_at_barrier<kTeamThreads>(kWeightsBarrier);
     shared.dout.barriers.wait_full(at);
-    fence(dv, weights);
-    start_gemm<Config::kBlockM>(dv, weights, along_rows(shared.dout.tiles[at.stage]), true);
-    ptx::sync_barrier<kTeamThreads>(kGradientsBarrier);
-    Part dq[(Config::kParts + 1) / 2];
-    this->start_dq(dq);
-    wait_gemms<(Config::kParts + 1) / 2>(dv);
-    if (this->leads()) shared.dout.barriers.release(at);
-    this->finish_dq(dq, head, row_block);
-    at.advance();
+    this->add_product(weights, shared.dout);
   }
 
   __device__ void run() {
-    dv.fill(0);
+    sum.fill(0);
     if (block.has_rows()) this->wait_keys();
     block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
-    this->store_sum(dv, p.problem.dropout_rescale, p.dv);
+    for (int i = 0; i < 2; ++i) await(kEmpty, i);
+    this->store_sum(sum, p.problem.dropout_rescale, p.dv);
   }
 };
 
 template <typename Config>
-struct KeyTeam : Team<Config> {
-  using Base = Team<Config>;
-  using Base::p, Base::shared, Base::block, Base::rank, Base::key0, Base::at, Base::kPlain;
-  using typename Base::Packed, typename Base::Part, typename Base::Scores, typename Base::KeySum, typename Base::T;
-  KeySum dk;
+struct KeyTeam : SumTeam<Config> {
+  using Base = SumTeam<Config>;
+  using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::tile, Base::kPlain;
+  using typename Base::Packed, typename Base::Scores, typename Base::T;
 
   // dP^T to dS^T, with the weights that the value team has left.
   __device__ Packed differentiate(Scores& dp) const {
+    const Packed weights = load_transposed<T, Config::kBlockM>(shared.scores[tile], key0);
 #pragma unroll
     for (int i = 0; i < Config::kBlockM / 16; ++i) {
-      const uint4 words = shared.weights[i][threadIdx.x % kWarpgroup];
-      const uint32_t pairs[2][2] = {{words.x, words.z}, {words.y, words.w}};
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int c = 4 * i + 2 * half;
         const float2 delta = *reinterpret_cast<const float2*>(&shared.dout.values[at.stage][dp.col(c)]);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float2 weight = ptx::unpack<T>(pairs[r][half]);
+          const float2 weight = ptx::unpack<T>(weights.values[0][i][2 * half + r]);
           float &first = dp(r, c), &second = dp(r, c + 1);
           if constexpr (kPlain) {
             first = weight.x * (first - delta.x);
@@ -219,56 +202,136 @@ struct KeyTeam : Team<Config> {
     ptx::fence_products();
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v), along_cols(shared.dout.tiles[at.stage]), false);
     wait_gemms<0>(dp);
-    ptx::sync_barrier<kTeamThreads>(kWeightsBarrier);
+    await(kWeights, tile);
     Packed gradients = differentiate(dp);
     if (this->leads()) shared.dout.barriers.release(at);
-    store_transposed(shared.ds, gradients, key0);
+    store_transposed(shared.scores[tile], gradients, key0);
     ptx::fence_async_reads();
-    ptx::arrive_at_barrier<kTeamThreads>(kGradientsBarrier);
-    shared.q.barriers.wait_full(at);
-    fence(dk, gradients);
-    start_gemm<Config::kBlockM>(dk, gradients, along_rows(shared.q.tiles[at.stage]), true);
-    ptx::sync_barrier<kWarpgroup>(own_barrier(rank));
-    Part dq[Config::kParts / 2];
-    this->start_dq(dq);
-    wait_gemms<Config::kParts / 2>(dk);
-    if (this->leads()) shared.q.barriers.release(at);
-    this->finish_dq(dq, head, row_block);
-    at.advance();
+    tell(kGradients, tile);
+    this->add_product(gradients, shared.q);
   }
 
   __device__ void run() {
-    dk.fill(0);
+    sum.fill(0);
     if (block.has_rows()) this->wait_keys();
     block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
-    this->store_sum(dk, p.problem.softmax_scale, p.dk);
+    this->store_sum(sum, p.problem.softmax_scale, p.dk);
+  }
+};
+
+template <typename Config>
+struct QueryTeam {
+  using Part = Fragment<16, 64>;
+  const BwdParams& p;
+  BwdWideShared<Config>& shared;
+  const KeyBlock<Config>& block;
+  int tile = 0;  // of scores
+
+  // Adds channels `col` .. col + 63 of the rows of a block.
+  __device__ void add(const Part& dq, int col, int head, int row_block) const {
+    const Span& q = block.seq.q;
+    const int row0 = row_block * Config::kBlockM + threadIdx.x % kWarpgroup / 32 * 16;
+#pragma unroll
+    for (int r = 0; r < dq.kLaneRows; ++r) {
+      const int row = row0 + dq.row(r);
+      if (row >= q.length) continue;
+      float* sums = dq_sums<Config::kHeadDim>(p, q, head, 0, row, col / 16) + 4 * (lane_id() % 4);
+#pragma unroll
+      for (int c = 0; c < dq.kLaneCols; c += 4) {
+        ptx::add_global(sums + c / 4 * kDqGroupStep<Config::kHeadDim>, dq(r, c), dq(r, c + 1), dq(r, c + 2),
+                        dq(r, c + 3));
+      }
+    }
+  }
+
+  __device__ void step(int head, int row_block) {
+    await(kGradients, tile);
+#pragma unroll
+    for (int col = 0; col < Config::kHeadDim; col += 64) {
+      Part dq;
+      ptx::fence_products();
+      start_gemm<Config::kBlockN>(dq, along_cols(shared.scores[tile]), along_rows(shared.k, col), false);
+      wait_gemms<0>(dq);
+      if (col + 64 == Config::kHeadDim) tell(kEmpty, tile);
+      if (col == 0 && p.turns != nullptr) ptx::sync_barrier<kTurnThreads>(kTurnHere);
+      add(dq, col, head, row_block);
+    }
+    if (p.turns != nullptr) ptx::sync_barrier<kTurnThreads>(kTurnDone);
+    tile ^= 1;
+  }
+
+  __device__ void run() {
+    for (int i = 0; i < 2; ++i) tell(kEmpty, i);
+    if (block.has_rows()) shared.keys_here.wait(0);
+    block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
   }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+// Deterministic: blocks add to the same rows in turn, those with the first keys first. A warp waits for the turns of
+// the query team, and another one passes them on, so that the team waits for neither.
+template <typename Config>
+struct Turns {
+  const BwdParams& p;
+  const KeyBlock<Config>& block;
+
+  // How many blocks have added to the rows.
+  __device__ int* counter(int head, int row_block) const {
+    return turns_of(p, row_value_index(p, block.seq.q, block.work.entry, head) + row_block * Config::kBlockM);
+  }
+
+  __device__ void await_all() const {
+    const Mask& mask = block.mask;
+    block.for_each_row_block([&](int head, int row_block) {
+      const Interval rows = interval_of<Config::kBlockM>(row_block);
+      const int first_key = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}).first;
+      if (lane_id() == 0) ptx::wait_for(counter(head, row_block), block.work.first - first_key / Config::kBlockN);
+      __syncwarp();
+      ptx::sync_barrier<kTurnThreads>(kTurnHere);
+    });
+  }
+
+  __device__ void pass_all() const {
+    block.for_each_row_block([&](int head, int row_block) {
+      ptx::sync_barrier<kTurnThreads>(kTurnDone);
+      if (lane_id() == 0) ptx::announce(counter(head, row_block));
+      __syncwarp();
+    });
+  }
+};
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __grid_constant__ BwdSm90Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<BwdWideShared<Config>>();
-  const KeyBlock<Config> block(p.bwd);
-  if (!block.exists()) return;
   if (threadIdx.x == 0) {
+    new (shared.block) KeyBlock<Config>(p.bwd);
     shared.keys_here.init(2);
     shared.q.barriers.init(Config::kConsumers);
     shared.dout.barriers.init(Config::kConsumers);
     ptx::fence_barrier_init();
   }
   __syncthreads();
-  const int rank = warpgroup_id();
-  if (rank == Config::kConsumers) {
-    ptx::keep_registers<Config::kProducerRegisters>();
-    if (block.has_rows() && threadIdx.x == Config::kConsumers * kWarpgroup) load_block(p, shared, block);
+  const auto& block = *reinterpret_cast<const KeyBlock<Config>*>(shared.block);
+  if (!block.exists()) return;
+  const int rank = warpgroup_id(), key0 = threadIdx.x % kWarpgroup / 32 * 16;
+  if (rank == 0) {
+    ptx::take_registers<Config::kSumRegisters>();
+    ValueTeam<Config>{{{p.bwd, shared, block, rank, key0}}}.run();
+  } else if (rank == 1) {
+    ptx::take_registers<Config::kSumRegisters>();
+    KeyTeam<Config>{{{p.bwd, shared, block, rank, key0}}}.run();
+  } else if (rank == 2) {
+    ptx::keep_registers<Config::kQueryRegisters>();
+    QueryTeam<Config>{p.bwd, shared, block}.run();
   } else {
-    ptx::take_registers<Config::kConsumerRegisters>();
-    const int key0 = threadIdx.x % kWarpgroup / 32 * 16;
-    if (rank == 0) ValueTeam<Config>{{{p.bwd, shared, block, 0, key0}}}.run();
-    if (rank == 1) KeyTeam<Config>{{{p.bwd, shared, block, 1, key0}}}.run();
+    ptx::keep_registers<Config::kProducerRegisters>();
+    const int role = __shfl_sync(~0u, warp_id() % 4, 0);
+    if (role == 0 && lane_id() == 0 && block.has_rows()) load_block(p, shared, block);
+    if (p.bwd.turns == nullptr) return;
+    if (role == 1) Turns<Config>{p.bwd, block}.await_all();
+    if (role == 2) Turns<Config>{p.bwd, block}.pass_all();
   }
 #endif
 }

@@ -283,11 +283,11 @@ constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
 }
 
 // Whether bwd_sm90.cuh or, for head dims above 128, bwd_sm90_wide.cuh takes a problem: rows that copies can move, of
-// tensors that are not empty. The latter adds to sums of dQ in any order.
-inline bool suits_sm90(const BwdParams& p, bool deterministic) {
+// tensors that are not empty.
+inline bool suits_sm90(const BwdParams& p) {
   const Problem& problem = p.problem;
   const bool empty = problem.batch == 0 || problem.heads == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
-  return p.aligned && !empty && (problem.head_dim <= 128 || !deterministic);
+  return p.aligned && !empty;
 }
 
 struct BwdScratch {
@@ -298,11 +298,16 @@ struct BwdScratch {
 
 // How many key heads' blocks start together, those of the first keys first. Under a causal mask these take longest. The
 // blocks of one head read the same rows, which the L2 cache holds if they run together; but of blocks that take turns
-// in adding to the same sums few should start together.
+// in adding to the same sums few should start together. Large head dims have rows and sums of few heads in the cache.
 inline int bwd_section(const BwdParams& p, bool deterministic) {
-  const bool causal = p.problem.window_left == kUnbounded && p.problem.window_right != kUnbounded;
-  if (p.on_sm90) return deterministic && causal ? 16 : 8;
-  return causal ? 16 : 1;
+  constexpr int64_t kCacheBytes = 64 << 20;
+  const Problem& problem = p.problem;
+  const bool causal = problem.window_left == kUnbounded && problem.window_right != kUnbounded;
+  if (!p.on_sm90) return causal ? 16 : 1;
+  if (causal) return deterministic ? 16 : 8;
+  const int64_t bytes = int64_t{8} * problem.seqlen_q * problem.head_dim;  // Q, dO and the sums of a head
+  if (problem.head_dim <= 128 || rows_differ(problem)) return 8;
+  return static_cast<int>(std::clamp<int64_t>(kCacheBytes / bytes, 1, 8));
 }
 
 // Chooses p's plan and says what scratch it needs. In the deterministic mode of bwd_sm80.cuh the blocks that share the
@@ -312,13 +317,14 @@ inline BwdScratch plan_bwd(BwdParams& p, bool deterministic, bool has_sm90, int 
   const Problem& problem = p.problem;
   const int head_dim = instance_head_dim(problem.head_dim);
   const int64_t key_blocks = ceil_div(int64_t{problem.seqlen_k}, bwd_tile(head_dim, false).keys);
-  p.on_sm90 = has_sm90 && suits_sm90(p, deterministic);
+  p.on_sm90 = has_sm90 && suits_sm90(p);
   p.own_sums = deterministic && !p.on_sm90;
   p.num_parts = p.own_sums ? parts_for(int64_t{problem.batch} * problem.heads_k, key_blocks, multiprocessors) : 1;
   p.section_heads = bwd_section(p, deterministic);
   const bool packed = problem.cu_seqlens_q != nullptr;
   const int64_t heads = int64_t{problem.heads} * (packed ? 1 : problem.batch);
-  BwdScratch scratch{.dq_sums = p.num_parts * heads * problem.seqlen_q * head_dim};
+  // Rows of sums lie together in eights (bwd_scratch.cuh).
+  BwdScratch scratch{.dq_sums = ceil_div(p.num_parts * heads * problem.seqlen_q, int64_t{8}) * 8 * head_dim};
   if (!p.on_sm90) return scratch;
   constexpr int64_t kPad = kRowSumsPad;
   p.rows_per_head = packed ? problem.seqlen_q / kPad * kPad + kPad * problem.batch

@@ -116,6 +116,19 @@ __device__ void store_transposed(Tile& tile, const PackedFragment<T, 16, kCols>&
   }
 }
 
+// The inverse: reads 16 columns of a tile, from col0 on, as a warp's 16 rows.
+template <typename T, int kCols, typename Tile>
+__device__ PackedFragment<T, 16, kCols> load_transposed(const Tile& tile, int col0) {
+  const int row = lane_id() / 16 * 8 + lane_id() % 8, chunk = col0 / Tile::kChunk + lane_id() / 8 % 2;
+  const uint32_t origin = tile.address(row, chunk);
+  PackedFragment<T, 16, kCols> fragment;
+#pragma unroll
+  for (int step = 0; step < kCols / 16; ++step) {
+    ptx::load_matrices_transposed(fragment.values[0][step], origin + Tile::distance(16 * step, 0));
+  }
+  return fragment;
+}
+
 // A warp writes kRows rows of a tile, from row0 on, to global memory. Rows are aligned to 16 bytes and cols is a
 // multiple of 8.
 template <int kRows, typename Tile, typename Rows>
