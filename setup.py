@@ -160,6 +160,11 @@ def arch_flags(archs: str) -> list[str]:
     return ["-gencode=" + code.get(arch, f"arch=compute_{arch},code=sm_{arch}") for arch in archs.split(";")]
 
 
+def compression_flags(cuda: str) -> list[str]:
+    """The smallest library that every driver of this CUDA can read: one that is older than CUDA 12.4 could not."""
+    return ["--compress-mode=size"] if int(cuda.split(".")[0]) >= 13 else []
+
+
 def max_jobs(root: Path = Path("/")) -> int:
     """One compiler process for each core, if there are 3 GB of memory for each, within the limits of cgroups (v2)."""
     available = 1024 * int(re.search(r"MemAvailable: *(\d+) kB", (root / "proc/meminfo").read_text())[1])
@@ -205,7 +210,12 @@ def kernels(env, toolkit: Toolkit) -> dict:
         libraries=["torch_cpu", "cudart_static", "rt", "dl", "pthread"],
         extra_compile_args={
             "cxx": [*flags, "-fvisibility=hidden"],
-            "nvcc": [*flags, *nvcc_flags, *arch_flags(env.get("FLASH_ATTN_CUDA_ARCHS", "80;90"))],
+            "nvcc": [
+                *flags,
+                *nvcc_flags,
+                *compression_flags(toolkit.cuda),
+                *arch_flags(env.get("FLASH_ATTN_CUDA_ARCHS", "80;90")),
+            ],
         },
         # Our copy of the CUDA runtime must not stand in for another one in the process.
         extra_link_args=[

@@ -131,6 +131,13 @@ def test_arch_flags(setup):
     ]
 
 
+@pytest.mark.parametrize(
+    ("cuda", "flags"), [("12.9", []), ("13.0", ["--compress-mode=size"]), ("14.1", ["--compress-mode=size"])]
+)
+def test_compression_flags(setup, cuda, flags):
+    assert setup.compression_flags(cuda) == flags
+
+
 @pytest.mark.parametrize("archs", ["", "8.0", "80,90", "80;", "native"])
 def test_bad_archs(setup, archs):
     with pytest.raises(SystemExit, match=r"FLASH_ATTN_CUDA_ARCHS must be a list like '80;90', found"):
