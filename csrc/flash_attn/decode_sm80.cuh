@@ -15,12 +15,12 @@
 
 namespace flash::flash_attn {
 
-template <typename T_, int kHeadDim_, Features kFeatures_>
+template <typename T_, int kHeadDim_, Features kFeatures_, bool kPaged_>
 struct DecodeConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kPlain = kFeatures == Features::kPlain;
+  static constexpr bool kPlain = kFeatures == Features::kPlain, kPaged = kPaged_;
   static constexpr int kRows = kDecodeRows, kKeys = kDecodeKeys, kWarpRows = kRows;
   static constexpr int kThreads = 32;  // that load a tile together
   static constexpr int kStages = decode_stages(kHeadDim);
@@ -120,25 +120,129 @@ __device__ void prefetch_targets(const FwdParams& p, const FwdWork<Config>& work
   ptx::prefetch(splits.states + work.tile.split * Config::kRows);
 }
 
+// The pages of the rows of a warp's first chunks, of which each lane looks up some: all at once.
+template <typename Config>
+struct FirstPages {
+  static constexpr int kRows = Config::kStages * Config::kKeys, kPerLane = ceil_div(kRows, 32);
+  int pages[kPerLane];
+
+  // The first chunk starts at row0, and the next one `step` rows behind it.
+  __device__ FirstPages(const PageTable& table, int row0, int step) {
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) {
+      const int row = 32 * i + lane_id();
+      pages[i] = table.find(row0 + row / Config::kKeys * step + row % Config::kKeys).page;
+    }
+  }
+
+  // By all lanes, for the same chunk.
+  __device__ int page(int chunk, int row) const {
+    int page = pages[0];
+#pragma unroll
+    for (int i = 1; i < kPerLane; ++i) page = chunk * Config::kKeys >= 32 * i ? pages[i] : page;
+    return __shfl_sync(~0u, page, chunk * Config::kKeys + row);
+  }
+};
+
+// Starts the copies of a warp's chunks of keys, one after the other, with a cursor for k and for v.
+template <typename Config>
+struct ChunkLoader {
+  using Tile = decltype(DecodeStage<Config>::k);
+  using Rows = KeyRows<Config>;
+  const FwdParams& p;
+  int chunk, last, step;
+  uint64_t policy;
+  Rows keys, values;
+
+  __device__ ChunkLoader(const FwdParams& p, const FwdWork<Config>& work, int first)
+      : p(p),
+        chunk(first),
+        last(work.blocks.last),
+        step(blockDim.x / 32),
+        policy(ptx::cache_policy(p.evict_keys)),
+        keys(key_rows<Config, Tile>(p, p.k, work, first)),
+        values(key_rows<Config, Tile>(p, p.v, work, first)) {}
+
+  __device__ void fill(DecodeStage<Config> (&stages)[Config::kStages]) {
+#pragma unroll 1
+    for (DecodeStage<Config>& stage : stages) load(stage);
+  }
+
+  __device__ void load(DecodeStage<Config>& stage) { load(stage, keys, values); }
+
+ protected:
+  template <typename FoundRows>
+  __device__ void load(DecodeStage<Config>& stage, const FoundRows& own_keys, const FoundRows& own_values) {
+    if (chunk <= last) {
+      if (Config::kPlain || p.aligned) {
+        const auto copy = [this](uint32_t shared, const void* global, bool valid) {
+          ptx::copy_async(shared, global, valid, policy);
+        };
+        load_own_rows_async<32, false>(stage.k, own_keys, p.problem.head_dim, copy);
+        load_own_rows_async<32, false>(stage.v, own_values, p.problem.head_dim, copy);
+      } else {
+        load_own_rows_scattered<32>(stage.k, keys, p.problem.head_dim, p.k.head_dim);
+        load_own_rows_scattered<32>(stage.v, values, p.problem.head_dim, p.v.head_dim);
+      }
+    }
+    ptx::commit_copies();
+    chunk += step;
+    keys.move(step * Config::kKeys);
+    values.move(step * Config::kKeys);
+  }
+};
+
+// The same for keys in pages. Those of a chunk's rows are looked up while the one before is on its way, those of the
+// first chunks all at once before the first copy: a lookup that is in line behind copies takes as long as they do.
+template <typename Config>
+struct PagedChunkLoader : ChunkLoader<Config> {
+  using Base = ChunkLoader<Config>;
+  using Base::keys, Base::values, Base::step;
+  using T = typename Config::T;
+  using Places = LoadedPlaces<typename Base::Tile, 32>;
+  FirstPages<Config> first_pages;
+  Places next;
+
+  __device__ PagedChunkLoader(const FwdParams& p, const FwdWork<Config>& work, int first)
+      : Base(p, work, first),
+        first_pages(keys.table, keys.row - first_row(), step * Config::kKeys),
+        next(look_up(keys.row + Config::kStages * step * Config::kKeys)) {}
+
+  __device__ void fill(DecodeStage<Config> (&stages)[Config::kStages]) {
+#pragma unroll 1
+    for (int i = 0; i < Config::kStages; ++i) {
+      load(stages[i], Places([&](int row) {
+             const int page = first_pages.page(i, first_row() + row);
+             return keys.table.find(keys.row + row, [page](int) { return page; });
+           }));
+    }
+  }
+
+  __device__ void load(DecodeStage<Config>& stage) {
+    load(stage, next);
+    next = look_up(keys.row);
+  }
+
+ private:
+  __device__ static int first_row() { return first_loaded_row<32, typename Base::Tile>(); }
+
+  __device__ Places look_up(int first) const {
+    return Places([&](int row) { return keys.table.find(first + row); });
+  }
+
+  __device__ void load(DecodeStage<Config>& stage, const Places& places) {
+    Base::load(stage, FoundRows<const T, Places>(keys, places), FoundRows<const T, Places>(values, places));
+  }
+};
+
 // One warp's walk over its chunks.
 template <typename Config>
 __device__ void decode_chunks(const FwdParams& p, const FwdWork<Config>& work, DecodeRing<Config>& ring,
                               Output<Config>& o, Softmax<Config>& softmax) {
   using T = typename Config::T;
-  using Tile = decltype(ring.stages[0].k);
   const int num_warps = blockDim.x / 32, first = work.blocks.first + warp_id(), last = work.blocks.last;
-  auto keys = key_rows<Config, Tile>(p, p.k, work, first), values = key_rows<Config, Tile>(p, p.v, work, first);
-  const auto load = [&](DecodeStage<Config>& stage, int chunk) {
-    if (chunk <= last) {
-      load_own_rows<Config>(stage.k, keys, p, p.k.head_dim);
-      load_own_rows<Config>(stage.v, values, p, p.v.head_dim);
-    }
-    ptx::commit_copies();
-    keys.move(num_warps * Config::kKeys);
-    values.move(num_warps * Config::kKeys);
-  };
-#pragma unroll 1
-  for (int i = 0; i < Config::kStages; ++i) load(ring.stages[i], first + i * num_warps);
+  std::conditional_t<Config::kPaged, PagedChunkLoader<Config>, ChunkLoader<Config>> loader(p, work, first);
+  loader.fill(ring.stages);
   const auto q = load_query_fragment<Config>(p, work);
   prefetch_targets<Config>(p, work);
   const Interval whole = work.whole_blocks();
@@ -156,7 +260,7 @@ __device__ void decode_chunks(const FwdParams& p, const FwdWork<Config>& work, D
     if (__any_sync(~0u, shrink[0] != 1 || shrink[1] != 1)) o.scale_rows(shrink);
     gemm<Config::kKeys>(o, pack<T>(s), along_rows(ring.stages[stage].v));
     __syncwarp();
-    load(ring.stages[stage], n + Config::kStages * num_warps);
+    loader.load(ring.stages[stage]);
     stage = stage == Config::kStages - 1 ? 0 : stage + 1;
   }
   ptx::wait_copies<0>();
@@ -237,6 +341,7 @@ __device__ void store_result(const FwdParams& p, const FwdWork<Config>& work, in
 
 template <typename Config>
 __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const __grid_constant__ FwdParams p) {
+  ptx::wait_for_dependency();
   const FwdWork<Config> work(p);
   if (!work.exists()) return;
   auto* rings = &shared_memory<DecodeRing<Config>>();
@@ -269,13 +374,21 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const _
   });
 }
 
-template <typename T, int kHeadDim, Features kFeatures>
-void run_decode(const FwdParams& p, cudaStream_t stream) {
-  using Config = DecodeConfig<T, kHeadDim, kFeatures>;
+template <typename Config>
+void launch_decode(const FwdParams& p, cudaStream_t stream) {
   const LaunchShape shape{.grid = dim3(p.tiles.value * p.num_splits),
                           .block = dim3(32 * p.decode_warps),
-                          .shared_bytes = static_cast<int>(p.decode_warps * sizeof(DecodeRing<Config>))};
+                          .shared_bytes = static_cast<int>(p.decode_warps * sizeof(DecodeRing<Config>)),
+                          .early = true};
   launch<decode_kernel<Config>>(shape, p, stream);
+}
+
+template <typename T, int kHeadDim, Features kFeatures>
+void run_decode(const FwdParams& p, cudaStream_t stream) {
+  if constexpr (kFeatures == Features::kPlain) {
+    if (p.pages.block_table == nullptr) return launch_decode<DecodeConfig<T, kHeadDim, kFeatures, false>>(p, stream);
+  }
+  launch_decode<DecodeConfig<T, kHeadDim, kFeatures, true>>(p, stream);
 }
 
 }  // namespace flash::flash_attn
