@@ -120,66 +120,33 @@ __device__ void prefetch_targets(const FwdParams& p, const FwdWork<Config>& work
   ptx::prefetch(splits.states + work.tile.split * Config::kRows);
 }
 
-// The pages of the rows of a warp's first chunks, of which each lane looks up some: all at once.
-template <typename Config>
-struct FirstPages {
-  static constexpr int kRows = Config::kStages * Config::kKeys, kPerLane = ceil_div(kRows, 32);
-  int pages[kPerLane];
-
-  // The first chunk starts at row0, and the next one `step` rows behind it.
-  __device__ FirstPages(const PageTable& table, int row0, int step) {
-#pragma unroll
-    for (int i = 0; i < kPerLane; ++i) {
-      const int row = 32 * i + lane_id();
-      pages[i] = table.find(row0 + row / Config::kKeys * step + row % Config::kKeys).page;
-    }
-  }
-
-  // By all lanes, for the same chunk.
-  __device__ int page(int chunk, int row) const {
-    int page = pages[0];
-#pragma unroll
-    for (int i = 1; i < kPerLane; ++i) page = chunk * Config::kKeys >= 32 * i ? pages[i] : page;
-    return __shfl_sync(~0u, page, chunk * Config::kKeys + row);
-  }
-};
-
-// Starts the copies of a warp's chunks of keys, one after the other, with a cursor for k and for v.
+// Starts the copies of a warp's chunks of keys, one after the other. The pages of a chunk's rows are looked up while
+// the one before is on its way.
 template <typename Config>
 struct ChunkLoader {
+  using T = const typename Config::T;
   using Tile = decltype(DecodeStage<Config>::k);
-  using Rows = KeyRows<Config>;
+  using Places = LoadedPlaces<Tile, 32>;
   const FwdParams& p;
   int chunk, last, step;
-  uint64_t policy;
-  Rows keys, values;
+  KeyRows<Config> keys, values;
+  Places found;  // of the chunk's rows; unused without pages
 
   __device__ ChunkLoader(const FwdParams& p, const FwdWork<Config>& work, int first)
       : p(p),
         chunk(first),
         last(work.blocks.last),
         step(blockDim.x / 32),
-        policy(ptx::cache_policy(p.evict_keys)),
         keys(key_rows<Config, Tile>(p, p.k, work, first)),
-        values(key_rows<Config, Tile>(p, p.v, work, first)) {}
-
-  __device__ void fill(DecodeStage<Config> (&stages)[Config::kStages]) {
-#pragma unroll 1
-    for (DecodeStage<Config>& stage : stages) load(stage);
+        values(key_rows<Config, Tile>(p, p.v, work, first)) {
+    look_up();
   }
 
-  __device__ void load(DecodeStage<Config>& stage) { load(stage, keys, values); }
-
- protected:
-  template <typename FoundRows>
-  __device__ void load(DecodeStage<Config>& stage, const FoundRows& own_keys, const FoundRows& own_values) {
+  __device__ void load(DecodeStage<Config>& stage) {
     if (chunk <= last) {
       if (Config::kPlain || p.aligned) {
-        const auto copy = [this](uint32_t shared, const void* global, bool valid) {
-          ptx::copy_async(shared, global, valid, policy);
-        };
-        load_own_rows_async<32, false>(stage.k, own_keys, p.problem.head_dim, copy);
-        load_own_rows_async<32, false>(stage.v, own_values, p.problem.head_dim, copy);
+        copy(stage.k, keys);
+        copy(stage.v, values);
       } else {
         load_own_rows_scattered<32>(stage.k, keys, p.problem.head_dim, p.k.head_dim);
         load_own_rows_scattered<32>(stage.v, values, p.problem.head_dim, p.v.head_dim);
@@ -189,49 +156,26 @@ struct ChunkLoader {
     chunk += step;
     keys.move(step * Config::kKeys);
     values.move(step * Config::kKeys);
-  }
-};
-
-// The same for keys in pages. Those of a chunk's rows are looked up while the one before is on its way, those of the
-// first chunks all at once before the first copy: a lookup that is in line behind copies takes as long as they do.
-template <typename Config>
-struct PagedChunkLoader : ChunkLoader<Config> {
-  using Base = ChunkLoader<Config>;
-  using Base::keys, Base::values, Base::step;
-  using T = typename Config::T;
-  using Places = LoadedPlaces<typename Base::Tile, 32>;
-  FirstPages<Config> first_pages;
-  Places next;
-
-  __device__ PagedChunkLoader(const FwdParams& p, const FwdWork<Config>& work, int first)
-      : Base(p, work, first),
-        first_pages(keys.table, keys.row - first_row(), step * Config::kKeys),
-        next(look_up(keys.row + Config::kStages * step * Config::kKeys)) {}
-
-  __device__ void fill(DecodeStage<Config> (&stages)[Config::kStages]) {
-#pragma unroll 1
-    for (int i = 0; i < Config::kStages; ++i) {
-      load(stages[i], Places([&](int row) {
-             const int page = first_pages.page(i, first_row() + row);
-             return keys.table.find(keys.row + row, [page](int) { return page; });
-           }));
-    }
-  }
-
-  __device__ void load(DecodeStage<Config>& stage) {
-    load(stage, next);
-    next = look_up(keys.row);
+    look_up();
   }
 
  private:
-  __device__ static int first_row() { return first_loaded_row<32, typename Base::Tile>(); }
-
-  __device__ Places look_up(int first) const {
-    return Places([&](int row) { return keys.table.find(first + row); });
+  __device__ void look_up() {
+    if constexpr (Config::kPaged) {
+      if (chunk <= last) found.find(keys.table, keys.row);
+    }
   }
 
-  __device__ void load(DecodeStage<Config>& stage, const Places& places) {
-    Base::load(stage, FoundRows<const T, Places>(keys, places), FoundRows<const T, Places>(values, places));
+  __device__ void copy(Tile& tile, const KeyRows<Config>& rows) const {
+    const uint64_t policy = ptx::cache_policy(p.evict_keys);
+    const auto copy_chunk = [policy](uint32_t shared, const void* global, bool valid) {
+      ptx::copy_async(shared, global, valid, policy);
+    };
+    if constexpr (Config::kPaged) {
+      load_own_rows_async<32, false>(tile, FoundRows<T, Places>(rows, found), p.problem.head_dim, copy_chunk);
+    } else {
+      load_own_rows_async<32, false>(tile, rows, p.problem.head_dim, copy_chunk);
+    }
   }
 };
 
@@ -241,8 +185,9 @@ __device__ void decode_chunks(const FwdParams& p, const FwdWork<Config>& work, D
                               Output<Config>& o, Softmax<Config>& softmax) {
   using T = typename Config::T;
   const int num_warps = blockDim.x / 32, first = work.blocks.first + warp_id(), last = work.blocks.last;
-  std::conditional_t<Config::kPaged, PagedChunkLoader<Config>, ChunkLoader<Config>> loader(p, work, first);
-  loader.fill(ring.stages);
+  ChunkLoader<Config> loader(p, work, first);
+#pragma unroll 1
+  for (DecodeStage<Config>& stage : ring.stages) loader.load(stage);
   const auto q = load_query_fragment<Config>(p, work);
   prefetch_targets<Config>(p, work);
   const Interval whole = work.whole_blocks();

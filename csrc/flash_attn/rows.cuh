@@ -61,27 +61,21 @@ struct PageTable {
   int count;
 
   __device__ bool has(int row) const { return static_cast<unsigned>(row) < static_cast<unsigned>(count); }
-  // With a page that is looked up, or already known.
   __device__ Place find(int row) const {
-    return find(row, [this](int index) { return pages ? __ldg(pages + index) : only_page; });
-  }
-  template <typename PageAt>
-  __device__ Place find(int row, PageAt&& page_at) const {
     const int position = first_position + min(max(row, 0), count - 1), index = page_size.divide(position);
-    return {page_at(index), page_size.remainder(position, index)};
+    return {pages ? __ldg(pages + index) : only_page, page_size.remainder(position, index)};
   }
 };
 
-// Those of the rows that a thread loads of a tile: every kStep-th. place_of(i) is that of the i-th.
+// Those of the rows that a thread loads of a tile.
 template <typename Tile, int kThreads>
 struct LoadedPlaces {
   static constexpr int kStep = kThreads / Tile::kPageChunks;
   Place places[Tile::kRows / kStep];
 
-  template <typename PlaceOf>
-  __device__ explicit LoadedPlaces(PlaceOf&& place_of) {
+  __device__ void find(const PageTable& table, int first_row) {
 #pragma unroll
-    for (int i = 0; i < Tile::kRows / kStep; ++i) places[i] = place_of(i * kStep);
+    for (int i = 0; i < Tile::kRows / kStep; ++i) places[i] = table.find(first_row + i * kStep);
   }
 };
 

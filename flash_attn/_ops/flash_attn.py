@@ -255,12 +255,13 @@ def _check_sizes(name_k, heads, head_dim, heads_k, head_dim_k):
 
 
 def _check_cu_seqlens(name, cu_seqlens, device, batch):
+    shape = (None,) if batch is None else (batch + 1,)
     checks.tensor(name, cu_seqlens, dtypes=(torch.int32,), device=device)
     checks.ndim(name, cu_seqlens, "(batch + 1)")
     entries = cu_seqlens.shape[0] - 1
-    checks.number(name + "'s length", entries + 1, entries >= 0, "at least 1: batch + 1 entries that start at 0")
-    if batch is not None:
-        checks.tensor(name, cu_seqlens, shape=(batch + 1,))
+    if entries < 0:
+        checks.number(name + "'s length", entries + 1, False, "at least 1: batch + 1 entries that start at 0")
+    checks.has_shape(name, cu_seqlens, shape)
     _check_contiguous(name, cu_seqlens)
     return entries
 
@@ -480,16 +481,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, rest):
-        *rest, block_table = rest if len(rest) == _NUM_OTHERS else (*rest, None)
-        if block_table is not None:
-            raise ValueError(
-                "block_table must be None when q, k or v require grad, found a tensor: pages have no gradient"
-            )
+        if len(rest) == _NUM_OTHERS:
+            *rest, block_table = rest
+            if block_table is not None:
+                raise ValueError(
+                    "block_table must be None when q, k or v require grad, found a tensor: pages have no gradient"
+                )
         out, softmax_lse = fwd.below_autograd(q, k, v, *rest)
-        is_tensor = [isinstance(x, torch.Tensor) for x in rest]
-        ctx.save_for_backward(q, k, v, out, softmax_lse, *itertools.compress(rest, is_tensor))
-        ctx.rest = [None if tensor else x for x, tensor in zip(rest, is_tensor, strict=True)]
-        ctx.is_tensor = is_tensor
+        ctx.scores, entries = rest[:_NUM_SCORES], rest[_NUM_SCORES:]
+        ctx.is_tensor = [isinstance(x, torch.Tensor) for x in entries]
+        ctx.entries = [None if tensor else x for x, tensor in zip(entries, ctx.is_tensor, strict=True)]
+        ctx.save_for_backward(q, k, v, out, softmax_lse, *itertools.compress(entries, ctx.is_tensor))
         ctx.set_materialize_grads(False)
         return out, softmax_lse
 
@@ -498,11 +500,11 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         q, k, v, out, softmax_lse, *tensors = ctx.saved_tensors
         tensors = iter(tensors)
-        rest = [next(tensors) if tensor else x for x, tensor in zip(ctx.rest, ctx.is_tensor, strict=True)]
+        entries = [next(tensors) if tensor else x for x, tensor in zip(ctx.entries, ctx.is_tensor, strict=True)]
         grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
         if dout is None:
             dout = torch.zeros_like(out)
-        bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *rest)
+        bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *ctx.scores, *entries)
         return *grads, None
 
 
@@ -513,7 +515,7 @@ _ENTRIES = (
     "Tensor? alibi_slopes=None, Tensor? seqused_k=None, Tensor? leftpad_k=None, Tensor? rng_state=None, "
     "float dropout_p=0.0"
 )
-_NUM_OTHERS = 15  # of fwd, besides q, k and v
+_NUM_SCORES, _NUM_OTHERS = 5, 15  # arguments of fwd for the scores, and all besides q, k and v
 
 fwd = _library.define(
     f"fwd(Tensor q, Tensor? k, Tensor? v, {_SCORES}, {_ENTRIES}, Tensor? block_table=None) "
