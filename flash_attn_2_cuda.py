@@ -84,7 +84,7 @@ def fwd_kvcache(
 
 def _forward(out, q, *args, **kwargs):
     _check_out(out, q)
-    result, *others = ops.with_rng_state(ops.forward(q, *args, **kwargs))
+    result, *others = ops.with_tensors(ops.forward(q, *args, **kwargs))
     return [_into(out, result), *others]
 
 

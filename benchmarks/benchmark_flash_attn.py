@@ -5,7 +5,8 @@ Bytes are given for decoding, which reads the cache once. SDPA gets tensors (bat
 contiguous in that order. "torch" is the backend that torch chooses; with a GPU, "torch cudnn" and "torch flash" are
 asked for by name. "deterministic" is our backward with that option; fwd+bwd is what a training step waits for, autograd
 included. 32/8 heads are 32 of q and 8 of k and v. The cases flash_attn_memory are there for their peak_mb: one sequence
-of more and more tokens, causal, forward alone and forward with backward.
+of more and more tokens, causal, forward alone and forward with backward. The cases flash_attn_host are there for their
+host_us: tensors so small that the host takes longer than the GPU.
 """
 
 import functools
@@ -45,6 +46,7 @@ DECODING = {  # batch, heads, heads_k, keys in the cache, head_dim
     "cpu": [(1, 32, 8, 2048, 128), (8, 8, 8, 4096, 64)],
 }
 PAGE_SIZES = {"cuda": (0, 16, 256), "cpu": (0,)}  # 0: a dense cache
+HOST = {"cuda": [(1, 8, 8, 128, 128)], "cpu": []}
 MEMORY = {"cuda": [2**n for n in range(10, 17)], "cpu": []}  # tokens of one sequence with two heads of 128
 TYPES = {"cuda": ["bf16"], "cpu": ["fp32", "bf16"]}
 
@@ -71,6 +73,14 @@ def cases(device):
                     functools.partial(decoding, shape, DTYPES[dtype], device, page_size),
                     bytes=2 * shape[0] * shape[2] * shape[3] * shape[4] * DTYPES[dtype].itemsize,
                 )
+    for shape in HOST[device]:
+        for name, providers, option in (
+            ("fwd", forward, False),
+            ("fwd with grad", with_graph, False),
+            ("decode", decoding, 0),
+        ):
+            run = functools.partial(providers, shape, torch.bfloat16, device, option)  # not causal, without pages
+            yield Case("flash_attn_host", f"{describe(shape)} {name}", "bf16", run)
     for tokens in MEMORY[device]:
         for name, providers in (("fwd", forward), ("fwd+bwd", both_ways)):
             yield Case(
@@ -99,12 +109,17 @@ def tensors(shape, dtype, device, **options):
     return [x.requires_grad_(**options) for x in ours], [x.requires_grad_(**options) for x in theirs]
 
 
-def forward(shape, dtype, device, causal):
-    ours, theirs = tensors(shape, dtype, device, requires_grad=False)
+def forward(shape, dtype, device, causal, requires_grad=False):
+    ours, theirs = tensors(shape, dtype, device, requires_grad=requires_grad)
     return {
         "flash_attn": lambda: flash_attn_func(*ours, causal=causal),
         **{name: functools.partial(attend, *theirs) for name, attend in sdpa(device, shape, causal).items()},
     }
+
+
+def with_graph(shape, dtype, device, causal):
+    """The forward, recording what its backward needs."""
+    return forward(shape, dtype, device, causal, requires_grad=True)
 
 
 def backward(shape, dtype, device, causal):

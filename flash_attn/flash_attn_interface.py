@@ -197,8 +197,7 @@ def flash_attn_varlen_func(
     return _attend(
         q, k, v,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        varlen=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        block_table=block_table,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table,
     )  # fmt: skip
 
 
@@ -239,7 +238,7 @@ def flash_attn_varlen_kvpacked_func(
     return _attend(
         q, kv, None,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        varlen=(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
 
 
@@ -277,7 +276,7 @@ def flash_attn_varlen_qkvpacked_func(
     return _attend(
         qkv, None, None,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        varlen=(cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
+        cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
     )  # fmt: skip
 
 
@@ -338,9 +337,10 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
+    left, right = _window(window_size)
     out, softmax_lse = ops.decode(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        softmax_scale, causal, *_window(window_size), softcap, rotary_interleaved, alibi_slopes, num_splits,
+        softmax_scale, causal, left, right, softcap, rotary_interleaved, alibi_slopes, num_splits,
     )  # fmt: skip
     return (out, softmax_lse) if return_softmax_lse else out
 
@@ -348,12 +348,14 @@ def flash_attn_with_kvcache(
 def _attend(
     q, k, v,
     dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    varlen=(None, None, None, None), block_table=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, block_table=None,
 ):  # fmt: skip
-    """What the six functions share. varlen: (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)."""
+    """What the six functions share."""
+    left, right = _window(window_size)
     out, softmax_lse, s_dmask, _ = ops.forward(
-        q, k, v, *varlen, dropout_p, softmax_scale, causal, *_window(window_size), softcap, alibi_slopes,
-        deterministic=deterministic, return_softmax=return_attn_probs, block_table=block_table,
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, deterministic, return_attn_probs,
+        None, None, block_table,
     )  # fmt: skip
     return (out, softmax_lse, s_dmask) if return_attn_probs else out
 
@@ -380,7 +382,8 @@ def _check_packed(name, packed, parts, layout):
 
 def _check_given(**arguments):
     for name, value in arguments.items():
-        checks.tensor(name, value)
+        if value is None:
+            checks.tensor(name, value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -401,7 +404,7 @@ def _flash_attn_forward(
     return_softmax,
 ):
     """Returns (out, softmax_lse, S_dmask, rng_state); rng_state is int64 (2,), zeros where dropout_p is 0."""
-    return ops.with_rng_state(
+    return ops.with_tensors(
         ops.forward(
             q, k, v, None, None, None, None,
             dropout_p, softmax_scale, causal, *_window((window_size_left, window_size_right)), softcap, alibi_slopes,
@@ -438,7 +441,7 @@ def _flash_attn_varlen_forward(
     zero_tensors changes nothing, since every element is written; num_splits, nothing but the last bits.
     """
     _check_given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    return ops.with_rng_state(
+    return ops.with_tensors(
         ops.forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             dropout_p, softmax_scale, causal, *_window((window_size_left, window_size_right)), softcap, alibi_slopes,

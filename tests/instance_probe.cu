@@ -58,7 +58,7 @@ const char* find_dmask_sizes(int head_dim, int64_t* sizes) {
 // Of a warp.
 const char* find_decode_sizes(int head_dim, int64_t* sizes) {
   return for_head_dim(head_dim, [&](auto kHeadDim) {
-    using Config = DecodeConfig<__nv_bfloat16, kHeadDim, Features::kAll>;
+    using Config = DecodeConfig<__nv_bfloat16, kHeadDim, Features::kAll, true>;
     answer<Config, DecodeRing<Config>>(sizes);
   });
 }

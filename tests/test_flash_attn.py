@@ -535,10 +535,7 @@ def test_backward_of_rows_without_keys_whatever_they_hold(lse, device):
         x[:, :20] = float("nan")
     softmax_lse[..., :20], dlse[..., :20] = lse, float("nan")
     grads = [torch.empty_like(x) for x in inputs]
-    per_entry, slopes, rng_state, bounds, numbers = op_arguments(case, device)
-    op("bwd", case)(
-        dout, *inputs, out, softmax_lse, dlse, *grads, *per_entry, slopes, rng_state, *bounds, *numbers
-    )  # fmt: skip
+    op("bwd", case)(dout, *inputs, out, softmax_lse, dlse, *grads, *op_arguments(case, device))
     for three in zip(grads, exact, plain, strict=True):
         assert_error_ratio(*three)
     assert (grads[0][:, :20] == 0).all()
@@ -1039,16 +1036,12 @@ def op(name, case):
 
 
 def op_arguments(case, device, cu_seqlens=(None, None)):
-    """The arguments of torch.ops.flash_attn.fwd from dropout_p on, with the rng_state, for `case`."""
+    """The arguments of torch.ops.flash_attn.fwd and .bwd from softmax_scale on, for `case`."""
     rng_state = torch.tensor([5, 32], device=device) if case.dropout_p > 0 else None
-    tensors = *cu_seqlens, None, None
-    numbers = case.dropout_p, case.head_dim**-0.5, case.causal, *case.window, case.softcap, case.deterministic
-    return tensors, case.alibi_slopes(device), rng_state, (case.seqlen_q, case.seqlen_k), numbers
-
-
-def fwd_arguments(case, device, cu_seqlens=(None, None)):
-    tensors, slopes, rng_state, bounds, numbers = op_arguments(case, device, cu_seqlens)
-    return *tensors, None, slopes, rng_state, *bounds, *numbers, case.dropout_p > 0
+    left, right = case.window
+    scores = case.head_dim**-0.5, left, 0 if case.causal else right, case.softcap, case.deterministic
+    bounds = case.seqlen_q, case.seqlen_k
+    return *scores, *cu_seqlens, *bounds, case.alibi_slopes(device), None, None, rng_state, case.dropout_p
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -1056,7 +1049,26 @@ def fwd_arguments(case, device, cu_seqlens=(None, None)):
 def test_opcheck_fwd(case, requires_grad, device):
     q, k, v, _ = case.tensors(device)
     tensors = [x.requires_grad_(requires_grad) for x in (q, k, v)]
-    torch.library.opcheck(op("fwd", case), (*tensors, *fwd_arguments(case, device)))
+    torch.library.opcheck(op("fwd", case), (*tensors, *op_arguments(case, device)))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("given", [0, 2], ids=["scores", "cu_seqlens too"])
+def test_opcheck_fwd_with_fewer_arguments(given, requires_grad, device):
+    case = Case(seqlen_q=17, seqlen_k=33, causal=True)
+    q, k, v, _ = case.tensors(device)
+    tensors = [x.requires_grad_(requires_grad) for x in (q, k, v)]
+    arguments = op_arguments(case, device)
+    torch.library.opcheck(torch.ops.flash_attn.fwd.default, (*tensors, *arguments[: 5 + given]))
+
+
+@pytest.mark.parametrize("cu_seqlens", [False, True], ids=["dense", "varlen"])
+def test_opcheck_probabilities(cu_seqlens, device):
+    case = Case(batch=3, seqlen_q=17, seqlen_k=33, causal=True, dropout_p=0.2)
+    (q, k, v, _), bounds = packed_batch(case, device)
+    if not cu_seqlens:
+        (q, k, v, _), bounds = case.tensors(device), (None, None)
+    torch.library.opcheck(torch.ops.flash_attn.probabilities.default, (q, k, v, *op_arguments(case, device, bounds)))
 
 
 @pytest.mark.parametrize("packing", ["qkv", "kv"])
@@ -1067,24 +1079,23 @@ def test_opcheck_fwd_packed(packing, device):
     for x in tensors:
         if x is not None:
             x.requires_grad_()
-    torch.library.opcheck(torch.ops.flash_attn.fwd.default, (*tensors, *fwd_arguments(case, device)))
+    torch.library.opcheck(torch.ops.flash_attn.fwd.default, (*tensors, *op_arguments(case, device)))
 
 
 def test_opcheck_fwd_varlen(device):
     case = Case(batch=3, seqlen_q=17, seqlen_k=33, causal=True)
     (q, k, v, _), cu_seqlens = packed_batch(case, device)
     tensors = [x.requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(torch.ops.flash_attn.fwd.default, (*tensors, *fwd_arguments(case, device, cu_seqlens)))
+    torch.library.opcheck(torch.ops.flash_attn.fwd.default, (*tensors, *op_arguments(case, device, cu_seqlens)))
 
 
 @pytest.mark.parametrize("case", params(OP_CASES))
 def test_opcheck_bwd(case, device):
     q, k, v, dout = case.tensors(device)
-    per_entry, slopes, rng_state, bounds, numbers = op_arguments(case, device)
-    out, lse, _ = op("fwd", case)(q, k, v, *fwd_arguments(case, device))
+    arguments = op_arguments(case, device)
+    out, lse = op("fwd", case)(q, k, v, *arguments)
     grads = [torch.zeros_like(x) for x in (q, k, v)]
-    args = dout, q, k, v, out, lse, None, *grads, *per_entry, slopes, rng_state, *bounds, *numbers
-    torch.library.opcheck(op("bwd", case), args)
+    torch.library.opcheck(op("bwd", case), (dout, q, k, v, out, lse, None, *grads, *arguments))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -1303,10 +1314,10 @@ def test_no_synchronisation(device):
 def test_kernel_and_reference_give_one_dropout_mask(dtype, device):
     case = Case(dropout_p=0.2, dtype=dtype, seqlen_q=130, seqlen_k=70)
     q, k, v, _ = case.tensors(device)
-    arguments = fwd_arguments(case, device)
-    on_device = torch.ops.flash_attn.fwd(q, k, v, *arguments)
-    on_cpu = torch.ops.flash_attn.fwd(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in (q, k, v, *arguments)))
-    on_device, on_cpu = (s_dmask[..., :130, :70].signbit() for _, _, s_dmask in (on_device, on_cpu))
+    arguments = q, k, v, *op_arguments(case, device)
+    on_device = torch.ops.flash_attn.probabilities(*arguments)
+    on_cpu = torch.ops.flash_attn.probabilities(*(x.cpu() if isinstance(x, torch.Tensor) else x for x in arguments))
+    on_device, on_cpu = (s_dmask[..., :130, :70].signbit() for s_dmask in (on_device, on_cpu))
     assert torch.equal(on_device.cpu(), on_cpu)
 
 

@@ -557,14 +557,17 @@ def test_opcheck(case, device):
     arguments = case.arguments(device)
     for name in ("k_cache", "v_cache"):  # opcheck compares results for equality, where NaN is not itself
         arguments[name].nan_to_num_(0.5)
-    names = (
-        "k v cache_seqlens cache_seqlen rotary_cos rotary_sin cache_batch_idx cache_leftpad block_table alibi_slopes"
-    )
     if isinstance(arguments["cache_seqlens"], int):
         arguments["cache_seqlen"] = arguments.pop("cache_seqlens")
-    tensors = [arguments.get(name) for name in f"q k_cache v_cache {names}".split()]
-    numbers = case.head_dim**-0.5, case.causal, *case.window, case.softcap, case.interleaved, case.num_splits
-    torch.library.opcheck(torch.ops.flash_attn.fwd_kvcache.default, (*tensors, *numbers))
+    left, right = case.window
+    scores = case.head_dim**-0.5, left, 0 if case.causal else right, case.softcap, case.num_splits
+    names = (
+        "cache_seqlens block_table cache_seqlen k v rotary_cos rotary_sin cache_batch_idx cache_leftpad alibi_slopes"
+    )
+    others = {name: arguments.get(name) for name in names.split()}
+    tensors = [arguments[name] for name in ("q", "k_cache", "v_cache")]
+    options = dict(others, rotary_interleaved=case.interleaved)
+    torch.library.opcheck(torch.ops.flash_attn.fwd_kvcache.default, (*tensors, *scores), options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -705,6 +708,51 @@ def test_graph_replays_with_other_lengths(page, num_splits, device):
         graph.replay()
         exact, plain = expected(static, torch.float64)[0], expected(static, torch.bfloat16)[0]
         assert_error_ratio(captured, exact, plain)
+
+
+def captured(call, count=1):
+    """A graph of `count` equal calls, and their results."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, [call() for _ in range(count)]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("batch", [2, 3000], ids=["few tiles", "many tiles"])
+def test_graphs_that_run_at_once(batch, device):
+    """Each was captured from the same stream; they and the calls outside of graphs are replayed from several."""
+    case = CacheCase(batch=batch, seqlen_q=1, seqlen_k=600, heads=8, heads_k=2, lengths="full", num_splits=4)
+    call = functools.partial(flash_attn_with_kvcache, **case.arguments(device))
+    alone, graphs = call(), [captured(call, 3) for _ in range(3)]
+    streams = [torch.cuda.Stream() for _ in graphs]
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(20):
+        for (graph, _), stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        assert torch.equal(call(), alone)
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, alone) for _, results in graphs for result in results)
+
+
+@pytest.mark.cuda
+def test_graphs_that_come_and_go(device):
+    """What a destroyed graph had serves later ones, also where graphs have split off from it in between."""
+    case = CacheCase(seqlen_q=1, seqlen_k=2000, heads=8, heads_k=2, lengths="full", num_splits=8)
+    call = functools.partial(flash_attn_with_kvcache, **case.arguments(device))
+    alone = call()
+    kept, kept_results = captured(call)
+    torch.cuda.synchronize()
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(300):
+        graph, results = captured(call)
+        graph.replay()
+        kept.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(results[0], alone) and torch.equal(kept_results[0], alone)
+        del graph, results
+    assert before - torch.cuda.mem_get_info()[0] < 2**27
 
 
 @pytest.mark.cuda

@@ -18,30 +18,27 @@ from flash_attn._reference.dropout import keep_mask, keep_threshold, philox
 from flash_attn._reference.mask import Mask
 
 SEED, OFFSET = -0x1234567890ABCDEF, 2**40 + 7  # more than 32 bits each
-COMMON = dict(
-    alibi_slopes=None, rng_state=None, max_seqlen_q=None, max_seqlen_k=None, dropout_p=0.0, causal=False,
-    window_left=-1, window_right=-1, softcap=0.0, deterministic=False,
-)  # fmt: skip
-LENGTHS = dict(cu_seqlens_q=None, cu_seqlens_k=None, seqused_k=None, leftpad_k=None)
+SCORES = dict(window_left=-1, window_right=-1, softcap=0.0)
 
 
-def fwd(q, k, v, **options):
-    defaults = dict(COMMON, **LENGTHS, block_table=None, softmax_scale=q.shape[-1] ** -0.5, return_softmax=False)
-    return reference.fwd(q, k, v, **dict(defaults, **options))
+def arguments(q, causal=False, **options):
+    scores = dict(SCORES, softmax_scale=q.shape[-1] ** -0.5, deterministic=False)
+    return scores | options | (dict(window_right=0) if causal else {})
+
+
+def fwd(q, k, v, return_softmax=False, **options):
+    """(out, lse, S_dmask or None)."""
+    options = arguments(q, **options)
+    s_dmask = reference.probabilities(q, k, v, **options) if return_softmax else None
+    return *reference.fwd(q, k, v, **options), s_dmask
 
 
 def bwd(dout, q, k, v, out, lse, dq, dk, dv, dlse=None, **options):
-    defaults = dict(COMMON, **LENGTHS, softmax_scale=q.shape[-1] ** -0.5)
-    return reference.bwd(dout, q, k, v, out, lse, dlse, dq, dk, dv, **dict(defaults, **options))
+    return reference.bwd(dout, q, k, v, out, lse, dlse, dq, dk, dv, **arguments(q, **options))
 
 
 def fwd_kvcache(q, k_cache, v_cache, **options):
-    names = (
-        "k v cache_seqlens cache_seqlen rotary_cos rotary_sin cache_batch_idx cache_leftpad block_table alibi_slopes"
-    )
-    defaults = dict.fromkeys(names.split()) | dict(softmax_scale=1.0, causal=False, window_left=-1, window_right=-1)
-    defaults |= dict(softcap=0.0, rotary_interleaved=True, num_splits=0)
-    return reference.fwd_kvcache(q, k_cache, v_cache, **dict(defaults, **options))
+    return reference.fwd_kvcache(q, k_cache, v_cache, **dict(SCORES, softmax_scale=1.0, num_splits=0) | options)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

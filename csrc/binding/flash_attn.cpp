@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <cmath>
-#include <map>
-#include <mutex>
 #include <tuple>
 
+#include "binding/counters.h"
 #include "binding/stream.h"
 #include "binding/tensor.h"
 #include "common/device.h"
@@ -103,7 +102,6 @@ int seqlen(int64_t length, const char* name) {
 
 struct ScoreOptions {
   double softmax_scale;
-  bool causal;
   int64_t window_left, window_right;
   double softcap;
 };
@@ -122,7 +120,7 @@ Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, const ScoreO
   p.seqlen_q = seqlen(x.q.seqlen, "q");
   p.seqlen_k = p.capacity_k = seqlen(x.k.seqlen, "k");
   p.window_left = window_side(options.window_left);
-  p.window_right = options.causal ? 0 : window_side(options.window_right);
+  p.window_right = window_side(options.window_right);
   // A scale of 0 makes all scores 0, but hidden ones are -inf, and -inf * 0 is NaN.
   p.softmax_scale = std::max(static_cast<float>(options.softmax_scale), 1e-30f);
   p.softcap = std::max(static_cast<float>(options.softcap), 0.f);
@@ -175,33 +173,6 @@ Tensor new_lse(const Tensor& q, const View& view, bool tokens) {
   return new_tensor({view.batch, view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
 }
 
-bool is_capturing(cudaStream_t stream) {
-  cudaStreamCaptureStatus status;
-  check_cuda(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  return status != cudaStreamCaptureStatusNone;
-}
-
-// (size) zeros, which count blocks that have arrived. Kernels leave zeros behind, and launches on a stream follow one
-// another, so that a stream needs no new ones for each. A graph may be replayed on any stream: it has its own.
-Tensor zero_counters(int64_t size, const Tensor& like, cudaStream_t stream) {
-  if (is_capturing(stream)) {
-    const Tensor counters = new_tensor({size}, aoti_torch_dtype_int32(), like);
-    check_cuda(cudaMemsetAsync(counters.mutable_data_ptr(), 0, size * sizeof(int), stream), "cudaMemsetAsync");
-    return counters;
-  }
-  static std::mutex mutex;
-  static auto& kept =
-      *new std::map<std::pair<int, cudaStream_t>, Tensor>;  // outlives the CUDA context, like torch's own
-  const std::lock_guard lock(mutex);
-  const std::pair key(like.get_device_index(), stream);
-  auto found = kept.find(key);
-  if (found == kept.end() || found->second.numel() < size) {
-    const int64_t room = std::max<int64_t>(size, 4096);
-    found = kept.insert_or_assign(key, torch::stable::new_zeros(like, {room}, ScalarType::Int)).first;
-  }
-  return found->second;
-}
-
 void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longest_k, int64_t num_splits) {
   if (q.numel() == 0) return;
   p.aligned = all_aligned(p);
@@ -214,44 +185,35 @@ void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longes
                    .shared_bytes = max_shared_bytes(device),
                    .has_sm90 = flash_attn::has_sm90(device)});
   const cudaStream_t stream = current_stream(q);
-  OptionalTensor out, softmax, arrivals;
+  OptionalTensor partials;
   if (p.num_splits > 1) {
-    out = new_tensor({sizes.out}, aoti_torch_dtype_float32(), q);
-    softmax = new_tensor({sizes.softmax}, aoti_torch_dtype_float32(), q);
-    p.partial_out = static_cast<float*>(out->mutable_data_ptr());
-    p.partial_softmax = static_cast<float*>(softmax->mutable_data_ptr());
+    partials = new_tensor({sizes.out + sizes.softmax}, aoti_torch_dtype_float32(), q);
+    p.partial_out = static_cast<float*>(partials->mutable_data_ptr());
+    p.partial_softmax = p.partial_out + sizes.out;
   }
+  std::optional<Counters> counters;
   if (sizes.arrivals > 0) {
-    arrivals = zero_counters(sizes.arrivals, q, stream);
-    p.arrivals = static_cast<int*>(arrivals->mutable_data_ptr());
+    counters = zero_counters(sizes.arrivals, q, stream);
+    p.arrivals = counters->data;
   }
   flash_attn::fwd(p, stream);
 }
 
 int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
-// S_dmask of a forward; empty unless it is wanted.
-Tensor new_s_dmask(const FwdParams& fwd, const Tensor& q, bool wanted, int64_t longest_q, int64_t longest_k) {
-  if (!wanted) return new_tensor({0}, q);
-  const int64_t rows = round_up(longest_q, 128), cols = round_up(longest_k, 128);
-  Tensor s_dmask = torch::stable::new_zeros(q, {fwd.problem.batch, fwd.problem.heads, rows, cols});
-  if (q.numel() == 0) return s_dmask;
-  flash_attn::dmask({.fwd = fwd,
-                     .s_dmask = s_dmask.mutable_data_ptr(),
-                     .rows = seqlen(rows, "max_seqlen_q"),
-                     .cols = seqlen(cols, "max_seqlen_k")},
-                    current_stream(q));
-  return s_dmask;
-}
+// What a forward is given, but for its results.
+struct FwdCall {
+  FwdParams p;
+  View q;
+  bool tokens, packed;
+  int64_t longest_q, longest_k;
+};
 
-std::tuple<Tensor, Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v,
-                                       OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
-                                       OptionalTensor seqused_k, OptionalTensor leftpad_k, OptionalTensor block_table,
-                                       OptionalTensor alibi_slopes, const OptionalTensor& rng_state,
-                                       std::optional<int64_t> max_seqlen_q, std::optional<int64_t> max_seqlen_k,
-                                       double dropout_p, double softmax_scale, bool causal, int64_t window_left,
-                                       int64_t window_right, double softcap, bool /*deterministic: always*/,
-                                       bool return_softmax) {
+FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const ScoreOptions& scores,
+                 OptionalTensor& cu_seqlens_q, OptionalTensor& cu_seqlens_k, std::optional<int64_t> max_seqlen_q,
+                 std::optional<int64_t> max_seqlen_k, OptionalTensor& alibi_slopes, OptionalTensor& seqused_k,
+                 OptionalTensor& leftpad_k, const OptionalTensor& rng_state, double dropout_p,
+                 OptionalTensor& block_table) {
   const bool tokens = cu_seqlens_q.has_value();
   if (k) check_like(*k, q, "k");
   if (v) check_like(*v, q, "v");
@@ -260,9 +222,8 @@ std::tuple<Tensor, Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k,
   const int64_t batch = tokens ? cu_seqlens_q->numel() - 1 : x.q.batch;
   STD_TORCH_CHECK(batch >= 0 && (tokens || block_table || x.k.batch == batch), "k must have q's batch size ", batch);
 
-  const DeviceGuard guard(q.get_device_index());
   FwdParams p{};
-  p.problem = problem_of(q, x, batch, {softmax_scale, causal, window_left, window_right, softcap}, alibi_slopes);
+  p.problem = problem_of(q, x, batch, scores, alibi_slopes);
   p.problem.cu_seqlens_q = index_pointer(cu_seqlens_q, q, batch + 1, "cu_seqlens_q");
   p.problem.cu_seqlens_k = index_pointer(cu_seqlens_k, q, batch + 1, "cu_seqlens_k");
   p.problem.seqused_k = index_pointer(seqused_k, q, batch, "seqused_k");
@@ -270,16 +231,56 @@ std::tuple<Tensor, Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k,
   set_dropout(p.problem, dropout_p, rng_state, q);
   p.pages = pages_of(block_table, q, batch, x.k.seqlen);
   if (block_table) p.problem.seqlen_k = p.problem.capacity_k = seqlen(block_table->size(1) * x.k.seqlen, "block_table");
-
-  const Tensor out = new_out(q, x.q, tokens, /*packed=*/!k);
-  const Tensor softmax_lse = new_lse(q, x.q, tokens);
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref;
+  return {.p = p,
+          .q = x.q,
+          .tokens = tokens,
+          .packed = !k,
+          .longest_q = tokens ? max_seqlen_q.value_or(x.q.seqlen) : x.q.seqlen,
+          .longest_k = tokens ? max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k};
+}
+
+std::tuple<Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, double softmax_scale,
+                               int64_t window_left, int64_t window_right, double softcap,
+                               bool /*deterministic: always*/, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
+                               std::optional<int64_t> max_seqlen_q, std::optional<int64_t> max_seqlen_k,
+                               OptionalTensor alibi_slopes, OptionalTensor seqused_k, OptionalTensor leftpad_k,
+                               const OptionalTensor& rng_state, double dropout_p, OptionalTensor block_table) {
+  const DeviceGuard guard(q.get_device_index());
+  auto [p, q_view, tokens, packed, longest_q, longest_k] =
+      fwd_call(q, k, v, {softmax_scale, window_left, window_right, softcap}, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+               max_seqlen_k, alibi_slopes, seqused_k, leftpad_k, rng_state, dropout_p, block_table);
+  const Tensor out = new_out(q, q_view, tokens, packed);
+  const Tensor softmax_lse = new_lse(q, q_view, tokens);
   p.out = mutable_ref(out);
   p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
-  const int64_t longest_q = tokens ? max_seqlen_q.value_or(x.q.seqlen) : x.q.seqlen;
-  const int64_t longest_k = tokens ? max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k;
   launch_fwd(p, q, longest_q, longest_k, /*num_splits=*/0);
-  return {out, softmax_lse, new_s_dmask(p, q, return_softmax && p.problem.rng_state, longest_q, longest_k)};
+  return {out, softmax_lse};
+}
+
+// S_dmask of a forward with these arguments.
+Tensor probabilities(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, double softmax_scale,
+                     int64_t window_left, int64_t window_right, double softcap, bool /*deterministic: always*/,
+                     OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, std::optional<int64_t> max_seqlen_q,
+                     std::optional<int64_t> max_seqlen_k, OptionalTensor alibi_slopes, OptionalTensor seqused_k,
+                     OptionalTensor leftpad_k, const OptionalTensor& rng_state, double dropout_p,
+                     OptionalTensor block_table) {
+  STD_TORCH_CHECK(dropout_p > 0, "dropout_p must be more than 0 for S_dmask, found ", dropout_p);
+  const DeviceGuard guard(q.get_device_index());
+  FwdCall call =
+      fwd_call(q, k, v, {softmax_scale, window_left, window_right, softcap}, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+               max_seqlen_k, alibi_slopes, seqused_k, leftpad_k, rng_state, dropout_p, block_table);
+  FwdParams& p = call.p;
+  p.aligned = flash_attn::is_aligned(p.q, p.problem.head_dim) && flash_attn::is_aligned(p.k, p.problem.head_dim);
+  const int64_t rows = round_up(call.longest_q, 128), cols = round_up(call.longest_k, 128);
+  Tensor s_dmask = torch::stable::new_zeros(q, {p.problem.batch, p.problem.heads, rows, cols});
+  if (q.numel() == 0) return s_dmask;
+  flash_attn::dmask({.fwd = p,
+                     .s_dmask = s_dmask.mutable_data_ptr(),
+                     .rows = seqlen(rows, "max_seqlen_q"),
+                     .cols = seqlen(cols, "max_seqlen_k")},
+                    current_stream(q));
+  return s_dmask;
 }
 
 // The tensor as a kernel reads it fastest: a copy if its rows cannot be moved in chunks and those of a copy can.
@@ -317,11 +318,11 @@ void check_row_values(const Tensor& x, const Tensor& q, const Problem& p, const 
 
 Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
            const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
-           const OptionalTensor& dv, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor seqused_k,
-           OptionalTensor leftpad_k, OptionalTensor alibi_slopes, const OptionalTensor& rng_state,
-           std::optional<int64_t> /*max_seqlen_q*/, std::optional<int64_t> /*max_seqlen_k*/, double dropout_p,
-           double softmax_scale, bool causal, int64_t window_left, int64_t window_right, double softcap,
-           bool deterministic) {
+           const OptionalTensor& dv, double softmax_scale, int64_t window_left, int64_t window_right, double softcap,
+           bool deterministic, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
+           std::optional<int64_t> /*max_seqlen_q*/, std::optional<int64_t> /*max_seqlen_k*/,
+           OptionalTensor alibi_slopes, OptionalTensor seqused_k, OptionalTensor leftpad_k,
+           const OptionalTensor& rng_state, double dropout_p) {
   const bool tokens = cu_seqlens_q.has_value();
   for (const auto& [name, x] :
        {std::pair("q", OptionalTensor(q)), std::pair("k", k), std::pair("v", v), std::pair("dq", OptionalTensor(dq)),
@@ -344,7 +345,7 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   STD_TORCH_CHECK(batch >= 0 && (tokens || x.k.batch == batch), "k must have q's batch size ", batch);
 
   BwdParams p{};
-  p.problem = problem_of(q, x, batch, {softmax_scale, causal, window_left, window_right, softcap}, alibi_slopes);
+  p.problem = problem_of(q, x, batch, {softmax_scale, window_left, window_right, softcap}, alibi_slopes);
   p.problem.cu_seqlens_q = index_pointer(cu_seqlens_q, q, batch + 1, "cu_seqlens_q");
   p.problem.cu_seqlens_k = index_pointer(cu_seqlens_k, q, batch + 1, "cu_seqlens_k");
   p.problem.seqused_k = index_pointer(seqused_k, q, batch, "seqused_k");
@@ -417,13 +418,13 @@ TensorRef<const void> append(const FwdParams& fwd, const Tensor& q, const Tensor
 }
 
 std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                                       const OptionalTensor& k, const OptionalTensor& v, OptionalTensor cache_seqlens,
-                                       std::optional<int64_t> cache_seqlen, const OptionalTensor& rotary_cos,
-                                       const OptionalTensor& rotary_sin, OptionalTensor cache_batch_idx,
-                                       OptionalTensor cache_leftpad, OptionalTensor block_table,
-                                       OptionalTensor alibi_slopes, double softmax_scale, bool causal,
-                                       int64_t window_left, int64_t window_right, double softcap,
-                                       bool rotary_interleaved, int64_t num_splits) {
+                                       double softmax_scale, int64_t window_left, int64_t window_right, double softcap,
+                                       int64_t num_splits, OptionalTensor cache_seqlens, OptionalTensor block_table,
+                                       std::optional<int64_t> cache_seqlen, const OptionalTensor& k,
+                                       const OptionalTensor& v, const OptionalTensor& rotary_cos,
+                                       const OptionalTensor& rotary_sin, bool rotary_interleaved,
+                                       OptionalTensor cache_batch_idx, OptionalTensor cache_leftpad,
+                                       OptionalTensor alibi_slopes) {
   check_like(k_cache, q, "k_cache");
   check_like(v_cache, q, "v_cache");
   const Inputs x = unpack(q, k_cache, v_cache, /*packed_tokens=*/false, block_table.has_value());
@@ -433,7 +434,7 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
 
   const DeviceGuard guard(q.get_device_index());
   FwdParams p{};
-  p.problem = problem_of(q, x, batch, {softmax_scale, causal, window_left, window_right, softcap}, alibi_slopes);
+  p.problem = problem_of(q, x, batch, {softmax_scale, window_left, window_right, softcap}, alibi_slopes);
   p.pages = pages_of(block_table, q, batch, x.k.seqlen);
   if (block_table) p.problem.capacity_k = seqlen(block_table->size(1) * x.k.seqlen, "block_table");
   p.problem.appended_k = k ? seqlen(k->size(1), "k") : 0;
@@ -458,6 +459,7 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("fwd", TORCH_BOX(&fwd));
+  m.impl("probabilities", TORCH_BOX(&probabilities));
   m.impl("bwd", TORCH_BOX(&bwd));
   m.impl("fwd_kvcache", TORCH_BOX(&fwd_kvcache));
 }

@@ -18,7 +18,7 @@ struct LaunchShape {
   dim3 block;
   int shared_bytes = 0;  // dynamic shared memory
   int cluster = 1;       // blocks per cluster, along grid.x
-  bool early = false;    // start while the kernel before it ends, from sm_90 on; it calls ptx::wait_for_dependency
+  bool early = false;    // start while the kernel before it ends, if it can; it calls ptx::wait_for_dependency
 };
 
 // Allows kKernel the dynamic shared memory it asks for, once for each device. Up to 48 KB need no permission, static
@@ -35,6 +35,21 @@ void allow_shared_memory(int bytes) {
   allowed.fetch_or(bit, std::memory_order_relaxed);
 }
 
+// Whether the code of kKernel that the current device runs waits for the kernel before it, if started early. Code for
+// sm_80 does not, and newer devices may run that.
+template <auto kKernel>
+bool can_start_early() {
+  static std::atomic<uint64_t> asked{0}, able{0};  // a bit per device
+  const uint64_t bit = uint64_t{1} << (current_device() % 64);
+  if (!(asked.load(std::memory_order_acquire) & bit)) {
+    cudaFuncAttributes attributes;
+    check_cuda(cudaFuncGetAttributes(&attributes, kKernel), "cudaFuncGetAttributes");
+    if (attributes.ptxVersion >= 90) able.fetch_or(bit, std::memory_order_relaxed);
+    asked.fetch_or(bit, std::memory_order_release);
+  }
+  return able.load(std::memory_order_relaxed) & bit;
+}
+
 // Launches kKernel(params) on the current device; an empty grid launches nothing. kKernel always asks for the same
 // amount of shared memory.
 template <auto kKernel, typename Params>
@@ -47,7 +62,7 @@ void launch(const LaunchShape& shape, const Params& params, cudaStream_t stream)
     attributes[count].id = cudaLaunchAttributeClusterDimension;
     attributes[count++].val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
   }
-  if (shape.early && device_attribute(cudaDevAttrComputeCapabilityMajor, current_device()) >= 9) {
+  if (shape.early && can_start_early<kKernel>()) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }

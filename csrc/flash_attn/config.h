@@ -149,6 +149,15 @@ inline void plan_tiles(FwdParams& p, int packed, int tile_rows) {
 
 inline int num_tiles(const FwdParams& p) { return static_cast<int>(p.tiles.value); }
 
+// Of all entries, if all are the longest.
+inline int64_t key_value_bytes(const Problem& p, int64_t longest_k) {
+  return int64_t{4} * p.batch * p.heads_k * p.head_dim * longest_k;
+}
+
+// Keys and values are read once. If they leave the L2 cache first, what others have left there need not be written back
+// for them: 64 MB come 4 to 10 % faster on an H200, 128 MB 3 to 5 %, 256 MB as fast, but 512 MB 0 to 4 % slower.
+constexpr int64_t kPassingBytes = 256 << 20;
+
 // A block works alone on a multiprocessor. Where there are fewer tiles than multiprocessors, the keys are cut into as
 // few parts as fill them. Where entries may differ in length, a part has 4096 keys or more, so that none takes long:
 // ragged entries gain up to a factor of two by it, and equal ones lose 1 to 3 %. Entries that are much shorter than
@@ -166,6 +175,7 @@ inline void split_decode(FwdParams& p, const FwdHints& hints) {
                                      : int64_t{p.decode_warps};
   p.least_blocks_per_split =
       hints.num_splits > 0 ? 1 : static_cast<int>(std::clamp<int64_t>(of_longest, 1, std::max<int64_t>(least, 1)));
+  p.evict_keys = key_value_bytes(p.problem, hints.longest_k) <= kPassingBytes;
 }
 
 inline void split_fwd(FwdParams& p, const FwdHints& hints, int tile_keys) {
@@ -240,9 +250,9 @@ inline FwdScratch plan_fwd(FwdParams& p, const FwdHints& hints) {
   const bool decodes =
       problem.rng_state == nullptr && hints.longest_q * (problem.heads / problem.heads_k) <= kDecodeRows;
   if (!decodes && suits_sm90(p, hints)) return plan_fwd_sm90(p, hints);
+  p.decode_warps = decodes ? decode_warps(head_dim, hints.shared_bytes) : 0;
   const TileSize tile = fwd_tile(head_dim, features_of(p));
   const int tile_rows = decodes ? kDecodeRows : tile.rows;
-  p.decode_warps = decodes ? decode_warps(head_dim, hints.shared_bytes) : 0;
   plan_tiles(p, heads_to_pack(problem, hints.longest_q, tile_rows), tile_rows);
   decodes ? split_decode(p, hints) : split_fwd(p, hints, tile.keys);
   p.num_splits = std::min(p.num_splits, std::max(1, std::numeric_limits<int>::max() / std::max(num_tiles(p), 1)));

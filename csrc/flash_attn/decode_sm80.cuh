@@ -15,12 +15,12 @@
 
 namespace flash::flash_attn {
 
-template <typename T_, int kHeadDim_, Features kFeatures_>
+template <typename T_, int kHeadDim_, Features kFeatures_, bool kPaged_>
 struct DecodeConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kPlain = kFeatures == Features::kPlain;
+  static constexpr bool kPlain = kFeatures == Features::kPlain, kPaged = kPaged_;
   static constexpr int kRows = kDecodeRows, kKeys = kDecodeKeys, kWarpRows = kRows;
   static constexpr int kThreads = 32;  // that load a tile together
   static constexpr int kStages = decode_stages(kHeadDim);
@@ -120,25 +120,74 @@ __device__ void prefetch_targets(const FwdParams& p, const FwdWork<Config>& work
   ptx::prefetch(splits.states + work.tile.split * Config::kRows);
 }
 
+// Starts the copies of a warp's chunks of keys, one after the other. The pages of a chunk's rows are looked up while
+// the one before is on its way.
+template <typename Config>
+struct ChunkLoader {
+  using T = const typename Config::T;
+  using Tile = decltype(DecodeStage<Config>::k);
+  using Places = LoadedPlaces<Tile, 32>;
+  const FwdParams& p;
+  int chunk, last, step;
+  KeyRows<Config> keys, values;
+  Places found;  // of the chunk's rows; unused without pages
+
+  __device__ ChunkLoader(const FwdParams& p, const FwdWork<Config>& work, int first)
+      : p(p),
+        chunk(first),
+        last(work.blocks.last),
+        step(blockDim.x / 32),
+        keys(key_rows<Config, Tile>(p, p.k, work, first)),
+        values(key_rows<Config, Tile>(p, p.v, work, first)) {
+    look_up();
+  }
+
+  __device__ void load(DecodeStage<Config>& stage) {
+    if (chunk <= last) {
+      if (Config::kPlain || p.aligned) {
+        copy(stage.k, keys);
+        copy(stage.v, values);
+      } else {
+        load_own_rows_scattered<32>(stage.k, keys, p.problem.head_dim, p.k.head_dim);
+        load_own_rows_scattered<32>(stage.v, values, p.problem.head_dim, p.v.head_dim);
+      }
+    }
+    ptx::commit_copies();
+    chunk += step;
+    keys.move(step * Config::kKeys);
+    values.move(step * Config::kKeys);
+    look_up();
+  }
+
+ private:
+  __device__ void look_up() {
+    if constexpr (Config::kPaged) {
+      if (chunk <= last) found.find(keys.table, keys.row);
+    }
+  }
+
+  __device__ void copy(Tile& tile, const KeyRows<Config>& rows) const {
+    const uint64_t policy = ptx::cache_policy(p.evict_keys);
+    const auto copy_chunk = [policy](uint32_t shared, const void* global, bool valid) {
+      ptx::copy_async(shared, global, valid, policy);
+    };
+    if constexpr (Config::kPaged) {
+      load_own_rows_async<32, false>(tile, FoundRows<T, Places>(rows, found), p.problem.head_dim, copy_chunk);
+    } else {
+      load_own_rows_async<32, false>(tile, rows, p.problem.head_dim, copy_chunk);
+    }
+  }
+};
+
 // One warp's walk over its chunks.
 template <typename Config>
 __device__ void decode_chunks(const FwdParams& p, const FwdWork<Config>& work, DecodeRing<Config>& ring,
                               Output<Config>& o, Softmax<Config>& softmax) {
   using T = typename Config::T;
-  using Tile = decltype(ring.stages[0].k);
   const int num_warps = blockDim.x / 32, first = work.blocks.first + warp_id(), last = work.blocks.last;
-  auto keys = key_rows<Config, Tile>(p, p.k, work, first), values = key_rows<Config, Tile>(p, p.v, work, first);
-  const auto load = [&](DecodeStage<Config>& stage, int chunk) {
-    if (chunk <= last) {
-      load_own_rows<Config>(stage.k, keys, p, p.k.head_dim);
-      load_own_rows<Config>(stage.v, values, p, p.v.head_dim);
-    }
-    ptx::commit_copies();
-    keys.move(num_warps * Config::kKeys);
-    values.move(num_warps * Config::kKeys);
-  };
+  ChunkLoader<Config> loader(p, work, first);
 #pragma unroll 1
-  for (int i = 0; i < Config::kStages; ++i) load(ring.stages[i], first + i * num_warps);
+  for (DecodeStage<Config>& stage : ring.stages) loader.load(stage);
   const auto q = load_query_fragment<Config>(p, work);
   prefetch_targets<Config>(p, work);
   const Interval whole = work.whole_blocks();
@@ -156,7 +205,7 @@ __device__ void decode_chunks(const FwdParams& p, const FwdWork<Config>& work, D
     if (__any_sync(~0u, shrink[0] != 1 || shrink[1] != 1)) o.scale_rows(shrink);
     gemm<Config::kKeys>(o, pack<T>(s), along_rows(ring.stages[stage].v));
     __syncwarp();
-    load(ring.stages[stage], n + Config::kStages * num_warps);
+    loader.load(ring.stages[stage]);
     stage = stage == Config::kStages - 1 ? 0 : stage + 1;
   }
   ptx::wait_copies<0>();
@@ -237,6 +286,7 @@ __device__ void store_result(const FwdParams& p, const FwdWork<Config>& work, in
 
 template <typename Config>
 __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const __grid_constant__ FwdParams p) {
+  ptx::wait_for_dependency();
   const FwdWork<Config> work(p);
   if (!work.exists()) return;
   auto* rings = &shared_memory<DecodeRing<Config>>();
@@ -269,13 +319,21 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const _
   });
 }
 
-template <typename T, int kHeadDim, Features kFeatures>
-void run_decode(const FwdParams& p, cudaStream_t stream) {
-  using Config = DecodeConfig<T, kHeadDim, kFeatures>;
+template <typename Config>
+void launch_decode(const FwdParams& p, cudaStream_t stream) {
   const LaunchShape shape{.grid = dim3(p.tiles.value * p.num_splits),
                           .block = dim3(32 * p.decode_warps),
-                          .shared_bytes = static_cast<int>(p.decode_warps * sizeof(DecodeRing<Config>))};
+                          .shared_bytes = static_cast<int>(p.decode_warps * sizeof(DecodeRing<Config>)),
+                          .early = true};
   launch<decode_kernel<Config>>(shape, p, stream);
+}
+
+template <typename T, int kHeadDim, Features kFeatures>
+void run_decode(const FwdParams& p, cudaStream_t stream) {
+  if constexpr (kFeatures == Features::kPlain) {
+    if (p.pages.block_table == nullptr) return launch_decode<DecodeConfig<T, kHeadDim, kFeatures, false>>(p, stream);
+  }
+  launch_decode<DecodeConfig<T, kHeadDim, kFeatures, true>>(p, stream);
 }
 
 }  // namespace flash::flash_attn

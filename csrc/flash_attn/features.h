@@ -9,17 +9,17 @@ namespace flash::flash_attn {
 // What an instance of a kernel can do. Masks, lengths and head grouping cost the inner loop nothing and are in both.
 enum class Features {
   kPlain,  // scores are scaled products, elements lie in aligned chunks of 16 bytes
-  kAll,    // also softcap, ALiBi, dropout, pages, and elements that lie anywhere
+  kAll,    // also softcap, ALiBi, dropout, elements that lie anywhere, and pages, which plain decoding has, too
 };
 
 inline bool has_plain_scores(const Problem& p) {
   return p.softcap == 0 && p.alibi_slopes == nullptr && p.rng_state == nullptr;
 }
 
-// Whether rows of x can be moved in aligned chunks of 16 bytes.
+// Whether rows of x can be moved in aligned chunks of 16 bytes, which 32 bits count from row to row.
 template <typename Data>
 bool is_aligned(const TensorRef<Data>& x, int head_dim) {
-  const auto in_chunks = [](int64_t elements) { return elements % 8 == 0; };
+  const auto in_chunks = [](int64_t elements) { return elements % 8 == 0 && elements >> 35 == 0; };
   return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && in_chunks(x.batch) && in_chunks(x.seqlen) &&
          in_chunks(x.heads) && x.head_dim == 1 && in_chunks(head_dim);
 }
@@ -31,7 +31,8 @@ inline bool all_aligned(const FwdParams& p) {
 }
 
 inline Features features_of(const FwdParams& p) {
-  const bool plain = has_plain_scores(p.problem) && p.aligned && p.pages.block_table == nullptr;
+  const bool finds_keys = p.decode_warps > 0 || p.pages.block_table == nullptr;
+  const bool plain = has_plain_scores(p.problem) && p.aligned && finds_keys;
   return plain ? Features::kPlain : Features::kAll;
 }
 

@@ -32,7 +32,7 @@ struct FwdConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kPlain = kFeatures == Features::kPlain;
+  static constexpr bool kPlain = kFeatures == Features::kPlain, kPaged = !kPlain;
   static constexpr TileSize kTile = fwd_tile(kHeadDim, kFeatures);
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
   static constexpr int kThreads = 32 * kTile.warps, kWarpRows = kRows / kTile.warps;

@@ -72,6 +72,7 @@ struct FwdParams {
   int least_blocks_per_split;
   int decode_warps;        // of a block of decode_sm80.cuh; 0 for the others
   int persistent_blocks;   // that share the tiles, of fwd_sm90.cuh; 0 for the others
+  bool evict_keys;         // of decode_sm80.cuh: whether keys and values leave the L2 cache first
   bool wide_tile;          // of fwd_sm90.cuh: whether it is that for long sequences,
   Divisor section_heads;   // heads that follow one another tile by tile,
   Divisor section_tiles;   // and how many tiles they have

@@ -45,31 +45,86 @@ __device__ void with_query_rows(const FwdParams& p, const TensorRef<Data>& x, co
   fn(strided_rows<T>(x, work));
 }
 
-// Rows of k or v, counted from the first that some row of the tile sees, in pages. The page of a row that does not
-// exist is not looked up: that of the nearest one serves, without a branch that would put the lookups one after the
-// other. Without a table all rows are in one page, the batch row.
-template <typename T>
-struct PagedRows {
-  T* data;  // of page 0
-  int64_t page_stride, stride;
+// Where a row of k or v is.
+struct Place {
+  int page, row;  // of the page
+};
+
+// Rows of keys, counted from the first that some row of the tile sees, in pages. The page of a row that does not exist
+// is not looked up: that of the nearest one serves, without a branch that would put the lookups one after the other.
+// Without a table all rows are in one page, the batch row.
+struct PageTable {
   const int* pages;
   Divisor page_size;
   int only_page;
   int first_position;  // of row 0
-  int row, count;
+  int count;
+
+  __device__ bool has(int row) const { return static_cast<unsigned>(row) < static_cast<unsigned>(count); }
+  __device__ Place find(int row) const {
+    const int position = first_position + min(max(row, 0), count - 1), index = page_size.divide(position);
+    return {pages ? __ldg(pages + index) : only_page, page_size.remainder(position, index)};
+  }
+};
+
+// Those of the rows that a thread loads of a tile.
+template <typename Tile, int kThreads>
+struct LoadedPlaces {
+  static constexpr int kStep = kThreads / Tile::kPageChunks;
+  Place places[Tile::kRows / kStep];
+
+  __device__ void find(const PageTable& table, int first_row) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRows / kStep; ++i) places[i] = table.find(first_row + i * kStep);
+  }
+};
+
+// Rows of k or v in pages, from `row` on.
+template <typename T>
+struct PagedRows {
+  T* data;  // of page 0
+  int64_t page_stride, stride;
+  PageTable table;
+  int row;
 
   __device__ void move(int n) { row += n; }
-  __device__ bool exists() const { return static_cast<unsigned>(row) < static_cast<unsigned>(count); }
+  __device__ bool exists() const { return table.has(row); }
+  __device__ T* address(const Place& place) const { return data + place.page * page_stride + place.row * stride; }
+  __device__ T* address() const { return address(table.find(row)); }
+};
+
+// Rows that have been looked up, from the first of them on. Strides are in chunks of 16 bytes, which 32 bits count, so
+// that an address takes few instructions.
+template <typename T, typename Places>
+struct FoundRows {
+  const uint4* data;
+  uint32_t page_stride, stride;
+  const PageTable& table;
+  const Places& found;
+  int row, index;
+
+  __device__ FoundRows(const PagedRows<T>& rows, const Places& found)
+      : data(reinterpret_cast<const uint4*>(rows.data)),
+        page_stride(rows.page_stride / 8),
+        stride(rows.stride / 8),
+        table(rows.table),
+        found(found),
+        row(rows.row),
+        index(0) {}
+
+  __device__ void move(int) { ++index; }
+  __device__ bool exists() const { return table.has(row + index * Places::kStep); }
   __device__ T* address() const {
-    const int position = first_position + min(max(row, 0), count - 1), index = page_size.divide(position);
-    const int page = pages ? __ldg(pages + index) : only_page;
-    return data + page * page_stride + page_size.remainder(position, index) * stride;
+    const Place& place = found.places[index];
+    const uint64_t chunks =
+        uint64_t{static_cast<uint32_t>(place.page)} * page_stride + uint64_t{static_cast<uint32_t>(place.row)} * stride;
+    return reinterpret_cast<T*>(data + chunks);
   }
 };
 
 template <typename Config>
 using KeyRows =
-    std::conditional_t<Config::kPlain, StridedRows<const typename Config::T>, PagedRows<const typename Config::T>>;
+    std::conditional_t<!Config::kPaged, StridedRows<const typename Config::T>, PagedRows<const typename Config::T>>;
 
 // The cursor stands at the first row that the thread loads of the given block.
 template <typename Config, typename Tile, typename Work>
@@ -78,19 +133,15 @@ __device__ KeyRows<Config> key_rows(const FwdParams& p, const TensorRef<const vo
   const int head = p.group.divide(work.tile.head), count = work.seen.last - work.seen.first + 1;
   const int row = block * Config::kKeys - work.seen.first + first_loaded_row<Config::kThreads, Tile>();
   const int64_t first = work.seq.k.first + work.seen.first;
-  if constexpr (Config::kPlain) {
+  if constexpr (!Config::kPaged) {
     return {first_token<T>(x, Span{work.seq.k.batch, first + row, count}, head), x.seqlen, row, count};
   } else {
     const int* pages = p.pages.block_table ? p.pages.block_table + work.tile.entry * p.pages.batch_stride : nullptr;
     return {.data = first_token<T>(x, Span{0, 0, 0}, head),
             .page_stride = x.batch,
             .stride = x.seqlen,
-            .pages = pages,
-            .page_size = p.pages.page_size,
-            .only_page = static_cast<int>(work.seq.k.batch),
-            .first_position = static_cast<int>(first),
-            .row = row,
-            .count = count};
+            .table = {pages, p.pages.page_size, static_cast<int>(work.seq.k.batch), static_cast<int>(first), count},
+            .row = row};
   }
 }
 

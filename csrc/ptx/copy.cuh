@@ -18,6 +18,22 @@ __device__ inline void copy_async(uint32_t shared, const void* global, bool vali
                : "memory");
 }
 
+// What the L2 cache does with lines that are read: `first` to leave among others, or no change. (evict_normal is not
+// the same as no policy: with it, decoding is 7 to 11 % slower on an H200.)
+__device__ inline uint64_t cache_policy(bool first) {
+  uint64_t evict_first, unchanged;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(evict_first));
+  asm("createpolicy.fractional.L2::evict_unchanged.b64 %0;" : "=l"(unchanged));
+  return first ? evict_first : unchanged;
+}
+
+// copy_async with a policy of the L2 cache.
+__device__ inline void copy_async(uint32_t shared, const void* global, bool valid, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(shared), "l"(global),
+               "r"(valid ? 16 : 0), "l"(policy)
+               : "memory");
+}
+
 // The same for 4 bytes.
 __device__ inline void copy_word_async(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)

@@ -35,10 +35,16 @@ __device__ int first_loaded_row() {
   return threadIdx.x % kThreads / Tile::kPageChunks;
 }
 
+struct CopyChunk {
+  __device__ void operator()(uint32_t shared, const void* global, bool valid) const {
+    ptx::copy_async(shared, global, valid);
+  }
+};
+
 // Starts the copies of a tile with a cursor that stands at the thread's first row. Rows are aligned to 16 bytes and
-// cols is a multiple of 8. kAllExist: all rows do.
-template <int kThreads, bool kAllExist, typename Tile, typename Rows>
-__device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols) {
+// cols is a multiple of 8. kAllExist: all rows do. copy(shared, global, valid) starts one.
+template <int kThreads, bool kAllExist, typename Tile, typename Rows, typename Copy = CopyChunk>
+__device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols, Copy&& copy = {}) {
   constexpr int kLanes = Tile::kPageChunks, kStep = kThreads / kLanes;
   static_assert(Tile::kRows % kStep == 0);
   const int chunk = threadIdx.x % kLanes;
@@ -51,7 +57,7 @@ __device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols) {
 #pragma unroll
     for (int page = 0; page < Tile::kPages; ++page) {
       const bool valid = exists && (page * kLanes + chunk) * Tile::kChunk < cols;
-      ptx::copy_async(target + Tile::distance(0, page), source + page * Tile::kPageCols, valid);
+      copy(target + Tile::distance(0, page), source + page * Tile::kPageCols, valid);
     }
     rows.move(kStep);
   }

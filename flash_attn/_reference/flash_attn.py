@@ -28,51 +28,76 @@ def fwd(
     q,
     k,
     v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_k,
-    leftpad_k,
-    block_table,
-    alibi_slopes,
-    rng_state,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
     softmax_scale,
-    causal,
     window_left,
     window_right,
     softcap,
     deterministic,
-    return_softmax,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    alibi_slopes=None,
+    seqused_k=None,
+    leftpad_k=None,
+    rng_state=None,
+    dropout_p=0.0,
+    block_table=None,
 ):
     """Attention.
 
     q: (batch, seqlen_q, heads, head_dim), or packed tokens (total_q, heads, head_dim) with cu_seqlens_q.
     k, v: (batch, seqlen_k, heads_k, head_dim), packed with cu_seqlens_k, or (pages, page, heads_k, head_dim) with
         block_table (batch, pages per entry): key j of entry b is [block_table[b, j // page], j % page].
-    cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, the bounds of the entries in the packed tokens.
-    seqused_k, leftpad_k: (batch,) int32; of its keys, an entry uses those from leftpad_k on and before seqused_k.
-    alibi_slopes: (heads,) or (batch, heads) fp32.
-    rng_state: (2,) int64, seed and offset of the dropout mask.
-    max_seqlen_q, max_seqlen_k: bounds that no result depends on, but for the shape of S_dmask.
     window_left, window_right: how many keys on either side of its own a row sees, inclusive; negative: all.
+    cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, the bounds of the entries in the packed tokens.
+    max_seqlen_q, max_seqlen_k: bounds that no result depends on, but for the shape of S_dmask.
+    alibi_slopes: (heads,) or (batch, heads) fp32.
+    seqused_k, leftpad_k: (batch,) int32; of its keys, an entry uses those from leftpad_k on and before seqused_k.
+    rng_state: (2,) int64, seed and offset of the dropout mask.
 
-    Returns out, like q; softmax_lse in fp32, (batch, heads, seqlen_q) or (heads, total_q), natural logarithm, +inf for
-    rows that see no key; and S_dmask, empty unless return_softmax (see `_softmax_dropped`).
+    Returns out, like q, and softmax_lse in fp32, (batch, heads, seqlen_q) or (heads, total_q), natural logarithm, +inf
+    for rows that see no key.
     """
-    options = Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
+    options = Options(softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
     options.check()
     parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
-    out, softmax_lse = _attend(q, k, v, parts, options)
-    if not return_softmax:
-        return out, softmax_lse, q.new_empty(0)
+    return _attend(q, k, v, parts, options)
+
+
+def probabilities(
+    q,
+    k,
+    v,
+    softmax_scale,
+    window_left,
+    window_right,
+    softcap,
+    deterministic,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    alibi_slopes=None,
+    seqused_k=None,
+    leftpad_k=None,
+    rng_state=None,
+    dropout_p=0.0,
+    block_table=None,
+):
+    """S_dmask of `fwd` with these arguments, (batch, heads, seqlen_q, seqlen_k); see `_softmax_dropped`.
+
+    Lengths, of packed tokens max_seqlen_*, are rounded up to multiples of 128.
+    """
+    options = Options(softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
+    options.check()
+    parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
     dense = cu_seqlens_q is None
     batch = q.shape[0] if dense else len(cu_seqlens_q) - 1
     seqlen_q, seqlen_k = (q.shape[1], k.shape[1]) if dense else (max_seqlen_q, max_seqlen_k)
     s_dmask = q.new_zeros(batch, q.shape[-2], _round_up(seqlen_q, 128), _round_up(seqlen_k, 128))
     _softmax_dropped(_batched(q), _batched(k), parts, options, s_dmask)
-    return out, softmax_lse, s_dmask
+    return s_dmask
 
 
 def bwd(
@@ -86,21 +111,20 @@ def bwd(
     dq,
     dk,
     dv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    seqused_k,
-    leftpad_k,
-    alibi_slopes,
-    rng_state,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
     softmax_scale,
-    causal,
     window_left,
     window_right,
     softcap,
     deterministic,
+    cu_seqlens_q=None,
+    cu_seqlens_k=None,
+    max_seqlen_q=None,
+    max_seqlen_k=None,
+    alibi_slopes=None,
+    seqused_k=None,
+    leftpad_k=None,
+    rng_state=None,
+    dropout_p=0.0,
 ):
     """The gradients of `fwd` (without pages), written into dq, dk and dv, every element of them.
 
@@ -116,7 +140,7 @@ def bwd(
     Returns delta in fp32, (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the
     rows of entry b start at cu_seqlens_q[b] + 128 b. What is between is zero.
     """
-    options = Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
+    options = Options(softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
     options.check()
     parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, None)
     for gradient in (dq, dk, dv):
@@ -134,23 +158,22 @@ def fwd_kvcache(
     q,
     k_cache,
     v_cache,
-    k,
-    v,
-    cache_seqlens,
-    cache_seqlen,
-    rotary_cos,
-    rotary_sin,
-    cache_batch_idx,
-    cache_leftpad,
-    block_table,
-    alibi_slopes,
     softmax_scale,
-    causal,
     window_left,
     window_right,
     softcap,
-    rotary_interleaved,
     num_splits,
+    cache_seqlens=None,
+    block_table=None,
+    cache_seqlen=None,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    rotary_interleaved=True,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    alibi_slopes=None,
 ):
     """Append k and v to the caches, in place, then attend to what the caches hold.
 
@@ -159,7 +182,7 @@ def fwd_kvcache(
     k, v: (batch, seqlen_new, heads_k, head_dim) or None, written at positions cache_seqlens .. + seqlen_new - 1.
     cache_seqlens (batch,) int32, or cache_seqlen for all: how much each entry has in the cache; None: its capacity.
     rotary_cos, rotary_sin: (rows, rotary_dim / 2). With new keys, key t is rotated by row cache_seqlens + t, and
-        query i by row cache_seqlens + i if a causal mask or a window is asked for, however wide. Without either a
+        query i by row cache_seqlens + i if a window is asked for, however wide. Without either a
         query has no place of its own, and all are rotated by row cache_seqlens.
     cache_batch_idx: (batch,) int32, the batch row of the cache that an entry uses.
     cache_leftpad: (batch,) int32, the first position that is used; masks and ALiBi count keys from there.
@@ -177,13 +200,13 @@ def fwd_kvcache(
     if k is not None:
         start = torch.tensor(lengths, device=q.device)
         if rotary_cos is not None:
-            advance = causal or window_left >= 0 or window_right >= 0
+            advance = window_left >= 0 or window_right >= 0
             tables = rotary_cos, rotary_sin
             _check_tables(rotary_cos, max(lengths, default=0) + max(new, q.shape[1] if advance else 1))
             k = rotary(k, *tables, start, 0, None, rotary_interleaved, False)
             q = _rotate_queries(q, tables, start, rotary_interleaved, advance)
         _append_(k_cache, v_cache, k, v, start, cache_batch_idx, block_table)
-    options = Options(softmax_scale, causal, window_left, window_right, softcap, alibi_slopes)
+    options = Options(softmax_scale, window_left, window_right, softcap, alibi_slopes)
     return _attend(q, k_cache, v_cache, parts, options)
 
 

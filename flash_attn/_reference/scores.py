@@ -13,7 +13,6 @@ class Options(NamedTuple):
     """What the caller asked for, apart from where things lie."""
 
     softmax_scale: float
-    causal: bool
     window_left: int
     window_right: int
     softcap: float
@@ -31,9 +30,8 @@ class Scores:
 
     def __init__(self, options: Options, group: Group, heads: int):
         part = group.part
-        right = 0 if options.causal else options.window_right
         self.options = options
-        self.mask = Mask(part.seqlen_q, part.seqlen_k, options.window_left, right)
+        self.mask = Mask(part.seqlen_q, part.seqlen_k, options.window_left, options.window_right)
         self.sharing = heads // group.heads_k
         self.slopes = self.batch_heads = None
         if options.alibi_slopes is not None:
