@@ -27,31 +27,31 @@ def linear_act_forward(input, weight, bias, is_gelu, save_pre_act, heuristic, /)
     """Returns [output, pre_act] of act(input weight^T + bias), or [output].
 
     input (..., in), weight (out, in), bias (out,) or None; the activation is gelu, in its tanh form, or relu. pre_act,
-    with save_pre_act, is what `bias_act_linear_dgrad_bgrad` needs: of relu it may be a bit for each element.
+    with save_pre_act, is what `bias_act_linear_dgrad_bgrad` needs: for relu that is the output.
     heuristic: as in `flash_attn.ops.fused_dense.fused_mlp_func`.
     """
     ops.check_layer(input, weight, bias, ("input", "weight", "bias"))
     checks.flags(is_gelu=is_gelu, save_pre_act=save_pre_act)
     activation = _activation(is_gelu, heuristic)
     output, pre_act = ops.products_for(input).fwd(input, weight, bias, activation, bool(save_pre_act), heuristic)
-    return [output, pre_act] if save_pre_act else [output]
+    return [output, pre_act if is_gelu else output] if save_pre_act else [output]
 
 
 @torch.no_grad()
 def bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic, /):
     """Returns [d_input, d_bias]: act'(pre_act) * (d_output weight) and the sum of its rows.
 
-    weight (out, in) is that of the layer behind the activation, d_output (..., out); pre_act as from
-    `linear_act_forward` of the layer before it, with the same is_gelu and heuristic.
+    weight (out, in) is that of the layer behind the activation, d_output (..., out); pre_act (..., in) as from
+    `linear_act_forward` of the layer before it, with the same is_gelu.
     """
-    checks.alike(("weight", "d_output"), (weight, d_output), dtypes=ops.DTYPES)
+    checks.alike(("weight", "d_output", "pre_act"), (weight, d_output, pre_act), dtypes=ops.DTYPES)
+    checks.ndim("weight", weight, "(out, in)")
     checks.has_shape("d_output", d_output, (*d_output.shape[:-1], weight.shape[0]))
-    checks.tensor("pre_act", pre_act, dtypes=(weight.dtype, torch.uint8), device=weight.device)
-    columns = weight.shape[1] // 8 if pre_act.dtype == torch.uint8 else weight.shape[1]
-    checks.has_shape("pre_act", pre_act, (*d_output.shape[:-1], columns))
+    checks.has_shape("pre_act", pre_act, (*d_output.shape[:-1], weight.shape[1]))
     checks.flags(is_gelu=is_gelu)
     activation = _activation(is_gelu, heuristic)
-    return list(ops.products_for(weight).dgrad(d_output, weight, None, pre_act, activation, True, heuristic))
+    d_input = ops.products_for(weight).dgrad(d_output, weight, None, pre_act, activation, heuristic)
+    return [d_input, d_input.sum(tuple(range(d_input.dim() - 1))) if d_input.dim() > 1 else d_input.clone()]
 
 
 def _activation(is_gelu, heuristic):

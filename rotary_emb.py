@@ -49,7 +49,11 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj, /):
 def _joined(first, second):
     """The tensor whose halves, or even and odd channels, these are, and whether the latter; None if there is none."""
     strides, half = first.stride(), first.shape[-1]
-    if first.dim() != 4 or strides != second.stride() or first.untyped_storage()._cdata != second.untyped_storage()._cdata:
+    if (
+        first.dim() != 4
+        or strides != second.stride()
+        or first.untyped_storage()._cdata != second.untyped_storage()._cdata
+    ):
         return None
     apart = second.storage_offset() - first.storage_offset()
     if (strides[-1], apart) not in ((1, half), (2, 1)):

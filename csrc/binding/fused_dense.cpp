@@ -1,8 +1,8 @@
 #include <torch/csrc/stable/library.h>
 
+#include <numeric>
 #include <string>
 #include <tuple>
-#include <utility>
 #include <vector>
 
 #include "binding/stream.h"
@@ -56,19 +56,30 @@ Matrix matrix_of(const Tensor& tensor, const char* name) {
   if (const auto stride = row_stride(tensor); stride && starts_aligned(tensor)) {
     if ((*stride - cols) * size % 16 == 0) return {tensor, rows, cols, *stride};
   }
-  const Tensor copy = torch::stable::contiguous(tensor);
-  return {starts_aligned(copy) ? copy : torch::stable::clone(copy), rows, cols, cols};
+  return {aligned_contiguous(tensor), rows, cols, cols};
+}
+
+void check_like(const Tensor& tensor, const Tensor& x, const char* name) {
+  check_device(tensor, x, name);
+  check_dtype(tensor, x.scalar_type(), name);
+  STD_TORCH_CHECK(tensor.sizes().equals(x.sizes()), name, " must have shape ", shape_string(x.sizes()), ", found ",
+                  shape_string(tensor.sizes()));
 }
 
 // A new tensor (..., cols) with the leading dimensions of `like`.
-Tensor new_rows(const Tensor& like, int64_t cols, int32_t dtype) {
+Tensor new_rows(const Tensor& like, int64_t cols) {
   std::vector<int64_t> sizes(like.sizes().begin(), like.sizes().end());
   sizes.back() = cols;
-  return new_tensor_of(IntHeaderOnlyArrayRef(sizes.data(), sizes.size()), dtype, like);
+  const IntHeaderOnlyArrayRef shape(sizes.data(), sizes.size());
+  return new_tensor_of(shape, static_cast<int32_t>(like.scalar_type()), like);
 }
 
-Tensor new_rows(const Tensor& like, int64_t cols) {
-  return new_rows(like, cols, static_cast<int32_t>(like.scalar_type()));
+// The sum of the rows of a tensor (..., cols), with fp32 sums.
+Tensor sum_of_rows(const Tensor& tensor) {
+  std::vector<int64_t> dims(tensor.dim() - 1);
+  std::iota(dims.begin(), dims.end(), 0);
+  if (dims.empty()) return torch::stable::clone(tensor);  // and not the sum over no dimensions, which is over all
+  return torch::stable::sum(tensor, IntHeaderOnlyArrayRef(dims.data(), dims.size()));
 }
 
 Matrix whole(const Tensor& contiguous) {
@@ -81,12 +92,8 @@ std::optional<Activation> activation_of(const std::string& name) {
   if (name == "relu") return Activation::kRelu;
   if (name == "sqrelu") return Activation::kSquaredRelu;
   if (name == "silu") return Activation::kSilu;
-  STD_TORCH_CHECK(false, "activation must be 'identity', 'gelu_approx', 'relu', 'sqrelu' or 'silu', found '", name, "'");
-}
-
-// Whether what relu keeps for its gradient are bits: a rule that flash_attn/_ops/fused_dense.py has too.
-bool keeps_bits(std::optional<Activation> activation, int64_t heuristic, int64_t in, int64_t out) {
-  return activation == Activation::kRelu && heuristic >= 0 && in % 8 == 0 && out % 128 == 0;
+  STD_TORCH_CHECK(false, "activation must be 'identity', 'gelu_approx', 'relu', 'sqrelu' or 'silu', found '", name,
+                  "'");
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -105,7 +112,8 @@ bool multiply(const fused_dense::GemmParams& p, const Tensor& like) {
 }
 
 void check_half(const Tensor& tensor, const char* name) {
-  STD_TORCH_CHECK(dtype_of(tensor, name) != DType::kFloat32, name, " must have dtype float16 or bfloat16, found float32");
+  STD_TORCH_CHECK(dtype_of(tensor, name) != DType::kFloat32, name,
+                  " must have dtype float16 or bfloat16, found float32");
 }
 
 // A sum of no products is one of products with zero.
@@ -159,9 +167,7 @@ fused_dense::GemmParams wgrad_params(const Matrix& dout, const Matrix& x, const 
           .ld_d = dweight.stride};
 }
 
-void must(bool computed, const char* what) {
-  STD_TORCH_CHECK(computed, "cuBLASLt has no kernel for ", what);
-}
+void must(bool computed, const char* what) { STD_TORCH_CHECK(computed, "cuBLASLt has no kernel for ", what); }
 
 // act(x), or act(x) * y.
 void activate(Activation activation, const Matrix& x, const Matrix* y, const Matrix& out) {
@@ -191,36 +197,34 @@ void differentiate(Activation activation, const Matrix& dout, const Matrix& x, c
 
 Epilogue forward_epilogue(std::optional<Activation> activation, bool has_bias, bool keep) {
   if (!activation) return has_bias ? Epilogue::kBias : Epilogue::kNone;
-  if (*activation == Activation::kGelu) {
-    if (keep) return has_bias ? Epilogue::kGeluAuxBias : Epilogue::kGeluAux;
-    return has_bias ? Epilogue::kGeluBias : Epilogue::kGelu;
-  }
-  if (keep) return has_bias ? Epilogue::kReluAuxBias : Epilogue::kReluAux;
-  return has_bias ? Epilogue::kReluBias : Epilogue::kRelu;
+  if (activation == Activation::kRelu) return has_bias ? Epilogue::kReluBias : Epilogue::kRelu;
+  if (keep) return has_bias ? Epilogue::kGeluAuxBias : Epilogue::kGeluAux;
+  return has_bias ? Epilogue::kGeluBias : Epilogue::kGelu;
+}
+
+void check_weight(const Tensor& weight, const Tensor& rows, int64_t inner, const char* name) {
+  check_half(rows, name);
+  STD_TORCH_CHECK(weight.dim() == 2, "weight must have shape (out, in), found ", shape_string(weight.sizes()));
+  check_device(weight, rows, "weight");
+  check_dtype(weight, rows.scalar_type(), "weight");
+  STD_TORCH_CHECK(rows.dim() >= 1 && rows.size(-1) == weight.size(inner), name, " must have shape (..., ",
+                  weight.size(inner), "), found ", shape_string(rows.sizes()));
 }
 
 std::tuple<Tensor, Tensor> fused_dense_fwd(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                                            std::string activation_name, bool keep, int64_t heuristic) {
-  check_half(x, "x");
-  STD_TORCH_CHECK(weight.dim() == 2, "weight must have shape (out, in), found ", shape_string(weight.sizes()));
-  check_device(weight, x, "weight");
-  check_dtype(weight, x.scalar_type(), "weight");
+  check_weight(weight, x, 1, "x");
   const int64_t in = weight.size(1), out_features = weight.size(0);
-  STD_TORCH_CHECK(x.dim() >= 1 && x.size(-1) == in, "x must have shape (..., ", in, "), found ",
-                  shape_string(x.sizes()));
   if (bias) {
     check_device(*bias, x, "bias");
     check_dtype(*bias, x.scalar_type(), "bias");
     check_shape(*bias, {out_features}, "bias");
   }
   const auto activation = activation_of(activation_name);
-  const bool bits = keep && keeps_bits(activation, heuristic, in, out_features);
+  keep = keep && activation && activation != Activation::kRelu;
 
   const DeviceGuard guard(x.get_device_index());
-  const Tensor out = new_rows(x, out_features);
-  const Tensor kept = !keep || !activation ? new_tensor({0}, x)
-                      : bits               ? new_rows(x, out_features / 8, aoti_torch_dtype_uint8())
-                                           : new_rows(x, out_features);
+  const Tensor out = new_rows(x, out_features), kept = keep ? new_rows(x, out_features) : new_tensor({0}, x);
   if (out.numel() == 0) return {out, kept};
   const Matrix to = whole(out);
   const Matrix from = in > 0 ? matrix_of(x, "x") : zeros(to.rows, kNone, x);
@@ -228,92 +232,54 @@ std::tuple<Tensor, Tensor> fused_dense_fwd(const Tensor& x, const Tensor& weight
   const auto aligned_bias = bias ? std::optional(matrix_of(*bias, "bias")) : std::nullopt;
 
   auto params = forward_params(from, weights, to);
-  params.bias = aligned_bias ? aligned_bias->mutable_data() : nullptr;
-  const bool fused = !activation || (heuristic >= 0 && (activation == Activation::kGelu ||
-                                                        (activation == Activation::kRelu && (bits || !keep))));
-  if (fused) {
+  params.bias = aligned_bias ? aligned_bias->data() : nullptr;
+  if (!activation || (heuristic >= 0 && (activation == Activation::kGelu || activation == Activation::kRelu))) {
     params.epilogue = forward_epilogue(activation, bias.has_value(), keep);
-    params.aux = keep && activation ? kept.mutable_data_ptr() : nullptr;
+    params.aux = keep ? kept.mutable_data_ptr() : nullptr;
     params.choice = static_cast<int>(heuristic);
     if (multiply(params, x)) return {out, kept};
-    must(!bits && activation, "such a product");
     params.aux = nullptr;
   }
   params.epilogue = forward_epilogue(std::nullopt, bias.has_value(), false);
   params.choice = 0;
   if (keep) params.d = kept.mutable_data_ptr();
   must(multiply(params, x), "such a product");
-  activate(*activation, keep ? whole(kept) : to, nullptr, to);
+  if (activation) activate(*activation, keep ? whole(kept) : to, nullptr, to);
   return {out, kept};
 }
 
-Epilogue dgrad_epilogue(Activation activation, bool bias_grad) {
-  if (activation == Activation::kGelu) return bias_grad ? Epilogue::kGeluGradBias : Epilogue::kGeluGrad;
-  return bias_grad ? Epilogue::kReluGradBias : Epilogue::kReluGrad;
-}
-
-std::tuple<Tensor, Tensor> fused_dense_dgrad(const Tensor& dout, const Tensor& weight,
-                                             const std::optional<Tensor>& dresidual, const std::optional<Tensor>& kept,
-                                             std::string activation_name, bool bias_grad, int64_t heuristic) {
-  check_half(dout, "dout");
-  STD_TORCH_CHECK(weight.dim() == 2, "weight must have shape (out, in), found ", shape_string(weight.sizes()));
-  check_device(weight, dout, "weight");
-  check_dtype(weight, dout.scalar_type(), "weight");
-  const int64_t in = weight.size(1);
-  STD_TORCH_CHECK(dout.dim() >= 1 && dout.size(-1) == weight.size(0), "dout must have shape (..., ", weight.size(0),
-                  "), found ", shape_string(dout.sizes()));
+Tensor fused_dense_dgrad(const Tensor& dout, const Tensor& weight, const std::optional<Tensor>& dresidual,
+                         const std::optional<Tensor>& kept, std::string activation_name, int64_t heuristic) {
+  check_weight(weight, dout, 0, "dout");
   const auto activation = activation_of(activation_name);
   STD_TORCH_CHECK(kept.has_value() == activation.has_value(), "kept must be given with an activation, and only then");
   STD_TORCH_CHECK(!dresidual || !activation, "dresidual must be None with an activation");
+  const int64_t in = weight.size(1), out_features = weight.size(0);
 
   const DeviceGuard guard(dout.get_device_index());
   const Tensor dx = new_rows(dout, in);
-  const Tensor dbias = new_tensor({bias_grad ? in : 0}, dout);
-  const bool bits = kept && kept->scalar_type() == ScalarType::Byte;
-  if (kept) {
-    check_device(*kept, dout, "kept");
-    if (!bits) check_dtype(*kept, dout.scalar_type(), "kept");
-    STD_TORCH_CHECK(num_rows(*kept) == num_rows(dx) && kept->size(-1) == (bits ? in / 8 : in) &&
-                        (!bits || keeps_bits(activation, 0, 8, in)),
-                    "kept must be what the forward kept for shape ", shape_string(dx.sizes()), ", found shape ",
-                    shape_string(kept->sizes()));
-  }
-  if (dresidual) {
-    check_device(*dresidual, dout, "dresidual");
-    check_dtype(*dresidual, dout.scalar_type(), "dresidual");
-    STD_TORCH_CHECK(dresidual->sizes().equals(dx.sizes()), "dresidual must have shape ", shape_string(dx.sizes()),
-                    ", found ", shape_string(dresidual->sizes()));
-  }
-  if (dx.numel() == 0) {
-    Tensor zero = dbias;
-    return {dx, torch::stable::zero_(zero)};
-  }
+  if (kept) check_like(*kept, dx, "kept");
+  if (dresidual) check_like(*dresidual, dx, "dresidual");
+  if (dx.numel() == 0) return dx;
   const Matrix to = whole(dx);
-  const Matrix from = dout.size(-1) > 0 ? matrix_of(dout, "dout") : zeros(to.rows, kNone, dout);
-  const Matrix weights = dout.size(-1) > 0 ? matrix_of(weight, "weight") : zeros(kNone, in, dout);
+  const Matrix from = out_features > 0 ? matrix_of(dout, "dout") : zeros(to.rows, kNone, dout);
+  const Matrix weights = out_features > 0 ? matrix_of(weight, "weight") : zeros(kNone, in, dout);
   auto params = dgrad_params(from, weights, to);
   const auto residual = dresidual ? std::optional(matrix_of(*dresidual, "dresidual")) : std::nullopt;
   if (residual) params.c = residual->data(), params.ld_c = residual->stride;
-  const auto kept_rows = !kept ? std::nullopt
-                         : bits ? std::optional(Matrix{torch::stable::contiguous(*kept), to.rows, in / 8, in / 8})
-                                : std::optional(matrix_of(torch::stable::contiguous(*kept), "kept"));
-  if (bits || (activation == Activation::kGelu && heuristic >= 0)) {
-    params.epilogue = dgrad_epilogue(*activation, bias_grad);
+  const auto kept_rows = kept ? std::optional(whole(aligned_contiguous(*kept))) : std::nullopt;
+  if (activation == Activation::kGelu && heuristic >= 0) {
+    params.epilogue = Epilogue::kGeluGrad;
     params.aux = kept_rows->mutable_data();
-    params.bias = bias_grad ? dbias.mutable_data_ptr() : nullptr;
-    params.choice = static_cast<int>(std::max<int64_t>(heuristic, 0));
-    if (multiply(params, dout)) return {dx, dbias};
-    must(!bits, "such a gradient");
-    params.aux = params.bias = nullptr;
+    params.choice = static_cast<int>(heuristic);
+    if (multiply(params, dout)) return dx;
+    params.aux = nullptr;
   }
   params.epilogue = Epilogue::kNone;
   params.choice = 0;
   must(multiply(params, dout), "such a gradient");
   if (activation) differentiate(*activation, to, *kept_rows, nullptr, to, nullptr);
-  if (!bias_grad) return {dx, dbias};
-  const std::vector<int64_t> flat{to.rows, in}, dims{0};
-  return {dx, torch::stable::sum(torch::stable::view(dx, IntHeaderOnlyArrayRef(flat.data(), 2)),
-                                 IntHeaderOnlyArrayRef(dims.data(), 1))};
+  return dx;
 }
 
 std::tuple<Tensor, Tensor> fused_dense_wgrad(const Tensor& dout, const Tensor& x, bool bias_grad) {
@@ -325,33 +291,22 @@ std::tuple<Tensor, Tensor> fused_dense_wgrad(const Tensor& dout, const Tensor& x
                   shape_string(dout.sizes()));
   const int64_t rows = num_rows(x), in = x.size(-1), out_features = dout.size(-1);
   const DeviceGuard guard(x.get_device_index());
-  Tensor dweight = new_tensor({out_features, in}, x), dbias = new_tensor({bias_grad ? out_features : 0}, x);
-  if (rows == 0 || out_features == 0) return {torch::stable::zero_(dweight), torch::stable::zero_(dbias)};
+  Tensor dweight = new_tensor({out_features, in}, x);
+  if (rows == 0) {
+    Tensor dbias = new_tensor({bias_grad ? out_features : 0}, x);
+    return {torch::stable::zero_(dweight), torch::stable::zero_(dbias)};
+  }
   const Matrix from = matrix_of(dout, "dout");
-  const Matrix features = in > 0 ? matrix_of(x, "x") : zeros(rows, kNone, x);
-  const Matrix to = in > 0 ? whole(dweight) : zeros(out_features, kNone, x);
-  auto params = wgrad_params(from, features, to);
-  params.epilogue = bias_grad ? Epilogue::kBiasGrad : Epilogue::kNone;
-  params.bias = bias_grad ? dbias.mutable_data_ptr() : nullptr;
-  if (multiply(params, x)) return {dweight, dbias};
-  params.epilogue = Epilogue::kNone;
-  params.bias = nullptr;
-  must(multiply(params, x), "such a gradient");
-  if (!bias_grad) return {dweight, dbias};
-  const std::vector<int64_t> flat{rows, out_features}, dims{0};
-  const Tensor incoming = torch::stable::reshape(dout, IntHeaderOnlyArrayRef(flat.data(), 2));
-  return {dweight, torch::stable::sum(incoming, IntHeaderOnlyArrayRef(dims.data(), 1))};
+  if (dweight.numel() > 0) {
+    auto params = wgrad_params(from, matrix_of(x, "x"), whole(dweight));
+    params.epilogue = Epilogue::kNone;
+    must(multiply(params, x), "such a gradient");
+  }
+  return {dweight, bias_grad ? sum_of_rows(dout) : new_tensor({0}, x)};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Activations of their own
-
-void check_like(const Tensor& tensor, const Tensor& x, const char* name) {
-  check_device(tensor, x, name);
-  check_dtype(tensor, x.scalar_type(), name);
-  STD_TORCH_CHECK(tensor.sizes().equals(x.sizes()), name, " must have shape ", shape_string(x.sizes()), ", found ",
-                  shape_string(tensor.sizes()));
-}
 
 Activation some_activation(const std::string& name) {
   const auto activation = activation_of(name);

@@ -1,10 +1,9 @@
 // The choice of instance: the widest access that columns, strides and addresses allow.
-#include "fused_dense/activation.cuh"
-
 #include <cstdint>
 #include <initializer_list>
 
 #include "common/dispatch.h"
+#include "fused_dense/activation.cuh"
 #include "fused_dense/launch.h"
 
 namespace flash::fused_dense {

@@ -48,7 +48,7 @@ __device__ Activated activate(float x) {
     const float part = sigmoid(x);
     return {x * part, part + x * part * (1 - part)};
   } else if constexpr (kActivation == Activation::kRelu) {
-    return {x < 0 ? 0.f : x, x >= 0 ? 1.f : 0.f};
+    return {x < 0 ? 0.f : x, x > 0 ? 1.f : 0.f};
   } else {
     const float positive = x < 0 ? 0.f : x;
     return {positive * positive, 2 * positive};
@@ -147,7 +147,8 @@ template <typename Config, auto kKernel, typename Params>
 void run_activation(const Params& p, cudaStream_t stream) {
   if (p.rows == 0 || p.cols == 0) return;
   constexpr int64_t kChunk = Config::kLoads * Config::kVec;
-  const int threads = static_cast<int>(std::min<int64_t>(Config::kThreads, ceil_div(ceil_div(p.cols, kChunk), 32) * 32));
+  const int threads =
+      static_cast<int>(std::min<int64_t>(Config::kThreads, ceil_div(ceil_div(p.cols, kChunk), 32) * 32));
   const int64_t blocks_per_row = ceil_div(p.cols, threads * static_cast<int>(kChunk));
   if (p.rows * blocks_per_row > std::numeric_limits<int>::max()) throw std::invalid_argument("there are too many rows");
   const Launched<Params> launched{p, static_cast<int>(blocks_per_row)};

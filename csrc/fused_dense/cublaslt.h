@@ -66,7 +66,8 @@ struct Library {
 };
 
 inline void check(Status status, const char* call) {
-  if (status != 0) throw std::runtime_error(std::string(call) + " failed with cublasStatus_t " + std::to_string(status));
+  if (status != 0)
+    throw std::runtime_error(std::string(call) + " failed with cublasStatus_t " + std::to_string(status));
 }
 
 inline void* open() {

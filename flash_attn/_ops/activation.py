@@ -5,7 +5,7 @@
 
 x, y, dout   of one shape and dtype: fp32, fp16 or bf16, any strides; y may be None
 activation   gelu_approx: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2      silu: x / (1 + exp(-x))
-             relu: max(x, 0), whose derivative at 0 is 1                         sqrelu: max(x, 0)^2
+             relu: max(x, 0), whose derivative at 0 is 0                         sqrelu: max(x, 0)^2
 
 in fp32. Differentiable in x and y.
 """

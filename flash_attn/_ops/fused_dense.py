@@ -1,19 +1,19 @@
 """Linear layers fused with what surrounds them: the ops `fused_dense_fwd`, `fused_dense_dgrad`, `fused_dense_wgrad`.
 
     fused_dense_fwd(x, weight, bias, activation, keep, heuristic) -> (out, kept)
-    fused_dense_dgrad(dout, weight, dresidual, kept, activation, bias_grad, heuristic) -> (dx, dbias)
+    fused_dense_dgrad(dout, weight, dresidual, kept, activation, heuristic) -> dx
     fused_dense_wgrad(dout, x, bias_grad) -> (dweight, dbias)
 
 x        (..., in), fp16 or bf16 as all tensors, any strides         dout, out (..., out)
 weight   (out, in)              bias (out,) or None                  dresidual like dx, or None
 
     out = act(x weight^T + bias)                        activation: identity, or one of `_ops/activation.py`
-    dx = act'(kept) * (dout weight), dbias = sum of its rows;       or dx = dout weight + dresidual
+    dx = dout weight + dresidual, or act'(kept) * (dout weight)
     dweight = dout^T x, dbias = sum of the rows of dout
 
-kept is what the gradient of the activation needs of the forward: x weight^T + bias, or for relu a bit for each element
-(uint8, (..., out / 8)) where `reference.keeps_bits` says so. In dgrad the weight is that of the next layer, so that
-dbias is the gradient of the bias before the activation. What is not asked for is an empty tensor.
+kept is what the gradient of the activation needs of the forward, which with `keep` returns it: x weight^T + bias; but
+for relu it is out itself, and nothing else is returned. In dgrad the weight is that of the layer behind the activation.
+What is not asked for is an empty tensor.
 
 heuristic: -1 computes the activation in a kernel of its own; from 0 on it is fused with the product where cuBLASLt has
 a kernel for both, and the number chooses among those that it proposes. Sums are fp32.
@@ -79,9 +79,11 @@ def mlp(
         products = PLAIN
     if activation == "sqrelu" or products is PLAIN:
         heuristic = -1
-    options = activation, checkpoint_lvl if save_pre_act else 2, heuristic, products or KERNELS
+    tensors = (x, weight1, bias1, weight2, bias2)
+    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    options = activation, checkpoint_lvl if save_pre_act and trains else 2, heuristic, products or KERNELS
     with _library.without_autocast(x):
-        out, x = _MLP.apply(x, weight1, bias1, weight2, bias2, options, exchange)
+        out, x = _MLP.apply(*tensors, options, exchange)
     return (out, x) if return_residual else out
 
 
@@ -126,7 +128,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, rest, exchange=None, return_residual=False):
         if rest[0] != "identity":
-            raise NotImplementedError(f"fused_dense_fwd has no gradient for activation {rest[0]!r}, only for 'identity'")
+            raise NotImplementedError(
+                f"fused_dense_fwd has no gradient for activation {rest[0]!r}, only for 'identity'"
+            )
         total = _gathered(x, exchange)
         out, kept = products_for(x).fwd(total, weight, bias, *rest)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -156,14 +160,13 @@ class _MLP(torch.autograd.Function):
         activation, level, heuristic, products = ctx.options = options
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
-        keep = level < 2 and any(ctx.needs_input_grad)
-        act, kept = products.fwd(_gathered(x, exchange), weight1, bias1, activation, keep, heuristic)
+        act, kept = products.fwd(_gathered(x, exchange), weight1, bias1, activation, level < 2, heuristic)
         out, _ = products.fwd(act, weight2, bias2, "identity", False, 0)
-        saves_act = level == 0 or (level == 1 and activation == "relu")  # which bits do not bring back
+        saves_act = level == 0 or (level == 1 and activation == "relu")
+        saves_kept = level < 2 and activation != "relu"
         ctx.save_for_backward(
-            x, weight1, weight2, kept if keep else None, act if keep and saves_act else None,
-            None if keep else bias1,
-        )  # fmt: skip
+            x, weight1, weight2, bias1 if level == 2 else None, act if saves_act else None, kept if saves_kept else None
+        )
         return out, x.view_as(x)
 
     @staticmethod
@@ -171,25 +174,24 @@ class _MLP(torch.autograd.Function):
     def backward(ctx, dout, dresidual):
         if dout is None:
             return dresidual, None, None, None, None, None, None
-        x, weight1, weight2, kept, act, bias1 = ctx.saved_tensors
+        x, weight1, weight2, bias1, act, kept = ctx.saved_tensors
         activation, level, heuristic, products = ctx.options
         needs = ctx.needs_input_grad
+        if not torch.compiler.is_compiling():
+            ctx.maybe_clear_saved_tensors()  # so that their memory is free as soon as they are not needed below
         with _library.without_autocast(dout):
-            if kept is None:
+            if level == 2:
                 act, kept = products.fwd(_gathered(x, ctx.exchange), weight1, bias1, activation, True, heuristic)
             elif act is None:
                 act = products.activate(kept, None, activation)
-            _, dweight2, dbias2 = _layer_gradients(
-                dout, act, weight2, None, None, (False, *needs[3:5]), products
-            )  # fmt: skip
-            del act
-            dpre, dbias1 = products.dgrad(dout, weight2, None, kept, activation, needs[2] and heuristic >= 0, heuristic)
-            del kept
-            apart = needs[2] and heuristic < 0
-            dx, dweight1, dbias = _layer_gradients(
-                dpre, x, weight1, dresidual, ctx.exchange, (*needs[:2], apart), products
-            )
-        return dx, dweight1, (dbias if apart else dbias1) if needs[2] else None, dweight2, dbias2, None, None
+            if activation == "relu":
+                kept = act
+            _, dweight2, dbias2 = _layer_gradients(dout, act, weight2, None, None, (False, *needs[3:5]), products)
+            act = None
+            dpre = products.dgrad(dout, weight2, None, kept, activation, heuristic)
+            kept = None
+            gradients = _layer_gradients(dpre, x, weight1, dresidual, ctx.exchange, needs[:3], products)
+        return *gradients, dweight2, dbias2, None, None
 
 
 def _layer_gradients(dout, x, weight, dresidual, exchange, needs, products):
@@ -199,14 +201,14 @@ def _layer_gradients(dout, x, weight, dresidual, exchange, needs, products):
     if exchange is not None and needs[1]:
         total, gathered = exchange.gather(x)
     if needs[0]:
-        dx, _ = products.dgrad(dout, weight, dresidual if exchange is None else None, None, "identity", False, 0)
+        dx = products.dgrad(dout, weight, dresidual if exchange is None else None, None, "identity", 0)
         if exchange is not None:
             dx, reduced = exchange.reduce(dx)
     _wait(gathered)
     if needs[1]:
         dweight, dbias = products.wgrad(dout, total, needs[2])
     elif needs[2]:
-        dbias = dout.flatten(0, -2).sum(0) if dout.dim() > 1 else dout.clone()
+        dbias = reference.matrix(dout).sum(0)
     _wait(reduced)
     if exchange is not None and dresidual is not None and needs[0]:
         dx = dx + dresidual
@@ -232,15 +234,11 @@ def _wait(handle):
 
 def _fwd_fake(x, weight, bias, activation, keep, heuristic):
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
-    if not keep or activation == "identity":
-        return out, x.new_empty(0)
-    if reference.keeps_bits(activation, heuristic, *weight.shape):
-        return out, x.new_empty(*x.shape[:-1], weight.shape[0] // 8, dtype=torch.uint8)
-    return out, torch.empty_like(out)
+    return out, torch.empty_like(out) if keep and activation not in ("identity", "relu") else x.new_empty(0)
 
 
-def _dgrad_fake(dout, weight, dresidual, kept, activation, bias_grad, heuristic):
-    return dout.new_empty(*dout.shape[:-1], weight.shape[1]), dout.new_empty(weight.shape[1] if bias_grad else 0)
+def _dgrad_fake(dout, weight, *_):
+    return dout.new_empty(*dout.shape[:-1], weight.shape[1])
 
 
 def _wgrad_fake(dout, x, bias_grad):
@@ -256,8 +254,8 @@ fwd = _library.define(
     differentiable=3,
 )
 dgrad = _library.define(
-    "fused_dense_dgrad(Tensor dout, Tensor weight, Tensor? dresidual, Tensor? kept, str activation, bool bias_grad, "
-    "int heuristic) -> (Tensor dx, Tensor dbias)",
+    "fused_dense_dgrad(Tensor dout, Tensor weight, Tensor? dresidual, Tensor? kept, str activation, int heuristic)"
+    " -> Tensor",
     reference=reference.dgrad,
     fake=_dgrad_fake,
 )

@@ -11,7 +11,7 @@ _FWD = {
 }
 _BWD = {
     "gelu_approx": lambda dout, x: torch.ops.aten.gelu_backward(dout, x, approximate="tanh"),
-    "relu": lambda dout, x: torch.where(x >= 0, dout, 0),
+    "relu": lambda dout, x: torch.where(x > 0, dout, 0),
     "sqrelu": lambda dout, x: 2 * dout * functional.relu(x),
     "silu": torch.ops.aten.silu_backward,
 }

@@ -94,8 +94,8 @@ def fused_mlp_func(
         save_pre_act: False keeps nothing for the gradient but x, like checkpoint_lvl=2.
         return_residual: also return x, as in `fused_dense_func`.
         checkpoint_lvl: what is kept for the gradient beside x: 0 what enters and leaves the activation; 1 what enters
-            it, the activation being computed again (for relu, bits and what leaves it); 2 neither, the first product
-            being computed again too.
+            it, the activation being computed again; 2 neither, the first product being computed again too. Of relu,
+            what leaves it suffices at both 0 and 1.
         heuristic: -1 runs the activation and its gradient as kernels of their own. From 0 to 4 they are part of the
             products where cuBLASLt has a kernel for that, and the number chooses among those it proposes. "sqrelu" is
             always apart.
