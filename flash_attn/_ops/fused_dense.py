@@ -127,10 +127,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, rest, exchange=None, return_residual=False):
-        if rest[0] != "identity":
-            raise NotImplementedError(
-                f"fused_dense_fwd has no gradient for activation {rest[0]!r}, only for 'identity'"
-            )
+        ctx.activation = rest[0]
         total = _gathered(x, exchange)
         out, kept = products_for(x).fwd(total, weight, bias, *rest)
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
@@ -142,6 +139,8 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dout, _, dresidual=None):
+        if ctx.activation != "identity":
+            raise NotImplementedError(f"fused_dense_fwd has no gradient for {ctx.activation!r}, only for 'identity'")
         gradients = dresidual, None, None
         if dout is not None:
             x, weight = ctx.saved_tensors
