@@ -100,14 +100,17 @@ class Operation {
 // What cuBLASLt is told of a product.
 struct Description {
   Operation operation;
-  Layout a, b, c, d;
+  Layout a, b, d;
+  std::optional<Layout> own_c;
 
   explicit Description(const GemmParams& p)
       : operation(p),
         a(p.dtype, p.transposed_a ? p.k : p.m, p.transposed_a ? p.m : p.k, p.ld_a),
         b(p.dtype, p.transposed_b ? p.n : p.k, p.transposed_b ? p.k : p.n, p.ld_b),
-        c(p.dtype, p.m, p.n, p.c ? p.ld_c : p.ld_d),
-        d(p.dtype, p.m, p.n, p.ld_d) {}
+        d(p.dtype, p.m, p.n, p.ld_d) {
+    if (p.c) own_c.emplace(p.dtype, p.m, p.n, p.ld_c);
+  }
+  cublaslt::Layout c() const { return own_c ? *own_c : d; }
 };
 
 uint32_t alignment(const void* address) {
@@ -147,7 +150,7 @@ std::optional<Plan> find_plan(const GemmParams& p) {
   std::array<cublaslt::HeuristicResult, kMaxChoices> results;
   int found = 0;
   const cublaslt::Status status = cublaslt::library().find_algorithms(
-      current_handle(), description.operation, description.a, description.b, description.c, description.d, preference,
+      current_handle(), description.operation, description.a, description.b, description.c(), description.d, preference,
       std::clamp(p.choice + 1, 1, kMaxChoices), results.data(), &found);
   if (status != 0 || found == 0) return std::nullopt;
   const auto& chosen = results[std::min(p.choice, found - 1)];
@@ -182,7 +185,7 @@ void gemm(const GemmParams& p, const Plan& plan, void* workspace, cudaStream_t s
   cublaslt::Algorithm algorithm;
   std::copy_n(plan.algorithm, 8, algorithm.data);
   cublaslt::check(cublaslt::library().matmul(current_handle(), description.operation, &alpha, p.a, description.a, p.b,
-                                             description.b, &beta, p.c ? p.c : p.d, description.c, p.d, description.d,
+                                             description.b, &beta, p.c ? p.c : p.d, description.c(), p.d, description.d,
                                              &algorithm, workspace, plan.workspace_bytes, stream),
                   "cublasLtMatmul");
 }

@@ -52,9 +52,10 @@ def linear(x, weight, bias, return_residual, exchange):
         its gradient. Both return a tensor and a handle to wait for, or None.
     Returns out, or (out, x) with return_residual, x being as it entered the product.
     """
-    check_layer(x, weight, bias)
+    autocast = check_layer(x, weight, bias)
     checks.flags(return_residual=return_residual)
-    x, weight, bias = _cast(x, weight, bias)
+    if autocast is not None:
+        x, weight, bias = _cast(autocast, x, weight, bias)
     if exchange is None and not return_residual and x.dtype in FUSED_DTYPES:
         return fwd(x, weight, bias, "identity", False, 0)[0]
     with _library.without_autocast(x):
@@ -70,16 +71,17 @@ def mlp(
 
     products: those of another backend for 16-bit types.
     """
-    check_layer(x, weight1, bias1, ("x", "weight1", "bias1"))
+    autocast = check_layer(x, weight1, bias1, ("x", "weight1", "bias1"))
     check_layer(x, weight2, bias2, ("x", "weight2", "bias2"), in_features=weight1.shape[0])
     check_mlp(activation, checkpoint_lvl, heuristic)
     checks.flags(save_pre_act=save_pre_act, return_residual=return_residual)
-    x, weight1, bias1, weight2, bias2 = _cast(x, weight1, bias1, weight2, bias2)
-    if x.dtype not in FUSED_DTYPES:
+    tensors = x, weight1, bias1, weight2, bias2
+    if autocast is not None:
+        tensors = _cast(autocast, *tensors)
+    if tensors[0].dtype not in FUSED_DTYPES:
         products = PLAIN
     if activation == "sqrelu" or products is PLAIN:
         heuristic = -1
-    tensors = (x, weight1, bias1, weight2, bias2)
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     options = activation, checkpoint_lvl if save_pre_act and trains else 2, heuristic, products or KERNELS
     with _library.without_autocast(x):
@@ -88,18 +90,20 @@ def mlp(
 
 
 def check_layer(x, weight, bias, names=("x", "weight", "bias"), in_features=None):
-    """Check one linear layer of in_features, by default those of x; `names` are what the caller calls its tensors."""
+    """Check one linear layer of in_features, by default those of x; `names` are what the caller calls its tensors.
+
+    Returns the dtype of autocast, or None where it is off.
+    """
     checks.tensor(names[0], x, dtypes=DTYPES)
     if x.dim() == 0:
         raise ValueError(f"{names[0]} must have at least one dimension (..., in_features), found shape ()")
-    checks.tensor(names[1], weight, dtypes=DTYPES, device=x.device)
-    checks.has_shape(names[1], weight, (None, x.shape[-1] if in_features is None else in_features))
+    autocast = _library.autocast_dtype(x)
+    dtypes, device = (x.dtype,) if autocast is None else DTYPES, x.device
+    shape = None, x.shape[-1] if in_features is None else in_features
+    checks.tensor(names[1], weight, dtypes=dtypes, shape=shape, device=device)
     if bias is not None:
-        checks.tensor(names[2], bias, dtypes=DTYPES, shape=weight.shape[:1], device=x.device)
-    if _library.autocast_dtype(x) is None:
-        for name, value in zip(names[1:], (weight, bias)):
-            if value is not None:
-                checks.tensor(name, value, dtypes=(x.dtype,))
+        checks.tensor(names[2], bias, dtypes=dtypes, shape=weight.shape[:1], device=device)
+    return autocast
 
 
 def check_mlp(activation, checkpoint_lvl, heuristic):
@@ -112,10 +116,8 @@ def check_mlp(activation, checkpoint_lvl, heuristic):
     checks.number("heuristic", heuristic, -1 <= heuristic <= 4, "between -1 and 4")
 
 
-def _cast(x, *parameters):
-    """The tensors in the dtype of autocast, if it is on."""
-    dtype = _library.autocast_dtype(x) or x.dtype
-    return [None if tensor is None else tensor.to(dtype) for tensor in (x, *parameters)]
+def _cast(dtype, *tensors):
+    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -22,13 +22,17 @@ ACTIVATIONS = ("id", "gelu", "gelu_approx", "squared_relu")
 
 
 def check(names, x, weight, inner, activation):
-    """Check a matrix (..., n), called names[0], and a weight whose dimension `inner` is of this size."""
+    """Check a matrix (..., n), called names[0], and a weight whose dimension `inner` is of this size.
+
+    Returns the activation's name as ops take it, of the one in an enumeration perhaps.
+    """
     checks.alike(names, (x, weight), dtypes=DTYPES)
     if x.dim() == 0:
         raise ValueError(f"{names[0]} must have at least one dimension (..., features), found shape ()")
     checks.has_shape(names[1], weight, (None, x.shape[-1]) if inner == 1 else (x.shape[-1], None))
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, found {activation!r}")
+    return ACTIVATIONS[ACTIVATIONS.index(activation)]
 
 
 def _fwd_fake(x, weight, bias, activation, keep):

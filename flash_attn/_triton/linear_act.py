@@ -39,25 +39,22 @@ def dgrad(dout, weight, act_input, activation):
 
 
 def get_configs_compute_bound():
-    """Tiles for products of many rows."""
+    """Tiles for products of many rows; GPUs with little shared memory have room for the later ones only."""
     return [
-        _config(128, 256, 64, stages=3, warps=8),
         _config(128, 256, 64, stages=4, warps=8),
-        _config(256, 128, 64, stages=3, warps=8),
+        _config(128, 256, 64, stages=3, warps=8),
         _config(128, 128, 64, stages=4, warps=8),
-        _config(128, 128, 32, stages=4, warps=4),
-        _config(128, 64, 32, stages=4, warps=4),
+        _config(128, 128, 32, stages=3, warps=4),
+        _config(64, 64, 32, stages=3, warps=4),
     ]
 
 
 def get_configs_io_bound():
     """Tiles for products of few rows, which take as long as reading the weight."""
     return [
-        _config(block_m, block_n, block_k, stages, warps=2 if block_n <= 64 else 4)
+        _config(block_m, block_n, 128, stages=3, warps=2 if block_n == 32 else 4)
         for block_m in (16, 32)
-        for block_n in (32, 64, 128)
-        for block_k in (64, 128)
-        for stages in (3, 5)
+        for block_n in (32, 64)
     ]
 
 

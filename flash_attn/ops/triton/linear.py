@@ -34,12 +34,12 @@ def triton_linear_act(
     >>> triton_linear_act(torch.randn(2, 5, 64), torch.randn(128, 64), activation="gelu").shape
     torch.Size([2, 5, 128])
     """
-    ops.check(("x", "weight"), x, weight, 1, activation)
+    activation = ops.check(("x", "weight"), x, weight, 1, activation)
     if bias is not None:
         checks.tensor("bias", bias, dtypes=(x.dtype,), shape=weight.shape[:1], device=x.device)
     checks.flags(save_act_input=save_act_input)
     with torch.no_grad():
-        out, act_input = ops.fwd(x, weight, bias, str(activation), bool(save_act_input))
+        out, act_input = ops.fwd(x, weight, bias, activation, bool(save_act_input))
     return (out, act_input) if save_act_input else out
 
 
@@ -62,7 +62,7 @@ def triton_dgrad_act(
     >>> triton_dgrad_act(torch.randn(2, 5, 128), torch.randn(128, 64)).shape
     torch.Size([2, 5, 64])
     """
-    ops.check(("grad_output", "weight"), grad_output, weight, 0, activation)
+    activation = ops.check(("grad_output", "weight"), grad_output, weight, 0, activation)
     if activation == "id":
         act_input = None
     else:
@@ -72,7 +72,7 @@ def triton_dgrad_act(
         checks.number("act_input", tuple(act_input.shape), fits, "of shape ({}, {})", rows, weight.shape[1])
         act_input = act_input.contiguous()
     with torch.no_grad():
-        return ops.dgrad(grad_output, weight, act_input, str(activation))
+        return ops.dgrad(grad_output, weight, act_input, activation)
 
 
 def init_to_zero(name):
