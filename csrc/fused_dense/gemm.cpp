@@ -3,8 +3,10 @@
 #include <algorithm>
 #include <array>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <tuple>
+#include <type_traits>
 
 #include "common/check.h"
 #include "common/device.h"
@@ -54,63 +56,58 @@ cudaDataType cuda_type(DType dtype) {
   return CUDA_R_32F;
 }
 
-class Layout {
- public:
-  Layout(DType dtype, int64_t rows, int64_t cols, int64_t ld) {
-    cublaslt::check(cublaslt::library().create_layout(&layout_, cuda_type(dtype), rows, cols, ld),
-                    "cublasLtMatrixLayoutCreate");
+template <auto kDestroy>
+struct Destroy {
+  template <typename Object>
+  void operator()(Object* object) const {
+    (cublaslt::library().*kDestroy)(object);
   }
-  ~Layout() { cublaslt::library().destroy_layout(layout_); }
-  Layout(const Layout&) = delete;
-  Layout& operator=(const Layout&) = delete;
-  operator cublaslt::Layout() const { return layout_; }
-
- private:
-  cublaslt::Layout layout_;
 };
 
-class Operation {
- public:
-  explicit Operation(const GemmParams& p) {
-    cublaslt::check(cublaslt::library().create_operation(&operation_, cublaslt::kCompute32F, CUDA_R_32F),
-                    "cublasLtMatmulDescCreate");
-    set(cublaslt::OperationAttribute::kTransposeA, int32_t{p.transposed_a});
-    set(cublaslt::OperationAttribute::kTransposeB, int32_t{p.transposed_b});
-    set(cublaslt::OperationAttribute::kEpilogue, p.epilogue);
-    if (p.bias) set(cublaslt::OperationAttribute::kBias, p.bias);
-    if (p.aux) {
-      set(cublaslt::OperationAttribute::kAux, p.aux);
-      set(cublaslt::OperationAttribute::kAuxLd, p.ld_d);
-    }
-  }
-  ~Operation() { cublaslt::library().destroy_operation(operation_); }
-  Operation(const Operation&) = delete;
-  Operation& operator=(const Operation&) = delete;
-  operator cublaslt::Operation() const { return operation_; }
+template <typename Handle, auto kDestroy>
+using Owned = std::unique_ptr<std::remove_pointer_t<Handle>, Destroy<kDestroy>>;
+using Operation = Owned<cublaslt::Operation, &cublaslt::Library::destroy_operation>;
+using Layout = Owned<cublaslt::Layout, &cublaslt::Library::destroy_layout>;
+using Preference = Owned<cublaslt::Preference, &cublaslt::Library::destroy_preference>;
 
- private:
-  template <typename Value>
-  void set(cublaslt::OperationAttribute attribute, Value value) {
-    cublaslt::check(cublaslt::library().set_operation(operation_, attribute, &value, sizeof(value)),
+Layout layout(DType dtype, int64_t rows, int64_t cols, int64_t ld) {
+  cublaslt::Layout made;
+  cublaslt::check(cublaslt::library().create_layout(&made, cuda_type(dtype), rows, cols, ld),
+                  "cublasLtMatrixLayoutCreate");
+  return Layout(made);
+}
+
+Operation operation(const GemmParams& p) {
+  cublaslt::Operation made;
+  cublaslt::check(cublaslt::library().create_operation(&made, cublaslt::kCompute32F, CUDA_R_32F),
+                  "cublasLtMatmulDescCreate");
+  Operation owned(made);
+  const auto set = [&](cublaslt::OperationAttribute attribute, auto value) {
+    cublaslt::check(cublaslt::library().set_operation(made, attribute, &value, sizeof(value)),
                     "cublasLtMatmulDescSetAttribute");
-  }
-  cublaslt::Operation operation_;
-};
+  };
+  using enum cublaslt::OperationAttribute;
+  set(kTransposeA, int32_t{p.transposed_a});
+  set(kTransposeB, int32_t{p.transposed_b});
+  set(kEpilogue, p.epilogue);
+  if (p.bias) set(kBias, p.bias);
+  if (p.aux) set(kAux, p.aux), set(kAuxLd, p.ld_d);
+  return owned;
+}
 
 // What cuBLASLt is told of a product.
 struct Description {
   Operation operation;
-  Layout a, b, d;
-  std::optional<Layout> own_c;
+  Layout a, b, c, d;
 
   explicit Description(const GemmParams& p)
-      : operation(p),
-        a(p.dtype, p.transposed_a ? p.k : p.m, p.transposed_a ? p.m : p.k, p.ld_a),
-        b(p.dtype, p.transposed_b ? p.n : p.k, p.transposed_b ? p.k : p.n, p.ld_b),
-        d(p.dtype, p.m, p.n, p.ld_d) {
-    if (p.c) own_c.emplace(p.dtype, p.m, p.n, p.ld_c);
-  }
-  cublaslt::Layout c() const { return own_c ? *own_c : d; }
+      : operation(fused_dense::operation(p)),
+        a(layout(p.dtype, p.transposed_a ? p.k : p.m, p.transposed_a ? p.m : p.k, p.ld_a)),
+        b(layout(p.dtype, p.transposed_b ? p.n : p.k, p.transposed_b ? p.k : p.n, p.ld_b)),
+        c(p.c ? layout(p.dtype, p.m, p.n, p.ld_c) : nullptr),
+        d(layout(p.dtype, p.m, p.n, p.ld_d)) {}
+
+  cublaslt::Layout layout_of_c() const { return c ? c.get() : d.get(); }
 };
 
 uint32_t alignment(const void* address) {
@@ -118,40 +115,33 @@ uint32_t alignment(const void* address) {
   return static_cast<uint32_t>(bits & -bits);
 }
 
-class Preference {
- public:
-  explicit Preference(const GemmParams& p) {
-    using enum cublaslt::PreferenceAttribute;
-    cublaslt::check(cublaslt::library().create_preference(&preference_), "cublasLtMatmulPreferenceCreate");
-    set(kMaxWorkspaceBytes, fused_dense::kMaxWorkspaceBytes);
-    set(kReductionSchemes, cublaslt::kExactReductionSchemes);
-    set(kAlignmentA, alignment(p.a));
-    set(kAlignmentB, alignment(p.b));
-    set(kAlignmentC, alignment(p.c ? p.c : p.d));
-    set(kAlignmentD, alignment(p.d));
-  }
-  ~Preference() { cublaslt::library().destroy_preference(preference_); }
-  Preference(const Preference&) = delete;
-  Preference& operator=(const Preference&) = delete;
-  operator cublaslt::Preference() const { return preference_; }
-
- private:
-  template <typename Value>
-  void set(cublaslt::PreferenceAttribute attribute, Value value) {
-    cublaslt::check(cublaslt::library().set_preference(preference_, attribute, &value, sizeof(value)),
+Preference preference(const GemmParams& p) {
+  cublaslt::Preference made;
+  cublaslt::check(cublaslt::library().create_preference(&made), "cublasLtMatmulPreferenceCreate");
+  Preference owned(made);
+  const auto set = [&](cublaslt::PreferenceAttribute attribute, auto value) {
+    cublaslt::check(cublaslt::library().set_preference(made, attribute, &value, sizeof(value)),
                     "cublasLtMatmulPreferenceSetAttribute");
-  }
-  cublaslt::Preference preference_;
-};
+  };
+  using Attribute = cublaslt::PreferenceAttribute;
+  set(Attribute::kMaxWorkspaceBytes, kMaxWorkspaceBytes);
+  set(Attribute::kReductionSchemes, cublaslt::kExactReductionSchemes);
+  set(Attribute::kAlignmentA, alignment(p.a));
+  set(Attribute::kAlignmentB, alignment(p.b));
+  set(Attribute::kAlignmentC, alignment(p.c ? p.c : p.d));
+  set(Attribute::kAlignmentD, alignment(p.d));
+  return owned;
+}
 
 std::optional<Plan> find_plan(const GemmParams& p) {
   const Description description(p);
-  const Preference preference(p);
+  const Preference wanted = preference(p);
   std::array<cublaslt::HeuristicResult, kMaxChoices> results;
   int found = 0;
   const cublaslt::Status status = cublaslt::library().find_algorithms(
-      current_handle(), description.operation, description.a, description.b, description.c(), description.d, preference,
-      std::clamp(p.choice + 1, 1, kMaxChoices), results.data(), &found);
+      current_handle(), description.operation.get(), description.a.get(), description.b.get(),
+      description.layout_of_c(), description.d.get(), wanted.get(), std::clamp(p.choice + 1, 1, kMaxChoices),
+      results.data(), &found);
   if (status != 0 || found == 0) return std::nullopt;
   const auto& chosen = results[std::min(p.choice, found - 1)];
   Plan plan;
@@ -184,10 +174,11 @@ void gemm(const GemmParams& p, const Plan& plan, void* workspace, cudaStream_t s
   const float alpha = 1, beta = p.c ? 1 : 0;
   cublaslt::Algorithm algorithm;
   std::copy_n(plan.algorithm, 8, algorithm.data);
-  cublaslt::check(cublaslt::library().matmul(current_handle(), description.operation, &alpha, p.a, description.a, p.b,
-                                             description.b, &beta, p.c ? p.c : p.d, description.c(), p.d, description.d,
-                                             &algorithm, workspace, plan.workspace_bytes, stream),
-                  "cublasLtMatmul");
+  cublaslt::check(
+      cublaslt::library().matmul(current_handle(), description.operation.get(), &alpha, p.a, description.a.get(), p.b,
+                                 description.b.get(), &beta, p.c ? p.c : p.d, description.layout_of_c(), p.d,
+                                 description.d.get(), &algorithm, workspace, plan.workspace_bytes, stream),
+      "cublasLtMatmul");
 }
 
 }  // namespace flash::fused_dense

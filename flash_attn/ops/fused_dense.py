@@ -19,6 +19,7 @@ Every function raises TypeError or ValueError for arguments that do not fit toge
 import dataclasses
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -180,7 +181,32 @@ class FusedDense(nn.Linear):
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
 
-class ColumnParallelLinear(nn.Linear):
+class _ParallelLinear(nn.Linear):
+    """A linear layer that has this process's share of the features that `_divided` names, and of the weight."""
+
+    _divided: str
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        process_group: ProcessGroup,
+        bias: bool = True,
+        sequence_parallel=True,
+        multiple_of=1,
+        device=None,
+        dtype=None,
+    ):
+        features = {"in_features": in_features, "out_features": out_features}
+        features[self._divided] = _share(self._divided, features[self._divided], process_group, multiple_of)
+        # A bias of divided outputs is divided like them; one of outputs that are summed must be added once.
+        bias = bias and (self._divided == "out_features" or dist.get_rank(process_group) == 0)
+        super().__init__(**features, bias=bias, device=device, dtype=dtype)
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+
+
+class ColumnParallelLinear(_ParallelLinear):
     """A linear layer whose output features are divided among the processes of a group.
 
     Arguments beside those of `nn.Linear`:
@@ -192,21 +218,7 @@ class ColumnParallelLinear(nn.Linear):
     `weight` (out_features of this process, in_features) and `bias` are this process's rows.
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        process_group: ProcessGroup,
-        bias: bool = True,
-        sequence_parallel=True,
-        multiple_of=1,
-        device=None,
-        dtype=None,
-    ):
-        local = _share("out_features", out_features, process_group, multiple_of)
-        super().__init__(in_features, local, bias=bias, device=device, dtype=dtype)
-        self.process_group = process_group
-        self.sequence_parallel = sequence_parallel
+    _divided = "out_features"
 
     def forward(self, x):
         """(..., in_features) to (..., out_features of this process)."""
@@ -215,7 +227,7 @@ class ColumnParallelLinear(nn.Linear):
         )
 
 
-class RowParallelLinear(nn.Linear):
+class RowParallelLinear(_ParallelLinear):
     """A linear layer whose input features are divided among the processes of a group.
 
     Arguments as of `ColumnParallelLinear`, where in_features is divided and the result is what sequence_parallel
@@ -223,22 +235,7 @@ class RowParallelLinear(nn.Linear):
     has a `bias`, (out_features,).
     """
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        process_group: ProcessGroup,
-        bias: bool = True,
-        sequence_parallel=True,
-        multiple_of=1,
-        device=None,
-        dtype=None,
-    ):
-        local = _share("in_features", in_features, process_group, multiple_of)
-        bias = bias and torch.distributed.get_rank(process_group) == 0
-        super().__init__(local, out_features, bias=bias, device=device, dtype=dtype)
-        self.process_group = process_group
-        self.sequence_parallel = sequence_parallel
+    _divided = "in_features"
 
     def forward(self, x):
         """(..., in_features of this process) to (..., out_features)."""
@@ -253,7 +250,7 @@ def _share(name, features, process_group, multiple_of):
     if process_group is None:
         raise TypeError("process_group must be a torch.distributed group, found None")
     checks.number(name, features, features % multiple_of == 0, "a multiple of {}", multiple_of)
-    world_size, rank = torch.distributed.get_world_size(process_group), torch.distributed.get_rank(process_group)
+    world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     return get_dim_for_local_rank(features, world_size, rank, multiple_of)
 
 
