@@ -84,7 +84,7 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context in which operations on the device of `x` keep the dtypes of their arguments."""
-    return contextlib.nullcontext() if x.device.type == "meta" else torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 class Op:

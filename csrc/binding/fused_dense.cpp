@@ -1,6 +1,5 @@
 #include <torch/csrc/stable/library.h>
 
-#include <numeric>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -74,12 +73,20 @@ Tensor new_rows(const Tensor& like, int64_t cols) {
   return new_tensor_of(shape, static_cast<int32_t>(like.scalar_type()), like);
 }
 
-// The sum of the rows of a tensor (..., cols), with fp32 sums.
-Tensor sum_of_rows(const Tensor& tensor) {
-  std::vector<int64_t> dims(tensor.dim() - 1);
-  std::iota(dims.begin(), dims.end(), 0);
-  if (dims.empty()) return torch::stable::clone(tensor);  // and not the sum over no dimensions, which is over all
-  return torch::stable::sum(tensor, IntHeaderOnlyArrayRef(dims.data(), dims.size()));
+// The sum of the rows, with fp32 sums.
+Tensor sum_of_rows(const Matrix& matrix) {
+  const Tensor out = new_tensor({matrix.cols}, matrix.tensor);
+  const int64_t chunks = fused_dense::sum_rows_chunks(matrix.rows, matrix.cols);
+  const Tensor partial = new_tensor({chunks > 1 ? chunks * matrix.cols : 0}, aoti_torch_dtype_float32(), out);
+  const DType dtype = dtype_of(out, "x");
+  fused_dense::sum_rows({.dtype = dtype,
+                         .rows = matrix.rows,
+                         .cols = matrix.cols,
+                         .x = matrix.as_rows(),
+                         .out = out.mutable_data_ptr(),
+                         .out_dtype = dtype},
+                        static_cast<float*>(partial.mutable_data_ptr()), chunks, current_stream(out));
+  return out;
 }
 
 Matrix whole(const Tensor& contiguous) {
@@ -302,7 +309,7 @@ std::tuple<Tensor, Tensor> fused_dense_wgrad(const Tensor& dout, const Tensor& x
     params.epilogue = Epilogue::kNone;
     must(multiply(params, x), "such a gradient");
   }
-  return {dweight, bias_grad ? sum_of_rows(dout) : new_tensor({0}, x)};
+  return {dweight, bias_grad ? sum_of_rows(from) : new_tensor({0}, x)};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

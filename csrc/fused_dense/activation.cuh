@@ -35,17 +35,22 @@ struct Activated {
   float value, slope;
 };
 
-__device__ inline float sigmoid(float x) { return ptx::reciprocal(1 + ptx::exp2(-1.4426950408889634f * x)); }
+// Approximate, with errors far below what T rounds off, unless T is fp32.
+template <typename T>
+__device__ float sigmoid(float x) {
+  if constexpr (sizeof(T) == 4) return 1 / (1 + expf(-x));
+  return ptx::reciprocal(1 + ptx::exp2(-1.4426950408889634f * x));
+}
 
 // gelu(x) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), is x (1 + tanh u) / 2.
-template <Activation kActivation>
+template <typename T, Activation kActivation>
 __device__ Activated activate(float x) {
   if constexpr (kActivation == Activation::kGelu) {
     constexpr float kSlope = 1.5957691216057308f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
-    const float part = sigmoid(kSlope * x * (1 + kCubic * x * x));
+    const float part = sigmoid<T>(kSlope * x * (1 + kCubic * x * x));
     return {x * part, part + x * part * (1 - part) * kSlope * (1 + 3 * kCubic * x * x)};
   } else if constexpr (kActivation == Activation::kSilu) {
-    const float part = sigmoid(x);
+    const float part = sigmoid<T>(x);
     return {x * part, part + x * part * (1 - part)};
   } else if constexpr (kActivation == Activation::kRelu) {
     return {x < 0 ? 0.f : x, x > 0 ? 1.f : 0.f};
@@ -109,7 +114,7 @@ __global__ __launch_bounds__(Config::kThreads) void activation_fwd_kernel(
     if constexpr (Config::kGated) widen(y, ys[i]);
 #pragma unroll
     for (int j = 0; j < Config::kVec; ++j) {
-      x[j] = activate<Config::kActivation>(x[j]).value;
+      x[j] = activate<typename Config::T, Config::kActivation>(x[j]).value;
       if constexpr (Config::kGated) x[j] *= y[j];
     }
     store_part<Config>(p.out, part, i, p.cols, x);
@@ -133,7 +138,7 @@ __global__ __launch_bounds__(Config::kThreads) void activation_bwd_kernel(
     if constexpr (Config::kGated) widen(y, ys[i]);
 #pragma unroll
     for (int j = 0; j < Config::kVec; ++j) {
-      const Activated act = activate<Config::kActivation>(x[j]);
+      const Activated act = activate<typename Config::T, Config::kActivation>(x[j]);
       x[j] = dout[j] * act.slope;
       if constexpr (Config::kGated) x[j] *= y[j], y[j] = dout[j] * act.value;
     }

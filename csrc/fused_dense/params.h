@@ -60,6 +60,17 @@ struct Rows {
   int64_t stride;
 };
 
+// out = the sum of the rows of x; or of each chunk of them, as rows of out
+struct SumRowsParams {
+  DType dtype;  // of x
+  int64_t rows;
+  int64_t cols;
+  int64_t chunk_rows = 0;  // chosen by sum_rows
+  Rows x;
+  void* out;  // (cols)
+  DType out_dtype;
+};
+
 // out = act(x), or act(x) * y
 struct ActivationFwdParams {
   Activation activation;

@@ -6,7 +6,7 @@ import inspect
 import oracle
 import pytest
 import torch
-from cases import DTYPES
+from cases import DTYPES, cover
 from compare import assert_error_ratio, unavoidable
 
 from flash_attn._ops import linear_act as ops
@@ -52,11 +52,17 @@ def draw(name, dtype, device, transposed):
     return matrix(*shape, width), weight, randn(out), matrix(*shape, out), randn(*shape, width)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
-@pytest.mark.parametrize("dtype", ["fp16", "fp32"])  # Triton's interpreter rounds bf16 towards zero
-@pytest.mark.parametrize("shape", SHAPES)
-def test_against_float64(shape, dtype, activation, transposed, device, functions):
+FACTORS = dict(
+    shape=list(SHAPES),
+    dtype=["fp16", "fp32"],  # Triton's interpreter rounds bf16 towards zero
+    activation=list(ops.ACTIVATIONS),
+    transposed=[False, True],
+)
+
+
+@pytest.mark.parametrize("row", cover(FACTORS), ids=lambda row: "-".join(map(str, row.values())))
+def test_against_float64(row, device, functions):
+    shape, dtype, activation, transposed = row.values()
     x, weight, bias, dout, act_input = draw(shape, dtype, device, transposed)
 
     def formula(*tensors):
