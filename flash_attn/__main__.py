@@ -19,6 +19,7 @@ import torch
 import flash_attn
 from flash_attn import _library, _ops
 from flash_attn.layers.rotary import apply_rotary_emb
+from flash_attn.ops.fused_dense import fused_mlp_func
 from flash_attn.ops.rms_norm import dropout_add_rms_norm
 
 
@@ -222,12 +223,36 @@ def _check_norm(device):
     return gradients_of(ours), gradients_of(formula), inputs
 
 
+def _check_mlp(device):
+    """An MLP with GELU, and its gradients."""
+
+    def gradients_of(mlp):
+        def gradients(dout, *inputs):
+            inputs = [x.detach().requires_grad_() for x in inputs]
+            out = mlp(*inputs)
+            return out.detach(), *torch.autograd.grad(out, inputs, dout)
+
+        return gradients
+
+    def ours(x, weight1, bias1, weight2):
+        return fused_mlp_func(x, weight1, weight2, bias1)
+
+    def formula(x, weight1, bias1, weight2):
+        hidden = x @ weight1.T + bias1
+        return hidden * torch.sigmoid(1.5957691216057308 * (hidden + 0.044715 * hidden**3)) @ weight2.T
+
+    x, dout = _random(2, 200, 64, device=device)
+    (weight1,), (bias1,), (weight2,) = (_random(1, *shape, device=device) for shape in ((256, 64), (256,), (64, 256)))
+    return gradients_of(ours), gradients_of(formula), [dout, x, weight1 / 8, bias1, weight2 / 16]
+
+
 CHECKS = {
     "forward": _check_forward,
     "backward": _check_backward,
     "key-value cache": _check_kvcache,
     "rotary": _check_rotary,
     "norm": _check_norm,
+    "MLP": _check_mlp,
 }
 
 

@@ -14,6 +14,7 @@ the CUDA kernels of ops whose schemas are defined here. An op is defined once:
 and `fwd(x, 2.0)` then costs one trip through the dispatcher.
 """
 
+import contextlib
 import functools
 import importlib.util
 import pathlib
@@ -76,12 +77,14 @@ def warn_once(message: str) -> None:
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype of autocast on the device of `x`, or None where it is off."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if device == "meta" or not torch.is_autocast_enabled(device):  # a device that autocast does not know
+        return None
+    return torch.get_autocast_dtype(device)
 
 
-def without_autocast(x: torch.Tensor) -> torch.autocast:
+def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     """A context in which operations on the device of `x` keep the dtypes of their arguments."""
-    return torch.autocast(x.device.type, enabled=False)
+    return contextlib.nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
 class Op:

@@ -9,6 +9,8 @@ Options: softmax_scale=None (head_dim ** -0.5), causal=False, window_size=(-1, -
 keep=None (dropout mask, bool (batch, heads, seqlen_q, seqlen_k) or larger), dropout_p=0.0.
 """
 
+import math
+
 import numpy as np
 import torch
 
@@ -307,3 +309,25 @@ def layer_norm_keep(seed, offset, branch, rows, cols, dropout_p):
     words = philox([low & _WORD, low >> 32, j // 8, np.uint64(branch)], [seed % 2**32, seed // 2**32 % 2**32])
     word = np.choose(j % 8 // 2, np.broadcast_arrays(*words))
     return torch.from_numpy((word >> (16 * (j % 2)).astype(np.uint64) & 65535) < round(65536 * (1 - dropout_p)))
+
+
+ACTIVATIONS = {
+    "identity": lambda x: x,
+    "gelu_approx": lambda x: 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))),
+    "gelu": lambda x: 0.5 * x * (1 + torch.erf(x / math.sqrt(2))),
+    "relu": lambda x: torch.where(x > 0, x, 0),
+    "leaky_relu": lambda x: torch.where(x > 0, x, 0.01 * x),
+    "sqrelu": lambda x: torch.where(x > 0, x, 0) ** 2,
+    "silu": lambda x: x / (1 + torch.exp(-x)),
+}
+
+
+def linear(x, weight, bias=None, activation="identity"):
+    """act(x weight^T + bias)."""
+    out = torch.einsum("...i,oi->...o", x, weight)
+    return ACTIVATIONS[activation](out if bias is None else out + bias)
+
+
+def mlp(x, weight1, bias1, weight2, bias2, activation):
+    """Two layers, the first with an activation."""
+    return linear(linear(x, weight1, bias1, activation), weight2, bias2)

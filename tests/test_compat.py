@@ -76,6 +76,22 @@ IMPORTS = {
         from fused_softmax_lib import scaled_masked_softmax_get_batch_per_block
         from fused_softmax_lib import scaled_upper_triang_masked_softmax_forward
         from fused_softmax_lib import scaled_upper_triang_masked_softmax_backward""",
+    "dense layers": """
+        from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedDense, FusedDenseFunc, FusedMLP, FusedMLPFunc
+        from flash_attn.ops.fused_dense import ParallelFusedMLP, RowParallelLinear, fused_dense_func, fused_mlp_func
+        import fused_dense_lib
+        fused_dense_lib.linear_bias_wgrad, fused_dense_lib.linear_act_forward
+        fused_dense_lib.bias_act_linear_dgrad_bgrad""",
+    "gpt-neox": """
+        from flash_attn.ops.activations import swiglu, bias_gelu_impl, fast_gelu_impl
+        from flash_attn.ops.activations import gelu_bwd, relu_bwd, sqrelu_bwd, sqrelu_fwd""",
+    "Triton layers": """
+        from flash_attn.ops.triton.k_activations import Activation, get_triton_activation_kernel
+        from flash_attn.ops.triton.linear import triton_dgrad_act, triton_linear_act
+        from flash_attn.ops.triton.mlp import FusedDenseSqreluDense, fused_dense_sqrelu_dense_function""",
+    "rotary": """
+        import rotary_emb
+        rotary_emb.apply_rotary""",
     "bert_padding": """
         from flash_attn.bert_padding import IndexFirstAxis, IndexFirstAxisResidual, IndexPutFirstAxis
         from flash_attn.bert_padding import index_first_axis_residual, index_put_first_axis, repeat""",

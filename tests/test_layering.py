@@ -26,12 +26,12 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "_triton": set(),
     "_ops": {"_library", "_reference", "_triton"},
     "bert_padding": {"_ops"},  # its checks
-    "utils": set(),
+    "utils": {"_ops"},  # its checks
     "flash_attn_interface": {"_ops"},
     "fused_softmax": {"_ops"},
     "layers": {"_ops", "ops"},
     "losses": {"_ops", "ops"},
-    "ops": {"_ops"},
+    "ops": {"_ops", "utils"},
     "modules": {*FRONTS, "bert_padding", "utils"},
     "models": {*FRONTS, "bert_padding", "utils", "modules"},
     "__init__": {"flash_attn_interface"},

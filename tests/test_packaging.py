@@ -21,7 +21,10 @@ from setuptools import Distribution, Extension
 
 ROOT = pathlib.Path(__file__).parents[1]
 # Modules outside the package.
-BESIDE = {"dropout_layer_norm.py", "flash_attn_2_cuda.py", "fused_softmax_lib.py", "xentropy_cuda_lib.py"}
+BESIDE = {
+    "dropout_layer_norm.py", "flash_attn_2_cuda.py", "fused_dense_lib.py", "fused_softmax_lib.py", "rotary_emb.py",
+    "xentropy_cuda_lib.py",
+}  # fmt: skip
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="this is not a source tree")
 
 

@@ -16,12 +16,6 @@ void check_rows(const Tensor& rows, bool causal, const char* name) {
                   "found shape ", shape_string(rows.sizes()));
 }
 
-// `tensor`, or a copy that starts at an aligned address.
-Tensor aligned_contiguous(const Tensor& tensor) {
-  const Tensor rows = torch::stable::contiguous(tensor);
-  return starts_aligned(rows) ? rows : torch::stable::clone(rows);
-}
-
 // `tensor` is contiguous.
 fused_softmax::Rows rows_of(const Tensor& tensor, bool causal, const char* name) {
   const int64_t seqlen_q = tensor.size(-2);

@@ -94,6 +94,12 @@ inline bool starts_aligned(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
+// `tensor`, or a copy that starts at an aligned address.
+inline Tensor aligned_contiguous(const Tensor& tensor) {
+  const Tensor rows = torch::stable::contiguous(tensor);
+  return starts_aligned(rows) ? rows : torch::stable::clone(rows);
+}
+
 // A size that kernels count in 32 bits, also where they step past it.
 inline int narrow_size(int64_t size, const char* name) {
   STD_TORCH_CHECK(size <= std::numeric_limits<int>::max() / 2, name, " is too large: ", size);

@@ -3,10 +3,15 @@
 import importlib
 
 
+def find(family: str, name: str):
+    """What `flash_attn._triton.<family>` calls `name`."""
+    return getattr(importlib.import_module(f"flash_attn._triton.{family}"), name)
+
+
 def launch(family: str, name: str):
     """The function `name` of `flash_attn._triton.<family>`."""
 
     def launched(*args):
-        return getattr(importlib.import_module(f"flash_attn._triton.{family}"), name)(*args)
+        return find(family, name)(*args)
 
     return launched

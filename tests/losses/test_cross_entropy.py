@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from cases import DTYPES, params, sample
 from compare import assert_error_ratio, unavoidable
+from processes import over_processes
 from torch.autograd import forward_ad
 
 import xentropy_cuda_lib
@@ -292,21 +293,6 @@ def test_autocast_changes_nothing(device):
 # Several processes.
 
 
-def _over_processes(rank, file, world, target, args):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
-    try:
-        target(dist.group.WORLD, *args)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
-
-
-def over_processes(tmp_path, world, target, *args):
-    """Call target(group, *args) in each of `world` processes that form a group on the CPU."""
-    torch.multiprocessing.spawn(_over_processes, (str(tmp_path / "group"), world, target, args), nprocs=world)
-
-
 def check_parts(group, cases, precomputed, compiled):
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     function = (
@@ -340,12 +326,12 @@ PARALLEL_CASES = [
 
 
 @pytest.mark.parametrize("precomputed", [False, True])
-def test_classes_divided_among_processes(precomputed, tmp_path):
-    over_processes(tmp_path, 2, check_parts, PARALLEL_CASES, precomputed, False)
+def test_classes_divided_among_processes(precomputed):
+    over_processes(2, check_parts, PARALLEL_CASES, precomputed, False)
 
 
-def test_classes_divided_among_processes_compiled(tmp_path):
-    over_processes(tmp_path, 2, check_parts, PARALLEL_CASES[:1], False, True)
+def test_classes_divided_among_processes_compiled():
+    over_processes(2, check_parts, PARALLEL_CASES[:1], False, True)
 
 
 def check_one_part(group):
@@ -355,8 +341,8 @@ def check_one_part(group):
     assert identical(losses, cross_entropy_loss(logits, labels)[0])
 
 
-def test_group_of_one_process(tmp_path):
-    over_processes(tmp_path, 1, check_one_part)
+def test_group_of_one_process():
+    over_processes(1, check_one_part)
 
 
 # The kernels in Triton: on a GPU, and on the CPU in Triton's interpreter.

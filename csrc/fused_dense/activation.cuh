@@ -1,0 +1,163 @@
+// Activations of fused dense layers and their gradients, elementwise:
+//
+//   out = act(x), or act(x) y        dx = dout act'(x), or dout act'(x) y        dy = dout act(x)
+//
+// in fp32, of rows that may lie apart, as the halves of a matrix do. A block takes a part of a row; a thread has
+// kLoads accesses of each tensor on their way, a block's width apart. A result may take the place of what has its
+// index: nothing is read after it is written.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+
+#include "common/divmod.h"
+#include "common/launch.h"
+#include "fused_dense/params.h"
+#include "ptx/math.cuh"
+#include "tile/vec.cuh"
+
+namespace flash::fused_dense {
+
+template <typename T_, int kVec_, Activation kActivation_, bool kGated_>
+struct ActivationConfig {
+  using T = T_;
+  static constexpr int kVec = kVec_;  // elements of an access
+  static constexpr Activation kActivation = kActivation_;
+  static constexpr bool kGated = kGated_;
+  static constexpr int kLoads = 2;
+  static constexpr int kThreads = 256;  // of a block, at most
+};
+
+// act(x) and act'(x).
+struct Activated {
+  float value, slope;
+};
+
+// Approximate, with errors far below what T rounds off, unless T is fp32.
+template <typename T>
+__device__ float sigmoid(float x) {
+  if constexpr (sizeof(T) == 4) return 1 / (1 + expf(-x));
+  return ptx::reciprocal(1 + ptx::exp2(-1.4426950408889634f * x));
+}
+
+// gelu(x) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), is x (1 + tanh u) / 2.
+template <typename T, Activation kActivation>
+__device__ Activated activate(float x) {
+  if constexpr (kActivation == Activation::kGelu) {
+    constexpr float kSlope = 1.5957691216057308f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
+    const float part = sigmoid<T>(kSlope * x * (1 + kCubic * x * x));
+    return {x * part, part + x * part * (1 - part) * kSlope * (1 + 3 * kCubic * x * x)};
+  } else if constexpr (kActivation == Activation::kSilu) {
+    const float part = sigmoid<T>(x);
+    return {x * part, part + x * part * (1 - part)};
+  } else if constexpr (kActivation == Activation::kRelu) {
+    return {x < 0 ? 0.f : x, x > 0 ? 1.f : 0.f};
+  } else {
+    const float positive = x < 0 ? 0.f : x;
+    return {positive * positive, 2 * positive};
+  }
+}
+
+// The elements of a block's part of a row that a thread takes: at `first`, and `apart` from one access to the next.
+template <typename Config>
+struct Part {
+  int64_t row, first, apart;
+
+  __device__ explicit Part(int blocks_per_row) {
+    apart = int64_t{blockDim.x} * Config::kVec;
+    row = blockIdx.x / blocks_per_row;
+    first = (blockIdx.x % blocks_per_row) * Config::kLoads * apart + threadIdx.x * Config::kVec;
+  }
+};
+
+template <typename Config>
+using Loads = Vec<typename Config::T, Config::kVec>[Config::kLoads];
+
+template <typename Config>
+__device__ void load_part(Loads<Config>& vecs, const Rows& rows, const Part<Config>& part, int64_t cols) {
+  const auto* data = static_cast<const typename Config::T*>(rows.data) + part.row * rows.stride;
+#pragma unroll
+  for (int i = 0; i < Config::kLoads; ++i) {
+    const int64_t col = part.first + i * part.apart;
+    if (col < cols) vecs[i] = load<Config::kVec>(data + col);
+  }
+}
+
+template <typename Config>
+__device__ void store_part(const Rows& rows, const Part<Config>& part, int i, int64_t cols,
+                           const float (&wide)[Config::kVec]) {
+  using T = typename Config::T;
+  const int64_t col = part.first + i * part.apart;
+  if (col < cols) store(static_cast<T*>(rows.data) + part.row * rows.stride + col, narrow<T>(wide));
+}
+
+template <typename Params>
+struct Launched {
+  Params p;
+  int blocks_per_row;
+};
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void activation_fwd_kernel(
+    const __grid_constant__ Launched<ActivationFwdParams> launched) {
+  const auto& p = launched.p;
+  const Part<Config> part(launched.blocks_per_row);
+  Loads<Config> xs, ys;
+  load_part<Config>(xs, p.x, part, p.cols);
+  if constexpr (Config::kGated) load_part<Config>(ys, p.y, part, p.cols);
+#pragma unroll
+  for (int i = 0; i < Config::kLoads; ++i) {
+    float x[Config::kVec], y[Config::kVec];
+    widen(x, xs[i]);
+    if constexpr (Config::kGated) widen(y, ys[i]);
+#pragma unroll
+    for (int j = 0; j < Config::kVec; ++j) {
+      x[j] = activate<typename Config::T, Config::kActivation>(x[j]).value;
+      if constexpr (Config::kGated) x[j] *= y[j];
+    }
+    store_part<Config>(p.out, part, i, p.cols, x);
+  }
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void activation_bwd_kernel(
+    const __grid_constant__ Launched<ActivationBwdParams> launched) {
+  const auto& p = launched.p;
+  const Part<Config> part(launched.blocks_per_row);
+  Loads<Config> douts, xs, ys;
+  load_part<Config>(douts, p.dout, part, p.cols);
+  load_part<Config>(xs, p.x, part, p.cols);
+  if constexpr (Config::kGated) load_part<Config>(ys, p.y, part, p.cols);
+#pragma unroll
+  for (int i = 0; i < Config::kLoads; ++i) {
+    float dout[Config::kVec], x[Config::kVec], y[Config::kVec];
+    widen(dout, douts[i]);
+    widen(x, xs[i]);
+    if constexpr (Config::kGated) widen(y, ys[i]);
+#pragma unroll
+    for (int j = 0; j < Config::kVec; ++j) {
+      const Activated act = activate<typename Config::T, Config::kActivation>(x[j]);
+      x[j] = dout[j] * act.slope;
+      if constexpr (Config::kGated) x[j] *= y[j], y[j] = dout[j] * act.value;
+    }
+    store_part<Config>(p.dx, part, i, p.cols, x);
+    if constexpr (Config::kGated) store_part<Config>(p.dy, part, i, p.cols, y);
+  }
+}
+
+// Rows of few columns get small blocks. One row may be as long as memory.
+template <typename Config, auto kKernel, typename Params>
+void run_activation(const Params& p, cudaStream_t stream) {
+  if (p.rows == 0 || p.cols == 0) return;
+  constexpr int64_t kChunk = Config::kLoads * Config::kVec;
+  const int threads =
+      static_cast<int>(std::min<int64_t>(Config::kThreads, ceil_div(ceil_div(p.cols, kChunk), 32) * 32));
+  const int64_t blocks_per_row = ceil_div(p.cols, threads * static_cast<int>(kChunk));
+  if (p.rows * blocks_per_row > std::numeric_limits<int>::max()) throw std::invalid_argument("there are too many rows");
+  const Launched<Params> launched{p, static_cast<int>(blocks_per_row)};
+  launch<kKernel>({dim3(static_cast<unsigned>(p.rows * blocks_per_row)), dim3(threads)}, launched, stream);
+}
+
+}  // namespace flash::fused_dense

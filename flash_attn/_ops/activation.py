@@ -1,0 +1,78 @@
+"""Activations, gated or not: the ops `activation_fwd` and `activation_bwd`.
+
+    activation_fwd(x, y, activation) -> act(x), or act(x) * y
+    activation_bwd(dout, x, y, activation) -> (dout * act'(x), empty), or (dout * act'(x) * y, dout * act(x))
+
+x, y, dout   of one shape and dtype: fp32, fp16 or bf16, any strides; y may be None
+activation   gelu_approx: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2      silu: x / (1 + exp(-x))
+             relu: max(x, 0), whose derivative at 0 is 0                         sqrelu: max(x, 0)^2
+
+in fp32. Differentiable in x and y.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from flash_attn import _library
+from flash_attn._ops import checks
+from flash_attn._reference import activation as reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def activate(x, y, activation, names=("x", "y")):
+    """Check the tensors, called `names`, and apply the activation."""
+    if y is None:
+        checks.tensor(names[0], x, dtypes=DTYPES)
+    else:
+        checks.alike(names, (x, y), dtypes=DTYPES)
+        checks.has_shape(names[1], y, tuple(x.shape))
+    return fwd(x, y, activation)
+
+
+def differentiate(dout, x, y, activation, names=("g", "x", "y")):
+    """Check the tensors and return (dx, dy), dy None without y; the gradient may have another dtype."""
+    checks.tensor(names[1], x, dtypes=DTYPES)
+    checks.tensor(names[0], dout, dtypes=DTYPES, shape=tuple(x.shape), device=x.device)
+    if y is not None:
+        checks.tensor(names[2], y, dtypes=(x.dtype,), shape=tuple(x.shape), device=x.device)
+    with torch.no_grad():
+        dx, dy = bwd(dout.to(x.dtype), x, y, activation)
+    return dx, None if y is None else dy
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, rest):
+        (ctx.activation,) = rest
+        ctx.save_for_backward(x, y)
+        return fwd(x, y, ctx.activation)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        x, y = ctx.saved_tensors
+        dx, dy = bwd(dout, x, y, ctx.activation)
+        return dx, None if y is None else dy, None
+
+
+def _new_like(x):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _bwd_fake(dout, x, y, activation):
+    return _new_like(x), x.new_empty(0) if y is None else _new_like(y)
+
+
+fwd = _library.define(
+    "activation_fwd(Tensor x, Tensor? y, str activation) -> Tensor",
+    reference=reference.fwd,
+    fake=lambda x, *_: _new_like(x),
+    autograd=_Activation,
+    differentiable=2,
+)
+bwd = _library.define(
+    "activation_bwd(Tensor dout, Tensor x, Tensor? y, str activation) -> (Tensor dx, Tensor dy)",
+    reference=reference.bwd,
+    fake=_bwd_fake,
+)

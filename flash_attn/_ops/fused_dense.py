@@ -1,0 +1,274 @@
+"""Linear layers fused with what surrounds them: the ops `fused_dense_fwd`, `fused_dense_dgrad`, `fused_dense_wgrad`.
+
+    fused_dense_fwd(x, weight, bias, activation, keep, heuristic) -> (out, kept)
+    fused_dense_dgrad(dout, weight, dresidual, kept, activation, heuristic) -> dx
+    fused_dense_wgrad(dout, x, bias_grad) -> (dweight, dbias)
+
+x        (..., in), fp16 or bf16 as all tensors, any strides         dout, out (..., out)
+weight   (out, in)              bias (out,) or None                  dresidual like dx, or None
+
+    out = act(x weight^T + bias)                        activation: identity, or one of `_ops/activation.py`
+    dx = dout weight + dresidual, or act'(kept) * (dout weight)
+    dweight = dout^T x, dbias = sum of the rows of dout
+
+kept is what the gradient of the activation needs of the forward, which with `keep` returns it: x weight^T + bias; but
+for relu it is out itself, and nothing else is returned. In dgrad the weight is that of the layer behind the activation.
+What is not asked for is an empty tensor.
+
+heuristic: -1 computes the activation in a kernel of its own; from 0 on it is fused with the product where cuBLASLt has
+a kernel for both, and the number chooses among those that it proposes. Sums are fp32.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from flash_attn import _library
+from flash_attn._ops import activation as activations
+from flash_attn._ops import checks
+from flash_attn._reference import activation as activation_reference
+from flash_attn._reference import fused_dense as reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+FUSED_DTYPES = (torch.float16, torch.bfloat16)
+ACTIVATIONS = ("gelu_approx", "relu", "sqrelu")
+
+
+class Products(NamedTuple):
+    """What computes a layer: functions with the arguments of the ops, and of `activation_fwd`."""
+
+    fwd: Callable
+    dgrad: Callable
+    wgrad: Callable
+    activate: Callable
+
+
+def linear(x, weight, bias, return_residual, exchange):
+    """Check the arguments and compute x weight^T + bias, in the dtype of autocast if that is on.
+
+    exchange: None, or what a group of processes does: an object with gather(x) before the product and reduce(dx) after
+        its gradient. Both return a tensor and a handle to wait for, or None.
+    Returns out, or (out, x) with return_residual, x being as it entered the product.
+    """
+    autocast = check_layer(x, weight, bias)
+    checks.flags(return_residual=return_residual)
+    if autocast is not None:
+        x, weight, bias = _cast(autocast, x, weight, bias)
+    if exchange is None and not return_residual and x.dtype in FUSED_DTYPES:
+        return fwd(x, weight, bias, "identity", False, 0)[0]
+    with _library.without_autocast(x):
+        out, *_, x = _Linear.apply(x, weight, bias, ("identity", False, 0), exchange, True)
+    return (out, x) if return_residual else out
+
+
+def mlp(
+    x, weight1, bias1, weight2, bias2, activation, save_pre_act, return_residual, checkpoint_lvl, heuristic, exchange,
+    products=None,
+):  # fmt: skip
+    """Check the arguments and compute act(x weight1^T + bias1) weight2^T + bias2, as `linear` does.
+
+    products: those of another backend for 16-bit types.
+    """
+    autocast = check_layer(x, weight1, bias1, ("x", "weight1", "bias1"))
+    check_layer(x, weight2, bias2, ("x", "weight2", "bias2"), in_features=weight1.shape[0])
+    check_mlp(activation, checkpoint_lvl, heuristic)
+    checks.flags(save_pre_act=save_pre_act, return_residual=return_residual)
+    tensors = x, weight1, bias1, weight2, bias2
+    if autocast is not None:
+        tensors = _cast(autocast, *tensors)
+    if tensors[0].dtype not in FUSED_DTYPES:
+        products = PLAIN
+    if activation == "sqrelu" or products is PLAIN:
+        heuristic = -1
+    trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    options = activation, checkpoint_lvl if save_pre_act and trains else 2, heuristic, products or KERNELS
+    with _library.without_autocast(x):
+        out, x = _MLP.apply(*tensors, options, exchange)
+    return (out, x) if return_residual else out
+
+
+def check_layer(x, weight, bias, names=("x", "weight", "bias"), in_features=None):
+    """Check one linear layer of in_features, by default those of x; `names` are what the caller calls its tensors.
+
+    Returns the dtype of autocast, or None where it is off.
+    """
+    checks.tensor(names[0], x, dtypes=DTYPES)
+    if x.dim() == 0:
+        raise ValueError(f"{names[0]} must have at least one dimension (..., in_features), found shape ()")
+    autocast = _library.autocast_dtype(x)
+    dtypes, device = (x.dtype,) if autocast is None else DTYPES, x.device
+    shape = None, x.shape[-1] if in_features is None else in_features
+    checks.tensor(names[1], weight, dtypes=dtypes, shape=shape, device=device)
+    if bias is not None:
+        checks.tensor(names[2], bias, dtypes=dtypes, shape=weight.shape[:1], device=device)
+    return autocast
+
+
+def check_mlp(activation, checkpoint_lvl, heuristic):
+    """Check the options of an MLP."""
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be 'gelu_approx', 'relu' or 'sqrelu', found {activation!r}")
+    checks.integer("checkpoint_lvl", checkpoint_lvl)
+    checks.number("checkpoint_lvl", checkpoint_lvl, checkpoint_lvl in (0, 1, 2), "0, 1 or 2")
+    checks.integer("heuristic", heuristic)
+    checks.number("heuristic", heuristic, -1 <= heuristic <= 4, "between -1 and 4")
+
+
+def _cast(dtype, *tensors):
+    return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Autograd
+
+
+class _Linear(torch.autograd.Function):
+    """Gradients of `fwd` without activation. With return_residual its last result is x, which has a gradient too."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, rest, exchange=None, return_residual=False):
+        ctx.activation = rest[0]
+        total = _gathered(x, exchange)
+        out, kept = products_for(x).fwd(total, weight, bias, *rest)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        ctx.exchange = exchange
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(kept)
+        return (out, kept, x.view_as(x)) if return_residual else (out, kept)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, _, dresidual=None):
+        if ctx.activation != "identity":
+            raise NotImplementedError(f"fused_dense_fwd has no gradient for {ctx.activation!r}, only for 'identity'")
+        gradients = dresidual, None, None
+        if dout is not None:
+            x, weight = ctx.saved_tensors
+            with _library.without_autocast(dout):
+                gradients = _layer_gradients(
+                    dout, x, weight, dresidual, ctx.exchange, ctx.needs_input_grad, products_for(dout)
+                )
+        return *gradients, None, None, None
+
+
+class _MLP(torch.autograd.Function):
+    """Both layers and what is between them: (out, x) of x, weight1, bias1, weight2 and bias2."""
+
+    @staticmethod
+    def forward(ctx, x, weight1, bias1, weight2, bias2, options, exchange):
+        activation, level, heuristic, products = ctx.options = options
+        ctx.exchange = exchange
+        ctx.set_materialize_grads(False)
+        act, kept = products.fwd(_gathered(x, exchange), weight1, bias1, activation, level < 2, heuristic)
+        out, _ = products.fwd(act, weight2, bias2, "identity", False, 0)
+        saves_act = level == 0 or (level == 1 and activation == "relu")
+        saves_kept = level < 2 and activation != "relu"
+        ctx.save_for_backward(
+            x, weight1, weight2, bias1 if level == 2 else None, act if saves_act else None, kept if saves_kept else None
+        )
+        return out, x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dresidual):
+        if dout is None:
+            return dresidual, None, None, None, None, None, None
+        x, weight1, weight2, bias1, act, kept = ctx.saved_tensors
+        activation, level, heuristic, products = ctx.options
+        needs = ctx.needs_input_grad
+        if not torch.compiler.is_compiling():
+            ctx.maybe_clear_saved_tensors()  # so that their memory is free as soon as they are not needed below
+        with _library.without_autocast(dout):
+            if level == 2:
+                act, kept = products.fwd(_gathered(x, ctx.exchange), weight1, bias1, activation, True, heuristic)
+            elif act is None:
+                act = products.activate(kept, None, activation)
+            if activation == "relu":
+                kept = act
+            _, dweight2, dbias2 = _layer_gradients(dout, act, weight2, None, None, (False, *needs[3:5]), products)
+            act = None
+            dpre = products.dgrad(dout, weight2, None, kept, activation, heuristic)
+            kept = None
+            gradients = _layer_gradients(dpre, x, weight1, dresidual, ctx.exchange, needs[:3], products)
+        return *gradients, dweight2, dbias2, None, None
+
+
+def _layer_gradients(dout, x, weight, dresidual, exchange, needs, products):
+    """(dx, dweight, dbias) of a linear layer, None for those not among `needs`; what others send travels meanwhile."""
+    total, gathered, reduced = x, None, None
+    dx, dweight, dbias = dresidual, None, None
+    if exchange is not None and needs[1]:
+        total, gathered = exchange.gather(x)
+    if needs[0]:
+        dx = products.dgrad(dout, weight, dresidual if exchange is None else None, None, "identity", 0)
+        if exchange is not None:
+            dx, reduced = exchange.reduce(dx)
+    _wait(gathered)
+    if needs[1]:
+        dweight, dbias = products.wgrad(dout, total, needs[2])
+    elif needs[2]:
+        dbias = reference.matrix(dout).sum(0)
+    _wait(reduced)
+    if exchange is not None and dresidual is not None and needs[0]:
+        dx = dx + dresidual
+    return dx if needs[0] else None, dweight, dbias if needs[2] else None
+
+
+def _gathered(x, exchange):
+    if exchange is None:
+        return x
+    total, handle = exchange.gather(x)
+    _wait(handle)
+    return total
+
+
+def _wait(handle):
+    if handle is not None:
+        handle.wait()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ops
+
+
+def _fwd_fake(x, weight, bias, activation, keep, heuristic):
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    return out, torch.empty_like(out) if keep and activation not in ("identity", "relu") else x.new_empty(0)
+
+
+def _dgrad_fake(dout, weight, *_):
+    return dout.new_empty(*dout.shape[:-1], weight.shape[1])
+
+
+def _wgrad_fake(dout, x, bias_grad):
+    return dout.new_empty(dout.shape[-1], x.shape[-1]), dout.new_empty(dout.shape[-1] if bias_grad else 0)
+
+
+fwd = _library.define(
+    "fused_dense_fwd(Tensor x, Tensor weight, Tensor? bias, str activation, bool keep, int heuristic)"
+    " -> (Tensor out, Tensor kept)",
+    reference=reference.fwd,
+    fake=_fwd_fake,
+    autograd=_Linear,
+    differentiable=3,
+)
+dgrad = _library.define(
+    "fused_dense_dgrad(Tensor dout, Tensor weight, Tensor? dresidual, Tensor? kept, str activation, int heuristic)"
+    " -> Tensor",
+    reference=reference.dgrad,
+    fake=_dgrad_fake,
+)
+wgrad = _library.define(
+    "fused_dense_wgrad(Tensor dout, Tensor x, bool bias_grad) -> (Tensor dweight, Tensor dbias)",
+    reference=reference.wgrad,
+    fake=_wgrad_fake,
+)
+
+KERNELS = Products(fwd, dgrad, wgrad, activations.fwd)
+PLAIN = Products(reference.fwd, reference.dgrad, reference.wgrad, activation_reference.fwd)
+
+
+def products_for(x):
+    return KERNELS if x.dtype in FUSED_DTYPES else PLAIN

@@ -1,0 +1,36 @@
+"""Activations and their gradients in plain torch, with fp32 maths. Arguments as in `flash_attn._ops.activation`."""
+
+import torch
+from torch.nn import functional
+
+_FWD = {
+    "gelu_approx": lambda x: functional.gelu(x, approximate="tanh"),
+    "relu": functional.relu,
+    "sqrelu": lambda x: functional.relu(x).square(),
+    "silu": functional.silu,
+}
+_BWD = {
+    "gelu_approx": lambda dout, x: torch.ops.aten.gelu_backward(dout, x, approximate="tanh"),
+    "relu": lambda dout, x: torch.where(x > 0, dout, 0),
+    "sqrelu": lambda dout, x: 2 * dout * functional.relu(x),
+    "silu": torch.ops.aten.silu_backward,
+}
+
+
+def fwd(x, y, activation):
+    """act(x), or act(x) * y."""
+    out = _FWD[activation](_wide(x))
+    return (out if y is None else out * _wide(y)).to(x.dtype)
+
+
+def bwd(dout, x, y, activation):
+    """Returns (dx, dy); dy is empty without y."""
+    wide = _wide(dout), _wide(x)
+    if y is None:
+        return _BWD[activation](*wide).to(x.dtype), x.new_empty(0)
+    dx = _BWD[activation](wide[0] * _wide(y), wide[1])
+    return dx.to(x.dtype), (wide[0] * _FWD[activation](wide[1])).to(y.dtype)
+
+
+def _wide(x):
+    return x if x.dtype == torch.float64 else x.float()

@@ -1,0 +1,34 @@
+"""Linear layers with activations, and gradients, in plain torch. Arguments as in `flash_attn._ops.fused_dense`."""
+
+import torch
+from torch.nn import functional
+
+from flash_attn._reference import activation as activations
+
+
+def fwd(x, weight, bias, activation, keep, heuristic):
+    """Returns (out, kept)."""
+    out = functional.linear(x, weight, bias)
+    if activation == "identity":
+        return out, x.new_empty(0)
+    act = activations.fwd(out, None, activation)
+    return act, out if keep and activation != "relu" else x.new_empty(0)
+
+
+def dgrad(dout, weight, dresidual, kept, activation, heuristic):
+    """Returns dx."""
+    dx = matrix(dout) @ weight if dresidual is None else torch.addmm(matrix(dresidual), matrix(dout), weight)
+    if activation != "identity":
+        dx, _ = activations.bwd(dx, matrix(kept), None, activation)
+    return dx.reshape(*dout.shape[:-1], weight.shape[1])
+
+
+def wgrad(dout, x, bias_grad):
+    """Returns (dweight, dbias)."""
+    dbias = matrix(dout).sum(0) if bias_grad else dout.new_empty(0)
+    return matrix(dout).T @ matrix(x), dbias
+
+
+def matrix(x):
+    """x (..., cols) as (rows, cols)."""
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]

@@ -1,0 +1,119 @@
+"""Activations of MLPs with their gradients: GELU in its tanh form, with a bias or not, squared ReLU, SwiGLU.
+
+    out = swiglu(gate, value)        # silu(gate) * value, in one kernel forward and one backward
+
+Maths is in float32, rounded once to the dtype of the inputs: float32, float16 or bfloat16. Inputs have any shape and
+strides; the halves of a wider tensor are read where they are. Functions named *_fwd and *_bwd, `bias_gelu` and
+`bias_gelu_back` record no gradient of their own, the others do. All raise TypeError or ValueError for arguments that do
+not fit together.
+"""
+
+import torch
+
+from flash_attn._ops import activation as ops
+from flash_attn._ops import checks
+
+_GELU = "gelu_approx"
+
+
+def bias_gelu(y, bias):
+    """gelu(y + bias) in the dtype of y; y (..., features), bias (features,), perhaps of another dtype.
+
+    >>> bias_gelu(torch.randn(8, 64), torch.zeros(64)).shape
+    torch.Size([8, 64])
+    """
+    with torch.no_grad():
+        return ops.fwd(_biased(y, bias), None, _GELU).to(y.dtype)
+
+
+def bias_gelu_back(g, y, bias):
+    """The gradients of `bias_gelu` for an incoming g like y: (grad_y in y.dtype, grad_bias in bias.dtype)."""
+    dy, _ = ops.differentiate(g, _biased(y, bias), None, _GELU, ("g", "y", ""))
+    return dy.to(y.dtype), dy.sum(tuple(range(dy.dim() - 1))).to(bias.dtype)
+
+
+def bias_gelu_impl(input, bias):
+    """Differentiable `bias_gelu`."""
+    return ops.activate(_biased(input, bias, "input"), None, _GELU).to(input.dtype)
+
+
+def gelu_fwd(x):
+    """gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
+    with torch.no_grad():
+        return ops.activate(x, None, _GELU)
+
+
+def gelu_bwd(g, x):
+    """g gelu'(x), in the dtype of x."""
+    return ops.differentiate(g, x, None, _GELU)[0]
+
+
+def fast_gelu_impl(input):
+    """Differentiable `gelu_fwd`."""
+    return ops.activate(input, None, _GELU, ("input", ""))
+
+
+def relu_bwd(g, x):
+    """g where x >= 0, zero included, else 0, in the dtype of x."""
+    checks.tensor("x", x, dtypes=ops.DTYPES)
+    checks.tensor("g", g, dtypes=ops.DTYPES, shape=tuple(x.shape), device=x.device)
+    with torch.no_grad():
+        return torch.where(x >= 0, g, 0).to(x.dtype)
+
+
+def sqrelu_fwd(x):
+    """max(x, 0)^2."""
+    with torch.no_grad():
+        return ops.activate(x, None, "sqrelu")
+
+
+def sqrelu_bwd(g, x):
+    """2 g max(x, 0), in the dtype of x."""
+    return ops.differentiate(g, x, None, "sqrelu")[0]
+
+
+def swiglu_fwd(x, y):
+    """silu(x) * y = x / (1 + exp(-x)) * y: the gate comes first (arXiv:2002.05202)."""
+    with torch.no_grad():
+        return ops.activate(x, y, "silu")
+
+
+def swiglu_bwd(x, y, g):
+    """The gradients of `swiglu` for an incoming g: (dx, dy)."""
+    return ops.differentiate(g, x, y, "silu")
+
+
+def swiglu(x, y):
+    """Differentiable `swiglu_fwd`.
+
+    >>> gate, value = torch.randn(2, 5, 128, requires_grad=True).chunk(2, dim=-1)
+    >>> swiglu(gate, value).sum().backward()
+    """
+    return ops.activate(x, y, "silu")
+
+
+class GeLUFunction:
+    """`GeLUFunction.apply` is `bias_gelu_impl`."""
+
+    apply = staticmethod(bias_gelu_impl)
+
+
+class FastGeLUFunction:
+    """`FastGeLUFunction.apply` is `fast_gelu_impl`."""
+
+    apply = staticmethod(fast_gelu_impl)
+
+
+class SwiGLUFunction:
+    """`SwiGLUFunction.apply` is `swiglu`."""
+
+    apply = staticmethod(swiglu)
+
+
+def _biased(y, bias, name="y"):
+    """The sum, in the wider dtype of the two."""
+    checks.tensor(name, y, dtypes=ops.DTYPES)
+    if y.dim() == 0:
+        raise ValueError(f"{name} must have at least one dimension (..., features), found shape ()")
+    checks.tensor("bias", bias, dtypes=ops.DTYPES, shape=y.shape[-1:], device=y.device)
+    return y + bias

@@ -1,0 +1,364 @@
+"""Linear layers and MLPs fused with bias, activation and their gradients, alone or divided among processes.
+
+    out = fused_dense_func(x, weight, bias)
+    mlp = FusedMLP(1024, 4096, activation="gelu_approx", checkpoint_lvl=1)
+
+On a GPU, float16 and bfloat16 products are cuBLASLt's, with the bias, the activation and the bias gradient in the same
+kernels where that serves; an MLP keeps, and its gradient needs, less memory than the same operations of torch, down to
+its input alone (`checkpoint_lvl`). Other dtypes and devices take torch's own operations, with the same results up to
+rounding and the same collectives. Under autocast inputs and parameters are cast to its dtype.
+
+Layers divided among the processes of a group follow Megatron-LM (arXiv:1909.08053): `ColumnParallelLinear` divides the
+output features, `RowParallelLinear` the input features. With sequence_parallel (arXiv:2205.05198) the first dimension
+of x is divided too between such layers; otherwise every process has all of x. Gradients travel while others are
+computed.
+
+Every function raises TypeError or ValueError for arguments that do not fit together, before anything is computed.
+"""
+
+import dataclasses
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from flash_attn._ops import checks
+from flash_attn._ops import fused_dense as ops
+from flash_attn.utils.distributed import (
+    all_gather_raw,
+    all_reduce,
+    all_reduce_raw,
+    get_dim_for_local_rank,
+    reduce_scatter,
+    reduce_scatter_raw,
+)
+
+
+def fused_dense_func(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    return_residual: bool = False,
+    process_group: ProcessGroup | None = None,
+    sequence_parallel: bool = True,
+):
+    """x weight^T + bias, differentiable in x, weight and bias.
+
+    Arguments:
+        x: (..., in_features), float16, bfloat16, float32 or float64, any strides; weight and bias have its dtype unless
+            autocast casts all three.
+        weight: (out_features, in_features).
+        bias: (out_features,) or None.
+        return_residual: also return x as it entered the product, cast and all. A gradient that arrives there, that of
+            a residual stream, is added within the product that gives x its gradient.
+        process_group: a group whose processes have out_features divided among them. With sequence_parallel they have
+            the first dimension of x divided too: x is gathered before the product, and its gradient scattered back.
+            Otherwise x is the same in all, and its gradient is summed.
+
+    Returns (..., out_features), whose first dimension is that of the gathered x; or a tuple of it and x.
+
+    >>> x, weight = torch.randn(2, 5, 64), torch.randn(128, 64)
+    >>> fused_dense_func(x, weight, torch.zeros(128)).shape
+    torch.Size([2, 5, 128])
+    """
+    return ops.linear(x, weight, bias, return_residual, _exchange(process_group, sequence_parallel))
+
+
+class FusedDenseFunc:
+    """`FusedDenseFunc.apply` is `fused_dense_func`."""
+
+    apply = staticmethod(fused_dense_func)
+
+
+def fused_mlp_func(
+    x: Tensor,
+    weight1: Tensor,
+    weight2: Tensor,
+    bias1: Tensor | None = None,
+    bias2: Tensor | None = None,
+    activation: str = "gelu_approx",
+    save_pre_act: bool = True,
+    return_residual: bool = False,
+    checkpoint_lvl: int = 0,
+    heuristic: int = 0,
+    process_group: ProcessGroup | None = None,
+    sequence_parallel: bool = True,
+):
+    """act(x weight1^T + bias1) weight2^T + bias2, differentiable in all five tensors.
+
+    Arguments:
+        x: (..., in_features), as in `fused_dense_func`.
+        weight1, bias1: (hidden_features, in_features) and (hidden_features,); the bias may be None.
+        weight2, bias2: (out_features, hidden_features) and (out_features,); the bias may be None.
+        activation: "gelu_approx", the tanh form; "relu"; or "sqrelu", its square.
+        save_pre_act: False keeps nothing for the gradient but x, like checkpoint_lvl=2.
+        return_residual: also return x, as in `fused_dense_func`.
+        checkpoint_lvl: what is kept for the gradient beside x: 0 what enters and leaves the activation; 1 what enters
+            it, the activation being computed again; 2 neither, the first product being computed again too. Of relu,
+            what leaves it suffices at both 0 and 1.
+        heuristic: -1 runs the activation and its gradient as kernels of their own. From 0 to 4 they are part of the
+            products where cuBLASLt has a kernel for that, and the number chooses among those it proposes. "sqrelu" is
+            always apart.
+        process_group, sequence_parallel: as in `fused_dense_func`, hidden_features being divided. The result is this
+            process's part of a sum over the group, which is left to the caller.
+
+    Returns (..., out_features), or a tuple of it and x.
+
+    >>> x, weight1, weight2 = torch.randn(2, 5, 64), torch.randn(256, 64), torch.randn(64, 256)
+    >>> fused_mlp_func(x, weight1, weight2, activation="relu").shape
+    torch.Size([2, 5, 64])
+    """
+    exchange = _exchange(process_group, sequence_parallel)
+    return ops.mlp(
+        x, weight1, bias1, weight2, bias2, activation, save_pre_act, return_residual, checkpoint_lvl, heuristic,
+        exchange,
+    )  # fmt: skip
+
+
+class FusedMLPFunc:
+    """`FusedMLPFunc.apply` is `fused_mlp_func` with each bias after its weight."""
+
+    @staticmethod
+    def apply(
+        x, weight1, bias1, weight2, bias2, activation="gelu_approx", save_pre_act=True, return_residual=False,
+        checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True,
+    ):  # fmt: skip
+        return fused_mlp_func(
+            x, weight1, weight2, bias1, bias2, activation, save_pre_act, return_residual, checkpoint_lvl, heuristic,
+            process_group, sequence_parallel,
+        )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """What the processes of a group send one another about x and its gradient."""
+
+    process_group: ProcessGroup
+    sequence_parallel: bool
+
+    def gather(self, x):
+        """x of all processes, and a handle to wait for."""
+        if not self.sequence_parallel:
+            return x, None
+        return all_gather_raw(x, self.process_group, async_op=not torch.compiler.is_compiling())
+
+    def reduce(self, dx):
+        """What this process keeps of the sum of all gradients, and a handle to wait for."""
+        reduce_raw = reduce_scatter_raw if self.sequence_parallel else all_reduce_raw
+        return reduce_raw(dx, self.process_group, async_op=not torch.compiler.is_compiling())
+
+
+def _exchange(process_group, sequence_parallel):
+    checks.flags(sequence_parallel=sequence_parallel)
+    return None if process_group is None else _Exchange(process_group, bool(sequence_parallel))
+
+
+class FusedDense(nn.Linear):
+    """`nn.Linear` by `fused_dense_func`.
+
+    Arguments beside those of `nn.Linear`:
+        return_residual: forward returns (out, x).
+
+    >>> FusedDense(64, 128)(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 128])
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        return_residual: bool = False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.return_residual = return_residual
+
+    def forward(self, x, process_group=None):
+        """process_group: gather x (..., in_features) along its first dimension from these processes."""
+        return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
+
+
+class _ParallelLinear(nn.Linear):
+    """A linear layer that has this process's share of the features that `_divided` names, and of the weight."""
+
+    _divided: str
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        process_group: ProcessGroup,
+        bias: bool = True,
+        sequence_parallel=True,
+        multiple_of=1,
+        device=None,
+        dtype=None,
+    ):
+        features = {"in_features": in_features, "out_features": out_features}
+        features[self._divided] = _share(self._divided, features[self._divided], process_group, multiple_of)
+        # A bias of divided outputs is divided like them; one of outputs that are summed must be added once.
+        bias = bias and (self._divided == "out_features" or dist.get_rank(process_group) == 0)
+        super().__init__(**features, bias=bias, device=device, dtype=dtype)
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear layer whose output features are divided among the processes of a group.
+
+    Arguments beside those of `nn.Linear`:
+        process_group: the processes.
+        sequence_parallel: the first dimension of x is divided among them too, and gathered.
+        multiple_of: out_features is divided in units of so many; the first processes have one more if they do not
+            divide evenly.
+
+    `weight` (out_features of this process, in_features) and `bias` are this process's rows.
+    """
+
+    _divided = "out_features"
+
+    def forward(self, x):
+        """(..., in_features) to (..., out_features of this process)."""
+        return fused_dense_func(
+            x, self.weight, self.bias, process_group=self.process_group, sequence_parallel=self.sequence_parallel
+        )
+
+
+class RowParallelLinear(_ParallelLinear):
+    """A linear layer whose input features are divided among the processes of a group.
+
+    Arguments as of `ColumnParallelLinear`, where in_features is divided and the result is what sequence_parallel
+    divides, along its first dimension. `weight` is (out_features, in_features of this process); only the first process
+    has a `bias`, (out_features,).
+    """
+
+    _divided = "in_features"
+
+    def forward(self, x):
+        """(..., in_features of this process) to (..., out_features)."""
+        return _reduced(fused_dense_func(x, self.weight, self.bias), self.process_group, self.sequence_parallel)
+
+
+def _share(name, features, process_group, multiple_of):
+    """How many of the features this process has."""
+    checks.integer(name, features)
+    checks.integer("multiple_of", multiple_of)
+    checks.number("multiple_of", multiple_of, multiple_of > 0, "positive")
+    if process_group is None:
+        raise TypeError("process_group must be a torch.distributed group, found None")
+    checks.number(name, features, features % multiple_of == 0, "a multiple of {}", multiple_of)
+    world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+    return get_dim_for_local_rank(features, world_size, rank, multiple_of)
+
+
+def _reduced(out, process_group, sequence_parallel):
+    """The sum of all processes' parts, of which each keeps its share of the rows with sequence_parallel."""
+    return (reduce_scatter if sequence_parallel else all_reduce)(out, process_group)
+
+
+class FusedMLP(nn.Module):
+    """Two linear layers with an activation between them, by `fused_mlp_func`.
+
+    Arguments:
+        in_features, hidden_features, out_features: widths; by default hidden_features is 4 * in_features and
+            out_features is in_features.
+        bias1, bias2: whether the layers have a bias.
+        activation, checkpoint_lvl, return_residual: as in `fused_mlp_func`. Nothing is kept outside of training.
+        heuristic: as there, or "auto" for what was fastest when measured.
+
+    >>> FusedMLP(64, checkpoint_lvl=1)(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
+    """
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        bias1=True,
+        bias2=True,
+        activation="gelu_approx",
+        return_residual=False,
+        checkpoint_lvl=0,
+        heuristic="auto",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        _configure(self, activation, checkpoint_lvl, heuristic)
+        self.return_residual = return_residual
+        hidden, out = hidden_features or 4 * in_features, out_features or in_features
+        self.fc1 = nn.Linear(in_features, hidden, bias=bias1, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, out, bias=bias2, device=device, dtype=dtype)
+
+    def forward(self, x, process_group=None):
+        """process_group: gather x (..., in_features) along its first dimension, and scatter the sum of all results."""
+        out, x = _fused_mlp(self, x, process_group, True)
+        if process_group is not None:
+            out = reduce_scatter(out, process_group)
+        return (out, x) if self.return_residual else out
+
+
+class ParallelFusedMLP(nn.Module):
+    """`FusedMLP` whose hidden features are divided among the processes of a group.
+
+    Arguments as of `FusedMLP`, and
+        process_group: the processes; needed.
+        sequence_parallel: the first dimension of x and of the result is divided among them too.
+
+    `fc1` is a `ColumnParallelLinear` and `fc2` a `RowParallelLinear`.
+    """
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        activation="gelu_approx",
+        process_group: ProcessGroup = None,
+        bias1=True,
+        bias2=True,
+        sequence_parallel=True,
+        checkpoint_lvl=0,
+        heuristic="auto",
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        _configure(self, activation, checkpoint_lvl, heuristic)
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+        hidden, out = hidden_features or 4 * in_features, out_features or in_features
+        options = dict(sequence_parallel=sequence_parallel, device=device, dtype=dtype)
+        self.fc1 = ColumnParallelLinear(in_features, hidden, process_group, bias=bias1, **options)
+        self.fc2 = RowParallelLinear(hidden, out, process_group, bias=bias2, **options)
+
+    def forward(self, x):
+        """(..., in_features) to (..., out_features)."""
+        out, _ = _fused_mlp(self, x, self.process_group, self.sequence_parallel)
+        return _reduced(out, self.process_group, self.sequence_parallel)
+
+
+def _configure(module, activation, checkpoint_lvl, heuristic):
+    """Check and set the options that both MLPs have."""
+    ops.check_mlp(activation, checkpoint_lvl, -1 if heuristic == "auto" else heuristic)
+    module.activation = activation
+    module.checkpoint_lvl = checkpoint_lvl
+    module.heuristic = heuristic if activation != "sqrelu" else -1
+
+
+def _fused_mlp(module, x, process_group, sequence_parallel):
+    """`fused_mlp_func` of the layers of a module: (out, x)."""
+    fc1, fc2 = module.fc1, module.fc2
+    return fused_mlp_func(
+        x, fc1.weight, fc2.weight, fc1.bias, fc2.bias, activation=module.activation, save_pre_act=module.training,
+        return_residual=True, checkpoint_lvl=module.checkpoint_lvl, heuristic=_heuristic(module),
+        process_group=process_group, sequence_parallel=sequence_parallel,
+    )  # fmt: skip
+
+
+def _heuristic(module):
+    return 0 if module.heuristic == "auto" else module.heuristic

@@ -1,0 +1,52 @@
+"""Activations for use within Triton kernels, and their names.
+
+`relu`, `leaky_relu`, `squared_relu`, `gelu`, `gelu_approx`, the same with `_grad`, `tanh` and `cosh` are Triton device
+functions of fp32 values, imported with Triton when they are first asked for. `<name>_grad` takes what the activation
+was applied to and returns the factor of the incoming gradient.
+"""
+
+import enum
+import math
+
+from flash_attn._ops import triton
+
+_sqrt2pi = math.sqrt(2.0 / math.pi)
+_sqrt1_2 = math.sqrt(1.0 / 2)
+_gaussian_pdf_normalization = 1.0 / math.sqrt(2 * math.pi)
+
+
+class Activation(str, enum.Enum):
+    """The names of the activations."""
+
+    SquaredReLU = "squared_relu"
+    GeLU = "gelu"
+    GeLUApprox = "gelu_approx"
+    LeakyReLU = "leaky_relu"
+    ReLU = "relu"
+
+
+def get_triton_activation_kernel(activation: Activation | None):
+    """The device function of an activation, or None for None. Raises KeyError for a name that there is not."""
+    return _device_function(activation, "")
+
+
+def get_triton_activation_bwd_kernel(activation: Activation | None):
+    """The device function of its derivative, likewise."""
+    return _device_function(activation, "_grad")
+
+
+def _device_function(activation, suffix):
+    if not activation:
+        return None
+    if activation not in tuple(Activation):
+        raise KeyError(activation)
+    return triton.find("activations", Activation(activation).value + suffix)
+
+
+def __getattr__(name):
+    if name in _DEVICE_FUNCTIONS:
+        return triton.find("activations", name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_DEVICE_FUNCTIONS = {"tanh", "cosh", *(each.value + suffix for each in Activation for suffix in ("", "_grad"))}

@@ -1,0 +1,91 @@
+"""Linear layers with bias and activation in one Triton kernel, and the gradient that goes back through both.
+
+    out, act_input = triton_linear_act(x, weight, bias, activation="gelu", save_act_input=True)
+
+Sums, bias and activation are fp32. Nothing here records a gradient. Tensors that are not on a GPU, or a GPU without
+Triton, take plain torch. `kernel_fwd` and `kernel_bwd` are the kernels.
+"""
+
+import torch
+
+from flash_attn._ops import checks, triton
+from flash_attn._ops import linear_act as ops
+
+
+def triton_linear_act(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "id",
+    save_act_input: bool = False,
+) -> torch.Tensor:
+    """act(x weight^T + bias).
+
+    Arguments:
+        x: (..., in_features), float16, bfloat16 or float32; an operand none of whose dimensions has adjacent elements
+            is copied.
+        weight: (out_features, in_features), of the same dtype.
+        bias: (out_features,), likewise, or None.
+        activation: "id", "gelu" (the exact one), "gelu_approx" (its tanh form) or "squared_relu".
+        save_act_input: also return what the activation is applied to, in the dtype of x.
+
+    Returns (..., out_features), or a tuple of two such. Raises TypeError or ValueError for arguments that do not fit.
+
+    >>> triton_linear_act(torch.randn(2, 5, 64), torch.randn(128, 64), activation="gelu").shape
+    torch.Size([2, 5, 128])
+    """
+    activation = ops.check(("x", "weight"), x, weight, 1, activation)
+    if bias is not None:
+        checks.tensor("bias", bias, dtypes=(x.dtype,), shape=weight.shape[:1], device=x.device)
+    checks.flags(save_act_input=save_act_input)
+    with torch.no_grad():
+        out, act_input = ops.fwd(x, weight, bias, activation, bool(save_act_input))
+    return (out, act_input) if save_act_input else out
+
+
+def triton_dgrad_act(
+    grad_output: torch.Tensor,
+    weight: torch.Tensor,
+    activation: str = "id",
+    act_input: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(grad_output weight) * act'(act_input): the gradient of what an activation before the layer `weight` is given.
+
+    Arguments:
+        grad_output: (..., out_features), float16, bfloat16 or float32.
+        weight: (out_features, in_features), of the same dtype.
+        activation: as in `triton_linear_act`.
+        act_input: (..., in_features) or (rows, in_features), of the same dtype; needed unless the activation is "id".
+
+    Returns (..., in_features).
+
+    >>> triton_dgrad_act(torch.randn(2, 5, 128), torch.randn(128, 64)).shape
+    torch.Size([2, 5, 64])
+    """
+    activation = ops.check(("grad_output", "weight"), grad_output, weight, 0, activation)
+    if activation == "id":
+        act_input = None
+    else:
+        checks.tensor("act_input", act_input, dtypes=(weight.dtype,), device=weight.device)
+        rows = grad_output.shape[:-1].numel()
+        fits = act_input.shape[-1:] == weight.shape[1:] and act_input.shape[:-1].numel() == rows
+        checks.number("act_input", tuple(act_input.shape), fits, "of shape ({}, {})", rows, weight.shape[1])
+        act_input = act_input.contiguous()
+    with torch.no_grad():
+        return ops.dgrad(grad_output, weight, act_input, activation)
+
+
+def init_to_zero(name):
+    """A hook for Triton's autotuner that zeroes the kernel argument `name` before each run."""
+    return lambda nargs: nargs[name].zero_()
+
+
+def get_configs_io_bound():
+    """Configurations of tiles for products of few rows, as Triton's autotuner takes them."""
+    return triton.find("linear_act", "get_configs_io_bound")()
+
+
+def __getattr__(name):
+    if name in ("kernel_fwd", "kernel_bwd"):
+        return triton.find("linear_act", name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

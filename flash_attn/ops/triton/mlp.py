@@ -1,0 +1,85 @@
+"""An MLP with squared ReLU, whose first product and activation are one Triton kernel on a GPU.
+
+mlp = FusedDenseSqreluDense(1024, checkpoint_lvl=1)
+"""
+
+from torch import nn
+
+from flash_attn._ops import fused_dense as dense
+from flash_attn._ops import linear_act as ops
+
+
+def fused_dense_sqrelu_dense_function(x, weight1, bias1, weight2, bias2, checkpoint_lvl=0):
+    """relu(x weight1^T + bias1)^2 weight2^T + bias2, differentiable in all five tensors.
+
+    Arguments:
+        x: (..., in_features), float16, bfloat16, float32 or float64, as all tensors unless autocast casts them.
+        weight1, bias1: (hidden_features, in_features) and (hidden_features,).
+        weight2, bias2: (out_features, hidden_features) and (out_features,).
+        checkpoint_lvl: what is kept for the gradient: 0 what enters and leaves the activation, 1 what enters it, 2 x.
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+
+    >>> x, weight1, weight2 = torch.randn(5, 64), torch.randn(256, 64), torch.randn(64, 256)
+    >>> fused_dense_sqrelu_dense_function(x, weight1, torch.zeros(256), weight2, torch.zeros(64)).shape
+    torch.Size([5, 64])
+    """
+    return dense.mlp(x, weight1, bias1, weight2, bias2, "sqrelu", True, False, checkpoint_lvl, -1, None, _PRODUCTS)
+
+
+class FusedDenseSqreluDenseFunc:
+    """`FusedDenseSqreluDenseFunc.apply` is `fused_dense_sqrelu_dense_function`."""
+
+    apply = staticmethod(fused_dense_sqrelu_dense_function)
+
+
+class FusedDenseSqreluDense(nn.Module):
+    """Two linear layers with relu(.)^2 between them.
+
+    Arguments:
+        in_features, hidden_features, out_features: widths; by default hidden_features is 4 * in_features and
+            out_features is in_features.
+        bias1, bias2: whether the layers have a bias.
+        checkpoint_lvl: as in `fused_dense_sqrelu_dense_function`.
+
+    >>> FusedDenseSqreluDense(64)(torch.randn(2, 5, 64)).shape
+    torch.Size([2, 5, 64])
+    """
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        bias1=True,
+        bias2=True,
+        checkpoint_lvl=0,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        dense.check_mlp("sqrelu", checkpoint_lvl, -1)
+        self.checkpoint_lvl = checkpoint_lvl
+        hidden, out = hidden_features or 4 * in_features, out_features or in_features
+        self.fc1 = nn.Linear(in_features, hidden, bias=bias1, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, out, bias=bias2, device=device, dtype=dtype)
+
+    def forward(self, x):
+        return fused_dense_sqrelu_dense_function(
+            x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.checkpoint_lvl
+        )
+
+
+def _fwd(x, weight, bias, activation, keep, heuristic):
+    if activation == "identity":
+        return dense.KERNELS.fwd(x, weight, bias, activation, keep, heuristic)
+    return ops.fwd(x, weight, bias, "squared_relu", keep)
+
+
+def _dgrad(dout, weight, dresidual, kept, activation, heuristic):
+    if activation == "identity":
+        return dense.KERNELS.dgrad(dout, weight, dresidual, kept, activation, heuristic)
+    return ops.dgrad(dout, weight, kept, "squared_relu")
+
+
+_PRODUCTS = dense.KERNELS._replace(fwd=_fwd, dgrad=_dgrad)

@@ -1,0 +1,201 @@
+"""Collectives with autograd for tensor and sequence parallelism, and what such models do beside them.
+
+Tensors are divided along their first dimension, in the order of the ranks within the group.
+
+    x = all_gather(x, group)           # (tokens / world_size, features) -> (tokens, features)
+    y = reduce_scatter(y, group)       # sum over the processes, (tokens, features) -> (tokens / world_size, features)
+    y = all_reduce(y, group)           # sum over the processes
+
+A linear layer whose output features are divided gathers its input; one whose input features are divided reduces its
+output (Megatron-LM, arXiv:1909.08053; with the tokens divided between such layers, arXiv:2205.05198). All functions
+take every backend of torch.distributed that has the collective: NCCL on GPUs, gloo on the CPU. They must be called by
+all processes of the group in the same order and with the same shapes.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flash_attn._ops import checks
+
+# torch 2.13 has new names for the two, and its compiler knows both.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+def all_gather_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool = False):
+    """Concatenate the input_ (rows, ...) of all processes to (world_size * rows, ...), without gradient.
+
+    Returns (tensor, handle). With async_op the tensor must not be used before handle.wait(); else handle is None.
+    """
+    _check_rows(input_)
+    return _gather(input_, process_group, async_op)
+
+
+def reduce_scatter_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool = False):
+    """Sum the input_ (rows, ...) of all processes and keep this one's part (rows / world_size, ...), without gradient.
+
+    Returns (tensor, handle) as `all_gather_raw` does. Raises ValueError if the processes cannot share the rows evenly.
+    """
+    _check_rows_of(process_group, input_)
+    return _scatter(input_, process_group, async_op)
+
+
+def all_reduce_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool = False):
+    """Sum the input_ of all processes, without gradient: in place if input_ is contiguous, else in a copy.
+
+    Returns (tensor, handle) as `all_gather_raw` does.
+    """
+    checks.tensor("input_", input_)
+    output = input_.contiguous()
+    handle = dist.all_reduce(output, group=process_group, async_op=async_op)
+    return output, handle
+
+
+class AllGatherFunc(torch.autograd.Function):
+    """What `all_gather` does."""
+
+    @staticmethod
+    def forward(ctx, input_: Tensor, process_group: ProcessGroup) -> Tensor:
+        ctx.process_group = process_group
+        return _gather(input_, process_group)[0]
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        return ReduceScatterFunc.apply(grad_output, ctx.process_group), None
+
+
+class ReduceScatterFunc(torch.autograd.Function):
+    """What `reduce_scatter` does."""
+
+    @staticmethod
+    def forward(ctx, input_: Tensor, process_group: ProcessGroup) -> Tensor:
+        ctx.process_group = process_group
+        return _scatter(input_, process_group)[0]
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        return AllGatherFunc.apply(grad_output, ctx.process_group), None
+
+
+class AllReduceFunc(torch.autograd.Function):
+    """What `all_reduce` does."""
+
+    @staticmethod
+    def forward(ctx, input_: Tensor, process_group: ProcessGroup) -> Tensor:
+        if _may_be_overwritten(input_):
+            ctx.mark_dirty(input_)
+        else:
+            input_ = input_.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(input_, group=process_group)
+        return input_
+
+    @staticmethod
+    def backward(ctx, grad_output: Tensor):
+        return grad_output, None
+
+
+def all_gather(input_: Tensor, process_group: ProcessGroup) -> Tensor:
+    """Concatenate the input_ (rows, ...) of all processes to (world_size * rows, ...).
+
+    The gradient is the sum of all processes' gradients for the rows of this one.
+    """
+    _check_rows(input_)
+    return AllGatherFunc.apply(input_, process_group)
+
+
+def reduce_scatter(input_: Tensor, process_group: ProcessGroup) -> Tensor:
+    """Sum the input_ (rows, ...) of all processes and keep this one's part, (rows / world_size, ...).
+
+    The gradient is that of all parts, concatenated. Raises ValueError if the processes cannot share the rows evenly.
+    """
+    _check_rows_of(process_group, input_)
+    return ReduceScatterFunc.apply(input_, process_group)
+
+
+def all_reduce(input_: Tensor, process_group: ProcessGroup) -> Tensor:
+    """Sum the input_ of all processes; go on with what is returned, since the sum may be in the memory of input_.
+
+    The gradient passes unchanged: what follows is the same in all processes, so that each has all of it.
+    """
+    checks.tensor("input_", input_)
+    return AllReduceFunc.apply(input_, process_group)
+
+
+def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup):
+    """Give the parameters of `model` whose attribute `_shared_params` is true the values that the first process has.
+
+    They are sent in the order of their names, since the processes may own different parameters beside these.
+    """
+    for _, parameter in _tagged(model, "_shared_params"):
+        with torch.no_grad():
+            dist.broadcast(parameter, group=process_group, group_src=0)
+
+
+def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: ProcessGroup):
+    """Sum the gradients of parameters whose attribute `_sequence_parallel` is true over the processes, in place.
+
+    Norms between sequence-parallel layers see only this process's tokens, so each has a part of their gradient. Call it
+    after backward and before the optimizer's step. One all-reduce for each dtype. Raises ValueError, before anything is
+    sent, if one of the parameters has no gradient.
+    """
+    by_dtype = {}
+    for name, parameter in _tagged(model, "_sequence_parallel"):
+        if parameter.grad is None:
+            raise ValueError(f"{name} must have a gradient before it can be summed, found None")
+        by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    for grads in by_dtype.values():
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=process_group)
+        parts = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+
+
+def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
+    """How much of a dimension belongs to a process: as even as multiples of `multiple_of` allow, the first have more.
+
+    >>> [get_dim_for_local_rank(96, world_size=4, local_rank=rank, multiple_of=16) for rank in range(4)]
+    [32, 32, 16, 16]
+    """
+    for name, value in (("dim", dim), ("world_size", world_size), ("multiple_of", multiple_of)):
+        checks.integer(name, value)
+    checks.number("multiple_of", multiple_of, multiple_of > 0, "positive")
+    checks.number("dim", dim, dim >= 0 and dim % multiple_of == 0, "a multiple of {}", multiple_of)
+    checks.integer("local_rank", local_rank)
+    checks.number("local_rank", local_rank, 0 <= local_rank < world_size, "from 0 to {}", world_size - 1)
+    units, rest = divmod(dim // multiple_of, world_size)
+    return (units + (local_rank < rest)) * multiple_of
+
+
+def _tagged(model, tag):
+    """(name, parameter) of those with a true attribute `tag`, by name."""
+    return sorted((name, p) for name, p in model.named_parameters() if getattr(p, tag, False))
+
+
+def _may_be_overwritten(x):
+    """Whether a sum may take the place of `x`: not if autograd holds it for a leaf or a view, as it then forbids it."""
+    return x.is_contiguous() and not (x.requires_grad and (x.is_leaf or x._base is not None))
+
+
+def _gather(x, process_group, async_op=False):
+    output = x.new_empty(dist.get_world_size(process_group) * x.shape[0], *x.shape[1:])
+    return output, _all_gather(output, x.contiguous(), group=process_group, async_op=async_op)
+
+
+def _scatter(x, process_group, async_op=False):
+    output = x.new_empty(x.shape[0] // dist.get_world_size(process_group), *x.shape[1:])
+    return output, _reduce_scatter(output, x.contiguous(), group=process_group, async_op=async_op)
+
+
+def _check_rows(x):
+    checks.tensor("input_", x)
+    checks.number("the number of dimensions of input_", x.dim(), x.dim() > 0, "at least 1")
+
+
+def _check_rows_of(process_group, x):
+    """Check that the processes of the group can share the rows of x evenly."""
+    _check_rows(x)
+    world_size = dist.get_world_size(process_group)
+    fits = x.shape[0] % world_size == 0
+    checks.number("input_.shape[0]", x.shape[0], fits, "divisible by the {} processes", world_size)

@@ -1,0 +1,772 @@
+"""Fused dense layers and MLPs: values, gradients, what is kept, several processes, graphs, errors, traps of kernels."""
+
+import dataclasses
+import inspect
+import zlib
+
+import oracle
+import pytest
+import torch
+import torch.distributed as dist
+from cases import DTYPES, laid_out, params, sample
+from compare import assert_error_ratio, unavoidable
+from processes import over_processes
+from torch import nn
+from torch.autograd import forward_ad
+
+import fused_dense_lib
+from flash_attn._ops import fused_dense as ops
+from flash_attn.ops import fused_dense
+from flash_attn.ops.fused_dense import (
+    ColumnParallelLinear,
+    FusedDense,
+    FusedMLP,
+    ParallelFusedMLP,
+    RowParallelLinear,
+    fused_dense_func,
+    fused_mlp_func,
+)
+
+BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multi_gpu)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One MLP, or its first layer. `str(case)` is its id and seeds its tensors."""
+
+    shape: tuple = (7, 5)  # of the rows
+    widths: tuple = (64, 128, 32)  # in, hidden, out
+    dtype: str = "bf16"
+    bias1: bool = True
+    bias2: bool = True
+    activation: str = "gelu_approx"
+    checkpoint_lvl: int = 0
+    heuristic: int = 0
+    residual: bool = False
+    layout: str = "contiguous"
+
+    def __str__(self):
+        parts = [
+            "x".join(map(str, self.shape)) + "rows" * (not self.shape),
+            "-".join(map(str, self.widths)),
+            f"{self.dtype}-{self.activation}-lvl{self.checkpoint_lvl}-h{self.heuristic}",
+            "nobias1" * (not self.bias1),
+            "nobias2" * (not self.bias2),
+            "residual" * self.residual,
+            self.layout * (self.layout != "contiguous"),
+        ]
+        return "-".join(part for part in parts if part)
+
+    def draw(self, device):
+        """x, weight1, bias1, weight2, bias2, and gradients for the output and the residual."""
+        generator = torch.Generator(device).manual_seed(zlib.crc32(str(self).encode()))
+
+        def randn(*shape, scale=1.0):
+            return (torch.randn(shape, device=device, generator=generator) * scale).to(DTYPES[self.dtype])
+
+        width, hidden, out = self.widths
+        return [
+            arranged(randn(*self.shape, width), self.layout),
+            arranged(randn(hidden, width, scale=max(width, 1) ** -0.5), self.layout),
+            randn(hidden) if self.bias1 else None,
+            arranged(randn(out, hidden, scale=max(hidden, 1) ** -0.5), self.layout),
+            randn(out) if self.bias2 else None,
+            arranged(randn(*self.shape, out), self.layout),
+            randn(*self.shape, width) if self.residual else None,
+        ]
+
+
+def arranged(x, layout):
+    """The same in other strides, among NaN."""
+    if layout == "transposed":
+        return x.mT.contiguous().mT if x.dim() > 1 else x
+    return laid_out(x, layout)
+
+
+LAYOUTS = ["contiguous", "sliced", "transposed", "last_dim_strided", "unaligned"]
+
+
+def gradients(function, inputs, douts):
+    """The outputs of function(*inputs) and the gradients of those inputs that there are."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
+    outs = function(*leaves)
+    outs = list(outs) if isinstance(outs, tuple) else [outs]
+    there = [x for x in leaves if x is not None]
+    grads = torch.autograd.grad(outs, there, [dout.to(out.dtype) for dout, out in zip(douts, outs, strict=True)])
+    return [out.detach() for out in outs] + list(grads)
+
+
+def assert_like_formula(function, formula, inputs, douts, terms=16):
+    """Outputs and gradients of `function` against those of `formula` in float64."""
+    found = gradients(function, inputs, douts)
+    wide = [None if x is None else x.double() for x in inputs]
+    exact = gradients(formula, wide, [dout.double() for dout in douts])
+    plain = gradients(formula, inputs, douts)
+    for i, (ours, right, baseline) in enumerate(zip(found, exact, plain, strict=True)):
+        assert ours.dtype == baseline.dtype
+        largest = max(1.0, right.abs().max().item()) if right.numel() else 1.0
+        assert_error_ratio(ours, right, baseline, plus=unavoidable(right, ours.dtype, terms * largest), name=f"{i}")
+
+
+EDGES = [
+    Case(),
+    Case(heuristic=-1),
+    Case(heuristic=3, dtype="fp16"),
+    Case(activation="relu", checkpoint_lvl=1),
+    Case(activation="relu", heuristic=-1, checkpoint_lvl=2),
+    Case(activation="sqrelu", checkpoint_lvl=1),
+    Case(dtype="fp32", checkpoint_lvl=1, residual=True),
+    Case(shape=(), residual=True),
+    Case(shape=(1,), widths=(8, 16, 8)),
+    Case(shape=(3, 1, 11), widths=(77, 131, 13)),
+    Case(shape=(9,), widths=(1, 3, 1), activation="relu"),
+    Case(shape=(300,), widths=(256, 520, 248), dtype="fp16", residual=True),
+    Case(bias1=False, bias2=False, residual=True),
+    *(Case(layout=layout, residual=True) for layout in LAYOUTS[1:]),
+]
+FACTORS = dict(
+    shape=[(37,), (3, 11)],
+    widths=[(64, 128, 32), (40, 24, 72), (33, 50, 7)],
+    dtype=["bf16", "fp16", "fp32"],
+    bias1=[True, False],
+    bias2=[True, False],
+    activation=["gelu_approx", "relu", "sqrelu"],
+    checkpoint_lvl=[0, 1, 2],
+    heuristic=[-1, 0, 1],
+    residual=[False, True],
+    layout=LAYOUTS,
+)
+CASES = params(EDGES) + [param for param in sample(FACTORS, Case) if param.id not in map(str, EDGES)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mlp(case, device):
+    *inputs, dout, dresidual = case.draw(device)
+
+    def ours(x, weight1, bias1, weight2, bias2):
+        return fused_mlp_func(
+            x, weight1, weight2, bias1, bias2, case.activation, return_residual=case.residual,
+            checkpoint_lvl=case.checkpoint_lvl, heuristic=case.heuristic,
+        )  # fmt: skip
+
+    def formula(*inputs):
+        out = oracle.mlp(*inputs, case.activation)
+        return (out, inputs[0] * 1) if case.residual else out
+
+    assert_like_formula(ours, formula, inputs, [dout] if dresidual is None else [dout, dresidual])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_dense(case, device):
+    x, weight, bias, _, _, _, dresidual = case.draw(device)
+    dout = torch.randn(*case.shape, len(weight), device=device).to(x.dtype)
+
+    def formula(*inputs):
+        out = oracle.linear(*inputs)
+        return (out, inputs[0] * 1) if case.residual else out
+
+    assert_like_formula(
+        lambda x, weight, bias: fused_dense_func(x, weight, bias, return_residual=case.residual),
+        formula, [x, weight, bias], [dout] if dresidual is None else [dout, dresidual],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("zero", range(4))
+@pytest.mark.parametrize("activation", ["gelu_approx", "relu", "sqrelu"])
+def test_empty(activation, zero, dtype, device):
+    """No rows, or no features anywhere: a sum of nothing is zero."""
+    sizes = [5, 64, 128, 32]
+    sizes[zero] = 0
+    case = Case(shape=(sizes[0], 3), widths=tuple(sizes[1:]), dtype=dtype, activation=activation)
+    *inputs, dout, _ = case.draw(device)
+    x, weight1, bias1, weight2, bias2 = inputs
+    assert_like_formula(lambda *args: fused_dense_func(*args), oracle.linear, [x, weight1, bias1],
+                        [torch.ones(5 if zero else 0, 3, sizes[2], device=device)])  # fmt: skip
+    for level in (0, 1, 2):
+        assert_like_formula(
+            lambda x, w1, b1, w2, b2, level=level: fused_mlp_func(x, w1, w2, b1, b2, activation, checkpoint_lvl=level),
+            lambda *args: oracle.mlp(*args, activation), inputs, [dout],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", range(5))
+@pytest.mark.parametrize("only", [False, True])
+def test_some_inputs_without_gradient(only, frozen, device):
+    """One of the five tensors, or all but one."""
+    *inputs, dout, _ = Case(dtype="fp32").draw(device)
+
+    def grads(function):
+        leaves = [x.clone().requires_grad_((i == frozen) == only) for i, x in enumerate(inputs)]
+        function(*leaves).backward(dout)
+        return [x.grad for x in leaves]
+
+    for level in (0, 1, 2):
+        found = grads(lambda x, w1, b1, w2, b2, level=level: fused_mlp_func(x, w1, w2, b1, b2, checkpoint_lvl=level))
+        right = grads(lambda *args: oracle.mlp(*args, "gelu_approx"))
+        for ours, want in zip(found, right, strict=True):
+            assert (ours is None) == (want is None)
+            if want is not None:
+                torch.testing.assert_close(ours, want)
+
+
+def test_the_residual_alone_has_a_gradient(device):
+    *inputs, _, dresidual = Case(residual=True).draw(device)
+    x, weight1, bias1, weight2, bias2 = inputs
+    x.requires_grad_()
+    for _, residual in (
+        fused_dense_func(x, weight1.requires_grad_(), bias1, return_residual=True),
+        fused_mlp_func(x, weight1, weight2, bias1, bias2, return_residual=True),
+    ):
+        assert torch.equal(residual, x)
+        assert torch.equal(torch.autograd.grad(residual, x, dresidual)[0], dresidual)
+
+
+@pytest.mark.parametrize("parameters", ["fp32", "fp16"])
+def test_autocast(parameters, device):
+    """Inputs and parameters are cast; gradients have the dtypes of what was cast, wherever the backward runs."""
+    module = FusedMLP(64, 128, 32, return_residual=True).to(device, DTYPES[parameters])
+    x = torch.randn(5, 64, device=device, requires_grad=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        out, residual = module(x)
+        dense = fused_dense_func(x, module.fc1.weight, module.fc1.bias)
+        assert out.dtype == residual.dtype == dense.dtype == torch.bfloat16
+        assert torch.equal(residual, x.bfloat16())
+        inside = torch.autograd.grad(out.float().sum(), [x, *module.parameters()], retain_graph=True)
+    outside = torch.autograd.grad(out.float().sum(), [x, *module.parameters()])
+    for one, other, leaf in zip(inside, outside, [x, *module.parameters()], strict=True):
+        assert one.dtype == leaf.dtype and torch.equal(one, other)
+    narrow = FusedMLP(64, 128, 32).to(device, torch.bfloat16)
+    narrow.load_state_dict(module.state_dict())
+    assert torch.equal(narrow(x.bfloat16()), out)
+
+
+def test_backward_under_autocast_keeps_float32(device):
+    module, x = FusedMLP(64).to(device), torch.randn(5, 64, device=device, requires_grad=True)
+    out = module(x)
+    right = torch.autograd.grad(out.sum(), [x, *module.parameters()], retain_graph=True)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        found = torch.autograd.grad(out.sum(), [x, *module.parameters()])
+    torch.testing.assert_close(found, right, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("activation", ["gelu_approx", "relu", "sqrelu"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_is_kept_for_the_gradient(dtype, activation, device):
+    """Beside the inputs: nothing at level 2, and outside of training."""
+    x = torch.randn(40, 64, device=device, dtype=DTYPES[dtype], requires_grad=True)
+    module = FusedMLP(64, 256, activation=activation).to(device, x.dtype)
+    known = {tensor.untyped_storage().data_ptr() for tensor in (x, *module.parameters())}
+
+    def kept():
+        """Tensors (rows, hidden) that the graph holds."""
+        tensors = []
+
+        def pack(tensor):
+            if tensor.untyped_storage().data_ptr() not in known:
+                tensors.append(tuple(tensor.shape))
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            module(x)
+        return tensors
+
+    for level, count in ((0, 1 if activation == "relu" else 2), (1, 1), (2, 0)):
+        module.checkpoint_lvl = level
+        assert kept() == [(40, 256)] * count
+    module.checkpoint_lvl = 0
+    module.eval()
+    assert kept() == []
+
+
+def test_gradients_twice(device):
+    """A graph that is retained keeps what the second backward needs; one that is not says so."""
+    x = torch.randn(5, 64, device=device, requires_grad=True)
+    for level in (0, 1, 2):
+        out = FusedMLP(64, checkpoint_lvl=level).to(device)(x).sum()
+        first = torch.autograd.grad(out, x, retain_graph=True)
+        assert torch.equal(*first, *torch.autograd.grad(out, x))
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(out, x)
+
+
+def test_no_gradient_of_the_gradient(device):
+    x = torch.randn(5, 64, device=device, requires_grad=True)
+    for out in (
+        FusedMLP(64).to(device)(x),
+        FusedDense(64, 32).to(device)(x),
+        FusedDense(64, 32).to(device).half()(x.half()),
+    ):
+        (dx,) = torch.autograd.grad(out, x, torch.ones_like(out, requires_grad=True), create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dx.sum().backward()
+
+
+def test_forward_mode_is_refused(device):
+    x, weight = torch.randn(5, 64, device=device).half(), torch.randn(3, 64, device=device).half()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="must have no tangent"):
+        fused_dense_func(forward_ad.make_dual(x, x), weight)
+
+
+# Modules.
+
+
+def test_modules_are_those_of_torch(device):
+    """The same names, shapes and initial values."""
+    torch.manual_seed(0)
+    plain = nn.Linear(64, 32), nn.Linear(16, 64), nn.Linear(64, 16)
+    torch.manual_seed(0)
+    dense, mlp = FusedDense(64, 32), FusedMLP(16)
+    assert list(dense.state_dict()) == ["weight", "bias"]
+    assert list(mlp.state_dict()) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
+    for ours, theirs in zip((*dense.parameters(), *mlp.parameters()), (p for m in plain for p in m.parameters())):
+        assert torch.equal(ours, theirs)
+    assert FusedMLP(16, 0, 0).fc2.weight.shape == (16, 64)
+    assert FusedDense(64, 32, bias=False).bias is None
+    x = torch.randn(3, 64)
+    torch.testing.assert_close(dense(x), plain[0](x))
+    assert len(FusedDense(64, 32, return_residual=True)(x)) == len(FusedMLP(64, return_residual=True)(x)) == 2
+
+
+# Several processes.
+
+
+def device_of(group):
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def synced(module, group):
+    """The module with parameters of its own, drawn alike wherever they are alike."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator).mul(0.1))
+    return module.to(device_of(group))
+
+
+def share(x, group, dim=0):
+    return x.tensor_split(dist.get_world_size(group), dim)[dist.get_rank(group)].contiguous()
+
+
+def units(full, group, multiple_of):
+    """The rows of this process, in units of multiple_of, of which the first processes have one more."""
+    return share(torch.arange(full).view(-1, multiple_of), group).flatten().to(device_of(group))
+
+
+def check_alike(found, right, dtype):
+    """Up to rounding in another order."""
+    tolerance = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 3e-2}[dtype]
+    torch.testing.assert_close(found, right, rtol=tolerance, atol=tolerance * right.abs().max().clamp_min(1).item())
+
+
+def check_linears(group, sequence_parallel, dtype, multiple_of):
+    """Column- and row-parallel layers, one behind the other and each alone, against layers of one process."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    device, kind = device_of(group), DTYPES[dtype]
+    hidden = multiple_of * (2 * world + 1)  # which do not divide evenly
+    generator = torch.Generator().manual_seed(1)
+    x, dout = (torch.randn(4 * world, 3, width, generator=generator).to(device, kind) for width in (24, 16))
+    first, second = nn.Linear(24, hidden), nn.Linear(hidden, 16)
+    for module in (first, second):
+        synced(module, group).to(kind)
+    mine = units(hidden, group, multiple_of)
+    options = dict(sequence_parallel=sequence_parallel, multiple_of=multiple_of, device=device, dtype=kind)
+    column = ColumnParallelLinear(24, hidden, group, **options)
+    row = RowParallelLinear(hidden, 16, group, **options)
+    assert column.weight.shape == (len(mine), 24) and row.weight.shape == (16, len(mine))
+    assert (row.bias is None) == (rank > 0)
+    with torch.no_grad():
+        column.weight.copy_(first.weight[mine])
+        column.bias.copy_(first.bias[mine])
+        row.weight.copy_(second.weight[:, mine])
+        if rank == 0:
+            row.bias.copy_(second.bias)
+
+    divided = (lambda tensor: share(tensor, group)) if sequence_parallel else (lambda tensor: tensor)
+    full, part = x.clone().requires_grad_(), divided(x).clone().requires_grad_()
+    right_hidden, hidden_part = first(full), column(part)
+    check_alike(hidden_part, right_hidden[..., mine], dtype)
+    right, found = second(right_hidden), row(hidden_part)
+    check_alike(found, divided(right), dtype)
+    right.backward(dout)
+    found.backward(divided(dout))
+    check_alike(part.grad, divided(full.grad), dtype)
+    check_alike(column.weight.grad, first.weight.grad[mine], dtype)
+    check_alike(column.bias.grad, first.bias.grad[mine], dtype)
+    check_alike(row.weight.grad, second.weight.grad[:, mine], dtype)
+    if rank == 0:
+        check_alike(row.bias.grad, second.bias.grad, dtype)
+
+
+def check_mlps(group, sequence_parallel, dtype, checkpoint_lvl, activation):
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    device, kind = device_of(group), DTYPES[dtype]
+    generator = torch.Generator().manual_seed(1)
+    x, dout = (torch.randn(4 * world, 24, generator=generator).to(device, kind) for _ in range(2))
+    hidden = 4 * world + 2
+    whole = synced(FusedMLP(24, hidden, activation=activation), group).to(kind)
+    mine = units(hidden, group, 1)
+    divided = (lambda tensor: share(tensor, group)) if sequence_parallel else (lambda tensor: tensor)
+    module = ParallelFusedMLP(
+        24, hidden, activation=activation, process_group=group, sequence_parallel=sequence_parallel,
+        checkpoint_lvl=checkpoint_lvl, device=device, dtype=kind,
+    )  # fmt: skip
+    with torch.no_grad():
+        module.fc1.weight.copy_(whole.fc1.weight[mine])
+        module.fc1.bias.copy_(whole.fc1.bias[mine])
+        module.fc2.weight.copy_(whole.fc2.weight[:, mine])
+        if rank == 0:
+            module.fc2.bias.copy_(whole.fc2.bias)
+    full, part = x.clone().requires_grad_(), divided(x).clone().requires_grad_()
+    right, found = whole(full), module(part)
+    check_alike(found, divided(right), dtype)
+    right.backward(dout)
+    found.backward(divided(dout))
+    check_alike(part.grad, divided(full.grad), dtype)
+    for name in ("fc1.weight", "fc1.bias"):
+        check_alike(module.get_parameter(name).grad, whole.get_parameter(name).grad[mine], dtype)
+    check_alike(module.fc2.weight.grad, whole.fc2.weight.grad[:, mine], dtype)
+    if rank == 0:
+        check_alike(module.fc2.bias.grad, whole.fc2.bias.grad, dtype)
+
+
+def check_residual(group, sequence_parallel):
+    """What a residual stream adds to the gradient of x is counted once."""
+    device = device_of(group)
+    generator = torch.Generator().manual_seed(dist.get_rank(group) if sequence_parallel else 0)
+    x = torch.randn(4, 24, generator=generator).to(device).requires_grad_()
+    weight = torch.randn(8, 24, generator=torch.Generator().manual_seed(dist.get_rank(group))).to(device)
+
+    def grad(return_residual, function):
+        out = function(return_residual)
+        out, residual = out if return_residual else (out, x)
+        return torch.autograd.grad(out.sum() + 3 * residual.sum(), x)[0]
+
+    options = dict(process_group=group, sequence_parallel=sequence_parallel)
+    for function in (
+        lambda residual: fused_dense_func(x, weight, None, residual, **options),
+        lambda residual: fused_mlp_func(x, weight, weight.T.contiguous(), return_residual=residual, **options),
+    ):
+        torch.testing.assert_close(grad(True, function), grad(False, function))
+
+
+def check_fused_with_group(group):
+    """FusedDense and FusedMLP gather x and, the latter, scatter the sum."""
+    world, device = dist.get_world_size(group), device_of(group)
+    x = torch.randn(2 * world, 24, generator=torch.Generator().manual_seed(0)).to(device)
+    dense, mlp = synced(FusedDense(24, 16), group), synced(FusedMLP(24), group)
+    check_alike(dense(share(x, group), process_group=group), dense(x), "fp32")
+    check_alike(mlp(share(x, group), process_group=group), share(world * mlp(x), group), "fp32")
+
+
+def check_errors(group):
+    for make, message in (
+        (lambda: ColumnParallelLinear(8, 10, group, multiple_of=4), "out_features must be a multiple of 4, found 10"),
+        (lambda: RowParallelLinear(10, 8, group, multiple_of=4), "in_features must be a multiple of 4, found 10"),
+        (lambda: ColumnParallelLinear(8, 8, group, multiple_of=0), "multiple_of must be positive, found 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def check_processes(group):
+    """All of the above, since starting the processes is what takes time."""
+    for sequence_parallel in (True, False):
+        check_linears(group, sequence_parallel, "fp32", 1)
+        check_linears(group, sequence_parallel, "bf16", 8)
+        for level, activation in ((0, "gelu_approx"), (1, "relu"), (2, "sqrelu")):
+            check_mlps(group, sequence_parallel, "fp32", level, activation)
+        check_mlps(group, sequence_parallel, "fp16", 1, "gelu_approx")
+        check_residual(group, sequence_parallel)
+    check_fused_with_group(group)
+    check_errors(group)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_divided_among_processes(world, backend):
+    if backend == "nccl" and torch.cuda.device_count() < world:
+        pytest.skip(f"needs {world} GPUs")
+    over_processes(world, check_processes, backend=backend)
+
+
+# Graphs, fakes, signatures.
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_compiled(level, grad, dtype, device):
+    mlp = FusedMLP(64, 128, 32, checkpoint_lvl=level, return_residual=True)
+    dense = FusedDense(64, 32, return_residual=True)
+    x = torch.randn(5, 64, device=device, dtype=DTYPES[dtype])
+    for module in (mlp.to(device, x.dtype), dense.to(device, x.dtype)):
+
+        def run(function, module=module):
+            leaf = x.clone().requires_grad_(grad)
+            out, residual = function(leaf)
+            loss = out.sum() + residual.square().sum()
+            return out.detach(), *(torch.autograd.grad(loss, [leaf, *module.parameters()]) if grad else ())
+
+        compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+        with torch.set_grad_enabled(grad):
+            torch.testing.assert_close(run(compiled), run(module))
+
+
+def test_exported(device):
+    module, x = FusedMLP(64).to(device).half(), torch.randn(6, 3, 64, device=device).half()
+    exported = torch.export.export(module, (x,), dynamic_shapes=({0: torch.export.Dim("rows", max=2**20)},))
+    torch.testing.assert_close(exported.module()(x[:5]), module(x[:5]))
+
+
+@pytest.mark.parametrize("activation", ["identity", "gelu_approx", "relu"])
+def test_opcheck(activation, device):
+    x, weight, bias, next_weight, _, dout, _ = Case(shape=(3, 5), layout="sliced").draw(device)
+    keep = activation != "identity"
+    torch.library.opcheck(ops.fwd.default, (x, weight, bias, activation, keep, 0))
+    out, kept = ops.fwd(x, weight, bias, activation, keep, 0)
+    kept = {"identity": None, "relu": out}.get(activation, kept)
+    torch.library.opcheck(ops.dgrad.default, (dout, next_weight, None, kept, activation, 0))
+    torch.library.opcheck(ops.wgrad.default, (dout, x, True))
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight, bias)]
+    if activation == "identity":
+        torch.library.opcheck(ops.fwd.default, (*leaves, activation, False, 0))
+    else:
+        out, _ = ops.fwd(*leaves, activation, True, 0)
+        with pytest.raises(NotImplementedError, match=f"no gradient for '{activation}'"):
+            out.sum().backward()
+
+
+def test_meta():
+    x = torch.empty(5, 3, 64, device="meta", dtype=torch.bfloat16)
+    assert FusedMLP(64, 128, 32, device="meta", dtype=torch.bfloat16)(x).shape == (5, 3, 32)
+    assert FusedDense(64, 32, device="meta", dtype=torch.bfloat16)(x).shape == (5, 3, 32)
+
+
+LAYER = "device=None, dtype=None"
+PARALLEL = f"process_group, bias=True, sequence_parallel=True, multiple_of=1, {LAYER}"
+MLP = "activation='gelu_approx'"
+SIGNATURES = {
+    fused_dense_func: "x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True",
+    fused_mlp_func: f"x, weight1, weight2, bias1=None, bias2=None, {MLP}, save_pre_act=True, return_residual=False, "
+    "checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True",
+    fused_dense.FusedMLPFunc.apply: f"x, weight1, bias1, weight2, bias2, {MLP}, save_pre_act=True, "
+    "return_residual=False, checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True",
+    FusedDense: f"in_features, out_features, bias=True, return_residual=False, {LAYER}",
+    FusedDense.forward: "self, x, process_group=None",
+    ColumnParallelLinear: f"in_features, out_features, {PARALLEL}",
+    RowParallelLinear: f"in_features, out_features, {PARALLEL}",
+    FusedMLP: f"in_features, hidden_features=None, out_features=None, bias1=True, bias2=True, {MLP}, "
+    f"return_residual=False, checkpoint_lvl=0, heuristic='auto', {LAYER}",
+    FusedMLP.forward: "self, x, process_group=None",
+    ParallelFusedMLP: f"in_features, hidden_features=None, out_features=None, {MLP}, process_group=None, bias1=True, "
+    f"bias2=True, sequence_parallel=True, checkpoint_lvl=0, heuristic='auto', {LAYER}",
+    fused_dense_lib.linear_bias_wgrad: "input, d_output, has_d_bias, /",
+    fused_dense_lib.linear_act_forward: "input, weight, bias, is_gelu, save_pre_act, heuristic, /",
+    fused_dense_lib.bias_act_linear_dgrad_bgrad: "weight, d_output, pre_act, is_gelu, heuristic, /",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
+def test_signature(function):
+    signature = inspect.signature(function)
+    plain = [each.replace(annotation=inspect.Parameter.empty) for each in signature.parameters.values()]
+    bare = inspect.Signature(plain)
+    assert str(bare) == f"({SIGNATURES[function]})"
+    assert fused_dense.FusedDenseFunc.apply is fused_dense_func
+
+
+# The functions of fused_dense_lib.
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("is_gelu", [False, True])
+@pytest.mark.parametrize("heuristic", [-1, 0])
+def test_shim(heuristic, is_gelu, dtype, device):
+    """Its three functions make an MLP and its gradients."""
+    case = Case(activation="gelu_approx" if is_gelu else "relu", dtype=dtype)
+    *inputs, dout, _ = case.draw(device)
+
+    def ours(x, weight1, bias1, weight2, bias2):
+        act, kept = fused_dense_lib.linear_act_forward(x, weight1, bias1, is_gelu, True, heuristic)
+        (alone,) = fused_dense_lib.linear_act_forward(x, weight1, bias1, is_gelu, False, heuristic)
+        torch.testing.assert_close(act, alone)
+        dweight2, dbias2 = fused_dense_lib.linear_bias_wgrad(act, dout, True)
+        dpre, dbias1 = fused_dense_lib.bias_act_linear_dgrad_bgrad(weight2, dout, kept, is_gelu, heuristic)
+        dweight1, none = fused_dense_lib.linear_bias_wgrad(x, dpre, False)
+        assert none is None
+        return [dweight1, dbias1, dweight2, dbias2]
+
+    found = ours(*inputs)
+    exact = gradients(lambda *args: oracle.mlp(*args, case.activation), [x.double() for x in inputs], [dout.double()])
+    plain = gradients(lambda *args: oracle.mlp(*args, case.activation), inputs, [dout])
+    for ours, right, baseline in zip(found, exact[2:], plain[2:], strict=True):
+        assert_error_ratio(ours, right, baseline, plus=unavoidable(right, ours.dtype, 1000))
+
+
+# Errors: what is wrong, the class, what the message names.
+
+X, W1, W2 = torch.zeros(5, 8), torch.zeros(16, 8), torch.zeros(4, 16)
+ERRORS = {
+    "x is no tensor": (dict(x=[1.0]), TypeError, "x must be a torch.Tensor"),
+    "x has no dimensions": (dict(x=torch.zeros(())), ValueError, "x must have at least one dimension"),
+    "x is integer": (dict(x=X.long()), TypeError, "x must have dtype"),
+    "weight1 of another width": (dict(weight1=W1[:, :7]), ValueError, r"weight1 must have shape \(\*, 8\), found"),
+    "weight2 of another width": (dict(weight2=W2[:, :7]), ValueError, r"weight2 must have shape \(\*, 16\), found"),
+    "weight1 of another type": (dict(weight1=W1.half()), TypeError, "weight1 must have dtype torch.float32, found"),
+    "weight2 on another device": (dict(weight2=W2.to("meta")), ValueError, "weight2 must be on cpu"),
+    "bias1 of another width": (dict(bias1=torch.zeros(4)), ValueError, r"bias1 must have shape \(16,\), found"),
+    "bias2 of another type": (dict(bias2=torch.zeros(4).half()), TypeError, "bias2 must have dtype torch.float32"),
+    "no such activation": (dict(activation="gelu"), ValueError, "activation must be 'gelu_approx', 'relu' or"),
+    "level 3": (dict(checkpoint_lvl=3), ValueError, "checkpoint_lvl must be 0, 1 or 2, found 3"),
+    "level is text": (dict(checkpoint_lvl="1"), TypeError, "checkpoint_lvl must be an integer"),
+    "heuristic 5": (dict(heuristic=5), ValueError, "heuristic must be between -1 and 4, found 5"),
+    "residual is text": (dict(return_residual="no"), TypeError, "return_residual must be a bool"),
+    "save_pre_act is 2": (dict(save_pre_act=2), TypeError, "save_pre_act must be a bool"),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_error(what):
+    changes, error, message = ERRORS[what]
+    with pytest.raises(error, match=message):
+        fused_mlp_func(**dict(dict(x=X, weight1=W1, weight2=W2), **changes))
+
+
+OTHER_ERRORS = {
+    "dense: weight": (lambda: fused_dense_func(X, W2), ValueError, r"weight must have shape \(\*, 8\)"),
+    "dense: bias": (lambda: fused_dense_func(X, W1, X), ValueError, r"bias must have shape \(16,\)"),
+    "dense: flag": (lambda: fused_dense_func(X, W1, sequence_parallel=3), TypeError, "sequence_parallel must be"),
+    "MLP: activation": (lambda: FusedMLP(8, activation="silu"), ValueError, "activation must be"),
+    "MLP: heuristic": (lambda: FusedMLP(8, heuristic="fast"), TypeError, "heuristic must be an integer"),
+    "MLP: no group": (lambda: ParallelFusedMLP(8), TypeError, "process_group must be a torch.distributed group"),
+    "shim: rows": (lambda: fused_dense_lib.linear_bias_wgrad(X, X[:2], True), ValueError, "d_output must have shape"),
+    "shim: pre_act": (
+        lambda: fused_dense_lib.bias_act_linear_dgrad_bgrad(W2, X[:, :4], X, True, 0), ValueError,
+        "pre_act must have shape"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OTHER_ERRORS)
+def test_other_errors(what):
+    call, error, message = OTHER_ERRORS[what]
+    with pytest.raises(error, match=message):
+        call()
+
+
+# What only kernels can trip over.
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(weight=(16, 9)), "x must have shape"),
+        (dict(weight=(16,)), "weight must have shape"),
+        (dict(bias=(15,)), "bias must have shape"),
+        (dict(x=()), "x must have shape"),
+    ],
+)
+def test_a_direct_call_of_the_op_is_checked(change, message, device):
+    shapes = dict(x=(5, 8), weight=(16, 8), bias=(16,)) | change
+    with pytest.raises(RuntimeError, match=message):
+        ops.fwd(*(torch.zeros(shape, device=device).half() for shape in shapes.values()), "identity", False, 0)
+    x, weight = torch.zeros(5, 8, device=device), torch.zeros(16, 8, device=device)
+    with pytest.raises(RuntimeError, match="x must have dtype float16 or bfloat16, found float32"):
+        ops.fwd(x, weight, None, "identity", False, 0)
+    with pytest.raises(RuntimeError, match="activation must be 'identity'"):
+        ops.fwd(x.half(), weight.half(), None, "tanh", False, 0)
+
+
+@pytest.mark.cuda
+def test_more_elements_than_32_bits_count(device, memory_guard):
+    rows, width = 2**31 // 4096 + 8, 4096
+    memory_guard(2 * rows * (width + 64) * 2)
+    x = torch.randn(rows, 64, device=device, dtype=torch.bfloat16)
+    weight = torch.randn(width, 64, device=device, dtype=torch.bfloat16) / 8
+    for activation in ("gelu_approx", "sqrelu"):
+        act, _ = ops.fwd(x, weight, None, activation, False, 0)
+        for part in (slice(0, 3), slice(rows - 3, rows)):
+            right = oracle.linear(x[part].double(), weight.double(), None, activation)
+            torch.testing.assert_close(act[part].double(), right, rtol=2e-2, atol=1e-2)
+        dx = ops.dgrad(act, weight, None, None, "identity", 0)
+        right = act[-3:].double() @ weight.double()
+        torch.testing.assert_close(dx[-3:].double(), right, rtol=2e-2, atol=2e-1)
+        del act, dx
+
+
+@pytest.mark.cuda
+def test_other_stream(device):
+    module = FusedMLP(1024).to(device, torch.bfloat16)
+    x = torch.randn(4096, 1024, device=device, dtype=torch.bfloat16)
+    right = module(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # a kernel on any other stream would be done before the copy below begins
+        late = torch.zeros_like(x).copy_(x)
+        out = module(late)
+    stream.synchronize()
+    assert torch.equal(out, right)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("seen", [True, False])
+def test_graph_capture(seen, device):
+    """Also of a product that has not been computed before."""
+    rows = 24 if seen else 88
+    module = FusedMLP(64, 256).to(device, torch.bfloat16)
+    inputs = [torch.randn(rows, 64, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]
+    static = torch.zeros_like(inputs[0]).requires_grad_()
+
+    def run(x):
+        out = module(x)
+        return out, *torch.autograd.grad(out.sum(), [x, *module.parameters()])
+
+    if seen:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            run(static)
+        side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run(static)
+    for x in inputs:
+        with torch.no_grad():
+            static.copy_(x)
+        graph.replay()
+        torch.testing.assert_close([result.detach() for result in results], [result.detach() for result in run(x)])
+
+
+@pytest.mark.multi_gpu
+def test_device_that_is_not_current():
+    module, x = FusedMLP(64).half(), torch.randn(5, 64).half().requires_grad_()
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        moved = module.to(device)
+        out = moved(x.to(device))
+        results.append(
+            [out.detach().cpu(), *(grad.cpu() for grad in torch.autograd.grad(out.sum(), [x, *moved.parameters()]))]
+        )
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("level", [0, 1, 2])
+def test_memory(level, device):
+    """Forward and backward hold so many tensors (rows, hidden) at once, beside gradients and what is smaller."""
+    rows, width, hidden = 8192, 256, 4096
+    module = FusedMLP(width, hidden, checkpoint_lvl=level).to(device, torch.bfloat16)
+    x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    def run():
+        torch.autograd.grad(module(x).sum(), [x, *module.parameters()])
+
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    peak = torch.cuda.max_memory_allocated() - before
+    unit = 2 * rows * hidden
+    assert peak < 2.75 * unit

@@ -1,0 +1,247 @@
+"""Linear layers with activations in Triton: in its interpreter on a CPU, on a GPU, and as the public functions."""
+
+import importlib
+import inspect
+
+import oracle
+import pytest
+import torch
+from cases import DTYPES, cover
+from compare import assert_error_ratio, unavoidable
+
+from flash_attn._ops import linear_act as ops
+from flash_attn.ops.triton import k_activations, linear, mlp
+from flash_attn.ops.triton.k_activations import Activation
+from flash_attn.ops.triton.linear import triton_dgrad_act, triton_linear_act
+from flash_attn.ops.triton.mlp import FusedDenseSqreluDense, fused_dense_sqrelu_dense_function
+
+FORMULAS = {"id": "identity", "gelu": "gelu", "gelu_approx": "gelu_approx", "squared_relu": "sqrelu"}
+SHAPES = {  # rows, in, out
+    "small": ((5,), 16, 24),
+    "odd": ((3, 7), 33, 65),
+    "one": ((), 1, 1),
+    "tiles": ((70,), 64, 130),
+    "no rows": ((0, 3), 8, 8),
+    "no features": ((4,), 0, 8),
+    "no outputs": ((4,), 8, 0),
+}
+
+
+@pytest.fixture(params=["public", "triton"])
+def functions(request, monkeypatch):
+    """fwd and dgrad as the dispatcher finds them, and the Triton kernels themselves; with one tile, chosen untimed."""
+    if request.param == "public" and request.getfixturevalue("device").type == "cpu":
+        return ops
+    pytest.importorskip("triton", reason="triton is not installed")
+    kernels = importlib.import_module("flash_attn._triton.linear_act")
+    for kernel in (kernels.kernel_fwd, kernels.kernel_bwd):
+        monkeypatch.setattr(kernel, "configs", kernel.configs[-1:])
+    return ops if request.param == "public" else kernels
+
+
+def draw(name, dtype, device, transposed):
+    shape, width, out = SHAPES[name]
+
+    def randn(*shape):
+        return torch.randn(shape, device=device).to(DTYPES[dtype])
+
+    def matrix(*shape):
+        return randn(*shape[:-2], shape[-1], shape[-2]).mT if transposed and len(shape) > 1 else randn(*shape)
+
+    weight = matrix(out, width) * max(width, 1) ** -0.5
+    return matrix(*shape, width), weight, randn(out), matrix(*shape, out), randn(*shape, width)
+
+
+FACTORS = dict(
+    shape=list(SHAPES),
+    dtype=["fp16", "fp32"],  # Triton's interpreter rounds bf16 towards zero
+    activation=list(ops.ACTIVATIONS),
+    transposed=[False, True],
+)
+
+
+@pytest.mark.parametrize("row", cover(FACTORS), ids=lambda row: "-".join(map(str, row.values())))
+def test_against_float64(row, device, functions):
+    shape, dtype, activation, transposed = row.values()
+    x, weight, bias, dout, act_input = draw(shape, dtype, device, transposed)
+
+    def formula(*tensors):
+        x, weight, bias = tensors
+        return oracle.linear(x, weight, bias, FORMULAS[activation])
+
+    def gradient(dout, weight, act_input):
+        leaf = act_input.detach().requires_grad_()
+        dx = torch.einsum("...o,oi->...i", dout, weight)
+        return torch.autograd.grad(oracle.ACTIVATIONS[FORMULAS[activation]](leaf), leaf, dx)[0]
+
+    def check(found, function, *inputs):
+        exact = function(*(x.double() for x in inputs))
+        plus = unavoidable(exact, found.dtype, terms=100)
+        assert found.dtype == x.dtype
+        assert_error_ratio(found, exact, function(*inputs), plus=plus)
+
+    for some_bias in (bias, None):
+        out, stored = functions.fwd(x, weight, some_bias, activation, True)
+        wide_bias = torch.zeros_like(bias) if some_bias is None else bias
+        check(out, formula, x, weight, wide_bias)
+        check(stored, oracle.linear, x, weight, wide_bias)
+        alone, nothing = functions.fwd(x, weight, some_bias, activation, False)
+        assert torch.equal(alone, out) and nothing.numel() == 0
+    check(functions.dgrad(dout, weight, None if activation == "id" else act_input, activation), gradient,
+          dout, weight, act_input)  # fmt: skip
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("rows", [1, 16, 300, 4096])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_every_tile_on_a_gpu(dtype, rows, device):
+    """Sizes for which the autotuner chooses among different tiles, or has none without a remainder."""
+    x = torch.randn(rows, 1000, device=device).to(DTYPES[dtype])
+    weight = (torch.randn(2056, 1000, device=device) / 32).to(x.dtype)
+    out, act_input = triton_linear_act(x, weight, activation="gelu", save_act_input=True)
+    for found, name in ((out, "gelu"), (act_input, "identity")):
+        exact = oracle.linear(x.double(), weight.double(), None, name)
+        assert_error_ratio(found, exact, oracle.linear(x, weight, None, name))
+
+
+def test_public_functions(device):
+    x, weight, bias, dout, act_input = draw("odd", "fp32", device, False)
+    weight.requires_grad_()
+    out, stored = triton_linear_act(x, weight, bias, "gelu", save_act_input=True)
+    assert not out.requires_grad
+    torch.testing.assert_close(stored, triton_linear_act(x, weight, bias))
+    torch.testing.assert_close(out, oracle.linear(x, weight.detach(), bias, "gelu"))
+    torch.testing.assert_close(triton_dgrad_act(dout, weight), (dout @ weight).detach())
+    flat = triton_dgrad_act(dout, weight, Activation.GeLU, act_input.flatten(0, 1))
+    assert torch.equal(flat, triton_dgrad_act(dout, weight, "gelu", act_input))
+
+
+def test_compiled(device):
+    x, weight, bias, *_ = draw("odd", "fp32", device, False)
+    compiled = torch.compile(triton_linear_act, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, weight, bias, "gelu"), triton_linear_act(x, weight, bias, "gelu"))
+
+
+def test_opcheck(device):
+    x, weight, bias, dout, act_input = draw("odd", "fp32", device, True)
+    torch.library.opcheck(ops.fwd.default, (x, weight, bias, "gelu", True))
+    torch.library.opcheck(ops.fwd.default, (x, weight, None, "id", False))
+    torch.library.opcheck(ops.dgrad.default, (dout, weight, act_input, "squared_relu"))
+
+
+# Device functions.
+
+DEVICE_FUNCTIONS = {
+    "tanh": torch.tanh,
+    "cosh": torch.cosh,
+    **{each.value: oracle.ACTIVATIONS[FORMULAS.get(each.value, each.value)] for each in Activation},
+}
+
+
+@pytest.mark.parametrize("name", DEVICE_FUNCTIONS)
+def test_device_functions(name, device):
+    triton = pytest.importorskip("triton", reason="triton is not installed")
+    import triton_probe
+
+    x = torch.tensor([-50.0, -3.0, -1.0, -0.1, 0.1, 1.0, 3.0, 20.0], device=device)
+    leaf = x.double().requires_grad_()
+    right = DEVICE_FUNCTIONS[name](leaf)
+    assert triton is not None
+    torch.testing.assert_close(triton_probe.apply(getattr(k_activations, name), x), right.float())
+    if name in {each.value for each in Activation}:
+        (slope,) = torch.autograd.grad(right.sum(), leaf)
+        assert k_activations.get_triton_activation_kernel(name) is getattr(k_activations, name)
+        grad = k_activations.get_triton_activation_bwd_kernel(Activation(name))
+        torch.testing.assert_close(triton_probe.apply(grad, x), slope.float())
+
+
+def test_registry():
+    assert k_activations.get_triton_activation_kernel(None) is None
+    assert k_activations.get_triton_activation_bwd_kernel(None) is None
+    with pytest.raises(KeyError):
+        k_activations.get_triton_activation_kernel("swish")
+    with pytest.raises(AttributeError, match="has no attribute 'swish'"):
+        k_activations.swish  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'kernel_fwd2'"):
+        linear.kernel_fwd2  # noqa: B018
+
+
+def test_names_of_triton():
+    pytest.importorskip("triton", reason="triton is not installed")
+    assert linear.kernel_fwd is not linear.kernel_bwd
+    assert {config.kwargs["BLOCK_M"] for config in linear.get_configs_io_bound()} == {16, 32}
+    x = torch.ones(3)
+    linear.init_to_zero("x")({"x": x})
+    assert not x.any()
+
+
+# The MLP.
+
+
+@pytest.mark.parametrize("level", [0, 1, 2])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_mlp(dtype, level, device):
+    module = FusedDenseSqreluDense(64, 128, 32, checkpoint_lvl=level).to(device, DTYPES[dtype])
+    x = torch.randn(3, 5, 64, device=device).to(DTYPES[dtype])
+    dout = torch.randn(3, 5, 32, device=device).to(DTYPES[dtype])
+    inputs = [x, module.fc1.weight, module.fc1.bias, module.fc2.weight, module.fc2.bias]
+
+    def gradients(function, inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
+
+    def formula(*inputs):
+        return oracle.mlp(*inputs, "sqrelu")
+
+    found = gradients(lambda *inputs: fused_dense_sqrelu_dense_function(*inputs, level), inputs)
+    exact, plain = gradients(formula, [x.double() for x in inputs]), gradients(formula, inputs)
+    for ours, right, baseline in zip(found, exact, plain, strict=True):
+        assert_error_ratio(ours, right, baseline, plus=unavoidable(right, ours.dtype, terms=1000))
+    assert torch.equal(module(x), found[0])
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        assert module(x).dtype == torch.bfloat16
+
+
+def test_module():
+    module = FusedDenseSqreluDense(16)
+    assert list(module.state_dict()) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
+    assert module.fc1.weight.shape == (64, 16) and module.fc2.weight.shape == (16, 64)
+    assert FusedDenseSqreluDense(16, bias1=False, bias2=False).fc1.bias is None
+
+
+SIGNATURES = {
+    triton_linear_act: "x, weight, bias=None, activation='id', save_act_input=False",
+    triton_dgrad_act: "grad_output, weight, activation='id', act_input=None",
+    mlp.FusedDenseSqreluDenseFunc.apply: "x, weight1, bias1, weight2, bias2, checkpoint_lvl=0",
+    FusedDenseSqreluDense: "in_features, hidden_features=None, out_features=None, bias1=True, bias2=True, "
+    "checkpoint_lvl=0, device=None, dtype=None",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
+def test_signature(function):
+    parameters = inspect.signature(function).parameters.values()
+    plain = [str(each.replace(annotation=inspect.Parameter.empty)) for each in parameters]
+    assert ", ".join(plain) == SIGNATURES[function]
+
+
+X, W = torch.zeros(5, 8), torch.zeros(16, 8)
+ERRORS = {
+    "x is no tensor": (lambda: triton_linear_act([1.0], W), TypeError, "x must be a torch.Tensor"),
+    "types": (lambda: triton_linear_act(X, W.half()), TypeError, "weight must have dtype torch.float32"),
+    "widths": (lambda: triton_linear_act(X, W.T), ValueError, r"weight must have shape \(\*, 8\)"),
+    "bias": (lambda: triton_linear_act(X, W, X), ValueError, r"bias must have shape \(16,\)"),
+    "activation": (lambda: triton_linear_act(X, W, activation="relu"), ValueError, "activation must be one of"),
+    "flag": (lambda: triton_linear_act(X, W, save_act_input=2), TypeError, "save_act_input must be a bool"),
+    "no input": (lambda: triton_dgrad_act(X, W.T, "gelu"), TypeError, "act_input must be a torch.Tensor, found None"),
+    "input": (lambda: triton_dgrad_act(X, W.T, "gelu", X), ValueError, r"act_input must be of shape \(5, 16\)"),
+    "level": (lambda: FusedDenseSqreluDense(8, checkpoint_lvl=3), ValueError, "checkpoint_lvl must be 0, 1 or 2"),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_error(what):
+    call, error, message = ERRORS[what]
+    with pytest.raises(error, match=message):
+        call()
