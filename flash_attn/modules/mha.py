@@ -314,7 +314,7 @@ class _MultiHeadAttention(nn.Module):
         if self._rotates_in_kernel(qkv.shape[1], inference_params):
             return self._decode(*self._split(qkv), inference_params, rotary=True).flatten(-2)
         if self.rotary_emb_dim > 0:
-            qkv = self._rotated(qkv, inference_params)
+            qkv = self._rotated(qkv, inference_params, kwargs.get("cu_seqlens"), kwargs.get("max_seqlen"))
         if inference_params is None and heads == heads_kv:
             out = self._inner(self.inner_attn, qkv.unflatten(-2, (3, heads)), **kwargs)
             return out.flatten(-2)
@@ -345,14 +345,12 @@ class _MultiHeadAttention(nn.Module):
         q, kv = qkv.split((self.num_heads_per_rank, 2 * self.num_heads_kv_per_rank), dim=-2)
         return q, kv.unflatten(-2, (2, self.num_heads_kv_per_rank))
 
-    def _rotated(self, qkv, inference_params):
-        heads = self.num_heads_per_rank
-        if inference_params is None:
-            return self.rotary_emb(qkv, num_heads_q=heads)
-        offset = _lengths(inference_params, qkv.shape[0])
-        return self.rotary_emb(
-            qkv, seqlen_offset=offset, max_seqlen=self._positions(inference_params), num_heads_q=heads
-        )
+    def _rotated(self, qkv, inference_params, cu_seqlens, max_seqlen):
+        options = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        if inference_params is not None:
+            offset = _lengths(inference_params, qkv.shape[0])
+            options = dict(seqlen_offset=offset, max_seqlen=self._positions(inference_params))
+        return self.rotary_emb(qkv, num_heads_q=self.num_heads_per_rank, **options)
 
     def _positions(self, inference_params):
         """Rows that the tables of the rotary embedding need: one for each position of the cache."""
@@ -569,7 +567,6 @@ class MHA(_MultiHeadAttention):
             ("cu_seqlens", "inference_params" not in given, "without inference_params"),
             ("cu_seqlens", "mixer_subset" not in given, "without mixer_subset"),
             ("cu_seqlens", not self.dwconv, "without dwconv"),
-            ("cu_seqlens", self.rotary_emb_dim == 0, "without a rotary embedding"),
             ("inference_params", not self.dwconv, "without dwconv"),
         ):
             if name in given and not condition:
