@@ -244,13 +244,19 @@ def _update_kv_cache(kv, inference_params, layer_idx):
 
 
 def _cache_rows(cache, kv, inference_params):
-    """The rows of `cache` that belong to the sequences of kv. Checks that the cache has room for them."""
-    first, end = inference_params.batch_size_offset, inference_params.seqlen_offset + kv.shape[1]
-    rows, capacity = cache.shape[:2]
-    last = first + kv.shape[0]
-    checks.number("inference_params.batch_size_offset + batch", last, last <= rows, "at most {}, as the cache", rows)
-    checks.number("inference_params.seqlen_offset + seqlen", end, end <= capacity, "at most {}, as the cache", capacity)
-    return cache[first:last]
+    """The rows of `cache` that belong to the sequences of kv; it must have room for them."""
+    _check_room(kv, inference_params, *cache.shape[:2])
+    first = inference_params.batch_size_offset
+    return cache[first : first + kv.shape[0]]
+
+
+def _check_room(x, inference_params, rows, capacity):
+    """Check that x (batch, seqlen, ...) fits into a cache (rows, capacity, ...)."""
+    for name, end, limit in (
+        ("batch_size_offset + batch", inference_params.batch_size_offset + x.shape[0], rows),
+        ("seqlen_offset + seqlen", inference_params.seqlen_offset + x.shape[1], capacity),
+    ):
+        checks.number(f"inference_params.{name}", end, end <= limit, "at most {}, as the cache", limit)
 
 
 class _MultiHeadAttention(nn.Module):
@@ -348,14 +354,15 @@ class _MultiHeadAttention(nn.Module):
     def _rotated(self, qkv, inference_params, cu_seqlens, max_seqlen):
         options = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         if inference_params is not None:
-            offset = _lengths(inference_params, qkv.shape[0])
-            options = dict(seqlen_offset=offset, max_seqlen=self._positions(inference_params))
+            rows, capacity = self._cache_size(inference_params)
+            _check_room(qkv, inference_params, rows, capacity)
+            options = dict(seqlen_offset=_lengths(inference_params, qkv.shape[0]), max_seqlen=capacity)
         return self.rotary_emb(qkv, num_heads_q=self.num_heads_per_rank, **options)
 
-    def _positions(self, inference_params):
-        """Rows that the tables of the rotary embedding need: one for each position of the cache."""
+    def _cache_size(self, inference_params):
+        """(rows, capacity) of the cache, or of what it will be. The tables of the rotary embedding are as long."""
         cache = inference_params.key_value_memory_dict.get(self.layer_idx)
-        return max(inference_params.max_seqlen, 0 if cache is None else cache.shape[1])
+        return (inference_params.max_batch_size, inference_params.max_seqlen) if cache is None else cache.shape[:2]
 
     def _update_kv_cache(self, kv, inference_params):
         if self.layer_idx is None:
@@ -386,7 +393,7 @@ class _MultiHeadAttention(nn.Module):
         cache = _cache_rows(cache, kv, inference_params)
         cos = sin = None
         if rotary:
-            self.rotary_emb._update_cos_sin_cache(self._positions(inference_params), q.device, q.dtype)
+            self.rotary_emb._update_cos_sin_cache(cache.shape[1], q.device, q.dtype)
             cos, sin = self.rotary_emb._cos_cached, self.rotary_emb._sin_cached
         inner = self.inner_cross_attn
         return flash_attn_with_kvcache(
