@@ -106,27 +106,30 @@ def apply_rotary_emb_qkv_(
     interleaved=False,
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
 ):
     """Rotate the queries and keys of a packed tensor in place, differentiably in qkv.
 
     Arguments:
         qkv: (batch, seqlen, 3, heads, head_dim), or (batch, seqlen, heads_q + 2 heads_k, head_dim) with the heads of
-            queries, keys, values in this order.
+            queries, keys, values in this order. With cu_seqlens, (tokens, ...) instead of (batch, seqlen, ...).
         cos, sin: (positions, rotary_dim / 2).
         cos_k, sin_k: tables of their own for the keys, as xPos has them.
-        interleaved, seqlen_offsets: as in `apply_rotary_emb`.
-        num_heads_q: heads_q; needed with four dimensions.
+        num_heads_q: heads_q; needed if qkv has one dimension of heads only.
+        interleaved, seqlen_offsets, cu_seqlens, max_seqlen: as in `apply_rotary_emb`.
 
     Returns the rotated tensor, in the memory of qkv; go on with it. Queries and keys that lie together and share their
     tables are rotated in one go.
 
     Raises TypeError or ValueError for arguments that do not fit together.
     """
-    _check_packed(qkv, num_heads_q)
+    separate = _check_packed(qkv, num_heads_q, cu_seqlens)
     if (cos_k is None) != (sin_k is None):
         raise ValueError("cos_k and sin_k must be given together, found only one of them")
     tables = (cos, sin) if cos_k is None else (cos, sin, cos_k, sin_k)
-    return _rotate_in_place(_packed(num_heads_q), qkv, tables, interleaved, seqlen_offsets)
+    layout = _THREE if separate else _heads(num_heads_q)
+    return _rotate_in_place(layout, qkv, tables, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
 
 
 def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets: int | Tensor = 0):
@@ -198,6 +201,7 @@ class RotaryEmbedding(torch.nn.Module):
         seqlen_offset: int | Tensor = 0,
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Rotate queries and keys in place.
 
@@ -210,13 +214,18 @@ class RotaryEmbedding(torch.nn.Module):
                 should pass the greatest length it may reach: without it, every step computes all rows anew, and with
                 scale_base it also moves the position at which the scale is 1, so that keys rotated earlier do not fit.
             num_heads_q: number of query heads, needed if qkv is (batch, seqlen, heads_q + 2 heads_k, head_dim).
+            cu_seqlens: (batch + 1,) int32, where each sequence starts in qkv, (tokens, ...) then; needs max_seqlen.
+                Not with kv and seqlen_offset.
 
         Returns qkv, or (qkv, kv) if kv is given; in the same memory. Go on with what is returned.
 
         Raises TypeError or ValueError for arguments that do not fit together.
         """
         checks.tensor("qkv", qkv, dtypes=ops.DTYPES)
-        checks.number("the number of dimensions of qkv", qkv.dim(), qkv.dim() >= 4, "4 or 5")
+        if cu_seqlens is None:
+            checks.number("the number of dimensions of qkv", qkv.dim(), qkv.dim() >= 4, "4 or 5")
+        elif kv is not None or isinstance(seqlen_offset, Tensor) or seqlen_offset != 0 or max_seqlen is None:
+            raise ValueError("cu_seqlens must be given with max_seqlen and without kv and seqlen_offset, found others")
         if max_seqlen is not None:
             if not isinstance(max_seqlen, Tensor):
                 checks.integer("max_seqlen", max_seqlen)
@@ -228,7 +237,9 @@ class RotaryEmbedding(torch.nn.Module):
         tables = self._cos_cached, self._sin_cached
         tables_k = self._cos_k_cached, self._sin_k_cached
         if kv is None:
-            return apply_rotary_emb_qkv_(qkv, *tables, *tables_k, self.interleaved, seqlen_offset, num_heads_q)
+            return apply_rotary_emb_qkv_(
+                qkv, *tables, *tables_k, self.interleaved, seqlen_offset, num_heads_q, cu_seqlens, max_seqlen
+            )
         q = apply_rotary_emb(qkv, *tables, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset)
         tables_k = tables if self.scale_base is None else tables_k
         return q, apply_rotary_emb_kv_(kv, *tables_k, self.interleaved, seqlen_offset)
@@ -343,20 +354,22 @@ def _tables(parts):
     return [table for part in parts for table in part[1:3]]
 
 
-def _check_packed(qkv, num_heads_q):
-    """Check either packed layout of queries, keys and values."""
+def _check_packed(qkv, num_heads_q, cu_seqlens):
+    """Check either packed layout of queries, keys and values; return whether it has a dimension of the three."""
     checks.tensor("qkv", qkv)
-    if qkv.dim() == 5 and qkv.shape[2] == 3:
-        return
-    if qkv.dim() != 4:
-        layouts = "(batch, seqlen, 3, heads, head_dim) or (batch, seqlen, heads_q + 2 heads_k, head_dim)"
+    tokens, leading = ("batch, seqlen", 2) if cu_seqlens is None else ("tokens", 1)
+    if qkv.dim() == leading + 3 and qkv.shape[-3] == 3:
+        return True
+    if qkv.dim() != leading + 2:
+        layouts = f"({tokens}, 3, heads, head_dim) or ({tokens}, heads_q + 2 heads_k, head_dim)"
         raise ValueError(f"qkv must have shape {layouts}, found {tuple(qkv.shape)}")
     if num_heads_q is None:
-        raise ValueError("num_heads_q must be given for a qkv of four dimensions, found None")
+        raise ValueError("num_heads_q must be given for a qkv with one dimension of heads, found None")
     checks.integer("num_heads_q", num_heads_q)
-    heads_kv = qkv.shape[2] - num_heads_q
-    if num_heads_q < 0 or heads_kv < 0 or heads_kv % 2:
-        raise ValueError(f"num_heads_q must leave as many key as value heads of {qkv.shape[2]}, found {num_heads_q}")
+    heads = qkv.shape[-2]
+    if num_heads_q < 0 or heads < num_heads_q or (heads - num_heads_q) % 2:
+        raise ValueError(f"num_heads_q must leave as many key as value heads of {heads}, found {num_heads_q}")
+    return False
 
 
 # What rotates of a tensor.
@@ -373,24 +386,31 @@ _WHOLE = _Layout("x", lambda x, cos, sin: ((x, cos, sin),), lambda x: ())
 _KEYS_AND_VALUES = _Layout("kv", lambda kv, cos, sin: ((kv[:, :, 0], cos, sin),), lambda kv: (kv[:, :, 1],))
 
 
-def _packed(num_heads_q):
-    """Queries, keys and values in one tensor of five dimensions, or of four if num_heads_q is given."""
+def _split_three(qkv, cos, sin, cos_k=None, sin_k=None):
+    """Queries and keys of (..., 3, heads, head_dim), together where they share tables and lie one behind the other."""
+    q, k = qkv.select(-3, 0), qkv.select(-3, 1)  # not unbind, whose views autograd lets nobody write to
+    if cos_k is not None:
+        return (q, cos, sin), (k, cos_k, sin_k)
+    if qkv.stride(-3) == qkv.shape[-2] * qkv.stride(-2):
+        return ((qkv.narrow(-3, 0, 2).flatten(-3, -2), cos, sin),)
+    return (q, cos, sin), (k, cos, sin)
+
+
+_THREE = _Layout("qkv", _split_three, lambda qkv: (qkv.select(-3, 2),))
+
+
+def _heads(num_heads_q):
+    """Queries, keys and values as heads one behind the other, (..., heads_q + 2 heads_k, head_dim)."""
 
     def split(qkv, cos, sin, cos_k=None, sin_k=None):
-        """Queries and keys together where they share their tables and lie one behind the other."""
-        tables_k = (cos, sin) if cos_k is None else (cos_k, sin_k)
-        if qkv.dim() == 5:
-            if cos_k is None and qkv.stride(2) == qkv.shape[3] * qkv.stride(3):
-                return ((qkv[:, :, :2].flatten(2, 3), cos, sin),)
-            return (qkv[:, :, 0], cos, sin), (qkv[:, :, 1], *tables_k)
         if cos_k is None:
-            return ((qkv[:, :, : first_value(qkv)], cos, sin),)
-        return (qkv[:, :, :num_heads_q], cos, sin), (qkv[:, :, num_heads_q : first_value(qkv)], *tables_k)
+            return ((qkv[..., : first_value(qkv), :], cos, sin),)
+        return (qkv[..., :num_heads_q, :], cos, sin), (qkv[..., num_heads_q : first_value(qkv), :], cos_k, sin_k)
 
     def rest(qkv):
-        return (qkv[:, :, 2] if qkv.dim() == 5 else qkv[:, :, first_value(qkv) :],)
+        return (qkv[..., first_value(qkv) :, :],)
 
     def first_value(qkv):
-        return num_heads_q + (qkv.shape[2] - num_heads_q) // 2
+        return num_heads_q + (qkv.shape[-2] - num_heads_q) // 2
 
     return _Layout("qkv", split, rest)

@@ -469,6 +469,25 @@ def test_module(offset, interleaved, device):
     assert identical(out[:, :, 2], v)
 
 
+@pytest.mark.parametrize("scale_base", [None, 512])
+@pytest.mark.parametrize("shape", [(12, 3, 4, 32), (12, 8, 32)])
+def test_module_with_packed_sequences(shape, scale_base, device):
+    qkv, grad = torch.randn(2, *shape, device=device)
+    num_heads_q = 4 if len(shape) == 3 else None
+    cu_seqlens = torch.tensor([0, 5, 5, 12], dtype=torch.int32, device=device)
+    module = RotaryEmbedding(32, scale_base=scale_base, device=device)
+
+    def rotated(x, *, grad, **options):
+        leaf = x.clone().requires_grad_()
+        out = module(leaf * 1, max_seqlen=9, num_heads_q=num_heads_q, **options)
+        return out.detach(), *torch.autograd.grad(out, leaf, grad)
+
+    found = rotated(qkv, cu_seqlens=cu_seqlens, grad=grad)
+    parts = [rotated(qkv[None, rows], grad=grad[None, rows]) for rows in (slice(5), slice(5, 12))]
+    for one, others in zip(found, zip(*parts)):
+        assert identical(one, torch.cat(others, dim=1)[0])
+
+
 def test_module_with_keys_and_values_apart(device):
     q, kv = torch.randn(2, 5, 4, 32, device=device), torch.randn(2, 5, 2, 2, 32, device=device)
     module = RotaryEmbedding(32, device=device)
@@ -728,10 +747,10 @@ SIGNATURES = {
     apply_rotary_emb: "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
     "max_seqlen=None",
     apply_rotary_emb_qkv_: "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
-    "num_heads_q=None",
+    "num_heads_q=None, cu_seqlens=None, max_seqlen=None",
     apply_rotary_emb_kv_: "kv, cos, sin, interleaved=False, seqlen_offsets=0",
     RotaryEmbedding: "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
-    RotaryEmbedding.forward: "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None",
+    RotaryEmbedding.forward: "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None, cu_seqlens=None",
     apply_rotary: "x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, "
     "conjugate=False",
 }
@@ -878,6 +897,7 @@ def test_errors_of_the_module():
         (dict(max_seqlen=9.5), TypeError, "max_seqlen must be an integer, found float"),
         (dict(seqlen_offset=1.0), TypeError, "seqlen_offset.? must be an integer or an integer tensor .*found float"),
         (dict(qkv=qkv[:, :, 0], kv=1), TypeError, "kv must be a torch.Tensor, found int"),
+        (dict(cu_seqlens=1), ValueError, "cu_seqlens must be given with max_seqlen and without kv and seqlen_offset"),
     ):
         with pytest.raises(error, match=message):
             RotaryEmbedding(16)(**dict(qkv=qkv) | arguments)

@@ -164,7 +164,7 @@ def check_errors(group):
         with pytest.raises(ValueError, match="the number of dimensions of input_ must be at least 1, found 0"):
             function(torch.zeros(()), group)
     for function in (all_gather, reduce_scatter, all_reduce, all_gather_raw, reduce_scatter_raw, all_reduce_raw):
-        with pytest.raises(TypeError, match="input_ must be a torch.Tensor, found list"):
+        with pytest.raises(TypeError, match=r"input_ must be a torch.Tensor, found list"):
             function([1.0], group)
 
 

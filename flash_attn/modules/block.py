@@ -1,0 +1,274 @@
+"""Transformer blocks: a mixer and an MLP with dropout, residual connections and norms around them.
+
+    block = Block(768, mixer_cls=functools.partial(MHA, num_heads=12, causal=True), fused_dropout_add_ln=True)
+    hidden_states, residual = block(torch.randn(2, 512, 768))
+
+Blocks with the norm first begin with the sum that ends the block before: dropout, add, norm, mixer, dropout, add, norm,
+MLP. They pass on what the MLP gives and the residual stream apart, so that adding, dropout and norm are one kernel with
+fused_dropout_add_ln (`layer_norm_fn`).
+"""
+
+import torch
+from torch import Tensor, nn
+
+from flash_attn.modules.mha import MHA
+from flash_attn.modules.mlp import Mlp
+from flash_attn.ops.triton.layer_norm import RMSNorm, layer_norm_fn
+
+
+class StochasticDepth(nn.Module):
+    """In training, drop whole entries of the first dimension with probability p (Huang et al., arXiv:1603.09382)."""
+
+    def __init__(self, p):
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"p must be from 0 to 1, found {p}")
+        self.p = p
+
+    def forward(self, x):
+        if not self.training or self.p == 0:
+            return x
+        kept = torch.empty(x.shape[:1] + (1,) * (x.dim() - 1), dtype=x.dtype, device=x.device).bernoulli_(1 - self.p)
+        return x * (kept if self.p == 1 else kept / (1 - self.p))
+
+    def extra_repr(self):
+        return f"p={self.p}"
+
+
+class Block(nn.Module):
+    """A mixer and an MLP, each with a residual connection.
+
+    Arguments:
+        dim: features.
+        mixer_cls, mlp_cls: called with dim, give the two; MHA with heads of 64 features and Mlp with 4 * dim if None.
+            With an MLP that is an nn.Identity, the block ends behind the mixer.
+        norm_cls: called with dim, gives the norms.
+        dropout_cls: called with resid_dropout1 and resid_dropout2, gives the dropout in front of the first and of the
+            second residual connection.
+        prenorm: the norms are in front of mixer and MLP; else behind the residual connections.
+        resid_dropout1, resid_dropout2, drop_path1, drop_path2: probabilities of dropout and of `StochasticDepth`.
+        fused_dropout_add_ln: dropout, add and norm in one kernel. The norms must be nn.LayerNorm or
+            `flash_attn.ops.triton.layer_norm.RMSNorm`. The norm's output then has the dtype of the hidden states, not
+            that of the norm's weight, and a residual that is given keeps its dtype.
+        return_residual: the mixer and the MLP return (output, input), and these inputs are the residuals. Only without
+            prenorm.
+        residual_in_fp32: keep the residual stream in float32. Only with prenorm.
+        sequence_parallel: mark the norms' parameters for `allreduce_sequence_parallel_grad`.
+        mark_shared_params: mark the norms' parameters for `sync_shared_params`.
+    """
+
+    def __init__(
+        self,
+        dim,
+        mixer_cls=None,
+        mlp_cls=None,
+        norm_cls=nn.LayerNorm,
+        dropout_cls=nn.Dropout,
+        prenorm=True,
+        resid_dropout1=0.0,
+        resid_dropout2=0.0,
+        drop_path1=0.0,
+        drop_path2=0.0,
+        fused_dropout_add_ln=False,
+        return_residual=False,
+        residual_in_fp32=False,
+        sequence_parallel=False,
+        mark_shared_params=False,
+    ):
+        super().__init__()
+        if residual_in_fp32 and not prenorm:
+            raise ValueError("residual_in_fp32 must be False without prenorm, found True")
+        self.prenorm = prenorm
+        self.fused_dropout_add_ln = fused_dropout_add_ln
+        self.return_residual = return_residual
+        self.residual_in_fp32 = residual_in_fp32
+        self.mixer = _mixer(dim, mixer_cls)
+        self.dropout1 = dropout_cls(resid_dropout1)
+        self.drop_path1 = StochasticDepth(drop_path1)
+        self.norm1 = norm_cls(dim)
+        self.mlp = _mlp(dim, mlp_cls)
+        if not isinstance(self.mlp, nn.Identity):
+            self.dropout2 = dropout_cls(resid_dropout2)
+            self.drop_path2 = StochasticDepth(drop_path2)
+            self.norm2 = norm_cls(dim)
+        if fused_dropout_add_ln:
+            _check_fused(self)
+        _mark_norms(self, sequence_parallel, mark_shared_params)
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        """The cache that the mixer needs for decoding."""
+        return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+
+    def forward(self, hidden_states: Tensor, residual: Tensor | None = None, mixer_subset=None, mixer_kwargs=None):
+        """One step of the residual stream.
+
+        Arguments:
+            hidden_states: (..., dim), what the block before gave, not yet added to the residual.
+            residual: (..., dim), the residual stream; None in the first block, and without prenorm.
+            mixer_subset: a slice or list of the tokens that go on, as MHA with cross_attn takes it. With prenorm.
+            mixer_kwargs: more arguments of the mixer.
+
+        Returns (hidden_states, residual) with prenorm, else the new hidden_states.
+        """
+        mixer_kwargs = dict(mixer_kwargs or {})
+        if not self.prenorm:
+            if residual is not None:
+                raise ValueError("residual must be None without prenorm, found a tensor")
+            return self._postnorm(hidden_states, mixer_kwargs)
+        if mixer_subset is not None:
+            mixer_kwargs["mixer_subset"] = mixer_subset
+        hidden_states, residual = self._add_norm(hidden_states, residual, self.dropout1, self.drop_path1, self.norm1)
+        hidden_states = self.mixer(hidden_states, **mixer_kwargs)
+        if mixer_subset is not None:
+            residual = residual[:, mixer_subset]
+        if not isinstance(self.mlp, nn.Identity):
+            hidden_states, residual = self._add_norm(
+                hidden_states, residual, self.dropout2, self.drop_path2, self.norm2
+            )
+            hidden_states = self.mlp(hidden_states)
+        return hidden_states, residual
+
+    def _postnorm(self, hidden_states, mixer_kwargs):
+        out = self.mixer(hidden_states, **mixer_kwargs)
+        out, residual = out if self.return_residual else (out, hidden_states)
+        hidden_states, _ = self._add_norm(out, residual, self.dropout1, self.drop_path1, self.norm1)
+        if not isinstance(self.mlp, nn.Identity):
+            out = self.mlp(hidden_states)
+            out, residual = out if self.return_residual else (out, hidden_states)
+            hidden_states, _ = self._add_norm(out, residual, self.dropout2, self.drop_path2, self.norm2)
+        return hidden_states
+
+    def _add_norm(self, x, residual, dropout, drop_path, norm):
+        """(norm(h), h) of h = drop_path(dropout(x)) + residual; h only with prenorm, else None."""
+        if self.fused_dropout_add_ln:
+            rowscale = None
+            if self.training and drop_path.p > 0:
+                rowscale = drop_path(torch.ones(x.shape[:-1], device=x.device, dtype=x.dtype))
+            dropout_p = dropout.p if self.training else 0.0
+            out = _fused_norm(self, norm, x, residual, dropout_p, prenorm=self.prenorm, rowscale=rowscale)
+            return out if self.prenorm else (out, None)
+        h = drop_path(dropout(x))
+        h = h if residual is None else h + residual
+        out = norm(h.to(norm.weight.dtype))
+        return out, h.float() if self.residual_in_fp32 else h
+
+
+class ParallelBlock(nn.Module):
+    """A mixer and an MLP side by side, on norms of the same residual stream, with the norms first (GPT-J, PaLM).
+
+    Arguments:
+        tied_norm: one norm for both.
+        The others are those of `Block`; resid_dropout1 is that of the mixer's output, resid_dropout2 that of the MLP's.
+    """
+
+    def __init__(
+        self,
+        dim,
+        mixer_cls=None,
+        mlp_cls=None,
+        norm_cls=nn.LayerNorm,
+        dropout_cls=nn.Dropout,
+        resid_dropout1=0.0,
+        resid_dropout2=0.0,
+        tied_norm=False,
+        fused_dropout_add_ln=False,
+        residual_in_fp32=False,
+        sequence_parallel=False,
+        mark_shared_params=False,
+    ):
+        super().__init__()
+        self.tied_norm = tied_norm
+        self.fused_dropout_add_ln = fused_dropout_add_ln
+        self.residual_in_fp32 = residual_in_fp32
+        self.mixer = _mixer(dim, mixer_cls)
+        self.dropout1 = dropout_cls(resid_dropout1)
+        self.norm1 = norm_cls(dim)
+        self.mlp = _mlp(dim, mlp_cls)
+        self.dropout2 = dropout_cls(resid_dropout2)
+        if not tied_norm:
+            self.norm2 = norm_cls(dim)
+        if fused_dropout_add_ln:
+            _check_fused(self)
+        _mark_norms(self, sequence_parallel, mark_shared_params)
+
+    allocate_inference_cache = Block.allocate_inference_cache
+
+    def forward(
+        self,
+        hidden_states1: Tensor,
+        hidden_states2: Tensor | None = None,
+        residual: Tensor | None = None,
+        mixer_kwargs=None,
+    ):
+        """One step of the residual stream.
+
+        Arguments:
+            hidden_states1, hidden_states2: (..., dim), what mixer and MLP of the block before gave. In the first block,
+                hidden_states1 is the embedding and hidden_states2 None.
+            residual: (..., dim), the residual stream; None in the first block.
+            mixer_kwargs: more arguments of the mixer.
+
+        Returns (hidden_states1, hidden_states2, residual).
+        """
+        add_norm = self._fused_add_norm if self.fused_dropout_add_ln else self._add_norm
+        normed1, normed2, residual = add_norm(hidden_states1, hidden_states2, residual)
+        return self.mixer(normed1, **(mixer_kwargs or {})), self.mlp(normed2), residual
+
+    def _add_norm(self, x1, x2, residual):
+        """(norm1(h), norm2(h), h) of h = dropout1(x1) + dropout2(x2) + residual."""
+        h = self.dropout1(x1)
+        if x2 is not None:
+            h = h + self.dropout2(x2)
+        h = h if residual is None else h + residual
+        normed1 = self.norm1(h.to(self.norm1.weight.dtype))
+        normed2 = normed1 if self.tied_norm else self.norm2(h.to(self.norm2.weight.dtype))
+        return normed1, normed2, h.float() if self.residual_in_fp32 else h
+
+    def _fused_add_norm(self, x1, x2, residual):
+        dropout_p = self.dropout1.p if self.training else 0.0
+        if self.training and x2 is not None and self.dropout1.p != self.dropout2.p:  # the kernel has one for both
+            x1, x2, dropout_p = self.dropout1(x1), self.dropout2(x2), 0.0
+        norm2 = {} if self.tied_norm else dict(weight1=self.norm2.weight, bias1=self.norm2.bias)
+        normed, *normed2, h = _fused_norm(self, self.norm1, x1, residual, dropout_p, prenorm=True, x1=x2, **norm2)
+        return normed, normed if self.tied_norm else normed2[0], h
+
+
+def _fused_norm(block, norm, x, residual, dropout_p, **options):
+    """`layer_norm_fn` with what it takes from the block and from its norm."""
+    return layer_norm_fn(
+        x,
+        norm.weight,
+        norm.bias,
+        residual=residual,
+        eps=norm.eps,
+        dropout_p=dropout_p,
+        residual_in_fp32=block.residual_in_fp32,
+        is_rms_norm=isinstance(norm, RMSNorm),
+        zero_centered_weight=getattr(norm, "zero_centered_weight", False),
+        **options,
+    )
+
+
+def _mixer(dim, mixer_cls):
+    return MHA(dim, num_heads=dim // 64) if mixer_cls is None else mixer_cls(dim)
+
+
+def _mlp(dim, mlp_cls):
+    return Mlp(dim, hidden_features=4 * dim) if mlp_cls is None else mlp_cls(dim)
+
+
+def _check_fused(block):
+    for name, child in block.named_children():
+        kinds = {"norm": (nn.LayerNorm, RMSNorm), "dropout": nn.Dropout}.get(name.rstrip("12"))
+        if kinds is not None and not isinstance(child, kinds):
+            kind = "an nn.Dropout" if kinds is nn.Dropout else "an nn.LayerNorm or RMSNorm of flash_attn"
+            raise TypeError(f"{name} must be {kind} with fused_dropout_add_ln, found {type(child).__name__}")
+
+
+def _mark_norms(block, sequence_parallel, mark_shared_params):
+    for name, norm in block.named_children():
+        for parameter in norm.parameters() if name in ("norm1", "norm2") else ():
+            if sequence_parallel:
+                parameter._sequence_parallel = True
+            if mark_shared_params:
+                parameter._shared_params = True

@@ -1,0 +1,214 @@
+"""Embeddings of tokens and their positions, whole or divided over the processes of a group.
+
+    GPT2Embeddings(768, 50257, 1024)(torch.randint(50257, (2, 512)))           # (2, 512, 768)
+
+Token ids are (batch, seqlen). Positions count from 0 unless position_ids are given, (seqlen,) or (batch, seqlen).
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flash_attn._ops import checks
+from flash_attn.utils.distributed import all_reduce, reduce_scatter
+
+
+class GPT2Embeddings(nn.Module):
+    """Word embeddings plus learned position embeddings.
+
+    Arguments:
+        embed_dim: features of the result.
+        vocab_size: number of tokens.
+        max_position_embeddings: number of positions; without position embeddings if 0 or less.
+        padding_idx: the token whose embedding is 0 at first and gets no gradient, or None.
+        word_embed_proj_dim: features of the word embeddings if fewer than embed_dim, to which project_in then maps
+            them (as in OPT-350m).
+    """
+
+    def __init__(
+        self,
+        embed_dim,
+        vocab_size,
+        max_position_embeddings,
+        padding_idx=None,
+        word_embed_proj_dim=None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        width = embed_dim if word_embed_proj_dim is None else word_embed_proj_dim
+        self.word_embeddings = nn.Embedding(vocab_size, width, padding_idx=padding_idx, **factory)
+        self.project_in = None
+        if word_embed_proj_dim is not None:
+            self.project_in = nn.Linear(word_embed_proj_dim, embed_dim, bias=False, **factory)
+        self.max_position_embeddings = max_position_embeddings
+        if max_position_embeddings > 0:
+            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **factory)
+
+    def forward(self, input_ids, position_ids=None):
+        """Embeddings (batch, seqlen, embed_dim) of input_ids (batch, seqlen)."""
+        _check_ids(input_ids)
+        embeddings = self.word_embeddings(input_ids)
+        if self.project_in is not None:
+            embeddings = self.project_in(embeddings)
+        if self.max_position_embeddings > 0:
+            embeddings = embeddings + self.position_embeddings(_positions(self, input_ids, position_ids))
+        return embeddings
+
+
+class BertEmbeddings(nn.Module):
+    """Word embeddings plus learned position and token type embeddings; without dropout and norm.
+
+    Arguments:
+        type_vocab_size: number of token types; without their embeddings if 0 or less.
+        The others are those of `GPT2Embeddings`.
+    """
+
+    def __init__(
+        self,
+        embed_dim,
+        vocab_size,
+        max_position_embeddings,
+        type_vocab_size,
+        padding_idx=None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        self.word_embeddings = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx, **factory)
+        self.max_position_embeddings = max_position_embeddings
+        self.type_vocab_size = type_vocab_size
+        if max_position_embeddings > 0:
+            self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **factory)
+        if type_vocab_size > 0:
+            self.token_type_embeddings = nn.Embedding(type_vocab_size, embed_dim, **factory)
+
+    def forward(self, input_ids, position_ids=None, token_type_ids=None):
+        """Embeddings (batch, seqlen, embed_dim) of input_ids (batch, seqlen); token types are 0 unless given."""
+        _check_ids(input_ids)
+        embeddings = self.word_embeddings(input_ids)
+        if self.max_position_embeddings > 0:
+            embeddings = embeddings + self.position_embeddings(_positions(self, input_ids, position_ids))
+        if self.type_vocab_size > 0:
+            if token_type_ids is None:
+                token_type_ids = torch.zeros_like(input_ids)
+            embeddings = embeddings + self.token_type_embeddings(token_type_ids)
+        return embeddings
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """nn.Embedding whose rows are divided: the process of rank r has tokens r * n to (r + 1) * n - 1.
+
+    Tokens of other processes get 0; the sum over the processes, which is left to the caller, is the embedding.
+
+    Arguments:
+        num_embeddings: tokens of all processes, divisible by their number.
+        process_group: None makes it a plain nn.Embedding.
+        padding_idx: must be None if there is more than one process.
+        The others are those of nn.Embedding.
+    """
+
+    def __init__(self, num_embeddings, *args, process_group=None, padding_idx=None, **kwargs):
+        world_size = _processes("num_embeddings", num_embeddings, process_group)
+        if world_size > 1 and padding_idx is not None:
+            raise ValueError(f"padding_idx must be None where tokens are divided over processes, found {padding_idx}")
+        super().__init__(num_embeddings // world_size, *args, padding_idx=padding_idx, **kwargs)
+        self.process_group = process_group
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.process_group is None:
+            return super().forward(input)
+        first = dist.get_rank(self.process_group) * self.num_embeddings
+        own = (input >= first) & (input < first + self.num_embeddings)
+        embeddings = super().forward(torch.where(own, input - first, 0))
+        return embeddings.masked_fill(~own[..., None], 0.0)
+
+
+class ColumnParallelEmbedding(nn.Embedding):
+    """nn.Embedding whose columns are divided: the process of rank r has features r * n to (r + 1) * n - 1.
+
+    Arguments:
+        embedding_dim: features of all processes, divisible by their number.
+        process_group: None makes it a plain nn.Embedding.
+        The others are those of nn.Embedding.
+    """
+
+    def __init__(self, num_embeddings, embedding_dim, *args, process_group=None, **kwargs):
+        world_size = _processes("embedding_dim", embedding_dim, process_group)
+        super().__init__(num_embeddings, embedding_dim // world_size, *args, **kwargs)
+        self.process_group = process_group
+
+
+class ParallelGPT2Embeddings(nn.Module):
+    """`GPT2Embeddings` with tokens, and features of positions, divided over the processes of a group.
+
+    Arguments:
+        process_group: the group, not None.
+        sequence_parallel: the first dimension of the result is divided over the processes, too.
+        The others are those of `GPT2Embeddings`.
+    """
+
+    def __init__(
+        self,
+        embed_dim,
+        vocab_size,
+        max_position_embeddings,
+        process_group,
+        padding_idx=None,
+        sequence_parallel=True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        checks.number("process_group", process_group, process_group is not None, "a process group")
+        factory = {"device": device, "dtype": dtype}
+        self.process_group = process_group
+        self.sequence_parallel = sequence_parallel
+        self.word_embeddings = VocabParallelEmbedding(
+            vocab_size, embed_dim, padding_idx=padding_idx, process_group=process_group, **factory
+        )
+        self.max_position_embeddings = max_position_embeddings
+        if max_position_embeddings > 0:
+            self.position_embeddings = ColumnParallelEmbedding(
+                max_position_embeddings, embed_dim, process_group=process_group, **factory
+            )
+
+    def forward(self, input_ids, position_ids=None, combine_batch_seqlen_dim=False):
+        """Embeddings (batch, seqlen, embed_dim), or (batch * seqlen, embed_dim) with combine_batch_seqlen_dim.
+
+        With sequence_parallel each process has its part of the first dimension.
+        """
+        _check_ids(input_ids)
+        embeddings = self.word_embeddings(input_ids)
+        if self.max_position_embeddings > 0:
+            positions = self.position_embeddings(_positions(self, input_ids, position_ids))
+            before = dist.get_rank(self.process_group) * positions.shape[-1]
+            after = embeddings.shape[-1] - positions.shape[-1] - before
+            embeddings = embeddings + nn.functional.pad(positions, (before, after))
+        if combine_batch_seqlen_dim:
+            embeddings = embeddings.flatten(0, 1)
+        if dist.get_world_size(self.process_group) == 1:
+            return embeddings
+        return (reduce_scatter if self.sequence_parallel else all_reduce)(embeddings, self.process_group)
+
+
+def _processes(name, size, process_group):
+    """The number of processes that share `size`; it must divide it."""
+    world_size = 1 if process_group is None else dist.get_world_size(process_group)
+    checks.number(name, size, size % world_size == 0, "divisible by the {} processes", world_size)
+    return world_size
+
+
+def _check_ids(input_ids):
+    checks.tensor("input_ids", input_ids, dtypes=checks.INTEGER_DTYPES)
+    checks.ndim("input_ids", input_ids, "(batch, seqlen)")
+
+
+def _positions(module, input_ids, position_ids):
+    if position_ids is not None:
+        return position_ids
+    seqlen, limit = input_ids.shape[1], module.max_position_embeddings
+    checks.number("input_ids.shape[1]", seqlen, seqlen <= limit, "at most {}, the number of positions", limit)
+    return torch.arange(seqlen, device=input_ids.device)

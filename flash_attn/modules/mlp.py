@@ -1,0 +1,182 @@
+"""MLPs of transformers: two linear layers with an activation or a gate between them, whole or divided over processes.
+
+    GatedMlp(4096, hidden_features=11008, activation=torch.nn.functional.silu, bias1=False, bias2=False)   # Llama's
+
+`FusedMLP` and `ParallelFusedMLP`, whose activation is part of the products, can be imported from here, too.
+"""
+
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from flash_attn._ops import checks
+from flash_attn.ops.activations import swiglu
+from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedMLP, ParallelFusedMLP, RowParallelLinear
+
+__all__ = ["FusedMLP", "GatedMlp", "Mlp", "ParallelFusedMLP", "ParallelGatedMlp", "ParallelMLP"]
+
+
+class Mlp(nn.Module):
+    """y = fc2(activation(fc1(x))).
+
+    Arguments:
+        in_features: features of x.
+        hidden_features: features between the layers, 4 * in_features if None.
+        out_features: features of y, in_features if None.
+        activation: a function of a tensor.
+        bias1, bias2: whether fc1 and fc2 have a bias.
+        return_residual: return (y, x) instead of y.
+    """
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        activation=F.gelu,
+        bias1=True,
+        bias2=True,
+        return_residual=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        hidden_features = 4 * in_features if hidden_features is None else hidden_features
+        out_features = in_features if out_features is None else out_features
+        self.return_residual = return_residual
+        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, **factory)
+        self.activation = activation
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, **factory)
+
+    def forward(self, x):
+        y = self.fc2(self.activation(self.fc1(x)))
+        return (y, x) if self.return_residual else y
+
+
+class ParallelMLP(nn.Module):
+    """`Mlp` with the hidden features divided over the processes of a group.
+
+    Arguments:
+        process_group: the group; must be given.
+        sequence_parallel: the first dimension of x and y is divided, too.
+        The others are those of `Mlp`. fc2 has its bias in the first process only.
+    """
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        activation=F.gelu,
+        process_group: ProcessGroup = None,
+        sequence_parallel=True,
+        bias1=True,
+        bias2=True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        hidden_features = 4 * in_features if hidden_features is None else hidden_features
+        out_features = in_features if out_features is None else out_features
+        self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **factory)
+        self.activation = activation
+        self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **factory)
+
+    def forward(self, x):
+        return self.fc2(self.activation(self.fc1(x)))
+
+
+class GatedMlp(nn.Module):
+    """y = fc2(value * activation(gate)), where fc1(x) is value and gate, in this order (GLU, arXiv:2002.05202).
+
+    Arguments:
+        in_features: features of x.
+        hidden_features: features of the value, int(8 / 3 * in_features) if None; rounded up to a multiple.
+        out_features: features of y, in_features if None.
+        activation: a function of the gate; torch.nn.functional.silu is fused with the product.
+        bias1, bias2: whether fc1 and fc2 have a bias.
+        multiple_of: what hidden_features is rounded up to a multiple of.
+        return_residual: return (y, x) instead of y.
+    """
+
+    def __init__(
+        self,
+        in_features,
+        hidden_features=None,
+        out_features=None,
+        activation=F.sigmoid,
+        bias1=True,
+        bias2=True,
+        multiple_of=128,
+        return_residual=False,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"device": device, "dtype": dtype}
+        hidden_features = _hidden_features(in_features, hidden_features, multiple_of)
+        out_features = in_features if out_features is None else out_features
+        self.return_residual = return_residual
+        self.fc1 = nn.Linear(in_features, 2 * hidden_features, bias=bias1, **factory)
+        self.activation = activation
+        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, **factory)
+
+    def forward(self, x):
+        y = self.fc2(_gated(self.fc1(x), self.activation))
+        return (y, x) if self.return_residual else y
+
+
+class ParallelGatedMlp(nn.Module):
+    """`GatedMlp` with the hidden features divided over the processes of a group.
+
+    fc1 of a process has its rows of the value, then its rows of the gate.
+
+    Arguments:
+        process_group: the group, whose size must divide the hidden features.
+        sequence_parallel: the first dimension of x and y is divided, too.
+        The others are those of `GatedMlp`. fc2 has its bias in the first process only.
+    """
+
+    def __init__(
+        self,
+        in_features,
+        process_group,
+        hidden_features=None,
+        out_features=None,
+        activation=F.sigmoid,
+        bias1=True,
+        bias2=True,
+        multiple_of=128,
+        sequence_parallel=True,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        factory = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        hidden_features = _hidden_features(in_features, hidden_features, multiple_of)
+        out_features = in_features if out_features is None else out_features
+        # Pairs of a value and its gate go to one process.
+        self.fc1 = ColumnParallelLinear(
+            in_features, 2 * hidden_features, process_group, bias=bias1, multiple_of=2, **factory
+        )
+        self.activation = activation
+        self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **factory)
+
+    def forward(self, x):
+        return self.fc2(_gated(self.fc1(x), self.activation))
+
+
+def _hidden_features(in_features, hidden_features, multiple_of):
+    checks.integer("multiple_of", multiple_of)
+    checks.number("multiple_of", multiple_of, multiple_of > 0, "positive")
+    hidden_features = int(8 * in_features / 3) if hidden_features is None else hidden_features
+    return (hidden_features + multiple_of - 1) // multiple_of * multiple_of
+
+
+def _gated(y, activation):
+    if activation is F.sigmoid:
+        return F.glu(y, dim=-1)
+    value, gate = y.chunk(2, dim=-1)
+    return swiglu(gate, value) if activation is F.silu else value * activation(gate)

@@ -1,0 +1,193 @@
+"""Time and memory of functions of tensors, forward and backward.
+
+    benchmark_fwd_bwd(flash_attn_func, q, k, v, causal=True, repeats=30, desc="FlashAttention")
+
+All functions take fn and its inputs; keyword arguments that are not their own are passed on to fn. If fn returns a
+tuple, its first element counts. amp runs fn, but not its backward, under autocast to amp_dtype. Times are
+`torch.utils.benchmark.Measurement`s: mean, median and spread in seconds, the device having been waited for.
+"""
+
+import torch
+import torch.utils.benchmark
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+
+
+def benchmark_forward(fn, *inputs, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs):
+    """Time fn(*inputs, **kwinputs). Returns (Timer, Measurement), and prints it if verbose."""
+    forward = _forward(fn, inputs, kwinputs, amp, amp_dtype)
+    return _timed(forward, repeats, f"{desc} - Forward pass", verbose)
+
+
+def benchmark_backward(
+    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
+):
+    """Time the backward of fn(*inputs, **kwinputs), which runs once.
+
+    grad: the gradient of its output; random if None. Gradients of positional inputs are discarded before each backward.
+    Returns (Timer, Measurement). Raises RuntimeError for a grad of another shape.
+    """
+    out = _forward(fn, inputs, kwinputs, amp, amp_dtype)()
+    backward = _backward(out, _grad_of(out, grad), inputs)
+    return _timed(backward, repeats, f"{desc} - Backward pass", verbose)
+
+
+def benchmark_combined(
+    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
+):
+    """Time fn(*inputs, **kwinputs) and its backward together; otherwise like `benchmark_backward`."""
+    forward = _forward(fn, inputs, kwinputs, amp, amp_dtype)
+    grad = _grad_of(forward(), grad)
+    return _timed(lambda: _backward(forward(), grad, inputs)(), repeats, f"{desc} - Forward + Backward pass", verbose)
+
+
+def benchmark_fwd_bwd(
+    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
+):
+    """`benchmark_forward` and `benchmark_backward`: a pair of what they return."""
+    options = dict(repeats=repeats, desc=desc, verbose=verbose, amp=amp, amp_dtype=amp_dtype, **kwinputs)
+    return benchmark_forward(fn, *inputs, **options), benchmark_backward(fn, *inputs, grad=grad, **options)
+
+
+def benchmark_all(
+    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
+):
+    """`benchmark_forward`, `benchmark_backward` and `benchmark_combined`: a triple of what they return."""
+    options = dict(repeats=repeats, desc=desc, verbose=verbose, amp=amp, amp_dtype=amp_dtype, **kwinputs)
+    return (
+        benchmark_forward(fn, *inputs, **options),
+        benchmark_backward(fn, *inputs, grad=grad, **options),
+        benchmark_combined(fn, *inputs, grad=grad, **options),
+    )
+
+
+def pytorch_profiler(
+    fn,
+    *inputs,
+    trace_filename=None,
+    backward=False,
+    amp=False,
+    amp_dtype=torch.float16,
+    cpu=False,
+    verbose=True,
+    **kwinputs,
+):
+    """Profile one call of fn(*inputs, **kwinputs), after 30 to warm up.
+
+    Arguments:
+        trace_filename: where to write a trace for chrome://tracing, or None.
+        backward: with a backward for a random gradient.
+        cpu: profile the CPU beside the GPU; it is profiled in any case if there is no GPU.
+        verbose: print a table of the 50 longest operations.
+    """
+    forward = _forward(fn, inputs, kwinputs, amp, amp_dtype)
+    grad = _grad_of(forward(), None) if backward else None
+
+    def step():
+        out = forward()
+        if backward:
+            _backward(out, grad, inputs)()
+        _wait(inputs)
+
+    for _ in range(30):
+        step()
+    on_gpu = _device(inputs).type == "cuda"
+    activities = [ProfilerActivity.CUDA] * on_gpu + [ProfilerActivity.CPU] * (cpu or not on_gpu)
+    traced = trace_filename is not None  # Python's own functions, which would fill the table
+    with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=traced) as profile:
+        step()
+    if verbose:
+        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        print(profile.key_averages().table(sort_by=order, row_limit=50))
+    if traced:
+        profile.export_chrome_trace(str(trace_filename))
+
+
+def benchmark_memory(fn, *inputs, desc="", verbose=True, **kwinputs):
+    """The most memory in use at a time during fn(*inputs, **kwinputs), in units of 1000 * 2 ** 20 bytes.
+
+    On a GPU, all that torch has allocated there. On a CPU, what is allocated during the call.
+    """
+    device = _device(inputs)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        _wait(inputs)
+        fn(*inputs, **kwinputs)
+        _wait(inputs)
+        used = torch.cuda.max_memory_allocated(device)
+        torch.cuda.empty_cache()
+    else:
+        used = _peak_on_cpu(lambda: fn(*inputs, **kwinputs))
+    used /= 2**20 * 1000
+    if verbose:
+        print(f"{desc} max memory: {used}GB")
+    return used
+
+
+def _forward(fn, inputs, kwinputs, amp, amp_dtype):
+    """A function that calls fn and returns its only or first output."""
+    device = _device(inputs).type
+
+    def forward():
+        with torch.autocast(device, dtype=amp_dtype, enabled=amp):
+            out = fn(*inputs, **kwinputs)
+        return out[0] if type(out) is tuple else out
+
+    return forward
+
+
+def _grad_of(out, grad):
+    if grad is None:
+        return torch.randn_like(out)
+    if grad.shape != out.shape:
+        raise RuntimeError(
+            f"Grad shape does not match output shape: expected {tuple(out.shape)}, found {tuple(grad.shape)}"
+        )
+    return grad
+
+
+def _backward(out, grad, inputs):
+    def backward():
+        for x in inputs:
+            if isinstance(x, Tensor):
+                x.grad = None
+        out.backward(grad, retain_graph=True)
+
+    return backward
+
+
+def _timed(step, repeats, title, verbose):
+    timer = torch.utils.benchmark.Timer(
+        stmt="step()", globals={"step": step}, num_threads=torch.get_num_threads(), description=title
+    )
+    measurement = timer.timeit(repeats)
+    if verbose:
+        print(title)
+        print(measurement)
+    return timer, measurement
+
+
+def _device(inputs):
+    """That of the first tensor; a function without tensors runs where there is most to measure."""
+    for x in inputs:
+        if isinstance(x, Tensor):
+            return x.device
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _wait(inputs):
+    if _device(inputs).type == "cuda":
+        torch.cuda.synchronize(_device(inputs))
+
+
+def _peak_on_cpu(call):
+    """The greatest sum of the allocations less what was freed, in bytes."""
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    used = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        used += event.nbytes()
+        peak = max(peak, used)
+    return peak

@@ -1,0 +1,38 @@
+"""`triton_op`, torch.library's with two more options."""
+
+import torch
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+
+def triton_op(name, fn=None, /, *, mutates_args, schema=None, allow_decomposition=True):
+    """Make an operator of a function of torch operators and Triton kernels (through torch.library.wrap_triton).
+
+    Arguments:
+        name: "namespace::name".
+        fn: the function; None makes this a decorator.
+        mutates_args: names of arguments that it writes to.
+        schema: its schema, "(Tensor x, int n) -> Tensor"; inferred from its annotations if None.
+        allow_decomposition: let torch.compile look into the function. Otherwise the operator stays in the graph.
+
+    Returns a torch.library.CustomOpDef.
+
+    >>> @triton_op("mine::twice", mutates_args=(), schema="(Tensor x) -> Tensor", allow_decomposition=False)
+    ... def twice(x):
+    ...     return x * 2
+    """
+    if fn is None:
+        return lambda fn: triton_op(
+            name, fn, mutates_args=mutates_args, schema=schema, allow_decomposition=allow_decomposition
+        )
+    if schema is None and allow_decomposition:
+        return torch.library.triton_op(name, fn, mutates_args=mutates_args)
+    op = torch.library.custom_op(name, fn, mutates_args=mutates_args, schema=schema)
+    op.register_fake(fn)
+    if allow_decomposition:
+
+        def decompose(mode, func, types, args, kwargs):
+            with mode:
+                return fn(*args, **(kwargs or {}))
+
+        op.register_torch_dispatch(FunctionalTensorMode, decompose)
+    return op

@@ -1,0 +1,84 @@
+"""Checkpoints as state dicts, from a local folder or the Hugging Face hub.
+
+state_dict = state_dict_from_pretrained("openai-community/gpt2", dtype=torch.bfloat16)
+"""
+
+import json
+import pathlib
+
+import torch
+
+# Safetensors first: they load without copies, and hold nothing but tensors. An index names the shards of a checkpoint.
+_NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def state_dict_from_pretrained(model_name, device=None, dtype=None):
+    """All tensors of a checkpoint by their names, with the shards of a divided one in one dict.
+
+    Arguments:
+        model_name: a folder, as str or Path, or else a name on the hub, which takes the package huggingface_hub.
+        device: of the tensors; by default, of those in the file.
+        dtype: of the tensors; by default, of those in the file. They are cast before they are moved.
+
+    Of the files model.safetensors and pytorch_model.bin and their indices of shards, the first that is found is read.
+    Safetensors take the package safetensors; others are read with weights_only.
+
+    Raises OSError if there is none of them, or a shard is missing.
+    """
+    folder = pathlib.Path(model_name)
+    find = _in_folder(folder) if folder.is_dir() else _on_hub(str(model_name))
+    path = _first(find, model_name)
+    paths = [path]
+    if path.suffix == ".json":
+        paths = [find(shard) for shard in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
+    state_dict = {}
+    for path in paths:
+        state_dict |= _load(path, device, dtype)
+    return state_dict
+
+
+def _first(find, model_name):
+    """The path of the first file that there is."""
+    reason = None
+    for name in _NAMES:
+        try:
+            return find(name)
+        except (OSError, ValueError) as error:  # a ValueError from the hub, for what cannot be a name there
+            reason = error
+    raise OSError(f"Model name {model_name} was not found: none of {', '.join(_NAMES)} is there") from reason
+
+
+def _in_folder(folder):
+    """A function from a file's name to its path; it raises OSError if there is none."""
+
+    def find(name):
+        path = folder / name
+        if not path.is_file():
+            raise FileNotFoundError(f"{name} must be in {folder}, found no such file")
+        return path
+
+    return find
+
+
+def _on_hub(model_name):
+    """The same for a repository, whose files are downloaded to the hub's cache."""
+    from huggingface_hub import hf_hub_download
+
+    return lambda name: pathlib.Path(hf_hub_download(model_name, name))
+
+
+def _load(path, device, dtype):
+    # Without a cast there is nothing to do on the CPU.
+    first = "cpu" if dtype not in (None, torch.float32) or device is None else device
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        tensors = load_file(path, device=str(first))
+    else:
+        tensors = torch.load(path, map_location=first if device is not None else None, weights_only=True)
+    return {name: tensor.to(dtype=dtype).to(device=device) for name, tensor in tensors.items()}

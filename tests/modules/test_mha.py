@@ -1,0 +1,668 @@
+"""Attention modules: numbers and gradients against the formula and other libraries, decoding, options, errors."""
+
+import dataclasses
+import inspect
+
+import oracle
+import pytest
+import torch
+import torch.nn.functional as F
+from cases import DTYPES, params
+from compare import assert_error_ratio
+from torch import nn
+
+from flash_attn.bert_padding import unpad_input
+from flash_attn.modules import mha
+from flash_attn.modules.mha import (
+    MHA,
+    CrossAttention,
+    FlashCrossAttention,
+    FlashSelfAttention,
+    ParallelMHA,
+    SelfAttention,
+    get_alibi_slopes,
+)
+from flash_attn.utils.generation import InferenceParams
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Options of MHA. `str(case)` is its id."""
+
+    heads: int = 4
+    heads_kv: int = 4
+    head_dim: int = 32
+    causal: bool = True
+    rotary_dim: int = 0
+    interleaved: bool = False
+    scale_base: float | None = None
+    alibi: bool = False
+    window: tuple = (-1, -1)
+    scale: float | None = None
+    flash: bool = True
+
+    def __str__(self):
+        values = dataclasses.asdict(self)
+        return "-".join(f"{name}{values[name]}" for name in values if values[name] != getattr(Case, name)) or "plain"
+
+    @property
+    def embed_dim(self):
+        return self.heads * self.head_dim
+
+    @property
+    def options(self):
+        return dict(
+            num_heads=self.heads, num_heads_kv=self.heads_kv, causal=self.causal, softmax_scale=self.scale,
+            rotary_emb_dim=self.rotary_dim, rotary_emb_interleaved=self.interleaved,
+            rotary_emb_scale_base=self.scale_base, use_alibi=self.alibi, window_size=self.window,
+            use_flash_attn=self.flash, layer_idx=3,
+        )  # fmt: skip
+
+    def module(self, device, dtype=torch.float32, **options):
+        return MHA(self.embed_dim, **self.options | options, device=device, dtype=dtype)
+
+    def formula(self, x, Wqkv, bqkv, out_weight, out_bias):
+        """What MHA gives, in the dtype of its arguments."""
+        qkv = F.linear(x, Wqkv, bqkv).unflatten(-1, (-1, self.head_dim))
+        q, k, v = qkv.split((self.heads, self.heads_kv, self.heads_kv), dim=2)
+        if self.rotary_dim:
+            q, k = self.rotated(q, 1), self.rotated(k, -1)
+        slopes = torch.tensor(get_alibi_slopes(self.heads), device=x.device, dtype=x.dtype) if self.alibi else None
+        out, _ = oracle.attention(
+            q, k, v, causal=self.causal, window_size=self.window, alibi_slopes=slopes, softmax_scale=self.scale
+        )
+        return F.linear(out.flatten(2), out_weight, out_bias)
+
+    def rotated(self, x, sign):
+        position = torch.arange(x.shape[1], device=x.device, dtype=torch.float64)[:, None]
+        even = torch.arange(0, self.rotary_dim, 2, device=x.device, dtype=torch.float64)
+        angles = position * 10000 ** (-even / self.rotary_dim)
+        gain = 1.0
+        if self.scale_base:
+            gain = ((even / self.rotary_dim + 0.4) / 1.4) ** (sign * (position - x.shape[1] // 2) / self.scale_base)
+        tables = [(table * gain).to(x.dtype) for table in (angles.cos(), angles.sin())]
+        rows = torch.arange(x.shape[1], device=x.device)
+        return torch.stack([oracle.rotate(entry, *tables, rows, self.interleaved) for entry in x])
+
+
+CASES = [
+    Case(),
+    Case(causal=False),
+    Case(flash=False),
+    Case(flash=False, causal=False, scale=0.3),
+    Case(heads_kv=2),
+    Case(heads_kv=1, flash=False),
+    Case(rotary_dim=32),
+    Case(rotary_dim=16, interleaved=True, heads_kv=2),
+    Case(rotary_dim=8, flash=False),
+    Case(rotary_dim=32, scale_base=512.0, heads_kv=1),
+    Case(rotary_dim=24, scale_base=512.0, flash=False, heads_kv=2),
+    Case(alibi=True, heads=6, heads_kv=6),
+    Case(alibi=True, heads=6, heads_kv=2, causal=False),
+    Case(window=(5, -1)),
+    Case(window=(5, 3), causal=False, heads_kv=2, rotary_dim=16),
+    Case(head_dim=20, scale=0.1, rotary_dim=10),
+]
+
+
+def draw(case, device, dtype, seqlen=19):
+    """A module, an input and a gradient of its output."""
+    x, dout = torch.randn(2, 2, seqlen, case.embed_dim, device=device).to(dtype)
+    return case.module(device, dtype), x, dout
+
+
+def with_gradients(function, tensors, dout):
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    out = function(*leaves)
+    return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+
+def of_module(module, x, dout, **kwargs):
+    """The output, and the gradients of x and of all parameters."""
+    leaf = x.detach().clone().requires_grad_()
+    out = module(leaf, **kwargs)
+    return out.detach(), *torch.autograd.grad(out, [leaf, *module.parameters()], dout)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("case", params(CASES))
+def test_formula(case, dtype, device):
+    module, x, dout = draw(case, device, DTYPES[dtype])
+    tensors = x, *module.parameters()
+    found = of_module(module, x, dout)
+    exact = with_gradients(case.formula, [tensor.double() for tensor in tensors], dout.double())
+    plain = with_gradients(case.formula, tensors, dout)
+    names = "out", "dx", *(f"d{name}" for name, _ in module.named_parameters())
+    for name, one, right, baseline in zip(names, found, exact, plain, strict=True):
+        # Sums over tokens, whose order is not that of the plain sum.
+        plus = 1e-5 * right.abs().max().item() if dtype == "fp32" else None
+        assert_error_ratio(one, right, baseline, plus=plus, name=name)
+
+
+def test_state_dict():
+    def shapes(*args, **options):
+        return {name: tuple(value.shape) for name, value in MHA(*args, **options).state_dict().items()}
+
+    plain = {"Wqkv.weight": (192, 64), "Wqkv.bias": (192,), "out_proj.weight": (64, 64), "out_proj.bias": (64,)}
+    assert shapes(64, 4) == plain
+    assert shapes(64, 4, rotary_emb_dim=16, rotary_emb_scale_base=512, use_alibi=True, use_flash_attn=True) == plain
+    assert shapes(64, 4, fused_bias_fc=True, return_residual=True) == plain
+    assert shapes(64, 4, 1, qkv_proj_bias=False, out_proj_bias=False) == {
+        "Wqkv.weight": (96, 64), "out_proj.weight": (64, 64),
+    }  # fmt: skip
+    cross = {
+        "Wq.weight": (64, 64), "Wq.bias": (64,), "Wkv.weight": (64, 64), "Wkv.bias": (64,),
+        "out_proj.weight": (64, 64), "out_proj.bias": (64,),
+    }  # fmt: skip
+    assert shapes(64, 4, 2, cross_attn=True) == cross
+    assert shapes(64, 4, dwconv=True) == plain | {"dwconv_qkv.weight": (192, 1, 3), "dwconv_qkv.bias": (192,)}
+    of_two = {
+        f"dwconv_{part}.{name}": size
+        for part in ("q", "kv")
+        for name, size in (("weight", (64, 1, 3)), ("bias", (64,)))
+    }
+    assert shapes(64, 4, 2, cross_attn=True, dwconv=True) == cross | of_two
+
+
+@pytest.mark.parametrize(
+    ("nheads", "exponents"),
+    [
+        (1, [8]),
+        (2, [4, 8]),
+        (6, [2, 4, 6, 8, 1, 3]),
+        (8, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (12, [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5]),
+    ],
+)
+def test_alibi_slopes(nheads, exponents):
+    assert get_alibi_slopes(nheads) == [2**-exponent for exponent in exponents]
+
+
+# Attention without parameters.
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padded", [False, True])
+def test_self_attention(padded, causal, device):
+    """With padding on the right, the causal mask of SelfAttention is that of all tokens."""
+    qkv = torch.randn(2, 7, 3, 4, 16, device=device, dtype=torch.float64)
+    keep = torch.arange(7, device=device) < torch.tensor([[7], [4]], device=device) if padded else None
+    found = SelfAttention(causal=not causal)(qkv, causal=causal, key_padding_mask=keep)
+    for b, seqlen in enumerate((7, 4) if padded else (7, 7)):
+        q, k, v = qkv[b, None, :seqlen].unbind(2)
+        expected, _ = oracle.attention(q, k, v, causal=causal)
+        torch.testing.assert_close(found[b, None, :seqlen], expected)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_q", [1, 3, 9])
+@pytest.mark.parametrize("padded", [False, True])
+def test_cross_attention(padded, seqlen_q, causal, device):
+    """The causal mask ends at the last key that counts in each row."""
+    q = torch.randn(2, seqlen_q, 4, 16, device=device, dtype=torch.float64)
+    kv = torch.randn(2, 12, 2, 2, 16, device=device, dtype=torch.float64)
+    lengths = (12, 9) if padded else (12, 12)
+    keep = torch.arange(12, device=device) < torch.tensor(lengths, device=device)[:, None] if padded else None
+    found = CrossAttention(causal=causal, softmax_scale=0.2)(q, kv, key_padding_mask=keep)
+    for b, length in enumerate(lengths):
+        k, v = kv[b, None, :length].unbind(2)
+        expected, _ = oracle.attention(q[b, None], k, v, causal=causal, softmax_scale=0.2)
+        torch.testing.assert_close(found[b, None], expected)
+
+
+def test_rows_without_keys_are_finite(device):
+    qkv = torch.randn(2, 5, 3, 4, 16, device=device)
+    keep = torch.ones(2, 5, dtype=torch.bool, device=device)
+    keep[1] = False
+    assert SelfAttention(causal=True)(qkv, key_padding_mask=keep).isfinite().all()
+
+
+FLASH_OPTIONS = dict(softmax_scale=0.3, window_size=(4, 2), deterministic=True)
+
+
+def test_flash_modules_are_the_functions(device):
+    from flash_attn import flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_qkvpacked_func
+
+    dtype = torch.bfloat16
+    slopes = torch.tensor(get_alibi_slopes(4), device=device)
+    qkv = torch.randn(2, 9, 3, 4, 16, device=device, dtype=dtype)
+    options = FLASH_OPTIONS | dict(alibi_slopes=slopes)
+    module = FlashSelfAttention(causal=True, **options)
+    assert torch.equal(module(qkv), flash_attn_qkvpacked_func(qkv, causal=True, **options))
+    assert torch.equal(module(qkv, causal=False), flash_attn_qkvpacked_func(qkv, **options))
+    cu_seqlens = torch.tensor([0, 4, 18], dtype=torch.int32, device=device)
+    expected = flash_attn_varlen_qkvpacked_func(qkv.flatten(0, 1), cu_seqlens, 14, causal=True, **options)
+    assert torch.equal(module(qkv.flatten(0, 1), cu_seqlens=cu_seqlens, max_seqlen=14), expected)
+    cross = FlashCrossAttention(causal=True, **options)
+    q, kv = qkv[:, :, 0], qkv[:, :, 1:]
+    assert torch.equal(cross(q, kv), flash_attn_kvpacked_func(q, kv, causal=True, **options))
+    found = cross(
+        q.flatten(0, 1), kv.flatten(0, 1), cu_seqlens=cu_seqlens, max_seqlen=14, cu_seqlens_k=cu_seqlens,
+        max_seqlen_k=14,
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_dropout_is_for_training(flash, device):
+    module = Case(flash=flash).module(device, dropout=0.5)
+    x = torch.randn(2, 19, 128, device=device)
+    plain = Case(flash=flash).module(device)
+    plain.load_state_dict(module.state_dict())
+    assert not torch.equal(module(x), module(x))
+    assert torch.equal(module.eval()(x), plain(x))
+
+
+@pytest.mark.parametrize("change", [nn.Module.half, nn.Module.bfloat16, lambda m: m.to_empty(device="cpu")])
+@pytest.mark.parametrize("start", ["cpu", "meta"])
+def test_slopes_survive_casts_and_meta_tensors(change, start):
+    module = MHA(96, 12, use_alibi=True, use_flash_attn=True, device=start)
+    change(module)
+    if start == "meta":
+        module.to_empty(device="cpu")
+    for inner in (module.inner_attn, module.inner_cross_attn):
+        assert inner.alibi_slopes.tolist() == torch.tensor(get_alibi_slopes(12)).tolist()
+    with torch.device("meta"):
+        module = MHA(96, 12, use_alibi=True, use_flash_attn=True)
+    assert module.to_empty(device="cpu").inner_attn.alibi_slopes[0] == 0.5
+
+
+# Options of MHA.
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("cross", [False, True])
+def test_residual(cross, fused, device):
+    options = dict(cross_attn=cross, fused_bias_fc=fused)
+    module = MHA(64, 4, return_residual=True, **options, device=device)
+    plain = MHA(64, 4, **options, device=device)
+    plain.load_state_dict(module.state_dict())
+    x, dout = torch.randn(2, 2, 5, 64, device=device)
+    dresidual = torch.randn_like(x)
+    leaf, other = x.clone().requires_grad_(), x.clone().requires_grad_()
+    out, residual = module(leaf)
+    assert torch.equal(residual, x)
+    torch.testing.assert_close(out, plain(other))
+    torch.autograd.backward((out, residual), (dout, dresidual))
+    torch.autograd.backward((plain(other), other), (dout, dresidual))
+    torch.testing.assert_close(leaf.grad, other.grad)
+
+
+@pytest.mark.parametrize("subset", [slice(0, 1), slice(2, 5), [0, 3]])
+@pytest.mark.parametrize("flash", [False, True])
+def test_subset_of_queries(flash, subset, device):
+    module = MHA(64, 4, cross_attn=True, use_flash_attn=flash, return_residual=True, device=device)
+    x, x_kv = torch.randn(2, 2, 7, 64, device=device)
+    out, residual = module(x, mixer_subset=subset)
+    torch.testing.assert_close(out, module(x)[0][:, subset])
+    assert torch.equal(residual, x[:, subset])
+    torch.testing.assert_close(module(x, x_kv, mixer_subset=subset)[0], module(x, x_kv)[0][:, subset])
+
+
+def test_cross_attention_of_another_length(device):
+    module = MHA(64, 4, 2, cross_attn=True, device=device)
+    flash = MHA(64, 4, 2, cross_attn=True, use_flash_attn=True, device=device)
+    flash.load_state_dict(module.state_dict())
+    x, x_kv = torch.randn(2, 5, 64, device=device), torch.randn(2, 8, 64, device=device)
+    dout = torch.randn_like(x)
+    for one, other in zip(of_module(module, x, dout, x_kv=x_kv), of_module(flash, x, dout, x_kv=x_kv)):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads_kv", [4, 2])
+@pytest.mark.parametrize("cross", [False, True])
+def test_dwconv(cross, heads_kv, device):
+    """Each channel is convolved over its token and the two before."""
+    module = MHA(64, 4, heads_kv, cross_attn=cross, causal=True, dwconv=True, device=device)
+    plain = MHA(64, 4, heads_kv, cross_attn=cross, causal=True, device=device)
+    plain.load_state_dict(module.state_dict(), strict=False)
+    x = torch.randn(2, 6, 64, device=device)
+    convs = [(module.dwconv_q, plain.Wq), (module.dwconv_kv, plain.Wkv)] if cross else []
+    if not cross:
+        weight = [conv.weight for name, conv in module.named_children() if name.startswith("dwconv")]
+        bias = [conv.bias for name, conv in module.named_children() if name.startswith("dwconv")]
+        convs = [(nn.ParameterDict(dict(weight=torch.cat(weight), bias=torch.cat(bias))), plain.Wqkv)]
+    for conv, linear in convs:
+        linear.register_forward_hook(lambda _, __, y, conv=conv: convolved(y, conv.weight[:, 0], conv.bias))
+    torch.testing.assert_close(module(x), plain(x))
+    changed = x.clone()
+    changed[:, 4] += 1
+    torch.testing.assert_close(module(changed)[:, :4], module(x)[:, :4])
+
+
+def convolved(y, weight, bias):
+    padded = F.pad(y, (0, 0, 2, 0))
+    return sum(padded[:, i : i + y.shape[1]] * weight[:, i] for i in range(3)) + bias
+
+
+@pytest.mark.parametrize("case", params([Case(), Case(flash=False), Case(heads_kv=1, rotary_dim=16)]))
+def test_checkpointing(case, device):
+    module, x, dout = draw(case, device, torch.float32)
+    expected = of_module(module, x, dout)
+    calls = []
+    for inner in (module.inner_attn, module.inner_cross_attn):
+        inner.register_forward_pre_hook(lambda *_: calls.append(1))
+    module.checkpointing = True
+    torch.testing.assert_close(of_module(module, x, dout), expected)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    "case", params([Case(), Case(heads_kv=2, rotary_dim=16), Case(alibi=True, scale_base=512.0, rotary_dim=32)])
+)
+def test_sequences_of_different_lengths(case, device):
+    """Packed, they give what each gives alone."""
+    module = case.module(device)
+    x = torch.randn(3, 8, case.embed_dim, device=device)
+    lengths = torch.tensor([8, 1, 5], device=device)
+    packed, _, cu_seqlens, _, _ = unpad_input(x, torch.arange(8, device=device) < lengths[:, None])
+    leaf = packed.clone().requires_grad_()
+    out = module(leaf, cu_seqlens=cu_seqlens, max_seqlen=8)
+    out.square().sum().backward()
+    alone = [x[b, None, :n].clone().requires_grad_() for b, n in enumerate(lengths.tolist())]
+    if case.rotary_dim:
+        module.rotary_emb._update_cos_sin_cache(8, device, torch.float32)
+    outs = [module(each) for each in alone]
+    sum(each.square().sum() for each in outs).backward()
+    torch.testing.assert_close(out, torch.cat(outs, dim=1)[0])
+    torch.testing.assert_close(leaf.grad, torch.cat([each.grad for each in alone], dim=1)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_padding_mask_of_mha(device):
+    module = MHA(64, 4, device=device)
+    x = torch.randn(2, 6, 64, device=device)
+    keep = torch.arange(6, device=device) < torch.tensor([[6], [4]], device=device)
+    found = module(x, key_padding_mask=keep)
+    torch.testing.assert_close(found[1, :4], module(x[1:, :4])[0])
+
+
+# Decoding.
+
+DECODING_CASES = [
+    case
+    for case in CASES
+    if case.causal
+] + [Case(window=(5, 0), rotary_dim=32, heads_kv=2), Case(alibi=True, window=(6, -1), heads_kv=1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("steps", [(7, 1, 1, 1, 1, 1, 1, 1), (5, 3, 1, 4)])
+@pytest.mark.parametrize("case", params(DECODING_CASES))
+def test_decoding_equals_the_whole(case, steps, lengths, device):
+    """Token by token or several at a time, from a cache that is larger than the sequences."""
+    module = case.module(device)
+    capacity, seqlen, batch = 17, sum(steps), 2
+    x = torch.randn(batch, seqlen, case.embed_dim, device=device)
+    if case.rotary_dim:  # the tables of xPos depend on how many rows they have
+        module.rotary_emb._update_cos_sin_cache(capacity, device, torch.float32)
+    with torch.no_grad():
+        expected = module(x)
+        params = InferenceParams(max_seqlen=capacity, max_batch_size=batch)
+        if lengths:
+            params.lengths_per_sample = torch.zeros(batch, dtype=torch.int32, device=device)
+        found = []
+        for chunk in x.split(steps, dim=1):
+            found.append(module(chunk, inference_params=params))
+            params.seqlen_offset += chunk.shape[1]
+            if lengths:
+                params.lengths_per_sample += chunk.shape[1]
+    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-4, atol=1e-5)
+    assert params.key_value_memory_dict[3].shape == (batch, capacity, 2, case.heads_kv, case.head_dim)
+
+
+@pytest.mark.parametrize(
+    "case", params([Case(rotary_dim=32), Case(rotary_dim=8, heads_kv=2), Case(flash=False, rotary_dim=8)])
+)
+def test_sequences_that_differ_in_length_while_decoding(case, device):
+    module = case.module(device)
+    x = torch.randn(2, 9, case.embed_dim, device=device)
+    lengths = torch.tensor([8, 3], dtype=torch.int32, device=device)
+    with torch.no_grad():
+        expected = [module(x[b, None, : length + 1])[0, -1] for b, length in enumerate(lengths.tolist())]
+        params = InferenceParams(max_seqlen=9, max_batch_size=2)
+        module(x[:, :8], inference_params=params)
+        params.seqlen_offset, params.lengths_per_sample = 8, lengths
+        found = module(x[[0, 1], lengths.long()][:, None], inference_params=params)[:, 0]
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_rows_of_a_larger_cache(flash, device):
+    case = Case(flash=flash, rotary_dim=16)
+    module = case.module(device)
+    x = torch.randn(4, 6, case.embed_dim, device=device)
+    with torch.no_grad():
+        expected = module(x)
+        cache = module.allocate_inference_cache(4, 9)
+        found = []
+        for rows in (slice(0, 1), slice(1, 4)):
+            params = InferenceParams(9, 4, batch_size_offset=rows.start, key_value_memory_dict={3: cache})
+            out = []
+            for chunk in x[rows].split((4, 1, 1), dim=1):
+                out.append(module(chunk, inference_params=params))
+                params.seqlen_offset += chunk.shape[1]
+            found.append(torch.cat(out, dim=1))
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_cache(device):
+    module = MHA(64, 4, 2, device=device, dtype=torch.bfloat16)
+    cache = module.allocate_inference_cache(3, 5)
+    assert (cache.shape, cache.dtype, cache.device.type) == ((3, 5, 2, 2, 16), torch.bfloat16, device.type)
+    assert module.allocate_inference_cache(3, 5, torch.float16).dtype == torch.float16
+
+
+# Other libraries at random weights.
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_torch_multihead_attention(flash, device):
+    other = nn.MultiheadAttention(64, 4, batch_first=True, device=device)
+    ours = MHA(64, 4, use_flash_attn=flash, device=device)
+    state = other.state_dict()
+    ours.load_state_dict({
+        "Wqkv.weight": state["in_proj_weight"], "Wqkv.bias": state["in_proj_bias"],
+        "out_proj.weight": state["out_proj.weight"], "out_proj.bias": state["out_proj.bias"],
+    })  # fmt: skip
+    x, dout = torch.randn(2, 2, 9, 64, device=device)
+    mask = nn.Transformer.generate_square_subsequent_mask(9, device=device)
+    for options in (dict(), dict(attn_mask=mask)):
+        ours.inner_attn.causal = bool(options)
+        expected = with_gradients(
+            lambda x, options=options: other(x, x, x, need_weights=False, **options)[0], [x], dout
+        )
+        found = with_gradients(ours, [x], dout)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def causal_mask(seqlen, device):
+    return torch.full((1, 1, seqlen, seqlen), torch.finfo(torch.float32).min, device=device).triu(1)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_gpt2_of_transformers(flash, device):
+    transformers = pytest.importorskip("transformers")
+    modeling = pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
+    config = transformers.GPT2Config(n_embd=64, n_head=4, attn_pdrop=0.0, resid_pdrop=0.0, attn_implementation="eager")
+    other = modeling.GPT2Attention(config, layer_idx=0).to(device)
+    ours = MHA(64, 4, causal=True, use_flash_attn=flash, device=device)
+    state = other.state_dict()
+    ours.load_state_dict({
+        "Wqkv.weight": state["c_attn.weight"].t(), "Wqkv.bias": state["c_attn.bias"],
+        "out_proj.weight": state["c_proj.weight"].t(), "out_proj.bias": state["c_proj.bias"],
+    })  # fmt: skip
+    x, dout = torch.randn(2, 2, 9, 64, device=device)
+    expected = with_gradients(lambda x: other(x, attention_mask=causal_mask(9, device))[0], [x], dout)
+    torch.testing.assert_close(with_gradients(ours, [x], dout), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_llama_of_transformers(flash, device):
+    transformers = pytest.importorskip("transformers")
+    modeling = pytest.importorskip("transformers.models.llama.modeling_llama")
+    config = transformers.LlamaConfig(
+        hidden_size=128, num_attention_heads=4, num_key_value_heads=2, attn_implementation="eager"
+    )
+    other = modeling.LlamaAttention(config, layer_idx=0).to(device)
+    ours = MHA(
+        128, 4, 2, causal=True, qkv_proj_bias=False, out_proj_bias=False, rotary_emb_dim=32, use_flash_attn=flash,
+        device=device,
+    )  # fmt: skip
+    state = other.state_dict()
+    Wqkv = torch.cat([state[f"{name}_proj.weight"] for name in "qkv"])
+    ours.load_state_dict({"Wqkv.weight": Wqkv, "out_proj.weight": state["o_proj.weight"]})
+    x, dout = torch.randn(2, 2, 9, 128, device=device)
+    tables = modeling.LlamaRotaryEmbedding(config).to(device)(x, torch.arange(9, device=device)[None])
+    expected = with_gradients(lambda x: other(x, tables, causal_mask(9, device))[0], [x], dout)
+    torch.testing.assert_close(with_gradients(ours, [x], dout), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_falcon_of_transformers(alibi, device):
+    """One key head; rotary embedding, or ALiBi, whose bias is scaled with the scores there."""
+    transformers = pytest.importorskip("transformers")
+    modeling = pytest.importorskip("transformers.models.falcon.modeling_falcon")
+    config = transformers.FalconConfig(
+        hidden_size=128, num_attention_heads=4, multi_query=True, new_decoder_architecture=False, bias=False,
+        alibi=alibi, attention_dropout=0.0, hidden_dropout=0.0, attn_implementation="eager",
+    )  # fmt: skip
+    other = modeling.FalconAttention(config, layer_idx=0).to(device)
+    ours = MHA(
+        128, 4, 1, causal=True, qkv_proj_bias=False, out_proj_bias=False, rotary_emb_dim=0 if alibi else 32,
+        use_alibi=alibi, use_flash_attn=True, device=device,
+    )  # fmt: skip
+    state = other.state_dict()
+    ours.load_state_dict({"Wqkv.weight": state["query_key_value.weight"], "out_proj.weight": state["dense.weight"]})
+    x, dout = torch.randn(2, 2, 9, 128, device=device)
+    positions = torch.arange(9, device=device)[None]
+    bias = None
+    if alibi:
+        ours.inner_cross_attn.alibi_slopes *= 32**-0.5
+        bias = torch.tensor(get_alibi_slopes(4), device=device).view(1, 4, 1, 1) * (positions - 8.0)
+        bias = bias.expand(2, 4, 1, 9).flatten(0, 1)
+    tables = None if alibi else modeling.FalconRotaryEmbedding(config).to(device)(x, positions)
+
+    def run(x):
+        return other(x, alibi=bias, attention_mask=causal_mask(9, device), position_embeddings=tables)[0]
+
+    expected = with_gradients(run, [x], dout)
+    torch.testing.assert_close(with_gradients(ours, [x], dout), expected, rtol=1e-4, atol=1e-5)
+
+
+# Errors.
+
+CONSTRUCTOR_ERRORS = {
+    "heads do not divide the width": (dict(num_heads=5), ValueError, "embed_dim must be a multiple of num_heads, 5"),
+    "no heads": (dict(num_heads=0), ValueError, "num_heads must be positive, found 0"),
+    "half a head": (dict(num_heads=4.0), TypeError, "num_heads must be an integer, found float"),
+    "key heads do not divide": (dict(num_heads_kv=3), ValueError, "num_heads_kv must be a divisor of num_heads, 4"),
+    "alibi": (dict(use_alibi=True), ValueError, "use_alibi must be False without use_flash_attn, found True"),
+    "window": (dict(window_size=(3, 0)), ValueError, r"window_size must be \(-1, -1\) without use_flash_attn"),
+    "rotary": (dict(cross_attn=True, rotary_emb_dim=16), ValueError, "rotary_emb_dim must be 0 with cross_attn"),
+}
+
+
+@pytest.mark.parametrize("what", CONSTRUCTOR_ERRORS)
+def test_error_of_the_constructor(what):
+    changes, error, message = CONSTRUCTOR_ERRORS[what]
+    with pytest.raises(error, match=message):
+        MHA(**dict(embed_dim=64, num_heads=4) | changes)
+
+
+X, KEEP = torch.zeros(2, 5, 64), torch.ones(2, 5, dtype=torch.bool)
+CU_SEQLENS = torch.tensor([0, 4, 10], dtype=torch.int32)
+VARLEN = dict(cu_seqlens=CU_SEQLENS, max_seqlen=6)
+FLASH = dict(use_flash_attn=True)
+PARAMS = InferenceParams(9, 2)
+ERRORS = {
+    "x is no tensor": ({}, dict(x=[1.0]), TypeError, "x must be a torch.Tensor, found list"),
+    "x has another width": ({}, dict(x=X[..., :32]), ValueError, r"x must have shape \(\*, \*, 64\), found"),
+    "x is packed": ({}, dict(x=X[0]), ValueError, r"x must have shape \(\*, \*, 64\), found \(5, 64\)"),
+    "x is not packed": (FLASH, VARLEN, ValueError, r"x must have shape \(\*, 64\), found \(2, 5, 64\)"),
+    "no max_seqlen": (FLASH, dict(cu_seqlens=CU_SEQLENS, x=X[0]), ValueError, "must be given together"),
+    "packed without flash": ({}, dict(x=X[0], **VARLEN), ValueError, "cu_seqlens can be given only with use_flash"),
+    "packed with a mask": (FLASH, dict(x=X[0], key_padding_mask=KEEP, **VARLEN), ValueError, "key_padding_mask can be"),
+    "packed with a convolution": (dict(dwconv=True, **FLASH), dict(x=X[0], **VARLEN), ValueError, "without dwconv"),
+    "mask with flash": (FLASH, dict(key_padding_mask=KEEP), ValueError, "key_padding_mask can be given only without"),
+    "mask of another shape": ({}, dict(key_padding_mask=KEEP[:, :4]), ValueError, r"mask must have shape \(2, 5\)"),
+    "mask of floats": ({}, dict(key_padding_mask=KEEP.float()), TypeError, "padding_mask must have dtype torch.bool"),
+    "x_kv without cross": ({}, dict(x_kv=X), ValueError, "x_kv can be given only with cross_attn"),
+    "x_kv, GQA": (dict(num_heads_kv=2), dict(x_kv=X), ValueError, "x_kv can be given only with cross_attn"),
+    "subset without cross": ({}, dict(mixer_subset=[0]), ValueError, "mixer_subset can be given only with cross_attn"),
+    "cache and a mask": (
+        {}, dict(inference_params=PARAMS, key_padding_mask=KEEP), ValueError, "without inference_params"),
+    "cache and a convolution": (dict(dwconv=True), dict(inference_params=PARAMS), ValueError, "without dwconv"),
+    "cache without layer_idx": (dict(layer_idx=None), dict(inference_params=PARAMS), ValueError, "layer_idx must be"),
+    "more sequences than rows": (
+        {}, dict(inference_params=InferenceParams(9, 1)), ValueError, "must be at most 1, as the cache, found 2"),
+    "more tokens than room": (
+        {}, dict(inference_params=InferenceParams(4, 2)), ValueError, "must be at most 4, as the cache, found 5"),
+    "decoding without a cache": (
+        FLASH, dict(inference_params=InferenceParams(9, 2, 3)), ValueError, "must hold layer_idx=0"),
+    "unknown argument": ({}, dict(mask=KEEP), TypeError, "mask"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_error(what):
+    options, arguments, error, message = ERRORS[what]
+    module = MHA(**dict(embed_dim=64, num_heads=4, layer_idx=0) | options)
+    with pytest.raises(error, match=message):
+        module(**dict(x=X) | arguments)
+
+
+def test_nothing_is_written_if_there_is_no_room(device):
+    for flash in (False, True):
+        module = MHA(64, 4, causal=True, layer_idx=0, use_flash_attn=flash, rotary_emb_dim=16, device=device)
+        cache = module.allocate_inference_cache(2, 6)
+        before = cache.copy_(torch.randn_like(cache)).clone()
+        params = InferenceParams(6, 2, seqlen_offset=5, key_value_memory_dict={0: cache})
+        with torch.no_grad(), pytest.raises(ValueError, match="must be at most 6, as the cache, found 7"):
+            module(torch.randn(2, 2, 64, device=device), inference_params=params)
+        assert torch.equal(cache, before)
+
+
+def test_errors_of_attention_without_parameters():
+    qkv = torch.zeros(2, 5, 3, 4, 16)
+    for function, message in (
+        (lambda: SelfAttention()(qkv[:, :, :2]), r"qkv must have shape \(\*, \*, 3, \*, \*\)"),
+        (lambda: CrossAttention()(qkv[:, :, 0], qkv), r"kv must have shape \(\*, \*, 2, \*, \*\)"),
+        (lambda: FlashSelfAttention()(qkv[:, :, :2]), r"qkv.shape\[-3\] must be 3"),
+        (lambda: get_alibi_slopes(0), "nheads must be positive, found 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            function()
+
+
+SIGNATURES = {
+    FlashSelfAttention: "causal=False, softmax_scale=None, attention_dropout=0.0, window_size=(-1, -1), "
+    "alibi_slopes=None, deterministic=False",
+    FlashSelfAttention.forward: "self, qkv, causal=None, cu_seqlens=None, max_seqlen=None",
+    FlashCrossAttention: "causal=False, softmax_scale=None, attention_dropout=0.0, alibi_slopes=None, "
+    "window_size=(-1, -1), deterministic=False",
+    FlashCrossAttention.forward: "self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, "
+    "max_seqlen_k=None",
+    SelfAttention: "causal=False, softmax_scale=None, attention_dropout=0.0",
+    SelfAttention.forward: "self, qkv, causal=None, key_padding_mask=None",
+    CrossAttention.forward: "self, q, kv, causal=None, key_padding_mask=None",
+    MHA: "embed_dim, num_heads, num_heads_kv=None, cross_attn=False, qkv_proj_bias=True, out_proj_bias=True, "
+    "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, dwconv=False, rotary_emb_dim=0, "
+    "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "
+    "window_size=(-1, -1), fused_bias_fc=False, use_flash_attn=False, return_residual=False, checkpointing=False, "
+    "device=None, dtype=None",
+    MHA.forward: "self, x, x_kv=None, key_padding_mask=None, cu_seqlens=None, max_seqlen=None, mixer_subset=None, "
+    "inference_params=None, **kwargs",
+    ParallelMHA: "embed_dim, num_heads, process_group, num_heads_kv=None, qkv_proj_bias=True, out_proj_bias=True, "
+    "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, rotary_emb_dim=0, rotary_emb_base=10000.0, "
+    "rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, window_size=(-1, -1), "
+    "use_flash_attn=False, checkpointing=False, sequence_parallel=True, device=None, dtype=None",
+    ParallelMHA.forward: "self, x, seqlen=None, inference_params=None, **kwargs",
+    mha._update_kv_cache: "kv, inference_params, layer_idx",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
+def test_signature(function):
+    parameters = inspect.signature(function).parameters.values()
+    plain = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
+    assert ", ".join(plain) == SIGNATURES[function]

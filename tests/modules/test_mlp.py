@@ -1,0 +1,87 @@
+"""MLPs: formulas, gradients, sizes, parameters, errors. Divided over processes: test_parallel.py."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from flash_attn.modules import mlp
+from flash_attn.modules.mlp import GatedMlp, Mlp
+
+
+def with_gradients(module, x):
+    """The output, and the gradients of the input and the parameters, for a fixed gradient of the output."""
+    leaf = x.clone().requires_grad_()
+    out = module(leaf)
+    dout = torch.linspace(-1, 1, out.numel(), device=x.device, dtype=out.dtype).view_as(out)
+    return out.detach(), *torch.autograd.grad(out, [leaf, *module.parameters()], dout)
+
+
+class Plain(torch.nn.Module):
+    """The formula on another module's parameters."""
+
+    def __init__(self, module, formula):
+        super().__init__()
+        self.fc1, self.fc2, self.formula = module.fc1, module.fc2, formula
+
+    def forward(self, x):
+        return self.fc2(self.formula(self.fc1(x)))
+
+
+@pytest.mark.parametrize("activation", [F.gelu, F.relu, torch.tanh])
+@pytest.mark.parametrize("bias", [False, True])
+def test_mlp(bias, activation, device):
+    module = Mlp(16, 24, 8, activation, bias1=bias, bias2=bias, device=device)
+    x = torch.randn(2, 5, 16, device=device)
+    torch.testing.assert_close(with_gradients(module, x), with_gradients(Plain(module, activation), x))
+
+
+@pytest.mark.parametrize("activation", [F.sigmoid, F.silu, F.gelu])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_mlp(bias, activation, device):
+    """The first half is the value, the second the gate."""
+    module = GatedMlp(16, 24, 8, activation, bias1=bias, bias2=bias, multiple_of=8, device=device)
+    x = torch.randn(2, 5, 16, device=device)
+    plain = Plain(module, lambda y: y[..., :24] * activation(y[..., 24:]))
+    torch.testing.assert_close(with_gradients(module, x), with_gradients(plain, x))
+
+
+def test_sizes():
+    def shapes(module):
+        return {name: tuple(value.shape) for name, value in module.state_dict().items()}
+
+    assert shapes(Mlp(6)) == {
+        "fc1.weight": (24, 6), "fc1.bias": (24,), "fc2.weight": (6, 24), "fc2.bias": (6,),
+    }  # fmt: skip
+    assert shapes(Mlp(6, 5, 4, bias1=False, bias2=False)) == {"fc1.weight": (5, 6), "fc2.weight": (4, 5)}
+    assert shapes(GatedMlp(96)) == {
+        "fc1.weight": (512, 96), "fc1.bias": (512,), "fc2.weight": (96, 256), "fc2.bias": (96,),
+    }  # fmt: skip
+    assert shapes(GatedMlp(96, 129, 8, multiple_of=64, bias1=False, bias2=False)) == {
+        "fc1.weight": (384, 96), "fc2.weight": (8, 192),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mlp_cls", [Mlp, GatedMlp])
+def test_residual(mlp_cls):
+    x = torch.randn(2, 16)
+    module = mlp_cls(16, return_residual=True)
+    y, residual = module(x)
+    module.return_residual = False
+    assert residual is x
+    assert torch.equal(module(x), y)
+
+
+@pytest.mark.parametrize("mlp_cls", [Mlp, GatedMlp])
+def test_dtype_and_compile(mlp_cls, device):
+    module = mlp_cls(16, dtype=torch.bfloat16, device=device, activation=F.silu)
+    x = torch.randn(2, 16, dtype=torch.bfloat16, device=device)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(with_gradients(compiled, x), with_gradients(module, x))
+
+
+def test_names_and_errors():
+    assert {"FusedMLP", "ParallelFusedMLP"} <= vars(mlp).keys()
+    with pytest.raises(ValueError, match="multiple_of must be positive, found 0"):
+        GatedMlp(16, multiple_of=0)
+    with pytest.raises(TypeError, match="process_group must be"):
+        mlp.ParallelMLP(16)

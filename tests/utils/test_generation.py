@@ -1,0 +1,518 @@
+"""Decoding: sampling, the loop, its options, speculative decoding, CUDA graphs, errors."""
+
+import collections
+import functools
+import inspect
+
+import pytest
+import torch
+from torch import nn
+
+from flash_attn.modules.block import Block
+from flash_attn.modules.embedding import GPT2Embeddings
+from flash_attn.modules.mha import MHA
+from flash_attn.utils import generation
+from flash_attn.utils.generation import (
+    GenerationMixin,
+    GreedySearchDecoderOnlyOutput,
+    InferenceParams,
+    SampleDecoderOnlyOutput,
+    decode,
+    decode_speculative,
+    modify_logits_for_repetition_penalty,
+    modify_logits_for_top_k_filtering,
+    modify_logits_for_top_p_filtering,
+    sample,
+    sample_speculative,
+)
+
+VOCAB, PADDED = 53, 56
+Output = collections.namedtuple("Output", "logits")
+
+
+class Model(nn.Module, GenerationMixin):
+    """A small language model of the package's blocks."""
+
+    def __init__(self, layers=2, positions=0, dim=64, device=None, dtype=None, **options):
+        super().__init__()
+        factory = dict(device=device, dtype=dtype)
+        mixer_cls = functools.partial(MHA, num_heads=4, causal=True, use_flash_attn=True, **factory)
+        self.embeddings = GPT2Embeddings(dim, PADDED, positions, **factory)
+        self.layers = nn.ModuleList(
+            Block(dim, functools.partial(mixer_cls, layer_idx=i, **options)).to(**factory) for i in range(layers)
+        )
+        self.norm = nn.LayerNorm(dim, **factory)
+        self.head = nn.Linear(dim, PADDED, bias=False, **factory)
+        nn.init.normal_(self.head.weight)
+        self.calls = []
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        return {
+            i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype, **kwargs)
+            for i, layer in enumerate(self.layers)
+        }
+
+    def forward(self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0):
+        self.calls.append((tuple(input_ids.shape), position_ids, num_last_tokens))
+        hidden, residual = self.embeddings(input_ids, position_ids), None
+        mixer_kwargs = {} if inference_params is None else {"inference_params": inference_params}
+        for layer in self.layers:
+            hidden, residual = layer(hidden, residual, mixer_kwargs=mixer_kwargs)
+        return Output(self.head(self.norm(hidden + residual)[:, -num_last_tokens:]))
+
+
+def prompt(batch, seqlen, device):
+    return torch.randint(VOCAB, (batch, seqlen), device=device)
+
+
+def greedy(model, input_ids, max_length):
+    """The whole sequence is computed anew for each token."""
+    scores = []
+    with torch.no_grad():
+        while input_ids.shape[1] < max_length:
+            scores.append(model(input_ids).logits[:, -1, :VOCAB])
+            input_ids = torch.cat([input_ids, scores[-1].argmax(dim=-1, keepdim=True)], dim=1)
+    return input_ids, scores
+
+
+# Sampling.
+
+
+def frequencies(draw, count=20_000):
+    """How often each token is drawn from the same row of logits, repeated."""
+    return torch.bincount(draw(count), minlength=5) / count
+
+
+LOGITS = torch.tensor([2.0, 1.0, 0.5, 0.0, -3.0])
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (dict(top_k=0), 5),
+        (dict(top_k=3), 3),
+        (dict(top_k=99), 5),
+        (dict(top_k=0, top_p=0.7), 2),
+        (dict(top_k=0, top_p=1.0), 5),
+        (dict(top_k=4, top_p=0.9, temperature=0.5), 2),
+        (dict(top_k=0, temperature=2.0), 5),
+        (dict(top_k=0, top_p=1e-6), 1),
+    ],
+    ids=str,
+)
+def test_sample(options, kept, device):
+    logits = LOGITS.to(device)
+    expected = (logits / options.get("temperature", 1.0)).masked_fill(
+        torch.arange(5, device=device) >= kept, -torch.inf
+    )
+    found = frequencies(lambda count: sample(logits.expand(count, 5), **options))
+    torch.testing.assert_close(found, expected.softmax(0), rtol=0, atol=0.02)
+    assert torch.equal(logits.cpu(), LOGITS)
+
+
+def test_likeliest(device):
+    logits = torch.randn(7, 50, device=device)
+    assert torch.equal(sample(logits, top_p=0.5, temperature=3.0), logits.argmax(-1))
+    for options in (dict(top_k=2, temperature=1e-4), dict(top_k=0, top_p=1e-4)):
+        assert torch.equal(sample(logits, **options), logits.argmax(-1))
+    assert sample(logits.half(), top_k=0).shape == (7,)
+
+
+@pytest.mark.parametrize("shape", [(50,), (4, 50), (2, 3, 50)])
+def test_filters(shape, device):
+    logits = torch.randn(shape, device=device)
+    found = logits.clone()
+    modify_logits_for_top_k_filtering(found, 7)
+    assert (found.isfinite().sum(-1) == 7).all()
+    torch.testing.assert_close(found.isfinite(), logits >= logits.topk(7).values[..., -1:])
+    found = logits.clone()
+    modify_logits_for_top_p_filtering(found, 0.6)
+    p = logits.softmax(-1)
+    more_likely = (p[..., None, :] > p[..., :, None]).float() @ p[..., None]
+    assert torch.equal(found.isfinite(), more_likely[..., 0] < 0.6)
+    for top_p in (0.0, 1.0):
+        found = logits.clone()
+        modify_logits_for_top_p_filtering(found, top_p)
+        assert torch.equal(found, logits)
+
+
+def test_equal_logits_all_stay():
+    logits = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
+    modify_logits_for_top_k_filtering(logits, 2)
+    assert logits.isfinite().tolist() == [[True, True, True, False]]
+
+
+def test_repetition_penalty():
+    logits = torch.tensor([[1.0, -1.0, 3.0], [1.0, 2.0, 3.0]])
+    modify_logits_for_repetition_penalty(logits, torch.tensor([[0, 1, 0], [2, 2, 2]]), 2.0)
+    assert logits.tolist() == [[0.5, -2.0, 3.0], [1.0, 2.0, 1.5]]
+
+
+@pytest.mark.parametrize(
+    "options", [dict(top_k=0), dict(top_k=3), dict(top_k=0, top_p=0.8), dict(top_k=0, temperature=2.0)], ids=str
+)
+def test_speculative_samples_are_the_model_s(options, device):
+    """Whatever the draft model: its first token, and what follows it, are distributed as the model's."""
+    batch = 40_000
+    logits = torch.stack([LOGITS, LOGITS.flip(0), LOGITS.roll(1)]).to(device).expand(batch, 3, 5)
+    logits_draft = torch.stack([LOGITS.roll(2), LOGITS.flip(0)]).to(device).expand(batch, 2, 5)
+    tokens_draft = torch.stack([sample(each, **options) for each in logits_draft.unbind(1)], dim=1)
+    tokens, count = sample_speculative(logits, logits_draft, tokens_draft, **options)
+    assert tokens.shape == (batch, 3)
+    assert set(count.tolist()) == {1, 3}  # at the second place, both models are the same
+    for i in range(3):
+        rows = count > i
+        expected = frequencies(lambda n, i=i: sample(logits[:n, i], **options))
+        found = torch.bincount(tokens[rows, i], minlength=5) / rows.sum()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
+    accepted = torch.arange(2, device=device) < count[:, None] - 1
+    assert torch.equal(tokens[:, :2][accepted], tokens_draft[accepted])
+
+
+def test_speculative_of_the_likeliest(device):
+    logits = torch.randn(6, 4, 11, device=device)
+    likeliest = logits.argmax(-1)
+    proposed = likeliest[:, :3].clone()
+    proposed[torch.arange(3), torch.arange(3)] += 1
+    proposed %= 11
+    tokens, count = sample_speculative(logits, torch.randn(6, 3, 11, device=device), proposed.int())
+    assert count.tolist() == [1, 2, 3, 4, 4, 4]
+    for row, n in enumerate(count.tolist()):
+        assert torch.equal(tokens[row, :n], likeliest[row, :n])
+
+
+# Decoding.
+
+MODELS = [
+    dict(),
+    dict(num_heads_kv=1, rotary_emb_dim=16),
+    dict(rotary_emb_dim=8, use_flash_attn=False),
+    dict(use_alibi=True, window_size=(6, 0)),
+    dict(positions=32),
+]
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_decode(batch, options, device):
+    model = Model(device=device, **options).eval()
+    input_ids = prompt(batch, 6, device)
+    expected, scores = greedy(model, input_ids, 20)
+    model.calls.clear()
+    output = decode(input_ids, model, 20, vocab_size=VOCAB)
+    assert type(output) is GreedySearchDecoderOnlyOutput
+    assert torch.equal(output.sequences, expected)
+    torch.testing.assert_close(torch.stack(output.scores), torch.stack(scores), rtol=1e-4, atol=1e-4)
+    (shape, position_ids, last), *steps = model.calls
+    assert (shape, position_ids, last) == ((batch, 6), None, 1)
+    assert [(shape, ids.unique().tolist(), last) for shape, ids, last in steps] == [
+        ((batch, 1), [position], 1) for position in range(6, 19)
+    ]
+    assert not output.sequences.is_inference()
+
+
+@pytest.mark.parametrize("max_length", [0, 6, 7])
+def test_at_least_one_token(max_length, device):
+    model = Model(device=device).eval()
+    assert decode(prompt(2, 6, device), model, max_length).sequences.shape == (2, 7)
+    assert decode_speculative(prompt(1, 6, device), model, model, max_length).sequences.shape == (1, 7)
+
+
+def test_sampled(device):
+    model = Model(device=device).eval()
+    input_ids = prompt(2, 6, device)
+    output = decode(input_ids, model, 30, top_k=5, top_p=0.9, temperature=1.5)
+    assert type(output) is SampleDecoderOnlyOutput
+    assert output.sequences.shape == (2, 30)
+    for step, logits in enumerate(output.scores):
+        assert (logits.topk(5).indices == output.sequences[:, 6 + step, None]).any(-1).all()
+    torch.manual_seed(0)
+    one = decode(input_ids, model, 30, top_k=0).sequences
+    torch.manual_seed(0)
+    assert torch.equal(decode(input_ids, model, 30, top_k=0).sequences, one)
+
+
+def test_teacher(device):
+    model = Model(device=device).eval()
+    teacher = prompt(2, 15, device)
+    output = decode(teacher[:, :6], model, 20, teacher_outputs=teacher)
+    assert torch.equal(output.sequences[:, :15], teacher)
+    with torch.no_grad():
+        logits = model(output.sequences).logits
+    torch.testing.assert_close(torch.stack(output.scores, dim=1), logits[:, 5:-1], rtol=1e-4, atol=1e-4)
+    assert torch.equal(output.sequences[:, 15:], logits[:, 14:-1].argmax(-1))
+
+
+class Scripted(nn.Module):
+    """Says what a table holds for each row and position, whatever it is told."""
+
+    def __init__(self, table, device):
+        super().__init__()
+        self.table = torch.tensor(table, device=device)
+        self.weight = nn.Parameter(torch.zeros((), device=device))
+
+    def forward(self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0):
+        end = inference_params.seqlen_offset + input_ids.shape[1]
+        tokens = self.table[: len(input_ids), end - num_last_tokens : end]
+        return Output(1.0 + 9.0 * nn.functional.one_hot(tokens, 10))
+
+
+def test_sequences_end_at_different_steps(device):
+    """A sequence that has ended is filled up with the last token until all have."""
+    model = Scripted([[1, 2, 9, 4, 5, 6, 7], [1, 2, 3, 4, 9, 6, 7], [9, 9, 9, 9, 9, 9, 9]], device)
+    input_ids = torch.zeros(3, 1, dtype=torch.int64, device=device)
+    expected = [[0, 1, 2, 9, 9, 9], [0, 1, 2, 3, 4, 9], [0, 9, 9, 9, 9, 9]]
+    output = decode(input_ids, model, 7, eos_token_id=9)
+    assert output.sequences.tolist() == expected
+    assert len(output.scores) == 5
+    assert decode(input_ids[:1], model, 7, eos_token_id=9).sequences.tolist() == [[0, 1, 2, 9]]
+    assert decode(input_ids[:1], model, 7).sequences.tolist() == [[0, 1, 2, 9, 4, 5, 6]]
+
+
+def test_repetition_penalty_while_decoding(device):
+    model = Scripted([[1, 1, 1, 1, 1]], device)
+    input_ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    assert decode(input_ids, model, 3).sequences.tolist() == [[0, 1, 1]]
+    output = decode(input_ids, model, 3, repetition_penalty=1e9)
+    assert output.sequences[0, 2] != 1
+    assert output.scores[1].argmax() == 1  # as the model gave them
+
+
+class Streamer:
+    def __init__(self):
+        self.pieces, self.ended = [], False
+
+    def put(self, tokens):
+        assert tokens.device.type == "cpu" and not self.ended
+        self.pieces.append(tokens)
+
+    def end(self):
+        self.ended = True
+
+
+def test_streaming(device):
+    model, streamer = Model(device=device).eval(), Streamer()
+    sequences = decode(prompt(2, 6, device), model, 12, streamer=streamer).sequences
+    first, *others = streamer.pieces
+    assert torch.equal(torch.cat([first, torch.stack(others, dim=1)], dim=1), sequences.cpu())
+    assert streamer.ended
+
+
+def test_mixin(device):
+    model = Model(device=device).eval()
+    input_ids = prompt(2, 6, device)
+    sequences = model.generate(input_ids, 12, vocab_size=VOCAB)
+    assert torch.equal(sequences, greedy(model, input_ids, 12)[0])
+    assert model.generate(input_ids, 12, return_dict_in_generate=True).scores is None
+    output = model.generate(input_ids, 12, vocab_size=VOCAB, return_dict_in_generate=True, output_scores=True)
+    assert torch.equal(output.sequences, sequences)
+    assert len(output.scores) == 6
+    with pytest.raises(NotImplementedError):
+        GenerationMixin().allocate_inference_cache(1, 1)
+
+
+def test_timing(device, capsys):
+    model = Model(device=device).eval()
+    decode(prompt(1, 6, device), model, 8, enable_timing=True)
+    printed = capsys.readouterr().out
+    assert printed.startswith("Prompt processing + decoding time: ") and printed.endswith("ms\n")
+    decode_speculative(prompt(1, 6, device), model, model, 16, enable_timing=True, debug=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("proposed [")
+    assert lines[-2] == "Number of calls to main model: 3"
+    assert lines[-1] == "Acceptance rate: 100.00%"
+
+
+def test_transformers_streamer(device):
+    transformers = pytest.importorskip("transformers")
+
+    class Tokenizer:
+        def decode(self, tokens, **kwargs):
+            return "".join(f"{token} " for token in tokens)
+
+    streamer = transformers.TextIteratorStreamer(Tokenizer())
+    sequences = decode(prompt(1, 6, device), Model(device=device).eval(), 12, streamer=streamer).sequences
+    assert "".join(streamer).split() == [str(token) for token in sequences[0].tolist()]
+
+
+# Speculative decoding.
+
+
+@pytest.mark.parametrize("lookahead", [1, 3, 5])
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_speculative(options, lookahead, device):
+    """With the likeliest tokens it gives what the model alone gives, whatever the draft model."""
+    model = Model(device=device, **options).eval()
+    input_ids = prompt(1, 6, device)
+    expected, scores = greedy(model, input_ids, 20)
+    unlike = Model(layers=1, device=device, **options).eval()
+    for draft in (model, unlike, Sometimes(model)):
+        output = decode_speculative(
+            input_ids, model, draft, 20, speculative_lookahead=lookahead, vocab_size=VOCAB
+        )  # fmt: skip
+        assert torch.equal(output.sequences, expected)
+        torch.testing.assert_close(torch.stack(output.scores), torch.stack(scores), rtol=1e-4, atol=1e-4)
+
+
+class Sometimes(nn.Module):
+    """A model that is right unless the token before is a multiple of 3: tokens are accepted in runs of every length."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, **kwargs):
+        return Output(self.model(input_ids, **kwargs).logits.roll(int(input_ids[0, -1] % 3 == 0), dims=-1))
+
+
+def test_speculative_stops_at_the_last_token(device):
+    model = Scripted([[1, 2, 3, 9, 4, 5, 6, 7, 8]], device)
+    input_ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    for draft in (model, Scripted([[1, 2, 2, 2, 2, 2, 2, 2, 2]], device)):
+        output = decode_speculative(input_ids, model, draft, 9, eos_token_id=9, speculative_lookahead=5)
+        assert output.sequences.tolist() == [[0, 1, 2, 3, 9]]
+        assert len(output.scores) == 4
+
+
+def test_speculative_sampling(device):
+    model = Model(device=device).eval()
+    output = decode_speculative(prompt(1, 6, device), model, model, 30, top_k=5, top_p=0.9)
+    assert output.sequences.shape == (1, 30) and len(output.scores) == 24
+    assert type(output) is SampleDecoderOnlyOutput
+
+
+# CUDA graphs.
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [options for options in MODELS if options.get("use_flash_attn", True)], ids=str)
+def test_graphs(options, device):
+    """Bit by bit what decoding without them gives; also behind a larger and a smaller batch, and longer tables."""
+    options = options | (dict(positions=600) if "positions" in options else {})
+    model = Model(device=device, dtype=torch.float16, dim=256, **options).eval()
+    for batch, seqlen, max_length in ((2, 6, 20), (2, 100, 500), (4, 6, 500), (1, 6, 500)):
+        input_ids = prompt(batch, seqlen, device)
+        expected = decode(input_ids, model, max_length)
+        for _ in range(2):
+            found = decode(input_ids, model, max_length, cg=True)
+            assert torch.equal(found.sequences, expected.sequences)
+            assert torch.equal(torch.stack(found.scores), torch.stack(expected.scores))
+            with torch.no_grad():
+                model(prompt(1, 550, device))  # which makes the tables of the rotary embedding anew
+    assert model._decoding_cache.callables.keys() == {(4, 1), (1, 1)}
+
+
+@pytest.mark.cuda
+def test_graphs_of_speculative_decoding(device):
+    options = dict(device=device, dtype=torch.float16, dim=256, num_heads_kv=1, rotary_emb_dim=16)
+    model, draft = Model(**options).eval(), Model(layers=1, **options).eval()
+    input_ids = prompt(1, 6, device)
+    for each in (model, draft):
+        expected = decode_speculative(input_ids, model, each, 60)
+        found = decode_speculative(input_ids, model, each, 60, cg=True)
+        assert torch.equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.cuda
+def test_cache_of_a_model_without_its_own_allocation(device):
+    class Bare(nn.Module):
+        config = collections.namedtuple("Config", "hidden_size num_attention_heads num_hidden_layers")(256, 4, 2)
+
+        def __init__(self):
+            super().__init__()
+            self.model = Model(device=device, dtype=torch.float16, dim=256).eval()
+
+        def forward(self, *args, **kwargs):
+            return self.model(*args, **kwargs)
+
+    model, input_ids = Bare(), prompt(2, 6, device)
+    expected = decode(input_ids, model, 20).sequences
+    assert torch.equal(decode(input_ids, model, 20, cg=True).sequences, expected)
+    caches = model._decoding_cache.inference_params.key_value_memory_dict
+    assert {key: tuple(cache.shape) for key, cache in caches.items()} == dict.fromkeys((0, 1), (2, 20, 2, 4, 64))
+
+
+# State, errors, signatures.
+
+
+def test_reset():
+    cache = {0: torch.zeros(1)}
+    params = InferenceParams(8, 2, 3, 1, cache, torch.tensor([3, 3], dtype=torch.int32))
+    params.reset(10, 4)
+    assert params.lengths_per_sample.tolist() == [0, 0]
+    assert params == InferenceParams(10, 4, 0, 1, cache, params.lengths_per_sample)
+    assert InferenceParams(8, 2).key_value_memory_dict is not InferenceParams(8, 2).key_value_memory_dict
+
+
+def test_allocation(device):
+    for layers, keys in ((2, [0, 1]), (["a", "b"], ["a", "b"])):
+        caches = generation.allocate_inference_cache(3, 5, 2, 16, layers, device)
+        assert list(caches) == keys
+        assert {(cache.shape, cache.dtype) for cache in caches.values()} == {((3, 5, 2, 2, 16), torch.float16)}
+    with pytest.raises(TypeError, match="dtype must be one of"):
+        generation.allocate_inference_cache(3, 5, 2, 16, 2, device, torch.int32)
+
+
+IDS = torch.zeros(2, 3, dtype=torch.int64)
+ERRORS = {
+    "ids are no tensor": (dict(input_ids=[[1]]), TypeError, "input_ids must be a torch.Tensor, found list"),
+    "ids are floats": (dict(input_ids=IDS.float()), TypeError, "input_ids must have dtype torch.int64"),
+    "ids of one dimension": (dict(input_ids=IDS[0]), ValueError, "input_ids must have 2 dimensions"),
+    "no prompt": (dict(input_ids=IDS[:, :0]), ValueError, r"input_ids.shape\[1\] must be at least 1, found 0"),
+    "length": (dict(max_length=9.5), TypeError, "max_length must be an integer, found float"),
+    "top_p": (dict(top_k=0, top_p=1.1), ValueError, "top_p must be from 0 to 1, found 1.1"),
+    "top_k": (dict(top_k=-1), ValueError, "top_k must be at least 0, found -1"),
+    "temperature": (dict(temperature=0.0), ValueError, "temperature must be positive, found 0.0"),
+    "penalty": (dict(repetition_penalty=0.0), ValueError, "repetition_penalty must be positive, found 0.0"),
+    "graphs on the CPU": (dict(cg=True), ValueError, "the model's device must be a GPU for CUDA graphs, found cpu"),
+}
+
+
+@pytest.mark.parametrize("what", ERRORS)
+def test_error(what):
+    changes, error, message = ERRORS[what]
+    with pytest.raises(error, match=message):
+        decode(**dict(input_ids=IDS, model=Scripted([[1] * 9] * 2, "cpu"), max_length=5) | changes)
+
+
+def test_errors_of_speculative_decoding():
+    model = Scripted([[1] * 9] * 2, "cpu")
+    with pytest.raises(ValueError, match="the batch size of input_ids must be 1, found 2"):
+        decode_speculative(IDS, model, model, 5)
+    with pytest.raises(ValueError, match="speculative_lookahead must be positive, found 0"):
+        decode_speculative(IDS[:1], model, model, 5, speculative_lookahead=0)
+    logits = torch.zeros(2, 4, 5)
+    for arguments, error, message in (
+        ((logits, logits[:, :3], IDS.float()), TypeError, "tokens_draft must have dtype"),
+        ((logits[:, :3], logits[:, :3], IDS), ValueError, r"logits must have shape \(2, 4, \*\)"),
+        ((logits, logits[:, :2], IDS), ValueError, r"logits_draft must have shape \(2, 3, 5\)"),
+    ):
+        with pytest.raises(error, match=message):
+            sample_speculative(*arguments)
+
+
+SIGNATURES = {
+    sample: "logits, top_k=1, top_p=0.0, temperature=1.0",
+    sample_speculative: "logits, logits_draft, tokens_draft, top_k=1, top_p=0.0, temperature=1.0",
+    decode: "input_ids, model, max_length, top_k=1, top_p=0.0, temperature=1.0, eos_token_id=None, "
+    "teacher_outputs=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, repetition_penalty=1.0, "
+    "output_scores=True, streamer=None",
+    decode_speculative: "input_ids, model, model_draft, max_length, speculative_lookahead=3, top_k=1, top_p=0.0, "
+    "temperature=1.0, eos_token_id=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, "
+    "debug=False",
+    GenerationMixin.generate: "self, input_ids, max_length, top_k=1, top_p=0.0, temperature=1.0, "
+    "return_dict_in_generate=False, output_scores=False, **kwargs",
+    generation.allocate_inference_cache: "max_batch_size, max_seqlen, nheads, headdim, layers, device, "
+    "dtype=torch.float16",
+    generation.update_graph_cache: "model, cache, batch_size, seqlen_og, max_seqlen, decoding_seqlens=(1,), "
+    "tensor_parallel=1, dtype=None, n_warmups=2",
+    generation.capture_graph: "model, inference_params, batch_size, max_seqlen, decoding_seqlen=1, mempool=None, "
+    "n_warmups=2",
+}
+
+
+@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
+def test_signature(function):
+    parameters = inspect.signature(function).parameters.values()
+    plain = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
+    assert ", ".join(plain) == SIGNATURES[function]
