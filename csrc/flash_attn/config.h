@@ -205,8 +205,8 @@ inline int heads_per_section(const Problem& p, int multiprocessors) {
   return section;
 }
 
-// Whether fwd_sm90.cuh takes a problem. It copies aligned rows of tensors, of one head at a time, and each tile sees all
-// its keys: that takes rows enough, and many tiles or few keys. fwd_sm80.cuh, which looks up pages, packs heads and
+// Whether fwd_sm90.cuh takes a problem. It copies aligned rows of tensors, of one head at a time, and each tile sees
+// all its keys: that takes rows enough, and many tiles or few keys. fwd_sm80.cuh, which looks up pages, packs heads and
 // splits keys, takes the rest. The limits are where both are equally fast on an H200.
 inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
   constexpr int kTileRows = 128, kFewKeysPerChannel = 16;

@@ -55,6 +55,9 @@ struct FwdSm90Config {
   // to wait for any more, run beside the rescaling of O and the packing of P: 4 % faster than all before it where the
   // product is short.
   static constexpr int kRowsUnderProduct = kHeadDim <= 128 ? 1 : 2;
+  // Whether O is rescaled only where a maximum has grown much. It is 4 % faster where O is long; otherwise rescaling
+  // hides beside the exponentials, and a branch around it makes the compiler place them worse: up to 10 % slower.
+  static constexpr bool kRarelyRescales = kHeadDim > 192;
 };
 
 template <typename Config>
@@ -248,7 +251,8 @@ struct Consumer {
     at.advance();
   }
 
-  // After the last scores of a tile: the next tile's rows arrive while this one comes to its end.
+  // After a tile's last scores: at once where there is one stage of Q, so that the next rows arrive while the tile
+  // comes to its end.
   __device__ void release_queries() {
     if (leads()) shared.q_rings[rank].release(q_at);
   }
@@ -321,10 +325,15 @@ struct Consumer {
     pass_turn();
     wait_gemms<1>(s);
     release(shared.k_ring, k_at);
-    if (is_last) release_queries();
+    if (Config::kQueryStages == 1 && is_last) release_queries();
     make_scores<Config>(s, p, work, warp_row, n, kCut);
+    bool grown = true;
+    if constexpr (Config::kRarelyRescales) {
+      grown = softmax.update_max_if_grown(s, shrink);
+    } else {
 #pragma unroll
-    for (int r = 0; r < s.kLaneRows; ++r) shrink[r] = softmax.update_max(s, r);
+      for (int r = 0; r < s.kLaneRows; ++r) shrink[r] = softmax.update_max(s, r);
+    }
 #pragma unroll
     for (int r = 0; r < Config::kRowsUnderProduct; ++r) softmax.exponentiate(s, r);
     pin(s);
@@ -335,7 +344,7 @@ struct Consumer {
     for (int r = Config::kRowsUnderProduct; r < s.kLaneRows; ++r) softmax.exponentiate(s, r);
     drop<Config>(s, p, work.tile, warp_row, n);
     probabilities = pack<T>(s);
-    o.scale_rows(shrink);
+    if (grown) o.scale_rows(shrink);
   }
 
   // Through shared memory, as one copy; row by row where other rows follow those of the tile.
@@ -374,7 +383,7 @@ struct Consumer {
       const auto [_, blocks, whole] = walk;
       int n = blocks.last;
       release(shared.k_ring, k_at);
-      if (n == blocks.first) release_queries();
+      if (Config::kQueryStages == 1 && n == blocks.first) release_queries();
       begin(s, *work, !whole.covers(n));
       if (n > blocks.first) shared.k_ring.wait_full(k_at);
       for (--n; n >= blocks.first;) {
@@ -383,6 +392,7 @@ struct Consumer {
 #pragma unroll 1
         for (; n >= blocks.first && whole.covers(n); --n) step<false>(*work, n, n == blocks.first);
       }
+      if (Config::kQueryStages > 1) release_queries();
       q_at.advance();
 
       shared.v_ring.wait_full(v_at);

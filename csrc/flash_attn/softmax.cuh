@@ -42,16 +42,25 @@ struct OnlineSoftmax {
   // be multiplied by.
   template <int kCols>
   __device__ float update_max(const Fragment<kRows, kCols>& s, int r) {
-    constexpr int kChains = 4;  // short ones: a maximum takes longer than to start the next
-    float part[kChains];
+    return raise_max(fmaxf(max[r], row_max(s, r)), r);
+  }
+
+  // The same for all rows. Maxima stay as they are, and it returns false, where none in the warp grows by a factor of
+  // 2^kTolerance, which exponentials then may reach: after the first blocks, hardly any.
+  template <int kCols>
+  __device__ bool update_max_if_grown(const Fragment<kRows, kCols>& s, float (&shrink)[kLaneRows]) {
+    constexpr float kTolerance = 8;
+    float new_max[kLaneRows];
+    bool grown = false;
 #pragma unroll
-    for (int c = 0; c < kCols / 4; ++c) part[c % kChains] = c < kChains ? s(r, c) : fmaxf(part[c % kChains], s(r, c));
-    const float block_max = fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3]));
-    const float new_max = fmaxf(max[r], quad_max(block_max));
-    const float shrink = weight_of(max[r], new_max, scale_log2);
-    max[r] = new_max;
-    sum[r] *= shrink;
-    return shrink;
+    for (int r = 0; r < kLaneRows; ++r) {
+      new_max[r] = fmaxf(max[r], row_max(s, r));
+      grown |= (new_max[r] - max[r]) * scale_log2 > kTolerance;
+    }
+    grown = __any_sync(~0u, grown);
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) shrink[r] = raise_max(grown ? new_max[r] : max[r], r);
+    return grown;
   }
 
   // Then turns them into exponentials relative to the maximum.
@@ -78,6 +87,23 @@ struct OnlineSoftmax {
   __device__ void finish() {
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) sum[r] = quad_sum(sum[r]);
+  }
+
+ private:
+  template <int kCols>
+  __device__ static float row_max(const Fragment<kRows, kCols>& s, int r) {
+    constexpr int kChains = 4;  // short ones: a maximum takes longer than to start the next
+    float part[kChains];
+#pragma unroll
+    for (int c = 0; c < kCols / 4; ++c) part[c % kChains] = c < kChains ? s(r, c) : fmaxf(part[c % kChains], s(r, c));
+    return quad_max(fmaxf(fmaxf(part[0], part[1]), fmaxf(part[2], part[3])));
+  }
+
+  __device__ float raise_max(float new_max, int r) {
+    const float shrink = weight_of(max[r], new_max, scale_log2);
+    max[r] = new_max;
+    sum[r] *= shrink;
+    return shrink;
   }
 };
 
