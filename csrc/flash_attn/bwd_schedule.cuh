@@ -32,22 +32,21 @@ __host__ __device__ inline int num_key_heads(const BwdParams& p) {
   return p.problem.heads_k * (packed ? 1 : p.problem.batch);
 }
 
-// Of the `index`-th block, or cluster of them. They come in sections of key heads; in a section, those of the first
-// keys come first.
+// Blocks come in sections of key heads; in a section, those of the first keys come first.
 template <int kBlockN>
-__device__ KeyWork key_work(const BwdParams& params, int index = blockIdx.x) {
+__device__ KeyWork key_work(const BwdParams& params, int block = blockIdx.x) {
   const Problem& p = params.problem;
   const int per_head = blocks_per_head<kBlockN>(params), heads = num_key_heads(params);
   const int section_size = params.section_heads;
-  const int section = index / (section_size * per_head), place = index % (section_size * per_head);
+  const int section = block / (section_size * per_head), place = block % (section_size * per_head);
   const int section_heads = min(section_size, heads - section * section_size);
-  const int head = section * section_size + place % section_heads, first = place / section_heads;
+  const int head = section * section_size + place % section_heads, index = place / section_heads;
 
-  if (p.cu_seqlens_k == nullptr || params.own_sums) return {head / p.heads_k, head % p.heads_k, first, per_head};
+  if (p.cu_seqlens_k == nullptr || params.own_sums) return {head / p.heads_k, head % p.heads_k, index, per_head};
   // The blocks of entry b start at cu_seqlens_k[b] / kBlockN + b.
   const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_k + entry) / kBlockN + entry; };
-  const int entry = last_entry_from(p.batch, first, start_of);
-  return {entry, head, first - start_of(entry), per_head};
+  const int entry = last_entry_from(p.batch, index, start_of);
+  return {entry, head, index - start_of(entry), per_head};
 }
 
 // How many blocks a launch has.
