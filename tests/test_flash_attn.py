@@ -113,12 +113,17 @@ def test_hopper_kernels_agree_with_portable_ones(case, device, monkeypatch):
 
 
 @pytest.mark.sm90
-@pytest.mark.parametrize("portable, kernel", [(False, "bwd_sm90_kernel"), (True, "bwd_kernel")])
-def test_which_backward_runs(portable, kernel, device, monkeypatch):
-    q = torch.randn(1, 128, 4, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("head_dim, portable, kernel", [
+    (64, False, "bwd_sm90_kernel"), (256, False, "bwd_wide_kernel"), (64, True, "bwd_kernel"),
+    (256, True, "bwd_kernel"),
+])  # fmt: skip
+def test_which_backward_runs(head_dim, portable, kernel, deterministic, device, monkeypatch):
+    q = torch.randn(1, 128, 4, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
     if portable:
         monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
-    assert any(f"::{kernel}<" in name for name in kernels_of(lambda: flash_attn_func(q, q, q).sum().backward()))
+    out = flash_attn_func(q, q, q, deterministic=deterministic)
+    assert any(f"::{kernel}<" in name for name in kernels_of(out.sum().backward))
 
 
 @pytest.mark.sm90
@@ -716,6 +721,8 @@ DETERMINISTIC = [
     Case(batch=4, seqlen_q=203, seqlen_k=113, causal=True),
     Case(batch=4, seqlen_q=129, seqlen_k=257, heads=6, heads_k=2, window=(50, 3)),
     Case(batch=2, seqlen_q=130, seqlen_k=130, dropout_p=0.2, head_dim=128),
+    Case(batch=2, seqlen_q=513, seqlen_k=450, heads=4, heads_k=2, head_dim=192, causal=True),
+    Case(batch=2, seqlen_q=300, seqlen_k=700, heads=4, heads_k=1, head_dim=256, window=(200, 50)),
 ]
 
 

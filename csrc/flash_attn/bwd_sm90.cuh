@@ -47,7 +47,7 @@ struct BwdSm90Config {
   static constexpr Features kFeatures = kFeatures_;
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
-  static constexpr int kStages = 2;
+  static constexpr int kStages = 2, kCluster = 1;
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // of dQ, 64 x 64 each; or else they are channels

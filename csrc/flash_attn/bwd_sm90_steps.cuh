@@ -40,27 +40,31 @@ struct RowRing {
   Ring<Config::kStages> barriers;
 };
 
-// What there is to do for a block.
+// What there is to do for a block. The blocks of a cluster take neighbouring keys and walk over the same rows.
 template <typename Config>
 struct KeyBlock {
-  KeyWork work;
+  static constexpr int kClusterKeys = Config::kBlockN * Config::kCluster;
+  KeyWork work;  // of the cluster
   Sequence seq;
   Mask mask;
   Interval keys;
-  Interval row_blocks;  // that see some of them
+  Interval cluster_keys;
+  Interval row_blocks;  // that see some of the cluster's keys
   int first_head, num_heads;
 
-  __device__ explicit KeyBlock(const BwdParams& p)
-      : work(key_work<Config::kBlockN>(p)),
+  __device__ explicit KeyBlock(const BwdParams& p, int index = blockIdx.x / Config::kCluster, int rank = 0)
+      : work(key_work<kClusterKeys>(p, index)),
         seq(p.problem, work.entry),
         mask(p.problem, seq),
-        keys(interval_of<Config::kBlockN>(work.first)),
-        row_blocks(blocks_of<Config::kBlockM>(mask.rows_that_see({keys.first, min(keys.last, seq.k.length - 1)}))),
+        keys(interval_of<Config::kBlockN>(work.first * Config::kCluster + rank)),
+        cluster_keys(interval_of<kClusterKeys>(work.first)),
+        row_blocks(blocks_of<Config::kBlockM>(
+            mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}))),
         num_heads(p.problem.heads / p.problem.heads_k) {
     first_head = work.head_k * num_heads;
   }
 
-  __device__ bool exists() const { return keys.first < seq.k.length; }
+  __device__ bool exists() const { return cluster_keys.first < seq.k.length; }
   __device__ bool has_rows() const { return !row_blocks.empty(); }
 
   // fn(head, block of rows), in the order in which the block walks over them.
@@ -210,7 +214,7 @@ struct BwdConsumer {
     const float factors[] = {factor, factor};
     sum.scale_rows(factors);
     T* first = first_token<T>(x, span, block.work.head_k) + block.keys.first * x.seqlen;
-    const StridedRows<T> rows{first, x.seqlen, 0, span.length - block.keys.first};
+    const StridedRows<T> rows{first, x.seqlen, 0, max(0, span.length - block.keys.first)};
     store_rows<T>(sum, rows, key0, p.problem.head_dim);
   }
 };
@@ -240,9 +244,11 @@ BwdSm90Params params_of(const BwdParams& p, const CUtensorMap& dq_sums = {}) {
 template <auto kKernel, typename Config, typename Shared>
 void launch_bwd_sm90(const BwdSm90Params& params, cudaStream_t stream) {
   static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");
-  const LaunchShape shape{.grid = dim3(key_blocks<Config::kBlockN>(params.bwd)),
+  const int64_t clusters = key_blocks<Config::kBlockN * Config::kCluster>(params.bwd);
+  const LaunchShape shape{.grid = dim3(Config::kCluster * clusters),
                           .block = dim3(Config::kThreads),
-                          .shared_bytes = sizeof(Shared)};
+                          .shared_bytes = sizeof(Shared),
+                          .cluster = Config::kCluster};
   launch<kKernel>(shape, params, stream);
 }
 

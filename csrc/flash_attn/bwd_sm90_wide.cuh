@@ -1,15 +1,16 @@
 // Attention, backward, for sm_90 and head dims above 128, of which one warpgroup cannot sum both dV and dK.
 //
-// A block takes 64 keys of a key head and walks over the rows that see them as bwd_sm90.cuh does. Its warpgroups are
-// teams with the same keys:
+// A cluster of two blocks takes 128 keys of a key head, each block 64, and walks over the rows that see them as
+// bwd_sm90.cuh does. The warpgroups of a block are teams with the same keys:
 //
 //   value team    S^T = K Q^T     P^T              dV += P^T dO
 //   key team      dP^T = V dO^T   dS^T from P^T    dK += dS^T Q
-//   query team    dQ = dS K, 64 channels at a time, which it adds to the sums in global memory
+//   query team    dQ = dS K, for the keys of both blocks, half of the channels
 //
-// Tiles in shared memory go round: the value team leaves P^T in one, of which the key team makes dS for the query team.
-// A negative weight says that dropout dropped it. How fast the L2 cache adds is the bottleneck: a team that only adds
-// keeps it busy while the others compute. A fourth warpgroup starts the copies.
+// The value team leaves P^T in shared memory, of which the key team makes dS, which the query team takes and also sends
+// to the other block. A negative weight says that dropout dropped it. How fast the L2 cache adds to the sums of dQ is
+// the bottleneck. So two blocks add only once what their keys give, and a team that only adds keeps the cache busy
+// while the others compute. A fourth warpgroup starts the copies, half of Q and dO for both blocks.
 #pragma once
 
 #include <cmath>
@@ -26,6 +27,7 @@
 #include "flash_attn/params.h"
 #include "flash_attn/score.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"
 #include "ptx/sync.cuh"
@@ -42,31 +44,34 @@ struct BwdWideConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2;
-  static constexpr int kConsumers = 2;  // of Q and dO
+  static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kCluster = 2;
   static constexpr int kThreads = kWarpgroup * 4;
-  static constexpr int kSumRegisters = 208, kQueryRegisters = 72, kProducerRegisters = 24;
+  static constexpr int kSumRegisters = 200, kQueryRegisters = 88, kProducerRegisters = 24;
 };
 
 template <typename Config>
 struct BwdWideShared {
   using T = typename Config::T;
   SharedTile<T, Config::kBlockN, Config::kHeadDim> k, v;
-  SharedTile<T, Config::kBlockM, Config::kBlockN> scores[2];  // P^T, then dS
-  RowRing<Config> q, dout;                                    // with lse and delta
-  ptx::SharedBarrier keys_here;
+  SharedTile<T, Config::kBlockN, 128> other_k;             // of the other block, with the channels of the half of dQ
+  SharedTile<T, Config::kBlockM, Config::kBlockN> scores;  // P^T, then dS
+  uint4 other_ds[Config::kBlockN / 16][kWarpgroup];        // of each lane
+  RowRing<Config> q, dout;                                 // with lse and delta
+  ptx::SharedBarrier keys_here, other_keys_here;
+  ptx::SharedBarrier other_ds_here, sent_ds_taken;
   alignas(16) char block[sizeof(KeyBlock<Config>)];  // which does not fit the registers
 };
 
-// Barriers of two teams, of which one tells and the other waits, for both tiles of scores: that the tile is empty, or
-// has weights, or gradients.
-enum ScoresBarrier { kEmpty = 8, kWeights = 10, kGradients = 12 };
-__device__ inline void tell(ScoresBarrier barrier, int tile) { ptx::arrive_at_barrier<2 * kWarpgroup>(barrier + tile); }
-__device__ inline void await(ScoresBarrier barrier, int tile) { ptx::sync_barrier<2 * kWarpgroup>(barrier + tile); }
+// Barriers of two teams, of which one tells and the other waits: that `scores` is empty, or has weights, or gradients.
+enum ScoresBarrier { kEmpty = 8, kWeights, kGradients };
+__device__ inline void tell(ScoresBarrier barrier) { ptx::arrive_at_barrier<2 * kWarpgroup>(barrier); }
+__device__ inline void await(ScoresBarrier barrier) { ptx::sync_barrier<2 * kWarpgroup>(barrier); }
 
 // Barriers of the query team and the warp that waits for its turns, and the one that passes them on.
 enum TurnBarrier { kTurnHere = 1, kTurnDone };
 constexpr int kTurnThreads = kWarpgroup + 32;
+
+constexpr int kQueryBarrier = 3;  // of the query team
 
 // A team that sums dV or dK.
 template <typename Config>
@@ -75,7 +80,6 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
   using Base::at, Base::leads;
   using typename Base::Packed, typename Base::KeySum;
   KeySum sum;
-  int tile = 0;  // of scores
 
   // Sums the product and goes on to the next rows. One of 256 columns would take more registers than a thread has when
   // the kernel starts.
@@ -88,16 +92,22 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
       start_gemm<Config::kBlockM>(part, factors, along_rows(ring.tiles[at.stage], col), true);
     }
     wait_gemms<0>(sum, factors);
-    if (leads()) ring.barriers.release(at);
+    release(ring);
     at.advance();
-    tile ^= 1;
+  }
+
+  // Tells both blocks that this team is done with a stage.
+  __device__ void release(const RowRing<Config>& ring) const {
+    if (!leads()) return;
+#pragma unroll
+    for (int rank = 0; rank < Config::kCluster; ++rank) ptx::arrive_in(rank, ring.barriers.empty[at.stage]);
   }
 };
 
 template <typename Config>
 struct ValueTeam : SumTeam<Config> {
   using Base = SumTeam<Config>;
-  using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::tile, Base::kPlain;
+  using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
   // S^T to what dV is summed with. Leaves the weights of dP^T to the key team.
@@ -134,9 +144,9 @@ struct ValueTeam : SumTeam<Config> {
         }
       }
     }
-    await(kEmpty, tile);
-    store_transposed(shared.scores[tile], left, key0);
-    tell(kWeights, tile);
+    await(kEmpty);
+    store_transposed(shared.scores, left, key0);
+    tell(kWeights);
     return weights;
   }
 
@@ -148,7 +158,7 @@ struct ValueTeam : SumTeam<Config> {
     start_gemm<Config::kHeadDim>(s, along_cols(shared.k), along_cols(shared.q.tiles[at.stage]), false);
     wait_gemms<0>(s);
     Packed weights = weigh(s, head, rows);
-    if (this->leads()) shared.q.barriers.release(at);
+    this->release(shared.q);
     shared.dout.barriers.wait_full(at);
     this->add_product(weights, shared.dout);
   }
@@ -157,7 +167,7 @@ struct ValueTeam : SumTeam<Config> {
     sum.fill(0);
     if (block.has_rows()) this->wait_keys();
     block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
-    for (int i = 0; i < 2; ++i) await(kEmpty, i);
+    await(kEmpty);
     this->store_sum(sum, p.problem.dropout_rescale, p.dv);
   }
 };
@@ -165,12 +175,12 @@ struct ValueTeam : SumTeam<Config> {
 template <typename Config>
 struct KeyTeam : SumTeam<Config> {
   using Base = SumTeam<Config>;
-  using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::tile, Base::kPlain;
+  using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
   // dP^T to dS^T, with the weights that the value team has left.
   __device__ Packed differentiate(Scores& dp) const {
-    const Packed weights = load_transposed<T, Config::kBlockM>(shared.scores[tile], key0);
+    const Packed weights = load_transposed<T, Config::kBlockM>(shared.scores, key0);
 #pragma unroll
     for (int i = 0; i < Config::kBlockM / 16; ++i) {
 #pragma unroll
@@ -202,12 +212,12 @@ struct KeyTeam : SumTeam<Config> {
     ptx::fence_products();
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v), along_cols(shared.dout.tiles[at.stage]), false);
     wait_gemms<0>(dp);
-    await(kWeights, tile);
+    await(kWeights);
     Packed gradients = differentiate(dp);
-    if (this->leads()) shared.dout.barriers.release(at);
-    store_transposed(shared.scores[tile], gradients, key0);
+    this->release(shared.dout);
+    store_transposed(shared.scores, gradients, key0);
     ptx::fence_async_reads();
-    tell(kGradients, tile);
+    tell(kGradients);
     this->add_product(gradients, shared.q);
   }
 
@@ -221,64 +231,127 @@ struct KeyTeam : SumTeam<Config> {
 
 template <typename Config>
 struct QueryTeam {
-  using Part = Fragment<16, 64>;
+  using Gradients = PackedFragment<typename Config::T, 16, Config::kBlockN>;
+  static constexpr int kCols = 32, kParts = Config::kHeadDim / 2 / kCols;
+  using Part = Fragment<16, kCols>;
   const BwdParams& p;
   BwdWideShared<Config>& shared;
   const KeyBlock<Config>& block;
-  int tile = 0;  // of scores
+  const int rank;       // of the block in the cluster
+  uint32_t parity = 0;  // of the step
 
-  // Adds channels `col` .. col + 63 of the rows of a block.
-  __device__ void add(const Part& dq, int col, int head, int row_block) const {
-    const Span& q = block.seq.q;
-    const int row0 = row_block * Config::kBlockM + threadIdx.x % kWarpgroup / 32 * 16;
+  __device__ int other() const { return rank ^ 1; }
+  __device__ static int thread() { return threadIdx.x % kWarpgroup; }
+  __device__ static int row() { return thread() / 32 * 16 + lane_id() / 4; }
+
+  // The first channel of the half, and of other_k: whole pages.
+  __device__ static int first_col(int rank) { return rank * Config::kHeadDim / 2; }
+  __device__ static int other_col0(int rank) { return rank * (Config::kHeadDim - 128); }
+
+  __device__ Gradients take() const {
+    Gradients ds;
+#pragma unroll
+    for (int step = 0; step < Config::kBlockN / 16; ++step) {
+      ptx::load_matrices(ds.values[0][step],
+                         shared.scores.address(thread() / 32 * 16 + lane_id() % 16, 2 * step + lane_id() / 16));
+    }
+    return ds;
+  }
+
+  __device__ void send(const Gradients& ds) const {
+    shared.sent_ds_taken.wait(parity ^ 1);
+    const uint32_t target = ptx::address_in(other(), &shared.other_ds[0][thread()]);
+    const uint32_t here = ptx::address_in(other(), &shared.other_ds_here.state);
+#pragma unroll
+    for (int step = 0; step < Config::kBlockN / 16; ++step) {
+      ptx::store_async_in(target + step * sizeof(shared.other_ds[0]), ds.values[0][step], here);
+    }
+  }
+
+  __device__ Gradients receive() const {
+    if (thread() == 0) shared.other_ds_here.arrive_expecting(sizeof(shared.other_ds));
+    ptx::wait_for_stores(shared.other_ds_here, parity);
+    Gradients ds;
+#pragma unroll
+    for (int step = 0; step < Config::kBlockN / 16; ++step) {
+      const uint4 words = shared.other_ds[step][thread()];
+      auto& target = ds.values[0][step];
+      target[0] = words.x, target[1] = words.y, target[2] = words.z, target[3] = words.w;
+    }
+    __syncwarp();
+    if (lane_id() == 0) ptx::arrive_in(other(), shared.sent_ds_taken);
+    return ds;
+  }
+
+  // Adds to the lane's sums, of `rows` rows from its first on.
+  __device__ static void add(const Part& dq, float* sums, int rows) {
 #pragma unroll
     for (int r = 0; r < dq.kLaneRows; ++r) {
-      const int row = row0 + dq.row(r);
-      if (row >= q.length) continue;
-      float* sums = dq_sums<Config::kHeadDim>(p, q, head, 0, row, col / 16) + 4 * (lane_id() % 4);
+      if (8 * r >= rows) continue;
 #pragma unroll
       for (int c = 0; c < dq.kLaneCols; c += 4) {
-        ptx::add_global(sums + c / 4 * kDqGroupStep<Config::kHeadDim>, dq(r, c), dq(r, c + 1), dq(r, c + 2),
-                        dq(r, c + 3));
+        ptx::add_global(sums + 8 * r * Config::kHeadDim + c / 4 * kDqGroupStep<Config::kHeadDim>, dq(r, c),
+                        dq(r, c + 1), dq(r, c + 2), dq(r, c + 3));
       }
     }
   }
 
   __device__ void step(int head, int row_block) {
-    await(kGradients, tile);
+    await(kGradients);
+    Gradients own_ds = take();
+    tell(kEmpty);
+    send(own_ds);
+    Gradients other_ds = receive();
+    parity ^= 1;
+    fence(own_ds, other_ds);
+    const Span& q = block.seq.q;
+    const int first_row = row_block * Config::kBlockM + row();
+    float* sums = dq_sums<Config::kHeadDim>(p, q, head, 0, first_row, first_col(rank) / 16) + 4 * (lane_id() % 4);
+    if (p.turns != nullptr) ptx::sync_barrier<kTurnThreads>(kTurnHere);
 #pragma unroll
-    for (int col = 0; col < Config::kHeadDim; col += 64) {
+    for (int part = 0; part < kParts; ++part) {
+      const int col = first_col(rank) + part * kCols;
       Part dq;
       ptx::fence_products();
-      start_gemm<Config::kBlockN>(dq, along_cols(shared.scores[tile]), along_rows(shared.k, col), false);
-      wait_gemms<0>(dq);
-      if (col + 64 == Config::kHeadDim) tell(kEmpty, tile);
-      if (col == 0 && p.turns != nullptr) ptx::sync_barrier<kTurnThreads>(kTurnHere);
-      add(dq, col, head, row_block);
+      start_gemm<Config::kBlockN>(dq, own_ds, along_rows(shared.k, col), false);
+      start_gemm<Config::kBlockN>(dq, other_ds, along_rows(shared.other_k, col - other_col0(rank)), true);
+      wait_gemms<0>(dq, own_ds, other_ds);
+      add(dq, sums + part * (kCols / 16) * kDqGroupStep<Config::kHeadDim>, q.length - first_row);
     }
     if (p.turns != nullptr) ptx::sync_barrier<kTurnThreads>(kTurnDone);
-    tile ^= 1;
+  }
+
+  __device__ void wait_keys() const {
+    shared.keys_here.wait(0);
+    shared.other_keys_here.wait(0);
+    const int first = block.cluster_keys.first + other() * Config::kBlockN;
+    const Interval live = block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1});
+    if (live.covers({first, first + Config::kBlockN - 1})) return;
+    clear_outside(shared.other_k, {live.first - first, live.last - first});
+    ptx::fence_async_reads();
+    ptx::sync_barrier<kWarpgroup>(kQueryBarrier);
   }
 
   __device__ void run() {
-    for (int i = 0; i < 2; ++i) tell(kEmpty, i);
-    if (block.has_rows()) shared.keys_here.wait(0);
+    tell(kEmpty);
+    if (block.has_rows()) wait_keys();
     block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
   }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Deterministic: blocks add to the same rows in turn, those with the first keys first. A warp waits for the turns of
+// Deterministic: clusters add to the same rows in turn, those with the first keys first. A warp waits for the turns of
 // the query team, and another one passes them on, so that the team waits for neither.
 template <typename Config>
 struct Turns {
   const BwdParams& p;
   const KeyBlock<Config>& block;
+  const int rank;  // of the block in the cluster
 
-  // How many blocks have added to the rows.
+  // How many clusters have added to the rows.
   __device__ int* counter(int head, int row_block) const {
-    return turns_of(p, row_value_index(p, block.seq.q, block.work.entry, head) + row_block * Config::kBlockM);
+    return turns_of(p, row_value_index(p, block.seq.q, block.work.entry, head) + row_block * Config::kBlockM) + rank;
   }
 
   __device__ void await_all() const {
@@ -286,7 +359,8 @@ struct Turns {
     block.for_each_row_block([&](int head, int row_block) {
       const Interval rows = interval_of<Config::kBlockM>(row_block);
       const int first_key = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}).first;
-      if (lane_id() == 0) ptx::wait_for(counter(head, row_block), block.work.first - first_key / Config::kBlockN);
+      const int turn = block.work.first - first_key / KeyBlock<Config>::kClusterKeys;
+      if (lane_id() == 0) ptx::wait_for(counter(head, row_block), turn);
       __syncwarp();
       ptx::sync_barrier<kTurnThreads>(kTurnHere);
     });
@@ -301,38 +375,80 @@ struct Turns {
   }
 };
 
+// All that a block reads, by one lane; of Q and dO every other page, for both blocks.
+template <typename Config>
+__device__ void load_block(const BwdSm90Params& p, BwdWideShared<Config>& shared, const KeyBlock<Config>& block,
+                           int rank) {
+  const Span &k = block.seq.k, &q = block.seq.q;
+  load_keys(shared.k, p.k, block, shared.keys_here);
+  load_keys(shared.v, p.v, block, shared.keys_here);
+  shared.other_keys_here.arrive_expecting(sizeof(shared.other_k));
+#pragma unroll 1
+  for (int page = 0; page < shared.other_k.kPages; ++page) {
+    const int row = static_cast<int>(k.first) + block.cluster_keys.first + (rank ^ 1) * Config::kBlockN;
+    ptx::copy_box_async(shared.other_k.address(0, 0) + shared.other_k.distance(0, page), p.k,
+                        QueryTeam<Config>::other_col0(rank) + page * shared.other_k.kPageCols, block.work.head_k, row,
+                        static_cast<int>(k.batch), shared.other_keys_here);
+  }
+
+  typename Ring<Config::kStages>::Cursor at;
+  block.for_each_row_block([&](int head, int row_block) {
+    const int row0 = row_block * Config::kBlockM;
+    const int64_t index = row_value_index(p.bwd, q, block.work.entry, head) + row0;
+    const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values) {
+      auto& tile = ring.tiles[at.stage];
+      ring.barriers.wait_empty(at);
+      ptx::SharedBarrier& here = ring.barriers.announce(at, sizeof(tile) + sizeof(ring.values[0]));
+#pragma unroll 1
+      for (int page = rank; page < tile.kPages; page += Config::kCluster) {
+        ptx::copy_box_to_blocks(tile.address(0, 0) + tile.distance(0, page), map, page * tile.kPageCols, head,
+                                static_cast<int>(q.first) + row0, static_cast<int>(q.batch), here, 0b11);
+      }
+      ptx::copy_bytes_async(ptx::shared_address(ring.values[at.stage]), values + index, sizeof(ring.values[0]), here);
+    };
+    load(shared.q, p.q, p.bwd.lse_log2);
+    load(shared.dout, p.dout, p.bwd.delta);
+    at.advance();
+  });
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __grid_constant__ BwdSm90Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<BwdWideShared<Config>>();
+  const int rank = ptx::cluster_rank();
   if (threadIdx.x == 0) {
-    new (shared.block) KeyBlock<Config>(p.bwd);
+    new (shared.block) KeyBlock<Config>(p.bwd, blockIdx.x / Config::kCluster, rank);
     shared.keys_here.init(2);
-    shared.q.barriers.init(Config::kConsumers);
-    shared.dout.barriers.init(Config::kConsumers);
+    shared.other_keys_here.init(1);
+    shared.other_ds_here.init(1);
+    shared.sent_ds_taken.init(kWarpgroup / 32);
+    shared.q.barriers.init(2 * Config::kCluster);  // value and key teams
+    shared.dout.barriers.init(2 * Config::kCluster);
     ptx::fence_barrier_init();
   }
-  __syncthreads();
+  ptx::sync_cluster();
   const auto& block = *reinterpret_cast<const KeyBlock<Config>*>(shared.block);
   if (!block.exists()) return;
-  const int rank = warpgroup_id(), key0 = threadIdx.x % kWarpgroup / 32 * 16;
-  if (rank == 0) {
+  const int team = warpgroup_id(), key0 = threadIdx.x % kWarpgroup / 32 * 16;
+  if (team == 0) {
     ptx::take_registers<Config::kSumRegisters>();
-    ValueTeam<Config>{{{p.bwd, shared, block, rank, key0}}}.run();
-  } else if (rank == 1) {
+    ValueTeam<Config>{{{p.bwd, shared, block, team, key0}}}.run();
+  } else if (team == 1) {
     ptx::take_registers<Config::kSumRegisters>();
-    KeyTeam<Config>{{{p.bwd, shared, block, rank, key0}}}.run();
-  } else if (rank == 2) {
+    KeyTeam<Config>{{{p.bwd, shared, block, team, key0}}}.run();
+  } else if (team == 2) {
     ptx::keep_registers<Config::kQueryRegisters>();
-    QueryTeam<Config>{p.bwd, shared, block}.run();
+    QueryTeam<Config>{p.bwd, shared, block, rank}.run();
   } else {
     ptx::keep_registers<Config::kProducerRegisters>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
-    if (role == 0 && lane_id() == 0 && block.has_rows()) load_block(p, shared, block);
-    if (p.bwd.turns == nullptr) return;
-    if (role == 1) Turns<Config>{p.bwd, block}.await_all();
-    if (role == 2) Turns<Config>{p.bwd, block}.pass_all();
+    if (role == 0 && lane_id() == 0 && block.has_rows()) load_block(p, shared, block, rank);
+    if (role == 1 && p.bwd.turns != nullptr) Turns<Config>{p.bwd, block, rank}.await_all();
+    if (role == 2 && p.bwd.turns != nullptr) Turns<Config>{p.bwd, block, rank}.pass_all();
   }
+  __syncwarp();
+  ptx::sync_cluster();  // before a block's shared memory goes to another one
 #endif
 }
 

@@ -308,16 +308,11 @@ struct BwdScratch {
 
 // How many key heads' blocks start together, those of the first keys first. Under a causal mask these take longest. The
 // blocks of one head read the same rows, which the L2 cache holds if they run together; but of blocks that take turns
-// in adding to the same sums few should start together. Large head dims have rows and sums of few heads in the cache.
+// in adding to the same sums few should start together.
 inline int bwd_section(const BwdParams& p, bool deterministic) {
-  constexpr int64_t kCacheBytes = 64 << 20;
-  const Problem& problem = p.problem;
-  const bool causal = problem.window_left == kUnbounded && problem.window_right != kUnbounded;
-  if (!p.on_sm90) return causal ? 16 : 1;
-  if (causal) return deterministic ? 16 : 8;
-  const int64_t bytes = int64_t{8} * problem.seqlen_q * problem.head_dim;  // Q, dO and the sums of a head
-  if (problem.head_dim <= 128 || rows_differ(problem)) return 8;
-  return static_cast<int>(std::clamp<int64_t>(kCacheBytes / bytes, 1, 8));
+  const bool causal = p.problem.window_left == kUnbounded && p.problem.window_right != kUnbounded;
+  if (p.on_sm90) return deterministic && causal ? 16 : 8;
+  return causal ? 16 : 1;
 }
 
 // Chooses p's plan and says what scratch it needs. In the deterministic mode of bwd_sm80.cuh the blocks that share the

@@ -123,6 +123,7 @@ __device__ void start_product(float (&c)[kTiles][4], uint64_t a, uint64_t b, boo
 template <typename T, bool kBAlongRows, int kTiles>
 __device__ void start_product(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   constexpr int kCols = 8 * kTiles;
+  if constexpr (kCols == 32) FLASH_PRODUCT_FROM_REGISTERS(32, 16, 17, 18, 19, 20, 21, 22, 23);
   if constexpr (kCols == 64) FLASH_PRODUCT_FROM_REGISTERS(64, 32, 33, 34, 35, 36, 37, 38, 39);
   if constexpr (kCols == 80) FLASH_PRODUCT_FROM_REGISTERS(80, 40, 41, 42, 43, 44, 45, 46, 47);
   if constexpr (kCols == 96) FLASH_PRODUCT_FROM_REGISTERS(96, 48, 49, 50, 51, 52, 53, 54, 55);
@@ -132,8 +133,8 @@ __device__ void start_product(float (&c)[kTiles][4], const uint32_t (&a)[4], uin
   if constexpr (kCols == 176) FLASH_PRODUCT_FROM_REGISTERS(176, 88, 89, 90, 91, 92, 93, 94, 95);
   if constexpr (kCols == 192) FLASH_PRODUCT_FROM_REGISTERS(192, 96, 97, 98, 99, 100, 101, 102, 103);
   if constexpr (kCols == 256) FLASH_PRODUCT_FROM_REGISTERS(256, 128, 129, 130, 131, 132, 133, 134, 135);
-  static_assert(kCols == 64 || kCols == 80 || kCols == 96 || kCols == 112 || kCols == 128 || kCols == 160 ||
-                    kCols == 176 || kCols == 192 || kCols == 256,
+  static_assert(kCols == 32 || kCols == 64 || kCols == 80 || kCols == 96 || kCols == 112 || kCols == 128 ||
+                    kCols == 160 || kCols == 176 || kCols == 192 || kCols == 256,
                 "no product of so many columns is listed here");
 }
 

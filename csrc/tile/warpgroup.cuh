@@ -80,8 +80,9 @@ struct Descriptors<AlongRows<Tile, 1>> {
   ptx::MatrixDescriptor origin;
 
   __device__ explicit Descriptors(const AlongRows<Tile, 1>& x)
-      : origin(x.tile.address(0, 0) + Tile::distance(0, x.first / Tile::kPageCols), Tile::kRowBytes,
-               Tile::distance(0, 1)) {}
+      : origin(x.tile.address(0, 0) + Tile::distance(0, x.first / Tile::kPageCols) +
+                   x.first % Tile::kPageCols * sizeof(typename Tile::T),
+               Tile::kRowBytes, Tile::distance(0, 1)) {}
   __device__ uint64_t at(int step) const { return origin.after(Tile::distance(16 * step, 0)); }
 };
 

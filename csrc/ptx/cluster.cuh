@@ -1,0 +1,76 @@
+// Blocks of a cluster, which reach each other's shared memory (sm_90).
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#cluster-of-cooperative-thread-arrays
+//
+// Nothing here that is called in a loop orders ordinary memory accesses for the whole cluster: that would make a warp
+// wait for all that it has started to write or add anywhere.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "ptx/barrier.cuh"
+#include "ptx/copy.cuh"
+
+namespace flash::ptx {
+
+// Of the block in its cluster.
+__device__ inline int cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return static_cast<int>(rank);
+}
+
+// Waits until all threads of the cluster have come here. What they did before is then seen.
+__device__ inline void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Where a place in shared memory is in block `rank` of the cluster.
+__device__ inline uint32_t address_in(int rank, const void* pointer) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
+  return address;
+}
+
+// Starts to store 16 bytes in another block, which count at a barrier there.
+__device__ inline void store_async_in(uint32_t address, const uint32_t (&x)[4], uint32_t barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier)
+      : "memory");
+}
+
+// Arrives at the barrier of block `rank` that is where `barrier` is in this one. What this thread has read before may
+// then be overwritten.
+__device__ inline void arrive_in(int rank, const SharedBarrier& barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, &barrier.state)) : "memory");
+}
+
+// Like SharedBarrier::wait, for what other blocks have stored.
+__device__ inline void wait_for_stores(const SharedBarrier& barrier, uint32_t parity) {
+  uint32_t ended;
+  do {
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(ended)
+        : "r"(shared_address(&barrier.state)), "r"(parity)
+        : "memory");
+  } while (ended == 0);
+}
+
+// Like copy_box_async, to the same place in all blocks that `blocks` has a bit for; the bytes count at the barrier of
+// each.
+__device__ inline void copy_box_to_blocks(uint32_t shared, const CUtensorMap& map, int x0, int x1, int x2, int x3,
+                                          SharedBarrier& barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, "
+      "%3, %4, %5}], [%6], %7;" ::"r"(shared),
+      "l"(reinterpret_cast<uint64_t>(&map)), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(shared_address(&barrier)),
+      "h"(blocks)
+      : "memory");
+}
+
+}  // namespace flash::ptx
