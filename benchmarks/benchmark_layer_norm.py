@@ -15,7 +15,7 @@ from flash_attn.ops.layer_norm import dropout_add_layer_norm
 from flash_attn.ops.rms_norm import dropout_add_rms_norm
 
 SHAPES = {
-    "cuda": [(16384, 1024), (16384, 2048), (16384, 4096), (16384, 5120), (16384, 8192), (8192, 16384), (4096, 32768)],
+    "cuda": [(16384, 1024), (16384, 2048), (16384, 4095), (16384, 4096), (16384, 8192), (8192, 16384), (4096, 32768)],
     "cpu": [(64, 256)],
 }
 VARIANTS = {  # name: RMSNorm, dtype of the residual stream, dropout

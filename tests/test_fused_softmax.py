@@ -386,6 +386,23 @@ def test_alignment(dtype, shift, columns, device):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("causal", [False, True])
+def test_heads_take_turns_where_they_share_a_large_mask(causal, device):
+    """Rows are then taken in another order than where each head has a mask of its own."""
+    x, mask = torch.randn(2, 3, 2100, 2100, device=device).half(), torch.rand(2, 1, 2100, 2100, device=device) < 0.3
+    alone = mask.expand(x.shape).contiguous()
+    assert identical(ops.fwd(x, mask, 0.5, causal), ops.fwd(x, alone, 0.5, causal))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shift", range(1, 8))
+def test_alignment_of_masks(shift, device):
+    x, mask = torch.randn(1, 2, 3, 520, device=device), torch.rand(1, 1, 3, 520, device=device) < 0.5
+    shifted = torch.ones(mask.numel() + shift, device=device, dtype=torch.bool)[shift:].view_as(mask).copy_(mask)
+    assert identical(scaled_masked_softmax(x, shifted, 1.0), scaled_masked_softmax(x, mask, 1.0))
+
+
+@pytest.mark.cuda
 def test_other_stream(device):
     x = torch.randn(8, 8, 512, 512, device=device, dtype=torch.bfloat16)
     right = scaled_masked_softmax(x, None, 1.0)

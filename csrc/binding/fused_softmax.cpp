@@ -16,18 +16,27 @@ void check_rows(const Tensor& rows, bool causal, const char* name) {
                   "found shape ", shape_string(rows.sizes()));
 }
 
-// `tensor` is contiguous.
-fused_softmax::Rows rows_of(const Tensor& tensor, bool causal, const char* name) {
-  const int64_t seqlen_q = tensor.size(-2);
+// `tensor` is contiguous. Of its heads, only a mask asks.
+fused_softmax::Rows rows_of(const Tensor& tensor, int64_t heads, bool heads_inside, bool causal, const char* name) {
   int64_t count = 1;
   for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) count *= tensor.size(dim);
+  const Divisor rows_of_a_head(std::max(1, narrow_size(tensor.size(-2), "seqlen_q")));
+  const Divisor heads_of_an_entry(std::max(1, narrow_size(heads, "the number of heads")));
   return {
       .count = narrow_size(count, "the number of rows"),
       .cols = narrow_size(tensor.size(-1), "the number of columns"),
       .dtype = dtype_of(tensor, name),
-      .seqlen_q = Divisor(std::max(1, narrow_size(seqlen_q, "seqlen_q"))),
       .causal = causal,
+      .heads_inside = heads_inside,
+      .inner = heads_inside ? heads_of_an_entry : rows_of_a_head,
+      .outer = heads_inside ? rows_of_a_head : heads_of_an_entry,
   };
+}
+
+// Whether heads that share a mask take turns: else more than the cache holds goes by before the next one reads it.
+bool take_turns(const std::optional<Tensor>& mask) {
+  constexpr int64_t kCachedBytes = 4 << 20;
+  return mask && mask->size(1) == 1 && mask->size(2) * mask->size(3) > kCachedBytes;
 }
 
 void check_mask(const Tensor& mask, const Tensor& x) {
@@ -43,10 +52,9 @@ void check_mask(const Tensor& mask, const Tensor& x) {
 }
 
 // `mask` has adjacent columns, or one.
-fused_softmax::Mask mask_of(const Tensor& mask, int64_t heads) {
+fused_softmax::Mask mask_of(const Tensor& mask) {
   const auto stride = [&](int64_t dim) { return mask.size(dim) == 1 ? 0 : mask.stride(dim); };
   return {.data = static_cast<const uint8_t*>(mask.const_data_ptr()),
-          .heads = Divisor(std::max(1, narrow_size(heads, "the number of heads"))),
           .batch_stride = stride(0),
           .head_stride = stride(1),
           .row_stride = stride(2),
@@ -61,8 +69,8 @@ Tensor softmax_fwd(const Tensor& x, const std::optional<Tensor>& mask, double sc
   const auto columns = adjacent ? mask : std::optional(torch::stable::contiguous(*mask));
   const Tensor scores = aligned_contiguous(x), y = torch::stable::empty_like(scores);
   const fused_softmax::FwdParams params{
-      .rows = rows_of(scores, causal, "x"),
-      .mask = columns ? mask_of(*columns, x.size(1)) : fused_softmax::Mask{},
+      .rows = rows_of(scores, mask ? x.size(1) : 1, take_turns(mask), causal, "x"),
+      .mask = columns ? mask_of(*columns) : fused_softmax::Mask{},
       .scale = static_cast<float>(scale),
       .x = scores.const_data_ptr(),
       .y = y.mutable_data_ptr(),
@@ -82,7 +90,7 @@ Tensor softmax_bwd(const Tensor& dy, const Tensor& y, double scale, bool causal)
   const Tensor incoming = aligned_contiguous(dy), weights = aligned_contiguous(y);
   const Tensor dx = torch::stable::empty_like(weights);
   const fused_softmax::BwdParams params{
-      .rows = rows_of(weights, causal, "y"),
+      .rows = rows_of(weights, /*heads=*/1, /*heads_inside=*/false, causal, "y"),
       .scale = static_cast<float>(scale),
       .dy = incoming.const_data_ptr(),
       .y = weights.const_data_ptr(),

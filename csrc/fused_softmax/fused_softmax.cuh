@@ -6,8 +6,10 @@
 // in registers is read once; of longer ones, what the second pass reads is still in the cache. Maths in fp32.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "common/launch.h"
 #include "fused_softmax/params.h"
@@ -30,170 +32,190 @@ struct Config {
   static constexpr int kBlocks = kBlocks_;    // that a multiprocessor has registers for, at least
 };
 
-// H200, bf16, share of the rate of a copy, rows of 1024, 4096, 16384. Forward with a mask: 75, 59, 62 %; with 2 loads
-// 65, 47, 56 %. Backward: 103, 103, 86 %; with 4 loads as much, but 54 % for rows of 128, where this has 100 %.
 template <typename T>
 using FwdConfig = Config<T, 4, 512, 2>;
 template <typename T>
-using BwdConfig = Config<T, 2, 1024, 1>;
+using BwdConfig = Config<T, 2, 512, 3>;
 
 // One of the rows, as its group sees it. Groups without a row have one of no columns.
 struct Row {
   int64_t at;  // of all rows
-  int head;    // of the heads of all entries
-  int index;   // of the row within its head
-  int cols;    // of the row
-  int seen;    // of these, the first ones, which are not past the diagonal
+  int batch;
+  int head;
+  int index;  // of the row within its head
+  int cols;   // of the row
+  int seen;   // of these, the first ones, which are not past the diagonal
 
-  __device__ Row(const Rows& rows, const RowGroup& group) : at(group.row < rows.count ? group.row : 0) {
-    head = rows.seqlen_q.divide(static_cast<int>(at));
-    index = rows.seqlen_q.remainder(static_cast<int>(at), head);
-    cols = group.row < rows.count ? rows.cols : 0;
+  __device__ Row(const Rows& rows, const RowGroup& group) {
+    const bool exists = group.row < rows.count;
+    const int number = exists ? static_cast<int>(group.row) : 0;
+    int count = rows.inner.divide(number);
+    const int inner = rows.inner.remainder(number, count);
+    batch = rows.outer.divide(count);
+    const int outer = rows.outer.remainder(count, batch);
+    head = rows.heads_inside ? inner : outer, index = rows.heads_inside ? outer : inner;
+    at = rows.heads_inside ? (int64_t{batch} * rows.inner.value + inner) * rows.outer.value + outer : number;
+    cols = exists ? rows.cols : 0;
     seen = rows.causal && index + 1 < cols ? index + 1 : cols;
   }
 };
 
-// What a mask leaves out of one row.
+// What a mask leaves out of one row, a byte for each column.
 struct MaskRow {
   const uint8_t* data;  // null if nothing
-  bool one_for_all;
 
-  __device__ MaskRow(const Mask& mask, const Row& row) : data(mask.data), one_for_all(mask.one_for_all) {
+  __device__ MaskRow(const Mask& mask, Row& row) : data(mask.data) {
     if (data == nullptr) return;
-    const int batch = mask.heads.divide(row.head), head = mask.heads.remainder(row.head, batch);
-    data += batch * mask.batch_stride + head * mask.head_stride + row.index * mask.row_stride;
+    data += row.batch * mask.batch_stride + row.head * mask.head_stride + row.index * mask.row_stride;
+    if (!mask.one_for_all) return;
+    if (*data != 0) row.seen = 0;
+    data = nullptr;
   }
 
-  // The mask of kWidth columns, of which some are among 0 .. cols.
-  template <int kWidth>
-  __device__ Vec<uint8_t, kWidth> load(int column, int cols) const {
-    if (!one_for_all && first_aligned<kWidth>(data + column) == 0) return flash::load<kWidth>(data + column);
-    Vec<uint8_t, kWidth> vec;
+  // The bytes of a thread's share of the row, of which columns outside 0 .. cols are anything.
+  template <int kLoads, int kWidth>
+  __device__ void load(Packed<uint8_t, kWidth> (&bytes)[kLoads], int column, int apart, int cols) const {
+    if (first_aligned<kWidth>(data + column) == 0) {
+      load_share(bytes, data, column, apart, cols, 0);
+    } else {
 #pragma unroll
-    for (int j = 0; j < kWidth; ++j) vec[j] = data[one_for_all ? 0 : min(max(column + j, 0), cols - 1)];
-    return vec;
+      for (int i = 0; i < kLoads; ++i) bytes[i] = load_anywhere<kWidth>(data, column + i * apart, cols);
+    }
+  }
+
+ private:
+  // Bytes at any address, from the aligned words that hold them.
+  template <int kWidth>
+  __device__ static Packed<uint8_t, kWidth> load_anywhere(const uint8_t* row, int column, int cols) {
+    constexpr int kWords = kWidth / 4;
+    const int before = -first_aligned<4>(row + column);
+    Packed<uint8_t, 4> words[kWords + 1];
+    load_share(words, row, column - before, 4, cols, 0);
+    Packed<uint8_t, kWidth> bytes;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      bytes.words[i] = __funnelshift_r(words[i].words[0], words[i + 1].words[0], 8 * before);
+    }
+    return bytes;
   }
 };
 
-// A thread's share of a pass over a row: kLoads accesses, of which columns outside 0 .. cols are anything.
-template <typename Config, typename T = typename Config::T>
-__device__ void load_share(Vec<T, Config::kWidth> (&vecs)[Config::kLoads], const T* row, int column, int apart,
-                           int cols) {
+// Changes the bits that are set in `signs` in each word, and replaces the scores whose byte is not 0 by -inf.
+template <typename T, int kWidth, int kLoads>
+__device__ void flip(Packed<T, kWidth> (&scores)[kLoads], uint32_t signs) {
 #pragma unroll
-  for (int i = 0; i < Config::kLoads; ++i) vecs[i] = load_over<Config::kWidth>(row, column + i * apart, cols);
+  for (auto& vec : scores) {
+#pragma unroll
+    for (uint32_t& word : vec.words) word ^= signs;
+  }
 }
 
-// The same of scores, -inf where left out and outside.
-template <typename Config, typename T = typename Config::T>
-__device__ void load_scores(float (&scores)[Config::kChunk], const T* x, const MaskRow& mask, int column, int apart,
-                            int seen, float scale) {
-  constexpr int kWidth = Config::kWidth, kLoads = Config::kLoads;
-  Vec<T, kWidth> vecs[kLoads];
-  load_share<Config>(vecs, x, column, apart, seen);
+template <typename T, int kWidth>
+__device__ void leave_out(Packed<T, kWidth>& scores, const Packed<uint8_t, kWidth>& bytes) {
+  constexpr int kPerWord = 4 / sizeof(T);
+  const uint32_t least = repeated<T>(-INFINITY);
 #pragma unroll
-  for (int i = 0; i < Config::kChunk; ++i) scores[i] = scale * static_cast<float>(vecs[i / kWidth][i % kWidth]);
+  for (int i = 0; i < kWidth; i += kPerWord) {
+    const uint32_t mask = ptx::spread_nonzero<sizeof(T)>(bytes.words[i / 4], i % 4);
+    uint32_t& word = scores.words[i / kPerWord];
+    word = (word & ~mask) | (least & mask);
+  }
+}
+
+// A thread's share of the scores, -inf where left out and outside, to be multiplied by the positive p.exponent_scale.
+template <typename Config, typename T = typename Config::T>
+__device__ void load_scores(float (&scores)[Config::kLoads][Config::kWidth], const T* x, const MaskRow& mask,
+                            int column, int apart, int seen, uint32_t signs) {
+  constexpr int kWidth = Config::kWidth, kLoads = Config::kLoads;
+  const uint32_t least = repeated<T>(-INFINITY);
+  Packed<T, kWidth> vecs[kLoads];
+  load_share(vecs, x, column, apart, seen, least ^ signs);
   if (mask.data != nullptr) {
+    Packed<uint8_t, kWidth> bytes[kLoads];
+    mask.load(bytes, column, apart, seen);
+    flip(vecs, signs);
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (column + i * apart >= seen) continue;
-      const auto left_out = mask.load<kWidth>(column + i * apart, seen);
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) scores[i * kWidth + j] = left_out[j] ? -INFINITY : scores[i * kWidth + j];
-    }
+    for (int i = 0; i < kLoads; ++i) leave_out(vecs[i], bytes[i]);
+  } else {
+    flip(vecs, signs);
   }
-  if (are_inside<kLoads, kWidth>(column, apart, seen)) return;
+  replace_around(vecs, column, apart, seen, least);
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const Inside<kWidth> inside(column + i * apart, seen);
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) scores[i * kWidth + j] = inside[j] ? scores[i * kWidth + j] : -INFINITY;
-  }
+  for (int i = 0; i < kLoads; ++i) widen(scores[i], vecs[i]);
 }
 
-// Stores a thread's share of the row: value(k), k counting the elements, and 0 from column `seen` on.
-template <typename Config, typename T = typename Config::T, typename Value>
-__device__ void store_share(T* row, int column, int apart, const Row& bounds, Value&& value) {
-  constexpr int kWidth = Config::kWidth, kLoads = Config::kLoads;
-  const auto store_all = [&](auto kWhole) {
+// Where a thread's share of a row lies in a pass over it.
+template <typename Config>
+struct Share {
+  int column, apart;
+
+  // Whether access i has columns among 0 .. cols, or begins before them.
+  __device__ bool reaches(int i, int cols) const { return column + i * apart < cols; }
+
+  // Stores the share: what values_of(i, values) gives for access i, if that reaches the columns that are seen, else 0.
+  template <typename T, typename ValuesOf>
+  __device__ void store(T* row, const Row& bounds, ValuesOf&& values_of) const {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      const int at = column + i * apart;
-      Vec<T, kWidth> vec;
-#pragma unroll
-      for (int j = 0; j < kWidth; ++j) vec[j] = static_cast<T>(value(i * kWidth + j));
-      if constexpr (kWhole) {
-        store(row + at, vec);
-      } else {
-        replace_outside(vec, at, bounds.seen, T());
-        store_within<kWidth>(row, at, bounds.cols, vec);
-      }
+    for (int i = 0; i < Config::kLoads; ++i) {
+      float values[Config::kWidth] = {};
+      if (reaches(i, bounds.seen)) values_of(i, values);
+      store_within<Config::kWidth>(row, column + i * apart, bounds.cols, narrow<T>(values));
     }
-  };
-  are_inside<kLoads, kWidth>(column, apart, bounds.seen) ? store_all(Constant<true>{}) : store_all(Constant<false>{});
-}
+  }
+};
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(const __grid_constant__ FwdParams p) {
   using T = typename Config::T;
   __shared__ float shared[32];
-  const RowGroup group(p.lanes);
-  const Row row(p.rows, group);
+  const RowGroup group;
+  Row row(p.rows, group);
   const MaskRow mask(p.mask, row);
   const T* x = static_cast<const T*>(p.x) + row.at * p.rows.cols;
   T* y = static_cast<T*>(p.y) + row.at * p.rows.cols;
   const int apart = group.lanes * Config::kWidth, step = Config::kLoads * apart;
   const int first = first_aligned<Config::kWidth>(y) + group.lane * Config::kWidth;
 
-  float scores[Config::kChunk];  // and their exponentials
+  float scores[Config::kLoads][Config::kWidth];  // and their exponentials
   ExpSum own;
-  for (int column = first; column < row.cols; column += step) {
-    load_scores<Config>(scores, x, mask, column, apart, row.seen, p.scale);
-    own.add(scores, kLog2E);
+  for (int column = first; column < row.seen; column += step) {
+    const Share<Config> share{column, apart};
+    load_scores<Config>(scores, x, mask, column, apart, row.seen, p.signs);
+    own.add(scores, p.exponent_scale, [&](int i) { return share.reaches(i, row.seen); });
   }
-  const auto all = own.over(kLog2E, [&](auto op, float v) { return group_reduce<decltype(op)>(v, group, shared); });
+  const auto all =
+      own.over(p.exponent_scale, [&](auto op, float v) { return group_reduce<decltype(op)>(v, group, shared); });
   const float inverse = all.sum == 0.f ? 0.f : 1.f / all.sum;  // nothing was left, or nothing but -inf
-  const float factor = p.held ? inverse * ptx::exp2((own.max - all.max) * kLog2E) : inverse;
+  const float factor = p.held ? inverse * ptx::exp2((own.max - all.max) * p.exponent_scale) : inverse;
   for (int column = first; column < row.cols; column += step) {
-    if (!p.held) {
-      load_scores<Config>(scores, x, mask, column, apart, row.seen, p.scale);
+    const Share<Config> share{column, apart};
+    if (!p.held && column < row.seen) {
+      load_scores<Config>(scores, x, mask, column, apart, row.seen, p.signs);
 #pragma unroll
-      for (float& score : scores) score = ptx::exp2((score - all.max) * kLog2E);
+      for (auto& vec : scores) {
+#pragma unroll
+        for (float& score : vec) score = ptx::exp2((score - all.max) * p.exponent_scale);
+      }
     }
-    store_share<Config>(y, column, apart, row, [&](int k) { return scores[k] * factor; });
+    share.store(y, row, [&](int i, float (&values)[Config::kWidth]) {
+#pragma unroll
+      for (int j = 0; j < Config::kWidth; ++j) values[j] = scores[i][j] * factor;
+    });
   }
 }
 
-// A thread's share of weights and incoming gradients.
+// A thread's share of weights and incoming gradients, 0 outside.
 template <typename Config>
 struct Pairs {
-  Vec<typename Config::T, Config::kWidth> y[Config::kLoads], dy[Config::kLoads];
+  using T = typename Config::T;
+  static constexpr int kWidth = Config::kWidth;
+  Packed<T, kWidth> y[Config::kLoads], dy[Config::kLoads];
 
-  template <typename T>
   __device__ void load(const T* y_row, const T* dy_row, int column, int apart, int seen) {
-    load_share<Config>(y, y_row, column, apart, seen);
-    load_share<Config>(dy, dy_row, column, apart, seen);
-  }
-  __device__ float weight(int k) const { return static_cast<float>(y[k / Config::kWidth][k % Config::kWidth]); }
-  __device__ float incoming(int k) const { return static_cast<float>(dy[k / Config::kWidth][k % Config::kWidth]); }
-
-  // Over columns among 0 .. seen.
-  __device__ float dot(int column, int apart, int seen) const {
-    constexpr int kWidth = Config::kWidth, kLoads = Config::kLoads;
-    const auto dot_of = [&](auto kWhole) {
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const Inside<kWidth> inside(column + i * apart, seen);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          const float product = weight(i * kWidth + j) * incoming(i * kWidth + j);
-          sum += kWhole || inside[j] ? product : 0.f;
-        }
-      }
-      return sum;
-    };
-    const bool whole = are_inside<kLoads, kWidth>(column, apart, seen);
-    return whole ? dot_of(Constant<true>{}) : dot_of(Constant<false>{});
+    load_share(y, y_row, column, apart, seen, 0);
+    load_share(dy, dy_row, column, apart, seen, 0);
+    replace_around(y, column, apart, seen, 0);
+    replace_around(dy, column, apart, seen, 0);
   }
 };
 
@@ -201,7 +223,7 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void bwd_kernel(const __grid_constant__ BwdParams p) {
   using T = typename Config::T;
   __shared__ float shared[32];
-  const RowGroup group(p.lanes);
+  const RowGroup group;
   const Row row(p.rows, group);
   const T* y = static_cast<const T*>(p.y) + row.at * p.rows.cols;
   const T* dy = static_cast<const T*>(p.dy) + row.at * p.rows.cols;
@@ -210,16 +232,30 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void bwd_kernel(
   const int first = first_aligned<Config::kWidth>(dx) + group.lane * Config::kWidth;
 
   Pairs<Config> pairs;
+  float weights[Config::kWidth], incoming[Config::kWidth];
   float sum = 0.f;
-  for (int column = first; column < row.cols; column += step) {
+  for (int column = first; column < row.seen; column += step) {
+    const Share<Config> share{column, apart};
     pairs.load(y, dy, column, apart, row.seen);
-    sum += pairs.dot(column, apart, row.seen);
+#pragma unroll
+    for (int i = 0; i < Config::kLoads; ++i) {
+      if (!share.reaches(i, row.seen)) continue;
+      widen(weights, pairs.y[i]);
+      widen(incoming, pairs.dy[i]);
+#pragma unroll
+      for (int j = 0; j < Config::kWidth; ++j) sum += weights[j] * incoming[j];
+    }
   }
   sum = group_reduce<Sum>(sum, group, shared);
   for (int column = first; column < row.cols; column += step) {
-    if (!p.held) pairs.load(y, dy, column, apart, row.seen);
-    store_share<Config>(dx, column, apart, row,
-                        [&](int k) { return p.scale * pairs.weight(k) * (pairs.incoming(k) - sum); });
+    const Share<Config> share{column, apart};
+    if (!p.held && column < row.seen) pairs.load(y, dy, column, apart, row.seen);
+    share.store(dx, row, [&](int i, float (&values)[Config::kWidth]) {
+      widen(weights, pairs.y[i]);
+      widen(incoming, pairs.dy[i]);
+#pragma unroll
+      for (int j = 0; j < Config::kWidth; ++j) values[j] = p.scale * weights[j] * (incoming[j] - sum);
+    });
   }
 }
 
@@ -227,13 +263,18 @@ template <typename Config, auto kKernel, typename Params>
 void run(Params p, const void* out, cudaStream_t stream) {
   const bool aligned = reinterpret_cast<uintptr_t>(out) % 16 == 0 && p.rows.cols % Config::kWidth == 0;
   const int columns = p.rows.cols + (aligned ? 0 : Config::kWidth - 1);  // with those before an aligned access
-  p.lanes = lanes_for<Config::kThreads>(columns, Config::kChunk);
-  p.held = columns <= p.lanes * Config::kChunk;
-  launch<kKernel>(row_groups(p.rows.count, p.lanes), p, stream);
+  const int lanes = lanes_for<Config::kThreads>(columns, Config::kChunk);
+  p.held = columns <= lanes * Config::kChunk;
+  launch<kKernel>(row_groups(p.rows.count, lanes), p, stream);
 }
 
 template <typename T>
-void run_fwd(const FwdParams& p, cudaStream_t stream) {
+void run_fwd(FwdParams p, cudaStream_t stream) {
+  constexpr uint32_t kSign = sizeof(T) == 2 ? 0x80008000 : 0x80000000;
+  p.signs = std::signbit(p.scale) ? kSign : 0;
+  // Positive and finite, so that what is left out is so at any scale, also 0.
+  using Limits = std::numeric_limits<float>;
+  p.exponent_scale = std::clamp(std::abs(p.scale) * kLog2E, Limits::denorm_min(), Limits::max());
   run<FwdConfig<T>, fwd_kernel<FwdConfig<T>>>(p, p.y, stream);
 }
 

@@ -7,19 +7,21 @@
 
 namespace flash::fused_softmax {
 
-// The rows of contiguous tensors (batch, heads, seqlen_q, cols).
+// The rows of contiguous tensors (batch, heads, seqlen_q, cols), and the order in which they are taken: an entry's
+// heads one after the other, or row i of each of its heads before row i + 1.
 struct Rows {
   int count;
   int cols;
   DType dtype;
-  Divisor seqlen_q;  // rows of a head
-  bool causal;       // row i of a head has columns 0 .. i
+  bool causal;        // row i of a head has columns 0 .. i
+  bool heads_inside;  // the second order
+  Divisor inner;      // rows of a head, or heads
+  Divisor outer;      // heads, or rows of a head
 };
 
 // A mask (batch, heads, seqlen_q, cols) and its strides in bytes, 0 where it has one entry for all.
 struct Mask {
   const uint8_t* data;  // nonzero is left out; null if there is no mask
-  Divisor heads;
   int64_t batch_stride;
   int64_t head_stride;
   int64_t row_stride;
@@ -30,8 +32,9 @@ struct FwdParams {
   Rows rows;
   Mask mask;
   float scale;
-  int lanes = 0;      // that take a row; chosen by fwd
-  bool held = false;  // whether they have room for all of it; likewise
+  float exponent_scale = 0.f;  // of the scores, whose signs are changed where bits are set in `signs`; chosen by fwd
+  uint32_t signs = 0;
+  bool held = false;  // whether the lanes of a row have room for all of it; likewise
   const void* x;
   void* y;
 };
@@ -39,8 +42,7 @@ struct FwdParams {
 struct BwdParams {
   Rows rows;
   float scale;
-  int lanes = 0;      // that take a row; chosen by bwd
-  bool held = false;  // whether they have room for all of it; likewise
+  bool held = false;  // whether the lanes of a row have room for all of it; chosen by bwd
   const void* dy;
   const void* y;
   void* dx;

@@ -33,16 +33,11 @@ static void run_shaped(const BwdParams& p, cudaStream_t stream) {
   run_bwd<Config>(p, row_shape(p.problem.cols, Config::kVec, Config::kVecs, kMaxThreads), stream);
 }
 
-// In GB/s, 16384 rows in bf16 on an H200: 2 accesses of a thread and matrix do best (4096 columns: 3744, with 1 3269),
-// but 1 for narrow rows (1024 columns: 2846 and 2703). What 2 cannot hold takes 4.
 template <Types kTypes, Extent kExtent>
 static void run_extent(const BwdParams& p, cudaStream_t stream) {
   constexpr int kVec = vec_of(kTypes);
-  const int cols = p.problem.cols;
-  dispatch_value<1, 2, 4>(cols <= 128 * kVec            ? 1
-                          : fits_a_block(cols, kVec, 2) ? 2
-                                                        : 4,
-                          [&](auto kVecs) { run_shaped<BwdConfig<kTypes, kVec, kVecs, kExtent>>(p, stream); });
+  dispatch_value<2, 4>(fits_a_block(p.problem.cols, kVec, 2) ? 2 : 4,
+                       [&](auto kVecs) { run_shaped<BwdConfig<kTypes, kVec, kVecs, kExtent>>(p, stream); });
 }
 
 // Single elements, where nothing wider fits, and rows that are wider than a block: these are rare and have one instance

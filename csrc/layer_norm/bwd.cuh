@@ -23,6 +23,7 @@
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
 #include "tile/shared.cuh"
+#include "tile/vec.cuh"
 
 namespace flash::layer_norm {
 
@@ -284,13 +285,18 @@ __device__ void store_part(const BwdParams& p, Columns<Config>& columns) {
     if (thread >= lanes) continue;
     float* part = p.parts + (int64_t{blockIdx.x} * BwdParams::kParameters + parameter) * p.problem.cols;
     for_each_vector<Config>(p.problem, [&](int j, int col) {
+      constexpr int kWidth = kVec == 1 ? 1 : 4;  // one by one, neighbours would be written in eight turns
 #pragma unroll
-      for (int i = 0; i < kVec; ++i) {
-        float sum = sums[j][i];
-        for (int group = 1; group < groups; ++group) {
-          sum += exchange[(j * kVec + i) * kMaxThreads + group * width + thread];
+      for (int i = 0; i < kVec; i += kWidth) {
+        Vec<float, kWidth> total;
+#pragma unroll
+        for (int n = 0; n < kWidth; ++n) {
+          total[n] = sums[j][i + n];
+          for (int group = 1; group < groups; ++group) {
+            total[n] += exchange[(j * kVec + i + n) * kMaxThreads + group * width + thread];
+          }
         }
-        part[col + i] = sum;
+        store(part + col + i, total);
       }
     });
   }

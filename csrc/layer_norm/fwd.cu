@@ -16,10 +16,14 @@ static bool are_of(const FwdParams& p, Types types) {
   return is_of(p.x0, x) && is_of(p.out, x) && is_of(p.out1, x) && is_of(p.residual, h) && is_of(p.h, h);
 }
 
+// Whether plain kernels, which ask for a bias of the weight's type and that to be x0's or fp32, are not enough.
 static bool is_general(const FwdParams& p) {
   const Problem& problem = p.problem;
-  return p.x1.data || p.out1.data || problem.colscale.data || problem.rowscale.data || problem.x0_subset ||
-         problem.rng_state;
+  const DType weights = problem.weight.dtype;
+  const bool known_weights = (weights == DType::kFloat32 || weights == p.x0.dtype) &&
+                             (problem.bias.data == nullptr || problem.bias.dtype == weights);
+  return !known_weights || p.x1.data || p.out1.data || problem.colscale.data || problem.rowscale.data ||
+         problem.x0_subset || problem.rng_state;
 }
 
 template <typename Config>

@@ -175,13 +175,30 @@ __global__ __launch_bounds__(kMaxThreads, Config::kBlocks) void fwd_kernel(const
   const int64_t out_row =
       Config::kGeneral && row_exists ? row_in_subset(problem.out_subset, row, problem.out_rows) : row;
   if (out_row < 0) return;
-  for_each([&](int j, int col) {
-    normalise(h[j], problem.is_rms_norm ? 0.f : found.mean, found.rstd);
-    store_affine(p.out, Config::x(p.out.dtype), out_row, col, problem, problem.weight, problem.bias, h[j]);
-    if (Config::kGeneral && p.out1.data) {
-      store_affine(p.out1, Config::x(p.out1.dtype), out_row, col, problem, problem.weight1, problem.bias1, h[j]);
-    }
-  });
+  const float centre = problem.is_rms_norm ? 0.f : found.mean;
+  const auto store_out = [&](auto kWeights) {
+    for_each([&](int j, int col) {
+      float weight[kVec], bias[kVec];
+      load_columns<kWeights>(weight, problem.weight, col, 0.f);
+      load_columns<kWeights>(bias, problem.bias, col, 0.f);
+      normalise(h[j], centre, found.rstd);
+      apply_weight(h[j], weight, bias, problem);
+      store_row(p.out, Config::kX, out_row, col, h[j]);
+    });
+  };
+  if constexpr (Config::kGeneral) {
+    for_each([&](int j, int col) {
+      normalise(h[j], centre, found.rstd);
+      store_affine(p.out, Config::x(p.out.dtype), out_row, col, problem, problem.weight, problem.bias, h[j]);
+      if (p.out1.data) {
+        store_affine(p.out1, Config::x(p.out1.dtype), out_row, col, problem, problem.weight1, problem.bias1, h[j]);
+      }
+    });
+  } else if (problem.weight.dtype == DType::kFloat32) {
+    store_out(Constant<DType::kFloat32>{});
+  } else {
+    store_out(Constant<Config::kX>{});
+  }
 }
 
 // Mean and rstd of a row too wide for one block to hold: a block for each row.

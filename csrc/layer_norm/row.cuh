@@ -6,11 +6,13 @@
 
 #include <cstdint>
 
+#include "common/dispatch.h"
 #include "layer_norm/config.h"
 #include "layer_norm/params.h"
 #include "ptx/barrier.cuh"
 #include "tile/any_vec.cuh"
 #include "tile/philox.cuh"
+#include "tile/vec.cuh"
 
 namespace flash::layer_norm {
 
@@ -140,6 +142,24 @@ __device__ void load_columns(float (&values)[kVec], const Vector& vector, int co
   RawColumns<kVec> raw;
   load_raw(raw, vector, col);
   widen(values, raw, vector, otherwise);
+}
+
+// The same for a vector whose type is known: no branch stands between the loads of several.
+template <DType kDType, int kVec>
+__device__ void load_columns(float (&values)[kVec], const Vector& vector, int col, float otherwise) {
+  using T = element_t<kDType>;
+  constexpr int kWidth = kVec * sizeof(T) > 16 ? 16 / sizeof(T) : kVec;
+  fill(values, otherwise);
+  if (vector.data == nullptr) return;
+  const T* source = static_cast<const T*>(vector.data) + col;
+#pragma unroll
+  for (int i = 0; i < kVec; i += kWidth) {
+    Vec<T, kWidth> vec;
+    using Bits = Word<sizeof(T) * kWidth>;
+    reinterpret_cast<Bits&>(vec) = __ldg(reinterpret_cast<const Bits*>(source + i));
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) values[i + j] = static_cast<float>(vec[j]);
+  }
 }
 
 // What is added to the weights that are stored.

@@ -68,4 +68,16 @@ __device__ uint32_t clamp_below(uint32_t packed) {
   return clamped;
 }
 
+// For as many of four bytes as numbers of kBytes fit in a word, from byte `first` on: all bits of the number set if the
+// byte is not 0, else none.
+template <int kBytes>
+__device__ uint32_t spread_nonzero(uint32_t bytes, int first) {
+  static_assert(kBytes == 2 || kBytes == 4);
+  const uint32_t signs = bytes | ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu);  // the high bit of each byte that is not 0
+  const uint32_t selector = (kBytes == 2 ? 0x9988 : 0x8888) + 0x1111 * first;  // 8 + i: the high bit of byte i
+  uint32_t spread;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(signs), "r"(selector));
+  return spread;
+}
+
 }  // namespace flash::ptx

@@ -13,20 +13,15 @@ namespace flash {
 
 // The lanes that take a row together: a part of a warp, a power of two, or a block.
 struct RowGroup {
-  int lanes;
-  int lane;
-  int64_t row;
-
-  __device__ explicit RowGroup(int lanes)
-      : lanes(lanes),
-        lane(static_cast<int>(threadIdx.x) % lanes),
-        row(int64_t{blockIdx.x} * (blockDim.x / lanes) + threadIdx.x / lanes) {}
+  int lanes = blockDim.x;
+  int lane = threadIdx.x;
+  int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
 };
 
 // The launch in which each row has its group. The last groups may have rows past the end.
 inline LaunchShape row_groups(int rows, int lanes) {
-  const int threads = lanes <= 32 ? 128 : lanes;
-  return {.grid = dim3(ceil_div(rows, threads / lanes)), .block = dim3(threads)};
+  const int groups = lanes <= 32 ? 128 / lanes : 1;
+  return {.grid = dim3(ceil_div(rows, groups)), .block = dim3(lanes, groups)};
 }
 
 // How many lanes a row needs for `per_lane` elements each, at most kMaxLanes.
@@ -99,6 +94,37 @@ __device__ void store_within(T* row, int column, int cols, const Vec<T, kWidth>&
 template <int kCount, int kWidth>
 __device__ bool are_inside(int column, int apart, int cols) {
   return column >= 0 && column + (kCount - 1) * apart + kWidth <= cols;
+}
+
+// A thread's share of a row: kCount accesses of kWidth columns, `apart`, all on their way before one is used. Those
+// without a column among 0 .. cols give words `outside`; of those across an end, columns outside are anything.
+template <int kCount, int kWidth, typename T>
+__device__ void load_share(Packed<T, kWidth> (&vecs)[kCount], const T* row, int column, int apart, int cols,
+                           uint32_t outside) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i, column += apart) {
+#pragma unroll
+    for (uint32_t& word : vecs[i].words) word = outside;
+    if (column > -kWidth && column < cols) vecs[i] = load_packed<kWidth>(row + column);
+  }
+}
+
+// Replaces columns outside in accesses across an end of the row. Few threads have any.
+template <int kCount, int kWidth, typename T>
+__device__ void replace_around(Packed<T, kWidth> (&vecs)[kCount], int column, int apart, int cols, uint32_t outside) {
+  constexpr int kPerWord = 4 / sizeof(T), kBits = 8 * sizeof(T);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i, column += apart) {
+    const bool across_start = column < 0 && column > -kWidth, across_end = column < cols && column + kWidth > cols;
+    if (!across_start && !across_end) continue;
+    const Inside<kWidth> inside(column, cols);
+#pragma unroll
+    for (int j = 0; j < kWidth; ++j) {
+      const uint32_t mask = (~0u >> (32 - kBits)) << (j % kPerWord * kBits);
+      uint32_t& word = vecs[i].words[j / kPerWord];
+      word = inside[j] ? word : (word & ~mask) | (outside & mask);
+    }
+  }
 }
 
 // Goes from `column` to `cols`, calling step(Constant<n>, column) for n accesses, `apart`: kCount at a time, then half

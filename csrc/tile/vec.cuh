@@ -3,7 +3,10 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cstdint>
 #include <type_traits>
+
+#include "ptx/math.cuh"
 
 namespace flash {
 
@@ -49,9 +52,57 @@ __device__ void widen(float (&wide)[kSize], const Vec<T, kSize>& vec) {
 template <typename T, int kSize>
 __device__ Vec<T, kSize> narrow(const float (&wide)[kSize]) {
   Vec<T, kSize> vec;
+  if constexpr (sizeof(T) == 2 && kSize % 2 == 0) {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) vec[i] = static_cast<T>(wide[i]);
+    for (int i = 0; i < kSize; i += 2) {
+      reinterpret_cast<uint32_t&>(vec.values[i]) = ptx::pack<T>(wide[i], wide[i + 1]);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) vec[i] = static_cast<T>(wide[i]);
+  }
   return vec;
+}
+
+// The elements of a Vec of at least 4 bytes as words. Where 16-bit elements depend on a condition, the compiler moves
+// them one by one; words it moves as they are.
+template <typename T, int kSize>
+struct alignas(sizeof(T) * kSize) Packed {
+  static constexpr int kPerWord = 4 / sizeof(T), kWords = kSize / kPerWord;
+  uint32_t words[kWords];
+};
+
+template <int kSize, typename T>
+__device__ Packed<T, kSize> load_packed(const T* address) {
+  using Bits = Word<sizeof(T) * kSize>;
+  Packed<T, kSize> packed;
+  reinterpret_cast<Bits&>(packed) = *reinterpret_cast<const Bits*>(address);
+  return packed;
+}
+
+// A word of elements that are all the same.
+template <typename T>
+__device__ uint32_t repeated(float value) {
+  if constexpr (sizeof(T) == 2) {
+    return ptx::pack<T>(value, value);
+  } else {
+    return __float_as_uint(value);
+  }
+}
+
+// Widens to fp32, exactly.
+template <int kSize, typename T>
+__device__ void widen(float (&wide)[kSize], const Packed<T, kSize>& packed) {
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i < kSize / 2; ++i) {
+      const float2 pair = ptx::unpack<T>(packed.words[i]);
+      wide[2 * i] = pair.x, wide[2 * i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) wide[i] = __uint_as_float(packed.words[i]);
+  }
 }
 
 }  // namespace flash

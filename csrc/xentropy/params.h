@@ -37,7 +37,6 @@ struct FwdParams {
   float* lse;       // (rows)
   bool* kept;       // (rows)
   bool partial;     // losses are this part's share
-  int lanes = 0;    // that take a row; chosen by fwd
 };
 
 struct BwdParams {

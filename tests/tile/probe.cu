@@ -640,7 +640,7 @@ template <typename T>
 __global__ void row_kernel(const __grid_constant__ RowCopy p) {
   constexpr int kWidth = 16 / sizeof(T);
   __shared__ float shared[32];
-  const RowGroup group(p.lanes);
+  const RowGroup group;
   const bool exists = group.row < p.rows;
   const T* x = static_cast<const T*>(p.x) + (exists ? group.row : 0) * p.stride;
   T* y = static_cast<T*>(p.y) + (exists ? group.row : 0) * p.stride;
