@@ -111,10 +111,7 @@ class Op:
             return self._overload(args)(*args)
         if self.wants_derivative(args):
             return self._apply(args)
-        if self.mutated:
-            return self.below_autograd(*args)
-        with torch._C._AutoDispatchBelowAutograd():
-            return self._overload(args)(*args)
+        return self.below_autograd(*args)
 
     def _apply(self, args):
         # apply looks at each of its arguments for tensors, which for 20 of them takes 5 us.
@@ -150,10 +147,13 @@ class Op:
     def below_autograd(self, *args):
         """The bare op: for the forward and backward of its autograd Function, and where no gradient is asked for.
 
-        Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13).
+        Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13). An op
+        without autograd has none there.
         """
         if self.mutated and (self.writes is None or self.writes(args)):
             self._mark_written(args)
+        if self.autograd is None:
+            return self._overload(args)(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return self._overload(args)(*args)
 
@@ -204,11 +204,11 @@ def define(
     if triton is not None and not has_kernel(name) and importlib.util.find_spec("triton"):
         _LIBRARY.impl(name, _on_its_device(triton), "CUDA")
     op = Op(name, autograd, differentiable, kernel_dtypes, writes)
-    if autograd is not None:
+    for overload in filter(None, (op.default, op.others)):
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but costs 100 us a call where apply costs 17.)
-        for overload in filter(None, (op.default, op.others)):
-            _LIBRARY.impl(overload, functools.partial(op.autograd_kernel, overload), "Autograd")
+        kernel = functools.partial(op.autograd_kernel, overload) if autograd else torch.library.fallthrough_kernel
+        _LIBRARY.impl(overload, kernel, "Autograd")
     return op
 
 

@@ -24,10 +24,34 @@ from .rotary import rotary
 from .scores import Options, Scores
 
 
-def fwd(
+def fwd(q, k, v, *args, **options):
+    """Attention. The arguments after v are those of `_given`.
+
+    q: (batch, seqlen_q, heads, head_dim), or packed tokens (total_q, heads, head_dim) with cu_seqlens_q.
+    k, v: (batch, seqlen_k, heads_k, head_dim), packed with cu_seqlens_k, or (pages, page, heads_k, head_dim) with
+        block_table (batch, pages per entry): key j of entry b is [block_table[b, j // page], j % page].
+
+    Returns out, like q, and softmax_lse in fp32, (batch, heads, seqlen_q) or (heads, total_q), natural logarithm, +inf
+    for rows that see no key.
+    """
+    parts, options, _ = _given(q, k, *args, **options)
+    return _attend(q, k, v, parts, options)
+
+
+def probabilities(q, k, v, *args, **options):
+    """S_dmask of `fwd` with these arguments, (batch, heads, seqlen_q, seqlen_k); see `_softmax_dropped`.
+
+    Lengths, of packed tokens max_seqlen_*, are rounded up to multiples of 128.
+    """
+    parts, options, (batch, seqlen_q, seqlen_k) = _given(q, k, *args, **options)
+    s_dmask = q.new_zeros(batch, q.shape[-2], _round_up(seqlen_q, 128), _round_up(seqlen_k, 128))
+    _softmax_dropped(_batched(q), _batched(k), parts, options, s_dmask)
+    return s_dmask
+
+
+def _given(
     q,
     k,
-    v,
     softmax_scale,
     window_left,
     window_right,
@@ -44,60 +68,21 @@ def fwd(
     dropout_p=0.0,
     block_table=None,
 ):
-    """Attention.
+    """What a forward is asked: its parts, its options, and (batch, longest_q, longest_k).
 
-    q: (batch, seqlen_q, heads, head_dim), or packed tokens (total_q, heads, head_dim) with cu_seqlens_q.
-    k, v: (batch, seqlen_k, heads_k, head_dim), packed with cu_seqlens_k, or (pages, page, heads_k, head_dim) with
-        block_table (batch, pages per entry): key j of entry b is [block_table[b, j // page], j % page].
     window_left, window_right: how many keys on either side of its own a row sees, inclusive; negative: all.
     cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, the bounds of the entries in the packed tokens.
     max_seqlen_q, max_seqlen_k: bounds that no result depends on, but for the shape of S_dmask.
     alibi_slopes: (heads,) or (batch, heads) fp32.
     seqused_k, leftpad_k: (batch,) int32; of its keys, an entry uses those from leftpad_k on and before seqused_k.
     rng_state: (2,) int64, seed and offset of the dropout mask.
-
-    Returns out, like q, and softmax_lse in fp32, (batch, heads, seqlen_q) or (heads, total_q), natural logarithm, +inf
-    for rows that see no key.
     """
     options = Options(softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
     options.check()
     parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
-    return _attend(q, k, v, parts, options)
-
-
-def probabilities(
-    q,
-    k,
-    v,
-    softmax_scale,
-    window_left,
-    window_right,
-    softcap,
-    deterministic,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    alibi_slopes=None,
-    seqused_k=None,
-    leftpad_k=None,
-    rng_state=None,
-    dropout_p=0.0,
-    block_table=None,
-):
-    """S_dmask of `fwd` with these arguments, (batch, heads, seqlen_q, seqlen_k); see `_softmax_dropped`.
-
-    Lengths, of packed tokens max_seqlen_*, are rounded up to multiples of 128.
-    """
-    options = Options(softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
-    options.check()
-    parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
-    dense = cu_seqlens_q is None
-    batch = q.shape[0] if dense else len(cu_seqlens_q) - 1
-    seqlen_q, seqlen_k = (q.shape[1], k.shape[1]) if dense else (max_seqlen_q, max_seqlen_k)
-    s_dmask = q.new_zeros(batch, q.shape[-2], _round_up(seqlen_q, 128), _round_up(seqlen_k, 128))
-    _softmax_dropped(_batched(q), _batched(k), parts, options, s_dmask)
-    return s_dmask
+    if cu_seqlens_q is None:
+        return parts, options, (q.shape[0], q.shape[1], k.shape[1])
+    return parts, options, (len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k)
 
 
 def bwd(
