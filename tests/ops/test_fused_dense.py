@@ -754,8 +754,8 @@ def test_device_that_is_not_current():
 @pytest.mark.cuda
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_memory(level, device):
-    """Forward and backward hold so many tensors (rows, hidden) at once, beside gradients and what is smaller."""
-    rows, width, hidden = 8192, 256, 4096
+    """Forward and backward hold two tensors (rows, hidden) at once, beside a workspace and what is smaller."""
+    rows, width, hidden = 32768, 256, 4096
     module = FusedMLP(width, hidden, checkpoint_lvl=level).to(device, torch.bfloat16)
     x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
 
@@ -769,4 +769,4 @@ def test_memory(level, device):
     run()
     peak = torch.cuda.max_memory_allocated() - before
     unit = 2 * rows * hidden
-    assert peak < 2.75 * unit
+    assert peak < 2.5 * unit
