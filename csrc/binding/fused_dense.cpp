@@ -299,7 +299,7 @@ std::tuple<Tensor, Tensor> fused_dense_wgrad(const Tensor& dout, const Tensor& x
   const int64_t rows = num_rows(x), in = x.size(-1), out_features = dout.size(-1);
   const DeviceGuard guard(x.get_device_index());
   Tensor dweight = new_tensor({out_features, in}, x);
-  if (rows == 0) {
+  if (rows == 0 || out_features == 0) {
     Tensor dbias = new_tensor({bias_grad ? out_features : 0}, x);
     return {torch::stable::zero_(dweight), torch::stable::zero_(dbias)};
   }

@@ -46,8 +46,8 @@ enum class PreferenceAttribute {
   kAlignmentD = 8,
 };
 
-// Sums of a split k: in place, or in the compute type; not in the narrower type of d.
-constexpr uint32_t kExactReductionSchemes = 3;
+// The parts of a split k meet in the compute type, not in that of d, in place or apart.
+constexpr uint32_t kExactReductionSchemes = 2;
 
 struct Library {
   Status (*create)(Handle*);

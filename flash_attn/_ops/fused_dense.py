@@ -181,26 +181,33 @@ class _MLP(torch.autograd.Function):
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()  # so that their memory is free as soon as they are not needed below
         with _library.without_autocast(dout):
+            total = None
             if level == 2:
-                act, kept = products.fwd(_gathered(x, ctx.exchange), weight1, bias1, activation, True, heuristic)
+                total = _gathered(x, ctx.exchange)
+                act, kept = products.fwd(total, weight1, bias1, activation, True, heuristic)
             elif act is None:
                 act = products.activate(kept, None, activation)
             if activation == "relu":
                 kept = act
             _, dweight2, dbias2 = _layer_gradients(dout, act, weight2, None, None, (False, *needs[3:5]), products)
             act = None
+            if not any(needs[:3]):
+                return None, None, None, dweight2, dbias2, None, None
             dpre = products.dgrad(dout, weight2, None, kept, activation, heuristic)
             kept = None
-            gradients = _layer_gradients(dpre, x, weight1, dresidual, ctx.exchange, needs[:3], products)
+            gradients = _layer_gradients(dpre, x, weight1, dresidual, ctx.exchange, needs[:3], products, total)
         return *gradients, dweight2, dbias2, None, None
 
 
-def _layer_gradients(dout, x, weight, dresidual, exchange, needs, products):
-    """(dx, dweight, dbias) of a linear layer, None for those not among `needs`; what others send travels meanwhile."""
-    total, gathered, reduced = x, None, None
+def _layer_gradients(dout, x, weight, dresidual, exchange, needs, products, total=None):
+    """(dx, dweight, dbias) of a linear layer, None for those not among `needs`; what others send travels meanwhile.
+
+    total: what `exchange` gathers of x, if it is at hand.
+    """
+    gathered = reduced = None
     dx, dweight, dbias = dresidual, None, None
-    if exchange is not None and needs[1]:
-        total, gathered = exchange.gather(x)
+    if total is None:
+        total, gathered = (x, None) if exchange is None or not needs[1] else exchange.gather(x)
     if needs[0]:
         dx = products.dgrad(dout, weight, dresidual if exchange is None else None, None, "identity", 0)
         if exchange is not None:

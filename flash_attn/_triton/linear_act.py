@@ -63,7 +63,7 @@ def _config(block_m, block_n, block_k, stages, warps):
     return triton.Config(tile, num_stages=stages, num_warps=warps)
 
 
-def _configs():
+def all_configs():
     """Those to choose from; Triton's interpreter can time none."""
     if triton.knobs.runtime.interpret:
         return [_config(32, 64, 32, stages=1, warps=4)]
@@ -78,7 +78,7 @@ def _fitting(configs, nargs, **_):
 
 def _tuned(kernel):
     """Times the configurations once for each weight and each power of two of rows."""
-    return triton.autotune(_configs(), key=["M_CLASS", "N", "K"], prune_configs_by={"early_config_prune": _fitting})(
+    return triton.autotune(all_configs(), key=["M_CLASS", "N", "K"], prune_configs_by={"early_config_prune": _fitting})(
         triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})(kernel)
     )
 

@@ -678,6 +678,18 @@ def test_a_direct_call_of_the_op_is_checked(change, message, device):
         ops.fwd(x.half(), weight.half(), None, "tanh", False, 0)
 
 
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("shape", [(1, 8), (37, 33), (65, 264), (2000, 1000), (20_000, 7), (9, 300, 40)], ids=str)
+def test_bias_gradient(shape, dtype, device):
+    """Sums of few rows and many, of rows that lie apart or are the same one, of any width."""
+    wide = torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(DTYPES[dtype])
+    for dout in (wide[..., : shape[-1]], wide[..., shape[-1] :], wide[:1, ..., : shape[-1]].expand(shape)):
+        _, dbias = ops.wgrad(dout, wide, True)
+        exact = dout.double().flatten(0, -2).sum(0)
+        largest = dout.abs().float().flatten(0, -2).sum(0).max().item()
+        assert_error_ratio(dbias, exact, dout.flatten(0, -2).sum(0), plus=unavoidable(exact, dbias.dtype, 4 * largest))
+
+
 @pytest.mark.cuda
 def test_more_elements_than_32_bits_count(device, memory_guard):
     rows, width = 2**31 // 4096 + 8, 4096
@@ -754,8 +766,8 @@ def test_device_that_is_not_current():
 @pytest.mark.cuda
 @pytest.mark.parametrize("level", [0, 1, 2])
 def test_memory(level, device):
-    """Forward and backward hold so many tensors (rows, hidden) at once, beside gradients and what is smaller."""
-    rows, width, hidden = 8192, 256, 4096
+    """Forward and backward hold two tensors (rows, hidden) at once, beside a workspace and what is smaller."""
+    rows, width, hidden = 32768, 256, 4096
     module = FusedMLP(width, hidden, checkpoint_lvl=level).to(device, torch.bfloat16)
     x = torch.randn(rows, width, device=device, dtype=torch.bfloat16, requires_grad=True)
 
@@ -769,4 +781,4 @@ def test_memory(level, device):
     run()
     peak = torch.cuda.max_memory_allocated() - before
     unit = 2 * rows * hidden
-    assert peak < 2.75 * unit
+    assert peak < 2.5 * unit
