@@ -47,6 +47,7 @@ IMPORTS = {
         from flash_attn.layers.rotary import apply_rotary_emb
         from flash_attn import __version__""",
     "verl": "from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input, rearrange",
+    "OpenRLHF": "from flash_attn.utils.distributed import all_gather",
     "llm-foundry": """
         from flash_attn.bert_padding import unpad_input_for_concatenated_sequences
         from flash_attn.layers.rotary import RotaryEmbedding""",
@@ -55,7 +56,24 @@ IMPORTS = {
         from flash_attn.ops.triton.layer_norm import rms_norm_fn""",
     "nanotron": """
         from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
-        from flash_attn.ops.triton.layer_norm import layer_norm_fn""",
+        from flash_attn.ops.triton.layer_norm import layer_norm_fn
+        from flash_attn.modules.mha import flash_attn_varlen_kvpacked_func""",
+    "modules of 2.8": """
+        from flash_attn.layers.patch_embed import PatchEmbed
+        from flash_attn.modules.block import Block, ParallelBlock
+        from flash_attn.modules.embedding import BertEmbeddings, GPT2Embeddings, ParallelGPT2Embeddings
+        from flash_attn.modules.mha import MHA, CrossAttention, FlashCrossAttention, FlashSelfAttention, ParallelMHA
+        from flash_attn.modules.mha import LinearResidual, SelfAttention, _update_kv_cache, get_alibi_slopes
+        from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp, ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
+        from flash_attn.utils.benchmark import benchmark_all, benchmark_combined, benchmark_fwd_bwd, benchmark_memory
+        from flash_attn.utils.benchmark import benchmark_backward, benchmark_forward, pytorch_profiler
+        from flash_attn.utils.distributed import all_gather_raw, all_reduce, all_reduce_raw, get_dim_for_local_rank
+        from flash_attn.utils.distributed import reduce_scatter, reduce_scatter_raw, sync_shared_params
+        from flash_attn.utils.distributed import allreduce_sequence_parallel_grad
+        from flash_attn.utils.generation import GenerationMixin, InferenceParams, decode, update_graph_cache
+        from flash_attn.utils.pretrained import state_dict_from_pretrained
+        from flash_attn.utils.torch import custom_bwd, custom_fwd
+        from flash_attn.utils.library import triton_op""",
     "ColossalAI": """
         from flash_attn import flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_with_kvcache
         from flash_attn import flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func""",

@@ -32,7 +32,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "layers": {"_ops", "ops"},
     "losses": {"_ops", "ops"},
     "ops": {"_ops", "utils"},
-    "modules": {*FRONTS, "bert_padding", "utils"},
+    "modules": {*FRONTS, "_ops", "bert_padding", "utils"},
     "models": {*FRONTS, "bert_padding", "utils", "modules"},
     "__init__": {"flash_attn_interface"},
     "__main__": {"_library", "_ops", *FRONTS},

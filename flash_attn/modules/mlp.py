@@ -16,7 +16,34 @@ from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedMLP, ParallelF
 __all__ = ["FusedMLP", "GatedMlp", "Mlp", "ParallelFusedMLP", "ParallelGatedMlp", "ParallelMLP"]
 
 
-class Mlp(nn.Module):
+class _TwoLayers(nn.Module):
+    """y = fc2(between(fc1(x))), for layers that are set by who derives from this."""
+
+    def __init__(self, activation, return_residual=False):
+        super().__init__()
+        self.activation = activation
+        self.return_residual = return_residual
+
+    def forward(self, x):
+        """y (..., out_features) of x (..., in_features); (y, x) if return_residual."""
+        y = self.fc2(self.between(self.fc1(x)))
+        return (y, x) if self.return_residual else y
+
+    def between(self, y):
+        return self.activation(y)
+
+
+class _Gated(_TwoLayers):
+    """fc1 gives a value and its gate, one behind the other."""
+
+    def between(self, y):
+        if self.activation is F.sigmoid:
+            return F.glu(y, dim=-1)
+        value, gate = y.chunk(2, dim=-1)
+        return swiglu(gate, value) if self.activation is F.silu else value * self.activation(gate)
+
+
+class Mlp(_TwoLayers):
     """y = fc2(activation(fc1(x))).
 
     Arguments:
@@ -40,21 +67,14 @@ class Mlp(nn.Module):
         device=None,
         dtype=None,
     ):
-        super().__init__()
+        super().__init__(activation, return_residual)
         factory = {"device": device, "dtype": dtype}
-        hidden_features = 4 * in_features if hidden_features is None else hidden_features
-        out_features = in_features if out_features is None else out_features
-        self.return_residual = return_residual
+        hidden_features = _or_else(hidden_features, 4 * in_features)
         self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, **factory)
-        self.activation = activation
-        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, **factory)
-
-    def forward(self, x):
-        y = self.fc2(self.activation(self.fc1(x)))
-        return (y, x) if self.return_residual else y
+        self.fc2 = nn.Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
 
 
-class ParallelMLP(nn.Module):
+class ParallelMLP(_TwoLayers):
     """`Mlp` with the hidden features divided over the processes of a group.
 
     Arguments:
@@ -76,19 +96,15 @@ class ParallelMLP(nn.Module):
         device=None,
         dtype=None,
     ):
-        super().__init__()
+        super().__init__(activation)
         factory = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        hidden_features = 4 * in_features if hidden_features is None else hidden_features
-        out_features = in_features if out_features is None else out_features
+        hidden_features = _or_else(hidden_features, 4 * in_features)
+        out_features = _or_else(out_features, in_features)
         self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **factory)
-        self.activation = activation
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **factory)
 
-    def forward(self, x):
-        return self.fc2(self.activation(self.fc1(x)))
 
-
-class GatedMlp(nn.Module):
+class GatedMlp(_Gated):
     """y = fc2(value * activation(gate)), where fc1(x) is value and gate, in this order (GLU, arXiv:2002.05202).
 
     Arguments:
@@ -114,27 +130,20 @@ class GatedMlp(nn.Module):
         device=None,
         dtype=None,
     ):
-        super().__init__()
+        super().__init__(activation, return_residual)
         factory = {"device": device, "dtype": dtype}
-        hidden_features = _hidden_features(in_features, hidden_features, multiple_of)
-        out_features = in_features if out_features is None else out_features
-        self.return_residual = return_residual
+        hidden_features = _round_up(_or_else(hidden_features, int(8 * in_features / 3)), multiple_of)
         self.fc1 = nn.Linear(in_features, 2 * hidden_features, bias=bias1, **factory)
-        self.activation = activation
-        self.fc2 = nn.Linear(hidden_features, out_features, bias=bias2, **factory)
-
-    def forward(self, x):
-        y = self.fc2(_gated(self.fc1(x), self.activation))
-        return (y, x) if self.return_residual else y
+        self.fc2 = nn.Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
 
 
-class ParallelGatedMlp(nn.Module):
+class ParallelGatedMlp(_Gated):
     """`GatedMlp` with the hidden features divided over the processes of a group.
 
     fc1 of a process has its rows of the value, then its rows of the gate.
 
     Arguments:
-        process_group: the group, whose size must divide the hidden features.
+        process_group: the group.
         sequence_parallel: the first dimension of x and y is divided, too.
         The others are those of `GatedMlp`. fc2 has its bias in the first process only.
     """
@@ -153,30 +162,22 @@ class ParallelGatedMlp(nn.Module):
         device=None,
         dtype=None,
     ):
-        super().__init__()
+        super().__init__(activation)
         factory = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        hidden_features = _hidden_features(in_features, hidden_features, multiple_of)
-        out_features = in_features if out_features is None else out_features
-        # Pairs of a value and its gate go to one process.
+        hidden_features = _round_up(_or_else(hidden_features, int(8 * in_features / 3)), multiple_of)
+        out_features = _or_else(out_features, in_features)
+        # multiple_of=2: a value and its gate go to one process.
         self.fc1 = ColumnParallelLinear(
             in_features, 2 * hidden_features, process_group, bias=bias1, multiple_of=2, **factory
         )
-        self.activation = activation
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **factory)
 
-    def forward(self, x):
-        return self.fc2(_gated(self.fc1(x), self.activation))
+
+def _or_else(features, default):
+    return default if features is None else features
 
 
-def _hidden_features(in_features, hidden_features, multiple_of):
+def _round_up(features, multiple_of):
     checks.integer("multiple_of", multiple_of)
     checks.number("multiple_of", multiple_of, multiple_of > 0, "positive")
-    hidden_features = int(8 * in_features / 3) if hidden_features is None else hidden_features
-    return (hidden_features + multiple_of - 1) // multiple_of * multiple_of
-
-
-def _gated(y, activation):
-    if activation is F.sigmoid:
-        return F.glu(y, dim=-1)
-    value, gate = y.chunk(2, dim=-1)
-    return swiglu(gate, value) if activation is F.silu else value * activation(gate)
+    return (features + multiple_of - 1) // multiple_of * multiple_of

@@ -97,7 +97,7 @@ def pytorch_profiler(
     with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=traced) as profile:
         step()
     if verbose:
-        order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+        order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
         print(profile.key_averages().table(sort_by=order, row_limit=50))
     if traced:
         profile.export_chrome_trace(str(trace_filename))

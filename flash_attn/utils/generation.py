@@ -564,18 +564,19 @@ def capture_graph(
             input_ids, position_ids=position_ids, inference_params=inference_params, num_last_tokens=decoding_seqlen
         ).logits
 
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(n_warmups):
-            step()
-        stream.synchronize()
-        if dist.is_initialized():  # or one process may capture while another still sends
-            dist.barrier()
-    torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=mempool):
-        logits = step()
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(n_warmups):
+                step()
+            stream.synchronize()
+            if dist.is_initialized():  # or one process may capture while another still sends
+                dist.barrier()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, pool=mempool):
+            logits = step()
     inference_params.seqlen_offset = before
     # Tables that modules replace when they must grow, as the rotary embedding does: the graph goes on reading these.
     tables = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]

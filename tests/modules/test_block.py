@@ -138,6 +138,27 @@ def test_dtypes(block_cls, device):
     assert mixed(x)[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("rotary_dim", [0, 16])
+def test_autocast(rotary_dim, fused, device):
+    """Parameters and the residual stream stay float32; the rest is as exact as 16 bits are."""
+    mixer_cls = functools.partial(
+        MIXER, num_heads_kv=1, rotary_emb_dim=rotary_dim, use_flash_attn=fused, fused_bias_fc=fused
+    )
+    block = block_of(device=device, mixer_cls=mixer_cls, fused_dropout_add_ln=fused, residual_in_fp32=True)
+    tensors = draw(2, device)
+    expected = with_gradients(block, block.parameters(), *tensors)
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        hidden, residual = block(*tensors)
+        found = with_gradients(
+            lambda *tensors: tuple(out.float() for out in block(*tensors)), block.parameters(), *tensors
+        )
+    assert (hidden.dtype, residual.dtype) == (torch.bfloat16, torch.float32)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == torch.float32
+        torch.testing.assert_close(one, other, rtol=0, atol=0.02 * other.abs().max().item())
+
+
 # Dropout and drop path.
 
 

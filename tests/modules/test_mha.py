@@ -385,29 +385,34 @@ DECODING_CASES = [
 ] + [Case(window=(5, 0), rotary_dim=32, heads_kv=2), Case(alibi=True, window=(6, -1), heads_kv=1)]  # fmt: skip
 
 
+@pytest.mark.parametrize("dtype", ["fp32", pytest.param("bf16", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("steps", [(7, 1, 1, 1, 1, 1, 1, 1), (5, 3, 1, 4)])
 @pytest.mark.parametrize("case", params(DECODING_CASES))
-def test_decoding_equals_the_whole(case, steps, lengths, device):
+def test_decoding_equals_the_whole(case, steps, lengths, dtype, device):
     """Token by token or several at a time, from a cache that is larger than the sequences."""
-    module = case.module(device)
-    capacity, seqlen, batch = 17, sum(steps), 2
-    x = torch.randn(batch, seqlen, case.embed_dim, device=device)
+    module, x, _ = draw(case, device, DTYPES[dtype], seqlen=sum(steps))
+    batch, capacity = len(x), 17
     if case.rotary_dim:  # the tables of xPos depend on how many rows they have
-        module.rotary_emb._update_cos_sin_cache(capacity, device, torch.float32)
+        module.rotary_emb._update_cos_sin_cache(capacity, device, x.dtype)
     with torch.no_grad():
-        expected = module(x)
-        params = InferenceParams(max_seqlen=capacity, max_batch_size=batch)
+        whole = module(x)
+        inference = InferenceParams(max_seqlen=capacity, max_batch_size=batch)
         if lengths:
-            params.lengths_per_sample = torch.zeros(batch, dtype=torch.int32, device=device)
+            inference.lengths_per_sample = torch.zeros(batch, dtype=torch.int32, device=device)
         found = []
         for chunk in x.split(steps, dim=1):
-            found.append(module(chunk, inference_params=params))
-            params.seqlen_offset += chunk.shape[1]
+            found.append(module(chunk, inference_params=inference))
+            inference.seqlen_offset += chunk.shape[1]
             if lengths:
-                params.lengths_per_sample += chunk.shape[1]
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=1e-4, atol=1e-5)
-    assert params.key_value_memory_dict[3].shape == (batch, capacity, 2, case.heads_kv, case.head_dim)
+                inference.lengths_per_sample += chunk.shape[1]
+    found = torch.cat(found, dim=1)
+    if dtype == "fp32":
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+    else:
+        exact = case.formula(*(tensor.double() for tensor in (x, *module.parameters()))).detach()
+        assert_error_ratio(found, exact, whole)
+    assert inference.key_value_memory_dict[3].shape == (batch, capacity, 2, case.heads_kv, case.head_dim)
 
 
 @pytest.mark.parametrize(

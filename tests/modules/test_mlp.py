@@ -1,5 +1,7 @@
 """MLPs: formulas, gradients, sizes, parameters, errors. Divided over processes: test_parallel.py."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -85,3 +87,28 @@ def test_names_and_errors():
         GatedMlp(16, multiple_of=0)
     with pytest.raises(TypeError, match="process_group must be"):
         mlp.ParallelMLP(16)
+
+
+SIGNATURES = {
+    "Mlp": "in_features, hidden_features=None, out_features=None, activation=gelu, bias1=True, bias2=True, "
+    "return_residual=False, device=None, dtype=None",
+    "ParallelMLP": "in_features, hidden_features=None, out_features=None, activation=gelu, process_group=None, "
+    "sequence_parallel=True, bias1=True, bias2=True, device=None, dtype=None",
+    "GatedMlp": "in_features, hidden_features=None, out_features=None, activation=sigmoid, bias1=True, bias2=True, "
+    "multiple_of=128, return_residual=False, device=None, dtype=None",
+    "ParallelGatedMlp": "in_features, process_group, hidden_features=None, out_features=None, activation=sigmoid, "
+    "bias1=True, bias2=True, multiple_of=128, sequence_parallel=True, device=None, dtype=None",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signature(name):
+    """With the activation by its name."""
+
+    def shown(parameter):
+        default = parameter.default
+        text = f"={getattr(default, '__name__', default)}" if default is not parameter.empty else ""
+        return parameter.name + text
+
+    parameters = inspect.signature(getattr(mlp, name)).parameters.values()
+    assert ", ".join(map(shown, parameters)) == SIGNATURES[name]

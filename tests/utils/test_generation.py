@@ -432,6 +432,15 @@ def test_cache_of_a_model_without_its_own_allocation(device):
     assert {key: tuple(cache.shape) for key, cache in caches.items()} == dict.fromkeys((0, 1), (2, 20, 2, 4, 64))
 
 
+@pytest.mark.multi_gpu
+def test_graphs_of_a_device_that_is_not_current():
+    model = Model(device="cuda:1", dtype=torch.float16, dim=256).eval()
+    input_ids = prompt(2, 6, "cuda:1")
+    with torch.cuda.device(0):
+        expected = decode(input_ids, model, 20).sequences
+        assert torch.equal(decode(input_ids, model, 20, cg=True).sequences, expected)
+
+
 # State, errors, signatures.
 
 
