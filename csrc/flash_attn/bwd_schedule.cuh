@@ -34,11 +34,11 @@ __host__ __device__ inline int num_key_heads(const BwdParams& p) {
 
 // Blocks come in sections of key heads; in a section, those of the first keys come first.
 template <int kBlockN>
-__device__ KeyWork key_work(const BwdParams& params) {
+__device__ KeyWork key_work(const BwdParams& params, int block = blockIdx.x) {
   const Problem& p = params.problem;
   const int per_head = blocks_per_head<kBlockN>(params), heads = num_key_heads(params);
   const int section_size = params.section_heads;
-  const int section = blockIdx.x / (section_size * per_head), place = blockIdx.x % (section_size * per_head);
+  const int section = block / (section_size * per_head), place = block % (section_size * per_head);
   const int section_heads = min(section_size, heads - section * section_size);
   const int head = section * section_size + place % section_heads, index = place / section_heads;
 

@@ -2,8 +2,10 @@
 // steps of the warpgroups that compute.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "common/launch.h"
 #include "common/tensor_map.h"
@@ -28,6 +30,7 @@ namespace flash::flash_attn {
 struct BwdSm90Params {
   CUtensorMap q, dout, k, v;  // boxes of one page of a tile
   CUtensorMap dq_sums;        // of bwd_sm90.cuh
+  int key_blocks;
   BwdParams bwd;
 };
 
@@ -50,8 +53,8 @@ struct KeyBlock {
   Interval row_blocks;  // that see some of them
   int first_head, num_heads;
 
-  __device__ explicit KeyBlock(const BwdParams& p)
-      : work(key_work<Config::kBlockN>(p)),
+  __device__ explicit KeyBlock(const BwdParams& p, int index = blockIdx.x)
+      : work(key_work<Config::kBlockN>(p, index)),
         seq(p.problem, work.entry),
         mask(p.problem, seq),
         keys(interval_of<Config::kBlockN>(work.first)),
@@ -88,10 +91,10 @@ __device__ void load_keys(Tile& tile, const CUtensorMap& map, const KeyBlock<Con
 
 // Rings of Q and lse and of dO and delta, by one lane.
 template <typename Config, typename Shared>
-__device__ void load_rows(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block) {
+__device__ void load_rows(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block,
+                          RingCursor<Config::kStages>& at) {
   const Span& q = block.seq.q;
   const int first = static_cast<int>(q.first), batch = static_cast<int>(q.batch);
-  typename Ring<Config::kStages>::Cursor at;
   block.for_each_row_block([&](int head, int row_block) {
     const int row0 = row_block * Config::kBlockM;
     const int64_t index = row_value_index(p.bwd, q, block.work.entry, head) + row0;
@@ -109,10 +112,17 @@ __device__ void load_rows(const BwdSm90Params& p, Shared& shared, const KeyBlock
 
 // All that a block reads, by one lane.
 template <typename Config, typename Shared>
-__device__ void load_block(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block) {
+__device__ void load_block(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block,
+                           RingCursor<Config::kStages>& at) {
   load_keys(shared.k, p.k, block, shared.keys_here);
   load_keys(shared.v, p.v, block, shared.keys_here);
-  load_rows(p, shared, block);
+  load_rows(p, shared, block, at);
+}
+
+template <typename Config, typename Shared>
+__device__ void load_block(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block) {
+  RingCursor<Config::kStages> at;
+  load_block(p, shared, block, at);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -164,8 +174,8 @@ struct BwdConsumer {
     ptx::sync_barrier<kWarpgroup>(own_barrier(rank));
   }
 
-  __device__ void wait_keys() {
-    shared.keys_here.wait(0);
+  __device__ void wait_keys(uint32_t parity = 0) {
+    shared.keys_here.wait(parity);
     clear_dead(shared.k, shared.v, block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1}), block.keys);
   }
 
@@ -234,15 +244,16 @@ BwdSm90Params params_of(const BwdParams& p, const CUtensorMap& dq_sums = {}) {
           .k = map_keys(p.k),
           .v = map_keys(p.v),
           .dq_sums = dq_sums,
+          .key_blocks = static_cast<int>(key_blocks<Config::kBlockN>(p)),
           .bwd = p};
 }
 
+// With at most `most` blocks, or one for each block of keys.
 template <auto kKernel, typename Config, typename Shared>
-void launch_bwd_sm90(const BwdSm90Params& params, cudaStream_t stream) {
+void launch_bwd_sm90(const BwdSm90Params& params, cudaStream_t stream, int most = std::numeric_limits<int>::max()) {
   static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");
-  const LaunchShape shape{.grid = dim3(key_blocks<Config::kBlockN>(params.bwd)),
-                          .block = dim3(Config::kThreads),
-                          .shared_bytes = sizeof(Shared)};
+  const LaunchShape shape{
+      .grid = dim3(std::min(params.key_blocks, most)), .block = dim3(Config::kThreads), .shared_bytes = sizeof(Shared)};
   launch<kKernel>(shape, params, stream);
 }
 
