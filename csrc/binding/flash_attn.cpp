@@ -320,9 +320,8 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
            const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
            const OptionalTensor& dv, double softmax_scale, int64_t window_left, int64_t window_right, double softcap,
            bool deterministic, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
-           std::optional<int64_t> /*max_seqlen_q*/, std::optional<int64_t> /*max_seqlen_k*/,
-           OptionalTensor alibi_slopes, OptionalTensor seqused_k, OptionalTensor leftpad_k,
-           const OptionalTensor& rng_state, double dropout_p) {
+           std::optional<int64_t> /*max_seqlen_q*/, std::optional<int64_t> max_seqlen_k, OptionalTensor alibi_slopes,
+           OptionalTensor seqused_k, OptionalTensor leftpad_k, const OptionalTensor& rng_state, double dropout_p) {
   const bool tokens = cu_seqlens_q.has_value();
   for (const auto& [name, x] :
        {std::pair("q", OptionalTensor(q)), std::pair("k", k), std::pair("v", v), std::pair("dq", OptionalTensor(dq)),
@@ -364,12 +363,16 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   const Tensor softmax_d = new_row_sums(q, p.problem);
   p.softmax_d = static_cast<float*>(softmax_d.mutable_data_ptr());
   const int device = q.get_device_index();
-  const BwdScratch sizes = plan_bwd(p, deterministic, flash_attn::has_sm90(device), num_multiprocessors(device));
-  const Tensor scratch = torch::stable::new_empty(q, {sizes.dq_sums + 2 * sizes.rows + sizes.turns}, ScalarType::Float);
+  const int64_t longest_k = tokens ? max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k;
+  const BwdScratch sizes =
+      plan_bwd(p, deterministic, flash_attn::has_sm90(device), num_multiprocessors(device), longest_k);
+  const Tensor scratch =
+      torch::stable::new_empty(q, {sizes.dq_sums + 2 * sizes.rows + sizes.counters}, ScalarType::Float);
   p.dq_sums = static_cast<float*>(scratch.mutable_data_ptr());
   p.lse_log2 = p.dq_sums + sizes.dq_sums;
   p.delta = p.lse_log2 + sizes.rows;
-  if (sizes.turns > 0) p.turns = reinterpret_cast<int*>(p.delta + sizes.rows);
+  p.taken = reinterpret_cast<int*>(p.delta + sizes.rows);
+  if (sizes.counters > 1) p.turns = p.taken + 1;
   flash_attn::bwd(p, current_stream(q));
   return softmax_d;
 }

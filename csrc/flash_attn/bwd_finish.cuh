@@ -1,4 +1,5 @@
-// After the backward: dQ, rounded from the sums of its parts, and zeros for the keys that no entry uses.
+// After the backward: dQ, rounded from the sums of its parts unless it is already, and zeros for the keys that no entry
+// uses.
 //
 // A thread takes 16 channels of a row, of dQ or of dK and dV.
 #pragma once
@@ -52,6 +53,12 @@ __device__ void store_channels(T* row, const float (&values)[16], int col, int c
   }
 }
 
+// Four sums of 16 channels, those of lane t of a quad (bwd_scratch.cuh), times `factor`.
+__device__ inline void add_quad(float (&values)[16], const Vec<float, 4>& quad, int t, float factor) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) values[i / 2 * 8 + 2 * t + i % 2] += quad[i] * factor;
+}
+
 // The 16 channels from `col` on of dQ of a token.
 template <typename Config>
 __device__ void finish_dq(const BwdParams& p, const Span& token, int head, int col) {
@@ -60,11 +67,7 @@ __device__ void finish_dq(const BwdParams& p, const Span& token, int head, int c
   for (int part = 0; part < p.num_parts; ++part) {
     const float* sums = dq_sums<Config::kHeadDim>(p, token, head, part, 0, col / Config::kChannels);
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const Vec<float, 4> quad = load<4>(sums + 4 * t);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) values[i / 2 * 8 + 2 * t + i % 2] += quad[i] * problem.softmax_scale;
-    }
+    for (int t = 0; t < 4; ++t) add_quad(values, load<4>(sums + 4 * t), t, problem.softmax_scale);
   }
   using T = typename Config::T;
   store_channels(first_token<T>(p.dq, token, head), values, col, problem.head_dim, p.dq.head_dim, p.aligned);
@@ -103,9 +106,14 @@ __host__ __device__ int64_t num_blocks(int64_t heads, int seqlen) {
 }
 
 template <typename Config>
+__host__ __device__ int64_t num_dq_blocks(const BwdParams& p) {
+  return p.rounds_dq ? 0 : num_blocks<Config>(num_entries(p.problem) * p.problem.heads, p.problem.seqlen_q);
+}
+
+template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void bwd_finish_kernel(const __grid_constant__ BwdParams p) {
   const Problem& problem = p.problem;
-  const int block = blockIdx.x, dq_blocks = num_blocks<Config>(num_entries(problem) * problem.heads, problem.seqlen_q);
+  const int block = blockIdx.x, dq_blocks = num_dq_blocks<Config>(p);
   if (block < dq_blocks) {
     for_thread<Config>(block, problem.seqlen_q, problem.heads,
                        [&](const Span& token, int head, int col) { finish_dq<Config>(p, token, head, col); });
@@ -118,7 +126,7 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_finish_kernel(const __gr
 template <typename Config>
 void run_bwd_finish(const BwdParams& p, cudaStream_t stream) {
   const Problem& problem = p.problem;
-  int64_t blocks = num_blocks<Config>(num_entries(problem) * problem.heads, problem.seqlen_q);
+  int64_t blocks = num_dq_blocks<Config>(p);
   if (may_skip_keys(problem)) blocks += num_blocks<Config>(num_entries(problem) * problem.heads_k, problem.seqlen_k);
   launch<bwd_finish_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
 }

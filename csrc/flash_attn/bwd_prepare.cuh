@@ -1,8 +1,10 @@
 // Before the backward: delta, the row sums of dO * O, less the gradient of lse, 0 for rows that see no key, and zeros
-// for the sums of dQ. For bwd_sm90.cuh also a copy of lse and delta in whole blocks of rows.
+// for the sums of dQ or, if the backward rounds them, for dQ of rows that see no key. For bwd_sm90.cuh also a copy of
+// lse and delta in whole blocks of rows.
 //
-// kLanes threads share a row, 8 channels each. The rows are those of softmax_d; between entries it has some that stand
-// for no token and get 0. So do packed tokens after the last entry, but they have sums of dQ.
+// kLanes threads share a row, 8 channels each, and have kSteps rows on the way at a time. The rows are those of
+// softmax_d; between entries it has some that stand for no token and get 0. So do packed tokens after the last entry,
+// but they have sums of dQ.
 #pragma once
 
 #include <cmath>
@@ -24,85 +26,160 @@ struct BwdPrepareConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kChunk = 8;
   static constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;  // a power of two
-  static constexpr int kThreads = 256, kRows = kThreads / kLanes;
+  static constexpr int kThreads = 256, kStepRows = kThreads / kLanes, kSteps = 4;
+  static constexpr int kRows = kSteps * kStepRows;
 };
 
-// A row of softmax_d, at `position` of the `outer`-th head of all entries, or of all heads of packed entries.
-struct SumRow {
-  int entry, head;
-  int row;  // in the entry; past its end if there is no token
-
-  __device__ SumRow(const Problem& p, int outer, int64_t position) {
-    const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_q + entry) + int64_t{kRowSumsPad} * entry; };
-    const bool packed = p.cu_seqlens_q != nullptr;
-    entry = packed ? last_entry_from(p.batch + 1, position, start_of) : outer / p.heads;
-    head = outer % p.heads;
-    row = position - (packed ? start_of(entry) : 0);
-  }
-};
-
-// 8 channels of a row, from `col` on, in fp32; channels from `cols` on are 0.
-template <typename T>
-__device__ void load_chunk(float (&chunk)[8], const T* row, int col, int cols, int64_t step, bool aligned) {
-  Vec<T, 8> vec{};
-  if (aligned) {
-    if (col < cols) vec = load<8>(row + col);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      if (col + i < cols) vec[i] = row[(col + i) * step];
-    }
-  }
-  widen(chunk, vec);
+// The entry of a row of softmax_d, at `position` of the `outer`-th head of all entries, or of all heads of packed
+// entries. Of those, one more stands for the tokens after the last.
+__device__ inline int64_t first_sum(const Problem& p, int entry) {
+  return p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + entry) + int64_t{kRowSumsPad} * entry : 0;
+}
+__device__ inline int entry_of(const Problem& p, int outer, int64_t position) {
+  if (p.cu_seqlens_q == nullptr) return outer / p.heads;
+  return last_entry_from(p.batch + 1, position, [&](int entry) { return first_sum(p, entry); });
 }
 
-__device__ inline void store_row_values(const BwdParams& p, const SumRow& at, const Span& span, float sum) {
-  const Problem& problem = p.problem;
-  const Sequence seq(problem, at.entry);
-  const bool live = Mask(problem, seq).rows_that_see(Interval{0, seq.k.length - 1}).covers({at.row, at.row});
-  const int64_t index = row_value_index(p, span, at.entry, at.head) + at.row;
-  p.lse_log2[index] = live ? row_values(p.softmax_lse, problem, span, at.head)[at.row] * kLog2e : INFINITY;
-  p.delta[index] = live ? sum : 0.f;
+struct SumRow {
+  int entry, head;
+  int row;         // in the entry; past its end if there is no token
+  bool exists;     // in softmax_d
+  bool has_token;  // perhaps one after the last entry
+  bool attends;    // an entry's
+  Span span;       // of the entry
+
+  __device__ SumRow(const Problem& p, int entry, int outer, int64_t position)
+      : entry(entry),
+        head(outer % p.heads),
+        row(position - first_sum(p, entry)),
+        exists(position < row_sums_per_head(p)),
+        span(query_span(p, entry)) {
+    has_token = exists && row < span.length;
+    attends = has_token && entry < p.batch;
+  }
+
+  __device__ float value(const float* values, const Problem& p) const { return row_values(values, p, span, head)[row]; }
+
+  __device__ bool sees_keys(const Problem& p) const {
+    return attends && !Mask(p, Sequence(p, entry)).keys_seen_by(row).empty();
+  }
+};
+
+// 8 channels of a row, from `col` on. Aligned ones are loaded without a branch, which would wait for each of them: if
+// they do not exist, they are anything.
+template <bool kAligned, typename T>
+__device__ Vec<T, 8> load_chunk(const T* row, int col, int cols, int64_t step) {
+  if constexpr (kAligned) return load<8>(row + (col < cols ? col : 0));
+  Vec<T, 8> chunk{};
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (col + i < cols) chunk[i] = row[(col + i) * step];
+  }
+  return chunk;
+}
+
+// What the lanes of a row have of its sum, in each of them.
+template <int kLanes, typename T>
+__device__ float row_sum(const Vec<T, 8>& out, const Vec<T, 8>& dout, bool counts) {
+  float x[8], y[8], sum = 0;
+  widen(x, out);
+  widen(y, dout);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) sum += x[i] * y[i];
+  if (!counts) sum = 0;
+#pragma unroll
+  for (int lanes = 1; lanes < kLanes; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+  return sum;
+}
+
+// Zeros for the sums of dQ of a row: four floats of a lane beside those of the next, so that an access fills lines. Or,
+// if the sums need none, for dQ of a row to which nothing is added.
+template <typename Config>
+__device__ void clear_dq(const BwdParams& p, const SumRow& at, int lane) {
+  using T = typename Config::T;
+  if (p.rounds_dq) {
+    const int col = 8 * lane;
+    T* row = first_token<T>(p.dq, at.span, at.head) + at.row * p.dq.seqlen;
+    if (col < p.problem.head_dim && !at.sees_keys(p.problem)) store(row + col, Vec<T, 8>{});
+    return;
+  }
+#pragma unroll 1
+  for (int part = 0; part < p.num_parts; ++part) {
+#pragma unroll
+    for (int i = 4 * lane; i < Config::kHeadDim; i += 4 * Config::kLanes) {
+      store(dq_sums<Config::kHeadDim>(p, at.span, at.head, part, at.row, i / 16) + i % 16, Vec<float, 4>{});
+    }
+  }
+}
+
+__device__ inline void store_row_values(const BwdParams& p, const SumRow& at, float lse, float delta) {
+  const int64_t index = row_value_index(p, at.span, at.entry, at.head) + at.row;
+  const bool sees = at.sees_keys(p.problem);
+  p.lse_log2[index] = sees ? lse * kLog2e : INFINITY;
+  p.delta[index] = sees ? delta : 0.f;
   if (p.turns != nullptr && index % kRowsPerTurn == 0) *turns_of(p, index) = 0;
+}
+
+// kSteps rows of a lane, from `first` on.
+template <typename Config, int kSteps, bool kAligned>
+__device__ void prepare_rows(const BwdParams& p, int outer, int64_t first) {
+  using T = typename Config::T;
+  const Problem& problem = p.problem;
+  const int lane = threadIdx.x % Config::kLanes, col = lane * Config::kChunk;
+  const auto position_of = [&](int step) { return first + step * Config::kStepRows; };
+  const int own_entry = entry_of(problem, outer, position_of(lane));
+  const auto row_of = [&](int step) {
+    const int entry = __shfl_sync(~0u, own_entry, step, Config::kLanes);
+    return SumRow(problem, entry, outer, position_of(step));
+  };
+  const auto load = [&](const SumRow& at, const TensorRef<const void>& x) {
+    const int64_t token = min(at.span.first + at.row, int64_t{problem.seqlen_q - 1});
+    const T* row = first_token<T>(x, Span{at.span.batch, token, 1}, at.head);
+    return load_chunk<kAligned>(row, col, problem.head_dim, x.head_dim);
+  };
+
+  Vec<T, 8> out[kSteps], dout[kSteps];
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const SumRow at = row_of(step);
+    out[step] = load(at, p.out);
+    dout[step] = load(at, p.dout);
+  }
+  // Each of the first lanes finishes one of the rows.
+  const SumRow own(problem, own_entry, outer, position_of(lane));
+  const bool finishes = lane < kSteps && own.exists;
+  const float lse = finishes && own.attends ? own.value(p.softmax_lse, problem) : INFINITY;
+  const float dlse = finishes && own.attends && p.dlse != nullptr ? own.value(p.dlse, problem) : 0;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const SumRow at = row_of(step);
+    if (at.has_token) clear_dq<Config>(p, at, lane);
+  }
+  float delta = 0;
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const bool counts = row_of(step).attends && col < problem.head_dim;
+    const float sum = row_sum<Config::kLanes>(out[step], dout[step], counts);
+    if (lane == step) delta = sum - dlse;
+  }
+  if (!finishes) return;
+  if (lse == INFINITY) delta = 0;
+  p.softmax_d[outer * row_sums_per_head(problem) + position_of(lane)] = delta;
+  const bool in_block = own.row < (own.span.length + kRowSumsPad - 1) / kRowSumsPad * kRowSumsPad;
+  if (p.on_sm90 && own.entry < problem.batch && in_block) store_row_values(p, own, lse, delta);
 }
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __grid_constant__ BwdParams p) {
-  using T = typename Config::T;
-  const Problem& problem = p.problem;
-  const int64_t per_head = row_sums_per_head(problem);
-  const int blocks_per_head = blocks_for<Config::kRows>(per_head), outer = blockIdx.x / blocks_per_head;
-  const int64_t position = int64_t{blockIdx.x % blocks_per_head} * Config::kRows + threadIdx.x / Config::kLanes;
-  const int col = threadIdx.x % Config::kLanes * Config::kChunk;
-  const SumRow at(problem, outer, position);
-  const Span span = query_span(problem, at.entry);
-  const bool has_token = position < per_head && at.row < span.length, attends = has_token && at.entry < problem.batch;
-
-  float sum = 0;
-  if (attends && col < Config::kHeadDim) {
-    float out[8], dout[8];
-    load_chunk(out, first_token<T>(p.out, span, at.head) + at.row * p.out.seqlen, col, problem.head_dim, p.out.head_dim,
-               p.aligned);
-    load_chunk(dout, first_token<T>(p.dout, span, at.head) + at.row * p.dout.seqlen, col, problem.head_dim,
-               p.dout.head_dim, p.aligned);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) sum += out[i] * dout[i];
+  if (p.on_sm90 && blockIdx.x == 0 && threadIdx.x == 0) *p.taken = 0;
+  const int blocks_per_head = blocks_for<Config::kRows>(row_sums_per_head(p.problem));
+  const int outer = blockIdx.x / blocks_per_head;
+  const int64_t first = int64_t{blockIdx.x % blocks_per_head} * Config::kRows + threadIdx.x / Config::kLanes;
+  if (p.aligned) return prepare_rows<Config, Config::kSteps, true>(p, outer, first);
+#pragma unroll 1
+  for (int step = 0; step < Config::kSteps; ++step) {
+    prepare_rows<Config, 1, false>(p, outer, first + step * Config::kStepRows);
   }
-  for (int part = 0; part < p.num_parts && has_token && col < Config::kHeadDim; ++part) {
-    float* sums = dq_sums<Config::kHeadDim>(p, span, at.head, part, at.row, col / 16) + col % 16;
-    store(sums, Vec<float, 4>{});
-    store(sums + 4, Vec<float, 4>{});
-  }
-#pragma unroll
-  for (int lanes = 1; lanes < Config::kLanes; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-  if (attends) {
-    if (p.dlse != nullptr) sum -= row_values(p.dlse, problem, span, at.head)[at.row];
-    if (row_values(p.softmax_lse, problem, span, at.head)[at.row] == INFINITY) sum = 0;
-  }
-  if (col != 0 || position >= per_head) return;
-  p.softmax_d[outer * per_head + position] = sum;
-  const bool in_block = at.row < (span.length + kRowSumsPad - 1) / kRowSumsPad * kRowSumsPad;
-  if (p.on_sm90 && at.entry < problem.batch && in_block) store_row_values(p, at, span, sum);
 }
 
 template <typename Config>

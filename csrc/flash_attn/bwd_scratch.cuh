@@ -32,11 +32,15 @@ __device__ inline float* row_sums(const BwdParams& p, const Span& q, int entry, 
   return p.softmax_d + (q.batch * p.problem.heads + head) * row_sums_per_head(p.problem) + first;
 }
 
+// Where row 0 of an entry stands among the rows_per_head of a head: packed entries start at whole blocks.
+__device__ inline int64_t padded_first(const BwdParams& p, const Span& q, int entry) {
+  constexpr int64_t kPad = kRowSumsPad;
+  return p.problem.cu_seqlens_q != nullptr ? q.first / kPad * kPad + kPad * entry : 0;
+}
+
 // Index of row 0 of an entry in lse_log2 and delta.
 __device__ inline int64_t row_value_index(const BwdParams& p, const Span& q, int entry, int head) {
-  constexpr int64_t kPad = kRowSumsPad;
-  const int64_t first = p.problem.cu_seqlens_q != nullptr ? q.first / kPad * kPad + kPad * entry : 0;
-  return (q.batch * p.problem.heads + head) * p.rows_per_head + first;
+  return (q.batch * p.problem.heads + head) * p.rows_per_head + padded_first(p, q, entry);
 }
 
 // Two of BwdParams::turns for each block of 64 rows; `index` is that of a row in lse_log2.

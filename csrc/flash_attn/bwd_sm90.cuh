@@ -9,14 +9,20 @@
 //                          dQ = dS K             from shared memory, where both warpgroups have stored their part of dS
 //
 // and a warpgroup computes half of dQ: of its channels, or of its rows. The half goes to shared memory, from where a
-// copy adds it to the sums in global memory that bwd_finish.cuh rounds.
+// copy adds it to sums in global memory, which start as zeros and which bwd_finish.cuh rounds. Where few keys
+// contribute to a row (config.h) both are saved: of the blocks with keys that the rows see, that with the first keys
+// stores its half, others add theirs to it, and when they have, that with the last keys rounds the sums and its own
+// half.
 //
 // A third warpgroup starts the copies, with few registers: one warp those of K, V, Q and dO, and one for each half
-// those of dQ. Deterministic: blocks take turns in adding to the same rows, those with the first keys first. They start
-// in this order, so that none waits for one that has not started.
+// those of dQ. When its rows are done, a block takes other keys, which are on their way while it stores dV and dK.
+// Deterministic: blocks add to the same rows in turn, those with the first keys first. Keys are taken in this order, so
+// that none waits for one that has not started.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/launch.h"
 #include "common/tensor_map.h"
@@ -49,13 +55,35 @@ struct BwdSm90Config {
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
   static constexpr int kStages = 2, kCluster = 1;
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // of dQ, 64 x 64 each; or else they are channels
+  static constexpr bool kMayRound = may_round_dq(kHeadDim);
+  static constexpr bool kManyRegisters = kHalvesAreRows || (kHeadDim > 96 && kFeatures != Features::kPlain);
+  static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));
 };
 
 // Channels of dQ that lie together in global memory (bwd_scratch.cuh), and the boxes in which they are added.
 constexpr int kDqGroup = 16, kDqBoxRows = 64, kDqBoxCols = 64;
+
+// A box in shared memory as copies with 64-byte swizzle see it, groups of channels one after the other: neither warps
+// that store fragments nor lanes that read 16 channels of eight rows meet in a bank.
+struct alignas(512) DqBox {
+  float values[kDqBoxRows * kDqBoxCols];
+
+  // Four floats of a row and group.
+  __device__ float* quad(int group, int row, int index) {
+    return values + (group * kDqBoxRows + row) * kDqGroup + 4 * (index ^ row / 2 % 4);
+  }
+};
+
+// Sums that come back from global memory to be rounded.
+template <int kHalves>
+struct DqSums {
+  DqBox boxes[kHalves];
+  ptx::SharedBarrier here[kHalves];
+};
+struct NoDqSums {};
 
 template <typename Config>
 struct BwdSm90Shared {
@@ -65,12 +93,41 @@ struct BwdSm90Shared {
 
   Keys k, v;  // halves of dQ that have fewer than 64 channels read on in v; nobody adds what comes of it to anything
   SharedTile<T, kBlockM, kBlockN> ds[2];
-  RowRing<Config> q, dout;                                             // with lse and delta
-  alignas(128) float dq[Config::kConsumers][kDqBoxRows * kDqBoxCols];  // 16 channels after 16 channels
-  ptx::SharedBarrier keys_here;
+  RowRing<Config> q, dout;  // with lse and delta
+  DqBox dq[Config::kConsumers];
+  std::conditional_t<Config::kMayRound, DqSums<Config::kConsumers>, NoDqSums> sums;
+  ptx::SharedBarrier keys_here, keys_free;
+  Ring<2> index_ring;
+  int index[2];  // of blocks of keys, or -1 after the last
+
+  __device__ void init() {
+    q.barriers.init(Config::kConsumers);
+    dout.barriers.init(Config::kConsumers);
+    keys_here.init(2);
+    keys_free.init(Config::kConsumers);
+    index_ring.init(Config::kConsumers * (kWarpgroup / 32 + 1));  // warps that multiply, or take dQ on
+    if constexpr (Config::kMayRound) {
+      for (ptx::SharedBarrier& here : sums.here) here.init(1);
+    }
+    ptx::fence_barrier_init();
+  }
 };
 
-// Barriers of both warpgroups, and of each and the warp that adds its half of dQ.
+// fn(block) for each of the blocks of keys that the loader has taken.
+template <typename Config, typename Fn>
+__device__ void for_each_key_block(const BwdParams& p, BwdSm90Shared<Config>& shared, Fn&& fn) {
+  RingCursor<2> at;
+  while (true) {
+    shared.index_ring.wait_full(at);
+    const int index = warp_uniform(shared.index[at.stage]);
+    if (lane_id() == 0) shared.index_ring.release(at);
+    at.advance();
+    if (index < 0) return;
+    fn(KeyBlock<Config>(p, index));
+  }
+}
+
+// Barriers of both warpgroups, and of each and the warp that takes its half of dQ on.
 constexpr int kDsBarrier = 1;
 __device__ inline int dq_full_barrier(int rank) { return 2 + rank; }
 __device__ inline int dq_empty_barrier(int rank) { return 4 + rank; }
@@ -79,45 +136,157 @@ constexpr int kDqThreads = kWarpgroup + 32;
 // ---------------------------------------------------------------------------------------------------------------------
 // Copies
 
-// The counter of a half, once it is this block's turn to add: after those with the keys before.
+// The lane that takes blocks of keys and starts the copies of what is read.
 template <typename Config>
-__device__ int* await_turn(const BwdParams& p, const KeyBlock<Config>& block, int head, int row_block, int half) {
-  const Mask& mask = block.mask;
-  const Interval rows = interval_of<Config::kBlockM>(row_block);
-  const int first_key = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}).first;
-  int* turn = turns_of(p, row_value_index(p, block.seq.q, block.work.entry, head) + rows.first) + half;
-  ptx::wait_for(turn, block.work.first - first_key / Config::kBlockN);
-  return turn;
-}
+struct Loader {
+  const BwdSm90Params& p;
+  BwdSm90Shared<Config>& shared;
+  RingCursor<2> index_at;
+  RingCursor<Config::kStages> at;
+  uint32_t keys_parity = 1;  // of what the next keys wait for
 
-__device__ inline void pass_turn(int* turn) {
-  if (turn == nullptr) return;
-  ptx::wait_stores();
-  ptx::announce(turn);
-}
+  __device__ void tell(int index) {
+    shared.index_ring.wait_empty(index_at);
+    shared.index[index_at.stage] = index;
+    shared.index_ring.full[index_at.stage].arrive();
+    index_at.advance();
+  }
 
-// Adds halves of dQ to the sums, by a warp for each.
+  __device__ void run() {
+    for (int index = blockIdx.x; index < p.key_blocks; index = gridDim.x + atomicAdd(p.bwd.taken, 1)) {
+      const KeyBlock<Config> block(p.bwd, index);
+      if (!block.exists()) continue;
+      tell(index);
+      if (!block.has_rows()) continue;
+      shared.keys_free.wait(keys_parity);
+      keys_parity ^= 1;
+      load_block(p, shared, block, at);
+    }
+    tell(-1);
+  }
+};
+
+// The warp that takes one half of dQ to global memory.
 template <typename Config>
-__device__ void add_halves(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, const KeyBlock<Config>& block,
-                           int half) {
-  const Span& q = block.seq.q;
-  const int row0 = static_cast<int>(q.first) + (Config::kHalvesAreRows ? half * kDqBoxRows : 0);
-  const int group = Config::kHalvesAreRows ? 0 : half * kDqBoxCols / kDqGroup;
-  int* turn = nullptr;  // that is to be passed on
-  block.for_each_row_block([&](int head, int row_block) {
-    ptx::arrive_at_barrier<kDqThreads>(dq_empty_barrier(half));
-    pass_turn(turn);
+struct DqWarp {
+  const BwdSm90Params& p;
+  BwdSm90Shared<Config>& shared;
+  const KeyBlock<Config>& block;
+  const int half;
+  uint32_t& parity;  // of the next time that sums come
+
+  __device__ int row0() const { return Config::kHalvesAreRows ? half * kDqBoxRows : 0; }
+  __device__ int col0() const { return Config::kHalvesAreRows ? 0 : half * kDqBoxCols; }
+
+  // The blocks with keys that some of the rows see.
+  __device__ Interval key_blocks(int row_block) const {
+    const Interval rows = interval_of<Config::kBlockM>(row_block);
+    const Mask& mask = block.mask;
+    return blocks_of<Config::kBlockN>(mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}));
+  }
+
+  // fn(map, x0, x1, x2, x3) with the coordinates of the box of sums.
+  template <typename Fn>
+  __device__ void with_box(int head, int row_block, Fn&& fn) const {
+    const Span& q = block.seq.q;
+    const int64_t first = p.bwd.rounds_dq ? padded_first(p.bwd, q, block.work.entry) : q.first;
+    const int row = static_cast<int>(first) + row_block * Config::kBlockM + row0();
+    fn(p.dq_sums, 0, row, col0() / kDqGroup, static_cast<int>(q.batch) * p.bwd.problem.heads + head);
+  }
+
+  // One lane: from shared memory to the sums, stored if it is the first.
+  __device__ void start_to_add(bool first, int head, int row_block) const {
+    const uint32_t box = ptx::shared_address(&shared.dq[half]);
+    with_box(head, row_block, [&](const CUtensorMap& map, int x0, int x1, int x2, int x3) {
+      first ? ptx::store_box_async(map, box, x0, x1, x2, x3) : ptx::add_box_async(map, box, x0, x1, x2, x3);
+    });
+    ptx::commit_stores();
+    ptx::wait_stores_read();
+  }
+
+  // One lane: the sums to shared memory.
+  __device__ void start_to_load(int head, int row_block) const {
+    ptx::SharedBarrier& here = shared.sums.here[half];
+    here.arrive_expecting(sizeof(DqBox));
+    with_box(head, row_block, [&](const CUtensorMap& map, int x0, int x1, int x2, int x3) {
+      ptx::copy_box_async(ptx::shared_address(&shared.sums.boxes[half]), map, x0, x1, x2, x3, here);
+    });
+  }
+
+  // Rounds the half, with what others have added to the sums.
+  __device__ void round(bool others, int head, int row_block) {
+    using T = typename Config::T;
+    const BwdParams& bwd = p.bwd;
+    if (others) shared.sums.here[half].wait(parity), parity ^= 1;
+    const int first_row = row_block * Config::kBlockM + row0(), group = lane_id() / 8;
+    const int end = min(kDqBoxRows, block.seq.q.length - first_row);
+    T* first = first_token<T>(bwd.dq, block.seq.q, head) + first_row * bwd.dq.seqlen;
+#pragma unroll 1
+    for (int row = lane_id() % 8; row < end; row += 8) {
+      float values[16] = {};
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        Vec<float, 4> quad = load<4>(shared.dq[half].quad(group, row, t));
+        if (others) {
+          const Vec<float, 4> sums = load<4>(shared.sums.boxes[half].quad(group, row, t));
+#pragma unroll
+          for (int i = 0; i < 4; ++i) quad[i] += sums[i];
+        }
+        add_quad(values, quad, t, bwd.problem.softmax_scale);
+      }
+      store_channels(first + row * bwd.dq.seqlen, values, col0() + group * kDqGroup, bwd.problem.head_dim, 1, true);
+    }
+  }
+
+  // To sums that start as zeros.
+  __device__ void add_half(int head, int row_block) const {
     ptx::sync_barrier<kDqThreads>(dq_full_barrier(half));
-    if (lane_id() == 0) {
-      if (p.bwd.turns != nullptr) turn = await_turn(p.bwd, block, head, row_block, half);
-      ptx::add_box_async(p.dq_sums, ptx::shared_address(shared.dq[half]), 0, row0 + row_block * Config::kBlockM, group,
-                         static_cast<int>(q.batch) * p.bwd.problem.heads + head);
-      ptx::commit_stores();
-      ptx::wait_stores_read();
+    if (lane_id() == 0) start_to_add(/*first=*/false, head, row_block);
+    __syncwarp();
+    ptx::arrive_at_barrier<kDqThreads>(dq_empty_barrier(half));
+  }
+
+  // In turn, or with rounding.
+  __device__ void add_counted_half(int head, int row_block) {
+    const bool rounds = Config::kMayRound && p.bwd.rounds_dq;
+    const Interval blocks = key_blocks(row_block);
+    const int before = block.work.first - blocks.first;
+    const bool first = rounds && before == 0, last = rounds && block.work.first == blocks.last;
+    const int64_t row = row_value_index(p.bwd, block.seq.q, block.work.entry, head) + row_block * Config::kBlockM;
+    int* added = turns_of(p.bwd, row) + half;
+    if (before > 0 && lane_id() == 0) {
+      ptx::wait_for(added, last || p.bwd.in_turns ? before : 1);
+      if constexpr (Config::kMayRound) {
+        if (last) start_to_load(head, row_block);
+      }
     }
     __syncwarp();
-  });
-  pass_turn(turn);
+    ptx::sync_barrier<kDqThreads>(dq_full_barrier(half));
+    if constexpr (Config::kMayRound) {
+      if (last) round(before > 0, head, row_block);
+    }
+    if (!last && lane_id() == 0) start_to_add(first, head, row_block);
+    __syncwarp();
+    ptx::arrive_at_barrier<kDqThreads>(dq_empty_barrier(half));
+    if (last || lane_id() != 0) return;
+    ptx::wait_stores();
+    ptx::announce(added);
+  }
+
+  __device__ void run() {
+    block.for_each_row_block([&](int head, int row_block) {
+      p.bwd.turns == nullptr ? add_half(head, row_block) : add_counted_half(head, row_block);
+    });
+  }
+};
+
+// One half of dQ, of all blocks of keys, by a warp.
+template <typename Config>
+__device__ void add_halves(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, int half) {
+  uint32_t parity = 0;
+  ptx::arrive_at_barrier<kDqThreads>(dq_empty_barrier(half));
+  for_each_key_block(p.bwd, shared,
+                     [&](const KeyBlock<Config>& block) { DqWarp<Config>{p, shared, block, half, parity}.run(); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -128,8 +297,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   using Base = BwdConsumer<Config, BwdSm90Shared<Config>>;
   using Base::p, Base::shared, Base::block, Base::rank, Base::key0, Base::at, Base::kPlain;
   using typename Base::Scores, typename Base::Packed, typename Base::KeySum, typename Base::T;
+  uint32_t& keys_parity;
   KeySum dv, dk;
-  int parity = 0;  // of the step
 
   // dP^T, of which nothing has been dropped yet, less delta.
   __device__ void subtract_delta(Scores& dp, const Dropped& dropped) const {
@@ -158,22 +327,22 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     return dropped;
   }
 
-  // Gives the warpgroup's half of dQ to the warp that adds it. Of the box's rows `count` belong to the entry; to those
-  // of the next one nothing may be added, not even NaN that is among the keys.
+  // Gives the warpgroup's half of dQ to the warp that takes it on. Of the box's rows `count` belong to the entry; to
+  // those of the next one nothing may be added, not even NaN that is among the keys.
   __device__ void hand_over(Fragment<16, kDqBoxCols>& dq, int count) const {
     ptx::sync_barrier<kDqThreads>(dq_empty_barrier(rank));
     const int row0 = threadIdx.x % kWarpgroup / 32 * 16;
     if (count < kDqBoxRows) {
       dq.for_each([&](float& x, int r, int) { x = row0 + dq.row(r) < count ? x : 0; });
     }
-    float* half = shared.dq[rank] + 4 * (lane_id() % 4);
+    float* first = shared.dq[rank].quad(0, row0 + dq.row(0), lane_id() % 4);
 #pragma unroll
     for (int group = 0; group < kDqBoxCols / kDqGroup; ++group) {
 #pragma unroll
       for (int r = 0; r < dq.kLaneRows; ++r) {
-        float* row = half + (group * kDqBoxRows + row0 + dq.row(r)) * kDqGroup;
         const int c = 4 * group;
-        store(row, Vec<float, 4>{dq(r, c), dq(r, c + 1), dq(r, c + 2), dq(r, c + 3)});
+        store(first + (group * kDqBoxRows + 8 * r) * kDqGroup,
+              Vec<float, 4>{dq(r, c), dq(r, c + 1), dq(r, c + 2), dq(r, c + 3)});
       }
     }
     ptx::fence_async_reads();
@@ -209,7 +378,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void step(int head, int row_block) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
     auto &q = shared.q.tiles[at.stage], &dout = shared.dout.tiles[at.stage];
-    auto& ds = shared.ds[parity];
+    auto& ds = shared.ds[at.stage];
     this->wait_rows(rows);
     Scores s, dp;
     ptx::fence_products();
@@ -239,17 +408,33 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     wait_gemms<0>(dk);
     if (this->leads()) shared.q.barriers.release(at);
     at.advance();
-    parity ^= 1;
   }
 
   __device__ void run() {
     dv.fill(0), dk.fill(0);
-    if (block.has_rows()) this->wait_keys();
-    block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+    if (block.has_rows()) {
+      this->wait_keys(keys_parity);
+      keys_parity ^= 1;
+      block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+      if (this->leads()) shared.keys_free.arrive();
+    }
     this->store_sum(dv, p.problem.dropout_rescale, p.dv);
     this->store_sum(dk, p.problem.softmax_scale, p.dk);
   }
 };
+
+// dV and dK of all blocks of keys, by a warpgroup.
+template <typename Config>
+__device__ void sum_keys(const BwdParams& p, BwdSm90Shared<Config>& shared, int rank) {
+  RingCursor<Config::kStages> at;
+  uint32_t keys_parity = 0;
+  for_each_key_block(p, shared, [&](const KeyBlock<Config>& block) {
+    Gradients<Config> gradients{{p, shared, block, rank, warp_id() * 16, at}, keys_parity};
+    gradients.run();
+    at = gradients.at;
+  });
+  ptx::sync_barrier<kDqThreads>(dq_empty_barrier(rank));  // for a half of dQ that does not come
+}
 
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -257,46 +442,38 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __grid_constant__ BwdSm90Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<BwdSm90Shared<Config>>();
-  const KeyBlock<Config> block(p.bwd);
-  if (!block.exists()) return;
-  if (threadIdx.x == 0) {
-    shared.keys_here.init(2);
-    shared.q.barriers.init(Config::kConsumers);
-    shared.dout.barriers.init(Config::kConsumers);
-    ptx::fence_barrier_init();
-  }
+  if (threadIdx.x == 0) shared.init();
   __syncthreads();
   const int rank = warpgroup_id();
   if (rank == Config::kConsumers) {
     ptx::keep_registers<Config::kProducerRegisters>();
-    if (!block.has_rows()) return;
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
-    if (role < Config::kConsumers) add_halves(p, shared, block, role);
-    if (role == Config::kConsumers && lane_id() == 0) load_block(p, shared, block);
+    if (role < Config::kConsumers) add_halves(p, shared, role);
+    if (role == Config::kConsumers && lane_id() == 0) Loader<Config>{p, shared}.run();
   } else {
     ptx::take_registers<Config::kConsumerRegisters>();
-    Gradients<Config>{{p.bwd, shared, block, rank, warp_id() * 16}}.run();
+    sum_keys(p.bwd, shared, rank);
   }
 #endif
 }
 
-// The sums of dQ as (heads of all entries, channels in groups, rows, channels of a group), in boxes of a half.
+// The sums of dQ as (heads of all entries, channels in groups, rows, channels of a group).
 template <typename Config>
 CUtensorMap map_of_sums(const BwdParams& p) {
   const Problem& problem = p.problem;
-  const int64_t heads = int64_t{problem.heads} * (problem.cu_seqlens_q ? 1 : problem.batch), rows = problem.seqlen_q;
+  const int64_t heads = int64_t{problem.heads} * (problem.cu_seqlens_q ? 1 : problem.batch), rows = p.sums_per_head;
   constexpr int64_t kRowBytes = Config::kHeadDim * sizeof(float), kGroupBytes = kDqGroup * sizeof(float);
   return tensor_map(p.dq_sums, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {kDqGroup, rows, Config::kHeadDim / kDqGroup, heads},
                     {kRowBytes, kGroupBytes, rows * kRowBytes}, {kDqGroup, kDqBoxRows, kDqBoxCols / kDqGroup, 1},
-                    CU_TENSOR_MAP_SWIZZLE_NONE);
+                    CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
 template <typename T, int kHeadDim, Features kFeatures>
 void run_bwd_sm90(const BwdParams& p, cudaStream_t stream) {
   using Config = BwdSm90Config<T, kHeadDim, kFeatures>;
   run_bwd_prepare<BwdPrepareConfig<T, kHeadDim>>(p, stream);
-  launch_bwd_sm90<bwd_sm90_kernel<Config>, Config, BwdSm90Shared<Config>>(params_of<Config>(p, map_of_sums<Config>(p)),
-                                                                          stream);
+  const BwdSm90Params params = params_of<Config>(p, map_of_sums<Config>(p));
+  launch_bwd_sm90<bwd_sm90_kernel<Config>, Config, BwdSm90Shared<Config>>(params, stream, p.persistent_blocks);
   run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);
 }
 

@@ -2,8 +2,10 @@
 // steps of the warpgroups that compute.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 
 #include "common/launch.h"
 #include "common/tensor_map.h"
@@ -28,6 +30,7 @@ namespace flash::flash_attn {
 struct BwdSm90Params {
   CUtensorMap q, dout, k, v;  // boxes of one page of a tile
   CUtensorMap dq_sums;        // of bwd_sm90.cuh
+  int key_blocks;
   BwdParams bwd;
 };
 
@@ -92,10 +95,10 @@ __device__ void load_keys(Tile& tile, const CUtensorMap& map, const KeyBlock<Con
 
 // Rings of Q and lse and of dO and delta, by one lane.
 template <typename Config, typename Shared>
-__device__ void load_rows(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block) {
+__device__ void load_rows(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block,
+                          RingCursor<Config::kStages>& at) {
   const Span& q = block.seq.q;
   const int first = static_cast<int>(q.first), batch = static_cast<int>(q.batch);
-  typename Ring<Config::kStages>::Cursor at;
   block.for_each_row_block([&](int head, int row_block) {
     const int row0 = row_block * Config::kBlockM;
     const int64_t index = row_value_index(p.bwd, q, block.work.entry, head) + row0;
@@ -113,10 +116,17 @@ __device__ void load_rows(const BwdSm90Params& p, Shared& shared, const KeyBlock
 
 // All that a block reads, by one lane.
 template <typename Config, typename Shared>
-__device__ void load_block(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block) {
+__device__ void load_block(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block,
+                           RingCursor<Config::kStages>& at) {
   load_keys(shared.k, p.k, block, shared.keys_here);
   load_keys(shared.v, p.v, block, shared.keys_here);
-  load_rows(p, shared, block);
+  load_rows(p, shared, block, at);
+}
+
+template <typename Config, typename Shared>
+__device__ void load_block(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block) {
+  RingCursor<Config::kStages> at;
+  load_block(p, shared, block, at);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -168,8 +178,8 @@ struct BwdConsumer {
     ptx::sync_barrier<kWarpgroup>(own_barrier(rank));
   }
 
-  __device__ void wait_keys() {
-    shared.keys_here.wait(0);
+  __device__ void wait_keys(uint32_t parity = 0) {
+    shared.keys_here.wait(parity);
     clear_dead(shared.k, shared.v, block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1}), block.keys);
   }
 
@@ -238,14 +248,15 @@ BwdSm90Params params_of(const BwdParams& p, const CUtensorMap& dq_sums = {}) {
           .k = map_keys(p.k),
           .v = map_keys(p.v),
           .dq_sums = dq_sums,
+          .key_blocks = static_cast<int>(key_blocks<Config::kBlockN * Config::kCluster>(p)),
           .bwd = p};
 }
 
+// With at most `most` clusters, or one for each cluster's keys.
 template <auto kKernel, typename Config, typename Shared>
-void launch_bwd_sm90(const BwdSm90Params& params, cudaStream_t stream) {
+void launch_bwd_sm90(const BwdSm90Params& params, cudaStream_t stream, int most = std::numeric_limits<int>::max()) {
   static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");
-  const int64_t clusters = key_blocks<Config::kBlockN * Config::kCluster>(params.bwd);
-  const LaunchShape shape{.grid = dim3(Config::kCluster * clusters),
+  const LaunchShape shape{.grid = dim3(Config::kCluster * std::min(params.key_blocks, most)),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(Shared),
                           .cluster = Config::kCluster};

@@ -12,13 +12,13 @@ __device__ inline int arrive(int* counter) {
   return before;
 }
 
-// Waits until a counter has a value. What was written before that was announced is then seen, also by the asynchronous
-// copies that this thread starts.
+// Waits until a counter has a value, or a greater one. What was written before that was announced is then seen, also by
+// the asynchronous copies that this thread starts.
 __device__ inline void wait_for(const int* counter, int value) {
   int now;
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  } while (now != value);
+  } while (now < value);
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
