@@ -53,7 +53,7 @@ def test_safetensors_come_first(tmp_path):
 
 def test_hub(tmp_path, monkeypatch):
     """The files are in the cache, and there is no network."""
-    constants = pytest.importorskip("huggingface_constants")
+    constants = pytest.importorskip("huggingface_hub.constants")
     repository, commit = tmp_path / "models--owner--name", "0123456789abcdef0123456789abcdef01234567"
     folder = repository / "snapshots" / commit
     folder.mkdir(parents=True)
