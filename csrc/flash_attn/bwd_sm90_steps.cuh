@@ -123,12 +123,6 @@ __device__ void load_block(const BwdSm90Params& p, Shared& shared, const KeyBloc
   load_rows(p, shared, block, at);
 }
 
-template <typename Config, typename Shared>
-__device__ void load_block(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block) {
-  RingCursor<Config::kStages> at;
-  load_block(p, shared, block, at);
-}
-
 // ---------------------------------------------------------------------------------------------------------------------
 // Steps of a warpgroup that computes
 
