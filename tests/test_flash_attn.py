@@ -127,6 +127,16 @@ def test_which_backward_runs(head_dim, portable, kernel, deterministic, device, 
 
 
 @pytest.mark.sm90
+@pytest.mark.parametrize("seqlen, causal, head_dim, finishes", [
+    (1024, False, 128, False), (2048, False, 128, True), (2048, True, 128, False), (512, False, 64, True),
+])  # fmt: skip
+def test_where_dq_takes_a_kernel_of_its_own(seqlen, causal, head_dim, finishes, device):
+    q = torch.randn(1, seqlen, 2, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+    names = kernels_of(lambda: flash_attn_func(q, q, q, causal=causal).sum().backward())
+    assert any("::bwd_finish_kernel<" in name for name in names) == finishes
+
+
+@pytest.mark.sm90
 @pytest.mark.parametrize("seqlen_q, seqlen_k, portable, kernel", [
     (128, 128, False, "fwd_sm90_kernel"), (128, 128, True, "fwd_kernel"), (1, 128, False, "decode_kernel"),
     (128, 8192, False, "fwd_kernel"),
@@ -158,6 +168,30 @@ def dense(case, device):
 
 def dense_oracle(case, device):
     return functools.partial(oracle.attention, **case.options(device))
+
+
+SEVERAL_BLOCKS_OF_KEYS = [
+    Problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, heads=4, heads_k=2, **mask)
+    for head_dim in (96, 128)
+    for seqlen_q, seqlen_k, mask in (
+        (70, 128, {}),
+        (130, 300, {}),
+        (300, 513, dict(causal=True)),
+        (300, 130, dict(causal=True)),
+        (520, 520, dict(window=(100, 40))),
+        (260, 640, dict(window=(200, 0))),
+    )
+]
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", params(SEVERAL_BLOCKS_OF_KEYS))
+def test_dq_adds_up_over_blocks_of_keys(case, deterministic, varlen, device):
+    """One or several of them, and whatever was in the memory where it is added up."""
+    for elements in (2**18, 2**20, 2**22) if device.type == "cuda" else ():
+        torch.full((elements,), math.nan, device=device)  # torch keeps the memory for those who ask next
+    case.but(deterministic=deterministic, varlen=varlen).check(device)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
