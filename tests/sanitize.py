@@ -74,6 +74,16 @@ def calls():
     for head_dim in (64, 96, 128, 192, 256):
         yield f"d{head_dim}", lambda d=head_dim: attend(200, 200, 2, 2, d)
         yield f"d{head_dim} causal", lambda d=head_dim: attend(130, 260, 4, 2, d, causal=True, deterministic=True)
+    # More tiles than multiprocessors, so that blocks go from one to the next, and the tiles for long sequences.
+    for head_dim, seqlen_q, seqlen_k in (
+        (64, 200, 200),
+        (64, 600, 600),
+        (128, 200, 200),
+        (256, 200, 200),
+        (256, 130, 1100),
+    ):
+        sizes = seqlen_q, seqlen_k, 70, 70, head_dim
+        yield f"{sizes}", lambda sizes=sizes: attend(*sizes, backward=False)
     yield "fp16 window", lambda: attend(150, 300, 2, 1, 128, dtype=torch.float16, window_size=(70, 10))
     slopes = torch.tensor([0.5, 0.25])
     options = dict(dropout_p=0.2, softcap=10.0, causal=True, return_attn_probs=True)
