@@ -274,7 +274,10 @@ class _MultiHeadAttention(nn.Module):
         )
         _check_heads(embed_dim, num_heads, num_heads_kv, world_size)
         if not use_flash_attn:
-            for name, value, without in (("use_alibi", use_alibi, False), ("window_size", window_size, (-1, -1))):
+            for name, value, without in (
+                ("use_alibi", use_alibi, False),
+                ("window_size", tuple(window_size), (-1, -1)),
+            ):
                 if value != without:
                     raise ValueError(f"{name} must be {without} without use_flash_attn, found {value}")
         self.embed_dim = embed_dim
@@ -382,7 +385,7 @@ class _MultiHeadAttention(nn.Module):
             and self.rotary_emb_dim > 0
             and self.rotary_emb_dim % 16 == 0
             and self.rotary_emb.scale_base is None
-            and (self.causal or seqlen == 1)
+            and (self.inner_cross_attn.causal or seqlen == 1)
         )
 
     def _decode(self, q, kv, inference_params, rotary=False):
@@ -562,8 +565,8 @@ class MHA(_MultiHeadAttention):
             mixer_subset=mixer_subset, inference_params=inference_params,
         )  # fmt: skip
         given = {name for name, value in given.items() if value is not None}
-        if ("cu_seqlens" in given) != ("max_seqlen" in given):
-            raise ValueError("cu_seqlens and max_seqlen must be given together, found only one of them")
+        if "cu_seqlens" in given and "max_seqlen" not in given:
+            raise ValueError("max_seqlen must be given with cu_seqlens, found None")
         for name, condition, where in (
             ("x_kv", self.cross_attn, "with cross_attn"),
             ("mixer_subset", self.cross_attn, "with cross_attn"),

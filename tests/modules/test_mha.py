@@ -584,7 +584,7 @@ ERRORS = {
     "x has another width": ({}, dict(x=X[..., :32]), ValueError, r"x must have shape \(\*, \*, 64\), found"),
     "x is packed": ({}, dict(x=X[0]), ValueError, r"x must have shape \(\*, \*, 64\), found \(5, 64\)"),
     "x is not packed": (FLASH, VARLEN, ValueError, r"x must have shape \(\*, 64\), found \(2, 5, 64\)"),
-    "no max_seqlen": (FLASH, dict(cu_seqlens=CU_SEQLENS, x=X[0]), ValueError, "must be given together"),
+    "no max_seqlen": (FLASH, dict(cu_seqlens=CU_SEQLENS, x=X[0]), ValueError, "max_seqlen must be given with"),
     "packed without flash": ({}, dict(x=X[0], **VARLEN), ValueError, "cu_seqlens can be given only with use_flash"),
     "packed with a mask": (FLASH, dict(x=X[0], key_padding_mask=KEEP, **VARLEN), ValueError, "key_padding_mask can be"),
     "packed with a convolution": (dict(dwconv=True, **FLASH), dict(x=X[0], **VARLEN), ValueError, "without dwconv"),
