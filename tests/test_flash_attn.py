@@ -477,6 +477,20 @@ def test_lse_does_not_drift_over_many_keys(rows, heads, device):
     torch.testing.assert_close(lse.double(), exact, rtol=2**-21, atol=0)
 
 
+@pytest.mark.parametrize(("head_dim", "keys"), [(64, 1000), (256, 1000), (256, 1100)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scores_that_grow_from_key_to_key(dtype, head_dim, keys, device):
+    """In some rows slowly, in others fast, or they fall: sums follow each maximum, at once or later."""
+    slopes, steps = torch.linspace(-4, 4, 96), torch.arange(keys) / 16
+    q, k = torch.zeros(2, 96, 2, head_dim), torch.zeros(2, keys, 2, head_dim)
+    q[..., 0], k[..., 0] = slopes[:, None], steps[:, None]
+    q, k, v = (x.to(device, dtype) for x in (q, k, torch.randn(k.shape)))
+    out, lse, _ = flash_attn_func(q, k, v, softmax_scale=1.0, return_attn_probs=True)
+    exact, exact_lse = oracle.attention(*(x.double() for x in (q, k, v)), softmax_scale=1.0)
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=0, atol=1e-6 * exact_lse.abs().max().item())
+    torch.testing.assert_close(out.double(), exact, rtol=1e-2, atol=1e-2)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Empty and special inputs
 

@@ -45,22 +45,20 @@ struct OnlineSoftmax {
     return raise_max(fmaxf(max[r], row_max(s, r)), r);
   }
 
-  // The same for all rows. Maxima stay as they are, and it returns false, where none in the warp grows by a factor of
-  // 2^kTolerance, which exponentials then may reach: after the first blocks, hardly any.
+  // The same for all rows. A maximum stays as it is unless it grows by a factor of more than 2^kTolerance, which
+  // exponentials then may reach: after the first blocks, hardly any grows. Returns whether one in the warp has.
   template <int kCols>
   __device__ bool update_max_if_grown(const Fragment<kRows, kCols>& s, float (&shrink)[kLaneRows]) {
     constexpr float kTolerance = 8;
-    float new_max[kLaneRows];
-    bool grown = false;
+    bool any_grown = false;
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {
-      new_max[r] = fmaxf(max[r], row_max(s, r));
-      grown |= (new_max[r] - max[r]) * scale_log2 > kTolerance;
+      const float new_max = fmaxf(max[r], row_max(s, r));
+      const bool grown = (new_max - max[r]) * scale_log2 > kTolerance;
+      shrink[r] = raise_max(grown ? new_max : max[r], r);
+      any_grown |= grown;
     }
-    grown = __any_sync(~0u, grown);
-#pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) shrink[r] = raise_max(grown ? new_max[r] : max[r], r);
-    return grown;
+    return __any_sync(~0u, any_grown);
   }
 
   // Then turns them into exponentials relative to the maximum.
