@@ -101,7 +101,7 @@ const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
   return answer(tile, {found.rows, found.keys, found.warp_keys, found.stages});
 }
 
-// plan: parts, elements of scratch for the sums of dq, for row values and for counters, and whether dq is rounded.
+// plan: parts, elements of scratch for the sums of dq, for row values and for counters.
 const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
                           int64_t seqlen_k, bool packed, bool deterministic, bool has_sm90, int64_t multiprocessors,
                           int64_t* plan) {
@@ -116,8 +116,8 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
   p.problem.cu_seqlens_q = p.problem.cu_seqlens_k = packed ? any_int : nullptr;
   p.problem.window_left = p.problem.window_right = kUnbounded;
   p.aligned = true;
-  const BwdScratch scratch = plan_bwd(p, deterministic, has_sm90, multiprocessors, seqlen_k);
-  return answer(plan, {p.num_parts, scratch.dq_sums, scratch.rows, scratch.counters, p.rounds_dq});
+  const BwdScratch scratch = plan_bwd(p, deterministic, has_sm90, multiprocessors);
+  return answer(plan, {p.num_parts, scratch.dq_sums, scratch.rows, scratch.counters});
 }
 
 // constants: multiplier, shift.

@@ -386,10 +386,10 @@ def test_parts_of_the_backward(host, packed):
         seqlen_q, seqlen_k = (draw.choice((0, 1, 100, 5000, 1_000_000)) for _ in "qk")
         sizes = batch, heads_k * group, heads_k, head_dim, seqlen_q, seqlen_k, packed
         rows = (1 if packed else batch) * heads_k * group * seqlen_q
-        one = numbers(host, 5, "find_bwd_plan", *sizes, False, False, sms)
-        assert one == [1, -(-rows // 8) * 8 * head_dim, 0, 0, False]
-        parts, scratch, *others = numbers(host, 5, "find_bwd_plan", *sizes, True, False, sms)
-        assert others == [0, 0, False]
+        one = numbers(host, 4, "find_bwd_plan", *sizes, False, False, sms)
+        assert one == [1, -(-rows // 8) * 8 * head_dim, 0, 0]
+        parts, scratch, *others = numbers(host, 4, "find_bwd_plan", *sizes, True, False, sms)
+        assert others == [0, 0]
         _, keys, _, _ = numbers(host, 4, "find_bwd_tile", head_dim, False)
         assert 1 <= parts <= min(128, sms, max(1, -(-seqlen_k // keys)))
         assert scratch == -(-parts * rows // 8) * 8 * head_dim
@@ -398,24 +398,19 @@ def test_parts_of_the_backward(host, packed):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
-    """One part, or no sums if a block sees all keys; row values in blocks of 128 for each head, and counters."""
+    """One part; row values in blocks of 128 for each head, and counters."""
     draw = random.Random(3)
     for _ in range(300):
         batch, heads, head_dim = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((40, 64, 96, 128, 192, 256))
         lengths = [draw.choice((1, 100, 128, 5000)) for _ in range(batch)] if packed else [draw.choice((1, 128, 5000))]
         seqlen_k = draw.choice((77, 128, 129, 1024, 1025))
         sizes = batch, heads, heads, head_dim, sum(lengths), seqlen_k, packed
-        parts, sums, rows, counters, rounds = numbers(host, 5, "find_bwd_plan", *sizes, deterministic, True, 132)
+        parts, sums, rows, counters = numbers(host, 4, "find_bwd_plan", *sizes, deterministic, True, 132)
         entries = 1 if packed else batch
         instance = host.call("find_instance_head_dim", head_dim)
         assert rows % (entries * heads * 128) == 0
-        assert rounds == (64 < head_dim <= 128 and seqlen_k <= 1024)
-        in_blocks, in_eights = (
-            rows if packed else entries * heads * lengths[0],
-            -(-entries * heads * sum(lengths) // 8) * 8,
-        )
-        assert (parts, sums) == (1, instance * ((seqlen_k > 128) * in_blocks if rounds else in_eights))
-        assert counters == 1 + (rows // 32 if rounds or deterministic else 0)
+        assert (parts, sums) == (1, instance * (-(-entries * heads * sum(lengths) // 8) * 8))
+        assert counters == 1 + (rows // 32 if deterministic else 0)
         starts = [sum(lengths[:entry]) // 128 * 128 + 128 * entry for entry in range(len(lengths))]
         ends = [start + -(-length // 128) * 128 for start, length in zip(starts, lengths)]
         assert all(end <= start for end, start in zip(ends, [*starts[1:], rows // (entries * heads)]))

@@ -127,16 +127,6 @@ def test_which_backward_runs(head_dim, portable, kernel, deterministic, device, 
 
 
 @pytest.mark.sm90
-@pytest.mark.parametrize("seqlen, causal, head_dim, finishes", [
-    (1024, False, 128, False), (2048, False, 128, True), (2048, True, 128, False), (512, False, 64, True),
-])  # fmt: skip
-def test_where_dq_takes_a_kernel_of_its_own(seqlen, causal, head_dim, finishes, device):
-    q = torch.randn(1, seqlen, 2, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
-    names = kernels_of(lambda: flash_attn_func(q, q, q, causal=causal).sum().backward())
-    assert any("::bwd_finish_kernel<" in name for name in names) == finishes
-
-
-@pytest.mark.sm90
 @pytest.mark.parametrize("seqlen_q, seqlen_k, portable, kernel", [
     (128, 128, False, "fwd_sm90_kernel"), (128, 128, True, "fwd_kernel"), (1, 128, False, "decode_kernel"),
     (128, 8192, False, "fwd_kernel"),

@@ -363,9 +363,7 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   const Tensor softmax_d = new_row_sums(q, p.problem);
   p.softmax_d = static_cast<float*>(softmax_d.mutable_data_ptr());
   const int device = q.get_device_index();
-  const int64_t longest_k = tokens ? max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k;
-  const BwdScratch sizes =
-      plan_bwd(p, deterministic, flash_attn::has_sm90(device), num_multiprocessors(device), longest_k);
+  const BwdScratch sizes = plan_bwd(p, deterministic, flash_attn::has_sm90(device), num_multiprocessors(device));
   const Tensor scratch =
       torch::stable::new_empty(q, {sizes.dq_sums + 2 * sizes.rows + sizes.counters}, ScalarType::Float);
   p.dq_sums = static_cast<float*>(scratch.mutable_data_ptr());

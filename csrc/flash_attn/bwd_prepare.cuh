@@ -1,6 +1,5 @@
 // Before the backward: delta, the row sums of dO * O, less the gradient of lse, 0 for rows that see no key, and zeros
-// for the sums of dQ or, if the backward rounds them, for dQ of rows that see no key. For bwd_sm90.cuh also a copy of
-// lse and delta in whole blocks of rows.
+// for the sums of dQ. For bwd_sm90.cuh also a copy of lse and delta in whole blocks of rows.
 //
 // kLanes threads share a row, 8 channels each, and have kSteps rows on the way at a time. The rows are those of
 // softmax_d; between entries it has some that stand for no token and get 0. So do packed tokens after the last entry,
@@ -92,17 +91,9 @@ __device__ float row_sum(const Vec<T, 8>& out, const Vec<T, 8>& dout, bool count
   return sum;
 }
 
-// Zeros for the sums of dQ of a row: four floats of a lane beside those of the next, so that an access fills lines. Or,
-// if the sums need none, for dQ of a row to which nothing is added.
+// Zeros for the sums of dQ of a row: four floats of a lane beside those of the next, so that an access fills lines.
 template <typename Config>
 __device__ void clear_dq(const BwdParams& p, const SumRow& at, int lane) {
-  using T = typename Config::T;
-  if (p.rounds_dq) {
-    const int col = 8 * lane;
-    T* row = first_token<T>(p.dq, at.span, at.head) + at.row * p.dq.seqlen;
-    if (col < p.problem.head_dim && !at.sees_keys(p.problem)) store(row + col, Vec<T, 8>{});
-    return;
-  }
 #pragma unroll 1
   for (int part = 0; part < p.num_parts; ++part) {
 #pragma unroll
@@ -185,6 +176,10 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __g
 template <typename Config>
 void run_bwd_prepare(const BwdParams& p, cudaStream_t stream) {
   const int64_t per_head = row_sums_per_head(p.problem);
+  if (p.problem.seqlen_q == 0) {  // only rows that stand for no token, and nothing that could be loaded in their place
+    check_cuda(cudaMemsetAsync(p.softmax_d, 0, num_row_sums(p.problem) * sizeof(float), stream), "cudaMemsetAsync");
+    return;
+  }
   const int64_t blocks = per_head == 0 ? 0 : num_row_sums(p.problem) / per_head * blocks_for<Config::kRows>(per_head);
   launch<bwd_prepare_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
 }

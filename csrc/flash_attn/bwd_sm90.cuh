@@ -9,10 +9,9 @@
 //                          dQ = dS K             from shared memory, where both warpgroups have stored their part of dS
 //
 // and a warpgroup computes half of dQ: of its channels, or of its rows. The half goes to shared memory, from where a
-// copy adds it to sums in global memory, which start as zeros and which bwd_finish.cuh rounds. Where few keys
-// contribute to a row (config.h) both are saved: of the blocks with keys that the rows see, that with the first keys
-// stores its half, others add theirs to it, and when they have, that with the last keys rounds the sums and its own
-// half.
+// copy adds it to sums in global memory, which start as zeros and which bwd_finish.cuh rounds. (Sums that begin with a
+// store, and a last block that rounds them, save the time to fill and to read them, but the warps that add then wait
+// for one another: faster by 8 to 13 % for 512 keys of head dim 128, slower by up to 20 % elsewhere.)
 //
 // A third warpgroup starts the copies, with few registers: one warp those of K, V, Q and dO, and one for each half
 // those of dQ. When its rows are done, a block takes other keys, which are on their way while it stores dV and dK.
@@ -22,7 +21,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "common/launch.h"
 #include "common/tensor_map.h"
@@ -56,7 +54,6 @@ struct BwdSm90Config {
   static constexpr int kStages = 2, kCluster = 1;
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // of dQ, 64 x 64 each; or else they are channels
-  static constexpr bool kMayRound = may_round_dq(kHeadDim);
   static constexpr bool kManyRegisters = kHalvesAreRows || (kHeadDim > 96 && kFeatures != Features::kPlain);
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
@@ -77,14 +74,6 @@ struct alignas(512) DqBox {
   }
 };
 
-// Sums that come back from global memory to be rounded.
-template <int kHalves>
-struct DqSums {
-  DqBox boxes[kHalves];
-  ptx::SharedBarrier here[kHalves];
-};
-struct NoDqSums {};
-
 template <typename Config>
 struct BwdSm90Shared {
   using T = typename Config::T;
@@ -95,7 +84,6 @@ struct BwdSm90Shared {
   SharedTile<T, kBlockM, kBlockN> ds[2];
   RowRing<Config> q, dout;  // with lse and delta
   DqBox dq[Config::kConsumers];
-  std::conditional_t<Config::kMayRound, DqSums<Config::kConsumers>, NoDqSums> sums;
   ptx::SharedBarrier keys_here, keys_free;
   Ring<2> index_ring;
   int index[2];  // of blocks of keys, or -1 after the last
@@ -106,9 +94,6 @@ struct BwdSm90Shared {
     keys_here.init(2);
     keys_free.init(Config::kConsumers);
     index_ring.init(Config::kConsumers * (kWarpgroup / 32 + 1));  // warps that multiply, or take dQ on
-    if constexpr (Config::kMayRound) {
-      for (ptx::SharedBarrier& here : sums.here) here.init(1);
-    }
     ptx::fence_barrier_init();
   }
 };
@@ -173,120 +158,59 @@ struct DqWarp {
   BwdSm90Shared<Config>& shared;
   const KeyBlock<Config>& block;
   const int half;
-  uint32_t& parity;  // of the next time that sums come
 
   __device__ int row0() const { return Config::kHalvesAreRows ? half * kDqBoxRows : 0; }
   __device__ int col0() const { return Config::kHalvesAreRows ? 0 : half * kDqBoxCols; }
 
-  // The blocks with keys that some of the rows see.
-  __device__ Interval key_blocks(int row_block) const {
-    const Interval rows = interval_of<Config::kBlockM>(row_block);
-    const Mask& mask = block.mask;
-    return blocks_of<Config::kBlockN>(mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}));
-  }
-
-  // fn(map, x0, x1, x2, x3) with the coordinates of the box of sums.
-  template <typename Fn>
-  __device__ void with_box(int head, int row_block, Fn&& fn) const {
+  // One lane: from shared memory to the sums.
+  __device__ void start_to_add(int head, int row_block) const {
     const Span& q = block.seq.q;
-    const int64_t first = p.bwd.rounds_dq ? padded_first(p.bwd, q, block.work.entry) : q.first;
-    const int row = static_cast<int>(first) + row_block * Config::kBlockM + row0();
-    fn(p.dq_sums, 0, row, col0() / kDqGroup, static_cast<int>(q.batch) * p.bwd.problem.heads + head);
-  }
-
-  // One lane: from shared memory to the sums, stored if it is the first.
-  __device__ void start_to_add(bool first, int head, int row_block) const {
-    const uint32_t box = ptx::shared_address(&shared.dq[half]);
-    with_box(head, row_block, [&](const CUtensorMap& map, int x0, int x1, int x2, int x3) {
-      first ? ptx::store_box_async(map, box, x0, x1, x2, x3) : ptx::add_box_async(map, box, x0, x1, x2, x3);
-    });
+    const int row = static_cast<int>(q.first) + row_block * Config::kBlockM + row0();
+    ptx::add_box_async(p.dq_sums, ptx::shared_address(&shared.dq[half]), 0, row, col0() / kDqGroup,
+                       static_cast<int>(q.batch) * p.bwd.problem.heads + head);
     ptx::commit_stores();
     ptx::wait_stores_read();
   }
 
-  // One lane: the sums to shared memory.
-  __device__ void start_to_load(int head, int row_block) const {
-    ptx::SharedBarrier& here = shared.sums.here[half];
-    here.arrive_expecting(sizeof(DqBox));
-    with_box(head, row_block, [&](const CUtensorMap& map, int x0, int x1, int x2, int x3) {
-      ptx::copy_box_async(ptx::shared_address(&shared.sums.boxes[half]), map, x0, x1, x2, x3, here);
-    });
+  // In turn: the counter of the rows, and how many blocks come before this one.
+  struct Turn {
+    int* added;
+    int before;
+  };
+  __device__ Turn turn_of(int head, int row_block) const {
+    const Interval rows = interval_of<Config::kBlockM>(row_block);
+    const Mask& mask = block.mask;
+    const int first_key = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}).first;
+    const int64_t row = row_value_index(p.bwd, block.seq.q, block.work.entry, head) + rows.first;
+    return {turns_of(p.bwd, row) + half, block.work.first - first_key / Config::kBlockN};
   }
 
-  // Rounds the half, with what others have added to the sums.
-  __device__ void round(bool others, int head, int row_block) {
-    using T = typename Config::T;
-    const BwdParams& bwd = p.bwd;
-    if (others) shared.sums.here[half].wait(parity), parity ^= 1;
-    const int first_row = row_block * Config::kBlockM + row0(), group = lane_id() / 8;
-    const int end = min(kDqBoxRows, block.seq.q.length - first_row);
-    T* first = first_token<T>(bwd.dq, block.seq.q, head) + first_row * bwd.dq.seqlen;
-#pragma unroll 1
-    for (int row = lane_id() % 8; row < end; row += 8) {
-      float values[16] = {};
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        Vec<float, 4> quad = load<4>(shared.dq[half].quad(group, row, t));
-        if (others) {
-          const Vec<float, 4> sums = load<4>(shared.sums.boxes[half].quad(group, row, t));
-#pragma unroll
-          for (int i = 0; i < 4; ++i) quad[i] += sums[i];
-        }
-        add_quad(values, quad, t, bwd.problem.softmax_scale);
-      }
-      store_channels(first + row * bwd.dq.seqlen, values, col0() + group * kDqGroup, bwd.problem.head_dim, 1, true);
-    }
-  }
-
-  // To sums that start as zeros.
   __device__ void add_half(int head, int row_block) const {
-    ptx::sync_barrier<kDqThreads>(dq_full_barrier(half));
-    if (lane_id() == 0) start_to_add(/*first=*/false, head, row_block);
-    __syncwarp();
-    ptx::arrive_at_barrier<kDqThreads>(dq_empty_barrier(half));
-  }
-
-  // In turn, or with rounding.
-  __device__ void add_counted_half(int head, int row_block) {
-    const bool rounds = Config::kMayRound && p.bwd.rounds_dq;
-    const Interval blocks = key_blocks(row_block);
-    const int before = block.work.first - blocks.first;
-    const bool first = rounds && before == 0, last = rounds && block.work.first == blocks.last;
-    const int64_t row = row_value_index(p.bwd, block.seq.q, block.work.entry, head) + row_block * Config::kBlockM;
-    int* added = turns_of(p.bwd, row) + half;
-    if (before > 0 && lane_id() == 0) {
-      ptx::wait_for(added, last || p.bwd.in_turns ? before : 1);
-      if constexpr (Config::kMayRound) {
-        if (last) start_to_load(head, row_block);
-      }
-    }
+    const bool in_turn = p.bwd.turns != nullptr;
+    Turn turn{};
+    if (in_turn) turn = turn_of(head, row_block);
+    if (turn.before > 0 && lane_id() == 0) ptx::wait_for(turn.added, turn.before);
     __syncwarp();
     ptx::sync_barrier<kDqThreads>(dq_full_barrier(half));
-    if constexpr (Config::kMayRound) {
-      if (last) round(before > 0, head, row_block);
-    }
-    if (!last && lane_id() == 0) start_to_add(first, head, row_block);
+    if (lane_id() == 0) start_to_add(head, row_block);
     __syncwarp();
     ptx::arrive_at_barrier<kDqThreads>(dq_empty_barrier(half));
-    if (last || lane_id() != 0) return;
+    if (!in_turn || lane_id() != 0) return;
     ptx::wait_stores();
-    ptx::announce(added);
+    ptx::announce(turn.added);
   }
 
-  __device__ void run() {
-    block.for_each_row_block([&](int head, int row_block) {
-      p.bwd.turns == nullptr ? add_half(head, row_block) : add_counted_half(head, row_block);
-    });
+  __device__ void run() const {
+    block.for_each_row_block([&](int head, int row_block) { add_half(head, row_block); });
   }
 };
 
 // One half of dQ, of all blocks of keys, by a warp.
 template <typename Config>
 __device__ void add_halves(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, int half) {
-  uint32_t parity = 0;
   ptx::arrive_at_barrier<kDqThreads>(dq_empty_barrier(half));
   for_each_key_block(p.bwd, shared,
-                     [&](const KeyBlock<Config>& block) { DqWarp<Config>{p, shared, block, half, parity}.run(); });
+                     [&](const KeyBlock<Config>& block) { DqWarp<Config>{p, shared, block, half}.run(); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -461,7 +385,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
 template <typename Config>
 CUtensorMap map_of_sums(const BwdParams& p) {
   const Problem& problem = p.problem;
-  const int64_t heads = int64_t{problem.heads} * (problem.cu_seqlens_q ? 1 : problem.batch), rows = p.sums_per_head;
+  const int64_t heads = int64_t{problem.heads} * (problem.cu_seqlens_q ? 1 : problem.batch), rows = problem.seqlen_q;
   constexpr int64_t kRowBytes = Config::kHeadDim * sizeof(float), kGroupBytes = kDqGroup * sizeof(float);
   return tensor_map(p.dq_sums, CU_TENSOR_MAP_DATA_TYPE_FLOAT32, {kDqGroup, rows, Config::kHeadDim / kDqGroup, heads},
                     {kRowBytes, kGroupBytes, rows * kRowBytes}, {kDqGroup, kDqBoxRows, kDqBoxCols / kDqGroup, 1},

@@ -300,18 +300,6 @@ inline bool suits_sm90(const BwdParams& p) {
   return p.aligned && !empty;
 }
 
-// Whether bwd_sm90.cuh can round dQ, and whether it does. That saves the time it takes to fill and to read the sums,
-// but the warps that add dQ have more to do for each block of rows, and wait for one another. On an H200, head dim 128:
-// 512 keys 8 % faster, causal 13 %; 2048 keys 3 % slower, causal 5 % faster; 16384 keys, causal, 6 % slower; head dim
-// 64 is slower everywhere, by 12 % at 512 keys.
-constexpr bool may_round_dq(int head_dim) { return head_dim > 64 && head_dim <= 128; }
-inline bool rounds_dq(const Problem& p, int64_t longest_k) {
-  constexpr int64_t kMostKeys = 1024;
-  const bool causal = p.window_left == kUnbounded && p.window_right != kUnbounded;
-  const int64_t window = std::min<int64_t>(int64_t{p.window_left} + p.window_right + 1, longest_k);
-  return may_round_dq(instance_head_dim(p.head_dim)) && (causal ? longest_k / 2 : window) <= kMostKeys;
-}
-
 struct BwdScratch {
   int64_t dq_sums;   // elements
   int64_t rows = 0;  // of lse_log2, and of delta
@@ -330,7 +318,7 @@ inline int bwd_section(const BwdParams& p, bool deterministic) {
 // Chooses p's plan and says what scratch it needs. In the deterministic mode of bwd_sm80.cuh the blocks that share the
 // keys of an entry and head are so few that the memory for their sums of dq stays linear in the sequence; in that of
 // bwd_sm90.cuh blocks take turns at the same sums.
-inline BwdScratch plan_bwd(BwdParams& p, bool deterministic, bool has_sm90, int multiprocessors, int64_t longest_k) {
+inline BwdScratch plan_bwd(BwdParams& p, bool deterministic, bool has_sm90, int multiprocessors) {
   const Problem& problem = p.problem;
   const int head_dim = instance_head_dim(problem.head_dim);
   const int64_t key_blocks = ceil_div(int64_t{problem.seqlen_k}, bwd_tile(head_dim, false).keys);
@@ -347,13 +335,8 @@ inline BwdScratch plan_bwd(BwdParams& p, bool deterministic, bool has_sm90, int 
   p.rows_per_head = packed ? problem.seqlen_q / kPad * kPad + kPad * problem.batch
                            : ceil_div(int64_t{problem.seqlen_q}, kRowSumsPad) * kPad;
   scratch.rows = heads * p.rows_per_head;
-  p.in_turns = deterministic;
-  p.rounds_dq = rounds_dq(problem, longest_k);
   p.persistent_blocks = multiprocessors;
-  p.sums_per_head = packed && p.rounds_dq ? p.rows_per_head : problem.seqlen_q;
-  const bool needs_sums = !p.rounds_dq || problem.seqlen_k > bwd_sm90_tile(head_dim, features_of(p)).keys;
-  if (p.rounds_dq) scratch.dq_sums = needs_sums ? heads * p.sums_per_head * head_dim : 0;
-  scratch.counters = 1 + (p.in_turns || p.rounds_dq ? scratch.rows / kRowsPerTurn : 0);
+  scratch.counters = 1 + (deterministic ? scratch.rows / kRowsPerTurn : 0);
   return scratch;
 }
 

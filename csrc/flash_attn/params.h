@@ -133,21 +133,16 @@ struct BwdParams {
   // The plan; see config.h.
   bool on_sm90;       // whether bwd_sm90.cuh does it, or else bwd_sm80.cuh
   bool own_sums;      // deterministic in bwd_sm80.cuh: num_parts blocks share the keys of a head, each with sums of dq
-  bool rounds_dq;     // whether bwd_sm90.cuh rounds dq, or else bwd_finish.cuh does, from sums that start as zeros
-  bool in_turns;      // deterministic in bwd_sm90.cuh: blocks add to the same sums of dq in a fixed order
   int section_heads;  // key heads whose blocks start together
   int num_parts;      // of the sums of dq: 1 unless own_sums
-  float* dq_sums;     // scratch: (num_parts, rows in the order of softmax_lse, head_dim of the instance); of
-                      // bwd_sm90.cuh (heads of all entries, sums_per_head, head_dim of the instance)
-  int64_t
-      sums_per_head;  // rows: seqlen_q, or rows_per_head if packed rows are rounded, since they are stored in blocks
+  float* dq_sums;     // scratch: (num_parts, rows in the order of softmax_lse, head_dim of the instance)
   // Scratch of bwd_sm90.cuh: log2(e) lse and softmax_d, (heads of all entries, rows_per_head), rows of an entry in
   // whole blocks of kRowSumsPad. Rows that see no key, or do not exist, have +inf and 0, so that weights and gradients
   // are 0.
   int64_t rows_per_head;
   float* lse_log2;
   float* delta;
-  int* turns;  // likewise, if in_turns or rounds_dq: how many blocks have added to the sums of dq of a block of rows
+  int* turns;             // likewise, if deterministic: how many blocks have added to the sums of dq of a block of rows
   int persistent_blocks;  // that share the blocks of keys in bwd_sm90.cuh,
   int* taken;             // (1): and how many they have taken, each beside its first; likewise
 };
