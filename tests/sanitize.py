@@ -93,6 +93,7 @@ def calls():
     lengths = (70, 0, 129, 1), (90, 30, 64, 0)
     yield "packed", lambda: attend_packed(*lengths, 4, 2, 128, causal=True)
     yield "packed, deterministic", lambda: attend_packed(*lengths, 2, 2, 64, deterministic=True, window_size=(30, 0))
+    yield "packed, no queries", lambda: attend_packed((0, 0), (30, 5), 2, 2, 64)
     for head_dim in (64, 128, 256):
         yield f"decode d{head_dim}", lambda d=head_dim: decode(1, 900, 8, 2, d)
         yield f"decode d{head_dim} pages", lambda d=head_dim: decode(1, 768, 8, 2, d, page=16)

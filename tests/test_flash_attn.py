@@ -682,6 +682,21 @@ def test_varlen_softmax_d_has_room_for_128_rows_more_in_each_entry(device):
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("head_dim", [59, 64, 128, 256])
+def test_varlen_softmax_d_and_gradients_without_queries_are_zero(head_dim, device):
+    """Nor is anything read of q, out and dout, which have no memory."""
+    q, k = (torch.empty(tokens, 4, head_dim, dtype=torch.bfloat16, device=device) for tokens in (0, 35))
+    cu_seqlens = cumulative([0, 0, 0], device), cumulative([30, 0, 5], device)
+    lse = torch.empty(4, 0, device=device)
+    dk, dv = (torch.full_like(k, math.nan) for _ in "kv")
+    softmax_d = _flash_attn_varlen_backward(
+        q, q, k, k, q, lse, torch.empty_like(q), dk, dv, *cu_seqlens, 0, 30, *SCORES, False
+    )
+    for found in (softmax_d, dk, dv):
+        assert (found == 0).all()
+    assert softmax_d.shape == (4, 128 * 3)
+
+
 @pytest.mark.parametrize("with_out", [True, False])
 @pytest.mark.parametrize("case", params([
     Case(heads_k=2, seqlen_q=65, seqlen_k=97), Case(causal=True, seqlen_q=97, seqlen_k=33, dtype="fp16"),
