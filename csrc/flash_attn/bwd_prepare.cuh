@@ -175,12 +175,12 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __g
 
 template <typename Config>
 void run_bwd_prepare(const BwdParams& p, cudaStream_t stream) {
-  const int64_t per_head = row_sums_per_head(p.problem);
-  if (p.problem.seqlen_q == 0) {  // only rows that stand for no token, and nothing that could be loaded in their place
-    check_cuda(cudaMemsetAsync(p.softmax_d, 0, num_row_sums(p.problem) * sizeof(float), stream), "cudaMemsetAsync");
-    return;
+  const int64_t per_head = row_sums_per_head(p.problem), sums = num_row_sums(p.problem);
+  if (sums == 0) return;
+  if (p.problem.seqlen_q == 0) {  // the kernel reads a token for each row, be it another's; here there is none
+    return check_cuda(cudaMemsetAsync(p.softmax_d, 0, sums * sizeof(float), stream), "cudaMemsetAsync");
   }
-  const int64_t blocks = per_head == 0 ? 0 : num_row_sums(p.problem) / per_head * blocks_for<Config::kRows>(per_head);
+  const int64_t blocks = sums / per_head * blocks_for<Config::kRows>(per_head);
   launch<bwd_prepare_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
 }
 
