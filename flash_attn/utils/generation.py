@@ -287,6 +287,8 @@ def decode_speculative(
         input_ids: (1, seqlen) int64, the prompt.
         model_draft: the model that proposes, with the same vocabulary.
         speculative_lookahead: how many tokens it proposes at a time.
+        cg: as in `decode`. Those of the draft model are kept in model_draft._draft_decoding_cache, as the model may
+            draft for itself.
         debug: print what is proposed and what accepted.
         The others are those of `decode`. eos_token_id: the sequence ends with this token.
 
@@ -300,7 +302,9 @@ def decode_speculative(
     options = dict(top_k=top_k, top_p=top_p, temperature=temperature)
     chunks = range(1, speculative_lookahead + 2)
     steps = _Steps(model, input_ids, max_length, vocab_size, tensor_parallel, cg, chunks)
-    steps_draft = _Steps(model_draft, input_ids, max_length, vocab_size, tensor_parallel, cg, (1, 2))
+    steps_draft = _Steps(
+        model_draft, input_ids, max_length, vocab_size, tensor_parallel, cg, (1, 2), kept_as="_draft_decoding_cache"
+    )  # fmt: skip
     sequence, scores, rounds = input_ids, [], []
     with _timed(enable_timing, input_ids.device, tensor_parallel):
         while True:
@@ -373,17 +377,28 @@ class GenerationMixin:
 class _Steps:
     """Runs a model over sequences that grow, feeding it what its caches do not hold yet."""
 
-    def __init__(self, model, input_ids, max_length, vocab_size, tensor_parallel, cg, decoding_seqlens=(1,)):
+    def __init__(
+        self,
+        model,
+        input_ids,
+        max_length,
+        vocab_size,
+        tensor_parallel,
+        cg,
+        decoding_seqlens=(1,),
+        kept_as="_decoding_cache",
+    ):
         batch, seqlen = input_ids.shape
         max_seqlen = max(max_length, seqlen)
         self.model = model
         self.vocab_size = vocab_size
         self.graphs = None
         if cg:
-            self.graphs = model._decoding_cache = update_graph_cache(
-                model, getattr(model, "_decoding_cache", None), batch, seqlen, max_seqlen,
-                decoding_seqlens=decoding_seqlens, tensor_parallel=tensor_parallel,
+            self.graphs = update_graph_cache(
+                model, getattr(model, kept_as, None), batch, seqlen, max_seqlen, tensor_parallel=tensor_parallel,
+                decoding_seqlens=[n for n in decoding_seqlens if n < max_seqlen],  # more never follow a prompt
             )  # fmt: skip
+            setattr(model, kept_as, self.graphs)
             self.params = self.graphs.inference_params
             self.params.reset(max_seqlen, batch)
         else:
@@ -504,10 +519,10 @@ def update_graph_cache(
     """
     parameter = next(model.parameters())
     device, dtype = parameter.device, parameter.dtype if dtype is None else dtype
-    checks.number("the model's device", device, device.type == "cuda", "a GPU for CUDA graphs")
     cache = DecodingCGCache() if cache is None else cache
     fits = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
     if (device, dtype) != (cache.device, cache.dtype) or not fits:
+        mempool = _mempool(device)
         cache.callables, cache.mempool, cache.inference_params = {}, None, None
         gc.collect()  # the graphs are gone before there are new caches
         cache.device, cache.dtype = device, dtype
@@ -519,7 +534,7 @@ def update_graph_cache(
             key_value_memory_dict=_caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype),
             lengths_per_sample=torch.full((batch_size,), seqlen_og, dtype=torch.int32, device=device),
         )
-        cache.mempool = torch.cuda.graphs.graph_pool_handle()
+        cache.mempool = mempool
     for decoding_seqlen in decoding_seqlens:
         if (batch_size, decoding_seqlen) not in cache.callables:
             cache.callables[batch_size, decoding_seqlen] = capture_graph(
@@ -589,6 +604,11 @@ def capture_graph(
         return logits.clone()
 
     return run
+
+
+def _mempool(device):
+    checks.number("the model's device", device, device.type == "cuda", "a GPU for CUDA graphs")
+    return torch.cuda.graphs.graph_pool_handle()
 
 
 def _caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype):

@@ -1,6 +1,7 @@
 """Decoding: sampling, the loop, its options, speculative decoding, CUDA graphs, errors."""
 
 import collections
+import dataclasses
 import functools
 import inspect
 
@@ -382,6 +383,63 @@ def test_speculative_sampling(device):
 
 
 # CUDA graphs.
+
+
+@pytest.fixture
+def graphs(monkeypatch, device):
+    """Graphs that are not captured, for what is decided around them: the model is called for each replay.
+
+    Like a captured one it sees the seqlen_offset of its capture, and finds the true one in lengths_per_sample alone.
+    """
+
+    def capture_graph(model, params, batch_size, max_seqlen, decoding_seqlen, mempool, n_warmups):
+        assert 0 < decoding_seqlen < max_seqlen  # or it captures what a prompt does
+
+        def run(input_ids, position_ids, seqlen):
+            assert input_ids.shape == position_ids.shape == (batch_size, decoding_seqlen)
+            params.lengths_per_sample.fill_(seqlen)
+            captured = dataclasses.replace(params, seqlen_offset=max_seqlen - decoding_seqlen)
+            return model(
+                input_ids, position_ids=position_ids, inference_params=captured, num_last_tokens=decoding_seqlen
+            ).logits
+
+        return run
+
+    monkeypatch.setattr(generation, "capture_graph", capture_graph)
+    monkeypatch.setattr(generation, "_mempool", lambda device: None)
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_which_graph_is_replayed(options, graphs, device):
+    """Also behind a larger and a smaller batch, and in caches that have room for more."""
+    model = Model(device=device, **options).eval()
+    for batch, seqlen, max_length in ((2, 6, 12), (3, 6, 30), (1, 6, 20), (1, 1, 1), (3, 6, 20)):
+        input_ids = prompt(batch, seqlen, device)
+        expected = decode(input_ids, model, max_length).sequences
+        model.calls.clear()
+        assert torch.equal(decode(input_ids, model, max_length, cg=True).sequences, expected)
+        assert len(model.calls) == expected.shape[1] - seqlen
+    assert model._decoding_cache.callables.keys() == {(3, 1), (1, 1)}
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_which_graphs_are_replayed_in_speculative_decoding(options, graphs, device):
+    """Whatever the draft model, the model itself among them, which then is at two places of the sequence at once."""
+    model = Model(device=device, **options).eval()
+    unlike = Model(layers=1, device=device, **options).eval()
+    sometimes = Sometimes(model)
+    sometimes.allocate_inference_cache = model.allocate_inference_cache
+    for max_length in (7, 20):  # caches for less than is proposed at a time, and for more
+        input_ids = prompt(1, 6, device)
+        expected = decode(input_ids, model, max_length, vocab_size=VOCAB).sequences
+        for draft in (model, unlike, sometimes):
+            for lookahead in (3, 8):
+                found = decode_speculative(
+                    input_ids, model, draft, max_length, speculative_lookahead=lookahead, vocab_size=VOCAB, cg=True
+                )  # fmt: skip
+                assert torch.equal(found.sequences, expected)
+    assert model._decoding_cache.callables.keys() == {(1, n) for n in range(1, 10)}
+    assert model._draft_decoding_cache.callables.keys() == {(1, 1), (1, 2)}
 
 
 @pytest.mark.cuda
