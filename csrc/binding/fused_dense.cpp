@@ -305,7 +305,8 @@ std::tuple<Tensor, Tensor> fused_dense_wgrad(const Tensor& dout, const Tensor& x
   }
   const Matrix from = matrix_of(dout, "dout");
   if (dweight.numel() > 0) {
-    auto params = wgrad_params(from, matrix_of(x, "x"), whole(dweight));
+    const Matrix rows_of_x = matrix_of(x, "x");  // maybe a copy, which has to outlive the launch
+    auto params = wgrad_params(from, rows_of_x, whole(dweight));
     params.epilogue = Epilogue::kNone;
     must(multiply(params, x), "such a gradient");
   }

@@ -35,11 +35,21 @@ struct Activated {
   float value, slope;
 };
 
-// Approximate, with errors far below what T rounds off, unless T is fp32.
+// sigmoid(x) and 1 - sigmoid(x).
+struct Sigmoid {
+  float value, rest;
+};
+
+// Approximate, with errors far below what T rounds off; but with fp32 each of the two to a few ulp, which the
+// difference from 1 is not where it is small.
 template <typename T>
-__device__ float sigmoid(float x) {
-  if constexpr (sizeof(T) == 4) return 1 / (1 + expf(-x));
-  return ptx::reciprocal(1 + ptx::exp2(-1.4426950408889634f * x));
+__device__ Sigmoid sigmoid(float x) {
+  if constexpr (sizeof(T) == 4) {
+    const float power = expf(-fabsf(x)), large = 1 / (1 + power), small = power * large;
+    return x < 0 ? Sigmoid{small, large} : Sigmoid{large, small};
+  }
+  const float value = ptx::reciprocal(1 + ptx::exp2(-1.4426950408889634f * x));
+  return {value, 1 - value};
 }
 
 // gelu(x) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), is x (1 + tanh u) / 2.
@@ -47,11 +57,11 @@ template <typename T, Activation kActivation>
 __device__ Activated activate(float x) {
   if constexpr (kActivation == Activation::kGelu) {
     constexpr float kSlope = 1.5957691216057308f, kCubic = 0.044715f;  // 2 sqrt(2 / pi)
-    const float part = sigmoid<T>(kSlope * x * (1 + kCubic * x * x));
-    return {x * part, part + x * part * (1 - part) * kSlope * (1 + 3 * kCubic * x * x)};
+    const auto [part, rest] = sigmoid<T>(kSlope * x * (1 + kCubic * x * x));
+    return {x * part, part + x * part * rest * kSlope * (1 + 3 * kCubic * x * x)};
   } else if constexpr (kActivation == Activation::kSilu) {
-    const float part = sigmoid<T>(x);
-    return {x * part, part + x * part * (1 - part)};
+    const auto [part, rest] = sigmoid<T>(x);
+    return {x * part, part + x * part * rest};
   } else if constexpr (kActivation == Activation::kRelu) {
     return {x < 0 ? 0.f : x, x > 0 ? 1.f : 0.f};
   } else {
