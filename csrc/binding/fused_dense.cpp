@@ -104,7 +104,8 @@ std::optional<Activation> activation_of(const std::string& name) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products. A matrix by rows is its transpose by columns, which is how cuBLASLt sees it.
+// Products. A matrix by rows is its transpose by columns, which is how cuBLASLt sees it. Parameters hold addresses
+// alone: a matrix, which may be a copy, has to live until `multiply` returns, or the workspace may take its memory.
 
 // Computes p in the way that cuBLASLt plans it; false if it has none.
 bool multiply(const fused_dense::GemmParams& p, const Tensor& like) {
@@ -305,7 +306,7 @@ std::tuple<Tensor, Tensor> fused_dense_wgrad(const Tensor& dout, const Tensor& x
   }
   const Matrix from = matrix_of(dout, "dout");
   if (dweight.numel() > 0) {
-    const Matrix rows_of_x = matrix_of(x, "x");  // maybe a copy, which has to outlive the launch
+    const Matrix rows_of_x = matrix_of(x, "x");
     auto params = wgrad_params(from, rows_of_x, whole(dweight));
     params.epilogue = Epilogue::kNone;
     must(multiply(params, x), "such a gradient");
