@@ -320,8 +320,9 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
            const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
            const OptionalTensor& dv, double softmax_scale, int64_t window_left, int64_t window_right, double softcap,
            bool deterministic, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
-           std::optional<int64_t> /*max_seqlen_q*/, std::optional<int64_t> max_seqlen_k, OptionalTensor alibi_slopes,
-           OptionalTensor seqused_k, OptionalTensor leftpad_k, const OptionalTensor& rng_state, double dropout_p) {
+           std::optional<int64_t> /*max_seqlen_q*/, std::optional<int64_t> /*max_seqlen_k*/,
+           OptionalTensor alibi_slopes, OptionalTensor seqused_k, OptionalTensor leftpad_k,
+           const OptionalTensor& rng_state, double dropout_p) {
   const bool tokens = cu_seqlens_q.has_value();
   for (const auto& [name, x] :
        {std::pair("q", OptionalTensor(q)), std::pair("k", k), std::pair("v", v), std::pair("dq", OptionalTensor(dq)),

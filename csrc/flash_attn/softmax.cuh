@@ -1,5 +1,5 @@
-// Softmax over blocks of keys (Milakov and Gimelshein, 2018): the largest score so far and the sum of exponentials
-// relative to it. A row without scores has max -inf and sum 0.
+// Softmax over blocks of keys (Milakov and Gimelshein, 2018): the largest score so far, or one that is not much
+// smaller, and the sum of exponentials relative to it. A row without scores has max -inf and sum 0.
 #pragma once
 
 #include <cmath>
@@ -45,8 +45,8 @@ struct OnlineSoftmax {
     return raise_max(fmaxf(max[r], row_max(s, r)), r);
   }
 
-  // The same for all rows. A maximum stays as it is unless it grows by a factor of more than 2^kTolerance, which
-  // exponentials then may reach: after the first blocks, hardly any grows. Returns whether one in the warp has.
+  // The same for all rows. A maximum stays as it is until an exponential relative to it exceeds 2^kTolerance, which is
+  // far from overflow in 16 bits, too: after the first blocks, hardly any grows. Returns whether one in the warp has.
   template <int kCols>
   __device__ bool update_max_if_grown(const Fragment<kRows, kCols>& s, float (&shrink)[kLaneRows]) {
     constexpr float kTolerance = 8;

@@ -18,6 +18,18 @@ __device__ inline void copy_async(uint32_t shared, const void* global, bool vali
                : "memory");
 }
 
+// The same for 4 bytes.
+__device__ inline void copy_word_async(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
+               : "memory");
+}
+
+// The same for 8 bytes.
+__device__ inline void copy_half_async(uint32_t shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(valid ? 8 : 0)
+               : "memory");
+}
+
 // What the L2 cache does with lines that are read: `first` to leave among others, or no change. (evict_normal is not
 // the same as no policy: with it, decoding is 7 to 11 % slower on an H200.)
 __device__ inline uint64_t cache_policy(bool first) {
@@ -34,20 +46,8 @@ __device__ inline void copy_async(uint32_t shared, const void* global, bool vali
                : "memory");
 }
 
-// The same for 4 bytes.
-__device__ inline void copy_word_async(uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(valid ? 4 : 0)
-               : "memory");
-}
-
 // Asks for the line of an address to be brought into the L2 cache.
 __device__ inline void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
-
-// The same for 8 bytes.
-__device__ inline void copy_half_async(uint32_t shared, const void* global, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(shared), "l"(global), "r"(valid ? 8 : 0)
-               : "memory");
-}
 
 // Closes the group of the copies that this thread has started since the last one.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -1,0 +1,61 @@
+"""csrc/common/graph_counters.h: which memory graphs count in, with a CUDA runtime that needs no GPU."""
+
+import itertools
+import pathlib
+
+import native
+import pytest
+import torch
+
+pytestmark = pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
+
+# Names of the runtime are those of the probe, even where the process has loaded CUDA's.
+COMPILER = ("nvcc", "-cudart=none", "-O1", "-Xcompiler=-fPIC,-Wall", "-Xlinker=-Bsymbolic")
+SLOTS = 64  # that one allocation holds
+captures = itertools.count(1)
+
+
+@pytest.fixture(scope="module")
+def probe():
+    return native.library(pathlib.Path(__file__).parent / "graph_counters_probe.cpp", COMPILER)
+
+
+def find(probe, capture, stream=8, device=0):
+    data = torch.zeros(1, dtype=torch.int64)
+    probe.run("find_counters", device, stream, capture, data)
+    assert data.item() != 0
+    return data.item()
+
+
+def test_graphs_streams_and_devices_count_apart(probe):
+    keys = [(next(captures), stream, device) for _ in range(100) for stream in (8, 16) for device in (0, 1)]
+    found = [find(probe, *key) for key in keys]
+    assert len(set(found)) == len(keys)
+    assert [find(probe, *key) for key in keys] == found
+
+
+def test_what_a_destroyed_graph_had_serves_the_next(probe):
+    kept, gone, new = (next(captures) for _ in range(3))
+    found, given_back = find(probe, kept, device=2), {find(probe, gone, stream, device=2) for stream in (8, 16)}
+    probe.call("destroy_graph", gone)
+    assert {find(probe, new, stream, device=2) for stream in (8, 16)} == given_back
+    assert find(probe, kept, device=2) == found
+
+
+def test_a_capture_goes_on_after_memory_was_short(probe):
+    capture = next(captures)
+    probe.call("fail_mallocs", 1)
+    with pytest.raises(RuntimeError, match="no memory"):
+        find(probe, capture, device=3)
+    find(probe, capture, device=3)
+
+
+def test_a_graph_is_destroyed_while_another_allocates(probe):
+    """CUDA may wait for what frees a graph's resources, so that this must not wait for CUDA."""
+    graphs = [next(captures) for _ in range(SLOTS)]
+    given_back = find(probe, graphs[0], device=4)
+    for graph in graphs[1:]:
+        find(probe, graph, device=4)
+    probe.call("destroy_in_malloc", graphs[0])
+    found = [find(probe, next(captures), device=4) for _ in range(SLOTS + 1)]
+    assert len(set(found)) == SLOTS + 1 and given_back in found
