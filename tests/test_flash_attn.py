@@ -1370,6 +1370,16 @@ def test_no_synchronisation(device):
 
 
 @pytest.mark.cuda
+def test_compiled_into_graphs(device):
+    """torch.compile refuses memory of its pool that stays in use after a call."""
+    q, k, v, _ = Case(seqlen_q=300, seqlen_k=300, causal=True).tensors(device)
+    attend = torch.compile(functools.partial(flash_attn_func, causal=True), mode="reduce-overhead")
+    expected = flash_attn_func(q, k, v, causal=True)
+    for _ in range(4):
+        assert torch.equal(attend(q, k, v), expected)
+
+
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 def test_kernel_and_reference_give_one_dropout_mask(dtype, device):
     case = Case(dropout_p=0.2, dtype=dtype, seqlen_q=130, seqlen_k=70)

@@ -1,4 +1,4 @@
-"""csrc/common/graph_counters.h: which memory graphs count in, with a CUDA runtime that needs no GPU."""
+"""csrc/common/counter_slots.h: which memory streams and graphs count in, with a CUDA runtime that needs no GPU."""
 
 import itertools
 import pathlib
@@ -17,7 +17,7 @@ captures = itertools.count(1)
 
 @pytest.fixture(scope="module")
 def probe():
-    return native.library(pathlib.Path(__file__).parent / "graph_counters_probe.cpp", COMPILER)
+    return native.library(pathlib.Path(__file__).parent / "counter_slots_probe.cpp", COMPILER)
 
 
 def find(probe, capture, stream=8, device=0):
@@ -32,6 +32,14 @@ def test_graphs_streams_and_devices_count_apart(probe):
     found = [find(probe, *key) for key in keys]
     assert len(set(found)) == len(keys)
     assert [find(probe, *key) for key in keys] == found
+
+
+def test_a_stream_keeps_what_it_has(probe):
+    outside = find(probe, 0), find(probe, 0, stream=16), find(probe, 0, device=1)
+    graph = next(captures)
+    assert len({*outside, find(probe, graph)}) == 4
+    probe.call("destroy_graph", graph)
+    assert (find(probe, 0), find(probe, 0, stream=16), find(probe, 0, device=1)) == outside
 
 
 def test_what_a_destroyed_graph_had_serves_the_next(probe):

@@ -1,10 +1,10 @@
-// What test_graph_counters.py calls of csrc/common/graph_counters.h, with a CUDA runtime of its own that needs no GPU.
+// What test_counter_slots.py calls of csrc/common/counter_slots.h, with a CUDA runtime of its own that needs no GPU.
 #include <chrono>
 #include <cstdlib>
 #include <future>
 #include <map>
 
-#include "common/graph_counters.h"
+#include "common/counter_slots.h"
 #include "probe.h"
 
 namespace flash {
@@ -54,7 +54,7 @@ const char* cudaGetErrorString(cudaError_t) { return ""; }
 const char* find_counters(int device, int64_t stream, int64_t capture, int64_t* data) {
   return error_of([&] {
     const Capture found{static_cast<unsigned long long>(capture), graph_of(capture)};
-    *data = reinterpret_cast<int64_t>(GraphCounters::find(device, reinterpret_cast<cudaStream_t>(stream), found));
+    *data = reinterpret_cast<int64_t>(CounterSlots::find(device, reinterpret_cast<cudaStream_t>(stream), found));
   });
 }
 int destroy_graph(int64_t capture) { return destroy(graph_of(capture)), 0; }

@@ -1,4 +1,4 @@
-// Counters of kernels in CUDA graphs.
+// Memory for counters of kernels, by stream and by CUDA graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "common/check.h"
@@ -26,10 +27,13 @@ inline Capture capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? capture : Capture{};
 }
 
-// Counters of graphs. A graph has a slot for each stream that it was captured from, since what it captured there runs
-// in that order; they are zeroed when it starts. PyTorch's memory would not do: its pool for a graph must be empty when
-// the capture ends. A graph, or the last of its copies that can be launched, gives its slots back when it is destroyed.
-class GraphCounters {
+// Zeros that kernels leave as they find them. A stream has a slot, since its launches follow one another. A graph may
+// run beside it: it has one for each stream that it was captured from, which is zeroed when the graph starts. A graph,
+// or the last of its copies that can be launched, gives its slots back when it is destroyed.
+//
+// PyTorch's memory would not do: its pool for a graph must be empty when the capture ends, and after the calls before
+// it, which torch.compile makes in that pool, too.
+class CounterSlots {
  public:
   static constexpr int64_t kSlotSize = 4096;
 
@@ -38,21 +42,16 @@ class GraphCounters {
     if (int* data = used(key)) return data;
     auto slot = std::make_unique<Slot>(key, take(device));
     int* data = slot->data;
-    cudaUserObject_t owner;
-    check_cuda(
-        cudaUserObjectCreate(&owner, slot.get(), give_back, /*initialRefcount=*/1, cudaUserObjectNoDestructorSync),
-        "cudaUserObjectCreate");
-    slot.release();
-    check_cuda(cudaGraphRetainUserObject(capture.graph, owner, 1, cudaGraphUserObjectMove),
-               "cudaGraphRetainUserObject");
+    if (capture.id != 0) give_to(capture.graph, std::move(slot));
     check_cuda(cudaMemsetAsync(data, 0, kSlotSize * sizeof(int), stream), "cudaMemsetAsync");
     const std::lock_guard lock(state().mutex);
     state().used.emplace(key, data);
+    slot.release();  // a stream's is for good
     return data;
   }
 
  private:
-  using Key = std::tuple<unsigned long long, int, cudaStream_t>;  // of a capture, a device, a stream
+  using Key = std::tuple<unsigned long long, int, cudaStream_t>;  // of a capture, or 0; a device; a stream
   struct State {
     std::mutex mutex;  // not held while CUDA is called, which may wait for a slot to be given back
     std::map<Key, int*> used;
@@ -105,6 +104,15 @@ class GraphCounters {
     check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     check_cuda(status, "cudaMalloc");
     return static_cast<int*>(memory);
+  }
+
+  static void give_to(cudaGraph_t graph, std::unique_ptr<Slot> slot) {
+    cudaUserObject_t owner;
+    check_cuda(
+        cudaUserObjectCreate(&owner, slot.get(), give_back, /*initialRefcount=*/1, cudaUserObjectNoDestructorSync),
+        "cudaUserObjectCreate");
+    slot.release();
+    check_cuda(cudaGraphRetainUserObject(graph, owner, 1, cudaGraphUserObjectMove), "cudaGraphRetainUserObject");
   }
 
   static void give_back(void* slot) { delete static_cast<Slot*>(slot); }
