@@ -11,7 +11,8 @@
 // and a warpgroup computes half of dQ: of its channels, or of its rows. The half goes to shared memory, from where a
 // copy adds it to sums in global memory, which start as zeros and which bwd_finish.cuh rounds. (Sums that begin with a
 // store, and a last block that rounds them, save the time to fill and to read them, but the warps that add then wait
-// for one another: faster by 8 to 13 % for 512 keys of head dim 128, slower by up to 20 % elsewhere.)
+// for one another: with head dim 128 faster by 8 to 13 % for 512 keys and slower by 3 to 6 % for most longer ones, with
+// head dim 64 slower by 8 to 21 %.)
 //
 // A third warpgroup starts the copies, with few registers: one warp those of K, V, Q and dO, and one for each half
 // those of dQ. When its rows are done, a block takes other keys, which are on their way while it stores dV and dK.
