@@ -23,7 +23,10 @@ MODELS = {  # name: width, heads, features within the MLP
     "cuda": {"gpt2-medium": (1024, 16, 4096), "llama-7b": (4096, 32, 11008)},
     "cpu": {"gpt2-tiny": (64, 2, 256), "llama-tiny": (64, 2, 192)},
 }
-STEPS = {"cuda": {"gpt2-medium": (8, 1024), "llama-7b": (2, 2048)}, "cpu": {"gpt2-tiny": (2, 8), "llama-tiny": (2, 8)}}
+STEPS = {  # batches and lengths; in the first, torch takes longer to launch a step's kernels than these to run
+    "cuda": {"gpt2-medium": [(8, 1024), (32, 1024)], "llama-7b": [(2, 2048)]},
+    "cpu": {"gpt2-tiny": [(2, 8)], "llama-tiny": [(2, 8)]},
+}
 BATCHES = {"cuda": (1, 32), "cpu": (1,)}
 CAPACITY = {"cuda": 2048, "cpu": 16}
 
@@ -31,12 +34,12 @@ CAPACITY = {"cuda": 2048, "cpu": 16}
 def cases(device):
     for name, (dim, _, hidden) in MODELS[device].items():
         parameters = 4 * dim**2 + (3 if name.startswith("llama") else 2) * dim * hidden
-        batch, seqlen = STEPS[device][name]
-        yield Case(
-            "block_step", f"{name} {batch}x{seqlen}", "bf16",
-            functools.partial(steps, name, batch, seqlen, device),
-            flops=batch * seqlen * (6 * parameters + 3.5 * 2 * seqlen * dim),
-        )  # fmt: skip
+        for batch, seqlen in STEPS[device][name]:
+            yield Case(
+                "block_step", f"{name} {batch}x{seqlen}", "bf16",
+                functools.partial(steps, name, batch, seqlen, device),
+                flops=batch * seqlen * (6 * parameters + 3.5 * 2 * seqlen * dim),
+            )  # fmt: skip
         for batch in BATCHES[device]:
             capacity = CAPACITY[device]
             yield Case(
