@@ -352,6 +352,56 @@ std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dout, const Tensor& x, c
   return {dx, dy};
 }
 
+// The first or second half of the columns.
+fused_dense::Rows half(const Matrix& matrix, int index) {
+  const int64_t bytes = index * matrix.cols / 2 * size_of(dtype_of(matrix.tensor, "x"));
+  return {static_cast<char*>(matrix.mutable_data()) + bytes, matrix.stride};
+}
+
+void check_halves(const Tensor& x) {
+  STD_TORCH_CHECK(x.dim() >= 1 && x.size(-1) % 2 == 0, "x must have an even number of features, found shape ",
+                  shape_string(x.sizes()));
+}
+
+Tensor gated_fwd(const Tensor& x, std::string activation) {
+  check_halves(x);
+  const DeviceGuard guard(x.get_device_index());
+  const Tensor out = new_rows(x, x.size(-1) / 2);
+  const Matrix from = matrix_of(x, "x");
+  fused_dense::activation_fwd({.activation = some_activation(activation),
+                               .dtype = dtype_of(x, "x"),
+                               .rows = from.rows,
+                               .cols = from.cols / 2,
+                               .x = half(from, 1),
+                               .y = half(from, 0),
+                               .out = whole(out).as_rows()},
+                              current_stream(x));
+  return out;
+}
+
+Tensor gated_bwd(const Tensor& dout, const Tensor& x, std::string activation) {
+  check_halves(x);
+  const DeviceGuard guard(x.get_device_index());
+  const Tensor dx = new_rows(x, x.size(-1));
+  check_device(dout, x, "dout");
+  check_dtype(dout, x.scalar_type(), "dout");
+  STD_TORCH_CHECK(dout.dim() == x.dim() && num_rows(dout) == num_rows(x) && 2 * dout.size(-1) == x.size(-1),
+                  "dout must have half the features of x, found shapes ", shape_string(dout.sizes()), " and ",
+                  shape_string(x.sizes()));
+  const Matrix incoming = matrix_of(dout, "dout"), from = matrix_of(x, "x"), to = whole(dx);
+  fused_dense::activation_bwd({.activation = some_activation(activation),
+                               .dtype = dtype_of(x, "x"),
+                               .rows = from.rows,
+                               .cols = from.cols / 2,
+                               .dout = incoming.as_rows(),
+                               .x = half(from, 1),
+                               .y = half(from, 0),
+                               .dx = half(to, 1),
+                               .dy = half(to, 0)},
+                              current_stream(x));
+  return dx;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
@@ -360,6 +410,8 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("fused_dense_wgrad", TORCH_BOX(&fused_dense_wgrad));
   m.impl("activation_fwd", TORCH_BOX(&activation_fwd));
   m.impl("activation_bwd", TORCH_BOX(&activation_bwd));
+  m.impl("gated_fwd", TORCH_BOX(&gated_fwd));
+  m.impl("gated_bwd", TORCH_BOX(&gated_bwd));
 }
 
 }  // namespace flash::binding

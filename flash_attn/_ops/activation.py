@@ -1,9 +1,14 @@
-"""Activations, gated or not: the ops `activation_fwd` and `activation_bwd`.
+"""Activations, gated or not: the ops `activation_fwd`, `activation_bwd`, `gated_fwd` and `gated_bwd`.
 
     activation_fwd(x, y, activation) -> act(x), or act(x) * y
     activation_bwd(dout, x, y, activation) -> (dout * act'(x), empty), or (dout * act'(x) * y, dout * act(x))
 
-x, y, dout   of one shape and dtype: fp32, fp16 or bf16, any strides; y may be None
+    gated_fwd(x, activation) -> act(gate) * value
+    gated_bwd(dout, x, activation) -> dx
+
+of the halves (value, gate) of the last dimension of x, so that x has its gradient in one piece.
+
+x, y, dout   of one shape and dtype (but for the halves): fp32, fp16 or bf16, any strides; y may be None
 activation   gelu_approx: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2      silu: x / (1 + exp(-x))
              relu: max(x, 0), whose derivative at 0 is 0                         sqrelu: max(x, 0)^2
 
@@ -28,6 +33,14 @@ def activate(x, y, activation, names=("x", "y")):
         checks.alike(names, (x, y), dtypes=DTYPES)
         checks.has_shape(names[1], y, tuple(x.shape))
     return fwd(x, y, activation)
+
+
+def activate_gate(x, activation, name="x"):
+    """Check x (..., 2 * features), called `name`, and return its first half times its activated second."""
+    checks.tensor(name, x, dtypes=DTYPES)
+    if x.dim() == 0 or x.shape[-1] % 2:
+        raise ValueError(f"{name} must have shape (..., 2 * features), found {tuple(x.shape)}")
+    return gated_fwd(x, activation)
 
 
 def differentiate(dout, x, y, activation, names=("g", "x", "y")):
@@ -56,6 +69,19 @@ class _Activation(torch.autograd.Function):
         return dx, None if y is None else dy, None
 
 
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, rest):
+        (ctx.activation,) = rest
+        ctx.save_for_backward(x)
+        return gated_fwd.below_autograd(x, *rest)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        return gated_bwd(dout, *ctx.saved_tensors, ctx.activation), None
+
+
 def _new_like(x):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
@@ -75,4 +101,16 @@ bwd = _library.define(
     "activation_bwd(Tensor dout, Tensor x, Tensor? y, str activation) -> (Tensor dx, Tensor dy)",
     reference=reference.bwd,
     fake=_bwd_fake,
+)
+gated_fwd = _library.define(
+    "gated_fwd(Tensor x, str activation) -> Tensor",
+    reference=reference.gated_fwd,
+    fake=lambda x, _: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
+    autograd=_Gated,
+    differentiable=1,
+)
+gated_bwd = _library.define(
+    "gated_bwd(Tensor dout, Tensor x, str activation) -> Tensor",
+    reference=reference.gated_bwd,
+    fake=lambda dout, x, _: _new_like(x),
 )

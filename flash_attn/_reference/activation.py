@@ -32,5 +32,18 @@ def bwd(dout, x, y, activation):
     return dx.to(x.dtype), (wide[0] * _FWD[activation](wide[1])).to(y.dtype)
 
 
+def gated_fwd(x, activation):
+    """act(gate) * value of the halves (value, gate) of x."""
+    value, gate = x.chunk(2, dim=-1)
+    return fwd(gate, value, activation)
+
+
+def gated_bwd(dout, x, activation):
+    """The gradient of x."""
+    value, gate = x.chunk(2, dim=-1)
+    dgate, dvalue = bwd(dout, gate, value, activation)
+    return torch.cat([dvalue, dgate], dim=-1)
+
+
 def _wide(x):
     return x if x.dtype == torch.float64 else x.float()

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from flash_attn._ops import checks
-from flash_attn.ops.activations import swiglu
+from flash_attn.ops.activations import swiglu_of_halves
 from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedMLP, ParallelFusedMLP, RowParallelLinear
 
 __all__ = ["FusedMLP", "GatedMlp", "Mlp", "ParallelFusedMLP", "ParallelGatedMlp", "ParallelMLP"]
@@ -39,8 +39,10 @@ class _Gated(_TwoLayers):
     def between(self, y):
         if self.activation is F.sigmoid:
             return F.glu(y, dim=-1)
+        if self.activation is F.silu:
+            return swiglu_of_halves(y)
         value, gate = y.chunk(2, dim=-1)
-        return swiglu(gate, value) if self.activation is F.silu else value * self.activation(gate)
+        return value * self.activation(gate)
 
 
 class Mlp(_TwoLayers):

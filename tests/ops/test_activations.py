@@ -23,6 +23,7 @@ from flash_attn.ops.activations import (
     swiglu,
     swiglu_bwd,
     swiglu_fwd,
+    swiglu_of_halves,
 )
 
 SHAPES = [(), (1,), (33,), (5, 7), (2, 3, 64), (4, 1024), (3, 8193), (0, 4), (4, 0)]
@@ -66,6 +67,22 @@ def test_against_float64(activation, dtype, shape, device):
         x, y, dout = draw(shape, dtype, device, layout)
         assert_like_formula(lambda x: ops.activate(x, None, activation), act, [x], dout)
         assert_like_formula(lambda x, y: ops.activate(x, y, activation), lambda x, y: act(x) * y, [x, y], dout)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ["gelu_approx", "silu"])
+def test_halves_against_float64(activation, dtype, shape, device):
+    act = oracle.ACTIVATIONS[activation]
+
+    def formula(x):
+        value, gate = x.chunk(2, dim=-1)
+        return act(gate) * value
+
+    for layout in LAYOUTS:
+        x, *_ = draw((*shape[:-1], 2 * shape[-1]), dtype, device, layout)
+        _, _, dout = draw(shape, dtype, device, layout)
+        assert_like_formula(lambda x: ops.activate_gate(x, activation), formula, [x], dout)
 
 
 @pytest.mark.parametrize("activation", ["gelu_approx", "relu", "sqrelu", "silu"])
@@ -133,7 +150,10 @@ def test_bias_gelu(bias_dtype, dtype, device):
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(backend, device):
     x, y, g = draw((6, 40), "bf16", device)
-    for function, inputs in ((swiglu, [x, y]), (fast_gelu_impl, [x]), (bias_gelu_impl, [x, y[0]])):
+    wide = torch.cat([x, y], dim=-1)
+    for function, inputs in (
+        (swiglu, [x, y]), (swiglu_of_halves, [wide]), (fast_gelu_impl, [x]), (bias_gelu_impl, [x, y[0]]),
+    ):  # fmt: skip
         compiled = torch.compile(function, fullgraph=True, backend=backend)
         torch.testing.assert_close(gradients(compiled, inputs, g), gradients(function, inputs, g))
 
@@ -146,6 +166,10 @@ def test_opcheck(gated, device):
     torch.library.opcheck(ops.fwd.default, (*leaves, "silu"))
     torch.library.opcheck(ops.fwd.default, (x, y, "gelu_approx"))
     torch.library.opcheck(ops.bwd.default, (g, x, y, "silu"))
+    if gated:
+        wide = torch.cat([x, y], dim=-1)
+        torch.library.opcheck(ops.gated_fwd.default, (wide.clone().requires_grad_(), "silu"))
+        torch.library.opcheck(ops.gated_bwd.default, (g, wide, "silu"))
 
 
 def test_autograd_functions_and_signatures():
@@ -164,6 +188,7 @@ ERRORS = {
     "no tensor": (lambda: gelu_fwd([1.0]), TypeError, "x must be a torch.Tensor"),
     "integers": (lambda: sqrelu_fwd(X.long()), TypeError, "x must have dtype"),
     "halves differ": (lambda: swiglu(X, X[:2]), ValueError, r"y must have shape \(3, 8\), found \(2, 8\)"),
+    "odd features": (lambda: swiglu_of_halves(X[:, :7]), ValueError, r"x must have shape \(..., 2 \* features\)"),
     "types differ": (lambda: swiglu(X, X.half()), TypeError, "y must have dtype torch.float32, found"),
     "gradient differs": (lambda: gelu_bwd(X[0], X), ValueError, r"g must have shape \(3, 8\)"),
     "gradient of relu": (lambda: relu_bwd(X[0], X), ValueError, r"g must have shape \(3, 8\)"),
