@@ -11,6 +11,7 @@
 #include "common/launch.h"
 #include "flash_attn/params.h"
 #include "flash_attn/sequence.cuh"
+#include "ptx/sync.cuh"
 #include "tile/fragment.cuh"
 #include "tile/rotate.cuh"
 
@@ -101,6 +102,8 @@ struct AppendGrid {
 
 template <typename T>
 __global__ __launch_bounds__(kAppendThreads) void append_kernel(const __grid_constant__ AppendParams p) {
+  ptx::launch_dependents();
+  ptx::wait_for_dependency();
   const AppendGrid grid(p);
   const int64_t warp = (int64_t{blockIdx.x} * kAppendThreads + threadIdx.x) / 32;
   const int head = warp % grid.heads, token = warp / grid.heads % grid.tokens, entry = warp / grid.heads / grid.tokens;
@@ -119,7 +122,8 @@ template <typename T>
 void run_append(const AppendParams& p, cudaStream_t stream) {
   const AppendGrid grid(p);
   const int64_t threads = 32 * int64_t{p.problem.batch} * grid.tokens * grid.heads;
-  launch<append_kernel<T>>({.grid = dim3(ceil_div(threads, kAppendThreads)), .block = dim3(kAppendThreads)}, p, stream);
+  launch<append_kernel<T>>(
+      {.grid = dim3(ceil_div(threads, kAppendThreads)), .block = dim3(kAppendThreads), .early = true}, p, stream);
 }
 
 }  // namespace flash::flash_attn

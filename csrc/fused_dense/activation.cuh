@@ -16,6 +16,7 @@
 #include "common/launch.h"
 #include "fused_dense/params.h"
 #include "ptx/math.cuh"
+#include "ptx/sync.cuh"
 #include "tile/vec.cuh"
 
 namespace flash::fused_dense {
@@ -114,6 +115,8 @@ __global__ __launch_bounds__(Config::kThreads) void activation_fwd_kernel(
     const __grid_constant__ Launched<ActivationFwdParams> launched) {
   const auto& p = launched.p;
   const Part<Config> part(launched.blocks_per_row);
+  ptx::launch_dependents();
+  ptx::wait_for_dependency();
   Loads<Config> xs, ys;
   load_part<Config>(xs, p.x, part, p.cols);
   if constexpr (Config::kGated) load_part<Config>(ys, p.y, part, p.cols);
@@ -136,6 +139,8 @@ __global__ __launch_bounds__(Config::kThreads) void activation_bwd_kernel(
     const __grid_constant__ Launched<ActivationBwdParams> launched) {
   const auto& p = launched.p;
   const Part<Config> part(launched.blocks_per_row);
+  ptx::launch_dependents();
+  ptx::wait_for_dependency();
   Loads<Config> douts, xs, ys;
   load_part<Config>(douts, p.dout, part, p.cols);
   load_part<Config>(xs, p.x, part, p.cols);
@@ -167,7 +172,8 @@ void run_activation(const Params& p, cudaStream_t stream) {
   const int64_t blocks_per_row = ceil_div(p.cols, threads * static_cast<int>(kChunk));
   if (p.rows * blocks_per_row > std::numeric_limits<int>::max()) throw std::invalid_argument("there are too many rows");
   const Launched<Params> launched{p, static_cast<int>(blocks_per_row)};
-  launch<kKernel>({dim3(static_cast<unsigned>(p.rows * blocks_per_row)), dim3(threads)}, launched, stream);
+  const dim3 grid(static_cast<unsigned>(p.rows * blocks_per_row));
+  launch<kKernel>({.grid = grid, .block = dim3(threads), .early = true}, launched, stream);
 }
 
 }  // namespace flash::fused_dense
