@@ -85,8 +85,7 @@ def mlp(
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     options = activation, checkpoint_lvl if save_pre_act and trains else 2, heuristic, products or KERNELS
     with _library.without_autocast(x):
-        out, x = _MLP.apply(*tensors, options, exchange)
-    return (out, x) if return_residual else out
+        return _MLP.apply(*tensors, options, exchange, bool(return_residual))
 
 
 def check_layer(x, weight, bias, names=("x", "weight", "bias"), in_features=None):
@@ -154,10 +153,10 @@ class _Linear(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """Both layers and what is between them: (out, x) of x, weight1, bias1, weight2 and bias2."""
+    """Both layers and what is between them: out of x, weight1, bias1, weight2 and bias2, or (out, x)."""
 
     @staticmethod
-    def forward(ctx, x, weight1, bias1, weight2, bias2, options, exchange):
+    def forward(ctx, x, weight1, bias1, weight2, bias2, options, exchange, return_residual):
         activation, level, heuristic, products = ctx.options = options
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
@@ -168,13 +167,13 @@ class _MLP(torch.autograd.Function):
         ctx.save_for_backward(
             x, weight1, weight2, bias1 if level == 2 else None, act if saves_act else None, kept if saves_kept else None
         )
-        return out, x.view_as(x)
+        return (out, x.view_as(x)) if return_residual else out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout, dresidual):
+    def backward(ctx, dout, dresidual=None):
         if dout is None:
-            return dresidual, None, None, None, None, None, None
+            return dresidual, None, None, None, None, None, None, None
         x, weight1, weight2, bias1, act, kept = ctx.saved_tensors
         activation, level, heuristic, products = ctx.options
         needs = ctx.needs_input_grad
@@ -192,11 +191,11 @@ class _MLP(torch.autograd.Function):
             _, dweight2, dbias2 = _layer_gradients(dout, act, weight2, None, None, (False, *needs[3:5]), products)
             act = None
             if not any(needs[:3]):
-                return None, None, None, dweight2, dbias2, None, None
+                return None, None, None, dweight2, dbias2, None, None, None
             dpre = products.dgrad(dout, weight2, None, kept, activation, heuristic)
             kept = None
             gradients = _layer_gradients(dpre, x, weight1, dresidual, ctx.exchange, needs[:3], products, total)
-        return *gradients, dweight2, dbias2, None, None
+        return *gradients, dweight2, dbias2, None, None, None
 
 
 def _layer_gradients(dout, x, weight, dresidual, exchange, needs, products, total=None):

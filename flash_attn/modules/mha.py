@@ -318,15 +318,15 @@ class _MultiHeadAttention(nn.Module):
 
         Returns (..., heads * head_dim).
         """
-        heads, heads_kv = self.num_heads_per_rank, self.num_heads_kv_per_rank
-        qkv = qkv.unflatten(-1, (-1, self.head_dim))
+        heads = self.num_heads_per_rank
+        packed = inference_params is None and heads == self.num_heads_kv_per_rank
+        qkv = qkv.unflatten(-1, (3, heads, self.head_dim) if packed else (-1, self.head_dim))
         if self._rotates_in_kernel(qkv.shape[1], inference_params):
             return self._decode(*self._split(qkv), inference_params, rotary=True).flatten(-2)
         if self.rotary_emb_dim > 0:
             qkv = self._rotated(qkv, inference_params, kwargs.get("cu_seqlens"), kwargs.get("max_seqlen"))
-        if inference_params is None and heads == heads_kv:
-            out = self._inner(self.inner_attn, qkv.unflatten(-2, (3, heads)), **kwargs)
-            return out.flatten(-2)
+        if packed:
+            return self._inner(self.inner_attn, qkv, **kwargs).flatten(-2)
         if "cu_seqlens" in kwargs:
             kwargs = dict(cu_seqlens_k=kwargs["cu_seqlens"], max_seqlen_k=kwargs["max_seqlen"]) | kwargs
         return self._cross_attention(*self._split(qkv), inference_params, **kwargs)

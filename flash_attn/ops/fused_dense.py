@@ -296,10 +296,12 @@ class FusedMLP(nn.Module):
 
     def forward(self, x, process_group=None):
         """process_group: gather x (..., in_features) along its first dimension, and scatter the sum of all results."""
-        out, x = _fused_mlp(self, x, process_group, True)
-        if process_group is not None:
-            out = reduce_scatter(out, process_group)
-        return (out, x) if self.return_residual else out
+        out = _fused_mlp(self, x, process_group, True, self.return_residual)
+        if process_group is None:
+            return out
+        if not self.return_residual:
+            return reduce_scatter(out, process_group)
+        return reduce_scatter(out[0], process_group), out[1]
 
 
 class ParallelFusedMLP(nn.Module):
@@ -338,7 +340,7 @@ class ParallelFusedMLP(nn.Module):
 
     def forward(self, x):
         """(..., in_features) to (..., out_features)."""
-        out, _ = _fused_mlp(self, x, self.process_group, self.sequence_parallel)
+        out = _fused_mlp(self, x, self.process_group, self.sequence_parallel)
         return _reduced(out, self.process_group, self.sequence_parallel)
 
 
@@ -350,12 +352,12 @@ def _configure(module, activation, checkpoint_lvl, heuristic):
     module.heuristic = heuristic if activation != "sqrelu" else -1
 
 
-def _fused_mlp(module, x, process_group, sequence_parallel):
-    """`fused_mlp_func` of the layers of a module: (out, x)."""
+def _fused_mlp(module, x, process_group, sequence_parallel, return_residual=False):
+    """`fused_mlp_func` of the layers of a module."""
     fc1, fc2 = module.fc1, module.fc2
     return fused_mlp_func(
         x, fc1.weight, fc2.weight, fc1.bias, fc2.bias, activation=module.activation, save_pre_act=module.training,
-        return_residual=True, checkpoint_lvl=module.checkpoint_lvl, heuristic=_heuristic(module),
+        return_residual=return_residual, checkpoint_lvl=module.checkpoint_lvl, heuristic=_heuristic(module),
         process_group=process_group, sequence_parallel=sequence_parallel,
     )  # fmt: skip
 
