@@ -68,6 +68,11 @@ def has_kernel(name: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{_NAMESPACE}::{name}", "CUDA")
 
 
+def is_where_kernels_run(x: torch.Tensor) -> bool:
+    """Whether `x` is on a device for which kernels are compiled."""
+    return x.is_cuda
+
+
 @functools.cache
 def warn_once(message: str) -> None:
     """Emit `message` as a RuntimeWarning, the first time it is seen in this process."""

@@ -239,6 +239,18 @@ std::tuple<Tensor, Tensor> fused_dense_fwd(const Tensor& x, const Tensor& weight
   const Matrix weights = in > 0 ? matrix_of(weight, "weight") : zeros(out_features, kNone, x);
   const auto aligned_bias = bias ? std::optional(matrix_of(*bias, "bias")) : std::nullopt;
 
+  const fused_dense::FewRowsParams few{.dtype = dtype_of(out, "out"),
+                                       .rows = to.rows,
+                                       .in_features = from.cols,
+                                       .out_features = out_features,
+                                       .x = from.as_rows(),
+                                       .weight = weights.as_rows(),
+                                       .bias = aligned_bias ? aligned_bias->data() : nullptr,
+                                       .out = to.as_rows(),
+                                       .activates = activation.has_value(),
+                                       .activation = activation.value_or(Activation::kRelu)};
+  if (!keep && fused_dense::few_rows(few, current_stream(x))) return {out, kept};
+
   auto params = forward_params(from, weights, to);
   params.bias = aligned_bias ? aligned_bias->data() : nullptr;
   if (!activation || (heuristic >= 0 && (activation == Activation::kGelu || activation == Activation::kRelu))) {

@@ -60,6 +60,22 @@ struct Rows {
   int64_t stride;
 };
 
+constexpr int kFewRows = 8;
+
+// out = act(x weight^T + bias) of at most kFewRows rows
+struct FewRowsParams {
+  DType dtype;  // of all; 16 bits
+  int64_t rows;
+  int64_t in_features;
+  int64_t out_features;
+  Rows x;
+  Rows weight;
+  const void* bias;  // (out_features); may be null
+  Rows out;
+  bool activates;  // else there is no activation
+  Activation activation;
+};
+
 // out = the sum of the rows of x; or of each chunk of them, as rows of out
 struct SumRowsParams {
   DType dtype;  // of x

@@ -16,13 +16,15 @@ for relu it is out itself, and nothing else is returned. In dgrad the weight is 
 What is not asked for is an empty tensor.
 
 heuristic: -1 computes the activation in a kernel of its own; from 0 on it is fused with the product where cuBLASLt has
-a kernel for both, and the number chooses among those that it proposes. Sums are fp32.
+a kernel for both, and the number chooses among those that it proposes. Few rows, of which nothing is kept, are one
+kernel in any case. Sums are fp32.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flash_attn import _library
@@ -33,6 +35,7 @@ from flash_attn._reference import fused_dense as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FUSED_DTYPES = (torch.float16, torch.bfloat16)
+FEW_ROWS = 8  # that csrc/fused_dense/few_rows.cuh has a kernel for
 ACTIVATIONS = ("gelu_approx", "relu", "sqrelu")
 
 
@@ -86,6 +89,26 @@ def mlp(
     options = activation, checkpoint_lvl if save_pre_act and trains else 2, heuristic, products or KERNELS
     with _library.without_autocast(x):
         return _MLP.apply(*tensors, options, exchange, bool(return_residual))
+
+
+def is_for_few_rows(x, weight) -> bool:
+    """Whether the library's kernel for few rows, as in a step of decoding, can take the place of F.linear.
+
+    Only where nobody would see another difference: without gradients, transforms and subclasses of tensors.
+    """
+    return (
+        not torch.is_grad_enabled()
+        and HAS_KERNEL
+        and _library.is_where_kernels_run(x)
+        and x.dim() > 0
+        and x.numel() <= FEW_ROWS * x.shape[-1]
+        and x.dtype in FUSED_DTYPES
+        and x.dtype == weight.dtype
+        and type(x) is torch.Tensor
+        and type(weight) is torch.nn.Parameter
+        and forward_ad._current_level < 0
+        and _library.autocast_dtype(x) is None
+    )
 
 
 def check_layer(x, weight, bias, names=("x", "weight", "bias"), in_features=None):
@@ -272,6 +295,7 @@ wgrad = _library.define(
     fake=_wgrad_fake,
 )
 
+HAS_KERNEL = _library.has_kernel("fused_dense_fwd")
 KERNELS = Products(fwd, dgrad, wgrad, activations.fwd)
 PLAIN = Products(reference.fwd, reference.dgrad, reference.wgrad, activation_reference.fwd)
 

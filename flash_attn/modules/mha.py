@@ -28,7 +28,7 @@ from flash_attn.flash_attn_interface import (
     flash_attn_with_kvcache,
 )
 from flash_attn.layers.rotary import RotaryEmbedding
-from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedDense, RowParallelLinear
+from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedDense, Linear, RowParallelLinear
 from flash_attn.utils.distributed import get_dim_for_local_rank
 
 _MASKED = -10000.0  # instead of -inf, so that a row without keys has no NaN
@@ -221,8 +221,8 @@ def _unpacked(name, packed, parts):
 # Multi-head attention
 
 
-class LinearResidual(nn.Linear):
-    """nn.Linear that returns its input, too."""
+class LinearResidual(Linear):
+    """`nn.Linear` that returns its input, too."""
 
     def forward(self, input):
         return super().forward(input), input
@@ -485,7 +485,7 @@ class MHA(_MultiHeadAttention):
         self.dwconv = dwconv
         self.return_residual = return_residual
         factory = {"device": device, "dtype": dtype}
-        linear_cls = FusedDense if fused_bias_fc else nn.Linear
+        linear_cls = FusedDense if fused_bias_fc else Linear
         first_cls = linear_cls
         if return_residual:
             first_cls = functools.partial(FusedDense, return_residual=True) if fused_bias_fc else LinearResidual

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from flash_attn._ops import checks
 from flash_attn.ops.activations import swiglu_of_halves
-from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedMLP, ParallelFusedMLP, RowParallelLinear
+from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedMLP, Linear, ParallelFusedMLP, RowParallelLinear
 
 __all__ = ["FusedMLP", "GatedMlp", "Mlp", "ParallelFusedMLP", "ParallelGatedMlp", "ParallelMLP"]
 
@@ -72,8 +72,8 @@ class Mlp(_TwoLayers):
         super().__init__(activation, return_residual)
         factory = {"device": device, "dtype": dtype}
         hidden_features = _or_else(hidden_features, 4 * in_features)
-        self.fc1 = nn.Linear(in_features, hidden_features, bias=bias1, **factory)
-        self.fc2 = nn.Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
+        self.fc1 = Linear(in_features, hidden_features, bias=bias1, **factory)
+        self.fc2 = Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
 
 
 class ParallelMLP(_TwoLayers):
@@ -135,8 +135,8 @@ class GatedMlp(_Gated):
         super().__init__(activation, return_residual)
         factory = {"device": device, "dtype": dtype}
         hidden_features = _round_up(_or_else(hidden_features, int(8 * in_features / 3)), multiple_of)
-        self.fc1 = nn.Linear(in_features, 2 * hidden_features, bias=bias1, **factory)
-        self.fc2 = nn.Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
+        self.fc1 = Linear(in_features, 2 * hidden_features, bias=bias1, **factory)
+        self.fc2 = Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
 
 
 class ParallelGatedMlp(_Gated):

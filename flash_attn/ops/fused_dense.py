@@ -4,9 +4,10 @@
     mlp = FusedMLP(1024, 4096, activation="gelu_approx", checkpoint_lvl=1)
 
 On a GPU, float16 and bfloat16 products are cuBLASLt's, with the bias, the activation and the bias gradient in the same
-kernels where that serves; an MLP keeps, and its gradient needs, less memory than the same operations of torch, down to
-its input alone (`checkpoint_lvl`). Other dtypes and devices take torch's own operations, with the same results up to
-rounding and the same collectives. Under autocast inputs and parameters are cast to its dtype.
+kernels where that serves; for up to eight rows, as in a step of decoding, the library has a kernel of its own. An MLP
+keeps, and its gradient needs, less memory than the same operations of torch, down to its input alone
+(`checkpoint_lvl`). Other dtypes and devices take torch's own operations, with the same results up to rounding and the
+same collectives. Under autocast inputs and parameters are cast to its dtype.
 
 Layers divided among the processes of a group follow Megatron-LM (arXiv:1909.08053): `ColumnParallelLinear` divides the
 output features, `RowParallelLinear` the input features. With sequence_parallel (arXiv:2205.05198) the first dimension
@@ -152,6 +153,15 @@ class _Exchange:
 def _exchange(process_group, sequence_parallel):
     checks.flags(sequence_parallel=sequence_parallel)
     return None if process_group is None else _Exchange(process_group, bool(sequence_parallel))
+
+
+class Linear(nn.Linear):
+    """`nn.Linear`, which without gradients has few rows, as in a step of decoding, go to a kernel made for them."""
+
+    def forward(self, x):
+        if ops.is_for_few_rows(x, self.weight):
+            return fused_dense_func(x, self.weight, self.bias)
+        return super().forward(x)
 
 
 class FusedDense(nn.Linear):

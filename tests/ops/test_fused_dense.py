@@ -21,6 +21,7 @@ from flash_attn.ops.fused_dense import (
     ColumnParallelLinear,
     FusedDense,
     FusedMLP,
+    Linear,
     ParallelFusedMLP,
     RowParallelLinear,
     fused_dense_func,
@@ -171,6 +172,43 @@ def test_dense(case, device):
     )  # fmt: skip
 
 
+FEW_ROWS = params(
+    Case((rows,), widths, dtype, bias, bias, activation, layout=layout)
+    for rows, widths, dtype, bias, activation, layout in [
+        (1, (8, 8, 1), "bf16", True, "gelu_approx", "contiguous"),
+        (1, (4096, 24, 520), "bf16", False, "relu", "contiguous"),
+        (1, (1032, 4200, 7), "fp16", True, "sqrelu", "contiguous"),
+        (2, (200, 1000, 16), "bf16", True, "gelu_approx", "sliced"),
+        (7, (64, 136, 40), "fp16", False, "gelu_approx", "contiguous"),
+        (8, (264, 72, 9), "bf16", True, "relu", "sliced"),
+        (9, (96, 130, 264), "bf16", True, "gelu_approx", "contiguous"),
+        (15, (2056, 520, 64), "fp16", True, "gelu_approx", "transposed"),
+        (16, (128, 4104, 33), "bf16", True, "gelu_approx", "contiguous"),
+        (17, (128, 4104, 33), "bf16", True, "gelu_approx", "contiguous"),
+    ]
+)
+
+
+@pytest.mark.parametrize("case", FEW_ROWS)
+def test_few_rows_without_gradient(case, device):
+    """What decoding computes."""
+    x, weight1, bias1, weight2, bias2, *_ = case.draw(device)
+    inputs = x, weight1, bias1, weight2, bias2
+    with torch.no_grad():
+        for formula, ours, tensors in (
+            (oracle.linear, fused_dense_func, inputs[:3]),
+            (
+                lambda *inputs: oracle.mlp(*inputs, case.activation),
+                lambda x, w1, b1, w2, b2: fused_mlp_func(x, w1, w2, b1, b2, case.activation),
+                inputs,
+            ),
+        ):
+            out = ours(*tensors)
+            exact = formula(*(None if tensor is None else tensor.double() for tensor in tensors))
+            plus = unavoidable(exact, out.dtype, 16 * max(1.0, exact.abs().max().item()))
+            assert_error_ratio(out, exact, formula(*tensors), plus=plus)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("zero", range(4))
 @pytest.mark.parametrize("activation", ["gelu_approx", "relu", "sqrelu"])
@@ -309,6 +347,29 @@ def test_forward_mode_is_refused(device):
 
 
 # Modules.
+
+
+@pytest.mark.parametrize("rows", [1, 8, 9])
+def test_linear_is_that_of_torch(rows, device):
+    """Whoever computes it, with gradients, under autocast, in forward mode and for other tensors, too."""
+    torch.manual_seed(0)
+    layer, x = Linear(64, 40).to(device).bfloat16(), torch.randn(rows, 64, device=device).bfloat16()
+    plain = nn.Linear(64, 40).to(device).bfloat16()
+    plain.load_state_dict(layer.state_dict())
+    assert str(layer) == str(plain)
+    assert torch.equal(layer(x), plain(x))
+    with torch.no_grad():
+        exact = oracle.linear(x.double(), layer.weight.double(), layer.bias.double())
+        assert_error_ratio(layer(x), exact, plain(x))
+        assert layer.float()(x.float()).dtype == torch.float32
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+        layer.bfloat16()
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(x), layer(x))
+        out, tangent = torch.func.jvp(layer, (x,), (x,))
+        assert torch.equal(out, plain(x)) and tangent.shape == out.shape
+        torch.testing.assert_close(torch.vmap(layer)(x), plain(x))
 
 
 def test_modules_are_those_of_torch(device):
