@@ -168,6 +168,13 @@ def test_forward_mode_is_refused(transform, device):
                 attend(forward_ad.make_dual(x, x))
 
 
+def test_transforms_of_functorch_are_refused(device):
+    """By torch, which would have to see into the op."""
+    x = torch.randn(1, 8, 2, 16, device=device)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda q: flash_attn_func(q, x, x).sum())(x)
+
+
 def test_forward_mode_is_refused_by_ops_without_gradient(device):
     x, *caches = torch.randn(1, 1, 2, 16, device=device), *torch.zeros(2, 1, 8, 2, 16, device=device)
 
