@@ -109,6 +109,7 @@ class Op:
         arguments = self.default._schema.arguments
         self.writes = writes
         self.mutated = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
+        self.falls_through = autograd is None and bool(self.mutated)  # the autograd keys: what is written has no graph
 
     def __call__(self, *args):
         if torch.compiler.is_compiling():
@@ -125,6 +126,8 @@ class Op:
 
     def autograd_kernel(self, overload, *args):
         """What the dispatcher calls at the autograd keys of `overload`, for graphs and for callers of torch.ops."""
+        if self.autograd is None and torch.is_grad_enabled():
+            self._refuse_gradients(args)
         if not self.wants_derivative(args):
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*args)
@@ -150,16 +153,22 @@ class Op:
             if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
                 raise NotImplementedError(f"{argument.name} of {self.name} must have no tangent: no op here has a jvp")
 
+    def _refuse_gradients(self, args):
+        for argument, value in zip(self.default._schema.arguments, args, strict=False):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise NotImplementedError(
+                    f"{argument.name} of {self.name} must not require grad: the op has no gradient, call it in no_grad"
+                )
+
     def below_autograd(self, *args):
         """The bare op: for the forward and backward of its autograd Function, and where no gradient is asked for.
 
-        Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13). An op
-        without autograd has none there.
+        Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13).
         """
         if self.mutated and (self.writes is None or self.writes(args)):
             self._mark_written(args)
         call = self.call_default if self._has_kernel_for(args) else self.call_others
-        if self.autograd is None:
+        if self.falls_through:
             return call(*args)
         with torch._C._AutoDispatchBelowAutograd():
             return call(*args)
@@ -196,7 +205,7 @@ def define(
     fake: the same signature on fake tensors, returning empty outputs.
     autograd: a Function whose `apply` takes the op's differentiable arguments and a tuple of the others. Its forward
         calls `op.below_autograd`.
-        Without it the op is not differentiable.
+        Without it the op is not differentiable: torch.ops refuses arguments that require grad, unless the op writes.
     differentiable: how many of the first arguments, all tensors or None, have gradients.
     kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
     writes: for an op that changes arguments, whether it will with these; by default it always does.
@@ -217,7 +226,9 @@ def define(
     for overload in filter(None, (op.default, op.others)):
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but costs 100 us a call where apply costs 17.)
-        kernel = functools.partial(op.autograd_kernel, overload) if autograd else torch.library.fallthrough_kernel
+        kernel = (
+            torch.library.fallthrough_kernel if op.falls_through else functools.partial(op.autograd_kernel, overload)
+        )
         _LIBRARY.impl(overload, kernel, "Autograd")
     return op
 
