@@ -312,6 +312,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void hand_over(Fragment<16, kDqBoxCols>& dq, int count) const {
     ptx::sync_barrier<kDqThreads>(dq_empty_barrier(rank));
     const DqFate fate = p.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
+    // If addresses are kept, too few registers are left to compute all of dS before dV starts, whose products then
+    // wait.
     const unsigned thread = (Config::kTile.dv_first ? not_kept(threadIdx.x) : threadIdx.x) % kWarpgroup;
     const int first_row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
     if (count < kDqBoxRows) {
@@ -331,7 +333,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) dq(r, c + i) += sums[i];
       });
-      ptx::sync_barrier<kWarpgroup>(own_barrier(rank));
+      ptx::sync_barrier<kWarpgroup>(own_barrier(rank));  // the sums have been read where rounded ones come
     }
     if (fate == DqFate::kAdd || fate == DqFate::kStore) {
       for_each_quad([&](float* quad, int r, int c) {
