@@ -307,13 +307,14 @@ struct BwdScratch {
 };
 
 // Whether bwd_sm90.cuh rounds dq. That saves the time to fill its sums with zeros and to read them, but blocks wait for
-// one another: on an H200 512 keys gain 14 to 23 %, 1024 keys 11 %, 2048 keys nothing unless deterministic, and longer
-// ones lose. A box of sums that is stored, not added, has no place for rows of other entries.
+// one another: on an H200 512 keys gain 14 to 23 %, 1024 keys 11 %, 2048 keys nothing unless deterministic; longer ones
+// gain 1 to 5 % with head dim 64, and with 128 lose up to 13 %. A box of sums that is stored, not added, has no place
+// for rows of other entries.
 inline bool rounds_dq(const BwdParams& p) {
-  constexpr int kMostKeys = 2048;
   const Problem& problem = p.problem;
-  const bool narrow = instance_head_dim(problem.head_dim) <= 128;
-  return p.on_sm90 && narrow && problem.cu_seqlens_q == nullptr && problem.seqlen_k <= kMostKeys;
+  const int head_dim = instance_head_dim(problem.head_dim);
+  const int most_keys = head_dim <= 64 ? kMaxSeqlen : head_dim <= 128 ? 2048 : 0;
+  return p.on_sm90 && problem.cu_seqlens_q == nullptr && problem.seqlen_k <= most_keys;
 }
 
 // How many key heads' blocks start together, those of the first keys first. Under a causal mask these take longest. The
