@@ -128,6 +128,16 @@ def test_which_backward_runs(head_dim, portable, kernel, deterministic, device, 
 
 
 @pytest.mark.sm90
+@pytest.mark.parametrize("head_dim, packed, finishes", [(64, False, False), (128, True, True), (256, False, True)])
+def test_where_dq_takes_a_kernel_of_its_own(head_dim, packed, finishes, device):
+    q = torch.randn(64, 2, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 64], dtype=torch.int32, device=device)
+    x = q if packed else q[None]
+    out = flash_attn_varlen_func(x, x, x, cu_seqlens, cu_seqlens, 64, 64) if packed else flash_attn_func(x, x, x)
+    assert any("::bwd_finish_kernel<" in name for name in kernels_of(out.sum().backward)) == finishes
+
+
+@pytest.mark.sm90
 @pytest.mark.parametrize("seqlen_q, seqlen_k, portable, kernel", [
     (128, 128, False, "fwd_sm90_kernel"), (128, 128, True, "fwd_kernel"), (1, 128, False, "decode_kernel"),
     (128, 8192, False, "fwd_kernel"),
