@@ -5,7 +5,10 @@ import functools
 import gc
 import itertools
 import math
+import pathlib
+import time
 
+import native
 import numpy
 import oracle
 import pytest
@@ -1316,6 +1319,39 @@ def test_two_streams_at_once(device):
             results.append(run())
     torch.cuda.synchronize()
     assert all(torch.equal(x, y) for result in results for x, y in zip(result, expected, strict=True))
+
+
+@pytest.mark.sm90
+@pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_while_others_hold_most_multiprocessors(deterministic, device):
+    """Its blocks wait for one another, but for none that needs a multiprocessor yet."""
+    probe = native.library(pathlib.Path(__file__).with_name("occupy_probe.cu"), native.CUDA)
+    held = torch.cuda.get_device_properties(device).multi_processor_count - 16
+    q = torch.randn(1, 384, 64, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    out = flash_attn_func(q, q, q, causal=True, deterministic=deterministic)
+    dout = torch.randn_like(out)
+
+    def run():
+        return torch.autograd.grad(out, q, dout, retain_graph=True)
+
+    run()  # so that the next but one need not allocate
+    expected = run()
+    started, done = (torch.zeros(size, dtype=torch.int32, pin_memory=True) for size in (held, 1))
+    end = torch.cuda.Event()
+    torch.cuda.synchronize()
+    probe.run("occupy", held, 20, started, done, torch.cuda.Stream().cuda_stream)
+    while not started.all():
+        time.sleep(0.001)
+    found = run()
+    end.record()
+    deadline = time.monotonic() + 10
+    while not end.query() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    ended = end.query()
+    done.fill_(1)
+    assert ended
+    assert_same_but_for_rounding(found, expected)
 
 
 @pytest.mark.multi_gpu

@@ -1,5 +1,5 @@
 // Before the backward: delta, the row sums of dO * O, less the gradient of lse, 0 for rows that see no key, and zeros
-// for the sums of dQ. For bwd_sm90.cuh also a copy of lse and delta in whole blocks of rows.
+// for the sums of dQ, or for dQ of such rows. For bwd_sm90.cuh also a copy of lse and delta in whole blocks of rows.
 //
 // kLanes threads share a row, 8 channels each, and have kSteps rows on the way at a time. The rows are those of
 // softmax_d; between entries it has some that stand for no token and get 0. So do packed tokens after the last entry,

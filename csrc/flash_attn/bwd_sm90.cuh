@@ -9,15 +9,14 @@
 //                          dQ = dS K             from shared memory, where both warpgroups have stored their part of dS
 //
 // and a warpgroup computes half of dQ: of its channels, or of its rows. The half goes to a box in shared memory, from
-// where a copy adds it to sums in global memory. These start as zeros, and bwd_finish.cuh rounds them; or, for few keys
-// of entries that are not packed (config.h), of the blocks with keys that the rows see, that with the first keys stores
-// its half, others add theirs, and when they have, that with the last keys has the sums copied to its box, adds its
-// half and rounds.
+// where a copy adds it to sums in global memory. These start as zeros, and bwd_finish.cuh rounds them; or, where that
+// is faster (config.h), of the blocks with keys that the rows see, that with the first keys stores its half, others add
+// theirs, and when they have, that with the last keys has the sums copied to its box, adds its half and rounds.
 //
 // A third warpgroup starts the copies, with few registers: one warp those of K, V, Q and dO, and one for each half
 // those of dQ. When its rows are done, a block takes other keys, which are on their way while it stores dV and dK.
-// Deterministic: blocks add to the same rows in turn, those with the first keys first. Keys are taken in this order, so
-// that none waits for one that has not started.
+// Deterministic: blocks add to the same rows in turn, those with the first keys first. Keys are taken in this order,
+// the first of a block, too: however few blocks run at a time, none waits for keys that nobody has taken.
 #pragma once
 
 #include <algorithm>
@@ -148,7 +147,8 @@ struct Loader {
   }
 
   __device__ void run() {
-    for (int index = blockIdx.x; index < p.key_blocks; index = gridDim.x + atomicAdd(p.bwd.taken, 1)) {
+    const auto take = [&] { return atomicAdd(p.bwd.taken, 1); };
+    for (int index = take(); index < p.key_blocks; index = take()) {
       const KeyBlock<Config> block(p.bwd, index);
       if (!block.exists()) continue;
       tell(index);

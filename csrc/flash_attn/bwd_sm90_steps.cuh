@@ -232,7 +232,7 @@ struct BwdConsumer {
 // ---------------------------------------------------------------------------------------------------------------------
 
 template <typename Config>
-BwdSm90Params params_of(const BwdParams& p, const CUtensorMap& dq_sums = {}) {
+BwdSm90Params params_of(const BwdParams& p) {
   using Rows = typename RowRing<Config>::Tile;
   using Keys = SharedTile<typename Config::T, Config::kBlockN, Config::kHeadDim>;
   const Problem& problem = p.problem;
@@ -247,7 +247,6 @@ BwdSm90Params params_of(const BwdParams& p, const CUtensorMap& dq_sums = {}) {
           .dout = map_rows(p.dout),
           .k = map_keys(p.k),
           .v = map_keys(p.v),
-          .dq_sums = dq_sums,
           .key_blocks = static_cast<int>(key_blocks<Config::kBlockN * Config::kCluster>(p)),
           .bwd = p};
 }

@@ -144,7 +144,7 @@ struct BwdParams {
   float* delta;
   int* turns;  // likewise, if in_turns or rounds_dq: how many blocks have added to the sums of dq of a block of rows
   int persistent_blocks;  // that share the blocks of keys in bwd_sm90.cuh,
-  int* taken;             // (1): and how many they have taken, each beside its first; likewise
+  int* taken;             // (1): and how many they have taken; likewise
   bool in_turns;          // deterministic in the kernels for sm_90: blocks add to the same sums of dq in a fixed order
   bool rounds_dq;         // whether bwd_sm90.cuh rounds dq, or else bwd_finish.cuh does, from sums that start as zeros
 };
