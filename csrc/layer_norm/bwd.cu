@@ -4,7 +4,7 @@
 
 #include "common/device.h"
 #include "common/dispatch.h"
-#include "layer_norm/bwd.cuh"
+#include "layer_norm/bwd_instances.cuh"
 #include "layer_norm/choice.h"
 #include "layer_norm/launch.h"
 
@@ -34,9 +34,12 @@ static void run_shaped(const BwdParams& p, cudaStream_t stream) {
   run_bwd<Config>(p, row_shape(p.problem.cols, Config::kVec, Config::kVecs, kMaxThreads, !Config::kRagged), stream);
 }
 
-template <Types kTypes, Extent kExtent, bool kRagged = false>
-using Wide = BwdConfig<kTypes, vec_of(kTypes), kVecsOfWide, kExtent, kRagged>;
-using Widest = BwdConfig<Types::kAny, vec_of(Types::kAny), 1, Extent::kAll, /*kRagged=*/true, /*kTiled=*/true>;
+// Those that kernels for branches are built for.
+static Types types_of_branches(const BwdParams& p) {
+  if (fits(p, 8)) return types_of<kHalf, kBrain>(p);
+  if (fits(p, 4)) return Types::kAny;
+  return types_of<kHalf, kBrain, Types::kFloat16Stream32, Types::kBFloat16Stream32>(p);
+}
 
 // Whether a block has shared memory enough.
 static bool has_room(bool ragged) {
@@ -48,23 +51,24 @@ int max_parts(int64_t rows) { return static_cast<int>(std::min<int64_t>(rows, nu
 
 void bwd(const BwdParams& p, cudaStream_t stream) {
   if (p.problem.x0_subset) clear_rows(p.dx0, p.problem.x0_rows, p.problem.cols, stream);
-  const Types known = known_types(p), halves = fits(p, 8) || !fits(p, 4) ? types_of<kHalf, kBrain>(p) : Types::kAny;
+  const Types known = known_types(p);
   Extent extent = extent_of(p);
   if (extent == Extent::kPlain && (known == Types::kAny || !fits(p, vec_of(known)))) extent = Extent::kBranches;
-  const Types types = extent == Extent::kPlain ? known : extent == Extent::kBranches ? halves : Types::kAny;
+  const Types types = extent == Extent::kPlain ? known : extent == Extent::kAll ? Types::kAny : types_of_branches(p);
   const bool ragged = !fits(p, vec_of(types));
-  if (!holds_row<bwd_kernel<Widest>>(p.problem.cols, vec_of(types)) || !has_room(ragged)) {
+  if (!holds_row<finish_kernel>(p.problem.cols, vec_of(types)) || !has_room(ragged)) {
     run_shaped<Widest>(p, stream);
   } else if (extent == Extent::kPlain) {
-    dispatch_known(types, [&](auto kTypes) { run_shaped<Wide<kTypes, Extent::kPlain>>(p, stream); });
+    dispatch_known(types, [&](auto kTypes) { run_shaped<Aligned<kTypes, Extent::kPlain>>(p, stream); });
   } else if (extent == Extent::kAll) {
-    ragged ? run_shaped<Wide<Types::kAny, Extent::kAll, true>>(p, stream)
-           : run_shaped<Wide<Types::kAny, Extent::kAll>>(p, stream);
+    ragged ? run_shaped<Ragged<Types::kAny, Extent::kAll>>(p, stream)
+           : run_shaped<Aligned<Types::kAny, Extent::kAll>>(p, stream);
+  } else if (ragged) {
+    dispatch_value<kHalf, kBrain, Types::kFloat16Stream32, Types::kBFloat16Stream32, Types::kAny>(
+        types, [&](auto kTypes) { run_shaped<Ragged<kTypes, Extent::kBranches>>(p, stream); });
   } else {
-    dispatch_value<kHalf, kBrain, Types::kAny>(types, [&](auto kTypes) {
-      ragged ? run_shaped<Wide<kTypes, Extent::kBranches, true>>(p, stream)
-             : run_shaped<Wide<kTypes, Extent::kBranches>>(p, stream);
-    });
+    dispatch_value<kHalf, kBrain, Types::kAny>(
+        types, [&](auto kTypes) { run_shaped<Aligned<kTypes, Extent::kBranches>>(p, stream); });
   }
 }
 

@@ -37,7 +37,7 @@ struct BwdConfig : Elements<kTypes> {
   static constexpr bool kRagged = kRagged_;  // vectors need not be aligned
   static constexpr bool kTiled = kTiled_;    // a block has part of a row, whose sums are known
   static constexpr int kParameters = kExtent == Extent::kAll ? BwdParams::kParameters : 2;
-  static constexpr bool kHoldsWeight = true;  // in registers
+  static constexpr bool kHoldsWeight = kExtent != Extent::kAll;  // in registers, of which the sums leave enough
 
   static constexpr int kWarpBytes = warp_slots(kRagged) * kSlotBytes;
   static constexpr int kMatrixBytes = kVecs * kMaxThreads / 32 * kWarpBytes;
@@ -86,20 +86,40 @@ class Ring {
     if (Config::kRagged) __syncwarp();
   }
 
-  // Reads a thread's j-th vector of a matrix's row, of `col` and the columns behind.
-  template <typename Data>
-  __device__ void read(float (&values)[kVec], int stage, Which which, int j, const Data& matrix, DType dtype,
-                       int64_t row, int col) const {
-    const auto own = reinterpret_cast<const AnyVec<kVec>*>(slot(stage, which, j));
+  // Moves the vectors of a row that has come to slots of their own, from the two that hold them.
+  __device__ void align(const BwdParams& p, int stage, const Rows<Config>& rows) const {
     if constexpr (Config::kRagged) {
-      const char* first = element_address(matrix.data, row * matrix.stride, dtype);
-      widen(values, RaggedVec<kVec>{own[0], own[1], misalignment<kVec>(first, dtype), cols_ - col}, dtype);
-    } else {
-      widen(values, own[0], dtype);
+      align(stage, kH, p.h, Config::h(p.h.dtype), rows.h);
+      align(stage, kDout, p.dout, Config::x(p.dout.dtype), rows.out);
+      if (p.dh.data) align(stage, kDh, p.dh, Config::h(p.dh.dtype), rows.h);
     }
   }
 
+  // Reads a thread's j-th vector, of `col` and the columns behind.
+  __device__ void read(float (&values)[kVec], int stage, Which which, int j, DType dtype, int col) const {
+    widen(values, *vector(stage, which, j), dtype);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = !Config::kRagged || col + i < cols_ ? values[i] : 0.f;
+  }
+
  private:
+  __device__ AnyVec<kVec>* vector(int stage, Which which, int j) const {
+    return reinterpret_cast<AnyVec<kVec>*>(slot(stage, which, j));
+  }
+
+  template <typename Data>
+  __device__ void align(int stage, Which which, const Data& matrix, DType dtype, int64_t row) const {
+    const int skip = misalignment<kVec>(element_address(matrix.data, row * matrix.stride, dtype), dtype);
+    if (skip == 0) return;
+#pragma unroll
+    for (int j = 0; j < kVecs; ++j) {
+      AnyVec<kVec>* own = vector(stage, which, j);
+      const AnyVec<kVec> vec = shifted(own[0], own[1], skip, dtype);
+      __syncwarp();
+      own[0] = vec;
+    }
+  }
+
   __device__ char* slot(int stage, Which which, int j) const {
     return base_ + (stage * kCopiedMatrices + which) * Config::kMatrixBytes +
            j * (kMaxThreads / 32 * Config::kWarpBytes);
@@ -195,14 +215,22 @@ struct Row {
   Rows<Config> rows;
   int stage;
   float centre, rstd;
+  Dropout dropout;
+  uint32_t kept0[Config::kVecs] = {};  // elements of x0
+
+  // Finds out what is kept of x0, which takes long enough to do it while the row is on its way.
+  __device__ void draw() {
+    if (Config::kExtent == Extent::kPlain || !p.dx0.data || rows.x0 < 0) return;
+    for_each_vector<Config>(p.problem, [&](int j, int col) { kept0[j] = kept(p.mask0, rows.x0, col, 0); });
+  }
 
   // y and g of a vector; if kAdding, what the row gives to the gradients of weights and biases is added to these.
   template <bool kAdding>
   __device__ void normal_and_weighted(float (&y)[kVec], float (&g)[kVec], int j, int col) const {
     using C = Columns<Config>;
     float dout[kVec];
-    ring.read(y, stage, Ring<Config>::kH, j, p.h, Config::h(p.h.dtype), rows.h, col);
-    ring.read(dout, stage, Ring<Config>::kDout, j, p.dout, Config::x(p.dout.dtype), rows.out, col);
+    ring.read(y, stage, Ring<Config>::kH, j, Config::h(p.h.dtype), col);
+    ring.read(dout, stage, Ring<Config>::kDout, j, Config::x(p.dout.dtype), col);
     normalise(y, centre, rstd);
     columns.weigh(g, dout, p.problem, j, col);
     if (kAdding) columns.add_up(C::kWeight, j, dout, y);
@@ -222,7 +250,7 @@ struct Row {
                         float sum_gy, int j, int col) const {
     const float scale = rstd / p.problem.cols, shift = p.problem.is_rms_norm ? 0.f : sum_g * scale;
     fill(dtotal, 0.f);
-    if (p.dh.data) ring.read(dtotal, stage, Ring<Config>::kDh, j, p.dh, Config::h(p.dh.dtype), rows.h, col);
+    if (p.dh.data) ring.read(dtotal, stage, Ring<Config>::kDh, j, Config::h(p.dh.dtype), col);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) dtotal[i] += g[i] * rstd - shift - y[i] * (sum_gy * scale);
   }
@@ -242,8 +270,8 @@ struct Row {
     store_row<kRagged>(matrix, dtype, row, col, p.problem.cols, values);
   }
 
-  __device__ Kept<kVec> kept(const uint8_t* mask, int64_t row, int col, int branch) const {
-    return mask == nullptr ? Dropout(p.problem).kept<kVec>(row, col, branch)
+  __device__ uint32_t kept(const uint8_t* mask, int64_t row, int col, int branch) const {
+    return mask == nullptr ? dropout.kept<kVec>(row, col, branch)
                            : load_mask<kVec>(mask, row * p.problem.cols, col, p.problem.cols);
   }
 
@@ -258,7 +286,7 @@ struct Row {
     }
     if (!p.dx0.data || rows.x0 < 0) return;
     multiply(dtotal, scale_of_row(problem, rows.x0));
-    drop(dtotal, kept(p.mask0, rows.x0, col, 0));
+    drop(dtotal, kept0[j]);
     if constexpr (Config::kExtent == Extent::kAll) {
       if (problem.colscale.data) {
         widen(branch, load_row<kRagged, kVec>(p.x0, p.x0.dtype, rows.x0, col, problem.cols), p.x0.dtype);
@@ -329,6 +357,7 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
   const Problem& problem = p.problem;
   Ring<Config> ring(problem.cols);
   Columns<Config> columns(problem);
+  const Dropout dropout(problem);
 
   const int64_t step = int64_t{gridDim.y} * blockDim.y;
   int64_t index = int64_t{blockIdx.y} * blockDim.y + threadIdx.y;
@@ -345,9 +374,11 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
                                                                               : kStages - 1;
     ring.start(p, last, Rows<Config>(problem, index + (kStages - 1) * step));
     const float next_mean = moment(p.mean, index + step), next_rstd = moment(p.rstd, index + step);
+    const float centre = problem.is_rms_norm ? 0.f : mean;
+    Row<Config> row{p, ring, columns, Rows<Config>(problem, index), stage, centre, rstd, dropout};
+    row.draw();
     ring.wait();
-    const Row<Config> row{p,   ring, columns, Rows<Config>(problem, index), stage, problem.is_rms_norm ? 0.f : mean,
-                          rstd};
+    ring.align(p, stage, row.rows);
     float sums[2] = {0.f, 0.f};
     for_each_vector<Config>(problem, [&](int j, int col) {
       float y[kVec], g[kVec];
@@ -414,7 +445,7 @@ struct FinishParams {
   int num_parts;
 };
 
-__global__ __launch_bounds__(32 * kFinishRows) void finish_kernel(const __grid_constant__ FinishParams p) {
+static __global__ __launch_bounds__(32 * kFinishRows) void finish_kernel(const __grid_constant__ FinishParams p) {
   const Matrix<>& target = p.bwd.dparameters[blockIdx.y];
   if (!target.data) return;
   ptx::wait_for_dependency();

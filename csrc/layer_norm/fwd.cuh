@@ -30,7 +30,7 @@ struct FwdConfig : Elements<kTypes> {
 
   // Blocks of kMaxThreads that a multiprocessor has registers for. H200, 16384 x 4096 in bf16, GB/s: 64 registers 3969,
   // 74 (weight and bias loaded early) 3728, 40 2002.
-  static constexpr int kBlocks = kAll || kRagged ? 1 : kVecs == 1 ? 3 : 2;
+  static constexpr int kBlocks = kAll ? 1 : kVecs == 1 ? 3 : 2;
 };
 
 // What is summed to a vector of h.
@@ -57,24 +57,29 @@ struct RowScaling {
 
   __device__ RowScaling(const Problem& p, int64_t row, int64_t x0_row)
       : dropout(p), row(row), x0_row(x0_row), scale(x0_row >= 0 ? scale_of_row(p, x0_row) : 0.f) {}
+
+  // Which of x0's elements are kept.
+  template <typename Config>
+  __device__ uint32_t kept(int col) const {
+    return Config::kExtent == Extent::kPlain ? 0 : dropout.kept<Config::kVec>(x0_row, col, 0);
+  }
 };
 
-// The sum of a vector's branches.
+// The sum of a vector's branches; `kept` are x0's elements that are.
 template <typename Config, int kVec = Config::kVec>
 __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, const FwdParams& p, const RowScaling& row,
-                             int col, bool store_masks) {
+                             uint32_t kept, int col, bool store_masks) {
   const Problem& problem = p.problem;
-  const auto drop_branch = [&](float (&values)[kVec], int64_t row_of_branch, int branch, uint8_t* mask) {
-    const Kept<kVec> kept = row.dropout.kept<kVec>(row_of_branch, col, branch);
+  const auto drop_branch = [&](float (&values)[kVec], uint32_t kept, int64_t row_of_branch, uint8_t* mask) {
     drop(values, kept);
-    if (store_masks && mask) store_mask(mask, row_of_branch * problem.cols, col, problem.cols, kept);
+    if (store_masks && mask) store_mask<kVec>(mask, row_of_branch * problem.cols, col, problem.cols, kept);
   };
   fill(h, 0.f);
   if (!Config::kAll || row.x0_row >= 0) {
     widen(h, vec.x0, Config::x(p.x0.dtype));
     if constexpr (Config::kExtent != Extent::kPlain) {
       multiply(h, row.scale);
-      drop_branch(h, row.x0_row, 0, p.mask0);
+      drop_branch(h, kept, row.x0_row, p.mask0);
     }
   }
   float branch[kVec];
@@ -86,7 +91,7 @@ __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, cons
     if (p.x1.data) {
       widen(branch, vec.x1, p.x1.dtype);
       multiply(branch, problem.keep_scale);
-      drop_branch(branch, row.row, 1, p.mask1);
+      drop_branch(branch, row.dropout.kept<kVec>(row.row, col, 1), row.row, p.mask1);
       add(h, branch);
     }
   }
@@ -154,9 +159,11 @@ __global__ __launch_bounds__(kMaxThreads, Config::kBlocks) void fwd_kernel(const
   for_each([&](int j, int col) { load_branches<Config>(branches[j], p, row, x0_row, col); });
   RowSums sums(shared, Config::kTiled ? 1 : gridDim.x);
   const RowScaling scaling(problem, row, x0_row);
+  uint32_t kept[kVecs];
+  for_each([&](int j, int col) { kept[j] = scaling.kept<Config>(col); });
   float h[kVecs][kVec];
   for_each([&](int j, int col) {
-    sum_branches<Config>(h[j], branches[j], p, scaling, col, /*store_masks=*/true);
+    sum_branches<Config>(h[j], branches[j], p, scaling, kept[j], col, /*store_masks=*/true);
     if (p.h.data) store_row<kRagged>(p.h, Config::h(p.h.dtype), row, col, problem.cols, h[j]);
   });
 
@@ -212,7 +219,7 @@ __global__ __launch_bounds__(kMaxThreads) void moments_kernel(const __grid_const
       Branches<Config> branches;
       float h[kVec];
       load_branches<Config>(branches, p, row, x0_row, col);
-      sum_branches<Config>(h, branches, p, scaling, col, /*store_masks=*/false);
+      sum_branches<Config>(h, branches, p, scaling, scaling.kept<Config>(col), col, /*store_masks=*/false);
       visit(h, count_from<Config>(col, p.problem.cols));
     }
   });

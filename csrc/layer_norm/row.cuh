@@ -63,31 +63,37 @@ class RowSums {
   template <int kCount>
   __device__ void add_up_warps(float (&values)[kCount]) {
     static_assert(kCount <= 2);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32, first = threadIdx.y * warps;
+    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     const float2 sum{values[0], values[kCount - 1]};
-    auto& partial = shared_.partial[turn_ % 2];
+    const float2* partial = shared_.partial[turn_ % 2];
     if (blocks_ == 1) {
-      if (lane == 0) partial[first + warp] = sum;
+      const int first = threadIdx.y * warps, other = lane % kMaxWarps;
+      if (lane == 0) shared_.partial[turn_ % 2][first + threadIdx.x / 32] = sum;
       ptx::sync_barrier(1 + threadIdx.y, blockDim.x);
+      const float2 found = other < warps ? partial[first + other] : float2{0.f, 0.f};
+      values[0] = found.x, values[kCount - 1] = kCount > 1 ? found.y : found.x;
+      add_up_lanes(values, kMaxWarps);
     } else {
-      exchange(sum, lane, warp, warps);
+      exchange(sum);
+#pragma unroll
+      for (float& value : values) value = 0.f;
+#pragma unroll
+      for (int i = lane; i < kMaxTiles * kMaxWarps; i += 32) {
+        if (i / kMaxWarps >= blocks_ || i % kMaxWarps >= warps) continue;
+        const float2 found = partial[i];
+        values[0] += found.x;
+        if (kCount > 1) values[kCount - 1] += found.y;
+      }
+      add_up_lanes(values, 32);
     }
     ++turn_;
-#pragma unroll
-    for (float& value : values) value = 0.f;
-    for (int i = lane; i < blocks_ * kMaxWarps; i += 32) {
-      if (i % kMaxWarps >= warps) continue;
-      const float2 other = partial[first + i];
-      values[0] += other.x;
-      if (kCount > 1) values[kCount - 1] += other.y;
-    }
-    add_up_lanes(values, 32);
   }
 
   // Each warp gives its sum to all blocks. Nobody is two turns ahead of a block that still reads: he would have waited
   // for all of its warps to give what they sum after that.
-  __device__ void exchange(float2 sum, int lane, int warp, int warps) {
+  __device__ void exchange(float2 sum) {
 #if __CUDA_ARCH__ >= 900
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     ptx::SharedBarrier& arrived = shared_.arrived[turn_ % 2];
     if (threadIdx.x == 0) arrived.arrive_expecting(blocks_ * warps * static_cast<int>(sizeof(sum)));
     if (lane < blocks_) {
@@ -223,31 +229,20 @@ __device__ void load_weight(float (&values)[kVec], const Problem& p, const Vecto
   for (float& value : values) value += weight_centre(p);
 }
 
-// Which elements of a vector are kept: those whose 16 bits are below the threshold.
+// What a mask of bytes keeps of a row that begins with byte `start`: a bit for each element.
 template <int kVec>
-struct Kept {
-  uint32_t words[kVec / 2];
-  uint32_t threshold;
-
-  __device__ bool operator[](int i) const { return (i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xFFFF) < threshold; }
-};
-
-// What a mask of bytes keeps of a row that begins with byte `start`.
-template <int kVec>
-__device__ Kept<kVec> load_mask(const uint8_t* mask, int64_t start, int col, int cols) {
-  Kept<kVec> kept{.threshold = 1};
+__device__ uint32_t load_mask(const uint8_t* mask, int64_t start, int col, int cols) {
+  uint32_t kept = 0;
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    kept.words[i / 2] |= uint32_t{col + i < cols && mask[start + col + i] == 0} << 16 * (i % 2);
-  }
+  for (int i = 0; i < kVec; ++i) kept |= uint32_t{col + i < cols && mask[start + col + i] != 0} << i;
   return kept;
 }
 
 template <int kVec>
-__device__ void store_mask(uint8_t* mask, int64_t start, int col, int cols, const Kept<kVec>& kept) {
+__device__ void store_mask(uint8_t* mask, int64_t start, int col, int cols, uint32_t kept) {
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    if (col + i < cols) mask[start + col + i] = kept[i];
+    if (col + i < cols) mask[start + col + i] = kept >> i & 1;
   }
 }
 
@@ -262,23 +257,27 @@ struct Dropout {
     if (drops) seed = __ldg(p.rng_state), offset = __ldg(p.rng_state + 1);
   }
 
-  // Which of the columns col .. col + kVec - 1 are kept.
+  // Which of the columns col .. col + kVec - 1 are kept: a bit for each. Better known early, since it takes long.
   template <int kVec>
-  __device__ Kept<kVec> kept(int64_t row, int col, int branch) const {
-    if (!drops) return {.threshold = 1};
+  __device__ uint32_t kept(int64_t row, int col, int branch) const {
+    if (!drops) return (1u << kVec) - 1;
     const uint4 drawn = philox<7>(seed, offset + row, col / 8, branch);
-    if constexpr (kVec == 8) {
-      return {{drawn.x, drawn.y, drawn.z, drawn.w}, threshold};
-    } else {
-      return {{col & 4 ? drawn.z : drawn.x, col & 4 ? drawn.w : drawn.y}, threshold};
+    const bool second = kVec == 4 && col % 8 != 0;
+    const uint32_t words[4] = {second ? drawn.z : drawn.x, second ? drawn.w : drawn.y, drawn.z, drawn.w};
+    uint32_t bits = 0;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) {
+      const uint32_t half = i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xFFFF;
+      bits |= half < threshold ? 1u << i : 0;
     }
+    return bits;
   }
 };
 
 template <int kVec>
-__device__ void drop(float (&values)[kVec], const Kept<kVec>& kept) {
+__device__ void drop(float (&values)[kVec], uint32_t kept_bits) {
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) values[i] = kept[i] ? values[i] : 0.f;
+  for (int i = 0; i < kVec; ++i) values[i] = kept_bits >> i & 1 ? values[i] : 0.f;
 }
 
 // The factor of row `row` of x0.
