@@ -34,13 +34,15 @@ static void run_shaped(const FwdParams& p, cudaStream_t stream) {
 }
 
 // In GB/s, 16384 rows in bf16 on an H200: 2 accesses of a thread and matrix in blocks of 256 threads do best for 4096
-// columns (3969; with 4 in blocks of 128 3701, with 1 3625), 4 where 2 would take a cluster.
+// columns (3969; with 4 in blocks of 128 3701, with 1 3625), 4 where 2 would take a cluster, and where a warp or two
+// then have a row.
 template <Types kTypes, Extent kExtent>
 static void run_aligned(const FwdParams& p, cudaStream_t stream) {
   constexpr int kVec = vec_of(kTypes);
   const int cols = p.problem.cols;
-  const int vecs = cols <= kVec * kThreads / 2 ? 1 : fits_blocks(cols, kVec, 2, 1) ? 2 : 4;
-  dispatch_value<1, 2, 4>(vecs, [&](auto kVecs) { run_shaped<FwdConfig<kTypes, kVec, kVecs, kExtent>>(p, stream); });
+  const bool middling = cols > 4 * kVec * 64 && fits_blocks(cols, kVec, 2, 1);
+  dispatch_value<2, 4>(middling ? 2 : 4,
+                       [&](auto kVecs) { run_shaped<FwdConfig<kTypes, kVec, kVecs, kExtent>>(p, stream); });
 }
 
 template <Types kTypes, Extent kExtent>

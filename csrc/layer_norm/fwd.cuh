@@ -30,7 +30,7 @@ struct FwdConfig : Elements<kTypes> {
 
   // Blocks of kMaxThreads that a multiprocessor has registers for. H200, 16384 x 4096 in bf16, GB/s: 64 registers 3969,
   // 74 (weight and bias loaded early) 3728, 40 2002.
-  static constexpr int kBlocks = kAll ? 1 : kVecs == 1 ? 3 : 2;
+  static constexpr int kBlocks = kAll ? 1 : 2;
 };
 
 // What is summed to a vector of h.
