@@ -133,11 +133,11 @@ class Ring {
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
       const int col = column_of<kVec, kVecs>(j);
-      const char* access = element_address(source, col, dtype) - skip;
-      copy(slot(stage, which, j), access, dtype, row >= 0 && col < cols_);
+      const int64_t begin = byte_offset(col, dtype) - skip, end = byte_offset(cols_, dtype);
+      copy(slot(stage, which, j), source + begin, dtype, row >= 0 && begin < end);
       if (Config::kRagged && threadIdx.x % 32 == 31) {
-        const bool needed = skip > 0 && (cols_ - col - kVec) * size_of(dtype) + skip > 0;
-        copy(slot(stage, which, j) + kSlotBytes, access + kVec * size_of(dtype), dtype, row >= 0 && needed);
+        const int64_t next = begin + kVec * size_of(dtype);
+        copy(slot(stage, which, j) + kSlotBytes, source + next, dtype, row >= 0 && skip > 0 && next < end);
       }
     }
   }
@@ -162,7 +162,7 @@ struct Columns {
   enum Parameter { kWeight, kBias, kWeight1, kBias1, kColscale };
 
   float sums[Config::kParameters][kVecs][kVec] = {};
-  float weight[Config::kHoldsWeight ? kVecs : 1][kVec];
+  float weight[Config::kHoldsWeight ? kVecs : 1][kVec] = {};
 
   __device__ explicit Columns(const Problem& p) {
     if constexpr (Config::kHoldsWeight) {

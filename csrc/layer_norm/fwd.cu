@@ -34,14 +34,12 @@ static void run_shaped(const FwdParams& p, cudaStream_t stream) {
 }
 
 // In GB/s, 16384 rows in bf16 on an H200: 2 accesses of a thread and matrix in blocks of 256 threads do best for 4096
-// columns (3969; with 4 in blocks of 128 3701, with 1 3625), 4 where 2 would take a cluster, and where a warp or two
-// then have a row.
+// columns (3969; with 4 in blocks of 128 3701, with 1 3625) and for 1024 (3353; with 4 3297, with 1 2885), but with 4 a
+// block holds rows that are a cluster's otherwise.
 template <Types kTypes, Extent kExtent>
 static void run_aligned(const FwdParams& p, cudaStream_t stream) {
   constexpr int kVec = vec_of(kTypes);
-  const int cols = p.problem.cols;
-  const bool middling = cols > 4 * kVec * 64 && fits_blocks(cols, kVec, 2, 1);
-  dispatch_value<2, 4>(middling ? 2 : 4,
+  dispatch_value<2, 4>(fits_blocks(p.problem.cols, kVec, 2, 1) ? 2 : 4,
                        [&](auto kVecs) { run_shaped<FwdConfig<kTypes, kVec, kVecs, kExtent>>(p, stream); });
 }
 

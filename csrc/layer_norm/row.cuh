@@ -257,7 +257,8 @@ struct Dropout {
     if (drops) seed = __ldg(p.rng_state), offset = __ldg(p.rng_state + 1);
   }
 
-  // Which of the columns col .. col + kVec - 1 are kept: a bit for each. Better known early, since it takes long.
+  // Which of the columns col .. col + kVec - 1 are kept: a bit for each. It takes long enough to be
+  // asked for while rows are on their way.
   template <int kVec>
   __device__ uint32_t kept(int64_t row, int col, int branch) const {
     if (!drops) return (1u << kVec) - 1;

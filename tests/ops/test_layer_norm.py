@@ -204,6 +204,7 @@ EDGES = [
     Case(shape=(300,), cols=64, residual="bf16", dropout_p=0.3),
     Case(shape=(33,), cols=1001, residual="fp16", dtype="fp16"),
     Case(shape=(35,), cols=33, residual="bf16", dropout_p=0.2),
+    *(Case(shape=(17,), cols=cols, residual="bf16", layout="strided") for cols in (257, 262, 519)),
     Case(shape=(17,), cols=4095, residual="fp32", dropout_p=0.1, weight="bf16"),
     Case(shape=(17,), cols=4091, residual="fp32", weight="fp16", dtype="fp16", is_rms_norm=True),
     Case(shape=(9,), cols=1023, residual="bf16", x1="fp32", colscale=True, dropout_p=0.2, weight1=True),
