@@ -129,7 +129,7 @@ def backward(shape, dtype, device, causal):
         attend = functools.partial(flash_attn_func, *ours, causal=causal, deterministic=deterministic)
         functions[name] = backward_of(attend, *ours)
     for name, attend in sdpa(device, shape, causal).items():
-        functions[name] = lazily(backward_of, functools.partial(attend, *theirs), *theirs)
+        functions[name] = backward_of(functools.partial(attend, *theirs), *theirs)
     return functions
 
 
@@ -175,12 +175,6 @@ def sdpa(device, shape, causal):
 def with_backend(backend, *args, **options):
     with sdpa_kernel(backend):
         return F.scaled_dot_product_attention(*args, **options)
-
-
-def lazily(make, *args):
-    """make(*args), called when it is first needed: where it fails, it is this provider that fails."""
-    made = functools.cache(functools.partial(make, *args))
-    return lambda: made()()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ dense       F.linear with bias, forward, and forward with backward
 mlp         two layers with GELU (tanh) between them, forward without gradient, and forward with backward; flash_attn at
             its checkpoint levels 0, 1 and 2, and with the activation as a kernel of its own ("apart")
 linear_act  a layer with GELU in one Triton kernel
-swiglu      silu(gate) * value of the halves of a tensor, by the bytes that must move
+swiglu      silu(gate) * value of the halves of a tensor, by the bytes that must move; against Liger, too, which copies
+            halves, so that it gets tensors of their own
 """
 
 import functools
@@ -12,7 +13,7 @@ import functools
 import torch
 from torch.nn import functional
 
-from benchmarks.harness import DTYPES, Case, main
+from benchmarks.harness import DTYPES, Case, backward_of, main
 from flash_attn.ops.activations import swiglu
 from flash_attn.ops.fused_dense import fused_dense_func, fused_mlp_func
 from flash_attn.ops.triton.linear import triton_linear_act
@@ -82,7 +83,7 @@ def dense_functions():
     return {
         "flash_attn": fused_dense_func,
         "torch": functional.linear,
-        "torch.compile": torch.compile(functional.linear),
+        "torch.compile": torch.compile(functional.linear, dynamic=False),
     }
 
 
@@ -103,7 +104,7 @@ def mlp_functions():
         "flash_attn level 2": our_mlp(2),
         "flash_attn apart": our_mlp(0, -1),
         "torch": eager_mlp,
-        "torch.compile": torch.compile(eager_mlp),
+        "torch.compile": torch.compile(eager_mlp, dynamic=False),
     }
 
 
@@ -120,11 +121,14 @@ def mlp_both(shape, dtype, device):
 
 def linear_act_forward(shape, dtype, device):
     x, weight, bias, *_ = draw(shape, dtype, device)
-    compiled = torch.compile(lambda: gelu(functional.linear(x, weight, bias)))
+
+    def plain():
+        return gelu(functional.linear(x, weight, bias))
+
     return {
         "flash_attn": lambda: triton_linear_act(x, weight, bias, "gelu_approx"),
-        "torch": lambda: gelu(functional.linear(x, weight, bias)),
-        "torch.compile": compiled,
+        "torch": plain,
+        "torch.compile": torch.compile(plain, dynamic=False),
     }
 
 
@@ -132,25 +136,40 @@ def eager_swiglu(x, y):
     return functional.silu(x) * y
 
 
+def liger_swiglu(x, y):
+    from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    return LigerSiLUMulFunction.apply(x, y)
+
+
 def swiglu_functions():
-    return {"flash_attn": swiglu, "torch": eager_swiglu, "torch.compile": torch.compile(eager_swiglu)}
+    return {
+        "flash_attn": swiglu,
+        "torch": eager_swiglu,
+        "torch.compile": torch.compile(eager_swiglu, dynamic=False),
+        "liger": liger_swiglu,
+    }
 
 
 def swiglu_forward(shape, dtype, device):
-    x, y = torch.randn(shape[0], 2 * shape[1], device=device, dtype=dtype).chunk(2, dim=-1)
-    return {name: functools.partial(function, x, y) for name, function in swiglu_functions().items()}
+    halves = torch.randn(shape[0], 2 * shape[1], device=device, dtype=dtype).chunk(2, dim=-1)
+    own = [half.contiguous() for half in halves]
+    return {
+        name: functools.partial(function, *(own if name == "liger" else halves))
+        for name, function in swiglu_functions().items()
+    }
 
 
 def swiglu_backward(shape, dtype, device):
-    """For inputs that are leaves, halves of no tensor, so that no copy is timed."""
-    inputs = [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(2)]
-    dout = torch.randn_like(inputs[0])
-
-    def backward(function):
-        out = functools.cache(lambda: function(*inputs))
-        return lambda: torch.autograd.grad(out(), inputs, dout, retain_graph=True)
-
-    return {name: backward(function) for name, function in swiglu_functions().items()}
+    """For inputs that are leaves, halves of no tensor, so that no copy is timed. Liger overwrites its own."""
+    functions = swiglu_functions()
+    inputs = {
+        name: [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(2)] for name in functions
+    }
+    return {
+        name: backward_of(functools.partial(function, *inputs[name]), *inputs[name])
+        for name, function in functions.items()
+    }
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
-"""Softmax of scaled, masked attention scores against eager torch and torch.compile: forward and backward.
+"""Softmax of scaled, masked attention scores against eager torch, torch.compile and Liger: forward and backward.
 
-The bytes counted are those of the scores, in and out, and of the mask; of causal scores half are read.
+The bytes counted are those of the scores, in and out, and of the mask; of causal scores half are read. Liger has a
+softmax without scale and mask, so that it takes part where there is no mask and the scale is 1.
 """
 
 import functools
@@ -15,12 +16,12 @@ SHAPES = {  # batch, heads, seqlen_q, seqlen_k
              (1, 1, 16384, 16384), (8, 16, 2047, 2047)],
     "cpu": [(1, 2, 64, 64)],
 }  # fmt: skip
-SCALE = 0.125
+SCALES = {"mask": 0.125, "causal": 0.125, "none": 1.0}  # of each kind of mask
 
 
 def cases(device):
     for shape in SHAPES[device]:
-        for kind in ("mask", "causal"):
+        for kind in SCALES:
             if kind == "causal" and shape[2] != shape[3]:
                 continue
             for direction in ("fwd", "bwd"):
@@ -42,26 +43,33 @@ def traffic(shape, kind, direction):
     return (reads + 1) * scores + mask
 
 
-def plain(x, left_out):
-    return (x.float() * SCALE).masked_fill(left_out, float("-inf")).softmax(dim=-1).to(x.dtype)
+def plain(x, left_out, scale):
+    if left_out is None:
+        return (x * scale).softmax(dim=-1)
+    return (x.float() * scale).masked_fill(left_out, float("-inf")).softmax(dim=-1).to(x.dtype)
+
+
+def liger(x):
+    from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+    return LigerSoftmaxFunction.apply(x)
 
 
 def providers(shape, dtype, device, kind, direction):
     x = torch.randn(shape, device=device).to(dtype).requires_grad_(direction == "bwd")
+    left_out = None
     if kind == "causal":
         left_out = torch.ones(shape[2:], dtype=torch.bool, device=device).triu(1)
-    else:
+    elif kind == "mask":
         left_out = torch.rand(shape[0], 1, *shape[2:], device=device) < 0.3
-    compiled = torch.compile(plain)
+    fused = scaled_upper_triang_masked_softmax if kind == "causal" else scaled_masked_softmax
     functions = {
-        "flash_attn": lambda: (
-            scaled_upper_triang_masked_softmax(x, None, SCALE)
-            if kind == "causal"
-            else scaled_masked_softmax(x, left_out, SCALE)
-        ),
-        "torch": lambda: plain(x, left_out),
-        "torch.compile": lambda: compiled(x, left_out),
+        "flash_attn": functools.partial(fused, x, left_out, SCALES[kind]),
+        "torch": functools.partial(plain, x, left_out, SCALES[kind]),
+        "torch.compile": functools.partial(torch.compile(plain, dynamic=False), x, left_out, SCALES[kind]),
     }
+    if kind == "none":
+        functions["liger"] = functools.partial(liger, x)
     if direction == "fwd":
         return functions
     return {name: backward_of(function, x) for name, function in functions.items()}

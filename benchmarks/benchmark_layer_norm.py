@@ -2,7 +2,8 @@
 
 One call is a block's: h = dropout(x) + residual, out = norm(h), both returned. The bytes counted are those of x, the
 residual, out and h, and backward of the gradients of out and h, of h itself and of what is returned: one gradient that
-x and the residual share, or two if dropout or their dtypes tell them apart. Liger has RMSNorm without dropout only.
+x and the residual share, or two if dropout or their dtypes tell them apart. Liger fuses RMSNorm with the sum if both
+have one dtype and there is no dropout; else its norms follow a sum in torch, as they do in models.
 """
 
 import functools
@@ -10,7 +11,7 @@ import functools
 import torch
 from torch.nn import functional
 
-from benchmarks.harness import DTYPES, Case, main
+from benchmarks.harness import DTYPES, Case, backward_of, main
 from flash_attn.ops.layer_norm import dropout_add_layer_norm
 from flash_attn.ops.rms_norm import dropout_add_rms_norm
 
@@ -66,10 +67,16 @@ def fused(x, residual, weight, bias, dropout_p):
 
 def liger(x, residual, weight, bias, dropout_p):
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
+    from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    if bias is not None or dropout_p or residual.dtype != x.dtype:
-        raise NotImplementedError("Liger fuses a residual of the same dtype with RMSNorm only")
-    return LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, 0.0, "llama", False)
+    if bias is None and not dropout_p and residual.dtype == x.dtype:
+        return LigerFusedAddRMSNormFunction.apply(x, residual, weight, EPS, 0.0, "llama", False)
+    h = (functional.dropout(x, dropout_p) if dropout_p else x) + residual
+    normal = h.to(weight.dtype)
+    if bias is None:
+        return LigerRMSNormFunction.apply(normal, weight, EPS, 0.0, "llama", False), h
+    return LigerLayerNormFunction.apply(normal, weight, bias, EPS), h
 
 
 def tensors(shape, variant, device, requires_grad):
@@ -82,7 +89,7 @@ def tensors(shape, variant, device, requires_grad):
 
 
 def functions():
-    return {"flash_attn": fused, "torch": plain, "torch.compile": torch.compile(plain), "liger": liger}
+    return {"flash_attn": fused, "torch": plain, "torch.compile": torch.compile(plain, dynamic=False), "liger": liger}
 
 
 def forward(shape, variant, device):
@@ -93,16 +100,12 @@ def forward(shape, variant, device):
 
 def backward(shape, variant, device):
     inputs = tensors(shape, variant, device, requires_grad=True)
-    run = {name: gradients_of(function, inputs, variant[2]) for name, function in functions().items()}
-    return run | {"triton": triton_backward(inputs, *variant)}
-
-
-def gradients_of(function, inputs, dropout_p):
-    """A function that computes the gradients of all inputs; the forward runs when it is first called."""
-    results = functools.cache(lambda: function(*inputs, dropout_p))
-    incoming = functools.cache(lambda: [torch.randn_like(x) for x in results()])
     leaves = [x for x in inputs if x is not None]
-    return lambda: torch.autograd.grad(results(), leaves, incoming(), retain_graph=True)
+    run = {
+        name: backward_of(functools.partial(function, *inputs, variant[2]), *leaves)
+        for name, function in functions().items()
+    }
+    return run | {"triton": triton_backward(inputs, *variant)}
 
 
 def triton_forward(x, residual, weight, bias, is_rms_norm, stream, dropout_p):

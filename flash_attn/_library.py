@@ -99,12 +99,17 @@ class Op:
         self.name = name
         self.default = getattr(ops, name).default
         self.others = getattr(ops, f"{name}_reference").default if kernel_dtypes else None
+        # Of an OpOverload what it calls: its __call__ is Python, and takes 0.5 us (torch 2.13).
+        self.call_default = self.default._op
+        self.call_others = self.others and self.others._op
         self.autograd = autograd
+        self.apply = autograd and super(torch.autograd.Function, autograd).apply
         self.differentiable = differentiable
         self.kernel_dtypes = kernel_dtypes
         arguments = self.default._schema.arguments
         self.writes = writes
         self.mutated = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
+        self.falls_through = autograd is None and bool(self.mutated)  # the autograd keys: what is written has no graph
 
     def __call__(self, *args):
         if torch.compiler.is_compiling():
@@ -114,11 +119,15 @@ class Op:
         return self.below_autograd(*args)
 
     def _apply(self, args):
-        # apply looks at each of its arguments for tensors, which for 20 of them takes 5 us.
-        return self.autograd.apply(*args[: self.differentiable], args[self.differentiable :])
+        # apply looks at each of its arguments for tensors, which for 20 of them takes 5 us. Its part in Python, which
+        # takes 2 us, is for functorch.
+        apply = self.autograd.apply if torch._C._are_functorch_transforms_active() else self.apply
+        return apply(*args[: self.differentiable], args[self.differentiable :])
 
     def autograd_kernel(self, overload, *args):
         """What the dispatcher calls at the autograd keys of `overload`, for graphs and for callers of torch.ops."""
+        if self.autograd is None and torch.is_grad_enabled():
+            self._refuse_gradients(args)
         if not self.wants_derivative(args):
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*args)
@@ -144,18 +153,25 @@ class Op:
             if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
                 raise NotImplementedError(f"{argument.name} of {self.name} must have no tangent: no op here has a jvp")
 
+    def _refuse_gradients(self, args):
+        for argument, value in zip(self.default._schema.arguments, args, strict=False):
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise NotImplementedError(
+                    f"{argument.name} of {self.name} must not require grad: the op has no gradient, call it in no_grad"
+                )
+
     def below_autograd(self, *args):
         """The bare op: for the forward and backward of its autograd Function, and where no gradient is asked for.
 
-        Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13). An op
-        without autograd has none there.
+        Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13).
         """
         if self.mutated and (self.writes is None or self.writes(args)):
             self._mark_written(args)
-        if self.autograd is None:
-            return self._overload(args)(*args)
+        call = self.call_default if self._has_kernel_for(args) else self.call_others
+        if self.falls_through:
+            return call(*args)
         with torch._C._AutoDispatchBelowAutograd():
-            return self._overload(args)(*args)
+            return call(*args)
 
     def _mark_written(self, args):
         """Advance the versions of tensors that the op will write, which a kernel does not do."""
@@ -166,7 +182,10 @@ class Op:
         torch.autograd.graph.increment_version(written)
 
     def _overload(self, args):
-        return self.default if self.others is None or args[0].dtype in self.kernel_dtypes else self.others
+        return self.default if self._has_kernel_for(args) else self.others
+
+    def _has_kernel_for(self, args) -> bool:
+        return self.kernel_dtypes is None or args[0].dtype in self.kernel_dtypes
 
 
 def define(
@@ -186,7 +205,7 @@ def define(
     fake: the same signature on fake tensors, returning empty outputs.
     autograd: a Function whose `apply` takes the op's differentiable arguments and a tuple of the others. Its forward
         calls `op.below_autograd`.
-        Without it the op is not differentiable.
+        Without it the op is not differentiable: torch.ops refuses arguments that require grad, unless the op writes.
     differentiable: how many of the first arguments, all tensors or None, have gradients.
     kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
     writes: for an op that changes arguments, whether it will with these; by default it always does.
@@ -207,7 +226,9 @@ def define(
     for overload in filter(None, (op.default, op.others)):
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but costs 100 us a call where apply costs 17.)
-        kernel = functools.partial(op.autograd_kernel, overload) if autograd else torch.library.fallthrough_kernel
+        kernel = (
+            torch.library.fallthrough_kernel if op.falls_through else functools.partial(op.autograd_kernel, overload)
+        )
         _LIBRARY.impl(overload, kernel, "Autograd")
     return op
 

@@ -80,7 +80,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 128, 8, 64])
     """
-    _check_given(v=v)
+    _check_given("v", v)
     return _attend(
         q, k, v,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -193,7 +193,9 @@ def flash_attn_varlen_func(
         >>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 4, 4, causal=True).shape
         torch.Size([7, 8, 64])
     """
-    _check_given(v=v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _check_given("v", v)
+    _check_given("cu_seqlens_q", cu_seqlens_q)
+    _check_given("cu_seqlens_k", cu_seqlens_k)
     return _attend(
         q, k, v,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -234,7 +236,8 @@ def flash_attn_varlen_kvpacked_func(
         torch.Size([7, 8, 64])
     """
     _check_packed("kv", kv, 2, "(total_k, 2, heads_k, head_dim)")
-    _check_given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _check_given("cu_seqlens_q", cu_seqlens_q)
+    _check_given("cu_seqlens_k", cu_seqlens_k)
     return _attend(
         q, kv, None,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -272,7 +275,7 @@ def flash_attn_varlen_qkvpacked_func(
         torch.Size([7, 8, 64])
     """
     _check_packed("qkv", qkv, 3, "(total, 3, heads, head_dim)")
-    _check_given(cu_seqlens=cu_seqlens)
+    _check_given("cu_seqlens", cu_seqlens)
     return _attend(
         qkv, None, None,
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
@@ -380,10 +383,9 @@ def _check_packed(name, packed, parts, layout):
     checks.number(f"{name}.shape[-3]", packed.shape[-3], packed.shape[-3] == parts, f"{parts} as in {layout}")
 
 
-def _check_given(**arguments):
-    for name, value in arguments.items():
-        if value is None:
-            checks.tensor(name, value)
+def _check_given(name, value):
+    if value is None:
+        checks.tensor(name, value)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -440,7 +442,8 @@ def _flash_attn_varlen_forward(
     seqused_k, leftpad_k: int32 (batch,), how many keys of each entry are used and how many of these are skipped.
     zero_tensors changes nothing, since every element is written; num_splits, nothing but the last bits.
     """
-    _check_given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _check_given("cu_seqlens_q", cu_seqlens_q)
+    _check_given("cu_seqlens_k", cu_seqlens_k)
     return ops.with_tensors(
         ops.forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -504,7 +507,8 @@ def _flash_attn_varlen_backward(
     zero_tensors=False,
 ):
     """As `_flash_attn_backward`. zero_tensors changes nothing, since every element is written."""
-    _check_given(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _check_given("cu_seqlens_q", cu_seqlens_q)
+    _check_given("cu_seqlens_k", cu_seqlens_k)
     return ops.backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p, softmax_scale, causal, *_window((window_size_left, window_size_right)), softcap, alibi_slopes,

@@ -101,10 +101,11 @@ const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
   return answer(tile, {found.rows, found.keys, found.warp_keys, found.stages});
 }
 
-// plan: parts, elements of scratch for the sums of dq, for row values and for counters.
+// plan: parts, elements of scratch for the sums of dq, for row values and for counters, whether the main kernel rounds
+// dq, and key heads of a section.
 const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
-                          int64_t seqlen_k, bool packed, bool deterministic, bool has_sm90, int64_t multiprocessors,
-                          int64_t* plan) {
+                          int64_t seqlen_k, bool packed, bool causal, bool deterministic, bool has_sm90,
+                          int64_t multiprocessors, int64_t* plan) {
   static const int any_int[] = {0};
   BwdParams p{};
   p.problem.batch = batch;
@@ -114,10 +115,11 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
   p.problem.seqlen_q = seqlen_q;
   p.problem.seqlen_k = seqlen_k;
   p.problem.cu_seqlens_q = p.problem.cu_seqlens_k = packed ? any_int : nullptr;
-  p.problem.window_left = p.problem.window_right = kUnbounded;
+  p.problem.window_left = kUnbounded;
+  p.problem.window_right = causal ? 0 : kUnbounded;
   p.aligned = true;
   const BwdScratch scratch = plan_bwd(p, deterministic, has_sm90, multiprocessors);
-  return answer(plan, {p.num_parts, scratch.dq_sums, scratch.rows, scratch.counters});
+  return answer(plan, {p.num_parts, scratch.dq_sums, scratch.rows, scratch.counters, p.rounds_dq, p.section_heads});
 }
 
 // constants: multiplier, shift.

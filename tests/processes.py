@@ -2,6 +2,7 @@
 
 import pathlib
 import tempfile
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ def over_processes(world, target, *args, backend="gloo"):
 
 def _run(rank, file, world, backend, target, args):
     torch.set_num_threads(1)
+    warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # old names of collectives
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)

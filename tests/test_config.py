@@ -384,15 +384,27 @@ def test_parts_of_the_backward(host, packed):
         batch, heads_k, group = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((1, 4))
         head_dim, sms = draw.choice(HEAD_DIMS), draw.choice((46, 108, 132))
         seqlen_q, seqlen_k = (draw.choice((0, 1, 100, 5000, 1_000_000)) for _ in "qk")
-        sizes = batch, heads_k * group, heads_k, head_dim, seqlen_q, seqlen_k, packed
+        sizes = batch, heads_k * group, heads_k, head_dim, seqlen_q, seqlen_k, packed, False
         rows = (1 if packed else batch) * heads_k * group * seqlen_q
-        one = numbers(host, 4, "find_bwd_plan", *sizes, False, False, sms)
-        assert one == [1, -(-rows // 8) * 8 * head_dim, 0, 0]
-        parts, scratch, *others = numbers(host, 4, "find_bwd_plan", *sizes, True, False, sms)
-        assert others == [0, 0]
+        one = numbers(host, 6, "find_bwd_plan", *sizes, False, False, sms)
+        assert one == [1, -(-rows // 8) * 8 * head_dim, 0, 0, False, 1]
+        parts, scratch, *others = numbers(host, 6, "find_bwd_plan", *sizes, True, False, sms)
+        assert others == [0, 0, False, 1]
         _, keys, _, _ = numbers(host, 4, "find_bwd_tile", head_dim, False)
         assert 1 <= parts <= min(128, sms, max(1, -(-seqlen_k // keys)))
         assert scratch == -(-parts * rows // 8) * 8 * head_dim
+
+
+@pytest.mark.parametrize("group, head_dim, rows, packed, causal, section", [
+    (1, 64, 512, False, False, 32), (1, 64, 512, False, True, 64), (1, 128, 512, False, False, 16),
+    (1, 64, 1024, False, True, 32), (1, 64, 2048, False, False, 8), (1, 128, 2048, False, True, 16),
+    (4, 128, 512, False, False, 8), (1, 64, 16384, False, False, 8), (1, 64, 1, False, False, 32),
+    (1, 64, 512, True, False, 8), (1, 256, 512, False, True, 8),
+])  # fmt: skip
+def test_key_heads_whose_blocks_start_together_on_sm90(host, group, head_dim, rows, packed, causal, section):
+    """As many as have rows of 8 MB with dout and sums of dq, twice as many if causal; 8 if dq is not rounded."""
+    sizes = 4, 8 * group, 8, head_dim, rows, rows, packed, causal
+    assert numbers(host, 6, "find_bwd_plan", *sizes, False, True, 132)[-1] == section
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -403,14 +415,15 @@ def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
     for _ in range(300):
         batch, heads, head_dim = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((40, 64, 96, 128, 192, 256))
         lengths = [draw.choice((1, 100, 128, 5000)) for _ in range(batch)] if packed else [draw.choice((1, 128, 5000))]
-        seqlen_k = draw.choice((77, 128, 129, 1024, 1025))
-        sizes = batch, heads, heads, head_dim, sum(lengths), seqlen_k, packed
-        parts, sums, rows, counters = numbers(host, 4, "find_bwd_plan", *sizes, deterministic, True, 132)
+        seqlen_k = draw.choice((77, 128, 129, 2048, 2049))
+        sizes = batch, heads, heads, head_dim, sum(lengths), seqlen_k, packed, False
+        parts, sums, rows, counters, rounds, _ = numbers(host, 6, "find_bwd_plan", *sizes, deterministic, True, 132)
         entries = 1 if packed else batch
         instance = host.call("find_instance_head_dim", head_dim)
         assert rows % (entries * heads * 128) == 0
         assert (parts, sums) == (1, instance * (-(-entries * heads * sum(lengths) // 8) * 8))
-        assert counters == 1 + (rows // 32 if deterministic else 0)
+        assert rounds == (not packed and (head_dim <= 64 or (head_dim <= 128 and seqlen_k <= 2048)))
+        assert counters == 1 + (rows // 32 if rounds or deterministic else 0)
         starts = [sum(lengths[:entry]) // 128 * 128 + 128 * entry for entry in range(len(lengths))]
         ends = [start + -(-length // 128) * 128 for start, length in zip(starts, lengths)]
         assert all(end <= start for end, start in zip(ends, [*starts[1:], rows // (entries * heads)]))

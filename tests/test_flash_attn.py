@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
 import math
 
@@ -124,6 +125,16 @@ def test_which_backward_runs(head_dim, portable, kernel, deterministic, device, 
         monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
     out = flash_attn_func(q, q, q, deterministic=deterministic)
     assert any(f"::{kernel}<" in name for name in kernels_of(out.sum().backward))
+
+
+@pytest.mark.sm90
+@pytest.mark.parametrize("head_dim, packed, finishes", [(64, False, False), (128, True, True), (256, False, True)])
+def test_where_dq_takes_a_kernel_of_its_own(head_dim, packed, finishes, device):
+    q = torch.randn(64, 2, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 64], dtype=torch.int32, device=device)
+    x = q if packed else q[None]
+    out = flash_attn_varlen_func(x, x, x, cu_seqlens, cu_seqlens, 64, 64) if packed else flash_attn_func(x, x, x)
+    assert any("::bwd_finish_kernel<" in name for name in kernels_of(out.sum().backward)) == finishes
 
 
 @pytest.mark.sm90
@@ -347,7 +358,10 @@ def test_out_and_gradients_keep_the_memory_order_of_their_inputs(layout, device)
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_may_have_any_strides(layout, device):
-    """The private backward writes where it is told to, and leaves alone what is beside it."""
+    """The private backward writes where it is told to, and leaves alone what is beside it.
+
+    Rows that are not aligned are the portable kernel's, which rounds elsewhere.
+    """
     *inputs, dout = Case(seqlen_q=40, seqlen_k=50, heads_k=2).tensors(device)
     out, lse, _, _ = _flash_attn_forward(*inputs, 0.0, 0.125, True, -1, -1, 0.0, None, False)
 
@@ -356,9 +370,11 @@ def test_gradients_may_have_any_strides(layout, device):
         _flash_attn_backward(dout, *inputs, out, lse, *grads, 0.0, 0.125, True, -1, -1, 0.0, None, True)
         return grads
 
-    for found, expected in zip(gradients(layout), gradients("contiguous"), strict=True):
-        whole = found if found._base is None else found._base
-        assert torch.equal(found, expected) and whole.isfinite().sum() == found.numel()
+    found = gradients(layout)
+    assert_same_but_for_rounding(found, gradients("contiguous"))
+    for grad in found:
+        whole = grad if grad._base is None else grad._base
+        assert whole.isfinite().sum() == grad.numel()
 
 
 def test_inputs_are_not_written(device):
@@ -1254,6 +1270,7 @@ def test_strides_beyond_two_to_the_31(device, memory_guard):
 def test_memory_grows_with_the_sequence_not_with_its_square(dropout_p, device):
     def peak(seqlen):
         leaves, dout = large_tensors(1, seqlen, 4, 64, device)
+        gc.collect()  # or what another test has left is given back meanwhile
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

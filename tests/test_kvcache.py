@@ -744,15 +744,18 @@ def test_graphs_that_come_and_go(device):
     alone = call()
     kept, kept_results = captured(call)
     torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    for _ in range(300):
-        graph, results = captured(call)
-        graph.replay()
-        kept.replay()
-        torch.cuda.synchronize()
-        assert torch.equal(results[0], alone) and torch.equal(kept_results[0], alone)
-        del graph, results
-    assert before - torch.cuda.mem_get_info()[0] < 2**27
+    lost = []
+    for _ in range(5):
+        before = torch.cuda.mem_get_info()[0]
+        for _ in range(80):
+            graph, results = captured(call)
+            graph.replay()
+            kept.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(results[0], alone) and torch.equal(kept_results[0], alone)
+            del graph, results
+        lost.append(before - torch.cuda.mem_get_info()[0])
+    assert min(lost) < 2**25, lost  # other processes take memory of the device, too, but not each time
 
 
 @pytest.mark.cuda

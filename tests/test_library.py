@@ -8,6 +8,7 @@ import torch
 from torch.autograd import forward_ad
 
 from flash_attn import _build_id, _library, flash_attn_func, flash_attn_with_kvcache
+from flash_attn._ops import fused_softmax, rotary
 
 
 class OnGpu(torch.Tensor):
@@ -168,6 +169,13 @@ def test_forward_mode_is_refused(transform, device):
                 attend(forward_ad.make_dual(x, x))
 
 
+def test_transforms_of_functorch_are_refused(device):
+    """By torch, which would have to see into the op."""
+    x = torch.randn(1, 8, 2, 16, device=device)
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda q: flash_attn_func(q, x, x).sum())(x)
+
+
 def test_forward_mode_is_refused_by_ops_without_gradient(device):
     x, *caches = torch.randn(1, 1, 2, 16, device=device), *torch.zeros(2, 1, 8, 2, 16, device=device)
 
@@ -209,9 +217,20 @@ def test_inference_tensors_outside_of_inference_mode(device):
     assert all(torch.equal(*pair) for pair in zip(caches, before, strict=True))
 
 
-def test_autograd_does_not_look_into_an_op_without_gradient(device):
+def test_ops_without_gradient_do_not_cut_one_silently(device):
+    dy, y = torch.rand(2, 1, 2, 4, 4, device=device)
+    softmax_bwd = fused_softmax.bwd.default  # as through torch.ops
+    expected = softmax_bwd(dy, y, 1.0, False)
+    y.requires_grad_()
+    with pytest.raises(NotImplementedError, match="y of softmax_bwd must not require grad"):
+        softmax_bwd(dy, y, 1.0, False)
+    with torch.no_grad():
+        assert torch.equal(softmax_bwd(dy, y, 1.0, False), expected)
+
+
+def test_autograd_does_not_look_into_an_op_that_writes(device):
     """It would refuse to write to one of several views; graphs call ops in this way."""
     first, _ = torch.ones(2, 1, 8, 2, 16, device=device, requires_grad=True).exp().unbind()
     table, before = torch.rand(8, 8, device=device), first.detach().clone()
-    torch.ops.flash_attn.rotary_(first, table, table, None, 0, None, False, False)
+    rotary.rotary_.default(first, table, table, None, 0, None, False, False)
     assert not torch.equal(first.detach(), before)

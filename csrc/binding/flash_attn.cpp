@@ -31,23 +31,24 @@ struct View {
 
 // Part `index` of x along its dimension -3 if there are several, or x itself.
 View view_of(const Tensor& x, bool tokens, int64_t parts, int64_t index, const char* name) {
-  const int64_t dims = (tokens ? 3 : 4) + (parts > 1);
-  STD_TORCH_CHECK(x.dim() == dims, name, " must have ", dims, " dimensions, found shape ", shape_string(x.sizes()));
-  STD_TORCH_CHECK(parts == 1 || x.size(-3) == parts, name, " must have size ", parts, " in dimension -3, found shape ",
-                  shape_string(x.sizes()));
-  const int64_t seqlen_dim = dims - 3 - (parts > 1);
-  const auto stride = [&](int64_t dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
+  const auto sizes = x.sizes(), strides = x.strides();
+  const size_t dims = (tokens ? 3 : 4) + (parts > 1);
+  STD_TORCH_CHECK(sizes.size() == dims, name, " must have ", dims, " dimensions, found shape ", shape_string(sizes));
+  STD_TORCH_CHECK(parts == 1 || sizes[dims - 3] == parts, name, " must have size ", parts,
+                  " in dimension -3, found shape ", shape_string(sizes));
+  const size_t seqlen_dim = dims - 3 - (parts > 1);
+  const auto stride = [&](size_t dim) { return sizes[dim] == 1 ? 0 : strides[dim]; };
   const auto* data = static_cast<const char*>(x.const_data_ptr());
-  if (parts > 1) data += index * x.stride(dims - 3) * size_of(dtype_of(x, name));
+  if (parts > 1) data += index * strides[dims - 3] * size_of(dtype_of(x, name));
   return {.ref = {.data = data,
                   .batch = tokens ? 0 : stride(0),
                   .seqlen = stride(seqlen_dim),
                   .heads = stride(dims - 2),
-                  .head_dim = x.size(dims - 1) == 1 ? 1 : x.stride(dims - 1)},
-          .batch = tokens ? 1 : x.size(0),
-          .seqlen = x.size(seqlen_dim),
-          .heads = x.size(dims - 2),
-          .head_dim = x.size(dims - 1)};
+                  .head_dim = sizes[dims - 1] == 1 ? 1 : strides[dims - 1]},
+          .batch = tokens ? 1 : sizes[0],
+          .seqlen = sizes[seqlen_dim],
+          .heads = sizes[dims - 2],
+          .head_dim = sizes[dims - 1]};
 }
 
 struct Inputs {

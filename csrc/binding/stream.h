@@ -8,10 +8,23 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
+#include <optional>
+
+#include "common/device.h"
 
 namespace flash::binding {
 
-using torch::stable::accelerator::DeviceGuard;
+// Makes a device the current one while it lives. PyTorch's guard does that, and would take its time, too, where there
+// is nothing to do.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    if (device != current_device()) guard_.emplace(device);
+  }
+
+ private:
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;
+};
 
 // PyTorch has the function only in its CUDA library, which it loads with local visibility. A plain reference would
 // stay unresolved and keep our library from loading beside a PyTorch without CUDA, so it is looked up at first use.

@@ -107,7 +107,7 @@ __host__ __device__ int64_t num_blocks(int64_t heads, int seqlen) {
 
 template <typename Config>
 __host__ __device__ int64_t num_dq_blocks(const BwdParams& p) {
-  return num_blocks<Config>(num_entries(p.problem) * p.problem.heads, p.problem.seqlen_q);
+  return p.rounds_dq ? 0 : num_blocks<Config>(num_entries(p.problem) * p.problem.heads, p.problem.seqlen_q);
 }
 
 template <typename Config>

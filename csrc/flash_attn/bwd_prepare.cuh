@@ -91,9 +91,17 @@ __device__ float row_sum(const Vec<T, 8>& out, const Vec<T, 8>& dout, bool count
   return sum;
 }
 
-// Zeros for the sums of dQ of a row: four floats of a lane beside those of the next, so that an access fills lines.
+// Zeros for the sums of dQ of a row: four floats of a lane beside those of the next, so that an access fills lines. Or,
+// if the sums need none, for dQ of a row that sees no key.
 template <typename Config>
 __device__ void clear_dq(const BwdParams& p, const SumRow& at, int lane) {
+  using T = typename Config::T;
+  if (p.rounds_dq) {
+    const int col = lane * Config::kChunk;
+    T* row = first_token<T>(p.dq, at.span, at.head) + at.row * p.dq.seqlen;
+    if (col < p.problem.head_dim && !at.sees_keys(p.problem)) store(row + col, Vec<T, 8>{});
+    return;
+  }
 #pragma unroll 1
   for (int part = 0; part < p.num_parts; ++part) {
 #pragma unroll

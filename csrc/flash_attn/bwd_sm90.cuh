@@ -8,11 +8,11 @@
 //   dP^T = V dO^T  dS^T    dK += dS^T Q          likewise
 //                          dQ = dS K             from shared memory, where both warpgroups have stored their part of dS
 //
-// and a warpgroup computes half of dQ: of its channels, or of its rows. The half goes to shared memory, from where a
-// copy adds it to sums in global memory, which start as zeros and which bwd_finish.cuh rounds. (Sums that begin with a
-// store, and a last block that rounds them, save the time to fill and to read them, but the warps that add then wait
-// for one another: with head dim 128 faster by 8 to 13 % for 512 keys and slower by 3 to 6 % for most longer ones, with
-// head dim 64 slower by 8 to 21 %.)
+// and a warpgroup computes half of dQ: of its channels, or of its rows. The half goes to a box in shared memory, from
+// where a copy adds it to sums in global memory. These start as zeros, and bwd_finish.cuh rounds them; or, for few keys
+// of entries that are not packed (config.h), of the blocks with keys that the rows see, that with the first keys stores
+// its half, others add theirs, and when they have, that with the last keys has the sums copied to its box, adds its
+// half and rounds.
 //
 // A third warpgroup starts the copies, with few registers: one warp those of K, V, Q and dO, and one for each half
 // those of dQ. When its rows are done, a block takes other keys, which are on their way while it stores dV and dK.
@@ -65,15 +65,21 @@ struct BwdSm90Config {
 constexpr int kDqGroup = 16, kDqBoxRows = 64, kDqBoxCols = 64;
 
 // A box in shared memory as copies with 64-byte swizzle see it, groups of channels one after the other: neither warps
-// that store fragments nor lanes that read 16 channels of eight rows meet in a bank.
-struct alignas(512) DqBox {
+// that store fragments nor lanes that read 16 channels of eight rows meet in a bank. Or the box when it is rounded.
+template <typename T>
+union alignas(1024) DqBox {
   float values[kDqBoxRows * kDqBoxCols];
+  SharedTile<T, kDqBoxRows, kDqBoxCols> rounded;
 
   // Four floats of a row and group.
   __device__ float* quad(int group, int row, int index) {
     return values + (group * kDqBoxRows + row) * kDqGroup + 4 * (index ^ row / 2 % 4);
   }
 };
+
+// What becomes of a half of dQ: it is added to the sums, or stored, or rounded, alone or with the sums, which its box
+// has.
+enum class DqFate : int { kAdd, kStore, kRound, kRoundWithSums };
 
 template <typename Config>
 struct BwdSm90Shared {
@@ -84,7 +90,9 @@ struct BwdSm90Shared {
   Keys k, v;  // halves of dQ that have fewer than 64 channels read on in v; nobody adds what comes of it to anything
   SharedTile<T, kBlockM, kBlockN> ds[2];
   RowRing<Config> q, dout;  // with lse and delta
-  DqBox dq[Config::kConsumers];
+  DqBox<T> dq[Config::kConsumers];
+  DqFate dq_fate[Config::kConsumers];
+  ptx::SharedBarrier sums_here[Config::kConsumers];
   ptx::SharedBarrier keys_here, keys_free;
   Ring<2> index_ring;
   int index[2];  // of blocks of keys, or -1 after the last
@@ -92,6 +100,7 @@ struct BwdSm90Shared {
   __device__ void init() {
     q.barriers.init(Config::kConsumers);
     dout.barriers.init(Config::kConsumers);
+    for (ptx::SharedBarrier& here : sums_here) here.init(1);
     keys_here.init(2);
     keys_free.init(Config::kConsumers);
     index_ring.init(Config::kConsumers * (kWarpgroup / 32 + 1));  // warps that multiply, or take dQ on
@@ -159,59 +168,105 @@ struct DqWarp {
   BwdSm90Shared<Config>& shared;
   const KeyBlock<Config>& block;
   const int half;
+  uint32_t& sums_parity;
+  int* added = nullptr;  // the counter that does not know yet of the last box
 
-  __device__ int row0() const { return Config::kHalvesAreRows ? half * kDqBoxRows : 0; }
-  __device__ int col0() const { return Config::kHalvesAreRows ? 0 : half * kDqBoxCols; }
+  __device__ int group() const { return Config::kHalvesAreRows ? 0 : half * kDqBoxCols / kDqGroup; }
+  __device__ int row(int row_block) const {
+    const int first = row_block * Config::kBlockM + (Config::kHalvesAreRows ? half * kDqBoxRows : 0);
+    return static_cast<int>(block.seq.q.first) + first;
+  }
+  __device__ int entry() const { return static_cast<int>(block.seq.q.batch); }
+  __device__ int sums_of(int head) const { return entry() * p.bwd.problem.heads + head; }
 
-  // One lane: from shared memory to the sums.
-  __device__ void start_to_add(int head, int row_block) const {
-    const Span& q = block.seq.q;
-    const int row = static_cast<int>(q.first) + row_block * Config::kBlockM + row0();
-    ptx::add_box_async(p.dq_sums, ptx::shared_address(&shared.dq[half]), 0, row, col0() / kDqGroup,
-                       static_cast<int>(q.batch) * p.bwd.problem.heads + head);
+  // Lets the warpgroup have the box.
+  __device__ void free_box(DqFate fate) const {
+    if (lane_id() == 0) shared.dq_fate[half] = fate;
+    __syncwarp();
+    ptx::arrive_at_barrier<kDqThreads>(dq_empty_barrier(half));
+  }
+
+  // One lane: tells that the last box has been added.
+  __device__ void tell() const {
+    if (added == nullptr) return;
+    ptx::wait_stores();
+    ptx::announce(added);
+  }
+
+  // One lane: the sums to the box.
+  __device__ void load_sums(int head, int row_block) const {
+    ptx::SharedBarrier& here = shared.sums_here[half];
+    here.arrive_expecting(sizeof(shared.dq[half]));
+    ptx::copy_box_async(ptx::shared_address(&shared.dq[half]), p.dq_sums, 0, row(row_block), group(), sums_of(head),
+                        here);
+  }
+
+  // One lane: from the box to the sums, or to dQ.
+  __device__ void store_half(DqFate fate, int head, int row_block) const {
+    const uint32_t box = ptx::shared_address(&shared.dq[half]);
+    if (fate == DqFate::kAdd) {
+      ptx::add_box_async(p.dq_sums, box, 0, row(row_block), group(), sums_of(head));
+    } else if (fate == DqFate::kStore) {
+      ptx::store_box_async(p.dq_sums, box, 0, row(row_block), group(), sums_of(head));
+    } else {
+      ptx::store_box_async(p.dq, box, group() * kDqGroup, head, row(row_block), entry());
+    }
     ptx::commit_stores();
     ptx::wait_stores_read();
   }
 
-  // In turn: the counter of the rows, and how many blocks come before this one.
-  struct Turn {
-    int* added;
-    int before;
-  };
-  __device__ Turn turn_of(int head, int row_block) const {
+  // The fate of the box, which is free, or has the sums, when those that come before have added.
+  __device__ DqFate prepare_counted(int head, int row_block) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
     const Mask& mask = block.mask;
-    const int first_key = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}).first;
-    const int64_t row = row_value_index(p.bwd, block.seq.q, block.work.entry, head) + rows.first;
-    return {turns_of(p.bwd, row) + half, block.work.first - first_key / Config::kBlockN};
+    const Interval keys = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)});
+    const int before = block.work.first - keys.first / Config::kBlockN;
+    const bool last = block.work.first == keys.last / Config::kBlockN;
+    DqFate fate = DqFate::kAdd;
+    if (p.bwd.rounds_dq && before == 0) fate = last ? DqFate::kRound : DqFate::kStore;
+    if (p.bwd.rounds_dq && before > 0 && last) fate = DqFate::kRoundWithSums;
+    if (fate != DqFate::kRoundWithSums) free_box(fate);
+    const int64_t index = row_value_index(p.bwd, block.seq.q, block.work.entry, head) + rows.first;
+    int* counter = turns_of(p.bwd, index) + half;
+    if (lane_id() == 0) {
+      tell();
+      if (before > 0) ptx::wait_for(counter, last || p.bwd.in_turns ? before : 1);
+      if (fate == DqFate::kRoundWithSums) load_sums(head, row_block);
+    }
+    added = last ? nullptr : counter;
+    __syncwarp();
+    if (fate == DqFate::kRoundWithSums) {
+      shared.sums_here[half].wait(sums_parity);
+      sums_parity ^= 1;
+      free_box(fate);
+    }
+    return fate;
   }
 
-  __device__ void add_half(int head, int row_block) const {
-    const bool in_turn = p.bwd.turns != nullptr;
-    Turn turn{};
-    if (in_turn) turn = turn_of(head, row_block);
-    if (turn.before > 0 && lane_id() == 0) ptx::wait_for(turn.added, turn.before);
-    __syncwarp();
+  __device__ void take_half(int head, int row_block) {
+    DqFate fate = DqFate::kAdd;
+    if (p.bwd.turns == nullptr) {
+      free_box(fate);
+    } else {
+      fate = prepare_counted(head, row_block);
+    }
     ptx::sync_barrier<kDqThreads>(dq_full_barrier(half));
-    if (lane_id() == 0) start_to_add(head, row_block);
+    if (lane_id() == 0) store_half(fate, head, row_block);
     __syncwarp();
-    ptx::arrive_at_barrier<kDqThreads>(dq_empty_barrier(half));
-    if (!in_turn || lane_id() != 0) return;
-    ptx::wait_stores();
-    ptx::announce(turn.added);
   }
 
-  __device__ void run() const {
-    block.for_each_row_block([&](int head, int row_block) { add_half(head, row_block); });
+  __device__ void run() {
+    block.for_each_row_block([&](int head, int row_block) { take_half(head, row_block); });
+    if (lane_id() == 0) tell();
   }
 };
 
 // One half of dQ, of all blocks of keys, by a warp.
 template <typename Config>
-__device__ void add_halves(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, int half) {
-  ptx::arrive_at_barrier<kDqThreads>(dq_empty_barrier(half));
+__device__ void take_halves(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, int half) {
+  uint32_t sums_parity = 0;
   for_each_key_block(p.bwd, shared,
-                     [&](const KeyBlock<Config>& block) { DqWarp<Config>{p, shared, block, half}.run(); });
+                     [&](const KeyBlock<Config>& block) { DqWarp<Config>{p, shared, block, half, sums_parity}.run(); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -256,18 +311,45 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   // those of the next one nothing may be added, not even NaN that is among the keys.
   __device__ void hand_over(Fragment<16, kDqBoxCols>& dq, int count) const {
     ptx::sync_barrier<kDqThreads>(dq_empty_barrier(rank));
-    const int row0 = threadIdx.x % kWarpgroup / 32 * 16;
+    const DqFate fate = p.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
+    // If addresses are kept, too few registers are left to compute all of dS before dV starts, whose products then
+    // wait.
+    const unsigned thread = (Config::kTile.dv_first ? not_kept(threadIdx.x) : threadIdx.x) % kWarpgroup;
+    const int first_row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
     if (count < kDqBoxRows) {
-      dq.for_each([&](float& x, int r, int) { x = row0 + dq.row(r) < count ? x : 0; });
+      dq.for_each([&](float& x, int r, int) { x = first_row + 8 * r < count ? x : 0; });
     }
-    float* first = shared.dq[rank].quad(0, row0 + dq.row(0), lane_id() % 4);
+    float* first = shared.dq[rank].quad(0, first_row, t);
+    const auto for_each_quad = [&](auto&& fn) {
 #pragma unroll
-    for (int group = 0; group < kDqBoxCols / kDqGroup; ++group) {
+      for (int group = 0; group < kDqBoxCols / kDqGroup; ++group) {
+#pragma unroll
+        for (int r = 0; r < dq.kLaneRows; ++r) fn(first + (group * kDqBoxRows + 8 * r) * kDqGroup, r, 4 * group);
+      }
+    };
+    if (fate == DqFate::kRoundWithSums) {
+      for_each_quad([&](float* quad, int r, int c) {
+        const Vec<float, 4> sums = load<4>(quad);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dq(r, c + i) += sums[i];
+      });
+      ptx::sync_barrier<kWarpgroup>(own_barrier(rank));  // the sums have been read where rounded ones come
+    }
+    if (fate == DqFate::kAdd || fate == DqFate::kStore) {
+      for_each_quad([&](float* quad, int r, int c) {
+        store(quad, Vec<float, 4>{dq(r, c), dq(r, c + 1), dq(r, c + 2), dq(r, c + 3)});
+      });
+    } else {
+      dq.for_each([&](float& x, int, int) { x *= p.problem.softmax_scale; });
+      auto& rounded = shared.dq[rank].rounded;
+      T* first_pair = rounded.chunk(not_kept(first_row), 0) + 2 * t;
 #pragma unroll
       for (int r = 0; r < dq.kLaneRows; ++r) {
-        const int c = 4 * group;
-        store(first + (group * kDqBoxRows + 8 * r) * kDqGroup,
-              Vec<float, 4>{dq(r, c), dq(r, c + 1), dq(r, c + 2), dq(r, c + 3)});
+#pragma unroll
+        for (int c = 0; c < dq.kLaneCols; c += 2) {
+          const uintptr_t pair = reinterpret_cast<uintptr_t>(first_pair) ^ rounded.flip(c / 2);
+          *reinterpret_cast<uint32_t*>(pair + rounded.distance(8 * r, 0)) = ptx::pack<T>(dq(r, c), dq(r, c + 1));
+        }
       }
     }
     ptx::fence_async_reads();
@@ -317,7 +399,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     if constexpr (!Config::kTile.dv_first) store_transposed(ds, gradients, key0);
     fence(dv, weights);
     start_gemm<Config::kBlockM>(dv, weights, along_rows(dout), true);
-    if constexpr (Config::kTile.dv_first) store_transposed(ds, gradients, key0);
+    if constexpr (Config::kTile.dv_first) store_transposed(ds, gradients, not_kept(key0));
     ptx::fence_async_reads();
     ptx::sync_barrier<2 * kWarpgroup>(kDsBarrier);
     Fragment<16, kDqBoxCols> dq;
@@ -358,7 +440,6 @@ __device__ void sum_keys(const BwdParams& p, BwdSm90Shared<Config>& shared, int 
     gradients.run();
     at = gradients.at;
   });
-  ptx::sync_barrier<kDqThreads>(dq_empty_barrier(rank));  // for a half of dQ that does not come
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -373,7 +454,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
   if (rank == Config::kConsumers) {
     ptx::keep_registers<Config::kProducerRegisters>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
-    if (role < Config::kConsumers) add_halves(p, shared, role);
+    if (role < Config::kConsumers) take_halves(p, shared, role);
     if (role == Config::kConsumers && lane_id() == 0) Loader<Config>{p, shared}.run();
   } else {
     ptx::take_registers<Config::kConsumerRegisters>();
@@ -393,11 +474,21 @@ CUtensorMap map_of_sums(const BwdParams& p) {
                     CU_TENSOR_MAP_SWIZZLE_64B);
 }
 
+template <typename Config>
+CUtensorMap map_of_dq(const BwdParams& p) {
+  using Box = SharedTile<typename Config::T, kDqBoxRows, kDqBoxCols>;
+  const Problem& problem = p.problem;
+  if (!p.rounds_dq) return {};
+  return map_of<Box>(p.dq, problem.head_dim, problem.heads, problem.seqlen_q, problem.batch);
+}
+
 template <typename T, int kHeadDim, Features kFeatures>
 void run_bwd_sm90(const BwdParams& p, cudaStream_t stream) {
   using Config = BwdSm90Config<T, kHeadDim, kFeatures>;
   run_bwd_prepare<BwdPrepareConfig<T, kHeadDim>>(p, stream);
-  const BwdSm90Params params = params_of<Config>(p, map_of_sums<Config>(p));
+  BwdSm90Params params = params_of<Config>(p);
+  params.dq_sums = map_of_sums<Config>(p);
+  params.dq = map_of_dq<Config>(p);
   launch_bwd_sm90<bwd_sm90_kernel<Config>, Config, BwdSm90Shared<Config>>(params, stream, p.persistent_blocks);
   run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);
 }

@@ -29,7 +29,7 @@ namespace flash::flash_attn {
 
 struct BwdSm90Params {
   CUtensorMap q, dout, k, v;  // boxes of one page of a tile
-  CUtensorMap dq_sums;        // of bwd_sm90.cuh
+  CUtensorMap dq_sums, dq;    // of bwd_sm90.cuh: boxes of a half of dQ
   int key_blocks;
   BwdParams bwd;
 };
@@ -141,6 +141,12 @@ struct Dropped {
   uint32_t bits[2] = {};
   __device__ bool has(int r, int c) const { return bits[r] >> c & 1; }
 };
+
+// A value that the compiler has to take as new in each step: no register keeps what follows from it through a loop.
+__device__ inline unsigned not_kept(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 
 __device__ inline int own_barrier(int rank) { return 6 + rank; }
 

@@ -142,9 +142,11 @@ struct BwdParams {
   int64_t rows_per_head;
   float* lse_log2;
   float* delta;
-  int* turns;             // likewise, if deterministic: how many blocks have added to the sums of dq of a block of rows
+  int* turns;  // likewise, if in_turns or rounds_dq: how many blocks have added to the sums of dq of a block of rows
   int persistent_blocks;  // that share the blocks of keys in bwd_sm90.cuh,
   int* taken;             // (1): and how many they have taken, each beside its first; likewise
+  bool in_turns;          // deterministic in the kernels for sm_90: blocks add to the same sums of dq in a fixed order
+  bool rounds_dq;         // whether bwd_sm90.cuh rounds dq, or else bwd_finish.cuh does, from sums that start as zeros
 };
 
 constexpr int kRowSumsPad = 128;

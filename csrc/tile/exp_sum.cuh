@@ -11,33 +11,31 @@ struct ExpSum {
   float max = Max::kOfNone;
   float sum = 0.f;
 
-  // Replaces each x[i], of those for which counts(i), by exp2(c (x[i] - max)). The maximum moves at most once, for one
-  // exponential more. (Chains of several partial sums hide latency, but take registers from other warps, which is
-  // worse.)
-  template <int kCount, int kSize, typename Counts>
-  __device__ void add(float (&x)[kCount][kSize], float c, Counts&& counts) {
-    float largest = max;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (!counts(i)) continue;
-#pragma unroll
-      for (float value : x[i]) largest = fmaxf(largest, value);
-    }
-    float added = 0.f;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      if (!counts(i)) continue;
-#pragma unroll
-      for (float& value : x[i]) added += value = ptx::exp2((value - largest) * c);
-    }
-    sum = sum * ptx::exp2((max - largest) * c) + added;
+  // Raises the maximum to `largest`, if that is larger, for one exponential.
+  __device__ void raise(float largest, float c) {
+    largest = fmaxf(max, largest);
+    sum *= ptx::exp2((max - largest) * c);
     max = largest;
   }
 
-  // The same for one row of them.
+  // Replaces each x, none above the maximum, by exp2(c (x - max)). (Chains of several partial sums hide latency, but
+  // take registers from other warps, which is worse.)
+  template <int kSize>
+  __device__ void add_below(float (&x)[kSize], float c) {
+    float added = 0.f;
+#pragma unroll
+    for (float& value : x) added += value = ptx::exp2((value - max) * c);
+    sum += added;
+  }
+
+  // The same for any x.
   template <int kSize>
   __device__ void add(float (&x)[kSize], float c) {
-    add(reinterpret_cast<float (&)[1][kSize]>(x), c, [](int) { return true; });
+    float largest = x[0];
+#pragma unroll
+    for (float value : x) largest = fmaxf(largest, value);
+    raise(largest, c);
+    add_below(x, c);
   }
 
   // Over several threads: reduce(Op(), value) gives each of them the same result.

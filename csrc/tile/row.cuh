@@ -34,9 +34,16 @@ int lanes_for(int64_t elements, int per_lane) {
 }
 
 // Over the lanes of a group, all of which call it and get the same result. The group is a block if it exceeds a warp.
+// Steps that are not a group's cost less than a loop over those that are.
 template <typename Op>
 __device__ float group_reduce(float x, const RowGroup& group, float (&shared)[32]) {
-  return group.lanes <= 32 ? warp_reduce<Op>(x, group.lanes) : block_reduce<Op>(x, shared);
+  if (group.lanes > 32) return block_reduce<Op>(x, shared);
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const float other = __shfl_xor_sync(~0u, x, step);
+    if (step < group.lanes) x = Op()(x, other);
+  }
+  return x;
 }
 
 // Accesses of kWidth elements are aligned at this column, at most 0, and at all multiples of kWidth from there.
@@ -101,11 +108,12 @@ __device__ bool are_inside(int column, int apart, int cols) {
 template <int kCount, int kWidth, typename T>
 __device__ void load_share(Packed<T, kWidth> (&vecs)[kCount], const T* row, int column, int apart, int cols,
                            uint32_t outside) {
+  const T* const own = row + column;
 #pragma unroll
   for (int i = 0; i < kCount; ++i, column += apart) {
 #pragma unroll
     for (uint32_t& word : vecs[i].words) word = outside;
-    if (column > -kWidth && column < cols) vecs[i] = load_packed<kWidth>(row + column);
+    if (column > -kWidth && column < cols) vecs[i] = load_packed<kWidth>(own + i * apart);
   }
 }
 
@@ -139,14 +147,11 @@ __device__ void walk(int column, int apart, int cols, Step&& step) {
   }
 }
 
-// The same for columns of which the first may be negative.
+// The same for columns of which the first ones may be negative: those are taken one by one.
 template <int kCount, int kWidth, typename Step>
 __device__ void walk_row(int column, int apart, int cols, Step&& step) {
   if (cols == 0) return;
-  if (column < 0) {
-    step(Constant<1>{}, column);
-    column += apart;
-  }
+  for (; column < 0; column += apart) step(Constant<1>{}, column);
   walk<kCount, kWidth>(column, apart, cols, step);
 }
 

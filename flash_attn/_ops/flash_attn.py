@@ -8,8 +8,6 @@ are, since a graph in which an op writes to several views of one tensor is compi
 (torch 2.13).
 """
 
-import itertools
-
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -58,9 +56,10 @@ def forward(
     queries, keys, values = unpack(q, k, v)
     batch = _check_qkv(_argument_names(k, v), queries, keys, values, cu_seqlens_q, cu_seqlens_k, block_table)
     scale = _check_scores(queries, batch, softmax_scale, softcap, alibi_slopes)
-    args = q, k, v, scale, window_left, 0 if causal else window_right, float(softcap), bool(deterministic)
+    args = q, k, v, scale, window_left, 0 if causal else window_right
     s_dmask = rng_state = None
-    if cu_seqlens_q is alibi_slopes is seqused_k is leftpad_k is block_table is None and dropout_p == 0:
+    dense = cu_seqlens_q is alibi_slopes is seqused_k is leftpad_k is block_table is None
+    if dense and dropout_p == 0 and softcap == 0 and not deterministic:
         out, softmax_lse = fwd(*args)  # arguments that are not given take no time
     else:
         _check_per_entry(queries, batch, seqused_k=seqused_k, leftpad_k=leftpad_k)
@@ -70,8 +69,8 @@ def forward(
         bound_k = _check_bound("max_seqlen_k", max_seqlen_k, needed=bound_needed)
         rng_state = rng.draw_state(q.device) if drops else None
         args += (
-            cu_seqlens_q, cu_seqlens_k, bound_q, bound_k, alibi_slopes, seqused_k, leftpad_k, rng_state,
-            float(dropout_p), block_table,
+            float(softcap), bool(deterministic), cu_seqlens_q, cu_seqlens_k, bound_q, bound_k, alibi_slopes, seqused_k,
+            leftpad_k, rng_state, float(dropout_p), block_table,
         )  # fmt: skip
         out, softmax_lse = fwd(*args)
         if return_softmax and drops:
@@ -222,9 +221,10 @@ def _check_qkv(names, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table):
     checks.alike(names, (q, k, v), dtypes=DTYPES)
     varlen, paged = cu_seqlens_q is not None, block_table is not None
     shape_q, shape_k, shape_v = q.shape, k.shape, v.shape
-    layout = "(tokens, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
-    layout_k = "(num_pages, page_size, heads_k, head_dim)" if paged else layout
-    if len(shape_q) != (3 if varlen else 4) or len(shape_k) != len(shape_v) or len(shape_k) != layout_k.count(",") + 1:
+    dims = 3 if varlen else 4
+    if len(shape_q) != dims or not len(shape_k) == len(shape_v) == (4 if paged else dims):
+        layout = "(tokens, heads, head_dim)" if varlen else "(batch, seqlen, heads, head_dim)"
+        layout_k = "(num_pages, page_size, heads_k, head_dim)" if paged else layout
         for name, x, expected in zip(names, (q, k, v), (layout, layout_k, layout_k), strict=True):
             checks.ndim(name, x, expected)
     if varlen:
@@ -430,13 +430,13 @@ def _lse_shape(q, cu_seqlens_q):
     return q.shape[0], q.shape[2], q.shape[1]  # (batch, heads, seqlen_q)
 
 
-def _fwd_fake(q, k, v, scale, left, right, softcap, deterministic, cu_seqlens_q=None, *args):
+def _fwd_fake(q, k, v, scale, left, right, softcap=0.0, deterministic=False, cu_seqlens_q=None, *args):
     q, _, _ = unpack(q, k, v)
     return torch.empty_like(q), q.new_empty(_lse_shape(q, cu_seqlens_q), dtype=torch.float32)
 
 
 def _probabilities_fake(
-    q, k, v, scale, left, right, softcap, deterministic,
+    q, k, v, scale, left, right, softcap=0.0, deterministic=False,
     cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, *args,
 ):  # fmt: skip
     q, k, _ = unpack(q, k, v)
@@ -449,8 +449,9 @@ def _probabilities_fake(
 
 
 def _bwd_fake(
-    dout, q, k, v, out, lse, dlse, dq, dk, dv, scale, left, right, softcap, deterministic, cu_seqlens_q=None, *args
-):
+    dout, q, k, v, out, lse, dlse, dq, dk, dv, scale, left, right, softcap=0.0, deterministic=False, cu_seqlens_q=None,
+    *args,
+):  # fmt: skip
     q, _, _ = unpack(q, k, v)
     if cu_seqlens_q is not None:
         total_q, heads, _ = q.shape
@@ -488,10 +489,9 @@ class _Attention(torch.autograd.Function):
                     "block_table must be None when q, k or v require grad, found a tensor: pages have no gradient"
                 )
         out, softmax_lse = fwd.below_autograd(q, k, v, *rest)
-        ctx.scores, entries = rest[:_NUM_SCORES], rest[_NUM_SCORES:]
-        ctx.is_tensor = [isinstance(x, torch.Tensor) for x in entries]
-        ctx.entries = [None if tensor else x for x, tensor in zip(entries, ctx.is_tensor, strict=True)]
-        ctx.save_for_backward(q, k, v, out, softmax_lse, *itertools.compress(entries, ctx.is_tensor))
+        tensors = [x if isinstance(x, torch.Tensor) else None for x in rest]
+        ctx.save_for_backward(q, k, v, out, softmax_lse, *tensors)
+        ctx.others = [x if tensor is None else None for x, tensor in zip(rest, tensors, strict=True)]
         ctx.set_materialize_grads(False)
         return out, softmax_lse
 
@@ -499,23 +499,22 @@ class _Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, softmax_lse, *tensors = ctx.saved_tensors
-        tensors = iter(tensors)
-        entries = [next(tensors) if tensor else x for x, tensor in zip(ctx.entries, ctx.is_tensor, strict=True)]
+        rest = [x if tensor is None else tensor for x, tensor in zip(ctx.others, tensors, strict=True)]
         grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
         if dout is None:
             dout = torch.zeros_like(out)
-        bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *ctx.scores, *entries)
+        bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *rest)
         return *grads, None
 
 
 # What is seldom given comes last and may be left out, for an argument takes 0.2 us of the host (torch 2.13).
-_SCORES = "float softmax_scale, int window_left, int window_right, float softcap, bool deterministic"
+_SCORES = "float softmax_scale, int window_left, int window_right, float softcap=0.0, bool deterministic=False"
 _ENTRIES = (
     "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
     "Tensor? alibi_slopes=None, Tensor? seqused_k=None, Tensor? leftpad_k=None, Tensor? rng_state=None, "
     "float dropout_p=0.0"
 )
-_NUM_SCORES, _NUM_OTHERS = 5, 15  # arguments of fwd for the scores, and all besides q, k and v
+_NUM_OTHERS = 15  # arguments of fwd besides q, k and v
 
 fwd = _library.define(
     f"fwd(Tensor q, Tensor? k, Tensor? v, {_SCORES}, {_ENTRIES}, Tensor? block_table=None) "

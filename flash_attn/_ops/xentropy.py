@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from flash_attn import _library
-from flash_attn._ops import checks, triton
+from flash_attn._ops import checks, collectives, triton
 from flash_attn._reference import xentropy as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -91,7 +91,7 @@ def _forward(logits, rest, group):
     if group is None:
         return losses, z_losses, lse, kept
     parts = lse.new_empty(dist.get_world_size(group) * len(lse))
-    dist.all_gather_into_tensor(parts, lse, group=group)
+    collectives.all_gather(parts, lse, group=group)
     dist.all_reduce(losses, group=group)
     lse = parts.view(-1, len(lse)).logsumexp(dim=0)
     lse_square_scale = rest[4]

@@ -17,11 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks
-
-# torch 2.13 has new names for the two, and its compiler knows both.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from flash_attn._ops import checks, collectives
 
 
 def all_gather_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool = False):
@@ -180,12 +176,12 @@ def _may_be_overwritten(x):
 
 def _gather(x, process_group, async_op=False):
     output = x.new_empty(dist.get_world_size(process_group) * x.shape[0], *x.shape[1:])
-    return output, _all_gather(output, x.contiguous(), group=process_group, async_op=async_op)
+    return output, collectives.all_gather(output, x.contiguous(), group=process_group, async_op=async_op)
 
 
 def _scatter(x, process_group, async_op=False):
     output = x.new_empty(x.shape[0] // dist.get_world_size(process_group), *x.shape[1:])
-    return output, _reduce_scatter(output, x.contiguous(), group=process_group, async_op=async_op)
+    return output, collectives.reduce_scatter(output, x.contiguous(), group=process_group, async_op=async_op)
 
 
 def _check_rows(x):
