@@ -44,7 +44,7 @@ static Types types_of_branches(const BwdParams& p) {
 // Whether a block has shared memory enough.
 static bool has_room(bool ragged) {
   constexpr int kStaticBytes = 3 * 1024;  // at most, of what the kernel declares
-  return ring_bytes(kVecsOfWide, ragged) + kStaticBytes <= max_shared_bytes(current_device());
+  return ring_bytes(kUsualVecs, ragged) + kStaticBytes <= max_shared_bytes(current_device());
 }
 
 int max_parts(int64_t rows) { return static_cast<int>(std::min<int64_t>(rows, num_multiprocessors(current_device()))); }

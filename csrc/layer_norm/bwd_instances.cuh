@@ -7,9 +7,9 @@
 namespace flash::layer_norm {
 
 template <Types kTypes, Extent kExtent>
-using Aligned = BwdConfig<kTypes, vec_of(kTypes), kVecsOfWide, kExtent>;
+using Aligned = BwdConfig<kTypes, vec_of(kTypes), kUsualVecs, kExtent>;
 template <Types kTypes, Extent kExtent>
-using Ragged = BwdConfig<kTypes, vec_of(kTypes), kVecsOfWide, kExtent, /*kRagged=*/true>;
+using Ragged = BwdConfig<kTypes, vec_of(kTypes), kUsualVecs, kExtent, /*kRagged=*/true>;
 using Widest = BwdConfig<Types::kAny, vec_of(Types::kAny), 1, Extent::kAll, /*kRagged=*/true, /*kTiled=*/true>;
 
 extern template void run_bwd<Ragged<kHalf, Extent::kBranches>>(const BwdParams&, const RowShape&, cudaStream_t);

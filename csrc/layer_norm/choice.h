@@ -16,7 +16,7 @@
 namespace flash::layer_norm {
 
 constexpr Types kHalf = Types::kFloat16, kBrain = Types::kBFloat16;
-constexpr int kVecsOfWide = 2;  // accesses of a thread and matrix, unless rows are narrow
+constexpr int kUsualVecs = 2;  // accesses of a thread and matrix
 
 inline bool is_aligned(const void* data, int bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
 
@@ -63,8 +63,8 @@ void dispatch_known(Types types, Fn&& fn) {
 // Whether the blocks that can share a row hold one: those of a cluster, where the code of kKernel is for sm_90.
 template <auto kKernel>
 bool holds_row(int cols, int vec) {
-  return fits_blocks(cols, vec, kVecsOfWide, 1) ||
-         (fits_blocks(cols, vec, kVecsOfWide, kMaxTiles) && can_start_early<kKernel>());
+  return fits_blocks(cols, vec, kUsualVecs, 1) ||
+         (fits_blocks(cols, vec, kUsualVecs, kMaxTiles) && can_start_early<kKernel>());
 }
 
 // Rows that no entry of a subset names are not written otherwise.

@@ -39,13 +39,13 @@ static void run_shaped(const FwdParams& p, cudaStream_t stream) {
 template <Types kTypes, Extent kExtent>
 static void run_aligned(const FwdParams& p, cudaStream_t stream) {
   constexpr int kVec = vec_of(kTypes);
-  dispatch_value<2, 4>(fits_blocks(p.problem.cols, kVec, 2, 1) ? 2 : 4,
-                       [&](auto kVecs) { run_shaped<FwdConfig<kTypes, kVec, kVecs, kExtent>>(p, stream); });
+  dispatch_value<kUsualVecs, 4>(fits_blocks(p.problem.cols, kVec, kUsualVecs, 1) ? kUsualVecs : 4,
+                                [&](auto kVecs) { run_shaped<FwdConfig<kTypes, kVec, kVecs, kExtent>>(p, stream); });
 }
 
 template <Types kTypes, Extent kExtent>
 static void run_anywhere(const FwdParams& p, cudaStream_t stream) {
-  run_shaped<FwdConfig<kTypes, vec_of(kTypes), kVecsOfWide, kExtent, /*kRagged=*/true>>(p, stream);
+  run_shaped<FwdConfig<kTypes, vec_of(kTypes), kUsualVecs, kExtent, /*kRagged=*/true>>(p, stream);
 }
 
 // Kernels for known types do what most ask for, those that can do all look at the types of matrices as they go.
@@ -57,7 +57,7 @@ void fwd(const FwdParams& p, cudaStream_t stream) {
   const Types known = known_types(p);
   const Extent extent = known == Types::kAny ? Extent::kAll : extent_of(p);
   const Types types = extent != Extent::kAll ? known : fits(p, 8) ? types_of<kHalf, kBrain>(p) : Types::kAny;
-  using Widest = FwdConfig<Types::kAny, vec_of(Types::kAny), kVecsOfWide, Extent::kAll, true, true>;
+  using Widest = FwdConfig<Types::kAny, vec_of(Types::kAny), kUsualVecs, Extent::kAll, true, true>;
   if (!holds_row<fwd_kernel<Widest>>(p.problem.cols, vec_of(types))) return run_shaped<Widest>(p, stream);
   const bool aligned = fits(p, vec_of(types));
   if (extent == Extent::kAll && aligned) {
