@@ -230,12 +230,13 @@ Gradients bwd(const Tensor& dout, const OptionalTensor& dout1, const OptionalTen
   const Tensor dweight = new_gradient(weight), dbias = new_gradient(bias), dweight1 = new_gradient(weight1);
   const Tensor dbias1 = new_gradient(bias1), dcolscale = new_gradient(colscale);
   const int max_parts = layer_norm::max_parts(rows);
+  using layer_norm::BwdParams;
   const Tensor parts =
-      new_tensor({max_parts, layer_norm::BwdParams::kParameters, cols}, aoti_torch_dtype_float32(), dout);
+      new_tensor({max_parts, BwdParams::kParameters, BwdParams::part_cols(cols)}, aoti_torch_dtype_float32(), dout);
   const Tensor sums = new_tensor({rows, 2}, aoti_torch_dtype_float32(), dout);
 
   Inputs inputs(dout, cols);
-  const layer_norm::BwdParams params{
+  const BwdParams params{
       .problem = problem_of(inputs, rows, x0_rows, out_rows, cols, weight, bias, weight1, bias1, colscale, rowscale,
                             x0_subset, out_subset, rng_state, dropout_p, rng_state || mask0 || mask1, rowscale_const,
                             is_rms_norm, zero_centered_weight),

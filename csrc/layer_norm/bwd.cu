@@ -4,7 +4,7 @@
 
 #include "common/device.h"
 #include "common/dispatch.h"
-#include "layer_norm/bwd.cuh"
+#include "layer_norm/bwd_instances.cuh"
 #include "layer_norm/choice.h"
 #include "layer_norm/launch.h"
 
@@ -17,7 +17,8 @@ static bool fits(const BwdParams& p, int vec) {
 
 static bool are_of(const BwdParams& p, Types types) {
   const DType x = x_type(types), h = h_type(types);
-  return is_of(p.dout, x) && is_of(p.dx0, x) && is_of(p.h, h) && is_of(p.dh, h) && is_of(p.dresidual, h);
+  return is_of(p.dout, x) && is_of(p.dx0, x) && is_of(p.dx1, x) && is_of(p.out, x) && is_of(p.h, h) && is_of(p.dh, h) &&
+         is_of(p.dresidual, h);
 }
 
 static Extent extent_of(const BwdParams& p) {
@@ -30,49 +31,44 @@ static Extent extent_of(const BwdParams& p) {
 
 template <typename Config>
 static void run_shaped(const BwdParams& p, cudaStream_t stream) {
-  run_bwd<Config>(p, row_shape(p.problem.cols, Config::kVec, Config::kVecs, kMaxThreads), stream);
+  run_bwd<Config>(p, row_shape(p.problem.cols, Config::kVec, Config::kVecs, kMaxThreads, !Config::kRagged), stream);
 }
 
-template <Types kTypes, Extent kExtent>
-static void run_extent(const BwdParams& p, cudaStream_t stream) {
-  constexpr int kVec = vec_of(kTypes);
-  dispatch_value<2, 4>(fits_a_block(p.problem.cols, kVec, 2) ? 2 : 4,
-                       [&](auto kVecs) { run_shaped<BwdConfig<kTypes, kVec, kVecs, kExtent>>(p, stream); });
+// Those that kernels for branches are built for.
+static Types types_of_branches(const BwdParams& p) {
+  if (fits(p, 8)) return types_of<kHalf, kBrain>(p);
+  if (fits(p, 4)) return Types::kAny;
+  return types_of<kHalf, kBrain, Types::kFloat16Stream32, Types::kBFloat16Stream32>(p);
 }
 
-// Single elements, where nothing wider fits, and rows that are wider than a block: these are rare and have one instance
-// each, which can do all.
-template <int kVec, int kVecs>
-static void run_rare(const BwdParams& p, bool tiled, cudaStream_t stream) {
-  dispatch_flags([&](auto kTiled) { run_shaped<BwdConfig<Types::kAny, kVec, kVecs, Extent::kAll, kTiled>>(p, stream); },
-                 tiled);
-}
-
-// Whether a block has shared memory enough for so many accesses of each thread.
-static bool has_room(int vecs) {
-  constexpr int kStaticBytes = 1024;  // at most, of what the kernel declares
-  return ring_bytes(/*vec=*/8, vecs) + kStaticBytes <= max_shared_bytes(current_device());
+// Whether a block has shared memory enough.
+static bool has_room(bool ragged) {
+  constexpr int kStaticBytes = 3 * 1024;  // at most, of what the kernel declares
+  return ring_bytes(kUsualVecs, ragged) + kStaticBytes <= max_shared_bytes(current_device());
 }
 
 int max_parts(int64_t rows) { return static_cast<int>(std::min<int64_t>(rows, num_multiprocessors(current_device()))); }
 
 void bwd(const BwdParams& p, cudaStream_t stream) {
   if (p.problem.x0_subset) clear_rows(p.dx0, p.problem.x0_rows, p.problem.cols, stream);
-  const Extent extent = extent_of(p);
-  const int vecs = has_room(kMostVecs) ? kMostVecs : kAllVecs;
-  if (extent == Extent::kPlain &&
-      run_known(p, vecs, [&](auto kTypes) { run_extent<kTypes, Extent::kPlain>(p, stream); })) {
-    return;
-  }
-  if (extent != Extent::kAll &&
-      run_general(p, vecs, [&](auto kTypes) { run_extent<kTypes, Extent::kBranches>(p, stream); })) {
-    return;
-  }
-  const int cols = p.problem.cols;
-  if (fits(p, 4)) {
-    run_rare<4, kAllVecs>(p, !fits_a_block(cols, 4, kAllVecs), stream);
+  const Types known = known_types(p);
+  Extent extent = extent_of(p);
+  if (extent == Extent::kPlain && (known == Types::kAny || !fits(p, vec_of(known)))) extent = Extent::kBranches;
+  const Types types = extent == Extent::kPlain ? known : extent == Extent::kAll ? Types::kAny : types_of_branches(p);
+  const bool ragged = !fits(p, vec_of(types));
+  if (!holds_row<finish_kernel>(p.problem.cols, vec_of(types)) || !has_room(ragged)) {
+    run_shaped<Widest>(p, stream);
+  } else if (extent == Extent::kPlain) {
+    dispatch_known(types, [&](auto kTypes) { run_shaped<Aligned<kTypes, Extent::kPlain>>(p, stream); });
+  } else if (extent == Extent::kAll) {
+    ragged ? run_shaped<Ragged<Types::kAny, Extent::kAll>>(p, stream)
+           : run_shaped<Aligned<Types::kAny, Extent::kAll>>(p, stream);
+  } else if (ragged) {
+    dispatch_value<kHalf, kBrain, Types::kFloat16Stream32, Types::kBFloat16Stream32, Types::kAny>(
+        types, [&](auto kTypes) { run_shaped<Ragged<kTypes, Extent::kBranches>>(p, stream); });
   } else {
-    run_rare<1, kMostVecs>(p, !fits_a_block(cols, 1, kMostVecs), stream);
+    dispatch_value<kHalf, kBrain, Types::kAny>(
+        types, [&](auto kTypes) { run_shaped<Aligned<kTypes, Extent::kBranches>>(p, stream); });
   }
 }
 

@@ -9,14 +9,14 @@
 
 #include "common/check.h"
 #include "common/dispatch.h"
+#include "common/launch.h"
 #include "layer_norm/config.h"
 #include "layer_norm/params.h"
 
 namespace flash::layer_norm {
 
 constexpr Types kHalf = Types::kFloat16, kBrain = Types::kBFloat16;
-constexpr int kMostVecs = 4;  // accesses of a thread and matrix
-constexpr int kAllVecs = 2;   // of the instances that can do all, and where shared memory is small
+constexpr int kUsualVecs = 2;  // accesses of a thread and matrix
 
 inline bool is_aligned(const void* data, int bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
 
@@ -41,32 +41,30 @@ bool is_of(const Matrix<Data>& matrix, DType dtype) {
   return matrix.data == nullptr || matrix.dtype == dtype;
 }
 
-// Those of the matrices, if kernels are built for them and their accesses fit.
+// Those of the matrices, if kernels are built for them.
 template <Types... kBuilt, typename Params>
 Types types_of(const Params& p) {
   Types found = Types::kAny;
-  ((are_of(p, kBuilt) && fits(p, vec_of(kBuilt)) && (found = kBuilt, true)) || ...);
+  ((are_of(p, kBuilt) && (found = kBuilt, true)) || ...);
   return found;
 }
 
-// fn(Constant<types>) for the types of the matrices, if plain kernels are built for them and a block can hold a row
-// with `vecs` accesses of a thread; else returns false.
-template <typename Params, typename Fn>
-bool run_known(const Params& p, int vecs, Fn&& fn) {
-  const Types types = types_of<kHalf, kBrain, Types::kFloat32, Types::kFloat16Stream32, Types::kBFloat16Stream32>(p);
-  if (types == Types::kAny || !fits_a_block(p.problem.cols, vec_of(types), vecs)) return false;
-  dispatch_value<kHalf, kBrain, Types::kFloat32, Types::kFloat16Stream32, Types::kBFloat16Stream32>(types, fn);
-  return true;
+template <typename Params>
+Types known_types(const Params& p) {
+  return types_of<kHalf, kBrain, Types::kFloat32, Types::kFloat16Stream32, Types::kBFloat16Stream32>(p);
 }
 
-// The same for kernels that can do more: they are built for 16-bit matrices of one type and for any types.
-template <typename Params, typename Fn>
-bool run_general(const Params& p, int vecs, Fn&& fn) {
-  const Types types = types_of<kHalf, kBrain>(p);
-  const int vec = vec_of(types);
-  if (!fits(p, vec) || !fits_a_block(p.problem.cols, vec, vecs)) return false;
-  dispatch_value<kHalf, kBrain, Types::kAny>(types, fn);
-  return true;
+// fn(Constant<types>) for what known_types finds, but not kAny.
+template <typename Fn>
+void dispatch_known(Types types, Fn&& fn) {
+  dispatch_value<kHalf, kBrain, Types::kFloat32, Types::kFloat16Stream32, Types::kBFloat16Stream32>(types, fn);
+}
+
+// Whether the blocks that can share a row hold one: those of a cluster, where the code of kKernel is for sm_90.
+template <auto kKernel>
+bool holds_row(int cols, int vec) {
+  return fits_blocks(cols, vec, kUsualVecs, 1) ||
+         (fits_blocks(cols, vec, kUsualVecs, kMaxTiles) && can_start_early<kKernel>());
 }
 
 // Rows that no entry of a subset names are not written otherwise.

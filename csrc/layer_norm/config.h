@@ -27,8 +27,9 @@ constexpr DType h_type(Types types) {
 // The widest access that a kernel for known types makes, in elements.
 constexpr int vec_of(Types types) { return h_type(types) == DType::kFloat32 ? 4 : 8; }
 
-// What a backward kernel can do besides the gradient of h: nothing, or branches that are dropped or scaled, or also a
-// second norm and a column scale, whose gradients take registers.
+// What a kernel can do. Forward: sum x0 and the residual, with weights of a type it knows; or also drop and scale rows
+// of x0; or anything. Backward: the gradient of h; or also branches that are dropped or scaled; or also a second norm
+// and a column scale, whose gradients take registers.
 enum class Extent { kPlain, kBranches, kAll };
 
 // A block is `lanes` threads for each of `rows` rows; `tiles` blocks share a row.
@@ -36,26 +37,37 @@ struct RowShape {
   int lanes, rows, tiles;
 };
 
+// Blocks of a cluster, at most, which CUDA guarantees.
+constexpr int kMaxTiles = 8;
+
 // For rows of `cols` elements, `vec` in an access and `vecs` accesses of a matrix by each thread, in blocks of about
-// `threads` threads. Lanes are a power of two or whole warps.
-inline RowShape row_shape(int cols, int vec, int vecs, int threads) {
+// `threads` threads. Lanes are whole warps or, if `splits_warps`, a power of two. Up to kMaxTiles, tiles are a power of
+// two.
+inline RowShape row_shape(int cols, int vec, int vecs, int threads, bool splits_warps) {
   const int needed = std::max(1, ceil_div(ceil_div(cols, vec), vecs));
-  int lanes = 1;
+  int lanes = splits_warps ? 1 : 32, tiles = 1;
   while (lanes < needed && lanes < 32) lanes *= 2;
-  if (needed > 32) lanes = std::min(32 * ceil_div(needed, 32), kMaxThreads);
-  return {lanes, std::max(1, threads / lanes), ceil_div(needed, lanes)};
+  while (tiles < kMaxTiles && tiles * kMaxThreads < needed) tiles *= 2;
+  tiles = std::max(tiles, ceil_div(needed, kMaxThreads));
+  if (needed > 32) lanes = 32 * ceil_div(ceil_div(needed, tiles), 32);
+  return {lanes, tiles > 1 ? 1 : std::max(1, threads / lanes), tiles};
 }
 
 // Of the backward: rows in shared memory, with the one at work (3 and 4 were no faster), and matrices that are copied.
 constexpr int kStages = 2, kCopiedMatrices = 3;
 
-// Bytes of shared memory that hold a vector; 8 of 16 bytes stay empty for 4 elements of 16 bits.
-constexpr int slot_bytes(int vec) { return vec == 1 ? 4 : 16; }
+// Bytes of shared memory that hold a vector; 8 stay empty for 4 elements of 16 bits.
+constexpr int kSlotBytes = 16;
+
+// Slots of a warp's lanes; where accesses are not where vectors begin, the last vector ends in one more.
+constexpr int warp_slots(bool ragged) { return ragged ? 33 : 32; }
 
 // Of the backward's blocks.
-constexpr int ring_bytes(int vec, int vecs) { return kStages * kCopiedMatrices * vecs * slot_bytes(vec) * kMaxThreads; }
+constexpr int ring_bytes(int vecs, bool ragged) {
+  return kStages * kCopiedMatrices * vecs * kSlotBytes * kMaxThreads / 32 * warp_slots(ragged);
+}
 
-// Whether one block holds a row.
-inline bool fits_a_block(int cols, int vec, int vecs) { return cols <= vec * vecs * kMaxThreads; }
+// Whether `blocks` blocks hold a row.
+inline bool fits_blocks(int cols, int vec, int vecs, int blocks) { return cols <= vec * vecs * kMaxThreads * blocks; }
 
 }  // namespace flash::layer_norm

@@ -16,53 +16,61 @@ static bool are_of(const FwdParams& p, Types types) {
   return is_of(p.x0, x) && is_of(p.out, x) && is_of(p.out1, x) && is_of(p.residual, h) && is_of(p.h, h);
 }
 
-// Whether plain kernels, which ask for a bias of the weight's type and that to be x0's or fp32, are not enough.
-static bool is_general(const FwdParams& p) {
+// Kernels that are not for all ask for a bias of the weight's type and that to be x0's or fp32.
+static Extent extent_of(const FwdParams& p) {
   const Problem& problem = p.problem;
   const DType weights = problem.weight.dtype;
   const bool known_weights = (weights == DType::kFloat32 || weights == p.x0.dtype) &&
                              (problem.bias.data == nullptr || problem.bias.dtype == weights);
-  return !known_weights || p.x1.data || p.out1.data || problem.colscale.data || problem.rowscale.data ||
-         problem.x0_subset || problem.rng_state;
+  if (!known_weights || p.x1.data || p.out1.data || problem.colscale.data || problem.x0_subset) return Extent::kAll;
+  return problem.rowscale.data || problem.rng_state ? Extent::kBranches : Extent::kPlain;
 }
+
+constexpr int kThreads = 256;
 
 template <typename Config>
 static void run_shaped(const FwdParams& p, cudaStream_t stream) {
-  run_fwd<Config>(p, row_shape(p.problem.cols, Config::kVec, Config::kVecs, Config::kVecs <= 2 ? 256 : 128), stream);
+  run_fwd<Config>(p, row_shape(p.problem.cols, Config::kVec, Config::kVecs, kThreads, !Config::kRagged), stream);
 }
 
-// In GB/s, 16384 rows in bf16 on an H200: 2 accesses of a thread and matrix in blocks of 256 threads do best for plain
-// sums (4096 columns: 3969, with 4 in blocks of 128 3701, with 1 3625), 4 in blocks of 128 for others (8192 columns
-// with dropout: 3001, with 2 2431).
-template <Types kTypes>
-static void run_plain(const FwdParams& p, cudaStream_t stream) {
+// In GB/s, 16384 rows in bf16 on an H200: 2 accesses of a thread and matrix in blocks of 256 threads do best for 4096
+// columns (3969; with 4 in blocks of 128 3701, with 1 3625) and for 1024 (3353; with 4 3297, with 1 2885), but with 4 a
+// block holds rows that are a cluster's otherwise.
+template <Types kTypes, Extent kExtent>
+static void run_aligned(const FwdParams& p, cudaStream_t stream) {
   constexpr int kVec = vec_of(kTypes);
-  dispatch_value<2, 4>(fits_a_block(p.problem.cols, kVec, 2) ? 2 : 4,
-                       [&](auto kVecs) { run_shaped<FwdConfig<kTypes, kVec, kVecs, /*kGeneral=*/false>>(p, stream); });
+  dispatch_value<kUsualVecs, 4>(fits_blocks(p.problem.cols, kVec, kUsualVecs, 1) ? kUsualVecs : 4,
+                                [&](auto kVecs) { run_shaped<FwdConfig<kTypes, kVec, kVecs, kExtent>>(p, stream); });
 }
 
-// Single elements, where nothing wider fits, and rows that are wider than a block: these are rare and have one instance
-// each, which can do all.
-template <int kVec, int kVecs>
-static void run_rare(const FwdParams& p, bool tiled, cudaStream_t stream) {
-  dispatch_flags([&](auto kTiled) { run_shaped<FwdConfig<Types::kAny, kVec, kVecs, true, kTiled>>(p, stream); }, tiled);
+template <Types kTypes, Extent kExtent>
+static void run_anywhere(const FwdParams& p, cudaStream_t stream) {
+  run_shaped<FwdConfig<kTypes, vec_of(kTypes), kUsualVecs, kExtent, /*kRagged=*/true>>(p, stream);
 }
 
+// Kernels for known types do what most ask for, those that can do all look at the types of matrices as they go.
 void fwd(const FwdParams& p, cudaStream_t stream) {
   if (p.problem.x0_subset) {
     clear_rows(p.out, p.problem.out_rows, p.problem.cols, stream);
     clear_rows(p.out1, p.problem.out_rows, p.problem.cols, stream);
   }
-  if (!is_general(p) && run_known(p, kMostVecs, [&](auto kTypes) { run_plain<kTypes>(p, stream); })) return;
-  if (run_general(p, kMostVecs,
-                  [&](auto kTypes) { run_shaped<FwdConfig<kTypes, vec_of(kTypes), kMostVecs, true>>(p, stream); })) {
-    return;
-  }
-  const int cols = p.problem.cols;
-  if (fits(p, 4)) {
-    run_rare<4, kAllVecs>(p, !fits_a_block(cols, 4, kAllVecs), stream);
+  const Types known = known_types(p);
+  const Extent extent = known == Types::kAny ? Extent::kAll : extent_of(p);
+  const Types types = extent != Extent::kAll ? known : fits(p, 8) ? types_of<kHalf, kBrain>(p) : Types::kAny;
+  using Widest = FwdConfig<Types::kAny, vec_of(Types::kAny), kUsualVecs, Extent::kAll, true, true>;
+  if (!holds_row<fwd_kernel<Widest>>(p.problem.cols, vec_of(types))) return run_shaped<Widest>(p, stream);
+  const bool aligned = fits(p, vec_of(types));
+  if (extent == Extent::kAll && aligned) {
+    dispatch_value<kHalf, kBrain, Types::kAny>(types,
+                                               [&](auto kTypes) { run_aligned<kTypes, Extent::kAll>(p, stream); });
+  } else if (extent == Extent::kAll) {
+    run_anywhere<Types::kAny, Extent::kAll>(p, stream);
   } else {
-    run_rare<1, kMostVecs>(p, !fits_a_block(cols, 1, kMostVecs), stream);
+    dispatch_known(types, [&](auto kTypes) {
+      if (!aligned) return run_anywhere<kTypes, Extent::kBranches>(p, stream);
+      extent == Extent::kPlain ? run_aligned<kTypes, Extent::kPlain>(p, stream)
+                               : run_aligned<kTypes, Extent::kBranches>(p, stream);
+    });
   }
 }
 

@@ -72,8 +72,9 @@ struct BwdParams {
   // The gradients of weight, bias, weight1, bias1, colscale, in this order, if there is such a parameter.
   static constexpr int kParameters = 5;
   Matrix<> dparameters[kParameters];  // (1, cols)
-  float* parts;                       // (max_parts, kParameters, cols): the sums of one block each
+  float* parts;                       // (max_parts, kParameters, part_cols(cols)): the sums of one block each
   int max_parts;
+  static constexpr int64_t part_cols(int64_t cols) { return (cols + 7) / 8 * 8; }  // whole vectors
   float* sums;  // (rows, 2): scratch for rows that are wider than a block
 };
 

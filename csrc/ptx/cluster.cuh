@@ -41,6 +41,13 @@ __device__ inline void store_async_in(uint32_t address, const uint32_t (&x)[4], 
       : "memory");
 }
 
+// The same for 8 bytes.
+__device__ inline void store_async_in(uint32_t address, float2 x, uint32_t barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(x.x), "f"(x.y), "r"(barrier)
+               : "memory");
+}
+
 // Arrives at the barrier of block `rank` that is where `barrier` is in this one. What this thread has read before may
 // then be overwritten.
 __device__ inline void arrive_in(int rank, const SharedBarrier& barrier) {

@@ -203,12 +203,21 @@ EDGES = [
     Case(shape=(2, 3, 4), cols=100, residual="bf16"),
     Case(shape=(300,), cols=64, residual="bf16", dropout_p=0.3),
     Case(shape=(33,), cols=1001, residual="fp16", dtype="fp16"),
+    Case(shape=(35,), cols=33, residual="bf16", dropout_p=0.2),
+    *(Case(shape=(17,), cols=cols, residual="bf16", layout="strided") for cols in (257, 262, 519)),
+    Case(shape=(17,), cols=4095, residual="fp32", dropout_p=0.1, weight="bf16"),
+    Case(shape=(17,), cols=4091, residual="fp32", weight="fp16", dtype="fp16", is_rms_norm=True),
+    Case(shape=(9,), cols=1023, residual="bf16", x1="fp32", colscale=True, dropout_p=0.2, weight1=True),
     Case(shape=(5,), cols=1027, dtype="fp32", residual="fp32", dropout_p=0.1, colscale=True, rowscale=True),
     Case(shape=(9,), cols=2048, residual="bf16", weight="bf16"),
     Case(shape=(3,), cols=3000, residual="fp32"),
     Case(shape=(5,), cols=5120, residual="bf16", dropout_p=0.2),
     Case(shape=(3,), cols=12288, residual="bf16"),
     Case(shape=(3,), cols=12288, residual="bf16", dropout_p=0.2, colscale=True, x1="bf16", weight1=True),
+    Case(shape=(300,), cols=16_384, residual="bf16"),
+    Case(shape=(3,), cols=16_384, residual="fp32", dropout_p=0.2, is_rms_norm=True, bias=False),
+    Case(shape=(70,), cols=8195, residual="bf16", rowscale=True, layout="strided"),
+    Case(shape=(3,), cols=65_536, residual="bf16"),
     Case(shape=(2,), cols=20_000, residual="bf16", x1="bf16", weight1=True, dropout_p=0.5),
     Case(shape=(2,), cols=40_004, dtype="fp32", is_rms_norm=True),
     Case(shape=(2,), cols=70_001, residual="bf16"),
@@ -1095,15 +1104,18 @@ def test_kernel_refuses_what_does_not_fit(device):
 
 
 @pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
-@pytest.mark.parametrize("vec, vecs", list(itertools.product((1, 4, 8), (1, 2, 4))))
-def test_shapes_of_blocks(vec, vecs):
+@pytest.mark.parametrize("vec, vecs, splits_warps", list(itertools.product((4, 8), (1, 2), (False, True))))
+def test_shapes_of_blocks(vec, vecs, splits_warps):
     host = native.library(pathlib.Path(__file__).parents[1] / "host_probe.cpp", native.HOST)
     found = torch.zeros(3, dtype=torch.int64)
     for cols in [*range(1, 70), *range(100, 2**17, 509)]:
         for threads in (128, 256, 512):
-            host.run("find_row_shape", cols, vec, vecs, threads, found)
+            host.run("find_row_shape", cols, vec, vecs, threads, splits_warps, found)
             lanes, rows, tiles = found.tolist()
-            assert lanes * rows % 32 == 0 and lanes * rows <= 512
-            assert (lanes & (lanes - 1) == 0 and lanes <= 32) or (lanes % 32 == 0 and rows <= 15)
-            assert (tiles - 1) * lanes * vecs * vec < cols <= tiles * lanes * vecs * vec
-    assert host.call("find_ring_bytes", vec, 2) + 1024 <= 99 * 1024  # of a block of any GPU from sm_80 on
+            assert lanes <= 512 and (lanes * rows % 32 == 0 or tiles > 1)
+            assert lanes % 32 == 0 or (splits_warps and lanes < 32 and lanes & (lanes - 1) == 0)
+            assert (rows <= 15 or lanes <= 32) and (rows == 1 or (tiles == 1 and lanes * rows <= threads))
+            assert (tiles & (tiles - 1) == 0 or tiles > 8) and lanes * vec * vecs * tiles >= cols
+            assert tiles == 1 or (tiles // 2 if tiles <= 8 else tiles - 1) * 512 * vec * vecs < cols
+    for vecs, ragged in ((2, False), (1, True)):  # of what any GPU from sm_80 on can have
+        assert host.call("find_ring_bytes", vecs, ragged) + 3 * 1024 <= 99 * 1024

@@ -1,0 +1,16 @@
+// The backward's instances for rows whose vectors may begin at any element, apart so that none takes long to compile.
+#include "layer_norm/bwd_instances.cuh"
+
+namespace flash::layer_norm {
+
+template void run_bwd<Ragged<kHalf, Extent::kBranches>>(const BwdParams&, const RowShape&, cudaStream_t);
+template void run_bwd<Ragged<kBrain, Extent::kBranches>>(const BwdParams&, const RowShape&, cudaStream_t);
+template void run_bwd<Ragged<Types::kFloat16Stream32, Extent::kBranches>>(const BwdParams&, const RowShape&,
+                                                                          cudaStream_t);
+template void run_bwd<Ragged<Types::kBFloat16Stream32, Extent::kBranches>>(const BwdParams&, const RowShape&,
+                                                                           cudaStream_t);
+template void run_bwd<Ragged<Types::kAny, Extent::kBranches>>(const BwdParams&, const RowShape&, cudaStream_t);
+template void run_bwd<Ragged<Types::kAny, Extent::kAll>>(const BwdParams&, const RowShape&, cudaStream_t);
+template void run_bwd<Widest>(const BwdParams&, const RowShape&, cudaStream_t);
+
+}  // namespace flash::layer_norm
