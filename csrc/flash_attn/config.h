@@ -307,9 +307,9 @@ struct BwdScratch {
 };
 
 // Whether bwd_sm90.cuh rounds dq. That saves the time to fill its sums with zeros and to read them, but blocks wait for
-// one another: on an H200 512 keys gain 14 to 23 %, 1024 keys 11 %, 2048 keys nothing unless deterministic; longer ones
-// gain 1 to 5 % with head dim 64, and with 128 lose up to 13 %. A box of sums that is stored, not added, has no place
-// for rows of other entries.
+// one another: on an H200 512 keys gain 14 to 23 %, 1024 keys 5 to 10 %, 2048 keys nothing unless deterministic; longer
+// ones gain 1 to 2 % with head dim 64, and with 128 lose up to 13 %. A box of sums that is stored, not added, has no
+// place for rows of other entries.
 inline bool rounds_dq(const BwdParams& p) {
   const Problem& problem = p.problem;
   const int head_dim = instance_head_dim(problem.head_dim);
@@ -320,8 +320,8 @@ inline bool rounds_dq(const BwdParams& p) {
 // How many key heads' blocks start together, those of the first keys first. Under a causal mask these take longest. The
 // blocks of one head read the same rows, which the L2 cache holds if they run together; but of blocks that take turns
 // in adding to the same sums few should start together. Where sums are rounded blocks wait for one another, too: then
-// it is as many as have rows, with dout and sums of dq, of 8 MB, or 16 if causal. (On an H200 the best or within 2 % of
-// it among 8, 16, .. 128 heads, for 512 to 2048 rows of head dims 64 and 128.)
+// it is as many as have rows, with dout and sums of dq, of 8 MB, within 8 and 32, or twice as many if causal. (On an
+// H200 the best or within 2 % of it among 8, 16, .. 128 heads, for 512 to 2048 rows of head dims 64 and 128.)
 inline int bwd_section(const BwdParams& p, bool deterministic) {
   const Problem& problem = p.problem;
   const bool causal = problem.window_left == kUnbounded && problem.window_right != kUnbounded;
