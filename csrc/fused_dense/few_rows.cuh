@@ -8,7 +8,8 @@
 //
 // H200, bf16, one row, in a chain of such layers, in us, with cuBLASLt's kernels in brackets: 1024 -> 1024 features 2.3
 // (7.5), 1024 -> 4096 3.6 (5.1), 4096 -> 1024 4.4 (7.2), 4096 -> 4096 10.9 (12.8), 11008 -> 4096 26.5 (27.9), but 4096
-// -> 12288 30.6 (29.1). Four stages of asynchronous copies in place of registers: 4.1, 7.8, 5.1, 13.4, 28.1, 30.8.
+// -> 12288 30.6 (29.1); measured when each lane still had loop bounds of its own. Four stages of asynchronous copies in
+// place of registers: 4.1, 7.8, 5.1, 13.4, 28.1, 30.8.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -97,12 +97,6 @@ __device__ void store_within(T* row, int column, int cols, const Vec<T, kWidth>&
   }
 }
 
-// Whether kCount accesses of kWidth columns, the first at `column`, the others `apart`, lie within 0 .. cols.
-template <int kCount, int kWidth>
-__device__ bool are_inside(int column, int apart, int cols) {
-  return column >= 0 && column + (kCount - 1) * apart + kWidth <= cols;
-}
-
 // A thread's share of a row: kCount accesses of kWidth columns, `apart`, all on their way before one is used. Those
 // without a column among 0 .. cols give words `outside`; of those across an end, columns outside are anything.
 template <int kCount, int kWidth, typename T>

@@ -95,6 +95,8 @@ def swiglu(x, y):
 def swiglu_of_halves(x):
     """`swiglu(gate, value)` of the halves (value, gate) of x (..., 2 * features), whose gradient comes in one piece.
 
+    x is fp32, fp16 or bf16; the result (..., features) is of its dtype. ValueError if the last dimension is odd.
+
     >>> swiglu_of_halves(torch.randn(2, 5, 256)).shape
     torch.Size([2, 5, 128])
     """

@@ -156,7 +156,14 @@ def _exchange(process_group, sequence_parallel):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, which without gradients has few rows, as in a step of decoding, go to a kernel made for them."""
+    """`nn.Linear`, which without gradients has few rows, as in a step of decoding, go to a kernel made for them.
+
+    That is for up to eight rows of float16 or bfloat16 on a GPU; all else is `nn.Linear`'s own way. Results are
+    the same up to rounding.
+
+    >>> Linear(1024, 4096)(torch.randn(2, 1, 1024)).shape
+    torch.Size([2, 1, 4096])
+    """
 
     def forward(self, x):
         if ops.is_for_few_rows(x, self.weight):
