@@ -38,6 +38,8 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from benchmarks.kernels import append_csv, kernels_of
+
 ROWS = pathlib.Path("build/benchmarks")  # results/ beside this file holds the rows that are committed
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -183,6 +185,7 @@ def _parse(description, family):
         "--csv", type=pathlib.Path, default=ROWS / f"{family}.csv", help="rows are appended here (default: %(default)s)"
     )
     parser.add_argument("--plot", action="store_true", help="also draw a PNG beside the CSV file")
+    parser.add_argument("--kernels", action="store_true", help="also list what the GPU does, in a file beside it")
     return parser.parse_args()
 
 
@@ -193,7 +196,16 @@ def _measure(case, args, peaks, baseline):
     functions = {name: function for name, function in functions.items() if _runs(case, name, function)}
     times = time_ms(functions, args.device, args.seconds)
     medians = {name: statistics.median(column) for name, column in times.items()}
+    if args.kernels and args.device == "cuda":
+        _list_kernels(case, functions, args.csv.with_name(f"{args.csv.stem}_kernels.csv"))
     return [_row(case, name, times[name], peaks, medians.get(baseline), functions[name], args.device) for name in times]
+
+
+def _list_kernels(case, functions, path):
+    buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    for provider, function in functions.items():
+        of = {"op": case.op, "case": case.name, "dtype": case.dtype, "provider": provider} | _environment("cuda")
+        append_csv(path, of, kernels_of(function, buffer.zero_))
 
 
 def _runs(case, name, function):
