@@ -108,11 +108,14 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.inplace_backward = inplace_backward
         ctx.save_for_backward(logits, labels, lse)
         ctx.mark_non_differentiable(z_losses, lse, kept)
+        ctx.set_materialize_grads(False)  # of those: a kernel each, for zeros that nobody reads
         return losses, z_losses, lse, kept
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dlosses, *_):
+        if dlosses is None:
+            return None, None, None, None
         logits, labels, lse = ctx.saved_tensors
         op = bwd_ if ctx.inplace_backward else bwd
         dlogits = op(dlosses, logits, labels, lse, *ctx.options)

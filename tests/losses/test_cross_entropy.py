@@ -14,6 +14,7 @@ from cases import DTYPES, params, sample
 from compare import assert_error_ratio, unavoidable
 from processes import over_processes
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import xentropy_cuda_lib
 from flash_attn._ops import collectives
@@ -283,6 +284,21 @@ def test_no_gradient_of_the_gradient(device):
         dlogits.sum().backward()
 
 
+def test_a_backward_runs_one_op():
+    """And makes no zeros for the results that have no gradient."""
+    logits, labels = torch.randn(4, 10, requires_grad=True), torch.zeros(4, dtype=torch.int64)
+    losses, _ = cross_entropy_loss(logits, labels)
+    with Recorder() as recorder:
+        torch.autograd.grad(losses, logits, torch.ones(4))
+    assert [op for op in recorder.ops if op not in ("aten::ones", "aten::detach")] == ["flash_attn::xentropy_bwd"]
+
+
+def test_no_gradient_of_losses_that_have_none():
+    logits, labels = torch.randn(4, 10, requires_grad=True), torch.zeros(4, dtype=torch.int64)
+    losses, _ = cross_entropy_loss(logits, labels)
+    assert torch.autograd.grad(Severed.apply(losses).sum(), logits, allow_unused=True) == (None,)
+
+
 def test_forward_mode_is_refused(device):
     logits, labels = torch.randn(2, 4, 10, device=device), torch.zeros(4, dtype=torch.int64, device=device)
     with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="must have no tangent"):
@@ -294,6 +310,30 @@ def test_autocast_changes_nothing(device):
     right = cross_entropy_loss(logits, labels)[0]
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert identical(cross_entropy_loss(logits, labels)[0], right)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the names of the ops that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.ops = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.ops.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+class Severed(torch.autograd.Function):
+    """A copy whose backward gives no gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
 
 
 # Several processes.
