@@ -113,6 +113,14 @@ EDGES = [
     Case(2, 2, 5, 4096, dtype="fp16", mask="all"),
     Case(1, 2, 300, 300, mask="none", causal=True),
     Case(1, 1, 1030, 1030, mask="columns", causal=True, dtype="fp16"),
+    Case(1, 2, 1021, 1021, mask="heads alike", causal=True),  # rows that start anywhere, and masks elsewhere
+    Case(2, 2, 5, 2047, mask="all"),
+    Case(2, 1, 9, 2047, dtype="fp32", mask="all"),
+    Case(1, 1, 17, 15, mask="all"),  # no aligned access lies in some of the rows
+    Case(1, 1, 3, 16384, mask="none"),  # held in registers, both ways
+    Case(1, 1, 9, 16383, dtype="fp16"),
+    Case(1, 1, 3, 40_000, mask="all"),  # not held
+    Case(1, 1, 3, 40_001, dtype="fp16", mask="none"),
     Case(scale=-2.0),
     Case(scale=0.0),
 ]

@@ -4,6 +4,9 @@
 //
 // A group of lanes takes a row and goes over it twice, once for the sums and once to write. A row that the group holds
 // in registers is read once; of longer ones, what the second pass reads is still in the cache. Maths in fp32.
+//
+// Rows that do not all start and end at an aligned access are taken as the aligned accesses that they have in full, and
+// as the few columns at their edges, of which a lane has one at most.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,44 +29,47 @@ namespace flash::fused_softmax {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-template <typename T_, bool kAligned_, int kLoads_, int kThreads_, int kBlocks_>
+template <typename T_, bool kAligned_, int kLoads_>
 struct Config {
   using T = T_;
   static constexpr bool kAligned = kAligned_;  // whether all rows start and end at an aligned access
   static constexpr int kWidth = 16 / sizeof(T);
   static constexpr int kLoads = kLoads_;  // accesses of each tensor that a thread has on their way, and holds
   static constexpr int kChunk = kLoads * kWidth;
-  static constexpr int kThreads = kThreads_;  // of a block, at most
-  static constexpr int kBlocks = kBlocks_;    // that a multiprocessor has registers for, at least
+  static constexpr int kThreads = 512;                 // of a block, at most
+  static constexpr int kBlocks = kLoads_ > 2 ? 2 : 3;  // that a multiprocessor has registers for, at least
 };
 
-// The forward waits for the issue of its instructions as much as for memory: hence the instances for aligned rows.
-// H200, bf16, share of the rate of a copy, of rows of 1024, 2048 and 4096: causal 93, 94 and 91 %, with a mask 98, 97
-// and 92 %. A causal copy without any maths reaches 92, 95 and 94 %. (Half the loads, on twice the lanes, cost a fifth;
-// zeros that are stored before the scores are loaded cost a twentieth.)
-template <typename T, bool kAligned>
-using FwdConfig = Config<T, kAligned, 4, 512, 2>;
-template <typename T, bool kAligned>
-using BwdConfig = Config<T, kAligned, 2, 512, 3>;
+// H200, bf16: with half of these loads on twice the lanes, the forward takes a fifth longer; the backward of rows of
+// 16384, which the lanes then cannot hold, a tenth. That of causal rows of 1024 is 2 % faster with half.
+constexpr int kLoads = 4, kShortBwdLoads = 2, kShortBwdBytes = 2048;
 
-// One of the rows, as its group sees it. Groups without a row have one of no columns.
+// What the forward has on its way into the L2 cache for each multiprocessor. While a block sums its row and writes it,
+// memory would rest: causal rows of 16384 run at 78 % of the rate of a copy without, at 90 % with this. Twice as much
+// pushes out of the cache what is still wanted: 95 % instead of 99 % without a mask. The backward has twice the loads
+// on their way, and loses by it. It is for rows that were seen to gain: causal ones of a warp, others of four.
+constexpr int kBytesAhead = 32 << 10;
+
+// One of the rows.
 struct Row {
-  int64_t at;  // of all rows
   int batch;
   int head;
-  int index;  // of the row within its head
-  int cols;   // of the row
-  int seen;   // of these, the first ones, which are not past the diagonal
+  int index;      // of the row within its head
+  int64_t start;  // its first element, of all
+  int cols;       // of the row; none if there is no such row
+  int seen;       // of these, the first ones, which are not past the diagonal
 
-  __device__ Row(const Rows& rows, const RowGroup& group) {
-    const bool exists = group.row < rows.count;
-    const int number = exists ? static_cast<int>(group.row) : 0;
-    int count = rows.inner.divide(number);
-    const int inner = rows.inner.remainder(number, count);
+  __device__ Row(const Rows& rows, int64_t turn) {
+    const bool exists = turn < rows.count;
+    const int number = exists ? static_cast<int>(turn) : 0;
+    const int count = rows.inner.divide(number), inner = rows.inner.remainder(number, count);
     batch = rows.outer.divide(count);
     const int outer = rows.outer.remainder(count, batch);
     head = rows.heads_inside ? inner : outer, index = rows.heads_inside ? outer : inner;
-    at = rows.heads_inside ? (int64_t{batch} * rows.inner.value + inner) * rows.outer.value + outer : number;
+    const int heads = rows.heads_inside ? rows.inner.value : rows.outer.value;
+    const int last = (rows.heads_inside ? rows.outer.value : rows.inner.value) - 1;
+    if (rows.causal) index = index % 2 == 0 ? index / 2 : last - index / 2;
+    start = ((int64_t{batch} * heads + head) * (last + 1) + index) * rows.cols;
     cols = exists ? rows.cols : 0;
     seen = rows.causal && index + 1 < cols ? index + 1 : cols;
   }
@@ -71,41 +77,67 @@ struct Row {
 
 // What a mask leaves out of one row, a byte for each column.
 struct MaskRow {
-  const uint8_t* data;  // null if nothing
+  bool exists;  // the same for all rows
+  const uint8_t* data = nullptr;
 
-  __device__ MaskRow(const Mask& mask, Row& row) : data(mask.data) {
-    if (data == nullptr) return;
-    data += row.batch * mask.batch_stride + row.head * mask.head_stride + row.index * mask.row_stride;
-    if (!mask.one_for_all) return;
-    if (*data != 0) row.seen = 0;
-    data = nullptr;
+  __device__ MaskRow(const Mask& mask, Row& row) : exists(mask.data != nullptr && !mask.one_for_all) {
+    if (mask.data == nullptr) return;
+    data = mask.data + row.batch * mask.batch_stride + row.head * mask.head_stride + row.index * mask.row_stride;
+    if (mask.one_for_all && *data != 0) row.seen = 0;
   }
 
-  // The bytes of a thread's share of the row, of which columns outside 0 .. cols are anything.
+  // The bytes of a thread's share of the row, whose accesses all lie in the row.
   template <int kLoads, int kWidth>
   __device__ void load(Packed<uint8_t, kWidth> (&bytes)[kLoads], int column, int apart, int cols) const {
-    if (first_aligned<kWidth>(data + column) == 0) {
+    const uint8_t* const own = data + column;
+    if (first_aligned<kWidth>(own) == 0) {
       load_share(bytes, data, column, apart, cols, 0);
     } else {
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) bytes[i] = load_anywhere<kWidth>(data, column + i * apart, cols);
+      load_anywhere(bytes, own, apart, cols - column);
     }
   }
 
  private:
-  // Bytes at any address, from the aligned words that hold them.
-  template <int kWidth>
-  __device__ static Packed<uint8_t, kWidth> load_anywhere(const uint8_t* row, int column, int cols) {
+  // The same from the aligned words that hold the bytes.
+  template <int kLoads, int kWidth>
+  __device__ static void load_anywhere(Packed<uint8_t, kWidth> (&bytes)[kLoads], const uint8_t* own, int apart,
+                                       int cols) {
     constexpr int kWords = kWidth / 4;
-    const int before = -first_aligned<4>(row + column);
-    Packed<uint8_t, 4> words[kWords + 1];
-    load_share(words, row, column - before, 4, cols, 0);
-    Packed<uint8_t, kWidth> bytes;
+    const int before = -first_aligned<4>(own), cols_across = before == 0 ? 0 : cols;
+    uint32_t words[kLoads][kWords + 1];
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      bytes.words[i] = __funnelshift_r(words[i].words[0], words[i + 1].words[0], 8 * before);
+    for (int i = 0; i < kLoads; ++i) {
+      const auto* const from = reinterpret_cast<const uint32_t*>(own - before + i * apart);
+#pragma unroll
+      for (int k = 0; k <= kWords; ++k) words[i][k] = i * apart < (k < kWords ? cols : cols_across) ? from[k] : 0;
     }
-    return bytes;
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+#pragma unroll
+      for (int k = 0; k < kWords; ++k) bytes[i].words[k] = __funnelshift_r(words[i][k], words[i][k + 1], 8 * before);
+    }
+  }
+};
+
+// A row as the aligned accesses that it has in full, its body, and the columns before and behind, its edges: fewer than
+// twice an access, of which each lane of a group has one at most. Columns count from the first one of the body.
+template <typename Config>
+struct Body {
+  int first;  // its column of the row
+  int cols, seen;
+  int edge;  // the lane's column at the edges, if it has one
+  bool has_edge, sees_edge;
+
+  __device__ Body(const Row& row, int lane) : first(0), cols(row.cols), seen(row.seen), edge(0) {
+    has_edge = sees_edge = false;
+    if constexpr (!Config::kAligned) {
+      constexpr int kWidth = Config::kWidth;
+      first = min(static_cast<int>(-row.start & (kWidth - 1)), row.cols);
+      cols = (row.cols - first) / kWidth * kWidth;
+      seen = max(0, min(row.seen - first, cols));
+      edge = lane < first ? lane - first : lane - first + cols;
+      has_edge = edge < row.cols - first, sees_edge = edge < row.seen - first;
+    }
   }
 };
 
@@ -160,95 +192,112 @@ __device__ float largest_of(const Packed<T, kWidth> (&vecs)[kLoads]) {
 // A thread's share of the scores, -inf where left out and outside, to be multiplied by the positive p.exponent_scale.
 template <typename Config, typename T = typename Config::T>
 __device__ void load_scores(Packed<T, Config::kWidth> (&vecs)[Config::kLoads], const T* x, const MaskRow& mask,
-                            int column, int apart, int seen, uint32_t signs) {
+                            const Body<Config>& body, int column, int apart, uint32_t signs) {
   constexpr int kWidth = Config::kWidth, kLoads = Config::kLoads;
   const uint32_t least = repeated<T>(-INFINITY);
-  load_share(vecs, x, column, apart, seen, least ^ signs);
-  if (mask.data != nullptr) {
+  load_share(vecs, x, column, apart, body.seen, least ^ signs);
+  if (mask.exists) {
     Packed<uint8_t, kWidth> bytes[kLoads];
-    mask.load(bytes, column, apart, seen);
+    mask.load(bytes, column, apart, body.seen);
     flip(vecs, signs);
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) leave_out(vecs[i], bytes[i]);
   } else {
     flip(vecs, signs);
   }
-  replace_around(vecs, column, apart, seen, least);
+  replace_behind(vecs, column, apart, body.seen, least);
 }
 
-// Where a thread's share of a row lies in a pass over it.
+// The same of the lane's column at the edges, which is on its way until it is asked for.
+template <typename T>
+struct EdgeScore {
+  T loaded{};
+  uint8_t left_out = 1;
+
+  template <typename Config>
+  __device__ EdgeScore(const T* x, const MaskRow& mask, const Body<Config>& body) {
+    if (!body.sees_edge) return;
+    loaded = x[body.edge];
+    left_out = mask.exists ? mask.data[body.edge] : 0;
+  }
+
+  __device__ float score(uint32_t signs) const {
+    const float value = static_cast<float>(loaded);
+    return left_out != 0 ? -INFINITY : signs != 0 ? -value : value;
+  }
+};
+
+// Where a thread's share of a row's body lies in a pass over it.
 template <typename Config>
 struct Share {
   int column, apart;
 
-  // For all rows: of those that start at an aligned access, the compiler is told that no column is negative.
-  __device__ Share(int column, int apart) : column(column), apart(apart) {
-    if constexpr (Config::kAligned) __builtin_assume(column >= 0 && apart > 0);
-  }
+  __device__ Share(int column, int apart) : column(column), apart(apart) { __builtin_assume(column >= 0 && apart > 0); }
 
-  // Whether access i has columns among 0 .. cols, or begins before them.
+  // Whether access i has columns among the first `cols`.
   __device__ bool reaches(int i, int cols) const { return column + i * apart < cols; }
 
   // Stores the share: what values_of(i, values) gives for access i, if that reaches the columns that are seen, else 0.
   template <typename T, typename ValuesOf>
-  __device__ void store(T* row, const Row& bounds, ValuesOf&& values_of) const {
+  __device__ void store(T* row, const Body<Config>& body, ValuesOf&& values_of) const {
     T* const own = row + column;
 #pragma unroll
     for (int i = 0; i < Config::kLoads; ++i) {
       Vec<T, Config::kWidth> vec{};
-      if (reaches(i, bounds.seen)) {
+      if (reaches(i, body.seen)) {
         float values[Config::kWidth];
         values_of(i, values);
         vec = narrow<T>(values);
       }
-      if constexpr (Config::kAligned) {
-        if (reaches(i, bounds.cols)) flash::store(own + i * apart, vec);
-      } else {
-        store_within<Config::kWidth>(row, column + i * apart, bounds.cols, vec);
-      }
+      if (reaches(i, body.cols)) flash::store(own + i * apart, vec);
     }
   }
 };
 
-// The first column of a lane's first access to a row.
-template <typename Config, typename T>
-__device__ int first_column(const T* row, const RowGroup& group) {
-  return (Config::kAligned ? 0 : first_aligned<Config::kWidth>(row)) + group.lane * Config::kWidth;
-}
-
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(const __grid_constant__ FwdParams p) {
   using T = typename Config::T;
-  __shared__ float shared[32];
   const RowGroup group;
-  Row row(p.rows, group);
-  const MaskRow mask(p.mask, row);
-  const T* x = static_cast<const T*>(p.x) + row.at * p.rows.cols;
-  T* y = static_cast<T*>(p.y) + row.at * p.rows.cols;
+  if (p.ahead > 0 && group.lane == 0 && group.row + p.ahead < p.rows.count) {
+    const Row later(p.rows, group.row + p.ahead);
+    prefetch(static_cast<const T*>(p.x) + later.start, later.seen);
+  }
+  Row row(p.rows, group.row);
+  MaskRow mask(p.mask, row);
+  const Body<Config> body(row, group.lane);
+  mask.data += body.first;
+  const T* x = static_cast<const T*>(p.x) + row.start + body.first;
+  T* y = static_cast<T*>(p.y) + row.start + body.first;
   const int apart = group.lanes * Config::kWidth, step = Config::kLoads * apart;
-  const int first = first_column<Config>(y, group);
+  const int first = group.lane * Config::kWidth;
+  const EdgeScore<T> loaded_edge(x, mask, body);
 
   Packed<T, Config::kWidth> vecs[Config::kLoads];
   float scores[Config::kLoads][Config::kWidth];  // and their exponentials
   ExpSum own;
-  for (int column = first; column < row.seen; column += step) {
+  for (int column = first; column < body.seen; column += step) {
     const Share<Config> share{column, apart};
-    load_scores<Config>(vecs, x, mask, column, apart, row.seen, p.signs);
+    load_scores<Config>(vecs, x, mask, body, column, apart, p.signs);
     own.raise(largest_of(vecs), p.exponent_scale);
 #pragma unroll
     for (int i = 0; i < Config::kLoads; ++i) {
       widen(scores[i], vecs[i]);
-      if (share.reaches(i, row.seen)) own.add_below(scores[i], p.exponent_scale);
+      if (share.reaches(i, body.seen)) own.add_below(scores[i], p.exponent_scale);
     }
   }
-  const auto all =
-      own.over(p.exponent_scale, [&](auto op, float v) { return group_reduce<decltype(op)>(v, group, shared); });
+  const float edge = loaded_edge.score(p.signs);
+  ExpSum with_edge = own;
+  if constexpr (!Config::kAligned) {
+    float score[1] = {edge};
+    with_edge.add(score, p.exponent_scale);
+  }
+  const ExpSum all = sum_group(with_edge, p.exponent_scale, group);
   const float inverse = all.sum == 0.f ? 0.f : ptx::reciprocal(all.sum);  // nothing was left, or nothing but -inf
   const float factor = p.held ? inverse * ptx::exp2((own.max - all.max) * p.exponent_scale) : inverse;
-  for (int column = first; column < row.cols; column += step) {
+  for (int column = first; column < body.cols; column += step) {
     const Share<Config> share{column, apart};
-    if (!p.held && column < row.seen) {
-      load_scores<Config>(vecs, x, mask, column, apart, row.seen, p.signs);
+    if (!p.held && column < body.seen) {
+      load_scores<Config>(vecs, x, mask, body, column, apart, p.signs);
 #pragma unroll
       for (int i = 0; i < Config::kLoads; ++i) {
         widen(scores[i], vecs[i]);
@@ -256,11 +305,12 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(
         for (float& score : scores[i]) score = ptx::exp2((score - all.max) * p.exponent_scale);
       }
     }
-    share.store(y, row, [&](int i, float (&values)[Config::kWidth]) {
+    share.store(y, body, [&](int i, float (&values)[Config::kWidth]) {
 #pragma unroll
       for (int j = 0; j < Config::kWidth; ++j) values[j] = scores[i][j] * factor;
     });
   }
+  if (body.has_edge) y[body.edge] = static_cast<T>(ptx::exp2((edge - all.max) * p.exponent_scale) * inverse);
 }
 
 // A thread's share of weights and incoming gradients, 0 outside.
@@ -273,65 +323,66 @@ struct Pairs {
   __device__ void load(const T* y_row, const T* dy_row, int column, int apart, int seen) {
     load_share(y, y_row, column, apart, seen, 0);
     load_share(dy, dy_row, column, apart, seen, 0);
-    replace_around(y, column, apart, seen, 0);
-    replace_around(dy, column, apart, seen, 0);
+    replace_behind(y, column, apart, seen, 0);
+    replace_behind(dy, column, apart, seen, 0);
   }
 };
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void bwd_kernel(const __grid_constant__ BwdParams p) {
   using T = typename Config::T;
-  __shared__ float shared[32];
   const RowGroup group;
-  const Row row(p.rows, group);
-  const T* y = static_cast<const T*>(p.y) + row.at * p.rows.cols;
-  const T* dy = static_cast<const T*>(p.dy) + row.at * p.rows.cols;
-  T* dx = static_cast<T*>(p.dx) + row.at * p.rows.cols;
+  const Row row(p.rows, group.row);
+  const Body<Config> body(row, group.lane);
+  const int64_t start = row.start + body.first;
+  const T* y = static_cast<const T*>(p.y) + start;
+  const T* dy = static_cast<const T*>(p.dy) + start;
+  T* dx = static_cast<T*>(p.dx) + start;
   const int apart = group.lanes * Config::kWidth, step = Config::kLoads * apart;
-  const int first = first_column<Config>(dx, group);
+  const int first = group.lane * Config::kWidth;
+  T loaded_weight{}, loaded_incoming{};  // of the edge, on their way until they are asked for
+  if (body.sees_edge) loaded_weight = y[body.edge], loaded_incoming = dy[body.edge];
 
   Pairs<Config> pairs;
   float weights[Config::kWidth], incoming[Config::kWidth];
   float sum = 0.f;
-  for (int column = first; column < row.seen; column += step) {
+  for (int column = first; column < body.seen; column += step) {
     const Share<Config> share{column, apart};
-    pairs.load(y, dy, column, apart, row.seen);
+    pairs.load(y, dy, column, apart, body.seen);
 #pragma unroll
     for (int i = 0; i < Config::kLoads; ++i) {
-      if (!share.reaches(i, row.seen)) continue;
+      if (!share.reaches(i, body.seen)) continue;
       widen(weights, pairs.y[i]);
       widen(incoming, pairs.dy[i]);
 #pragma unroll
       for (int j = 0; j < Config::kWidth; ++j) sum += weights[j] * incoming[j];
     }
   }
-  sum = group_reduce<Sum>(sum, group, shared);
-  for (int column = first; column < row.cols; column += step) {
+  const float edge_weight = static_cast<float>(loaded_weight), edge_incoming = static_cast<float>(loaded_incoming);
+  sum = sum_group(sum + edge_weight * edge_incoming, group);
+  for (int column = first; column < body.cols; column += step) {
     const Share<Config> share{column, apart};
-    if (!p.held && column < row.seen) pairs.load(y, dy, column, apart, row.seen);
-    share.store(dx, row, [&](int i, float (&values)[Config::kWidth]) {
+    if (!p.held && column < body.seen) pairs.load(y, dy, column, apart, body.seen);
+    share.store(dx, body, [&](int i, float (&values)[Config::kWidth]) {
       widen(weights, pairs.y[i]);
       widen(incoming, pairs.dy[i]);
 #pragma unroll
       for (int j = 0; j < Config::kWidth; ++j) values[j] = p.scale * weights[j] * (incoming[j] - sum);
     });
   }
+  if (body.has_edge) dx[body.edge] = static_cast<T>(p.scale * edge_weight * (edge_incoming - sum));
 }
 
-// Calls run_aligned(Constant<whether all rows start and end at an aligned access>).
-template <typename T, typename RunAligned>
-void if_aligned(const Rows& rows, const void* out, RunAligned&& run_aligned) {
-  const bool aligned = reinterpret_cast<uintptr_t>(out) % 16 == 0 && rows.cols % (16 / sizeof(T)) == 0;
-  dispatch_flags(run_aligned, aligned);
-}
-
-template <typename Config, auto kKernel, typename Params>
-void run(Params p, cudaStream_t stream) {
-  const int before = Config::kAligned ? 0 : Config::kWidth - 1;  // columns of an aligned access that precede a row
-  const int columns = p.rows.cols + before;
-  const int lanes = lanes_for<Config::kThreads>(columns, Config::kChunk);
-  p.held = columns <= lanes * Config::kChunk;
-  launch<kKernel>(row_groups(p.rows.count, lanes), p, stream);
+// Chooses p.held, and calls run_with(Constant<whether rows are aligned>, lanes of a row).
+template <typename T, int kLoads, typename Params, typename RunWith>
+void choose(Params& p, RunWith&& run_with) {
+  using Any = Config<T, false, kLoads>;
+  constexpr int kWidth = Any::kWidth, kEdges = 2 * kWidth;
+  const bool aligned = p.rows.cols % kWidth == 0;
+  const int columns = p.rows.cols / kWidth * kWidth;  // that are not at the edges, at most
+  const int lanes = lanes_for<Any::kThreads>(columns, Any::kChunk, aligned ? kMinLanes : kEdges);
+  p.held = columns <= lanes * Any::kChunk;
+  dispatch_flags([&](auto kAligned) { run_with(kAligned, lanes); }, aligned);
 }
 
 template <typename T>
@@ -341,18 +392,26 @@ void run_fwd(FwdParams p, cudaStream_t stream) {
   // Positive and finite, so that what is left out is so at any scale, also 0.
   using Limits = std::numeric_limits<float>;
   p.exponent_scale = std::clamp(std::abs(p.scale) * kLog2E, Limits::denorm_min(), Limits::max());
-  if_aligned<T>(p.rows, p.y, [&](auto kAligned) {
-    using Config = FwdConfig<T, kAligned>;
-    run<Config, fwd_kernel<Config>>(p, stream);
+  choose<T, kLoads>(p, [&](auto kAligned, int lanes) {
+    const int64_t bytes_ahead = int64_t{kBytesAhead} * num_multiprocessors(current_device());
+    if (lanes >= (p.rows.causal ? 32 : 128))
+      p.ahead = static_cast<int>(bytes_ahead / (p.rows.cols * int64_t{sizeof(T)}));
+    launch<fwd_kernel<Config<T, kAligned, kLoads>>>(row_groups(p.rows.count, lanes), p, stream);
   });
 }
 
 template <typename T>
-void run_bwd(const BwdParams& p, cudaStream_t stream) {
-  if_aligned<T>(p.rows, p.dx, [&](auto kAligned) {
-    using Config = BwdConfig<T, kAligned>;
-    run<Config, bwd_kernel<Config>>(p, stream);
-  });
+void run_bwd(BwdParams p, cudaStream_t stream) {
+  const auto run = [&](auto kLoads) {
+    choose<T, kLoads>(p, [&](auto kAligned, int lanes) {
+      launch<bwd_kernel<Config<T, kAligned, kLoads>>>(row_groups(p.rows.count, lanes), p, stream);
+    });
+  };
+  if (p.rows.cols * sizeof(T) <= kShortBwdBytes) {
+    run(Constant<kShortBwdLoads>());
+  } else {
+    run(Constant<kLoads>());
+  }
 }
 
 }  // namespace flash::fused_softmax

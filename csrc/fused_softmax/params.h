@@ -8,7 +8,8 @@
 namespace flash::fused_softmax {
 
 // The rows of contiguous tensors (batch, heads, seqlen_q, cols), and the order in which they are taken: an entry's
-// heads one after the other, or row i of each of its heads before row i + 1.
+// heads one after the other, or row i of each of its heads before row i + 1. Where rows are causal, the first row of a
+// head is followed by its last, then by the second: of short and long ones, each multiprocessor has some at any time.
 struct Rows {
   int count;
   int cols;
@@ -35,6 +36,7 @@ struct FwdParams {
   float exponent_scale = 0.f;  // of the scores, whose signs are changed where bits are set in `signs`; chosen by fwd
   uint32_t signs = 0;
   bool held = false;  // whether the lanes of a row have room for all of it; likewise
+  int ahead = 0;      // how many rows after a row comes the one that is then brought into the cache; likewise; 0: none
   const void* x;
   void* y;
 };
@@ -42,7 +44,7 @@ struct FwdParams {
 struct BwdParams {
   Rows rows;
   float scale;
-  bool held = false;  // whether the lanes of a row have room for all of it; chosen by bwd
+  bool held = false;  // as in FwdParams; chosen by bwd
   const void* dy;
   const void* y;
   void* dx;

@@ -37,13 +37,6 @@ struct ExpSum {
     raise(largest, c);
     add_below(x, c);
   }
-
-  // Over several threads: reduce(Op(), value) gives each of them the same result.
-  template <typename Reduce>
-  __device__ ExpSum over(float c, Reduce&& reduce) const {
-    const float largest = reduce(Max(), max);
-    return {largest, reduce(Sum(), sum * ptx::exp2((max - largest) * c))};
-  }
 };
 
 }  // namespace flash

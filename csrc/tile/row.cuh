@@ -6,10 +6,14 @@
 #include "common/dispatch.h"
 #include "common/divmod.h"
 #include "common/launch.h"
+#include "ptx/prefetch.cuh"
+#include "tile/exp_sum.cuh"
 #include "tile/reduce.cuh"
 #include "tile/vec.cuh"
 
 namespace flash {
+
+constexpr int kMinLanes = 4, kMaxGroupWarps = 16;
 
 // The lanes that take a row together: a part of a warp, a power of two, or a block.
 struct RowGroup {
@@ -24,26 +28,58 @@ inline LaunchShape row_groups(int rows, int lanes) {
   return {.grid = dim3(ceil_div(rows, groups)), .block = dim3(lanes, groups)};
 }
 
-// How many lanes a row needs for `per_lane` elements each, at most kMaxLanes.
+// How many lanes a row needs for `per_lane` elements each, from `lanes`, a power of two, to kMaxLanes.
 template <int kMaxLanes>
-int lanes_for(int64_t elements, int per_lane) {
-  int lanes = 4;
+int lanes_for(int64_t elements, int per_lane, int lanes = kMinLanes) {
   while (lanes < 32 && int64_t{lanes} * per_lane < elements) lanes *= 2;
   while (lanes < kMaxLanes && int64_t{lanes} * per_lane < elements) lanes += 32;
   return lanes;
 }
 
-// Over the lanes of a group, all of which call it and get the same result. The group is a block if it exceeds a warp.
-// Steps that are not a group's cost less than a loop over those that are.
+// Over `lanes` of a warp, a power of two. Steps that are not theirs cost less than a loop over those that are.
 template <typename Op>
-__device__ float group_reduce(float x, const RowGroup& group, float (&shared)[32]) {
-  if (group.lanes > 32) return block_reduce<Op>(x, shared);
+__device__ float reduce_lanes(float x, int lanes) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
     const float other = __shfl_xor_sync(~0u, x, step);
-    if (step < group.lanes) x = Op()(x, other);
+    if (step < lanes) x = Op()(x, other);
   }
   return x;
+}
+
+// Over the lanes of a group, all of which call it and get the same result, at one barrier. over_lanes(x, lanes) is that
+// over lanes of a warp; of_none changes nothing. A kernel makes each call once: what its warps leave stays there.
+template <typename T, typename OverLanes>
+__device__ T reduce_group(T x, const RowGroup& group, T of_none, OverLanes&& over_lanes) {
+  __shared__ T of_warps[kMaxGroupWarps];
+  x = over_lanes(x, min(group.lanes, 32));
+  if (group.lanes <= 32) return x;
+  if (group.lane % 32 == 0) of_warps[group.lane / 32] = x;
+  __syncthreads();
+  const int warp = group.lane % kMaxGroupWarps;
+  return over_lanes(warp < group.lanes / 32 ? of_warps[warp] : of_none, kMaxGroupWarps);
+}
+
+// The sum over a group.
+__device__ inline float sum_group(float x, const RowGroup& group) {
+  return reduce_group(x, group, 0.f, [](float x, int lanes) { return reduce_lanes<Sum>(x, lanes); });
+}
+
+// The same of exponentials: c as ExpSum has it.
+__device__ inline ExpSum sum_group(const ExpSum& exps, float c, const RowGroup& group) {
+  const auto over_lanes = [c](float2 part, int lanes) {
+    const float max = reduce_lanes<Max>(part.x, lanes);
+    return make_float2(max, reduce_lanes<Sum>(part.y * ptx::exp2((part.x - max) * c), lanes));
+  };
+  const float2 all = reduce_group(make_float2(exps.max, exps.sum), group, make_float2(Max::kOfNone, 0.f), over_lanes);
+  return {all.x, all.y};
+}
+
+// Asks for the first `cols` columns of a row to be brought into the L2 cache.
+template <typename T>
+__device__ void prefetch(const T* row, int cols) {
+  const auto start = reinterpret_cast<uintptr_t>(row) / 16 * 16, end = reinterpret_cast<uintptr_t>(row + cols);
+  ptx::prefetch_bulk(reinterpret_cast<const void*>(start), static_cast<uint32_t>((end - start + 15) / 16 * 16));
 }
 
 // Accesses of kWidth elements are aligned at this column, at most 0, and at all multiples of kWidth from there.
@@ -97,8 +133,9 @@ __device__ void store_within(T* row, int column, int cols, const Vec<T, kWidth>&
   }
 }
 
-// A thread's share of a row: kCount accesses of kWidth columns, `apart`, all on their way before one is used. Those
-// without a column among 0 .. cols give words `outside`; of those across an end, columns outside are anything.
+// A thread's share of a row that starts at an aligned access: kCount accesses of kWidth columns, `apart`, all on their
+// way before one is used. Those without a column among the first `cols` give words `outside`; of one across their end,
+// columns outside are anything.
 template <int kCount, int kWidth, typename T>
 __device__ void load_share(Packed<T, kWidth> (&vecs)[kCount], const T* row, int column, int apart, int cols,
                            uint32_t outside) {
@@ -107,24 +144,22 @@ __device__ void load_share(Packed<T, kWidth> (&vecs)[kCount], const T* row, int 
   for (int i = 0; i < kCount; ++i, column += apart) {
 #pragma unroll
     for (uint32_t& word : vecs[i].words) word = outside;
-    if (column > -kWidth && column < cols) vecs[i] = load_packed<kWidth>(own + i * apart);
+    if (column < cols) vecs[i] = load_packed<kWidth>(own + i * apart);
   }
 }
 
-// Replaces columns outside in accesses across an end of the row. Few threads have any.
+// Replaces columns outside in an access across the end. Few threads have one.
 template <int kCount, int kWidth, typename T>
-__device__ void replace_around(Packed<T, kWidth> (&vecs)[kCount], int column, int apart, int cols, uint32_t outside) {
+__device__ void replace_behind(Packed<T, kWidth> (&vecs)[kCount], int column, int apart, int cols, uint32_t outside) {
   constexpr int kPerWord = 4 / sizeof(T), kBits = 8 * sizeof(T);
 #pragma unroll
   for (int i = 0; i < kCount; ++i, column += apart) {
-    const bool across_start = column < 0 && column > -kWidth, across_end = column < cols && column + kWidth > cols;
-    if (!across_start && !across_end) continue;
-    const Inside<kWidth> inside(column, cols);
+    if (column >= cols || column + kWidth <= cols) continue;
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       const uint32_t mask = (~0u >> (32 - kBits)) << (j % kPerWord * kBits);
       uint32_t& word = vecs[i].words[j / kPerWord];
-      word = inside[j] ? word : (word & ~mask) | (outside & mask);
+      word = column + j < cols ? word : (word & ~mask) | (outside & mask);
     }
   }
 }

@@ -69,8 +69,6 @@ __device__ const T* row_of(const Problem& p, int64_t row) {
 template <typename Config, typename T = typename Config::T>
 __device__ ExpSum sum_row(const T* row, int vocab, float c, bool smooth, const RowGroup& group, float& total) {
   constexpr int kWidth = Config::kWidth, kLoads = Config::kLoads;
-  __shared__ float shared[32];
-  const auto reduce = [&](auto op, float x) { return group_reduce<decltype(op)>(x, group, shared); };
   const int apart = group.lanes * kWidth;
   ExpSum exps;
   total = 0.f;
@@ -88,8 +86,8 @@ __device__ ExpSum sum_row(const T* row, int vocab, float c, bool smooth, const R
     exps.add(x, c);
   };
   walk_row<kLoads, kWidth>(first_aligned<kWidth>(row) + group.lane * kWidth, apart, vocab, add);
-  if (smooth) total = reduce(Sum(), total);
-  return exps.over(c, reduce);
+  if (smooth) total = sum_group(total, group);
+  return sum_group(exps, c, group);
 }
 
 template <typename Config>

@@ -639,7 +639,6 @@ struct RowCopy {
 template <typename T>
 __global__ void row_kernel(const __grid_constant__ RowCopy p) {
   constexpr int kWidth = 16 / sizeof(T);
-  __shared__ float shared[32];
   const RowGroup group;
   const bool exists = group.row < p.rows;
   const T* x = static_cast<const T*>(p.x) + (exists ? group.row : 0) * p.stride;
@@ -662,9 +661,10 @@ __global__ void row_kernel(const __grid_constant__ RowCopy p) {
     }
     exps.add(values, 1.f);
   });
-  sum = group_reduce<Sum>(sum, group, shared);
-  largest = group_reduce<Max>(largest, group, shared);
-  exps = exps.over(1.f, [&](auto op, float value) { return group_reduce<decltype(op)>(value, group, shared); });
+  const auto max_over_lanes = [](float x, int lanes) { return reduce_lanes<Max>(x, lanes); };
+  sum = sum_group(sum, group);
+  largest = reduce_group(largest, group, Max::kOfNone, max_over_lanes);
+  exps = sum_group(exps, 1.f, group);
   if (!exists) return;
   p.sums[group.row * p.lanes + group.lane] = sum;
   p.maxima[group.row * p.lanes + group.lane] = largest;
