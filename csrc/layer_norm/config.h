@@ -41,11 +41,10 @@ struct RowShape {
 constexpr int kMaxTiles = 8;
 
 // For rows of `cols` elements, `vec` in an access and `vecs` accesses of a matrix by each thread, in blocks of about
-// `threads` threads. Lanes are whole warps or, if `splits_warps`, a power of two. Up to kMaxTiles, tiles are a power of
-// two.
-inline RowShape row_shape(int cols, int vec, int vecs, int threads, bool splits_warps) {
+// `threads` threads. Lanes are whole warps or a power of two. Up to kMaxTiles, tiles are a power of two.
+inline RowShape row_shape(int cols, int vec, int vecs, int threads) {
   const int needed = std::max(1, ceil_div(ceil_div(cols, vec), vecs));
-  int lanes = splits_warps ? 1 : 32, tiles = 1;
+  int lanes = 1, tiles = 1;
   while (lanes < needed && lanes < 32) lanes *= 2;
   while (tiles < kMaxTiles && tiles * kMaxThreads < needed) tiles *= 2;
   tiles = std::max(tiles, ceil_div(needed, kMaxThreads));
@@ -59,13 +58,8 @@ constexpr int kStages = 2, kCopiedMatrices = 3;
 // Bytes of shared memory that hold a vector; 8 stay empty for 4 elements of 16 bits.
 constexpr int kSlotBytes = 16;
 
-// Slots of a warp's lanes; where accesses are not where vectors begin, the last vector ends in one more.
-constexpr int warp_slots(bool ragged) { return ragged ? 33 : 32; }
-
 // Of the backward's blocks.
-constexpr int ring_bytes(int vecs, bool ragged) {
-  return kStages * kCopiedMatrices * vecs * kSlotBytes * kMaxThreads / 32 * warp_slots(ragged);
-}
+constexpr int ring_bytes(int vecs) { return kStages * kCopiedMatrices * vecs * kSlotBytes * kMaxThreads; }
 
 // Whether `blocks` blocks hold a row.
 inline bool fits_blocks(int cols, int vec, int vecs, int blocks) { return cols <= vec * vecs * kMaxThreads * blocks; }
