@@ -43,12 +43,12 @@ const char* find_fwd_sm90_tile(int head_dim, bool plain, bool wide, int64_t* til
 }
 
 // shape: lanes, rows, tiles.
-const char* find_row_shape(int cols, int vec, int vecs, int threads, int64_t* shape) {
-  const layer_norm::RowShape found = layer_norm::row_shape(cols, vec, vecs, threads);
+const char* find_row_shape(int cols, int vec, int vecs, int threads, int splits_warps, int64_t* shape) {
+  const layer_norm::RowShape found = layer_norm::row_shape(cols, vec, vecs, threads, splits_warps);
   return answer(shape, {found.lanes, found.rows, found.tiles});
 }
 
-int find_ring_bytes(int vecs) { return layer_norm::ring_bytes(vecs); }
+int find_ring_bytes(int vecs, int ragged) { return layer_norm::ring_bytes(vecs, ragged); }
 
 int find_splits(int64_t tiles, int64_t key_blocks, int places) { return splits_for(tiles, key_blocks, places); }
 

@@ -32,7 +32,8 @@ static Extent extent_of(const BwdParams& p) {
 template <typename Config>
 static void run_shaped(const BwdParams& p, cudaStream_t stream) {
   const int cols = Config::kRagged ? spanned_cols(p.problem.cols) : p.problem.cols;
-  run_bwd<Config>(p, row_shape(cols, Config::kVec, Config::kVecs, kMaxThreads), stream);
+  run_bwd<Config>(p, row_shape(cols, Config::kVec, Config::kVecs, kMaxThreads, /*splits_warps=*/!Config::kRagged),
+                  stream);
 }
 
 // Those that kernels for branches are built for.
@@ -40,6 +41,12 @@ static Types types_of_branches(const BwdParams& p) {
   if (fits(p, 8)) return types_of<kHalf, kBrain>(p);
   if (fits(p, 4)) return Types::kAny;
   return types_of<kHalf, kBrain, Types::kFloat16Stream32, Types::kBFloat16Stream32>(p);
+}
+
+// Whether a block has shared memory enough.
+static bool has_room(bool ragged) {
+  constexpr int kStaticBytes = 3 * 1024;  // at most, of what the kernel declares
+  return ring_bytes(kUsualVecs, ragged) + kStaticBytes <= max_shared_bytes(current_device());
 }
 
 int max_parts(int64_t rows) { return static_cast<int>(std::min<int64_t>(rows, num_multiprocessors(current_device()))); }
@@ -51,7 +58,8 @@ void bwd(const BwdParams& p, cudaStream_t stream) {
   if (extent == Extent::kPlain && (known == Types::kAny || !fits(p, vec_of(known)))) extent = Extent::kBranches;
   const Types types = extent == Extent::kPlain ? known : extent == Extent::kAll ? Types::kAny : types_of_branches(p);
   const bool ragged = !fits(p, vec_of(types));
-  if (!holds_row<finish_kernel>(ragged ? spanned_cols(p.problem.cols) : p.problem.cols, vec_of(types))) {
+  const int cols = ragged ? spanned_cols(p.problem.cols) : p.problem.cols;
+  if (!holds_row<finish_kernel>(cols, vec_of(types)) || !has_room(ragged)) {
     run_shaped<Widest>(p, stream);
   } else if (extent == Extent::kPlain) {
     dispatch_known(types, [&](auto kTypes) { run_shaped<Aligned<kTypes, Extent::kPlain>>(p, stream); });

@@ -40,7 +40,7 @@ struct BwdConfig : Elements<kTypes> {
   static constexpr int kParameters = kExtent == Extent::kAll ? BwdParams::kParameters : 2;
   static constexpr bool kHoldsWeight = kExtent != Extent::kAll;  // in registers, of which the sums leave enough
 
-  static constexpr int kRingBytes = ring_bytes(kVecs);
+  static constexpr int kRingBytes = ring_bytes(kVecs, kRagged);
   static_assert(kStages * kCopiedMatrices * kSlotBytes >= kVec * 4, "sums of a parameter take the place of the ring");
 };
 
@@ -77,9 +77,8 @@ class Ring {
   static constexpr int kVec = Config::kVec, kVecs = Config::kVecs;
   enum Which { kH, kDout, kDh };
 
-  __device__ Ring(const BwdParams& p, int first) : p_(p), first_(first) {
-    base_ = &shared_memory<char>() + (threadIdx.y * blockDim.x + threadIdx.x) * kSlotBytes;
-  }
+  __device__ Ring(const BwdParams& p, int first)
+      : p_(p), first_(first), thread_(static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x)) {}
 
   // Starts the copies of a row.
   __device__ void start(int stage, const Rows<Config>& rows) const {
@@ -92,16 +91,27 @@ class Ring {
   // Waits for the copies of all rows but the newest.
   __device__ void wait() const { ptx::wait_copies<kStages - 1>(); }
 
-  // Reads a thread's j-th vector, of `col` and the columns behind.
+  // Reads a thread's j-th vector, which is at `col`.
   __device__ void read(float (&values)[kVec], int stage, Which which, int j, DType dtype, int col) const {
-    widen(values, vector(stage, which, j), dtype);
+    AnyVec<kVec> vec = *vector(stage, which, j);
+    if (Config::kRagged && col < 0) vec = merged(vec, *vector_at_end(stage, which), col, dtype);
+    widen(values, vec, dtype);
     clear_outside<Config::kRagged>(values, col, p_.problem.cols);
   }
 
  private:
-  __device__ AnyVec<kVec>& vector(int stage, Which which, int j) const {
-    return *reinterpret_cast<AnyVec<kVec>*>(base_ +
-                                            ((stage * kCopiedMatrices + which) * kVecs + j) * kMaxThreads * kSlotBytes);
+  __device__ static AnyVec<kVec>* slots(int stage, Which which) {
+    return reinterpret_cast<AnyVec<kVec>*>(
+        &shared_memory<char>() + (stage * kCopiedMatrices + which) * matrix_slots(kVecs, Config::kRagged) * kSlotBytes);
+  }
+
+  __device__ AnyVec<kVec>* vector(int stage, Which which, int j) const {
+    return slots(stage, which) + j * kMaxThreads + thread_;
+  }
+
+  // Of a vector that begins before the row does, those elements that are at the row's end.
+  __device__ AnyVec<kVec>* vector_at_end(int stage, Which which) const {
+    return slots(stage, which) + kVecs * kMaxThreads + threadIdx.y;
   }
 
   // A row that does not exist reads as zeros.
@@ -113,22 +123,47 @@ class Ring {
     for (int j = 0; j < kVecs; ++j) {
       const int col = column_of<kVec, kVecs>(j, first_);
       const Place<kVec> place{col, cols};
-      const bool exists = row >= 0 && col < last;
-      AnyVec<kVec>& vec = vector(stage, which, j);
-      const char* address = element_address(source, col, dtype);
-      if (Config::kRagged && !is_one_access(source, place, dtype)) {
-        vec = exists ? load_ragged(source, place, dtype) : AnyVec<kVec>{};
-      } else if (kVec == 8 || dtype == DType::kFloat32) {
-        ptx::copy_async(ptx::shared_address(&vec), address, exists);
+      const bool exists = row >= 0 && col < last, aligned = !Config::kRagged || is_aligned(source, place, dtype);
+      AnyVec<kVec>* vec = vector(stage, which, j);
+      if (aligned) {
+        copy(vec, element_address(source, col, dtype), dtype, exists);
       } else {
-        ptx::copy_half_async(ptx::shared_address(&vec), address, exists);
+        copy_elements(vec, source, place, dtype, exists);
+      }
+      if (!Config::kRagged || j > 0 || col >= 0) continue;
+      if (aligned) {
+        copy(vector_at_end(stage, which), element_address(source, place.column(0), dtype), dtype,
+             exists && place.column(0) < cols);
+      } else {
+        copy_elements(vector_at_end(stage, which), source, place, dtype, exists);
+      }
+    }
+  }
+
+  __device__ static void copy(AnyVec<kVec>* slot, const char* source, DType dtype, bool exists) {
+    if (kVec == 8 || dtype == DType::kFloat32) {
+      ptx::copy_async(ptx::shared_address(slot), source, exists);
+    } else {
+      ptx::copy_half_async(ptx::shared_address(slot), source, exists);
+    }
+  }
+
+  // Few ask for this.
+  __device__ static void copy_elements(AnyVec<kVec>* slot, const char* row, const Place<kVec>& place, DType dtype,
+                                       bool exists) {
+#pragma unroll 1
+    for (int i = 0; i < kVec; ++i) {
+      const uint32_t bits = exists && place.has(i) ? load_any<1>(row, place.column(i), dtype).words[0] : 0;
+      if (dtype == DType::kFloat32) {
+        reinterpret_cast<uint32_t*>(slot)[i] = bits;
+      } else {
+        reinterpret_cast<uint16_t*>(slot)[i] = static_cast<uint16_t>(bits);
       }
     }
   }
 
   const BwdParams& p_;
-  int first_;
-  char* base_;
+  int first_, thread_;
 };
 
 // The gradients of parameters that a thread sums, and the weights of its columns.

@@ -41,10 +41,11 @@ struct RowShape {
 constexpr int kMaxTiles = 8;
 
 // For rows of `cols` elements, `vec` in an access and `vecs` accesses of a matrix by each thread, in blocks of about
-// `threads` threads. Lanes are whole warps or a power of two. Up to kMaxTiles, tiles are a power of two.
-inline RowShape row_shape(int cols, int vec, int vecs, int threads) {
+// `threads` threads. Lanes are whole warps or, if `splits_warps`, a power of two. Up to kMaxTiles, tiles are a power of
+// two.
+inline RowShape row_shape(int cols, int vec, int vecs, int threads, bool splits_warps) {
   const int needed = std::max(1, ceil_div(ceil_div(cols, vec), vecs));
-  int lanes = 1, tiles = 1;
+  int lanes = splits_warps ? 1 : 32, tiles = 1;
   while (lanes < needed && lanes < 32) lanes *= 2;
   while (tiles < kMaxTiles && tiles * kMaxThreads < needed) tiles *= 2;
   tiles = std::max(tiles, ceil_div(needed, kMaxThreads));
@@ -58,8 +59,13 @@ constexpr int kStages = 2, kCopiedMatrices = 3;
 // Bytes of shared memory that hold a vector; 8 stay empty for 4 elements of 16 bits.
 constexpr int kSlotBytes = 16;
 
+// Slots of a matrix: one for each vector and, of ragged rows, which have whole warps, one for the end of each.
+constexpr int matrix_slots(int vecs, bool ragged) { return vecs * kMaxThreads + (ragged ? kMaxThreads / 32 : 0); }
+
 // Of the backward's blocks.
-constexpr int ring_bytes(int vecs) { return kStages * kCopiedMatrices * vecs * kSlotBytes * kMaxThreads; }
+constexpr int ring_bytes(int vecs, bool ragged) {
+  return kStages * kCopiedMatrices * kSlotBytes * matrix_slots(vecs, ragged);
+}
 
 // Whether `blocks` blocks hold a row.
 inline bool fits_blocks(int cols, int vec, int vecs, int blocks) { return cols <= vec * vecs * kMaxThreads * blocks; }

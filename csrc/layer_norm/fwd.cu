@@ -34,7 +34,7 @@ template <typename Config>
 static void run_shaped(const FwdParams& p, cudaStream_t stream) {
   constexpr int kThreads = Config::kExtent == Extent::kPlain ? kBlockElements / (Config::kVec * Config::kVecs) : 256;
   const int cols = Config::kRagged ? spanned_cols(p.problem.cols) : p.problem.cols;
-  run_fwd<Config>(p, row_shape(cols, Config::kVec, Config::kVecs, kThreads), stream);
+  run_fwd<Config>(p, row_shape(cols, Config::kVec, Config::kVecs, kThreads, /*splits_warps=*/true), stream);
 }
 
 // In GB/s, 16384 rows in bf16 on an H200: 2 accesses of a thread and matrix do best for 4096 columns (3990; with 4

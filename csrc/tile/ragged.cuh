@@ -34,17 +34,38 @@ __device__ int misalignment(const char* address, DType dtype) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) & (kSize * size_of(dtype) - 1));
 }
 
-// Whether one access loads a vector that has a column. It may go past the end of the row, but is of a word of memory
-// that holds a part of it.
 template <int kSize>
-__device__ bool is_one_access(const char* row, const Place<kSize>& place, DType dtype) {
-  return place.col >= 0 && misalignment<kSize>(element_address(row, place.col, dtype), dtype) == 0;
+__device__ bool is_aligned(const char* row, const Place<kSize>& place, DType dtype) {
+  return misalignment<kSize>(element_address(row, place.col, dtype), dtype) == 0;
 }
 
-// Elements that there are not are anything.
+// A vector that begins before the row does, from the accesses at its two places.
+template <int kSize>
+__device__ AnyVec<kSize> merged(const AnyVec<kSize>& at_start, const AnyVec<kSize>& at_end, int col, DType dtype) {
+  const int per_word = dtype == DType::kFloat32 ? 1 : 2;
+  AnyVec<kSize> vec;
+#pragma unroll
+  for (int i = 0; i < vec.kWords; ++i) {
+    const int left = -col - per_word * i;  // elements of the word that are at the row's end
+    const uint32_t mask = left >= per_word ? ~0u : left <= 0 ? 0 : 0xFFFF;
+    vec.words[i] = (at_end.words[i] & mask) | (at_start.words[i] & ~mask);
+  }
+  return vec;
+}
+
+// Loads a vector that has a column; elements that there are not are anything. An aligned access may go past the ends of
+// the row, but is of a word of memory that holds a part of it.
 template <int kSize>
 __device__ AnyVec<kSize> load_ragged(const char* row, const Place<kSize>& place, DType dtype) {
-  if (is_one_access(row, place, dtype)) return load_any<kSize>(row, place.col, dtype);
+  if (is_aligned(row, place, dtype)) {
+    AnyVec<kSize> vec = load_any<kSize>(row, place.col, dtype);
+    if (place.col < 0) {
+      AnyVec<kSize> at_end{};
+      if (place.column(0) < place.cols) at_end = load_any<kSize>(row, place.column(0), dtype);
+      vec = merged(vec, at_end, place.col, dtype);
+    }
+    return vec;
+  }
   AnyVec<kSize> vec{};
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
@@ -57,7 +78,7 @@ __device__ AnyVec<kSize> load_ragged(const char* row, const Place<kSize>& place,
 
 template <int kSize>
 __device__ void store_ragged(char* row, const Place<kSize>& place, DType dtype, const float (&wide)[kSize]) {
-  if (place.has_all() && is_one_access(row, place, dtype)) return store_any(row, place.col, dtype, wide);
+  if (place.has_all() && is_aligned(row, place, dtype)) return store_any(row, place.col, dtype, wide);
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
     const float one[1] = {wide[i]};

@@ -1112,18 +1112,18 @@ def test_kernel_refuses_what_does_not_fit(device):
 
 
 @pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
-@pytest.mark.parametrize("vec, vecs", list(itertools.product((4, 8), (1, 2, 4))))
-def test_shapes_of_blocks(vec, vecs):
+@pytest.mark.parametrize("vec, vecs, splits_warps", list(itertools.product((4, 8), (1, 2, 4), (False, True))))
+def test_shapes_of_blocks(vec, vecs, splits_warps):
     host = native.library(pathlib.Path(__file__).parents[1] / "host_probe.cpp", native.HOST)
     found = torch.zeros(3, dtype=torch.int64)
     for cols in [*range(1, 70), *range(100, 2**17, 509)]:
         for threads in (128, 256, 512):
-            host.run("find_row_shape", cols, vec, vecs, threads, found)
+            host.run("find_row_shape", cols, vec, vecs, threads, splits_warps, found)
             lanes, rows, tiles = found.tolist()
             assert lanes <= 512 and (lanes * rows % 32 == 0 or tiles > 1)
-            assert lanes % 32 == 0 or (lanes < 32 and lanes & (lanes - 1) == 0)
+            assert lanes % 32 == 0 or (splits_warps and lanes < 32 and lanes & (lanes - 1) == 0)
             assert (rows <= 15 or lanes <= 32) and (rows == 1 or (tiles == 1 and lanes * rows <= threads))
             assert (tiles & (tiles - 1) == 0 or tiles > 8) and lanes * vec * vecs * tiles >= cols
             assert tiles == 1 or (tiles // 2 if tiles <= 8 else tiles - 1) * 512 * vec * vecs < cols
-    if vecs <= 2:  # of what any GPU from sm_80 on can have
-        assert host.call("find_ring_bytes", vecs) + 3 * 1024 <= 99 * 1024
+    for vecs, ragged in ((2, False), (1, True)):  # of what any GPU from sm_80 on can have
+        assert host.call("find_ring_bytes", vecs, ragged) + 3 * 1024 <= 99 * 1024
