@@ -301,7 +301,7 @@ struct Dropout {
   __device__ AnyVec<kVec> draw(int64_t row, int col, int branch) const {
     if (!drops) return {};
     const auto draw_group = [&](int group) {
-      const uint4 drawn = philox<7>(seed, offset + row, group < 0 ? groups - 1 : group, branch);
+      const uint4 drawn = philox<7>(seed, offset + row, kRagged && group < 0 ? groups - 1 : group, branch);
       return AnyVec<8>{{drawn.x, drawn.y, drawn.z, drawn.w}};
     };
     const int group = col >> 3, skip = col & 7;
