@@ -176,7 +176,7 @@ def dense_oracle(case, device):
 
 SEVERAL_BLOCKS_OF_KEYS = [
     Problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, heads=4, heads_k=2, **mask)
-    for head_dim in (96, 128)
+    for head_dim in (64, 96, 128)
     for seqlen_q, seqlen_k, mask in (
         (70, 128, {}),
         (130, 300, {}),

@@ -8,15 +8,18 @@
 //   dP^T = V dO^T  dS^T    dK += dS^T Q          likewise
 //                          dQ = dS K             from shared memory, where both warpgroups have stored their part of dS
 //
-// and a warpgroup computes half of dQ: of its channels, or of its rows. The half goes to a box in shared memory, from
-// where a copy adds it to sums in global memory. These start as zeros, and bwd_finish.cuh rounds them; or, where that
-// is faster (config.h), of the blocks with keys that the rows see, that with the first keys stores its half, others add
-// theirs, and when they have, that with the last keys has the sums copied to its box, adds its half and rounds.
+// and a warpgroup computes half of dQ: of its channels, or of its rows. With tiles of 128 rows the second warpgroup
+// works half a step behind the first, so that one multiplies while the other exponentiates; and dQ is that of the rows
+// before, so that neither waits for the other's dS. The half goes to a box in shared memory, from where a copy adds it
+// to sums in global memory. These start as zeros, and bwd_finish.cuh rounds them; or, where that is faster (config.h),
+// of the blocks with keys that the rows see, that with the first keys stores its half, others add theirs, and when they
+// have, that with the last keys has the sums copied to its box, adds its half and rounds.
 //
 // A third warpgroup starts the copies, with few registers: one warp those of K, V, Q and dO, and one for each half
-// those of dQ. When its rows are done, a block takes other keys, which are on their way while it stores dV and dK.
-// Deterministic: blocks add to the same rows in turn, those with the first keys first. Keys are taken in this order,
-// the first of a block, too: however few blocks run at a time, none waits for keys that nobody has taken.
+// those of dQ; the fourth waits for other blocks in their place. When its rows are done, a block takes other keys,
+// which are on their way while it stores dV and dK. Deterministic: blocks add to the same rows in turn, those with the
+// first keys first. Keys are taken in this order, the first of a block, too: however few blocks run at a time, none
+// waits for keys that nobody has taken.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +57,8 @@ struct BwdSm90Config {
   static constexpr int kStages = 2, kCluster = 1;
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // of dQ, 64 x 64 each; or else they are channels
-  static constexpr bool kManyRegisters = kHalvesAreRows || (kHeadDim > 96 && kFeatures != Features::kPlain);
+  static constexpr bool kStaggered = kTile.staggered;
+  static constexpr bool kManyRegisters = kHeadDim > 96 && kFeatures != Features::kPlain;
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));
@@ -93,16 +97,18 @@ struct BwdSm90Shared {
   DqFate dq_fate[Config::kConsumers];
   ptx::SharedBarrier sums_here[Config::kConsumers];
   ptx::SharedBarrier keys_here, keys_free;
-  Ring<2> index_ring;
-  int index[2];  // of blocks of keys, or -1 after the last
+  Ring<2> ds_ring, turn_ring, index_ring;  // turns that have come have no contents
+  int index[2];                            // of blocks of keys, or -1 after the last
 
   __device__ void init() {
     q.barriers.init(Config::kConsumers);
     dout.barriers.init(Config::kConsumers);
+    ds_ring.init(Config::kConsumers, Config::kConsumers * (kWarpgroup / 32));
+    turn_ring.init(Config::kConsumers);
     for (ptx::SharedBarrier& here : sums_here) here.init(1);
     keys_here.init(2);
     keys_free.init(Config::kConsumers);
-    index_ring.init(Config::kConsumers * (kWarpgroup / 32 + 1));  // warps that multiply, or take dQ on
+    index_ring.init(Config::kConsumers * (kWarpgroup / 32 + 1) + 1);  // warps that multiply, take dQ on, or wait
     ptx::fence_barrier_init();
   }
 };
@@ -122,7 +128,7 @@ __device__ void for_each_key_block(const BwdParams& p, BwdSm90Shared<Config>& sh
 }
 
 // Barriers of both warpgroups, and of each and the warp that takes its half of dQ on.
-constexpr int kDsBarrier = 1;
+constexpr int kStaggerBarrier = 1;  // the first warpgroup has started its last products of a step
 __device__ inline int dq_full_barrier(int rank) { return 2 + rank; }
 __device__ inline int dq_empty_barrier(int rank) { return 4 + rank; }
 constexpr int kDqThreads = kWarpgroup + 32;
@@ -161,6 +167,41 @@ struct Loader {
   }
 };
 
+// When a block may add to the sums of rows.
+template <typename Config>
+struct Turn {
+  int* counters;  // of the halves: how many blocks have added
+  int before;     // so many blocks have keys that come before and that the rows see
+  bool last;      // of the blocks with such keys
+
+  __device__ Turn(const BwdParams& p, const KeyBlock<Config>& block, int head, int row_block) {
+    const Interval rows = interval_of<Config::kBlockM>(row_block);
+    const Interval keys = block.mask.keys_seen_by_any({rows.first, min(rows.last, block.mask.seqlen_q - 1)});
+    before = block.work.first - keys.first / Config::kBlockN;
+    last = block.work.first == keys.last / Config::kBlockN;
+    counters = turns_of(p, row_value_index(p, block.seq.q, block.work.entry, head) + rows.first);
+  }
+};
+
+// The warp that waits for turns: those that take dQ on would have to end what they do before they could look.
+template <typename Config>
+__device__ void await_turns(const BwdParams& p, BwdSm90Shared<Config>& shared) {
+  RingCursor<2> at;
+  for_each_key_block(p, shared, [&](const KeyBlock<Config>& block) {
+    if (p.turns == nullptr) return;
+    block.for_each_row_block([&](int head, int row_block) {
+      const Turn<Config> turn(p, block, head, row_block);
+      shared.turn_ring.wait_empty(at);
+      if (turn.before > 0 && lane_id() < Config::kConsumers) {
+        ptx::wait_for(turn.counters + lane_id(), turn.last || p.in_turns ? turn.before : 1);
+      }
+      __syncwarp();
+      if (lane_id() == 0) shared.turn_ring.full[at.stage].arrive();
+      at.advance();
+    });
+  });
+}
+
 // The warp that takes one half of dQ to global memory.
 template <typename Config>
 struct DqWarp {
@@ -168,6 +209,7 @@ struct DqWarp {
   BwdSm90Shared<Config>& shared;
   const KeyBlock<Config>& block;
   const int half;
+  RingCursor<2>& turn_at;
   uint32_t& sums_parity;
   int* added = nullptr;  // the counter that does not know yet of the last box
 
@@ -217,23 +259,20 @@ struct DqWarp {
 
   // The fate of the box, which is free, or has the sums, when those that come before have added.
   __device__ DqFate prepare_counted(int head, int row_block) {
-    const Interval rows = interval_of<Config::kBlockM>(row_block);
-    const Mask& mask = block.mask;
-    const Interval keys = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)});
-    const int before = block.work.first - keys.first / Config::kBlockN;
-    const bool last = block.work.first == keys.last / Config::kBlockN;
+    const Turn<Config> turn(p.bwd, block, head, row_block);
     DqFate fate = DqFate::kAdd;
-    if (p.bwd.rounds_dq && before == 0) fate = last ? DqFate::kRound : DqFate::kStore;
-    if (p.bwd.rounds_dq && before > 0 && last) fate = DqFate::kRoundWithSums;
+    if (p.bwd.rounds_dq && turn.before == 0) fate = turn.last ? DqFate::kRound : DqFate::kStore;
+    if (p.bwd.rounds_dq && turn.before > 0 && turn.last) fate = DqFate::kRoundWithSums;
     if (fate != DqFate::kRoundWithSums) free_box(fate);
-    const int64_t index = row_value_index(p.bwd, block.seq.q, block.work.entry, head) + rows.first;
-    int* counter = turns_of(p.bwd, index) + half;
+    if (lane_id() == 0) tell();
+    added = turn.last ? nullptr : turn.counters + half;
+    shared.turn_ring.wait_full(turn_at);
     if (lane_id() == 0) {
-      tell();
-      if (before > 0) ptx::wait_for(counter, last || p.bwd.in_turns ? before : 1);
+      shared.turn_ring.release(turn_at);
+      ptx::fence_async_global();
       if (fate == DqFate::kRoundWithSums) load_sums(head, row_block);
     }
-    added = last ? nullptr : counter;
+    turn_at.advance();
     __syncwarp();
     if (fate == DqFate::kRoundWithSums) {
       shared.sums_here[half].wait(sums_parity);
@@ -264,9 +303,11 @@ struct DqWarp {
 // One half of dQ, of all blocks of keys, by a warp.
 template <typename Config>
 __device__ void take_halves(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, int half) {
+  RingCursor<2> turn_at;
   uint32_t sums_parity = 0;
-  for_each_key_block(p.bwd, shared,
-                     [&](const KeyBlock<Config>& block) { DqWarp<Config>{p, shared, block, half, sums_parity}.run(); });
+  for_each_key_block(p.bwd, shared, [&](const KeyBlock<Config>& block) {
+    DqWarp<Config>{p, shared, block, half, turn_at, sums_parity}.run();
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -277,7 +318,9 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   using Base = BwdConsumer<Config, BwdSm90Shared<Config>>;
   using Base::p, Base::shared, Base::block, Base::rank, Base::key0, Base::at, Base::kPlain;
   using typename Base::Scores, typename Base::Packed, typename Base::KeySum, typename Base::T;
+  using HalfOfDq = Fragment<16, kDqBoxCols>;
   uint32_t& keys_parity;
+  int dq_row0 = -1;  // the first of the rows that dQ is of next, or negative
   KeySum dv, dk;
 
   // dP^T, of which nothing has been dropped yet, less delta.
@@ -309,12 +352,10 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
 
   // Gives the warpgroup's half of dQ to the warp that takes it on. Of the box's rows `count` belong to the entry; to
   // those of the next one nothing may be added, not even NaN that is among the keys.
-  __device__ void hand_over(Fragment<16, kDqBoxCols>& dq, int count) const {
+  __device__ void hand_over(HalfOfDq& dq, int count) const {
     ptx::sync_barrier<kDqThreads>(dq_empty_barrier(rank));
     const DqFate fate = p.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
-    // If addresses are kept, too few registers are left to compute all of dS before dV starts, whose products then
-    // wait.
-    const unsigned thread = (Config::kTile.dv_first ? not_kept(threadIdx.x) : threadIdx.x) % kWarpgroup;
+    const unsigned thread = not_kept(threadIdx.x) % kWarpgroup;
     const int first_row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
     if (count < kDqBoxRows) {
       dq.for_each([&](float& x, int r, int) { x = first_row + 8 * r < count ? x : 0; });
@@ -382,11 +423,37 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     gradients = pack<T>(dp);
   }
 
+  // If addresses are kept, too few registers are left to compute all of dS before dV starts, whose products then wait.
+  __device__ void store_ds(const Packed& gradients) {
+    shared.ds_ring.wait_empty(at);
+    store_transposed(shared.ds[at.stage], gradients, not_kept(key0));
+    ptx::fence_async_reads();
+    __syncwarp();
+    if (lane_id() == 0) shared.ds_ring.full[at.stage].arrive();
+  }
+
+  // Staggered, there are no rows before the first. What is computed in their place is not used; a step of its own that
+  // left it out would be a second copy of all the rest.
+  __device__ bool has_dq() const { return !Config::kStaggered || dq_row0 >= 0; }
+
+  // From dS at `from`.
+  __device__ void start_dq(HalfOfDq& dq, const RingCursor<Config::kStages>& from) {
+    if (has_dq()) shared.ds_ring.wait_full(from);
+    ptx::fence_products();
+    start_gemm<Config::kBlockN>(dq, along_cols(shared.ds[from.stage], Config::kHalvesAreRows ? 64 * rank : 0),
+                                along_rows(shared.k, Config::kHalvesAreRows ? 0 : kDqBoxCols * rank), false);
+  }
+
+  __device__ void end_dq(HalfOfDq& dq, const RingCursor<Config::kStages>& from) {
+    if (this->leads()) shared.ds_ring.release(from);
+    hand_over(dq, block.mask.seqlen_q - dq_row0 - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0));
+  }
+
   __device__ void step(int head, int row_block) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
     auto &q = shared.q.tiles[at.stage], &dout = shared.dout.tiles[at.stage];
-    auto& ds = shared.ds[at.stage];
     this->wait_rows(rows);
+    if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStaggerBarrier);
     Scores s, dp;
     ptx::fence_products();
     start_gemm<Config::kHeadDim>(s, along_cols(shared.k, 64 * rank), along_cols(q), false);
@@ -396,22 +463,24 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     Packed weights, gradients;
     differentiate(s, dp, weights, gradients, head, rows);
 
-    if constexpr (!Config::kTile.dv_first) store_transposed(ds, gradients, key0);
-    fence(dv, weights);
-    start_gemm<Config::kBlockM>(dv, weights, along_rows(dout), true);
-    if constexpr (Config::kTile.dv_first) store_transposed(ds, gradients, not_kept(key0));
-    ptx::fence_async_reads();
-    ptx::sync_barrier<2 * kWarpgroup>(kDsBarrier);
-    Fragment<16, kDqBoxCols> dq;
-    ptx::fence_products();
-    start_gemm<Config::kBlockN>(dq, along_cols(ds, Config::kHalvesAreRows ? 64 * rank : 0),
-                                along_rows(shared.k, Config::kHalvesAreRows ? 0 : kDqBoxCols * rank), false);
-    wait_gemms<1>(dv);
-    if (this->leads()) shared.dout.barriers.release(at);
+    const auto start_dv = [&] {
+      fence(dv, weights);
+      start_gemm<Config::kBlockM>(dv, weights, along_rows(dout), true);
+    };
+    if (!Config::kStaggered) dq_row0 = rows.first;
+    if (!Config::kStaggered) start_dv();
+    store_ds(gradients);
+    if (Config::kStaggered) start_dv();
+    HalfOfDq dq;
+    const RingCursor<Config::kStages> from = Config::kStaggered ? at.before() : at;
+    start_dq(dq, from);
     fence(dk, gradients);
     start_gemm<Config::kBlockM>(dk, gradients, along_rows(q), true);
-    wait_gemms<1>(dq);
-    hand_over(dq, block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0));
+    if (Config::kStaggered && rank == 0) ptx::arrive_at_barrier<2 * kWarpgroup>(kStaggerBarrier);
+    wait_gemms<1>(dv, dq);
+    if (this->leads()) shared.dout.barriers.release(at);
+    if (has_dq()) end_dq(dq, from);
+    if (Config::kStaggered) dq_row0 = rows.first;
     wait_gemms<0>(dk);
     if (this->leads()) shared.q.barriers.release(at);
     at.advance();
@@ -423,7 +492,15 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       this->wait_keys(keys_parity);
       keys_parity ^= 1;
       block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
-      if (this->leads()) shared.keys_free.arrive();
+      if constexpr (Config::kStaggered) {
+        HalfOfDq dq;
+        start_dq(dq, at.before());
+        wait_gemms<0>(dq);
+        if (this->leads()) shared.keys_free.arrive();
+        end_dq(dq, at.before());
+      } else if (this->leads()) {
+        shared.keys_free.arrive();
+      }
     }
     this->store_sum(dv, p.problem.dropout_rescale, p.dv);
     this->store_sum(dk, p.problem.softmax_scale, p.dk);
@@ -456,6 +533,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
     if (role < Config::kConsumers) take_halves(p, shared, role);
     if (role == Config::kConsumers && lane_id() == 0) Loader<Config>{p, shared}.run();
+    if (role == Config::kConsumers + 1) await_turns(p.bwd, shared);
   } else {
     ptx::take_registers<Config::kConsumerRegisters>();
     sum_keys(p.bwd, shared, rank);
