@@ -16,10 +16,10 @@
 // have, that with the last keys has the sums copied to its box, adds its half and rounds.
 //
 // A third warpgroup starts the copies, with few registers: one warp those of K, V, Q and dO, and one for each half
-// those of dQ; the fourth waits for other blocks in their place. When its rows are done, a block takes other keys,
-// which are on their way while it stores dV and dK. Deterministic: blocks add to the same rows in turn, those with the
-// first keys first. Keys are taken in this order, the first of a block, too: however few blocks run at a time, none
-// waits for keys that nobody has taken.
+// those of dQ; with tiles of 64 rows the fourth waits for other blocks in their place. When its rows are done, a block
+// takes other keys, which are on their way while it stores dV and dK. Deterministic: blocks add to the same rows in
+// turn, those with the first keys first. Keys are taken in this order, the first of a block, too: however few blocks
+// run at a time, none waits for keys that nobody has taken.
 #pragma once
 
 #include <algorithm>
@@ -58,7 +58,8 @@ struct BwdSm90Config {
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // of dQ, 64 x 64 each; or else they are channels
   static constexpr bool kStaggered = kTile.staggered;
-  static constexpr bool kManyRegisters = kHeadDim > 96 && kFeatures != Features::kPlain;
+  static constexpr bool kAwaitsTurns = !kStaggered;  // by a warp of its own, for which else registers lack
+  static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures != Features::kPlain);
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));
@@ -103,12 +104,12 @@ struct BwdSm90Shared {
   __device__ void init() {
     q.barriers.init(Config::kConsumers);
     dout.barriers.init(Config::kConsumers);
-    ds_ring.init(Config::kConsumers, Config::kConsumers * (kWarpgroup / 32));
+    ds_ring.init(Config::kConsumers, Config::kConsumers * kWarpgroup / 32);
     turn_ring.init(Config::kConsumers);
     for (ptx::SharedBarrier& here : sums_here) here.init(1);
     keys_here.init(2);
     keys_free.init(Config::kConsumers);
-    index_ring.init(Config::kConsumers * (kWarpgroup / 32 + 1) + 1);  // warps that multiply, take dQ on, or wait
+    index_ring.init(Config::kConsumers * (kWarpgroup / 32 + 1) + Config::kAwaitsTurns);  // all warps but the loader's
     ptx::fence_barrier_init();
   }
 };
@@ -127,8 +128,8 @@ __device__ void for_each_key_block(const BwdParams& p, BwdSm90Shared<Config>& sh
   }
 }
 
-// Barriers of both warpgroups, and of each and the warp that takes its half of dQ on.
-constexpr int kStaggerBarrier = 1;  // the first warpgroup has started its last products of a step
+// Barriers of both warpgroups in a step, and of each and the warp that takes its half of dQ on.
+constexpr int kStepBarrier = 1;
 __device__ inline int dq_full_barrier(int rank) { return 2 + rank; }
 __device__ inline int dq_empty_barrier(int rank) { return 4 + rank; }
 constexpr int kDqThreads = kWarpgroup + 32;
@@ -173,17 +174,24 @@ struct Turn {
   int* counters;  // of the halves: how many blocks have added
   int before;     // so many blocks have keys that come before and that the rows see
   bool last;      // of the blocks with such keys
+  int awaited;    // number of blocks that have to have added
 
   __device__ Turn(const BwdParams& p, const KeyBlock<Config>& block, int head, int row_block) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
     const Interval keys = block.mask.keys_seen_by_any({rows.first, min(rows.last, block.mask.seqlen_q - 1)});
     before = block.work.first - keys.first / Config::kBlockN;
     last = block.work.first == keys.last / Config::kBlockN;
+    awaited = before > 0 && !last && !p.in_turns ? 1 : before;
     counters = turns_of(p, row_value_index(p, block.seq.q, block.work.entry, head) + rows.first);
+  }
+
+  __device__ void wait(int half) const {
+    if (awaited > 0) ptx::wait_for(counters + half, awaited);
   }
 };
 
-// The warp that waits for turns: those that take dQ on would have to end what they do before they could look.
+// The warp that waits for turns. Those that take dQ on have to wait for what they add first, and to look for their turn
+// only then would take them longer than the products of 64 rows: deterministic, head dim 128 would be 18 % slower.
 template <typename Config>
 __device__ void await_turns(const BwdParams& p, BwdSm90Shared<Config>& shared) {
   RingCursor<2> at;
@@ -192,9 +200,7 @@ __device__ void await_turns(const BwdParams& p, BwdSm90Shared<Config>& shared) {
     block.for_each_row_block([&](int head, int row_block) {
       const Turn<Config> turn(p, block, head, row_block);
       shared.turn_ring.wait_empty(at);
-      if (turn.before > 0 && lane_id() < Config::kConsumers) {
-        ptx::wait_for(turn.counters + lane_id(), turn.last || p.in_turns ? turn.before : 1);
-      }
+      if (lane_id() < Config::kConsumers) turn.wait(lane_id());
       __syncwarp();
       if (lane_id() == 0) shared.turn_ring.full[at.stage].arrive();
       at.advance();
@@ -266,10 +272,14 @@ struct DqWarp {
     if (fate != DqFate::kRoundWithSums) free_box(fate);
     if (lane_id() == 0) tell();
     added = turn.last ? nullptr : turn.counters + half;
-    shared.turn_ring.wait_full(turn_at);
+    if constexpr (Config::kAwaitsTurns) shared.turn_ring.wait_full(turn_at);
     if (lane_id() == 0) {
-      shared.turn_ring.release(turn_at);
-      ptx::fence_async_global();
+      if constexpr (Config::kAwaitsTurns) {
+        shared.turn_ring.release(turn_at);
+        ptx::fence_async_global();
+      } else {
+        turn.wait(half);
+      }
       if (fate == DqFate::kRoundWithSums) load_sums(head, row_block);
     }
     turn_at.advance();
@@ -319,8 +329,11 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   using Base::p, Base::shared, Base::block, Base::rank, Base::key0, Base::at, Base::kPlain;
   using typename Base::Scores, typename Base::Packed, typename Base::KeySum, typename Base::T;
   using HalfOfDq = Fragment<16, kDqBoxCols>;
+  using Ds = SharedTile<T, Config::kBlockM, Config::kBlockN>;
   uint32_t& keys_parity;
-  int dq_row0 = -1;  // the first of the rows that dQ is of next, or negative
+  static constexpr int kNone = 1 << 30;
+  typename Ring<Config::kStages>::Cursor dq_at = at;  // staggered: where dS is of which dQ comes next
+  int last_dq_rows = kNone;                           // and how many of its rows belong to the entry
   KeySum dv, dk;
 
   // dP^T, of which nothing has been dropped yet, less delta.
@@ -355,6 +368,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void hand_over(HalfOfDq& dq, int count) const {
     ptx::sync_barrier<kDqThreads>(dq_empty_barrier(rank));
     const DqFate fate = p.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
+    // If addresses are kept, too few registers are left to compute all of dS before dV starts, whose products then
+    // wait.
     const unsigned thread = not_kept(threadIdx.x) % kWarpgroup;
     const int first_row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
     if (count < kDqBoxRows) {
@@ -423,37 +438,76 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     gradients = pack<T>(dp);
   }
 
-  // If addresses are kept, too few registers are left to compute all of dS before dV starts, whose products then wait.
-  __device__ void store_ds(const Packed& gradients) {
+  __device__ void start_dv(Packed& weights) {
+    fence(dv, weights);
+    start_gemm<Config::kBlockM>(dv, weights, along_rows(shared.dout.tiles[at.stage]), true);
+  }
+
+  __device__ void start_dk(Packed& gradients) {
+    fence(dk, gradients);
+    start_gemm<Config::kBlockM>(dk, gradients, along_rows(shared.q.tiles[at.stage]), true);
+  }
+
+  __device__ void start_dq(HalfOfDq& dq, const Ds& ds) {
+    ptx::fence_products();
+    start_gemm<Config::kBlockN>(dq, along_cols(ds, Config::kHalvesAreRows ? 64 * rank : 0),
+                                along_rows(shared.k, Config::kHalvesAreRows ? 0 : kDqBoxCols * rank), false);
+  }
+
+  // From dS of the last rows whose dQ has not been computed. If there are none, what is computed is not used; a step of
+  // its own that left it out would be a second copy of all the rest.
+  __device__ void start_last_dq(HalfOfDq& dq) {
+    if (last_dq_rows != kNone) shared.ds_ring.wait_full(dq_at);
+    start_dq(dq, shared.ds[dq_at.stage]);
+  }
+
+  __device__ void end_last_dq(HalfOfDq& dq) {
+    if (this->leads()) shared.ds_ring.release(dq_at);
+    dq_at.advance();
+    hand_over(dq, last_dq_rows);
+  }
+
+  // dV, dK and dQ of the rows of a step, when both warpgroups have stored their dS.
+  __device__ void sum_together(Packed& weights, Packed& gradients, int dq_rows) {
+    auto& ds = shared.ds[at.stage];
+    start_dv(weights);
+    store_transposed(ds, gradients, not_kept(key0));
+    ptx::fence_async_reads();
+    ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
+    HalfOfDq dq;
+    start_dq(dq, ds);
+    wait_gemms<1>(dv);
+    if (this->leads()) shared.dout.barriers.release(at);
+    start_dk(gradients);
+    wait_gemms<1>(dq);
+    hand_over(dq, dq_rows);
+  }
+
+  // dV and dK of the rows of a step and dQ of the rows before, whose dS the other warpgroup has stored meanwhile. The
+  // second warpgroup starts a step when the first has come to its last products: each then exponentiates while the
+  // other multiplies.
+  __device__ void sum_apart(Packed& weights, Packed& gradients, int dq_rows) {
     shared.ds_ring.wait_empty(at);
     store_transposed(shared.ds[at.stage], gradients, not_kept(key0));
     ptx::fence_async_reads();
     __syncwarp();
     if (lane_id() == 0) shared.ds_ring.full[at.stage].arrive();
-  }
-
-  // Staggered, there are no rows before the first. What is computed in their place is not used; a step of its own that
-  // left it out would be a second copy of all the rest.
-  __device__ bool has_dq() const { return !Config::kStaggered || dq_row0 >= 0; }
-
-  // From dS at `from`.
-  __device__ void start_dq(HalfOfDq& dq, const RingCursor<Config::kStages>& from) {
-    if (has_dq()) shared.ds_ring.wait_full(from);
-    ptx::fence_products();
-    start_gemm<Config::kBlockN>(dq, along_cols(shared.ds[from.stage], Config::kHalvesAreRows ? 64 * rank : 0),
-                                along_rows(shared.k, Config::kHalvesAreRows ? 0 : kDqBoxCols * rank), false);
-  }
-
-  __device__ void end_dq(HalfOfDq& dq, const RingCursor<Config::kStages>& from) {
-    if (this->leads()) shared.ds_ring.release(from);
-    hand_over(dq, block.mask.seqlen_q - dq_row0 - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0));
+    start_dv(weights);
+    HalfOfDq dq;
+    start_last_dq(dq);
+    start_dk(gradients);
+    if (rank == 0) ptx::arrive_at_barrier<2 * kWarpgroup>(kStepBarrier);
+    wait_gemms<1>(dv, dq);
+    if (this->leads()) shared.dout.barriers.release(at);
+    if (last_dq_rows != kNone) end_last_dq(dq);
+    last_dq_rows = dq_rows;
   }
 
   __device__ void step(int head, int row_block) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
     auto &q = shared.q.tiles[at.stage], &dout = shared.dout.tiles[at.stage];
     this->wait_rows(rows);
-    if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStaggerBarrier);
+    if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     Scores s, dp;
     ptx::fence_products();
     start_gemm<Config::kHeadDim>(s, along_cols(shared.k, 64 * rank), along_cols(q), false);
@@ -462,25 +516,12 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v, 64 * rank), along_cols(dout), false);
     Packed weights, gradients;
     differentiate(s, dp, weights, gradients, head, rows);
-
-    const auto start_dv = [&] {
-      fence(dv, weights);
-      start_gemm<Config::kBlockM>(dv, weights, along_rows(dout), true);
-    };
-    if (!Config::kStaggered) dq_row0 = rows.first;
-    if (!Config::kStaggered) start_dv();
-    store_ds(gradients);
-    if (Config::kStaggered) start_dv();
-    HalfOfDq dq;
-    const RingCursor<Config::kStages> from = Config::kStaggered ? at.before() : at;
-    start_dq(dq, from);
-    fence(dk, gradients);
-    start_gemm<Config::kBlockM>(dk, gradients, along_rows(q), true);
-    if (Config::kStaggered && rank == 0) ptx::arrive_at_barrier<2 * kWarpgroup>(kStaggerBarrier);
-    wait_gemms<1>(dv, dq);
-    if (this->leads()) shared.dout.barriers.release(at);
-    if (has_dq()) end_dq(dq, from);
-    if (Config::kStaggered) dq_row0 = rows.first;
+    const int dq_rows = block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0);
+    if constexpr (Config::kStaggered) {
+      sum_apart(weights, gradients, dq_rows);
+    } else {
+      sum_together(weights, gradients, dq_rows);
+    }
     wait_gemms<0>(dk);
     if (this->leads()) shared.q.barriers.release(at);
     at.advance();
@@ -492,15 +533,13 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       this->wait_keys(keys_parity);
       keys_parity ^= 1;
       block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+      HalfOfDq dq;
       if constexpr (Config::kStaggered) {
-        HalfOfDq dq;
-        start_dq(dq, at.before());
+        start_last_dq(dq);
         wait_gemms<0>(dq);
-        if (this->leads()) shared.keys_free.arrive();
-        end_dq(dq, at.before());
-      } else if (this->leads()) {
-        shared.keys_free.arrive();
       }
+      if (this->leads()) shared.keys_free.arrive();
+      if constexpr (Config::kStaggered) end_last_dq(dq);
     }
     this->store_sum(dv, p.problem.dropout_rescale, p.dv);
     this->store_sum(dk, p.problem.softmax_scale, p.dk);
@@ -533,7 +572,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
     if (role < Config::kConsumers) take_halves(p, shared, role);
     if (role == Config::kConsumers && lane_id() == 0) Loader<Config>{p, shared}.run();
-    if (role == Config::kConsumers + 1) await_turns(p.bwd, shared);
+    if (Config::kAwaitsTurns && role == Config::kConsumers + 1) await_turns(p.bwd, shared);
   } else {
     ptx::take_registers<Config::kConsumerRegisters>();
     sum_keys(p.bwd, shared, rank);

@@ -126,17 +126,11 @@ __device__ void load_block(const BwdSm90Params& p, Shared& shared, const KeyBloc
 // ---------------------------------------------------------------------------------------------------------------------
 // Steps of a warpgroup that computes
 
-// A value that the compiler has to take as new in each step: no register keeps what follows from it through a loop.
-__device__ inline unsigned not_kept(unsigned value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // Zeros for the rows of a tile outside of first .. last, by a warpgroup, before it multiplies them: 0 * NaN is NaN.
 template <typename Tile>
 __device__ void clear_outside(Tile& tile, const Interval& rows) {
   constexpr int kChunks = Tile::kCols / Tile::kChunk;
-  for (int i = not_kept(threadIdx.x) % kWarpgroup; i < Tile::kRows * kChunks; i += kWarpgroup) {
+  for (int i = threadIdx.x % kWarpgroup; i < Tile::kRows * kChunks; i += kWarpgroup) {
     const int row = i / kChunks;
     if (row < rows.first || row > rows.last) *reinterpret_cast<uint4*>(tile.chunk(row, i % kChunks)) = {};
   }
@@ -147,6 +141,12 @@ struct Dropped {
   uint32_t bits[2] = {};
   __device__ bool has(int r, int c) const { return bits[r] >> c & 1; }
 };
+
+// A value that the compiler has to take as new in each step: no register keeps what follows from it through a loop.
+__device__ inline unsigned not_kept(unsigned value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
 
 __device__ inline int own_barrier(int rank) { return 6 + rank; }
 

@@ -24,11 +24,6 @@ struct RingCursor {
     stage = stage + 1 == kStages ? 0 : stage + 1;
     round ^= stage == 0;
   }
-
-  // Where it was before it advanced.
-  __device__ RingCursor before() const {
-    return stage == 0 ? RingCursor{kStages - 1, round ^ 1} : RingCursor{stage - 1, round};
-  }
 };
 
 template <int kStages>
