@@ -298,6 +298,11 @@ def test_empty_tensors(empty, device):
     assert lse.shape == (case.batch, case.heads, case.seqlen_q) and (lse == float("inf")).all()
 
 
+def test_appending_to_no_entries(device):
+    arguments = CacheCase(batch=0, seqlen_q=2, seqlen_k=5, seqlen_new=2, rotary=1.0, causal=True).arguments(device)
+    assert flash_attn_with_kvcache(**arguments).shape == (0, 2, 4, 64)
+
+
 def test_appending_no_tokens_changes_nothing(device):
     case = CacheCase(seqlen_q=2, seqlen_k=40, causal=True)
     arguments = case.arguments(device)
