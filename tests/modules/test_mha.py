@@ -564,6 +564,7 @@ CONSTRUCTOR_ERRORS = {
     "alibi": (dict(use_alibi=True), ValueError, "use_alibi must be False without use_flash_attn, found True"),
     "window": (dict(window_size=(3, 0)), ValueError, r"window_size must be \(-1, -1\) without use_flash_attn"),
     "rotary": (dict(cross_attn=True, rotary_emb_dim=16), ValueError, "rotary_emb_dim must be 0 with cross_attn"),
+    "channels that are not there": (dict(rotary_emb_dim=18), ValueError, "rotary_emb_dim must be at most .*, 16"),
 }
 
 
@@ -593,6 +594,9 @@ ERRORS = {
     "mask of floats": ({}, dict(key_padding_mask=KEEP.float()), TypeError, "padding_mask must have dtype torch.bool"),
     "x_kv without cross": ({}, dict(x_kv=X), ValueError, "x_kv can be given only with cross_attn"),
     "x_kv, GQA": (dict(num_heads_kv=2), dict(x_kv=X), ValueError, "x_kv can be given only with cross_attn"),
+    "x_kv of another batch": (
+        dict(cross_attn=True), dict(x_kv=X[:1]), ValueError, r"x_kv must have shape \(2, \*, 64\), found \(1, 5, 64\)"),
+    "x_kv is packed": (dict(cross_attn=True), dict(x_kv=X[0]), ValueError, r"x_kv must have shape \(2, \*, 64\)"),
     "subset without cross": ({}, dict(mixer_subset=[0]), ValueError, "mixer_subset can be given only with cross_attn"),
     "cache and a mask": (
         {}, dict(inference_params=PARAMS, key_padding_mask=KEEP), ValueError, "without inference_params"),
@@ -604,6 +608,9 @@ ERRORS = {
         {}, dict(inference_params=InferenceParams(4, 2)), ValueError, "must be at most 4, as the cache, found 5"),
     "decoding without a cache": (
         FLASH, dict(inference_params=InferenceParams(9, 2, 3)), ValueError, "must hold layer_idx=0"),
+    "cache of other heads": (
+        {}, dict(inference_params=InferenceParams(9, 2, 0, 0, {0: torch.zeros(2, 9, 2, 1, 16)})), ValueError,
+        r"key_value_memory_dict\[0\] must have shape \(\*, \*, 2, 4, 16\), found \(2, 9, 2, 1, 16\)"),
     "unknown argument": ({}, dict(mask=KEEP), TypeError, "mask"),
 }  # fmt: skip
 
@@ -627,11 +634,18 @@ def test_nothing_is_written_if_there_is_no_room(device):
         assert torch.equal(cache, before)
 
 
+def test_a_group_must_be_given():
+    with pytest.raises(TypeError, match=r"process_group must be a .* group, found None"):
+        ParallelMHA(64, 4, None)
+
+
 def test_errors_of_attention_without_parameters():
     qkv = torch.zeros(2, 5, 3, 4, 16)
     for function, message in (
         (lambda: SelfAttention()(qkv[:, :, :2]), r"qkv must have shape \(\*, \*, 3, \*, \*\)"),
         (lambda: CrossAttention()(qkv[:, :, 0], qkv), r"kv must have shape \(\*, \*, 2, \*, \*\)"),
+        (lambda: CrossAttention()(qkv[:1, :, 0], qkv[:, :, :2]), r"q must have shape \(2, \*, \*, 16\)"),
+        (lambda: CrossAttention()(qkv[:, :, 0, :3], qkv[:, :, :2]), "kv's number of heads must be a divisor of q's, 3"),
         (lambda: FlashSelfAttention()(qkv[:, :, :2]), r"qkv.shape\[-3\] must be 3"),
         (lambda: get_alibi_slopes(0), "nheads must be positive, found 0"),
     ):
