@@ -431,8 +431,9 @@ def test_sequences_that_differ_in_length_while_decoding(case, device):
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("flash", [False, True])
-def test_rows_of_a_larger_cache(flash, device):
+def test_rows_of_a_larger_cache(flash, lengths, device):
     case = Case(flash=flash, rotary_dim=16)
     module = case.module(device)
     x = torch.randn(4, 6, case.embed_dim, device=device)
@@ -442,12 +443,30 @@ def test_rows_of_a_larger_cache(flash, device):
         found = []
         for rows in (slice(0, 1), slice(1, 4)):
             params = InferenceParams(9, 4, batch_size_offset=rows.start, key_value_memory_dict={3: cache})
+            if lengths:
+                params.lengths_per_sample = torch.full((4,), 8, dtype=torch.int32, device=device)  # of other sequences
+                params.lengths_per_sample[rows] = 0
             out = []
             for chunk in x[rows].split((4, 1, 1), dim=1):
                 out.append(module(chunk, inference_params=params))
                 params.seqlen_offset += chunk.shape[1]
+                if lengths:
+                    params.lengths_per_sample[rows] += chunk.shape[1]
             found.append(torch.cat(out, dim=1))
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_several_tokens_that_see_one_another_while_decoding(device):
+    """Each is rotated by its own position, as in the whole."""
+    module = Case(causal=False, rotary_dim=16).module(device)
+    x = torch.randn(2, 7, module.embed_dim, device=device)
+    with torch.no_grad():
+        expected = module(x)[:, 4:]
+        params = InferenceParams(max_seqlen=9, max_batch_size=2)
+        module(x[:, :4], inference_params=params)
+        params.seqlen_offset = 4
+        found = module(x[:, 4:], inference_params=params)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_cache(device):
