@@ -102,6 +102,9 @@ def check_memory_of_all_reduce(group):
         torch.testing.assert_close(out.detach(), total)
         assert torch.equal(kept, before)
         assert torch.equal(*torch.autograd.grad(out.sum(), leaf), torch.ones_like(leaf))
+    strided = torch.stack([x, x], dim=1)[:, 0]
+    torch.testing.assert_close(all_reduce(strided, group), total)
+    assert torch.equal(strided, x)
 
 
 def check_second_derivative(group):
