@@ -533,7 +533,7 @@ class MHA(_MultiHeadAttention):
             inference_params: `InferenceParams`: x follows what the cache holds, and is appended to it. seqlen_offset is
                 left for the caller to advance.
             kwargs: more arguments of the inner attention: causal, and for cross attention with cu_seqlens
-                cu_seqlens_k and max_seqlen_k.
+                cu_seqlens_k and max_seqlen_k. Without effect with inference_params.
 
         Returns (batch, seqlen, embed_dim) or (total, embed_dim); a pair of it and x, less what mixer_subset leaves out,
         if return_residual.
