@@ -189,6 +189,16 @@ def test_one_and_four_processes(world):
     over_processes(world, check_all)
 
 
+def check_halves(group):
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    check_all(halves[dist.get_rank(group) // 2])
+
+
+def test_groups_of_a_part_of_the_processes():
+    """Whose ranks are not those among all processes."""
+    over_processes(4, check_halves)
+
+
 def test_compiled():
     over_processes(2, check_compiled)
 
