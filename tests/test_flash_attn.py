@@ -359,6 +359,19 @@ def test_out_and_gradients_keep_the_memory_order_of_their_inputs(layout, device)
     assert [x.stride() for x in (out, *grads)] == [x.stride() for x in (q, q, k, v)]
 
 
+@pytest.mark.parametrize("tokens", [False, True])
+def test_out_of_packed_queries_is_contiguous(tokens, device):
+    """Whatever the order of the dimensions in memory; a graph relies on the strides that it was told."""
+    for where in (device, "meta"):
+        qkv = torch.randn(2, 3, 4, 17, 64, dtype=torch.bfloat16, device=where).permute(0, 3, 1, 2, 4)
+        cu_seqlens = torch.tensor([0, 5, 17], dtype=torch.int32, device=where)
+        leaf = (qkv[0] if tokens else qkv).detach().requires_grad_()
+        out = flash_attn_varlen_qkvpacked_func(leaf, cu_seqlens, 12) if tokens else flash_attn_qkvpacked_func(leaf)
+        (grad,) = torch.autograd.grad(out, leaf, torch.ones_like(out))
+        assert out.is_contiguous()
+        assert grad.stride() == torch.empty_like(leaf).stride()
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_may_have_any_strides(layout, device):
     """The private backward writes where it is told to, and leaves alone what is beside it.
