@@ -20,6 +20,7 @@ DTYPES = (*KERNEL_DTYPES, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
 block_size_n = reference.block_size_n
+define_composite = _library.define_composite
 S_DMASK_MULTIPLE = 128
 
 
