@@ -813,9 +813,8 @@ DETERMINISTIC = [
 ]
 
 
-@pytest.mark.parametrize("case", params(DETERMINISTIC))
-@pytest.mark.parametrize("packed", [False, True])
-def test_deterministic_is_equal_bit_by_bit(case, packed, device):
+def deterministic_run(case, packed, device):
+    """A function that gives out, lse and the gradients of the same problem each time."""
     case = case.but(deterministic=True)
     if packed:
         (*inputs, dout), cu_seqlens = packed_batch(case, device)
@@ -828,11 +827,41 @@ def test_deterministic_is_equal_bit_by_bit(case, packed, device):
         torch.manual_seed(7)
         leaves = [x.detach().requires_grad_() for x in inputs]
         out, lse, _ = attend(*leaves)
-        return out, lse, *torch.autograd.grad(out, leaves, dout)
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
 
+    return run
+
+
+@pytest.mark.parametrize("case", params(DETERMINISTIC))
+@pytest.mark.parametrize("packed", [False, True])
+def test_deterministic_is_equal_bit_by_bit(case, packed, device):
+    run = deterministic_run(case, packed, device)
     first = run()
     for _ in range(20 if device.type == "cuda" else 2):
         assert all(torch.equal(x, y) for x, y in zip(run(), first, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", params(DETERMINISTIC))
+@pytest.mark.parametrize("packed", [False, True])
+def test_deterministic_is_equal_over_a_thousand_runs(case, packed, device):
+    """On two streams at once, while products on a third one take multiprocessors and memory."""
+    run = deterministic_run(case, packed, device)
+    expected = run()
+    load, factor = torch.cuda.Stream(), torch.randn(2048, 2048, dtype=torch.bfloat16, device=device)
+    differs = {torch.cuda.Stream(): torch.zeros((), dtype=torch.bool, device=device) for _ in range(2)}
+    for stream in (load, *differs):
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(500):
+        with torch.cuda.stream(load):
+            torch.mm(factor, factor)
+        for stream, differ in differs.items():
+            with torch.cuda.stream(stream):
+                for found, same in zip(run(), expected, strict=True):
+                    differ |= (found != same).any()
+    torch.cuda.synchronize()
+    assert not any(differs.values())
 
 
 def test_forward_and_key_gradients_are_always_equal_bit_by_bit(device):
