@@ -31,6 +31,9 @@ return_attn_probs. Return (out, softmax_lse, S_dmask) instead of out. softmax_ls
 
 Tensors are float16 or bfloat16 of one type and on one device, in any strides; float32 runs on the reference backend.
 head_dim is 1 to 256. Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written.
+What cu_seqlens, cache_seqlens, block_table and their like hold is checked on the CPU alone, for to read it on a GPU
+would wait for the device. There, positions beyond a cache's capacity are neither written nor attended to; the others
+must be right.
 """
 
 import inspect
