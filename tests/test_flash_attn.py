@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import pathlib
+import re
 import time
 
 import native
@@ -150,6 +151,32 @@ def test_which_kernel_runs(seqlen_q, seqlen_k, portable, kernel, device, monkeyp
     if portable:
         monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
     assert any(f"::{kernel}<" in name for name in kernels_of(lambda: flash_attn_func(q, k, k)))
+
+
+LITTLE_SHARED_MEMORY = [
+    Problem(seqlen_q=203, seqlen_k=321, heads=6, heads_k=2, head_dim=head_dim, **options)
+    for head_dim in (64, 96, 128, 192, 256)
+    for options in (
+        dict(),
+        dict(causal=True, deterministic=True, varlen=True),
+        dict(window=(90, 20), softcap=2.0, alibi="bh", dropout_p=0.17, layout="unaligned"),
+    )
+]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", params(LITTLE_SHARED_MEMORY))
+def test_with_little_shared_memory(case, device, little_shared_memory):
+    case.check(device)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_compact_backward_runs_with_little_shared_memory(head_dim, device, little_shared_memory):
+    q = torch.randn(1, 128, 4, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+    out = flash_attn_func(q, q, q)
+    (name,) = (name for name in kernels_of(out.sum().backward) if "::bwd_kernel<" in name)
+    assert re.search(r"BwdConfig<[^<>]*, true>", name)
 
 
 def kernels_of(fn):

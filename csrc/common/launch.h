@@ -2,6 +2,7 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <source_location>
@@ -38,19 +39,19 @@ inline void check_launch(cudaError_t status, const char* call, const LaunchShape
   check_cuda(status, what.c_str(), launcher);
 }
 
-// Allows kKernel the dynamic shared memory it asks for, once for each device. Up to 48 KB need no permission, static
-// shared memory included.
+// Allows kKernel the dynamic shared memory it asks for, which on a device is always the same, but for tests. Up to 48
+// KB need no permission, static shared memory included.
 template <auto kKernel>
 void allow_shared_memory(const LaunchShape& shape) {
   if (shape.shared_bytes <= 40 * 1024) return;
-  static std::atomic<uint64_t> allowed{0};  // a bit per device
+  static std::array<std::atomic<int>, 64> allowed{};  // by device
   int device = 0;
   check_launch(cudaGetDevice(&device), "cudaGetDevice", shape);
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (allowed.load(std::memory_order_relaxed) & bit) return;
+  std::atomic<int>& bytes = allowed[device % 64];
+  if (bytes.load(std::memory_order_relaxed) >= shape.shared_bytes) return;
   check_launch(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes),
                "cudaFuncSetAttribute", shape);
-  allowed.fetch_or(bit, std::memory_order_relaxed);
+  bytes.store(shape.shared_bytes, std::memory_order_relaxed);
 }
 
 // Whether the code of kKernel that the current device runs waits for the kernel before it, if started early. Code for
@@ -68,8 +69,7 @@ bool can_start_early() {
   return able.load(std::memory_order_relaxed) & bit;
 }
 
-// Launches kKernel(params) on the current device; an empty grid launches nothing. kKernel always asks for the same
-// amount of shared memory.
+// Launches kKernel(params) on the current device; an empty grid launches nothing.
 template <auto kKernel, typename Params>
 void launch(const LaunchShape& shape, const Params& params, cudaStream_t stream) {
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
