@@ -12,7 +12,8 @@ or of variable length. The seventh, `flash_attn_with_kvcache`, decodes. All comp
     lse(i)  = log(sum over the allowed j of exp(s(i, j)))
     out[i]  = sum over the allowed j of exp(s(i, j) - lse(i)) * keep(i, j) / (1 - dropout_p) * v[j]
 
-in float32 whatever the input type (FlashAttention: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
+with scores and sums in float32 whatever the input type; kernels round the weights of v to it. (FlashAttention: Dao et
+al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
 
 Terms that all of them share:
 
