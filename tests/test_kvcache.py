@@ -275,6 +275,16 @@ def test_splitting_the_keys_changes_only_rounding(case, num_splits, device):
     torch.testing.assert_close(out, whole, rtol=2**-7, atol=2**-10)  # an ulp of bfloat16
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", params([
+    CacheCase(seqlen_q=1, seqlen_k=900, heads=8, heads_k=2, head_dim=head_dim, page=page, seqlen_new=1)
+    for head_dim in (59, 64, 128, 256) for page in (0, 16)
+]))  # fmt: skip
+def test_with_little_shared_memory(case, device, little_shared_memory):
+    """Decoding has fewer warps there."""
+    check(case, case.arguments(device))
+
+
 def test_result_is_out_or_out_and_lse(device):
     case = CacheCase(seqlen_q=3, seqlen_k=40, heads_k=2)
     out, lse = flash_attn_with_kvcache(**case.arguments(device), return_softmax_lse=True)
