@@ -401,7 +401,8 @@ class _MultiHeadAttention(nn.Module):
         cache = inference_params.key_value_memory_dict.get(self.layer_idx)
         if cache is None:
             raise ValueError(f"key_value_memory_dict must hold layer_idx={self.layer_idx} to decode, found no such key")
-        cache = _cache_rows(cache, kv, inference_params)
+        # Detached, as the kernel has no gradient, while the prompt may have left one to the cache.
+        cache = _cache_rows(cache, kv, inference_params).detach()
         cos = sin = None
         if rotary:
             self.rotary_emb._update_cos_sin_cache(cache.shape[1], q.device, q.dtype)

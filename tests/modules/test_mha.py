@@ -456,6 +456,18 @@ def test_rows_of_a_larger_cache(flash, lengths, device):
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("flash", [False, True])
+def test_decoding_while_autograd_is_on(flash, device):
+    module = Case(flash=flash, rotary_dim=16).module(device)
+    x = torch.randn(2, 6, module.embed_dim, device=device)
+    params = InferenceParams(max_seqlen=9, max_batch_size=2)
+    found = []
+    for chunk in x.split((4, 1, 1), dim=1):
+        found.append(module(chunk, inference_params=params))
+        params.seqlen_offset += chunk.shape[1]
+    torch.testing.assert_close(torch.cat(found, dim=1), module(x), rtol=1e-4, atol=1e-5)
+
+
 def test_several_tokens_that_see_one_another_while_decoding(device):
     """Each is rotated by its own position, as in the whole."""
     module = Case(causal=False, rotary_dim=16).module(device)
