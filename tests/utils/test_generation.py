@@ -137,6 +137,13 @@ def test_filters(shape, device):
         assert torch.equal(found, logits)
 
 
+def test_the_likeliest_stays_however_small_top_p_is(device):
+    logits = torch.randn(4, 50, device=device)
+    expected = logits.argmax(dim=-1)
+    generation.modify_logits_for_top_p_filtering(logits, 1e-9)
+    assert torch.equal(logits.isfinite().nonzero()[:, 1], expected)
+
+
 def test_equal_logits_all_stay():
     logits = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
     modify_logits_for_top_k_filtering(logits, 2)
