@@ -38,6 +38,9 @@ from collections.abc import Callable, Iterable
 
 import torch
 
+from benchmarks.kernels import append_csv, kernels_of
+from benchmarks.plot import draw
+
 ROWS = pathlib.Path("build/benchmarks")  # results/ beside this file holds the rows that are committed
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -170,7 +173,7 @@ def main(description: str, family: str, cases: Callable[[str], Iterable[Case]], 
     print(_table(rows))
     print("rows:", args.csv)
     if args.plot:
-        print("plot:", _plot(args.csv.with_suffix(".png"), rows))
+        print("plot:", draw(args.csv.with_suffix(".png"), rows))
 
 
 def _parse(description, family):
@@ -183,6 +186,7 @@ def _parse(description, family):
         "--csv", type=pathlib.Path, default=ROWS / f"{family}.csv", help="rows are appended here (default: %(default)s)"
     )
     parser.add_argument("--plot", action="store_true", help="also draw a PNG beside the CSV file")
+    parser.add_argument("--kernels", action="store_true", help="also list what the GPU does, in a file beside it")
     return parser.parse_args()
 
 
@@ -193,7 +197,16 @@ def _measure(case, args, peaks, baseline):
     functions = {name: function for name, function in functions.items() if _runs(case, name, function)}
     times = time_ms(functions, args.device, args.seconds)
     medians = {name: statistics.median(column) for name, column in times.items()}
+    if args.kernels and args.device == "cuda":
+        _list_kernels(case, functions, args.csv.with_name(f"{args.csv.stem}_kernels.csv"))
     return [_row(case, name, times[name], peaks, medians.get(baseline), functions[name], args.device) for name in times]
+
+
+def _list_kernels(case, functions, path):
+    buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+    for provider, function in functions.items():
+        of = {"op": case.op, "case": case.name, "dtype": case.dtype, "provider": provider} | _environment("cuda")
+        append_csv(path, of, kernels_of(function, buffer.zero_))
 
 
 def _runs(case, name, function):
@@ -358,32 +371,3 @@ def _append_csv(path, rows):
 
 def _round(value):
     return f"{value:.5g}" if isinstance(value, float) else value
-
-
-def _plot(path, rows):
-    """One panel per op: a group of bars per case, a bar per provider."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    ops = list(dict.fromkeys(row.op for row in rows))
-    figure, axes = pyplot.subplots(len(ops), figsize=(12, 4 * len(ops)), squeeze=False, layout="constrained")
-    for op, axis in zip(ops, axes[:, 0], strict=True):
-        _plot_op(axis, op, [row for row in rows if row.op == op])
-    figure.suptitle(f"{rows[0].device}, torch {rows[0].torch}")
-    figure.savefig(path, dpi=120)
-    return path
-
-
-def _plot_op(axis, op, rows):
-    cases = list(dict.fromkeys(f"{row.case}\n{row.dtype}" for row in rows))
-    providers = list(dict.fromkeys(row.provider for row in rows))
-    rate, unit = ("tflops", "TFLOP/s") if any(row.of == "matmul" for row in rows) else ("gbps", "GB/s")
-    for number, provider in enumerate(providers):
-        heights = {f"{row.case}\n{row.dtype}": getattr(row, rate) or 0 for row in rows if row.provider == provider}
-        places = [cases.index(case) + (number - (len(providers) - 1) / 2) * 0.8 / len(providers) for case in heights]
-        bars = axis.bar(places, heights.values(), 0.8 / len(providers), label=provider)
-        axis.bar_label(bars, fmt="%.0f", fontsize=7)
-    axis.set(title=op, ylabel=unit, xticks=range(len(cases)), xticklabels=cases)
-    axis.legend(fontsize=8)

@@ -496,10 +496,12 @@ static __global__ __launch_bounds__(32 * kFinishRows) void finish_kernel(const _
 // How many clusters of `tiles` blocks run at once.
 template <typename Config>
 int clusters_at_once(const RowShape& shape) {
-  allow_shared_memory<bwd_kernel<Config>>(Config::kRingBytes);
+  const dim3 grid(shape.tiles), block(shape.lanes);
+  allow_shared_memory<bwd_kernel<Config>>(
+      {.grid = grid, .block = block, .shared_bytes = Config::kRingBytes, .cluster = shape.tiles});
   cudaLaunchAttribute attribute{.id = cudaLaunchAttributeClusterDimension};
   attribute.val.clusterDim = {static_cast<unsigned>(shape.tiles), 1, 1};
-  cudaLaunchConfig_t config{.gridDim = dim3(shape.tiles), .blockDim = dim3(shape.lanes)};
+  cudaLaunchConfig_t config{.gridDim = grid, .blockDim = block};
   config.dynamicSmemBytes = Config::kRingBytes;
   config.attrs = &attribute;
   config.numAttrs = 1;

@@ -433,11 +433,14 @@ def test_plain_functions(device):
     torch.testing.assert_close(rms_norm.rms_norm(x, weight, 1e-5), functional.rms_norm(x, (64,), weight, 1e-5))
 
 
-def test_subsets_of_sequences(device):
-    """Entries of sequences: shapes with and without a mask, and zeros where nothing goes."""
+@pytest.mark.parametrize("kernels", ["op", "triton"])
+def test_subsets_of_sequences(kernels, device, request):
+    """Entries of sequences: shapes with and without a mask, and zeros where nothing goes, also by numbers of no row."""
+    if kernels == "triton":
+        request.getfixturevalue("with_triton")
     x0, residual = torch.randn(2, 3, 64, device=device, requires_grad=True), torch.randn(4, 3, 64, device=device)
-    x0_subset = torch.tensor([[1, 2, 3], [0, 0, 0], [4, 5, 0], [0, 0, 0]], dtype=torch.int32, device=device)
-    out_subset = torch.tensor([[1, 2, 3], [4, 5, 6], [0, 0, 0], [0, 0, 0]], dtype=torch.int32, device=device)
+    x0_subset = torch.tensor([[1, 2, 3], [0, 7, -1], [4, 5, 0], [0, 0, 0]], dtype=torch.int32, device=device)
+    out_subset = torch.tensor([[1, 2, 3], [4, 5, 6], [0, 10, -1], [0, 0, 0]], dtype=torch.int32, device=device)
     for p, with_mask in itertools.product((0.0, 0.5), (False, True)):
         out, h, *mask = layer_norm.dropout_add_layer_norm_subset(
             x0, residual, W.to(device), None, p, 1e-5, None, x0_subset, out_subset, 1.5, 9, True,
