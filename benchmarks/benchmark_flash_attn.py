@@ -3,13 +3,15 @@
 Flops are those of the products with the keys a row sees: 4 a score for each element of head_dim forward, 10 backward.
 Bytes are given for decoding, which reads the cache once. SDPA gets tensors (batch, heads, seqlen, head_dim) that are
 contiguous in that order. "torch" is the backend that torch chooses; with a GPU, "torch cudnn" and "torch flash" are
-asked for by name. "deterministic" is our backward with that option; fwd+bwd is what a training step waits for, autograd
-included. 32/8 heads are 32 of q and 8 of k and v. The cases flash_attn_memory are there for their peak_mb: one sequence
-of more and more tokens, causal, forward alone and forward with backward. The cases flash_attn_host are there for their
-host_us: tensors so small that the host takes longer than the GPU.
+asked for by name. "portable" are our kernels for sm_80, in whose place a Hopper GPU has others; "deterministic" is our
+backward with that option; fwd+bwd is what a training step waits for, autograd included. 32/8 heads are 32 of q and 8 of
+k and v. The cases flash_attn_memory are there for their peak_mb: one sequence of more and more tokens, causal, forward
+alone and forward with backward. The cases flash_attn_host are there for their host_us: tensors so small that the host
+takes longer than the GPU.
 """
 
 import functools
+import os
 
 import torch
 import torch.nn.functional as F
@@ -111,8 +113,10 @@ def tensors(shape, dtype, device, **options):
 
 def forward(shape, dtype, device, causal, requires_grad=False):
     ours, theirs = tensors(shape, dtype, device, requires_grad=requires_grad)
+    attend = functools.partial(flash_attn_func, *ours, causal=causal)
     return {
-        "flash_attn": lambda: flash_attn_func(*ours, causal=causal),
+        "flash_attn": attend,
+        **portable(attend, device),
         **{name: functools.partial(attend, *theirs) for name, attend in sdpa(device, shape, causal).items()},
     }
 
@@ -122,12 +126,26 @@ def with_graph(shape, dtype, device, causal):
     return forward(shape, dtype, device, causal, requires_grad=True)
 
 
+def portable(function, device):
+    return {"portable": functools.partial(portably, function)} if device == "cuda" else {}
+
+
+def portably(function):
+    os.environ["FLASH_ATTN_PORTABLE"] = "1"
+    try:
+        return function()
+    finally:
+        del os.environ["FLASH_ATTN_PORTABLE"]
+
+
 def backward(shape, dtype, device, causal):
     ours, theirs = tensors(shape, dtype, device)
     functions = {}
     for name, deterministic in (("flash_attn", False), ("deterministic", True)):
         attend = functools.partial(flash_attn_func, *ours, causal=causal, deterministic=deterministic)
         functions[name] = backward_of(attend, *ours)
+    attend = functools.partial(flash_attn_func, *ours, causal=causal)
+    functions |= portable(backward_of(attend, *ours), device)
     for name, attend in sdpa(device, shape, causal).items():
         functions[name] = backward_of(functools.partial(attend, *theirs), *theirs)
     return functions

@@ -1,10 +1,11 @@
-"""Rotary embedding against eager torch, torch.compile and Liger: forward, backward, and in place.
+"""Rotary embedding against eager torch, torch.compile, the Triton kernel and Liger: forward, backward, and in place.
 
 The bytes counted are those of the rotated tensor, in and out, and of the tables. Liger rotates in place only, a pair of
 tensors, by halves; it gets the heads as one tensor of queries and one of keys.
 """
 
 import functools
+import importlib
 
 import torch
 
@@ -57,15 +58,23 @@ def out_of_place(x, cos, sin, interleaved):
     }
 
 
+def triton_kernels():
+    return importlib.import_module("flash_attn._triton.rotary")
+
+
 def forward(shape, dtype, device, interleaved):
     x = torch.randn(shape[:-1], device=device, dtype=dtype)
-    return out_of_place(x, *tables(shape, dtype, device), interleaved)
+    cos, sin = tables(shape, dtype, device)
+    run = out_of_place(x, cos, sin, interleaved)
+    return run | {"triton": lambda: triton_kernels().rotary(x, cos, sin, None, 0, None, interleaved, False)}
 
 
 def backward(shape, dtype, device, interleaved):
     x = torch.randn(shape[:-1], device=device, dtype=dtype, requires_grad=True)
-    functions = out_of_place(x, *tables(shape, dtype, device), interleaved)
-    return {name: backward_of(function, x) for name, function in functions.items()}
+    cos, sin = tables(shape, dtype, device)
+    run = {name: backward_of(function, x) for name, function in out_of_place(x, cos, sin, interleaved).items()}
+    dout = torch.randn_like(x)
+    return run | {"triton": lambda: triton_kernels().rotary(dout, cos, sin, None, 0, None, interleaved, True)}
 
 
 def in_place(shape, dtype, device, interleaved):
@@ -79,6 +88,7 @@ def in_place(shape, dtype, device, interleaved):
         "flash_attn": lambda: apply_rotary_emb(x, cos, sin, interleaved, inplace=True),
         "torch": plain,
         "torch.compile": torch.compile(plain, dynamic=False),
+        "triton": lambda: triton_kernels().rotary_(x, cos, sin, None, 0, None, interleaved, False),
     }
     if not interleaved:
         functions["liger"] = liger(x, cos, sin)

@@ -238,6 +238,15 @@ def define(
     return op
 
 
+def define_composite(schema: str, function: Callable) -> None:
+    """Define the op `flash_attn::<schema>` as what `function` does by means of others, gradients and graphs included.
+
+    For functions that callers look up in torch.ops.
+    """
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")
+
+
 def _on_its_device(launch):
     """`launch`, on the device of the first argument, as Triton by itself takes the current one."""
 

@@ -12,7 +12,8 @@ or of variable length. The seventh, `flash_attn_with_kvcache`, decodes. All comp
     lse(i)  = log(sum over the allowed j of exp(s(i, j)))
     out[i]  = sum over the allowed j of exp(s(i, j) - lse(i)) * keep(i, j) / (1 - dropout_p) * v[j]
 
-in float32 whatever the input type (FlashAttention: Dao et al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691).
+with scores and sums in float32 whatever the input type; kernels round the weights of v to it. (FlashAttention: Dao et
+al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
 
 Terms that all of them share:
 
@@ -31,6 +32,9 @@ return_attn_probs. Return (out, softmax_lse, S_dmask) instead of out. softmax_ls
 
 Tensors are float16 or bfloat16 of one type and on one device, in any strides; float32 runs on the reference backend.
 head_dim is 1 to 256. Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written.
+What cu_seqlens, cache_seqlens, block_table and their like hold is checked on the CPU alone, for to read it on a GPU
+would wait for the device. There, positions beyond a cache's capacity are neither written nor attended to; the others
+must be right.
 """
 
 import inspect
@@ -515,6 +519,37 @@ def _flash_attn_varlen_backward(
         deterministic, rng_state,
     )  # fmt: skip
 
+
+# The same as torch.ops.flash_attn._flash_attn_forward and so on.
+_QKV = "Tensor q, Tensor k, Tensor v"
+_RESULTS = "Tensor out, Tensor softmax_lse"
+_GRADIENTS = "Tensor(a!)? dq, Tensor(b!)? dk, Tensor(c!)? dv"
+_BOUNDS = "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
+_SCORES = "float dropout_p, float softmax_scale, bool causal"
+_WINDOW = "SymInt window_size_left, SymInt window_size_right, float softcap, Tensor? alibi_slopes"
+_FORWARD_RETURNS = f"({_RESULTS}, Tensor S_dmask, Tensor rng_state)"
+
+ops.define_composite(
+    f"_flash_attn_forward({_QKV}, {_SCORES}, {_WINDOW}, bool return_softmax) -> {_FORWARD_RETURNS}",
+    _flash_attn_forward,
+)
+ops.define_composite(
+    f"_flash_attn_varlen_forward({_QKV}, {_BOUNDS}, {_SCORES}, SymInt window_size_left=-1, "
+    "SymInt window_size_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, bool return_softmax=False, "
+    "Tensor? block_table=None, Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False, "
+    f"SymInt num_splits=0) -> {_FORWARD_RETURNS}",
+    _flash_attn_varlen_forward,
+)
+ops.define_composite(
+    f"_flash_attn_backward(Tensor dout, {_QKV}, {_RESULTS}, {_GRADIENTS}, {_SCORES}, {_WINDOW}, bool deterministic, "
+    "Tensor? rng_state=None) -> Tensor softmax_d",
+    _flash_attn_backward,
+)
+ops.define_composite(
+    f"_flash_attn_varlen_backward(Tensor dout, {_QKV}, {_RESULTS}, {_GRADIENTS}, {_BOUNDS}, {_SCORES}, {_WINDOW}, "
+    "bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) -> Tensor softmax_d",
+    _flash_attn_varlen_backward,
+)
 
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward

@@ -311,23 +311,53 @@ def test_autograd_function_classes(flag, problem):
     assert found.requires_grad == (flag != (False,))
 
 
+@pytest.mark.parametrize("name", [name for name in SIGNATURES if name.startswith("_")])
+def test_private_functions_are_in_torch_ops(name):
+    """With the same arguments and defaults."""
+    expected = inspect.signature(getattr(interface, name)).parameters.values()
+    found = getattr(torch.ops.flash_attn, name).default._schema.arguments
+    assert [argument.name for argument in found] == [p.name for p in expected]
+    defaults = [
+        argument.default_value if argument.has_default_value() else inspect.Parameter.empty for argument in found
+    ]
+    assert defaults == [p.default for p in expected]
+
+
+def test_private_functions_in_torch_ops_compile(device):
+    q, k, v, dout = (x[0] for x in Case(batch=1, seqlen_q=40, seqlen_k=40, heads_k=2).tensors(device))
+    cu_seqlens = torch.tensor([0, 15, 40], dtype=torch.int32, device=device)
+
+    def run(namespace):
+        bounds, scores = (cu_seqlens, cu_seqlens, 25, 25), (0.0, 0.125, True, -1, -1, 2.0, None)
+        out, lse, _, rng_state = namespace._flash_attn_varlen_forward(q, k, v, *bounds, *scores)
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        namespace._flash_attn_varlen_backward(dout, q, k, v, out, lse, *grads, *bounds, *scores, True, rng_state)
+        return out, lse, *grads
+
+    expected = run(interface)
+    assert_all_equal(run(torch.ops.flash_attn), expected)
+    compiled = torch.compile(lambda: run(torch.ops.flash_attn), fullgraph=True, backend="aot_eager")
+    assert_all_equal(compiled(), expected)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ways of use
 
 
-def test_private_forward_and_backward_by_keyword(problem):
+@pytest.mark.parametrize("namespace", [interface, torch.ops.flash_attn], ids=["functions", "ops"])
+def test_private_forward_and_backward_by_keyword(namespace, problem):
     """Context parallelism as in TransformerEngine: results 0, 1, 3; gradients into slices of larger buffers."""
     q, k, v, dout, slopes, (out, lse, *grads) = problem
     options = dict(
         causal=True, softmax_scale=0.125, dropout_p=0.0, window_size_left=20, window_size_right=0,
         alibi_slopes=slopes, softcap=0.0,
     )  # fmt: skip
-    results = interface._flash_attn_forward(q, k, v, return_softmax=False, **options)
+    results = namespace._flash_attn_forward(q, k, v, return_softmax=False, **options)
     assert_all_equal((results[0], results[1]), (out, lse))
     rng_state = results[3]
     buffers = [torch.full((3, *x.shape[1:]), float("nan"), dtype=x.dtype, device=x.device) for x in (q, k, v)]
     dq, dk, dv = (x[1:] for x in buffers)
-    interface._flash_attn_backward(
+    namespace._flash_attn_backward(
         dout, q, k, v, out, lse, dq, dk, dv, deterministic=True, rng_state=rng_state, **options
     )
     assert_all_equal((dq, dk, dv), grads)

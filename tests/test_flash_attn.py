@@ -6,6 +6,7 @@ import gc
 import itertools
 import math
 import pathlib
+import re
 import time
 
 import native
@@ -152,6 +153,32 @@ def test_which_kernel_runs(seqlen_q, seqlen_k, portable, kernel, device, monkeyp
     assert any(f"::{kernel}<" in name for name in kernels_of(lambda: flash_attn_func(q, k, k)))
 
 
+LITTLE_SHARED_MEMORY = [
+    Problem(seqlen_q=203, seqlen_k=321, heads=6, heads_k=2, head_dim=head_dim, **options)
+    for head_dim in (64, 96, 128, 192, 256)
+    for options in (
+        dict(),
+        dict(causal=True, deterministic=True, varlen=True),
+        dict(window=(90, 20), softcap=2.0, alibi="bh", dropout_p=0.17, layout="unaligned"),
+    )
+]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", params(LITTLE_SHARED_MEMORY))
+def test_with_little_shared_memory(case, device, little_shared_memory):
+    case.check(device)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_compact_backward_runs_with_little_shared_memory(head_dim, device, little_shared_memory):
+    q = torch.randn(1, 128, 4, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+    out = flash_attn_func(q, q, q)
+    (name,) = (name for name in kernels_of(out.sum().backward) if "::bwd_kernel<" in name)
+    assert re.search(r"BwdConfig<[^<>]*, true>", name)
+
+
 def kernels_of(fn):
     """Names of the kernels that fn() runs."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -176,7 +203,7 @@ def dense_oracle(case, device):
 
 SEVERAL_BLOCKS_OF_KEYS = [
     Problem(seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim, heads=4, heads_k=2, **mask)
-    for head_dim in (96, 128)
+    for head_dim in (64, 96, 128)
     for seqlen_q, seqlen_k, mask in (
         (70, 128, {}),
         (130, 300, {}),
@@ -357,6 +384,19 @@ def test_out_and_gradients_keep_the_memory_order_of_their_inputs(layout, device)
     out = flash_attn_func(*leaves)
     grads = torch.autograd.grad(out, leaves, dout)
     assert [x.stride() for x in (out, *grads)] == [x.stride() for x in (q, q, k, v)]
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_out_of_packed_queries_is_contiguous(tokens, device):
+    """Whatever the order of the dimensions in memory; a graph relies on the strides that it was told."""
+    for where in (device, "meta"):
+        qkv = torch.randn(2, 3, 4, 17, 64, dtype=torch.bfloat16, device=where).permute(0, 3, 1, 2, 4)
+        cu_seqlens = torch.tensor([0, 5, 17], dtype=torch.int32, device=where)
+        leaf = (qkv[0] if tokens else qkv).detach().requires_grad_()
+        out = flash_attn_varlen_qkvpacked_func(leaf, cu_seqlens, 12) if tokens else flash_attn_qkvpacked_func(leaf)
+        (grad,) = torch.autograd.grad(out, leaf, torch.ones_like(out))
+        assert out.is_contiguous()
+        assert grad.stride() == torch.empty_like(leaf).stride()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -570,18 +610,20 @@ def test_varlen_a_key_spoils_its_entry_alone(spoilt, device):
         assert torch.equal(found, clean)
 
 
-def test_a_key_that_no_row_sees_may_be_nan(device):
-    case = Case(seqlen_q=40, seqlen_k=40, causal=True, window=(10, 0))
+@pytest.mark.parametrize("quarter", [10, 100])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_key_that_no_row_sees_may_be_nan(head_dim, quarter, device):
+    """Few rows, and as many as take the kernels for sm_90."""
+    case = Case(seqlen_q=2 * quarter, seqlen_k=4 * quarter, head_dim=head_dim, causal=True, window=(quarter, 0))
     q, k, v, dout = case.tensors(device)
-    q, dout = q[:, :20], dout[:, :20]  # bottom right: row i sees keys i + 10 to i + 20
     dirty = [x.clone() for x in (k, v)]
     for x in dirty:
-        x[:, :10] = float("nan")
+        x[:, :quarter] = float("nan")  # bottom right: row i sees keys i + quarter to i + 2 quarter
     leaves = [x.detach().requires_grad_() for x in (q, *dirty)]
-    out = flash_attn_func(*leaves, causal=True, window_size=(10, 0))
+    out = flash_attn_func(*leaves, causal=True, window_size=(quarter, 0))
     dq, dk, dv = torch.autograd.grad(out, leaves, dout)
     assert all(x.isfinite().all() for x in (out, dq, dk, dv))
-    assert (dk[:, :10] == 0).all() and (dv[:, :10] == 0).all()
+    assert (dk[:, :quarter] == 0).all() and (dv[:, :quarter] == 0).all()
 
 
 @pytest.mark.parametrize("lse", [float("inf"), float("-inf"), 0.0])
@@ -798,9 +840,8 @@ DETERMINISTIC = [
 ]
 
 
-@pytest.mark.parametrize("case", params(DETERMINISTIC))
-@pytest.mark.parametrize("packed", [False, True])
-def test_deterministic_is_equal_bit_by_bit(case, packed, device):
+def deterministic_run(case, packed, device):
+    """A function that gives out, lse and the gradients of the same problem each time."""
     case = case.but(deterministic=True)
     if packed:
         (*inputs, dout), cu_seqlens = packed_batch(case, device)
@@ -813,11 +854,41 @@ def test_deterministic_is_equal_bit_by_bit(case, packed, device):
         torch.manual_seed(7)
         leaves = [x.detach().requires_grad_() for x in inputs]
         out, lse, _ = attend(*leaves)
-        return out, lse, *torch.autograd.grad(out, leaves, dout)
+        return out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)
 
+    return run
+
+
+@pytest.mark.parametrize("case", params(DETERMINISTIC))
+@pytest.mark.parametrize("packed", [False, True])
+def test_deterministic_is_equal_bit_by_bit(case, packed, device):
+    run = deterministic_run(case, packed, device)
     first = run()
     for _ in range(20 if device.type == "cuda" else 2):
         assert all(torch.equal(x, y) for x, y in zip(run(), first, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", params(DETERMINISTIC))
+@pytest.mark.parametrize("packed", [False, True])
+def test_deterministic_is_equal_over_a_thousand_runs(case, packed, device):
+    """On two streams at once, while products on a third one take multiprocessors and memory."""
+    run = deterministic_run(case, packed, device)
+    expected = run()
+    load, factor = torch.cuda.Stream(), torch.randn(2048, 2048, dtype=torch.bfloat16, device=device)
+    differs = {torch.cuda.Stream(): torch.zeros((), dtype=torch.bool, device=device) for _ in range(2)}
+    for stream in (load, *differs):
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(500):
+        with torch.cuda.stream(load):
+            torch.mm(factor, factor)
+        for stream, differ in differs.items():
+            with torch.cuda.stream(stream):
+                for found, same in zip(run(), expected, strict=True):
+                    differ |= (found != same).any()
+    torch.cuda.synchronize()
+    assert not any(differs.values())
 
 
 def test_forward_and_key_gradients_are_always_equal_bit_by_bit(device):

@@ -258,6 +258,15 @@ def test_module_without_a_kernel_for_the_shape(device):
     torch.testing.assert_close(module(x, None), oracle.masked_softmax(x, 1.0, above.expand_as(x)))
 
 
+def test_scores_beyond_16_bits(device):
+    """Scaled they exceed what float16 holds, with fusion and without."""
+    x = torch.tensor([300.0, 300.0, 299.0, 0.0], device=device).half().view(1, 1, 1, 4)
+    for fusion in (False, True):
+        module = FusedScaleMaskSoftmax(True, False, AttnMaskType.padding, fusion, fill, True, 300.0)
+        probs = module(x, torch.zeros(1, 1, 1, 4, dtype=torch.bool, device=device))
+        assert probs.flatten().tolist() == [0.5, 0.5, 0.0, 0.0]
+
+
 # Graphs, fakes, signatures, the functions of fused_softmax_lib.
 
 

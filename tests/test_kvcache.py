@@ -275,6 +275,16 @@ def test_splitting_the_keys_changes_only_rounding(case, num_splits, device):
     torch.testing.assert_close(out, whole, rtol=2**-7, atol=2**-10)  # an ulp of bfloat16
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", params([
+    CacheCase(seqlen_q=1, seqlen_k=900, heads=8, heads_k=2, head_dim=head_dim, page=page, seqlen_new=1)
+    for head_dim in (59, 64, 128, 256) for page in (0, 16)
+]))  # fmt: skip
+def test_with_little_shared_memory(case, device, little_shared_memory):
+    """Decoding has fewer warps there."""
+    check(case, case.arguments(device))
+
+
 def test_result_is_out_or_out_and_lse(device):
     case = CacheCase(seqlen_q=3, seqlen_k=40, heads_k=2)
     out, lse = flash_attn_with_kvcache(**case.arguments(device), return_softmax_lse=True)
@@ -296,6 +306,11 @@ def test_empty_tensors(empty, device):
     out, lse = flash_attn_with_kvcache(**case.arguments(device), return_softmax_lse=True)
     assert out.shape == (case.batch, case.seqlen_q, case.heads, 64) and (out == 0).all()
     assert lse.shape == (case.batch, case.heads, case.seqlen_q) and (lse == float("inf")).all()
+
+
+def test_appending_to_no_entries(device):
+    arguments = CacheCase(batch=0, seqlen_q=2, seqlen_k=5, seqlen_new=2, rotary=1.0, causal=True).arguments(device)
+    assert flash_attn_with_kvcache(**arguments).shape == (0, 2, 4, 64)
 
 
 def test_appending_no_tokens_changes_nothing(device):

@@ -88,12 +88,17 @@ def test_build_id_follows_the_schemas(tmp_path, before, after, changes):
     assert (build_id(before) != build_id(after)) == changes
 
 
+def is_composite(name):
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd")
+
+
 def test_build_id_has_the_schemas_of_all_ops():
     files = sorted(_build_id.OPS.glob("*.py"))
     for file in files:
         importlib.import_module(f"flash_attn._ops.{file.stem}")
     strings = "".join(_build_id._module_strings(file) for file in files)
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("flash_attn::")]
+    names = [name for name in names if not is_composite(name)]  # which have no kernels
     schemas = [getattr(torch.ops.flash_attn, name.partition("::")[2]).default._schema for name in names]
     schemas = [schema for schema in schemas if "test_" not in schema.name and not schema.name.endswith("_reference")]
     assert schemas

@@ -2,6 +2,9 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
+#include <cstdlib>
+
 #include "common/check.h"
 
 namespace flash {
@@ -20,7 +23,12 @@ inline int current_device() {
 
 inline int num_multiprocessors(int device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
 
-// Of shared memory, that a block can have.
-inline int max_shared_bytes(int device) { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device); }
+// Of shared memory, that a block can have; at most as many as the environment variable FLASH_ATTN_SHARED_BYTES says,
+// for tests of what GPUs with less run.
+inline int max_shared_bytes(int device) {
+  const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  const char* most = std::getenv("FLASH_ATTN_SHARED_BYTES");
+  return most == nullptr ? bytes : std::min(bytes, std::atoi(most));
+}
 
 }  // namespace flash

@@ -2,8 +2,11 @@
 
 #include <cuda_runtime.h>
 
+#include <array>
 #include <atomic>
 #include <cstdint>
+#include <source_location>
+#include <string>
 
 #include "common/check.h"
 #include "common/device.h"
@@ -21,18 +24,34 @@ struct LaunchShape {
   bool early = false;    // start while the kernel before it ends, if it can; it calls ptx::wait_for_dependency
 };
 
-// Allows kKernel the dynamic shared memory it asks for, once for each device. Up to 48 KB need no permission, static
-// shared memory included.
+// Throws unless a call that `launcher` made for a launch succeeded. The message names the kernel, which is a template
+// argument of the launcher, and the shape.
+inline void check_launch(cudaError_t status, const char* call, const LaunchShape& shape,
+                         std::source_location launcher = std::source_location::current()) {
+  if (status == cudaSuccess) return;
+  const auto text = [](const dim3& size) {
+    return std::to_string(size.x) + " x " + std::to_string(size.y) + " x " + std::to_string(size.z);
+  };
+  const std::string what = std::string(call) + " in " + launcher.function_name() + " with a grid of " +
+                           text(shape.grid) + " blocks of " + text(shape.block) + " threads, " +
+                           std::to_string(shape.shared_bytes) + " bytes of shared memory and clusters of " +
+                           std::to_string(shape.cluster);
+  check_cuda(status, what.c_str(), launcher);
+}
+
+// Allows kKernel the dynamic shared memory it asks for, which on a device is always the same, but for tests. Up to 48
+// KB need no permission, static shared memory included.
 template <auto kKernel>
-void allow_shared_memory(int bytes) {
-  if (bytes <= 40 * 1024) return;
-  static std::atomic<uint64_t> allowed{0};  // a bit per device
+void allow_shared_memory(const LaunchShape& shape) {
+  if (shape.shared_bytes <= 40 * 1024) return;
+  static std::array<std::atomic<int>, 64> allowed{};  // by device
   int device = 0;
-  check_cuda(cudaGetDevice(&device), "cudaGetDevice");
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (allowed.load(std::memory_order_relaxed) & bit) return;
-  check_cuda(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "cudaFuncSetAttribute");
-  allowed.fetch_or(bit, std::memory_order_relaxed);
+  check_launch(cudaGetDevice(&device), "cudaGetDevice", shape);
+  std::atomic<int>& bytes = allowed[device % 64];
+  if (bytes.load(std::memory_order_relaxed) >= shape.shared_bytes) return;
+  check_launch(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes),
+               "cudaFuncSetAttribute", shape);
+  bytes.store(shape.shared_bytes, std::memory_order_relaxed);
 }
 
 // Whether the code of kKernel that the current device runs waits for the kernel before it, if started early. Code for
@@ -50,12 +69,11 @@ bool can_start_early() {
   return able.load(std::memory_order_relaxed) & bit;
 }
 
-// Launches kKernel(params) on the current device; an empty grid launches nothing. kKernel always asks for the same
-// amount of shared memory.
+// Launches kKernel(params) on the current device; an empty grid launches nothing.
 template <auto kKernel, typename Params>
 void launch(const LaunchShape& shape, const Params& params, cudaStream_t stream) {
   if (shape.grid.x == 0 || shape.grid.y == 0 || shape.grid.z == 0) return;
-  allow_shared_memory<kKernel>(shape.shared_bytes);
+  allow_shared_memory<kKernel>(shape);
   cudaLaunchAttribute attributes[2];
   int count = 0;
   if (shape.cluster > 1) {
@@ -71,7 +89,7 @@ void launch(const LaunchShape& shape, const Params& params, cudaStream_t stream)
   config.stream = stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  check_cuda(cudaLaunchKernelEx(&config, kKernel, params), "cudaLaunchKernelEx");
+  check_launch(cudaLaunchKernelEx(&config, kKernel, params), "cudaLaunchKernelEx", shape);
 }
 
 }  // namespace flash

@@ -8,15 +8,18 @@
 //   dP^T = V dO^T  dS^T    dK += dS^T Q          likewise
 //                          dQ = dS K             from shared memory, where both warpgroups have stored their part of dS
 //
-// and a warpgroup computes half of dQ: of its channels, or of its rows. The half goes to a box in shared memory, from
-// where a copy adds it to sums in global memory. These start as zeros, and bwd_finish.cuh rounds them; or, where that
-// is faster (config.h), of the blocks with keys that the rows see, that with the first keys stores its half, others add
-// theirs, and when they have, that with the last keys has the sums copied to its box, adds its half and rounds.
+// and a warpgroup computes half of dQ: of its channels, or of its rows. With tiles of 128 rows the second warpgroup
+// works half a step behind the first, so that one multiplies while the other exponentiates; and dQ is that of the rows
+// before, so that neither waits for the other's dS. The half goes to a box in shared memory, from where a copy adds it
+// to sums in global memory. These start as zeros, and bwd_finish.cuh rounds them; or, where that is faster (config.h),
+// of the blocks with keys that the rows see, that with the first keys stores its half, others add theirs, and when they
+// have, that with the last keys has the sums copied to its box, adds its half and rounds.
 //
 // A third warpgroup starts the copies, with few registers: one warp those of K, V, Q and dO, and one for each half
-// those of dQ. When its rows are done, a block takes other keys, which are on their way while it stores dV and dK.
-// Deterministic: blocks add to the same rows in turn, those with the first keys first. Keys are taken in this order,
-// the first of a block, too: however few blocks run at a time, none waits for keys that nobody has taken.
+// those of dQ; with tiles of 64 rows the fourth waits for other blocks in their place. When its rows are done, a block
+// takes other keys, which are on their way while it stores dV and dK. Deterministic: blocks add to the same rows in
+// turn, those with the first keys first. Keys are taken in this order, the first of a block, too: however few blocks
+// run at a time, none waits for keys that nobody has taken.
 #pragma once
 
 #include <algorithm>
@@ -54,7 +57,9 @@ struct BwdSm90Config {
   static constexpr int kStages = 2, kCluster = 1;
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // of dQ, 64 x 64 each; or else they are channels
-  static constexpr bool kManyRegisters = kHalvesAreRows || (kHeadDim > 96 && kFeatures != Features::kPlain);
+  static constexpr bool kStaggered = kTile.staggered;
+  static constexpr bool kAwaitsTurns = !kStaggered;  // by a warp of its own, for which else registers lack
+  static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures != Features::kPlain);
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));
@@ -93,16 +98,18 @@ struct BwdSm90Shared {
   DqFate dq_fate[Config::kConsumers];
   ptx::SharedBarrier sums_here[Config::kConsumers];
   ptx::SharedBarrier keys_here, keys_free;
-  Ring<2> index_ring;
-  int index[2];  // of blocks of keys, or -1 after the last
+  Ring<2> ds_ring, turn_ring, index_ring;  // turns that have come have no contents
+  int index[2];                            // of blocks of keys, or -1 after the last
 
   __device__ void init() {
     q.barriers.init(Config::kConsumers);
     dout.barriers.init(Config::kConsumers);
+    ds_ring.init(Config::kConsumers, Config::kConsumers * kWarpgroup / 32);
+    turn_ring.init(Config::kConsumers);
     for (ptx::SharedBarrier& here : sums_here) here.init(1);
     keys_here.init(2);
     keys_free.init(Config::kConsumers);
-    index_ring.init(Config::kConsumers * (kWarpgroup / 32 + 1));  // warps that multiply, or take dQ on
+    index_ring.init(Config::kConsumers * (kWarpgroup / 32 + 1) + Config::kAwaitsTurns);  // all warps but the loader's
     ptx::fence_barrier_init();
   }
 };
@@ -121,8 +128,8 @@ __device__ void for_each_key_block(const BwdParams& p, BwdSm90Shared<Config>& sh
   }
 }
 
-// Barriers of both warpgroups, and of each and the warp that takes its half of dQ on.
-constexpr int kDsBarrier = 1;
+// Barriers of both warpgroups in a step, and of each and the warp that takes its half of dQ on.
+constexpr int kStepBarrier = 1;
 __device__ inline int dq_full_barrier(int rank) { return 2 + rank; }
 __device__ inline int dq_empty_barrier(int rank) { return 4 + rank; }
 constexpr int kDqThreads = kWarpgroup + 32;
@@ -161,6 +168,46 @@ struct Loader {
   }
 };
 
+// When a block may add to the sums of rows.
+template <typename Config>
+struct Turn {
+  int* counters;  // of the halves: how many blocks have added
+  int before;     // so many blocks have keys that come before and that the rows see
+  bool last;      // of the blocks with such keys
+  int awaited;    // number of blocks that have to have added
+
+  __device__ Turn(const BwdParams& p, const KeyBlock<Config>& block, int head, int row_block) {
+    const Interval rows = interval_of<Config::kBlockM>(row_block);
+    const Interval keys = block.mask.keys_seen_by_any({rows.first, min(rows.last, block.mask.seqlen_q - 1)});
+    before = block.work.first - keys.first / Config::kBlockN;
+    last = block.work.first == keys.last / Config::kBlockN;
+    awaited = before > 0 && !last && !p.in_turns ? 1 : before;
+    counters = turns_of(p, row_value_index(p, block.seq.q, block.work.entry, head) + rows.first);
+  }
+
+  __device__ void wait(int half) const {
+    if (awaited > 0) ptx::wait_for(counters + half, awaited);
+  }
+};
+
+// The warp that waits for turns. Those that take dQ on have to wait for what they add first, and to look for their turn
+// only then would take them longer than the products of 64 rows: deterministic, head dim 128 would be 18 % slower.
+template <typename Config>
+__device__ void await_turns(const BwdParams& p, BwdSm90Shared<Config>& shared) {
+  RingCursor<2> at;
+  for_each_key_block(p, shared, [&](const KeyBlock<Config>& block) {
+    if (p.turns == nullptr) return;
+    block.for_each_row_block([&](int head, int row_block) {
+      const Turn<Config> turn(p, block, head, row_block);
+      shared.turn_ring.wait_empty(at);
+      if (lane_id() < Config::kConsumers) turn.wait(lane_id());
+      __syncwarp();
+      if (lane_id() == 0) shared.turn_ring.full[at.stage].arrive();
+      at.advance();
+    });
+  });
+}
+
 // The warp that takes one half of dQ to global memory.
 template <typename Config>
 struct DqWarp {
@@ -168,6 +215,7 @@ struct DqWarp {
   BwdSm90Shared<Config>& shared;
   const KeyBlock<Config>& block;
   const int half;
+  RingCursor<2>& turn_at;
   uint32_t& sums_parity;
   int* added = nullptr;  // the counter that does not know yet of the last box
 
@@ -217,23 +265,24 @@ struct DqWarp {
 
   // The fate of the box, which is free, or has the sums, when those that come before have added.
   __device__ DqFate prepare_counted(int head, int row_block) {
-    const Interval rows = interval_of<Config::kBlockM>(row_block);
-    const Mask& mask = block.mask;
-    const Interval keys = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)});
-    const int before = block.work.first - keys.first / Config::kBlockN;
-    const bool last = block.work.first == keys.last / Config::kBlockN;
+    const Turn<Config> turn(p.bwd, block, head, row_block);
     DqFate fate = DqFate::kAdd;
-    if (p.bwd.rounds_dq && before == 0) fate = last ? DqFate::kRound : DqFate::kStore;
-    if (p.bwd.rounds_dq && before > 0 && last) fate = DqFate::kRoundWithSums;
+    if (p.bwd.rounds_dq && turn.before == 0) fate = turn.last ? DqFate::kRound : DqFate::kStore;
+    if (p.bwd.rounds_dq && turn.before > 0 && turn.last) fate = DqFate::kRoundWithSums;
     if (fate != DqFate::kRoundWithSums) free_box(fate);
-    const int64_t index = row_value_index(p.bwd, block.seq.q, block.work.entry, head) + rows.first;
-    int* counter = turns_of(p.bwd, index) + half;
+    if (lane_id() == 0) tell();
+    added = turn.last ? nullptr : turn.counters + half;
+    if constexpr (Config::kAwaitsTurns) shared.turn_ring.wait_full(turn_at);
     if (lane_id() == 0) {
-      tell();
-      if (before > 0) ptx::wait_for(counter, last || p.bwd.in_turns ? before : 1);
+      if constexpr (Config::kAwaitsTurns) {
+        shared.turn_ring.release(turn_at);
+        ptx::fence_async_global();
+      } else {
+        turn.wait(half);
+      }
       if (fate == DqFate::kRoundWithSums) load_sums(head, row_block);
     }
-    added = last ? nullptr : counter;
+    turn_at.advance();
     __syncwarp();
     if (fate == DqFate::kRoundWithSums) {
       shared.sums_here[half].wait(sums_parity);
@@ -264,9 +313,11 @@ struct DqWarp {
 // One half of dQ, of all blocks of keys, by a warp.
 template <typename Config>
 __device__ void take_halves(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, int half) {
+  RingCursor<2> turn_at;
   uint32_t sums_parity = 0;
-  for_each_key_block(p.bwd, shared,
-                     [&](const KeyBlock<Config>& block) { DqWarp<Config>{p, shared, block, half, sums_parity}.run(); });
+  for_each_key_block(p.bwd, shared, [&](const KeyBlock<Config>& block) {
+    DqWarp<Config>{p, shared, block, half, turn_at, sums_parity}.run();
+  });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -277,7 +328,12 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   using Base = BwdConsumer<Config, BwdSm90Shared<Config>>;
   using Base::p, Base::shared, Base::block, Base::rank, Base::key0, Base::at, Base::kPlain;
   using typename Base::Scores, typename Base::Packed, typename Base::KeySum, typename Base::T;
+  using HalfOfDq = Fragment<16, kDqBoxCols>;
+  using Ds = SharedTile<T, Config::kBlockM, Config::kBlockN>;
   uint32_t& keys_parity;
+  static constexpr int kNone = 1 << 30;
+  typename Ring<Config::kStages>::Cursor dq_at = at;  // staggered: where dS is of which dQ comes next
+  int last_dq_rows = kNone;                           // and how many of its rows belong to the entry
   KeySum dv, dk;
 
   // dP^T, of which nothing has been dropped yet, less delta.
@@ -309,12 +365,12 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
 
   // Gives the warpgroup's half of dQ to the warp that takes it on. Of the box's rows `count` belong to the entry; to
   // those of the next one nothing may be added, not even NaN that is among the keys.
-  __device__ void hand_over(Fragment<16, kDqBoxCols>& dq, int count) const {
+  __device__ void hand_over(HalfOfDq& dq, int count) const {
     ptx::sync_barrier<kDqThreads>(dq_empty_barrier(rank));
     const DqFate fate = p.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
     // If addresses are kept, too few registers are left to compute all of dS before dV starts, whose products then
     // wait.
-    const unsigned thread = (Config::kTile.dv_first ? not_kept(threadIdx.x) : threadIdx.x) % kWarpgroup;
+    const unsigned thread = not_kept(threadIdx.x) % kWarpgroup;
     const int first_row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
     if (count < kDqBoxRows) {
       dq.for_each([&](float& x, int r, int) { x = first_row + 8 * r < count ? x : 0; });
@@ -382,11 +438,76 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     gradients = pack<T>(dp);
   }
 
+  __device__ void start_dv(Packed& weights) {
+    fence(dv, weights);
+    start_gemm<Config::kBlockM>(dv, weights, along_rows(shared.dout.tiles[at.stage]), true);
+  }
+
+  __device__ void start_dk(Packed& gradients) {
+    fence(dk, gradients);
+    start_gemm<Config::kBlockM>(dk, gradients, along_rows(shared.q.tiles[at.stage]), true);
+  }
+
+  __device__ void start_dq(HalfOfDq& dq, const Ds& ds) {
+    ptx::fence_products();
+    start_gemm<Config::kBlockN>(dq, along_cols(ds, Config::kHalvesAreRows ? 64 * rank : 0),
+                                along_rows(shared.k, Config::kHalvesAreRows ? 0 : kDqBoxCols * rank), false);
+  }
+
+  // From dS of the last rows whose dQ has not been computed. If there are none, what is computed is not used; a step of
+  // its own that left it out would be a second copy of all the rest.
+  __device__ void start_last_dq(HalfOfDq& dq) {
+    if (last_dq_rows != kNone) shared.ds_ring.wait_full(dq_at);
+    start_dq(dq, shared.ds[dq_at.stage]);
+  }
+
+  __device__ void end_last_dq(HalfOfDq& dq) {
+    if (this->leads()) shared.ds_ring.release(dq_at);
+    dq_at.advance();
+    hand_over(dq, last_dq_rows);
+  }
+
+  // dV, dK and dQ of the rows of a step, when both warpgroups have stored their dS.
+  __device__ void sum_together(Packed& weights, Packed& gradients, int dq_rows) {
+    auto& ds = shared.ds[at.stage];
+    start_dv(weights);
+    store_transposed(ds, gradients, not_kept(key0));
+    ptx::fence_async_reads();
+    ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
+    HalfOfDq dq;
+    start_dq(dq, ds);
+    wait_gemms<1>(dv);
+    if (this->leads()) shared.dout.barriers.release(at);
+    start_dk(gradients);
+    wait_gemms<1>(dq);
+    hand_over(dq, dq_rows);
+  }
+
+  // dV and dK of the rows of a step and dQ of the rows before, whose dS the other warpgroup has stored meanwhile. The
+  // second warpgroup starts a step when the first has come to its last products: each then exponentiates while the
+  // other multiplies.
+  __device__ void sum_apart(Packed& weights, Packed& gradients, int dq_rows) {
+    shared.ds_ring.wait_empty(at);
+    store_transposed(shared.ds[at.stage], gradients, not_kept(key0));
+    ptx::fence_async_reads();
+    __syncwarp();
+    if (lane_id() == 0) shared.ds_ring.full[at.stage].arrive();
+    start_dv(weights);
+    HalfOfDq dq;
+    start_last_dq(dq);
+    start_dk(gradients);
+    if (rank == 0) ptx::arrive_at_barrier<2 * kWarpgroup>(kStepBarrier);
+    wait_gemms<1>(dv, dq);
+    if (this->leads()) shared.dout.barriers.release(at);
+    if (last_dq_rows != kNone) end_last_dq(dq);
+    last_dq_rows = dq_rows;
+  }
+
   __device__ void step(int head, int row_block) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
     auto &q = shared.q.tiles[at.stage], &dout = shared.dout.tiles[at.stage];
-    auto& ds = shared.ds[at.stage];
     this->wait_rows(rows);
+    if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     Scores s, dp;
     ptx::fence_products();
     start_gemm<Config::kHeadDim>(s, along_cols(shared.k, 64 * rank), along_cols(q), false);
@@ -395,23 +516,12 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v, 64 * rank), along_cols(dout), false);
     Packed weights, gradients;
     differentiate(s, dp, weights, gradients, head, rows);
-
-    if constexpr (!Config::kTile.dv_first) store_transposed(ds, gradients, key0);
-    fence(dv, weights);
-    start_gemm<Config::kBlockM>(dv, weights, along_rows(dout), true);
-    if constexpr (Config::kTile.dv_first) store_transposed(ds, gradients, not_kept(key0));
-    ptx::fence_async_reads();
-    ptx::sync_barrier<2 * kWarpgroup>(kDsBarrier);
-    Fragment<16, kDqBoxCols> dq;
-    ptx::fence_products();
-    start_gemm<Config::kBlockN>(dq, along_cols(ds, Config::kHalvesAreRows ? 64 * rank : 0),
-                                along_rows(shared.k, Config::kHalvesAreRows ? 0 : kDqBoxCols * rank), false);
-    wait_gemms<1>(dv);
-    if (this->leads()) shared.dout.barriers.release(at);
-    fence(dk, gradients);
-    start_gemm<Config::kBlockM>(dk, gradients, along_rows(q), true);
-    wait_gemms<1>(dq);
-    hand_over(dq, block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0));
+    const int dq_rows = block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0);
+    if constexpr (Config::kStaggered) {
+      sum_apart(weights, gradients, dq_rows);
+    } else {
+      sum_together(weights, gradients, dq_rows);
+    }
     wait_gemms<0>(dk);
     if (this->leads()) shared.q.barriers.release(at);
     at.advance();
@@ -423,7 +533,13 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       this->wait_keys(keys_parity);
       keys_parity ^= 1;
       block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+      HalfOfDq dq;
+      if constexpr (Config::kStaggered) {
+        start_last_dq(dq);
+        wait_gemms<0>(dq);
+      }
       if (this->leads()) shared.keys_free.arrive();
+      if constexpr (Config::kStaggered) end_last_dq(dq);
     }
     this->store_sum(dv, p.problem.dropout_rescale, p.dv);
     this->store_sum(dk, p.problem.softmax_scale, p.dk);
@@ -456,6 +572,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
     if (role < Config::kConsumers) take_halves(p, shared, role);
     if (role == Config::kConsumers && lane_id() == 0) Loader<Config>{p, shared}.run();
+    if (Config::kAwaitsTurns && role == Config::kConsumers + 1) await_turns(p.bwd, shared);
   } else {
     ptx::take_registers<Config::kConsumerRegisters>();
     sum_keys(p.bwd, shared, rank);

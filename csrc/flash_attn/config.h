@@ -278,18 +278,19 @@ constexpr BwdTile bwd_tile(int head_dim, bool compact) {
   return compact ? BwdTile{32, 32, 16, head_dim <= 192 ? 2 : 1} : BwdTile{64, 64, 32, 2};
 }
 
-// Of bwd_sm90.cuh, whose two warpgroups have 64 keys each. Whether dV starts before dS is stored makes a difference of
-// 2 to 4 % on an H200, which is in favour of it with 64 rows, and not with 128.
+// Of bwd_sm90.cuh, whose two warpgroups have 64 keys each. If they are staggered, one works half a step behind the
+// other: on an H200 that gains 6 % with 128 rows, which take longer to exponentiate than the 64 rows of larger head
+// dims, with which it gains nothing and loses 3 % of short sequences.
 struct BwdSm90Tile {
   int rows;
   int keys;
-  bool dv_first;
+  bool staggered;
 };
 
 // Random bits and transformed scores leave no registers for 128 rows.
 constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
   const bool tall = head_dim <= 64 && features == Features::kPlain;
-  return tall ? BwdSm90Tile{128, 128, false} : BwdSm90Tile{64, 128, true};
+  return tall ? BwdSm90Tile{128, 128, true} : BwdSm90Tile{64, 128, false};
 }
 
 // Whether bwd_sm90.cuh or, for head dims above 128, bwd_sm90_wide.cuh takes a problem: rows that copies can move, of

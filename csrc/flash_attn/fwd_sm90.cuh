@@ -199,12 +199,12 @@ struct Producer {
 using flash::warp_uniform;
 __device__ inline Interval warp_uniform(const Interval& x) { return {warp_uniform(x.first), warp_uniform(x.last)}; }
 
-// Zeros for the rows of V from `first` on, by a warpgroup: P is 0 there, but V may be NaN. Others may do the same at
-// the same time.
+// Zeros for rows first .. end - 1 of V, by a warpgroup: P is 0 there, but V may be NaN. Others may do the same at the
+// same time.
 template <typename Tile>
-__device__ void clear_rows(Tile& tile, int first, int barrier) {
+__device__ void clear_rows(Tile& tile, int first, int end, int barrier) {
   constexpr int kChunks = Tile::kCols / Tile::kChunk;
-  for (int i = threadIdx.x % kWarpgroup; i < (Tile::kRows - first) * kChunks; i += kWarpgroup) {
+  for (int i = threadIdx.x % kWarpgroup; i < (end - first) * kChunks; i += kWarpgroup) {
     store(tile.chunk(first + i / kChunks, i % kChunks), Vec<typename Tile::T, Tile::kChunk>{});
   }
   ptx::fence_async_reads();
@@ -305,7 +305,7 @@ struct Consumer {
     probabilities = pack<T>(s);
     if (end < Config::kKeys) {
       shared.v_ring.wait_full(v_at);
-      clear_rows(shared.v[v_at.stage], end, own_barrier());
+      clear_rows(shared.v[v_at.stage], end, Config::kKeys, own_barrier());
     }
   }
 
@@ -396,6 +396,8 @@ struct Consumer {
       q_at.advance();
 
       shared.v_ring.wait_full(v_at);
+      const int unseen = work->seen.first - blocks.first * Config::kKeys;  // before what a window lets the rows see
+      if (unseen > 0) clear_rows(shared.v[v_at.stage], 0, unseen, own_barrier());
       await_turn();
       fence(o, probabilities);
       start_output();

@@ -31,7 +31,9 @@ static Extent extent_of(const BwdParams& p) {
 
 template <typename Config>
 static void run_shaped(const BwdParams& p, cudaStream_t stream) {
-  run_bwd<Config>(p, row_shape(p.problem.cols, Config::kVec, Config::kVecs, kMaxThreads, !Config::kRagged), stream);
+  const int cols = Config::kRagged ? spanned_cols(p.problem.cols) : p.problem.cols;
+  run_bwd<Config>(p, row_shape(cols, Config::kVec, Config::kVecs, kMaxThreads, /*splits_warps=*/!Config::kRagged),
+                  stream);
 }
 
 // Those that kernels for branches are built for.
@@ -56,7 +58,8 @@ void bwd(const BwdParams& p, cudaStream_t stream) {
   if (extent == Extent::kPlain && (known == Types::kAny || !fits(p, vec_of(known)))) extent = Extent::kBranches;
   const Types types = extent == Extent::kPlain ? known : extent == Extent::kAll ? Types::kAny : types_of_branches(p);
   const bool ragged = !fits(p, vec_of(types));
-  if (!holds_row<finish_kernel>(p.problem.cols, vec_of(types)) || !has_room(ragged)) {
+  const int cols = ragged ? spanned_cols(p.problem.cols) : p.problem.cols;
+  if (!holds_row<finish_kernel>(cols, vec_of(types)) || !has_room(ragged)) {
     run_shaped<Widest>(p, stream);
   } else if (extent == Extent::kPlain) {
     dispatch_known(types, [&](auto kTypes) { run_shaped<Aligned<kTypes, Extent::kPlain>>(p, stream); });

@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 
 #include "common/launch.h"
 #include "layer_norm/config.h"
@@ -39,11 +40,21 @@ struct BwdConfig : Elements<kTypes> {
   static constexpr int kParameters = kExtent == Extent::kAll ? BwdParams::kParameters : 2;
   static constexpr bool kHoldsWeight = kExtent != Extent::kAll;  // in registers, of which the sums leave enough
 
-  static constexpr int kWarpBytes = warp_slots(kRagged) * kSlotBytes;
-  static constexpr int kMatrixBytes = kVecs * kMaxThreads / 32 * kWarpBytes;
   static constexpr int kRingBytes = ring_bytes(kVecs, kRagged);
   static_assert(kStages * kCopiedMatrices * kSlotBytes >= kVec * 4, "sums of a parameter take the place of the ring");
 };
+
+using SumExchange = RowExchange<float2, /*kTurns=*/2>;
+
+// Over the threads that share a row. All threads of a block with fewer than 32 lanes take part together.
+__device__ inline void add_up_row(float (&sums)[2], SumExchange& exchange) {
+  add_up_lanes(blockDim.x, sums[0], sums[1]);
+  if (!exchange.has_others()) return;
+  exchange.give({sums[0], sums[1]});
+  sums[0] = sums[1] = 0.f;
+  exchange.for_each([&](float2 given) { sums[0] += given.x, sums[1] += given.y; });
+  add_up_lanes(exchange.lanes(), sums[0], sums[1]);
+}
 
 // Which rows of the matrices make row `row` of h; negative if there is none.
 template <typename Config>
@@ -58,101 +69,101 @@ struct Rows {
   }
 };
 
-// Slots of shared memory, an access each, that a warp copies into and reads from: it alone, so that it need not wait
-// for others. Neighbouring threads have neighbouring slots.
+// Slots of shared memory that a thread copies vectors to, and reads: it alone, so that it need not wait for others.
+// Neighbouring threads have neighbouring slots.
 template <typename Config>
 class Ring {
  public:
   static constexpr int kVec = Config::kVec, kVecs = Config::kVecs;
   enum Which { kH, kDout, kDh };
 
-  __device__ explicit Ring(int cols) : cols_(cols) {
-    const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-    base_ = &shared_memory<char>() + thread / 32 * Config::kWarpBytes + thread % 32 * kSlotBytes;
-  }
+  __device__ Ring(const BwdParams& p, int first)
+      : p_(p), first_(first), thread_(static_cast<int>(threadIdx.y * blockDim.x + threadIdx.x)) {}
 
   // Starts the copies of a row.
-  __device__ void start(const BwdParams& p, int stage, const Rows<Config>& rows) {
-    if (Config::kRagged) __syncwarp();  // others have read what was there
-    copy(stage, kH, p.h, Config::h(p.h.dtype), rows.h);
-    copy(stage, kDout, p.dout, Config::x(p.dout.dtype), rows.out);
-    if (p.dh.data) copy(stage, kDh, p.dh, Config::h(p.dh.dtype), rows.h);
+  __device__ void start(int stage, const Rows<Config>& rows) const {
+    copy(stage, kH, p_.h, Config::h(p_.h.dtype), rows.h);
+    copy(stage, kDout, p_.dout, Config::x(p_.dout.dtype), rows.out);
+    if (p_.dh.data) copy(stage, kDh, p_.dh, Config::h(p_.dh.dtype), rows.h);
     ptx::commit_copies();
   }
 
   // Waits for the copies of all rows but the newest.
-  __device__ void wait() const {
-    ptx::wait_copies<kStages - 1>();
-    if (Config::kRagged) __syncwarp();
-  }
+  __device__ void wait() const { ptx::wait_copies<kStages - 1>(); }
 
-  // Moves the vectors of a row that has come to slots of their own, from the two that hold them.
-  __device__ void align(const BwdParams& p, int stage, const Rows<Config>& rows) const {
-    if constexpr (Config::kRagged) {
-      align(stage, kH, p.h, Config::h(p.h.dtype), rows.h);
-      align(stage, kDout, p.dout, Config::x(p.dout.dtype), rows.out);
-      if (p.dh.data) align(stage, kDh, p.dh, Config::h(p.dh.dtype), rows.h);
-    }
-  }
-
-  // Reads a thread's j-th vector, of `col` and the columns behind.
+  // Reads a thread's j-th vector, which is at `col`.
   __device__ void read(float (&values)[kVec], int stage, Which which, int j, DType dtype, int col) const {
-    widen(values, *vector(stage, which, j), dtype);
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) values[i] = !Config::kRagged || col + i < cols_ ? values[i] : 0.f;
+    AnyVec<kVec> vec = *vector(stage, which, j);
+    if (Config::kRagged && col < 0) vec = merged(vec, *vector_at_end(stage, which), col, dtype);
+    widen(values, vec, dtype);
+    clear_outside<Config::kRagged>(values, col, p_.problem.cols);
   }
 
  private:
+  __device__ static AnyVec<kVec>* slots(int stage, Which which) {
+    return reinterpret_cast<AnyVec<kVec>*>(
+        &shared_memory<char>() + (stage * kCopiedMatrices + which) * matrix_slots(kVecs, Config::kRagged) * kSlotBytes);
+  }
+
   __device__ AnyVec<kVec>* vector(int stage, Which which, int j) const {
-    return reinterpret_cast<AnyVec<kVec>*>(slot(stage, which, j));
+    return slots(stage, which) + j * kMaxThreads + thread_;
   }
 
-  template <typename Data>
-  __device__ void align(int stage, Which which, const Data& matrix, DType dtype, int64_t row) const {
-    const int skip = misalignment<kVec>(element_address(matrix.data, row * matrix.stride, dtype), dtype);
-    if (skip == 0) return;
-#pragma unroll
-    for (int j = 0; j < kVecs; ++j) {
-      AnyVec<kVec>* own = vector(stage, which, j);
-      const AnyVec<kVec> vec = shifted(own[0], own[1], skip, dtype);
-      __syncwarp();
-      own[0] = vec;
-    }
-  }
-
-  __device__ char* slot(int stage, Which which, int j) const {
-    return base_ + (stage * kCopiedMatrices + which) * Config::kMatrixBytes +
-           j * (kMaxThreads / 32 * Config::kWarpBytes);
+  // Of a vector that begins before the row does, those elements that are at the row's end.
+  __device__ AnyVec<kVec>* vector_at_end(int stage, Which which) const {
+    return slots(stage, which) + kVecs * kMaxThreads + threadIdx.y;
   }
 
   // A row that does not exist reads as zeros.
   template <typename Data>
-  __device__ void copy(int stage, Which which, const Data& matrix, DType dtype, int64_t row) {
-    const char* source = element_address(matrix.data, row * matrix.stride, dtype);
-    const int skip = Config::kRagged ? misalignment<kVec>(source, dtype) : 0;
+  __device__ void copy(int stage, Which which, const Matrix<Data>& matrix, DType dtype, int64_t row) const {
+    const char* source = row_of(matrix, dtype, row);
+    const int cols = p_.problem.cols, last = last_column<Config::kRagged>(first_, cols);
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
-      const int col = column_of<kVec, kVecs>(j);
-      const int64_t begin = byte_offset(col, dtype) - skip, end = byte_offset(cols_, dtype);
-      copy(slot(stage, which, j), source + begin, dtype, row >= 0 && begin < end);
-      if (Config::kRagged && threadIdx.x % 32 == 31) {
-        const int64_t next = begin + kVec * size_of(dtype);
-        copy(slot(stage, which, j) + kSlotBytes, source + next, dtype, row >= 0 && skip > 0 && next < end);
+      const int col = column_of<kVec, kVecs>(j, first_);
+      const Place<kVec> place{col, cols};
+      const bool exists = row >= 0 && col < last, aligned = !Config::kRagged || is_aligned(source, place, dtype);
+      AnyVec<kVec>* vec = vector(stage, which, j);
+      if (aligned) {
+        copy(vec, element_address(source, col, dtype), dtype, exists);
+      } else {
+        copy_elements(vec, source, place, dtype, exists);
+      }
+      if (!Config::kRagged || j > 0 || col >= 0) continue;
+      if (aligned) {
+        copy(vector_at_end(stage, which), element_address(source, place.column(0), dtype), dtype,
+             exists && place.column(0) < cols);
+      } else {
+        copy_elements(vector_at_end(stage, which), source, place, dtype, exists);
       }
     }
   }
 
-  __device__ static void copy(char* slot, const char* source, DType dtype, bool exists) {
-    const uint32_t target = ptx::shared_address(slot);
+  __device__ static void copy(AnyVec<kVec>* slot, const char* source, DType dtype, bool exists) {
     if (kVec == 8 || dtype == DType::kFloat32) {
-      ptx::copy_async(target, source, exists);
+      ptx::copy_async(ptx::shared_address(slot), source, exists);
     } else {
-      ptx::copy_half_async(target, source, exists);
+      ptx::copy_half_async(ptx::shared_address(slot), source, exists);
     }
   }
 
-  int cols_;
-  char* base_;
+  // Few ask for this.
+  __device__ static void copy_elements(AnyVec<kVec>* slot, const char* row, const Place<kVec>& place, DType dtype,
+                                       bool exists) {
+#pragma unroll 1
+    for (int i = 0; i < kVec; ++i) {
+      const uint32_t bits = exists && place.has(i) ? load_any<1>(row, place.column(i), dtype).words[0] : 0;
+      if (dtype == DType::kFloat32) {
+        reinterpret_cast<uint32_t*>(slot)[i] = bits;
+      } else {
+        reinterpret_cast<uint16_t*>(slot)[i] = static_cast<uint16_t>(bits);
+      }
+    }
+  }
+
+  const BwdParams& p_;
+  int first_, thread_;
 };
 
 // The gradients of parameters that a thread sums, and the weights of its columns.
@@ -164,12 +175,13 @@ struct Columns {
   float sums[Config::kParameters][kVecs][kVec] = {};
   float weight[Config::kHoldsWeight ? kVecs : 1][kVec] = {};
 
-  __device__ explicit Columns(const Problem& p) {
+  __device__ Columns(const Problem& p, int first) {
     if constexpr (Config::kHoldsWeight) {
 #pragma unroll
       for (int j = 0; j < kVecs; ++j) {
-        const int col = column_of<kVec, kVecs>(j);
-        if (col < p.cols) load_weight<Config::kRagged>(weight[j], p, p.weight, col);
+        const int col = column_of<kVec, kVecs>(j, first);
+        if (col < last_column<Config::kRagged>(first, p.cols))
+          load_weight<Config::kRagged>(weight[j], p, p.weight, col);
       }
     }
   }
@@ -194,13 +206,13 @@ struct Columns {
   }
 };
 
-// fn(j, col) for the thread's vectors of a row.
+// fn(j, col) for the thread's vectors of a row that begin at column `first`.
 template <typename Config, typename Fn>
-__device__ void for_each_vector(const Problem& p, Fn&& fn) {
+__device__ void for_each_vector(const Problem& p, int first, Fn&& fn) {
 #pragma unroll
   for (int j = 0; j < Config::kVecs; ++j) {
-    const int col = column_of<Config::kVec, Config::kVecs>(j);
-    if (takes_part<Config::kVec, Config::kRagged>(col, p.cols)) fn(j, col);
+    const int col = column_of<Config::kVec, Config::kVecs>(j, first);
+    if (col < last_column<Config::kRagged>(first, p.cols)) fn(j, col);
   }
 }
 
@@ -213,7 +225,7 @@ struct Row {
   const Ring<Config>& ring;
   Columns<Config>& columns;
   Rows<Config> rows;
-  int stage;
+  int first, stage;
   float centre, rstd;
   Dropout dropout;
   uint32_t kept0[Config::kVecs] = {};  // elements of x0
@@ -221,7 +233,7 @@ struct Row {
   // Finds out what is kept of x0, which takes long enough to do it while the row is on its way.
   __device__ void draw() {
     if (Config::kExtent == Extent::kPlain || !p.dx0.data || rows.x0 < 0) return;
-    for_each_vector<Config>(p.problem, [&](int j, int col) { kept0[j] = kept(p.mask0, rows.x0, col, 0); });
+    for_each_vector<Config>(p.problem, first, [&](int j, int col) { kept0[j] = kept(p.mask0, rows.x0, col, 0); });
   }
 
   // y and g of a vector; if kAdding, what the row gives to the gradients of weights and biases is added to these.
@@ -237,7 +249,7 @@ struct Row {
     if constexpr (Config::kExtent == Extent::kAll) {
       if (!p.dout1.data || rows.out < 0) return;
       float weight[kVec];
-      widen(dout, load_row<kRagged, kVec>(p.dout1, p.dout1.dtype, rows.out, col, p.problem.cols), p.dout1.dtype);
+      load_wide<kRagged>(dout, p.dout1, rows.out, col, p.problem.cols);
       load_weight<kRagged>(weight, p.problem, p.problem.weight1, col);
       multiply(weight, dout);
       add(g, weight);
@@ -267,11 +279,11 @@ struct Row {
 
  private:
   __device__ void store(const Matrix<>& matrix, DType dtype, int64_t row, int col, const float (&values)[kVec]) const {
-    store_row<kRagged>(matrix, dtype, row, col, p.problem.cols, values);
+    store_row<kRagged>(row_of(matrix, dtype, row), dtype, col, p.problem.cols, values);
   }
 
   __device__ uint32_t kept(const uint8_t* mask, int64_t row, int col, int branch) const {
-    return mask == nullptr ? dropout.kept<kVec>(row, col, branch)
+    return mask == nullptr ? dropout.kept(dropout.draw<kVec, kRagged>(row, col, branch))
                            : load_mask<kVec>(mask, row * p.problem.cols, col, p.problem.cols);
   }
 
@@ -289,7 +301,7 @@ struct Row {
     drop(dtotal, kept0[j]);
     if constexpr (Config::kExtent == Extent::kAll) {
       if (problem.colscale.data) {
-        widen(branch, load_row<kRagged, kVec>(p.x0, p.x0.dtype, rows.x0, col, problem.cols), p.x0.dtype);
+        load_wide<kRagged>(branch, p.x0, rows.x0, col, problem.cols);
 #pragma unroll
         for (int i = 0; i < kVec; ++i) columns.sums[Columns<Config>::kColscale][j][i] += branch[i] * dtotal[i];
         load_columns<kRagged>(branch, problem.colscale, col, problem.cols, 1.f);
@@ -303,7 +315,7 @@ struct Row {
 // Adds what the groups of a block have summed, and writes it as part blockIdx.y. Groups of fewer lanes than a warp add
 // up within it; then what the others have goes through the ring's memory, one parameter at a time.
 template <typename Config>
-__device__ void store_part(const BwdParams& p, Columns<Config>& columns) {
+__device__ void store_part(const BwdParams& p, Columns<Config>& columns, int first) {
   constexpr int kVec = Config::kVec, kVecs = Config::kVecs;
   const int lanes = blockDim.x, width = max(lanes, 32);
   const int thread = threadIdx.y * lanes + threadIdx.x, groups = blockDim.x * blockDim.y / width;
@@ -332,11 +344,11 @@ __device__ void store_part(const BwdParams& p, Columns<Config>& columns) {
         p.parts + (int64_t{blockIdx.y} * BwdParams::kParameters + parameter) * BwdParams::part_cols(p.problem.cols);
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
-      const int col = column_of<kVec, kVecs>(j);
-      if (col >= p.problem.cols) continue;
+      const int col = column_of<kVec, kVecs>(j, first);
+      if (col >= last_column<Config::kRagged>(first, p.problem.cols)) continue;
 #pragma unroll
       for (int i = 0; i < kVec; i += 4) {  // one by one, neighbours would be written in eight turns
-        Vec<float, 4> total;
+        float total[4];
 #pragma unroll
         for (int n = 0; n < 4; ++n) {
           total[n] = sums[j][i + n];
@@ -344,61 +356,72 @@ __device__ void store_part(const BwdParams& p, Columns<Config>& columns) {
             total[n] += exchange[(j * kVec + i + n) * kMaxThreads + group * width + thread];
           }
         }
-        store(part + col + i, total);
+        store_row<Config::kRagged>(reinterpret_cast<char*>(part), DType::kFloat32, col + i, p.problem.cols, total);
       }
     }
   }
 }
 
+// The column at which vectors begin in all rows of a block, from `row` on: 0 if that differs between them.
+template <typename Config>
+__device__ int first_column_of_rows(const BwdParams& p, int64_t row, int64_t apart) {
+  const bool differs = p.problem.rows > apart && apart * p.h.stride % Config::kVec != 0;
+  return differs ? 0 : first_column<Config::kVec, Config::kRagged>(p.h, Config::h(p.h.dtype), row);
+}
+
 template <typename Config>
 __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_constant__ BwdParams p) {
   constexpr int kVec = Config::kVec;
-  __shared__ RowSums::Shared shared;
+  __shared__ float2 given[2 * SumExchange::kMaxGiven];
+  __shared__ SumExchange::Barriers arrived;
   const Problem& problem = p.problem;
-  Ring<Config> ring(problem.cols);
-  Columns<Config> columns(problem);
+  SumExchange row_sums(given, arrived, Config::kTiled ? 1 : gridDim.x);
+  // Groups have neighbouring rows or, so that vectors begin at the same column in all rows of a block, those of blocks.
+  const int64_t step = int64_t{gridDim.y} * blockDim.y, apart = Config::kRagged ? gridDim.y : 1;
+  int64_t first = Config::kRagged ? blockIdx.y : int64_t{blockIdx.y} * blockDim.y, index = first + threadIdx.y * apart;
+  const int first_col = first_column_of_rows<Config>(p, index, apart);
+  const Ring<Config> ring(p, first_col);
+  Columns<Config> columns(problem, first_col);
   const Dropout dropout(problem);
 
-  const int64_t step = int64_t{gridDim.y} * blockDim.y;
-  int64_t index = int64_t{blockIdx.y} * blockDim.y + threadIdx.y;
 #pragma unroll
-  for (int stage = 0; stage < kStages - 1; ++stage) ring.start(p, stage, Rows<Config>(problem, index + stage * step));
-  RowSums row_sums(shared, Config::kTiled ? 1 : gridDim.x);
+  for (int stage = 0; stage < kStages - 1; ++stage) ring.start(stage, Rows<Config>(problem, index + stage * step));
+  row_sums.wait_for_blocks();
   int stage = 0;
   const auto moment = [&](const float* of, int64_t row) { return row < problem.rows ? __ldg(of + row) : 0.f; };
   float mean = moment(p.mean, index), rstd = moment(p.rstd, index);
   // Groups of a block take turns together, since a warp may hold several of them.
-  for (int64_t first = int64_t{blockIdx.y} * blockDim.y; first < problem.rows; first += step, index += step) {
+  for (; first < problem.rows; first += step, index += step) {
     const int next = stage + 1 < kStages ? stage + 1 : 0, last = kStages == 2 ? next
                                                                  : stage > 0  ? stage - 1
                                                                               : kStages - 1;
-    ring.start(p, last, Rows<Config>(problem, index + (kStages - 1) * step));
+    ring.start(last, Rows<Config>(problem, index + (kStages - 1) * step));
     const float next_mean = moment(p.mean, index + step), next_rstd = moment(p.rstd, index + step);
     const float centre = problem.is_rms_norm ? 0.f : mean;
-    Row<Config> row{p, ring, columns, Rows<Config>(problem, index), stage, centre, rstd, dropout};
+    Row<Config> row{p, ring, columns, Rows<Config>(problem, index), first_col, stage, centre, rstd, dropout};
     row.draw();
     ring.wait();
-    ring.align(p, stage, row.rows);
     float sums[2] = {0.f, 0.f};
-    for_each_vector<Config>(problem, [&](int j, int col) {
+    for_each_vector<Config>(problem, first_col, [&](int j, int col) {
       float y[kVec], g[kVec];
       row.template normal_and_weighted<true>(y, g, j, col);
 #pragma unroll
       for (int i = 0; i < kVec; ++i) sums[0] += g[i], sums[1] += g[i] * y[i];
     });
     if constexpr (!Config::kTiled) {
-      row_sums.add_up(sums);
+      add_up_row(sums, row_sums);
     } else if (row.rows.h >= 0) {
       sums[0] = p.sums[2 * row.rows.h], sums[1] = p.sums[2 * row.rows.h + 1];
     }
     if (row.rows.h >= 0) {
-      for_each_vector<Config>(problem, [&](int j, int col) {
+      for_each_vector<Config>(problem, first_col, [&](int j, int col) {
         float y[kVec], g[kVec], dtotal[kVec];
         row.template normal_and_weighted<false>(y, g, j, col);
         row.total(dtotal, y, g, sums[0], sums[1], j, col);
         row.store_branches(dtotal, j, col);
         if (Config::kExtent != Extent::kPlain && p.out.data) {
-          store_affine<Config::kRagged>(p.out, p.out.dtype, row.rows.h, col, problem, problem.weight, problem.bias, y);
+          store_affine<Config::kRagged>(row_of(p.out, p.out.dtype, row.rows.h), p.out.dtype, col, problem,
+                                        problem.weight, problem.bias, y);
         }
       });
     }
@@ -406,7 +429,7 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
   }
   ptx::wait_copies<0>();
   ptx::launch_dependents();
-  store_part(p, columns);
+  store_part(p, columns, first_col);
 }
 
 // The two sums of a row too wide for a cluster to hold: a block for each row.
@@ -414,26 +437,29 @@ template <typename Config>
 __global__ __launch_bounds__(kMaxThreads) void sums_kernel(const __grid_constant__ BwdParams p) {
   constexpr int kVec = Config::kVec;
   constexpr bool kRagged = Config::kRagged;
-  __shared__ RowSums::Shared shared;
-  RowSums row_sums(shared, /*blocks=*/1);
+  __shared__ float2 given[2 * SumExchange::kMaxGiven];
+  __shared__ SumExchange::Barriers arrived;
+  SumExchange row_sums(given, arrived, /*blocks=*/1);
   const Problem& problem = p.problem;
   const Rows<Config> rows(problem, blockIdx.x);
   const float centre = problem.is_rms_norm ? 0.f : p.mean[rows.h], rstd = p.rstd[rows.h];
   float sums[2] = {0.f, 0.f};
   const auto add_up = [&](const Matrix<const void>& dout, const Vector& weight, int col) {
     float y[kVec], g[kVec], w[kVec];
-    widen(y, load_row<kRagged, kVec>(p.h, p.h.dtype, rows.h, col, problem.cols), p.h.dtype);
+    load_wide<kRagged>(y, p.h, rows.h, col, problem.cols);
     normalise(y, centre, rstd);
-    widen(g, load_row<kRagged, kVec>(dout, dout.dtype, rows.out, col, problem.cols), dout.dtype);
+    load_wide<kRagged>(g, dout, rows.out, col, problem.cols);
     load_weight<kRagged>(w, problem, weight, col);
     multiply(g, w);
     for (int i = 0; i < kVec; ++i) sums[0] += g[i], sums[1] += g[i] * y[i];
   };
-  for (int col = threadIdx.x * kVec; rows.out >= 0 && col < problem.cols; col += kMaxThreads * kVec) {
+  const int first = first_column<kVec, kRagged>(p.h, p.h.dtype, rows.h);
+  const int last = last_column<kRagged>(first, rows.out >= 0 ? problem.cols : 0);
+  for (int col = first + static_cast<int>(threadIdx.x) * kVec; col < last; col += kMaxThreads * kVec) {
     add_up(p.dout, problem.weight, col);
     if (p.dout1.data) add_up(p.dout1, problem.weight1, col);
   }
-  row_sums.add_up(sums);
+  add_up_row(sums, row_sums);
   if (threadIdx.x == 0) p.sums[2 * rows.h] = sums[0], p.sums[2 * rows.h + 1] = sums[1];
 }
 
@@ -470,10 +496,12 @@ static __global__ __launch_bounds__(32 * kFinishRows) void finish_kernel(const _
 // How many clusters of `tiles` blocks run at once.
 template <typename Config>
 int clusters_at_once(const RowShape& shape) {
-  allow_shared_memory<bwd_kernel<Config>>(Config::kRingBytes);
+  const dim3 grid(shape.tiles), block(shape.lanes);
+  allow_shared_memory<bwd_kernel<Config>>(
+      {.grid = grid, .block = block, .shared_bytes = Config::kRingBytes, .cluster = shape.tiles});
   cudaLaunchAttribute attribute{.id = cudaLaunchAttributeClusterDimension};
   attribute.val.clusterDim = {static_cast<unsigned>(shape.tiles), 1, 1};
-  cudaLaunchConfig_t config{.gridDim = dim3(shape.tiles), .blockDim = dim3(shape.lanes)};
+  cudaLaunchConfig_t config{.gridDim = grid, .blockDim = block};
   config.dynamicSmemBytes = Config::kRingBytes;
   config.attrs = &attribute;
   config.numAttrs = 1;
@@ -488,8 +516,12 @@ void run_bwd(const BwdParams& p, const RowShape& shape, cudaStream_t stream) {
     launch<sums_kernel<Config>>({.grid = dim3(p.problem.rows), .block = dim3(kMaxThreads)}, p, stream);
   }
   const int cluster = Config::kTiled ? 1 : shape.tiles;
-  int blocks = static_cast<int>(std::min<int64_t>(p.max_parts, ceil_div(p.problem.rows, shape.rows)));
-  if (cluster > 1) blocks = std::min(blocks, clusters_at_once<Config>(shape));
+  const int most = cluster > 1 ? std::min(p.max_parts, clusters_at_once<Config>(shape)) : p.max_parts;
+  int blocks = static_cast<int>(std::min<int64_t>(most, ceil_div(p.problem.rows, shape.rows)));
+  if (Config::kRagged) {  // so that rows of a block begin where the same accesses are aligned
+    const int like = Config::kVec / std::gcd(Config::kVec, static_cast<int>(p.h.stride % Config::kVec));
+    blocks = most < like ? most : std::min(ceil_div(blocks, like), most / like) * like;
+  }
   launch<bwd_kernel<Config>>({.grid = dim3(shape.tiles, blocks),
                               .block = dim3(shape.lanes, shape.rows),
                               .shared_bytes = Config::kRingBytes,

@@ -59,12 +59,12 @@ constexpr int kStages = 2, kCopiedMatrices = 3;
 // Bytes of shared memory that hold a vector; 8 stay empty for 4 elements of 16 bits.
 constexpr int kSlotBytes = 16;
 
-// Slots of a warp's lanes; where accesses are not where vectors begin, the last vector ends in one more.
-constexpr int warp_slots(bool ragged) { return ragged ? 33 : 32; }
+// Slots of a matrix: one for each vector and, of ragged rows, which have whole warps, one for the end of each.
+constexpr int matrix_slots(int vecs, bool ragged) { return vecs * kMaxThreads + (ragged ? kMaxThreads / 32 : 0); }
 
 // Of the backward's blocks.
 constexpr int ring_bytes(int vecs, bool ragged) {
-  return kStages * kCopiedMatrices * vecs * kSlotBytes * kMaxThreads / 32 * warp_slots(ragged);
+  return kStages * kCopiedMatrices * kSlotBytes * matrix_slots(vecs, ragged);
 }
 
 // Whether `blocks` blocks hold a row.

@@ -5,9 +5,10 @@
 // with centre = mean(h) and rstd = 1 / sqrt(var(h) + eps) for LayerNorm, centre = 0 and rstd = 1 / sqrt(mean(h^2) +
 // eps) for RMSNorm. Maths in fp32; of what is stored, only h is rounded before others use it, in the backward.
 //
-// A row is read once and stays in registers, so that mean and variance are sums over it one after the other. All loads
-// of a thread are under way before the first is used. A row that is too wide for a block is a cluster's. If it is too
-// wide for that too, it is read twice: by a block that finds its moments, then by blocks that have a tile of it each.
+// A row is read once and stays in registers. Each warp finds the mean of its part, then the squares of what differs
+// from that, and the warps of a row give each other both, once. All loads of a thread are under way before the first is
+// used. A row that is too wide for a block is a cluster's. If it is too wide for that too, it is read twice: by a block
+// that finds its moments, then by blocks that have a tile of it each.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +17,10 @@
 #include "layer_norm/config.h"
 #include "layer_norm/params.h"
 #include "layer_norm/row.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/math.cuh"
+#include "ptx/sync.cuh"
+#include "tile/shared.cuh"
 
 namespace flash::layer_norm {
 
@@ -36,18 +41,28 @@ struct FwdConfig : Elements<kTypes> {
 // What is summed to a vector of h.
 template <typename Config>
 struct Branches {
-  RawVec<Config::kVec, Config::kRagged> x0, x1, residual;
+  AnyVec<Config::kVec> x0, x1, residual;
 };
 
+// Where the rows begin that are summed to one of h; x0 is null if none of its rows is.
 template <typename Config>
-__device__ void load_branches(Branches<Config>& vec, const FwdParams& p, int64_t row, int64_t x0_row, int col) {
-  const auto load = [&](const auto& matrix, DType dtype, int64_t row) {
-    return load_row<Config::kRagged, Config::kVec>(matrix, dtype, row, col, p.problem.cols);
-  };
-  if (!Config::kAll || x0_row >= 0) vec.x0 = load(p.x0, Config::x(p.x0.dtype), x0_row);
-  if (Config::kAll && p.x1.data) vec.x1 = load(p.x1, p.x1.dtype, row);
-  if (p.residual.data) vec.residual = load(p.residual, Config::h(p.residual.dtype), row);
-}
+struct Sources {
+  const char *x0, *x1, *residual;
+
+  __device__ Sources(const FwdParams& p, int64_t row, int64_t x0_row)
+      : x0(Config::kAll && x0_row < 0 ? nullptr : row_of(p.x0, Config::x(p.x0.dtype), x0_row)),
+        x1(Config::kAll ? row_of(p.x1, p.x1.dtype, row) : nullptr),
+        residual(row_of(p.residual, Config::h(p.residual.dtype), row)) {}
+
+  __device__ void load(Branches<Config>& vec, const FwdParams& p, int col) const {
+    const auto load = [&](const char* row, DType dtype) {
+      return load_row<Config::kRagged, Config::kVec>(row, dtype, col, p.problem.cols);
+    };
+    if (!Config::kAll || x0) vec.x0 = load(x0, Config::x(p.x0.dtype));
+    if (Config::kAll && p.x1.data) vec.x1 = load(x1, p.x1.dtype);
+    if (p.residual.data) vec.residual = load(residual, Config::h(p.residual.dtype));
+  }
+};
 
 // How a row's branches are dropped and scaled.
 struct RowScaling {
@@ -58,28 +73,31 @@ struct RowScaling {
   __device__ RowScaling(const Problem& p, int64_t row, int64_t x0_row)
       : dropout(p), row(row), x0_row(x0_row), scale(x0_row >= 0 ? scale_of_row(p, x0_row) : 0.f) {}
 
-  // Which of x0's elements are kept.
+  // The random bits of x0's elements.
   template <typename Config>
-  __device__ uint32_t kept(int col) const {
-    return Config::kExtent == Extent::kPlain ? 0 : dropout.kept<Config::kVec>(x0_row, col, 0);
+  __device__ AnyVec<Config::kVec> draw(int col) const {
+    if constexpr (Config::kExtent == Extent::kPlain) return {};
+    return dropout.draw<Config::kVec, Config::kRagged>(x0_row, col, 0);
   }
 };
 
-// The sum of a vector's branches; `kept` are x0's elements that are.
+// The sum of a vector's branches, for which these bits have been drawn for x0.
 template <typename Config, int kVec = Config::kVec>
 __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, const FwdParams& p, const RowScaling& row,
-                             uint32_t kept, int col, bool store_masks) {
+                             const AnyVec<kVec>& drawn, int col, bool store_masks) {
   const Problem& problem = p.problem;
-  const auto drop_branch = [&](float (&values)[kVec], uint32_t kept, int64_t row_of_branch, uint8_t* mask) {
-    drop(values, kept);
-    if (store_masks && mask) store_mask<kVec>(mask, row_of_branch * problem.cols, col, problem.cols, kept);
+  const auto drop_branch = [&](float (&values)[kVec], const AnyVec<kVec>& drawn, int64_t row_of_branch, uint8_t* mask) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = row.dropout.keeps(drawn, i) ? values[i] : 0.f;
+    if (!store_masks || !mask) return;
+    store_mask<kVec>(mask, row_of_branch * problem.cols, col, problem.cols, row.dropout.kept(drawn));
   };
   fill(h, 0.f);
   if (!Config::kAll || row.x0_row >= 0) {
     widen(h, vec.x0, Config::x(p.x0.dtype));
     if constexpr (Config::kExtent != Extent::kPlain) {
       multiply(h, row.scale);
-      drop_branch(h, kept, row.x0_row, p.mask0);
+      drop_branch(h, drawn, row.x0_row, p.mask0);
     }
   }
   float branch[kVec];
@@ -91,7 +109,7 @@ __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, cons
     if (p.x1.data) {
       widen(branch, vec.x1, p.x1.dtype);
       multiply(branch, problem.keep_scale);
-      drop_branch(branch, row.dropout.kept<kVec>(row.row, col, 1), row.row, p.mask1);
+      drop_branch(branch, row.dropout.draw<kVec, Config::kRagged>(row.row, col, 1), row.row, p.mask1);
       add(h, branch);
     }
   }
@@ -99,72 +117,108 @@ __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, cons
     widen(branch, vec.residual, Config::h(p.residual.dtype));
     add(h, branch);
   }
+  clear_outside<Config::kRagged>(h, col, problem.cols);
+}
+
+// What a warp gives to the others: of its part of the row, the mean, the sum of (h - centre)^2, and how many elements
+// that are. The centre is the mean for LayerNorm and 0 for RMSNorm.
+using Part = float4;
+using PartExchange = RowExchange<Part, /*kTurns=*/1>;
+
+// The kernel before need not be done for this: what it writes, is seen all the same.
+template <typename ForEach>
+__device__ void prefetch_weights(const Problem& p, ForEach&& for_each) {
+  for_each([&](int, int col) {
+    for (const Vector* vector : {&p.weight, &p.bias}) {
+      if (vector->data) ptx::prefetch(element_address(vector->data, max(col, 0), vector->dtype));
+    }
+  });
 }
 
 struct Moments {
   float mean, rstd;
+  float centre;  // what has been subtracted from h
 };
 
-// Of a row, where walk(visit) calls visit(h, count) for each of the thread's vectors of it; the row ends behind the
-// first `count` elements, and those that there are not are 0.
-template <typename Walk>
-__device__ Moments row_moments(const FwdParams& p, RowSums& sums, Walk&& walk) {
-  const float scale = 1.f / p.problem.cols;
-  if (p.problem.is_rms_norm) {
-    float both[2] = {0.f, 0.f};
-    walk([&](const auto& h, int) {
-      for (float value : h) both[0] += value, both[1] += value * value;
-    });
-    sums.add_up(both);
-    return {both[0] * scale, rsqrtf(both[1] * scale + p.eps)};
+// Of a row, where walk(visit) calls visit(h, col) for each of the thread's vectors of it. Elements that there are not
+// are 0.
+template <typename Config, typename Walk>
+__device__ Moments row_moments(const FwdParams& p, PartExchange& exchange, Walk&& walk) {
+  const bool is_rms_norm = p.problem.is_rms_norm;
+  const int cols = p.problem.cols, lanes = static_cast<int>(blockDim.x);
+  float sum = 0.f, count = 0.f, squares = 0.f, centre = 0.f;
+  walk([&](const auto& h, int col) {
+    count += count_of<Config::kRagged, Config::kVec>(col, cols);
+    for (float value : h) sum += value;
+    if (!is_rms_norm) return;
+    for (float value : h) squares += value * value;
+  });
+  if (is_rms_norm) {
+    add_up_lanes(lanes, sum, count, squares);
+  } else {
+    add_up_lanes(lanes, sum, count);
   }
-  float sum[1] = {0.f}, squares[1] = {0.f};
-  walk([&](const auto& h, int) {
-    for (float value : h) sum[0] += value;
-  });
-  sums.add_up(sum);
-  const float mean = sum[0] * scale;
-  walk([&](const auto& h, int count) {
-    int i = 0;
-    for (float value : h) squares[0] += i++ < count ? (value - mean) * (value - mean) : 0.f;
-  });
-  sums.add_up(squares);
-  return {mean, rsqrtf(squares[0] * scale + p.eps)};
-}
-
-// How many elements of a vector there are.
-template <typename Config>
-__device__ int count_from(int col, int cols) {
-  return Config::kRagged ? cols - col : Config::kVec;
+  float mean = count > 0.f ? sum * ptx::reciprocal(count) : 0.f;
+  if (!is_rms_norm) {
+    centre = mean;
+    walk([&](auto& h, int col) {
+      for (float& value : h) value -= centre;
+      clear_outside<Config::kRagged>(h, col, cols);
+      for (float value : h) squares += value * value;
+    });
+    add_up_lanes(lanes, squares);
+  }
+  const float scale = ptx::reciprocal(cols);
+  if (exchange.has_others()) {
+    exchange.give({mean, squares, count});
+    sum = squares = 0.f;
+    exchange.for_each([&](const Part& part) { sum += part.x * part.z; });
+    add_up_lanes(exchange.lanes(), sum);
+    mean = sum * scale;
+    exchange.for_each([&](const Part& part) {
+      const float apart = is_rms_norm ? 0.f : part.x - mean;
+      squares += part.y + part.z * (apart * apart);
+    });
+    add_up_lanes(exchange.lanes(), squares);
+  }
+  return {mean, rsqrtf(squares * scale + p.eps), centre};
 }
 
 template <typename Config>
 __global__ __launch_bounds__(kMaxThreads, Config::kBlocks) void fwd_kernel(const __grid_constant__ FwdParams p) {
   constexpr int kVec = Config::kVec, kVecs = Config::kVecs;
   constexpr bool kRagged = Config::kRagged;
-  __shared__ RowSums::Shared shared;
+  __shared__ PartExchange::Barriers arrived;
   const Problem& problem = p.problem;
   const int64_t row = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * blockDim.y + threadIdx.y;
   const bool row_exists = row < problem.rows;
-  const int64_t x0_row = !row_exists ? -1 : Config::kAll ? row_in_subset(problem.x0_subset, row, problem.x0_rows) : row;
+  const int first = first_column<kVec, kRagged>(p.out, Config::x(p.out.dtype), row);
+  const int last = last_column<kRagged>(first, problem.cols);
   const auto for_each = [&](auto&& fn) {
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
-      const int col = column_of<kVec, kVecs>(j);
-      if (row_exists && takes_part<kVec, kRagged>(col, problem.cols)) fn(j, col);
+      const int col = column_of<kVec, kVecs>(j, first);
+      if (row_exists && col < last) fn(j, col);
     }
   };
+  if (blockIdx.y == 0 && blockIdx.z == 0) prefetch_weights(problem, for_each);
+  ptx::launch_dependents();
+  ptx::wait_for_dependency();
 
+  const int64_t x0_row = !row_exists ? -1 : Config::kAll ? row_in_subset(problem.x0_subset, row, problem.x0_rows) : row;
+  PartExchange exchange(&shared_memory<Part>(), arrived, Config::kTiled ? 1 : gridDim.x);
+  const Sources<Config> sources(p, row, x0_row);
   Branches<Config> branches[kVecs];
-  for_each([&](int j, int col) { load_branches<Config>(branches[j], p, row, x0_row, col); });
-  RowSums sums(shared, Config::kTiled ? 1 : gridDim.x);
+  for_each([&](int j, int col) { sources.load(branches[j], p, col); });
+  exchange.wait_for_blocks();
   const RowScaling scaling(problem, row, x0_row);
-  uint32_t kept[kVecs];
-  for_each([&](int j, int col) { kept[j] = scaling.kept<Config>(col); });
+  AnyVec<kVec> drawn[kVecs];
+  for_each([&](int j, int col) { drawn[j] = scaling.draw<Config>(col); });
   float h[kVecs][kVec];
+  char* const h_row = row_of(p.h, Config::h(p.h.dtype), row);
   for_each([&](int j, int col) {
-    sum_branches<Config>(h[j], branches[j], p, scaling, kept[j], col, /*store_masks=*/true);
-    if (p.h.data) store_row<kRagged>(p.h, Config::h(p.h.dtype), row, col, problem.cols, h[j]);
+    sum_branches<Config>(h[j], branches[j], p, scaling, drawn[j], col, /*store_masks=*/true);
+    if (p.h.data) store_row<kRagged>(h_row, Config::h(p.h.dtype), col, problem.cols, h[j]);
   });
 
   Moments found;
@@ -172,32 +226,32 @@ __global__ __launch_bounds__(kMaxThreads, Config::kBlocks) void fwd_kernel(const
     if (!row_exists) return;
     found = {p.mean[row], p.rstd[row]};
   } else {
-    found = row_moments(p, sums, [&](auto&& visit) {
-      for_each([&](int j, int col) { visit(h[j], count_from<Config>(col, problem.cols)); });
-    });
+    found =
+        row_moments<Config>(p, exchange, [&](auto&& visit) { for_each([&](int j, int col) { visit(h[j], col); }); });
     if (row_exists && blockIdx.x == 0 && threadIdx.x == 0) p.mean[row] = found.mean, p.rstd[row] = found.rstd;
   }
   const int64_t out_row = Config::kAll && row_exists ? row_in_subset(problem.out_subset, row, problem.out_rows) : row;
   if (out_row < 0) return;
-  const float centre = problem.is_rms_norm ? 0.f : found.mean;
+  const float shift = problem.is_rms_norm ? 0.f : (found.centre - found.mean) * found.rstd;
+  char* const out = row_of(p.out, Config::x(p.out.dtype), out_row);
+  const auto normalise = [&](float (&values)[kVec]) {
+#pragma unroll
+    for (float& value : values) value = value * found.rstd + shift;
+  };
   const auto store_out = [&](auto kWeights) {
     for_each([&](int j, int col) {
-      float weight[kVec], bias[kVec];
-      load_columns<kWeights>(weight, problem.weight, col, 0.f);
-      load_columns<kWeights>(bias, problem.bias, col, 0.f);
-      normalise(h[j], centre, found.rstd);
-      apply_weight(h[j], weight, bias, problem);
-      store_row<false>(p.out, Config::kX, out_row, col, problem.cols, h[j]);
+      normalise(h[j]);
+      store_affine<kRagged>(out, Config::kX, col, problem, {problem.weight.data, kWeights},
+                            {problem.bias.data, kWeights}, h[j]);
     });
   };
-  if constexpr (Config::kAll || kRagged) {
+  if constexpr (Config::kAll) {
+    char* const out1 = row_of(p.out1, Config::x(p.out1.dtype), out_row);
     for_each([&](int j, int col) {
-      normalise(h[j], centre, found.rstd);
-      store_affine<kRagged>(p.out, Config::x(p.out.dtype), out_row, col, problem, problem.weight, problem.bias, h[j]);
-      if (Config::kAll && p.out1.data) {
-        store_affine<kRagged>(p.out1, Config::x(p.out1.dtype), out_row, col, problem, problem.weight1, problem.bias1,
-                              h[j]);
-      }
+      normalise(h[j]);
+      store_affine<kRagged>(out, Config::x(p.out.dtype), col, problem, problem.weight, problem.bias, h[j]);
+      if (!p.out1.data) return;
+      store_affine<kRagged>(out1, Config::x(p.out1.dtype), col, problem, problem.weight1, problem.bias1, h[j]);
     });
   } else if (problem.weight.dtype == DType::kFloat32) {
     store_out(Constant<DType::kFloat32>{});
@@ -210,17 +264,23 @@ __global__ __launch_bounds__(kMaxThreads, Config::kBlocks) void fwd_kernel(const
 template <typename Config>
 __global__ __launch_bounds__(kMaxThreads) void moments_kernel(const __grid_constant__ FwdParams p) {
   constexpr int kVec = Config::kVec;
-  __shared__ RowSums::Shared shared;
-  RowSums sums(shared, /*blocks=*/1);
+  __shared__ Part parts[kMaxWarps];
+  __shared__ PartExchange::Barriers arrived;
+  ptx::launch_dependents();
+  ptx::wait_for_dependency();
+  PartExchange exchange(parts, arrived, /*blocks=*/1);
   const int64_t row = blockIdx.x, x0_row = row_in_subset(p.problem.x0_subset, row, p.problem.x0_rows);
   const RowScaling scaling(p.problem, row, x0_row);
-  const Moments found = row_moments(p, sums, [&](auto&& visit) {
-    for (int col = threadIdx.x * kVec; col < p.problem.cols; col += blockDim.x * kVec) {
+  const Sources<Config> sources(p, row, x0_row);
+  const int first = first_column<kVec, Config::kRagged>(p.out, Config::x(p.out.dtype), row);
+  const int last = last_column<Config::kRagged>(first, p.problem.cols);
+  const Moments found = row_moments<Config>(p, exchange, [&](auto&& visit) {
+    for (int col = first + static_cast<int>(threadIdx.x) * kVec; col < last; col += blockDim.x * kVec) {
       Branches<Config> branches;
       float h[kVec];
-      load_branches<Config>(branches, p, row, x0_row, col);
-      sum_branches<Config>(h, branches, p, scaling, scaling.kept<Config>(col), col, /*store_masks=*/false);
-      visit(h, count_from<Config>(col, p.problem.cols));
+      sources.load(branches, p, col);
+      sum_branches<Config>(h, branches, p, scaling, scaling.draw<Config>(col), col, /*store_masks=*/false);
+      visit(h, col);
     }
   });
   if (threadIdx.x == 0) p.mean[row] = found.mean, p.rstd[row] = found.rstd;
@@ -236,11 +296,15 @@ inline dim3 grid_of(int64_t blocks, int tiles) {
 template <typename Config>
 void run_fwd(const FwdParams& p, const RowShape& shape, cudaStream_t stream) {
   if constexpr (Config::kTiled) {
-    launch<moments_kernel<Config>>({.grid = dim3(p.problem.rows), .block = dim3(kMaxThreads)}, p, stream);
+    launch<moments_kernel<Config>>({.grid = dim3(p.problem.rows), .block = dim3(kMaxThreads), .early = true}, p,
+                                   stream);
   }
+  const int warps = shape.tiles > 1 ? shape.tiles * kMaxWarps : shape.rows * ceil_div(shape.lanes, 32);
   launch<fwd_kernel<Config>>({.grid = grid_of(ceil_div(p.problem.rows, shape.rows), shape.tiles),
                               .block = dim3(shape.lanes, shape.rows),
-                              .cluster = Config::kTiled ? 1 : shape.tiles},
+                              .shared_bytes = Config::kTiled ? 0 : warps * static_cast<int>(sizeof(Part)),
+                              .cluster = Config::kTiled ? 1 : shape.tiles,
+                              .early = true},
                              p, stream);
 }
 

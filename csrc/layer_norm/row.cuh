@@ -16,95 +16,100 @@
 #include "tile/any_vec.cuh"
 #include "tile/philox.cuh"
 #include "tile/ragged.cuh"
-#include "tile/vec.cuh"
 
 namespace flash::layer_norm {
 
 constexpr int kMaxWarps = kMaxThreads / 32;
 
-// Sums over the threads that share a row, in `blocks` blocks of a cluster. All threads of a block with fewer than 32
-// lanes take part together.
-class RowSums {
- public:
-  struct Shared {
-    float2 partial[2][kMaxTiles * kMaxWarps];  // alternating, so that one barrier a sum is enough
-    ptx::SharedBarrier arrived[2];             // of the partial sums, if they come from several blocks
-  };
+// Over each `lanes` of a warp's lanes, a power of two.
+template <typename... Values>
+__device__ void add_up_lanes(int lanes, Values&... values) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    if (distance < lanes) ((values += __shfl_xor_sync(~0u, values, distance)), ...);
+  }
+}
 
-  __device__ RowSums(Shared& shared, int blocks) : shared_(shared), blocks_(blocks) {
+// What each of the warps that share a row gives to all of them, in `blocks` blocks of a cluster: kTurns times, or as
+// often as one likes if that is 2.
+template <typename Given, int kTurns>
+class RowExchange {
+ public:
+  static constexpr int kMaxGiven = kMaxTiles * kMaxWarps;
+  using Barriers = ptx::SharedBarrier[kTurns];  // of what is given, if that comes from several blocks
+
+  // `given` is shared memory for kMaxGiven each turn or, if there is one turn and one block, as many as it has warps.
+  __device__ RowExchange(Given* given, Barriers& arrived, int blocks)
+      : given_(given), arrived_(arrived), blocks_(blocks) {
 #if __CUDA_ARCH__ >= 900
     if (blocks == 1) return;
     if (threadIdx.x == 0) {
-      shared.arrived[0].init(1), shared.arrived[1].init(1);
+#pragma unroll
+      for (ptx::SharedBarrier& barrier : arrived) barrier.init(1);
       ptx::fence_barrier_init();
     }
-    ptx::sync_cluster();
+    ptx::arrive_at_cluster();
 #endif
   }
 
-  template <int kCount>
-  __device__ void add_up(float (&values)[kCount]) {
-    const int lanes = blockDim.x;
-    add_up_lanes(values, lanes);
-    if (lanes > 32 || blocks_ > 1) add_up_warps(values);
+  // Called once before anything is given. What there is to load meanwhile, should be on its way.
+  __device__ void wait_for_blocks() const {
+#if __CUDA_ARCH__ >= 900
+    if (blocks_ > 1) ptx::wait_for_cluster();
+#endif
   }
 
- private:
-  template <int kCount>
-  __device__ static void add_up_lanes(float (&values)[kCount], int lanes) {
-#pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      if (distance >= lanes) continue;
-#pragma unroll
-      for (float& value : values) value += __shfl_xor_sync(~0u, value, distance);
-    }
-  }
+  __device__ bool has_others() const { return blockDim.x > 32 || blocks_ > 1; }
 
-  template <int kCount>
-  __device__ void add_up_warps(float (&values)[kCount]) {
-    static_assert(kCount <= 2);
-    const int lane = threadIdx.x % 32, warps = blockDim.x / 32;
-    const float2 sum{values[0], values[kCount - 1]};
-    const float2* partial = shared_.partial[turn_ % 2];
+  // Gives what all lanes of the warp have, and waits for what the others give.
+  __device__ void give(const Given& given) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = turn_ % kTurns;
     if (blocks_ == 1) {
-      const int first = threadIdx.y * warps, other = lane % kMaxWarps;
-      if (lane == 0) shared_.partial[turn_ % 2][first + threadIdx.x / 32] = sum;
+      if (lane == 0) given_[turn * kMaxGiven + threadIdx.y * warps() + warp] = given;
       ptx::sync_barrier(1 + threadIdx.y, blockDim.x);
-      const float2 found = other < warps ? partial[first + other] : float2{0.f, 0.f};
-      values[0] = found.x, values[kCount - 1] = kCount > 1 ? found.y : found.x;
-      add_up_lanes(values, kMaxWarps);
     } else {
-      exchange(sum);
-#pragma unroll
-      for (float& value : values) value = 0.f;
-#pragma unroll
-      for (int i = lane; i < kMaxTiles * kMaxWarps; i += 32) {
-        if (i / kMaxWarps >= blocks_ || i % kMaxWarps >= warps) continue;
-        const float2 found = partial[i];
-        values[0] += found.x;
-        if (kCount > 1) values[kCount - 1] += found.y;
-      }
-      add_up_lanes(values, 32);
+      give_blocks(given, lane, warp, turn);
     }
     ++turn_;
   }
 
-  // Each warp gives its sum to all blocks. Nobody is two turns ahead of a block that still reads: he would have waited
-  // for all of its warps to give what they sum after that.
-  __device__ void exchange(float2 sum) {
-#if __CUDA_ARCH__ >= 900
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    ptx::SharedBarrier& arrived = shared_.arrived[turn_ % 2];
-    if (threadIdx.x == 0) arrived.arrive_expecting(blocks_ * warps * static_cast<int>(sizeof(sum)));
-    if (lane < blocks_) {
-      const float2* place = &shared_.partial[turn_ % 2][blockIdx.x * kMaxWarps + warp];
-      ptx::store_async_in(ptx::address_in(lane, place), sum, ptx::address_in(lane, &arrived));
+  // fn(given) for some of what was given last; all of it by lanes() neighbouring lanes together.
+  template <typename Fn>
+  __device__ void for_each(Fn&& fn) const {
+    const Given* given = given_ + (turn_ - 1) % kTurns * kMaxGiven;
+    const int lane = threadIdx.x % 32;
+    if (blocks_ == 1) {
+      const int other = lane & (lanes() - 1);
+      if (other < warps()) fn(given[threadIdx.y * warps() + other]);
+      return;
     }
-    ptx::wait_for_stores(arrived, turn_ / 2 % 2);
+#pragma unroll
+    for (int i = lane; i < kMaxGiven; i += 32) {
+      if (i / kMaxWarps < blocks_ && i % kMaxWarps < warps()) fn(given[i]);
+    }
+  }
+
+  __device__ int lanes() const { return blocks_ > 1 ? 32 : 1 << (32 - __clz(warps() - 1)); }
+
+ private:
+  __device__ static int warps() { return static_cast<int>(blockDim.x / 32); }
+
+  // Nobody is two turns ahead of a block that still reads: he would have waited for all of its warps to give what they
+  // have after that.
+  __device__ void give_blocks(const Given& given, int lane, int warp, int turn) {
+#if __CUDA_ARCH__ >= 900
+    ptx::SharedBarrier& arrived = arrived_[turn];
+    if (threadIdx.x == 0) arrived.arrive_expecting(blocks_ * warps() * static_cast<int>(sizeof(given)));
+    if (lane < blocks_) {
+      const Given* place = given_ + turn * kMaxGiven + blockIdx.x * kMaxWarps + warp;
+      ptx::store_async_in(ptx::address_in(lane, place), given, ptx::address_in(lane, &arrived));
+    }
+    ptx::wait_for_stores(arrived, turn_ / kTurns % 2);
 #endif
   }
 
-  Shared& shared_;
+  Given* given_;  // in turns, so that one barrier each time is enough
+  Barriers& arrived_;
   int blocks_;
   uint32_t turn_ = 0;
 };
@@ -118,47 +123,82 @@ struct Elements {
   __device__ static DType h(DType found) { return kTypes == Types::kAny ? found : kH; }
 };
 
-// The column of a thread's j-th vector.
+// The column of a thread's j-th vector, if those of the row begin at column `first`.
 template <int kVec, int kVecs>
-__device__ int column_of(int j) {
-  return ((static_cast<int>(blockIdx.x) * kVecs + j) * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) *
-         kVec;
+__device__ int column_of(int j, int first) {
+  return first +
+         ((static_cast<int>(blockIdx.x) * kVecs + j) * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) *
+             kVec;
 }
 
-// Whether a thread takes part in an access: if it has columns of it or, if the warp's lanes need each other, any of
-// them has.
-template <int kVec, bool kRagged>
-__device__ bool takes_part(int col, int cols) {
-  return (kRagged ? col - static_cast<int>(threadIdx.x) % 32 * kVec : col) < cols;
+// Where a row of a matrix begins.
+template <typename Data>
+__device__ auto row_of(const Matrix<Data>& matrix, DType dtype, int64_t row) {
+  using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
+  int64_t offset = byte_offset(row * matrix.stride, dtype);
+  asm("" : "+l"(offset));  // else the compiler multiplies again for each access
+  return static_cast<Byte*>(matrix.data) + offset;
 }
 
-// A vector as it is stored: anywhere if kRagged, else where an access is aligned.
-template <int kVec, bool kRagged>
-using RawVec = std::conditional_t<kRagged, RaggedVec<kVec>, AnyVec<kVec>>;
+// At what column vectors of a row begin: at 0, or if kRagged, at most that, so that accesses of this matrix are
+// aligned. So are those of the others if all matrices are contiguous: they begin at aligned addresses.
+template <int kVec, bool kRagged, typename Data>
+__device__ int first_column(const Matrix<Data>& matrix, DType dtype, int64_t row) {
+  return kRagged ? -misalignment<kVec>(row_of(matrix, dtype, row), dtype) / size_of(dtype) : 0;
+}
 
-// That of column `col` of a row that begins with element `start`.
+// The column behind which there are no vectors.
+template <bool kRagged>
+__device__ int last_column(int first, int cols) {
+  return kRagged ? end_of_vectors(first, cols) : cols;
+}
+
+// How many of a vector's elements there are.
 template <bool kRagged, int kVec>
-__device__ RawVec<kVec, kRagged> load_raw(const void* data, int64_t start, int col, int cols, DType dtype) {
+__device__ int count_of(int col, int cols) {
+  int count = kVec;
   if constexpr (kRagged) {
-    return load_ragged<kVec>(element_address(data, start + col, dtype), cols - col, dtype);
-  } else {
-    return load_any<kVec>(data, start + col, dtype);
+    const Place<kVec> place{col, cols};
+    if (place.has_all()) return count;
+    count = 0;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) count += place.has(i);
+  }
+  return count;
+}
+
+// Those that there are not become 0.
+template <bool kRagged, int kVec>
+__device__ void clear_outside(float (&values)[kVec], int col, int cols) {
+  if constexpr (kRagged) {
+    const Place<kVec> place{col, cols};
+    if (place.has_all()) return;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) values[i] = place.has(i) ? values[i] : 0.f;
   }
 }
 
-template <bool kRagged, int kVec, typename Data>
-__device__ RawVec<kVec, kRagged> load_row(const Matrix<Data>& matrix, DType dtype, int64_t row, int col, int cols) {
-  return load_raw<kRagged, kVec>(matrix.data, row * matrix.stride, col, cols, dtype);
+// The vector of a row at `col`.
+template <bool kRagged, int kVec>
+__device__ AnyVec<kVec> load_row(const char* row, DType dtype, int col, int cols) {
+  if constexpr (kRagged) return load_ragged(row, Place<kVec>{col, cols}, dtype);
+  return load_any<kVec>(row, col, dtype);
+}
+
+// The same as fp32, with 0 for elements that there are not.
+template <bool kRagged, int kVec>
+__device__ void load_wide(float (&values)[kVec], const Matrix<const void>& matrix, int64_t row, int col, int cols) {
+  const char* start = row_of(matrix, matrix.dtype, row);
+  widen(values, load_row<kRagged, kVec>(start, matrix.dtype, col, cols), matrix.dtype);
+  clear_outside<kRagged>(values, col, cols);
 }
 
 template <bool kRagged, int kVec>
-__device__ void store_row(const Matrix<>& matrix, DType dtype, int64_t row, int col, int cols,
-                          const float (&values)[kVec]) {
-  const int64_t index = row * matrix.stride + col;
+__device__ void store_row(char* row, DType dtype, int col, int cols, const float (&values)[kVec]) {
   if constexpr (kRagged) {
-    store_ragged(static_cast<char*>(matrix.data) + byte_offset(index, dtype), cols - col, dtype, values);
+    store_ragged(row, Place<kVec>{col, cols}, dtype, values);
   } else {
-    store_any(matrix.data, index, dtype, values);
+    store_any(row, col, dtype, values);
   }
 }
 
@@ -182,39 +222,31 @@ __device__ inline float element(const Vector& vector, int64_t index) {
   return value[0];
 }
 
-// The elements of a vector's columns; `otherwise` if there is no vector.
+// The elements of a vector's columns; `otherwise` if there is no vector. If the compiler knows its type, no branch
+// stands between the loads of several.
 template <bool kRagged, int kVec>
 __device__ void load_columns(float (&values)[kVec], const Vector& vector, int col, int cols, float otherwise) {
-  if (vector.data == nullptr) {
-    fill(values, otherwise);
-  } else if (kVec == 8 && vector.dtype == DType::kFloat32) {
+  const auto load = [&](auto& values, int col) {
+    constexpr int kSize = sizeof(values) / sizeof(float);
+    const char* data = static_cast<const char*>(vector.data);
+    if constexpr (kRagged) {
+      widen(values, load_shifted(data, Place<kSize>{col, cols}, vector.dtype), vector.dtype);
+    } else {
+      widen(values, load_any<kSize>(data, col, vector.dtype), vector.dtype);
+    }
+  };
+  fill(values, otherwise);
+  if (vector.data == nullptr) return;
+  if (kVec == 8 && vector.dtype == DType::kFloat32) {
 #pragma unroll
     for (int half = 0; half < kVec / 4; ++half) {
       float wide[4];
-      widen(wide, load_raw<kRagged, 4>(vector.data, 0, col + 4 * half, cols, DType::kFloat32), DType::kFloat32);
+      load(wide, col + 4 * half);
 #pragma unroll
       for (int i = 0; i < 4; ++i) values[4 * half + i] = wide[i];
     }
   } else {
-    widen(values, load_raw<kRagged, kVec>(vector.data, 0, col, cols, vector.dtype), vector.dtype);
-  }
-}
-
-// The same for a vector whose type is known: no branch stands between the loads of several.
-template <DType kDType, int kVec>
-__device__ void load_columns(float (&values)[kVec], const Vector& vector, int col, float otherwise) {
-  using T = element_t<kDType>;
-  constexpr int kWidth = kVec * sizeof(T) > 16 ? 16 / sizeof(T) : kVec;
-  fill(values, otherwise);
-  if (vector.data == nullptr) return;
-  const T* source = static_cast<const T*>(vector.data) + col;
-#pragma unroll
-  for (int i = 0; i < kVec; i += kWidth) {
-    Vec<T, kWidth> vec;
-    using Bits = Word<sizeof(T) * kWidth>;
-    reinterpret_cast<Bits&>(vec) = __ldg(reinterpret_cast<const Bits*>(source + i));
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) values[i + j] = static_cast<float>(vec[j]);
+    load(values, col);
   }
 }
 
@@ -225,6 +257,7 @@ __device__ inline float weight_centre(const Problem& p) { return p.zero_centered
 template <bool kRagged, int kVec>
 __device__ void load_weight(float (&values)[kVec], const Problem& p, const Vector& weight, int col) {
   load_columns<kRagged>(values, weight, col, p.cols, 0.f);
+  clear_outside<kRagged>(values, col, p.cols);
 #pragma unroll
   for (float& value : values) value += weight_centre(p);
 }
@@ -232,17 +265,19 @@ __device__ void load_weight(float (&values)[kVec], const Problem& p, const Vecto
 // What a mask of bytes keeps of a row that begins with byte `start`: a bit for each element.
 template <int kVec>
 __device__ uint32_t load_mask(const uint8_t* mask, int64_t start, int col, int cols) {
+  const Place<kVec> place{col, cols};
   uint32_t kept = 0;
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) kept |= uint32_t{col + i < cols && mask[start + col + i] != 0} << i;
+  for (int i = 0; i < kVec; ++i) kept |= uint32_t{place.has(i) && mask[start + place.column(i)] != 0} << i;
   return kept;
 }
 
 template <int kVec>
 __device__ void store_mask(uint8_t* mask, int64_t start, int col, int cols, uint32_t kept) {
+  const Place<kVec> place{col, cols};
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    if (col + i < cols) mask[start + col + i] = kept >> i & 1;
+    if (place.has(i)) mask[start + place.column(i)] = kept >> i & 1;
   }
 }
 
@@ -251,26 +286,47 @@ __device__ void store_mask(uint8_t* mask, int64_t start, int col, int cols, uint
 struct Dropout {
   uint64_t seed = 0, offset = 0;
   uint32_t threshold;
+  int groups;  // of columns that are drawn together
   bool drops;
 
-  __device__ explicit Dropout(const Problem& p) : threshold(p.keep_threshold), drops(p.rng_state != nullptr) {
+  __device__ explicit Dropout(const Problem& p)
+      : groups(spanned_cols(p.cols) / kRaggedUnit), drops(p.rng_state != nullptr) {
+    threshold = drops ? p.keep_threshold : 1 << 16;
     if (drops) seed = __ldg(p.rng_state), offset = __ldg(p.rng_state + 1);
   }
 
-  // Which of the columns col .. col + kVec - 1 are kept: a bit for each. It takes long enough to be
-  // asked for while rows are on their way.
+  // 16 bits for each of the columns col .. col + kVec - 1. It takes long enough to be asked for while rows are on their
+  // way.
+  template <int kVec, bool kRagged>
+  __device__ AnyVec<kVec> draw(int64_t row, int col, int branch) const {
+    if (!drops) return {};
+    const auto draw_group = [&](int group) {
+      const uint4 drawn = philox<7>(seed, offset + row, kRagged && group < 0 ? groups - 1 : group, branch);
+      return AnyVec<8>{{drawn.x, drawn.y, drawn.z, drawn.w}};
+    };
+    const int group = col >> 3, skip = col & 7;
+    AnyVec<8> bits = draw_group(group);
+    if (kRagged) {
+      bits = shifted(bits, skip + kVec > 8 ? draw_group(group + 1) : AnyVec<8>{}, 2 * skip, DType::kFloat16);
+    } else if (kVec == 4 && skip != 0) {
+      bits.words[0] = bits.words[2], bits.words[1] = bits.words[3];
+    }
+    return {{bits.words[0], bits.words[1], bits.words[2], bits.words[3]}};
+  }
+
+  // Whether element i is kept of a vector for which these have been drawn.
   template <int kVec>
-  __device__ uint32_t kept(int64_t row, int col, int branch) const {
-    if (!drops) return (1u << kVec) - 1;
-    const uint4 drawn = philox<7>(seed, offset + row, col / 8, branch);
-    const bool second = kVec == 4 && col % 8 != 0;
-    const uint32_t words[4] = {second ? drawn.z : drawn.x, second ? drawn.w : drawn.y, drawn.z, drawn.w};
+  __device__ bool keeps(const AnyVec<kVec>& drawn, int i) const {
+    const uint32_t word = drawn.words[i / 2];
+    return (i % 2 ? word >> 16 : word & 0xFFFF) < threshold;
+  }
+
+  // The same of all: a bit for each.
+  template <int kVec>
+  __device__ uint32_t kept(const AnyVec<kVec>& drawn) const {
     uint32_t bits = 0;
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) {
-      const uint32_t half = i % 2 ? words[i / 2] >> 16 : words[i / 2] & 0xFFFF;
-      bits |= half < threshold ? 1u << i : 0;
-    }
+    for (int i = 0; i < kVec; ++i) bits |= uint32_t{keeps(drawn, i)} << i;
     return bits;
   }
 };
@@ -321,15 +377,15 @@ __device__ void apply_weight(float (&y)[kVec], const float (&weight)[kVec], cons
 
 // weight * y + bias, stored.
 template <bool kRagged, int kVec>
-__device__ void store_affine(const Matrix<>& out, DType dtype, int64_t row, int col, const Problem& p,
-                             const Vector& weight, const Vector& bias, const float (&y)[kVec]) {
+__device__ void store_affine(char* out, DType dtype, int col, const Problem& p, const Vector& weight,
+                             const Vector& bias, const float (&y)[kVec]) {
   float result[kVec], weights[kVec], biases[kVec];
   load_columns<kRagged>(weights, weight, col, p.cols, 0.f);
   load_columns<kRagged>(biases, bias, col, p.cols, 0.f);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) result[i] = y[i];
   apply_weight(result, weights, biases, p);
-  store_row<kRagged>(out, dtype, row, col, p.cols, result);
+  store_row<kRagged>(out, dtype, col, p.cols, result);
 }
 
 }  // namespace flash::layer_norm

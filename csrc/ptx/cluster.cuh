@@ -26,6 +26,10 @@ __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// The halves of it where ordinary memory need not be in order: for barriers that have been initialised, a fence was.
+__device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 // Where a place in shared memory is in block `rank` of the cluster.
 __device__ inline uint32_t address_in(int rank, const void* pointer) {
   uint32_t address;
@@ -39,6 +43,11 @@ __device__ inline void store_async_in(uint32_t address, const uint32_t (&x)[4], 
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
       "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]), "r"(barrier)
       : "memory");
+}
+
+__device__ inline void store_async_in(uint32_t address, float4 x, uint32_t barrier) {
+  const uint32_t words[4] = {__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)};
+  store_async_in(address, words, barrier);
 }
 
 // The same for 8 bytes.

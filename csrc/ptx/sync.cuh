@@ -12,6 +12,9 @@ __device__ inline int arrive(int* counter) {
   return before;
 }
 
+// What this thread has seen or written in global memory comes before the asynchronous copies that it starts.
+__device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // Waits until a counter has a value, or a greater one. What was written before that was announced is then seen, also by
 // the asynchronous copies that this thread starts.
 __device__ inline void wait_for(const int* counter, int value) {
@@ -19,7 +22,7 @@ __device__ inline void wait_for(const int* counter, int value) {
   do {
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
   } while (now < value);
-  asm volatile("fence.proxy.async.global;" ::: "memory");
+  fence_async_global();
 }
 
 // Adds 1. Whoever has waited for the result sees what this thread, and copies whose end it has waited for, have

@@ -31,9 +31,9 @@ struct Ring {
   using Cursor = RingCursor<kStages>;
   ptx::SharedBarrier full[kStages], empty[kStages];
 
-  // By one thread, before a barrier of the block. `readers`: how many times a stage is released.
-  __device__ void init(int readers) {
-    for (int i = 0; i < kStages; ++i) full[i].init(1), empty[i].init(readers);
+  // By one thread, before a barrier of the block: how many times a stage is released, and filled before it is full.
+  __device__ void init(int readers, int writers = 1) {
+    for (int i = 0; i < kStages; ++i) full[i].init(writers), empty[i].init(readers);
   }
 
   __device__ void wait_empty(const Cursor& at) const { empty[at.stage].wait(at.round ^ 1); }

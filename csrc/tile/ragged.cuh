@@ -1,5 +1,6 @@
-// Vectors of elements that begin at any element, in accesses that are aligned all the same: a vector lies in two of
-// them, and neighbouring lanes have neighbouring vectors.
+// Vectors of rows that may begin at any element and have any length. A vector moves in one access if that is aligned.
+// So vectors should begin where accesses are, even if the first does before the row: in place of the elements that
+// there are not, it has those that the last one leaves over.
 #pragma once
 
 #include <cstdint>
@@ -9,33 +10,83 @@
 
 namespace flash {
 
+// Columns are numbered up to a multiple of this, whatever the access: random bits come for so many.
+constexpr int kRaggedUnit = 8;
+
+constexpr int spanned_cols(int cols) { return (cols + kRaggedUnit - 1) / kRaggedUnit * kRaggedUnit; }
+
+// Which columns of a row of `cols` a vector has that begins at `col`, at least -kSize.
+template <int kSize>
+struct Place {
+  int col, cols;
+
+  __device__ int column(int i) const { return col + i + (col + i < 0 ? spanned_cols(cols) : 0); }
+  __device__ bool has(int i) const { return column(i) < cols; }
+  __device__ bool has_all() const { return col >= 0 && col + kSize <= cols; }
+};
+
+// Where vectors end that begin at column `first` and those behind.
+__device__ inline int end_of_vectors(int first, int cols) { return min(cols, first + spanned_cols(cols)); }
+
 // Bytes between the last address that is aligned for an access of kSize elements and this one.
 template <int kSize>
 __device__ int misalignment(const char* address, DType dtype) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) & (kSize * size_of(dtype) - 1));
 }
 
-// The two accesses that hold a vector, the bytes of the first that come before it, and how many of its elements, and of
-// those behind, there are.
 template <int kSize>
-struct RaggedVec {
-  AnyVec<kSize> low, high;
-  int skip;
-  int elements;
-};
+__device__ bool is_aligned(const char* row, const Place<kSize>& place, DType dtype) {
+  return misalignment<kSize>(element_address(row, place.col, dtype), dtype) == 0;
+}
 
-// Reads nothing but accesses that hold an element that there is.
+// A vector that begins before the row does, from the accesses at its two places.
 template <int kSize>
-__device__ RaggedVec<kSize> load_ragged(const char* address, int elements, DType dtype) {
-  RaggedVec<kSize> vec{.skip = misalignment<kSize>(address, dtype), .elements = elements};
-  const int bytes = kSize * size_of(dtype);
-  const char* low = address - vec.skip;
-  if (elements > 0) vec.low = load_any<kSize>(low, 0, dtype);
-  if (vec.skip > 0 && elements * size_of(dtype) + vec.skip > bytes) vec.high = load_any<kSize>(low + bytes, 0, dtype);
+__device__ AnyVec<kSize> merged(const AnyVec<kSize>& at_start, const AnyVec<kSize>& at_end, int col, DType dtype) {
+  const int per_word = dtype == DType::kFloat32 ? 1 : 2;
+  AnyVec<kSize> vec;
+#pragma unroll
+  for (int i = 0; i < vec.kWords; ++i) {
+    const int left = -col - per_word * i;  // elements of the word that are at the row's end
+    const uint32_t mask = left >= per_word ? ~0u : left <= 0 ? 0 : 0xFFFF;
+    vec.words[i] = (at_end.words[i] & mask) | (at_start.words[i] & ~mask);
+  }
   return vec;
 }
 
-// The bytes from `skip` on of the two accesses.
+// Loads a vector that has a column; elements that there are not are anything. An aligned access may go past the ends of
+// the row, but is of a word of memory that holds a part of it.
+template <int kSize>
+__device__ AnyVec<kSize> load_ragged(const char* row, const Place<kSize>& place, DType dtype) {
+  if (is_aligned(row, place, dtype)) {
+    AnyVec<kSize> vec = load_any<kSize>(row, place.col, dtype);
+    if (place.col < 0) {
+      AnyVec<kSize> at_end{};
+      if (place.column(0) < place.cols) at_end = load_any<kSize>(row, place.column(0), dtype);
+      vec = merged(vec, at_end, place.col, dtype);
+    }
+    return vec;
+  }
+  AnyVec<kSize> vec{};
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const int half = dtype == DType::kFloat32 ? 0 : i % 2;
+    uint32_t& word = vec.words[(dtype == DType::kFloat32 ? i : i / 2) % vec.kWords];
+    if (place.has(i)) word |= load_any<1>(row, place.column(i), dtype).words[0] << 16 * half;
+  }
+  return vec;
+}
+
+template <int kSize>
+__device__ void store_ragged(char* row, const Place<kSize>& place, DType dtype, const float (&wide)[kSize]) {
+  if (place.has_all() && is_aligned(row, place, dtype)) return store_any(row, place.col, dtype, wide);
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const float one[1] = {wide[i]};
+    if (place.has(i)) store_any(row, place.column(i), dtype, one);
+  }
+}
+
+// The bytes from `skip` on of two adjacent accesses.
 template <int kSize>
 __device__ AnyVec<kSize> shifted(const AnyVec<kSize>& low, const AnyVec<kSize>& high, int skip, DType dtype) {
   static_assert(kSize > 1);
@@ -61,67 +112,15 @@ __device__ AnyVec<kSize> shifted(const AnyVec<kSize>& low, const AnyVec<kSize>& 
   return vec;
 }
 
-// Widens to fp32, exactly; zeros for elements that there are not.
+// The same as load_ragged for a row that is read often and may be anywhere: from the two aligned accesses that hold the
+// vector.
 template <int kSize>
-__device__ void widen(float (&wide)[kSize], const RaggedVec<kSize>& vec, DType dtype) {
-  widen(wide, shifted(vec.low, vec.high, vec.skip, dtype), dtype);
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) wide[i] = i < vec.elements ? wide[i] : 0.f;
-}
-
-// Rounds to the type, ties to even.
-template <int kSize>
-__device__ AnyVec<kSize> narrow_any(const float (&wide)[kSize], DType dtype) {
-  AnyVec<kSize> vec;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (dtype == DType::kFloat32) {
-      vec.words[i] = i < kSize ? __float_as_uint(wide[i]) : 0;
-    } else if (2 * i < kSize) {
-      vec.words[i] = dtype == DType::kBFloat16 ? ptx::pack<__nv_bfloat16>(wide[2 * i], wide[2 * i + 1])
-                                               : ptx::pack<__half>(wide[2 * i], wide[2 * i + 1]);
-    }
-  }
-  return vec;
-}
-
-template <int kSize>
-__device__ void store_whole(char* address, const AnyVec<kSize>& vec, DType dtype) {
-  if (kSize == 8 || dtype == DType::kFloat32) {
-    *reinterpret_cast<uint4*>(address) = {vec.words[0], vec.words[1], vec.words[2], vec.words[3]};
-  } else {
-    *reinterpret_cast<uint2*>(address) = {vec.words[0], vec.words[1]};
-  }
-}
-
-// Stores the vector of each lane of a warp at its address; all lanes call it, those without elements too. A lane has
-// the access in which its vector begins, with what the lane before has in that; at the ends, where an access is not the
-// warp's alone, elements are stored one by one.
-template <int kSize>
-__device__ void store_ragged(char* address, int elements, DType dtype, const float (&wide)[kSize]) {
-  const int bytes = kSize * size_of(dtype), skip = misalignment<kSize>(address, dtype), lane = threadIdx.x % 32;
-  const AnyVec<kSize> own = narrow_any(wide, dtype);
-  AnyVec<kSize> access = own;
-  if (skip > 0) {
-    AnyVec<kSize> before;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) before.words[i] = __shfl_up_sync(~0u, own.words[i], 1);
-    access = shifted(before, own, bytes - skip, dtype);
-  }
-  const int room = kSize - skip / size_of(dtype);  // for elements of the vector in the lane's access
-  const bool has_access = (lane > 0 || skip == 0) && elements >= room;
-  const bool next_has = lane < 31 && elements - kSize >= room;
-  if (has_access) store_whole(address - skip, access, dtype);
-  if (has_access && (next_has || skip == 0)) return;
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if (i >= elements || (i < room ? has_access : next_has)) continue;
-    if (dtype == DType::kFloat32) {
-      reinterpret_cast<uint32_t*>(address)[i] = own.words[i % 4];
-    } else {
-      reinterpret_cast<uint16_t*>(address)[i] = static_cast<uint16_t>(own.words[i / 2] >> 16 * (i % 2));
-    }
-  }
+__device__ AnyVec<kSize> load_shifted(const char* row, const Place<kSize>& place, DType dtype) {
+  if (place.col < 0) return load_ragged(row, place, dtype);
+  const int skip = misalignment<kSize>(element_address(row, place.col, dtype), dtype);
+  const int first = place.col - skip / size_of(dtype);
+  const auto load = [&](int col) { return col < place.cols ? load_any<kSize>(row, col, dtype) : AnyVec<kSize>{}; };
+  return shifted(load(first), load(first + kSize), skip, dtype);
 }
 
 }  // namespace flash

@@ -79,6 +79,12 @@ def flags(**values) -> None:
             raise TypeError(f"{name} must be a bool, found {value!r}")
 
 
+def process_group(value) -> None:
+    """Check that a group of processes is given."""
+    if value is None:
+        raise TypeError("process_group must be a torch.distributed group, found None")
+
+
 def own_memory(**tensors) -> None:
     """Check that tensors that are written start at different addresses and have no expanded dimension."""
     seen = {}

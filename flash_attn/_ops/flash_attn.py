@@ -20,6 +20,7 @@ DTYPES = (*KERNEL_DTYPES, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
 block_size_n = reference.block_size_n
+define_composite = _library.define_composite
 S_DMASK_MULTIPLE = 128
 
 
@@ -431,8 +432,9 @@ def _lse_shape(q, cu_seqlens_q):
 
 
 def _fwd_fake(q, k, v, scale, left, right, softcap=0.0, deterministic=False, cu_seqlens_q=None, *args):
+    order = torch.preserve_format if k is not None else torch.contiguous_format  # as in csrc/binding/flash_attn.cpp
     q, _, _ = unpack(q, k, v)
-    return torch.empty_like(q), q.new_empty(_lse_shape(q, cu_seqlens_q), dtype=torch.float32)
+    return torch.empty_like(q, memory_format=order), q.new_empty(_lse_shape(q, cu_seqlens_q), dtype=torch.float32)
 
 
 def _probabilities_fake(
@@ -466,7 +468,8 @@ def _fwd_kvcache_fake(q, *args):
 
 
 def _fwd_reference(q, k, v, *args):
-    return reference.fwd(*unpack(q, k, v), *args)
+    out, softmax_lse = reference.fwd(*unpack(q, k, v), *args)
+    return out if k is not None else out.contiguous(), softmax_lse
 
 
 def _probabilities_reference(q, k, v, *args):

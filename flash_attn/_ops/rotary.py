@@ -20,7 +20,7 @@ the tables, and channels past rotary_dim keep their values. Differentiable in x 
 import torch
 
 from flash_attn import _library
-from flash_attn._ops import checks
+from flash_attn._ops import checks, triton
 from flash_attn._reference import rotary as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -53,16 +53,19 @@ rotary = _library.define(
     fake=lambda x, *_: torch.empty_like(x),
     autograd=_Rotary,
     differentiable=1,
+    triton=triton.launch("rotary", "rotary"),
 )
 rotary_ = _library.define(
     f"rotary_(Tensor(a!) x, {_ARGUMENTS}) -> ()",
     reference=reference.rotary_,
     fake=lambda *_: None,
+    triton=triton.launch("rotary", "rotary_"),
 )
 rotary_into = _library.define(
     f"rotary_into(Tensor x, Tensor(a!) out, {_ARGUMENTS}) -> ()",
     reference=reference.rotary_into,
     fake=lambda *_: None,
+    triton=triton.launch("rotary", "rotary_into"),
 )
 
 

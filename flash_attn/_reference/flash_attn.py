@@ -183,7 +183,7 @@ def fwd_kvcache(
     used = [length + new for length in lengths]
     parts = sequence.parts(q, k_cache, None, None, used, cache_leftpad, block_table, cache_batch_idx)
     if k is not None:
-        start = torch.tensor(lengths, device=q.device)
+        start = torch.tensor(lengths, dtype=torch.int64, device=q.device)
         if rotary_cos is not None:
             advance = window_left >= 0 or window_right >= 0
             tables = rotary_cos, rotary_sin

@@ -162,7 +162,7 @@ class ParallelGPT2Embeddings(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        checks.number("process_group", process_group, process_group is not None, "a process group")
+        checks.process_group(process_group)
         factory = {"device": device, "dtype": dtype}
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel

@@ -168,8 +168,12 @@ class CrossAttention(nn.Module):
         key_padding_mask: (batch, seqlen_k) bool, true for keys that count; the causal mask is then aligned to their
         number in each row. causal: replaces that of the module unless None. Returns a tensor like q.
         """
+        k, v = _unpacked("kv", kv, 2)
+        checks.tensor("q", q, shape=(kv.shape[0], None, None, kv.shape[-1]), device=kv.device)
+        fits = q.shape[2] % max(kv.shape[3], 1) == 0
+        checks.number("kv's number of heads", kv.shape[3], fits, "a divisor of q's, {}", q.shape[2])
         lengths = None if key_padding_mask is None else key_padding_mask.sum(-1)[:, None, None]
-        return self._attend(q, *_unpacked("kv", kv, 2), causal, key_padding_mask, lengths)
+        return self._attend(q, k, v, causal, key_padding_mask, lengths)
 
     def _attend(self, q, k, v, causal, key_padding_mask, lengths):
         """lengths: keys of each row (batch, 1, 1) that the causal mask ends at, or None for all."""
@@ -237,6 +241,8 @@ def _update_kv_cache(kv, inference_params, layer_idx):
     if cache is None:
         cache = kv.new_empty(inference_params.max_batch_size, inference_params.max_seqlen, *kv.shape[2:])
         inference_params.key_value_memory_dict[layer_idx] = cache
+    name = f"key_value_memory_dict[{layer_idx!r}]"
+    checks.tensor(name, cache, shape=(None, None, *kv.shape[2:]), device=kv.device)
     rows = _cache_rows(cache, kv, inference_params)
     end = inference_params.seqlen_offset + kv.shape[1]
     rows[:, inference_params.seqlen_offset : end] = kv
@@ -288,6 +294,8 @@ class _MultiHeadAttention(nn.Module):
         self.num_heads_kv_per_rank = get_dim_for_local_rank(num_heads_kv, world_size, rank)
         self.causal = causal
         self.layer_idx = layer_idx
+        fits = rotary_emb_dim <= self.head_dim
+        checks.number("rotary_emb_dim", rotary_emb_dim, fits, "at most embed_dim / num_heads, {}", self.head_dim)
         self.rotary_emb_dim = rotary_emb_dim
         self.use_flash_attn = use_flash_attn
         self.checkpointing = checkpointing
@@ -393,7 +401,8 @@ class _MultiHeadAttention(nn.Module):
         cache = inference_params.key_value_memory_dict.get(self.layer_idx)
         if cache is None:
             raise ValueError(f"key_value_memory_dict must hold layer_idx={self.layer_idx} to decode, found no such key")
-        cache = _cache_rows(cache, kv, inference_params)
+        # Detached, as the kernel has no gradient, while the prompt may have left one to the cache.
+        cache = _cache_rows(cache, kv, inference_params).detach()
         cos = sin = None
         if rotary:
             self.rotary_emb._update_cos_sin_cache(cache.shape[1], q.device, q.dtype)
@@ -525,7 +534,7 @@ class MHA(_MultiHeadAttention):
             inference_params: `InferenceParams`: x follows what the cache holds, and is appended to it. seqlen_offset is
                 left for the caller to advance.
             kwargs: more arguments of the inner attention: causal, and for cross attention with cu_seqlens
-                cu_seqlens_k and max_seqlen_k.
+                cu_seqlens_k and max_seqlen_k. Without effect with inference_params.
 
         Returns (batch, seqlen, embed_dim) or (total, embed_dim); a pair of it and x, less what mixer_subset leaves out,
         if return_residual.
@@ -581,6 +590,9 @@ class MHA(_MultiHeadAttention):
         ):
             if name in given and not condition:
                 raise ValueError(f"{name} can be given only {where}")
+        if x_kv is not None:
+            leading = (x.shape[0], None) if cu_seqlens is None else (None,)
+            checks.tensor("x_kv", x_kv, shape=(*leading, self.embed_dim))
 
 
 class ParallelMHA(_MultiHeadAttention):
@@ -619,6 +631,7 @@ class ParallelMHA(_MultiHeadAttention):
         device=None,
         dtype=None,
     ):
+        checks.process_group(process_group)
         super().__init__(
             embed_dim, num_heads, num_heads_kv, process_group, softmax_scale=softmax_scale, causal=causal,
             dropout=dropout, layer_idx=layer_idx, rotary_emb_dim=rotary_emb_dim, rotary_emb_base=rotary_emb_base,

@@ -5,6 +5,7 @@
 `FusedMLP` and `ParallelFusedMLP`, whose activation is part of the products, can be imported from here, too.
 """
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed import ProcessGroup
@@ -39,7 +40,7 @@ class _Gated(_TwoLayers):
     def between(self, y):
         if self.activation is F.sigmoid:
             return F.glu(y, dim=-1)
-        if self.activation is F.silu:
+        if self.activation is F.silu and y.dtype != torch.float64:  # which the fused function does not take
             return swiglu_of_halves(y)
         value, gate = y.chunk(2, dim=-1)
         return value * self.activation(gate)
@@ -113,7 +114,7 @@ class GatedMlp(_Gated):
         in_features: features of x.
         hidden_features: features of the value, int(8 / 3 * in_features) if None; rounded up to a multiple.
         out_features: features of y, in_features if None.
-        activation: a function of the gate; torch.nn.functional.silu is fused with the product.
+        activation: a function of the gate; torch.nn.functional.silu is fused with the product, but for float64.
         bias1, bias2: whether fc1 and fc2 have a bias.
         multiple_of: what hidden_features is rounded up to a multiple of.
         return_residual: return (y, x) instead of y.

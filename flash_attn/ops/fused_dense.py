@@ -264,8 +264,7 @@ def _share(name, features, process_group, multiple_of):
     checks.integer(name, features)
     checks.integer("multiple_of", multiple_of)
     checks.number("multiple_of", multiple_of, multiple_of > 0, "positive")
-    if process_group is None:
-        raise TypeError("process_group must be a torch.distributed group, found None")
+    checks.process_group(process_group)
     checks.number(name, features, features % multiple_of == 0, "a multiple of {}", multiple_of)
     world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     return get_dim_for_local_rank(features, world_size, rank, multiple_of)

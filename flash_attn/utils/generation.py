@@ -226,8 +226,11 @@ def decode(
 
     >>> output = decode(prompt, model, max_length=100)                                      # doctest: +SKIP
     """
-    _check_prompt(input_ids, max_length)
+    _check_prompt(input_ids, max_length, eos_token_id, vocab_size)
     _check_sampling(top_k, top_p, temperature)
+    if teacher_outputs is not None:
+        dtypes, shape = checks.INTEGER_DTYPES, (len(input_ids), None)
+        checks.tensor("teacher_outputs", teacher_outputs, dtypes=dtypes, shape=shape, device=input_ids.device)
     checks.real("repetition_penalty", repetition_penalty)
     checks.number("repetition_penalty", repetition_penalty, repetition_penalty > 0, "positive")
     steps = _Steps(model, input_ids, max_length, vocab_size, tensor_parallel, cg)
@@ -295,7 +298,7 @@ def decode_speculative(
     Returns what `decode` does: sequences (1, at most max_length, but at least one token more than the prompt), and
     scores, a tuple of logits (1, vocab) of the model.
     """
-    _check_prompt(input_ids, max_length)
+    _check_prompt(input_ids, max_length, eos_token_id, vocab_size)
     checks.number("the batch size of input_ids", len(input_ids), len(input_ids) == 1, "1")
     checks.integer("speculative_lookahead", speculative_lookahead)
     checks.number("speculative_lookahead", speculative_lookahead, speculative_lookahead > 0, "positive")
@@ -430,11 +433,16 @@ class _Steps:
         self.params.seqlen_offset = length
 
 
-def _check_prompt(input_ids, max_length):
+def _check_prompt(input_ids, max_length, eos_token_id, vocab_size):
     checks.tensor("input_ids", input_ids, dtypes=(torch.int64,))
     checks.ndim("input_ids", input_ids, "(batch, seqlen)")
     checks.number("input_ids.shape[1]", input_ids.shape[1], input_ids.shape[1] > 0, "at least 1")
     checks.integer("max_length", max_length)
+    if eos_token_id is not None:
+        checks.integer("eos_token_id", eos_token_id, "an integer or None")
+    if vocab_size is not None:
+        checks.integer("vocab_size", vocab_size, "an integer or None")
+        checks.number("vocab_size", vocab_size, vocab_size > 0, "positive")
 
 
 @contextlib.contextmanager

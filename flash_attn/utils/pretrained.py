@@ -22,8 +22,8 @@ def state_dict_from_pretrained(model_name, device=None, dtype=None):
 
     Arguments:
         model_name: a folder, as str or Path, or else a name on the hub, which takes the package huggingface_hub.
-        device: of the tensors; by default, of those in the file.
-        dtype: of the tensors; by default, of those in the file. They are cast before they are moved.
+        device: of the tensors, as torch takes it; by default, of those in the file.
+        dtype: of floating-point tensors; by default, of those in the file. They are cast before they are moved.
 
     Of the files model.safetensors and pytorch_model.bin and their indices of shards, the first that is found is read.
     Safetensors take the package safetensors; others are read with weights_only.
@@ -33,6 +33,7 @@ def state_dict_from_pretrained(model_name, device=None, dtype=None):
     folder = pathlib.Path(model_name)
     find = _in_folder(folder) if folder.is_dir() else _on_hub(str(model_name))
     path = _first(find, model_name)
+    device = None if device is None else torch.device(device)
     paths = [path]
     if path.suffix == ".json":
         paths = [find(shard) for shard in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
@@ -81,4 +82,7 @@ def _load(path, device, dtype):
         tensors = load_file(path, device=str(first))
     else:
         tensors = torch.load(path, map_location=first if device is not None else None, weights_only=True)
-    return {name: tensor.to(dtype=dtype).to(device=device) for name, tensor in tensors.items()}
+    return {
+        name: tensor.to(dtype=dtype if tensor.is_floating_point() else None).to(device=device)  # not positions, say
+        for name, tensor in tensors.items()
+    }

@@ -204,6 +204,39 @@ def test_in_place_is_the_same_in_its_own_memory(case, device):
     assert identical(dout, before)
 
 
+@pytest.fixture
+def with_triton(monkeypatch):
+    """The Triton kernel, in the interpreter where there is no GPU, in place of the ops' implementation."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from flash_attn._triton import rotary as kernels
+
+    for name in ("rotary", "rotary_", "rotary_into"):
+        monkeypatch.setattr(getattr(ops, name), "below_autograd", getattr(kernels, name))
+    return kernels
+
+
+def for_the_interpreter(case):
+    """Small, since the interpreter takes its time, and without bf16, which it rounds towards zero."""
+    return dataclasses.replace(case, heads=min(case.heads, 5), dtype=case.dtype.replace("bf16", "fp16"))
+
+
+TRITON_CASES = [(case, ()) for case in EDGES] + SAMPLE
+TRITON_CASES = params([(for_the_interpreter(case), marks) for case, marks in TRITON_CASES])
+
+
+@pytest.mark.parametrize("case", TRITON_CASES)
+def test_triton(case, device, with_triton):
+    test_forward_and_gradient(case, device)
+    test_in_place_is_the_same_in_its_own_memory(case, device)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", params(EDGES))
+def test_triton_on_a_gpu(case, device, with_triton):
+    test_forward_and_gradient(case, device)
+    test_in_place_is_the_same_in_its_own_memory(case, device)
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_what_is_not_rotated_keeps_its_bits(inplace, interleaved, device):
@@ -359,6 +392,12 @@ def test_empty_tables_and_no_sequences(device):
     table = torch.rand(4, 32, device=device)
     out = apply_rotary_emb(x, table, table, cu_seqlens=none, max_seqlen=0, seqlen_offsets=offsets)
     assert identical(out, x)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3, 64), (2, 0, 3, 64), (2, 5, 3, 0)])
+def test_triton_empty(shape, device, with_triton):
+    test_empty(shape, False, device)
+    test_empty_tables_and_no_sequences(device)
 
 
 def test_max_seqlen_may_be_a_tensor(device):
@@ -768,6 +807,13 @@ def test_other_names():
     assert rotary.ApplyRotaryEmb.apply is apply_rotary_emb
     assert rotary.ApplyRotaryEmbQKV_.apply is apply_rotary_emb_qkv_
     assert rotary.ApplyRotaryEmbKV_.apply is apply_rotary_emb_kv_
+
+
+def test_name_of_the_triton_kernel():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from flash_attn.ops.triton.rotary import rotary_kernel
+
+    assert "cos" in rotary_kernel.arg_names
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

@@ -223,6 +223,19 @@ def test_logits_of_minus_infinity(device):
     assert not dlogits[:, 1::2].any() and dlogits.isfinite().all()
 
 
+@pytest.mark.parametrize("kernels", ["op", "triton"])
+def test_a_long_run_of_minus_infinity(kernels, device, request):
+    """Longer than a kernel reads at a time, in front and behind."""
+    fwd = ops.fwd if kernels == "op" else request.getfixturevalue("triton_kernels").fwd
+    logits, labels = torch.randn(2, 20_000, device=device), torch.tensor([9500, 9999], device=device)
+    off = torch.full_like(logits, float("-inf"))
+    off[:, 9000:10_000] = logits[:, 9000:10_000]
+    losses, _, lse, _ = fwd(off, labels, None, 0.0, 1.0, 0.0, -100, 0, 20_000, False)
+    right = torch.nn.functional.cross_entropy(logits[:, 9000:10_000], labels - 9000, reduction="none")
+    torch.testing.assert_close(losses, right)
+    torch.testing.assert_close(lse, logits[:, 9000:10_000].logsumexp(dim=-1))
+
+
 @pytest.mark.parametrize("shape", [(0, 50), (0, 0), (3, 0)])
 @pytest.mark.parametrize("inplace_backward", [False, True])
 def test_empty(shape, inplace_backward, device):

@@ -63,7 +63,10 @@ def first(result):
     return result[0] if isinstance(result, tuple) else result
 
 
-@pytest.mark.parametrize("norm_cls", [nn.LayerNorm, RMSNorm])
+ZERO_CENTERED = functools.partial(RMSNorm, zero_centered_weight=True)
+
+
+@pytest.mark.parametrize("norm_cls", [nn.LayerNorm, RMSNorm, ZERO_CENTERED], ids=["layer", "rms", "zero-centred rms"])
 @pytest.mark.parametrize("first", [False, True])
 def test_prenorm(first, norm_cls, device):
     tensors = draw(1 if first else 2, device)

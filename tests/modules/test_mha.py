@@ -431,8 +431,9 @@ def test_sequences_that_differ_in_length_while_decoding(case, device):
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("flash", [False, True])
-def test_rows_of_a_larger_cache(flash, device):
+def test_rows_of_a_larger_cache(flash, lengths, device):
     case = Case(flash=flash, rotary_dim=16)
     module = case.module(device)
     x = torch.randn(4, 6, case.embed_dim, device=device)
@@ -442,12 +443,42 @@ def test_rows_of_a_larger_cache(flash, device):
         found = []
         for rows in (slice(0, 1), slice(1, 4)):
             params = InferenceParams(9, 4, batch_size_offset=rows.start, key_value_memory_dict={3: cache})
+            if lengths:
+                params.lengths_per_sample = torch.full((4,), 8, dtype=torch.int32, device=device)  # of other sequences
+                params.lengths_per_sample[rows] = 0
             out = []
             for chunk in x[rows].split((4, 1, 1), dim=1):
                 out.append(module(chunk, inference_params=params))
                 params.seqlen_offset += chunk.shape[1]
+                if lengths:
+                    params.lengths_per_sample[rows] += chunk.shape[1]
             found.append(torch.cat(out, dim=1))
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_decoding_while_autograd_is_on(flash, device):
+    module = Case(flash=flash, rotary_dim=16).module(device)
+    x = torch.randn(2, 6, module.embed_dim, device=device)
+    params = InferenceParams(max_seqlen=9, max_batch_size=2)
+    found = []
+    for chunk in x.split((4, 1, 1), dim=1):
+        found.append(module(chunk, inference_params=params))
+        params.seqlen_offset += chunk.shape[1]
+    torch.testing.assert_close(torch.cat(found, dim=1), module(x), rtol=1e-4, atol=1e-5)
+
+
+def test_several_tokens_that_see_one_another_while_decoding(device):
+    """Each is rotated by its own position, as in the whole."""
+    module = Case(causal=False, rotary_dim=16).module(device)
+    x = torch.randn(2, 7, module.embed_dim, device=device)
+    with torch.no_grad():
+        expected = module(x)[:, 4:]
+        params = InferenceParams(max_seqlen=9, max_batch_size=2)
+        module(x[:, :4], inference_params=params)
+        params.seqlen_offset = 4
+        found = module(x[:, 4:], inference_params=params)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_cache(device):
@@ -564,6 +595,7 @@ CONSTRUCTOR_ERRORS = {
     "alibi": (dict(use_alibi=True), ValueError, "use_alibi must be False without use_flash_attn, found True"),
     "window": (dict(window_size=(3, 0)), ValueError, r"window_size must be \(-1, -1\) without use_flash_attn"),
     "rotary": (dict(cross_attn=True, rotary_emb_dim=16), ValueError, "rotary_emb_dim must be 0 with cross_attn"),
+    "channels that are not there": (dict(rotary_emb_dim=18), ValueError, "rotary_emb_dim must be at most .*, 16"),
 }
 
 
@@ -593,6 +625,9 @@ ERRORS = {
     "mask of floats": ({}, dict(key_padding_mask=KEEP.float()), TypeError, "padding_mask must have dtype torch.bool"),
     "x_kv without cross": ({}, dict(x_kv=X), ValueError, "x_kv can be given only with cross_attn"),
     "x_kv, GQA": (dict(num_heads_kv=2), dict(x_kv=X), ValueError, "x_kv can be given only with cross_attn"),
+    "x_kv of another batch": (
+        dict(cross_attn=True), dict(x_kv=X[:1]), ValueError, r"x_kv must have shape \(2, \*, 64\), found \(1, 5, 64\)"),
+    "x_kv is packed": (dict(cross_attn=True), dict(x_kv=X[0]), ValueError, r"x_kv must have shape \(2, \*, 64\)"),
     "subset without cross": ({}, dict(mixer_subset=[0]), ValueError, "mixer_subset can be given only with cross_attn"),
     "cache and a mask": (
         {}, dict(inference_params=PARAMS, key_padding_mask=KEEP), ValueError, "without inference_params"),
@@ -604,6 +639,9 @@ ERRORS = {
         {}, dict(inference_params=InferenceParams(4, 2)), ValueError, "must be at most 4, as the cache, found 5"),
     "decoding without a cache": (
         FLASH, dict(inference_params=InferenceParams(9, 2, 3)), ValueError, "must hold layer_idx=0"),
+    "cache of other heads": (
+        {}, dict(inference_params=InferenceParams(9, 2, 0, 0, {0: torch.zeros(2, 9, 2, 1, 16)})), ValueError,
+        r"key_value_memory_dict\[0\] must have shape \(\*, \*, 2, 4, 16\), found \(2, 9, 2, 1, 16\)"),
     "unknown argument": ({}, dict(mask=KEEP), TypeError, "mask"),
 }  # fmt: skip
 
@@ -627,11 +665,18 @@ def test_nothing_is_written_if_there_is_no_room(device):
         assert torch.equal(cache, before)
 
 
+def test_a_group_must_be_given():
+    with pytest.raises(TypeError, match=r"process_group must be a .* group, found None"):
+        ParallelMHA(64, 4, None)
+
+
 def test_errors_of_attention_without_parameters():
     qkv = torch.zeros(2, 5, 3, 4, 16)
     for function, message in (
         (lambda: SelfAttention()(qkv[:, :, :2]), r"qkv must have shape \(\*, \*, 3, \*, \*\)"),
         (lambda: CrossAttention()(qkv[:, :, 0], qkv), r"kv must have shape \(\*, \*, 2, \*, \*\)"),
+        (lambda: CrossAttention()(qkv[:1, :, 0], qkv[:, :, :2]), r"q must have shape \(2, \*, \*, 16\)"),
+        (lambda: CrossAttention()(qkv[:, :, 0, :3], qkv[:, :, :2]), "kv's number of heads must be a divisor of q's, 3"),
         (lambda: FlashSelfAttention()(qkv[:, :, :2]), r"qkv.shape\[-3\] must be 3"),
         (lambda: get_alibi_slopes(0), "nheads must be positive, found 0"),
     ):

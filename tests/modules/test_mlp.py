@@ -47,6 +47,12 @@ def test_gated_mlp(bias, activation, device):
     torch.testing.assert_close(with_gradients(module, x), with_gradients(plain, x))
 
 
+def test_float64(device):
+    module = GatedMlp(6, 4, activation=F.silu, multiple_of=4, device=device, dtype=torch.float64)
+    x = torch.randn(3, 6, device=device, dtype=torch.float64, requires_grad=True)
+    torch.autograd.gradcheck(module, x)
+
+
 def test_sizes():
     def shapes(module):
         return {name: tuple(value.shape) for name, value in module.state_dict().items()}

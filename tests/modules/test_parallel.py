@@ -297,6 +297,19 @@ def check_all(group):
     check_blocks(group)
 
 
+def check_halves(group):
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    half = halves[dist.get_rank(group) // 2]
+    check_attention(half)
+    check_embeddings(half)
+    check_blocks(half)
+
+
+def test_groups_of_a_part_of_the_processes():
+    """Whose ranks are not those among all processes."""
+    over_processes(4, check_halves)
+
+
 @pytest.mark.parametrize("processes", BACKENDS)
 def test_divided_modules(processes):
     run_in(processes, check_all)

@@ -50,7 +50,7 @@ class Case:
     is_rms_norm: bool = False
     zero_centered_weight: bool = False
     out_dtype: str = ""
-    layout: str = "contiguous"  # or "strided" rows, "transposed" rows, "columns" that lie apart
+    layout: str = "contiguous"  # or "shifted" by an element, "strided" or "transposed" rows, "columns" that lie apart
     offset: float = 0.0  # added to x0
 
     def __str__(self):
@@ -109,6 +109,8 @@ class Case:
         return dict(zip(INPUTS, tensors)), options
 
     def _laid_out(self, x):
+        if self.layout == "shifted":
+            return torch.cat([x.new_full((1,), float("nan")), x.flatten()])[1:].view(x.shape)
         if self.layout == "strided":
             return torch.cat([x, torch.full_like(x, float("nan"))], dim=-1)[..., : self.cols]
         if self.layout == "transposed":
@@ -204,7 +206,11 @@ EDGES = [
     Case(shape=(300,), cols=64, residual="bf16", dropout_p=0.3),
     Case(shape=(33,), cols=1001, residual="fp16", dtype="fp16"),
     Case(shape=(35,), cols=33, residual="bf16", dropout_p=0.2),
+    Case(shape=(300,), cols=33, residual="fp32", dropout_p=0.2),
+    Case(shape=(150,), cols=1001, residual="bf16", dropout_p=0.1),
+    Case(shape=(140,), cols=1003, dtype="fp32", residual="fp32", x1="fp32", weight1=True, colscale=True),
     *(Case(shape=(17,), cols=cols, residual="bf16", layout="strided") for cols in (257, 262, 519)),
+    *(Case(shape=(17,), cols=cols, residual="fp32", layout="shifted", dropout_p=0.2) for cols in (256, 1021)),
     Case(shape=(17,), cols=4095, residual="fp32", dropout_p=0.1, weight="bf16"),
     Case(shape=(17,), cols=4091, residual="fp32", weight="fp16", dtype="fp16", is_rms_norm=True),
     Case(shape=(9,), cols=1023, residual="bf16", x1="fp32", colscale=True, dropout_p=0.2, weight1=True),
@@ -217,6 +223,8 @@ EDGES = [
     Case(shape=(300,), cols=16_384, residual="bf16"),
     Case(shape=(3,), cols=16_384, residual="fp32", dropout_p=0.2, is_rms_norm=True, bias=False),
     Case(shape=(70,), cols=8195, residual="bf16", rowscale=True, layout="strided"),
+    Case(shape=(140,), cols=16_381, residual="bf16"),
+    Case(shape=(5,), cols=20_003, residual="fp32", is_rms_norm=True, bias=False),
     Case(shape=(3,), cols=65_536, residual="bf16"),
     Case(shape=(2,), cols=20_000, residual="bf16", x1="bf16", weight1=True, dropout_p=0.5),
     Case(shape=(2,), cols=40_004, dtype="fp32", is_rms_norm=True),
@@ -312,7 +320,7 @@ def test_no_rows(shape, dropout_p, device):
 # Dropout.
 
 
-@pytest.mark.parametrize("kernels, cols", [*(("op", n) for n in (8, 100, 2048, 20_000)), ("triton", 100)])
+@pytest.mark.parametrize("kernels, cols", [*(("op", n) for n in (8, 33, 100, 2048, 4095, 20_000)), ("triton", 100)])
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5])
 def test_masks(cols, dropout_p, kernels, device, monkeypatch, request):
     """They are functions of the random state alone."""
@@ -425,11 +433,14 @@ def test_plain_functions(device):
     torch.testing.assert_close(rms_norm.rms_norm(x, weight, 1e-5), functional.rms_norm(x, (64,), weight, 1e-5))
 
 
-def test_subsets_of_sequences(device):
-    """Entries of sequences: shapes with and without a mask, and zeros where nothing goes."""
+@pytest.mark.parametrize("kernels", ["op", "triton"])
+def test_subsets_of_sequences(kernels, device, request):
+    """Entries of sequences: shapes with and without a mask, and zeros where nothing goes, also by numbers of no row."""
+    if kernels == "triton":
+        request.getfixturevalue("with_triton")
     x0, residual = torch.randn(2, 3, 64, device=device, requires_grad=True), torch.randn(4, 3, 64, device=device)
-    x0_subset = torch.tensor([[1, 2, 3], [0, 0, 0], [4, 5, 0], [0, 0, 0]], dtype=torch.int32, device=device)
-    out_subset = torch.tensor([[1, 2, 3], [4, 5, 6], [0, 0, 0], [0, 0, 0]], dtype=torch.int32, device=device)
+    x0_subset = torch.tensor([[1, 2, 3], [0, 7, -1], [4, 5, 0], [0, 0, 0]], dtype=torch.int32, device=device)
+    out_subset = torch.tensor([[1, 2, 3], [4, 5, 6], [0, 10, -1], [0, 0, 0]], dtype=torch.int32, device=device)
     for p, with_mask in itertools.product((0.0, 0.5), (False, True)):
         out, h, *mask = layer_norm.dropout_add_layer_norm_subset(
             x0, residual, W.to(device), None, p, 1e-5, None, x0_subset, out_subset, 1.5, 9, True,
@@ -1104,7 +1115,7 @@ def test_kernel_refuses_what_does_not_fit(device):
 
 
 @pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
-@pytest.mark.parametrize("vec, vecs, splits_warps", list(itertools.product((4, 8), (1, 2), (False, True))))
+@pytest.mark.parametrize("vec, vecs, splits_warps", list(itertools.product((4, 8), (1, 2, 4), (False, True))))
 def test_shapes_of_blocks(vec, vecs, splits_warps):
     host = native.library(pathlib.Path(__file__).parents[1] / "host_probe.cpp", native.HOST)
     found = torch.zeros(3, dtype=torch.int64)

@@ -45,13 +45,15 @@ def test_empty_grid_launches_nothing(probe, grid):
 
 def test_launch_that_fails_raises(probe):
     """A block of 2048 threads is more than any GPU has; without a GPU there is another error, in the same place."""
-    text = probe.text("count_threads", 1, 1, 1, 2048, 0, 0)
-    assert text.startswith("cudaLaunchKernelEx failed at ")
-    assert "launch.h:" in text
+    text = probe.text("count_threads", 1, 2, 3, 2048, 16, 0)
+    assert text.startswith("cudaLaunchKernelEx in ") and "launch.h:" in text and "cudaError" in text
+    assert "count_kernel" in text
+    assert "grid of 1 x 2 x 3 blocks of 2048 x 1 x 1 threads, 16 bytes of shared memory and clusters of 1 " in text
 
 
 def test_too_much_shared_memory_raises(probe):
-    assert "launch.h:" in probe.text("count_threads", 1, 1, 1, 32, 1 << 20, 0)
+    text = probe.text("count_threads", 1, 1, 1, 32, 1 << 20, 0)
+    assert "launch.h:" in text and "count_kernel" in text and f" {1 << 20} bytes of shared memory" in text
 
 
 @cuda

@@ -102,6 +102,9 @@ def check_memory_of_all_reduce(group):
         torch.testing.assert_close(out.detach(), total)
         assert torch.equal(kept, before)
         assert torch.equal(*torch.autograd.grad(out.sum(), leaf), torch.ones_like(leaf))
+    strided = torch.stack([x, x], dim=1)[:, 0]
+    torch.testing.assert_close(all_reduce(strided, group), total)
+    assert torch.equal(strided, x)
 
 
 def check_second_derivative(group):
@@ -184,6 +187,16 @@ def test_two_processes(backend):
 @pytest.mark.parametrize("world", [1, 4])
 def test_one_and_four_processes(world):
     over_processes(world, check_all)
+
+
+def check_halves(group):
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    check_all(halves[dist.get_rank(group) // 2])
+
+
+def test_groups_of_a_part_of_the_processes():
+    """Whose ranks are not those among all processes."""
+    over_processes(4, check_halves)
 
 
 def test_compiled():

@@ -137,6 +137,13 @@ def test_filters(shape, device):
         assert torch.equal(found, logits)
 
 
+def test_the_likeliest_stays_however_small_top_p_is(device):
+    logits = torch.randn(4, 50, device=device)
+    expected = logits.argmax(dim=-1)
+    generation.modify_logits_for_top_p_filtering(logits, 1e-9)
+    assert torch.equal(logits.isfinite().nonzero()[:, 1], expected)
+
+
 def test_equal_logits_all_stay():
     logits = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
     modify_logits_for_top_k_filtering(logits, 2)
@@ -531,6 +538,10 @@ ERRORS = {
     "top_k": (dict(top_k=-1), ValueError, "top_k must be at least 0, found -1"),
     "temperature": (dict(temperature=0.0), ValueError, "temperature must be positive, found 0.0"),
     "penalty": (dict(repetition_penalty=0.0), ValueError, "repetition_penalty must be positive, found 0.0"),
+    "several ends": (dict(eos_token_id=[1, 2]), TypeError, "eos_token_id must be an integer or None, found list"),
+    "vocabulary": (dict(vocab_size=-3), ValueError, "vocab_size must be positive, found -3"),
+    "teacher of one row": (dict(teacher_outputs=IDS[:1]), ValueError, r"teacher_outputs must have shape \(2, \*\)"),
+    "teacher of floats": (dict(teacher_outputs=IDS.float()), TypeError, "teacher_outputs must have dtype torch.int32"),
     "graphs on the CPU": (dict(cg=True), ValueError, "the model's device must be a GPU for CUDA graphs, found cpu"),
 }
 

@@ -44,6 +44,20 @@ def test_folder(of, kind, tmp_path, device):
         assert {tensor.device.type for tensor in found.values()} == {device.type}
 
 
+def test_what_is_no_float_is_not_cast(tmp_path):
+    positions = torch.arange(300)
+    torch.save({"positions": positions, "weight": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    found = state_dict_from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert_same(found, {"positions": positions, "weight": torch.ones(2, dtype=torch.bfloat16)})
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["model.safetensors", "pytorch_model.bin"])
+def test_number_of_a_device(kind, tmp_path):
+    write(tmp_path, kind)
+    assert state_dict_from_pretrained(tmp_path, device=0)["a"].device == torch.device("cuda", 0)
+
+
 def test_safetensors_come_first(tmp_path):
     other = {"a": torch.zeros(1)}
     for kind in reversed(KINDS):

@@ -1,11 +1,12 @@
 """`apply_rotary`, the rotation without autograd that other projects build their own autograd functions on.
 
-It runs the same op as `flash_attn.layers.rotary`: the library's own kernel on a GPU, plain torch elsewhere.
+It runs the same op as `flash_attn.layers.rotary`: the library's own kernel on a GPU, Triton's `rotary_kernel` where
+the library is not built, plain torch elsewhere.
 """
 
 import torch
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, triton
 from flash_attn._ops import rotary as ops
 
 
@@ -50,3 +51,9 @@ def apply_rotary(
         ops.writable("x", x)
         ops.rotary_(*arguments, bool(interleaved), bool(conjugate))
     return x
+
+
+def __getattr__(name):
+    if name == "rotary_kernel":
+        return triton.find("rotary", name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,69 @@
+"""The benchmarks themselves: their cases, and the rows and plots that come of them. Nothing is timed in earnest."""
+
+import csv
+import importlib
+import pathlib
+import sys
+
+import pytest
+
+from benchmarks import harness, kernels, plot
+
+FAMILIES = sorted(path.stem for path in pathlib.Path(harness.__file__).parent.glob("benchmark_*.py"))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_case_has_a_name_of_its_own(family, device):
+    names = [str(case) for case in importlib.import_module(f"benchmarks.{family}").cases(device)]
+    assert names
+    assert len(names) == len(set(names))
+
+
+def a_case(device):
+    def fails():
+        raise NotImplementedError("of no use here")
+
+    yield harness.Case("op", "case", "fp32", lambda: {"slow": lambda: sum(range(2000)), "broken": fails}, bytes=8)
+
+
+@pytest.mark.parametrize("chosen", ["*", "op/case/*"])
+def test_rows_and_plot_of_a_case(chosen, tmp_path, monkeypatch, capsys):
+    """A provider that fails is reported and left out."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(
+        sys, "argv", ["", chosen, "--device=cpu", "--seconds=0", f"--csv={tmp_path / 'x.csv'}", "--plot"]
+    )
+    harness.main("what", "family", a_case, baseline="slow")
+    with (tmp_path / "x.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["op"], row["case"], row["provider"], row["ratio"], row["of"]) == ("op", "case", "slow", "1", "copy")
+    assert float(row["ms"]) > 0
+    assert (tmp_path / "x.png").stat().st_size > 0
+    assert "no broken: NotImplementedError: of no use here" in capsys.readouterr().err
+
+
+def test_a_pattern_that_matches_nothing(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["", "nothing", "--device=cpu"])
+    with pytest.raises(SystemExit, match="no case matches 'nothing'; there are: op/case/fp32"):
+        harness.main("what", "family", a_case, baseline="slow")
+
+
+def test_the_last_row_of_the_device_with_most_counts(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("op,case,dtype,provider,ms,device\na,b,c,d,1,gpu\na,b,c,d,2,gpu\na,b,c,d,3,cpu\na,x,c,d,4,gpu\n")
+    assert [(row.case, row.ms) for row in plot.read(path)] == [("b", 2), ("x", 4)]
+    assert [(row.case, row.ms) for row in plot.read(path, "a/x/*")] == [("x", 4)]
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("void flash::fwd_kernel<flash::Config<(int)8, true> >(flash::Params)", "flash::fwd_kernel"),
+        ("void at::native::(anonymous namespace)::norm_kernel<float>(int)", "at::native::norm_kernel"),
+        ("nvjet_tst_128x8_64x12_4x1_v_bz_TNN", "nvjet_tst_128x8_64x12_4x1_v_bz_TNN"),
+        ("Memset (Device)", "Memset"),
+    ],
+)
+def test_short_names_of_kernels(name, short):
+    assert kernels.short_name(name) == short
