@@ -49,6 +49,13 @@ __device__ inline void copy_async(uint32_t shared, const void* global, bool vali
 // Asks for the line of an address to be brought into the L2 cache.
 __device__ inline void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
+// The same for `bytes` from an address on, both multiples of 16. Nothing before sm_90.
+__device__ inline void prefetch_bulk(const void* global, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
+#endif
+}
+
 // Closes the group of the copies that this thread has started since the last one.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 

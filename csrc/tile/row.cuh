@@ -6,7 +6,7 @@
 #include "common/dispatch.h"
 #include "common/divmod.h"
 #include "common/launch.h"
-#include "ptx/prefetch.cuh"
+#include "ptx/copy.cuh"
 #include "tile/exp_sum.cuh"
 #include "tile/reduce.cuh"
 #include "tile/vec.cuh"
