@@ -212,6 +212,8 @@ SEVERAL_BLOCKS_OF_KEYS = [
         (520, 520, dict(window=(100, 40))),
         (260, 640, dict(window=(200, 0))),
     )
+] + [  # 5 x 80 of them, more than there are multiprocessors: a thread block takes several
+    Problem(seqlen_q=300, seqlen_k=513, head_dim=head_dim, heads=40, heads_k=40, causal=True) for head_dim in (64, 128)
 ]
 
 
