@@ -6,9 +6,8 @@
 //
 // Blocks stay, a row at a time for each group of lanes, and sum the gradients of parameters in registers: a thread owns
 // the same columns of every row. Each block writes its sums as one part; finish_kernel adds the parts up, always in the
-// same order. The next rows are copied to shared memory meanwhile, where a thread reads what it has copied itself, or
-// its warp has: no barrier but that of the row's two sums. h and dout are read from there twice, before and after
-// these.
+// same order. The next rows are copied to shared memory meanwhile, where a thread reads what it has copied itself: no
+// barrier but that of the row's two sums. h and dout are read from there twice, before and after these.
 //
 // Rows that are too wide for a block are cut into tiles of columns, and a cluster takes the place of a block. If rows
 // are too wide for that too, sums_kernel finds the two sums of each row first, and then the blocks of a tile do the
@@ -26,7 +25,6 @@
 #include "ptx/copy.cuh"
 #include "ptx/sync.cuh"
 #include "tile/shared.cuh"
-#include "tile/vec.cuh"
 
 namespace flash::layer_norm {
 

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "common/dispatch.h"
 #include "common/launch.h"
 #include "layer_norm/config.h"
 #include "layer_norm/params.h"

@@ -8,7 +8,6 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "common/dispatch.h"
 #include "layer_norm/config.h"
 #include "layer_norm/params.h"
 #include "ptx/barrier.cuh"
@@ -38,7 +37,7 @@ class RowExchange {
   static constexpr int kMaxGiven = kMaxTiles * kMaxWarps;
   using Barriers = ptx::SharedBarrier[kTurns];  // of what is given, if that comes from several blocks
 
-  // `given` is shared memory for kMaxGiven each turn or, if there is one turn and one block, as many as it has warps.
+  // `given` is shared memory for as many in each turn as `blocks` blocks have warps.
   __device__ RowExchange(Given* given, Barriers& arrived, int blocks)
       : given_(given), arrived_(arrived), blocks_(blocks) {
 #if __CUDA_ARCH__ >= 900
@@ -226,13 +225,13 @@ __device__ inline float element(const Vector& vector, int64_t index) {
 // stands between the loads of several.
 template <bool kRagged, int kVec>
 __device__ void load_columns(float (&values)[kVec], const Vector& vector, int col, int cols, float otherwise) {
-  const auto load = [&](auto& values, int col) {
+  const auto load = [&](auto& values, int col, DType dtype) {
     constexpr int kSize = sizeof(values) / sizeof(float);
     const char* data = static_cast<const char*>(vector.data);
     if constexpr (kRagged) {
-      widen(values, load_shifted(data, Place<kSize>{col, cols}, vector.dtype), vector.dtype);
+      widen(values, load_shifted(data, Place<kSize>{col, cols}, dtype), dtype);
     } else {
-      widen(values, load_any<kSize>(data, col, vector.dtype), vector.dtype);
+      widen(values, load_any<kSize>(data, col, dtype), dtype);
     }
   };
   fill(values, otherwise);
@@ -241,12 +240,12 @@ __device__ void load_columns(float (&values)[kVec], const Vector& vector, int co
 #pragma unroll
     for (int half = 0; half < kVec / 4; ++half) {
       float wide[4];
-      load(wide, col + 4 * half);
+      load(wide, col + 4 * half, DType::kFloat32);
 #pragma unroll
       for (int i = 0; i < 4; ++i) values[4 * half + i] = wide[i];
     }
   } else {
-    load(values, col);
+    load(values, col, vector.dtype);
   }
 }
 

@@ -26,7 +26,7 @@ __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The halves of it where ordinary memory need not be in order: for barriers that have been initialised, a fence was.
+// Its halves, which do not order ordinary memory: enough for barriers, which fence_barrier_init has made visible.
 __device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 

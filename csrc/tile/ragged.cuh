@@ -15,7 +15,7 @@ constexpr int kRaggedUnit = 8;
 
 constexpr int spanned_cols(int cols) { return (cols + kRaggedUnit - 1) / kRaggedUnit * kRaggedUnit; }
 
-// Which columns of a row of `cols` a vector has that begins at `col`, at least -kSize.
+// Which columns of a row of `cols` a vector has that begins at `col`, more than -kRaggedUnit.
 template <int kSize>
 struct Place {
   int col, cols;
@@ -53,12 +53,13 @@ __device__ AnyVec<kSize> merged(const AnyVec<kSize>& at_start, const AnyVec<kSiz
   return vec;
 }
 
-// Loads a vector that has a column; elements that there are not are anything. An aligned access may go past the ends of
-// the row, but is of a word of memory that holds a part of it.
+// Loads a vector; elements that there are not are anything. An aligned access may go past the ends of the row, but is
+// of a word of memory that holds a part of it.
 template <int kSize>
 __device__ AnyVec<kSize> load_ragged(const char* row, const Place<kSize>& place, DType dtype) {
   if (is_aligned(row, place, dtype)) {
-    AnyVec<kSize> vec = load_any<kSize>(row, place.col, dtype);
+    AnyVec<kSize> vec{};
+    if (place.col > -kSize) vec = load_any<kSize>(row, place.col, dtype);
     if (place.col < 0) {
       AnyVec<kSize> at_end{};
       if (place.column(0) < place.cols) at_end = load_any<kSize>(row, place.column(0), dtype);
@@ -69,9 +70,12 @@ __device__ AnyVec<kSize> load_ragged(const char* row, const Place<kSize>& place,
   AnyVec<kSize> vec{};
 #pragma unroll
   for (int i = 0; i < kSize; ++i) {
-    const int half = dtype == DType::kFloat32 ? 0 : i % 2;
-    uint32_t& word = vec.words[(dtype == DType::kFloat32 ? i : i / 2) % vec.kWords];
-    if (place.has(i)) word |= load_any<1>(row, place.column(i), dtype).words[0] << 16 * half;
+    const uint32_t bits = place.has(i) ? load_any<1>(row, place.column(i), dtype).words[0] : 0;
+    if (dtype == DType::kFloat32) {
+      vec.words[i % vec.kWords] |= bits;
+    } else {
+      vec.words[i / 2] |= bits << 16 * (i % 2);
+    }
   }
   return vec;
 }

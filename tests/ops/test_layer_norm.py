@@ -133,7 +133,7 @@ def norm(case, inputs, options, **more):
 
 def results_and_gradients(function, inputs, incoming=None):
     """[out, (out1,) h] of `function(inputs)` and the gradients of the inputs that are there; incoming as returned."""
-    leaves = {name: None if x is None else x.detach().clone().requires_grad_() for name, x in inputs.items()}
+    leaves = {name: None if x is None else x.detach().requires_grad_() for name, x in inputs.items()}
     results = function(leaves)
     if incoming is None:
         incoming = [torch.randn_like(x) for x in results]
