@@ -37,7 +37,7 @@ class RowExchange {
   static constexpr int kMaxGiven = kMaxTiles * kMaxWarps;
   using Barriers = ptx::SharedBarrier[kTurns];  // of what is given, if that comes from several blocks
 
-  // `given` is shared memory for as many in each turn as `blocks` blocks have warps.
+  // `given` is shared memory for kMaxGiven each turn; in the last, kMaxWarps for each block are enough.
   __device__ RowExchange(Given* given, Barriers& arrived, int blocks)
       : given_(given), arrived_(arrived), blocks_(blocks) {
 #if __CUDA_ARCH__ >= 900
