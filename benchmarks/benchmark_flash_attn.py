@@ -131,11 +131,13 @@ def portable(function, device):
 
 
 def portably(function):
+    before = os.environ.get("FLASH_ATTN_PORTABLE")
     os.environ["FLASH_ATTN_PORTABLE"] = "1"
     try:
         return function()
     finally:
-        del os.environ["FLASH_ATTN_PORTABLE"]
+        if before is None:
+            del os.environ["FLASH_ATTN_PORTABLE"]
 
 
 def backward(shape, dtype, device, causal):

@@ -83,7 +83,7 @@ def main():
         rows = build(pathlib.Path(folder))
     columns = list(dict.fromkeys(column for row in rows for column in row))
     with args.csv.open("w", newline="") as file:
-        writer = csv.DictWriter(file, columns)
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
     print(

@@ -186,8 +186,11 @@ def _parse(description, family):
         "--csv", type=pathlib.Path, default=ROWS / f"{family}.csv", help="rows are appended here (default: %(default)s)"
     )
     parser.add_argument("--plot", action="store_true", help="also draw a PNG beside the CSV file")
-    parser.add_argument("--kernels", action="store_true", help="also list what the GPU does, in a file beside it")
-    return parser.parse_args()
+    parser.add_argument("--kernels", action="store_true", help="also list what a GPU does, in a file beside it")
+    args = parser.parse_args()
+    if args.kernels and args.device != "cuda":
+        parser.error("--kernels needs a GPU")
+    return args
 
 
 def _measure(case, args, peaks, baseline):
@@ -197,7 +200,7 @@ def _measure(case, args, peaks, baseline):
     functions = {name: function for name, function in functions.items() if _runs(case, name, function)}
     times = time_ms(functions, args.device, args.seconds)
     medians = {name: statistics.median(column) for name, column in times.items()}
-    if args.kernels and args.device == "cuda":
+    if args.kernels:
         _list_kernels(case, functions, args.csv.with_name(f"{args.csv.stem}_kernels.csv"))
     return [_row(case, name, times[name], peaks, medians.get(baseline), functions[name], args.device) for name in times]
 
@@ -363,7 +366,7 @@ def _append_csv(path, rows):
     path.parent.mkdir(parents=True, exist_ok=True)
     names = [field.name for field in dataclasses.fields(Row)]
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, names)
+        writer = csv.DictWriter(file, names, lineterminator="\n")
         if file.tell() == 0:
             writer.writeheader()
         writer.writerows({name: _round(value) for name, value in dataclasses.asdict(row).items()} for row in rows)

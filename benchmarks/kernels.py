@@ -62,14 +62,14 @@ def short_name(name: str) -> str:
     name = name.replace("(anonymous namespace)::", "")
     while (shorter := re.sub(r"<[^<>]*>|\([^()]*\)", "", name)) != name:
         name = shorter
-    return name.split()[-1] if name.startswith("void ") else name.strip()
+    return name.split()[-1] if "::" in name else name.strip()
 
 
 def append_csv(path: pathlib.Path, of: dict[str, str], kernels: list[Kernel]) -> None:
     """Add a line for each kernel, which begins with the columns `of`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*of, *(field.name for field in dataclasses.fields(Kernel))])
+        writer = csv.DictWriter(file, [*of, *(field.name for field in dataclasses.fields(Kernel))], lineterminator="\n")
         if file.tell() == 0:
             writer.writeheader()
         writer.writerows(of | dataclasses.asdict(kernel) | {"us": f"{kernel.us:.4g}"} for kernel in kernels)

@@ -18,7 +18,10 @@ import types
 def read(path: pathlib.Path, pattern: str = "*", providers: list[str] | None = None) -> list[types.SimpleNamespace]:
     """The rows of a CSV file that match, of one device, the last of each case and provider, in the file's order."""
     with path.open(newline="") as file:
-        rows = [types.SimpleNamespace(**{k: _value(v) for k, v in fields.items()}) for fields in csv.DictReader(file)]
+        reader = csv.DictReader(file)
+        if "op" not in reader.fieldnames:
+            raise SystemExit(f"{path} does not hold the rows of a benchmark")
+        rows = [types.SimpleNamespace(**{k: _value(v) for k, v in fields.items()}) for fields in reader]
     rows = [row for row in rows if fnmatch.fnmatch(f"{row.op}/{row.case}/{row.dtype}", pattern)]
     rows = [row for row in rows if providers is None or row.provider in providers]
     devices = collections.Counter(row.device for row in rows).most_common(1)
@@ -53,12 +56,15 @@ def draw(path: pathlib.Path, rows: list) -> pathlib.Path:
 def _draw_op(axis, op, rows):
     cases = list(dict.fromkeys(f"{row.case} {row.dtype}" for row in rows))
     providers = list(dict.fromkeys(row.provider for row in rows))
-    rate, unit = ("tflops", "TFLOP/s") if any(row.of == "matmul" for row in rows) else ("gbps", "GB/s")
+    rate, unit = "ms", "ms"
+    for column, its_unit, peak in (("tflops", "TFLOP/s", "matmul"), ("gbps", "GB/s", "copy")):
+        if any(row.of == peak for row in rows):
+            rate, unit = column, its_unit
     for number, provider in enumerate(providers):
         heights = {f"{row.case} {row.dtype}": getattr(row, rate) or 0 for row in rows if row.provider == provider}
         places = [cases.index(case) + (number - (len(providers) - 1) / 2) * 0.8 / len(providers) for case in heights]
         bars = axis.bar(places, heights.values(), 0.8 / len(providers), label=provider)
-        axis.bar_label(bars, fmt="%.0f", fontsize=7)
+        axis.bar_label(bars, fmt="%.3g", fontsize=7)
     axis.set(title=op, ylabel=unit, xticks=range(len(cases)))
     axis.set_xticklabels(cases, fontsize=8, rotation=30, ha="right", rotation_mode="anchor")
     axis.legend(fontsize=8)
@@ -73,7 +79,7 @@ def main():
     args = parser.parse_args()
     rows = read(args.csv, args.cases, args.providers)
     if not rows:
-        raise SystemExit(f"{args.csv} has no row that matches {args.cases!r}")
+        raise SystemExit(f"{args.csv} has no row of {args.providers or 'any provider'} that matches {args.cases!r}")
     print("plot:", draw(args.out or args.csv.with_suffix(".png"), rows))
 
 

@@ -72,7 +72,7 @@ def devices() -> list[str]:
 
 def backends() -> list[str]:
     """A line for each op: whether a kernel or the reference serves it here, and why."""
-    return [f"{name:<16}{backend(name)}" for name in op_names()]
+    return [f"{name:<20}{backend(name)}" for name in op_names()]
 
 
 def backend(name: str) -> str:

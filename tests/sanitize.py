@@ -161,7 +161,7 @@ def main():
         rows.append(row)
         is_new = not args.csv.exists()
         with args.csv.open("a", newline="") as file:
-            writer = csv.DictWriter(file, row)
+            writer = csv.DictWriter(file, row, lineterminator="\n")
             if is_new:
                 writer.writeheader()
             writer.writerow(row)

@@ -61,6 +61,7 @@ def test_the_last_row_of_the_device_with_most_counts(tmp_path):
     [
         ("void flash::fwd_kernel<flash::Config<(int)8, true> >(flash::Params)", "flash::fwd_kernel"),
         ("void at::native::(anonymous namespace)::norm_kernel<float>(int)", "at::native::norm_kernel"),
+        ("std::enable_if<!(false), void>::type internal::gemvx::kernel<int, 3>(float)", "internal::gemvx::kernel"),
         ("nvjet_tst_128x8_64x12_4x1_v_bz_TNN", "nvjet_tst_128x8_64x12_4x1_v_bz_TNN"),
         ("Memset (Device)", "Memset"),
     ],

@@ -58,7 +58,7 @@ struct BwdSm90Config {
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // of dQ, 64 x 64 each; or else they are channels
   static constexpr bool kStaggered = kTile.staggered;
-  static constexpr bool kAwaitsTurns = !kStaggered;  // by a warp of its own, for which else registers lack
+  static constexpr bool kAwaitsTurns = !kStaggered;  // by a warp of its own; with 128 rows that was slower
   static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures != Features::kPlain);
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);

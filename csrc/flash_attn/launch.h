@@ -7,8 +7,7 @@
 
 namespace flash::flash_attn {
 
-// Whether fwd has kernels of sm_90 for a device. The environment variable FLASH_ATTN_PORTABLE keeps it from them, for
-// tests.
+// Whether a device has kernels of sm_90. The environment variable FLASH_ATTN_PORTABLE keeps calls from them.
 bool has_sm90(int device);
 
 // On the current device. p has a plan (config.h) and the scratch that it asks for.

@@ -1,9 +1,8 @@
 // A ring of stages in shared memory between warps that fill them and warps that read them (sm_90). Both sides walk the
 // ring with a cursor of their own:
 //
-//   ring.wait_empty(cursor); load_async(tiles[cursor.stage], .., ring.announce(cursor)); cursor.advance();   //
-//   producer ring.wait_full(cursor); .. read tiles[cursor.stage] ..; ring.release(cursor); cursor.advance(); //
-//   consumer
+//   producer: ring.wait_empty(at); load_async(tiles[at.stage], .., ring.announce(at)); at.advance();
+//   consumer: ring.wait_full(at); .. read tiles[at.stage] ..; ring.release(at); at.advance();
 #pragma once
 
 #include <cstdint>

@@ -170,7 +170,7 @@ class CrossAttention(nn.Module):
         """
         k, v = _unpacked("kv", kv, 2)
         checks.tensor("q", q, shape=(kv.shape[0], None, None, kv.shape[-1]), device=kv.device)
-        fits = q.shape[2] % max(kv.shape[3], 1) == 0
+        fits = q.shape[2] == 0 if kv.shape[3] == 0 else q.shape[2] % kv.shape[3] == 0
         checks.number("kv's number of heads", kv.shape[3], fits, "a divisor of q's, {}", q.shape[2])
         lengths = None if key_padding_mask is None else key_padding_mask.sum(-1)[:, None, None]
         return self._attend(q, k, v, causal, key_padding_mask, lengths)
@@ -294,6 +294,7 @@ class _MultiHeadAttention(nn.Module):
         self.num_heads_kv_per_rank = get_dim_for_local_rank(num_heads_kv, world_size, rank)
         self.causal = causal
         self.layer_idx = layer_idx
+        checks.integer("rotary_emb_dim", rotary_emb_dim)
         fits = rotary_emb_dim <= self.head_dim
         checks.number("rotary_emb_dim", rotary_emb_dim, fits, "at most embed_dim / num_heads, {}", self.head_dim)
         self.rotary_emb_dim = rotary_emb_dim
