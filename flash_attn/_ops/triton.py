@@ -8,6 +8,17 @@ def find(family: str, name: str):
     return getattr(importlib.import_module(f"flash_attn._triton.{family}"), name)
 
 
+def names(module: str, family: str, *known: str):
+    """The `__getattr__` of a module that has `known` names of `flash_attn._triton.<family>`, without its import."""
+
+    def getattr_of_module(name):
+        if name in known:
+            return find(family, name)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+
+    return getattr_of_module
+
+
 def launch(family: str, name: str):
     """The function `name` of `flash_attn._triton.<family>`."""
 

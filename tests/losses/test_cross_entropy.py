@@ -706,3 +706,12 @@ def test_kernel_refuses_what_does_not_fit(device):
                 op.default(*(dict(dlosses=lse) | good | changes).values())
     with pytest.raises(RuntimeError, match="logits must have adjacent columns"):
         ops.bwd_.default(lse, *(good | dict(logits=logits.t().contiguous().t())).values())
+
+
+def test_names_of_the_triton_kernels():
+    pytest.importorskip("triton", reason="triton is not installed")
+    from flash_attn.ops.triton.cross_entropy import cross_entropy_bwd_kernel, cross_entropy_fwd_kernel
+
+    assert cross_entropy_fwd_kernel is not cross_entropy_bwd_kernel
+    with pytest.raises(ImportError, match="cannot import name 'cross_entropy_kernel'"):
+        from flash_attn.ops.triton.cross_entropy import cross_entropy_kernel  # noqa: F401

@@ -6,6 +6,7 @@ that library is not built, plain torch elsewhere.
 
 import torch
 
+from flash_attn._ops import triton
 from flash_attn._ops import xentropy as ops
 
 
@@ -61,3 +62,6 @@ class CrossEntropyLoss:
     """`CrossEntropyLoss.apply` is `cross_entropy_loss`."""
 
     apply = staticmethod(cross_entropy_loss)
+
+
+__getattr__ = triton.names(__name__, "xentropy", "cross_entropy_fwd_kernel", "cross_entropy_bwd_kernel")

@@ -43,10 +43,5 @@ def _device_function(activation, suffix):
     return triton.find("activations", Activation(activation).value + suffix)
 
 
-def __getattr__(name):
-    if name in _DEVICE_FUNCTIONS:
-        return triton.find("activations", name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-_DEVICE_FUNCTIONS = {"tanh", "cosh", *(each.value + suffix for each in Activation for suffix in ("", "_grad"))}
+_DEVICE_FUNCTIONS = ("tanh", "cosh", *(each.value + suffix for each in Activation for suffix in ("", "_grad")))
+__getattr__ = triton.names(__name__, "activations", *_DEVICE_FUNCTIONS)

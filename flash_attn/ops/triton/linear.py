@@ -85,7 +85,4 @@ def get_configs_io_bound():
     return triton.find("linear_act", "get_configs_io_bound")()
 
 
-def __getattr__(name):
-    if name in ("kernel_fwd", "kernel_bwd"):
-        return triton.find("linear_act", name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = triton.names(__name__, "linear_act", "kernel_fwd", "kernel_bwd")

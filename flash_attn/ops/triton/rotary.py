@@ -53,7 +53,4 @@ def apply_rotary(
     return x
 
 
-def __getattr__(name):
-    if name == "rotary_kernel":
-        return triton.find("rotary", name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = triton.names(__name__, "rotary", "rotary_kernel")
