@@ -101,7 +101,8 @@ def test_architectures(tmp_path):
 def test_architectures_of_the_built_library(run):
     if _library.library_path() is None:
         pytest.skip("this installation has no kernel library")
-    assert {"sm_80", "sm_90a"} <= set(report.architectures(_library.library_path()))
+    found = report.architectures(_library.library_path())
+    assert {"sm_80", "sm_90a"} & set(found), found  # or both: whoever builds for some GPUs alone has one
 
 
 def test_help_explains_itself():
