@@ -23,7 +23,7 @@ def state_dict_from_pretrained(model_name, device=None, dtype=None):
     Arguments:
         model_name: a folder, as str or Path, or else a name on the hub, which takes the package huggingface_hub.
         device: of the tensors, as torch takes it; by default, of those in the file.
-        dtype: of floating-point tensors; by default, of those in the file. They are cast before they are moved.
+        dtype: of floating-point tensors; by default, of those in the file.
 
     Of the files model.safetensors and pytorch_model.bin and their indices of shards, the first that is found is read.
     Safetensors take the package safetensors; others are read with weights_only.
@@ -74,7 +74,7 @@ def _on_hub(model_name):
 
 
 def _load(path, device, dtype):
-    # Without a cast there is nothing to do on the CPU.
+    # What a cast makes smaller is cast before it is moved.
     first = "cpu" if dtype not in (None, torch.float32) or device is None else device
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
