@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable
 
 import torch
 
-from benchmarks.kernels import append_csv, kernels_of
+from benchmarks.kernels import kernels_of
 from benchmarks.plot import draw
 
 ROWS = pathlib.Path("build/benchmarks")  # results/ beside this file holds the rows that are committed
@@ -163,7 +163,7 @@ def main(description: str, family: str, cases: Callable[[str], Iterable[Case]], 
         for number, case in enumerate(chosen):
             progress.show(number, str(case))
             measured = _measure(case, args, peaks, baseline)
-            _append_csv(args.csv, measured)
+            _append_csv(args.csv, [dataclasses.asdict(row) for row in measured])
             rows += measured
         progress.show(len(chosen), "done")
     except KeyboardInterrupt:
@@ -209,7 +209,7 @@ def _list_kernels(case, functions, path):
     buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     for provider, function in functions.items():
         of = {"op": case.op, "case": case.name, "dtype": case.dtype, "provider": provider} | _environment("cuda")
-        append_csv(path, of, kernels_of(function, buffer.zero_))
+        _append_csv(path, [of | dataclasses.asdict(kernel) for kernel in kernels_of(function, buffer.zero_)])
 
 
 def _runs(case, name, function):
@@ -363,13 +363,14 @@ def _cell(value, spec):
 
 
 def _append_csv(path, rows):
+    if not rows:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = [field.name for field in dataclasses.fields(Row)]
     with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, names, lineterminator="\n")
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         if file.tell() == 0:
             writer.writeheader()
-        writer.writerows({name: _round(value) for name, value in dataclasses.asdict(row).items()} for row in rows)
+        writer.writerows({name: _round(value) for name, value in row.items()} for row in rows)
 
 
 def _round(value):

@@ -9,9 +9,7 @@ us      for all of them, in the median call. The L2 cache is as cold as for the 
 """
 
 import collections
-import csv
 import dataclasses
-import pathlib
 import re
 import statistics
 from collections.abc import Callable
@@ -43,7 +41,7 @@ def kernels_of(function: Callable[[], object], flush: Callable[[], object]) -> l
         durations = collections.defaultdict(list)
         for event in profiler.events():
             if event.device_type == torch.autograd.DeviceType.CUDA:
-                durations[short_name(event.name)].append(event.device_time)
+                durations[short_name(event.name)].append(event.time_range.elapsed_us())
         for name, times in durations.items():
             found[name].append((sum(times), len(times)))
     kernels = [
@@ -63,13 +61,3 @@ def short_name(name: str) -> str:
     while (shorter := re.sub(r"<[^<>]*>|\([^()]*\)", "", name)) != name:
         name = shorter
     return name.split()[-1] if "::" in name else name.strip()
-
-
-def append_csv(path: pathlib.Path, of: dict[str, str], kernels: list[Kernel]) -> None:
-    """Add a line for each kernel, which begins with the columns `of`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*of, *(field.name for field in dataclasses.fields(Kernel))], lineterminator="\n")
-        if file.tell() == 0:
-            writer.writeheader()
-        writer.writerows(of | dataclasses.asdict(kernel) | {"us": f"{kernel.us:.4g}"} for kernel in kernels)

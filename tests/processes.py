@@ -29,3 +29,10 @@ def _run(rank, file, world, backend, target, args):
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def half_of(group):
+    """The group of the first half of the processes, or of the second, whichever has this one."""
+    ranks = torch.arange(dist.get_world_size(group)).chunk(2)
+    halves = [dist.new_group(half.tolist()) for half in ranks]
+    return halves[dist.get_rank(group) // len(ranks[0])]

@@ -6,6 +6,7 @@ import pathlib
 import sys
 
 import pytest
+import torch
 
 from benchmarks import harness, kernels, plot
 
@@ -68,3 +69,10 @@ def test_the_last_row_of_the_device_with_most_counts(tmp_path):
 )
 def test_short_names_of_kernels(name, short):
     assert kernels.short_name(name) == short
+
+
+@pytest.mark.cuda
+def test_kernels_of_a_call(device):
+    x = torch.ones(2**20, device=device)
+    (kernel,) = kernels.kernels_of(lambda: (x + 1) + 1, flush=lambda: None)
+    assert kernel.count == 2 and kernel.us > 0

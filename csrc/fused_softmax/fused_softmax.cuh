@@ -141,7 +141,7 @@ struct Body {
   }
 };
 
-// Changes the bits that are set in `signs` in each word; replaces the scores whose byte is not 0 by -inf.
+// Changes the bits that are set in `signs` in each word.
 template <typename T, int kWidth, int kLoads>
 __device__ void flip(Packed<T, kWidth> (&scores)[kLoads], uint32_t signs) {
   if (signs == 0) return;
@@ -152,6 +152,7 @@ __device__ void flip(Packed<T, kWidth> (&scores)[kLoads], uint32_t signs) {
   }
 }
 
+// Replaces the scores whose byte is not 0 by -inf.
 template <typename T, int kWidth>
 __device__ void leave_out(Packed<T, kWidth>& scores, const Packed<uint8_t, kWidth>& bytes) {
   constexpr int kPerWord = 4 / sizeof(T);

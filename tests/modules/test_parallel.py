@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from processes import over_processes
+from processes import half_of, over_processes
 from torch import nn
 
 from flash_attn.modules.block import Block
@@ -298,8 +298,7 @@ def check_all(group):
 
 
 def check_halves(group):
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    half = halves[dist.get_rank(group) // 2]
+    half = half_of(group)
     check_attention(half)
     check_embeddings(half)
     check_blocks(half)

@@ -5,7 +5,7 @@ import inspect
 import pytest
 import torch
 import torch.distributed as dist
-from processes import over_processes
+from processes import half_of, over_processes
 
 from flash_attn.utils import distributed
 from flash_attn.utils.distributed import (
@@ -190,8 +190,7 @@ def test_one_and_four_processes(world):
 
 
 def check_halves(group):
-    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    check_all(halves[dist.get_rank(group) // 2])
+    check_all(half_of(group))
 
 
 def test_groups_of_a_part_of_the_processes():
