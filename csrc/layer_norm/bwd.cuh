@@ -42,7 +42,7 @@ struct BwdConfig : Elements<kTypes> {
   static_assert(kStages * kCopiedMatrices * kSlotBytes >= kVec * 4, "sums of a parameter take the place of the ring");
 };
 
-using SumExchange = RowExchange<float2, /*kTurns=*/2>;
+using SumExchange = RowExchange<float2, /*kTurns=*/2, /*kGroups=*/true>;
 
 // Over the threads that share a row. All threads of a block with fewer than 32 lanes take part together.
 __device__ inline void add_up_row(float (&sums)[2], SumExchange& exchange) {
@@ -214,6 +214,18 @@ __device__ void for_each_vector(const Problem& p, int first, Fn&& fn) {
   }
 }
 
+// Where the gradients of a row's branches go, and the output if it is asked for.
+template <typename Config>
+struct Targets {
+  char *dresidual, *dx0, *dx1, *out;
+
+  __device__ Targets(const BwdParams& p, const Rows<Config>& rows)
+      : dresidual(row_of(p.dresidual, Config::h(p.dresidual.dtype), rows.h)),
+        dx0(row_of(p.dx0, Config::x(p.dx0.dtype), rows.x0)),
+        dx1(row_of(p.dx1, p.dx1.dtype, rows.h)),
+        out(row_of(p.out, p.out.dtype, rows.h)) {}
+};
+
 // A row at work.
 template <typename Config>
 struct Row {
@@ -224,7 +236,7 @@ struct Row {
   Columns<Config>& columns;
   Rows<Config> rows;
   int first, stage;
-  float centre, rstd;
+  float rstd, shift;  // y = rstd h + shift
   Dropout dropout;
   uint32_t kept0[Config::kVecs] = {};  // elements of x0
 
@@ -241,7 +253,7 @@ struct Row {
     float dout[kVec];
     ring.read(y, stage, Ring<Config>::kH, j, Config::h(p.h.dtype), col);
     ring.read(dout, stage, Ring<Config>::kDout, j, Config::x(p.dout.dtype), col);
-    normalise(y, centre, rstd);
+    normalise(y, rstd, shift);
     columns.weigh(g, dout, p.problem, j, col);
     if (kAdding) columns.add_up(C::kWeight, j, dout, y);
     if constexpr (Config::kExtent == Extent::kAll) {
@@ -255,29 +267,28 @@ struct Row {
     }
   }
 
-  // The gradient of h from the sums of g and of g y over the row.
-  __device__ void total(float (&dtotal)[kVec], const float (&y)[kVec], const float (&g)[kVec], float sum_g,
-                        float sum_gy, int j, int col) const {
-    const float scale = rstd / p.problem.cols, shift = p.problem.is_rms_norm ? 0.f : sum_g * scale;
+  // The gradient of h from the means of g and of g y over the row.
+  __device__ void total(float (&dtotal)[kVec], const float (&y)[kVec], const float (&g)[kVec], float mean_g,
+                        float mean_gy, int j, int col) const {
     fill(dtotal, 0.f);
     if (p.dh.data) ring.read(dtotal, stage, Ring<Config>::kDh, j, Config::h(p.dh.dtype), col);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) dtotal[i] += g[i] * rstd - shift - y[i] * (sum_gy * scale);
+    for (int i = 0; i < kVec; ++i) dtotal[i] += rstd * (g[i] - mean_g - y[i] * mean_gy);
   }
 
   // Stores the gradients of the branches, of a column scale also the sum.
-  __device__ void store_branches(float (&dtotal)[kVec], int j, int col) const {
-    if (p.dresidual.data) store(p.dresidual, Config::h(p.dresidual.dtype), rows.h, col, dtotal);
+  __device__ void store_branches(const Targets<Config>& to, float (&dtotal)[kVec], int j, int col) const {
+    if (p.dresidual.data) store(to.dresidual, Config::h(p.dresidual.dtype), col, dtotal);
     if constexpr (Config::kExtent == Extent::kPlain) {
-      if (p.dx0.data) store(p.dx0, Config::x(p.dx0.dtype), rows.h, col, dtotal);
+      if (p.dx0.data) store(to.dx0, Config::x(p.dx0.dtype), col, dtotal);
     } else {
-      store_scaled(dtotal, j, col);
+      store_scaled(to, dtotal, j, col);
     }
   }
 
  private:
-  __device__ void store(const Matrix<>& matrix, DType dtype, int64_t row, int col, const float (&values)[kVec]) const {
-    store_row<kRagged>(row_of(matrix, dtype, row), dtype, col, p.problem.cols, values);
+  __device__ void store(char* row, DType dtype, int col, const float (&values)[kVec]) const {
+    store_row<kRagged>(row, dtype, col, p.problem.cols, values);
   }
 
   __device__ uint32_t kept(const uint8_t* mask, int64_t row, int col, int branch) const {
@@ -285,14 +296,14 @@ struct Row {
                            : load_mask<kVec>(mask, row * p.problem.cols, col, p.problem.cols);
   }
 
-  __device__ void store_scaled(float (&dtotal)[kVec], int j, int col) const {
+  __device__ void store_scaled(const Targets<Config>& to, float (&dtotal)[kVec], int j, int col) const {
     const Problem& problem = p.problem;
     float branch[kVec];
     if (p.dx1.data) {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) branch[i] = dtotal[i] * problem.keep_scale;
       drop(branch, kept(p.mask1, rows.h, col, 1));
-      store(p.dx1, p.dx1.dtype, rows.h, col, branch);
+      store(to.dx1, p.dx1.dtype, col, branch);
     }
     if (!p.dx0.data || rows.x0 < 0) return;
     multiply(dtotal, scale_of_row(problem, rows.x0));
@@ -306,64 +317,57 @@ struct Row {
         multiply(dtotal, branch);
       }
     }
-    store(p.dx0, Config::x(p.dx0.dtype), rows.x0, col, dtotal);
+    store(to.dx0, Config::x(p.dx0.dtype), col, dtotal);
   }
 };
 
-// Adds what the groups of a block have summed, and writes it as part blockIdx.y. Groups of fewer lanes than a warp add
-// up within it; then what the others have goes through the ring's memory, one parameter at a time.
+// Adds what the groups of a block have summed, and writes it as part blockIdx.y. Groups add up in pairs, through the
+// ring's memory, one parameter at a time.
 template <typename Config>
 __device__ void store_part(const BwdParams& p, Columns<Config>& columns, int first) {
-  constexpr int kVec = Config::kVec, kVecs = Config::kVecs;
-  const int lanes = blockDim.x, width = max(lanes, 32);
-  const int thread = threadIdx.y * lanes + threadIdx.x, groups = blockDim.x * blockDim.y / width;
-  float* exchange = &shared_memory<float>();
+  constexpr int kVec = Config::kVec, kVecs = Config::kVecs, kQuads = kVecs * kVec / 4;
+  const int lanes = blockDim.x, group = threadIdx.y, thread = group * lanes + threadIdx.x;
+  float4* exchange = &shared_memory<float4>();  // neighbouring threads have neighbouring places
 #pragma unroll
   for (int parameter = 0; parameter < Config::kParameters; ++parameter) {
     if (!p.dparameters[parameter].data) continue;
-    auto& sums = columns.sums[parameter];
+    auto& quads = reinterpret_cast<float (&)[kQuads][4]>(columns.sums[parameter]);
+#pragma unroll 1
+    for (int groups = blockDim.y; groups > 1; groups = ceil_div(groups, 2)) {
+      const int half = ceil_div(groups, 2);
+      __syncthreads();
+      if (group >= half && group < groups) {
 #pragma unroll
-    for (int distance = 16; distance > 0; distance /= 2) {
-      if (distance < lanes) continue;
+        for (int n = 0; n < kQuads; ++n) {
+          exchange[n * kMaxThreads + thread] = {quads[n][0], quads[n][1], quads[n][2], quads[n][3]};
+        }
+      }
+      __syncthreads();
+      if (group + half < groups) {
 #pragma unroll
-      for (int n = 0; n < kVecs * kVec; ++n) {
-        float& sum = sums[n / kVec][n % kVec];
-        sum += __shfl_xor_sync(~0u, sum, distance);
+        for (int n = 0; n < kQuads; ++n) {
+          const float4 other = exchange[n * kMaxThreads + thread + half * lanes];
+          add(quads[n], {other.x, other.y, other.z, other.w});
+        }
       }
     }
-    __syncthreads();
-    if (thread >= width) {
-#pragma unroll
-      for (int n = 0; n < kVecs * kVec; ++n) exchange[n * kMaxThreads + thread] = sums[n / kVec][n % kVec];
-    }
-    __syncthreads();
-    if (thread >= lanes) continue;
+    if (group > 0) continue;
     float* part =
         p.parts + (int64_t{blockIdx.y} * BwdParams::kParameters + parameter) * BwdParams::part_cols(p.problem.cols);
+    for_each_vector<Config>(p.problem, first, [&](int j, int col) {
 #pragma unroll
-    for (int j = 0; j < kVecs; ++j) {
-      const int col = column_of<kVec, kVecs>(j, first);
-      if (col >= last_column<Config::kRagged>(first, p.problem.cols)) continue;
-#pragma unroll
-      for (int i = 0; i < kVec; i += 4) {  // one by one, neighbours would be written in eight turns
-        float total[4];
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          total[n] = sums[j][i + n];
-          for (int group = 1; group < groups; ++group) {
-            total[n] += exchange[(j * kVec + i + n) * kMaxThreads + group * width + thread];
-          }
-        }
-        store_row<Config::kRagged>(reinterpret_cast<char*>(part), DType::kFloat32, col + i, p.problem.cols, total);
+      for (int i = 0; i < kVec; i += 4) {
+        store_row<Config::kRagged>(reinterpret_cast<char*>(part), DType::kFloat32, col + i, p.problem.cols,
+                                   quads[(j * kVec + i) / 4]);
       }
-    }
+    });
   }
 }
 
 // The column at which vectors begin in all rows of a block, from `row` on: 0 if that differs between them.
 template <typename Config>
-__device__ int first_column_of_rows(const BwdParams& p, int64_t row, int64_t apart) {
-  const bool differs = p.problem.rows > apart && apart * p.h.stride % Config::kVec != 0;
+__device__ int first_column_of_rows(const BwdParams& p, int64_t row) {
+  const bool differs = p.problem.rows > gridDim.y && gridDim.y * p.h.stride % Config::kVec != 0;
   return differs ? 0 : first_column<Config::kVec, Config::kRagged>(p.h, Config::h(p.h.dtype), row);
 }
 
@@ -374,20 +378,21 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
   __shared__ SumExchange::Barriers arrived;
   const Problem& problem = p.problem;
   SumExchange row_sums(given, arrived, Config::kTiled ? 1 : gridDim.x);
-  // Groups have neighbouring rows or, so that vectors begin at the same column in all rows of a block, those of blocks.
-  const int64_t step = int64_t{gridDim.y} * blockDim.y, apart = Config::kRagged ? gridDim.y : 1;
-  int64_t first = Config::kRagged ? blockIdx.y : int64_t{blockIdx.y} * blockDim.y, index = first + threadIdx.y * apart;
-  const int first_col = first_column_of_rows<Config>(p, index, apart);
+  // The rows of a group are those of blocks: so all blocks have work to the end, and the vectors of a ragged block may
+  // begin at the same column in all of its rows.
+  const int64_t step = int64_t{gridDim.y} * blockDim.y;
+  int64_t first = blockIdx.y, index = first + int64_t{threadIdx.y} * gridDim.y;
+  const int first_col = first_column_of_rows<Config>(p, index);
   const Ring<Config> ring(p, first_col);
-  Columns<Config> columns(problem, first_col);
-  const Dropout dropout(problem);
-
 #pragma unroll
   for (int stage = 0; stage < kStages - 1; ++stage) ring.start(stage, Rows<Config>(problem, index + stage * step));
+  Columns<Config> columns(problem, first_col);
+  const Dropout dropout(problem);
   row_sums.wait_for_blocks();
   int stage = 0;
   const auto moment = [&](const float* of, int64_t row) { return row < problem.rows ? __ldg(of + row) : 0.f; };
   float mean = moment(p.mean, index), rstd = moment(p.rstd, index);
+  const float scale = 1.f / problem.cols;
   // Groups of a block take turns together, since a warp may hold several of them.
   for (; first < problem.rows; first += step, index += step) {
     const int next = stage + 1 < kStages ? stage + 1 : 0, last = kStages == 2 ? next
@@ -395,8 +400,8 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
                                                                               : kStages - 1;
     ring.start(last, Rows<Config>(problem, index + (kStages - 1) * step));
     const float next_mean = moment(p.mean, index + step), next_rstd = moment(p.rstd, index + step);
-    const float centre = problem.is_rms_norm ? 0.f : mean;
-    Row<Config> row{p, ring, columns, Rows<Config>(problem, index), first_col, stage, centre, rstd, dropout};
+    const float shift = problem.is_rms_norm ? 0.f : -mean * rstd;
+    Row<Config> row{p, ring, columns, Rows<Config>(problem, index), first_col, stage, rstd, shift, dropout};
     row.draw();
     ring.wait();
     float sums[2] = {0.f, 0.f};
@@ -412,14 +417,15 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
       sums[0] = p.sums[2 * row.rows.h], sums[1] = p.sums[2 * row.rows.h + 1];
     }
     if (row.rows.h >= 0) {
+      const Targets<Config> to(p, row.rows);
+      const float mean_g = problem.is_rms_norm ? 0.f : sums[0] * scale, mean_gy = sums[1] * scale;
       for_each_vector<Config>(problem, first_col, [&](int j, int col) {
         float y[kVec], g[kVec], dtotal[kVec];
         row.template normal_and_weighted<false>(y, g, j, col);
-        row.total(dtotal, y, g, sums[0], sums[1], j, col);
-        row.store_branches(dtotal, j, col);
+        row.total(dtotal, y, g, mean_g, mean_gy, j, col);
+        row.store_branches(to, dtotal, j, col);
         if (Config::kExtent != Extent::kPlain && p.out.data) {
-          store_affine<Config::kRagged>(row_of(p.out, p.out.dtype, row.rows.h), p.out.dtype, col, problem,
-                                        problem.weight, problem.bias, y);
+          store_affine<Config::kRagged>(to.out, p.out.dtype, col, problem, problem.weight, problem.bias, y);
         }
       });
     }
@@ -440,12 +446,12 @@ __global__ __launch_bounds__(kMaxThreads) void sums_kernel(const __grid_constant
   SumExchange row_sums(given, arrived, /*blocks=*/1);
   const Problem& problem = p.problem;
   const Rows<Config> rows(problem, blockIdx.x);
-  const float centre = problem.is_rms_norm ? 0.f : p.mean[rows.h], rstd = p.rstd[rows.h];
+  const float rstd = p.rstd[rows.h], shift = problem.is_rms_norm ? 0.f : -p.mean[rows.h] * rstd;
   float sums[2] = {0.f, 0.f};
   const auto add_up = [&](const Matrix<const void>& dout, const Vector& weight, int col) {
     float y[kVec], g[kVec], w[kVec];
     load_wide<kRagged>(y, p.h, rows.h, col, problem.cols);
-    normalise(y, centre, rstd);
+    normalise(y, rstd, shift);
     load_wide<kRagged>(g, dout, rows.out, col, problem.cols);
     load_weight<kRagged>(w, problem, weight, col);
     multiply(g, w);
@@ -461,8 +467,9 @@ __global__ __launch_bounds__(kMaxThreads) void sums_kernel(const __grid_constant
   if (threadIdx.x == 0) p.sums[2 * rows.h] = sums[0], p.sums[2 * rows.h + 1] = sums[1];
 }
 
-// Adds up the parts of 32 columns of a parameter: thread (x, y) those whose number is y modulo kFinishRows.
-constexpr int kFinishRows = 32;
+// Adds up the parts of 32 columns of a parameter: thread (x, y) those whose number is y modulo kFinishRows, with
+// kFinishLoads of them on their way.
+constexpr int kFinishRows = 32, kFinishLoads = 8;
 
 struct FinishParams {
   BwdParams bwd;
@@ -475,12 +482,18 @@ static __global__ __launch_bounds__(32 * kFinishRows) void finish_kernel(const _
   ptx::wait_for_dependency();
   __shared__ float partial[kFinishRows][32];
   const int cols = p.bwd.problem.cols, col = blockIdx.x * 32 + threadIdx.x;
+  const int64_t apart = BwdParams::kParameters * BwdParams::part_cols(cols);
+  const float* parts = p.bwd.parts + blockIdx.y * BwdParams::part_cols(cols) + col;
   float sum = 0.f;
-  if (col < cols) {
-#pragma unroll 4
-    for (int part = threadIdx.y; part < p.num_parts; part += kFinishRows) {
-      sum += p.bwd.parts[(int64_t{part} * BwdParams::kParameters + blockIdx.y) * BwdParams::part_cols(cols) + col];
+  for (int first = threadIdx.y; first < p.num_parts && col < cols; first += kFinishLoads * kFinishRows) {
+    float loaded[kFinishLoads];
+#pragma unroll
+    for (int i = 0; i < kFinishLoads; ++i) {
+      const int part = first + i * kFinishRows;
+      loaded[i] = part < p.num_parts ? parts[part * apart] : 0.f;
     }
+#pragma unroll
+    for (float value : loaded) sum += value;
   }
   partial[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
@@ -525,10 +538,9 @@ void run_bwd(const BwdParams& p, const RowShape& shape, cudaStream_t stream) {
                               .shared_bytes = Config::kRingBytes,
                               .cluster = cluster},
                              p, stream);
-  launch<finish_kernel>({.grid = dim3(ceil_div(p.problem.cols, 32), BwdParams::kParameters),
-                         .block = dim3(32, kFinishRows),
-                         .early = true},
-                        FinishParams{p, blocks}, stream);
+  launch<finish_kernel>(
+      {.grid = dim3(ceil_div(p.problem.cols, 32), Config::kParameters), .block = dim3(32, kFinishRows), .early = true},
+      FinishParams{p, blocks}, stream);
 }
 
 }  // namespace flash::layer_norm

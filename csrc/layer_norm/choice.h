@@ -16,7 +16,6 @@
 namespace flash::layer_norm {
 
 constexpr Types kHalf = Types::kFloat16, kBrain = Types::kBFloat16;
-constexpr int kUsualVecs = 2;  // accesses of a thread and matrix
 
 inline bool is_aligned(const void* data, int bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
 

@@ -9,6 +9,7 @@
 namespace flash::layer_norm {
 
 constexpr int kMaxThreads = 512;
+constexpr int kUsualVecs = 2;  // accesses of a thread and matrix
 
 // The element types of a kernel: of x0, out and their gradients, and of h, the residual and theirs. kAny leaves each
 // matrix's to run time; the others save the branches.

@@ -6,6 +6,8 @@
 
 namespace flash::layer_norm {
 
+constexpr int kSmallBlock = 256;  // threads
+
 static bool fits(const FwdParams& p, int vec) {
   return fits(p.problem, vec) && fits(p.x0, vec) && fits(p.x1, vec) && fits(p.residual, vec) && fits(p.out, vec) &&
          fits(p.out1, vec) && fits(p.h, vec);
@@ -26,30 +28,33 @@ static Extent extent_of(const FwdParams& p) {
   return problem.rowscale.data || problem.rng_state ? Extent::kBranches : Extent::kPlain;
 }
 
-// Of a block, if rows are not wider: 512 threads in place of 256 gain 3 and 6 % for rows of 1024 and 2048 that move in
-// accesses of 4 elements.
-constexpr int kBlockElements = 4096;
-
+// A block has one row, or as many as 256 threads have that share it within warps.
 template <typename Config>
 static void run_shaped(const FwdParams& p, cudaStream_t stream) {
-  constexpr int kThreads = Config::kExtent == Extent::kPlain ? kBlockElements / (Config::kVec * Config::kVecs) : 256;
   const int cols = Config::kRagged ? spanned_cols(p.problem.cols) : p.problem.cols;
-  run_fwd<Config>(p, row_shape(cols, Config::kVec, Config::kVecs, kThreads, /*splits_warps=*/true), stream);
+  RowShape shape = row_shape(cols, Config::kVec, Config::kVecs, kSmallBlock, /*splits_warps=*/true);
+  if (shape.lanes > 32) shape.rows = 1;
+  run_fwd<Config>(p, shape, stream);
 }
 
-// In GB/s, 16384 rows in bf16 on an H200: 2 accesses of a thread and matrix do best for 4096 columns (3990; with 4
-// 3830, with 1 3570) and for 1024 (3420; with 4 3350, with 1 2870), 4 do for 8192 (4020; with 2 3980). RMSNorm of 8192
-// ran at 4110 in the kernel before this one, with 2; here it does at 4010.
+// Small blocks as long as they hold a row. In GB/s, 16384 rows in bf16 on an H200: for 4096 columns 3990 with 2
+// accesses of a thread and matrix, 3960 with 1; for 8192 4050 with 4. Clusters are for rows that no block holds: for
+// 8192, with 2 accesses, 3540.
 template <Types kTypes, Extent kExtent>
 static void run_aligned(const FwdParams& p, cudaStream_t stream) {
-  dispatch_value<kUsualVecs, 4>(p.problem.cols <= kBlockElements ? kUsualVecs : 4, [&](auto kVecs) {
-    run_shaped<FwdConfig<kTypes, vec_of(kTypes), kVecs, kExtent>>(p, stream);
-  });
+  constexpr int kVec = vec_of(kTypes), kElements = kVec * kSmallBlock;
+  if (p.problem.cols <= kUsualVecs * kElements) {
+    run_shaped<FwdConfig<kTypes, kVec, kUsualVecs, kSmallBlock, kExtent>>(p, stream);
+  } else if (p.problem.cols <= 2 * kUsualVecs * kElements) {
+    run_shaped<FwdConfig<kTypes, kVec, 2 * kUsualVecs, kSmallBlock, kExtent>>(p, stream);
+  } else {
+    run_shaped<FwdConfig<kTypes, kVec, 2 * kUsualVecs, kMaxThreads, kExtent>>(p, stream);
+  }
 }
 
 template <Types kTypes, Extent kExtent>
 static void run_anywhere(const FwdParams& p, cudaStream_t stream) {
-  run_shaped<FwdConfig<kTypes, vec_of(kTypes), kUsualVecs, kExtent, /*kRagged=*/true>>(p, stream);
+  run_shaped<FwdConfig<kTypes, vec_of(kTypes), kUsualVecs, kMaxThreads, kExtent, /*kRagged=*/true>>(p, stream);
 }
 
 // Kernels for known types do what most ask for, those that can do all look at the types of matrices as they go.
@@ -61,7 +66,7 @@ void fwd(const FwdParams& p, cudaStream_t stream) {
   const Types known = known_types(p);
   const Extent extent = known == Types::kAny ? Extent::kAll : extent_of(p);
   const Types types = extent != Extent::kAll ? known : fits(p, 8) ? types_of<kHalf, kBrain>(p) : Types::kAny;
-  using Widest = FwdConfig<Types::kAny, vec_of(Types::kAny), kUsualVecs, Extent::kAll, true, true>;
+  using Widest = FwdConfig<Types::kAny, vec_of(Types::kAny), kUsualVecs, kMaxThreads, Extent::kAll, true, true>;
   const bool aligned = fits(p, vec_of(types));
   const int cols = aligned ? p.problem.cols : spanned_cols(p.problem.cols);
   if (!holds_row<fwd_kernel<Widest>>(cols, vec_of(types))) return run_shaped<Widest>(p, stream);

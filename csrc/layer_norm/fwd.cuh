@@ -25,18 +25,22 @@
 
 namespace flash::layer_norm {
 
-template <Types kTypes, int kVec_, int kVecs_, Extent kExtent_, bool kRagged_ = false, bool kTiled_ = false>
+template <Types kTypes, int kVec_, int kVecs_, int kThreads_, Extent kExtent_, bool kRagged_ = false,
+          bool kTiled_ = false>
 struct FwdConfig : Elements<kTypes> {
-  static constexpr int kVec = kVec_;    // elements per access
-  static constexpr int kVecs = kVecs_;  // accesses per thread and matrix
+  static constexpr int kVec = kVec_;          // elements per access
+  static constexpr int kVecs = kVecs_;        // accesses per thread and matrix
+  static constexpr int kThreads = kThreads_;  // of a block, at most
   static constexpr Extent kExtent = kExtent_;
   static constexpr bool kRagged = kRagged_;  // vectors need not be aligned
   static constexpr bool kTiled = kTiled_;    // a block has part of a row, whose moments are known
   static constexpr bool kAll = kExtent == Extent::kAll;
+  static constexpr bool kWhole = kThreads < kMaxThreads;  // a block has whole rows; else a cluster may share them
 
-  // Blocks of kMaxThreads that a multiprocessor has registers for. H200, 16384 x 4096 in bf16, GB/s: 64 registers 3969,
-  // 74 (weight and bias loaded early) 3728, 40 2002; 8192 x 16384: 64, of which 8 bytes spill, 3945, 68 3633.
-  static constexpr int kBlocks = kAll ? 1 : 2;
+  // Blocks that a multiprocessor has registers for: 48 for a thread with 2 accesses, or 80 with 4, and 64 in the blocks
+  // of kMaxThreads. H200, 16384 rows in bf16 with dropout, GB/s: 4096 columns 3970; with 64 registers 3720, with 40,
+  // some of which spill, 3290. 8192 columns with 80 registers 4050, with 64 3690.
+  static constexpr int kBlocks = kAll ? kMaxThreads / kThreads : !kWhole ? 2 : kVecs == kUsualVecs ? 5 : 3;
 };
 
 // What is summed to a vector of h.
@@ -94,29 +98,26 @@ __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, cons
     store_mask<kVec>(mask, row_of_branch * problem.cols, col, problem.cols, row.dropout.kept(drawn));
   };
   fill(h, 0.f);
-  if (!Config::kAll || row.x0_row >= 0) {
-    widen(h, vec.x0, Config::x(p.x0.dtype));
-    if constexpr (Config::kExtent != Extent::kPlain) {
-      multiply(h, row.scale);
-      drop_branch(h, drawn, row.x0_row, p.mask0);
-    }
-  }
+  if (p.residual.data) widen(h, vec.residual, Config::h(p.residual.dtype));
   float branch[kVec];
-  if constexpr (Config::kAll) {
-    if (row.x0_row >= 0 && problem.colscale.data) {
-      load_columns<Config::kRagged>(branch, problem.colscale, col, problem.cols, 1.f);
-      multiply(h, branch);
+  if (!Config::kAll || row.x0_row >= 0) {
+    widen(branch, vec.x0, Config::x(p.x0.dtype));
+    if constexpr (Config::kExtent != Extent::kPlain) drop_branch(branch, drawn, row.x0_row, p.mask0);
+    if constexpr (Config::kAll) {
+      if (problem.colscale.data) {
+        float scales[kVec];
+        load_columns<Config::kRagged>(scales, problem.colscale, col, problem.cols, 1.f);
+        multiply(branch, scales);
+      }
     }
+    add_scaled(h, branch, Config::kExtent == Extent::kPlain ? 1.f : row.scale);
+  }
+  if constexpr (Config::kAll) {
     if (p.x1.data) {
       widen(branch, vec.x1, p.x1.dtype);
-      multiply(branch, problem.keep_scale);
       drop_branch(branch, row.dropout.draw<kVec, Config::kRagged>(row.row, col, 1), row.row, p.mask1);
-      add(h, branch);
+      add_scaled(h, branch, problem.keep_scale);
     }
-  }
-  if (p.residual.data) {
-    widen(branch, vec.residual, Config::h(p.residual.dtype));
-    add(h, branch);
   }
   clear_outside<Config::kRagged>(h, col, problem.cols);
 }
@@ -124,7 +125,7 @@ __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, cons
 // What a warp gives to the others: of its part of the row, the mean, the sum of (h - centre)^2, and how many elements
 // that are. The centre is the mean for LayerNorm and 0 for RMSNorm.
 using Part = float4;
-using PartExchange = RowExchange<Part, /*kTurns=*/1>;
+using PartExchange = RowExchange<Part, /*kTurns=*/1, /*kGroups=*/false>;
 
 // The kernel before need not be done for this: what it writes, is seen all the same.
 template <typename ForEach>
@@ -141,24 +142,35 @@ struct Moments {
   float centre;  // what has been subtracted from h
 };
 
+// How many elements of an aligned row the warp has, in this tile, or its group of lanes if the warp has several.
+template <typename Config>
+__device__ float count_of_warp(int cols, int tile) {
+  const int first = column_of<Config::kVec, Config::kVecs>(0, 0, tile, threadIdx.x / 32 * 32);
+  int count = 0;
+#pragma unroll
+  for (int j = 0; j < Config::kVecs; ++j) {
+    const int left = cols - first - j * static_cast<int>(blockDim.x) * Config::kVec;
+    count += min(max(left, 0), min(static_cast<int>(blockDim.x), 32) * Config::kVec);
+  }
+  return static_cast<float>(count);
+}
+
 // Of a row, where walk(visit) calls visit(h, col) for each of the thread's vectors of it. Elements that there are not
 // are 0.
 template <typename Config, typename Walk>
-__device__ Moments row_moments(const FwdParams& p, PartExchange& exchange, Walk&& walk) {
+__device__ Moments row_moments(const FwdParams& p, PartExchange& exchange, int tile, Walk&& walk) {
   const bool is_rms_norm = p.problem.is_rms_norm;
   const int cols = p.problem.cols, lanes = static_cast<int>(blockDim.x);
-  float sum = 0.f, count = 0.f, squares = 0.f, centre = 0.f;
+  float sum = 0.f, squares = 0.f, centre = 0.f, count = Config::kRagged ? 0.f : count_of_warp<Config>(cols, tile);
   walk([&](const auto& h, int col) {
-    count += count_of<Config::kRagged, Config::kVec>(col, cols);
+    if constexpr (Config::kRagged) count += count_of<Config::kVec>(col, cols);
     for (float value : h) sum += value;
     if (!is_rms_norm) return;
     for (float value : h) squares += value * value;
   });
-  if (is_rms_norm) {
-    add_up_lanes(lanes, sum, count, squares);
-  } else {
-    add_up_lanes(lanes, sum, count);
-  }
+  add_up_lanes(lanes, sum);
+  if (is_rms_norm) add_up_lanes(lanes, squares);
+  if (Config::kRagged) add_up_lanes(lanes, count);
   float mean = count > 0.f ? sum * ptx::reciprocal(count) : 0.f;
   if (!is_rms_norm) {
     centre = mean;
@@ -186,7 +198,7 @@ __device__ Moments row_moments(const FwdParams& p, PartExchange& exchange, Walk&
 }
 
 template <typename Config>
-__global__ __launch_bounds__(kMaxThreads, Config::kBlocks) void fwd_kernel(const __grid_constant__ FwdParams p) {
+__global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(const __grid_constant__ FwdParams p) {
   constexpr int kVec = Config::kVec, kVecs = Config::kVecs;
   constexpr bool kRagged = Config::kRagged;
   __shared__ PartExchange::Barriers arrived;
@@ -194,11 +206,11 @@ __global__ __launch_bounds__(kMaxThreads, Config::kBlocks) void fwd_kernel(const
   const int64_t row = (int64_t{blockIdx.z} * gridDim.y + blockIdx.y) * blockDim.y + threadIdx.y;
   const bool row_exists = row < problem.rows;
   const int first = first_column<kVec, kRagged>(p.out, Config::x(p.out.dtype), row);
-  const int last = last_column<kRagged>(first, problem.cols);
+  const int last = last_column<kRagged>(first, problem.cols), tile = Config::kWhole ? 0 : blockIdx.x;
   const auto for_each = [&](auto&& fn) {
 #pragma unroll
     for (int j = 0; j < kVecs; ++j) {
-      const int col = column_of<kVec, kVecs>(j, first);
+      const int col = column_of<kVec, kVecs>(j, first, tile);
       if (row_exists && col < last) fn(j, col);
     }
   };
@@ -207,7 +219,7 @@ __global__ __launch_bounds__(kMaxThreads, Config::kBlocks) void fwd_kernel(const
   ptx::wait_for_dependency();
 
   const int64_t x0_row = !row_exists ? -1 : Config::kAll ? row_in_subset(problem.x0_subset, row, problem.x0_rows) : row;
-  PartExchange exchange(&shared_memory<Part>(), arrived, Config::kTiled ? 1 : gridDim.x);
+  PartExchange exchange(&shared_memory<Part>(), arrived, Config::kTiled || Config::kWhole ? 1 : gridDim.x);
   const Sources<Config> sources(p, row, x0_row);
   Branches<Config> branches[kVecs];
   for_each([&](int j, int col) { sources.load(branches[j], p, col); });
@@ -227,21 +239,17 @@ __global__ __launch_bounds__(kMaxThreads, Config::kBlocks) void fwd_kernel(const
     if (!row_exists) return;
     found = {p.mean[row], p.rstd[row]};
   } else {
-    found =
-        row_moments<Config>(p, exchange, [&](auto&& visit) { for_each([&](int j, int col) { visit(h[j], col); }); });
-    if (row_exists && blockIdx.x == 0 && threadIdx.x == 0) p.mean[row] = found.mean, p.rstd[row] = found.rstd;
+    found = row_moments<Config>(p, exchange, tile,
+                                [&](auto&& visit) { for_each([&](int j, int col) { visit(h[j], col); }); });
+    if (row_exists && tile == 0 && threadIdx.x == 0) p.mean[row] = found.mean, p.rstd[row] = found.rstd;
   }
   const int64_t out_row = Config::kAll && row_exists ? row_in_subset(problem.out_subset, row, problem.out_rows) : row;
   if (out_row < 0) return;
   const float shift = problem.is_rms_norm ? 0.f : (found.centre - found.mean) * found.rstd;
   char* const out = row_of(p.out, Config::x(p.out.dtype), out_row);
-  const auto normalise = [&](float (&values)[kVec]) {
-#pragma unroll
-    for (float& value : values) value = value * found.rstd + shift;
-  };
   const auto store_out = [&](auto kWeights) {
     for_each([&](int j, int col) {
-      normalise(h[j]);
+      normalise(h[j], found.rstd, shift);
       store_affine<kRagged>(out, Config::kX, col, problem, {problem.weight.data, kWeights},
                             {problem.bias.data, kWeights}, h[j]);
     });
@@ -249,7 +257,7 @@ __global__ __launch_bounds__(kMaxThreads, Config::kBlocks) void fwd_kernel(const
   if constexpr (Config::kAll) {
     char* const out1 = row_of(p.out1, Config::x(p.out1.dtype), out_row);
     for_each([&](int j, int col) {
-      normalise(h[j]);
+      normalise(h[j], found.rstd, shift);
       store_affine<kRagged>(out, Config::x(p.out.dtype), col, problem, problem.weight, problem.bias, h[j]);
       if (!p.out1.data) return;
       store_affine<kRagged>(out1, Config::x(p.out1.dtype), col, problem, problem.weight1, problem.bias1, h[j]);
@@ -275,7 +283,7 @@ __global__ __launch_bounds__(kMaxThreads) void moments_kernel(const __grid_const
   const Sources<Config> sources(p, row, x0_row);
   const int first = first_column<kVec, Config::kRagged>(p.out, Config::x(p.out.dtype), row);
   const int last = last_column<Config::kRagged>(first, p.problem.cols);
-  const Moments found = row_moments<Config>(p, exchange, [&](auto&& visit) {
+  const Moments found = row_moments<Config>(p, exchange, /*tile=*/0, [&](auto&& visit) {
     for (int col = first + static_cast<int>(threadIdx.x) * kVec; col < last; col += blockDim.x * kVec) {
       Branches<Config> branches;
       float h[kVec];

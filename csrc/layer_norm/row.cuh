@@ -30,8 +30,9 @@ __device__ void add_up_lanes(int lanes, Values&... values) {
 }
 
 // What each of the warps that share a row gives to all of them, in `blocks` blocks of a cluster: kTurns times, or as
-// often as one likes if that is 2.
-template <typename Given, int kTurns>
+// often as one likes if that is 2. A block has several rows of more than a warp only if kGroups: these take all 16
+// barriers, of which a multiprocessor has enough for 4 such blocks.
+template <typename Given, int kTurns, bool kGroups>
 class RowExchange {
  public:
   static constexpr int kMaxGiven = kMaxTiles * kMaxWarps;
@@ -64,8 +65,12 @@ class RowExchange {
   __device__ void give(const Given& given) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = turn_ % kTurns;
     if (blocks_ == 1) {
-      if (lane == 0) given_[turn * kMaxGiven + threadIdx.y * warps() + warp] = given;
-      ptx::sync_barrier(1 + threadIdx.y, blockDim.x);
+      if (lane == 0) given_[turn * kMaxGiven + group() * warps() + warp] = given;
+      if constexpr (kGroups) {
+        ptx::sync_barrier(1 + threadIdx.y, blockDim.x);
+      } else {
+        __syncthreads();
+      }
     } else {
       give_blocks(given, lane, warp, turn);
     }
@@ -79,7 +84,7 @@ class RowExchange {
     const int lane = threadIdx.x % 32;
     if (blocks_ == 1) {
       const int other = lane & (lanes() - 1);
-      if (other < warps()) fn(given[threadIdx.y * warps() + other]);
+      if (other < warps()) fn(given[group() * warps() + other]);
       return;
     }
 #pragma unroll
@@ -92,6 +97,7 @@ class RowExchange {
 
  private:
   __device__ static int warps() { return static_cast<int>(blockDim.x / 32); }
+  __device__ static int group() { return kGroups ? static_cast<int>(threadIdx.y) : 0; }
 
   // Nobody is two turns ahead of a block that still reads: he would have waited for all of its warps to give what they
   // have after that.
@@ -122,12 +128,10 @@ struct Elements {
   __device__ static DType h(DType found) { return kTypes == Types::kAny ? found : kH; }
 };
 
-// The column of a thread's j-th vector, if those of the row begin at column `first`.
+// The column of thread `lane`'s j-th vector in a tile, if those of the row begin at column `first`.
 template <int kVec, int kVecs>
-__device__ int column_of(int j, int first) {
-  return first +
-         ((static_cast<int>(blockIdx.x) * kVecs + j) * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) *
-             kVec;
+__device__ int column_of(int j, int first, int tile = blockIdx.x, int lane = threadIdx.x) {
+  return first + ((tile * kVecs + j) * static_cast<int>(blockDim.x) + lane) * kVec;
 }
 
 // Where a row of a matrix begins.
@@ -152,17 +156,14 @@ __device__ int last_column(int first, int cols) {
   return kRagged ? end_of_vectors(first, cols) : cols;
 }
 
-// How many of a vector's elements there are.
-template <bool kRagged, int kVec>
+// How many of a ragged vector's elements there are.
+template <int kVec>
 __device__ int count_of(int col, int cols) {
-  int count = kVec;
-  if constexpr (kRagged) {
-    const Place<kVec> place{col, cols};
-    if (place.has_all()) return count;
-    count = 0;
+  const Place<kVec> place{col, cols};
+  if (place.has_all()) return kVec;
+  int count = 0;
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) count += place.has(i);
-  }
+  for (int i = 0; i < kVec; ++i) count += place.has(i);
   return count;
 }
 
@@ -361,9 +362,15 @@ __device__ void add(float (&values)[kVec], const float (&others)[kVec]) {
 }
 
 template <int kVec>
-__device__ void normalise(float (&values)[kVec], float centre, float rstd) {
+__device__ void add_scaled(float (&values)[kVec], const float (&others)[kVec], float scale) {
 #pragma unroll
-  for (float& value : values) value = (value - centre) * rstd;
+  for (int i = 0; i < kVec; ++i) values[i] += scale * others[i];
+}
+
+template <int kVec>
+__device__ void normalise(float (&values)[kVec], float rstd, float shift) {
+#pragma unroll
+  for (float& value : values) value = value * rstd + shift;
 }
 
 // y, with weight and bias, becomes out.

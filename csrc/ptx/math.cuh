@@ -1,4 +1,4 @@
-// Approximate arithmetic of the special function unit, and packing of 16-bit pairs.
+// Approximate arithmetic of the special function unit, packing of 16-bit pairs, and wide products.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions
 #pragma once
 
@@ -29,6 +29,13 @@ __device__ inline float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// The product of two unsigned numbers, in one instruction: of `uint64_t{a} * b` the compiler adds 0 to the upper half.
+__device__ inline uint64_t product(uint32_t a, uint32_t b) {
+  uint64_t c;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(c) : "r"(a), "r"(b));
+  return c;
 }
 
 // Two fp32 values, rounded to T, as the low and the high half of a register.
