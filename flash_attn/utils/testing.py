@@ -212,7 +212,7 @@ def construct_chunk_mask(
     key_leftpad=None,
     device=None,
 ):
-    """What chunked attention hides: keys ahead of a query, and those of other chunks than its own.
+    """What chunked attention hides: keys of other chunks than a query's own.
 
     Arguments:
         attention_chunk: the size of chunks, at least 1. Position p is in chunk p // attention_chunk.
@@ -222,14 +222,13 @@ def construct_chunk_mask(
 
     >>> construct_chunk_mask(3, 5, attention_chunk=3).int()
     tensor([[0, 0, 0, 1, 1],
-            [1, 1, 1, 0, 1],
+            [1, 1, 1, 0, 0],
             [1, 1, 1, 0, 0]], dtype=torch.int32)
     """
     _check_count("attention_chunk", attention_chunk, at_least=1)
     padding = query_padding_mask, key_padding_mask, key_leftpad
     queries, keys, real = _positions(seqlen_q, seqlen_k, *padding, device)
-    ahead = outside_window(queries - keys, -1, 0)
-    return ~real | ahead | (keys // attention_chunk != queries // attention_chunk)
+    return ~real | (keys // attention_chunk != queries // attention_chunk)
 
 
 def _positions(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device):

@@ -220,7 +220,7 @@ def sees(position, key, window=(-1, -1), sinks=0, chunk=0):
         return False
     if left >= 0 and key < position - left and key >= sinks:
         return False
-    return not chunk or (key <= position and key // chunk == position // chunk)
+    return not chunk or key // chunk == position // chunk
 
 
 def hidden_keys(len_q, len_k, rows=None, **options):
