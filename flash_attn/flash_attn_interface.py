@@ -46,7 +46,6 @@ from flash_attn._ops import checks
 from flash_attn._ops import flash_attn as ops
 
 USE_TRITON_ROCM = False
-_FAR = 2**31 - 1  # farther than any key is; kernels count positions in 32 bits
 
 
 def flash_attn_func(
@@ -344,7 +343,7 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
-    left, right = _window(window_size)
+    left, right = checks.window(window_size)
     out, softmax_lse = ops.decode(
         q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
         softmax_scale, causal, left, right, softcap, rotary_interleaved, alibi_slopes, num_splits,
@@ -358,27 +357,13 @@ def _attend(
     cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, block_table=None,
 ):  # fmt: skip
     """What the six functions share."""
-    left, right = _window(window_size)
+    left, right = checks.window(window_size)
     out, softmax_lse, s_dmask, _ = ops.forward(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, deterministic, return_attn_probs,
         None, None, block_table,
     )  # fmt: skip
     return (out, softmax_lse, s_dmask) if return_attn_probs else out
-
-
-def _window(window_size):
-    """(left, right) as ints, any negative as -1."""
-    if type(window_size) is tuple and window_size == (-1, -1):  # an array would compare its elements
-        return window_size
-    try:
-        left, right = window_size
-        exact = int(left) == left and int(right) == right
-    except (TypeError, ValueError, OverflowError):
-        exact = False
-    if not exact:
-        raise ValueError(f"window_size must be two integers (left, right), found {window_size!r}")
-    return tuple(min(max(int(side), -1), _FAR) for side in (left, right))
 
 
 def _check_packed(name, packed, parts, layout):
@@ -413,8 +398,8 @@ def _flash_attn_forward(
     return ops.with_tensors(
         ops.forward(
             q, k, v, None, None, None, None,
-            dropout_p, softmax_scale, causal, *_window((window_size_left, window_size_right)), softcap, alibi_slopes,
-            return_softmax=return_softmax,
+            dropout_p, softmax_scale, causal, *checks.window((window_size_left, window_size_right)), softcap,
+            alibi_slopes, return_softmax=return_softmax,
         )
     )  # fmt: skip
 
@@ -451,8 +436,9 @@ def _flash_attn_varlen_forward(
     return ops.with_tensors(
         ops.forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            dropout_p, softmax_scale, causal, *_window((window_size_left, window_size_right)), softcap, alibi_slopes,
-            return_softmax=return_softmax, block_table=block_table, leftpad_k=leftpad_k, seqused_k=seqused_k,
+            dropout_p, softmax_scale, causal, *checks.window((window_size_left, window_size_right)), softcap,
+            alibi_slopes, return_softmax=return_softmax, block_table=block_table, leftpad_k=leftpad_k,
+            seqused_k=seqused_k,
         )
     )  # fmt: skip
 
@@ -480,7 +466,7 @@ def _flash_attn_backward(
     """Writes dq, dk and dv, and returns softmax_d. softmax_lse is used as given: it may be that of more keys."""
     return ops.backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, None, None, None, None,
-        dropout_p, softmax_scale, causal, *_window((window_size_left, window_size_right)), softcap, alibi_slopes,
+        dropout_p, softmax_scale, causal, *checks.window((window_size_left, window_size_right)), softcap, alibi_slopes,
         deterministic, rng_state,
     )  # fmt: skip
 
@@ -515,7 +501,7 @@ def _flash_attn_varlen_backward(
     _check_given("cu_seqlens_k", cu_seqlens_k)
     return ops.backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p, softmax_scale, causal, *_window((window_size_left, window_size_right)), softcap, alibi_slopes,
+        dropout_p, softmax_scale, causal, *checks.window((window_size_left, window_size_right)), softcap, alibi_slopes,
         deterministic, rng_state,
     )  # fmt: skip
 

@@ -72,6 +72,8 @@ IMPORTS = {
         from flash_attn.utils.distributed import allreduce_sequence_parallel_grad
         from flash_attn.utils.generation import GenerationMixin, InferenceParams, decode, update_graph_cache
         from flash_attn.utils.pretrained import state_dict_from_pretrained
+        from flash_attn.utils.testing import attention_ref, construct_chunk_mask, construct_local_mask
+        from flash_attn.utils.testing import generate_qkv, generate_random_padding_mask
         from flash_attn.utils.torch import custom_bwd, custom_fwd
         from flash_attn.utils.library import triton_op""",
     "ColossalAI": """

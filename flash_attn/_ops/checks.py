@@ -11,6 +11,7 @@ import torch
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
 _STRIDED = torch.strided
+_FAR = 2**31 - 1  # farther than any key is; kernels count positions in 32 bits
 
 
 def tensor(name: str, value, *, dtypes=None, shape=None, device=None) -> None:
@@ -77,6 +78,20 @@ def flags(**values) -> None:
     for name, value in values.items():
         if value is not True and value is not False and (isinstance(value, torch.Tensor) or value not in (0, 1)):
             raise TypeError(f"{name} must be a bool, found {value!r}")
+
+
+def window(window_size) -> tuple[int, int]:
+    """Check that two integers are given; return (left, right) as ints, any negative as -1."""
+    if type(window_size) is tuple and window_size == (-1, -1):  # an array would compare its elements
+        return window_size
+    try:
+        left, right = window_size
+        exact = int(left) == left and int(right) == right
+    except (TypeError, ValueError, OverflowError):
+        exact = False
+    if not exact:
+        raise ValueError(f"window_size must be two integers (left, right), found {window_size!r}")
+    return tuple(min(max(int(side), -1), _FAR) for side in (left, right))
 
 
 def process_group(value) -> None:

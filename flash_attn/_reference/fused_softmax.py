@@ -1,16 +1,20 @@
-"""Scaled, masked softmax in plain torch, with fp32 maths. Arguments as in `flash_attn._ops.fused_softmax`."""
+"""Scaled, masked softmax in plain torch, with fp32 maths. Arguments as in `flash_attn._ops.fused_softmax`.
+
+`fwd` is differentiable by itself, and takes float64 too, in which it then computes.
+"""
 
 import torch
 
 
 def fwd(x, mask, scale, causal):
     """Returns the softmax of the rows of scale * x."""
-    scores = x.float() * scale
+    scores = x.to(torch.promote_types(x.dtype, torch.float32)) * scale
     if mask is not None:
         scores = scores.masked_fill(mask.bool(), float("-inf"))
     if causal:
         scores = scores.masked_fill(_above_diagonal(x), float("-inf"))
     empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
+    scores.masked_fill_(empty, 0)  # the softmax of nothing but -inf is NaN, and so is its gradient
     return scores.softmax(dim=-1).masked_fill(empty, 0).to(x.dtype)
 
 

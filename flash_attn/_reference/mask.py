@@ -5,6 +5,19 @@ from typing import NamedTuple
 import torch
 
 
+def outside_window(offset: torch.Tensor, left: int, right: int) -> torch.Tensor:
+    """Where keys lie outside a window; `offset` is how far a row's own key is to the right of a key.
+
+    Both ends are inclusive, and a negative side is unbounded.
+    """
+    outside = torch.zeros_like(offset, dtype=torch.bool)
+    if left >= 0:
+        outside |= offset > left
+    if right >= 0:
+        outside |= offset < -right
+    return outside
+
+
 class Mask(NamedTuple):
     """Query row i sees the keys max(0, i + D - left) .. min(seqlen_k - 1, i + D + right), D = seqlen_k - seqlen_q.
 
@@ -45,10 +58,10 @@ class Mask(NamedTuple):
         before = range(cols.start, min(cols.stop, seen_by_all.start))
         after = range(max(cols.start, seen_by_all.stop), cols.stop)
         if before:
-            hidden = self._offset(rows, before, scores) > self.left
+            hidden = outside_window(self._offset(rows, before, scores), self.left, -1)
             scores[..., : len(before)].masked_fill_(hidden, value)
         if after:
-            hidden = self._offset(rows, after, scores) < -self.right
+            hidden = outside_window(self._offset(rows, after, scores), -1, self.right)
             scores[..., -len(after) :].masked_fill_(hidden, value)
 
     def distance(self, rows: range, cols: range, like: torch.Tensor) -> torch.Tensor:
