@@ -1,7 +1,7 @@
 // The choice of instance, and where there is one.
+#include <algorithm>
 #include <cstdint>
 
-#include "common/device.h"
 #include "common/dispatch.h"
 #include "fused_dense/few_rows.cuh"
 #include "fused_dense/launch.h"
@@ -13,13 +13,10 @@ constexpr int64_t kMaxFeatures = 1 << 30;
 
 bool is_aligned(const Rows& rows) { return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.stride % 8 == 0; }
 
-// Whether cuBLASLt, whose tiles have 64 features or more, would leave multiprocessors idle. Else it is as fast.
-bool is_narrow(int64_t out_features) { return out_features < 64 * num_multiprocessors(current_device()); }
-
 }  // namespace
 
 bool few_rows(const FewRowsParams& p, cudaStream_t stream) {
-  if (p.rows > kFewRows || p.in_features > kMaxFeatures || !is_narrow(p.out_features)) return false;
+  if (p.rows > kFewRows || std::max(p.in_features, p.out_features) > kMaxFeatures) return false;
   if (p.in_features % 8 != 0 || !is_aligned(p.x) || !is_aligned(p.weight)) return false;
   dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype,
                                                     [&](auto kDType) { run_few_rows<element_t<kDType>>(p, stream); });

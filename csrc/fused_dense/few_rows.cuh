@@ -6,10 +6,11 @@
 // contraction stands where in a fragment is of no matter as long as it is the same in both: a lane takes eight adjacent
 // ones, 16 bytes, of its row as they lie in global memory, and serves two mma with them.
 //
-// H200, bf16, one row, in a chain of such layers, in us, with cuBLASLt's kernels in brackets: 1024 -> 1024 features 2.3
-// (7.5), 1024 -> 4096 3.6 (5.1), 4096 -> 1024 4.4 (7.2), 4096 -> 4096 10.9 (12.8), 11008 -> 4096 26.5 (27.9), but 4096
-// -> 12288 30.6 (29.1); measured when each lane still had loop bounds of its own. Four stages of asynchronous copies in
-// place of registers: 4.1, 7.8, 5.1, 13.4, 28.1, 30.8.
+// H200, bf16, one row, in a chain of such layers, in us, with cuBLASLt's kernels (of another run) in brackets: 1024 ->
+// 1024 features 2.5 (7.5), 1024 -> 4096 3.7 (5.1), 4096 -> 1024 4.7 (7.2), 4096 -> 4096 11.3 (12.8), 11008 -> 4096 26.0
+// (27.9), 4096 -> 12288 27.9 (29.1), 4096 -> 22016 46.3 (49.7). With 4 warps a block, the last three take 27.8, 29.9
+// and 50.5; with the weights of the next step on their way during a step, 26.0, 29.1 and 47.1; with four stages of
+// asynchronous copies in place of registers, 28.1, 30.8 and more.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +18,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "common/device.h"
 #include "common/divmod.h"
 #include "common/launch.h"
 #include "fused_dense/activation.cuh"
@@ -118,16 +118,15 @@ __global__ __launch_bounds__(32 * FewRowsConfig::kMaxWarps,
   static_cast<T*>(p.out.data)[to_row * p.out.stride + to] = static_cast<T>(sum);
 }
 
-// The fewer blocks there are, the more warps each has, to keep all multiprocessors busy.
+// As many warps as there are chunks for: blocks that are soon done leave multiprocessors idle for a short time at the
+// end.
 template <typename T>
 void run_few_rows(const FewRowsParams& p, cudaStream_t stream) {
   using Config = FewRowsConfig;
-  constexpr int kWarpsWanted = 32;  // of a multiprocessor
   static_assert(32 * Config::kMinWarps >= kFewRows * Config::kOut);
   const int blocks = static_cast<int>(ceil_div(p.out_features, Config::kOut));
-  const int wanted = ceil_div(kWarpsWanted * num_multiprocessors(current_device()), blocks);
-  const int useful = static_cast<int>(ceil_div(p.in_features, Config::kChunk));
-  const int warps = std::max(Config::kMinWarps, std::min({wanted, useful, Config::kMaxWarps}));
+  const int chunks = static_cast<int>(ceil_div(p.in_features, Config::kChunk));
+  const int warps = std::clamp(chunks, Config::kMinWarps, Config::kMaxWarps);
   launch<few_rows_kernel<T>>({.grid = dim3(blocks), .block = dim3(32 * warps), .early = true}, p, stream);
 }
 
