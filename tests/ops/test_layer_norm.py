@@ -202,6 +202,7 @@ EDGES = [
     Case(residual_in_fp32=True),
     Case(shape=(1,), cols=1, dtype="fp32", is_rms_norm=True),
     Case(shape=(3,), cols=8),
+    Case(shape=(), residual="bf16", rowscale=True, colscale=True, dropout_p=0.2),
     Case(shape=(2, 3, 4), cols=100, residual="bf16"),
     Case(shape=(300,), cols=64, residual="bf16", dropout_p=0.3),
     Case(shape=(33,), cols=1001, residual="fp16", dtype="fp16"),
@@ -300,6 +301,25 @@ def test_triton_against_float64(case, device, with_triton, monkeypatch):
     assert_right(case, device)
 
 
+@pytest.mark.parametrize("kernels", ["op", "triton"])
+def test_backward_reads_statistics_and_masks_of_any_strides(kernels, device, request):
+    if kernels == "triton":
+        request.getfixturevalue("with_triton")
+    dz, x, x1 = torch.randn(3, 6, 64, device=device)
+    weight = torch.rand(64, device=device)
+    args = x, x1, None, weight, None, weight, None, 0.3, 1e-5, None
+    *_, h, dmask0, dmask1, mu, rsigma = dropout_layer_norm.dropout_add_ln_parallel_residual_fwd(*args)
+
+    def gradients(*saved):
+        args = dz, dz, None, h, *saved, weight, weight, 0.3, True, False
+        return dropout_layer_norm.dropout_add_ln_parallel_residual_bwd(*args)
+
+    saved = dmask0, dmask1, mu, rsigma
+    apart = [torch.stack([each, torch.zeros_like(each)], dim=-1)[..., 0] for each in saved]
+    for found, expected in zip(gradients(*apart), gradients(*saved), strict=True):
+        assert found is expected is None or torch.equal(found, expected)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", params(EDGES))
 def test_triton_on_a_gpu(case, device, with_triton):
@@ -374,6 +394,7 @@ def test_what_is_dropped_may_be_anything(device):
 # The public functions: what they return.
 
 X, W = torch.randn(2, 6, 64), torch.ones(64)
+BUFFER = torch.empty(2, 6, 64)
 LAYER_FUNCTIONS = (
     layer_norm.dropout_add_layer_norm, layer_norm.dropout_add_layer_norm_parallel_residual, layer_norm_fn
 )  # fmt: skip
@@ -542,8 +563,9 @@ def test_rms_norm_modules(zero_centered_weight, device):
 
 @pytest.mark.parametrize("rms, prenorm, residual", list(itertools.product([False, True], repeat=3)))
 @pytest.mark.parametrize("bias", [False, True])
-def test_norm_and_linear(rms, prenorm, residual, bias, device):
-    x, residual = torch.randn(2, 5, 7, 64, device=device)
+@pytest.mark.parametrize("rows", [(5, 7), ()], ids=["rows", "one row"])
+def test_norm_and_linear(rms, prenorm, residual, bias, rows, device):
+    x, residual = torch.randn(2, *rows, 64, device=device)
     inputs = dict(x=x, residual=residual, norm_weight=torch.rand(64, device=device), norm_bias=None,
                   linear_weight=torch.randn(48, 64, device=device), linear_bias=None)  # fmt: skip
     if bias:
@@ -961,6 +983,8 @@ def test_subset_error(what):
         (dict(out_dtype=torch.float64), TypeError, "out_dtype must be"),
         (dict(out=X[0]), ValueError, "out must have shape"),
         (dict(residual_out=X.double()), TypeError, "residual_out must have dtype"),
+        (dict(out=X[:1].expand_as(X)), ValueError, "out must not be expanded"),
+        (dict(out=BUFFER, residual_out=BUFFER), ValueError, "residual_out must have memory of its own"),
     ],
 )
 def test_error_of_layer_norm_fn(changes, error, message):
@@ -982,16 +1006,28 @@ def test_other_errors():
     with pytest.raises(ValueError, match="gen_ must be None"):
         dropout_layer_norm.dropout_add_ln_fwd(*good[:-1], torch.Generator())
     z, _, _, mu, rsigma = dropout_layer_norm.dropout_add_ln_fwd(*good)
+    subsets = dict.fromkeys(("x0_subset_", "z_subset_"), torch.arange(1, 7, dtype=torch.int32))
     for changes, message in (
-        (dict(dmask_=torch.ones(6, 64, dtype=torch.uint8)), "mask0 must be given with dropout_p > 0, and only then"),
-        (dict(colscale_=W), "x0 must be given with colscale, and only then"),
-        (dict(mu=mu[:3]), "mean must have shape"),
+        (dict(dz=z[0]), "dz must have shape"),
+        (dict(dmask_=torch.ones(6, 64, dtype=torch.uint8)), "dmask_ must be given with dropout_p > 0, and only then"),
+        (dict(colscale_=W), "x0_ must be given with colscale_, and only then"),
+        (dict(mu=mu[:3]), "mu must have shape"),
+        (dict(**subsets, x0_numrows=-1), "x0_numrows must be at least 0"),
+        (dict(z_subset_=subsets["z_subset_"]), "z_subset_ must be given with x0_subset_, and only then"),
     ):
         arguments = dict(dz=z, dx_=None, x=x, x0_=None, dmask_=None, mu=mu, rsigma=rsigma, gamma=W, rowscale_=None,
                          colscale_=None, x0_subset_=None, z_subset_=None, dropout_p=0.0, rowscale_const=1.0,
                          x0_numrows=6, has_residual=False)  # fmt: skip
         with pytest.raises(ValueError, match=message):
             dropout_layer_norm.dropout_add_ln_bwd(**(arguments | changes))
+    with pytest.raises(TypeError, match=r"rsigma must be a torch\.Tensor"):
+        dropout_layer_norm.dropout_add_ln_bwd(**(arguments | dict(rsigma=None)))
+    with pytest.raises(TypeError, match="x0_numrows must be an integer"):
+        dropout_layer_norm.dropout_add_ln_bwd(**(arguments | subsets | dict(x0_numrows=6.0)))
+    with pytest.raises(ValueError, match="dz1_ must be given with gamma1_, and only then"):
+        dropout_layer_norm.dropout_add_ln_parallel_residual_bwd(
+            z, None, None, x, None, None, mu, rsigma, W, W, 0.0, False, False
+        )
 
 
 # What only a kernel can trip over.
