@@ -637,6 +637,13 @@ def test_signature(function):
     assert fused_dense.FusedDenseFunc.apply is fused_dense_func
 
 
+@pytest.mark.parametrize("heuristic", [-1, 100])
+def test_a_product_has_an_algorithm_whatever_the_heuristic(heuristic, device):
+    x, weight = torch.randn(2, 40, 64, device=device).bfloat16()
+    right = ops.fwd(x, weight, None, "identity", False, 0)[0]
+    torch.testing.assert_close(ops.fwd(x, weight, None, "identity", False, heuristic)[0], right)
+
+
 # The functions of fused_dense_lib.
 
 

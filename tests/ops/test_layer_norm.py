@@ -476,6 +476,21 @@ def test_subsets_of_sequences(kernels, device, request):
         assert dx0[1, 1].any()
 
 
+@pytest.mark.parametrize("kernels", ["op", "triton"])
+def test_rows_that_nothing_becomes_are_zeros(kernels, device, request):
+    """Also if there is nothing at all."""
+    if kernels == "triton":
+        request.getfixturevalue("with_triton")
+    for entries in (0, 3):
+        subset = torch.zeros(entries * 4, dtype=torch.int32, device=device)
+        out, h = layer_norm.dropout_add_layer_norm_subset(
+            torch.empty(0, 4, 64, device=device), None, W.to(device), None, 0.0, 1e-5, x0_subset=subset,
+            out_subset=subset, out_numrows=8, prenorm=True,
+        )  # fmt: skip
+        assert torch.equal(out, torch.zeros(2, 4, 64, device=device))
+        assert torch.equal(h, torch.zeros(entries, 4, 64, device=device))
+
+
 def test_without_subsets_it_is_the_plain_function(device):
     x, weight = X.to(device), W.to(device)
     subset = rms_norm.dropout_add_rms_norm_subset(x, x, weight, None, 0.0, 1e-5, rowscale_const=3.0)
