@@ -150,7 +150,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
   const Tensor mean = new_tensor({rows}, aoti_torch_dtype_float32(), x0);
   const Tensor rstd = new_tensor({rows}, aoti_torch_dtype_float32(), x0);
   const bool has_mask0 = return_mask && rng_state, has_mask1 = has_mask0 && x1;
-  const Tensor mask0 = new_mask(x0, has_mask0), mask1 = new_mask(x0, has_mask1);
+  const Tensor mask0 = new_mask(x0, has_mask0), mask1 = new_mask(x1.value_or(x0), has_mask1);
 
   Inputs inputs(x0, cols);
   const layer_norm::FwdParams params{

@@ -283,7 +283,7 @@ def _fwd_fake(
         stored(weight1 is not None, out_shape, out_dtype),
         stored(h_dtype is not None, h_shape, h_dtype),
         stored(masked, x0.shape, torch.uint8),
-        stored(masked and x1 is not None, x0.shape, torch.uint8),
+        stored(masked and x1 is not None, (x0 if x1 is None else x1).shape, torch.uint8),
         stored(True, (rows,), torch.float32),
         stored(True, (rows,), torch.float32),
     )

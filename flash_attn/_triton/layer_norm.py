@@ -182,7 +182,7 @@ def fwd(
     h = None if h_dtype is None else x0.new_empty(shape, dtype=h_dtype)
     masked = return_mask and rng_state is not None
     mask0 = x0.new_empty(x0.shape, dtype=torch.uint8) if masked else None
-    mask1 = x0.new_empty(x0.shape, dtype=torch.uint8) if masked and x1 is not None else None
+    mask1 = x1.new_empty(x1.shape, dtype=torch.uint8) if masked and x1 is not None else None
     x0_rows, rows = _rows(x0), _rows(x0) if x0_subset is None else shape[0]
     mean, rstd = (x0.new_empty(rows, dtype=torch.float32) for _ in range(2))
     (x0, stride0), (x1, stride1), (residual, stride_residual) = map(_as_rows, (x0, x1, residual))

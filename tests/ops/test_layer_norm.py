@@ -729,6 +729,21 @@ def test_opcheck(case, requires_grad, device, monkeypatch):
     torch.library.opcheck(ops.fwd.default, (*leaves, *args[count:]))
 
 
+@pytest.mark.parametrize("kernels", ["op", "triton"])
+def test_mask_of_a_second_branch_beside_subsets(kernels, device, request):
+    """The op allows it: x1 has a row for each of h, of which x0 may have fewer."""
+    x0, x1, weight = X[0, :2].to(device), X.flatten(0, 1).to(device), W.to(device)
+    subset = (torch.arange(12, dtype=torch.int32, device=device) - 8).clamp(min=0)
+    state = torch.tensor([1, 2], device=device)
+    tensors = x0, x1, None, weight, None, None, None, None, None, subset, subset, state
+    args = *tensors, 0.5, 1e-5, 1.0, 3, False, False, None, torch.float32, True
+    torch.library.opcheck(ops.fwd.default, args, test_utils=("test_schema", "test_faketensor"))
+    fwd = request.getfixturevalue("with_triton").fwd if kernels == "triton" else ops.fwd
+    *_, mask0, mask1, _, _ = fwd(*args)
+    assert mask0.shape == x0.shape
+    assert torch.equal(mask1.cpu(), oracle.layer_norm_keep(1, 2, 1, *x1.shape, 0.5).to(torch.uint8))
+
+
 def test_meta():
     x, weight = torch.empty(2, 5, 64, device="meta"), torch.empty(64, device="meta")
     out, h = layer_norm_fn(x, weight, None, x, prenorm=True)

@@ -224,6 +224,13 @@ def test_module():
     assert FusedDenseSqreluDense(16, bias1=False, bias2=False).fc1.bias is None
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_exported(dtype, device):
+    module = FusedDenseSqreluDense(16, device=device, dtype=DTYPES[dtype])
+    x = torch.randn(5, 16, device=device).to(DTYPES[dtype])
+    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), module(x))
+
+
 SIGNATURES = {
     triton_linear_act: "x, weight, bias=None, activation='id', save_act_input=False",
     triton_dgrad_act: "grad_output, weight, activation='id', act_input=None",
