@@ -527,6 +527,15 @@ def test_module_with_packed_sequences(shape, scale_base, device):
         assert identical(one, torch.cat(others, dim=1)[0])
 
 
+def test_module_whose_max_seqlen_is_a_tensor_that_changes(device):
+    longest, module = torch.tensor(0, device=device), RotaryEmbedding(32, device=device)
+    for length in (4, 9):
+        longest.fill_(length)
+        qkv, cu_seqlens = torch.randn(length, 3, 4, 32, device=device), torch.tensor([0, length], device=device).int()
+        expected = RotaryEmbedding(32, device=device)(qkv[None].clone())[0]
+        assert identical(module(qkv, max_seqlen=longest, cu_seqlens=cu_seqlens), expected)
+
+
 def test_module_with_keys_and_values_apart(device):
     q, kv = torch.randn(2, 5, 4, 32, device=device), torch.randn(2, 5, 2, 2, 32, device=device)
     module = RotaryEmbedding(32, device=device)
