@@ -282,7 +282,7 @@ class RotaryEmbedding(torch.nn.Module):
             or seqlen > self._seq_len_cached
             or table.device != device
             or table.dtype != dtype
-            or (self.training and not torch.compiler.is_compiling() and table.is_inference())
+            or (not torch.compiler.is_compiling() and table.is_inference() and not torch.is_inference_mode_enabled())
         )
 
 

@@ -591,7 +591,17 @@ def test_module_rebuilds_tables_only_when_needed(device):
     assert len(table(5, torch.float16)) == 5
     with torch.inference_mode():
         inferred = table(30)
+        assert table(30) is inferred
     assert table(30) is not inferred
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_module_has_a_gradient_after_inference(training, device):
+    module, qkv = RotaryEmbedding(32, device=device).train(training), torch.randn(2, 5, 3, 4, 32, device=device)
+    with torch.inference_mode():
+        module(qkv.clone())
+    module(qkv.requires_grad_() * 1).sum().backward()
+    assert qkv.grad is not None
 
 
 def test_module_cast_to_half_keeps_exact_angles(device):
