@@ -82,7 +82,7 @@ def dropout_add_ln_bwd(
     """Returns [dx0, dresidual, dgamma, dbeta, None, None], and [dcolscale, None] after them if there is a colscale_."""
     dx0, _, dresidual, dgamma, dbeta, _, _, dcolscale = ops.backward(
         dz, None, dx_, x, x0_, mu, rsigma, gamma, None, colscale_, rowscale_, x0_subset_, z_subset_, dmask_, None,
-        dropout_p, rowscale_const, x0_numrows, False, has_residual, is_rms_norm,
+        dropout_p, rowscale_const, x0_numrows, False, has_residual, is_rms_norm, _NAMES,
     )  # fmt: skip
     return [dx0, dresidual, dgamma, dbeta, None, None, *([] if colscale_ is None else [dcolscale, None])]
 
@@ -106,9 +106,20 @@ def dropout_add_ln_parallel_residual_bwd(
     """Returns [dx0, dx1, dresidual, dgamma0, dbeta0, dgamma1, dbeta1, None, None, None, None]."""
     *gradients, _ = ops.backward(
         dz0, dz1_, dx_, x, None, mu, rsigma, gamma0, gamma1_, None, None, None, None, dmask0_, dmask1_,
-        dropout_p, 1.0, 0, has_x1, has_residual, is_rms_norm,
+        dropout_p, 1.0, 0, has_x1, has_residual, is_rms_norm, _NAMES_OF_TWO_BRANCHES,
     )  # fmt: skip
     return [*gradients, None, None, None, None]
+
+
+# By the names of `flash_attn._ops.layer_norm.backward`.
+_NAMES = dict(
+    dout="dz", dh="dx_", h="x", x0="x0_", mean="mu", rstd="rsigma", weight="gamma", colscale="colscale_",
+    rowscale="rowscale_", x0_subset="x0_subset_", out_subset="z_subset_", mask0="dmask_", x0_rows="x0_numrows",
+)  # fmt: skip
+_NAMES_OF_TWO_BRANCHES = dict(
+    dout="dz0", dout1="dz1_", dh="dx_", h="x", mean="mu", rstd="rsigma", weight="gamma0", weight1="gamma1_",
+    mask0="dmask0_", mask1="dmask1_",
+)  # fmt: skip
 
 
 def _forward(generator, x0, residual, gamma, beta, dropout_p, epsilon, **options):

@@ -1,6 +1,7 @@
 """The functions that other packages call in place of flash-attn 2.8's separate extension of this name.
 
-They are thin: kernels and the reference backend are those of `flash_attn.ops.fused_dense`. They record no gradient.
+They are thin: kernels and the reference backend are those of `flash_attn.ops.fused_dense`. They record no gradient,
+and know nothing of autocast.
 """
 
 import torch
@@ -18,7 +19,8 @@ def linear_bias_wgrad(input, d_output, has_d_bias, /):
     checks.alike(("input", "d_output"), (input, d_output), dtypes=ops.DTYPES)
     checks.flags(has_d_bias=has_d_bias)
     checks.has_shape("d_output", d_output, (*input.shape[:-1], None))
-    d_weight, d_bias = ops.products_for(input).wgrad(d_output, input, bool(has_d_bias))
+    with ops.without_autocast(input):
+        d_weight, d_bias = ops.products_for(input).wgrad(d_output, input, bool(has_d_bias))
     return [d_weight, d_bias if has_d_bias else None]
 
 
@@ -30,10 +32,12 @@ def linear_act_forward(input, weight, bias, is_gelu, save_pre_act, heuristic, /)
     with save_pre_act, is what `bias_act_linear_dgrad_bgrad` needs: for relu that is the output.
     heuristic: as in `flash_attn.ops.fused_dense.fused_mlp_func`.
     """
-    ops.check_layer(input, weight, bias, ("input", "weight", "bias"))
+    checks.tensor("input", input)
     checks.flags(is_gelu=is_gelu, save_pre_act=save_pre_act)
     activation = _activation(is_gelu, heuristic)
-    output, pre_act = ops.products_for(input).fwd(input, weight, bias, activation, bool(save_pre_act), heuristic)
+    with ops.without_autocast(input):
+        ops.check_layer(input, weight, bias, ("input", "weight", "bias"))
+        output, pre_act = ops.products_for(input).fwd(input, weight, bias, activation, bool(save_pre_act), heuristic)
     return [output, pre_act if is_gelu else output] if save_pre_act else [output]
 
 
@@ -50,7 +54,8 @@ def bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic, /
     checks.has_shape("pre_act", pre_act, (*d_output.shape[:-1], weight.shape[1]))
     checks.flags(is_gelu=is_gelu)
     activation = _activation(is_gelu, heuristic)
-    d_input = ops.products_for(weight).dgrad(d_output, weight, None, pre_act, activation, heuristic)
+    with ops.without_autocast(weight):
+        d_input = ops.products_for(weight).dgrad(d_output, weight, None, pre_act, activation, heuristic)
     return [d_input, d_input.sum(tuple(range(d_input.dim() - 1))) if d_input.dim() > 1 else d_input.clone()]
 
 

@@ -44,5 +44,7 @@ def _backward(dy, y, scale, causal):
     checks.alike(("softmax_results", "output_grads"), (y, dy), dtypes=ops.DTYPES)
     checks.has_shape("output_grads", dy, tuple(y.shape))
     checks.number("the number of dimensions of softmax_results", y.dim(), y.dim() >= 2, "at least 2")
+    if causal and y.shape[-2] != y.shape[-1]:
+        raise ValueError(f"softmax_results must have as many rows as columns, found shape {tuple(y.shape)}")
     checks.real("scale", scale)
     return ops.bwd(dy, y, float(scale), causal)

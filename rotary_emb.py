@@ -12,12 +12,12 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj, /):
 
         out1 = x1 cos - x2 sin, out2 = x1 sin + x2 cos;        with conj, sin counts negative
 
-    x1, x2, out1, out2: one shape, (batch, seqlen, heads, rotary_dim / 2) as a rule, and one dtype of float32, float16
-    or bfloat16. The outputs may be the inputs. cos, sin: of a shape that broadcasts to it, (seqlen, 1, rotary_dim / 2).
-    A kernel does it, in place or not, where x1 and x2 are the halves of a tensor or its even and odd channels, and out1
-    and out2 likewise; other layouts take torch's operations. Returns None.
+    x1, x2, out1, out2: one shape, (batch, seqlen, heads, rotary_dim / 2) as a rule, and one floating-point dtype; the
+    maths is in float32. The outputs may be the inputs. cos, sin: of a shape that broadcasts to it, (seqlen, 1,
+    rotary_dim / 2). A kernel does it, in place or not, where x1 and x2 are the halves of a tensor or its even and odd
+    channels, and out1 and out2 likewise; other layouts, and float64, take torch's operations. Returns None.
     """
-    checks.alike(("x1", "x2", "out1", "out2"), (x1, x2, out1, out2), dtypes=ops.DTYPES)
+    checks.alike(("x1", "x2", "out1", "out2"), (x1, x2, out1, out2), dtypes=ops.TABLE_DTYPES)
     for name, value in (("x2", x2), ("out1", out1), ("out2", out2)):
         checks.has_shape(name, value, tuple(x1.shape))
     checks.alike(("cos", "sin"), (cos, sin), dtypes=ops.TABLE_DTYPES)
@@ -29,7 +29,7 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj, /):
     checks.flags(conj=conj)
     checks.own_memory(out1=out1, out2=out2)
     source, target, tables = _joined(x1, x2), _joined(out1, out2), _rows(x1, cos, sin)
-    if source is None or target is None or tables is None or source[1] != target[1]:
+    if source is None or target is None or tables is None or source[1] != target[1] or x1.dtype not in ops.DTYPES:
         x1, x2, cos, sin = (x.float() for x in (x1, x2, cos, sin))
         sin = -sin if conj else sin
         turned = x1 * cos - x2 * sin, x1 * sin + x2 * cos

@@ -34,6 +34,7 @@ def backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, tot
     ops.check(logits, labels, smoothing)
     ops.check_row_values("grad_loss", grad_loss, logits)
     ops.check_row_values("max_log_sum_exp", max_log_sum_exp, logits)
+    checks.flags(inplace=inplace)
     args = grad_loss, logits, labels, max_log_sum_exp, *_options(logits, smoothing, total_classes)
     with torch.no_grad():
         if not inplace:
@@ -45,4 +46,5 @@ def backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, tot
 
 def _options(logits, smoothing, total_classes):
     """The ops' arguments from label_smoothing to total_classes."""
+    checks.integer("total_classes", total_classes)
     return float(smoothing), 1.0, 0.0, None, 0, total_classes if total_classes > 0 else logits.shape[1]

@@ -289,7 +289,9 @@ def test_opcheck(case, device):
     x, dy, mask, _ = case.draw(device)
     torch.library.opcheck(ops.fwd.default, (x.clone().requires_grad_(), mask, 0.5, False))
     torch.library.opcheck(ops.fwd.default, (x, mask, 0.5, False))
-    torch.library.opcheck(ops.bwd.default, (dy, x.softmax(dim=-1), 0.5, False))
+    y = x.softmax(dim=-1)
+    torch.library.opcheck(ops.bwd.default, (dy, y, 0.5, False))
+    torch.library.opcheck(ops.bwd.default, (*(each.mT.contiguous().mT for each in (dy, y)), 0.5, False))
 
 
 def test_meta():
@@ -307,6 +309,8 @@ def test_shim(device):
     y = fused_softmax_lib.scaled_upper_triang_masked_softmax_forward(x[0], 0.5)
     dx = fused_softmax_lib.scaled_upper_triang_masked_softmax_backward(dy[0], y, 0.5)
     assert_matches((y, dx), x[0], dy[0], left_out[0], 0.5)
+    with pytest.raises(ValueError, match="softmax_results must have as many rows as columns, found shape"):
+        fused_softmax_lib.scaled_upper_triang_masked_softmax_backward(dy[0, :, 1:], y[:, 1:], 0.5)
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(1, 256), (20, 8), (32, 8), (33, 8), (128, 8), (129, 4), (8192, 4)])

@@ -64,6 +64,17 @@ def test_tables_broadcast(device):
         torch.testing.assert_close(out2, x1 * sin[table] + x2 * cos[table])
 
 
+def test_float64(device):
+    """In float32, as the other dtypes."""
+    x = torch.randn(2, SEQLEN, HEADS, 2 * HALF, device=device, dtype=torch.float64)
+    cos, sin = (table[:, None] for table in tables(device, torch.float64))
+    narrow = x.float()
+    for each in (x, narrow):
+        pair = halves(each, interleaved=False)
+        rotary_emb.apply_rotary(*pair, cos.to(each.dtype), sin.to(each.dtype), *pair, False)
+    torch.testing.assert_close(x, narrow.double())
+
+
 X, COS = torch.zeros(2, SEQLEN, HEADS, HALF), torch.zeros(SEQLEN, 1, HALF)
 ERRORS = {
     "x2": (dict(x2=X[:1]), ValueError, r"x2 must have shape \(2, 13, 3, 8\), found"),

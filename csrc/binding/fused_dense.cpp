@@ -26,34 +26,15 @@ struct Matrix {
   fused_dense::Rows as_rows() const { return {tensor.mutable_data_ptr(), stride}; }
 };
 
-int64_t num_rows(const Tensor& tensor) {
-  int64_t rows = 1;
-  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) rows *= tensor.size(dim);
-  return rows;
-}
-
-// Whether all rows are one distance apart, and which.
-std::optional<int64_t> row_stride(const Tensor& tensor) {
-  const int64_t cols = tensor.size(-1);
-  if (cols > 1 && tensor.stride(-1) != 1) return std::nullopt;
-  std::optional<int64_t> stride;
-  int64_t expected = 0;
-  for (int64_t dim = tensor.dim() - 2; dim >= 0; --dim) {
-    if (tensor.size(dim) == 1) continue;
-    if (stride && tensor.stride(dim) != expected) return std::nullopt;
-    if (!stride) stride = tensor.stride(dim);
-    expected = tensor.stride(dim) * tensor.size(dim);
-  }
-  return stride.value_or(cols) >= cols ? std::optional(stride.value_or(cols)) : std::nullopt;
-}
-
-// `tensor`, or a copy where its rows do not lie in that way or less aligned than those of a new tensor.
+// `tensor`, or a copy where its rows overlap, are not one distance apart, or are less aligned than those of a new
+// tensor.
 Matrix matrix_of(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.dim() >= 1, name, " must have at least one dimension, found shape ()");
   const int64_t rows = num_rows(tensor), cols = tensor.size(-1);
   const int size = size_of(dtype_of(tensor, name));
-  if (const auto stride = row_stride(tensor); stride && starts_aligned(tensor)) {
-    if ((*stride - cols) * size % 16 == 0) return {tensor, rows, cols, *stride};
+  const auto stride = row_stride(tensor);
+  if (stride && *stride >= cols && (*stride - cols) * size % 16 == 0 && starts_aligned(tensor)) {
+    return {tensor, rows, cols, *stride};
   }
   return {aligned_contiguous(tensor), rows, cols, cols};
 }

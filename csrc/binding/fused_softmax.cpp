@@ -18,12 +18,10 @@ void check_rows(const Tensor& rows, bool causal, const char* name) {
 
 // `tensor` is contiguous. Of its heads, only a mask asks.
 fused_softmax::Rows rows_of(const Tensor& tensor, int64_t heads, bool heads_inside, bool causal, const char* name) {
-  int64_t count = 1;
-  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) count *= tensor.size(dim);
   const Divisor rows_of_a_head(std::max(1, narrow_size(tensor.size(-2), "seqlen_q")));
   const Divisor heads_of_an_entry(std::max(1, narrow_size(heads, "the number of heads")));
   return {
-      .count = narrow_size(count, "the number of rows"),
+      .count = narrow_size(num_rows(tensor), "the number of rows"),
       .cols = narrow_size(tensor.size(-1), "the number of columns"),
       .dtype = dtype_of(tensor, name),
       .causal = causal,
@@ -84,7 +82,6 @@ Tensor softmax_bwd(const Tensor& dy, const Tensor& y, double scale, bool causal)
   check_device(y, dy, "y");
   STD_TORCH_CHECK(dy.sizes().equals(y.sizes()), "dy must have shape ", shape_string(y.sizes()), ", found ",
                   shape_string(dy.sizes()));
-  const DType dtype = dtype_of(y, "y");
   check_dtype(dy, y.scalar_type(), "dy");
   const DeviceGuard guard(y.get_device_index());
   const Tensor incoming = aligned_contiguous(dy), weights = aligned_contiguous(y);

@@ -21,29 +21,6 @@ using layer_norm::Vector;
 using OptionalTensor = std::optional<Tensor>;
 using OptionalType = std::optional<ScalarType>;
 
-int64_t cols_of(const Tensor& x) { return x.size(x.dim() - 1); }
-
-int64_t rows_of(const Tensor& x) {
-  int64_t rows = 1;
-  for (int64_t dim = 0; dim < x.dim() - 1; ++dim) rows *= x.size(dim);
-  return rows;
-}
-
-// The stride between the rows of a tensor (..., cols), if there is one and elements of a row are adjacent.
-std::optional<int64_t> row_stride(const Tensor& x) {
-  const int64_t last = x.dim() - 1;
-  if (x.size(last) > 1 && x.stride(last) != 1) return std::nullopt;
-  std::optional<int64_t> stride;
-  int64_t rows = 1;  // in the dimensions that have been seen
-  for (int64_t dim = last - 1; dim >= 0; --dim) {
-    if (x.size(dim) == 1) continue;
-    if (stride && x.stride(dim) != *stride * rows) return std::nullopt;
-    if (!stride) stride = x.stride(dim);
-    rows *= x.size(dim);
-  }
-  return stride.value_or(x.size(last));
-}
-
 // The inputs of a call as kernels want them. Copies that this takes live as long as it does.
 class Inputs {
  public:
@@ -53,8 +30,8 @@ class Inputs {
   Matrix<const void> rows(const OptionalTensor& x, int64_t rows, const char* name) {
     if (!x) return {};
     check_device(*x, first_, name);
-    STD_TORCH_CHECK(x->dim() > 0 && cols_of(*x) == cols_ && rows_of(*x) == rows, name, " must have ", rows, " rows of ",
-                    cols_, " elements, found shape ", shape_string(x->sizes()));
+    STD_TORCH_CHECK(x->dim() > 0 && x->size(-1) == cols_ && num_rows(*x) == rows, name, " must have ", rows,
+                    " rows of ", cols_, " elements, found shape ", shape_string(x->sizes()));
     const auto stride = row_stride(*x);
     return {(stride ? *x : contiguous(*x)).const_data_ptr(), stride.value_or(cols_), dtype_of(*x, name)};
   }
@@ -106,7 +83,7 @@ Tensor new_result(const Sizes& sizes, OptionalType type, const Tensor& like) {
 }
 
 Matrix<> result_matrix(const Tensor& result, bool there) {
-  return there ? Matrix<>{result.mutable_data_ptr(), cols_of(result), dtype_of(result, "a result")} : Matrix<>{};
+  return there ? Matrix<>{result.mutable_data_ptr(), result.size(-1), dtype_of(result, "a result")} : Matrix<>{};
 }
 
 // A mask like x, or an empty tensor.
@@ -159,7 +136,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
   STD_TORCH_CHECK(x0_subset.has_value() == out_subset.has_value(), "x0_subset and out_subset must be given together");
   const bool subset = x0_subset.has_value();
   STD_TORCH_CHECK(out_rows >= 0 && (!subset || x0.dim() == 2), "x0 must be (x0_rows, cols) with subsets");
-  const int64_t cols = cols_of(x0), x0_rows = rows_of(x0), rows = subset ? x0_subset->numel() : x0_rows;
+  const int64_t cols = x0.size(-1), x0_rows = num_rows(x0), rows = subset ? x0_subset->numel() : x0_rows;
   out_rows = subset ? out_rows : rows;
 
   const DeviceGuard guard(x0.get_device_index());
@@ -173,7 +150,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
   const Tensor mean = new_tensor({rows}, aoti_torch_dtype_float32(), x0);
   const Tensor rstd = new_tensor({rows}, aoti_torch_dtype_float32(), x0);
   const bool has_mask0 = return_mask && rng_state, has_mask1 = has_mask0 && x1;
-  const Tensor mask0 = new_mask(x0, has_mask0), mask1 = new_mask(x0, has_mask1);
+  const Tensor mask0 = new_mask(x0, has_mask0), mask1 = new_mask(x1.value_or(x0), has_mask1);
 
   Inputs inputs(x0, cols);
   const layer_norm::FwdParams params{
@@ -192,7 +169,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
       .rstd = data<float>(rstd),
       .eps = static_cast<float>(eps),
   };
-  if (rows > 0 && cols > 0) layer_norm::fwd(params, current_stream(x0));
+  if (cols > 0) layer_norm::fwd(params, current_stream(x0));  // without rows, out may have some
   return {out, out1, h, mask0, mask1, mean, rstd};
 }
 
@@ -214,7 +191,7 @@ Gradients bwd(const Tensor& dout, const OptionalTensor& dout1, const OptionalTen
   const bool subset = x0_subset.has_value();
   STD_TORCH_CHECK(x0_rows >= 0 && (!subset || (h.dim() == 2 && dout.dim() == 2)),
                   "h and dout must be (rows, cols) with subsets");
-  const int64_t cols = cols_of(h), rows = rows_of(h), out_rows = rows_of(dout);
+  const int64_t cols = h.size(-1), rows = num_rows(h), out_rows = num_rows(dout);
   x0_rows = subset ? x0_rows : rows;
   STD_TORCH_CHECK(subset || out_rows == rows, "dout must have ", rows, " rows, found ", out_rows);
 

@@ -90,6 +90,28 @@ inline Tensor new_tensor(std::initializer_list<int64_t> sizes, const Tensor& lik
   return new_tensor(sizes, static_cast<int32_t>(like.scalar_type()), like);
 }
 
+// The rows of a tensor (..., cols).
+inline int64_t num_rows(const Tensor& tensor) {
+  int64_t rows = 1;
+  for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) rows *= tensor.size(dim);
+  return rows;
+}
+
+// The stride between the rows of a tensor (..., cols), if there is one and elements of a row are adjacent.
+inline std::optional<int64_t> row_stride(const Tensor& tensor) {
+  const int64_t cols = tensor.size(-1);
+  if (cols > 1 && tensor.stride(-1) != 1) return std::nullopt;
+  std::optional<int64_t> stride;
+  int64_t rows = 1;  // in the dimensions that have been seen
+  for (int64_t dim = tensor.dim() - 2; dim >= 0; --dim) {
+    if (tensor.size(dim) == 1) continue;
+    if (stride && tensor.stride(dim) != *stride * rows) return std::nullopt;
+    if (!stride) stride = tensor.stride(dim);
+    rows *= tensor.size(dim);
+  }
+  return stride.value_or(cols);
+}
+
 inline bool starts_aligned(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }

@@ -121,10 +121,11 @@ void xentropy_bwd_in_place(const Tensor& dlosses, const Tensor& logits, const Te
                            double label_smoothing, double logit_scale, double lse_square_scale,
                            std::optional<int64_t> ignore_index, int64_t class_start, int64_t total_classes) {
   const DeviceGuard guard(logits.get_device_index());
-  STD_TORCH_CHECK(logits.dim() == 2 && has_adjacent_columns(logits), "logits must have adjacent columns to be ",
-                  "overwritten, found shape ", shape_string(logits.sizes()));
-  differentiate(dlosses, logits, labels, lse,
-                {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes}, logits);
+  const Tensor rows = checked_logits(logits);
+  differentiate(dlosses, rows, labels, lse,
+                {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes}, rows);
+  Tensor target = logits;
+  if (!has_adjacent_columns(logits)) torch::stable::copy_(target, rows);
 }
 
 }  // namespace

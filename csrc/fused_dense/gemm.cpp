@@ -138,12 +138,12 @@ std::optional<Plan> find_plan(const GemmParams& p) {
   const Preference wanted = preference(p);
   std::array<cublaslt::HeuristicResult, kMaxChoices> results;
   int found = 0;
+  const int choice = std::clamp(p.choice, 0, kMaxChoices - 1);
   const cublaslt::Status status = cublaslt::library().find_algorithms(
       current_handle(), description.operation.get(), description.a.get(), description.b.get(),
-      description.layout_of_c(), description.d.get(), wanted.get(), std::clamp(p.choice + 1, 1, kMaxChoices),
-      results.data(), &found);
+      description.layout_of_c(), description.d.get(), wanted.get(), choice + 1, results.data(), &found);
   if (status != 0 || found == 0) return std::nullopt;
-  const auto& chosen = results[std::min(p.choice, found - 1)];
+  const auto& chosen = results[std::min(choice, found - 1)];
   Plan plan;
   std::copy_n(chosen.algorithm.data, 8, plan.algorithm);
   plan.workspace_bytes = chosen.workspace_bytes;

@@ -45,7 +45,7 @@ struct GemmParams {
   Epilogue epilogue;
   const void* bias;  // (m)
   void* aux;         // (m, n), ld as d
-  int choice;        // among the algorithms that cuBLASLt proposes, the best by its estimate first
+  int choice;        // among the algorithms that cuBLASLt proposes, the best by its estimate first; or the nearest
 };
 
 // How cuBLASLt computes a product.

@@ -28,6 +28,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from flash_attn import _library
+from flash_attn._library import without_autocast
 from flash_attn._ops import activation as activations
 from flash_attn._ops import checks
 from flash_attn._reference import activation as activation_reference
@@ -61,7 +62,7 @@ def linear(x, weight, bias, return_residual, exchange):
         x, weight, bias = _cast(autocast, x, weight, bias)
     if exchange is None and not return_residual and x.dtype in FUSED_DTYPES:
         return fwd(x, weight, bias, "identity", False, 0)[0]
-    with _library.without_autocast(x):
+    with without_autocast(x):
         out, *_, x = _Linear.apply(x, weight, bias, ("identity", False, 0), exchange, True)
     return (out, x) if return_residual else out
 
@@ -87,7 +88,7 @@ def mlp(
         heuristic = -1
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     options = activation, checkpoint_lvl if save_pre_act and trains else 2, heuristic, products or KERNELS
-    with _library.without_autocast(x):
+    with without_autocast(x):
         return _MLP.apply(*tensors, options, exchange, bool(return_residual))
 
 
@@ -168,7 +169,7 @@ class _Linear(torch.autograd.Function):
         gradients = dresidual, None, None
         if dout is not None:
             x, weight = ctx.saved_tensors
-            with _library.without_autocast(dout):
+            with without_autocast(dout):
                 gradients = _layer_gradients(
                     dout, x, weight, dresidual, ctx.exchange, ctx.needs_input_grad, products_for(dout)
                 )
@@ -202,7 +203,7 @@ class _MLP(torch.autograd.Function):
         needs = ctx.needs_input_grad
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()  # so that their memory is free as soon as they are not needed below
-        with _library.without_autocast(dout):
+        with without_autocast(dout):
             total = None
             if level == 2:
                 total = _gathered(x, ctx.exchange)

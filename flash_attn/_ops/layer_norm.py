@@ -30,6 +30,7 @@ from torch.nn import functional
 
 from flash_attn import _library
 from flash_attn._ops import checks, rng, triton
+from flash_attn._reference import fused_dense as dense_reference
 from flash_attn._reference import layer_norm as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -106,17 +107,22 @@ def forward(
 
 def backward(
     dout, dout1, dh, h, x0, mean, rstd, weight, weight1, colscale, rowscale, x0_subset, out_subset, mask0, mask1,
-    dropout_p, rowscale_const, x0_rows, has_x1, has_residual, is_rms_norm,
+    dropout_p, rowscale_const, x0_rows, has_x1, has_residual, is_rms_norm, names,
 ):  # fmt: skip
     """Gradients of `forward` for two-dimensional arguments, of which h is what was normalised, as it was stored.
+
+    names: what the caller calls the tensors that it may give, and x0_rows.
 
     Returns (dx0, dx1, dresidual, dweight, dbias, dweight1, dbias1, dcolscale), None for what is not there. dx0 and dx1
     have the dtype of dout, dresidual that of h, the others those of their parameters; biases have that of the weights.
     """
     checks.flags(has_x1=has_x1, has_residual=has_residual, is_rms_norm=is_rms_norm)
     _check_numbers(0.0, dropout_p, rowscale_const)
-    checks.tensor("dout", dout, dtypes=DTYPES, shape=(None, None))
-    checks.tensor("h", h, dtypes=DTYPES, shape=(None, dout.shape[1]), device=dout.device)
+    checks.tensor(names["dout"], dout, dtypes=DTYPES, shape=(None, None))
+    checks.tensor(names["h"], h, dtypes=DTYPES, shape=(None, dout.shape[1]), device=dout.device)
+    if x0_subset is not None:
+        checks.integer(names["x0_rows"], x0_rows)
+        checks.number(names["x0_rows"], x0_rows, x0_rows >= 0, "at least 0")
     (rows, cols), (x0_rows, out_rows) = h.shape, (len(h), len(h)) if x0_subset is None else (x0_rows, len(dout))
     for name, value, dtypes, shape in (
         ("dout", dout, DTYPES, (out_rows, cols)),
@@ -134,8 +140,8 @@ def backward(
         ("mask0", mask0, (torch.uint8,), (x0_rows, cols)),
         ("mask1", mask1, (torch.uint8,), (rows, cols)),
     ):
-        if value is not None:
-            checks.tensor(name, value, dtypes=dtypes, shape=shape, device=dout.device)
+        if value is not None or name in ("mean", "rstd", "weight"):
+            checks.tensor(names[name], value, dtypes=dtypes, shape=shape, device=dout.device)
     for name, value, other, there in (
         ("x0", x0, "colscale", colscale is not None),
         ("dout1", dout1, "weight1", weight1 is not None),
@@ -143,7 +149,10 @@ def backward(
         ("out_subset", out_subset, "x0_subset", x0_subset is not None),
     ):
         if (value is None) == there:
-            raise ValueError(f"{name} must be given with {other}, and only then, found {type(value).__name__}")
+            raise ValueError(
+                f"{names[name]} must be given with {names.get(other, other)}, and only then, "
+                f"found {type(value).__name__}"
+            )
     results = bwd(
         dout, dout1, dh, h, x0, mean, rstd, weight, weight, weight1, weight1, colscale, rowscale, x0_subset, out_subset,
         None, mask0, mask1, float(dropout_p), float(rowscale_const), x0_rows, bool(is_rms_norm), False,
@@ -274,7 +283,7 @@ def _fwd_fake(
         stored(weight1 is not None, out_shape, out_dtype),
         stored(h_dtype is not None, h_shape, h_dtype),
         stored(masked, x0.shape, torch.uint8),
-        stored(masked and x1 is not None, x0.shape, torch.uint8),
+        stored(masked and x1 is not None, (x0 if x1 is None else x1).shape, torch.uint8),
         stored(True, (rows,), torch.float32),
         stored(True, (rows,), torch.float32),
     )
@@ -381,14 +390,14 @@ class _LayerNormLinear(torch.autograd.Function):
             None, None, None, None, 0.0, 1.0, 0, is_rms_norm, False, None if same else x_dtype, None,
             h.dtype if same or has_residual else None, linear_weight.dtype,
         )  # fmt: skip
-        rows = dout.flatten(0, -2)
+        dlinear_weight, dlinear_bias = dense_reference.wgrad(dout, normal, has_linear_bias)
         return (
             dresidual if same else dx,
             dresidual if has_residual else None,
             dweight,
             None if norm_bias is None else dbias,
-            rows.T @ normal.flatten(0, -2),
-            rows.sum(0) if has_linear_bias else None,
+            dlinear_weight,
+            dlinear_bias if has_linear_bias else None,
             None,
         )
 

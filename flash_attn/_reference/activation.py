@@ -20,16 +20,16 @@ _BWD = {
 def fwd(x, y, activation):
     """act(x), or act(x) * y."""
     out = _FWD[activation](_wide(x))
-    return (out if y is None else out * _wide(y)).to(x.dtype)
+    return _stored(out if y is None else out * _wide(y), x)
 
 
 def bwd(dout, x, y, activation):
     """Returns (dx, dy); dy is empty without y."""
     wide = _wide(dout), _wide(x)
     if y is None:
-        return _BWD[activation](*wide).to(x.dtype), x.new_empty(0)
+        return _stored(_BWD[activation](*wide), x), x.new_empty(0)
     dx = _BWD[activation](wide[0] * _wide(y), wide[1])
-    return dx.to(x.dtype), (wide[0] * _FWD[activation](wide[1])).to(y.dtype)
+    return _stored(dx, x), _stored(wide[0] * _FWD[activation](wide[1]), y)
 
 
 def gated_fwd(x, activation):
@@ -47,3 +47,8 @@ def gated_bwd(dout, x, activation):
 
 def _wide(x):
     return x if x.dtype == torch.float64 else x.float()
+
+
+def _stored(result, x):
+    """In the dtype of x, contiguous whatever the strides of x are."""
+    return result.to(x.dtype).contiguous()

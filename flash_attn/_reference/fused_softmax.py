@@ -24,7 +24,7 @@ def bwd(dy, y, scale, causal):
     if causal:
         dy = dy.masked_fill(_above_diagonal(y), 0)
     product = dy * weights
-    return (scale * (product - weights * product.sum(dim=-1, keepdim=True))).to(y.dtype)
+    return (scale * (product - weights * product.sum(dim=-1, keepdim=True))).to(y.dtype).contiguous()
 
 
 def _above_diagonal(x):

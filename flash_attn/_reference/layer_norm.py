@@ -14,6 +14,7 @@ import torch
 from torch.nn import functional
 
 from flash_attn._reference.dropout import philox
+from flash_attn._reference.fused_dense import matrix
 
 _ROUNDS = 7
 _WORD = 0xFFFFFFFF
@@ -165,7 +166,7 @@ def _put_rows(x, subset, rows):
 
 
 def _over_rows(x):
-    return x.flatten(0, -2).sum(0)
+    return matrix(x).sum(0)
 
 
 def _stored(x, dtype):

@@ -6,7 +6,7 @@ from torch.nn import functional
 from flash_attn._reference.fused_dense import matrix
 
 _FWD = {
-    "id": lambda x: x,
+    "id": torch.clone,  # the results are two tensors
     "gelu": functional.gelu,
     "gelu_approx": lambda x: functional.gelu(x, approximate="tanh"),
     "squared_relu": lambda x: functional.relu(x).square(),

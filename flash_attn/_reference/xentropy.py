@@ -35,7 +35,7 @@ def bwd(
     gradient[own, column[own]] -= 1 - label_smoothing
     gradient *= logit_scale * dlosses[:, None]
     kept = _is_kept(labels, ignore_index, total_classes)
-    return torch.where(kept[:, None], gradient, 0).to(logits.dtype)
+    return torch.where(kept[:, None], gradient, 0).to(logits.dtype).contiguous()
 
 
 def bwd_(dlosses, logits, *args):

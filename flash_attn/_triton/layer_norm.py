@@ -182,16 +182,17 @@ def fwd(
     h = None if h_dtype is None else x0.new_empty(shape, dtype=h_dtype)
     masked = return_mask and rng_state is not None
     mask0 = x0.new_empty(x0.shape, dtype=torch.uint8) if masked else None
-    mask1 = x0.new_empty(x0.shape, dtype=torch.uint8) if masked and x1 is not None else None
+    mask1 = x1.new_empty(x1.shape, dtype=torch.uint8) if masked and x1 is not None else None
     x0_rows, rows = _rows(x0), _rows(x0) if x0_subset is None else shape[0]
     mean, rstd = (x0.new_empty(rows, dtype=torch.float32) for _ in range(2))
     (x0, stride0), (x1, stride1), (residual, stride_residual) = map(_as_rows, (x0, x1, residual))
     if rows and cols:
         _fwd_kernel[(rows,)](
-            x0, x1, residual, *_contiguous(weight, bias, weight1, bias1, colscale, rowscale, x0_subset, out_subset),
-            rng_state, out, out1, h, mask0, mask1, mean, rstd, stride0, stride1, stride_residual, cols, x0_rows,
-            out_rows, *_scales(dropout_p, rng_state, x0_subset, rowscale_const), eps, is_rms_norm,
-            zero_centered_weight, cols <= MAX_BLOCK, **_block(cols),
+            x0, x1, residual,
+            *_contiguous(weight, bias, weight1, bias1, colscale, rowscale, x0_subset, out_subset, rng_state),
+            out, out1, h, mask0, mask1, mean, rstd, stride0, stride1, stride_residual, cols, x0_rows, out_rows,
+            *_scales(dropout_p, rng_state, x0_subset, rowscale_const), eps, is_rms_norm, zero_centered_weight,
+            cols <= MAX_BLOCK, **_block(cols),
         )  # fmt: skip
     return (*(x0.new_empty(0) if x is None else x for x in (out, out1, h, mask0, mask1)), mean, rstd)
 
@@ -323,8 +324,8 @@ def bwd(
     )
     tensors = (dout, dout1, dh, h, x0)
     (dout, stride_dout), (dout1, stride_dout1), (dh, stride_dh), (h, stride_h), (x0, stride0) = map(_as_rows, tensors)
-    weight, bias, weight1, colscale, rowscale, x0_subset, out_subset = _contiguous(
-        weight, bias, weight1, colscale, rowscale, x0_subset, out_subset
+    weight, bias, weight1, colscale, rowscale, x0_subset, out_subset, rng_state, mean, rstd, mask0, mask1 = _contiguous(
+        weight, bias, weight1, colscale, rowscale, x0_subset, out_subset, rng_state, mean, rstd, mask0, mask1
     )
     programs = min(rows, _most_programs(h.device))
     parts = h.new_empty((programs, _PARAMETERS, cols), dtype=torch.float32)

@@ -16,6 +16,7 @@ from flash_attn._triton import activations
 def fwd(x, weight, bias, activation, keep):
     """Returns (out, act_input)."""
     a, b = _readable(x), _readable(weight)
+    bias = None if bias is None else bias.contiguous()
     out = x.new_empty(*x.shape[:-1], len(weight))
     act_input = torch.empty_like(out) if keep else x.new_empty(0)
     if out.numel() > 0:
@@ -29,6 +30,7 @@ def fwd(x, weight, bias, activation, keep):
 def dgrad(dout, weight, act_input, activation):
     """Returns dx."""
     a, b = _readable(dout), _readable(weight)
+    act_input = None if act_input is None else act_input.contiguous()
     dx = dout.new_empty(*dout.shape[:-1], weight.shape[1])
     if dx.numel() > 0:
         kernel_bwd[_grid(len(a), weight.shape[1])](

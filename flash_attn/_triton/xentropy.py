@@ -35,7 +35,10 @@ def bwd(dlosses, logits, *args):
 
 def bwd_(dlosses, logits, *args):
     """Replace logits by dlogits."""
-    _differentiate(dlosses, logits, *args, logits)
+    if logits.stride(1) == 1:
+        _differentiate(dlosses, logits, *args, logits)
+    else:
+        logits.copy_(bwd(dlosses, logits, *args))
 
 
 def _differentiate(

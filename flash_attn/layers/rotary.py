@@ -257,6 +257,8 @@ class RotaryEmbedding(torch.nn.Module):
         if device.index is None:  # "cuda" is the current one
             device = torch.empty(0, device=device).device
         dtype = self.inv_freq.dtype if dtype is None else dtype
+        if isinstance(seqlen, Tensor):  # its owner may change it later
+            seqlen = seqlen.item()
         if not self._is_stale(seqlen, device, dtype):
             return
         self._seq_len_cached = seqlen
@@ -280,7 +282,7 @@ class RotaryEmbedding(torch.nn.Module):
             or seqlen > self._seq_len_cached
             or table.device != device
             or table.dtype != dtype
-            or (self.training and not torch.compiler.is_compiling() and table.is_inference())
+            or (not torch.compiler.is_compiling() and table.is_inference() and not torch.is_inference_mode_enabled())
         )
 
 

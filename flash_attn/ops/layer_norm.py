@@ -124,9 +124,9 @@ def dropout_add_layer_norm_parallel_residual(
 ):
     """Two branches on one residual stream, and two norms of it: h = dropout(x0) + dropout(x1) + residual.
 
-    x1, like x0, may be None; weight1 too, for one norm that both branches of the next block share. The other arguments
-    are those of `dropout_add_layer_norm`. Returns (out0, out1, h, mask0, mask1) without what was not asked for; out1 is
-    None without weight1.
+    x1 is like x0, or None; weight1 may be None too, for one norm that both branches of the next block share. The other
+    arguments are those of `dropout_add_layer_norm`. Returns (out0, out1, h, mask0, mask1) without what was not asked
+    for; out1 is None without weight1.
     """
     return DropoutAddLayerNormParallelResidualFn.apply(
         x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, residual_in_fp32, prenorm, False,

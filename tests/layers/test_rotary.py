@@ -527,6 +527,15 @@ def test_module_with_packed_sequences(shape, scale_base, device):
         assert identical(one, torch.cat(others, dim=1)[0])
 
 
+def test_module_whose_max_seqlen_is_a_tensor_that_changes(device):
+    longest, module = torch.tensor(0, device=device), RotaryEmbedding(32, device=device)
+    for length in (4, 9):
+        longest.fill_(length)
+        qkv, cu_seqlens = torch.randn(length, 3, 4, 32, device=device), torch.tensor([0, length], device=device).int()
+        expected = RotaryEmbedding(32, device=device)(qkv[None].clone())[0]
+        assert identical(module(qkv, max_seqlen=longest, cu_seqlens=cu_seqlens), expected)
+
+
 def test_module_with_keys_and_values_apart(device):
     q, kv = torch.randn(2, 5, 4, 32, device=device), torch.randn(2, 5, 2, 2, 32, device=device)
     module = RotaryEmbedding(32, device=device)
@@ -582,7 +591,17 @@ def test_module_rebuilds_tables_only_when_needed(device):
     assert len(table(5, torch.float16)) == 5
     with torch.inference_mode():
         inferred = table(30)
+        assert table(30) is inferred
     assert table(30) is not inferred
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_module_has_a_gradient_after_inference(training, device):
+    module, qkv = RotaryEmbedding(32, device=device).train(training), torch.randn(2, 5, 3, 4, 32, device=device)
+    with torch.inference_mode():
+        module(qkv.clone())
+    module(qkv.requires_grad_() * 1).sum().backward()
+    assert qkv.grad is not None
 
 
 def test_module_cast_to_half_keeps_exact_angles(device):

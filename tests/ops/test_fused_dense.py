@@ -637,6 +637,13 @@ def test_signature(function):
     assert fused_dense.FusedDenseFunc.apply is fused_dense_func
 
 
+@pytest.mark.parametrize("heuristic", [-1, 100])
+def test_a_product_has_an_algorithm_whatever_the_heuristic(heuristic, device):
+    x, weight = torch.randn(2, 40, 64, device=device).bfloat16()
+    right = ops.fwd(x, weight, None, "identity", False, 0)[0]
+    torch.testing.assert_close(ops.fwd(x, weight, None, "identity", False, heuristic)[0], right)
+
+
 # The functions of fused_dense_lib.
 
 
@@ -663,6 +670,25 @@ def test_shim(heuristic, is_gelu, dtype, device):
     plain = gradients(lambda *args: oracle.mlp(*args, case.activation), inputs, [dout])
     for ours, right, baseline in zip(found, exact[2:], plain[2:], strict=True):
         assert_error_ratio(ours, right, baseline, plus=unavoidable(right, ours.dtype, 1000))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_shim_under_autocast(dtype, device):
+    """Its functions have the dtype of their arguments, all of them the same."""
+    *inputs, dout, _ = Case(dtype=dtype).draw(device)
+    x, weight1, bias1, weight2, _ = inputs
+
+    def ours():
+        act, kept = fused_dense_lib.linear_act_forward(x, weight1, bias1, True, True, 0)
+        dpre = fused_dense_lib.bias_act_linear_dgrad_bgrad(weight2, dout, kept, True, 0)
+        return [act, kept, *dpre, *fused_dense_lib.linear_bias_wgrad(act, dout, True)]
+
+    expected = ours()
+    with torch.autocast(device.type, dtype=torch.bfloat16):
+        for found, other in zip(ours(), expected, strict=True):
+            assert torch.equal(found, other)
+        with pytest.raises(TypeError, match="weight must have dtype"):
+            fused_dense_lib.linear_act_forward(x, weight1.bfloat16(), None, True, True, 0)
 
 
 # Errors: what is wrong, the class, what the message names.

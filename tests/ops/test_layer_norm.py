@@ -202,6 +202,7 @@ EDGES = [
     Case(residual_in_fp32=True),
     Case(shape=(1,), cols=1, dtype="fp32", is_rms_norm=True),
     Case(shape=(3,), cols=8),
+    Case(shape=(), residual="bf16", rowscale=True, colscale=True, dropout_p=0.2),
     Case(shape=(2, 3, 4), cols=100, residual="bf16"),
     Case(shape=(300,), cols=64, residual="bf16", dropout_p=0.3),
     Case(shape=(33,), cols=1001, residual="fp16", dtype="fp16"),
@@ -304,6 +305,25 @@ def test_triton_against_float64(case, device, with_triton, monkeypatch):
     assert_right(case, device)
 
 
+@pytest.mark.parametrize("kernels", ["op", "triton"])
+def test_backward_reads_statistics_and_masks_of_any_strides(kernels, device, request):
+    if kernels == "triton":
+        request.getfixturevalue("with_triton")
+    dz, x, x1 = torch.randn(3, 6, 64, device=device)
+    weight = torch.rand(64, device=device)
+    args = x, x1, None, weight, None, weight, None, 0.3, 1e-5, None
+    *_, h, dmask0, dmask1, mu, rsigma = dropout_layer_norm.dropout_add_ln_parallel_residual_fwd(*args)
+
+    def gradients(*saved):
+        args = dz, dz, None, h, *saved, weight, weight, 0.3, True, False
+        return dropout_layer_norm.dropout_add_ln_parallel_residual_bwd(*args)
+
+    saved = dmask0, dmask1, mu, rsigma
+    apart = [torch.stack([each, torch.zeros_like(each)], dim=-1)[..., 0] for each in saved]
+    for found, expected in zip(gradients(*apart), gradients(*saved), strict=True):
+        assert found is expected is None or torch.equal(found, expected)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", params(EDGES))
 def test_triton_on_a_gpu(case, device, with_triton):
@@ -378,6 +398,7 @@ def test_what_is_dropped_may_be_anything(device):
 # The public functions: what they return.
 
 X, W = torch.randn(2, 6, 64), torch.ones(64)
+BUFFER = torch.empty(2, 6, 64)
 LAYER_FUNCTIONS = (
     layer_norm.dropout_add_layer_norm, layer_norm.dropout_add_layer_norm_parallel_residual, layer_norm_fn
 )  # fmt: skip
@@ -457,6 +478,21 @@ def test_subsets_of_sequences(kernels, device, request):
         (dx0,) = torch.autograd.grad((out, h), x0, (torch.randn_like(out), torch.ones_like(h)))
         assert torch.equal(dx0[1, 2], torch.zeros(64, device=device))
         assert dx0[1, 1].any()
+
+
+@pytest.mark.parametrize("kernels", ["op", "triton"])
+def test_rows_that_nothing_becomes_are_zeros(kernels, device, request):
+    """Also if there is nothing at all."""
+    if kernels == "triton":
+        request.getfixturevalue("with_triton")
+    for entries in (0, 3):
+        subset = torch.zeros(entries * 4, dtype=torch.int32, device=device)
+        out, h = layer_norm.dropout_add_layer_norm_subset(
+            torch.empty(0, 4, 64, device=device), None, W.to(device), None, 0.0, 1e-5, x0_subset=subset,
+            out_subset=subset, out_numrows=8, prenorm=True,
+        )  # fmt: skip
+        assert torch.equal(out, torch.zeros(2, 4, 64, device=device))
+        assert torch.equal(h, torch.zeros(entries, 4, 64, device=device))
 
 
 def test_without_subsets_it_is_the_plain_function(device):
@@ -546,8 +582,9 @@ def test_rms_norm_modules(zero_centered_weight, device):
 
 @pytest.mark.parametrize("rms, prenorm, residual", list(itertools.product([False, True], repeat=3)))
 @pytest.mark.parametrize("bias", [False, True])
-def test_norm_and_linear(rms, prenorm, residual, bias, device):
-    x, residual = torch.randn(2, 5, 7, 64, device=device)
+@pytest.mark.parametrize("rows", [(5, 7), ()], ids=["rows", "one row"])
+def test_norm_and_linear(rms, prenorm, residual, bias, rows, device):
+    x, residual = torch.randn(2, *rows, 64, device=device)
     inputs = dict(x=x, residual=residual, norm_weight=torch.rand(64, device=device), norm_bias=None,
                   linear_weight=torch.randn(48, 64, device=device), linear_bias=None)  # fmt: skip
     if bias:
@@ -694,6 +731,21 @@ def test_opcheck(case, requires_grad, device, monkeypatch):
     count = ops.fwd.differentiable
     leaves = [None if x is None else x.detach().requires_grad_(requires_grad) for x in args[:count]]
     torch.library.opcheck(ops.fwd.default, (*leaves, *args[count:]))
+
+
+@pytest.mark.parametrize("kernels", ["op", "triton"])
+def test_mask_of_a_second_branch_beside_subsets(kernels, device, request):
+    """The op allows it: x1 has a row for each of h, of which x0 may have fewer."""
+    x0, x1, weight = X[0, :2].to(device), X.flatten(0, 1).to(device), W.to(device)
+    subset = (torch.arange(12, dtype=torch.int32, device=device) - 8).clamp(min=0)
+    state = torch.tensor([1, 2], device=device)
+    tensors = x0, x1, None, weight, None, None, None, None, None, subset, subset, state
+    args = *tensors, 0.5, 1e-5, 1.0, 3, False, False, None, torch.float32, True
+    torch.library.opcheck(ops.fwd.default, args, test_utils=("test_schema", "test_faketensor"))
+    fwd = request.getfixturevalue("with_triton").fwd if kernels == "triton" else ops.fwd
+    *_, mask0, mask1, _, _ = fwd(*args)
+    assert mask0.shape == x0.shape
+    assert torch.equal(mask1.cpu(), oracle.layer_norm_keep(1, 2, 1, *x1.shape, 0.5).to(torch.uint8))
 
 
 def test_meta():
@@ -965,6 +1017,8 @@ def test_subset_error(what):
         (dict(out_dtype=torch.float64), TypeError, "out_dtype must be"),
         (dict(out=X[0]), ValueError, "out must have shape"),
         (dict(residual_out=X.double()), TypeError, "residual_out must have dtype"),
+        (dict(out=X[:1].expand_as(X)), ValueError, "out must not be expanded"),
+        (dict(out=BUFFER, residual_out=BUFFER), ValueError, "residual_out must have memory of its own"),
     ],
 )
 def test_error_of_layer_norm_fn(changes, error, message):
@@ -986,16 +1040,28 @@ def test_other_errors():
     with pytest.raises(ValueError, match="gen_ must be None"):
         dropout_layer_norm.dropout_add_ln_fwd(*good[:-1], torch.Generator())
     z, _, _, mu, rsigma = dropout_layer_norm.dropout_add_ln_fwd(*good)
+    subsets = dict.fromkeys(("x0_subset_", "z_subset_"), torch.arange(1, 7, dtype=torch.int32))
     for changes, message in (
-        (dict(dmask_=torch.ones(6, 64, dtype=torch.uint8)), "mask0 must be given with dropout_p > 0, and only then"),
-        (dict(colscale_=W), "x0 must be given with colscale, and only then"),
-        (dict(mu=mu[:3]), "mean must have shape"),
+        (dict(dz=z[0]), "dz must have shape"),
+        (dict(dmask_=torch.ones(6, 64, dtype=torch.uint8)), "dmask_ must be given with dropout_p > 0, and only then"),
+        (dict(colscale_=W), "x0_ must be given with colscale_, and only then"),
+        (dict(mu=mu[:3]), "mu must have shape"),
+        (dict(**subsets, x0_numrows=-1), "x0_numrows must be at least 0"),
+        (dict(z_subset_=subsets["z_subset_"]), "z_subset_ must be given with x0_subset_, and only then"),
     ):
         arguments = dict(dz=z, dx_=None, x=x, x0_=None, dmask_=None, mu=mu, rsigma=rsigma, gamma=W, rowscale_=None,
                          colscale_=None, x0_subset_=None, z_subset_=None, dropout_p=0.0, rowscale_const=1.0,
                          x0_numrows=6, has_residual=False)  # fmt: skip
         with pytest.raises(ValueError, match=message):
             dropout_layer_norm.dropout_add_ln_bwd(**(arguments | changes))
+    with pytest.raises(TypeError, match=r"rsigma must be a torch\.Tensor"):
+        dropout_layer_norm.dropout_add_ln_bwd(**(arguments | dict(rsigma=None)))
+    with pytest.raises(TypeError, match="x0_numrows must be an integer"):
+        dropout_layer_norm.dropout_add_ln_bwd(**(arguments | subsets | dict(x0_numrows=6.0)))
+    with pytest.raises(ValueError, match="dz1_ must be given with gamma1_, and only then"):
+        dropout_layer_norm.dropout_add_ln_parallel_residual_bwd(
+            z, None, None, x, None, None, mu, rsigma, W, W, 0.0, False, False
+        )
 
 
 # What only a kernel can trip over.

@@ -58,7 +58,8 @@ def draw(name, dtype, device, transposed):
         return randn(*shape[:-2], shape[-1], shape[-2]).mT if transposed and len(shape) > 1 else randn(*shape)
 
     weight = matrix(out, width) * max(width, 1) ** -0.5
-    return matrix(*shape, width), weight, randn(out), matrix(*shape, out), randn(*shape, width)
+    bias = randn(out, 2)[:, 0] if transposed else randn(out)
+    return matrix(*shape, width), weight, bias, matrix(*shape, out), matrix(*shape, width)
 
 
 FACTORS = dict(
@@ -139,7 +140,7 @@ def test_compiled(device):
 def test_opcheck(device):
     x, weight, bias, dout, act_input = draw("odd", "fp32", device, True)
     torch.library.opcheck(ops.fwd.default, (x, weight, bias, "gelu", True))
-    torch.library.opcheck(ops.fwd.default, (x, weight, None, "id", False))
+    torch.library.opcheck(ops.fwd.default, (x, weight, None, "id", True))
     torch.library.opcheck(ops.dgrad.default, (dout, weight, act_input, "squared_relu"))
 
 
@@ -221,6 +222,13 @@ def test_module():
     assert list(module.state_dict()) == ["fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"]
     assert module.fc1.weight.shape == (64, 16) and module.fc2.weight.shape == (16, 64)
     assert FusedDenseSqreluDense(16, bias1=False, bias2=False).fc1.bias is None
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_exported(dtype, device):
+    module = FusedDenseSqreluDense(16, device=device, dtype=DTYPES[dtype])
+    x = torch.randn(5, 16, device=device).to(DTYPES[dtype])
+    torch.testing.assert_close(torch.export.export(module, (x,)).module()(x), module(x))
 
 
 SIGNATURES = {

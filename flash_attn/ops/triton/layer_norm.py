@@ -69,9 +69,10 @@ def layer_norm_fn(
     """
     if rowscale is not None and x1 is not None:
         raise ValueError("rowscale must be None with x1, found a tensor: rows of two branches have no one scale")
-    for name, buffer in (("out", out), ("residual_out", residual_out)):
-        if buffer is not None:
-            ops.checks.tensor(name, buffer, dtypes=ops.DTYPES, shape=x.shape, device=x.device)
+    buffers = {name: given for name, given in (("out", out), ("residual_out", residual_out)) if given is not None}
+    for name, buffer in buffers.items():
+        ops.checks.tensor(name, buffer, dtypes=ops.DTYPES, shape=x.shape, device=x.device)
+    ops.checks.own_memory(**buffers)
     result, result1, h, mask, mask1, *_ = ops.forward(
         x, residual, weight, bias, eps, dropout_p, x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale,
         prenorm=prenorm or residual_out is not None, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm,

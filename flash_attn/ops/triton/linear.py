@@ -70,7 +70,6 @@ def triton_dgrad_act(
         rows = grad_output.shape[:-1].numel()
         fits = act_input.shape[-1:] == weight.shape[1:] and act_input.shape[:-1].numel() == rows
         checks.number("act_input", tuple(act_input.shape), fits, "of shape ({}, {})", rows, weight.shape[1])
-        act_input = act_input.contiguous()
     with torch.no_grad():
         return ops.dgrad(grad_output, weight, act_input, activation)
 

@@ -3,6 +3,7 @@
 mlp = FusedDenseSqreluDense(1024, checkpoint_lvl=1)
 """
 
+import torch
 from torch import nn
 
 from flash_attn._ops import fused_dense as dense
@@ -24,7 +25,9 @@ def fused_dense_sqrelu_dense_function(x, weight1, bias1, weight2, bias2, checkpo
     >>> fused_dense_sqrelu_dense_function(x, weight1, torch.zeros(256), weight2, torch.zeros(64)).shape
     torch.Size([5, 64])
     """
-    return dense.mlp(x, weight1, bias1, weight2, bias2, "sqrelu", True, False, checkpoint_lvl, -1, None, _PRODUCTS)
+    # An exported program runs ops by themselves, and may do it on parameters: those of _PRODUCTS have no gradient.
+    products = None if torch.compiler.is_exporting() else _PRODUCTS
+    return dense.mlp(x, weight1, bias1, weight2, bias2, "sqrelu", True, False, checkpoint_lvl, -1, None, products)
 
 
 class FusedDenseSqreluDenseFunc:
