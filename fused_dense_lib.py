@@ -47,6 +47,7 @@ def bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic, /
 
     weight (out, in) is that of the layer behind the activation, d_output (..., out); pre_act (..., in) as from
     `linear_act_forward` of the layer before it, with the same is_gelu.
+    heuristic: from -1 to 4; the result does not depend on it.
     """
     checks.alike(("weight", "d_output", "pre_act"), (weight, d_output, pre_act), dtypes=ops.DTYPES)
     checks.ndim("weight", weight, "(out, in)")
@@ -55,8 +56,7 @@ def bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic, /
     checks.flags(is_gelu=is_gelu)
     activation = _activation(is_gelu, heuristic)
     with ops.without_autocast(weight):
-        d_input = ops.products_for(weight).dgrad(d_output, weight, None, pre_act, activation, heuristic)
-    return [d_input, d_input.sum(tuple(range(d_input.dim() - 1))) if d_input.dim() > 1 else d_input.clone()]
+        return list(ops.products_for(weight).dgrad(d_output, weight, None, pre_act, activation, True))
 
 
 def _activation(is_gelu, heuristic):

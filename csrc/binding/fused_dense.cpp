@@ -54,16 +54,18 @@ Tensor new_rows(const Tensor& like, int64_t cols) {
   return new_tensor_of(shape, static_cast<int32_t>(like.scalar_type()), like);
 }
 
-// The sum of the rows, with fp32 sums.
-Tensor sum_of_rows(const Matrix& matrix) {
-  const Tensor out = new_tensor({matrix.cols}, matrix.tensor);
-  const int64_t chunks = fused_dense::sum_rows_chunks(matrix.rows, matrix.cols);
-  const Tensor partial = new_tensor({chunks > 1 ? chunks * matrix.cols : 0}, aoti_torch_dtype_float32(), out);
+// The sum of the rows of x, with fp32 sums; given `kept`, of x * act'(kept), which takes the place of x.
+Tensor sum_of_rows(const Matrix& x, const Matrix* kept = nullptr, Activation activation = {}) {
+  const Tensor out = new_tensor({x.cols}, x.tensor);
+  const int64_t chunks = fused_dense::sum_rows_chunks(x.rows, x.cols);
+  const Tensor partial = new_tensor({chunks > 1 ? chunks * x.cols : 0}, aoti_torch_dtype_float32(), out);
   const DType dtype = dtype_of(out, "x");
   fused_dense::sum_rows({.dtype = dtype,
-                         .rows = matrix.rows,
-                         .cols = matrix.cols,
-                         .x = matrix.as_rows(),
+                         .rows = x.rows,
+                         .cols = x.cols,
+                         .x = x.as_rows(),
+                         .kept = kept ? kept->as_rows() : fused_dense::Rows{},
+                         .activation = activation,
                          .out = out.mutable_data_ptr(),
                          .out_dtype = dtype},
                         static_cast<float*>(partial.mutable_data_ptr()), chunks, current_stream(out));
@@ -138,7 +140,8 @@ fused_dense::GemmParams dgrad_params(const Matrix& dout, const Matrix& weight, c
           .d = dx.mutable_data(),
           .ld_a = weight.stride,
           .ld_b = dout.stride,
-          .ld_d = dx.stride};
+          .ld_d = dx.stride,
+          .epilogue = Epilogue::kNone};
 }
 
 // dweight = dout^T x, by columns dweight^T = x^T dout.
@@ -153,7 +156,8 @@ fused_dense::GemmParams wgrad_params(const Matrix& dout, const Matrix& x, const 
           .d = dweight.mutable_data(),
           .ld_a = x.stride,
           .ld_b = dout.stride,
-          .ld_d = dweight.stride};
+          .ld_d = dweight.stride,
+          .epilogue = Epilogue::kNone};
 }
 
 void must(bool computed, const char* what) { STD_TORCH_CHECK(computed, "cuBLASLt has no kernel for ", what); }
@@ -249,38 +253,36 @@ std::tuple<Tensor, Tensor> fused_dense_fwd(const Tensor& x, const Tensor& weight
   return {out, kept};
 }
 
-Tensor fused_dense_dgrad(const Tensor& dout, const Tensor& weight, const std::optional<Tensor>& dresidual,
-                         const std::optional<Tensor>& kept, std::string activation_name, int64_t heuristic) {
+std::tuple<Tensor, Tensor> fused_dense_dgrad(const Tensor& dout, const Tensor& weight,
+                                             const std::optional<Tensor>& dresidual, const std::optional<Tensor>& kept,
+                                             std::string activation_name, bool bias_grad) {
   check_weight(weight, dout, 0, "dout");
   const auto activation = activation_of(activation_name);
   STD_TORCH_CHECK(kept.has_value() == activation.has_value(), "kept must be given with an activation, and only then");
   STD_TORCH_CHECK(!dresidual || !activation, "dresidual must be None with an activation");
   const int64_t in = weight.size(1), out_features = weight.size(0);
+  bias_grad = bias_grad && activation;
 
   const DeviceGuard guard(dout.get_device_index());
   const Tensor dx = new_rows(dout, in);
   if (kept) check_like(*kept, dx, "kept");
   if (dresidual) check_like(*dresidual, dx, "dresidual");
-  if (dx.numel() == 0) return dx;
+  if (dx.numel() == 0) {
+    Tensor dbias = new_tensor({bias_grad ? in : 0}, dout);
+    return {dx, torch::stable::zero_(dbias)};
+  }
   const Matrix to = whole(dx);
   const Matrix from = out_features > 0 ? matrix_of(dout, "dout") : zeros(to.rows, kNone, dout);
   const Matrix weights = out_features > 0 ? matrix_of(weight, "weight") : zeros(kNone, in, dout);
   auto params = dgrad_params(from, weights, to);
   const auto residual = dresidual ? std::optional(matrix_of(*dresidual, "dresidual")) : std::nullopt;
   if (residual) params.c = residual->data(), params.ld_c = residual->stride;
-  const auto kept_rows = kept ? std::optional(whole(aligned_contiguous(*kept))) : std::nullopt;
-  if (activation == Activation::kGelu && heuristic >= 0) {
-    params.epilogue = Epilogue::kGeluGrad;
-    params.aux = kept_rows->mutable_data();
-    params.choice = static_cast<int>(heuristic);
-    if (multiply(params, dout)) return dx;
-    params.aux = nullptr;
-  }
-  params.epilogue = Epilogue::kNone;
-  params.choice = 0;
   must(multiply(params, dout), "such a gradient");
+
+  const auto kept_rows = kept ? std::optional(matrix_of(*kept, "kept")) : std::nullopt;
+  if (bias_grad) return {dx, sum_of_rows(to, &*kept_rows, *activation)};
   if (activation) differentiate(*activation, to, *kept_rows, nullptr, to, nullptr);
-  return dx;
+  return {dx, new_tensor({0}, dout)};
 }
 
 std::tuple<Tensor, Tensor> fused_dense_wgrad(const Tensor& dout, const Tensor& x, bool bias_grad) {
@@ -300,9 +302,7 @@ std::tuple<Tensor, Tensor> fused_dense_wgrad(const Tensor& dout, const Tensor& x
   const Matrix from = matrix_of(dout, "dout");
   if (dweight.numel() > 0) {
     const Matrix rows_of_x = matrix_of(x, "x");
-    auto params = wgrad_params(from, rows_of_x, whole(dweight));
-    params.epilogue = Epilogue::kNone;
-    must(multiply(params, x), "such a gradient");
+    must(multiply(wgrad_params(from, rows_of_x, whole(dweight)), x), "such a gradient");
   }
   return {dweight, bias_grad ? sum_of_rows(from) : new_tensor({0}, x)};
 }

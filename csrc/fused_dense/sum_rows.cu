@@ -10,21 +10,38 @@
 namespace flash::fused_dense {
 namespace {
 
+// Whether every row starts at an aligned address.
+bool are_aligned(const Rows& rows, int elements) {
+  return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.stride % elements == 0;
+}
+
 void sum_chunks(const SumRowsParams& p, cudaStream_t stream) {
-  dispatch_value<DType::kFloat32, DType::kFloat16, DType::kBFloat16>(p.dtype, [&](auto kDType) {
-    using T = element_t<kDType>;
-    constexpr int kWide = 16 / sizeof(T);
-    const bool wide = reinterpret_cast<uintptr_t>(p.x.data) % 16 == 0 && p.x.stride % kWide == 0 && p.cols % kWide == 0;
-    dispatch_flags([&](auto kIsWide) { run_sum_rows<SumConfig<T, kIsWide ? kWide : 1>>(p, stream); }, wide);
-  });
+  using enum DType;
+  using enum Activation;
+  const int elements = 16 / size_of(p.dtype);
+  const bool is_wide = are_aligned(p.x, elements) && are_aligned(p.kept, elements) && p.cols % elements == 0;
+  const auto run = [&](auto kIsWide) {
+    if (p.kept.data == nullptr) {
+      dispatch_value<kFloat32, kFloat16, kBFloat16>(p.dtype, [&](auto kDType) {
+        run_sum_rows<SumConfig<kDType, kIsWide ? 16 / size_of(kDType) : 1>>(p, stream);
+      });
+    } else {
+      dispatch_value<kFloat16, kBFloat16>(p.dtype, [&](auto kDType) {
+        dispatch_value<kGelu, kRelu, kSquaredRelu, kSilu>(p.activation, [&](auto kActivation) {
+          run_sum_rows<GradientSumConfig<kDType, kIsWide ? 8 : 1, kActivation>>(p, stream);
+        });
+      });
+    }
+  };
+  dispatch_flags(run, is_wide);
 }
 
 }  // namespace
 
-// Enough blocks for every multiprocessor, and enough rows for every warp of a block.
+// As many blocks as run at a time, and enough rows for every warp of a block.
 int64_t sum_rows_chunks(int64_t rows, int64_t cols) {
-  const int64_t blocks = 4 * num_multiprocessors(current_device());
-  return std::clamp<int64_t>(ceil_div(blocks, static_cast<int>(ceil_div(cols, 256))), 1, ceil_div(rows, 64));
+  const int64_t blocks = kSumBlocks * num_multiprocessors(current_device());
+  return std::clamp<int64_t>(blocks / ceil_div(cols, 256), 1, ceil_div(rows, 64));
 }
 
 void sum_rows(SumRowsParams p, float* partial, int64_t chunks, cudaStream_t stream) {
@@ -35,10 +52,14 @@ void sum_rows(SumRowsParams p, float* partial, int64_t chunks, cudaStream_t stre
   first.out_dtype = DType::kFloat32;
   sum_chunks(first, stream);
   const int64_t parts = ceil_div(p.rows, static_cast<int>(p.chunk_rows));
-  p.x = {partial, p.cols};
-  p.dtype = DType::kFloat32;
-  p.rows = p.chunk_rows = parts;
-  sum_chunks(p, stream);
+  sum_chunks({.dtype = DType::kFloat32,
+              .rows = parts,
+              .cols = p.cols,
+              .chunk_rows = parts,
+              .x = {partial, p.cols},
+              .out = p.out,
+              .out_dtype = p.out_dtype},
+             stream);
 }
 
 }  // namespace flash::fused_dense

@@ -1,59 +1,93 @@
-// The gradient of a bias: out[j] = sum_i x[i][j], in fp32.
+// The gradient of a bias: out[j] = sum_i x[i][j], in fp32. With an activation behind the bias, x comes as the gradient
+// of what leaves the activation, and first becomes that of what enters it, in its place and rounded:
 //
-// Blocks take kCols columns of a chunk of rows, each warp every kWarps-th row, with kLoads rows on their way; then the
-// warps' sums meet in shared memory. The sums of several chunks are rows themselves, which a second launch sums in a
-// fixed order.
+//   x = x act'(kept)
+//
+// Blocks take kCols columns of a chunk of rows, each warp every kWarps-th row, with kRows of its rows on their way;
+// then the warps' sums meet in shared memory. The sums of several chunks are rows themselves, which a second launch
+// sums in a fixed order.
 #pragma once
 
 #include <cstdint>
 
+#include "common/dispatch.h"
 #include "common/divmod.h"
 #include "common/launch.h"
+#include "fused_dense/activation.cuh"
 #include "fused_dense/params.h"
+#include "ptx/sync.cuh"
 #include "tile/any_vec.cuh"
 #include "tile/vec.cuh"
 
 namespace flash::fused_dense {
 
-template <typename T_, int kVec_>
+constexpr int kSumBlocks = 4;  // of a multiprocessor at a time: a thread has 64 registers
+
+template <DType kDType_, int kVec_>
 struct SumConfig {
-  using T = T_;
+  static constexpr DType kDType = kDType_;
   static constexpr int kVec = kVec_;  // elements of an access
-  static constexpr int kWarps = 8;
-  static constexpr int kLoads = 8;
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
+  static constexpr int kRows = 8;  // of a warp, on their way
   static constexpr int kCols = 32 * kVec;
+  static constexpr bool kDifferentiates = false;
+};
+
+template <DType kDType, int kVec, Activation kActivation_>
+struct GradientSumConfig : SumConfig<kDType, kVec> {
+  static constexpr int kRows = 4;  // of two tensors
+  static constexpr bool kDifferentiates = true;
+  static constexpr Activation kActivation = kActivation_;
 };
 
 template <typename Config>
-__global__ __launch_bounds__(32 * Config::kWarps) void sum_rows_kernel(const __grid_constant__ SumRowsParams p) {
-  constexpr int kVec = Config::kVec, kLoads = Config::kLoads, kWarps = Config::kWarps;
-  using T = typename Config::T;
+__global__ __launch_bounds__(Config::kThreads,
+                             kSumBlocks) void sum_rows_kernel(const __grid_constant__ SumRowsParams p) {
+  constexpr int kVec = Config::kVec, kRows = Config::kRows, kWarps = Config::kWarps;
+  constexpr DType kDType = Config::kDType;
+  using T = element_t<kDType>;
   __shared__ float sums[kWarps][Config::kCols + 1];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first_col = int64_t{blockIdx.x} * Config::kCols, col = first_col + lane * kVec;
-  const int64_t first = blockIdx.y * p.chunk_rows, last = min(first + p.chunk_rows, p.rows);
+  const int64_t first_row = blockIdx.y * p.chunk_rows + warp;
+  int left = static_cast<int>(min(p.chunk_rows - warp, p.rows - first_row));
+  ptx::launch_dependents();
+  ptx::wait_for_dependency();
   float sum[kVec] = {};
   if (col < p.cols) {
-    const T* x = static_cast<const T*>(p.x.data) + col;
-    for (int64_t row = first + warp; row < last; row += kLoads * kWarps) {
-      Vec<T, kVec> vecs[kLoads];
+    T* x = static_cast<T*>(p.x.data) + first_row * p.x.stride + col;
+    const T* kept = static_cast<const T*>(p.kept.data) + first_row * p.kept.stride + col;
+    for (; left > 0; left -= kRows * kWarps) {
+      AnyVec<kVec> xs[kRows], kepts[kRows];  // words: 16-bit elements in a condition would be moved one by one
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        if (row + i * kWarps < last) vecs[i] = load<kVec>(x + (row + i * kWarps) * p.x.stride);
+      for (int i = 0; i < kRows && i * kWarps < left; ++i) {
+        xs[i] = load_any<kVec>(x, i * kWarps * p.x.stride, kDType);
+        if constexpr (Config::kDifferentiates) kepts[i] = load_any<kVec>(kept, i * kWarps * p.kept.stride, kDType);
       }
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
+      for (int i = 0; i < kRows && i * kWarps < left; ++i) {
         float wide[kVec];
-        widen(wide, vecs[i]);
+        widen(wide, xs[i], kDType);
+        if constexpr (Config::kDifferentiates) {
+          float before[kVec];
+          widen(before, kepts[i], kDType);
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) sum[j] += row + i * kWarps < last ? wide[j] : 0.f;
+          for (int j = 0; j < kVec; ++j) wide[j] *= activate<T, Config::kActivation>(before[j]).slope;
+          const Vec<T, kVec> dx = narrow<T>(wide);
+          store(x + i * kWarps * p.x.stride, dx);
+          widen(wide, dx);
+        }
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) sum[j] += wide[j];
       }
+      x += kRows * kWarps * p.x.stride;
+      kept += kRows * kWarps * p.kept.stride;
     }
   }
 #pragma unroll
   for (int j = 0; j < kVec; ++j) sums[warp][lane * kVec + j] = sum[j];
   __syncthreads();
-  for (int j = threadIdx.x; j < Config::kCols && first_col + j < p.cols; j += 32 * kWarps) {
+  for (int j = threadIdx.x; j < Config::kCols && first_col + j < p.cols; j += Config::kThreads) {
     float total[1] = {};
 #pragma unroll
     for (int i = 0; i < kWarps; ++i) total[0] += sums[i][j];
@@ -65,7 +99,7 @@ template <typename Config>
 void run_sum_rows(const SumRowsParams& p, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(p.cols, Config::kCols)),
                   static_cast<unsigned>(ceil_div(p.rows, static_cast<int>(p.chunk_rows))));
-  launch<sum_rows_kernel<Config>>({grid, dim3(32 * Config::kWarps)}, p, stream);
+  launch<sum_rows_kernel<Config>>({.grid = grid, .block = dim3(Config::kThreads), .early = true}, p, stream);
 }
 
 }  // namespace flash::fused_dense

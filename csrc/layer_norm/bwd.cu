@@ -1,6 +1,7 @@
 // The choice of the backward's instance.
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 
 #include "common/device.h"
 #include "common/dispatch.h"
@@ -23,7 +24,9 @@ static bool are_of(const BwdParams& p, Types types) {
 
 static Extent extent_of(const BwdParams& p) {
   const Problem& problem = p.problem;
-  if (p.dout1.data || problem.colscale.data) return Extent::kAll;
+  const auto is_wanted = [](const Matrix<>& gradient) { return gradient.data != nullptr; };
+  const auto* more = p.dparameters + kFewParameters;  // also if there are no rows
+  if (std::any_of(more, std::end(p.dparameters), is_wanted)) return Extent::kAll;
   const bool branches =
       p.dx1.data || p.out.data || problem.rowscale.data || problem.x0_subset || problem.rng_state || p.mask0 || p.mask1;
   return branches ? Extent::kBranches : Extent::kPlain;
@@ -52,7 +55,7 @@ static bool has_room(bool ragged) {
 int max_parts(int64_t rows) { return static_cast<int>(std::min<int64_t>(rows, num_multiprocessors(current_device()))); }
 
 void bwd(const BwdParams& p, cudaStream_t stream) {
-  if (p.problem.x0_subset) clear_rows(p.dx0, p.problem.x0_rows, p.problem.cols, stream);
+  if (has_subsets(p.problem)) clear_rows(p.dx0, p.problem.x0_rows, p.problem.cols, stream);
   const Types known = known_types(p);
   Extent extent = extent_of(p);
   if (extent == Extent::kPlain && (known == Types::kAny || !fits(p, vec_of(known)))) extent = Extent::kBranches;

@@ -35,7 +35,7 @@ struct BwdConfig : Elements<kTypes> {
   static constexpr Extent kExtent = kExtent_;
   static constexpr bool kRagged = kRagged_;  // vectors need not be aligned
   static constexpr bool kTiled = kTiled_;    // a block has part of a row, whose sums are known
-  static constexpr int kParameters = kExtent == Extent::kAll ? BwdParams::kParameters : 2;
+  static constexpr int kParameters = kExtent == Extent::kAll ? BwdParams::kParameters : kFewParameters;
   static constexpr bool kHoldsWeight = kExtent != Extent::kAll;  // in registers, of which the sums leave enough
 
   static constexpr int kRingBytes = ring_bytes(kVecs, kRagged);

@@ -66,6 +66,9 @@ bool holds_row(int cols, int vec) {
          (fits_blocks(cols, vec, kUsualVecs, kMaxTiles) && can_start_early<kKernel>());
 }
 
+// Or there may be: subsets of no entries have no address.
+inline bool has_subsets(const Problem& p) { return p.x0_subset != nullptr || p.rows == 0; }
+
 // Rows that no entry of a subset names are not written otherwise.
 inline void clear_rows(const Matrix<>& matrix, int64_t rows, int cols, cudaStream_t stream) {
   if (matrix.data == nullptr || rows == 0 || cols == 0) return;

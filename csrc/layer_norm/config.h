@@ -33,6 +33,9 @@ constexpr int vec_of(Types types) { return h_type(types) == DType::kFloat32 ? 4 
 // and a column scale, whose gradients take registers.
 enum class Extent { kPlain, kBranches, kAll };
 
+// Of which there are gradients in any backward: weight and bias.
+constexpr int kFewParameters = 2;
+
 // A block is `lanes` threads for each of `rows` rows; `tiles` blocks share a row.
 struct RowShape {
   int lanes, rows, tiles;

@@ -1,23 +1,23 @@
 """Linear layers fused with what surrounds them: the ops `fused_dense_fwd`, `fused_dense_dgrad`, `fused_dense_wgrad`.
 
     fused_dense_fwd(x, weight, bias, activation, keep, heuristic) -> (out, kept)
-    fused_dense_dgrad(dout, weight, dresidual, kept, activation, heuristic) -> dx
+    fused_dense_dgrad(dout, weight, dresidual, kept, activation, bias_grad) -> (dx, dbias)
     fused_dense_wgrad(dout, x, bias_grad) -> (dweight, dbias)
 
 x        (..., in), fp16 or bf16 as all tensors, any strides         dout, out (..., out)
 weight   (out, in)              bias (out,) or None                  dresidual like dx, or None
 
     out = act(x weight^T + bias)                        activation: identity, or one of `_ops/activation.py`
-    dx = dout weight + dresidual, or act'(kept) * (dout weight)
+    dx = dout weight + dresidual, or act'(kept) * (dout weight), with dbias = sum of the rows of dx
     dweight = dout^T x, dbias = sum of the rows of dout
 
 kept is what the gradient of the activation needs of the forward, which with `keep` returns it: x weight^T + bias; but
-for relu it is out itself, and nothing else is returned. In dgrad the weight is that of the layer behind the activation.
-What is not asked for is an empty tensor.
+for relu it is out itself, and nothing else is returned. In dgrad the weight is that of the layer behind the activation,
+the bias that of the layer before it; without an activation there is none. What is not asked for is an empty tensor.
 
 heuristic: -1 computes the activation in a kernel of its own; from 0 on it is fused with the product where cuBLASLt has
 a kernel for both, and the number chooses among those that it proposes. Few rows, of which nothing is kept, are one
-kernel in any case. Sums are fp32.
+kernel in any case. The gradient of the activation and dbias are one kernel behind the product. Sums are fp32.
 """
 
 from collections.abc import Callable
@@ -216,10 +216,11 @@ class _MLP(torch.autograd.Function):
             act = None
             if not any(needs[:3]):
                 return None, None, None, dweight2, dbias2, None, None, None
-            dpre = products.dgrad(dout, weight2, None, kept, activation, heuristic)
+            dpre, dbias1 = products.dgrad(dout, weight2, None, kept, activation, needs[2])
             kept = None
-            gradients = _layer_gradients(dpre, x, weight1, dresidual, ctx.exchange, needs[:3], products, total)
-        return *gradients, dweight2, dbias2, None, None, None
+            layer_needs = *needs[:2], False  # dbias1 is there
+            dx, dweight1, _ = _layer_gradients(dpre, x, weight1, dresidual, ctx.exchange, layer_needs, products, total)
+        return dx, dweight1, dbias1 if needs[2] else None, dweight2, dbias2, None, None, None
 
 
 def _layer_gradients(dout, x, weight, dresidual, exchange, needs, products, total=None):
@@ -232,14 +233,14 @@ def _layer_gradients(dout, x, weight, dresidual, exchange, needs, products, tota
     if total is None:
         total, gathered = (x, None) if exchange is None or not needs[1] else exchange.gather(x)
     if needs[0]:
-        dx = products.dgrad(dout, weight, dresidual if exchange is None else None, None, "identity", 0)
+        dx, _ = products.dgrad(dout, weight, dresidual if exchange is None else None, None, "identity", False)
         if exchange is not None:
             dx, reduced = exchange.reduce(dx)
     _wait(gathered)
     if needs[1]:
         dweight, dbias = products.wgrad(dout, total, needs[2])
     elif needs[2]:
-        dbias = reference.matrix(dout).sum(0)
+        dbias = reference.sum_of_rows(dout)
     _wait(reduced)
     if exchange is not None and dresidual is not None and needs[0]:
         dx = dx + dresidual
@@ -268,8 +269,9 @@ def _fwd_fake(x, weight, bias, activation, keep, heuristic):
     return out, torch.empty_like(out) if keep and activation not in ("identity", "relu") else x.new_empty(0)
 
 
-def _dgrad_fake(dout, weight, *_):
-    return dout.new_empty(*dout.shape[:-1], weight.shape[1])
+def _dgrad_fake(dout, weight, dresidual, kept, activation, bias_grad):
+    width = weight.shape[1]
+    return dout.new_empty(*dout.shape[:-1], width), dout.new_empty(width * (bias_grad and activation != "identity"))
 
 
 def _wgrad_fake(dout, x, bias_grad):
@@ -285,8 +287,8 @@ fwd = _library.define(
     differentiable=3,
 )
 dgrad = _library.define(
-    "fused_dense_dgrad(Tensor dout, Tensor weight, Tensor? dresidual, Tensor? kept, str activation, int heuristic)"
-    " -> Tensor",
+    "fused_dense_dgrad(Tensor dout, Tensor weight, Tensor? dresidual, Tensor? kept, str activation, bool bias_grad)"
+    " -> (Tensor dx, Tensor dbias)",
     reference=reference.dgrad,
     fake=_dgrad_fake,
 )

@@ -15,18 +15,23 @@ def fwd(x, weight, bias, activation, keep, heuristic):
     return act, out if keep and activation != "relu" else x.new_empty(0)
 
 
-def dgrad(dout, weight, dresidual, kept, activation, heuristic):
-    """Returns dx."""
+def dgrad(dout, weight, dresidual, kept, activation, bias_grad):
+    """Returns (dx, dbias)."""
     dx = matrix(dout) @ weight if dresidual is None else torch.addmm(matrix(dresidual), matrix(dout), weight)
     if activation != "identity":
         dx, _ = activations.bwd(dx, matrix(kept), None, activation)
-    return dx.reshape(*dout.shape[:-1], weight.shape[1])
+    dx = dx.reshape(*dout.shape[:-1], weight.shape[1])
+    return dx, sum_of_rows(dx, bias_grad and activation != "identity")
 
 
 def wgrad(dout, x, bias_grad):
     """Returns (dweight, dbias)."""
-    dbias = matrix(dout).sum(0) if bias_grad else dout.new_empty(0)
-    return matrix(dout).T @ matrix(x), dbias
+    return matrix(dout).T @ matrix(x), sum_of_rows(dout, bias_grad)
+
+
+def sum_of_rows(x, wanted=True):
+    """x (..., cols) summed to (cols,), or an empty tensor if that is not wanted."""
+    return matrix(x).sum(0) if wanted else x.new_empty(0)
 
 
 def matrix(x):

@@ -3,11 +3,11 @@
     out = fused_dense_func(x, weight, bias)
     mlp = FusedMLP(1024, 4096, activation="gelu_approx", checkpoint_lvl=1)
 
-On a GPU, float16 and bfloat16 products are cuBLASLt's, with the bias, the activation and the bias gradient in the same
-kernels where that serves; for up to eight rows, as in a step of decoding, the library has a kernel of its own. An MLP
-keeps, and its gradient needs, less memory than the same operations of torch, down to its input alone
-(`checkpoint_lvl`). Other dtypes and devices take torch's own operations, with the same results up to rounding and the
-same collectives. Under autocast inputs and parameters are cast to its dtype.
+On a GPU, float16 and bfloat16 products are cuBLASLt's, with the bias and the activation in the same kernel where that
+serves; for up to eight rows, as in a step of decoding, the library has a kernel of its own. So it has for the gradients
+of an activation and of the bias before it. An MLP keeps, and its gradient needs, less memory than the same operations
+of torch, down to its input alone (`checkpoint_lvl`). Other dtypes and devices take torch's own operations, with the
+same results up to rounding and the same collectives. Under autocast inputs and parameters are cast to its dtype.
 
 Layers divided among the processes of a group follow Megatron-LM (arXiv:1909.08053): `ColumnParallelLinear` divides the
 output features, `RowParallelLinear` the input features. With sequence_parallel (arXiv:2205.05198) the first dimension
@@ -98,9 +98,9 @@ def fused_mlp_func(
         checkpoint_lvl: what is kept for the gradient beside x: 0 what enters and leaves the activation; 1 what enters
             it, the activation being computed again; 2 neither, the first product being computed again too. Of relu,
             what leaves it suffices at both 0 and 1.
-        heuristic: -1 runs the activation and its gradient as kernels of their own. From 0 to 4 they are part of the
-            products where cuBLASLt has a kernel for that, and the number chooses among those it proposes. "sqrelu" is
-            always apart.
+        heuristic: -1 runs the activation as a kernel of its own. From 0 to 4 it is part of the product where cuBLASLt
+            has a kernel for that, and the number chooses among those it proposes. "sqrelu" is always apart, as all
+            gradients are.
         process_group, sequence_parallel: as in `fused_dense_func`, hidden_features being divided. The result is this
             process's part of a sum over the group, which is left to the caller.
 

@@ -81,10 +81,12 @@ def arranged(x, layout):
     """The same in other strides, among NaN."""
     if layout == "transposed":
         return x.mT.contiguous().mT if x.dim() > 1 else x
+    if layout == "halved":  # rows that lie apart, as aligned as they are wide
+        return torch.cat([x, torch.full_like(x, float("nan"))], dim=-1)[..., : x.shape[-1]]
     return laid_out(x, layout)
 
 
-LAYOUTS = ["contiguous", "sliced", "transposed", "last_dim_strided", "unaligned"]
+LAYOUTS = ["contiguous", "sliced", "halved", "transposed", "last_dim_strided", "unaligned"]
 
 
 def gradients(function, inputs, douts):
@@ -587,7 +589,8 @@ def test_opcheck(activation, device):
     torch.library.opcheck(ops.fwd.default, (x, weight, bias, activation, keep, 0))
     out, kept = ops.fwd(x, weight, bias, activation, keep, 0)
     kept = {"identity": None, "relu": out}.get(activation, kept)
-    torch.library.opcheck(ops.dgrad.default, (dout, next_weight, None, kept, activation, 0))
+    for bias_grad in (False, True):
+        torch.library.opcheck(ops.dgrad.default, (dout, next_weight, None, kept, activation, bias_grad))
     torch.library.opcheck(ops.wgrad.default, (dout, x, True))
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight, bias)]
     if activation == "identity":
@@ -777,6 +780,47 @@ def test_bias_gradient(shape, dtype, device):
         assert_error_ratio(dbias, exact, dout.flatten(0, -2).sum(0), plus=unavoidable(exact, dbias.dtype, 4 * largest))
 
 
+DGRAD_SHAPES = [(0, 40), (5, 0), (33,), (1, 40), (37, 33), (3, 21, 264), (2000, 1000), (20_000, 7), (9000, 16)]
+
+
+@pytest.mark.parametrize("activation", ["gelu_approx", "relu", "sqrelu", "silu"])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("shape", DGRAD_SHAPES, ids=str)
+def test_gradients_of_activation_and_bias(shape, dtype, activation, device):
+    """Of few rows and many, of any width and layout; dbias is the sum of dx as it is stored, by whatever kernel."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(f"{shape}{activation}".encode()))
+
+    def randn(*shape):
+        return torch.randn(shape, device=device, generator=generator).to(DTYPES[dtype])
+
+    def formula(dout, weight, kept):
+        leaf = kept.detach().requires_grad_()
+        return torch.autograd.grad(oracle.ACTIVATIONS[activation](leaf), leaf, dout @ weight)[0]
+
+    tensors = randn(*shape[:-1], 24), randn(24, shape[-1]) / 5, randn(*shape)
+    exact, baseline = formula(*(tensor.double() for tensor in tensors)), formula(*tensors)
+    for layout in LAYOUTS:
+        dout, weight, kept = (arranged(tensor, layout) for tensor in tensors)
+        dx, dbias = ops.dgrad(dout, weight, None, kept, activation, True)
+        assert_error_ratio(dx, exact, baseline, name=f"dx, {layout}")
+        rows = dx.reshape(-1, shape[-1]) if dx.numel() else dx
+        largest = rows.abs().float().sum(0).max().item() if dx.numel() else 0.0
+        total = rows.double().sum(0)
+        assert_error_ratio(
+            dbias, total, rows.sum(0), plus=unavoidable(total, dx.dtype, 4 * largest), name=f"dbias, {layout}"
+        )
+        assert torch.equal(dbias, ops.wgrad(dx, dx, True)[1])
+        alone, nothing = ops.dgrad(dout, weight, None, kept, activation, False)
+        torch.testing.assert_close(alone, dx)
+        assert nothing.shape == (0,)
+
+
+def test_without_activation_there_is_no_bias(device):
+    dout, weight = torch.randn(5, 24, device=device).half(), torch.randn(24, 8, device=device).half()
+    dx, dbias = ops.dgrad(dout, weight, None, None, "identity", True)
+    assert dx.shape == (5, 8) and dbias.shape == (0,)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("rows", [37, 1000, 30_000])
@@ -788,7 +832,7 @@ def test_copies_outlive_what_reads_them(rows, dtype, device):
     apart = [laid_out(tensor, "last_dim_strided") for tensor in dense]
     for function in (
         lambda x, dout, residual, weight: ops.wgrad(dout, x, False)[0],
-        lambda x, dout, residual, weight: ops.dgrad(dout, weight, residual, None, "identity", 0),
+        lambda x, dout, residual, weight: ops.dgrad(dout, weight, residual, None, "identity", False)[0],
         lambda x, dout, residual, weight: ops.fwd(x, weight, None, "identity", False, 0)[0],
     ):
         assert torch.equal(function(*apart), function(*dense))
@@ -805,7 +849,7 @@ def test_more_elements_than_32_bits_count(device, memory_guard):
         for part in (slice(0, 3), slice(rows - 3, rows)):
             right = oracle.linear(x[part].double(), weight.double(), None, activation)
             torch.testing.assert_close(act[part].double(), right, rtol=2e-2, atol=1e-2)
-        dx = ops.dgrad(act, weight, None, None, "identity", 0)
+        dx, _ = ops.dgrad(act, weight, None, None, "identity", False)
         right = act[-3:].double() @ weight.double()
         torch.testing.assert_close(dx[-3:].double(), right, rtol=2e-2, atol=2e-1)
         del act, dx

@@ -79,10 +79,11 @@ def _fwd(x, weight, bias, activation, keep, heuristic):
     return ops.fwd(x, weight, bias, "squared_relu", keep)
 
 
-def _dgrad(dout, weight, dresidual, kept, activation, heuristic):
+def _dgrad(dout, weight, dresidual, kept, activation, bias_grad):
     if activation == "identity":
-        return dense.KERNELS.dgrad(dout, weight, dresidual, kept, activation, heuristic)
-    return ops.dgrad(dout, weight, kept, "squared_relu")
+        return dense.KERNELS.dgrad(dout, weight, dresidual, kept, activation, bias_grad)
+    dx = ops.dgrad(dout, weight, kept, "squared_relu")
+    return dx, dx.sum_to_size(dx.shape[-1]) if bias_grad else dx.new_empty(0)
 
 
 _PRODUCTS = dense.KERNELS._replace(fwd=_fwd, dgrad=_dgrad)
