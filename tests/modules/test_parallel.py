@@ -136,6 +136,15 @@ def check_attention(group):
         divided(torch.zeros(24, 64, device=device_of(group)), seqlen=5)
 
 
+def check_packed_attention(group):
+    """The longest length may be left out, as in the function."""
+    device = device_of(group)
+    divided = ParallelMHA(64, 4, group, 2, use_flash_attn=True, sequence_parallel=False, device=device)
+    cu_seqlens = torch.tensor([0, 9, 24], dtype=torch.int32, device=device)
+    (x,) = draw(1, 24, 64, device=device)
+    assert_close(divided(x, cu_seqlens=cu_seqlens), divided(x, cu_seqlens=cu_seqlens, max_seqlen=15))
+
+
 def check_batch_of_attention(group):
     """Without seqlen, x is (batch, seqlen, features), and the batch is divided."""
     parts, device = Parts(group), device_of(group)
@@ -307,6 +316,10 @@ def check_halves(group):
 def test_groups_of_a_part_of_the_processes():
     """Whose ranks are not those among all processes."""
     over_processes(4, check_halves)
+
+
+def test_packed_attention():
+    over_processes(2, check_packed_attention)
 
 
 @pytest.mark.parametrize("processes", BACKENDS)
