@@ -108,7 +108,7 @@ def sample(logits, top_k=1, top_p=0.0, temperature=1.0):
     """Draw a token from each row of logits (batch, vocab), which are not changed.
 
     Arguments:
-        top_k: from among so many likeliest tokens; 1 takes the likeliest, 0 is all.
+        top_k: from among so many likeliest tokens; 1 takes the likeliest, whatever the others say, 0 is all.
         top_p: from among the likeliest that together have this probability; 0 or 1 is all.
         temperature: logits are divided by it.
 
@@ -117,11 +117,7 @@ def sample(logits, top_k=1, top_p=0.0, temperature=1.0):
     _check_sampling(top_k, top_p, temperature)
     if top_k == 1:
         return logits.argmax(dim=-1)
-    if top_k == 0:
-        return _draw(_likelihoods(logits, 0, top_p, temperature))
-    logits, indices = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
-    chosen = _draw(_likelihoods(logits, 0, top_p, temperature))
-    return indices.gather(-1, chosen[..., None]).squeeze(-1)
+    return _draw(_likelihoods(logits, top_k, top_p, temperature))
 
 
 def sample_speculative(logits, logits_draft, tokens_draft, top_k=1, top_p=0.0, temperature=1.0):
@@ -161,8 +157,9 @@ def _likelihoods(logits, top_k, top_p, temperature):
     if top_k == 1:
         return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
     logits = logits / temperature
-    if top_k > 0:
-        modify_logits_for_top_k_filtering(logits, top_k)
+    if top_k > 0:  # so many and no more, of equal ones too
+        kept = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+        logits = torch.full_like(logits, float("-inf")).scatter_(-1, kept.indices, kept.values)
     modify_logits_for_top_p_filtering(logits, top_p)
     return logits.softmax(dim=-1, dtype=torch.float32)
 
@@ -174,6 +171,8 @@ def _draw(likelihoods):
 def _check_sampling(top_k, top_p, temperature):
     checks.integer("top_k", top_k)
     checks.number("top_k", top_k, top_k >= 0, "at least 0")
+    if top_k == 1:
+        return
     for name, value in (("top_p", top_p), ("temperature", temperature)):
         checks.real(name, value)
     checks.number("top_p", top_p, 0 <= top_p <= 1, "from 0 to 1")
@@ -321,6 +320,8 @@ def decode_speculative(
             if n == 0:
                 tokens, count = sample(logits[:, -1], **options)[:, None], 1
             else:
+                vocab, expected = logits_draft[0].shape[-1], logits.shape[-1]
+                checks.number("the vocabulary of model_draft", vocab, vocab == expected, "that of model, {}", expected)
                 tokens, count = sample_speculative(
                     logits, torch.cat(logits_draft, dim=1), proposed[:, length:], **options
                 )
@@ -425,6 +426,7 @@ class _Steps:
                 inference_params=self.params,
                 num_last_tokens=num_last_tokens,
             ).logits
+        checks.tensor("the model's logits", logits, shape=(len(sequences), num_last_tokens, None))
         self.rewind(sequences.shape[1])
         return logits[..., : self.vocab_size]
 
@@ -501,6 +503,10 @@ class DecodingCGCache:
     mempool: Any = None
     inference_params: InferenceParams | None = None
     run: Callable | None = None
+
+    def __reduce__(self):
+        """A copy of the model begins without graphs, since these would go on reading the parameters of this one."""
+        return DecodingCGCache, ()
 
 
 @torch.no_grad()
