@@ -297,6 +297,22 @@ def check_blocks(group):
             assert_close(gradients_of(divided), part_of(gradients_of(whole)))
 
 
+def check_compiled(group):
+    """A graph has the collectives of the gradients, too."""
+    device = device_of(group)
+    for sequence_parallel in (False, True):
+        torch._dynamo.reset()  # which else counts these as one function, compiled again
+        options = dict(process_group=group, sequence_parallel=sequence_parallel, device=device)
+        for module in (ParallelMHA(64, 4, use_flash_attn=True, **options), ParallelFusedMLP(64, **options)):
+            x, dout = draw(2, BATCH, SEQLEN, 64, device=device)
+            results = []
+            for function in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+                leaf = x.clone().requires_grad_()
+                out = function(leaf)
+                results.append((out.detach(), *torch.autograd.grad(out, [leaf, *module.parameters()], dout)))
+            assert_close(*results)
+
+
 def check_all(group):
     check_attention(group)
     check_batch_of_attention(group)
@@ -316,6 +332,10 @@ def check_halves(group):
 def test_groups_of_a_part_of_the_processes():
     """Whose ranks are not those among all processes."""
     over_processes(4, check_halves)
+
+
+def test_compiled():
+    over_processes(2, check_compiled)
 
 
 def test_packed_attention():
