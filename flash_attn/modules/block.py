@@ -267,8 +267,9 @@ def _check_fused(block):
 
 def _mark_norms(block, sequence_parallel, mark_shared_params):
     for name, norm in block.named_children():
-        for parameter in norm.parameters() if name in ("norm1", "norm2") else ():
+        # The module too: it keeps its mark when it is copied, or gets other parameters as on the way from meta tensors.
+        for marked in (norm, *norm.parameters()) if name in ("norm1", "norm2") else ():
             if sequence_parallel:
-                parameter._sequence_parallel = True
+                marked._sequence_parallel = True
             if mark_shared_params:
-                parameter._shared_params = True
+                marked._shared_params = True

@@ -120,7 +120,8 @@ def all_reduce(input_: Tensor, process_group: ProcessGroup) -> Tensor:
 def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup):
     """Give the parameters of `model` whose attribute `_shared_params` is true the values that the first process has.
 
-    They are sent in the order of their names, since the processes may own different parameters beside these.
+    They are sent in the order of their names, since the processes may own different parameters beside these. A module's
+    attribute counts for the parameters that are its own.
     """
     for _, parameter in _tagged(model, "_shared_params"):
         with torch.no_grad():
@@ -131,8 +132,8 @@ def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: Proc
     """Sum the gradients of parameters whose attribute `_sequence_parallel` is true over the processes, in place.
 
     Norms between sequence-parallel layers see only this process's tokens, so each has a part of their gradient. Call it
-    after backward and before the optimizer's step. One all-reduce for each dtype. Raises ValueError, before anything is
-    sent, if one of the parameters has no gradient.
+    after backward and before the optimizer's step. A module's attribute counts for the parameters that are its own. One
+    all-reduce for each dtype. Raises ValueError, before anything is sent, if one of the parameters has no gradient.
     """
     by_dtype = {}
     for name, parameter in _tagged(model, "_sequence_parallel"):
@@ -163,8 +164,13 @@ def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_
 
 
 def _tagged(model, tag):
-    """(name, parameter) of those with a true attribute `tag`, by name."""
-    return sorted((name, p) for name, p in model.named_parameters() if getattr(p, tag, False))
+    """(name, parameter) of those with a true attribute `tag`, or in a module that has it, by name."""
+
+    def is_tagged(name, parameter):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        return getattr(parameter, tag, False) or getattr(owner, tag, False)
+
+    return sorted(item for item in model.named_parameters() if is_tagged(*item))
 
 
 def _may_be_overwritten(x):

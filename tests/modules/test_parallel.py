@@ -1,5 +1,6 @@
 """Modules divided over processes give what they give whole: outputs, gradients, parameters, decoding."""
 
+import copy
 import functools
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from processes import half_of, over_processes
 from torch import nn
 
-from flash_attn.modules.block import Block
+from flash_attn.modules.block import Block, ParallelBlock
 from flash_attn.modules.embedding import (
     ColumnParallelEmbedding,
     GPT2Embeddings,
@@ -297,6 +298,32 @@ def check_blocks(group):
             assert_close(gradients_of(divided), part_of(gradients_of(whole)))
 
 
+def check_marks(group):
+    """Norms keep their marks in copies, and when they get other parameters."""
+    world = dist.get_world_size(group)
+
+    def materialised(block):
+        with torch.device("meta"):
+            return type(block)(64, sequence_parallel=True, mark_shared_params=True).to_empty(device="cpu")
+
+    def assigned(block):
+        block.load_state_dict(copy.deepcopy(block.state_dict()), assign=True)
+        return block
+
+    for block_cls in (Block, ParallelBlock):
+        for change in (copy.deepcopy, materialised, assigned):
+            block = change(block_cls(64, sequence_parallel=True, mark_shared_params=True))
+            for parameter in block.parameters():
+                nn.init.constant_(parameter, dist.get_rank(group))
+                parameter.grad = torch.ones_like(parameter)
+            sync_shared_params(block, group)
+            allreduce_sequence_parallel_grad(block, group)
+            for name, parameter in block.named_parameters():
+                norm = name.startswith("norm")
+                assert (parameter == (0 if norm else dist.get_rank(group))).all()
+                assert (parameter.grad == (world if norm else 1)).all()
+
+
 def check_compiled(group):
     """A graph has the collectives of the gradients, too."""
     device = device_of(group)
@@ -332,6 +359,10 @@ def check_halves(group):
 def test_groups_of_a_part_of_the_processes():
     """Whose ranks are not those among all processes."""
     over_processes(4, check_halves)
+
+
+def test_marks():
+    over_processes(2, check_marks)
 
 
 def test_compiled():
