@@ -294,7 +294,8 @@ class RotaryEmbedding(torch.nn.Module):
             or seqlen > self._seq_len_cached
             or table.device != device
             or table.dtype != dtype
-            or (self.training and not torch.compiler.is_compiling() and table.is_inference())
+            # Autograd does not save inference tensors, which an evaluation may have left.
+            or (torch.is_grad_enabled() and not torch.compiler.is_compiling() and table.is_inference())
         )
 
 

@@ -604,6 +604,17 @@ def test_module_rebuilds_tables_only_when_needed(device):
     assert table(30) is not inferred
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_gradient_behind_inference_mode(training, device):
+    module, qkv = RotaryEmbedding(16, device=device).train(training), torch.randn(1, 5, 3, 2, 16, device=device)
+    with torch.inference_mode():
+        expected = module(qkv.clone())
+    leaf = qkv.clone().requires_grad_()
+    out = module(leaf * 1)
+    assert identical(out, expected)
+    torch.testing.assert_close(torch.autograd.grad(out, leaf, out.detach())[0], qkv)
+
+
 def test_module_cast_to_half_keeps_exact_angles(device):
     module, cast = RotaryEmbedding(32, scale_base=8, device=device), RotaryEmbedding(32, scale_base=8, device=device)
     cast.half()
