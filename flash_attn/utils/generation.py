@@ -493,6 +493,7 @@ class DecodingCGCache:
     """The CUDA graphs of a model: callables by (batch size, tokens of a step), and the caches that they write to.
 
     run: (input_ids, position_ids, seqlen) -> logits, with the graph of this shape; KeyError if there is none.
+    addresses: of the model's parameters and buffers, where the graphs read them.
     """
 
     max_batch_size: int = 0
@@ -503,6 +504,7 @@ class DecodingCGCache:
     mempool: Any = None
     inference_params: InferenceParams | None = None
     run: Callable | None = None
+    addresses: list[int] = dataclasses.field(default_factory=list)
 
     def __reduce__(self):
         """A copy of the model begins without graphs, since these would go on reading the parameters of this one."""
@@ -524,7 +526,8 @@ def update_graph_cache(
     """Capture the graphs that `cache`, a DecodingCGCache or None, does not have yet, and return it.
 
     Arguments:
-        batch_size, max_seqlen: of the sequences; caches that are too small are replaced, and their graphs with them.
+        batch_size, max_seqlen: of the sequences; caches that are too small are replaced, and their graphs with them,
+            as they are if a parameter has moved.
         seqlen_og: how many tokens the caches hold.
         decoding_seqlens: for how many tokens at a time there are to be graphs.
         tensor_parallel: how many processes share the heads that model.config names.
@@ -535,11 +538,12 @@ def update_graph_cache(
     device, dtype = parameter.device, parameter.dtype if dtype is None else dtype
     cache = DecodingCGCache() if cache is None else cache
     fits = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
-    if (device, dtype) != (cache.device, cache.dtype) or not fits:
+    addresses = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+    if (device, dtype, addresses) != (cache.device, cache.dtype, cache.addresses) or not fits:
         mempool = _mempool(device)
         cache.callables, cache.mempool, cache.inference_params = {}, None, None
         gc.collect()  # the graphs are gone before there are new caches
-        cache.device, cache.dtype = device, dtype
+        cache.device, cache.dtype, cache.addresses = device, dtype, addresses
         cache.max_batch_size, cache.max_seqlen = batch_size, max_seqlen
         cache.inference_params = InferenceParams(
             max_seqlen,

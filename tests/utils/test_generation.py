@@ -467,6 +467,20 @@ def test_which_graphs_are_replayed_in_speculative_decoding(options, graphs, devi
     assert model._draft_decoding_cache.callables.keys() == {(1, 1), (1, 2)}
 
 
+def test_graphs_are_made_anew_if_a_parameter_moves(graphs, device):
+    model, input_ids = Model(device=device).eval(), prompt(2, 6, device)
+
+    def graph():
+        decode(input_ids, model, 12, cg=True)
+        return model._decoding_cache.callables[2, 1]
+
+    first = graph()
+    nn.init.normal_(model.head.weight)
+    assert graph() is first
+    model.head.weight.data = torch.randn_like(model.head.weight)
+    assert graph() is not first
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_copy_of_a_model_has_graphs_of_its_own(duplicate, graphs, device):
     model, input_ids = Model(device=device).eval(), prompt(2, 6, device)
