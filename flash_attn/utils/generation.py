@@ -578,7 +578,7 @@ def capture_graph(
 
     Arguments:
         inference_params: whose caches the graph writes to; lengths_per_sample must be given.
-        batch_size, decoding_seqlen: the shape of the step's input.
+        batch_size, decoding_seqlen: the shape of the step's input; it follows a prompt, so is shorter than max_seqlen.
         max_seqlen: how many tokens the caches have room for.
         mempool: memory that graphs share which do not run at the same time, or None.
         n_warmups: how often the model runs before.
@@ -586,6 +586,9 @@ def capture_graph(
     Returns run(input_ids, position_ids, seqlen) -> logits (batch_size, decoding_seqlen, vocab), where the caches hold
     seqlen tokens.
     """
+    checks.integer("decoding_seqlen", decoding_seqlen)
+    fits = 0 < decoding_seqlen < max_seqlen
+    checks.number("decoding_seqlen", decoding_seqlen, fits, "at least 1 and less than max_seqlen, {}", max_seqlen)
     device = next(model.parameters()).device
     input_ids, position_ids = torch.zeros(2, batch_size, decoding_seqlen, dtype=torch.int64, device=device)
     before = inference_params.seqlen_offset

@@ -616,6 +616,17 @@ def test_error_of_a_model_that_gives_all_logits():
         decode(IDS, All([[1] * 9] * 2, "cpu"), 5)
 
 
+@pytest.mark.parametrize("decoding_seqlen", [0, 4, 5])
+def test_error_of_a_graph_without_room_for_a_prompt(decoding_seqlen):
+    lengths = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=f"decoding_seqlen must be at least 1 .* max_seqlen, 4, found {decoding_seqlen}"
+    ):
+        generation.capture_graph(
+            Scripted([[1] * 9], "cpu"), InferenceParams(4, 1, lengths_per_sample=lengths), 1, 4, decoding_seqlen
+        )
+
+
 def test_errors_of_speculative_decoding():
     model = Scripted([[1] * 9] * 2, "cpu")
     with pytest.raises(ValueError, match="the batch size of input_ids must be 1, found 2"):
