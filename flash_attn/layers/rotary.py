@@ -209,10 +209,11 @@ class RotaryEmbedding(torch.nn.Module):
             qkv: packed as `apply_rotary_emb_qkv_` takes it; with kv, the queries (batch, seqlen, heads, head_dim).
             kv: (batch, seqlen_k, 2, heads_k, head_dim).
             seqlen_offset: position of the first token, an integer or an int32 or int64 tensor (batch,).
-            max_seqlen: the tables get this many rows; by default as many as an integer seqlen_offset asks for. With a
-                tensor and without max_seqlen the tables are taken as they are. A loop that decodes token by token
-                should pass the greatest length it may reach: without it, every step computes all rows anew, and with
-                scale_base it also moves the position at which the scale is 1, so that keys rotated earlier do not fit.
+            max_seqlen: the tables get this many rows; an integer, or an integer tensor without dimensions, which is
+                read and so waited for. By default as many as an integer seqlen_offset asks for; with a tensor there,
+                the tables are taken as they are. A loop that decodes token by token should pass the greatest length it
+                may reach: without it, every step computes all rows anew, and with scale_base it also moves the
+                position at which the scale is 1, so that keys rotated earlier do not fit.
             num_heads_q: number of query heads, needed if qkv is (batch, seqlen, heads_q + 2 heads_k, head_dim).
             cu_seqlens: (batch + 1,) int32, where each sequence starts in qkv, (tokens, ...) then; needs max_seqlen.
                 Not with kv and seqlen_offset.
@@ -226,12 +227,22 @@ class RotaryEmbedding(torch.nn.Module):
             checks.number("the number of dimensions of qkv", qkv.dim(), qkv.dim() >= 4, "4 or 5")
         elif kv is not None or isinstance(seqlen_offset, Tensor) or seqlen_offset != 0 or max_seqlen is None:
             raise ValueError("cu_seqlens must be given with max_seqlen and without kv and seqlen_offset, found others")
+        if isinstance(max_seqlen, Tensor):
+            checks.tensor("max_seqlen", max_seqlen, dtypes=checks.INTEGER_DTYPES, shape=())
+            max_seqlen = max_seqlen.item()  # not the tensor itself, whose value may be another at the next call
         if max_seqlen is not None:
-            if not isinstance(max_seqlen, Tensor):
-                checks.integer("max_seqlen", max_seqlen)
+            checks.integer("max_seqlen", max_seqlen)
+            checks.number("max_seqlen", max_seqlen, max_seqlen >= 0, "at least 0")
+        if not isinstance(seqlen_offset, Tensor):
+            checks.integer("seqlen_offset", seqlen_offset, "an integer or an integer tensor (batch,)")
+            checks.number("seqlen_offset", seqlen_offset, seqlen_offset >= 0, "at least 0")
+        if kv is not None:
+            checks.tensor("kv", kv, shape=(qkv.shape[0], None, 2, None, None), device=qkv.device)
+        if max_seqlen is not None:
             self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
         elif not isinstance(seqlen_offset, Tensor):
-            self._update_cos_sin_cache(qkv.shape[1] + seqlen_offset, device=qkv.device, dtype=qkv.dtype)
+            seqlen = qkv.shape[1] if kv is None else max(qkv.shape[1], kv.shape[1])
+            self._update_cos_sin_cache(seqlen + seqlen_offset, device=qkv.device, dtype=qkv.dtype)
         elif self._cos_cached is None:
             raise ValueError("max_seqlen must be given with a tensor seqlen_offset until there are tables, found None")
         tables = self._cos_cached, self._sin_cached
@@ -240,9 +251,12 @@ class RotaryEmbedding(torch.nn.Module):
             return apply_rotary_emb_qkv_(
                 qkv, *tables, *tables_k, self.interleaved, seqlen_offset, num_heads_q, cu_seqlens, max_seqlen
             )
-        q = apply_rotary_emb(qkv, *tables, self.interleaved, inplace=True, seqlen_offsets=seqlen_offset)
         tables_k = tables if self.scale_base is None else tables_k
-        return q, apply_rotary_emb_kv_(kv, *tables_k, self.interleaved, seqlen_offset)
+        checked = [
+            _checked(layout, x, of_x, self.interleaved, seqlen_offset)
+            for layout, x, of_x in ((_QUERIES, qkv, tables), (_KEYS_AND_VALUES, kv, tables_k))
+        ]  # both, before either is written
+        return tuple(_rotate(*each) for each in checked)
 
     def _frequencies(self, device):
         return 1.0 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
@@ -257,8 +271,6 @@ class RotaryEmbedding(torch.nn.Module):
         if device.index is None:  # "cuda" is the current one
             device = torch.empty(0, device=device).device
         dtype = self.inv_freq.dtype if dtype is None else dtype
-        if isinstance(seqlen, Tensor):  # its owner may change it later
-            seqlen = seqlen.item()
         if not self._is_stale(seqlen, device, dtype):
             return
         self._seq_len_cached = seqlen
@@ -282,7 +294,8 @@ class RotaryEmbedding(torch.nn.Module):
             or seqlen > self._seq_len_cached
             or table.device != device
             or table.dtype != dtype
-            or (not torch.compiler.is_compiling() and table.is_inference() and not torch.is_inference_mode_enabled())
+            # Autograd does not save inference tensors, which an evaluation may have left.
+            or (torch.is_grad_enabled() and not torch.compiler.is_compiling() and table.is_inference())
         )
 
 
@@ -323,20 +336,28 @@ def _may_change_history(x):
     return not x.is_leaf and x._base is None
 
 
-def _rotate_in_place(layout, x, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
+def _rotate_in_place(*arguments):
+    return _rotate(*_checked(*arguments))
+
+
+def _checked(layout, x, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
+    """Check all parts of x, before any of them is written; return what `_rotate` takes."""
     checks.flags(interleaved=interleaved)
-    # All parts are checked before any of them is written.
     parts = [
         ops.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen, (layout.name, *names))
         for names, part in zip(_TABLE_NAMES[len(tables)], layout.split(x, *tables))
     ]
     ops.writable(layout.name, x)
+    return x, layout, parts, bool(interleaved)
+
+
+def _rotate(x, layout, parts, interleaved):
     differentiable = ops.rotary.wants_derivative((x,))
     if differentiable and not torch.compiler.is_compiling():
-        return _RotateInPlace.apply(x, layout, parts, bool(interleaved))
+        return _RotateInPlace.apply(x, layout, parts, interleaved)
     if differentiable or torch.compiler.is_exporting():  # an exported program may be differentiated later
-        return _rotate_in_graph(x, layout, parts, bool(interleaved))
-    return _rotate_parts_(x, parts, bool(interleaved))
+        return _rotate_in_graph(x, layout, parts, interleaved)
+    return _rotate_parts_(x, parts, interleaved)
 
 
 def _rotate_parts_(x, parts, interleaved):
@@ -388,6 +409,7 @@ class _Layout(NamedTuple):
 
 _TABLE_NAMES = {2: (("cos", "sin"),) * 2, 4: (("cos", "sin"), ("cos_k", "sin_k"))}  # of each part, by their number
 _WHOLE = _Layout("x", lambda x, cos, sin: ((x, cos, sin),), lambda x: ())
+_QUERIES = _WHOLE._replace(name="qkv")  # as the module calls them
 _KEYS_AND_VALUES = _Layout("kv", lambda kv, cos, sin: ((kv[:, :, 0], cos, sin),), lambda kv: (kv[:, :, 1],))
 
 

@@ -149,7 +149,7 @@ class Block(nn.Module):
             return out if self.prenorm else (out, None)
         h = drop_path(dropout(x))
         h = h if residual is None else h + residual
-        out = norm(h.to(norm.weight.dtype))
+        out = _normed(norm, h)
         return out, h.float() if self.residual_in_fp32 else h
 
 
@@ -220,8 +220,8 @@ class ParallelBlock(nn.Module):
         if x2 is not None:
             h = h + self.dropout2(x2)
         h = h if residual is None else h + residual
-        normed1 = self.norm1(h.to(self.norm1.weight.dtype))
-        normed2 = normed1 if self.tied_norm else self.norm2(h.to(self.norm2.weight.dtype))
+        normed1 = _normed(self.norm1, h)
+        normed2 = normed1 if self.tied_norm else _normed(self.norm2, h)
         return normed1, normed2, h.float() if self.residual_in_fp32 else h
 
     def _fused_add_norm(self, x1, x2, residual):
@@ -231,6 +231,12 @@ class ParallelBlock(nn.Module):
         norm2 = {} if self.tied_norm else dict(weight1=self.norm2.weight, bias1=self.norm2.bias)
         normed, *normed2, h = _fused_norm(self, self.norm1, x1, residual, dropout_p, prenorm=True, x1=x2, **norm2)
         return normed, normed if self.tied_norm else normed2[0], h
+
+
+def _normed(norm, h):
+    """norm(h), in the dtype of its weight if it has one."""
+    weight = getattr(norm, "weight", None)
+    return norm(h if weight is None else h.to(weight.dtype))
 
 
 def _fused_norm(block, norm, x, residual, dropout_p, **options):
@@ -267,8 +273,9 @@ def _check_fused(block):
 
 def _mark_norms(block, sequence_parallel, mark_shared_params):
     for name, norm in block.named_children():
-        for parameter in norm.parameters() if name in ("norm1", "norm2") else ():
+        # The module too: it keeps its mark when it is copied, or gets other parameters as on the way from meta tensors.
+        for marked in (norm, *norm.parameters()) if name in ("norm1", "norm2") else ():
             if sequence_parallel:
-                parameter._sequence_parallel = True
+                marked._sequence_parallel = True
             if mark_shared_params:
-                parameter._shared_params = True
+                marked._shared_params = True

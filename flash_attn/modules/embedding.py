@@ -94,6 +94,7 @@ class BertEmbeddings(nn.Module):
         if self.type_vocab_size > 0:
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(input_ids)
+            _check_of_tokens("token_type_ids", token_type_ids, input_ids)
             embeddings = embeddings + self.token_type_embeddings(token_type_ids)
         return embeddings
 
@@ -206,8 +207,17 @@ def _check_ids(input_ids):
     checks.ndim("input_ids", input_ids, "(batch, seqlen)")
 
 
+def _check_of_tokens(name, ids, input_ids):
+    """Check that ids (seqlen,) or (batch, seqlen), where a batch of 1 stands for all, belong to the tokens."""
+    checks.tensor(name, ids, dtypes=checks.INTEGER_DTYPES, device=input_ids.device)
+    batch, seqlen = input_ids.shape
+    if ids.shape not in ((seqlen,), (1, seqlen), (batch, seqlen)):
+        raise ValueError(f"{name} must have shape ({seqlen},) or ({batch}, {seqlen}), found {tuple(ids.shape)}")
+
+
 def _positions(module, input_ids, position_ids):
     if position_ids is not None:
+        _check_of_tokens("position_ids", position_ids, input_ids)
         return position_ids
     seqlen, limit = input_ids.shape[1], module.max_position_embeddings
     checks.number("input_ids.shape[1]", seqlen, seqlen <= limit, "at most {}, the number of positions", limit)

@@ -74,13 +74,17 @@ class _FlashAttention(nn.Module):
             self.alibi_slopes = slopes if self.alibi_slopes.is_meta else slopes.to(self.alibi_slopes.device)
         return self
 
-    def _options(self, causal):
+    def slopes_on(self, device):
+        """The slopes on the device of the inputs. They are on another only where the module is on the meta device."""
+        return None if self.alibi_slopes is None else self.alibi_slopes.to(device)
+
+    def _options(self, causal, device):
         return dict(
             dropout_p=self.drop.p if self.training else 0.0,
             softmax_scale=self.softmax_scale,
             causal=self.causal if causal is None else causal,
             window_size=self.window_size,
-            alibi_slopes=self.alibi_slopes,
+            alibi_slopes=self.slopes_on(device),
             deterministic=self.deterministic,
         )
 
@@ -111,8 +115,8 @@ class FlashSelfAttention(_FlashAttention):
         max_seqlen: their greatest length. Returns (batch, seqlen, heads, head_dim) or (total, heads, head_dim).
         """
         if cu_seqlens is None:
-            return flash_attn_qkvpacked_func(qkv, **self._options(causal))
-        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal))
+            return flash_attn_qkvpacked_func(qkv, **self._options(causal, qkv.device))
+        return flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, max_seqlen, **self._options(causal, qkv.device))
 
 
 class FlashCrossAttention(_FlashAttention):
@@ -141,9 +145,9 @@ class FlashCrossAttention(_FlashAttention):
         Returns a tensor like q.
         """
         if cu_seqlens is None:
-            return flash_attn_kvpacked_func(q, kv, **self._options(causal))
+            return flash_attn_kvpacked_func(q, kv, **self._options(causal, q.device))
         return flash_attn_varlen_kvpacked_func(
-            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal)
+            q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal, q.device)
         )
 
 
@@ -162,33 +166,33 @@ class CrossAttention(nn.Module):
         self.softmax_scale = softmax_scale
         self.drop = nn.Dropout(attention_dropout)
 
-    def forward(self, q, kv, causal=None, key_padding_mask=None):
+    def forward(self, q, kv, causal=None, key_padding_mask=None, same_tokens=False):
         """Attention of q (batch, seqlen_q, heads, head_dim) to kv (batch, seqlen_k, 2, heads_kv, head_dim).
 
         key_padding_mask: (batch, seqlen_k) bool, true for keys that count; the causal mask is then aligned to their
-        number in each row. causal: replaces that of the module unless None. Returns a tensor like q.
+        number in each row. causal: replaces that of the module unless None. same_tokens: queries and keys are of the
+        same tokens, so that a query sees keys up to its own position, whatever the padding. Returns a tensor like q.
         """
         k, v = _unpacked("kv", kv, 2)
         checks.tensor("q", q, shape=(kv.shape[0], None, None, kv.shape[-1]), device=kv.device)
         fits = q.shape[2] == 0 if kv.shape[3] == 0 else q.shape[2] % kv.shape[3] == 0
         checks.number("kv's number of heads", kv.shape[3], fits, "a divisor of q's, {}", q.shape[2])
-        lengths = None if key_padding_mask is None else key_padding_mask.sum(-1)[:, None, None]
-        return self._attend(q, k, v, causal, key_padding_mask, lengths)
+        return self._attend(q, k, v, causal, key_padding_mask, same_tokens)
 
-    def _attend(self, q, k, v, causal, key_padding_mask, lengths):
-        """lengths: keys of each row (batch, 1, 1) that the causal mask ends at, or None for all."""
+    def _attend(self, q, k, v, causal, key_padding_mask, same_tokens):
         causal = self.causal if causal is None else causal
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-        is_causal = causal and seqlen_q == seqlen_k and key_padding_mask is None
-        mask = None
+        mask, is_causal, end = None, False, seqlen_k  # end: behind the last key that the last query sees
         if key_padding_mask is not None:
-            checks.tensor("key_padding_mask", key_padding_mask, dtypes=(torch.bool,), shape=(q.shape[0], seqlen_k))
+            shape = q.shape[0], seqlen_k
+            checks.tensor("key_padding_mask", key_padding_mask, dtypes=(torch.bool,), shape=shape, device=q.device)
             mask = key_padding_mask[:, None, None]
-        if causal and not is_causal and not (seqlen_q == 1 and key_padding_mask is None):
-            last = (
-                torch.arange(seqlen_q, device=q.device)[:, None] - seqlen_q + (seqlen_k if lengths is None else lengths)
-            )
-            visible = (torch.arange(seqlen_k, device=q.device) <= last)[..., None, :, :]
+            end = seqlen_k if same_tokens else mask.sum(-1, keepdim=True)
+        if causal and mask is None and seqlen_q == seqlen_k:
+            is_causal = True  # by a branch: of sizes that a graph keeps open, a comparison is no bool
+        elif causal and not (mask is None and seqlen_q == 1):
+            last = torch.arange(seqlen_q, device=q.device)[:, None] - seqlen_q + end
+            visible = torch.arange(seqlen_k, device=q.device) <= last
             mask = visible if mask is None else mask & visible
         if mask is not None:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, _MASKED)
@@ -212,7 +216,7 @@ class SelfAttention(CrossAttention):
         key_padding_mask: (batch, seqlen) bool, true for keys that count. causal: replaces that of the module unless
         None. Returns (batch, seqlen, heads, head_dim).
         """
-        return self._attend(*_unpacked("qkv", qkv, 3), causal, key_padding_mask, None)
+        return self._attend(*_unpacked("qkv", qkv, 3), causal, key_padding_mask, same_tokens=True)
 
 
 def _unpacked(name, packed, parts):
@@ -314,8 +318,9 @@ class _MultiHeadAttention(nn.Module):
         self_attn_cls, cross_attn_cls = (
             (FlashSelfAttention, FlashCrossAttention) if use_flash_attn else (SelfAttention, CrossAttention)
         )
-        self.inner_attn = self_attn_cls(**options).to(device)
-        self.inner_cross_attn = cross_attn_cls(**options).to(device)
+        where = torch.get_default_device() if device is None else device
+        self.inner_attn = self_attn_cls(**options).to(where)
+        self.inner_cross_attn = cross_attn_cls(**options).to(where)
 
     def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None):
         """An uninitialised cache (batch_size, max_seqlen, 2, heads_kv, head_dim), by default like out_proj.weight."""
@@ -337,7 +342,9 @@ class _MultiHeadAttention(nn.Module):
         if packed:
             return self._inner(self.inner_attn, qkv, **kwargs).flatten(-2)
         if "cu_seqlens" in kwargs:
-            kwargs = dict(cu_seqlens_k=kwargs["cu_seqlens"], max_seqlen_k=kwargs["max_seqlen"]) | kwargs
+            kwargs = dict(cu_seqlens_k=kwargs["cu_seqlens"], max_seqlen_k=kwargs.get("max_seqlen")) | kwargs
+        elif "key_padding_mask" in kwargs:
+            kwargs |= dict(same_tokens=True)
         return self._cross_attention(*self._split(qkv), inference_params, **kwargs)
 
     def _cross_attention(self, q, kv, inference_params, **kwargs):
@@ -379,6 +386,9 @@ class _MultiHeadAttention(nn.Module):
     def _update_kv_cache(self, kv, inference_params):
         if self.layer_idx is None:
             raise ValueError("layer_idx must be given to the constructor for a cache, found None")
+        cache = inference_params.key_value_memory_dict.get(self.layer_idx)
+        if self.use_flash_attn and cache is not None:  # under autocast the other attention takes every dtype
+            checks.tensor(f"key_value_memory_dict[{self.layer_idx!r}]", cache, dtypes=(kv.dtype,))
         return _update_kv_cache(kv, inference_params, self.layer_idx)
 
     def _decodes_in_kernel(self, inference_params):
@@ -420,7 +430,7 @@ class _MultiHeadAttention(nn.Module):
             causal=inner.causal,
             window_size=inner.window_size if self.use_flash_attn else (-1, -1),
             rotary_interleaved=self.rotary_emb.interleaved if rotary else False,
-            alibi_slopes=inner.alibi_slopes if self.use_flash_attn else None,
+            alibi_slopes=inner.slopes_on(q.device) if self.use_flash_attn else None,
         )
 
 
@@ -682,7 +692,12 @@ def _check_heads(embed_dim, num_heads, num_heads_kv, world_size):
 def _lengths(inference_params, batch):
     """How many keys the cache holds: an int, or (batch,) int32 where sequences differ."""
     lengths, first = inference_params.lengths_per_sample, inference_params.batch_size_offset
-    return inference_params.seqlen_offset if lengths is None else lengths[first : first + batch]
+    if lengths is None:
+        return inference_params.seqlen_offset
+    name, end = "inference_params.lengths_per_sample", first + batch
+    checks.tensor(name, lengths)
+    checks.number(f"the length of {name}", len(lengths), len(lengths) >= end, "at least {}, for each row", end)
+    return lengths[first:end]
 
 
 def _depthwise_conv(channels, **factory):

@@ -24,16 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, collectives
 from flash_attn._ops import fused_dense as ops
-from flash_attn.utils.distributed import (
-    all_gather_raw,
-    all_reduce,
-    all_reduce_raw,
-    get_dim_for_local_rank,
-    reduce_scatter,
-    reduce_scatter_raw,
-)
+from flash_attn.utils.distributed import all_reduce, get_dim_for_local_rank, reduce_scatter
 
 
 def fused_dense_func(
@@ -142,12 +135,12 @@ class _Exchange:
         """x of all processes, and a handle to wait for."""
         if not self.sequence_parallel:
             return x, None
-        return all_gather_raw(x, self.process_group, async_op=not torch.compiler.is_compiling())
+        return collectives.gather_rows(x, self.process_group, async_op=not torch.compiler.is_compiling())
 
     def reduce(self, dx):
         """What this process keeps of the sum of all gradients, and a handle to wait for."""
-        reduce_raw = reduce_scatter_raw if self.sequence_parallel else all_reduce_raw
-        return reduce_raw(dx, self.process_group, async_op=not torch.compiler.is_compiling())
+        reduce = collectives.scatter_rows if self.sequence_parallel else collectives.reduce
+        return reduce(dx, self.process_group, async_op=not torch.compiler.is_compiling())
 
 
 def _exchange(process_group, sequence_parallel):

@@ -26,7 +26,7 @@ def all_gather_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool =
     Returns (tensor, handle). With async_op the tensor must not be used before handle.wait(); else handle is None.
     """
     _check_rows(input_)
-    return _gather(input_, process_group, async_op)
+    return collectives.gather_rows(input_, process_group, async_op)
 
 
 def reduce_scatter_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool = False):
@@ -35,7 +35,7 @@ def reduce_scatter_raw(input_: Tensor, process_group: ProcessGroup, async_op: bo
     Returns (tensor, handle) as `all_gather_raw` does. Raises ValueError if the processes cannot share the rows evenly.
     """
     _check_rows_of(process_group, input_)
-    return _scatter(input_, process_group, async_op)
+    return collectives.scatter_rows(input_, process_group, async_op)
 
 
 def all_reduce_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool = False):
@@ -44,9 +44,7 @@ def all_reduce_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool =
     Returns (tensor, handle) as `all_gather_raw` does.
     """
     checks.tensor("input_", input_)
-    output = input_.contiguous()
-    handle = dist.all_reduce(output, group=process_group, async_op=async_op)
-    return output, handle
+    return collectives.reduce(input_, process_group, async_op)
 
 
 class AllGatherFunc(torch.autograd.Function):
@@ -55,7 +53,7 @@ class AllGatherFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input_: Tensor, process_group: ProcessGroup) -> Tensor:
         ctx.process_group = process_group
-        return _gather(input_, process_group)[0]
+        return collectives.gather_rows(input_, process_group)[0]
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
@@ -68,7 +66,7 @@ class ReduceScatterFunc(torch.autograd.Function):
     @staticmethod
     def forward(ctx, input_: Tensor, process_group: ProcessGroup) -> Tensor:
         ctx.process_group = process_group
-        return _scatter(input_, process_group)[0]
+        return collectives.scatter_rows(input_, process_group)[0]
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
@@ -122,7 +120,8 @@ def all_reduce(input_: Tensor, process_group: ProcessGroup) -> Tensor:
 def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup):
     """Give the parameters of `model` whose attribute `_shared_params` is true the values that the first process has.
 
-    They are sent in the order of their names, since the processes may own different parameters beside these.
+    They are sent in the order of their names, since the processes may own different parameters beside these. A module's
+    attribute counts for the parameters that are its own.
     """
     for _, parameter in _tagged(model, "_shared_params"):
         with torch.no_grad():
@@ -133,8 +132,8 @@ def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: Proc
     """Sum the gradients of parameters whose attribute `_sequence_parallel` is true over the processes, in place.
 
     Norms between sequence-parallel layers see only this process's tokens, so each has a part of their gradient. Call it
-    after backward and before the optimizer's step. One all-reduce for each dtype. Raises ValueError, before anything is
-    sent, if one of the parameters has no gradient.
+    after backward and before the optimizer's step. A module's attribute counts for the parameters that are its own. One
+    all-reduce for each dtype. Raises ValueError, before anything is sent, if one of the parameters has no gradient.
     """
     by_dtype = {}
     for name, parameter in _tagged(model, "_sequence_parallel"):
@@ -165,23 +164,18 @@ def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_
 
 
 def _tagged(model, tag):
-    """(name, parameter) of those with a true attribute `tag`, by name."""
-    return sorted((name, p) for name, p in model.named_parameters() if getattr(p, tag, False))
+    """(name, parameter) of those with a true attribute `tag`, or in a module that has it, by name."""
+
+    def is_tagged(name, parameter):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        return getattr(parameter, tag, False) or getattr(owner, tag, False)
+
+    return sorted(item for item in model.named_parameters() if is_tagged(*item))
 
 
 def _may_be_overwritten(x):
     """Whether a sum may take the place of `x`: not if autograd holds it for a leaf or a view, as it then forbids it."""
     return x.is_contiguous() and not (x.requires_grad and (x.is_leaf or x._base is not None))
-
-
-def _gather(x, process_group, async_op=False):
-    output = x.new_empty(dist.get_world_size(process_group) * x.shape[0], *x.shape[1:])
-    return output, collectives.all_gather(output, x.contiguous(), group=process_group, async_op=async_op)
-
-
-def _scatter(x, process_group, async_op=False):
-    output = x.new_empty(x.shape[0] // dist.get_world_size(process_group), *x.shape[1:])
-    return output, collectives.reduce_scatter(output, x.contiguous(), group=process_group, async_op=async_op)
 
 
 def _check_rows(x):

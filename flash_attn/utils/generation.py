@@ -108,7 +108,7 @@ def sample(logits, top_k=1, top_p=0.0, temperature=1.0):
     """Draw a token from each row of logits (batch, vocab), which are not changed.
 
     Arguments:
-        top_k: from among so many likeliest tokens; 1 takes the likeliest, 0 is all.
+        top_k: from among so many likeliest tokens; 1 takes the likeliest, whatever the others say, 0 is all.
         top_p: from among the likeliest that together have this probability; 0 or 1 is all.
         temperature: logits are divided by it.
 
@@ -119,7 +119,7 @@ def sample(logits, top_k=1, top_p=0.0, temperature=1.0):
         return logits.argmax(dim=-1)
     if top_k == 0:
         return _draw(_likelihoods(logits, 0, top_p, temperature))
-    logits, indices = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+    logits, indices = logits.topk(min(top_k, logits.shape[-1]), dim=-1)  # few, which are soon sorted
     chosen = _draw(_likelihoods(logits, 0, top_p, temperature))
     return indices.gather(-1, chosen[..., None]).squeeze(-1)
 
@@ -161,8 +161,9 @@ def _likelihoods(logits, top_k, top_p, temperature):
     if top_k == 1:
         return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
     logits = logits / temperature
-    if top_k > 0:
-        modify_logits_for_top_k_filtering(logits, top_k)
+    if top_k > 0:  # so many and no more, of equal ones too
+        kept = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
+        logits = torch.full_like(logits, float("-inf")).scatter_(-1, kept.indices, kept.values)
     modify_logits_for_top_p_filtering(logits, top_p)
     return logits.softmax(dim=-1, dtype=torch.float32)
 
@@ -174,6 +175,8 @@ def _draw(likelihoods):
 def _check_sampling(top_k, top_p, temperature):
     checks.integer("top_k", top_k)
     checks.number("top_k", top_k, top_k >= 0, "at least 0")
+    if top_k == 1:
+        return
     for name, value in (("top_p", top_p), ("temperature", temperature)):
         checks.real(name, value)
     checks.number("top_p", top_p, 0 <= top_p <= 1, "from 0 to 1")
@@ -321,6 +324,8 @@ def decode_speculative(
             if n == 0:
                 tokens, count = sample(logits[:, -1], **options)[:, None], 1
             else:
+                vocab, expected = logits_draft[0].shape[-1], logits.shape[-1]
+                checks.number("the vocabulary of model_draft", vocab, vocab == expected, "that of model, {}", expected)
                 tokens, count = sample_speculative(
                     logits, torch.cat(logits_draft, dim=1), proposed[:, length:], **options
                 )
@@ -425,6 +430,7 @@ class _Steps:
                 inference_params=self.params,
                 num_last_tokens=num_last_tokens,
             ).logits
+        checks.tensor("the model's logits", logits, shape=(len(sequences), num_last_tokens, None))
         self.rewind(sequences.shape[1])
         return logits[..., : self.vocab_size]
 
@@ -491,6 +497,7 @@ class DecodingCGCache:
     """The CUDA graphs of a model: callables by (batch size, tokens of a step), and the caches that they write to.
 
     run: (input_ids, position_ids, seqlen) -> logits, with the graph of this shape; KeyError if there is none.
+    addresses: of the model's parameters and buffers, where the graphs read them.
     """
 
     max_batch_size: int = 0
@@ -501,6 +508,11 @@ class DecodingCGCache:
     mempool: Any = None
     inference_params: InferenceParams | None = None
     run: Callable | None = None
+    addresses: list[int] = dataclasses.field(default_factory=list)
+
+    def __reduce__(self):
+        """A copy of the model begins without graphs, since these would go on reading the parameters of this one."""
+        return DecodingCGCache, ()
 
 
 @torch.no_grad()
@@ -518,7 +530,8 @@ def update_graph_cache(
     """Capture the graphs that `cache`, a DecodingCGCache or None, does not have yet, and return it.
 
     Arguments:
-        batch_size, max_seqlen: of the sequences; caches that are too small are replaced, and their graphs with them.
+        batch_size, max_seqlen: of the sequences; caches that are too small are replaced, and their graphs with them,
+            as they are if a parameter has moved.
         seqlen_og: how many tokens the caches hold.
         decoding_seqlens: for how many tokens at a time there are to be graphs.
         tensor_parallel: how many processes share the heads that model.config names.
@@ -529,11 +542,12 @@ def update_graph_cache(
     device, dtype = parameter.device, parameter.dtype if dtype is None else dtype
     cache = DecodingCGCache() if cache is None else cache
     fits = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
-    if (device, dtype) != (cache.device, cache.dtype) or not fits:
+    addresses = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+    if (device, dtype, addresses) != (cache.device, cache.dtype, cache.addresses) or not fits:
         mempool = _mempool(device)
         cache.callables, cache.mempool, cache.inference_params = {}, None, None
         gc.collect()  # the graphs are gone before there are new caches
-        cache.device, cache.dtype = device, dtype
+        cache.device, cache.dtype, cache.addresses = device, dtype, addresses
         cache.max_batch_size, cache.max_seqlen = batch_size, max_seqlen
         cache.inference_params = InferenceParams(
             max_seqlen,
@@ -568,7 +582,7 @@ def capture_graph(
 
     Arguments:
         inference_params: whose caches the graph writes to; lengths_per_sample must be given.
-        batch_size, decoding_seqlen: the shape of the step's input.
+        batch_size, decoding_seqlen: the shape of the step's input; it follows a prompt, so is shorter than max_seqlen.
         max_seqlen: how many tokens the caches have room for.
         mempool: memory that graphs share which do not run at the same time, or None.
         n_warmups: how often the model runs before.
@@ -576,6 +590,9 @@ def capture_graph(
     Returns run(input_ids, position_ids, seqlen) -> logits (batch_size, decoding_seqlen, vocab), where the caches hold
     seqlen tokens.
     """
+    checks.integer("decoding_seqlen", decoding_seqlen)
+    fits = 0 < decoding_seqlen < max_seqlen
+    checks.number("decoding_seqlen", decoding_seqlen, fits, "at least 1 and less than max_seqlen, {}", max_seqlen)
     device = next(model.parameters()).device
     input_ids, position_ids = torch.zeros(2, batch_size, decoding_seqlen, dtype=torch.int64, device=device)
     before = inference_params.seqlen_offset

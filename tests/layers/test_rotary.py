@@ -527,21 +527,31 @@ def test_module_with_packed_sequences(shape, scale_base, device):
         assert identical(one, torch.cat(others, dim=1)[0])
 
 
-def test_module_whose_max_seqlen_is_a_tensor_that_changes(device):
-    longest, module = torch.tensor(0, device=device), RotaryEmbedding(32, device=device)
-    for length in (4, 9):
-        longest.fill_(length)
-        qkv, cu_seqlens = torch.randn(length, 3, 4, 32, device=device), torch.tensor([0, length], device=device).int()
-        expected = RotaryEmbedding(32, device=device)(qkv[None].clone())[0]
-        assert identical(module(qkv, max_seqlen=longest, cu_seqlens=cu_seqlens), expected)
-
-
 def test_module_with_keys_and_values_apart(device):
     q, kv = torch.randn(2, 5, 4, 32, device=device), torch.randn(2, 5, 2, 2, 32, device=device)
     module = RotaryEmbedding(32, device=device)
     packed = module(torch.cat([q, *kv.unbind(2)], dim=2), num_heads_q=4)
     q_out, kv_out = module(q, kv)
     assert identical(torch.cat([q_out, *kv_out.unbind(2)], dim=2), packed)
+
+
+def test_module_with_more_keys_than_queries(device):
+    q, kv = torch.randn(2, 3, 4, 32, device=device), torch.randn(2, 5, 2, 2, 32, device=device)
+    k = kv[:, :, 0].clone()
+    module = RotaryEmbedding(32, device=device)
+    module(q, kv, seqlen_offset=2)
+    assert identical(kv[:, :, 0], apply_rotary(k, module._cos_cached, module._sin_cached, 2))
+
+
+def test_module_reads_max_seqlen_at_each_call(device):
+    """Though it is the same tensor, the tables grow with its value."""
+    x, max_seqlen = torch.randn(8, 3, 2, 32, device=device), torch.tensor(4, device=device)
+    module = RotaryEmbedding(32, device=device)
+    module(x.clone(), cu_seqlens=torch.tensor([0, 4, 8], dtype=torch.int32, device=device), max_seqlen=max_seqlen)
+    max_seqlen.fill_(8)
+    whole = torch.tensor([0, 8], dtype=torch.int32, device=device)
+    found = module(x.clone(), cu_seqlens=whole, max_seqlen=max_seqlen)
+    assert identical(found, RotaryEmbedding(32, device=device)(x[None].clone())[0])
 
 
 def test_module_with_offsets_in_a_tensor(device):
@@ -596,12 +606,14 @@ def test_module_rebuilds_tables_only_when_needed(device):
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_module_has_a_gradient_after_inference(training, device):
-    module, qkv = RotaryEmbedding(32, device=device).train(training), torch.randn(2, 5, 3, 4, 32, device=device)
+def test_gradient_behind_inference_mode(training, device):
+    module, qkv = RotaryEmbedding(16, device=device).train(training), torch.randn(1, 5, 3, 2, 16, device=device)
     with torch.inference_mode():
-        module(qkv.clone())
-    module(qkv.requires_grad_() * 1).sum().backward()
-    assert qkv.grad is not None
+        expected = module(qkv.clone())
+    leaf = qkv.clone().requires_grad_()
+    out = module(leaf * 1)
+    assert identical(out, expected)
+    torch.testing.assert_close(torch.autograd.grad(out, leaf, out.detach())[0], qkv)
 
 
 def test_module_cast_to_half_keeps_exact_angles(device):
@@ -961,7 +973,12 @@ def test_errors_of_the_module():
         (dict(qkv=qkv[:, :, 0]), ValueError, "num_heads_q must be given"),
         (dict(max_seqlen=9.5), TypeError, "max_seqlen must be an integer, found float"),
         (dict(seqlen_offset=1.0), TypeError, "seqlen_offset.? must be an integer or an integer tensor .*found float"),
+        (dict(max_seqlen=-9), ValueError, "max_seqlen must be at least 0, found -9"),
+        (dict(max_seqlen=torch.tensor(9.5)), TypeError, "max_seqlen must have dtype torch.int32 or torch.int64"),
+        (dict(seqlen_offset=-9), ValueError, "seqlen_offset must be at least 0, found -9"),
+        (dict(seqlen_offset=[9]), TypeError, "seqlen_offset must be an integer or an integer tensor .*found list"),
         (dict(qkv=qkv[:, :, 0], kv=1), TypeError, "kv must be a torch.Tensor, found int"),
+        (dict(kv=qkv[:, :, 1:]), ValueError, "qkv must have 4 dimensions"),
         (dict(cu_seqlens=1), ValueError, "cu_seqlens must be given with max_seqlen and without kv and seqlen_offset"),
     ):
         with pytest.raises(error, match=message):
@@ -974,6 +991,16 @@ def test_nothing_is_written_if_the_keys_tables_are_wrong(device):
     with pytest.raises(ValueError, match="5 positions, found 4 rows"):
         apply_rotary_emb_qkv_(qkv, table, table, table[:4], table[:4])
     assert identical(qkv, before)
+
+
+@pytest.mark.parametrize("what", ["batch", "head_dim", "dtype", "expanded"])
+def test_queries_are_not_written_if_the_keys_are_wrong(what, device):
+    q, kv = torch.randn(2, 5, 4, 32, device=device), torch.randn(2, 5, 2, 2, 32, device=device)
+    wrong = dict(batch=kv[:1], head_dim=kv[..., :16], dtype=kv.int(), expanded=kv[:1].expand_as(kv))[what]
+    before = q.clone()
+    with pytest.raises((TypeError, ValueError)):
+        RotaryEmbedding(32, device=device)(q, wrong)
+    assert identical(q, before)
 
 
 # What only a kernel can trip over.

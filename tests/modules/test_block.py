@@ -77,6 +77,15 @@ def test_prenorm(first, norm_cls, device):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
+def test_norms_without_weight(block_cls, device):
+    block = block_of(block_cls, device, norm_cls=functools.partial(nn.LayerNorm, elementwise_affine=False))
+    affine = block_of(block_cls, device)
+    affine.load_state_dict(block.state_dict(), strict=False)
+    (x,) = draw(1, device)
+    torch.testing.assert_close(block(x), affine(x))
+
+
 @pytest.mark.parametrize("return_residual", [False, True])
 def test_postnorm(return_residual, device):
     options = dict(

@@ -67,5 +67,17 @@ def test_errors():
         for each in (module, BertEmbeddings(8, 20, 9, 2)):
             with pytest.raises(error, match=message):
                 each(ids)
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    for name, wrong, error, message in (
+        ("position_ids", [0], TypeError, "position_ids must be a torch.Tensor, found list"),
+        ("position_ids", ids.float(), TypeError, "position_ids must have dtype"),
+        ("position_ids", ids[:, :1], ValueError, r"position_ids must have shape \(5,\) or \(2, 5\), found \(2, 1\)"),
+        ("position_ids", ids[None], ValueError, "position_ids must have shape"),
+        ("token_type_ids", ids[:, :4], ValueError, "token_type_ids must have shape"),
+    ):
+        with pytest.raises(error, match=message):
+            BertEmbeddings(8, 20, 9, 2)(ids, **{name: wrong})
+    for right in (ids[0], ids[:1], ids):
+        assert torch.equal(module(ids, right), module(ids, ids))
     with pytest.raises(TypeError, match=r"process_group must be a .* group, found None"):
         ParallelGPT2Embeddings(8, 20, 9, None)

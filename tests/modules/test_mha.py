@@ -267,6 +267,19 @@ def test_slopes_survive_casts_and_meta_tensors(change, start):
     assert module.to_empty(device="cpu").inner_attn.alibi_slopes[0] == 0.5
 
 
+def test_slopes_follow_the_inputs_of_a_meta_module():
+    module = MHA(64, 4, 2, use_alibi=True, use_flash_attn=True, device="meta")
+    assert module(torch.empty(2, 5, 64, device="meta")).shape == (2, 5, 64)
+
+
+@pytest.mark.cuda
+def test_slopes_are_on_the_default_device(device):
+    with device:
+        module = MHA(96, 12, use_alibi=True, use_flash_attn=True)
+    for inner in (module.inner_attn, module.inner_cross_attn):
+        assert inner.alibi_slopes.device == module.Wqkv.weight.device
+
+
 # Options of MHA.
 
 
@@ -368,12 +381,19 @@ def test_sequences_of_different_lengths(case, device):
     torch.testing.assert_close(leaf.grad, torch.cat([each.grad for each in alone], dim=1)[0], rtol=1e-4, atol=1e-5)
 
 
-def test_padding_mask_of_mha(device):
-    module = MHA(64, 4, device=device)
+@pytest.mark.parametrize("kept", [slice(0, 4), slice(2, 6)], ids=["right", "left"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads_kv", [4, 2])
+def test_padding_mask_of_mha(heads_kv, causal, kept, device):
+    """Tokens that count give what they give without the padding."""
+    module = MHA(64, 4, heads_kv, causal=causal, device=device)
     x = torch.randn(2, 6, 64, device=device)
-    keep = torch.arange(6, device=device) < torch.tensor([[6], [4]], device=device)
+    keep = torch.ones(2, 6, dtype=torch.bool, device=device)
+    keep[1] = False
+    keep[1, kept] = True
     found = module(x, key_padding_mask=keep)
-    torch.testing.assert_close(found[1, :4], module(x[1:, :4])[0])
+    torch.testing.assert_close(found[0], module(x)[0])
+    torch.testing.assert_close(found[1, kept], module(x[1:, kept])[0])
 
 
 # Decoding.
@@ -479,6 +499,22 @@ def test_several_tokens_that_see_one_another_while_decoding(device):
         params.seqlen_offset = 4
         found = module(x[:, 4:], inference_params=params)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rotary_dim", [0, 16])
+@pytest.mark.parametrize("flash", [False, True])
+def test_compiled_decoding(flash, rotary_dim, device):
+    """With positions that are Python's integers, as graphs keep them open."""
+    module = Case(flash=flash, rotary_dim=rotary_dim).module(device)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    x = torch.randn(2, 8, module.embed_dim, device=device)
+    params = InferenceParams(max_seqlen=9, max_batch_size=2)
+    found = []
+    with torch.no_grad():
+        for chunk in x.split((4, 1, 1, 2), dim=1):
+            found.append(compiled(chunk, inference_params=params))
+            params.seqlen_offset += chunk.shape[1]
+        torch.testing.assert_close(torch.cat(found, dim=1), module(x), rtol=1e-4, atol=1e-5)
 
 
 def test_cache(device):
@@ -622,6 +658,11 @@ ERRORS = {
     "packed with a convolution": (dict(dwconv=True, **FLASH), dict(x=X[0], **VARLEN), ValueError, "without dwconv"),
     "mask with flash": (FLASH, dict(key_padding_mask=KEEP), ValueError, "key_padding_mask can be given only without"),
     "mask of another shape": ({}, dict(key_padding_mask=KEEP[:, :4]), ValueError, r"mask must have shape \(2, 5\)"),
+    "mask is no tensor": (
+        dict(num_heads_kv=2), dict(key_padding_mask=[[True] * 5] * 2), TypeError,
+        "key_padding_mask must be a torch.Tensor, found list"),
+    "mask of one row, GQA": (
+        dict(num_heads_kv=2), dict(key_padding_mask=KEEP[0]), ValueError, r"mask must have shape \(2, 5\), found"),
     "mask of floats": ({}, dict(key_padding_mask=KEEP.float()), TypeError, "padding_mask must have dtype torch.bool"),
     "x_kv without cross": ({}, dict(x_kv=X), ValueError, "x_kv can be given only with cross_attn"),
     "x_kv, GQA": (dict(num_heads_kv=2), dict(x_kv=X), ValueError, "x_kv can be given only with cross_attn"),
@@ -642,6 +683,12 @@ ERRORS = {
     "cache of other heads": (
         {}, dict(inference_params=InferenceParams(9, 2, 0, 0, {0: torch.zeros(2, 9, 2, 1, 16)})), ValueError,
         r"key_value_memory_dict\[0\] must have shape \(\*, \*, 2, 4, 16\), found \(2, 9, 2, 1, 16\)"),
+    "cache of another type": (
+        FLASH, dict(inference_params=InferenceParams(9, 2, 0, 0, {0: torch.zeros(2, 9, 2, 4, 16).half()})), TypeError,
+        r"key_value_memory_dict\[0\] must have dtype torch.float32, found torch.float16"),
+    "lengths of other rows": (
+        dict(rotary_emb_dim=16), dict(inference_params=InferenceParams(9, 4, 0, 2, {}, CU_SEQLENS)), ValueError,
+        "the length of inference_params.lengths_per_sample must be at least 4, for each row, found 3"),
     "unknown argument": ({}, dict(mask=KEEP), TypeError, "mask"),
 }  # fmt: skip
 
@@ -694,7 +741,7 @@ SIGNATURES = {
     "max_seqlen_k=None",
     SelfAttention: "causal=False, softmax_scale=None, attention_dropout=0.0",
     SelfAttention.forward: "self, qkv, causal=None, key_padding_mask=None",
-    CrossAttention.forward: "self, q, kv, causal=None, key_padding_mask=None",
+    CrossAttention.forward: "self, q, kv, causal=None, key_padding_mask=None, same_tokens=False",
     MHA: "embed_dim, num_heads, num_heads_kv=None, cross_attn=False, qkv_proj_bias=True, out_proj_bias=True, "
     "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, dwconv=False, rotary_emb_dim=0, "
     "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "

@@ -1,5 +1,6 @@
 """Modules divided over processes give what they give whole: outputs, gradients, parameters, decoding."""
 
+import copy
 import functools
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn.functional as F
 from processes import half_of, over_processes
 from torch import nn
 
-from flash_attn.modules.block import Block
+from flash_attn.modules.block import Block, ParallelBlock
 from flash_attn.modules.embedding import (
     ColumnParallelEmbedding,
     GPT2Embeddings,
@@ -134,6 +135,15 @@ def check_attention(group):
     divided = ParallelMHA(64, 4, group, sequence_parallel=False, device=device_of(group))
     with pytest.raises(ValueError, match="the number of tokens must be a multiple of seqlen, 5, found 24"):
         divided(torch.zeros(24, 64, device=device_of(group)), seqlen=5)
+
+
+def check_packed_attention(group):
+    """The longest length may be left out, as in the function."""
+    device = device_of(group)
+    divided = ParallelMHA(64, 4, group, 2, use_flash_attn=True, sequence_parallel=False, device=device)
+    cu_seqlens = torch.tensor([0, 9, 24], dtype=torch.int32, device=device)
+    (x,) = draw(1, 24, 64, device=device)
+    assert_close(divided(x, cu_seqlens=cu_seqlens), divided(x, cu_seqlens=cu_seqlens, max_seqlen=15))
 
 
 def check_batch_of_attention(group):
@@ -288,6 +298,48 @@ def check_blocks(group):
             assert_close(gradients_of(divided), part_of(gradients_of(whole)))
 
 
+def check_marks(group):
+    """Norms keep their marks in copies, and when they get other parameters."""
+    world = dist.get_world_size(group)
+
+    def materialised(block):
+        with torch.device("meta"):
+            return type(block)(64, sequence_parallel=True, mark_shared_params=True).to_empty(device="cpu")
+
+    def assigned(block):
+        block.load_state_dict(copy.deepcopy(block.state_dict()), assign=True)
+        return block
+
+    for block_cls in (Block, ParallelBlock):
+        for change in (copy.deepcopy, materialised, assigned):
+            block = change(block_cls(64, sequence_parallel=True, mark_shared_params=True))
+            for parameter in block.parameters():
+                nn.init.constant_(parameter, dist.get_rank(group))
+                parameter.grad = torch.ones_like(parameter)
+            sync_shared_params(block, group)
+            allreduce_sequence_parallel_grad(block, group)
+            for name, parameter in block.named_parameters():
+                norm = name.startswith("norm")
+                assert (parameter == (0 if norm else dist.get_rank(group))).all()
+                assert (parameter.grad == (world if norm else 1)).all()
+
+
+def check_compiled(group):
+    """A graph has the collectives of the gradients, too."""
+    device = device_of(group)
+    for sequence_parallel in (False, True):
+        torch._dynamo.reset()  # which else counts these as one function, compiled again
+        options = dict(process_group=group, sequence_parallel=sequence_parallel, device=device)
+        for module in (ParallelMHA(64, 4, use_flash_attn=True, **options), ParallelFusedMLP(64, **options)):
+            x, dout = draw(2, BATCH, SEQLEN, 64, device=device)
+            results = []
+            for function in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
+                leaf = x.clone().requires_grad_()
+                out = function(leaf)
+                results.append((out.detach(), *torch.autograd.grad(out, [leaf, *module.parameters()], dout)))
+            assert_close(*results)
+
+
 def check_all(group):
     check_attention(group)
     check_batch_of_attention(group)
@@ -307,6 +359,18 @@ def check_halves(group):
 def test_groups_of_a_part_of_the_processes():
     """Whose ranks are not those among all processes."""
     over_processes(4, check_halves)
+
+
+def test_marks():
+    over_processes(2, check_marks)
+
+
+def test_compiled():
+    over_processes(2, check_compiled)
+
+
+def test_packed_attention():
+    over_processes(2, check_packed_attention)
 
 
 @pytest.mark.parametrize("processes", BACKENDS)

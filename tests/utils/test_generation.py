@@ -1,9 +1,11 @@
 """Decoding: sampling, the loop, its options, speculative decoding, CUDA graphs, errors."""
 
 import collections
+import copy
 import dataclasses
 import functools
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -144,6 +146,11 @@ def test_the_likeliest_stays_however_small_top_p_is(device):
     assert torch.equal(logits.isfinite().nonzero()[:, 1], expected)
 
 
+def test_the_likeliest_token_whatever_the_other_options(device):
+    logits = torch.randn(4, 50, device=device)
+    assert torch.equal(sample(logits, top_k=1, top_p=1.5, temperature=0.0), logits.argmax(dim=-1))
+
+
 def test_equal_logits_all_stay():
     logits = torch.tensor([[1.0, 2.0, 1.0, 0.0]])
     modify_logits_for_top_k_filtering(logits, 2)
@@ -175,6 +182,17 @@ def test_speculative_samples_are_the_model_s(options, device):
         torch.testing.assert_close(found, expected, rtol=0, atol=0.03)
     accepted = torch.arange(2, device=device) < count[:, None] - 1
     assert torch.equal(tokens[:, :2][accepted], tokens_draft[accepted])
+
+
+def test_speculative_samples_among_equal_logits(device):
+    """Of several that are the last of top_k, the same are left out as in `sample`."""
+    batch = 40_000
+    logits = torch.tensor([3.0, 2.5, 2.0, 2.0, 2.0], device=device)
+    logits_draft = torch.tensor([3.0, 2.0, 2.0, 2.0, 2.0], device=device).expand(batch, 1, 5)
+    tokens_draft = sample(logits_draft[:, 0], top_k=3)[:, None]
+    tokens, _ = sample_speculative(logits.expand(batch, 2, 5), logits_draft, tokens_draft, top_k=3)
+    expected = frequencies(lambda n: sample(logits.expand(n, 5), top_k=3))
+    torch.testing.assert_close(torch.bincount(tokens[:, 0], minlength=5) / batch, expected, rtol=0, atol=0.02)
 
 
 def test_speculative_of_the_likeliest(device):
@@ -449,6 +467,30 @@ def test_which_graphs_are_replayed_in_speculative_decoding(options, graphs, devi
     assert model._draft_decoding_cache.callables.keys() == {(1, 1), (1, 2)}
 
 
+def test_graphs_are_made_anew_if_a_parameter_moves(graphs, device):
+    model, input_ids = Model(device=device).eval(), prompt(2, 6, device)
+
+    def graph():
+        decode(input_ids, model, 12, cg=True)
+        return model._decoding_cache.callables[2, 1]
+
+    first = graph()
+    nn.init.normal_(model.head.weight)
+    assert graph() is first
+    model.head.weight.data = torch.randn_like(model.head.weight)
+    assert graph() is not first
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_copy_of_a_model_has_graphs_of_its_own(duplicate, graphs, device):
+    model, input_ids = Model(device=device).eval(), prompt(2, 6, device)
+    decode(input_ids, model, 12, cg=True)
+    copied = duplicate(model)
+    nn.init.normal_(copied.head.weight)
+    expected = decode(input_ids, copied, 12).sequences
+    assert torch.equal(decode(input_ids, copied, 12, cg=True).sequences, expected)
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [options for options in MODELS if options.get("use_flash_attn", True)], ids=str)
 def test_graphs(options, device):
@@ -536,7 +578,7 @@ ERRORS = {
     "length": (dict(max_length=9.5), TypeError, "max_length must be an integer, found float"),
     "top_p": (dict(top_k=0, top_p=1.1), ValueError, "top_p must be from 0 to 1, found 1.1"),
     "top_k": (dict(top_k=-1), ValueError, "top_k must be at least 0, found -1"),
-    "temperature": (dict(temperature=0.0), ValueError, "temperature must be positive, found 0.0"),
+    "temperature": (dict(top_k=0, temperature=0.0), ValueError, "temperature must be positive, found 0.0"),
     "penalty": (dict(repetition_penalty=0.0), ValueError, "repetition_penalty must be positive, found 0.0"),
     "several ends": (dict(eos_token_id=[1, 2]), TypeError, "eos_token_id must be an integer or None, found list"),
     "vocabulary": (dict(vocab_size=-3), ValueError, "vocab_size must be positive, found -3"),
@@ -553,12 +595,48 @@ def test_error(what):
         decode(**dict(input_ids=IDS, model=Scripted([[1] * 9] * 2, "cpu"), max_length=5) | changes)
 
 
+class Narrow(nn.Module):
+    """A model with another vocabulary."""
+
+    def __init__(self, model, vocab):
+        super().__init__()
+        self.model, self.vocab = model, vocab
+
+    def forward(self, *args, **kwargs):
+        logits = self.model(*args, **kwargs).logits
+        return Output(nn.functional.pad(logits, (0, self.vocab - logits.shape[-1])))
+
+
+def test_error_of_a_model_that_gives_all_logits():
+    class All(Scripted):
+        def forward(self, input_ids, **kwargs):
+            return super().forward(input_ids, **kwargs | dict(num_last_tokens=input_ids.shape[1]))
+
+    with pytest.raises(ValueError, match=r"the model's logits must have shape \(2, 1, \*\), found \(2, 3, 10\)"):
+        decode(IDS, All([[1] * 9] * 2, "cpu"), 5)
+
+
+@pytest.mark.parametrize("decoding_seqlen", [0, 4, 5])
+def test_error_of_a_graph_without_room_for_a_prompt(decoding_seqlen):
+    lengths = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(
+        ValueError, match=f"decoding_seqlen must be at least 1 .* max_seqlen, 4, found {decoding_seqlen}"
+    ):
+        generation.capture_graph(
+            Scripted([[1] * 9], "cpu"), InferenceParams(4, 1, lengths_per_sample=lengths), 1, 4, decoding_seqlen
+        )
+
+
 def test_errors_of_speculative_decoding():
     model = Scripted([[1] * 9] * 2, "cpu")
     with pytest.raises(ValueError, match="the batch size of input_ids must be 1, found 2"):
         decode_speculative(IDS, model, model, 5)
     with pytest.raises(ValueError, match="speculative_lookahead must be positive, found 0"):
         decode_speculative(IDS[:1], model, model, 5, speculative_lookahead=0)
+    for draft in (Narrow(model, 7), Narrow(model, 12)):
+        message = f"the vocabulary of model_draft must be that of model, 10, found {draft.vocab}"
+        with pytest.raises(ValueError, match=message):
+            decode_speculative(IDS[:1], model, draft, 6)
     logits = torch.zeros(2, 4, 5)
     for arguments, error, message in (
         ((logits, logits[:, :3], IDS.float()), TypeError, "tokens_draft must have dtype"),
