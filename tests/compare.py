@@ -51,6 +51,10 @@ def largest_error(x, exact):
     return error(x, exact).max().item() if exact.numel() else 0.0
 
 
+def rms_error(x, exact):
+    return (x.double() - exact).square().mean().sqrt().item()
+
+
 def unavoidable(exact, dtype, terms=128):
     """The error of only storing `exact` in `dtype`, plus that of summing `terms` numbers of size 1 in float32."""
     return largest_error(exact.to(dtype), exact) + terms * torch.finfo(torch.float32).eps

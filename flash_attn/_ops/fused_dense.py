@@ -271,7 +271,7 @@ def _fwd_fake(x, weight, bias, activation, keep, heuristic):
 
 def _dgrad_fake(dout, weight, dresidual, kept, activation, bias_grad):
     width = weight.shape[1]
-    return dout.new_empty(*dout.shape[:-1], width), dout.new_empty(width * (bias_grad and activation != "identity"))
+    return dout.new_empty(*dout.shape[:-1], width), dout.new_empty(width if bias_grad and kept is not None else 0)
 
 
 def _wgrad_fake(dout, x, bias_grad):

@@ -43,7 +43,7 @@ def dgrad(dout, weight, act_input, activation):
 def get_configs_compute_bound():
     """Tiles for products of many rows; GPUs with little shared memory have room for the later ones only."""
     return [
-        _config(128, 256, 64, stages=4, warps=8),
+        _config(128, 128, 64, stages=3, warps=8),
         _config(128, 256, 64, stages=3, warps=8),
         _config(128, 128, 64, stages=4, warps=8),
         _config(128, 128, 32, stages=3, warps=4),
