@@ -52,7 +52,7 @@ def largest_error(x, exact):
 
 
 def rms_error(x, exact):
-    return (x.double() - exact).square().mean().sqrt().item()
+    return error(x, exact).square().mean().sqrt().item()
 
 
 def unavoidable(exact, dtype, terms=128):
