@@ -62,7 +62,7 @@ void bwd(const BwdParams& p, cudaStream_t stream) {
   const Types types = extent == Extent::kPlain ? known : extent == Extent::kAll ? Types::kAny : types_of_branches(p);
   const bool ragged = !fits(p, vec_of(types));
   const int cols = ragged ? spanned_cols(p.problem.cols) : p.problem.cols;
-  if (!holds_row<finish_kernel>(cols, vec_of(types)) || !has_room(ragged)) {
+  if (!holds_row<finish_kernel>(cols, vec_of(types), kUsualVecs) || !has_room(ragged)) {
     run_shaped<Widest>(p, stream);
   } else if (extent == Extent::kPlain) {
     dispatch_known(types, [&](auto kTypes) { run_shaped<Aligned<kTypes, Extent::kPlain>>(p, stream); });

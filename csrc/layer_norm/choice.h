@@ -61,12 +61,11 @@ void dispatch_known(Types types, Fn&& fn) {
 
 // Whether the blocks that can share a row hold one: those of a cluster, where the code of kKernel is for sm_90.
 template <auto kKernel>
-bool holds_row(int cols, int vec) {
-  return fits_blocks(cols, vec, kUsualVecs, 1) ||
-         (fits_blocks(cols, vec, kUsualVecs, kMaxTiles) && can_start_early<kKernel>());
+bool holds_row(int cols, int vec, int vecs) {
+  return fits_blocks(cols, vec, vecs, 1) || (fits_blocks(cols, vec, vecs, kMaxTiles) && can_start_early<kKernel>());
 }
 
-// Or there may be: subsets of no entries have no address.
+// Whether there are subsets, or may be: those of no entries have no address.
 inline bool has_subsets(const Problem& p) { return p.x0_subset != nullptr || p.rows == 0; }
 
 // Rows that no entry of a subset names are not written otherwise.

@@ -37,6 +37,9 @@ static void run_shaped(const FwdParams& p, cudaStream_t stream) {
   run_fwd<Config>(p, shape, stream);
 }
 
+// Accesses of a thread and aligned matrix, at most: with more, the matrices would be too many for registers.
+static constexpr int most_vecs(Extent extent) { return extent == Extent::kAll ? 4 : 8; }
+
 // Small blocks as long as they hold a row. In GB/s, 16384 rows in bf16 on an H200: for 4096 columns 3990 with 2
 // accesses of a thread and matrix, 3960 with 1; for 8192 4050 with 4. Clusters are for rows that no block holds: for
 // 8192, with 2 accesses, 3540; for 8192 rows of 16384 in fp32, with 4, 3560, where a block with 8 reaches 4030.
@@ -48,8 +51,7 @@ static void run_aligned(const FwdParams& p, cudaStream_t stream) {
   } else if (p.problem.cols <= 2 * kUsualVecs * kElements) {
     run_shaped<FwdConfig<kTypes, kVec, 2 * kUsualVecs, kSmallBlock, kExtent>>(p, stream);
   } else {
-    constexpr int kVecs = kExtent == Extent::kAll ? 4 : 8;  // with more, matrices would be too many for registers
-    run_shaped<FwdConfig<kTypes, kVec, kVecs, kMaxThreads, kExtent>>(p, stream);
+    run_shaped<FwdConfig<kTypes, kVec, most_vecs(kExtent), kMaxThreads, kExtent>>(p, stream);
   }
 }
 
@@ -70,7 +72,8 @@ void fwd(const FwdParams& p, cudaStream_t stream) {
   using Widest = FwdConfig<Types::kAny, vec_of(Types::kAny), kUsualVecs, kMaxThreads, Extent::kAll, true, true>;
   const bool aligned = fits(p, vec_of(types));
   const int cols = aligned ? p.problem.cols : spanned_cols(p.problem.cols);
-  if (!holds_row<fwd_kernel<Widest>>(cols, vec_of(types))) return run_shaped<Widest>(p, stream);
+  const int vecs = aligned ? most_vecs(extent) : kUsualVecs;
+  if (!holds_row<fwd_kernel<Widest>>(cols, vec_of(types), vecs)) return run_shaped<Widest>(p, stream);
   if (extent == Extent::kAll && aligned) {
     dispatch_value<kHalf, kBrain, Types::kAny>(types,
                                                [&](auto kTypes) { run_aligned<kTypes, Extent::kAll>(p, stream); });

@@ -38,8 +38,8 @@ struct FwdConfig : Elements<kTypes> {
   static constexpr bool kWhole = kThreads < kMaxThreads;  // a block has whole rows; else a cluster may share them
 
   // Blocks that a multiprocessor has registers for: 48 for a thread with 2 accesses (64 if it is ragged), 80 with 4,
-  // 128 with 8. H200, 16384 rows in bf16 with dropout, GB/s: 4096 columns 3970; with 64 registers 3720, with 40, some
-  // of which spill, 3290. 8192 columns with 80 registers 4050, with 64 3690.
+  // 128 with 8 and in kernels that do all. H200, 16384 rows in bf16 with dropout, GB/s: 4096 columns 3970; with 64
+  // registers 3720, with 40, some of which spill, 3290. 8192 columns with 80 registers 4050, with 64 3690.
   static constexpr int kBlocks = kAll                  ? kMaxThreads / kThreads
                                  : kVecs == kUsualVecs ? (kWhole ? 5 : 2)
                                                        : (kWhole ? 3 : 1);

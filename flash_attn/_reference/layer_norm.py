@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional
 
 from flash_attn._reference.dropout import philox
-from flash_attn._reference.fused_dense import matrix
+from flash_attn._reference.fused_dense import sum_of_rows
 
 _ROUNDS = 7
 _WORD = 0xFFFFFFFF
@@ -78,7 +78,7 @@ def bwd(
         dbranch0 = dbranch0 * rowscale_const
     masks = _masks(dbranch0, None if dx1_dtype is None else total, rng_state, dropout_p, mask0, mask1)
     dbranch0 = _branch(dbranch0, masks[0], dropout_p, rowscale)
-    dcolscale = None if colscale is None else _over_rows(dbranch0 * x0.float()).to(colscale.dtype)
+    dcolscale = None if colscale is None else sum_of_rows(dbranch0 * x0.float()).to(colscale.dtype)
     if colscale is not None:
         dbranch0 = dbranch0 * colscale.float()
     dx1 = None if dx1_dtype is None else _stored(_branch(total, masks[1], dropout_p, None), dx1_dtype)
@@ -89,7 +89,7 @@ def bwd(
         None if dx0_dtype is None else _stored(dbranch0, dx0_dtype),
         dx1,
         None if dresidual_dtype is None else _stored(total, dresidual_dtype),
-        *(None if p is None else _over_rows(d).to(p.dtype) for p, d in zip(parameters, gradients, strict=True)),
+        *(None if p is None else sum_of_rows(d).to(p.dtype) for p, d in zip(parameters, gradients, strict=True)),
         dcolscale,
         out,
     )
@@ -163,10 +163,6 @@ def _put_rows(x, subset, rows):
     placed = x.new_zeros(rows + 1, x.shape[-1])
     placed[row] = x.flatten(0, -2)
     return placed[1:]
-
-
-def _over_rows(x):
-    return matrix(x).sum(0)
 
 
 def _stored(x, dtype):

@@ -233,6 +233,8 @@ EDGES = [
     Case(shape=(3,), cols=65_536, residual="bf16"),
     Case(shape=(2,), cols=20_000, residual="bf16", x1="bf16", weight1=True, dropout_p=0.5),
     Case(shape=(2,), cols=40_004, dtype="fp32", is_rms_norm=True),
+    Case(shape=(2,), cols=131_072, residual="bf16"),
+    Case(shape=(2,), cols=140_000, dtype="fp32", is_rms_norm=True),
     Case(shape=(2,), cols=70_001, residual="bf16"),
     Case(x1="bf16", residual="bf16", weight1=True, dropout_p=0.37),
     Case(x1="fp32", dropout_p=0.37, is_rms_norm=True),
@@ -1185,7 +1187,7 @@ def test_kernel_refuses_what_does_not_fit(device):
 
 
 @pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
-@pytest.mark.parametrize("vec, vecs, splits_warps", list(itertools.product((4, 8), (1, 2, 4), (False, True))))
+@pytest.mark.parametrize("vec, vecs, splits_warps", list(itertools.product((4, 8), (1, 2, 4, 8), (False, True))))
 def test_shapes_of_blocks(vec, vecs, splits_warps):
     host = native.library(pathlib.Path(__file__).parents[1] / "host_probe.cpp", native.HOST)
     found = torch.zeros(3, dtype=torch.int64)
@@ -1194,6 +1196,7 @@ def test_shapes_of_blocks(vec, vecs, splits_warps):
             host.run("find_row_shape", cols, vec, vecs, threads, splits_warps, found)
             lanes, rows, tiles = found.tolist()
             assert lanes <= 512 and (lanes * rows % 32 == 0 or tiles > 1)
+            assert cols > 256 * vec * vecs or (lanes <= 256 and tiles == 1)  # a small block holds what it has room for
             assert lanes % 32 == 0 or (splits_warps and lanes < 32 and lanes & (lanes - 1) == 0)
             assert (rows <= 15 or lanes <= 32) and (rows == 1 or (tiles == 1 and lanes * rows <= threads))
             assert (tiles & (tiles - 1) == 0 or tiles > 8) and lanes * vec * vecs * tiles >= cols
