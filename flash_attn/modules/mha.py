@@ -322,6 +322,12 @@ class _MultiHeadAttention(nn.Module):
         self.inner_attn = self_attn_cls(**options).to(where)
         self.inner_cross_attn = cross_attn_cls(**options).to(where)
 
+    def extra_repr(self):
+        return (
+            f"{self.embed_dim}, num_heads={self.num_heads}, num_heads_kv={self.num_heads_kv}, causal={self.causal}, "
+            f"use_flash_attn={self.use_flash_attn}"
+        )
+
     def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None):
         """An uninitialised cache (batch_size, max_seqlen, 2, heads_kv, head_dim), by default like out_proj.weight."""
         shape = batch_size, max_seqlen, 2, self.num_heads_kv_per_rank, self.head_dim
