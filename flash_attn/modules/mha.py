@@ -452,7 +452,7 @@ class MHA(_MultiHeadAttention):
         dropout: probability that an attention weight is dropped, in training.
         softmax_scale: factor of the scores, head_dim ** -0.5 if None.
         causal: a query sees keys up to its own position.
-        layer_idx: the key of this layer's cache, needed for decoding.
+        layer_idx: the key of this layer's cache, needed for decoding; every layer of a model has one of its own.
         dwconv: a causal convolution of each channel over 3 tokens behind the first projection (Primer,
             arXiv:2109.08668).
         rotary_emb_dim: channels of each head that rotate with the position; 0 for no rotary embedding.
