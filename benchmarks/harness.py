@@ -40,6 +40,7 @@ import torch
 
 from benchmarks.kernels import kernels_of
 from benchmarks.plot import draw
+from flash_attn import __main__ as report
 
 ROWS = pathlib.Path("build/benchmarks")  # results/ beside this file holds the rows that are committed
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -180,7 +181,7 @@ def _parse(description, family):
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="?", default="*", help="glob over op/case/dtype (default: all)")
     parser.add_argument("--providers", nargs="+", help="measure these only, and the baseline (default: all)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--device", choices=("cuda", "cpu"), type=report.usable_device, default=report.default_device())
     parser.add_argument("--seconds", type=float, default=1.0, help="time to spend measuring one case (default: 1)")
     parser.add_argument(
         "--csv", type=pathlib.Path, default=ROWS / f"{family}.csv", help="rows are appended here (default: %(default)s)"
@@ -195,8 +196,12 @@ def _parse(description, family):
 
 def _measure(case, args, peaks, baseline):
     torch.compiler.reset()  # each case is compiled for its own shapes, however many there were before it
-    functions = {name: function for name, function in case.providers().items()
-                 if args.providers is None or name in (*args.providers, baseline)}  # fmt: skip
+    functions = case.providers()
+    if args.providers is not None:
+        for name in args.providers:
+            if name not in functions:
+                print(f"\n{case}: no {name}; there are: {', '.join(functions)}", file=sys.stderr)
+        functions = {name: function for name, function in functions.items() if name in (*args.providers, baseline)}
     functions = {name: function for name, function in functions.items() if _runs(case, name, function)}
     times = time_ms(functions, args.device, args.seconds)
     medians = {name: statistics.median(column) for name, column in times.items()}
@@ -218,7 +223,8 @@ def _runs(case, name, function):
         for _ in range(_WARM_UP):
             function()
     except Exception as error:  # a provider that fails must not end the run; the reader is told which and why
-        print(f"\n{case}: no {name}: {type(error).__name__}: {str(error).splitlines()[0]}", file=sys.stderr)
+        message, *_ = str(error).split("\n")
+        print(f"\n{case}: no {name}: {type(error).__name__}: {message}", file=sys.stderr)
         return False
     return True
 

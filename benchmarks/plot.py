@@ -78,6 +78,8 @@ def main():
     parser.add_argument("--providers", nargs="+", help="draw these only (default: all)")
     parser.add_argument("--out", type=pathlib.Path, help="default: a PNG beside the CSV file")
     args = parser.parse_args()
+    if not args.csv.is_file():
+        parser.error(f"csv: must be a file, found {str(args.csv)!r}")
     rows = read(args.csv, args.cases, args.providers)
     if not rows:
         raise SystemExit(f"{args.csv} has no row of {args.providers or 'any provider'} that matches {args.cases!r}")

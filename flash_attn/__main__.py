@@ -80,9 +80,10 @@ def backend(name: str) -> str:
     if not _library.has_kernel(name):
         why = "there are no kernels" if _library.load_error() else "the library has no kernel for it"
         return f"reference in plain torch: {why}"
+    kernel = "Triton kernel" if _library.is_in_triton(name) else "kernel"
     if not torch.cuda.is_available():
-        return "reference in plain torch: there is a kernel, but no CUDA device"
-    return "kernel for CUDA tensors, reference in plain torch for others"
+        return f"reference in plain torch: there is a {kernel}, but no CUDA device"
+    return f"{kernel} for CUDA tensors, reference in plain torch for others"
 
 
 def op_names() -> list[str]:

@@ -29,6 +29,7 @@ from flash_attn import _build_id
 _NAMESPACE = "flash_attn"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _PATH = pathlib.Path(__file__).with_name("_kernels.so")
+_IN_TRITON = set()  # names of the ops whose kernel for CUDA is one in Triton
 
 
 @functools.cache
@@ -64,8 +65,13 @@ def library_path() -> pathlib.Path | None:
 
 
 def has_kernel(name: str) -> bool:
-    """Whether a compiled CUDA kernel is registered for the op `name`."""
+    """Whether a kernel for CUDA, of the library or in Triton, is registered for the op `name`."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"{_NAMESPACE}::{name}", "CUDA")
+
+
+def is_in_triton(name: str) -> bool:
+    """Whether that kernel is one in Triton."""
+    return name in _IN_TRITON
 
 
 def is_where_kernels_run(x: torch.Tensor) -> bool:
@@ -227,6 +233,7 @@ def define(
         torch.library.register_fake(f"{_NAMESPACE}::{each}", fake, lib=_LIBRARY)
     if triton is not None and not has_kernel(name) and importlib.util.find_spec("triton"):
         _LIBRARY.impl(name, _on_its_device(triton), "CUDA")
+        _IN_TRITON.add(name)
     op = Op(name, autograd, differentiable, kernel_dtypes, writes)
     for overload in filter(None, (op.default, op.others)):
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd

@@ -25,7 +25,11 @@ def a_case(device):
     def fails():
         raise NotImplementedError("of no use here")
 
-    yield harness.Case("op", "case", "fp32", lambda: {"slow": lambda: sum(range(2000)), "broken": fails}, bytes=8)
+    def fails_without_a_word():
+        raise AssertionError
+
+    providers = {"slow": lambda: sum(range(2000)), "broken": fails, "mute": fails_without_a_word}
+    yield harness.Case("op", "case", "fp32", lambda: providers, bytes=8)
 
 
 @pytest.mark.parametrize("chosen", ["*", "op/case/*"])
@@ -41,7 +45,31 @@ def test_rows_and_plot_of_a_case(chosen, tmp_path, monkeypatch, capsys):
     assert (row["op"], row["case"], row["provider"], row["ratio"], row["of"]) == ("op", "case", "slow", "1", "copy")
     assert float(row["ms"]) > 0
     assert (tmp_path / "x.png").stat().st_size > 0
-    assert "no broken: NotImplementedError: of no use here" in capsys.readouterr().err
+    reported = capsys.readouterr().err
+    assert "no broken: NotImplementedError: of no use here" in reported and "no mute: AssertionError" in reported
+
+
+def test_a_provider_that_there_is_not(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(
+        sys, "argv", ["", "--device=cpu", "--seconds=0", f"--csv={tmp_path / 'x.csv'}", "--providers", "slow", "fast"]
+    )
+    harness.main("what", "family", a_case, baseline="slow")
+    assert "op/case/fp32: no fast; there are: slow, broken, mute" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("run", "arguments", "says"),
+    [
+        (lambda: harness.main("what", "family", a_case, "slow"), ["--device=meta"], "--device: must be a device that"),
+        (plot.main, ["no/such.csv"], "csv: must be a file, found 'no/such.csv'"),
+    ],
+    ids=["a device", "a file"],
+)
+def test_what_is_not_there(run, arguments, says, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", *arguments])
+    with pytest.raises(SystemExit):
+        run()
+    assert says in capsys.readouterr().err
 
 
 def test_a_pattern_that_matches_nothing(monkeypatch):

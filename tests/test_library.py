@@ -142,6 +142,13 @@ def test_a_defined_op_is_what_torch_expects(device):
     assert not _library.has_kernel("test_doubled")
 
 
+def test_an_op_knows_that_its_kernel_is_in_triton():
+    """So is that of linear_act_fwd, where Triton is installed; there is no other."""
+    pytest.importorskip("triton")
+    assert _library.has_kernel("linear_act_fwd") and _library.is_in_triton("linear_act_fwd")
+    assert not _library.is_in_triton("test_doubled") and not _library.is_in_triton("fwd")
+
+
 def test_kernels_are_not_rounded_by_autocast(device):
     """Sums of the reference are float32 also where autocast would have every product in 16 bits."""
     q, k, v = (4 * torch.randn(2, 64, 4, 32, device=device)).bfloat16().unsqueeze(0).expand(3, -1, -1, -1, -1)

@@ -62,17 +62,20 @@ def test_an_exception_is_reported_and_the_other_checks_run(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "load_error, has_kernel, has_device, expected",
+    "load_error, has_kernel, in_triton, has_device, expected",
     [
-        ("it was not built", False, True, "reference in plain torch: there are no kernels"),
-        (None, False, True, "reference in plain torch: the library has no kernel for it"),
-        (None, True, False, "reference in plain torch: there is a kernel, but no CUDA device"),
-        (None, True, True, "kernel for CUDA tensors, reference in plain torch for others"),
+        ("not built", False, False, True, "reference in plain torch: there are no kernels"),
+        (None, False, False, True, "reference in plain torch: the library has no kernel for it"),
+        (None, True, False, False, "reference in plain torch: there is a kernel, but no CUDA device"),
+        (None, True, False, True, "kernel for CUDA tensors, reference in plain torch for others"),
+        ("not built", True, True, False, "reference in plain torch: there is a Triton kernel, but no CUDA device"),
+        ("not built", True, True, True, "Triton kernel for CUDA tensors, reference in plain torch for others"),
     ],
 )
-def test_backend_and_why(monkeypatch, load_error, has_kernel, has_device, expected):
+def test_backend_and_why(monkeypatch, load_error, has_kernel, in_triton, has_device, expected):
     monkeypatch.setattr(_library, "load_error", lambda: load_error)
     monkeypatch.setattr(_library, "has_kernel", lambda name: has_kernel)
+    monkeypatch.setattr(_library, "is_in_triton", lambda name: in_triton)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
     assert report.backend("fwd") == expected
 

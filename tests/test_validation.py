@@ -169,7 +169,9 @@ TYPE_ERRORS = {
         ("max_seqlen_k is real", dict(max_seqlen_k=torch.tensor(5.0)), r"max_seqlen_k must .*float32"),
     ],
     "varlen_qkvpacked": [
-        ("cu_seqlens: int64", replaced("cu_seqlens", torch.Tensor.long), r"cu_seqlens.* must .*torch.int64"),
+        ("cu_seqlens: int64", replaced("cu_seqlens", torch.Tensor.long), r"^cu_seqlens must .*torch.int64"),
+        ("cu_seqlens: a list", dict(cu_seqlens=[0, 5, 10]), r"^cu_seqlens must .*found list"),
+        ("max_seqlen is a float", dict(max_seqlen=3.5), r"^max_seqlen must .*found float"),
     ],
     "varlen_kvpacked": [
         ("cu_seqlens: int64", replaced("cu_seqlens_k", torch.Tensor.long), r"cu_seqlens_k must .*int64"),
@@ -250,6 +252,9 @@ VALUE_ERRORS = {
     ],
     "varlen_qkvpacked": [
         ("four in qkv", replaced("qkv", lambda x: x[:, [0, 1, 2, 2]]), r"qkv.*3 .*found 4"),
+        ("cu_seqlens: 2-D", replaced("cu_seqlens", lambda x: x[None]), r"^cu_seqlens must .*found shape \(1, 3\)"),
+        ("max_seqlen is negative", dict(max_seqlen=-1), r"^max_seqlen must .*found -1"),
+        ("S_dmask of unknown shape", dict(max_seqlen=None, **S_DMASK), r"^max_seqlen must .*found None"),
     ],
     "varlen paged": [
         ("block_table: 1-D", replaced("block_table", lambda x: x[0]), r"block_table must .*found \(2,\)"),

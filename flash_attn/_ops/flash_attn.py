@@ -55,7 +55,8 @@ def forward(
     _check_dropout(dropout_p)
     checks.flags(causal=causal, deterministic=deterministic, return_attn_probs=return_softmax)
     queries, keys, values = unpack(q, k, v)
-    batch = _check_qkv(_argument_names(k, v), queries, keys, values, cu_seqlens_q, cu_seqlens_k, block_table)
+    names = _argument_names(k, v)
+    batch = _check_qkv(names, queries, keys, values, cu_seqlens_q, cu_seqlens_k, block_table)
     scale = _check_scores(queries, batch, softmax_scale, softcap, alibi_slopes)
     args = q, k, v, scale, window_left, 0 if causal else window_right
     s_dmask = rng_state = None
@@ -66,8 +67,9 @@ def forward(
         _check_per_entry(queries, batch, seqused_k=seqused_k, leftpad_k=leftpad_k)
         drops = dropout_p > 0
         bound_needed = return_softmax and drops and cu_seqlens_q is not None
-        bound_q = _check_bound("max_seqlen_q", max_seqlen_q, needed=bound_needed)
-        bound_k = _check_bound("max_seqlen_k", max_seqlen_k, needed=bound_needed)
+        of_q, of_k = _suffixes(names)
+        bound_q = _check_bound("max_seqlen" + of_q, max_seqlen_q, needed=bound_needed)
+        bound_k = _check_bound("max_seqlen" + of_k, max_seqlen_k, needed=bound_needed)
         rng_state = rng.draw_state(q.device) if drops else None
         args += (
             float(softcap), bool(deterministic), cu_seqlens_q, cu_seqlens_k, bound_q, bound_k, alibi_slopes, seqused_k,
@@ -211,6 +213,11 @@ def _argument_names(k, v):
     return ("qkv", "qkv", "qkv") if k is None else ("q", "kv", "kv")
 
 
+def _suffixes(names):
+    """What the names of lengths end in, of queries and of keys that came in as `names`; packed ones share theirs."""
+    return ("", "") if names[1] == "qkv" else ("_q", "_k")
+
+
 def _check_dropout(dropout_p):
     checks.real("dropout_p", dropout_p)
     if not 0 <= dropout_p < 1:
@@ -229,8 +236,9 @@ def _check_qkv(names, q, k, v, cu_seqlens_q, cu_seqlens_k, block_table):
         for name, x, expected in zip(names, (q, k, v), (layout, layout_k, layout_k), strict=True):
             checks.ndim(name, x, expected)
     if varlen:
-        batch = _check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, q.device, None)
-        _check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, q.device, batch)
+        of_q, of_k = _suffixes(names)
+        batch = _check_cu_seqlens("cu_seqlens" + of_q, cu_seqlens_q, q.device, None)
+        _check_cu_seqlens("cu_seqlens" + of_k, cu_seqlens_k, q.device, batch)
     else:
         batch = shape_q[0]
     if paged:

@@ -194,6 +194,9 @@ class RotaryEmbedding(torch.nn.Module):
         self._cos_k_cached = None
         self._sin_k_cached = None
 
+    def extra_repr(self):
+        return f"{self.dim}, base={self.base}, interleaved={self.interleaved}, scale_base={self.scale_base}"
+
     def forward(
         self,
         qkv: Tensor,

@@ -267,8 +267,13 @@ def _check_fused(block):
     for name, child in block.named_children():
         kinds = {"norm": (nn.LayerNorm, RMSNorm), "dropout": nn.Dropout}.get(name.rstrip("12"))
         if kinds is not None and not isinstance(child, kinds):
-            kind = "an nn.Dropout" if kinds is nn.Dropout else "an nn.LayerNorm or RMSNorm of flash_attn"
-            raise TypeError(f"{name} must be {kind} with fused_dropout_add_ln, found {type(child).__name__}")
+            kind = "nn.Dropout" if kinds is nn.Dropout else f"nn.LayerNorm or {_path(RMSNorm)}"
+            raise TypeError(f"{name} must be {kind} with fused_dropout_add_ln, found {_path(type(child))}")
+
+
+def _path(cls):
+    """The whole name of a class, as there are several called RMSNorm."""
+    return f"{cls.__module__}.{cls.__qualname__}"
 
 
 def _mark_norms(block, sequence_parallel, mark_shared_params):

@@ -322,6 +322,12 @@ class _MultiHeadAttention(nn.Module):
         self.inner_attn = self_attn_cls(**options).to(where)
         self.inner_cross_attn = cross_attn_cls(**options).to(where)
 
+    def extra_repr(self):
+        return (
+            f"{self.embed_dim}, num_heads={self.num_heads}, num_heads_kv={self.num_heads_kv}, causal={self.causal}, "
+            f"use_flash_attn={self.use_flash_attn}"
+        )
+
     def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None):
         """An uninitialised cache (batch_size, max_seqlen, 2, heads_kv, head_dim), by default like out_proj.weight."""
         shape = batch_size, max_seqlen, 2, self.num_heads_kv_per_rank, self.head_dim
@@ -446,7 +452,7 @@ class MHA(_MultiHeadAttention):
         dropout: probability that an attention weight is dropped, in training.
         softmax_scale: factor of the scores, head_dim ** -0.5 if None.
         causal: a query sees keys up to its own position.
-        layer_idx: the key of this layer's cache, needed for decoding.
+        layer_idx: the key of this layer's cache, needed for decoding; every layer of a model has one of its own.
         dwconv: a causal convolution of each channel over 3 tokens behind the first projection (Primer,
             arXiv:2109.08668).
         rotary_emb_dim: channels of each head that rotate with the position; 0 for no rotary embedding.

@@ -22,6 +22,8 @@ class _TwoLayers(nn.Module):
 
     def __init__(self, activation, return_residual=False):
         super().__init__()
+        if not callable(activation):
+            raise TypeError(f"activation must be a function of a tensor, found {activation!r}")
         self.activation = activation
         self.return_residual = return_residual
 

@@ -312,6 +312,9 @@ class FusedMLP(nn.Module):
             return reduce_scatter(out, process_group)
         return reduce_scatter(out[0], process_group), out[1]
 
+    def extra_repr(self):
+        return _described(self)
+
 
 class ParallelFusedMLP(nn.Module):
     """`FusedMLP` whose hidden features are divided among the processes of a group.
@@ -352,6 +355,9 @@ class ParallelFusedMLP(nn.Module):
         out = _fused_mlp(self, x, self.process_group, self.sequence_parallel)
         return _reduced(out, self.process_group, self.sequence_parallel)
 
+    def extra_repr(self):
+        return _described(self)
+
 
 def _configure(module, activation, checkpoint_lvl, heuristic):
     """Check and set the options that both MLPs have."""
@@ -359,6 +365,10 @@ def _configure(module, activation, checkpoint_lvl, heuristic):
     module.activation = activation
     module.checkpoint_lvl = checkpoint_lvl
     module.heuristic = heuristic if activation != "sqrelu" else -1
+
+
+def _described(module):
+    return f"activation={module.activation!r}, checkpoint_lvl={module.checkpoint_lvl}"
 
 
 def _fused_mlp(module, x, process_group, sequence_parallel, return_residual=False):

@@ -261,6 +261,10 @@ class DropoutAddLayerNorm(torch.nn.Module):
             self.residual_in_fp32, self.prenorm, self.is_rms_norm,
         )  # fmt: skip
 
+    def extra_repr(self):
+        options = "prenorm={prenorm}, p={p}, eps={eps}, residual_in_fp32={residual_in_fp32}".format_map(vars(self))
+        return f"{self.weight.shape[0]}, {options}"
+
 
 def maybe_align(x, alignment_in_bytes=16):
     """x, or a copy if its address is no multiple of `alignment_in_bytes`."""

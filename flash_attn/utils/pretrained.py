@@ -68,7 +68,11 @@ def _in_folder(folder):
 
 def _on_hub(model_name):
     """The same for a repository, whose files are downloaded to the hub's cache."""
-    from huggingface_hub import hf_hub_download
+    try:
+        from huggingface_hub import hf_hub_download
+    except ModuleNotFoundError as error:
+        message = f"model_name must be a folder without the package huggingface_hub, found {model_name!r}"
+        raise ModuleNotFoundError(message) from error
 
     return lambda name: pathlib.Path(hf_hub_download(model_name, name))
 

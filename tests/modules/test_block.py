@@ -11,6 +11,7 @@ from torch import nn
 from flash_attn.modules.block import Block, ParallelBlock, StochasticDepth
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import GatedMlp, Mlp
+from flash_attn.ops import rms_norm
 from flash_attn.ops.triton.layer_norm import RMSNorm
 from flash_attn.utils.generation import InferenceParams
 
@@ -423,10 +424,14 @@ ERRORS = {
     "float32 residual, norm last": (
         Block, dict(residual_in_fp32=True, prenorm=False), ValueError, "residual_in_fp32 must be False without"),
     "fused norm": (
-        Block, dict(norm_cls=lambda dim: NoNorm()), TypeError, "norm1 must be an nn.LayerNorm or RMSNorm of flash"),
+        Block, dict(norm_cls=lambda dim: NoNorm()), TypeError, "norm1 must be .*, found .*test_block.NoNorm"),
+    "fused norm of that name": (
+        Block, dict(norm_cls=rms_norm.RMSNorm), TypeError,
+        "norm1 must be nn.LayerNorm or flash_attn.ops.triton.layer_norm.RMSNorm with fused_dropout_add_ln, "
+        "found flash_attn.ops.rms_norm.RMSNorm"),
     "fused dropout": (
         ParallelBlock, dict(dropout_cls=nn.Dropout1d), TypeError,
-        "dropout1 must be an nn.Dropout with fused_dropout_add_ln, found Dropout1d"),
+        "dropout1 must be nn.Dropout with fused_dropout_add_ln, found torch.nn.modules.dropout.Dropout1d"),
     "drop path": (Block, dict(drop_path1=-0.1), ValueError, "p must be from 0 to 1"),
 }  # fmt: skip
 

@@ -95,6 +95,14 @@ def test_names_and_errors():
         mlp.ParallelMLP(16)
 
 
+@pytest.mark.parametrize("mlp_cls", [Mlp, GatedMlp])
+@pytest.mark.parametrize("activation", ["gelu_approx", None])
+def test_an_activation_that_is_no_function(mlp_cls, activation):
+    """FusedMLP takes the names of its activations, these take functions."""
+    with pytest.raises(TypeError, match=f"activation must be a function of a tensor, found {activation!r}"):
+        mlp_cls(16, activation=activation)
+
+
 SIGNATURES = {
     "Mlp": "in_features, hidden_features=None, out_features=None, activation=gelu, bias1=True, bias2=True, "
     "return_residual=False, device=None, dtype=None",

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import sys
 
 import pytest
 import torch
@@ -89,6 +90,12 @@ def test_missing(tmp_path):
     (tmp_path / "b-of-pytorch_model.bin").unlink()
     with pytest.raises(OSError, match=r"b-of-pytorch_model.bin must be in .*, found no such file"):
         state_dict_from_pretrained(tmp_path)
+
+
+def test_no_folder_and_no_hub(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ModuleNotFoundError, match=r"model_name must be a folder without .*, found '.*absent'"):
+        state_dict_from_pretrained(tmp_path / "absent")
 
 
 class Harmful:

@@ -1,6 +1,5 @@
 """Random lengths, problems padded and packed, masks, and attention by its definition."""
 
-import doctest
 import functools
 import inspect
 import math
@@ -13,7 +12,6 @@ from cases import cover
 from compare import assert_error_ratio, rms_error
 
 from flash_attn import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
-from flash_attn.utils import testing
 from flash_attn.utils.testing import (
     attention_ref,
     construct_chunk_mask,
@@ -549,11 +547,6 @@ SIGNATURES = {
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
 def test_signature(function):
     assert str(inspect.signature(function)) == f"({SIGNATURES[function]})"
-
-
-def test_examples():
-    found = doctest.testmod(testing)
-    assert found.attempted and not found.failed
 
 
 Q, K, V, MASK_Q, MASK_K = problem("cpu")

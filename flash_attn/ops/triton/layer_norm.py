@@ -194,6 +194,9 @@ class RMSNorm(torch.nn.Module):
             residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
         )  # fmt: skip
 
+    def extra_repr(self):
+        return f"{self.weight.shape[0]}, eps={self.eps}, zero_centered_weight={self.zero_centered_weight}"
+
 
 def layer_norm_ref(
     x,
