@@ -6,9 +6,15 @@ import warnings
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from flash_attn import _build_id, _library, flash_attn_func, flash_attn_with_kvcache
 from flash_attn._ops import fused_softmax, rotary
+from flash_attn.fused_softmax import scaled_masked_softmax
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from flash_attn.ops.activations import swiglu
+from flash_attn.ops.fused_dense import FusedDense, FusedMLP
+from flash_attn.ops.triton.layer_norm import layer_norm_fn
 
 
 class OnGpu(torch.Tensor):
@@ -246,3 +252,54 @@ def test_autograd_does_not_look_into_an_op_that_writes(device):
     table, before = torch.rand(8, 8, device=device), first.detach().clone()
     rotary.rotary_.default(first, table, table, None, 0, None, False, False)
     assert not torch.equal(first.detach(), before)
+
+
+# Second derivatives.
+
+
+def family(name, device):
+    """A differentiable function of x (4, 6, 2, 64)."""
+    weight = torch.randn(64, device=device)
+    if name == "attention":
+        return lambda x: flash_attn_func(x.half(), x.half(), x.half())
+    if name == "norm":
+        return lambda x: layer_norm_fn(x, weight, None)
+    if name == "mlp":
+        return FusedMLP(64).to(device)
+    if name == "dense":
+        return FusedDense(64, 32).to(device)
+    if name == "swiglu":
+        return lambda x: swiglu(x, x + 1)
+    if name == "cross entropy":
+        labels = torch.arange(48, device=device)
+        return lambda x: CrossEntropyLoss()(x.flatten(0, 2), labels)
+    if name == "softmax":
+        mask = torch.zeros(4, 1, 2, 64, dtype=torch.bool, device=device)
+        return lambda x: scaled_masked_softmax(x.half(), mask, 1.0)
+    raise ValueError(name)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", ["attention", "norm", "mlp", "dense", "swiglu", "cross entropy", "softmax"])
+def test_second_derivatives_are_refused_however_they_are_asked_for(name, checkpointed, device):
+    """Also where the incoming gradient is constant, and for tensors that came before."""
+    function = family(name, device)
+    before = torch.randn(4, 6, 2, 64, device=device, requires_grad=True)
+    x = 2 * before
+    out = checkpoint(function, x, use_reentrant=False) if checkpointed else function(x)
+    weights = torch.randn_like(out)
+    (dx,) = torch.autograd.grad((out * weights).sum(), x, create_graph=True)
+    for leaf in (x, before):
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            torch.autograd.grad(dx.square().sum() + before.sum(), leaf, retain_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.square().sum().backward()
+
+
+def test_a_gradient_that_owes_nothing_to_its_inputs_is_constant(device):
+    """That of a product by a weight, where the weight has no gradient."""
+    x = torch.randn(5, 64, device=device, requires_grad=True)
+    layer = FusedDense(64, 32, device=device).requires_grad_(False)
+    (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    assert not dx.requires_grad
+    torch.testing.assert_close(dx, layer.weight.sum(0).expand(5, 64))

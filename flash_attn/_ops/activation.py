@@ -16,10 +16,9 @@ in fp32. Differentiable in x and y.
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from flash_attn import _library
-from flash_attn._ops import checks
+from flash_attn._ops import autograd, checks
 from flash_attn._reference import activation as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -62,7 +61,7 @@ class _Activation(torch.autograd.Function):
         return fwd(x, y, ctx.activation)
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx, dout):
         x, y = ctx.saved_tensors
         dx, dy = bwd(dout, x, y, ctx.activation)
@@ -77,7 +76,7 @@ class _Gated(torch.autograd.Function):
         return gated_fwd.below_autograd(x, *rest)
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx, dout):
         return gated_bwd(dout, *ctx.saved_tensors, ctx.activation), None
 

@@ -9,10 +9,9 @@ are, since a graph in which an op writes to several views of one tensor is compi
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from flash_attn import _library
-from flash_attn._ops import checks, rng
+from flash_attn._ops import autograd, checks, rng
 from flash_attn._reference import flash_attn as reference
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
@@ -507,7 +506,7 @@ class _Attention(torch.autograd.Function):
         return out, softmax_lse
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, softmax_lse, *tensors = ctx.saved_tensors
         rest = [x if tensor is None else tensor for x, tensor in zip(ctx.others, tensors, strict=True)]

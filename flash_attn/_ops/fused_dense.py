@@ -25,12 +25,11 @@ from typing import NamedTuple
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from flash_attn import _library
 from flash_attn._library import without_autocast
 from flash_attn._ops import activation as activations
-from flash_attn._ops import checks
+from flash_attn._ops import autograd, checks
 from flash_attn._reference import activation as activation_reference
 from flash_attn._reference import fused_dense as reference
 
@@ -162,7 +161,7 @@ class _Linear(torch.autograd.Function):
         return (out, kept, x.view_as(x)) if return_residual else (out, kept)
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx, dout, _, dresidual=None):
         if ctx.activation != "identity":
             raise NotImplementedError(f"fused_dense_fwd has no gradient for {ctx.activation!r}, only for 'identity'")
@@ -194,7 +193,7 @@ class _MLP(torch.autograd.Function):
         return (out, x.view_as(x)) if return_residual else out
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx, dout, dresidual=None):
         if dout is None:
             return dresidual, None, None, None, None, None, None, None

@@ -12,10 +12,9 @@ in fp32. A row of which nothing is left, or nothing but -inf, is 0. Differentiab
 """
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from flash_attn import _library
-from flash_attn._ops import checks
+from flash_attn._ops import autograd, checks
 from flash_attn._reference import fused_softmax as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -46,7 +45,7 @@ class _Softmax(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx, dy):
         (y,) = ctx.saved_tensors
         return bwd(dy, y, ctx.scale, ctx.causal), None

@@ -25,11 +25,10 @@ backward needs h as it was stored, or x0 if it was not, and likewise stores what
 import math
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from flash_attn import _library
-from flash_attn._ops import checks, rng, triton
+from flash_attn._ops import autograd, checks, rng, triton
 from flash_attn._reference import fused_dense as dense_reference
 from flash_attn._reference import layer_norm as reference
 
@@ -333,7 +332,7 @@ class _LayerNorm(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx, dout, dout1, dh, *_):
         h, x0, mean, rstd, weight, bias, weight1, bias1, colscale, rowscale, *others = ctx.saved_tensors
         x0_dtype, x1_dtype, has_residual = ctx.dtypes
@@ -378,7 +377,7 @@ class _LayerNormLinear(torch.autograd.Function):
         return (out,) if h_dtype is None else (out, h)
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx, dout, dh=None):
         h, mean, rstd, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
         is_rms_norm, x_dtype, has_residual, has_linear_bias = ctx.options

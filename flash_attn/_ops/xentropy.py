@@ -24,10 +24,9 @@ Differentiable in logits, through losses alone.
 
 import torch
 import torch.distributed as dist
-from torch.autograd.function import once_differentiable
 
 from flash_attn import _library
-from flash_attn._ops import checks, collectives, triton
+from flash_attn._ops import autograd, checks, collectives, triton
 from flash_attn._reference import xentropy as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -112,7 +111,7 @@ class _CrossEntropy(torch.autograd.Function):
         return losses, z_losses, lse, kept
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx, dlosses, *_):
         if dlosses is None:
             return None, None, None, None

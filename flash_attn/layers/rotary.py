@@ -21,9 +21,8 @@ from typing import NamedTuple
 import torch
 from einops import rearrange, repeat
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from flash_attn._ops import checks
+from flash_attn._ops import autograd, checks
 from flash_attn._ops import rotary as ops
 
 
@@ -315,7 +314,7 @@ class _RotateInPlace(torch.autograd.Function):
         return _rotate_parts_(x, parts, interleaved)
 
     @staticmethod
-    @once_differentiable
+    @autograd.once_differentiable
     def backward(ctx, dout):
         seqlen_offsets, cu_seqlens, *tables = ctx.saved_tensors
         options = seqlen_offsets, ctx.seqlen_offset, cu_seqlens, ctx.interleaved, True
