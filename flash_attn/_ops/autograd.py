@@ -15,7 +15,9 @@ def once_differentiable(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def wrapper(ctx, *grads):
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # nobody will ask
+        if not torch.is_grad_enabled():  # nobody will ask
+            return backward(ctx, *grads)
+        if torch.compiler.is_compiling():  # and compiled graphs have no second derivatives
             with torch.no_grad():
                 return backward(ctx, *grads)
         reading = _Reading(ctx)
