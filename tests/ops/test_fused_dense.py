@@ -181,6 +181,7 @@ FEW_ROWS = params(
         (1, (4096, 24, 520), "bf16", False, "relu", "contiguous"),
         (1, (1032, 4200, 7), "fp16", True, "sqrelu", "contiguous"),
         (2, (200, 1000, 16), "bf16", True, "gelu_approx", "sliced"),
+        (3, (64, 9000, 72), "bf16", True, "gelu_approx", "contiguous"),
         (7, (64, 136, 40), "fp16", False, "gelu_approx", "contiguous"),
         (8, (264, 72, 9), "bf16", True, "relu", "sliced"),
         (9, (96, 130, 264), "bf16", True, "gelu_approx", "contiguous"),
