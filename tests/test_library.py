@@ -151,6 +151,7 @@ def test_a_defined_op_is_what_torch_expects(device):
 def test_an_op_knows_that_its_kernel_is_in_triton():
     """So is that of linear_act_fwd, where Triton is installed; there is no other."""
     pytest.importorskip("triton")
+    importlib.import_module("flash_attn._ops.linear_act")
     assert _library.has_kernel("linear_act_fwd") and _library.is_in_triton("linear_act_fwd")
     assert not _library.is_in_triton("test_doubled") and not _library.is_in_triton("fwd")
 

@@ -59,8 +59,8 @@ void dispatch_known(Types types, Fn&& fn) {
   dispatch_value<kHalf, kBrain, Types::kFloat32, Types::kFloat16Stream32, Types::kBFloat16Stream32>(types, fn);
 }
 
-// Whether a block of threads with `vecs` accesses holds a row or, where the code of kKernel is for sm_90, the blocks of a
-// cluster do with kUsualVecs. Wider aligned rows would fit clusters too, but have not been measured in them.
+// Whether a block of threads with `vecs` accesses holds a row or, where the code of kKernel is for sm_90, the blocks of
+// a cluster do with kUsualVecs. Wider aligned rows would fit clusters too, but have not been measured in them.
 template <auto kKernel>
 bool holds_row(int cols, int vec, int vecs) {
   return fits_blocks(cols, vec, vecs, 1) ||
