@@ -20,17 +20,21 @@ def probe():
     return native.library(pathlib.Path(__file__).parent / "counter_slots_probe.cpp", COMPILER)
 
 
+MOST_STREAMS = 128  # of a device, that have a slot
+PER_THREAD = 2  # cudaStreamPerThread
+
+
 def find(probe, capture, stream=8, device=0):
+    """The address of the counters; 0 if there is no slot."""
     data = torch.zeros(1, dtype=torch.int64)
     probe.run("find_counters", device, stream, capture, data)
-    assert data.item() != 0
     return data.item()
 
 
 def test_graphs_streams_and_devices_count_apart(probe):
     keys = [(next(captures), stream, device) for _ in range(100) for stream in (8, 16) for device in (0, 1)]
     found = [find(probe, *key) for key in keys]
-    assert len(set(found)) == len(keys)
+    assert len(set(found)) == len(keys) and all(found)
     assert [find(probe, *key) for key in keys] == found
 
 
@@ -40,6 +44,36 @@ def test_a_stream_keeps_what_it_has(probe):
     assert len({*outside, find(probe, graph)}) == 4
     probe.call("destroy_graph", graph)
     assert (find(probe, 0), find(probe, 0, stream=16), find(probe, 0, device=1)) == outside
+
+
+def test_a_stream_with_the_handle_of_a_destroyed_one_counts_apart(probe):
+    """What the destroyed stream has left may still run."""
+    first = find(probe, 0, stream=24)
+    graph = next(captures)
+    captured = find(probe, graph, stream=24)
+    probe.call("reuse_handle", 24, 1_000_000)
+    assert find(probe, 0, stream=24) not in (0, first)
+    assert find(probe, graph, stream=24) not in (0, captured)
+
+
+def test_the_handle_that_threads_share_has_no_slot(probe):
+    assert find(probe, 0, stream=PER_THREAD) == find(probe, next(captures), stream=PER_THREAD) == 0
+
+
+def test_slots_of_streams_are_bounded(probe):
+    found = [find(probe, 0, stream=1000 + i, device=5) for i in range(1000)]
+    assert len(set(found[:MOST_STREAMS])) == MOST_STREAMS and all(found[:MOST_STREAMS])
+    assert not any(found[MOST_STREAMS:])
+    assert [find(probe, 0, stream=1000 + i, device=5) for i in range(1000)] == found
+    assert find(probe, next(captures), stream=3000, device=5) != 0
+
+
+def test_threads_that_share_a_stream_find_the_same(probe):
+    """Also if each of them is the first."""
+    for stream in range(4000, 4020):
+        found = torch.zeros(8, dtype=torch.int64)
+        probe.run("find_in_threads", 8, 6, stream, found)
+        assert found[0] != 0 and (found == found[0]).all()
 
 
 def test_what_a_destroyed_graph_had_serves_the_next(probe):

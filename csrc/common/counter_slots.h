@@ -16,7 +16,7 @@
 namespace flash {
 
 struct Capture {
-  unsigned long long id = 0;  // of its own; 0 if there is none
+  unsigned long long id = 0;  // 0: the stream is not captured
   cudaGraph_t graph = nullptr;
 };
 
@@ -27,33 +27,45 @@ inline Capture capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? capture : Capture{};
 }
 
-// Zeros that kernels leave as they find them. A stream has a slot, since its launches follow one another. A graph may
-// run beside it: it has one for each stream that it was captured from, which is zeroed when the graph starts. A graph,
-// or the last of its copies that can be launched, gives its slots back when it is destroyed.
+// Slots of zeros. A kernel that counts in a slot leaves zeros there, so that the next launch needs no memset.
 //
-// PyTorch's memory would not do: its pool for a graph must be empty when the capture ends, and after the calls before
-// it, which torch.compile makes in that pool, too.
+// Only launches that follow one another may share a slot. Those of a stream do: a stream keeps the slot that its first
+// call has taken. Streams are known by their id, because CUDA gives the handle of a destroyed stream to a new one,
+// which may run beside the work that the old one has left. A graph may run beside the streams that it was captured
+// from, so it has slots of its own, one for each such stream, which are zeroed when the graph starts. They are given
+// back when CUDA destroys the graph and everything that was instantiated from it.
+//
+// CUDA does not say when a stream is destroyed. So that memory stays bounded, only the first kMostStreams streams of a
+// device have slots; find() returns null for the others, and for cudaStreamPerThread, one handle for several streams.
+//
+// Slots are not memory of PyTorch, which must be free again when a capture ends and, in the memory pools of
+// torch.compile, after each call.
 class CounterSlots {
  public:
   static constexpr int64_t kSlotSize = 4096;
+  static constexpr int kMostStreams = 128;  // PyTorch's own pools have fewer
 
+  // kSlotSize zeros on the current device, for launches on `stream`; null if the caller has to bring zeros of its own.
   static int* find(int device, cudaStream_t stream, const Capture& capture) {
-    const Key key(capture.id, device, stream);
+    if (stream == cudaStreamPerThread) return nullptr;
+    const Key key(capture.id, device, id_of(stream));
     if (int* data = used(key)) return data;
-    auto slot = std::make_unique<Slot>(key, take(device));
-    int* data = slot->data;
-    if (capture.id != 0) give_to(capture.graph, std::move(slot));
-    check_cuda(cudaMemsetAsync(data, 0, kSlotSize * sizeof(int), stream), "cudaMemsetAsync");
-    const std::lock_guard lock(state().mutex);
-    state().used.emplace(key, data);
-    slot.release();  // a stream's is for good
+    const std::lock_guard one_by_one(state().creation);
+    if (int* data = used(key)) return data;  // another thread has come first
+    if (capture.id != 0) return create(key, stream, capture);
+    int& streams = state().streams[device];
+    if (streams == kMostStreams) return nullptr;
+    int* data = create(key, stream, capture);
+    ++streams;
     return data;
   }
 
  private:
-  using Key = std::tuple<unsigned long long, int, cudaStream_t>;  // of a capture, or 0; a device; a stream
+  using Key = std::tuple<unsigned long long, int, unsigned long long>;  // of a capture, or 0; a device; id of a stream
   struct State {
-    std::mutex mutex;  // not held while CUDA is called, which may wait for a slot to be given back
+    std::mutex creation;
+    std::map<int, int> streams;  // by device, how many have a slot; guarded by `creation`
+    std::mutex mutex;            // guards the rest; not held while CUDA is called, which may wait for give_back
     std::map<Key, int*> used;
     std::map<int, std::vector<int*>> free;  // by device
   };
@@ -70,14 +82,31 @@ class CounterSlots {
   };
 
   static State& state() {
-    static auto& state = *new State;  // graphs may be destroyed when the process ends
+    static auto& state = *new State;  // never destroyed: graphs may outlive static objects
     return state;
+  }
+
+  static unsigned long long id_of(cudaStream_t stream) {
+    unsigned long long id = 0;
+    check_cuda(cudaStreamGetId(stream, &id), "cudaStreamGetId");
+    return id;
   }
 
   static int* used(const Key& key) {
     const std::lock_guard lock(state().mutex);
     const auto found = state().used.find(key);
     return found == state().used.end() ? nullptr : found->second;
+  }
+
+  static int* create(const Key& key, cudaStream_t stream, const Capture& capture) {
+    auto slot = std::make_unique<Slot>(key, take(std::get<int>(key)));
+    int* data = slot->data;
+    if (capture.id != 0) give_to(capture.graph, std::move(slot));
+    check_cuda(cudaMemsetAsync(data, 0, kSlotSize * sizeof(int), stream), "cudaMemsetAsync");
+    const std::lock_guard lock(state().mutex);
+    state().used.emplace(key, data);
+    slot.release();  // a stream keeps its slot
+    return data;
   }
 
   static int* take(int device) {
@@ -95,9 +124,8 @@ class CounterSlots {
     return data;
   }
 
-  // On the current device.
   static int* allocate(int64_t size) {
-    auto mode = cudaStreamCaptureModeRelaxed;  // or memory could not be had during a capture
+    auto mode = cudaStreamCaptureModeRelaxed;  // other modes forbid cudaMalloc during a capture
     check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     void* memory = nullptr;
     const cudaError_t status = cudaMalloc(&memory, size * sizeof(int));
@@ -106,6 +134,7 @@ class CounterSlots {
     return static_cast<int*>(memory);
   }
 
+  // Lets CUDA destroy the slot together with the graph.
   static void give_to(cudaGraph_t graph, std::unique_ptr<Slot> slot) {
     cudaUserObject_t owner;
     check_cuda(
