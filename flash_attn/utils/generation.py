@@ -39,6 +39,7 @@ class InferenceParams:
     key_value_memory_dict: the cache of each layer, by its layer_idx.
     lengths_per_sample: int32 (max_batch_size,), the same as seqlen_offset for each row of the caches, or None. Layers
         go by it where it is given, so that a CUDA graph finds the positions of its replay, and rows may differ.
+    writers: the layer that writes to each cache, by layer_idx, for an error where two layers have the same.
     """
 
     max_seqlen: int
@@ -47,12 +48,14 @@ class InferenceParams:
     batch_size_offset: int = 0
     key_value_memory_dict: dict = dataclasses.field(default_factory=dict)
     lengths_per_sample: Tensor | None = None
+    writers: dict = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def reset(self, max_seqlen, max_batch_size):
         """Begin new sequences in the same caches."""
         self.max_seqlen = max_seqlen
         self.max_batch_size = max_batch_size
         self.seqlen_offset = 0
+        self.writers.clear()
         if self.lengths_per_sample is not None:
             self.lengths_per_sample.zero_()
 
