@@ -31,8 +31,6 @@ from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedDense, Linear, RowParallelLinear
 from flash_attn.utils.distributed import get_dim_for_local_rank
 
-_MASKED = -10000.0  # instead of -inf, so that a row without keys has no NaN
-
 
 def get_alibi_slopes(nheads):
     """The slopes of ALiBi for `nheads` heads, a list of floats (Press et al., arXiv:2108.12409).
@@ -171,7 +169,8 @@ class CrossAttention(nn.Module):
 
         key_padding_mask: (batch, seqlen_k) bool, true for keys that count; the causal mask is then aligned to their
         number in each row. causal: replaces that of the module unless None. same_tokens: queries and keys are of the
-        same tokens, so that a query sees keys up to its own position, whatever the padding. Returns a tensor like q.
+        same tokens, so that a query sees keys up to its own position, whatever the padding. Returns a tensor like q,
+        0 for queries that see no key.
         """
         k, v = _unpacked("kv", kv, 2)
         checks.tensor("q", q, shape=(kv.shape[0], None, None, kv.shape[-1]), device=kv.device)
@@ -194,8 +193,11 @@ class CrossAttention(nn.Module):
             last = torch.arange(seqlen_q, device=q.device)[:, None] - seqlen_q + end
             visible = torch.arange(seqlen_k, device=q.device) <= last
             mask = visible if mask is None else mask & visible
+        no_key = None
         if mask is not None:
-            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, _MASKED)
+            # The softmax of a row without keys would be NaN: such a row attends to all of them, and is cleared after.
+            no_key = ~mask.any(dim=-1, keepdim=True)
+            mask = mask | no_key
         out = F.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (q, k, v)),
             attn_mask=mask,
@@ -204,6 +206,7 @@ class CrossAttention(nn.Module):
             scale=self.softmax_scale or None,
             enable_gqa=q.shape[2] != k.shape[2],
         )
+        out = out if no_key is None else out.masked_fill(no_key, 0.0)
         return out.transpose(1, 2)
 
 
@@ -214,7 +217,7 @@ class SelfAttention(CrossAttention):
         """Attention of qkv (batch, seqlen, 3, heads, head_dim).
 
         key_padding_mask: (batch, seqlen) bool, true for keys that count. causal: replaces that of the module unless
-        None. Returns (batch, seqlen, heads, head_dim).
+        None. Returns (batch, seqlen, heads, head_dim), 0 for queries that see no key.
         """
         return self._attend(*_unpacked("qkv", qkv, 3), causal, key_padding_mask, same_tokens=True)
 
@@ -392,10 +395,20 @@ class _MultiHeadAttention(nn.Module):
     def _update_kv_cache(self, kv, inference_params):
         if self.layer_idx is None:
             raise ValueError("layer_idx must be given to the constructor for a cache, found None")
+        self._claim_cache(inference_params)
         cache = inference_params.key_value_memory_dict.get(self.layer_idx)
         if self.use_flash_attn and cache is not None:  # under autocast the other attention takes every dtype
             checks.tensor(f"key_value_memory_dict[{self.layer_idx!r}]", cache, dtypes=(kv.dtype,))
         return _update_kv_cache(kv, inference_params, self.layer_idx)
+
+    def _claim_cache(self, inference_params):
+        """Check that no other layer has written to the cache since the prompt, and note that this one does."""
+        writers = getattr(inference_params, "writers", None)  # other classes than InferenceParams may have none
+        if writers is None or torch.compiler.is_compiling():
+            return
+        is_own = inference_params.seqlen_offset == 0 or writers.get(self.layer_idx, id(self)) == id(self)
+        checks.number("layer_idx", f"{self.layer_idx} in two", is_own, "another in each layer of a model")
+        writers[self.layer_idx] = id(self)
 
     def _decodes_in_kernel(self, inference_params):
         """Behind a prompt; without flash attention only where sequences differ in length, which masks do not know."""
@@ -418,6 +431,7 @@ class _MultiHeadAttention(nn.Module):
         cache = inference_params.key_value_memory_dict.get(self.layer_idx)
         if cache is None:
             raise ValueError(f"key_value_memory_dict must hold layer_idx={self.layer_idx} to decode, found no such key")
+        self._claim_cache(inference_params)
         # Detached, as the kernel has no gradient, while the prompt may have left one to the cache.
         cache = _cache_rows(cache, kv, inference_params).detach()
         cos = sin = None
@@ -553,8 +567,8 @@ class MHA(_MultiHeadAttention):
             kwargs: more arguments of the inner attention: causal, and for cross attention with cu_seqlens
                 cu_seqlens_k and max_seqlen_k. Without effect with inference_params.
 
-        Returns (batch, seqlen, embed_dim) or (total, embed_dim); a pair of it and x, less what mixer_subset leaves out,
-        if return_residual.
+        Returns (batch, seqlen, embed_dim) or (total, embed_dim), with mixer_subset only the tokens that it selects;
+        with return_residual a pair of it and all of x.
         """
         self._check_call(x, x_kv, key_padding_mask, cu_seqlens, max_seqlen, mixer_subset, inference_params)
         if cu_seqlens is not None:
@@ -563,6 +577,7 @@ class MHA(_MultiHeadAttention):
             kwargs = dict(key_padding_mask=key_padding_mask) | kwargs
         if self.cross_attn:
             q, residual = self._project(self.Wq, x if mixer_subset is None else x[:, mixer_subset])
+            residual = residual if mixer_subset is None else x
             kv = self.Wkv(x if x_kv is None else x_kv)
             if self.dwconv:
                 q, kv = _convolve(self.dwconv_q, q), _convolve(self.dwconv_kv, kv)

@@ -210,11 +210,33 @@ def test_cross_attention(padded, seqlen_q, causal, device):
         torch.testing.assert_close(found[b, None], expected)
 
 
-def test_rows_without_keys_are_finite(device):
-    qkv = torch.randn(2, 5, 3, 4, 16, device=device)
-    keep = torch.ones(2, 5, dtype=torch.bool, device=device)
-    keep[1] = False
-    assert SelfAttention(causal=True)(qkv, key_padding_mask=keep).isfinite().all()
+@pytest.mark.parametrize("causal", [False, True])
+def test_queries_without_keys_get_zero(causal, device):
+    """As in flash attention. The scores are large enough that -10000 would not hide a key."""
+    qkv = 300 * torch.randn(3, 5, 3, 4, 16, device=device, dtype=torch.float64)
+    qkv.requires_grad_()
+    keep = torch.tensor([[1, 1, 1, 1, 1], [0, 0, 0, 0, 0], [0, 0, 1, 1, 1]], device=device, dtype=torch.bool)
+    out = SelfAttention(causal=causal)(qkv, key_padding_mask=keep)
+    for b, first in ((0, 0), (2, 2)):
+        q, k, v = qkv.detach()[b, None].unbind(2)
+        seen = first if causal else 0  # queries before the first key see it without the causal mask
+        expected, _ = oracle.attention(q[:, seen:], k[:, first:], v[:, first:], causal=causal)
+        torch.testing.assert_close(out[b, None, seen:], expected)
+        assert (out[b, :seen] == 0).all()
+    assert (out[1] == 0).all()
+    (gradient,) = torch.autograd.grad(out.sum(), qkv)
+    assert gradient.isfinite().all() and (gradient[1] == 0).all()
+
+
+@pytest.mark.parametrize("seqlen_k", [0, 3])
+@pytest.mark.parametrize("causal", [False, True])
+def test_more_queries_than_keys(causal, seqlen_k, device):
+    q = torch.randn(2, 5, 4, 16, device=device, dtype=torch.float64)
+    kv = torch.randn(2, seqlen_k, 2, 2, 16, device=device, dtype=torch.float64)
+    expected = torch.zeros_like(q)
+    if seqlen_k > 0:
+        expected, _ = oracle.attention(q, *kv.unbind(2), causal=causal)
+    torch.testing.assert_close(CrossAttention(causal=causal)(q, kv), expected)
 
 
 FLASH_OPTIONS = dict(softmax_scale=0.3, window_size=(4, 2), deterministic=True)
@@ -302,13 +324,17 @@ def test_residual(cross, fused, device):
 
 
 @pytest.mark.parametrize("subset", [slice(0, 1), slice(2, 5), [0, 3]])
-@pytest.mark.parametrize("flash", [False, True])
-def test_subset_of_queries(flash, subset, device):
-    module = MHA(64, 4, cross_attn=True, use_flash_attn=flash, return_residual=True, device=device)
+@pytest.mark.parametrize("options", [dict(), dict(use_flash_attn=True), dict(fused_bias_fc=True)], ids=str)
+def test_subset_of_queries(options, subset, device):
+    """The residual is all of x, as without a subset: the caller selects from it what it needs."""
+    module = MHA(64, 4, cross_attn=True, return_residual=True, device=device, **options)
     x, x_kv = torch.randn(2, 2, 7, 64, device=device)
-    out, residual = module(x, mixer_subset=subset)
+    leaf = x.clone().requires_grad_()
+    out, residual = module(leaf, mixer_subset=subset)
     torch.testing.assert_close(out, module(x)[0][:, subset])
-    assert torch.equal(residual, x[:, subset])
+    assert torch.equal(residual, x)
+    (gradient,) = torch.autograd.grad(residual.sum(), leaf)
+    assert torch.equal(gradient, torch.ones_like(x))
     torch.testing.assert_close(module(x, x_kv, mixer_subset=subset)[0], module(x, x_kv)[0][:, subset])
 
 
@@ -454,26 +480,59 @@ def test_sequences_that_differ_in_length_while_decoding(case, device):
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("flash", [False, True])
 def test_rows_of_a_larger_cache(flash, lengths, device):
-    case = Case(flash=flash, rotary_dim=16)
-    module = case.module(device)
-    x = torch.randn(4, 6, case.embed_dim, device=device)
+    """Two batches take turns in one cache; each finds its own rows as it left them."""
+    module = Case(flash=flash, rotary_dim=16).module(device)
+    x = torch.randn(4, 6, module.embed_dim, device=device)
+    cache = module.allocate_inference_cache(4, 9)
+    cache.fill_(torch.nan)
+    batches = []
+    for rows in (slice(0, 1), slice(1, 4)):
+        params = InferenceParams(9, 4, batch_size_offset=rows.start, key_value_memory_dict={3: cache})
+        if lengths:
+            params.lengths_per_sample = torch.full((4,), 8, dtype=torch.int32, device=device)  # of other sequences
+            params.lengths_per_sample[rows] = 0
+        batches.append((rows, params))
+    found = torch.empty_like(x)
     with torch.no_grad():
-        expected = module(x)
-        cache = module.allocate_inference_cache(4, 9)
-        found = []
-        for rows in (slice(0, 1), slice(1, 4)):
-            params = InferenceParams(9, 4, batch_size_offset=rows.start, key_value_memory_dict={3: cache})
-            if lengths:
-                params.lengths_per_sample = torch.full((4,), 8, dtype=torch.int32, device=device)  # of other sequences
-                params.lengths_per_sample[rows] = 0
-            out = []
-            for chunk in x[rows].split((4, 1, 1), dim=1):
-                out.append(module(chunk, inference_params=params))
-                params.seqlen_offset += chunk.shape[1]
+        for start, stop in ((0, 4), (4, 5), (5, 6)):
+            for rows, params in batches:
+                found[rows, start:stop] = module(x[rows, start:stop], inference_params=params)
+                params.seqlen_offset = stop
                 if lengths:
-                    params.lengths_per_sample[rows] += chunk.shape[1]
-            found.append(torch.cat(out, dim=1))
-    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-4, atol=1e-5)
+                    params.lengths_per_sample[rows] = stop
+        torch.testing.assert_close(found, module(x), rtol=1e-4, atol=1e-5)
+    assert cache[:, :6].isfinite().all() and cache[:, 6:].isnan().all()
+
+
+def test_error_of_two_layers_with_one_cache(device):
+    """Found at the step after the prompt, before anything is written: until then each has read its own keys."""
+    for flash in (False, True):
+        layers = [Case(flash=flash, rotary_dim=16).module(device) for _ in range(2)]
+        x = torch.randn(2, 6, 128, device=device)
+        params = InferenceParams(max_seqlen=9, max_batch_size=2)
+        with torch.no_grad():
+            for layer in layers:
+                layer(x, inference_params=params)
+            params.seqlen_offset = 6
+            before = params.key_value_memory_dict[3].clone()
+            with pytest.raises(ValueError, match=r"layer_idx must be another in each layer .*, found 3 in two"):
+                layers[0](x[:, :1], inference_params=params)
+            assert torch.equal(params.key_value_memory_dict[3][:, :6], before[:, :6])
+
+
+def test_a_cache_may_go_from_one_model_to_the_next(device):
+    one, other = (Case().module(device) for _ in range(2))
+    other.load_state_dict(one.state_dict())
+    x = torch.randn(2, 6, 128, device=device)
+    params = InferenceParams(max_seqlen=9, max_batch_size=2)
+    with torch.no_grad():
+        for module in (one, other):  # each begins with a prompt
+            params.reset(9, 2)
+            module(x[:, :5], inference_params=params)
+            params.seqlen_offset = 5
+            torch.testing.assert_close(module(x[:, 5:], inference_params=params), one(x)[:, 5:], rtol=1e-4, atol=1e-5)
+        fresh = InferenceParams(9, 2, 5, key_value_memory_dict=params.key_value_memory_dict)
+        torch.testing.assert_close(one(x[:, 5:], inference_params=fresh), one(x)[:, 5:], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("flash", [False, True])
