@@ -32,9 +32,13 @@ return_attn_probs. Return (out, softmax_lse, S_dmask) instead of out. softmax_ls
 
 Tensors are float16 or bfloat16 of one type and on one device, in any strides; float32 runs on the reference backend.
 head_dim is 1 to 256. Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written.
-What cu_seqlens, cache_seqlens, block_table and their like hold is checked on the CPU alone, for to read it on a GPU
+What cu_seqlens, cache_seqlens, block_table and the like hold is checked on the CPU alone, because reading it on a GPU
 would wait for the device. There, positions beyond a cache's capacity are neither written nor attended to; the others
 must be right.
+
+Keys and values that no row of an entry sees may hold anything, also NaN. Where some row sees a value that is NaN or
+infinite, other rows of that entry and head may become NaN in its channel, although a mask hides it from them: a GPU
+computes tiles of rows together, in which a weight of 0 times NaN is NaN. On the CPU only rows that see it do.
 """
 
 import inspect
@@ -65,7 +69,8 @@ def flash_attn_func(
 
     Arguments:
         q: (batch, seqlen_q, heads, head_dim).
-        k, v: (batch, seqlen_k, heads_k, head_dim).
+        k, v: (batch, seqlen_k, heads_k, head_dim). NaN or infinity in v may spoil rows that do not see it, too; see
+            the top of this module.
         dropout_p: float in [0, 1).
         softmax_scale: float, at least 0; None means head_dim ** -0.5.
         causal: bool.
@@ -184,7 +189,8 @@ def flash_attn_varlen_func(
         max_seqlen_q, max_seqlen_k: int, 0-d integer tensor or None: an upper bound of the lengths. A tensor is not
             read, so that nothing waits for the device, except for return_attn_probs with dropout, whose shape it sets.
         block_table: int32 (batch, pages of an entry) or None: key j of entry b is in page
-            block_table[b, j // page_size]; lengths still come from cu_seqlens_k. Without gradient.
+            block_table[b, j // page_size]; lengths still come from cu_seqlens_k. Without gradient. An entry has no more
+            keys than its pages have room for: where cu_seqlens_k says more, the first ones are used.
         The others are those of `flash_attn_func`.
 
     Returns:
@@ -324,7 +330,9 @@ def flash_attn_with_kvcache(
         k, v: (batch, seqlen_new, heads_k, head_dim), or None.
         rotary_cos, rotary_sin: (at least capacity, rotary_dim / 2), contiguous, of one floating-point dtype, rotary_dim
             a multiple of 16; need k.
-        cache_seqlens: int, or int32 or int64 (batch,); None means that the whole capacity is filled.
+        cache_seqlens: int, or int32 or int64 (batch,); None means that the whole capacity is filled. In a tensor, a
+            negative length makes an entry empty, as padding of a batch: nothing is read or appended, whatever the other
+            arguments hold there, out is 0 and softmax_lse +inf.
         cache_batch_idx: int32 (batch,), or None; not with block_table. Where two entries append to one position, be it
             by this or by block_table, which of them stays there is not specified, nor then what both attend to.
         cache_leftpad: int32 (batch,), or None.

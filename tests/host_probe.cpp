@@ -5,6 +5,7 @@
 #include <initializer_list>
 
 #include "common/divmod.h"
+#include "common/environment.h"
 #include "flash_attn/config.h"
 #include "flash_attn/features.h"
 #include "flash_attn/params.h"
@@ -23,6 +24,8 @@ const char* answer(int64_t* target, std::initializer_list<int64_t> numbers) {
 }  // namespace
 
 extern "C" {
+
+int find_switch(const char* variable) { return is_switched_on(variable); }
 
 int find_instance_head_dim(int head_dim) { return instance_head_dim(head_dim); }
 

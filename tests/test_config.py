@@ -71,6 +71,18 @@ def test_widths_of_s_dmask(host):
         assert (instance, width) in table["DMASK_WIDTHS"]
 
 
+@pytest.mark.parametrize("value, on", [
+    (None, False), ("", False), ("0", False), ("false", False), ("False", False), ("1", True), ("true", True),
+])  # fmt: skip
+def test_a_switch_in_the_environment(host, monkeypatch, value, on):
+    """As FLASH_ATTN_PORTABLE is read."""
+    monkeypatch.delenv("FLASH_ATTN_TEST_SWITCH", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FLASH_ATTN_TEST_SWITCH", value)
+    name = torch.frombuffer(bytearray(b"FLASH_ATTN_TEST_SWITCH\0"), dtype=torch.uint8)
+    assert host.call("find_switch", name) == on
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tiles
 
@@ -303,9 +315,13 @@ def test_splits_and_their_scratch(host):
         assert 1 <= plan.num_splits <= 128
         assert plan.least_blocks_per_split >= 1
         assert problem.num_splits == 0 or plan.num_splits <= problem.num_splits
-        partial_rows = plan.tiles * plan.num_splits * tile_rows(host, problem, plan) * (plan.num_splits > 1)
+        rows = tile_rows(host, problem, plan)  # decoding has scratch for those that exist
+        if plan.decode_warps and not problem.packed_q:
+            rows = min(rows, problem.seqlen_q * plan.packed_heads)
+        partial_rows = plan.tiles * plan.num_splits * rows * (plan.num_splits > 1)
         assert plan.scratch_out == partial_rows * problem.head_dim
-        assert plan.scratch_softmax == partial_rows * 8  # four lanes keep a maximum and a sum of each row
+        # A maximum and a sum of each row; in tiles of several warps, four lanes store the same.
+        assert plan.scratch_softmax == partial_rows * (2 if plan.decode_warps else 8)
         assert plan.scratch_arrivals == plan.tiles * (plan.num_splits > 1)
 
 
@@ -366,6 +382,38 @@ def test_short_entries_of_a_large_cache_are_split(host):
         plan = plan_of(host, problem)
         assert plan.num_splits == problem.multiprocessors // problem.heads_k
         assert plan.least_blocks_per_split == plan.decode_warps
+
+
+@pytest.mark.parametrize("changes", [
+    dict(seqlen_q=2**28 + 2**20 + 1, longest_q=2**28 + 2**20 + 1),
+    dict(batch=1000, seqlen_q=2**28, longest_q=1, packed_q=True),  # decoding
+], ids=str)  # fmt: skip
+def test_rows_of_packed_heads_are_counted_in_32_bits(host, changes):
+    """Heads are not packed where tokens times heads do not fit: kernels count the rows of an entry in 32 bits."""
+    problem = Problem(batch=1, heads=8, heads_k=1, longest_k=1, plain=False)
+    assert plan_of(host, problem).packed_heads == 8
+    problem = dataclasses.replace(problem, **changes)
+    plan = plan_of(host, problem)
+    assert plan.packed_heads * problem.seqlen_q + tile_rows(host, problem, plan) < 2**31
+
+
+@pytest.mark.parametrize("heads, heads_k", [(8, 8), (32, 8), (64, 4), (8, 1)])
+def test_scratch_of_decoding_follows_neither_batch_nor_capacity(host, heads, heads_k):
+    """It is a few megabytes for each part in flight, also where a table has room for far more keys than are used."""
+    rows = heads // heads_k
+    for batch, capacity in itertools.product((1, 8, 64, 256, 1024, 4096), (100, 8192, 131_072, 1_000_000)):
+        problem = Problem(batch, heads, heads_k, seqlen_q=1, longest_q=1, longest_k=capacity, ragged_k=True)
+        plan = plan_of(host, problem)
+        parts = max(plan.tiles, 32 * problem.multiprocessors)
+        assert plan.num_splits == 1 or plan.tiles * plan.num_splits <= parts
+        assert plan.scratch_out + plan.scratch_softmax <= parts * rows * (problem.head_dim + 2)
+
+
+def test_ragged_entries_of_a_large_batch_are_split(host):
+    """So that one long entry does not keep a multiprocessor busy when all others have ended."""
+    for batch, heads_k, splits in ((32, 8, 16), (64, 8, 8), (256, 1, 16), (256, 8, 2), (1024, 8, 1)):
+        problem = Problem(batch, 4 * heads_k, heads_k, seqlen_q=1, longest_q=1, longest_k=131_072, ragged_k=True)
+        assert plan_of(host, problem).num_splits == splits
 
 
 def test_tiles_are_counted_in_32_bits(host):

@@ -563,6 +563,68 @@ def test_varlen_a_key_spoils_its_entry_alone(spoilt, device):
         assert torch.equal(found, clean)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("seqlen", [20, 200])
+def test_a_value_that_is_not_finite_reaches_rows_of_its_entry_and_head(seqlen, value, device):
+    """In its channel all rows that see it are spoilt. Others may be spoilt, too, or else are what they are without it.
+
+    Nothing else changes; lse does not depend on v.
+    """
+    case = Case(seqlen_q=seqlen, seqlen_k=seqlen, causal=True)
+    q, k, v, _ = case.tensors(device)
+    dirty = v.clone()
+    dirty[1, seqlen // 2, 3, 5] = value
+    found, clean = (flash_attn_func(q, k, x, causal=True, return_attn_probs=True) for x in (dirty, v))
+    assert torch.equal(found[1], clean[1])
+    assert not found[0][1, seqlen // 2 :, 3, 5].isfinite().any()
+    earlier = found[0][1, : seqlen // 2, 3, 5]
+    spared = earlier.isfinite()
+    assert torch.equal(earlier[spared], clean[0][1, : seqlen // 2, 3, 5][spared])
+    for out in (found[0], clean[0]):
+        out[1, :, 3, 5] = 0
+    assert torch.equal(found[0], clean[0])
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 20])
+@pytest.mark.parametrize("page", [1, 16])
+def test_varlen_keys_beyond_the_block_table_are_left_out(page, seqlen_q, device):
+    """An entry has at most as many keys as its row of the table has room for, on every device."""
+    q = torch.randn(2 * seqlen_q, 4, 64, dtype=torch.bfloat16, device=device)
+    k, v = torch.randn(2, 9 * 32 // page, page, 2, 64, dtype=torch.bfloat16, device=device)
+    table = torch.arange(2 * 64 // page, dtype=torch.int32, device=device).view(2, -1)[:, : 32 // page].contiguous()
+
+    def attend(*lengths):
+        bounds = cumulative([seqlen_q] * 2, device), cumulative(lengths, device), seqlen_q, 100
+        options = dict(causal=True, block_table=table, return_attn_probs=True)
+        return flash_attn_varlen_func(q, k, v, *bounds, **options)[:2]
+
+    for found, fitting in zip(attend(50, 100), attend(32, 32), strict=True):
+        assert torch.equal(found, fitting)
+
+
+def test_ops_refuse_keys_and_values_of_different_shapes(device):
+    """Also where they are called without the checks of the public functions."""
+    q, k, v, _ = Case().tensors(device)
+    for wrong in (v[:, :-1], v[:, :, :2], v[:1], v[..., :32]):
+        with pytest.raises((ValueError, RuntimeError), match="k and v must have the same shape"):
+            torch.ops.flash_attn.fwd(q, k, wrong, 0.1, -1, -1)
+        with pytest.raises((ValueError, RuntimeError), match="k and v must have the same shape"):
+            torch.ops.flash_attn.fwd_kvcache(q, k, wrong, 0.1, -1, -1, 0.0, 0)
+
+
+@pytest.mark.parametrize("softcap", [100.0, 1e4, 1e6])
+@pytest.mark.parametrize("seqlen_q", [1, 130])
+def test_large_softcaps_are_exact(seqlen_q, softcap, device):
+    """Scores that are small beside the cap stay as they are, to the precision of float32."""
+    case = Case(seqlen_q=seqlen_q, seqlen_k=130, softcap=softcap, heads_k=2, causal=True)
+    inputs = case.tensors(device)
+    check(case, inputs, dense(case, device), dense_oracle(case, device))
+    lse = dense(case, device)(*inputs[:3])[1]
+    exact, plain = (dense_oracle(case, device)(*(x.to(dtype) for x in inputs[:3]))[1] for dtype in
+                    (torch.float64, torch.float32))  # fmt: skip
+    assert_error_ratio(lse, exact, plain, name="lse")
+
+
 @pytest.mark.parametrize("quarter", [10, 100])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_a_key_that_no_row_sees_may_be_nan(head_dim, quarter, device):

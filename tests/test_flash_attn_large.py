@@ -95,6 +95,20 @@ def test_lse_beyond_four_gigabytes(device, memory_guard):
 
 @pytest.mark.slow
 @pytest.mark.cuda
+def test_more_than_two_to_the_31_rows_of_heads_that_share_a_key(device, memory_guard):
+    """Every row sees the one key there is, so that each gives its value and its own score."""
+    tokens, heads = 2**28 + 2**20 + 1, 8
+    memory_guard(9 * tokens * heads)
+    q = torch.empty(1, tokens, heads, 1, dtype=torch.bfloat16, device=device).normal_()
+    k, v = torch.randn(2, 1, 1, 1, 1, dtype=torch.bfloat16, device=device)
+    out, lse, _ = flash_attn_func(q, k, v, return_attn_probs=True)
+    assert all((part == v).all() for part in out.split(2**24, dim=1))
+    scores = (q[0, -(2**24) :, :, 0].float() * k.float().item()).T
+    torch.testing.assert_close(lse[0, :, -(2**24) :], scores, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
 def test_strides_beyond_two_to_the_31(device, memory_guard):
     case = Case(seqlen_q=64, seqlen_k=64)
     memory_guard(3 * 2 * (2**31 + 2**20))

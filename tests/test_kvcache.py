@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from cases import Case, covering_sample, params, sample, slow_or_cuda, uncovered
-from compare import assert_error_ratio, largest_error
+from compare import assert_error_ratio, assert_same_but_for_rounding, largest_error
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
@@ -422,6 +422,59 @@ def test_unused_entries_of_the_block_table_are_not_followed(device):
         args["k_cache"], args["v_cache"] = args["k_cache"].nan_to_num(0.5), args["v_cache"].nan_to_num(0.5)
     dirty["block_table"][0, 1:], dirty["block_table"][1, 2:] = -1, 2**30
     assert torch.equal(flash_attn_with_kvcache(**dirty), flash_attn_with_kvcache(**arguments))
+
+
+NEGATIVE_LENGTHS = [
+    CacheCase(4, seqlen_q=1, seqlen_k=64, seqlen_new=1, page=16, heads_k=2),
+    CacheCase(4, seqlen_q=5, seqlen_k=64, seqlen_new=5, page=16, causal=True, rotary=1.0),
+    CacheCase(4, seqlen_q=80, seqlen_k=300, seqlen_new=80, causal=True, rotary=0.5, leftpad=True),
+    CacheCase(4, seqlen_q=3, seqlen_k=64, seqlen_new=7, batch_idx=True, rotary=1.0, lengths="int64"),
+    CacheCase(4, seqlen_q=1, seqlen_k=5000, heads=8, heads_k=2, page=16, leftpad=True, num_splits=5),
+    CacheCase(4, seqlen_q=2, seqlen_k=64, alibi="h", softcap=2.0, dtype="fp32"),
+]
+
+
+@pytest.mark.parametrize("portable", [False, pytest.param(True, marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("case", params(NEGATIVE_LENGTHS))
+def test_entries_of_negative_length_are_empty(case, portable, device, monkeypatch):
+    """Serving pads a batch so: whatever tables and queries hold there, nothing is read, nothing is appended."""
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
+    kept, empty = torch.tensor([0, 2], device=device), torch.tensor([1, 3], device=device)
+    arguments = case.arguments(device)
+    if not (case.page or case.batch_idx):
+        arguments["cache_batch_idx"] = torch.arange(4, dtype=torch.int32, device=device)
+    per_entry = ("q", "k", "v", "cache_seqlens", "cache_leftpad", "cache_batch_idx", "block_table")
+    alone = {name: x[kept] if name in per_entry else x for name, x in arguments.items()}
+    alone |= {name: arguments[name].clone() for name in ("k_cache", "v_cache")}
+    for name, garbage in zip(per_entry, (float("nan"), 1.0, 1.0, -1, 2**20, -1, -1), strict=True):
+        if name in arguments:
+            arguments[name] = arguments[name].index_fill(0, empty, garbage)
+    out, lse = flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
+    assert (out[empty] == 0).all() and (lse[empty] == float("inf")).all()
+    assert_same_but_for_rounding((out[kept], lse[kept]), flash_attn_with_kvcache(**alone, return_softmax_lse=True))
+    for name in ("k_cache", "v_cache"):
+        assert_cache_equal(arguments[name], alone[name])
+
+
+def test_rows_of_a_cache_whose_entries_all_are_empty_stay(device):
+    """Without an index, entry b has row b."""
+    case = CacheCase(seqlen_q=6, seqlen_k=40, seqlen_new=6, causal=True, rotary=1.0)
+    arguments, before = case.arguments(device), case.arguments(device)
+    arguments["cache_seqlens"] = torch.tensor([-1, -5], dtype=torch.int32, device=device)
+    assert not flash_attn_with_kvcache(**arguments).any()
+    for name in ("k_cache", "v_cache"):
+        assert_cache_equal(arguments[name], before[name])
+
+
+@pytest.mark.parametrize("far", [2**30 - 2, 2**30 - 1, 2**30, 2**40])
+def test_queries_are_rotated_alike_by_any_window(far, device):
+    """Each by its own position, also where a window is wider than any sequence."""
+    case = CacheCase(seqlen_q=3, seqlen_k=40, seqlen_new=3, rotary=1.0)
+    found, expected_out = (
+        flash_attn_with_kvcache(**case.arguments(device) | dict(window_size=window))
+        for window in ((far, far), (40, 40))
+    )
+    assert torch.equal(found, expected_out)
 
 
 @pytest.mark.parametrize("kind", ["cache slice", "head slice", "permuted", "unaligned"])

@@ -380,7 +380,7 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
 // New keys and values into the cache. Returns the queries as attention reads them: turned, or as they are.
 TensorRef<const void> append(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                              const OptionalTensor& k, const OptionalTensor& v, OptionalTensor rotary_cos,
-                             OptionalTensor rotary_sin, bool interleaved, OptionalTensor& q_rotated) {
+                             OptionalTensor rotary_sin, bool interleaved, bool has_window, OptionalTensor& q_rotated) {
   if (!k) return fwd.q;
   STD_TORCH_CHECK(v.has_value() && rotary_cos.has_value() == rotary_sin.has_value(),
                   "k comes with v, and rotary_cos with rotary_sin");
@@ -407,8 +407,7 @@ TensorRef<const void> append(const FwdParams& fwd, const Tensor& q, const Tensor
     p.positions = seqlen(rotary_cos->size(0), "rotary_cos");
     p.rotary_dim = static_cast<int>(2 * rotary_cos->size(1));
     p.interleaved = interleaved;
-    p.queries_advance =
-        fwd.problem.window_left != flash_attn::kUnbounded || fwd.problem.window_right != flash_attn::kUnbounded;
+    p.queries_advance = has_window;
     if (!fwd.problem.seqused_k) {  // lengths that only the device knows it looks after itself
       const int64_t tokens = std::max<int64_t>(p.seqlen_new, p.queries_advance ? q.size(1) : 1);
       const int64_t needed = fwd.problem.seqlen_k - p.seqlen_new + tokens;
@@ -435,6 +434,8 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
   const int64_t batch = x.q.batch;
   STD_TORCH_CHECK(block_table || cache_batch_idx || x.k.batch == batch, "k_cache must have q's batch size ", batch);
 
+  STD_TORCH_CHECK(cache_seqlen.value_or(0) >= 0, "cache_seqlens must be at least 0, found ", *cache_seqlen);
+
   const DeviceGuard guard(q.get_device_index());
   FwdParams p{};
   p.problem = problem_of(q, x, batch, {softmax_scale, window_left, window_right, softcap}, alibi_slopes);
@@ -450,7 +451,8 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
   const Tensor softmax_lse = new_lse(q, x.q, /*tokens=*/false);
   OptionalTensor q_rotated;
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref;
-  p.q = append(p, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, q_rotated);
+  const bool has_window = window_left >= 0 || window_right >= 0;
+  p.q = append(p, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, has_window, q_rotated);
   p.out = mutable_ref(out);
   p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
   const int64_t longest_k = cache_seqlens ? p.problem.capacity_k : p.problem.seqlen_k;

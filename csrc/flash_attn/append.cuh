@@ -1,7 +1,7 @@
 // Before attention over a cache: new key t of entry b goes to position n_b + t of the cache, n_b the length before, and
 // its value likewise. With tables, key and query turn by the angles of their positions' rows (rotary embedding); query
 // i is at position n_b + i, or at n_b if no mask tells the queries apart. Turned queries go to a tensor of their own.
-// What is at a position without a row stays as it is.
+// What is at a position without a row stays as it is. To an entry whose length is negative, nothing is appended.
 //
 // A warp moves one head of one token; a lane takes pairs of channels. Maths in fp32.
 #pragma once
@@ -112,7 +112,7 @@ __global__ __launch_bounds__(kAppendThreads) void append_kernel(const __grid_con
   const int length = p.problem.seqused_k ? __ldg(p.problem.seqused_k + entry) : p.problem.seqlen_k - p.seqlen_new;
   if (head < p.problem.heads_k) {
     const int64_t batch = p.problem.batch_index ? __ldg(p.problem.batch_index + entry) : entry;
-    if (token < p.seqlen_new) append_token<T>(p, entry, batch, token, length + token, head);
+    if (length >= 0 && token < p.seqlen_new) append_token<T>(p, entry, batch, token, length + token, head);
   } else if (token < p.problem.seqlen_q) {
     rotate_query<T>(p, entry, token, length + (p.queries_advance ? token : 0), head - p.problem.heads_k);
   }

@@ -67,9 +67,11 @@ constexpr Sm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide) {
   return {2, wide ? 80 : 64, 2, 1, false};
 }
 
-// How many query heads become rows of one tile: those that share a key head, if that takes fewer tiles.
+// How many query heads become rows of one tile: those that share a key head, if that takes fewer tiles. Kernels count
+// the rows of an entry in 32 bits, so that heads stay apart where tokens times heads do not fit.
 inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
   const int group = p.heads / p.heads_k;
+  if (int64_t{p.seqlen_q} * group > std::numeric_limits<int>::max() - tile_rows) return 1;
   const int64_t apart = group * ceil_div(longest_q, tile_rows), together = ceil_div(longest_q * group, tile_rows);
   return p.rng_state == nullptr && together < apart ? group : 1;  // random bits come in tiles of 16 rows of a head
 }
@@ -161,12 +163,15 @@ constexpr int64_t kPassingBytes = 256 << 20;
 // A block works alone on a multiprocessor. Where there are fewer tiles than multiprocessors, the keys are cut into as
 // few parts as fill them. Where entries may differ in length, a part has 4096 keys or more, so that none takes long:
 // ragged entries gain up to a factor of two by it, and equal ones lose 1 to 3 %. Entries that are much shorter than
-// there is room for are cut into fewer parts than the longest.
+// there is room for are cut into fewer parts than the longest. Parts have scratch whether they have keys or not, for
+// only the device knows the lengths: there are no more than kMostParts for a multiprocessor. So the longest entry keeps
+// none busy for longer than all entries do, unless it is more than kMostParts times as long as they are on average.
 inline void split_decode(FwdParams& p, const FwdHints& hints) {
-  constexpr int kPiece = 4096, kShortPiece = 1024;
+  constexpr int kPiece = 4096, kShortPiece = 1024, kMostParts = 32;
   const bool ragged = p.problem.batch > 1 && (p.problem.seqused_k || p.problem.cu_seqlens_k);
   const int64_t to_fill = std::max(1, hints.multiprocessors / std::max(num_tiles(p), 1));
-  const int64_t pieces = std::min<int64_t>(ceil_div(hints.longest_k, kPiece), 16);
+  const int64_t room = int64_t{kMostParts} * hints.multiprocessors / std::max(num_tiles(p), 1);
+  const int64_t pieces = std::min<int64_t>({ceil_div(hints.longest_k, kPiece), 16, room});
   const int64_t wanted = hints.num_splits > 0 ? hints.num_splits : ragged ? std::max(to_fill, pieces) : to_fill;
   p.num_splits = static_cast<int>(std::clamp<int64_t>(wanted, 1, kMaxSplits));
   const int64_t of_longest = ceil_div(ceil_div(hints.longest_k, static_cast<int>(to_fill)), kDecodeKeys);
@@ -257,8 +262,12 @@ inline FwdScratch plan_fwd(FwdParams& p, const FwdHints& hints) {
   decodes ? split_decode(p, hints) : split_fwd(p, hints, tile.keys);
   p.num_splits = std::min(p.num_splits, std::max(1, std::numeric_limits<int>::max() / std::max(num_tiles(p), 1)));
   if (p.num_splits == 1) return {};
-  const int64_t rows = int64_t{num_tiles(p)} * p.num_splits * tile_rows;
-  return {.out = rows * head_dim, .softmax = 2 * 4 * rows, .arrivals = num_tiles(p)};  // four lanes store a row's state
+  p.partial_rows = decodes && !problem.cu_seqlens_q
+                       ? std::min(tile_rows, problem.seqlen_q * static_cast<int>(p.packed_heads.value))
+                       : tile_rows;
+  const int64_t rows = int64_t{num_tiles(p)} * p.num_splits * p.partial_rows;
+  const int states = decodes ? 1 : 4;  // four lanes store a row's state where fragments are stored as they are
+  return {.out = rows * head_dim, .softmax = 2 * states * rows, .arrivals = num_tiles(p)};
 }
 
 // Backward: query rows and keys of a tile, keys that a warp takes of them, and how many tiles of rows are in shared

@@ -86,24 +86,25 @@ template <typename Config>
 struct DecodeSplits {
   float* out;        // (splits, rows, head_dim), each relative to its split's maxima
   RowState* states;  // (splits, rows)
+  int rows;
 
-  __device__ DecodeSplits(const FwdParams& p, int tile) {
-    const int64_t first_row = int64_t{tile} * p.num_splits * Config::kRows;
+  __device__ DecodeSplits(const FwdParams& p, int tile) : rows(p.partial_rows) {
+    const int64_t first_row = int64_t{tile} * p.num_splits * rows;
     out = p.partial_out + first_row * Config::kHeadDim;
     states = reinterpret_cast<RowState*>(p.partial_softmax) + first_row;
   }
 
   __device__ float4* place(int split, int row, int col) const {
-    return reinterpret_cast<float4*>(out + (split * Config::kRows + row) * Config::kHeadDim + col);
+    return reinterpret_cast<float4*>(out + (split * rows + row) * Config::kHeadDim + col);
   }
 
   __device__ void store(int split, int row, int col, const Quad& x) const {
     *place(split, row, col) = x.out;
-    if (col == 0) states[split * Config::kRows + row] = x.state;
+    if (col == 0) states[split * rows + row] = x.state;
   }
 
   __device__ Quad load(int split, int row, int col) const {
-    const float2 state = __ldcg(reinterpret_cast<const float2*>(states + split * Config::kRows + row));
+    const float2 state = __ldcg(reinterpret_cast<const float2*>(states + split * rows + row));
     return {{state.x, state.y}, __ldcg(place(split, row, col))};
   }
 };
@@ -117,7 +118,7 @@ __device__ void prefetch_targets(const FwdParams& p, const FwdWork<Config>& work
   ptx::prefetch(p.arrivals + work.tile.index);
   const DecodeSplits<Config> splits(p, work.tile.index);
   ptx::prefetch(splits.place(work.tile.split, 0, 0));
-  ptx::prefetch(splits.states + work.tile.split * Config::kRows);
+  ptx::prefetch(splits.states + work.tile.split * splits.rows);
 }
 
 // Starts the copies of a warp's chunks of keys, one after the other. The pages of a chunk's rows are looked up while

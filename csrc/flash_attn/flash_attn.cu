@@ -1,9 +1,9 @@
 // The choice of instance.
-#include <cstdlib>
 #include <stdexcept>
 
 #include "common/device.h"
 #include "common/dispatch.h"
+#include "common/environment.h"
 #include "flash_attn/append.cuh"
 #include "flash_attn/config.h"
 #include "flash_attn/features.h"
@@ -49,7 +49,7 @@ constexpr bool is_compiled_for(int arch) {
 }  // namespace
 
 bool has_sm90(int device) {
-  if (!is_compiled_for(900) || std::getenv("FLASH_ATTN_PORTABLE") != nullptr) return false;
+  if (!is_compiled_for(900) || is_switched_on("FLASH_ATTN_PORTABLE")) return false;
   return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9;
 }
 

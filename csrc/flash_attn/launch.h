@@ -7,7 +7,7 @@
 
 namespace flash::flash_attn {
 
-// Whether a device has kernels of sm_90. The environment variable FLASH_ATTN_PORTABLE keeps calls from them.
+// Whether a device runs the kernels for sm_90. The environment variable FLASH_ATTN_PORTABLE switches them off.
 bool has_sm90(int device);
 
 // On the current device. p has a plan (config.h) and the scratch that it asks for.

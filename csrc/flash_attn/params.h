@@ -23,10 +23,10 @@ struct Problem {
 
   int seqlen_q;             // rows of every entry; if packed, of all entries together
   int seqlen_k;             // keys of every entry unless seqused_k says otherwise; if packed, of all entries together
-  int capacity_k;           // positions for keys that every entry has, used or not; no meaning if packed
+  int capacity_k;           // positions for keys that every entry has, used or not; no entry uses more
   const int* cu_seqlens_q;  // (batch + 1), where the entries of packed rows start; null if there is a batch dimension
   const int* cu_seqlens_k;  // likewise; with pages, only its differences count
-  const int* seqused_k;     // (batch), how many keys of an entry are used; may be null
+  const int* seqused_k;     // (batch), how many keys of an entry are used; may be null. An entry is empty if negative
   int appended_k;           // keys that are used in addition to seqused_k
   const int* leftpad_k;     // (batch), how many of them are skipped at the start; may be null
   const int* batch_index;   // (batch), the entry of k and v that an entry reads; may be null
@@ -76,6 +76,7 @@ struct FwdParams {
   bool wide_tile;          // of fwd_sm90.cuh: whether it is that for long sequences,
   Divisor section_heads;   // heads that follow one another tile by tile,
   Divisor section_tiles;   // and how many tiles they have
+  int partial_rows;        // of a tile that have scratch
   float* partial_out;      // scratch; unused if num_splits is 1
   float* partial_softmax;  // likewise
   int* arrivals;           // (tiles), zeros, before the launch and after it; likewise; of fwd_sm90.cuh, (1): how many
@@ -109,7 +110,7 @@ struct AppendParams {
   int positions;
   int rotary_dim;
   bool interleaved;      // pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
-  bool queries_advance;  // query i is at the position of the i-th new key, not of the first
+  bool queries_advance;  // query i is at the position of the i-th new key, not of the first: a window is asked for
 };
 
 struct BwdParams {

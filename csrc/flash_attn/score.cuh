@@ -24,23 +24,36 @@ __device__ float score_scale_log2(const Problem& p) {
   return kFeatures == Features::kPlain ? p.softmax_scale * kLog2e : kLog2e;
 }
 
-// tanh to about 1e-7 absolutely; tanh.approx would be off by 5e-4 relatively, which softcap multiplies.
+// tanh with an absolute error of about 1e-7. The relative error of tanh.approx, 5e-4, would be multiplied by softcap.
 __device__ inline float tanh(float x) { return 1 - 2 * ptx::reciprocal(1 + ptx::exp2(2 * kLog2e * x)); }
+
+// tanh with a relative error of about 3e-7, also near 0, where the formula above loses digits: there, the first terms
+// of its power series.
+__device__ inline float precise_tanh(float x) {
+  const float square = x * x;
+  const float rest = square * (-1.f / 3 + square * (2.f / 15 + square * (-17.f / 315 + square * (62.f / 2835))));
+  return fabsf(x) < 0.25f ? x + x * rest : tanh(x);
+}
+
+// The largest softcap for which tanh is precise enough: it multiplies the absolute error. Usual ones are 15 to 50.
+constexpr float kMostSoftcapOfTanh = 64;
+
+// fn(element) for each of the lane's elements, in place.
+template <int kRows, int kCols, typename Fn>
+__device__ void replace_each(Fragment<kRows, kCols>& s, Fn&& fn) {
+  s.for_each([&](float& x, int, int) { x = fn(x); });
+}
 
 // Products to scores, but for ALiBi.
 template <int kRows, int kCols>
 __device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p) {
   const float inner = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale;
-#pragma unroll
-  for (int r = 0; r < kRows / 8; ++r) {
-#pragma unroll
-    for (int c = 0; c < kCols / 4; ++c) s(r, c) *= inner;
-  }
+  replace_each(s, [=](float x) { return x * inner; });
   if (p.softcap == 0) return;
-#pragma unroll
-  for (int r = 0; r < kRows / 8; ++r) {
-#pragma unroll
-    for (int c = 0; c < kCols / 4; ++c) s(r, c) = p.softcap * tanh(s(r, c));
+  if (p.softcap <= kMostSoftcapOfTanh) {
+    replace_each(s, [&](float x) { return p.softcap * tanh(x); });
+  } else {
+    replace_each(s, [&](float x) { return p.softcap * precise_tanh(x); });
   }
 }
 

@@ -30,14 +30,20 @@ __device__ inline Span query_span(const Problem& p, int entry) {
   return {0, __ldg(p.cu_seqlens_q + entry), length_at(p.cu_seqlens_q, entry)};
 }
 
-// With pages, the span's positions count from the start of the entry's first page.
+// How many keys of an entry are used: `given`, unless its length says otherwise. A negative length means none.
+__device__ inline int used_keys(const Problem& p, int entry, int given) {
+  if (p.seqused_k == nullptr) return given;
+  const int used = __ldg(p.seqused_k + entry);
+  return used < 0 ? 0 : min(used, kMaxSeqlen) + p.appended_k;
+}
+
+// With pages, the span's positions count from the start of the entry's first page. Keys that there is no room for, in
+// the tensor or in the entry's row of the table, do not exist.
 __device__ inline Span key_span(const Problem& p, int entry, bool paged = false) {
   if (entry == p.batch) return {0, 0, 0};
   const bool packed = p.cu_seqlens_k != nullptr;
-  const int room = packed ? length_at(p.cu_seqlens_k, entry) : p.capacity_k;
-  const int given = packed ? room : p.seqlen_k;
-  const int used = p.seqused_k ? __ldg(p.seqused_k + entry) + p.appended_k : given;
-  const int end = min(max(used, 0), room);
+  const int room = packed ? min(length_at(p.cu_seqlens_k, entry), p.capacity_k) : p.capacity_k;
+  const int end = min(max(used_keys(p, entry, packed ? room : p.seqlen_k), 0), room);
   const int begin = p.leftpad_k ? min(max(__ldg(p.leftpad_k + entry), 0), end) : 0;
   const int64_t batch = packed ? 0 : p.batch_index ? __ldg(p.batch_index + entry) : entry;
   const int64_t start = packed && !paged ? __ldg(p.cu_seqlens_k + entry) : 0;

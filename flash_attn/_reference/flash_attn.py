@@ -34,6 +34,7 @@ def fwd(q, k, v, *args, **options):
     Returns out, like q, and softmax_lse in fp32, (batch, heads, seqlen_q) or (heads, total_q), natural logarithm, +inf
     for rows that see no key.
     """
+    sequence.require_same_shape(q, k, v)
     parts, options, _ = _given(q, k, *args, **options)
     return _attend(q, k, v, parts, options)
 
@@ -127,6 +128,7 @@ def bwd(
     """
     options = Options(softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
     options.check()
+    sequence.require_same_shape(q, k, v)
     parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, None)
     for gradient in (dq, dk, dv):
         gradient.zero_()
@@ -165,7 +167,8 @@ def fwd_kvcache(
     q: (batch, seqlen_q, heads, head_dim).
     k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), or (pages, page, heads_k, head_dim) with block_table.
     k, v: (batch, seqlen_new, heads_k, head_dim) or None, written at positions cache_seqlens .. + seqlen_new - 1.
-    cache_seqlens (batch,) int32, or cache_seqlen for all: how much each entry has in the cache; None: its capacity.
+    cache_seqlens (batch,) int32, or cache_seqlen for all: how much each entry has in the cache; None: its capacity. An
+        entry of negative length is empty: nothing is read or appended, whatever the other arguments say of it.
     rotary_cos, rotary_sin: (rows, rotary_dim / 2). With new keys, key t is rotated by row cache_seqlens + t, and
         query i by row cache_seqlens + i if a window is asked for, however wide. Without either a
         query has no place of its own, and all are rotated by row cache_seqlens.
@@ -175,38 +178,46 @@ def fwd_kvcache(
 
     Returns out, like q, and softmax_lse (batch, heads, seqlen_q) in fp32.
     """
+    sequence.require_same_shape(q, k_cache, v_cache)
     batch, new = q.shape[0], 0 if k is None else k.shape[1]
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     default = [capacity if cache_seqlen is None else cache_seqlen] * batch
     lengths = default if cache_seqlens is None else cache_seqlens.tolist()
     _check_cache(lengths, new, capacity, k_cache, cache_batch_idx, cache_leftpad, block_table)
-    used = [length + new for length in lengths]
-    parts = sequence.parts(q, k_cache, None, None, used, cache_leftpad, block_table, cache_batch_idx)
+    used = [length + new if length >= 0 else 0 for length in lengths]
+    leftpad = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()
+    leftpad = [pad if length >= 0 else 0 for pad, length in zip(leftpad, lengths, strict=True)]
+    parts = sequence.parts(q, k_cache, None, None, used, leftpad, block_table, cache_batch_idx)
     if k is not None:
-        start = torch.tensor(lengths, dtype=torch.int64, device=q.device)
+        filled = torch.tensor(lengths, dtype=torch.int64, device=q.device)
+        start = filled.clamp(min=0)
         if rotary_cos is not None:
             advance = window_left >= 0 or window_right >= 0
             tables = rotary_cos, rotary_sin
             _check_tables(rotary_cos, max(lengths, default=0) + max(new, q.shape[1] if advance else 1))
             k = rotary(k, *tables, start, 0, None, rotary_interleaved, False)
             q = _rotate_queries(q, tables, start, rotary_interleaved, advance)
-        _append_(k_cache, v_cache, k, v, start, cache_batch_idx, block_table)
+        _append_(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table)
     options = Options(softmax_scale, window_left, window_right, softcap, alibi_slopes)
     return _attend(q, k_cache, v_cache, parts, options)
 
 
 def _check_cache(lengths, new, capacity, k_cache, cache_batch_idx, cache_leftpad, block_table):
     holder = "the cache holds" if block_table is None else "the pages of block_table hold"
+    rows = None if cache_batch_idx is None else cache_batch_idx.tolist()
+    leftpad = None if cache_leftpad is None else cache_leftpad.tolist()
     for entry, length in enumerate(lengths):
-        if not 0 <= length <= capacity - new:
+        if length < 0:
+            continue
+        if length > capacity - new:
             raise ValueError(
-                f"cache_seqlens must be at least 0 and, with {new} new keys, at most the {capacity} that {holder}"
+                f"cache_seqlens must be, with {new} new keys, at most the {capacity} that {holder}"
                 f" for entry {entry}, found {length}"
             )
-    for entry, row in enumerate([] if cache_batch_idx is None else cache_batch_idx.tolist()):
-        sequence.require_range("cache_batch_idx", entry, row, 0, k_cache.shape[0] - 1)
-    for entry, leftpad in enumerate([] if cache_leftpad is None else cache_leftpad.tolist()):
-        sequence.require_range("cache_leftpad", entry, leftpad, 0, lengths[entry])
+        if rows is not None:
+            sequence.require_range("cache_batch_idx", entry, rows[entry], 0, k_cache.shape[0] - 1)
+        if leftpad is not None:
+            sequence.require_range("cache_leftpad", entry, leftpad[entry], 0, length)
 
 
 def _check_tables(cos, rows):
@@ -220,17 +231,17 @@ def _rotate_queries(q, tables, start, interleaved, advance):
     return rotary(folded, *tables, start, 0, None, interleaved, False).view(q.shape)
 
 
-def _append_(k_cache, v_cache, k, v, start, cache_batch_idx, block_table):
-    """Write k and v at positions start .. start + seqlen_new - 1 of each entry."""
-    positions = start[:, None] + torch.arange(k.shape[1], device=start.device)
+def _append_(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table):
+    """Write k and v at positions filled .. filled + seqlen_new - 1 of each entry; none where `filled` is negative."""
+    entries = (filled >= 0).nonzero()[:, 0]
+    positions = filled[entries, None] + torch.arange(k.shape[1], device=filled.device)
     if block_table is not None:
         page = k_cache.shape[1]
-        rows, positions = block_table.gather(1, positions // page).long(), positions % page
+        rows, positions = block_table[entries].gather(1, positions // page).long(), positions % page
     else:
-        rows = torch.arange(len(start), device=start.device) if cache_batch_idx is None else cache_batch_idx.long()
-        rows = rows[:, None]
-    k_cache[rows, positions] = k
-    v_cache[rows, positions] = v
+        rows = (entries if cache_batch_idx is None else cache_batch_idx[entries].long())[:, None]
+    k_cache[rows, positions] = k[entries]
+    v_cache[rows, positions] = v[entries]
 
 
 def _attend(q, k, v, parts, options):

@@ -58,6 +58,13 @@ class Part(NamedTuple):
         return Part(entries, (q, self.q[1]), (k, self.k[1]))
 
 
+def require_same_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise unless k and v have the same shape, and q's head_dim."""
+    if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"k and v must have the same shape, and q's head_dim, found shapes {shapes} of q, k and v")
+
+
 def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, cache_batch_idx=None) -> list[Part]:
     """The batch as parts. Arguments as for `fwd` in this package's flash_attn.py; seqused_k may be a list.
 
@@ -88,14 +95,17 @@ def _query_spans(q, cu_seqlens_q) -> list[Span]:
 
 
 def _key_spans(k, batch, cu_seqlens_k, block_table, cache_batch_idx) -> list[Span]:
-    """Where each entry's keys may lie at most. With pages, position 0 is the start of the entry's first page."""
+    """Where each entry's keys may lie at most. With pages, position 0 is the start of the entry's first page.
+
+    Of an entry that has more keys than its pages have room for, the first ones are taken, as kernels do, which cannot
+    raise for lengths that only the device knows.
+    """
     if block_table is not None:
         capacity = block_table.shape[1] * k.shape[1]
         lengths = [capacity] * batch
         if cu_seqlens_k is not None:
-            lengths = [stop - start for start, stop in itertools.pairwise(offsets(cu_seqlens_k, "cu_seqlens_k"))]
-        if max(lengths, default=0) > capacity:
-            raise ValueError(f"block_table must have room for {max(lengths)} keys, found pages for {capacity}")
+            bounds = itertools.pairwise(offsets(cu_seqlens_k, "cu_seqlens_k"))
+            lengths = [min(stop - start, capacity) for start, stop in bounds]
         return [(slice(0, 1), slice(0, length)) for length in lengths]
     if cu_seqlens_k is not None:
         return _packed_spans(offsets(cu_seqlens_k, "cu_seqlens_k", k.shape[0]))
