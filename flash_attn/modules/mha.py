@@ -73,8 +73,18 @@ class _FlashAttention(nn.Module):
         return self
 
     def slopes_on(self, device):
-        """The slopes on the device of the inputs. They are on another only where the module is on the meta device."""
-        return None if self.alibi_slopes is None else self.alibi_slopes.to(device)
+        """The slopes on the device of the inputs, where they stay, since a CUDA graph cannot copy them from the CPU.
+
+        They are elsewhere in a module that is on the meta device, or that was and has been given parameters since.
+        """
+        slopes = self.alibi_slopes
+        if slopes is None or slopes.device == device:
+            return slopes
+        if device.type == "meta" or torch.compiler.is_compiling():
+            return slopes.to(device)
+        with torch.inference_mode(False):  # training may follow, which cannot save an inference tensor
+            self.alibi_slopes = slopes.to(device)
+        return self.alibi_slopes
 
     def _options(self, causal, device):
         return dict(

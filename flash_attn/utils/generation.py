@@ -14,7 +14,6 @@ process gets all logits, and must draw the same random numbers.
 
 import contextlib
 import dataclasses
-import gc
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -518,7 +517,7 @@ def allocate_inference_cache(
 class DecodingCGCache:
     """The CUDA graphs of a model: callables by (batch size, tokens of a step), and the caches that they write to.
 
-    run: (input_ids, position_ids, seqlen) -> logits, with the graph of this shape; KeyError if there is none.
+    autocast: the dtype of autocast where the graphs were made, None without it.
     addresses: of the model's parameters and buffers, where the graphs read them.
     """
 
@@ -529,14 +528,22 @@ class DecodingCGCache:
     callables: dict[tuple[int, int], Callable] = dataclasses.field(default_factory=dict)
     mempool: Any = None
     inference_params: InferenceParams | None = None
-    run: Callable | None = None
+    autocast: torch.dtype | None = None
     addresses: list[int] = dataclasses.field(default_factory=list)
+
+    def run(self, input_ids, position_ids, seqlen):
+        """Replay the graph of this shape, where the caches hold seqlen tokens; KeyError if there is none.
+
+        Returns logits (batch, tokens of the step, vocab).
+        """
+        return self.callables[tuple(input_ids.shape)](input_ids, position_ids, seqlen)
 
     def __reduce__(self):
         """A copy of the model begins without graphs, since these would go on reading the parameters of this one."""
         return DecodingCGCache, ()
 
 
+@torch.inference_mode(False)  # an inference tensor could not be written by a later call outside of that mode
 @torch.no_grad()
 def update_graph_cache(
     model,
@@ -553,24 +560,23 @@ def update_graph_cache(
 
     Arguments:
         batch_size, max_seqlen: of the sequences; caches that are too small are replaced, and their graphs with them,
-            as they are if a parameter has moved.
+            as they are if a parameter has moved or autocast is another.
         seqlen_og: how many tokens the caches hold.
         decoding_seqlens: for how many tokens at a time there are to be graphs.
         tensor_parallel: how many processes share the heads that model.config names.
-        dtype: of the caches; that of the model's parameters if None.
+        dtype: of the caches; if None, that of autocast, or without it that of the model's parameters.
         n_warmups: how often the model runs before it is captured.
     """
     parameter = next(model.parameters())
-    device, dtype = parameter.device, parameter.dtype if dtype is None else dtype
+    device = parameter.device
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    dtype = dtype or autocast or parameter.dtype
     cache = DecodingCGCache() if cache is None else cache
     fits = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
-    addresses = [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
-    if (device, dtype, addresses) != (cache.device, cache.dtype, cache.addresses) or not fits:
+    made_for = cache.device, cache.dtype, cache.autocast, cache.addresses
+    if made_for != (device, dtype, autocast, _addresses(model)) or not fits:
         mempool = _mempool(device)
-        cache.callables, cache.mempool, cache.inference_params = {}, None, None
-        gc.collect()  # the graphs are gone before there are new caches
-        cache.device, cache.dtype, cache.addresses = device, dtype, addresses
-        cache.max_batch_size, cache.max_seqlen = batch_size, max_seqlen
+        cache.__init__()  # the old graphs and caches are freed before there are new ones
         cache.inference_params = InferenceParams(
             max_seqlen,
             batch_size,
@@ -578,19 +584,24 @@ def update_graph_cache(
             key_value_memory_dict=_caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype),
             lengths_per_sample=torch.full((batch_size,), seqlen_og, dtype=torch.int32, device=device),
         )
-        cache.mempool = mempool
+        cache.device, cache.dtype, cache.autocast, cache.mempool = device, dtype, autocast, mempool
+        cache.max_batch_size, cache.max_seqlen = batch_size, max_seqlen
     for decoding_seqlen in decoding_seqlens:
         if (batch_size, decoding_seqlen) not in cache.callables:
             cache.callables[batch_size, decoding_seqlen] = capture_graph(
                 model, cache.inference_params, batch_size, cache.max_seqlen, decoding_seqlen, cache.mempool, n_warmups
             )
-    cache.run = lambda input_ids, position_ids, seqlen: cache.callables[tuple(input_ids.shape)](
-        input_ids, position_ids, seqlen
-    )
+    cache.addresses = _addresses(model)  # after the first run of the model, which may move a buffer to the GPU
     cache.inference_params.seqlen_offset = 0
     return cache
 
 
+def _addresses(model):
+    return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
 def capture_graph(
     model,
     inference_params,
@@ -622,9 +633,10 @@ def capture_graph(
     inference_params.lengths_per_sample.fill_(inference_params.seqlen_offset)
 
     def step():
-        return model(
-            input_ids, position_ids=position_ids, inference_params=inference_params, num_last_tokens=decoding_seqlen
-        ).logits
+        with _autocast_without_cache(device.type):
+            return model(
+                input_ids, position_ids=position_ids, inference_params=inference_params, num_last_tokens=decoding_seqlen
+            ).logits
 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
@@ -651,6 +663,16 @@ def capture_graph(
         return logits.clone()
 
     return run
+
+
+def _autocast_without_cache(device_type):
+    """The autocast of the caller, without its cache: casts in there are freed when it ends, and a graph reads on."""
+    return torch.autocast(
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=False,
+    )
 
 
 def _mempool(device):

@@ -292,6 +292,22 @@ def test_slopes_survive_casts_and_meta_tensors(change, start):
 def test_slopes_follow_the_inputs_of_a_meta_module():
     module = MHA(64, 4, 2, use_alibi=True, use_flash_attn=True, device="meta")
     assert module(torch.empty(2, 5, 64, device="meta")).shape == (2, 5, 64)
+    assert module.inner_cross_attn.alibi_slopes.tolist() == get_alibi_slopes(4)
+
+
+@pytest.mark.cuda
+def test_slopes_move_to_the_inputs_for_good(device):
+    """A module from the meta device that was given parameters; a CUDA graph cannot copy from the CPU."""
+    whole = MHA(64, 4, 2, use_alibi=True, use_flash_attn=True, device=device, dtype=torch.float16)
+    module = MHA(64, 4, 2, use_alibi=True, use_flash_attn=True, device="meta", dtype=torch.float16)
+    module.load_state_dict(whole.state_dict(), assign=True)
+    x = torch.randn(2, 5, 64, device=device, dtype=torch.float16)
+    with torch.inference_mode():
+        module(x)
+    slopes = module.inner_cross_attn.alibi_slopes
+    assert slopes.device == x.device and not slopes.is_inference()
+    assert torch.equal(module(x), whole(x))
+    assert module.inner_cross_attn.alibi_slopes is slopes
 
 
 @pytest.mark.cuda

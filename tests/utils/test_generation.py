@@ -4,8 +4,10 @@ import collections
 import copy
 import dataclasses
 import functools
+import gc
 import inspect
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -454,6 +456,7 @@ def graphs(monkeypatch, device):
 
     def capture_graph(model, params, batch_size, max_seqlen, decoding_seqlen, mempool, n_warmups):
         assert 0 < decoding_seqlen < max_seqlen  # or it captures what a prompt does
+        model = weakref.proxy(model)  # like a captured one it does not keep the model alive
 
         def run(input_ids, position_ids, seqlen):
             assert input_ids.shape == position_ids.shape == (batch_size, decoding_seqlen)
@@ -524,6 +527,105 @@ def test_copy_of_a_model_has_graphs_of_its_own(duplicate, graphs, device):
     nn.init.normal_(copied.head.weight)
     expected = decode(input_ids, copied, 12).sequences
     assert torch.equal(decode(input_ids, copied, 12, cg=True).sequences, expected)
+
+
+def check_graphs_of_inference_mode(model, input_ids):
+    expected = decode(input_ids, model, 12).sequences
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(decode(input_ids, model, 12, cg=True).sequences, expected)
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_graphs_made_in_inference_mode_serve_outside_of_it(options, graphs, device):
+    check_graphs_of_inference_mode(Model(device=device, **options).eval(), prompt(2, 6, device))
+
+
+def check_graphs_under_autocast(model, input_ids, dtypes):
+    """The caches have the dtype of autocast, and graphs made with another one, or without, are made anew."""
+    for dtype in dtypes:
+        with torch.autocast(input_ids.device.type, dtype, enabled=dtype is not None):
+            expected = decode(input_ids, model, 12)
+            for _ in range(2):
+                found = decode(input_ids, model, 12, cg=True)
+                assert torch.equal(found.sequences, expected.sequences)
+                assert torch.equal(torch.stack(found.scores), torch.stack(expected.scores))
+        caches = model._decoding_cache.inference_params.key_value_memory_dict.values()
+        assert {cache.dtype for cache in caches} == {dtype or model.head.weight.dtype}
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_graphs_under_autocast(options, graphs, device):
+    model = Model(device=device, **options).eval()
+    check_graphs_under_autocast(model, prompt(2, 6, device), (None, torch.bfloat16, torch.float16, None))
+
+
+def test_graphs_of_a_model_of_16_bits_are_made_anew_under_autocast(graphs, device):
+    """Autocast computes norms and losses in float32, which a graph made without it does not."""
+    model, input_ids = Model(device=device, dtype=torch.bfloat16).eval(), prompt(2, 6, device)
+    made = []
+    for enabled in (False, True, True, False):
+        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
+            decode(input_ids, model, 12, cg=True)
+        made.append(model._decoding_cache.callables[2, 1])
+    assert made[0] is not made[1] and made[1] is made[2] and made[2] is not made[3]
+
+
+def check_that_caches_go_with_the_model(make_model, input_ids):
+    model = make_model().eval()
+    decode(input_ids, model, 12, cg=True)
+    cache = weakref.ref(model._decoding_cache.inference_params.key_value_memory_dict[0])
+    gc.disable()
+    try:
+        del model
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+def test_caches_of_graphs_go_with_the_model(graphs, device):
+    """At once, without the collector of reference cycles."""
+    check_that_caches_go_with_the_model(functools.partial(Model, device=device), prompt(2, 6, device))
+
+
+@pytest.mark.cuda
+def test_captured_graphs_of_inference_mode_of_autocast_and_of_a_deleted_model(device):
+    options = dict(device=device, dim=256, num_heads_kv=1, rotary_emb_dim=16)
+    input_ids = prompt(2, 6, device)
+    check_graphs_of_inference_mode(Model(dtype=torch.float16, **options).eval(), input_ids)
+    check_graphs_under_autocast(Model(**options).eval(), input_ids, (torch.bfloat16, torch.float16))
+    check_that_caches_go_with_the_model(functools.partial(Model, dtype=torch.float16, **options), input_ids)
+
+
+@pytest.mark.cuda
+def test_graphs_follow_parameters_that_autocast_casts(device):
+    """A cast that autocast keeps would be freed behind its context, and would not follow the parameter."""
+    model, input_ids = Model(device=device, dim=256).eval(), prompt(2, 6, device)
+    for _ in range(2):
+        with torch.autocast("cuda", torch.bfloat16):
+            found = decode(input_ids, model, 12, cg=True)
+            expected = decode(input_ids, model, 12)
+        assert torch.equal(torch.stack(found.scores), torch.stack(expected.scores))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.1)
+        junk = [torch.full((256, 768), torch.nan, device=device, dtype=torch.bfloat16) for _ in range(64)]
+        del junk
+
+
+@pytest.mark.cuda
+def test_graphs_of_a_model_with_alibi_that_was_on_the_meta_device(device):
+    whole = Model(device=device, dtype=torch.float16, dim=256, use_alibi=True).eval()
+    model = Model(device="meta", dtype=torch.float16, dim=256, use_alibi=True).eval()
+    model.load_state_dict(whole.state_dict(), assign=True)
+    input_ids = prompt(2, 6, device)
+    expected = decode(input_ids, whole, 12).sequences
+    graphs = []
+    for _ in range(2):
+        assert torch.equal(decode(input_ids, model, 12, cg=True).sequences, expected)
+        graphs.append(model._decoding_cache.callables[2, 1])
+    assert graphs[0] is graphs[1]  # though the slopes moved as the first was made
+    assert model.layers[0].mixer.inner_cross_attn.alibi_slopes.device == input_ids.device
 
 
 @pytest.mark.cuda
