@@ -245,6 +245,7 @@ def plan(env) -> dict:
 if __name__ == "__main__":
     setuptools.setup(
         version=version(os.environ),
+        options={"egg_info": {"egg_base": "."}},  # not in compat/, the first folder of modules
         # Metadata and source archives are the same with and without the library: only builds look for torch.
         **(plan(os.environ) if BUILD_COMMANDS & set(sys.argv) else {}),
     )

@@ -45,7 +45,7 @@ import inspect
 
 import torch
 
-import flash_attn_2_cuda as flash_attn_gpu  # noqa: F401  (other packages reach the positional functions through here)
+from flash_attn import _flash_attn_gpu as flash_attn_gpu  # noqa: F401  (other packages import this name from here)
 from flash_attn._ops import checks
 from flash_attn._ops import flash_attn as ops
 

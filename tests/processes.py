@@ -1,34 +1,35 @@
-"""Several processes that form a group of torch.distributed, for tests of what runs in parallel."""
+"""Processes that form a group of torch.distributed, for tests of what runs in parallel.
 
+The processes of a group stay for the next test, because starting them takes longer than most tests.
+"""
+
+import multiprocessing
+import multiprocessing.connection
 import pathlib
+import sys
 import tempfile
+import traceback
 import warnings
 
 import torch
 import torch.distributed as dist
 
+_TIMEOUT = 900  # seconds; more than the longest test takes on a busy machine
+_GROUPS = {}  # (world, backend): the group in use
+
 
 def over_processes(world, target, *args, backend="gloo"):
-    """Call target(group, *args) in each of `world` processes; what one of them raises is raised here.
+    """Call target(group, *args) in each of `world` processes, and raise here what one of them raises.
 
     target is a function at the top level of its module. With backend "nccl", process i has GPU i.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder, "group")
-        torch.multiprocessing.spawn(_run, (file, world, backend, target, args), nprocs=world)
-
-
-def _run(rank, file, world, backend, target, args):
-    torch.set_num_threads(1)
-    warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # old names of collectives
-    if backend == "nccl":
-        torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
+    if (world, backend) not in _GROUPS:
+        _GROUPS[world, backend] = _Group(world, backend)
     try:
-        target(dist.group.WORLD, *args)
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+        _GROUPS[world, backend].call(target, args)
+    except BaseException:  # the other processes may wait for the one that failed: the next test gets new ones
+        _GROUPS.pop((world, backend)).stop()
+        raise
 
 
 def half_of(group):
@@ -36,3 +37,77 @@ def half_of(group):
     ranks = torch.arange(dist.get_world_size(group)).chunk(2)
     halves = [dist.new_group(half.tolist()) for half in ranks]
     return halves[dist.get_rank(group) // len(ranks[0])]
+
+
+class _Group:
+    def __init__(self, world, backend):
+        context = multiprocessing.get_context("forkserver")  # whose processes have torch when they start
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        self.folder = tempfile.TemporaryDirectory()
+        file = pathlib.Path(self.folder.name, "group")
+        self.connections, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, rank, file, world, backend), daemon=True)
+            process.start()
+            theirs.close()  # so that reading from ours ends when the process does
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def call(self, target, args):
+        for connection in self.connections:
+            connection.send((target, args))
+        waiting = list(self.connections)
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting, _TIMEOUT)
+            if not ready:
+                ranks = [self.connections.index(connection) for connection in waiting]
+                raise TimeoutError(f"processes {ranks} have not finished {target.__name__} in {_TIMEOUT} s")
+            for connection in ready:
+                self._check(self.connections.index(connection))
+                waiting.remove(connection)
+
+    def _check(self, rank):
+        """Raise the error that a process reports."""
+        try:
+            error = self.connections[rank].recv()
+        except EOFError:
+            self.processes[rank].join()
+            error = f"it ended with exit code {self.processes[rank].exitcode}"
+        if error:
+            raise RuntimeError(f"process {rank} of {len(self.processes)}: {error}")
+
+    def stop(self):
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.folder.cleanup()
+
+
+def _serve(connection, rank, file, world, backend):
+    """Run what the test sends, until it closes the connection."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("error", "`torch.distributed", FutureWarning)  # old names of collectives
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
+    while True:
+        try:
+            target, args = connection.recv()
+            _as_if_new()
+            target(dist.group.WORLD, *args)
+            dist.barrier()
+        except EOFError:
+            return
+        except BaseException:
+            connection.send(traceback.format_exc())
+        else:
+            connection.send(None)
+
+
+def _as_if_new():
+    """Forget what earlier tests have left: random state and compiled graphs."""
+    torch.manual_seed(0)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

@@ -299,8 +299,10 @@ def test_generator_must_be_none(problem):
         flash_attn_2_cuda.fwd(q, k, v, None, None, 0.0, 0.125, False, -1, -1, 0.0, False, torch.Generator())
 
 
-def test_flash_attn_gpu_is_the_same_module():
-    assert interface.flash_attn_gpu is flash_attn_2_cuda
+def test_flash_attn_gpu_has_the_same_functions():
+    names = flash_attn_2_cuda.__all__
+    assert sorted(names) == ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
+    assert all(getattr(interface.flash_attn_gpu, name) is getattr(flash_attn_2_cuda, name) for name in names)
 
 
 @pytest.mark.parametrize("flag", [(), (True,), (False,)], ids=["short", "with grad", "without grad"])

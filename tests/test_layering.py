@@ -27,7 +27,8 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "_ops": {"_library", "_reference", "_triton"},
     "bert_padding": {"_ops"},  # its checks
     "utils": {"_ops", "_reference", "bert_padding"},  # checks; masks and softmax of the reference of attention
-    "flash_attn_interface": {"_ops"},
+    "_flash_attn_gpu": {"_ops"},
+    "flash_attn_interface": {"_flash_attn_gpu", "_ops"},
     "fused_softmax": {"_ops"},
     "layers": {"_ops", "ops"},
     "losses": {"_ops", "ops"},
@@ -43,6 +44,12 @@ OUTSIDE = {"tests", "benchmarks", "training", "examples"}
 
 def package_files():
     files = sorted((ROOT / "flash_attn").rglob("*.py"))
+    assert files
+    return files
+
+
+def compat_files():
+    files = sorted((ROOT / "compat").glob("*.py"))
     assert files
     return files
 
@@ -103,7 +110,7 @@ def test_optional_packages_are_imported_where_they_are_used():
         allowed = {"_reference": {"torch"}, "_triton": {"torch", "triton"}}.get(part_of(path), REQUIRED_PACKAGES)
         for name in imports(path, top_level_only=True):
             package = name.split(".")[0]
-            if package not in {*allowed, *sys.stdlib_module_names, "flash_attn", "flash_attn_2_cuda"}:
+            if package not in {*allowed, *sys.stdlib_module_names, "flash_attn"}:
                 yield f"imports {package} at the top level"
 
     assert not violations(package_files(), wrong)
@@ -121,7 +128,7 @@ def test_nothing_in_the_package_needs_what_is_not_installed():
     def wrong(path):
         yield from (f"imports {name}" for name in imports(path) if name.split(".")[0] in OUTSIDE)
 
-    assert not violations([*package_files(), *ROOT.glob("*.py")], wrong)
+    assert not violations([*package_files(), *compat_files()], wrong)
 
 
 def test_only_the_library_module_asks_for_the_device():
@@ -153,10 +160,10 @@ def test_modules_beside_the_package_are_thin():
 
     def wrong(path):
         for name in imports(path):
-            if name.startswith("flash_attn.") and name.split(".")[1] not in ("_ops", *FRONTS):
+            if name.startswith("flash_attn.") and name.split(".")[1] not in ("_ops", "_flash_attn_gpu", *FRONTS):
                 yield f"imports {name}"
 
-    assert not violations(set(ROOT.glob("*.py")) - {ROOT / "setup.py"}, wrong)
+    assert not violations(compat_files(), wrong)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

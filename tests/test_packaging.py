@@ -20,11 +20,6 @@ from packaging.version import Version
 from setuptools import Distribution, Extension
 
 ROOT = pathlib.Path(__file__).parents[1]
-# Modules outside the package.
-BESIDE = {
-    "dropout_layer_norm.py", "flash_attn_2_cuda.py", "fused_dense_lib.py", "fused_softmax_lib.py", "rotary_emb.py",
-    "xentropy_cuda_lib.py",
-}  # fmt: skip
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="this is not a source tree")
 
 
@@ -34,13 +29,19 @@ def setup():
     return types.SimpleNamespace(**runpy.run_path(ROOT / "setup.py"))
 
 
-def _build(kind, source, target, **env):
+def _build(kind, source, target, settings=None, **env):
     """Run one of the build backend's hooks (PEP 517, 660) as pip does; return what it made and what it printed."""
-    command = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}))"
+    command = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}, {settings}))"
+    env = _unset() | env
     run = subprocess.run(
-        [sys.executable, "-c", command], cwd=source, env=os.environ | env, check=True, capture_output=True, text=True
+        [sys.executable, "-c", command], cwd=source, env=env, check=True, capture_output=True, text=True
     )
     return target / run.stdout.splitlines()[-1], run.stdout
+
+
+def _unset():
+    """The environment without the variables that steer a build, which whoever runs the tests may have set."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ATT")}
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +73,28 @@ def sdist(source, tmp_path_factory):
     return _build("sdist", source, tmp_path_factory.mktemp("sdist"))[0]
 
 
+def _sources():
+    """Every Python file of the package and of the modules beside it, as paths in the source tree."""
+    files = [path for folder in ("flash_attn", "compat") for path in (ROOT / folder).rglob("*.py")]
+    return {path.relative_to(ROOT).as_posix() for path in files}
+
+
 def _modules():
-    """Every Python file of the package, and the modules beside it."""
-    return {path.relative_to(ROOT).as_posix() for path in (ROOT / "flash_attn").rglob("*.py")} | BESIDE
+    """The same files as an installation has them: those of compat/ at the top level."""
+    return {path.removeprefix("compat/") for path in _sources()}
 
 
-def _installed(wheel, folder):
-    """Unpack a wheel as an installer would."""
+def _unpacked(wheel, folder):
+    """The folder, with a wheel unpacked in it as an installer would."""
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     return folder
 
 
 def _ask(folder, expression):
-    """What a Python finds that has the standard library and `folder` on its path, nothing else."""
-    code = f"import sys; sys.path.append({str(folder)!r}); from importlib import metadata; print({expression})"
+    """What a Python finds that has the standard library and `folder` as its site-packages, nothing else."""
+    imports = "import pathlib, site; from importlib import metadata, util"
+    code = f"{imports}; site.addsitedir({str(folder)!r}); print({expression})"
     command = [sys.executable, "-I", "-S", "-c", code]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
@@ -314,7 +322,7 @@ def test_wheel_contents(wheel):
 @pytest.mark.parametrize("step", ["build", "build_py"])
 def test_wheel_keeps_what_was_built_in_the_same_run(source, tmp_path, step):
     command = [sys.executable, "setup.py", "--quiet", step, "bdist_wheel", "--dist-dir", tmp_path]
-    env = os.environ | {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
+    env = _unset() | {"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}
     subprocess.run(command, cwd=source, env=env, check=True, capture_output=True)
     (made,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(made) as archive:
@@ -341,24 +349,43 @@ def test_version(setup, local):
     assert (version.local or "") == local
 
 
-@pytest.mark.parametrize("kind", ["wheel", "editable"])
-def test_other_packages_find_the_distribution(kind, source, tmp_path):
+KINDS = {"wheel": ("wheel", None), "editable": ("editable", None), "strict": ("editable", {"editable_mode": "strict"})}
+
+
+@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
+def installed(request, source, tmp_path_factory):
+    """A folder with the package installed in it, with a local version label."""
+    kind, settings = request.param
+    folder = tmp_path_factory.mktemp("installed")
+    env = dict(FLASH_ATTENTION_SKIP_CUDA_BUILD="TRUE", FLASH_ATTN_LOCAL_VERSION="x")
+    built, _ = _build(kind, source, folder, settings, **env)
+    return _unpacked(built, folder / "site")
+
+
+def test_other_packages_find_the_distribution(installed):
     """transformers asks which distribution the module belongs to, and which version that is."""
-    built, _ = _build(kind, source, tmp_path, FLASH_ATTENTION_SKIP_CUDA_BUILD="TRUE", FLASH_ATTN_LOCAL_VERSION="x")
-    folder = _installed(built, tmp_path / "site")
-    for name in {path.split("/")[0].removesuffix(".py") for path in _modules()}:
-        assert _ask(folder, f"metadata.packages_distributions()[{name!r}]") == "['flash-attn']"
-    assert _ask(folder, "metadata.version('flash_attn')").endswith("+x")
+    names = {path.split("/")[0].removesuffix(".py") for path in _modules()}
+    found = _ask(installed, f"[metadata.packages_distributions()[name] for name in {names}]")
+    assert found == str([["flash-attn"]] * len(names))
+    assert _ask(installed, "metadata.version('flash_attn')").endswith("+x")
+
+
+def test_modules_are_found(installed):
+    """Those of compat/ by their own names."""
+    files = [ROOT / "flash_attn/__init__.py", *sorted((ROOT / "compat").glob("*.py"))]
+    names = ["flash_attn", *(path.stem for path in files[1:])]
+    found = _ask(installed, f"[pathlib.Path(util.find_spec(name).origin).read_text() for name in {names}]")
+    assert found == str([path.read_text() for path in files])
 
 
 def test_sdist_contents(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.*") if path.suffix != ".pyc"}
-    assert {"setup.py", "pyproject.toml", "LICENSE", "flash_attn/__init__.py", "flash_attn/py.typed"} <= names
-    assert sources <= names
+    csrc = {path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.*") if path.suffix != ".pyc"}
+    assert {"pyproject.toml", "LICENSE", "flash_attn/py.typed"} <= names
+    assert csrc <= names
     assert not [name for name in names if name.endswith((".so", ".pyc")) or name.startswith(("build/", "tests/"))]
-    assert {name for name in names if "/" not in name and name.endswith(".py")} == {"setup.py"} | BESIDE
+    assert {name for name in names if name.endswith(".py")} - csrc == {"setup.py"} | _sources()
 
 
 def test_sdist_makes_the_same_wheel(sdist, wheel, tmp_path):

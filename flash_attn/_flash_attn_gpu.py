@@ -1,4 +1,6 @@
-"""The positional functions that other packages call in place of flash-attn 2.8's compiled module of this name.
+"""The positional functions that other packages call in place of flash-attn 2.8's compiled module.
+
+They reach them as `flash_attn_2_cuda` (see compat/) and as `flash_attn.flash_attn_interface.flash_attn_gpu`.
 
     fwd, varlen_fwd, bwd, varlen_bwd, fwd_kvcache
 
