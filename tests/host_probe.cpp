@@ -104,8 +104,8 @@ const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
   return answer(tile, {found.rows, found.keys, found.warp_keys, found.stages});
 }
 
-// plan: parts, elements of scratch for the sums of dq, for row values and for counters, whether the main kernel rounds
-// dq, and key heads of a section.
+// plan: elements of scratch for the sums of dq, for row values and for counters, whether the main kernel rounds dq, and
+// key heads of a section.
 const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
                           int64_t seqlen_k, bool packed, bool causal, bool deterministic, bool has_sm90,
                           int64_t multiprocessors, int64_t* plan) {
@@ -122,7 +122,7 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
   p.problem.window_right = causal ? 0 : kUnbounded;
   p.aligned = true;
   const BwdScratch scratch = plan_bwd(p, deterministic, has_sm90, multiprocessors);
-  return answer(plan, {p.num_parts, scratch.dq_sums, scratch.rows, scratch.counters, p.rounds_dq, p.section_heads});
+  return answer(plan, {scratch.dq_sums, scratch.rows, scratch.counters, p.rounds_dq, p.section_heads});
 }
 
 // constants: multiplier, shift.

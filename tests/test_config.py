@@ -425,8 +425,8 @@ def test_tiles_are_counted_in_32_bits(host):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_parts_of_the_backward(host, packed):
-    """One, but in the deterministic mode as many as keep the GPU busy; their sums are linear in the sequence."""
+def test_scratch_of_the_portable_backward(host, packed):
+    """A deterministic call takes the same sums of dQ, and a counter for each 32 rows of an entry in blocks of 128."""
     draw = random.Random(2)
     for _ in range(300):
         batch, heads_k, group = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((1, 4))
@@ -434,13 +434,19 @@ def test_parts_of_the_backward(host, packed):
         seqlen_q, seqlen_k = (draw.choice((0, 1, 100, 5000, 1_000_000)) for _ in "qk")
         sizes = batch, heads_k * group, heads_k, head_dim, seqlen_q, seqlen_k, packed, False
         rows = (1 if packed else batch) * heads_k * group * seqlen_q
-        one = numbers(host, 6, "find_bwd_plan", *sizes, False, False, sms)
-        assert one == [1, -(-rows // 8) * 8 * head_dim, 0, 0, False, 1]
-        parts, scratch, *others = numbers(host, 6, "find_bwd_plan", *sizes, True, False, sms)
-        assert others == [0, 0, False, 1]
-        _, keys, _, _ = numbers(host, 4, "find_bwd_tile", head_dim, False)
-        assert 1 <= parts <= min(128, sms, max(1, -(-seqlen_k // keys)))
-        assert scratch == -(-parts * rows // 8) * 8 * head_dim
+        sums = -(-rows // 8) * 8 * head_dim
+        assert numbers(host, 5, "find_bwd_plan", *sizes, False, False, sms) == [sums, 0, 1, False, 1]
+        found, row_values, counters, rounds, _ = numbers(host, 5, "find_bwd_plan", *sizes, True, False, sms)
+        assert (found, row_values, rounds) == (sums, 0, False)
+        heads = heads_k * group
+        blocks = heads * (seqlen_q // 128 + batch) if packed else batch * heads * -(-seqlen_q // 128)
+        assert counters == 1 + 4 * blocks * (seqlen_q > 0)
+
+
+def test_deterministic_memory_is_linear_in_the_sequence(host):
+    """32 query heads that share one key head, 32k rows and keys: dQ in fp32 has 512 MB, and all else is small."""
+    scratch = sum(numbers(host, 5, "find_bwd_plan", 1, 32, 1, 128, 32768, 32768, False, True, True, False, 132)[:3])
+    assert 4 * scratch < 1.01 * 4 * 32 * 32768 * 128
 
 
 @pytest.mark.parametrize("group, head_dim, rows, packed, causal, section", [
@@ -452,24 +458,24 @@ def test_parts_of_the_backward(host, packed):
 def test_key_heads_whose_blocks_start_together_on_sm90(host, group, head_dim, rows, packed, causal, section):
     """As many as have rows of 8 MB with dout and sums of dq, twice as many if causal; 8 if dq is not rounded."""
     sizes = 4, 8 * group, 8, head_dim, rows, rows, packed, causal
-    assert numbers(host, 6, "find_bwd_plan", *sizes, False, True, 132)[-1] == section
+    assert numbers(host, 5, "find_bwd_plan", *sizes, False, True, 132)[-1] == section
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
-    """One part; row values in blocks of 128 for each head, and counters."""
+    """Row values in blocks of 128 for each head, and counters."""
     draw = random.Random(3)
     for _ in range(300):
         batch, heads, head_dim = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((40, 64, 96, 128, 192, 256))
         lengths = [draw.choice((1, 100, 128, 5000)) for _ in range(batch)] if packed else [draw.choice((1, 128, 5000))]
         seqlen_k = draw.choice((77, 128, 129, 2048, 2049))
         sizes = batch, heads, heads, head_dim, sum(lengths), seqlen_k, packed, False
-        parts, sums, rows, counters, rounds, _ = numbers(host, 6, "find_bwd_plan", *sizes, deterministic, True, 132)
+        sums, rows, counters, rounds, _ = numbers(host, 5, "find_bwd_plan", *sizes, deterministic, True, 132)
         entries = 1 if packed else batch
         instance = host.call("find_instance_head_dim", head_dim)
         assert rows % (entries * heads * 128) == 0
-        assert (parts, sums) == (1, instance * (-(-entries * heads * sum(lengths) // 8) * 8))
+        assert sums == instance * (-(-entries * heads * sum(lengths) // 8) * 8)
         assert rounds == (not packed and (head_dim <= 64 or (head_dim <= 128 and seqlen_k <= 2048)))
         assert counters == 1 + (rows // 32 if rounds or deterministic else 0)
         starts = [sum(lengths[:entry]) // 128 * 128 + 128 * entry for entry in range(len(lengths))]

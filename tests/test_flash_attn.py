@@ -855,6 +855,37 @@ DETERMINISTIC = [
 ]
 
 
+MANY_BLOCKS_IN_TURN = [  # of keys that the same rows see, of heads that share keys, and of ragged entries
+    Problem(seqlen_q=1100, seqlen_k=1300, heads=8, heads_k=2, head_dim=head_dim, deterministic=True, varlen=varlen, **o)
+    for head_dim in (64, 100, 128, 256)
+    for varlen in (False, True)
+    for o in (dict(causal=True), dict(window=(300, 200)), dict(dropout_p=0.1, softcap=5.0))
+]
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("case", params(MANY_BLOCKS_IN_TURN))
+def test_many_blocks_in_turn_are_equal_bit_by_bit(case, portable, device, monkeypatch):
+    """While products on another stream take multiprocessors now and then."""
+    if portable:
+        monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    *inputs, dout = (case.formed(x) for x in case.tokens(device))
+    leaves = [x.requires_grad_() for x in case.packed(inputs)]
+    load, factor = torch.cuda.Stream(), torch.randn(2048, 2048, dtype=torch.bfloat16, device=device)
+
+    def run():
+        torch.manual_seed(0)
+        out, _, _ = case.attend(case.lengths(), *leaves, pages=None)
+        return torch.autograd.grad(out, leaves, dout)
+
+    first = run()
+    for _ in range(10):
+        with torch.cuda.stream(load):
+            torch.mm(factor, factor)
+        assert all(torch.equal(x, y) for x, y in zip(run(), first, strict=True))
+
+
 def deterministic_run(case, packed, device):
     """A function that gives out, lse and the gradients of the same problem each time."""
     case = case.but(deterministic=True)

@@ -138,6 +138,29 @@ def test_memory_grows_with_the_sequence_not_with_its_square(dropout_p, device):
 
 
 @pytest.mark.cuda
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
+def test_deterministic_backward_takes_little_memory(head_dim, portable, device, monkeypatch):
+    """As much as a call that adds in any order, but for counters. Copies of Hopper cannot move rows of 100 elements."""
+    if portable:
+        monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    q = torch.randn(1, 4096, 16, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+    kv = torch.randn(1, 4096, 1, head_dim, dtype=torch.bfloat16, device=device)
+
+    def peak(deterministic):
+        out = flash_attn_func(q, kv, kv, causal=True, deterministic=deterministic)
+        dout = torch.ones_like(out)
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(out, q, dout)
+        return torch.cuda.max_memory_allocated() - before
+
+    assert peak(True) <= 1.05 * peak(False)
+
+
+@pytest.mark.cuda
 def test_runs_on_the_current_stream(device):
     """The inputs are ready on the side stream only, after a long wait."""
     case = Case(seqlen_q=512, seqlen_k=512, causal=True, heads_k=2)
@@ -176,12 +199,16 @@ def test_two_streams_at_once(device):
 
 @pytest.mark.sm90
 @pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_backward_while_others_hold_most_multiprocessors(deterministic, device):
+@pytest.mark.parametrize("head_dim, portable, deterministic", [
+    (64, False, False), (64, False, True), (192, False, True), (256, False, True), (64, True, True), (128, True, True),
+])  # fmt: skip
+def test_backward_while_others_hold_most_multiprocessors(head_dim, portable, deterministic, device, monkeypatch):
     """Its blocks wait for one another, but for none that needs a multiprocessor yet."""
+    if portable:
+        monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
     probe = native.library(pathlib.Path(__file__).with_name("occupy_probe.cu"), native.CUDA)
     held = torch.cuda.get_device_properties(device).multi_processor_count - 16
-    q = torch.randn(1, 384, 64, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
+    q = torch.randn(1, 384, 64, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
     out = flash_attn_func(q, q, q, causal=True, deterministic=deterministic)
     dout = torch.randn_like(out)
 

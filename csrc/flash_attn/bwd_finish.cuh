@@ -1,4 +1,4 @@
-// After the backward: dQ, rounded from the sums of its parts unless it is already, and zeros for the keys that no entry
+// After the backward: dQ, rounded from the sums unless it is already, and zeros for the keys that no entry
 // uses.
 //
 // A thread takes 16 channels of a row, of dQ or of dK and dV.
@@ -64,11 +64,9 @@ template <typename Config>
 __device__ void finish_dq(const BwdParams& p, const Span& token, int head, int col) {
   const Problem& problem = p.problem;
   float values[16] = {};
-  for (int part = 0; part < p.num_parts; ++part) {
-    const float* sums = dq_sums<Config::kHeadDim>(p, token, head, part, 0, col / Config::kChannels);
+  const float* sums = dq_sums<Config::kHeadDim>(p, token, head, 0, col / Config::kChannels);
 #pragma unroll
-    for (int t = 0; t < 4; ++t) add_quad(values, load<4>(sums + 4 * t), t, problem.softmax_scale);
-  }
+  for (int t = 0; t < 4; ++t) add_quad(values, load<4>(sums + 4 * t), t, problem.softmax_scale);
   using T = typename Config::T;
   store_channels(first_token<T>(p.dq, token, head), values, col, problem.head_dim, p.dq.head_dim, p.aligned);
 }

@@ -102,21 +102,19 @@ __device__ void clear_dq(const BwdParams& p, const SumRow& at, int lane) {
     if (col < p.problem.head_dim && !at.sees_keys(p.problem)) store(row + col, Vec<T, 8>{});
     return;
   }
-#pragma unroll 1
-  for (int part = 0; part < p.num_parts; ++part) {
 #pragma unroll
-    for (int i = 4 * lane; i < Config::kHeadDim; i += 4 * Config::kLanes) {
-      store(dq_sums<Config::kHeadDim>(p, at.span, at.head, part, at.row, i / 16) + i % 16, Vec<float, 4>{});
-    }
+  for (int i = 4 * lane; i < Config::kHeadDim; i += 4 * Config::kLanes) {
+    store(dq_sums<Config::kHeadDim>(p, at.span, at.head, at.row, i / 16) + i % 16, Vec<float, 4>{});
   }
 }
 
 __device__ inline void store_row_values(const BwdParams& p, const SumRow& at, float lse, float delta) {
   const int64_t index = row_value_index(p, at.span, at.entry, at.head) + at.row;
+  if (p.turns != nullptr && index % kRowsPerTurn == 0) *turns_of(p, index) = 0;
+  if (!p.on_sm90) return;
   const bool sees = at.sees_keys(p.problem);
   p.lse_log2[index] = sees ? lse * kLog2e : INFINITY;
   p.delta[index] = sees ? delta : 0.f;
-  if (p.turns != nullptr && index % kRowsPerTurn == 0) *turns_of(p, index) = 0;
 }
 
 // kSteps rows of a lane, from `first` on.
@@ -165,12 +163,12 @@ __device__ void prepare_rows(const BwdParams& p, int outer, int64_t first) {
   if (lse == INFINITY) delta = 0;
   p.softmax_d[outer * row_sums_per_head(problem) + position_of(lane)] = delta;
   const bool in_block = own.row < (own.span.length + kRowSumsPad - 1) / kRowSumsPad * kRowSumsPad;
-  if (p.on_sm90 && own.entry < problem.batch && in_block) store_row_values(p, own, lse, delta);
+  if (own.entry < problem.batch && in_block) store_row_values(p, own, lse, delta);
 }
 
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __grid_constant__ BwdParams p) {
-  if (p.on_sm90 && blockIdx.x == 0 && threadIdx.x == 0) *p.taken = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.taken = 0;
   const int blocks_per_head = blocks_for<Config::kRows>(row_sums_per_head(p.problem));
   const int outer = blockIdx.x / blocks_per_head;
   const int64_t first = int64_t{blockIdx.x % blocks_per_head} * Config::kRows + threadIdx.x / Config::kLanes;

@@ -12,29 +12,27 @@
 
 namespace flash::flash_attn {
 
-// Blocks first, first + step, .. of the keys of an entry, in one key head.
+// A block of the keys of an entry, in one key head.
 struct KeyWork {
   int entry, head_k;
-  int first, step;
+  int block;
 };
 
 // How many blocks share a key head: of an entry or, if packed, of all entries, as many as the tokens could need.
 template <int kBlockN>
 __host__ __device__ int blocks_per_head(const BwdParams& p) {
-  if (p.own_sums) return p.num_parts;
   return p.problem.cu_seqlens_k ? p.problem.seqlen_k / kBlockN + p.problem.batch
                                 : blocks_for<kBlockN>(p.problem.seqlen_k);
 }
 
 // Of all entries unless they are packed.
 __host__ __device__ inline int num_key_heads(const BwdParams& p) {
-  const bool packed = p.problem.cu_seqlens_k != nullptr && !p.own_sums;
-  return p.problem.heads_k * (packed ? 1 : p.problem.batch);
+  return p.problem.heads_k * (p.problem.cu_seqlens_k != nullptr ? 1 : p.problem.batch);
 }
 
 // Blocks come in sections of key heads; in a section, those of the first keys come first.
 template <int kBlockN>
-__device__ KeyWork key_work(const BwdParams& params, int block = blockIdx.x) {
+__device__ KeyWork key_work(const BwdParams& params, int block) {
   const Problem& p = params.problem;
   const int per_head = blocks_per_head<kBlockN>(params), heads = num_key_heads(params);
   const int section_size = params.section_heads;
@@ -42,11 +40,11 @@ __device__ KeyWork key_work(const BwdParams& params, int block = blockIdx.x) {
   const int section_heads = min(section_size, heads - section * section_size);
   const int head = section * section_size + place % section_heads, index = place / section_heads;
 
-  if (p.cu_seqlens_k == nullptr || params.own_sums) return {head / p.heads_k, head % p.heads_k, index, per_head};
+  if (p.cu_seqlens_k == nullptr) return {head / p.heads_k, head % p.heads_k, index};
   // The blocks of entry b start at cu_seqlens_k[b] / kBlockN + b.
   const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_k + entry) / kBlockN + entry; };
   const int entry = last_entry_from(p.batch, index, start_of);
-  return {entry, head, index - start_of(entry), per_head};
+  return {entry, head, index - start_of(entry)};
 }
 
 // How many blocks a launch has.

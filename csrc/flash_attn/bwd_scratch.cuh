@@ -46,9 +46,6 @@ __device__ inline int64_t row_value_index(const BwdParams& p, const Span& q, int
 // Two of BwdParams::turns for each block of 64 rows; `index` is that of a row in lse_log2.
 __device__ inline int* turns_of(const BwdParams& p, int64_t index) { return p.turns + index / kRowsPerTurn; }
 
-// Rows of q in all: tokens and heads.
-__host__ __device__ inline int64_t num_rows(const Problem& p) { return num_entries(p) * p.heads * p.seqlen_q; }
-
 // The sums of dQ: 16 channels of kDqRowsTogether rows lie together, for rows of all heads and entries in their order. A
 // warp adds to 16 channels of 8 rows at a time, which is faster in whole cache lines; bwd_sm90.cuh adds boxes. The
 // channels of a row are in the order in which the lanes of a quad hold them: channel 8 x + 2 t + z at 4 t + 2 x + z.
@@ -57,11 +54,11 @@ constexpr int kDqRowsTogether = kHeadDim > 128 ? 8 : 1;
 template <int kHeadDim>
 constexpr int kDqGroupStep = 16 * kDqRowsTogether<kHeadDim>;  // from one group of 16 channels to the next
 
-// Address of a group of channels of a row of an entry, in a part of the sums.
+// Address of a group of channels of a row of an entry.
 template <int kHeadDim>
-__device__ float* dq_sums(const BwdParams& p, const Span& q, int head, int part, int row, int group) {
+__device__ float* dq_sums(const BwdParams& p, const Span& q, int head, int row, int group) {
   constexpr int kRows = kDqRowsTogether<kHeadDim>;
-  const int64_t index = part * num_rows(p.problem) + row_index(p.problem, q, head) + row;
+  const int64_t index = row_index(p.problem, q, head) + row;
   return p.dq_sums + index / kRows * kRows * kHeadDim + group * kDqGroupStep<kHeadDim> + index % kRows * 16;
 }
 

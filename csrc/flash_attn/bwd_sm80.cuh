@@ -20,8 +20,9 @@
 // elementwise work find the tensor cores busy. Where registers do not hold the channels of 32 keys (head_dim > 128),
 // pairs of warps divide them, and P^T and dS^T pass through shared memory.
 //
-// Loads of the next rows run under the computation. Deterministic: a fixed set of blocks shares the keys of a head,
-// each with sums of dQ of its own; a thread adds to the same elements in the same order in every run.
+// Loads of the next rows run under the computation. Deterministic: blocks add to the same rows of dQ in turn, those
+// with the first keys first. They take their keys from a counter in this order: however few blocks run at a time, none
+// waits for keys that no block has taken.
 #pragma once
 
 #include <cstdint>
@@ -44,6 +45,7 @@
 #include "ptx/barrier.cuh"
 #include "ptx/copy.cuh"
 #include "ptx/math.cuh"
+#include "ptx/sync.cuh"
 #include "tile/fragment.cuh"
 #include "tile/gemm.cuh"
 #include "tile/load.cuh"
@@ -70,6 +72,18 @@ struct BwdConfig {
   static_assert(kThreads >= 2 * kBlockM, "a thread loads one row value");
 };
 
+// A block of query rows in one of the heads that share the key head.
+struct RowBlock {
+  int head, block;
+
+  __device__ RowBlock next(const Interval& blocks) const {
+    return block == blocks.last ? RowBlock{head + 1, blocks.first} : RowBlock{head, block + 1};
+  }
+  __device__ RowBlock previous(const Interval& blocks) const {
+    return block == blocks.first ? RowBlock{head - 1, blocks.last} : RowBlock{head, block - 1};
+  }
+};
+
 template <typename Config>
 struct BwdShared {
   using T = typename Config::T;
@@ -89,6 +103,9 @@ struct BwdShared {
   Interval live_keys;   // that some row sees
   Interval keys;        // of the present block
   Interval row_blocks;  // that see some of them
+  struct Turn {
+    RowBlock previous, rows;  // head -1: none yet
+  } turn;
 };
 
 template <typename Config>
@@ -116,18 +133,6 @@ struct Share {
   // would gain 1 to 2 % and 192 lose 3; and compute-sanitizer's racecheck, which passes, would not understand it.)
   __device__ int partner_barrier() const { return 1 + member; }
   __device__ int team_barrier() const { return 5 + sums_dv; }
-};
-
-// A block of query rows in one of the heads that share the key head.
-struct RowBlock {
-  int head, block;
-
-  __device__ RowBlock next(const Interval& blocks) const {
-    return block == blocks.last ? RowBlock{head + 1, blocks.first} : RowBlock{head, block + 1};
-  }
-  __device__ RowBlock previous(const Interval& blocks) const {
-    return block == blocks.first ? RowBlock{head - 1, blocks.last} : RowBlock{head, block - 1};
-  }
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -300,12 +305,12 @@ __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams
                         along_rows<Config::kDqShares>(shared.k, share.dq_dim0));
 
   const RowBlock previous = rows.previous(shared.row_blocks);
-  const int part = p.own_sums ? shared.work.first : 0, row0 = previous.block * Config::kBlockM + share.dq_row0;
+  const int row0 = previous.block * Config::kBlockM + share.dq_row0;
 #pragma unroll
   for (int r = 0; r < dq.kLaneRows; ++r) {
     const int row = row0 + dq.row(r);
     if (row >= shared.seq.q.length) continue;
-    float* sums = dq_sums<Config::kHeadDim>(p, shared.seq.q, previous.head, part, row, share.dq_dim0 / 16);
+    float* sums = dq_sums<Config::kHeadDim>(p, shared.seq.q, previous.head, row, share.dq_dim0 / 16);
 #pragma unroll
     for (int c = 0; c < dq.kLaneCols; c += 4) {
       constexpr int kShareCols = Config::kPageCols / Config::kDqShares;
@@ -316,6 +321,44 @@ __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams
   }
 }
 
+// The rows that the block starts with.
+template <typename Config>
+__device__ RowBlock first_rows(const BwdShared<Config>& shared, const BwdParams& p) {
+  return {shared.work.head_k * (p.problem.heads / p.problem.heads_k), shared.row_blocks.first};
+}
+
+// Deterministic: blocks add to the same rows in turn, those with the first keys first.
+
+// The semaphore of a block of rows: how many blocks have added their dQ.
+template <typename Config>
+__device__ int* semaphore_of(const BwdShared<Config>& shared, const BwdParams& p, const RowBlock& rows) {
+  const int64_t head_row = row_value_index(p, shared.seq.q, shared.work.entry, rows.head);
+  return turns_of(p, head_row + rows.block * Config::kBlockM);
+}
+
+// Waits until the blocks with earlier keys that the rows see have added their dQ. One thread calls it.
+template <typename Config>
+__device__ void await_turn(const BwdShared<Config>& shared, const BwdParams& p, const RowBlock& rows) {
+  const Mask mask(p.problem, shared.seq);
+  const Interval all = interval_of<Config::kBlockM>(rows.block);
+  const int first_key = mask.keys_seen_by_any({all.first, min(all.last, mask.seqlen_q - 1)}).first;
+  ptx::wait_semaphore(semaphore_of(shared, p, rows), shared.work.block - first_key / Config::kBlockN);
+}
+
+// Synchronises the block before a step. dQ of shared.turn's rows, if there are any, is added in the step: the block
+// waits for its turn. dQ of the rows before has been added by all warps: the next block gets the turn. (Not inlined, so
+// that the loop has the same registers and instructions as without turns.)
+template <typename Config>
+__noinline__ __device__ void sync_in_turn(BwdShared<Config>& shared, const BwdParams& p) {
+  auto& [previous, rows] = shared.turn;
+  if (threadIdx.x == 0 && rows.head >= 0) await_turn(shared, p, rows);
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (previous.head >= 0) ptx::release_semaphore(semaphore_of(shared, p, previous));
+  previous = rows;
+  rows = rows.head < 0 ? first_rows(shared, p) : rows.next(shared.row_blocks);
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // dV and dK
 
@@ -323,11 +366,11 @@ __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams
 template <typename Config>
 __device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<Config>& sum) {
   using T = typename Config::T;
-  const auto& [entry, head_k, first_block, block_step] = shared.work;
+  const int head_k = shared.work.head_k;
   const Interval &keys = shared.keys, &blocks = shared.row_blocks;
   const int group = p.problem.heads / p.problem.heads_k, steps = (blocks.last - blocks.first + 1) * group;
   if (steps == 0) return;
-  RowBlock rows{head_k * group, blocks.first};
+  RowBlock rows = first_rows(shared, p);
   load_tile<Config>(shared.k, p, p.k, shared.seq.k, head_k, keys.first, shared.live_keys);
   load_tile<Config>(shared.v, p, p.v, shared.seq.k, head_k, keys.first, shared.live_keys);
   load_rows(shared, 0, p, rows);
@@ -335,7 +378,8 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<
     const int stage = step % Config::kStages, parity = step % 2;
     ptx::commit_copies();
     ptx::wait_copies<0>();
-    __syncthreads();  // the rows are here, and nobody reads those before them any more
+    // The rows are here, and no warp reads those before them any more.
+    p.in_turns ? sync_in_turn(shared, p) : __syncthreads();
     if (Config::kStages > 1 && step + 1 < steps) load_rows(shared, 1 - stage, p, rows.next(blocks));
 
     const Share<Config> share;
@@ -373,8 +417,12 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<
       load_rows(shared, 0, p, rows);
     }
   }
-  __syncthreads();
+  p.in_turns ? sync_in_turn(shared, p) : __syncthreads();
   add_previous_dq(shared, p, Share<Config>(), rows, (steps - 1) % 2);
+  __syncthreads();
+  if (p.in_turns && threadIdx.x == 0) {
+    ptx::release_semaphore(semaphore_of(shared, p, shared.turn.previous));
+  }
 }
 
 // Rounds dV or dK, times `factor`, to global memory, by way of a tile that nobody reads any more.
@@ -402,42 +450,34 @@ __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const B
 
 // ---------------------------------------------------------------------------------------------------------------------
 
+// Finds the block's keys, and the rows that see them. One thread calls it.
+template <typename Config>
+__device__ void find_work(BwdShared<Config>& shared, const BwdParams& p) {
+  shared.work = key_work<Config::kBlockN>(p, p.in_turns ? atomicAdd(p.taken, 1) : blockIdx.x);
+  shared.seq = Sequence(p.problem, shared.work.entry);
+  const Mask mask(p.problem, shared.seq);
+  shared.live_rows = mask.rows_that_see(Interval{0, mask.seqlen_k - 1});
+  shared.live_keys = mask.keys_seen_by_any({0, mask.seqlen_q - 1});
+  shared.turn = {{-1, 0}, {-1, 0}};
+  shared.keys = interval_of<Config::kBlockN>(shared.work.block);
+  shared.row_blocks =
+      blocks_of<Config::kBlockM>(mask.rows_that_see({shared.keys.first, min(shared.keys.last, mask.seqlen_k - 1)}));
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_constant__ BwdParams p) {
-  constexpr int kBlockN = Config::kBlockN;
   auto& shared = shared_memory<BwdShared<Config>>();
-  const KeyWork& work = shared.work;
-  const Interval& keys = shared.keys;
-  if (threadIdx.x == 0) {
-    shared.work = key_work<kBlockN>(p);
-    shared.seq = Sequence(p.problem, work.entry);
-    const Mask mask(p.problem, shared.seq);
-    shared.live_rows = mask.rows_that_see(Interval{0, mask.seqlen_k - 1});
-    shared.live_keys = mask.keys_seen_by_any({0, mask.seqlen_q - 1});
-  }
+  if (threadIdx.x == 0) find_work(shared, p);
   __syncthreads();
-
-  const int& seqlen_k = shared.seq.k.length;
-  int block = work.first;
-  while (block * kBlockN < seqlen_k) {
-    if (threadIdx.x == 0) {
-      const Mask mask(p.problem, shared.seq);
-      shared.keys = interval_of<kBlockN>(block);
-      shared.row_blocks = blocks_of<Config::kBlockM>(mask.rows_that_see({keys.first, min(keys.last, seqlen_k - 1)}));
-    }
-    __syncthreads();
-    KeySum<Config> sum;
-    sum.fill(0);
-    walk_rows(shared, p, sum);
-    __syncthreads();
-    const Share<Config> share;
-    if (share.sums_dv) {
-      store_sum(shared.v, sum, p.problem.dropout_rescale, shared, share, p, p.dv);
-    } else {
-      store_sum(shared.k, sum, p.problem.softmax_scale, shared, share, p, p.dk);
-    }
-    block = keys.first / kBlockN + work.step;
-    __syncthreads();
+  if (shared.keys.first >= shared.seq.k.length) return;
+  KeySum<Config> sum;
+  sum.fill(0);
+  walk_rows(shared, p, sum);
+  const Share<Config> share;
+  if (share.sums_dv) {
+    store_sum(shared.v, sum, p.problem.dropout_rescale, shared, share, p, p.dv);
+  } else {
+    store_sum(shared.k, sum, p.problem.softmax_scale, shared, share, p, p.dk);
   }
 }
 

@@ -102,14 +102,15 @@ struct BwdSm90Shared {
   int index[2];                            // of blocks of keys, or -1 after the last
 
   __device__ void init() {
-    q.barriers.init(Config::kConsumers);
-    dout.barriers.init(Config::kConsumers);
-    ds_ring.init(Config::kConsumers, Config::kConsumers * kWarpgroup / 32);
+    constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / 32;
+    q.barriers.init(kConsumerWarps);
+    dout.barriers.init(kConsumerWarps);
+    ds_ring.init(kConsumerWarps, kConsumerWarps);
     turn_ring.init(Config::kConsumers);
     for (ptx::SharedBarrier& here : sums_here) here.init(1);
     keys_here.init(2);
-    keys_free.init(Config::kConsumers);
-    index_ring.init(Config::kConsumers * (kWarpgroup / 32 + 1) + Config::kAwaitsTurns);  // all warps but the loader's
+    keys_free.init(kConsumerWarps);
+    index_ring.init(kConsumerWarps + Config::kConsumers + Config::kAwaitsTurns);  // all warps but the loader's
     ptx::fence_barrier_init();
   }
 };
@@ -179,14 +180,15 @@ struct Turn {
   __device__ Turn(const BwdParams& p, const KeyBlock<Config>& block, int head, int row_block) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
     const Interval keys = block.mask.keys_seen_by_any({rows.first, min(rows.last, block.mask.seqlen_q - 1)});
-    before = block.work.first - keys.first / Config::kBlockN;
-    last = block.work.first == keys.last / Config::kBlockN;
+    before = block.work.block - keys.first / Config::kBlockN;
+    last = block.work.block == keys.last / Config::kBlockN;
     awaited = before > 0 && !last && !p.in_turns ? 1 : before;
     counters = turns_of(p, row_value_index(p, block.seq.q, block.work.entry, head) + rows.first);
   }
 
   __device__ void wait(int half) const {
-    if (awaited > 0) ptx::wait_for(counters + half, awaited);
+    if (awaited > 0) ptx::wait_semaphore(counters + half, awaited);
+    ptx::fence_async_global();
   }
 };
 
@@ -238,7 +240,8 @@ struct DqWarp {
   __device__ void tell() const {
     if (added == nullptr) return;
     ptx::wait_stores();
-    ptx::announce(added);
+    ptx::fence_async_global();
+    ptx::release_semaphore(added);
   }
 
   // One lane: the sums to the box.
@@ -462,7 +465,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   }
 
   __device__ void end_last_dq(HalfOfDq& dq) {
-    if (this->leads()) shared.ds_ring.release(dq_at);
+    if (lane_id() == 0) shared.ds_ring.release(dq_at);
     dq_at.advance();
     hand_over(dq, last_dq_rows);
   }
@@ -477,7 +480,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     HalfOfDq dq;
     start_dq(dq, ds);
     wait_gemms<1>(dv);
-    if (this->leads()) shared.dout.barriers.release(at);
+    if (lane_id() == 0) shared.dout.barriers.release(at);
     start_dk(gradients);
     wait_gemms<1>(dq);
     hand_over(dq, dq_rows);
@@ -498,7 +501,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     start_dk(gradients);
     if (rank == 0) ptx::arrive_at_barrier<2 * kWarpgroup>(kStepBarrier);
     wait_gemms<1>(dv, dq);
-    if (this->leads()) shared.dout.barriers.release(at);
+    if (lane_id() == 0) shared.dout.barriers.release(at);
     if (last_dq_rows != kNone) end_last_dq(dq);
     last_dq_rows = dq_rows;
   }
@@ -523,7 +526,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       sum_together(weights, gradients, dq_rows);
     }
     wait_gemms<0>(dk);
-    if (this->leads()) shared.q.barriers.release(at);
+    if (lane_id() == 0) shared.q.barriers.release(at);
     at.advance();
   }
 
@@ -538,7 +541,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
         start_last_dq(dq);
         wait_gemms<0>(dq);
       }
-      if (this->leads()) shared.keys_free.arrive();
+      if (lane_id() == 0) shared.keys_free.arrive();
       if constexpr (Config::kStaggered) end_last_dq(dq);
     }
     this->store_sum(dv, p.problem.dropout_rescale, p.dv);

@@ -59,8 +59,8 @@ struct KeyBlock {
       : work(key_work<kClusterKeys>(p, index)),
         seq(p.problem, work.entry),
         mask(p.problem, seq),
-        keys(interval_of<Config::kBlockN>(work.first * Config::kCluster + rank)),
-        cluster_keys(interval_of<kClusterKeys>(work.first)),
+        keys(interval_of<Config::kBlockN>(work.block * Config::kCluster + rank)),
+        cluster_keys(interval_of<kClusterKeys>(work.block)),
         row_blocks(blocks_of<Config::kBlockM>(
             mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}))),
         num_heads(p.problem.heads / p.problem.heads_k) {
@@ -150,6 +150,8 @@ __device__ inline unsigned not_kept(unsigned value) {
 
 __device__ inline int own_barrier(int rank) { return 6 + rank; }
 
+// Each warp releases the stages that it has read, by its first lane: products of a warpgroup that have ended say
+// nothing about what other warps still read with ordinary loads, as they do lse and delta.
 template <typename Config_, typename Shared>
 struct BwdConsumer {
   using Config = Config_;
@@ -164,8 +166,6 @@ struct BwdConsumer {
   const int rank;  // of the warpgroup
   const int key0;  // of the warp, in the block
   typename Ring<Config::kStages>::Cursor at = {};
-
-  __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
 
   // Rows and keys that see nothing, and those of other entries, may hold anything.
   template <typename Tile>

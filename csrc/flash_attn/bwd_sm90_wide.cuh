@@ -59,6 +59,7 @@ struct BwdWideShared {
   RowRing<Config> q, dout;                                 // with lse and delta
   ptx::SharedBarrier keys_here, other_keys_here;
   ptx::SharedBarrier other_ds_here, sent_ds_taken;
+  int taken;                                         // in block 0 of the cluster: the index of its keys
   alignas(16) char block[sizeof(KeyBlock<Config>)];  // which does not fit the registers
 };
 
@@ -77,7 +78,7 @@ constexpr int kQueryBarrier = 3;  // of the query team
 template <typename Config>
 struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
   using Base = BwdConsumer<Config, BwdWideShared<Config>>;
-  using Base::at, Base::leads;
+  using Base::at;
   using typename Base::Packed, typename Base::KeySum;
   KeySum sum;
 
@@ -96,9 +97,10 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
     at.advance();
   }
 
-  // Tells both blocks that this team is done with a stage.
+  // Tells both blocks that this warp is done with a stage.
   __device__ void release(const RowRing<Config>& ring) const {
-    if (!leads()) return;
+    __syncwarp();
+    if (lane_id() != 0) return;
 #pragma unroll
     for (int rank = 0; rank < Config::kCluster; ++rank) ptx::arrive_in(rank, ring.barriers.empty[at.stage]);
   }
@@ -306,7 +308,7 @@ struct QueryTeam {
     fence(own_ds, other_ds);
     const Span& q = block.seq.q;
     const int first_row = row_block * Config::kBlockM + row();
-    float* sums = dq_sums<Config::kHeadDim>(p, q, head, 0, first_row, first_col(rank) / 16) + 4 * (lane_id() % 4);
+    float* sums = dq_sums<Config::kHeadDim>(p, q, head, first_row, first_col(rank) / 16) + 4 * (lane_id() % 4);
     if (p.turns != nullptr) ptx::sync_barrier<kTurnThreads>(kTurnHere);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -359,8 +361,8 @@ struct Turns {
     block.for_each_row_block([&](int head, int row_block) {
       const Interval rows = interval_of<Config::kBlockM>(row_block);
       const int first_key = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}).first;
-      const int turn = block.work.first - first_key / KeyBlock<Config>::kClusterKeys;
-      if (lane_id() == 0) ptx::wait_for(counter(head, row_block), turn);
+      const int turn = block.work.block - first_key / KeyBlock<Config>::kClusterKeys;
+      if (lane_id() == 0) ptx::wait_semaphore(counter(head, row_block), turn);
       __syncwarp();
       ptx::sync_barrier<kTurnThreads>(kTurnHere);
     });
@@ -369,7 +371,7 @@ struct Turns {
   __device__ void pass_all() const {
     block.for_each_row_block([&](int head, int row_block) {
       ptx::sync_barrier<kTurnThreads>(kTurnDone);
-      if (lane_id() == 0) ptx::announce(counter(head, row_block));
+      if (lane_id() == 0) ptx::release_semaphore(counter(head, row_block));
       __syncwarp();
     });
   }
@@ -412,19 +414,31 @@ __device__ void load_block(const BwdSm90Params& p, BwdWideShared<Config>& shared
   });
 }
 
+// Which keys the cluster works on. Where clusters wait for those with earlier keys, they take the keys from a counter:
+// CUDA does not promise to start clusters in the order of their numbers, and a cluster that waits for one that has not
+// started may keep it from starting. All threads of the cluster call it.
+template <typename Config>
+__device__ int find_index(const BwdParams& p, BwdWideShared<Config>& shared, int rank) {
+  if (p.turns == nullptr) return blockIdx.x / Config::kCluster;
+  if (rank == 0 && threadIdx.x == 0) shared.taken = atomicAdd(p.taken, 1);
+  ptx::sync_cluster();
+  return ptx::load_from(0, shared.taken);
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __grid_constant__ BwdSm90Params p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<BwdWideShared<Config>>();
-  const int rank = ptx::cluster_rank();
+  const int rank = ptx::cluster_rank(), index = find_index(p.bwd, shared, rank);
   if (threadIdx.x == 0) {
-    new (shared.block) KeyBlock<Config>(p.bwd, blockIdx.x / Config::kCluster, rank);
+    new (shared.block) KeyBlock<Config>(p.bwd, index, rank);
     shared.keys_here.init(2);
     shared.other_keys_here.init(1);
     shared.other_ds_here.init(1);
     shared.sent_ds_taken.init(kWarpgroup / 32);
-    shared.q.barriers.init(2 * Config::kCluster);  // value and key teams
-    shared.dout.barriers.init(2 * Config::kCluster);
+    constexpr int kReaders = 2 * Config::kCluster * kWarpgroup / 32;  // warps of value and key teams
+    shared.q.barriers.init(kReaders);
+    shared.dout.barriers.init(kReaders);
     ptx::fence_barrier_init();
   }
   ptx::sync_cluster();

@@ -335,36 +335,33 @@ inline bool rounds_dq(const BwdParams& p) {
 inline int bwd_section(const BwdParams& p, bool deterministic) {
   const Problem& problem = p.problem;
   const bool causal = problem.window_left == kUnbounded && problem.window_right != kUnbounded;
-  if (!p.on_sm90) return causal ? 16 : 1;
+  if (!p.on_sm90 && !deterministic) return causal ? 16 : 1;
   if (!p.rounds_dq) return deterministic && causal ? 16 : 8;
   const int64_t row_bytes = int64_t{8} * problem.head_dim * (problem.heads / problem.heads_k);
   return static_cast<int>(std::clamp<int64_t>((8 << 20) / (row_bytes * problem.seqlen_q), 8, 32)) * (causal ? 2 : 1);
 }
 
-// Chooses p's plan and says what scratch it needs. In the deterministic mode of bwd_sm80.cuh the blocks that share the
-// keys of an entry and head are so few that the memory for their sums of dq stays linear in the sequence; in that of
-// bwd_sm90.cuh blocks take turns at the same sums.
+// Chooses p's plan and says what scratch it needs. Deterministic kernels add to the same dq_accum as the others, in
+// turn.
 inline BwdScratch plan_bwd(BwdParams& p, bool deterministic, bool has_sm90, int multiprocessors) {
   const Problem& problem = p.problem;
   const int head_dim = instance_head_dim(problem.head_dim);
-  const int64_t key_blocks = ceil_div(int64_t{problem.seqlen_k}, bwd_tile(head_dim, false).keys);
   p.on_sm90 = has_sm90 && suits_sm90(p);
-  p.own_sums = deterministic && !p.on_sm90;
-  p.num_parts = p.own_sums ? parts_for(int64_t{problem.batch} * problem.heads_k, key_blocks, multiprocessors) : 1;
-  p.in_turns = deterministic && p.on_sm90;
+  p.in_turns = deterministic && problem.seqlen_q > 0;  // without rows, nothing is added, and no kernel clears counters
   p.rounds_dq = rounds_dq(p);
   p.section_heads = bwd_section(p, deterministic);
   const bool packed = problem.cu_seqlens_q != nullptr;
   const int64_t heads = int64_t{problem.heads} * (packed ? 1 : problem.batch);
   // Rows of sums lie together in eights (bwd_scratch.cuh).
-  BwdScratch scratch{.dq_sums = ceil_div(p.num_parts * heads * problem.seqlen_q, int64_t{8}) * 8 * head_dim};
-  if (!p.on_sm90) return scratch;
+  BwdScratch scratch{.dq_sums = ceil_div(heads * problem.seqlen_q, int64_t{8}) * 8 * head_dim};
   constexpr int64_t kPad = kRowSumsPad;
   p.rows_per_head = packed ? problem.seqlen_q / kPad * kPad + kPad * problem.batch
                            : ceil_div(int64_t{problem.seqlen_q}, kRowSumsPad) * kPad;
-  scratch.rows = heads * p.rows_per_head;
+  const int64_t rows = heads * p.rows_per_head;
+  scratch.counters = 1 + (p.in_turns || p.rounds_dq ? rows / kRowsPerTurn : 0);
+  if (!p.on_sm90) return scratch;
+  scratch.rows = rows;
   p.persistent_blocks = multiprocessors;
-  scratch.counters = 1 + (p.in_turns || p.rounds_dq ? scratch.rows / kRowsPerTurn : 0);
   return scratch;
 }
 

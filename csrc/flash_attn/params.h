@@ -133,10 +133,8 @@ struct BwdParams {
 
   // The plan; see config.h.
   bool on_sm90;       // whether bwd_sm90.cuh does it, or else bwd_sm80.cuh
-  bool own_sums;      // deterministic in bwd_sm80.cuh: num_parts blocks share the keys of a head, each with sums of dq
   int section_heads;  // key heads whose blocks start together
-  int num_parts;      // of the sums of dq: 1 unless own_sums
-  float* dq_sums;     // scratch: (num_parts, rows in the order of softmax_lse, head_dim of the instance)
+  float* dq_sums;     // scratch: (rows in the order of softmax_lse, head_dim of the instance)
   // Scratch of bwd_sm90.cuh: log2(e) lse and softmax_d, (heads of all entries, rows_per_head), rows of an entry in
   // whole blocks of kRowSumsPad. Rows that see no key, or do not exist, have +inf and 0, so that weights and gradients
   // are 0.

@@ -37,6 +37,14 @@ __device__ inline uint32_t address_in(int rank, const void* pointer) {
   return address;
 }
 
+// Reads an int in the shared memory of block `rank`. Both blocks must be running: a cluster barrier comes before, and
+// another one before block `rank` ends.
+__device__ inline int load_from(int rank, const int& place) {
+  int value;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address_in(rank, &place)) : "memory");
+  return value;
+}
+
 // Starts to store 16 bytes in another block, which count at a barrier there.
 __device__ inline void store_async_in(uint32_t address, const uint32_t (&x)[4], uint32_t barrier) {
   asm volatile(

@@ -12,23 +12,22 @@ __device__ inline int arrive(int* counter) {
   return before;
 }
 
-// What this thread has seen or written in global memory comes before the asynchronous copies that it starts.
+// Orders what this thread has seen or written in global memory before the asynchronous copies that it starts, and what
+// copies have written, once it has waited for their end, before its later accesses. From sm_90 on.
 __device__ inline void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-// Waits until a counter has a value, or a greater one. What was written before that was announced is then seen, also by
-// the asynchronous copies that this thread starts.
-__device__ inline void wait_for(const int* counter, int value) {
+// A semaphore is a counter in global memory. This waits until it has reached `value`; what was written before each of
+// the releases is then seen.
+__device__ inline void wait_semaphore(const int* semaphore, int value) {
   int now;
   do {
-    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(now) : "l"(semaphore) : "memory");
   } while (now < value);
-  fence_async_global();
 }
 
-// Adds 1. Whoever has waited for the result sees what this thread, and copies whose end it has waited for, have
-// written.
-__device__ inline void announce(int* counter) {
-  asm volatile("fence.proxy.async.global;\nred.release.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+// Adds 1, after everything that this thread has seen or written.
+__device__ inline void release_semaphore(int* semaphore) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(semaphore) : "memory");
 }
 
 // Lets a kernel that was launched to start early come in as blocks of this one leave room. From sm_90 on.
