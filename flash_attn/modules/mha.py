@@ -80,11 +80,13 @@ class _FlashAttention(nn.Module):
         slopes = self.alibi_slopes
         if slopes is None or slopes.device == device:
             return slopes
-        if device.type == "meta" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return slopes.to(device)
         with torch.inference_mode(False):  # training may follow, which cannot save an inference tensor
-            self.alibi_slopes = slopes.to(device)
-        return self.alibi_slopes
+            moved = slopes.to(device)
+        if not moved.is_meta:
+            self.alibi_slopes = moved
+        return moved
 
     def _options(self, causal, device):
         return dict(
