@@ -80,11 +80,13 @@ class _FlashAttention(nn.Module):
         slopes = self.alibi_slopes
         if slopes is None or slopes.device == device:
             return slopes
-        if device.type == "meta" or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return slopes.to(device)
         with torch.inference_mode(False):  # training may follow, which cannot save an inference tensor
-            self.alibi_slopes = slopes.to(device)
-        return self.alibi_slopes
+            moved = slopes.to(device)
+        if not moved.is_meta:
+            self.alibi_slopes = moved
+        return moved
 
     def _options(self, causal, device):
         return dict(
@@ -446,8 +448,7 @@ class _MultiHeadAttention(nn.Module):
         cache = _cache_rows(cache, kv, inference_params).detach()
         cos = sin = None
         if rotary:
-            self.rotary_emb._update_cos_sin_cache(cache.shape[1], q.device, q.dtype)
-            cos, sin = self.rotary_emb._cos_cached, self.rotary_emb._sin_cached
+            cos, sin, *_ = self.rotary_emb._tables(cache.shape[1], q.device, q.dtype)
         inner = self.inner_cross_attn
         return flash_attn_with_kvcache(
             q,

@@ -468,8 +468,8 @@ def graphs(monkeypatch, device):
 
         return run
 
-    monkeypatch.setattr(generation, "capture_graph", capture_graph)
-    monkeypatch.setattr(generation, "_mempool", lambda device: None)
+    monkeypatch.setattr(generation.graphs, "capture_graph", capture_graph)
+    monkeypatch.setattr(generation.graphs, "_mempool", lambda device: None)
 
 
 @pytest.mark.parametrize("options", MODELS, ids=str)

@@ -1,0 +1,195 @@
+"""The loop that continues sequences token by token, and `generate` for models.
+
+output = decode(prompt, model, max_length=200, top_k=40, temperature=0.8, eos_token_id=2, cg=True)
+output.sequences                                                            # (batch, at most max_length)
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_attn._ops import checks
+from flash_attn.utils.generation.sampling import check_in_vocabulary, check_sampling, penalise, sample
+from flash_attn.utils.generation.steps import Steps, check_prompt, timed
+
+
+@dataclasses.dataclass
+class GreedySearchDecoderOnlyOutput:
+    """The sequences (batch, length) int64, and the logits (batch, vocab) of each new token, or None."""
+
+    sequences: Tensor
+    scores: tuple[Tensor, ...] | None = None
+
+
+class SampleDecoderOnlyOutput(GreedySearchDecoderOnlyOutput):
+    """The same, where tokens were drawn at random."""
+
+
+def output_class(top_k: int) -> type[GreedySearchDecoderOnlyOutput]:
+    """The class of the result, by which transformers' users tell the two ways of decoding apart."""
+    return GreedySearchDecoderOnlyOutput if top_k == 1 else SampleDecoderOnlyOutput
+
+
+@torch.no_grad()
+def decode(
+    input_ids: Tensor,
+    model: nn.Module,
+    max_length: int,
+    top_k: int = 1,
+    top_p: float = 0.0,
+    temperature: float = 1.0,
+    eos_token_id: int | None = None,
+    teacher_outputs: Tensor | None = None,
+    vocab_size: int | None = None,
+    tensor_parallel: int = 1,
+    cg: bool = False,
+    enable_timing: bool = False,
+    repetition_penalty: float = 1.0,
+    output_scores: bool = True,
+    streamer: Any = None,
+) -> GreedySearchDecoderOnlyOutput:
+    """Continue sequences token by token.
+
+    Arguments:
+        input_ids: (batch, seqlen) int64, the prompts, on the model's device.
+        model: see `flash_attn.utils.generation` for how it is called.
+        max_length: of a sequence with its prompt. At least one token is added whatever it is.
+        top_k, top_p, temperature: as in `sample`; by default, the likeliest token.
+        eos_token_id: a sequence ends with this token and is filled up with it until all have ended.
+        teacher_outputs: (batch, length), sequences whose tokens are taken instead of drawing, as far as they reach.
+        vocab_size: how many of the logits count, if the vocabulary is padded.
+        tensor_parallel: how many processes the model is divided over.
+        cg: replay CUDA graphs, which are kept in model._decoding_cache. The graphs of a batch size are made at its
+            first use; they are made anew if a cache must grow.
+        enable_timing: print how long it took.
+        repetition_penalty: as in `modify_logits_for_repetition_penalty`, for all tokens of a sequence so far.
+        output_scores: keep the logits, (batch, vocab) for every token.
+        streamer: an object whose put gets the prompts and then each step's tokens (batch,), on the CPU, and whose end
+            is called at the end, like the streamers of transformers.
+
+    Returns a GreedySearchDecoderOnlyOutput, or if top_k is not 1 a SampleDecoderOnlyOutput. The scores are logits as
+    the model gives them, before temperature and penalty. Raises TypeError or ValueError for arguments that do not fit
+    together.
+
+    >>> output = decode(prompt, model, max_length=100)                                      # doctest: +SKIP
+    """
+    check_prompt(input_ids, max_length, eos_token_id, vocab_size)
+    check_sampling(top_k, top_p, temperature)
+    if teacher_outputs is not None:
+        dtypes, shape = checks.INTEGER_DTYPES, (len(input_ids), None)
+        checks.tensor("teacher_outputs", teacher_outputs, dtypes=dtypes, shape=shape, device=input_ids.device)
+    checks.real("repetition_penalty", repetition_penalty)
+    checks.number("repetition_penalty", repetition_penalty, repetition_penalty > 0, "positive")
+    steps = Steps(model, input_ids, max_length, vocab_size, tensor_parallel, cg)
+    rows = _Rows(input_ids, (top_k, top_p, temperature), repetition_penalty, eos_token_id, teacher_outputs)
+    scores = []
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    with timed(enable_timing, input_ids.device, tensor_parallel):
+        while True:
+            (logits,) = steps.run(rows.sequences).unbind(1)
+            if output_scores:
+                scores.append(logits)
+            tokens = rows.extend(logits)
+            if streamer is not None:
+                streamer.put(tokens.cpu())
+            if rows.sequences.shape[1] >= max_length or rows.have_ended():
+                break
+    if streamer is not None:
+        streamer.end()
+    return output_class(top_k)(sequences=rows.sequences, scores=tuple(scores) if output_scores else None)
+
+
+class _Rows:
+    """The sequences of a batch while they grow.
+
+    sequences: (batch, length), prompts and what follows them.
+    ended: (batch,) bool, true for sequences that end with eos_token_id.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        sampling: tuple[int, float, float],
+        repetition_penalty: float,
+        eos_token_id: int | None,
+        teacher_outputs: Tensor | None,
+    ) -> None:
+        self.sequences = input_ids
+        self.ended = torch.zeros_like(input_ids[:, 0], dtype=torch.bool)
+        self.sampling = sampling
+        self.repetition_penalty = repetition_penalty
+        self.eos_token_id = eos_token_id
+        self.teacher_outputs = teacher_outputs
+        self.is_checked = repetition_penalty == 1.0  # whether the tokens can index the logits
+
+    def extend(self, logits: Tensor) -> Tensor:
+        """Add a token to each sequence, by the logits (batch, vocab) after its last; return the tokens (batch,)."""
+        if not self.is_checked:
+            self._check_vocabulary(logits.shape[-1])
+        length = self.sequences.shape[1]
+        if self.teacher_outputs is not None and self.teacher_outputs.shape[1] > length:
+            tokens = self.teacher_outputs[:, length]
+        else:
+            tokens = self._drawn(logits)
+        self.sequences = torch.cat([self.sequences, tokens[:, None]], dim=1)
+        if self.eos_token_id is not None:
+            self.ended = tokens == self.eos_token_id
+        return tokens
+
+    def have_ended(self) -> bool:
+        """Whether all sequences have; where they can end, this waits for the device."""
+        return self.eos_token_id is not None and bool(self.ended.all())
+
+    def _drawn(self, logits):
+        if self.repetition_penalty != 1.0:
+            logits = logits.clone()
+            penalise(logits, self.sequences, self.repetition_penalty)
+        tokens = sample(logits, *self.sampling)
+        return tokens if self.eos_token_id is None else tokens.masked_fill(self.ended, self.eos_token_id)
+
+    def _check_vocabulary(self, vocab_size):
+        """Check the tokens that are given; those that follow are drawn from the vocabulary."""
+        check_in_vocabulary("input_ids", self.sequences, vocab_size)
+        if self.teacher_outputs is not None:
+            check_in_vocabulary("teacher_outputs", self.teacher_outputs, vocab_size)
+        self.is_checked = True
+
+
+class GenerationMixin:
+    """`generate` for models that are called as `flash_attn.utils.generation` says."""
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> dict[Any, Any]:
+        """The caches that CUDA graphs write to, one for each layer, by its layer_idx; to be written by the model.
+
+        Each has room for batch_size sequences of max_seqlen tokens, in dtype, or in that of the parameters if None.
+        """
+        raise NotImplementedError
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_length: int,
+        top_k: int = 1,
+        top_p: float = 0.0,
+        temperature: float = 1.0,
+        return_dict_in_generate: bool = False,
+        output_scores: bool = False,
+        **kwargs: Any,
+    ) -> Tensor | GreedySearchDecoderOnlyOutput:
+        """Continue sequences: `decode` with this model; kwargs are more of its arguments.
+
+        Returns the sequences (batch, length), or with return_dict_in_generate all that decode returns, where scores is
+        None without output_scores.
+
+        >>> sequences = model.generate(prompt, max_length=100, eos_token_id=2)              # doctest: +SKIP
+        """
+        output = decode(
+            input_ids, self, max_length, top_k=top_k, top_p=top_p, temperature=temperature,
+            output_scores=output_scores and return_dict_in_generate, **kwargs,
+        )  # fmt: skip
+        return output if return_dict_in_generate else output.sequences

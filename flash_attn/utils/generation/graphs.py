@@ -1,0 +1,245 @@
+"""CUDA graphs of decoding: capturing one step of a model, replaying it, and the caches that the graphs write to.
+
+cache = update_graph_cache(model, None, batch_size=8, seqlen_og=0, max_seqlen=512)
+logits = cache.run(tokens, position_ids, seqlen=100)                        # (8, 1, vocab)
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flash_attn._ops import checks
+from flash_attn.utils.generation.inference_params import InferenceParams
+
+_CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+Run = Callable[[Tensor, Tensor, int], Tensor]  # (input_ids, position_ids, seqlen) -> logits
+
+
+def allocate_inference_cache(
+    max_batch_size: int,
+    max_seqlen: int,
+    nheads: int,
+    headdim: int,
+    layers: int | Sequence[Hashable],
+    device: torch.device | str | None,
+    dtype: torch.dtype = torch.float16,
+) -> dict[Hashable, Tensor]:
+    """Uninitialised caches (max_batch_size, max_seqlen, 2, nheads, headdim), one for each layer.
+
+    layers: the number of layers, which then are keyed 0, 1, ..., or their keys. Raises TypeError if dtype is not
+    float16, bfloat16 or float32.
+
+    >>> {key: tuple(cache.shape) for key, cache in allocate_inference_cache(8, 512, 4, 64, 2, "cpu").items()}
+    {0: (8, 512, 2, 4, 64), 1: (8, 512, 2, 4, 64)}
+    """
+    if dtype not in _CACHE_DTYPES:
+        raise TypeError(f"dtype must be one of {_CACHE_DTYPES}, found {dtype}")
+    shape = max_batch_size, max_seqlen, 2, nheads, headdim
+    keys = range(layers) if isinstance(layers, int) else layers
+    return {key: torch.empty(shape, device=device, dtype=dtype) for key in keys}
+
+
+@dataclasses.dataclass
+class DecodingCGCache:
+    """The CUDA graphs of a model and the caches that they write to.
+
+    max_batch_size, max_seqlen, device, dtype: of the caches.
+    callables: a graph for each (batch size, tokens of a step), as `capture_graph` returns it.
+    mempool: the memory that the graphs share.
+    inference_params: the state that the graphs read; it holds the caches.
+    autocast: the dtype of autocast where the graphs were made, None without it.
+    addresses: of the model's parameters and buffers, where the graphs read them.
+    """
+
+    max_batch_size: int = 0
+    max_seqlen: int = 0
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    callables: dict[tuple[int, ...], Run] = dataclasses.field(default_factory=dict)
+    mempool: Any = None
+    inference_params: InferenceParams | None = None
+    autocast: torch.dtype | None = None
+    addresses: list[int] = dataclasses.field(default_factory=list)
+
+    def run(self, input_ids: Tensor, position_ids: Tensor, seqlen: int) -> Tensor:
+        """Replay the graph for input_ids (batch, tokens of a step), where the caches hold seqlen tokens.
+
+        Returns logits (batch, tokens of a step, vocab). Raises KeyError if there is no graph of this shape.
+        """
+        return self.callables[tuple(input_ids.shape)](input_ids, position_ids, seqlen)
+
+    def clear(self) -> None:
+        """Free the graphs and the caches."""
+        self.__init__()
+
+    def __reduce__(self):
+        """A copy of the model begins without graphs, since these would go on reading the parameters of this one."""
+        return DecodingCGCache, ()
+
+
+@torch.inference_mode(False)  # an inference tensor could not be written by a later call outside of that mode
+@torch.no_grad()
+def update_graph_cache(
+    model: nn.Module,
+    cache: DecodingCGCache | None,
+    batch_size: int,
+    seqlen_og: int,
+    max_seqlen: int,
+    decoding_seqlens: Iterable[int] = (1,),
+    tensor_parallel: int = 1,
+    dtype: torch.dtype | None = None,
+    n_warmups: int = 2,
+) -> DecodingCGCache:
+    """Capture the graphs that `cache` does not have yet, and return it; a new one if it is None.
+
+    Caches that are too small are replaced, together with all graphs. So they are if the model has moved to another
+    device, if a parameter or buffer has another address, or if autocast has another dtype.
+
+    Arguments:
+        batch_size, max_seqlen: the size of the batch, and of its longest sequence.
+        seqlen_og: how many tokens the caches hold.
+        decoding_seqlens: the numbers of tokens of a step that need a graph.
+        tensor_parallel: how many processes share the heads that model.config names.
+        dtype: of the caches; if None, that of autocast, or without it that of the model's parameters.
+        n_warmups: how often the model runs before it is captured.
+
+    Raises ValueError if the model is not on a GPU.
+    """
+    parameter = next(model.parameters())
+    device = parameter.device
+    mempool = _mempool(device)
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    dtype = dtype or autocast or parameter.dtype
+    cache = DecodingCGCache() if cache is None else cache
+    fits = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
+    made_for = cache.device, cache.dtype, cache.autocast, cache.addresses
+    if made_for != (device, dtype, autocast, _addresses(model)) or not fits:
+        cache.clear()  # frees the old caches before there are new ones
+        cache.inference_params = InferenceParams(
+            max_seqlen,
+            batch_size,
+            seqlen_offset=seqlen_og,
+            key_value_memory_dict=_caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype),
+            lengths_per_sample=torch.full((batch_size,), seqlen_og, dtype=torch.int32, device=device),
+        )
+        cache.device, cache.dtype, cache.autocast, cache.mempool = device, dtype, autocast, mempool
+        cache.max_batch_size, cache.max_seqlen = batch_size, max_seqlen
+    for decoding_seqlen in decoding_seqlens:
+        if (batch_size, decoding_seqlen) not in cache.callables:
+            cache.callables[batch_size, decoding_seqlen] = capture_graph(
+                model, cache.inference_params, batch_size, cache.max_seqlen, decoding_seqlen, cache.mempool, n_warmups
+            )
+    cache.addresses = _addresses(model)  # after the first run of the model, which may move a buffer to the GPU
+    cache.inference_params.seqlen_offset = 0
+    return cache
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def capture_graph(
+    model: nn.Module,
+    inference_params: InferenceParams,
+    batch_size: int,
+    max_seqlen: int,
+    decoding_seqlen: int = 1,
+    mempool: Any = None,
+    n_warmups: int = 2,
+) -> Run:
+    """Capture one step of a model as a CUDA graph.
+
+    Arguments:
+        inference_params: holds the caches that the graph writes to; lengths_per_sample must be given.
+        batch_size, decoding_seqlen: the shape of the step's input; it follows a prompt, so is shorter than max_seqlen.
+        max_seqlen: how many tokens the caches have room for.
+        mempool: memory that is shared by graphs which do not run at the same time, or None.
+        n_warmups: how often the model runs before.
+
+    Returns run(input_ids, position_ids, seqlen) -> logits (batch_size, decoding_seqlen, vocab), where the caches hold
+    seqlen tokens. Raises ValueError for a decoding_seqlen that is out of range.
+    """
+    checks.integer("decoding_seqlen", decoding_seqlen)
+    fits = 0 < decoding_seqlen < max_seqlen
+    checks.number("decoding_seqlen", decoding_seqlen, fits, "at least 1 and less than max_seqlen, {}", max_seqlen)
+    device = next(model.parameters()).device
+    input_ids, position_ids = torch.zeros(2, batch_size, decoding_seqlen, dtype=torch.int64, device=device)
+    before = inference_params.seqlen_offset
+    inference_params.seqlen_offset = max_seqlen - decoding_seqlen
+    inference_params.lengths_per_sample.fill_(inference_params.seqlen_offset)
+
+    def step():
+        with _autocast_without_cache(device.type):
+            return model(
+                input_ids, position_ids=position_ids, inference_params=inference_params, num_last_tokens=decoding_seqlen
+            ).logits
+
+    graph, logits = _captured(step, device, mempool, n_warmups)
+    inference_params.seqlen_offset = before
+    # Tables that modules replace when they must grow, as the rotary embedding does: the graph goes on reading these.
+    tables = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
+
+    def run(new_input_ids, new_position_ids, seqlen, tables=tables):
+        inference_params.lengths_per_sample.fill_(seqlen)
+        input_ids.copy_(new_input_ids)
+        position_ids.copy_(new_position_ids)
+        graph.replay()
+        return logits.clone()
+
+    return run
+
+
+def _captured(step, device, mempool, n_warmups):
+    """A CUDA graph of step() and the tensor that each replay writes, which is what step returns."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(n_warmups):
+                step()
+            stream.synchronize()
+            if dist.is_initialized():  # or one process may capture while another still sends
+                dist.barrier()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph, pool=mempool):
+            result = step()
+    return graph, result
+
+
+def _autocast_without_cache(device_type):
+    """The autocast of the caller without its cache, which is freed with that autocast: a graph would go on reading."""
+    return torch.autocast(
+        device_type,
+        dtype=torch.get_autocast_dtype(device_type),
+        enabled=torch.is_autocast_enabled(device_type),
+        cache_enabled=False,
+    )
+
+
+def _addresses(model):
+    return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
+
+
+def _mempool(device):
+    checks.number("the model's device", device, device.type == "cuda", "a GPU for CUDA graphs")
+    return torch.cuda.graphs.graph_pool_handle()
+
+
+def _caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype):
+    """The caches that the model allocates, or if it has no such method those that its config describes."""
+    if hasattr(model, "allocate_inference_cache"):
+        return model.allocate_inference_cache(batch_size, max_seqlen, dtype)
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return allocate_inference_cache(
+        batch_size,
+        max_seqlen,
+        config.num_attention_heads // tensor_parallel,
+        head_dim,
+        config.num_hidden_layers,
+        device,
+        dtype,
+    )

@@ -1,0 +1,38 @@
+"""The state that a model and its layers are given while they generate."""
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclasses.dataclass
+class InferenceParams:
+    """How far the sequences of a batch have come, and the caches of the layers.
+
+    max_seqlen, max_batch_size: the size that the caches have, or get when a layer makes its own.
+    seqlen_offset: how many tokens of each sequence, padding included, the caches hold; 0 for a prompt.
+    batch_size_offset: the row of the caches where this batch begins.
+    key_value_memory_dict: the cache of each layer, by its layer_idx.
+    lengths_per_sample: int32 (max_batch_size,), how many keys each row of the caches holds, or None where this is
+        seqlen_offset in all rows. Layers read it on the device, so that a CUDA graph finds the lengths of its replay.
+    writers: which layer writes to each cache, by layer_idx, to find two layers with the same one.
+    """
+
+    max_seqlen: int
+    max_batch_size: int
+    seqlen_offset: int = 0
+    batch_size_offset: int = 0
+    key_value_memory_dict: dict[Hashable, Any] = dataclasses.field(default_factory=dict)
+    lengths_per_sample: Tensor | None = None
+    writers: dict[Hashable, int] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    def reset(self, max_seqlen: int, max_batch_size: int) -> None:
+        """Begin new sequences in the same caches."""
+        self.max_seqlen = max_seqlen
+        self.max_batch_size = max_batch_size
+        self.seqlen_offset = 0
+        self.writers.clear()
+        if self.lengths_per_sample is not None:
+            self.lengths_per_sample.zero_()

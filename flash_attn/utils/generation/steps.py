@@ -1,0 +1,110 @@
+"""Running a model over sequences that grow: what its caches do not hold yet, with or without CUDA graphs."""
+
+import contextlib
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flash_attn._ops import checks
+from flash_attn.utils.generation.graphs import update_graph_cache
+from flash_attn.utils.generation.inference_params import InferenceParams
+
+
+class Steps:
+    """Feeds a model the tokens that its caches do not hold yet.
+
+    Arguments:
+        input_ids: (batch, seqlen), the prompts.
+        max_length: the caches have room for so many tokens, or for the prompts if these are longer.
+        vocab_size: how many of the logits count; None means all.
+        tensor_parallel: how many processes the model is divided over.
+        cg: replay CUDA graphs.
+        decoding_seqlens: how many tokens the steps after the prompt have.
+        kept_as: the attribute of the model that keeps the graphs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        input_ids: Tensor,
+        max_length: int,
+        vocab_size: int | None,
+        tensor_parallel: int,
+        cg: bool,
+        decoding_seqlens: Iterable[int] = (1,),
+        kept_as: str = "_decoding_cache",
+    ) -> None:
+        batch, seqlen = input_ids.shape
+        max_seqlen = max(max_length, seqlen)
+        self.model = model
+        self.vocab_size = vocab_size
+        self.graphs = None
+        if cg:
+            self.graphs = update_graph_cache(
+                model, getattr(model, kept_as, None), batch, seqlen, max_seqlen, tensor_parallel=tensor_parallel,
+                decoding_seqlens=[n for n in decoding_seqlens if n < max_seqlen],  # more never follow a prompt
+            )  # fmt: skip
+            setattr(model, kept_as, self.graphs)
+            self.params = self.graphs.inference_params
+            self.params.reset(max_seqlen, batch)
+        else:
+            lengths = torch.zeros(batch, dtype=torch.int32, device=input_ids.device)
+            self.params = InferenceParams(max_seqlen, batch, lengths_per_sample=lengths)
+
+    def run(self, sequences: Tensor, num_last_tokens: int = 1) -> Tensor:
+        """Logits (batch, num_last_tokens, vocab) of sequences (batch, length), which the caches then hold."""
+        offset = self.params.seqlen_offset
+        input_ids = sequences[:, offset:]
+        position_ids = None
+        if offset > 0:
+            position_ids = torch.arange(offset, sequences.shape[1], device=sequences.device).expand_as(input_ids)
+        if self.graphs is not None and offset > 0:
+            logits = self.graphs.run(input_ids, position_ids, offset)[:, -num_last_tokens:]
+        else:
+            self.params.lengths_per_sample.fill_(offset)
+            logits = self.model(
+                input_ids,
+                position_ids=position_ids,
+                inference_params=self.params,
+                num_last_tokens=num_last_tokens,
+            ).logits
+        checks.tensor("the model's logits", logits, shape=(len(sequences), num_last_tokens, None))
+        self.rewind(sequences.shape[1])
+        return logits[..., : self.vocab_size]
+
+    def rewind(self, length: int) -> None:
+        """Go on as if the caches held so many tokens."""
+        self.params.seqlen_offset = length
+
+
+def check_prompt(input_ids: Tensor, max_length: int, eos_token_id: int | None, vocab_size: int | None) -> None:
+    """Check what all decoding functions are given."""
+    checks.tensor("input_ids", input_ids, dtypes=(torch.int64,))
+    checks.ndim("input_ids", input_ids, "(batch, seqlen)")
+    checks.number("input_ids.shape[1]", input_ids.shape[1], input_ids.shape[1] > 0, "at least 1")
+    checks.integer("max_length", max_length)
+    if eos_token_id is not None:
+        checks.integer("eos_token_id", eos_token_id, "an integer or None")
+    if vocab_size is not None:
+        checks.integer("vocab_size", vocab_size, "an integer or None")
+        checks.number("vocab_size", vocab_size, vocab_size > 0, "positive")
+
+
+@contextlib.contextmanager
+def timed(enabled: bool, device: torch.device, tensor_parallel: int) -> Iterator[None]:
+    """Print how long the code within takes, on the device and in all processes."""
+
+    def now():
+        if tensor_parallel > 1:
+            dist.barrier()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    start = now() if enabled else 0.0
+    yield
+    if enabled:
+        print(f"Prompt processing + decoding time: {1000 * (now() - start):.0f}ms")
