@@ -96,12 +96,25 @@ def modify_logits_for_top_p_filtering(logits, top_p):
 def modify_logits_for_repetition_penalty(logits, tokens, repetition_penalty):
     """Make `tokens` (batch, length) less likely in logits (batch, vocab), in place.
 
-    Positive logits are divided, others multiplied by repetition_penalty (Keskar et al., arXiv:1909.05858).
+    Positive logits are divided, others multiplied by repetition_penalty (Keskar et al., arXiv:1909.05858). Raises
+    ValueError, which waits for the device, if a token is not in the vocabulary.
     """
     if repetition_penalty == 1.0:
         return
+    _check_in_vocabulary("tokens", tokens, logits.shape[-1])
+    _penalise(logits, tokens, repetition_penalty)
+
+
+def _penalise(logits, tokens, repetition_penalty):
     found = logits.gather(-1, tokens)
     logits.scatter_(-1, tokens, torch.where(found > 0, found / repetition_penalty, found * repetition_penalty))
+
+
+def _check_in_vocabulary(name, tokens, vocab_size):
+    """Check the values of tokens, which waits for the device: kernels would read and write outside of the logits."""
+    if tokens.numel() > 0:
+        for token in tokens.aminmax():
+            checks.number(name, int(token), 0 <= token < vocab_size, "from 0 to {}", vocab_size - 1)
 
 
 def sample(logits, top_k=1, top_p=0.0, temperature=1.0):
@@ -160,7 +173,9 @@ def _likelihoods(logits, top_k, top_p, temperature):
     """The float32 probabilities (..., vocab) with which `sample` draws tokens, new in memory."""
     if top_k == 1:
         return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
-    logits = logits / temperature
+    logits = logits.float()
+    # The largest becomes 0, so that no quotient is infinite: the difference of two such would be NaN.
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     if top_k > 0:  # so many and no more, of equal ones too
         kept = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
         logits = torch.full_like(logits, float("-inf")).scatter_(-1, kept.indices, kept.values)
@@ -244,6 +259,10 @@ def decode(
     with _timed(enable_timing, input_ids.device, tensor_parallel):
         while True:
             (logits,) = steps.run(sequences).unbind(1)
+            if repetition_penalty != 1.0 and sequences is input_ids:  # later tokens are drawn from the vocabulary
+                _check_in_vocabulary("input_ids", input_ids, logits.shape[-1])
+                if teacher_outputs is not None:
+                    _check_in_vocabulary("teacher_outputs", teacher_outputs, logits.shape[-1])
             if output_scores:
                 scores.append(logits)
             length = sequences.shape[1]
@@ -252,7 +271,7 @@ def decode(
             else:
                 if repetition_penalty != 1.0:
                     logits = logits.clone()
-                    modify_logits_for_repetition_penalty(logits, sequences, repetition_penalty)
+                    _penalise(logits, sequences, repetition_penalty)
                 tokens = sample(logits, top_k, top_p, temperature)
                 tokens = tokens if eos_token_id is None else tokens.masked_fill(ended, eos_token_id)
             sequences = torch.cat([sequences, tokens[:, None]], dim=1)

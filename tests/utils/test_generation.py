@@ -121,6 +121,20 @@ def test_likeliest(device):
     assert sample(logits.half(), top_k=0).shape == (7,)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", [dict(top_k=0), dict(top_k=3), dict(top_k=0, top_p=0.9)], ids=str)
+def test_a_low_temperature_leaves_the_likeliest(options, dtype, device):
+    """Logits divided by the temperature may exceed what float16, and even float32, can hold."""
+    logits = torch.tensor([[0.0, 900.0, 800.0, -900.0, 1.0]], device=device, dtype=dtype).expand(64, 5)
+    for temperature in (0.01, 1e-37):
+        assert (sample(logits, temperature=temperature, **options) == 1).all()
+        draft = torch.ones(64, 1, dtype=torch.int64, device=device)
+        tokens, count = sample_speculative(
+            logits[:, None].expand(64, 2, 5), logits[:, None], draft, temperature=temperature, **options
+        )
+        assert (tokens == 1).all() and (count == 2).all()
+
+
 @pytest.mark.parametrize("shape", [(50,), (4, 50), (2, 3, 50)])
 def test_filters(shape, device):
     logits = torch.randn(shape, device=device)
@@ -161,6 +175,27 @@ def test_repetition_penalty():
     logits = torch.tensor([[1.0, -1.0, 3.0], [1.0, 2.0, 3.0]])
     modify_logits_for_repetition_penalty(logits, torch.tensor([[0, 1, 0], [2, 2, 2]]), 2.0)
     assert logits.tolist() == [[0.5, -2.0, 3.0], [1.0, 2.0, 1.5]]
+    modify_logits_for_repetition_penalty(logits, torch.zeros(2, 0, dtype=torch.int64), 2.0)
+    assert logits.tolist() == [[0.5, -2.0, 3.0], [1.0, 2.0, 1.5]]
+
+
+@pytest.mark.parametrize("token", [-1, 3, 2**40])
+def test_error_of_a_repetition_penalty_for_a_token_that_is_not_in_the_vocabulary(token, device):
+    logits, tokens = torch.randn(2, 3, device=device), torch.tensor([[0, 1], [token, 0]], device=device)
+    before = logits.clone()
+    with pytest.raises(ValueError, match=f"tokens must be from 0 to 2, found {token}"):
+        modify_logits_for_repetition_penalty(logits, tokens, 2.0)
+    assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("name", ["input_ids", "teacher_outputs"])
+def test_error_of_penalised_tokens_that_are_not_in_the_vocabulary(name, device):
+    ids = torch.tensor([[1, 7]], device=device)
+    options = dict(input_ids=ids) if name == "input_ids" else dict(input_ids=ids[:, :1], teacher_outputs=ids)
+    model = Scripted([[1] * 9], device)
+    with pytest.raises(ValueError, match=f"{name} must be from 0 to 6, found 7"):
+        decode(model=model, max_length=5, vocab_size=7, repetition_penalty=1.5, **options)
+    assert decode(model=model, max_length=5, vocab_size=7, **options).sequences.shape == (1, 5)
 
 
 @pytest.mark.parametrize(
