@@ -241,14 +241,15 @@ class RotaryEmbedding(torch.nn.Module):
         if kv is not None:
             checks.tensor("kv", kv, shape=(qkv.shape[0], None, 2, None, None), device=qkv.device)
         if max_seqlen is not None:
-            self._update_cos_sin_cache(max_seqlen, device=qkv.device, dtype=qkv.dtype)
+            cos, sin, *tables_k = self._tables(max_seqlen, qkv.device, qkv.dtype)
         elif not isinstance(seqlen_offset, Tensor):
             seqlen = qkv.shape[1] if kv is None else max(qkv.shape[1], kv.shape[1])
-            self._update_cos_sin_cache(seqlen + seqlen_offset, device=qkv.device, dtype=qkv.dtype)
+            cos, sin, *tables_k = self._tables(seqlen + seqlen_offset, qkv.device, qkv.dtype)
         elif self._cos_cached is None:
             raise ValueError("max_seqlen must be given with a tensor seqlen_offset until there are tables, found None")
-        tables = self._cos_cached, self._sin_cached
-        tables_k = self._cos_k_cached, self._sin_k_cached
+        else:
+            cos, sin, *tables_k = self._cached_tables()
+        tables = cos, sin
         if kv is None:
             return apply_rotary_emb_qkv_(
                 qkv, *tables, *tables_k, self.interleaved, seqlen_offset, num_heads_q, cu_seqlens, max_seqlen
@@ -267,6 +268,19 @@ class RotaryEmbedding(torch.nn.Module):
         even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         return (even + 0.4 * self.dim) / (1.4 * self.dim)
 
+    def _tables(self, seqlen, device, dtype):
+        """(cos, sin, cos_k, sin_k) with at least `seqlen` rows; the last two are None without scale_base.
+
+        A compiled graph computes them itself: those that the module keeps grow, and each size would take a new graph.
+        """
+        if torch.compiler.is_compiling():
+            return self._computed_tables(seqlen, device, dtype)
+        self._update_cos_sin_cache(seqlen, device, dtype)
+        return self._cached_tables()
+
+    def _cached_tables(self):
+        return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
+
     def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
         """Make the tables have at least `seqlen` rows, on `device` and in `dtype` (by default, those of inv_freq)."""
         device = self.inv_freq.device if device is None else torch.device(device)
@@ -275,19 +289,21 @@ class RotaryEmbedding(torch.nn.Module):
         dtype = self.inv_freq.dtype if dtype is None else dtype
         if not self._is_stale(seqlen, device, dtype):
             return
+        tables = self._computed_tables(seqlen, device, dtype)
+        self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
         self._seq_len_cached = seqlen
+
+    def _computed_tables(self, seqlen, device, dtype):
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
         # A product, not an einsum: autocast would lower that to 16 bits. And not of the buffers: a cast of the model
         # casts them, and to_empty leaves anything in them.
         angles = position[:, None] * self._frequencies(position.device)
         cos, sin = angles.cos(), angles.sin()
         if self.scale_base is None:
-            self._cos_cached, self._sin_cached = cos.to(dtype), sin.to(dtype)
-            return
+            return cos.to(dtype), sin.to(dtype), None, None
         exponent = (position - seqlen // 2) / self.scale_base
         gain = self._decay(position.device) ** exponent[:, None]
-        self._cos_cached, self._sin_cached = (cos * gain).to(dtype), (sin * gain).to(dtype)
-        self._cos_k_cached, self._sin_k_cached = (cos / gain).to(dtype), (sin / gain).to(dtype)
+        return tuple(table.to(dtype) for table in (cos * gain, sin * gain, cos / gain, sin / gain))
 
     def _is_stale(self, seqlen, device, dtype):
         table = self._cos_cached
@@ -297,7 +313,7 @@ class RotaryEmbedding(torch.nn.Module):
             or table.device != device
             or table.dtype != dtype
             # Autograd does not save inference tensors, which an evaluation may have left.
-            or (torch.is_grad_enabled() and not torch.compiler.is_compiling() and table.is_inference())
+            or (torch.is_grad_enabled() and table.is_inference())
         )
 
 

@@ -422,8 +422,7 @@ class _MultiHeadAttention(nn.Module):
         cache = _cache_rows(cache, kv, inference_params).detach()
         cos = sin = None
         if rotary:
-            self.rotary_emb._update_cos_sin_cache(cache.shape[1], q.device, q.dtype)
-            cos, sin = self.rotary_emb._cos_cached, self.rotary_emb._sin_cached
+            cos, sin, *_ = self.rotary_emb._tables(cache.shape[1], q.device, q.dtype)
         inner = self.inner_cross_attn
         return flash_attn_with_kvcache(
             q,

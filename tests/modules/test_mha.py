@@ -517,6 +517,35 @@ def test_compiled_decoding(flash, rotary_dim, device):
         torch.testing.assert_close(torch.cat(found, dim=1), module(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    params([
+        Case(rotary_dim=16),
+        Case(rotary_dim=16, heads_kv=2),
+        Case(rotary_dim=8, flash=False),
+        Case(rotary_dim=32, scale_base=512.0),
+    ]),
+)  # fmt: skip
+def test_a_compiled_module_serves_sequences_of_all_lengths(case, training, device):
+    """One graph for the first length and one for all others, though the tables of the rotary embedding grow."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    module = case.module(device)
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    with torch.set_grad_enabled(training):
+        for seqlen in range(5, 20, 3):
+            x = torch.randn(2, seqlen, case.embed_dim, device=device)
+            found = compiled(x)
+            module.rotary_emb._cos_cached = None  # xPos: tables of this length, as the graph has them
+            torch.testing.assert_close(found, module(x), rtol=1e-4, atol=1e-5)
+    assert len(graphs) <= 2
+
+
 def test_cache(device):
     module = MHA(64, 4, 2, device=device, dtype=torch.bfloat16)
     cache = module.allocate_inference_cache(3, 5)
