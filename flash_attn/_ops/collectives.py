@@ -1,31 +1,48 @@
 """Collectives of one tensor, and those that divide tensors along their first dimension.
 
-`all_gather` and `reduce_scatter` are what this torch calls them: 2.13 has new names, and its compiler knows both. They
-are None where torch was built without torch.distributed.
+`gather_rows`, `scatter_rows` and `reduce` return (tensor, handle). With async_op the tensor must not be used before
+handle.wait(). Without it, and in a graph of torch's compiler, the handle is None. They check nothing: in the backward
+of an autograd Function the compiler allows no look at a tensor's layout.
 
-The others return (tensor, handle), whose handle is None without async_op, and check nothing: in the backward of an
-autograd Function torch's compiler allows no look at a tensor's layout.
+In a graph they are torch's functional collectives, which return new tensors. From collectives that write into an
+argument, the compilers of torch 2.10 and 2.11 make gradients of zeros, without an error.
 """
 
+from typing import Any
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
-all_gather = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
-reduce_scatter = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
+try:
+    from torch.distributed import _functional_collectives as functional
+except ImportError:  # torch was built without torch.distributed
+    functional = None
+
+# The names of torch up to 2.12 are deprecated in 2.13.
+all_gather_single = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 
 
-def gather_rows(x, process_group, async_op=False):
-    """The x (rows, ...) of all processes, (world_size * rows, ...)."""
+def gather_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False) -> tuple[Tensor, Any]:
+    """Returns the x (rows, ...) of all processes, (world_size * rows, ...)."""
+    if torch.compiler.is_compiling():
+        return functional.all_gather_tensor(x.contiguous(), 0, process_group), None
     output = x.new_empty(dist.get_world_size(process_group) * x.shape[0], *x.shape[1:])
-    return output, all_gather(output, x.contiguous(), group=process_group, async_op=async_op)
+    return output, all_gather_single(output, x.contiguous(), group=process_group, async_op=async_op)
 
 
-def scatter_rows(x, process_group, async_op=False):
-    """This process's part (rows / world_size, ...) of the sum of all x (rows, ...)."""
+def scatter_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False) -> tuple[Tensor, Any]:
+    """Returns this process's part (rows / world_size, ...) of the sum of all x (rows, ...)."""
+    if torch.compiler.is_compiling():
+        return functional.reduce_scatter_tensor(x.contiguous(), "sum", 0, process_group), None
     output = x.new_empty(x.shape[0] // dist.get_world_size(process_group), *x.shape[1:])
-    return output, reduce_scatter(output, x.contiguous(), group=process_group, async_op=async_op)
+    return output, reduce_scatter_single(output, x.contiguous(), group=process_group, async_op=async_op)
 
 
-def reduce(x, process_group, async_op=False):
-    """The sum of all x, in place if x is contiguous."""
+def reduce(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False) -> tuple[Tensor, Any]:
+    """Returns the sum of all x. Outside of graphs it takes the place of x if that is contiguous."""
+    if torch.compiler.is_compiling():
+        return functional.all_reduce(x.contiguous(), "sum", process_group), None
     output = x.contiguous()
     return output, dist.all_reduce(output, group=process_group, async_op=async_op)

@@ -89,10 +89,9 @@ def _forward(logits, rest, group):
     losses, z_losses, lse, kept = fwd(logits, *rest)
     if group is None:
         return losses, z_losses, lse, kept
-    parts = lse.new_empty(dist.get_world_size(group) * len(lse))
-    collectives.all_gather(parts, lse, group=group)
-    dist.all_reduce(losses, group=group)
-    lse = parts.view(-1, len(lse)).logsumexp(dim=0)
+    of_parts, _ = collectives.gather_rows(lse, group)
+    losses, _ = collectives.reduce(losses, group)
+    lse = of_parts.view(-1, len(lse)).logsumexp(dim=0)
     lse_square_scale = rest[4]
     z_losses = lse_square_scale * lse**2 if lse_square_scale else torch.zeros_like(lse)
     losses, z_losses = (torch.where(kept, x, 0) for x in (losses + lse + z_losses, z_losses))

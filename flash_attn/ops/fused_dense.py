@@ -19,7 +19,6 @@ Every function raises TypeError or ValueError for arguments that do not fit toge
 
 import dataclasses
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -135,12 +134,12 @@ class _Exchange:
         """x of all processes, and a handle to wait for."""
         if not self.sequence_parallel:
             return x, None
-        return collectives.gather_rows(x, self.process_group, async_op=not torch.compiler.is_compiling())
+        return collectives.gather_rows(x, self.process_group, async_op=True)
 
     def reduce(self, dx):
         """What this process keeps of the sum of all gradients, and a handle to wait for."""
         reduce = collectives.scatter_rows if self.sequence_parallel else collectives.reduce
-        return reduce(dx, self.process_group, async_op=not torch.compiler.is_compiling())
+        return reduce(dx, self.process_group, async_op=True)
 
 
 def _exchange(process_group, sequence_parallel):

@@ -23,7 +23,8 @@ from flash_attn._ops import checks, collectives
 def all_gather_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool = False):
     """Concatenate the input_ (rows, ...) of all processes to (world_size * rows, ...), without gradient.
 
-    Returns (tensor, handle). With async_op the tensor must not be used before handle.wait(); else handle is None.
+    Returns (tensor, handle). With async_op the tensor must not be used before handle.wait(). Without it, and in a graph
+    of torch's compiler, the handle is None.
     """
     _check_rows(input_)
     return collectives.gather_rows(input_, process_group, async_op)
@@ -41,7 +42,7 @@ def reduce_scatter_raw(input_: Tensor, process_group: ProcessGroup, async_op: bo
 def all_reduce_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool = False):
     """Sum the input_ of all processes, without gradient: in place if input_ is contiguous, else in a copy.
 
-    Returns (tensor, handle) as `all_gather_raw` does.
+    In a graph of torch's compiler the sum is always a new tensor. Returns (tensor, handle) as `all_gather_raw` does.
     """
     checks.tensor("input_", input_)
     return collectives.reduce(input_, process_group, async_op)
@@ -80,10 +81,9 @@ class AllReduceFunc(torch.autograd.Function):
     def forward(ctx, input_: Tensor, process_group: ProcessGroup) -> Tensor:
         if _may_be_overwritten(input_):
             ctx.mark_dirty(input_)
-        else:
+        elif not torch.compiler.is_compiling():  # in a graph the sum is a new tensor anyway
             input_ = input_.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(input_, group=process_group)
-        return input_
+        return collectives.reduce(input_, process_group)[0]
 
     @staticmethod
     def backward(ctx, grad_output: Tensor):
@@ -174,8 +174,10 @@ def _tagged(model, tag):
 
 
 def _may_be_overwritten(x):
-    """Whether a sum may take the place of `x`: not if autograd holds it for a leaf or a view, as it then forbids it."""
-    return x.is_contiguous() and not (x.requires_grad and (x.is_leaf or x._base is not None))
+    """Whether a sum may take the place of `x`: not in a graph, and not if x is a leaf or a view that requires grad."""
+    if torch.compiler.is_compiling() or not x.is_contiguous():
+        return False
+    return not (x.requires_grad and (x.is_leaf or x._base is not None))
 
 
 def _check_rows(x):

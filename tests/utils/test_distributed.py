@@ -127,6 +127,15 @@ def check_compiled(group):
         found, dx = gradient(torch.compile(layer, fullgraph=True, backend="aot_eager"), x, torch.ones_like(expected))
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(dx, gradient(layer, x, torch.ones_like(expected))[1])
+    for function in (all_gather_raw, reduce_scatter_raw, all_reduce_raw):
+
+        def raw(x, function=function):
+            out, handle = function(x * 2, group, async_op=True)
+            if handle is not None:
+                handle.wait()
+            return out
+
+        torch.testing.assert_close(torch.compile(raw, fullgraph=True, backend="aot_eager")(x), raw(x))
 
 
 def check_helpers(group):
