@@ -24,49 +24,59 @@ from collections.abc import Callable
 import torch
 from torch.autograd import forward_ad
 
-from flash_attn import _build_id
+import flash_attn
+from flash_attn import _build_id, _torch_private
 
 _NAMESPACE = "flash_attn"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
-_PATH = pathlib.Path(__file__).with_name("_kernels.so")
+_FILE = "_kernels.so"
 _IN_TRITON = set()  # names of the ops whose kernel for CUDA is one in Triton
 
 
 @functools.cache
 def load_error() -> str | None:
-    """Load the kernel library once; return None if that worked, or the reason why there are no kernels."""
-    if not _PATH.exists():
-        return _why_missing()
-    reason = _load()
-    if reason:
+    """Load the kernel library once. Returns None if that worked, or the reason why there are no kernels."""
+    path, reason = _find()
+    if reason is None:
+        try:
+            torch.ops.load_library(str(path))
+        except OSError as error:
+            reason = f"{path} cannot be loaded beside torch {torch.__version__}: {error}"
+    if reason and path:
         warnings.warn(f"flash_attn: {reason}", RuntimeWarning, stacklevel=2)
     return reason
 
 
-def _why_missing():
-    if (_PATH.parents[1] / "setup.py").exists():  # which comes first on the path of whoever works in its folder
-        return "the kernels of this source tree were not built (`make build`), whatever is installed elsewhere"
-    return "this installation was made without CUDA kernels"
+def _find() -> tuple[pathlib.Path | None, str | None]:
+    """The library to load and None, or a file or None and the reason why there is no library to load.
+
+    The package's path also has its other installations (see __init__). So sources that Python imports, because they are
+    in the current folder, find the library of an installation that `pip install .` has made from them.
+    """
+    found = [path for folder in flash_attn.__path__ if (path := pathlib.Path(folder, _FILE)).exists()]
+    for path in found:
+        if _build_id.is_in(path):
+            return path, None
+    if found:
+        return found[0], f"{found[0]} was built for ops with other schemas: {_how_to_build()}"
+    return None, f"there are no CUDA kernels in {flash_attn.__path__[0]}: {_how_to_build()}"
 
 
-def _load():
-    if not _build_id.is_in(_PATH):
-        return f"{_PATH.name} was built for ops with other schemas: build it again, in a source tree with `make build`"
-    try:
-        torch.ops.load_library(str(_PATH))
-    except OSError as error:
-        return f"{_PATH.name} cannot be loaded beside torch {torch.__version__}: {error}"
-    return None
+def _how_to_build() -> str:
+    in_source_tree = (pathlib.Path(flash_attn.__path__[0]).parent / "setup.py").exists()
+    if in_source_tree:
+        return "run `make build`, or install the package again"
+    return "install the package again beside a CUDA build of torch and nvcc"
 
 
 def library_path() -> pathlib.Path | None:
-    """Path of the loaded kernel library, or None."""
-    return _PATH if load_error() is None else None
+    """The path of the loaded kernel library, or None."""
+    return _find()[0] if load_error() is None else None
 
 
 def has_kernel(name: str) -> bool:
     """Whether a kernel for CUDA, of the library or in Triton, is registered for the op `name`."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"{_NAMESPACE}::{name}", "CUDA")
+    return _torch_private.has_kernel(f"{_NAMESPACE}::{name}", "CUDA", otherwise=load_error() is None)
 
 
 def is_in_triton(name: str) -> bool:
@@ -110,16 +120,15 @@ class Op:
         self.name = name
         self.default = getattr(ops, name).default
         self.others = getattr(ops, f"{name}_reference").default if kernel_dtypes else None
-        # Of an OpOverload what it calls: its __call__ is Python, and takes 0.5 us (torch 2.13).
-        self.call_default = self.default._op
-        self.call_others = self.others and self.others._op
+        self.call_default = _torch_private.bare(self.default)
+        self.call_others = self.others and _torch_private.bare(self.others)
         self.autograd = autograd
-        self.apply = autograd and super(torch.autograd.Function, autograd).apply
+        self.apply = autograd and _torch_private.bare_apply(autograd)
         self.differentiable = differentiable
         self.kernel_dtypes = kernel_dtypes
-        arguments = self.default._schema.arguments
+        self.arguments = _torch_private.arguments(self.default)
         self.writes = writes
-        self.mutated = [i for i, argument in enumerate(arguments) if argument.alias_info is not None]
+        self.mutated = [i for i, argument in enumerate(self.arguments) if argument.alias_info is not None]
         self.falls_through = autograd is None and bool(self.mutated)  # the autograd keys: what is written has no graph
 
     def __call__(self, *args):
@@ -130,9 +139,8 @@ class Op:
         return self.below_autograd(*args)
 
     def _apply(self, args):
-        # apply looks at each of its arguments for tensors, which for 20 of them takes 5 us. Its part in Python, which
-        # takes 2 us, is for functorch.
-        apply = self.autograd.apply if torch._C._are_functorch_transforms_active() else self.apply
+        # apply looks for tensors in each of its arguments: a tuple of those without gradients saves time.
+        apply = self.autograd.apply if _torch_private.functorch_is_active() else self.apply
         return apply(*args[: self.differentiable], args[self.differentiable :])
 
     def autograd_kernel(self, overload, *args):
@@ -140,7 +148,7 @@ class Op:
         if self.autograd is None and torch.is_grad_enabled():
             self._refuse_gradients(args)
         if not self.wants_derivative(args):
-            with torch._C._AutoDispatchBelowAutograd():
+            with _torch_private.below_autograd():
                 return overload(*args)
         if overload is self.others and overload is not self._overload(args):
             raise NotImplementedError(f"{overload} has no gradient for {args[0].dtype}: call {self.default}")
@@ -151,7 +159,7 @@ class Op:
 
         Raises NotImplementedError in forward mode, where the bare op would drop the tangent.
         """
-        if forward_ad._current_level >= 0:
+        if _torch_private.in_forward_mode():
             self._refuse_tangents(args)
         if self.differentiable and torch.is_grad_enabled():
             for x in args[: self.differentiable]:
@@ -160,12 +168,12 @@ class Op:
         return False
 
     def _refuse_tangents(self, args):
-        for argument, value in zip(self.default._schema.arguments, args, strict=False):
+        for argument, value in zip(self.arguments, args, strict=False):
             if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
                 raise NotImplementedError(f"{argument.name} of {self.name} must have no tangent: no op here has a jvp")
 
     def _refuse_gradients(self, args):
-        for argument, value in zip(self.default._schema.arguments, args, strict=False):
+        for argument, value in zip(self.arguments, args, strict=False):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise NotImplementedError(
                     f"{argument.name} of {self.name} must not require grad: the op has no gradient, call it in no_grad"
@@ -181,7 +189,7 @@ class Op:
         call = self.call_default if self._has_kernel_for(args) else self.call_others
         if self.falls_through:
             return call(*args)
-        with torch._C._AutoDispatchBelowAutograd():
+        with _torch_private.below_autograd():
             return call(*args)
 
     def _mark_written(self, args):
@@ -281,7 +289,7 @@ def _announced(name, reference):
                 else f"the library has no kernel for {name}"
             )
             warn_once(f"flash_attn: {name} runs on the slower reference backend in plain torch: {why}")
-        with without_autocast(args[0]), torch._C._AutoDispatchBelowAutograd():
+        with without_autocast(args[0]), _torch_private.below_autograd():
             return reference(*args)
 
     return kernel

@@ -21,16 +21,18 @@ pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="this is no
 FRONTS = {"flash_attn_interface", "fused_softmax", "layers", "losses", "ops"}
 MAY_IMPORT = {  # part of the package -> parts that it may import, besides itself
     "_build_id": set(),
-    "_library": {"_build_id"},
+    "_torch_private": set(),
+    "_library": {"_build_id", "_torch_private"},
     "_reference": set(),
     "_triton": set(),
-    "_ops": {"_library", "_reference", "_triton"},
+    "_ops": {"_library", "_reference", "_torch_private", "_triton"},
     "bert_padding": {"_ops"},  # its checks
-    "utils": {"_ops", "_reference", "bert_padding"},  # checks; masks and softmax of the reference of attention
+    # checks; masks and softmax of the reference of attention
+    "utils": {"_ops", "_reference", "_torch_private", "bert_padding"},
     "_flash_attn_gpu": {"_ops"},
     "flash_attn_interface": {"_flash_attn_gpu", "_ops"},
     "fused_softmax": {"_ops"},
-    "layers": {"_ops", "ops"},
+    "layers": {"_ops", "_torch_private", "ops"},
     "losses": {"_ops", "ops"},
     "ops": {"_ops", "utils"},
     "modules": {*FRONTS, "_ops", "bert_padding", "utils"},
@@ -80,9 +82,10 @@ def _top_level(tree):
             yield from _top_level(node)
 
 
-def violations(files, wrong):
-    """file: what, for each thing that `wrong(path)` yields."""
-    return [f"{path.relative_to(ROOT)}: {what}" for path in files for what in wrong(path)]
+def check(files, wrong, advice):
+    """Fail if `wrong(path)` yields anything for one of the files. advice: what whoever wrote that should do."""
+    found = [f"{path.relative_to(ROOT)}: {what}" for path in files for what in wrong(path)]
+    assert not found, "\n".join([advice, *found])
 
 
 def test_parts_of_the_package_import_downwards():
@@ -93,11 +96,16 @@ def test_parts_of_the_package_import_downwards():
             if name.startswith("flash_attn.") and target != part and target not in MAY_IMPORT[part]:
                 yield f"imports {name}"
 
-    assert not violations(package_files(), wrong)
+    check(
+        package_files(),
+        wrong,
+        "Move what is shared to a lower part, or, if the new dependency is right, add it to MAY_IMPORT.",
+    )
 
 
 def test_every_part_of_the_package_has_its_place():
-    assert {part_of(path) for path in package_files()} <= MAY_IMPORT.keys()
+    new = {part_of(path) for path in package_files()} - MAY_IMPORT.keys()
+    assert not new, "add them to MAY_IMPORT with what they may import"
 
 
 def test_optional_packages_are_imported_where_they_are_used():
@@ -113,7 +121,7 @@ def test_optional_packages_are_imported_where_they_are_used():
             if package not in {*allowed, *sys.stdlib_module_names, "flash_attn"}:
                 yield f"imports {package} at the top level"
 
-    assert not violations(package_files(), wrong)
+    check(package_files(), wrong, "Import optional packages inside the function that needs them.")
 
 
 def test_triton_is_loaded_where_it_is_launched():
@@ -121,14 +129,22 @@ def test_triton_is_loaded_where_it_is_launched():
         names = imports(path, top_level_only=True) if part_of(path) != "_triton" else ()
         yield from (f"imports {name}" for name in names if name.startswith("flash_attn._triton"))
 
-    assert not violations(package_files(), wrong)
+    check(
+        package_files(),
+        wrong,
+        "Reach kernels in Triton through flash_attn._ops.triton, which imports them at their first launch.",
+    )
 
 
 def test_nothing_in_the_package_needs_what_is_not_installed():
     def wrong(path):
         yield from (f"imports {name}" for name in imports(path) if name.split(".")[0] in OUTSIDE)
 
-    assert not violations([*package_files(), *compat_files()], wrong)
+    check(
+        [*package_files(), *compat_files()],
+        wrong,
+        "Tests, benchmarks and examples are not installed: move what the package needs into it.",
+    )
 
 
 def test_only_the_library_module_asks_for_the_device():
@@ -143,7 +159,40 @@ def test_only_the_library_module_asks_for_the_device():
             ):
                 yield f"line {node.lineno}: {ast.unparse(node)}"
 
-    assert not violations(package_files(), wrong)
+    check(package_files(), wrong, "Let the dispatcher choose, or ask _library.is_where_kernels_run.")
+
+
+PRIVATE = re.compile(r"_(?!_)")
+NAMED_TUPLES = {"_asdict", "_fields", "_replace"}  # public in spite of their names
+
+
+def test_private_names_of_torch_are_in_one_file():
+    """A private name is one that no file of the package defines."""
+    trees = {path: ast.parse(path.read_text()) for path in package_files()}
+    own = {name for tree in trees.values() for name in _defined(tree)} | NAMED_TUPLES
+
+    def wrong(path):
+        for node in ast.walk(trees[path]):
+            if isinstance(node, ast.Attribute) and PRIVATE.match(node.attr) and node.attr not in own:
+                if not ast.unparse(node).startswith("super()"):  # a method of torch that the class here overrides
+                    yield f"line {node.lineno}: {ast.unparse(node)}"
+        for name in imports(path):
+            if name.startswith("torch.") and any(PRIVATE.match(part) for part in name.split(".")):
+                yield f"imports {name}"
+
+    files = [path for path in trees if path.name != "_torch_private.py"]
+    check(files, wrong, "Use them through flash_attn/_torch_private.py, which tells what happens without them.")
+
+
+def _defined(tree):
+    """The names that a file gives to functions, classes, variables and attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
 
 
 def test_the_reference_registers_nothing():
@@ -152,7 +201,7 @@ def test_the_reference_registers_nothing():
         if "torch.library" in path.read_text():
             yield "torch.library"
 
-    assert not violations((ROOT / "flash_attn/_reference").glob("*.py"), wrong)
+    check((ROOT / "flash_attn/_reference").glob("*.py"), wrong, "Register ops in flash_attn/_ops with _library.define.")
 
 
 def test_modules_beside_the_package_are_thin():
@@ -163,7 +212,7 @@ def test_modules_beside_the_package_are_thin():
             if name.startswith("flash_attn.") and name.split(".")[1] not in ("_ops", "_flash_attn_gpu", *FRONTS):
                 yield f"imports {name}"
 
-    assert not violations(compat_files(), wrong)
+    check(compat_files(), wrong, "Put the work into flash_attn/_ops and call it from there.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,7 +248,8 @@ def may_include(folder, target):
 
 
 def test_families_have_the_known_names():
-    assert {folder_of(path) for path in sources()} <= {*LOWER, *FAMILIES}
+    new = {folder_of(path) for path in sources()} - {*LOWER, *FAMILIES}
+    assert not new, "add a family to FAMILIES, or another folder with what it may include to LOWER"
 
 
 def test_includes_go_downwards():
@@ -208,7 +258,11 @@ def test_includes_go_downwards():
     def wrong(path):
         yield from (f"includes {target}" for target in includes(path) if not may_include(folder_of(path), target))
 
-    assert not violations(sources(), wrong)
+    check(
+        sources(),
+        wrong,
+        "Move what is shared to tile, ptx or common, or give it to binding through params.h and launch.h.",
+    )
 
 
 def test_includes_exist():
@@ -217,7 +271,7 @@ def test_includes_exist():
     def wrong(path):
         yield from (f"includes {target}" for target in includes(path) if not (CSRC / target).exists())
 
-    assert not violations(sources(), wrong)
+    check(sources(), wrong, "Write project headers from csrc/ on.")
 
 
 def test_only_binding_sees_torch_and_only_its_stable_headers():
@@ -227,7 +281,11 @@ def test_only_binding_sees_torch_and_only_its_stable_headers():
             if foreign and not (folder_of(path) == "binding" and STABLE_HEADERS.match(header)):
                 yield f"includes {header}"
 
-    assert not violations(sources(), wrong)
+    check(
+        sources(),
+        wrong,
+        "Pass pointers and sizes from csrc/binding, which may use torch/csrc/stable and torch/headeronly.",
+    )
 
 
 def test_host_headers_include_no_device_code():
@@ -237,7 +295,7 @@ def test_host_headers_include_no_device_code():
         if path.suffix in (".h", ".cpp"):
             yield from (f"includes {target}" for target in includes(path) if target.endswith((".cuh", ".cu")))
 
-    assert not violations(sources(), wrong)
+    check(sources(), wrong, "Make the file a .cuh or .cu, or move what it needs from there to a .h.")
 
 
 def test_params_and_config_need_no_cuda():
@@ -248,7 +306,11 @@ def test_params_and_config_need_no_cuda():
             f"needs {header}" for header in reachable(path) if header.startswith(("cuda", "cooperative_groups"))
         )
 
-    assert not violations([path for path in sources() if path.name in ("params.h", "config.h")], wrong)
+    check(
+        [path for path in sources() if path.name in ("params.h", "config.h")],
+        wrong,
+        "Keep CUDA's types out of params.h and config.h: launch.h takes the stream.",
+    )
 
 
 def reachable(path):
@@ -277,11 +339,16 @@ def test_one_stem_leads_through_a_family():
         )
         if not (ROOT / file).exists()
     ]
-    assert not missing
+    assert not missing, "write them: each family has the same files under its own name"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The readers of this file themselves
+
+
+def test_a_failure_says_what_to_do():
+    with pytest.raises(AssertionError, match=r"Do it otherwise\.\n +tests/test_layering\.py: too long"):
+        check([pathlib.Path(__file__)], lambda path: ["too long"], "Do it otherwise.")
 
 
 def test_imports_are_read(tmp_path, monkeypatch):

@@ -1,6 +1,9 @@
 """How ops are defined: one registration a backend, autograd attached once, and no silent fallback."""
 
 import importlib
+import pathlib
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -8,6 +11,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
+import flash_attn
 from flash_attn import _build_id, _library, flash_attn_func, flash_attn_with_kvcache
 from flash_attn._ops import fused_softmax, rotary
 from flash_attn.fused_softmax import scaled_masked_softmax
@@ -15,6 +19,8 @@ from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.ops.activations import swiglu
 from flash_attn.ops.fused_dense import FusedDense, FusedMLP
 from flash_attn.ops.triton.layer_norm import layer_norm_fn
+
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 class OnGpu(torch.Tensor):
@@ -52,26 +58,73 @@ def test_the_reason_is_told(announced, monkeypatch):
         announced("test_doubled")(OnGpu())
 
 
-def test_why_there_are_no_kernels(monkeypatch, tmp_path):
-    """No file, none in a source tree, which may hide an installation that has one, and a file that cannot be loaded."""
-    load_error = _library.load_error.__wrapped__
-    monkeypatch.setattr(_library, "_PATH", tmp_path / "flash_attn/_kernels.so")
-    assert "this installation was made without CUDA kernels" in load_error()
-    (tmp_path / "setup.py").touch()
-    assert "the kernels of this source tree were not built" in load_error()
-    monkeypatch.setattr(_library, "_PATH", tmp_path / "_kernels.so")
-    (tmp_path / "_kernels.so").write_bytes(b"no library" + bytes.fromhex(_build_id.build_id()))
-    with pytest.warns(RuntimeWarning, match=r"_kernels\.so cannot be loaded beside torch"):
-        assert torch.__version__ in load_error()
+@pytest.fixture
+def package(monkeypatch, tmp_path):
+    """Two folders on the path of the package, sources and an installation, in place of the real ones."""
+    folders = [tmp_path / "sources/flash_attn", tmp_path / "site-packages/flash_attn"]
+    for folder in folders:
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(flash_attn, "__path__", [str(folder) for folder in folders])
+    return folders
 
 
-def test_a_library_for_other_ops_is_not_loaded(monkeypatch, tmp_path):
+@pytest.fixture
+def load(monkeypatch):
+    """Try to load a library; returns the reason why there are no kernels, and the files that were to be loaded."""
+    loaded = []
+    monkeypatch.setattr(torch.ops, "load_library", loaded.append)
+    return lambda: (_library.load_error.__wrapped__(), loaded)
+
+
+TODAY = bytes.fromhex(_build_id.build_id())
+OTHER = bytes.fromhex("0123456789" * 4)
+
+
+def test_no_library(package, load):
+    reason, loaded = load()
+    assert reason == f"there are no CUDA kernels in {package[0]}: {_library._how_to_build()}" and not loaded
+    assert "install the package again beside a CUDA build" in reason
+    (package[0].parent / "setup.py").touch()
+    assert "run `make build`" in load()[0]
+
+
+@pytest.mark.parametrize("contents", [None, OTHER], ids=["no library", "an old library"])
+def test_sources_use_the_library_of_an_installation(contents, package, load):
+    """As for whoever runs Python in the folder that `pip install .` was run in."""
+    if contents:
+        (package[0] / "_kernels.so").write_bytes(contents)
+    (package[1] / "_kernels.so").write_bytes(TODAY)
+    assert load() == (None, [str(package[1] / "_kernels.so")])
+
+
+def test_a_library_of_the_sources_comes_first(package, load):
+    for folder in package:
+        (folder / "_kernels.so").write_bytes(TODAY)
+    assert load() == (None, [str(package[0] / "_kernels.so")])
+
+
+def test_a_library_for_other_ops_is_not_loaded(package, load):
     """Or its kernels would be registered for schemas that they do not follow."""
-    monkeypatch.setattr(_library, "_PATH", tmp_path / "_kernels.so")
-    monkeypatch.setattr(torch.ops, "load_library", lambda path: pytest.fail("it is loaded"))
-    (tmp_path / "_kernels.so").write_bytes(b"\x7fELF" + bytes.fromhex("0123456789" * 4))
+    (package[1] / "_kernels.so").write_bytes(OTHER)
     with pytest.warns(RuntimeWarning, match="was built for ops with other schemas"):
-        assert "build it again" in _library.load_error.__wrapped__()
+        reason, loaded = load()
+    assert str(package[1] / "_kernels.so") in reason and "install the package again" in reason and not loaded
+
+
+def test_a_file_that_cannot_be_loaded(package):
+    (package[0] / "_kernels.so").write_bytes(b"no library" + TODAY)
+    with pytest.warns(RuntimeWarning, match=r"_kernels\.so cannot be loaded beside torch"):
+        assert torch.__version__ in _library.load_error.__wrapped__()
+
+
+def test_the_installation_is_on_the_path_of_the_sources(tmp_path):
+    site = tmp_path / "flash_attn"
+    site.mkdir()
+    (site / "__init__.py").touch()
+    (site / "_kernels.so").write_bytes(TODAY)
+    code = f"import sys; sys.path.append({str(tmp_path)!r}); import flash_attn; print(flash_attn.__path__[-1])"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert run.stdout.strip() == str(site)
 
 
 @pytest.mark.parametrize(

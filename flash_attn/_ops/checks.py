@@ -9,6 +9,8 @@ import numbers
 
 import torch
 
+from flash_attn import _torch_private
+
 INTEGER_DTYPES = (torch.int32, torch.int64)
 _STRIDED = torch.strided
 _FAR = 2**31 - 1  # farther than any key is; kernels count positions in 32 bits
@@ -110,7 +112,7 @@ def own_memory(**tensors) -> None:
         if torch.compiler.is_compiling() or value.numel() == 0:
             continue
         # Not data_ptr, which meta and fake tensors do not have.
-        other = seen.setdefault((value.untyped_storage()._cdata, value.storage_offset()), name)
+        other = seen.setdefault((_torch_private.storage_id(value), value.storage_offset()), name)
         if other is not name:
             raise ValueError(f"{name} must have memory of its own, since it is written; found that of {other}")
 

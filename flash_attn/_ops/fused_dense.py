@@ -24,9 +24,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
-from flash_attn import _library
+from flash_attn import _library, _torch_private
 from flash_attn._library import without_autocast
 from flash_attn._ops import activation as activations
 from flash_attn._ops import autograd, checks
@@ -106,7 +105,7 @@ def is_for_few_rows(x, weight) -> bool:
         and x.dtype == weight.dtype
         and type(x) is torch.Tensor
         and type(weight) is torch.nn.Parameter
-        and forward_ad._current_level < 0
+        and not _torch_private.in_forward_mode()
         and _library.autocast_dtype(x) is None
     )
 

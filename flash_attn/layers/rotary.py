@@ -22,6 +22,7 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor
 
+from flash_attn import _torch_private
 from flash_attn._ops import autograd, checks
 from flash_attn._ops import rotary as ops
 
@@ -351,7 +352,7 @@ class _RotateInPlace(torch.autograd.Function):
 
 def _may_change_history(x):
     """Whether autograd lets an in-place operation become part of the history of x: not of a leaf, nor of any view."""
-    return not x.is_leaf and x._base is None
+    return not x.is_leaf and not _torch_private.is_view(x)
 
 
 def _rotate_in_place(*arguments):

@@ -12,6 +12,8 @@ import torch.utils.benchmark
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from flash_attn import _torch_private
+
 
 def benchmark_forward(fn, *inputs, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs):
     """Time fn(*inputs, **kwinputs). Returns (Timer, Measurement), and prints it if verbose."""
@@ -185,9 +187,8 @@ def _peak_on_cpu(call):
     """The greatest sum of the allocations less what was freed, in bytes."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     used = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
+    for event in sorted(_torch_private.memory_events(profile), key=lambda event: event.start_ns()):
         used += event.nbytes()
         peak = max(peak, used)
     return peak

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from flash_attn import _torch_private
 from flash_attn._ops import checks, collectives
 
 
@@ -144,7 +145,7 @@ def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: Proc
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=process_group)
         parts = flat.split([grad.numel() for grad in grads])
-        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+        _torch_private.copy_each(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
 
 
 def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
@@ -177,7 +178,7 @@ def _may_be_overwritten(x):
     """Whether a sum may take the place of `x`: not in a graph, and not if x is a leaf or a view that requires grad."""
     if torch.compiler.is_compiling() or not x.is_contiguous():
         return False
-    return not (x.requires_grad and (x.is_leaf or x._base is not None))
+    return not (x.requires_grad and (x.is_leaf or _torch_private.is_view(x)))
 
 
 def _check_rows(x):

@@ -1,7 +1,8 @@
 """`triton_op`, torch.library's with two more options."""
 
 import torch
-from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+from flash_attn import _torch_private
 
 
 def triton_op(name, fn=None, /, *, mutates_args, schema=None, allow_decomposition=True):
@@ -28,11 +29,12 @@ def triton_op(name, fn=None, /, *, mutates_args, schema=None, allow_decompositio
         return torch.library.triton_op(name, fn, mutates_args=mutates_args)
     op = torch.library.custom_op(name, fn, mutates_args=mutates_args, schema=schema)
     op.register_fake(fn)
-    if allow_decomposition:
+    mode = _torch_private.FunctionalTensorMode
+    if allow_decomposition and mode is not None:
 
         def decompose(mode, func, types, args, kwargs):
             with mode:
                 return fn(*args, **(kwargs or {}))
 
-        op.register_torch_dispatch(FunctionalTensorMode, decompose)
+        op.register_torch_dispatch(mode, decompose)
     return op

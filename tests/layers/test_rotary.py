@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import functools
-import inspect
 import math
 import pickle
 import zlib
@@ -809,28 +808,6 @@ def test_meta():
     x, table = torch.empty(2, 5, 3, 64, device="meta"), torch.empty(5, 32, device="meta")
     assert apply_rotary_emb(x, table, table).shape == x.shape
     assert apply_rotary_emb(x, table, table, inplace=True) is x
-
-
-SIGNATURES = {
-    rotary.rotate_half: "x, interleaved=False",
-    apply_rotary_emb_torch: "x, cos, sin, interleaved=False",
-    apply_rotary_emb: "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, "
-    "max_seqlen=None",
-    apply_rotary_emb_qkv_: "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, "
-    "num_heads_q=None, cu_seqlens=None, max_seqlen=None",
-    apply_rotary_emb_kv_: "kv, cos, sin, interleaved=False, seqlen_offsets=0",
-    RotaryEmbedding: "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
-    RotaryEmbedding.forward: "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None, cu_seqlens=None",
-    apply_rotary: "x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, "
-    "conjugate=False",
-}
-
-
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
-def test_signature(function):
-    parameters = inspect.signature(function).parameters.values()
-    plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
-    assert ", ".join(map(str, plain)) == SIGNATURES[function]
 
 
 def test_other_names():

@@ -1,7 +1,6 @@
 """Blocks: the formula, fused and not, other libraries' blocks, graphs, decoding, options, errors."""
 
 import functools
-import inspect
 
 import pytest
 import torch
@@ -447,24 +446,3 @@ def test_no_residual_with_the_norm_last():
     x = torch.zeros(2, 5, DIM)
     with pytest.raises(ValueError, match="residual must be None without prenorm"):
         block_of(prenorm=False)(x, x)
-
-
-SIGNATURES = {
-    Block: "dim, mixer_cls=None, mlp_cls=None, norm_cls=<class 'torch.nn.modules.normalization.LayerNorm'>, "
-    "dropout_cls=<class 'torch.nn.modules.dropout.Dropout'>, prenorm=True, resid_dropout1=0.0, resid_dropout2=0.0, "
-    "drop_path1=0.0, drop_path2=0.0, fused_dropout_add_ln=False, return_residual=False, residual_in_fp32=False, "
-    "sequence_parallel=False, mark_shared_params=False",
-    Block.forward: "self, hidden_states, residual=None, mixer_subset=None, mixer_kwargs=None",
-    Block.allocate_inference_cache: "self, batch_size, max_seqlen, dtype=None, **kwargs",
-    ParallelBlock: "dim, mixer_cls=None, mlp_cls=None, norm_cls=<class 'torch.nn.modules.normalization.LayerNorm'>, "
-    "dropout_cls=<class 'torch.nn.modules.dropout.Dropout'>, resid_dropout1=0.0, resid_dropout2=0.0, tied_norm=False, "
-    "fused_dropout_add_ln=False, residual_in_fp32=False, sequence_parallel=False, mark_shared_params=False",
-    ParallelBlock.forward: "self, hidden_states1, hidden_states2=None, residual=None, mixer_kwargs=None",
-}
-
-
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
-def test_signature(function):
-    parameters = inspect.signature(function).parameters.values()
-    plain = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
-    assert ", ".join(plain) == SIGNATURES[function]

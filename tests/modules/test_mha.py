@@ -1,7 +1,6 @@
 """Attention modules: numbers and gradients against the formula and other libraries, decoding, options, errors."""
 
 import dataclasses
-import inspect
 
 import oracle
 import pytest
@@ -12,7 +11,6 @@ from compare import assert_error_ratio
 from torch import nn
 
 from flash_attn.bert_padding import unpad_input
-from flash_attn.modules import mha
 from flash_attn.modules.mha import (
     MHA,
     CrossAttention,
@@ -833,37 +831,3 @@ def test_errors_of_attention_without_parameters():
     ):
         with pytest.raises(ValueError, match=message):
             function()
-
-
-SIGNATURES = {
-    FlashSelfAttention: "causal=False, softmax_scale=None, attention_dropout=0.0, window_size=(-1, -1), "
-    "alibi_slopes=None, deterministic=False",
-    FlashSelfAttention.forward: "self, qkv, causal=None, cu_seqlens=None, max_seqlen=None",
-    FlashCrossAttention: "causal=False, softmax_scale=None, attention_dropout=0.0, alibi_slopes=None, "
-    "window_size=(-1, -1), deterministic=False",
-    FlashCrossAttention.forward: "self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, "
-    "max_seqlen_k=None",
-    SelfAttention: "causal=False, softmax_scale=None, attention_dropout=0.0",
-    SelfAttention.forward: "self, qkv, causal=None, key_padding_mask=None",
-    CrossAttention.forward: "self, q, kv, causal=None, key_padding_mask=None, same_tokens=False",
-    MHA: "embed_dim, num_heads, num_heads_kv=None, cross_attn=False, qkv_proj_bias=True, out_proj_bias=True, "
-    "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, dwconv=False, rotary_emb_dim=0, "
-    "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "
-    "window_size=(-1, -1), fused_bias_fc=False, use_flash_attn=False, return_residual=False, checkpointing=False, "
-    "device=None, dtype=None",
-    MHA.forward: "self, x, x_kv=None, key_padding_mask=None, cu_seqlens=None, max_seqlen=None, mixer_subset=None, "
-    "inference_params=None, **kwargs",
-    ParallelMHA: "embed_dim, num_heads, process_group, num_heads_kv=None, qkv_proj_bias=True, out_proj_bias=True, "
-    "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, rotary_emb_dim=0, rotary_emb_base=10000.0, "
-    "rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, window_size=(-1, -1), "
-    "use_flash_attn=False, checkpointing=False, sequence_parallel=True, device=None, dtype=None",
-    ParallelMHA.forward: "self, x, seqlen=None, inference_params=None, **kwargs",
-    mha._update_kv_cache: "kv, inference_params, layer_idx",
-}
-
-
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
-def test_signature(function):
-    parameters = inspect.signature(function).parameters.values()
-    plain = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
-    assert ", ".join(plain) == SIGNATURES[function]

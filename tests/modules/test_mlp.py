@@ -1,7 +1,5 @@
 """MLPs: formulas, gradients, sizes, parameters, errors. Divided over processes: test_parallel.py."""
 
-import inspect
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -101,28 +99,3 @@ def test_an_activation_that_is_no_function(mlp_cls, activation):
     """FusedMLP takes the names of its activations, these take functions."""
     with pytest.raises(TypeError, match=f"activation must be a function of a tensor, found {activation!r}"):
         mlp_cls(16, activation=activation)
-
-
-SIGNATURES = {
-    "Mlp": "in_features, hidden_features=None, out_features=None, activation=gelu, bias1=True, bias2=True, "
-    "return_residual=False, device=None, dtype=None",
-    "ParallelMLP": "in_features, hidden_features=None, out_features=None, activation=gelu, process_group=None, "
-    "sequence_parallel=True, bias1=True, bias2=True, device=None, dtype=None",
-    "GatedMlp": "in_features, hidden_features=None, out_features=None, activation=sigmoid, bias1=True, bias2=True, "
-    "multiple_of=128, return_residual=False, device=None, dtype=None",
-    "ParallelGatedMlp": "in_features, process_group, hidden_features=None, out_features=None, activation=sigmoid, "
-    "bias1=True, bias2=True, multiple_of=128, sequence_parallel=True, device=None, dtype=None",
-}
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name):
-    """With the activation by its name."""
-
-    def shown(parameter):
-        default = parameter.default
-        text = f"={getattr(default, '__name__', default)}" if default is not parameter.empty else ""
-        return parameter.name + text
-
-    parameters = inspect.signature(getattr(mlp, name)).parameters.values()
-    assert ", ".join(map(shown, parameters)) == SIGNATURES[name]

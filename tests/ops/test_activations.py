@@ -1,7 +1,5 @@
 """Activations: values and gradients, gated and with a bias, layouts, errors, graphs, what a kernel may trip over."""
 
-import inspect
-
 import oracle
 import pytest
 import torch
@@ -173,15 +171,10 @@ def test_opcheck(gated, transposed, device):
         torch.library.opcheck(ops.gated_bwd.default, (g[:, :20], x, "silu"))
 
 
-def test_autograd_functions_and_signatures():
-    functions = {
-        activations.GeLUFunction: (bias_gelu_impl, "input, bias"),
-        activations.FastGeLUFunction: (fast_gelu_impl, "input"),
-        activations.SwiGLUFunction: (swiglu, "x, y"),
-    }
-    for owner, (function, signature) in functions.items():
-        assert owner.apply is function
-        assert str(inspect.signature(function)) == f"({signature})"
+def test_autograd_functions():
+    assert activations.GeLUFunction.apply is bias_gelu_impl
+    assert activations.FastGeLUFunction.apply is fast_gelu_impl
+    assert activations.SwiGLUFunction.apply is swiglu
 
 
 X = torch.zeros(3, 8)

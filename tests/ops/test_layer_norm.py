@@ -1,7 +1,6 @@
 """LayerNorm and RMSNorm: values and gradients, masks, modules, errors, graphs, and what a kernel may trip over."""
 
 import dataclasses
-import inspect
 import itertools
 import pathlib
 import zlib
@@ -797,79 +796,6 @@ def test_nothing_is_kept_without_a_gradient(device, monkeypatch):
 
 
 # Names and signatures that callers know.
-
-DROPOUT_ADD = (
-    "x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False, "
-    "residual_in_fp32=False, return_dropout_mask=False"
-)
-SUBSET = (
-    "x0, residual, weight, bias, dropout_p, epsilon, layerscale=None, x0_subset=None, out_subset=None, "
-    "rowscale_const=1.0, out_numrows=0, prenorm=False, residual_in_fp32=False, return_dropout_mask=False"
-)
-PARALLEL = (
-    "x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, prenorm=False, residual_in_fp32=False, "
-    "return_dropout_mask=False"
-)
-FUSED_MODULE = "hidden_size, prenorm=False, p=0.0, eps=1e-05, residual_in_fp32=False, device=None, dtype=None"
-FN = (
-    "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, "
-    "prenorm=False, residual_in_fp32=False, zero_centered_weight=False"
-)
-FN_END = "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None"
-REF = (
-    "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, rowscale=None, "
-    "prenorm=False, zero_centered_weight=False, dropout_mask=None, dropout_mask1=None, upcast=False"
-)
-SIGNATURES = [
-    (layer_norm.layer_norm, "x, weight, bias, epsilon"),
-    (rms_norm.rms_norm, "x, weight, epsilon"),
-    (layer_norm.dropout_add_layer_norm, DROPOUT_ADD),
-    (rms_norm.dropout_add_rms_norm, DROPOUT_ADD),
-    (layer_norm.dropout_add_layer_norm_subset, SUBSET),
-    (rms_norm.dropout_add_rms_norm_subset, SUBSET),
-    (layer_norm.dropout_add_layer_norm_parallel_residual, PARALLEL),
-    (rms_norm.dropout_add_rms_norm_parallel_residual, PARALLEL),
-    (
-        layer_norm.DropoutAddLayerNormFn.apply,
-        "x0, residual, gamma, beta, rowscale, colscale, dropout_p, epsilon, residual_in_fp32=False, prenorm=False, "
-        "is_rms_norm=False, return_dmask=False",
-    ),
-    (
-        layer_norm.DropoutAddLayerNormSubsetFn.apply,
-        "x0, residual, gamma, beta, colscale, x0_subset, out_subset, dropout_p, epsilon, rowscale_const, out_numrows, "
-        "residual_in_fp32=False, prenorm=False, is_rms_norm=False, return_dmask=False",
-    ),
-    (
-        layer_norm.DropoutAddLayerNormParallelResidualFn.apply,
-        "x0, x1, residual, gamma0, beta0, gamma1, beta1, dropout_p, epsilon, residual_in_fp32=False, prenorm=False, "
-        "is_rms_norm=False, return_dmask=False",
-    ),
-    (layer_norm.DropoutAddLayerNorm, FUSED_MODULE),
-    (layer_norm.DropoutAddLayerNorm.forward, "self, x0, residual=None"),
-    (rms_norm.DropoutAddRMSNorm, FUSED_MODULE),
-    (rms_norm.RMSNorm, "hidden_size, eps=1e-05, device=None, dtype=None"),
-    (layer_norm.maybe_align, "x, alignment_in_bytes=16"),
-    (layer_norm_fn, f"{FN}, is_rms_norm=False, {FN_END}"),
-    (triton_norm.LayerNormFn.apply, f"{FN}, is_rms_norm=False, {FN_END}"),
-    (rms_norm_fn, f"{FN}, {FN_END}"),
-    (layer_norm_ref, REF),
-    (rms_norm_ref, REF),
-    (
-        layer_norm_linear_fn,
-        "x, norm_weight, norm_bias, linear_weight, linear_bias, residual=None, eps=1e-06, prenorm=False, "
-        "residual_in_fp32=False, is_rms_norm=False",
-    ),
-    (
-        triton_norm.RMSNorm,
-        "hidden_size, eps=1e-05, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None",
-    ),
-    (triton_norm.RMSNorm.forward, "self, x, residual=None, prenorm=False, residual_in_fp32=False"),
-]
-
-
-@pytest.mark.parametrize("function, signature", SIGNATURES, ids=lambda value: getattr(value, "__qualname__", ""))
-def test_signature(function, signature):
-    assert str(inspect.signature(function)) == f"({signature})"
 
 
 def test_other_names():

@@ -1,6 +1,5 @@
 """Helpers that time and measure: what they run, return and print. No time is compared."""
 
-import inspect
 import json
 
 import pytest
@@ -92,20 +91,3 @@ def test_memory(device, capsys):
     megabytes = (grown - beside) * 1000
     assert 2 * 3.90 < megabytes < 2 * 3.92
     assert benchmark.benchmark_memory(lambda x: x, x, verbose=False) < grown
-
-
-SIGNATURES = {
-    "benchmark_forward": "fn, *inputs, repeats=10, desc='', verbose=True, amp=False, amp_dtype=torch.float16, "
-    "**kwinputs",
-    "pytorch_profiler": "fn, *inputs, trace_filename=None, backward=False, amp=False, amp_dtype=torch.float16, "
-    "cpu=False, verbose=True, **kwinputs",
-    "benchmark_memory": "fn, *inputs, desc='', verbose=True, **kwinputs",
-} | dict.fromkeys(
-    ("benchmark_backward", "benchmark_combined", "benchmark_fwd_bwd", "benchmark_all"),
-    "fn, *inputs, grad=None, repeats=10, desc='', verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs",
-)
-
-
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_signature(name):
-    assert str(inspect.signature(getattr(benchmark, name))) == f"({SIGNATURES[name]})"

@@ -1,7 +1,5 @@
 """Collectives: values, gradients, what they do to their input, helpers of parallel models, errors."""
 
-import inspect
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -244,23 +242,6 @@ def test_errors_of_dim_for_local_rank(arguments, error, message):
         get_dim_for_local_rank(*arguments)
 
 
-SIGNATURES = {
-    all_gather_raw: "input_, process_group, async_op=False",
-    reduce_scatter_raw: "input_, process_group, async_op=False",
-    all_reduce_raw: "input_, process_group, async_op=False",
-    all_gather: "input_, process_group",
-    reduce_scatter: "input_, process_group",
-    all_reduce: "input_, process_group",
-    sync_shared_params: "model, process_group",
-    allreduce_sequence_parallel_grad: "model, process_group",
-    get_dim_for_local_rank: "dim, world_size, local_rank, multiple_of=1",
-}
-
-
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
-def test_signature(function):
-    parameters = inspect.signature(function).parameters.values()
-    plain = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
-    assert ", ".join(plain) == SIGNATURES[function]
+def test_autograd_functions():
     for name in ("AllGatherFunc", "ReduceScatterFunc", "AllReduceFunc"):
         assert issubclass(getattr(distributed, name), torch.autograd.Function)

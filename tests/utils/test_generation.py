@@ -5,7 +5,6 @@ import copy
 import dataclasses
 import functools
 import gc
-import inspect
 import pickle
 import weakref
 
@@ -782,30 +781,3 @@ def test_errors_of_speculative_decoding():
     ):
         with pytest.raises(error, match=message):
             sample_speculative(*arguments)
-
-
-SIGNATURES = {
-    sample: "logits, top_k=1, top_p=0.0, temperature=1.0",
-    sample_speculative: "logits, logits_draft, tokens_draft, top_k=1, top_p=0.0, temperature=1.0",
-    decode: "input_ids, model, max_length, top_k=1, top_p=0.0, temperature=1.0, eos_token_id=None, "
-    "teacher_outputs=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, repetition_penalty=1.0, "
-    "output_scores=True, streamer=None",
-    decode_speculative: "input_ids, model, model_draft, max_length, speculative_lookahead=3, top_k=1, top_p=0.0, "
-    "temperature=1.0, eos_token_id=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, "
-    "debug=False",
-    GenerationMixin.generate: "self, input_ids, max_length, top_k=1, top_p=0.0, temperature=1.0, "
-    "return_dict_in_generate=False, output_scores=False, **kwargs",
-    generation.allocate_inference_cache: "max_batch_size, max_seqlen, nheads, headdim, layers, device, "
-    "dtype=torch.float16",
-    generation.update_graph_cache: "model, cache, batch_size, seqlen_og, max_seqlen, decoding_seqlens=(1,), "
-    "tensor_parallel=1, dtype=None, n_warmups=2",
-    generation.capture_graph: "model, inference_params, batch_size, max_seqlen, decoding_seqlen=1, mempool=None, "
-    "n_warmups=2",
-}
-
-
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
-def test_signature(function):
-    parameters = inspect.signature(function).parameters.values()
-    plain = [str(parameter.replace(annotation=inspect.Parameter.empty)) for parameter in parameters]
-    assert ", ".join(plain) == SIGNATURES[function]

@@ -1,7 +1,6 @@
 """Random lengths, problems padded and packed, masks, and attention by its definition."""
 
 import functools
-import inspect
 import math
 
 import oracle
@@ -528,25 +527,6 @@ def test_attention_of_nothing(shape, device):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Signatures, examples, errors
-
-SIGNATURES = {
-    generate_random_padding_mask: "max_seqlen, batch_size, device, mode='random', zero_lengths=False",
-    generate_qkv: "q, k, v, query_padding_mask=None, key_padding_mask=None, qv=None, kvpacked=False, qkvpacked=False, "
-    "query_unused_mask=None, key_unused_mask=None",
-    construct_local_mask: "seqlen_q, seqlen_k, window_size=(-1, -1), sink_token_length=0, query_padding_mask=None, "
-    "key_padding_mask=None, key_leftpad=None, device=None",
-    construct_chunk_mask: "seqlen_q, seqlen_k, attention_chunk, query_padding_mask=None, key_padding_mask=None, "
-    "key_leftpad=None, device=None",
-    attention_ref: "q, k, v, query_padding_mask=None, key_padding_mask=None, key_leftpad=None, attn_bias=None, "
-    "dropout_p=0.0, dropout_mask=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
-    "window_size=(-1, -1), attention_chunk=0, sink_token_length=0, softcap=0.0, upcast=True, reorder_ops=False, "
-    "intermediate_dtype=None",
-}
-
-
-@pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__name__)
-def test_signature(function):
-    assert str(inspect.signature(function)) == f"({SIGNATURES[function]})"
 
 
 Q, K, V, MASK_Q, MASK_K = problem("cpu")

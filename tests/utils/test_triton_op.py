@@ -1,6 +1,5 @@
 """Custom operators, and decorators of autograd Functions."""
 
-import inspect
 import itertools
 
 import pytest
@@ -64,8 +63,3 @@ def test_amp_decorators():
     assert seen == {"forward": False, "backward": False}
     assert custom_amp_decorator(dict, True)(a=1) == {"a": 1, "device_type": "cuda"}
     assert custom_amp_decorator(dict, False)(a=1) == {"a": 1}
-
-
-def test_signature():
-    expected = "(name, fn=None, /, *, mutates_args, schema=None, allow_decomposition=True)"
-    assert str(inspect.signature(triton_op)) == expected

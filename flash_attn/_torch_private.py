@@ -1,0 +1,92 @@
+"""The private names of torch that this package uses. No other file here uses one.
+
+A later torch may drop any of them. Each function tells what happens then: a slower way, or an error that says so.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+
+def _needed(owner: object, name: str) -> Any:
+    """An attribute that nothing can replace. Raises ImportError if it is gone."""
+    if not hasattr(owner, name):
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise ImportError(
+            f"flash_attn needs {where}.{name}, which torch {torch.__version__} does not have: "
+            "install a newer flash-attn or an older torch"
+        )
+    return getattr(owner, name)
+
+
+# A context in which the dispatcher skips autograd. Without it, importing this package is an ImportError.
+below_autograd = _needed(torch._C, "_AutoDispatchBelowAutograd")
+
+# Whether a transform such as torch.func.vmap is active. Without it: always, which makes each call 2 us slower.
+functorch_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
+
+_has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
+_foreach_copy = getattr(torch, "_foreach_copy_", None)
+
+try:
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+except ImportError:
+    FunctionalTensorMode = None
+
+
+def has_kernel(name: str, key: str, otherwise: bool) -> bool:
+    """Whether the op `name`, "namespace::name", has a kernel for the dispatch key; `otherwise` if torch cannot tell."""
+    return otherwise if _has_kernel is None else _has_kernel(name, key)
+
+
+def in_forward_mode() -> bool:
+    """Whether forward-mode differentiation is active. True if torch cannot tell, which makes callers look closer."""
+    return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def bare(overload: torch._ops.OpOverload) -> Callable:
+    """The function that calling `overload` calls. The overload itself, 0.5 us slower, if torch does not show it."""
+    return getattr(overload, "_op", overload)
+
+
+def arguments(overload: torch._ops.OpOverload) -> Sequence[Any]:
+    """The arguments in the schema of `overload`, with name and alias_info. Raises ImportError if torch hides it."""
+    return _needed(overload, "_schema").arguments
+
+
+def bare_apply(function: type[torch.autograd.Function]) -> Callable:
+    """`function.apply` without its part for functorch. The whole of it, 2 us slower, if torch has no such part."""
+    return getattr(super(torch.autograd.Function, function), "apply", function.apply)
+
+
+def is_view(x: torch.Tensor) -> bool:
+    """Whether autograd takes `x` for a view of another tensor. True if torch cannot tell, which makes callers copy."""
+    return getattr(x, "_base", x) is not None
+
+
+def storage_id(x: torch.Tensor) -> int:
+    """A number that tensors share if and only if they share storage. If torch has none, the address of the storage,
+    which all empty storages share.
+    """
+    storage = x.untyped_storage()
+    return storage._cdata if hasattr(storage, "_cdata") else storage.data_ptr()
+
+
+def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source to its target: in one launch, or one after the other if torch has no such function."""
+    if _foreach_copy is not None:
+        _foreach_copy(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def memory_events(profile: torch.profiler.profile) -> list[Any]:
+    """The allocations on the CPU that a profile has seen, with start_ns() and nbytes(), below 0 where memory is freed.
+
+    Raises ImportError if torch hides them.
+    """
+    results = _needed(_needed(profile, "profiler"), "kineto_results")
+    return [event for event in results.events() if event.name() == "[memory]"]

@@ -1,0 +1,573 @@
+"""The signatures of all public functions, and of the private ones that other packages call, by module and name.
+
+Callers rely on the names, the order and the defaults of parameters. Annotations are free to change and are not shown;
+a default that is a function or a class stands as its name.
+"""
+
+SIGNATURES = {
+    "flash_attn.bert_padding": {
+        "index_first_axis": "input, indices",
+        "index_put_first_axis": "values, indices, first_axis_dim",
+        "index_first_axis_residual": "input, indices",
+        "IndexFirstAxis.apply": "input, indices",
+        "IndexPutFirstAxis.apply": "values, indices, first_axis_dim",
+        "IndexFirstAxisResidual.apply": "input, indices",
+        "unpad_input": "hidden_states, attention_mask, unused_mask=None",
+        "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
+        "pad_input": "hidden_states, indices, batch, seqlen",
+    },
+    "flash_attn.flash_attn_interface": {
+        "flash_attn_func": (
+            "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+        ),
+        "flash_attn_kvpacked_func": (
+            "q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+        ),
+        "flash_attn_qkvpacked_func": (
+            "qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+        ),
+        "flash_attn_varlen_func": (
+            "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
+            "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+            "return_attn_probs=False, block_table=None"
+        ),
+        "flash_attn_varlen_kvpacked_func": (
+            "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
+            "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
+            "return_attn_probs=False"
+        ),
+        "flash_attn_varlen_qkvpacked_func": (
+            "qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), "
+            "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
+        ),
+        "flash_attn_with_kvcache": (
+            "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+            "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
+            "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
+            "return_softmax_lse=False"
+        ),
+        "_flash_attn_forward": (
+            "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
+            "return_softmax"
+        ),
+        "_flash_attn_varlen_forward": (
+            "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, "
+            "window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False, "
+            "block_table=None, leftpad_k=None, seqused_k=None, zero_tensors=False, num_splits=0"
+        ),
+        "_flash_attn_backward": (
+            "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left, "
+            "window_size_right, softcap, alibi_slopes, deterministic, rng_state=None"
+        ),
+        "_flash_attn_varlen_backward": (
+            "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, "
+            "dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
+            "deterministic, rng_state=None, zero_tensors=False"
+        ),
+        "maybe_contiguous": "x",
+        "round_multiple": "x, m",
+        "FlashAttnFunc.apply": "*args",
+        "FlashAttnKVPackedFunc.apply": "*args",
+        "FlashAttnQKVPackedFunc.apply": "*args",
+        "FlashAttnVarlenFunc.apply": "*args",
+        "FlashAttnVarlenKVPackedFunc.apply": "*args",
+        "FlashAttnVarlenQKVPackedFunc.apply": "*args",
+    },
+    "flash_attn.fused_softmax": {
+        "scaled_upper_triang_masked_softmax": "inputs, _, scale",
+        "scaled_masked_softmax": "inputs, mask, scale",
+        "ScaledUpperTriangMaskedSoftmax.apply": "inputs, scale",
+        "ScaledMaskedSoftmax.apply": "inputs, mask, scale",
+        "FusedScaleMaskSoftmax": (
+            "input_in_fp16, input_in_bf16, attn_mask_type, scaled_masked_softmax_fusion, mask_func, softmax_in_fp32, "
+            "scale"
+        ),
+        "FusedScaleMaskSoftmax.forward": "self, input, mask",
+    },
+    "flash_attn.layers.patch_embed": {
+        "PatchEmbed": (
+            "img_size=224, patch_size=16, in_chans=3, embed_dim=768, norm_layer=None, flatten=True, bias=True, "
+            "fused_bias_fc=False"
+        ),
+        "PatchEmbed.forward": "self, x",
+    },
+    "flash_attn.layers.rotary": {
+        "rotate_half": "x, interleaved=False",
+        "apply_rotary_emb_torch": "x, cos, sin, interleaved=False",
+        "apply_rotary_emb": (
+            "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None"
+        ),
+        "apply_rotary_emb_func": (
+            "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None"
+        ),
+        "apply_rotary_emb_qkv_": (
+            "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None, "
+            "cu_seqlens=None, max_seqlen=None"
+        ),
+        "apply_rotary_emb_kv_": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
+        "ApplyRotaryEmb.apply": (
+            "x, cos, sin, interleaved=False, inplace=False, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None"
+        ),
+        "ApplyRotaryEmbQKV_.apply": (
+            "qkv, cos, sin, cos_k=None, sin_k=None, interleaved=False, seqlen_offsets=0, num_heads_q=None, "
+            "cu_seqlens=None, max_seqlen=None"
+        ),
+        "ApplyRotaryEmbKV_.apply": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
+        "RotaryEmbedding": "dim, base=10000.0, interleaved=False, scale_base=None, device=None",
+        "RotaryEmbedding.forward": (
+            "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None, cu_seqlens=None"
+        ),
+    },
+    "flash_attn.losses.cross_entropy": {
+        "CrossEntropyLoss": (
+            "ignore_index=-100, reduction='mean', label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, "
+            "inplace_backward=False, process_group=None, return_z_loss=False"
+        ),
+        "CrossEntropyLoss.forward": "self, input, target, precomputed_lse=None",
+    },
+    "flash_attn.modules.block": {
+        "StochasticDepth": "p",
+        "StochasticDepth.forward": "self, x",
+        "Block": (
+            "dim, mixer_cls=None, mlp_cls=None, norm_cls=LayerNorm, dropout_cls=Dropout, prenorm=True, "
+            "resid_dropout1=0.0, resid_dropout2=0.0, drop_path1=0.0, drop_path2=0.0, fused_dropout_add_ln=False, "
+            "return_residual=False, residual_in_fp32=False, sequence_parallel=False, mark_shared_params=False"
+        ),
+        "Block.forward": "self, hidden_states, residual=None, mixer_subset=None, mixer_kwargs=None",
+        "ParallelBlock": (
+            "dim, mixer_cls=None, mlp_cls=None, norm_cls=LayerNorm, dropout_cls=Dropout, resid_dropout1=0.0, "
+            "resid_dropout2=0.0, tied_norm=False, fused_dropout_add_ln=False, residual_in_fp32=False, "
+            "sequence_parallel=False, mark_shared_params=False"
+        ),
+        "ParallelBlock.forward": "self, hidden_states1, hidden_states2=None, residual=None, mixer_kwargs=None",
+        "Block.allocate_inference_cache": "self, batch_size, max_seqlen, dtype=None, **kwargs",
+    },
+    "flash_attn.modules.embedding": {
+        "GPT2Embeddings": (
+            "embed_dim, vocab_size, max_position_embeddings, padding_idx=None, word_embed_proj_dim=None, device=None,"
+            " dtype=None"
+        ),
+        "GPT2Embeddings.forward": "self, input_ids, position_ids=None",
+        "BertEmbeddings": (
+            "embed_dim, vocab_size, max_position_embeddings, type_vocab_size, padding_idx=None, device=None, dtype=None"
+        ),
+        "BertEmbeddings.forward": "self, input_ids, position_ids=None, token_type_ids=None",
+        "VocabParallelEmbedding": "num_embeddings, *args, process_group=None, padding_idx=None, **kwargs",
+        "VocabParallelEmbedding.forward": "self, input",
+        "ColumnParallelEmbedding": "num_embeddings, embedding_dim, *args, process_group=None, **kwargs",
+        "ParallelGPT2Embeddings": (
+            "embed_dim, vocab_size, max_position_embeddings, process_group, padding_idx=None, sequence_parallel=True,"
+            " device=None, dtype=None"
+        ),
+        "ParallelGPT2Embeddings.forward": "self, input_ids, position_ids=None, combine_batch_seqlen_dim=False",
+    },
+    "flash_attn.modules.mha": {
+        "get_alibi_slopes": "nheads",
+        "FlashSelfAttention": (
+            "causal=False, softmax_scale=None, attention_dropout=0.0, window_size=(-1, -1), alibi_slopes=None, "
+            "deterministic=False"
+        ),
+        "FlashSelfAttention.forward": "self, qkv, causal=None, cu_seqlens=None, max_seqlen=None",
+        "FlashCrossAttention": (
+            "causal=False, softmax_scale=None, attention_dropout=0.0, alibi_slopes=None, window_size=(-1, -1), "
+            "deterministic=False"
+        ),
+        "FlashCrossAttention.forward": (
+            "self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, max_seqlen_k=None"
+        ),
+        "CrossAttention": "causal=False, softmax_scale=None, attention_dropout=0.0",
+        "CrossAttention.forward": "self, q, kv, causal=None, key_padding_mask=None, same_tokens=False",
+        "SelfAttention": "causal=False, softmax_scale=None, attention_dropout=0.0",
+        "SelfAttention.forward": "self, qkv, causal=None, key_padding_mask=None",
+        "LinearResidual": "in_features, out_features, bias=True, device=None, dtype=None",
+        "LinearResidual.forward": "self, input",
+        "MHA": (
+            "embed_dim, num_heads, num_heads_kv=None, cross_attn=False, qkv_proj_bias=True, out_proj_bias=True, "
+            "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, dwconv=False, rotary_emb_dim=0, "
+            "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "
+            "window_size=(-1, -1), fused_bias_fc=False, use_flash_attn=False, return_residual=False, "
+            "checkpointing=False, device=None, dtype=None"
+        ),
+        "MHA.forward": (
+            "self, x, x_kv=None, key_padding_mask=None, cu_seqlens=None, max_seqlen=None, mixer_subset=None, "
+            "inference_params=None, **kwargs"
+        ),
+        "ParallelMHA": (
+            "embed_dim, num_heads, process_group, num_heads_kv=None, qkv_proj_bias=True, out_proj_bias=True, "
+            "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, rotary_emb_dim=0, "
+            "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "
+            "window_size=(-1, -1), use_flash_attn=False, checkpointing=False, sequence_parallel=True, device=None, "
+            "dtype=None"
+        ),
+        "ParallelMHA.forward": "self, x, seqlen=None, inference_params=None, **kwargs",
+        "_update_kv_cache": "kv, inference_params, layer_idx",
+    },
+    "flash_attn.modules.mlp": {
+        "Mlp": (
+            "in_features, hidden_features=None, out_features=None, activation=gelu, bias1=True, bias2=True, "
+            "return_residual=False, device=None, dtype=None"
+        ),
+        "ParallelMLP": (
+            "in_features, hidden_features=None, out_features=None, activation=gelu, process_group=None, "
+            "sequence_parallel=True, bias1=True, bias2=True, device=None, dtype=None"
+        ),
+        "GatedMlp": (
+            "in_features, hidden_features=None, out_features=None, activation=sigmoid, bias1=True, bias2=True, "
+            "multiple_of=128, return_residual=False, device=None, dtype=None"
+        ),
+        "ParallelGatedMlp": (
+            "in_features, process_group, hidden_features=None, out_features=None, activation=sigmoid, bias1=True, "
+            "bias2=True, multiple_of=128, sequence_parallel=True, device=None, dtype=None"
+        ),
+    },
+    "flash_attn.ops.activations": {
+        "bias_gelu": "y, bias",
+        "bias_gelu_back": "g, y, bias",
+        "bias_gelu_impl": "input, bias",
+        "gelu_fwd": "x",
+        "gelu_bwd": "g, x",
+        "fast_gelu_impl": "input",
+        "relu_bwd": "g, x",
+        "sqrelu_fwd": "x",
+        "sqrelu_bwd": "g, x",
+        "swiglu_fwd": "x, y",
+        "swiglu_bwd": "x, y, g",
+        "swiglu": "x, y",
+        "swiglu_of_halves": "x",
+        "GeLUFunction.apply": "input, bias",
+        "FastGeLUFunction.apply": "input",
+        "SwiGLUFunction.apply": "x, y",
+    },
+    "flash_attn.ops.fused_dense": {
+        "fused_dense_func": "x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True",
+        "FusedDenseFunc.apply": (
+            "x, weight, bias=None, return_residual=False, process_group=None, sequence_parallel=True"
+        ),
+        "fused_mlp_func": (
+            "x, weight1, weight2, bias1=None, bias2=None, activation='gelu_approx', save_pre_act=True, "
+            "return_residual=False, checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True"
+        ),
+        "FusedMLPFunc.apply": (
+            "x, weight1, bias1, weight2, bias2, activation='gelu_approx', save_pre_act=True, return_residual=False, "
+            "checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True"
+        ),
+        "Linear": "in_features, out_features, bias=True, device=None, dtype=None",
+        "Linear.forward": "self, x",
+        "FusedDense": "in_features, out_features, bias=True, return_residual=False, device=None, dtype=None",
+        "FusedDense.forward": "self, x, process_group=None",
+        "ColumnParallelLinear": (
+            "in_features, out_features, process_group, bias=True, sequence_parallel=True, multiple_of=1, device=None,"
+            " dtype=None"
+        ),
+        "ColumnParallelLinear.forward": "self, x",
+        "RowParallelLinear": (
+            "in_features, out_features, process_group, bias=True, sequence_parallel=True, multiple_of=1, device=None,"
+            " dtype=None"
+        ),
+        "RowParallelLinear.forward": "self, x",
+        "FusedMLP": (
+            "in_features, hidden_features=None, out_features=None, bias1=True, bias2=True, activation='gelu_approx', "
+            "return_residual=False, checkpoint_lvl=0, heuristic='auto', device=None, dtype=None"
+        ),
+        "FusedMLP.forward": "self, x, process_group=None",
+        "ParallelFusedMLP": (
+            "in_features, hidden_features=None, out_features=None, activation='gelu_approx', process_group=None, "
+            "bias1=True, bias2=True, sequence_parallel=True, checkpoint_lvl=0, heuristic='auto', device=None, "
+            "dtype=None"
+        ),
+        "ParallelFusedMLP.forward": "self, x",
+    },
+    "flash_attn.ops.layer_norm": {
+        "layer_norm": "x, weight, bias, epsilon",
+        "dropout_add_layer_norm": (
+            "x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False, "
+            "residual_in_fp32=False, return_dropout_mask=False"
+        ),
+        "dropout_add_layer_norm_subset": (
+            "x0, residual, weight, bias, dropout_p, epsilon, layerscale=None, x0_subset=None, out_subset=None, "
+            "rowscale_const=1.0, out_numrows=0, prenorm=False, residual_in_fp32=False, return_dropout_mask=False"
+        ),
+        "dropout_add_layer_norm_parallel_residual": (
+            "x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, prenorm=False, "
+            "residual_in_fp32=False, return_dropout_mask=False"
+        ),
+        "DropoutAddLayerNormFn.apply": (
+            "x0, residual, gamma, beta, rowscale, colscale, dropout_p, epsilon, residual_in_fp32=False, "
+            "prenorm=False, is_rms_norm=False, return_dmask=False"
+        ),
+        "DropoutAddLayerNormSubsetFn.apply": (
+            "x0, residual, gamma, beta, colscale, x0_subset, out_subset, dropout_p, epsilon, rowscale_const, "
+            "out_numrows, residual_in_fp32=False, prenorm=False, is_rms_norm=False, return_dmask=False"
+        ),
+        "DropoutAddLayerNormParallelResidualFn.apply": (
+            "x0, x1, residual, gamma0, beta0, gamma1, beta1, dropout_p, epsilon, residual_in_fp32=False, "
+            "prenorm=False, is_rms_norm=False, return_dmask=False"
+        ),
+        "DropoutAddLayerNorm": (
+            "hidden_size, prenorm=False, p=0.0, eps=1e-05, residual_in_fp32=False, device=None, dtype=None"
+        ),
+        "DropoutAddLayerNorm.forward": "self, x0, residual=None",
+        "maybe_align": "x, alignment_in_bytes=16",
+    },
+    "flash_attn.ops.rms_norm": {
+        "rms_norm": "x, weight, epsilon",
+        "dropout_add_rms_norm": (
+            "x0, residual, weight, bias, dropout_p, epsilon, rowscale=None, layerscale=None, prenorm=False, "
+            "residual_in_fp32=False, return_dropout_mask=False"
+        ),
+        "dropout_add_rms_norm_subset": (
+            "x0, residual, weight, bias, dropout_p, epsilon, layerscale=None, x0_subset=None, out_subset=None, "
+            "rowscale_const=1.0, out_numrows=0, prenorm=False, residual_in_fp32=False, return_dropout_mask=False"
+        ),
+        "dropout_add_rms_norm_parallel_residual": (
+            "x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, prenorm=False, "
+            "residual_in_fp32=False, return_dropout_mask=False"
+        ),
+        "DropoutAddRMSNorm": (
+            "hidden_size, prenorm=False, p=0.0, eps=1e-05, residual_in_fp32=False, device=None, dtype=None"
+        ),
+        "RMSNorm": "hidden_size, eps=1e-05, device=None, dtype=None",
+        "RMSNorm.forward": "self, x",
+    },
+    "flash_attn.ops.triton.cross_entropy": {
+        "cross_entropy_loss": (
+            "logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, "
+            "ignore_index=-100, inplace_backward=False, process_group=None"
+        ),
+        "CrossEntropyLoss.apply": (
+            "logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, "
+            "ignore_index=-100, inplace_backward=False, process_group=None"
+        ),
+    },
+    "flash_attn.ops.triton.k_activations": {
+        "get_triton_activation_kernel": "activation",
+        "get_triton_activation_bwd_kernel": "activation",
+    },
+    "flash_attn.ops.triton.layer_norm": {
+        "layer_norm_fn": (
+            "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+            "rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False, is_rms_norm=False, "
+            "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None"
+        ),
+        "rms_norm_fn": (
+            "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+            "rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False, "
+            "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None"
+        ),
+        "LayerNormFn.apply": (
+            "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+            "rowscale=None, prenorm=False, residual_in_fp32=False, zero_centered_weight=False, is_rms_norm=False, "
+            "return_dropout_mask=False, out_dtype=None, out=None, residual_out=None"
+        ),
+        "layer_norm_linear_fn": (
+            "x, norm_weight, norm_bias, linear_weight, linear_bias, residual=None, eps=1e-06, prenorm=False, "
+            "residual_in_fp32=False, is_rms_norm=False"
+        ),
+        "LayerNormLinearFn.apply": (
+            "x, norm_weight, norm_bias, linear_weight, linear_bias, residual=None, eps=1e-06, prenorm=False, "
+            "residual_in_fp32=False, is_rms_norm=False"
+        ),
+        "RMSNorm": "hidden_size, eps=1e-05, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None",
+        "RMSNorm.forward": "self, x, residual=None, prenorm=False, residual_in_fp32=False",
+        "layer_norm_ref": (
+            "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+            "rowscale=None, prenorm=False, zero_centered_weight=False, dropout_mask=None, dropout_mask1=None, "
+            "upcast=False"
+        ),
+        "rms_norm_ref": (
+            "x, weight, bias, residual=None, x1=None, weight1=None, bias1=None, eps=1e-06, dropout_p=0.0, "
+            "rowscale=None, prenorm=False, zero_centered_weight=False, dropout_mask=None, dropout_mask1=None, "
+            "upcast=False"
+        ),
+    },
+    "flash_attn.ops.triton.linear": {
+        "triton_linear_act": "x, weight, bias=None, activation='id', save_act_input=False",
+        "triton_dgrad_act": "grad_output, weight, activation='id', act_input=None",
+        "init_to_zero": "name",
+        "get_configs_io_bound": "",
+    },
+    "flash_attn.ops.triton.mlp": {
+        "fused_dense_sqrelu_dense_function": "x, weight1, bias1, weight2, bias2, checkpoint_lvl=0",
+        "FusedDenseSqreluDenseFunc.apply": "x, weight1, bias1, weight2, bias2, checkpoint_lvl=0",
+        "FusedDenseSqreluDense": (
+            "in_features, hidden_features=None, out_features=None, bias1=True, bias2=True, checkpoint_lvl=0, "
+            "device=None, dtype=None"
+        ),
+        "FusedDenseSqreluDense.forward": "self, x",
+    },
+    "flash_attn.ops.triton.rotary": {
+        "apply_rotary": (
+            "x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, "
+            "conjugate=False"
+        ),
+    },
+    "flash_attn.utils.benchmark": {
+        "benchmark_forward": (
+            "fn, *inputs, repeats=10, desc='', verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs"
+        ),
+        "benchmark_backward": (
+            "fn, *inputs, grad=None, repeats=10, desc='', verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs"
+        ),
+        "benchmark_combined": (
+            "fn, *inputs, grad=None, repeats=10, desc='', verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs"
+        ),
+        "benchmark_fwd_bwd": (
+            "fn, *inputs, grad=None, repeats=10, desc='', verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs"
+        ),
+        "benchmark_all": (
+            "fn, *inputs, grad=None, repeats=10, desc='', verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs"
+        ),
+        "pytorch_profiler": (
+            "fn, *inputs, trace_filename=None, backward=False, amp=False, amp_dtype=torch.float16, cpu=False, "
+            "verbose=True, **kwinputs"
+        ),
+        "benchmark_memory": "fn, *inputs, desc='', verbose=True, **kwinputs",
+    },
+    "flash_attn.utils.distributed": {
+        "all_gather_raw": "input_, process_group, async_op=False",
+        "reduce_scatter_raw": "input_, process_group, async_op=False",
+        "all_reduce_raw": "input_, process_group, async_op=False",
+        "all_gather": "input_, process_group",
+        "reduce_scatter": "input_, process_group",
+        "all_reduce": "input_, process_group",
+        "sync_shared_params": "model, process_group",
+        "allreduce_sequence_parallel_grad": "model, process_group",
+        "get_dim_for_local_rank": "dim, world_size, local_rank, multiple_of=1",
+    },
+    "flash_attn.utils.generation": {
+        "InferenceParams": (
+            "max_seqlen, max_batch_size, seqlen_offset=0, batch_size_offset=0, key_value_memory_dict=<factory>, "
+            "lengths_per_sample=None"
+        ),
+        "GreedySearchDecoderOnlyOutput": "sequences, scores=None",
+        "SampleDecoderOnlyOutput": "sequences, scores=None",
+        "modify_logits_for_top_k_filtering": "logits, top_k",
+        "modify_logits_for_top_p_filtering": "logits, top_p",
+        "modify_logits_for_repetition_penalty": "logits, tokens, repetition_penalty",
+        "sample": "logits, top_k=1, top_p=0.0, temperature=1.0",
+        "sample_speculative": "logits, logits_draft, tokens_draft, top_k=1, top_p=0.0, temperature=1.0",
+        "decode": (
+            "input_ids, model, max_length, top_k=1, top_p=0.0, temperature=1.0, eos_token_id=None, "
+            "teacher_outputs=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, "
+            "repetition_penalty=1.0, output_scores=True, streamer=None"
+        ),
+        "decode_speculative": (
+            "input_ids, model, model_draft, max_length, speculative_lookahead=3, top_k=1, top_p=0.0, temperature=1.0,"
+            " eos_token_id=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, debug=False"
+        ),
+        "GenerationMixin": "",
+        "allocate_inference_cache": "max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16",
+        "DecodingCGCache": (
+            "max_batch_size=0, max_seqlen=0, device=None, dtype=None, callables=<factory>, mempool=None, "
+            "inference_params=None, run=None, addresses=<factory>"
+        ),
+        "update_graph_cache": (
+            "model, cache, batch_size, seqlen_og, max_seqlen, decoding_seqlens=(1,), tensor_parallel=1, dtype=None, "
+            "n_warmups=2"
+        ),
+        "capture_graph": (
+            "model, inference_params, batch_size, max_seqlen, decoding_seqlen=1, mempool=None, n_warmups=2"
+        ),
+        "GenerationMixin.generate": (
+            "self, input_ids, max_length, top_k=1, top_p=0.0, temperature=1.0, return_dict_in_generate=False, "
+            "output_scores=False, **kwargs"
+        ),
+    },
+    "flash_attn.utils.library": {
+        "triton_op": "name, fn=None, /, *, mutates_args, schema=None, allow_decomposition=True",
+    },
+    "flash_attn.utils.pretrained": {
+        "state_dict_from_pretrained": "model_name, device=None, dtype=None",
+    },
+    "flash_attn.utils.testing": {
+        "generate_random_padding_mask": "max_seqlen, batch_size, device, mode='random', zero_lengths=False",
+        "generate_qkv": (
+            "q, k, v, query_padding_mask=None, key_padding_mask=None, qv=None, kvpacked=False, qkvpacked=False, "
+            "query_unused_mask=None, key_unused_mask=None"
+        ),
+        "construct_local_mask": (
+            "seqlen_q, seqlen_k, window_size=(-1, -1), sink_token_length=0, query_padding_mask=None, "
+            "key_padding_mask=None, key_leftpad=None, device=None"
+        ),
+        "construct_chunk_mask": (
+            "seqlen_q, seqlen_k, attention_chunk, query_padding_mask=None, key_padding_mask=None, key_leftpad=None, "
+            "device=None"
+        ),
+        "attention_ref": (
+            "q, k, v, query_padding_mask=None, key_padding_mask=None, key_leftpad=None, attn_bias=None, "
+            "dropout_p=0.0, dropout_mask=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,"
+            " window_size=(-1, -1), attention_chunk=0, sink_token_length=0, softcap=0.0, upcast=True, "
+            "reorder_ops=False, intermediate_dtype=None"
+        ),
+    },
+    "flash_attn.utils.torch": {
+        "custom_amp_decorator": "dec, cuda_amp_deprecated",
+        "custom_fwd": "*args, **kwargs",
+        "custom_bwd": "*args, **kwargs",
+    },
+    "dropout_layer_norm": {
+        "dropout_add_ln_fwd": (
+            "x0, residual, gamma, beta_, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, epsilon, "
+            "rowscale_const, z_numrows, gen_, residual_in_fp32=False, is_rms_norm=False"
+        ),
+        "dropout_add_ln_parallel_residual_fwd": (
+            "x0, x1_, residual, gamma0, beta0_, gamma1_, beta1_, dropout_p, epsilon, gen_, residual_in_fp32=False, "
+            "is_rms_norm=False"
+        ),
+        "dropout_add_ln_bwd": (
+            "dz, dx_, x, x0_, dmask_, mu, rsigma, gamma, rowscale_, colscale_, x0_subset_, z_subset_, dropout_p, "
+            "rowscale_const, x0_numrows, has_residual, is_rms_norm=False"
+        ),
+        "dropout_add_ln_parallel_residual_bwd": (
+            "dz0, dz1_, dx_, x, dmask0_, dmask1_, mu, rsigma, gamma0, gamma1_, dropout_p, has_x1, has_residual, "
+            "is_rms_norm=False"
+        ),
+    },
+    "flash_attn_2_cuda": {
+        "bwd": (
+            "dout, q, k, v, out, softmax_lse, dq, dk, dv, alibi_slopes, dropout_p, softmax_scale, causal, "
+            "window_left, window_right, softcap, deterministic, generator=None, rng_state=None, /"
+        ),
+        "fwd": (
+            "q, k, v, out, alibi_slopes, dropout_p, softmax_scale, causal, window_left, window_right, softcap, "
+            "return_softmax, generator=None, /"
+        ),
+        "fwd_kvcache": (
+            "q, k_cache, v_cache, k, v, cache_seqlens, rotary_cos, rotary_sin, cache_batch_idx, cache_leftpad, "
+            "block_table, alibi_slopes, out, softmax_scale, causal, window_left, window_right, softcap, "
+            "rotary_interleaved, num_splits, /"
+        ),
+        "varlen_bwd": (
+            "dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, alibi_slopes, max_seqlen_q, "
+            "max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal, window_left, window_right, softcap, "
+            "deterministic, generator=None, rng_state=None, /"
+        ),
+        "varlen_fwd": (
+            "q, k, v, out, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, alibi_slopes, max_seqlen_q,"
+            " max_seqlen_k, dropout_p, softmax_scale, zero_tensors, causal, window_left, window_right, softcap, "
+            "return_softmax, generator=None, num_splits=0, /"
+        ),
+    },
+    "fused_dense_lib": {
+        "linear_bias_wgrad": "input, d_output, has_d_bias, /",
+        "linear_act_forward": "input, weight, bias, is_gelu, save_pre_act, heuristic, /",
+        "bias_act_linear_dgrad_bgrad": "weight, d_output, pre_act, is_gelu, heuristic, /",
+    },
+    "fused_softmax_lib": {
+        "scaled_masked_softmax_forward": "input, mask, scale, /",
+        "scaled_masked_softmax_backward": "output_grads, softmax_results, scale, /",
+        "scaled_masked_softmax_get_batch_per_block": "query_seq_len, key_seq_len, batches, attn_heads, /",
+        "scaled_upper_triang_masked_softmax_forward": "input, scale, /",
+        "scaled_upper_triang_masked_softmax_backward": "output_grads, softmax_results, scale, /",
+    },
+    "rotary_emb": {
+        "apply_rotary": "x1, x2, cos, sin, out1, out2, conj, /",
+    },
+    "xentropy_cuda_lib": {
+        "forward": "input, labels, smoothing, total_classes=-1",
+        "backward": "grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, total_classes=-1",
+    },
+}

@@ -1,0 +1,70 @@
+"""Signatures are as the table in signatures.py says, and every public function is in that table."""
+
+import importlib
+import inspect
+import operator
+import pkgutil
+import types
+
+import pytest
+import torch
+from signatures import SIGNATURES
+
+import flash_attn
+
+
+class Named:
+    """A default that prints as its name."""
+
+    def __init__(self, default):
+        self.default = default
+
+    def __repr__(self):
+        return self.default.__name__
+
+
+def shown(function):
+    """The parameters of a function as text, without annotations."""
+    signature = inspect.signature(function)
+    parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    named = (type, types.FunctionType, types.BuiltinFunctionType)
+    parameters = [
+        each.replace(default=Named(each.default)) if each.default is not each.empty and isinstance(each.default, named)
+        else each for each in parameters
+    ]  # fmt: skip
+    return str(signature.replace(parameters=parameters, return_annotation=signature.empty))[1:-1]
+
+
+def find(module, name):
+    return operator.attrgetter(name)(importlib.import_module(module))
+
+
+@pytest.mark.parametrize("module", SIGNATURES)
+def test_signatures(module):
+    assert {name: shown(find(module, name)) for name in SIGNATURES[module]} == SIGNATURES[module]
+
+
+def public_modules():
+    names = (module.name for module in pkgutil.walk_packages(flash_attn.__path__[:1], "flash_attn."))
+    return [name for name in names if not any(part.startswith("_") for part in name.split("."))]
+
+
+@pytest.mark.parametrize("module", public_modules())
+def test_every_public_function_and_layer_is_in_the_table(module):
+    known = [find(module, name) for module, names in SIGNATURES.items() for name in names]
+    found = {
+        name: value
+        for name, value in vars(importlib.import_module(module)).items()
+        if not name.startswith("_") and getattr(value, "__module__", None) == module
+    }
+    functions = [name for name, value in found.items() if inspect.isfunction(value)]
+    layers = [name for name, value in found.items() if inspect.isclass(value) and issubclass(value, torch.nn.Module)]
+    missing = [name for name in functions + layers if not any(found[name] is each for each in known)]
+    assert not missing, f"add them to tests/signatures.py: {missing}"
+
+
+def of_parameters(a, /, b=1.0, *, c=torch.float16, d=max, e: int = 2) -> None: ...
+
+
+def test_shown():
+    assert shown(of_parameters) == "a, /, b=1.0, *, c=torch.float16, d=max, e=2"

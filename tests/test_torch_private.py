@@ -1,0 +1,155 @@
+"""What the package does in a torch that has lost a private name which it uses."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity
+
+from flash_attn import _torch_private
+
+OPTIONAL = {  # where each name is, and what it is
+    "_are_functorch_transforms_active": "torch._C",
+    "_dispatch_has_kernel_for_dispatch_key": "torch._C",
+    "_foreach_copy_": "torch",
+    "FunctionalTensorMode": "torch._subclasses.functional_tensor",
+    "_current_level": "torch.autograd.forward_ad",
+}
+
+
+def load():
+    """The module as it is in this torch."""
+    spec = importlib.util.spec_from_file_location("a_copy", _torch_private.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def without(monkeypatch):
+    """Load the module in a torch without a name; the rest of torch has it again when the test calls what it loaded."""
+
+    def without(name):
+        with monkeypatch.context() as patch:
+            patch.delattr(importlib.import_module(OPTIONAL[name]), name)
+            return load()
+
+    return without
+
+
+def test_no_context_below_autograd(monkeypatch):
+    monkeypatch.delattr(torch._C, "_AutoDispatchBelowAutograd")
+    with pytest.raises(ImportError, match=r"needs torch\._C\._AutoDispatchBelowAutograd, which torch \S+ does not"):
+        load()
+
+
+def test_whether_functorch_is_active(without):
+    assert not _torch_private.functorch_is_active()
+    assert without("_are_functorch_transforms_active").functorch_is_active()
+
+
+@pytest.mark.parametrize("otherwise", [False, True])
+def test_whether_there_is_a_kernel(otherwise, without):
+    name = "aten::add.Tensor"
+    assert _torch_private.has_kernel(name, "CPU", not otherwise)
+    assert without("_dispatch_has_kernel_for_dispatch_key").has_kernel(name, "CPU", otherwise) == otherwise
+
+
+def test_forward_mode(monkeypatch):
+    assert not _torch_private.in_forward_mode()
+    with torch.autograd.forward_ad.dual_level():
+        assert _torch_private.in_forward_mode()
+    monkeypatch.delattr(torch.autograd.forward_ad, "_current_level")
+    assert _torch_private.in_forward_mode()
+
+
+def test_copies(without):
+    for module in (_torch_private, without("_foreach_copy_")):
+        targets, sources = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
+        module.copy_each(targets, sources)
+        assert all(map(torch.equal, targets, sources))
+
+
+def test_functional_mode(without):
+    assert isinstance(_torch_private.FunctionalTensorMode, type)
+    assert without("FunctionalTensorMode").FunctionalTensorMode is None
+
+
+class Nothing:
+    """An object of torch that has lost all its private names."""
+
+    def untyped_storage(self):
+        return self
+
+    def data_ptr(self):
+        return 64
+
+
+def test_overloads():
+    overload = torch.ops.aten.add.Tensor
+    assert _torch_private.bare(overload)(torch.ones(1), torch.ones(1)).item() == 2
+    assert _torch_private.bare(Nothing) is Nothing
+    assert [argument.name for argument in _torch_private.arguments(overload)][:2] == ["self", "other"]
+    with pytest.raises(ImportError, match=r"needs Nothing\._schema"):
+        _torch_private.arguments(Nothing())
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
+def test_apply():
+    for apply in (_torch_private.bare_apply(Twice), Twice.apply):
+        x = torch.ones(1, requires_grad=True)
+        apply(x).backward()
+        assert x.grad.item() == 2
+
+
+def test_views():
+    x = torch.ones(2)
+    assert _torch_private.is_view(x[:1]) and not _torch_private.is_view(x)
+    assert _torch_private.is_view(Nothing())
+
+
+def test_storage():
+    x, y = torch.ones(2, 3)
+    assert _torch_private.storage_id(x) == _torch_private.storage_id(y) != _torch_private.storage_id(x.clone())
+    assert _torch_private.storage_id(Nothing()) == 64
+
+
+def test_memory_events():
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
+        torch.ones(1000)
+    events = _torch_private.memory_events(profile)
+    assert max(event.nbytes() for event in events) >= 4000
+    with pytest.raises(ImportError, match=r"needs Nothing\.profiler"):
+        _torch_private.memory_events(Nothing())
+
+
+def test_the_package_works_without_the_optional_names():
+    """All of them at a time, in the whole of the self-check. Torch itself uses some: it gets them back."""
+    code = f"""
+import importlib, importlib.util, sys, torch, torch._subclasses.functional_tensor
+taken = []
+for name, module in {OPTIONAL}.items():
+    module = importlib.import_module(module)
+    taken.append((module, name, getattr(module, name)))
+    delattr(module, name)
+spec = importlib.util.spec_from_file_location("flash_attn._torch_private", {_torch_private.__file__!r})
+sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+for owner, name, value in taken:
+    setattr(owner, name, value)
+from flash_attn import __main__, _library
+assert _library._torch_private is module and module.functorch_is_active()
+sys.exit(__main__.main(["--device", "cpu"]))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
