@@ -546,21 +546,27 @@ def test_special_values_stay_in_their_rows(value, device):
         assert torch.equal(found[name][~where], clean[name][~where]), name
 
 
-@pytest.mark.parametrize("spoilt", ["k", "v"])
-def test_varlen_a_key_spoils_its_entry_alone(spoilt, device):
-    """Also where the tiles of its rows reach into the next entry."""
-    q, k, v, dout = torch.randn(4, 160, 4, 64, dtype=torch.bfloat16, device=device)
-    cu_seqlens = torch.tensor([0, 70, 160], dtype=torch.int32, device=device)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("spoilt", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_varlen_a_token_spoils_its_entry_alone(head_dim, spoilt, value, device):
+    """Also where tiles of its rows or keys reach into the entries before and after it."""
+    bounds = [0, 70, 160, 300]
+    tensors = torch.randn(4, bounds[-1], 4, head_dim, dtype=torch.bfloat16, device=device)
+    clean = dict(zip(("q", "k", "v", "dout"), tensors, strict=True))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=device)
 
-    def run(*inputs):
-        leaves = [x.detach().requires_grad_() for x in inputs]
-        out = flash_attn_varlen_func(*leaves, cu_seqlens, cu_seqlens, 90, 90, deterministic=True)
-        return [x[70:] for x in (out, *torch.autograd.grad(out, leaves, dout))]
+    def run(dout, **inputs):
+        leaves = [x.detach().requires_grad_() for x in inputs.values()]
+        out = flash_attn_varlen_func(*leaves, cu_seqlens, cu_seqlens, 140, 140, deterministic=True)
+        return [x.detach() for x in (out, *torch.autograd.grad(out, leaves, dout))]
 
-    inputs = dict(q=q, k=k, v=v)
-    dirty = inputs | {spoilt: inputs[spoilt].index_fill(0, torch.tensor([3], device=device), float("nan"))}
-    for found, clean in zip(run(*dirty.values()), run(*inputs.values()), strict=True):
-        assert torch.equal(found, clean)
+    expected = run(**clean)
+    for token in (69, 100, 160):  # in the first entry, the second and the third
+        dirty = clean | {spoilt: clean[spoilt].index_fill(0, torch.tensor([token], device=device), value)}
+        first, end = next((a, b) for a, b in itertools.pairwise(bounds) if a <= token < b)
+        for found, same in zip(run(**dirty), expected, strict=True):
+            assert torch.equal(found[:first], same[:first]) and torch.equal(found[end:], same[end:])
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -623,6 +629,21 @@ def test_large_softcaps_are_exact(seqlen_q, softcap, device):
     exact, plain = (dense_oracle(case, device)(*(x.to(dtype) for x in inputs[:3]))[1] for dtype in
                     (torch.float64, torch.float32))  # fmt: skip
     assert_error_ratio(lse, exact, plain, name="lse")
+
+
+@pytest.mark.parametrize("softcap", [1e4, 1e5, 1e6])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_gradients_of_large_softcaps_are_exact(head_dim, softcap, device):
+    """Without a cap the gradients are the same but for rounding; a probability that is off by 1e-2 would show."""
+    case = Case(seqlen_q=200, seqlen_k=150, head_dim=head_dim, softcap=softcap, heads_k=2, causal=True)
+    *inputs, dout = case.tensors(device)
+
+    def run(case):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        return torch.autograd.grad(dense(case, device)(*leaves)[0], leaves, dout)
+
+    check(case, (*inputs, dout), dense(case, device), dense_oracle(case, device))
+    assert_same_but_for_rounding(run(case), run(case.but(softcap=0.0)))
 
 
 @pytest.mark.parametrize("quarter", [10, 100])
