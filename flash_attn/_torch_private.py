@@ -31,6 +31,12 @@ _has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
 
 try:
+    # The collectives that return new tensors, for graphs of torch's compiler. Without them, such graphs cannot be made.
+    from torch.distributed import _functional_collectives as functional_collectives
+except ImportError:  # as in a torch that was built without torch.distributed
+    functional_collectives = None
+
+try:
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 except ImportError:
     FunctionalTensorMode = None

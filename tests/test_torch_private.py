@@ -138,6 +138,7 @@ def test_the_package_works_without_the_optional_names():
     """All of them at a time, in the whole of the self-check. Torch itself uses some: it gets them back."""
     code = f"""
 import importlib, importlib.util, sys, torch, torch._subclasses.functional_tensor
+import torch.distributed._functional_collectives
 taken = []
 for name, module in {OPTIONAL}.items():
     module = importlib.import_module(module)
