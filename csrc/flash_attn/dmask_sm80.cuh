@@ -4,9 +4,16 @@
 #pragma once
 
 #include "common/launch.h"
+#include "flash_attn/fwd_planner.h"
 #include "flash_attn/fwd_sm80.cuh"
 
 namespace flash::flash_attn {
+
+// What the kernel is given: the problem, and how its rows are cut into tiles.
+struct TiledDmask {
+  DmaskParams dmask;
+  Tiling tiling;
+};
 
 template <typename T_, int kHeadDim_, int kWidth_>
 struct DmaskConfig {
@@ -61,15 +68,15 @@ __device__ void store_dmask(const DmaskParams& p, const Scores<Config>& u, const
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid_constant__ DmaskParams p) {
-  using T = typename Config::T;
+__global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid_constant__ TiledDmask tiled) {
+  const DmaskParams& p = tiled.dmask;
   auto& shared = shared_memory<DmaskShared<Config>>();
-  const FwdWork<Config> work(p.fwd);
+  const FwdWork<Config> work(p.fwd, tiled.tiling, tile_of_block<Config::kRows>(p.fwd.problem, tiled.tiling));
   if (!work.exists()) return;
   const int warp_row = warp_id() * Config::kWarpRows;
   auto keys = key_rows<Config, decltype(shared.k)>(p.fwd, p.fwd.k, work, work.blocks.last);
   const Dropout dropout(p.fwd.problem, work.tile.entry, work.tile.head);
-  load_queries<Config>(shared.q, p.fwd, work);
+  load_queries<Config>(shared.q, p.fwd, tiled.tiling, work);
   float max[Config::kWarpRows / 8];
   for (float& m : max) m = -INFINITY;
   for (int n = work.blocks.last; n >= work.blocks.first; --n) {
@@ -91,15 +98,13 @@ __global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid
 }
 
 template <typename T, int kHeadDim, int kWidth>
-void run_dmask(const DmaskParams& params, cudaStream_t stream) {
+void run_dmask(const DmaskParams& p, cudaStream_t stream) {
   using Config = DmaskConfig<T, kHeadDim, kWidth>;
-  DmaskParams p = params;
-  const Problem& problem = p.fwd.problem;
-  p.fwd.num_splits = 1;
-  plan_tiles(p.fwd, heads_to_pack(problem, problem.seqlen_q, Config::kRows), Config::kRows);
-  const LaunchShape shape{
-      .grid = dim3(num_tiles(p.fwd)), .block = dim3(Config::kThreads), .shared_bytes = sizeof(DmaskShared<Config>)};
-  launch<dmask_kernel<Config>>(shape, p, stream);
+  const TiledDmask tiled{p, tiling_for(p.fwd.problem, /*packed_heads=*/1, Config::kRows)};
+  const LaunchShape shape{.grid = dim3(tiled.tiling.tiles.value),
+                          .block = dim3(Config::kThreads),
+                          .shared_bytes = sizeof(DmaskShared<Config>)};
+  launch<dmask_kernel<Config>>(shape, tiled, stream);
 }
 
 }  // namespace flash::flash_attn

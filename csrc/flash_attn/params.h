@@ -61,26 +61,6 @@ struct FwdParams {
   float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q)
 
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
-
-  // The plan; see config.h.
-  Divisor group;         // query heads that share a key head
-  Divisor packed_heads;  // query heads that are rows of one tile: 1, or heads / heads_k
-  Divisor head_groups;   // heads / packed_heads
-  Divisor slots;         // of tiles for a head (group), in a dense entry or in all packed ones
-  Divisor tiles;
-  int num_splits;  // parts into which the keys of an entry are cut at most
-  int least_blocks_per_split;
-  int decode_warps;        // of a block of decode_sm80.cuh; 0 for the others
-  int persistent_blocks;   // that share the tiles, of fwd_sm90.cuh; 0 for the others
-  bool evict_keys;         // of decode_sm80.cuh: whether keys and values leave the L2 cache first
-  bool wide_tile;          // of fwd_sm90.cuh: whether it is that for long sequences,
-  Divisor section_heads;   // heads that follow one another tile by tile,
-  Divisor section_tiles;   // and how many tiles they have
-  int partial_rows;        // of a tile that have scratch
-  float* partial_out;      // scratch; unused if num_splits is 1
-  float* partial_softmax;  // likewise
-  int* arrivals;           // (tiles), zeros, before the launch and after it; likewise; of fwd_sm90.cuh, (1): how many
-                           // tiles its blocks have taken, each beside its first
 };
 
 // S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. m(i, j) is the largest score of row i in
