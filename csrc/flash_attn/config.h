@@ -7,7 +7,6 @@
 #include "common/divmod.h"
 #include "flash_attn/features.h"
 #include "flash_attn/head_dims.h"
-#include "flash_attn/key_parts.h"
 #include "flash_attn/params.h"
 
 namespace flash::flash_attn {

@@ -21,14 +21,14 @@ struct Tiling {
 };
 
 // How the keys of a tile are divided among blocks. Each block leaves its partial result in the scratch, and the last
-// one merges all of them. A tile that sees few keys has fewer parts than `count`; with one part, it needs no scratch.
+// one merges all of them. A tile that sees few keys has fewer splits than `count`; with one split, it needs no scratch.
 struct KeySplits {
-  int count = 1;             // parts of a tile at most
-  int least_blocks = 1;      // blocks of keys in a part
+  int count = 1;             // splits of a tile at most
+  int least_blocks = 1;      // blocks of keys in a split
   int rows = 0;              // rows of a tile that have scratch
-  float* out = nullptr;      // (tiles, count, rows, head_dim), or likewise, of unfinished sums
+  float* out = nullptr;      // (tiles, count * rows, head_dim), unfinished sums in an order of the kernel's own
   float* softmax = nullptr;  // maxima and sums of these rows
-  int* arrivals = nullptr;   // (tiles), how many parts are done; zeros before the launch and after it
+  int* arrivals = nullptr;   // (tiles), how many splits are done; zeros before the launch and after it
 };
 
 struct FwdSm80Plan {

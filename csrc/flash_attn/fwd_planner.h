@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
@@ -12,7 +13,6 @@
 #include "flash_attn/fwd_plan.h"
 #include "flash_attn/fwd_tiles.h"
 #include "flash_attn/head_dims.h"
-#include "flash_attn/key_parts.h"
 #include "flash_attn/params.h"
 
 namespace flash::flash_attn {
@@ -76,7 +76,9 @@ inline int num_tiles(const Tiling& tiling) { return static_cast<int>(tiling.tile
 // ---------------------------------------------------------------------------------------------------------------------
 // Splits of the keys
 
-// `wanted` parts, or as many as one launch has blocks for, of which each has least_blocks blocks of keys.
+constexpr int kMaxSplits = 128;
+
+// `wanted` splits, or as many as one launch has blocks for, of at least `least_blocks` blocks of keys each.
 inline KeySplits splits_of(const Tiling& tiling, int64_t wanted, int64_t least_blocks, int rows) {
   const int64_t most = std::max(1, std::numeric_limits<int>::max() / std::max(num_tiles(tiling), 1));
   return {.count = static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, kMaxSplits))),
@@ -118,20 +120,20 @@ inline bool should_evict_keys(const Problem& p, int64_t longest_k) {
 }
 
 // A block works alone on a multiprocessor. Where there are fewer tiles than multiprocessors, the keys are cut into as
-// few parts as fill them. Where entries may differ in length, they are cut into parts of kPiece keys, so that no block
-// takes long; that may halve the time of ragged entries and costs equal ones little. Entries that are much shorter than
-// there is room for are cut into fewer parts than the longest.
+// few splits as fill them. Where entries may differ in length, a split has kPiece keys or more, so that no block takes
+// long: this may halve the time of ragged entries, and costs equal ones little. Entries that are much shorter than
+// there is room for are cut into fewer splits than the longest.
 //
-// Each part has scratch, whether it has keys or not, for only the device knows the lengths. Therefore there are at most
-// kMostParts for each multiprocessor. So the longest entry keeps none busy for longer than the whole batch does, unless
-// it is more than kMostParts times as long as an average one.
+// Each split has scratch, whether it has keys or not, because only the device knows the lengths. Therefore there are at
+// most kMostSplitsEach splits for each multiprocessor. The longest entry then keeps no multiprocessor busy for longer
+// than the whole batch does, unless it is more than kMostSplitsEach times as long as an average one.
 inline KeySplits split_decode(const Problem& p, const FwdHints& hints, const Tiling& tiling, int warps, int rows) {
-  constexpr int kPiece = 4096, kShortPiece = 1024, kMostPieces = 16, kMostParts = 32;
+  constexpr int kPiece = 4096, kShortPiece = 1024, kMostPieces = 16, kMostSplitsEach = 32;
   if (hints.num_splits > 0) return splits_of(tiling, hints.num_splits, 1, rows);
   const int tiles = std::max(num_tiles(tiling), 1);
   const bool ragged = p.batch > 1 && (p.seqused_k || p.cu_seqlens_k);
   const int to_fill = std::max(1, hints.multiprocessors / tiles);
-  const int64_t room = int64_t{kMostParts} * hints.multiprocessors / tiles;
+  const int64_t room = int64_t{kMostSplitsEach} * hints.multiprocessors / tiles;
   const int64_t pieces = std::min<int64_t>({ceil_div(hints.longest_k, kPiece), kMostPieces, room});
   const int64_t of_longest = ceil_div(ceil_div(hints.longest_k, to_fill), kDecodeKeys);
   const int enough = to_fill == 1 ? kPiece / kDecodeKeys : ragged ? kShortPiece / kDecodeKeys : warps;
@@ -214,9 +216,20 @@ inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Every GPU
 
-// 1 where the tiles alone nearly fill the GPU.
+// The fewest splits that keep the GPU nearly as busy as any number would; 1 where the tiles alone nearly fill it. It
+// runs `places` blocks at a time.
 inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
-  return tiles * 10 >= places * 8 ? 1 : parts_for(tiles, key_blocks, places);
+  if (tiles * 10 >= places * 8) return 1;
+  const int64_t most = std::min<int64_t>({key_blocks, kMaxSplits, places});
+  const auto efficiency = [&](int64_t splits) {
+    const double waves = static_cast<double>(tiles * splits) / places;
+    return waves / std::ceil(waves);
+  };
+  double best = 0;
+  for (int64_t splits = 1; splits <= most; ++splits) best = std::max(best, efficiency(splits));
+  int splits = 1;
+  while (splits < most && efficiency(splits) < 0.85 * best) ++splits;
+  return splits;
 }
 
 inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
