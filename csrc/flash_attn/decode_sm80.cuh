@@ -1,14 +1,14 @@
-// Attention of few query rows over many keys (decoding), for every GPU from sm_80 on. The formulas are those of
-// fwd_sm80.cuh. What limits it is how fast K and V arrive, so all warps of a block share one tile of 16 query rows,
-// the heads that share a key head, and divide the keys:
+// Attention of few query rows over many keys (decoding), for every GPU from sm_80 on, by the formulas of fwd_sm80.cuh.
+// Its speed is that at which K and V arrive. So all warps of a block share one tile of 16 query rows, of the heads that
+// share a key head, and divide the keys.
 //
-// A warp is a pipeline of its own. It takes every num_warps-th chunk of 16 keys, has kStages of them on the way in its
-// own part of shared memory, and waits for nobody. Q and O are in registers. In the end the warps merge through shared
-// memory, and blocks with other keys of the same rows through global memory: the last to arrive merges in the order of
-// the splits, so that the result does not depend on who is last.
+// Each warp is a pipeline of its own. It takes every num_warps-th chunk of 16 keys, has kStages of them on the way in
+// its own part of shared memory, and waits for no other warp. Q and O are in registers. In the end the warps merge
+// through shared memory, and blocks with other keys of the same rows through global memory: the last to arrive merges
+// in the order of the splits, so that the result does not depend on which is last.
 //
-// Where the cache is small, what comes before the first copy and after the last product takes most of the time, and so
-// does fetching the code, which is therefore short.
+// Where the cache is small, most of the time passes before the first copy and after the last product, and in fetching
+// the code. Therefore the code is short.
 #pragma once
 
 #include "flash_attn/fwd_sm80.cuh"
@@ -35,8 +35,8 @@ struct RowState {
   float max, sum;
 };
 
-// A warp's share of the dynamic shared memory: stages, and in the end its O, with rows apart by odd multiples of 8
-// banks.
+// A warp's share of the dynamic shared memory: its stages, and in the end its O. Rows of O are odd multiples of 8 banks
+// apart.
 template <typename Config>
 union DecodeRing {
   static constexpr int kRowStride = Config::kHeadDim + 8;
@@ -44,13 +44,13 @@ union DecodeRing {
   struct {
     float out[Config::kRows][kRowStride];  // relative to the maxima in states
     RowState states[Config::kRows];
-  } found;
+  } result;
 
   __device__ DecodeRing() {}
 };
 
-// Q as the left operand, straight from global memory: a lane needs pairs of elements of two rows. The last row stands
-// in for those that do not exist: what comes of them is not stored.
+// Q as the left operand of an mma, straight from global memory: a lane needs pairs of elements of two rows. In place of
+// rows that do not exist the last row is read, and their results are not stored.
 template <typename Config>
 __device__ auto load_query_fragment(const DecodeParams& p, const FwdWork<Config>& work) {
   using T = typename Config::T;
@@ -109,7 +109,7 @@ struct DecodeSplits {
   }
 };
 
-// Asks for the lines that the block comes to in the end, after its keys. Finding their pages takes time, too.
+// Prefetches the lines that the block needs in the end, after its keys. Address translation takes time, too.
 template <typename Config>
 __device__ void prefetch_targets(const DecodeParams& p, const FwdWork<Config>& work) {
   if (threadIdx.x != 0) return;
@@ -122,7 +122,7 @@ __device__ void prefetch_targets(const DecodeParams& p, const FwdWork<Config>& w
 }
 
 // Starts the copies of a warp's chunks of keys, one after the other. The pages of a chunk's rows are looked up while
-// the one before is on its way.
+// the chunk before it is on its way.
 template <typename Config>
 struct ChunkLoader {
   using T = const typename Config::T;
@@ -180,7 +180,7 @@ struct ChunkLoader {
   }
 };
 
-// One warp's walk over its chunks.
+// A warp's walk over its chunks.
 template <typename Config>
 __device__ void decode_chunks(const DecodeParams& p, const FwdWork<Config>& work, DecodeRing<Config>& ring,
                               Output<Config>& o, Softmax<Config>& softmax) {
@@ -213,18 +213,18 @@ __device__ void decode_chunks(const DecodeParams& p, const FwdWork<Config>& work
   softmax.finish();
 }
 
-// Leaves what a warp has found in its ring.
+// Stores the state of a warp in its ring.
 template <typename Config>
-__device__ void store_found(DecodeRing<Config>& ring, const Output<Config>& o, const Softmax<Config>& softmax,
-                            int num_rows) {
+__device__ void store_in_ring(DecodeRing<Config>& ring, const Output<Config>& o, const Softmax<Config>& softmax,
+                              int num_rows) {
   __syncwarp();  // all lanes have read the stages
 #pragma unroll
   for (int r = 0; r < o.kLaneRows; ++r) {
     if (8 * r >= num_rows) break;
-    if (lane_id() % 4 == 0) ring.found.states[o.row(r)] = {softmax.max[r], softmax.sum[r]};
+    if (lane_id() % 4 == 0) ring.result.states[o.row(r)] = {softmax.max[r], softmax.sum[r]};
 #pragma unroll
     for (int c = 0; c < o.kLaneCols; c += 2) {
-      *reinterpret_cast<float2*>(&ring.found.out[o.row(r)][o.col(c)]) = {o(r, c), o(r, c + 1)};
+      *reinterpret_cast<float2*>(&ring.result.out[o.row(r)][o.col(c)]) = {o(r, c), o(r, c + 1)};
     }
   }
 }
@@ -295,13 +295,13 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const _
   o.fill(0);
   Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
   if (!work.blocks.empty()) decode_chunks<Config>(p, work, rings[warp_id()], o, softmax);
-  store_found(rings[warp_id()], o, softmax, work.rows.count);
+  store_in_ring(rings[warp_id()], o, softmax, work.rows.count);
   __syncthreads();
 
   const auto merge_warps = [&](int row, int col) {
     return merge<kMaxDecodeWarps>(blockDim.x / 32, softmax.scale_log2, [&](int warp) {
-      const auto& found = rings[warp].found;
-      return Quad{found.states[row], *reinterpret_cast<const float4*>(&found.out[row][col])};
+      const auto& result = rings[warp].result;
+      return Quad{result.states[row], *reinterpret_cast<const float4*>(&result.out[row][col])};
     });
   };
   const auto store = [&](int row, int col, const Quad& x) {

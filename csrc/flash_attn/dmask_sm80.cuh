@@ -1,6 +1,6 @@
-// S_dmask, which return_attn_probs asks for: a pass of its own that computes the scores again, so that the forward
-// stays as it is. A block takes 64 query rows and walks blocks of 128 keys from the last to the first; the running
-// maximum advances at every `width` keys.
+// S_dmask, which return_attn_probs asks for. A pass of its own computes the scores again, so that the forward kernels
+// need not write them. A block takes 64 query rows and walks blocks of 128 keys from the last to the first; the running
+// maximum advances at every kWidth keys.
 #pragma once
 
 #include "common/launch.h"
@@ -29,7 +29,8 @@ struct DmaskShared {
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> k;
 };
 
-// Scores to exponentials relative to the running maximum, which takes kWidth columns at a time, from the right.
+// Turns scores into exponentials relative to the running maximum, which takes in kWidth columns at a time, from the
+// right.
 template <int kWidth, int kRows, int kCols>
 __device__ void relate_to_running_max(Fragment<kRows, kCols>& s, float (&max)[kRows / 8]) {
 #pragma unroll

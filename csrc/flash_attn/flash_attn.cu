@@ -16,7 +16,7 @@
 namespace flash::flash_attn {
 namespace {
 
-// fn(type, head dim of the instance), as constants.
+// Calls fn(type, head dim of the instance), both as constants.
 template <typename Fn>
 void dispatch_problem(const Problem& p, Fn&& fn) {
   dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype, [&](auto kDType) {
@@ -26,7 +26,7 @@ void dispatch_problem(const Problem& p, Fn&& fn) {
 
 template <typename Params>
 void run_built(void (*instance)(const Params&, cudaStream_t), const Params& p, cudaStream_t stream) {
-  void (*volatile linked)(const Params&, cudaStream_t) = instance;  // or the compiler takes it that there is a function
+  void (*volatile linked)(const Params&, cudaStream_t) = instance;  // or the compiler assumes that it is not null
   const auto run = linked;
   if (run == nullptr) throw std::runtime_error("this development build of flash_attn leaves out the instance needed");
   run(p, stream);

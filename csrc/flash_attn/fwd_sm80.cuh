@@ -7,9 +7,9 @@
 // keys are split, the last block to arrive merges (split.cuh).
 //
 // A warp owns 16 or 32 rows and all keys of a block, so that it shares nothing but the tiles of K and V. Q stays in
-// shared memory; S, P and O are registers, where the layout of S as a result is that of P as an operand. There is one
-// tile of K and one of V: V(n) travels during Q K(n)^T and softmax, K(n - 1) during P V(n), and a second block on the
-// multiprocessor fills the gaps.
+// shared memory; S, P and O are in registers, where S as a result of one mma has the layout of P as an operand of the
+// next. There is one tile of K and one of V: V(n) is copied during Q K(n)^T and softmax, K(n - 1) during P V(n), and a
+// second block on the multiprocessor fills the gaps.
 #pragma once
 
 #include "common/launch.h"
@@ -47,7 +47,7 @@ struct FwdShared {
   SharedTile<typename Config::T, Config::kRows, Config::kHeadDim> q;  // in the end O
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> k;
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> v;
-  FwdWork<Config> work;  // here, and not in registers, which the loop needs
+  FwdWork<Config> work;  // not in registers, which the loop needs
 };
 
 // A warp's walk over the blocks of keys, and what it carries along.

@@ -1,4 +1,4 @@
-// Attention, forward, for sm_90: what fwd_sm80.cuh computes, of the same pieces, around the instructions of Hopper.
+// Attention, forward, for sm_90: the formulas and the steps of fwd_sm80.cuh around TMA and wgmma.
 //
 // A block stays on its multiprocessor and takes one tile of query rows after the other. One warp, the producer, starts
 // all copies: Q of a tile, and K and V of the blocks of keys that its rows see, the last first. Two or three warpgroups

@@ -14,7 +14,7 @@ bool has_sm90(int device);
 // Attention, on the current device. `plan` is plan_fwd's, and has its scratch.
 void fwd(const FwdParams& p, const FwdPlan& plan, cudaStream_t stream);
 
-// S_dmask of a forward with dropout.
+// Writes S_dmask of a forward with dropout.
 void dmask(const DmaskParams& p, cudaStream_t stream);
 
 // Puts new keys and values into a cache, and rotates them and the queries.
