@@ -11,7 +11,18 @@
 // the code. Therefore the code is short.
 #pragma once
 
-#include "flash_attn/fwd_sm80.cuh"
+#include "common/launch.h"
+#include "flash_attn/fwd_plan.h"
+#include "flash_attn/fwd_steps.cuh"
+#include "flash_attn/fwd_tiles.h"
+#include "flash_attn/instances.h"
+#include "flash_attn/rows.cuh"
+#include "flash_attn/schedule.cuh"
+#include "flash_attn/softmax.cuh"
+#include "flash_attn/split.cuh"
+#include "tile/gemm.cuh"
+#include "tile/load.cuh"
+#include "tile/shared.cuh"
 
 namespace flash::flash_attn {
 

@@ -4,8 +4,16 @@
 #pragma once
 
 #include "common/launch.h"
+#include "flash_attn/dropout.cuh"
 #include "flash_attn/fwd_planner.h"
-#include "flash_attn/fwd_sm80.cuh"
+#include "flash_attn/fwd_steps.cuh"
+#include "flash_attn/instances.h"
+#include "flash_attn/rows.cuh"
+#include "flash_attn/schedule.cuh"
+#include "flash_attn/softmax.cuh"
+#include "tile/gemm.cuh"
+#include "tile/load.cuh"
+#include "tile/shared.cuh"
 
 namespace flash::flash_attn {
 

@@ -40,9 +40,6 @@ struct FwdConfig {
 };
 
 template <typename Config>
-using FwdWork = Work<Config::kRows, Config::kKeys>;
-
-template <typename Config>
 struct FwdShared {
   SharedTile<typename Config::T, Config::kRows, Config::kHeadDim> q;  // in the end O
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> k;

@@ -126,4 +126,8 @@ struct Work {
   }
 };
 
+// The work of a kernel with the tile sizes of its Config.
+template <typename Config>
+using FwdWork = Work<Config::kRows, Config::kKeys>;
+
 }  // namespace flash::flash_attn
