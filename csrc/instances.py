@@ -16,9 +16,9 @@ import pathlib
 TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
 FEATURES = {"plain": "Features::kPlain", "all": "Features::kAll"}
-PARAMS = {"fwd": "FwdParams", "decode": "FwdParams", "bwd": "BwdParams"}
-WIDE_HEAD_DIMS = (64, 96, 128, 256)  # that have a second tile on sm_90, for long sequences; config.h chooses
-DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims; config.h chooses
+PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdParams"}
+WIDE_HEAD_DIMS = (64, 96, 128, 256)  # that have a second tile on sm_90, for long sequences: see fwd_tiles.h
+DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims: see fwd_tiles.h
 
 
 def _flash_attn(header, call, params):
@@ -41,7 +41,7 @@ PORTABLE = {
 }
 HOPPER = {
     f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}": _flash_attn(
-        "fwd_sm90", f"run_fwd_sm90<{TYPES[dtype]}, {head_dim}, {features}, {str(wide).lower()}>", "FwdParams"
+        "fwd_sm90", f"run_fwd_sm90<{TYPES[dtype]}, {head_dim}, {features}, {str(wide).lower()}>", "FwdSm90Params"
     )
     for dtype, head_dim, (name, features), wide in itertools.product(TYPES, HEAD_DIMS, FEATURES.items(), (False, True))
     if not wide or (head_dim in WIDE_HEAD_DIMS and name == "plain")

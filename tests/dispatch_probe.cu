@@ -9,12 +9,12 @@ namespace flash::flash_attn {
 extern "C" {
 
 // Null, or the text of the error.
-const char* run_fwd_instance(int head_dim, int dtype, bool decodes) {
+const char* run_fwd_instance(int head_dim, int dtype, int kernel) {
+  const FwdPlan plans[] = {FwdSm80Plan{}, DecodePlan{}, FwdSm90Plan{}};
   FwdParams p{};
   p.problem.dtype = static_cast<DType>(dtype);
   p.problem.head_dim = head_dim;
-  p.decode_warps = decodes ? 8 : 0;
-  return error_of([&] { fwd(p, nullptr); });
+  return error_of([&] { fwd(p, plans[kernel], nullptr); });
 }
 
 const char* run_bwd_instance(int head_dim, int dtype) {

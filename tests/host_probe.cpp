@@ -8,6 +8,9 @@
 #include "common/environment.h"
 #include "flash_attn/config.h"
 #include "flash_attn/features.h"
+#include "flash_attn/fwd_planner.h"
+#include "flash_attn/fwd_tiles.h"
+#include "flash_attn/head_dims.h"
 #include "flash_attn/params.h"
 #include "layer_norm/config.h"
 #include "probe.h"
@@ -33,14 +36,14 @@ int find_dmask_width(int head_dim) { return dmask_width(head_dim); }
 
 // tile: rows, keys, warps.
 const char* find_fwd_tile(int head_dim, bool plain, int64_t* tile) {
-  const TileSize found = fwd_tile(head_dim, plain ? Features::kPlain : Features::kAll);
+  const FwdTile found = fwd_tile(head_dim, plain ? Features::kPlain : Features::kAll);
   return answer(tile, {found.rows, found.keys, found.warps});
 }
 
 // tile: warpgroups, keys, stages, stages of queries, whether O is staged, whether there is a wide one.
 const char* find_fwd_sm90_tile(int head_dim, bool plain, bool wide, int64_t* tile) {
   const Features features = plain ? Features::kPlain : Features::kAll;
-  const Sm90Tile found = fwd_sm90_tile(head_dim, features, wide);
+  const FwdSm90Tile found = fwd_sm90_tile(head_dim, features, wide);
   return answer(tile, {found.warpgroups, found.keys, found.stages, found.query_stages, found.staged_output,
                        has_wide_tile(head_dim, features)});
 }
@@ -60,14 +63,14 @@ const char* find_decode_sizes(int head_dim, int shared_bytes, int64_t* sizes) {
   return answer(sizes, {decode_bytes_per_warp(head_dim), decode_warps(head_dim, shared_bytes)});
 }
 
-// The fields that plan_fwd reads, by name as in params.h and config.h.
+// What plan_fwd reads, by name as in Problem and FwdHints.
 struct FwdProblem {
   int64_t batch, heads, heads_k, head_dim, seqlen_q, packed_q, ragged_k, dropout, plain;
   int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes, causal, has_sm90;
 };
 
-// plan: decode_warps, packed_heads, slots, tiles, num_splits, least_blocks_per_split, the three sizes of scratch,
-// persistent_blocks, section_heads, section_tiles, wide_tile.
+// plan: which alternative of FwdPlan it is, the three sizes of scratch, and its fields by the names of Plan in
+// test_config.py; 0 where a plan does not have them.
 const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   static const int any_int[] = {0};
   static const int64_t any_state[] = {0, 0};
@@ -91,10 +94,18 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
                        .shared_bytes = static_cast<int>(problem->shared_bytes),
                        .has_sm90 = problem->has_sm90 != 0};
   return error_of([&] {
-    const FwdScratch scratch = plan_fwd(p, hints);
-    answer(plan, {p.decode_warps, p.packed_heads.value, p.slots.value, p.tiles.value, p.num_splits,
-                  p.least_blocks_per_split, scratch.out, scratch.softmax, scratch.arrivals, p.persistent_blocks,
-                  p.section_heads.value, p.section_tiles.value, p.wide_tile});
+    const FwdChoice choice = plan_fwd(p, hints);
+    const auto& [out, softmax, counters] = choice.scratch;
+    const Tiling tiling = std::visit([](const auto& chosen) { return chosen.tiling; }, choice.plan);
+    const auto* decoding = std::get_if<DecodePlan>(&choice.plan);
+    const auto* on_sm80 = std::get_if<FwdSm80Plan>(&choice.plan);
+    const auto* on_sm90 = std::get_if<FwdSm90Plan>(&choice.plan);
+    const KeySplits splits = decoding ? decoding->splits : on_sm80 ? on_sm80->splits : KeySplits{};
+    const FwdSm90Plan order = on_sm90 ? *on_sm90 : FwdSm90Plan{};
+    answer(plan,
+           {static_cast<int64_t>(choice.plan.index()), out, softmax, counters, tiling.packed_heads.value,
+            tiling.slots.value, tiling.tiles.value, splits.count, splits.least_blocks, decoding ? decoding->warps : 0,
+            order.blocks, order.section_heads.value, order.section_tiles.value, order.wide});
   });
 }
 

@@ -1,4 +1,4 @@
-"""csrc/flash_attn/config.h, pure host code: tiles fit every GPU, plans cover their problem, instances exist."""
+"""Choices of attention that are pure host code: tiles fit every GPU, plans cover their problem, instances exist."""
 
 import dataclasses
 import itertools
@@ -18,6 +18,7 @@ HERE = pathlib.Path(__file__).parent
 pytestmark = pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
+SM80, DECODE, SM90 = KERNELS = range(3)  # the alternatives of FwdPlan
 # Of a block, by compute capability; fwd and dmask have the same tiles on all of them.
 SHARED_BYTES = {"8.0": 163 * 1024, "8.6, 8.9, 12.0": 99 * 1024, "9.0, 10.0": 227 * 1024}
 STATIC_SHARED_BYTES = 4096  # that decoding leaves for what it declares in the kernel
@@ -55,7 +56,7 @@ def test_every_head_dim_has_an_instance(host):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_an_instance_that_is_left_out_raises(head_dim, dtype):
     dispatch = native.library(HERE / "dispatch_probe.cu", native.CUDA)
-    for call in (("run_fwd_instance", False), ("run_fwd_instance", True), ("run_bwd_instance",)):
+    for call in (*(("run_fwd_instance", kernel) for kernel in KERNELS), ("run_bwd_instance",)):
         name, *args = call
         with pytest.raises(RuntimeError, match="leaves out the instance"):
             dispatch.run(name, head_dim, dtype, *args)
@@ -221,28 +222,31 @@ class Problem:
 
 
 class Plan(typing.NamedTuple):
-    decode_warps: int
+    """As find_fwd_plan in host_probe.cpp answers, field by field."""
+
+    kernel: int
+    scratch_out: int
+    scratch_softmax: int
+    scratch_counters: int
     packed_heads: int
     slots: int
     tiles: int
     num_splits: int
-    least_blocks_per_split: int
-    scratch_out: int
-    scratch_softmax: int
-    scratch_arrivals: int
-    persistent_blocks: int
+    least_blocks: int
+    decode_warps: int
+    blocks: int
     section_heads: int
     section_tiles: int
-    wide_tile: bool
+    wide: bool
 
 
 def plan_of(host, problem):
     fields = torch.tensor([int(field) for field in dataclasses.astuple(problem)])
-    return Plan(*numbers(host, 13, "find_fwd_plan", fields))
+    return Plan(*numbers(host, len(Plan._fields), "find_fwd_plan", fields))
 
 
 def tile_rows(host, problem, plan):
-    return 16 if plan.decode_warps else numbers(host, 3, "find_fwd_tile", problem.head_dim, problem.plain)[0]
+    return 16 if plan.kernel == DECODE else numbers(host, 3, "find_fwd_tile", problem.head_dim, problem.plain)[0]
 
 
 def problems(count):
@@ -304,7 +308,7 @@ def test_decoding_packs_all_rows_into_one_tile(host):
     for problem in problems(300):
         plan = plan_of(host, problem)
         fits = problem.longest_q * problem.group <= 16 and not problem.dropout
-        assert (plan.decode_warps > 0) == fits
+        assert (plan.kernel == DECODE) == fits
         if fits and problem.group > 1:
             assert plan.packed_heads == problem.group
 
@@ -313,16 +317,16 @@ def test_splits_and_their_scratch(host):
     for problem in problems(300):
         plan = plan_of(host, problem)
         assert 1 <= plan.num_splits <= 128
-        assert plan.least_blocks_per_split >= 1
+        assert plan.least_blocks >= 1
         assert problem.num_splits == 0 or plan.num_splits <= problem.num_splits
         rows = tile_rows(host, problem, plan)  # decoding has scratch for those that exist
-        if plan.decode_warps and not problem.packed_q:
+        if plan.kernel == DECODE and not problem.packed_q:
             rows = min(rows, problem.seqlen_q * plan.packed_heads)
         partial_rows = plan.tiles * plan.num_splits * rows * (plan.num_splits > 1)
         assert plan.scratch_out == partial_rows * problem.head_dim
         # A maximum and a sum of each row; in tiles of several warps, four lanes store the same.
-        assert plan.scratch_softmax == partial_rows * (2 if plan.decode_warps else 8)
-        assert plan.scratch_arrivals == plan.tiles * (plan.num_splits > 1)
+        assert plan.scratch_softmax == partial_rows * (2 if plan.kernel == DECODE else 8)
+        assert plan.scratch_counters == plan.tiles * (plan.num_splits > 1)
 
 
 def hopper_problems(count):
@@ -336,29 +340,27 @@ def test_hopper_plan(host):
     taken = 0
     for problem in hopper_problems(600):
         plan = plan_of(host, problem)
-        if plan.persistent_blocks == 0:
+        if plan.kernel != SM90:
             continue
         taken += 1
-        warpgroups, *_, has_wide = numbers(
-            host, 6, "find_fwd_sm90_tile", problem.head_dim, problem.plain, plan.wide_tile
-        )
+        warpgroups, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", problem.head_dim, problem.plain, plan.wide)
         entries = 1 if problem.packed_q else problem.batch
-        assert (plan.decode_warps, plan.packed_heads, plan.num_splits) == (0, 1, 1)
-        assert has_wide or not plan.wide_tile
+        assert plan.packed_heads == 1
+        assert has_wide or not plan.wide
         assert plan.slots >= -(-problem.seqlen_q // (64 * warpgroups))
         assert plan.tiles == plan.slots * entries * problem.heads
         assert entries * problem.heads % plan.section_heads == 0
         assert plan.section_heads <= problem.multiprocessors // 2
         assert plan.section_tiles == plan.section_heads * plan.slots
-        assert plan.persistent_blocks == min(plan.tiles, problem.multiprocessors)
-        assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_arrivals) == (0, 0, 1)
+        assert plan.blocks == min(plan.tiles, problem.multiprocessors)
+        assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_counters) == (0, 0, 1)
     assert taken > 30
 
 
 def test_what_stays_portable_on_hopper(host):
     """Decoding, splits that the caller wants, few rows, no keys, and few tiles of many keys."""
     many = Problem(batch=8, heads=32, heads_k=32, seqlen_q=2048, longest_q=2048, longest_k=2049, has_sm90=True)
-    assert plan_of(host, many).persistent_blocks == 132
+    assert plan_of(host, many).blocks == 132
     few_tiles = dict(batch=1, heads=2, heads_k=2, seqlen_q=128, longest_q=128)
     for changes, blocks in (
         (dict(has_sm90=False), 0),
@@ -372,7 +374,8 @@ def test_what_stays_portable_on_hopper(host):
         (few_tiles, 0),
         (few_tiles | dict(longest_k=2048), 2),
     ):
-        assert plan_of(host, dataclasses.replace(many, **changes)).persistent_blocks == blocks, changes
+        plan = plan_of(host, dataclasses.replace(many, **changes))
+        assert (plan.kernel == SM90, plan.blocks) == (blocks > 0, blocks), changes
 
 
 def test_short_entries_of_a_large_cache_are_split(host):
@@ -381,7 +384,7 @@ def test_short_entries_of_a_large_cache_are_split(host):
         problem = Problem(batch=1, heads=32, heads_k=8, seqlen_q=1, longest_q=1, ragged_k=True, longest_k=longest_k)
         plan = plan_of(host, problem)
         assert plan.num_splits == problem.multiprocessors // problem.heads_k
-        assert plan.least_blocks_per_split == plan.decode_warps
+        assert plan.least_blocks == plan.decode_warps
 
 
 @pytest.mark.parametrize("changes", [

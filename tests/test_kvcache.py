@@ -8,7 +8,7 @@ import oracle
 import pytest
 import torch
 from cases import Case, covering_sample, params, sample, slow_or_cuda, uncovered
-from compare import assert_error_ratio, assert_same_but_for_rounding, largest_error
+from compare import assert_error_ratio, largest_error
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
@@ -270,9 +270,13 @@ def test_splitting_the_keys_changes_only_rounding(case, num_splits, device):
     def run(num_splits):
         return flash_attn_with_kvcache(**dict(case.arguments(device), num_splits=num_splits), return_softmax_lse=True)
 
-    (out, lse), (whole, whole_lse) = run(num_splits), run(1)
-    torch.testing.assert_close(lse, whole_lse, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(out, whole, rtol=2**-7, atol=2**-10)  # an ulp of bfloat16
+    assert_same_however_split(run(num_splits), run(1))
+
+
+def assert_same_however_split(found, expected_results):
+    (out, lse), (expected_out, expected_lse) = found, expected_results
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out, expected_out, rtol=2**-7, atol=2**-10)  # an ulp of bfloat16
 
 
 @pytest.mark.cuda
@@ -451,7 +455,7 @@ def test_entries_of_negative_length_are_empty(case, portable, device, monkeypatc
             arguments[name] = arguments[name].index_fill(0, empty, garbage)
     out, lse = flash_attn_with_kvcache(**arguments, return_softmax_lse=True)
     assert (out[empty] == 0).all() and (lse[empty] == float("inf")).all()
-    assert_same_but_for_rounding((out[kept], lse[kept]), flash_attn_with_kvcache(**alone, return_softmax_lse=True))
+    assert_same_however_split((out[kept], lse[kept]), flash_attn_with_kvcache(**alone, return_softmax_lse=True))
     for name in ("k_cache", "v_cache"):
         assert_cache_equal(arguments[name], alone[name])
 

@@ -298,8 +298,9 @@ def test_host_headers_include_no_device_code():
     check(sources(), wrong, "Make the file a .cuh or .cu, or move what it needs from there to a .h.")
 
 
-def test_params_and_config_need_no_cuda():
+def test_params_and_plans_need_no_cuda():
     """What a kernel is given, and which kernel is chosen, can be compiled and tested without a toolkit."""
+    names = re.compile(r"params\.h|config\.h|.*_(tiles|plan|planner)\.h")
 
     def wrong(path):
         yield from (
@@ -307,9 +308,9 @@ def test_params_and_config_need_no_cuda():
         )
 
     check(
-        [path for path in sources() if path.name in ("params.h", "config.h")],
+        [path for path in sources() if names.fullmatch(path.name)],
         wrong,
-        "Keep CUDA's types out of params.h and config.h: launch.h takes the stream.",
+        "Keep CUDA's types out of params, tiles and plans: launch.h takes the stream.",
     )
 
 

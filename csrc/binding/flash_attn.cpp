@@ -19,7 +19,6 @@ using flash_attn::BwdParams;
 using flash_attn::BwdScratch;
 using flash_attn::DmaskParams;
 using flash_attn::FwdParams;
-using flash_attn::FwdScratch;
 using flash_attn::Problem;
 using OptionalTensor = std::optional<Tensor>;
 
@@ -178,7 +177,7 @@ void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longes
   if (q.numel() == 0) return;
   p.aligned = all_aligned(p);
   const int device = q.get_device_index();
-  const FwdScratch sizes =
+  auto [plan, scratch] =
       plan_fwd(p, {.longest_q = longest_q,
                    .longest_k = longest_k,
                    .num_splits = static_cast<int>(std::clamp<int64_t>(num_splits, 0, flash_attn::kMaxSplits)),
@@ -187,17 +186,13 @@ void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longes
                    .has_sm90 = flash_attn::has_sm90(device)});
   const cudaStream_t stream = current_stream(q);
   OptionalTensor partials;
-  if (p.num_splits > 1) {
-    partials = new_tensor({sizes.out + sizes.softmax}, aoti_torch_dtype_float32(), q);
-    p.partial_out = static_cast<float*>(partials->mutable_data_ptr());
-    p.partial_softmax = p.partial_out + sizes.out;
-  }
+  const int64_t partial_size = scratch.out + scratch.softmax;
+  if (partial_size > 0) partials = new_tensor({partial_size}, aoti_torch_dtype_float32(), q);
   std::optional<Counters> counters;
-  if (sizes.arrivals > 0) {
-    counters = zero_counters(sizes.arrivals, q, stream);
-    p.arrivals = counters->data;
-  }
-  flash_attn::fwd(p, stream);
+  if (scratch.counters > 0) counters = zero_counters(scratch.counters, q, stream);
+  use_scratch(plan, scratch, partials ? static_cast<float*>(partials->mutable_data_ptr()) : nullptr,
+              counters ? counters->data : nullptr);
+  flash_attn::fwd(p, plan, stream);
 }
 
 int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }

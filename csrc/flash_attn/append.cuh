@@ -1,7 +1,8 @@
-// Before attention over a cache: new key t of entry b goes to position n_b + t of the cache, n_b the length before, and
-// its value likewise. With tables, key and query turn by the angles of their positions' rows (rotary embedding); query
-// i is at position n_b + i, or at n_b if no mask tells the queries apart. Turned queries go to a tensor of their own.
-// What is at a position without a row stays as it is. To an entry whose length is negative, nothing is appended.
+// What comes before attention over a cache. New key t of entry b, and its value, go to position n_b + t of the cache,
+// where n_b is the length before. With tables, keys and queries are rotated by the angles of their positions (rotary
+// embedding); query i is at position n_b + i, or at n_b if no mask tells the queries apart. Rotated queries go to a
+// tensor of their own. At a position for which the tables have no row, nothing is rotated. Nothing is appended to an
+// entry of negative length.
 //
 // A warp moves one head of one token; a lane takes pairs of channels. Maths in fp32.
 #pragma once
@@ -19,7 +20,7 @@ namespace flash::flash_attn {
 
 constexpr int kAppendThreads = 128;
 
-// The two channels of pair i: those that turn come first, the others are pairs of neighbours.
+// The two channels of pair i. Pairs that are rotated come first; the others are neighbours.
 __device__ inline int2 channels_of_pair(const AppendParams& p, int i) {
   const int half = p.rotary_dim / 2;
   if (i >= half || p.interleaved) return {2 * i, 2 * i + 1};
@@ -38,20 +39,20 @@ __device__ inline float table_entry(const AppendParams& p, const void* table, in
   }
 }
 
-// There is none for a negative position either.
+// Whether the tables have a row for a position, which may be negative.
 __device__ inline bool has_table_row(const AppendParams& p, int position) {
   return p.cos != nullptr && static_cast<unsigned>(position) < static_cast<unsigned>(p.positions);
 }
 
-// One head of one token, from channels `from_step` apart to channels `to_step` apart.
+// Copies one head of one token, from channels `from_step` apart to channels `to_step` apart, and may rotate it.
 template <typename T>
 __device__ void move_head(const AppendParams& p, const T* from, int64_t from_step, T* to, int64_t to_step, int position,
-                          bool turns) {
+                          bool rotates) {
   for (int i = lane_id(); 2 * i < p.problem.head_dim; i += 32) {
     const int2 channels = channels_of_pair(p, i);
     const bool has_second = channels.y < p.problem.head_dim;
     float x = from[channels.x * from_step], y = has_second ? static_cast<float>(from[channels.y * from_step]) : 0.f;
-    if (turns && i < p.rotary_dim / 2) {
+    if (rotates && i < p.rotary_dim / 2) {
       rotate(x, y, table_entry(p, p.cos, position, i), table_entry(p, p.sin, position, i));
     }
     to[channels.x * to_step] = x;
@@ -59,7 +60,7 @@ __device__ void move_head(const AppendParams& p, const T* from, int64_t from_ste
   }
 }
 
-// Where a position of an entry's cache is, or null if there is none.
+// The address of a position of an entry's cache; null if the cache has no such position.
 template <typename T>
 __device__ T* cache_row(const AppendParams& p, const TensorRef<>& cache, int entry, int64_t batch, int position,
                         int head) {
@@ -89,7 +90,8 @@ __device__ void rotate_query(const AppendParams& p, int entry, int token, int po
             p.q_rotated.head_dim, position, has_table_row(p, position));
 }
 
-// Warps are (entry, token, head): tokens of the longer of keys and queries, heads of keys before those of queries.
+// The warps, as (entry, token, head): as many tokens as there are keys or queries, whichever are more, and the heads of
+// keys before those of queries.
 struct AppendGrid {
   int tokens, heads;
 

@@ -1,17 +1,28 @@
-// Attention of few query rows over many keys (decoding), for every GPU from sm_80 on. The formulas are those of
-// fwd_sm80.cuh. What limits it is how fast K and V arrive, so all warps of a block share one tile of 16 query rows,
-// the heads that share a key head, and divide the keys:
+// Attention of few query rows over many keys (decoding), for every GPU from sm_80 on, by the formulas of fwd_sm80.cuh.
+// Its speed is that at which K and V arrive. So all warps of a block share one tile of 16 query rows, of the heads that
+// share a key head, and divide the keys.
 //
-// A warp is a pipeline of its own. It takes every num_warps-th chunk of 16 keys, has kStages of them on the way in its
-// own part of shared memory, and waits for nobody. Q and O are in registers. In the end the warps merge through shared
-// memory, and blocks with other keys of the same rows through global memory: the last to arrive merges in the order of
-// the splits, so that the result does not depend on who is last.
+// Each warp is a pipeline of its own. It takes every num_warps-th chunk of 16 keys, has kStages of them on the way in
+// its own part of shared memory, and waits for no other warp. Q and O are in registers. In the end the warps merge
+// through shared memory, and blocks with other keys of the same rows through global memory: the last to arrive merges
+// in the order of the splits, so that the result does not depend on which is last.
 //
-// Where the cache is small, what comes before the first copy and after the last product takes most of the time, and so
-// does fetching the code, which is therefore short.
+// Where the cache is small, most of the time passes before the first copy and after the last product, and in fetching
+// the code. Therefore the code is short.
 #pragma once
 
-#include "flash_attn/fwd_sm80.cuh"
+#include "common/launch.h"
+#include "flash_attn/fwd_plan.h"
+#include "flash_attn/fwd_steps.cuh"
+#include "flash_attn/fwd_tiles.h"
+#include "flash_attn/instances.h"
+#include "flash_attn/rows.cuh"
+#include "flash_attn/schedule.cuh"
+#include "flash_attn/softmax.cuh"
+#include "flash_attn/split.cuh"
+#include "tile/gemm.cuh"
+#include "tile/load.cuh"
+#include "tile/shared.cuh"
 
 namespace flash::flash_attn {
 
@@ -35,8 +46,8 @@ struct RowState {
   float max, sum;
 };
 
-// A warp's share of the dynamic shared memory: stages, and in the end its O, with rows apart by odd multiples of 8
-// banks.
+// A warp's share of the dynamic shared memory: its stages, and in the end its O. Rows of O are odd multiples of 8 banks
+// apart.
 template <typename Config>
 union DecodeRing {
   static constexpr int kRowStride = Config::kHeadDim + 8;
@@ -44,15 +55,15 @@ union DecodeRing {
   struct {
     float out[Config::kRows][kRowStride];  // relative to the maxima in states
     RowState states[Config::kRows];
-  } found;
+  } result;
 
   __device__ DecodeRing() {}
 };
 
-// Q as the left operand, straight from global memory: a lane needs pairs of elements of two rows. The last row stands
-// in for those that do not exist: what comes of them is not stored.
+// Q as the left operand of an mma, straight from global memory: a lane needs pairs of elements of two rows. In place of
+// rows that do not exist the last row is read, and their results are not stored.
 template <typename Config>
-__device__ auto load_query_fragment(const FwdParams& p, const FwdWork<Config>& work) {
+__device__ auto load_query_fragment(const DecodeParams& p, const FwdWork<Config>& work) {
   using T = typename Config::T;
   PackedFragment<T, Config::kRows, Config::kHeadDim> q;
   auto rows = packed_rows<T>(p.q, work);
@@ -81,59 +92,59 @@ struct Quad {
   float4 out;
 };
 
-// The scratch of one tile's splits.
+// The scratch of one tile. Splits of a row are neighbours, so that the distance between them is known to the compiler.
 template <typename Config>
 struct DecodeSplits {
-  float* out;        // (splits, rows, head_dim), each relative to its split's maxima
-  RowState* states;  // (splits, rows)
-  int rows;
+  int count;         // of splits
+  float* out;        // (rows, splits, head_dim), each relative to its split's maxima
+  RowState* states;  // (rows, splits)
 
-  __device__ DecodeSplits(const FwdParams& p, int tile) : rows(p.partial_rows) {
-    const int64_t first_row = int64_t{tile} * p.num_splits * rows;
-    out = p.partial_out + first_row * Config::kHeadDim;
-    states = reinterpret_cast<RowState*>(p.partial_softmax) + first_row;
+  __device__ DecodeSplits(const KeySplits& splits, int tile) : count(splits.count) {
+    const int64_t first = int64_t{tile} * splits.rows * count;
+    out = splits.out + first * Config::kHeadDim;
+    states = reinterpret_cast<RowState*>(splits.softmax) + first;
   }
 
   __device__ float4* place(int split, int row, int col) const {
-    return reinterpret_cast<float4*>(out + (split * rows + row) * Config::kHeadDim + col);
+    return reinterpret_cast<float4*>(out + (row * count + split) * Config::kHeadDim + col);
   }
 
   __device__ void store(int split, int row, int col, const Quad& x) const {
     *place(split, row, col) = x.out;
-    if (col == 0) states[split * rows + row] = x.state;
+    if (col == 0) states[row * count + split] = x.state;
   }
 
   __device__ Quad load(int split, int row, int col) const {
-    const float2 state = __ldcg(reinterpret_cast<const float2*>(states + split * rows + row));
+    const float2 state = __ldcg(reinterpret_cast<const float2*>(states + row * count + split));
     return {{state.x, state.y}, __ldcg(place(split, row, col))};
   }
 };
 
-// Asks for the lines that the block comes to in the end, after its keys. Finding their pages takes time, too.
+// Prefetches the lines that the block needs in the end, after its keys. Address translation takes time, too.
 template <typename Config>
-__device__ void prefetch_targets(const FwdParams& p, const FwdWork<Config>& work) {
+__device__ void prefetch_targets(const DecodeParams& p, const FwdWork<Config>& work) {
   if (threadIdx.x != 0) return;
   ptx::prefetch(packed_rows<typename Config::T>(p.out, work).address());
-  if (p.num_splits == 1) return;
-  ptx::prefetch(p.arrivals + work.tile.index);
-  const DecodeSplits<Config> splits(p, work.tile.index);
+  if (p.plan.splits.count == 1) return;
+  ptx::prefetch(p.plan.splits.arrivals + work.tile.index);
+  const DecodeSplits<Config> splits(p.plan.splits, work.tile.index);
   ptx::prefetch(splits.place(work.tile.split, 0, 0));
-  ptx::prefetch(splits.states + work.tile.split * splits.rows);
+  ptx::prefetch(splits.states + work.tile.split);
 }
 
 // Starts the copies of a warp's chunks of keys, one after the other. The pages of a chunk's rows are looked up while
-// the one before is on its way.
+// the chunk before it is on its way.
 template <typename Config>
 struct ChunkLoader {
   using T = const typename Config::T;
   using Tile = decltype(DecodeStage<Config>::k);
   using Places = LoadedPlaces<Tile, 32>;
-  const FwdParams& p;
+  const DecodeParams& p;
   int chunk, last, step;
   KeyRows<Config> keys, values;
   Places found;  // of the chunk's rows; unused without pages
 
-  __device__ ChunkLoader(const FwdParams& p, const FwdWork<Config>& work, int first)
+  __device__ ChunkLoader(const DecodeParams& p, const FwdWork<Config>& work, int first)
       : p(p),
         chunk(first),
         last(work.blocks.last),
@@ -168,7 +179,7 @@ struct ChunkLoader {
   }
 
   __device__ void copy(Tile& tile, const KeyRows<Config>& rows) const {
-    const uint64_t policy = ptx::cache_policy(p.evict_keys);
+    const uint64_t policy = ptx::cache_policy(p.plan.evict_keys);
     const auto copy_chunk = [policy](uint32_t shared, const void* global, bool valid) {
       ptx::copy_async(shared, global, valid, policy);
     };
@@ -180,9 +191,9 @@ struct ChunkLoader {
   }
 };
 
-// One warp's walk over its chunks.
+// A warp's walk over its chunks.
 template <typename Config>
-__device__ void decode_chunks(const FwdParams& p, const FwdWork<Config>& work, DecodeRing<Config>& ring,
+__device__ void decode_chunks(const DecodeParams& p, const FwdWork<Config>& work, DecodeRing<Config>& ring,
                               Output<Config>& o, Softmax<Config>& softmax) {
   using T = typename Config::T;
   const int num_warps = blockDim.x / 32, first = work.blocks.first + warp_id(), last = work.blocks.last;
@@ -213,18 +224,18 @@ __device__ void decode_chunks(const FwdParams& p, const FwdWork<Config>& work, D
   softmax.finish();
 }
 
-// Leaves what a warp has found in its ring.
+// Stores the state of a warp in its ring.
 template <typename Config>
-__device__ void store_found(DecodeRing<Config>& ring, const Output<Config>& o, const Softmax<Config>& softmax,
-                            int num_rows) {
+__device__ void store_in_ring(DecodeRing<Config>& ring, const Output<Config>& o, const Softmax<Config>& softmax,
+                              int num_rows) {
   __syncwarp();  // all lanes have read the stages
 #pragma unroll
   for (int r = 0; r < o.kLaneRows; ++r) {
     if (8 * r >= num_rows) break;
-    if (lane_id() % 4 == 0) ring.found.states[o.row(r)] = {softmax.max[r], softmax.sum[r]};
+    if (lane_id() % 4 == 0) ring.result.states[o.row(r)] = {softmax.max[r], softmax.sum[r]};
 #pragma unroll
     for (int c = 0; c < o.kLaneCols; c += 2) {
-      *reinterpret_cast<float2*>(&ring.found.out[o.row(r)][o.col(c)]) = {o(r, c), o(r, c + 1)};
+      *reinterpret_cast<float2*>(&ring.result.out[o.row(r)][o.col(c)]) = {o(r, c), o(r, c + 1)};
     }
   }
 }
@@ -235,7 +246,7 @@ __device__ inline void add_scaled(Quad& a, const Quad& b, float factor) {
            a.out.w + b.out.w * factor};
 }
 
-// Merges quads of which `count` parts of the keys are seen: part(i) reads one of them, kBatch at a time.
+// Merges the quads of `count` parts of the keys: part(i) reads one of them, kBatch at a time.
 template <int kBatch, typename Part>
 __device__ Quad merge(int count, float scale_log2, Part&& part) {
   Quad all{{-INFINITY, 0}, {}};
@@ -256,7 +267,7 @@ __device__ Quad merge(int count, float scale_log2, Part&& part) {
   return all;
 }
 
-// fn(row, col) for every fourth column of the tile's rows, shared out among the block's threads.
+// Calls fn(row, col) for every fourth column of the tile's rows, which the block's threads share.
 template <typename Config, typename Fn>
 __device__ void for_each_quad(const TileRows& rows, Fn&& fn) {
   constexpr int kQuads = Config::kHeadDim / 4;
@@ -266,7 +277,7 @@ __device__ void for_each_quad(const TileRows& rows, Fn&& fn) {
 
 // Writes a quad of out and, with the first of a row, lse.
 template <typename Config>
-__device__ void store_result(const FwdParams& p, const FwdWork<Config>& work, int row, int col, float scale_log2,
+__device__ void store_result(const DecodeParams& p, const FwdWork<Config>& work, int row, int col, float scale_log2,
                              const Quad& x) {
   using T = typename Config::T;
   const float factor = x.state.sum == 0 ? 0.f : ptx::reciprocal(x.state.sum);
@@ -286,22 +297,22 @@ __device__ void store_result(const FwdParams& p, const FwdWork<Config>& work, in
 }
 
 template <typename Config>
-__global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const __grid_constant__ FwdParams p) {
+__global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const __grid_constant__ DecodeParams p) {
   ptx::wait_for_dependency();
-  const FwdWork<Config> work(p);
+  const FwdWork<Config> work(p, p.plan.tiling, p.plan.splits);
   if (!work.exists()) return;
   auto* rings = &shared_memory<DecodeRing<Config>>();
   Output<Config> o;
   o.fill(0);
   Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
   if (!work.blocks.empty()) decode_chunks<Config>(p, work, rings[warp_id()], o, softmax);
-  store_found(rings[warp_id()], o, softmax, work.rows.count);
+  store_in_ring(rings[warp_id()], o, softmax, work.rows.count);
   __syncthreads();
 
   const auto merge_warps = [&](int row, int col) {
     return merge<kMaxDecodeWarps>(blockDim.x / 32, softmax.scale_log2, [&](int warp) {
-      const auto& found = rings[warp].found;
-      return Quad{found.states[row], *reinterpret_cast<const float4*>(&found.out[row][col])};
+      const auto& result = rings[warp].result;
+      return Quad{result.states[row], *reinterpret_cast<const float4*>(&result.out[row][col])};
     });
   };
   const auto store = [&](int row, int col, const Quad& x) {
@@ -311,26 +322,26 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const _
   if (num_splits == 1) {
     return for_each_quad<Config>(work.rows, [&](int row, int col) { store(row, col, merge_warps(row, col)); });
   }
-  const DecodeSplits<Config> splits(p, work.tile.index);
+  const DecodeSplits<Config> splits(p.plan.splits, work.tile.index);
   for_each_quad<Config>(work.rows,
                         [&](int row, int col) { splits.store(work.tile.split, row, col, merge_warps(row, col)); });
-  if (!is_last_arrival(p.arrivals + work.tile.index, num_splits)) return;
+  if (!is_last_arrival(p.plan.splits.arrivals + work.tile.index, num_splits)) return;
   for_each_quad<Config>(work.rows, [&](int row, int col) {
     store(row, col, merge<16>(num_splits, softmax.scale_log2, [&](int i) { return splits.load(i, row, col); }));
   });
 }
 
 template <typename Config>
-void launch_decode(const FwdParams& p, cudaStream_t stream) {
-  const LaunchShape shape{.grid = dim3(p.tiles.value * p.num_splits),
-                          .block = dim3(32 * p.decode_warps),
-                          .shared_bytes = static_cast<int>(p.decode_warps * sizeof(DecodeRing<Config>)),
+void launch_decode(const DecodeParams& p, cudaStream_t stream) {
+  const LaunchShape shape{.grid = dim3(p.plan.tiling.tiles.value * p.plan.splits.count),
+                          .block = dim3(32 * p.plan.warps),
+                          .shared_bytes = static_cast<int>(p.plan.warps * sizeof(DecodeRing<Config>)),
                           .early = true};
   launch<decode_kernel<Config>>(shape, p, stream);
 }
 
 template <typename T, int kHeadDim, Features kFeatures>
-void run_decode(const FwdParams& p, cudaStream_t stream) {
+void run_decode(const DecodeParams& p, cudaStream_t stream) {
   if constexpr (kFeatures == Features::kPlain) {
     if (p.pages.block_table == nullptr) return launch_decode<DecodeConfig<T, kHeadDim, kFeatures, false>>(p, stream);
   }

@@ -1,12 +1,27 @@
-// S_dmask, which return_attn_probs asks for: a pass of its own that computes the scores again, so that the forward
-// stays as it is. A block takes 64 query rows and walks blocks of 128 keys from the last to the first; the running
-// maximum advances at every `width` keys.
+// S_dmask, which return_attn_probs asks for. A pass of its own computes the scores again, so that the forward kernels
+// need not write them. A block takes 64 query rows and walks blocks of 128 keys from the last to the first; the running
+// maximum advances at every kWidth keys.
 #pragma once
 
 #include "common/launch.h"
-#include "flash_attn/fwd_sm80.cuh"
+#include "flash_attn/dropout.cuh"
+#include "flash_attn/fwd_planner.h"
+#include "flash_attn/fwd_steps.cuh"
+#include "flash_attn/instances.h"
+#include "flash_attn/rows.cuh"
+#include "flash_attn/schedule.cuh"
+#include "flash_attn/softmax.cuh"
+#include "tile/gemm.cuh"
+#include "tile/load.cuh"
+#include "tile/shared.cuh"
 
 namespace flash::flash_attn {
+
+// What the kernel is given: the problem, and how its rows are cut into tiles.
+struct TiledDmask {
+  DmaskParams dmask;
+  Tiling tiling;
+};
 
 template <typename T_, int kHeadDim_, int kWidth_>
 struct DmaskConfig {
@@ -22,7 +37,8 @@ struct DmaskShared {
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> k;
 };
 
-// Scores to exponentials relative to the running maximum, which takes kWidth columns at a time, from the right.
+// Turns scores into exponentials relative to the running maximum, which takes in kWidth columns at a time, from the
+// right.
 template <int kWidth, int kRows, int kCols>
 __device__ void relate_to_running_max(Fragment<kRows, kCols>& s, float (&max)[kRows / 8]) {
 #pragma unroll
@@ -61,15 +77,15 @@ __device__ void store_dmask(const DmaskParams& p, const Scores<Config>& u, const
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid_constant__ DmaskParams p) {
-  using T = typename Config::T;
+__global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid_constant__ TiledDmask tiled) {
+  const DmaskParams& p = tiled.dmask;
   auto& shared = shared_memory<DmaskShared<Config>>();
-  const FwdWork<Config> work(p.fwd);
+  const FwdWork<Config> work(p.fwd, tiled.tiling, tile_of_block<Config::kRows>(p.fwd.problem, tiled.tiling));
   if (!work.exists()) return;
   const int warp_row = warp_id() * Config::kWarpRows;
   auto keys = key_rows<Config, decltype(shared.k)>(p.fwd, p.fwd.k, work, work.blocks.last);
   const Dropout dropout(p.fwd.problem, work.tile.entry, work.tile.head);
-  load_queries<Config>(shared.q, p.fwd, work);
+  load_queries<Config>(shared.q, p.fwd, tiled.tiling, work);
   float max[Config::kWarpRows / 8];
   for (float& m : max) m = -INFINITY;
   for (int n = work.blocks.last; n >= work.blocks.first; --n) {
@@ -91,15 +107,13 @@ __global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid
 }
 
 template <typename T, int kHeadDim, int kWidth>
-void run_dmask(const DmaskParams& params, cudaStream_t stream) {
+void run_dmask(const DmaskParams& p, cudaStream_t stream) {
   using Config = DmaskConfig<T, kHeadDim, kWidth>;
-  DmaskParams p = params;
-  const Problem& problem = p.fwd.problem;
-  p.fwd.num_splits = 1;
-  plan_tiles(p.fwd, heads_to_pack(problem, problem.seqlen_q, Config::kRows), Config::kRows);
-  const LaunchShape shape{
-      .grid = dim3(num_tiles(p.fwd)), .block = dim3(Config::kThreads), .shared_bytes = sizeof(DmaskShared<Config>)};
-  launch<dmask_kernel<Config>>(shape, p, stream);
+  const TiledDmask tiled{p, tiling_for(p.fwd.problem, /*packed_heads=*/1, Config::kRows)};
+  const LaunchShape shape{.grid = dim3(tiled.tiling.tiles.value),
+                          .block = dim3(Config::kThreads),
+                          .shared_bytes = sizeof(DmaskShared<Config>)};
+  launch<dmask_kernel<Config>>(shape, tiled, stream);
 }
 
 }  // namespace flash::flash_attn

@@ -1,5 +1,5 @@
-// The keep mask of dropout is a function of (seed, offset, batch entry, query head, row, column) alone, whatever the
-// tiles. The scores of an (entry, head) are cut into tiles of 16 rows x 32 columns, and each of the 32 lanes of a tile
+// The keep mask of dropout depends on (seed, offset, batch entry, query head, row, column) alone, not on the tiles of a
+// kernel. The scores of an (entry, head) are cut into tiles of 16 rows x 32 columns, and each of the 32 lanes of a tile
 // draws 16 bytes from Philox with
 //
 //   key      the seed
@@ -23,13 +23,14 @@ struct Dropout {
   uint64_t seed, counter;
   uint32_t largest_kept;
 
-  // Only with p.rng_state.
+  // p must have rng_state.
   __device__ Dropout(const Problem& p, int entry, int head)
       : seed(p.rng_state[0]),
         counter(p.rng_state[1] + 32 * (int64_t{entry} * p.heads + head) + lane_id()),
         largest_kept(p.dropout_largest_kept) {}
 
-  // fn(r, c) for the lane's dropped elements of a fragment whose corner is at (row0, col0), multiples of 16 and 32.
+  // Calls fn(r, c) for the lane's dropped elements of a fragment. Its corner is at (row0, col0), multiples of 16
+  // and 32.
   template <int kRows, int kCols, typename Fn>
   __device__ void for_each_dropped(const Fragment<kRows, kCols>&, int row0, int col0, Fn&& fn) const {
     static_assert(kCols % 32 == 0);
@@ -48,9 +49,9 @@ struct Dropout {
     }
   }
 
-  // The same for a transposed fragment of 16 or 32 keys x kCols query rows: fn(r, c), where r counts keys. A lane needs
-  // bytes that others draw. A lane's word w belongs to keys 8w .. 8w + 7, and has bytes (u, z) in the order 2u + z, of
-  // rows and keys; taken as 16-bit pairs over u, the words of a warp are a matrix of 8 rows x 8 keys to transpose.
+  // The same for a transposed fragment of 16 or 32 keys x kCols query rows: in fn(r, c), r counts keys. A lane needs
+  // bytes that others draw. Word w of a lane belongs to keys 8w .. 8w + 7, and its byte 2u + z to row u and key z of
+  // the lane's. Taken as 16-bit pairs over u, the words of a warp are a matrix of 8 rows x 8 keys, which is transposed.
   template <int kRows, int kCols, typename Fn>
   __device__ void for_each_dropped_transposed(const Fragment<kRows, kCols>&, int key0, int row0, Fn&& fn) const {
     static_assert(kRows == 16 || kRows == 32);

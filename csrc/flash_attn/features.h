@@ -6,10 +6,10 @@
 
 namespace flash::flash_attn {
 
-// What an instance of a kernel can do. Masks, lengths and head grouping cost the inner loop nothing and are in both.
+// What an instance of a kernel can do. Masks, lengths and packed heads cost the inner loop nothing and are in both.
 enum class Features {
-  kPlain,  // scores are scaled products, elements lie in aligned chunks of 16 bytes
-  kAll,    // also softcap, ALiBi, dropout, elements that lie anywhere, and pages, which plain decoding has, too
+  kPlain,  // scores are scaled products; elements lie in aligned chunks of 16 bytes
+  kAll,    // also softcap, ALiBi and dropout; elements lie anywhere; keys may lie in pages, as also in plain decoding
 };
 
 inline bool has_plain_scores(const Problem& p) {
@@ -30,8 +30,9 @@ inline bool all_aligned(const FwdParams& p) {
          is_aligned(p.out, head_dim);
 }
 
-inline Features features_of(const FwdParams& p) {
-  const bool finds_keys = p.decode_warps > 0 || p.pages.block_table == nullptr;
+// plain_finds_pages: whether plain instances of the kernel look pages up.
+inline Features features_of(const FwdParams& p, bool plain_finds_pages) {
+  const bool finds_keys = plain_finds_pages || p.pages.block_table == nullptr;
   const bool plain = has_plain_scores(p.problem) && p.aligned && finds_keys;
   return plain ? Features::kPlain : Features::kAll;
 }

@@ -1,19 +1,22 @@
 // The choice of instance.
 #include <stdexcept>
+#include <variant>
 
 #include "common/device.h"
 #include "common/dispatch.h"
 #include "common/environment.h"
 #include "flash_attn/append.cuh"
-#include "flash_attn/config.h"
 #include "flash_attn/features.h"
+#include "flash_attn/fwd_plan.h"
+#include "flash_attn/fwd_tiles.h"
+#include "flash_attn/head_dims.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/launch.h"
 
 namespace flash::flash_attn {
 namespace {
 
-// fn(type, head dim of the instance), as constants.
+// Calls fn(type, head dim of the instance), both as constants.
 template <typename Fn>
 void dispatch_problem(const Problem& p, Fn&& fn) {
   dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype, [&](auto kDType) {
@@ -23,20 +26,36 @@ void dispatch_problem(const Problem& p, Fn&& fn) {
 
 template <typename Params>
 void run_built(void (*instance)(const Params&, cudaStream_t), const Params& p, cudaStream_t stream) {
-  void (*volatile linked)(const Params&, cudaStream_t) = instance;  // or the compiler takes it that there is a function
+  void (*volatile linked)(const Params&, cudaStream_t) = instance;  // or the compiler assumes that it is not null
   const auto run = linked;
   if (run == nullptr) throw std::runtime_error("this development build of flash_attn leaves out the instance needed");
   run(p, stream);
 }
 
 template <typename T, int kHeadDim, Features kFeatures>
-auto fwd_instance(const FwdParams& p) {
-  if (p.decode_warps > 0) return run_decode<T, kHeadDim, kFeatures>;
-  if (p.persistent_blocks == 0) return run_fwd<T, kHeadDim, kFeatures>;
+auto fwd_instance(const FwdSm80Plan&) {
+  return run_fwd<T, kHeadDim, kFeatures>;
+}
+template <typename T, int kHeadDim, Features kFeatures>
+auto fwd_instance(const DecodePlan&) {
+  return run_decode<T, kHeadDim, kFeatures>;
+}
+template <typename T, int kHeadDim, Features kFeatures>
+auto fwd_instance(const FwdSm90Plan& plan) {
   if constexpr (has_wide_tile(kHeadDim, kFeatures)) {
-    if (p.wide_tile) return run_fwd_sm90<T, kHeadDim, kFeatures, true>;
+    if (plan.wide) return run_fwd_sm90<T, kHeadDim, kFeatures, true>;
   }
   return run_fwd_sm90<T, kHeadDim, kFeatures, false>;
+}
+
+template <typename Plan>
+void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
+  const Features features = features_of(p, Plan::kPlainFindsPages);
+  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
+    dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
+      run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures>(plan), Planned<Plan>{p, plan}, stream);
+    });
+  });
 }
 
 constexpr bool is_compiled_for(int arch) {
@@ -53,12 +72,8 @@ bool has_sm90(int device) {
   return device_attribute(cudaDevAttrComputeCapabilityMajor, device) == 9;
 }
 
-void fwd(const FwdParams& p, cudaStream_t stream) {
-  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
-    dispatch_value<Features::kPlain, Features::kAll>(features_of(p), [&](auto kFeatures) {
-      run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures>(p), p, stream);
-    });
-  });
+void fwd(const FwdParams& p, const FwdPlan& plan, cudaStream_t stream) {
+  std::visit([&](const auto& chosen) { run_fwd_with(p, chosen, stream); }, plan);
 }
 
 void bwd(const BwdParams& p, cudaStream_t stream) {

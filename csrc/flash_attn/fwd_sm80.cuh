@@ -7,14 +7,15 @@
 // keys are split, the last block to arrive merges (split.cuh).
 //
 // A warp owns 16 or 32 rows and all keys of a block, so that it shares nothing but the tiles of K and V. Q stays in
-// shared memory; S, P and O are registers, where the layout of S as a result is that of P as an operand. There is one
-// tile of K and one of V: V(n) travels during Q K(n)^T and softmax, K(n - 1) during P V(n), and a second block on the
-// multiprocessor fills the gaps.
+// shared memory; S, P and O are in registers, where S as a result of one mma has the layout of P as an operand of the
+// next. There is one tile of K and one of V: V(n) is copied during Q K(n)^T and softmax, K(n - 1) during P V(n), and a
+// second block on the multiprocessor fills the gaps.
 #pragma once
 
 #include "common/launch.h"
-#include "flash_attn/config.h"
+#include "flash_attn/fwd_plan.h"
 #include "flash_attn/fwd_steps.cuh"
+#include "flash_attn/fwd_tiles.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/params.h"
 #include "flash_attn/rows.cuh"
@@ -33,34 +34,31 @@ struct FwdConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kPlain = kFeatures == Features::kPlain, kPaged = !kPlain;
-  static constexpr TileSize kTile = fwd_tile(kHeadDim, kFeatures);
+  static constexpr FwdTile kTile = fwd_tile(kHeadDim, kFeatures);
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
   static constexpr int kThreads = 32 * kTile.warps, kWarpRows = kRows / kTile.warps;
 };
-
-template <typename Config>
-using FwdWork = Work<Config::kRows, Config::kKeys>;
 
 template <typename Config>
 struct FwdShared {
   SharedTile<typename Config::T, Config::kRows, Config::kHeadDim> q;  // in the end O
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> k;
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> v;
-  FwdWork<Config> work;  // here, and not in registers, which the loop needs
+  FwdWork<Config> work;  // not in registers, which the loop needs
 };
 
 // A warp's walk over the blocks of keys, and what it carries along.
 template <typename Config>
 struct FwdWalk {
   using T = typename Config::T;
-  const FwdParams& p;
+  const FwdSm80Params& p;
   FwdShared<Config>& shared;
   const int warp_row;
   Output<Config>& o;
   Softmax<Config>& softmax;
   KeyRows<Config> keys, values;  // of the blocks to load next
 
-  __device__ FwdWalk(const FwdParams& p, FwdShared<Config>& shared, int warp_row, Output<Config>& o,
+  __device__ FwdWalk(const FwdSm80Params& p, FwdShared<Config>& shared, int warp_row, Output<Config>& o,
                      Softmax<Config>& softmax)
       : p(p),
         shared(shared),
@@ -84,8 +82,8 @@ struct FwdWalk {
   }
 
   // kCut: whether the mask hides something of the block from some row. Two bodies, one of them without a branch on
-  // that, are up to 9 % faster than one. Zeros take the place of values that no row sees; keys need none, and those
-  // before a block that is seen are there.
+  // that, are faster than one. Zeros take the place of values that no row sees, since P = 0 does not hide a NaN. Keys
+  // need no zeros, and a block before one that is seen has all its keys.
   template <bool kCut>
   __device__ void step(int n) {
     ptx::wait_copies<0>();
@@ -110,7 +108,7 @@ struct FwdWalk {
   __device__ void run() {
     const auto [first, last] = shared.work.blocks;
     if (last < first) return;
-    load_queries<Config>(shared.q, p, shared.work);
+    load_queries<Config>(shared.q, p, p.plan.tiling, shared.work);
     load_k<false>();
     const Interval whole = shared.work.whole_blocks();
     for (int n = last; n >= first;) {
@@ -122,13 +120,13 @@ struct FwdWalk {
 };
 
 template <typename Config>
-__device__ void store_out(FwdShared<Config>& shared, const FwdParams& p, const FwdWork<Config>& work, int warp_row,
+__device__ void store_out(FwdShared<Config>& shared, const FwdSm80Params& p, const FwdWork<Config>& work, int warp_row,
                           Output<Config>& o, const Softmax<Config>& softmax) {
   normalize<Config>(o, p, softmax);
   store_fragment(shared.q, o, warp_row);
   __syncwarp();
   if (Config::kPlain || p.aligned) {
-    with_query_rows<typename Config::T>(p, p.out, work, [&](const auto& rows) {
+    with_query_rows<typename Config::T>(p.plan.tiling, p.out, work, [&](const auto& rows) {
       store_rows<Config::kWarpRows>(shared.q, rows, warp_row, p.problem.head_dim);
     });
   } else {
@@ -138,10 +136,10 @@ __device__ void store_out(FwdShared<Config>& shared, const FwdParams& p, const F
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_constant__ FwdParams p) {
+__global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_constant__ FwdSm80Params p) {
   auto& shared = shared_memory<FwdShared<Config>>();
   if (warp_id() == 0) {
-    const FwdWork<Config> work(p);
+    const FwdWork<Config> work(p, p.plan.tiling, p.plan.splits);
     if (lane_id() == 0) shared.work = work;
   }
   __syncthreads();
@@ -153,15 +151,15 @@ __global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_cons
   o.fill(0);
   Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
   FwdWalk<Config>(p, shared, warp_row, o, softmax).run();
-  if (work.num_splits() > 1 && !merge_splits<Config::kThreads>(p, work, warp_row, o, softmax)) return;
+  if (work.num_splits() > 1 && !merge_splits<Config::kThreads>(p.plan.splits, work, warp_row, o, softmax)) return;
   store_lse<Config>(p, work, warp_row, softmax);
   store_out<Config>(shared, p, work, warp_row, o, softmax);
 }
 
 template <typename T, int kHeadDim, Features kFeatures>
-void run_fwd(const FwdParams& p, cudaStream_t stream) {
+void run_fwd(const FwdSm80Params& p, cudaStream_t stream) {
   using Config = FwdConfig<T, kHeadDim, kFeatures>;
-  const LaunchShape shape{.grid = dim3(p.tiles.value * p.num_splits),
+  const LaunchShape shape{.grid = dim3(p.plan.tiling.tiles.value * p.plan.splits.count),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(FwdShared<Config>)};
   launch<fwd_kernel<Config>>(shape, p, stream);

@@ -24,7 +24,7 @@ using Output = Fragment<Config::kWarpRows, Config::kHeadDim>;
 template <typename Config>
 using Softmax = OnlineSoftmax<Config::kWarpRows>;
 
-// Products to scores, hidden where the mask says so if `cut`. `warp_row` is the warp's first row.
+// Turns products into scores; where the mask cuts the block, hides what it says. `warp_row` is the warp's first row.
 template <typename Config, typename Work>
 __device__ void make_scores(Scores<Config>& s, const FwdParams& p, const Work& work, int warp_row, int block,
                             bool cut) {
@@ -49,7 +49,8 @@ __device__ void make_scores(Scores<Config>& s, const FwdParams& p, const Work& w
   if (cut) hide(s, work.mask, tokens, block * Config::kKeys, -INFINITY);
 }
 
-// Dropped elements count in the row sums, but not in O. Rows of a tile are rows of the entry: heads are not packed.
+// Sets dropped elements to 0, for O: the row sums already count them. Heads are not packed with dropout, so that rows
+// of the tile are rows of the entry.
 template <typename Config>
 __device__ void drop(Scores<Config>& s, const FwdParams& p, const WorkTile& tile, int warp_row, int block) {
   if constexpr (!Config::kPlain) {
@@ -59,7 +60,7 @@ __device__ void drop(Scores<Config>& s, const FwdParams& p, const WorkTile& tile
   }
 }
 
-// Sums weighted with exponentials, in the end, to their averages.
+// Turns sums weighted with exponentials into averages.
 template <typename Config>
 __device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<Config>& softmax) {
   float factors[o.kLaneRows];
@@ -70,7 +71,7 @@ __device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<C
   o.scale_rows(factors);
 }
 
-// A lane of a quad writes one of the rows that the quad shares.
+// Writes lse: each lane of a quad has one of the rows that the quad shares.
 template <typename Config, typename Work>
 __device__ void store_lse(const FwdParams& p, const Work& work, int warp_row, const Softmax<Config>& softmax) {
   const int mine = lane_id() % 4, row = warp_row + Output<Config>::row(mine);

@@ -5,18 +5,19 @@
 #include <cuda_runtime_api.h>
 
 #include "flash_attn/features.h"
+#include "flash_attn/fwd_plan.h"
 #include "flash_attn/params.h"
 
 namespace flash::flash_attn {
 
 template <typename T, int kHeadDim, Features kFeatures>
-[[gnu::weak]] void run_fwd(const FwdParams& p, cudaStream_t stream);
+[[gnu::weak]] void run_fwd(const FwdSm80Params& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures, bool kWide>
-[[gnu::weak]] void run_fwd_sm90(const FwdParams& p, cudaStream_t stream);
+[[gnu::weak]] void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures>
-[[gnu::weak]] void run_decode(const FwdParams& p, cudaStream_t stream);
+[[gnu::weak]] void run_decode(const DecodeParams& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_bwd(const BwdParams& p, cudaStream_t stream);

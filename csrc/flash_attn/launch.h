@@ -2,7 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
-#include "flash_attn/config.h"  // what the caller plans with
+#include "flash_attn/config.h"       // what a caller plans a backward with
+#include "flash_attn/fwd_planner.h"  // and a forward
 #include "flash_attn/params.h"
 
 namespace flash::flash_attn {
@@ -10,10 +11,10 @@ namespace flash::flash_attn {
 // Whether a device runs the kernels for sm_90. The environment variable FLASH_ATTN_PORTABLE switches them off.
 bool has_sm90(int device);
 
-// On the current device. p has a plan (config.h) and the scratch that it asks for.
-void fwd(const FwdParams& p, cudaStream_t stream);
+// Attention, on the current device. `plan` is plan_fwd's, and has its scratch.
+void fwd(const FwdParams& p, const FwdPlan& plan, cudaStream_t stream);
 
-// S_dmask of a forward with dropout.
+// Writes S_dmask of a forward with dropout.
 void dmask(const DmaskParams& p, cudaStream_t stream);
 
 // Puts new keys and values into a cache, and rotates them and the queries.

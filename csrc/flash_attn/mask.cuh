@@ -74,10 +74,10 @@ __device__ inline int lane_cols_before(int end) {
 // The lowest `count` bits, if there are so many.
 __device__ inline uint32_t low_bits(int count) { return count >= 32 ? ~0u : (1u << max(count, 0)) - 1; }
 
-// Writes `value` outside of interval(r), the columns that the lane's r-th row sees. Column 0 counts as col0.
+// Writes `value` outside of interval(r), the columns that the lane's r-th row sees. Column 0 of the fragment is col0.
 //
-// A bit for each column becomes a predicate, many at a time. Fragments of 32 rows leave no registers for that: there
-// each column is compared, which takes more instructions, but spills nothing.
+// Each column has a bit, and many bits become predicates at a time. Fragments of 32 rows leave no registers for that:
+// there each column is compared, which takes more instructions, but spills nothing.
 template <int kRows, int kCols, typename IntervalOf>
 __device__ void hide_outside(Fragment<kRows, kCols>& s, IntervalOf&& interval, int col0, float value) {
 #pragma unroll

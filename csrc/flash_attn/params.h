@@ -1,4 +1,5 @@
-// What the kernels are given. Sizes: batch entries, query rows per entry, keys per entry, query heads, key heads.
+// What callers give: tensors, lengths, masks and scores. How a kernel goes about it is its plan (fwd_plan.h). Shapes
+// are (batch entries, rows or keys of an entry, query or key heads, channels).
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace flash::flash_attn {
 
-// A side of a window that has no end. Sequences are shorter than 2^30, so that sums with it do not overflow.
+// The size of a window's side that has no bound. Sequences are shorter than 2^30, so that sums with it do not overflow.
 constexpr int kUnbounded = (1 << 30) - 1;
 constexpr int kMaxSeqlen = 1 << 30;
 
@@ -18,20 +19,21 @@ struct Problem {
   DType dtype;
   int batch;
   int heads;
-  int heads_k;  // divides heads; query head h reads key head h / (heads / heads_k)
+  int heads_k;  // a divisor of heads; query head h reads key head h / (heads / heads_k)
   int head_dim;
 
   int seqlen_q;             // rows of every entry; if packed, of all entries together
   int seqlen_k;             // keys of every entry unless seqused_k says otherwise; if packed, of all entries together
   int capacity_k;           // positions for keys that every entry has, used or not; no entry uses more
   const int* cu_seqlens_q;  // (batch + 1), where the entries of packed rows start; null if there is a batch dimension
-  const int* cu_seqlens_k;  // likewise; with pages, only its differences count
-  const int* seqused_k;     // (batch), how many keys of an entry are used; may be null. An entry is empty if negative
-  int appended_k;           // keys that are used in addition to seqused_k
-  const int* leftpad_k;     // (batch), how many of them are skipped at the start; may be null
+  const int* cu_seqlens_k;  // the same for keys; with pages, only its differences count
+  const int* seqused_k;     // (batch), how many keys of an entry are used, none if negative; may be null
+  int appended_k;           // how many keys are used after those, unless seqused_k is negative
+  const int* leftpad_k;     // (batch), how many used keys are skipped at the start; may be null
   const int* batch_index;   // (batch), the entry of k and v that an entry reads; may be null
 
-  int window_left;  // keys on either side of its own that a row sees, inclusive, or kUnbounded; causal is right = 0
+  // How many keys on either side of its own a row sees, inclusive, or kUnbounded. Causal is window_right = 0.
+  int window_left;
   int window_right;
 
   float softmax_scale;        // positive
@@ -46,9 +48,9 @@ struct Problem {
 
 // Keys and values in pages: position m of entry b is at [block_table[b, m / page_size], m % page_size].
 struct Pages {
-  const int* block_table;  // (batch, pages per entry); null if there are none
+  const int* block_table;  // (batch, pages per entry); null if there are no pages
   int64_t batch_stride;
-  Divisor page_size = Divisor(kMaxSeqlen);  // more than all positions if there are none
+  Divisor page_size = Divisor(kMaxSeqlen);  // without pages, more than there are positions
 };
 
 struct FwdParams {
@@ -61,32 +63,12 @@ struct FwdParams {
   float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q)
 
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
-
-  // The plan; see config.h.
-  Divisor group;         // query heads that share a key head
-  Divisor packed_heads;  // query heads that are rows of one tile: 1, or heads / heads_k
-  Divisor head_groups;   // heads / packed_heads
-  Divisor slots;         // of tiles for a head (group), in a dense entry or in all packed ones
-  Divisor tiles;
-  int num_splits;  // parts into which the keys of an entry are cut at most
-  int least_blocks_per_split;
-  int decode_warps;        // of a block of decode_sm80.cuh; 0 for the others
-  int persistent_blocks;   // that share the tiles, of fwd_sm90.cuh; 0 for the others
-  bool evict_keys;         // of decode_sm80.cuh: whether keys and values leave the L2 cache first
-  bool wide_tile;          // of fwd_sm90.cuh: whether it is that for long sequences,
-  Divisor section_heads;   // heads that follow one another tile by tile,
-  Divisor section_tiles;   // and how many tiles they have
-  int partial_rows;        // of a tile that have scratch
-  float* partial_out;      // scratch; unused if num_splits is 1
-  float* partial_softmax;  // likewise
-  int* arrivals;           // (tiles), zeros, before the launch and after it; likewise; of fwd_sm90.cuh, (1): how many
-                           // tiles its blocks have taken, each beside its first
 };
 
 // S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. m(i, j) is the largest score of row i in
 // the block of `width` keys that holds j and in all blocks to its right.
 struct DmaskParams {
-  FwdParams fwd;  // the forward that it belongs to
+  FwdParams fwd;
   void* s_dmask;  // (batch, heads, rows, cols), zeros
   int rows;
   int cols;
@@ -110,7 +92,7 @@ struct AppendParams {
   int positions;
   int rotary_dim;
   bool interleaved;      // pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
-  bool queries_advance;  // query i is at the position of the i-th new key, not of the first: a window is asked for
+  bool queries_advance;  // query i is at the position of the i-th new key, not of the first
 };
 
 struct BwdParams {

@@ -31,17 +31,17 @@ __device__ auto packed_rows(const TensorRef<Data>& x, const Work& work) {
   return PackedRows<std::remove_pointer_t<decltype(data)>>{data, x.seqlen, x.heads, work.rows, 0};
 }
 
-// Those of a tile of one head.
+// The rows of a tile of one head.
 template <typename T, typename Data, typename Work>
 __device__ auto strided_rows(const TensorRef<Data>& x, const Work& work) {
   auto* data = first_token<T>(x, work.seq.q, work.tile.head) + work.tile.row0 * x.seqlen;
   return StridedRows<std::remove_pointer_t<decltype(data)>>{data, x.seqlen, 0, work.rows.count};
 }
 
-// fn(rows of q or out, from the tile's first). Only rows of several heads take divisions.
+// Calls fn(rows of q or out, from the tile's first). Only the rows of several heads need divisions.
 template <typename T, typename Data, typename Work, typename Fn>
-__device__ void with_query_rows(const FwdParams& p, const TensorRef<Data>& x, const Work& work, Fn&& fn) {
-  if (p.packed_heads.value > 1) return fn(packed_rows<T>(x, work));
+__device__ void with_query_rows(const Tiling& tiling, const TensorRef<Data>& x, const Work& work, Fn&& fn) {
+  if (tiling.packed_heads.value > 1) return fn(packed_rows<T>(x, work));
   fn(strided_rows<T>(x, work));
 }
 
@@ -50,9 +50,9 @@ struct Place {
   int page, row;  // of the page
 };
 
-// Rows of keys, counted from the first that some row of the tile sees, in pages. The page of a row that does not exist
-// is not looked up: that of the nearest one serves, without a branch that would put the lookups one after the other.
-// Without a table all rows are in one page, the batch row.
+// Rows of keys in pages, counted from the first key that some row of the tile sees. For a row that does not exist the
+// page of the nearest row is looked up instead: a branch would put the lookups one after the other. Without a table all
+// rows are in one page, the batch row.
 struct PageTable {
   const int* pages;
   Divisor page_size;
@@ -67,7 +67,7 @@ struct PageTable {
   }
 };
 
-// Those of the rows that a thread loads of a tile.
+// Where the rows are that a thread loads of a tile.
 template <typename Tile, int kThreads>
 struct LoadedPlaces {
   static constexpr int kStep = kThreads / Tile::kPageChunks;
@@ -93,8 +93,8 @@ struct PagedRows {
   __device__ T* address() const { return address(table.find(row)); }
 };
 
-// Rows that have been looked up, from the first of them on. Strides are in chunks of 16 bytes, which 32 bits count, so
-// that an address takes few instructions.
+// Rows whose pages are known already. Strides are in chunks of 16 bytes, which 32 bits count, so that an address takes
+// few instructions.
 template <typename T, typename Places>
 struct FoundRows {
   const uint4* data;
@@ -126,11 +126,11 @@ template <typename Config>
 using KeyRows =
     std::conditional_t<!Config::kPaged, StridedRows<const typename Config::T>, PagedRows<const typename Config::T>>;
 
-// The cursor stands at the first row that the thread loads of the given block.
+// The keys or values of the tile, from the first row that the thread loads of the given block on.
 template <typename Config, typename Tile, typename Work>
 __device__ KeyRows<Config> key_rows(const FwdParams& p, const TensorRef<const void>& x, const Work& work, int block) {
   using T = typename Config::T;
-  const int head = p.group.divide(work.tile.head), count = work.seen.last - work.seen.first + 1;
+  const int head = work.tile.key_head, count = work.seen.last - work.seen.first + 1;
   const int row = block * Config::kKeys - work.seen.first + first_loaded_row<Config::kThreads, Tile>();
   const int64_t first = work.seq.k.first + work.seen.first;
   if constexpr (!Config::kPaged) {
@@ -145,7 +145,7 @@ __device__ KeyRows<Config> key_rows(const FwdParams& p, const TensorRef<const vo
   }
 }
 
-// With a cursor that stands at the thread's first row. `step` is the distance of the elements of a row.
+// Loads a tile; `rows` starts at the first row that the thread loads, and its elements are `step` apart.
 template <typename Config, bool kAllExist = false, typename Tile, typename Rows>
 __device__ void load_own_rows(Tile& tile, const Rows& rows, const FwdParams& p, int64_t step) {
   if (Config::kPlain || p.aligned) {
@@ -156,8 +156,8 @@ __device__ void load_own_rows(Tile& tile, const Rows& rows, const FwdParams& p, 
 }
 
 template <typename Config, typename Tile, typename Work>
-__device__ void load_queries(Tile& tile, const FwdParams& p, const Work& work) {
-  with_query_rows<typename Config::T>(p, p.q, work, [&](auto rows) {
+__device__ void load_queries(Tile& tile, const FwdParams& p, const Tiling& tiling, const Work& work) {
+  with_query_rows<typename Config::T>(tiling, p.q, work, [&](auto rows) {
     rows.move(first_loaded_row<Config::kThreads, Tile>());
     load_own_rows<Config>(tile, rows, p, p.q.head_dim);
   });

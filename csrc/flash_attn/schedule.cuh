@@ -1,7 +1,7 @@
-// Which part of the problem a block works on.
+// Which part of the problem a block of a forward kernel works on.
 #pragma once
 
-#include "flash_attn/config.h"
+#include "flash_attn/fwd_plan.h"
 #include "flash_attn/mask.cuh"
 #include "flash_attn/params.h"
 #include "flash_attn/sequence.cuh"
@@ -10,8 +10,8 @@
 namespace flash::flash_attn {
 
 // The entry of packed sequences that holds a slot; all lanes search together, 32 entries at a time. The slots of entry
-// b start at floor(start_b / tile_rows) + b, so that it has as many as its rows need, or one more, and no sum over
-// entries is needed.
+// b start at floor(start_b / tile_rows) + b. So it has as many as its rows need, or one more, and no sum over entries
+// is needed.
 __device__ inline int entry_of_slot(const Problem& p, int slot, int rows_per_token, int tile_rows) {
   int first = 0, count = p.batch + 1;  // it is one of these
   while (count > 1) {
@@ -25,61 +25,56 @@ __device__ inline int entry_of_slot(const Problem& p, int slot, int rows_per_tok
   return first;
 }
 
-// A tile of rows. A row is a token and one of `packed_heads` query heads that share a key head, heads fastest.
+// A tile of rows, and which part of the keys.
 struct WorkTile {
   int entry;
-  int head;  // the first
+  int head;      // the first of those whose rows are in the tile
+  int key_head;  // that they read
   int row0;
   int split;
   int index;  // of the tile among all, whatever the split
 };
 
-// That of a slot of the `outer`-th head (group), of all entries or of packed ones.
+// The tile of a slot of the `outer`-th group of heads, counted over all entries of a dense batch.
 template <int kRows>
-__device__ WorkTile tile_of_slot(const FwdParams& p, int outer, int slot, int split, int index) {
-  const int dense_entry = p.head_groups.divide(outer);
-  const int head = p.head_groups.remainder(outer, dense_entry) * p.packed_heads.value;
-  if (p.problem.cu_seqlens_q == nullptr) {
+__device__ WorkTile tile_of_slot(const Problem& p, const Tiling& tiling, int outer, int slot, int split, int index) {
+  const int dense_entry = tiling.head_groups.divide(outer), packed_heads = tiling.packed_heads.value;
+  const int head = tiling.head_groups.remainder(outer, dense_entry) * packed_heads;
+  const int key_head = tiling.group.divide(head);
+  if (p.cu_seqlens_q == nullptr) {
     // The longest first: under a causal mask that is the last rows.
-    return {dense_entry, head, (static_cast<int>(p.slots.value) - 1 - slot) * kRows, split, index};
+    const int row0 = (static_cast<int>(tiling.slots.value) - 1 - slot) * kRows;
+    return {dense_entry, head, key_head, row0, split, index};
   }
-  const int entry = entry_of_slot(p.problem, slot, p.packed_heads.value, kRows);
-  const int64_t start = __ldg(p.problem.cu_seqlens_q + entry) * int64_t{p.packed_heads.value};
-  return {entry, head, static_cast<int>(slot - start / kRows - entry) * kRows, split, index};
+  const int entry = entry_of_slot(p, slot, packed_heads, kRows);
+  const int64_t start = __ldg(p.cu_seqlens_q + entry) * int64_t{packed_heads};
+  return {entry, head, key_head, static_cast<int>(slot - start / kRows - entry) * kRows, split, index};
 }
 
+// The tile and the split of this block, where each has a block of its own.
 template <int kRows>
-__device__ WorkTile work_tile(const FwdParams& p) {
+__device__ WorkTile tile_of_block(const Problem& p, const Tiling& tiling) {
   const int block = blockIdx.x;
-  const int split = p.tiles.divide(block), index = p.tiles.remainder(block, split);
-  const int outer = p.slots.divide(index);
-  return tile_of_slot<kRows>(p, outer, p.slots.remainder(index, outer), split, index);
+  const int split = tiling.tiles.divide(block), index = tiling.tiles.remainder(block, split);
+  const int outer = tiling.slots.divide(index);
+  return tile_of_slot<kRows>(p, tiling, outer, tiling.slots.remainder(index, outer), split, index);
 }
 
 // The rows of a tile as tokens and heads.
 struct TileRows {
   Divisor packed_heads;
   int row0;
-  int count;  // of the tile's rows
+  int count;  // how many of the tile's rows exist
 
-  __device__ TileRows(const FwdParams& p, const Sequence& seq, const WorkTile& tile, int tile_rows)
-      : packed_heads(p.packed_heads),
+  __device__ TileRows(const Tiling& tiling, const Sequence& seq, const WorkTile& tile, int tile_rows)
+      : packed_heads(tiling.packed_heads),
         row0(tile.row0),
-        count(min(tile_rows, seq.q.length * static_cast<int>(p.packed_heads.value) - tile.row0)) {}
+        count(min(tile_rows, seq.q.length * static_cast<int>(packed_heads.value) - tile.row0)) {}
 
   __device__ int token(int row) const { return packed_heads.divide(row0 + row); }
   __device__ int head(int row) const { return packed_heads.remainder(row0 + row, token(row)); }
   __device__ Interval tokens() const { return {token(0), token(count - 1)}; }
 };
-
-// Tiles in the order of fwd_sm90.cuh: sections of heads whose keys and values fit the L2 cache together, in a section
-// the longest first.
-template <int kRows>
-__device__ WorkTile ordered_tile(const FwdParams& p, int index) {
-  const int section = p.section_tiles.divide(index), rest = p.section_tiles.remainder(index, section);
-  const int slot = p.section_heads.divide(rest), head = p.section_heads.remainder(rest, slot);
-  return tile_of_slot<kRows>(p, section * static_cast<int>(p.section_heads.value) + head, slot, 0, index);
-}
 
 // What a block works on: all that follows from its tile.
 template <int kRows, int kKeys>
@@ -88,42 +83,51 @@ struct Work {
   Sequence seq;
   TileRows rows;
   Mask mask;
-  Interval seen;  // the keys that some row sees
-  Interval blocks;
+  Interval seen;    // the keys that some row sees
+  Interval blocks;  // those of the tile's split
   int all_blocks, blocks_per_split;
 
-  __device__ explicit Work(const FwdParams& p) : Work(p, work_tile<kRows>(p)) {}
-  __device__ Work(const FwdParams& p, const WorkTile& own_tile)
+  // All keys of a tile.
+  __device__ Work(const FwdParams& p, const Tiling& tiling, const WorkTile& own_tile)
       : tile(own_tile),
         seq(p.problem, tile.entry, p.pages.block_table != nullptr),
-        rows(p, seq, tile, kRows),
+        rows(tiling, seq, tile, kRows),
         mask(p.problem, seq),
         seen(mask.keys_seen_by_any(rows.tokens())),
         blocks(blocks_of<kKeys>(seen)),
         all_blocks(blocks.last - blocks.first + 1),
-        blocks_per_split(all_blocks) {
-    if (p.num_splits > 1) take_split(p);
+        blocks_per_split(all_blocks) {}
+
+  // The split of a tile that this block has.
+  __device__ Work(const FwdParams& p, const Tiling& tiling, const KeySplits& splits)
+      : Work(p, tiling, tile_of_block<kRows>(p.problem, tiling)) {
+    if (splits.count > 1) take_split(splits);
   }
 
-  // Not so for slots without rows and for splits without keys.
+  // Whether there is something to do: slots may have no rows, and splits no keys.
   __device__ bool exists() const { return rows.count > 0 && (tile.split == 0 || !blocks.empty()); }
 
+  // How many splits of the tile have keys; at least 1.
   __device__ int num_splits() const {
     return all_blocks <= blocks_per_split ? 1 : (all_blocks + blocks_per_split - 1) / blocks_per_split;
   }
 
-  // Those of which all rows see all keys.
+  // The blocks that the mask does not cut: all rows see all their keys.
   __device__ Interval whole_blocks() const {
     const Interval keys = mask.keys_seen_by_all(rows.tokens());
     return {(keys.first + kKeys - 1) / kKeys, (keys.last + 1) / kKeys - 1};
   }
 
  private:
-  __device__ void take_split(const FwdParams& p) {
-    blocks_per_split = max(p.least_blocks_per_split, (all_blocks + p.num_splits - 1) / p.num_splits);
+  __device__ void take_split(const KeySplits& splits) {
+    blocks_per_split = max(splits.least_blocks, (all_blocks + splits.count - 1) / splits.count);
     blocks.first += tile.split * blocks_per_split;
     blocks.last = min(blocks.first + blocks_per_split - 1, blocks.last);
   }
 };
+
+// The work of a kernel with the tile sizes of its Config.
+template <typename Config>
+using FwdWork = Work<Config::kRows, Config::kKeys>;
 
 }  // namespace flash::flash_attn

@@ -18,7 +18,7 @@ namespace flash::flash_attn {
 constexpr float kLog2e = std::numbers::log2e_v<float>;
 constexpr float kLn2 = std::numbers::ln2_v<float>;
 
-// What the values that a kernel keeps as scores are multiplied with in exp2.
+// The factor by which exp2 multiplies the values that a kernel keeps as scores.
 template <Features kFeatures>
 __device__ float score_scale_log2(const Problem& p) {
   return kFeatures == Features::kPlain ? p.softmax_scale * kLog2e : kLog2e;
@@ -27,12 +27,12 @@ __device__ float score_scale_log2(const Problem& p) {
 // tanh with an absolute error of about 1e-7. The relative error of tanh.approx, 5e-4, would be multiplied by softcap.
 __device__ inline float tanh(float x) { return 1 - 2 * ptx::reciprocal(1 + ptx::exp2(2 * kLog2e * x)); }
 
-// tanh with a relative error of about 3e-7, also near 0, where the formula above loses digits: there, the first terms
-// of its power series.
+// tanh with a relative error of about 3e-7. Near 0, where the formula above loses digits, it sums the first terms of
+// the power series.
 __device__ inline float precise_tanh(float x) {
   const float square = x * x;
   const float rest = square * (-1.f / 3 + square * (2.f / 15 + square * (-17.f / 315 + square * (62.f / 2835))));
-  return fabsf(x) < 0.25f ? x + x * rest : tanh(x);
+  return fabsf(x) < 0.25f ? x + x * rest : copysignf(tanh(fabsf(x)), x);
 }
 
 // The largest softcap for which tanh is precise enough: it multiplies the absolute error. Usual ones are 15 to 50.
@@ -44,20 +44,19 @@ __device__ void replace_each(Fragment<kRows, kCols>& s, Fn&& fn) {
   s.for_each([&](float& x, int, int) { x = fn(x); });
 }
 
-// Products to scores, but for ALiBi.
+// Turns products into scores, except for ALiBi.
 template <int kRows, int kCols>
 __device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p) {
   const float inner = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale;
-  replace_each(s, [=](float x) { return x * inner; });
-  if (p.softcap == 0) return;
-  if (p.softcap <= kMostSoftcapOfTanh) {
-    replace_each(s, [&](float x) { return p.softcap * tanh(x); });
-  } else {
-    replace_each(s, [&](float x) { return p.softcap * precise_tanh(x); });
+  if (p.softcap > kMostSoftcapOfTanh) {  // nothing is shared with the path below, which would take registers for both
+    replace_each(s, [&](float x) { return p.softcap * precise_tanh(x * inner); });
+    return;
   }
+  replace_each(s, [&](float x) { return x * inner; });
+  if (p.softcap > 0) replace_each(s, [&](float x) { return p.softcap * tanh(x); });
 }
 
-// The derivative of the cap, from its result.
+// The derivative of the cap at a score, from the capped score.
 __device__ inline float cap_slope(float capped, float softcap) {
   const float t = capped / softcap;
   return 1 - t * t;
@@ -68,7 +67,7 @@ __device__ inline float alibi_slope(const Problem& p, int entry, int head) {
   return p.alibi_slopes ? __ldg(p.alibi_slopes + entry * p.alibi_batch_stride + head) : 0.f;
 }
 
-// ALiBi. own_keys[r] is i + D, the key that the lane's r-th row is aligned with.
+// Subtracts ALiBi's distance from the scores. own_keys[r] is i + D, the key that the lane's r-th row is aligned with.
 template <int kRows, int kCols>
 __device__ void subtract_distance(Fragment<kRows, kCols>& s, const float (&slopes)[kRows / 8],
                                   const int (&own_keys)[kRows / 8], int col0) {

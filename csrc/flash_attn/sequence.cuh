@@ -1,4 +1,4 @@
-// Where the rows and keys of a batch entry lie. Kernels count rows and keys of an entry from 0; dense, packed, padded,
+// Where the rows and keys of a batch entry lie. Kernels count them from 0 in every entry; dense, packed, padded,
 // indexed and paged tensors differ only here.
 #pragma once
 
@@ -20,7 +20,7 @@ __device__ inline int length_at(const int* cu_seqlens, int entry) {
   return max(0, __ldg(cu_seqlens + entry + 1) - __ldg(cu_seqlens + entry));
 }
 
-// Entry `batch` of packed rows are those after the last entry, which see no keys.
+// The query rows of an entry. Of packed rows, those after the last entry count as entry `batch`, which sees no keys.
 __device__ inline Span query_span(const Problem& p, int entry) {
   if (p.cu_seqlens_q == nullptr) return {entry, 0, p.seqlen_q};
   if (entry == p.batch) {
@@ -37,8 +37,8 @@ __device__ inline int used_keys(const Problem& p, int entry, int given) {
   return used < 0 ? 0 : min(used, kMaxSeqlen) + p.appended_k;
 }
 
-// With pages, the span's positions count from the start of the entry's first page. Keys that there is no room for, in
-// the tensor or in the entry's row of the table, do not exist.
+// The keys of an entry. With pages, positions count from the start of its first page. Keys for which the tensor, or the
+// entry's row of the table, has no room do not exist.
 __device__ inline Span key_span(const Problem& p, int entry, bool paged = false) {
   if (entry == p.batch) return {0, 0, 0};
   const bool packed = p.cu_seqlens_k != nullptr;
@@ -71,14 +71,14 @@ __device__ int last_entry_from(int count, int64_t position, StartOf&& start_of) 
   return entry;
 }
 
-// Address of the first token of a span, in the given head.
+// The address of the first token of a span, in the given head.
 template <typename T, typename Data>
 __device__ auto* first_token(const TensorRef<Data>& x, const Span& span, int head) {
   using Element = std::conditional_t<std::is_const_v<Data>, const T, T>;
   return static_cast<Element*>(x.data) + span.batch * x.batch + span.first * x.seqlen + int64_t{head} * x.heads;
 }
 
-// Index of row 0 of an entry in softmax_lse and its like, (batch, heads, seqlen_q) or packed (heads, total_q).
+// The index of row 0 of an entry in tensors like softmax_lse, (batch, heads, seqlen_q) or packed (heads, total_q).
 __device__ inline int64_t row_index(const Problem& p, const Span& q, int head) {
   return (q.batch * p.heads + head) * p.seqlen_q + q.first;
 }

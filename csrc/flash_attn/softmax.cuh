@@ -11,11 +11,11 @@
 
 namespace flash::flash_attn {
 
-// What a row's scores are shifted by; -inf - -inf would be NaN.
+// The shift of a row's scores: its maximum, or 0 for a row without scores, since -inf - -inf is NaN.
 __device__ inline float finite_or_zero(float max) { return max == -INFINITY ? 0.f : max; }
 
-// What sums of exponentials relative to `max` are multiplied by where they join others whose maximum is not smaller. It
-// is exactly 1 if they have the same: a rounded product here would be raised to the number of blocks or splits.
+// The factor of sums of exponentials relative to `max` where they join others, relative to max_of_all. It is exactly 1
+// if both are equal: an error here would be raised to the number of blocks or splits.
 __device__ inline float weight_of(float max, float max_of_all, float scale_log2) {
   return ptx::exp2((max - finite_or_zero(max_of_all)) * scale_log2);
 }
@@ -38,15 +38,16 @@ struct OnlineSoftmax {
     for (int r = 0; r < kLaneRows; ++r) max[r] = -INFINITY, sum[r] = 0;
   }
 
-  // Takes the scores of the lane's r-th row in a block into account. Returns what sums of earlier exponentials are to
-  // be multiplied by.
+  // Updates the maximum of the lane's r-th row with a block of scores. Returns the factor for sums of earlier
+  // exponentials.
   template <int kCols>
   __device__ float update_max(const Fragment<kRows, kCols>& s, int r) {
     return raise_max(fmaxf(max[r], row_max(s, r)), r);
   }
 
-  // The same for all rows. A maximum stays as it is until an exponential relative to it exceeds 2^kTolerance, which is
-  // far from overflow in 16 bits, too: after the first blocks, hardly any grows. Returns whether one in the warp has.
+  // The same for all rows, but a maximum stays as it is until an exponential relative to it exceeds 2^kTolerance, which
+  // is far from overflow also in 16 bits. After the first blocks, hardly any grows. Returns whether one in the warp
+  // has.
   template <int kCols>
   __device__ bool update_max_if_grown(const Fragment<kRows, kCols>& s, float (&shrink)[kLaneRows]) {
     constexpr float kTolerance = 8;
@@ -61,7 +62,7 @@ struct OnlineSoftmax {
     return __any_sync(~0u, any_grown);
   }
 
-  // Then turns them into exponentials relative to the maximum.
+  // Turns the scores of a row into exponentials relative to its maximum, and adds them to its sum.
   template <int kCols>
   __device__ void exponentiate(Fragment<kRows, kCols>& s, int r) {
     const float shift = finite_or_zero(max[r]) * scale_log2;
@@ -72,7 +73,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Both, for all rows.
+  // Updates maxima and sums of all rows with a block of scores, which become exponentials.
   template <int kCols>
   __device__ void update(Fragment<kRows, kCols>& s, float (&shrink)[kLaneRows]) {
 #pragma unroll
@@ -90,7 +91,7 @@ struct OnlineSoftmax {
  private:
   template <int kCols>
   __device__ static float row_max(const Fragment<kRows, kCols>& s, int r) {
-    constexpr int kChains = 4;  // short ones: a maximum takes longer than to start the next
+    constexpr int kChains = 4;  // short ones, since a maximum takes longer than starting the next
     float part[kChains];
 #pragma unroll
     for (int c = 0; c < kCols / 4; ++c) part[c % kChains] = c < kChains ? s(r, c) : fmaxf(part[c % kChains], s(r, c));

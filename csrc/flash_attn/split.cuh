@@ -1,18 +1,18 @@
-// Blocks that work on the same rows with different keys merge what they have through global memory. Each stores its
-// state and takes a ticket; the last to arrive reads all of them, in order, so that the result does not depend on who
+// Blocks that work on the same rows with different keys merge their results through global memory. Each stores its
+// state and counts itself; the last to arrive reads all of them, in order, so that the result does not depend on which
 // is last. Lanes store fragments as they hold them, since the lane that reads is the lane of the same rank.
 #pragma once
 
 #include <cstdint>
 
-#include "flash_attn/params.h"
+#include "flash_attn/fwd_plan.h"
 #include "flash_attn/softmax.cuh"
 #include "ptx/sync.cuh"
 #include "tile/fragment.cuh"
 
 namespace flash::flash_attn {
 
-// fn(r) for the lane's rows that exist; the warp's first row is row0 of `count`.
+// Calls fn(r) for the lane's rows that exist; the warp's first row is row0 of `count`.
 template <int kRows, typename Fn>
 __device__ void for_each_row(int row0, int count, Fn&& fn) {
 #pragma unroll
@@ -28,9 +28,9 @@ struct PartialState {
   float4* out;
   float2* softmax;
 
-  __device__ PartialState(const FwdParams& p, int64_t slot)
-      : out(reinterpret_cast<float4*>(p.partial_out) + slot * kLaneRows * kVectors * kThreads + threadIdx.x),
-        softmax(reinterpret_cast<float2*>(p.partial_softmax) + slot * kLaneRows * kThreads + threadIdx.x) {}
+  __device__ PartialState(const KeySplits& splits, int64_t slot)
+      : out(reinterpret_cast<float4*>(splits.out) + slot * kLaneRows * kVectors * kThreads + threadIdx.x),
+        softmax(reinterpret_cast<float2*>(splits.softmax) + slot * kLaneRows * kThreads + threadIdx.x) {}
 
   __device__ void store(int r, const Fragment<kRows, kCols>& o, const OnlineSoftmax<kRows>& state) const {
     softmax[r * kThreads] = {state.max[r], state.sum[r]};
@@ -60,7 +60,7 @@ struct PartialState {
 };
 
 // Whether this block is the last of `count` to arrive at a counter; what the others wrote before is then visible. The
-// last one leaves the counter as it was found, at 0.
+// last one sets the counter back to 0.
 __device__ inline bool is_last_arrival(int* arrivals, int count) {
   __syncthreads();
   const bool last = __syncthreads_or(threadIdx.x == 0 && ptx::arrive(arrivals) == count - 1);
@@ -68,16 +68,16 @@ __device__ inline bool is_last_arrival(int* arrivals, int count) {
   return last;
 }
 
-// Merges the states of a tile's splits. Returns whether (o, state) now is the whole, which one of the blocks gets.
+// Merges the states of a tile's splits. Returns whether (o, state) now is the whole; one of the blocks gets it.
 template <int kThreads, typename Work, int kRows, int kCols>
-__device__ bool merge_splits(const FwdParams& p, const Work& work, int warp_row, Fragment<kRows, kCols>& o,
+__device__ bool merge_splits(const KeySplits& splits, const Work& work, int warp_row, Fragment<kRows, kCols>& o,
                              OnlineSoftmax<kRows>& state) {
-  const int64_t first_slot = int64_t{work.tile.index} * p.num_splits;
-  const auto stored = [&](int split) { return PartialState<kThreads, kRows, kCols>(p, first_slot + split); };
+  const int64_t first_slot = int64_t{work.tile.index} * splits.count;
+  const auto stored = [&](int split) { return PartialState<kThreads, kRows, kCols>(splits, first_slot + split); };
   const auto for_rows = [&](auto fn) { for_each_row<kRows>(warp_row, work.rows.count, fn); };
   for_rows([&](int r) { stored(work.tile.split).store(r, o, state); });
   const int num_splits = work.num_splits();
-  if (!is_last_arrival(p.arrivals + work.tile.index, num_splits)) return false;
+  if (!is_last_arrival(splits.arrivals + work.tile.index, num_splits)) return false;
   o.fill(0);
   state = OnlineSoftmax<kRows>(state.scale_log2);
   for (int split = 0; split < num_splits; ++split) {

@@ -20,7 +20,8 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     rng_state: torch.Tensor | None = None
 
-    def check(self):
+    def check(self) -> None:
+        """Raise unless the options fit together."""
         if self.dropout_p > 0 and self.rng_state is None:
             raise ValueError(f"rng_state must be given with dropout_p = {self.dropout_p}, found None")
 
@@ -28,7 +29,7 @@ class Options(NamedTuple):
 class Scores:
     """The scores of one group. Methods take a block (pairs, query heads of each * rows, cols)."""
 
-    def __init__(self, options: Options, group: Group, heads: int):
+    def __init__(self, options: Options, group: Group, heads: int) -> None:
         part = group.part
         self.options = options
         self.mask = Mask(part.seqlen_q, part.seqlen_k, options.window_left, options.window_right)
@@ -40,8 +41,10 @@ class Scores:
             numbers = torch.arange(part.entries.stop * heads, device=options.rng_state.device)
             self.batch_heads = group.per_head(numbers.view(-1, heads))
 
-    def compute(self, q, k, rows, cols):
-        """The scores of q and k, unmasked, and their derivative by the product of q and k; None where that is one."""
+    def compute(
+        self, q: torch.Tensor, k: torch.Tensor, rows: range, cols: range
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The scores of q and k, unmasked, and their derivative by the product of q and k; None if all of it is 1."""
         s, slope = torch.bmm(q, k.mT), None
         if self.options.softcap > 0:
             s.div_(self.options.softcap).tanh_()
@@ -51,16 +54,16 @@ class Scores:
             self._by_head(s).addcmul_(self.slopes, self.mask.distance(rows, cols, s), value=-1)
         return s, slope
 
-    def hide_(self, s, rows, cols, value):
+    def hide_(self, s: torch.Tensor, rows: range, cols: range, value: float) -> None:
         """Write `value` where a row does not see a key, in place."""
         self.mask.hide_(self._by_head(s), rows, cols, value)
 
-    def keep(self, rows, cols, dtype):
-        """Z / (1 - p): what dropout multiplies a block with; None without dropout."""
+    def keep(self, rows: range, cols: range, dtype: torch.dtype) -> torch.Tensor | None:
+        """Z / (1 - p), the factor of dropout for each element of a block; None without dropout."""
         if self.batch_heads is None:
             return None
         kept = keep_mask(self.options.rng_state, self.options.dropout_p, self.batch_heads, rows, cols)
         return kept.flatten(1, 2).to(dtype).div_(1 - self.options.dropout_p)
 
-    def _by_head(self, s):
+    def _by_head(self, s: torch.Tensor) -> torch.Tensor:
         return s.unflatten(1, (self.sharing, -1))

@@ -1,15 +1,17 @@
 """Where the query rows and the keys of each batch entry lie: dense, packed (cu_seqlens), padded or paged.
 
-Everything is addressed as (batch, position, ...): packed tokens are one batch row. Contents that only the values
-can tell, lengths above all, are checked here.
+Everything is addressed as (batch, position, ...): packed tokens are one batch row. What the values of tensors say,
+above all lengths, is checked here.
 """
 
 import itertools
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 Span = tuple[slice, slice]  # batch rows and positions
+Lengths = torch.Tensor | list[int] | None  # one of each batch entry
 
 
 class Part(NamedTuple):
@@ -47,13 +49,13 @@ class Part(NamedTuple):
         q, k = ((slice(a[0].start, b[0].stop), a[1]) for a, b in ((self.q, other.q), (self.k, other.k)))
         return [Part(slice(self.entries.start, other.entries.stop), q, k)]
 
-    def split(self, size: int):
+    def split(self, size: int) -> list["Part"]:
         """The same entries as parts of at most `size` entries."""
         if self.num_entries <= size:
             return [self]
         return [self._some(start, min(start + size, self.num_entries)) for start in range(0, self.num_entries, size)]
 
-    def _some(self, start, stop):
+    def _some(self, start: int, stop: int) -> "Part":
         entries, q, k = (slice(x.start + start, x.start + stop) for x in (self.entries, self.q[0], self.k[0]))
         return Part(entries, (q, self.q[1]), (k, self.k[1]))
 
@@ -65,8 +67,17 @@ def require_same_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Non
         raise ValueError(f"k and v must have the same shape, and q's head_dim, found shapes {shapes} of q, k and v")
 
 
-def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, cache_batch_idx=None) -> list[Part]:
-    """The batch as parts. Arguments as for `fwd` in this package's flash_attn.py; seqused_k may be a list.
+def parts(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    seqused_k: Lengths,
+    leftpad_k: Lengths,
+    block_table: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None = None,
+) -> list[Part]:
+    """The batch as parts. Arguments as for `fwd` in this package's flash_attn.py.
 
     Neighbouring entries that have equal lengths and lie in neighbouring batch rows make one part.
     """
@@ -77,24 +88,30 @@ def parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table, c
     return _merged(Part(slice(i, i + 1), *spans) for i, spans in enumerate(zip(queries, keys, strict=True)))
 
 
-def _merged(parts) -> list[Part]:
+def _merged(parts: Iterable[Part]) -> list[Part]:
     merged = []
     for part in parts:
         merged[-1:] = merged[-1].joined(part) if merged else [part]
     return merged
 
 
-def _follows(span, other):
+def _follows(span: Span, other: Span) -> bool:
     return span[0].stop == other[0].start and span[1] == other[1]
 
 
-def _query_spans(q, cu_seqlens_q) -> list[Span]:
+def _query_spans(q: torch.Tensor, cu_seqlens_q: torch.Tensor | None) -> list[Span]:
     if cu_seqlens_q is None:
         return [(slice(i, i + 1), slice(0, q.shape[1])) for i in range(q.shape[0])]
     return _packed_spans(offsets(cu_seqlens_q, "cu_seqlens_q", q.shape[0]))
 
 
-def _key_spans(k, batch, cu_seqlens_k, block_table, cache_batch_idx) -> list[Span]:
+def _key_spans(
+    k: torch.Tensor,
+    batch: int,
+    cu_seqlens_k: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    cache_batch_idx: torch.Tensor | None,
+) -> list[Span]:
     """Where each entry's keys may lie at most. With pages, position 0 is the start of the entry's first page.
 
     Of an entry that has more keys than its pages have room for, the first ones are taken, as kernels do, which cannot
@@ -113,11 +130,11 @@ def _key_spans(k, batch, cu_seqlens_k, block_table, cache_batch_idx) -> list[Spa
     return [(slice(row, row + 1), slice(0, k.shape[1])) for row in rows]
 
 
-def _packed_spans(bounds) -> list[Span]:
+def _packed_spans(bounds: list[int]) -> list[Span]:
     return [(slice(0, 1), slice(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
 
-def _used(spans, seqused_k, leftpad_k) -> list[Span]:
+def _used(spans: list[Span], seqused_k: Lengths, leftpad_k: Lengths) -> list[Span]:
     """The spans without the keys that seqused_k and leftpad_k exclude."""
     used = _values(seqused_k, [span.stop - span.start for _, span in spans])
     leftpad = _values(leftpad_k, [0] * len(spans))
@@ -130,7 +147,7 @@ def _used(spans, seqused_k, leftpad_k) -> list[Span]:
     ]
 
 
-def _paged(entry, rows, keys, k, block_table) -> Part:
+def _paged(entry: int, rows: Span, keys: Span, k: torch.Tensor, block_table: torch.Tensor) -> Part:
     """A part whose keys lie in the pages that hold them."""
     row, span = keys
     page = k.shape[1]
@@ -169,7 +186,7 @@ def require_pages(pages: torch.Tensor, num_pages: int) -> None:
         )
 
 
-def _values(x, default) -> list[int]:
+def _values(x: Lengths, default: list[int]) -> list[int]:
     """The values of x, a tensor, a list or None."""
     if x is None:
         return default

@@ -1,0 +1,128 @@
+// The producer of fwd_sm90.cuh, a warp: takes tiles and has their Q, K and V copied. Its lane 0 starts the copies.
+#pragma once
+
+#include <cmath>
+
+#include "flash_attn/fwd_sm90_shared.cuh"
+#include "flash_attn/rows.cuh"
+#include "flash_attn/schedule.cuh"
+#include "flash_attn/sequence.cuh"
+#include "ptx/tma.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/vec.cuh"
+
+namespace flash::flash_attn {
+
+// Tiles in sections of heads whose keys and values fit the L2 cache together; in a section, the longest come first.
+template <int kRows>
+__device__ WorkTile ordered_tile(const Problem& p, const FwdSm90Plan& plan, int index) {
+  const int section = plan.section_tiles.divide(index), rest = plan.section_tiles.remainder(index, section);
+  const int slot = plan.section_heads.divide(rest), head = plan.section_heads.remainder(rest, slot);
+  const int outer = section * static_cast<int>(plan.section_heads.value) + head;
+  return tile_of_slot<kRows>(p, plan.tiling, outer, slot, /*split=*/0, index);
+}
+
+template <typename Config>
+struct Producer {
+  using T = typename Config::T;
+  using Work = FwdWork<Config>;
+  using Shared = FwdSm90Shared<Config>;
+  const FwdSm90Launch& maps;
+  const FwdSm90Params& p;
+  Shared& shared;
+  RingCursor<Config::kQueryStages> q_at;
+  RingCursor<Config::kStages> k_at, v_at;
+  RingCursor<2> work_at;
+  struct {
+    Span keys;
+    int head, block;
+  } last_v{.block = -1};  // not started yet, if block >= 0
+  int taken;
+
+  __device__ void load_q(const Work& work) {
+#pragma unroll 1
+    for (int rank = 0; rank < Config::kConsumers; ++rank) {
+      auto& ring = shared.q_rings[rank];
+      ring.wait_empty(q_at);
+      auto& arrived = ring.announce(q_at, sizeof(typename Shared::OwnRows));
+      load_async(shared.q[q_at.stage][rank], maps.q, work.seq.q.first + work.tile.row0 + kWarpgroupRows * rank,
+                 work.tile.head, work.seq.q.batch, arrived);
+    }
+    q_at.advance();
+  }
+  __device__ void load_k(const Span& keys, int head, int n) {
+    shared.k_ring.wait_empty(k_at);
+    auto& arrived = shared.k_ring.announce(k_at, sizeof(typename Shared::Keys));
+    load_async(shared.k[k_at.stage], maps.k, keys.first + n * Config::kKeys, head, keys.batch, arrived);
+    k_at.advance();
+  }
+  __device__ void load_v(const Span& keys, int head, int n) {
+    shared.v_ring.wait_empty(v_at);
+    auto& arrived = shared.v_ring.announce(v_at, sizeof(typename Shared::Keys));
+    load_async(shared.v[v_at.stage], maps.v, keys.first + n * Config::kKeys, head, keys.batch, arrived);
+    v_at.advance();
+  }
+  __device__ void load_last_v() {
+    if (last_v.block >= 0) load_v(last_v.keys, last_v.head, last_v.block);
+    last_v.block = -1;
+  }
+
+  // Hands the work to the consumers and starts its copies in the order in which they are needed: the last block of V
+  // comes after the first keys of the next tile. That tile is taken while the last keys wait for their place.
+  __device__ void load(const Work& work) {
+    shared.work_ring.wait_empty(work_at);
+    shared.work[work_at.stage] = work;
+    shared.work_ring.full[work_at.stage].arrive();
+    work_at.advance();
+
+    const auto [first, last] = work.blocks;
+    const int head = work.tile.key_head;
+#pragma unroll 1
+    for (int n = last; n >= first; --n) {
+      if (n == first) taken = take_tile();
+      load_k(work.seq.k, head, n);
+      if (n == last) {
+        load_last_v();
+        load_q(work);
+      } else {
+        load_v(work.seq.k, head, n + 1);
+      }
+    }
+    last_v = {work.seq.k, head, first};
+  }
+
+  // Writes the results of rows that see no keys.
+  __device__ void store_nothing(const Work& work) const {
+    const int col = 8 * lane_id();
+    auto rows = strided_rows<T>(p.out, work);
+    float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head) + work.tile.row0;
+    for (int row = 0; row < work.rows.count; ++row, rows.move(1)) {
+      if (col < p.problem.head_dim) store(rows.address() + col, Vec<T, 8>{});
+      if (col == 0) lse[row] = INFINITY;
+    }
+  }
+
+  // How many tiles were taken before this one, beside the first of each block.
+  __device__ int take_tile() const { return atomicAdd(p.plan.taken, 1); }
+
+  __device__ void run() {
+    const int num_tiles = p.plan.tiling.tiles.value;
+    int index = blockIdx.x;
+    while (index < num_tiles) {
+      const Work work(p, p.plan.tiling, ordered_tile<Config::kRows>(p.problem, p.plan, index));
+      const bool has_keys = work.exists() && !work.blocks.empty();
+      if (work.exists() && !has_keys) store_nothing(work);
+      if (lane_id() == 0) has_keys ? load(work) : void(taken = take_tile());
+      index = gridDim.x + __shfl_sync(~0u, taken, 0);
+    }
+    if (lane_id() != 0) return;
+    load_last_v();
+    const bool is_last = index == num_tiles + static_cast<int>(gridDim.x) - 1;
+    if (is_last) *p.plan.taken = 0;  // all blocks have found that there are no more tiles
+    shared.work_ring.wait_empty(work_at);
+    shared.work[work_at.stage].tile.entry = -1;
+    shared.work_ring.full[work_at.stage].arrive();
+  }
+};
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,71 @@
+// The configuration of fwd_sm90.cuh, what its kernel is given, and what a block has in shared memory.
+#pragma once
+
+#include <type_traits>
+
+#include "common/tensor_map.h"
+#include "flash_attn/fwd_plan.h"
+#include "flash_attn/fwd_tiles.h"
+#include "flash_attn/schedule.cuh"
+#include "ptx/barrier.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/shared.cuh"
+#include "tile/warpgroup.cuh"
+
+namespace flash::flash_attn {
+
+constexpr int kWarpgroupRows = 64;
+
+// What the kernel is given: the problem, its plan, and descriptions of the tensors for TMA.
+struct FwdSm90Launch {
+  CUtensorMap q, k, v, out;
+  FwdSm90Params params;
+};
+
+template <typename T_, int kHeadDim_, Features kFeatures_, bool kWide_>
+struct FwdSm90Config {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr Features kFeatures = kFeatures_;
+  static constexpr bool kPlain = kFeatures == Features::kPlain;
+  static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_);
+  static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
+  static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
+  static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
+  // The registers of the multiprocessor, shared out between a producer that needs few and the others.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  // How many of a lane's two rows are exponentiated before the wait for the second product. The rest, with nothing to
+  // wait for any more, runs beside the rescaling of O and the packing of P: faster where the product is short.
+  static constexpr int kRowsUnderProduct = kHeadDim <= 128 ? 1 : 2;
+  // Whether O is rescaled only where a maximum has grown much. That is faster where O is long; otherwise rescaling
+  // hides beside the exponentials, and a branch around it makes the compiler place them worse.
+  static constexpr bool kRarelyRescales = kHeadDim > 192;
+};
+
+template <typename Config>
+struct FwdSm90Shared {
+  using T = typename Config::T;
+  using Rows = SharedTile<T, Config::kRows, Config::kHeadDim>;
+  using OwnRows = SharedTile<T, kWarpgroupRows, Config::kHeadDim>;  // of a warpgroup
+  using Keys = SharedTile<T, Config::kKeys, Config::kHeadDim>;
+  struct None {};
+
+  OwnRows q[Config::kQueryStages][Config::kConsumers];
+  Keys k[Config::kStages], v[Config::kStages];
+  std::conditional_t<Config::kTile.staged_output, Rows, None> out;
+  FwdWork<Config> work[2];  // the one in progress and the next
+  Ring<Config::kQueryStages> q_rings[Config::kConsumers];
+  Ring<Config::kStages> k_ring, v_ring;
+  Ring<2> work_ring;
+
+  __device__ void init() {
+    for (auto& ring : q_rings) ring.init(1);
+    k_ring.init(Config::kConsumers);
+    v_ring.init(Config::kConsumers);
+    work_ring.init(Config::kConsumerWarps);
+    ptx::fence_barrier_init();
+  }
+};
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,70 @@
+// The tiles of the forward kernels, by head dim and features, as compile-time constants.
+#pragma once
+
+#include <algorithm>
+
+#include "flash_attn/features.h"
+
+namespace flash::flash_attn {
+
+// A tile of fwd_sm80.cuh.
+struct FwdTile {
+  int rows;
+  int keys;
+  int warps;
+};
+
+// With 32 rows, a warp reads half as much shared memory for each product as with 16; from 192 channels on, 32 rows do
+// not fit the registers. Random bits and transformed scores take registers, too, so that fewer keys are left.
+constexpr FwdTile fwd_tile(int head_dim, Features features) {
+  const bool plain = features == Features::kPlain;
+  if (head_dim <= 64) return {128, plain ? 128 : 64, 4};
+  if (head_dim <= 128) return {128, plain ? 64 : 32, 4};
+  return {64, 64, 4};
+}
+
+// A tile of fwd_sm90.cuh.
+struct FwdSm90Tile {
+  int warpgroups;      // of 64 rows each
+  int keys;            // of a block
+  int stages;          // blocks of K, and of V, that are in shared memory at a time
+  int query_stages;    // tiles of Q that are
+  bool staged_output;  // whether O leaves through shared memory, where it has a place of its own
+};
+
+// Whether there is a second, larger tile for long sequences, of which it wastes little. Other tiles were slower on an
+// H200: 112 keys for 192 rows of head dim 64; 160 keys for 128 rows and 96 for 192 rows of head dim 96; 80 or 96 keys
+// of head dim 192; a third stage of V for 64 keys of head dim 256.
+constexpr bool has_wide_tile(int head_dim, Features features) {
+  return features == Features::kPlain && head_dim != 192;
+}
+constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide) {
+  const bool plain = features == Features::kPlain;
+  if (head_dim <= 64) return {wide ? 3 : 2, 128, 3, 2, true};
+  if (head_dim <= 96) return wide ? FwdSm90Tile{3, 112, 2, 2, true} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
+  if (head_dim <= 128) return wide ? FwdSm90Tile{2, 176, 2, 1, false} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
+  if (head_dim <= 192) return {2, plain ? 112 : 96, 2, 1, false};
+  return {2, wide ? 80 : 64, 2, 1, false};
+}
+
+// decode_sm80.cuh: the rows that share a key head fit one tile of an mma, and the warps of a block divide the keys.
+constexpr int kDecodeRows = 16;
+constexpr int kDecodeKeys = 16;  // of a chunk
+constexpr int kMaxDecodeWarps = 8;
+
+// How many chunks of keys a warp has on the way: 24 KB, so that eight warps cover the latency of memory.
+constexpr int decode_stages(int head_dim) { return std::max(2, 384 / head_dim); }
+constexpr int decode_bytes_per_warp(int head_dim) { return decode_stages(head_dim) * 2 * kDecodeKeys * head_dim * 2; }
+
+// How many warps a block has, of which each needs its share of the block's shared memory.
+constexpr int decode_warps(int head_dim, int shared_bytes) {
+  int warps = kMaxDecodeWarps;
+  while (warps > 1 && warps * decode_bytes_per_warp(head_dim) + 4096 > shared_bytes) warps /= 2;
+  return warps;
+}
+
+// dmask_sm80.cuh: the width of the key blocks at which the running maximum of S_dmask advances. Callers know it from
+// _get_block_size_n.
+constexpr int dmask_width(int head_dim) { return head_dim <= 32 ? 128 : head_dim > 96 && head_dim <= 128 ? 32 : 64; }
+
+}  // namespace flash::flash_attn
