@@ -353,6 +353,15 @@ class _MultiHeadAttention(nn.Module):
 
         Returns (..., heads * head_dim).
         """
+        leftpad = _leftpad(inference_params, qkv.shape[0])
+        if leftpad is not None:
+            # Padding goes from the left to the right, where the causal mask hides it: then token i is at position i.
+            checks.number("causal", self.causal, bool(self.inner_cross_attn.causal), "true for prompts with padding")
+            context = self._attention_of_projected(_shifted(qkv, leftpad), inference_params, **kwargs)
+            return _shifted(context, -leftpad)
+        return self._attention_of_projected(qkv, inference_params, **kwargs)
+
+    def _attention_of_projected(self, qkv, inference_params, **kwargs):
         heads = self.num_heads_per_rank
         packed = inference_params is None and heads == self.num_heads_kv_per_rank
         qkv = qkv.unflatten(-1, (3, heads, self.head_dim) if packed else (-1, self.head_dim))
@@ -426,7 +435,8 @@ class _MultiHeadAttention(nn.Module):
         """Behind a prompt; without flash attention only where sequences differ in length, which masks do not know."""
         if inference_params is None or inference_params.seqlen_offset == 0:
             return False
-        return self.use_flash_attn or inference_params.lengths_per_sample is not None
+        lengths = inference_params.lengths_per_sample, getattr(inference_params, "leftpad_per_sample", None)
+        return self.use_flash_attn or any(each is not None for each in lengths)
 
     def _rotates_in_kernel(self, seqlen, inference_params):
         """Whether decoding can leave rotation to the kernel, which rotates one query, or several if causal."""
@@ -633,6 +643,9 @@ class MHA(_MultiHeadAttention):
         ):
             if name in given and not condition:
                 raise ValueError(f"{name} can be given only {where}")
+        leftpad = getattr(inference_params, "leftpad_per_sample", None)
+        if self.cross_attn and leftpad is not None:
+            raise ValueError("inference_params.leftpad_per_sample must be None with cross_attn, found a tensor")
         if x_kv is not None:
             leading = (x.shape[0], None) if cu_seqlens is None else (None,)
             checks.tensor("x_kv", x_kv, shape=(*leading, self.embed_dim))
@@ -723,13 +736,36 @@ def _check_heads(embed_dim, num_heads, num_heads_kv, world_size):
 
 def _lengths(inference_params, batch):
     """How many keys the cache holds: an int, or (batch,) int32 where sequences differ."""
-    lengths, first = inference_params.lengths_per_sample, inference_params.batch_size_offset
-    if lengths is None:
-        return inference_params.seqlen_offset
-    name, end = "inference_params.lengths_per_sample", first + batch
-    checks.tensor(name, lengths)
-    checks.number(f"the length of {name}", len(lengths), len(lengths) >= end, "at least {}, for each row", end)
-    return lengths[first:end]
+    lengths = _of_rows("lengths_per_sample", inference_params, batch)
+    if lengths is not None:
+        return lengths
+    offset = inference_params.seqlen_offset
+    leftpad = _of_rows("leftpad_per_sample", inference_params, batch)
+    return offset if leftpad is None or offset == 0 else offset - leftpad
+
+
+def _leftpad(inference_params, batch):
+    """How many tokens of each prompt are padding, (batch,) int32; None after the prompt and without padding."""
+    if inference_params is None or inference_params.seqlen_offset > 0:
+        return None
+    return _of_rows("leftpad_per_sample", inference_params, batch)
+
+
+def _of_rows(name, inference_params, batch):
+    """The part of a tensor of inference_params that belongs to the sequences of a batch; None if there is no such."""
+    values, first = getattr(inference_params, name, None), inference_params.batch_size_offset
+    if values is None:
+        return None
+    name, end = f"inference_params.{name}", first + batch
+    checks.tensor(name, values)
+    checks.number(f"the length of {name}", len(values), len(values) >= end, "at least {}, for each row", end)
+    return values[first:end]
+
+
+def _shifted(x, steps):
+    """x (batch, seqlen, features) with each row b moved to the left by steps[b] (batch,), round the end."""
+    columns = (torch.arange(x.shape[1], device=x.device) + steps[:, None]) % x.shape[1]
+    return x.gather(1, columns[..., None].expand_as(x))
 
 
 def _depthwise_conv(channels, **factory):

@@ -16,7 +16,7 @@ from flash_attn._ops import checks
 from flash_attn.utils.generation.inference_params import InferenceParams
 
 _CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-Run = Callable[[Tensor, Tensor, int], Tensor]  # (input_ids, position_ids, seqlen) -> logits
+Run = Callable[[Tensor, Tensor, "int | Tensor"], Tensor]  # (input_ids, position_ids, seqlen) -> logits
 
 
 def allocate_inference_cache(
@@ -65,9 +65,10 @@ class DecodingCGCache:
     autocast: torch.dtype | None = None
     addresses: list[int] = dataclasses.field(default_factory=list)
 
-    def run(self, input_ids: Tensor, position_ids: Tensor, seqlen: int) -> Tensor:
+    def run(self, input_ids: Tensor, position_ids: Tensor, seqlen: int | Tensor) -> Tensor:
         """Replay the graph for input_ids (batch, tokens of a step), where the caches hold seqlen tokens.
 
+        seqlen is an integer, or an integer tensor (batch,) where rows differ.
         Returns logits (batch, tokens of a step, vocab). Raises KeyError if there is no graph of this shape.
         """
         return self.callables[tuple(input_ids.shape)](input_ids, position_ids, seqlen)
@@ -159,7 +160,7 @@ def capture_graph(
         n_warmups: how often the model runs before.
 
     Returns run(input_ids, position_ids, seqlen) -> logits (batch_size, decoding_seqlen, vocab), where the caches hold
-    seqlen tokens. Raises ValueError for a decoding_seqlen that is out of range.
+    seqlen tokens, an integer or a tensor (batch_size,). Raises ValueError for a decoding_seqlen that is out of range.
     """
     checks.integer("decoding_seqlen", decoding_seqlen)
     fits = 0 < decoding_seqlen < max_seqlen
@@ -182,7 +183,7 @@ def capture_graph(
     tables = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
 
     def run(new_input_ids, new_position_ids, seqlen, tables=tables):
-        inference_params.lengths_per_sample.fill_(seqlen)
+        inference_params.set_lengths(batch_size, seqlen)
         input_ids.copy_(new_input_ids)
         position_ids.copy_(new_position_ids)
         graph.replay()

@@ -24,6 +24,7 @@ class Steps:
         cg: replay CUDA graphs.
         decoding_seqlens: how many tokens the steps after the prompt have.
         kept_as: the attribute of the model that keeps the graphs.
+        leftpad: int32 (batch,), how many tokens of each prompt are padding on its left; None means none.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Steps:
         cg: bool,
         decoding_seqlens: Iterable[int] = (1,),
         kept_as: str = "_decoding_cache",
+        leftpad: Tensor | None = None,
     ) -> None:
         batch, seqlen = input_ids.shape
         max_seqlen = max(max_length, seqlen)
@@ -53,18 +55,22 @@ class Steps:
         else:
             lengths = torch.zeros(batch, dtype=torch.int32, device=input_ids.device)
             self.params = InferenceParams(max_seqlen, batch, lengths_per_sample=lengths)
+        self.params.leftpad_per_sample = leftpad
 
     def run(self, sequences: Tensor, num_last_tokens: int = 1) -> Tensor:
         """Logits (batch, num_last_tokens, vocab) of sequences (batch, length), which the caches then hold."""
-        offset = self.params.seqlen_offset
+        offset, leftpad = self.params.seqlen_offset, self.params.leftpad_per_sample
         input_ids = sequences[:, offset:]
+        held = offset if offset == 0 or leftpad is None else offset - leftpad  # how many keys the caches hold
         position_ids = None
-        if offset > 0:
+        if offset > 0 or leftpad is not None:
             position_ids = torch.arange(offset, sequences.shape[1], device=sequences.device).expand_as(input_ids)
+        if leftpad is not None:
+            position_ids = (position_ids - leftpad[:, None]).clamp(min=0)  # padding counts as position 0
         if self.graphs is not None and offset > 0:
-            logits = self.graphs.run(input_ids, position_ids, offset)[:, -num_last_tokens:]
+            logits = self.graphs.run(input_ids, position_ids, held)[:, -num_last_tokens:]
         else:
-            self.params.lengths_per_sample.fill_(offset)
+            self.params.set_lengths(len(input_ids), held)
             logits = self.model(
                 input_ids,
                 position_ids=position_ids,
@@ -91,6 +97,30 @@ def check_prompt(input_ids: Tensor, max_length: int, eos_token_id: int | None, v
     if vocab_size is not None:
         checks.integer("vocab_size", vocab_size, "an integer or None")
         checks.number("vocab_size", vocab_size, vocab_size > 0, "positive")
+
+
+def check_padding(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | None:
+    """Check the mask (batch, seqlen) of prompts; return the width of their padding, int32 (batch,), None without any.
+
+    This reads the mask, and so waits for the device.
+    """
+    if attention_mask is None:
+        return None
+    checks.tensor("attention_mask", attention_mask, shape=tuple(input_ids.shape), device=input_ids.device)
+    if attention_mask.numel() == 0:
+        return None
+    for value in attention_mask.unique().tolist():
+        checks.number("attention_mask", value, value in (0, 1), "0 or 1")
+    is_token = attention_mask.bool()
+    falls = (is_token[:, :-1] & ~is_token[:, 1:]).any(dim=1) | ~is_token[:, -1]
+    if falls.any():
+        row = int(falls.nonzero()[0])
+        raise ValueError(
+            "attention_mask must be 0 before the tokens of each prompt only (left padding, as tokenizers make it with "
+            f"padding_side='left'), found {is_token[row].int().tolist()} in row {row}"
+        )
+    leftpad = (~is_token).sum(dim=1, dtype=torch.int32)
+    return leftpad if leftpad.any() else None
 
 
 @contextlib.contextmanager
