@@ -43,6 +43,6 @@ class InferenceParams:
             self.lengths_per_sample.zero_()
 
     def set_lengths(self, batch_size: int, lengths: int | Tensor) -> None:
-        """Write lengths, an integer or (batch_size,), into the first rows of lengths_per_sample, where graphs read it."""
+        """Write an integer or (batch_size,) into the first rows of lengths_per_sample, where graphs read it."""
         rows = self.lengths_per_sample[:batch_size]
         rows.copy_(lengths) if isinstance(lengths, Tensor) else rows.fill_(lengths)
