@@ -14,6 +14,13 @@ Modules: `inner_attention` is attention without parameters, `cache` the rules of
 what `multihead` (MHA) and `parallel` (ParallelMHA, its heads divided over processes) share.
 """
 
+from flash_attn.flash_attn_interface import (  # other packages import them from here
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
 from flash_attn.modules.mha.cache import _update_kv_cache
 from flash_attn.modules.mha.inner_attention import (
     CrossAttention,
@@ -34,5 +41,10 @@ __all__ = [
     "ParallelMHA",
     "SelfAttention",
     "_update_kv_cache",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "get_alibi_slopes",
 ]

@@ -28,6 +28,8 @@ class MultiHeadAttention(nn.Module):
     Classes that derive from this add the projections; the one of the output is called out_proj.
     """
 
+    inner_attn: FlashSelfAttention | SelfAttention
+    inner_cross_attn: FlashCrossAttention | CrossAttention
     out_proj: nn.Module
 
     def __init__(
@@ -76,7 +78,7 @@ class MultiHeadAttention(nn.Module):
             self.rotary_emb = RotaryEmbedding(
                 rotary_emb_dim, rotary_emb_base, rotary_emb_interleaved, rotary_emb_scale_base, device
             )
-        options = dict(causal=causal, softmax_scale=softmax_scale, attention_dropout=dropout)
+        options: dict[str, Any] = dict(causal=causal, softmax_scale=softmax_scale, attention_dropout=dropout)
         if use_flash_attn:
             slopes = _alibi_slopes(num_heads, world_size, rank) if use_alibi else None
             options |= dict(window_size=window_size, alibi_slopes=slopes)
@@ -150,7 +152,7 @@ class MultiHeadAttention(nn.Module):
         return q, kv.unflatten(-2, (2, self.num_heads_kv_per_rank))
 
     def _rotated(self, qkv: Tensor, inference_params: Any, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
-        options = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        options: dict[str, Any] = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
         if inference_params is not None:
             rows, capacity = self._cache_size(inference_params)
             caches.check_room(qkv, inference_params, rows, capacity)
@@ -202,10 +204,13 @@ class MultiHeadAttention(nn.Module):
         if rotary:
             cos, sin, *_ = self.rotary_emb._tables(cache.shape[1], q.device, q.dtype)
         inner = self.inner_cross_attn
+        (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
         return flash_attn_with_kvcache(
             q,
-            *cache.unbind(2),
-            *kv.unbind(2),
+            k_cache,
+            v_cache,
+            k,
+            v,
             rotary_cos=cos,
             rotary_sin=sin,
             cache_seqlens=caches.lengths(inference_params, len(q)),

@@ -4,6 +4,7 @@ out = FlashSelfAttention(causal=True)(qkv)                # (batch, seqlen, 3, h
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class _FlashAttention(nn.Module):
         self.window_size = window_size
         self.deterministic = deterministic
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_FlashAttention":
         """Move the slopes with the module, but keep their values: a cast would round them, to_empty would lose them."""
         slopes = self.alibi_slopes
         super()._apply(fn, recurse)
@@ -175,7 +176,51 @@ class FlashCrossAttention(_FlashAttention):
         )
 
 
-class CrossAttention(nn.Module):
+class _TorchAttention(nn.Module):
+    """What SelfAttention and CrossAttention share."""
+
+    def __init__(
+        self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.causal = causal
+        self.softmax_scale = softmax_scale
+        self.drop = nn.Dropout(attention_dropout)
+
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        causal: bool | None,
+        key_padding_mask: Tensor | None,
+        same_tokens: bool,
+    ) -> Tensor:
+        causal = self.causal if causal is None else causal
+        is_causal = False  # set in a branch, since torch does not take the comparison of symbolic sizes for a bool
+        if causal and key_padding_mask is None and q.shape[1] == k.shape[1]:
+            is_causal = True
+        mask = None if is_causal else _mask(q, k, causal, key_padding_mask, same_tokens)
+        no_key = None
+        if mask is not None:
+            # The softmax of a row without keys would be NaN: such a row attends to all of them, and is cleared after.
+            no_key = ~mask.any(dim=-1, keepdim=True)
+            mask = mask | no_key
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=mask,
+            dropout_p=self.drop.p if self.training else 0.0,
+            is_causal=is_causal,
+            scale=self.softmax_scale or None,
+            enable_gqa=q.shape[2] != k.shape[2],
+        )
+        out = out if no_key is None else out.masked_fill(no_key, 0.0)
+        return out.transpose(1, 2)
+
+
+class CrossAttention(_TorchAttention):
     """Attention by torch.nn.functional.scaled_dot_product_attention, with a padding mask.
 
     Arguments:
@@ -186,14 +231,6 @@ class CrossAttention(nn.Module):
     >>> CrossAttention()(torch.randn(2, 3, 4, 32), torch.randn(2, 16, 2, 4, 32)).shape
     torch.Size([2, 3, 4, 32])
     """
-
-    def __init__(
-        self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.causal = causal
-        self.softmax_scale = softmax_scale
-        self.drop = nn.Dropout(attention_dropout)
 
     def forward(
         self,
@@ -216,38 +253,8 @@ class CrossAttention(nn.Module):
         checks.number("kv's number of heads", kv.shape[3], fits, "a divisor of q's, {}", q.shape[2])
         return self._attend(q, k, v, causal, key_padding_mask, same_tokens)
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool | None,
-        key_padding_mask: Tensor | None,
-        same_tokens: bool,
-    ) -> Tensor:
-        causal = self.causal if causal is None else causal
-        is_causal = False  # set in a branch, since torch does not take the comparison of symbolic sizes for a bool
-        if causal and key_padding_mask is None and q.shape[1] == k.shape[1]:
-            is_causal = True
-        mask = None if is_causal else _mask(q, k, causal, key_padding_mask, same_tokens)
-        no_key = None
-        if mask is not None:
-            # The softmax of a row without keys would be NaN: such a row attends to all of them, and is cleared after.
-            no_key = ~mask.any(dim=-1, keepdim=True)
-            mask = mask | no_key
-        out = F.scaled_dot_product_attention(
-            *(x.transpose(1, 2) for x in (q, k, v)),
-            attn_mask=mask,
-            dropout_p=self.drop.p if self.training else 0.0,
-            is_causal=is_causal,
-            scale=self.softmax_scale or None,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
-        out = out if no_key is None else out.masked_fill(no_key, 0.0)
-        return out.transpose(1, 2)
 
-
-class SelfAttention(CrossAttention):
+class SelfAttention(_TorchAttention):
     """`CrossAttention` of packed queries, keys and values.
 
     >>> SelfAttention(causal=True)(torch.randn(2, 16, 3, 4, 32)).shape
@@ -261,13 +268,15 @@ class SelfAttention(CrossAttention):
         None. Returns (batch, seqlen, heads, head_dim), 0 for queries that see no key. Raises TypeError or ValueError
         for tensors that do not fit together.
         """
-        return self._attend(*_unpacked("qkv", qkv, 3), causal, key_padding_mask, same_tokens=True)
+        q, k, v = _unpacked("qkv", qkv, 3)
+        return self._attend(q, k, v, causal, key_padding_mask, same_tokens=True)
 
 
 def _mask(q: Tensor, k: Tensor, causal: bool, key_padding_mask: Tensor | None, same_tokens: bool) -> Tensor | None:
     """The keys that each query sees, bool, broadcast to (batch, heads, seqlen_q, seqlen_k); None means all."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
-    mask, end = None, seqlen_k  # end: the position after the last query
+    mask: Tensor | None = None
+    end: int | Tensor = seqlen_k  # the position after the last query
     if key_padding_mask is not None:
         shape = q.shape[0], seqlen_k
         checks.tensor("key_padding_mask", key_padding_mask, dtypes=(torch.bool,), shape=shape, device=q.device)

@@ -5,6 +5,7 @@ out = mha(torch.randn(2, 512, 768))                                        # (2,
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -101,7 +102,8 @@ class MHA(MultiHeadAttention):
         self._add_projections(qkv_proj_bias, out_proj_bias, fused_bias_fc, device=device, dtype=dtype)
 
     def _add_projections(self, qkv_proj_bias: bool, out_proj_bias: bool, fused_bias_fc: bool, **factory: Any) -> None:
-        linear_cls = first_cls = FusedDense if fused_bias_fc else Linear
+        linear_cls: Callable[..., nn.Module] = FusedDense if fused_bias_fc else Linear
+        first_cls = linear_cls
         if self.return_residual:
             first_cls = functools.partial(FusedDense, return_residual=True) if fused_bias_fc else LinearResidual
         q_dim, kv_dim = self.embed_dim, 2 * self.num_heads_kv * self.head_dim
@@ -197,11 +199,11 @@ class MHA(MultiHeadAttention):
     ) -> None:
         checks.tensor("x", x)
         checks.has_shape("x", x, (None,) * (2 if cu_seqlens is None else 1) + (self.embed_dim,))
-        given = dict(
+        arguments = dict(
             x_kv=x_kv, key_padding_mask=key_padding_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen,
             mixer_subset=mixer_subset, inference_params=inference_params,
         )  # fmt: skip
-        given = {name for name, value in given.items() if value is not None}
+        given = {name for name, value in arguments.items() if value is not None}
         if "cu_seqlens" in given and "max_seqlen" not in given:
             raise ValueError("max_seqlen must be given with cu_seqlens, found None")
         for name, condition, where in (

@@ -168,14 +168,14 @@ class _Rows:
         """Whether all sequences have; where they can end, this waits for the device."""
         return self.eos_token_id is not None and bool(self.ended.all())
 
-    def _penalised(self, logits):
+    def _penalised(self, logits: Tensor) -> Tensor:
         if self.repetition_penalty == 1.0:
             return logits
         logits = logits.clone()
         penalise(logits, self.counted, self.repetition_penalty)
         return logits
 
-    def _check_vocabulary(self, vocab_size):
+    def _check_vocabulary(self, vocab_size: int) -> None:
         """Check the tokens that are given; those that follow are drawn from the vocabulary."""
         check_in_vocabulary("input_ids", self.counted, vocab_size)
         if self.teacher_outputs is not None:

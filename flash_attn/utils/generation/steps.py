@@ -127,7 +127,7 @@ def check_padding(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | 
 def timed(enabled: bool, device: torch.device, tensor_parallel: int) -> Iterator[None]:
     """Print how long the code within takes, on the device and in all processes."""
 
-    def now():
+    def now() -> float:
         if tensor_parallel > 1:
             dist.barrier()
         if device.type == "cuda":
