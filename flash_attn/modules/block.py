@@ -73,6 +73,8 @@ class Block(nn.Module):
     >>> hidden_states, residual = Block(128)(torch.randn(2, 16, 128))
     """
 
+    mixer: Any  # a module; with the method allocate_inference_cache, if that of the block is called
+
     def __init__(
         self,
         dim: int,
@@ -165,8 +167,8 @@ class Block(nn.Module):
         return hidden_states
 
     def _add_norm(
-        self, x: Tensor, residual: Tensor | None, dropout: nn.Module, drop_path: StochasticDepth, norm: nn.Module
-    ) -> tuple[Tensor, Tensor | None]:
+        self, x: Tensor, residual: Tensor | None, dropout: Any, drop_path: StochasticDepth, norm: nn.Module
+    ) -> tuple[Tensor, Any]:
         """(norm(h), h) of h = drop_path(dropout(x)) + residual; h only with prenorm, else None."""
         if self.fused_dropout_add_ln:
             rowscale = None
@@ -191,6 +193,10 @@ class ParallelBlock(nn.Module):
 
     >>> hidden_states1, hidden_states2, residual = ParallelBlock(128)(torch.randn(2, 16, 128))
     """
+
+    mixer: Any
+    dropout1: Any
+    dropout2: Any
 
     def __init__(
         self,
@@ -271,9 +277,7 @@ def _normed(norm: nn.Module, h: Tensor) -> Tensor:
     return norm(h if weight is None else h.to(weight.dtype))
 
 
-def _fused_norm(
-    block: nn.Module, norm: nn.Module, x: Tensor, residual: Tensor | None, dropout_p: float, **options: Any
-) -> tuple[Tensor, ...] | Tensor:
+def _fused_norm(block: Any, norm: Any, x: Tensor, residual: Tensor | None, dropout_p: float, **options: Any) -> Any:
     """`layer_norm_fn` with the options of the block and of its norm."""
     return layer_norm_fn(
         x,
@@ -300,10 +304,10 @@ def _mlp(dim: int, mlp_cls: Callable[..., nn.Module] | None) -> nn.Module:
 def _check_fused(block: nn.Module) -> None:
     """Check that norms and dropouts are of the kinds that the kernel computes."""
     for name, child in block.named_children():
-        kinds = {"norm": (nn.LayerNorm, RMSNorm), "dropout": nn.Dropout}.get(name.rstrip("12"))
-        if kinds is not None and not isinstance(child, kinds):
-            kind = "nn.Dropout" if kinds is nn.Dropout else f"nn.LayerNorm or {_path(RMSNorm)}"
-            raise TypeError(f"{name} must be {kind} with fused_dropout_add_ln, found {_path(type(child))}")
+        kind: tuple[type, ...] = {"norm": (nn.LayerNorm, RMSNorm), "dropout": (nn.Dropout,)}.get(name.rstrip("12"), ())
+        if kind and not isinstance(child, kind):
+            expected = "nn.Dropout" if nn.Dropout in kind else f"nn.LayerNorm or {_path(RMSNorm)}"
+            raise TypeError(f"{name} must be {expected} with fused_dropout_add_ln, found {_path(type(child))}")
 
 
 def _path(cls: type) -> str:
@@ -312,6 +316,7 @@ def _path(cls: type) -> str:
 
 
 def _mark_norms(block: nn.Module, sequence_parallel: bool, mark_shared_params: bool) -> None:
+    marked: Any
     for name, norm in block.named_children():
         # The module is marked too: unlike its parameters it keeps the mark in a copy, and when to_empty replaces them.
         for marked in (norm, *norm.parameters()) if name in ("norm1", "norm2") else ():

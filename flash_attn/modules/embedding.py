@@ -43,7 +43,7 @@ class GPT2Embeddings(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         width = embed_dim if word_embed_proj_dim is None else word_embed_proj_dim
         self.word_embeddings = nn.Embedding(vocab_size, width, padding_idx=padding_idx, **factory)
         self.project_in = None
@@ -89,7 +89,7 @@ class BertEmbeddings(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.word_embeddings = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx, **factory)
         self.max_position_embeddings = max_position_embeddings
         self.type_vocab_size = type_vocab_size
@@ -197,7 +197,7 @@ class ParallelGPT2Embeddings(nn.Module):
     ) -> None:
         super().__init__()
         checks.process_group(process_group)
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
         self.word_embeddings = VocabParallelEmbedding(
@@ -250,7 +250,7 @@ def _check_of_tokens(name: str, ids: Tensor, input_ids: Tensor) -> None:
         raise ValueError(f"{name} must have shape ({seqlen},) or ({batch}, {seqlen}), found {tuple(ids.shape)}")
 
 
-def _positions(module: nn.Module, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+def _positions(module: Any, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
     """position_ids, or if they are None 0, 1, ... (seqlen,)."""
     if position_ids is not None:
         _check_of_tokens("position_ids", position_ids, input_ids)

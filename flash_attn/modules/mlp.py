@@ -7,6 +7,7 @@ here.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -84,7 +85,7 @@ class Mlp(_TwoLayers):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(activation, return_residual)
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         hidden_features = _or_else(hidden_features, 4 * in_features)
         self.fc1 = Linear(in_features, hidden_features, bias=bias1, **factory)
         self.fc2 = Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
@@ -105,7 +106,7 @@ class ParallelMLP(_TwoLayers):
         hidden_features: int | None = None,
         out_features: int | None = None,
         activation: Callable[[Tensor], Tensor] = F.gelu,
-        process_group: ProcessGroup = None,
+        process_group: ProcessGroup | None = None,
         sequence_parallel: bool = True,
         bias1: bool = True,
         bias2: bool = True,
@@ -113,7 +114,7 @@ class ParallelMLP(_TwoLayers):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(activation)
-        factory = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         hidden_features = _or_else(hidden_features, 4 * in_features)
         out_features = _or_else(out_features, in_features)
         self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **factory)
@@ -150,7 +151,7 @@ class GatedMlp(_Gated):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(activation, return_residual)
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         hidden_features = _round_up(_or_else(hidden_features, int(8 * in_features / 3)), multiple_of)
         self.fc1 = Linear(in_features, 2 * hidden_features, bias=bias1, **factory)
         self.fc2 = Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
@@ -182,7 +183,7 @@ class ParallelGatedMlp(_Gated):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(activation)
-        factory = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         hidden_features = _round_up(_or_else(hidden_features, int(8 * in_features / 3)), multiple_of)
         out_features = _or_else(out_features, in_features)
         # multiple_of=2: a value and its gate go to one process.

@@ -30,7 +30,8 @@ class MultiHeadAttention(nn.Module):
 
     inner_attn: FlashSelfAttention | SelfAttention
     inner_cross_attn: FlashCrossAttention | CrossAttention
-    out_proj: nn.Module
+    rotary_emb: RotaryEmbedding
+    out_proj: nn.Linear
 
     def __init__(
         self,
@@ -216,9 +217,9 @@ class MultiHeadAttention(nn.Module):
             cache_seqlens=caches.lengths(inference_params, len(q)),
             softmax_scale=inner.softmax_scale,
             causal=inner.causal,
-            window_size=inner.window_size if self.use_flash_attn else (-1, -1),
+            window_size=inner.window_size,
             rotary_interleaved=self.rotary_emb.interleaved if rotary else False,
-            alibi_slopes=inner.slopes_on(q.device) if self.use_flash_attn else None,
+            alibi_slopes=inner.slopes_on(q.device),
         )
 
 

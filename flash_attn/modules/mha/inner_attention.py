@@ -62,8 +62,9 @@ class _FlashAttention(nn.Module):
         """Move the slopes with the module, but keep their values: a cast would round them, to_empty would lose them."""
         slopes = self.alibi_slopes
         super()._apply(fn, recurse)
-        if slopes is not None and not slopes.is_meta:
-            self.alibi_slopes = slopes if self.alibi_slopes.is_meta else slopes.to(self.alibi_slopes.device)
+        moved = self.alibi_slopes
+        if slopes is not None and moved is not None and not slopes.is_meta:
+            self.alibi_slopes = slopes if moved.is_meta else slopes.to(moved.device)
         return self
 
     def slopes_on(self, device: torch.device) -> Tensor | None:
@@ -177,7 +178,9 @@ class FlashCrossAttention(_FlashAttention):
 
 
 class _TorchAttention(nn.Module):
-    """What SelfAttention and CrossAttention share."""
+    """What SelfAttention and CrossAttention share: they have neither windows nor ALiBi."""
+
+    window_size = (-1, -1)
 
     def __init__(
         self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0
@@ -186,6 +189,9 @@ class _TorchAttention(nn.Module):
         self.causal = causal
         self.softmax_scale = softmax_scale
         self.drop = nn.Dropout(attention_dropout)
+
+    def slopes_on(self, device: torch.device) -> None:
+        """The slopes of ALiBi: none."""
 
     def _attend(
         self,

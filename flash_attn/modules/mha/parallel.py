@@ -64,7 +64,7 @@ class ParallelMHA(MultiHeadAttention):
         )  # fmt: skip
         self.process_group = process_group
         self.world_size, self.local_rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        factory = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         heads_of_a_group = self.num_heads // self.num_heads_kv + 2  # query heads, and the key and value head they share
         self.Wqkv = ColumnParallelLinear(
             embed_dim, (num_heads + 2 * self.num_heads_kv) * self.head_dim, process_group, bias=qkv_proj_bias,

@@ -5,7 +5,7 @@ output.sequences                                                            # (b
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +155,7 @@ class _Rows:
             self.ended = torch.zeros_like(self.ended)  # the teacher may go on after the end
         else:
             chosen = tokens = sample(self._penalised(logits), *self.sampling)
-            if self.eos_token_id is not None:
+            if self.pad_token_id is not None:
                 tokens = chosen.masked_fill(self.ended, self.pad_token_id)
         if self.eos_token_id is not None:
             self.ended = self.ended | (tokens == self.eos_token_id)
@@ -214,7 +214,7 @@ class GenerationMixin:
         >>> sequences = model.generate(prompt, max_length=100, eos_token_id=2)              # doctest: +SKIP
         """
         output = decode(
-            input_ids, self, max_length, top_k=top_k, top_p=top_p, temperature=temperature,
+            input_ids, cast(nn.Module, self), max_length, top_k=top_k, top_p=top_p, temperature=temperature,
             output_scores=output_scores and return_dict_in_generate, **kwargs,
         )  # fmt: skip
         return output if return_dict_in_generate else output.sequences

@@ -44,5 +44,10 @@ class InferenceParams:
 
     def set_lengths(self, batch_size: int, lengths: int | Tensor) -> None:
         """Write an integer or (batch_size,) into the first rows of lengths_per_sample, where graphs read it."""
+        if self.lengths_per_sample is None:
+            raise ValueError("lengths_per_sample must be given, found None")
         rows = self.lengths_per_sample[:batch_size]
-        rows.copy_(lengths) if isinstance(lengths, Tensor) else rows.fill_(lengths)
+        if isinstance(lengths, Tensor):
+            rows.copy_(lengths)
+        else:
+            rows.fill_(lengths)

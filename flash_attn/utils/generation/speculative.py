@@ -107,7 +107,8 @@ def decode_speculative(
     shared = input_ids, max_length, vocab_size, tensor_parallel, cg
     steps = Steps(model, *shared, decoding_seqlens=range(1, speculative_lookahead + 2))
     steps_draft = Steps(model_draft, *shared, decoding_seqlens=(1, 2), kept_as="_draft_decoding_cache")
-    sequence, scores, rounds = input_ids, [], []
+    sequence, rounds = input_ids, []
+    scores: list[Tensor] = []
     with timed(enable_timing, input_ids.device, tensor_parallel):
         while True:
             length = sequence.shape[1]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
-from flash_attn.utils.generation.graphs import update_graph_cache
+from flash_attn.utils.generation.graphs import DecodingCGCache, update_graph_cache
 from flash_attn.utils.generation.inference_params import InferenceParams
 
 
@@ -43,13 +43,14 @@ class Steps:
         max_seqlen = max(max_length, seqlen)
         self.model = model
         self.vocab_size = vocab_size
-        self.graphs = None
+        self.graphs: DecodingCGCache | None = None
         if cg:
             self.graphs = update_graph_cache(
                 model, getattr(model, kept_as, None), batch, seqlen, max_seqlen, tensor_parallel=tensor_parallel,
                 decoding_seqlens=[n for n in decoding_seqlens if n < max_seqlen],  # more never follow a prompt
             )  # fmt: skip
             setattr(model, kept_as, self.graphs)
+            assert self.graphs.inference_params is not None  # there are graphs
             self.params = self.graphs.inference_params
             self.params.reset(max_seqlen, batch)
         else:
@@ -64,10 +65,10 @@ class Steps:
         held = offset if offset == 0 or leftpad is None else offset - leftpad  # how many keys the caches hold
         position_ids = None
         if offset > 0 or leftpad is not None:
-            position_ids = torch.arange(offset, sequences.shape[1], device=sequences.device).expand_as(input_ids)
-        if leftpad is not None:
-            position_ids = (position_ids - leftpad[:, None]).clamp(min=0)  # padding counts as position 0
-        if self.graphs is not None and offset > 0:
+            columns = torch.arange(offset, sequences.shape[1], device=sequences.device).expand_as(input_ids)
+            # Padding gets position 0, which every model has.
+            position_ids = columns if leftpad is None else (columns - leftpad[:, None]).clamp(min=0)
+        if self.graphs is not None and position_ids is not None and offset > 0:
             logits = self.graphs.run(input_ids, position_ids, held)[:, -num_last_tokens:]
         else:
             self.params.set_lengths(len(input_ids), held)
