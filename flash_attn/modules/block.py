@@ -3,10 +3,13 @@
     block = Block(768, mixer_cls=functools.partial(MHA, num_heads=12, causal=True), fused_dropout_add_ln=True)
     hidden_states, residual = block(torch.randn(2, 512, 768))
 
-Blocks with the norm first begin with the sum that ends the block before: dropout, add, norm, mixer, dropout, add, norm,
-MLP. They pass on what the MLP gives and the residual stream apart, so that adding, dropout and norm are one kernel with
-fused_dropout_add_ln (`layer_norm_fn`).
+A block with prenorm begins with the addition that ends the block before: dropout, add, norm, mixer, dropout, add, norm,
+MLP. It returns the output of the MLP and the residual stream without adding them, so that dropout, add and norm can be
+one kernel with fused_dropout_add_ln (`layer_norm_fn`).
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,21 +20,29 @@ from flash_attn.ops.triton.layer_norm import RMSNorm, layer_norm_fn
 
 
 class StochasticDepth(nn.Module):
-    """In training, drop whole entries of the first dimension with probability p (Huang et al., arXiv:1603.09382)."""
+    """In training, drop whole entries of the first dimension with probability p (Huang et al., arXiv:1603.09382).
 
-    def __init__(self, p):
+    The others are divided by 1 - p. Raises ValueError for a p that is not from 0 to 1.
+
+    >>> StochasticDepth(0.5).eval()(torch.ones(2))
+    tensor([1., 1.])
+    """
+
+    def __init__(self, p: float) -> None:
         super().__init__()
         if not 0 <= p <= 1:
             raise ValueError(f"p must be from 0 to 1, found {p}")
         self.p = p
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
+        """x (batch, ...) with entries dropped."""
         if not self.training or self.p == 0:
             return x
         kept = torch.empty(x.shape[:1] + (1,) * (x.dim() - 1), dtype=x.dtype, device=x.device).bernoulli_(1 - self.p)
         return x * (kept if self.p == 1 else kept / (1 - self.p))
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
+        """The options that a printed module shows."""
         return f"p={self.p}"
 
 
@@ -40,41 +51,48 @@ class Block(nn.Module):
 
     Arguments:
         dim: features.
-        mixer_cls, mlp_cls: called with dim, give the two; MHA with heads of 64 features and Mlp with 4 * dim if None.
-            With an MLP that is an nn.Identity, the block ends behind the mixer.
-        norm_cls: called with dim, gives the norms.
-        dropout_cls: called with resid_dropout1 and resid_dropout2, gives the dropout in front of the first and of the
-            second residual connection.
-        prenorm: the norms are in front of mixer and MLP; else behind the residual connections.
+        mixer_cls: returns the mixer when called with dim; if None, MHA with heads of 64 features.
+        mlp_cls: returns the MLP when called with dim; if None, Mlp with 4 * dim hidden features. If the MLP is an
+            nn.Identity, the block ends after the mixer.
+        norm_cls: returns a norm when called with dim.
+        dropout_cls: returns a dropout when called with resid_dropout1 or resid_dropout2, which act before the first and
+            the second residual connection.
+        prenorm: the norms are before mixer and MLP; otherwise after the residual connections.
         resid_dropout1, resid_dropout2, drop_path1, drop_path2: probabilities of dropout and of `StochasticDepth`.
         fused_dropout_add_ln: dropout, add and norm in one kernel. The norms must be nn.LayerNorm or
-            `flash_attn.ops.triton.layer_norm.RMSNorm`. The norm's output then has the dtype of the hidden states, not
-            that of the norm's weight, and a residual that is given keeps its dtype.
-        return_residual: the mixer and the MLP return (output, input), and these inputs are the residuals. Only without
-            prenorm.
+            `flash_attn.ops.triton.layer_norm.RMSNorm`. The norm's output then has the dtype of the hidden states
+            instead of that of the norm's weight, and a residual that is given keeps its dtype.
+        return_residual: the mixer and the MLP return (output, input), and these inputs are the residuals. It has an
+            effect only without prenorm.
         residual_in_fp32: keep the residual stream in float32. Only with prenorm.
         sequence_parallel: mark the norms' parameters for `allreduce_sequence_parallel_grad`.
         mark_shared_params: mark the norms' parameters for `sync_shared_params`.
+
+    Raises TypeError for norms and dropouts that cannot be fused, and ValueError for options that do not fit together.
+
+    >>> hidden_states, residual = Block(128)(torch.randn(2, 16, 128))
     """
+
+    mixer: Any  # a module; with the method allocate_inference_cache, if that of the block is called
 
     def __init__(
         self,
-        dim,
-        mixer_cls=None,
-        mlp_cls=None,
-        norm_cls=nn.LayerNorm,
-        dropout_cls=nn.Dropout,
-        prenorm=True,
-        resid_dropout1=0.0,
-        resid_dropout2=0.0,
-        drop_path1=0.0,
-        drop_path2=0.0,
-        fused_dropout_add_ln=False,
-        return_residual=False,
-        residual_in_fp32=False,
-        sequence_parallel=False,
-        mark_shared_params=False,
-    ):
+        dim: int,
+        mixer_cls: Callable[..., nn.Module] | None = None,
+        mlp_cls: Callable[..., nn.Module] | None = None,
+        norm_cls: Callable[..., nn.Module] = nn.LayerNorm,
+        dropout_cls: Callable[..., nn.Module] = nn.Dropout,
+        prenorm: bool = True,
+        resid_dropout1: float = 0.0,
+        resid_dropout2: float = 0.0,
+        drop_path1: float = 0.0,
+        drop_path2: float = 0.0,
+        fused_dropout_add_ln: bool = False,
+        return_residual: bool = False,
+        residual_in_fp32: bool = False,
+        sequence_parallel: bool = False,
+        mark_shared_params: bool = False,
+    ) -> None:
         super().__init__()
         if residual_in_fp32 and not prenorm:
             raise ValueError("residual_in_fp32 must be False without prenorm, found True")
@@ -95,20 +113,30 @@ class Block(nn.Module):
             _check_fused(self)
         _mark_norms(self, sequence_parallel, mark_shared_params)
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> Any:
         """The cache that the mixer needs for decoding."""
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
-    def forward(self, hidden_states: Tensor, residual: Tensor | None = None, mixer_subset=None, mixer_kwargs=None):
+    def forward(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor | None = None,
+        mixer_subset: slice | list[int] | Tensor | None = None,
+        mixer_kwargs: dict[str, Any] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """One step of the residual stream.
 
         Arguments:
-            hidden_states: (..., dim), what the block before gave, not yet added to the residual.
+            hidden_states: (..., dim), the output of the block before, not yet added to the residual.
             residual: (..., dim), the residual stream; None in the first block, and without prenorm.
-            mixer_subset: a slice or list of the tokens that go on, as MHA with cross_attn takes it. With prenorm.
+            mixer_subset: a slice or list of the tokens that go on, as MHA with cross_attn takes it. It has an effect
+                only with prenorm.
             mixer_kwargs: more arguments of the mixer.
 
-        Returns (hidden_states, residual) with prenorm, else the new hidden_states.
+        Returns (hidden_states, residual) with prenorm, otherwise the new hidden_states. Raises ValueError for a
+        residual without prenorm.
         """
         mixer_kwargs = dict(mixer_kwargs or {})
         if not self.prenorm:
@@ -128,7 +156,7 @@ class Block(nn.Module):
             hidden_states = self.mlp(hidden_states)
         return hidden_states, residual
 
-    def _postnorm(self, hidden_states, mixer_kwargs):
+    def _postnorm(self, hidden_states: Tensor, mixer_kwargs: dict[str, Any]) -> Tensor:
         out = self.mixer(hidden_states, **mixer_kwargs)
         out, residual = out if self.return_residual else (out, hidden_states)
         hidden_states, _ = self._add_norm(out, residual, self.dropout1, self.drop_path1, self.norm1)
@@ -138,7 +166,9 @@ class Block(nn.Module):
             hidden_states, _ = self._add_norm(out, residual, self.dropout2, self.drop_path2, self.norm2)
         return hidden_states
 
-    def _add_norm(self, x, residual, dropout, drop_path, norm):
+    def _add_norm(
+        self, x: Tensor, residual: Tensor | None, dropout: Any, drop_path: StochasticDepth, norm: nn.Module
+    ) -> tuple[Tensor, Any]:
         """(norm(h), h) of h = drop_path(dropout(x)) + residual; h only with prenorm, else None."""
         if self.fused_dropout_add_ln:
             rowscale = None
@@ -154,28 +184,35 @@ class Block(nn.Module):
 
 
 class ParallelBlock(nn.Module):
-    """A mixer and an MLP side by side, on norms of the same residual stream, with the norms first (GPT-J, PaLM).
+    """A mixer and an MLP side by side, with a norm of the same residual stream before each (GPT-J, PaLM).
 
     Arguments:
         tied_norm: one norm for both.
-        The others are those of `Block`; resid_dropout1 is that of the mixer's output, resid_dropout2 that of the MLP's.
+        resid_dropout1, resid_dropout2: probabilities of dropout, of the mixer's output and of the MLP's.
+        The others are those of `Block`.
+
+    >>> hidden_states1, hidden_states2, residual = ParallelBlock(128)(torch.randn(2, 16, 128))
     """
+
+    mixer: Any
+    dropout1: Any
+    dropout2: Any
 
     def __init__(
         self,
-        dim,
-        mixer_cls=None,
-        mlp_cls=None,
-        norm_cls=nn.LayerNorm,
-        dropout_cls=nn.Dropout,
-        resid_dropout1=0.0,
-        resid_dropout2=0.0,
-        tied_norm=False,
-        fused_dropout_add_ln=False,
-        residual_in_fp32=False,
-        sequence_parallel=False,
-        mark_shared_params=False,
-    ):
+        dim: int,
+        mixer_cls: Callable[..., nn.Module] | None = None,
+        mlp_cls: Callable[..., nn.Module] | None = None,
+        norm_cls: Callable[..., nn.Module] = nn.LayerNorm,
+        dropout_cls: Callable[..., nn.Module] = nn.Dropout,
+        resid_dropout1: float = 0.0,
+        resid_dropout2: float = 0.0,
+        tied_norm: bool = False,
+        fused_dropout_add_ln: bool = False,
+        residual_in_fp32: bool = False,
+        sequence_parallel: bool = False,
+        mark_shared_params: bool = False,
+    ) -> None:
         super().__init__()
         self.tied_norm = tied_norm
         self.fused_dropout_add_ln = fused_dropout_add_ln
@@ -198,13 +235,13 @@ class ParallelBlock(nn.Module):
         hidden_states1: Tensor,
         hidden_states2: Tensor | None = None,
         residual: Tensor | None = None,
-        mixer_kwargs=None,
-    ):
+        mixer_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """One step of the residual stream.
 
         Arguments:
-            hidden_states1, hidden_states2: (..., dim), what mixer and MLP of the block before gave. In the first block,
-                hidden_states1 is the embedding and hidden_states2 None.
+            hidden_states1, hidden_states2: (..., dim), the outputs of mixer and MLP of the block before. In the first
+                block, hidden_states1 is the embedding and hidden_states2 None.
             residual: (..., dim), the residual stream; None in the first block.
             mixer_kwargs: more arguments of the mixer.
 
@@ -214,7 +251,7 @@ class ParallelBlock(nn.Module):
         normed1, normed2, residual = add_norm(hidden_states1, hidden_states2, residual)
         return self.mixer(normed1, **(mixer_kwargs or {})), self.mlp(normed2), residual
 
-    def _add_norm(self, x1, x2, residual):
+    def _add_norm(self, x1: Tensor, x2: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """(norm1(h), norm2(h), h) of h = dropout1(x1) + dropout2(x2) + residual."""
         h = self.dropout1(x1)
         if x2 is not None:
@@ -224,23 +261,24 @@ class ParallelBlock(nn.Module):
         normed2 = normed1 if self.tied_norm else _normed(self.norm2, h)
         return normed1, normed2, h.float() if self.residual_in_fp32 else h
 
-    def _fused_add_norm(self, x1, x2, residual):
+    def _fused_add_norm(self, x1: Tensor, x2: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """`_add_norm` in one kernel."""
         dropout_p = self.dropout1.p if self.training else 0.0
-        if self.training and x2 is not None and self.dropout1.p != self.dropout2.p:  # the kernel has one for both
+        if self.training and x2 is not None and self.dropout1.p != self.dropout2.p:  # the kernel takes one probability
             x1, x2, dropout_p = self.dropout1(x1), self.dropout2(x2), 0.0
         norm2 = {} if self.tied_norm else dict(weight1=self.norm2.weight, bias1=self.norm2.bias)
         normed, *normed2, h = _fused_norm(self, self.norm1, x1, residual, dropout_p, prenorm=True, x1=x2, **norm2)
         return normed, normed if self.tied_norm else normed2[0], h
 
 
-def _normed(norm, h):
+def _normed(norm: nn.Module, h: Tensor) -> Tensor:
     """norm(h), in the dtype of its weight if it has one."""
     weight = getattr(norm, "weight", None)
     return norm(h if weight is None else h.to(weight.dtype))
 
 
-def _fused_norm(block, norm, x, residual, dropout_p, **options):
-    """`layer_norm_fn` with what it takes from the block and from its norm."""
+def _fused_norm(block: Any, norm: Any, x: Tensor, residual: Tensor | None, dropout_p: float, **options: Any) -> Any:
+    """`layer_norm_fn` with the options of the block and of its norm."""
     return layer_norm_fn(
         x,
         norm.weight,
@@ -255,30 +293,32 @@ def _fused_norm(block, norm, x, residual, dropout_p, **options):
     )
 
 
-def _mixer(dim, mixer_cls):
+def _mixer(dim: int, mixer_cls: Callable[..., nn.Module] | None) -> nn.Module:
     return MHA(dim, num_heads=dim // 64) if mixer_cls is None else mixer_cls(dim)
 
 
-def _mlp(dim, mlp_cls):
+def _mlp(dim: int, mlp_cls: Callable[..., nn.Module] | None) -> nn.Module:
     return Mlp(dim, hidden_features=4 * dim) if mlp_cls is None else mlp_cls(dim)
 
 
-def _check_fused(block):
+def _check_fused(block: nn.Module) -> None:
+    """Check that norms and dropouts are of the kinds that the kernel computes."""
     for name, child in block.named_children():
-        kinds = {"norm": (nn.LayerNorm, RMSNorm), "dropout": nn.Dropout}.get(name.rstrip("12"))
-        if kinds is not None and not isinstance(child, kinds):
-            kind = "nn.Dropout" if kinds is nn.Dropout else f"nn.LayerNorm or {_path(RMSNorm)}"
-            raise TypeError(f"{name} must be {kind} with fused_dropout_add_ln, found {_path(type(child))}")
+        kind: tuple[type, ...] = {"norm": (nn.LayerNorm, RMSNorm), "dropout": (nn.Dropout,)}.get(name.rstrip("12"), ())
+        if kind and not isinstance(child, kind):
+            expected = "nn.Dropout" if nn.Dropout in kind else f"nn.LayerNorm or {_path(RMSNorm)}"
+            raise TypeError(f"{name} must be {expected} with fused_dropout_add_ln, found {_path(type(child))}")
 
 
-def _path(cls):
-    """The whole name of a class, as there are several called RMSNorm."""
+def _path(cls: type) -> str:
+    """The full name of a class, as there are several called RMSNorm."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-def _mark_norms(block, sequence_parallel, mark_shared_params):
+def _mark_norms(block: nn.Module, sequence_parallel: bool, mark_shared_params: bool) -> None:
+    marked: Any
     for name, norm in block.named_children():
-        # The module too: it keeps its mark when it is copied, or gets other parameters as on the way from meta tensors.
+        # The module is marked too: unlike its parameters it keeps the mark in a copy, and when to_empty replaces them.
         for marked in (norm, *norm.parameters()) if name in ("norm1", "norm2") else ():
             if sequence_parallel:
                 marked._sequence_parallel = True

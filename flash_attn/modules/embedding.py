@@ -2,12 +2,16 @@
 
     GPT2Embeddings(768, 50257, 1024)(torch.randint(50257, (2, 512)))           # (2, 512, 768)
 
-Token ids are (batch, seqlen). Positions count from 0 unless position_ids are given, (seqlen,) or (batch, seqlen).
+Token ids are int32 or int64 (batch, seqlen). Positions count from 0 unless position_ids are given, (seqlen,) or (batch,
+seqlen).
 """
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from flash_attn._ops import checks
 from flash_attn.utils.distributed import all_reduce, reduce_scatter
@@ -21,22 +25,25 @@ class GPT2Embeddings(nn.Module):
         vocab_size: number of tokens.
         max_position_embeddings: number of positions; without position embeddings if 0 or less.
         padding_idx: the token whose embedding is 0 at first and gets no gradient, or None.
-        word_embed_proj_dim: features of the word embeddings if fewer than embed_dim, to which project_in then maps
-            them (as in OPT-350m).
+        word_embed_proj_dim: features of the word embeddings if these are fewer than embed_dim; project_in then maps
+            them to embed_dim (as in OPT-350m).
+
+    >>> GPT2Embeddings(64, 1000, 128)(torch.randint(1000, (2, 16))).shape
+    torch.Size([2, 16, 64])
     """
 
     def __init__(
         self,
-        embed_dim,
-        vocab_size,
-        max_position_embeddings,
-        padding_idx=None,
-        word_embed_proj_dim=None,
-        device=None,
-        dtype=None,
-    ):
+        embed_dim: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        padding_idx: int | None = None,
+        word_embed_proj_dim: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         width = embed_dim if word_embed_proj_dim is None else word_embed_proj_dim
         self.word_embeddings = nn.Embedding(vocab_size, width, padding_idx=padding_idx, **factory)
         self.project_in = None
@@ -46,8 +53,11 @@ class GPT2Embeddings(nn.Module):
         if max_position_embeddings > 0:
             self.position_embeddings = nn.Embedding(max_position_embeddings, embed_dim, **factory)
 
-    def forward(self, input_ids, position_ids=None):
-        """Embeddings (batch, seqlen, embed_dim) of input_ids (batch, seqlen)."""
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        """Embeddings (batch, seqlen, embed_dim) of input_ids (batch, seqlen).
+
+        Raises TypeError or ValueError for ids of another dtype or shape, and for more tokens than positions.
+        """
         _check_ids(input_ids)
         embeddings = self.word_embeddings(input_ids)
         if self.project_in is not None:
@@ -63,20 +73,23 @@ class BertEmbeddings(nn.Module):
     Arguments:
         type_vocab_size: number of token types; without their embeddings if 0 or less.
         The others are those of `GPT2Embeddings`.
+
+    >>> BertEmbeddings(64, 1000, 128, 2)(torch.randint(1000, (2, 16))).shape
+    torch.Size([2, 16, 64])
     """
 
     def __init__(
         self,
-        embed_dim,
-        vocab_size,
-        max_position_embeddings,
-        type_vocab_size,
-        padding_idx=None,
-        device=None,
-        dtype=None,
-    ):
+        embed_dim: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        type_vocab_size: int,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.word_embeddings = nn.Embedding(vocab_size, embed_dim, padding_idx=padding_idx, **factory)
         self.max_position_embeddings = max_position_embeddings
         self.type_vocab_size = type_vocab_size
@@ -85,8 +98,13 @@ class BertEmbeddings(nn.Module):
         if type_vocab_size > 0:
             self.token_type_embeddings = nn.Embedding(type_vocab_size, embed_dim, **factory)
 
-    def forward(self, input_ids, position_ids=None, token_type_ids=None):
-        """Embeddings (batch, seqlen, embed_dim) of input_ids (batch, seqlen); token types are 0 unless given."""
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> Tensor:
+        """Embeddings (batch, seqlen, embed_dim) of input_ids (batch, seqlen); token types are 0 unless given.
+
+        Raises what `GPT2Embeddings` raises.
+        """
         _check_ids(input_ids)
         embeddings = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:
@@ -100,9 +118,9 @@ class BertEmbeddings(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """nn.Embedding whose rows are divided: the process of rank r has tokens r * n to (r + 1) * n - 1.
+    """nn.Embedding with its rows divided: the process of rank r has tokens r * n to (r + 1) * n - 1.
 
-    Tokens of other processes get 0; the sum over the processes, which is left to the caller, is the embedding.
+    A process returns 0 for the tokens of others. The caller must add the results of all processes.
 
     Arguments:
         num_embeddings: tokens of all processes, divisible by their number.
@@ -111,7 +129,14 @@ class VocabParallelEmbedding(nn.Embedding):
         The others are those of nn.Embedding.
     """
 
-    def __init__(self, num_embeddings, *args, process_group=None, padding_idx=None, **kwargs):
+    def __init__(
+        self,
+        num_embeddings: int,
+        *args: Any,
+        process_group: ProcessGroup | None = None,
+        padding_idx: int | None = None,
+        **kwargs: Any,
+    ) -> None:
         world_size = _processes("num_embeddings", num_embeddings, process_group)
         if world_size > 1 and padding_idx is not None:
             raise ValueError(f"padding_idx must be None where tokens are divided over processes, found {padding_idx}")
@@ -119,6 +144,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:
+        """Embeddings (..., features) of input (...), 0 for tokens of other processes."""
         if self.process_group is None:
             return super().forward(input)
         first = dist.get_rank(self.process_group) * self.num_embeddings
@@ -128,7 +154,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
 
 class ColumnParallelEmbedding(nn.Embedding):
-    """nn.Embedding whose columns are divided: the process of rank r has features r * n to (r + 1) * n - 1.
+    """nn.Embedding with its columns divided: the process of rank r has features r * n to (r + 1) * n - 1.
 
     Arguments:
         embedding_dim: features of all processes, divisible by their number.
@@ -136,7 +162,14 @@ class ColumnParallelEmbedding(nn.Embedding):
         The others are those of nn.Embedding.
     """
 
-    def __init__(self, num_embeddings, embedding_dim, *args, process_group=None, **kwargs):
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *args: Any,
+        process_group: ProcessGroup | None = None,
+        **kwargs: Any,
+    ) -> None:
         world_size = _processes("embedding_dim", embedding_dim, process_group)
         super().__init__(num_embeddings, embedding_dim // world_size, *args, **kwargs)
         self.process_group = process_group
@@ -153,18 +186,18 @@ class ParallelGPT2Embeddings(nn.Module):
 
     def __init__(
         self,
-        embed_dim,
-        vocab_size,
-        max_position_embeddings,
-        process_group,
-        padding_idx=None,
-        sequence_parallel=True,
-        device=None,
-        dtype=None,
-    ):
+        embed_dim: int,
+        vocab_size: int,
+        max_position_embeddings: int,
+        process_group: ProcessGroup,
+        padding_idx: int | None = None,
+        sequence_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         checks.process_group(process_group)
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
         self.word_embeddings = VocabParallelEmbedding(
@@ -176,7 +209,9 @@ class ParallelGPT2Embeddings(nn.Module):
                 max_position_embeddings, embed_dim, process_group=process_group, **factory
             )
 
-    def forward(self, input_ids, position_ids=None, combine_batch_seqlen_dim=False):
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor | None = None, combine_batch_seqlen_dim: bool = False
+    ) -> Tensor:
         """Embeddings (batch, seqlen, embed_dim), or (batch * seqlen, embed_dim) with combine_batch_seqlen_dim.
 
         With sequence_parallel each process has its part of the first dimension.
@@ -195,27 +230,28 @@ class ParallelGPT2Embeddings(nn.Module):
         return (reduce_scatter if self.sequence_parallel else all_reduce)(embeddings, self.process_group)
 
 
-def _processes(name, size, process_group):
-    """The number of processes that share `size`; it must divide it."""
+def _processes(name: str, size: int, process_group: ProcessGroup | None) -> int:
+    """The number of processes that share `size`, which it must divide."""
     world_size = 1 if process_group is None else dist.get_world_size(process_group)
     checks.number(name, size, size % world_size == 0, "divisible by the {} processes", world_size)
     return world_size
 
 
-def _check_ids(input_ids):
+def _check_ids(input_ids: Tensor) -> None:
     checks.tensor("input_ids", input_ids, dtypes=checks.INTEGER_DTYPES)
     checks.ndim("input_ids", input_ids, "(batch, seqlen)")
 
 
-def _check_of_tokens(name, ids, input_ids):
-    """Check that ids (seqlen,) or (batch, seqlen), where a batch of 1 stands for all, belong to the tokens."""
+def _check_of_tokens(name: str, ids: Tensor, input_ids: Tensor) -> None:
+    """Check that ids are (seqlen,), (1, seqlen) or (batch, seqlen) for input_ids (batch, seqlen)."""
     checks.tensor(name, ids, dtypes=checks.INTEGER_DTYPES, device=input_ids.device)
     batch, seqlen = input_ids.shape
     if ids.shape not in ((seqlen,), (1, seqlen), (batch, seqlen)):
         raise ValueError(f"{name} must have shape ({seqlen},) or ({batch}, {seqlen}), found {tuple(ids.shape)}")
 
 
-def _positions(module, input_ids, position_ids):
+def _positions(module: Any, input_ids: Tensor, position_ids: Tensor | None) -> Tensor:
+    """position_ids, or if they are None 0, 1, ... (seqlen,)."""
     if position_ids is not None:
         _check_of_tokens("position_ids", position_ids, input_ids)
         return position_ids

@@ -2,12 +2,16 @@
 
     GatedMlp(4096, hidden_features=11008, activation=torch.nn.functional.silu, bias1=False, bias2=False)   # Llama's
 
-`FusedMLP` and `ParallelFusedMLP`, whose activation is part of the products, can be imported from here, too.
+`FusedMLP` and `ParallelFusedMLP`, which compute the activation within the matrix products, can also be imported from
+here.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from flash_attn._ops import checks
@@ -18,28 +22,33 @@ __all__ = ["FusedMLP", "GatedMlp", "Mlp", "ParallelFusedMLP", "ParallelGatedMlp"
 
 
 class _TwoLayers(nn.Module):
-    """y = fc2(between(fc1(x))), for layers that are set by who derives from this."""
+    """y = fc2(between(fc1(x))); classes that derive from this add the two layers."""
 
-    def __init__(self, activation, return_residual=False):
+    fc1: nn.Module
+    fc2: nn.Module
+
+    def __init__(self, activation: Callable[[Tensor], Tensor], return_residual: bool = False) -> None:
         super().__init__()
         if not callable(activation):
             raise TypeError(f"activation must be a function of a tensor, found {activation!r}")
         self.activation = activation
         self.return_residual = return_residual
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """y (..., out_features) of x (..., in_features); (y, x) if return_residual."""
         y = self.fc2(self.between(self.fc1(x)))
         return (y, x) if self.return_residual else y
 
-    def between(self, y):
+    def between(self, y: Tensor) -> Tensor:
+        """What fc2 gets of the output y of fc1."""
         return self.activation(y)
 
 
 class _Gated(_TwoLayers):
-    """fc1 gives a value and its gate, one behind the other."""
+    """Layers with a gate: the output of fc1 is a value, then its gate."""
 
-    def between(self, y):
+    def between(self, y: Tensor) -> Tensor:
+        """value * activation(gate)."""
         if self.activation is F.sigmoid:
             return F.glu(y, dim=-1)
         if self.activation is F.silu and y.dtype != torch.float64:  # which the fused function does not take
@@ -50,6 +59,9 @@ class _Gated(_TwoLayers):
 
 class Mlp(_TwoLayers):
     """y = fc2(activation(fc1(x))).
+
+    >>> Mlp(64)(torch.randn(2, 64)).shape
+    torch.Size([2, 64])
 
     Arguments:
         in_features: features of x.
@@ -62,18 +74,18 @@ class Mlp(_TwoLayers):
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation=F.gelu,
-        bias1=True,
-        bias2=True,
-        return_residual=False,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        bias1: bool = True,
+        bias2: bool = True,
+        return_residual: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(activation, return_residual)
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         hidden_features = _or_else(hidden_features, 4 * in_features)
         self.fc1 = Linear(in_features, hidden_features, bias=bias1, **factory)
         self.fc2 = Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
@@ -90,19 +102,19 @@ class ParallelMLP(_TwoLayers):
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation=F.gelu,
-        process_group: ProcessGroup = None,
-        sequence_parallel=True,
-        bias1=True,
-        bias2=True,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        process_group: ProcessGroup | None = None,
+        sequence_parallel: bool = True,
+        bias1: bool = True,
+        bias2: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(activation)
-        factory = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         hidden_features = _or_else(hidden_features, 4 * in_features)
         out_features = _or_else(out_features, in_features)
         self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **factory)
@@ -112,31 +124,34 @@ class ParallelMLP(_TwoLayers):
 class GatedMlp(_Gated):
     """y = fc2(value * activation(gate)), where fc1(x) is value and gate, in this order (GLU, arXiv:2002.05202).
 
+    >>> GatedMlp(64, activation=F.silu)(torch.randn(2, 64)).shape
+    torch.Size([2, 64])
+
     Arguments:
         in_features: features of x.
         hidden_features: features of the value, int(8 / 3 * in_features) if None; rounded up to a multiple.
         out_features: features of y, in_features if None.
-        activation: a function of the gate; torch.nn.functional.silu is fused with the product, but for float64.
+        activation: a function of the gate; torch.nn.functional.silu is fused with the product, except in float64.
         bias1, bias2: whether fc1 and fc2 have a bias.
-        multiple_of: what hidden_features is rounded up to a multiple of.
+        multiple_of: hidden_features is rounded up to a multiple of this.
         return_residual: return (y, x) instead of y.
     """
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation=F.sigmoid,
-        bias1=True,
-        bias2=True,
-        multiple_of=128,
-        return_residual=False,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.sigmoid,
+        bias1: bool = True,
+        bias2: bool = True,
+        multiple_of: int = 128,
+        return_residual: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(activation, return_residual)
-        factory = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         hidden_features = _round_up(_or_else(hidden_features, int(8 * in_features / 3)), multiple_of)
         self.fc1 = Linear(in_features, 2 * hidden_features, bias=bias1, **factory)
         self.fc2 = Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
@@ -155,20 +170,20 @@ class ParallelGatedMlp(_Gated):
 
     def __init__(
         self,
-        in_features,
-        process_group,
-        hidden_features=None,
-        out_features=None,
-        activation=F.sigmoid,
-        bias1=True,
-        bias2=True,
-        multiple_of=128,
-        sequence_parallel=True,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        process_group: ProcessGroup,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.sigmoid,
+        bias1: bool = True,
+        bias2: bool = True,
+        multiple_of: int = 128,
+        sequence_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(activation)
-        factory = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         hidden_features = _round_up(_or_else(hidden_features, int(8 * in_features / 3)), multiple_of)
         out_features = _or_else(out_features, in_features)
         # multiple_of=2: a value and its gate go to one process.
@@ -178,11 +193,11 @@ class ParallelGatedMlp(_Gated):
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **factory)
 
 
-def _or_else(features, default):
+def _or_else(features: int | None, default: int) -> int:
     return default if features is None else features
 
 
-def _round_up(features, multiple_of):
+def _round_up(features: int, multiple_of: int) -> int:
     checks.integer("multiple_of", multiple_of)
     checks.number("multiple_of", multiple_of, multiple_of > 0, "positive")
     return (features + multiple_of - 1) // multiple_of * multiple_of

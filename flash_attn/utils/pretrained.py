@@ -4,11 +4,14 @@ state_dict = state_dict_from_pretrained("openai-community/gpt2", dtype=torch.bfl
 """
 
 import json
+import os
 import pathlib
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-# Safetensors first: they load without copies, and hold nothing but tensors. An index names the shards of a checkpoint.
+# Safetensors come first: they load without copies, and hold nothing but tensors. An index names the shards.
 _NAMES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -17,18 +20,25 @@ _NAMES = (
 )
 
 
-def state_dict_from_pretrained(model_name, device=None, dtype=None):
-    """All tensors of a checkpoint by their names, with the shards of a divided one in one dict.
+def state_dict_from_pretrained(
+    model_name: str | os.PathLike[str],
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Tensor]:
+    """All tensors of a checkpoint by their names; the shards of a sharded one are joined.
 
     Arguments:
-        model_name: a folder, as str or Path, or else a name on the hub, which takes the package huggingface_hub.
-        device: of the tensors, as torch takes it; by default, of those in the file.
-        dtype: of floating-point tensors; by default, of those in the file.
+        model_name: a folder, as str or Path. If there is no such folder it is a name on the hub, which needs the
+            package huggingface_hub.
+        device: where the tensors are put, as torch takes it; None leaves them where the file says.
+        dtype: what floating-point tensors are cast to; None leaves them as they are in the file.
 
-    Of the files model.safetensors and pytorch_model.bin and their indices of shards, the first that is found is read.
-    Safetensors take the package safetensors; others are read with weights_only.
+    The first file that is found is read: model.safetensors, its index of shards, pytorch_model.bin, its index of
+    shards. The former two need the package safetensors; the latter two are read with weights_only.
 
-    Raises OSError if there is none of them, or a shard is missing.
+    Raises OSError if there is none of them, or if a shard is missing.
+
+    >>> state_dict = state_dict_from_pretrained("openai-community/gpt2")                    # doctest: +SKIP
     """
     folder = pathlib.Path(model_name)
     find = _in_folder(folder) if folder.is_dir() else _on_hub(str(model_name))
@@ -37,27 +47,27 @@ def state_dict_from_pretrained(model_name, device=None, dtype=None):
     paths = [path]
     if path.suffix == ".json":
         paths = [find(shard) for shard in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
-    state_dict = {}
+    state_dict: dict[str, Tensor] = {}
     for path in paths:
         state_dict |= _load(path, device, dtype)
     return state_dict
 
 
-def _first(find, model_name):
-    """The path of the first file that there is."""
+def _first(find: Callable[[str], pathlib.Path], model_name: str | os.PathLike[str]) -> pathlib.Path:
+    """The path of the first file that exists."""
     reason = None
     for name in _NAMES:
         try:
             return find(name)
-        except (OSError, ValueError) as error:  # a ValueError from the hub, for what cannot be a name there
+        except (OSError, ValueError) as error:  # the hub raises ValueError for a text that cannot be a name there
             reason = error
     raise OSError(f"Model name {model_name} was not found: none of {', '.join(_NAMES)} is there") from reason
 
 
-def _in_folder(folder):
-    """A function from a file's name to its path; it raises OSError if there is none."""
+def _in_folder(folder: pathlib.Path) -> Callable[[str], pathlib.Path]:
+    """A function from a file's name to its path in a folder; it raises OSError if there is no such file."""
 
-    def find(name):
+    def find(name: str) -> pathlib.Path:
         path = folder / name
         if not path.is_file():
             raise FileNotFoundError(f"{name} must be in {folder}, found no such file")
@@ -66,8 +76,8 @@ def _in_folder(folder):
     return find
 
 
-def _on_hub(model_name):
-    """The same for a repository, whose files are downloaded to the hub's cache."""
+def _on_hub(model_name: str) -> Callable[[str], pathlib.Path]:
+    """The same for a repository of the hub: the function downloads the file to the hub's cache."""
     try:
         from huggingface_hub import hf_hub_download
     except ModuleNotFoundError as error:
@@ -77,8 +87,9 @@ def _on_hub(model_name):
     return lambda name: pathlib.Path(hf_hub_download(model_name, name))
 
 
-def _load(path, device, dtype):
-    # What a cast makes smaller is cast before it is moved.
+def _load(path: pathlib.Path, device: torch.device | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The tensors of one file."""
+    # Tensors that a cast makes smaller are cast on the CPU, before they are moved.
     first = "cpu" if dtype not in (None, torch.float32) or device is None else device
     if path.suffix == ".safetensors":
         from safetensors.torch import load_file
@@ -87,6 +98,6 @@ def _load(path, device, dtype):
     else:
         tensors = torch.load(path, map_location=first if device is not None else None, weights_only=True)
     return {
-        name: tensor.to(dtype=dtype if tensor.is_floating_point() else None).to(device=device)  # not positions, say
+        name: tensor.to(dtype=dtype if tensor.is_floating_point() else None).to(device=device)  # integers keep theirs
         for name, tensor in tensors.items()
     }

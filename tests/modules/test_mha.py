@@ -1,6 +1,7 @@
 """Attention modules: numbers and gradients against the formula and other libraries, decoding, options, errors."""
 
 import dataclasses
+import types
 
 import oracle
 import pytest
@@ -491,6 +492,39 @@ def test_sequences_that_differ_in_length_while_decoding(case, device):
     torch.testing.assert_close(found, torch.stack(expected), rtol=1e-4, atol=1e-5)
 
 
+PADDED_CASES = [
+    Case(),
+    Case(flash=False),
+    Case(rotary_dim=32, heads_kv=2),
+    Case(rotary_dim=8, heads_kv=2, flash=False),
+    Case(rotary_dim=32, scale_base=64.0, interleaved=True),
+    Case(alibi=True, window=(4, -1)),
+]
+
+
+@pytest.mark.parametrize("lengths", [False, True])
+@pytest.mark.parametrize("case", params(PADDED_CASES))
+def test_prompts_with_padding_on_the_left(case, lengths, device):
+    """Each gives what it gives alone, in the prompt and in steps of one or more tokens; in some rows of a cache."""
+    module = case.module(device)
+    leftpad, steps = [0, 4, 2], (5, 1, 3)
+    x = torch.randn(3, sum(steps), case.embed_dim, device=device)
+    inference = InferenceParams(max_seqlen=11, max_batch_size=5, batch_size_offset=2)
+    inference.leftpad_per_sample = torch.tensor([9, 9, *leftpad], dtype=torch.int32, device=device)
+    found, position = [], 0
+    with torch.no_grad():
+        for chunk in x.split(steps, dim=1):
+            if lengths:
+                held = 0 * inference.leftpad_per_sample if position == 0 else position - inference.leftpad_per_sample
+                inference.lengths_per_sample = held
+            found.append(module(chunk, inference_params=inference))
+            position += chunk.shape[1]
+            inference.seqlen_offset = position
+        found = torch.cat(found, dim=1)
+        for b, pad in enumerate(leftpad):
+            torch.testing.assert_close(found[b, pad:], module(x[b, None, pad:])[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("lengths", [False, True])
 @pytest.mark.parametrize("flash", [False, True])
 def test_rows_of_a_larger_cache(flash, lengths, device):
@@ -547,6 +581,23 @@ def test_a_cache_may_go_from_one_model_to_the_next(device):
             torch.testing.assert_close(module(x[:, 5:], inference_params=params), one(x)[:, 5:], rtol=1e-4, atol=1e-5)
         fresh = InferenceParams(9, 2, 5, key_value_memory_dict=params.key_value_memory_dict)
         torch.testing.assert_close(one(x[:, 5:], inference_params=fresh), one(x)[:, 5:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_inference_params_of_another_class(flash, device):
+    """Other packages have a class of their own, with the fields that all of them share."""
+    module = Case(flash=flash, rotary_dim=16).module(device)
+    x = torch.randn(2, 6, module.embed_dim, device=device)
+    inference = types.SimpleNamespace(
+        max_seqlen=9, max_batch_size=2, seqlen_offset=0, batch_size_offset=0, key_value_memory_dict={},
+        lengths_per_sample=None,
+    )  # fmt: skip
+    found = []
+    with torch.no_grad():
+        for chunk in x.split((4, 1, 1), dim=1):
+            found.append(module(chunk, inference_params=inference))
+            inference.seqlen_offset += chunk.shape[1]
+        torch.testing.assert_close(torch.cat(found, dim=1), module(x), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("flash", [False, True])
@@ -791,6 +842,19 @@ ERRORS = {
     "lengths of other rows": (
         dict(rotary_emb_dim=16), dict(inference_params=InferenceParams(9, 4, 0, 2, {}, CU_SEQLENS)), ValueError,
         "the length of inference_params.lengths_per_sample must be at least 4, for each row, found 3"),
+    "padding of other rows": (
+        dict(causal=True), dict(inference_params=InferenceParams(9, 4, 0, 2, leftpad_per_sample=CU_SEQLENS)),
+        ValueError, "the length of inference_params.leftpad_per_sample must be at least 4, for each row, found 3"),
+    "padding that is no tensor": (
+        dict(causal=True), dict(inference_params=InferenceParams(9, 2, leftpad_per_sample=[0, 1])), TypeError,
+        "inference_params.leftpad_per_sample must be a torch.Tensor, found list"),
+    "padding without a causal mask": (
+        {}, dict(inference_params=InferenceParams(9, 2, leftpad_per_sample=CU_SEQLENS)), ValueError,
+        "causal must be true for prompts with padding, found False"),
+    "padding of cross attention": (
+        dict(causal=True, cross_attn=True),
+        dict(inference_params=InferenceParams(9, 2, leftpad_per_sample=CU_SEQLENS)), ValueError,
+        "leftpad_per_sample must be None with cross_attn"),
     "unknown argument": ({}, dict(mask=KEEP), TypeError, "mask"),
 }  # fmt: skip
 

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from compare import assert_error_ratio
 from torch import nn
 
 from flash_attn.modules.block import Block
@@ -305,6 +306,121 @@ def test_teacher(device):
     assert torch.equal(output.sequences[:, 15:], logits[:, 14:-1].argmax(-1))
 
 
+LENGTHS = (6, 1, 4)
+PADDED_MODELS = [*MODELS, dict(rotary_emb_dim=16, rotary_emb_scale_base=64.0), dict(num_heads_kv=2, rotary_emb_dim=12)]
+
+
+def padded_prompts(device, lengths=LENGTHS):
+    """Prompts of different lengths with tokens of no meaning in front, and the mask (batch, seqlen) of the others."""
+    input_ids = prompt(len(lengths), max(lengths), device)
+    columns = torch.arange(max(lengths), device=device)
+    return input_ids, (columns >= max(lengths) - torch.tensor(lengths, device=device)[:, None]).long()
+
+
+def each_alone(model, input_ids, attention_mask, max_length):
+    """For each prompt without its padding: the whole sequence is computed anew for each token."""
+    sequences, scores = [], []
+    for ids, mask in zip(input_ids, attention_mask.bool()):
+        length = max_length - len(ids) + mask.sum()
+        one, logits = greedy(model, ids[None, mask], length)
+        sequences.append(torch.cat([ids[~mask], one[0]]))
+        scores.append(torch.cat(logits))
+    return torch.stack(sequences), torch.stack(scores)
+
+
+@torch.no_grad()
+def scores_alone(model, sequences, attention_mask):
+    """The logits (batch, new tokens, vocab) after each token of the sequences without their padding."""
+    seqlen = attention_mask.shape[1]
+    return torch.stack([
+        model(row[None, seqlen - mask.sum() :]).logits[0, mask.sum() - 1 : -1]
+        for row, mask in zip(sequences, attention_mask)
+    ])  # fmt: skip
+
+
+def check_padded(model, input_ids, attention_mask, **options):
+    expected, scores = each_alone(model, input_ids, attention_mask, 20)
+    output = decode(input_ids, model, 20, vocab_size=VOCAB, attention_mask=attention_mask, **options)
+    assert torch.equal(output.sequences, expected)
+    torch.testing.assert_close(torch.stack(output.scores, dim=1), scores, rtol=1e-4, atol=1e-4)
+    return output
+
+
+@pytest.mark.parametrize("options", PADDED_MODELS, ids=str)
+def test_prompts_of_different_lengths(options, device):
+    """Each gives what it gives alone, whatever the tokens of the padding."""
+    model = Model(device=device, **options).eval()
+    input_ids, attention_mask = padded_prompts(device)
+    check_padded(model, input_ids, attention_mask)
+    model.calls.clear()
+    check_padded(model, input_ids.masked_fill(attention_mask == 0, 0), attention_mask.bool())
+    positions = [ids.tolist() for shape, ids, last in model.calls if last == 1]
+    assert positions[0] == [[0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 0], [0, 0, 0, 1, 2, 3]]
+    assert positions[1:] == [[[6 + i], [1 + i], [4 + i]] for i in range(13)]
+
+
+@pytest.mark.parametrize("options", PADDED_MODELS, ids=str)
+def test_which_graph_is_replayed_for_prompts_of_different_lengths(options, graphs, device):
+    """The scores are those without graphs; also in larger caches, and behind prompts of other lengths."""
+    model = Model(device=device, **options).eval()
+    decode(prompt(4, 9, device), model, 30, cg=True)
+    for lengths in (LENGTHS, (2, 6, 6), (6, 6, 6)):
+        input_ids, attention_mask = padded_prompts(device, lengths)
+        expected = check_padded(model, input_ids, attention_mask)
+        found = decode(input_ids, model, 20, vocab_size=VOCAB, attention_mask=attention_mask, cg=True)
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(found.scores), torch.stack(expected.scores), rtol=1e-4, atol=1e-4)
+    input_ids = prompt(3, 6, device)
+    expected = decode(input_ids, model, 20).sequences
+    assert torch.equal(decode(input_ids, model, 20, cg=True).sequences, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("options", [options for options in MODELS if options.get("use_flash_attn", True)], ids=str)
+def test_graphs_of_prompts_of_different_lengths(options, device):
+    model = Model(device=device, dtype=torch.float16, dim=256, **options).eval()
+    for lengths in (LENGTHS, (2, 6, 6), (6, 6, 6)):
+        input_ids, attention_mask = padded_prompts(device, lengths)
+        expected = decode(input_ids, model, 20, attention_mask=attention_mask)
+        whole = copy.deepcopy(model).float()
+        exact, baseline = (scores_alone(each, expected.sequences, attention_mask) for each in (whole, model))
+        assert_error_ratio(torch.stack(expected.scores, dim=1), exact, baseline)
+        for _ in range(2):
+            found = decode(input_ids, model, 20, attention_mask=attention_mask, cg=True)
+            assert torch.equal(found.sequences, expected.sequences)
+            assert torch.equal(torch.stack(found.scores), torch.stack(expected.scores))
+
+
+def test_a_mask_without_padding_changes_nothing(device):
+    model, input_ids = Model(rotary_emb_dim=16, device=device).eval(), prompt(2, 6, device)
+    expected = decode(input_ids, model, 12)
+    model.calls.clear()
+    for mask in (torch.ones_like(input_ids), torch.ones(2, 6, dtype=torch.bool, device=device)):
+        found = decode(input_ids, model, 12, attention_mask=mask)
+        assert torch.equal(torch.stack(found.scores), torch.stack(expected.scores))
+        assert model.calls[0] == ((2, 6), None, 1)
+
+
+def test_prompts_of_different_lengths_stream_and_end_at_different_steps(device):
+    """Rows that have ended are filled up; the others give what they give alone."""
+    model = Model(rotary_emb_dim=16, device=device).eval()
+    input_ids, attention_mask = padded_prompts(device)
+    expected, _ = each_alone(model, input_ids, attention_mask, 20)
+    end = int(expected[1, 9])
+    for row in expected:
+        after = (row[6:] == end).nonzero().flatten().tolist()
+        if after:
+            row[7 + after[0] :] = VOCAB
+    streamer = Streamer()
+    sequences = model.generate(
+        input_ids, 20, vocab_size=VOCAB, attention_mask=attention_mask, eos_token_id=end, pad_token_id=VOCAB,
+        streamer=streamer,
+    )  # fmt: skip
+    assert torch.equal(sequences, expected[:, : sequences.shape[1]])
+    first, *others = streamer.pieces
+    assert torch.equal(torch.cat([first, torch.stack(others, dim=1)], dim=1), sequences.cpu())
+
+
 class Scripted(nn.Module):
     """Says what a table holds for each row and position, whatever it is told."""
 
@@ -331,6 +447,18 @@ def test_sequences_end_at_different_steps(device):
     assert decode(input_ids[:1], model, 7).sequences.tolist() == [[0, 1, 2, 9, 4, 5, 6]]
 
 
+def test_sequences_that_have_ended_are_filled_with_the_token_of_padding(device):
+    model = Scripted([[1, 2, 9, 4, 5, 6, 7], [1, 2, 3, 4, 9, 6, 7], [9, 9, 9, 9, 9, 9, 9]], device)
+    input_ids = torch.zeros(3, 1, dtype=torch.int64, device=device)
+    found = decode(input_ids, model, 7, eos_token_id=9, pad_token_id=8).sequences
+    assert found.tolist() == [[0, 1, 2, 9, 8, 8], [0, 1, 2, 3, 4, 9], [0, 9, 8, 8, 8, 8]]
+    teacher = torch.tensor([[0, 9, 5], [0, 5, 9], [0, 5, 5]], device=device)
+    found = decode(input_ids, model, 7, eos_token_id=9, pad_token_id=8, teacher_outputs=teacher).sequences
+    assert found.tolist() == [[0, 9, 5, 9], [0, 5, 9, 8], [0, 5, 5, 9]]
+    penalised = decode(input_ids, model, 7, eos_token_id=9, pad_token_id=99, repetition_penalty=1.1)
+    assert penalised.sequences[2].tolist() == [0, 9, 99, 99, 99, 99]  # which the logits do not have
+
+
 def test_repetition_penalty_while_decoding(device):
     model = Scripted([[1, 1, 1, 1, 1]], device)
     input_ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -338,6 +466,17 @@ def test_repetition_penalty_while_decoding(device):
     output = decode(input_ids, model, 3, repetition_penalty=1e9)
     assert output.sequences[0, 2] != 1
     assert output.scores[1].argmax() == 1  # as the model gave them
+
+
+def test_padding_is_no_repetition(device):
+    model = Scripted([[1, 1, 1, 1, 1]] * 2, device)
+    input_ids = torch.tensor([[1, 1, 2], [2, 2, 2]], device=device)
+    attention_mask = torch.tensor([[0, 0, 1], [1, 1, 1]], device=device)
+    for pad in (1, 99):
+        input_ids[0, :2] = pad
+        output = decode(input_ids, model, 4, repetition_penalty=1e9, attention_mask=attention_mask)
+        assert output.sequences[:, 3].tolist() == [1, 1]
+    assert decode(input_ids[:, 1:] * 0 + 1, model, 4, repetition_penalty=1e9).sequences[0, 2] != 1
 
 
 class Streamer:
@@ -459,7 +598,7 @@ def graphs(monkeypatch, device):
 
         def run(input_ids, position_ids, seqlen):
             assert input_ids.shape == position_ids.shape == (batch_size, decoding_seqlen)
-            params.lengths_per_sample.fill_(seqlen)
+            params.set_lengths(batch_size, seqlen)
             captured = dataclasses.replace(params, seqlen_offset=max_seqlen - decoding_seqlen)
             return model(
                 input_ids, position_ids=position_ids, inference_params=captured, num_last_tokens=decoding_seqlen
@@ -690,7 +829,9 @@ def test_graphs_of_a_device_that_is_not_current():
 def test_reset():
     cache = {0: torch.zeros(1)}
     params = InferenceParams(8, 2, 3, 1, cache, torch.tensor([3, 3], dtype=torch.int32))
+    params.leftpad_per_sample = torch.tensor([0, 1], dtype=torch.int32)
     params.reset(10, 4)
+    assert params.leftpad_per_sample is None
     assert params.lengths_per_sample.tolist() == [0, 0]
     assert params == InferenceParams(10, 4, 0, 1, cache, params.lengths_per_sample)
     assert InferenceParams(8, 2).key_value_memory_dict is not InferenceParams(8, 2).key_value_memory_dict
@@ -706,6 +847,7 @@ def test_allocation(device):
 
 
 IDS = torch.zeros(2, 3, dtype=torch.int64)
+MASK = torch.tensor([[1, 1, 1], [0, 0, 1]])
 ERRORS = {
     "ids are no tensor": (dict(input_ids=[[1]]), TypeError, "input_ids must be a torch.Tensor, found list"),
     "ids are floats": (dict(input_ids=IDS.float()), TypeError, "input_ids must have dtype torch.int64"),
@@ -720,6 +862,27 @@ ERRORS = {
     "vocabulary": (dict(vocab_size=-3), ValueError, "vocab_size must be positive, found -3"),
     "teacher of one row": (dict(teacher_outputs=IDS[:1]), ValueError, r"teacher_outputs must have shape \(2, \*\)"),
     "teacher of floats": (dict(teacher_outputs=IDS.float()), TypeError, "teacher_outputs must have dtype torch.int32"),
+    "several pads": (dict(pad_token_id=[1]), TypeError, "pad_token_id must be an integer or None, found list"),
+    "negative pad": (dict(pad_token_id=-1), ValueError, "pad_token_id must be at least 0, found -1"),
+    "mask is no tensor": (dict(attention_mask=[[1, 1, 1]] * 2), TypeError, "attention_mask must be a torch.Tensor"),
+    "mask of one row": (dict(attention_mask=MASK[:1]), ValueError, r"attention_mask must have shape \(2, 3\), found"),
+    "mask of the whole": (dict(attention_mask=torch.ones(2, 5)), ValueError, r"mask must have shape \(2, 3\), found"),
+    "padding on the right": (
+        dict(attention_mask=MASK.flip(1)),
+        ValueError,
+        r"attention_mask must be 0 before the tokens of each prompt only .* \[1, 0, 0\] in row 1",
+    ),
+    "padding between": (
+        dict(attention_mask=torch.tensor([[1, 1, 1], [1, 0, 1]])),
+        ValueError,
+        r"attention_mask .* \[1, 0, 1\] in row 1",
+    ),
+    "nothing but padding": (dict(attention_mask=MASK * 0), ValueError, r"attention_mask .* \[0, 0, 0\] in row 0"),
+    "mask of scores": (
+        dict(attention_mask=-1e4 * (1 - MASK)),
+        ValueError,
+        "attention_mask must be 0 or 1, found -10000",
+    ),
     "graphs on the CPU": (dict(cg=True), ValueError, "the model's device must be a GPU for CUDA graphs, found cpu"),
 }
 

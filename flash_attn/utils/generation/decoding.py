@@ -5,14 +5,14 @@ output.sequences                                                            # (b
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
 from flash_attn.utils.generation.sampling import check_in_vocabulary, check_sampling, penalise, sample
-from flash_attn.utils.generation.steps import Steps, check_prompt, timed
+from flash_attn.utils.generation.steps import Steps, check_padding, check_prompt, timed
 
 
 @dataclasses.dataclass
@@ -49,25 +49,32 @@ def decode(
     repetition_penalty: float = 1.0,
     output_scores: bool = True,
     streamer: Any = None,
+    attention_mask: Tensor | None = None,
+    pad_token_id: int | None = None,
 ) -> GreedySearchDecoderOnlyOutput:
     """Continue sequences token by token.
 
     Arguments:
-        input_ids: (batch, seqlen) int64, the prompts, on the model's device.
+        input_ids: (batch, seqlen) int64, the prompts, on the model's device. Prompts of different lengths are padded on
+            the left, and need an attention_mask: padding cannot be told from tokens without it.
         model: see `flash_attn.utils.generation` for how it is called.
         max_length: of a sequence with its prompt. At least one token is added whatever it is.
         top_k, top_p, temperature: as in `sample`; by default, the likeliest token.
-        eos_token_id: a sequence ends with this token and is filled up with it until all have ended.
+        eos_token_id: a sequence ends with this token; what follows until all have ended is pad_token_id.
         teacher_outputs: (batch, length), sequences whose tokens are taken instead of drawing, as far as they reach.
         vocab_size: how many of the logits count, if the vocabulary is padded.
         tensor_parallel: how many processes the model is divided over.
         cg: replay CUDA graphs, which are kept in model._decoding_cache. The graphs of a batch size are made at its
             first use; they are made anew if a cache must grow.
         enable_timing: print how long it took.
-        repetition_penalty: as in `modify_logits_for_repetition_penalty`, for all tokens of a sequence so far.
+        repetition_penalty: as in `modify_logits_for_repetition_penalty`, for all tokens of a sequence so far, without
+            padding.
         output_scores: keep the logits, (batch, vocab) for every token.
         streamer: an object whose put gets the prompts and then each step's tokens (batch,), on the CPU, and whose end
             is called at the end, like the streamers of transformers.
+        attention_mask: (batch, seqlen) of any dtype, 1 for the tokens of a prompt and 0 for the padding on its left, as
+            `generate` of transformers takes it. Each prompt must have a token. A sequence continues as it would alone.
+        pad_token_id: fills up sequences that have ended; eos_token_id if None. The model must have an embedding for it.
 
     Returns a GreedySearchDecoderOnlyOutput, or if top_k is not 1 a SampleDecoderOnlyOutput. The scores are logits as
     the model gives them, before temperature and penalty. Raises TypeError or ValueError for arguments that do not fit
@@ -82,8 +89,13 @@ def decode(
         checks.tensor("teacher_outputs", teacher_outputs, dtypes=dtypes, shape=shape, device=input_ids.device)
     checks.real("repetition_penalty", repetition_penalty)
     checks.number("repetition_penalty", repetition_penalty, repetition_penalty > 0, "positive")
-    steps = Steps(model, input_ids, max_length, vocab_size, tensor_parallel, cg)
-    rows = _Rows(input_ids, (top_k, top_p, temperature), repetition_penalty, eos_token_id, teacher_outputs)
+    if pad_token_id is not None:
+        checks.integer("pad_token_id", pad_token_id, "an integer or None")
+        checks.number("pad_token_id", pad_token_id, pad_token_id >= 0, "at least 0")
+    leftpad = check_padding(attention_mask, input_ids)
+    steps = Steps(model, input_ids, max_length, vocab_size, tensor_parallel, cg, leftpad=leftpad)
+    sampling = top_k, top_p, temperature
+    rows = _Rows(input_ids, leftpad, sampling, repetition_penalty, eos_token_id, pad_token_id, teacher_outputs)
     scores = []
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -106,53 +118,66 @@ class _Rows:
     """The sequences of a batch while they grow.
 
     sequences: (batch, length), prompts and what follows them.
-    ended: (batch,) bool, true for sequences that end with eos_token_id.
+    ended: (batch,) bool, true for sequences that have ended.
+    counted: (batch, length), the tokens that repetition_penalty counts, which are all in the vocabulary; in place of
+        padding there are others of the same sequence.
     """
 
     def __init__(
         self,
         input_ids: Tensor,
+        leftpad: Tensor | None,
         sampling: tuple[int, float, float],
         repetition_penalty: float,
         eos_token_id: int | None,
+        pad_token_id: int | None,
         teacher_outputs: Tensor | None,
     ) -> None:
-        self.sequences = input_ids
+        self.sequences = self.counted = input_ids
+        if leftpad is not None:
+            is_padding = torch.arange(input_ids.shape[1], device=input_ids.device) < leftpad[:, None]
+            self.counted = torch.where(is_padding, input_ids[:, -1:], input_ids)
         self.ended = torch.zeros_like(input_ids[:, 0], dtype=torch.bool)
         self.sampling = sampling
         self.repetition_penalty = repetition_penalty
         self.eos_token_id = eos_token_id
+        self.pad_token_id = eos_token_id if pad_token_id is None else pad_token_id
         self.teacher_outputs = teacher_outputs
-        self.is_checked = repetition_penalty == 1.0  # whether the tokens can index the logits
+        self.is_checked = False
 
     def extend(self, logits: Tensor) -> Tensor:
         """Add a token to each sequence, by the logits (batch, vocab) after its last; return the tokens (batch,)."""
-        if not self.is_checked:
+        if self.repetition_penalty != 1.0 and not self.is_checked:
             self._check_vocabulary(logits.shape[-1])
         length = self.sequences.shape[1]
         if self.teacher_outputs is not None and self.teacher_outputs.shape[1] > length:
-            tokens = self.teacher_outputs[:, length]
+            chosen = tokens = self.teacher_outputs[:, length]
+            self.ended = torch.zeros_like(self.ended)  # the teacher may go on after the end
         else:
-            tokens = self._drawn(logits)
-        self.sequences = torch.cat([self.sequences, tokens[:, None]], dim=1)
+            chosen = tokens = sample(self._penalised(logits), *self.sampling)
+            if self.pad_token_id is not None:
+                tokens = chosen.masked_fill(self.ended, self.pad_token_id)
         if self.eos_token_id is not None:
-            self.ended = tokens == self.eos_token_id
+            self.ended = self.ended | (tokens == self.eos_token_id)
+        self.sequences = torch.cat([self.sequences, tokens[:, None]], dim=1)
+        if self.repetition_penalty != 1.0:
+            self.counted = torch.cat([self.counted, chosen[:, None]], dim=1)
         return tokens
 
     def have_ended(self) -> bool:
         """Whether all sequences have; where they can end, this waits for the device."""
         return self.eos_token_id is not None and bool(self.ended.all())
 
-    def _drawn(self, logits):
-        if self.repetition_penalty != 1.0:
-            logits = logits.clone()
-            penalise(logits, self.sequences, self.repetition_penalty)
-        tokens = sample(logits, *self.sampling)
-        return tokens if self.eos_token_id is None else tokens.masked_fill(self.ended, self.eos_token_id)
+    def _penalised(self, logits: Tensor) -> Tensor:
+        if self.repetition_penalty == 1.0:
+            return logits
+        logits = logits.clone()
+        penalise(logits, self.counted, self.repetition_penalty)
+        return logits
 
-    def _check_vocabulary(self, vocab_size):
+    def _check_vocabulary(self, vocab_size: int) -> None:
         """Check the tokens that are given; those that follow are drawn from the vocabulary."""
-        check_in_vocabulary("input_ids", self.sequences, vocab_size)
+        check_in_vocabulary("input_ids", self.counted, vocab_size)
         if self.teacher_outputs is not None:
             check_in_vocabulary("teacher_outputs", self.teacher_outputs, vocab_size)
         self.is_checked = True
@@ -189,7 +214,7 @@ class GenerationMixin:
         >>> sequences = model.generate(prompt, max_length=100, eos_token_id=2)              # doctest: +SKIP
         """
         output = decode(
-            input_ids, self, max_length, top_k=top_k, top_p=top_p, temperature=temperature,
+            input_ids, cast(nn.Module, self), max_length, top_k=top_k, top_p=top_p, temperature=temperature,
             output_scores=output_scores and return_dict_in_generate, **kwargs,
         )  # fmt: skip
         return output if return_dict_in_generate else output.sequences

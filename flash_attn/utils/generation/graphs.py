@@ -16,7 +16,7 @@ from flash_attn._ops import checks
 from flash_attn.utils.generation.inference_params import InferenceParams
 
 _CACHE_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-Run = Callable[[Tensor, Tensor, int], Tensor]  # (input_ids, position_ids, seqlen) -> logits
+Run = Callable[[Tensor, Tensor, "int | Tensor"], Tensor]  # (input_ids, position_ids, seqlen) -> logits
 
 
 def allocate_inference_cache(
@@ -65,18 +65,19 @@ class DecodingCGCache:
     autocast: torch.dtype | None = None
     addresses: list[int] = dataclasses.field(default_factory=list)
 
-    def run(self, input_ids: Tensor, position_ids: Tensor, seqlen: int) -> Tensor:
+    def run(self, input_ids: Tensor, position_ids: Tensor, seqlen: int | Tensor) -> Tensor:
         """Replay the graph for input_ids (batch, tokens of a step), where the caches hold seqlen tokens.
 
+        seqlen is an integer, or an integer tensor (batch,) where rows differ.
         Returns logits (batch, tokens of a step, vocab). Raises KeyError if there is no graph of this shape.
         """
         return self.callables[tuple(input_ids.shape)](input_ids, position_ids, seqlen)
 
     def clear(self) -> None:
         """Free the graphs and the caches."""
-        self.__init__()
+        vars(self).update(vars(DecodingCGCache()))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[type["DecodingCGCache"], tuple[()]]:
         """A copy of the model begins without graphs, since these would go on reading the parameters of this one."""
         return DecodingCGCache, ()
 
@@ -117,9 +118,11 @@ def update_graph_cache(
     cache = DecodingCGCache() if cache is None else cache
     fits = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
     made_for = cache.device, cache.dtype, cache.autocast, cache.addresses
-    if made_for != (device, dtype, autocast, _addresses(model)) or not fits:
+    params = cache.inference_params
+    if params is None or made_for != (device, dtype, autocast, _addresses(model)) or not fits:
+        params = None
         cache.clear()  # frees the old caches before there are new ones
-        cache.inference_params = InferenceParams(
+        cache.inference_params = params = InferenceParams(
             max_seqlen,
             batch_size,
             seqlen_offset=seqlen_og,
@@ -131,10 +134,10 @@ def update_graph_cache(
     for decoding_seqlen in decoding_seqlens:
         if (batch_size, decoding_seqlen) not in cache.callables:
             cache.callables[batch_size, decoding_seqlen] = capture_graph(
-                model, cache.inference_params, batch_size, cache.max_seqlen, decoding_seqlen, cache.mempool, n_warmups
+                model, params, batch_size, cache.max_seqlen, decoding_seqlen, cache.mempool, n_warmups
             )
     cache.addresses = _addresses(model)  # after the first run of the model, which may move a buffer to the GPU
-    cache.inference_params.seqlen_offset = 0
+    params.seqlen_offset = 0
     return cache
 
 
@@ -159,7 +162,7 @@ def capture_graph(
         n_warmups: how often the model runs before.
 
     Returns run(input_ids, position_ids, seqlen) -> logits (batch_size, decoding_seqlen, vocab), where the caches hold
-    seqlen tokens. Raises ValueError for a decoding_seqlen that is out of range.
+    seqlen tokens, an integer or a tensor (batch_size,). Raises ValueError for a decoding_seqlen that is out of range.
     """
     checks.integer("decoding_seqlen", decoding_seqlen)
     fits = 0 < decoding_seqlen < max_seqlen
@@ -168,9 +171,9 @@ def capture_graph(
     input_ids, position_ids = torch.zeros(2, batch_size, decoding_seqlen, dtype=torch.int64, device=device)
     before = inference_params.seqlen_offset
     inference_params.seqlen_offset = max_seqlen - decoding_seqlen
-    inference_params.lengths_per_sample.fill_(inference_params.seqlen_offset)
+    inference_params.set_lengths(batch_size, inference_params.seqlen_offset)
 
-    def step():
+    def step() -> Tensor:
         with _autocast_without_cache(device.type):
             return model(
                 input_ids, position_ids=position_ids, inference_params=inference_params, num_last_tokens=decoding_seqlen
@@ -181,8 +184,10 @@ def capture_graph(
     # Tables that modules replace when they must grow, as the rotary embedding does: the graph goes on reading these.
     tables = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
 
-    def run(new_input_ids, new_position_ids, seqlen, tables=tables):
-        inference_params.lengths_per_sample.fill_(seqlen)
+    def run(
+        new_input_ids: Tensor, new_position_ids: Tensor, seqlen: int | Tensor, tables: list[Tensor] = tables
+    ) -> Tensor:
+        inference_params.set_lengths(batch_size, seqlen)
         input_ids.copy_(new_input_ids)
         position_ids.copy_(new_position_ids)
         graph.replay()
@@ -191,7 +196,9 @@ def capture_graph(
     return run
 
 
-def _captured(step, device, mempool, n_warmups):
+def _captured(
+    step: Callable[[], Tensor], device: torch.device, mempool: Any, n_warmups: int
+) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     """A CUDA graph of step() and the tensor that each replay writes, which is what step returns."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device):
@@ -209,7 +216,7 @@ def _captured(step, device, mempool, n_warmups):
     return graph, result
 
 
-def _autocast_without_cache(device_type):
+def _autocast_without_cache(device_type: str) -> torch.autocast:
     """The autocast of the caller without its cache, which is freed with that autocast: a graph would go on reading."""
     return torch.autocast(
         device_type,
@@ -219,16 +226,18 @@ def _autocast_without_cache(device_type):
     )
 
 
-def _addresses(model):
+def _addresses(model: nn.Module) -> list[int]:
     return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
 
 
-def _mempool(device):
+def _mempool(device: torch.device) -> Any:
     checks.number("the model's device", device, device.type == "cuda", "a GPU for CUDA graphs")
     return torch.cuda.graphs.graph_pool_handle()
 
 
-def _caches(model, batch_size, max_seqlen, tensor_parallel, device, dtype):
+def _caches(
+    model: Any, batch_size: int, max_seqlen: int, tensor_parallel: int, device: torch.device, dtype: torch.dtype
+) -> dict[Hashable, Any]:
     """The caches that the model allocates, or if it has no such method those that its config describes."""
     if hasattr(model, "allocate_inference_cache"):
         return model.allocate_inference_cache(batch_size, max_seqlen, dtype)

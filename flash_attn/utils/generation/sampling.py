@@ -109,8 +109,8 @@ def penalise(logits: Tensor, tokens: Tensor, repetition_penalty: float) -> None:
 def check_in_vocabulary(name: str, tokens: Tensor, vocab_size: int) -> None:
     """Check the values of tokens, which waits for the device: kernels would read and write outside of the logits."""
     if tokens.numel() > 0:
-        for token in tokens.aminmax():
-            checks.number(name, int(token), 0 <= token < vocab_size, "from 0 to {}", vocab_size - 1)
+        for token in map(int, tokens.aminmax()):
+            checks.number(name, token, 0 <= token < vocab_size, "from 0 to {}", vocab_size - 1)
 
 
 def check_sampling(top_k: int, top_p: float, temperature: float) -> None:

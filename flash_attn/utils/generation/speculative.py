@@ -102,12 +102,13 @@ def decode_speculative(
     checks.number("the batch size of input_ids", len(input_ids), len(input_ids) == 1, "1")
     checks.integer("speculative_lookahead", speculative_lookahead)
     checks.number("speculative_lookahead", speculative_lookahead, speculative_lookahead > 0, "positive")
+    check_sampling(top_k, top_p, temperature)
     options = dict(top_k=top_k, top_p=top_p, temperature=temperature)
-    check_sampling(**options)
     shared = input_ids, max_length, vocab_size, tensor_parallel, cg
     steps = Steps(model, *shared, decoding_seqlens=range(1, speculative_lookahead + 2))
     steps_draft = Steps(model_draft, *shared, decoding_seqlens=(1, 2), kept_as="_draft_decoding_cache")
-    sequence, scores, rounds = input_ids, [], []
+    sequence, rounds = input_ids, []
+    scores: list[Tensor] = []
     with timed(enable_timing, input_ids.device, tensor_parallel):
         while True:
             length = sequence.shape[1]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
-from flash_attn.utils.generation.graphs import update_graph_cache
+from flash_attn.utils.generation.graphs import DecodingCGCache, update_graph_cache
 from flash_attn.utils.generation.inference_params import InferenceParams
 
 
@@ -24,6 +24,7 @@ class Steps:
         cg: replay CUDA graphs.
         decoding_seqlens: how many tokens the steps after the prompt have.
         kept_as: the attribute of the model that keeps the graphs.
+        leftpad: int32 (batch,), how many tokens of each prompt are padding on its left; None means none.
     """
 
     def __init__(
@@ -36,35 +37,41 @@ class Steps:
         cg: bool,
         decoding_seqlens: Iterable[int] = (1,),
         kept_as: str = "_decoding_cache",
+        leftpad: Tensor | None = None,
     ) -> None:
         batch, seqlen = input_ids.shape
         max_seqlen = max(max_length, seqlen)
         self.model = model
         self.vocab_size = vocab_size
-        self.graphs = None
+        self.graphs: DecodingCGCache | None = None
         if cg:
             self.graphs = update_graph_cache(
                 model, getattr(model, kept_as, None), batch, seqlen, max_seqlen, tensor_parallel=tensor_parallel,
                 decoding_seqlens=[n for n in decoding_seqlens if n < max_seqlen],  # more never follow a prompt
             )  # fmt: skip
             setattr(model, kept_as, self.graphs)
+            assert self.graphs.inference_params is not None  # there are graphs
             self.params = self.graphs.inference_params
             self.params.reset(max_seqlen, batch)
         else:
             lengths = torch.zeros(batch, dtype=torch.int32, device=input_ids.device)
             self.params = InferenceParams(max_seqlen, batch, lengths_per_sample=lengths)
+        self.params.leftpad_per_sample = leftpad
 
     def run(self, sequences: Tensor, num_last_tokens: int = 1) -> Tensor:
         """Logits (batch, num_last_tokens, vocab) of sequences (batch, length), which the caches then hold."""
-        offset = self.params.seqlen_offset
+        offset, leftpad = self.params.seqlen_offset, self.params.leftpad_per_sample
         input_ids = sequences[:, offset:]
+        held = offset if offset == 0 or leftpad is None else offset - leftpad  # how many keys the caches hold
         position_ids = None
-        if offset > 0:
-            position_ids = torch.arange(offset, sequences.shape[1], device=sequences.device).expand_as(input_ids)
-        if self.graphs is not None and offset > 0:
-            logits = self.graphs.run(input_ids, position_ids, offset)[:, -num_last_tokens:]
+        if offset > 0 or leftpad is not None:
+            columns = torch.arange(offset, sequences.shape[1], device=sequences.device).expand_as(input_ids)
+            # Padding gets position 0, which every model has.
+            position_ids = columns if leftpad is None else (columns - leftpad[:, None]).clamp(min=0)
+        if self.graphs is not None and position_ids is not None and offset > 0:
+            logits = self.graphs.run(input_ids, position_ids, held)[:, -num_last_tokens:]
         else:
-            self.params.lengths_per_sample.fill_(offset)
+            self.params.set_lengths(len(input_ids), held)
             logits = self.model(
                 input_ids,
                 position_ids=position_ids,
@@ -93,11 +100,35 @@ def check_prompt(input_ids: Tensor, max_length: int, eos_token_id: int | None, v
         checks.number("vocab_size", vocab_size, vocab_size > 0, "positive")
 
 
+def check_padding(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | None:
+    """Check the mask (batch, seqlen) of prompts; return the width of their padding, int32 (batch,), None without any.
+
+    This reads the mask, and so waits for the device.
+    """
+    if attention_mask is None:
+        return None
+    checks.tensor("attention_mask", attention_mask, shape=tuple(input_ids.shape), device=input_ids.device)
+    if attention_mask.numel() == 0:
+        return None
+    for value in attention_mask.unique().tolist():
+        checks.number("attention_mask", value, value in (0, 1), "0 or 1")
+    is_token = attention_mask.bool()
+    falls = (is_token[:, :-1] & ~is_token[:, 1:]).any(dim=1) | ~is_token[:, -1]
+    if falls.any():
+        row = int(falls.nonzero()[0])
+        raise ValueError(
+            "attention_mask must be 0 before the tokens of each prompt only (left padding, as tokenizers make it with "
+            f"padding_side='left'), found {is_token[row].int().tolist()} in row {row}"
+        )
+    leftpad = (~is_token).sum(dim=1, dtype=torch.int32)
+    return leftpad if leftpad.any() else None
+
+
 @contextlib.contextmanager
 def timed(enabled: bool, device: torch.device, tensor_parallel: int) -> Iterator[None]:
     """Print how long the code within takes, on the device and in all processes."""
 
-    def now():
+    def now() -> float:
         if tensor_parallel > 1:
             dist.barrier()
         if device.type == "cuda":

@@ -1,0 +1,50 @@
+"""Attention as modules: without parameters, on projected heads, and multi-head attention with its projections.
+
+    mha = MHA(embed_dim=768, num_heads=12, causal=True, use_flash_attn=True, rotary_emb_dim=64)
+    out = mha(torch.randn(2, 512, 768))                                        # (2, 512, 768)
+
+With `use_flash_attn` the modules call `flash_attn_func` and its like, which have ALiBi, windows and packed sequences of
+different lengths; without it torch's scaled_dot_product_attention, which takes a padding mask. Both give the same
+numbers.
+
+For decoding, the modules append keys and values to a cache, `inference_params.key_value_memory_dict[layer_idx]`. See
+`flash_attn.utils.generation.InferenceParams`.
+
+Modules: `inner_attention` is attention without parameters, `cache` the rules of keys and values that are kept, `base`
+what `multihead` (MHA) and `parallel` (ParallelMHA, its heads divided over processes) share.
+"""
+
+from flash_attn.flash_attn_interface import (  # other packages import them from here
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from flash_attn.modules.mha.cache import _update_kv_cache
+from flash_attn.modules.mha.inner_attention import (
+    CrossAttention,
+    FlashCrossAttention,
+    FlashSelfAttention,
+    SelfAttention,
+    get_alibi_slopes,
+)
+from flash_attn.modules.mha.multihead import MHA, LinearResidual
+from flash_attn.modules.mha.parallel import ParallelMHA
+
+__all__ = [
+    "MHA",
+    "CrossAttention",
+    "FlashCrossAttention",
+    "FlashSelfAttention",
+    "LinearResidual",
+    "ParallelMHA",
+    "SelfAttention",
+    "_update_kv_cache",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "get_alibi_slopes",
+]

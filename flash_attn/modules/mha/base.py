@@ -1,0 +1,255 @@
+"""What MHA and ParallelMHA share: all but the projections, for the heads of one process."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn._ops import checks
+from flash_attn.flash_attn_interface import flash_attn_with_kvcache
+from flash_attn.layers.rotary import RotaryEmbedding
+from flash_attn.modules.mha import cache as caches
+from flash_attn.modules.mha.inner_attention import (
+    CrossAttention,
+    FlashCrossAttention,
+    FlashSelfAttention,
+    SelfAttention,
+    get_alibi_slopes,
+)
+from flash_attn.utils.distributed import get_dim_for_local_rank
+
+
+class MultiHeadAttention(nn.Module):
+    """Rotation, cache and attention of projected queries, keys and values. The arguments are those of `ParallelMHA`.
+
+    Classes that derive from this add the projections; the one of the output is called out_proj.
+    """
+
+    inner_attn: FlashSelfAttention | SelfAttention
+    inner_cross_attn: FlashCrossAttention | CrossAttention
+    rotary_emb: RotaryEmbedding
+    out_proj: nn.Linear
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_heads_kv: int | None,
+        process_group: ProcessGroup | None,
+        *,
+        softmax_scale: float | None,
+        causal: bool,
+        dropout: float,
+        layer_idx: int | None,
+        rotary_emb_dim: int,
+        rotary_emb_base: float,
+        rotary_emb_scale_base: float | None,
+        rotary_emb_interleaved: bool,
+        use_alibi: bool,
+        window_size: tuple[int, int],
+        use_flash_attn: bool,
+        checkpointing: bool,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
+        world_size, rank = (
+            (1, 0) if process_group is None else (dist.get_world_size(process_group), dist.get_rank(process_group))
+        )
+        _check_heads(embed_dim, num_heads, num_heads_kv, world_size)
+        _check_needs_of_flash(use_flash_attn, use_alibi, window_size)
+        self.embed_dim = embed_dim
+        self.num_heads = num_heads
+        self.num_heads_kv = num_heads_kv
+        self.head_dim = embed_dim // num_heads
+        self.num_heads_per_rank = get_dim_for_local_rank(num_heads, world_size, rank)
+        self.num_heads_kv_per_rank = get_dim_for_local_rank(num_heads_kv, world_size, rank)
+        self.causal = causal
+        self.layer_idx = layer_idx
+        checks.integer("rotary_emb_dim", rotary_emb_dim)
+        fits = rotary_emb_dim <= self.head_dim
+        checks.number("rotary_emb_dim", rotary_emb_dim, fits, "at most embed_dim / num_heads, {}", self.head_dim)
+        self.rotary_emb_dim = rotary_emb_dim
+        self.use_flash_attn = use_flash_attn
+        self.checkpointing = checkpointing
+        if rotary_emb_dim > 0:
+            self.rotary_emb = RotaryEmbedding(
+                rotary_emb_dim, rotary_emb_base, rotary_emb_interleaved, rotary_emb_scale_base, device
+            )
+        options: dict[str, Any] = dict(causal=causal, softmax_scale=softmax_scale, attention_dropout=dropout)
+        if use_flash_attn:
+            slopes = _alibi_slopes(num_heads, world_size, rank) if use_alibi else None
+            options |= dict(window_size=window_size, alibi_slopes=slopes)
+        where = torch.get_default_device() if device is None else device
+        self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**options).to(where)
+        self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**options).to(where)
+
+    def extra_repr(self) -> str:
+        """The options that a printed module shows."""
+        return (
+            f"{self.embed_dim}, num_heads={self.num_heads}, num_heads_kv={self.num_heads_kv}, causal={self.causal}, "
+            f"use_flash_attn={self.use_flash_attn}"
+        )
+
+    def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
+        """An uninitialised cache (batch_size, max_seqlen, 2, heads_kv, head_dim), by default like out_proj.weight."""
+        shape = batch_size, max_seqlen, 2, self.num_heads_kv_per_rank, self.head_dim
+        return self.out_proj.weight.new_empty(shape, dtype=dtype)
+
+    def _self_attention(self, qkv: Tensor, inference_params: Any, **kwargs: Any) -> Tensor:
+        """Attention of projected qkv (..., (heads + 2 heads_kv) * head_dim), which it may write to.
+
+        Returns (..., heads * head_dim).
+        """
+        leftpad = caches.leftpad_of_prompt(inference_params, qkv.shape[0])
+        if leftpad is None:
+            return self._attention_of_projected(qkv, inference_params, **kwargs)
+        # The padding moves behind the tokens, where the causal mask hides it: token i then is at position i.
+        checks.number("causal", self.causal, bool(self.inner_cross_attn.causal), "true for prompts with padding")
+        context = self._attention_of_projected(_shifted(qkv, leftpad), inference_params, **kwargs)
+        return _shifted(context, -leftpad)
+
+    def _attention_of_projected(self, qkv: Tensor, inference_params: Any, **kwargs: Any) -> Tensor:
+        """`_self_attention` of sequences without padding on their left."""
+        heads = self.num_heads_per_rank
+        packed = inference_params is None and heads == self.num_heads_kv_per_rank
+        qkv = qkv.unflatten(-1, (3, heads, self.head_dim) if packed else (-1, self.head_dim))
+        if self._rotates_in_kernel(qkv.shape[1], inference_params):
+            return self._decode(*self._split(qkv), inference_params, rotary=True).flatten(-2)
+        if self.rotary_emb_dim > 0:
+            qkv = self._rotated(qkv, inference_params, kwargs.get("cu_seqlens"), kwargs.get("max_seqlen"))
+        if packed:
+            return self._inner(self.inner_attn, qkv, **kwargs).flatten(-2)
+        if "cu_seqlens" in kwargs:
+            kwargs = dict(cu_seqlens_k=kwargs["cu_seqlens"], max_seqlen_k=kwargs.get("max_seqlen")) | kwargs
+        elif "key_padding_mask" in kwargs:
+            kwargs |= dict(same_tokens=True)
+        return self._cross_attention(*self._split(qkv), inference_params, **kwargs)
+
+    def _cross_attention(self, q: Tensor, kv: Tensor, inference_params: Any, **kwargs: Any) -> Tensor:
+        """Attention of q (..., heads, head_dim) to kv (..., 2, heads_kv, head_dim), appended to the cache if any.
+
+        Returns (..., heads * head_dim).
+        """
+        if inference_params is None:
+            out = self._inner(self.inner_cross_attn, q, kv, **kwargs)
+        elif self._decodes_in_kernel(inference_params):
+            out = self._decode(q, kv, inference_params)
+        else:
+            out = self.inner_cross_attn(q, self._update_kv_cache(kv, inference_params))
+        return out.flatten(-2)
+
+    def _inner(self, attention: nn.Module, *args: Tensor, **kwargs: Any) -> Tensor:
+        if self.checkpointing and torch.is_grad_enabled():
+            return checkpoint(attention, *args, use_reentrant=False, **kwargs)
+        return attention(*args, **kwargs)
+
+    def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
+        """q (..., heads, head_dim) and kv (..., 2, heads_kv, head_dim) of qkv (..., heads + 2 heads_kv, head_dim)."""
+        q, kv = qkv.split((self.num_heads_per_rank, 2 * self.num_heads_kv_per_rank), dim=-2)
+        return q, kv.unflatten(-2, (2, self.num_heads_kv_per_rank))
+
+    def _rotated(self, qkv: Tensor, inference_params: Any, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
+        options: dict[str, Any] = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        if inference_params is not None:
+            rows, capacity = self._cache_size(inference_params)
+            caches.check_room(qkv, inference_params, rows, capacity)
+            options = dict(seqlen_offset=caches.lengths(inference_params, qkv.shape[0]), max_seqlen=capacity)
+        return self.rotary_emb(qkv, num_heads_q=self.num_heads_per_rank, **options)
+
+    def _cache_size(self, inference_params: Any) -> tuple[int, int]:
+        """(rows, capacity) of the cache, or of what it will be. The tables of the rotary embedding are as long."""
+        cache = inference_params.key_value_memory_dict.get(self.layer_idx)
+        return (inference_params.max_batch_size, inference_params.max_seqlen) if cache is None else cache.shape[:2]
+
+    def _update_kv_cache(self, kv: Tensor, inference_params: Any) -> Tensor:
+        if self.layer_idx is None:
+            raise ValueError("layer_idx must be given to the constructor for a cache, found None")
+        caches.claim_cache(self, self.layer_idx, inference_params)
+        cache = inference_params.key_value_memory_dict.get(self.layer_idx)
+        if self.use_flash_attn and cache is not None:  # under autocast the other attention takes every dtype
+            checks.tensor(f"key_value_memory_dict[{self.layer_idx!r}]", cache, dtypes=(kv.dtype,))
+        return caches._update_kv_cache(kv, inference_params, self.layer_idx)
+
+    def _decodes_in_kernel(self, inference_params: Any) -> bool:
+        """Whether this is a step after the prompt that `flash_attn_with_kvcache` serves.
+
+        Without use_flash_attn these are the steps in which rows may differ in length, which the mask does not know.
+        """
+        if inference_params is None or inference_params.seqlen_offset == 0:
+            return False
+        return self.use_flash_attn or caches.has_rows_of_different_lengths(inference_params)
+
+    def _rotates_in_kernel(self, seqlen: int, inference_params: Any) -> bool:
+        """Whether decoding can leave rotation to the kernel, which rotates one query, or several if causal."""
+        return (
+            self._decodes_in_kernel(inference_params)
+            and self.rotary_emb_dim > 0
+            and self.rotary_emb_dim % 16 == 0
+            and self.rotary_emb.scale_base is None
+            and (self.inner_cross_attn.causal or seqlen == 1)
+        )
+
+    def _decode(self, q: Tensor, kv: Tensor, inference_params: Any, rotary: bool = False) -> Tensor:
+        """Append kv to the cache, and attend to all of it."""
+        cache = inference_params.key_value_memory_dict.get(self.layer_idx)
+        if cache is None:
+            raise ValueError(f"key_value_memory_dict must hold layer_idx={self.layer_idx} to decode, found no such key")
+        caches.claim_cache(self, self.layer_idx, inference_params)
+        # Detached, as the kernel has no gradient, while the prompt may have left one to the cache.
+        cache = caches.cache_rows(cache, kv, inference_params).detach()
+        cos = sin = None
+        if rotary:
+            cos, sin, *_ = self.rotary_emb._tables(cache.shape[1], q.device, q.dtype)
+        inner = self.inner_cross_attn
+        (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
+        return flash_attn_with_kvcache(
+            q,
+            k_cache,
+            v_cache,
+            k,
+            v,
+            rotary_cos=cos,
+            rotary_sin=sin,
+            cache_seqlens=caches.lengths(inference_params, len(q)),
+            softmax_scale=inner.softmax_scale,
+            causal=inner.causal,
+            window_size=inner.window_size,
+            rotary_interleaved=self.rotary_emb.interleaved if rotary else False,
+            alibi_slopes=inner.slopes_on(q.device),
+        )
+
+
+def _check_heads(embed_dim: int, num_heads: int, num_heads_kv: int, world_size: int) -> None:
+    for name, value in dict(embed_dim=embed_dim, num_heads=num_heads, num_heads_kv=num_heads_kv).items():
+        checks.integer(name, value)
+        checks.number(name, value, value > 0, "positive")
+    checks.number("embed_dim", embed_dim, embed_dim % num_heads == 0, "a multiple of num_heads, {}", num_heads)
+    fits = num_heads % num_heads_kv == 0
+    checks.number("num_heads_kv", num_heads_kv, fits, "a divisor of num_heads, {}", num_heads)
+    fits = num_heads_kv == num_heads or num_heads_kv % world_size == 0
+    checks.number("num_heads_kv", num_heads_kv, fits, "a multiple of the {} processes", world_size)
+
+
+def _check_needs_of_flash(use_flash_attn: bool, use_alibi: bool, window_size: tuple[int, int]) -> None:
+    if use_flash_attn:
+        return
+    for name, value, without in (("use_alibi", use_alibi, False), ("window_size", tuple(window_size), (-1, -1))):
+        if value != without:
+            raise ValueError(f"{name} must be {without} without use_flash_attn, found {value}")
+
+
+def _alibi_slopes(num_heads: int, world_size: int, rank: int) -> Tensor:
+    """The slopes of a process's heads, on the CPU, where they stay if the parameters are on the meta device."""
+    shares = [get_dim_for_local_rank(num_heads, world_size, each) for each in range(world_size)]
+    slopes = torch.tensor(get_alibi_slopes(num_heads), dtype=torch.float32, device="cpu")
+    return slopes.split(shares)[rank].clone()
+
+
+def _shifted(x: Tensor, steps: Tensor) -> Tensor:
+    """x (batch, seqlen, features) with row b moved left by steps[b] tokens; what leaves comes back on the right."""
+    columns = (torch.arange(x.shape[1], device=x.device) + steps[:, None]) % x.shape[1]
+    return x.gather(1, columns[..., None].expand_as(x))

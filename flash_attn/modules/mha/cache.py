@@ -1,0 +1,90 @@
+"""The rules of a layer's cache (rows, capacity, 2, heads_kv, head_dim): which rows and positions belong to a batch.
+
+`inference_params` is a `flash_attn.utils.generation.InferenceParams`, or an object of another class with its first six
+fields.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_attn._ops import checks
+
+
+def _update_kv_cache(kv: Tensor, inference_params: Any, layer_idx: Any) -> Tensor:
+    """Append kv (batch, seqlen, 2, heads_kv, head_dim) to the cache of a layer, which is made if there is none.
+
+    Returns the cache of these sequences up to the last key, (batch, seqlen_offset + seqlen, 2, heads_kv, head_dim).
+    Raises ValueError if they do not fit into it.
+    """
+    cache = inference_params.key_value_memory_dict.get(layer_idx)
+    if cache is None:
+        cache = kv.new_empty(inference_params.max_batch_size, inference_params.max_seqlen, *kv.shape[2:])
+        inference_params.key_value_memory_dict[layer_idx] = cache
+    name = f"key_value_memory_dict[{layer_idx!r}]"
+    checks.tensor(name, cache, shape=(None, None, *kv.shape[2:]), device=kv.device)
+    rows = cache_rows(cache, kv, inference_params)
+    end = inference_params.seqlen_offset + kv.shape[1]
+    rows[:, inference_params.seqlen_offset : end] = kv
+    return rows[:, :end]
+
+
+def cache_rows(cache: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
+    """The rows of `cache` that belong to the sequences of kv; it must have room for them."""
+    check_room(kv, inference_params, *cache.shape[:2])
+    first = inference_params.batch_size_offset
+    return cache[first : first + kv.shape[0]]
+
+
+def check_room(x: Tensor, inference_params: Any, rows: int, capacity: int) -> None:
+    """Check that x (batch, seqlen, ...) fits into a cache (rows, capacity, ...)."""
+    for name, end, limit in (
+        ("batch_size_offset + batch", inference_params.batch_size_offset + x.shape[0], rows),
+        ("seqlen_offset + seqlen", inference_params.seqlen_offset + x.shape[1], capacity),
+    ):
+        checks.number(f"inference_params.{name}", end, end <= limit, "at most {}, as the cache", limit)
+
+
+def claim_cache(layer: nn.Module, layer_idx: Any, inference_params: Any) -> None:
+    """Check that no other layer has written to this layer's cache since the prompt, and note that this one does."""
+    writers = getattr(inference_params, "writers", None)
+    if writers is None or torch.compiler.is_compiling():
+        return
+    is_own = inference_params.seqlen_offset == 0 or writers.get(layer_idx, id(layer)) == id(layer)
+    checks.number("layer_idx", f"{layer_idx} in two", is_own, "another in each layer of a model")
+    writers[layer_idx] = id(layer)
+
+
+def has_rows_of_different_lengths(inference_params: Any) -> bool:
+    """Whether the rows of the cache may hold different numbers of keys."""
+    lengths = inference_params.lengths_per_sample, getattr(inference_params, "leftpad_per_sample", None)
+    return any(each is not None for each in lengths)
+
+
+def lengths(inference_params: Any, batch: int) -> int | Tensor:
+    """How many keys the cache holds: an integer, or int32 (batch,) where rows may differ."""
+    per_sample = _of_rows("lengths_per_sample", inference_params, batch)
+    if per_sample is not None:
+        return per_sample
+    offset = inference_params.seqlen_offset
+    leftpad = _of_rows("leftpad_per_sample", inference_params, batch)
+    return offset if leftpad is None or offset == 0 else offset - leftpad
+
+
+def leftpad_of_prompt(inference_params: Any, batch: int) -> Tensor | None:
+    """How many tokens of each prompt are padding, int32 (batch,); None after the prompt, and without padding."""
+    if inference_params is None or inference_params.seqlen_offset > 0:
+        return None
+    return _of_rows("leftpad_per_sample", inference_params, batch)
+
+
+def _of_rows(name: str, inference_params: Any, batch: int) -> Tensor | None:
+    """The part of a field (max_batch_size,) that belongs to the sequences of a batch; None if it is not given."""
+    values, first = getattr(inference_params, name, None), inference_params.batch_size_offset
+    if values is None:
+        return None
+    name, end = f"inference_params.{name}", first + batch
+    checks.tensor(name, values)
+    checks.number(f"the length of {name}", len(values), len(values) >= end, "at least {}, for each row", end)
+    return values[first:end]

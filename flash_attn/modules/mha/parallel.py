@@ -1,0 +1,90 @@
+"""Multi-head attention whose heads are divided over processes.
+
+mha = ParallelMHA(embed_dim=768, num_heads=12, process_group=group, causal=True, use_flash_attn=True)
+out = mha(x, seqlen=512)                              # (batch * seqlen / processes, 768), as x
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flash_attn._ops import checks
+from flash_attn.modules.mha.base import MultiHeadAttention
+from flash_attn.ops.fused_dense import ColumnParallelLinear, RowParallelLinear
+
+
+class ParallelMHA(MultiHeadAttention):
+    """`MHA` with its heads divided over the processes of a group; if they cannot be shared evenly, the first have more.
+
+    Arguments:
+        process_group: the group. If there are fewer key heads than query heads, its size must divide num_heads_kv.
+        sequence_parallel: the first dimension of input and output is divided, too. Not for decoding.
+        The others are those of `MHA`.
+
+    Parameters of a process with h query heads and k key heads: Wqkv ((h + 2 k) * head_dim, embed_dim), its query, key
+    and value heads; out_proj.weight (embed_dim, h * head_dim); out_proj.bias in the first process only.
+
+    Raises TypeError or ValueError for sizes and options that do not go together.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        process_group: ProcessGroup,
+        num_heads_kv: int | None = None,
+        qkv_proj_bias: bool = True,
+        out_proj_bias: bool = True,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        layer_idx: int | None = None,
+        rotary_emb_dim: int = 0,
+        rotary_emb_base: float = 10000.0,
+        rotary_emb_scale_base: float | None = None,
+        rotary_emb_interleaved: bool = False,
+        use_alibi: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        use_flash_attn: bool = False,
+        checkpointing: bool = False,
+        sequence_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        checks.process_group(process_group)
+        super().__init__(
+            embed_dim, num_heads, num_heads_kv, process_group, softmax_scale=softmax_scale, causal=causal,
+            dropout=dropout, layer_idx=layer_idx, rotary_emb_dim=rotary_emb_dim, rotary_emb_base=rotary_emb_base,
+            rotary_emb_scale_base=rotary_emb_scale_base, rotary_emb_interleaved=rotary_emb_interleaved,
+            use_alibi=use_alibi, window_size=window_size, use_flash_attn=use_flash_attn, checkpointing=checkpointing,
+            device=device,
+        )  # fmt: skip
+        self.process_group = process_group
+        self.world_size, self.local_rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+        factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        heads_of_a_group = self.num_heads // self.num_heads_kv + 2  # query heads, and the key and value head they share
+        self.Wqkv = ColumnParallelLinear(
+            embed_dim, (num_heads + 2 * self.num_heads_kv) * self.head_dim, process_group, bias=qkv_proj_bias,
+            multiple_of=heads_of_a_group * self.head_dim, **factory,
+        )  # fmt: skip
+        self.out_proj = RowParallelLinear(
+            embed_dim, embed_dim, process_group, bias=out_proj_bias, multiple_of=self.head_dim, **factory
+        )
+
+    def forward(self, x: Tensor, seqlen: int | None = None, inference_params: Any = None, **kwargs: Any) -> Tensor:
+        """Attention of x (batch, seqlen, embed_dim), or (batch * seqlen, embed_dim) if seqlen is given.
+
+        With sequence_parallel, x and the result are this process's part of the first dimension. kwargs: more arguments
+        of the inner attention, such as cu_seqlens and max_seqlen if seqlen is not given. inference_params: as in `MHA`.
+        Returns a tensor like x. Raises ValueError if seqlen does not divide the number of tokens.
+        """
+        qkv = self.Wqkv(x)
+        if seqlen is not None:
+            fits = qkv.shape[0] % seqlen == 0
+            checks.number("the number of tokens", qkv.shape[0], fits, "a multiple of seqlen, {}", seqlen)
+            qkv = qkv.unflatten(0, (-1, seqlen))
+        context = self._self_attention(qkv, inference_params, **kwargs)
+        return self.out_proj(context if seqlen is None else context.flatten(0, 1))
