@@ -75,6 +75,17 @@ def integer(name: str, value, expected: str = "an integer") -> None:
         raise TypeError(f"{name} must be {expected}, found {type(value).__name__}")
 
 
+def whole(name: str, value) -> int:
+    """Return an integer, a real number that is whole, or the one that a tensor without dimensions holds, as an int."""
+    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype != torch.bool:
+        value = value.item()
+    if not _is_number(value, numbers.Real):
+        raise TypeError(f"{name} must be an integer, found {type(value).__name__}")
+    if value % 1 != 0:  # nor have infinity and NaN such a rest
+        raise ValueError(f"{name} must be a whole number, found {value}")
+    return int(value)
+
+
 def flags(**values) -> None:
     """Check that each value is a bool; 0 and 1 count, a tensor does not."""
     for name, value in values.items():

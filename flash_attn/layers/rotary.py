@@ -164,35 +164,60 @@ class RotaryEmbedding(torch.nn.Module):
     """Rotary embedding with tables that grow with the sequences it meets.
 
     Arguments:
-        dim: channels that rotate, rotary_dim; even.
+        dim: channels that rotate, rotary_dim; a whole number, positive and even.
         base: the angle of pair j at position m is m * base ** (-2j / dim).
         interleaved: the pairs are (2i, 2i + 1) instead of (i, i + dim / 2).
         scale_base: if not None, queries and keys are also scaled, reciprocally, so that their products decay with
             distance (Sun et al., xPos, arXiv:2212.10554); 512 is the paper's value.
         device: where the buffers are kept.
+        pos_idx_in_fp32: accepted for callers that pass it, and kept as an attribute. Positions are float32 in either
+            case: with False, older versions computed the angles in the dtype of the model, where bfloat16 rounds
+            positions past 256.
 
     The module has no parameters and adds nothing to a state dict. The tables are kept in the dtype of the input. They
-    are computed from base and scale_base whenever they must grow; the buffers inv_freq and scale only show the numbers.
+    are computed from the float32 buffers inv_freq (dim / 2,) and scale (dim / 2,) or None; a buffer that is replaced or
+    changed in place counts from the next call on. A cast of the module leaves the buffers in float32.
+
+    A subclass may override `_compute_inv_freq(device)` and `_compute_scale(device)`, which give the values of the
+    buffers, and `_update_cos_sin_cache`, which makes the tables.
+
+    Raises TypeError or ValueError for arguments that do not fit.
     """
 
-    def __init__(self, dim: int, base=10000.0, interleaved=False, scale_base=None, device=None):
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10000.0,
+        interleaved: bool = False,
+        scale_base: float | None = None,
+        device: torch.device | str | None = None,
+        *,
+        pos_idx_in_fp32: bool = True,
+    ) -> None:
         super().__init__()
-        checks.integer("dim", dim)
+        dim = checks.whole("dim", dim)
         checks.number("dim", dim, dim > 0 and dim % 2 == 0, "positive and even")
         for name, value in (("base", base), ("scale_base", 512 if scale_base is None else scale_base)):
             checks.real(name, value)
             checks.number(name, value, value > 0, "positive")
+        checks.flags(pos_idx_in_fp32=pos_idx_in_fp32)
+        if isinstance(device, bool):  # pos_idx_in_fp32 had this place once; torch would take True for the second GPU
+            raise TypeError(f"device must be a device or None, found {device}: pass pos_idx_in_fp32 by its name")
         self.dim = dim
         self.base = float(base)
         self.interleaved = interleaved
         self.scale_base = scale_base
-        self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
-        self.register_buffer("scale", None if scale_base is None else self._decay(device), persistent=False)
+        self.pos_idx_in_fp32 = pos_idx_in_fp32
+        self.register_buffer("inv_freq", self._compute_inv_freq(device=device), persistent=False)
+        scale = None if scale_base is None else self._compute_scale(device=device)
+        self.register_buffer("scale", scale, persistent=False)
+        self._has_values = not self.inv_freq.is_meta
         self._seq_len_cached = 0
         self._cos_cached = None
         self._sin_cached = None
         self._cos_k_cached = None
         self._sin_k_cached = None
+        self._built_from = ()  # the buffers that the tables were computed from, each with its version
 
     def extra_repr(self):
         return f"{self.dim}, base={self.base}, interleaved={self.interleaved}, scale_base={self.scale_base}"
@@ -262,51 +287,82 @@ class RotaryEmbedding(torch.nn.Module):
         ]  # both, before either is written
         return tuple(_rotate(*each) for each in checked)
 
-    def _frequencies(self, device):
+    def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
+        """Returns the angle between neighbouring positions for each pair of channels, (dim / 2,) float32."""
         return 1.0 / self.base ** (torch.arange(0, self.dim, 2, device=device, dtype=torch.float32) / self.dim)
 
-    def _decay(self, device):
+    def _compute_scale(self, device: torch.device | str | None = None) -> Tensor:
+        """Returns the base of the decay for each pair of channels, (dim / 2,) float32."""
         even = torch.arange(0, self.dim, 2, device=device, dtype=torch.float32)
         return (even + 0.4 * self.dim) / (1.4 * self.dim)
 
-    def _tables(self, seqlen, device, dtype):
-        """(cos, sin, cos_k, sin_k) with at least `seqlen` rows; the last two are None without scale_base.
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "RotaryEmbedding":
+        """Moves the buffers to where `fn` puts them, but keeps their values: casts round them, to_empty loses them."""
+        before = self.inv_freq, self.scale
+        super()._apply(fn, recurse)
+        device = self.inv_freq.device
+        if device.type == "meta":
+            self._has_values = False
+        elif self._has_values:
+            self.inv_freq, self.scale = (None if x is None else x.to(device) for x in before)
+        else:
+            self.inv_freq = self._compute_inv_freq(device=device)
+            self.scale = None if self.scale is None else self._compute_scale(device=device)
+            self._has_values = True
+        return self
+
+    def _values(self, buffer: Tensor, compute: Callable[..., Tensor], device: torch.device) -> Tensor:
+        """Returns the values of a buffer on `device`.
+
+        They are computed anew where the buffer does not hold them: some loaders replace buffers on the meta device by
+        memory that nobody has written to, and some wrappers cast buffers without a word to the module.
+        """
+        is_valid = self._has_values and buffer.dtype == torch.float32
+        return buffer.to(device) if is_valid else compute(device=device)
+
+    def _tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+        """Returns (cos, sin, cos_k, sin_k) with at least `seqlen` rows; the last two are None without scale_base.
 
         A compiled graph computes them itself: those that the module keeps grow, and each size would take a new graph.
         """
-        if torch.compiler.is_compiling():
+        is_overridden = type(self)._update_cos_sin_cache is not RotaryEmbedding._update_cos_sin_cache
+        if torch.compiler.is_compiling() and not is_overridden:
             return self._computed_tables(seqlen, device, dtype)
-        self._update_cos_sin_cache(seqlen, device, dtype)
+        self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
         return self._cached_tables()
 
-    def _cached_tables(self):
+    def _cached_tables(self) -> tuple[Tensor | None, ...]:
         return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
 
-    def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
-        """Make the tables have at least `seqlen` rows, on `device` and in `dtype` (by default, those of inv_freq)."""
+    def _update_cos_sin_cache(
+        self, seqlen: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        """Makes the tables have at least `seqlen` rows, on `device` and in `dtype` (by default, those of inv_freq)."""
         device = self.inv_freq.device if device is None else torch.device(device)
         if device.index is None:  # "cuda" is the current one
             device = torch.empty(0, device=device).device
         dtype = self.inv_freq.dtype if dtype is None else dtype
         if not self._is_stale(seqlen, device, dtype):
             return
+        # Nothing changes before all tables are there: memory may run out.
         tables = self._computed_tables(seqlen, device, dtype)
         self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
         self._seq_len_cached = seqlen
+        self._built_from = tuple((buffer, _version(buffer)) for buffer in (self.inv_freq, self.scale))
 
-    def _computed_tables(self, seqlen, device, dtype):
+    def _computed_tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
-        # A product, not an einsum: autocast would lower that to 16 bits. And not of the buffers: a cast of the model
-        # casts them, and to_empty leaves anything in them.
-        angles = position[:, None] * self._frequencies(position.device)
+        # A product, not an einsum, which autocast would compute in 16 bits.
+        angles = position[:, None] * self._values(self.inv_freq, self._compute_inv_freq, position.device)
         cos, sin = angles.cos(), angles.sin()
         if self.scale_base is None:
             return cos.to(dtype), sin.to(dtype), None, None
         exponent = (position - seqlen // 2) / self.scale_base
-        gain = self._decay(position.device) ** exponent[:, None]
+        gain = self._values(self.scale, self._compute_scale, position.device) ** exponent[:, None]
         return tuple(table.to(dtype) for table in (cos * gain, sin * gain, cos / gain, sin / gain))
 
-    def _is_stale(self, seqlen, device, dtype):
+    def _is_stale(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether there are no tables for these arguments, or the buffers have changed since they were computed."""
         table = self._cos_cached
         return (
             table is None
@@ -315,7 +371,16 @@ class RotaryEmbedding(torch.nn.Module):
             or table.dtype != dtype
             # Autograd does not save inference tensors, which an evaluation may have left.
             or (torch.is_grad_enabled() and table.is_inference())
+            or any(
+                now is not then or _version(now) != version
+                for now, (then, version) in zip((self.inv_freq, self.scale), self._built_from, strict=True)
+            )
         )
+
+
+def _version(buffer: Tensor | None) -> int:
+    """Returns how often a buffer was changed in place, as far as torch counts it."""
+    return 0 if buffer is None or buffer.is_inference() else buffer._version
 
 
 class _RotateInPlace(torch.autograd.Function):

@@ -19,6 +19,7 @@ Every function raises TypeError or ValueError for arguments that do not fit toge
 
 import dataclasses
 
+import torch  # noqa: F401
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup

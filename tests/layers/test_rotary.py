@@ -7,6 +7,7 @@ import math
 import pickle
 import zlib
 
+import numpy
 import oracle
 import pytest
 import torch
@@ -627,11 +628,119 @@ def test_module_cast_to_half_keeps_exact_angles(device):
 @pytest.mark.parametrize("scale_base", [None, 8])
 def test_module_materialised_from_meta(scale_base, device):
     module = RotaryEmbedding(32, scale_base=scale_base, device="meta").to_empty(device=device)
-    for buffer in module.buffers():
-        buffer.fill_(float("nan"))  # what to_empty may leave there
     expected = RotaryEmbedding(32, scale_base=scale_base, device=device)
     qkv = torch.randn(2, 5, 3, 2, 32, device=device)
     assert identical(module(qkv.clone()), expected(qkv.clone()))
+
+
+class Scaled(RotaryEmbedding):
+    """Frequencies of its own, as models with longer contexts have them."""
+
+    def _compute_inv_freq(self, device=None):
+        return super()._compute_inv_freq(device) / 4
+
+
+def rotated_by(inv_freq, qkv):
+    """qkv rotated by these frequencies."""
+    angles = torch.outer(torch.arange(qkv.shape[1], device=qkv.device).float(), inv_freq.to(qkv.device))
+    return apply_rotary_emb_qkv_(qkv.clone(), angles.cos(), angles.sin())
+
+
+@pytest.mark.parametrize("used", [False, True])
+@pytest.mark.parametrize("change", ["replaced", "in place", "registered"])
+def test_module_with_other_frequencies(change, used, device):
+    module, qkv = RotaryEmbedding(32, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
+    if used:
+        module(qkv.clone())
+    slower = module.inv_freq / 4
+    if change == "replaced":
+        module.inv_freq = slower
+    elif change == "in place":
+        module.inv_freq.div_(4)
+    else:
+        module.register_buffer("inv_freq", slower, persistent=False)
+    assert identical(module(qkv.clone()), rotated_by(slower, qkv))
+    assert identical(copy.deepcopy(module)(qkv.clone()), rotated_by(slower, qkv))
+    assert identical(module.half()(qkv.clone()), rotated_by(slower, qkv))  # though a cast would round them
+
+
+def test_module_with_another_scale(device):
+    module, qkv = RotaryEmbedding(32, scale_base=8, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
+    before = module(qkv.clone())
+    module.scale.fill_(1)
+    plain = RotaryEmbedding(32, device=device)(qkv.clone())
+    assert identical(module(qkv.clone()), plain) and not identical(before, plain)
+
+
+@pytest.mark.parametrize("source", ["constructed", "from meta", "from meta, with what memory holds", "cast by data"])
+def test_module_that_computes_its_own_frequencies(source, device):
+    qkv = torch.randn(2, 5, 3, 2, 32, device=device)
+    expected = rotated_by(RotaryEmbedding(32, device=device).inv_freq / 4, qkv)
+    module = Scaled(32, device="meta" if "meta" in source else device)
+    if source == "from meta":
+        module.to_empty(device=device)
+    elif "meta" in source:  # as some loaders of checkpoints do for buffers that have no values there
+        module.inv_freq = torch.full((16,), float("nan"), device=device)
+    elif source == "cast by data":  # as FSDP does
+        module.inv_freq.data = module.inv_freq.bfloat16()
+    assert identical(module(qkv.clone()), expected)
+    assert identical(module(qkv.clone()), expected)
+
+
+@pytest.mark.parametrize("layer", [Scaled, RotaryEmbedding])
+def test_compiled_module_with_other_frequencies(layer, device, compile_whole):
+    module, qkv = layer(32, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
+    compiled = compile_whole(module, backend="aot_eager")
+    assert identical(compiled(qkv.clone()), rotated_by(module.inv_freq, qkv))
+    module.inv_freq.div_(2)
+    assert identical(compiled(qkv.clone()), rotated_by(module.inv_freq, qkv))
+
+
+def test_compiled_module_that_computes_its_own_tables(device, compile_whole):
+    class Still(RotaryEmbedding):
+        def _update_cos_sin_cache(self, seqlen, device=None, dtype=None):
+            self._cos_cached = torch.ones(seqlen, 16, device=device, dtype=dtype)
+            self._sin_cached = torch.zeros(seqlen, 16, device=device, dtype=dtype)
+
+    module, qkv = Still(32, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
+    assert identical(module(qkv.clone()), qkv)
+    assert identical(compile_whole(module, backend="aot_eager")(qkv.clone()), qkv)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_module_survives_a_failure_while_its_tables_grow(used, device, monkeypatch):
+    """As where memory runs out, after which a caller may try a shorter sequence, or the same again."""
+    module, qkv = RotaryEmbedding(32, device=device), torch.randn(2, 9, 3, 2, 32, device=device)
+    expected = module(qkv.clone())
+    module = RotaryEmbedding(32, device=device)
+    if used:
+        module(qkv[:, :4].clone())
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("no memory")
+
+    for name in ("cos", "sin", "to"):  # each step of the way
+        with monkeypatch.context() as patched:
+            patched.setattr(torch.Tensor, name, fail)
+            with pytest.raises(torch.OutOfMemoryError):
+                module(qkv.clone())
+    assert identical(module(qkv[:, :4].clone()), expected[:, :4])
+    assert identical(module(qkv.clone()), expected)
+
+
+@pytest.mark.parametrize("dim", [32, 32.0, numpy.int64(32), numpy.float32(32), torch.tensor(32)], ids=repr)
+def test_module_takes_whole_numbers(dim, device):
+    module, qkv = RotaryEmbedding(dim, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
+    assert type(module.dim) is int
+    assert identical(module(qkv.clone()), RotaryEmbedding(32, device=device)(qkv.clone()))
+
+
+@pytest.mark.parametrize("pos_idx_in_fp32", [False, True])
+def test_positions_are_in_float32(pos_idx_in_fp32, device):
+    module = RotaryEmbedding(32, pos_idx_in_fp32=pos_idx_in_fp32, device=device)
+    qkv = torch.randn(1, 700, 3, 2, 32, device=device)  # in bfloat16, positions past 256 would be rounded
+    assert module.pos_idx_in_fp32 is pos_idx_in_fp32
+    assert identical(module.bfloat16()(qkv.clone()), RotaryEmbedding(32, device=device)(qkv.clone()))
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
@@ -935,6 +1044,10 @@ def test_errors_of_the_module():
         (dict(dim=33), ValueError, "dim must be positive and even, found 33"),
         (dict(dim=0), ValueError, "dim must be positive and even, found 0"),
         (dict(dim="16"), TypeError, "dim must be an integer, found str"),
+        (dict(dim=16.5), ValueError, "dim must be a whole number, found 16.5"),
+        (dict(dim=float("inf")), ValueError, "dim must be a whole number, found inf"),
+        (dict(device=True), TypeError, "device must be a device or None, found True: pass pos_idx_in_fp32 by its name"),
+        (dict(pos_idx_in_fp32=None), TypeError, "pos_idx_in_fp32 must be a bool, found None"),
         (dict(base=0), ValueError, "base must be positive, found 0"),
         (dict(base=None), TypeError, "base must be a real number, found NoneType"),
         (dict(scale_base=-1.0), ValueError, r"scale_base must be positive, found -1\.0"),
