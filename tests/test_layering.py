@@ -36,7 +36,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "losses": {"_ops", "ops"},
     "ops": {"_ops", "utils"},
     "modules": {*FRONTS, "_ops", "bert_padding", "utils"},
-    "models": {*FRONTS, "bert_padding", "utils", "modules"},
+    "models": {*FRONTS, "_ops", "bert_padding", "utils", "modules"},
     "__init__": {"flash_attn_interface"},
     "__main__": {"_library", "_ops", *FRONTS},
 }

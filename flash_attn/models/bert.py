@@ -1,0 +1,877 @@
+"""BERT (Devlin et al., arXiv:1810.04805), with the heads and the checkpoints of transformers.
+
+    model = BertForSequenceClassification.from_pretrained("path/to/checkpoint")
+    logits = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
+
+Configurations are transformers' `BertConfig`, or any object with its fields. More fields choose how the model computes,
+each with a default (see `_OPTIONS`): with `use_flash_attn`, padding is taken out of a batch before the layers and put
+back after them, and with `dense_seq_output` and `last_layer_subset` the last layer and the head for masked tokens
+compute nothing for other tokens. A field that asks for what this model does not have raises an error.
+
+With use_flash_attn and an attention mask, hidden states of padding are zero; without, they are like transformers'.
+"""
+
+import copy
+import functools
+import json
+import logging
+import pathlib
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flash_attn._ops import checks
+from flash_attn.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from flash_attn.models._key_map import KeyMap
+from flash_attn.modules.block import Block
+from flash_attn.modules.embedding import BertEmbeddings
+from flash_attn.modules.mha import MHA
+from flash_attn.modules.mlp import FusedMLP, Mlp
+from flash_attn.ops.fused_dense import FusedDense
+from flash_attn.ops.triton.layer_norm import layer_norm_fn
+from flash_attn.utils.pretrained import state_dict_from_pretrained
+
+logger = logging.getLogger(__name__)
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configurations
+
+
+class Config(Protocol):
+    """The fields that a configuration must have; those of transformers' `BertConfig`."""
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    intermediate_size: int
+    hidden_act: str
+    hidden_dropout_prob: float
+    attention_probs_dropout_prob: float
+    max_position_embeddings: int
+    type_vocab_size: int
+    pad_token_id: int | None
+    initializer_range: float
+    layer_norm_eps: float
+
+
+# Fields that a configuration may have, and what they are if it has not.
+_OPTIONS = dict(
+    use_flash_attn=False,  # attention of sequences without their padding, by `flash_attn_varlen_func`
+    fused_bias_fc=False,  # `FusedDense` for all layers but those of the MLPs
+    fused_mlp=False,  # `FusedMLP`; needs a hidden_act in tanh form
+    mlp_checkpoint_lvl=0,  # of FusedMLP, or one for each layer
+    fused_dropout_add_ln=False,  # dropout, add and norm in one kernel
+    pad_vocab_size_multiple=1,  # vocab_size is rounded up to a multiple of it
+    dense_seq_output=False,  # with labels, the head for masked tokens computes only those that have one
+    last_layer_subset=False,  # so does the last layer, but for the first token of each sequence
+    use_xentropy=False,  # the library's cross entropy, which writes the gradient over the logits
+    position_embedding_type="absolute",  # "rotary": rotary embeddings beside the absolute ones
+    rotary_emb_dim=None,  # channels of a head that rotate; all if None
+    rotary_emb_base=10000.0,
+    rotary_emb_scale_base=None,
+    rotary_emb_interleaved=False,
+    tie_word_embeddings=True,  # the weight of the head for masked tokens is that of the word embeddings
+    classifier_dropout=None,  # in front of a classifier; hidden_dropout_prob if None
+    num_labels=2,  # of a classifier
+    problem_type=None,  # of BertForSequenceClassification: its loss; None looks at the labels
+)
+
+# Fields of transformers that ask for what is not here, with the one value that does not.
+_NOT_COVERED = dict(
+    model_type="bert",
+    is_decoder=False,
+    add_cross_attention=False,
+    is_encoder_decoder=False,
+    chunk_size_feed_forward=0,
+    output_hidden_states=False,
+    output_attentions=False,
+    return_dict=True,
+    pruned_heads={},
+    quantization_config=None,
+)
+
+_TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
+_ACTIVATIONS = ("gelu", *_TANH_GELUS)
+
+
+def _option(config, name):
+    return getattr(config, name, _OPTIONS[name])
+
+
+def _check_config(config):
+    """Check that all that the configuration asks for is covered."""
+    missing = [name for name in Config.__annotations__ if not hasattr(config, name)]
+    if missing:
+        raise TypeError(f"config must have the fields of transformers' BertConfig, found none of {', '.join(missing)}")
+    for name, covered in _NOT_COVERED.items():
+        value = getattr(config, name, covered)
+        if value != covered:
+            raise ValueError(f"config.{name} must be {covered!r}, the one value that is covered, found {value!r}")
+    layers, levels = config.num_hidden_layers, _option(config, "mlp_checkpoint_lvl")
+    rotary = _option(config, "position_embedding_type") == "rotary"
+    rotary_options = [name for name in _OPTIONS if name.startswith("rotary_emb")]
+    for name, fits, expected in (
+        ("hidden_act", config.hidden_act in _ACTIVATIONS, f"one of {', '.join(_ACTIVATIONS)}"),
+        ("hidden_act", not _option(config, "fused_mlp") or config.hidden_act in _TANH_GELUS,
+         f"one of {', '.join(_TANH_GELUS)} with fused_mlp"),
+        ("mlp_checkpoint_lvl", levels == 0 or _option(config, "fused_mlp"), "0 without fused_mlp"),
+        ("mlp_checkpoint_lvl", isinstance(levels, int) or len(levels) == layers, f"one for each of {layers} layers"),
+        ("position_embedding_type", rotary or _option(config, "position_embedding_type") == "absolute",
+         "'absolute' or 'rotary'"),
+        *((name, rotary or _option(config, name) == _OPTIONS[name],
+           f"{_OPTIONS[name]} without position_embedding_type='rotary'") for name in rotary_options),
+        ("dense_seq_output", _option(config, "dense_seq_output") or not _option(config, "last_layer_subset"),
+         "True with last_layer_subset"),
+        ("last_layer_subset", not (rotary and _option(config, "last_layer_subset")),
+         "False with position_embedding_type='rotary'"),
+    ):  # fmt: skip
+        if not fits:
+            raise ValueError(f"config.{name} must be {expected}, found {getattr(config, name, _OPTIONS.get(name))!r}")
+
+
+def _padded_vocab_size(config):
+    multiple = _option(config, "pad_vocab_size_multiple")
+    return -(-config.vocab_size // multiple) * multiple
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layers
+
+
+def create_mixer_cls(
+    config: Config, cross_attn: bool = False, return_residual: bool = False
+) -> Callable[[int], nn.Module]:
+    """A function from hidden_size to the attention of a layer; cross_attn gives queries a projection of their own."""
+    rotary = {}
+    if _option(config, "position_embedding_type") == "rotary":
+        dim = _option(config, "rotary_emb_dim")
+        rotary = dict(
+            rotary_emb_dim=config.hidden_size // config.num_attention_heads if dim is None else dim,
+            rotary_emb_base=_option(config, "rotary_emb_base"),
+            rotary_emb_scale_base=_option(config, "rotary_emb_scale_base"),
+            rotary_emb_interleaved=_option(config, "rotary_emb_interleaved"),
+        )
+    return functools.partial(
+        MHA,
+        num_heads=config.num_attention_heads,
+        cross_attn=cross_attn,
+        dropout=config.attention_probs_dropout_prob,
+        causal=False,
+        fused_bias_fc=_option(config, "fused_bias_fc"),
+        use_flash_attn=_option(config, "use_flash_attn"),
+        return_residual=return_residual,
+        **rotary,
+    )
+
+
+def create_mlp_cls(
+    config: Config, layer_idx: int | None = None, return_residual: bool = False
+) -> Callable[[int], nn.Module]:
+    """A function from hidden_size to the MLP of a layer. If mlp_checkpoint_lvl is a list, layer_idx selects from it."""
+    options = dict(hidden_features=config.intermediate_size, return_residual=return_residual)
+    if not _option(config, "fused_mlp"):
+        return functools.partial(Mlp, activation=_activation(config), **options)
+    level = _option(config, "mlp_checkpoint_lvl")
+    if not isinstance(level, int):
+        if layer_idx is None:
+            raise ValueError("layer_idx must be given if config.mlp_checkpoint_lvl is a sequence, found None")
+        level = level[layer_idx]
+    return functools.partial(FusedMLP, checkpoint_lvl=level, **options)
+
+
+def create_block(config: Config, layer_idx: int | None = None) -> Block:
+    """One layer. With last_layer_subset, the last one projects queries apart from keys and values."""
+    subset = _option(config, "last_layer_subset") and layer_idx == config.num_hidden_layers - 1
+    # A mixer and an MLP that return their input too leave it to the backward of their product to add the gradients.
+    # The queries of a subset are not what keys and values are projected from.
+    return_residual = not subset
+    return Block(
+        config.hidden_size,
+        create_mixer_cls(config, cross_attn=subset, return_residual=return_residual),
+        create_mlp_cls(config, layer_idx, return_residual=return_residual),
+        norm_cls=functools.partial(nn.LayerNorm, eps=config.layer_norm_eps),
+        prenorm=False,
+        resid_dropout1=config.hidden_dropout_prob,
+        resid_dropout2=config.hidden_dropout_prob,
+        fused_dropout_add_ln=_option(config, "fused_dropout_add_ln"),
+        return_residual=return_residual,
+    )
+
+
+def _activation(config):
+    return functools.partial(F.gelu, approximate="tanh" if config.hidden_act in _TANH_GELUS else "none")
+
+
+def _linear_cls(config):
+    return FusedDense if _option(config, "fused_bias_fc") else nn.Linear
+
+
+def _normed(config, norm, x):
+    if _option(config, "fused_dropout_add_ln"):
+        return layer_norm_fn(x, norm.weight, norm.bias, eps=norm.eps)
+    return norm(x)
+
+
+def _init_weights(module: nn.Module, initializer_range: float = 0.02) -> None:
+    """Draw the weight of a linear layer or an embedding from a normal distribution; a bias and padding are zero."""
+    if isinstance(module, (nn.Linear, nn.Embedding)):
+        nn.init.normal_(module.weight, std=initializer_range)
+    if isinstance(module, nn.Linear) and module.bias is not None:
+        nn.init.zeros_(module.bias)
+    if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+        with torch.no_grad():
+            module.weight[module.padding_idx].zero_()
+
+
+class BertEncoder(nn.Module):
+    """The layers of BERT."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.use_flash_attn = _option(config, "use_flash_attn")
+        self.last_layer_subset = _option(config, "last_layer_subset")
+        self.layers = nn.ModuleList([create_block(config, layer_idx=i) for i in range(config.num_hidden_layers)])
+
+    def forward(
+        self, hidden_states: Tensor, key_padding_mask: Tensor | None = None, subset_mask: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states behind the last layer.
+
+        Arguments:
+            hidden_states: (batch, seqlen, hidden_size).
+            key_padding_mask: (batch, seqlen) bool, true for tokens, false for padding.
+            subset_mask: (batch, seqlen) bool, true for tokens of which the result is wanted.
+
+        Returns (batch, seqlen, hidden_size), or with a subset_mask (number of true elements, hidden_size). With
+        use_flash_attn and a key_padding_mask, rows of padding are zero.
+        """
+        if key_padding_mask is not None and self.use_flash_attn:
+            return self._without_padding(hidden_states, key_padding_mask, subset_mask)
+        kwargs = {} if key_padding_mask is None else dict(key_padding_mask=key_padding_mask)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states, mixer_kwargs=kwargs)
+        return hidden_states if subset_mask is None else _rows(hidden_states, subset_mask)
+
+    def _without_padding(self, hidden_states, key_padding_mask, subset_mask):
+        batch, seqlen = key_padding_mask.shape
+        hidden_states, indices, cu_seqlens, max_seqlen, _ = unpad_input(hidden_states, key_padding_mask)
+        lengths = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        for layer in self.layers[: -1 if self.last_layer_subset else None]:
+            hidden_states = layer(hidden_states, mixer_kwargs=lengths)
+        if self.last_layer_subset:
+            of_keys = dict(cu_seqlens_k=cu_seqlens, max_seqlen_k=max_seqlen)
+            if subset_mask is not None:
+                return self._last_layer_of_subset(hidden_states, of_keys, key_padding_mask, subset_mask)
+            hidden_states = self.layers[-1](hidden_states, mixer_kwargs=lengths | of_keys)
+        hidden_states = pad_input(hidden_states, indices, batch, seqlen)
+        return hidden_states if subset_mask is None else _rows(hidden_states, subset_mask)
+
+    def _last_layer_of_subset(self, hidden_states, of_keys, key_padding_mask, subset_mask):
+        """The last layer with the tokens of the subset as queries, and all tokens (total, hidden_size) as keys."""
+        row_of_token = key_padding_mask.flatten().cumsum(0).view_as(key_padding_mask) - 1
+        rows, _, cu_seqlens, max_seqlen, _ = unpad_input(row_of_token, key_padding_mask & subset_mask)
+        queries = index_first_axis(hidden_states, rows)
+        of_queries = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        out = self.layers[-1](queries, mixer_kwargs=dict(x_kv=hidden_states, **of_queries, **of_keys))
+        is_token = key_padding_mask[subset_mask]
+        places = is_token.nonzero_static(size=rows.shape[0]).squeeze(1)
+        return index_put_first_axis(out, places, is_token.shape[0])
+
+
+def _rows(hidden_states, mask):
+    """(tokens, hidden_size) of hidden_states (batch, seqlen, hidden_size) where the mask is true."""
+    return index_first_axis(hidden_states.flatten(0, 1), mask.flatten().nonzero().squeeze(1))
+
+
+class BertPooler(nn.Module):
+    """A linear layer and tanh on the first token of each sequence."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.dense = _linear_cls(config)(config.hidden_size, config.hidden_size)
+        self.activation = nn.Tanh()
+
+    def forward(self, hidden_states: Tensor, pool: bool = True) -> Tensor:
+        """(batch, hidden_size) of (batch, seqlen, hidden_size), or if not pool of the first tokens themselves."""
+        return self.activation(self.dense(hidden_states[:, 0] if pool else hidden_states))
+
+
+class BertPredictionHeadTransform(nn.Module):
+    """A linear layer, the activation and a norm, in front of the decoder of `BertLMPredictionHead`."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.dense = _linear_cls(config)(config.hidden_size, config.hidden_size)
+        self.transform_act_fn = _activation(config)
+        self.layer_norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """(..., hidden_size) to the same shape."""
+        return _normed(self.config, self.layer_norm, self.transform_act_fn(self.dense(hidden_states)))
+
+
+class BertLMPredictionHead(nn.Module):
+    """The head that predicts masked tokens."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.transform = BertPredictionHeadTransform(config)
+        self.decoder = _linear_cls(config)(config.hidden_size, _padded_vocab_size(config))
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Logits (..., vocab_size) of (..., hidden_size)."""
+        return self.decoder(self.transform(hidden_states))
+
+
+class BertPreTrainingHeads(nn.Module):
+    """The head that predicts masked tokens, and the one that tells whether a sentence follows another."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.predictions = BertLMPredictionHead(config)
+        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, sequence_output: Tensor, pooled_output: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits (..., vocab_size) and (batch, 2) of (..., hidden_size) and (batch, hidden_size)."""
+        return self.predictions(sequence_output), self.seq_relationship(pooled_output)
+
+
+class _MaskedLMHead(nn.Module):
+    """The head that predicts masked tokens, under the name it has in transformers' checkpoints."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.predictions = BertLMPredictionHead(config)
+
+    def forward(self, sequence_output):
+        return self.predictions(sequence_output)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What models return
+
+
+class BertModelOutput(NamedTuple):
+    """last_hidden_state (batch, seqlen, hidden_size), or (masked tokens, hidden_size) of these alone; pooler_output
+    (batch, hidden_size), or None without a pooler."""
+
+    last_hidden_state: Tensor
+    pooler_output: Tensor | None = None
+
+
+class BertForPreTrainingOutput(NamedTuple):
+    """loss, a scalar or None; prediction_logits (batch, seqlen, vocab_size), or (masked tokens, vocab_size);
+    seq_relationship_logits (batch, 2)."""
+
+    loss: Tensor | None
+    prediction_logits: Tensor
+    seq_relationship_logits: Tensor
+
+
+class BertHeadOutput(NamedTuple):
+    """loss, a scalar or None without labels; logits, (batch, seqlen, classes), (masked tokens, classes) or
+    (batch, classes)."""
+
+    loss: Tensor | None
+    logits: Tensor
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+Self = TypeVar("Self", bound="BertPreTrainedModel")
+
+
+class BertPreTrainedModel(nn.Module):
+    """What all models here share: their configuration, and checkpoints of transformers.
+
+    Raises TypeError or ValueError for a configuration that lacks fields or asks for what is not covered.
+    """
+
+    def __init__(self, config: Config, *inputs: Any, **kwargs: Any) -> None:
+        super().__init__()
+        _check_config(config)
+        self.config = config
+
+    @classmethod
+    def from_pretrained(
+        cls: type[Self],
+        model_name: str | pathlib.Path,
+        config: Config | None = None,
+        *inputs: Any,
+        strict: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """A model with the parameters of a checkpoint, as they are before training: call eval() for inference.
+
+        Arguments:
+            model_name: a folder, or a name on the Hugging Face hub; see `state_dict_from_pretrained`.
+            config: the configuration; if None that of the checkpoint, which takes the package transformers.
+            strict: heads and pooler must be exactly those of the checkpoint. Otherwise those that it has not are drawn
+                at random, and those that the model has not are left out, both with a warning in the log.
+            device, dtype: of the parameters; torch's defaults if None.
+            inputs, kwargs: more arguments of the model.
+
+        Raises ValueError, before parameters are allocated, if keys are missing, are more than the model has, or have
+        another shape; OSError if there is no checkpoint.
+        """
+        config = _config_from_pretrained(model_name) if config is None else config
+        with torch.device("meta"):
+            model = cls(config, *inputs, **kwargs)
+        found = model._named_alike(_with_todays_names(state_dict_from_pretrained(model_name)))
+        fresh = model._check_checkpoint(model_name, found, strict)
+        model.to(dtype=dtype).to_empty(device=torch.get_default_device() if device is None else device)
+        model.tie_weights()
+        for name, module in model.named_modules():
+            if any(f"{name}.{parameter}" in fresh for parameter, _ in module.named_parameters(recurse=False)):
+                module.reset_parameters()
+                _init_weights(module, config.initializer_range)
+        nn.Module.load_state_dict(model, remap_state_dict(found, config), strict=False)
+        return model
+
+    def save_pretrained(self, folder: str | pathlib.Path) -> None:
+        """Write config.json and model.safetensors, which transformers' `from_pretrained` and that of this class read.
+
+        Takes the package safetensors.
+        """
+        from safetensors.torch import save_file
+
+        folder = pathlib.Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {key: tensor.contiguous().cpu() for key, tensor in self._their_state_dict().items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(self._their_config(), indent=2, sort_keys=True) + "\n")
+
+    def tie_weights(self) -> None:
+        """Let the head for masked tokens, if there is one, have the weight of the word embeddings."""
+        if hasattr(self, "cls") and _option(self.config, "tie_word_embeddings"):
+            self.cls.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
+
+    def _finish(self):
+        """Draw all parameters, the last step of each constructor."""
+        self.apply(functools.partial(_init_weights, initializer_range=self.config.initializer_range))
+        self.tie_weights()
+
+    def _named_alike(self, state_dict):
+        """A checkpoint with or without "bert." in front of the encoder's keys, with it if this model has it."""
+        ours = "bert." if hasattr(self, "bert") else ""
+        of_encoder = ("embeddings.", "encoder.", "pooler.")
+        result = {}
+        for key, tensor in state_dict.items():
+            bare = key.removeprefix("bert.")
+            result[ours + bare if bare.startswith(of_encoder) else key] = tensor
+        return result
+
+    def _their_state_dict(self):
+        """Parameters by transformers' names. Of those that are tied, only the word embeddings."""
+        state_dict = self.state_dict()
+        if hasattr(self, "cls") and _option(self.config, "tie_word_embeddings"):
+            del state_dict["cls.predictions.decoder.weight"]
+        result = inv_remap_state_dict(state_dict, self.config, legacy_names=False)
+        if "cls.predictions.decoder.weight" in result:  # transformers then has two biases, and adds this one
+            result["cls.predictions.decoder.bias"] = result["cls.predictions.bias"].clone()
+        return result
+
+    def _their_config(self):
+        config = copy.copy(self.config)
+        config.vocab_size = getattr(config, "orig_vocab_size", config.vocab_size)
+        fields = config.to_dict() if hasattr(config, "to_dict") else vars(config)
+        fields = {name: value for name, value in fields.items() if name != "orig_vocab_size"}
+        return fields | dict(model_type="bert", architectures=[type(self).__name__])
+
+    def _check_checkpoint(self, model_name, found, strict):
+        """The names of our parameters that a checkpoint with transformers' names does not have, all in heads.
+
+        Raises ValueError if it does not fit.
+        """
+        expected = _with_todays_names(self._their_state_dict())
+        missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
+        if _option(self.config, "tie_word_embeddings"):
+            unexpected -= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+        wrong = [
+            f"{key} {tuple(found[key].shape)} instead of {tuple(tensor.shape)}"
+            for key, tensor in expected.items()
+            if key in found and found[key].shape != tensor.shape
+        ]
+        problems = {"has no": missing, "has, but the model has not,": unexpected}
+        if not strict:
+            for what, keys in problems.items():
+                heads = {key for key in keys if not key.removeprefix("bert.").startswith(("embeddings.", "encoder."))}
+                if heads:
+                    logger.warning("The checkpoint %s %s %s", model_name, what, ", ".join(sorted(heads)))
+                problems[what] = keys - heads
+        told = [f"{what} {', '.join(sorted(keys))}" for what, keys in problems.items() if keys]
+        told += [f"has {', '.join(wrong)}"] if wrong else []
+        if told:
+            raise ValueError(
+                f"model_name must be a checkpoint of transformers' BERT that fits {type(self).__name__} and its "
+                f"configuration; {model_name} {'; it '.join(told)}"
+            )
+        return remap_state_dict({key: expected[key] for key in missing}, self.config).keys()
+
+
+class BertModel(BertPreTrainedModel):
+    """BERT without heads.
+
+    Arguments:
+        config: see the top of this module. Its vocab_size is rounded up to a multiple of pad_vocab_size_multiple, in
+            place, and what it was is kept as orig_vocab_size.
+        add_pooling_layer: whether there is a `BertPooler`.
+
+    >>> from transformers import BertConfig
+    >>> config = BertConfig(vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+    ...                     intermediate_size=128)
+    >>> model = BertModel(config).eval()
+    >>> model(torch.randint(100, (2, 7))).last_hidden_state.shape
+    torch.Size([2, 7, 64])
+    """
+
+    def __init__(self, config: Config, add_pooling_layer: bool = True) -> None:
+        super().__init__(config)
+        if not hasattr(config, "orig_vocab_size"):
+            config.orig_vocab_size = config.vocab_size
+        config.vocab_size = _padded_vocab_size(config)
+        self.embeddings = BertEmbeddings(
+            config.hidden_size,
+            config.vocab_size,
+            config.max_position_embeddings,
+            config.type_vocab_size,
+            padding_idx=config.pad_token_id,
+        )
+        self.emb_drop = nn.Dropout(config.hidden_dropout_prob)
+        self.emb_ln = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.encoder = BertEncoder(config)
+        self.pooler = BertPooler(config) if add_pooling_layer else None
+        self._finish()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        masked_tokens_mask: Tensor | None = None,
+    ) -> BertModelOutput:
+        """Hidden states of the last layer.
+
+        Arguments:
+            input_ids: (batch, seqlen), token ids.
+            position_ids: (seqlen,) or (batch, seqlen); 0 to seqlen - 1 if None.
+            token_type_ids: (batch, seqlen); 0 if None.
+            attention_mask: (batch, seqlen), bool or integers, 0 for padding.
+            masked_tokens_mask: (batch, seqlen) bool, the tokens of which hidden states are wanted.
+
+        last_hidden_state is (batch, seqlen, hidden_size), or with masked_tokens_mask that of these tokens in order,
+        (tokens, hidden_size). Raises TypeError or ValueError for inputs of another dtype or shape.
+        """
+        hidden_states = self.embeddings(input_ids, position_ids=position_ids, token_type_ids=token_type_ids)
+        mask = None if attention_mask is None else _token_mask(attention_mask, input_ids)
+        if masked_tokens_mask is not None:
+            _check_like("masked_tokens_mask", masked_tokens_mask, input_ids, (torch.bool,))
+        hidden_states = self.emb_drop(_normed(self.config, self.emb_ln, hidden_states))
+        if masked_tokens_mask is None:
+            hidden_states = self.encoder(hidden_states, mask)
+            return BertModelOutput(hidden_states, None if self.pooler is None else self.pooler(hidden_states))
+        if self.pooler is None:
+            return BertModelOutput(self.encoder(hidden_states, mask, masked_tokens_mask))
+        first = torch.zeros_like(masked_tokens_mask)
+        first[:, 0] = True
+        subset = masked_tokens_mask | first
+        hidden_states = self.encoder(hidden_states, mask, subset)
+        pooled = self.pooler(hidden_states[first[subset]], pool=False)
+        return BertModelOutput(hidden_states[masked_tokens_mask[subset]], pooled)
+
+
+class _BertWithHead(BertPreTrainedModel):
+    """A model that has an encoder, `bert`."""
+
+    def _encode(self, masked, **inputs):
+        """What the encoder returns. With dense_seq_output, hidden states of the masked tokens alone, if any are given.
+
+        masked: (batch, seqlen) bool, or None.
+        """
+        if masked is None or not _option(self.config, "dense_seq_output"):
+            return self.bert(**inputs)
+        if _option(self.config, "last_layer_subset"):
+            return self.bert(**inputs, masked_tokens_mask=masked)
+        hidden_states, pooled = self.bert(**inputs)
+        return BertModelOutput(_rows(hidden_states, masked), pooled)
+
+    def _prediction_loss(self, logits, labels, masked, ignore_index):
+        """Mean cross entropy of logits (..., vocab_size), of all tokens or the masked ones, and labels."""
+        if _option(self.config, "dense_seq_output"):
+            labels = labels[masked]
+        return self._cross_entropy(ignore_index, inplace=True)(logits.flatten(0, -2), labels.flatten())
+
+    def _cross_entropy(self, ignore_index, inplace=False):
+        if _option(self.config, "use_xentropy"):
+            return CrossEntropyLoss(ignore_index=ignore_index, inplace_backward=inplace)
+        return nn.CrossEntropyLoss(ignore_index=ignore_index)
+
+
+class BertForPreTraining(_BertWithHead):
+    """BERT with the two heads of its pre-training."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config)
+        self.cls = BertPreTrainingHeads(config)
+        self._finish()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        next_sentence_label: Tensor | None = None,
+    ) -> BertForPreTrainingOutput:
+        """Logits of both heads, and the sum of their losses if both kinds of labels are given.
+
+        Arguments:
+            input_ids, position_ids, token_type_ids, attention_mask: as in `BertModel`.
+            labels: (batch, seqlen) int64, the ids of masked tokens; 0 and less for tokens that are not masked.
+            next_sentence_label: (batch,) int64, 0 or 1; -1 where there is none.
+
+        With dense_seq_output and labels, prediction_logits are those of masked tokens alone, (tokens, vocab_size).
+        """
+        masked = None
+        if labels is not None:
+            _check_like("labels", labels, input_ids, (torch.int64,))
+            masked = labels > 0
+        if next_sentence_label is not None:
+            _check_labels("next_sentence_label", next_sentence_label, input_ids.shape[:1])
+        outputs = self._encode(
+            masked,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            token_type_ids=token_type_ids,
+            attention_mask=attention_mask,
+        )
+        predictions, relationship = self.cls(*outputs)
+        loss = None
+        if labels is not None and next_sentence_label is not None:
+            prediction_loss = self._prediction_loss(predictions, labels.clamp(min=0), masked, ignore_index=0)
+            relationship_loss = self._cross_entropy(ignore_index=-1)(relationship, next_sentence_label)
+            loss = prediction_loss.float() + relationship_loss.float()
+        return BertForPreTrainingOutput(loss, predictions, relationship)
+
+
+class BertForMaskedLM(_BertWithHead):
+    """BERT with the head that predicts masked tokens."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.cls = _MaskedLMHead(config)
+        self._finish()
+
+    def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
+        """Logits (batch, seqlen, vocab_size), and with labels the mean cross entropy of tokens that have one.
+
+        Arguments:
+            labels: (batch, seqlen) int64, -100 for tokens that are not masked.
+            input_ids, inputs: position_ids, token_type_ids and attention_mask as in `BertModel`.
+
+        With dense_seq_output and labels, logits are those of masked tokens alone, (tokens, vocab_size).
+        """
+        masked = None
+        if labels is not None:
+            _check_like("labels", labels, input_ids, (torch.int64,))
+            masked = labels != -100
+        logits = self.cls(self._encode(masked, input_ids=input_ids, **inputs).last_hidden_state)
+        loss = None if labels is None else self._prediction_loss(logits, labels, masked, ignore_index=-100)
+        return BertHeadOutput(loss, logits)
+
+
+class _BertClassifier(_BertWithHead):
+    """BERT with dropout and a linear layer of num_labels classes."""
+
+    def __init__(self, config, add_pooling_layer):
+        super().__init__(config)
+        self.num_labels = _option(config, "num_labels")
+        self.bert = BertModel(config, add_pooling_layer=add_pooling_layer)
+        dropout = _option(config, "classifier_dropout")
+        self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout is None else dropout)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
+        self._finish()
+
+
+class BertForSequenceClassification(_BertClassifier):
+    """BERT with a classifier, or regression, of whole sequences: config.num_labels of them."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, add_pooling_layer=True)
+
+    def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
+        """Logits (batch, num_labels), and with labels the loss that config.problem_type names.
+
+        Arguments:
+            labels: for "single_label_classification" (batch,) int64; for "multi_label_classification"
+                (batch, num_labels) floats 0 and 1; for "regression" floats (batch, num_labels), or (batch,) if that is
+                1. If problem_type is None, it is regression with one label, else what the dtype of labels tells.
+            input_ids, inputs: position_ids, token_type_ids and attention_mask as in `BertModel`.
+        """
+        logits = self.classifier(self.dropout(self.bert(input_ids, **inputs).pooler_output))
+        return BertHeadOutput(None if labels is None else self._loss(logits, labels), logits)
+
+    def _loss(self, logits, labels):
+        kind = _option(self.config, "problem_type")
+        if kind is None:
+            single = "multi_label" if labels.is_floating_point() else "single_label"
+            kind = "regression" if self.num_labels == 1 else f"{single}_classification"
+        if kind == "single_label_classification":
+            _check_labels("labels", labels, logits.shape[:1])
+            return nn.CrossEntropyLoss()(logits, labels)
+        labels = labels.view_as(logits) if self.num_labels == 1 else labels
+        checks.tensor("labels", labels, shape=logits.shape, device=logits.device)
+        losses = {"regression": nn.MSELoss, "multi_label_classification": nn.BCEWithLogitsLoss}
+        if kind not in losses:
+            raise ValueError(f"config.problem_type must be one of {', '.join(losses)}, found {kind!r}")
+        return losses[kind]()(logits, labels.to(logits.dtype))
+
+
+class BertForTokenClassification(_BertClassifier):
+    """BERT with a classifier of each token, as for named entities: config.num_labels classes."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, add_pooling_layer=False)
+
+    def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
+        """Logits (batch, seqlen, num_labels), and with labels the mean cross entropy of tokens that have one.
+
+        Arguments:
+            labels: (batch, seqlen) int64, -100 for tokens that do not count.
+            input_ids, inputs: position_ids, token_type_ids and attention_mask as in `BertModel`.
+        """
+        if labels is not None:
+            _check_like("labels", labels, input_ids, (torch.int64,))
+        logits = self.classifier(self.dropout(self.bert(input_ids, **inputs).last_hidden_state))
+        loss = None if labels is None else nn.CrossEntropyLoss()(logits.flatten(0, 1), labels.flatten())
+        return BertHeadOutput(loss, logits)
+
+
+def _token_mask(attention_mask, input_ids):
+    dtypes = (torch.bool, torch.uint8, torch.int8, torch.int16, *checks.INTEGER_DTYPES)
+    _check_like("attention_mask", attention_mask, input_ids, dtypes)
+    return attention_mask if attention_mask.dtype == torch.bool else attention_mask != 0
+
+
+def _check_like(name, value, input_ids, dtypes):
+    checks.tensor(name, value, dtypes=dtypes, shape=input_ids.shape, device=input_ids.device)
+
+
+def _check_labels(name, labels, shape):
+    checks.tensor(name, labels, dtypes=(torch.int64,), shape=tuple(shape))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def remap_state_dict(state_dict: Mapping[str, Tensor], config: Config) -> OrderedDict[str, Tensor]:
+    """The state dict of a model here, of one of transformers' model with the same configuration.
+
+    Keys that are not BERT's stay as they are. If vocab_size is rounded up, word embeddings and the decoder get more
+    rows of zeros, and the decoder's bias more elements of -100.
+    """
+    result = OrderedDict(_key_map(config).to_ours(_with_todays_names(state_dict)))
+    rows = _padded_vocab_size(config)
+    for key, value in _vocabulary_keys(result):
+        tensor = result[key]
+        below = (0, 0) * (tensor.dim() - 1) + (0, rows - tensor.shape[0])
+        result[key] = F.pad(tensor, below, value=value)
+    return result
+
+
+def inv_remap_state_dict(
+    state_dict: Mapping[str, Tensor], config: Config, legacy_names: bool = True
+) -> OrderedDict[str, Tensor]:
+    """The inverse of `remap_state_dict`, with vocab_size as it was before it was rounded up.
+
+    legacy_names: norms have "gamma" and "beta", as in the first checkpoints of BERT, instead of "weight" and "bias".
+    """
+    result = OrderedDict(state_dict)
+    rows = getattr(config, "orig_vocab_size", config.vocab_size)
+    for key, _ in _vocabulary_keys(result):
+        result[key] = result[key][:rows]
+    result = OrderedDict(_key_map(config).to_theirs(result))
+    if legacy_names:
+        legacy = {name: old for old, name in _LEGACY_NAMES.items()}
+        result = OrderedDict((_replaced_ending(key, legacy), tensor) for key, tensor in result.items())
+    return result
+
+
+_LEGACY_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # which older checkpoints hold
+
+
+def _replaced_ending(key, endings):
+    for old, new in endings.items():
+        if key.endswith(old):
+            return key.removesuffix(old) + new
+    return key
+
+
+def _with_todays_names(state_dict):
+    """A checkpoint of any age with the names that transformers gives parameters today, and one decoder's bias."""
+    result = {
+        _replaced_ending(key, _LEGACY_NAMES): tensor for key, tensor in state_dict.items() if not key.endswith(_BUFFERS)
+    }
+    if "cls.predictions.decoder.bias" in result:  # the one that transformers adds, where they are not the same
+        result["cls.predictions.bias"] = result.pop("cls.predictions.decoder.bias")
+    return result
+
+
+def _vocabulary_keys(state_dict):
+    """Keys of parameters with a row for each token, and what a row is filled with that no token has."""
+    candidates = {
+        "embeddings.word_embeddings.weight": 0.0,
+        "bert.embeddings.word_embeddings.weight": 0.0,
+        "cls.predictions.decoder.weight": 0.0,
+        "cls.predictions.decoder.bias": -100.0,
+    }
+    return [(key, value) for key, value in candidates.items() if key in state_dict]
+
+
+def _key_map(config):
+    """transformers' names and ours, of the encoder with and without "bert." in front."""
+    rows = [
+        ("cls.predictions.transform.LayerNorm", "cls.predictions.transform.layer_norm"),
+        ("cls.predictions.bias", "cls.predictions.decoder.bias"),
+    ]
+    for prefix in ("", "bert."):
+        rows.append((f"{prefix}embeddings.LayerNorm", f"{prefix}emb_ln"))
+        for i in range(config.num_hidden_layers):
+            theirs, ours = f"{prefix}encoder.layer.{i}", f"{prefix}encoder.layers.{i}"
+            query, key, value = (f"{theirs}.attention.self.{name}" for name in ("query", "key", "value"))
+            if _option(config, "last_layer_subset") and i == config.num_hidden_layers - 1:
+                rows += [(query, f"{ours}.mixer.Wq"), ((key, value), f"{ours}.mixer.Wkv")]
+            else:
+                rows.append(((query, key, value), f"{ours}.mixer.Wqkv"))
+            rows += [
+                (f"{theirs}.attention.output.dense", f"{ours}.mixer.out_proj"),
+                (f"{theirs}.attention.output.LayerNorm", f"{ours}.norm1"),
+                (f"{theirs}.intermediate.dense", f"{ours}.mlp.fc1"),
+                (f"{theirs}.output.dense", f"{ours}.mlp.fc2"),
+                (f"{theirs}.output.LayerNorm", f"{ours}.norm2"),
+            ]
+    return KeyMap(rows)
+
+
+def _config_from_pretrained(model_name):
+    try:
+        from transformers import BertConfig
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("config must be given without the package transformers, found None") from error
+    return BertConfig.from_pretrained(model_name)

@@ -1,0 +1,365 @@
+"""Vision transformers of timm's kind (Dosovitskiy et al., arXiv:2010.11929), with fused kernels.
+
+    model = vit_base_patch16_224(use_flash_attn=True, fused_mlp=True, fused_dropout_add_ln=True)
+    model.load_state_dict(timm.create_model("vit_base_patch16_224", pretrained=True).state_dict())
+    logits = model(torch.randn(8, 3, 224, 224))                                # (8, 1000)
+
+`VisionTransformer.load_state_dict` takes a state dict of timm's VisionTransformer as well as one of its own;
+`inv_remap_state_dict_timm` gives back one that timm loads. The last block projects queries apart from keys and values,
+since classification needs the class token's query alone.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flash_attn.layers.patch_embed import PatchEmbed
+from flash_attn.models._key_map import KeyMap
+from flash_attn.modules.block import Block, StochasticDepth
+from flash_attn.modules.mha import MHA
+from flash_attn.modules.mlp import FusedMLP, Mlp
+from flash_attn.ops.triton.layer_norm import layer_norm_fn
+
+__all__ = [
+    "VisionTransformer",
+    "create_block",
+    "create_mixer_cls",
+    "create_mlp_cls",
+    "init_weights_vit_timm",
+    "inv_remap_state_dict_timm",
+    "remap_state_dict_timm",
+    "vit_base_patch16_224",
+    "vit_base_patch32_224",
+    "vit_huge_patch14_224",
+    "vit_large_patch16_224",
+    "vit_small_patch16_224",
+    "vit_tiny_patch16_224",
+]
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Parts
+
+
+def create_mixer_cls(
+    num_heads: int,
+    qkv_bias: bool,
+    attn_drop: float,
+    use_flash_attn: bool,
+    fused_bias_fc: bool,
+    cross_attn: bool = False,
+) -> Callable[[int], nn.Module]:
+    """A function from the number of features to the attention of a block; cross_attn gives queries their own layer."""
+    return functools.partial(
+        MHA,
+        num_heads=num_heads,
+        cross_attn=cross_attn,
+        qkv_proj_bias=qkv_bias,
+        dropout=attn_drop,
+        fused_bias_fc=fused_bias_fc,
+        use_flash_attn=use_flash_attn,
+    )
+
+
+def create_mlp_cls(
+    embed_dim: int, mlp_ratio: float, act_layer: Callable[[], nn.Module], fused_mlp: bool
+) -> Callable[[int], nn.Module]:
+    """A function from the number of features to the MLP of a block, with int(embed_dim * mlp_ratio) hidden features.
+
+    act_layer: called without arguments, gives the activation. With fused_mlp it must give an nn.GELU, which is then
+    computed in its tanh form, or an nn.ReLU; others raise ValueError.
+    """
+    activation = act_layer()
+    hidden_features = int(embed_dim * mlp_ratio)
+    if not fused_mlp:
+        return functools.partial(Mlp, hidden_features=hidden_features, activation=activation)
+    names = {nn.GELU: "gelu_approx", nn.ReLU: "relu"}
+    if type(activation) not in names:
+        raise ValueError(f"act_layer must give an nn.GELU or nn.ReLU with fused_mlp, found {activation}")
+    return functools.partial(FusedMLP, hidden_features=hidden_features, activation=names[type(activation)])
+
+
+def create_block(
+    embed_dim: int,
+    num_heads: int,
+    mlp_ratio: float,
+    qkv_bias: bool,
+    drop_rate: float,
+    attn_drop_rate: float,
+    drop_path1: float,
+    drop_path2: float,
+    norm_layer: Callable[[int], nn.Module],
+    act_layer: Callable[[], nn.Module],
+    use_flash_attn: bool,
+    fused_bias_fc: bool,
+    fused_mlp: bool,
+    fused_dropout_add_ln: bool,
+    layer_idx: int | None = None,
+    n_layer: int | None = None,
+    last_layer_subset: bool = False,
+) -> Block:
+    """One block with its norms first and its residual stream in float32.
+
+    With last_layer_subset, block n_layer - 1 projects queries apart, so that it can be asked for some tokens only. The
+    other arguments are those of `VisionTransformer`, and drop_path1 and drop_path2 those of `Block`.
+    """
+    cross_attn = last_layer_subset and n_layer is not None and layer_idx == n_layer - 1
+    return Block(
+        embed_dim,
+        create_mixer_cls(num_heads, qkv_bias, attn_drop_rate, use_flash_attn, fused_bias_fc, cross_attn),
+        create_mlp_cls(embed_dim, mlp_ratio, act_layer, fused_mlp),
+        norm_cls=norm_layer,
+        prenorm=True,
+        resid_dropout1=drop_rate,
+        resid_dropout2=drop_rate,
+        drop_path1=drop_path1,
+        drop_path2=drop_path2,
+        fused_dropout_add_ln=fused_dropout_add_ln,
+        residual_in_fp32=True,
+    )
+
+
+def init_weights_vit_timm(module: nn.Module, name: str = "") -> None:
+    """Draw the weights of a linear layer from a truncated normal distribution (0.02), and set its bias to zero."""
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The model
+
+
+class VisionTransformer(nn.Module):
+    """A vision transformer with a class token and learned positions, as timm's of the same name.
+
+    Arguments:
+        img_size, patch_size, in_chans: as in `PatchEmbed`.
+        num_classes: number of logits; 0 for none, the features of the class token being returned.
+        embed_dim, depth, num_heads: features, blocks, and heads of each block.
+        mlp_ratio: hidden features of an MLP, as a multiple of embed_dim.
+        qkv_bias: whether the projections to queries, keys and values have a bias.
+        no_embed_class: the class token has no position; else it has the first one.
+        drop_rate: probability of dropout behind the positions, each mixer and each MLP, in training.
+        attn_drop_rate: probability that an attention weight is dropped, in training.
+        drop_path_rate: probability that the last block is skipped for an image, in training; it grows linearly from 0
+            for the first block.
+        embed_layer: called with img_size, patch_size, in_chans, embed_dim and bias, gives the embedding of patches.
+        norm_layer: called with embed_dim, gives a norm; nn.LayerNorm with eps 1e-6 if None.
+        act_layer: called without arguments, gives the activation of the MLPs; nn.GELU if None. With fused_mlp, its tanh
+            form is computed.
+        use_flash_attn: attention by `flash_attn_func`.
+        fused_bias_fc: linear layers by `FusedDense`.
+        fused_mlp: MLPs by `FusedMLP`.
+        fused_dropout_add_ln: dropout, add and norm in one kernel.
+        global_pool, init_values, class_token, pre_norm, fc_norm, weight_init: other variants of timm's; ValueError for
+            all but the defaults.
+
+    >>> model = VisionTransformer(img_size=32, patch_size=8, embed_dim=64, depth=2, num_heads=4, num_classes=10)
+    >>> model(torch.randn(2, 3, 32, 32)).shape
+    torch.Size([2, 10])
+    """
+
+    def __init__(
+        self,
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        num_classes: int = 1000,
+        global_pool: str = "token",
+        embed_dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 12,
+        mlp_ratio: float = 4.0,
+        qkv_bias: bool = True,
+        init_values: float | None = None,
+        class_token: bool = True,
+        no_embed_class: bool = False,
+        pre_norm: bool = False,
+        fc_norm: bool | None = None,
+        drop_rate: float = 0.0,
+        attn_drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
+        weight_init: str = "",
+        embed_layer: Callable[..., nn.Module] = PatchEmbed,
+        norm_layer: Callable[[int], nn.Module] | None = None,
+        act_layer: Callable[[], nn.Module] | None = None,
+        use_flash_attn: bool = False,
+        fused_bias_fc: bool = False,
+        fused_mlp: bool = False,
+        fused_dropout_add_ln: bool = False,
+    ) -> None:
+        super().__init__()
+        _check_variant(
+            global_pool=global_pool, init_values=init_values, class_token=class_token, pre_norm=pre_norm,
+            fc_norm=fc_norm, weight_init=weight_init,
+        )  # fmt: skip
+        if depth < 1:
+            raise ValueError(f"depth must be at least 1, found {depth}")
+        norm_layer = norm_layer or functools.partial(nn.LayerNorm, eps=1e-6)
+        self.num_classes = num_classes
+        self.global_pool = global_pool
+        self.num_features = self.embed_dim = embed_dim
+        self.num_prefix_tokens = 1
+        self.no_embed_class = no_embed_class
+        self.fused_dropout_add_ln = fused_dropout_add_ln
+        fused = {"fused_bias_fc": fused_bias_fc} if embed_layer is PatchEmbed else {}
+        self.patch_embed = embed_layer(
+            img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, bias=True, **fused
+        )
+        positions = self.patch_embed.num_patches + (0 if no_embed_class else 1)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, embed_dim))
+        self.pos_embed = nn.Parameter(torch.empty(1, positions, embed_dim))
+        rates = [drop_path_rate * i / max(depth - 1, 1) for i in range(depth)]
+        self.blocks = nn.ModuleList(
+            create_block(
+                embed_dim, num_heads, mlp_ratio, qkv_bias, drop_rate, attn_drop_rate, rates[i - 1] if i > 0 else 0.0,
+                rates[i], norm_layer, act_layer or nn.GELU, use_flash_attn, fused_bias_fc, fused_mlp,
+                fused_dropout_add_ln, layer_idx=i, n_layer=depth, last_layer_subset=True,
+            )
+            for i in range(depth)
+        )  # fmt: skip
+        self.dropout = nn.Dropout(drop_rate)
+        self.drop_path = StochasticDepth(rates[-1])
+        self.norm = norm_layer(embed_dim)
+        self.head = nn.Linear(embed_dim, num_classes) if num_classes > 0 else nn.Identity()
+        self.init_weights(weight_init)
+
+    def init_weights(self, mode: str = "") -> None:
+        """Draw all parameters anew. mode: must be "", timm's default way."""
+        _check_variant(weight_init=mode)
+        nn.init.trunc_normal_(self.pos_embed, std=0.02)
+        nn.init.normal_(self.cls_token, std=1e-6)
+        for name, module in self.named_modules():
+            init_weights_vit_timm(module, name)
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that an optimizer should not decay."""
+        return {"pos_embed", "cls_token"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (batch, num_classes) of images x (batch, in_chans, height, width)."""
+        return self.forward_head(self.forward_features(x, all_tokens=False))
+
+    def forward_features(self, x: Tensor, all_tokens: bool = True) -> Tensor:
+        """Normalised features (batch, 1 + patches, embed_dim) of images, or (batch, 1, embed_dim).
+
+        all_tokens: False computes in the last block only what the class token needs.
+        """
+        hidden_states, residual = self._pos_embed(self.patch_embed(x)), None
+        for block in self.blocks[:-1]:
+            hidden_states, residual = block(hidden_states, residual)
+        subset = None if all_tokens else slice(0, 1)
+        hidden_states, residual = self.blocks[-1](hidden_states, residual, mixer_subset=subset)
+        return self._final_norm(hidden_states, residual)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Logits (batch, num_classes) of features x (batch, tokens, embed_dim); with pre_logits what they are of."""
+        x = x[:, 0]
+        return x if pre_logits else self.head(x)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> torch.nn.modules.module._IncompatibleKeys:
+        """Load a state dict of this model or of timm's; see `torch.nn.Module.load_state_dict`."""
+        return super().load_state_dict(remap_state_dict_timm(state_dict, self), strict=strict, assign=assign)
+
+    def _pos_embed(self, x: Tensor) -> Tensor:
+        """Tokens (batch, 1 + patches, embed_dim) of embedded patches: with the class token and positions."""
+        first = self.cls_token.expand(x.shape[0], -1, -1)
+        if self.no_embed_class:
+            return torch.cat([first, x + self.pos_embed], dim=1)
+        return torch.cat([first, x], dim=1) + self.pos_embed
+
+    def _final_norm(self, hidden_states: Tensor, residual: Tensor) -> Tensor:
+        norm = self.norm
+        if not self.fused_dropout_add_ln:
+            return norm((self.drop_path(self.dropout(hidden_states)) + residual).to(norm.weight.dtype))
+        rowscale = None
+        if self.training and self.drop_path.p > 0:
+            rowscale = self.drop_path(hidden_states.new_ones(hidden_states.shape[:-1]))
+        return layer_norm_fn(
+            hidden_states, norm.weight, norm.bias, residual=residual, eps=norm.eps,
+            dropout_p=self.dropout.p if self.training else 0.0, rowscale=rowscale,
+        )  # fmt: skip
+
+
+def _check_variant(**given):
+    """Check that options which only timm has are left at their defaults."""
+    covered = dict(
+        global_pool="token", init_values=None, class_token=True, pre_norm=False, fc_norm=None, weight_init=""
+    )
+    for name, value in given.items():
+        if value != covered[name]:
+            raise ValueError(f"{name} must be {covered[name]!r}, the one variant that is covered, found {value!r}")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+def remap_state_dict_timm(state_dict: Mapping[str, Any], model: VisionTransformer) -> OrderedDict[str, Any]:
+    """The state dict of `model`, of one of timm's VisionTransformer with the same options. Its own stays as it is."""
+    result = OrderedDict(_key_map(model).to_ours(state_dict))
+    patches = result.get(_PATCHES)
+    if isinstance(patches, Tensor) and patches.dim() == 4:  # the kernel of a convolution
+        result[_PATCHES] = patches.flatten(1)
+    return result
+
+
+def inv_remap_state_dict_timm(state_dict: Mapping[str, Any], model: VisionTransformer) -> OrderedDict[str, Any]:
+    """A state dict that timm's VisionTransformer with the same options loads, of one of `model`."""
+    result = OrderedDict(_key_map(model).to_theirs(state_dict))
+    if _PATCHES in result:
+        result[_PATCHES] = result[_PATCHES].unflatten(1, (-1, *model.patch_embed.patch_size))
+    return result
+
+
+_PATCHES = "patch_embed.proj.weight"
+
+
+def _key_map(model):
+    """timm's names and ours."""
+    *blocks, last = (f"blocks.{i}" for i in range(len(model.blocks)))
+    return KeyMap(
+        [
+            *((f"{block}.attn.qkv", f"{block}.mixer.Wqkv") for block in blocks),
+            (f"{last}.attn.qkv", {f"{last}.mixer.Wq": 1, f"{last}.mixer.Wkv": 2}),
+            *((f"{block}.attn.proj", f"{block}.mixer.out_proj") for block in (*blocks, last)),
+        ]
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sizes
+
+
+def _of_size(name, **sizes):
+    """The function `name`, which makes a model of these sizes."""
+
+    def create(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
+        if pretrained:
+            raise ValueError("pretrained must be False, found True: load timm's state dict instead")
+        return VisionTransformer(**sizes | kwargs)
+
+    described = ", ".join(f"{option} {value}" for option, value in sizes.items())
+    create.__name__ = create.__qualname__ = name
+    create.__doc__ = f"""A `VisionTransformer` for images of 224 pixels: {described}.
+
+    Arguments:
+        pretrained: must be False; load timm's state dict instead.
+        kwargs: more arguments of `VisionTransformer`, which replace these sizes.
+    """
+    return create
+
+
+vit_tiny_patch16_224 = _of_size("vit_tiny_patch16_224", patch_size=16, embed_dim=192, depth=12, num_heads=3)
+vit_small_patch16_224 = _of_size("vit_small_patch16_224", patch_size=16, embed_dim=384, depth=12, num_heads=6)
+vit_base_patch16_224 = _of_size("vit_base_patch16_224", patch_size=16, embed_dim=768, depth=12, num_heads=12)
+vit_base_patch32_224 = _of_size("vit_base_patch32_224", patch_size=32, embed_dim=768, depth=12, num_heads=12)
+vit_large_patch16_224 = _of_size("vit_large_patch16_224", patch_size=16, embed_dim=1024, depth=24, num_heads=16)
+vit_huge_patch14_224 = _of_size("vit_huge_patch14_224", patch_size=14, embed_dim=1280, depth=32, num_heads=16)

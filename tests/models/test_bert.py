@@ -1,0 +1,689 @@
+"""BERT: transformers' own models, checkpoints both ways, the subset of masked tokens, graphs, what is refused."""
+
+import functools
+import inspect
+import json
+import sys
+import types
+
+import pytest
+import torch
+from compare import assert_error_ratio
+
+from flash_attn.models import bert
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = dict(
+    vocab_size=101,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=96,
+    max_position_embeddings=32,
+    initializer_range=0.3,
+    num_labels=5,
+)
+HEADS = [
+    "BertModel",
+    "BertForPreTraining",
+    "BertForMaskedLM",
+    "BertForSequenceClassification",
+    "BertForTokenClassification",
+]
+FUSED = dict(
+    use_flash_attn=True, fused_bias_fc=True, fused_mlp=True, fused_dropout_add_ln=True, hidden_act="gelu_new",
+    pad_vocab_size_multiple=8, use_xentropy=True,
+)  # fmt: skip
+VARIANTS = {
+    "plain": {},
+    "flash": dict(use_flash_attn=True),
+    "fused": FUSED,
+    "padded vocabulary": dict(pad_vocab_size_multiple=8),
+    "tanh": dict(hidden_act="gelu_fast"),
+    "untied": dict(tie_word_embeddings=False),
+    "last layer apart": dict(use_flash_attn=True, dense_seq_output=True, last_layer_subset=True),
+}
+
+
+def config_of(**options):
+    return transformers.BertConfig(**SIZES | options)
+
+
+def randomised(model):
+    """The model with all parameters random: constant biases and norms would hide an error."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    return model
+
+
+def pair(head, folder, device, **options):
+    """transformers' model in evaluation mode, and ours with its parameters, loaded from the folder."""
+    theirs = randomised(getattr(transformers, head)(config_of(**options))).eval()
+    theirs.save_pretrained(folder)
+    ours = getattr(bert, head).from_pretrained(folder, config_of(**options), device=device).eval()
+    return theirs.to(device), ours
+
+
+def batch_of(device, batch=4, seqlen=11):
+    """Inputs with padding on the right in some rows, on the left in one; which are tokens."""
+    mask = torch.arange(seqlen) < torch.tensor([seqlen, 1, 7, 5]).repeat(batch // 4)[:, None]
+    mask[-1] = mask[-1].flip(0)
+    inputs = dict(
+        input_ids=torch.randint(1, 101, (batch, seqlen)),
+        token_type_ids=torch.randint(2, (batch, seqlen)),
+        attention_mask=mask.long(),
+    )
+    return {name: tensor.to(device) for name, tensor in inputs.items()}, mask.to(device)
+
+
+def masked_labels(mask, ignored):
+    """Labels of some tokens of each row but the second, with `ignored` for the others."""
+    chosen = mask & (torch.rand(mask.shape, device=mask.device) < 0.4)
+    chosen[0, 3], chosen[1] = True, False
+    return torch.where(chosen, torch.randint(1, 101, mask.shape, device=mask.device), ignored)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Numbers
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("head", HEADS)
+def test_transformers(head, variant, tmp_path, device):
+    theirs, ours = pair(head, tmp_path, device, **VARIANTS[variant])
+    inputs, mask = batch_of(device)
+    for given in (inputs, {"input_ids": inputs["input_ids"]}, inputs | {"position_ids": torch.arange(11).flip(0)}):
+        given = {name: tensor.to(device) for name, tensor in given.items()}
+        with torch.no_grad():
+            peer, found = theirs(**given), ours(**given)
+        for name in found._fields:
+            if getattr(found, name) is None:
+                assert getattr(peer, name, None) is None
+                continue
+            expected, result = getattr(peer, name), getattr(found, name)[..., : getattr(peer, name).shape[-1]]
+            if "attention_mask" in given:  # the last row begins with padding, which is pooled
+                real = mask if result.dim() == 3 else mask[:, 0]
+                expected, result = expected[real], result[real]
+            torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_of_pretraining(variant, tmp_path, device):
+    """A model of transformers ignores -100 in both, ours 0 and less in one and -1 in the other."""
+    theirs, ours = pair("BertForPreTraining", tmp_path, device, **VARIANTS[variant])
+    inputs, mask = batch_of(device)
+    inputs, mask = {name: tensor[:3] for name, tensor in inputs.items()}, mask[:3]
+    labels, follows = masked_labels(mask, -100), torch.tensor([1, 0, 1], device=device)
+    expected = theirs(**inputs, labels=labels, next_sentence_label=follows)
+    for ignored in (-100, 0):
+        own = labels.clamp(min=ignored)
+        found = ours(**inputs, labels=own, next_sentence_label=follows)
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-4)
+    follows[1] = -1
+    without = theirs(**inputs, labels=labels, next_sentence_label=torch.where(follows < 0, -100, follows))
+    found = ours(**inputs, labels=labels, next_sentence_label=follows)
+    torch.testing.assert_close(found.loss, without.loss, rtol=1e-5, atol=1e-4)
+    assert ours(**inputs, labels=labels).loss is None and ours(**inputs, next_sentence_label=follows).loss is None
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_loss_of_masked_tokens(variant, tmp_path, device):
+    theirs, ours = pair("BertForMaskedLM", tmp_path, device, **VARIANTS[variant])
+    inputs, mask = batch_of(device)
+    labels = masked_labels(mask, -100)
+    labels[0, 3] = 0  # which is a token, and no label that is left out
+    expected, found = theirs(**inputs, labels=labels), ours(**inputs, labels=labels)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("head", "labels", "options"),
+    [
+        ("BertForSequenceClassification", torch.tensor([1, 4, 0, 2]), {}),
+        ("BertForSequenceClassification", torch.rand(4, 5).round(), {}),
+        ("BertForSequenceClassification", torch.rand(4, 5), dict(problem_type="regression")),
+        ("BertForSequenceClassification", torch.rand(4), dict(num_labels=1)),
+        ("BertForTokenClassification", torch.randint(5, (4, 11)), {}),
+        ("BertForTokenClassification", torch.where(torch.arange(44).view(4, 11) % 3 > 0, 2, -100), {}),
+    ],
+)
+def test_loss_of_classifiers(head, labels, options, tmp_path, device):
+    theirs, ours = pair(head, tmp_path, device, **options)
+    inputs, _ = batch_of(device)
+    labels = labels.to(device)
+    given = {"input_ids": inputs["input_ids"]}  # without padding, which token classification counts here
+    expected, found = theirs(**given, labels=labels), ours(**given, labels=labels)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", ["plain", "flash"])
+def test_gradients(variant, tmp_path, device):
+    theirs, ours = pair("BertForMaskedLM", tmp_path, device, **VARIANTS[variant])
+    inputs, mask = batch_of(device)
+    labels = masked_labels(mask, -100)
+    for model in (theirs, ours):
+        model(**inputs, labels=labels).loss.backward()
+    found = bert.inv_remap_state_dict(gradients(ours), ours.config, legacy_names=False)
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+def gradients(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def subset_twins(head, device, **options):
+    """A model that computes all tokens, and those that compute masked tokens only, with the same parameters."""
+    whole = randomised(getattr(bert, head)(config_of(**options)))
+    parameters = bert.inv_remap_state_dict(whole.state_dict(), whole.config)
+    for subset in (False, True):
+        config = config_of(**options, dense_seq_output=True, last_layer_subset=subset)
+        model = getattr(bert, head)(config)
+        model.load_state_dict(bert.remap_state_dict(parameters, config))
+        yield whole.to(device).eval(), model.to(device).eval()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("flash", [False, True])
+@pytest.mark.parametrize("head", ["BertForPreTraining", "BertForMaskedLM"])
+def test_masked_tokens_alone(head, flash, padded, device):
+    """Logits of masked tokens, the loss and all gradients are those of the full computation."""
+    inputs, mask = batch_of(device)
+    inputs = inputs if padded else {"input_ids": inputs["input_ids"]}
+    labels = masked_labels(mask, -100)
+    more = {"next_sentence_label": torch.tensor([0, 1, 1, 0], device=device)} if head == "BertForPreTraining" else {}
+    for whole, subset in subset_twins(head, device, use_flash_attn=flash):
+        results = []
+        for model in (whole, subset):
+            model.zero_grad()
+            loss, logits, *pooled = model(**inputs, labels=labels, **more)
+            loss.backward()
+            logits = logits if model is subset else logits[labels != -100]
+            results.append([loss, logits, *pooled, bert.inv_remap_state_dict(gradients(model), model.config)])
+        torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_hidden_states_of_masked_tokens(flash, device):
+    """Masked tokens may be padding, in any order, and a row may have none; the pooler sees first tokens."""
+    inputs, mask = batch_of(device)
+    masked = torch.rand(mask.shape, device=device) < 0.5
+    masked[2] = False
+    for whole, subset in subset_twins("BertModel", device, use_flash_attn=flash):
+        hidden_states, pooled = whole(**inputs)
+        found = subset(**inputs, masked_tokens_mask=masked)
+        torch.testing.assert_close(found.last_hidden_state, hidden_states[masked], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.pooler_output, pooled, rtol=1e-5, atol=1e-5)
+        if flash:
+            assert (found.last_hidden_state[~mask[masked]] == 0).all() and (hidden_states[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_rotary(flash, device):
+    """Relative positions: with absolute ones at zero, a sequence may stand anywhere among padding."""
+    config = config_of(position_embedding_type="rotary", rotary_emb_base=100.0, use_flash_attn=flash)
+    model = randomised(bert.BertModel(config)).to(device).eval()
+    assert model.encoder.layers[0].mixer.rotary_emb_dim == 16
+    torch.nn.init.zeros_(model.embeddings.position_embeddings.weight)
+    ids = torch.randint(1, 101, (1, 7), device=device)
+    padding = torch.zeros_like(ids[:, :3])
+    expected = model(ids).last_hidden_state
+    right = model(torch.cat([ids, padding], 1), attention_mask=torch.arange(10, device=device)[None] < 7)
+    left = model(torch.cat([padding, ids], 1), attention_mask=torch.arange(10, device=device)[None] >= 3)
+    torch.testing.assert_close(right.last_hidden_state[:, :7], expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(left.last_hidden_state[:, 3:], expected, rtol=1e-4, atol=1e-4)
+    swapped = model(ids.flip(1)).last_hidden_state.flip(1)
+    assert (swapped - expected).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_empty_rows_have_no_nan(flash, device):
+    model = bert.BertModel(config_of(use_flash_attn=flash)).to(device).eval()
+    mask = torch.zeros(2, 5, dtype=torch.bool, device=device)
+    mask[0, :3] = True
+    assert model(torch.ones(2, 5, dtype=torch.long, device=device), attention_mask=mask)[0].isfinite().all()
+
+
+def test_initialisation():
+    config = config_of(hidden_size=256, vocab_size=1000, initializer_range=0.02, pad_token_id=3)
+    model = bert.BertForPreTraining(config)
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+    assert (model.bert.embeddings.word_embeddings.weight[3] == 0).all()
+    for name, parameter in model.state_dict().items():
+        kind = "norm" if "norm" in name or "emb_ln" in name else name.rpartition(".")[2]
+        if kind == "norm":
+            assert (parameter == (1 if name.endswith("weight") else 0)).all()
+        elif kind == "bias":
+            assert (parameter == 0).all()
+        else:
+            assert abs(parameter.mean()) < 0.005 and parameter.std() == pytest.approx(0.02, rel=0.2), name
+
+
+def test_dropout_in_training():
+    model = bert.BertForSequenceClassification(config_of(hidden_dropout_prob=0.3, use_flash_attn=True))
+    ids = torch.randint(1, 101, (2, 5))
+    assert not torch.equal(model(ids).logits, model(ids).logits)
+    model.eval()
+    assert torch.equal(model(ids).logits, model(ids).logits)
+    assert bert.BertForSequenceClassification(config_of(classifier_dropout=0.25)).dropout.p == 0.25
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("variant", ["flash", "fused", "last layer apart"])
+def test_half_precision(variant, dtype, tmp_path, device):
+    """Errors of at most 3 times those of transformers' model in the same dtype: 4 and 2 with all that is fused."""
+    options = dict(VARIANTS[variant], hidden_size=256, initializer_range=0.05)
+    theirs, ours = pair("BertForPreTraining", tmp_path, device, **options)
+    inputs, mask = batch_of(device, batch=32)
+    with torch.no_grad():
+        exact, exact_hidden = theirs(**inputs), theirs.bert(**inputs)
+        baseline, baseline_hidden = theirs.to(dtype)(**inputs), theirs.bert(**inputs)
+        found, hidden = ours.to(dtype)(**inputs), ours.bert(**inputs)
+    of_hidden, of_logits = (4, 2) if variant == "fused" else (3, 3)
+    rows = mask[:, 0]  # others have no first token to pool
+    for name, result, peer, expected, ratio, real in (
+        ("hidden states", hidden[0], baseline_hidden[0], exact_hidden[0], of_hidden, mask),
+        ("pooled", hidden[1], baseline_hidden[1], exact_hidden[1], of_hidden, rows),
+        ("predictions", found[1][..., :101], baseline[0], exact[0], of_logits, mask),
+        ("relationship", found[2], baseline[1], exact[1], of_logits, rows),
+    ):
+        assert_error_ratio(result[real], expected[real], peer[real], at_most=ratio, name=name)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+@pytest.mark.parametrize("options", [{}, FUSED, VARIANTS["last layer apart"] | FUSED], ids=["plain", "fused", "subset"])
+@pytest.mark.parametrize("head", HEADS)
+def test_round_trip(head, options):
+    ours = randomised(getattr(bert, head)(config_of(**options)))
+    if hasattr(ours, "cls") and options:  # as checkpoints are padded
+        ours.cls.predictions.decoder.bias.data[101:] = -100.0
+    (ours if head == "BertModel" else ours.bert).embeddings.word_embeddings.weight.data[101:] = 0.0
+    state_dict = ours.state_dict()
+    for legacy in (True, False):
+        theirs = bert.inv_remap_state_dict(state_dict, ours.config, legacy_names=legacy)
+        assert any(key.endswith("LayerNorm.gamma") for key in theirs) == legacy
+        again = bert.remap_state_dict(theirs, ours.config)
+        torch.testing.assert_close(again, type(again)(state_dict), rtol=0, atol=0)
+        twice = bert.inv_remap_state_dict(again, ours.config, legacy_names=legacy)
+        torch.testing.assert_close(twice, theirs, rtol=0, atol=0)
+
+
+def test_names_and_shapes():
+    """Those of the specification, of which other programs' checkpoints are."""
+    config = config_of(num_hidden_layers=1, pad_vocab_size_multiple=8, **VARIANTS["last layer apart"])
+    shapes = {key: tuple(tensor.shape) for key, tensor in bert.BertForPreTraining(config).state_dict().items()}
+    layer, weight_and_bias = "bert.encoder.layers.0", functools.partial(sized, shapes)
+    assert weight_and_bias(f"{layer}.mixer.Wq") == ((64, 64), (64,))
+    assert weight_and_bias(f"{layer}.mixer.Wkv") == ((128, 64), (128,))
+    assert weight_and_bias(f"{layer}.mixer.out_proj") == ((64, 64), (64,))
+    assert weight_and_bias(f"{layer}.mlp.fc1") == ((96, 64), (96,))
+    assert weight_and_bias(f"{layer}.mlp.fc2") == ((64, 96), (64,))
+    for norm in (f"{layer}.norm1", f"{layer}.norm2", "bert.emb_ln", "cls.predictions.transform.layer_norm"):
+        assert weight_and_bias(norm) == ((64,), (64,))
+    assert (
+        weight_and_bias("bert.pooler.dense") == weight_and_bias("cls.predictions.transform.dense") == ((64, 64), (64,))
+    )
+    assert weight_and_bias("cls.predictions.decoder") == ((104, 64), (104,))
+    assert weight_and_bias("cls.seq_relationship") == ((2, 64), (2,))
+    tables = {"word": (104, 64), "position": (32, 64), "token_type": (2, 64)}
+    for name, shape in tables.items():
+        assert shapes.pop(f"bert.embeddings.{name}_embeddings.weight") == shape
+    assert not shapes
+
+
+def sized(shapes, module):
+    return tuple(shapes.pop(f"{module}.{name}") for name in ("weight", "bias"))
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("kind", ["safetensors", "sharded", "bin"])
+def test_kinds_of_files(kind, legacy, tmp_path, device):
+    theirs = randomised(transformers.BertForPreTraining(config_of())).eval()
+    theirs.save_pretrained(tmp_path, max_shard_size="40KB" if kind == "sharded" else "1GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == (kind == "sharded")
+    if kind == "bin" or legacy:
+        state_dict = theirs.state_dict()
+        if legacy:
+            del state_dict["cls.predictions.decoder.bias"], state_dict["cls.predictions.decoder.weight"]
+            names = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+            for new, old in names.items():
+                state_dict = {key.replace(new, old): tensor for key, tensor in state_dict.items()}
+            state_dict["cls.predictions.bias"] = theirs.cls.predictions.bias
+            state_dict["bert.embeddings.position_ids"] = torch.arange(32)[None]
+        for file in tmp_path.glob("model*"):
+            file.unlink()
+        torch.save(state_dict, tmp_path / "pytorch_model.bin")
+    ours = bert.BertForPreTraining.from_pretrained(str(tmp_path), device=device, strict=True).eval()
+    ids = torch.randint(1, 101, (2, 7))
+    found = ours(ids.to(device)).prediction_logits.cpu()
+    torch.testing.assert_close(found, theirs(ids).prediction_logits, rtol=0, atol=1e-4)
+
+
+def test_hub(tmp_path, monkeypatch):
+    """The files are in the cache, and there is no network."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    repository, commit = tmp_path / "models--owner--name", "0123456789abcdef0123456789abcdef01234567"
+    theirs = transformers.BertModel(config_of())
+    theirs.save_pretrained(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    ours = bert.BertModel.from_pretrained("owner/name", config_of())
+    assert torch.equal(ours.emb_ln.weight, theirs.embeddings.LayerNorm.weight)
+
+
+@pytest.mark.parametrize("variant", ["plain", "fused", "untied", "last layer apart"])
+@pytest.mark.parametrize("head", HEADS)
+def test_save_pretrained(head, variant, tmp_path):
+    options = VARIANTS[variant]
+    ours = randomised(getattr(bert, head)(config_of(**options))).eval()
+    ours.save_pretrained(tmp_path)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert written["vocab_size"] == 101 and written["architectures"] == [head] and "orig_vocab_size" not in written
+    auto = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert isinstance(auto, transformers.BertConfig)
+    theirs, report = getattr(transformers, head).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report.values()), report
+    again = getattr(bert, head).from_pretrained(tmp_path, strict=True).eval()
+    ids = torch.randint(1, 101, (2, 7))
+    expected, found, same = ours(ids), theirs.eval()(ids), again(ids)
+    for name in expected._fields:
+        if getattr(expected, name) is not None:
+            result = getattr(expected, name)
+            peer = getattr(found, name)
+            torch.testing.assert_close(result[..., : peer.shape[-1]], peer, rtol=0, atol=1e-4)
+            torch.testing.assert_close(getattr(same, name)[..., : peer.shape[-1]], result[..., : peer.shape[-1]])
+
+
+@pytest.mark.parametrize("head", HEADS[1:])
+def test_heads_that_a_checkpoint_lacks(head, tmp_path, caplog):
+    """They are drawn as in a new model; those that the model lacks are left out."""
+    theirs = transformers.BertModel(config_of())
+    theirs.save_pretrained(tmp_path)
+    ours = getattr(bert, head).from_pretrained(tmp_path).eval()
+    assert "has no" in caplog.text and str(tmp_path) in caplog.text
+    assert all(parameter.isfinite().all() for parameter in ours.parameters())
+    ids = torch.randint(1, 101, (2, 7))
+    torch.testing.assert_close(ours.bert(ids)[0], theirs.eval()(ids)[0], rtol=0, atol=1e-4)
+    with pytest.raises(ValueError, match=rf"fits {head} and its configuration; .* has no c"):
+        getattr(bert, head).from_pretrained(tmp_path, strict=True)
+    caplog.clear()
+    ours.save_pretrained(tmp_path / "head")
+    encoder = bert.BertModel.from_pretrained(tmp_path / "head").eval()
+    assert ", but the model has not, c" in caplog.text
+    torch.testing.assert_close(encoder(ids)[0], ours.bert(ids)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"encoder.layer.1.output.dense.weight": None}, r"it has no bert.encoder.layer.1.output.dense.weight$"),
+        ({"encoder.layer.1.attention.self.key.bias": None}, r"has no bert.encoder.layer.1.attention.self.key.bias$"),
+        ({"embeddings.more": (2,)}, "has, but the model has not, bert.embeddings.more$"),
+        ({"encoder.layer.3.output.dense.bias": (64,)}, "has not, bert.encoder.layer.3.output.dense.bias$"),
+        (
+            {"embeddings.word_embeddings.weight": (100, 64), "encoder.layer.0.intermediate.dense.bias": (5,)},
+            r"has bert.embeddings.word_embeddings.weight \(100, 64\) instead of \(101, 64\), "
+            r"bert.encoder.layer.0.intermediate.dense.bias \(5,\) instead of \(96,\)$",
+        ),
+    ],
+)
+def test_checkpoints_that_do_not_fit(change, message, tmp_path):
+    state_dict = transformers.BertModel(config_of()).state_dict()
+    for key, shape in change.items():
+        state_dict.pop(key, None)
+        if shape is not None:
+            state_dict[key] = torch.zeros(shape)
+    torch.save(state_dict, tmp_path / "pytorch_model.bin")
+    message = message.replace("it has no", f"{tmp_path} has no")
+    with pytest.raises(ValueError, match=message) as error:
+        bert.BertForMaskedLM.from_pretrained(tmp_path, config_of(), strict=False)
+    assert "transformers' BERT that fits BertForMaskedLM" in str(error.value)
+
+
+def test_parts_that_do_not_fit_together():
+    state_dict = transformers.BertModel(config_of()).state_dict()
+    key = "encoder.layer.0.attention.self.key.weight"
+    state_dict[key] = torch.zeros(64, 5)
+    with pytest.raises(ValueError, match=r"must differ in the first dimension only, found .*self.key.weight \(64, 5\)"):
+        bert.remap_state_dict(state_dict, config_of())
+    del state_dict[key]
+    with pytest.raises(ValueError, match=r"state_dict must have .*self.key.weight beside .*, found no such key"):
+        bert.remap_state_dict(state_dict, config_of())
+
+
+def test_config_of_a_checkpoint_needs_transformers(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ModuleNotFoundError, match="config must be given without the package transformers, found None"):
+        bert.BertModel.from_pretrained(tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Configurations
+
+
+def test_any_object_with_the_fields(tmp_path):
+    fields = {name: getattr(config_of(), name) for name in bert.Config.__annotations__}
+    model = bert.BertForSequenceClassification(types.SimpleNamespace(**fields, pad_vocab_size_multiple=16))
+    assert model(torch.ones(1, 3, dtype=torch.long)).logits.shape == (1, 2)
+    model.save_pretrained(tmp_path)
+    assert transformers.BertForSequenceClassification.from_pretrained(tmp_path).config.vocab_size == 101
+    del fields["hidden_act"], fields["layer_norm_eps"]
+    with pytest.raises(TypeError, match=r"transformers' BertConfig, found none of hidden_act, layer_norm_eps$"):
+        bert.BertModel(types.SimpleNamespace(**fields))
+
+
+def test_vocabulary_is_rounded_in_place():
+    config = config_of(pad_vocab_size_multiple=8)
+    for _ in range(2):
+        model = bert.BertForPreTraining(config)
+        assert (config.vocab_size, config.orig_vocab_size) == (104, 101)
+        assert model.cls.predictions.decoder.out_features == 104
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(is_decoder=True), "config.is_decoder must be False"),
+        (dict(add_cross_attention=True), "config.add_cross_attention must be False"),
+        (dict(chunk_size_feed_forward=2), "config.chunk_size_feed_forward must be 0"),
+        (dict(output_hidden_states=True), "config.output_hidden_states must be False"),
+        (dict(position_embedding_type="relative_key"), "position_embedding_type must be 'absolute' or 'rotary', found"),
+        (dict(hidden_act="silu"), "config.hidden_act must be one of gelu, gelu_new, .* found 'silu'"),
+        (dict(fused_mlp=True), "config.hidden_act must be one of gelu_new, .* with fused_mlp, found 'gelu'"),
+        (dict(mlp_checkpoint_lvl=1), "config.mlp_checkpoint_lvl must be 0 without fused_mlp, found 1"),
+        (
+            dict(FUSED, mlp_checkpoint_lvl=[0, 1]),
+            r"config.mlp_checkpoint_lvl must be one for each of 3 layers, found \[0, 1\]",
+        ),
+        (
+            dict(rotary_emb_dim=8),
+            "config.rotary_emb_dim must be None without position_embedding_type='rotary', found 8",
+        ),
+        (dict(last_layer_subset=True), "config.dense_seq_output must be True with last_layer_subset, found False"),
+        (
+            dict(position_embedding_type="rotary", dense_seq_output=True, last_layer_subset=True),
+            "config.last_layer_subset must be False with position_embedding_type='rotary', found True",
+        ),
+        (dict(hidden_size=65), "embed_dim must be a multiple of num_heads, 4, found 65"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(reversed(value)),
+)
+def test_what_is_not_covered(options, message):
+    with pytest.raises(ValueError, match=message):
+        bert.BertForPreTraining(config_of(**options))
+
+
+def test_other_models_are_refused():
+    with pytest.raises(ValueError, match=r"config.model_type must be 'bert', the one value .* found 'roberta'"):
+        bert.BertModel(transformers.RobertaConfig())
+
+
+def test_checkpoint_levels_of_layers(device):
+    """What is kept for the backward does not change what is computed."""
+    ids = torch.randint(1, 101, (2, 7), device=device)
+    results = []
+    for levels in (0, [0, 1, 2]):
+        model = bert.BertModel(config_of(**FUSED, mlp_checkpoint_lvl=levels)).to(device)
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.2)
+        model.train(False)
+        model(ids).pooler_output.sum().backward()
+        results.append(gradients(model))
+    torch.testing.assert_close(*results)
+    with pytest.raises(ValueError, match=r"layer_idx must be given if config.mlp_checkpoint_lvl is a sequence"):
+        bert.create_mlp_cls(config_of(**FUSED, mlp_checkpoint_lvl=[0, 1, 2]))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Inputs
+
+
+@pytest.mark.parametrize(
+    ("inputs", "error", "message"),
+    [
+        (dict(attention_mask=torch.ones(2, 5)), TypeError, "attention_mask must have dtype .*, found torch.float32"),
+        (dict(attention_mask=torch.ones(2, 1, 1, 5).bool()), ValueError, r"attention_mask must have shape \(2, 5\)"),
+        (dict(attention_mask=torch.ones(2, 4).bool()), ValueError, r"shape \(2, 5\), found \(2, 4\)"),
+        (dict(masked_tokens_mask=torch.ones(2, 5).long()), TypeError, "masked_tokens_mask must have dtype torch.bool"),
+        (dict(masked_tokens_mask=torch.ones(5).bool()), ValueError, r"masked_tokens_mask must have shape \(2, 5\)"),
+        (dict(position_ids=torch.ones(2, 5).bool()), TypeError, "position_ids must have dtype"),
+        (dict(token_type_ids=torch.ones(3, 5).long()), ValueError, "token_type_ids must have shape"),
+        (dict(input_ids=torch.ones(5).long()), ValueError, r"input_ids must have 2 dimensions \(batch, seqlen\)"),
+        (dict(input_ids=torch.ones(2, 33).long()), ValueError, "must be at most 32, the number of positions, found 33"),
+    ],
+)
+def test_inputs_that_do_not_fit(inputs, error, message):
+    model = bert.BertModel(config_of(num_hidden_layers=1))
+    with pytest.raises(error, match=message):
+        model(**{"input_ids": torch.ones(2, 5, dtype=torch.long)} | inputs)
+
+
+@pytest.mark.parametrize(
+    ("head", "labels", "error", "message"),
+    [
+        ("BertForPreTraining", dict(labels=torch.ones(2, 4).long()), ValueError, r"labels must have shape \(2, 5\)"),
+        ("BertForPreTraining", dict(labels=torch.ones(2, 5)), TypeError, "labels must have dtype torch.int64"),
+        (
+            "BertForPreTraining",
+            dict(next_sentence_label=torch.ones(3).long()),
+            ValueError,
+            r"next_sentence_label must have shape \(2,\), found \(3,\)",
+        ),
+        ("BertForMaskedLM", dict(labels=torch.ones(2).long()), ValueError, r"labels must have shape \(2, 5\)"),
+        ("BertForTokenClassification", dict(labels=torch.ones(2, 5).int()), TypeError, "dtype torch.int64"),
+        ("BertForSequenceClassification", dict(labels=torch.ones(3).long()), ValueError, r"shape \(2,\), found \(3,\)"),
+        (
+            "BertForSequenceClassification",
+            dict(labels=torch.ones(2, 4)),
+            ValueError,
+            r"labels must have shape \(2, 5\)",
+        ),
+    ],
+)
+def test_labels_that_do_not_fit(head, labels, error, message):
+    model = getattr(bert, head)(config_of(num_hidden_layers=1))
+    with pytest.raises(error, match=message):
+        model(torch.ones(2, 5, dtype=torch.long), **labels)
+
+
+def test_problem_type_is_known():
+    model = bert.BertForSequenceClassification(config_of(num_hidden_layers=1))
+    model.config.__dict__["problem_type"] = "ranking"
+    with pytest.raises(ValueError, match=r"config.problem_type must be one of regression, .* found 'ranking'"):
+        model(torch.ones(2, 5, dtype=torch.long), labels=torch.ones(2, 5))
+
+
+def test_masks_of_integers_count_as_bool(device):
+    model = bert.BertModel(config_of(use_flash_attn=True)).to(device).eval()
+    inputs, mask = batch_of(device)
+    expected = model(inputs["input_ids"], attention_mask=mask)[0]
+    for dtype in (torch.int32, torch.uint8):
+        assert torch.equal(model(inputs["input_ids"], attention_mask=mask.to(dtype))[0], expected)
+
+
+SIGNATURES = {
+    "create_mixer_cls": "config cross_attn=False return_residual=False",
+    "create_mlp_cls": "config layer_idx=None return_residual=False",
+    "create_block": "config layer_idx=None",
+    "_init_weights": "module initializer_range=0.02",
+    "BertEncoder.forward": "self hidden_states key_padding_mask=None subset_mask=None",
+    "BertPooler.forward": "self hidden_states pool=True",
+    "BertPredictionHeadTransform.forward": "self hidden_states",
+    "BertLMPredictionHead.forward": "self hidden_states",
+    "BertPreTrainingHeads.forward": "self sequence_output pooled_output",
+    "BertPreTrainedModel.__init__": "self config inputs kwargs",
+    "BertModel.__init__": "self config add_pooling_layer=True",
+    "BertModel.forward": (
+        "self input_ids position_ids=None token_type_ids=None attention_mask=None masked_tokens_mask=None"
+    ),
+    "BertForPreTraining.forward": (
+        "self input_ids position_ids=None token_type_ids=None attention_mask=None labels=None next_sentence_label=None"
+    ),
+    "BertForPreTraining.tie_weights": "self",
+    "remap_state_dict": "state_dict config",
+    "inv_remap_state_dict": "state_dict config legacy_names=True",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures(name):
+    function = functools.reduce(getattr, name.split("."), bert)
+    parameters = inspect.signature(function).parameters.values()
+    found = [p.name if p.default is p.empty else f"{p.name}={p.default!r}" for p in parameters]
+    assert " ".join(found) == SIGNATURES[name]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Graphs, the meta device, autocast
+
+
+@pytest.mark.parametrize("variant", ["plain", "flash", "fused", "last layer apart"])
+def test_compiles_whole(variant, device):
+    model = randomised(bert.BertForPreTraining(config_of(**VARIANTS[variant]))).to(device).eval()
+    inputs, mask = batch_of(device)
+    labels, follows = masked_labels(mask, 0), torch.tensor([0, 1, 1, 0], device=device)
+
+    def loss_and_gradients(function, inputs):
+        model.zero_grad()
+        loss = function(**inputs, labels=labels, next_sentence_label=follows).loss
+        loss.backward()
+        return loss, gradients(model)
+
+    # How many tokens there are is known to the graph as a number that stays open.
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for given in (inputs, {"input_ids": inputs["input_ids"]}):
+            found, expected = (loss_and_gradients(function, given) for function in (compiled, model))
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_meta_device(head, device):
+    config = config_of(**FUSED)
+    with torch.device("meta"):
+        model = getattr(bert, head)(config)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert model(torch.ones(2, 5, dtype=torch.long, device="meta"))[-1 if head != "BertModel" else 0].is_meta
+
+
+@pytest.mark.parametrize("variant", ["plain", "flash", "fused", "last layer apart"])
+def test_autocast(variant, device):
+    model = bert.BertForPreTraining(config_of(**VARIANTS[variant], hidden_dropout_prob=0.0)).to(device).eval()
+    inputs, mask = batch_of(device)
+    labels, follows = masked_labels(mask, 0), torch.tensor([0, 1, 1, 0], device=device)
+    expected = model(**inputs, labels=labels, next_sentence_label=follows)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = model(**inputs, labels=labels, next_sentence_label=follows)
+    found.loss.backward()
+    assert found.prediction_logits.dtype == torch.bfloat16 and found.loss.dtype == torch.float32
+    assert all(gradient.dtype == torch.float32 and gradient.isfinite().all() for gradient in gradients(model).values())
+    torch.testing.assert_close(found.loss, expected.loss, rtol=5e-2, atol=5e-2)
