@@ -21,7 +21,8 @@ def state_dict_from_pretrained(model_name, device=None, dtype=None):
     """All tensors of a checkpoint by their names, with the shards of a divided one in one dict.
 
     Arguments:
-        model_name: a folder, as str or Path, or else a name on the hub, which takes the package huggingface_hub.
+        model_name: a folder or a file, as str or Path, or else a name on the hub, which takes the package
+            huggingface_hub.
         device: of the tensors, as torch takes it; by default, of those in the file.
         dtype: of floating-point tensors; by default, of those in the file.
 
@@ -30,17 +31,35 @@ def state_dict_from_pretrained(model_name, device=None, dtype=None):
 
     Raises OSError if there is none of them, or a shard is missing.
     """
-    folder = pathlib.Path(model_name)
-    find = _in_folder(folder) if folder.is_dir() else _on_hub(str(model_name))
-    path = _first(find, model_name)
-    device = None if device is None else torch.device(device)
-    paths = [path]
-    if path.suffix == ".json":
-        paths = [find(shard) for shard in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
     state_dict = {}
-    for path in paths:
-        state_dict |= _load(path, device, dtype)
+    for path in checkpoint_files(model_name):
+        state_dict |= load_file(path, device, dtype)
     return state_dict
+
+
+def checkpoint_files(model_name) -> list[pathlib.Path]:
+    """The files of a checkpoint, several if it is divided. Arguments and errors: see `state_dict_from_pretrained`."""
+    if pathlib.Path(model_name).is_file():
+        return [pathlib.Path(model_name)]
+    find = _finder(model_name)
+    path = _first(find, model_name)
+    if path.suffix != ".json":
+        return [path]
+    return [find(shard) for shard in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
+
+
+def config_of_pretrained(model_name) -> dict | None:
+    """What is in a checkpoint's config.json, beside the file if it is one; None if there is no such file."""
+    path = pathlib.Path(model_name)
+    try:
+        return json.loads(_finder(path.parent if path.is_file() else model_name)("config.json").read_text())
+    except (OSError, ValueError, ModuleNotFoundError):
+        return None
+
+
+def _finder(model_name):
+    folder = pathlib.Path(model_name)
+    return _in_folder(folder) if folder.is_dir() else _on_hub(str(model_name))
 
 
 def _first(find, model_name):
@@ -77,16 +96,28 @@ def _on_hub(model_name):
     return lambda name: pathlib.Path(hf_hub_download(model_name, name))
 
 
-def _load(path, device, dtype):
+def load_file(path: pathlib.Path, device=None, dtype=None) -> dict[str, torch.Tensor]:
+    """The tensors of one file. On the device "meta", their names, shapes and dtypes alone are read."""
+    device = None if device is None else torch.device(device)
     # What a cast makes smaller is cast before it is moved.
     first = "cpu" if dtype not in (None, torch.float32) or device is None else device
+    if device is not None and device.type == "meta":
+        first = device
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        tensors = load_file(path, device=str(first))
+        tensors = _load_safetensors(path, first)
     else:
         tensors = torch.load(path, map_location=first if device is not None else None, weights_only=True)
     return {
         name: tensor.to(dtype=dtype if tensor.is_floating_point() else None).to(device=device)  # not positions, say
         for name, tensor in tensors.items()
     }
+
+
+def _load_safetensors(path, device):
+    import safetensors.torch
+
+    if str(device) != "meta":
+        return safetensors.torch.load_file(path, device=str(device))
+    with safetensors.safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}
+        return {name: torch.empty(each.get_shape(), device="meta") for name, each in slices.items()}
