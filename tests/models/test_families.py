@@ -1,12 +1,10 @@
 """Every family: logits as those of transformers' model, state dicts there and back, tensor parallel parts."""
 
 import copy
+import importlib
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from families import CASES, ids_of
 
 from flash_attn.models._family import families, find_family
@@ -99,8 +97,6 @@ def test_parts_of_a_state_dict(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_there_is_an_inverse_by_name(name):
     """Each family has its functions under the names that people import."""
-    import importlib
-
     family = find_family(name=CASES[name].family)
     module = importlib.import_module(f"flash_attn.models.{'gpt' if family.name == 'gpt2' else family.name}")
     _, reference, gpt2_config = CASES[name].build()
