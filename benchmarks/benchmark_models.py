@@ -58,7 +58,7 @@ MODELS = {
         "gpt2-124M": Shape(768, 12, 12, 3072, 50257),
         "gpt2-350M": Shape(1024, 24, 16, 4096, 50257),
         "llama-1.3B": Shape(2048, 24, 16, 5504, 32000, heads_kv=16),
-        "llama-7B": Shape(4096, 32, 32, 11008, 32000, heads_kv=8),
+        "llama-7B": Shape(4096, 32, 32, 14336, 32000, heads_kv=8),
     },
     "cpu": {"gpt2-tiny": Shape(64, 2, 2, 256, 101), "llama-tiny": Shape(64, 2, 2, 192, 96, heads_kv=1)},
 }
