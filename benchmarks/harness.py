@@ -240,7 +240,7 @@ def _row(case, provider, times, peaks, baseline_ms, function, device):
     return Row(
         case.op, case.name, case.dtype, provider, ms, quantiles[0], quantiles[-1], tflops, gbps, share, of,
         ratio=baseline_ms / ms if baseline_ms else None,
-        host_us=host_us(function) if on_gpu else None,
+        host_us=host_us(function, calls=max(1, min(20, int(200 / ms)))) if on_gpu else None,
         peak_mb=peak_mb(function) if on_gpu else None,
         **_environment(device),
     )  # fmt: skip

@@ -116,7 +116,9 @@ SIGNATURES = {
             "cu_seqlens=None, max_seqlen=None"
         ),
         "ApplyRotaryEmbKV_.apply": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
-        "RotaryEmbedding": ("dim, base=10000.0, interleaved=False, scale_base=None, device=None, *, pos_idx_in_fp32=True"),
+        "RotaryEmbedding": (
+            "dim, base=10000.0, interleaved=False, scale_base=None, device=None, *, pos_idx_in_fp32=True"
+        ),
         "RotaryEmbedding.forward": (
             "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None, cu_seqlens=None"
         ),
@@ -452,7 +454,8 @@ SIGNATURES = {
         "decode": (
             "input_ids, model, max_length, top_k=1, top_p=0.0, temperature=1.0, eos_token_id=None, "
             "teacher_outputs=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, "
-            "repetition_penalty=1.0, output_scores=True, streamer=None"
+            "repetition_penalty=1.0, output_scores=True, streamer=None, "
+            "attention_mask=None, pad_token_id=None"
         ),
         "decode_speculative": (
             "input_ids, model, model_draft, max_length, speculative_lookahead=3, top_k=1, top_p=0.0, temperature=1.0,"

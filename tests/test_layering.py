@@ -33,7 +33,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "flash_attn_interface": {"_flash_attn_gpu", "_ops"},
     "fused_softmax": {"_ops"},
     "layers": {"_ops", "_torch_private", "ops"},
-    "losses": {"_ops", "ops"},
+    "losses": {"_ops", "ops", "utils"},
     "ops": {"_ops", "utils"},
     "modules": {*FRONTS, "_ops", "bert_padding", "utils"},
     "models": {*FRONTS, "_ops", "bert_padding", "utils", "modules"},

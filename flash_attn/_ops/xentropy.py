@@ -61,7 +61,7 @@ def cross_entropy(
     group = process_group if parts > 1 else None
     inplace_backward = bool(inplace_backward) and not torch.compiler.is_compiling()
     if not fwd.wants_derivative((logits,)) or (group is None and not inplace_backward):
-        losses, z_losses, _, kept = _forward(logits, rest, group)
+        losses, z_losses, _, kept = forward(logits, rest, group)
     else:
         if inplace_backward:
             checks.own_memory(logits=logits)
@@ -84,7 +84,7 @@ def check_row_values(name, value, logits):
     checks.tensor(name, value, dtypes=(torch.float32,), shape=logits.shape[:1], device=logits.device)
 
 
-def _forward(logits, rest, group):
+def forward(logits, rest, group):
     """The results of `fwd` for all parts of the classes, one in each process of the group."""
     losses, z_losses, lse, kept = fwd(logits, *rest)
     if group is None:
@@ -101,7 +101,7 @@ def _forward(logits, rest, group):
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, rest, group=None, inplace_backward=False):
-        losses, z_losses, lse, kept = _forward(logits, rest, group)
+        losses, z_losses, lse, kept = forward(logits, rest, group)
         labels, _, *ctx.options, _ = rest
         ctx.inplace_backward = inplace_backward
         ctx.save_for_backward(logits, labels, lse)

@@ -28,8 +28,8 @@ def state_dict_from_pretrained(
     """All tensors of a checkpoint by their names; the shards of a sharded one are joined.
 
     Arguments:
-        model_name: a folder, as str or Path. If there is no such folder it is a name on the hub, which needs the
-            package huggingface_hub.
+        model_name: a folder or a file, as str or Path. If there is none of this name it is a name on the hub, which
+            needs the package huggingface_hub.
         device: where the tensors are put, as torch takes it; None leaves them where the file says.
         dtype: what floating-point tensors are cast to; None leaves them as they are in the file.
 
@@ -40,17 +40,38 @@ def state_dict_from_pretrained(
 
     >>> state_dict = state_dict_from_pretrained("openai-community/gpt2")                    # doctest: +SKIP
     """
-    folder = pathlib.Path(model_name)
-    find = _in_folder(folder) if folder.is_dir() else _on_hub(str(model_name))
-    path = _first(find, model_name)
-    device = None if device is None else torch.device(device)
-    paths = [path]
-    if path.suffix == ".json":
-        paths = [find(shard) for shard in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
     state_dict: dict[str, Tensor] = {}
-    for path in paths:
-        state_dict |= _load(path, device, dtype)
+    for path in checkpoint_files(model_name):
+        state_dict |= load_file(path, device, dtype)
     return state_dict
+
+
+def checkpoint_files(model_name: str | os.PathLike[str]) -> list[pathlib.Path]:
+    """The files of a checkpoint, several if it is sharded. Arguments and errors: see `state_dict_from_pretrained`."""
+    if pathlib.Path(model_name).is_file():
+        return [pathlib.Path(model_name)]
+    find = _finder(model_name)
+    path = _first(find, model_name)
+    if path.suffix != ".json":
+        return [path]
+    return [find(shard) for shard in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
+
+
+def config_of_pretrained(model_name: str | os.PathLike[str]) -> dict | None:
+    """The contents of a checkpoint's config.json, or None if there is no such file.
+
+    model_name: as in `state_dict_from_pretrained`; the config of a file is beside it.
+    """
+    path = pathlib.Path(model_name)
+    try:
+        return json.loads(_finder(path.parent if path.is_file() else model_name)("config.json").read_text())
+    except (OSError, ValueError, ModuleNotFoundError):
+        return None
+
+
+def _finder(model_name: str | os.PathLike[str]) -> Callable[[str], pathlib.Path]:
+    folder = pathlib.Path(model_name)
+    return _in_folder(folder) if folder.is_dir() else _on_hub(str(model_name))
 
 
 def _first(find: Callable[[str], pathlib.Path], model_name: str | os.PathLike[str]) -> pathlib.Path:
@@ -87,17 +108,30 @@ def _on_hub(model_name: str) -> Callable[[str], pathlib.Path]:
     return lambda name: pathlib.Path(hf_hub_download(model_name, name))
 
 
-def _load(path: pathlib.Path, device: torch.device | None, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors of one file."""
+def load_file(
+    path: pathlib.Path, device: torch.device | str | int | None = None, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """The tensors of one file. On the device "meta", only their names, shapes and dtypes are read."""
+    device = None if device is None else torch.device(device)
     # Tensors that a cast makes smaller are cast on the CPU, before they are moved.
     first = "cpu" if dtype not in (None, torch.float32) or device is None else device
+    if device is not None and device.type == "meta":
+        first = device
     if path.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        tensors = load_file(path, device=str(first))
+        tensors = _load_safetensors(path, first)
     else:
         tensors = torch.load(path, map_location=first if device is not None else None, weights_only=True)
     return {
         name: tensor.to(dtype=dtype if tensor.is_floating_point() else None).to(device=device)  # integers keep theirs
         for name, tensor in tensors.items()
     }
+
+
+def _load_safetensors(path: pathlib.Path, device: torch.device | str) -> dict[str, Tensor]:
+    import safetensors.torch
+
+    if str(device) != "meta":
+        return safetensors.torch.load_file(path, device=str(device))
+    with safetensors.safe_open(path, framework="pt") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}
+        return {name: torch.empty(each.get_shape(), device="meta") for name, each in slices.items()}

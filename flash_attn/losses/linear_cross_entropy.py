@@ -1,0 +1,229 @@
+"""Cross entropy of a linear layer's outputs, without ever holding the logits of all tokens.
+
+    loss = linear_cross_entropy(hidden, weight, labels)        # cross_entropy(hidden @ weight.T, labels)
+
+Logits are computed for some rows at a time, and turned into the gradient of hidden and weight at once: what is kept for
+the backward is these two gradients, not the logits. With 32768 tokens and 50304 classes in 16 bits, the logits would
+take 3.3 GB, and their gradient as much.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from flash_attn._ops import autograd, checks
+from flash_attn._ops import fused_dense as dense
+from flash_attn._ops import xentropy as ops
+from flash_attn.utils.distributed import all_gather
+
+_LOGITS = 2**28  # elements that are held at a time, unless chunk_size says otherwise
+_REDUCTIONS = ("mean", "sum")
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_classes: int | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    logit_scale: float = 1.0,
+    lse_square_scale: float = 0.0,
+    return_z_loss: bool = False,
+    chunk_size: int | None = None,
+    process_group: ProcessGroup | None = None,
+    sequence_parallel: bool = True,
+):
+    """Cross entropy of the logits hidden weight^T + bias, differentiable in hidden, weight and bias.
+
+    Arguments:
+        hidden: (..., features), float32, float16 or bfloat16. Under autocast the product is in its dtype.
+        weight: (vocab, features) and bias (vocab,) or None, of the dtype of hidden unless autocast casts them.
+        labels: int32 or int64, the shape of hidden without its features.
+        num_classes: how many rows of the weight are classes; the others, at its end, are padding. All if None.
+        ignore_index, label_smoothing, logit_scale, lse_square_scale: as in `CrossEntropyLoss`.
+        reduction: "mean" over the labels that count (NaN if there is none) or "sum".
+        return_z_loss: also return the z-loss, which is part of the loss and has no gradient of its own.
+        chunk_size: rows whose logits are held at a time; by default, so many that they have 2^28 elements.
+        process_group: a group whose processes have the rows of the weight divided among them. num_classes counts those
+            of all. With sequence_parallel they have the first dimension of hidden divided too, and it is gathered;
+            labels are those of the gathered hidden.
+
+    Returns the loss, a float32 scalar, or (loss, z_loss).
+
+    Raises TypeError or ValueError for arguments that do not fit together.
+
+    >>> hidden, weight = torch.randn(2, 5, 64), torch.randn(1000, 64)
+    >>> linear_cross_entropy(hidden, weight, torch.randint(1000, (2, 5))).shape
+    torch.Size([])
+    """
+    world_size, rank = 1, 0
+    if process_group is not None:
+        world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
+    if world_size == 1:
+        process_group = None
+    elif sequence_parallel:
+        hidden = all_gather(hidden, process_group)
+    classes = world_size * len(weight) if num_classes is None else num_classes
+    dtype = _check(hidden, weight, labels, bias, classes, world_size, reduction, chunk_size)
+    rest = (label_smoothing, logit_scale, lse_square_scale, ignore_index, rank * len(weight), classes, world_size > 1)
+    _check_options(*rest[:4])
+    if chunk_size is None:
+        chunk_size = max(_LOGITS // max(len(weight), 1) // 128 * 128, 128)
+    loss, z_loss = _LinearCrossEntropy.apply(
+        hidden.flatten(0, -2), weight, bias, labels.flatten(), dtype, rest, reduction == "mean", chunk_size,
+        process_group, process_group is not None and not sequence_parallel,
+    )  # fmt: skip
+    return (loss, z_loss) if return_z_loss else loss
+
+
+class LinearCrossEntropyLoss(torch.nn.Module):
+    """`linear_cross_entropy` as a module, with its options.
+
+    >>> loss_fn = LinearCrossEntropyLoss(label_smoothing=0.1)
+    >>> loss_fn(torch.randn(10, 64), torch.randn(1000, 64), torch.randint(1000, (10,))).shape
+    torch.Size([])
+    """
+
+    def __init__(
+        self,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0,
+        process_group: ProcessGroup | None = None,
+        return_z_loss: bool = False,
+        num_classes: int | None = None,
+        chunk_size: int | None = None,
+        sequence_parallel: bool = True,
+    ):
+        super().__init__()
+        self.options = dict(
+            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, logit_scale=logit_scale,
+            lse_square_scale=lse_square_scale, process_group=process_group, return_z_loss=return_z_loss,
+            num_classes=num_classes, chunk_size=chunk_size, sequence_parallel=sequence_parallel,
+        )  # fmt: skip
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None):
+        """The loss of hidden (..., features), weight (vocab, features), labels (...) and bias (vocab,) or None."""
+        return linear_cross_entropy(hidden, weight, labels, bias, **self.options)
+
+
+def _check(hidden, weight, labels, bias, classes, world_size, reduction, chunk_size):
+    """Check the arguments; return the dtype of the logits."""
+    autocast = dense.check_layer(hidden, weight, bias, ("hidden", "weight", "bias"))
+    dtype = hidden.dtype if autocast is None else autocast
+    checks.tensor("hidden", hidden, dtypes=ops.DTYPES)
+    checks.number("the number of dimensions of hidden", hidden.dim(), hidden.dim() > 1, "at least 2")
+    integers, shape = checks.INTEGER_DTYPES, tuple(hidden.shape[:-1])
+    checks.tensor("labels", labels, dtypes=integers, shape=shape, device=hidden.device)
+    checks.integer("num_classes", classes)
+    limit = world_size * len(weight)
+    checks.number("num_classes", classes, 0 < classes <= limit, "from 1 to {}, the rows of the weight", limit)
+    if reduction not in _REDUCTIONS:
+        raise ValueError(f"reduction must be 'mean' or 'sum', found {reduction!r}")
+    if chunk_size is not None:
+        checks.integer("chunk_size", chunk_size)
+        checks.number("chunk_size", chunk_size, chunk_size > 0, "positive")
+    return dtype
+
+
+def _check_options(label_smoothing, logit_scale, lse_square_scale, ignore_index):
+    checks.real("label_smoothing", label_smoothing)
+    checks.number("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "between 0 and 1")
+    checks.real("logit_scale", logit_scale)
+    checks.number("logit_scale", logit_scale, logit_scale > 0, "positive")
+    checks.real("lse_square_scale", lse_square_scale)
+    checks.integer("ignore_index", ignore_index)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The gradients are those of the sum of the losses, and are scaled in the backward, in float32.
+
+    So they do not vanish in float16, as those of a mean over many rows would.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, labels, dtype, rest, mean, chunk_size, group, sum_over_group):
+        ctx.set_materialize_grads(False)
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad, dtype)
+        losses, z_losses, kept = _run(hidden, weight, bias, labels, dtype, rest, chunk_size, group, gradients)
+        count = kept.sum() if mean else losses.new_ones(())
+        if sum_over_group and gradients.hidden is not None:
+            dist.all_reduce(gradients.hidden, group=group)
+        ctx.save_for_backward(count, gradients.hidden, gradients.weight, gradients.bias)
+        ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.unit = gradients.unit
+        loss, z_loss = losses.sum() / count, z_losses.sum() / count
+        ctx.mark_non_differentiable(z_loss)
+        return loss, z_loss
+
+    @staticmethod
+    @autograd.once_differentiable
+    def backward(ctx, dloss, _):
+        if dloss is None:
+            return (None,) * 10
+        count, *gradients = ctx.saved_tensors
+        scale = dloss.float() / count / ctx.unit
+        return *(_scaled(x, scale, dtype) for x, dtype in zip(gradients, ctx.dtypes)), *(None,) * 7
+
+
+class _Gradients:
+    """The gradients that are wanted, to which the rows add theirs."""
+
+    def __init__(self, hidden, weight, bias, wanted, dtype):
+        self.unit = 2.0**-4 if dtype == torch.float16 else 1.0  # so that sums over many rows do not overflow
+        self.hidden = hidden.new_empty(hidden.shape, dtype=dtype) if wanted[0] else None
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        self.any = any(wanted[:3])
+
+    def add(self, rows, dlogits, hidden, weight):
+        if self.hidden is not None:
+            self.hidden[rows] = dlogits @ weight
+        if self.weight is not None:
+            self.weight += dlogits.t() @ hidden
+        if self.bias is not None:
+            self.bias += dlogits.sum(0, dtype=torch.float32)
+
+
+def _run(hidden, weight, bias, labels, dtype, rest, chunk_size, group, gradients):
+    """The losses, z-losses and which count, of each row; the gradients are added up on the way."""
+    *options, class_start, classes, partial = rest
+    smoothing, scale, lse_square_scale, ignore_index = options
+    options = smoothing, scale, lse_square_scale, ignore_index, class_start, classes
+    own = max(min(classes - class_start, len(weight)), 0)  # rows of the weight that are no padding
+    weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+    results = []
+    for start in range(0, len(hidden), chunk_size):
+        rows = slice(start, start + chunk_size)
+        x, y = hidden[rows].to(dtype), labels[rows]
+        logits = torch.nn.functional.linear(x, weight, bias)
+        real = logits[:, :own]
+        losses, z_losses, lse, kept = ops.forward(real, (y, None, *options, partial), group)
+        results.append((losses, z_losses, kept))
+        if gradients.any:
+            ops.bwd_(torch.full_like(losses, gradients.unit), real, y, lse, *options)
+            logits[:, own:] = 0
+            gradients.add(rows, logits, x, weight)
+    if not results:
+        empty = hidden.new_empty(0, dtype=torch.float32)
+        return empty, empty, empty
+    return [torch.cat(each) for each in zip(*results)]
+
+
+def _scaled(x, scale, dtype):
+    """x times a float32 number, rounded once."""
+    if x is None:
+        return None
+    if x.dtype == torch.float32:
+        return (x * scale).to(dtype)
+    out = torch.empty_like(x, dtype=dtype)
+    for source, target in zip(x.split(8192), out.split(8192)):
+        target.copy_(source.float().mul_(scale))
+    return out

@@ -1,0 +1,246 @@
+"""Checkpoints of the decoder: found, compared with the model, loaded file by file, saved."""
+
+import contextlib
+import json
+import logging
+import pathlib
+import types
+
+import torch
+from torch import nn
+
+from flash_attn.models._config import is_gpt2_config, settings
+from flash_attn.models._family import Family, find_family
+from flash_attn.models._shard import shard_state_dict_tp
+from flash_attn.utils.pretrained import checkpoint_files, config_of_pretrained, load_file
+
+_log = logging.getLogger(__name__)
+_LISTED = 20  # names of each kind in an error
+
+
+def to_gpt2_config(config):
+    """The GPT2Config of a configuration of any family that is covered; a GPT2Config as it is."""
+    if is_gpt2_config(config):
+        return config
+    return find_family(model_type=getattr(config, "model_type", None)).to_gpt2_config(config)
+
+
+def load(cls, model_name, config, args, kwargs, *, strict, device, dtype, world_size, rank, family, progress):
+    """`GPTPreTrainedModel.from_pretrained`."""
+    family, config = _family_and_config(model_name, config, family)
+    device = torch.device("cpu" if device is None else device)
+    model = cls(config, *args, device="meta", dtype=dtype, **kwargs)
+    files = checkpoint_files(model_name)
+    absent = _compare(model, family, files, world_size, rank, strict)
+    pending = {}
+    for path in _shown(files, progress):
+        pending |= load_file(path)
+        tensors = family.keys.convert(pending, config)
+        if world_size > 1:
+            tensors = shard_state_dict_tp(tensors, config, world_size, rank)
+        _give(model, tensors, device)
+    _materialise(model, absent, device)
+    model.to(device)  # buffers
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    return model
+
+
+def _family_and_config(model_name, config, name):
+    """The family of a checkpoint, and the GPT2Config of its model."""
+    found = config_of_pretrained(model_name) if config is None or name is None else None
+    given = None if config is None or is_gpt2_config(config) else getattr(config, "model_type", None)
+    model_type = (found or {}).get("model_type", given)
+    family = find_family(name=name, model_type=model_type, hub_name=str(model_name))
+    if config is None:
+        if found is None:
+            raise ValueError(f"config must be given, as there is no config.json in {model_name}")
+        config = _config_object(found)
+    return family, config if is_gpt2_config(config) else family.to_gpt2_config(config)
+
+
+def _config_object(fields):
+    """The configuration as transformers has it if it knows the model_type; else an object with these fields."""
+    with contextlib.suppress(ImportError):
+        from transformers import CONFIG_MAPPING
+
+        if fields.get("model_type") in CONFIG_MAPPING:
+            return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    if fields.get("model_type") == "gpt2":
+        from flash_attn.models._config import gpt2_config
+
+        return gpt2_config(**fields)
+    return types.SimpleNamespace(**fields)
+
+
+def _compare(model, family, files, world_size, rank, strict):
+    """Compare what is in the files with the model; return the names of parameters that are not there.
+
+    Tensors without memory take the way that those of the files will take.
+    """
+    theirs = {}
+    for path in files:
+        theirs |= load_file(path, device="meta")
+    ours = family.keys.convert(theirs, model.config)
+    if world_size > 1:
+        ours = shard_state_dict_tp(ours, model.config, world_size, rank)
+    expected = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
+    prefix = _prefix(model)
+    ours = {name.removeprefix(prefix): tensor for name, tensor in ours.items() if name.startswith(prefix)}
+    missing = [name for name in expected if name not in ours]
+    unknown = [*(name for name in ours if name not in expected), *theirs]
+    wrong = [
+        f"{name}: expected {expected[name]}, found {tuple(tensor.shape)}"
+        for name, tensor in ours.items()
+        if name in expected and expected[name] != tuple(tensor.shape)
+    ]
+    if wrong or (strict and (missing or unknown)):
+        made_of = [f"{name} (from {_sources(family, prefix + name, model.config)})" for name in missing]
+        raise ValueError(
+            f"the checkpoint does not fit the model, a {type(model).__name__} of the family {family.name}:"
+            + _listed("missing", made_of)
+            + _listed("not known", unknown)
+            + _listed("of a wrong shape", wrong)
+        )
+    if missing or unknown:
+        _log.info("missing: %s, not known: %s", missing, unknown)
+    return missing
+
+
+def _sources(family: Family, name, config):
+    return ", ".join(family.keys.sources(name, config)) or "no tensor of this family"
+
+
+def _listed(what, names):
+    if not names:
+        return ""
+    more = f"\n    and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return f"\n  {what}:" + "".join(f"\n    {name}" for name in names[:_LISTED]) + more
+
+
+def _prefix(model):
+    """What the names of a model without a head lack."""
+    return "" if hasattr(model, "transformer") else "transformer."
+
+
+def _parameters(model):
+    """All parameters by each of their names, for a tied one two."""
+    return dict(model.named_parameters(remove_duplicate=False))
+
+
+def _give(model, tensors, device):
+    """Put tensors in the place of the model's parameters, in memory of their own."""
+    prefix, parameters = _prefix(model), _parameters(model)
+    for name, tensor in tensors.items():
+        name = name.removeprefix(prefix)
+        if name in parameters:
+            _replace(model, name, torch.empty_like(parameters[name], device=device).copy_(tensor))
+
+
+def _replace(model, name, tensor):
+    """A new parameter with the marks of the present one."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    before = getattr(module, leaf)
+    after = nn.Parameter(tensor, requires_grad=before.requires_grad)
+    vars(after).update(vars(before))
+    setattr(module, leaf, after)
+
+
+def _materialise(model, names, device):
+    """Give parameters that the checkpoint lacks the first weights of a new model."""
+    owners = {name.rpartition(".")[0] for name in names}
+    for name in names:
+        _replace(model, name, torch.empty_like(_parameters(model)[name], device=device))
+    for owner in owners:
+        module = model.get_submodule(owner)
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        model._first_weights(module)
+
+
+def _shown(files, progress):
+    """The files, with a bar if there are several and it is wanted."""
+    if progress and len(files) > 1:
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            return tqdm(files, desc="loading", unit="file")
+    return files
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Saving
+
+
+def save(model, folder, name, max_shard_size):
+    """`GPTPreTrainedModel.save_pretrained`."""
+    if getattr(model, "process_group", None) is not None:
+        raise ValueError("process_group must be None to save a model: combine_state_dicts_tp puts its parts together")
+    source = getattr(model.config, "source_config", None)
+    if name is None and source is None:
+        name = "gpt2"
+    family = find_family(name=name, model_type=None if source is None else source["model_type"])
+    fields = _gpt2_fields(model.config) if family.name == "gpt2" else source
+    if fields is None or fields["model_type"] not in family.model_types:
+        raise ValueError(f"family must be that of the model's configuration, found {family.name!r}")
+    prefix = _prefix(model)
+    ours = {prefix + key: tensor.detach() for key, tensor in model.state_dict().items()}
+    if settings(model.config).tie_word_embeddings:
+        ours.pop("lm_head.weight", None)
+    theirs = family.keys.invert(ours, model.config)
+    folder = pathlib.Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(fields | {"torch_dtype": dtype}, indent=2, default=str) + "\n")
+    _write(folder, theirs, max_shard_size)
+
+
+# What is part of our model, but not of transformers' GPT-2, by the values that it has there.
+_OF_GPT2 = dict(
+    mlp_fc1_bias=True, mlp_fc2_bias=True, prenorm=True, rms_norm=False, parallel_block=False, qkv_proj_bias=True,
+    out_proj_bias=True, attn_dwconv=False, sliding_window=None, rotary_emb_fraction=0.0, use_alibi=False,
+    mup_scale_qk_dot_by_d=False, mup_attn_multiplier=1.0, mup_embeddings_multiplier=1.0, mup_width_scale=1.0,
+    mup_output_multiplier=1.0, word_embed_proj_dim=None, lm_head_bias=False, norm_head=False, gated=False,
+)  # fmt: skip
+
+
+def _gpt2_fields(config):
+    """config.json of a model that transformers' GPT-2 can be."""
+    s = settings(config)
+    for field, value in {**_OF_GPT2, "heads_kv": s.n_head}.items():
+        found = getattr(s, field)
+        if found != value:
+            raise ValueError(f"config.{field} must be {value!r} to save in the format of GPT-2, found {found!r}")
+    names = (
+        "vocab_size", "n_embd", "n_layer", "n_head", "n_positions", "n_inner", "activation_function", "resid_pdrop",
+        "embd_pdrop", "attn_pdrop", "layer_norm_epsilon", "initializer_range", "scale_attn_weights",
+        "scale_attn_by_inverse_layer_idx", "tie_word_embeddings",
+    )  # fmt: skip
+    ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")}
+    return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | {n: getattr(s, n) for n in names} | ids
+
+
+def _write(folder, tensors, max_shard_size):
+    """model.safetensors, or several files of at most so many bytes and their index."""
+    from safetensors.torch import save_file
+
+    for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
+        old.unlink(missing_ok=True)
+    shards, size = [{}], 0
+    for name, tensor in tensors.items():
+        if shards[-1] and size + tensor.nbytes > max_shard_size:
+            shards.append({})
+            size = 0
+        shards[-1][name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+    names = ["model.safetensors"]
+    if len(shards) > 1:
+        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    for name, shard in zip(names, shards):
+        save_file(shard, folder / name, metadata={"format": "pt"})
+    if len(shards) > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        where = {key: name for name, shard in zip(names, shards) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

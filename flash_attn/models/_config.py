@@ -1,0 +1,321 @@
+"""The fields that the decoder reads from a configuration, with their defaults and limits.
+
+A configuration is a `transformers.GPT2Config` with additional fields, or any object with the same attributes.
+"""
+
+import dataclasses
+import importlib.util
+import types
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_ALIASES = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+}
+_GATED = ("glu", "swiglu", "geglu", "geglu_tanh")
+
+# Fields of transformers' configurations that change nothing in what the model computes.
+WITHOUT_EFFECT = frozenset(
+    {
+        "architectures", "auto_map", "attention_softmax_in_fp32", "bos_token_id", "chunk_size_feed_forward",
+        "classifier_dropout", "decoder_start_token_id", "dtype", "eos_token_id", "finetuning_task", "id2label",
+        "is_decoder", "keys_to_ignore_at_inference", "label2id", "max_batch_size", "max_sequence_length", "model_type",
+        "multi_query", "name_or_path", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp",
+        "problem_type", "reorder_and_upcast_attn", "return_dict", "scale_attention_softmax_in_fp32", "sep_token_id",
+        "source_config", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
+        "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version",
+        "use_bfloat16", "use_cache",
+    }
+)  # fmt: skip
+
+# Fields with which a model would be another one, and the values that make no difference.
+ONLY = {
+    "add_cross_attention": (False, None),
+    "is_encoder_decoder": (False, None),
+    "quantization_config": (None,),
+    "pruned_heads": (None, {}),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (None, False),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What the decoder is built from, each field with the default that it has where a configuration lacks it."""
+
+    vocab_size: int
+    n_embd: int
+    n_layer: int
+    n_head: int
+    n_positions: int
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    resid_pdrop: float = 0.1
+    embd_pdrop: float = 0.1
+    attn_pdrop: float = 0.1
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    scale_attn_weights: bool = True
+    scale_attn_by_inverse_layer_idx: bool = False
+    use_flash_attn: bool = False
+    fused_bias_fc: bool = False
+    fused_mlp: bool = False
+    fused_dense_sqrelu_dense: bool = False
+    mlp_checkpoint_lvl: int | Sequence[int] = 0
+    mlp_fc1_bias: bool = True
+    mlp_fc2_bias: bool = True
+    mlp_multiple_of: int = 128
+    fused_dropout_add_ln: bool = False
+    residual_in_fp32: bool = False
+    prenorm: bool = True
+    rms_norm: bool = False
+    norm_zero_centered: bool = False
+    parallel_block: bool = False
+    parallel_block_tied_norm: bool = False
+    head_dim: int | None = None
+    n_head_kv: int | None = None
+    qkv_proj_bias: bool = True
+    out_proj_bias: bool = True
+    attn_dwconv: bool = False
+    sliding_window: int | Sequence[int | None] | None = None
+    rotary_emb_fraction: float = 0.0
+    rotary_emb_base: float = 10000.0
+    rotary_emb_scale_base: float | None = None
+    rotary_emb_interleaved: bool = False
+    rotary_emb_scaling: dict[str, Any] | None = None
+    use_alibi: bool = False
+    mup_scale_qk_dot_by_d: bool = False
+    mup_attn_multiplier: float = 1.0
+    mup_embeddings_multiplier: float = 1.0
+    mup_width_scale: float = 1.0
+    mup_output_multiplier: float = 1.0
+    pad_vocab_size_multiple: int = 1
+    word_embed_proj_dim: int | None = None
+    tie_word_embeddings: bool = True
+    lm_head_bias: bool = False
+    norm_head: bool = False
+    sequence_parallel: bool = True
+    gradient_checkpointing: bool = False
+
+    @property
+    def heads_kv(self) -> int:
+        return self.n_head if self.n_head_kv is None else self.n_head_kv
+
+    @property
+    def width_of_head(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def rotary_dim(self) -> int:
+        return int(self.rotary_emb_fraction * self.width_of_head)
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return round_up(self.vocab_size, self.pad_vocab_size_multiple)
+
+    @property
+    def gated(self) -> bool:
+        return self.activation_function in _GATED
+
+    @property
+    def inner(self) -> int:
+        """The features within the MLP."""
+        if not self.gated:
+            return 4 * self.n_embd if self.n_inner is None else self.n_inner
+        inner = int(8 * self.n_embd / 3) if self.n_inner is None else self.n_inner
+        return round_up(inner, self.mlp_multiple_of)
+
+    def of_layer(self, field: str, layer_idx: int | None):
+        """The value of a field that is one for all layers, or a sequence with one for each."""
+        value = getattr(self, field)
+        return value[layer_idx or 0] if isinstance(value, (list, tuple)) else value
+
+
+def settings(config) -> Settings:
+    """Read a configuration. Raises ValueError, naming the field, for what the model does not do."""
+    if isinstance(config, Settings):
+        return config
+    values = {}
+    for field in dataclasses.fields(Settings):
+        value = getattr(config, field.name, None)
+        if value is None and field.name in _ALIASES:
+            value = getattr(config, _ALIASES[field.name], None)
+        if value is None and field.default is dataclasses.MISSING:
+            raise ValueError(f"config.{field.name} must be given, found None")
+        if value is not None:
+            values[field.name] = value
+    result = Settings(**values)
+    for name, values in ONLY.items():
+        refuse_unless(name, getattr(config, name, values[0]), values)
+    _check(result, getattr(config, "rotary_emb_dim", None))
+    return result
+
+
+def refuse_unless(name: str, value, allowed: Sequence) -> None:
+    """Raise ValueError unless a field has one of the values that are covered."""
+    if value not in allowed:
+        expected = " or ".join(map(repr, allowed))
+        raise ValueError(f"config.{name} must be {expected}, as this model has nothing else, found {value!r}")
+
+
+def _check(s, rotary_emb_dim):
+    def check(field, condition, expected):
+        if not condition:
+            raise ValueError(f"config.{field} must be {expected}, found {getattr(s, field)!r}")
+
+    for field in ("vocab_size", "n_embd", "n_head", "pad_vocab_size_multiple", "mlp_multiple_of"):
+        check(field, getattr(s, field) > 0, "positive")
+    check("n_embd", s.n_embd % s.n_head == 0, f"a multiple of n_head, {s.n_head}")
+    check("n_head_kv", s.heads_kv > 0 and s.n_head % s.heads_kv == 0, f"a divisor of n_head, {s.n_head}")
+    check("head_dim", s.head_dim in (None, s.width_of_head), f"n_embd / n_head, {s.width_of_head}")
+    check("fused_mlp", not (s.fused_mlp and s.fused_dense_sqrelu_dense), "False with fused_dense_sqrelu_dense")
+    check("residual_in_fp32", s.prenorm or not s.residual_in_fp32, "False without prenorm")
+    check("parallel_block", s.prenorm or not s.parallel_block, "False without prenorm")
+    check("norm_zero_centered", s.rms_norm or not s.norm_zero_centered, "False without rms_norm")
+    check("use_alibi", s.use_flash_attn or not s.use_alibi, "False without use_flash_attn")
+    check("sliding_window", s.use_flash_attn or s.sliding_window is None, "None without use_flash_attn")
+    for field in ("sliding_window", "mlp_checkpoint_lvl"):
+        value = getattr(s, field)
+        fits = not isinstance(value, (list, tuple)) or len(value) == s.n_layer
+        check(field, fits, f"one value, or one for each of the {s.n_layer} layers")
+    check("rotary_emb_fraction", 0 <= s.rotary_emb_fraction <= 1, "from 0 to 1")
+    if rotary_emb_dim not in (None, 0, s.rotary_dim):
+        raise ValueError(
+            f"config.rotary_emb_dim must be left out, as the rotary embedding goes by rotary_emb_fraction, "
+            f"found {rotary_emb_dim}"
+        )
+
+
+def round_up(n: int, multiple_of: int) -> int:
+    return (n + multiple_of - 1) // multiple_of * multiple_of
+
+
+def is_gpt2_config(config) -> bool:
+    """Whether `config` is a transformers.GPT2Config, or what `gpt2_config` makes where transformers is missing."""
+    return isinstance(config, GPT2ConfigLike) or any(cls.__name__ == "GPT2Config" for cls in type(config).__mro__)
+
+
+class GPT2ConfigLike(types.SimpleNamespace):
+    """What stands for transformers.GPT2Config where that is not installed: the same names, aliases included."""
+
+    model_type = "gpt2"
+
+    def __getattr__(self, name):
+        names = {alias: field for field, alias in _ALIASES.items()}
+        if name in names:
+            return getattr(self, names[name])
+        raise AttributeError(name)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"model_type": self.model_type} | vars(self)
+
+
+def gpt2_config(**fields):
+    """A transformers.GPT2Config with these fields; without transformers, an object like it."""
+    if importlib.util.find_spec("transformers") is None:
+        defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+        defaults = {name: value for name, value in defaults.items() if value is not dataclasses.MISSING}
+        return GPT2ConfigLike(**defaults | fields)
+    from transformers import GPT2Config
+
+    return GPT2Config(**fields)
+
+
+class Reader:
+    """Reads fields of a configuration by the first of several names that it has, and remembers which were read."""
+
+    def __init__(self, config):
+        self.config = config
+        self.read: set[str] = set()
+
+    def __call__(self, *names: str, default=None):
+        """The first value that is there and not None, or else the default."""
+        self.read.update(names)
+        for name in names:
+            value = getattr(self.config, name, None)
+            if value is not None:
+                return value
+        return default
+
+    def needed(self, *names: str):
+        value = self(*names)
+        if value is None:
+            raise ValueError(f"config.{names[0]} must be given, found None")
+        return value
+
+
+def warn_of_unread(config, read) -> None:
+    """Warn of fields that nobody has read, unless they have the value of their class or one that means nothing."""
+    try:
+        defaults = vars(type(config)())
+    except Exception:  # a class that takes arguments has no defaults to compare with
+        defaults = {}
+    unread = [
+        name
+        for name, value in vars(config).items()
+        if not (name.startswith("_") or name in read or name in WITHOUT_EFFECT or name in ONLY)
+        and value not in (None, False, "", [], {})
+        and not (name in defaults and defaults[name] == value)
+    ]
+    if unread:
+        warnings.warn(
+            f"{type(config).__name__}: these fields are not known, and have no effect: {unread}", stacklevel=3
+        )
+
+
+KNOWN = frozenset({field.name for field in dataclasses.fields(Settings)} | set(_ALIASES.values()) | {"rotary_emb_dim"})
+
+
+@dataclasses.dataclass(frozen=True)
+class ConfigMap:
+    """How the configuration of a family becomes a GPT2Config.
+
+    copied: our field, and theirs or several that it may be called, older names first. What they lack is left out.
+    constant: our field, and its value.
+    computed: our fields, from a function of a `Reader` of their configuration.
+    only: fields of theirs for which the model covers some values alone.
+    without_effect: fields of theirs that change nothing in the model.
+    """
+
+    copied: dict[str, str | tuple[str, ...]]
+    constant: dict[str, Any] = dataclasses.field(default_factory=dict)
+    computed: Sequence[Callable[[Reader], dict[str, Any]]] = ()
+    only: dict[str, tuple] = dataclasses.field(default_factory=dict)
+    without_effect: Sequence[str] = ()
+
+    def __call__(self, config):
+        """The GPT2Config. Raises ValueError for a field that asks for what the model does not do, naming it."""
+        read = Reader(config)
+        for name, allowed in (ONLY | self.only).items():
+            refuse_unless(name, read(name, default=allowed[0]), allowed)
+        fields = dict(self.constant)
+        for field, names in (_COPIED_BY_ALL | self.copied).items():
+            value = read(*((names,) if isinstance(names, str) else names))
+            if value is not None:
+                fields[field] = value
+        for compute in self.computed:
+            fields |= compute(read)
+        warn_of_unread(config, read.read | set(self.without_effect))
+        result = gpt2_config(**fields)
+        result.source_config = as_dict(config)
+        settings(result)
+        return result
+
+
+_COPIED_BY_ALL = {
+    "vocab_size": "vocab_size",
+    "bos_token_id": "bos_token_id",
+    "eos_token_id": "eos_token_id",
+    "initializer_range": "initializer_range",
+}
+
+
+def as_dict(config) -> dict[str, Any]:
+    """The fields of a configuration as config.json has them."""
+    fields = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
+    return {"model_type": getattr(config, "model_type", None)} | fields

@@ -1,0 +1,56 @@
+"""Families of models: which checkpoints belong to one, and its tables of fields and of tensors."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+
+from flash_attn.models._keys import KeyMap
+
+# Modules with a FAMILY; looked up when a checkpoint is loaded.
+_MODULES = ("gpt2", "llama", "opt", "gptj", "gpt_neox", "falcon", "bigcode", "btlm", "baichuan", "phi")
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """A family of models.
+
+    name: as in the name of its functions.
+    model_types: what its configurations have as model_type.
+    hub_names: what the names of its checkpoints on the hub start with.
+    to_gpt2_config: its configuration as a GPT2Config.
+    keys: its tensors.
+    """
+
+    name: str
+    model_types: Sequence[str]
+    hub_names: Sequence[str]
+    to_gpt2_config: Callable
+    keys: KeyMap
+
+
+def families() -> list[Family]:
+    modules = ("_gpt2" if name == "gpt2" else name for name in _MODULES)
+    return [importlib.import_module(f"flash_attn.models.{name}").FAMILY for name in modules]
+
+
+def find_family(*, name: str | None = None, model_type: str | None = None, hub_name: str | None = None) -> Family:
+    """The family that has this name, or this model_type, or else checkpoints with this name on the hub.
+
+    Raises ValueError for a name that no family has, and NotImplementedError if a checkpoint's family is not known.
+    """
+    known = families()
+    if name is not None:
+        for family in known:
+            if family.name == name:
+                return family
+        raise ValueError(f"family must be one of {', '.join(each.name for each in known)}, found {name!r}")
+    for family in known:
+        if hub_name is not None and hub_name.startswith(tuple(family.hub_names)):
+            return family
+    for family in known:
+        if model_type in family.model_types:
+            return family
+    types = ", ".join(each for family in known for each in family.model_types)
+    raise NotImplementedError(
+        f"no family is known for the checkpoint {hub_name!r}: model_type must be one of {types}, found {model_type!r}"
+    )

@@ -1,0 +1,112 @@
+"""GPT-2, and checkpoints of Megatron-LM with rotary embedding: their tensors."""
+
+from torch import Tensor
+
+from flash_attn.models._config import is_gpt2_config
+from flash_attn.models._family import Family
+from flash_attn.models._keys import (
+    EMBEDDINGS,
+    FINAL_NORM,
+    GROUPED,
+    HEAD,
+    POSITIONS,
+    KeyMap,
+    each_layer,
+    padded,
+    reordered,
+    transposed,
+)  # fmt: skip
+
+
+def gpt2_config_to_gpt2_config(config):
+    """The configuration itself, which the model reads as it is."""
+    if not is_gpt2_config(config):
+        raise ValueError(f"config must be a GPT2Config, found {type(config).__name__}")
+    return config
+
+
+GPT2_KEYS = KeyMap(
+    {
+        EMBEDDINGS: padded("transformer.wte"),
+        POSITIONS: "transformer.wpe",
+        FINAL_NORM: "transformer.ln_f",
+        HEAD: padded("lm_head"),
+        **each_layer(
+            "transformer.h.{i}.",
+            {
+                "norm1": "ln_1",
+                "mixer.Wqkv": transposed("attn.c_attn"),
+                "mixer.out_proj": transposed("attn.c_proj"),
+                "norm2": "ln_2",
+                "mlp.fc1": transposed("mlp.c_fc"),
+                "mlp.fc2": transposed("mlp.c_proj"),
+            },
+        ),
+    },
+    spellings=[(r"^(wte|wpe|ln_f|h)\.", r"transformer.\1.")],
+    dropped=[r"\.attn\.(masked_)?bias$"],
+)
+
+FAMILY = Family(
+    name="gpt2",
+    model_types=("gpt2",),
+    hub_names=("gpt2", "openai-community/gpt2"),
+    to_gpt2_config=gpt2_config_to_gpt2_config,
+    keys=GPT2_KEYS,
+)
+
+
+MEGATRON_KEYS = KeyMap(
+    {
+        EMBEDDINGS: padded("language_model.embedding.word_embeddings", from_rows=True),
+        POSITIONS: "wpe",
+        FINAL_NORM: "language_model.encoder.final_layernorm",
+        HEAD: padded("language_model.output_layer", from_rows=True),
+        **each_layer(
+            "language_model.encoder.layers.{i}.",
+            {
+                "norm1": "input_layernorm",
+                "mixer.Wqkv": reordered("self_attention.query_key_value", GROUPED),
+                "mixer.out_proj": "self_attention.dense",
+                "norm2": "post_attention_layernorm",
+                "mlp.fc1": "mlp.dense_h_to_4h",
+                "mlp.fc2": "mlp.dense_4h_to_h",
+            },
+        ),
+    },
+    spellings=[
+        (r"^(model|module)\.", ""),
+        (r"^language_model\.transformer\.", "language_model.encoder."),
+        (r"^language_model\.(?!encoder\.|embedding\.|output_layer\.)", "language_model.encoder."),
+    ],
+    dropped=[r"rotary_emb\.inv_freq$"],
+)
+
+
+def remap_state_dict_hf_gpt2(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+    """Our state dict from that of transformers' GPT2LMHeadModel or GPT2Model, which is consumed.
+
+    config: the GPT2Config of our model. Tensors that are not known stay as they are.
+    """
+    return GPT2_KEYS.remap(state_dict, config)
+
+
+def inv_remap_state_dict_hf_gpt2(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+    """The state dict of transformers' GPT2LMHeadModel from ours."""
+    return GPT2_KEYS.invert(state_dict, config)
+
+
+def remap_state_dict_megatron(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+    """Our state dict from that of a GPT model with rotary embedding of Megatron-LM, which is consumed.
+
+    The vocabulary is padded up to a multiple of pad_vocab_size_multiple from the rows that it has in the checkpoint.
+    """
+    return MEGATRON_KEYS.remap(state_dict, config)
+
+
+def inv_remap_state_dict_megatron(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+    """The state dict of a GPT model of Megatron-LM from ours, without an output layer if that is the embedding."""
+    result = MEGATRON_KEYS.invert(state_dict, config)
+    if getattr(config, "tie_word_embeddings", True):
+        result.pop("language_model.output_layer.weight", None)
+    return result

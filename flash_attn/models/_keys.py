@@ -1,0 +1,231 @@
+"""How tensors of a checkpoint become tensors of the model and back, from one table for both directions.
+
+    KeyMap({"transformer.ln_f": "model.norm", **each_layer("model.layers.{i}.", {"norm1": "input_layernorm"})})
+
+A table has, for each of our tensors, the tensor of the checkpoint that it is, or a `Rule` that says which tensors it is
+made of. All names stand for a weight and a bias, each of which may be missing. Everything that is done to the rows of
+tensors (laying queries, keys and values behind one another, padding the vocabulary, changing the order in which rotary
+pairs or heads lie, repeating a head) is one operation: row j of ours is row index[j] of theirs, or zero. Its inverse
+follows from the index.
+"""
+
+import collections
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn.models._config import Settings, round_up, settings
+
+EMBEDDINGS = "transformer.embeddings.word_embeddings"
+POSITIONS = "transformer.embeddings.position_embeddings"
+FINAL_NORM = "transformer.ln_f"
+HEAD = "lm_head"
+_TIED, _LAYER = (f"{EMBEDDINGS}.weight", f"{HEAD}.weight"), "transformer.layers.{i}."
+
+
+class Order(NamedTuple):
+    """Which rows of theirs are the rows of ours.
+
+    index: (number of their rows, settings) -> for each row of ours the number of theirs, -1 for a row of zeros.
+    count: (number of our rows, settings) -> number of theirs.
+    """
+
+    index: Callable[[int, Settings], Tensor]
+    count: Callable[[int, Settings], int] = lambda rows, s: rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How one of our tensors is made.
+
+    sources: their names. The tensors are laid behind one another along the first dimension.
+    shares: settings -> how the rows are shared among the sources, as proportions; evenly if None.
+    transposed: their matrices have the inputs first.
+    order: of the rows; as they are if None.
+    """
+
+    sources: tuple[str, ...]
+    shares: Callable[[Settings], Sequence[int]] | None = None
+    transposed: bool = False
+    order: Order | None = None
+
+    def forward(self, theirs: list[Tensor], s: Settings) -> Tensor:
+        theirs = [self._turned(tensor) for tensor in theirs]
+        ours = theirs[0] if len(theirs) == 1 else torch.cat(theirs)
+        if self.order is not None:
+            ours = _take(ours, self.order.index(len(ours), s))
+        return ours.contiguous()
+
+    def inverse(self, ours: Tensor, s: Settings) -> list[Tensor]:
+        if self.order is not None:
+            rows = self.order.count(len(ours), s)
+            ours = _take(ours, _inverse(self.order.index(rows, s), rows))
+        shares = [1] * len(self.sources) if self.shares is None else self.shares(s)
+        parts = ours.split([len(ours) // sum(shares) * share for share in shares])
+        return [self._turned(part).contiguous() for part in parts]
+
+    def _turned(self, tensor):
+        return tensor.t() if self.transposed and tensor.dim() == 2 else tensor
+
+
+def _take(x, index):
+    """Rows of x by their numbers, zeros where the number is negative."""
+    if torch.equal(index, torch.arange(len(x))):
+        return x
+    there = (index >= 0).nonzero().squeeze(1)
+    if len(there) == len(index):
+        return x[index.to(x.device)]
+    out = x.new_zeros(len(index), *x.shape[1:])
+    out[there.to(x.device)] = x[index[there].to(x.device)]
+    return out
+
+
+def _inverse(index, rows):
+    """For each of so many rows, where it is in the index, the first place if in several, or -1."""
+    there = (index >= 0).nonzero().squeeze(1)
+    nowhere = len(index)
+    result = torch.full((rows,), nowhere).scatter_reduce(0, index[there], there, "amin")
+    return torch.where(result == nowhere, -1, result)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What tables are made of
+
+
+def each_layer(prefix: str, table: dict[str, "str | Rule"]) -> dict[str, "str | Rule"]:
+    """The entries of a table for one layer, with the prefix of its tensors in the checkpoint, {i} for its number."""
+
+    def prefixed(rule):
+        if isinstance(rule, str):
+            return prefix + rule
+        return dataclasses.replace(rule, sources=tuple(prefix + source for source in rule.sources))
+
+    return {_LAYER + ours: prefixed(theirs) for ours, theirs in table.items()}
+
+
+def stacked(*sources: str, transposed: bool = False) -> Rule:
+    """Tensors with as many rows each."""
+    return Rule(sources, transposed=transposed)
+
+
+def transposed(source: str) -> Rule:
+    return Rule((source,), transposed=True)
+
+
+def reordered(source: str, order: Order) -> Rule:
+    return Rule((source,), order=order)
+
+
+def padded(source: str, *, from_rows: bool = False) -> Rule:
+    """Rows of the vocabulary, with rows of zeros up to that of the model; with from_rows, up to a multiple."""
+    return Rule((source,), order=_OF_ROWS if from_rows else _OF_CONFIG)
+
+
+def queries_keys_values(q: str, k: str, v: str, order: Order | None = None) -> Rule:
+    return Rule((q, k, v), shares=lambda s: (s.n_head, s.heads_kv, s.heads_kv), order=order)
+
+
+def _with_zeros(rows, wanted):
+    index = torch.arange(wanted)
+    return torch.where(index < rows, index, -1)
+
+
+_OF_CONFIG = Order(lambda rows, s: _with_zeros(rows, s.padded_vocab_size), lambda rows, s: s.vocab_size)
+_OF_ROWS = Order(
+    lambda rows, s: _with_zeros(rows, round_up(rows, s.pad_vocab_size_multiple)),
+    lambda rows, s: min(rows, s.vocab_size),
+)
+
+
+def _interleaved(rows, s):
+    heads, width = s.n_head + s.heads_kv, s.width_of_head
+    turning = torch.arange(heads * width).view(heads, 2, width // 2).transpose(1, 2)
+    return torch.cat([turning.flatten(), torch.arange(heads * width, rows)])
+
+
+def _grouped(rows, s):
+    """Their rows are grouped by key head: its query heads, the key, the value."""
+    groups = torch.arange(rows).view(s.heads_kv, s.n_head // s.heads_kv + 2, -1)
+    return torch.cat([groups[:, :-2].flatten(), groups[:, -2].flatten(), groups[:, -1].flatten()])
+
+
+# Rotary pairs that lie half a head apart in the checkpoint come to lie side by side, in queries and keys.
+INTERLEAVED = Order(_interleaved)
+GROUPED = Order(_grouped)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The map
+
+
+class KeyMap:
+    """A table of tensors in both directions.
+
+    Arguments:
+        table: our name, and theirs or a rule.
+        spellings: (pattern, replacement) for names of theirs that are also called otherwise, applied first.
+        dropped: patterns of names that are no parameters.
+    """
+
+    def __init__(
+        self,
+        table: dict[str, str | Rule] | Callable[[Settings], dict[str, str | Rule]],
+        spellings: Sequence[tuple[str, str]] = (),
+        dropped: Sequence[str] = (r"rotary_emb\.inv_freq$",),
+    ):
+        self.table = table if callable(table) else lambda s: table
+        self.spellings = spellings
+        self.dropped = dropped
+
+    def rules(self, s: Settings):
+        """(our name, rule with their names) of every tensor that there may be."""
+        for ours, rule in self.table(s).items():
+            rule = Rule((rule,)) if isinstance(rule, str) else rule
+            for i in range(s.n_layer) if "{i}" in ours else (0,):
+                for kind in ("weight", "bias"):
+                    sources = tuple(f"{source}.{kind}".replace("{i}", str(i)) for source in rule.sources)
+                    yield f"{ours}.{kind}".replace("{i}", str(i)), dataclasses.replace(rule, sources=sources)
+
+    def convert(self, tensors: dict[str, Tensor], config) -> dict[str, Tensor]:
+        """Take from `tensors` all that our tensors can be made of, and make them. The rest stays, with usual names."""
+        s = settings(config)
+        for name in list(tensors):
+            tensor, usual = tensors.pop(name), name
+            for pattern, replacement in self.spellings:
+                usual = re.sub(pattern, replacement, usual)
+            if not any(re.search(pattern, usual) for pattern in self.dropped):
+                tensors[usual] = tensor
+        result = {}
+        for ours, rule in self.rules(s):
+            if s.tie_word_embeddings and ours == _TIED[1]:
+                for source in rule.sources:
+                    tensors.pop(source, None)
+            elif all(source in tensors for source in rule.sources):
+                result[ours] = rule.forward([tensors.pop(source) for source in rule.sources], s)
+        if s.tie_word_embeddings and _TIED[0] in result:
+            result[_TIED[1]] = result[_TIED[0]]
+        return result
+
+    def remap(self, state_dict: dict[str, Tensor], config) -> "collections.OrderedDict[str, Tensor]":
+        """Our state dict from theirs, which is consumed. Names that are not known stay as they are."""
+        result = self.convert(state_dict, config)
+        result.update(state_dict)
+        state_dict.clear()
+        return collections.OrderedDict(result)
+
+    def invert(self, state_dict: dict[str, Tensor], config) -> "collections.OrderedDict[str, Tensor]":
+        """Their state dict from ours, without the padding of the vocabulary. Names not known stay as they are."""
+        s, rest, result = settings(config), dict(state_dict), collections.OrderedDict()
+        for ours, rule in self.rules(s):
+            if ours in rest:
+                result.update(zip(rule.sources, rule.inverse(rest.pop(ours), s)))
+        result.update(rest)
+        return result
+
+    def sources(self, ours: str, config) -> tuple[str, ...]:
+        """Their names of what one of our tensors is made of; none if it is not known."""
+        return next((rule.sources for name, rule in self.rules(settings(config)) if name == ours), ())

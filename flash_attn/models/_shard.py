@@ -1,0 +1,146 @@
+"""State dicts of the decoder divided over the processes of a tensor parallel model, and put together again.
+
+A table says how each tensor is divided; `_Part` cuts and joins it.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flash_attn.models._config import Settings, settings
+from flash_attn.utils.distributed import get_dim_for_local_rank
+
+
+class _Part(NamedTuple):
+    """How a tensor is divided.
+
+    cut: (tensor, settings, world_size, rank) -> the part of a process, None if it has none.
+    join: (the parts of all, settings) -> the tensor.
+    """
+
+    cut: Callable[[Tensor, Settings, int, int], Tensor | None]
+    join: Callable[[list[Tensor], Settings], Tensor]
+
+
+def shard_state_dict_tp(state_dict: dict[str, Tensor], config, world_size: int, rank: int) -> dict[str, Tensor]:
+    """The part of a state dict that a process of a tensor parallel model has, in place.
+
+    Arguments:
+        state_dict: ours, whole; tensors may be missing. It is changed and returned.
+        config: the GPT2Config of the model.
+        world_size, rank: the number of processes, and this one's number.
+
+    Heads are divided as evenly as they can be, the first processes having more. Raises ValueError, before anything is
+    changed, unless world_size divides the padded vocabulary, the features, those within the MLP, and the key heads if
+    they are fewer than the query heads.
+    """
+    s = settings(config)
+    _check(s, world_size)
+    for name in list(state_dict):
+        part = _part(name)
+        if part is None:
+            continue
+        cut = part.cut(state_dict[name], s, world_size, rank)
+        if cut is None:
+            del state_dict[name]
+        else:
+            state_dict[name] = cut
+    return state_dict
+
+
+def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config) -> dict[str, Tensor]:
+    """The whole state dict from its parts, in the order of the ranks; what `shard_state_dict_tp` undoes.
+
+    Embeddings that are divided by columns, as in Meta's files, are put together, too.
+    """
+    s = settings(config)
+    _check(s, len(state_dicts))
+    result = dict(state_dicts[0])
+    for name in result:
+        part = _part(name)
+        if part is not None:
+            result[name] = part.join([each[name] for each in state_dicts if name in each], s)
+    return result
+
+
+def _check(s, world_size):
+    for name, size in {
+        "vocab_size (padded)": s.padded_vocab_size,
+        "n_embd": s.n_embd,
+        "n_inner": s.inner,
+        "n_head_kv": s.heads_kv if s.heads_kv != s.n_head else 0,
+    }.items():
+        if size % world_size != 0:
+            raise ValueError(f"config.{name} must be a multiple of the {world_size} processes, found {size}")
+    if s.n_head < world_size:
+        raise ValueError(f"config.n_head must be at least the number of processes, {world_size}, found {s.n_head}")
+
+
+def _shares(heads, world_size):
+    return [get_dim_for_local_rank(heads, world_size, rank) for rank in range(world_size)]
+
+
+def _even(dim):
+    return _Part(
+        cut=lambda x, s, world_size, rank: x.chunk(world_size, dim=dim)[rank],
+        join=lambda parts, s: torch.cat(parts, dim=dim),
+    )
+
+
+def _join_vocabulary(parts, s):
+    by_rows = len(parts[0]) * len(parts) == s.padded_vocab_size
+    return torch.cat(parts, dim=0 if by_rows or parts[0].dim() == 1 else 1)
+
+
+def _cut_columns_of_heads(x, s, world_size, rank):
+    return x.split([share * s.width_of_head for share in _shares(s.n_head, world_size)], dim=-1)[rank]
+
+
+def _cut_qkv(x, s, world_size, rank):
+    """The heads of this process of queries, keys and values."""
+    heads = (s.n_head, s.heads_kv, s.heads_kv)
+    width = len(x) // sum(heads)
+    parts = x.split([n * width for n in heads])
+    own = [part.split([share * width for share in _shares(n, world_size)])[rank] for part, n in zip(parts, heads)]
+    return torch.cat(own)
+
+
+def _join_qkv(parts, s):
+    shares, shares_kv = _shares(s.n_head, len(parts)), _shares(s.heads_kv, len(parts))
+    split = []
+    for part, n, n_kv in zip(parts, shares, shares_kv):
+        width = len(part) // (n + 2 * n_kv)
+        split.append(part.split([n * width, n_kv * width, n_kv * width]))
+    return torch.cat([torch.cat(each) for each in zip(*split)])
+
+
+def _cut_fc1(x, s, world_size, rank):
+    """Rows, those of the value and those of the gate each for themselves."""
+    halves = x.chunk(2) if s.gated else (x,)
+    return torch.cat([half.chunk(world_size)[rank] for half in halves])
+
+
+def _join_fc1(parts, s):
+    if not s.gated:
+        return torch.cat(parts)
+    return torch.cat([torch.cat(half) for half in zip(*(part.chunk(2) for part in parts))])
+
+
+_PARTS = {  # pattern of a name -> how its tensor is divided; what matches none is whole in every process
+    r"(embeddings\.word_embeddings|^lm_head)\.(weight|bias)$": _even(0)._replace(join=_join_vocabulary),
+    r"embeddings\.position_embeddings\.weight$": _even(-1),
+    r"mixer\.Wqkv\.(weight|bias)$": _Part(_cut_qkv, _join_qkv),
+    r"mixer\.out_proj\.weight$": _even(-1)._replace(cut=_cut_columns_of_heads),
+    r"mlp\.fc1\.(weight|bias)$": _Part(_cut_fc1, _join_fc1),
+    r"mlp\.fc2\.weight$": _even(-1),
+    r"(mixer\.out_proj|mlp\.fc2)\.bias$": _Part(  # which is added once, to the sum over the processes
+        cut=lambda x, s, world_size, rank: x if rank == 0 else None, join=lambda parts, s: parts[0]
+    ),
+}
+
+
+def _part(name):
+    return next((part for pattern, part in _PARTS.items() if re.search(pattern, name)), None)

@@ -1,0 +1,97 @@
+"""Baichuan, 7B with rotary embedding and 13B with ALiBi, versions 1 and 2: their configuration and their tensors.
+
+Their configurations do not say which of these they are: it follows from their sizes.
+"""
+
+from torch import Tensor
+
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
+from flash_attn.models._keys import EMBEDDINGS, FINAL_NORM, HEAD, KeyMap, each_layer, padded, stacked
+
+
+def _positions(read):
+    alibi = read.needed("hidden_size") >= 5000
+    return {"rotary_emb_fraction": 0.0 if alibi else 1.0, "use_alibi": alibi, "use_flash_attn": alibi}
+
+
+def _head(read):
+    return {"norm_head": read.needed("vocab_size") > 70000}
+
+
+CONFIG = ConfigMap(
+    copied={
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_inner": "intermediate_size",
+        "layer_norm_epsilon": "rms_norm_eps",
+        "pad_token_id": "pad_token_id",
+        "tie_word_embeddings": "tie_word_embeddings",
+    },
+    constant={
+        "n_positions": 0,
+        "activation_function": "swiglu",
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "rms_norm": True,
+        "rotary_emb_interleaved": False,
+        "tie_word_embeddings": False,
+        "qkv_proj_bias": False,
+        "out_proj_bias": False,
+        "mlp_fc1_bias": False,
+        "mlp_fc2_bias": False,
+        "mlp_multiple_of": 1,
+    },
+    computed=(_positions, _head),
+    only={"hidden_act": ("silu",)},
+    without_effect=("max_position_embeddings", "model_max_length", "z_loss_weight", "gradient_checkpointing"),
+)
+
+KEYS = KeyMap(
+    {
+        EMBEDDINGS: padded("model.embed_tokens", from_rows=True),
+        FINAL_NORM: "model.norm",
+        HEAD: padded("lm_head", from_rows=True),
+        **each_layer(
+            "model.layers.{i}.",
+            {
+                "norm1": "input_layernorm",
+                "mixer.Wqkv": "self_attn.W_pack",
+                "mixer.out_proj": "self_attn.o_proj",
+                "norm2": "post_attention_layernorm",
+                "mlp.fc1": stacked("mlp.up_proj", "mlp.gate_proj"),
+                "mlp.fc2": "mlp.down_proj",
+            },
+        ),
+    },
+    spellings=[(r"^(embed_tokens|norm|layers)\.", r"model.\1.")],
+)
+
+
+def baichuan_config_to_gpt2_config(baichuan_config):
+    """The GPT2Config of the configuration that comes with Baichuan."""
+    return CONFIG(baichuan_config)
+
+
+FAMILY = Family(
+    name="baichuan",
+    model_types=("baichuan",),
+    hub_names=("baichuan-inc/",),
+    to_gpt2_config=baichuan_config_to_gpt2_config,
+    keys=KEYS,
+)
+
+
+def remap_state_dict_hf_baichuan(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+    """Our state dict from that of BaichuanForCausalLM, which is consumed.
+
+    config: the GPT2Config of our model. Tensors that are not known stay as they are.
+    """
+    return KEYS.remap(state_dict, config)
+
+
+def inv_remap_state_dict_hf_baichuan(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+    """The state dict of BaichuanForCausalLM from ours."""
+    return KEYS.invert(state_dict, config)

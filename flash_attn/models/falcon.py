@@ -1,0 +1,109 @@
+"""Falcon: its configuration and its tensors."""
+
+from torch import Tensor
+
+from flash_attn.models._config import ConfigMap, Settings
+from flash_attn.models._family import Family
+from flash_attn.models._keys import EMBEDDINGS, FINAL_NORM, GROUPED, HEAD, KeyMap, each_layer, padded, reordered
+from flash_attn.models._rope import rope_fields
+
+
+def _heads(read):
+    heads, kv = read("n_head", "num_attention_heads"), read("n_head_kv", "num_kv_heads")
+    if not read("new_decoder_architecture", default=False) and getattr(read.config, "n_head_kv", None) is None:
+        kv = 1 if read("multi_query", default=True) else heads
+    return {"n_head": heads, "n_head_kv": heads if kv is None else kv}
+
+
+def _norms(read):
+    """The new decoder is always parallel, with a norm for each branch unless it says otherwise."""
+    new = read("new_decoder_architecture", default=False)
+    norms = read("num_ln_in_parallel_attn", default=2 if new else 1)
+    parallel = new or read("parallel_attn", default=True)
+    return {"parallel_block": parallel, "parallel_block_tied_norm": parallel and norms == 1}
+
+
+def _biases(read):
+    names = ("qkv_proj_bias", "out_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias")
+    return dict.fromkeys(names, read("bias", default=False))
+
+
+def _inner(read):
+    return {"n_inner": read("ffn_hidden_size", default=4 * read("hidden_size"))}
+
+
+CONFIG = ConfigMap(
+    copied={
+        "n_embd": "hidden_size",
+        "n_layer": ("n_layer", "num_hidden_layers"),
+        "activation_function": "activation",
+        "resid_pdrop": "hidden_dropout",
+        "attn_pdrop": "attention_dropout",
+        "layer_norm_epsilon": "layer_norm_epsilon",
+        "tie_word_embeddings": "tie_word_embeddings",
+    },
+    constant={
+        "n_positions": 0,
+        "activation_function": "gelu",
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "rotary_emb_interleaved": False,
+        "tie_word_embeddings": True,
+        "lm_head_bias": False,
+    },
+    computed=(_heads, _norms, _biases, _inner, rope_fields),
+    only={"alibi": (False,)},  # whose bias is divided by the root of head_dim, as the scores are
+    without_effect=("apply_residual_connection_post_layernorm",),
+)
+
+
+def _table(s: Settings):
+    """The norms are called otherwise where there are two beside each other."""
+    two = s.parallel_block and not s.parallel_block_tied_norm
+    return {
+        EMBEDDINGS: padded("transformer.word_embeddings"),
+        FINAL_NORM: "transformer.ln_f",
+        HEAD: padded("lm_head"),
+        **each_layer(
+            "transformer.h.{i}.",
+            {
+                "norm1": "ln_attn" if two else "input_layernorm",
+                "mixer.Wqkv": reordered("self_attention.query_key_value", GROUPED),
+                "mixer.out_proj": "self_attention.dense",
+                "norm2": "ln_mlp" if two else "post_attention_layernorm",
+                "mlp.fc1": "mlp.dense_h_to_4h",
+                "mlp.fc2": "mlp.dense_4h_to_h",
+            },
+        ),
+    }
+
+
+KEYS = KeyMap(_table, spellings=[(r"^(word_embeddings|ln_f|h)\.", r"transformer.\1.")])
+
+
+def falcon_config_to_gpt2_config(falcon_config):
+    """The GPT2Config of a FalconConfig of transformers."""
+    return CONFIG(falcon_config)
+
+
+FAMILY = Family(
+    name="falcon",
+    model_types=("falcon", "RefinedWeb", "RefinedWebModel"),
+    hub_names=("tiiuae/falcon-",),
+    to_gpt2_config=falcon_config_to_gpt2_config,
+    keys=KEYS,
+)
+
+
+def remap_state_dict_hf_falcon(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+    """Our state dict from that of transformers' FalconForCausalLM, which is consumed.
+
+    config: the GPT2Config of our model. Tensors that are not known stay as they are.
+    """
+    return KEYS.remap(state_dict, config)
+
+
+def inv_remap_state_dict_hf_falcon(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+    """The state dict of transformers' FalconForCausalLM from ours."""
+    return KEYS.invert(state_dict, config)

@@ -1,0 +1,502 @@
+"""The decoder: GPT-2, and by its configuration Llama, OPT, GPT-J, GPT-NeoX, Falcon, BigCode, BTLM, Baichuan and others.
+
+    config = GPT2Config(n_embd=768, use_flash_attn=True, fused_mlp=True, fused_bias_fc=True, fused_dropout_add_ln=True)
+    model = GPTLMHeadModel(config, device="cuda", dtype=torch.bfloat16)
+    logits = model(input_ids).logits                            # (batch, seqlen, vocabulary)
+    loss = model(input_ids, labels=input_ids).loss              # without all logits in memory
+    tokens = model.generate(input_ids, max_length=100)
+
+    model = GPTLMHeadModel.from_pretrained("path/or/name/of/a/checkpoint")
+
+The configuration is a transformers.GPT2Config with additional fields, or any object with the same attributes; they are
+in `flash_attn.models._config.Settings`, with their defaults. Blocks are those of `flash_attn.modules.block`, which
+begin with the sum that ends the block before; dropout moves with it.
+"""
+
+import collections
+import functools
+import math
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn.losses.linear_cross_entropy import linear_cross_entropy
+from flash_attn.models import _checkpoint
+from flash_attn.models._config import is_gpt2_config, settings
+from flash_attn.models._gpt2 import (
+    inv_remap_state_dict_hf_gpt2,
+    inv_remap_state_dict_megatron,
+    remap_state_dict_hf_gpt2,
+    remap_state_dict_megatron,
+)
+from flash_attn.models._rope import attention_factor, rotary_embedding
+from flash_attn.models._shard import combine_state_dicts_tp, shard_state_dict_tp
+from flash_attn.models.bigcode import remap_state_dict_hf_bigcode
+from flash_attn.models.falcon import remap_state_dict_hf_falcon
+from flash_attn.models.gpt_neox import remap_state_dict_hf_gpt_neox
+from flash_attn.models.gptj import remap_state_dict_hf_gptj
+from flash_attn.models.llama import remap_state_dict_hf_llama
+from flash_attn.models.opt import remap_state_dict_hf_opt
+from flash_attn.modules.block import Block, ParallelBlock
+from flash_attn.modules.embedding import GPT2Embeddings, ParallelGPT2Embeddings
+from flash_attn.modules.mha import MHA, ParallelMHA
+from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp, ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
+from flash_attn.ops.fused_dense import ColumnParallelLinear, Linear, fused_dense_func
+from flash_attn.ops.triton.layer_norm import RMSNorm, layer_norm_fn
+from flash_attn.ops.triton.mlp import FusedDenseSqreluDense
+from flash_attn.utils.distributed import all_gather_raw, sync_shared_params
+from flash_attn.utils.generation import GenerationMixin
+
+__all__ = [
+    "GPTLMHeadModel", "GPTModel", "GPTPreTrainedModel", "combine_state_dicts_tp", "create_block", "create_mixer_cls",
+    "create_mlp_cls", "inv_remap_state_dict_hf_gpt2", "inv_remap_state_dict_megatron", "remap_state_dict_hf_bigcode",
+    "remap_state_dict_hf_falcon", "remap_state_dict_hf_gpt2", "remap_state_dict_hf_gpt_neox",
+    "remap_state_dict_hf_gptj", "remap_state_dict_hf_llama", "remap_state_dict_hf_opt", "remap_state_dict_megatron",
+    "shard_state_dict_tp",
+]  # fmt: skip
+
+CausalLMOutput = collections.namedtuple("CausalLMOutput", ["logits"])
+CausalLMLoss = collections.namedtuple("CausalLMLoss", ["loss"])
+
+
+def _sqrelu(x):
+    return F.relu(x).square()
+
+
+_gelu_tanh = functools.partial(F.gelu, approximate="tanh")
+_TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_approx", "gelu_pytorch_tanh")
+_FUSED = {**dict.fromkeys(_TANH_GELUS, "gelu_approx"), "relu": "relu", "sqrelu": "sqrelu"}
+_GATES = {"glu": F.sigmoid, "swiglu": F.silu, "geglu": F.gelu, "geglu_tanh": _gelu_tanh}
+_PLAIN = {"gelu": F.gelu, **dict.fromkeys(_TANH_GELUS, _gelu_tanh), "relu": F.relu, "sqrelu": _sqrelu}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks
+
+
+def create_mixer_cls(config, layer_idx=None, process_group=None, device=None, dtype=None):
+    """A function of the number of features that makes the attention of a layer: `MHA`, `ParallelMHA` with a group."""
+    s = settings(config)
+    scale = 1.0
+    if s.scale_attn_weights:
+        scale = s.width_of_head ** (-1.0 if s.mup_scale_qk_dot_by_d else -0.5)
+    scale *= s.mup_attn_multiplier * attention_factor(s) ** 2
+    if s.scale_attn_by_inverse_layer_idx:
+        if layer_idx is None:
+            raise ValueError("layer_idx must be given with config.scale_attn_by_inverse_layer_idx, found None")
+        scale /= layer_idx + 1
+    window = s.of_layer("sliding_window", layer_idx)
+    options = dict(
+        num_heads=s.n_head, num_heads_kv=s.heads_kv, qkv_proj_bias=s.qkv_proj_bias, out_proj_bias=s.out_proj_bias,
+        dropout=s.attn_pdrop, softmax_scale=scale, causal=True, layer_idx=layer_idx, rotary_emb_dim=s.rotary_dim,
+        rotary_emb_base=s.rotary_emb_base, rotary_emb_scale_base=s.rotary_emb_scale_base,
+        rotary_emb_interleaved=s.rotary_emb_interleaved, use_alibi=s.use_alibi,
+        window_size=(-1, -1) if window is None else (window - 1, 0), use_flash_attn=s.use_flash_attn,
+        device=device, dtype=dtype,
+    )  # fmt: skip
+    if process_group is None:
+        return functools.partial(MHA, dwconv=s.attn_dwconv, fused_bias_fc=s.fused_bias_fc, **options)
+    if s.attn_dwconv:
+        raise ValueError("config.attn_dwconv must be False with process_group, found True")
+    return functools.partial(ParallelMHA, process_group=process_group, sequence_parallel=s.sequence_parallel, **options)
+
+
+def create_mlp_cls(config, layer_idx=None, process_group=None, device=None, dtype=None):
+    """A function of the number of features that makes the MLP of a layer, divided over the processes of a group."""
+    s = settings(config)
+    hidden_features = s.inner if s.gated else s.n_inner
+    options = dict(hidden_features=hidden_features, bias1=s.mlp_fc1_bias, bias2=s.mlp_fc2_bias)
+    options |= dict(device=device, dtype=dtype)
+    if process_group is not None:
+        options |= dict(process_group=process_group, sequence_parallel=s.sequence_parallel)
+    level = s.of_layer("mlp_checkpoint_lvl", layer_idx)
+    if s.fused_mlp:
+        activation = _of(_FUSED, s.activation_function, "with config.fused_mlp")
+        cls = FusedMLP if process_group is None else ParallelFusedMLP
+        return functools.partial(cls, activation=activation, checkpoint_lvl=level, **options)
+    if s.fused_dense_sqrelu_dense:
+        _of(("sqrelu",), s.activation_function, "with config.fused_dense_sqrelu_dense")
+        if process_group is not None:
+            raise ValueError("config.fused_dense_sqrelu_dense must be False with process_group, found True")
+        factory = dict(device=device, dtype=dtype)
+        return functools.partial(
+            FusedDenseSqreluDense, hidden_features=hidden_features, checkpoint_lvl=level, **factory
+        )
+    activation = _of(_PLAIN | _GATES, s.activation_function, "")
+    if s.gated:
+        cls = GatedMlp if process_group is None else ParallelGatedMlp
+        return functools.partial(cls, activation=activation, multiple_of=s.mlp_multiple_of, **options)
+    return functools.partial(Mlp if process_group is None else ParallelMLP, activation=activation, **options)
+
+
+def _of(table, name, where):
+    """The entry of this activation; of a tuple of names, the name."""
+    if name not in table:
+        among = ", ".join(map(repr, table))
+        raise ValueError(f"config.activation_function must be one of {among} {where}".rstrip() + f", found {name!r}")
+    return table[name] if isinstance(table, dict) else name
+
+
+def create_block(config, layer_idx=None, process_group=None, device=None, dtype=None):
+    """A layer: attention and MLP, one behind the other or side by side, with norms, dropout and the residual stream."""
+    s = settings(config)
+    factory = dict(device=device, dtype=dtype)
+    mixer_cls = create_mixer_cls(config, layer_idx, process_group, **factory)
+    mlp_cls = create_mlp_cls(config, layer_idx, process_group, **factory)
+    options = dict(
+        norm_cls=functools.partial(_norm, s, **factory),
+        resid_dropout1=s.embd_pdrop if layer_idx in (None, 0) else s.resid_pdrop,
+        resid_dropout2=s.resid_pdrop,
+        fused_dropout_add_ln=s.fused_dropout_add_ln,
+        residual_in_fp32=s.residual_in_fp32,
+        sequence_parallel=s.sequence_parallel and process_group is not None,
+        mark_shared_params=process_group is not None,
+    )
+    if s.parallel_block:
+        block = ParallelBlock(s.n_embd, mixer_cls, mlp_cls, tied_norm=s.parallel_block_tied_norm, **options)
+    else:
+        block = Block(s.n_embd, mixer_cls, mlp_cls, prenorm=s.prenorm, **options)
+    block.layer_idx = layer_idx
+    return block
+
+
+def _norm(s, features, device=None, dtype=None):
+    if not s.rms_norm:
+        return nn.LayerNorm(features, eps=s.layer_norm_epsilon, device=device, dtype=dtype)
+    return RMSNorm(
+        features, eps=s.layer_norm_epsilon, zero_centered_weight=s.norm_zero_centered, device=device, dtype=dtype
+    )
+
+
+def _init_weights(module, n_layer, initializer_range=0.02, mup_width_scale=1.0, rescale_prenorm_residual=True):
+    """Give a module its first weights; to be applied to all modules of a model.
+
+    Linear layers and embeddings are drawn from a normal distribution, biases are 0. The layers in front of the residual
+    stream have a smaller deviation, so that the sum over n_layer layers does not grow with them (as in GPT-2). With
+    mup_width_scale other than 1, linear layers get it as the multiplier of their learning rate (arXiv:2203.03466).
+    """
+    std = initializer_range * math.sqrt(mup_width_scale)
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=std)
+        module.weight._optim = {"lr_multiplier": mup_width_scale}
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=initializer_range)
+    if rescale_prenorm_residual:
+        for name, parameter in module.named_parameters():
+            if name in ("out_proj.weight", "fc2.weight"):
+                nn.init.normal_(parameter, std=std / math.sqrt(2 * n_layer))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+
+class GPTPreTrainedModel(nn.Module):
+    """What the models share: their configuration, and checkpoints."""
+
+    def __init__(self, config, *inputs, **kwargs):
+        super().__init__()
+        if not is_gpt2_config(config):
+            raise ValueError(
+                f"config must be a GPT2Config, found {type(config).__name__}; from_config takes those of other families"
+            )
+        self.config = config
+
+    @classmethod
+    def from_config(cls, config, **kwargs):
+        """A model with random weights from a configuration of transformers, of any family that is covered.
+
+        kwargs: of the constructor.
+        """
+        return cls(_checkpoint.to_gpt2_config(config), **kwargs)
+
+    @classmethod
+    def from_pretrained(
+        cls, model_name, config=None, *args, strict=True, device=None, dtype=None, world_size=1, rank=0, family=None,
+        progress=True, **kwargs,
+    ):  # fmt: skip
+        """A model with the weights of a checkpoint.
+
+        Arguments:
+            model_name: a folder, a file, or a name on the hub.
+            config: a GPT2Config, or the configuration of the family; by default, the checkpoint's own config.json.
+            strict: raise an error for tensors that are missing or not known; else they keep their first, random weights
+                or are left out. Tensors of a wrong shape are always an error.
+            device, dtype: of the parameters; by default the CPU, and torch's default dtype.
+            world_size, rank: load the part that this process of a tensor parallel model has; with process_group.
+            family: the name of a family, as "llama"; by default that of config.json's model_type, or that of the name
+                on the hub.
+            progress: show a bar, with the package tqdm, if there are several files.
+            args, kwargs: of the constructor.
+
+        The names and shapes in the files are compared with those of the model before anything is loaded. One file is in
+        memory at a time.
+
+        Raises NotImplementedError for a family that is not known, OSError if there are no files, ValueError for
+        tensors that do not fit, with their names.
+        """
+        return _checkpoint.load(
+            cls, model_name, config, args, kwargs, strict=strict, device=device, dtype=dtype, world_size=world_size,
+            rank=rank, family=family, progress=progress,
+        )  # fmt: skip
+
+    def save_pretrained(self, folder, family=None, max_shard_size=5 * 10**9):
+        """Write a folder that transformers loads, and `from_pretrained`.
+
+        Arguments:
+            folder: is made if it is not there.
+            family: the name of the family in whose format it is written; by default that of the checkpoint or
+                configuration that the model was made from, else GPT-2's.
+            max_shard_size: bytes of a file, in which a larger checkpoint is divided.
+
+        Raises ValueError if the configuration has what that format does not, and for one part of a tensor parallel
+        model: `combine_state_dicts_tp` puts the parts together.
+        """
+        _checkpoint.save(self, folder, family, max_shard_size)
+
+    def gradient_checkpointing_enable(self, enabled: bool = True):
+        """Compute each layer again in the backward instead of keeping what it needs: config.gradient_checkpointing."""
+        for module in self.modules():
+            if isinstance(module, GPTModel):
+                module.gradient_checkpointing = enabled
+
+    def _first_weights(self, module):
+        s = settings(self.config)
+        _init_weights(module, s.n_layer, s.initializer_range, s.mup_width_scale)
+
+
+class GPTModel(GPTPreTrainedModel):
+    """The decoder without its head.
+
+    Arguments:
+        config: a GPT2Config with what is in `Settings`.
+        process_group: divide the model over the processes of this group (tensor parallelism), and with
+            config.sequence_parallel what is between attention and MLP by tokens.
+        device, dtype: of the parameters.
+    """
+
+    def __init__(self, config, process_group: ProcessGroup | None = None, device=None, dtype=None):
+        super().__init__(config)
+        s = settings(config)
+        factory = dict(device=device, dtype=dtype)
+        self.process_group = process_group
+        self.sequence_parallel = s.sequence_parallel
+        self.embeddings_multiplier = s.mup_embeddings_multiplier
+        self.residual_in_fp32 = s.residual_in_fp32
+        self.prenorm = s.prenorm
+        self.parallel_block = s.parallel_block
+        self.fused_dropout_add_ln = s.fused_dropout_add_ln
+        self.gradient_checkpointing = s.gradient_checkpointing
+        self.embeddings = _embeddings(s, process_group, **factory)
+        self.layers = nn.ModuleList(create_block(config, i, process_group, **factory) for i in range(s.n_layer))
+        if s.rotary_dim > 0:
+            shared = rotary_embedding(s, device=device)  # one pair of tables for all layers
+            for layer in self.layers:
+                layer.mixer.rotary_emb = shared
+        if s.prenorm:
+            self.drop_f = nn.Dropout(s.resid_pdrop)
+            self.ln_f = _norm(s, s.n_embd, **factory)
+            if process_group is not None:
+                for marked in (self.ln_f, *self.ln_f.parameters()):
+                    marked._shared_params = True
+                    if s.sequence_parallel:
+                        marked._sequence_parallel = True
+        self.apply(self._first_weights)
+        self.tie_weights()
+
+    def tie_weights(self):
+        """Give parameters that all processes of the group have the values of the first process."""
+        if self.process_group is not None and not next(self.parameters()).is_meta:
+            sync_shared_params(self, self.process_group)
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        """Uninitialised caches (batch_size, max_seqlen, 2, heads_kv, head_dim), by the number of their layer."""
+        return {i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype) for i, layer in enumerate(self.layers)}
+
+    def forward(self, input_ids, position_ids=None, inference_params=None):
+        """The normed residual stream after the last layer.
+
+        Arguments:
+            input_ids: (batch, seqlen) int64.
+            position_ids: (seqlen,) or (batch, seqlen), for learned positions; 0, 1, ... if None.
+            inference_params: see `flash_attn.utils.generation.InferenceParams`.
+
+        Returns (batch, seqlen, features); with a group and sequence_parallel, this process's part of
+        (batch * seqlen, features).
+        """
+        by_tokens = self.process_group is not None and self.sequence_parallel
+        options = dict(combine_batch_seqlen_dim=True) if by_tokens else {}
+        hidden = self.embeddings(input_ids, position_ids=position_ids, **options)
+        if self.embeddings_multiplier != 1.0:
+            hidden = hidden * self.embeddings_multiplier
+        mixer_kwargs = dict(seqlen=input_ids.shape[1]) if by_tokens else {}
+        if inference_params is not None:
+            mixer_kwargs["inference_params"] = inference_params
+        stream = (hidden, None, None) if self.parallel_block else (hidden, None)  # what blocks take and give
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and inference_params is None
+        for layer in self.layers:
+            run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+            if self.prenorm:
+                stream = run(*stream, mixer_kwargs=mixer_kwargs)
+            else:
+                stream = (run(stream[0], mixer_kwargs=mixer_kwargs),)
+        return self._normed(*stream) if self.prenorm else stream[0]
+
+    def _normed(self, hidden, *rest):
+        """The last norm, of the sum of all branches."""
+        *second, residual = rest
+        second = second[0] if second else None
+        if self.fused_dropout_add_ln:
+            return layer_norm_fn(
+                hidden, self.ln_f.weight, self.ln_f.bias, residual=residual, x1=second, eps=self.ln_f.eps,
+                dropout_p=self.drop_f.p if self.training else 0.0, is_rms_norm=isinstance(self.ln_f, RMSNorm),
+                zero_centered_weight=getattr(self.ln_f, "zero_centered_weight", False),
+            )  # fmt: skip
+        for branch in (hidden, second):
+            if branch is not None:
+                residual = self.drop_f(branch) if residual is None else self.drop_f(branch) + residual
+        return self.ln_f(residual.to(self.ln_f.weight.dtype))
+
+
+def _embeddings(s, process_group, device, dtype):
+    factory = dict(device=device, dtype=dtype)
+    if process_group is None:
+        return GPT2Embeddings(
+            s.n_embd, s.padded_vocab_size, s.n_positions, word_embed_proj_dim=s.word_embed_proj_dim, **factory
+        )
+    if s.word_embed_proj_dim is not None:
+        raise ValueError(f"config.word_embed_proj_dim must be None with process_group, found {s.word_embed_proj_dim}")
+    return ParallelGPT2Embeddings(
+        s.n_embd, s.padded_vocab_size, s.n_positions, process_group=process_group,
+        sequence_parallel=s.sequence_parallel, **factory,
+    )  # fmt: skip
+
+
+class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
+    """The decoder with the head that gives logits of the next token.
+
+    Arguments: as of `GPTModel`. With a group, every process has its part of the vocabulary.
+    """
+
+    def __init__(self, config, process_group: ProcessGroup | None = None, device=None, dtype=None):
+        super().__init__(config)
+        s = settings(config)
+        factory = dict(device=device, dtype=dtype)
+        self.process_group = process_group
+        self.transformer = GPTModel(config, process_group=process_group, **factory)
+        self.tie_word_embeddings = s.tie_word_embeddings
+        self.project_out = None
+        features = s.n_embd
+        if s.word_embed_proj_dim is not None:
+            features = s.word_embed_proj_dim
+            self.project_out = nn.Linear(s.n_embd, features, bias=False, **factory)
+        if process_group is None:
+            self.lm_head = Linear(features, s.padded_vocab_size, bias=s.lm_head_bias, **factory)
+        else:
+            self.lm_head = ColumnParallelLinear(
+                features, s.padded_vocab_size, process_group, bias=s.lm_head_bias,
+                sequence_parallel=s.sequence_parallel, **factory,
+            )  # fmt: skip
+        self.vocab_size = s.vocab_size
+        self.norm_head = s.norm_head
+        self.output_scale = s.mup_output_multiplier * s.mup_width_scale
+        self.apply(self._first_weights)
+        self.tie_weights()
+
+    def tie_weights(self):
+        """Let the head have the embedding as its weight, if tied, and all processes what they share."""
+        if self.tie_word_embeddings:
+            self.lm_head.weight = self.transformer.embeddings.word_embeddings.weight
+        self.transformer.tie_weights()
+
+    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+        """Uninitialised caches (batch_size, max_seqlen, 2, heads_kv, head_dim), by the number of their layer."""
+        return self.transformer.allocate_inference_cache(batch_size, max_seqlen, dtype, **kwargs)
+
+    def forward(self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, labels=None):
+        """Logits of the next tokens, or with labels their loss.
+
+        Arguments:
+            input_ids: (batch, seqlen) int64.
+            position_ids: (seqlen,) or (batch, seqlen), for learned positions; 0, 1, ... if None.
+            inference_params: see `flash_attn.utils.generation.InferenceParams`.
+            num_last_tokens: only for so many tokens at the end of each sequence; all if 0.
+            labels: (batch, seqlen), as transformers takes them: input_ids, with -100 for tokens that do not count.
+                Each is compared with the logits of the token before it.
+
+        Returns CausalLMOutput(logits) with logits (batch, seqlen or num_last_tokens, padded vocabulary). With a group
+        they are this process's part of the vocabulary, and all of it with inference_params.
+        With labels, CausalLMLoss(loss): the mean over the labels that count, over the classes without padding, from
+        `linear_cross_entropy`, which does not hold all logits.
+
+        Raises ValueError for input_ids or labels of another shape.
+        """
+        if input_ids.dim() != 2:
+            raise ValueError(f"input_ids must have shape (batch, seqlen), found {tuple(input_ids.shape)}")
+        hidden = self.transformer(input_ids, position_ids=position_ids, inference_params=inference_params)
+        if inference_params is not None and hidden.dim() != 3:
+            raise ValueError("config.sequence_parallel must be False with inference_params, found True")
+        if num_last_tokens > 0:
+            hidden = hidden[:, -num_last_tokens:]
+        if self.project_out is not None:
+            hidden = self.project_out(hidden)
+        if self.output_scale != 1.0:
+            hidden = hidden * self.output_scale
+        if labels is not None:
+            return CausalLMLoss(self._loss(hidden, labels, input_ids.shape, num_last_tokens))
+        logits = self._logits(hidden)
+        if self.process_group is not None and inference_params is not None:
+            parts, _ = all_gather_raw(logits.contiguous(), self.process_group)
+            logits = torch.cat(parts.chunk(dist.get_world_size(self.process_group)), dim=-1)
+        return CausalLMOutput(logits)
+
+    def _logits(self, hidden):
+        if not self.norm_head:
+            return self.lm_head(hidden)
+        weight = F.normalize(self.lm_head.weight)
+        if self.process_group is None:
+            return F.linear(hidden, weight, self.lm_head.bias)
+        parallel = dict(process_group=self.process_group, sequence_parallel=self.lm_head.sequence_parallel)
+        return fused_dense_func(hidden, weight, self.lm_head.bias, **parallel)
+
+    def _loss(self, hidden, labels, shape, num_last_tokens):
+        if labels.shape != shape or num_last_tokens > 0:
+            raise ValueError(
+                f"labels must have the shape {tuple(shape)} of input_ids, without num_last_tokens, "
+                f"found {tuple(labels.shape)} and {num_last_tokens}"
+            )
+        following = F.pad(labels[:, 1:], (0, 1), value=-100)
+        by_tokens = hidden.dim() == 2
+        weight = F.normalize(self.lm_head.weight) if self.norm_head else self.lm_head.weight
+        return linear_cross_entropy(
+            hidden, weight, following.flatten() if by_tokens else following, self.lm_head.bias,
+            num_classes=self.vocab_size, process_group=self.process_group, sequence_parallel=by_tokens,
+        )  # fmt: skip
+
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict=True, assign=False):
+        """Also takes the state dicts of earlier releases, with `transformer.ln_0`, and changes these in place."""
+        if "transformer.ln_0.weight" in state_dict:
+            _shift_norms(state_dict, settings(self.config).n_layer)
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def _shift_norms(state_dict, n_layer):
+    """Move each norm to the block that begins with it, from the one that ended with it."""
+
+    def move(source, target):
+        for kind in ("weight", "bias"):
+            if f"transformer.{source}.{kind}" in state_dict:
+                state_dict[f"transformer.{target}.{kind}"] = state_dict.pop(f"transformer.{source}.{kind}")
+
+    move(f"layers.{n_layer - 1}.norm2", "ln_f")
+    for i in reversed(range(n_layer)):
+        move(f"layers.{i}.norm1", f"layers.{i}.norm2")
+        if i > 0:
+            move(f"layers.{i - 1}.norm2", f"layers.{i}.norm1")
+    move("ln_0", "layers.0.norm1")

@@ -1,0 +1,79 @@
+"""Phi-1 and Phi-2: their configuration and their tensors."""
+
+from torch import Tensor
+
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
+from flash_attn.models._keys import EMBEDDINGS, FINAL_NORM, HEAD, KeyMap, each_layer, padded, queries_keys_values
+from flash_attn.models._rope import rope_fields
+
+CONFIG = ConfigMap(
+    copied={
+        "n_embd": "hidden_size",
+        "n_layer": "num_hidden_layers",
+        "n_head": "num_attention_heads",
+        "n_head_kv": "num_key_value_heads",
+        "n_inner": "intermediate_size",
+        "activation_function": "hidden_act",
+        "resid_pdrop": "resid_pdrop",
+        "embd_pdrop": "embd_pdrop",
+        "attn_pdrop": "attention_dropout",
+        "layer_norm_epsilon": "layer_norm_eps",
+        "tie_word_embeddings": "tie_word_embeddings",
+    },
+    constant={
+        "n_positions": 0,
+        "parallel_block": True,
+        "parallel_block_tied_norm": True,
+        "tie_word_embeddings": False,
+        "lm_head_bias": True,
+    },
+    computed=(rope_fields,),
+    only={"qk_layernorm": (False,)},
+)
+
+KEYS = KeyMap(
+    {
+        EMBEDDINGS: padded("model.embed_tokens"),
+        FINAL_NORM: "model.final_layernorm",
+        HEAD: padded("lm_head"),
+        **each_layer(
+            "model.layers.{i}.",
+            {
+                "norm1": "input_layernorm",
+                "mixer.Wqkv": queries_keys_values("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                "mixer.out_proj": "self_attn.dense",
+                "mlp.fc1": "mlp.fc1",
+                "mlp.fc2": "mlp.fc2",
+            },
+        ),
+    },
+    spellings=[(r"^(embed_tokens|final_layernorm|layers)\.", r"model.\1.")],
+)
+
+
+def phi_config_to_gpt2_config(phi_config):
+    """The GPT2Config of a PhiConfig of transformers."""
+    return CONFIG(phi_config)
+
+
+FAMILY = Family(
+    name="phi",
+    model_types=("phi",),
+    hub_names=("microsoft/phi-1", "microsoft/phi-2"),
+    to_gpt2_config=phi_config_to_gpt2_config,
+    keys=KEYS,
+)
+
+
+def remap_state_dict_hf_phi(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+    """Our state dict from that of transformers' PhiForCausalLM, which is consumed.
+
+    config: the GPT2Config of our model. Tensors that are not known stay as they are.
+    """
+    return KEYS.remap(state_dict, config)
+
+
+def inv_remap_state_dict_hf_phi(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+    """The state dict of transformers' PhiForCausalLM from ours."""
+    return KEYS.invert(state_dict, config)

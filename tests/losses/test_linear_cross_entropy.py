@@ -1,0 +1,203 @@
+"""Cross entropy of a linear layer in chunks: against torch in float64, divided over processes, compiled."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from compare import assert_error_ratio
+from processes import over_processes
+
+from flash_attn.losses import linear_cross_entropy as module
+from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+
+ROWS, FEATURES, VOCAB = 37, 16, 53
+
+
+def inputs(dtype=torch.float32, device="cpu", bias=True):
+    hidden = torch.randn(ROWS, FEATURES, device=device)
+    weight = torch.randn(VOCAB, FEATURES, device=device)
+    labels = torch.randint(VOCAB, (ROWS,), device=device)
+    labels[::5] = -100
+    tensors = (hidden, weight, torch.randn(VOCAB, device=device)) if bias else (hidden, weight)
+    return [tensor.to(dtype).requires_grad_() for tensor in tensors], labels
+
+
+def plain(hidden, weight, labels, bias=None, *, num_classes=None, reduction="mean", logit_scale=1.0,
+          lse_square_scale=0.0, label_smoothing=0.0, ignore_index=-100):  # fmt: skip
+    """The same with all logits, in the dtype of the arguments, the loss in float32 at least."""
+    logits = F.linear(hidden, weight, bias)[..., :num_classes].flatten(0, -2)
+    logits = logit_scale * (logits.float() if logits.dtype != torch.float64 else logits)
+    labels = labels.flatten()
+    options = dict(label_smoothing=label_smoothing, ignore_index=ignore_index, reduction="none")
+    losses = F.cross_entropy(logits, labels.long(), **options)
+    kept = labels != ignore_index
+    losses = losses + lse_square_scale * logits.logsumexp(-1).square() * kept
+    return losses.sum() / (kept.sum() if reduction == "mean" else 1)
+
+
+def with_gradients(function, tensors, labels, dloss=1.0, **options):
+    tensors = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    hidden, weight, *bias = tensors
+    loss = function(hidden, weight, labels, *bias, **options)
+    return [loss.detach(), *torch.autograd.grad(loss, tensors, torch.full_like(loss, dloss))]
+
+
+OPTIONS = [
+    dict(),
+    dict(reduction="sum"),
+    dict(num_classes=50),
+    dict(label_smoothing=0.1, num_classes=50),
+    dict(lse_square_scale=1e-2, logit_scale=0.5),
+    dict(ignore_index=3),
+]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 10, 37, 100])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_loss_and_gradients(options, chunk_size, device):
+    tensors, labels = inputs(device=device)
+    labels[labels >= options.get("num_classes", VOCAB)] = -100
+    if "ignore_index" in options:
+        labels[labels == -100] = 3
+    exact = with_gradients(plain, [tensor.double() for tensor in tensors], labels, 0.7, **options)
+    baseline = with_gradients(plain, tensors, labels, 0.7, **options)
+    found = with_gradients(linear_cross_entropy, tensors, labels, 0.7, chunk_size=chunk_size, **options)
+    for one, right, other in zip(found, exact, baseline, strict=True):
+        assert_error_ratio(one, right, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bits(dtype, device):
+    tensors, labels = inputs(dtype, device)
+    exact = with_gradients(plain, [tensor.double() for tensor in tensors], labels)
+    baseline = with_gradients(plain, tensors, labels)
+    found = with_gradients(linear_cross_entropy, tensors, labels, chunk_size=16)
+    for one, right, other in zip(found, exact, baseline, strict=True):
+        assert_error_ratio(one, right, other)
+
+
+def test_small_gradients_in_float16(device):
+    """Over many rows those of a mean are below what float16 has, until a scale of the loss makes up for it."""
+    rows = 2048
+    hidden, weight = torch.randn(rows, 8, device=device), torch.randn(11, 8, device=device)
+    labels = torch.randint(11, (rows,), device=device)
+    exact = with_gradients(plain, [hidden.half().double(), weight.half().double()], labels, 2.0**16)
+    found = with_gradients(linear_cross_entropy, [hidden.half(), weight.half()], labels, 2.0**16)
+    for one, right in zip(found[1:], exact[1:], strict=True):
+        torch.testing.assert_close(one.double(), right, rtol=2e-2, atol=2e-2 * right.abs().max().item())
+
+
+def test_autocast(device):
+    tensors, labels = inputs(device=device)
+    exact = with_gradients(plain, [tensor.bfloat16().double() for tensor in tensors], labels)
+    baseline = with_gradients(plain, [tensor.bfloat16() for tensor in tensors], labels)
+    with torch.autocast(device.type, torch.bfloat16):
+        found = with_gradients(linear_cross_entropy, tensors, labels, chunk_size=16)
+    assert all(each.dtype == torch.float32 for each in found)
+    for one, right, other in zip(found, exact, baseline, strict=True):
+        assert_error_ratio(one, right, other)
+
+
+def test_z_loss_and_shapes(device):
+    (hidden, weight), labels = inputs(device=device, bias=False)
+    loss_fn = LinearCrossEntropyLoss(lse_square_scale=0.1, return_z_loss=True)
+    loss, z_loss = loss_fn(hidden[:36].view(4, 9, -1), weight, labels[:36].view(4, 9))
+    kept = labels[:36] != -100
+    expected = 0.1 * F.linear(hidden, weight)[:36].logsumexp(-1).square()[kept].mean()
+    torch.testing.assert_close(z_loss, expected.detach())
+    assert not z_loss.requires_grad and loss.requires_grad
+    assert loss.item() > z_loss.item()
+
+
+def test_one_gradient_at_a_time(device):
+    """What needs no gradient gets none, and the others are the same."""
+    tensors, labels = inputs(device=device)
+    _, *expected = with_gradients(linear_cross_entropy, tensors, labels)
+    for i in range(3):
+        each = [tensor.detach().requires_grad_(i == j) for j, tensor in enumerate(tensors)]
+        linear_cross_entropy(each[0], each[1], labels, each[2]).backward()
+        assert [x.grad is not None for x in each] == [i == j for j in range(3)]
+        torch.testing.assert_close(each[i].grad, expected[i], rtol=1e-6, atol=1e-7)
+    with torch.no_grad():
+        assert not linear_cross_entropy(tensors[0], tensors[1], labels).requires_grad
+
+
+def test_backward_twice(device):
+    (hidden, weight), labels = inputs(device=device, bias=False)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    first = torch.autograd.grad(loss, [hidden, weight], retain_graph=True)
+    second = torch.autograd.grad(loss, [hidden, weight])
+    assert all(torch.equal(one, other) for one, other in zip(first, second))
+
+
+def test_nothing_to_do(device):
+    (hidden, weight), labels = inputs(device=device, bias=False)
+    assert linear_cross_entropy(hidden[:0], weight, labels[:0]).isnan()
+    assert linear_cross_entropy(hidden[:0], weight, labels[:0], reduction="sum") == 0
+    assert linear_cross_entropy(hidden, weight, torch.full_like(labels, -100)).isnan()
+
+
+def test_chunks_hold_few_logits(monkeypatch, device):
+    """The largest tensor that is made has not all rows."""
+    sizes = []
+    real = module.torch.nn.functional.linear
+    monkeypatch.setattr(module.torch.nn.functional, "linear", lambda *args: sizes.append(len(args[0])) or real(*args))
+    monkeypatch.setattr(module, "_LOGITS", 128 * VOCAB)
+    (_, weight), _ = inputs(device=device, bias=False)
+    linear_cross_entropy(torch.randn(300, FEATURES, device=device), weight, torch.zeros(300, dtype=int, device=device))
+    assert sizes == [128, 128, 44]
+
+
+def test_compiled(device):
+    tensors, labels = inputs(device=device)
+    expected = with_gradients(linear_cross_entropy, tensors, labels, chunk_size=16)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    found = with_gradients(compiled, tensors, labels, chunk_size=16)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        (dict(labels=torch.zeros(5, dtype=torch.int64)), ValueError, r"labels must have shape \(37,\), found \(5,\)"),
+        (dict(labels=torch.zeros(37)), TypeError, "labels must have dtype torch.int32 or torch.int64"),
+        (dict(weight=torch.randn(53, 8)), ValueError, r"weight must have shape \(\*, 16\), found \(53, 8\)"),
+        (dict(weight=torch.randn(53, 16).half()), TypeError, "weight must have dtype torch.float32"),
+        (dict(bias=torch.randn(5)), ValueError, r"bias must have shape \(53,\)"),
+        (dict(num_classes=54), ValueError, "num_classes must be from 1 to 53, the rows of the weight, found 54"),
+        (dict(chunk_size=0), ValueError, "chunk_size must be positive, found 0"),
+        (dict(reduction="none"), ValueError, "reduction must be 'mean' or 'sum', found 'none'"),
+        (dict(label_smoothing=2.0), ValueError, "label_smoothing must be between 0 and 1, found 2.0"),
+    ],
+)
+def test_errors(change, error, says):
+    (hidden, weight, bias), labels = inputs()
+    arguments = dict(hidden=hidden, weight=weight, labels=labels, bias=bias) | change
+    with pytest.raises(error, match=says):
+        linear_cross_entropy(**arguments)
+
+
+def check_parallel(group):
+    torch.manual_seed(0)
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    hidden, weight, bias = torch.randn(40, FEATURES), torch.randn(56, FEATURES), torch.randn(56)
+    labels = torch.randint(50, (40,))
+    labels[::7] = -100
+    for options in (dict(), dict(label_smoothing=0.1, lse_square_scale=1e-2), dict(reduction="sum")):
+        options |= dict(num_classes=50, chunk_size=12)
+        expected = with_gradients(linear_cross_entropy, [hidden, weight, bias], labels, **options)
+        rows = slice(rank * 56 // world, (rank + 1) * 56 // world)
+        for sequence_parallel in (False, True):
+            own = hidden.chunk(world)[rank] if sequence_parallel else hidden
+            options |= dict(process_group=group, sequence_parallel=sequence_parallel)
+            found = with_gradients(linear_cross_entropy, [own, weight[rows], bias[rows]], labels, **options)
+            dhidden = expected[1].chunk(world)[rank] if sequence_parallel else expected[1]
+            for one, other in zip(found, [expected[0], dhidden, expected[2][rows], expected[3][rows]], strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        del options["process_group"], options["sequence_parallel"]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_divided_vocabulary(processes):
+    over_processes(processes, check_parallel)

@@ -1,0 +1,139 @@
+"""The families of decoders as data: tiny configurations, and the models that are their references."""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+import transformers
+from references import Baichuan, BaichuanConfig, Btlm, BtlmConfig
+from transformers import (
+    FalconConfig,
+    GemmaConfig,
+    GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
+    GPTNeoXConfig,
+    LlamaConfig,
+    MistralConfig,
+    OPTConfig,
+    PhiConfig,
+    Qwen2Config,
+)  # fmt: skip
+
+from flash_attn.models._family import find_family
+
+VOCAB = 96
+_IDS = dict(vocab_size=VOCAB, bos_token_id=1, eos_token_id=2)
+_SIZES = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3) | _IDS
+_SIZES_GPT = dict(n_embd=64, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3) | _IDS
+_LLAMA = dict(intermediate_size=96, pad_token_id=0) | _SIZES
+_LLAMA3 = dict(
+    rope_type="llama3", rope_theta=5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+    original_max_position_embeddings=16,
+)  # fmt: skip
+_YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+_FALCON = dict(alibi=False) | _SIZES
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A family's configuration, and a function of it that makes the reference model."""
+
+    family: str
+    config: Callable
+    model: Callable = transformers.AutoModelForCausalLM.from_config
+
+    def build(self):
+        """(configuration, reference with random weights, GPT2Config of ours)."""
+        config = self.config()
+        reference = self.model(config).eval()
+        with torch.no_grad():  # norms and biases, too, which begin with ones and zeros
+            for parameter in reference.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.3 * torch.randn_like(parameter))
+        return config, reference, find_family(name=self.family).to_gpt2_config(config)
+
+
+CASES = {
+    "gpt2": Case("gpt2", lambda: GPT2Config(**_SIZES_GPT)),
+    "gpt2, scores by layer": Case(
+        "gpt2", lambda: GPT2Config(**_SIZES_GPT, scale_attn_by_inverse_layer_idx=True, n_inner=80)
+    ),
+    "llama": Case("llama", lambda: LlamaConfig(**_LLAMA)),
+    "llama gqa": Case("llama", lambda: LlamaConfig(**_LLAMA, num_key_value_heads=2)),
+    "llama theta": Case(
+        "llama", lambda: LlamaConfig(**_LLAMA, rope_parameters=dict(rope_type="default", rope_theta=1e6))
+    ),
+    "llama tied, biases": Case(
+        "llama", lambda: LlamaConfig(**_LLAMA, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
+    ),
+    "llama linear": Case(
+        "llama", lambda: LlamaConfig(**_LLAMA, rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))
+    ),
+    "llama 3": Case("llama", lambda: LlamaConfig(**_LLAMA, rope_parameters=_LLAMA3, max_position_embeddings=128)),
+    "llama yarn": Case("llama", lambda: LlamaConfig(**_LLAMA, rope_parameters=_YARN, max_position_embeddings=64)),
+    "llama yarn, factors": Case(
+        "llama",
+        lambda: LlamaConfig(
+            **_LLAMA, rope_parameters=_YARN | dict(beta_fast=8.0, beta_slow=2.0, attention_factor=0.8)
+        ),
+    ),
+    "mistral": Case("llama", lambda: MistralConfig(**_LLAMA, num_key_value_heads=2, sliding_window=5)),
+    "mistral, no window": Case("llama", lambda: MistralConfig(**_LLAMA, num_key_value_heads=2, sliding_window=None)),
+    "qwen2": Case("llama", lambda: Qwen2Config(**_LLAMA, num_key_value_heads=2)),
+    "qwen2 windows": Case(
+        "llama", lambda: Qwen2Config(
+            **_LLAMA, num_key_value_heads=4, use_sliding_window=True, sliding_window=6, max_window_layers=1
+        ),
+    ),
+    "gemma": Case("llama", lambda: GemmaConfig(**_LLAMA, num_key_value_heads=1, head_dim=16)),
+    "opt": Case(
+        "opt",
+        lambda: OPTConfig(
+            **{k: v for k, v in _SIZES.items() if k != "initializer_range"}, ffn_dim=96, max_position_embeddings=64,
+            init_std=0.3, pad_token_id=0,
+        ),
+    ),
+    "opt 350m": Case(
+        "opt",
+        lambda: OPTConfig(
+            **{k: v for k, v in _SIZES.items() if k != "initializer_range"}, ffn_dim=96, max_position_embeddings=64,
+            init_std=0.3, pad_token_id=0, do_layer_norm_before=False, word_embed_proj_dim=48,
+        ),
+    ),
+    "gptj": Case("gptj", lambda: GPTJConfig(**_SIZES_GPT, rotary_dim=8)),
+    "gpt_neox": Case("gpt_neox", lambda: GPTNeoXConfig(**_SIZES, intermediate_size=96)),
+    "gpt_neox sequential": Case(
+        "gpt_neox",
+        lambda: GPTNeoXConfig(**_SIZES, intermediate_size=96, use_parallel_residual=False, attention_bias=False),
+    ),
+    "falcon": Case("falcon", lambda: FalconConfig(**_FALCON)),
+    "falcon new decoder": Case(
+        "falcon", lambda: FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True)
+    ),
+    "falcon new decoder, one norm": Case(
+        "falcon",
+        lambda: FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
+    ),
+    "falcon sequential": Case("falcon", lambda: FalconConfig(**_FALCON, parallel_attn=False, multi_query=False)),
+    "bigcode": Case("bigcode", lambda: GPTBigCodeConfig(**_SIZES_GPT)),
+    "btlm": Case("btlm", lambda: BtlmConfig(**_SIZES_GPT, position_embedding_type="alibi"), Btlm),
+    "btlm learned": Case("btlm", lambda: BtlmConfig(**_SIZES_GPT, position_embedding_type="learned"), Btlm),
+    "baichuan": Case("baichuan", lambda: BaichuanConfig(**_SIZES, intermediate_size=96), Baichuan),
+    "baichuan 13B": Case(
+        "baichuan",
+        lambda: BaichuanConfig(**_SIZES | dict(hidden_size=5120, num_attention_heads=40, num_hidden_layers=1,
+                                               initializer_range=0.02), intermediate_size=96),
+        Baichuan,
+    ),
+    "baichuan 2": Case(
+        "baichuan", lambda: BaichuanConfig(**_SIZES | dict(vocab_size=70016), intermediate_size=96), Baichuan
+    ),
+    "phi": Case("phi", lambda: PhiConfig(**_SIZES, intermediate_size=96)),
+    "phi gqa": Case("phi", lambda: PhiConfig(**_SIZES, intermediate_size=96, num_key_value_heads=2)),
+}  # fmt: skip
+
+
+def ids_of(config, batch=2, seqlen=24, device="cpu"):
+    """Random tokens, but for the first few, which some families take for padding."""
+    return torch.randint(3, config.vocab_size, (batch, seqlen), device=device)

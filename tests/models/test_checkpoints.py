@@ -1,0 +1,291 @@
+"""Checkpoints: folders that transformers writes and reads, files, shards, Meta's and Megatron's, what is wrong."""
+
+import json
+import logging
+import warnings
+
+import pytest
+import torch
+import transformers
+from families import CASES, ids_of
+
+from flash_attn.models import _checkpoint
+from flash_attn.models.gpt import (
+    GPTLMHeadModel,
+    GPTModel,
+    combine_state_dicts_tp,
+    inv_remap_state_dict_megatron,
+    remap_state_dict_megatron,
+    shard_state_dict_tp,
+)
+from flash_attn.models.llama import (
+    config_from_checkpoint,
+    inv_remap_state_dict_hf_llama,
+    inv_remap_state_dict_meta_llama,
+    llama_config_to_gpt2_config,
+    remap_state_dict_hf_llama,
+    remap_state_dict_meta_llama,
+    state_dicts_from_checkpoint,
+)
+
+pytest.importorskip("safetensors")
+IN_TRANSFORMERS = [name for name in CASES if not name.startswith(("btlm", "baichuan"))]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function that has transformers write the model of a case, and returns (folder, model)."""
+
+    def write(name, **options):
+        _, reference, _ = CASES[name].build()
+        reference.save_pretrained(tmp_path / "theirs", **options)
+        return tmp_path / "theirs", reference
+
+    return write
+
+
+def logits_of(model, ids):
+    with torch.no_grad():
+        return model.eval()(ids).logits
+
+
+@pytest.mark.parametrize("name", IN_TRANSFORMERS)
+def test_from_transformers_and_back(name, folder, tmp_path):
+    path, reference = folder(name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "these fields are not known")
+        model = GPTLMHeadModel.from_pretrained(path)
+    ids = ids_of(reference.config)
+    expected = logits_of(reference, ids)
+    assert (logits_of(model, ids)[..., : expected.shape[-1]] - expected).abs().max() < 1e-4
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    model.save_pretrained(tmp_path / "ours")
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert (logits_of(again, ids) - expected).abs().max() < 1e-5
+    assert torch.equal(logits_of(GPTLMHeadModel.from_pretrained(tmp_path / "ours"), ids), logits_of(model, ids))
+
+
+@pytest.mark.parametrize("name", ["btlm", "baichuan"])
+def test_families_that_transformers_does_not_have(name, tmp_path):
+    """From a file beside a config.json, which need not be a class."""
+    from safetensors.torch import save_file
+
+    config, reference, _ = CASES[name].build()
+    config.save_pretrained(tmp_path)
+    state_dict = {key: tensor.clone() for key, tensor in reference.state_dict().items()}
+    save_file(state_dict, tmp_path / "model.safetensors")
+    ids = ids_of(config)
+    for where in (tmp_path, tmp_path / "model.safetensors", str(tmp_path)):
+        model = GPTLMHeadModel.from_pretrained(where)
+        assert (logits_of(model, ids) - logits_of(reference, ids)).abs().max() < 1e-4
+    model.save_pretrained(tmp_path / "ours")
+    assert torch.equal(logits_of(GPTLMHeadModel.from_pretrained(tmp_path / "ours"), ids), logits_of(model, ids))
+
+
+def test_shards(folder, tmp_path, monkeypatch, capsys):
+    """One file is in memory at a time, though queries, keys and values lie in different ones."""
+    path, reference = folder("llama gqa", max_shard_size="20KB")
+    files = sorted(path.glob("model-*.safetensors"))
+    assert len(files) > 3
+    pending, real = [], _checkpoint._give
+
+    def give(model, tensors, device):
+        pending.append(len(tensors))
+        real(model, tensors, device)
+
+    monkeypatch.setattr(_checkpoint, "_give", give)
+    model = GPTLMHeadModel.from_pretrained(path)
+    assert len(pending) == len(files) and max(pending) < sum(pending) / 2
+    assert "loading" in capsys.readouterr().err
+    GPTLMHeadModel.from_pretrained(path, progress=False)
+    assert not capsys.readouterr().err
+    ids = ids_of(reference.config)
+    assert (logits_of(model, ids) - logits_of(reference, ids)).abs().max() < 1e-4
+    model.save_pretrained(tmp_path / "ours", max_shard_size=20_000)
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 3
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert (logits_of(again, ids) - logits_of(reference, ids)).abs().max() < 1e-5
+
+
+def test_pytorch_files(tmp_path):
+    """Read with weights_only; tied weights may share memory there."""
+    config, reference, _ = CASES["gpt2"].build()
+    config.save_pretrained(tmp_path)
+    torch.save(reference.state_dict(), tmp_path / "pytorch_model.bin")
+    model = GPTLMHeadModel.from_pretrained(tmp_path)
+    ids = ids_of(config)
+    assert (logits_of(model, ids) - logits_of(reference, ids)).abs().max() < 1e-4
+    assert model.lm_head.weight is model.transformer.embeddings.word_embeddings.weight
+
+
+def test_dtype_and_marks(folder):
+    path, _ = folder("llama")
+    model = GPTLMHeadModel.from_pretrained(path, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.lm_head.weight._optim == {"lr_multiplier": 1.0}
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_a_configuration_that_is_given(folder):
+    path, reference = folder("llama gqa")
+    ids = ids_of(reference.config)
+    config = llama_config_to_gpt2_config(reference.config)
+    config.pad_vocab_size_multiple = 64
+    for each in (config, reference.config):
+        model = GPTLMHeadModel.from_pretrained(path, each)
+        assert (logits_of(model, ids)[..., :96] - logits_of(reference, ids)).abs().max() < 1e-4
+    assert isinstance(GPTLMHeadModel.from_config(reference.config, device="meta"), GPTLMHeadModel)
+    with pytest.raises(ValueError, match=r"family must be one of gpt2, llama, .* found 'lama'"):
+        GPTLMHeadModel.from_pretrained(path, family="lama")
+
+
+def test_a_model_without_head(folder):
+    path, reference = folder("gpt2")
+    model = GPTModel.from_pretrained(path, strict=False).eval()
+    ids = ids_of(reference.config)
+    with torch.no_grad():
+        assert (model(ids) - reference.transformer(ids).last_hidden_state).abs().max() < 1e-4
+
+
+def change(path, function):
+    """Rewrite the tensors of a checkpoint."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(path / "model.safetensors")
+    function(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_what_does_not_fit(folder):
+    """All of it in one error, with what the family expects, before a tensor is loaded."""
+    path, _ = folder("llama")
+
+    def spoil(tensors):
+        del tensors["model.layers.1.self_attn.k_proj.weight"]
+        tensors["model.layers.0.extra"] = torch.zeros(3)
+        tensors["model.norm.weight"] = torch.zeros(7)
+
+    change(path, spoil)
+    with pytest.raises(ValueError, match="does not fit the model, a GPTLMHeadModel of the family llama") as error:
+        GPTLMHeadModel.from_pretrained(path)
+    for line in (
+        "transformer.layers.1.mixer.Wqkv.weight (from model.layers.1.self_attn.q_proj.weight, "
+        "model.layers.1.self_attn.k_proj.weight, model.layers.1.self_attn.v_proj.weight)",
+        "model.layers.0.extra",
+        "model.layers.1.self_attn.q_proj.weight",
+        "transformer.ln_f.weight: expected (64,), found (7,)",
+    ):
+        assert f"\n    {line}\n" in f"{error.value}\n"
+    change(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64)}))
+    with pytest.raises(ValueError, match="missing"):
+        GPTLMHeadModel.from_pretrained(path)
+
+
+def test_what_does_not_fit_may_be_left_out(folder, caplog):
+    path, reference = folder("llama")
+    change(path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
+    with caplog.at_level(logging.INFO):
+        model = GPTLMHeadModel.from_pretrained(path, strict=False)
+    assert "transformer.layers.1.mlp.fc1.weight" in caplog.text
+    weight = model.transformer.layers[1].mlp.fc1.weight
+    assert weight.std().item() == pytest.approx(0.3, rel=0.1)
+    theirs = reference.model.layers[1].mlp.down_proj.weight
+    assert torch.equal(model.transformer.layers[1].mlp.fc2.weight, theirs)
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(NotImplementedError, match=r"no family is known for the checkpoint .* model_type must be"):
+        GPTLMHeadModel.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(NotImplementedError, match="found 'bert'"):
+        GPTLMHeadModel.from_pretrained(tmp_path)
+    CASES["gpt2"].config().save_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"was not found: none of model.safetensors"):
+        GPTLMHeadModel.from_pretrained(tmp_path)
+
+
+def test_what_cannot_be_saved(tmp_path):
+    config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=96, n_positions=0)
+    config.rotary_emb_fraction = 0.5
+    with pytest.raises(ValueError, match=r"config.rotary_emb_fraction must be 0.0 to save in the format of GPT-2"):
+        GPTLMHeadModel(config).save_pretrained(tmp_path)
+    model = GPTLMHeadModel.from_config(CASES["llama"].config())
+    with pytest.raises(ValueError, match="family must be that of the model's configuration, found 'opt'"):
+        model.save_pretrained(tmp_path, family="opt")
+    assert not list(tmp_path.iterdir())
+
+
+# Meta's and Megatron's
+
+
+def test_meta(tmp_path):
+    """Its shards have the embedding by columns; queries and keys are not reordered."""
+    _, reference, config = CASES["llama gqa"].build()
+    whole = remap_state_dict_hf_llama(dict(reference.state_dict()), config)
+    folder = tmp_path / "7B"
+    folder.mkdir()
+    fields = dict(dim=64, n_heads=4, n_kv_heads=2, n_layers=2, norm_eps=1e-6, multiple_of=32, ffn_dim_multiplier=0.5)
+    (folder / "params.json").write_text(json.dumps(fields | dict(rope_theta=10000.0)))
+    for rank in range(2):
+        part = shard_state_dict_tp(dict(whole), config, 2, rank)
+        part["transformer.embeddings.word_embeddings.weight"] = whole[
+            "transformer.embeddings.word_embeddings.weight"
+        ].chunk(2, dim=1)[rank]
+        theirs = inv_remap_state_dict_meta_llama(part, config)
+        theirs["rope.freqs"] = torch.zeros(8)
+        torch.save({key: tensor.clone() for key, tensor in theirs.items()}, folder / f"consolidated.{rank:02}.pth")
+    found = config_from_checkpoint(tmp_path, "7B")
+    assert (found.intermediate_size, found.num_key_value_heads, found.vocab_size) == (96, 2, 32000)
+    found.vocab_size = 96
+    found = llama_config_to_gpt2_config(found)
+    shards = [remap_state_dict_meta_llama(each, found) for each in state_dicts_from_checkpoint(tmp_path, "7B")]
+    again = combine_state_dicts_tp(shards, found)
+    assert again.keys() == whole.keys()
+    assert all(torch.equal(again[key], tensor) for key, tensor in whole.items())
+    model = GPTLMHeadModel(found)
+    model.load_state_dict(again)
+    ids = ids_of(reference.config)
+    assert (logits_of(model, ids) - logits_of(reference, ids)).abs().max() < 1e-4
+    with pytest.raises(FileNotFoundError, match=r"must have files consolidated"):
+        state_dicts_from_checkpoint(tmp_path, ".")
+    with pytest.raises(ValueError, match="checkpoint_format must be 'meta' or 'hf', found 'gguf'"):
+        config_from_checkpoint(tmp_path, "7B", "gguf")
+
+
+def test_meta_and_transformers_have_the_same_weights():
+    """The one reorders rotary pairs, which the other does not have to."""
+    _, reference, config = CASES["llama gqa"].build()
+    ours = remap_state_dict_hf_llama(dict(reference.state_dict()), config)
+    meta = inv_remap_state_dict_meta_llama(ours, config)
+    query = reference.model.layers[0].self_attn.q_proj.weight
+    assert torch.equal(meta["layers.0.attention.wq.weight"][:4], query[[0, 8, 1, 9]])
+    back = inv_remap_state_dict_hf_llama(remap_state_dict_meta_llama(meta, config), config)
+    assert all(torch.equal(back[key], tensor) for key, tensor in reference.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_megatron(tied):
+    """Heads have their query, key and value together."""
+    options = dict(n_embd=64, n_layer=2, n_head=4, vocab_size=90, n_positions=0, rotary_emb_fraction=1.0)
+    config = transformers.GPT2Config(**options, tie_word_embeddings=tied, pad_vocab_size_multiple=8)
+    model = GPTLMHeadModel(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    state_dict = model.state_dict()
+    for name in ("word_embeddings", "lm_head"):  # the padding
+        for key in state_dict:
+            if name in key:
+                state_dict[key][90:] = 0
+    theirs = inv_remap_state_dict_megatron(dict(state_dict), config)
+    qkv = theirs["language_model.encoder.layers.0.self_attention.query_key_value.weight"]
+    ours = state_dict["transformer.layers.0.mixer.Wqkv.weight"]
+    assert torch.equal(qkv[16:32], ours[64:80])  # the first head's key
+    assert ("language_model.output_layer.weight" in theirs) != tied
+    theirs["language_model.encoder.layers.0.self_attention.rotary_emb.inv_freq"] = torch.zeros(8)
+    again = remap_state_dict_megatron(
+        {key.replace("language_model.encoder", "language_model.transformer"): x for key, x in theirs.items()}, config
+    )
+    assert again.keys() == state_dict.keys()
+    assert all(torch.equal(again[key], tensor) for key, tensor in state_dict.items())

@@ -1,0 +1,110 @@
+"""Every family: logits as those of transformers' model, state dicts there and back, tensor parallel parts."""
+
+import copy
+import importlib
+
+import pytest
+import torch
+from families import CASES, ids_of
+
+from flash_attn.models._family import families, find_family
+from flash_attn.models.gpt import GPTLMHeadModel, combine_state_dicts_tp, shard_state_dict_tp
+
+NAMES = list(CASES)
+
+
+def converted(case, **options):
+    """(reference, ours with its weights, the configuration of ours)."""
+    config, reference, gpt2_config = case.build()
+    for name, value in options.items():
+        setattr(gpt2_config, name, value)
+    ours = GPTLMHeadModel(gpt2_config).eval()
+    state_dict = find_family(name=case.family).keys.remap(dict(reference.state_dict()), gpt2_config)
+    ours.load_state_dict(state_dict)
+    return config, reference, ours
+
+
+def assert_same_logits(reference, ours, ids):
+    with torch.no_grad():
+        expected, found = reference(ids).logits, ours(ids).logits
+    vocab = expected.shape[-1]
+    assert (found[..., :vocab] - expected).abs().max() < 1e-4
+    assert expected.std() > 0.1  # or anything would do
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits(name):
+    config, reference, ours = converted(CASES[name])
+    assert_same_logits(reference, ours, ids_of(config))
+
+
+FUSED = dict(fused_bias_fc=True, fused_dropout_add_ln=True, use_flash_attn=True)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "baichuan 13B"])
+def test_logits_of_fused_layers_and_padded_vocabulary(name):
+    """The options that people turn on for speed change nothing."""
+    case = CASES[name]
+    config, _, gpt2_config = case.build()
+    prenorm = getattr(gpt2_config, "prenorm", True)
+    options = FUSED | dict(pad_vocab_size_multiple=40, residual_in_fp32=prenorm)
+    if gpt2_config.activation_function in ("gelu_new", "relu", "gelu_pytorch_tanh"):
+        options["fused_mlp"] = True
+    config, reference, ours = converted(case, **options)
+    assert_same_logits(reference, ours, ids_of(config))
+
+
+@pytest.mark.parametrize("padding", [1, 40])
+@pytest.mark.parametrize("name", NAMES)
+def test_state_dict_there_and_back(name, padding):
+    case = CASES[name]
+    _, reference, gpt2_config = case.build()
+    gpt2_config.pad_vocab_size_multiple = padding
+    keys = find_family(name=case.family).keys
+    theirs = dict(reference.state_dict())
+    ours = keys.remap(dict(theirs), gpt2_config)
+    back = keys.invert(ours, gpt2_config)
+    if case.family == "opt":  # the positions that no token has
+        theirs = copy.deepcopy(theirs)
+        theirs["model.decoder.embed_positions.weight"][:2] = 0
+    assert back.keys() == theirs.keys()
+    for key, tensor in theirs.items():
+        assert torch.equal(back[key], tensor), key
+    again = keys.remap(dict(back), gpt2_config)
+    assert again.keys() == ours.keys()
+    assert all(torch.equal(again[key], ours[key]) for key in ours)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "baichuan 13B"])
+def test_parts_of_a_state_dict(name):
+    """Each process has the tensors of the module that it has, and all together have all."""
+    _, reference, gpt2_config = CASES[name].build()
+    gpt2_config.pad_vocab_size_multiple = 8
+    whole = find_family(name=CASES[name].family).keys.remap(dict(reference.state_dict()), gpt2_config)
+    heads_kv = getattr(gpt2_config, "n_head_kv", None) or 4
+    for world_size in (1, 2, 4):
+        if heads_kv % world_size and heads_kv != 4:
+            with pytest.raises(ValueError, match=r"config.n_head_kv must be a multiple of the . processes"):
+                shard_state_dict_tp(dict(whole), gpt2_config, world_size, 0)
+            continue
+        parts = [shard_state_dict_tp(dict(whole), gpt2_config, world_size, rank) for rank in range(world_size)]
+        again = combine_state_dicts_tp(parts, gpt2_config)
+        assert again.keys() == whole.keys()
+        for key, tensor in whole.items():
+            assert torch.equal(again[key], tensor), key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_is_an_inverse_by_name(name):
+    """Each family has its functions under the names that people import."""
+    family = find_family(name=CASES[name].family)
+    module = importlib.import_module(f"flash_attn.models.{'gpt' if family.name == 'gpt2' else family.name}")
+    _, reference, gpt2_config = CASES[name].build()
+    state_dict = getattr(module, f"remap_state_dict_hf_{family.name}")(dict(reference.state_dict()), gpt2_config)
+    assert set(state_dict) == set(GPTLMHeadModel(gpt2_config, device="meta").state_dict())
+    back = getattr(module, f"inv_remap_state_dict_hf_{family.name}")(state_dict, gpt2_config)
+    assert set(back) == set(reference.state_dict())
+
+
+def test_all_families_have_cases():
+    assert {family.name for family in families()} == {case.family for case in CASES.values()}

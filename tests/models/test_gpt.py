@@ -1,0 +1,401 @@
+"""The decoder: its configuration, parts, dropout, memory and compilation; the families are in test_families.py."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import GPT2Config
+
+from flash_attn.models import _config
+from flash_attn.models.gpt import (
+    GPTLMHeadModel,
+    GPTModel,
+    _init_weights,
+    create_block,
+    create_mixer_cls,
+    create_mlp_cls,
+)
+from flash_attn.modules.mha import MHA
+from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp
+from flash_attn.ops.triton.layer_norm import RMSNorm
+from flash_attn.ops.triton.mlp import FusedDenseSqreluDense
+
+SIZES = dict(vocab_size=90, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
+NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+LLAMA = dict(
+    n_positions=0, rotary_emb_fraction=1.0, rms_norm=True, activation_function="swiglu", qkv_proj_bias=False,
+    out_proj_bias=False, mlp_fc1_bias=False, mlp_fc2_bias=False, tie_word_embeddings=False, n_head_kv=2,
+    mlp_multiple_of=8,
+)  # fmt: skip
+PARALLEL = dict(n_positions=0, rotary_emb_fraction=0.5, parallel_block=True)
+FUSED = dict(use_flash_attn=True, fused_bias_fc=True, fused_dropout_add_ln=True)
+
+
+def config_of(**options):
+    return GPT2Config(**SIZES | NO_DROPOUT | options)
+
+
+def ids(batch=2, seqlen=12, device="cpu"):
+    return torch.randint(90, (batch, seqlen), device=device)
+
+
+# The configuration
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(head_dim=32), r"config.head_dim must be n_embd / n_head, 16, found 32"),
+        (dict(n_head=5), r"config.n_embd must be a multiple of n_head, 5, found 64"),
+        (dict(n_head_kv=3), r"config.n_head_kv must be a divisor of n_head, 4, found 3"),
+        (dict(use_alibi=True), r"config.use_alibi must be False without use_flash_attn, found True"),
+        (dict(sliding_window=4), r"config.sliding_window must be None without use_flash_attn, found 4"),
+        (dict(sliding_window=[4], use_flash_attn=True), r"config.sliding_window must be one value, or one for each of"),
+        (dict(residual_in_fp32=True, prenorm=False), r"config.residual_in_fp32 must be False without prenorm"),
+        (dict(parallel_block=True, prenorm=False), r"config.parallel_block must be False without prenorm"),
+        (dict(activation_function="tanh"), r"config.activation_function must be one of 'gelu', .* found 'tanh'"),
+        (
+            dict(activation_function="gelu", fused_mlp=True),
+            r"config.activation_function must be one of .* with config.fused_mlp",
+        ),
+        (
+            dict(fused_mlp=True, fused_dense_sqrelu_dense=True),
+            r"config.fused_mlp must be False with fused",
+        ),
+        (dict(rotary_emb_dim=16), r"config.rotary_emb_dim must be left out, .* found 16"),
+        (dict(rotary_emb_fraction=2.0), r"config.rotary_emb_fraction must be from 0 to 1, found 2.0"),
+        (dict(add_cross_attention=True), r"config.add_cross_attention must be False or None, .* found True"),
+        (dict(quantization_config={"bits": 4}), r"config.quantization_config must be None, .* found {'bits': 4}"),
+        (dict(final_logit_softcapping=30.0), r"config.final_logit_softcapping must be None, .* found 30.0"),
+    ],
+)
+def test_refused_configurations(options, says):
+    with pytest.raises(ValueError, match=says):
+        GPTLMHeadModel(config_of(**options), device="meta")
+
+
+def test_other_configurations_go_through_from_config():
+    config = transformers.LlamaConfig(
+        hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=96, vocab_size=90
+    )
+    with pytest.raises(ValueError, match="config must be a GPT2Config, found LlamaConfig; from_config takes those"):
+        GPTLMHeadModel(config)
+    assert GPTLMHeadModel.from_config(config, device="meta").config.rms_norm
+    with pytest.raises(NotImplementedError, match=r"model_type must be one of gpt2, llama, .* found 'bert'"):
+        GPTLMHeadModel.from_config(transformers.BertConfig())
+
+
+TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=90)
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (lambda: transformers.LlamaConfig(**TINY, head_dim=32), "config.head_dim must be n_embd / n_head, 16"),
+        (lambda: transformers.LlamaConfig(**TINY, hidden_act="relu"), "config.hidden_act must be one of 'silu'"),
+        (
+            lambda: transformers.LlamaConfig(**TINY, rope_parameters=dict(rope_type="dynamic", factor=2.0)),
+            r"config.rope_parameters\['rope_type'\] must be 'default' or one of 'linear', .* found 'dynamic'",
+        ),
+        (
+            lambda: transformers.GPTNeoXConfig(
+                **TINY,
+                rope_parameters=dict(
+                    rope_type="yarn", factor=2.0, rope_theta=1e4, partial_rotary_factor=0.25,
+                    original_max_position_embeddings=16,
+                ),
+            ),
+            "config.partial_rotary_factor must be 1 with rope_type 'yarn', found 0.25",
+        ),
+        (lambda: transformers.GemmaConfig(**TINY, num_key_value_heads=4), "config.head_dim must be n_embd / n_head"),
+        (lambda: transformers.FalconConfig(**TINY | dict(alibi=True)), "config.alibi must be False"),
+        (lambda: transformers.OPTConfig(layerdrop=0.1), "config.layerdrop must be 0.0, .* found 0.1"),
+        (lambda: transformers.GPTBigCodeConfig(multi_query=False), "config.multi_query must be True, .* found False"),
+        (lambda: transformers.PhiConfig(qk_layernorm=True), "config.qk_layernorm must be False, .* found True"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_refused_configurations_of_families(config, says):
+    with pytest.raises(ValueError, match=says):
+        GPTLMHeadModel.from_config(config(), device="meta")
+
+
+def test_refused_families():
+    for kind in (transformers.Qwen3Config, transformers.Gemma2Config):
+        with pytest.raises(NotImplementedError, match=f"model_type must be one of .* found '{kind.model_type}'"):
+            GPTLMHeadModel.from_config(kind(), device="meta")
+
+
+def test_unknown_fields_are_reported():
+    config = transformers.LlamaConfig(**TINY, invented=3, nothing=None)
+    with pytest.warns(UserWarning, match=r"LlamaConfig: these fields are not known, .*: \['invented'\]"):
+        GPTLMHeadModel.from_config(config, device="meta")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        GPTLMHeadModel.from_config(transformers.LlamaConfig(**TINY), device="meta")
+
+
+def test_rope_in_its_older_form():
+    """As configurations of earlier releases have it."""
+    config = transformers.LlamaConfig(**TINY)
+    del config.rope_parameters
+    config.rope_theta, config.rope_scaling = 5e5, {"type": "linear", "factor": 4.0}
+    found = GPTLMHeadModel.from_config(config, device="meta").config
+    assert found.rotary_emb_base == 5e5 and found.rotary_emb_scaling["factor"] == 4.0
+    config.rotary_emb_base = 7.0
+    assert GPTLMHeadModel.from_config(config, device="meta").config.rotary_emb_base == 7.0
+
+
+def test_without_transformers(monkeypatch):
+    """An object with the same names stands for its configuration."""
+    monkeypatch.setattr(_config.importlib.util, "find_spec", lambda name: None)
+    config = _config.gpt2_config(**SIZES | NO_DROPOUT)
+    assert isinstance(config, _config.GPT2ConfigLike) and config.hidden_size == 64
+    torch.manual_seed(0)
+    found = GPTLMHeadModel(copy.deepcopy(config))
+    monkeypatch.undo()
+    torch.manual_seed(0)
+    expected = GPTLMHeadModel(config_of())
+    x = ids()
+    assert torch.equal(found(x).logits, expected(x).logits)
+
+
+# The parts
+
+
+def test_parts():
+    assert isinstance(create_mixer_cls(config_of(), layer_idx=1)(64), MHA)
+    for options, kind in (
+        (dict(), Mlp),
+        (dict(activation_function="geglu"), GatedMlp),
+        (dict(fused_mlp=True), FusedMLP),
+        (dict(fused_dense_sqrelu_dense=True, activation_function="sqrelu"), FusedDenseSqreluDense),
+    ):
+        assert type(create_mlp_cls(config_of(**options))(64)) is kind
+    block = create_block(config_of(**LLAMA), layer_idx=1)
+    assert block.layer_idx == block.mixer.layer_idx == 1 and isinstance(block.norm1, RMSNorm)
+
+
+@pytest.mark.parametrize(
+    ("options", "scale"),
+    [
+        (dict(), 0.25),
+        (dict(scale_attn_weights=False), 1.0),
+        (dict(scale_attn_by_inverse_layer_idx=True), 0.25 / 2),
+        (dict(mup_scale_qk_dot_by_d=True, mup_attn_multiplier=3.0), 3 / 16),
+    ],
+)
+def test_softmax_scale(options, scale):
+    mixer = create_block(config_of(**options), layer_idx=1).mixer
+    assert mixer.inner_attn.softmax_scale == mixer.inner_cross_attn.softmax_scale == pytest.approx(scale)
+
+
+def test_dropout_moves_with_the_sums():
+    model = GPTModel(config_of(embd_pdrop=0.1, resid_pdrop=0.2))
+    found = [(layer.dropout1.p, layer.dropout2.p) for layer in model.layers]
+    assert found == [(0.1, 0.2), (0.2, 0.2)] and model.drop_f.p == 0.2
+
+
+def test_layers_share_one_rotary_embedding():
+    model = GPTModel(config_of(**LLAMA))
+    assert len({id(layer.mixer.rotary_emb) for layer in model.layers}) == 1
+
+
+@pytest.mark.parametrize(
+    "options", [dict(), LLAMA, PARALLEL, dict(prenorm=False), dict(word_embed_proj_dim=48)], ids=str
+)
+def test_names_and_shapes(options):
+    model = GPTLMHeadModel(config_of(**options, pad_vocab_size_multiple=8))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    s = _config.settings(model.config)
+    width = s.word_embed_proj_dim or 64
+    assert shapes["lm_head.weight"] == shapes["transformer.embeddings.word_embeddings.weight"] == (96, width)
+    assert ("transformer.embeddings.position_embeddings.weight" in shapes) == (s.n_positions > 0)
+    assert shapes["transformer.layers.1.mixer.Wqkv.weight"] == ((4 + 2 * s.heads_kv) * 16, 64)
+    assert ("transformer.ln_f.weight" in shapes) == s.prenorm
+    assert ("transformer.layers.0.norm1.bias" in shapes) != s.rms_norm
+    assert not any("rotary" in name for name in shapes)
+    tied = model.lm_head.weight is model.transformer.embeddings.word_embeddings.weight
+    assert tied == s.tie_word_embeddings
+
+
+def test_first_weights():
+    torch.manual_seed(0)
+    model = GPTLMHeadModel(config_of(n_embd=256, n_inner=1024, mup_width_scale=0.25, initializer_range=0.1))
+    layer = model.transformer.layers[0]
+    for weight, std in (
+        (layer.mixer.Wqkv.weight, 0.05),
+        (layer.mixer.out_proj.weight, 0.05 / 2),
+        (layer.mlp.fc2.weight, 0.05 / 2),
+        (model.transformer.embeddings.word_embeddings.weight, 0.1),
+    ):
+        assert weight.std().item() == pytest.approx(std, rel=0.03)
+    assert (layer.mixer.Wqkv.bias == 0).all()
+    assert layer.mixer.Wqkv.weight._optim == {"lr_multiplier": 0.25}
+    plain = nn.Sequential(nn.Linear(256, 256))
+    _init_weights(plain[0], n_layer=1, initializer_range=1.0)
+    assert plain[0].weight.std().item() == pytest.approx(1.0, rel=0.03)
+
+
+def test_norms_of_earlier_releases():
+    """There each norm belonged to the block before it."""
+    model = GPTLMHeadModel(config_of())
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    state = model.state_dict()
+    older, moves = (
+        {},
+        {"transformer.layers.0.norm1": "transformer.ln_0", "transformer.ln_f": "transformer.layers.1.norm2"},
+    )
+    moves |= {f"transformer.layers.{i}.norm2": f"transformer.layers.{i}.norm1" for i in range(2)}
+    moves |= {"transformer.layers.1.norm1": "transformer.layers.0.norm2"}
+    for name, tensor in state.items():
+        owner, kind = name.rsplit(".", 1)
+        older[f"{moves.get(owner, owner)}.{kind}"] = tensor
+    other = GPTLMHeadModel(config_of())
+    other.load_state_dict(older)
+    assert all(torch.equal(other.state_dict()[name], tensor) for name, tensor in state.items())
+
+
+# What it computes
+
+
+VARIANTS = {
+    "gpt2": dict(),
+    "llama": LLAMA,
+    "parallel": PARALLEL,
+    "parallel, tied norm": PARALLEL | dict(parallel_block_tied_norm=True),
+    "postnorm": dict(prenorm=False),
+    "window": LLAMA | dict(sliding_window=[None, 4], use_flash_attn=True),
+    "normed head, muP": dict(norm_head=True, mup_output_multiplier=2.0, mup_embeddings_multiplier=3.0),
+    "dwconv": dict(attn_dwconv=True, attn_pdrop=0.0),
+    "projected": dict(word_embed_proj_dim=48),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_fused_layers_are_the_plain_ones(name, device):
+    """Forward, loss and gradients, in float32."""
+    torch.manual_seed(0)
+    plain = GPTLMHeadModel(config_of(**VARIANTS[name], lm_head_bias=True, initializer_range=0.2), device=device)
+    options = VARIANTS[name] | FUSED | dict(lm_head_bias=True)
+    fused = GPTLMHeadModel(config_of(**options), device=device)
+    fused.load_state_dict(plain.state_dict())
+    x = ids(device=device)
+    torch.testing.assert_close(fused(x).logits, plain(x).logits, rtol=1e-4, atol=1e-4)
+    for model in (plain, fused):
+        model(x, labels=x).loss.backward()
+    for (key, one), other in zip(fused.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(
+            one.grad, other.grad, rtol=1e-3, atol=1e-5, msg=lambda text, key=key: f"{key}: {text}"
+        )
+
+
+@pytest.mark.parametrize("padding", [1, 64])
+def test_loss_is_that_of_the_logits(padding, device):
+    """Of real classes, from each token for the one after it."""
+    model = GPTLMHeadModel(config_of(pad_vocab_size_multiple=padding, initializer_range=0.2), device=device)
+    x = ids(device=device)
+    labels = x.masked_fill(torch.rand(x.shape, device=device) < 0.3, -100)
+    logits = model(x).logits[..., :90]
+    expected = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+    torch.testing.assert_close(model(x, labels=labels).loss, expected)
+    with pytest.raises(ValueError, match=r"labels must have the shape \(2, 12\) of input_ids"):
+        model(x, labels=labels[:, 1:])
+
+
+def test_last_tokens(device):
+    model = GPTLMHeadModel(config_of(), device=device)
+    x = ids(device=device)
+    assert torch.equal(model(x, num_last_tokens=3).logits, model(x).logits[:, -3:])
+    with pytest.raises(ValueError, match=r"input_ids must have shape \(batch, seqlen\), found \(12,\)"):
+        model(x[0])
+    with pytest.raises(ValueError, match=r"input_ids.shape\[1\] must be at most 32, the number of positions, found 33"):
+        model(ids(seqlen=33, device=device))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "parallel", "postnorm"])
+def test_activation_checkpointing(name, device):
+    """The same loss and gradients, dropout included."""
+    options = VARIANTS[name] | dict(resid_pdrop=0.2, embd_pdrop=0.1, attn_pdrop=0.1)
+    model = GPTLMHeadModel(config_of(**options), device=device)
+    x, results = ids(device=device), []
+    for enabled in (False, True):
+        model.gradient_checkpointing_enable(enabled)
+        model.zero_grad()
+        torch.manual_seed(1)
+        saved = 0
+
+        def pack(tensor):
+            nonlocal saved
+            saved += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(x, labels=x).loss
+        loss.backward()
+        results.append((saved, loss.detach(), [parameter.grad for parameter in model.parameters()]))
+    (before, *expected), (after, *found) = results
+    assert after < 0.6 * before
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "parallel, tied norm"])
+def test_compiled_training(name, device):
+    """The whole model and its loss as one graph."""
+    model = GPTLMHeadModel(config_of(**VARIANTS[name], **FUSED), device=device)
+    x = ids(device=device)
+    results = []
+    for function in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        model.zero_grad()
+        loss = function(x, labels=x).loss
+        loss.backward()
+        logits = function(x).logits
+        results.append((loss.detach(), logits.detach(), [p.grad.clone() for p in model.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype, device):
+    """Parameters and their gradients stay in float32."""
+    model = GPTLMHeadModel(config_of(**LLAMA, **FUSED, initializer_range=0.1), device=device)
+    x = ids(device=device)
+    expected = model(x).logits
+    with torch.autocast(device.type, dtype):
+        logits = model(x).logits
+        loss = model(x, labels=x).loss
+    assert logits.dtype == dtype and loss.dtype == torch.float32
+    assert (logits - expected).abs().max() < 0.1 * expected.abs().max()
+    loss.backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_meta_device(name, device):
+    """A model without memory, which then gets some, and weights."""
+    model = GPTLMHeadModel(config_of(**VARIANTS[name]), device=device)
+    with torch.device("meta"):
+        other = GPTLMHeadModel(config_of(**VARIANTS[name]))
+    assert all(parameter.is_meta for parameter in other.parameters())
+    other.to_empty(device=device)
+    other.tie_weights()
+    other.load_state_dict(model.state_dict())
+    x = ids(device=device)
+    assert torch.equal(model(x).logits, other(x).logits)
+
+
+def test_a_model_learns(device):
+    torch.manual_seed(0)
+    model = GPTLMHeadModel(config_of(**LLAMA, **FUSED), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.arange(16, device=device).expand(4, -1) * 3
+    for _ in range(30):
+        loss = model(x, labels=x).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.1
+    assert torch.equal(model.eval().generate(x[:1, :4], max_length=16), x[:1])
