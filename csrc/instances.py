@@ -16,7 +16,7 @@ import pathlib
 TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
 FEATURES = {"plain": "Features::kPlain", "all": "Features::kAll"}
-PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdParams"}
+PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdSm80Params"}
 WIDE_HEAD_DIMS = (64, 96, 128, 256)  # that have a second tile on sm_90, for long sequences: see fwd_tiles.h
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims: see fwd_tiles.h
 
@@ -49,7 +49,7 @@ HOPPER = {
     f"flash_attn_bwd_sm90_{dtype}_{head_dim}_{name}": _flash_attn(
         "bwd_sm90" if head_dim <= 128 else "bwd_sm90_wide",
         f"run_bwd_sm90<{TYPES[dtype]}, {head_dim}, {features}>",
-        "BwdParams",
+        "BwdSm90Params",
     )
     for dtype, head_dim, (name, features) in itertools.product(TYPES, HEAD_DIMS, FEATURES.items())
 }

@@ -17,11 +17,12 @@ const char* run_fwd_instance(int head_dim, int dtype, int kernel) {
   return error_of([&] { fwd(p, plans[kernel], nullptr); });
 }
 
-const char* run_bwd_instance(int head_dim, int dtype) {
+const char* run_bwd_instance(int head_dim, int dtype, bool on_sm90) {
   BwdParams p{};
   p.problem.dtype = static_cast<DType>(dtype);
   p.problem.head_dim = head_dim;
-  return error_of([&] { bwd(p, nullptr); });
+  const BwdPlan plan = on_sm90 ? BwdPlan(BwdSm90Plan{}) : BwdPlan(BwdSm80Plan{});
+  return error_of([&] { bwd(p, plan, nullptr); });
 }
 
 }  // extern "C"

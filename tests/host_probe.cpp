@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <variant>
 
 #include "common/divmod.h"
 #include "common/environment.h"
-#include "flash_attn/config.h"
+#include "flash_attn/bwd_planner.h"
+#include "flash_attn/bwd_tiles.h"
 #include "flash_attn/features.h"
 #include "flash_attn/fwd_planner.h"
 #include "flash_attn/fwd_tiles.h"
@@ -115,8 +117,9 @@ const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
   return answer(tile, {found.rows, found.keys, found.warp_keys, found.stages});
 }
 
-// plan: elements of scratch for the sums of dq, for row values and for counters, whether the main kernel rounds dq, and
-// key heads of a section.
+// plan: elements of scratch for dq_accum, row values and semaphores; key heads of a section; whether blocks wait;
+// whether the kernels for sm_90 take the problem; and, of them, whether blocks add in order, whether the main kernel
+// rounds dq.
 const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
                           int64_t seqlen_k, bool packed, bool causal, bool deterministic, bool has_sm90,
                           int64_t multiprocessors, int64_t* plan) {
@@ -132,8 +135,28 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
   p.problem.window_left = kUnbounded;
   p.problem.window_right = causal ? 0 : kUnbounded;
   p.aligned = true;
-  const BwdScratch scratch = plan_bwd(p, deterministic, has_sm90, multiprocessors);
-  return answer(plan, {scratch.dq_sums, scratch.rows, scratch.counters, p.rounds_dq, p.section_heads});
+  const auto [chosen, sizes] = plan_bwd(
+      p, {.deterministic = deterministic, .has_sm90 = has_sm90, .multiprocessors = static_cast<int>(multiprocessors)});
+  const auto* portable = std::get_if<BwdSm80Plan>(&chosen);
+  const auto* hopper = std::get_if<BwdSm90Plan>(&chosen);
+  return answer(plan,
+                {sizes.dq_accum, sizes.row_values, sizes.semaphores,
+                 hopper ? hopper->section_heads : portable->section_heads, hopper ? hopper->waits : portable->waits,
+                 hopper != nullptr, hopper && hopper->in_order, hopper && hopper->rounds_dq});
+}
+
+// offsets: of dq_accum, lse_log2, softmax_d, next_block, semaphores and the end of the scratch, in elements.
+const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t semaphores, int64_t* offsets) {
+  static float memory[1];
+  const BwdScratchSizes sizes{dq_accum, row_values, semaphores};
+  BwdPlan plan = BwdSm90Plan{};
+  use_scratch(plan, sizes, memory);
+  const auto& used = std::get<BwdSm90Plan>(plan);
+  const auto offset = [](const void* place) {
+    return (static_cast<const char*>(place) - reinterpret_cast<const char*>(memory)) / 4;
+  };
+  return answer(offsets, {offset(used.scratch.dq_accum), offset(used.lse_log2), offset(used.softmax_d),
+                          offset(used.scratch.next_block), offset(used.scratch.semaphores), sizes.total()});
 }
 
 // constants: multiplier, shift.

@@ -56,7 +56,11 @@ def test_every_head_dim_has_an_instance(host):
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_an_instance_that_is_left_out_raises(head_dim, dtype):
     dispatch = native.library(HERE / "dispatch_probe.cu", native.CUDA)
-    for call in (*(("run_fwd_instance", kernel) for kernel in KERNELS), ("run_bwd_instance",)):
+    for call in (
+        *(("run_fwd_instance", kernel) for kernel in KERNELS),
+        ("run_bwd_instance", False),
+        ("run_bwd_instance", True),
+    ):
         name, *args = call
         with pytest.raises(RuntimeError, match="leaves out the instance"):
             dispatch.run(name, head_dim, dtype, *args)
@@ -427,29 +431,44 @@ def test_tiles_are_counted_in_32_bits(host):
     assert plan.tiles * plan.num_splits < 2**31
 
 
+class BwdPlan(typing.NamedTuple):
+    dq_accum: int  # elements of scratch; so are row_values and semaphores
+    row_values: int
+    semaphores: int
+    section_heads: int
+    waits: bool
+    on_sm90: bool
+    in_order: bool
+    rounds_dq: bool
+
+
+def bwd_plan(host, *problem, causal=False, deterministic=False, has_sm90=False, multiprocessors=132):
+    """problem: batch, heads, heads_k, head_dim, seqlen_q, seqlen_k, packed."""
+    return BwdPlan(*numbers(host, 8, "find_bwd_plan", *problem, causal, deterministic, has_sm90, multiprocessors))
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_scratch_of_the_portable_backward(host, packed):
-    """A deterministic call takes the same sums of dQ, and a counter for each 32 rows of an entry in blocks of 128."""
+    """A deterministic call takes the same dq_accum, and a semaphore for each 32 rows of an entry in blocks of 128."""
     draw = random.Random(2)
     for _ in range(300):
         batch, heads_k, group = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((1, 4))
-        head_dim, sms = draw.choice(HEAD_DIMS), draw.choice((46, 108, 132))
+        head_dim, heads = draw.choice(HEAD_DIMS), heads_k * group
         seqlen_q, seqlen_k = (draw.choice((0, 1, 100, 5000, 1_000_000)) for _ in "qk")
-        sizes = batch, heads_k * group, heads_k, head_dim, seqlen_q, seqlen_k, packed, False
-        rows = (1 if packed else batch) * heads_k * group * seqlen_q
-        sums = -(-rows // 8) * 8 * head_dim
-        assert numbers(host, 5, "find_bwd_plan", *sizes, False, False, sms) == [sums, 0, 1, False, 1]
-        found, row_values, counters, rounds, _ = numbers(host, 5, "find_bwd_plan", *sizes, True, False, sms)
-        assert (found, row_values, rounds) == (sums, 0, False)
-        heads = heads_k * group
+        problem = batch, heads, heads_k, head_dim, seqlen_q, seqlen_k, packed
+        rows = (1 if packed else batch) * heads * seqlen_q
+        accum = -(-rows // 8) * 8 * head_dim
+        assert bwd_plan(host, *problem) == BwdPlan(accum, 0, 0, 1, False, False, False, False)
         blocks = heads * (seqlen_q // 128 + batch) if packed else batch * heads * -(-seqlen_q // 128)
-        assert counters == 1 + 4 * blocks * (seqlen_q > 0)
+        waits = seqlen_q > 0
+        found = bwd_plan(host, *problem, deterministic=True)
+        assert found == BwdPlan(accum, 0, 4 * blocks * waits, 8 if waits else 1, waits, False, False, False)
 
 
 def test_deterministic_memory_is_linear_in_the_sequence(host):
     """32 query heads that share one key head, 32k rows and keys: dQ in fp32 has 512 MB, and all else is small."""
-    scratch = sum(numbers(host, 5, "find_bwd_plan", 1, 32, 1, 128, 32768, 32768, False, True, True, False, 132)[:3])
-    assert 4 * scratch < 1.01 * 4 * 32 * 32768 * 128
+    plan = bwd_plan(host, 1, 32, 1, 128, 32768, 32768, False, causal=True, deterministic=True)
+    assert sum(plan[:3]) < 1.01 * 32 * 32768 * 128
 
 
 @pytest.mark.parametrize("group, head_dim, rows, packed, causal, section", [
@@ -459,28 +478,47 @@ def test_deterministic_memory_is_linear_in_the_sequence(host):
     (1, 64, 512, True, False, 8), (1, 256, 512, False, True, 8),
 ])  # fmt: skip
 def test_key_heads_whose_blocks_start_together_on_sm90(host, group, head_dim, rows, packed, causal, section):
-    """As many as have rows of 8 MB with dout and sums of dq, twice as many if causal; 8 if dq is not rounded."""
-    sizes = 4, 8 * group, 8, head_dim, rows, rows, packed, causal
-    assert numbers(host, 5, "find_bwd_plan", *sizes, False, True, 132)[-1] == section
+    """As many as have rows of 8 MB with dout and dq_accum, twice as many if causal; 8 if dq is not rounded."""
+    problem = 4, 8 * group, 8, head_dim, rows, rows, packed
+    assert bwd_plan(host, *problem, causal=causal, has_sm90=True).section_heads == section
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
-    """Row values in blocks of 128 for each head, and counters."""
+    """Row values in blocks of 128 for each head, and semaphores if blocks wait."""
     draw = random.Random(3)
     for _ in range(300):
         batch, heads, head_dim = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((40, 64, 96, 128, 192, 256))
         lengths = [draw.choice((1, 100, 128, 5000)) for _ in range(batch)] if packed else [draw.choice((1, 128, 5000))]
         seqlen_k = draw.choice((77, 128, 129, 2048, 2049))
-        sizes = batch, heads, heads, head_dim, sum(lengths), seqlen_k, packed, False
-        sums, rows, counters, rounds, _ = numbers(host, 5, "find_bwd_plan", *sizes, deterministic, True, 132)
-        entries = 1 if packed else batch
+        problem = batch, heads, heads, head_dim, sum(lengths), seqlen_k, packed
+        plan = bwd_plan(host, *problem, deterministic=deterministic, has_sm90=True)
+        entries, rows = 1 if packed else batch, plan.row_values
         instance = host.call("find_instance_head_dim", head_dim)
+        assert plan.on_sm90 and plan.in_order == deterministic
         assert rows % (entries * heads * 128) == 0
-        assert sums == instance * (-(-entries * heads * sum(lengths) // 8) * 8)
-        assert rounds == (not packed and (head_dim <= 64 or (head_dim <= 128 and seqlen_k <= 2048)))
-        assert counters == 1 + (rows // 32 if rounds or deterministic else 0)
+        assert plan.dq_accum == instance * (-(-entries * heads * sum(lengths) // 8) * 8)
+        assert plan.rounds_dq == (not packed and (head_dim <= 64 or (head_dim <= 128 and seqlen_k <= 2048)))
+        assert plan.waits == (plan.rounds_dq or deterministic)
+        assert plan.semaphores == (rows // 32 if plan.waits else 0)
         starts = [sum(lengths[:entry]) // 128 * 128 + 128 * entry for entry in range(len(lengths))]
         ends = [start + -(-length // 128) * 128 for start, length in zip(starts, lengths)]
         assert all(end <= start for end, start in zip(ends, [*starts[1:], rows // (entries * heads)]))
+
+
+def test_parts_of_the_scratch_lie_apart(host):
+    """In the order dq_accum, lse_log2, softmax_d, next_block, semaphores."""
+    for sizes in itertools.product((0, 64, 4096), (0, 128, 1280), (0, 4, 40)):
+        accum, rows, semaphores = sizes
+        found = numbers(host, 6, "find_bwd_scratch", *sizes)
+        assert found == [0, accum, accum + rows, accum + 2 * rows, accum + 2 * rows + 1, sum(sizes) + rows + 1]
+
+
+def test_empty_problems_take_the_portable_backward(host):
+    """Copies of sm_90 take no tensor without elements."""
+    full = 2, 4, 4, 64, 100, 100, False
+    assert bwd_plan(host, *full, has_sm90=True).on_sm90 and not bwd_plan(host, *full).on_sm90
+    for place in (0, 1, 4, 5):
+        empty = tuple(0 if i == place else x for i, x in enumerate(full))
+        assert not bwd_plan(host, *empty, has_sm90=True).on_sm90

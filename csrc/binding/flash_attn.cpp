@@ -16,7 +16,6 @@ namespace {
 
 using flash_attn::AppendParams;
 using flash_attn::BwdParams;
-using flash_attn::BwdScratch;
 using flash_attn::DmaskParams;
 using flash_attn::FwdParams;
 using flash_attn::Problem;
@@ -300,7 +299,7 @@ TensorRef<> writable(const View& x) {
 
 // softmax_d, in the layout that BwdParams says.
 Tensor new_row_sums(const Tensor& q, const Problem& p) {
-  constexpr int64_t kPad = flash_attn::kRowSumsPad;
+  constexpr int64_t kPad = flash_attn::kRowPad;
   if (p.cu_seqlens_q) return torch::stable::new_empty(q, {p.heads, p.seqlen_q + kPad * p.batch}, ScalarType::Float);
   return torch::stable::new_empty(q, {p.batch, p.heads, round_up(p.seqlen_q, kPad)}, ScalarType::Float);
 }
@@ -360,15 +359,12 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   const Tensor softmax_d = new_row_sums(q, p.problem);
   p.softmax_d = static_cast<float*>(softmax_d.mutable_data_ptr());
   const int device = q.get_device_index();
-  const BwdScratch sizes = plan_bwd(p, deterministic, flash_attn::has_sm90(device), num_multiprocessors(device));
-  const Tensor scratch =
-      torch::stable::new_empty(q, {sizes.dq_sums + 2 * sizes.rows + sizes.counters}, ScalarType::Float);
-  p.dq_sums = static_cast<float*>(scratch.mutable_data_ptr());
-  p.lse_log2 = p.dq_sums + sizes.dq_sums;
-  p.delta = p.lse_log2 + sizes.rows;
-  p.taken = reinterpret_cast<int*>(p.delta + sizes.rows);
-  if (sizes.counters > 1) p.turns = p.taken + 1;
-  flash_attn::bwd(p, current_stream(q));
+  auto [plan, sizes] = plan_bwd(p, {.deterministic = deterministic,
+                                    .has_sm90 = flash_attn::has_sm90(device),
+                                    .multiprocessors = num_multiprocessors(device)});
+  const Tensor scratch = torch::stable::new_empty(q, {sizes.total()}, ScalarType::Float);
+  use_scratch(plan, sizes, static_cast<float*>(scratch.mutable_data_ptr()));
+  flash_attn::bwd(p, plan, current_stream(q));
   return softmax_d;
 }
 

@@ -1,5 +1,5 @@
-// After the backward: dQ, rounded from the sums unless it is already, and zeros for the keys that no entry
-// uses.
+// After the backward: dQ, rounded from dq_accum unless the main kernel has rounded it, and zeros in dK and dV of keys
+// that no entry uses.
 //
 // A thread takes 16 channels of a row, of dQ or of dK and dV.
 #pragma once
@@ -7,6 +7,8 @@
 #include <cstdint>
 
 #include "common/launch.h"
+#include "flash_attn/bwd_dq_accum.cuh"
+#include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_scratch.cuh"
 #include "flash_attn/params.h"
 #include "flash_attn/sequence.cuh"
@@ -18,8 +20,8 @@ template <typename T_, int kHeadDim_>
 struct BwdFinishConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr int kChannels = 16, kColumns = kHeadDim / kChannels;
-  static constexpr int kRows = kDqRowsTogether<kHeadDim>;
+  static constexpr int kChannels = DqAccum<kHeadDim>::kGroup, kColumns = kHeadDim / kChannels;
+  static constexpr int kRows = DqAccum<kHeadDim>::kRowsTogether;
   static constexpr int kThreads = 256;
 };
 
@@ -53,21 +55,20 @@ __device__ void store_channels(T* row, const float (&values)[16], int col, int c
   }
 }
 
-// Four sums of 16 channels, those of lane t of a quad (bwd_scratch.cuh), times `factor`.
-__device__ inline void add_quad(float (&values)[16], const Vec<float, 4>& quad, int t, float factor) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) values[i / 2 * 8 + 2 * t + i % 2] += quad[i] * factor;
-}
-
 // The 16 channels from `col` on of dQ of a token.
-template <typename Config>
-__device__ void finish_dq(const BwdParams& p, const Span& token, int head, int col) {
-  const Problem& problem = p.problem;
-  float values[16] = {};
-  const float* sums = dq_sums<Config::kHeadDim>(p, token, head, 0, col / Config::kChannels);
-#pragma unroll
-  for (int t = 0; t < 4; ++t) add_quad(values, load<4>(sums + 4 * t), t, problem.softmax_scale);
+template <typename Config, typename Params>
+__device__ void finish_dq(const Params& p, const Span& token, int head, int col) {
   using T = typename Config::T;
+  using Accum = DqAccum<Config::kHeadDim>;
+  const Problem& problem = p.problem;
+  float values[Accum::kGroup];
+  const float* group = Accum::address(p.plan.scratch.dq_accum, problem, token, head, 0, col / Accum::kGroup);
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const Vec<float, 4> quad = load<4>(group + 4 * t);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[Accum::channel(t, i)] = quad[i] * problem.softmax_scale;
+  }
   store_channels(first_token<T>(p.dq, token, head), values, col, problem.head_dim, p.dq.head_dim, p.aligned);
 }
 
@@ -88,7 +89,7 @@ __host__ __device__ int blocks_of_head(int seqlen) {
 }
 
 // fn(token, head, col) for a thread of block `block`, if `seqlen` tokens of `heads` heads are cut into blocks, the
-// tokens and channels of one head after the other. Neighbours take what lies together in the sums.
+// tokens and channels of one head after the other. Neighbours take what lies together in dq_accum.
 template <typename Config, typename Fn>
 __device__ void for_thread(int block, int seqlen, int heads, Fn&& fn) {
   constexpr int kColumns = Config::kColumns, kRows = Config::kRows;
@@ -103,13 +104,17 @@ __host__ __device__ int64_t num_blocks(int64_t heads, int seqlen) {
   return heads * blocks_of_head<Config>(seqlen);
 }
 
-template <typename Config>
-__host__ __device__ int64_t num_dq_blocks(const BwdParams& p) {
-  return p.rounds_dq ? 0 : num_blocks<Config>(num_entries(p.problem) * p.problem.heads, p.problem.seqlen_q);
+__host__ __device__ inline bool dq_is_rounded(const BwdSm80Plan&) { return false; }
+__host__ __device__ inline bool dq_is_rounded(const BwdSm90Plan& plan) { return plan.rounds_dq; }
+
+template <typename Config, typename Params>
+__host__ __device__ int64_t num_dq_blocks(const Params& p) {
+  const int64_t heads = num_entries(p.problem) * p.problem.heads;
+  return dq_is_rounded(p.plan) ? 0 : num_blocks<Config>(heads, p.problem.seqlen_q);
 }
 
-template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void bwd_finish_kernel(const __grid_constant__ BwdParams p) {
+template <typename Config, typename Params>
+__global__ __launch_bounds__(Config::kThreads) void bwd_finish_kernel(const __grid_constant__ Params p) {
   const Problem& problem = p.problem;
   const int block = blockIdx.x, dq_blocks = num_dq_blocks<Config>(p);
   if (block < dq_blocks) {
@@ -121,12 +126,12 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_finish_kernel(const __gr
   }
 }
 
-template <typename Config>
-void run_bwd_finish(const BwdParams& p, cudaStream_t stream) {
+template <typename Config, typename Params>
+void run_bwd_finish(const Params& p, cudaStream_t stream) {
   const Problem& problem = p.problem;
   int64_t blocks = num_dq_blocks<Config>(p);
   if (may_skip_keys(problem)) blocks += num_blocks<Config>(num_entries(problem) * problem.heads_k, problem.seqlen_k);
-  launch<bwd_finish_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
+  launch<bwd_finish_kernel<Config, Params>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
 }
 
 }  // namespace flash::flash_attn

@@ -1,15 +1,18 @@
-// Before the backward: delta, the row sums of dO * O, less the gradient of lse, 0 for rows that see no key, and zeros
-// for the sums of dQ, or for dQ of such rows. For bwd_sm90.cuh also a copy of lse and delta in whole blocks of rows.
+// Before the backward: softmax_d, the row sums of dO * O less the gradient of lse, and the start of what the other
+// kernels add to: zeros in dq_accum, or in dQ of rows that see no key if the main kernel rounds dQ; zeros in
+// semaphores. For the kernels for sm_90 also copies of lse and softmax_d in whole blocks of rows.
 //
-// kLanes threads share a row, 8 channels each, and have kSteps rows on the way at a time. The rows are those of
-// softmax_d; between entries it has some that stand for no token and get 0. So do packed tokens after the last entry,
-// but they have sums of dQ.
+// kLanes threads share a row, 8 channels each, and load kSteps rows at a time. The rows are those of
+// BwdParams::softmax_d. Some between two entries stand for no token and get 0. Packed tokens after the last entry get
+// 0, too, but have rows in dq_accum.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 
 #include "common/launch.h"
+#include "flash_attn/bwd_dq_accum.cuh"
+#include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_scratch.cuh"
 #include "flash_attn/mask.cuh"
 #include "flash_attn/params.h"
@@ -29,29 +32,31 @@ struct BwdPrepareConfig {
   static constexpr int kRows = kSteps * kStepRows;
 };
 
-// The entry of a row of softmax_d, at `position` of the `outer`-th head of all entries, or of all heads of packed
-// entries. Of those, one more stands for the tokens after the last.
-__device__ inline int64_t first_sum(const Problem& p, int entry) {
-  return p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + entry) + int64_t{kRowSumsPad} * entry : 0;
+// Position of row 0 of an entry among those of a head.
+__device__ inline int64_t first_position(const Problem& p, int entry) {
+  return p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + entry) + int64_t{kRowPad} * entry : 0;
 }
+// The entry of a row at `position`, in the `outer`-th head of all entries or, if packed, of all heads. Packed tokens
+// after the last entry are entry `batch`.
 __device__ inline int entry_of(const Problem& p, int outer, int64_t position) {
   if (p.cu_seqlens_q == nullptr) return outer / p.heads;
-  return last_entry_from(p.batch + 1, position, [&](int entry) { return first_sum(p, entry); });
+  return last_entry_from(p.batch + 1, position, [&](int entry) { return first_position(p, entry); });
 }
 
-struct SumRow {
+// A row of softmax_d.
+struct SoftmaxDRow {
   int entry, head;
   int row;         // in the entry; past its end if there is no token
-  bool exists;     // in softmax_d
-  bool has_token;  // perhaps one after the last entry
-  bool attends;    // an entry's
+  bool exists;     // whether softmax_d has it
+  bool has_token;  // of an entry, or after the last entry
+  bool attends;    // has a token of an entry
   Span span;       // of the entry
 
-  __device__ SumRow(const Problem& p, int entry, int outer, int64_t position)
+  __device__ SoftmaxDRow(const Problem& p, int entry, int outer, int64_t position)
       : entry(entry),
         head(outer % p.heads),
-        row(position - first_sum(p, entry)),
-        exists(position < row_sums_per_head(p)),
+        row(position - first_position(p, entry)),
+        exists(position < softmax_d_per_head(p)),
         span(query_span(p, entry)) {
     has_token = exists && row < span.length;
     attends = has_token && entry < p.batch;
@@ -64,8 +69,8 @@ struct SumRow {
   }
 };
 
-// 8 channels of a row, from `col` on. Aligned ones are loaded without a branch, which would wait for each of them: if
-// they do not exist, they are anything.
+// 8 channels of a row, from `col` on. Aligned ones are loaded without a branch, so that the thread need not wait for
+// each of several loads: if they do not exist, they are anything.
 template <bool kAligned, typename T>
 __device__ Vec<T, 8> load_chunk(const T* row, int col, int cols, int64_t step) {
   if constexpr (kAligned) return load<8>(row + (col < cols ? col : 0));
@@ -77,7 +82,7 @@ __device__ Vec<T, 8> load_chunk(const T* row, int col, int cols, int64_t step) {
   return chunk;
 }
 
-// What the lanes of a row have of its sum, in each of them.
+// The sum over the channels of a row, in each of its lanes.
 template <int kLanes, typename T>
 __device__ float row_sum(const Vec<T, 8>& out, const Vec<T, 8>& dout, bool counts) {
   float x[8], y[8], sum = 0;
@@ -91,35 +96,60 @@ __device__ float row_sum(const Vec<T, 8>& out, const Vec<T, 8>& dout, bool count
   return sum;
 }
 
-// Zeros for the sums of dQ of a row: four floats of a lane beside those of the next, so that an access fills lines. Or,
-// if the sums need none, for dQ of a row that sees no key.
-template <typename Config>
-__device__ void clear_dq(const BwdParams& p, const SumRow& at, int lane) {
-  using T = typename Config::T;
-  if (p.rounds_dq) {
-    const int col = lane * Config::kChunk;
-    T* row = first_token<T>(p.dq, at.span, at.head) + at.row * p.dq.seqlen;
-    if (col < p.problem.head_dim && !at.sees_keys(p.problem)) store(row + col, Vec<T, 8>{});
-    return;
-  }
+// Clears dq_accum of a row. A lane takes four floats beside those of the next lane, so that an access fills cache
+// lines.
+template <typename Config, typename Params>
+__device__ void clear_dq_accum(const Params& p, const SoftmaxDRow& at, int lane) {
+  using Accum = DqAccum<Config::kHeadDim>;
+  constexpr int kGroup = Accum::kGroup;
 #pragma unroll
   for (int i = 4 * lane; i < Config::kHeadDim; i += 4 * Config::kLanes) {
-    store(dq_sums<Config::kHeadDim>(p, at.span, at.head, at.row, i / 16) + i % 16, Vec<float, 4>{});
+    float* group = Accum::address(p.plan.scratch.dq_accum, p.problem, at.span, at.head, at.row, i / kGroup);
+    store(group + i % kGroup, Vec<float, 4>{});
   }
 }
 
-__device__ inline void store_row_values(const BwdParams& p, const SumRow& at, float lse, float delta) {
-  const int64_t index = row_value_index(p, at.span, at.entry, at.head) + at.row;
-  if (p.turns != nullptr && index % kRowsPerTurn == 0) *turns_of(p, index) = 0;
-  if (!p.on_sm90) return;
+// Clears dQ of a row that sees no key: the main kernel, which rounds dQ, does not come to it.
+template <typename Config>
+__device__ void clear_unseen_dq(const BwdSm90Params& p, const SoftmaxDRow& at, int lane) {
+  using T = typename Config::T;
+  const int col = lane * Config::kChunk;
+  T* row = first_token<T>(p.dq, at.span, at.head) + at.row * p.dq.seqlen;
+  if (col < p.problem.head_dim && !at.sees_keys(p.problem)) store(row + col, Vec<T, 8>{});
+}
+
+template <typename Config>
+__device__ void clear_dq(const BwdSm80Params& p, const SoftmaxDRow& at, int lane) {
+  clear_dq_accum<Config>(p, at, lane);
+}
+template <typename Config>
+__device__ void clear_dq(const BwdSm90Params& p, const SoftmaxDRow& at, int lane) {
+  p.plan.rounds_dq ? clear_unseen_dq<Config>(p, at, lane) : clear_dq_accum<Config>(p, at, lane);
+}
+
+// Copies the values of a row to the row `index` of those in whole blocks.
+__device__ inline void store_row_values(const BwdSm80Params&, const SoftmaxDRow&, int64_t, float, float) {}
+__device__ inline void store_row_values(const BwdSm90Params& p, const SoftmaxDRow& at, int64_t index, float lse,
+                                        float softmax_d) {
   const bool sees = at.sees_keys(p.problem);
-  p.lse_log2[index] = sees ? lse * kLog2e : INFINITY;
-  p.delta[index] = sees ? delta : 0.f;
+  p.plan.lse_log2[index] = sees ? lse * kLog2e : INFINITY;
+  p.plan.softmax_d[index] = sees ? softmax_d : 0.f;
+}
+
+// What the main kernel reads of a row in whole blocks.
+template <typename Params>
+__device__ void prepare_padded_row(const Params& p, const SoftmaxDRow& at, float lse, float softmax_d) {
+  const BwdScratch& scratch = p.plan.scratch;
+  const bool in_block = at.row < (at.span.length + kRowPad - 1) / kRowPad * kRowPad;
+  if (at.entry >= p.problem.batch || !in_block) return;
+  const int64_t index = padded_row_index(p.problem, scratch, at.span, at.entry, at.head) + at.row;
+  if (p.plan.waits && index % kSemaphoreRows == 0) *semaphore_at(scratch, index) = 0;
+  store_row_values(p, at, index, lse, softmax_d);
 }
 
 // kSteps rows of a lane, from `first` on.
-template <typename Config, int kSteps, bool kAligned>
-__device__ void prepare_rows(const BwdParams& p, int outer, int64_t first) {
+template <typename Config, int kSteps, bool kAligned, typename Params>
+__device__ void prepare_rows(const Params& p, int outer, int64_t first) {
   using T = typename Config::T;
   const Problem& problem = p.problem;
   const int lane = threadIdx.x % Config::kLanes, col = lane * Config::kChunk;
@@ -127,9 +157,9 @@ __device__ void prepare_rows(const BwdParams& p, int outer, int64_t first) {
   const int own_entry = entry_of(problem, outer, position_of(lane));
   const auto row_of = [&](int step) {
     const int entry = __shfl_sync(~0u, own_entry, step, Config::kLanes);
-    return SumRow(problem, entry, outer, position_of(step));
+    return SoftmaxDRow(problem, entry, outer, position_of(step));
   };
-  const auto load = [&](const SumRow& at, const TensorRef<const void>& x) {
+  const auto load = [&](const SoftmaxDRow& at, const TensorRef<const void>& x) {
     const int64_t token = min(at.span.first + at.row, int64_t{problem.seqlen_q - 1});
     const T* row = first_token<T>(x, Span{at.span.batch, token, 1}, at.head);
     return load_chunk<kAligned>(row, col, problem.head_dim, x.head_dim);
@@ -138,38 +168,37 @@ __device__ void prepare_rows(const BwdParams& p, int outer, int64_t first) {
   Vec<T, 8> out[kSteps], dout[kSteps];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const SumRow at = row_of(step);
+    const SoftmaxDRow at = row_of(step);
     out[step] = load(at, p.out);
     dout[step] = load(at, p.dout);
   }
   // Each of the first lanes finishes one of the rows.
-  const SumRow own(problem, own_entry, outer, position_of(lane));
+  const SoftmaxDRow own(problem, own_entry, outer, position_of(lane));
   const bool finishes = lane < kSteps && own.exists;
   const float lse = finishes && own.attends ? own.value(p.softmax_lse, problem) : INFINITY;
   const float dlse = finishes && own.attends && p.dlse != nullptr ? own.value(p.dlse, problem) : 0;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const SumRow at = row_of(step);
+    const SoftmaxDRow at = row_of(step);
     if (at.has_token) clear_dq<Config>(p, at, lane);
   }
-  float delta = 0;
+  float softmax_d = 0;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const bool counts = row_of(step).attends && col < problem.head_dim;
     const float sum = row_sum<Config::kLanes>(out[step], dout[step], counts);
-    if (lane == step) delta = sum - dlse;
+    if (lane == step) softmax_d = sum - dlse;
   }
   if (!finishes) return;
-  if (lse == INFINITY) delta = 0;
-  p.softmax_d[outer * row_sums_per_head(problem) + position_of(lane)] = delta;
-  const bool in_block = own.row < (own.span.length + kRowSumsPad - 1) / kRowSumsPad * kRowSumsPad;
-  if (own.entry < problem.batch && in_block) store_row_values(p, own, lse, delta);
+  if (lse == INFINITY) softmax_d = 0;
+  p.softmax_d[outer * softmax_d_per_head(problem) + position_of(lane)] = softmax_d;
+  prepare_padded_row(p, own, lse, softmax_d);
 }
 
-template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __grid_constant__ BwdParams p) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) *p.taken = 0;
-  const int blocks_per_head = blocks_for<Config::kRows>(row_sums_per_head(p.problem));
+template <typename Config, typename Params>
+__global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __grid_constant__ Params p) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) *p.plan.scratch.next_block = 0;
+  const int blocks_per_head = blocks_for<Config::kRows>(softmax_d_per_head(p.problem));
   const int outer = blockIdx.x / blocks_per_head;
   const int64_t first = int64_t{blockIdx.x % blocks_per_head} * Config::kRows + threadIdx.x / Config::kLanes;
   if (p.aligned) return prepare_rows<Config, Config::kSteps, true>(p, outer, first);
@@ -179,15 +208,15 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __g
   }
 }
 
-template <typename Config>
-void run_bwd_prepare(const BwdParams& p, cudaStream_t stream) {
-  const int64_t per_head = row_sums_per_head(p.problem), sums = num_row_sums(p.problem);
+template <typename Config, typename Params>
+void run_bwd_prepare(const Params& p, cudaStream_t stream) {
+  const int64_t per_head = softmax_d_per_head(p.problem), sums = softmax_d_size(p.problem);
   if (sums == 0) return;
-  if (p.problem.seqlen_q == 0) {  // the kernel reads a token for each row, be it another's; here there is none
+  if (p.problem.seqlen_q == 0) {  // the kernel reads some token for each row, and here there is none
     return check_cuda(cudaMemsetAsync(p.softmax_d, 0, sums * sizeof(float), stream), "cudaMemsetAsync");
   }
   const int64_t blocks = sums / per_head * blocks_for<Config::kRows>(per_head);
-  launch<bwd_prepare_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
+  launch<bwd_prepare_kernel<Config, Params>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
 }
 
 }  // namespace flash::flash_attn

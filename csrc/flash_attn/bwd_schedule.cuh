@@ -1,4 +1,4 @@
-// Which keys a block of the backward works on.
+// Which keys a block of the backward works on, and how many blocks add to the same rows of dQ before it.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +7,7 @@
 #include <string>
 
 #include "flash_attn/bwd_scratch.cuh"
+#include "flash_attn/mask.cuh"
 #include "flash_attn/params.h"
 #include "flash_attn/sequence.cuh"
 
@@ -20,22 +21,19 @@ struct KeyWork {
 
 // How many blocks share a key head: of an entry or, if packed, of all entries, as many as the tokens could need.
 template <int kBlockN>
-__host__ __device__ int blocks_per_head(const BwdParams& p) {
-  return p.problem.cu_seqlens_k ? p.problem.seqlen_k / kBlockN + p.problem.batch
-                                : blocks_for<kBlockN>(p.problem.seqlen_k);
+__host__ __device__ int blocks_per_head(const Problem& p) {
+  return p.cu_seqlens_k ? p.seqlen_k / kBlockN + p.batch : blocks_for<kBlockN>(p.seqlen_k);
 }
 
 // Of all entries unless they are packed.
-__host__ __device__ inline int num_key_heads(const BwdParams& p) {
-  return p.problem.heads_k * (p.problem.cu_seqlens_k != nullptr ? 1 : p.problem.batch);
+__host__ __device__ inline int num_key_heads(const Problem& p) {
+  return p.heads_k * (p.cu_seqlens_k != nullptr ? 1 : p.batch);
 }
 
 // Blocks come in sections of key heads; in a section, those of the first keys come first.
 template <int kBlockN>
-__device__ KeyWork key_work(const BwdParams& params, int block) {
-  const Problem& p = params.problem;
-  const int per_head = blocks_per_head<kBlockN>(params), heads = num_key_heads(params);
-  const int section_size = params.section_heads;
+__device__ KeyWork key_work(const Problem& p, int section_size, int block) {
+  const int per_head = blocks_per_head<kBlockN>(p), heads = num_key_heads(p);
   const int section = block / (section_size * per_head), place = block % (section_size * per_head);
   const int section_heads = min(section_size, heads - section * section_size);
   const int head = section * section_size + place % section_heads, index = place / section_heads;
@@ -47,14 +45,30 @@ __device__ KeyWork key_work(const BwdParams& params, int block) {
   return {entry, head, index - start_of(entry)};
 }
 
-// How many blocks a launch has.
+// How many blocks of keys a problem has.
 template <int kBlockN>
-int64_t key_blocks(const BwdParams& p) {
+int key_blocks(const Problem& p) {
   const int64_t blocks = int64_t{blocks_per_head<kBlockN>(p)} * num_key_heads(p);
   if (blocks > std::numeric_limits<int>::max()) {
     throw std::invalid_argument("k has too many keys and heads for one launch: " + std::to_string(blocks) + " blocks");
   }
-  return blocks;
+  return static_cast<int>(blocks);
 }
+
+// Blocks that add to dQ of the same rows in the order of their keys. Which one is at work, a semaphore counts. Blocks
+// take their keys from a counter (BwdScratch::next_block), in the order of key_work: however few blocks run at a time,
+// none waits for keys that no block has taken.
+template <int kBlockM, int kBlockN>
+struct AddOrder {
+  int before;  // how many blocks of earlier keys add to the rows
+  bool last;   // whether no block of later keys does
+
+  __device__ AddOrder(const Mask& mask, int row_block, int key_block) {
+    const Interval rows = interval_of<kBlockM>(row_block);
+    const Interval keys = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)});
+    before = key_block - keys.first / kBlockN;
+    last = key_block == keys.last / kBlockN;
+  }
+};
 
 }  // namespace flash::flash_attn

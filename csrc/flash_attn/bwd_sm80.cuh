@@ -1,11 +1,11 @@
-// Attention, backward, for every GPU since sm_80. With P recomputed from lse, and delta from bwd_prepare.cuh:
+// Attention, backward, for every GPU since sm_80. With P recomputed from lse, and softmax_d from bwd_prepare.cuh:
 //
 //   S = Q K^T              P = exp(score(S) - lse)                      dV = (P Z / (1 - p))^T dO
-//   dP = dO V^T Z / (1-p)  dS = P (dP - delta) dscore/dS                dK = dS^T Q,  dQ = dS K
+//   dP = dO V^T Z / (1-p)  dS = P (dP - softmax_d) dscore/dS            dK = dS^T Q,  dQ = dS K
 //
 // A block takes kBlockN keys of a key head and walks over the query rows that see them, kBlockM at a time, of every
-// query head that shares the key head. dK and dV stay in registers; dQ is added to fp32 sums in global memory, which
-// bwd_finish.cuh rounds.
+// query head that shares the key head. dK and dV stay in registers; dQ is added to dq_accum, fp32 in global memory,
+// which bwd_finish.cuh rounds.
 //
 // The kernel is bound by what it reads from shared memory, so it reads little. Tiles are transposed: a warp computes
 // S^T for 32 keys, whose fragment, exponentiated and rounded, is the left operand of dV without touching memory. The
@@ -30,12 +30,14 @@
 
 #include "common/device.h"
 #include "common/launch.h"
+#include "flash_attn/bwd_dq_accum.cuh"
+#include "flash_attn/bwd_elementwise.cuh"
 #include "flash_attn/bwd_finish.cuh"
+#include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_prepare.cuh"
 #include "flash_attn/bwd_schedule.cuh"
 #include "flash_attn/bwd_scratch.cuh"
-#include "flash_attn/config.h"
-#include "flash_attn/dropout.cuh"
+#include "flash_attn/bwd_tiles.h"
 #include "flash_attn/features.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/mask.cuh"
@@ -96,7 +98,7 @@ struct BwdShared {
   Weights ds[2];  // P^T on its way to the key team, then dS^T
   [[no_unique_address]] std::conditional_t<Config::kSplits == 1, Nothing, Weights> p;  // P^T, for dV
   alignas(16) float lse[Config::kStages][kBlockM];
-  float delta[Config::kStages][kBlockM];
+  float softmax_d[Config::kStages][kBlockM];
   KeyWork work;  // this and what follows are here, and not in registers, because the loop has none to spare
   Sequence seq;
   Interval live_rows;   // that see some key; the others, like keys that no row sees, may hold NaN, and 0 NaN is NaN
@@ -140,7 +142,7 @@ struct Share {
 
 // Rows row0 .. of a span; those that are not among `live` read as zeros.
 template <typename Config, typename Tile, typename Data>
-__device__ void load_tile(Tile& tile, const BwdParams& p, const TensorRef<Data>& x, const Span& span, int head,
+__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, const Span& span, int head,
                           int row0, const Interval& live) {
   using T = const typename Config::T;
   T* first = first_token<typename Config::T>(x, span, head) + row0 * x.seqlen;
@@ -154,7 +156,7 @@ __device__ void load_tile(Tile& tile, const BwdParams& p, const TensorRef<Data>&
 
 // Starts to load what belongs to a block of rows.
 template <typename Config>
-__device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdParams& p, const RowBlock& rows) {
+__device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Params& p, const RowBlock& rows) {
   constexpr int kBlockM = Config::kBlockM;
   const Span& span = shared.seq.q;
   const int row0 = rows.block * kBlockM;
@@ -166,8 +168,8 @@ __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdParams&
     const float* lse = row_values(p.softmax_lse, p.problem, span, rows.head) + row0 + row;
     ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), lse, is_live);
   } else if (threadIdx.x < 2 * kBlockM) {
-    const float* delta = row_sums(p, span, shared.work.entry, rows.head) + row0 + row;
-    ptx::copy_word_async(ptx::shared_address(&shared.delta[stage][row]), delta, is_live);
+    const float* softmax_d = softmax_d_of(p, span, shared.work.entry, rows.head) + row0 + row;
+    ptx::copy_word_async(ptx::shared_address(&shared.softmax_d[stage][row]), softmax_d, is_live);
   }
 }
 
@@ -208,13 +210,11 @@ struct Pairs {
 // S^T to P^T, negative where dropped. For softcap, leaves dscore/dS in `slopes`.
 template <typename Config, typename Tile>
 __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, const BwdShared<Config>& shared,
-                              const BwdParams& params, const Share<Config>& share, const RowBlock& rows, int stage) {
-  constexpr bool kPlain = Config::kFeatures == Features::kPlain;
-  const Problem& p = params.problem;
+                              const Problem& p, const Share<Config>& share, const RowBlock& rows, int stage) {
   const Mask mask(p, shared.seq);
   const Interval block_rows = interval_of<Config::kBlockM>(rows.block);
-  const int key0 = shared.keys.first + share.key0, row0 = block_rows.first + share.row0;
-  if constexpr (!kPlain) {
+  const ScorePlace place{shared.work.entry, rows.head, shared.keys.first + share.key0, block_rows.first + share.row0};
+  if constexpr (Config::kFeatures == Features::kAll) {
     scale_and_cap(s, p);
     if (p.softcap > 0) {
       for_each_pair(s, [&](int r, int i) {
@@ -222,47 +222,24 @@ __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, cons
         slopes.store(r, i, ptx::pack<typename Config::T>(first, second));
       });
     }
-    if (p.alibi_slopes != nullptr) {
-      const float slope = alibi_slope(p, shared.work.entry, rows.head);
-      float alibi_slopes[s.kLaneRows];
-      int own_rows[s.kLaneRows];
-#pragma unroll
-      for (int r = 0; r < s.kLaneRows; ++r) {
-        alibi_slopes[r] = slope;
-        own_rows[r] = key0 + s.row(r) - mask.diagonal();
-      }
-      subtract_distance(s, alibi_slopes, own_rows, row0);
-    }
   }
-  if (block_rows.last >= mask.seqlen_q || !mask.keys_seen_by_all(block_rows).covers(shared.keys)) {
-    hide_outside(s, [&](int r) { return mask.rows_that_see(key0 + s.row(r)); }, row0, -INFINITY);
-  }
-  const float scale_log2 = score_scale_log2<Config::kFeatures>(p);
-#pragma unroll
-  for (int c = 0; c < s.kLaneCols; c += 2) {
+  const bool cut = block_rows.last >= mask.seqlen_q || !mask.keys_seen_by_all(block_rows).covers(shared.keys);
+  make_probabilities<Config::kFeatures>(s, p, mask, place, cut, [&](int c) {
     const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][share.row0 + s.col(c)]);
-#pragma unroll
-    for (int r = 0; r < s.kLaneRows; ++r) {
-      s(r, c) = ptx::exp2(s(r, c) * scale_log2 - lse.x * kLog2e);
-      s(r, c + 1) = ptx::exp2(s(r, c + 1) * scale_log2 - lse.y * kLog2e);
-    }
-  }
-  if (kPlain || p.rng_state == nullptr) return;
-  const Dropout dropout(p, shared.work.entry, rows.head);
-  dropout.for_each_dropped_transposed(s, key0, row0, [&](int r, int c) { s(r, c) = -s(r, c); });
+    return float2{lse.x * kLog2e, lse.y * kLog2e};
+  });
+  if constexpr (Config::kFeatures == Features::kAll) negate_dropped(s, p, place);
 }
 
 // Gives P^T dscore/dS, signed, to the key team, and keeps P^T without what was dropped.
 template <typename Config, typename Packed, typename Tile>
-__device__ void hand_over(Packed& probabilities, const Pairs<Tile>& weights, const BwdParams& params) {
+__device__ void hand_over(Packed& probabilities, const Pairs<Tile>& weights, const Problem& p) {
   using T = typename Config::T;
-  const Problem& p = params.problem;
   if (Config::kFeatures == Features::kPlain || p.softcap == 0) {
     weights.store(probabilities);
   } else {
     for_each_pair(probabilities, [&](int r, int i) {
-      const float2 weight = ptx::unpack<T>(probabilities.pair(r, i)), slope = ptx::unpack<T>(weights.load(r, i));
-      weights.store(r, i, ptx::pack<T>(weight.x * slope.x, weight.y * slope.y));
+      weights.store(r, i, multiply_pairs<T>(probabilities.pair(r, i), weights.load(r, i)));
     });
   }
   if (Config::kFeatures == Features::kPlain || p.rng_state == nullptr) return;
@@ -272,22 +249,15 @@ __device__ void hand_over(Packed& probabilities, const Pairs<Tile>& weights, con
 
 // dP^T to dS^T, with the weights that the value team has left.
 template <typename Config, typename Tile>
-__device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const BwdParams& params, const float* delta) {
+__device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const Problem& p, const float* softmax_d) {
 #pragma unroll
   for (int i = 0; i < s.kTiles; ++i) {
-    const float2 sum = *reinterpret_cast<const float2*>(delta + s.col(2 * i));
+    const float2 subtracted = *reinterpret_cast<const float2*>(softmax_d + s.col(2 * i));
 #pragma unroll
     for (int r = 0; r < s.kLaneRows; ++r) {
       const float2 weight = ptx::unpack<typename Config::T>(weights.load(r, i));
-      float &first = s(r, 2 * i), &second = s(r, 2 * i + 1);
-      if constexpr (Config::kFeatures == Features::kAll) {
-        const float rescale = params.problem.dropout_rescale;
-        first = weight.x * (signbit(weight.x) ? sum.x : first * rescale - sum.x);
-        second = weight.y * (signbit(weight.y) ? sum.y : second * rescale - sum.y);
-      } else {
-        first = weight.x * (first - sum.x);
-        second = weight.y * (second - sum.y);
-      }
+      apply_weight<Config::kFeatures>(s(r, 2 * i), weight.x, subtracted.x, p);
+      apply_weight<Config::kFeatures>(s(r, 2 * i + 1), weight.y, subtracted.y, p);
     }
   }
 }
@@ -297,8 +267,9 @@ __device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const B
 
 // dQ += dS K for this warp's share of the block of rows before `rows`.
 template <typename Config>
-__device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams& p, const Share<Config>& share,
+__device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdSm80Params& p, const Share<Config>& share,
                                 const RowBlock& rows, int parity) {
+  using Accum = DqAccum<Config::kHeadDim>;
   Fragment<Config::kDqRows, Config::kDqDim> dq;
   dq.fill(0);
   gemm<Config::kBlockN>(dq, along_rows(shared.ds[parity], share.dq_row0),
@@ -310,12 +281,13 @@ __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams
   for (int r = 0; r < dq.kLaneRows; ++r) {
     const int row = row0 + dq.row(r);
     if (row >= shared.seq.q.length) continue;
-    float* sums = dq_sums<Config::kHeadDim>(p, shared.seq.q, previous.head, row, share.dq_dim0 / 16);
+    float* groups = Accum::address(p.plan.scratch.dq_accum, p.problem, shared.seq.q, previous.head, row,
+                                   share.dq_dim0 / Accum::kGroup);
 #pragma unroll
     for (int c = 0; c < dq.kLaneCols; c += 4) {
       constexpr int kShareCols = Config::kPageCols / Config::kDqShares;
       const int channel = 4 * c / kShareCols * Config::kPageCols + 4 * c % kShareCols;
-      ptx::add_global(sums + channel / 16 * kDqGroupStep<Config::kHeadDim> + 4 * (lane_id() % 4), dq(r, c),
+      ptx::add_global(groups + channel / Accum::kGroup * Accum::kGroupStep + 4 * (lane_id() % 4), dq(r, c),
                       dq(r, c + 1), dq(r, c + 2), dq(r, c + 3));
     }
   }
@@ -323,33 +295,31 @@ __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdParams
 
 // The rows that the block starts with.
 template <typename Config>
-__device__ RowBlock first_rows(const BwdShared<Config>& shared, const BwdParams& p) {
+__device__ RowBlock first_rows(const BwdShared<Config>& shared, const BwdSm80Params& p) {
   return {shared.work.head_k * (p.problem.heads / p.problem.heads_k), shared.row_blocks.first};
 }
 
-// Deterministic: blocks add to the same rows in turn, those with the first keys first.
-
 // The semaphore of a block of rows: how many blocks have added their dQ.
 template <typename Config>
-__device__ int* semaphore_of(const BwdShared<Config>& shared, const BwdParams& p, const RowBlock& rows) {
-  const int64_t head_row = row_value_index(p, shared.seq.q, shared.work.entry, rows.head);
-  return turns_of(p, head_row + rows.block * Config::kBlockM);
+__device__ int* semaphore_of(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
+  const BwdScratch& scratch = p.plan.scratch;
+  const int64_t first = padded_row_index(p.problem, scratch, shared.seq.q, shared.work.entry, rows.head);
+  return semaphore_at(scratch, first + rows.block * Config::kBlockM);
 }
 
 // Waits until the blocks with earlier keys that the rows see have added their dQ. One thread calls it.
 template <typename Config>
-__device__ void await_turn(const BwdShared<Config>& shared, const BwdParams& p, const RowBlock& rows) {
+__device__ void await_turn(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
   const Mask mask(p.problem, shared.seq);
-  const Interval all = interval_of<Config::kBlockM>(rows.block);
-  const int first_key = mask.keys_seen_by_any({all.first, min(all.last, mask.seqlen_q - 1)}).first;
-  ptx::wait_semaphore(semaphore_of(shared, p, rows), shared.work.block - first_key / Config::kBlockN);
+  const AddOrder<Config::kBlockM, Config::kBlockN> order(mask, rows.block, shared.work.block);
+  ptx::wait_semaphore(semaphore_of(shared, p, rows), order.before);
 }
 
 // Synchronises the block before a step. dQ of shared.turn's rows, if there are any, is added in the step: the block
 // waits for its turn. dQ of the rows before has been added by all warps: the next block gets the turn. (Not inlined, so
 // that the loop has the same registers and instructions as without turns.)
 template <typename Config>
-__noinline__ __device__ void sync_in_turn(BwdShared<Config>& shared, const BwdParams& p) {
+__noinline__ __device__ void sync_in_turn(BwdShared<Config>& shared, const BwdSm80Params& p) {
   auto& [previous, rows] = shared.turn;
   if (threadIdx.x == 0 && rows.head >= 0) await_turn(shared, p, rows);
   __syncthreads();
@@ -364,7 +334,7 @@ __noinline__ __device__ void sync_in_turn(BwdShared<Config>& shared, const BwdPa
 
 // The value team sums dV, and the key team dK / softmax_scale, of the present block of keys over the rows that see it.
 template <typename Config>
-__device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<Config>& sum) {
+__device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum) {
   using T = typename Config::T;
   const int head_k = shared.work.head_k;
   const Interval &keys = shared.keys, &blocks = shared.row_blocks;
@@ -379,7 +349,7 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<
     ptx::commit_copies();
     ptx::wait_copies<0>();
     // The rows are here, and no warp reads those before them any more.
-    p.in_turns ? sync_in_turn(shared, p) : __syncthreads();
+    p.plan.waits ? sync_in_turn(shared, p) : __syncthreads();
     if (Config::kStages > 1 && step + 1 < steps) load_rows(shared, 1 - stage, p, rows.next(blocks));
 
     const Share<Config> share;
@@ -391,14 +361,14 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<
     const Pairs weights(shared.ds[parity], share.key0, share.row0);
     PackedFragment<T, Config::kWarpKeys, Config::kWarpRows> left;
     if (share.sums_dv) {
-      probabilities<Config>(s, weights, shared, p, share, rows, stage);
+      probabilities<Config>(s, weights, shared, p.problem, share, rows, stage);
       left = pack<T>(s);
-      hand_over<Config>(left, weights, p);
+      hand_over<Config>(left, weights, p.problem);
       ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
       if (step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
     } else {
       ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
-      gradients<Config>(s, weights, p, shared.delta[stage] + share.row0);
+      gradients<Config>(s, weights, p.problem, shared.softmax_d[stage] + share.row0);
       left = pack<T>(s);
       weights.store(left);
     }
@@ -417,10 +387,10 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<
       load_rows(shared, 0, p, rows);
     }
   }
-  p.in_turns ? sync_in_turn(shared, p) : __syncthreads();
+  p.plan.waits ? sync_in_turn(shared, p) : __syncthreads();
   add_previous_dq(shared, p, Share<Config>(), rows, (steps - 1) % 2);
   __syncthreads();
-  if (p.in_turns && threadIdx.x == 0) {
+  if (p.plan.waits && threadIdx.x == 0) {
     ptx::release_semaphore(semaphore_of(shared, p, shared.turn.previous));
   }
 }
@@ -428,7 +398,7 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdParams& p, KeySum<
 // Rounds dV or dK, times `factor`, to global memory, by way of a tile that nobody reads any more.
 template <typename Config, typename Tile>
 __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const BwdShared<Config>& shared,
-                          const Share<Config>& share, const BwdParams& p, const TensorRef<>& x) {
+                          const Share<Config>& share, const BwdSm80Params& p, const TensorRef<>& x) {
   using T = typename Config::T;
   constexpr int kRows = Config::kBlockN / Config::kTeamWarps;
 #pragma unroll
@@ -452,8 +422,9 @@ __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const B
 
 // Finds the block's keys, and the rows that see them. One thread calls it.
 template <typename Config>
-__device__ void find_work(BwdShared<Config>& shared, const BwdParams& p) {
-  shared.work = key_work<Config::kBlockN>(p, p.in_turns ? atomicAdd(p.taken, 1) : blockIdx.x);
+__device__ void find_work(BwdShared<Config>& shared, const BwdSm80Params& p) {
+  const int index = p.plan.waits ? atomicAdd(p.plan.scratch.next_block, 1) : blockIdx.x;
+  shared.work = key_work<Config::kBlockN>(p.problem, p.plan.section_heads, index);
   shared.seq = Sequence(p.problem, shared.work.entry);
   const Mask mask(p.problem, shared.seq);
   shared.live_rows = mask.rows_that_see(Interval{0, mask.seqlen_k - 1});
@@ -465,7 +436,7 @@ __device__ void find_work(BwdShared<Config>& shared, const BwdParams& p) {
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_constant__ BwdParams p) {
+__global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_constant__ BwdSm80Params p) {
   auto& shared = shared_memory<BwdShared<Config>>();
   if (threadIdx.x == 0) find_work(shared, p);
   __syncthreads();
@@ -482,15 +453,15 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_c
 }
 
 template <typename Config>
-void launch_bwd(const BwdParams& p, cudaStream_t stream) {
-  const LaunchShape shape{.grid = dim3(key_blocks<Config::kBlockN>(p)),
+void launch_bwd(const BwdSm80Params& p, cudaStream_t stream) {
+  const LaunchShape shape{.grid = dim3(key_blocks<Config::kBlockN>(p.problem)),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(BwdShared<Config>)};
   launch<bwd_kernel<Config>>(shape, p, stream);
 }
 
 template <typename T, int kHeadDim, Features kFeatures>
-void run_bwd(const BwdParams& p, cudaStream_t stream) {
+void run_bwd(const BwdSm80Params& p, cudaStream_t stream) {
   using Large = BwdConfig<T, kHeadDim, kFeatures, false>;
   using Compact = BwdConfig<T, kHeadDim, kFeatures, true>;
   const bool fits = sizeof(BwdShared<Large>) <= static_cast<size_t>(max_shared_bytes(current_device()));

@@ -1,265 +1,244 @@
-// What the kernels of the backward for sm_90 share: which keys a block works on, how tiles of rows reach it, and the
-// steps of the warpgroups that compute.
+// The steps of bwd_sm90.cuh: what a warpgroup computes for a block of rows.
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <cstdint>
-#include <limits>
 
-#include "common/launch.h"
-#include "common/tensor_map.h"
-#include "flash_attn/bwd_schedule.cuh"
-#include "flash_attn/bwd_scratch.cuh"
-#include "flash_attn/dropout.cuh"
-#include "flash_attn/features.h"
+#include "flash_attn/bwd_elementwise.cuh"
+#include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_sm90_barriers.cuh"
+#include "flash_attn/bwd_sm90_block.cuh"
+#include "flash_attn/bwd_sm90_consumer.cuh"
+#include "flash_attn/bwd_sm90_shared.cuh"
 #include "flash_attn/mask.cuh"
-#include "flash_attn/params.h"
 #include "flash_attn/score.cuh"
-#include "flash_attn/sequence.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/math.cuh"
 #include "ptx/tma.cuh"
 #include "tile/fragment.cuh"
-#include "tile/load.cuh"
 #include "tile/pipeline.cuh"
-#include "tile/shared.cuh"
+#include "tile/vec.cuh"
 #include "tile/warpgroup.cuh"
 
 namespace flash::flash_attn {
 
-struct BwdSm90Params {
-  CUtensorMap q, dout, k, v;  // boxes of one page of a tile
-  CUtensorMap dq_sums, dq;    // of bwd_sm90.cuh: boxes of a half of dQ
-  int key_blocks;
-  BwdParams bwd;
-};
-
-// Tiles of rows and a value for each row.
+// A warpgroup with half of the keys of a block.
 template <typename Config>
-struct RowRing {
-  using Tile = SharedTile<typename Config::T, Config::kBlockM, Config::kHeadDim>;
-  Tile tiles[Config::kStages];
-  alignas(128) float values[Config::kStages][Config::kBlockM];
-  Ring<Config::kStages> barriers;
-};
+struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
+  using Base = BwdConsumer<Config, BwdSm90Shared<Config>>;
+  using Base::p, Base::shared, Base::block, Base::rank, Base::key0, Base::at, Base::kPlain;
+  using typename Base::Scores, typename Base::Packed, typename Base::KeySum, typename Base::T;
+  using HalfOfDq = Fragment<16, kDqBoxCols>;
+  using Ds = SharedTile<T, Config::kBlockM, Config::kBlockN>;
+  uint32_t& keys_parity;
+  static constexpr int kNone = 1 << 30;
+  typename Ring<Config::kStages>::Cursor dq_at = at;  // staggered: where dS is of which dQ comes next
+  int last_dq_rows = kNone;                           // and how many of its rows belong to the entry
+  KeySum dv, dk;
 
-// What there is to do for a block. The blocks of a cluster take neighbouring keys and walk over the same rows.
-template <typename Config>
-struct KeyBlock {
-  static constexpr int kClusterKeys = Config::kBlockN * Config::kCluster;
-  KeyWork work;  // of the cluster
-  Sequence seq;
-  Mask mask;
-  Interval keys;
-  Interval cluster_keys;
-  Interval row_blocks;  // that see some of the cluster's keys
-  int first_head, num_heads;
-
-  __device__ explicit KeyBlock(const BwdParams& p, int index = blockIdx.x / Config::kCluster, int rank = 0)
-      : work(key_work<kClusterKeys>(p, index)),
-        seq(p.problem, work.entry),
-        mask(p.problem, seq),
-        keys(interval_of<Config::kBlockN>(work.block * Config::kCluster + rank)),
-        cluster_keys(interval_of<kClusterKeys>(work.block)),
-        row_blocks(blocks_of<Config::kBlockM>(
-            mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}))),
-        num_heads(p.problem.heads / p.problem.heads_k) {
-    first_head = work.head_k * num_heads;
-  }
-
-  __device__ bool exists() const { return cluster_keys.first < seq.k.length; }
-  __device__ bool has_rows() const { return !row_blocks.empty(); }
-
-  // fn(head, block of rows), in the order in which the block walks over them.
+  // fn(address of a quad in the box, r, c) for the lane's elements (r, c) .. (r, c + 3) of its half of dQ.
   template <typename Fn>
-  __device__ void for_each_row_block(Fn&& fn) const {
-#pragma unroll 1
-    for (int head = first_head; head < first_head + num_heads; ++head) {
-#pragma unroll 1
-      for (int block = row_blocks.last; block >= row_blocks.first; --block) fn(head, block);
+  __device__ static void for_each_quad(float* first, Fn&& fn) {
+#pragma unroll
+    for (int group = 0; group < kDqBoxCols / kDqGroup; ++group) {
+#pragma unroll
+      for (int r = 0; r < HalfOfDq::kLaneRows; ++r) fn(first + (group * kDqBoxRows + 8 * r) * kDqGroup, r, 4 * group);
     }
   }
-};
 
-// ---------------------------------------------------------------------------------------------------------------------
-// Copies
-
-// K or V, by one lane.
-template <typename Config, typename Tile>
-__device__ void load_keys(Tile& tile, const CUtensorMap& map, const KeyBlock<Config>& block, ptx::SharedBarrier& here) {
-  const Span& k = block.seq.k;
-  here.arrive_expecting(sizeof(tile));
-  load_async(tile, map, static_cast<int>(k.first) + block.keys.first, block.work.head_k, static_cast<int>(k.batch),
-             here);
-}
-
-// Rings of Q and lse and of dO and delta, by one lane.
-template <typename Config, typename Shared>
-__device__ void load_rows(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block,
-                          RingCursor<Config::kStages>& at) {
-  const Span& q = block.seq.q;
-  const int first = static_cast<int>(q.first), batch = static_cast<int>(q.batch);
-  block.for_each_row_block([&](int head, int row_block) {
-    const int row0 = row_block * Config::kBlockM;
-    const int64_t index = row_value_index(p.bwd, q, block.work.entry, head) + row0;
-    const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values) {
-      ring.barriers.wait_empty(at);
-      ptx::SharedBarrier& here = ring.barriers.announce(at, sizeof(ring.tiles[0]) + sizeof(ring.values[0]));
-      load_async(ring.tiles[at.stage], map, first + row0, head, batch, here);
-      ptx::copy_bytes_async(ptx::shared_address(ring.values[at.stage]), values + index, sizeof(ring.values[0]), here);
-    };
-    load(shared.q, p.q, p.bwd.lse_log2);
-    load(shared.dout, p.dout, p.bwd.delta);
-    at.advance();
-  });
-}
-
-// All that a block reads, by one lane.
-template <typename Config, typename Shared>
-__device__ void load_block(const BwdSm90Params& p, Shared& shared, const KeyBlock<Config>& block,
-                           RingCursor<Config::kStages>& at) {
-  load_keys(shared.k, p.k, block, shared.keys_here);
-  load_keys(shared.v, p.v, block, shared.keys_here);
-  load_rows(p, shared, block, at);
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// Steps of a warpgroup that computes
-
-// Zeros for the rows of a tile outside of first .. last, by a warpgroup, before it multiplies them: 0 * NaN is NaN.
-template <typename Tile>
-__device__ void clear_outside(Tile& tile, const Interval& rows) {
-  constexpr int kChunks = Tile::kCols / Tile::kChunk;
-  for (int i = threadIdx.x % kWarpgroup; i < Tile::kRows * kChunks; i += kWarpgroup) {
-    const int row = i / kChunks;
-    if (row < rows.first || row > rows.last) *reinterpret_cast<uint4*>(tile.chunk(row, i % kChunks)) = {};
+  __device__ void store_rounded(HalfOfDq& dq, int first_row, int t) const {
+    dq.for_each([&](float& x, int, int) { x *= p.problem.softmax_scale; });
+    auto& rounded = shared.dq[rank].rounded;
+    T* first_pair = rounded.chunk(not_kept(first_row), 0) + 2 * t;
+#pragma unroll
+    for (int r = 0; r < dq.kLaneRows; ++r) {
+#pragma unroll
+      for (int c = 0; c < dq.kLaneCols; c += 2) {
+        const uintptr_t pair = reinterpret_cast<uintptr_t>(first_pair) ^ rounded.flip(c / 2);
+        *reinterpret_cast<uint32_t*>(pair + rounded.distance(8 * r, 0)) = ptx::pack<T>(dq(r, c), dq(r, c + 1));
+      }
+    }
   }
-}
 
-// Which elements of a fragment of 16 rows a lane drops.
-struct Dropped {
-  uint32_t bits[2] = {};
-  __device__ bool has(int r, int c) const { return bits[r] >> c & 1; }
-};
-
-// A value that the compiler has to take as new in each step: no register keeps what follows from it through a loop.
-__device__ inline unsigned not_kept(unsigned value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
-__device__ inline int own_barrier(int rank) { return 6 + rank; }
-
-// Each warp releases the stages that it has read, by its first lane: products of a warpgroup that have ended say
-// nothing about what other warps still read with ordinary loads, as they do lse and delta.
-template <typename Config_, typename Shared>
-struct BwdConsumer {
-  using Config = Config_;
-  using T = typename Config::T;
-  using Scores = Fragment<16, Config::kBlockM>;  // S^T, then P^T; or dP^T, then dS^T
-  using Packed = PackedFragment<T, 16, Config::kBlockM>;
-  using KeySum = Fragment<16, Config::kHeadDim>;  // dV or dK
-  static constexpr bool kPlain = Config::kFeatures == Features::kPlain;
-  const BwdParams& p;
-  Shared& shared;
-  const KeyBlock<Config>& block;
-  const int rank;  // of the warpgroup
-  const int key0;  // of the warp, in the block
-  typename Ring<Config::kStages>::Cursor at = {};
-
-  // Rows and keys that see nothing, and those of other entries, may hold anything.
-  template <typename Tile>
-  __device__ void clear_dead(Tile& first, Tile& second, const Interval& live, const Interval& present) {
-    if (live.covers(present)) return;
-    const Interval kept{live.first - present.first, live.last - present.first};
-    clear_outside(first, kept);
-    clear_outside(second, kept);
+  // Gives the warpgroup's half of dQ to the dQ warp. Of the box's rows `count` belong to the entry; to those of the
+  // next one nothing may be added, not even NaN that is among the keys.
+  __device__ void hand_over(HalfOfDq& dq, int count) const {
+    ptx::sync_barrier<kDqThreads>(kDqEmptyBarrier + rank);
+    const DqFate fate = p.plan.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
+    // If addresses are kept, too few registers are left to compute all of dS before dV starts, whose products then
+    // wait.
+    const unsigned thread = not_kept(threadIdx.x) % kWarpgroup;
+    const int first_row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
+    if (count < kDqBoxRows) {
+      dq.for_each([&](float& x, int r, int) { x = first_row + 8 * r < count ? x : 0; });
+    }
+    float* first = shared.dq[rank].quad(0, first_row, t);
+    if (fate == DqFate::kRoundWithSum) {
+      for_each_quad(first, [&](float* quad, int r, int c) {
+        const Vec<float, 4> sum = load<4>(quad);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dq(r, c + i) += sum[i];
+      });
+      ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);  // the sum has been read where rounded values come
+    }
+    if (fate == DqFate::kAdd || fate == DqFate::kStore) {
+      for_each_quad(first, [&](float* quad, int r, int c) {
+        store(quad, Vec<float, 4>{dq(r, c), dq(r, c + 1), dq(r, c + 2), dq(r, c + 3)});
+      });
+    } else {
+      store_rounded(dq, first_row, t);
+    }
     ptx::fence_async_reads();
-    ptx::sync_barrier<kWarpgroup>(own_barrier(rank));
+    ptx::arrive_at_barrier<kDqThreads>(kDqFullBarrier + rank);
   }
 
-  __device__ void wait_keys(uint32_t parity = 0) {
-    shared.keys_here.wait(parity);
-    clear_dead(shared.k, shared.v, block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1}), block.keys);
+  // S^T and dP^T, which are on their way, to the left operands of dV and of dK.
+  __device__ void differentiate(Scores& s, Scores& dp, Packed& weights, Packed& gradients, int head,
+                                const Interval& rows) const {
+    const auto softmax_d = [&](int c) {
+      return *reinterpret_cast<const float2*>(&shared.dout.values[at.stage][dp.col(c)]);
+    };
+    if constexpr (kPlain) {
+      wait_gemms<1>(s);
+      this->probabilities(s, head, rows);
+      weights = pack<T>(s);
+      wait_gemms<0>(dp);
+      subtract_softmax_d<Config::kFeatures>(dp, {}, p.problem, softmax_d);
+      dp.for_each([&](float& x, int r, int c) { x *= s(r, c); });
+    } else {
+      wait_gemms<0>(s, dp);
+      const Dropped dropped = dropped_of<Config::kFeatures>(s, p.problem, this->place_of(head, rows));
+      subtract_softmax_d<Config::kFeatures>(dp, dropped, p.problem, softmax_d);
+      scale_and_cap(s, p.problem);
+      if (const float cap = p.problem.softcap; cap > 0) {
+        dp.for_each([&](float& x, int r, int c) { x *= cap_slope(s(r, c), cap); });
+      }
+      this->probabilities(s, head, rows);
+      dp.for_each([&](float& x, int r, int c) { x *= s(r, c); });
+      s.for_each([&](float& x, int r, int c) { x = dropped.has(r, c) ? 0 : x; });
+      weights = pack<T>(s);
+    }
+    gradients = pack<T>(dp);
   }
 
-  __device__ void wait_rows(const Interval& rows) {
-    shared.q.barriers.wait_full(at);
-    const Interval live = block.mask.rows_that_see(Interval{0, block.mask.seqlen_k - 1});
-    if (live.covers(rows)) return;
+  __device__ void start_dv(Packed& weights) {
+    fence(dv, weights);
+    start_gemm<Config::kBlockM>(dv, weights, along_rows(shared.dout.tiles[at.stage]), true);
+  }
+
+  __device__ void start_dk(Packed& gradients) {
+    fence(dk, gradients);
+    start_gemm<Config::kBlockM>(dk, gradients, along_rows(shared.q.tiles[at.stage]), true);
+  }
+
+  __device__ void start_dq(HalfOfDq& dq, const Ds& ds) {
+    ptx::fence_products();
+    start_gemm<Config::kBlockN>(dq, along_cols(ds, Config::kHalvesAreRows ? 64 * rank : 0),
+                                along_rows(shared.k, Config::kHalvesAreRows ? 0 : kDqBoxCols * rank), false);
+  }
+
+  // Starts dQ of the last rows that lack it. If there are none, the result is not used: a branch around the products
+  // would compile the rest of a step twice.
+  __device__ void start_last_dq(HalfOfDq& dq) {
+    if (last_dq_rows != kNone) shared.ds_ring.wait_full(dq_at);
+    start_dq(dq, shared.ds[dq_at.stage]);
+  }
+
+  __device__ void end_last_dq(HalfOfDq& dq) {
+    if (lane_id() == 0) shared.ds_ring.release(dq_at);
+    dq_at.advance();
+    hand_over(dq, last_dq_rows);
+  }
+
+  // Sums dV, dK and dQ of the rows of a step, when both warpgroups have stored their dS.
+  __device__ void sum_together(Packed& weights, Packed& gradients, int dq_rows) {
+    auto& ds = shared.ds[at.stage];
+    start_dv(weights);
+    store_transposed(ds, gradients, not_kept(key0));
+    ptx::fence_async_reads();
+    ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
+    HalfOfDq dq;
+    start_dq(dq, ds);
+    wait_gemms<1>(dv);
+    if (lane_id() == 0) shared.dout.barriers.release(at);
+    start_dk(gradients);
+    wait_gemms<1>(dq);
+    hand_over(dq, dq_rows);
+  }
+
+  // Sums dV and dK of the rows of a step and dQ of the rows before, for which the other warpgroup has stored
+  // dS meanwhile. The
+  // second warpgroup starts a step when the first has come to its last products: each then exponentiates while the
+  // other multiplies.
+  __device__ void sum_apart(Packed& weights, Packed& gradients, int dq_rows) {
+    shared.ds_ring.wait_empty(at);
+    store_transposed(shared.ds[at.stage], gradients, not_kept(key0));
+    ptx::fence_async_reads();
+    __syncwarp();
+    if (lane_id() == 0) shared.ds_ring.full[at.stage].arrive();
+    start_dv(weights);
+    HalfOfDq dq;
+    start_last_dq(dq);
+    start_dk(gradients);
+    if (rank == 0) ptx::arrive_at_barrier<2 * kWarpgroup>(kStepBarrier);
+    wait_gemms<1>(dv, dq);
+    if (lane_id() == 0) shared.dout.barriers.release(at);
+    if (last_dq_rows != kNone) end_last_dq(dq);
+    last_dq_rows = dq_rows;
+  }
+
+  __device__ void step(int head, int row_block) {
+    const Interval rows = interval_of<Config::kBlockM>(row_block);
+    auto &q = shared.q.tiles[at.stage], &dout = shared.dout.tiles[at.stage];
+    this->wait_rows(rows);
+    if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
+    Scores s, dp;
+    ptx::fence_products();
+    start_gemm<Config::kHeadDim>(s, along_cols(shared.k, 64 * rank), along_cols(q), false);
     shared.dout.barriers.wait_full(at);
-    clear_dead(shared.q.tiles[at.stage], shared.dout.tiles[at.stage], live, rows);
+    ptx::fence_products();
+    start_gemm<Config::kHeadDim>(dp, along_cols(shared.v, 64 * rank), along_cols(dout), false);
+    Packed weights, gradients;
+    differentiate(s, dp, weights, gradients, head, rows);
+    const int dq_rows = block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0);
+    if constexpr (Config::kStaggered) {
+      sum_apart(weights, gradients, dq_rows);
+    } else {
+      sum_together(weights, gradients, dq_rows);
+    }
+    wait_gemms<0>(dk);
+    if (lane_id() == 0) shared.q.barriers.release(at);
+    at.advance();
   }
 
-  // S^T, capped if it is, to P^T.
-  __device__ void probabilities(Scores& s, int head, const Interval& rows) const {
-    const Mask& mask = block.mask;
-    const int first_key = block.keys.first + key0;
-    if constexpr (!kPlain) {
-      if (p.problem.alibi_slopes != nullptr) {
-        const float slope = alibi_slope(p.problem, block.work.entry, head);
-        const int own_row = first_key - mask.diagonal();
-        subtract_distance(s, {slope, slope}, {own_row + s.row(0), own_row + s.row(1)}, rows.first);
+  __device__ void run() {
+    dv.fill(0), dk.fill(0);
+    if (block.has_rows()) {
+      this->wait_keys(keys_parity);
+      keys_parity ^= 1;
+      block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+      HalfOfDq dq;
+      if constexpr (Config::kStaggered) {
+        start_last_dq(dq);
+        wait_gemms<0>(dq);
       }
+      if (lane_id() == 0) shared.keys_free.arrive();
+      if constexpr (Config::kStaggered) end_last_dq(dq);
     }
-    const Interval existing{rows.first, min(rows.last, mask.seqlen_q - 1)};
-    if (!mask.keys_seen_by_all(existing).covers(block.keys)) {
-      hide_outside(s, [&](int r) { return mask.rows_that_see(first_key + s.row(r)); }, rows.first, -INFINITY);
-    }
-    const float scale_log2 = score_scale_log2<Config::kFeatures>(p.problem);
-#pragma unroll
-    for (int c = 0; c < s.kLaneCols; c += 2) {
-      const float2 lse = *reinterpret_cast<const float2*>(&shared.q.values[at.stage][s.col(c)]);
-#pragma unroll
-      for (int r = 0; r < s.kLaneRows; ++r) {
-        s(r, c) = ptx::exp2(s(r, c) * scale_log2 - lse.x);
-        s(r, c + 1) = ptx::exp2(s(r, c + 1) * scale_log2 - lse.y);
-      }
-    }
-  }
-
-  // Rounds dV or dK, times `factor`, to global memory.
-  __device__ void store_sum(KeySum& sum, float factor, const TensorRef<>& x) const {
-    const Span& span = block.seq.k;
-    const float factors[] = {factor, factor};
-    sum.scale_rows(factors);
-    T* first = first_token<T>(x, span, block.work.head_k) + block.keys.first * x.seqlen;
-    const StridedRows<T> rows{first, x.seqlen, 0, max(0, span.length - block.keys.first)};
-    store_rows<T>(sum, rows, key0, p.problem.head_dim);
+    this->store_sum(dv, p.problem.dropout_rescale, p.dv);
+    this->store_sum(dk, p.problem.softmax_scale, p.dk);
   }
 };
 
-// ---------------------------------------------------------------------------------------------------------------------
-
+// Computes dV and dK of all blocks of keys, by a warpgroup.
 template <typename Config>
-BwdSm90Params params_of(const BwdParams& p) {
-  using Rows = typename RowRing<Config>::Tile;
-  using Keys = SharedTile<typename Config::T, Config::kBlockN, Config::kHeadDim>;
-  const Problem& problem = p.problem;
-  const auto map_rows = [&](const TensorRef<const void>& x) {
-    return map_of<Rows>(x, problem.head_dim, problem.heads, problem.seqlen_q, problem.cu_seqlens_q ? 1 : problem.batch);
-  };
-  const auto map_keys = [&](const TensorRef<const void>& x) {
-    return map_of<Keys>(x, problem.head_dim, problem.heads_k, problem.capacity_k,
-                        problem.cu_seqlens_k ? 1 : problem.batch);
-  };
-  return {.q = map_rows(p.q),
-          .dout = map_rows(p.dout),
-          .k = map_keys(p.k),
-          .v = map_keys(p.v),
-          .key_blocks = static_cast<int>(key_blocks<Config::kBlockN * Config::kCluster>(p)),
-          .bwd = p};
-}
-
-// With at most `most` clusters, or one for each cluster's keys.
-template <auto kKernel, typename Config, typename Shared>
-void launch_bwd_sm90(const BwdSm90Params& params, cudaStream_t stream, int most = std::numeric_limits<int>::max()) {
-  static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");
-  const LaunchShape shape{.grid = dim3(Config::kCluster * std::min(params.key_blocks, most)),
-                          .block = dim3(Config::kThreads),
-                          .shared_bytes = sizeof(Shared),
-                          .cluster = Config::kCluster};
-  launch<kKernel>(shape, params, stream);
+__device__ void sum_keys(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, int rank) {
+  RingCursor<Config::kStages> at;
+  uint32_t keys_parity = 0;
+  for_each_key_block(p, shared, [&](const KeyBlock<Config>& block) {
+    Gradients<Config> gradients{{p, shared, block, rank, warp_id() * 16, at}, keys_parity};
+    gradients.run();
+    at = gradients.at;
+  });
 }
 
 }  // namespace flash::flash_attn

@@ -17,11 +17,18 @@
 #include <cstdint>
 #include <new>
 
+#include "flash_attn/bwd_dq_accum.cuh"
+#include "flash_attn/bwd_elementwise.cuh"
 #include "flash_attn/bwd_finish.cuh"
+#include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_prepare.cuh"
-#include "flash_attn/bwd_sm90_steps.cuh"
-#include "flash_attn/config.h"
-#include "flash_attn/dropout.cuh"
+#include "flash_attn/bwd_schedule.cuh"
+#include "flash_attn/bwd_scratch.cuh"
+#include "flash_attn/bwd_sm90_barriers.cuh"
+#include "flash_attn/bwd_sm90_block.cuh"
+#include "flash_attn/bwd_sm90_consumer.cuh"
+#include "flash_attn/bwd_sm90_launch.cuh"
+#include "flash_attn/bwd_sm90_load.cuh"
 #include "flash_attn/features.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/params.h"
@@ -56,23 +63,12 @@ struct BwdWideShared {
   SharedTile<T, Config::kBlockN, 128> other_k;             // of the other block, with the channels of the half of dQ
   SharedTile<T, Config::kBlockM, Config::kBlockN> scores;  // P^T, then dS
   uint4 other_ds[Config::kBlockN / 16][kWarpgroup];        // of each lane
-  RowRing<Config> q, dout;                                 // with lse and delta
+  RowRing<Config> q, dout;                                 // with lse and softmax_d
   ptx::SharedBarrier keys_here, other_keys_here;
   ptx::SharedBarrier other_ds_here, sent_ds_taken;
   int taken;                                         // in block 0 of the cluster: the index of its keys
   alignas(16) char block[sizeof(KeyBlock<Config>)];  // which does not fit the registers
 };
-
-// Barriers of two teams, of which one tells and the other waits: that `scores` is empty, or has weights, or gradients.
-enum ScoresBarrier { kEmpty = 8, kWeights, kGradients };
-__device__ inline void tell(ScoresBarrier barrier) { ptx::arrive_at_barrier<2 * kWarpgroup>(barrier); }
-__device__ inline void await(ScoresBarrier barrier) { ptx::sync_barrier<2 * kWarpgroup>(barrier); }
-
-// Barriers of the query team and the warp that waits for its turns, and the one that passes them on.
-enum TurnBarrier { kTurnHere = 1, kTurnDone };
-constexpr int kTurnThreads = kWarpgroup + 32;
-
-constexpr int kQueryBarrier = 3;  // of the query team
 
 // A team that sums dV or dK.
 template <typename Config>
@@ -125,11 +121,7 @@ struct ValueTeam : SumTeam<Config> {
       }
     }
     this->probabilities(s, head, rows);
-    if (!kPlain && p.problem.rng_state != nullptr) {
-      const Dropout dropout(p.problem, block.work.entry, head);
-      dropout.for_each_dropped_transposed(s, block.keys.first + key0, rows.first,
-                                          [&](int r, int c) { s(r, c) = -s(r, c); });
-    }
+    if constexpr (!kPlain) negate_dropped(s, p.problem, this->place_of(head, rows));
     weights = pack<T>(s);
     Packed left = weights;
     if constexpr (!kPlain) {
@@ -138,17 +130,14 @@ struct ValueTeam : SumTeam<Config> {
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           uint32_t& weight = weights.values[0][i][j];
-          if (cap > 0) {
-            const float2 x = ptx::unpack<T>(weight), slope = ptx::unpack<T>(slopes.values[0][i][j]);
-            left.values[0][i][j] = ptx::pack<T>(x.x * slope.x, x.y * slope.y);
-          }
+          if (cap > 0) left.values[0][i][j] = multiply_pairs<T>(weight, slopes.values[0][i][j]);
           weight = ptx::clamp_below<T>(weight);
         }
       }
     }
-    await(kEmpty);
+    await(kEmptyBarrier);
     store_transposed(shared.scores, left, key0);
-    tell(kWeights);
+    release(kWeightsBarrier);
     return weights;
   }
 
@@ -169,7 +158,7 @@ struct ValueTeam : SumTeam<Config> {
     sum.fill(0);
     if (block.has_rows()) this->wait_keys();
     block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
-    await(kEmpty);
+    await(kEmptyBarrier);
     this->store_sum(sum, p.problem.dropout_rescale, p.dv);
   }
 };
@@ -188,19 +177,12 @@ struct KeyTeam : SumTeam<Config> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int c = 4 * i + 2 * half;
-        const float2 delta = *reinterpret_cast<const float2*>(&shared.dout.values[at.stage][dp.col(c)]);
+        const float2 softmax_d = *reinterpret_cast<const float2*>(&shared.dout.values[at.stage][dp.col(c)]);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float2 weight = ptx::unpack<T>(weights.values[0][i][2 * half + r]);
-          float &first = dp(r, c), &second = dp(r, c + 1);
-          if constexpr (kPlain) {
-            first = weight.x * (first - delta.x);
-            second = weight.y * (second - delta.y);
-          } else {
-            const float rescale = p.problem.dropout_rescale;
-            first = weight.x * (signbit(weight.x) ? delta.x : first * rescale - delta.x);
-            second = weight.y * (signbit(weight.y) ? delta.y : second * rescale - delta.y);
-          }
+          apply_weight<Config::kFeatures>(dp(r, c), weight.x, softmax_d.x, p.problem);
+          apply_weight<Config::kFeatures>(dp(r, c + 1), weight.y, softmax_d.y, p.problem);
         }
       }
     }
@@ -214,12 +196,12 @@ struct KeyTeam : SumTeam<Config> {
     ptx::fence_products();
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v), along_cols(shared.dout.tiles[at.stage]), false);
     wait_gemms<0>(dp);
-    await(kWeights);
+    await(kWeightsBarrier);
     Packed gradients = differentiate(dp);
     this->release(shared.dout);
     store_transposed(shared.scores, gradients, key0);
     ptx::fence_async_reads();
-    tell(kGradients);
+    release(kGradientsBarrier);
     this->add_product(gradients, shared.q);
   }
 
@@ -236,7 +218,8 @@ struct QueryTeam {
   using Gradients = PackedFragment<typename Config::T, 16, Config::kBlockN>;
   static constexpr int kCols = 32, kParts = Config::kHeadDim / 2 / kCols;
   using Part = Fragment<16, kCols>;
-  const BwdParams& p;
+  using Accum = DqAccum<Config::kHeadDim>;
+  const BwdSm90Params& p;
   BwdWideShared<Config>& shared;
   const KeyBlock<Config>& block;
   const int rank;       // of the block in the cluster
@@ -292,24 +275,26 @@ struct QueryTeam {
       if (8 * r >= rows) continue;
 #pragma unroll
       for (int c = 0; c < dq.kLaneCols; c += 4) {
-        ptx::add_global(sums + 8 * r * Config::kHeadDim + c / 4 * kDqGroupStep<Config::kHeadDim>, dq(r, c),
-                        dq(r, c + 1), dq(r, c + 2), dq(r, c + 3));
+        ptx::add_global(sums + 8 * r * Config::kHeadDim + c / 4 * Accum::kGroupStep, dq(r, c), dq(r, c + 1),
+                        dq(r, c + 2), dq(r, c + 3));
       }
     }
   }
 
   __device__ void step(int head, int row_block) {
-    await(kGradients);
+    await(kGradientsBarrier);
     Gradients own_ds = take();
-    tell(kEmpty);
+    release(kEmptyBarrier);
     send(own_ds);
     Gradients other_ds = receive();
     parity ^= 1;
     fence(own_ds, other_ds);
     const Span& q = block.seq.q;
     const int first_row = row_block * Config::kBlockM + row();
-    float* sums = dq_sums<Config::kHeadDim>(p, q, head, first_row, first_col(rank) / 16) + 4 * (lane_id() % 4);
-    if (p.turns != nullptr) ptx::sync_barrier<kTurnThreads>(kTurnHere);
+    float* groups =
+        Accum::address(p.plan.scratch.dq_accum, p.problem, q, head, first_row, first_col(rank) / Accum::kGroup);
+    float* sums = groups + 4 * (lane_id() % 4);
+    if (p.plan.waits) ptx::sync_barrier<kTurnThreads>(kTurnHereBarrier);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int col = first_col(rank) + part * kCols;
@@ -318,9 +303,9 @@ struct QueryTeam {
       start_gemm<Config::kBlockN>(dq, own_ds, along_rows(shared.k, col), false);
       start_gemm<Config::kBlockN>(dq, other_ds, along_rows(shared.other_k, col - other_col0(rank)), true);
       wait_gemms<0>(dq, own_ds, other_ds);
-      add(dq, sums + part * (kCols / 16) * kDqGroupStep<Config::kHeadDim>, q.length - first_row);
+      add(dq, sums + part * (kCols / Accum::kGroup) * Accum::kGroupStep, q.length - first_row);
     }
-    if (p.turns != nullptr) ptx::sync_barrier<kTurnThreads>(kTurnDone);
+    if (p.plan.waits) ptx::sync_barrier<kTurnThreads>(kTurnDoneBarrier);
   }
 
   __device__ void wait_keys() const {
@@ -335,7 +320,7 @@ struct QueryTeam {
   }
 
   __device__ void run() {
-    tell(kEmpty);
+    release(kEmptyBarrier);
     if (block.has_rows()) wait_keys();
     block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
   }
@@ -343,52 +328,49 @@ struct QueryTeam {
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Deterministic: clusters add to the same rows in turn, those with the first keys first. A warp waits for the turns of
-// the query team, and another one passes them on, so that the team waits for neither.
+// Deterministic: clusters add to the same rows in the order of their keys. One warp waits at the semaphores for the
+// query team, and another one releases them, so that the team waits for neither.
 template <typename Config>
 struct Turns {
-  const BwdParams& p;
+  const BwdSm90Params& p;
   const KeyBlock<Config>& block;
   const int rank;  // of the block in the cluster
 
-  // How many clusters have added to the rows.
-  __device__ int* counter(int head, int row_block) const {
-    return turns_of(p, row_value_index(p, block.seq.q, block.work.entry, head) + row_block * Config::kBlockM) + rank;
+  // How many clusters have added to the rows; each block of a cluster adds half of the channels.
+  __device__ int* semaphore(int head, int row_block) const {
+    return semaphore_at(p.plan.scratch, block.padded_index(p, head) + row_block * Config::kBlockM) + rank;
   }
 
   __device__ void await_all() const {
-    const Mask& mask = block.mask;
     block.for_each_row_block([&](int head, int row_block) {
-      const Interval rows = interval_of<Config::kBlockM>(row_block);
-      const int first_key = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}).first;
-      const int turn = block.work.block - first_key / KeyBlock<Config>::kClusterKeys;
-      if (lane_id() == 0) ptx::wait_semaphore(counter(head, row_block), turn);
+      const AddOrder<Config::kBlockM, KeyBlock<Config>::kClusterKeys> order(block.mask, row_block, block.work.block);
+      if (lane_id() == 0) ptx::wait_semaphore(semaphore(head, row_block), order.before);
       __syncwarp();
-      ptx::sync_barrier<kTurnThreads>(kTurnHere);
+      ptx::sync_barrier<kTurnThreads>(kTurnHereBarrier);
     });
   }
 
-  __device__ void pass_all() const {
+  __device__ void release_all() const {
     block.for_each_row_block([&](int head, int row_block) {
-      ptx::sync_barrier<kTurnThreads>(kTurnDone);
-      if (lane_id() == 0) ptx::release_semaphore(counter(head, row_block));
+      ptx::sync_barrier<kTurnThreads>(kTurnDoneBarrier);
+      if (lane_id() == 0) ptx::release_semaphore(semaphore(head, row_block));
       __syncwarp();
     });
   }
 };
 
-// All that a block reads, by one lane; of Q and dO every other page, for both blocks.
+// Starts the copies of all that a block reads, by one lane; of Q and dO every other page, for both blocks.
 template <typename Config>
-__device__ void load_block(const BwdSm90Params& p, BwdWideShared<Config>& shared, const KeyBlock<Config>& block,
+__device__ void load_block(const BwdSm90Launch& p, BwdWideShared<Config>& shared, const KeyBlock<Config>& block,
                            int rank) {
   const Span &k = block.seq.k, &q = block.seq.q;
-  load_keys(shared.k, p.k, block, shared.keys_here);
-  load_keys(shared.v, p.v, block, shared.keys_here);
+  load_keys(shared.k, p.k_map, block, shared.keys_here);
+  load_keys(shared.v, p.v_map, block, shared.keys_here);
   shared.other_keys_here.arrive_expecting(sizeof(shared.other_k));
 #pragma unroll 1
   for (int page = 0; page < shared.other_k.kPages; ++page) {
     const int row = static_cast<int>(k.first) + block.cluster_keys.first + (rank ^ 1) * Config::kBlockN;
-    ptx::copy_box_async(shared.other_k.address(0, 0) + shared.other_k.distance(0, page), p.k,
+    ptx::copy_box_async(shared.other_k.address(0, 0) + shared.other_k.distance(0, page), p.k_map,
                         QueryTeam<Config>::other_col0(rank) + page * shared.other_k.kPageCols, block.work.head_k, row,
                         static_cast<int>(k.batch), shared.other_keys_here);
   }
@@ -396,7 +378,7 @@ __device__ void load_block(const BwdSm90Params& p, BwdWideShared<Config>& shared
   typename Ring<Config::kStages>::Cursor at;
   block.for_each_row_block([&](int head, int row_block) {
     const int row0 = row_block * Config::kBlockM;
-    const int64_t index = row_value_index(p.bwd, q, block.work.entry, head) + row0;
+    const int64_t index = block.padded_index(p, head) + row0;
     const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values) {
       auto& tile = ring.tiles[at.stage];
       ring.barriers.wait_empty(at);
@@ -408,8 +390,8 @@ __device__ void load_block(const BwdSm90Params& p, BwdWideShared<Config>& shared
       }
       ptx::copy_bytes_async(ptx::shared_address(ring.values[at.stage]), values + index, sizeof(ring.values[0]), here);
     };
-    load(shared.q, p.q, p.bwd.lse_log2);
-    load(shared.dout, p.dout, p.bwd.delta);
+    load(shared.q, p.q_map, p.plan.lse_log2);
+    load(shared.dout, p.dout_map, p.plan.softmax_d);
     at.advance();
   });
 }
@@ -418,20 +400,20 @@ __device__ void load_block(const BwdSm90Params& p, BwdWideShared<Config>& shared
 // CUDA does not promise to start clusters in the order of their numbers, and a cluster that waits for one that has not
 // started may keep it from starting. All threads of the cluster call it.
 template <typename Config>
-__device__ int find_index(const BwdParams& p, BwdWideShared<Config>& shared, int rank) {
-  if (p.turns == nullptr) return blockIdx.x / Config::kCluster;
-  if (rank == 0 && threadIdx.x == 0) shared.taken = atomicAdd(p.taken, 1);
+__device__ int find_index(const BwdSm90Params& p, BwdWideShared<Config>& shared, int rank) {
+  if (!p.plan.waits) return blockIdx.x / Config::kCluster;
+  if (rank == 0 && threadIdx.x == 0) shared.taken = atomicAdd(p.plan.scratch.next_block, 1);
   ptx::sync_cluster();
   return ptx::load_from(0, shared.taken);
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __grid_constant__ BwdSm90Params p) {
+__global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __grid_constant__ BwdSm90Launch p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<BwdWideShared<Config>>();
-  const int rank = ptx::cluster_rank(), index = find_index(p.bwd, shared, rank);
+  const int rank = ptx::cluster_rank(), index = find_index(p, shared, rank);
   if (threadIdx.x == 0) {
-    new (shared.block) KeyBlock<Config>(p.bwd, index, rank);
+    new (shared.block) KeyBlock<Config>(p, index, rank);
     shared.keys_here.init(2);
     shared.other_keys_here.init(1);
     shared.other_ds_here.init(1);
@@ -447,19 +429,19 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
   const int team = warpgroup_id(), key0 = threadIdx.x % kWarpgroup / 32 * 16;
   if (team == 0) {
     ptx::take_registers<Config::kSumRegisters>();
-    ValueTeam<Config>{{{p.bwd, shared, block, team, key0}}}.run();
+    ValueTeam<Config>{{{p, shared, block, team, key0}}}.run();
   } else if (team == 1) {
     ptx::take_registers<Config::kSumRegisters>();
-    KeyTeam<Config>{{{p.bwd, shared, block, team, key0}}}.run();
+    KeyTeam<Config>{{{p, shared, block, team, key0}}}.run();
   } else if (team == 2) {
     ptx::keep_registers<Config::kQueryRegisters>();
-    QueryTeam<Config>{p.bwd, shared, block, rank}.run();
+    QueryTeam<Config>{p, shared, block, rank}.run();
   } else {
     ptx::keep_registers<Config::kProducerRegisters>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
     if (role == 0 && lane_id() == 0 && block.has_rows()) load_block(p, shared, block, rank);
-    if (role == 1 && p.bwd.turns != nullptr) Turns<Config>{p.bwd, block, rank}.await_all();
-    if (role == 2 && p.bwd.turns != nullptr) Turns<Config>{p.bwd, block, rank}.pass_all();
+    if (role == 1 && p.plan.waits) Turns<Config>{p, block, rank}.await_all();
+    if (role == 2 && p.plan.waits) Turns<Config>{p, block, rank}.release_all();
   }
   __syncwarp();
   ptx::sync_cluster();  // before a block's shared memory goes to another one
@@ -467,10 +449,10 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
 }
 
 template <typename T, int kHeadDim, Features kFeatures>
-void run_bwd_sm90(const BwdParams& p, cudaStream_t stream) {
+void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
   using Config = BwdWideConfig<T, kHeadDim, kFeatures>;
   run_bwd_prepare<BwdPrepareConfig<T, kHeadDim>>(p, stream);
-  launch_bwd_sm90<bwd_wide_kernel<Config>, Config, BwdWideShared<Config>>(params_of<Config>(p), stream);
+  launch_bwd_sm90<bwd_wide_kernel<Config>, Config, BwdWideShared<Config>>(launch_params<Config>(p), stream);
   run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);
 }
 

@@ -6,6 +6,7 @@
 #include "common/dispatch.h"
 #include "common/environment.h"
 #include "flash_attn/append.cuh"
+#include "flash_attn/bwd_plan.h"
 #include "flash_attn/features.h"
 #include "flash_attn/fwd_plan.h"
 #include "flash_attn/fwd_tiles.h"
@@ -58,6 +59,25 @@ void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
   });
 }
 
+template <typename T, int kHeadDim, Features kFeatures>
+auto bwd_instance(const BwdSm80Params&) {
+  return run_bwd<T, kHeadDim, kFeatures>;
+}
+template <typename T, int kHeadDim, Features kFeatures>
+auto bwd_instance(const BwdSm90Params&) {
+  return run_bwd_sm90<T, kHeadDim, kFeatures>;
+}
+
+template <typename Plan>
+void run_bwd_with(const BwdParams& p, const Plan& plan, cudaStream_t stream) {
+  const PlannedBwd<Plan> params{p, plan};
+  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
+    dispatch_value<Features::kPlain, Features::kAll>(features_of(p), [&](auto kFeatures) {
+      run_built(bwd_instance<element_t<kDType>, kHeadDim, kFeatures>(params), params, stream);
+    });
+  });
+}
+
 constexpr bool is_compiled_for(int arch) {
   for (const int compiled : {__CUDA_ARCH_LIST__}) {
     if (compiled == arch) return true;
@@ -76,13 +96,8 @@ void fwd(const FwdParams& p, const FwdPlan& plan, cudaStream_t stream) {
   std::visit([&](const auto& chosen) { run_fwd_with(p, chosen, stream); }, plan);
 }
 
-void bwd(const BwdParams& p, cudaStream_t stream) {
-  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
-    dispatch_value<Features::kPlain, Features::kAll>(features_of(p), [&](auto kFeatures) {
-      using T = element_t<kDType>;
-      run_built(p.on_sm90 ? run_bwd_sm90<T, kHeadDim, kFeatures> : run_bwd<T, kHeadDim, kFeatures>, p, stream);
-    });
-  });
+void bwd(const BwdParams& p, const BwdPlan& plan, cudaStream_t stream) {
+  std::visit([&](const auto& chosen) { run_bwd_with(p, chosen, stream); }, plan);
 }
 
 void dmask(const DmaskParams& p, cudaStream_t stream) {

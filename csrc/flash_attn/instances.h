@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "flash_attn/bwd_plan.h"
 #include "flash_attn/features.h"
 #include "flash_attn/fwd_plan.h"
 #include "flash_attn/params.h"
@@ -20,10 +21,10 @@ template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_decode(const DecodeParams& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures>
-[[gnu::weak]] void run_bwd(const BwdParams& p, cudaStream_t stream);
+[[gnu::weak]] void run_bwd(const BwdSm80Params& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures>
-[[gnu::weak]] void run_bwd_sm90(const BwdParams& p, cudaStream_t stream);
+[[gnu::weak]] void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, int kWidth>
 [[gnu::weak]] void run_dmask(const DmaskParams& p, cudaStream_t stream);

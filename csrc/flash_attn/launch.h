@@ -2,7 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "flash_attn/config.h"       // what a caller plans a backward with
+#include "flash_attn/bwd_planner.h"  // what a caller plans a backward with
 #include "flash_attn/fwd_planner.h"  // and a forward
 #include "flash_attn/params.h"
 
@@ -20,7 +20,7 @@ void dmask(const DmaskParams& p, cudaStream_t stream);
 // Puts new keys and values into a cache, and rotates them and the queries.
 void append(const AppendParams& p, cudaStream_t stream);
 
-// On the current device. p has a plan (config.h) and the scratch that it asks for.
-void bwd(const BwdParams& p, cudaStream_t stream);
+// The gradients of attention, on the current device. `plan` is plan_bwd's, and has its scratch.
+void bwd(const BwdParams& p, const BwdPlan& plan, cudaStream_t stream);
 
 }  // namespace flash::flash_attn

@@ -95,6 +95,8 @@ struct AppendParams {
   bool queries_advance;  // query i is at the position of the i-th new key, not of the first
 };
 
+constexpr int kRowPad = 128;  // the backward stores values of rows in whole blocks of so many
+
 struct BwdParams {
   Problem problem;
   TensorRef<const void> dout;  // like q
@@ -108,29 +110,10 @@ struct BwdParams {
   TensorRef<> dk;            // like k
   TensorRef<> dv;
   float* softmax_d;  // row sums of dout * out, less dlse, or 0 for a row that sees no key: (batch, heads, seqlen_q
-                     // rounded up to kRowSumsPad); packed: (heads, total_q + kRowSumsPad * batch), entry b from
-                     // cu_seqlens_q[b] + kRowSumsPad * b on
+                     // rounded up to kRowPad); packed: (heads, total_q + kRowPad * batch), entry b from
+                     // cu_seqlens_q[b] + kRowPad * b on
 
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
-
-  // The plan; see config.h.
-  bool on_sm90;       // whether bwd_sm90.cuh does it, or else bwd_sm80.cuh
-  int section_heads;  // key heads whose blocks start together
-  float* dq_sums;     // scratch: (rows in the order of softmax_lse, head_dim of the instance)
-  // Scratch of bwd_sm90.cuh: log2(e) lse and softmax_d, (heads of all entries, rows_per_head), rows of an entry in
-  // whole blocks of kRowSumsPad. Rows that see no key, or do not exist, have +inf and 0, so that weights and gradients
-  // are 0.
-  int64_t rows_per_head;
-  float* lse_log2;
-  float* delta;
-  int* turns;  // likewise, if in_turns or rounds_dq: how many blocks have added to the sums of dq of a block of rows
-  int persistent_blocks;  // that share the blocks of keys in bwd_sm90.cuh,
-  int* taken;             // (1): and how many they have taken; likewise
-  bool in_turns;          // deterministic in the kernels for sm_90: blocks add to the same sums of dq in a fixed order
-  bool rounds_dq;         // whether bwd_sm90.cuh rounds dq, or else bwd_finish.cuh does, from sums that start as zeros
 };
-
-constexpr int kRowSumsPad = 128;
-constexpr int kRowsPerTurn = 32;  // of bwd_sm90.cuh
 
 }  // namespace flash::flash_attn

@@ -1,0 +1,122 @@
+// The elementwise steps of the backward, whatever multiplies. Fragments are transposed: row r of a lane is a key,
+// column c a query row.
+//
+//   P = exp(score(S) - lse)    dS = P (Z dP / (1 - p) - softmax_d) dscore/dS    Z: whether dropout keeps an element
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "flash_attn/dropout.cuh"
+#include "flash_attn/features.h"
+#include "flash_attn/mask.cuh"
+#include "flash_attn/params.h"
+#include "flash_attn/score.cuh"
+#include "ptx/math.cuh"
+#include "tile/fragment.cuh"
+
+namespace flash::flash_attn {
+
+// Where a fragment lies among the scores of an entry.
+struct ScorePlace {
+  int entry, head;
+  int key0;  // of row 0 of the fragment
+  int row0;  // query row of column 0
+};
+
+// Scores, capped if there is a cap, to P^T. `cut`: whether some rows see only some of the keys. lse_log2(c): log2(e)
+// lse of columns c and c + 1 of the lane.
+template <Features kFeatures, int kRows, int kCols, typename LseLog2>
+__device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, const Mask& mask,
+                                   const ScorePlace& place, bool cut, LseLog2&& lse_log2) {
+  if (kFeatures == Features::kAll && p.alibi_slopes != nullptr) {
+    const float slope = alibi_slope(p, place.entry, place.head);
+    float slopes[s.kLaneRows];
+    int own_rows[s.kLaneRows];
+#pragma unroll
+    for (int r = 0; r < s.kLaneRows; ++r) {
+      slopes[r] = slope;
+      own_rows[r] = place.key0 + s.row(r) - mask.diagonal();
+    }
+    subtract_distance(s, slopes, own_rows, place.row0);
+  }
+  if (cut) hide_outside(s, [&](int r) { return mask.rows_that_see(place.key0 + s.row(r)); }, place.row0, -INFINITY);
+  const float scale_log2 = score_scale_log2<kFeatures>(p);
+#pragma unroll
+  for (int c = 0; c < s.kLaneCols; c += 2) {
+    const float2 lse = lse_log2(c);
+#pragma unroll
+    for (int r = 0; r < s.kLaneRows; ++r) {
+      s(r, c) = ptx::exp2(s(r, c) * scale_log2 - lse.x);
+      s(r, c + 1) = ptx::exp2(s(r, c + 1) * scale_log2 - lse.y);
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Where P^T passes through memory, rounded: weights P dscore/dS, negative where dropout drops the element
+
+template <int kRows, int kCols>
+__device__ void negate_dropped(Fragment<kRows, kCols>& s, const Problem& p, const ScorePlace& place) {
+  if (p.rng_state == nullptr) return;
+  Dropout(p, place.entry, place.head).for_each_dropped_transposed(s, place.key0, place.row0, [&](int r, int c) {
+    s(r, c) = -s(r, c);
+  });
+}
+
+// Products of two pairs of packed numbers.
+template <typename T>
+__device__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
+  const float2 x = ptx::unpack<T>(a), y = ptx::unpack<T>(b);
+  return ptx::pack<T>(x.x * y.x, x.y * y.y);
+}
+
+// dP^T to dS^T.
+template <Features kFeatures>
+__device__ void apply_weight(float& dp, float weight, float softmax_d, const Problem& p) {
+  if constexpr (kFeatures == Features::kAll) {
+    dp = weight * (signbit(weight) ? softmax_d : dp * p.dropout_rescale - softmax_d);
+  } else {
+    dp = weight * (dp - softmax_d);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Where P^T and dP^T are in registers together
+
+// Which elements of a fragment of 16 rows a lane drops.
+struct Dropped {
+  uint32_t bits[2] = {};
+  __device__ bool has(int r, int c) const { return bits[r] >> c & 1; }
+};
+
+template <Features kFeatures, int kCols>
+__device__ Dropped dropped_of(const Fragment<16, kCols>& s, const Problem& p, const ScorePlace& place) {
+  Dropped dropped;
+  if (kFeatures == Features::kPlain || p.rng_state == nullptr) return dropped;
+  Dropout(p, place.entry, place.head).for_each_dropped_transposed(s, place.key0, place.row0, [&](int r, int c) {
+    dropped.bits[r] |= 1u << c;
+  });
+  return dropped;
+}
+
+// dP^T, of which nothing has been dropped yet, less softmax_d. softmax_d(c): of columns c and c + 1 of the lane.
+template <Features kFeatures, int kCols, typename SoftmaxD>
+__device__ void subtract_softmax_d(Fragment<16, kCols>& dp, const Dropped& dropped, const Problem& p,
+                                   SoftmaxD&& softmax_d) {
+#pragma unroll
+  for (int c = 0; c < dp.kLaneCols; c += 2) {
+    const float2 subtracted = softmax_d(c);
+#pragma unroll
+    for (int r = 0; r < dp.kLaneRows; ++r) {
+      if constexpr (kFeatures == Features::kAll) {
+        dp(r, c) = dropped.has(r, c) ? 0 : dp(r, c) * p.dropout_rescale;
+        dp(r, c + 1) = dropped.has(r, c + 1) ? 0 : dp(r, c + 1) * p.dropout_rescale;
+      }
+      dp(r, c) -= subtracted.x;
+      dp(r, c + 1) -= subtracted.y;
+    }
+  }
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,53 @@
+// How a backward is carried out: a type for each architecture, with all that its kernels must know besides the problem.
+// bwd_planner.h chooses.
+#pragma once
+
+#include <cstdint>
+#include <variant>
+
+#include "flash_attn/params.h"
+
+namespace flash::flash_attn {
+
+constexpr int kSemaphoreRows = 32;  // a semaphore for so many rows; kernels that need one for more rows use the first
+
+// Memory through which the kernels of a call, and the blocks of one kernel, work together. Kernels that store values of
+// rows in whole blocks give each head `rows_per_head` rows, in which an entry starts at a multiple of kRowPad.
+struct BwdScratch {
+  int64_t rows_per_head = 0;
+  float* dq_accum = nullptr;  // fp32 dQ, as DqAccum lays it out
+  int* semaphores = nullptr;  // (heads of all entries, rows_per_head / kSemaphoreRows), how many blocks have added to
+                              // dQ of these rows; without contents unless blocks wait
+  int* next_block = nullptr;  // (1), how many blocks of keys have been taken
+};
+
+struct BwdSm80Plan {
+  BwdScratch scratch;
+  int section_heads;  // key heads whose blocks start together
+  bool waits;         // deterministic: blocks add to the same rows of dQ in the order of their keys
+};
+
+struct BwdSm90Plan {
+  BwdScratch scratch;
+  int section_heads;
+  bool waits;      // blocks wait for others before they touch the same rows of dQ: if deterministic, or if rounds_dq
+  bool in_order;   // deterministic: they add in the order of their keys
+  bool rounds_dq;  // the main kernel rounds dQ, and dq_accum does not start as zeros; otherwise bwd_finish.cuh rounds
+  int blocks;      // that share all blocks of keys, in bwd_sm90.cuh
+  // (heads of all entries, rows_per_head), so that copies of whole blocks can move them. Rows that see no key, or do
+  // not exist, have +inf and 0, and with them probabilities and gradients of 0.
+  float* lse_log2 = nullptr;  // log2(e) lse
+  float* softmax_d = nullptr;
+};
+
+using BwdPlan = std::variant<BwdSm80Plan, BwdSm90Plan>;
+
+// What a kernel is given: the problem and its own plan.
+template <typename Plan>
+struct PlannedBwd : BwdParams {
+  Plan plan;
+};
+using BwdSm80Params = PlannedBwd<BwdSm80Plan>;
+using BwdSm90Params = PlannedBwd<BwdSm90Plan>;
+
+}  // namespace flash::flash_attn

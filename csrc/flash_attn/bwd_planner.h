@@ -1,0 +1,137 @@
+// Which backward kernel takes a problem, and its plan. Pure host code, which can be tested without a GPU.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <variant>
+
+#include "common/divmod.h"
+#include "flash_attn/bwd_plan.h"
+#include "flash_attn/head_dims.h"
+#include "flash_attn/params.h"
+
+namespace flash::flash_attn {
+
+// What the caller knows and the tensors do not tell.
+struct BwdHints {
+  bool deterministic;
+  bool has_sm90;  // whether the kernels for sm_90 run
+  int multiprocessors;
+};
+
+// Elements of 4 bytes that a plan's scratch takes.
+struct BwdScratchSizes {
+  int64_t dq_accum = 0;
+  int64_t row_values = 0;  // of lse_log2, and as many of softmax_d
+  int64_t semaphores = 0;
+
+  int64_t total() const { return dq_accum + 2 * row_values + semaphores + 1; }
+};
+
+struct BwdChoice {
+  BwdPlan plan;
+  BwdScratchSizes scratch;
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Scratch
+
+inline int64_t heads_of_all_entries(const Problem& p) { return int64_t{p.heads} * (p.cu_seqlens_q ? 1 : p.batch); }
+
+inline int64_t padded_rows_per_head(const Problem& p) {
+  if (p.cu_seqlens_q) return int64_t{p.seqlen_q} / kRowPad * kRowPad + int64_t{kRowPad} * p.batch;
+  return ceil_div(int64_t{p.seqlen_q}, kRowPad) * kRowPad;
+}
+
+// Rows of dq_accum lie together in eights.
+inline int64_t dq_accum_size(const Problem& p) {
+  return ceil_div(heads_of_all_entries(p) * p.seqlen_q, int64_t{8}) * 8 * instance_head_dim(p.head_dim);
+}
+
+inline int64_t num_semaphores(const Problem& p) {
+  return heads_of_all_entries(p) * padded_rows_per_head(p) / kSemaphoreRows;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Order of blocks
+
+// Under a causal mask the blocks of the first keys take longest.
+inline bool is_causal(const Problem& p) { return p.window_left == kUnbounded && p.window_right != kUnbounded; }
+
+// How many key heads' blocks start together, those of the first keys first. The blocks of one head read the same rows,
+// which the L2 cache holds if they run together. But few of the blocks that wait for one another should start together.
+inline int section_of_waiting_blocks(const Problem& p) { return is_causal(p) ? 16 : 8; }
+
+// The same if the main kernel rounds dQ: as many heads as have rows of q, dout and dq_accum of 8 MB, within bounds.
+inline int section_of_rounding_blocks(const Problem& p) {
+  const int64_t row_bytes = int64_t{8} * p.head_dim * (p.heads / p.heads_k);
+  const int64_t heads = std::clamp<int64_t>((8 << 20) / (row_bytes * p.seqlen_q), 8, 32);
+  return static_cast<int>(heads) * (is_causal(p) ? 2 : 1);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Plans
+
+// Whether the kernels for sm_90 take a problem: bwd_sm90.cuh, or bwd_sm90_wide.cuh for head dims above 128. Their
+// copies take aligned rows of tensors that are not empty.
+inline bool suits_sm90(const BwdParams& p) {
+  const Problem& problem = p.problem;
+  const bool empty = problem.batch == 0 || problem.heads == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
+  return p.aligned && !empty;
+}
+
+// Whether bwd_sm90.cuh rounds dQ. That saves the time to fill dq_accum with zeros and to read it, but blocks wait for
+// one another: few keys gain, and many keys lose with head dims above 64. Packed entries cannot: the first block stores
+// whole boxes of rows, which would reach into the next entry.
+inline bool rounds_dq(const Problem& p) {
+  const int head_dim = instance_head_dim(p.head_dim);
+  const int most_keys = head_dim <= 64 ? kMaxSeqlen : head_dim <= 128 ? 2048 : 0;
+  return p.cu_seqlens_q == nullptr && p.seqlen_k <= most_keys;
+}
+
+inline BwdChoice plan_bwd_sm80(const Problem& p, const BwdHints& hints) {
+  BwdSm80Plan plan{};
+  plan.waits = hints.deterministic && p.seqlen_q > 0;  // without rows nothing is added, and nobody clears next_block
+  plan.section_heads = plan.waits ? section_of_waiting_blocks(p) : is_causal(p) ? 16 : 1;
+  plan.scratch.rows_per_head = padded_rows_per_head(p);
+  return {plan, {.dq_accum = dq_accum_size(p), .semaphores = plan.waits ? num_semaphores(p) : 0}};
+}
+
+inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
+  BwdSm90Plan plan{};
+  plan.in_order = hints.deterministic;
+  plan.rounds_dq = rounds_dq(p);
+  plan.waits = plan.in_order || plan.rounds_dq;
+  plan.section_heads = plan.rounds_dq  ? section_of_rounding_blocks(p)
+                       : plan.in_order ? section_of_waiting_blocks(p)
+                                       : 8;
+  plan.blocks = hints.multiprocessors;
+  plan.scratch.rows_per_head = padded_rows_per_head(p);
+  return {plan,
+          {.dq_accum = dq_accum_size(p),
+           .row_values = heads_of_all_entries(p) * plan.scratch.rows_per_head,
+           .semaphores = plan.waits ? num_semaphores(p) : 0}};
+}
+
+// Chooses how a problem is computed, and says what scratch that takes.
+inline BwdChoice plan_bwd(const BwdParams& p, const BwdHints& hints) {
+  return hints.has_sm90 && suits_sm90(p) ? plan_bwd_sm90(p.problem, hints) : plan_bwd_sm80(p.problem, hints);
+}
+
+// Gives a plan its scratch: memory of sizes.total() elements with any contents, aligned to 16 bytes.
+inline void use_scratch(BwdPlan& plan, const BwdScratchSizes& sizes, float* memory) {
+  float* row_values = memory + sizes.dq_accum;
+  int* counters = reinterpret_cast<int*>(row_values + 2 * sizes.row_values);
+  const auto use = [&](BwdScratch& scratch) {
+    scratch.dq_accum = memory;
+    scratch.next_block = counters;
+    scratch.semaphores = counters + 1;
+  };
+  std::visit([&](auto& chosen) { use(chosen.scratch); }, plan);
+  if (auto* on_sm90 = std::get_if<BwdSm90Plan>(&plan)) {
+    on_sm90->lse_log2 = row_values;
+    on_sm90->softmax_d = row_values + sizes.row_values;
+  }
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,172 @@
+// How dQ leaves bwd_sm90.cuh: a warp for each half takes boxes of it from shared to global memory, in turn where blocks
+// wait for one another.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_schedule.cuh"
+#include "flash_attn/bwd_scratch.cuh"
+#include "flash_attn/bwd_sm90_barriers.cuh"
+#include "flash_attn/bwd_sm90_block.cuh"
+#include "flash_attn/bwd_sm90_shared.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/copy.cuh"
+#include "ptx/sync.cuh"
+#include "ptx/tma.cuh"
+#include "tile/fragment.cuh"
+#include "tile/pipeline.cuh"
+
+namespace flash::flash_attn {
+
+// When a block may touch dQ of a block of rows, of which each half has a semaphore.
+template <typename Config>
+struct Turn {
+  AddOrder<Config::kBlockM, Config::kBlockN> order;
+  int* semaphores;
+  int awaited;  // how many blocks must have added
+
+  __device__ Turn(const BwdSm90Params& p, const KeyBlock<Config>& block, int head, int row_block)
+      : order(block.mask, row_block, block.work.block),
+        semaphores(semaphore_at(p.plan.scratch, block.padded_index(p, head) + row_block * Config::kBlockM)) {
+    awaited = order.before > 0 && !order.last && !p.plan.in_order ? 1 : order.before;
+  }
+
+  __device__ void wait(int half) const {
+    if (awaited > 0) ptx::wait_semaphore(semaphores + half, awaited);
+    ptx::fence_async_global();
+  }
+};
+
+// Waits for the turns of both dQ warps, by a warp of its own. The dQ warps wait for the boxes that they have added
+// before; to wait for their turn only after that would take them longer than the products of 64 rows.
+template <typename Config>
+__device__ void await_turns(const BwdSm90Params& p, BwdSm90Shared<Config>& shared) {
+  RingCursor<2> at;
+  for_each_key_block(p, shared, [&](const KeyBlock<Config>& block) {
+    if (!p.plan.waits) return;
+    block.for_each_row_block([&](int head, int row_block) {
+      const Turn<Config> turn(p, block, head, row_block);
+      shared.turn_ring.wait_empty(at);
+      if (lane_id() < Config::kConsumers) turn.wait(lane_id());
+      __syncwarp();
+      if (lane_id() == 0) shared.turn_ring.full[at.stage].arrive();
+      at.advance();
+    });
+  });
+}
+
+// The warp that takes one half of dQ to global memory: the dQ warp of a warpgroup.
+template <typename Config>
+struct DqWarp {
+  const BwdSm90Launch& p;
+  BwdSm90Shared<Config>& shared;
+  const KeyBlock<Config>& block;
+  const int half;
+  RingCursor<2>& turn_at;
+  uint32_t& accum_parity;
+  int* added = nullptr;  // the semaphore to be released when the last box has been added
+
+  __device__ int group() const { return Config::kHalvesAreRows ? 0 : half * kDqBoxCols / kDqGroup; }
+  __device__ int row(int row_block) const {
+    const int first = row_block * Config::kBlockM + (Config::kHalvesAreRows ? half * kDqBoxRows : 0);
+    return static_cast<int>(block.seq.q.first) + first;
+  }
+  __device__ int entry() const { return static_cast<int>(block.seq.q.batch); }
+  __device__ int accum_head(int head) const { return entry() * p.problem.heads + head; }
+
+  // Lets the warpgroup write the box.
+  __device__ void release_box(DqFate fate) const {
+    if (lane_id() == 0) shared.dq_fate[half] = fate;
+    __syncwarp();
+    ptx::arrive_at_barrier<kDqThreads>(kDqEmptyBarrier + half);
+  }
+
+  // Releases the semaphore of the last box, when it has been added. One lane calls it.
+  __device__ void release_added() const {
+    if (added == nullptr) return;
+    ptx::wait_stores();
+    ptx::fence_async_global();
+    ptx::release_semaphore(added);
+  }
+
+  // Copies dq_accum to the box. One lane calls it.
+  __device__ void load_accum(int head, int row_block) const {
+    ptx::SharedBarrier& here = shared.accum_here[half];
+    here.arrive_expecting(sizeof(shared.dq[half]));
+    ptx::copy_box_async(ptx::shared_address(&shared.dq[half]), p.dq_accum_map, 0, row(row_block), group(),
+                        accum_head(head), here);
+  }
+
+  // Copies the box to dq_accum or to dQ, and waits until it may be written again. One lane calls it.
+  __device__ void store_half(DqFate fate, int head, int row_block) const {
+    const uint32_t box = ptx::shared_address(&shared.dq[half]);
+    if (fate == DqFate::kAdd) {
+      ptx::add_box_async(p.dq_accum_map, box, 0, row(row_block), group(), accum_head(head));
+    } else if (fate == DqFate::kStore) {
+      ptx::store_box_async(p.dq_accum_map, box, 0, row(row_block), group(), accum_head(head));
+    } else {
+      ptx::store_box_async(p.dq_map, box, group() * kDqGroup, head, row(row_block), entry());
+    }
+    ptx::commit_stores();
+    ptx::wait_stores_read();
+  }
+
+  // Returns the fate of the box when the blocks before have added and the box may be written.
+  __device__ DqFate prepare_in_turn(int head, int row_block) {
+    const Turn<Config> turn(p, block, head, row_block);
+    DqFate fate = DqFate::kAdd;
+    if (p.plan.rounds_dq && turn.order.before == 0) fate = turn.order.last ? DqFate::kRound : DqFate::kStore;
+    if (p.plan.rounds_dq && turn.order.before > 0 && turn.order.last) fate = DqFate::kRoundWithSum;
+    if (fate != DqFate::kRoundWithSum) release_box(fate);
+    if (lane_id() == 0) release_added();
+    added = turn.order.last ? nullptr : turn.semaphores + half;
+    if constexpr (Config::kAwaitsTurns) shared.turn_ring.wait_full(turn_at);
+    if (lane_id() == 0) {
+      if constexpr (Config::kAwaitsTurns) {
+        shared.turn_ring.release(turn_at);
+        ptx::fence_async_global();
+      } else {
+        turn.wait(half);
+      }
+      if (fate == DqFate::kRoundWithSum) load_accum(head, row_block);
+    }
+    turn_at.advance();
+    __syncwarp();
+    if (fate == DqFate::kRoundWithSum) {
+      shared.accum_here[half].wait(accum_parity);
+      accum_parity ^= 1;
+      release_box(fate);
+    }
+    return fate;
+  }
+
+  __device__ void take_half(int head, int row_block) {
+    DqFate fate = DqFate::kAdd;
+    if (!p.plan.waits) {
+      release_box(fate);
+    } else {
+      fate = prepare_in_turn(head, row_block);
+    }
+    ptx::sync_barrier<kDqThreads>(kDqFullBarrier + half);
+    if (lane_id() == 0) store_half(fate, head, row_block);
+    __syncwarp();
+  }
+
+  __device__ void run() {
+    block.for_each_row_block([&](int head, int row_block) { take_half(head, row_block); });
+    if (lane_id() == 0) release_added();
+  }
+};
+
+// Takes one half of dQ of all blocks of keys to global memory, by a warp.
+template <typename Config>
+__device__ void take_halves(const BwdSm90Launch& p, BwdSm90Shared<Config>& shared, int half) {
+  RingCursor<2> turn_at;
+  uint32_t accum_parity = 0;
+  for_each_key_block(p, shared, [&](const KeyBlock<Config>& block) {
+    DqWarp<Config>{p, shared, block, half, turn_at, accum_parity}.run();
+  });
+}
+
+}  // namespace flash::flash_attn

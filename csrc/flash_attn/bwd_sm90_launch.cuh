@@ -1,0 +1,52 @@
+// How the backward kernels for sm_90 are launched.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "common/launch.h"
+#include "common/tensor_map.h"
+#include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_schedule.cuh"
+#include "flash_attn/bwd_sm90_block.cuh"
+#include "flash_attn/params.h"
+#include "tile/shared.cuh"
+
+namespace flash::flash_attn {
+
+// The problem with the maps that the kernels of a Config share.
+template <typename Config>
+BwdSm90Launch launch_params(const BwdSm90Params& p) {
+  using Rows = typename RowRing<Config>::Tile;
+  using Keys = SharedTile<typename Config::T, Config::kBlockN, Config::kHeadDim>;
+  const Problem& problem = p.problem;
+  const auto map_rows = [&](const TensorRef<const void>& x) {
+    return map_of<Rows>(x, problem.head_dim, problem.heads, problem.seqlen_q, problem.cu_seqlens_q ? 1 : problem.batch);
+  };
+  const auto map_keys = [&](const TensorRef<const void>& x) {
+    return map_of<Keys>(x, problem.head_dim, problem.heads_k, problem.capacity_k,
+                        problem.cu_seqlens_k ? 1 : problem.batch);
+  };
+  BwdSm90Launch launch{p};
+  launch.q_map = map_rows(p.q);
+  launch.dout_map = map_rows(p.dout);
+  launch.k_map = map_keys(p.k);
+  launch.v_map = map_keys(p.v);
+  launch.key_blocks = key_blocks<Config::kBlockN * Config::kCluster>(problem);
+  return launch;
+}
+
+// Launches a cluster for each cluster's keys, but at most `most`.
+template <auto kKernel, typename Config, typename Shared>
+void launch_bwd_sm90(const BwdSm90Launch& params, cudaStream_t stream, int most = std::numeric_limits<int>::max()) {
+  static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");
+  const LaunchShape shape{.grid = dim3(Config::kCluster * std::min(params.key_blocks, most)),
+                          .block = dim3(Config::kThreads),
+                          .shared_bytes = sizeof(Shared),
+                          .cluster = Config::kCluster};
+  launch<kKernel>(shape, params, stream);
+}
+
+}  // namespace flash::flash_attn

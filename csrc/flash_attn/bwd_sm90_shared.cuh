@@ -1,0 +1,105 @@
+// What the warps of a block of bwd_sm90.cuh share.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_attn/bwd_dq_accum.cuh"
+#include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_sm90_block.cuh"
+#include "flash_attn/bwd_tiles.h"
+#include "flash_attn/features.h"
+#include "ptx/barrier.cuh"
+#include "tile/fragment.cuh"
+#include "tile/pipeline.cuh"
+#include "tile/shared.cuh"
+#include "tile/warpgroup.cuh"
+
+namespace flash::flash_attn {
+
+template <typename T_, int kHeadDim_, Features kFeatures_>
+struct BwdSm90Config {
+  using T = T_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr Features kFeatures = kFeatures_;
+  static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
+  static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
+  static constexpr int kStages = 2, kCluster = 1;
+  static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
+  static constexpr bool kHalvesAreRows = kBlockM == 128;  // of dQ, 64 x 64 each; or else they are channels
+  static constexpr bool kStaggered = kTile.staggered;
+  static constexpr bool kAwaitsTurns = !kStaggered;  // by a warp of its own; with 128 rows that is slower
+  static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures != Features::kPlain);
+  static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
+  static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
+  static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));
+};
+
+// Boxes in which a half of dQ leaves the kernel, and the channels of a group in dq_accum.
+constexpr int kDqGroup = DqAccum<128>::kGroup, kDqBoxRows = 64, kDqBoxCols = 64;
+
+// A box in shared memory as copies with 64-byte swizzle see it, groups of channels one after the other: neither warps
+// that store fragments nor lanes that read 16 channels of eight rows meet in a bank. Or the box when it is rounded.
+template <typename T>
+union alignas(1024) DqBox {
+  float values[kDqBoxRows * kDqBoxCols];
+  SharedTile<T, kDqBoxRows, kDqBoxCols> rounded;
+
+  // Four floats of a row and group.
+  __device__ float* quad(int group, int row, int index) {
+    return values + (group * kDqBoxRows + row) * kDqGroup + 4 * (index ^ row / 2 % 4);
+  }
+};
+
+// What becomes of a half of dQ in its box.
+enum class DqFate : int {
+  kAdd,           // is added to dq_accum
+  kStore,         // is stored there: no block has added before
+  kRound,         // is rounded to dQ: no other block adds
+  kRoundWithSum,  // is rounded to dQ together with dq_accum, which the box has: all other blocks have added
+};
+
+template <typename Config>
+struct BwdSm90Shared {
+  using T = typename Config::T;
+  static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
+  using Keys = SharedTile<T, kBlockN, kHeadDim>;
+
+  Keys k, v;  // a half of dQ with fewer than 64 channels reads on in v; copies leave out the columns that come of it
+  SharedTile<T, kBlockM, kBlockN> ds[2];
+  RowRing<Config> q, dout;  // with lse and softmax_d
+  DqBox<T> dq[Config::kConsumers];
+  DqFate dq_fate[Config::kConsumers];
+  ptx::SharedBarrier accum_here[Config::kConsumers];
+  ptx::SharedBarrier keys_here, keys_free;
+  Ring<2> ds_ring, turn_ring, index_ring;  // turns that have come have no contents
+  int index[2];                            // of blocks of keys, or -1 after the last
+
+  __device__ void init() {
+    constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / 32;
+    q.barriers.init(kConsumerWarps);
+    dout.barriers.init(kConsumerWarps);
+    ds_ring.init(kConsumerWarps, kConsumerWarps);
+    turn_ring.init(Config::kConsumers);
+    for (ptx::SharedBarrier& here : accum_here) here.init(1);
+    keys_here.init(2);
+    keys_free.init(kConsumerWarps);
+    index_ring.init(kConsumerWarps + Config::kConsumers + Config::kAwaitsTurns);  // all warps but the loader's
+    ptx::fence_barrier_init();
+  }
+};
+
+// fn(block) for each of the blocks of keys that the loader has taken.
+template <typename Config, typename Fn>
+__device__ void for_each_key_block(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, Fn&& fn) {
+  RingCursor<2> at;
+  while (true) {
+    shared.index_ring.wait_full(at);
+    const int index = warp_uniform(shared.index[at.stage]);
+    if (lane_id() == 0) shared.index_ring.release(at);
+    at.advance();
+    if (index < 0) return;
+    fn(KeyBlock<Config>(p, index));
+  }
+}
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,39 @@
+// Sizes of tiles of the backward kernels, known when they are compiled.
+#pragma once
+
+#include "flash_attn/features.h"
+
+namespace flash::flash_attn {
+
+// Of bwd_sm80.cuh.
+struct BwdTile {
+  int rows;  // of queries
+  int keys;
+  int warp_keys;  // of them, that a warp takes
+  int stages;     // tiles of rows in shared memory at a time
+};
+
+// S^T, dP^T, dK and dV fill the registers of eight warps; with fewer rows than these, products are too small for the
+// shared memory that they read. The compact tiles are for GPUs with 99 KB of shared memory for a block.
+constexpr BwdTile bwd_tile(int head_dim, bool compact) {
+  if (head_dim <= 64) return {compact ? 64 : 128, 128, 32, 2};
+  if (head_dim <= 96) return {64, compact ? 64 : 128, 32, 2};
+  if (head_dim <= 128) return compact ? BwdTile{32, 64, 32, 2} : BwdTile{64, 128, 32, 2};
+  return compact ? BwdTile{32, 32, 16, head_dim <= 192 ? 2 : 1} : BwdTile{64, 64, 32, 2};
+}
+
+// Of bwd_sm90.cuh. Each of its two warpgroups has 64 of the keys. If they are staggered, one works half a step behind
+// the other: a gain with 128 rows, whose exponentials take long, and a loss with 64.
+struct BwdSm90Tile {
+  int rows;
+  int keys;
+  bool staggered;
+};
+
+// Random bits and transformed scores leave no registers for 128 rows.
+constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
+  const bool tall = head_dim <= 64 && features == Features::kPlain;
+  return tall ? BwdSm90Tile{128, 128, true} : BwdSm90Tile{64, 128, false};
+}
+
+}  // namespace flash::flash_attn
