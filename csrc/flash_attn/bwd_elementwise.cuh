@@ -24,8 +24,8 @@ struct ScorePlace {
   int row0;  // query row of column 0
 };
 
-// Scores, capped if there is a cap, to P^T. `cut`: whether some rows see only some of the keys. lse_log2(c): log2(e)
-// lse of columns c and c + 1 of the lane.
+// Turns scores, capped if there is a cap, into P^T. `cut`: whether some rows see only some of the keys. lse_log2(c):
+// log2(e) lse of columns c and c + 1 of the lane.
 template <Features kFeatures, int kRows, int kCols, typename LseLog2>
 __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, const Mask& mask,
                                    const ScorePlace& place, bool cut, LseLog2&& lse_log2) {
@@ -56,6 +56,7 @@ __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, 
 // ---------------------------------------------------------------------------------------------------------------------
 // Where P^T passes through memory, rounded: weights P dscore/dS, negative where dropout drops the element
 
+// Makes what dropout drops negative.
 template <int kRows, int kCols>
 __device__ void negate_dropped(Fragment<kRows, kCols>& s, const Problem& p, const ScorePlace& place) {
   if (p.rng_state == nullptr) return;
@@ -64,14 +65,14 @@ __device__ void negate_dropped(Fragment<kRows, kCols>& s, const Problem& p, cons
   });
 }
 
-// Products of two pairs of packed numbers.
+// The products of two pairs of packed numbers.
 template <typename T>
 __device__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   const float2 x = ptx::unpack<T>(a), y = ptx::unpack<T>(b);
   return ptx::pack<T>(x.x * y.x, x.y * y.y);
 }
 
-// dP^T to dS^T.
+// Turns dP^T into dS^T.
 template <Features kFeatures>
 __device__ void apply_weight(float& dp, float weight, float softmax_d, const Problem& p) {
   if constexpr (kFeatures == Features::kAll) {
@@ -90,6 +91,7 @@ struct Dropped {
   __device__ bool has(int r, int c) const { return bits[r] >> c & 1; }
 };
 
+// Draws which elements are dropped.
 template <Features kFeatures, int kCols>
 __device__ Dropped dropped_of(const Fragment<16, kCols>& s, const Problem& p, const ScorePlace& place) {
   Dropped dropped;
@@ -100,7 +102,7 @@ __device__ Dropped dropped_of(const Fragment<16, kCols>& s, const Problem& p, co
   return dropped;
 }
 
-// dP^T, of which nothing has been dropped yet, less softmax_d. softmax_d(c): of columns c and c + 1 of the lane.
+// Applies dropout to dP^T and subtracts softmax_d. softmax_d(c): of columns c and c + 1 of the lane.
 template <Features kFeatures, int kCols, typename SoftmaxD>
 __device__ void subtract_softmax_d(Fragment<16, kCols>& dp, const Dropped& dropped, const Problem& p,
                                    SoftmaxD&& softmax_d) {

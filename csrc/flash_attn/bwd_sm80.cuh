@@ -99,14 +99,14 @@ struct BwdShared {
   [[no_unique_address]] std::conditional_t<Config::kSplits == 1, Nothing, Weights> p;  // P^T, for dV
   alignas(16) float lse[Config::kStages][kBlockM];
   float softmax_d[Config::kStages][kBlockM];
-  KeyWork work;  // this and what follows are here, and not in registers, because the loop has none to spare
+  KeyWork work;  // this and all below are in shared memory because the loop has no registers to spare
   Sequence seq;
-  Interval live_rows;   // that see some key; the others, like keys that no row sees, may hold NaN, and 0 NaN is NaN
-  Interval live_keys;   // that some row sees
-  Interval keys;        // of the present block
-  Interval row_blocks;  // that see some of them
+  Interval live_rows;   // that see some key; others may hold NaN, which a product would spread, and are read as zeros
+  Interval live_keys;   // that some row sees; likewise
+  Interval keys;        // of the block
+  Interval row_blocks;  // that see some of these keys
   struct Turn {
-    RowBlock previous, rows;  // head -1: none yet
+    RowBlock previous, rows;  // of sync_in_turn; none yet if the head is -1
   } turn;
 };
 
@@ -118,8 +118,8 @@ using KeySum = Fragment<Config::kWarpKeys, Config::kWarpDim>;  // dV or dK
 // ---------------------------------------------------------------------------------------------------------------------
 // Which warp does what
 
-// The share of a warp in the block's products. It is made anew where it is used: made once, it and all addresses that
-// follow from it would be kept in registers.
+// The share of a warp in the block's products. It is computed again wherever it is used: otherwise the compiler would
+// keep it, and all addresses that follow from it, in registers.
 template <typename Config>
 struct Share {
   int warp = __shfl_sync(~0u, warp_id(), 0);                // the same in all lanes, and the compiler knows
@@ -131,8 +131,9 @@ struct Share {
   int dq_row0 = warp / Config::kDqShares * Config::kDqRows;
   int dq_dim0 = warp % Config::kDqShares * (Config::kPageCols / Config::kDqShares);  // in every page
 
-  // 1 .. 4: with the partner; 5, 6: within the team. (If the value team arrived without waiting, head dims 128 and 256
-  // would gain 1 to 2 % and 192 lose 3; and compute-sanitizer's racecheck, which passes, would not understand it.)
+  // Named barriers. 1 .. 4: partners wait for each other when the value team has stored its weights, although only the
+  // key team needs to: head dim 192 is faster so, and compute-sanitizer's racecheck understands it. 5, 6: the warps of
+  // a team wait for one another.
   __device__ int partner_barrier() const { return 1 + member; }
   __device__ int team_barrier() const { return 5 + sums_dv; }
 };
@@ -140,7 +141,7 @@ struct Share {
 // ---------------------------------------------------------------------------------------------------------------------
 // Loads
 
-// Rows row0 .. of a span; those that are not among `live` read as zeros.
+// Starts to load the rows from row0 on of a span; rows outside of `live` read as zeros.
 template <typename Config, typename Tile, typename Data>
 __device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, const Span& span, int head,
                           int row0, const Interval& live) {
@@ -207,7 +208,7 @@ struct Pairs {
   }
 };
 
-// S^T to P^T, negative where dropped. For softcap, leaves dscore/dS in `slopes`.
+// Turns S^T into P^T, negative where dropped. For softcap, leaves dscore/dS in `slopes`.
 template <typename Config, typename Tile>
 __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, const BwdShared<Config>& shared,
                               const Problem& p, const Share<Config>& share, const RowBlock& rows, int stage) {
@@ -247,7 +248,7 @@ __device__ void hand_over(Packed& probabilities, const Pairs<Tile>& weights, con
                 [&](int r, int i) { probabilities.pair(r, i) = ptx::clamp_below<T>(probabilities.pair(r, i)); });
 }
 
-// dP^T to dS^T, with the weights that the value team has left.
+// Turns dP^T into dS^T, with the weights that the value team has left.
 template <typename Config, typename Tile>
 __device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const Problem& p, const float* softmax_d) {
 #pragma unroll
@@ -265,7 +266,7 @@ __device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const P
 // ---------------------------------------------------------------------------------------------------------------------
 // dQ
 
-// dQ += dS K for this warp's share of the block of rows before `rows`.
+// Adds dQ = dS K, this warp's share of it, for the block of rows before `rows`.
 template <typename Config>
 __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdSm80Params& p, const Share<Config>& share,
                                 const RowBlock& rows, int parity) {

@@ -21,7 +21,7 @@
 
 namespace flash::flash_attn {
 
-// Zeros for the rows of a tile outside of first .. last, by a warpgroup, before it multiplies them: 0 * NaN is NaN.
+// Clears the rows of a tile outside of an interval, by a warpgroup, before it multiplies them: 0 * NaN is NaN.
 template <typename Tile>
 __device__ void clear_outside(Tile& tile, const Interval& rows) {
   constexpr int kChunks = Tile::kCols / Tile::kChunk;
@@ -56,7 +56,7 @@ struct BwdConsumer {
   const int key0;  // of the warp, in the block
   typename Ring<Config::kStages>::Cursor at = {};
 
-  // Rows and keys that see nothing, and those of other entries, may hold anything.
+  // Clears rows or keys that see nothing or belong to other entries: they may hold NaN.
   template <typename Tile>
   __device__ void clear_dead(Tile& first, Tile& second, const Interval& live, const Interval& present) {
     if (live.covers(present)) return;
@@ -84,7 +84,7 @@ struct BwdConsumer {
     return {block.work.entry, head, block.keys.first + key0, rows.first};
   }
 
-  // S^T, capped if there is a cap, to P^T.
+  // Turns S^T, capped if there is a cap, into P^T.
   __device__ void probabilities(Scores& s, int head, const Interval& rows) const {
     const Mask& mask = block.mask;
     const Interval existing{rows.first, min(rows.last, mask.seqlen_q - 1)};

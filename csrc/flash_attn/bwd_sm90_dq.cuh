@@ -33,7 +33,8 @@ struct Turn {
   }
 
   __device__ void wait(int half) const {
-    if (awaited > 0) ptx::wait_semaphore(semaphores + half, awaited);
+    if (awaited == 0) return;
+    ptx::wait_semaphore(semaphores + half, awaited);
     ptx::fence_async_global();
   }
 };

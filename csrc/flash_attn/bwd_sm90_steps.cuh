@@ -91,7 +91,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     ptx::arrive_at_barrier<kDqThreads>(kDqFullBarrier + rank);
   }
 
-  // S^T and dP^T, which are on their way, to the left operands of dV and of dK.
+  // Waits for S^T and dP^T and turns them into the left operands of dV and of dK.
   __device__ void differentiate(Scores& s, Scores& dp, Packed& weights, Packed& gradients, int head,
                                 const Interval& rows) const {
     const auto softmax_d = [&](int c) {

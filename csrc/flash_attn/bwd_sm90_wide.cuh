@@ -1,4 +1,4 @@
-// Attention, backward, for sm_90 and head dims above 128, of which one warpgroup cannot sum both dV and dK.
+// Attention, backward, for sm_90 and head dims above 128: the registers of a warpgroup hold dV or dK, not both.
 //
 // A cluster of two blocks takes 128 keys of a key head, each block 64, and walks over the rows that see them as
 // bwd_sm90.cuh does. The warpgroups of a block are teams with the same keys:
@@ -7,10 +7,10 @@
 //   key team      dP^T = V dO^T   dS^T from P^T    dK += dS^T Q
 //   query team    dQ = dS K, for the keys of both blocks, half of the channels
 //
-// The value team leaves P^T in shared memory, of which the key team makes dS, which the query team takes and also sends
-// to the other block. A negative weight says that dropout dropped it. How fast the L2 cache adds to the sums of dQ is
-// the bottleneck. So two blocks add only once what their keys give, and a team that only adds keeps the cache busy
-// while the others compute. A fourth warpgroup starts the copies, half of Q and dO for both blocks.
+// The value team leaves P^T in shared memory, negative where dropout drops. The key team makes dS of it, in the same
+// place. The query team reads dS and also sends it to the other block. The bottleneck is how fast the L2 cache adds to
+// dq_accum. So the two blocks sum dQ of both before they add it, and a team that only adds keeps the cache busy while
+// the others compute. A fourth warpgroup starts the copies, each block half of those of Q and dO, for both blocks.
 #pragma once
 
 #include <cmath>
@@ -78,8 +78,8 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
   using typename Base::Packed, typename Base::KeySum;
   KeySum sum;
 
-  // Sums the product and goes on to the next rows. One of 256 columns would take more registers than a thread has when
-  // the kernel starts.
+  // Adds the product to the sum and goes on to the next rows. A single product of 256 columns would take more registers
+  // than a thread has when the kernel starts.
   __device__ void add_product(Packed& factors, RowRing<Config>& ring) {
     constexpr int kCols = Config::kHeadDim == 256 ? 128 : Config::kHeadDim;
     fence(sum, factors);
@@ -93,7 +93,7 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
     at.advance();
   }
 
-  // Tells both blocks that this warp is done with a stage.
+  // Releases a stage of this warp, in both blocks.
   __device__ void release(const RowRing<Config>& ring) const {
     __syncwarp();
     if (lane_id() != 0) return;
@@ -108,7 +108,7 @@ struct ValueTeam : SumTeam<Config> {
   using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
-  // S^T to what dV is summed with. Leaves the weights of dP^T to the key team.
+  // Returns the left operand of dV for S^T, and leaves the weights of dP^T to the key team.
   __device__ Packed weigh(Scores& s, int head, const Interval& rows) const {
     const float cap = kPlain ? 0 : p.problem.softcap;
     Packed weights, slopes;
@@ -169,7 +169,7 @@ struct KeyTeam : SumTeam<Config> {
   using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
-  // dP^T to dS^T, with the weights that the value team has left.
+  // Returns dS^T for dP^T, with the weights that the value team has left.
   __device__ Packed differentiate(Scores& dp) const {
     const Packed weights = load_transposed<T, Config::kBlockM>(shared.scores, key0);
 #pragma unroll
@@ -229,7 +229,7 @@ struct QueryTeam {
   __device__ static int thread() { return threadIdx.x % kWarpgroup; }
   __device__ static int row() { return thread() / 32 * 16 + lane_id() / 4; }
 
-  // The first channel of the half, and of other_k: whole pages.
+  // The first channel of the block's half of dQ, and of other_k, which starts with a whole page.
   __device__ static int first_col(int rank) { return rank * Config::kHeadDim / 2; }
   __device__ static int other_col0(int rank) { return rank * (Config::kHeadDim - 128); }
 
