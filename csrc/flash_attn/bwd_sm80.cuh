@@ -333,6 +333,20 @@ __noinline__ __device__ void sync_in_turn(BwdShared<Config>& shared, const BwdSm
 // ---------------------------------------------------------------------------------------------------------------------
 // dV and dK
 
+// Adds the team's product of a step to dV or dK.
+template <typename Config, typename Packed>
+__device__ void add_product(KeySum<Config>& sum, const Packed& left, BwdShared<Config>& shared,
+                            const Share<Config>& share, int stage, int parity) {
+  const auto right = along_rows<Config::kSplits>(share.sums_dv ? shared.dout[stage] : shared.q[stage], share.dim0);
+  if constexpr (Config::kSplits == 1) {
+    gemm<Config::kBlockM>(sum, left, right);
+  } else {
+    if (share.sums_dv) Pairs(shared.p, share.key0, share.row0).store(left);
+    ptx::sync_barrier<Config::kTeamThreads>(share.team_barrier());
+    gemm<Config::kBlockM>(sum, along_cols(share.sums_dv ? shared.p : shared.ds[parity], share.key0), right);
+  }
+}
+
 // The value team sums dV, and the key team dK / softmax_scale, of the present block of keys over the rows that see it.
 template <typename Config>
 __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum) {
@@ -373,14 +387,7 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, Key
       left = pack<T>(s);
       weights.store(left);
     }
-    const auto right = along_rows<Config::kSplits>(share.sums_dv ? shared.dout[stage] : shared.q[stage], share.dim0);
-    if constexpr (Config::kSplits == 1) {
-      gemm<Config::kBlockM>(sum, left, right);
-    } else {
-      if (share.sums_dv) Pairs(shared.p, share.key0, share.row0).store(left);
-      ptx::sync_barrier<Config::kTeamThreads>(share.team_barrier());
-      gemm<Config::kBlockM>(sum, along_cols(share.sums_dv ? shared.p : shared.ds[parity], share.key0), right);
-    }
+    add_product(sum, left, shared, share, stage, parity);
 
     rows = rows.next(blocks);
     if (Config::kStages == 1 && step + 1 < steps) {
