@@ -484,6 +484,9 @@ SIGNATURES = {
     },
     "flash_attn.utils.pretrained": {
         "state_dict_from_pretrained": "model_name, device=None, dtype=None",
+        "checkpoint_files": "model_name",
+        "config_of_pretrained": "model_name",
+        "load_file": "path, device=None, dtype=None",
     },
     "flash_attn.utils.testing": {
         "generate_random_padding_mask": "max_seqlen, batch_size, device, mode='random', zero_lengths=False",
