@@ -442,7 +442,7 @@ SIGNATURES = {
     "flash_attn.utils.generation": {
         "InferenceParams": (
             "max_seqlen, max_batch_size, seqlen_offset=0, batch_size_offset=0, key_value_memory_dict=<factory>, "
-            "lengths_per_sample=None"
+            "lengths_per_sample=None, leftpad_per_sample=None, writers=<factory>"
         ),
         "GreedySearchDecoderOnlyOutput": "sequences, scores=None",
         "SampleDecoderOnlyOutput": "sequences, scores=None",
@@ -465,7 +465,7 @@ SIGNATURES = {
         "allocate_inference_cache": "max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16",
         "DecodingCGCache": (
             "max_batch_size=0, max_seqlen=0, device=None, dtype=None, callables=<factory>, mempool=None, "
-            "inference_params=None, run=None, addresses=<factory>"
+            "inference_params=None, autocast=None, addresses=<factory>"
         ),
         "update_graph_cache": (
             "model, cache, batch_size, seqlen_og, max_seqlen, decoding_seqlens=(1,), tensor_parallel=1, dtype=None, "
@@ -484,6 +484,9 @@ SIGNATURES = {
     },
     "flash_attn.utils.pretrained": {
         "state_dict_from_pretrained": "model_name, device=None, dtype=None",
+        "checkpoint_files": "model_name",
+        "config_of_pretrained": "model_name",
+        "load_file": "path, device=None, dtype=None",
     },
     "flash_attn.utils.testing": {
         "generate_random_padding_mask": "max_seqlen, batch_size, device, mode='random', zero_lengths=False",

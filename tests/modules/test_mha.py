@@ -20,6 +20,7 @@ from flash_attn.modules.mha import (
     ParallelMHA,
     SelfAttention,
     get_alibi_slopes,
+    inner_attention,
 )
 from flash_attn.utils.generation import InferenceParams
 
@@ -262,6 +263,31 @@ def test_flash_modules_are_the_functions(device):
         max_seqlen_k=14,
     )  # fmt: skip
     torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_flash_modules_hand_on_their_options(training, monkeypatch):
+    """Also those that do not show in the numbers."""
+    slopes = torch.rand(4)
+    options = dict(FLASH_OPTIONS, alibi_slopes=slopes, causal=True)
+    expected = options | dict(dropout_p=0.25 if training else 0.0)
+    qkv = torch.zeros(2, 5, 3, 4, 16)
+    cu_seqlens = torch.tensor([0, 4, 10], dtype=torch.int32)
+    packed = dict(cu_seqlens=cu_seqlens, max_seqlen=6)
+    for cls, name, inputs, lengths in (
+        (FlashSelfAttention, "qkvpacked", (qkv,), packed),
+        (FlashCrossAttention, "kvpacked", (qkv[:, :, 0], qkv[:, :, 1:]), packed | dict(cu_seqlens_k=cu_seqlens)),
+    ):
+        calls = []
+        for function in (f"flash_attn_{name}_func", f"flash_attn_varlen_{name}_func"):
+            monkeypatch.setattr(
+                inner_attention, function, lambda *args, calls=calls, **kwargs: calls.append((args, kwargs))
+            )
+        module = cls(attention_dropout=0.25, **options).train(training)
+        module(*inputs)
+        module(*inputs, **lengths, causal=False)
+        assert [len(args) for args, _ in calls] == [len(inputs), 3 * len(inputs)]
+        assert [kwargs for _, kwargs in calls] == [expected, expected | dict(causal=False)]
 
 
 @pytest.mark.parametrize("flash", [False, True])

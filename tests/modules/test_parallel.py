@@ -179,6 +179,14 @@ def check_decoding(group):
                 found.append(divided(chunk, inference_params=params))
                 params.seqlen_offset += chunk.shape[1]
             assert_close(torch.cat(found, dim=1), whole(x))
+            padded = InferenceParams(8, 2, leftpad_per_sample=torch.tensor([0, 3], dtype=torch.int32, device=device))
+            found = []
+            for chunk in x.split((5, 1, 2), dim=1):
+                found.append(divided(chunk, inference_params=padded))
+                padded.seqlen_offset += chunk.shape[1]
+            found = torch.cat(found, dim=1)
+            assert_close(found[0], whole(x[:1])[0])
+            assert_close(found[1, 3:], whole(x[1:, 3:])[0])
 
 
 def check_mlps(group):

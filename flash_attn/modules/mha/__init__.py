@@ -10,7 +10,7 @@ numbers.
 For decoding, the modules append keys and values to a cache, `inference_params.key_value_memory_dict[layer_idx]`. See
 `flash_attn.utils.generation.InferenceParams`.
 
-Modules: `inner_attention` is attention without parameters, `cache` the rules of keys and values that are kept, `base`
+Modules: `inner_attention` is attention without parameters, `_cache` the rules of keys and values that are kept, `_base`
 what `multihead` (MHA) and `parallel` (ParallelMHA, its heads divided over processes) share.
 """
 
@@ -21,7 +21,7 @@ from flash_attn.flash_attn_interface import (  # other packages import them from
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from flash_attn.modules.mha.cache import _update_kv_cache
+from flash_attn.modules.mha._cache import _update_kv_cache
 from flash_attn.modules.mha.inner_attention import (
     CrossAttention,
     FlashCrossAttention,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
-from flash_attn.modules.mha.base import MultiHeadAttention
+from flash_attn.modules.mha._base import MultiHeadAttention
 from flash_attn.ops.fused_dense import FusedDense, Linear
 
 

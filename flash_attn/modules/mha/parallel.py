@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from flash_attn._ops import checks
-from flash_attn.modules.mha.base import MultiHeadAttention
+from flash_attn.modules.mha._base import MultiHeadAttention
 from flash_attn.ops.fused_dense import ColumnParallelLinear, RowParallelLinear
 
 

@@ -20,7 +20,7 @@ For CUDA graphs, a model also has `allocate_inference_cache` (see `GenerationMix
 num_attention_heads and num_hidden_layers.
 
 Modules: `inference_params` is the state that a model is given, `sampling` draws tokens from logits, `decoding` is the
-loop, `speculative` the loop with a draft model, `steps` runs the model with its caches, `graphs` captures and replays.
+loop, `speculative` the loop with a draft model, `_steps` runs the model with its caches, `graphs` captures and replays.
 """
 
 from flash_attn.utils.generation.decoding import (

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
-from flash_attn.utils.generation.sampling import check_in_vocabulary, check_sampling, penalise, sample
-from flash_attn.utils.generation.steps import Steps, check_padding, check_prompt, timed
+from flash_attn.utils.generation._steps import Steps, check_padding, check_prompt, timed
+from flash_attn.utils.generation.sampling import _check_in_vocabulary, _check_sampling, _penalise, sample
 
 
 @dataclasses.dataclass
@@ -27,7 +27,7 @@ class SampleDecoderOnlyOutput(GreedySearchDecoderOnlyOutput):
     """The same, where tokens were drawn at random."""
 
 
-def output_class(top_k: int) -> type[GreedySearchDecoderOnlyOutput]:
+def _output_class(top_k: int) -> type[GreedySearchDecoderOnlyOutput]:
     """The class of the result, by which transformers' users tell the two ways of decoding apart."""
     return GreedySearchDecoderOnlyOutput if top_k == 1 else SampleDecoderOnlyOutput
 
@@ -83,7 +83,7 @@ def decode(
     >>> output = decode(prompt, model, max_length=100)                                      # doctest: +SKIP
     """
     check_prompt(input_ids, max_length, eos_token_id, vocab_size)
-    check_sampling(top_k, top_p, temperature)
+    _check_sampling(top_k, top_p, temperature)
     if teacher_outputs is not None:
         dtypes, shape = checks.INTEGER_DTYPES, (len(input_ids), None)
         checks.tensor("teacher_outputs", teacher_outputs, dtypes=dtypes, shape=shape, device=input_ids.device)
@@ -111,7 +111,7 @@ def decode(
                 break
     if streamer is not None:
         streamer.end()
-    return output_class(top_k)(sequences=rows.sequences, scores=tuple(scores) if output_scores else None)
+    return _output_class(top_k)(sequences=rows.sequences, scores=tuple(scores) if output_scores else None)
 
 
 class _Rows:
@@ -172,14 +172,14 @@ class _Rows:
         if self.repetition_penalty == 1.0:
             return logits
         logits = logits.clone()
-        penalise(logits, self.counted, self.repetition_penalty)
+        _penalise(logits, self.counted, self.repetition_penalty)
         return logits
 
     def _check_vocabulary(self, vocab_size: int) -> None:
         """Check the tokens that are given; those that follow are drawn from the vocabulary."""
-        check_in_vocabulary("input_ids", self.counted, vocab_size)
+        _check_in_vocabulary("input_ids", self.counted, vocab_size)
         if self.teacher_outputs is not None:
-            check_in_vocabulary("teacher_outputs", self.teacher_outputs, vocab_size)
+            _check_in_vocabulary("teacher_outputs", self.teacher_outputs, vocab_size)
         self.is_checked = True
 
 

@@ -54,8 +54,8 @@ def modify_logits_for_repetition_penalty(logits: Tensor, tokens: Tensor, repetit
     """
     if repetition_penalty == 1.0:
         return
-    check_in_vocabulary("tokens", tokens, logits.shape[-1])
-    penalise(logits, tokens, repetition_penalty)
+    _check_in_vocabulary("tokens", tokens, logits.shape[-1])
+    _penalise(logits, tokens, repetition_penalty)
 
 
 def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: float = 1.0) -> Tensor:
@@ -71,17 +71,17 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: floa
     >>> sample(torch.tensor([[1.0, 3.0, 2.0], [5.0, 3.0, 2.0]]))
     tensor([1, 0])
     """
-    check_sampling(top_k, top_p, temperature)
+    _check_sampling(top_k, top_p, temperature)
     if top_k == 1:
         return logits.argmax(dim=-1)
     if top_k == 0:
-        return draw(probabilities(logits, 0, top_p, temperature))
+        return _draw(_probabilities(logits, 0, top_p, temperature))
     logits, indices = logits.topk(min(top_k, logits.shape[-1]), dim=-1)  # top_p sorts these few instead of all
-    chosen = draw(probabilities(logits, 0, top_p, temperature))
+    chosen = _draw(_probabilities(logits, 0, top_p, temperature))
     return indices.gather(-1, chosen[..., None]).squeeze(-1)
 
 
-def probabilities(logits: Tensor, top_k: int, top_p: float, temperature: float) -> Tensor:
+def _probabilities(logits: Tensor, top_k: int, top_p: float, temperature: float) -> Tensor:
     """The probabilities with which `sample` draws tokens, float32 (..., vocab), new in memory."""
     if top_k == 1:
         return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
@@ -95,25 +95,25 @@ def probabilities(logits: Tensor, top_k: int, top_p: float, temperature: float) 
     return logits.softmax(dim=-1, dtype=torch.float32)
 
 
-def draw(likelihoods: Tensor) -> Tensor:
+def _draw(likelihoods: Tensor) -> Tensor:
     """An index for each row of probabilities (batch, vocab)."""
     return torch.multinomial(likelihoods, num_samples=1).squeeze(-1)
 
 
-def penalise(logits: Tensor, tokens: Tensor, repetition_penalty: float) -> None:
+def _penalise(logits: Tensor, tokens: Tensor, repetition_penalty: float) -> None:
     """`modify_logits_for_repetition_penalty` without checks."""
     found = logits.gather(-1, tokens)
     logits.scatter_(-1, tokens, torch.where(found > 0, found / repetition_penalty, found * repetition_penalty))
 
 
-def check_in_vocabulary(name: str, tokens: Tensor, vocab_size: int) -> None:
+def _check_in_vocabulary(name: str, tokens: Tensor, vocab_size: int) -> None:
     """Check the values of tokens, which waits for the device: kernels would read and write outside of the logits."""
     if tokens.numel() > 0:
         for token in map(int, tokens.aminmax()):
             checks.number(name, token, 0 <= token < vocab_size, "from 0 to {}", vocab_size - 1)
 
 
-def check_sampling(top_k: int, top_p: float, temperature: float) -> None:
+def _check_sampling(top_k: int, top_p: float, temperature: float) -> None:
     """Check the options of `sample`."""
     checks.integer("top_k", top_k)
     checks.number("top_k", top_k, top_k >= 0, "at least 0")

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
-from flash_attn.utils.generation.decoding import GreedySearchDecoderOnlyOutput, output_class
-from flash_attn.utils.generation.sampling import check_sampling, draw, probabilities, sample
-from flash_attn.utils.generation.steps import Steps, check_prompt, timed
+from flash_attn.utils.generation._steps import Steps, check_prompt, timed
+from flash_attn.utils.generation.decoding import GreedySearchDecoderOnlyOutput, _output_class
+from flash_attn.utils.generation.sampling import _check_sampling, _draw, _probabilities, sample
 
 
 def sample_speculative(
@@ -42,14 +42,14 @@ def sample_speculative(
     >>> sample_speculative(logits, logits[:, :2], torch.tensor([[1, 1]]))
     (tensor([[1, 0, 0]]), tensor([2]))
     """
-    check_sampling(top_k, top_p, temperature)
+    _check_sampling(top_k, top_p, temperature)
     checks.tensor("tokens_draft", tokens_draft, dtypes=checks.INTEGER_DTYPES)
     checks.ndim("tokens_draft", tokens_draft, "(batch, n)")
     batch, n = tokens_draft.shape
     checks.tensor("logits", logits, shape=(batch, n + 1, None))
     checks.tensor("logits_draft", logits_draft, shape=(batch, n, logits.shape[-1]))
     tokens_draft = tokens_draft.long()
-    p, q = (probabilities(each, top_k, top_p, temperature) for each in (logits, logits_draft))
+    p, q = (_probabilities(each, top_k, top_p, temperature) for each in (logits, logits_draft))
     p_draft, q_draft = (each[:, :n].gather(-1, tokens_draft[..., None]).squeeze(-1) for each in (p, q))
     accepted = torch.rand_like(p_draft) * q_draft < p_draft
     count = accepted.long().cumprod(dim=-1).sum(dim=-1)  # of those before the first that is not accepted
@@ -57,7 +57,7 @@ def sample_speculative(
     p_next, q_next = p.gather(1, at).squeeze(1), F.pad(q, (0, 0, 0, 1)).gather(1, at).squeeze(1)
     rest = (p_next - q_next).clamp_(min=0)
     rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p_next)  # p and q differ by rounding only
-    return F.pad(tokens_draft, (0, 1)).scatter(1, count[:, None], draw(rest)[:, None]), count + 1
+    return F.pad(tokens_draft, (0, 1)).scatter(1, count[:, None], _draw(rest)[:, None]), count + 1
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def decode_speculative(
     checks.number("the batch size of input_ids", len(input_ids), len(input_ids) == 1, "1")
     checks.integer("speculative_lookahead", speculative_lookahead)
     checks.number("speculative_lookahead", speculative_lookahead, speculative_lookahead > 0, "positive")
-    check_sampling(top_k, top_p, temperature)
+    _check_sampling(top_k, top_p, temperature)
     options = dict(top_k=top_k, top_p=top_p, temperature=temperature)
     shared = input_ids, max_length, vocab_size, tensor_parallel, cg
     steps = Steps(model, *shared, decoding_seqlens=range(1, speculative_lookahead + 2))
@@ -131,7 +131,7 @@ def decode_speculative(
             steps_draft.rewind(length + min(count, n) - 1)
     if enable_timing:
         _print_acceptance(rounds)
-    return output_class(top_k)(sequences=sequence, scores=tuple(scores))
+    return _output_class(top_k)(sequences=sequence, scores=tuple(scores))
 
 
 def _propose(steps_draft: Steps, sequence: Tensor, n: int, options: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:

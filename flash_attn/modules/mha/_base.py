@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from flash_attn._ops import checks
 from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 from flash_attn.layers.rotary import RotaryEmbedding
-from flash_attn.modules.mha import cache as caches
+from flash_attn.modules.mha import _cache as caches
 from flash_attn.modules.mha.inner_attention import (
     CrossAttention,
     FlashCrossAttention,
