@@ -442,7 +442,7 @@ SIGNATURES = {
     "flash_attn.utils.generation": {
         "InferenceParams": (
             "max_seqlen, max_batch_size, seqlen_offset=0, batch_size_offset=0, key_value_memory_dict=<factory>, "
-            "lengths_per_sample=None"
+            "lengths_per_sample=None, writers=<factory>"
         ),
         "GreedySearchDecoderOnlyOutput": "sequences, scores=None",
         "SampleDecoderOnlyOutput": "sequences, scores=None",
@@ -465,7 +465,7 @@ SIGNATURES = {
         "allocate_inference_cache": "max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16",
         "DecodingCGCache": (
             "max_batch_size=0, max_seqlen=0, device=None, dtype=None, callables=<factory>, mempool=None, "
-            "inference_params=None, run=None, addresses=<factory>"
+            "inference_params=None, autocast=None, addresses=<factory>"
         ),
         "update_graph_cache": (
             "model, cache, batch_size, seqlen_og, max_seqlen, decoding_seqlens=(1,), tensor_parallel=1, dtype=None, "
