@@ -188,9 +188,9 @@ class Op:
                 )
 
     def below_autograd(self, *args: Any) -> Any:
-        """The bare op: for the forward and backward of its autograd Function, and where no gradient is asked for.
+        """Call the op without autograd: in the forward and backward of its Function, and where no gradient is wanted.
 
-        Skipping the autograd keys saves their Python kernel, 6 us a call (one thread of an EPYC, torch 2.13).
+        This skips the autograd keys, since the Python kernel that is registered for them takes time in each call.
         """
         if self.mutated and (self.writes is None or self.writes(args)):
             self._mark_written(args)
@@ -253,7 +253,7 @@ def define(
     op = Op(name, autograd, differentiable, kernel_dtypes, writes)
     for overload in filter(None, (op.default, op.others)):
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
-        # would do as well, but costs 100 us a call where apply costs 17.)
+        # would do as well, but makes each call several times slower.)
         kernel = (
             torch.library.fallthrough_kernel if op.falls_through else functools.partial(op.autograd_kernel, overload)
         )
@@ -262,16 +262,16 @@ def define(
 
 
 def define_composite(schema: str, function: Callable) -> None:
-    """Define the op `flash_attn::<schema>` as what `function` does by means of others, gradients and graphs included.
+    """Define the op `flash_attn::<schema>` as a function of other ops, from which its gradients and graphs follow.
 
-    For functions that callers look up in torch.ops.
+    It serves functions that callers look up in torch.ops.
     """
     _LIBRARY.define(schema)
     _LIBRARY.impl(schema.partition("(")[0], function, "CompositeImplicitAutograd")
 
 
 def _on_its_device(launch):
-    """`launch`, on the device of the first argument, as Triton by itself takes the current one."""
+    """Returns `launch` on the device of its first argument: Triton by itself takes the current device."""
 
     @functools.wraps(launch)
     def kernel(*args):
@@ -282,10 +282,10 @@ def _on_its_device(launch):
 
 
 def _announced(name, reference):
-    """`reference`, saying once if it stands in for a kernel that could have run on this device.
+    """Returns `reference` as a kernel that warns once if it takes the place of a kernel on this device.
 
-    Without autocast, which would round every product to 16 bits, and without autograd, which would look into an op that
-    has no gradient.
+    It runs without autocast, which would round every product to 16 bits, and without autograd, which would record the
+    operations within an op that has no gradient.
     """
 
     @functools.wraps(reference)

@@ -1,4 +1,4 @@
-"""What tests of attention need: random lengths, one problem padded and packed, masks, and attention by its definition.
+"""Tools for tests of attention: random lengths, one problem padded and packed, masks, attention by its definition.
 
     mask = generate_random_padding_mask(seqlen, batch, device)
     q_unpad, kv_unpad, cu_q, cu_k, _, _, max_q, max_k, q, kv, pad, *_ = generate_qkv(q, k, v, mask, mask, kvpacked=True)
@@ -8,7 +8,7 @@
 Terms that the functions share:
 
 Padding masks. bool (batch, seqlen), true for real tokens; None means that all are real. key_leftpad, int32 or int64
-    (batch,): nor are keys before it real. What is not real is not seen.
+    (batch,): keys before this position are not real either. No query sees a token that is not real.
 Positions. They count keys. The real tokens of an entry count as if they were packed, the last query standing at the
     last key: query i is at position i + len_k - len_q of len_q queries and len_k keys, if padding comes last.
 Masks of scores. bool, true where a query does NOT see a key, (seqlen_q, seqlen_k) or, with any padding given, (batch,
@@ -48,7 +48,7 @@ def generate_random_padding_mask(
 
     Arguments:
         max_seqlen, batch_size: its sizes.
-        device: where it is made, and whose default generator the lengths come from.
+        device: where the mask is made. The lengths come from the default generator of this device.
         mode: "full": all tokens are real. "random": lengths are uniform from max_seqlen - 20 to max_seqlen; "third":
             from max_seqlen // 3. They are at least 1, with zero_lengths at least 0.
         zero_lengths: also make every fifth sequence, from the first on, and the last one empty.
@@ -234,7 +234,7 @@ def construct_local_mask(
     key_leftpad: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """What a sliding window hides. The top of this module says what masks and positions are.
+    """Returns the mask of a sliding window. The top of this module says what masks and positions are.
 
     Arguments:
         seqlen_q, seqlen_k: the sizes of the mask.
@@ -268,7 +268,7 @@ def construct_chunk_mask(
     key_leftpad: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """What chunked attention hides: keys of other chunks than a query's own.
+    """Returns the mask of chunked attention, which hides the keys outside a query's own chunk.
 
     Arguments:
         attention_chunk: the size of chunks, at least 1. Position p is in chunk p // attention_chunk.
