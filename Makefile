@@ -1,8 +1,8 @@
 # What a developer does here, each on a machine with nothing but Python and make: `make` alone lists it.
 #
 # PYTHON is the interpreter to start from, TORCH what pip installs as PyTorch (say, torch==2.11.0), WORKERS how many
-# processes run tests. Everything goes into .venv. Variables of the build, such as FLASH_ATTN_CUDA_ARCHS and MAX_JOBS,
-# are described in setup.py.
+# processes run tests, VENV where everything is installed. Variables of the build, such as FLASH_ATTN_CUDA_ARCHS and
+# MAX_JOBS, are described in setup.py.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -41,9 +41,10 @@ bench: $(VENV)/kernels ## run all benchmarks; BENCH_ARGS="--plot" also draws the
 	  $(RUN) -m benchmarks.$$(basename $$file .py) $(BENCH_ARGS); \
 	done
 
-lint: $(VENV)/installed ## check style: ruff and clang-format
+lint: $(VENV)/installed ## check style and types: ruff, clang-format and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
 	$(if $(CUDA_FILES),$(VENV)/bin/clang-format --dry-run --Werror $(CUDA_FILES))
 
 format: $(VENV)/installed ## rewrite all files in that style
@@ -52,7 +53,7 @@ format: $(VENV)/installed ## rewrite all files in that style
 	$(if $(CUDA_FILES),$(VENV)/bin/clang-format -i $(CUDA_FILES))
 
 clean: ## remove everything that was made here
-	rm -rf $(VENV) build demo dist *.egg-info flash_attn/_kernels.so .pytest_cache .ruff_cache
+	rm -rf $(VENV) build demo dist *.egg-info flash_attn/_kernels.so .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment: Python, then the packages and this one in place, then the CUDA library where it can be built and run.

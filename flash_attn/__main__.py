@@ -13,8 +13,10 @@ import platform
 import re
 import struct
 import sys
+from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 import flash_attn
 from flash_attn import _library, _ops
@@ -23,7 +25,7 @@ from flash_attn.ops.fused_dense import fused_mlp_func
 from flash_attn.ops.rms_norm import dropout_add_rms_norm
 
 
-def main(argv=None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m flash_attn", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -51,13 +53,13 @@ def usable_device(name: str) -> str:
 
 def installation() -> list[str]:
     """Lines that tell the versions and the kernel library."""
-    error = _library.load_error()
+    error, path = _library.load_error(), _library.library_path()
     return [
         f"flash_attn {flash_attn.__version__} in {pathlib.Path(flash_attn.__file__).parent}",
         f"torch {torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"),
         f"python {platform.python_version()} on {platform.platform()}",
         f"driver {_driver()}",
-        f"kernels: none, {error}" if error else f"kernels: {_describe_library(_library.library_path())}",
+        f"kernels: {_describe_library(path)}" if path else f"kernels: none, {error}",
     ]
 
 
@@ -127,7 +129,7 @@ def self_check(device: str) -> int:
     return 0 if all(results) else 1
 
 
-def _check(name, ours, formula, inputs) -> bool:
+def _check(name: str, ours: Callable, formula: Callable, inputs: list[Tensor]) -> bool:
     """Compare the tensors that two functions of the same inputs return."""
     try:
         exact = formula(*(x.double() for x in inputs))
@@ -141,7 +143,7 @@ def _check(name, ours, formula, inputs) -> bool:
     return passed
 
 
-def _error(found, exact) -> float:
+def _error(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     return torch.stack([(a.double() - b).abs().max() for a, b in zip(found, exact, strict=True)]).max().item()
 
 

@@ -30,16 +30,20 @@ functorch_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_tran
 _has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
 
-try:
-    # The collectives that return new tensors, for graphs of torch's compiler. Without them, such graphs cannot be made.
-    from torch.distributed import _functional_collectives as functional_collectives
-except ImportError:  # as in a torch that was built without torch.distributed
-    functional_collectives = None
-
+# The mode in which torch.compile looks into operators; None if it is gone: they then stay whole in a graph.
+FunctionalTensorMode: type | None
 try:
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 except ImportError:
     FunctionalTensorMode = None
+
+# Collectives that return new tensors, for graphs. None if they are gone, or if torch has no torch.distributed: graphs
+# then have the public collectives, which the compilers of torch 2.10 and 2.11 get wrong and that of 2.13 gets right.
+functional_collectives: Any
+try:
+    from torch.distributed import _functional_collectives as functional_collectives
+except ImportError:
+    functional_collectives = None
 
 
 def has_kernel(name: str, key: str, otherwise: bool) -> bool:

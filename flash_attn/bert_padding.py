@@ -1,17 +1,18 @@
-"""Between padded batches (batch, seqlen, ...) and packed ones (tokens, ...), which the varlen functions take.
+"""Convert padded batches (batch, seqlen, ...) to packed ones (tokens, ...), which the varlen functions take, and back.
 
     packed, indices, cu_seqlens, max_seqlen, _ = unpad_input(hidden_states, attention_mask)
     ...                                                    # attention or any per-token layer on (tokens, ...)
     hidden_states = pad_input(packed, indices, batch, seqlen)
 
-All of it is plain torch: every device, gradients of any order, and torch.compile without graph breaks but in the two
-`unpad` functions, whose shapes depend on the data. (`unpad_input` compiles whole where torch._dynamo.config has
-`capture_dynamic_output_shape_ops` and `capture_scalar_outputs` set.)
+All functions are plain torch. They run on every device, have gradients of any order, and compile without graph breaks,
+except for the two `unpad` functions: their shapes depend on the data. (`unpad_input` compiles without a break if
+`capture_dynamic_output_shape_ops` and `capture_scalar_outputs` are set in torch._dynamo.config.)
 """
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange, repeat  # noqa: F401  (other projects import these two names from here)
+from torch import Tensor
 
 from flash_attn._ops import checks
 
@@ -19,7 +20,7 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 _MASKS = (*_INTEGERS, torch.float16, torch.bfloat16, torch.float32)
 
 
-def index_first_axis(input, indices):
+def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Gather rows: `input[indices]`.
 
     Arguments:
@@ -32,7 +33,7 @@ def index_first_axis(input, indices):
     return input.index_select(0, indices)
 
 
-def index_put_first_axis(values, indices, first_axis_dim):
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Scatter rows into zeros: `out[indices] = values`.
 
     Arguments:
@@ -48,7 +49,7 @@ def index_put_first_axis(values, indices, first_axis_dim):
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
-def index_first_axis_residual(input, indices):
+def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """`(input[indices], input)`: the gathered rows, and all of them for the residual branch.
 
     The gradients of the two add up in `input`. Arguments as in `index_first_axis`.
@@ -68,7 +69,9 @@ class IndexFirstAxisResidual:
     apply = staticmethod(index_first_axis_residual)
 
 
-def unpad_input(hidden_states, attention_mask, unused_mask=None):
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
     """Pack the tokens of a padded batch.
 
     Arguments:
@@ -95,7 +98,9 @@ def unpad_input(hidden_states, attention_mask, unused_mask=None):
     return *_pack(hidden_states, packed, _row_sums(packed)), _row_sums(used)
 
 
-def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_length):
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
     """Pack a padded batch whose rows each hold several short sequences, one after the other from position 0.
 
     Arguments:
@@ -119,7 +124,7 @@ def unpad_input_for_concatenated_sequences(hidden_states, attention_mask_in_leng
     return _pack(hidden_states, packed, lengths[lengths != 0].int())
 
 
-def pad_input(hidden_states, indices, batch, seqlen):
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Undo `unpad_input`: put tokens back into a padded batch, zeros elsewhere.
 
     Arguments:

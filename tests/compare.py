@@ -61,9 +61,9 @@ def unavoidable(exact, dtype, terms=128):
 
 
 def assert_same_but_for_rounding(found, expected):
-    """For two schedules of the same sums: each may round the largest of them once more than the other.
+    """Assert that the results of two schedules of the same sums differ at most by one more rounding of the largest sum.
 
-    Where all are tiny, what is rounded to is the distance of subnormal numbers, eps * smallest_normal.
+    Where all results are tiny, they are rounded to the distance of subnormal numbers, eps * smallest_normal.
     """
     for one, other in zip(found, expected, strict=True):
         finite, numbers = other[other.isfinite()], torch.finfo(other.dtype)

@@ -75,7 +75,7 @@ def library(source, compiler):
 
 
 def _digest(source, compiler):
-    """Of all that a library is made of, except for system headers."""
+    """The hash of everything that a library is made of, except for system headers."""
     folders = (CSRC, pathlib.Path(__file__).parent)
     headers = [path for folder in folders for path in sorted(folder.rglob("*")) if path.suffix in (".h", ".cuh", ".cu")]
     parts = [repr(compiler).encode(), *(path.read_bytes() for path in [source, *headers])]

@@ -237,13 +237,15 @@ def check(case, tensors, attend, reference, *, with_dlse=False, backward=True):
 
 
 def size_of_scores(case):
-    """That of the numbers which a score is the sum of, each taken without its sign: head_dim products, and the bias."""
+    """The sum of the magnitudes that make up a score: head_dim products, and the bias."""
     return case.scale_q * case.head_dim**0.5 + (0.3 * max(case.seqlen_q, case.seqlen_k) if case.alibi else 0)
 
 
 def check_gradients(case, grads, exact_grads, *plain_grads):
-    """dP and delta are sums over the head dim, whose rounding stays where dS = P (dP - delta) should be 0. dk sums it
-    times q over all rows, where it adds up like random steps.
+    """Compare dq, dk and dv with the exact ones.
+
+    dP and delta are sums over the head dim. Their rounding errors remain where dS = P (dP - delta) should be 0. dk is a
+    sum of dS times q over all rows, in which these errors add up like random steps.
     """
     rows = case.seqlen_q * case.heads // case.heads_k
     noise = 128 + case.head_dim

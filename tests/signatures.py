@@ -130,6 +130,146 @@ SIGNATURES = {
         ),
         "CrossEntropyLoss.forward": "self, input, target, precomputed_lse=None",
     },
+    "flash_attn.losses.linear_cross_entropy": {
+        "linear_cross_entropy": (
+            "hidden, weight, labels, bias=None, *, num_classes=None, ignore_index=-100, reduction='mean', "
+            "label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, return_z_loss=False, chunk_size=None, "
+            "process_group=None, sequence_parallel=True"
+        ),
+        "LinearCrossEntropyLoss": (
+            "ignore_index=-100, reduction='mean', label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, "
+            "process_group=None, return_z_loss=False, num_classes=None, chunk_size=None, sequence_parallel=True"
+        ),
+        "LinearCrossEntropyLoss.forward": "self, hidden, weight, labels, bias=None",
+    },
+    "flash_attn.models.baichuan": {
+        "baichuan_config_to_gpt2_config": "baichuan_config",
+        "remap_state_dict_hf_baichuan": "state_dict, config",
+        "inv_remap_state_dict_hf_baichuan": "state_dict, config",
+    },
+    "flash_attn.models.bert": {
+        "create_mixer_cls": "config, cross_attn=False, return_residual=False",
+        "create_mlp_cls": "config, layer_idx=None, return_residual=False",
+        "create_block": "config, layer_idx=None",
+        "BertEncoder": "config",
+        "BertEncoder.forward": "self, hidden_states, key_padding_mask=None, subset_mask=None",
+        "BertPooler": "config",
+        "BertPooler.forward": "self, hidden_states, pool=True",
+        "BertPredictionHeadTransform": "config",
+        "BertPredictionHeadTransform.forward": "self, hidden_states",
+        "BertLMPredictionHead": "config",
+        "BertLMPredictionHead.forward": "self, hidden_states",
+        "BertPreTrainingHeads": "config",
+        "BertPreTrainingHeads.forward": "self, sequence_output, pooled_output",
+        "BertPreTrainedModel": "config, *inputs, **kwargs",
+        "BertModel": "config, add_pooling_layer=True",
+        "BertModel.forward": (
+            "self, input_ids, position_ids=None, token_type_ids=None, attention_mask=None, masked_tokens_mask=None"
+        ),
+        "BertForPreTraining": "config",
+        "BertForPreTraining.forward": (
+            "self, input_ids, position_ids=None, token_type_ids=None, attention_mask=None, labels=None, "
+            "next_sentence_label=None"
+        ),
+        "BertForMaskedLM": "config",
+        "BertForMaskedLM.forward": "self, input_ids, *, labels=None, **inputs",
+        "BertForSequenceClassification": "config",
+        "BertForSequenceClassification.forward": "self, input_ids, *, labels=None, **inputs",
+        "BertForTokenClassification": "config",
+        "BertForTokenClassification.forward": "self, input_ids, *, labels=None, **inputs",
+        "remap_state_dict": "state_dict, config",
+        "inv_remap_state_dict": "state_dict, config, legacy_names=True",
+    },
+    "flash_attn.models.bigcode": {
+        "bigcode_config_to_gpt2_config": "bigcode_config",
+        "remap_state_dict_hf_bigcode": "state_dict, config",
+        "inv_remap_state_dict_hf_bigcode": "state_dict, config",
+    },
+    "flash_attn.models.btlm": {
+        "btlm_config_to_gpt2_config": "btlm_config",
+        "remap_state_dict_hf_btlm": "state_dict, config",
+        "inv_remap_state_dict_hf_btlm": "state_dict, config",
+    },
+    "flash_attn.models.falcon": {
+        "falcon_config_to_gpt2_config": "falcon_config",
+        "remap_state_dict_hf_falcon": "state_dict, config",
+        "inv_remap_state_dict_hf_falcon": "state_dict, config",
+    },
+    "flash_attn.models.gpt": {
+        "GPTLMHeadModel": "config, process_group=None, device=None, dtype=None",
+        "GPTLMHeadModel.forward": (
+            "self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, labels=None"
+        ),
+        "GPTModel": "config, process_group=None, device=None, dtype=None",
+        "GPTModel.forward": "self, input_ids, position_ids=None, inference_params=None",
+        "GPTPreTrainedModel": "config, *inputs, **kwargs",
+        "combine_state_dicts_tp": "state_dicts, config",
+        "create_block": "config, layer_idx=None, process_group=None, device=None, dtype=None",
+        "create_mixer_cls": "config, layer_idx=None, process_group=None, device=None, dtype=None",
+        "create_mlp_cls": "config, layer_idx=None, process_group=None, device=None, dtype=None",
+        "inv_remap_state_dict_hf_gpt2": "state_dict, config",
+        "inv_remap_state_dict_megatron": "state_dict, config",
+        "remap_state_dict_hf_gpt2": "state_dict, config",
+        "remap_state_dict_hf_gpt_neox": "state_dict, config",
+        "remap_state_dict_hf_gptj": "state_dict, config",
+        "remap_state_dict_hf_llama": "state_dict, config",
+        "remap_state_dict_hf_opt": "state_dict, config",
+        "remap_state_dict_megatron": "state_dict, config",
+        "shard_state_dict_tp": "state_dict, config, world_size, rank",
+    },
+    "flash_attn.models.gpt_neox": {
+        "gpt_neox_config_to_gpt2_config": "gpt_neox_config",
+        "inv_remap_state_dict_hf_gpt_neox": "state_dict, config",
+    },
+    "flash_attn.models.gptj": {
+        "gptj_config_to_gpt2_config": "gptj_config",
+        "inv_remap_state_dict_hf_gptj": "state_dict, config",
+    },
+    "flash_attn.models.llama": {
+        "llama_config_to_gpt2_config": "llama_config",
+        "inv_remap_state_dict_hf_llama": "state_dict, config",
+        "remap_state_dict_meta_llama": "state_dict, config",
+        "inv_remap_state_dict_meta_llama": "state_dict, config",
+        "config_from_meta_checkpoint": "checkpoint_path, model_name",
+        "config_from_hf_checkpoint": "checkpoint_path, model_name",
+        "config_from_checkpoint": "checkpoint_path, model_name, checkpoint_format='meta'",
+        "state_dicts_from_checkpoint": "checkpoint_path, model_name",
+    },
+    "flash_attn.models.opt": {
+        "opt_config_to_gpt2_config": "opt_config",
+        "inv_remap_state_dict_hf_opt": "state_dict, config",
+    },
+    "flash_attn.models.phi": {
+        "phi_config_to_gpt2_config": "phi_config",
+        "remap_state_dict_hf_phi": "state_dict, config",
+        "inv_remap_state_dict_hf_phi": "state_dict, config",
+    },
+    "flash_attn.models.vit": {
+        "VisionTransformer": (
+            "img_size=224, patch_size=16, in_chans=3, num_classes=1000, global_pool='token', embed_dim=768, depth=12,"
+            " num_heads=12, mlp_ratio=4.0, qkv_bias=True, init_values=None, class_token=True, no_embed_class=False, "
+            "pre_norm=False, fc_norm=None, drop_rate=0.0, attn_drop_rate=0.0, drop_path_rate=0.0, weight_init='', "
+            "embed_layer=PatchEmbed, norm_layer=None, act_layer=None, use_flash_attn=False, fused_bias_fc=False, "
+            "fused_mlp=False, fused_dropout_add_ln=False"
+        ),
+        "VisionTransformer.forward": "self, x",
+        "create_block": (
+            "embed_dim, num_heads, mlp_ratio, qkv_bias, drop_rate, attn_drop_rate, drop_path1, drop_path2, "
+            "norm_layer, act_layer, use_flash_attn, fused_bias_fc, fused_mlp, fused_dropout_add_ln, layer_idx=None, "
+            "n_layer=None, last_layer_subset=False"
+        ),
+        "create_mixer_cls": "num_heads, qkv_bias, attn_drop, use_flash_attn, fused_bias_fc, cross_attn=False",
+        "create_mlp_cls": "embed_dim, mlp_ratio, act_layer, fused_mlp",
+        "init_weights_vit_timm": "module, name=''",
+        "inv_remap_state_dict_timm": "state_dict, model",
+        "remap_state_dict_timm": "state_dict, model",
+        "vit_base_patch16_224": "pretrained=False, **kwargs",
+        "vit_base_patch32_224": "pretrained=False, **kwargs",
+        "vit_huge_patch14_224": "pretrained=False, **kwargs",
+        "vit_large_patch16_224": "pretrained=False, **kwargs",
+        "vit_small_patch16_224": "pretrained=False, **kwargs",
+        "vit_tiny_patch16_224": "pretrained=False, **kwargs",
+    },
     "flash_attn.modules.block": {
         "StochasticDepth": "p",
         "StochasticDepth.forward": "self, x",
@@ -454,8 +594,7 @@ SIGNATURES = {
         "decode": (
             "input_ids, model, max_length, top_k=1, top_p=0.0, temperature=1.0, eos_token_id=None, "
             "teacher_outputs=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, "
-            "repetition_penalty=1.0, output_scores=True, streamer=None, "
-            "attention_mask=None, pad_token_id=None"
+            "repetition_penalty=1.0, output_scores=True, streamer=None, attention_mask=None, pad_token_id=None"
         ),
         "decode_speculative": (
             "input_ids, model, model_draft, max_length, speculative_lookahead=3, top_k=1, top_p=0.0, temperature=1.0,"

@@ -285,7 +285,7 @@ def test_autograd_function_classes(flag, problem):
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.startswith("_flash_attn")])
 def test_private_functions_are_in_torch_ops(name):
-    """With the same arguments and defaults."""
+    """The ops have the same arguments and defaults."""
     expected = inspect.signature(getattr(interface, name)).parameters.values()
     found = getattr(torch.ops.flash_attn, name).default._schema.arguments
     assert [argument.name for argument in found] == [p.name for p in expected]
@@ -477,7 +477,7 @@ def test_transformers_generates_from_a_padded_batch(device):
     )  # fmt: skip
 
     def logits(dtype):
-        """Of each sequence by itself, in one pass."""
+        """The logits of each sequence by itself, in one pass."""
         model.to(dtype).set_attn_implementation("eager")
         with torch.no_grad():
             each = [model(tokens[None, pad:]).logits for tokens, pad in zip(found.sequences, padding)]

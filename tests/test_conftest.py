@@ -1,8 +1,15 @@
 """When the tests marked slow run, and what they find in new memory."""
 
+import pathlib
+
 import pytest
 import torch
-from conftest import asks_for_slow
+
+
+@pytest.fixture
+def conftest(request):
+    """The conftest.py of this folder: there are others, and only one can be imported by that name."""
+    return request.config.pluginmanager.get_plugin(str(pathlib.Path(__file__).with_name("conftest.py")))
 
 
 @pytest.mark.parametrize(
@@ -19,8 +26,8 @@ from conftest import asks_for_slow
         ("slower", False),
     ],
 )
-def test_slow_tests_run_if_they_are_asked_for(markexpr, expected):
-    assert asks_for_slow(markexpr) == expected
+def test_slow_tests_run_if_they_are_asked_for(markexpr, expected, conftest):
+    assert conftest.asks_for_slow(markexpr) == expected
 
 
 def test_new_memory_holds_nan(device):

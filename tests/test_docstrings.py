@@ -6,6 +6,7 @@ import pathlib
 import re
 
 import pytest
+import torch
 
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = [
@@ -18,4 +19,4 @@ FILES = [
 @pytest.mark.parametrize("file", FILES)
 def test_examples(file):
     module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
-    assert not doctest.testmod(module).failed
+    assert not doctest.testmod(module, extraglobs={"torch": torch}).failed

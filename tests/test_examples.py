@@ -1,6 +1,7 @@
 """The examples run; generation with the cache is the whole model; the demo measures what it says."""
 
 import math
+import os
 import pathlib
 import subprocess
 import sys
@@ -18,7 +19,11 @@ def examples_on_path(monkeypatch):
 
 
 def _run(name, *args):
-    return subprocess.run([sys.executable, EXAMPLES / name, *args], capture_output=True, text=True, check=True).stdout
+    """What an example prints that imports the package from here, installed or not."""
+    paths = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, EXAMPLES / name, *args]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
 
 
 def test_attention():

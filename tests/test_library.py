@@ -90,7 +90,7 @@ def test_no_library(package, load):
 
 @pytest.mark.parametrize("contents", [None, OTHER], ids=["no library", "an old library"])
 def test_sources_use_the_library_of_an_installation(contents, package, load):
-    """As for whoever runs Python in the folder that `pip install .` was run in."""
+    """Python imports the sources when it runs in the folder in which `pip install .` was run."""
     if contents:
         (package[0] / "_kernels.so").write_bytes(contents)
     (package[1] / "_kernels.so").write_bytes(TODAY)
@@ -104,7 +104,7 @@ def test_a_library_of_the_sources_comes_first(package, load):
 
 
 def test_a_library_for_other_ops_is_not_loaded(package, load):
-    """Or its kernels would be registered for schemas that they do not follow."""
+    """Its kernels would be registered for schemas that they do not follow."""
     (package[1] / "_kernels.so").write_bytes(OTHER)
     with pytest.warns(RuntimeWarning, match="was built for ops with other schemas"):
         reason, loaded = load()
@@ -202,7 +202,7 @@ def test_a_defined_op_is_what_torch_expects(device):
 
 
 def test_an_op_knows_that_its_kernel_is_in_triton():
-    """So is that of linear_act_fwd, where Triton is installed; there is no other."""
+    """The kernel of linear_act_fwd is in Triton, where Triton is installed; there is no other kernel for it."""
     pytest.importorskip("triton")
     importlib.import_module("flash_attn._ops.linear_act")
     assert _library.has_kernel("linear_act_fwd") and _library.is_in_triton("linear_act_fwd")
@@ -336,7 +336,7 @@ def family(name, device):
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", ["attention", "norm", "mlp", "dense", "swiglu", "cross entropy", "softmax"])
 def test_second_derivatives_are_refused_however_they_are_asked_for(name, checkpointed, device):
-    """Also where the incoming gradient is constant, and for tensors that came before."""
+    """They are refused where the incoming gradient is constant, and for tensors earlier in the graph, too."""
     function = family(name, device)
     before = torch.randn(4, 6, 2, 64, device=device, requires_grad=True)
     x = 2 * before
@@ -351,7 +351,7 @@ def test_second_derivatives_are_refused_however_they_are_asked_for(name, checkpo
 
 
 def test_a_gradient_that_owes_nothing_to_its_inputs_is_constant(device):
-    """That of a product by a weight, where the weight has no gradient."""
+    """The gradient of a product with a weight depends on the weight alone, which here has no gradient."""
     x = torch.randn(5, 64, device=device, requires_grad=True)
     layer = FusedDense(64, 32, device=device).requires_grad_(False)
     (dx,) = torch.autograd.grad(layer(x).sum(), x, create_graph=True)

@@ -273,7 +273,7 @@ def test_instances(instances, tmp_path, monkeypatch, pattern, names):
 
 
 def test_unchanged_instances_are_left_alone(instances, tmp_path, monkeypatch):
-    """Or else all of them would be compiled again."""
+    """A new time of change would have all of them compiled again."""
     monkeypatch.delenv("FLASH_ATTN_INSTANCES", raising=False)
     for path in instances.generate(tmp_path):
         os.utime(path, (1, 1))
@@ -371,7 +371,7 @@ def test_other_packages_find_the_distribution(installed):
 
 
 def test_modules_are_found(installed):
-    """Those of compat/ by their own names."""
+    """Python finds the package, and the modules of compat/ at the top level."""
     files = [ROOT / "flash_attn/__init__.py", *sorted((ROOT / "compat").glob("*.py"))]
     names = ["flash_attn", *(path.stem for path in files[1:])]
     found = _ask(installed, f"[pathlib.Path(util.find_spec(name).origin).read_text() for name in {names}]")

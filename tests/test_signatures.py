@@ -45,18 +45,23 @@ def test_signatures(module):
 
 
 def public_modules():
-    names = (module.name for module in pkgutil.walk_packages(flash_attn.__path__[:1], "flash_attn."))
-    return [name for name in names if not any(part.startswith("_") for part in name.split("."))]
+    """The modules that others import from: of a package that lists its names in __all__, not those within it."""
+    names = [module.name for module in pkgutil.walk_packages(flash_attn.__path__[:1], "flash_attn.")]
+    within = tuple(f"{name}." for name in names if hasattr(importlib.import_module(name), "__all__"))
+    public = [name for name in names if not any(part.startswith("_") for part in name.split("."))]
+    return [name for name in public if not name.startswith(within)]
+
+
+def public_names(module):
+    """The names of a module that are in its __all__ or, without that, are defined there."""
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    return getattr(module, "__all__", [name for name in own if not name.startswith("_")])
 
 
 @pytest.mark.parametrize("module", public_modules())
 def test_every_public_function_and_layer_is_in_the_table(module):
     known = [find(module, name) for module, names in SIGNATURES.items() for name in names]
-    found = {
-        name: value
-        for name, value in vars(importlib.import_module(module)).items()
-        if not name.startswith("_") and getattr(value, "__module__", None) == module
-    }
+    found = {name: find(module, name) for name in public_names(importlib.import_module(module))}
     functions = [name for name, value in found.items() if inspect.isfunction(value)]
     layers = [name for name, value in found.items() if inspect.isclass(value) and issubclass(value, torch.nn.Module)]
     missing = [name for name in functions + layers if not any(found[name] is each for each in known)]

@@ -77,6 +77,14 @@ def test_functional_mode(without):
     assert without("FunctionalTensorMode").FunctionalTensorMode is None
 
 
+def test_functional_collectives(monkeypatch):
+    name = "torch.distributed._functional_collectives"
+    assert hasattr(_torch_private.functional_collectives, "all_reduce")
+    monkeypatch.delattr(torch.distributed, "_functional_collectives")
+    monkeypatch.setitem(sys.modules, name, None)
+    assert load().functional_collectives is None
+
+
 class Nothing:
     """An object of torch that has lost all its private names."""
 
@@ -137,8 +145,8 @@ def test_memory_events():
 def test_the_package_works_without_the_optional_names():
     """All of them at a time, in the whole of the self-check. Torch itself uses some: it gets them back."""
     code = f"""
-import importlib, importlib.util, sys, torch, torch._subclasses.functional_tensor
-import torch.distributed._functional_collectives
+import importlib, importlib.util, sys
+import torch, torch._subclasses.functional_tensor, torch.distributed._functional_collectives
 taken = []
 for name, module in {OPTIONAL}.items():
     module = importlib.import_module(module)

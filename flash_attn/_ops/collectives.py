@@ -23,7 +23,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", getattr(dist, "re
 
 def gather_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False) -> tuple[Tensor, Any]:
     """Returns the x (rows, ...) of all processes, (world_size * rows, ...)."""
-    if torch.compiler.is_compiling():
+    if functional_collectives is not None and torch.compiler.is_compiling():
         return functional_collectives.all_gather_tensor(x.contiguous(), 0, process_group), None
     output = x.new_empty(dist.get_world_size(process_group) * x.shape[0], *x.shape[1:])
     return output, all_gather_single(output, x.contiguous(), group=process_group, async_op=async_op)
@@ -31,7 +31,7 @@ def gather_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = 
 
 def scatter_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False) -> tuple[Tensor, Any]:
     """Returns this process's part (rows / world_size, ...) of the sum of all x (rows, ...)."""
-    if torch.compiler.is_compiling():
+    if functional_collectives is not None and torch.compiler.is_compiling():
         return functional_collectives.reduce_scatter_tensor(x.contiguous(), "sum", 0, process_group), None
     output = x.new_empty(x.shape[0] // dist.get_world_size(process_group), *x.shape[1:])
     return output, reduce_scatter_single(output, x.contiguous(), group=process_group, async_op=async_op)
@@ -39,7 +39,7 @@ def scatter_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool =
 
 def reduce(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False) -> tuple[Tensor, Any]:
     """Returns the sum of all x. Outside of graphs it takes the place of x if that is contiguous."""
-    if torch.compiler.is_compiling():
+    if functional_collectives is not None and torch.compiler.is_compiling():
         return functional_collectives.all_reduce(x.contiguous(), "sum", process_group), None
     output = x.contiguous()
     return output, dist.all_reduce(output, group=process_group, async_op=async_op)

@@ -301,7 +301,7 @@ class RotaryEmbedding(torch.nn.Module):
         before = self.inv_freq, self.scale
         super()._apply(fn, recurse)
         device = self.inv_freq.device
-        if device.type == "meta":
+        if self.inv_freq.is_meta:
             self._has_values = False
         elif self._has_values:
             self.inv_freq, self.scale = (None if x is None else x.to(device) for x in before)

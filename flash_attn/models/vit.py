@@ -262,9 +262,7 @@ class VisionTransformer(nn.Module):
         x = x[:, 0]
         return x if pre_logits else self.head(x)
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> torch.nn.modules.module._IncompatibleKeys:
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state dict of this model or of timm's; see `torch.nn.Module.load_state_dict`."""
         return super().load_state_dict(remap_state_dict_timm(state_dict, self), strict=strict, assign=assign)
 

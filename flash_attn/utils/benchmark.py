@@ -7,23 +7,46 @@ tuple, its first element counts. amp runs fn, but not its backward, under autoca
 `torch.utils.benchmark.Measurement`s: mean, median and spread in seconds, the device having been waited for.
 """
 
+import os
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import torch
-import torch.utils.benchmark
 from torch import Tensor
 from torch.profiler import ProfilerActivity
+from torch.utils.benchmark import Measurement, Timer
 
 from flash_attn import _torch_private
 
+_Timed: TypeAlias = tuple[Timer, Measurement]
 
-def benchmark_forward(fn, *inputs, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs):
+
+def benchmark_forward(
+    fn: Callable,
+    *inputs: Any,
+    repeats: int = 10,
+    desc: str = "",
+    verbose: bool = True,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    **kwinputs: Any,
+) -> _Timed:
     """Time fn(*inputs, **kwinputs). Returns (Timer, Measurement), and prints it if verbose."""
     forward = _forward(fn, inputs, kwinputs, amp, amp_dtype)
     return _timed(forward, repeats, f"{desc} - Forward pass", verbose)
 
 
 def benchmark_backward(
-    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
-):
+    fn: Callable,
+    *inputs: Any,
+    grad: Tensor | None = None,
+    repeats: int = 10,
+    desc: str = "",
+    verbose: bool = True,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    **kwinputs: Any,
+) -> _Timed:
     """Time the backward of fn(*inputs, **kwinputs), which runs once.
 
     grad: the gradient of its output; random if None. Gradients of positional inputs are discarded before each backward.
@@ -35,8 +58,16 @@ def benchmark_backward(
 
 
 def benchmark_combined(
-    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
-):
+    fn: Callable,
+    *inputs: Any,
+    grad: Tensor | None = None,
+    repeats: int = 10,
+    desc: str = "",
+    verbose: bool = True,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    **kwinputs: Any,
+) -> _Timed:
     """Time fn(*inputs, **kwinputs) and its backward together; otherwise like `benchmark_backward`."""
     forward = _forward(fn, inputs, kwinputs, amp, amp_dtype)
     grad = _grad_of(forward(), grad)
@@ -44,16 +75,32 @@ def benchmark_combined(
 
 
 def benchmark_fwd_bwd(
-    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
-):
+    fn: Callable,
+    *inputs: Any,
+    grad: Tensor | None = None,
+    repeats: int = 10,
+    desc: str = "",
+    verbose: bool = True,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    **kwinputs: Any,
+) -> tuple[_Timed, _Timed]:
     """`benchmark_forward` and `benchmark_backward`: a pair of what they return."""
     options = dict(repeats=repeats, desc=desc, verbose=verbose, amp=amp, amp_dtype=amp_dtype, **kwinputs)
     return benchmark_forward(fn, *inputs, **options), benchmark_backward(fn, *inputs, grad=grad, **options)
 
 
 def benchmark_all(
-    fn, *inputs, grad=None, repeats=10, desc="", verbose=True, amp=False, amp_dtype=torch.float16, **kwinputs
-):
+    fn: Callable,
+    *inputs: Any,
+    grad: Tensor | None = None,
+    repeats: int = 10,
+    desc: str = "",
+    verbose: bool = True,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    **kwinputs: Any,
+) -> tuple[_Timed, _Timed, _Timed]:
     """`benchmark_forward`, `benchmark_backward` and `benchmark_combined`: a triple of what they return."""
     options = dict(repeats=repeats, desc=desc, verbose=verbose, amp=amp, amp_dtype=amp_dtype, **kwinputs)
     return (
@@ -64,16 +111,16 @@ def benchmark_all(
 
 
 def pytorch_profiler(
-    fn,
-    *inputs,
-    trace_filename=None,
-    backward=False,
-    amp=False,
-    amp_dtype=torch.float16,
-    cpu=False,
-    verbose=True,
-    **kwinputs,
-):
+    fn: Callable,
+    *inputs: Any,
+    trace_filename: str | os.PathLike[str] | None = None,
+    backward: bool = False,
+    amp: bool = False,
+    amp_dtype: torch.dtype = torch.float16,
+    cpu: bool = False,
+    verbose: bool = True,
+    **kwinputs: Any,
+) -> None:
     """Profile one call of fn(*inputs, **kwinputs), after 30 to warm up.
 
     Arguments:
@@ -105,7 +152,7 @@ def pytorch_profiler(
         profile.export_chrome_trace(str(trace_filename))
 
 
-def benchmark_memory(fn, *inputs, desc="", verbose=True, **kwinputs):
+def benchmark_memory(fn: Callable, *inputs: Any, desc: str = "", verbose: bool = True, **kwinputs: Any) -> float:
     """The most memory in use at a time during fn(*inputs, **kwinputs), in units of 1000 * 2 ** 20 bytes.
 
     On a GPU, all that torch has allocated there. On a CPU, what is allocated during the call.
@@ -121,10 +168,10 @@ def benchmark_memory(fn, *inputs, desc="", verbose=True, **kwinputs):
         torch.cuda.empty_cache()
     else:
         used = _peak_on_cpu(lambda: fn(*inputs, **kwinputs))
-    used /= 2**20 * 1000
+    gigabytes = used / (2**20 * 1000)
     if verbose:
-        print(f"{desc} max memory: {used}GB")
-    return used
+        print(f"{desc} max memory: {gigabytes}GB")
+    return gigabytes
 
 
 def _forward(fn, inputs, kwinputs, amp, amp_dtype):
@@ -160,9 +207,7 @@ def _backward(out, grad, inputs):
 
 
 def _timed(step, repeats, title, verbose):
-    timer = torch.utils.benchmark.Timer(
-        stmt="step()", globals={"step": step}, num_threads=torch.get_num_threads(), description=title
-    )
+    timer = Timer(stmt="step()", globals={"step": step}, num_threads=torch.get_num_threads(), description=title)
     measurement = timer.timeit(repeats)
     if verbose:
         print(title)
@@ -171,7 +216,7 @@ def _timed(step, repeats, title, verbose):
 
 
 def _device(inputs):
-    """That of the first tensor; a function without tensors runs where there is most to measure."""
+    """The device of the first tensor, or, without tensors, a GPU if there is one."""
     for x in inputs:
         if isinstance(x, Tensor):
             return x.device
@@ -184,7 +229,7 @@ def _wait(inputs):
 
 
 def _peak_on_cpu(call):
-    """The greatest sum of the allocations less what was freed, in bytes."""
+    """The most bytes that are allocated at a time during call(): the largest sum of allocations less what was freed."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     used = peak = 0

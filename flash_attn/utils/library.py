@@ -1,11 +1,43 @@
-"""`triton_op`, torch.library's with two more options."""
+"""`triton_op`: that of torch.library, with two more options."""
+
+from collections.abc import Callable, Iterable
+from typing import Any, overload
 
 import torch
+from torch.library import CustomOpDef
 
 from flash_attn import _torch_private
 
 
-def triton_op(name, fn=None, /, *, mutates_args, schema=None, allow_decomposition=True):
+@overload
+def triton_op(
+    name: str,
+    fn: None = None,
+    /,
+    *,
+    mutates_args: str | Iterable[str],
+    schema: str | None = None,
+    allow_decomposition: bool = True,
+) -> Callable[[Callable], CustomOpDef]: ...
+@overload
+def triton_op(
+    name: str,
+    fn: Callable,
+    /,
+    *,
+    mutates_args: str | Iterable[str],
+    schema: str | None = None,
+    allow_decomposition: bool = True,
+) -> CustomOpDef: ...
+def triton_op(
+    name: str,
+    fn: Callable | None = None,
+    /,
+    *,
+    mutates_args: str | Iterable[str],
+    schema: str | None = None,
+    allow_decomposition: bool = True,
+) -> CustomOpDef | Callable[[Callable], CustomOpDef]:
     """Make an operator of a function of torch operators and Triton kernels (through torch.library.wrap_triton).
 
     Arguments:
@@ -32,7 +64,7 @@ def triton_op(name, fn=None, /, *, mutates_args, schema=None, allow_decompositio
     mode = _torch_private.FunctionalTensorMode
     if allow_decomposition and mode is not None:
 
-        def decompose(mode, func, types, args, kwargs):
+        def decompose(mode: Any, func: Any, types: Any, args: tuple, kwargs: dict | None) -> Any:
             with mode:
                 return fn(*args, **(kwargs or {}))
 

@@ -1,4 +1,4 @@
-"""What tests of attention need: random lengths, one problem padded and packed, masks, and attention by its definition.
+"""Tools for tests of attention: random lengths, one problem padded and packed, masks, attention by its definition.
 
     mask = generate_random_padding_mask(seqlen, batch, device)
     q_unpad, kv_unpad, cu_q, cu_k, _, _, max_q, max_k, q, kv, pad, *_ = generate_qkv(q, k, v, mask, mask, kvpacked=True)
@@ -8,7 +8,7 @@
 Terms that the functions share:
 
 Padding masks. bool (batch, seqlen), true for real tokens; None means that all are real. key_leftpad, int32 or int64
-    (batch,): nor are keys before it real. What is not real is not seen.
+    (batch,): keys before this position are not real either. No query sees a token that is not real.
 Positions. They count keys. The real tokens of an entry count as if they were packed, the last query standing at the
     last key: query i is at position i + len_k - len_q of len_q queries and len_k keys, if padding comes last.
 Masks of scores. bool, true where a query does NOT see a key, (seqlen_q, seqlen_k) or, with any padding given, (batch,
@@ -19,8 +19,11 @@ TypeError, wrong shapes and values ValueError.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Literal, TypeAlias, overload
 
 import torch
+from torch import Tensor
 
 from flash_attn._ops import checks
 from flash_attn._reference import fused_softmax
@@ -34,12 +37,18 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Problems
 
 
-def generate_random_padding_mask(max_seqlen, batch_size, device, mode="random", zero_lengths=False):
+def generate_random_padding_mask(
+    max_seqlen: int,
+    batch_size: int,
+    device: torch.device | str,
+    mode: str = "random",
+    zero_lengths: bool = False,
+) -> Tensor:
     """Draw a padding mask whose real tokens come first.
 
     Arguments:
         max_seqlen, batch_size: its sizes.
-        device: where it is made, and whose default generator the lengths come from.
+        device: where the mask is made. The lengths come from the default generator of this device.
         mode: "full": all tokens are real. "random": lengths are uniform from max_seqlen - 20 to max_seqlen; "third":
             from max_seqlen // 3. They are at least 1, with zero_lengths at least 0.
         zero_lengths: also make every fifth sequence, from the first on, and the last one empty.
@@ -63,18 +72,65 @@ def generate_random_padding_mask(max_seqlen, batch_size, device, mode="random", 
     return torch.arange(max_seqlen, device=device) < lengths
 
 
+_Pad: TypeAlias = Callable[[Tensor], Tensor]
+
+
+@overload
 def generate_qkv(
-    q,
-    k,
-    v,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    qv=None,
-    kvpacked=False,
-    qkvpacked=False,
-    query_unused_mask=None,
-    key_unused_mask=None,
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_padding_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    qv: Tensor | None = None,
+    kvpacked: Literal[False] = False,
+    qkvpacked: Literal[False] = False,
+    query_unused_mask: Tensor | None = None,
+    key_unused_mask: Tensor | None = None,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None, int, int,
+    Tensor, Tensor, Tensor, Tensor | None, _Pad, _Pad, _Pad,
+]: ...  # fmt: skip
+@overload
+def generate_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_padding_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    qv: None = None,
+    *,
+    kvpacked: Literal[True],
+    qkvpacked: Literal[False] = False,
+    query_unused_mask: Tensor | None = None,
+    key_unused_mask: Tensor | None = None,
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, int, int, Tensor, Tensor, _Pad, _Pad, _Pad
+]: ...
+@overload
+def generate_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_padding_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    qv: None = None,
+    kvpacked: Literal[False] = False,
+    *,
+    qkvpacked: Literal[True],
+) -> tuple[Tensor, Tensor, int, Tensor, _Pad, _Pad]: ...
+def generate_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_padding_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    qv: Tensor | None = None,
+    kvpacked: bool = False,
+    qkvpacked: bool = False,
+    query_unused_mask: Tensor | None = None,
+    key_unused_mask: Tensor | None = None,
+) -> tuple:
     """The same queries, keys and values padded and packed, as leaves that require gradients.
 
     Arguments:
@@ -143,9 +199,9 @@ def generate_qkv(
     if qkvpacked:
         qkv_unpad, qkv = torch.stack([q_unpad, k_unpad, v_unpad], dim=1), torch.stack([q, k, v], dim=2)
         return _leaf(qkv_unpad), cu_seqlens_q, max_seqlen_q, _leaf(qkv), pad_q, pad_q
-    seqused_q = None if query_unused_mask is None else seqused_q
-    seqused_k = None if key_unused_mask is None else seqused_k
-    lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k
+    used_q = None if query_unused_mask is None else seqused_q
+    used_k = None if key_unused_mask is None else seqused_k
+    lengths = cu_seqlens_q, cu_seqlens_k, used_q, used_k, max_seqlen_q, max_seqlen_k
     if kvpacked:
         kv_unpad, kv = torch.stack([k_unpad, v_unpad], dim=1), torch.stack([k, v], dim=2)
         return _leaf(q_unpad), _leaf(kv_unpad), *lengths, _leaf(q), _leaf(kv), pad_q, pad_q, pad_k
@@ -169,16 +225,16 @@ def _leaf(x):
 
 
 def construct_local_mask(
-    seqlen_q,
-    seqlen_k,
-    window_size=(-1, -1),
-    sink_token_length=0,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    key_leftpad=None,
-    device=None,
-):
-    """What a sliding window hides. The top of this module says what masks and positions are.
+    seqlen_q: int,
+    seqlen_k: int,
+    window_size: tuple[int, int] = (-1, -1),
+    sink_token_length: int = 0,
+    query_padding_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    key_leftpad: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Returns the mask of a sliding window. The top of this module says what masks and positions are.
 
     Arguments:
         seqlen_q, seqlen_k: the sizes of the mask.
@@ -204,15 +260,15 @@ def construct_local_mask(
 
 
 def construct_chunk_mask(
-    seqlen_q,
-    seqlen_k,
-    attention_chunk,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    key_leftpad=None,
-    device=None,
-):
-    """What chunked attention hides: keys of other chunks than a query's own.
+    seqlen_q: int,
+    seqlen_k: int,
+    attention_chunk: int,
+    query_padding_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    key_leftpad: Tensor | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Returns the mask of chunked attention, which hides the keys outside a query's own chunk.
 
     Arguments:
         attention_chunk: the size of chunks, at least 1. Position p is in chunk p // attention_chunk.
@@ -264,28 +320,28 @@ def _places(real):
 
 
 def attention_ref(
-    q,
-    k,
-    v,
-    query_padding_mask=None,
-    key_padding_mask=None,
-    key_leftpad=None,
-    attn_bias=None,
-    dropout_p=0.0,
-    dropout_mask=None,
-    causal=False,
-    qv=None,
-    q_descale=None,
-    k_descale=None,
-    v_descale=None,
-    window_size=(-1, -1),
-    attention_chunk=0,
-    sink_token_length=0,
-    softcap=0.0,
-    upcast=True,
-    reorder_ops=False,
-    intermediate_dtype=None,
-):
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_padding_mask: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    key_leftpad: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_mask: Tensor | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    sink_token_length: int = 0,
+    softcap: float = 0.0,
+    upcast: bool = True,
+    reorder_ops: bool = False,
+    intermediate_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
     """Attention as it is defined, with all scores in memory: exact, or at the precision of its arguments.
 
         s(i, j) = (<q_i, k_j> + <qv_i, v_j>) / sqrt(d)    d = head_dim, with qv head_dim + head_dim_v

@@ -10,13 +10,16 @@ class Dense(torch.autograd.Function):
     def backward(ctx, grad): ...
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 
-def custom_amp_decorator(dec, cuda_amp_deprecated):
+def custom_amp_decorator(dec: Callable, cuda_amp_deprecated: bool) -> Callable:
     """`dec`, which takes device_type="cuda" if cuda_amp_deprecated: that is, if it is one of torch.amp."""
 
-    def decorator(*args, **kwargs):
+    def decorator(*args: Any, **kwargs: Any) -> Any:
         if cuda_amp_deprecated:
             kwargs["device_type"] = "cuda"
         return dec(*args, **kwargs)

@@ -1,0 +1,44 @@
+"""Calls of the package as mypy sees them: `make lint` checks this file, and nothing runs it.
+
+A line with `type: ignore` must be an error, or mypy reports the comment as unused.
+"""
+
+import torch
+from torch import Tensor
+from torch.utils.benchmark import Measurement, Timer
+from typing_extensions import assert_type
+
+from flash_attn.bert_padding import pad_input, unpad_input, unpad_input_for_concatenated_sequences
+from flash_attn.utils.benchmark import benchmark_forward, benchmark_memory
+from flash_attn.utils.library import triton_op
+from flash_attn.utils.testing import attention_ref, construct_local_mask, generate_qkv
+
+
+def padding(x: Tensor, mask: Tensor) -> Tensor:
+    tokens, indices, cu_seqlens, max_seqlen, seqused = unpad_input(x, mask)
+    assert_type(max_seqlen, int)
+    assert_type(seqused, Tensor)
+    assert_type(unpad_input_for_concatenated_sequences(x, mask), tuple[Tensor, Tensor, Tensor, int])
+    pad_input(tokens, indices, batch="two", seqlen=5)  # type: ignore[arg-type]
+    return pad_input(tokens, indices, batch=2, seqlen=5)
+
+
+def testing(q: Tensor, k: Tensor, v: Tensor) -> None:
+    apart = generate_qkv(q, k, v)
+    assert_type(apart[3], Tensor | None)
+    assert_type(apart[8], int)
+    assert_type(apart[16](q), Tensor)
+    *_, dq_pad_fn, dkv_pad_fn = generate_qkv(q, k, v, kvpacked=True)
+    together = generate_qkv(q, k, v, qkvpacked=True)
+    assert_type(together[2], int)
+    assert_type(together[3], Tensor)
+    together[6]  # type: ignore[misc]
+    generate_qkv(q, k, v, kvpacked=True, qkvpacked=True)  # type: ignore[call-overload]
+    assert_type(attention_ref(q, k, v, causal=True), tuple[Tensor, Tensor])
+    assert_type(construct_local_mask(2, 3, (1, 0), device="cpu"), Tensor)
+
+
+def tools(x: Tensor) -> None:
+    assert_type(benchmark_forward(torch.exp, x, repeats=2), tuple[Timer, Measurement])
+    assert_type(benchmark_memory(torch.exp, x), float)
+    assert_type(triton_op("mine::twice", torch.exp, mutates_args=()), torch.library.CustomOpDef)
