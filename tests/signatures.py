@@ -116,7 +116,9 @@ SIGNATURES = {
             "cu_seqlens=None, max_seqlen=None"
         ),
         "ApplyRotaryEmbKV_.apply": "kv, cos, sin, interleaved=False, seqlen_offsets=0",
-        "RotaryEmbedding": ("dim, base=10000.0, interleaved=False, scale_base=None, device=None, *, pos_idx_in_fp32=True"),
+        "RotaryEmbedding": (
+            "dim, base=10000.0, interleaved=False, scale_base=None, device=None, *, pos_idx_in_fp32=True"
+        ),
         "RotaryEmbedding.forward": (
             "self, qkv, kv=None, seqlen_offset=0, max_seqlen=None, num_heads_q=None, cu_seqlens=None"
         ),
