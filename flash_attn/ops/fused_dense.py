@@ -161,11 +161,11 @@ class FewRowsLinear(nn.Linear):
     >>> layer.__class__ = nn.Linear
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns (..., out_features) of x (..., in_features)."""
-        if fused_dense.is_for_few_rows(x, self.weight):
-            return fused_dense_func(x, self.weight, self.bias)
-        return super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns (..., out_features) of an input (..., in_features)."""
+        if fused_dense.is_for_few_rows(input, self.weight):
+            return fused_dense_func(input, self.weight, self.bias)
+        return super().forward(input)
 
     def _get_name(self) -> str:
         return "Linear"
