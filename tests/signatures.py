@@ -397,7 +397,9 @@ SIGNATURES = {
             "checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True"
         ),
         "Linear": "in_features, out_features, bias=True, device=None, dtype=None",
-        "Linear.forward": "self, x",
+        "Linear.forward": "self, input",
+        "FewRowsLinear": "in_features, out_features, bias=True, device=None, dtype=None",
+        "FewRowsLinear.forward": "self, input",
         "FusedDense": "in_features, out_features, bias=True, return_residual=False, device=None, dtype=None",
         "FusedDense.forward": "self, x, process_group=None",
         "ColumnParallelLinear": (

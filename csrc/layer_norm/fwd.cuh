@@ -88,7 +88,8 @@ struct RowScaling {
   }
 };
 
-// The sum of a vector's branches, for which these bits have been drawn for x0.
+// The sum of a vector's branches, for which these bits have been drawn for x0; if it is stored, rounded as it will be:
+// the backward knows it so, and the statistics must fit what it knows.
 template <typename Config, int kVec = Config::kVec>
 __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, const FwdParams& p, const RowScaling& row,
                              const AnyVec<kVec>& drawn, int col, bool store_masks) {
@@ -122,6 +123,7 @@ __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, cons
     }
   }
   clear_outside<Config::kRagged>(h, col, problem.cols);
+  if (p.h.data) round_to(Config::h(p.h.dtype), h);
 }
 
 // What a warp gives to the others: of its part of the row, the mean, the sum of (h - centre)^2, and how many elements

@@ -49,6 +49,18 @@ __device__ AnyVec<kSize> load_any(const void* data, int64_t index, DType dtype) 
   return vec;
 }
 
+// Rounds values to the nearest that the type holds, ties to even.
+template <int kSize>
+__device__ void round_to(DType dtype, float (&values)[kSize]) {
+  if (dtype == DType::kFloat16) {
+#pragma unroll
+    for (float& value : values) value = __half2float(__float2half_rn(value));
+  } else if (dtype == DType::kBFloat16) {
+#pragma unroll
+    for (float& value : values) value = __bfloat162float(__float2bfloat16_rn(value));
+  }
+}
+
 template <typename T, int kSize>
 __device__ void widen_halves(float (&wide)[kSize], const AnyVec<kSize>& vec) {
   if constexpr (kSize == 1) {

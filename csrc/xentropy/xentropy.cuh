@@ -110,11 +110,13 @@ __global__ __launch_bounds__(Config::kThreads,
   const bool knows = kept && params.known_lse != nullptr;
   const float log_sum = knows ? params.known_lse[r * params.known_lse_stride] : logf(exps.sum);
 
-  const float target = (1.f - p.label_smoothing) * own + (smooth ? smooth_weight(p) * total : 0.f);
   const float lse = max * p.logit_scale + log_sum;
   const float z_loss = p.lse_square_scale == 0.f || params.partial ? 0.f : p.lse_square_scale * lse * lse;
-  // The difference is exact where the label has the largest logit.
-  const float loss = params.partial ? -target * p.logit_scale : (max - target) * p.logit_scale + log_sum + z_loss;
+  // Differences first: they are exact where the label has the largest logit.
+  const float base = params.partial ? 0.f : max;
+  float below = (1.f - p.label_smoothing) * (base - own);
+  if (smooth) below += p.label_smoothing * (base - total / static_cast<float>(p.total_classes));
+  const float loss = below * p.logit_scale + (params.partial ? 0.f : log_sum + z_loss);
   params.losses[r] = kept ? loss : 0.f;
   params.z_losses[r] = kept ? z_loss : 0.f;
   params.lse[r] = kept ? lse : 0.f;
@@ -125,15 +127,16 @@ __global__ __launch_bounds__(Config::kThreads,
 template <int kWidth, typename T>
 struct Gradient {
   float logit_scale, lse;
-  float scale, shift, at_own;  // the gradient is scale times the exponential, less shift, and less at_own at the label
+  float scale, at_others, at_label;  // the gradient is scale times the exponential, less one of these
 
   __device__ Vec<T, kWidth> operator()(const Vec<T, kWidth>& x, int64_t own) const {
     const int label = own >= 0 && own < kWidth ? static_cast<int>(own) : -1;
     float d[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      const float exponential = ptx::exp2(fmaf(static_cast<float>(x[j]), logit_scale, -lse) * kLog2E);
-      d[j] = scale * exponential - shift - (j == label ? at_own : 0.f);
+      // The product is rounded as in the forward: a logit that is its row's whole sum then has a difference of 0.
+      const float exponential = ptx::exp2((__fmul_rn(static_cast<float>(x[j]), logit_scale) - lse) * kLog2E);
+      d[j] = scale * exponential - (j == label ? at_label : at_others);
     }
     return narrow<T>(d);
   }
@@ -155,8 +158,9 @@ __global__ __launch_bounds__(Config::kThreads,
   T* out = static_cast<T*>(params.dlogits) + r * params.dlogits_stride;
   const bool kept = is_kept(p, label);
   const float z_factor = p.lse_square_scale == 0.f ? 1.f : 1.f + 2.f * p.lse_square_scale * lse;
-  const Gradient<kWidth, T> gradient{p.logit_scale, lse, dloss * z_factor, dloss * smooth_weight(p),
-                                     dloss * (1.f - p.label_smoothing)};
+  const float smooth = smooth_weight(p);
+  const Gradient<kWidth, T> gradient{p.logit_scale, lse, dloss * z_factor, dloss * smooth,
+                                     dloss * (1.f - p.label_smoothing + smooth)};
   const int apart = blockDim.x * kWidth;
   const int first = first_aligned<Config::kLine>(out) + part * kLoads * apart + threadIdx.x * kWidth;
   const int end = min(p.vocab, first + kLoads * apart);

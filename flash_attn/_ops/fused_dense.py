@@ -184,11 +184,14 @@ class _MLP(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         act, kept = products.fwd(_gathered(x, exchange), weight1, bias1, activation, level < 2, heuristic)
         out, _ = products.fwd(act, weight2, bias2, "identity", False, 0)
-        saves_act = level == 0 or (level == 1 and activation == "relu")
+        # Of frozen weights, as under LoRA, the gradient needs neither x nor what leaves the activation.
+        saves_x = level == 2 or ctx.needs_input_grad[1]
+        saves_act = level < 2 if activation == "relu" else level == 0 and ctx.needs_input_grad[3]
         saves_kept = level < 2 and activation != "relu"
         ctx.save_for_backward(
-            x, weight1, weight2, bias1 if level == 2 else None, act if saves_act else None, kept if saves_kept else None
-        )
+            x if saves_x else None, weight1, weight2, bias1 if level == 2 else None, act if saves_act else None,
+            kept if saves_kept else None,
+        )  # fmt: skip
         return (out, x.view_as(x)) if return_residual else out
 
     @staticmethod
@@ -206,7 +209,7 @@ class _MLP(torch.autograd.Function):
             if level == 2:
                 total = _gathered(x, ctx.exchange)
                 act, kept = products.fwd(total, weight1, bias1, activation, True, heuristic)
-            elif act is None:
+            elif act is None and needs[3]:
                 act = products.activate(kept, None, activation)
             if activation == "relu":
                 kept = act

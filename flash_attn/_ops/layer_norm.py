@@ -371,7 +371,7 @@ class _LayerNormLinear(torch.autograd.Function):
             is_rms_norm, False, h_dtype, dtype, False,
         )  # fmt: skip
         ctx.save_for_backward(x if h_dtype is None else h, mean, rstd, norm_weight, norm_bias, linear_weight)
-        ctx.options = is_rms_norm, x.dtype, residual is not None, linear_bias is not None
+        ctx.options = is_rms_norm, x.dtype, residual is not None
         ctx.set_materialize_grads(False)
         out = functional.linear(normal, linear_weight, linear_bias)
         return (out,) if h_dtype is None else (out, h)
@@ -380,23 +380,23 @@ class _LayerNormLinear(torch.autograd.Function):
     @autograd.once_differentiable
     def backward(ctx, dout, dh=None):
         h, mean, rstd, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
-        is_rms_norm, x_dtype, has_residual, has_linear_bias = ctx.options
+        is_rms_norm, x_dtype, has_residual = ctx.options
         if dout is None:
             dout = linear_weight.new_zeros(*h.shape[:-1], len(linear_weight))
         same = x_dtype == h.dtype
+        *_, needs_weight, needs_bias, _ = ctx.needs_input_grad
         dx, _, dresidual, dweight, dbias, _, _, _, normal = bwd(
             dout @ linear_weight, None, dh, h, None, mean, rstd, norm_weight, norm_bias, None, None, None, None, None,
             None, None, None, None, 0.0, 1.0, 0, is_rms_norm, False, None if same else x_dtype, None,
-            h.dtype if same or has_residual else None, linear_weight.dtype,
+            h.dtype if same or has_residual else None, linear_weight.dtype if needs_weight else None,
         )  # fmt: skip
-        dlinear_weight, dlinear_bias = dense_reference.wgrad(dout, normal, has_linear_bias)
         return (
             dresidual if same else dx,
             dresidual if has_residual else None,
             dweight,
             None if norm_bias is None else dbias,
-            dlinear_weight,
-            dlinear_bias if has_linear_bias else None,
+            dense_reference.matrix(dout).T @ dense_reference.matrix(normal) if needs_weight else None,
+            dense_reference.sum_of_rows(dout) if needs_bias else None,
             None,
         )
 

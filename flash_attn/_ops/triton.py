@@ -9,12 +9,18 @@ def find(family: str, name: str):
 
 
 def names(module: str, family: str, *known: str):
-    """The `__getattr__` of a module that has `known` names of `flash_attn._triton.<family>`, without its import."""
+    """The `__getattr__` of a module that has `known` names of `flash_attn._triton.<family>`, without its import.
+
+    Where Triton cannot be imported the names are not there, as hasattr expects: AttributeError.
+    """
 
     def getattr_of_module(name):
-        if name in known:
+        if name not in known:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        try:
             return find(family, name)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        except ImportError as error:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}: {error}") from error
 
     return getattr_of_module
 

@@ -35,6 +35,8 @@ def fwd(
         h = h + _branch(x1, masks[1], dropout_p, None)
     if residual is not None:
         h = h + residual.float()
+    if h_dtype is not None:  # the backward knows h as it is stored, which the statistics must fit
+        h = h.to(h_dtype).float()
     mean = h.mean(-1)
     centred = h - mean[..., None]
     variance = h.square().mean(-1) if is_rms_norm else centred.square().mean(-1)

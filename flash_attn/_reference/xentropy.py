@@ -12,15 +12,17 @@ def fwd(
     lse = scaled.logsumexp(dim=-1) if lse is None else lse
     kept = _is_kept(labels, ignore_index, total_classes)
     own, column = _own_column(labels, class_start, logits.shape[1])
-    target = torch.zeros_like(lse)
-    target[own] = (1 - label_smoothing) * scaled[own, column[own]]
+    of_label = torch.zeros_like(lse)
+    of_label[own] = scaled[own, column[own]]
+    lse, of_label = (torch.where(kept, x, 0) for x in (lse, of_label))
+    base = torch.zeros_like(lse) if partial else lse
+    # Differences first: they are exact where the label has nearly all of the probability.
+    losses = (1 - label_smoothing) * (base - of_label)
     if label_smoothing > 0:
-        target += label_smoothing / max(total_classes, 1) * scaled.sum(dim=-1)
-    lse, target = (torch.where(kept, x, 0) for x in (lse, target))
-    if partial:
-        return -target, torch.zeros_like(lse), lse, kept
-    z_losses = lse_square_scale * lse**2 if lse_square_scale else torch.zeros_like(lse)
-    return lse - target + z_losses, z_losses, lse, kept
+        mean = torch.where(kept, scaled.sum(dim=-1) / max(total_classes, 1), 0)
+        losses += label_smoothing * (base - mean)
+    z_losses = lse_square_scale * base**2 if lse_square_scale else torch.zeros_like(lse)
+    return losses + z_losses, z_losses, lse, kept
 
 
 def bwd(
@@ -30,9 +32,10 @@ def bwd(
     """Returns dlogits."""
     scaled = logits.float() * logit_scale
     gradient = torch.exp(scaled - lse[:, None]) * (1 + 2 * lse_square_scale * lse)[:, None]
-    gradient -= label_smoothing / max(total_classes, 1)
+    target = torch.full_like(gradient, label_smoothing / max(total_classes, 1))
     own, column = _own_column(labels, class_start, logits.shape[1])
-    gradient[own, column[own]] -= 1 - label_smoothing
+    target[own, column[own]] += 1 - label_smoothing
+    gradient -= target
     gradient *= logit_scale * dlosses[:, None]
     kept = _is_kept(labels, ignore_index, total_classes)
     return torch.where(kept[:, None], gradient, 0).to(logits.dtype).contiguous()

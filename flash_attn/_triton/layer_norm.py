@@ -64,10 +64,10 @@ def _scale_of_row(rowscale, row, rowscale_const, keep_scale):
 
 @triton.jit
 def _sum_branches(
-    x0, x1, residual, colscale, rowscale, rng_state, mask0, mask1, stride0, stride1, stride_residual, row, row0, first,
-    cols, threshold, keep_scale, rowscale_const, STORE_MASKS: tl.constexpr, BLOCK: tl.constexpr,
+    x0, x1, residual, colscale, rowscale, rng_state, h_out, mask0, mask1, stride0, stride1, stride_residual, row, row0,
+    first, cols, threshold, keep_scale, rowscale_const, STORE_MASKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """h of a row's columns from `first` on, 0 past the last."""
+    """h of a row's columns from `first` on, as it is stored if it is; 0 past the last."""
     col = first + tl.arange(0, BLOCK)
     inside = col < cols
     there = inside & (row0 + tl.zeros_like(col) >= 0)
@@ -90,6 +90,8 @@ def _sum_branches(
         h += branch
     if residual is not None:
         h += tl.load(residual + row * stride_residual + col, mask=inside, other=0.0).to(tl.float32)
+    if h_out is not None:  # the backward knows h as it is stored, which the statistics must fit
+        h = h.to(h_out.dtype.element_ty).to(tl.float32)
     return h
 
 
@@ -118,8 +120,8 @@ def _fwd_kernel(
     row0, out_row = _row_of(x0_subset, row, x0_rows), _row_of(out_subset, row, out_rows)
     if WHOLE:
         h = _sum_branches(
-            x0, x1, residual, colscale, rowscale, rng_state, mask0, mask1, stride0, stride1, stride_residual, row, row0,
-            0, cols, threshold, keep_scale, rowscale_const, True, BLOCK,
+            x0, x1, residual, colscale, rowscale, rng_state, h_out, mask0, mask1, stride0, stride1, stride_residual,
+            row, row0, 0, cols, threshold, keep_scale, rowscale_const, True, BLOCK,
         )  # fmt: skip
         col = tl.arange(0, BLOCK)
         inside = col < cols
@@ -135,8 +137,8 @@ def _fwd_kernel(
         total = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, cols, BLOCK):
             h = _sum_branches(
-                x0, x1, residual, colscale, rowscale, rng_state, mask0, mask1, stride0, stride1, stride_residual, row,
-                row0, first, cols, threshold, keep_scale, rowscale_const, True, BLOCK,
+                x0, x1, residual, colscale, rowscale, rng_state, h_out, mask0, mask1, stride0, stride1, stride_residual,
+                row, row0, first, cols, threshold, keep_scale, rowscale_const, True, BLOCK,
             )  # fmt: skip
             if h_out is not None:
                 col = first + tl.arange(0, BLOCK)
@@ -147,16 +149,16 @@ def _fwd_kernel(
         squares = tl.zeros((BLOCK,), tl.float32)
         for first in range(0, cols, BLOCK):
             h = _sum_branches(
-                x0, x1, residual, colscale, rowscale, rng_state, mask0, mask1, stride0, stride1, stride_residual, row,
-                row0, first, cols, threshold, keep_scale, rowscale_const, False, BLOCK,
+                x0, x1, residual, colscale, rowscale, rng_state, h_out, mask0, mask1, stride0, stride1, stride_residual,
+                row, row0, first, cols, threshold, keep_scale, rowscale_const, False, BLOCK,
             )  # fmt: skip
             centred = tl.where(first + tl.arange(0, BLOCK) < cols, h - centre, 0.0)
             squares += centred * centred
         rstd = 1 / tl.sqrt(tl.sum(squares, 0) / cols + eps)
         for first in range(0, cols, BLOCK):
             h = _sum_branches(
-                x0, x1, residual, colscale, rowscale, rng_state, mask0, mask1, stride0, stride1, stride_residual, row,
-                row0, first, cols, threshold, keep_scale, rowscale_const, False, BLOCK,
+                x0, x1, residual, colscale, rowscale, rng_state, h_out, mask0, mask1, stride0, stride1, stride_residual,
+                row, row0, first, cols, threshold, keep_scale, rowscale_const, False, BLOCK,
             )  # fmt: skip
             y = (h - centre) * rstd
             _store_norm(out, y, weight, bias, out_row, first, cols, ZERO_CENTERED, BLOCK)

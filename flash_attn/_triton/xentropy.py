@@ -18,8 +18,7 @@ def fwd(
         cross_entropy_fwd_kernel[(rows,)](
             losses, z_losses, new_lse, kept, logits, labels, lse,
             logits.stride(0), labels.stride(0), 0 if lse is None else lse.stride(0), vocab,
-            label_smoothing, label_smoothing / max(total_classes, 1), logit_scale, lse_square_scale,
-            ignore_index, class_start, total_classes,
+            label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
             KNOWN_LSE=lse is not None, IGNORES=ignore_index is not None, SMOOTH=label_smoothing > 0,
             Z_LOSS=lse_square_scale != 0, PARTIAL=partial, BLOCK=_block(vocab, 8192), num_warps=8,
         )  # fmt: skip
@@ -61,7 +60,7 @@ def _differentiate(
 def cross_entropy_fwd_kernel(
     losses, z_losses, new_lse, kept, logits, labels, known_lse,
     logits_stride, labels_stride, known_lse_stride, vocab,
-    label_smoothing, smooth_weight, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
+    label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
     KNOWN_LSE: tl.constexpr, IGNORES: tl.constexpr, SMOOTH: tl.constexpr, Z_LOSS: tl.constexpr, PARTIAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -72,22 +71,23 @@ def cross_entropy_fwd_kernel(
     loss, z_loss, lse = 0.0, 0.0, 0.0
     if keep:
         own = label - class_start
-        target = tl.load(logits + own, mask=(own >= 0) & (own < vocab), other=0).to(tl.float32) * logit_scale
+        of_label = tl.load(logits + own, mask=(own >= 0) & (own < vocab), other=0).to(tl.float32) * logit_scale
+        total = 0.0
         if KNOWN_LSE:
             largest = 0.0
             log_sum = tl.load(known_lse + row * known_lse_stride)
         else:
             largest, exp_sum, total = _sum_row(logits, vocab, logit_scale, SMOOTH, BLOCK)
             log_sum = tl.log(exp_sum)
-            if SMOOTH:
-                target = (1 - label_smoothing) * target + smooth_weight * total
         lse = largest + log_sum
         if PARTIAL:
-            loss = -target
-        else:
-            if Z_LOSS:
-                z_loss = lse_square_scale * lse * lse
-            loss = (largest - target) + log_sum + z_loss  # exact where the label has the largest logit
+            largest, log_sum = 0.0, 0.0
+        elif Z_LOSS:
+            z_loss = lse_square_scale * lse * lse
+        loss = largest - of_label  # exact where the label has the largest logit
+        if SMOOTH:
+            loss = (1 - label_smoothing) * loss + label_smoothing * (largest - total / total_classes)
+        loss += log_sum + z_loss
     tl.store(losses + row, loss)
     tl.store(z_losses + row, z_loss)
     tl.store(new_lse + row, lse)

@@ -19,13 +19,11 @@ Every function raises TypeError or ValueError for arguments that do not fit toge
 
 import dataclasses
 
-import torch  # noqa: F401
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks, collectives
-from flash_attn._ops import fused_dense as ops
+from flash_attn._ops import checks, collectives, fused_dense
 from flash_attn.utils.distributed import all_reduce, get_dim_for_local_rank, reduce_scatter
 
 
@@ -56,7 +54,7 @@ def fused_dense_func(
     >>> fused_dense_func(x, weight, torch.zeros(128)).shape
     torch.Size([2, 5, 128])
     """
-    return ops.linear(x, weight, bias, return_residual, _exchange(process_group, sequence_parallel))
+    return fused_dense.linear(x, weight, bias, return_residual, _exchange(process_group, sequence_parallel))
 
 
 class FusedDenseFunc:
@@ -104,7 +102,7 @@ def fused_mlp_func(
     torch.Size([2, 5, 64])
     """
     exchange = _exchange(process_group, sequence_parallel)
-    return ops.mlp(
+    return fused_dense.mlp(
         x, weight1, bias1, weight2, bias2, activation, save_pre_act, return_residual, checkpoint_lvl, heuristic,
         exchange,
     )  # fmt: skip
@@ -148,20 +146,33 @@ def _exchange(process_group, sequence_parallel):
     return None if process_group is None else _Exchange(process_group, bool(sequence_parallel))
 
 
-class Linear(nn.Linear):
-    """`nn.Linear`, which without gradients has few rows, as in a step of decoding, go to a kernel made for them.
+class FewRowsLinear(nn.Linear):
+    """`nn.Linear` with a kernel of the library for few rows without gradients, as in a step of decoding.
 
-    That is for up to eight rows of float16 or bfloat16 on a GPU; all else is `nn.Linear`'s own way. Results are
-    the same up to rounding.
+    The kernel computes up to eight rows of float16 or bfloat16 on a GPU; all else takes the way of `nn.Linear`. Results
+    are the same up to rounding.
 
-    >>> Linear(1024, 4096)(torch.randn(2, 1, 1024)).shape
+    Some tools, such as torch.ao.quantization.quantize_dynamic, pass over every module that is not exactly an
+    `nn.Linear`. The class adds no state, so a layer becomes one by an assignment:
+
+    >>> layer = FewRowsLinear(1024, 4096)
+    >>> layer(torch.randn(2, 1, 1024)).shape
     torch.Size([2, 1, 4096])
+    >>> layer.__class__ = nn.Linear
     """
 
-    def forward(self, x):
-        if ops.is_for_few_rows(x, self.weight):
-            return fused_dense_func(x, self.weight, self.bias)
-        return super().forward(x)
+    def forward(self, input: Tensor) -> Tensor:
+        """Returns (..., out_features) of an input (..., in_features)."""
+        if fused_dense.is_for_few_rows(input, self.weight):
+            return fused_dense_func(input, self.weight, self.bias)
+        return super().forward(input)
+
+    def _get_name(self) -> str:
+        return "Linear"
+
+
+# The linear layer of the package's modules: exactly nn.Linear where there is no kernel for few rows.
+Linear: type[nn.Linear] = FewRowsLinear if fused_dense.HAS_KERNEL else nn.Linear
 
 
 class FusedDense(nn.Linear):
@@ -361,7 +372,7 @@ class ParallelFusedMLP(nn.Module):
 
 def _configure(module, activation, checkpoint_lvl, heuristic):
     """Check and set the options that both MLPs have."""
-    ops.check_mlp(activation, checkpoint_lvl, -1 if heuristic == "auto" else heuristic)
+    fused_dense.check_mlp(activation, checkpoint_lvl, -1 if heuristic == "auto" else heuristic)
     module.activation = activation
     module.checkpoint_lvl = checkpoint_lvl
     module.heuristic = heuristic if activation != "sqrelu" else -1

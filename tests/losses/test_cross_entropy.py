@@ -110,6 +110,12 @@ def identical(a, b):
 
 EDGES = [
     Case(vocab=1, strays=False),
+    *(
+        Case(vocab=1, rows=300, dtype=dtype, strays=False, label_smoothing=smoothing, logit_scale=scale, size=10.0)
+        for dtype, smoothing, scale in (("fp32", 0.1, 0.7), ("bf16", 0.9, 3.0), ("fp32", 0.3, 1.0))
+    ),
+    Case(rows=1, vocab=2, dtype="fp16", label_smoothing=0.1, logit_scale=3.0, size=100.0, strays=False),
+    Case(rows=1, vocab=2, label_smoothing=0.1, logit_scale=0.7, size=100.0, strays=False),
     Case(vocab=7, dtype="fp16"),
     Case(rows=1, vocab=33, strays=False, layout="shifted"),
     Case(vocab=8193, dtype="fp32", label_smoothing=0.1),

@@ -1,6 +1,8 @@
 """Fused dense layers and MLPs: values, gradients, what is kept, several processes, graphs, errors, traps of kernels."""
 
 import dataclasses
+import functools
+import warnings
 import zlib
 
 import oracle
@@ -15,9 +17,11 @@ from torch.autograd import forward_ad
 
 import fused_dense_lib
 from flash_attn._ops import fused_dense as ops
+from flash_attn.modules.mlp import Mlp
 from flash_attn.ops import fused_dense
 from flash_attn.ops.fused_dense import (
     ColumnParallelLinear,
+    FewRowsLinear,
     FusedDense,
     FusedMLP,
     Linear,
@@ -98,12 +102,28 @@ def gradients(function, inputs, douts):
     return [out.detach() for out in outs] + list(grads)
 
 
-def assert_like_formula(function, formula, inputs, douts, terms=16):
-    """Outputs and gradients of `function` against those of `formula` in float64."""
+def plain_linear(x, weight, bias=None, activation="identity"):
+    """`oracle.linear` as torch computes it, with one rounding of the product and the bias together.
+
+    Where the product is rounded before the bias is added, errors are others, and the largest of few may by chance be
+    less than half of ours.
+    """
+    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+    out = rows @ weight.mT if bias is None else torch.addmm(bias, rows, weight.mT)
+    return oracle.ACTIVATIONS[activation](out.view(*x.shape[:-1], len(weight)))
+
+
+def plain_mlp(x, weight1, bias1, weight2, bias2, activation):
+    """`oracle.mlp` likewise."""
+    return plain_linear(plain_linear(x, weight1, bias1, activation), weight2, bias2)
+
+
+def assert_like_formula(function, formula, plain_formula, inputs, douts, terms=16):
+    """Outputs and gradients of `function` against those of `formula` in float64 and of `plain_formula` as it is."""
     found = gradients(function, inputs, douts)
     wide = [None if x is None else x.double() for x in inputs]
     exact = gradients(formula, wide, [dout.double() for dout in douts])
-    plain = gradients(formula, inputs, douts)
+    plain = gradients(plain_formula, inputs, douts)
     for i, (ours, right, baseline) in enumerate(zip(found, exact, plain, strict=True)):
         assert ours.dtype == baseline.dtype
         largest = max(1.0, right.abs().max().item()) if right.numel() else 1.0
@@ -151,11 +171,12 @@ def test_mlp(case, device):
             checkpoint_lvl=case.checkpoint_lvl, heuristic=case.heuristic,
         )  # fmt: skip
 
-    def formula(*inputs):
-        out = oracle.mlp(*inputs, case.activation)
+    def with_residual(mlp, *inputs):
+        out = mlp(*inputs, case.activation)
         return (out, inputs[0] * 1) if case.residual else out
 
-    assert_like_formula(ours, formula, inputs, [dout] if dresidual is None else [dout, dresidual])
+    formulas = (functools.partial(with_residual, mlp) for mlp in (oracle.mlp, plain_mlp))
+    assert_like_formula(ours, *formulas, inputs, [dout] if dresidual is None else [dout, dresidual])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -163,13 +184,14 @@ def test_dense(case, device):
     x, weight, bias, _, _, _, dresidual = case.draw(device)
     dout = torch.randn(*case.shape, len(weight), device=device).to(x.dtype)
 
-    def formula(*inputs):
-        out = oracle.linear(*inputs)
+    def with_residual(linear, *inputs):
+        out = linear(*inputs)
         return (out, inputs[0] * 1) if case.residual else out
 
+    formulas = (functools.partial(with_residual, linear) for linear in (oracle.linear, plain_linear))
     assert_like_formula(
         lambda x, weight, bias: fused_dense_func(x, weight, bias, return_residual=case.residual),
-        formula, [x, weight, bias], [dout] if dresidual is None else [dout, dresidual],
+        *formulas, [x, weight, bias], [dout] if dresidual is None else [dout, dresidual],
     )  # fmt: skip
 
 
@@ -197,10 +219,11 @@ def test_few_rows_without_gradient(case, device):
     x, weight1, bias1, weight2, bias2, *_ = case.draw(device)
     inputs = x, weight1, bias1, weight2, bias2
     with torch.no_grad():
-        for formula, ours, tensors in (
-            (oracle.linear, fused_dense_func, inputs[:3]),
+        for formula, plain_formula, ours, tensors in (
+            (oracle.linear, plain_linear, fused_dense_func, inputs[:3]),
             (
                 lambda *inputs: oracle.mlp(*inputs, case.activation),
+                lambda *inputs: plain_mlp(*inputs, case.activation),
                 lambda x, w1, b1, w2, b2: fused_mlp_func(x, w1, w2, b1, b2, case.activation),
                 inputs,
             ),
@@ -208,7 +231,7 @@ def test_few_rows_without_gradient(case, device):
             out = ours(*tensors)
             exact = formula(*(None if tensor is None else tensor.double() for tensor in tensors))
             plus = unavoidable(exact, out.dtype, 16 * max(1.0, exact.abs().max().item()))
-            assert_error_ratio(out, exact, formula(*tensors), plus=plus)
+            assert_error_ratio(out, exact, plain_formula(*tensors), plus=plus)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -221,12 +244,12 @@ def test_empty(activation, zero, dtype, device):
     case = Case(shape=(sizes[0], 3), widths=tuple(sizes[1:]), dtype=dtype, activation=activation)
     *inputs, dout, _ = case.draw(device)
     x, weight1, bias1, weight2, bias2 = inputs
-    assert_like_formula(lambda *args: fused_dense_func(*args), oracle.linear, [x, weight1, bias1],
+    assert_like_formula(lambda *args: fused_dense_func(*args), oracle.linear, plain_linear, [x, weight1, bias1],
                         [torch.ones(5 if zero else 0, 3, sizes[2], device=device)])  # fmt: skip
     for level in (0, 1, 2):
         assert_like_formula(
             lambda x, w1, b1, w2, b2, level=level: fused_mlp_func(x, w1, w2, b1, b2, activation, checkpoint_lvl=level),
-            lambda *args: oracle.mlp(*args, activation), inputs, [dout],
+            lambda *args: oracle.mlp(*args, activation), lambda *args: plain_mlp(*args, activation), inputs, [dout],
         )  # fmt: skip
 
 
@@ -319,6 +342,49 @@ def test_what_is_kept_for_the_gradient(dtype, activation, device):
     assert kept() == []
 
 
+def saved_by(function):
+    """The addresses of what the graph of `function()` holds."""
+    addresses = []
+
+    def pack(tensor):
+        addresses.append(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        function()
+    return addresses
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_input_is_kept_for_the_gradient_of_the_weight_alone(dtype, residual, frozen, device):
+    """A frozen layer keeps nothing but its weight, as do those that train only beside it."""
+    x = torch.randn(40, 64, device=device, dtype=DTYPES[dtype], requires_grad=True)
+    layer = FusedDense(64, 32, return_residual=residual).to(device, x.dtype)
+    layer.weight.requires_grad_(not frozen)
+    saved = saved_by(lambda: layer(x))
+    assert layer.weight.data_ptr() in saved
+    assert (x.data_ptr() in saved) == (not frozen)
+
+
+@pytest.mark.parametrize("activation", ["gelu_approx", "relu", "sqrelu"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_what_frozen_weights_of_an_mlp_keep(dtype, activation, device):
+    """What enters the activation, or of relu what leaves it: neither x nor anything else is needed below level 2."""
+    x = torch.randn(40, 64, device=device, dtype=DTYPES[dtype], requires_grad=True)
+    mlp = FusedMLP(64, 256, activation=activation).to(device, x.dtype)
+    (right,) = torch.autograd.grad(mlp(x).sum(), x)
+    mlp.requires_grad_(False)
+    weights = {mlp.fc1.weight.data_ptr(), mlp.fc2.weight.data_ptr()}
+    for level in (0, 1, 2):
+        mlp.checkpoint_lvl = level
+        others = [address for address in saved_by(lambda: mlp(x)) if address not in weights]
+        assert (x.data_ptr() in others) == (level == 2)
+        assert len(others) == (2 if level == 2 else 1)  # at level 2, x and the bias
+        assert torch.equal(torch.autograd.grad(mlp(x).sum(), x)[0], right)
+
+
 def test_gradients_twice(device):
     """A graph that is retained keeps what the second backward needs; one that is not says so."""
     x = torch.randn(5, 64, device=device, requires_grad=True)
@@ -351,11 +417,31 @@ def test_forward_mode_is_refused(device):
 # Modules.
 
 
+def test_layers_are_exactly_those_of_torch_where_there_is_no_kernel_for_few_rows():
+    assert Linear is (FewRowsLinear if ops.HAS_KERNEL else nn.Linear)
+
+
+def test_dynamic_quantisation(device):
+    """It looks for layers of exactly the type nn.Linear, and says nothing where there is none."""
+    quantization = pytest.importorskip("torch.ao.quantization")
+    mlp = nn.Sequential(FewRowsLinear(64, 128), nn.ReLU(), FewRowsLinear(128, 64))
+    for layer in mlp:
+        if isinstance(layer, FewRowsLinear):
+            layer.__class__ = nn.Linear
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is on its way to another package
+        quantised = quantization.quantize_dynamic(mlp, {nn.Linear})
+        found = quantization.quantize_dynamic(Mlp(64, 128), {nn.Linear})
+    assert "Quantized" in str(quantised[0]) and "Quantized" in str(quantised[2])
+    assert ("Quantized" in str(found.fc1)) == (not ops.HAS_KERNEL)
+
+
+@pytest.mark.parametrize("layer", [Linear, FewRowsLinear])
 @pytest.mark.parametrize("rows", [1, 8, 9])
-def test_linear_is_that_of_torch(rows, device):
+def test_linear_is_that_of_torch(rows, layer, device):
     """Whoever computes it, with gradients, under autocast, in forward mode and for other tensors, too."""
     torch.manual_seed(0)
-    layer, x = Linear(64, 40).to(device).bfloat16(), torch.randn(rows, 64, device=device).bfloat16()
+    layer, x = layer(64, 40).to(device).bfloat16(), torch.randn(rows, 64, device=device).bfloat16()
     plain = nn.Linear(64, 40).to(device).bfloat16()
     plain.load_state_dict(layer.state_dict())
     assert str(layer) == str(plain)
@@ -641,7 +727,7 @@ def test_shim(heuristic, is_gelu, dtype, device):
 
     found = ours(*inputs)
     exact = gradients(lambda *args: oracle.mlp(*args, case.activation), [x.double() for x in inputs], [dout.double()])
-    plain = gradients(lambda *args: oracle.mlp(*args, case.activation), inputs, [dout])
+    plain = gradients(lambda *args: plain_mlp(*args, case.activation), inputs, [dout])
     for ours, right, baseline in zip(found, exact[2:], plain[2:], strict=True):
         assert_error_ratio(ours, right, baseline, plus=unavoidable(right, ours.dtype, 1000))
 

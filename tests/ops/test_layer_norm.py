@@ -13,6 +13,7 @@ import torch._dynamo.testing
 from cases import DTYPES, params, sample
 from compare import assert_error_ratio, assert_same_but_for_rounding, unavoidable
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dropout_layer_norm
 from flash_attn._ops import layer_norm as ops
@@ -200,6 +201,9 @@ EDGES = [
     Case(residual="fp32", dtype="fp16", weight="fp16"),
     Case(residual_in_fp32=True),
     Case(shape=(1,), cols=1, dtype="fp32", is_rms_norm=True),
+    Case(shape=(37,), cols=1, dtype="fp32", residual="bf16"),  # h is rounded when it is stored
+    Case(shape=(9,), cols=1, dtype="fp16", residual="fp16", x1="fp32", colscale=True, offset=3.0),
+    Case(shape=(37,), cols=1, dtype="fp32", residual="bf16", is_rms_norm=True),
     Case(shape=(3,), cols=8),
     Case(shape=(), residual="bf16", rowscale=True, colscale=True, dropout_p=0.2),
     Case(shape=(2, 3, 4), cols=100, residual="bf16"),
@@ -445,7 +449,7 @@ def test_the_stream_is_x_where_nothing_changes_it(device):
     x, weight = X.to(device), W.to(device)
     assert layer_norm.dropout_add_layer_norm(x, None, weight, None, 0.0, 1e-5, prenorm=True)[1] is x
     assert rms_norm_fn(x, weight, None, prenorm=True)[1] is x
-    x = x.requires_grad_()
+    x = x.clone().requires_grad_()
     out, h = rms_norm_fn(x, weight, None, prenorm=True)
     (dx,) = torch.autograd.grad((out, h), x, (torch.zeros_like(x), torch.ones_like(x)))
     assert torch.equal(dx, torch.ones_like(x))
@@ -630,9 +634,42 @@ def test_norm_and_linear_under_autocast(prenorm, device):
 def test_norm_and_linear_keeps_no_normal(device):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
-        x = X.to(device).requires_grad_()
+        x = X.clone().to(device).requires_grad_()
         layer_norm_linear_fn(x, W.to(device), None, torch.randn(8, 64, device=device), None)
     assert sum(saved.shape == x.shape for saved in kept) == 1
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_no_gradient_is_computed_of_a_frozen_linear_layer(frozen, device):
+    """As under LoRA: the backward then has one product of matrices, not two."""
+    x, linear_weight, linear_bias = X.to(device), torch.randn(8, 64, device=device), torch.randn(8, device=device)
+
+    def gradients(frozen):
+        leaves = [t.clone().requires_grad_() for t in (x, W.to(device))]
+        trained = [t.clone().requires_grad_(not frozen) for t in (linear_weight, linear_bias)]
+        out = layer_norm_linear_fn(*leaves, None, *trained)
+        with Products() as products:
+            out.square().sum().backward()
+        return products.count, [leaf.grad for leaf in leaves], [leaf.grad for leaf in trained]
+
+    count, grads, of_linear = gradients(frozen)
+    assert count == (1 if frozen else 2)
+    assert all((grad is None) == frozen for grad in of_linear)
+    for found, right in zip(grads, gradients(False)[1], strict=True):
+        assert torch.equal(found, right)
+    alone = torch.zeros_like(linear_bias).requires_grad_()
+    layer_norm_linear_fn(x, W.to(device), None, linear_weight, alone).sum().backward()
+    assert (alone.grad == x.shape[:-1].numel()).all()
 
 
 # Graphs, fakes, other ways to call.
@@ -771,13 +808,13 @@ def test_gradient_of_one_result(wanted, device):
 
 
 def test_expanded_gradient(device):
-    x = X.to(device).requires_grad_()
+    x = X.clone().to(device).requires_grad_()
     (found,) = torch.autograd.grad(layer_norm_fn(x, W.to(device), None).sum(), x)
     assert found.abs().max() < 1e-5  # the sum of what is normalised is 0
 
 
 def test_no_second_derivative(device):
-    x = X.to(device).requires_grad_()
+    x = X.detach().clone().to(device).requires_grad_()
     (dx,) = torch.autograd.grad(layer_norm_fn(x, W.to(device), None).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         dx.sum().backward()

@@ -1,6 +1,7 @@
 """Linear layers with activations in Triton: in its interpreter on a CPU, on a GPU, and as the public functions."""
 
 import importlib
+import sys
 
 import oracle
 import pytest
@@ -9,7 +10,7 @@ from cases import DTYPES, cover
 from compare import assert_error_ratio, unavoidable
 
 from flash_attn._ops import linear_act as ops
-from flash_attn.ops.triton import k_activations, linear
+from flash_attn.ops.triton import cross_entropy, k_activations, linear, rotary
 from flash_attn.ops.triton.k_activations import Activation
 from flash_attn.ops.triton.linear import triton_dgrad_act, triton_linear_act
 from flash_attn.ops.triton.mlp import FusedDenseSqreluDense, fused_dense_sqrelu_dense_function
@@ -177,6 +178,20 @@ def test_registry():
         k_activations.swish  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'kernel_fwd2'"):
         linear.kernel_fwd2  # noqa: B018
+
+
+@pytest.mark.parametrize("module", [k_activations, linear, rotary, cross_entropy], ids=lambda module: module.__name__)
+def test_names_of_triton_without_triton(module, monkeypatch):
+    """They are attributes that are not there, so that hasattr and getattr with a default answer."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "triton" or "flash_attn._triton" in name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)  # whose import then fails
+    names = {k_activations: "relu", linear: "kernel_fwd", rotary: "rotary_kernel"}
+    name = names.get(module, "cross_entropy_fwd_kernel")
+    assert not hasattr(module, name)
+    assert getattr(module, name, None) is None
+    with pytest.raises(AttributeError, match=f"has no attribute '{name}': .*triton"):
+        getattr(module, name)
 
 
 def test_names_of_triton():
