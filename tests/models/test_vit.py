@@ -277,6 +277,28 @@ def test_state_dicts_are_left_as_they_are():
     assert unexpected == ["more"]
 
 
+class Convolution(nn.Module):
+    """An embedding of patches of a user's own."""
+
+    def __init__(self, img_size, patch_size, in_chans, embed_dim, bias):
+        super().__init__()
+        self.num_patches = (img_size // patch_size) ** 2
+        self.proj = nn.Conv2d(in_chans, embed_dim, patch_size, patch_size, bias=bias)
+
+    def forward(self, x):
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+def test_another_embedding_of_patches():
+    model = model_of()
+    theirs = vit.inv_remap_state_dict_timm(model.state_dict(), model)
+    other = VisionTransformer(**SIZES, embed_layer=Convolution).eval()
+    other.load_state_dict(theirs)
+    x = images(model)
+    torch.testing.assert_close(other(x), model(x), rtol=0, atol=1e-4)
+    torch.testing.assert_close(vit.inv_remap_state_dict_timm(other.state_dict(), other), theirs, rtol=0, atol=0)
+
+
 def test_state_dicts_that_do_not_fit():
     model = model_of()
     theirs = vit.inv_remap_state_dict_timm(model.state_dict(), model)
