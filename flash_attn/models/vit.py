@@ -263,7 +263,7 @@ class VisionTransformer(nn.Module):
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> torch.nn.modules.module._IncompatibleKeys:
+    ) -> tuple[list[str], list[str]]:
         """Load a state dict of this model or of timm's; see `torch.nn.Module.load_state_dict`."""
         return super().load_state_dict(remap_state_dict_timm(state_dict, self), strict=strict, assign=assign)
 

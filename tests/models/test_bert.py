@@ -470,20 +470,35 @@ def test_checkpoints_that_do_not_fit(change, message, tmp_path):
     assert "transformers' BERT that fits BertForMaskedLM" in str(error.value)
 
 
-def test_parts_that_do_not_fit_together():
+def test_what_is_not_known_stays():
+    """A projection of which a part is missing, too, so that loading names the rest."""
     state_dict = transformers.BertModel(config_of()).state_dict()
-    key = "encoder.layer.0.attention.self.key.weight"
-    state_dict[key] = torch.zeros(64, 5)
-    with pytest.raises(ValueError, match=r"must differ in the first dimension only, found .*self.key.weight \(64, 5\)"):
-        bert.remap_state_dict(state_dict, config_of())
-    del state_dict[key]
-    with pytest.raises(ValueError, match=r"state_dict must have .*self.key.weight beside .*, found no such key"):
-        bert.remap_state_dict(state_dict, config_of())
+    del state_dict["encoder.layer.0.attention.self.key.weight"]
+    given = state_dict | {"more": torch.ones(1)}
+    found = bert.remap_state_dict(given, config_of())
+    assert {"more", "encoder.layer.0.attention.self.query.weight"} < found.keys()
+    assert "encoder.layers.0.mixer.Wqkv.weight" not in found and "encoder.layers.0.mixer.Wqkv.bias" in found
+    assert given.keys() == state_dict.keys() | {"more"}
 
 
-def test_config_of_a_checkpoint_needs_transformers(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModuleNotFoundError, match="config must be given without the package transformers, found None"):
+@pytest.mark.parametrize("installed", [True, False])
+def test_config_of_a_checkpoint(installed, tmp_path, monkeypatch):
+    theirs = transformers.BertForSequenceClassification(config_of(num_labels=7)).eval()
+    theirs.save_pretrained(tmp_path)
+    if not installed:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    ours = bert.BertForSequenceClassification.from_pretrained(tmp_path).eval()
+    ids = torch.randint(1, 101, (2, 7))
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).logits, rtol=0, atol=1e-4)
+    ours.save_pretrained(tmp_path / "again")
+    assert bert.BertForSequenceClassification.from_pretrained(tmp_path / "again").num_labels == 7
+
+
+def test_no_config_or_that_of_another_model(tmp_path):
+    with pytest.raises(OSError, match=r"config must be given, as there is no config.json in .*"):
+        bert.BertModel.from_pretrained(tmp_path)
+    transformers.RobertaConfig().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="model_name must be a checkpoint of model_type 'bert', found 'roberta'"):
         bert.BertModel.from_pretrained(tmp_path)
 
 
