@@ -30,6 +30,12 @@ def test_attention():
     assert _run("attention.py").count("relative difference") == 4
 
 
+def test_bert():
+    pytest.importorskip("transformers")
+    printed = _run("bert.py")
+    assert printed.count("relative difference") == 2 and "classes [0, 1, 1], labels [0, 1, 1]" in printed
+
+
 def test_tiny_lm():
     printed = _run(
         "tiny_lm.py", "--steps", "2", "--dim", "64", "--context", "16", "--length", "5", "--prompt", "import "

@@ -16,6 +16,7 @@ import functools
 import json
 import logging
 import pathlib
+import types
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -27,14 +28,15 @@ from torch import Tensor, nn
 from flash_attn._ops import checks
 from flash_attn.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
-from flash_attn.models._key_map import KeyMap
+from flash_attn.models._config import Settings, round_up
+from flash_attn.models._keys import KeyMap, padded, stacked
 from flash_attn.modules.block import Block
 from flash_attn.modules.embedding import BertEmbeddings
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import FusedMLP, Mlp
 from flash_attn.ops.fused_dense import FusedDense
 from flash_attn.ops.triton.layer_norm import layer_norm_fn
-from flash_attn.utils.pretrained import state_dict_from_pretrained
+from flash_attn.utils.pretrained import config_of_pretrained, state_dict_from_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +138,7 @@ def _check_config(config):
 
 
 def _padded_vocab_size(config):
-    multiple = _option(config, "pad_vocab_size_multiple")
-    return -(-config.vocab_size // multiple) * multiple
+    return round_up(config.vocab_size, _option(config, "pad_vocab_size_multiple"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -415,7 +416,7 @@ class BertPreTrainedModel(nn.Module):
 
         Arguments:
             model_name: a folder, or a name on the Hugging Face hub; see `state_dict_from_pretrained`.
-            config: the configuration; if None that of the checkpoint, which takes the package transformers.
+            config: the configuration; that of the checkpoint if None.
             strict: heads and pooler must be exactly those of the checkpoint. Otherwise those that it has not are drawn
                 at random, and those that the model has not are left out, both with a warning in the log.
             device, dtype: of the parameters; torch's defaults if None.
@@ -478,7 +479,7 @@ class BertPreTrainedModel(nn.Module):
             del state_dict["cls.predictions.decoder.weight"]
         result = inv_remap_state_dict(state_dict, self.config, legacy_names=False)
         if "cls.predictions.decoder.weight" in result:  # transformers then has two biases, and adds this one
-            result["cls.predictions.decoder.bias"] = result["cls.predictions.bias"].clone()
+            result[_DECODER_BIAS] = result[_BIAS].clone()
         return result
 
     def _their_config(self):
@@ -496,7 +497,7 @@ class BertPreTrainedModel(nn.Module):
         expected = _with_todays_names(self._their_state_dict())
         missing, unexpected = expected.keys() - found.keys(), found.keys() - expected.keys()
         if _option(self.config, "tie_word_embeddings"):
-            unexpected -= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+            unexpected -= {"cls.predictions.decoder.weight"}
         wrong = [
             f"{key} {tuple(found[key].shape)} instead of {tuple(tensor.shape)}"
             for key, tensor in expected.items()
@@ -779,18 +780,21 @@ def _check_labels(name, labels, shape):
 # Checkpoints
 
 
+_LEGACY_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # which older checkpoints hold
+_BIAS, _DECODER_BIAS = "cls.predictions.bias", "cls.predictions.decoder.bias"  # one parameter, if weights are tied
+
+
 def remap_state_dict(state_dict: Mapping[str, Tensor], config: Config) -> OrderedDict[str, Tensor]:
     """The state dict of a model here, of one of transformers' model with the same configuration.
 
     Keys that are not BERT's stay as they are. If vocab_size is rounded up, word embeddings and the decoder get more
     rows of zeros, and the decoder's bias more elements of -100.
     """
-    result = OrderedDict(_key_map(config).to_ours(_with_todays_names(state_dict)))
-    rows = _padded_vocab_size(config)
-    for key, value in _vocabulary_keys(result):
-        tensor = result[key]
-        below = (0, 0) * (tensor.dim() - 1) + (0, rows - tensor.shape[0])
-        result[key] = F.pad(tensor, below, value=value)
+    result = _key_map(config).remap(_with_todays_names(state_dict), _settings(config))
+    if _DECODER_BIAS in result:
+        with torch.no_grad():  # a checkpoint may hold parameters
+            result[_DECODER_BIAS][_settings(config).vocab_size :] = -100.0
     return result
 
 
@@ -801,19 +805,49 @@ def inv_remap_state_dict(
 
     legacy_names: norms have "gamma" and "beta", as in the first checkpoints of BERT, instead of "weight" and "bias".
     """
-    result = OrderedDict(state_dict)
-    rows = getattr(config, "orig_vocab_size", config.vocab_size)
-    for key, _ in _vocabulary_keys(result):
-        result[key] = result[key][:rows]
-    result = OrderedDict(_key_map(config).to_theirs(result))
+    endings = {_DECODER_BIAS: _BIAS}
     if legacy_names:
-        legacy = {name: old for old, name in _LEGACY_NAMES.items()}
-        result = OrderedDict((_replaced_ending(key, legacy), tensor) for key, tensor in result.items())
-    return result
+        endings |= {name: old for old, name in _LEGACY_NAMES.items()}
+    result = _key_map(config).invert(state_dict, _settings(config))
+    return OrderedDict((_replaced_ending(key, endings), tensor) for key, tensor in result.items())
 
 
-_LEGACY_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
-_BUFFERS = ("embeddings.position_ids", "embeddings.token_type_ids")  # which older checkpoints hold
+def _key_map(config):
+    """The table of tensors, of the encoder with and without "bert." in front."""
+    table = {
+        "cls.predictions.decoder": padded("cls.predictions.decoder"),
+        "cls.predictions.transform.layer_norm": "cls.predictions.transform.LayerNorm",
+    }
+    for prefix in ("", "bert."):
+        words, theirs = f"{prefix}embeddings.word_embeddings", f"{prefix}encoder.layer.{{i}}."
+        table |= {words: padded(words), f"{prefix}emb_ln": f"{prefix}embeddings.LayerNorm"}
+        layer = {
+            "mixer.Wqkv": stacked(*(f"{theirs}attention.self.{name}" for name in ("query", "key", "value"))),
+            "mixer.out_proj": f"{theirs}attention.output.dense",
+            "norm1": f"{theirs}attention.output.LayerNorm",
+            "mlp.fc1": f"{theirs}intermediate.dense",
+            "mlp.fc2": f"{theirs}output.dense",
+            "norm2": f"{theirs}output.LayerNorm",
+        }
+        if _option(config, "last_layer_subset"):  # first, as what a row of the table has taken, no other row takes
+            last = config.num_hidden_layers - 1
+            attention = f"{prefix}encoder.layer.{last}.attention.self"
+            table[f"{prefix}encoder.layers.{last}.mixer.Wq"] = f"{attention}.query"
+            table[f"{prefix}encoder.layers.{last}.mixer.Wkv"] = stacked(f"{attention}.key", f"{attention}.value")
+        table |= {f"{prefix}encoder.layers.{{i}}.{ours}": rule for ours, rule in layer.items()}
+    return KeyMap(table)
+
+
+def _settings(config):
+    """What the table of tensors reads from a configuration."""
+    return Settings(
+        vocab_size=getattr(config, "orig_vocab_size", config.vocab_size),
+        n_embd=config.hidden_size,
+        n_layer=config.num_hidden_layers,
+        n_head=config.num_attention_heads,
+        n_positions=config.max_position_embeddings,
+        pad_vocab_size_multiple=_option(config, "pad_vocab_size_multiple"),
+    )
 
 
 def _replaced_ending(key, endings):
@@ -828,50 +862,22 @@ def _with_todays_names(state_dict):
     result = {
         _replaced_ending(key, _LEGACY_NAMES): tensor for key, tensor in state_dict.items() if not key.endswith(_BUFFERS)
     }
-    if "cls.predictions.decoder.bias" in result:  # the one that transformers adds, where they are not the same
-        result["cls.predictions.bias"] = result.pop("cls.predictions.decoder.bias")
+    if _BIAS in result:
+        bias = result.pop(_BIAS)
+        result.setdefault(_DECODER_BIAS, bias)  # the one that transformers adds, where they are not the same
     return result
 
 
-def _vocabulary_keys(state_dict):
-    """Keys of parameters with a row for each token, and what a row is filled with that no token has."""
-    candidates = {
-        "embeddings.word_embeddings.weight": 0.0,
-        "bert.embeddings.word_embeddings.weight": 0.0,
-        "cls.predictions.decoder.weight": 0.0,
-        "cls.predictions.decoder.bias": -100.0,
-    }
-    return [(key, value) for key, value in candidates.items() if key in state_dict]
-
-
-def _key_map(config):
-    """transformers' names and ours, of the encoder with and without "bert." in front."""
-    rows = [
-        ("cls.predictions.transform.LayerNorm", "cls.predictions.transform.layer_norm"),
-        ("cls.predictions.bias", "cls.predictions.decoder.bias"),
-    ]
-    for prefix in ("", "bert."):
-        rows.append((f"{prefix}embeddings.LayerNorm", f"{prefix}emb_ln"))
-        for i in range(config.num_hidden_layers):
-            theirs, ours = f"{prefix}encoder.layer.{i}", f"{prefix}encoder.layers.{i}"
-            query, key, value = (f"{theirs}.attention.self.{name}" for name in ("query", "key", "value"))
-            if _option(config, "last_layer_subset") and i == config.num_hidden_layers - 1:
-                rows += [(query, f"{ours}.mixer.Wq"), ((key, value), f"{ours}.mixer.Wkv")]
-            else:
-                rows.append(((query, key, value), f"{ours}.mixer.Wqkv"))
-            rows += [
-                (f"{theirs}.attention.output.dense", f"{ours}.mixer.out_proj"),
-                (f"{theirs}.attention.output.LayerNorm", f"{ours}.norm1"),
-                (f"{theirs}.intermediate.dense", f"{ours}.mlp.fc1"),
-                (f"{theirs}.output.dense", f"{ours}.mlp.fc2"),
-                (f"{theirs}.output.LayerNorm", f"{ours}.norm2"),
-            ]
-    return KeyMap(rows)
-
-
 def _config_from_pretrained(model_name):
+    """The configuration of a checkpoint; without the package transformers, an object with its fields."""
+    fields = config_of_pretrained(model_name)
+    if fields is None:
+        raise OSError(f"config must be given, as there is no config.json in {model_name}")
+    if fields.get("model_type", "bert") != "bert":
+        raise ValueError(f"model_name must be a checkpoint of model_type 'bert', found {fields['model_type']!r}")
     try:
         from transformers import BertConfig
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("config must be given without the package transformers, found None") from error
-    return BertConfig.from_pretrained(model_name)
+    except ModuleNotFoundError:
+        labels = len(fields.get("id2label", range(_OPTIONS["num_labels"])))  # their number is not written
+        return types.SimpleNamespace(**{"num_labels": labels} | fields)
+    return BertConfig.from_dict(fields)

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn.layers.patch_embed import PatchEmbed
-from flash_attn.models._key_map import KeyMap
 from flash_attn.modules.block import Block, StochasticDepth
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import FusedMLP, Mlp
@@ -300,36 +299,45 @@ def _check_variant(**given):
 # Checkpoints
 
 
+_PATCHES = "patch_embed.proj.weight"
+_NAMES = {".attn.qkv.": ".mixer.Wqkv.", ".attn.proj.": ".mixer.out_proj."}  # timm's, ours
+
+
 def remap_state_dict_timm(state_dict: Mapping[str, Any], model: VisionTransformer) -> OrderedDict[str, Any]:
     """The state dict of `model`, of one of timm's VisionTransformer with the same options. Its own stays as it is."""
-    result = OrderedDict(_key_map(model).to_ours(state_dict))
-    patches = result.get(_PATCHES)
-    if isinstance(patches, Tensor) and patches.dim() == 4:  # the kernel of a convolution
-        result[_PATCHES] = patches.flatten(1)
+    result = OrderedDict((_renamed(key, _NAMES.items()), tensor) for key, tensor in state_dict.items())
+    if _PATCHES in result and isinstance(model.patch_embed, PatchEmbed):  # which has no convolution, as timm's has
+        result[_PATCHES] = result[_PATCHES].flatten(1)
+    for qkv, q, kv in _last_projections(model):
+        if qkv in result:
+            tensor = result.pop(qkv)
+            result[q], result[kv] = tensor.tensor_split([tensor.shape[0] // 3])
     return result
 
 
 def inv_remap_state_dict_timm(state_dict: Mapping[str, Any], model: VisionTransformer) -> OrderedDict[str, Any]:
     """A state dict that timm's VisionTransformer with the same options loads, of one of `model`."""
-    result = OrderedDict(_key_map(model).to_theirs(state_dict))
-    if _PATCHES in result:
+    result = OrderedDict(state_dict)
+    for qkv, q, kv in _last_projections(model):
+        if q in result:
+            result[qkv] = torch.cat([result.pop(q), result.pop(kv)])
+    if _PATCHES in result and isinstance(model.patch_embed, PatchEmbed):
         result[_PATCHES] = result[_PATCHES].unflatten(1, (-1, *model.patch_embed.patch_size))
-    return result
+    back = [(ours, theirs) for theirs, ours in _NAMES.items()]
+    return OrderedDict((_renamed(key, back), tensor) for key, tensor in result.items())
 
 
-_PATCHES = "patch_embed.proj.weight"
+def _renamed(key, names):
+    for old, new in names:
+        key = key.replace(old, new)
+    return key
 
 
-def _key_map(model):
-    """timm's names and ours."""
-    *blocks, last = (f"blocks.{i}" for i in range(len(model.blocks)))
-    return KeyMap(
-        [
-            *((f"{block}.attn.qkv", f"{block}.mixer.Wqkv") for block in blocks),
-            (f"{last}.attn.qkv", {f"{last}.mixer.Wq": 1, f"{last}.mixer.Wkv": 2}),
-            *((f"{block}.attn.proj", f"{block}.mixer.out_proj") for block in (*blocks, last)),
-        ]
-    )
+def _last_projections(model):
+    """Names in the last block of one projection to queries, keys and values, and of the two that it has instead."""
+    mixer = f"blocks.{len(model.blocks) - 1}.mixer"
+    for kind in ("weight", "bias"):
+        yield tuple(f"{mixer}.{name}.{kind}" for name in ("Wqkv", "Wq", "Wkv"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
