@@ -25,6 +25,14 @@ def test_attention():
     assert _run("attention.py").count("relative difference") == 4
 
 
+def test_checkpoints():
+    pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    printed = _run("checkpoints.py", "--steps", "40")
+    assert "logits differ by at most" in printed and "transformers loads it back" in printed
+    assert float(printed.split("% of the tokens")[0].split()[-1]) > 90
+
+
 def test_tiny_lm():
     printed = _run(
         "tiny_lm.py", "--steps", "2", "--dim", "64", "--context", "16", "--length", "5", "--prompt", "import "

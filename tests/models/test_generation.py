@@ -41,7 +41,7 @@ def slowly(model, ids, max_length, teacher=None):
 
 
 def generate(model, ids, max_length, **options):
-    options = dict(vocab_size=96, return_dict_in_generate=True, output_scores=True) | options
+    options = dict(return_dict_in_generate=True, output_scores=True) | options
     output = model.generate(ids, max_length=max_length, **options)
     return output.sequences, list(output.scores)
 
@@ -108,6 +108,54 @@ def test_several_tokens_behind_a_cache(name, device):
             found.append(model(chunk, position_ids=positions.expand_as(chunk), inference_params=params).logits)
             params.seqlen_offset += chunk.shape[1]
         torch.testing.assert_close(torch.cat(found, dim=1), model(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_of_different_lengths(name, device):
+    """Padded on the left, each goes on as it would alone."""
+    model = model_of(name, device, **FUSED)
+    ids = ids_of(model.config, batch=3, seqlen=9, device=device)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((4, 0, 1)):
+        mask[row, :padding] = 0
+    found = model.generate(ids.masked_fill(mask == 0, 0), max_length=16, attention_mask=mask)
+    for row, padding in enumerate((4, 0, 1)):
+        expected, _ = slowly(model, ids[row : row + 1, padding:], 16 - padding)
+        assert torch.equal(found[row, padding:], expected[0])
+
+
+def test_padding_of_the_vocabulary_is_never_drawn(device):
+    """Though its logits are zeros, and all others less."""
+    model = model_of("gpt2", device, pad_vocab_size_multiple=64)
+    with torch.no_grad():
+        model.transformer.ln_f.bias.fill_(1.0)
+        model.lm_head.weight[:96] = -model.lm_head.weight[:96].abs()
+        model.lm_head.weight[96:] = 0
+        model.transformer.ln_f.weight.zero_()
+    ids = ids_of(model.config, device=device)
+    assert model(ids).logits[..., 96:].max() > model(ids).logits[..., :96].max()
+    assert model.generate(ids, max_length=30).max() < 96
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "falcon"])
+def test_compiled_steps(name, device):
+    """A step behind a cache as one graph."""
+    from flash_attn.utils.generation import InferenceParams
+
+    model = model_of(name, device, **FUSED)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = ids_of(model.config, seqlen=8, device=device)
+    results = []
+    for step in (model, compiled):
+        lengths = torch.zeros(2, dtype=torch.int32, device=device)
+        params = InferenceParams(8, 2, lengths_per_sample=lengths)
+        with torch.no_grad():
+            model(ids[:, :7], inference_params=params)
+            params.seqlen_offset = 7
+            lengths.fill_(7)
+            positions = torch.full_like(ids[:, 7:], 7)
+            results.append(step(ids[:, 7:], position_ids=positions, inference_params=params).logits)
+    torch.testing.assert_close(results[1], results[0])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama gqa", "gptj"])
