@@ -36,6 +36,14 @@ def test_bert():
     assert printed.count("relative difference") == 2 and "classes [0, 1, 1], labels [0, 1, 1]" in printed
 
 
+def test_checkpoints():
+    pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    printed = _run("checkpoints.py", "--steps", "40")
+    assert "logits differ by at most" in printed and "transformers loads it back" in printed
+    assert float(printed.split("% of the tokens")[0].split()[-1]) > 90
+
+
 def test_tiny_lm():
     printed = _run(
         "tiny_lm.py", "--steps", "2", "--dim", "64", "--context", "16", "--length", "5", "--prompt", "import "

@@ -84,8 +84,8 @@ class _ScaledRotaryEmbedding(RotaryEmbedding):
         self._scaling = s.rotary_emb_scaling
         super().__init__(s.rotary_dim, s.rotary_emb_base, s.rotary_emb_interleaved, s.rotary_emb_scale_base, device)
 
-    def _frequencies(self, device):
-        return _SCALED[self._scaling["rope_type"]](super()._frequencies(device), self._scaling, self.base)
+    def _compute_inv_freq(self, device=None):
+        return _SCALED[self._scaling["rope_type"]](super()._compute_inv_freq(device), self._scaling, self.base)
 
     def extra_repr(self):
         return f"{super().extra_repr()}, scaling={self._scaling}"

@@ -419,6 +419,13 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         """Uninitialised caches (batch_size, max_seqlen, 2, heads_kv, head_dim), by the number of their layer."""
         return self.transformer.allocate_inference_cache(batch_size, max_seqlen, dtype, **kwargs)
 
+    def generate(self, input_ids, max_length, *args, **kwargs):
+        """Continue sequences, as `flash_attn.utils.generation.GenerationMixin.generate` says.
+
+        vocab_size is by default that of the configuration, so that padding of the vocabulary is never drawn.
+        """
+        return super().generate(input_ids, max_length, *args, **dict(vocab_size=self.vocab_size) | kwargs)
+
     def forward(self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, labels=None):
         """Logits of the next tokens, or with labels their loss.
 

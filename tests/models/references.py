@@ -42,13 +42,13 @@ class BaichuanConfig(PretrainedConfig):
 def attend(q, k, v, scale, alibi):
     """Causal softmax(scale q k^T + bias) v of (batch, heads, seqlen, head_dim)."""
     heads, seqlen = q.shape[1:3]
-    position = torch.arange(seqlen)
+    position = torch.arange(seqlen, device=q.device)
     scores = scale * q @ k.transpose(-1, -2)
     if alibi:
-        slopes = torch.tensor(get_alibi_slopes(heads))[:, None, None]
+        slopes = torch.tensor(get_alibi_slopes(heads), device=q.device)[:, None, None]
         scores = scores - slopes * (position[:, None] - position).abs()
     scores = scores.masked_fill(position > position[:, None], -math.inf)
-    return scores.softmax(-1) @ v
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def split_heads(x, heads):
@@ -107,7 +107,7 @@ class Btlm(nn.Module):
         c = self.config
         x = self.transformer.wte(ids)
         if c.position_embedding_type == "learned":
-            x = x + self.transformer.wpe(torch.arange(ids.shape[1]))
+            x = x + self.transformer.wpe(torch.arange(ids.shape[1], device=ids.device))
         x = x * c.mup_embeddings_scale
         for layer in self.transformer.h:
             x = layer(x)
@@ -146,8 +146,8 @@ def rotated(x):
     """Pairs half a head apart turn by position * 10000 ** (-2 pair / head_dim)."""
     width = x.shape[-1]
     angles = torch.outer(torch.arange(x.shape[-2]).float(), 10000.0 ** -(torch.arange(0, width, 2) / width))
-    a, b = x.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+    (a, b), cos, sin = x.chunk(2, -1), angles.cos().to(x), angles.sin().to(x)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class Baichuan(nn.Module):

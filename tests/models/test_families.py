@@ -5,6 +5,7 @@ import importlib
 
 import pytest
 import torch
+from compare import assert_error_ratio
 from families import CASES, ids_of
 
 from flash_attn.models._family import families, find_family
@@ -104,6 +105,18 @@ def test_there_is_an_inverse_by_name(name):
     assert set(state_dict) == set(GPTLMHeadModel(gpt2_config, device="meta").state_dict())
     back = getattr(module, f"inv_remap_state_dict_hf_{family.name}")(state_dict, gpt2_config)
     assert set(back) == set(reference.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "baichuan 13B"])
+def test_16_bits(name, dtype, device):
+    """The error is at most three times that of the reference in the same dtype."""
+    prenorm = getattr(CASES[name].build()[2], "prenorm", True)
+    config, reference, ours = converted(CASES[name], **FUSED, residual_in_fp32=prenorm)
+    reference, ours, ids = reference.to(device), ours.to(device, dtype), ids_of(config, device=device)
+    with torch.no_grad():
+        exact = copy.deepcopy(reference).double()(ids).logits
+        assert_error_ratio(ours(ids).logits, exact, reference.to(dtype)(ids).logits, at_most=3.0)
 
 
 def test_all_families_have_cases():

@@ -116,7 +116,6 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
         (lambda: transformers.GPTBigCodeConfig(multi_query=False), "config.multi_query must be True, .* found False"),
         (lambda: transformers.PhiConfig(qk_layernorm=True), "config.qk_layernorm must be False, .* found True"),
     ],
-    ids=str,
 )  # fmt: skip
 def test_refused_configurations_of_families(config, says):
     with pytest.raises(ValueError, match=says):

@@ -1,0 +1,184 @@
+"""Generation with every family is what a loop gives that computes everything again for each token."""
+
+import pytest
+import torch
+from families import CASES, ids_of
+
+from flash_attn.models.gpt import GPTLMHeadModel
+
+# One of each kind of position, head and block.
+NAMES = (
+    "gpt2", "llama gqa", "llama 3", "mistral", "qwen2 windows", "gemma", "opt", "opt 350m", "gptj", "gpt_neox",
+    "gpt_neox sequential", "falcon", "falcon new decoder", "bigcode", "btlm", "btlm learned", "baichuan", "phi",
+)  # fmt: skip
+FUSED = dict(use_flash_attn=True, fused_bias_fc=True, fused_dropout_add_ln=True)
+
+
+def model_of(name, device, dtype=None, seed=0, **options):
+    """Ours, with random weights that let it say something else for each prompt."""
+    torch.manual_seed(seed)
+    _, _, config = CASES[name].build()
+    config.pad_vocab_size_multiple = 8
+    for field, value in options.items():
+        setattr(config, field, value)
+    model = GPTLMHeadModel(config, device=device, dtype=dtype).eval()
+    torch.nn.init.normal_(model.lm_head.weight, std=0.3)
+    return model
+
+
+def slowly(model, ids, max_length, teacher=None):
+    """(sequences, scores) by computing the whole sequence for each token."""
+    scores = []
+    while True:
+        with torch.no_grad():
+            scores.append(model(ids).logits[:, -1, :96])
+        tokens = scores[-1].argmax(-1)
+        if teacher is not None and teacher.shape[1] > ids.shape[1]:
+            tokens = teacher[:, ids.shape[1]]
+        ids = torch.cat([ids, tokens[:, None]], dim=1)
+        if ids.shape[1] >= max_length:
+            return ids, scores
+
+
+def generate(model, ids, max_length, **options):
+    options = dict(return_dict_in_generate=True, output_scores=True) | options
+    output = model.generate(ids, max_length=max_length, **options)
+    return output.sequences, list(output.scores)
+
+
+def assert_same(found, expected):
+    assert torch.equal(found[0], expected[0])
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy(name, fused, device):
+    model = model_of(name, device, **FUSED if fused else {})
+    ids = ids_of(model.config, seqlen=7, device=device)
+    expected = slowly(model, ids, 16)
+    assert_same(generate(model, ids, 16), expected)
+    assert len(expected[0].unique()) > 10  # or a single repeated token would do
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "falcon"])
+def test_teacher(name, device):
+    model = model_of(name, device)
+    ids, teacher = (ids_of(model.config, seqlen=n, device=device) for n in (5, 9))
+    assert_same(generate(model, ids, 14, teacher_outputs=teacher), slowly(model, ids, 14, teacher))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama gqa"])
+def test_end_of_sequence(name, device):
+    model = model_of(name, device)
+    ids = ids_of(model.config, batch=1, seqlen=5, device=device)
+    whole, _ = slowly(model, ids, 16)
+    end = whole[0, 9].item()
+    first = (whole[0, 5:] == end).nonzero()[0, 0].item() + 5
+    found, _ = generate(model, ids, 16, eos_token_id=end)
+    assert torch.equal(found, whole[:, : first + 1])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "btlm"])
+def test_prompt_as_long_as_the_result(name, device):
+    """One token is added whatever max_length is."""
+    model = model_of(name, device)
+    ids = ids_of(model.config, seqlen=7, device=device)
+    for max_length in (5, 7, 8):
+        assert_same(generate(model, ids, max_length), slowly(model, ids, 8))
+
+
+def test_prompt_longer_than_the_positions(device):
+    model = model_of("gpt2", device)
+    with pytest.raises(ValueError, match=r"input_ids.shape\[1\] must be at most 64, the number of positions, found 65"):
+        generate(model, ids_of(model.config, seqlen=65, device=device), 70)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "falcon", "btlm"])
+def test_several_tokens_behind_a_cache(name, device):
+    """10 tokens, then 4, then 6 are 20."""
+    from flash_attn.utils.generation import InferenceParams
+
+    model = model_of(name, device, use_flash_attn=True)
+    ids = ids_of(model.config, seqlen=20, device=device)
+    params, found = InferenceParams(max_seqlen=20, max_batch_size=2), []
+    with torch.no_grad():
+        for chunk in ids.split((10, 4, 6), dim=1):
+            positions = params.seqlen_offset + torch.arange(chunk.shape[1], device=device)
+            found.append(model(chunk, position_ids=positions.expand_as(chunk), inference_params=params).logits)
+            params.seqlen_offset += chunk.shape[1]
+        torch.testing.assert_close(torch.cat(found, dim=1), model(ids).logits, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_of_different_lengths(name, device):
+    """Padded on the left, each goes on as it would alone."""
+    model = model_of(name, device, **FUSED)
+    ids = ids_of(model.config, batch=3, seqlen=9, device=device)
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((4, 0, 1)):
+        mask[row, :padding] = 0
+    found = model.generate(ids.masked_fill(mask == 0, 0), max_length=16, attention_mask=mask)
+    for row, padding in enumerate((4, 0, 1)):
+        expected, _ = slowly(model, ids[row : row + 1, padding:], 16 - padding)
+        assert torch.equal(found[row, padding:], expected[0])
+
+
+def test_padding_of_the_vocabulary_is_never_drawn(device):
+    """Though its logits are zeros, and all others less."""
+    model = model_of("gpt2", device, pad_vocab_size_multiple=64)
+    with torch.no_grad():
+        model.transformer.ln_f.bias.fill_(1.0)
+        model.lm_head.weight[:96] = -model.lm_head.weight[:96].abs()
+        model.lm_head.weight[96:] = 0
+        model.transformer.ln_f.weight.zero_()
+    ids = ids_of(model.config, device=device)
+    assert model(ids).logits[..., 96:].max() > model(ids).logits[..., :96].max()
+    assert model.generate(ids, max_length=30).max() < 96
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "falcon"])
+def test_compiled_steps(name, device):
+    """A step behind a cache as one graph."""
+    from flash_attn.utils.generation import InferenceParams
+
+    model = model_of(name, device, **FUSED)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    ids = ids_of(model.config, seqlen=8, device=device)
+    results = []
+    for step in (model, compiled):
+        lengths = torch.zeros(2, dtype=torch.int32, device=device)
+        params = InferenceParams(8, 2, lengths_per_sample=lengths)
+        with torch.no_grad():
+            model(ids[:, :7], inference_params=params)
+            params.seqlen_offset = 7
+            lengths.fill_(7)
+            positions = torch.full_like(ids[:, 7:], 7)
+            results.append(step(ids[:, 7:], position_ids=positions, inference_params=params).logits)
+    torch.testing.assert_close(results[1], results[0])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "gptj"])
+def test_speculative(name, device):
+    """The same as without a draft model, whatever that proposes."""
+    from flash_attn.utils.generation import decode_speculative
+
+    model = model_of(name, device)
+    ids = ids_of(model.config, batch=1, seqlen=7, device=device)
+    expected, _ = slowly(model, ids, 20)
+    for draft in (model, model_of(name, device, seed=1)):
+        assert torch.equal(decode_speculative(ids, model, draft, 20, vocab_size=96).sequences, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", NAMES)
+def test_graphs(name, dtype, device):
+    """Replaying a graph gives the same numbers, bit for bit."""
+    model = model_of(name, device, dtype, **FUSED)
+    for batch, prompt, length in ((2, 7, 20), (2, 7, 30), (1, 3, 9)):
+        ids = ids_of(model.config, batch=batch, seqlen=prompt, device=device)
+        expected, scores = generate(model, ids, length)
+        found, scores_of_graph = generate(model, ids, length, cg=True)
+        assert torch.equal(found, expected)
+        assert all(torch.equal(one, other) for one, other in zip(scores_of_graph, scores, strict=True))

@@ -1,0 +1,178 @@
+"""The decoder divided over processes is the whole one: logits, loss, every gradient, checkpoints, generation."""
+
+import copy
+import functools
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import over_processes
+from transformers import GPT2Config
+
+from flash_attn.models.gpt import GPTLMHeadModel, GPTModel, combine_state_dicts_tp, shard_state_dict_tp
+from flash_attn.utils.distributed import allreduce_sequence_parallel_grad
+
+VOCAB, BATCH, SEQLEN = 90, 4, 8
+SIZES = dict(
+    vocab_size=VOCAB, n_embd=64, n_layer=2, n_head=4, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    initializer_range=0.2, pad_vocab_size_multiple=8, bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
+GATED = dict(activation_function="swiglu", n_inner=96, mlp_multiple_of=8)
+ROTARY = dict(n_positions=0, rotary_emb_fraction=1.0, rms_norm=True, tie_word_embeddings=False)
+CONFIGS = {
+    "gpt2": dict(),
+    "gpt2 fused": dict(use_flash_attn=True, fused_mlp=True, fused_bias_fc=True, fused_dropout_add_ln=True),
+    "uneven heads": dict(n_head=6, n_embd=96, use_flash_attn=True, use_alibi=True, n_positions=0),
+    "llama": ROTARY | GATED | dict(n_head=8, n_head_kv=4, residual_in_fp32=True),
+    "parallel": ROTARY | dict(rms_norm=False, parallel_block=True, parallel_block_tied_norm=True, lm_head_bias=True),
+    "parallel, two norms": ROTARY | dict(rms_norm=False, parallel_block=True, fused_dropout_add_ln=True),
+    "normed head": ROTARY | GATED | dict(norm_head=True, mup_output_multiplier=3.0),
+    "postnorm": dict(prenorm=False),
+    "recomputed": dict(gradient_checkpointing=True),
+}
+
+
+def device_of(group):
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def pair_of(group, name, sequence_parallel=False):
+    """The whole model and this process's part of it, with the same weights."""
+    torch.manual_seed(0)
+    config = GPT2Config(**SIZES | CONFIGS[name], sequence_parallel=sequence_parallel)
+    whole = GPTLMHeadModel(config, device=device_of(group))
+    for parameter in whole.parameters():
+        if parameter.dim() == 1:
+            torch.nn.init.normal_(parameter)
+    divided = GPTLMHeadModel(config, process_group=group, device=device_of(group))
+    divided.load_state_dict(part(whole.state_dict(), config, group))
+    return whole, divided
+
+
+def part(state_dict, config, group):
+    state_dict = {name: tensor.clone() for name, tensor in state_dict.items()}
+    return shard_state_dict_tp(state_dict, config, dist.get_world_size(group), dist.get_rank(group))
+
+
+def ids_for(group):
+    ids = torch.randint(VOCAB, (BATCH, SEQLEN), generator=torch.Generator().manual_seed(1))
+    return ids.to(device_of(group))
+
+
+def gradients_of(model):
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_close(found, expected, **kwargs):
+    torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4, **kwargs)
+
+
+def check_training(group):
+    ids, rank = ids_for(group), dist.get_rank(group)
+    labels = ids.masked_fill(ids % 5 == 0, -100)
+    for name in CONFIGS:
+        for sequence_parallel in (False, True):
+            whole, divided = pair_of(group, name, sequence_parallel)
+            logits = whole(ids).logits
+            own = logits.chunk(dist.get_world_size(group), dim=-1)[rank]
+            assert_close(divided(ids).logits, own.flatten(0, 1) if sequence_parallel else own)
+            expected, found = (model(ids, labels=labels).loss for model in (whole, divided))
+            assert_close(found, expected)
+            expected.backward()
+            found.backward()
+            if sequence_parallel:
+                allreduce_sequence_parallel_grad(divided, group)
+            gradients = part(gradients_of(whole), whole.config, group)
+            for key, gradient in gradients_of(divided).items():
+                assert_close(gradient, gradients[key], msg=lambda text, key=key, name=name: f"{name}, {key}: {text}")
+
+
+def check_parameters(group):
+    """Those of all processes are those of the whole model, and the shared ones of each again."""
+    for name in CONFIGS:
+        whole, divided = pair_of(group, name, True)
+        parts = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, divided.state_dict(), group=group)
+        again = combine_state_dicts_tp(parts, whole.config)
+        assert again.keys() == whole.state_dict().keys()
+        assert all(torch.equal(again[key], tensor) for key, tensor in whole.state_dict().items())
+        own, of_all = (sum(x.numel() for x in model.parameters()) for model in (divided, whole))
+        assert own < 0.6 * of_all
+
+
+def check_generation(group):
+    ids = ids_for(group)[:, :3]
+    for name in ("gpt2", "uneven heads", "llama", "normed head"):
+        whole, divided = (model.eval() for model in pair_of(group, name))
+        options = dict(max_length=12, vocab_size=VOCAB, return_dict_in_generate=True, output_scores=True)
+        expected = whole.generate(ids, **options)
+        found = divided.generate(ids, tensor_parallel=dist.get_world_size(group), **options)
+        assert torch.equal(found.sequences, expected.sequences)
+        assert_close(found.scores, expected.scores)
+    _, divided = pair_of(group, "gpt2", True)
+    with pytest.raises(ValueError, match=r"config.sequence_parallel must be False with inference_params, found True"):
+        divided.generate(ids, max_length=12)
+
+
+def check_checkpoints(group, path):
+    """Each process reads its part."""
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    whole, divided = pair_of(group, "gpt2")
+    if rank == 0:
+        whole.save_pretrained(path, max_shard_size=50_000)
+    dist.barrier(group)
+    config = copy.deepcopy(whole.config)
+    model = GPTLMHeadModel.from_pretrained(
+        path, config, process_group=group, world_size=world, rank=rank, device=device_of(group), progress=False
+    )
+    for (key, one), (_, other) in zip(model.state_dict().items(), divided.state_dict().items(), strict=True):
+        rows = slice(None, max(VOCAB - rank * len(one), 0)) if "word_emb" in key or "lm_head" in key else slice(None)
+        assert torch.equal(one[rows], other[rows]), key
+    assert model.transformer.ln_f.weight._shared_params and model.transformer.layers[0].norm1.weight._shared_params
+    with pytest.raises(ValueError, match="process_group must be None to save a model"):
+        divided.save_pretrained(path)
+
+
+def check_errors(group):
+    world = dist.get_world_size(group)
+    for options, says in (
+        (dict(word_embed_proj_dim=32), "config.word_embed_proj_dim must be None with process_group, found 32"),
+        (dict(attn_dwconv=True), "config.attn_dwconv must be False with process_group, found True"),
+        (dict(n_head_kv=1), f"num_heads_kv must be a multiple of the {world} processes, found 1"),
+        (dict(vocab_size=89, pad_vocab_size_multiple=1), f"num_embeddings must be divisible by the {world} processes"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            GPTModel(GPT2Config(**SIZES | options), process_group=group, device="meta")
+
+
+def check_all(group, path):
+    check_training(group)
+    check_parameters(group)
+    check_generation(group)
+    check_checkpoints(group, path)
+    check_errors(group)
+
+
+@pytest.mark.parametrize("processes", [2, 4, pytest.param("nccl", marks=pytest.mark.multi_gpu)])
+def test_divided_model(processes):
+    nccl = processes == "nccl"
+    with tempfile.TemporaryDirectory() as path:
+        over_processes(2 if nccl else processes, check_all, path, backend="nccl" if nccl else "gloo")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(vocab_size=89, pad_vocab_size_multiple=1), r"config.vocab_size \(padded\) must be a multiple of the 2"),
+        (dict(n_inner=95), "config.n_inner must be a multiple of the 2 processes, found 95"),
+        (dict(n_head_kv=1), "config.n_head_kv must be a multiple of the 2 processes, found 1"),
+        (dict(n_head=1), "config.n_head must be at least the number of processes, 2, found 1"),
+    ],
+)
+def test_what_cannot_be_divided(options, says):
+    config = GPT2Config(**SIZES | options)
+    shard = functools.partial(shard_state_dict_tp, {}, config, 2, 0)
+    for function in (shard, functools.partial(combine_state_dicts_tp, [{}, {}], config)):
+        with pytest.raises(ValueError, match=says):
+            function()
