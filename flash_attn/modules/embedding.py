@@ -24,7 +24,7 @@ class GPT2Embeddings(nn.Module):
         embed_dim: features of the result.
         vocab_size: number of tokens.
         max_position_embeddings: number of positions; without position embeddings if 0 or less.
-        padding_idx: the token whose embedding is 0 at first and gets no gradient, or None.
+        padding_idx: a token, or None; its embedding is 0 at first and gets no gradient.
         word_embed_proj_dim: features of the word embeddings if these are fewer than embed_dim; project_in then maps
             them to embed_dim (as in OPT-350m).
 

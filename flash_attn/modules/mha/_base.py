@@ -107,7 +107,7 @@ class MultiHeadAttention(nn.Module):
         leftpad = caches.leftpad_of_prompt(inference_params, qkv.shape[0])
         if leftpad is None:
             return self._attention_of_projected(qkv, inference_params, **kwargs)
-        # The padding moves behind the tokens, where the causal mask hides it: token i then is at position i.
+        # The padding moves after the tokens, where the causal mask hides it: token i is then at position i.
         checks.number("causal", self.causal, bool(self.inner_cross_attn.causal), "true for prompts with padding")
         context = self._attention_of_projected(_shifted(qkv, leftpad), inference_params, **kwargs)
         return _shifted(context, -leftpad)

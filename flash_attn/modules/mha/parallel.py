@@ -1,4 +1,4 @@
-"""Multi-head attention whose heads are divided over processes.
+"""Multi-head attention with its heads divided over processes.
 
 mha = ParallelMHA(embed_dim=768, num_heads=12, process_group=group, causal=True, use_flash_attn=True)
 out = mha(x, seqlen=512)                              # (batch * seqlen / processes, 768), as x

@@ -9,7 +9,7 @@ The contract between these functions and a model. A model is a module that is ca
 
     input_ids: (batch, seqlen) int64, the tokens after the `params.seqlen_offset` tokens that the caches hold.
     position_ids: (batch, seqlen) int64, the position of each token in its own sequence; None for a prompt without
-        padding, whose positions count from 0.
+        padding, where they count from 0.
     inference_params: an `InferenceParams`, which the model hands to its layers. It tells them how many tokens their
         caches hold and, for a prompt, where its padding ends. Layers append to their caches; they change nothing else.
     num_last_tokens: for how many tokens at the end logits are wanted.

@@ -61,7 +61,7 @@ def decode(
         max_length: of a sequence with its prompt. At least one token is added whatever it is.
         top_k, top_p, temperature: as in `sample`; by default, the likeliest token.
         eos_token_id: a sequence ends with this token; what follows until all have ended is pad_token_id.
-        teacher_outputs: (batch, length), sequences whose tokens are taken instead of drawing, as far as they reach.
+        teacher_outputs: (batch, length), sequences; their tokens are taken, as far as they reach, instead of drawing.
         vocab_size: how many of the logits count, if the vocabulary is padded.
         tensor_parallel: how many processes the model is divided over.
         cg: replay CUDA graphs, which are kept in model._decoding_cache. The graphs of a batch size are made at its
@@ -70,8 +70,8 @@ def decode(
         repetition_penalty: as in `modify_logits_for_repetition_penalty`, for all tokens of a sequence so far, without
             padding.
         output_scores: keep the logits, (batch, vocab) for every token.
-        streamer: an object whose put gets the prompts and then each step's tokens (batch,), on the CPU, and whose end
-            is called at the end, like the streamers of transformers.
+        streamer: an object with the methods of transformers' streamers: put gets the prompts and then the tokens
+            (batch,) of each step, on the CPU; end is called at the end.
         attention_mask: (batch, seqlen) of any dtype, 1 for the tokens of a prompt and 0 for the padding on its left, as
             `generate` of transformers takes it. Each prompt must have a token. A sequence continues as it would alone.
         pad_token_id: fills up sequences that have ended; eos_token_id if None. The model must have an embedding for it.
