@@ -8,14 +8,17 @@ import ast
 import hashlib
 import pathlib
 
-OPS = pathlib.Path(__file__).parent / "_ops"
+PACKAGE = pathlib.Path(__file__).parent
 
 
-def build_id(ops: pathlib.Path = OPS) -> str:
-    """40 hex digits that change with the schemas in the folder `ops`, the same for every Python."""
-    return hashlib.sha256("\n".join(_module_strings(path) for path in sorted(ops.glob("*.py"))).encode()).hexdigest()[
-        :40
-    ]
+def build_id(package: pathlib.Path = PACKAGE) -> str:
+    """40 hex digits that change with the schemas of the ops in the folder `package`, the same for every Python."""
+    return hashlib.sha256("\n".join(map(schema_text, schema_files(package))).encode()).hexdigest()[:40]
+
+
+def schema_files(package: pathlib.Path = PACKAGE) -> list[pathlib.Path]:
+    """The modules that define ops, and those that list arguments of ops."""
+    return sorted([*package.glob("_ops/*.py"), *package.glob("_reference/options.py")])
 
 
 def is_in(library: pathlib.Path) -> bool:
@@ -24,8 +27,11 @@ def is_in(library: pathlib.Path) -> bool:
         return bytes.fromhex(build_id()) in file.read(4096)
 
 
-def _module_strings(path):
-    """All strings in the assignments of a module, schemas and their parts: `fwd = define("fwd(Tensor q, ...", ...)`."""
-    assignments = [node for node in ast.parse(path.read_bytes()).body if isinstance(node, ast.Assign)]
-    constants = [node.value for each in assignments for node in ast.walk(each) if isinstance(node, ast.Constant)]
-    return "".join(value for value in constants if isinstance(value, str))
+def schema_text(path: pathlib.Path) -> str:
+    """What schemas are made of in a module: the strings in its assignments, and the fields of its classes."""
+    body = ast.parse(path.read_bytes()).body
+    assigned = [node for each in body if isinstance(each, ast.Assign) for node in ast.walk(each)]
+    strings = [node.value for node in assigned if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    classes = [each for each in body if isinstance(each, ast.ClassDef)]
+    fields = [f" {ast.unparse(node)}" for each in classes for node in each.body if isinstance(node, ast.AnnAssign)]
+    return "".join([*strings, *fields])

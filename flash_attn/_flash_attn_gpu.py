@@ -11,8 +11,7 @@ None, as in 2.8: dropout draws from the default generator of the device.
 
 import torch
 
-from flash_attn._ops import checks
-from flash_attn._ops import flash_attn as ops
+from flash_attn._ops import checks, flash_attn
 
 
 def fwd(
@@ -22,9 +21,8 @@ def fwd(
     """Returns [out, softmax_lse, S_dmask, rng_state]."""
     _check_generator(generator)
     return _forward(
-        out, q, k, v, None, None, None, None,
-        dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes,
-        return_softmax=return_softmax,
+        out, q, k, v, softmax_scale, causal, (window_left, window_right), return_softmax,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes,
     )  # fmt: skip
 
 
@@ -36,9 +34,10 @@ def varlen_fwd(
     """Returns [out, softmax_lse, S_dmask, rng_state]. zero_tensors changes nothing: every element is written."""
     _check_generator(generator)
     return _forward(
-        out, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes,
-        return_softmax=return_softmax, seqused_k=seqused_k, leftpad_k=leftpad_k, block_table=block_table,
+        out, q, k, v, softmax_scale, causal, (window_left, window_right), return_softmax,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, seqused_k=seqused_k, leftpad_k=leftpad_k,
+        block_table=block_table,
     )  # fmt: skip
 
 
@@ -49,9 +48,9 @@ def bwd(
     """Returns [dq, dk, dv, softmax_d]."""
     _check_generator(generator)
     grads = _gradients(q, k, v, dq, dk, dv)
-    softmax_d = ops.backward(
-        dout, q, k, v, out, softmax_lse, *grads, None, None, None, None,
-        dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, deterministic, rng_state,
+    softmax_d = flash_attn.backward(
+        dout, q, k, v, out, softmax_lse, *grads, softmax_scale, causal, (window_left, window_right), rng_state,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     return [*grads, softmax_d]
 
@@ -64,9 +63,10 @@ def varlen_bwd(
     """Returns [dq, dk, dv, softmax_d]. zero_tensors changes nothing: every element is written."""
     _check_generator(generator)
     grads = _gradients(q, k, v, dq, dk, dv)
-    softmax_d = ops.backward(
-        dout, q, k, v, out, softmax_lse, *grads, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p, softmax_scale, causal, window_left, window_right, softcap, alibi_slopes, deterministic, rng_state,
+    softmax_d = flash_attn.backward(
+        dout, q, k, v, out, softmax_lse, *grads, softmax_scale, causal, (window_left, window_right), rng_state,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
     return [*grads, softmax_d]
 
@@ -77,16 +77,18 @@ def fwd_kvcache(
 ):  # fmt: skip
     """Returns [out, softmax_lse]."""
     _check_out(out, q)
-    result, softmax_lse = ops.decode(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        softmax_scale, causal, window_left, window_right, softcap, rotary_interleaved, alibi_slopes, num_splits,
+    result, softmax_lse = flash_attn.decode(
+        q, k_cache, v_cache, softmax_scale, causal, (window_left, window_right),
+        cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved=rotary_interleaved,
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+        softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits,
     )  # fmt: skip
     return [_into(out, result), softmax_lse]
 
 
-def _forward(out, q, *args, **kwargs):
+def _forward(out, q, *args, **options):
     _check_out(out, q)
-    result, *others = ops.with_tensors(ops.forward(q, *args, **kwargs))
+    result, *others = flash_attn.with_tensors(flash_attn.forward(q, *args, **options))
     return [_into(out, result), *others]
 
 

@@ -46,8 +46,7 @@ import inspect
 import torch
 
 from flash_attn import _flash_attn_gpu as flash_attn_gpu  # noqa: F401  (other packages import this name from here)
-from flash_attn._ops import checks
-from flash_attn._ops import flash_attn as ops
+from flash_attn._ops import checks, flash_attn
 
 USE_TRITON_ROCM = False
 
@@ -89,10 +88,12 @@ def flash_attn_func(
         torch.Size([2, 128, 8, 64])
     """
     _check_given("v", v)
-    return _attend(
+    results = flash_attn.forward(
         q, k, v,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        softmax_scale, causal, window_size, return_attn_probs,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
+    return results[:3] if return_attn_probs else results[0]
 
 
 def flash_attn_kvpacked_func(
@@ -123,10 +124,12 @@ def flash_attn_kvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     _check_packed("kv", kv, 2, "(batch, seqlen_k, 2, heads_k, head_dim)")
-    return _attend(
+    results = flash_attn.forward(
         q, kv, None,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        softmax_scale, causal, window_size, return_attn_probs,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
+    return results[:3] if return_attn_probs else results[0]
 
 
 def flash_attn_qkvpacked_func(
@@ -155,10 +158,12 @@ def flash_attn_qkvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     _check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
-    return _attend(
+    results = flash_attn.forward(
         qkv, None, None,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        softmax_scale, causal, window_size, return_attn_probs,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
+    return results[:3] if return_attn_probs else results[0]
 
 
 def flash_attn_varlen_func(
@@ -205,11 +210,14 @@ def flash_attn_varlen_func(
     _check_given("v", v)
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
-    return _attend(
+    results = flash_attn.forward(
         q, k, v,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, block_table,
+        softmax_scale, causal, window_size, return_attn_probs,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        block_table=block_table,
     )  # fmt: skip
+    return results[:3] if return_attn_probs else results[0]
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -247,11 +255,13 @@ def flash_attn_varlen_kvpacked_func(
     _check_packed("kv", kv, 2, "(total_k, 2, heads_k, head_dim)")
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
-    return _attend(
+    results = flash_attn.forward(
         q, kv, None,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        softmax_scale, causal, window_size, return_attn_probs,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
+    return results[:3] if return_attn_probs else results[0]
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -285,11 +295,13 @@ def flash_attn_varlen_qkvpacked_func(
     """
     _check_packed("qkv", qkv, 3, "(total, 3, heads, head_dim)")
     _check_given("cu_seqlens", cu_seqlens)
-    return _attend(
+    results = flash_attn.forward(
         qkv, None, None,
-        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-        cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        softmax_scale, causal, window_size, return_attn_probs,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
+        cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
     )  # fmt: skip
+    return results[:3] if return_attn_probs else results[0]
 
 
 def flash_attn_with_kvcache(
@@ -351,27 +363,13 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
-    left, right = checks.window(window_size)
-    out, softmax_lse = ops.decode(
-        q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad, block_table,
-        softmax_scale, causal, left, right, softcap, rotary_interleaved, alibi_slopes, num_splits,
+    out, softmax_lse = flash_attn.decode(
+        q, k_cache, v_cache, softmax_scale, causal, window_size,
+        cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved=rotary_interleaved,
+        cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
+        softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits,
     )  # fmt: skip
     return (out, softmax_lse) if return_softmax_lse else out
-
-
-def _attend(
-    q, k, v,
-    dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
-    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, block_table=None,
-):  # fmt: skip
-    """What the six functions share."""
-    left, right = checks.window(window_size)
-    out, softmax_lse, s_dmask, _ = ops.forward(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p, softmax_scale, causal, left, right, softcap, alibi_slopes, deterministic, return_attn_probs,
-        None, None, block_table,
-    )  # fmt: skip
-    return (out, softmax_lse, s_dmask) if return_attn_probs else out
 
 
 def _check_packed(name, packed, parts, layout):
@@ -403,13 +401,11 @@ def _flash_attn_forward(
     return_softmax,
 ):
     """Returns (out, softmax_lse, S_dmask, rng_state); rng_state is int64 (2,), zeros where dropout_p is 0."""
-    return ops.with_tensors(
-        ops.forward(
-            q, k, v, None, None, None, None,
-            dropout_p, softmax_scale, causal, *checks.window((window_size_left, window_size_right)), softcap,
-            alibi_slopes, return_softmax=return_softmax,
-        )
+    results = flash_attn.forward(
+        q, k, v, softmax_scale, causal, (window_size_left, window_size_right), return_softmax,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes,
     )  # fmt: skip
+    return flash_attn.with_tensors(results)
 
 
 def _flash_attn_varlen_forward(
@@ -441,14 +437,13 @@ def _flash_attn_varlen_forward(
     """
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
-    return ops.with_tensors(
-        ops.forward(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            dropout_p, softmax_scale, causal, *checks.window((window_size_left, window_size_right)), softcap,
-            alibi_slopes, return_softmax=return_softmax, block_table=block_table, leftpad_k=leftpad_k,
-            seqused_k=seqused_k,
-        )
+    results = flash_attn.forward(
+        q, k, v, softmax_scale, causal, (window_size_left, window_size_right), return_softmax,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, block_table=block_table, leftpad_k=leftpad_k,
+        seqused_k=seqused_k,
     )  # fmt: skip
+    return flash_attn.with_tensors(results)
 
 
 def _flash_attn_backward(
@@ -472,10 +467,10 @@ def _flash_attn_backward(
     rng_state=None,
 ):
     """Writes dq, dk and dv, and returns softmax_d. softmax_lse is used as given: it may be that of more keys."""
-    return ops.backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, None, None, None, None,
-        dropout_p, softmax_scale, causal, *checks.window((window_size_left, window_size_right)), softcap, alibi_slopes,
-        deterministic, rng_state,
+    return flash_attn.backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv,
+        softmax_scale, causal, (window_size_left, window_size_right), rng_state,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -507,10 +502,11 @@ def _flash_attn_varlen_backward(
     """As `_flash_attn_backward`. zero_tensors changes nothing, since every element is written."""
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
-    return ops.backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        dropout_p, softmax_scale, causal, *checks.window((window_size_left, window_size_right)), softcap, alibi_slopes,
-        deterministic, rng_state,
+    return flash_attn.backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv,
+        softmax_scale, causal, (window_size_left, window_size_right), rng_state,
+        cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -523,23 +519,23 @@ _SCORES = "float dropout_p, float softmax_scale, bool causal"
 _WINDOW = "SymInt window_size_left, SymInt window_size_right, float softcap, Tensor? alibi_slopes"
 _FORWARD_RETURNS = f"({_RESULTS}, Tensor S_dmask, Tensor rng_state)"
 
-ops.define_composite(
+flash_attn.define_composite(
     f"_flash_attn_forward({_QKV}, {_SCORES}, {_WINDOW}, bool return_softmax) -> {_FORWARD_RETURNS}",
     _flash_attn_forward,
 )
-ops.define_composite(
+flash_attn.define_composite(
     f"_flash_attn_varlen_forward({_QKV}, {_BOUNDS}, {_SCORES}, SymInt window_size_left=-1, "
     "SymInt window_size_right=-1, float softcap=0.0, Tensor? alibi_slopes=None, bool return_softmax=False, "
     "Tensor? block_table=None, Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False, "
     f"SymInt num_splits=0) -> {_FORWARD_RETURNS}",
     _flash_attn_varlen_forward,
 )
-ops.define_composite(
+flash_attn.define_composite(
     f"_flash_attn_backward(Tensor dout, {_QKV}, {_RESULTS}, {_GRADIENTS}, {_SCORES}, {_WINDOW}, bool deterministic, "
     "Tensor? rng_state=None) -> Tensor softmax_d",
     _flash_attn_backward,
 )
-ops.define_composite(
+flash_attn.define_composite(
     f"_flash_attn_varlen_backward(Tensor dout, {_QKV}, {_RESULTS}, {_GRADIENTS}, {_BOUNDS}, {_SCORES}, {_WINDOW}, "
     "bool deterministic, Tensor? rng_state=None, bool zero_tensors=False) -> Tensor softmax_d",
     _flash_attn_varlen_backward,
@@ -553,7 +549,7 @@ _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 def _get_block_size_n(device, head_dim, is_dropout, is_causal):
     """Width of the key blocks over which S_dmask keeps its running maximum; see the top of this module."""
-    return ops.block_size_n(head_dim, is_dropout)
+    return flash_attn.block_size_n(head_dim, is_dropout)
 
 
 def maybe_contiguous(x):

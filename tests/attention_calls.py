@@ -8,6 +8,7 @@ import torch
 from problems import Problem, cumulative
 
 from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn._reference.options import Options
 
 
 def options_of(case, device):
@@ -60,8 +61,17 @@ def op(name, case):
 
 def op_arguments(case, device, cu_seqlens=(None, None)):
     """The arguments of torch.ops.flash_attn.fwd and .bwd from softmax_scale on, for `case`."""
-    rng_state = torch.tensor([5, 32], device=device) if case.dropout_p > 0 else None
     left, right = case.window
-    scores = case.head_dim**-0.5, left, 0 if case.causal else right, case.softcap, case.deterministic
-    bounds = case.seqlen_q, case.seqlen_k
-    return *scores, *cu_seqlens, *bounds, case.alibi_slopes(device), None, None, rng_state, case.dropout_p
+    return Options(
+        case.head_dim**-0.5,
+        left,
+        0 if case.causal else right,
+        *cu_seqlens,
+        max_seqlen_q=case.seqlen_q,
+        max_seqlen_k=case.seqlen_k,
+        deterministic=case.deterministic,
+        dropout_p=case.dropout_p,
+        rng_state=torch.tensor([5, 32], device=device) if case.dropout_p > 0 else None,
+        softcap=case.softcap,
+        alibi_slopes=case.alibi_slopes(device),
+    )

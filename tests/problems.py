@@ -111,13 +111,14 @@ class Problem(Case):
             *pages, options["block_table"] = pages
             tensors = tensors[0], *pages
         if self.seqused or self.leftpad:
-            left, right = options.pop("window_size")
             per_entry = dict(seqused_k=used if self.seqused else None, leftpad_k=pad if self.leftpad else None)
             per_entry = {name: torch.tensor(n, dtype=torch.int32, device=device) for name, n in per_entry.items() if n}
-            return ops.forward(
-                *tensors, *[None] * (3 - len(tensors)), *(bounds if self.varlen else [None] * 4), softmax_scale=None,
-                window_left=left, window_right=right, return_softmax=True, **options, **per_entry,
-            )[:3]  # fmt: skip
+            if self.varlen:
+                names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+                per_entry |= zip(names, bounds, strict=True)
+            causal, window_size = options.pop("causal"), options.pop("window_size")
+            tensors = *tensors, *[None] * (3 - len(tensors))
+            return ops.forward(*tensors, None, causal, window_size, True, **options, **per_entry)[:3]
         if self.packing == "qkv":
             bounds = bounds[::2]
         function = FUNCTIONS[self.packing, self.varlen]

@@ -158,13 +158,13 @@ def test_opcheck_fwd(case, requires_grad, device):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("given", [0, 2], ids=["scores", "cu_seqlens too"])
+@pytest.mark.parametrize("given", [3, 5], ids=["scores", "cu_seqlens too"])
 def test_opcheck_fwd_with_fewer_arguments(given, requires_grad, device):
     case = Case(seqlen_q=17, seqlen_k=33, causal=True)
     q, k, v, _ = case.tensors(device)
     tensors = [x.requires_grad_(requires_grad) for x in (q, k, v)]
     arguments = op_arguments(case, device)
-    torch.library.opcheck(torch.ops.flash_attn.fwd.default, (*tensors, *arguments[: 5 + given]))
+    torch.library.opcheck(torch.ops.flash_attn.fwd.default, (*tensors, *arguments[:given]))
 
 
 @pytest.mark.parametrize("cu_seqlens", [False, True], ids=["dense", "varlen"])

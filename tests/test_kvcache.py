@@ -12,6 +12,7 @@ from compare import assert_error_ratio, largest_error
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn._reference.options import CacheOptions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -632,13 +633,10 @@ def test_opcheck(case, device):
     if isinstance(arguments["cache_seqlens"], int):
         arguments["cache_seqlen"] = arguments.pop("cache_seqlens")
     left, right = case.window
-    scores = case.head_dim**-0.5, left, 0 if case.causal else right, case.softcap, case.num_splits
-    names = (
-        "cache_seqlens block_table cache_seqlen k v rotary_cos rotary_sin cache_batch_idx cache_leftpad alibi_slopes"
-    )
-    others = {name: arguments.get(name) for name in names.split()}
+    scores = case.head_dim**-0.5, left, 0 if case.causal else right
     tensors = [arguments[name] for name in ("q", "k_cache", "v_cache")]
-    options = dict(others, rotary_interleaved=case.interleaved)
+    others = {name: arguments[name] for name in CacheOptions._fields[3:] if name in arguments}
+    options = dict(others, softcap=case.softcap, num_splits=case.num_splits, rotary_interleaved=case.interleaved)
     torch.library.opcheck(torch.ops.flash_attn.fwd_kvcache.default, (*tensors, *scores), options)
 
 

@@ -134,14 +134,28 @@ def test_the_installation_is_on_the_path_of_the_sources(tmp_path):
         ('op = define(f"op({_ARGUMENTS}) -> ()")', 'op = define(f"op({_ARGUMENTS}, int n) -> ()")', True),
         ('_ARGUMENTS = "Tensor x"', '_ARGUMENTS = "Tensor? x"', True),
         ('op = define("op(Tensor x) -> ()")', 'op = define(\n    "op(Tensor x) "\n    "-> ()"\n)  # in two', False),
+        ("class Options:\n    n: int", "class Options:\n    n: int\n    m: int = 0", True),
+        ("class Options:\n    n: int = 0", "class Options:\n    n: int = 1", True),
+        ("class Options:\n    n: int", "class Options:\n    n: int  # how many", False),
         ('"""Its docstring."""', '"""Another docstring."""', False),
         ('def check():\n    raise ValueError("bad")', 'def check():\n    raise ValueError("very bad")', False),
     ],
-    ids=["argument", "argument of several", "part of several", "line break", "docstring", "function"],
+    ids=[
+        "argument",
+        "argument of several",
+        "part of several",
+        "line break",
+        "field",
+        "default",
+        "comment",
+        "docstring",
+        "function",
+    ],
 )
 def test_build_id_follows_the_schemas(tmp_path, before, after, changes):
     def build_id(text):
-        (tmp_path / "family.py").write_text(text)
+        (tmp_path / "_ops").mkdir(exist_ok=True)
+        (tmp_path / "_ops/family.py").write_text(text)
         return _build_id.build_id(tmp_path)
 
     assert (build_id(before) != build_id(after)) == changes
@@ -152,10 +166,10 @@ def is_composite(name):
 
 
 def test_build_id_has_the_schemas_of_all_ops():
-    files = sorted(_build_id.OPS.glob("*.py"))
+    files = _build_id.schema_files()
     for file in files:
-        importlib.import_module(f"flash_attn._ops.{file.stem}")
-    strings = "".join(_build_id._module_strings(file) for file in files)
+        importlib.import_module(f"flash_attn.{file.parent.name}.{file.stem}")
+    strings = "".join(_build_id.schema_text(file) for file in files)
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("flash_attn::")]
     names = [name for name in names if not is_composite(name)]  # which have no kernels
     schemas = [getattr(torch.ops.flash_attn, name.partition("::")[2]).default._schema for name in names]
@@ -261,7 +275,7 @@ def test_forward_mode_is_refused_by_ops_without_gradient(device):
 
 def test_the_reference_twin_does_not_become_the_kernel(device):
     x = torch.randn(1, 8, 2, 16, device=device, dtype=torch.bfloat16, requires_grad=True)
-    arguments = (x, x, x, 1.0, -1, -1, 0.0, False)
+    arguments = (x, x, x, 1.0, -1, -1)
     with pytest.raises(NotImplementedError, match=r"fwd_reference.*bfloat16.*fwd"):
         torch.ops.flash_attn.fwd_reference(*arguments)
 

@@ -16,29 +16,28 @@ from flash_attn._reference import flash_attn as reference
 from flash_attn._reference import groups
 from flash_attn._reference.dropout import keep_mask, keep_threshold, philox
 from flash_attn._reference.mask import Mask
+from flash_attn._reference.options import CacheOptions, Options
 
 SEED, OFFSET = -0x1234567890ABCDEF, 2**40 + 7  # more than 32 bits each
-SCORES = dict(window_left=-1, window_right=-1, softcap=0.0)
 
 
-def arguments(q, causal=False, **options):
-    scores = dict(SCORES, softmax_scale=q.shape[-1] ** -0.5, deterministic=False)
-    return scores | options | (dict(window_right=0) if causal else {})
+def options_of(q, causal=False, **given):
+    return Options(**dict(softmax_scale=q.shape[-1] ** -0.5, window_left=-1, window_right=0 if causal else -1) | given)
 
 
-def fwd(q, k, v, return_softmax=False, **options):
+def fwd(q, k, v, return_softmax=False, **given):
     """(out, lse, S_dmask or None)."""
-    options = arguments(q, **options)
-    s_dmask = reference.probabilities(q, k, v, **options) if return_softmax else None
-    return *reference.fwd(q, k, v, **options), s_dmask
+    options = options_of(q, **given)
+    s_dmask = reference.probabilities(q, k, v, options) if return_softmax else None
+    return *reference.fwd(q, k, v, options), s_dmask
 
 
-def bwd(dout, q, k, v, out, lse, dq, dk, dv, dlse=None, **options):
-    return reference.bwd(dout, q, k, v, out, lse, dlse, dq, dk, dv, **arguments(q, **options))
+def bwd(dout, q, k, v, out, lse, dq, dk, dv, dlse=None, **given):
+    return reference.bwd(dout, q, k, v, out, lse, dlse, dq, dk, dv, options_of(q, **given))
 
 
-def fwd_kvcache(q, k_cache, v_cache, **options):
-    return reference.fwd_kvcache(q, k_cache, v_cache, **dict(SCORES, softmax_scale=1.0, num_splits=0) | options)
+def fwd_kvcache(q, k_cache, v_cache, **given):
+    return reference.fwd_kvcache(q, k_cache, v_cache, CacheOptions(1.0, -1, -1, **given))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

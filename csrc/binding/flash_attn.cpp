@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <cmath>
 #include <tuple>
+#include <type_traits>
 
+#include "binding/boxed.h"
 #include "binding/counters.h"
 #include "binding/stream.h"
 #include "binding/tensor.h"
@@ -21,14 +23,60 @@ using flash_attn::FwdParams;
 using flash_attn::Problem;
 using OptionalTensor = std::optional<Tensor>;
 
-// A tensor (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), or a part of a packed one.
+// The arguments of fwd, probabilities and bwd besides queries, keys and values, in the order of the schema: the fields
+// of Options in flash_attn/_reference/options.py, which says what they are.
+struct Options {
+  Arguments& from;
+  double softmax_scale = from.take<double>();
+  int64_t window_left = from.take<int64_t>();
+  int64_t window_right = from.take<int64_t>();
+  OptionalTensor cu_seqlens_q = from.take<OptionalTensor>();
+  OptionalTensor cu_seqlens_k = from.take<OptionalTensor>();
+  std::optional<int64_t> max_seqlen_q = from.take<std::optional<int64_t>>();
+  std::optional<int64_t> max_seqlen_k = from.take<std::optional<int64_t>>();
+  bool deterministic = from.take<bool>();
+  double dropout_p = from.take<double>();
+  OptionalTensor rng_state = from.take<OptionalTensor>();
+  double softcap = from.take<double>();
+  OptionalTensor alibi_slopes = from.take<OptionalTensor>();
+  OptionalTensor block_table = from.take<OptionalTensor>();
+  OptionalTensor seqused_k = from.take<OptionalTensor>();
+  OptionalTensor leftpad_k = from.take<OptionalTensor>();
+};
+
+// Likewise those of fwd_kvcache besides queries and caches, the fields of CacheOptions.
+struct CacheOptions {
+  Arguments& from;
+  double softmax_scale = from.take<double>();
+  int64_t window_left = from.take<int64_t>();
+  int64_t window_right = from.take<int64_t>();
+  OptionalTensor cache_seqlens = from.take<OptionalTensor>();
+  OptionalTensor block_table = from.take<OptionalTensor>();
+  OptionalTensor k = from.take<OptionalTensor>();
+  OptionalTensor v = from.take<OptionalTensor>();
+  OptionalTensor rotary_cos = from.take<OptionalTensor>();
+  OptionalTensor rotary_sin = from.take<OptionalTensor>();
+  bool rotary_interleaved = from.take<bool>();
+  std::optional<int64_t> cache_seqlen = from.take<std::optional<int64_t>>();
+  int64_t num_splits = from.take<int64_t>();
+  double softcap = from.take<double>();
+  OptionalTensor alibi_slopes = from.take<OptionalTensor>();
+  OptionalTensor cache_batch_idx = from.take<OptionalTensor>();
+  OptionalTensor cache_leftpad = from.take<OptionalTensor>();
+};
+
+// A tensor (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), or a part of a packed one. Data is void if it
+// is written to, and then a lazy clone gets memory of its own; or const void.
+template <typename Data>
 struct View {
-  TensorRef<const void> ref;
+  TensorRef<Data> ref;
   int64_t batch, seqlen, heads, head_dim;  // tokens are one batch entry
 };
 
 // Part `index` of x along its dimension -3 if there are several, or x itself.
-View view_of(const Tensor& x, bool tokens, int64_t parts, int64_t index, const char* name) {
+template <typename Data>
+View<Data> view_of(const Tensor& x, bool tokens, int64_t parts, int64_t index, const char* name) {
+  using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
   const auto sizes = x.sizes(), strides = x.strides();
   const size_t dims = (tokens ? 3 : 4) + (parts > 1);
   STD_TORCH_CHECK(sizes.size() == dims, name, " must have ", dims, " dimensions, found shape ", shape_string(sizes));
@@ -36,7 +84,12 @@ View view_of(const Tensor& x, bool tokens, int64_t parts, int64_t index, const c
                   " in dimension -3, found shape ", shape_string(sizes));
   const size_t seqlen_dim = dims - 3 - (parts > 1);
   const auto stride = [&](size_t dim) { return sizes[dim] == 1 ? 0 : strides[dim]; };
-  const auto* data = static_cast<const char*>(x.const_data_ptr());
+  Byte* data;
+  if constexpr (std::is_const_v<Data>) {
+    data = static_cast<Byte*>(x.const_data_ptr());
+  } else {
+    data = static_cast<Byte*>(x.mutable_data_ptr());
+  }
   if (parts > 1) data += index * strides[dims - 3] * size_of(dtype_of(x, name));
   return {.ref = {.data = data,
                   .batch = tokens ? 0 : stride(0),
@@ -49,20 +102,23 @@ View view_of(const Tensor& x, bool tokens, int64_t parts, int64_t index, const c
           .head_dim = sizes[dims - 1]};
 }
 
-struct Inputs {
-  View q, k, v;
+template <typename Data>
+struct Views {
+  View<Data> q, k, v;
 };
+using Inputs = Views<const void>;
 
 // q, k and v, given separately or packed: without v, k holds keys and values; without k, too, q holds all three.
-Inputs unpack(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, bool packed_tokens, bool paged) {
+template <typename Data>
+Views<Data> unpack(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, bool packed_tokens, bool paged) {
   if (!k) {
-    return {view_of(q, packed_tokens, 3, 0, "qkv"), view_of(q, packed_tokens, 3, 1, "qkv"),
-            view_of(q, packed_tokens, 3, 2, "qkv")};
+    return {view_of<Data>(q, packed_tokens, 3, 0, "qkv"), view_of<Data>(q, packed_tokens, 3, 1, "qkv"),
+            view_of<Data>(q, packed_tokens, 3, 2, "qkv")};
   }
   const bool key_tokens = packed_tokens && !paged;
-  const View queries = view_of(q, packed_tokens, 1, 0, "q");
-  if (!v) return {queries, view_of(*k, key_tokens, 2, 0, "kv"), view_of(*k, key_tokens, 2, 1, "kv")};
-  return {queries, view_of(*k, key_tokens, 1, 0, "k"), view_of(*v, key_tokens, 1, 0, "v")};
+  const View<Data> queries = view_of<Data>(q, packed_tokens, 1, 0, "q");
+  if (!v) return {queries, view_of<Data>(*k, key_tokens, 2, 0, "kv"), view_of<Data>(*k, key_tokens, 2, 1, "kv")};
+  return {queries, view_of<Data>(*k, key_tokens, 1, 0, "k"), view_of<Data>(*v, key_tokens, 1, 0, "v")};
 }
 
 void check_like(const Tensor& x, const Tensor& q, const char* name) {
@@ -80,7 +136,7 @@ void check_inputs(const Inputs& x) {
                   "k must have a number of heads that divides q's ", q.heads, ", found ", k.heads);
 }
 
-// An int32 tensor (size,) that is read on the device, with its elements adjacent; null if there is none.
+// An int32 tensor (size,) that is read on the device; null if there is none. `x` is made contiguous.
 const int* index_pointer(OptionalTensor& x, const Tensor& q, int64_t size, const char* name) {
   if (!x) return nullptr;
   check_device(*x, q, name);
@@ -99,15 +155,22 @@ int seqlen(int64_t length, const char* name) {
   return static_cast<int>(length);
 }
 
-struct ScoreOptions {
-  double softmax_scale;
-  int64_t window_left, window_right;
-  double softcap;
-};
+void set_alibi_slopes(Problem& p, OptionalTensor& slopes, const Tensor& q) {
+  if (!slopes) return;
+  check_device(*slopes, q, "alibi_slopes");
+  check_dtype(*slopes, ScalarType::Float, "alibi_slopes");
+  slopes = torch::stable::contiguous(*slopes);
+  const bool per_entry = slopes->dim() == 2;
+  if (per_entry) check_shape(*slopes, {p.batch, p.heads}, "alibi_slopes");
+  if (!per_entry) check_shape(*slopes, {p.heads}, "alibi_slopes");
+  p.alibi_slopes = pointer<float>(slopes);
+  p.alibi_batch_stride = per_entry ? p.heads : 0;
+}
 
-// Shapes, masks and scores; lengths of keys are those of dense tensors until the caller says otherwise.
-Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, const ScoreOptions& options,
-                   OptionalTensor& alibi_slopes) {
+// Shapes, masks and scores; lengths of keys are those of dense tensors until the caller says otherwise. `options` are
+// Options or CacheOptions.
+template <typename AnyOptions>
+Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, AnyOptions& options) {
   Problem p{};
   p.dtype = dtype_of(q, "q");
   STD_TORCH_CHECK(p.dtype != DType::kFloat32,
@@ -124,19 +187,12 @@ Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, const ScoreO
   p.softmax_scale = std::max(static_cast<float>(options.softmax_scale), 1e-30f);
   p.softcap = std::max(static_cast<float>(options.softcap), 0.f);
   p.dropout_rescale = 1;
-  if (alibi_slopes) {
-    check_device(*alibi_slopes, q, "alibi_slopes");
-    check_dtype(*alibi_slopes, ScalarType::Float, "alibi_slopes");
-    alibi_slopes = torch::stable::contiguous(*alibi_slopes);
-    if (alibi_slopes->dim() == 2) check_shape(*alibi_slopes, {batch, x.q.heads}, "alibi_slopes");
-    if (alibi_slopes->dim() != 2) check_shape(*alibi_slopes, {x.q.heads}, "alibi_slopes");
-    p.alibi_slopes = pointer<float>(alibi_slopes);
-    p.alibi_batch_stride = alibi_slopes->dim() == 2 ? x.q.heads : 0;
-  }
+  set_alibi_slopes(p, options.alibi_slopes, q);
   return p;
 }
 
-void set_dropout(Problem& p, double dropout_p, const OptionalTensor& rng_state, const Tensor& q) {
+void set_dropout(Problem& p, const Options& options, const Tensor& q) {
+  const auto& [dropout_p, rng_state] = std::tie(options.dropout_p, options.rng_state);
   if (dropout_p <= 0) return;
   STD_TORCH_CHECK(dropout_p < 1 && rng_state, "dropout_p must be less than 1 and come with rng_state, found ",
                   dropout_p);
@@ -161,13 +217,13 @@ flash_attn::Pages pages_of(OptionalTensor& block_table, const Tensor& q, int64_t
 }
 
 // (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim) in q's place: like q, or contiguous if q is packed.
-Tensor new_out(const Tensor& q, const View& view, bool tokens, bool packed) {
+Tensor new_out(const Tensor& q, const View<const void>& view, bool tokens, bool packed) {
   if (!packed && !q.is_contiguous()) return torch::stable::empty_like(q);
   if (tokens) return new_tensor({view.seqlen, view.heads, view.head_dim}, q);
   return new_tensor({view.batch, view.seqlen, view.heads, view.head_dim}, q);
 }
 
-Tensor new_lse(const Tensor& q, const View& view, bool tokens) {
+Tensor new_lse(const Tensor& q, const View<const void>& view, bool tokens) {
   if (tokens) return new_tensor({view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
   return new_tensor({view.batch, view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
 }
@@ -196,34 +252,43 @@ void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longes
 
 int64_t round_up(int64_t size, int64_t multiple) { return (size + multiple - 1) / multiple * multiple; }
 
+// The lengths and the dropout of packed and padded batches.
+void set_entries(Problem& p, Options& options, const Tensor& q) {
+  p.cu_seqlens_q = index_pointer(options.cu_seqlens_q, q, p.batch + 1, "cu_seqlens_q");
+  p.cu_seqlens_k = index_pointer(options.cu_seqlens_k, q, p.batch + 1, "cu_seqlens_k");
+  p.seqused_k = index_pointer(options.seqused_k, q, p.batch, "seqused_k");
+  p.leftpad_k = index_pointer(options.leftpad_k, q, p.batch, "leftpad_k");
+  set_dropout(p, options, q);
+}
+
+int64_t batch_of(const Inputs& x, const Options& options) {
+  const bool tokens = options.cu_seqlens_q.has_value();
+  const int64_t batch = tokens ? options.cu_seqlens_q->numel() - 1 : x.q.batch;
+  STD_TORCH_CHECK(batch >= 0 && (tokens || options.block_table || x.k.batch == batch), "k must have q's batch size ",
+                  batch);
+  return batch;
+}
+
 // What a forward is given, but for its results.
 struct FwdCall {
   FwdParams p;
-  View q;
+  View<const void> q;
   bool tokens, packed;
   int64_t longest_q, longest_k;
 };
 
-FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const ScoreOptions& scores,
-                 OptionalTensor& cu_seqlens_q, OptionalTensor& cu_seqlens_k, std::optional<int64_t> max_seqlen_q,
-                 std::optional<int64_t> max_seqlen_k, OptionalTensor& alibi_slopes, OptionalTensor& seqused_k,
-                 OptionalTensor& leftpad_k, const OptionalTensor& rng_state, double dropout_p,
-                 OptionalTensor& block_table) {
-  const bool tokens = cu_seqlens_q.has_value();
+FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, Options& options) {
+  const bool tokens = options.cu_seqlens_q.has_value();
+  OptionalTensor& block_table = options.block_table;
   if (k) check_like(*k, q, "k");
   if (v) check_like(*v, q, "v");
-  const Inputs x = unpack(q, k, v, tokens, block_table.has_value());
+  const Inputs x = unpack<const void>(q, k, v, tokens, block_table.has_value());
   check_inputs(x);
-  const int64_t batch = tokens ? cu_seqlens_q->numel() - 1 : x.q.batch;
-  STD_TORCH_CHECK(batch >= 0 && (tokens || block_table || x.k.batch == batch), "k must have q's batch size ", batch);
+  const int64_t batch = batch_of(x, options);
 
   FwdParams p{};
-  p.problem = problem_of(q, x, batch, scores, alibi_slopes);
-  p.problem.cu_seqlens_q = index_pointer(cu_seqlens_q, q, batch + 1, "cu_seqlens_q");
-  p.problem.cu_seqlens_k = index_pointer(cu_seqlens_k, q, batch + 1, "cu_seqlens_k");
-  p.problem.seqused_k = index_pointer(seqused_k, q, batch, "seqused_k");
-  p.problem.leftpad_k = index_pointer(leftpad_k, q, batch, "leftpad_k");
-  set_dropout(p.problem, dropout_p, rng_state, q);
+  p.problem = problem_of(q, x, batch, options);
+  set_entries(p.problem, options, q);
   p.pages = pages_of(block_table, q, batch, x.k.seqlen);
   if (block_table) p.problem.seqlen_k = p.problem.capacity_k = seqlen(block_table->size(1) * x.k.seqlen, "block_table");
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref;
@@ -231,20 +296,13 @@ FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor&
           .q = x.q,
           .tokens = tokens,
           .packed = !k,
-          .longest_q = tokens ? max_seqlen_q.value_or(x.q.seqlen) : x.q.seqlen,
-          .longest_k = tokens ? max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k};
+          .longest_q = tokens ? options.max_seqlen_q.value_or(x.q.seqlen) : x.q.seqlen,
+          .longest_k = tokens ? options.max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k};
 }
 
-std::tuple<Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, double softmax_scale,
-                               int64_t window_left, int64_t window_right, double softcap,
-                               bool /*deterministic: always*/, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
-                               std::optional<int64_t> max_seqlen_q, std::optional<int64_t> max_seqlen_k,
-                               OptionalTensor alibi_slopes, OptionalTensor seqused_k, OptionalTensor leftpad_k,
-                               const OptionalTensor& rng_state, double dropout_p, OptionalTensor block_table) {
+std::tuple<Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, Options& options) {
   const DeviceGuard guard(q.get_device_index());
-  auto [p, q_view, tokens, packed, longest_q, longest_k] =
-      fwd_call(q, k, v, {softmax_scale, window_left, window_right, softcap}, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-               max_seqlen_k, alibi_slopes, seqused_k, leftpad_k, rng_state, dropout_p, block_table);
+  auto [p, q_view, tokens, packed, longest_q, longest_k] = fwd_call(q, k, v, options);
   const Tensor out = new_out(q, q_view, tokens, packed);
   const Tensor softmax_lse = new_lse(q, q_view, tokens);
   p.out = mutable_ref(out);
@@ -254,17 +312,10 @@ std::tuple<Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k, const O
 }
 
 // S_dmask of a forward with these arguments.
-Tensor probabilities(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, double softmax_scale,
-                     int64_t window_left, int64_t window_right, double softcap, bool /*deterministic: always*/,
-                     OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, std::optional<int64_t> max_seqlen_q,
-                     std::optional<int64_t> max_seqlen_k, OptionalTensor alibi_slopes, OptionalTensor seqused_k,
-                     OptionalTensor leftpad_k, const OptionalTensor& rng_state, double dropout_p,
-                     OptionalTensor block_table) {
-  STD_TORCH_CHECK(dropout_p > 0, "dropout_p must be more than 0 for S_dmask, found ", dropout_p);
+Tensor probabilities(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, Options& options) {
+  STD_TORCH_CHECK(options.dropout_p > 0, "dropout_p must be more than 0 for S_dmask, found ", options.dropout_p);
   const DeviceGuard guard(q.get_device_index());
-  FwdCall call =
-      fwd_call(q, k, v, {softmax_scale, window_left, window_right, softcap}, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-               max_seqlen_k, alibi_slopes, seqused_k, leftpad_k, rng_state, dropout_p, block_table);
+  FwdCall call = fwd_call(q, k, v, options);
   FwdParams& p = call.p;
   p.aligned = flash_attn::is_aligned(p.q, p.problem.head_dim) && flash_attn::is_aligned(p.k, p.problem.head_dim);
   const int64_t rows = round_up(call.longest_q, 128), cols = round_up(call.longest_k, 128);
@@ -285,16 +336,10 @@ Tensor in_chunks(const Tensor& x) {
 }
 OptionalTensor in_chunks(const OptionalTensor& x) { return x ? OptionalTensor(in_chunks(*x)) : std::nullopt; }
 
-void check_same_shape(const View& x, const View& like, const char* name, const char* like_name) {
+void check_same_shape(const auto& x, const View<const void>& like, const char* name, const char* like_name) {
   STD_TORCH_CHECK(
       x.batch == like.batch && x.seqlen == like.seqlen && x.heads == like.heads && x.head_dim == like.head_dim, name,
       " must have the shape of ", like_name);
-}
-
-// A view of a tensor that is written to.
-TensorRef<> writable(const View& x) {
-  const auto& [data, batch, seqlen, heads, head_dim] = x.ref;
-  return {const_cast<void*>(data), batch, seqlen, heads, head_dim};
 }
 
 // softmax_d, in the layout that BwdParams says.
@@ -313,39 +358,33 @@ void check_row_values(const Tensor& x, const Tensor& q, const Problem& p, const 
 
 Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
            const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
-           const OptionalTensor& dv, double softmax_scale, int64_t window_left, int64_t window_right, double softcap,
-           bool deterministic, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
-           std::optional<int64_t> /*max_seqlen_q*/, std::optional<int64_t> /*max_seqlen_k*/,
-           OptionalTensor alibi_slopes, OptionalTensor seqused_k, OptionalTensor leftpad_k,
-           const OptionalTensor& rng_state, double dropout_p) {
-  const bool tokens = cu_seqlens_q.has_value();
+           const OptionalTensor& dv, Options& options) {
+  STD_TORCH_CHECK(!options.block_table,
+                  "block_table must be None in the backward, found a tensor: keys in pages have no gradient");
+  const bool tokens = options.cu_seqlens_q.has_value();
   for (const auto& [name, x] :
        {std::pair("q", OptionalTensor(q)), std::pair("k", k), std::pair("v", v), std::pair("dq", OptionalTensor(dq)),
         std::pair("dk", dk), std::pair("dv", dv), std::pair("out", OptionalTensor(out))}) {
     if (x) check_like(*x, dout, name);
   }
   const DeviceGuard guard(q.get_device_index());
+  // First, since what shares memory with a lazy clone moves with it.
+  const Views<void> gradients = unpack<void>(dq, dk, dv, tokens, /*paged=*/false);
   const Tensor q_rows = in_chunks(q), out_rows = in_chunks(out), dout_rows = in_chunks(dout);
   const OptionalTensor k_rows = in_chunks(k), v_rows = in_chunks(v);
-  const Inputs x = unpack(q_rows, k_rows, v_rows, tokens, /*paged=*/false);
-  const Inputs gradients = unpack(dq, dk, dv, tokens, /*paged=*/false);
-  const View out_view = view_of(out_rows, tokens, 1, 0, "out"), dout_view = view_of(dout_rows, tokens, 1, 0, "dout");
+  const Inputs x = unpack<const void>(q_rows, k_rows, v_rows, tokens, /*paged=*/false);
+  const auto out_view = view_of<const void>(out_rows, tokens, 1, 0, "out");
+  const auto dout_view = view_of<const void>(dout_rows, tokens, 1, 0, "dout");
   check_inputs(x);
   check_same_shape(out_view, x.q, "out", "q");
   check_same_shape(dout_view, x.q, "dout", "q");
   check_same_shape(gradients.q, x.q, "dq", "q");
   check_same_shape(gradients.k, x.k, "dk", "k");
   check_same_shape(gradients.v, x.k, "dv", "k");
-  const int64_t batch = tokens ? cu_seqlens_q->numel() - 1 : x.q.batch;
-  STD_TORCH_CHECK(batch >= 0 && (tokens || x.k.batch == batch), "k must have q's batch size ", batch);
 
   BwdParams p{};
-  p.problem = problem_of(q, x, batch, {softmax_scale, window_left, window_right, softcap}, alibi_slopes);
-  p.problem.cu_seqlens_q = index_pointer(cu_seqlens_q, q, batch + 1, "cu_seqlens_q");
-  p.problem.cu_seqlens_k = index_pointer(cu_seqlens_k, q, batch + 1, "cu_seqlens_k");
-  p.problem.seqused_k = index_pointer(seqused_k, q, batch, "seqused_k");
-  p.problem.leftpad_k = index_pointer(leftpad_k, q, batch, "leftpad_k");
-  set_dropout(p.problem, dropout_p, rng_state, q);
+  p.problem = problem_of(q, x, batch_of(x, options), options);
+  set_entries(p.problem, options, q);
   check_row_values(softmax_lse, q, p.problem, "softmax_lse");
   if (dlse) check_row_values(*dlse, q, p.problem, "dlse");
   const Tensor lse_rows = torch::stable::contiguous(softmax_lse);
@@ -354,12 +393,12 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref, p.out = out_view.ref, p.dout = dout_view.ref;
   p.softmax_lse = static_cast<const float*>(lse_rows.const_data_ptr());
   p.dlse = pointer<float>(dlse_rows);
-  p.dq = writable(gradients.q), p.dk = writable(gradients.k), p.dv = writable(gradients.v);
+  p.dq = gradients.q.ref, p.dk = gradients.k.ref, p.dv = gradients.v.ref;
   p.aligned = all_aligned(p);
   const Tensor softmax_d = new_row_sums(q, p.problem);
   p.softmax_d = static_cast<float*>(softmax_d.mutable_data_ptr());
   const int device = q.get_device_index();
-  auto [plan, sizes] = plan_bwd(p, {.deterministic = deterministic,
+  auto [plan, sizes] = plan_bwd(p, {.deterministic = options.deterministic,
                                     .has_sm90 = flash_attn::has_sm90(device),
                                     .multiprocessors = num_multiprocessors(device)});
   const Tensor scratch = torch::stable::new_empty(q, {sizes.total()}, ScalarType::Float);
@@ -370,8 +409,9 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
 
 // New keys and values into the cache. Returns the queries as attention reads them: turned, or as they are.
 TensorRef<const void> append(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                             const OptionalTensor& k, const OptionalTensor& v, OptionalTensor rotary_cos,
-                             OptionalTensor rotary_sin, bool interleaved, bool has_window, OptionalTensor& q_rotated) {
+                             const CacheOptions& options, OptionalTensor& q_rotated) {
+  const auto& [k, v] = std::tie(options.k, options.v);
+  OptionalTensor rotary_cos = options.rotary_cos, rotary_sin = options.rotary_sin;
   if (!k) return fwd.q;
   STD_TORCH_CHECK(v.has_value() && rotary_cos.has_value() == rotary_sin.has_value(),
                   "k comes with v, and rotary_cos with rotary_sin");
@@ -397,8 +437,8 @@ TensorRef<const void> append(const FwdParams& fwd, const Tensor& q, const Tensor
     p.table_dtype = dtype_of(*rotary_cos, "rotary_cos");
     p.positions = seqlen(rotary_cos->size(0), "rotary_cos");
     p.rotary_dim = static_cast<int>(2 * rotary_cos->size(1));
-    p.interleaved = interleaved;
-    p.queries_advance = has_window;
+    p.interleaved = options.rotary_interleaved;
+    p.queries_advance = options.window_left >= 0 || options.window_right >= 0;
     if (!fwd.problem.seqused_k) {  // lengths that only the device knows it looks after itself
       const int64_t tokens = std::max<int64_t>(p.seqlen_new, p.queries_advance ? q.size(1) : 1);
       const int64_t needed = fwd.problem.seqlen_k - p.seqlen_new + tokens;
@@ -411,53 +451,52 @@ TensorRef<const void> append(const FwdParams& fwd, const Tensor& q, const Tensor
 }
 
 std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                                       double softmax_scale, int64_t window_left, int64_t window_right, double softcap,
-                                       int64_t num_splits, OptionalTensor cache_seqlens, OptionalTensor block_table,
-                                       std::optional<int64_t> cache_seqlen, const OptionalTensor& k,
-                                       const OptionalTensor& v, const OptionalTensor& rotary_cos,
-                                       const OptionalTensor& rotary_sin, bool rotary_interleaved,
-                                       OptionalTensor cache_batch_idx, OptionalTensor cache_leftpad,
-                                       OptionalTensor alibi_slopes) {
+                                       CacheOptions& options) {
+  OptionalTensor& block_table = options.block_table;
   check_like(k_cache, q, "k_cache");
   check_like(v_cache, q, "v_cache");
-  const Inputs x = unpack(q, k_cache, v_cache, /*packed_tokens=*/false, block_table.has_value());
+  if (options.k) {  // give lazy clones memory of their own before anyone looks where they are
+    k_cache.mutable_data_ptr();
+    v_cache.mutable_data_ptr();
+  }
+  const Inputs x = unpack<const void>(q, k_cache, v_cache, /*packed_tokens=*/false, block_table.has_value());
   check_inputs(x);
   const int64_t batch = x.q.batch;
-  STD_TORCH_CHECK(block_table || cache_batch_idx || x.k.batch == batch, "k_cache must have q's batch size ", batch);
-
-  STD_TORCH_CHECK(cache_seqlen.value_or(0) >= 0, "cache_seqlens must be at least 0, found ", *cache_seqlen);
+  STD_TORCH_CHECK(block_table || options.cache_batch_idx || x.k.batch == batch, "k_cache must have q's batch size ",
+                  batch);
 
   const DeviceGuard guard(q.get_device_index());
   FwdParams p{};
-  p.problem = problem_of(q, x, batch, {softmax_scale, window_left, window_right, softcap}, alibi_slopes);
+  p.problem = problem_of(q, x, batch, options);
   p.pages = pages_of(block_table, q, batch, x.k.seqlen);
   if (block_table) p.problem.capacity_k = seqlen(block_table->size(1) * x.k.seqlen, "block_table");
-  p.problem.appended_k = k ? seqlen(k->size(1), "k") : 0;
-  p.problem.seqlen_k = seqlen(cache_seqlen.value_or(p.problem.capacity_k) + p.problem.appended_k, "cache_seqlen");
-  p.problem.seqused_k = index_pointer(cache_seqlens, q, batch, "cache_seqlens");
-  p.problem.leftpad_k = index_pointer(cache_leftpad, q, batch, "cache_leftpad");
-  p.problem.batch_index = index_pointer(cache_batch_idx, q, batch, "cache_batch_idx");
+  p.problem.appended_k = options.k ? seqlen(options.k->size(1), "k") : 0;
+  const int64_t filled = options.cache_seqlen.value_or(p.problem.capacity_k);
+  STD_TORCH_CHECK(filled >= 0, "cache_seqlens must be at least 0, found ", filled);
+  p.problem.seqlen_k = seqlen(filled + p.problem.appended_k, "cache_seqlen");
+  p.problem.seqused_k = index_pointer(options.cache_seqlens, q, batch, "cache_seqlens");
+  p.problem.leftpad_k = index_pointer(options.cache_leftpad, q, batch, "cache_leftpad");
+  p.problem.batch_index = index_pointer(options.cache_batch_idx, q, batch, "cache_batch_idx");
 
   const Tensor out = new_out(q, x.q, /*tokens=*/false, /*packed=*/false);
   const Tensor softmax_lse = new_lse(q, x.q, /*tokens=*/false);
   OptionalTensor q_rotated;
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref;
-  const bool has_window = window_left >= 0 || window_right >= 0;
-  p.q = append(p, q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, rotary_interleaved, has_window, q_rotated);
+  p.q = append(p, q, k_cache, v_cache, options, q_rotated);
   p.out = mutable_ref(out);
   p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
-  const int64_t longest_k = cache_seqlens ? p.problem.capacity_k : p.problem.seqlen_k;
-  launch_fwd(p, q, x.q.seqlen, std::min<int64_t>(longest_k, p.problem.capacity_k), num_splits);
+  const int64_t longest_k = options.cache_seqlens ? p.problem.capacity_k : p.problem.seqlen_k;
+  launch_fwd(p, q, x.q.seqlen, std::min<int64_t>(longest_k, p.problem.capacity_k), options.num_splits);
   return {out, softmax_lse};
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
-  m.impl("fwd", TORCH_BOX(&fwd));
-  m.impl("probabilities", TORCH_BOX(&probabilities));
-  m.impl("bwd", TORCH_BOX(&bwd));
-  m.impl("fwd_kvcache", TORCH_BOX(&fwd_kvcache));
+  m.impl("fwd", Boxed<&fwd>::call);
+  m.impl("probabilities", Boxed<&probabilities>::call);
+  m.impl("bwd", Boxed<&bwd>::call);
+  m.impl("fwd_kvcache", Boxed<&fwd_kvcache>::call);
 }
 
 }  // namespace flash::binding

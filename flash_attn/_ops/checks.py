@@ -12,15 +12,15 @@ import torch
 from flash_attn import _torch_private
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
-_STRIDED = torch.strided
+_TENSOR, _STRIDED = torch.Tensor, torch.strided  # a name of this module is found faster
 _FAR = 2**31 - 1  # farther than any key is; kernels count positions in 32 bits
 
 
 def tensor(name: str, value, *, dtypes=None, shape=None, device=None) -> None:
     """Check that `value` is a dense tensor of one of `dtypes`, on `device`, with `shape`, where None fits any size."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, _TENSOR):
         raise TypeError(f"{name} must be a torch.Tensor, found {type(value).__name__}")
-    if value.layout is not torch.strided or value.is_nested:
+    if value.layout is not _STRIDED or value.is_nested:
         found = "a nested one" if value.is_nested else value.layout
         raise TypeError(f"{name} must be a dense tensor, found {found}")
     if dtypes is not None and value.dtype not in dtypes:
@@ -55,6 +55,22 @@ def ndim(name: str, value: torch.Tensor, layout: str) -> None:
         raise ValueError(f"{name} must have {expected} dimensions {layout}, found shape {tuple(value.shape)}")
 
 
+def int32_vector(name: str, value, size: int, device) -> None:
+    """Check that `value` is a contiguous int32 tensor of shape (size,) on `device`, as kernels read lengths."""
+    if not isinstance(value, _TENSOR) or value.layout is not _STRIDED or value.is_nested or value.dtype != torch.int32:
+        tensor(name, value, dtypes=(torch.int32,))
+    if value.shape != (size,) or value.device != device:
+        tensor(name, value, shape=(size,), device=device)
+    if not value.is_contiguous():
+        contiguous(name, value)
+
+
+def contiguous(name: str, value: torch.Tensor) -> None:
+    """Check that a tensor is contiguous."""
+    if not value.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, found strides {value.stride()} for shape {tuple(value.shape)}")
+
+
 def number(name: str, value, condition: bool, expected: str, *parts) -> None:
     """Check a value computed by the caller: `condition` must hold, else say what was `expected`, with its {} filled."""
     if not condition:
@@ -86,11 +102,16 @@ def whole(name: str, value) -> int:
     return int(value)
 
 
+def flag(name: str, value) -> None:
+    """Check that `value` is a bool; 0 and 1 count, a tensor does not."""
+    if value is not True and value is not False and (isinstance(value, torch.Tensor) or value not in (0, 1)):
+        raise TypeError(f"{name} must be a bool, found {value!r}")
+
+
 def flags(**values) -> None:
-    """Check that each value is a bool; 0 and 1 count, a tensor does not."""
+    """Check that each value is a bool, as `flag` does."""
     for name, value in values.items():
-        if value is not True and value is not False and (isinstance(value, torch.Tensor) or value not in (0, 1)):
-            raise TypeError(f"{name} must be a bool, found {value!r}")
+        flag(name, value)
 
 
 def window(window_size) -> tuple[int, int]:
@@ -132,7 +153,7 @@ def _are_alike(values, dtypes) -> bool:
     """Whether `alike` has nothing to say, in less time."""
     dtype = device = None
     for value in values:
-        if not isinstance(value, torch.Tensor) or value.layout is not _STRIDED or value.is_nested:
+        if not isinstance(value, _TENSOR) or value.layout is not _STRIDED or value.is_nested:
             return False
         if dtype is None:
             dtype, device = value.dtype, value.device

@@ -20,12 +20,13 @@ import torch.nn.functional as F
 
 from . import sequence
 from .groups import groups
+from .options import CacheOptions, Options
 from .rotary import rotary
-from .scores import Options, Scores
+from .scores import Scores
 
 
-def fwd(q, k, v, *args, **options):
-    """Attention. The arguments after v are those of `_given`.
+def fwd(q, k, v, options: Options):
+    """Attention.
 
     q: (batch, seqlen_q, heads, head_dim), or packed tokens (total_q, heads, head_dim) with cu_seqlens_q.
     k, v: (batch, seqlen_k, heads_k, head_dim), packed with cu_seqlens_k, or (pages, page, heads_k, head_dim) with
@@ -35,84 +36,39 @@ def fwd(q, k, v, *args, **options):
     for rows that see no key.
     """
     sequence.require_same_shape(q, k, v)
-    parts, options, _ = _given(q, k, *args, **options)
-    return _attend(q, k, v, parts, options)
+    return _attend(q, k, v, _parts(q, k, options), options)
 
 
-def probabilities(q, k, v, *args, **options):
+def probabilities(q, k, v, options: Options):
     """S_dmask of `fwd` with these arguments, (batch, heads, seqlen_q, seqlen_k); see `_softmax_dropped`.
 
-    Lengths, of packed tokens max_seqlen_*, are rounded up to multiples of 128.
+    Lengths are rounded up to multiples of 128; with packed tokens they are max_seqlen_q and max_seqlen_k.
     """
-    parts, options, (batch, seqlen_q, seqlen_k) = _given(q, k, *args, **options)
+    parts = _parts(q, k, options)
+    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    if options.cu_seqlens_q is not None:
+        batch, seqlen_q, seqlen_k = len(options.cu_seqlens_q) - 1, options.max_seqlen_q, options.max_seqlen_k
     s_dmask = q.new_zeros(batch, q.shape[-2], _round_up(seqlen_q, 128), _round_up(seqlen_k, 128))
     _softmax_dropped(_batched(q), _batched(k), parts, options, s_dmask)
     return s_dmask
 
 
-def _given(
-    q,
-    k,
-    softmax_scale,
-    window_left,
-    window_right,
-    softcap=0.0,
-    deterministic=False,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    alibi_slopes=None,
-    seqused_k=None,
-    leftpad_k=None,
-    rng_state=None,
-    dropout_p=0.0,
-    block_table=None,
-):
-    """What a forward is asked: its parts, its options, and (batch, longest_q, longest_k).
-
-    window_left, window_right: how many keys on either side of its own a row sees, inclusive; negative: all.
-    cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32, the bounds of the entries in the packed tokens.
-    max_seqlen_q, max_seqlen_k: bounds that no result depends on, but for the shape of S_dmask.
-    alibi_slopes: (heads,) or (batch, heads) fp32.
-    seqused_k, leftpad_k: (batch,) int32; of its keys, an entry uses those from leftpad_k on and before seqused_k.
-    rng_state: (2,) int64, seed and offset of the dropout mask.
-    """
-    options = Options(softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
+def _parts(q, k, options):
+    """The batch as parts, after a look at the options."""
     options.check()
-    parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, block_table)
-    if cu_seqlens_q is None:
-        return parts, options, (q.shape[0], q.shape[1], k.shape[1])
-    return parts, options, (len(cu_seqlens_q) - 1, max_seqlen_q, max_seqlen_k)
+    return sequence.parts(
+        q,
+        k,
+        options.cu_seqlens_q,
+        options.cu_seqlens_k,
+        options.seqused_k,
+        options.leftpad_k,
+        options.block_table,
+    )
 
 
-def bwd(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dlse,
-    dq,
-    dk,
-    dv,
-    softmax_scale,
-    window_left,
-    window_right,
-    softcap=0.0,
-    deterministic=False,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=None,
-    max_seqlen_k=None,
-    alibi_slopes=None,
-    seqused_k=None,
-    leftpad_k=None,
-    rng_state=None,
-    dropout_p=0.0,
-):
-    """The gradients of `fwd` (without pages), written into dq, dk and dv, every element of them.
+def bwd(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options: Options):
+    """The gradients of `fwd`, written into every element of dq, dk and dv. Keys in pages have none.
 
     dout, out: like q. softmax_lse: as from `fwd`; it is taken as it is, and a row where it is +inf has no gradient.
     dlse: the gradient of softmax_lse, or None. dq, dk, dv: shaped like q, k, v, with any strides.
@@ -126,10 +82,10 @@ def bwd(
     Returns delta in fp32, (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the
     rows of entry b start at cu_seqlens_q[b] + 128 b. What is between is zero.
     """
-    options = Options(softmax_scale, window_left, window_right, softcap, alibi_slopes, dropout_p, rng_state)
-    options.check()
+    if options.block_table is not None:
+        raise ValueError("block_table must be None in the backward, found a tensor: keys in pages have no gradient")
     sequence.require_same_shape(q, k, v)
-    parts = sequence.parts(q, k, cu_seqlens_q, cu_seqlens_k, seqused_k, leftpad_k, None)
+    parts = _parts(q, k, options)
     for gradient in (dq, dk, dv):
         gradient.zero_()
     delta = torch.zeros_like(softmax_lse)
@@ -138,30 +94,10 @@ def bwd(
     gradients = [_batched(x) for x in (dq, dk, dv)]
     for group in groups(inputs[0], inputs[1], parts):
         _backward(group, options, *inputs, *row_values, *gradients)
-    return _spread(delta, parts, packed=cu_seqlens_q is not None)
+    return _spread(delta, parts, packed=options.cu_seqlens_q is not None)
 
 
-def fwd_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    softmax_scale,
-    window_left,
-    window_right,
-    softcap,
-    num_splits,
-    cache_seqlens=None,
-    block_table=None,
-    cache_seqlen=None,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    rotary_interleaved=True,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    alibi_slopes=None,
-):
+def fwd_kvcache(q, k_cache, v_cache, options: CacheOptions):
     """Append k and v to the caches, in place, then attend to what the caches hold.
 
     q: (batch, seqlen_q, heads, head_dim).
@@ -178,34 +114,37 @@ def fwd_kvcache(
 
     Returns out, like q, and softmax_lse (batch, heads, seqlen_q) in fp32.
     """
+    batch, block_table, cache_batch_idx = q.shape[0], options.block_table, options.cache_batch_idx
+    k, v = options.k, options.v
+    new = 0 if k is None else k.shape[1]
     sequence.require_same_shape(q, k_cache, v_cache)
-    batch, new = q.shape[0], 0 if k is None else k.shape[1]
-    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    default = [capacity if cache_seqlen is None else cache_seqlen] * batch
-    lengths = default if cache_seqlens is None else cache_seqlens.tolist()
-    _check_cache(lengths, new, capacity, k_cache, cache_batch_idx, cache_leftpad, block_table)
+    lengths = _check_cache(options, batch, new, k_cache)
     used = [length + new if length >= 0 else 0 for length in lengths]
-    leftpad = [0] * batch if cache_leftpad is None else cache_leftpad.tolist()
+    leftpad = [0] * batch if options.cache_leftpad is None else options.cache_leftpad.tolist()
     leftpad = [pad if length >= 0 else 0 for pad, length in zip(leftpad, lengths, strict=True)]
     parts = sequence.parts(q, k_cache, None, None, used, leftpad, block_table, cache_batch_idx)
     if k is not None:
         filled = torch.tensor(lengths, dtype=torch.int64, device=q.device)
         start = filled.clamp(min=0)
-        if rotary_cos is not None:
-            advance = window_left >= 0 or window_right >= 0
-            tables = rotary_cos, rotary_sin
-            _check_tables(rotary_cos, max(lengths, default=0) + max(new, q.shape[1] if advance else 1))
-            k = rotary(k, *tables, start, 0, None, rotary_interleaved, False)
-            q = _rotate_queries(q, tables, start, rotary_interleaved, advance)
+        if options.rotary_cos is not None:
+            advance = options.window_left >= 0 or options.window_right >= 0
+            tables = options.rotary_cos, options.rotary_sin
+            _check_tables(options.rotary_cos, max(lengths, default=0) + max(new, q.shape[1] if advance else 1))
+            k = rotary(k, *tables, start, 0, None, options.rotary_interleaved, False)
+            q = _rotate_queries(q, tables, start, options.rotary_interleaved, advance)
         _append_(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table)
-    options = Options(softmax_scale, window_left, window_right, softcap, alibi_slopes)
-    return _attend(q, k_cache, v_cache, parts, options)
+    return _attend(q, k_cache, v_cache, parts, options.of_scores())
 
 
-def _check_cache(lengths, new, capacity, k_cache, cache_batch_idx, cache_leftpad, block_table):
+def _check_cache(options, batch, new, k_cache):
+    """Check what the tensors of lengths and rows hold; return how many positions each entry has filled."""
+    block_table = options.block_table
+    capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    default = [capacity if options.cache_seqlen is None else options.cache_seqlen] * batch
+    lengths = default if options.cache_seqlens is None else options.cache_seqlens.tolist()
     holder = "the cache holds" if block_table is None else "the pages of block_table hold"
-    rows = None if cache_batch_idx is None else cache_batch_idx.tolist()
-    leftpad = None if cache_leftpad is None else cache_leftpad.tolist()
+    rows = None if options.cache_batch_idx is None else options.cache_batch_idx.tolist()
+    leftpad = None if options.cache_leftpad is None else options.cache_leftpad.tolist()
     for entry, length in enumerate(lengths):
         if length < 0:
             continue
@@ -218,6 +157,7 @@ def _check_cache(lengths, new, capacity, k_cache, cache_batch_idx, cache_leftpad
             sequence.require_range("cache_batch_idx", entry, rows[entry], 0, k_cache.shape[0] - 1)
         if leftpad is not None:
             sequence.require_range("cache_leftpad", entry, leftpad[entry], 0, length)
+    return lengths
 
 
 def _check_tables(cos, rows):

@@ -1,29 +1,11 @@
 """What happens to a score between the two products: softcap, ALiBi, mask and dropout."""
 
-from typing import NamedTuple
-
 import torch
 
 from .dropout import keep_mask
 from .groups import Group
 from .mask import Mask
-
-
-class Options(NamedTuple):
-    """What the caller asked for, apart from where things lie."""
-
-    softmax_scale: float
-    window_left: int
-    window_right: int
-    softcap: float
-    alibi_slopes: torch.Tensor | None
-    dropout_p: float = 0.0
-    rng_state: torch.Tensor | None = None
-
-    def check(self) -> None:
-        """Raise unless the options fit together."""
-        if self.dropout_p > 0 and self.rng_state is None:
-            raise ValueError(f"rng_state must be given with dropout_p = {self.dropout_p}, found None")
+from .options import Options
 
 
 class Scores:

@@ -1,0 +1,60 @@
+// Functions whose last argument is a struct of options, as boxed kernels of PyTorch's stable ABI.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <cstdint>
+#include <tuple>
+#include <type_traits>
+
+namespace flash::binding {
+
+// The arguments of a call from the dispatcher, which are taken in the order of the schema.
+class Arguments {
+ public:
+  Arguments(StableIValue* values, uint64_t count) : next_(values), end_(values + count) {}
+
+  // The next argument; or, for a struct that takes its members from Arguments, the next ones.
+  template <typename T>
+  T take() {
+    if constexpr (requires { T{*this}; }) {
+      return T{*this};
+    } else {
+      STD_TORCH_CHECK(next_ < end_, "the op's schema has fewer arguments than its kernel");
+      return torch::stable::detail::to<T>(*next_++);
+    }
+  }
+
+  void check_all_taken() const { STD_TORCH_CHECK(next_ == end_, "the op's schema has more arguments than its kernel"); }
+
+ private:
+  StableIValue* next_;
+  StableIValue* end_;
+};
+
+// What TORCH_BOX(function) is, for a function that may also take structs of options.
+template <auto* kFunction>
+struct Boxed;
+
+template <typename Result, typename... Parameters, Result (*kFunction)(Parameters...)>
+struct Boxed<kFunction> {
+  static void call(StableIValue* stack, uint64_t num_arguments, uint64_t /*num_results*/) {
+    Arguments arguments(stack, num_arguments);
+    std::tuple<std::remove_cvref_t<Parameters>...> taken{arguments.take<std::remove_cvref_t<Parameters>>()...};
+    arguments.check_all_taken();
+    put(stack, std::apply(kFunction, taken));
+  }
+
+ private:
+  template <typename... T>
+  static void put(StableIValue* stack, const std::tuple<T...>& results) {
+    std::apply([&](const T&... each) { ((*stack++ = torch::stable::detail::from(each)), ...); }, results);
+  }
+  template <typename T>
+  static void put(StableIValue* stack, const T& result) {
+    *stack = torch::stable::detail::from(result);
+  }
+};
+
+}  // namespace flash::binding

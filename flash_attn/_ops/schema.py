@@ -1,0 +1,22 @@
+"""Schemas of ops from NamedTuples, so that an argument and its default are written once."""
+
+import typing
+
+import torch
+
+_TYPES = {
+    float: "float",
+    int: "int",
+    bool: "bool",
+    int | None: "SymInt?",
+    torch.Tensor | None: "Tensor?",
+}
+
+
+def arguments(options: type[tuple]) -> str:
+    """The fields of a NamedTuple class as a part of a schema: "float softmax_scale, float softcap=0.0"."""
+    defaults = options._field_defaults
+    return ", ".join(
+        f"{_TYPES[kind]} {name}" + (f"={defaults[name]}" if name in defaults else "")
+        for name, kind in typing.get_type_hints(options).items()
+    )

@@ -1,0 +1,66 @@
+"""The arguments of the attention ops besides queries, keys and values.
+
+The fields of `Options` and `CacheOptions` are, in the same order, the last arguments of the ops' schemas (see
+flash_attn/_ops/flash_attn.py) and the members of the structs of these names in csrc/binding/flash_attn.cpp. Arguments
+that are often given come first: the dispatcher takes time for every argument up to the last one that is given.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+
+class Options(NamedTuple):
+    """Arguments of `fwd`, `probabilities` and `bwd`."""
+
+    softmax_scale: float
+    window_left: int  # how many keys before its own a row sees, inclusive; negative: all
+    window_right: int  # and after it; 0 with a causal mask
+    cu_seqlens_q: torch.Tensor | None = None  # int32 (batch + 1,), where the entries of packed tokens start
+    cu_seqlens_k: torch.Tensor | None = None
+    max_seqlen_q: int | None = None  # upper bounds of the lengths; only the shape of S_dmask depends on them
+    max_seqlen_k: int | None = None
+    deterministic: bool = False
+    dropout_p: float = 0.0
+    rng_state: torch.Tensor | None = None  # int64 (2,), seed and offset of the dropout mask
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None  # float32 (heads,) or (batch, heads)
+    block_table: torch.Tensor | None = None  # int32 (batch, pages per entry); has no gradient
+    seqused_k: torch.Tensor | None = None  # int32 (batch,), how many keys an entry uses
+    leftpad_k: torch.Tensor | None = None  # int32 (batch,), how many of these keys are skipped
+
+    def check(self) -> None:
+        """Raise unless the dropout mask is known."""
+        if self.dropout_p > 0 and self.rng_state is None:
+            raise ValueError(f"rng_state must be given with dropout_p = {self.dropout_p}, found None")
+
+
+class CacheOptions(NamedTuple):
+    """Arguments of `fwd_kvcache`."""
+
+    softmax_scale: float
+    window_left: int
+    window_right: int
+    cache_seqlens: torch.Tensor | None = None  # int32 (batch,), how many positions are filled; None: see cache_seqlen
+    block_table: torch.Tensor | None = None
+    k: torch.Tensor | None = None  # what is appended
+    v: torch.Tensor | None = None
+    rotary_cos: torch.Tensor | None = None
+    rotary_sin: torch.Tensor | None = None
+    rotary_interleaved: bool = True
+    cache_seqlen: int | None = None  # how many positions are filled in every entry; None: all
+    num_splits: int = 0  # parts into which the keys are cut to occupy the device; 0: the kernel chooses
+    softcap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
+    cache_batch_idx: torch.Tensor | None = None  # int32 (batch,), the row of the cache that an entry uses
+    cache_leftpad: torch.Tensor | None = None  # int32 (batch,), the first position that is used
+
+    def of_scores(self) -> Options:
+        """The options that say how scores are made."""
+        return Options(
+            self.softmax_scale,
+            self.window_left,
+            self.window_right,
+            softcap=self.softcap,
+            alibi_slopes=self.alibi_slopes,
+        )
