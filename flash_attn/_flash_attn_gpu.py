@@ -33,6 +33,7 @@ def varlen_fwd(
 ):  # fmt: skip
     """Returns [out, softmax_lse, S_dmask, rng_state]. zero_tensors changes nothing: every element is written."""
     _check_generator(generator)
+    flash_attn.check_splits_of_pages(num_splits, block_table)
     return _forward(
         out, q, k, v, softmax_scale, causal, (window_left, window_right), return_softmax,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
@@ -108,4 +109,6 @@ def _gradients(q, k, v, dq, dk, dv):
 
 def _check_generator(generator):
     if generator is not None:
-        raise ValueError("the `generator` argument is no longer supported: it must be None, found " + repr(generator))
+        raise checks.ArgumentError(
+            f"the `generator` argument is no longer supported: it must be None, found {generator!r}"
+        )

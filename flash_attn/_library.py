@@ -142,7 +142,7 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._overload(args)(*args)
-        if (self.differentiable or forward_ad._current_level >= 0) and self.wants_derivative(args):
+        if self.wants_derivative(args):
             return self._apply(args)
         return self.below_autograd(*args)
 

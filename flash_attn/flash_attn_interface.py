@@ -433,10 +433,12 @@ def _flash_attn_varlen_forward(
     """Returns (out, softmax_lse, S_dmask, rng_state).
 
     seqused_k, leftpad_k: int32 (batch,), how many keys of each entry are used and how many of these are skipped.
-    zero_tensors changes nothing, since every element is written; num_splits, nothing but the last bits.
+    zero_tensors changes nothing, since every element is written. num_splits changes nothing; with block_table it must
+    be at most 1.
     """
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
+    flash_attn.check_splits_of_pages(num_splits, block_table)
     results = flash_attn.forward(
         q, k, v, softmax_scale, causal, (window_size_left, window_size_right), return_softmax,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
@@ -564,7 +566,8 @@ def round_multiple(x, m):
 
 def _function_class(name, function):
     """A class whose `apply` is `function` by position, with a trailing is_grad_enabled, as flash-attn 2.8's has."""
-    num_parameters = len(inspect.signature(function).parameters)
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    num_parameters = sum(p.kind is positional for p in inspect.signature(function).parameters.values())
 
     def apply(*args):
         wanted = args[num_parameters] if len(args) > num_parameters else True

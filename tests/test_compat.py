@@ -261,10 +261,26 @@ def test_a_given_out_must_fit(change, error, problem):
     assert not any(x.any() for x in (out, *caches))
 
 
-def test_generator_must_be_none(problem):
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_generator_must_be_none(error, problem):
     q, k, v, *_ = problem
-    with pytest.raises(ValueError, match="generator` argument is no longer supported"):
+    with pytest.raises(error, match="generator` argument is no longer supported"):
         flash_attn_2_cuda.fwd(q, k, v, None, None, 0.0, 0.125, False, -1, -1, 0.0, False, torch.Generator())
+
+
+def test_splits_of_pages(device):
+    """varlen_fwd chooses its splits by itself: with pages, a wish for more than one is refused."""
+    pages, q = torch.randn(2, 2, 16, 2, 16, device=device).half(), torch.randn(3, 2, 16, device=device).half()
+    bounds = [torch.tensor([0, n], dtype=torch.int32, device=device) for n in (3, 20)]
+    table = torch.tensor([[1, 0]], dtype=torch.int32, device=device)
+
+    def run(num_splits):
+        options = 3, 20, 0.0, 0.25, False, True, -1, -1, 0.0, False, None, num_splits
+        return flash_attn_2_cuda.varlen_fwd(q, *pages, None, *bounds, None, None, table, None, *options)
+
+    assert_all_equal(run(0)[:2], run(1)[:2])
+    with pytest.raises(RuntimeError, match="num_splits > 1 is not supported"):
+        run(2)
 
 
 def test_flash_attn_gpu_has_the_same_functions():

@@ -21,11 +21,12 @@ pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="this is no
 FRONTS = {"flash_attn_interface", "fused_softmax", "layers", "losses", "ops"}
 MAY_IMPORT = {  # part of the package -> parts that it may import, besides itself
     "_build_id": set(),
+    "_errors": set(),
     "_torch_private": set(),
     "_library": {"_build_id", "_torch_private"},
-    "_reference": set(),
+    "_reference": {"_errors"},
     "_triton": set(),
-    "_ops": {"_library", "_reference", "_torch_private", "_triton"},
+    "_ops": {"_errors", "_library", "_reference", "_torch_private", "_triton"},
     "bert_padding": {"_ops"},  # its checks
     # checks; masks and softmax of the reference of attention
     "utils": {"_ops", "_reference", "_torch_private", "bert_padding"},
@@ -163,7 +164,7 @@ def test_only_the_library_module_asks_for_the_device():
 
 
 PRIVATE = re.compile(r"_(?!_)")
-NAMED_TUPLES = {"_asdict", "_fields", "_replace"}  # public in spite of their names
+NAMED_TUPLES = {"_asdict", "_field_defaults", "_fields", "_replace"}  # public in spite of their names
 
 
 def test_private_names_of_torch_are_in_one_file():

@@ -1,8 +1,10 @@
 """Bad input: each row is a change to a good call, and what the error must say: the argument, and what was found.
 
-Wrong types and dtypes raise TypeError; wrong shapes, devices and values raise ValueError. Nothing is written before.
+Wrong types and dtypes raise TypeError; wrong shapes, devices and values raise ValueError; and all are RuntimeErrors, as
+flash-attn's are. Nothing is written before.
 """
 
+import numpy as np
 import pytest
 import torch
 
@@ -142,6 +144,13 @@ def expanded(x):
     return torch.stack([x, x], dim=-1)[..., 0]
 
 
+def splits_of_pages(good):
+    """Keys in pages, and a number of splits, which only decoding looks at."""
+    device = good["q"].device
+    pages = tokens(6, 4, 2, device=device)
+    return dict(k=pages, v=pages, block_table=block_table(device), num_splits=2)
+
+
 def one_key_at_the_end(good):
     """Three queries from position 7 on are rotated by rows 7 to 9, although one key is appended."""
     return dict(k=good["k"][:, :1], v=good["v"][:, :1], cache_seqlens=lengths(7, 7), causal=True)
@@ -164,14 +173,12 @@ TYPE_ERRORS = {
         ("cu_seqlens_q is None", dict(cu_seqlens_q=None), r"cu_seqlens_q must .*found NoneType"),
         ("cu_seqlens: int64", replaced("cu_seqlens_q", torch.Tensor.long), r"cu_seqlens_q must .*found torch.int64"),
         ("cu_seqlens_k: float32", replaced("cu_seqlens_k", torch.Tensor.float), r"cu_seqlens_k must .*torch.float32"),
-        ("max_seqlen_q is a float", dict(max_seqlen_q=3.5), r"max_seqlen_q must .*found float"),
         ("max_seqlen_q is 1-D", dict(max_seqlen_q=torch.tensor([5])), r"max_seqlen_q must .*found .*\(1,\)"),
         ("max_seqlen_k is real", dict(max_seqlen_k=torch.tensor(5.0)), r"max_seqlen_k must .*float32"),
     ],
     "varlen_qkvpacked": [
         ("cu_seqlens: int64", replaced("cu_seqlens", torch.Tensor.long), r"^cu_seqlens must .*torch.int64"),
         ("cu_seqlens: a list", dict(cu_seqlens=[0, 5, 10]), r"^cu_seqlens must .*found list"),
-        ("max_seqlen is a float", dict(max_seqlen=3.5), r"^max_seqlen must .*found float"),
     ],
     "varlen_kvpacked": [
         ("cu_seqlens: int64", replaced("cu_seqlens_k", torch.Tensor.long), r"cu_seqlens_k must .*int64"),
@@ -186,12 +193,10 @@ TYPE_ERRORS = {
         ("cache of another type", replaced("k_cache", torch.Tensor.half), r"k_cache must .*found torch.float16"),
         ("v_cache of another type", replaced("v_cache", torch.Tensor.half), r"v_cache must .*torch.float16"),
         ("cache_seqlens: a list", dict(cache_seqlens=[4, 5]), r"cache_seqlens must .*integer tensor .*found list"),
-        ("cache_seqlens: a float", dict(cache_seqlens=4.0), r"cache_seqlens must .*found float"),
         ("cache_seqlens: of floats", replaced("cache_seqlens", torch.Tensor.float), r"cache_seqlens .*torch.float32"),
         ("cache_batch_idx: int64", dict(cache_batch_idx=torch.tensor([0, 1])), r"cache_batch_idx .*int64"),
         ("cache_batch_idx: a list", dict(cache_batch_idx=[0, 1]), r"cache_batch_idx must .*found list"),
         ("cache_leftpad: int64", dict(cache_leftpad=torch.tensor([0, 1])), r"cache_leftpad must .*int64"),
-        ("num_splits=1.5", dict(num_splits=1.5), r"num_splits must .*found float"),
     ],
     "kvcache appending": [
         ("k of another type", replaced("k", torch.Tensor.half), r"k must .*found torch.float16"),
@@ -237,6 +242,7 @@ VALUE_ERRORS = {
         ("cu_seqlens_k: other batch", replaced("cu_seqlens_k", lambda x: x[:2]), r"cu_seqlens_k .*\(3,\), .*\(2,\)"),
         ("cu_seqlens_q: strided", replaced("cu_seqlens_q", expanded), r"cu_seqlens_q must be contiguous"),
         ("cu_seqlens_q: elsewhere", replaced("cu_seqlens_q", lambda x: x.to("meta")), r"cu_seqlens_q .*on meta"),
+        ("max_seqlen_q is no integer", dict(max_seqlen_q=3.5), r"max_seqlen_q must be a whole number, found 3\.5"),
         ("max_seqlen_k is negative", dict(max_seqlen_k=-1), r"max_seqlen_k must .*found -1"),
         ("S_dmask of unknown shape", dict(max_seqlen_q=None, **S_DMASK), r"max_seqlen_q must .*found None"),
     ],
@@ -252,6 +258,7 @@ VALUE_ERRORS = {
     "varlen_qkvpacked": [
         ("four in qkv", replaced("qkv", lambda x: x[:, [0, 1, 2, 2]]), r"qkv.*3 .*found 4"),
         ("cu_seqlens: 2-D", replaced("cu_seqlens", lambda x: x[None]), r"^cu_seqlens must .*found shape \(1, 3\)"),
+        ("max_seqlen is no integer", dict(max_seqlen=3.5), r"^max_seqlen must be a whole number, found 3\.5"),
         ("max_seqlen is negative", dict(max_seqlen=-1), r"^max_seqlen must .*found -1"),
         ("S_dmask of unknown shape", dict(max_seqlen=None, **S_DMASK), r"^max_seqlen must .*found None"),
     ],
@@ -264,6 +271,7 @@ VALUE_ERRORS = {
     "_varlen_forward": [
         ("seqused_k: shape", dict(seqused_k=torch.ones(3).int()), r"seqused_k must .*\(2,\), found \(3,\)"),
         ("leftpad_k: shape", dict(leftpad_k=torch.ones(1).int()), r"leftpad_k must .*\(2,\), found \(1,\)"),
+        ("splits of pages", splits_of_pages, r"num_splits > 1 is not supported"),
     ],
     "kvcache": [
         ("strided k_cache", replaced("k_cache", expanded), r"k_cache must .*contiguous.*found strides"),
@@ -273,6 +281,8 @@ VALUE_ERRORS = {
         ("other head_dim", replaced("k_cache v_cache", lambda x: x[..., :8]), r"k_cache.s head_dim .*16, found 8"),
         ("3 key heads of 4", replaced("k_cache v_cache", lambda x: x[:, :, [0, 0, 0]]), r"heads.*found 3"),
         ("cache_seqlens: other batch", replaced("cache_seqlens", lambda x: x[:1]), r"cache_seqlens .*\(2,\), .*\(1,\)"),
+        ("cache_seqlens is no integer", dict(cache_seqlens=4.5), r"cache_seqlens must be a whole number, found 4\.5"),
+        ("num_splits is no integer", dict(num_splits=1.5), r"num_splits must be a whole number, found 1\.5"),
         ("cache_seqlens: negative", dict(cache_seqlens=-1), r"cache_seqlens must .*found -1"),
         ("cache_seqlens: beyond the capacity", dict(cache_seqlens=9), r"cache_seqlens must .*8.*found 9"),
         ("cache_batch_idx: shape", dict(cache_batch_idx=torch.zeros(3).int()), r"cache_batch_idx .*\(3,\)"),
@@ -483,8 +493,9 @@ def assert_refused(error, name, change, says, device):
     arguments |= change(arguments) if callable(change) else {name: on(device, x) for name, x in change.items()}
     tensors = [x for x in arguments.values() if torch.is_tensor(x) and not x.is_meta]
     before = [x.detach().clone() for x in tensors]
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=says) as caught:
         function(**arguments)
+    assert isinstance(caught.value, RuntimeError)
     assert all(torch.equal(x, y) for x, y in zip(tensors, before)), "something was written"
 
 
@@ -493,6 +504,45 @@ def on(device, value):
     if not torch.is_tensor(value) or value.is_meta:
         return value
     return value.detach().to(device).requires_grad_(value.requires_grad)
+
+
+ODD = {  # what callers pass -> (function, arguments), and the usual arguments that mean the same
+    "tensors": (
+        "varlen",
+        dict(
+            dropout_p=torch.tensor(0.0), softmax_scale=torch.tensor(0.5), softcap=torch.tensor(2),
+            window_size=(torch.tensor(2), torch.tensor(-1)), max_seqlen_q=torch.tensor(5), deterministic=1,
+        ),
+        dict(softmax_scale=0.5, softcap=2.0, window_size=(2, -1), deterministic=True),
+    ),
+    "numpy": (
+        "varlen",
+        dict(
+            dropout_p=np.float64(0), softmax_scale=np.float32(0.5), softcap=np.array(2.0), causal=np.True_,
+            window_size=np.array([2, -1]), max_seqlen_q=np.int64(5), max_seqlen_k=np.array(7),
+        ),
+        dict(softmax_scale=0.5, softcap=2.0, window_size=(2, -1), causal=True),
+    ),
+    "whole numbers": (
+        "varlen",
+        dict(dropout_p=0, softmax_scale=1, softcap=2, window_size=[2.0, -1.0], max_seqlen_q=5.0),
+        dict(softmax_scale=1.0, softcap=2.0, window_size=(2, -1)),
+    ),
+    "None": ("func", dict(dropout_p=None, softmax_scale=None, softcap=None, deterministic=None), {}),
+    "None in decoding": ("kvcache", dict(softcap=None, num_splits=None, rotary_interleaved=None), {}),
+    "lengths": ("kvcache", dict(cache_seqlens=np.int64(4), num_splits=2.0), dict(cache_seqlens=4, num_splits=2)),
+    "a float and a tensor": (
+        "kvcache", dict(cache_seqlens=4.0, num_splits=torch.tensor(2)), dict(cache_seqlens=4, num_splits=2)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", ODD)
+def test_odd_but_legal(what, device):
+    name, odd, usual = ODD[what]
+    function, good = CALLS[name]
+    arguments = good(device)
+    assert torch.equal(function(**arguments | odd), function(**arguments | usual))
 
 
 NOT_DENSE = {  # what becomes of a tensor, and what is said of it

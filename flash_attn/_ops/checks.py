@@ -1,6 +1,7 @@
 """Argument checks shared by all ops. Every message names the argument, what was expected and what was found.
 
-Wrong Python types and dtypes raise TypeError; wrong shapes, devices and values raise ValueError.
+Wrong Python types and dtypes raise ArgumentTypeError, a TypeError; wrong shapes, devices and values raise
+ArgumentError, a ValueError. Both are RuntimeErrors, too.
 Nothing here reads the contents of a tensor, so no check synchronises with a device or breaks a traced graph.
 """
 
@@ -10,6 +11,7 @@ import numbers
 import torch
 
 from flash_attn import _torch_private
+from flash_attn._errors import ArgumentError, ArgumentTypeError
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
 _TENSOR, _STRIDED = torch.Tensor, torch.strided  # a name of this module is found faster
@@ -19,14 +21,14 @@ _FAR = 2**31 - 1  # farther than any key is; kernels count positions in 32 bits
 def tensor(name: str, value, *, dtypes=None, shape=None, device=None) -> None:
     """Check that `value` is a dense tensor of one of `dtypes`, on `device`, with `shape`, where None fits any size."""
     if not isinstance(value, _TENSOR):
-        raise TypeError(f"{name} must be a torch.Tensor, found {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be a torch.Tensor, found {type(value).__name__}")
     if value.layout is not _STRIDED or value.is_nested:
         found = "a nested one" if value.is_nested else value.layout
-        raise TypeError(f"{name} must be a dense tensor, found {found}")
+        raise ArgumentTypeError(f"{name} must be a dense tensor, found {found}")
     if dtypes is not None and value.dtype not in dtypes:
-        raise TypeError(f"{name} must have dtype {_either(dtypes)}, found {value.dtype}")
+        raise ArgumentTypeError(f"{name} must have dtype {_either(dtypes)}, found {value.dtype}")
     if device is not None and value.device != device:
-        raise ValueError(f"{name} must be on {device} like the first argument, found it on {value.device}")
+        raise ArgumentError(f"{name} must be on {device} like the first argument, found it on {value.device}")
     if shape is not None:
         has_shape(name, value, shape)
 
@@ -45,14 +47,14 @@ def alike(names, values, *, dtypes) -> None:
 def has_shape(name: str, value: torch.Tensor, expected) -> None:
     """Check a tensor's shape; None in `expected` fits any size."""
     if value.shape != expected and not _fits(value.shape, expected):
-        raise ValueError(f"{name} must have shape {_shape(expected)}, found {tuple(value.shape)}")
+        raise ArgumentError(f"{name} must have shape {_shape(expected)}, found {tuple(value.shape)}")
 
 
 def ndim(name: str, value: torch.Tensor, layout: str) -> None:
     """Check the number of dimensions against a layout such as "(batch, seqlen, heads, head_dim)"."""
     expected = layout.count(",") + 1
     if value.dim() != expected:
-        raise ValueError(f"{name} must have {expected} dimensions {layout}, found shape {tuple(value.shape)}")
+        raise ArgumentError(f"{name} must have {expected} dimensions {layout}, found shape {tuple(value.shape)}")
 
 
 def int32_vector(name: str, value, size: int, device) -> None:
@@ -68,44 +70,55 @@ def int32_vector(name: str, value, size: int, device) -> None:
 def contiguous(name: str, value: torch.Tensor) -> None:
     """Check that a tensor is contiguous."""
     if not value.is_contiguous():
-        raise ValueError(f"{name} must be contiguous, found strides {value.stride()} for shape {tuple(value.shape)}")
+        raise ArgumentError(f"{name} must be contiguous, found strides {value.stride()} for shape {tuple(value.shape)}")
 
 
 def number(name: str, value, condition: bool, expected: str, *parts) -> None:
     """Check a value computed by the caller: `condition` must hold, else say what was `expected`, with its {} filled."""
     if not condition:
-        raise ValueError(f"{name} must be {expected.format(*parts)}, found {value}")
+        raise ArgumentError(f"{name} must be {expected.format(*parts)}, found {value}")
 
 
 def real(name: str, value) -> None:
     """Check that `value` is a finite Python real number."""
     if type(value) is not float and not _is_number(value, numbers.Real):
-        raise TypeError(f"{name} must be a real number, found {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be a real number, found {type(value).__name__}")
     if not -math.inf < value < math.inf:  # math.isfinite would break a graph traced with symbolic floats
-        raise ValueError(f"{name} must be finite, found {value}")
+        raise ArgumentError(f"{name} must be finite, found {value}")
 
 
 def integer(name: str, value, expected: str = "an integer") -> None:
     """Check that `value` is a Python integer; `expected` tells what else the caller would have taken."""
     if type(value) is not int and not _is_number(value, numbers.Integral):
-        raise TypeError(f"{name} must be {expected}, found {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be {expected}, found {type(value).__name__}")
 
 
-def whole(name: str, value) -> int:
-    """Return an integer, a real number that is whole, or the one that a tensor without dimensions holds, as an int."""
-    if isinstance(value, torch.Tensor) and value.dim() == 0 and value.dtype != torch.bool:
-        value = value.item()
-    if not _is_number(value, numbers.Real):
-        raise TypeError(f"{name} must be an integer, found {type(value).__name__}")
-    if value % 1 != 0:  # nor have infinity and NaN such a rest
-        raise ValueError(f"{name} must be a whole number, found {value}")
+def as_float(name: str, value) -> float:
+    """`value` as a float: a real number, or a tensor or array without dimensions that holds one."""
+    if type(value) is not float:
+        value = _scalar(value)
+    real(name, value)
+    return float(value)
+
+
+def whole(name: str, value, expected: str = "an integer") -> int | torch.SymInt:
+    """`value` as an int: an integer, a float without a fraction, or a tensor or array without dimensions of one."""
+    if type(value) is int:
+        return value
+    value = _scalar(value)
+    if isinstance(value, torch.SymInt):
+        return value
+    if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
+        number(name, value, float(value).is_integer(), "a whole number")
+    else:
+        integer(name, value, expected)
     return int(value)
 
 
 def flag(name: str, value) -> None:
     """Check that `value` is a bool; 0 and 1 count, a tensor does not."""
     if value is not True and value is not False and (isinstance(value, torch.Tensor) or value not in (0, 1)):
-        raise TypeError(f"{name} must be a bool, found {value!r}")
+        raise ArgumentTypeError(f"{name} must be a bool, found {value!r}")
 
 
 def flags(**values) -> None:
@@ -124,14 +137,14 @@ def window(window_size) -> tuple[int, int]:
     except (TypeError, ValueError, OverflowError):
         exact = False
     if not exact:
-        raise ValueError(f"window_size must be two integers (left, right), found {window_size!r}")
+        raise ArgumentError(f"window_size must be two integers (left, right), found {window_size!r}")
     return tuple(min(max(int(side), -1), _FAR) for side in (left, right))
 
 
 def process_group(value) -> None:
     """Check that a group of processes is given."""
     if value is None:
-        raise TypeError("process_group must be a torch.distributed group, found None")
+        raise ArgumentTypeError("process_group must be a torch.distributed group, found None")
 
 
 def own_memory(**tensors) -> None:
@@ -140,13 +153,13 @@ def own_memory(**tensors) -> None:
     for name, value in tensors.items():
         strides = value.stride()
         if 0 in strides and any(size > 1 for size, stride in zip(value.shape, strides, strict=True) if stride == 0):
-            raise ValueError(f"{name} must not be expanded, since it is written; found strides {strides}")
+            raise ArgumentError(f"{name} must not be expanded, since it is written; found strides {strides}")
         if torch.compiler.is_compiling() or value.numel() == 0:
             continue
         # Not data_ptr, which meta and fake tensors do not have.
         other = seen.setdefault((_torch_private.storage_id(value), value.storage_offset()), name)
         if other is not name:
-            raise ValueError(f"{name} must have memory of its own, since it is written; found that of {other}")
+            raise ArgumentError(f"{name} must have memory of its own, since it is written; found that of {other}")
 
 
 def _are_alike(values, dtypes) -> bool:
@@ -160,6 +173,13 @@ def _are_alike(values, dtypes) -> bool:
         elif value.dtype is not dtype or value.device != device:
             return False
     return dtype in dtypes
+
+
+def _scalar(value):
+    """The number in a tensor or an array without dimensions; any other value as it is."""
+    if not _is_number(value, numbers.Number) and getattr(value, "ndim", None) == 0:
+        return value.item()
+    return value
 
 
 def _is_number(value, kind) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flash_attn import _library
+from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._ops import autograd, checks, rng, schema
 from flash_attn._reference import flash_attn as reference
 from flash_attn._reference.options import CacheOptions, Options
@@ -83,7 +84,7 @@ def backward(
     lse_shape = _lse_shape(q, options.get("cu_seqlens_q"))
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=lse_shape, device=q.device)
     if options.get("dropout_p") and rng_state is None:
-        raise ValueError("rng_state must be what the forward returned when dropout_p > 0, found None")
+        raise ArgumentError("rng_state must be what the forward returned when dropout_p > 0, found None")
     return bwd(dout, q, k, v, out, softmax_lse, None, dq, dk, dv, *arguments)
 
 
@@ -101,12 +102,20 @@ def decode(
         name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity)
         options[name] = length
     if k is not None or v is not None:
-        options |= _check_appended(q, k_cache, v_cache, k, v, cache_seqlens, capacity)
+        options |= _check_appended(q, k_cache, v_cache, k, v, capacity, options)
     if rotary_cos is not None or rotary_sin is not None:
         options |= _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     scores = _check_scores(head_dim, softmax_scale, causal, window_size)
     arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
     return fwd_kvcache(q, k_cache, v_cache, *arguments)
+
+
+def check_splits_of_pages(num_splits, block_table) -> None:
+    """Check an argument of forwards that choose their splits by themselves, and that other packages pass."""
+    if block_table is not None and checks.whole("num_splits", num_splits) > 1:
+        raise ArgumentError(
+            f"num_splits must be at most 1 with block_table, found {num_splits}: num_splits > 1 is not supported here"
+        )
 
 
 def with_tensors(results):
@@ -223,9 +232,8 @@ def _check_scores(head_dim, softmax_scale, causal, window_size):
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
     else:
-        checks.real("softmax_scale", softmax_scale)
+        softmax_scale = checks.as_float("softmax_scale", softmax_scale)
         checks.number("softmax_scale", softmax_scale, softmax_scale >= 0, "at least 0")
-        softmax_scale = float(softmax_scale)
     return softmax_scale, left, 0 if causal else right
 
 
@@ -235,18 +243,17 @@ def _check_flag(name, value, call):
 
 
 def _check_real(name, value, call):
-    checks.real(name, value)
-    return float(value)
+    return checks.as_float(name, value)
 
 
 def _check_dropout(name, dropout_p, call):
-    checks.real(name, dropout_p)
+    dropout_p = checks.as_float(name, dropout_p)
     checks.number(name, dropout_p, 0 <= dropout_p < 1, "at least 0 and less than 1")
-    return float(dropout_p)
+    return dropout_p
 
 
 def _check_num_splits(name, num_splits, call):
-    checks.integer(name, num_splits)
+    num_splits = checks.whole(name, num_splits)
     checks.number(name, num_splits, num_splits <= MAX_SPLITS, "at most {}", MAX_SPLITS)
     return num_splits
 
@@ -256,9 +263,9 @@ def _check_alibi_slopes(name, slopes, call):
     heads = q.shape[-2]
     checks.tensor(name, slopes, dtypes=(torch.float32,), device=q.device)
     if slopes.shape not in ((heads,), (batch, heads)):
-        raise ValueError(f"{name} must have shape ({heads},) or ({batch}, {heads}), found {tuple(slopes.shape)}")
+        raise ArgumentError(f"{name} must have shape ({heads},) or ({batch}, {heads}), found {tuple(slopes.shape)}")
     if slopes.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name} must not require grad, found requires_grad=True: slopes have no gradient here")
+        raise ArgumentError(f"{name} must not require grad, found requires_grad=True: slopes have no gradient here")
     return slopes
 
 
@@ -280,9 +287,11 @@ def _check_bound(name, bound, call):
     name = _length_name(name, call[0])
     if isinstance(bound, torch.Tensor):
         if bound.dim() != 0 or bound.dtype not in checks.INTEGER_DTYPES:
-            raise TypeError(f"{name} must be an int or a 0-d integer tensor, found {bound.dtype} {tuple(bound.shape)}")
+            raise ArgumentTypeError(
+                f"{name} must be an int or a 0-d integer tensor, found {bound.dtype} {tuple(bound.shape)}"
+            )
         return None
-    checks.integer(name, bound, "an integer or a 0-d integer tensor")
+    bound = checks.whole(name, bound, "an integer or a 0-d integer tensor")
     if not torch.compiler.is_compiling():  # a bound may come from data, which a graph cannot ask
         checks.number(name, bound, bound >= 0, "at least 0")
     return bound
@@ -294,7 +303,7 @@ def _with_bounds(arguments, names, options):
     for name, bound in bounds.items():
         if bound is None:
             shown = _length_name(name, names)
-            raise ValueError(f"{shown} must be given for return_attn_probs, whose shape it sets; found None")
+            raise ArgumentError(f"{shown} must be given for return_attn_probs, whose shape it sets; found None")
     return arguments._replace(**{name: int(bound) for name, bound in bounds.items()})
 
 
@@ -348,14 +357,14 @@ def _check_cache(q, k_cache, v_cache, options):
     block_table, cache_batch_idx = options.get("block_table"), options.get("cache_batch_idx")
     if block_table is not None:
         if cache_batch_idx is not None:
-            raise ValueError(
+            raise ArgumentError(
                 "cache_batch_idx must be None with block_table, which already says where an entry's keys are"
             )
         _check_block_table(block_table, batch, q.device)
         checks.number("page_size", length, length >= 1, "at least 1")
         return batch, head_dim, block_table.shape[1] * length
     if cache_batch_idx is None and rows != batch:
-        raise ValueError(
+        raise ArgumentError(
             f"k_cache must have q's batch size {batch} without cache_batch_idx or block_table, found {rows}"
         )
     return batch, head_dim, length
@@ -363,7 +372,7 @@ def _check_cache(q, k_cache, v_cache, options):
 
 def _check_contiguous_rows(name, cache):
     if cache.stride(-1) != 1 and cache.shape[-1] > 1:
-        raise ValueError(f"{name} must have a contiguous last dimension, found strides {cache.stride()}")
+        raise ArgumentError(f"{name} must have a contiguous last dimension, found strides {cache.stride()}")
 
 
 def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
@@ -375,30 +384,32 @@ def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
             cache_seqlens = cache_seqlens.expand(batch).contiguous()
         checks.int32_vector("cache_seqlens", cache_seqlens, batch, q.device)
         return "cache_seqlens", cache_seqlens
-    checks.integer("cache_seqlens", cache_seqlens, "an integer or an integer tensor (batch,)")
+    cache_seqlens = checks.whole("cache_seqlens", cache_seqlens, "an integer or an integer tensor (batch,)")
     within = 0 <= cache_seqlens <= capacity
     checks.number("cache_seqlens", cache_seqlens, within, "between 0 and the cache's capacity {}", capacity)
     return "cache_seqlen", cache_seqlens
 
 
-def _check_appended(q, k_cache, v_cache, k, v, cache_seqlens, capacity):
+def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
     """Check new keys and values, at least one of which is given; return both as options."""
     if k is None or v is None:
         missing, given = ("k", "v") if k is None else ("v", "k")
-        raise ValueError(f"{missing} must be given together with {given}, found None")
-    if cache_seqlens is None:
-        raise ValueError("cache_seqlens must say where k and v are appended, found None")
+        raise ArgumentError(f"{missing} must be given together with {given}, found None")
+    if "cache_seqlens" not in options and "cache_seqlen" not in options:
+        raise ArgumentError("cache_seqlens must say where k and v are appended, found None")
     checks.own_memory(k_cache=k_cache, v_cache=v_cache)
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} must not require grad where it is written, found requires_grad=True")
+            raise ArgumentError(f"{name} must not require grad where it is written, found requires_grad=True")
     shape = (q.shape[0], None, *k_cache.shape[2:])
     checks.tensor("k", k, dtypes=(q.dtype,), shape=shape, device=q.device)
     checks.tensor("v", v, dtypes=(q.dtype,), shape=tuple(k.shape), device=q.device)
-    length = 0 if isinstance(cache_seqlens, torch.Tensor) else cache_seqlens
+    length = options.get("cache_seqlen", 0)
     if k.shape[1] + length > capacity:
         found = f"cache_seqlens {length} + {k.shape[1]} new positions"
-        raise ValueError(f"k must fit into the cache (block_table or k_cache) of {capacity} positions, found {found}")
+        raise ArgumentError(
+            f"k must fit into the cache (block_table or k_cache) of {capacity} positions, found {found}"
+        )
     return {"k": k, "v": v}
 
 
@@ -406,9 +417,9 @@ def _check_rotary(q, k, cos, sin, capacity):
     """Check the tables of a rotation, at least one of which is given; return both as options, in at most float32."""
     if cos is None or sin is None:
         missing, given = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
-        raise ValueError(f"{missing} must be given together with {given}, found None")
+        raise ArgumentError(f"{missing} must be given together with {given}, found None")
     if k is None:
-        raise ValueError("k must be given with rotary_cos: rotary positions are those of appended keys; found None")
+        raise ArgumentError("k must be given with rotary_cos: rotary positions are those of appended keys; found None")
     checks.tensor("rotary_cos", cos, dtypes=(*DTYPES, torch.float64), device=q.device)
     checks.ndim("rotary_cos", cos, "(seqlen_rotary, rotary_dim / 2)")
     checks.tensor("rotary_sin", sin, dtypes=(cos.dtype,), shape=tuple(cos.shape), device=q.device)
@@ -417,7 +428,7 @@ def _check_rotary(q, k, cos, sin, capacity):
     expected = "a multiple of 16 that is at most head_dim {}"
     checks.number("rotary_dim (twice rotary_cos's last size)", rotary_dim, fits, expected, q.shape[-1])
     if cos.shape[0] < capacity:
-        raise ValueError(f"rotary_cos must cover the cache's {capacity} positions, found {cos.shape[0]}")
+        raise ArgumentError(f"rotary_cos must cover the cache's {capacity} positions, found {cos.shape[0]}")
     checks.contiguous("rotary_cos", cos)
     checks.contiguous("rotary_sin", sin)
     if cos.dtype == torch.float64:

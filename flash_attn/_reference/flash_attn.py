@@ -18,6 +18,8 @@ import math
 import torch
 import torch.nn.functional as F
 
+from flash_attn._errors import ArgumentError
+
 from . import sequence
 from .groups import groups
 from .options import CacheOptions, Options
@@ -83,7 +85,7 @@ def bwd(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options: Options):
     rows of entry b start at cu_seqlens_q[b] + 128 b. What is between is zero.
     """
     if options.block_table is not None:
-        raise ValueError("block_table must be None in the backward, found a tensor: keys in pages have no gradient")
+        raise ArgumentError("block_table must be None in the backward, found a tensor: keys in pages have no gradient")
     sequence.require_same_shape(q, k, v)
     parts = _parts(q, k, options)
     for gradient in (dq, dk, dv):
@@ -149,7 +151,7 @@ def _check_cache(options, batch, new, k_cache):
         if length < 0:
             continue
         if length > capacity - new:
-            raise ValueError(
+            raise ArgumentError(
                 f"cache_seqlens must be, with {new} new keys, at most the {capacity} that {holder}"
                 f" for entry {entry}, found {length}"
             )
@@ -162,7 +164,7 @@ def _check_cache(options, batch, new, k_cache):
 
 def _check_tables(cos, rows):
     if cos.shape[0] < rows:
-        raise ValueError(f"rotary_cos and rotary_sin must have at least {rows} rows, found {cos.shape[0]}")
+        raise ArgumentError(f"rotary_cos and rotary_sin must have at least {rows} rows, found {cos.shape[0]}")
 
 
 def _rotate_queries(q, tables, start, interleaved, advance):

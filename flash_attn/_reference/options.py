@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn._errors import ArgumentError
+
 
 class Options(NamedTuple):
     """Arguments of `fwd`, `probabilities` and `bwd`."""
@@ -32,7 +34,7 @@ class Options(NamedTuple):
     def check(self) -> None:
         """Raise unless the dropout mask is known."""
         if self.dropout_p > 0 and self.rng_state is None:
-            raise ValueError(f"rng_state must be given with dropout_p = {self.dropout_p}, found None")
+            raise ArgumentError(f"rng_state must be given with dropout_p = {self.dropout_p}, found None")
 
 
 class CacheOptions(NamedTuple):

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from flash_attn._errors import ArgumentError
+
 Span = tuple[slice, slice]  # batch rows and positions
 Lengths = torch.Tensor | list[int] | None  # one of each batch entry
 
@@ -64,7 +66,7 @@ def require_same_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Non
     """Raise unless k and v have the same shape, and q's head_dim."""
     if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ValueError(f"k and v must have the same shape, and q's head_dim, found shapes {shapes} of q, k and v")
+        raise ArgumentError(f"k and v must have the same shape, and q's head_dim, found shapes {shapes} of q, k and v")
 
 
 def parts(
@@ -162,25 +164,25 @@ def offsets(cu_seqlens: torch.Tensor, name: str, total: int | None = None) -> li
     """The values of cu_seqlens, which must rise from 0 to at most `total`."""
     values = cu_seqlens.tolist()
     if values[0] != 0:
-        raise ValueError(f"{name} must start at 0, found {values[0]}")
+        raise ArgumentError(f"{name} must start at 0, found {values[0]}")
     for i, (before, after) in enumerate(itertools.pairwise(values)):
         if after < before:
-            raise ValueError(f"{name} must not decrease, found {after} after {before} for entry {i}")
+            raise ArgumentError(f"{name} must not decrease, found {after} after {before} for entry {i}")
     if total is not None and values[-1] > total:
-        raise ValueError(f"{name} must end at the number of tokens, {total}, or before it, found {values[-1]}")
+        raise ArgumentError(f"{name} must end at the number of tokens, {total}, or before it, found {values[-1]}")
     return values
 
 
 def require_range(name: str, entry: int, found: int, low: int, high: int) -> None:
     """Raise unless low <= found <= high."""
     if not low <= found <= high:
-        raise ValueError(f"{name} must be between {low} and {high} for entry {entry}, found {found}")
+        raise ArgumentError(f"{name} must be between {low} and {high} for entry {entry}, found {found}")
 
 
 def require_pages(pages: torch.Tensor, num_pages: int) -> None:
     """Raise unless every page that is used exists."""
     if pages.numel() and not 0 <= (bounds := pages.aminmax()).min <= bounds.max < num_pages:
-        raise ValueError(
+        raise ArgumentError(
             f"block_table must name pages from 0 to {num_pages - 1} wherever keys are used,"
             f" found {bounds.min.item()} to {bounds.max.item()}"
         )
