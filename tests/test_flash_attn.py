@@ -681,6 +681,45 @@ def test_backward_of_rows_without_keys_whatever_they_hold(lse, device):
     assert (grads[0][:, :20] == 0).all()
 
 
+@pytest.mark.parametrize("packing", ["", "kv", "qkv"])
+@pytest.mark.parametrize("head_dim", [64, 72, 128, 256])
+def test_gradients_into_lazy_clones(head_dim, packing, device):
+    """A copy on write gets memory of its own when it is written; what it was cloned from stays."""
+    case = Case(seqlen_q=130, seqlen_k=130, head_dim=head_dim, causal=True)
+    *inputs, dout = case.tensors(device)
+    out, softmax_lse, _ = dense(case, device)(*inputs)
+    alone = {"": 3, "kv": 1, "qkv": 0}[packing]
+    together = [torch.stack(inputs[alone:], dim=2)] if alone < 3 else []
+    tensors = [*inputs[:alone], *together]
+    bases = [torch.full_like(x, 7.0) for x in tensors]
+    missing = [None] * (3 - len(tensors))
+
+    def run(grads):
+        arguments = *tensors, *missing, out, softmax_lse, None, *grads, *missing, *op_arguments(case, device)
+        op("bwd", case)(dout, *arguments)
+        return grads
+
+    found = run([torch._lazy_clone(x) for x in bases])
+    expected = run([torch.empty_like(x) for x in tensors])
+    assert_same_but_for_rounding(found, expected)
+    assert all((base == 7.0).all() for base in bases)
+
+
+def test_keys_in_pages_have_no_gradient(device):
+    """A forward under grad mode is nothing to refuse; the backward is."""
+    case = Case(batch=2, seqlen_q=5, seqlen_k=8)
+    q = case.tensors(device)[0].flatten(0, 1).requires_grad_()
+    pages = torch.randn(2, 4, 4, *q.shape[1:], dtype=q.dtype, device=device)
+    bounds = [torch.tensor([0, n, 2 * n], dtype=torch.int32, device=device) for n in (5, 8)]
+    table = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32, device=device)
+    out = flash_attn_varlen_func(q, *pages, *bounds, 5, 8, causal=True, block_table=table)
+    with torch.no_grad():
+        assert torch.equal(out, flash_attn_varlen_func(q, *pages, *bounds, 5, 8, causal=True, block_table=table))
+    with pytest.raises(RuntimeError, match="block_table must be None in the backward"):
+        out.sum().backward()
+    assert q.grad is None
+
+
 def test_scores_beyond_float16(device):
     """Scores are float32: products of 16-bit numbers may exceed 65504."""
     q, k, v, dout = Case(dtype="fp16", seqlen_q=17, seqlen_k=17).tensors(device)

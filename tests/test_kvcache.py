@@ -640,6 +640,21 @@ def test_opcheck(case, device):
     torch.library.opcheck(torch.ops.flash_attn.fwd_kvcache.default, (*tensors, *scores), options)
 
 
+@pytest.mark.parametrize("page", [0, 16])
+def test_appends_to_lazy_clones(page, device):
+    """A copy on write gets memory of its own before it is read and written; what it was cloned from stays."""
+    case = CacheCase(batch=2, seqlen_q=3, seqlen_k=64, seqlen_new=3, heads_k=2, page=page, causal=True)
+    arguments = case.arguments(device)
+    bases = [arguments[name].nan_to_num_(0.5) for name in ("k_cache", "v_cache")]
+    before = [x.clone() for x in bases]
+    lazy, usual = [torch._lazy_clone(x) for x in bases], [x.clone() for x in bases]
+    found = flash_attn_with_kvcache(**arguments | dict(k_cache=lazy[0], v_cache=lazy[1]))
+    expected = flash_attn_with_kvcache(**arguments | dict(k_cache=usual[0], v_cache=usual[1]))
+    assert torch.equal(found, expected)
+    for base, copy, one, other in zip(bases, before, lazy, usual, strict=True):
+        assert torch.equal(base, copy) and torch.equal(one, other) and not torch.equal(one, base)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Large tensors, devices, graphs
 
