@@ -11,6 +11,7 @@ __version__ = "2.8.3.post100"
 # Another distribution's flash_attn.cute may be installed beside this package.
 __path__ = __import__("pkgutil").extend_path(__path__, __name__)
 
+from flash_attn import _removed
 from flash_attn.flash_attn_interface import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -30,3 +31,5 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
+
+__getattr__ = _removed.getattr_of(__name__, _removed.UNPADDED)

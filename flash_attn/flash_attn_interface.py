@@ -46,9 +46,11 @@ import inspect
 import torch
 
 from flash_attn import _flash_attn_gpu as flash_attn_gpu  # noqa: F401  (other packages import this name from here)
+from flash_attn import _removed
 from flash_attn._ops import checks, flash_attn
 
 USE_TRITON_ROCM = False
+__getattr__ = _removed.getattr_of(__name__, _removed.UNPADDED)
 
 
 def flash_attn_func(
@@ -123,7 +125,7 @@ def flash_attn_kvpacked_func(
         >>> flash_attn_kvpacked_func(q, kv).shape
         torch.Size([2, 128, 8, 64])
     """
-    _check_packed("kv", kv, 2, "(batch, seqlen_k, 2, heads_k, head_dim)")
+    checks.packed("kv", kv, 2, "(batch, seqlen_k, 2, heads_k, head_dim)")
     results = flash_attn.forward(
         q, kv, None,
         softmax_scale, causal, window_size, return_attn_probs,
@@ -157,7 +159,7 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(qkv, causal=True).shape
         torch.Size([2, 128, 8, 64])
     """
-    _check_packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
+    checks.packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
     results = flash_attn.forward(
         qkv, None, None,
         softmax_scale, causal, window_size, return_attn_probs,
@@ -252,7 +254,7 @@ def flash_attn_varlen_kvpacked_func(
         >>> flash_attn_varlen_kvpacked_func(q, kv, cu_q, cu_k, 4, 5).shape
         torch.Size([7, 8, 64])
     """
-    _check_packed("kv", kv, 2, "(total_k, 2, heads_k, head_dim)")
+    checks.packed("kv", kv, 2, "(total_k, 2, heads_k, head_dim)")
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
     results = flash_attn.forward(
@@ -293,7 +295,7 @@ def flash_attn_varlen_qkvpacked_func(
         >>> flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 4, causal=True).shape
         torch.Size([7, 8, 64])
     """
-    _check_packed("qkv", qkv, 3, "(total, 3, heads, head_dim)")
+    checks.packed("qkv", qkv, 3, "(total, 3, heads, head_dim)")
     _check_given("cu_seqlens", cu_seqlens)
     results = flash_attn.forward(
         qkv, None, None,
@@ -370,12 +372,6 @@ def flash_attn_with_kvcache(
         softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits,
     )  # fmt: skip
     return (out, softmax_lse) if return_softmax_lse else out
-
-
-def _check_packed(name, packed, parts, layout):
-    checks.tensor(name, packed)
-    checks.ndim(name, packed, layout)
-    checks.number(f"{name}.shape[-3]", packed.shape[-3], packed.shape[-3] == parts, f"{parts} as in {layout}")
 
 
 def _check_given(name, value):

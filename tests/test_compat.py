@@ -283,6 +283,31 @@ def test_splits_of_pages(device):
         run(2)
 
 
+REMOVED = {  # names of older releases, and what the error says
+    "flash_attn_unpadded_func": "use flash_attn_varlen_func",
+    "flash_attn_unpadded_kvpacked_func": "use flash_attn_varlen_kvpacked_func",
+    "flash_attn_unpadded_qkvpacked_func": "use flash_attn_varlen_qkvpacked_func",
+    "flash_attn_unpadded_qkvpacked_split_func": "use flash_attn_varlen_qkvpacked_func",
+}
+
+
+@pytest.mark.parametrize("module", [flash_attn, interface], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("name", REMOVED)
+def test_errors_for_removed_names_say_what_to_use(name, module):
+    with pytest.raises(ImportError, match=f"{name}.*{module.__name__}.*{REMOVED[name]}$"):
+        exec(f"from {module.__name__} import {name}")
+    assert not hasattr(module, name) and getattr(module, name, 5) == 5
+    with pytest.raises(AttributeError, match=REMOVED[name]):
+        getattr(module, name)
+
+
+@pytest.mark.parametrize("module", [flash_attn, interface], ids=lambda module: module.__name__)
+def test_errors_for_unknown_names_are_the_usual_ones(module):
+    with pytest.raises(ImportError, match="cannot import name 'flash_attn_nothing'"):
+        exec(f"from {module.__name__} import flash_attn_nothing")
+    assert not hasattr(module, "flash_attn_nothing")
+
+
 def test_flash_attn_gpu_has_the_same_functions():
     names = flash_attn_2_cuda.__all__
     assert sorted(names) == ["bwd", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]

@@ -22,6 +22,7 @@ FRONTS = {"flash_attn_interface", "fused_softmax", "layers", "losses", "ops"}
 MAY_IMPORT = {  # part of the package -> parts that it may import, besides itself
     "_build_id": set(),
     "_errors": set(),
+    "_removed": set(),
     "_torch_private": set(),
     "_library": {"_build_id", "_torch_private"},
     "_reference": {"_errors"},
@@ -31,14 +32,15 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     # checks; masks and softmax of the reference of attention
     "utils": {"_ops", "_reference", "_torch_private", "bert_padding"},
     "_flash_attn_gpu": {"_ops"},
-    "flash_attn_interface": {"_flash_attn_gpu", "_ops"},
+    "flash_attn_interface": {"_flash_attn_gpu", "_ops", "_removed"},
+    "flash_attn_triton": {"_ops", "flash_attn_interface"},
     "fused_softmax": {"_ops"},
     "layers": {"_ops", "_torch_private", "ops"},
     "losses": {"_ops", "ops", "utils"},
     "ops": {"_ops", "utils"},
     "modules": {*FRONTS, "_ops", "bert_padding", "utils"},
     "models": {*FRONTS, "_ops", "bert_padding", "utils", "modules"},
-    "__init__": {"flash_attn_interface"},
+    "__init__": {"_removed", "flash_attn_interface"},
     "__main__": {"_library", "_ops", *FRONTS},
 }
 REQUIRED_PACKAGES = {"torch", "einops"}

@@ -141,6 +141,13 @@ def window(window_size) -> tuple[int, int]:
     return tuple(min(max(int(side), -1), _FAR) for side in (left, right))
 
 
+def packed(name: str, value, parts: int, layout: str) -> None:
+    """Check a tensor that holds `parts` tensors along its dimension -3, against a layout as in `ndim`."""
+    tensor(name, value)
+    ndim(name, value, layout)
+    number(f"{name}.shape[-3]", value.shape[-3], value.shape[-3] == parts, f"{parts} as in {layout}")
+
+
 def process_group(value) -> None:
     """Check that a group of processes is given."""
     if value is None:

@@ -18,6 +18,7 @@ import torch
 from flash_attn import _library
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._ops import autograd, checks, rng, schema
+from flash_attn._reference import bias as bias_reference
 from flash_attn._reference import flash_attn as reference
 from flash_attn._reference.options import CacheOptions, Options
 
@@ -108,6 +109,21 @@ def decode(
     scores = _check_scores(head_dim, softmax_scale, causal, window_size)
     arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
     return fwd_kvcache(q, k_cache, v_cache, *arguments)
+
+
+def with_bias(q, k, v, bias, softmax_scale, causal):
+    """Dense attention with a bias that broadcasts to (batch, heads, seqlen_q, seqlen_k). Returns out.
+
+    No kernel takes a bias: it runs in plain torch on every device, with gradients for q, k, v and the bias.
+    """
+    checks.tensor("v", v)
+    batch, head_dim = _check_qkv(("q", "k", "v"), q, k, v, {})
+    softmax_scale, _, _ = _check_scores(head_dim, softmax_scale, causal, (-1, -1))
+    _check_bias(bias, q, (batch, q.shape[2], q.shape[1], k.shape[1]))
+    if _library.is_where_kernels_run(q):
+        _library.warn_once("flash_attn: attention with a bias runs on the slower reference backend in plain torch")
+    with _library.without_autocast(q):
+        return bias_reference.attention(q, k, v, bias, softmax_scale, bool(causal))
 
 
 def check_splits_of_pages(num_splits, block_table) -> None:
@@ -267,6 +283,17 @@ def _check_alibi_slopes(name, slopes, call):
     if slopes.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{name} must not require grad, found requires_grad=True: slopes have no gradient here")
     return slopes
+
+
+def _check_bias(bias, q, shape):
+    checks.tensor("bias", bias, device=q.device)
+    if not bias.is_floating_point():
+        raise ArgumentTypeError(f"bias must have a floating-point dtype, found {bias.dtype}")
+    sizes = zip(reversed(bias.shape), reversed(shape), strict=False)
+    if bias.dim() > len(shape) or any(size not in (1, whole) for size, whole in sizes):
+        raise ArgumentError(
+            f"bias must broadcast to (batch, heads, seqlen_q, seqlen_k) = {shape}, found shape {tuple(bias.shape)}"
+        )
 
 
 def _check_per_entry(name, value, call):
