@@ -24,17 +24,20 @@ window_size. (left, right): query i sees keys i + seqlen_k - seqlen_q - left to 
     included; -1 means no bound. causal=True is right = 0.
 alibi_slopes. float32 (heads,) or (batch, heads); no gradient (Press et al. 2021, arXiv:2108.12409).
 dropout_p. Probability, drawn from the default generator of the device. Pass 0 in evaluation.
-deterministic. Gradients equal bit by bit from run to run.
+deterministic. Gradients are the same bit by bit in every run.
 return_attn_probs. Return (out, softmax_lse, S_dmask) instead of out. softmax_lse is float32, (batch, heads, seqlen_q)
     or, for variable length, (heads, total_q), and has a gradient. S_dmask is for tests of dropout and empty without it:
-    unnormalised probabilities exp(s - m), the sign bit set where they were dropped, where m is the running maximum over
-    blocks of `_get_block_size_n` keys, from the right.
+    probabilities exp(s - m) that are not normalised, with the sign bit set where an element was dropped; m is the
+    running maximum of the row over blocks of `_get_block_size_n` keys, from the last block to the first.
 
-Tensors are float16 or bfloat16 of one type and on one device, in any strides; float32 runs on the reference backend.
-head_dim is 1 to 256. Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written.
-What cu_seqlens, cache_seqlens, block_table and the like hold is checked on the CPU alone, because reading it on a GPU
-would wait for the device. There, positions beyond a cache's capacity are neither written nor attended to; the others
-must be right.
+Tensors are float16 or bfloat16, of one type and on one device, with any strides; float32 runs on the reference backend.
+head_dim is 1 to 256. None as an optional argument means its default. Numbers may be Python's, numpy's, or tensors
+without dimensions.
+
+Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written; both errors are also
+RuntimeErrors, which flash-attn raises. The contents of cu_seqlens, cache_seqlens, block_table and similar tensors are
+checked on the CPU only, because reading them on a GPU would wait for the device. On a GPU, positions beyond the
+capacity of a cache are neither written nor attended to; everything else in these tensors must be right.
 
 Keys and values that no row of an entry sees may hold anything, also NaN. Where some row sees a value that is NaN or
 infinite, other rows of that entry and head may become NaN in its channel, although a mask hides it from them: a GPU
@@ -42,30 +45,38 @@ computes tiles of rows together, in which a weight of 0 times NaN is NaN. On the
 """
 
 import inspect
+from collections.abc import Callable
+from typing import Literal, overload
 
 import torch
+from torch import Tensor
 
 from flash_attn import _flash_attn_gpu as flash_attn_gpu  # noqa: F401  (other packages import this name from here)
 from flash_attn import _removed
 from flash_attn._ops import checks, flash_attn
 
 USE_TRITON_ROCM = False
+Length = int | Tensor | None  # an upper bound of lengths; a tensor has no dimensions
 __getattr__ = _removed.getattr_of(__name__, _removed.UNPADDED)
 
 
+@overload
 def flash_attn_func(
-    q,
-    k,
-    v,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, *, return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Attention of dense batches. The top of this module says what is computed.
 
     Arguments:
@@ -98,18 +109,23 @@ def flash_attn_func(
     return results[:3] if return_attn_probs else results[0]
 
 
+@overload
 def flash_attn_kvpacked_func(
-    q,
-    kv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, *, return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`flash_attn_func` with keys and values in one tensor, whose gradient then is one tensor, too.
 
     Arguments:
@@ -134,17 +150,23 @@ def flash_attn_kvpacked_func(
     return results[:3] if return_attn_probs else results[0]
 
 
+@overload
 def flash_attn_qkvpacked_func(
-    qkv,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, *, return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`flash_attn_func` with queries, keys and values in one tensor, whose gradient then is one tensor, too.
 
     Arguments:
@@ -168,36 +190,39 @@ def flash_attn_qkvpacked_func(
     return results[:3] if return_attn_probs else results[0]
 
 
+@overload
 def flash_attn_varlen_func(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-    block_table=None,
-):
-    """Attention of sequences of different lengths, one behind the other in memory, without padding.
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
+    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, block_table: Tensor | None = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
+    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, *, return_attn_probs: Literal[True], block_table: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
+    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attention of sequences of different lengths, concatenated without padding.
 
     Arguments:
         q: (total_q, heads, head_dim).
         k, v: (total_k, heads_k, head_dim); with block_table, (num_pages, page_size, heads_k, head_dim), any page size.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), starting at 0: entry b has the tokens cu_seqlens[b] to
-            cu_seqlens[b + 1] - 1. Entries may be empty. Tokens behind the last entry give 0.
+            cu_seqlens[b + 1] - 1. Entries may be empty. Tokens after the last entry give 0.
         max_seqlen_q, max_seqlen_k: int, 0-d integer tensor or None: an upper bound of the lengths. A tensor is not
             read, so that nothing waits for the device, except for return_attn_probs with dropout, whose shape it sets.
         block_table: int32 (batch, pages of an entry) or None: key j of entry b is in page
-            block_table[b, j // page_size]; lengths still come from cu_seqlens_k. Without gradient. An entry has no more
-            keys than its pages have room for: where cu_seqlens_k says more, the first ones are used.
+            block_table[b, j // page_size]; lengths still come from cu_seqlens_k. An entry has no more keys than its
+            pages have room for: if cu_seqlens_k says more, the first ones are used. The backward raises, for keys in
+            pages have no gradient.
         The others are those of `flash_attn_func`.
 
     Returns:
@@ -222,22 +247,26 @@ def flash_attn_varlen_func(
     return results[:3] if return_attn_probs else results[0]
 
 
+@overload
 def flash_attn_varlen_kvpacked_func(
-    q,
-    kv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, *, return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`flash_attn_varlen_func` with keys and values in one tensor, whose gradient then is one tensor, too.
 
     Arguments:
@@ -266,19 +295,23 @@ def flash_attn_varlen_kvpacked_func(
     return results[:3] if return_attn_probs else results[0]
 
 
+@overload
 def flash_attn_varlen_qkvpacked_func(
-    qkv,
-    cu_seqlens,
-    max_seqlen,
-    dropout_p=0.0,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    alibi_slopes=None,
-    deterministic=False,
-    return_attn_probs=False,
-):
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Length, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Length, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, *, return_attn_probs: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Length, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """`flash_attn_varlen_func` with queries, keys and values in one tensor, whose gradient then is one tensor, too.
 
     Arguments:
@@ -306,30 +339,35 @@ def flash_attn_varlen_qkvpacked_func(
     return results[:3] if return_attn_probs else results[0]
 
 
+@overload
 def flash_attn_with_kvcache(
-    q,
-    k_cache,
-    v_cache,
-    k=None,
-    v=None,
-    rotary_cos=None,
-    rotary_sin=None,
-    cache_seqlens=None,
-    cache_batch_idx=None,
-    cache_leftpad=None,
-    block_table=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(-1, -1),
-    softcap=0.0,
-    rotary_interleaved=True,
-    alibi_slopes=None,
-    num_splits=0,
-    return_softmax_lse=False,
-):
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0, *,
+    return_softmax_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of new queries over cached keys and values; appends new keys and values to the cache first.
 
-    Entry b of the batch uses row cache_batch_idx[b] (or b) of the cache, of which n = cache_seqlens[b] positions are
+    Entry b of the batch uses row cache_batch_idx[b] (or b) of the cache; n = cache_seqlens[b] of its positions are
     filled. If k and v are given, they are written, in place, to positions n, n + 1, ... The keys attended to are
     positions cache_leftpad[b] (or 0) to n + seqlen_new - 1; masks, windows and ALiBi count from the first of them, and
     the last query is aligned with the last key. cache_seqlens is not changed. There is no gradient.
@@ -347,13 +385,13 @@ def flash_attn_with_kvcache(
         cache_seqlens: int, or int32 or int64 (batch,); None means that the whole capacity is filled. In a tensor, a
             negative length makes an entry empty, as padding of a batch: nothing is read or appended, whatever the other
             arguments hold there, out is 0 and softmax_lse +inf.
-        cache_batch_idx: int32 (batch,), or None; not with block_table. Where two entries append to one position, be it
-            by this or by block_table, which of them stays there is not specified, nor then what both attend to.
+        cache_batch_idx: int32 (batch,), or None; not with block_table. If two entries append to the same position,
+            through this argument or through block_table, the result of both is not specified.
         cache_leftpad: int32 (batch,), or None.
         block_table: int32 (batch, pages of an entry), or None: position m is in page block_table[b, m // page_size].
-        softmax_scale, causal, window_size, softcap, alibi_slopes: as in `flash_attn_func`.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: those of `flash_attn_func`.
         rotary_interleaved: rotate pairs (2t, 2t + 1) if true, else pairs (t, t + rotary_dim / 2).
-        num_splits: into how many parts the keys are split to occupy the device, at most 128; below 1, we choose.
+        num_splits: the number of splits of the keys, at most 128, to occupy the device; below 1, the library chooses.
         return_softmax_lse: bool.
 
     Returns:
@@ -374,7 +412,7 @@ def flash_attn_with_kvcache(
     return (out, softmax_lse) if return_softmax_lse else out
 
 
-def _check_given(name, value):
+def _check_given(name: str, value: object) -> None:
     if value is None:
         checks.tensor(name, value)
 
@@ -384,18 +422,9 @@ def _check_given(name, value):
 
 
 def _flash_attn_forward(
-    q,
-    k,
-    v,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    return_softmax,
-):
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float, softmax_scale: float | None, causal: bool, window_size_left: int,
+    window_size_right: int, softcap: float, alibi_slopes: Tensor | None, return_softmax: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns (out, softmax_lse, S_dmask, rng_state); rng_state is int64 (2,), zeros where dropout_p is 0."""
     results = flash_attn.forward(
         q, k, v, softmax_scale, causal, (window_size_left, window_size_right), return_softmax,
@@ -405,27 +434,12 @@ def _flash_attn_forward(
 
 
 def _flash_attn_varlen_forward(
-    q,
-    k,
-    v,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left=-1,
-    window_size_right=-1,
-    softcap=0.0,
-    alibi_slopes=None,
-    return_softmax=False,
-    block_table=None,
-    leftpad_k=None,
-    seqused_k=None,
-    zero_tensors=False,
-    num_splits=0,
-):
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
+    max_seqlen_k: Length, dropout_p: float, softmax_scale: float | None, causal: bool, window_size_left: int = -1,
+    window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None, return_softmax: bool = False,
+    block_table: Tensor | None = None, leftpad_k: Tensor | None = None, seqused_k: Tensor | None = None,
+    zero_tensors: bool = False, num_splits: int = 0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns (out, softmax_lse, S_dmask, rng_state).
 
     seqused_k, leftpad_k: int32 (batch,), how many keys of each entry are used and how many of these are skipped.
@@ -445,25 +459,10 @@ def _flash_attn_varlen_forward(
 
 
 def _flash_attn_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    deterministic,
-    rng_state=None,
-):
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    dropout_p: float, softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int,
+    softcap: float, alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Writes dq, dk and dv, and returns softmax_d. softmax_lse is used as given: it may be that of more keys."""
     return flash_attn.backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv,
@@ -473,30 +472,11 @@ def _flash_attn_backward(
 
 
 def _flash_attn_varlen_backward(
-    dout,
-    q,
-    k,
-    v,
-    out,
-    softmax_lse,
-    dq,
-    dk,
-    dv,
-    cu_seqlens_q,
-    cu_seqlens_k,
-    max_seqlen_q,
-    max_seqlen_k,
-    dropout_p,
-    softmax_scale,
-    causal,
-    window_size_left,
-    window_size_right,
-    softcap,
-    alibi_slopes,
-    deterministic,
-    rng_state=None,
-    zero_tensors=False,
-):
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length, dropout_p: float,
+    softmax_scale: float | None, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None, zero_tensors: bool = False,
+) -> Tensor:  # fmt: skip
     """As `_flash_attn_backward`. zero_tensors changes nothing, since every element is written."""
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
@@ -545,22 +525,22 @@ _wrapped_flash_attn_backward = _flash_attn_backward
 _wrapped_flash_attn_varlen_backward = _flash_attn_varlen_backward
 
 
-def _get_block_size_n(device, head_dim, is_dropout, is_causal):
+def _get_block_size_n(device: torch.device, head_dim: int, is_dropout: bool, is_causal: bool) -> int:
     """Width of the key blocks over which S_dmask keeps its running maximum; see the top of this module."""
     return flash_attn.block_size_n(head_dim, is_dropout)
 
 
-def maybe_contiguous(x):
+def maybe_contiguous(x: Tensor | None) -> Tensor | None:
     """x, copied if its last dimension is not contiguous; None stays None."""
     return x.contiguous() if x is not None and x.stride(-1) != 1 else x
 
 
-def round_multiple(x, m):
+def round_multiple(x: int, m: int) -> int:
     """x rounded up to a multiple of m."""
     return (x + m - 1) // m * m
 
 
-def _function_class(name, function):
+def _function_class(name: str, function: Callable) -> type:
     """A class whose `apply` is `function` by position, with a trailing is_grad_enabled, as flash-attn 2.8's has."""
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     num_parameters = sum(p.kind is positional for p in inspect.signature(function).parameters.values())

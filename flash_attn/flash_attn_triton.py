@@ -58,7 +58,8 @@ def flash_attn_kvpacked_func(
         torch.Size([2, 16, 4, 32])
     """
     checks.packed("kv", kv, 2, "(batch, seqlen_k, 2, heads_k, head_dim)")
-    return flash_attn_func(q, *kv.unbind(2), bias, causal, softmax_scale)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, bias, causal, softmax_scale)
 
 
 def flash_attn_qkvpacked_func(
@@ -74,4 +75,5 @@ def flash_attn_qkvpacked_func(
         torch.Size([2, 16, 4, 32])
     """
     checks.packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
-    return flash_attn_func(*qkv.unbind(2), bias, causal, softmax_scale)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, bias, causal, softmax_scale)

@@ -138,7 +138,8 @@ def window(window_size) -> tuple[int, int]:
         exact = False
     if not exact:
         raise ArgumentError(f"window_size must be two integers (left, right), found {window_size!r}")
-    return tuple(min(max(int(side), -1), _FAR) for side in (left, right))
+    left, right = (min(max(int(side), -1), _FAR) for side in (left, right))
+    return left, right
 
 
 def packed(name: str, value, parts: int, layout: str) -> None:
@@ -156,7 +157,7 @@ def process_group(value) -> None:
 
 def own_memory(**tensors) -> None:
     """Check that tensors that are written start at different addresses and have no expanded dimension."""
-    seen = {}
+    seen: dict[tuple[int, int], str] = {}
     for name, value in tensors.items():
         strides = value.stride()
         if 0 in strides and any(size > 1 for size, stride in zip(value.shape, strides, strict=True) if stride == 0):

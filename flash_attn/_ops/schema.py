@@ -1,6 +1,7 @@
 """Schemas of ops from NamedTuples, so that an argument and its default are written once."""
 
 import typing
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ _TYPES = {
 }
 
 
-def arguments(options: type[tuple]) -> str:
+def arguments(options: Any) -> str:
     """The fields of a NamedTuple class as a part of a schema: "float softmax_scale, float softcap=0.0"."""
     defaults = options._field_defaults
     return ", ".join(
