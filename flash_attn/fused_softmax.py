@@ -11,8 +11,7 @@ import enum
 
 import torch
 
-from flash_attn._ops import checks
-from flash_attn._ops import fused_softmax as ops
+from flash_attn._ops import checks, fused_softmax
 
 
 class AttnMaskType(enum.Enum):
@@ -33,10 +32,10 @@ def scaled_upper_triang_masked_softmax(inputs, _, scale):
     >>> scaled_upper_triang_masked_softmax(torch.zeros(1, 1, 3, 3), None, 1.0)[0, 0, 1]
     tensor([0.5000, 0.5000, 0.0000])
     """
-    checks.tensor("inputs", inputs, dtypes=ops.DTYPES)
+    checks.tensor("inputs", inputs, dtypes=fused_softmax.DTYPES)
     checks.number("the number of dimensions of inputs", inputs.dim(), inputs.dim() >= 2, "at least 2")
     batches = inputs.reshape(1, inputs.shape[:-2].numel(), *inputs.shape[-2:])
-    return ops.softmax(batches, None, scale, True).view(inputs.shape)
+    return fused_softmax.softmax(batches, None, scale, True).view(inputs.shape)
 
 
 def scaled_masked_softmax(inputs, mask, scale):
@@ -52,7 +51,7 @@ def scaled_masked_softmax(inputs, mask, scale):
     >>> scaled_masked_softmax(torch.zeros(1, 1, 1, 3), torch.tensor([[[[False, True, False]]]]), 1.0)
     tensor([[[[0.5000, 0.0000, 0.5000]]]])
     """
-    return ops.softmax(inputs, mask, scale, False)
+    return fused_softmax.softmax(inputs, mask, scale, False)
 
 
 class ScaledUpperTriangMaskedSoftmax:
@@ -116,10 +115,10 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
         mask: True where scores are left out, or None. A causal module leaves out what is above the diagonal as well.
         """
-        checks.tensor("input", input, dtypes=ops.DTYPES)
+        checks.tensor("input", input, dtypes=fused_softmax.DTYPES)
         checks.ndim("input", input, "(batch, heads, seqlen_q, seqlen_k)")
         if self.is_kernel_available(mask, *input.shape):
-            return ops.softmax(input, mask, 1.0 if self.scale is None else self.scale, self.causal)
+            return fused_softmax.softmax(input, mask, 1.0 if self.scale is None else self.scale, self.causal)
         return self._step_by_step(input, mask)
 
     def is_kernel_available(self, mask, b, np, sq, sk):

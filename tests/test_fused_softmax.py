@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 import fused_softmax_lib
 from flash_attn import fused_softmax
-from flash_attn._ops import fused_softmax as ops
+from flash_attn._ops import fused_softmax as fused_softmax_ops
 from flash_attn.fused_softmax import (
     AttnMaskType,
     FusedScaleMaskSoftmax,
@@ -191,7 +191,7 @@ def test_what_lies_above_the_diagonal_is_not_looked_at(device):
     x, dy = torch.randn(2, 1, 40, 40, device=device)
     above = torch.ones(40, 40, dtype=torch.bool, device=device).triu(1)
     right = [scaled_upper_triang_masked_softmax(x, None, 1.0)]
-    right.append(ops.bwd(dy, right[0], 1.0, True))
+    right.append(fused_softmax_ops.bwd(dy, right[0], 1.0, True))
     x[0, above], dy[0, above] = float("nan"), float("inf")
     y = scaled_upper_triang_masked_softmax(x.requires_grad_(), None, 1.0)
     (dx,) = torch.autograd.grad(y, x, dy)
@@ -286,11 +286,11 @@ def test_compiled(case, backend, device):
 @pytest.mark.parametrize("case", params([Case(), Case(mask="none"), Case(layout="bhsd")]))
 def test_opcheck(case, device):
     x, dy, mask, _ = case.draw(device)
-    torch.library.opcheck(ops.fwd.default, (x.clone().requires_grad_(), mask, 0.5, False))
-    torch.library.opcheck(ops.fwd.default, (x, mask, 0.5, False))
+    torch.library.opcheck(fused_softmax_ops.fwd.default, (x.clone().requires_grad_(), mask, 0.5, False))
+    torch.library.opcheck(fused_softmax_ops.fwd.default, (x, mask, 0.5, False))
     y = x.softmax(dim=-1)
-    torch.library.opcheck(ops.bwd.default, (dy, y, 0.5, False))
-    torch.library.opcheck(ops.bwd.default, (*(each.mT.contiguous().mT for each in (dy, y)), 0.5, False))
+    torch.library.opcheck(fused_softmax_ops.bwd.default, (dy, y, 0.5, False))
+    torch.library.opcheck(fused_softmax_ops.bwd.default, (*(each.mT.contiguous().mT for each in (dy, y)), 0.5, False))
 
 
 def test_meta():
@@ -376,7 +376,7 @@ def test_more_elements_than_32_bits_count(shape, device, memory_guard):
     right = x[0, 0, 0].double().softmax(dim=-1)
     for row in (0, shape[2] - 1):
         torch.testing.assert_close(y[0, 0, row].double(), right, rtol=1e-2, atol=1e-12)
-    dx = ops.bwd(x, y, 1.0, False)
+    dx = fused_softmax_ops.bwd(x, y, 1.0, False)
     torch.testing.assert_close(dx[0, 0, -1], dx[0, 0, 0])
     assert dx[0, 0, 0].any()
 
@@ -392,7 +392,7 @@ def test_alignment(dtype, shift, columns, device):
     shifted = torch.zeros(x.numel() + shift, device=device, dtype=x.dtype)[shift:].view_as(x).copy_(x)
     torch.testing.assert_close(scaled_masked_softmax(shifted, mask, 1.0), right)
     y = shifted.copy_(right)
-    torch.testing.assert_close(ops.bwd(dy, y, 1.0, False), ops.bwd(dy, right, 1.0, False))
+    torch.testing.assert_close(fused_softmax_ops.bwd(dy, y, 1.0, False), fused_softmax_ops.bwd(dy, right, 1.0, False))
 
 
 @pytest.mark.cuda
@@ -401,7 +401,7 @@ def test_heads_take_turns_where_they_share_a_large_mask(causal, device):
     """Rows are then taken in another order than where each head has a mask of its own."""
     x, mask = torch.randn(2, 3, 2100, 2100, device=device).half(), torch.rand(2, 1, 2100, 2100, device=device) < 0.3
     alone = mask.expand(x.shape).contiguous()
-    assert identical(ops.fwd(x, mask, 0.5, causal), ops.fwd(x, alone, 0.5, causal))
+    assert identical(fused_softmax_ops.fwd(x, mask, 0.5, causal), fused_softmax_ops.fwd(x, alone, 0.5, causal))
 
 
 @pytest.mark.cuda
@@ -449,7 +449,7 @@ def test_kernel_refuses_what_does_not_fit(device):
         ((x, None, 1.0, True), "causal"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            ops.fwd.default(*arguments)
+            fused_softmax_ops.fwd.default(*arguments)
     for arguments, message in (
         ((x[:1], x, 1.0, False), "dy must have shape"),
         ((x.half(), x, 1.0, False), "dy must have dtype"),
@@ -457,4 +457,4 @@ def test_kernel_refuses_what_does_not_fit(device):
         ((x, x, 1.0, True), "causal"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            ops.bwd.default(*arguments)
+            fused_softmax_ops.bwd.default(*arguments)

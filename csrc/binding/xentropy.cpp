@@ -94,13 +94,14 @@ void differentiate(const Tensor& dlosses, const Tensor& logits, const Tensor& la
                    const Options& options, const Tensor& dlogits) {
   check_row_values(dlosses, logits, "dlosses");
   check_row_values(lse, logits, "lse");
+  void* const target = dlogits.mutable_data_ptr();  // before logits are looked at: a lazy clone gets its memory here
   const xentropy::BwdParams params{
       .problem = problem_of(logits, labels, options),
       .dlosses = static_cast<const float*>(dlosses.const_data_ptr()),
       .dlosses_stride = dlosses.stride(0),
       .lse = static_cast<const float*>(lse.const_data_ptr()),
       .lse_stride = lse.stride(0),
-      .dlogits = dlogits.mutable_data_ptr(),
+      .dlogits = target,
       .dlogits_stride = dlogits.stride(0),
   };
   xentropy::bwd(params, current_stream(logits));

@@ -23,8 +23,7 @@ from einops import rearrange, repeat
 from torch import Tensor
 
 from flash_attn import _torch_private
-from flash_attn._ops import autograd, checks
-from flash_attn._ops import rotary as ops
+from flash_attn._ops import autograd, checks, rotary
 
 
 def rotate_half(x, interleaved=False):
@@ -90,8 +89,8 @@ def apply_rotary_emb(
     if inplace:
         return _rotate_in_place(_WHOLE, x, (cos, sin), interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
     checks.flags(interleaved=interleaved)
-    arguments = ops.arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
-    return ops.rotary(*arguments, bool(interleaved), False)
+    arguments = rotary.arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+    return rotary.rotary(*arguments, bool(interleaved), False)
 
 
 apply_rotary_emb_func = apply_rotary_emb
@@ -250,7 +249,7 @@ class RotaryEmbedding(torch.nn.Module):
 
         Raises TypeError or ValueError for arguments that do not fit together.
         """
-        checks.tensor("qkv", qkv, dtypes=ops.DTYPES)
+        checks.tensor("qkv", qkv, dtypes=rotary.DTYPES)
         if cu_seqlens is None:
             checks.number("the number of dimensions of qkv", qkv.dim(), qkv.dim() >= 4, "4 or 5")
         elif kv is not None or isinstance(seqlen_offset, Tensor) or seqlen_offset != 0 or max_seqlen is None:
@@ -406,12 +405,12 @@ class _RotateInPlace(torch.autograd.Function):
             dout = dout.clone(memory_format=torch.contiguous_format)
             sources = ctx.layout.split(dout, *tables)
         for (source, *_), (target, *part) in zip(sources, targets, strict=True):
-            ops.rotary_into(source, target, *part, *options)
+            rotary.rotary_into(source, target, *part, *options)
         # Without rows in the tables all is copied. Torch's copy between such strides reaches 1.6 TB/s on an H200, where
         # this kernel has 3.9.
         no_rows = [table[:0] for table in tables[:2]]
         for source, target in zip(ctx.layout.rest(dout), ctx.layout.rest(dx), strict=True):
-            ops.rotary_into(source, target, *no_rows, *options)
+            rotary.rotary_into(source, target, *no_rows, *options)
         return dx, None, None, None
 
 
@@ -428,15 +427,15 @@ def _checked(layout, x, tables, interleaved, seqlen_offsets, cu_seqlens=None, ma
     """Check all parts of x, before any of them is written; return what `_rotate` takes."""
     checks.flags(interleaved=interleaved)
     parts = [
-        ops.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen, (layout.name, *names))
+        rotary.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen, (layout.name, *names))
         for names, part in zip(_TABLE_NAMES[len(tables)], layout.split(x, *tables))
     ]
-    ops.writable(layout.name, x)
+    rotary.writable(layout.name, x)
     return x, layout, parts, bool(interleaved)
 
 
 def _rotate(x, layout, parts, interleaved):
-    differentiable = ops.rotary.wants_derivative((x,))
+    differentiable = rotary.rotary.wants_derivative((x,))
     if differentiable and not torch.compiler.is_compiling():
         return _RotateInPlace.apply(x, layout, parts, interleaved)
     if differentiable or torch.compiler.is_exporting():  # an exported program may be differentiated later
@@ -446,7 +445,7 @@ def _rotate(x, layout, parts, interleaved):
 
 def _rotate_parts_(x, parts, interleaved):
     for part in parts:
-        ops.rotary_(*part, interleaved, False)
+        rotary.rotary_(*part, interleaved, False)
     return x
 
 
@@ -454,7 +453,7 @@ def _rotate_in_graph(x, layout, parts, interleaved):
     """The same as a graph can hold it: autograd knows each step, since graphs have no functions that change inputs."""
     out = x.clone(memory_format=torch.contiguous_format)
     for part, (target, *_) in zip(parts, layout.split(out, *_tables(parts)), strict=True):
-        target.copy_(ops.rotary(*part, interleaved, False))
+        target.copy_(rotary.rotary(*part, interleaved, False))
     with torch.set_grad_enabled(_may_change_history(x)):
         x.copy_(out)
     return out

@@ -6,8 +6,7 @@ loss = loss_fn(torch.randn(8, 50257, requires_grad=True) * 1, torch.randint(5025
 
 import torch
 
-from flash_attn._ops import checks
-from flash_attn._ops import xentropy as ops
+from flash_attn._ops import checks, xentropy
 
 _REDUCTIONS = ("mean", "sum", "none")
 
@@ -54,7 +53,7 @@ class CrossEntropyLoss(torch.nn.Module):
 
         Each is a float32 scalar, or (rows,) with reduction="none".
         """
-        losses, z_losses, kept = ops.cross_entropy(
+        losses, z_losses, kept = xentropy.cross_entropy(
             input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
             self.ignore_index, self.inplace_backward, self.process_group,
         )  # fmt: skip

@@ -10,8 +10,7 @@ not fit together.
 
 import torch
 
-from flash_attn._ops import activation as ops
-from flash_attn._ops import checks
+from flash_attn._ops import activation, checks
 
 _GELU = "gelu_approx"
 
@@ -23,40 +22,40 @@ def bias_gelu(y, bias):
     torch.Size([8, 64])
     """
     with torch.no_grad():
-        return ops.fwd(_biased(y, bias), None, _GELU).to(y.dtype)
+        return activation.fwd(_biased(y, bias), None, _GELU).to(y.dtype)
 
 
 def bias_gelu_back(g, y, bias):
     """The gradients of `bias_gelu` for an incoming g like y: (grad_y in y.dtype, grad_bias in bias.dtype)."""
-    dy, _ = ops.differentiate(g, _biased(y, bias), None, _GELU, ("g", "y", ""))
+    dy, _ = activation.differentiate(g, _biased(y, bias), None, _GELU, ("g", "y", ""))
     return dy.to(y.dtype), dy.sum(tuple(range(dy.dim() - 1))).to(bias.dtype)
 
 
 def bias_gelu_impl(input, bias):
     """Differentiable `bias_gelu`."""
-    return ops.activate(_biased(input, bias, "input"), None, _GELU).to(input.dtype)
+    return activation.activate(_biased(input, bias, "input"), None, _GELU).to(input.dtype)
 
 
 def gelu_fwd(x):
     """gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
     with torch.no_grad():
-        return ops.activate(x, None, _GELU)
+        return activation.activate(x, None, _GELU)
 
 
 def gelu_bwd(g, x):
     """g gelu'(x), in the dtype of x."""
-    return ops.differentiate(g, x, None, _GELU)[0]
+    return activation.differentiate(g, x, None, _GELU)[0]
 
 
 def fast_gelu_impl(input):
     """Differentiable `gelu_fwd`."""
-    return ops.activate(input, None, _GELU, ("input", ""))
+    return activation.activate(input, None, _GELU, ("input", ""))
 
 
 def relu_bwd(g, x):
     """g where x >= 0, zero included, else 0, in the dtype of x."""
-    checks.tensor("x", x, dtypes=ops.DTYPES)
-    checks.tensor("g", g, dtypes=ops.DTYPES, shape=tuple(x.shape), device=x.device)
+    checks.tensor("x", x, dtypes=activation.DTYPES)
+    checks.tensor("g", g, dtypes=activation.DTYPES, shape=tuple(x.shape), device=x.device)
     with torch.no_grad():
         return torch.where(x >= 0, g, 0).to(x.dtype)
 
@@ -64,23 +63,23 @@ def relu_bwd(g, x):
 def sqrelu_fwd(x):
     """max(x, 0)^2."""
     with torch.no_grad():
-        return ops.activate(x, None, "sqrelu")
+        return activation.activate(x, None, "sqrelu")
 
 
 def sqrelu_bwd(g, x):
     """2 g max(x, 0), in the dtype of x."""
-    return ops.differentiate(g, x, None, "sqrelu")[0]
+    return activation.differentiate(g, x, None, "sqrelu")[0]
 
 
 def swiglu_fwd(x, y):
     """silu(x) * y = x / (1 + exp(-x)) * y: the gate comes first (arXiv:2002.05202)."""
     with torch.no_grad():
-        return ops.activate(x, y, "silu")
+        return activation.activate(x, y, "silu")
 
 
 def swiglu_bwd(x, y, g):
     """The gradients of `swiglu` for an incoming g: (dx, dy)."""
-    return ops.differentiate(g, x, y, "silu")
+    return activation.differentiate(g, x, y, "silu")
 
 
 def swiglu(x, y):
@@ -89,7 +88,7 @@ def swiglu(x, y):
     >>> gate, value = torch.randn(2, 5, 128, requires_grad=True).chunk(2, dim=-1)
     >>> swiglu(gate, value).sum().backward()
     """
-    return ops.activate(x, y, "silu")
+    return activation.activate(x, y, "silu")
 
 
 def swiglu_of_halves(x):
@@ -100,7 +99,7 @@ def swiglu_of_halves(x):
     >>> swiglu_of_halves(torch.randn(2, 5, 256)).shape
     torch.Size([2, 5, 128])
     """
-    return ops.activate_gate(x, "silu")
+    return activation.activate_gate(x, "silu")
 
 
 class GeLUFunction:
@@ -123,8 +122,8 @@ class SwiGLUFunction:
 
 def _biased(y, bias, name="y"):
     """The sum, in the wider dtype of the two."""
-    checks.tensor(name, y, dtypes=ops.DTYPES)
+    checks.tensor(name, y, dtypes=activation.DTYPES)
     if y.dim() == 0:
         raise ValueError(f"{name} must have at least one dimension (..., features), found shape ()")
-    checks.tensor("bias", bias, dtypes=ops.DTYPES, shape=y.shape[-1:], device=y.device)
+    checks.tensor("bias", bias, dtypes=activation.DTYPES, shape=y.shape[-1:], device=y.device)
     return y + bias

@@ -19,6 +19,7 @@ Every function raises TypeError or ValueError for arguments that do not fit toge
 
 import dataclasses
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -34,7 +35,7 @@ def fused_dense_func(
     return_residual: bool = False,
     process_group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
-):
+) -> Tensor | tuple[Tensor, Tensor]:
     """x weight^T + bias, differentiable in x, weight and bias.
 
     Arguments:
@@ -76,7 +77,7 @@ def fused_mlp_func(
     heuristic: int = 0,
     process_group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
-):
+) -> Tensor | tuple[Tensor, Tensor]:
     """act(x weight1^T + bias1) weight2^T + bias2, differentiable in all five tensors.
 
     Arguments:
@@ -191,13 +192,13 @@ class FusedDense(nn.Linear):
         out_features: int,
         bias: bool = True,
         return_residual: bool = False,
-        device=None,
-        dtype=None,
-    ):
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.return_residual = return_residual
 
-    def forward(self, x, process_group=None):
+    def forward(self, x: Tensor, process_group: ProcessGroup | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """process_group: gather x (..., in_features) along its first dimension from these processes."""
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
@@ -213,11 +214,11 @@ class _ParallelLinear(nn.Linear):
         out_features: int,
         process_group: ProcessGroup,
         bias: bool = True,
-        sequence_parallel=True,
-        multiple_of=1,
-        device=None,
-        dtype=None,
-    ):
+        sequence_parallel: bool = True,
+        multiple_of: int = 1,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         features = {"in_features": in_features, "out_features": out_features}
         features[self._divided] = _share(self._divided, features[self._divided], process_group, multiple_of)
         # A bias of divided outputs is divided like them; one of outputs that are summed must be added once.
@@ -241,7 +242,7 @@ class ColumnParallelLinear(_ParallelLinear):
 
     _divided = "out_features"
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features of this process)."""
         return fused_dense_func(
             x, self.weight, self.bias, process_group=self.process_group, sequence_parallel=self.sequence_parallel
@@ -258,7 +259,7 @@ class RowParallelLinear(_ParallelLinear):
 
     _divided = "in_features"
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """(..., in_features of this process) to (..., out_features)."""
         return _reduced(fused_dense_func(x, self.weight, self.bias), self.process_group, self.sequence_parallel)
 
@@ -295,18 +296,18 @@ class FusedMLP(nn.Module):
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        bias1=True,
-        bias2=True,
-        activation="gelu_approx",
-        return_residual=False,
-        checkpoint_lvl=0,
-        heuristic="auto",
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        bias1: bool = True,
+        bias2: bool = True,
+        activation: str = "gelu_approx",
+        return_residual: bool = False,
+        checkpoint_lvl: int = 0,
+        heuristic: int | str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         _configure(self, activation, checkpoint_lvl, heuristic)
         self.return_residual = return_residual
@@ -314,7 +315,7 @@ class FusedMLP(nn.Module):
         self.fc1 = nn.Linear(in_features, hidden, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden, out, bias=bias2, device=device, dtype=dtype)
 
-    def forward(self, x, process_group=None):
+    def forward(self, x: Tensor, process_group: ProcessGroup | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """process_group: gather x (..., in_features) along its first dimension, and scatter the sum of all results."""
         out = _fused_mlp(self, x, process_group, True, self.return_residual)
         if process_group is None:
@@ -323,7 +324,7 @@ class FusedMLP(nn.Module):
             return reduce_scatter(out, process_group)
         return reduce_scatter(out[0], process_group), out[1]
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return _described(self)
 
 
@@ -339,19 +340,19 @@ class ParallelFusedMLP(nn.Module):
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        activation="gelu_approx",
-        process_group: ProcessGroup = None,
-        bias1=True,
-        bias2=True,
-        sequence_parallel=True,
-        checkpoint_lvl=0,
-        heuristic="auto",
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: str = "gelu_approx",
+        process_group: ProcessGroup | None = None,
+        bias1: bool = True,
+        bias2: bool = True,
+        sequence_parallel: bool = True,
+        checkpoint_lvl: int = 0,
+        heuristic: int | str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         _configure(self, activation, checkpoint_lvl, heuristic)
         self.process_group = process_group
@@ -361,12 +362,12 @@ class ParallelFusedMLP(nn.Module):
         self.fc1 = ColumnParallelLinear(in_features, hidden, process_group, bias=bias1, **options)
         self.fc2 = RowParallelLinear(hidden, out, process_group, bias=bias2, **options)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
         out = _fused_mlp(self, x, self.process_group, self.sequence_parallel)
         return _reduced(out, self.process_group, self.sequence_parallel)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return _described(self)
 
 

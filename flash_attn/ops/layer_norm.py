@@ -16,7 +16,7 @@ PyTorch's default generator of the device; masks are not stored but drawn again 
 
 import torch
 
-from flash_attn._ops import layer_norm as ops
+from flash_attn._ops import layer_norm as layer_norm_ops
 
 
 def layer_norm(x, weight, bias, epsilon):
@@ -25,7 +25,7 @@ def layer_norm(x, weight, bias, epsilon):
     >>> layer_norm(torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64), 1e-5).shape
     torch.Size([2, 5, 64])
     """
-    return ops.forward(x, None, weight, bias, epsilon, 0.0, names=("x", "weight", "bias"))[0]
+    return layer_norm_ops.forward(x, None, weight, bias, epsilon, 0.0, names=("x", "weight", "bias"))[0]
 
 
 def dropout_add_layer_norm(
@@ -155,7 +155,7 @@ class DropoutAddLayerNormFn:
         is_rms_norm=False,
         return_dmask=False,
     ):
-        out, _, h, mask, *_ = ops.forward(
+        out, _, h, mask, *_ = layer_norm_ops.forward(
             x0, residual, gamma, beta, epsilon, dropout_p, rowscale=rowscale, colscale=colscale, prenorm=prenorm,
             residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
         )  # fmt: skip
@@ -184,7 +184,7 @@ class DropoutAddLayerNormSubsetFn:
         is_rms_norm=False,
         return_dmask=False,
     ):
-        out, _, h, mask, *_ = ops.forward(
+        out, _, h, mask, *_ = layer_norm_ops.forward(
             x0, residual, gamma, beta, epsilon, dropout_p, colscale=colscale, x0_subset=x0_subset,
             out_subset=out_subset, rowscale_const=rowscale_const, out_rows=out_numrows, prenorm=prenorm,
             residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
@@ -212,7 +212,7 @@ class DropoutAddLayerNormParallelResidualFn:
         is_rms_norm=False,
         return_dmask=False,
     ):
-        out0, out1, h, mask0, mask1, *_ = ops.forward(
+        out0, out1, h, mask0, mask1, *_ = layer_norm_ops.forward(
             x0, residual, gamma0, beta0, epsilon, dropout_p, x1=x1, weight1=gamma1, bias1=beta1, prenorm=prenorm,
             residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
             names=("x0", "weight0", "bias0"),

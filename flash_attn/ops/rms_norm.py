@@ -10,7 +10,7 @@ bias if there is one. Functions and arguments are those of `flash_attn.ops.layer
 
 import torch
 
-from flash_attn._ops import layer_norm as ops
+from flash_attn._ops import layer_norm
 from flash_attn.ops.layer_norm import (
     DropoutAddLayerNorm,
     DropoutAddLayerNormFn,
@@ -25,7 +25,7 @@ def rms_norm(x, weight, epsilon):
     >>> rms_norm(torch.randn(2, 5, 64), torch.ones(64), 1e-5).shape
     torch.Size([2, 5, 64])
     """
-    return ops.forward(x, None, weight, None, epsilon, 0.0, is_rms_norm=True, names=("x", "weight", "bias"))[0]
+    return layer_norm.forward(x, None, weight, None, epsilon, 0.0, is_rms_norm=True, names=("x", "weight", "bias"))[0]
 
 
 def dropout_add_rms_norm(

@@ -16,7 +16,7 @@ from cases import DTYPES, LAYOUTS, cover, laid_out, params, random_rows
 from compare import assert_error_ratio, unavoidable
 from torch.autograd import forward_ad
 
-from flash_attn._ops import rotary as ops
+from flash_attn._ops import rotary as rotary_ops
 from flash_attn.layers import rotary
 from flash_attn.layers.rotary import (
     RotaryEmbedding,
@@ -211,7 +211,7 @@ def with_triton(monkeypatch):
     from flash_attn._triton import rotary as kernels
 
     for name in ("rotary", "rotary_", "rotary_into"):
-        monkeypatch.setattr(getattr(ops, name), "below_autograd", getattr(kernels, name))
+        monkeypatch.setattr(getattr(rotary_ops, name), "below_autograd", getattr(kernels, name))
     return kernels
 
 
@@ -295,7 +295,7 @@ def test_inference_tensor_is_not_written_outside_of_inference_mode(device, monke
     """Not even by a kernel, which would not notice."""
     with torch.inference_mode():
         x, (cos, sin) = torch.randn(2, 5, 4, 32, device=device), torch.rand(2, 5, 16, device=device)
-    monkeypatch.setattr(ops.rotary_, "default", lambda *_: pytest.fail("it is written"))
+    monkeypatch.setattr(rotary_ops.rotary_, "default", lambda *_: pytest.fail("it is written"))
     with pytest.raises(ValueError, match="must not write to an inference tensor"):
         apply_rotary_emb(x, cos, sin, inplace=True)
 
@@ -906,11 +906,11 @@ def test_exported_in_place_on_a_view(name, mode, strict, device):
 def test_opcheck(case, device):
     (x, _), tables, options = case.draw(device), case.tables(device), case.arguments(device)
     options.pop("interleaved")
-    arguments = ops.arguments(x, *tables, **options)[1:]
-    torch.library.opcheck(ops.rotary.default, (x.clone().requires_grad_(), *arguments, True, False))
-    torch.library.opcheck(ops.rotary.default, (x, *arguments, False, True))
-    torch.library.opcheck(ops.rotary_.default, (x, *arguments, False, False))
-    torch.library.opcheck(ops.rotary_into.default, (x, torch.empty_like(x), *arguments, False, False))
+    arguments = rotary_ops.arguments(x, *tables, **options)[1:]
+    torch.library.opcheck(rotary_ops.rotary.default, (x.clone().requires_grad_(), *arguments, True, False))
+    torch.library.opcheck(rotary_ops.rotary.default, (x, *arguments, False, True))
+    torch.library.opcheck(rotary_ops.rotary_.default, (x, *arguments, False, False))
+    torch.library.opcheck(rotary_ops.rotary_into.default, (x, torch.empty_like(x), *arguments, False, False))
 
 
 def test_meta():
@@ -1102,7 +1102,7 @@ def test_queries_are_not_written_if_the_keys_are_wrong(what, device):
 def test_long_dimensions(shape, inplace, device):
     case = Case(*shape, rotary_dim=shape[-1], dtype="fp32")
     (x, _), tables = case.draw(device), case.tables(device)
-    expected = ops.reference.rotary(x, *tables, None, 0, None, False, False)
+    expected = rotary_ops.reference.rotary(x, *tables, None, 0, None, False, False)
     torch.testing.assert_close(apply_rotary_emb(x, *tables, inplace=inplace), expected)
 
 
@@ -1175,7 +1175,7 @@ def test_kernel_refuses_what_does_not_fit(device):
     """The op itself, called around the checks in Python, must not reach memory that is not its own."""
     x, table, cu_seqlens = (tensor.to(device) for tensor in (X, TABLE, CU_SEQLENS))
     good = dict(x=x, cos=table, sin=table, offsets=None, first=0, cu_seqlens=None, pairs=True, back=False)
-    ops.rotary.default(*good.values())
+    rotary_ops.rotary.default(*good.values())
     for changes, message in (
         (dict(x=x[0]), "x must be"),
         (dict(x=x.double()), "x must have dtype"),
@@ -1190,11 +1190,11 @@ def test_kernel_refuses_what_does_not_fit(device):
         (dict(x=x[0], cu_seqlens=cu_seqlens[:0]), "cu_seqlens must have shape"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            ops.rotary.default(*(good | changes).values())
+            rotary_ops.rotary.default(*(good | changes).values())
     for out, message in (
         (x[..., :62], "out must have shape"),
         (x.half(), "out must have dtype"),
         (X, "out must be on cuda"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            ops.rotary_into.default(x, out, *list(good.values())[1:])
+            rotary_ops.rotary_into.default(x, out, *list(good.values())[1:])

@@ -16,8 +16,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xentropy_cuda_lib
-from flash_attn._ops import collectives
-from flash_attn._ops import xentropy as ops
+from flash_attn._ops import collectives, xentropy
 from flash_attn._reference import xentropy as reference
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.ops.triton import cross_entropy as functional
@@ -231,7 +230,7 @@ def test_logits_of_minus_infinity(device):
 @pytest.mark.parametrize("kernels", ["op", "triton"])
 def test_a_long_run_of_minus_infinity(kernels, device, request):
     """Longer than a kernel reads at a time, in front and behind."""
-    fwd = ops.fwd if kernels == "op" else request.getfixturevalue("triton_kernels").fwd
+    fwd = xentropy.fwd if kernels == "op" else request.getfixturevalue("triton_kernels").fwd
     logits, labels = torch.randn(2, 20_000, device=device), torch.tensor([9500, 9999], device=device)
     off = torch.full_like(logits, float("-inf"))
     off[:, 9000:10_000] = logits[:, 9000:10_000]
@@ -432,7 +431,7 @@ def test_triton(case, device, triton_kernels):
     dlogits = triton_kernels.bwd(dlosses, logits, *args)
     narrow = torch.Tensor.to if device.type == "cuda" else narrow_as_interpreted
     assert_matches((losses, z_losses, dlogits), logits, labels, dlosses, case.options, narrow)
-    for ours, theirs in zip((lse, kept), ops.fwd(logits, labels, None, *options, False)[2:], strict=True):
+    for ours, theirs in zip((lse, kept), xentropy.fwd(logits, labels, None, *options, False)[2:], strict=True):
         torch.testing.assert_close(ours, theirs)
     triton_kernels.bwd_(dlosses, logits, *args)
     assert identical(logits, dlogits)
@@ -497,11 +496,11 @@ def test_opcheck(case, device):
     logits, labels, dlosses = case.draw(device)
     options = *case.options.values(), -100, 0, case.vocab
     arguments = labels, None, *options, False
-    torch.library.opcheck(ops.fwd.default, (logits.clone().requires_grad_(), *arguments))
-    torch.library.opcheck(ops.fwd.default, (logits, *arguments))
+    torch.library.opcheck(xentropy.fwd.default, (logits.clone().requires_grad_(), *arguments))
+    torch.library.opcheck(xentropy.fwd.default, (logits, *arguments))
     lse = logits.float().logsumexp(dim=-1)
-    torch.library.opcheck(ops.bwd.default, (dlosses, logits, labels, lse, *options))
-    torch.library.opcheck(ops.bwd_.default, (dlosses, logits, labels, lse, *options))
+    torch.library.opcheck(xentropy.bwd.default, (dlosses, logits, labels, lse, *options))
+    torch.library.opcheck(xentropy.bwd_.default, (dlosses, logits, labels, lse, *options))
 
 
 def test_meta():
@@ -677,7 +676,7 @@ def test_kernel_refuses_what_does_not_fit(device):
     logits, labels = LOGITS.to(device), LABELS.to(device)
     lse = logits[:, 0].contiguous()
     good = dict(logits=logits, labels=labels, lse=None, smoothing=0.0, scale=1.0, z=0.0, ignore=None, start=0, all=10)
-    ops.fwd.default(*good.values(), False)
+    xentropy.fwd.default(*good.values(), False)
     for changes, message in (
         (dict(logits=logits[0]), "logits must have shape"),
         (dict(logits=logits.double()), "logits must have dtype"),
@@ -688,16 +687,16 @@ def test_kernel_refuses_what_does_not_fit(device):
         (dict(lse=lse.half()), "lse must have dtype Float, found Half"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            ops.fwd.default(*(good | changes).values(), False)
+            xentropy.fwd.default(*(good | changes).values(), False)
     good["lse"] = lse
-    ops.bwd.default(lse, *good.values())
+    xentropy.bwd.default(lse, *good.values())
     for changes, message in (
         (dict(dlosses=lse[:2]), "dlosses must have shape"),
         (dict(dlosses=lse.half()), "dlosses must have dtype"),
         (dict(lse=lse[:2]), "lse must have shape"),
         (dict(labels=labels[:2]), "labels must have shape"),
     ):
-        for op in (ops.bwd, ops.bwd_):
+        for op in (xentropy.bwd, xentropy.bwd_):
             with pytest.raises(RuntimeError, match=message):
                 op.default(*(dict(dlosses=lse) | good | changes).values())
 

@@ -6,7 +6,7 @@ import torch
 from cases import DTYPES
 from compare import assert_error_ratio
 
-from flash_attn._ops import activation as ops
+from flash_attn._ops import activation as activation_ops
 from flash_attn.ops import activations
 from flash_attn.ops.activations import (
     bias_gelu,
@@ -63,8 +63,10 @@ def test_against_float64(activation, dtype, shape, device):
     act = oracle.ACTIVATIONS[activation]
     for layout in LAYOUTS:
         x, y, dout = draw(shape, dtype, device, layout)
-        assert_like_formula(lambda x: ops.activate(x, None, activation), act, [x], dout)
-        assert_like_formula(lambda x, y: ops.activate(x, y, activation), lambda x, y: act(x) * y, [x, y], dout)
+        assert_like_formula(lambda x: activation_ops.activate(x, None, activation), act, [x], dout)
+        assert_like_formula(
+            lambda x, y: activation_ops.activate(x, y, activation), lambda x, y: act(x) * y, [x, y], dout
+        )
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape], ids=str)
@@ -80,14 +82,14 @@ def test_halves_against_float64(activation, dtype, shape, device):
     for layout in LAYOUTS:
         x, *_ = draw((*shape[:-1], 2 * shape[-1]), dtype, device, layout)
         _, _, dout = draw(shape, dtype, device, layout)
-        assert_like_formula(lambda x: ops.activate_gate(x, activation), formula, [x], dout)
+        assert_like_formula(lambda x: activation_ops.activate_gate(x, activation), formula, [x], dout)
 
 
 @pytest.mark.parametrize("activation", ["gelu_approx", "relu", "sqrelu", "silu"])
 def test_large_values(activation, device):
     """Far from zero each is 0 or grows as it should, and so does its derivative."""
     x = torch.tensor([-1e10, -1e4, -100.0, 0.0, 100.0, 1e4], device=device)
-    found = gradients(lambda x: ops.activate(x, None, activation), [x], torch.ones_like(x))
+    found = gradients(lambda x: activation_ops.activate(x, None, activation), [x], torch.ones_like(x))
     square = activation == "sqrelu"
     want = x.clamp(min=0)
     torch.testing.assert_close(found[0], want**2 if square else want)
@@ -95,7 +97,7 @@ def test_large_values(activation, device):
     torch.testing.assert_close(found[1], (2 * want if square else (x > 0).float() + at_zero * (x == 0)))
     assert at_zero == (0.5 if activation in ("gelu_approx", "silu") else 0)
     nan = torch.full((8,), float("nan"), device=device)
-    assert ops.activate(nan, None, activation).isnan().all()
+    assert activation_ops.activate(nan, None, activation).isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,12 +165,12 @@ def test_opcheck(gated, transposed, device):
     x, y, g = (each.T if transposed else each for each in (x, y, g))
     y = y if gated else None
     leaves = [None if each is None else each.detach().clone().requires_grad_() for each in (x, y)]
-    torch.library.opcheck(ops.fwd.default, (*leaves, "silu"))
-    torch.library.opcheck(ops.fwd.default, (x, y, "gelu_approx"))
-    torch.library.opcheck(ops.bwd.default, (g, x, y, "silu"))
+    torch.library.opcheck(activation_ops.fwd.default, (*leaves, "silu"))
+    torch.library.opcheck(activation_ops.fwd.default, (x, y, "gelu_approx"))
+    torch.library.opcheck(activation_ops.bwd.default, (g, x, y, "silu"))
     if gated:
-        torch.library.opcheck(ops.gated_fwd.default, (x.clone().requires_grad_(), "silu"))
-        torch.library.opcheck(ops.gated_bwd.default, (g[:, :20], x, "silu"))
+        torch.library.opcheck(activation_ops.gated_fwd.default, (x.clone().requires_grad_(), "silu"))
+        torch.library.opcheck(activation_ops.gated_bwd.default, (g[:, :20], x, "silu"))
 
 
 def test_autograd_functions():
@@ -204,7 +206,7 @@ def test_more_elements_than_32_bits_count(shape, device, memory_guard):
     memory_guard(3 * 2 * torch.Size(shape).numel())
     x = torch.randn(shape[-1] if len(shape) > 1 else 2**16, device=device).bfloat16()
     x = x.expand(shape) if len(shape) > 1 else torch.cat([x.repeat(2**15), x[:64]])
-    out = ops.fwd(x, None, "silu")
+    out = activation_ops.fwd(x, None, "silu")
     right = oracle.ACTIVATIONS["silu"](x[-1:].double()).bfloat16()
     torch.testing.assert_close(out[-1:], right)
     torch.testing.assert_close(out[:1], oracle.ACTIVATIONS["silu"](x[:1].double()).bfloat16())

@@ -16,7 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import fused_dense_lib
-from flash_attn._ops import fused_dense as ops
+from flash_attn._ops import fused_dense as fused_dense_ops
 from flash_attn.modules.mlp import Mlp
 from flash_attn.ops import fused_dense
 from flash_attn.ops.fused_dense import (
@@ -418,7 +418,7 @@ def test_forward_mode_is_refused(device):
 
 
 def test_layers_are_exactly_those_of_torch_where_there_is_no_kernel_for_few_rows():
-    assert Linear is (FewRowsLinear if ops.HAS_KERNEL else nn.Linear)
+    assert Linear is (FewRowsLinear if fused_dense_ops.HAS_KERNEL else nn.Linear)
 
 
 def test_dynamic_quantisation(device):
@@ -433,7 +433,7 @@ def test_dynamic_quantisation(device):
         quantised = quantization.quantize_dynamic(mlp, {nn.Linear})
         found = quantization.quantize_dynamic(Mlp(64, 128), {nn.Linear})
     assert "Quantized" in str(quantised[0]) and "Quantized" in str(quantised[2])
-    assert ("Quantized" in str(found.fc1)) == (not ops.HAS_KERNEL)
+    assert ("Quantized" in str(found.fc1)) == (not fused_dense_ops.HAS_KERNEL)
 
 
 @pytest.mark.parametrize("layer", [Linear, FewRowsLinear])
@@ -672,17 +672,17 @@ def test_exported(device):
 def test_opcheck(activation, device):
     x, weight, bias, next_weight, _, dout, _ = Case(shape=(3, 5), layout="sliced").draw(device)
     keep = activation != "identity"
-    torch.library.opcheck(ops.fwd.default, (x, weight, bias, activation, keep, 0))
-    out, kept = ops.fwd(x, weight, bias, activation, keep, 0)
+    torch.library.opcheck(fused_dense_ops.fwd.default, (x, weight, bias, activation, keep, 0))
+    out, kept = fused_dense_ops.fwd(x, weight, bias, activation, keep, 0)
     kept = {"identity": None, "relu": out}.get(activation, kept)
     for bias_grad in (False, True):
-        torch.library.opcheck(ops.dgrad.default, (dout, next_weight, None, kept, activation, bias_grad))
-    torch.library.opcheck(ops.wgrad.default, (dout, x, True))
+        torch.library.opcheck(fused_dense_ops.dgrad.default, (dout, next_weight, None, kept, activation, bias_grad))
+    torch.library.opcheck(fused_dense_ops.wgrad.default, (dout, x, True))
     leaves = [tensor.detach().clone().requires_grad_() for tensor in (x, weight, bias)]
     if activation == "identity":
-        torch.library.opcheck(ops.fwd.default, (*leaves, activation, False, 0))
+        torch.library.opcheck(fused_dense_ops.fwd.default, (*leaves, activation, False, 0))
     else:
-        out, _ = ops.fwd(*leaves, activation, True, 0)
+        out, _ = fused_dense_ops.fwd(*leaves, activation, True, 0)
         with pytest.raises(NotImplementedError, match=f"no gradient for '{activation}'"):
             out.sum().backward()
 
@@ -700,8 +700,8 @@ def test_the_function_of_autograd_is_the_public_one():
 @pytest.mark.parametrize("heuristic", [-1, 100])
 def test_a_product_has_an_algorithm_whatever_the_heuristic(heuristic, device):
     x, weight = torch.randn(2, 40, 64, device=device).bfloat16()
-    right = ops.fwd(x, weight, None, "identity", False, 0)[0]
-    torch.testing.assert_close(ops.fwd(x, weight, None, "identity", False, heuristic)[0], right)
+    right = fused_dense_ops.fwd(x, weight, None, "identity", False, 0)[0]
+    torch.testing.assert_close(fused_dense_ops.fwd(x, weight, None, "identity", False, heuristic)[0], right)
 
 
 # The functions of fused_dense_lib.
@@ -817,12 +817,14 @@ def test_other_errors(what):
 def test_a_direct_call_of_the_op_is_checked(change, message, device):
     shapes = dict(x=(5, 8), weight=(16, 8), bias=(16,)) | change
     with pytest.raises(RuntimeError, match=message):
-        ops.fwd(*(torch.zeros(shape, device=device).half() for shape in shapes.values()), "identity", False, 0)
+        fused_dense_ops.fwd(
+            *(torch.zeros(shape, device=device).half() for shape in shapes.values()), "identity", False, 0
+        )
     x, weight = torch.zeros(5, 8, device=device), torch.zeros(16, 8, device=device)
     with pytest.raises(RuntimeError, match="x must have dtype float16 or bfloat16, found float32"):
-        ops.fwd(x, weight, None, "identity", False, 0)
+        fused_dense_ops.fwd(x, weight, None, "identity", False, 0)
     with pytest.raises(RuntimeError, match="activation must be 'identity'"):
-        ops.fwd(x.half(), weight.half(), None, "tanh", False, 0)
+        fused_dense_ops.fwd(x.half(), weight.half(), None, "tanh", False, 0)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -831,7 +833,7 @@ def test_bias_gradient(shape, dtype, device):
     """Sums of few rows and many, of rows that lie apart or are the same one, of any width."""
     wide = torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(DTYPES[dtype])
     for dout in (wide[..., : shape[-1]], wide[..., shape[-1] :], wide[:1, ..., : shape[-1]].expand(shape)):
-        _, dbias = ops.wgrad(dout, wide, True)
+        _, dbias = fused_dense_ops.wgrad(dout, wide, True)
         exact = dout.double().flatten(0, -2).sum(0)
         largest = dout.abs().float().flatten(0, -2).sum(0).max().item()
         assert_error_ratio(dbias, exact, dout.flatten(0, -2).sum(0), plus=unavoidable(exact, dbias.dtype, 4 * largest))
@@ -858,7 +860,7 @@ def test_gradients_of_activation_and_bias(shape, dtype, activation, device):
     exact, baseline = formula(*(tensor.double() for tensor in tensors)), formula(*tensors)
     for layout in LAYOUTS:
         dout, weight, kept = (arranged(tensor, layout) for tensor in tensors)
-        dx, dbias = ops.dgrad(dout, weight, None, kept, activation, True)
+        dx, dbias = fused_dense_ops.dgrad(dout, weight, None, kept, activation, True)
         assert_error_ratio(dx, exact, baseline, name=f"dx, {layout}")
         rows = dx.reshape(-1, shape[-1]) if dx.numel() else dx
         largest = rows.abs().float().sum(0).max().item() if dx.numel() else 0.0
@@ -866,15 +868,15 @@ def test_gradients_of_activation_and_bias(shape, dtype, activation, device):
         assert_error_ratio(
             dbias, total, rows.sum(0), plus=unavoidable(total, dx.dtype, 4 * largest), name=f"dbias, {layout}"
         )
-        assert torch.equal(dbias, ops.wgrad(dx, dx, True)[1])
-        alone, nothing = ops.dgrad(dout, weight, None, kept, activation, False)
+        assert torch.equal(dbias, fused_dense_ops.wgrad(dx, dx, True)[1])
+        alone, nothing = fused_dense_ops.dgrad(dout, weight, None, kept, activation, False)
         torch.testing.assert_close(alone, dx)
         assert nothing.shape == (0,)
 
 
 def test_without_activation_there_is_no_bias(device):
     dout, weight = torch.randn(5, 24, device=device).half(), torch.randn(24, 8, device=device).half()
-    dx, dbias = ops.dgrad(dout, weight, None, None, "identity", True)
+    dx, dbias = fused_dense_ops.dgrad(dout, weight, None, None, "identity", True)
     assert dx.shape == (5, 8) and dbias.shape == (0,)
 
 
@@ -888,9 +890,9 @@ def test_copies_outlive_what_reads_them(rows, dtype, device):
     dense = [torch.randn(shape, device=device).to(DTYPES[dtype]) for shape in shapes]
     apart = [laid_out(tensor, "last_dim_strided") for tensor in dense]
     for function in (
-        lambda x, dout, residual, weight: ops.wgrad(dout, x, False)[0],
-        lambda x, dout, residual, weight: ops.dgrad(dout, weight, residual, None, "identity", False)[0],
-        lambda x, dout, residual, weight: ops.fwd(x, weight, None, "identity", False, 0)[0],
+        lambda x, dout, residual, weight: fused_dense_ops.wgrad(dout, x, False)[0],
+        lambda x, dout, residual, weight: fused_dense_ops.dgrad(dout, weight, residual, None, "identity", False)[0],
+        lambda x, dout, residual, weight: fused_dense_ops.fwd(x, weight, None, "identity", False, 0)[0],
     ):
         assert torch.equal(function(*apart), function(*dense))
 
@@ -902,11 +904,11 @@ def test_more_elements_than_32_bits_count(device, memory_guard):
     x = torch.randn(rows, 64, device=device, dtype=torch.bfloat16)
     weight = torch.randn(width, 64, device=device, dtype=torch.bfloat16) / 8
     for activation in ("gelu_approx", "sqrelu"):
-        act, _ = ops.fwd(x, weight, None, activation, False, 0)
+        act, _ = fused_dense_ops.fwd(x, weight, None, activation, False, 0)
         for part in (slice(0, 3), slice(rows - 3, rows)):
             right = oracle.linear(x[part].double(), weight.double(), None, activation)
             torch.testing.assert_close(act[part].double(), right, rtol=2e-2, atol=1e-2)
-        dx, _ = ops.dgrad(act, weight, None, None, "identity", False)
+        dx, _ = fused_dense_ops.dgrad(act, weight, None, None, "identity", False)
         right = act[-3:].double() @ weight.double()
         torch.testing.assert_close(dx[-3:].double(), right, rtol=2e-2, atol=2e-1)
         del act, dx

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dropout_layer_norm
-from flash_attn._ops import layer_norm as ops
+from flash_attn._ops import layer_norm as layer_norm_ops
 from flash_attn.ops import layer_norm, rms_norm
 from flash_attn.ops.triton import layer_norm as triton_norm
 from flash_attn.ops.triton.layer_norm import (
@@ -121,10 +121,10 @@ class Case:
 
 
 def norm(case, inputs, options, **more):
-    """`ops.forward` of a case."""
+    """`layer_norm_ops.forward` of a case."""
     inputs = dict(inputs)
     order = [inputs.pop(name) for name in ("x0", "residual", "weight", "bias")]
-    return ops.forward(
+    return layer_norm_ops.forward(
         *order, 1e-5, case.dropout_p, **inputs, **options, prenorm=True, residual_in_fp32=case.residual_in_fp32,
         is_rms_norm=case.is_rms_norm, zero_centered_weight=case.zero_centered_weight,
         out_dtype=DTYPES.get(case.out_dtype), return_mask=True, **more,
@@ -159,7 +159,7 @@ def oracle_options(case, options, masks, h_dtype=None):
 
 
 def assert_right(case, device):
-    """Results and gradients of `ops.forward` against the formula in float64."""
+    """Results and gradients of `layer_norm_ops.forward` against the formula in float64."""
     inputs, options = case.draw(device)
     kept = []
 
@@ -287,8 +287,8 @@ def with_triton(monkeypatch):
     pytest.importorskip("triton", reason="triton is not installed")
     from flash_attn._triton import layer_norm as kernels
 
-    monkeypatch.setattr(ops.fwd, "below_autograd", kernels.fwd)
-    monkeypatch.setattr(ops.bwd, "below_autograd", kernels.bwd)
+    monkeypatch.setattr(layer_norm_ops.fwd, "below_autograd", kernels.fwd)
+    monkeypatch.setattr(layer_norm_ops.bwd, "below_autograd", kernels.bwd)
     return kernels
 
 
@@ -356,7 +356,7 @@ def test_masks(cols, dropout_p, kernels, device, monkeypatch, request):
     if kernels == "triton":
         request.getfixturevalue("with_triton")
     state = torch.tensor([-(2**63) + 12345678901, 2**62 + 5], device=device)
-    monkeypatch.setattr(ops.rng, "draw_state", lambda device: state)
+    monkeypatch.setattr(layer_norm_ops.rng, "draw_state", lambda device: state)
     case = Case(shape=(40,), cols=cols, x1="bf16", dropout_p=dropout_p)
     masks = norm(case, *case.draw(device))[3:5]
     for branch, mask in enumerate(masks):
@@ -757,18 +757,18 @@ OP_CASES = [
 def test_opcheck(case, requires_grad, device, monkeypatch):
     calls = {"fwd": [], "bwd": []}
     for name in calls:
-        below = getattr(ops, name).below_autograd
+        below = getattr(layer_norm_ops, name).below_autograd
         record = lambda *args, name=name, below=below: calls[name].append(args) or below(*args)  # noqa: E731
-        monkeypatch.setattr(getattr(ops, name), "below_autograd", record)
+        monkeypatch.setattr(getattr(layer_norm_ops, name), "below_autograd", record)
     inputs, options = case.draw(device)
     results_and_gradients(out_and_h(case, options), inputs)
     if not requires_grad:
         args = [x.detach() if isinstance(x, torch.Tensor) else x for x in calls["bwd"][0]]
-        torch.library.opcheck(ops.bwd.default, args)
+        torch.library.opcheck(layer_norm_ops.bwd.default, args)
     args = calls["fwd"][0]
-    count = ops.fwd.differentiable
+    count = layer_norm_ops.fwd.differentiable
     leaves = [None if x is None else x.detach().requires_grad_(requires_grad) for x in args[:count]]
-    torch.library.opcheck(ops.fwd.default, (*leaves, *args[count:]))
+    torch.library.opcheck(layer_norm_ops.fwd.default, (*leaves, *args[count:]))
 
 
 @pytest.mark.parametrize("kernels", ["op", "triton"])
@@ -779,8 +779,8 @@ def test_mask_of_a_second_branch_beside_subsets(kernels, device, request):
     state = torch.tensor([1, 2], device=device)
     tensors = x0, x1, None, weight, None, None, None, None, None, subset, subset, state
     args = *tensors, 0.5, 1e-5, 1.0, 3, False, False, None, torch.float32, True
-    torch.library.opcheck(ops.fwd.default, args, test_utils=("test_schema", "test_faketensor"))
-    fwd = request.getfixturevalue("with_triton").fwd if kernels == "triton" else ops.fwd
+    torch.library.opcheck(layer_norm_ops.fwd.default, args, test_utils=("test_schema", "test_faketensor"))
+    fwd = request.getfixturevalue("with_triton").fwd if kernels == "triton" else layer_norm_ops.fwd
     *_, mask0, mask1, _, _ = fwd(*args)
     assert mask0.shape == x0.shape
     assert torch.equal(mask1.cpu(), oracle.layer_norm_keep(1, 2, 1, *x1.shape, 0.5).to(torch.uint8))
@@ -822,8 +822,8 @@ def test_no_second_derivative(device):
 
 def test_nothing_is_kept_without_a_gradient(device, monkeypatch):
     """The sum is stored only for a caller or a backward that needs it."""
-    seen, below = [], ops.fwd.below_autograd
-    monkeypatch.setattr(ops.fwd, "below_autograd", lambda *args: seen.append(args[-3]) or below(*args))
+    seen, below = [], layer_norm_ops.fwd.below_autograd
+    monkeypatch.setattr(layer_norm_ops.fwd, "below_autograd", lambda *args: seen.append(args[-3]) or below(*args))
     x, weight = X.to(device), W.to(device).requires_grad_()
     layer_norm_fn(x, weight, None, x)
     with torch.no_grad():
@@ -1131,7 +1131,7 @@ def test_kernel_refuses_what_does_not_fit(device):
     names = "x0 x1 residual weight bias weight1 bias1 colscale rowscale x0_subset out_subset rng_state".split()
     good = dict.fromkeys(names) | dict(x0=x, weight=weight)
     rest = (0.0, 1e-5, 1.0, 0, False, False, None, torch.float32, False)
-    ops.fwd.default(*good.values(), *rest)
+    layer_norm_ops.fwd.default(*good.values(), *rest)
     subset = torch.zeros(12, dtype=torch.int32, device=device)
     for changes, message in (
         (dict(x0=x.double()), "x0 must have dtype"),
@@ -1143,7 +1143,7 @@ def test_kernel_refuses_what_does_not_fit(device):
         (dict(x0_subset=subset), "must be given together"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            ops.fwd.default(*(good | changes).values(), *rest)
+            layer_norm_ops.fwd.default(*(good | changes).values(), *rest)
 
 
 # The sizes of blocks, which host code chooses.

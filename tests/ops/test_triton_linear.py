@@ -9,7 +9,7 @@ import torch
 from cases import DTYPES, cover
 from compare import assert_error_ratio, unavoidable
 
-from flash_attn._ops import linear_act as ops
+from flash_attn._ops import linear_act
 from flash_attn.ops.triton import cross_entropy, k_activations, linear, rotary
 from flash_attn.ops.triton.k_activations import Activation
 from flash_attn.ops.triton.linear import triton_dgrad_act, triton_linear_act
@@ -45,7 +45,7 @@ def functions(request, device):
     """fwd and dgrad as the dispatcher finds them, and the Triton kernels themselves, which are the same on a GPU."""
     if request.param == "public" and device.type == "cuda":
         pytest.skip("the Triton kernels run in the other half of these tests")
-    return ops if request.param == "public" else kernels()
+    return linear_act if request.param == "public" else kernels()
 
 
 def draw(name, dtype, device, transposed):
@@ -65,7 +65,7 @@ def draw(name, dtype, device, transposed):
 FACTORS = dict(
     shape=list(SHAPES),
     dtype=["fp16", "fp32"],  # Triton's interpreter rounds bf16 towards zero
-    activation=list(ops.ACTIVATIONS),
+    activation=list(linear_act.ACTIVATIONS),
     transposed=[False, True],
 )
 
@@ -139,9 +139,9 @@ def test_compiled(device):
 
 def test_opcheck(device):
     x, weight, bias, dout, act_input = draw("odd", "fp32", device, True)
-    torch.library.opcheck(ops.fwd.default, (x, weight, bias, "gelu", True))
-    torch.library.opcheck(ops.fwd.default, (x, weight, None, "id", True))
-    torch.library.opcheck(ops.dgrad.default, (dout, weight, act_input, "squared_relu"))
+    torch.library.opcheck(linear_act.fwd.default, (x, weight, bias, "gelu", True))
+    torch.library.opcheck(linear_act.fwd.default, (x, weight, None, "id", True))
+    torch.library.opcheck(linear_act.dgrad.default, (dout, weight, act_input, "squared_relu"))
 
 
 # Device functions.

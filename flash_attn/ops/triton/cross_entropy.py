@@ -6,8 +6,7 @@ that library is not built, plain torch elsewhere.
 
 import torch
 
-from flash_attn._ops import triton
-from flash_attn._ops import xentropy as ops
+from flash_attn._ops import triton, xentropy
 
 
 def cross_entropy_loss(
@@ -51,7 +50,7 @@ def cross_entropy_loss(
     >>> losses.shape, losses.dtype, losses[1].item()
     (torch.Size([4]), torch.float32, 0.0)
     """
-    losses, z_losses, _ = ops.cross_entropy(
+    losses, z_losses, _ = xentropy.cross_entropy(
         logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index,
         inplace_backward, process_group,
     )  # fmt: skip

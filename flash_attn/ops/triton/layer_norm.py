@@ -12,7 +12,7 @@ import functools
 import torch
 from torch.nn import functional
 
-from flash_attn._ops import layer_norm as ops
+from flash_attn._ops import checks, layer_norm
 
 _NAMES = "x", "weight", "bias"
 
@@ -71,9 +71,9 @@ def layer_norm_fn(
         raise ValueError("rowscale must be None with x1, found a tensor: rows of two branches have no one scale")
     buffers = {name: given for name, given in (("out", out), ("residual_out", residual_out)) if given is not None}
     for name, buffer in buffers.items():
-        ops.checks.tensor(name, buffer, dtypes=ops.DTYPES, shape=x.shape, device=x.device)
-    ops.checks.own_memory(**buffers)
-    result, result1, h, mask, mask1, *_ = ops.forward(
+        checks.tensor(name, buffer, dtypes=layer_norm.DTYPES, shape=x.shape, device=x.device)
+    checks.own_memory(**buffers)
+    result, result1, h, mask, mask1, *_ = layer_norm.forward(
         x, residual, weight, bias, eps, dropout_p, x1=x1, weight1=weight1, bias1=bias1, rowscale=rowscale,
         prenorm=prenorm or residual_out is not None, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm,
         zero_centered_weight=zero_centered_weight, out_dtype=out_dtype if out is None else out.dtype,
@@ -151,7 +151,7 @@ def layer_norm_linear_fn(
     >>> layer_norm_linear_fn(torch.randn(2, 5, 64), torch.ones(64), None, torch.randn(8, 64), None).shape
     torch.Size([2, 5, 8])
     """
-    out, h = ops.normalize_linear(
+    out, h = layer_norm.normalize_linear(
         x, residual, norm_weight, norm_bias, linear_weight, linear_bias, eps, prenorm, residual_in_fp32, is_rms_norm
     )
     return (out, h) if prenorm else out

@@ -8,8 +8,7 @@ Triton, take plain torch. `kernel_fwd` and `kernel_bwd` are the kernels.
 
 import torch
 
-from flash_attn._ops import checks, triton
-from flash_attn._ops import linear_act as ops
+from flash_attn._ops import checks, linear_act, triton
 
 
 def triton_linear_act(
@@ -34,12 +33,12 @@ def triton_linear_act(
     >>> triton_linear_act(torch.randn(2, 5, 64), torch.randn(128, 64), activation="gelu").shape
     torch.Size([2, 5, 128])
     """
-    activation = ops.check(("x", "weight"), x, weight, 1, activation)
+    activation = linear_act.check(("x", "weight"), x, weight, 1, activation)
     if bias is not None:
         checks.tensor("bias", bias, dtypes=(x.dtype,), shape=weight.shape[:1], device=x.device)
     checks.flags(save_act_input=save_act_input)
     with torch.no_grad():
-        out, act_input = ops.fwd(x, weight, bias, activation, bool(save_act_input))
+        out, act_input = linear_act.fwd(x, weight, bias, activation, bool(save_act_input))
     return (out, act_input) if save_act_input else out
 
 
@@ -62,7 +61,7 @@ def triton_dgrad_act(
     >>> triton_dgrad_act(torch.randn(2, 5, 128), torch.randn(128, 64)).shape
     torch.Size([2, 5, 64])
     """
-    activation = ops.check(("grad_output", "weight"), grad_output, weight, 0, activation)
+    activation = linear_act.check(("grad_output", "weight"), grad_output, weight, 0, activation)
     if activation == "id":
         act_input = None
     else:
@@ -71,7 +70,7 @@ def triton_dgrad_act(
         fits = act_input.shape[-1:] == weight.shape[1:] and act_input.shape[:-1].numel() == rows
         checks.number("act_input", tuple(act_input.shape), fits, "of shape ({}, {})", rows, weight.shape[1])
     with torch.no_grad():
-        return ops.dgrad(grad_output, weight, act_input, activation)
+        return linear_act.dgrad(grad_output, weight, act_input, activation)
 
 
 def init_to_zero(name):

@@ -6,8 +6,7 @@ mlp = FusedDenseSqreluDense(1024, checkpoint_lvl=1)
 import torch
 from torch import nn
 
-from flash_attn._ops import fused_dense as dense
-from flash_attn._ops import linear_act as ops
+from flash_attn._ops import fused_dense, linear_act
 
 
 def fused_dense_sqrelu_dense_function(x, weight1, bias1, weight2, bias2, checkpoint_lvl=0):
@@ -27,7 +26,7 @@ def fused_dense_sqrelu_dense_function(x, weight1, bias1, weight2, bias2, checkpo
     """
     # An exported program runs ops by themselves, and may do it on parameters: those of _PRODUCTS have no gradient.
     products = None if torch.compiler.is_exporting() else _PRODUCTS
-    return dense.mlp(x, weight1, bias1, weight2, bias2, "sqrelu", True, False, checkpoint_lvl, -1, None, products)
+    return fused_dense.mlp(x, weight1, bias1, weight2, bias2, "sqrelu", True, False, checkpoint_lvl, -1, None, products)
 
 
 class FusedDenseSqreluDenseFunc:
@@ -61,7 +60,7 @@ class FusedDenseSqreluDense(nn.Module):
         dtype=None,
     ):
         super().__init__()
-        dense.check_mlp("sqrelu", checkpoint_lvl, -1)
+        fused_dense.check_mlp("sqrelu", checkpoint_lvl, -1)
         self.checkpoint_lvl = checkpoint_lvl
         hidden, out = hidden_features or 4 * in_features, out_features or in_features
         self.fc1 = nn.Linear(in_features, hidden, bias=bias1, device=device, dtype=dtype)
@@ -75,15 +74,15 @@ class FusedDenseSqreluDense(nn.Module):
 
 def _fwd(x, weight, bias, activation, keep, heuristic):
     if activation == "identity":
-        return dense.KERNELS.fwd(x, weight, bias, activation, keep, heuristic)
-    return ops.fwd(x, weight, bias, "squared_relu", keep)
+        return fused_dense.KERNELS.fwd(x, weight, bias, activation, keep, heuristic)
+    return linear_act.fwd(x, weight, bias, "squared_relu", keep)
 
 
 def _dgrad(dout, weight, dresidual, kept, activation, bias_grad):
     if activation == "identity":
-        return dense.KERNELS.dgrad(dout, weight, dresidual, kept, activation, bias_grad)
-    dx = ops.dgrad(dout, weight, kept, "squared_relu")
-    return dx, dense.reference.sum_of_rows(dx, bias_grad)
+        return fused_dense.KERNELS.dgrad(dout, weight, dresidual, kept, activation, bias_grad)
+    dx = linear_act.dgrad(dout, weight, kept, "squared_relu")
+    return dx, fused_dense.reference.sum_of_rows(dx, bias_grad)
 
 
-_PRODUCTS = dense.KERNELS._replace(fwd=_fwd, dgrad=_dgrad)
+_PRODUCTS = fused_dense.KERNELS._replace(fwd=_fwd, dgrad=_dgrad)

@@ -6,8 +6,7 @@ the library is not built, plain torch elsewhere.
 
 import torch
 
-from flash_attn._ops import checks, triton
-from flash_attn._ops import rotary as ops
+from flash_attn._ops import checks, rotary, triton
 
 
 def apply_rotary(
@@ -45,11 +44,11 @@ def apply_rotary(
     """
     checks.flags(interleaved=interleaved, inplace=inplace, conjugate=conjugate)
     with torch.no_grad():
-        arguments = ops.arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
+        arguments = rotary.arguments(x, cos, sin, seqlen_offsets, cu_seqlens, max_seqlen)
         if not inplace:
-            return ops.rotary(*arguments, bool(interleaved), bool(conjugate))
-        ops.writable("x", x)
-        ops.rotary_(*arguments, bool(interleaved), bool(conjugate))
+            return rotary.rotary(*arguments, bool(interleaved), bool(conjugate))
+        rotary.writable("x", x)
+        rotary.rotary_(*arguments, bool(interleaved), bool(conjugate))
     return x
 
 
