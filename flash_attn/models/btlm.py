@@ -4,12 +4,12 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._keys import (
+from flash_attn.models._tensor_map import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
     POSITIONS,
-    KeyMap,
+    TensorMap,
     each_layer,
     padded,
     stacked,
@@ -48,7 +48,7 @@ CONFIG = ConfigMap(
     only={"position_embedding_type": ("learned", "alibi"), "alibi_scaling": (None,)},
 )
 
-KEYS = KeyMap(
+KEYS = TensorMap(
     {
         EMBEDDINGS: padded("transformer.wte"),
         POSITIONS: "transformer.wpe",

@@ -4,7 +4,15 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._keys import EMBEDDINGS, FINAL_NORM, HEAD, KeyMap, each_layer, padded, queries_keys_values
+from flash_attn.models._tensor_map import (
+    EMBEDDINGS,
+    FINAL_NORM,
+    HEAD,
+    TensorMap,
+    each_layer,
+    padded,
+    queries_keys_values,
+)
 
 
 def _rotary(read):
@@ -41,7 +49,7 @@ CONFIG = ConfigMap(
     without_effect=("n_positions",),
 )
 
-KEYS = KeyMap(
+KEYS = TensorMap(
     {
         EMBEDDINGS: padded("transformer.wte"),
         FINAL_NORM: "transformer.ln_f",

@@ -4,8 +4,16 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._keys import EMBEDDINGS, FINAL_NORM, HEAD, KeyMap, each_layer, padded, queries_keys_values
 from flash_attn.models._rope import rope_fields
+from flash_attn.models._tensor_map import (
+    EMBEDDINGS,
+    FINAL_NORM,
+    HEAD,
+    TensorMap,
+    each_layer,
+    padded,
+    queries_keys_values,
+)
 
 CONFIG = ConfigMap(
     copied={
@@ -32,7 +40,7 @@ CONFIG = ConfigMap(
     only={"qk_layernorm": (False,)},
 )
 
-KEYS = KeyMap(
+KEYS = TensorMap(
     {
         EMBEDDINGS: padded("model.embed_tokens"),
         FINAL_NORM: "model.final_layernorm",
