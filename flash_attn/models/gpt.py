@@ -116,10 +116,19 @@ def create_mixer_cls(
         device=device, dtype=dtype,
     )  # fmt: skip
     if process_group is None:
-        return functools.partial(MHA, dwconv=s.attn_dwconv, fused_bias_fc=s.fused_bias_fc, **options)
-    if s.attn_dwconv:
+        mixer_cls = functools.partial(MHA, dwconv=s.attn_dwconv, fused_bias_fc=s.fused_bias_fc, **options)
+    elif s.attn_dwconv:
         raise ValueError("config.attn_dwconv must be False with process_group, found True")
-    return functools.partial(ParallelMHA, process_group=process_group, sequence_parallel=s.sequence_parallel, **options)
+    else:
+        parallel = dict(process_group=process_group, sequence_parallel=s.sequence_parallel)
+        mixer_cls = functools.partial(ParallelMHA, **parallel, **options)
+    return mixer_cls if s.rotary_emb_scaling is None else functools.partial(_with_scaled_rotary, mixer_cls, s, device)
+
+
+def _with_scaled_rotary(mixer_cls, s, device, features):
+    mixer = mixer_cls(features)
+    mixer.rotary_emb = rotary_embedding(s, device)
+    return mixer
 
 
 def create_mlp_cls(
