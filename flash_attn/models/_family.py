@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
 
-from flash_attn.models._tensor_map import TensorMap
+from flash_attn.models._keys import KeyMap
 
 # Modules with a FAMILY; looked up when a checkpoint is loaded.
 _MODULES = ("gpt2", "llama", "opt", "gptj", "gpt_neox", "falcon", "bigcode", "btlm", "baichuan", "phi")
@@ -25,7 +25,7 @@ class Family:
     model_types: Sequence[str]
     hub_names: Sequence[str]
     to_gpt2_config: Callable
-    keys: TensorMap
+    keys: KeyMap
 
 
 def families() -> list[Family]:

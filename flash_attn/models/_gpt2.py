@@ -4,13 +4,13 @@ from torch import Tensor
 
 from flash_attn.models._config import is_gpt2_config
 from flash_attn.models._family import Family
-from flash_attn.models._tensor_map import (
+from flash_attn.models._keys import (
     EMBEDDINGS,
     FINAL_NORM,
     GROUPED,
     HEAD,
     POSITIONS,
-    TensorMap,
+    KeyMap,
     each_layer,
     padded,
     reordered,
@@ -25,7 +25,7 @@ def gpt2_config_to_gpt2_config(config):
     return config
 
 
-GPT2_KEYS = TensorMap(
+GPT2_KEYS = KeyMap(
     {
         EMBEDDINGS: padded("transformer.wte"),
         POSITIONS: "transformer.wpe",
@@ -56,7 +56,7 @@ FAMILY = Family(
 )
 
 
-MEGATRON_KEYS = TensorMap(
+MEGATRON_KEYS = KeyMap(
     {
         EMBEDDINGS: padded("language_model.embedding.word_embeddings", from_rows=True),
         POSITIONS: "wpe",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._tensor_map import EMBEDDINGS, FINAL_NORM, HEAD, TensorMap, each_layer, padded, stacked
+from flash_attn.models._keys import EMBEDDINGS, FINAL_NORM, HEAD, KeyMap, each_layer, padded, stacked
 
 
 def _positions(read):
@@ -49,7 +49,7 @@ CONFIG = ConfigMap(
     without_effect=("max_position_embeddings", "model_max_length", "z_loss_weight", "gradient_checkpointing"),
 )
 
-KEYS = TensorMap(
+KEYS = KeyMap(
     {
         EMBEDDINGS: padded("model.embed_tokens", from_rows=True),
         FINAL_NORM: "model.norm",

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._tensor_map import (
+from flash_attn.models._keys import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
     POSITIONS,
+    KeyMap,
     Order,
-    TensorMap,
     each_layer,
     padded,
     reordered,
@@ -54,7 +54,7 @@ CONFIG = ConfigMap(
     without_effect=("num_key_value_heads",),
 )
 
-KEYS = TensorMap(
+KEYS = KeyMap(
     {
         EMBEDDINGS: padded("transformer.wte"),
         POSITIONS: "transformer.wpe",

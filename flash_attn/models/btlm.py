@@ -4,12 +4,12 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._tensor_map import (
+from flash_attn.models._keys import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
     POSITIONS,
-    TensorMap,
+    KeyMap,
     each_layer,
     padded,
     stacked,
@@ -48,7 +48,7 @@ CONFIG = ConfigMap(
     only={"position_embedding_type": ("learned", "alibi"), "alibi_scaling": (None,)},
 )
 
-KEYS = TensorMap(
+KEYS = KeyMap(
     {
         EMBEDDINGS: padded("transformer.wte"),
         POSITIONS: "transformer.wpe",

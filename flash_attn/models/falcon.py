@@ -4,17 +4,17 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap, Settings
 from flash_attn.models._family import Family
-from flash_attn.models._rope import rope_fields
-from flash_attn.models._tensor_map import (
+from flash_attn.models._keys import (
     EMBEDDINGS,
     FINAL_NORM,
     GROUPED,
     HEAD,
-    TensorMap,
+    KeyMap,
     each_layer,
     padded,
     reordered,
 )
+from flash_attn.models._rope import rope_fields
 
 
 def _heads(read):
@@ -88,7 +88,7 @@ def _table(s: Settings):
     }
 
 
-KEYS = TensorMap(_table, spellings=[(r"^(word_embeddings|ln_f|h)\.", r"transformer.\1.")])
+KEYS = KeyMap(_table, spellings=[(r"^(word_embeddings|ln_f|h)\.", r"transformer.\1.")])
 
 
 def falcon_config_to_gpt2_config(falcon_config):

@@ -4,17 +4,17 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._rope import rope_fields
-from flash_attn.models._tensor_map import (
+from flash_attn.models._keys import (
     EMBEDDINGS,
     FINAL_NORM,
     GROUPED,
     HEAD,
-    TensorMap,
+    KeyMap,
     each_layer,
     padded,
     reordered,
 )
+from flash_attn.models._rope import rope_fields
 
 CONFIG = ConfigMap(
     copied={
@@ -43,7 +43,7 @@ CONFIG = ConfigMap(
     computed=(rope_fields,),
 )
 
-KEYS = TensorMap(
+KEYS = KeyMap(
     {
         EMBEDDINGS: padded("gpt_neox.embed_in"),
         FINAL_NORM: "gpt_neox.final_layer_norm",

@@ -4,11 +4,11 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._tensor_map import (
+from flash_attn.models._keys import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
-    TensorMap,
+    KeyMap,
     each_layer,
     padded,
     queries_keys_values,
@@ -49,7 +49,7 @@ CONFIG = ConfigMap(
     without_effect=("n_positions",),
 )
 
-KEYS = TensorMap(
+KEYS = KeyMap(
     {
         EMBEDDINGS: padded("transformer.wte"),
         FINAL_NORM: "transformer.ln_f",

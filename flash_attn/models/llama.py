@@ -21,18 +21,18 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap, round_up
 from flash_attn.models._family import Family
-from flash_attn.models._rope import rope_fields
-from flash_attn.models._tensor_map import (
+from flash_attn.models._keys import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
     INTERLEAVED,
-    TensorMap,
+    KeyMap,
     each_layer,
     padded,
     queries_keys_values,
     stacked,
 )  # fmt: skip
+from flash_attn.models._rope import rope_fields
 
 _ACTIVATIONS = {
     "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh",
@@ -119,7 +119,7 @@ _OF_META = each_layer(
     },
 )
 
-META_KEYS = TensorMap(
+META_KEYS = KeyMap(
     {
         EMBEDDINGS: padded("tok_embeddings", from_rows=True),
         FINAL_NORM: "norm",
@@ -129,7 +129,7 @@ META_KEYS = TensorMap(
     dropped=[r"rope\.freqs$"],
 )
 
-KEYS = TensorMap(
+KEYS = KeyMap(
     {
         EMBEDDINGS: padded("model.embed_tokens", from_rows=True),
         FINAL_NORM: "model.norm",

@@ -5,13 +5,13 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._tensor_map import (
+from flash_attn.models._keys import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
     POSITIONS,
+    KeyMap,
     Order,
-    TensorMap,
     each_layer,
     padded,
     queries_keys_values,
@@ -57,7 +57,7 @@ CONFIG = ConfigMap(
     },
 )
 
-KEYS = TensorMap(
+KEYS = KeyMap(
     {
         EMBEDDINGS: padded("model.decoder.embed_tokens"),
         POSITIONS: reordered("model.decoder.embed_positions", _WITHOUT_FIRST_TWO),

@@ -4,16 +4,16 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._rope import rope_fields
-from flash_attn.models._tensor_map import (
+from flash_attn.models._keys import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
-    TensorMap,
+    KeyMap,
     each_layer,
     padded,
     queries_keys_values,
 )
+from flash_attn.models._rope import rope_fields
 
 CONFIG = ConfigMap(
     copied={
@@ -40,7 +40,7 @@ CONFIG = ConfigMap(
     only={"qk_layernorm": (False,)},
 )
 
-KEYS = TensorMap(
+KEYS = KeyMap(
     {
         EMBEDDINGS: padded("model.embed_tokens"),
         FINAL_NORM: "model.final_layernorm",

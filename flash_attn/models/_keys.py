@@ -1,6 +1,6 @@
 """How tensors of a checkpoint become tensors of the model and back, from one table for both directions.
 
-    TensorMap({"transformer.ln_f": "model.norm", **each_layer("model.layers.{i}.", {"norm1": "input_layernorm"})})
+    KeyMap({"transformer.ln_f": "model.norm", **each_layer("model.layers.{i}.", {"norm1": "input_layernorm"})})
 
 A table has, for each of our tensors, the tensor of the checkpoint that it is, or a `Rule` that says which tensors it is
 made of. All names stand for a weight and a bias, each of which may be missing. Everything that is done to the rows of
@@ -162,7 +162,7 @@ GROUPED = Order(_grouped)
 # The map
 
 
-class TensorMap:
+class KeyMap:
     """A table of tensors in both directions.
 
     Arguments:
