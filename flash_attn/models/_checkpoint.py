@@ -9,7 +9,7 @@ import types
 import torch
 from torch import nn
 
-from flash_attn.models._config import is_gpt2_config, settings
+from flash_attn.models._config import gpt2_config, is_gpt2_config, settings
 from flash_attn.models._family import Family, find_family
 from flash_attn.models._shard import shard_state_dict_tp
 from flash_attn.utils.pretrained import checkpoint_files, config_of_pretrained, load_file
@@ -35,15 +35,18 @@ def load(cls, model_name, config, args, kwargs, *, strict, device, dtype, world_
     pending = {}
     for path in _shown(files, progress):
         pending |= load_file(path)
-        tensors = family.keys.convert(pending, config)
-        if world_size > 1:
-            tensors = shard_state_dict_tp(tensors, config, world_size, rank)
-        _give(model, tensors, device)
+        _give(model, _converted(family, pending, config, world_size, rank), device)  # nothing else holds the tensors
     _materialise(model, absent, device)
     model.to(device)  # buffers
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     return model
+
+
+def _converted(family, theirs, config, world_size, rank):
+    """This process's part of what our tensors can be made of; the rest stays in `theirs`."""
+    ours = family.keys.convert(theirs, config)
+    return ours if world_size == 1 else shard_state_dict_tp(ours, config, world_size, rank)
 
 
 def _family_and_config(model_name, config, name):
@@ -67,8 +70,6 @@ def _config_object(fields):
         if fields.get("model_type") in CONFIG_MAPPING:
             return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     if fields.get("model_type") == "gpt2":
-        from flash_attn.models._config import gpt2_config
-
         return gpt2_config(**fields)
     return types.SimpleNamespace(**fields)
 
@@ -81,9 +82,7 @@ def _compare(model, family, files, world_size, rank, strict):
     theirs = {}
     for path in files:
         theirs |= load_file(path, device="meta")
-    ours = family.keys.convert(theirs, model.config)
-    if world_size > 1:
-        ours = shard_state_dict_tp(ours, model.config, world_size, rank)
+    ours = _converted(family, theirs, model.config, world_size, rank)
     expected = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
     prefix = _prefix(model)
     ours = {name.removeprefix(prefix): tensor for name, tensor in ours.items() if name.startswith(prefix)}
@@ -192,7 +191,9 @@ def save(model, folder, name, max_shard_size):
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(fields | {"torch_dtype": dtype}, indent=2, default=str) + "\n")
+    (folder / "config.json").write_text(
+        json.dumps(fields | {"dtype": dtype, "torch_dtype": dtype}, indent=2, default=str) + "\n"
+    )
     _write(folder, theirs, max_shard_size)
 
 

@@ -39,11 +39,10 @@ def rope_fields(read: Reader) -> dict[str, Any]:
 def rotary_embedding(s: Settings, device=None) -> RotaryEmbedding:
     """The rotary embedding that all layers share; on the CPU if the model is on the meta device, as it is no weight."""
     device = "cpu" if torch.empty(0, device=device).is_meta else device
-    if s.rotary_emb_scaling is None:
-        return RotaryEmbedding(
-            s.rotary_dim, s.rotary_emb_base, s.rotary_emb_interleaved, s.rotary_emb_scale_base, device
-        )
-    return _ScaledRotaryEmbedding(s, device)
+    if s.rotary_emb_scaling is not None:
+        _check(s.rotary_emb_scaling, s.rotary_emb_fraction)
+        return _ScaledRotaryEmbedding(s, device)
+    return RotaryEmbedding(s.rotary_dim, s.rotary_emb_base, s.rotary_emb_interleaved, s.rotary_emb_scale_base, device)
 
 
 def attention_factor(s: Settings) -> float:

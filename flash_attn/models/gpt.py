@@ -13,9 +13,11 @@ in `flash_attn.models._config.Settings`, with their defaults. Blocks are those o
 begin with the sum that ends the block before; dropout moves with it.
 """
 
-import collections
 import functools
 import math
+import os
+from collections.abc import Callable
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -59,11 +61,20 @@ __all__ = [
     "shard_state_dict_tp",
 ]  # fmt: skip
 
-CausalLMOutput = collections.namedtuple("CausalLMOutput", ["logits"])
-CausalLMLoss = collections.namedtuple("CausalLMLoss", ["loss"])
+
+class CausalLMOutput(NamedTuple):
+    """logits: (batch, seqlen, vocabulary) of the next tokens."""
+
+    logits: Tensor
 
 
-def _sqrelu(x):
+class CausalLMLoss(NamedTuple):
+    """loss: a float32 scalar."""
+
+    loss: Tensor
+
+
+def _sqrelu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
@@ -78,7 +89,13 @@ _PLAIN = {"gelu": F.gelu, **dict.fromkeys(_TANH_GELUS, _gelu_tanh), "relu": F.re
 # Blocks
 
 
-def create_mixer_cls(config, layer_idx=None, process_group=None, device=None, dtype=None):
+def create_mixer_cls(
+    config: Any,
+    layer_idx: int | None = None,
+    process_group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Callable[[int], nn.Module]:
     """A function of the number of features that makes the attention of a layer: `MHA`, `ParallelMHA` with a group."""
     s = settings(config)
     scale = 1.0
@@ -99,13 +116,28 @@ def create_mixer_cls(config, layer_idx=None, process_group=None, device=None, dt
         device=device, dtype=dtype,
     )  # fmt: skip
     if process_group is None:
-        return functools.partial(MHA, dwconv=s.attn_dwconv, fused_bias_fc=s.fused_bias_fc, **options)
-    if s.attn_dwconv:
+        mixer_cls = functools.partial(MHA, dwconv=s.attn_dwconv, fused_bias_fc=s.fused_bias_fc, **options)
+    elif s.attn_dwconv:
         raise ValueError("config.attn_dwconv must be False with process_group, found True")
-    return functools.partial(ParallelMHA, process_group=process_group, sequence_parallel=s.sequence_parallel, **options)
+    else:
+        parallel = dict(process_group=process_group, sequence_parallel=s.sequence_parallel)
+        mixer_cls = functools.partial(ParallelMHA, **parallel, **options)
+    return mixer_cls if s.rotary_emb_scaling is None else functools.partial(_with_scaled_rotary, mixer_cls, s, device)
 
 
-def create_mlp_cls(config, layer_idx=None, process_group=None, device=None, dtype=None):
+def _with_scaled_rotary(mixer_cls, s, device, features):
+    mixer = mixer_cls(features)
+    mixer.rotary_emb = rotary_embedding(s, device)
+    return mixer
+
+
+def create_mlp_cls(
+    config: Any,
+    layer_idx: int | None = None,
+    process_group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Callable[[int], nn.Module]:
     """A function of the number of features that makes the MLP of a layer, divided over the processes of a group."""
     s = settings(config)
     hidden_features = s.inner if s.gated else s.n_inner
@@ -141,8 +173,19 @@ def _of(table, name, where):
     return table[name] if isinstance(table, dict) else name
 
 
-def create_block(config, layer_idx=None, process_group=None, device=None, dtype=None):
-    """A layer: attention and MLP, one behind the other or side by side, with norms, dropout and the residual stream."""
+def create_block(
+    config: Any,
+    layer_idx: int | None = None,
+    process_group: ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Block | ParallelBlock:
+    """A layer: attention and MLP, one after the other or side by side, with norms, dropout and the residual stream.
+
+    >>> from transformers import GPT2Config
+    >>> block = create_block(GPT2Config(n_embd=64, n_head=4), layer_idx=0)
+    >>> hidden_states, residual = block(torch.randn(2, 5, 64))
+    """
     s = settings(config)
     factory = dict(device=device, dtype=dtype)
     mixer_cls = create_mixer_cls(config, layer_idx, process_group, **factory)
@@ -172,7 +215,13 @@ def _norm(s, features, device=None, dtype=None):
     )
 
 
-def _init_weights(module, n_layer, initializer_range=0.02, mup_width_scale=1.0, rescale_prenorm_residual=True):
+def _init_weights(
+    module: nn.Module,
+    n_layer: int,
+    initializer_range: float = 0.02,
+    mup_width_scale: float = 1.0,
+    rescale_prenorm_residual: bool = True,
+) -> None:
     """Give a module its first weights; to be applied to all modules of a model.
 
     Linear layers and embeddings are drawn from a normal distribution, biases are 0. The layers in front of the residual
@@ -200,7 +249,7 @@ def _init_weights(module, n_layer, initializer_range=0.02, mup_width_scale=1.0, 
 class GPTPreTrainedModel(nn.Module):
     """What the models share: their configuration, and checkpoints."""
 
-    def __init__(self, config, *inputs, **kwargs):
+    def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         super().__init__()
         if not is_gpt2_config(config):
             raise ValueError(
@@ -209,7 +258,7 @@ class GPTPreTrainedModel(nn.Module):
         self.config = config
 
     @classmethod
-    def from_config(cls, config, **kwargs):
+    def from_config(cls, config: Any, **kwargs: Any) -> "GPTPreTrainedModel":
         """A model with random weights from a configuration of transformers, of any family that is covered.
 
         kwargs: of the constructor.
@@ -218,9 +267,19 @@ class GPTPreTrainedModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, model_name, config=None, *args, strict=True, device=None, dtype=None, world_size=1, rank=0, family=None,
-        progress=True, **kwargs,
-    ):  # fmt: skip
+        cls,
+        model_name: str | os.PathLike,
+        config: Any = None,
+        *args: Any,
+        strict: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        world_size: int = 1,
+        rank: int = 0,
+        family: str | None = None,
+        progress: bool = True,
+        **kwargs: Any,
+    ) -> "GPTPreTrainedModel":
         """A model with the weights of a checkpoint.
 
         Arguments:
@@ -246,7 +305,9 @@ class GPTPreTrainedModel(nn.Module):
             rank=rank, family=family, progress=progress,
         )  # fmt: skip
 
-    def save_pretrained(self, folder, family=None, max_shard_size=5 * 10**9):
+    def save_pretrained(
+        self, folder: str | os.PathLike, family: str | None = None, max_shard_size: int = 5 * 10**9
+    ) -> None:
         """Write a folder that transformers loads, and `from_pretrained`.
 
         Arguments:
@@ -260,13 +321,13 @@ class GPTPreTrainedModel(nn.Module):
         """
         _checkpoint.save(self, folder, family, max_shard_size)
 
-    def gradient_checkpointing_enable(self, enabled: bool = True):
+    def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
         """Compute each layer again in the backward instead of keeping what it needs: config.gradient_checkpointing."""
         for module in self.modules():
             if isinstance(module, GPTModel):
                 module.gradient_checkpointing = enabled
 
-    def _first_weights(self, module):
+    def _first_weights(self, module: nn.Module) -> None:
         s = settings(self.config)
         _init_weights(module, s.n_layer, s.initializer_range, s.mup_width_scale)
 
@@ -279,9 +340,20 @@ class GPTModel(GPTPreTrainedModel):
         process_group: divide the model over the processes of this group (tensor parallelism), and with
             config.sequence_parallel what is between attention and MLP by tokens.
         device, dtype: of the parameters.
+
+    >>> from transformers import GPT2Config
+    >>> model = GPTModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100))
+    >>> model(torch.randint(100, (2, 5))).shape
+    torch.Size([2, 5, 64])
     """
 
-    def __init__(self, config, process_group: ProcessGroup | None = None, device=None, dtype=None):
+    def __init__(
+        self,
+        config: Any,
+        process_group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(config)
         s = settings(config)
         factory = dict(device=device, dtype=dtype)
@@ -310,16 +382,18 @@ class GPTModel(GPTPreTrainedModel):
         self.apply(self._first_weights)
         self.tie_weights()
 
-    def tie_weights(self):
+    def tie_weights(self) -> None:
         """Give parameters that all processes of the group have the values of the first process."""
         if self.process_group is not None and not next(self.parameters()).is_meta:
             sync_shared_params(self, self.process_group)
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> dict[int, Tensor]:
         """Uninitialised caches (batch_size, max_seqlen, 2, heads_kv, head_dim), by the number of their layer."""
         return {i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype) for i, layer in enumerate(self.layers)}
 
-    def forward(self, input_ids, position_ids=None, inference_params=None):
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, inference_params: Any = None) -> Tensor:
         """The normed residual stream after the last layer.
 
         Arguments:
@@ -382,9 +456,25 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     """The decoder with the head that gives logits of the next token.
 
     Arguments: as of `GPTModel`. With a group, every process has its part of the vocabulary.
+
+    >>> from transformers import GPT2Config
+    >>> model = GPTLMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100))
+    >>> tokens = torch.randint(100, (2, 5))
+    >>> model(tokens).logits.shape
+    torch.Size([2, 5, 100])
+    >>> model(tokens, labels=tokens).loss.shape
+    torch.Size([])
+    >>> model.eval().generate(tokens, max_length=8).shape
+    torch.Size([2, 8])
     """
 
-    def __init__(self, config, process_group: ProcessGroup | None = None, device=None, dtype=None):
+    def __init__(
+        self,
+        config: Any,
+        process_group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(config)
         s = settings(config)
         factory = dict(device=device, dtype=dtype)
@@ -409,24 +499,54 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         self.apply(self._first_weights)
         self.tie_weights()
 
-    def tie_weights(self):
+    def tie_weights(self) -> None:
         """Let the head have the embedding as its weight, if tied, and all processes what they share."""
         if self.tie_word_embeddings:
             self.lm_head.weight = self.transformer.embeddings.word_embeddings.weight
         self.transformer.tie_weights()
 
-    def allocate_inference_cache(self, batch_size, max_seqlen, dtype=None, **kwargs):
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> dict[int, Tensor]:
         """Uninitialised caches (batch_size, max_seqlen, 2, heads_kv, head_dim), by the number of their layer."""
         return self.transformer.allocate_inference_cache(batch_size, max_seqlen, dtype, **kwargs)
 
-    def generate(self, input_ids, max_length, *args, **kwargs):
+    def generate(self, input_ids: Tensor, max_length: int, *args: Any, **kwargs: Any) -> Any:
         """Continue sequences, as `flash_attn.utils.generation.GenerationMixin.generate` says.
 
         vocab_size is by default that of the configuration, so that padding of the vocabulary is never drawn.
         """
         return super().generate(input_ids, max_length, *args, **dict(vocab_size=self.vocab_size) | kwargs)
 
-    def forward(self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, labels=None):
+    @overload
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        inference_params: Any = None,
+        num_last_tokens: int = 0,
+        labels: None = None,
+    ) -> CausalLMOutput: ...
+
+    @overload
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        inference_params: Any = None,
+        num_last_tokens: int = 0,
+        *,
+        labels: Tensor,
+    ) -> CausalLMLoss: ...
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        inference_params: Any = None,
+        num_last_tokens: int = 0,
+        labels: Tensor | None = None,
+    ) -> CausalLMOutput | CausalLMLoss:
         """Logits of the next tokens, or with labels their loss.
 
         Arguments:
@@ -486,7 +606,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             num_classes=self.vocab_size, process_group=self.process_group, sequence_parallel=by_tokens,
         )  # fmt: skip
 
-    def load_state_dict(self, state_dict: dict[str, Tensor], strict=True, assign=False):
+    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False):
         """Also takes the state dicts of earlier releases, with `transformer.ln_0`, and changes these in place."""
         if "transformer.ln_0.weight" in state_dict:
             _shift_norms(state_dict, settings(self.config).n_layer)

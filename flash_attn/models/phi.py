@@ -4,7 +4,15 @@ from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
-from flash_attn.models._keys import EMBEDDINGS, FINAL_NORM, HEAD, KeyMap, each_layer, padded, queries_keys_values
+from flash_attn.models._keys import (
+    EMBEDDINGS,
+    FINAL_NORM,
+    HEAD,
+    KeyMap,
+    each_layer,
+    padded,
+    queries_keys_values,
+)
 from flash_attn.models._rope import rope_fields
 
 CONFIG = ConfigMap(

@@ -2,7 +2,9 @@
 
 import json
 import logging
+import shutil
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -147,6 +149,45 @@ def test_a_model_without_head(folder):
     ids = ids_of(reference.config)
     with torch.no_grad():
         assert (model(ids) - reference.transformer(ids).last_hidden_state).abs().max() < 1e-4
+
+
+def test_hub(folder, tmp_path, monkeypatch):
+    """The files are in the hub's cache, and there is no network."""
+    constants = pytest.importorskip("huggingface_hub.constants")
+    path, reference = folder("gpt_neox")
+    repository, commit = tmp_path / "models--EleutherAI--pythia-tiny", "0123456789abcdef0123456789abcdef01234567"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(commit)
+    snapshot = repository / "snapshots" / commit
+    shutil.copytree(path, snapshot)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    ids = ids_of(reference.config)
+    model = GPTLMHeadModel.from_pretrained("EleutherAI/pythia-tiny")
+    assert (logits_of(model, ids) - logits_of(reference, ids)).abs().max() < 1e-4
+    (snapshot / "config.json").unlink()  # the name says which family it is
+    with pytest.raises(ValueError, match=r"config must be given, as there is no config.json in EleutherAI/pythia-tiny"):
+        GPTLMHeadModel.from_pretrained("EleutherAI/pythia-tiny")
+    model = GPTLMHeadModel.from_pretrained("EleutherAI/pythia-tiny", model.config)
+    assert (logits_of(model, ids) - logits_of(reference, ids)).abs().max() < 1e-4
+
+
+def test_memory_of_loading(folder, monkeypatch):
+    """When a file is read, the tensors of the one before are gone."""
+    path, _ = folder("llama", max_shard_size="20KB")
+    alive, real = [], _checkpoint.load_file
+
+    def load_file(path, device=None, dtype=None):
+        tensors = real(path, device, dtype)
+        if device is None:
+            alive.append(sum(each() is not None for each in references))
+            references.extend(weakref.ref(tensor) for tensor in tensors.values())
+        return tensors
+
+    references = []
+    monkeypatch.setattr(_checkpoint, "load_file", load_file)
+    GPTLMHeadModel.from_pretrained(path, progress=False)
+    assert len(references) > 15 and max(alive) <= 2  # of queries, keys and values, those that wait for the others
 
 
 def change(path, function):

@@ -198,6 +198,23 @@ def test_dropout_moves_with_the_sums():
     assert found == [(0.1, 0.2), (0.2, 0.2)] and model.drop_f.p == 0.2
 
 
+def test_scaled_rotary_embedding():
+    """A layer by itself has it, too; its parameters are checked."""
+    scaling = dict(rope_type="linear", factor=2.0)
+    options = dict(n_positions=0, rotary_emb_fraction=1.0)
+    plain, scaled = (
+        create_block(config_of(**options, rotary_emb_scaling=each), layer_idx=0).mixer.rotary_emb
+        for each in (None, scaling)
+    )
+    assert torch.equal(scaled.inv_freq, plain.inv_freq / 2)
+    for wrong, says in (
+        (dict(rope_type="linear"), r"config.rope_parameters\['factor'\] must be given for rope_type 'linear'"),
+        (dict(rope_type="longrope"), r"must be 'default' or one of 'linear', 'llama3', 'yarn', .* found 'longrope'"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            GPTLMHeadModel(config_of(**options, rotary_emb_scaling=wrong))
+
+
 def test_layers_share_one_rotary_embedding():
     model = GPTModel(config_of(**LLAMA))
     assert len({id(layer.mixer.rotary_emb) for layer in model.layers}) == 1
