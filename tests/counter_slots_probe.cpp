@@ -16,6 +16,7 @@ int failing_mallocs = 0;
 cudaGraph_t destroyed_by_malloc = nullptr;
 std::future<void> destruction;
 std::map<cudaStream_t, unsigned long long> ids;  // of streams that are not named by their handle
+thread_local cudaStream_t captured = nullptr;    // the stream that is being captured
 std::multimap<cudaGraph_t, cudaUserObject_t> owners;
 cudaHostFn_t destructor = nullptr;
 
@@ -42,6 +43,7 @@ cudaError_t cudaMalloc(void** memory, size_t size) {
 }
 cudaError_t cudaMemsetAsync(void*, int, size_t, cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamGetId(cudaStream_t stream, unsigned long long* id) {
+  if (stream == captured) return cudaErrorStreamCaptureUnsupported;
   const auto found = ids.find(stream);
   *id = found == ids.end() ? reinterpret_cast<unsigned long long>(stream) : found->second;
   return cudaSuccess;
@@ -63,6 +65,7 @@ const char* cudaGetErrorString(cudaError_t) { return ""; }
 const char* find_counters(int device, int64_t stream, int64_t capture, int64_t* data) {
   return error_of([&] {
     const Capture found{static_cast<unsigned long long>(capture), graph_of(capture)};
+    captured = capture != 0 ? reinterpret_cast<cudaStream_t>(stream) : nullptr;
     *data = reinterpret_cast<int64_t>(CounterSlots::find(device, reinterpret_cast<cudaStream_t>(stream), found));
   });
 }

@@ -47,8 +47,8 @@ def test_signatures(module):
 def public_modules():
     """The modules that others import from: of a package that lists its names in __all__, not those within it."""
     names = [module.name for module in pkgutil.walk_packages(flash_attn.__path__[:1], "flash_attn.")]
-    within = tuple(f"{name}." for name in names if hasattr(importlib.import_module(name), "__all__"))
     public = [name for name in names if not any(part.startswith("_") for part in name.split("."))]
+    within = tuple(f"{name}." for name in public if hasattr(importlib.import_module(name), "__all__"))
     return [name for name in public if not name.startswith(within)]
 
 

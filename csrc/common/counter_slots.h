@@ -27,13 +27,26 @@ inline Capture capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? capture : Capture{};
 }
 
+// While it lives, this thread may call what CUDA forbids during a capture, unless the capture is told to be relaxed.
+struct WhileOthersCapture {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+
+  WhileOthersCapture() { exchange(); }
+  WhileOthersCapture(const WhileOthersCapture&) = delete;
+  ~WhileOthersCapture() { exchange(); }
+
+ private:
+  void exchange() { cudaThreadExchangeStreamCaptureMode(&mode); }  // which does not fail for a mode that exists
+};
+
 // Slots of zeros. A kernel that counts in a slot leaves zeros there, so that the next launch needs no memset.
 //
 // Only launches that follow one another may share a slot. Those of a stream do: a stream keeps the slot that its first
 // call has taken. Streams are known by their id, because CUDA gives the handle of a destroyed stream to a new one,
 // which may run beside the work that the old one has left. A graph may run beside the streams that it was captured
-// from, so it has slots of its own, one for each such stream, which are zeroed when the graph starts. They are given
-// back when CUDA destroys the graph and everything that was instantiated from it.
+// from, so it has slots of its own, one for each such stream, which are zeroed when the graph starts. There the stream
+// is known by its handle, which is its own until the capture ends: CUDA does not tell the id of a captured stream. The
+// slots are given back when CUDA destroys the graph and everything that was instantiated from it.
 //
 // CUDA does not say when a stream is destroyed. So that memory stays bounded, only the first kMostStreams streams of a
 // device have slots; find() returns null for the others, and for cudaStreamPerThread, one handle for several streams.
@@ -48,7 +61,7 @@ class CounterSlots {
   // kSlotSize zeros on the current device, for launches on `stream`; null if the caller has to bring zeros of its own.
   static int* find(int device, cudaStream_t stream, const Capture& capture) {
     if (stream == cudaStreamPerThread) return nullptr;
-    const Key key(capture.id, device, id_of(stream));
+    const Key key(capture.id, device, capture.id != 0 ? handle_of(stream) : id_of(stream));
     if (int* data = used(key)) return data;
     const std::lock_guard one_by_one(state().creation);
     if (int* data = used(key)) return data;  // another thread has come first
@@ -61,7 +74,7 @@ class CounterSlots {
   }
 
  private:
-  using Key = std::tuple<unsigned long long, int, unsigned long long>;  // of a capture, or 0; a device; id of a stream
+  using Key = std::tuple<unsigned long long, int, unsigned long long>;  // id of a capture or 0; a device; a stream
   struct State {
     std::mutex creation;
     std::map<int, int> streams;  // by device, how many have a slot; guarded by `creation`
@@ -86,7 +99,10 @@ class CounterSlots {
     return state;
   }
 
+  static unsigned long long handle_of(cudaStream_t stream) { return reinterpret_cast<uintptr_t>(stream); }
+
   static unsigned long long id_of(cudaStream_t stream) {
+    const WhileOthersCapture allowed;
     unsigned long long id = 0;
     check_cuda(cudaStreamGetId(stream, &id), "cudaStreamGetId");
     return id;
@@ -125,12 +141,9 @@ class CounterSlots {
   }
 
   static int* allocate(int64_t size) {
-    auto mode = cudaStreamCaptureModeRelaxed;  // other modes forbid cudaMalloc during a capture
-    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    const WhileOthersCapture allowed;
     void* memory = nullptr;
-    const cudaError_t status = cudaMalloc(&memory, size * sizeof(int));
-    check_cuda(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-    check_cuda(status, "cudaMalloc");
+    check_cuda(cudaMalloc(&memory, size * sizeof(int)), "cudaMalloc");
     return static_cast<int*>(memory);
   }
 
