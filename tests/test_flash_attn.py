@@ -615,7 +615,7 @@ def test_ops_refuse_keys_and_values_of_different_shapes(device):
         with pytest.raises((ValueError, RuntimeError), match="k and v must have the same shape"):
             torch.ops.flash_attn.fwd(q, k, wrong, 0.1, -1, -1)
         with pytest.raises((ValueError, RuntimeError), match="k and v must have the same shape"):
-            torch.ops.flash_attn.fwd_kvcache(q, k, wrong, 0.1, -1, -1, 0.0, 0)
+            torch.ops.flash_attn.fwd_kvcache(q, k, wrong, 0.1, -1, -1)
 
 
 @pytest.mark.parametrize("softcap", [100.0, 1e4, 1e6])
