@@ -8,6 +8,7 @@ maths is float32. A row of which nothing is left gives zeros.
 """
 
 import enum
+from collections.abc import Callable
 
 import torch
 
@@ -19,7 +20,7 @@ class AttnMaskType(enum.Enum):
     causal = 2
 
 
-def scaled_upper_triang_masked_softmax(inputs, _, scale):
+def scaled_upper_triang_masked_softmax(inputs: torch.Tensor, _: None, scale: float) -> torch.Tensor:
     """Softmax of row i of scale * inputs over columns up to i; 0 right of them.
 
     Arguments:
@@ -38,7 +39,7 @@ def scaled_upper_triang_masked_softmax(inputs, _, scale):
     return fused_softmax.softmax(batches, None, scale, True).view(inputs.shape)
 
 
-def scaled_masked_softmax(inputs, mask, scale):
+def scaled_masked_softmax(inputs: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
     """Softmax of the rows of scale * inputs over what is not masked; 0 elsewhere.
 
     Arguments:
@@ -58,7 +59,7 @@ class ScaledUpperTriangMaskedSoftmax:
     """`ScaledUpperTriangMaskedSoftmax.apply(inputs, scale)` is the causal softmax of inputs (..., seqlen, seqlen)."""
 
     @staticmethod
-    def apply(inputs, scale):
+    def apply(inputs: torch.Tensor, scale: float) -> torch.Tensor:
         return scaled_upper_triang_masked_softmax(inputs, None, scale)
 
 
@@ -84,14 +85,14 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     def __init__(
         self,
-        input_in_fp16,
-        input_in_bf16,
-        attn_mask_type,
-        scaled_masked_softmax_fusion,
-        mask_func,
-        softmax_in_fp32,
-        scale,
-    ):
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        attn_mask_type: enum.Enum,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None,
+        softmax_in_fp32: bool,
+        scale: float | None,
+    ) -> None:
         super().__init__()
         if input_in_fp16 and input_in_bf16:
             raise ValueError("input_in_fp16 and input_in_bf16 must not both be true, found both true")
@@ -107,10 +108,10 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         self.causal = _kind(attn_mask_type) is AttnMaskType.causal
 
     @property
-    def input_in_float16(self):
+    def input_in_float16(self) -> bool:
         return self.input_in_fp16 or self.input_in_bf16
 
-    def forward(self, input, mask):
+    def forward(self, input: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Probabilities like input (batch, heads, seqlen_q, seqlen_k).
 
         mask: True where scores are left out, or None. A causal module leaves out what is above the diagonal as well.
@@ -121,12 +122,12 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
             return fused_softmax.softmax(input, mask, 1.0 if self.scale is None else self.scale, self.causal)
         return self._step_by_step(input, mask)
 
-    def is_kernel_available(self, mask, b, np, sq, sk):
+    def is_kernel_available(self, mask: torch.Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
         """Whether scores of this shape (batch, heads, seqlen_q, seqlen_k) are computed by the fused operation."""
         return bool(self.scaled_masked_softmax_fusion) and (sq == sk if self.causal else mask is not None)
 
     @staticmethod
-    def get_batch_per_block(sq, sk, b, np):
+    def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
         """How many rows a block of the original kernel took. Nothing here depends on it."""
         columns = 1 << max(sk - 1, 0).bit_length()
         return 128 // min(columns, 32) * (2 if columns <= 128 else 1)

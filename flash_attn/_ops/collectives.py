@@ -17,8 +17,8 @@ from torch import Tensor
 from flash_attn._torch_private import functional_collectives
 
 # The names of torch up to 2.12 are deprecated in 2.13.
-all_gather_single = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
+all_gather_single: Any = getattr(dist, "all_gather_single", getattr(dist, "all_gather_into_tensor", None))
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", getattr(dist, "reduce_scatter_tensor", None))
 
 
 def gather_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False) -> tuple[Tensor, Any]:

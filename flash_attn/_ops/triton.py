@@ -1,14 +1,16 @@
 """Kernels in Triton as ops want them: imported, and Triton with them, when they are first launched."""
 
 import importlib
+from collections.abc import Callable
+from typing import Any
 
 
-def find(family: str, name: str):
+def find(family: str, name: str) -> Any:
     """What `flash_attn._triton.<family>` calls `name`."""
     return getattr(importlib.import_module(f"flash_attn._triton.{family}"), name)
 
 
-def names(module: str, family: str, *known: str):
+def names(module: str, family: str, *known: str) -> Callable[[str], Any]:
     """The `__getattr__` of a module that has `known` names of `flash_attn._triton.<family>`, without its import.
 
     Where Triton cannot be imported the names are not there, as hasattr expects: AttributeError.
@@ -25,7 +27,7 @@ def names(module: str, family: str, *known: str):
     return getattr_of_module
 
 
-def launch(family: str, name: str):
+def launch(family: str, name: str) -> Callable:
     """The function `name` of `flash_attn._triton.<family>`."""
 
     def launched(*args):

@@ -3,8 +3,10 @@
 tokens = PatchEmbed(img_size=224, patch_size=16)(torch.randn(2, 3, 224, 224))      # (2, 196, 768)
 """
 
+from collections.abc import Callable
+
 from einops import rearrange
-from torch import nn
+from torch import Tensor, nn
 
 from flash_attn._ops import checks
 from flash_attn.ops.fused_dense import FusedDense
@@ -28,15 +30,15 @@ class PatchEmbed(nn.Module):
 
     def __init__(
         self,
-        img_size=224,
-        patch_size=16,
-        in_chans=3,
-        embed_dim=768,
-        norm_layer=None,
-        flatten=True,
-        bias=True,
-        fused_bias_fc=False,
-    ):
+        img_size: int | tuple[int, int] = 224,
+        patch_size: int | tuple[int, int] = 16,
+        in_chans: int = 3,
+        embed_dim: int = 768,
+        norm_layer: Callable[[int], nn.Module] | None = None,
+        flatten: bool = True,
+        bias: bool = True,
+        fused_bias_fc: bool = False,
+    ) -> None:
         super().__init__()
         self.img_size = _pair("img_size", img_size)
         self.patch_size = _pair("patch_size", patch_size)
@@ -49,7 +51,7 @@ class PatchEmbed(nn.Module):
         self.proj = linear_cls(in_chans * self.patch_size[0] * self.patch_size[1], embed_dim, bias=bias)
         self.norm = nn.Identity() if norm_layer is None else norm_layer(embed_dim)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """Tokens (batch, num_patches, embed_dim) of images (batch, in_chans, height, width), row by row.
 
         Without flatten, (batch, rows, columns, embed_dim). Raises ValueError for images of another size.

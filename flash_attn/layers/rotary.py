@@ -16,7 +16,7 @@ a view itself then holds the rotated numbers, but autograd takes it for the tens
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from einops import rearrange, repeat
@@ -26,7 +26,7 @@ from flash_attn import _torch_private
 from flash_attn._ops import autograd, checks, rotary
 
 
-def rotate_half(x, interleaved=False):
+def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
     """Turn every pair by 90 degrees, (a, b) -> (-b, a), in the last dimension."""
     if not interleaved:
         a, b = x.chunk(2, dim=-1)
@@ -35,7 +35,7 @@ def rotate_half(x, interleaved=False):
     return rearrange(torch.stack((-b, a), dim=-1), "... pairs two -> ... (pairs two)", two=2)
 
 
-def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
+def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """The rotation spelled out in torch operations, in the dtype of the arguments.
 
     x is (batch, seqlen, heads, head_dim); cos and sin are (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2),
@@ -51,15 +51,15 @@ def apply_rotary_emb_torch(x, cos, sin, interleaved=False):
 
 
 def apply_rotary_emb(
-    x,
-    cos,
-    sin,
-    interleaved=False,
-    inplace=False,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+    inplace: bool = False,
     seqlen_offsets: int | Tensor = 0,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-):
+) -> Tensor:
     """Rotate x, differentiably in x.
 
     Arguments:
@@ -97,17 +97,17 @@ apply_rotary_emb_func = apply_rotary_emb
 
 
 def apply_rotary_emb_qkv_(
-    qkv,
-    cos,
-    sin,
-    cos_k=None,
-    sin_k=None,
-    interleaved=False,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cos_k: Tensor | None = None,
+    sin_k: Tensor | None = None,
+    interleaved: bool = False,
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
-):
+) -> Tensor:
     """Rotate the queries and keys of a packed tensor in place, differentiably in qkv.
 
     Arguments:
@@ -131,7 +131,9 @@ def apply_rotary_emb_qkv_(
     return _rotate_in_place(layout, qkv, tables, interleaved, seqlen_offsets, cu_seqlens, max_seqlen)
 
 
-def apply_rotary_emb_kv_(kv, cos, sin, interleaved=False, seqlen_offsets: int | Tensor = 0):
+def apply_rotary_emb_kv_(
+    kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
+) -> Tensor:
     """Rotate the keys of kv (batch, seqlen, 2, heads_k, head_dim) in place, differentiably in kv.
 
     The other arguments, and the errors, are those of `apply_rotary_emb`. Returns the rotated tensor, in the memory of
@@ -183,6 +185,9 @@ class RotaryEmbedding(torch.nn.Module):
     Raises TypeError or ValueError for arguments that do not fit.
     """
 
+    inv_freq: Tensor
+    scale: Tensor | None
+
     def __init__(
         self,
         dim: int,
@@ -212,13 +217,15 @@ class RotaryEmbedding(torch.nn.Module):
         self.register_buffer("scale", scale, persistent=False)
         self._has_values = not self.inv_freq.is_meta
         self._seq_len_cached = 0
-        self._cos_cached = None
-        self._sin_cached = None
-        self._cos_k_cached = None
-        self._sin_k_cached = None
-        self._built_from = ()  # the buffers that the tables were computed from, each with its version
+        self._cos_cached: Tensor | None = None
+        self._sin_cached: Tensor | None = None
+        self._cos_k_cached: Tensor | None = None
+        self._sin_k_cached: Tensor | None = None
+        self._built_from: tuple[
+            tuple[Tensor | None, int], ...
+        ] = ()  # the buffers that the tables were computed from, each with its version
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{self.dim}, base={self.base}, interleaved={self.interleaved}, scale_base={self.scale_base}"
 
     def forward(
@@ -249,42 +256,21 @@ class RotaryEmbedding(torch.nn.Module):
 
         Raises TypeError or ValueError for arguments that do not fit together.
         """
-        checks.tensor("qkv", qkv, dtypes=rotary.DTYPES)
-        if cu_seqlens is None:
-            checks.number("the number of dimensions of qkv", qkv.dim(), qkv.dim() >= 4, "4 or 5")
-        elif kv is not None or isinstance(seqlen_offset, Tensor) or seqlen_offset != 0 or max_seqlen is None:
-            raise ValueError("cu_seqlens must be given with max_seqlen and without kv and seqlen_offset, found others")
         if isinstance(max_seqlen, Tensor):
             checks.tensor("max_seqlen", max_seqlen, dtypes=checks.INTEGER_DTYPES, shape=())
-            max_seqlen = max_seqlen.item()  # not the tensor itself, whose value may be another at the next call
-        if max_seqlen is not None:
-            checks.integer("max_seqlen", max_seqlen)
-            checks.number("max_seqlen", max_seqlen, max_seqlen >= 0, "at least 0")
-        if not isinstance(seqlen_offset, Tensor):
-            checks.integer("seqlen_offset", seqlen_offset, "an integer or an integer tensor (batch,)")
-            checks.number("seqlen_offset", seqlen_offset, seqlen_offset >= 0, "at least 0")
-        if kv is not None:
-            checks.tensor("kv", kv, shape=(qkv.shape[0], None, 2, None, None), device=qkv.device)
-        if max_seqlen is not None:
-            cos, sin, *tables_k = self._tables(max_seqlen, qkv.device, qkv.dtype)
-        elif not isinstance(seqlen_offset, Tensor):
-            seqlen = qkv.shape[1] if kv is None else max(qkv.shape[1], kv.shape[1])
-            cos, sin, *tables_k = self._tables(seqlen + seqlen_offset, qkv.device, qkv.dtype)
-        elif self._cos_cached is None:
-            raise ValueError("max_seqlen must be given with a tensor seqlen_offset until there are tables, found None")
-        else:
-            cos, sin, *tables_k = self._cached_tables()
-        tables = cos, sin
+            max_seqlen = int(max_seqlen.item())  # not the tensor, whose value may be another at the next call
+        _check_call(qkv, kv, seqlen_offset, max_seqlen, cu_seqlens)
+        cos, sin, cos_k, sin_k = self._tables_for(qkv, kv, seqlen_offset, max_seqlen)
         if kv is None:
             return apply_rotary_emb_qkv_(
-                qkv, *tables, *tables_k, self.interleaved, seqlen_offset, num_heads_q, cu_seqlens, max_seqlen
+                qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q, cu_seqlens, max_seqlen
             )
-        tables_k = tables if self.scale_base is None else tables_k
+        keys = (cos, sin) if self.scale_base is None else (cos_k, sin_k)
         checked = [
-            _checked(layout, x, of_x, self.interleaved, seqlen_offset)
-            for layout, x, of_x in ((_QUERIES, qkv, tables), (_KEYS_AND_VALUES, kv, tables_k))
+            _checked(layout, x, tables, self.interleaved, seqlen_offset)
+            for layout, x, tables in ((_QUERIES, qkv, (cos, sin)), (_KEYS_AND_VALUES, kv, keys))
         ]  # both, before either is written
-        return tuple(_rotate(*each) for each in checked)
+        return _rotate(*checked[0]), _rotate(*checked[1])
 
     def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
         """Returns the angle between neighbouring positions for each pair of channels, (dim / 2,) float32."""
@@ -303,14 +289,15 @@ class RotaryEmbedding(torch.nn.Module):
         if self.inv_freq.is_meta:
             self._has_values = False
         elif self._has_values:
-            self.inv_freq, self.scale = (None if x is None else x.to(device) for x in before)
+            self.inv_freq = before[0].to(device)
+            self.scale = None if before[1] is None else before[1].to(device)
         else:
             self.inv_freq = self._compute_inv_freq(device=device)
             self.scale = None if self.scale is None else self._compute_scale(device=device)
             self._has_values = True
         return self
 
-    def _values(self, buffer: Tensor, compute: Callable[..., Tensor], device: torch.device) -> Tensor:
+    def _values(self, buffer: Any, compute: Callable[..., Tensor], device: torch.device) -> Tensor:
         """Returns the values of a buffer on `device`.
 
         They are computed anew where the buffer does not hold them: some loaders replace buffers on the meta device by
@@ -319,7 +306,20 @@ class RotaryEmbedding(torch.nn.Module):
         is_valid = self._has_values and buffer.dtype == torch.float32
         return buffer.to(device) if is_valid else compute(device=device)
 
-    def _tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    def _tables_for(
+        self, qkv: Tensor, kv: Tensor | None, seqlen_offset: int | Tensor, max_seqlen: int | None
+    ) -> tuple[Any, ...]:
+        """Returns (cos, sin, cos_k, sin_k) for the arguments of `forward`."""
+        if max_seqlen is not None:
+            return self._tables(max_seqlen, qkv.device, qkv.dtype)
+        if not isinstance(seqlen_offset, Tensor):
+            seqlen = qkv.shape[1] if kv is None else max(qkv.shape[1], kv.shape[1])
+            return self._tables(seqlen + seqlen_offset, qkv.device, qkv.dtype)
+        if self._cos_cached is None:
+            raise ValueError("max_seqlen must be given with a tensor seqlen_offset until there are tables, found None")
+        return self._cached_tables()
+
+    def _tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns (cos, sin, cos_k, sin_k) with at least `seqlen` rows; the last two are None without scale_base.
 
         A compiled graph computes them itself: those that the module keeps grow, and each size would take a new graph.
@@ -330,7 +330,7 @@ class RotaryEmbedding(torch.nn.Module):
         self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
         return self._cached_tables()
 
-    def _cached_tables(self) -> tuple[Tensor | None, ...]:
+    def _cached_tables(self) -> tuple[Any, ...]:
         return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
 
     def _update_cos_sin_cache(
@@ -349,7 +349,7 @@ class RotaryEmbedding(torch.nn.Module):
         self._seq_len_cached = seqlen
         self._built_from = tuple((buffer, _version(buffer)) for buffer in (self.inv_freq, self.scale))
 
-    def _computed_tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    def _computed_tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
         # A product, not an einsum, which autocast would compute in 16 bits.
         angles = position[:, None] * self._values(self.inv_freq, self._compute_inv_freq, position.device)
@@ -375,6 +375,29 @@ class RotaryEmbedding(torch.nn.Module):
                 for now, (then, version) in zip((self.inv_freq, self.scale), self._built_from, strict=True)
             )
         )
+
+
+def _check_call(
+    qkv: Tensor,
+    kv: Tensor | None,
+    seqlen_offset: int | Tensor,
+    max_seqlen: int | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    """Checks what `RotaryEmbedding.forward` is given, as far as the functions that it calls do not."""
+    checks.tensor("qkv", qkv, dtypes=rotary.DTYPES)
+    if cu_seqlens is None:
+        checks.number("the number of dimensions of qkv", qkv.dim(), qkv.dim() >= 4, "4 or 5")
+    elif kv is not None or isinstance(seqlen_offset, Tensor) or seqlen_offset != 0 or max_seqlen is None:
+        raise ValueError("cu_seqlens must be given with max_seqlen and without kv and seqlen_offset, found others")
+    if max_seqlen is not None:
+        checks.integer("max_seqlen", max_seqlen)
+        checks.number("max_seqlen", max_seqlen, max_seqlen >= 0, "at least 0")
+    if not isinstance(seqlen_offset, Tensor):
+        checks.integer("seqlen_offset", seqlen_offset, "an integer or an integer tensor (batch,)")
+        checks.number("seqlen_offset", seqlen_offset, seqlen_offset >= 0, "at least 0")
+    if kv is not None:
+        checks.tensor("kv", kv, shape=(qkv.shape[0], None, 2, None, None), device=qkv.device)
 
 
 def _version(buffer: Tensor | None) -> int:

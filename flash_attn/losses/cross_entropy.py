@@ -5,6 +5,7 @@ loss = loss_fn(torch.randn(8, 50257, requires_grad=True) * 1, torch.randint(5025
 """
 
 import torch
+from torch.distributed import ProcessGroup
 
 from flash_attn._ops import checks, xentropy
 
@@ -26,15 +27,15 @@ class CrossEntropyLoss(torch.nn.Module):
 
     def __init__(
         self,
-        ignore_index=-100,
-        reduction="mean",
-        label_smoothing=0.0,
-        logit_scale=1.0,
-        lse_square_scale=0.0,
-        inplace_backward=False,
-        process_group=None,
-        return_z_loss=False,
-    ):
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        logit_scale: float = 1.0,
+        lse_square_scale: float = 0.0,
+        inplace_backward: bool = False,
+        process_group: ProcessGroup | None = None,
+        return_z_loss: bool = False,
+    ) -> None:
         super().__init__()
         if reduction not in _REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))}, found {reduction!r}")
@@ -48,7 +49,9 @@ class CrossEntropyLoss(torch.nn.Module):
         self.process_group = process_group
         self.return_z_loss = return_z_loss
 
-    def forward(self, input, target, precomputed_lse=None):
+    def forward(
+        self, input: torch.Tensor, target: torch.Tensor, precomputed_lse: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """The loss of logits `input` (rows, vocab) and labels `target` (rows,); (loss, z_loss) if return_z_loss.
 
         Each is a float32 scalar, or (rows,) with reduction="none".

@@ -15,7 +15,7 @@ from flash_attn._ops import activation, checks
 _GELU = "gelu_approx"
 
 
-def bias_gelu(y, bias):
+def bias_gelu(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """gelu(y + bias) in the dtype of y; y (..., features), bias (features,), perhaps of another dtype.
 
     >>> bias_gelu(torch.randn(8, 64), torch.zeros(64)).shape
@@ -25,34 +25,34 @@ def bias_gelu(y, bias):
         return activation.fwd(_biased(y, bias), None, _GELU).to(y.dtype)
 
 
-def bias_gelu_back(g, y, bias):
+def bias_gelu_back(g: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of `bias_gelu` for an incoming g like y: (grad_y in y.dtype, grad_bias in bias.dtype)."""
     dy, _ = activation.differentiate(g, _biased(y, bias), None, _GELU, ("g", "y", ""))
     return dy.to(y.dtype), dy.sum(tuple(range(dy.dim() - 1))).to(bias.dtype)
 
 
-def bias_gelu_impl(input, bias):
+def bias_gelu_impl(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Differentiable `bias_gelu`."""
     return activation.activate(_biased(input, bias, "input"), None, _GELU).to(input.dtype)
 
 
-def gelu_fwd(x):
+def gelu_fwd(x: torch.Tensor) -> torch.Tensor:
     """gelu(x) = x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2."""
     with torch.no_grad():
         return activation.activate(x, None, _GELU)
 
 
-def gelu_bwd(g, x):
+def gelu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """g gelu'(x), in the dtype of x."""
     return activation.differentiate(g, x, None, _GELU)[0]
 
 
-def fast_gelu_impl(input):
+def fast_gelu_impl(input: torch.Tensor) -> torch.Tensor:
     """Differentiable `gelu_fwd`."""
     return activation.activate(input, None, _GELU, ("input", ""))
 
 
-def relu_bwd(g, x):
+def relu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """g where x >= 0, zero included, else 0, in the dtype of x."""
     checks.tensor("x", x, dtypes=activation.DTYPES)
     checks.tensor("g", g, dtypes=activation.DTYPES, shape=tuple(x.shape), device=x.device)
@@ -60,29 +60,29 @@ def relu_bwd(g, x):
         return torch.where(x >= 0, g, 0).to(x.dtype)
 
 
-def sqrelu_fwd(x):
+def sqrelu_fwd(x: torch.Tensor) -> torch.Tensor:
     """max(x, 0)^2."""
     with torch.no_grad():
         return activation.activate(x, None, "sqrelu")
 
 
-def sqrelu_bwd(g, x):
+def sqrelu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """2 g max(x, 0), in the dtype of x."""
     return activation.differentiate(g, x, None, "sqrelu")[0]
 
 
-def swiglu_fwd(x, y):
+def swiglu_fwd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """silu(x) * y = x / (1 + exp(-x)) * y: the gate comes first (arXiv:2002.05202)."""
     with torch.no_grad():
         return activation.activate(x, y, "silu")
 
 
-def swiglu_bwd(x, y, g):
+def swiglu_bwd(x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradients of `swiglu` for an incoming g: (dx, dy)."""
     return activation.differentiate(g, x, y, "silu")
 
 
-def swiglu(x, y):
+def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """Differentiable `swiglu_fwd`.
 
     >>> gate, value = torch.randn(2, 5, 128, requires_grad=True).chunk(2, dim=-1)
@@ -91,7 +91,7 @@ def swiglu(x, y):
     return activation.activate(x, y, "silu")
 
 
-def swiglu_of_halves(x):
+def swiglu_of_halves(x: torch.Tensor) -> torch.Tensor:
     """`swiglu(gate, value)` of the halves (value, gate) of x (..., 2 * features), whose gradient comes in one piece.
 
     x is fp32, fp16 or bf16; the result (..., features) is of its dtype. ValueError if the last dimension is odd.

@@ -18,6 +18,7 @@ Every function raises TypeError or ValueError for arguments that do not fit toge
 """
 
 import dataclasses
+from typing import Any, Literal, overload
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,24 @@ from flash_attn._ops import checks, collectives, fused_dense
 from flash_attn.utils.distributed import all_reduce, get_dim_for_local_rank, reduce_scatter
 
 
+@overload
+def fused_dense_func(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    return_residual: Literal[False] = False,
+    process_group: ProcessGroup | None = None,
+    sequence_parallel: bool = True,
+) -> Tensor: ...
+@overload
+def fused_dense_func(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    return_residual: bool = False,
+    process_group: ProcessGroup | None = None,
+    sequence_parallel: bool = True,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def fused_dense_func(
     x: Tensor,
     weight: Tensor,
@@ -114,9 +133,19 @@ class FusedMLPFunc:
 
     @staticmethod
     def apply(
-        x, weight1, bias1, weight2, bias2, activation="gelu_approx", save_pre_act=True, return_residual=False,
-        checkpoint_lvl=0, heuristic=0, process_group=None, sequence_parallel=True,
-    ):  # fmt: skip
+        x: Tensor,
+        weight1: Tensor,
+        bias1: Tensor | None,
+        weight2: Tensor,
+        bias2: Tensor | None,
+        activation: str = "gelu_approx",
+        save_pre_act: bool = True,
+        return_residual: bool = False,
+        checkpoint_lvl: int = 0,
+        heuristic: int = 0,
+        process_group: ProcessGroup | None = None,
+        sequence_parallel: bool = True,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         return fused_mlp_func(
             x, weight1, weight2, bias1, bias2, activation, save_pre_act, return_residual, checkpoint_lvl, heuristic,
             process_group, sequence_parallel,
@@ -198,7 +227,9 @@ class FusedDense(nn.Linear):
         super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
         self.return_residual = return_residual
 
-    def forward(self, x: Tensor, process_group: ProcessGroup | None = None) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, process_group: ProcessGroup | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """process_group: gather x (..., in_features) along its first dimension from these processes."""
         return fused_dense_func(x, self.weight, self.bias, self.return_residual, process_group)
 
@@ -358,9 +389,11 @@ class ParallelFusedMLP(nn.Module):
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
         hidden, out = hidden_features or 4 * in_features, out_features or in_features
-        options = dict(sequence_parallel=sequence_parallel, device=device, dtype=dtype)
-        self.fc1 = ColumnParallelLinear(in_features, hidden, process_group, bias=bias1, **options)
-        self.fc2 = RowParallelLinear(hidden, out, process_group, bias=bias2, **options)
+        options: dict[str, Any] = dict(
+            process_group=process_group, sequence_parallel=sequence_parallel, device=device, dtype=dtype
+        )
+        self.fc1 = ColumnParallelLinear(in_features, hidden, bias=bias1, **options)
+        self.fc2 = RowParallelLinear(hidden, out, bias=bias2, **options)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""

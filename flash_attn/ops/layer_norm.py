@@ -19,7 +19,7 @@ import torch
 from flash_attn._ops import layer_norm as layer_norm_ops
 
 
-def layer_norm(x, weight, bias, epsilon):
+def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
     """LayerNorm of x (..., features) with weight and bias (features,). Returns a tensor like x.
 
     >>> layer_norm(torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64), 1e-5).shape
@@ -29,18 +29,18 @@ def layer_norm(x, weight, bias, epsilon):
 
 
 def dropout_add_layer_norm(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    rowscale=None,
-    layerscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x0: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    epsilon: float,
+    rowscale: torch.Tensor | None = None,
+    layerscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Dropout, sum with the residual, LayerNorm. Differentiable in x0, residual, weight, bias and layerscale.
 
     Arguments:
@@ -73,21 +73,21 @@ def dropout_add_layer_norm(
 
 
 def dropout_add_layer_norm_subset(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    layerscale=None,
-    x0_subset=None,
-    out_subset=None,
-    rowscale_const=1.0,
-    out_numrows=0,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x0: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    epsilon: float,
+    layerscale: torch.Tensor | None = None,
+    x0_subset: torch.Tensor | None = None,
+    out_subset: torch.Tensor | None = None,
+    rowscale_const: float = 1.0,
+    out_numrows: int = 0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The same where only some rows take part: stochastic depth that skips the rows it drops.
 
     Arguments, where they differ from `dropout_add_layer_norm`:
@@ -109,19 +109,19 @@ def dropout_add_layer_norm_subset(
 
 
 def dropout_add_layer_norm_parallel_residual(
-    x0,
-    x1,
-    residual,
-    weight0,
-    bias0,
-    weight1,
-    bias1,
-    dropout_p,
-    epsilon,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x0: torch.Tensor,
+    x1: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    weight0: torch.Tensor,
+    bias0: torch.Tensor | None,
+    weight1: torch.Tensor | None,
+    bias1: torch.Tensor | None,
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
     """Two branches on one residual stream, and two norms of it: h = dropout(x0) + dropout(x1) + residual.
 
     x1 is like x0, or None; weight1 may be None too, for one norm that both branches of the next block share. The other
@@ -142,19 +142,19 @@ class DropoutAddLayerNormFn:
 
     @staticmethod
     def apply(
-        x0,
-        residual,
-        gamma,
-        beta,
-        rowscale,
-        colscale,
-        dropout_p,
-        epsilon,
-        residual_in_fp32=False,
-        prenorm=False,
-        is_rms_norm=False,
-        return_dmask=False,
-    ):
+        x0: torch.Tensor,
+        residual: torch.Tensor | None,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        rowscale: torch.Tensor | None,
+        colscale: torch.Tensor | None,
+        dropout_p: float,
+        epsilon: float,
+        residual_in_fp32: bool = False,
+        prenorm: bool = False,
+        is_rms_norm: bool = False,
+        return_dmask: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         out, _, h, mask, *_ = layer_norm_ops.forward(
             x0, residual, gamma, beta, epsilon, dropout_p, rowscale=rowscale, colscale=colscale, prenorm=prenorm,
             residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
@@ -168,22 +168,22 @@ class DropoutAddLayerNormSubsetFn:
 
     @staticmethod
     def apply(
-        x0,
-        residual,
-        gamma,
-        beta,
-        colscale,
-        x0_subset,
-        out_subset,
-        dropout_p,
-        epsilon,
-        rowscale_const,
-        out_numrows,
-        residual_in_fp32=False,
-        prenorm=False,
-        is_rms_norm=False,
-        return_dmask=False,
-    ):
+        x0: torch.Tensor,
+        residual: torch.Tensor | None,
+        gamma: torch.Tensor,
+        beta: torch.Tensor | None,
+        colscale: torch.Tensor | None,
+        x0_subset: torch.Tensor | None,
+        out_subset: torch.Tensor | None,
+        dropout_p: float,
+        epsilon: float,
+        rowscale_const: float,
+        out_numrows: int,
+        residual_in_fp32: bool = False,
+        prenorm: bool = False,
+        is_rms_norm: bool = False,
+        return_dmask: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         out, _, h, mask, *_ = layer_norm_ops.forward(
             x0, residual, gamma, beta, epsilon, dropout_p, colscale=colscale, x0_subset=x0_subset,
             out_subset=out_subset, rowscale_const=rowscale_const, out_rows=out_numrows, prenorm=prenorm,
@@ -198,20 +198,20 @@ class DropoutAddLayerNormParallelResidualFn:
 
     @staticmethod
     def apply(
-        x0,
-        x1,
-        residual,
-        gamma0,
-        beta0,
-        gamma1,
-        beta1,
-        dropout_p,
-        epsilon,
-        residual_in_fp32=False,
-        prenorm=False,
-        is_rms_norm=False,
-        return_dmask=False,
-    ):
+        x0: torch.Tensor,
+        x1: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        gamma0: torch.Tensor,
+        beta0: torch.Tensor | None,
+        gamma1: torch.Tensor | None,
+        beta1: torch.Tensor | None,
+        dropout_p: float,
+        epsilon: float,
+        residual_in_fp32: bool = False,
+        prenorm: bool = False,
+        is_rms_norm: bool = False,
+        return_dmask: bool = False,
+    ) -> tuple[torch.Tensor | None, ...]:
         out0, out1, h, mask0, mask1, *_ = layer_norm_ops.forward(
             x0, residual, gamma0, beta0, epsilon, dropout_p, x1=x1, weight1=gamma1, bias1=beta1, prenorm=prenorm,
             residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
@@ -239,8 +239,18 @@ class DropoutAddLayerNorm(torch.nn.Module):
     """
 
     is_rms_norm = False
+    bias: torch.nn.Parameter | None
 
-    def __init__(self, hidden_size, prenorm=False, p=0.0, eps=1e-05, residual_in_fp32=False, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        prenorm: bool = False,
+        p: float = 0.0,
+        eps: float = 1e-05,
+        residual_in_fp32: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.prenorm = prenorm
         self.p = p
@@ -250,22 +260,24 @@ class DropoutAddLayerNorm(torch.nn.Module):
         self.register_parameter("bias", None if self.is_rms_norm else torch.nn.Parameter(torch.empty_like(self.weight)))
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         torch.nn.init.ones_(self.weight)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
 
-    def forward(self, x0, residual=None):
+    def forward(
+        self, x0: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, ...]:
         return DropoutAddLayerNormFn.apply(
             x0, residual, self.weight, self.bias, None, None, self.p if self.training else 0.0, self.eps,
             self.residual_in_fp32, self.prenorm, self.is_rms_norm,
         )  # fmt: skip
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         options = "prenorm={prenorm}, p={p}, eps={eps}, residual_in_fp32={residual_in_fp32}".format_map(vars(self))
         return f"{self.weight.shape[0]}, {options}"
 
 
-def maybe_align(x, alignment_in_bytes=16):
+def maybe_align(x: torch.Tensor, alignment_in_bytes: int = 16) -> torch.Tensor:
     """x, or a copy if its address is no multiple of `alignment_in_bytes`."""
     return x if x.data_ptr() % alignment_in_bytes == 0 else x.clone()

@@ -19,7 +19,7 @@ from flash_attn.ops.layer_norm import (
 )
 
 
-def rms_norm(x, weight, epsilon):
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     """RMSNorm of x (..., features) with weight (features,). Returns a tensor like x.
 
     >>> rms_norm(torch.randn(2, 5, 64), torch.ones(64), 1e-5).shape
@@ -29,18 +29,18 @@ def rms_norm(x, weight, epsilon):
 
 
 def dropout_add_rms_norm(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    rowscale=None,
-    layerscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x0: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    epsilon: float,
+    rowscale: torch.Tensor | None = None,
+    layerscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Dropout, sum with the residual, RMSNorm: see `flash_attn.ops.layer_norm.dropout_add_layer_norm`."""
     return DropoutAddLayerNormFn.apply(
         x0, residual, weight, bias, rowscale, layerscale, dropout_p, epsilon, residual_in_fp32, prenorm, True,
@@ -49,21 +49,21 @@ def dropout_add_rms_norm(
 
 
 def dropout_add_rms_norm_subset(
-    x0,
-    residual,
-    weight,
-    bias,
-    dropout_p,
-    epsilon,
-    layerscale=None,
-    x0_subset=None,
-    out_subset=None,
-    rowscale_const=1.0,
-    out_numrows=0,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x0: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+    epsilon: float,
+    layerscale: torch.Tensor | None = None,
+    x0_subset: torch.Tensor | None = None,
+    out_subset: torch.Tensor | None = None,
+    rowscale_const: float = 1.0,
+    out_numrows: int = 0,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """The same where only some rows take part: see `flash_attn.ops.layer_norm.dropout_add_layer_norm_subset`."""
     return DropoutAddLayerNormSubsetFn.apply(
         x0, residual, weight, bias, layerscale, x0_subset, out_subset, dropout_p, epsilon, rowscale_const, out_numrows,
@@ -72,19 +72,19 @@ def dropout_add_rms_norm_subset(
 
 
 def dropout_add_rms_norm_parallel_residual(
-    x0,
-    x1,
-    residual,
-    weight0,
-    bias0,
-    weight1,
-    bias1,
-    dropout_p,
-    epsilon,
-    prenorm=False,
-    residual_in_fp32=False,
-    return_dropout_mask=False,
-):
+    x0: torch.Tensor,
+    x1: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    weight0: torch.Tensor,
+    bias0: torch.Tensor | None,
+    weight1: torch.Tensor | None,
+    bias1: torch.Tensor | None,
+    dropout_p: float,
+    epsilon: float,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> tuple[torch.Tensor | None, ...]:
     """Two branches and two norms: see `flash_attn.ops.layer_norm.dropout_add_layer_norm_parallel_residual`."""
     return DropoutAddLayerNormParallelResidualFn.apply(
         x0, x1, residual, weight0, bias0, weight1, bias1, dropout_p, epsilon, residual_in_fp32, prenorm, True,
@@ -108,18 +108,24 @@ class RMSNorm(torch.nn.Module):
     torch.Size([2, 5, 64])
     """
 
-    def __init__(self, hidden_size, eps=1e-05, device=None, dtype=None):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-05,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         torch.nn.init.ones_(self.weight)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self.eps)
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -12,6 +12,8 @@ take every backend of torch.distributed that has the collective: NCCL on GPUs, g
 all processes of the group in the same order and with the same shapes.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,7 +23,9 @@ from flash_attn import _torch_private
 from flash_attn._ops import checks, collectives
 
 
-def all_gather_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool = False):
+def all_gather_raw(
+    input_: Tensor, process_group: ProcessGroup, async_op: bool = False
+) -> tuple[Tensor, dist.Work | None]:
     """Concatenate the input_ (rows, ...) of all processes to (world_size * rows, ...), without gradient.
 
     Returns (tensor, handle). With async_op the tensor must not be used before handle.wait(). Without it, and in a graph
@@ -31,7 +35,9 @@ def all_gather_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool =
     return collectives.gather_rows(input_, process_group, async_op)
 
 
-def reduce_scatter_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool = False):
+def reduce_scatter_raw(
+    input_: Tensor, process_group: ProcessGroup, async_op: bool = False
+) -> tuple[Tensor, dist.Work | None]:
     """Sum the input_ (rows, ...) of all processes and keep this one's part (rows / world_size, ...), without gradient.
 
     Returns (tensor, handle) as `all_gather_raw` does. Raises ValueError if the processes cannot share the rows evenly.
@@ -40,7 +46,9 @@ def reduce_scatter_raw(input_: Tensor, process_group: ProcessGroup, async_op: bo
     return collectives.scatter_rows(input_, process_group, async_op)
 
 
-def all_reduce_raw(input_: Tensor, process_group: ProcessGroup, async_op: bool = False):
+def all_reduce_raw(
+    input_: Tensor, process_group: ProcessGroup, async_op: bool = False
+) -> tuple[Tensor, dist.Work | None]:
     """Sum the input_ of all processes, without gradient: in place if input_ is contiguous, else in a copy.
 
     In a graph of torch's compiler the sum is always a new tensor. Returns (tensor, handle) as `all_gather_raw` does.
@@ -53,12 +61,12 @@ class AllGatherFunc(torch.autograd.Function):
     """What `all_gather` does."""
 
     @staticmethod
-    def forward(ctx, input_: Tensor, process_group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
         ctx.process_group = process_group
         return collectives.gather_rows(input_, process_group)[0]
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return ReduceScatterFunc.apply(grad_output, ctx.process_group), None
 
 
@@ -66,12 +74,12 @@ class ReduceScatterFunc(torch.autograd.Function):
     """What `reduce_scatter` does."""
 
     @staticmethod
-    def forward(ctx, input_: Tensor, process_group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
         ctx.process_group = process_group
         return collectives.scatter_rows(input_, process_group)[0]
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return AllGatherFunc.apply(grad_output, ctx.process_group), None
 
 
@@ -79,7 +87,7 @@ class AllReduceFunc(torch.autograd.Function):
     """What `all_reduce` does."""
 
     @staticmethod
-    def forward(ctx, input_: Tensor, process_group: ProcessGroup) -> Tensor:
+    def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
         if _may_be_overwritten(input_):
             ctx.mark_dirty(input_)
         elif not torch.compiler.is_compiling():  # in a graph the sum is a new tensor anyway
@@ -87,7 +95,7 @@ class AllReduceFunc(torch.autograd.Function):
         return collectives.reduce(input_, process_group)[0]
 
     @staticmethod
-    def backward(ctx, grad_output: Tensor):
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         return grad_output, None
 
 
@@ -118,7 +126,7 @@ def all_reduce(input_: Tensor, process_group: ProcessGroup) -> Tensor:
     return AllReduceFunc.apply(input_, process_group)
 
 
-def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup):
+def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup) -> None:
     """Give the parameters of `model` whose attribute `_shared_params` is true the values that the first process has.
 
     They are sent in the order of their names, since the processes may own different parameters beside these. A module's
@@ -129,14 +137,14 @@ def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup):
             dist.broadcast(parameter, group=process_group, group_src=0)
 
 
-def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: ProcessGroup):
+def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: ProcessGroup) -> None:
     """Sum the gradients of parameters whose attribute `_sequence_parallel` is true over the processes, in place.
 
     Norms between sequence-parallel layers see only this process's tokens, so each has a part of their gradient. Call it
     after backward and before the optimizer's step. A module's attribute counts for the parameters that are its own. One
     all-reduce for each dtype. Raises ValueError, before anything is sent, if one of the parameters has no gradient.
     """
-    by_dtype = {}
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for name, parameter in _tagged(model, "_sequence_parallel"):
         if parameter.grad is None:
             raise ValueError(f"{name} must have a gradient before it can be summed, found None")

@@ -5,6 +5,7 @@ that library is not built, plain torch elsewhere.
 """
 
 import torch
+from torch.distributed import ProcessGroup
 
 from flash_attn._ops import triton, xentropy
 
@@ -16,9 +17,9 @@ def cross_entropy_loss(
     label_smoothing: float = 0.0,
     logit_scale: float = 1.0,
     lse_square_scale: float = 0.0,
-    ignore_index=-100,
+    ignore_index: int = -100,
     inplace_backward: bool = False,
-    process_group=None,
+    process_group: ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy of each row, with label smoothing and a penalty on the log-sum-exp (z-loss).
 

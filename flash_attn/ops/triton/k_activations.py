@@ -7,6 +7,7 @@ was applied to and returns the factor of the incoming gradient.
 
 import enum
 import math
+from collections.abc import Callable
 
 from flash_attn._ops import triton
 
@@ -25,12 +26,12 @@ class Activation(str, enum.Enum):
     ReLU = "relu"
 
 
-def get_triton_activation_kernel(activation: Activation | None):
+def get_triton_activation_kernel(activation: Activation | str | None) -> Callable | None:
     """The device function of an activation, or None for None. Raises KeyError for a name that there is not."""
     return _device_function(activation, "")
 
 
-def get_triton_activation_bwd_kernel(activation: Activation | None):
+def get_triton_activation_bwd_kernel(activation: Activation | str | None) -> Callable | None:
     """The device function of its derivative, likewise."""
     return _device_function(activation, "_grad")
 

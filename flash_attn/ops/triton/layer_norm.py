@@ -18,25 +18,25 @@ _NAMES = "x", "weight", "bias"
 
 
 def layer_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    zero_centered_weight=False,
-    is_rms_norm=False,
-    return_dropout_mask=False,
-    out_dtype=None,
-    out=None,
-    residual_out=None,
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: torch.Tensor | None = None,
+    bias1: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """LayerNorm, or RMSNorm, differentiable in x, weight, bias, residual, x1, weight1 and bias1.
 
     Arguments:
@@ -92,24 +92,24 @@ def layer_norm_fn(
 
 
 def rms_norm_fn(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    residual_in_fp32=False,
-    zero_centered_weight=False,
-    return_dropout_mask=False,
-    out_dtype=None,
-    out=None,
-    residual_out=None,
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: torch.Tensor | None = None,
+    bias1: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False,
+    out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None,
+    residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """RMSNorm: `layer_norm_fn` with is_rms_norm=True.
 
     >>> out, h = rms_norm_fn(torch.randn(2, 5, 64), torch.ones(64), None, prenorm=True)
@@ -127,17 +127,17 @@ class LayerNormFn:
 
 
 def layer_norm_linear_fn(
-    x,
-    norm_weight,
-    norm_bias,
-    linear_weight,
-    linear_bias,
-    residual=None,
-    eps=1e-6,
-    prenorm=False,
-    residual_in_fp32=False,
-    is_rms_norm=False,
-):
+    x: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_bias: torch.Tensor | None,
+    linear_weight: torch.Tensor,
+    linear_bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """A linear layer of the norm of h = x + residual. What the norm gives is not kept: the backward computes it again.
 
     Arguments:
@@ -175,7 +175,17 @@ class RMSNorm(torch.nn.Module):
     >>> out, residual = RMSNorm(64)(torch.randn(2, 5, 64), prenorm=True)
     """
 
-    def __init__(self, hidden_size, eps=1e-5, dropout_p=0.0, zero_centered_weight=False, device=None, dtype=None):
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        zero_centered_weight: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.eps = eps
         self.drop = torch.nn.Dropout(dropout_p) if dropout_p > 0.0 else None
@@ -184,37 +194,43 @@ class RMSNorm(torch.nn.Module):
         self.register_parameter("bias", None)
         self.reset_parameters()
 
-    def reset_parameters(self):
+    def reset_parameters(self) -> None:
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
-    def forward(self, x, residual=None, prenorm=False, residual_in_fp32=False):
+    def forward(
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
         return rms_norm_fn(
             x, self.weight, self.bias, residual=residual, eps=self.eps,
             dropout_p=self.drop.p if self.drop is not None and self.training else 0.0, prenorm=prenorm,
             residual_in_fp32=residual_in_fp32, zero_centered_weight=self.zero_centered_weight,
         )  # fmt: skip
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}, zero_centered_weight={self.zero_centered_weight}"
 
 
 def layer_norm_ref(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    zero_centered_weight=False,
-    dropout_mask=None,
-    dropout_mask1=None,
-    upcast=False,
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: torch.Tensor | None = None,
+    bias1: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: torch.Tensor | None = None,
+    dropout_mask1: torch.Tensor | None = None,
+    upcast: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """`layer_norm_fn` spelled out in torch operations, in the dtypes of the arguments, or in float32 if upcast.
 
     The masks are bool, true for kept; without them, dropout draws its own. Returns what `layer_norm_fn` does, without
@@ -228,22 +244,22 @@ def layer_norm_ref(
 
 
 def rms_norm_ref(
-    x,
-    weight,
-    bias,
-    residual=None,
-    x1=None,
-    weight1=None,
-    bias1=None,
-    eps=1e-6,
-    dropout_p=0.0,
-    rowscale=None,
-    prenorm=False,
-    zero_centered_weight=False,
-    dropout_mask=None,
-    dropout_mask1=None,
-    upcast=False,
-):
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None,
+    weight1: torch.Tensor | None = None,
+    bias1: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: torch.Tensor | None = None,
+    prenorm: bool = False,
+    zero_centered_weight: bool = False,
+    dropout_mask: torch.Tensor | None = None,
+    dropout_mask1: torch.Tensor | None = None,
+    upcast: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
     """The same for RMSNorm."""
     normalise = functools.partial(_rms_norm, eps=eps)
     return _reference(

@@ -6,6 +6,9 @@ Sums, bias and activation are fp32. Nothing here records a gradient. Tensors tha
 Triton, take plain torch. `kernel_fwd` and `kernel_bwd` are the kernels.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from flash_attn._ops import checks, linear_act, triton
@@ -17,7 +20,7 @@ def triton_linear_act(
     bias: torch.Tensor | None = None,
     activation: str = "id",
     save_act_input: bool = False,
-) -> torch.Tensor:
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """act(x weight^T + bias).
 
     Arguments:
@@ -66,6 +69,7 @@ def triton_dgrad_act(
         act_input = None
     else:
         checks.tensor("act_input", act_input, dtypes=(weight.dtype,), device=weight.device)
+        assert act_input is not None
         rows = grad_output.shape[:-1].numel()
         fits = act_input.shape[-1:] == weight.shape[1:] and act_input.shape[:-1].numel() == rows
         checks.number("act_input", tuple(act_input.shape), fits, "of shape ({}, {})", rows, weight.shape[1])
@@ -73,12 +77,12 @@ def triton_dgrad_act(
         return linear_act.dgrad(grad_output, weight, act_input, activation)
 
 
-def init_to_zero(name):
+def init_to_zero(name: str) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     """A hook for Triton's autotuner that zeroes the kernel argument `name` before each run."""
     return lambda nargs: nargs[name].zero_()
 
 
-def get_configs_io_bound():
+def get_configs_io_bound() -> list[Any]:
     """Configurations of tiles for products of few rows, as Triton's autotuner takes them."""
     return triton.find("linear_act", "get_configs_io_bound")()
 

@@ -9,7 +9,14 @@ from torch import nn
 from flash_attn._ops import fused_dense, linear_act
 
 
-def fused_dense_sqrelu_dense_function(x, weight1, bias1, weight2, bias2, checkpoint_lvl=0):
+def fused_dense_sqrelu_dense_function(
+    x: torch.Tensor,
+    weight1: torch.Tensor,
+    bias1: torch.Tensor | None,
+    weight2: torch.Tensor,
+    bias2: torch.Tensor | None,
+    checkpoint_lvl: int = 0,
+) -> torch.Tensor:
     """relu(x weight1^T + bias1)^2 weight2^T + bias2, differentiable in all five tensors.
 
     Arguments:
@@ -50,15 +57,15 @@ class FusedDenseSqreluDense(nn.Module):
 
     def __init__(
         self,
-        in_features,
-        hidden_features=None,
-        out_features=None,
-        bias1=True,
-        bias2=True,
-        checkpoint_lvl=0,
-        device=None,
-        dtype=None,
-    ):
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        bias1: bool = True,
+        bias2: bool = True,
+        checkpoint_lvl: int = 0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         fused_dense.check_mlp("sqrelu", checkpoint_lvl, -1)
         self.checkpoint_lvl = checkpoint_lvl
@@ -66,7 +73,7 @@ class FusedDenseSqreluDense(nn.Module):
         self.fc1 = nn.Linear(in_features, hidden, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden, out, bias=bias2, device=device, dtype=dtype)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return fused_dense_sqrelu_dense_function(
             x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.checkpoint_lvl
         )

@@ -16,9 +16,9 @@ def apply_rotary(
     seqlen_offsets: int | torch.Tensor = 0,
     cu_seqlens: torch.Tensor | None = None,
     max_seqlen: int | None = None,
-    interleaved=False,
-    inplace=False,
-    conjugate=False,
+    interleaved: bool = False,
+    inplace: bool = False,
+    conjugate: bool = False,
 ) -> torch.Tensor:
     """Rotate pairs of channels of x by the angles of each token's position.
 
