@@ -76,6 +76,11 @@ SIGNATURES = {
         "FlashAttnVarlenKVPackedFunc.apply": "*args",
         "FlashAttnVarlenQKVPackedFunc.apply": "*args",
     },
+    "flash_attn.flash_attn_triton": {
+        "flash_attn_func": "q, k, v, bias=None, causal=False, softmax_scale=None",
+        "flash_attn_kvpacked_func": "q, kv, bias=None, causal=False, softmax_scale=None",
+        "flash_attn_qkvpacked_func": "qkv, bias=None, causal=False, softmax_scale=None",
+    },
     "flash_attn.fused_softmax": {
         "scaled_upper_triang_masked_softmax": "inputs, _, scale",
         "scaled_masked_softmax": "inputs, mask, scale",
