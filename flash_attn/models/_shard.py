@@ -5,7 +5,7 @@ A table says how each tensor is divided; `_Part` cuts and joins it.
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class _Part(NamedTuple):
     join: Callable[[list[Tensor], Settings], Tensor]
 
 
-def shard_state_dict_tp(state_dict: dict[str, Tensor], config, world_size: int, rank: int) -> dict[str, Tensor]:
+def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: int, rank: int) -> dict[str, Tensor]:
     """The part of a state dict that a process of a tensor parallel model has, in place.
 
     Arguments:
@@ -51,7 +51,7 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config, world_size: int, 
     return state_dict
 
 
-def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config) -> dict[str, Tensor]:
+def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config: Any) -> dict[str, Tensor]:
     """The whole state dict from its parts, in the order of the ranks; what `shard_state_dict_tp` undoes.
 
     Embeddings that are divided by columns, as in Meta's files, are put together, too.
