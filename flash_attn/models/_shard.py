@@ -38,7 +38,7 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: 
     they are fewer than the query heads.
     """
     s = settings(config)
-    _check(s, world_size)
+    check_world_size(s, world_size)
     for name in list(state_dict):
         part = _part(name)
         if part is None:
@@ -57,7 +57,7 @@ def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config: Any) ->
     Embeddings that are divided by columns, as in Meta's files, are put together, too.
     """
     s = settings(config)
-    _check(s, len(state_dicts))
+    check_world_size(s, len(state_dicts))
     result = dict(state_dicts[0])
     for name in result:
         part = _part(name)
@@ -66,7 +66,8 @@ def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config: Any) ->
     return result
 
 
-def _check(s, world_size):
+def check_world_size(s: Settings, world_size: int) -> None:
+    """Raise ValueError, naming the field, if so many processes cannot share the model."""
     for name, size in {
         "vocab_size (padded)": s.padded_vocab_size,
         "n_embd": s.n_embd,

@@ -17,7 +17,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast, overload
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from flash_attn.models._gpt2 import (
     remap_state_dict_megatron,
 )
 from flash_attn.models._rope import attention_factor, rotary_embedding
-from flash_attn.models._shard import combine_state_dicts_tp, shard_state_dict_tp
+from flash_attn.models._shard import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
 from flash_attn.models.bigcode import remap_state_dict_hf_bigcode
 from flash_attn.models.falcon import remap_state_dict_hf_falcon
 from flash_attn.models.gpt_neox import remap_state_dict_hf_gpt_neox
@@ -249,6 +249,9 @@ def _init_weights(
 # Models
 
 
+_Model = TypeVar("_Model", bound="GPTPreTrainedModel")
+
+
 class GPTPreTrainedModel(nn.Module):
     """What the models share: their configuration, and checkpoints."""
 
@@ -261,7 +264,7 @@ class GPTPreTrainedModel(nn.Module):
         self.config = config
 
     @classmethod
-    def from_config(cls, config: Any, **kwargs: Any) -> "GPTPreTrainedModel":
+    def from_config(cls: type[_Model], config: Any, **kwargs: Any) -> _Model:
         """A model with random weights from a configuration of transformers, of any family that is covered.
 
         kwargs: of the constructor.
@@ -270,7 +273,7 @@ class GPTPreTrainedModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls,
+        cls: type[_Model],
         model_name: str | os.PathLike,
         config: Any = None,
         *args: Any,
@@ -282,7 +285,7 @@ class GPTPreTrainedModel(nn.Module):
         family: str | None = None,
         progress: bool = True,
         **kwargs: Any,
-    ) -> "GPTPreTrainedModel":
+    ) -> _Model:
         """A model with the weights of a checkpoint.
 
         Arguments:
@@ -360,6 +363,8 @@ class GPTModel(GPTPreTrainedModel):
         super().__init__(config)
         s = settings(config)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        if process_group is not None:
+            check_world_size(s, dist.get_world_size(process_group))
         self.process_group = process_group
         self.sequence_parallel = s.sequence_parallel
         self.embeddings_multiplier = s.mup_embeddings_multiplier
