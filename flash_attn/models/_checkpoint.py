@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from flash_attn.models._config import gpt2_config, is_gpt2_config, settings
-from flash_attn.models._family import Family, find_family
+from flash_attn.models._family import find_family
 from flash_attn.models._shard import shard_state_dict_tp
 from flash_attn.utils.pretrained import checkpoint_files, config_of_pretrained, load_file
 
@@ -106,7 +106,7 @@ def _compare(model, family, files, world_size, rank, strict):
     return missing
 
 
-def _sources(family: Family, name, config):
+def _sources(family, name, config):
     return ", ".join(family.keys.sources(name, config)) or "no tensor of this family"
 
 

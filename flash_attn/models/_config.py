@@ -33,7 +33,7 @@ WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 
 # Fields with which a model would be another one, and the values that make no difference.
-ONLY = {
+ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
@@ -130,13 +130,13 @@ class Settings:
         inner = int(8 * self.n_embd / 3) if self.n_inner is None else self.n_inner
         return round_up(inner, self.mlp_multiple_of)
 
-    def of_layer(self, field: str, layer_idx: int | None):
+    def of_layer(self, field: str, layer_idx: int | None) -> Any:
         """The value of a field that is one for all layers, or a sequence with one for each."""
         value = getattr(self, field)
         return value[layer_idx or 0] if isinstance(value, (list, tuple)) else value
 
 
-def settings(config) -> Settings:
+def settings(config: Any) -> Settings:
     """Read a configuration. Raises ValueError, naming the field, for what the model does not do."""
     if isinstance(config, Settings):
         return config
@@ -150,13 +150,13 @@ def settings(config) -> Settings:
         if value is not None:
             values[field.name] = value
     result = Settings(**values)
-    for name, values in ONLY.items():
-        refuse_unless(name, getattr(config, name, values[0]), values)
+    for name, allowed in ONLY.items():
+        refuse_unless(name, getattr(config, name, allowed[0]), allowed)
     _check(result, getattr(config, "rotary_emb_dim", None))
     return result
 
 
-def refuse_unless(name: str, value, allowed: Sequence) -> None:
+def refuse_unless(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raise ValueError unless a field has one of the values that are covered."""
     if value not in allowed:
         expected = " or ".join(map(repr, allowed))
@@ -195,7 +195,7 @@ def round_up(n: int, multiple_of: int) -> int:
     return (n + multiple_of - 1) // multiple_of * multiple_of
 
 
-def is_gpt2_config(config) -> bool:
+def is_gpt2_config(config: Any) -> bool:
     """Whether `config` is a transformers.GPT2Config, or what `gpt2_config` makes where transformers is missing."""
     return isinstance(config, GPT2ConfigLike) or any(cls.__name__ == "GPT2Config" for cls in type(config).__mro__)
 
@@ -205,7 +205,7 @@ class GPT2ConfigLike(types.SimpleNamespace):
 
     model_type = "gpt2"
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         names = {alias: field for field, alias in _ALIASES.items()}
         if name in names:
             return getattr(self, names[name])
@@ -215,7 +215,7 @@ class GPT2ConfigLike(types.SimpleNamespace):
         return {"model_type": self.model_type} | vars(self)
 
 
-def gpt2_config(**fields):
+def gpt2_config(**fields: Any) -> Any:
     """A transformers.GPT2Config with these fields; without transformers, an object like it."""
     if importlib.util.find_spec("transformers") is None:
         defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
@@ -229,11 +229,11 @@ def gpt2_config(**fields):
 class Reader:
     """Reads fields of a configuration by the first of several names that it has, and remembers which were read."""
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         self.config = config
         self.read: set[str] = set()
 
-    def __call__(self, *names: str, default=None):
+    def __call__(self, *names: str, default: Any = None) -> Any:
         """The first value that is there and not None, or else the default."""
         self.read.update(names)
         for name in names:
@@ -242,14 +242,14 @@ class Reader:
                 return value
         return default
 
-    def needed(self, *names: str):
+    def needed(self, *names: str) -> Any:
         value = self(*names)
         if value is None:
             raise ValueError(f"config.{names[0]} must be given, found None")
         return value
 
 
-def warn_of_unread(config, read) -> None:
+def warn_of_unread(config: Any, read: set[str]) -> None:
     """Warn of fields that nobody has read, unless they have the value of their class or one that means nothing."""
     try:
         defaults = vars(type(config)())
@@ -268,9 +268,6 @@ def warn_of_unread(config, read) -> None:
         )
 
 
-KNOWN = frozenset({field.name for field in dataclasses.fields(Settings)} | set(_ALIASES.values()) | {"rotary_emb_dim"})
-
-
 @dataclasses.dataclass(frozen=True)
 class ConfigMap:
     """How the configuration of a family becomes a GPT2Config.
@@ -285,10 +282,10 @@ class ConfigMap:
     copied: dict[str, str | tuple[str, ...]]
     constant: dict[str, Any] = dataclasses.field(default_factory=dict)
     computed: Sequence[Callable[[Reader], dict[str, Any]]] = ()
-    only: dict[str, tuple] = dataclasses.field(default_factory=dict)
+    only: dict[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     without_effect: Sequence[str] = ()
 
-    def __call__(self, config):
+    def __call__(self, config: Any) -> Any:
         """The GPT2Config. Raises ValueError for a field that asks for what the model does not do, naming it."""
         read = Reader(config)
         for name, allowed in (ONLY | self.only).items():
@@ -315,7 +312,7 @@ _COPIED_BY_ALL = {
 }
 
 
-def as_dict(config) -> dict[str, Any]:
+def as_dict(config: Any) -> dict[str, Any]:
     """The fields of a configuration as config.json has them."""
     fields = config.to_dict() if hasattr(config, "to_dict") else dict(vars(config))
     return {"model_type": getattr(config, "model_type", None)} | fields

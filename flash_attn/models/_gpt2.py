@@ -1,5 +1,7 @@
 """GPT-2, and checkpoints of Megatron-LM with rotary embedding: their tensors."""
 
+from typing import Any
+
 from torch import Tensor
 
 from flash_attn.models._config import is_gpt2_config
@@ -18,7 +20,7 @@ from flash_attn.models._keys import (
 )  # fmt: skip
 
 
-def gpt2_config_to_gpt2_config(config):
+def gpt2_config_to_gpt2_config(config: Any) -> Any:
     """The configuration itself, which the model reads as it is."""
     if not is_gpt2_config(config):
         raise ValueError(f"config must be a GPT2Config, found {type(config).__name__}")
@@ -83,7 +85,7 @@ MEGATRON_KEYS = KeyMap(
 )
 
 
-def remap_state_dict_hf_gpt2(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_hf_gpt2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from that of transformers' GPT2LMHeadModel or GPT2Model, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
@@ -91,12 +93,12 @@ def remap_state_dict_hf_gpt2(state_dict: dict[str, Tensor], config) -> dict[str,
     return GPT2_KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_hf_gpt2(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_hf_gpt2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The state dict of transformers' GPT2LMHeadModel from ours."""
     return GPT2_KEYS.invert(state_dict, config)
 
 
-def remap_state_dict_megatron(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_megatron(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from that of a GPT model with rotary embedding of Megatron-LM, which is consumed.
 
     The vocabulary is padded up to a multiple of pad_vocab_size_multiple from the rows that it has in the checkpoint.
@@ -104,7 +106,7 @@ def remap_state_dict_megatron(state_dict: dict[str, Tensor], config) -> dict[str
     return MEGATRON_KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_megatron(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_megatron(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The state dict of a GPT model of Megatron-LM from ours, without an output layer if that is the embedding."""
     result = MEGATRON_KEYS.invert(state_dict, config)
     if getattr(config, "tie_word_embeddings", True):

@@ -12,8 +12,8 @@ follows from the index.
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,12 +30,12 @@ _TIED, _LAYER = (f"{EMBEDDINGS}.weight", f"{HEAD}.weight"), "transformer.layers.
 class Order(NamedTuple):
     """Which rows of theirs are the rows of ours.
 
-    index: (number of their rows, settings) -> for each row of ours the number of theirs, -1 for a row of zeros.
-    count: (number of our rows, settings) -> number of theirs.
+    take: (number of their rows, settings) -> for each row of ours the number of theirs, -1 for a row of zeros.
+    length: (number of our rows, settings) -> number of theirs.
     """
 
-    index: Callable[[int, Settings], Tensor]
-    count: Callable[[int, Settings], int] = lambda rows, s: rows
+    take: Callable[[int, Settings], Tensor]
+    length: Callable[[int, Settings], int] = lambda rows, s: rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Rule:
         theirs = [self._turned(tensor) for tensor in theirs]
         ours = theirs[0] if len(theirs) == 1 else torch.cat(theirs)
         if self.order is not None:
-            ours = _take(ours, self.order.index(len(ours), s))
+            ours = _take(ours, self.order.take(len(ours), s))
         return ours.contiguous()
 
     def inverse(self, ours: Tensor, s: Settings) -> list[Tensor]:
         if self.order is not None:
-            rows = self.order.count(len(ours), s)
-            ours = _take(ours, _inverse(self.order.index(rows, s), rows))
+            rows = self.order.length(len(ours), s)
+            ours = _take(ours, _inverse(self.order.take(rows, s), rows))
         shares = [1] * len(self.sources) if self.shares is None else self.shares(s)
         parts = ours.split([len(ours) // sum(shares) * share for share in shares])
         return [self._turned(part).contiguous() for part in parts]
@@ -181,7 +181,7 @@ class KeyMap:
         self.spellings = spellings
         self.dropped = dropped
 
-    def rules(self, s: Settings):
+    def rules(self, s: Settings) -> Iterator[tuple[str, Rule]]:
         """(our name, rule with their names) of every tensor that there may be."""
         for ours, rule in self.table(s).items():
             rule = Rule((rule,)) if isinstance(rule, str) else rule
@@ -190,7 +190,7 @@ class KeyMap:
                     sources = tuple(f"{source}.{kind}".replace("{i}", str(i)) for source in rule.sources)
                     yield f"{ours}.{kind}".replace("{i}", str(i)), dataclasses.replace(rule, sources=sources)
 
-    def convert(self, tensors: dict[str, Tensor], config) -> dict[str, Tensor]:
+    def convert(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         """Take from `tensors` all that our tensors can be made of, and make them. The rest stays, with usual names."""
         s = settings(config)
         for name in list(tensors):
@@ -210,22 +210,23 @@ class KeyMap:
             result[_TIED[1]] = result[_TIED[0]]
         return result
 
-    def remap(self, state_dict: dict[str, Tensor], config) -> "collections.OrderedDict[str, Tensor]":
+    def remap(self, state_dict: dict[str, Tensor], config: Any) -> "collections.OrderedDict[str, Tensor]":
         """Our state dict from theirs, which is consumed. Names that are not known stay as they are."""
         result = self.convert(state_dict, config)
         result.update(state_dict)
         state_dict.clear()
         return collections.OrderedDict(result)
 
-    def invert(self, state_dict: dict[str, Tensor], config) -> "collections.OrderedDict[str, Tensor]":
+    def invert(self, state_dict: dict[str, Tensor], config: Any) -> "collections.OrderedDict[str, Tensor]":
         """Their state dict from ours, without the padding of the vocabulary. Names not known stay as they are."""
-        s, rest, result = settings(config), dict(state_dict), collections.OrderedDict()
+        s, rest = settings(config), dict(state_dict)
+        result: collections.OrderedDict[str, Tensor] = collections.OrderedDict()
         for ours, rule in self.rules(s):
             if ours in rest:
                 result.update(zip(rule.sources, rule.inverse(rest.pop(ours), s)))
         result.update(rest)
         return result
 
-    def sources(self, ours: str, config) -> tuple[str, ...]:
+    def sources(self, ours: str, config: Any) -> tuple[str, ...]:
         """Their names of what one of our tensors is made of; none if it is not known."""
         return next((rule.sources for name, rule in self.rules(settings(config)) if name == ours), ())

@@ -23,7 +23,7 @@ def rope_fields(read: Reader) -> dict[str, Any]:
         raise ValueError(f"config.rope_parameters must be the same for all layers, found {parameters}")
     base = read("rotary_emb_base", "rope_theta", default=parameters.get("rope_theta", 10000.0))
     fraction = read("rotary_pct", "partial_rotary_factor", default=parameters.get("partial_rotary_factor", 1.0))
-    fields = {"rotary_emb_base": float(base), "rotary_emb_fraction": float(fraction)}
+    fields: dict[str, Any] = {"rotary_emb_base": float(base), "rotary_emb_fraction": float(fraction)}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     longest = read("max_position_embeddings", "n_positions")
     if kind not in _DEFAULT:
@@ -36,7 +36,7 @@ def rope_fields(read: Reader) -> dict[str, Any]:
     return fields
 
 
-def rotary_embedding(s: Settings, device=None) -> RotaryEmbedding:
+def rotary_embedding(s: Settings, device: torch.device | str | None = None) -> RotaryEmbedding:
     """The rotary embedding that all layers share; on the CPU if the model is on the meta device, as it is no weight."""
     device = "cpu" if torch.empty(0, device=device).is_meta else device
     if s.rotary_emb_scaling is not None:
@@ -90,12 +90,12 @@ class _ScaledRotaryEmbedding(RotaryEmbedding):
         return f"{super().extra_repr()}, scaling={self._scaling}"
 
 
-def _linear(frequencies: Tensor, scaling, base) -> Tensor:
+def _linear(frequencies: Tensor, scaling: dict[str, Any], base: float) -> Tensor:
     """Positions are divided by a factor (Chen et al., arXiv:2306.15595)."""
     return frequencies / scaling["factor"]
 
 
-def _llama3(frequencies: Tensor, scaling, base) -> Tensor:
+def _llama3(frequencies: Tensor, scaling: dict[str, Any], base: float) -> Tensor:
     """Slow pairs are slowed down by a factor, fast ones stay, between them it goes over evenly."""
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # within the trained length
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -103,7 +103,7 @@ def _llama3(frequencies: Tensor, scaling, base) -> Tensor:
     return frequencies * (kept + (1 - kept) / scaling["factor"])
 
 
-def _yarn(frequencies: Tensor, scaling, base) -> Tensor:
+def _yarn(frequencies: Tensor, scaling: dict[str, Any], base: float) -> Tensor:
     """The same by the number of a pair instead of its turns (Peng et al., arXiv:2309.00071)."""
     pairs = len(frequencies)
 

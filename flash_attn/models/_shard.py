@@ -5,7 +5,7 @@ A table says how each tensor is divided; `_Part` cuts and joins it.
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ class _Part(NamedTuple):
     join: Callable[[list[Tensor], Settings], Tensor]
 
 
-def shard_state_dict_tp(state_dict: dict[str, Tensor], config, world_size: int, rank: int) -> dict[str, Tensor]:
+def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: int, rank: int) -> dict[str, Tensor]:
     """The part of a state dict that a process of a tensor parallel model has, in place.
 
     Arguments:
@@ -38,7 +38,7 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config, world_size: int, 
     they are fewer than the query heads.
     """
     s = settings(config)
-    _check(s, world_size)
+    check_world_size(s, world_size)
     for name in list(state_dict):
         part = _part(name)
         if part is None:
@@ -51,13 +51,13 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config, world_size: int, 
     return state_dict
 
 
-def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config) -> dict[str, Tensor]:
+def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config: Any) -> dict[str, Tensor]:
     """The whole state dict from its parts, in the order of the ranks; what `shard_state_dict_tp` undoes.
 
     Embeddings that are divided by columns, as in Meta's files, are put together, too.
     """
     s = settings(config)
-    _check(s, len(state_dicts))
+    check_world_size(s, len(state_dicts))
     result = dict(state_dicts[0])
     for name in result:
         part = _part(name)
@@ -66,7 +66,8 @@ def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config) -> dict
     return result
 
 
-def _check(s, world_size):
+def check_world_size(s: Settings, world_size: int) -> None:
+    """Raise ValueError, naming the field, if so many processes cannot share the model."""
     for name, size in {
         "vocab_size (padded)": s.padded_vocab_size,
         "n_embd": s.n_embd,

@@ -3,6 +3,8 @@
 Their configurations do not say which of these they are: it follows from their sizes.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
@@ -70,7 +72,7 @@ KEYS = KeyMap(
 )
 
 
-def baichuan_config_to_gpt2_config(baichuan_config):
+def baichuan_config_to_gpt2_config(baichuan_config: Any) -> Any:
     """The GPT2Config of the configuration that comes with Baichuan."""
     return CONFIG(baichuan_config)
 
@@ -84,7 +86,7 @@ FAMILY = Family(
 )
 
 
-def remap_state_dict_hf_baichuan(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_hf_baichuan(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from that of BaichuanForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
@@ -92,6 +94,6 @@ def remap_state_dict_hf_baichuan(state_dict: dict[str, Tensor], config) -> dict[
     return KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_hf_baichuan(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_hf_baichuan(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The state dict of BaichuanForCausalLM from ours."""
     return KEYS.invert(state_dict, config)

@@ -4,6 +4,8 @@ All query heads share one key and one value head. Unless the model has n_head_kv
 head when they are loaded.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -33,7 +35,7 @@ def _one_key_head(rows, s):
 
 
 # In the inverse, the first of the repeated heads is the one.
-_REPEATED = Order(index=_one_key_head, count=lambda rows, s: s.n_embd + 2 * s.width_of_head)
+_REPEATED = Order(take=_one_key_head, length=lambda rows, s: s.n_embd + 2 * s.width_of_head)
 
 CONFIG = ConfigMap(
     copied={
@@ -77,7 +79,7 @@ KEYS = KeyMap(
 )
 
 
-def bigcode_config_to_gpt2_config(bigcode_config):
+def bigcode_config_to_gpt2_config(bigcode_config: Any) -> Any:
     """The GPT2Config of a GPTBigCodeConfig of transformers."""
     return CONFIG(bigcode_config)
 
@@ -91,7 +93,7 @@ FAMILY = Family(
 )
 
 
-def remap_state_dict_hf_bigcode(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_hf_bigcode(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from that of transformers' GPTBigCodeForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
@@ -99,6 +101,6 @@ def remap_state_dict_hf_bigcode(state_dict: dict[str, Tensor], config) -> dict[s
     return KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_hf_bigcode(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_hf_bigcode(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The state dict of transformers' GPTBigCodeForCausalLM from ours: of repeated key and value heads, the first."""
     return KEYS.invert(state_dict, config)

@@ -1,5 +1,7 @@
 """BTLM: its configuration and its tensors."""
 
+from typing import Any
+
 from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
@@ -71,7 +73,7 @@ KEYS = KeyMap(
 )
 
 
-def btlm_config_to_gpt2_config(btlm_config):
+def btlm_config_to_gpt2_config(btlm_config: Any) -> Any:
     """The GPT2Config of the configuration that comes with BTLM."""
     return CONFIG(btlm_config)
 
@@ -85,7 +87,7 @@ FAMILY = Family(
 )
 
 
-def remap_state_dict_hf_btlm(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_hf_btlm(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from that of BTLMLMHeadModel, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
@@ -93,6 +95,6 @@ def remap_state_dict_hf_btlm(state_dict: dict[str, Tensor], config) -> dict[str,
     return KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_hf_btlm(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_hf_btlm(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The state dict of BTLMLMHeadModel from ours, without the slopes of ALiBi."""
     return KEYS.invert(state_dict, config)

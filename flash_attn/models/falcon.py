@@ -1,5 +1,7 @@
 """Falcon: its configuration and its tensors."""
 
+from typing import Any
+
 from torch import Tensor
 
 from flash_attn.models._config import ConfigMap, Settings
@@ -10,6 +12,7 @@ from flash_attn.models._keys import (
     GROUPED,
     HEAD,
     KeyMap,
+    Rule,
     each_layer,
     padded,
     reordered,
@@ -67,7 +70,7 @@ CONFIG = ConfigMap(
 )
 
 
-def _table(s: Settings):
+def _table(s: Settings) -> dict[str, str | Rule]:
     """The norms are called otherwise where there are two beside each other."""
     two = s.parallel_block and not s.parallel_block_tied_norm
     return {
@@ -91,7 +94,7 @@ def _table(s: Settings):
 KEYS = KeyMap(_table, spellings=[(r"^(word_embeddings|ln_f|h)\.", r"transformer.\1.")])
 
 
-def falcon_config_to_gpt2_config(falcon_config):
+def falcon_config_to_gpt2_config(falcon_config: Any) -> Any:
     """The GPT2Config of a FalconConfig of transformers."""
     return CONFIG(falcon_config)
 
@@ -105,7 +108,7 @@ FAMILY = Family(
 )
 
 
-def remap_state_dict_hf_falcon(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_hf_falcon(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from that of transformers' FalconForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
@@ -113,6 +116,6 @@ def remap_state_dict_hf_falcon(state_dict: dict[str, Tensor], config) -> dict[st
     return KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_hf_falcon(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_hf_falcon(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The state dict of transformers' FalconForCausalLM from ours."""
     return KEYS.invert(state_dict, config)

@@ -17,7 +17,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from flash_attn.models._gpt2 import (
     remap_state_dict_megatron,
 )
 from flash_attn.models._rope import attention_factor, rotary_embedding
-from flash_attn.models._shard import combine_state_dicts_tp, shard_state_dict_tp
+from flash_attn.models._shard import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
 from flash_attn.models.bigcode import remap_state_dict_hf_bigcode
 from flash_attn.models.falcon import remap_state_dict_hf_falcon
 from flash_attn.models.gpt_neox import remap_state_dict_hf_gpt_neox
@@ -107,7 +107,7 @@ def create_mixer_cls(
             raise ValueError("layer_idx must be given with config.scale_attn_by_inverse_layer_idx, found None")
         scale /= layer_idx + 1
     window = s.of_layer("sliding_window", layer_idx)
-    options = dict(
+    options: dict[str, Any] = dict(
         num_heads=s.n_head, num_heads_kv=s.heads_kv, qkv_proj_bias=s.qkv_proj_bias, out_proj_bias=s.out_proj_bias,
         dropout=s.attn_pdrop, softmax_scale=scale, causal=True, layer_idx=layer_idx, rotary_emb_dim=s.rotary_dim,
         rotary_emb_base=s.rotary_emb_base, rotary_emb_scale_base=s.rotary_emb_scale_base,
@@ -115,12 +115,13 @@ def create_mixer_cls(
         window_size=(-1, -1) if window is None else (window - 1, 0), use_flash_attn=s.use_flash_attn,
         device=device, dtype=dtype,
     )  # fmt: skip
+    mixer_cls: Callable[..., nn.Module]
     if process_group is None:
         mixer_cls = functools.partial(MHA, dwconv=s.attn_dwconv, fused_bias_fc=s.fused_bias_fc, **options)
     elif s.attn_dwconv:
         raise ValueError("config.attn_dwconv must be False with process_group, found True")
     else:
-        parallel = dict(process_group=process_group, sequence_parallel=s.sequence_parallel)
+        parallel: dict[str, Any] = dict(process_group=process_group, sequence_parallel=s.sequence_parallel)
         mixer_cls = functools.partial(ParallelMHA, **parallel, **options)
     return mixer_cls if s.rotary_emb_scaling is None else functools.partial(_with_scaled_rotary, mixer_cls, s, device)
 
@@ -141,11 +142,12 @@ def create_mlp_cls(
     """A function of the number of features that makes the MLP of a layer, divided over the processes of a group."""
     s = settings(config)
     hidden_features = s.inner if s.gated else s.n_inner
-    options = dict(hidden_features=hidden_features, bias1=s.mlp_fc1_bias, bias2=s.mlp_fc2_bias)
+    options: dict[str, Any] = dict(hidden_features=hidden_features, bias1=s.mlp_fc1_bias, bias2=s.mlp_fc2_bias)
     options |= dict(device=device, dtype=dtype)
     if process_group is not None:
         options |= dict(process_group=process_group, sequence_parallel=s.sequence_parallel)
     level = s.of_layer("mlp_checkpoint_lvl", layer_idx)
+    cls: Callable[..., nn.Module]
     if s.fused_mlp:
         activation = _of(_FUSED, s.activation_function, "with config.fused_mlp")
         cls = FusedMLP if process_group is None else ParallelFusedMLP
@@ -154,7 +156,7 @@ def create_mlp_cls(
         _of(("sqrelu",), s.activation_function, "with config.fused_dense_sqrelu_dense")
         if process_group is not None:
             raise ValueError("config.fused_dense_sqrelu_dense must be False with process_group, found True")
-        factory = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         return functools.partial(
             FusedDenseSqreluDense, hidden_features=hidden_features, checkpoint_lvl=level, **factory
         )
@@ -187,10 +189,10 @@ def create_block(
     >>> hidden_states, residual = block(torch.randn(2, 5, 64))
     """
     s = settings(config)
-    factory = dict(device=device, dtype=dtype)
+    factory: dict[str, Any] = dict(device=device, dtype=dtype)
     mixer_cls = create_mixer_cls(config, layer_idx, process_group, **factory)
     mlp_cls = create_mlp_cls(config, layer_idx, process_group, **factory)
-    options = dict(
+    options: dict[str, Any] = dict(
         norm_cls=functools.partial(_norm, s, **factory),
         resid_dropout1=s.embd_pdrop if layer_idx in (None, 0) else s.resid_pdrop,
         resid_dropout2=s.resid_pdrop,
@@ -199,6 +201,7 @@ def create_block(
         sequence_parallel=s.sequence_parallel and process_group is not None,
         mark_shared_params=process_group is not None,
     )
+    block: Any  # which takes an attribute of any type
     if s.parallel_block:
         block = ParallelBlock(s.n_embd, mixer_cls, mlp_cls, tied_norm=s.parallel_block_tied_norm, **options)
     else:
@@ -231,7 +234,7 @@ def _init_weights(
     std = initializer_range * math.sqrt(mup_width_scale)
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=std)
-        module.weight._optim = {"lr_multiplier": mup_width_scale}
+        vars(module.weight)["_optim"] = {"lr_multiplier": mup_width_scale}
         if module.bias is not None:
             nn.init.zeros_(module.bias)
     elif isinstance(module, nn.Embedding):
@@ -246,6 +249,9 @@ def _init_weights(
 # Models
 
 
+_Model = TypeVar("_Model", bound="GPTPreTrainedModel")
+
+
 class GPTPreTrainedModel(nn.Module):
     """What the models share: their configuration, and checkpoints."""
 
@@ -258,7 +264,7 @@ class GPTPreTrainedModel(nn.Module):
         self.config = config
 
     @classmethod
-    def from_config(cls, config: Any, **kwargs: Any) -> "GPTPreTrainedModel":
+    def from_config(cls: type[_Model], config: Any, **kwargs: Any) -> _Model:
         """A model with random weights from a configuration of transformers, of any family that is covered.
 
         kwargs: of the constructor.
@@ -267,7 +273,7 @@ class GPTPreTrainedModel(nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls,
+        cls: type[_Model],
         model_name: str | os.PathLike,
         config: Any = None,
         *args: Any,
@@ -279,7 +285,7 @@ class GPTPreTrainedModel(nn.Module):
         family: str | None = None,
         progress: bool = True,
         **kwargs: Any,
-    ) -> "GPTPreTrainedModel":
+    ) -> _Model:
         """A model with the weights of a checkpoint.
 
         Arguments:
@@ -356,7 +362,9 @@ class GPTModel(GPTPreTrainedModel):
     ) -> None:
         super().__init__(config)
         s = settings(config)
-        factory = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        if process_group is not None:
+            check_world_size(s, dist.get_world_size(process_group))
         self.process_group = process_group
         self.sequence_parallel = s.sequence_parallel
         self.embeddings_multiplier = s.mup_embeddings_multiplier
@@ -366,11 +374,12 @@ class GPTModel(GPTPreTrainedModel):
         self.fused_dropout_add_ln = s.fused_dropout_add_ln
         self.gradient_checkpointing = s.gradient_checkpointing
         self.embeddings = _embeddings(s, process_group, **factory)
-        self.layers = nn.ModuleList(create_block(config, i, process_group, **factory) for i in range(s.n_layer))
+        blocks = [create_block(config, i, process_group, **factory) for i in range(s.n_layer)]
+        self.layers = nn.ModuleList(blocks)
         if s.rotary_dim > 0:
             shared = rotary_embedding(s, device=device)  # one pair of tables for all layers
-            for layer in self.layers:
-                layer.mixer.rotary_emb = shared
+            for block in blocks:
+                block.mixer.rotary_emb = shared
         if s.prenorm:
             self.drop_f = nn.Dropout(s.resid_pdrop)
             self.ln_f = _norm(s, s.n_embd, **factory)
@@ -391,7 +400,8 @@ class GPTModel(GPTPreTrainedModel):
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[int, Tensor]:
         """Uninitialised caches (batch_size, max_seqlen, 2, heads_kv, head_dim), by the number of their layer."""
-        return {i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype) for i, layer in enumerate(self.layers)}
+        layers = cast(list[Block], self.layers)
+        return {i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype) for i, layer in enumerate(layers)}
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, inference_params: Any = None) -> Tensor:
         """The normed residual stream after the last layer.
@@ -405,14 +415,14 @@ class GPTModel(GPTPreTrainedModel):
         (batch * seqlen, features).
         """
         by_tokens = self.process_group is not None and self.sequence_parallel
-        options = dict(combine_batch_seqlen_dim=True) if by_tokens else {}
+        options: dict[str, Any] = dict(combine_batch_seqlen_dim=True) if by_tokens else {}
         hidden = self.embeddings(input_ids, position_ids=position_ids, **options)
         if self.embeddings_multiplier != 1.0:
             hidden = hidden * self.embeddings_multiplier
-        mixer_kwargs = dict(seqlen=input_ids.shape[1]) if by_tokens else {}
+        mixer_kwargs: dict[str, Any] = dict(seqlen=input_ids.shape[1]) if by_tokens else {}
         if inference_params is not None:
             mixer_kwargs["inference_params"] = inference_params
-        stream = (hidden, None, None) if self.parallel_block else (hidden, None)  # what blocks take and give
+        stream: tuple[Any, ...] = (hidden, *(None,) * (2 if self.parallel_block else 1))  # what blocks take and give
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and inference_params is None
         for layer in self.layers:
             run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
@@ -439,7 +449,7 @@ class GPTModel(GPTPreTrainedModel):
 
 
 def _embeddings(s, process_group, device, dtype):
-    factory = dict(device=device, dtype=dtype)
+    factory: dict[str, Any] = dict(device=device, dtype=dtype)
     if process_group is None:
         return GPT2Embeddings(
             s.n_embd, s.padded_vocab_size, s.n_positions, word_embed_proj_dim=s.word_embed_proj_dim, **factory
@@ -477,7 +487,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     ) -> None:
         super().__init__(config)
         s = settings(config)
-        factory = dict(device=device, dtype=dtype)
+        factory: dict[str, Any] = dict(device=device, dtype=dtype)
         self.process_group = process_group
         self.transformer = GPTModel(config, process_group=process_group, **factory)
         self.tie_word_embeddings = s.tie_word_embeddings
@@ -589,7 +599,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         weight = F.normalize(self.lm_head.weight)
         if self.process_group is None:
             return F.linear(hidden, weight, self.lm_head.bias)
-        parallel = dict(process_group=self.process_group, sequence_parallel=self.lm_head.sequence_parallel)
+        parallel: dict[str, Any] = dict(
+            process_group=self.process_group, sequence_parallel=self.lm_head.sequence_parallel
+        )
         return fused_dense_func(hidden, weight, self.lm_head.bias, **parallel)
 
     def _loss(self, hidden, labels, shape, num_last_tokens):
@@ -606,7 +618,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             num_classes=self.vocab_size, process_group=self.process_group, sequence_parallel=by_tokens,
         )  # fmt: skip
 
-    def load_state_dict(self, state_dict: dict[str, Tensor], strict: bool = True, assign: bool = False):
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Also takes the state dicts of earlier releases, with `transformer.ln_0`, and changes these in place."""
         if "transformer.ln_0.weight" in state_dict:
             _shift_norms(state_dict, settings(self.config).n_layer)

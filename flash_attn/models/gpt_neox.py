@@ -1,5 +1,7 @@
 """GPT-NeoX and Pythia: their configuration and their tensors."""
 
+from typing import Any
+
 from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
@@ -65,7 +67,7 @@ KEYS = KeyMap(
 )
 
 
-def gpt_neox_config_to_gpt2_config(gpt_neox_config):
+def gpt_neox_config_to_gpt2_config(gpt_neox_config: Any) -> Any:
     """The GPT2Config of a GPTNeoXConfig of transformers."""
     return CONFIG(gpt_neox_config)
 
@@ -79,7 +81,7 @@ FAMILY = Family(
 )
 
 
-def remap_state_dict_hf_gpt_neox(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_hf_gpt_neox(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from that of transformers' GPTNeoXForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
@@ -87,7 +89,7 @@ def remap_state_dict_hf_gpt_neox(state_dict: dict[str, Tensor], config) -> dict[
     return KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_hf_gpt_neox(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_hf_gpt_neox(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The state dict of transformers' GPTNeoXForCausalLM from ours, with the name that transformers 5 has for the head.
 
     Older releases call it embed_out instead of lm_head.

@@ -1,5 +1,7 @@
 """GPT-J: its configuration and its tensors."""
 
+from typing import Any
+
 from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
@@ -70,7 +72,7 @@ KEYS = KeyMap(
 )
 
 
-def gptj_config_to_gpt2_config(gptj_config):
+def gptj_config_to_gpt2_config(gptj_config: Any) -> Any:
     """The GPT2Config of a GPTJConfig of transformers."""
     return CONFIG(gptj_config)
 
@@ -84,7 +86,7 @@ FAMILY = Family(
 )
 
 
-def remap_state_dict_hf_gptj(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_hf_gptj(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from that of transformers' GPTJForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
@@ -92,6 +94,6 @@ def remap_state_dict_hf_gptj(state_dict: dict[str, Tensor], config) -> dict[str,
     return KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_hf_gptj(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_hf_gptj(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The state dict of transformers' GPTJForCausalLM from ours."""
     return KEYS.invert(state_dict, config)

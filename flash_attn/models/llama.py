@@ -15,6 +15,7 @@ import json
 import os
 import pathlib
 import types
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -152,7 +153,7 @@ KEYS = KeyMap(
 )  # fmt: skip
 
 
-def llama_config_to_gpt2_config(llama_config):
+def llama_config_to_gpt2_config(llama_config: Any) -> Any:
     """The GPT2Config of a configuration of Llama, Mistral, Qwen2 or Gemma, from transformers or from Meta's files."""
     return CONFIG(llama_config)
 
@@ -166,7 +167,7 @@ FAMILY = Family(
 )
 
 
-def remap_state_dict_hf_llama(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_hf_llama(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from that of transformers' LlamaForCausalLM (or another of this family), which is consumed.
 
     config: the GPT2Config of our model. Queries and keys are reordered for interleaved rotary pairs. Tensors that are
@@ -175,22 +176,22 @@ def remap_state_dict_hf_llama(state_dict: dict[str, Tensor], config) -> dict[str
     return KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_hf_llama(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_hf_llama(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The state dict of transformers' LlamaForCausalLM from ours."""
     return KEYS.invert(state_dict, config)
 
 
-def remap_state_dict_meta_llama(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_meta_llama(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from Meta's, or this part of ours from one of Meta's shards. It is consumed."""
     return META_KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_meta_llama(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_meta_llama(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Meta's state dict from ours."""
     return META_KEYS.invert(state_dict, config)
 
 
-def config_from_meta_checkpoint(checkpoint_path: str | os.PathLike, model_name: str):
+def config_from_meta_checkpoint(checkpoint_path: str | os.PathLike, model_name: str) -> Any:
     """The configuration in <checkpoint_path>/<model_name>/params.json, as transformers' LlamaConfig if there is one.
 
     The size of the vocabulary is that of tokenizer.model beside it, which takes the package sentencepiece; 32000
@@ -226,14 +227,14 @@ def _vocabulary_of(path):
     return SentencePieceProcessor(str(path)).vocab_size()
 
 
-def config_from_hf_checkpoint(checkpoint_path: str | os.PathLike, model_name: str):
+def config_from_hf_checkpoint(checkpoint_path: str | os.PathLike, model_name: str) -> Any:
     """transformers' LlamaConfig in <checkpoint_path>/<model_name>-hf/config.json."""
     from transformers import LlamaConfig
 
     return LlamaConfig.from_pretrained(pathlib.Path(checkpoint_path, f"{model_name}-hf") / "config.json")
 
 
-def config_from_checkpoint(checkpoint_path: str | os.PathLike, model_name: str, checkpoint_format: str = "meta"):
+def config_from_checkpoint(checkpoint_path: str | os.PathLike, model_name: str, checkpoint_format: str = "meta") -> Any:
     """The configuration of a checkpoint whose format is "meta" or "hf"."""
     formats = {"meta": config_from_meta_checkpoint, "hf": config_from_hf_checkpoint}
     if checkpoint_format not in formats:

@@ -1,5 +1,7 @@
 """OPT: its configuration and its tensors."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,7 +21,7 @@ from flash_attn.models._keys import (
 )  # fmt: skip
 
 # The table of positions begins with two rows that no token of a text has.
-_WITHOUT_FIRST_TWO = Order(index=lambda rows, s: torch.arange(2, rows), count=lambda rows, s: rows + 2)
+_WITHOUT_FIRST_TWO = Order(take=lambda rows, s: torch.arange(2, rows), length=lambda rows, s: rows + 2)
 
 
 def _narrower_embeddings(read):
@@ -84,7 +86,7 @@ KEYS = KeyMap(
 )
 
 
-def opt_config_to_gpt2_config(opt_config):
+def opt_config_to_gpt2_config(opt_config: Any) -> Any:
     """The GPT2Config of an OPTConfig of transformers."""
     return CONFIG(opt_config)
 
@@ -98,7 +100,7 @@ FAMILY = Family(
 )
 
 
-def remap_state_dict_hf_opt(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_hf_opt(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from that of transformers' OPTForCausalLM or OPTModel, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
@@ -106,6 +108,6 @@ def remap_state_dict_hf_opt(state_dict: dict[str, Tensor], config) -> dict[str, 
     return KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_hf_opt(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_hf_opt(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The state dict of transformers' OPTForCausalLM from ours; the two positions that no token has are zeros."""
     return KEYS.invert(state_dict, config)

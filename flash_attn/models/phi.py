@@ -1,5 +1,7 @@
 """Phi-1 and Phi-2: their configuration and their tensors."""
 
+from typing import Any
+
 from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
@@ -60,7 +62,7 @@ KEYS = KeyMap(
 )
 
 
-def phi_config_to_gpt2_config(phi_config):
+def phi_config_to_gpt2_config(phi_config: Any) -> Any:
     """The GPT2Config of a PhiConfig of transformers."""
     return CONFIG(phi_config)
 
@@ -74,7 +76,7 @@ FAMILY = Family(
 )
 
 
-def remap_state_dict_hf_phi(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def remap_state_dict_hf_phi(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Our state dict from that of transformers' PhiForCausalLM, which is consumed.
 
     config: the GPT2Config of our model. Tensors that are not known stay as they are.
@@ -82,6 +84,6 @@ def remap_state_dict_hf_phi(state_dict: dict[str, Tensor], config) -> dict[str, 
     return KEYS.remap(state_dict, config)
 
 
-def inv_remap_state_dict_hf_phi(state_dict: dict[str, Tensor], config) -> dict[str, Tensor]:
+def inv_remap_state_dict_hf_phi(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """The state dict of transformers' PhiForCausalLM from ours."""
     return KEYS.invert(state_dict, config)

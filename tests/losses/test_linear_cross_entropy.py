@@ -198,6 +198,6 @@ def check_parallel(group):
         del options["process_group"], options["sequence_parallel"]
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [1, 2, 4])
 def test_divided_vocabulary(processes):
     over_processes(processes, check_parallel)

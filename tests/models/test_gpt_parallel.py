@@ -139,8 +139,11 @@ def check_errors(group):
     for options, says in (
         (dict(word_embed_proj_dim=32), "config.word_embed_proj_dim must be None with process_group, found 32"),
         (dict(attn_dwconv=True), "config.attn_dwconv must be False with process_group, found True"),
-        (dict(n_head_kv=1), f"num_heads_kv must be a multiple of the {world} processes, found 1"),
-        (dict(vocab_size=89, pad_vocab_size_multiple=1), f"num_embeddings must be divisible by the {world} processes"),
+        (dict(n_head_kv=1), f"config.n_head_kv must be a multiple of the {world} processes, found 1"),
+        (
+            dict(vocab_size=89, pad_vocab_size_multiple=1),
+            rf"config.vocab_size \(padded\) must be a multiple of the {world}",
+        ),
     ):
         with pytest.raises(ValueError, match=says):
             GPTModel(GPT2Config(**SIZES | options), process_group=group, device="meta")
