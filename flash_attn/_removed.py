@@ -1,7 +1,7 @@
 """Names of older releases: what is imported under them is not there, and the error says what to use."""
 
 import dis
-import sys
+import inspect
 from collections.abc import Callable, Mapping
 
 UNPADDED = {
@@ -23,7 +23,7 @@ def getattr_of(module: str, instead: Mapping[str, str]) -> Callable[[str], objec
         if name not in instead:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         hint = f"use {instead[name]}"
-        if _is_import(sys._getframe(1)):
+        if _is_import(inspect.currentframe().f_back):
             raise ImportError(f"cannot import name {name!r} from {module!r}: {hint}", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}: {hint}")
 

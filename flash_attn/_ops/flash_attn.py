@@ -103,9 +103,10 @@ def decode(
         name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity)
         options[name] = length
     if k is not None or v is not None:
-        options |= _check_appended(q, k_cache, v_cache, k, v, capacity, options)
+        _check_appended(q, k_cache, v_cache, k, v, capacity, options)
+        options["k"], options["v"] = k, v
     if rotary_cos is not None or rotary_sin is not None:
-        options |= _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
+        options["rotary_cos"], options["rotary_sin"] = _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     scores = _check_scores(head_dim, softmax_scale, causal, window_size)
     arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
     return fwd_kvcache(q, k_cache, v_cache, *arguments)
@@ -418,7 +419,7 @@ def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
 
 
 def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
-    """Check new keys and values, at least one of which is given; return both as options."""
+    """Check new keys and values, at least one of which is given."""
     if k is None or v is None:
         missing, given = ("k", "v") if k is None else ("v", "k")
         raise ArgumentError(f"{missing} must be given together with {given}, found None")
@@ -437,11 +438,10 @@ def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
         raise ArgumentError(
             f"k must fit into the cache (block_table or k_cache) of {capacity} positions, found {found}"
         )
-    return {"k": k, "v": v}
 
 
 def _check_rotary(q, k, cos, sin, capacity):
-    """Check the tables of a rotation, at least one of which is given; return both as options, in at most float32."""
+    """Check the tables of a rotation, at least one of which is given; return both, in at most float32."""
     if cos is None or sin is None:
         missing, given = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
         raise ArgumentError(f"{missing} must be given together with {given}, found None")
@@ -460,7 +460,7 @@ def _check_rotary(q, k, cos, sin, capacity):
     checks.contiguous("rotary_sin", sin)
     if cos.dtype == torch.float64:
         cos, sin = cos.float(), sin.float()
-    return {"rotary_cos": cos, "rotary_sin": sin}
+    return cos, sin
 
 
 # ---------------------------------------------------------------------------------------------------------------------
