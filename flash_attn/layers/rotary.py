@@ -199,7 +199,7 @@ class RotaryEmbedding(torch.nn.Module):
         pos_idx_in_fp32: bool = True,
     ) -> None:
         super().__init__()
-        dim = checks.whole("dim", dim)
+        dim = int(checks.whole("dim", dim))
         checks.number("dim", dim, dim > 0 and dim % 2 == 0, "positive and even")
         for name, value in (("base", base), ("scale_base", 512 if scale_base is None else scale_base)):
             checks.real(name, value)
