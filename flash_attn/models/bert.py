@@ -588,7 +588,9 @@ class BertModel(BertPreTrainedModel):
         first[:, 0] = True
         subset = masked_tokens_mask | first
         hidden_states = self.encoder(hidden_states, mask, subset)
-        pooled = self.pooler(hidden_states[first[subset]], pool=False)
+        # A static size, since a compiler cannot prove that the subset holds one first token of each sequence.
+        first_places = first[subset].nonzero_static(size=first.shape[0]).squeeze(1)
+        pooled = self.pooler(hidden_states[first_places], pool=False)
         return BertModelOutput(hidden_states[masked_tokens_mask[subset]], pooled)
 
 
@@ -610,7 +612,9 @@ class _BertWithHead(BertPreTrainedModel):
     def _prediction_loss(self, logits, labels, masked, ignore_index):
         """Mean cross entropy of logits (..., vocab_size), of all tokens or the masked ones, and labels."""
         if _option(self.config, "dense_seq_output"):
-            labels = labels[masked]
+            # The size of the logits, since a compiler cannot prove that two counts of masked tokens are equal.
+            places = masked.flatten().nonzero_static(size=logits.shape[0]).squeeze(1)
+            labels = labels.flatten()[places]
         return self._cross_entropy(ignore_index, inplace=True)(logits.flatten(0, -2), labels.flatten())
 
     def _cross_entropy(self, ignore_index, inplace=False):
