@@ -69,15 +69,32 @@ class Case:
             return (torch.randn(shape, device=device, generator=generator) * scale).to(DTYPES[self.dtype])
 
         width, hidden, out = self.widths
+        x = arranged(randn(*self.shape, width), self.layout)
+        weight1 = arranged(randn(hidden, width, scale=max(width, 1) ** -0.5), self.layout)
+        bias1 = randn(hidden) if self.bias1 else None
         return [
-            arranged(randn(*self.shape, width), self.layout),
-            arranged(randn(hidden, width, scale=max(width, 1) ** -0.5), self.layout),
-            randn(hidden) if self.bias1 else None,
+            x,
+            weight1,
+            away_from_kink(x, weight1, bias1) if self.bias1 and self.activation == "relu" else bias1,
             arranged(randn(out, hidden, scale=max(hidden, 1) ** -0.5), self.layout),
             randn(out) if self.bias2 else None,
             arranged(randn(*self.shape, out), self.layout),
             randn(*self.shape, width) if self.residual else None,
         ]
+
+
+def away_from_kink(x, weight, bias):
+    """bias (out,), increased where x weight^T + bias is too near to 0 to tell in the dtype of x on which side it is.
+
+    cuBLASLt rounds some products before it adds the bias. The sum may then be 0, where the derivative of relu is 0,
+    while the exact sum is positive, where the derivative is 1.
+    """
+    rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+    product = rows.double() @ weight.double().mT
+    rounding = torch.finfo(x.dtype).eps * product.abs() + 1e-5  # of the product, and of sums in float32
+    while (near := ((product + bias).abs() < rounding).any(0)).any():
+        bias = torch.where(near, bias + 1 / 32, bias)
+    return bias
 
 
 def arranged(x, layout):
