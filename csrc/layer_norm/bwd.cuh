@@ -226,6 +226,14 @@ struct Targets {
         out(row_of(p.out, p.out.dtype, rows.h)) {}
 };
 
+// Makes y of h. fma(h, rstd, -mean * rstd) would be one instruction less, but the rounding of the product would be all
+// that is left where h is equal to its mean, as in rows of one column.
+template <int kVec>
+__device__ void centre_and_scale(float (&values)[kVec], float centre, float rstd) {
+#pragma unroll
+  for (float& value : values) value = (value - centre) * rstd;
+}
+
 // A row at work.
 template <typename Config>
 struct Row {
@@ -236,7 +244,7 @@ struct Row {
   Columns<Config>& columns;
   Rows<Config> rows;
   int first, stage;
-  float rstd, shift;  // y = rstd h + shift
+  float centre, rstd;  // y = (h - centre) rstd
   Dropout dropout;
   uint32_t kept0[Config::kVecs] = {};  // elements of x0
 
@@ -253,7 +261,7 @@ struct Row {
     float dout[kVec];
     ring.read(y, stage, Ring<Config>::kH, j, Config::h(p.h.dtype), col);
     ring.read(dout, stage, Ring<Config>::kDout, j, Config::x(p.dout.dtype), col);
-    normalise(y, rstd, shift);
+    centre_and_scale(y, centre, rstd);
     columns.weigh(g, dout, p.problem, j, col);
     if (kAdding) columns.add_up(C::kWeight, j, dout, y);
     if constexpr (Config::kExtent == Extent::kAll) {
@@ -400,8 +408,8 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
                                                                               : kStages - 1;
     ring.start(last, Rows<Config>(problem, index + (kStages - 1) * step));
     const float next_mean = moment(p.mean, index + step), next_rstd = moment(p.rstd, index + step);
-    const float shift = problem.is_rms_norm ? 0.f : -mean * rstd;
-    Row<Config> row{p, ring, columns, Rows<Config>(problem, index), first_col, stage, rstd, shift, dropout};
+    const float centre = problem.is_rms_norm ? 0.f : mean;
+    Row<Config> row{p, ring, columns, Rows<Config>(problem, index), first_col, stage, centre, rstd, dropout};
     row.draw();
     ring.wait();
     float sums[2] = {0.f, 0.f};
@@ -446,12 +454,12 @@ __global__ __launch_bounds__(kMaxThreads) void sums_kernel(const __grid_constant
   SumExchange row_sums(given, arrived, /*blocks=*/1);
   const Problem& problem = p.problem;
   const Rows<Config> rows(problem, blockIdx.x);
-  const float rstd = p.rstd[rows.h], shift = problem.is_rms_norm ? 0.f : -p.mean[rows.h] * rstd;
+  const float rstd = p.rstd[rows.h], centre = problem.is_rms_norm ? 0.f : p.mean[rows.h];
   float sums[2] = {0.f, 0.f};
   const auto add_up = [&](const Matrix<const void>& dout, const Vector& weight, int col) {
     float y[kVec], g[kVec], w[kVec];
     load_wide<kRagged>(y, p.h, rows.h, col, problem.cols);
-    normalise(y, rstd, shift);
+    centre_and_scale(y, centre, rstd);
     load_wide<kRagged>(g, dout, rows.out, col, problem.cols);
     load_weight<kRagged>(w, problem, weight, col);
     multiply(g, w);
