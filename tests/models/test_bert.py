@@ -164,12 +164,18 @@ def test_loss_of_classifiers(head, labels, options, tmp_path):
 def test_gradients(variant, tmp_path):
     theirs, ours = pair("BertForMaskedLM", tmp_path, **VARIANTS[variant])
     inputs, mask = batch_of()
-    labels = masked_labels(mask, -100)
-    for model in (theirs, ours):
+    models = copy.deepcopy(theirs).double(), theirs, ours
+    assert_gradients_of_masked_loss(*models, inputs, masked_labels(mask, -100), at_most=2)
+
+
+def assert_gradients_of_masked_loss(exact, baseline, ours, inputs, labels, at_most):
+    """Compare largest errors of gradients tensor by tensor. exact, baseline: transformers' models of two precisions."""
+    for model in (exact, baseline, ours):
         model(**inputs, labels=labels).loss.backward()
     found = bert.inv_remap_state_dict(gradients(ours), ours.config, legacy_names=False)
-    for name, parameter in theirs.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-5)
+    expected, peers = gradients(exact), gradients(baseline)
+    for name in expected:
+        assert_error_ratio(found[name], expected[name], peers[name], at_most=at_most, name=name)
 
 
 def gradients(model):
@@ -303,16 +309,9 @@ def test_half_precision(variant, dtype, tmp_path, device):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("variant", ["flash", "fused", "last layer apart"])
 def test_half_precision_gradients(variant, dtype, tmp_path, device):
-    """Gradients of the loss of masked tokens, whose largest errors are compared tensor by tensor."""
     theirs, ours, inputs, mask = half_precision_pair(variant, "BertForMaskedLM", tmp_path, device)
-    labels, results = masked_labels(mask, -100), []
-    for model in (theirs, copy.deepcopy(theirs).to(dtype), ours.to(dtype)):
-        model(**inputs, labels=labels).loss.backward()
-        results.append(gradients(model))
-    exact, baseline, found = results
-    found = bert.inv_remap_state_dict(found, ours.config, legacy_names=False)
-    for name in exact:
-        assert_error_ratio(found[name], exact[name], baseline[name], at_most=4, name=name)
+    models = theirs, copy.deepcopy(theirs).to(dtype), ours.to(dtype)
+    assert_gradients_of_masked_loss(*models, inputs, masked_labels(mask, -100), at_most=4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
