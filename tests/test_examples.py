@@ -19,11 +19,11 @@ def examples_on_path(monkeypatch):
 
 
 def _run(name, *args):
-    """What an example prints that imports the package from here, installed or not."""
+    """What an example prints that imports the package from here, installed or not. pytest shows its errors."""
     paths = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, EXAMPLES / name, *args]
-    return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
 
 
 def test_attention():
