@@ -24,24 +24,25 @@ __device__ float score_scale_log2(const Problem& p) {
   return kFeatures == Features::kPlain ? p.softmax_scale * kLog2e : kLog2e;
 }
 
-// The largest softcap for which the absolute error of cap() is small enough. Usual softcaps are 15 to 50.
+// The largest softcap for which the absolute error of cap() is small enough. Models use 15 to 50.
 constexpr float kMostSoftcapOfCap = 64;
 
-// softcap tanh(factor x), with an absolute error of about 1e-7 softcap. tanh.approx has a relative error of 5e-4.
+// softcap tanh(factor x), with an absolute error of a few 1e-7 of softcap. The instruction tanh.approx has a relative
+// error of 5e-4, which is too much.
 __device__ inline float cap(float x, float factor, float softcap) {
   return softcap - 2 * softcap * ptx::reciprocal(1 + ptx::exp2(2 * kLog2e * factor * x));
 }
 
-// The same with a relative error of less than 1e-6. Near 0, where the formula above loses digits, it sums the first
-// terms of the power series.
+// The same with a relative error of about 1e-6. Near 0, where the formula above loses digits, this sums the first terms
+// of the power series.
 __device__ inline float precise_cap(float x, float factor, float softcap) {
   const float t = factor * x, square = t * t;
-  const float rest = square * (-1.f / 3 + square * (2.f / 15 + square * (-17.f / 315)));
-  return fabsf(t) < 0.2f ? softcap * (t + t * rest) : cap(x, factor, softcap);
+  const float rest = square * (-1.f / 3 + square * (2.f / 15 + square * (-17.f / 315 + square * (62.f / 2835))));
+  return fabsf(t) < 0.3f ? softcap * (t + t * rest) : cap(x, factor, softcap);
 }
 
-// Replaces each of the lane's elements by fn(element), in a loop that is not unrolled, through local memory: slow, but
-// little code, for what is rarely needed.
+// Replaces each of the lane's elements by fn(element). The loop is not unrolled and goes through local memory. That is
+// slow, but takes little code and no registers, and suits what is rarely needed.
 template <int kRows, int kCols, typename Fn>
 __device__ void replace_in_loop(Fragment<kRows, kCols>& s, Fn&& fn) {
   Fragment<kRows, kCols> copy = s;
