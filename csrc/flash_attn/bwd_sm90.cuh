@@ -87,13 +87,13 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
   __syncthreads();
   const int rank = warpgroup_id();
   if (rank == Config::kConsumers) {
-    ptx::keep_registers<Config::kProducerRegisters>();
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
     if (role < Config::kConsumers) take_halves(p, shared, role);
     if (role == Config::kConsumers && lane_id() == 0) Loader<Config>{p, shared}.run();
     if (Config::kAwaitsTurns && role == Config::kConsumers + 1) await_turns(p, shared);
   } else {
-    ptx::take_registers<Config::kConsumerRegisters>();
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     sum_keys(p, shared, rank);
   }
 #endif

@@ -63,7 +63,7 @@ struct BwdConsumer {
     const Interval kept{live.first - present.first, live.last - present.first};
     clear_outside(first, kept);
     clear_outside(second, kept);
-    ptx::fence_async_reads();
+    ptx::fence_async_shared();
     ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);
   }
 

@@ -94,7 +94,7 @@ struct DqWarp {
   // Copies dq_accum to the box. One lane calls it.
   __device__ void load_accum(int head, int row_block) const {
     ptx::SharedBarrier& here = shared.accum_here[half];
-    here.arrive_expecting(sizeof(shared.dq[half]));
+    here.arrive_expect_tx(sizeof(shared.dq[half]));
     ptx::copy_box_async(ptx::shared_address(&shared.dq[half]), p.dq_accum_map, 0, row(row_block), group(),
                         accum_head(head), here);
   }

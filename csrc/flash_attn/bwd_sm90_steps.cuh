@@ -87,7 +87,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     } else {
       store_rounded(dq, first_row, t);
     }
-    ptx::fence_async_reads();
+    ptx::fence_async_shared();
     ptx::arrive_at_barrier<kDqThreads>(kDqFullBarrier + rank);
   }
 
@@ -131,7 +131,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   }
 
   __device__ void start_dq(HalfOfDq& dq, const Ds& ds) {
-    ptx::fence_products();
+    ptx::wgmma_fence();
     start_gemm<Config::kBlockN>(dq, along_cols(ds, Config::kHalvesAreRows ? 64 * rank : 0),
                                 along_rows(shared.k, Config::kHalvesAreRows ? 0 : kDqBoxCols * rank), false);
   }
@@ -154,7 +154,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     auto& ds = shared.ds[at.stage];
     start_dv(weights);
     store_transposed(ds, gradients, not_kept(key0));
-    ptx::fence_async_reads();
+    ptx::fence_async_shared();
     ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     HalfOfDq dq;
     start_dq(dq, ds);
@@ -172,7 +172,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void sum_apart(Packed& weights, Packed& gradients, int dq_rows) {
     shared.ds_ring.wait_empty(at);
     store_transposed(shared.ds[at.stage], gradients, not_kept(key0));
-    ptx::fence_async_reads();
+    ptx::fence_async_shared();
     __syncwarp();
     if (lane_id() == 0) shared.ds_ring.full[at.stage].arrive();
     start_dv(weights);
@@ -192,10 +192,10 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     this->wait_rows(rows);
     if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     Scores s, dp;
-    ptx::fence_products();
+    ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(s, along_cols(shared.k, 64 * rank), along_cols(q), false);
     shared.dout.barriers.wait_full(at);
-    ptx::fence_products();
+    ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v, 64 * rank), along_cols(dout), false);
     Packed weights, gradients;
     differentiate(s, dp, weights, gradients, head, rows);

@@ -24,7 +24,7 @@ __device__ void clear_rows(Tile& tile, int first, int end, int barrier) {
   for (int i = threadIdx.x % kWarpgroup; i < (end - first) * kChunks; i += kWarpgroup) {
     store(tile.chunk(first + i / kChunks, i % kChunks), Vec<typename Tile::T, Tile::kChunk>{});
   }
-  ptx::fence_async_reads();
+  ptx::fence_async_shared();
   ptx::sync_barrier<kWarpgroup>(barrier);
 }
 
@@ -108,7 +108,7 @@ struct Consumer {
       shared.q_rings[rank].wait_full(q_at);
       shared.k_ring.wait_full(k_at);
     }
-    ptx::fence_products();
+    ptx::wgmma_fence();
     start_scores(s);
   }
 
@@ -179,7 +179,7 @@ struct Consumer {
         __syncwarp();
         return store_rows<Config::kWarpRows>(shared.out, rows, warp_row, p.problem.head_dim);
       }
-      ptx::fence_async_reads();
+      ptx::fence_async_shared();
       ptx::sync_barrier<kWarpgroup>(own_barrier());
       if (!leads()) return;
       store_async<kWarpgroupRows>(shared.out, row0, maps.out, work.seq.q.first + work.tile.row0 + row0, work.tile.head,

@@ -34,7 +34,7 @@ struct SharedBarrier {
   }
 
   // Arrives and announces bytes.
-  __device__ void arrive_expecting(int bytes) {
+  __device__ void arrive_expect_tx(int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state)),
                  "r"(bytes)
                  : "memory");

@@ -63,15 +63,15 @@ __device__ inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;
 
 // Orders this thread's ordinary writes to shared memory before what the tensor cores and the copies read there, once a
 // barrier has told them.
-__device__ inline void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+__device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Changes how many registers the threads of this warpgroup have, a multiple of 8; all of its warps call it.
 template <int kRegisters>
-__device__ void keep_registers() {
+__device__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ void take_registers() {
+__device__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 

@@ -47,13 +47,13 @@ __device__ void pin(PackedFragment<T, kRows, kCols>& fragment) {
 template <typename... Fragments>
 __device__ void fence(Fragments&... fragments) {
   (pin(fragments), ...);
-  ptx::fence_products();
+  ptx::wgmma_fence();
 }
 
 // Waits until at most kPending groups of products are unfinished; those that write the given fragments then are not.
 template <int kPending, typename... Fragments>
 __device__ void wait_gemms(Fragments&... fragments) {
-  ptx::wait_products<kPending>();
+  ptx::wgmma_wait<kPending>();
   (pin(fragments), ...);
 }
 
@@ -93,10 +93,10 @@ __device__ void start_gemm(Fragment<16, kCols>& c, const Left& left, const Right
   const Descriptors<Right> b(right);
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step) {
-    ptx::start_product<typename Left::T, a.kAlongRows, b.kAlongRows>(c.values[0], a.at(step), b.at(step),
-                                                                     accumulate || step > 0);
+    ptx::wgmma<typename Left::T, a.kAlongRows, b.kAlongRows>(c.values[0], a.at(step), b.at(step),
+                                                             accumulate || step > 0);
   }
-  ptx::commit_products();
+  ptx::wgmma_commit();
 }
 
 template <int kDepth, int kCols, typename T, typename Right>
@@ -105,9 +105,9 @@ __device__ void start_gemm(Fragment<16, kCols>& c, const PackedFragment<T, 16, k
   const Descriptors<Right> b(right);
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step) {
-    ptx::start_product<T, b.kAlongRows>(c.values[0], left.values[0][step], b.at(step), accumulate || step > 0);
+    ptx::wgmma<T, b.kAlongRows>(c.values[0], left.values[0][step], b.at(step), accumulate || step > 0);
   }
-  ptx::commit_products();
+  ptx::wgmma_commit();
 }
 
 }  // namespace flash
