@@ -347,10 +347,55 @@ __device__ void add_product(KeySum<Config>& sum, const Packed& left, BwdShared<C
   }
 }
 
-// The value team sums dV, and the key team dK / softmax_scale, of the present block of keys over the rows that see it.
+// Synchronises the block before a step, in turn where blocks wait for one another.
+template <typename Config>
+__device__ void sync_step(BwdShared<Config>& shared, const BwdSm80Params& p) {
+  p.plan.waits ? sync_in_turn(shared, p) : __syncthreads();
+}
+
+// A step: adds the products of a block of rows to dV or dK, and dQ of the block before. Scores stay in registers.
+template <typename Config>
+__device__ void add_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum, const RowBlock& rows,
+                         int step) {
+  using T = typename Config::T;
+  const int stage = step % Config::kStages, parity = step % 2;
+  const Share<Config> share;
+  if (!share.sums_dv && step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
+  Scores<Config> s;
+  s.fill(0);
+  gemm<Config::kHeadDim>(s, along_cols(share.sums_dv ? shared.k : shared.v, share.key0),
+                         along_cols(share.sums_dv ? shared.q[stage] : shared.dout[stage], share.row0));
+  const Pairs weights(shared.ds[parity], share.key0, share.row0);
+  PackedFragment<T, Config::kWarpKeys, Config::kWarpRows> left;
+  if (share.sums_dv) {
+    probabilities<Config>(s, weights, shared, p.problem, share, rows, stage);
+    left = pack<T>(s);
+    hand_over<Config>(left, weights, p.problem);
+    ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
+    if (step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
+  } else {
+    ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
+    gradients<Config>(s, weights, p.problem, shared.softmax_d[stage] + share.row0);
+    left = pack<T>(s);
+    weights.store(left);
+  }
+  add_product(sum, left, shared, share, stage, parity);
+}
+
+// Adds dQ of the last block of rows, which no step does.
+template <typename Config>
+__device__ void add_last_dq(BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows, int steps) {
+  sync_step(shared, p);
+  add_previous_dq(shared, p, Share<Config>(), rows, (steps - 1) % 2);
+  __syncthreads();
+  if (p.plan.waits && threadIdx.x == 0) {
+    ptx::release_semaphore(semaphore_of(shared, p, shared.turn.previous));
+  }
+}
+
+// The value team sums dV, and the key team dK / softmax_scale, of the block's keys over the rows that see them.
 template <typename Config>
 __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum) {
-  using T = typename Config::T;
   const int head_k = shared.work.head_k;
   const Interval &keys = shared.keys, &blocks = shared.row_blocks;
   const int group = p.problem.heads / p.problem.heads_k, steps = (blocks.last - blocks.first + 1) * group;
@@ -360,47 +405,18 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, Key
   load_tile<Config>(shared.v, p, p.v, shared.seq.k, head_k, keys.first, shared.live_keys);
   load_rows(shared, 0, p, rows);
   for (int step = 0; step < steps; ++step) {
-    const int stage = step % Config::kStages, parity = step % 2;
     ptx::commit_copies();
     ptx::wait_copies<0>();
-    // The rows are here, and no warp reads those before them any more.
-    p.plan.waits ? sync_in_turn(shared, p) : __syncthreads();
-    if (Config::kStages > 1 && step + 1 < steps) load_rows(shared, 1 - stage, p, rows.next(blocks));
-
-    const Share<Config> share;
-    if (!share.sums_dv && step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
-    Scores<Config> s;
-    s.fill(0);
-    gemm<Config::kHeadDim>(s, along_cols(share.sums_dv ? shared.k : shared.v, share.key0),
-                           along_cols(share.sums_dv ? shared.q[stage] : shared.dout[stage], share.row0));
-    const Pairs weights(shared.ds[parity], share.key0, share.row0);
-    PackedFragment<T, Config::kWarpKeys, Config::kWarpRows> left;
-    if (share.sums_dv) {
-      probabilities<Config>(s, weights, shared, p.problem, share, rows, stage);
-      left = pack<T>(s);
-      hand_over<Config>(left, weights, p.problem);
-      ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
-      if (step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
-    } else {
-      ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
-      gradients<Config>(s, weights, p.problem, shared.softmax_d[stage] + share.row0);
-      left = pack<T>(s);
-      weights.store(left);
-    }
-    add_product(sum, left, shared, share, stage, parity);
-
+    sync_step(shared, p);  // the rows are here, and no warp reads the rows before them any more
+    if (Config::kStages > 1 && step + 1 < steps) load_rows(shared, 1 - step % Config::kStages, p, rows.next(blocks));
+    add_rows(shared, p, sum, rows, step);
     rows = rows.next(blocks);
     if (Config::kStages == 1 && step + 1 < steps) {
       __syncthreads();
       load_rows(shared, 0, p, rows);
     }
   }
-  p.plan.waits ? sync_in_turn(shared, p) : __syncthreads();
-  add_previous_dq(shared, p, Share<Config>(), rows, (steps - 1) % 2);
-  __syncthreads();
-  if (p.plan.waits && threadIdx.x == 0) {
-    ptx::release_semaphore(semaphore_of(shared, p, shared.turn.previous));
-  }
+  add_last_dq(shared, p, rows, steps);
 }
 
 // Rounds dV or dK, times `factor`, to global memory, by way of a tile that nobody reads any more.
