@@ -19,7 +19,7 @@ struct KeyWork {
   int block;
 };
 
-// How many blocks share a key head: of an entry or, if packed, of all entries, as many as the tokens could need.
+// How many blocks a key head has in an entry or, if packed, in all entries together: as many as any lengths need.
 template <int kBlockN>
 __host__ __device__ int blocks_per_head(const Problem& p) {
   return p.cu_seqlens_k ? p.seqlen_k / kBlockN + p.batch : blocks_for<kBlockN>(p.seqlen_k);
@@ -55,9 +55,9 @@ int key_blocks(const Problem& p) {
   return static_cast<int>(blocks);
 }
 
-// Blocks that add to dQ of the same rows in the order of their keys. Which one is at work, a semaphore counts. Blocks
-// take their keys from a counter (BwdScratch::next_block), in the order of key_work: however few blocks run at a time,
-// none waits for keys that no block has taken.
+// The place of a block among those that add to dQ of the same rows, in the order of their keys. A semaphore counts how
+// many have added. Blocks take their keys from a counter (BwdScratch::next_block), in the order of key_work, so that a
+// block waits only for keys that a running block has taken, however few blocks run at a time.
 template <int kBlockM, int kBlockN>
 struct AddOrder {
   int before;  // how many blocks of earlier keys add to the rows

@@ -7,10 +7,10 @@
 //   key team      dP^T = V dO^T   dS^T from P^T    dK += dS^T Q
 //   query team    dQ = dS K, for the keys of both blocks, half of the channels
 //
-// The value team leaves P^T in shared memory, negative where dropout drops. The key team makes dS of it, in the same
+// The value team leaves P^T in shared memory, negative where dropout drops. The key team turns it into dS, in the same
 // place. The query team reads dS and also sends it to the other block. The bottleneck is how fast the L2 cache adds to
-// dq_accum. So the two blocks sum dQ of both before they add it, and a team that only adds keeps the cache busy while
-// the others compute. A fourth warpgroup starts the copies, each block half of those of Q and dO, for both blocks.
+// dq_accum. So the two blocks sum their dQ before they add it, and a team that only adds keeps the cache busy while the
+// others compute. A fourth warpgroup starts the copies: each block copies one half of Q and dO, to both blocks.
 #pragma once
 
 #include <new>

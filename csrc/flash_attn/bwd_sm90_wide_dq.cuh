@@ -78,14 +78,14 @@ struct QueryTeam {
     return ds;
   }
 
-  // Adds to the lane's sums, of `rows` rows from its first on.
-  __device__ static void add(const Part& dq, float* sums, int rows) {
+  // Adds to dq_accum, from the lane's first element on; `rows` rows exist.
+  __device__ static void add(const Part& dq, float* accum, int rows) {
 #pragma unroll
     for (int r = 0; r < dq.kLaneRows; ++r) {
       if (8 * r >= rows) continue;
 #pragma unroll
       for (int c = 0; c < dq.kLaneCols; c += 4) {
-        ptx::add_global(sums + 8 * r * Config::kHeadDim + c / 4 * Accum::kGroupStep, dq(r, c), dq(r, c + 1),
+        ptx::add_global(accum + 8 * r * Config::kHeadDim + c / 4 * Accum::kGroupStep, dq(r, c), dq(r, c + 1),
                         dq(r, c + 2), dq(r, c + 3));
       }
     }
@@ -103,7 +103,7 @@ struct QueryTeam {
     const int first_row = row_block * Config::kBlockM + row();
     float* groups =
         Accum::address(p.plan.scratch.dq_accum, p.problem, q, head, first_row, first_col(rank) / Accum::kGroup);
-    float* sums = groups + 4 * (lane_id() % 4);
+    float* accum = groups + 4 * (lane_id() % 4);
     if (p.plan.waits) ptx::sync_barrier<kTurnThreads>(kTurnHereBarrier);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
@@ -113,7 +113,7 @@ struct QueryTeam {
       start_gemm<Config::kBlockN>(dq, own_ds, along_rows(shared.k, col), false);
       start_gemm<Config::kBlockN>(dq, other_ds, along_rows(shared.other_k, col - other_col0(rank)), true);
       wait_gemms<0>(dq, own_ds, other_ds);
-      add(dq, sums + part * (kCols / Accum::kGroup) * Accum::kGroupStep, q.length - first_row);
+      add(dq, accum + part * (kCols / Accum::kGroup) * Accum::kGroupStep, q.length - first_row);
     }
     if (p.plan.waits) ptx::sync_barrier<kTurnThreads>(kTurnDoneBarrier);
   }
@@ -136,8 +136,8 @@ struct QueryTeam {
   }
 };
 
-// Deterministic: clusters add to the same rows in the order of their keys. One warp waits at the semaphores for the
-// query team, and another one releases them, so that the team waits for neither.
+// Deterministic: clusters add to the same rows in the order of their keys. For the query team, one warp waits at the
+// semaphores and another one releases them, so that the team's threads do not wait for global memory.
 template <typename Config>
 struct Turns {
   const BwdSm90Params& p;

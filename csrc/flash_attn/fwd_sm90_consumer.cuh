@@ -68,8 +68,8 @@ struct Consumer {
     at.advance();
   }
 
-  // After a tile's last scores: at once where there is one stage of Q, so that the next rows arrive while the tile
-  // comes to its end.
+  // Called after a tile's last scores. With one stage of Q it is called at once, so that the next rows arrive before
+  // the tile ends.
   __device__ void release_queries() {
     if (leads()) shared.q_rings[rank].release(q_at);
   }
@@ -127,9 +127,9 @@ struct Consumer {
     }
   }
 
-  // From P(n + 1) to P(n). The wait for K(n - 1) stands where it does because the compiler moves the wait for a product
-  // up to the last branch before it, and with it all exponentials behind it. O is rescaled at the end: between the two
-  // products it would delay the second. Q in registers gains hardly anything.
+  // Adds P(n + 1) V(n + 1) to O and computes P(n). The wait for K(n - 1) has a branch. It stands between the
+  // exponentials because the compiler moves the wait for a product up to the last branch before it. O is rescaled at
+  // the end: between the two products, that would delay the second. Q in registers would gain hardly anything.
   template <bool kCut>
   __device__ void step(const Work& work, int n, bool is_last) {
     Scores<Config> s;

@@ -102,7 +102,7 @@ struct Producer {
     }
   }
 
-  // How many tiles were taken before this one, beside the first of each block.
+  // How many tiles were taken before this one, not counting the first tile of each block.
   __device__ int take_tile() const { return atomicAdd(p.plan.taken, 1); }
 
   __device__ void run() {

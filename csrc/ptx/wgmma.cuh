@@ -13,10 +13,10 @@
 
 namespace flash::ptx {
 
-// To be called before products if ordinary instructions have written accumulators or left operands since the last ones.
+// Must be called before products if ordinary instructions have written their accumulators or left operands.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Closes the group of the products that were started since the last one.
+// Ends a group: the products that were started since the group before.
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until at most kPending groups, the newest, are unfinished.

@@ -18,8 +18,8 @@ namespace flash {
 
 constexpr int kWarpgroup = 128;  // threads
 
-// A value that is the same in all threads of a warp, now also to the compiler: what is derived from it, such as
-// descriptors, it keeps in uniform registers.
+// Returns a value that is the same in all threads of a warp, so that the compiler knows it, and keeps what it derives
+// from the value, such as descriptors, in uniform registers.
 __device__ inline int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 __device__ inline int warpgroup_id() { return warp_uniform(threadIdx.x / kWarpgroup); }
@@ -43,14 +43,14 @@ __device__ void pin(PackedFragment<T, kRows, kCols>& fragment) {
   }
 }
 
-// What ordinary instructions have done to the fragments comes before the products that are started next.
+// Orders what ordinary instructions have done to the fragments before the products that are started next.
 template <typename... Fragments>
 __device__ void fence(Fragments&... fragments) {
   (pin(fragments), ...);
   ptx::wgmma_fence();
 }
 
-// Waits until at most kPending groups of products are unfinished; those that write the given fragments then are not.
+// Waits until at most kPending groups of products are unfinished. The fragments are those of finished groups.
 template <int kPending, typename... Fragments>
 __device__ void wait_gemms(Fragments&... fragments) {
   ptx::wgmma_wait<kPending>();
