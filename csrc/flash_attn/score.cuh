@@ -45,7 +45,7 @@ __device__ inline float precise_cap(float x, float factor, float softcap) {
 // slow, but takes little code and no registers, and suits what is rarely needed.
 template <int kRows, int kCols, typename Fn>
 __device__ void replace_in_loop(Fragment<kRows, kCols>& s, Fn&& fn) {
-  Fragment<kRows, kCols> copy = s;
+  alignas(16) Fragment<kRows, kCols> copy = s;
 #pragma unroll 1
   for (int i = 0; i < s.kSlabs * s.kTiles; ++i) {
     for (float& x : copy.values[i / s.kTiles][i % s.kTiles]) x = fn(x);
@@ -57,11 +57,9 @@ __device__ void replace_in_loop(Fragment<kRows, kCols>& s, Fn&& fn) {
 template <int kRows, int kCols>
 __device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p) {
   const float scale = p.softmax_scale, softcap = p.softcap, factor = scale / softcap;
-  if (softcap > kMostSoftcapOfCap) {
-    replace_in_loop(s, [&](float x) { return precise_cap(x, factor, softcap); });
-  } else {
-    s.for_each([&](float& x, int, int) { x = softcap > 0 ? cap(x, factor, softcap) : x * scale; });
-  }
+  if (softcap == 0) return s.for_each([&](float& x, int, int) { x *= scale; });
+  if (softcap > kMostSoftcapOfCap) return replace_in_loop(s, [&](float x) { return precise_cap(x, factor, softcap); });
+  s.for_each([&](float& x, int, int) { x = cap(x, factor, softcap); });
 }
 
 // The derivative of the cap at a score, from the capped score.
