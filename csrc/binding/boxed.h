@@ -33,7 +33,7 @@ class Arguments {
   StableIValue* end_;
 };
 
-// What TORCH_BOX(function) is, for a function that may also take structs of options.
+// Does what TORCH_BOX(function) does, for a function that may also take structs of options.
 template <auto* kFunction>
 struct Boxed;
 

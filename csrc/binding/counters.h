@@ -13,13 +13,13 @@ namespace flash::binding {
 
 struct Counters {
   int* data;
-  std::optional<Tensor> memory;  // if it belongs to the call: keep it until the launch
+  std::optional<Tensor> memory;  // has a value if the memory belongs to the call: keep it until the launch
 };
 
-// (size) zeros, which the kernel must leave as zeros.
+// Returns `size` zeros, which the kernel must leave as zeros.
 //
-// Most calls, each step of decoding among them, get a slot, which costs no launch. A memset, ordered on the stream,
-// serves the others: more counters than a slot has, or a stream without a slot.
+// Most calls, such as steps of decoding, get a slot, which costs no launch. Calls that need more counters than a slot
+// has, or on a stream without a slot, get new memory that a memset on the stream clears.
 inline Counters zero_counters(int64_t size, const Tensor& like, cudaStream_t stream) {
   int* slot = nullptr;
   if (size <= CounterSlots::kSlotSize) slot = CounterSlots::find(like.get_device_index(), stream, capture_of(stream));

@@ -14,8 +14,8 @@
 
 namespace flash::binding {
 
-// Makes a device the current one while it lives. PyTorch's guard does that, and would take its time, too, where there
-// is nothing to do.
+// Makes a device the current one while it lives. PyTorch's guard does the same, but takes time even where there is
+// nothing to do.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {

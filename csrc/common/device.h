@@ -23,8 +23,8 @@ inline int current_device() {
 
 inline int num_multiprocessors(int device) { return device_attribute(cudaDevAttrMultiProcessorCount, device); }
 
-// Of shared memory, that a block can have; at most as many as the environment variable FLASH_ATTN_SHARED_BYTES says,
-// for tests of what GPUs with less run.
+// How many bytes of shared memory a block can have. The environment variable FLASH_ATTN_SHARED_BYTES lowers it, so that
+// tests can run what GPUs with less memory run.
 inline int max_shared_bytes(int device) {
   const int bytes = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   const char* most = std::getenv("FLASH_ATTN_SHARED_BYTES");

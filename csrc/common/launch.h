@@ -39,8 +39,8 @@ inline void check_launch(cudaError_t status, const char* call, const LaunchShape
   check_cuda(status, what.c_str(), launcher);
 }
 
-// Allows kKernel the dynamic shared memory it asks for, which on a device is always the same, but for tests. Up to 48
-// KB need no permission, static shared memory included.
+// Allows kKernel the dynamic shared memory that it asks for, which is always the same on a device, except in tests. Up
+// to 48 KB need no permission, static shared memory included.
 template <auto kKernel>
 void allow_shared_memory(const LaunchShape& shape) {
   if (shape.shared_bytes <= 40 * 1024) return;
@@ -54,8 +54,8 @@ void allow_shared_memory(const LaunchShape& shape) {
   bytes.store(shape.shared_bytes, std::memory_order_relaxed);
 }
 
-// Whether the code of kKernel that the current device runs waits for the kernel before it, if started early. Code for
-// sm_80 does not, and newer devices may run that.
+// Whether kKernel may start early on the current device: only code for sm_90 and later waits for the kernel before it,
+// and newer devices may also run code for sm_80.
 template <auto kKernel>
 bool can_start_early() {
   static std::atomic<uint64_t> asked{0}, able{0};  // a bit per device

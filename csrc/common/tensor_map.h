@@ -15,7 +15,7 @@
 
 namespace flash {
 
-// cuTensorMapEncodeTiled of the driver, which is not linked.
+// Looks up cuTensorMapEncodeTiled of the driver, which is not linked.
 inline auto tensor_map_encoder() {
   static const auto encode = [] {
     void* function = nullptr;

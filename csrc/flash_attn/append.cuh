@@ -111,7 +111,8 @@ __global__ __launch_bounds__(kAppendThreads) void append_kernel(const __grid_con
   const int head = warp % grid.heads, token = warp / grid.heads % grid.tokens, entry = warp / grid.heads / grid.tokens;
   if (entry >= p.problem.batch) return;
 
-  const int length = p.problem.seqused_k ? __ldg(p.problem.seqused_k + entry) : p.problem.seqlen_k - p.seqlen_new;
+  const int given = p.problem.seqused_k ? __ldg(p.problem.seqused_k + entry) : p.problem.seqlen_k - p.seqlen_new;
+  const int length = min(given, kMaxSeqlen);  // or the sum with a token could overflow
   if (head < p.problem.heads_k) {
     const int64_t batch = p.problem.batch_index ? __ldg(p.problem.batch_index + entry) : entry;
     if (length >= 0 && token < p.seqlen_new) append_token<T>(p, entry, batch, token, length + token, head);

@@ -55,7 +55,7 @@ __device__ void store_channels(T* row, const float (&values)[16], int col, int c
   }
 }
 
-// The 16 channels from `col` on of dQ of a token.
+// Rounds 16 channels, from `col` on, of dQ of a token.
 template <typename Config, typename Params>
 __device__ void finish_dq(const Params& p, const Span& token, int head, int col) {
   using T = typename Config::T;
@@ -88,8 +88,8 @@ __host__ __device__ int blocks_of_head(int seqlen) {
   return blocks_for<Config::kThreads>((int64_t{seqlen} + kRows - 1) / kRows * kRows * Config::kColumns);
 }
 
-// fn(token, head, col) for a thread of block `block`, if `seqlen` tokens of `heads` heads are cut into blocks, the
-// tokens and channels of one head after the other. Neighbours take what lies together in dq_accum.
+// Calls fn(token, head, col) for a thread of block `block`. Blocks share `seqlen` tokens of `heads` heads, one head
+// after the other. Neighbouring threads take channels that lie together in dq_accum.
 template <typename Config, typename Fn>
 __device__ void for_thread(int block, int seqlen, int heads, Fn&& fn) {
   constexpr int kColumns = Config::kColumns, kRows = Config::kRows;

@@ -17,7 +17,7 @@ struct BwdScratch {
   int64_t rows_per_head = 0;
   float* dq_accum = nullptr;  // fp32 dQ, as DqAccum lays it out
   int* semaphores = nullptr;  // (heads of all entries, rows_per_head / kSemaphoreRows), how many blocks have added to
-                              // dQ of these rows; without contents unless blocks wait
+                              // dQ of these rows; unused unless blocks wait
   int* next_block = nullptr;  // (1), how many blocks of keys have been taken
 };
 

@@ -12,14 +12,14 @@
 
 namespace flash::flash_attn {
 
-// What the caller knows and the tensors do not tell.
+// What a plan depends on besides the problem.
 struct BwdHints {
   bool deterministic;
   bool has_sm90;  // whether the kernels for sm_90 run
   int multiprocessors;
 };
 
-// Elements of 4 bytes that a plan's scratch takes.
+// The sizes of a plan's scratch, in elements of 4 bytes.
 struct BwdScratchSizes {
   int64_t dq_accum = 0;
   int64_t row_values = 0;  // of lse_log2, and as many of softmax_d
@@ -58,11 +58,12 @@ inline int64_t num_semaphores(const Problem& p) {
 // Under a causal mask the blocks of the first keys take longest.
 inline bool is_causal(const Problem& p) { return p.window_left == kUnbounded && p.window_right != kUnbounded; }
 
-// How many key heads' blocks start together, those of the first keys first. The blocks of one head read the same rows,
-// which the L2 cache holds if they run together. But few of the blocks that wait for one another should start together.
+// How many key heads are in a section: their blocks start together, beginning with the first keys. The blocks of one
+// head read the same rows, which stay in the L2 cache if these blocks run together. But blocks of one head wait for one
+// another, and should not start together.
 inline int section_of_waiting_blocks(const Problem& p) { return is_causal(p) ? 16 : 8; }
 
-// The same if the main kernel rounds dQ: as many heads as have rows of q, dout and dq_accum of 8 MB, within bounds.
+// The same if the main kernel rounds dQ: so many heads that their q, dout and dq_accum take about 8 MB, within bounds.
 inline int section_of_rounding_blocks(const Problem& p) {
   const int64_t row_bytes = int64_t{8} * p.head_dim * (p.heads / p.heads_k);
   const int64_t heads = std::clamp<int64_t>((8 << 20) / (row_bytes * p.seqlen_q), 8, 32);
@@ -72,8 +73,8 @@ inline int section_of_rounding_blocks(const Problem& p) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Plans
 
-// Whether the kernels for sm_90 take a problem: bwd_sm90.cuh, or bwd_sm90_wide.cuh for head dims above 128. Their
-// copies take aligned rows of tensors that are not empty.
+// Whether the kernels for sm_90 take a problem: bwd_sm90.cuh, or bwd_sm90_wide.cuh for head dims above 128. They copy
+// aligned rows, and no empty tensors.
 inline bool suits_sm90(const BwdParams& p) {
   const Problem& problem = p.problem;
   const bool empty = problem.batch == 0 || problem.heads == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;

@@ -32,7 +32,7 @@ struct BwdPrepareConfig {
   static constexpr int kRows = kSteps * kStepRows;
 };
 
-// Position of row 0 of an entry among those of a head.
+// The position of row 0 of an entry among the rows of a head.
 __device__ inline int64_t first_position(const Problem& p, int entry) {
   return p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + entry) + int64_t{kRowPad} * entry : 0;
 }
@@ -69,8 +69,8 @@ struct SoftmaxDRow {
   }
 };
 
-// 8 channels of a row, from `col` on. Aligned ones are loaded without a branch, so that the thread need not wait for
-// each of several loads: if they do not exist, they are anything.
+// Loads 8 channels of a row, from `col` on. Aligned loads have no branch, so that several can be on their way at a
+// time; channels that do not exist then have any value.
 template <bool kAligned, typename T>
 __device__ Vec<T, 8> load_chunk(const T* row, int col, int cols, int64_t step) {
   if constexpr (kAligned) return load<8>(row + (col < cols ? col : 0));
@@ -136,7 +136,7 @@ __device__ inline void store_row_values(const BwdSm90Params& p, const SoftmaxDRo
   p.plan.softmax_d[index] = sees ? softmax_d : 0.f;
 }
 
-// What the main kernel reads of a row in whole blocks.
+// Stores what the main kernel reads of a row in whole blocks.
 template <typename Params>
 __device__ void prepare_padded_row(const Params& p, const SoftmaxDRow& at, float lse, float softmax_d) {
   const BwdScratch& scratch = p.plan.scratch;
@@ -147,7 +147,7 @@ __device__ void prepare_padded_row(const Params& p, const SoftmaxDRow& at, float
   store_row_values(p, at, index, lse, softmax_d);
 }
 
-// kSteps rows of a lane, from `first` on.
+// Prepares kSteps rows, from `first` on.
 template <typename Config, int kSteps, bool kAligned, typename Params>
 __device__ void prepare_rows(const Params& p, int outer, int64_t first) {
   using T = typename Config::T;

@@ -19,21 +19,21 @@ struct KeyWork {
   int block;
 };
 
-// How many blocks share a key head: of an entry or, if packed, of all entries, as many as the tokens could need.
+// How many blocks a key head has in an entry or, if packed, in all entries together: as many as any lengths need.
 template <int kBlockN>
 __host__ __device__ int blocks_per_head(const Problem& p) {
   return p.cu_seqlens_k ? p.seqlen_k / kBlockN + p.batch : blocks_for<kBlockN>(p.seqlen_k);
 }
 
-// Of all entries unless they are packed.
-__host__ __device__ inline int num_key_heads(const Problem& p) {
-  return p.heads_k * (p.cu_seqlens_k != nullptr ? 1 : p.batch);
+// How many key heads all entries have; packed entries share theirs.
+__host__ __device__ inline int64_t num_key_heads(const Problem& p) {
+  return int64_t{p.heads_k} * (p.cu_seqlens_k != nullptr ? 1 : p.batch);
 }
 
 // Blocks come in sections of key heads; in a section, those of the first keys come first.
 template <int kBlockN>
 __device__ KeyWork key_work(const Problem& p, int section_size, int block) {
-  const int per_head = blocks_per_head<kBlockN>(p), heads = num_key_heads(p);
+  const int per_head = blocks_per_head<kBlockN>(p), heads = static_cast<int>(num_key_heads(p));
   const int section = block / (section_size * per_head), place = block % (section_size * per_head);
   const int section_heads = min(section_size, heads - section * section_size);
   const int head = section * section_size + place % section_heads, index = place / section_heads;
@@ -48,16 +48,16 @@ __device__ KeyWork key_work(const Problem& p, int section_size, int block) {
 // How many blocks of keys a problem has.
 template <int kBlockN>
 int key_blocks(const Problem& p) {
-  const int64_t blocks = int64_t{blocks_per_head<kBlockN>(p)} * num_key_heads(p);
+  const int64_t blocks = blocks_per_head<kBlockN>(p) * num_key_heads(p);
   if (blocks > std::numeric_limits<int>::max()) {
     throw std::invalid_argument("k has too many keys and heads for one launch: " + std::to_string(blocks) + " blocks");
   }
   return static_cast<int>(blocks);
 }
 
-// Blocks that add to dQ of the same rows in the order of their keys. Which one is at work, a semaphore counts. Blocks
-// take their keys from a counter (BwdScratch::next_block), in the order of key_work: however few blocks run at a time,
-// none waits for keys that no block has taken.
+// The place of a block among those that add to dQ of the same rows, in the order of their keys. A semaphore counts how
+// many have added. Blocks take their keys from a counter (BwdScratch::next_block), in the order of key_work, so that a
+// block waits only for keys that a running block has taken, however few blocks run at a time.
 template <int kBlockM, int kBlockN>
 struct AddOrder {
   int before;  // how many blocks of earlier keys add to the rows

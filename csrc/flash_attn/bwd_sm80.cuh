@@ -7,22 +7,22 @@
 // query head that shares the key head. dK and dV stay in registers; dQ is added to dq_accum, fp32 in global memory,
 // which bwd_finish.cuh rounds.
 //
-// The kernel is bound by what it reads from shared memory, so it reads little. Tiles are transposed: a warp computes
-// S^T for 32 keys, whose fragment, exponentiated and rounded, is the left operand of dV without touching memory. The
-// registers for that are found by dividing the work between two teams of four warps that do the same on other operands:
+// Reads from shared memory are the bottleneck, so the kernel makes few of them. Tiles are transposed: a warp computes
+// S^T for 32 keys. This fragment, exponentiated and rounded, is the left operand of dV, and needs no detour through
+// memory. That takes many registers. So two teams of four warps divide the work; they do the same with other operands:
 //
 //   value team    S^T = K Q^T     P^T                    dV += P^T dO
 //   key team      dP^T = V dO^T   dS^T from P^T          dK += dS^T Q
 //
 // A warp hands P^T to its partner in the other team, lane by lane, in the place in shared memory where dS^T will be.
-// The sign of a weight says that dropout dropped it. The two teams share dQ = dS K of the row block before: the value
-// team computes its half after P^T, the key team before dP^T, so that one team's exponentials and the other's
-// elementwise work find the tensor cores busy. Where registers do not hold the channels of 32 keys (head_dim > 128),
-// pairs of warps divide them, and P^T and dS^T pass through shared memory.
+// It is negative where dropout dropped the element. The two teams share dQ = dS K of the row block before: the value
+// team computes its half after P^T, the key team before dP^T. So the tensor cores are busy while one team computes
+// exponentials or the other its elementwise step. Where the channels of 32 keys do not fit the registers
+// (head_dim > 128), pairs of warps divide the channels, and P^T and dS^T pass through shared memory.
 //
-// Loads of the next rows run under the computation. Deterministic: blocks add to the same rows of dQ in turn, those
-// with the first keys first. They take their keys from a counter in this order: however few blocks run at a time, none
-// waits for keys that no block has taken.
+// The next rows are loaded during the computation. Deterministic: blocks add to the same rows of dQ in the order of
+// their keys. They take their keys from a counter in this order, so that a block waits only for keys that a running
+// block has taken, however few blocks run at a time.
 #pragma once
 
 #include <cstdint>
@@ -101,12 +101,12 @@ struct BwdShared {
   float softmax_d[Config::kStages][kBlockM];
   KeyWork work;  // this and all below are in shared memory because the loop has no registers to spare
   Sequence seq;
-  Interval live_rows;   // that see some key; others may hold NaN, which a product would spread, and are read as zeros
-  Interval live_keys;   // that some row sees; likewise
-  Interval keys;        // of the block
-  Interval row_blocks;  // that see some of these keys
+  Interval live_rows;   // rows that see some key; others are read as zeros: a product would spread NaN in them
+  Interval live_keys;   // keys that some row sees; likewise
+  Interval keys;        // the keys of the block
+  Interval row_blocks;  // the blocks of rows that see some of these keys
   struct Turn {
-    RowBlock previous, rows;  // of sync_in_turn; none yet if the head is -1
+    RowBlock previous, rows;  // see sync_in_turn; a head of -1 means none
   } turn;
 };
 
@@ -122,7 +122,7 @@ using KeySum = Fragment<Config::kWarpKeys, Config::kWarpDim>;  // dV or dK
 // keep it, and all addresses that follow from it, in registers.
 template <typename Config>
 struct Share {
-  int warp = __shfl_sync(~0u, warp_id(), 0);                // the same in all lanes, and the compiler knows
+  int warp = __shfl_sync(~0u, warp_id(), 0);                // so the compiler knows that all lanes have the same
   bool sums_dv = warp < Config::kTeamWarps;                 // a warp of the value team
   int member = warp % Config::kTeamWarps;                   // partners in the two teams have the same
   int key0 = member / Config::kSplits * Config::kWarpKeys;  // of S^T, dV and dK
@@ -155,7 +155,7 @@ __device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Da
   }
 }
 
-// Starts to load what belongs to a block of rows.
+// Starts to load Q, dO, lse and softmax_d of a block of rows.
 template <typename Config>
 __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Params& p, const RowBlock& rows) {
   constexpr int kBlockM = Config::kBlockM;
@@ -178,7 +178,7 @@ __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Par
 // The elementwise steps, on transposed fragments: element (r, c) of a lane is key key0 + row(r), query row row0 +
 // col(c)
 
-// fn(r, i) for the lane's pairs of elements (r, 2 i), (r, 2 i + 1) of a fragment.
+// Calls fn(r, i) for the lane's pairs of elements (r, 2 i), (r, 2 i + 1) of a fragment.
 template <typename Fragment, typename Fn>
 __device__ void for_each_pair(const Fragment&, Fn&& fn) {
 #pragma unroll
@@ -232,7 +232,7 @@ __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, cons
   if constexpr (Config::kFeatures == Features::kAll) negate_dropped(s, p, place);
 }
 
-// Gives P^T dscore/dS, signed, to the key team, and keeps P^T without what was dropped.
+// Gives the weights P^T dscore/dS, negative where dropped, to the key team. Keeps P^T, with zeros where dropped.
 template <typename Config, typename Packed, typename Tile>
 __device__ void hand_over(Packed& probabilities, const Pairs<Tile>& weights, const Problem& p) {
   using T = typename Config::T;
@@ -300,7 +300,7 @@ __device__ RowBlock first_rows(const BwdShared<Config>& shared, const BwdSm80Par
   return {shared.work.head_k * (p.problem.heads / p.problem.heads_k), shared.row_blocks.first};
 }
 
-// The semaphore of a block of rows: how many blocks have added their dQ.
+// The semaphore of a block of rows. It counts the blocks that have added their dQ.
 template <typename Config>
 __device__ int* semaphore_of(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
   const BwdScratch& scratch = p.plan.scratch;
@@ -308,7 +308,7 @@ __device__ int* semaphore_of(const BwdShared<Config>& shared, const BwdSm80Param
   return semaphore_at(scratch, first + rows.block * Config::kBlockM);
 }
 
-// Waits until the blocks with earlier keys that the rows see have added their dQ. One thread calls it.
+// Waits until all blocks with earlier keys have added their dQ to the rows. One thread calls it.
 template <typename Config>
 __device__ void await_turn(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
   const Mask mask(p.problem, shared.seq);
@@ -316,9 +316,9 @@ __device__ void await_turn(const BwdShared<Config>& shared, const BwdSm80Params&
   ptx::wait_semaphore(semaphore_of(shared, p, rows), order.before);
 }
 
-// Synchronises the block before a step. dQ of shared.turn's rows, if there are any, is added in the step: the block
-// waits for its turn. dQ of the rows before has been added by all warps: the next block gets the turn. (Not inlined, so
-// that the loop has the same registers and instructions as without turns.)
+// Synchronises the block before a step. The step will add dQ of turn.rows, if there are any: waits for the block's turn
+// there. All warps have added dQ of turn.previous: gives the turn there to the next block. (Not inlined, so that the
+// loop needs no more registers and instructions than without turns.)
 template <typename Config>
 __noinline__ __device__ void sync_in_turn(BwdShared<Config>& shared, const BwdSm80Params& p) {
   auto& [previous, rows] = shared.turn;
@@ -347,10 +347,55 @@ __device__ void add_product(KeySum<Config>& sum, const Packed& left, BwdShared<C
   }
 }
 
-// The value team sums dV, and the key team dK / softmax_scale, of the present block of keys over the rows that see it.
+// Synchronises the block before a step, in turn where blocks wait for one another.
+template <typename Config>
+__device__ void sync_step(BwdShared<Config>& shared, const BwdSm80Params& p) {
+  p.plan.waits ? sync_in_turn(shared, p) : __syncthreads();
+}
+
+// A step: adds the products of a block of rows to dV or dK, and dQ of the block before. Scores stay in registers.
+template <typename Config>
+__device__ void add_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum, const RowBlock& rows,
+                         int step) {
+  using T = typename Config::T;
+  const int stage = step % Config::kStages, parity = step % 2;
+  const Share<Config> share;
+  if (!share.sums_dv && step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
+  Scores<Config> s;
+  s.fill(0);
+  gemm<Config::kHeadDim>(s, along_cols(share.sums_dv ? shared.k : shared.v, share.key0),
+                         along_cols(share.sums_dv ? shared.q[stage] : shared.dout[stage], share.row0));
+  const Pairs weights(shared.ds[parity], share.key0, share.row0);
+  PackedFragment<T, Config::kWarpKeys, Config::kWarpRows> left;
+  if (share.sums_dv) {
+    probabilities<Config>(s, weights, shared, p.problem, share, rows, stage);
+    left = pack<T>(s);
+    hand_over<Config>(left, weights, p.problem);
+    ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
+    if (step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
+  } else {
+    ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
+    gradients<Config>(s, weights, p.problem, shared.softmax_d[stage] + share.row0);
+    left = pack<T>(s);
+    weights.store(left);
+  }
+  add_product(sum, left, shared, share, stage, parity);
+}
+
+// Adds dQ of the last block of rows, which no step does.
+template <typename Config>
+__device__ void add_last_dq(BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows, int steps) {
+  sync_step(shared, p);
+  add_previous_dq(shared, p, Share<Config>(), rows, (steps - 1) % 2);
+  __syncthreads();
+  if (p.plan.waits && threadIdx.x == 0) {
+    ptx::release_semaphore(semaphore_of(shared, p, shared.turn.previous));
+  }
+}
+
+// The value team sums dV, and the key team dK / softmax_scale, of the block's keys over the rows that see them.
 template <typename Config>
 __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum) {
-  using T = typename Config::T;
   const int head_k = shared.work.head_k;
   const Interval &keys = shared.keys, &blocks = shared.row_blocks;
   const int group = p.problem.heads / p.problem.heads_k, steps = (blocks.last - blocks.first + 1) * group;
@@ -360,47 +405,18 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, Key
   load_tile<Config>(shared.v, p, p.v, shared.seq.k, head_k, keys.first, shared.live_keys);
   load_rows(shared, 0, p, rows);
   for (int step = 0; step < steps; ++step) {
-    const int stage = step % Config::kStages, parity = step % 2;
     ptx::commit_copies();
     ptx::wait_copies<0>();
-    // The rows are here, and no warp reads those before them any more.
-    p.plan.waits ? sync_in_turn(shared, p) : __syncthreads();
-    if (Config::kStages > 1 && step + 1 < steps) load_rows(shared, 1 - stage, p, rows.next(blocks));
-
-    const Share<Config> share;
-    if (!share.sums_dv && step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
-    Scores<Config> s;
-    s.fill(0);
-    gemm<Config::kHeadDim>(s, along_cols(share.sums_dv ? shared.k : shared.v, share.key0),
-                           along_cols(share.sums_dv ? shared.q[stage] : shared.dout[stage], share.row0));
-    const Pairs weights(shared.ds[parity], share.key0, share.row0);
-    PackedFragment<T, Config::kWarpKeys, Config::kWarpRows> left;
-    if (share.sums_dv) {
-      probabilities<Config>(s, weights, shared, p.problem, share, rows, stage);
-      left = pack<T>(s);
-      hand_over<Config>(left, weights, p.problem);
-      ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
-      if (step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
-    } else {
-      ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
-      gradients<Config>(s, weights, p.problem, shared.softmax_d[stage] + share.row0);
-      left = pack<T>(s);
-      weights.store(left);
-    }
-    add_product(sum, left, shared, share, stage, parity);
-
+    sync_step(shared, p);  // the rows are here, and no warp reads the rows before them any more
+    if (Config::kStages > 1 && step + 1 < steps) load_rows(shared, 1 - step % Config::kStages, p, rows.next(blocks));
+    add_rows(shared, p, sum, rows, step);
     rows = rows.next(blocks);
     if (Config::kStages == 1 && step + 1 < steps) {
       __syncthreads();
       load_rows(shared, 0, p, rows);
     }
   }
-  p.plan.waits ? sync_in_turn(shared, p) : __syncthreads();
-  add_previous_dq(shared, p, Share<Config>(), rows, (steps - 1) % 2);
-  __syncthreads();
-  if (p.plan.waits && threadIdx.x == 0) {
-    ptx::release_semaphore(semaphore_of(shared, p, shared.turn.previous));
-  }
+  add_last_dq(shared, p, rows, steps);
 }
 
 // Rounds dV or dK, times `factor`, to global memory, by way of a tile that nobody reads any more.

@@ -10,13 +10,13 @@
 //
 // and a warpgroup computes half of dQ: of its channels, or of its rows. With tiles of 128 rows the second warpgroup
 // works half a step behind the first, so that one multiplies while the other exponentiates; and dQ is that of the rows
-// before, so that neither waits for the other's dS. The half goes to a box in shared memory, from where a copy adds it
-// to dq_accum. This starts as zeros, and bwd_finish.cuh rounds it; or, where that is faster (rounds_dq in
-// bwd_planner.h), the blocks wait for one another: the one with the first keys that the rows see stores its half,
-// others add theirs, and then the one with the last keys has the sum copied to its box, adds its half and rounds.
+// before, so that neither waits for the other's dS. The half goes to a box in shared memory, and a copy adds it to
+// dq_accum, which starts as zeros and which bwd_finish.cuh rounds. Where it is faster (rounds_dq in bwd_planner.h),
+// blocks wait for one another instead: the block with the first keys that the rows see stores its half, others add
+// theirs, and the block with the last keys copies dq_accum to its box, adds its half and rounds.
 //
-// A third warpgroup has few registers and starts the copies: one warp those of K, V, Q and dO, and one warp for each
-// half those of dQ; with tiles of 64 rows the fourth warp waits for other blocks in their place. When its rows are
+// A third warpgroup has few registers and starts the copies: one warp copies K, V, Q and dO, and two warps each copy a
+// half of dQ. With tiles of 64 rows, the fourth warp waits for other blocks in place of these two. When its rows are
 // done, a block takes other keys, which are copied while it stores dV and dK. Deterministic: blocks add to the same
 // rows in the order of their keys (AddOrder).
 #pragma once
@@ -52,7 +52,7 @@ struct Loader {
   BwdSm90Shared<Config>& shared;
   RingCursor<2> index_at;
   RingCursor<Config::kStages> at;
-  uint32_t keys_parity = 1;  // of the phase of keys_free that the next keys wait for
+  uint32_t keys_parity = 1;  // the next keys wait for a phase of keys_free with this parity
 
   // Lets the other warps know of a block of keys; -1 is the end.
   __device__ void tell(int index) {
@@ -87,13 +87,13 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
   __syncthreads();
   const int rank = warpgroup_id();
   if (rank == Config::kConsumers) {
-    ptx::keep_registers<Config::kProducerRegisters>();
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
     if (role < Config::kConsumers) take_halves(p, shared, role);
     if (role == Config::kConsumers && lane_id() == 0) Loader<Config>{p, shared}.run();
     if (Config::kAwaitsTurns && role == Config::kConsumers + 1) await_turns(p, shared);
   } else {
-    ptx::take_registers<Config::kConsumerRegisters>();
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     sum_keys(p, shared, rank);
   }
 #endif

@@ -31,8 +31,8 @@ __device__ void clear_outside(Tile& tile, const Interval& rows) {
   }
 }
 
-// A value that the compiler has to take as new in each step, so that no register keeps what follows from it through a
-// loop.
+// Returns a value that the compiler takes for new each time. So it does not keep what it derives from the value in
+// registers throughout a loop.
 __device__ inline unsigned not_kept(unsigned value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -56,14 +56,14 @@ struct BwdConsumer {
   const int key0;  // of the warp, in the block
   typename Ring<Config::kStages>::Cursor at = {};
 
-  // Clears rows or keys that see nothing or belong to other entries: they may hold NaN.
+  // Clears rows or keys outside of `live`, which see nothing or belong to other entries: they may hold NaN.
   template <typename Tile>
   __device__ void clear_dead(Tile& first, Tile& second, const Interval& live, const Interval& present) {
     if (live.covers(present)) return;
     const Interval kept{live.first - present.first, live.last - present.first};
     clear_outside(first, kept);
     clear_outside(second, kept);
-    ptx::fence_async_reads();
+    ptx::fence_async_shared();
     ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);
   }
 

@@ -1,5 +1,5 @@
-// How dQ leaves bwd_sm90.cuh: a warp for each half takes boxes of it from shared to global memory, in turn where blocks
-// wait for one another.
+// How dQ leaves bwd_sm90.cuh: for each half, a warp copies boxes of it from shared to global memory. Where blocks wait
+// for one another, it waits for its turn.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@
 
 namespace flash::flash_attn {
 
-// When a block may touch dQ of a block of rows, of which each half has a semaphore.
+// When a block may touch dQ of a block of rows. Each half of dQ has a semaphore.
 template <typename Config>
 struct Turn {
   AddOrder<Config::kBlockM, Config::kBlockN> order;
@@ -39,8 +39,8 @@ struct Turn {
   }
 };
 
-// Waits for the turns of both dQ warps, by a warp of its own. The dQ warps wait for the boxes that they have added
-// before; to wait for their turn only after that would take them longer than the products of 64 rows.
+// Waits for the turns of both dQ warps, by a warp of its own. The dQ warps themselves wait for the boxes that they have
+// added. If they waited for their turn after that, it would take longer than the products of 64 rows.
 template <typename Config>
 __device__ void await_turns(const BwdSm90Params& p, BwdSm90Shared<Config>& shared) {
   RingCursor<2> at;
@@ -94,7 +94,7 @@ struct DqWarp {
   // Copies dq_accum to the box. One lane calls it.
   __device__ void load_accum(int head, int row_block) const {
     ptx::SharedBarrier& here = shared.accum_here[half];
-    here.arrive_expecting(sizeof(shared.dq[half]));
+    here.arrive_expect_tx(sizeof(shared.dq[half]));
     ptx::copy_box_async(ptx::shared_address(&shared.dq[half]), p.dq_accum_map, 0, row(row_block), group(),
                         accum_head(head), here);
   }

@@ -15,7 +15,7 @@ namespace flash::flash_attn {
 template <typename Config, typename Tile>
 __device__ void load_keys(Tile& tile, const CUtensorMap& map, const KeyBlock<Config>& block, ptx::SharedBarrier& here) {
   const Span& k = block.seq.k;
-  here.arrive_expecting(sizeof(tile));
+  here.arrive_expect_tx(sizeof(tile));
   load_async(tile, map, static_cast<int>(k.first) + block.keys.first, block.work.head_k, static_cast<int>(k.batch),
              here);
 }
@@ -31,7 +31,7 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
     const int64_t index = block.padded_index(p, head) + row0;
     const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values) {
       ring.barriers.wait_empty(at);
-      ptx::SharedBarrier& here = ring.barriers.announce(at, sizeof(ring.tiles[0]) + sizeof(ring.values[0]));
+      ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(ring.tiles[0]) + sizeof(ring.values[0]));
       load_async(ring.tiles[at.stage], map, first + row0, head, batch, here);
       ptx::copy_bytes_async(ptx::shared_address(ring.values[at.stage]), values + index, sizeof(ring.values[0]), here);
     };

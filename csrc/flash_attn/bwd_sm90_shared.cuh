@@ -25,7 +25,7 @@ struct BwdSm90Config {
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
   static constexpr int kStages = 2, kCluster = 1;
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
-  static constexpr bool kHalvesAreRows = kBlockM == 128;  // of dQ, 64 x 64 each; or else they are channels
+  static constexpr bool kHalvesAreRows = kBlockM == 128;  // whether a half of dQ has half of its rows, or channels
   static constexpr bool kStaggered = kTile.staggered;
   static constexpr bool kAwaitsTurns = !kStaggered;  // by a warp of its own; with 128 rows that is slower
   static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures != Features::kPlain);
@@ -37,8 +37,9 @@ struct BwdSm90Config {
 // Boxes in which a half of dQ leaves the kernel, and the channels of a group in dq_accum.
 constexpr int kDqGroup = DqAccum<128>::kGroup, kDqBoxRows = 64, kDqBoxCols = 64;
 
-// A box in shared memory as copies with 64-byte swizzle see it, groups of channels one after the other: neither warps
-// that store fragments nor lanes that read 16 channels of eight rows meet in a bank. Or the box when it is rounded.
+// A box of dQ in shared memory: fp32 in the order of copies with 64-byte swizzle, one group of channels after the
+// other, which neither warps that store fragments nor lanes that read 16 channels of eight rows access with bank
+// conflicts; or rounded.
 template <typename T>
 union alignas(1024) DqBox {
   float values[kDqBoxRows * kDqBoxCols];
@@ -55,7 +56,7 @@ enum class DqFate : int {
   kAdd,           // is added to dq_accum
   kStore,         // is stored there: no block has added before
   kRound,         // is rounded to dQ: no other block adds
-  kRoundWithSum,  // is rounded to dQ together with dq_accum, which the box has: all other blocks have added
+  kRoundWithSum,  // is added to the box, which holds dq_accum, and rounded to dQ: all other blocks have added
 };
 
 template <typename Config>
@@ -64,15 +65,15 @@ struct BwdSm90Shared {
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
   using Keys = SharedTile<T, kBlockN, kHeadDim>;
 
-  Keys k, v;  // a half of dQ with fewer than 64 channels reads on in v; copies leave out the columns that come of it
+  Keys k, v;  // the product for a half of dQ with fewer than 64 channels reads v, too; copies leave out these columns
   SharedTile<T, kBlockM, kBlockN> ds[2];
   RowRing<Config> q, dout;  // with lse and softmax_d
   DqBox<T> dq[Config::kConsumers];
   DqFate dq_fate[Config::kConsumers];
   ptx::SharedBarrier accum_here[Config::kConsumers];
   ptx::SharedBarrier keys_here, keys_free;
-  Ring<2> ds_ring, turn_ring, index_ring;  // turns that have come have no contents
-  int index[2];                            // of blocks of keys, or -1 after the last
+  Ring<2> ds_ring, turn_ring, index_ring;  // turn_ring has no contents: it only says that turns have come
+  int index[2];                            // the indices of blocks of keys, or -1 after the last
 
   __device__ void init() {
     constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / 32;

@@ -31,7 +31,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   using Ds = SharedTile<T, Config::kBlockM, Config::kBlockN>;
   uint32_t& keys_parity;
   static constexpr int kNone = 1 << 30;
-  typename Ring<Config::kStages>::Cursor dq_at = at;  // staggered: where dS is of which dQ comes next
+  typename Ring<Config::kStages>::Cursor dq_at = at;  // staggered: the stage of dS for the next dQ
   int last_dq_rows = kNone;                           // and how many of its rows belong to the entry
   KeySum dv, dk;
 
@@ -59,13 +59,13 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     }
   }
 
-  // Gives the warpgroup's half of dQ to the dQ warp. Of the box's rows `count` belong to the entry; to those of the
-  // next one nothing may be added, not even NaN that is among the keys.
+  // Gives the warpgroup's half of dQ to the dQ warp. Only `count` rows of the box belong to the entry. The others may
+  // be rows of the next entry and get zeros, even if K holds NaN.
   __device__ void hand_over(HalfOfDq& dq, int count) const {
     ptx::sync_barrier<kDqThreads>(kDqEmptyBarrier + rank);
     const DqFate fate = p.plan.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
-    // If addresses are kept, too few registers are left to compute all of dS before dV starts, whose products then
-    // wait.
+    // If the compiler kept addresses in registers, too few would be left to compute all of dS before the product for
+    // dV starts.
     const unsigned thread = not_kept(threadIdx.x) % kWarpgroup;
     const int first_row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
     if (count < kDqBoxRows) {
@@ -74,11 +74,11 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     float* first = shared.dq[rank].quad(0, first_row, t);
     if (fate == DqFate::kRoundWithSum) {
       for_each_quad(first, [&](float* quad, int r, int c) {
-        const Vec<float, 4> sum = load<4>(quad);
+        const Vec<float, 4> accum = load<4>(quad);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) dq(r, c + i) += sum[i];
+        for (int i = 0; i < 4; ++i) dq(r, c + i) += accum[i];
       });
-      ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);  // the sum has been read where rounded values come
+      ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);  // rounded values come where dq_accum has been read
     }
     if (fate == DqFate::kAdd || fate == DqFate::kStore) {
       for_each_quad(first, [&](float* quad, int r, int c) {
@@ -87,7 +87,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     } else {
       store_rounded(dq, first_row, t);
     }
-    ptx::fence_async_reads();
+    ptx::fence_async_shared();
     ptx::arrive_at_barrier<kDqThreads>(kDqFullBarrier + rank);
   }
 
@@ -131,7 +131,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   }
 
   __device__ void start_dq(HalfOfDq& dq, const Ds& ds) {
-    ptx::fence_products();
+    ptx::wgmma_fence();
     start_gemm<Config::kBlockN>(dq, along_cols(ds, Config::kHalvesAreRows ? 64 * rank : 0),
                                 along_rows(shared.k, Config::kHalvesAreRows ? 0 : kDqBoxCols * rank), false);
   }
@@ -154,7 +154,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     auto& ds = shared.ds[at.stage];
     start_dv(weights);
     store_transposed(ds, gradients, not_kept(key0));
-    ptx::fence_async_reads();
+    ptx::fence_async_shared();
     ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     HalfOfDq dq;
     start_dq(dq, ds);
@@ -165,14 +165,13 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     hand_over(dq, dq_rows);
   }
 
-  // Sums dV and dK of the rows of a step and dQ of the rows before, for which the other warpgroup has stored
-  // dS meanwhile. The
-  // second warpgroup starts a step when the first has come to its last products: each then exponentiates while the
-  // other multiplies.
+  // Sums dV and dK of the rows of a step, and dQ of the rows before: the other warpgroup has stored dS of these
+  // meanwhile. The second warpgroup starts a step when the first has come to its last products. So each computes
+  // exponentials while the other multiplies.
   __device__ void sum_apart(Packed& weights, Packed& gradients, int dq_rows) {
     shared.ds_ring.wait_empty(at);
     store_transposed(shared.ds[at.stage], gradients, not_kept(key0));
-    ptx::fence_async_reads();
+    ptx::fence_async_shared();
     __syncwarp();
     if (lane_id() == 0) shared.ds_ring.full[at.stage].arrive();
     start_dv(weights);
@@ -192,10 +191,10 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     this->wait_rows(rows);
     if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     Scores s, dp;
-    ptx::fence_products();
+    ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(s, along_cols(shared.k, 64 * rank), along_cols(q), false);
     shared.dout.barriers.wait_full(at);
-    ptx::fence_products();
+    ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v, 64 * rank), along_cols(dout), false);
     Packed weights, gradients;
     differentiate(s, dp, weights, gradients, head, rows);

@@ -5,11 +5,11 @@
 
 namespace flash::flash_attn {
 
-// Of bwd_sm80.cuh.
+// A tile of bwd_sm80.cuh.
 struct BwdTile {
-  int rows;  // of queries
+  int rows;
   int keys;
-  int warp_keys;  // of them, that a warp takes
+  int warp_keys;  // keys that a warp takes
   int stages;     // tiles of rows in shared memory at a time
 };
 
@@ -22,15 +22,15 @@ constexpr BwdTile bwd_tile(int head_dim, bool compact) {
   return compact ? BwdTile{32, 32, 16, head_dim <= 192 ? 2 : 1} : BwdTile{64, 64, 32, 2};
 }
 
-// Of bwd_sm90.cuh. Each of its two warpgroups has 64 of the keys. If they are staggered, one works half a step behind
-// the other: a gain with 128 rows, whose exponentials take long, and a loss with 64.
+// A tile of bwd_sm90.cuh. Each of its two warpgroups has 64 of the keys. If they are staggered, one works half a step
+// behind the other. This is faster with 128 rows, where exponentials take long, and slower with 64.
 struct BwdSm90Tile {
   int rows;
   int keys;
   bool staggered;
 };
 
-// Random bits and transformed scores leave no registers for 128 rows.
+// With 128 rows no registers are left for dropout and transformed scores.
 constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
   const bool tall = head_dim <= 64 && features == Features::kPlain;
   return tall ? BwdSm90Tile{128, 128, true} : BwdSm90Tile{64, 128, false};

@@ -6,17 +6,17 @@
 
 namespace flash::flash_attn {
 
-// What an instance of a kernel can do. Masks, lengths and packed heads cost the inner loop nothing and are in both.
+// What an instance of a kernel can do. Both can do masks, lengths and packed heads, which cost the inner loop nothing.
 enum class Features {
   kPlain,  // scores are scaled products; elements lie in aligned chunks of 16 bytes
-  kAll,    // also softcap, ALiBi and dropout; elements lie anywhere; keys may lie in pages, as also in plain decoding
+  kAll,    // also softcap, ALiBi, dropout, unaligned rows and keys in pages (as plain decoding has, too)
 };
 
 inline bool has_plain_scores(const Problem& p) {
   return p.softcap == 0 && p.alibi_slopes == nullptr && p.rng_state == nullptr;
 }
 
-// Whether rows of x can be moved in aligned chunks of 16 bytes, which 32 bits count from row to row.
+// Whether rows of x can be moved in aligned chunks of 16 bytes, and 32 bits hold the distance of rows in chunks.
 template <typename Data>
 bool is_aligned(const TensorRef<Data>& x, int head_dim) {
   const auto in_chunks = [](int64_t elements) { return elements % 8 == 0 && elements >> 35 == 0; };

@@ -17,17 +17,17 @@
 
 namespace flash::flash_attn {
 
-// What the caller knows and the tensors do not tell. Results do not depend on it, but for rounding.
+// What a plan depends on besides the problem. Results depend on it only in their rounding.
 struct FwdHints {
   int64_t longest_q;  // no entry has more rows
-  int64_t longest_k;  // nor keys
+  int64_t longest_k;  // no entry has more keys
   int num_splits;     // 0: as many as is best
   int multiprocessors;
   int shared_bytes;  // that a block can have
   bool has_sm90;     // whether fwd_sm90.cuh runs
 };
 
-// What a plan needs besides: numbers of elements.
+// The sizes of a plan's scratch, in elements.
 struct FwdScratch {
   int64_t out = 0;       // of KeySplits::out
   int64_t softmax = 0;   // of KeySplits::softmax
@@ -112,8 +112,8 @@ inline bool suits_decoding(const Problem& p, const FwdHints& hints) {
   return p.rng_state == nullptr && hints.longest_q * (p.heads / p.heads_k) <= kDecodeRows;
 }
 
-// Whether keys and values, which are read once, should leave the L2 cache first. Then what others have left there need
-// not be written back for them, which gains most for small caches and loses a little for large ones.
+// Whether keys and values, which are read once, should leave the L2 cache first. Then they do not push out data that
+// must be written back. Small key caches gain most by this, and large ones lose a little.
 inline bool should_evict_keys(const Problem& p, int64_t longest_k) {
   constexpr int64_t kPassingBytes = 256 << 20;
   return int64_t{4} * p.batch * p.heads_k * p.head_dim * longest_k <= kPassingBytes;
@@ -146,7 +146,7 @@ inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
   const int head_dim = instance_head_dim(problem.head_dim), warps = decode_warps(head_dim, hints.shared_bytes);
   const int packed_heads = heads_to_pack(problem, hints.longest_q, kDecodeRows);
   const Tiling tiling = tiling_for(problem, packed_heads, kDecodeRows);
-  // A hint may be wrong about packed entries, of which a tile takes kDecodeRows rows then.
+  // A hint may be wrong about packed entries: their tiles may have up to kDecodeRows rows.
   const int rows = problem.cu_seqlens_q ? kDecodeRows : std::min(kDecodeRows, problem.seqlen_q * packed_heads);
   const KeySplits splits = split_decode(problem, hints, tiling, warps, rows);
   return {DecodePlan{tiling, splits, warps, should_evict_keys(problem, hints.longest_k)},
@@ -159,9 +159,8 @@ inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
 // Whether rows differ in how many keys they see.
 inline bool rows_differ(const Problem& p) { return p.window_left < p.seqlen_k || p.window_right < p.seqlen_k; }
 
-// Whether fwd_sm90.cuh takes a problem. It copies aligned rows of tensors, of one head at a time, and each tile sees
-// all its keys: that takes rows enough, and many tiles or few keys. The limits are where both kernels are equally fast
-// on an H200.
+// Whether fwd_sm90.cuh takes a problem. It copies aligned rows of one head at a time, and does not split the keys of a
+// tile. So it needs enough rows, and many tiles or few keys. At these limits it is as fast as the others on an H200.
 inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
   constexpr int kTileRows = 128, kFewKeysPerChannel = 16;
   const Problem& problem = p.problem;
@@ -175,7 +174,7 @@ inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
 }
 
 // Whether sequences are long enough for the wide tile. Where rows differ in how many keys they see, large tiles compute
-// more that nobody sees.
+// more scores that the mask hides.
 inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
   const int head_dim = instance_head_dim(p.head_dim);
   if (head_dim == 64) return hints.longest_q >= (rows_differ(p) ? 2048 : 512);
@@ -186,7 +185,7 @@ inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
 
 // How many heads of all entries follow one another tile by tile. Where rows differ in how many keys they see, the
 // longest tiles come before all others, of as many heads as have keys and values that stay in the L2 cache together.
-// The longest tiles also are the ones that wait for memory, so that at most half of the multiprocessors start with one.
+// But the longest tiles also wait for memory. So at most half of the multiprocessors start with one.
 inline int heads_per_section(const Problem& p, int multiprocessors) {
   constexpr int64_t kCacheBytes = 32 << 20;
   const int heads = p.cu_seqlens_q ? p.heads : p.heads * p.batch, group = p.heads / p.heads_k;
@@ -245,7 +244,7 @@ inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
   return {FwdSm80Plan{tiling, splits}, scratch_of(tiling, splits, head_dim, kLanesOfRow)};
 }
 
-// Chooses the kernel. fwd_sm80.cuh packs heads, looks pages up and splits keys: it takes what the others do not.
+// Chooses the kernel. fwd_sm80.cuh packs heads, looks pages up and splits keys: it takes all other problems.
 inline FwdChoice plan_fwd(const FwdParams& p, const FwdHints& hints) {
   if (suits_decoding(p.problem, hints)) return plan_decode(p, hints);
   if (suits_sm90(p, hints)) return plan_fwd_sm90(p, hints);

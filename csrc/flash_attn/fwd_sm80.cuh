@@ -81,9 +81,9 @@ struct FwdWalk {
     values.move(-Config::kKeys);
   }
 
-  // kCut: whether the mask hides something of the block from some row. Two bodies, one of them without a branch on
-  // that, are faster than one. Zeros take the place of values that no row sees, since P = 0 does not hide a NaN. Keys
-  // need no zeros, and a block before one that is seen has all its keys.
+  // kCut: whether the mask hides some of the block's keys from some row. Two loop bodies are faster than one with a
+  // branch. Values that no row sees are replaced by zeros: P is 0 there, but 0 times NaN is NaN. Keys need no zeros,
+  // and only the last block may have keys that do not exist.
   template <bool kCut>
   __device__ void step(int n) {
     ptx::wait_copies<0>();

@@ -32,10 +32,10 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
   __syncthreads();
   const int rank = warpgroup_id();
   if (rank < Config::kConsumers) {
-    ptx::take_registers<Config::kConsumerRegisters>();
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     Consumer<Config>(args, shared, rank).run();
   } else {
-    ptx::keep_registers<Config::kProducerRegisters>();
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (warp_id() == Config::kConsumerWarps) Producer<Config>{args, args.params, shared}.run();
   }
 #endif

@@ -24,7 +24,7 @@ __device__ void clear_rows(Tile& tile, int first, int end, int barrier) {
   for (int i = threadIdx.x % kWarpgroup; i < (end - first) * kChunks; i += kWarpgroup) {
     store(tile.chunk(first + i / kChunks, i % kChunks), Vec<typename Tile::T, Tile::kChunk>{});
   }
-  ptx::fence_async_reads();
+  ptx::fence_async_shared();
   ptx::sync_barrier<kWarpgroup>(barrier);
 }
 
@@ -68,8 +68,8 @@ struct Consumer {
     at.advance();
   }
 
-  // After a tile's last scores: at once where there is one stage of Q, so that the next rows arrive while the tile
-  // comes to its end.
+  // Called after a tile's last scores. With one stage of Q it is called at once, so that the next rows arrive before
+  // the tile ends.
   __device__ void release_queries() {
     if (leads()) shared.q_rings[rank].release(q_at);
   }
@@ -108,7 +108,7 @@ struct Consumer {
       shared.q_rings[rank].wait_full(q_at);
       shared.k_ring.wait_full(k_at);
     }
-    ptx::fence_products();
+    ptx::wgmma_fence();
     start_scores(s);
   }
 
@@ -127,9 +127,9 @@ struct Consumer {
     }
   }
 
-  // From P(n + 1) to P(n). The wait for K(n - 1) stands where it does because the compiler moves the wait for a product
-  // up to the last branch before it, and with it all exponentials behind it. O is rescaled at the end: between the two
-  // products it would delay the second. Q in registers gains hardly anything.
+  // Adds P(n + 1) V(n + 1) to O and computes P(n). The wait for K(n - 1) has a branch. It stands between the
+  // exponentials because the compiler moves the wait for a product up to the last branch before it. O is rescaled at
+  // the end: between the two products, that would delay the second. Q in registers would gain hardly anything.
   template <bool kCut>
   __device__ void step(const Work& work, int n, bool is_last) {
     Scores<Config> s;
@@ -179,7 +179,7 @@ struct Consumer {
         __syncwarp();
         return store_rows<Config::kWarpRows>(shared.out, rows, warp_row, p.problem.head_dim);
       }
-      ptx::fence_async_reads();
+      ptx::fence_async_shared();
       ptx::sync_barrier<kWarpgroup>(own_barrier());
       if (!leads()) return;
       store_async<kWarpgroupRows>(shared.out, row0, maps.out, work.seq.q.first + work.tile.row0 + row0, work.tile.head,

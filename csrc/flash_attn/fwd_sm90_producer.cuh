@@ -44,7 +44,7 @@ struct Producer {
     for (int rank = 0; rank < Config::kConsumers; ++rank) {
       auto& ring = shared.q_rings[rank];
       ring.wait_empty(q_at);
-      auto& arrived = ring.announce(q_at, sizeof(typename Shared::OwnRows));
+      auto& arrived = ring.expect_tx(q_at, sizeof(typename Shared::OwnRows));
       load_async(shared.q[q_at.stage][rank], maps.q, work.seq.q.first + work.tile.row0 + kWarpgroupRows * rank,
                  work.tile.head, work.seq.q.batch, arrived);
     }
@@ -52,13 +52,13 @@ struct Producer {
   }
   __device__ void load_k(const Span& keys, int head, int n) {
     shared.k_ring.wait_empty(k_at);
-    auto& arrived = shared.k_ring.announce(k_at, sizeof(typename Shared::Keys));
+    auto& arrived = shared.k_ring.expect_tx(k_at, sizeof(typename Shared::Keys));
     load_async(shared.k[k_at.stage], maps.k, keys.first + n * Config::kKeys, head, keys.batch, arrived);
     k_at.advance();
   }
   __device__ void load_v(const Span& keys, int head, int n) {
     shared.v_ring.wait_empty(v_at);
-    auto& arrived = shared.v_ring.announce(v_at, sizeof(typename Shared::Keys));
+    auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Keys));
     load_async(shared.v[v_at.stage], maps.v, keys.first + n * Config::kKeys, head, keys.batch, arrived);
     v_at.advance();
   }
@@ -102,7 +102,7 @@ struct Producer {
     }
   }
 
-  // How many tiles were taken before this one, beside the first of each block.
+  // How many tiles were taken before this one, not counting the first tile of each block.
   __device__ int take_tile() const { return atomicAdd(p.plan.taken, 1); }
 
   __device__ void run() {

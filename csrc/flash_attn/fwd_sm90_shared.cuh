@@ -32,11 +32,11 @@ struct FwdSm90Config {
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
-  // The registers of the multiprocessor, shared out between a producer that needs few and the others.
+  // The producer needs few registers, and the consumers get the others.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  // How many of a lane's two rows are exponentiated before the wait for the second product. The rest, with nothing to
-  // wait for any more, runs beside the rescaling of O and the packing of P: faster where the product is short.
+  // How many of a lane's two rows are exponentiated before the wait for the second product. The other row then runs
+  // beside the rescaling of O and the packing of P, which is faster where the product is short.
   static constexpr int kRowsUnderProduct = kHeadDim <= 128 ? 1 : 2;
   // Whether O is rescaled only where a maximum has grown much. That is faster where O is long; otherwise rescaling
   // hides beside the exponentials, and a branch around it makes the compiler place them worse.

@@ -5,8 +5,8 @@ namespace flash::flash_attn {
 
 constexpr int kHeadDims[] = {64, 96, 128, 192, 256};
 
-// The compiled head dim that serves a problem's: the next larger one, of which the rest is filled with zeros. 0 if
-// there is none.
+// Returns the smallest compiled head dim that is not less than the problem's, or 0 if there is none. The additional
+// channels are filled with zeros.
 constexpr int instance_head_dim(int head_dim) {
   for (const int built : kHeadDims) {
     if (head_dim <= built) return built;

@@ -1,5 +1,5 @@
-// What callers give: tensors, lengths, masks and scores. How a kernel goes about it is its plan (fwd_plan.h). Shapes
-// are (batch entries, rows or keys of an entry, query or key heads, channels).
+// What callers give: tensors, lengths, masks and scores. How a kernel computes it is its plan (fwd_plan.h, bwd_plan.h).
+// Shapes are (batch entries, rows or keys of an entry, query or key heads, channels).
 #pragma once
 
 #include <cstdint>

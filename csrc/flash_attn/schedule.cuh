@@ -9,9 +9,9 @@
 
 namespace flash::flash_attn {
 
-// The entry of packed sequences that holds a slot; all lanes search together, 32 entries at a time. The slots of entry
-// b start at floor(start_b / tile_rows) + b. So it has as many as its rows need, or one more, and no sum over entries
-// is needed.
+// Returns the entry of packed sequences that a slot belongs to; all lanes search together, 32 entries at a time. The
+// slots of entry b start at floor(start_b / tile_rows) + b. So an entry has as many slots as its rows need, or one
+// more, and no sum over entries is needed.
 __device__ inline int entry_of_slot(const Problem& p, int slot, int rows_per_token, int tile_rows) {
   int first = 0, count = p.batch + 1;  // it is one of these
   while (count > 1) {
@@ -28,8 +28,8 @@ __device__ inline int entry_of_slot(const Problem& p, int slot, int rows_per_tok
 // A tile of rows, and which part of the keys.
 struct WorkTile {
   int entry;
-  int head;      // the first of those whose rows are in the tile
-  int key_head;  // that they read
+  int head;      // the first query head that has rows in the tile
+  int key_head;  // the key head that these query heads read
   int row0;
   int split;
   int index;  // of the tile among all, whatever the split

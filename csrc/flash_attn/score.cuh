@@ -24,36 +24,42 @@ __device__ float score_scale_log2(const Problem& p) {
   return kFeatures == Features::kPlain ? p.softmax_scale * kLog2e : kLog2e;
 }
 
-// tanh with an absolute error of about 1e-7. The relative error of tanh.approx, 5e-4, would be multiplied by softcap.
-__device__ inline float tanh(float x) { return 1 - 2 * ptx::reciprocal(1 + ptx::exp2(2 * kLog2e * x)); }
+// The largest softcap for which the absolute error of cap() is small enough. Models use 15 to 50.
+constexpr float kMostSoftcapOfCap = 64;
 
-// tanh with a relative error of about 3e-7. Near 0, where the formula above loses digits, it sums the first terms of
-// the power series.
-__device__ inline float precise_tanh(float x) {
-  const float square = x * x;
-  const float rest = square * (-1.f / 3 + square * (2.f / 15 + square * (-17.f / 315 + square * (62.f / 2835))));
-  return fabsf(x) < 0.25f ? x + x * rest : copysignf(tanh(fabsf(x)), x);
+// softcap tanh(factor x), with an absolute error of a few 1e-7 of softcap. The instruction tanh.approx has a relative
+// error of 5e-4, which is too much.
+__device__ inline float cap(float x, float factor, float softcap) {
+  return softcap - 2 * softcap * ptx::reciprocal(1 + ptx::exp2(2 * kLog2e * factor * x));
 }
 
-// The largest softcap for which tanh is precise enough: it multiplies the absolute error. Usual ones are 15 to 50.
-constexpr float kMostSoftcapOfTanh = 64;
+// The same with a relative error of about 1e-6. Near 0, where the formula above loses digits, this sums the first terms
+// of the power series.
+__device__ inline float precise_cap(float x, float factor, float softcap) {
+  const float t = factor * x, square = t * t;
+  const float rest = square * (-1.f / 3 + square * (2.f / 15 + square * (-17.f / 315 + square * (62.f / 2835))));
+  return fabsf(t) < 0.3f ? softcap * (t + t * rest) : cap(x, factor, softcap);
+}
 
-// fn(element) for each of the lane's elements, in place.
+// Replaces each of the lane's elements by fn(element). The loop is not unrolled and goes through local memory. That is
+// slow, but takes little code and no registers, and suits what is rarely needed.
 template <int kRows, int kCols, typename Fn>
-__device__ void replace_each(Fragment<kRows, kCols>& s, Fn&& fn) {
-  s.for_each([&](float& x, int, int) { x = fn(x); });
+__device__ void replace_in_loop(Fragment<kRows, kCols>& s, Fn&& fn) {
+  alignas(16) Fragment<kRows, kCols> copy = s;
+#pragma unroll 1
+  for (int i = 0; i < s.kSlabs * s.kTiles; ++i) {
+    for (float& x : copy.values[i / s.kTiles][i % s.kTiles]) x = fn(x);
+  }
+  s = copy;
 }
 
 // Turns products into scores, except for ALiBi.
 template <int kRows, int kCols>
 __device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p) {
-  const float inner = p.softcap > 0 ? p.softmax_scale / p.softcap : p.softmax_scale;
-  if (p.softcap > kMostSoftcapOfTanh) {  // nothing is shared with the path below, which would take registers for both
-    replace_each(s, [&](float x) { return p.softcap * precise_tanh(x * inner); });
-    return;
-  }
-  replace_each(s, [&](float x) { return x * inner; });
-  if (p.softcap > 0) replace_each(s, [&](float x) { return p.softcap * tanh(x); });
+  const float scale = p.softmax_scale, softcap = p.softcap, factor = scale / softcap;
+  if (softcap == 0) return s.for_each([&](float& x, int, int) { x *= scale; });
+  if (softcap > kMostSoftcapOfCap) return replace_in_loop(s, [&](float x) { return precise_cap(x, factor, softcap); });
+  s.for_each([&](float& x, int, int) { x = cap(x, factor, softcap); });
 }
 
 // The derivative of the cap at a score, from the capped score.

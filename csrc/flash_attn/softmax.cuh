@@ -14,8 +14,8 @@ namespace flash::flash_attn {
 // The shift of a row's scores: its maximum, or 0 for a row without scores, since -inf - -inf is NaN.
 __device__ inline float finite_or_zero(float max) { return max == -INFINITY ? 0.f : max; }
 
-// The factor of sums of exponentials relative to `max` where they join others, relative to max_of_all. It is exactly 1
-// if both are equal: an error here would be raised to the number of blocks or splits.
+// The factor that turns sums of exponentials relative to `max` into sums relative to max_of_all. It is exactly 1 if
+// both are equal: an error here would be raised to the number of blocks or splits.
 __device__ inline float weight_of(float max, float max_of_all, float scale_log2) {
   return ptx::exp2((max - finite_or_zero(max_of_all)) * scale_log2);
 }

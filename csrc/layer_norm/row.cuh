@@ -104,7 +104,7 @@ class RowExchange {
   __device__ void give_blocks(const Given& given, int lane, int warp, int turn) {
 #if __CUDA_ARCH__ >= 900
     ptx::SharedBarrier& arrived = arrived_[turn];
-    if (threadIdx.x == 0) arrived.arrive_expecting(blocks_ * warps() * static_cast<int>(sizeof(given)));
+    if (threadIdx.x == 0) arrived.arrive_expect_tx(blocks_ * warps() * static_cast<int>(sizeof(given)));
     if (lane < blocks_) {
       const Given* place = given_ + turn * kMaxGiven + blockIdx.x * kMaxWarps + warp;
       ptx::store_async_in(ptx::address_in(lane, place), given, ptx::address_in(lane, &arrived));

@@ -14,14 +14,14 @@ __device__ void sync_barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// Comes to the barrier without waiting.
+// Arrives at the barrier without waiting.
 template <int kThreads>
 __device__ void arrive_at_barrier(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// A barrier in shared memory. A phase ends when `count` threads have arrived and all bytes that were announced have
-// been copied; phases are numbered from 0.
+// A barrier in shared memory. A phase ends when `count` threads have arrived and all expected bytes have been copied;
+// phases are numbered from 0.
 struct SharedBarrier {
   uint64_t state;
 
@@ -33,8 +33,8 @@ struct SharedBarrier {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&state)) : "memory");
   }
 
-  // Arrives and announces bytes.
-  __device__ void arrive_expecting(int bytes) {
+  // Arrives, and lets the phase wait for so many more bytes.
+  __device__ void arrive_expect_tx(int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state)),
                  "r"(bytes)
                  : "memory");

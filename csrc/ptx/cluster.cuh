@@ -1,8 +1,8 @@
 // Blocks of a cluster, which reach each other's shared memory (sm_90).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#cluster-of-cooperative-thread-arrays
 //
-// Nothing here that is called in a loop orders ordinary memory accesses for the whole cluster: that would make a warp
-// wait for all that it has started to write or add anywhere.
+// Functions that are called in loops do not order ordinary memory accesses for the whole cluster: a warp would have to
+// wait for everything that it has started to write or add anywhere.
 #pragma once
 
 #include <cuda.h>
@@ -14,7 +14,7 @@
 
 namespace flash::ptx {
 
-// Of the block in its cluster.
+// The rank of the block in its cluster.
 __device__ inline int cluster_rank() {
   uint32_t rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -26,19 +26,20 @@ __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Its halves, which do not order ordinary memory: enough for barriers, which fence_barrier_init has made visible.
+// The two halves of a barrier of the cluster that does not order ordinary memory accesses. That is enough to wait for
+// barriers that fence_barrier_init makes visible.
 __device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// Where a place in shared memory is in block `rank` of the cluster.
+// The address of the same place in the shared memory of block `rank` of the cluster.
 __device__ inline uint32_t address_in(int rank, const void* pointer) {
   uint32_t address;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(rank));
   return address;
 }
 
-// Reads an int in the shared memory of block `rank`. Both blocks must be running: a cluster barrier comes before, and
-// another one before block `rank` ends.
+// Reads an int in the shared memory of block `rank`. That block must be running: the callers need a barrier of the
+// cluster before the read, and another one before block `rank` ends.
 __device__ inline int load_from(int rank, const int& place) {
   int value;
   asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(address_in(rank, &place)) : "memory");
@@ -65,8 +66,8 @@ __device__ inline void store_async_in(uint32_t address, float2 x, uint32_t barri
                : "memory");
 }
 
-// Arrives at the barrier of block `rank` that is where `barrier` is in this one. What this thread has read before may
-// then be overwritten.
+// Arrives at the barrier of block `rank` that is at the same place as `barrier` in this block. What this thread has
+// read before may then be overwritten.
 __device__ inline void arrive_in(int rank, const SharedBarrier& barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, &barrier.state)) : "memory");
 }

@@ -30,8 +30,8 @@ __device__ inline void copy_half_async(uint32_t shared, const void* global, bool
                : "memory");
 }
 
-// What the L2 cache does with lines that are read: `first` to leave among others, or no change. (evict_normal is not
-// the same as no policy: with it, decoding is 7 to 11 % slower on an H200.)
+// The policy of the L2 cache for lines that are read: to leave the cache `first`, or no change. (evict_normal is not
+// the same as no policy: with it, decoding is slower on an H200.)
 __device__ inline uint64_t cache_policy(bool first) {
   uint64_t evict_first, unchanged;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(evict_first));
@@ -56,7 +56,7 @@ __device__ inline void prefetch_bulk(const void* global, uint32_t bytes) {
 #endif
 }
 
-// Closes the group of the copies that this thread has started since the last one.
+// Ends a group: the copies that this thread has started since the group before.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Waits until at most kPending of this thread's groups, the newest, are unfinished.

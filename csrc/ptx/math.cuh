@@ -75,8 +75,8 @@ __device__ uint32_t clamp_below(uint32_t packed) {
   return clamped;
 }
 
-// For as many of four bytes as numbers of kBytes fit in a word, from byte `first` on: all bits of the number set if the
-// byte is not 0, else none.
+// Spreads 4 / kBytes bytes, from byte `first` on, to numbers of kBytes: all bits of a number are set if its byte is not
+// 0, or else none.
 template <int kBytes>
 __device__ uint32_t spread_nonzero(uint32_t bytes, int first) {
   static_assert(kBytes == 2 || kBytes == 4);

@@ -52,7 +52,7 @@ __device__ inline void add_box_async(const CUtensorMap& map, uint32_t shared, in
                : "memory");
 }
 
-// Closes the group of the stores that this thread has started since the last one.
+// Ends a group: the stores that this thread has started since the group before.
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // Waits until the shared memory that this thread's groups copy from has been read.
@@ -61,17 +61,17 @@ __device__ inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_gro
 // Waits until what this thread's groups store has been written.
 __device__ inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Orders this thread's ordinary writes to shared memory before what the tensor cores and the copies read there, once a
-// barrier has told them.
-__device__ inline void fence_async_reads() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders this thread's ordinary writes to shared memory before reads of the tensor cores and of copies that are started
+// after a later barrier.
+__device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Changes how many registers the threads of this warpgroup have, a multiple of 8; all of its warps call it.
+// Lower or raise how many registers each thread of this warpgroup has, a multiple of 8. All of its warps call it.
 template <int kRegisters>
-__device__ void keep_registers() {
+__device__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 template <int kRegisters>
-__device__ void take_registers() {
+__device__ void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 

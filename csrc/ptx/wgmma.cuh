@@ -13,15 +13,15 @@
 
 namespace flash::ptx {
 
-// To be called before products if ordinary instructions have written accumulators or left operands since the last ones.
-__device__ inline void fence_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Must be called before products if ordinary instructions have written their accumulators or left operands.
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Closes the group of the products that were started since the last one.
-__device__ inline void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Ends a group: the products that were started since the group before.
+__device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Waits until at most kPending groups, the newest, are unfinished.
 template <int kPending>
-__device__ void wait_products() {
+__device__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
@@ -40,9 +40,9 @@ struct MatrixDescriptor {
 
 // Types of the operands, as an instruction says them.
 template <typename T>
-inline constexpr char kProductTypes[] = ".bf16.bf16";
+inline constexpr char kWgmmaTypes[] = ".bf16.bf16";
 template <>
-inline constexpr char kProductTypes<__half>[] = ".f16.f16";
+inline constexpr char kWgmmaTypes<__half>[] = ".f16.f16";
 
 // The accumulators of 16, 32, .. columns: their registers in the text of an instruction, and the operands of asm.
 #define FLASH_C8(t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
@@ -79,41 +79,41 @@ inline constexpr char kProductTypes<__half>[] = ".f16.f16";
 #define FLASH_C240 FLASH_C224, FLASH_C8(28), FLASH_C8(29)
 #define FLASH_C256 FLASH_C240, FLASH_C8(30), FLASH_C8(31)
 
-#define FLASH_PRODUCT_FROM_SHARED(N, A, B, ACCUMULATE, A_ALONG_ROWS, B_ALONG_ROWS, TYPES)            \
+#define FLASH_WGMMA_FROM_SHARED(N, A, B, ACCUMULATE, A_ALONG_ROWS, B_ALONG_ROWS, TYPES)              \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ACCUMULATE                                      \
                ", 0;\n"                                                                              \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32%" #TYPES " {" FLASH_R##N              \
                "}, %" #A ", %" #B ", p, 1, 1, %" #A_ALONG_ROWS ", %" #B_ALONG_ROWS ";\n}"            \
                : FLASH_C##N                                                                          \
                : "l"(a), "l"(b), "r"(int(accumulate)), "n"(int(kAAlongRows)), "n"(int(kBAlongRows)), \
-                 "C"(kProductTypes<T>)                                                               \
+                 "C"(kWgmmaTypes<T>)                                                                 \
                : "memory")
 
-#define FLASH_PRODUCT_FROM_REGISTERS(N, A0, A1, A2, A3, B, ACCUMULATE, B_ALONG_ROWS, TYPES)                       \
+#define FLASH_WGMMA_FROM_REGISTERS(N, A0, A1, A2, A3, B, ACCUMULATE, B_ALONG_ROWS, TYPES)                         \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ACCUMULATE                                                   \
                ", 0;\n"                                                                                           \
                "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32%" #TYPES " {" FLASH_R##N                           \
                "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", p, 1, 1, %" #B_ALONG_ROWS ";\n}"            \
                : FLASH_C##N                                                                                       \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(accumulate)), "n"(int(kBAlongRows)), \
-                 "C"(kProductTypes<T>)                                                                            \
+                 "C"(kWgmmaTypes<T>)                                                                              \
                : "memory")
 
 // Starts c = a b, or c += a b if `accumulate`, with a (64 x 16), b (16 x kCols) and c (64 x kCols). Warp i of the
 // warpgroup has rows 16 i .. 16 i + 15 of c, in tiles of 8 columns as in ptx/mma.cuh. Operands are descriptors, whose
 // contraction runs along the columns or along the rows of what is stored.
 template <typename T, bool kAAlongRows, bool kBAlongRows, int kTiles>
-__device__ void start_product(float (&c)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
+__device__ void wgmma(float (&c)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
   constexpr int kCols = 8 * kTiles;
-  if constexpr (kCols == 64) FLASH_PRODUCT_FROM_SHARED(64, 32, 33, 34, 35, 36, 37);
-  if constexpr (kCols == 80) FLASH_PRODUCT_FROM_SHARED(80, 40, 41, 42, 43, 44, 45);
-  if constexpr (kCols == 96) FLASH_PRODUCT_FROM_SHARED(96, 48, 49, 50, 51, 52, 53);
-  if constexpr (kCols == 112) FLASH_PRODUCT_FROM_SHARED(112, 56, 57, 58, 59, 60, 61);
-  if constexpr (kCols == 128) FLASH_PRODUCT_FROM_SHARED(128, 64, 65, 66, 67, 68, 69);
-  if constexpr (kCols == 160) FLASH_PRODUCT_FROM_SHARED(160, 80, 81, 82, 83, 84, 85);
-  if constexpr (kCols == 176) FLASH_PRODUCT_FROM_SHARED(176, 88, 89, 90, 91, 92, 93);
-  if constexpr (kCols == 192) FLASH_PRODUCT_FROM_SHARED(192, 96, 97, 98, 99, 100, 101);
-  if constexpr (kCols == 256) FLASH_PRODUCT_FROM_SHARED(256, 128, 129, 130, 131, 132, 133);
+  if constexpr (kCols == 64) FLASH_WGMMA_FROM_SHARED(64, 32, 33, 34, 35, 36, 37);
+  if constexpr (kCols == 80) FLASH_WGMMA_FROM_SHARED(80, 40, 41, 42, 43, 44, 45);
+  if constexpr (kCols == 96) FLASH_WGMMA_FROM_SHARED(96, 48, 49, 50, 51, 52, 53);
+  if constexpr (kCols == 112) FLASH_WGMMA_FROM_SHARED(112, 56, 57, 58, 59, 60, 61);
+  if constexpr (kCols == 128) FLASH_WGMMA_FROM_SHARED(128, 64, 65, 66, 67, 68, 69);
+  if constexpr (kCols == 160) FLASH_WGMMA_FROM_SHARED(160, 80, 81, 82, 83, 84, 85);
+  if constexpr (kCols == 176) FLASH_WGMMA_FROM_SHARED(176, 88, 89, 90, 91, 92, 93);
+  if constexpr (kCols == 192) FLASH_WGMMA_FROM_SHARED(192, 96, 97, 98, 99, 100, 101);
+  if constexpr (kCols == 256) FLASH_WGMMA_FROM_SHARED(256, 128, 129, 130, 131, 132, 133);
   static_assert(kCols == 64 || kCols == 80 || kCols == 96 || kCols == 112 || kCols == 128 || kCols == 160 ||
                     kCols == 176 || kCols == 192 || kCols == 256,
                 "no product of so many columns is listed here");
@@ -121,24 +121,24 @@ __device__ void start_product(float (&c)[kTiles][4], uint64_t a, uint64_t b, boo
 
 // The same with a in registers, each warp's 16 rows as in ptx/mma.cuh.
 template <typename T, bool kBAlongRows, int kTiles>
-__device__ void start_product(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
+__device__ void wgmma(float (&c)[kTiles][4], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
   constexpr int kCols = 8 * kTiles;
-  if constexpr (kCols == 32) FLASH_PRODUCT_FROM_REGISTERS(32, 16, 17, 18, 19, 20, 21, 22, 23);
-  if constexpr (kCols == 64) FLASH_PRODUCT_FROM_REGISTERS(64, 32, 33, 34, 35, 36, 37, 38, 39);
-  if constexpr (kCols == 80) FLASH_PRODUCT_FROM_REGISTERS(80, 40, 41, 42, 43, 44, 45, 46, 47);
-  if constexpr (kCols == 96) FLASH_PRODUCT_FROM_REGISTERS(96, 48, 49, 50, 51, 52, 53, 54, 55);
-  if constexpr (kCols == 112) FLASH_PRODUCT_FROM_REGISTERS(112, 56, 57, 58, 59, 60, 61, 62, 63);
-  if constexpr (kCols == 128) FLASH_PRODUCT_FROM_REGISTERS(128, 64, 65, 66, 67, 68, 69, 70, 71);
-  if constexpr (kCols == 160) FLASH_PRODUCT_FROM_REGISTERS(160, 80, 81, 82, 83, 84, 85, 86, 87);
-  if constexpr (kCols == 176) FLASH_PRODUCT_FROM_REGISTERS(176, 88, 89, 90, 91, 92, 93, 94, 95);
-  if constexpr (kCols == 192) FLASH_PRODUCT_FROM_REGISTERS(192, 96, 97, 98, 99, 100, 101, 102, 103);
-  if constexpr (kCols == 256) FLASH_PRODUCT_FROM_REGISTERS(256, 128, 129, 130, 131, 132, 133, 134, 135);
+  if constexpr (kCols == 32) FLASH_WGMMA_FROM_REGISTERS(32, 16, 17, 18, 19, 20, 21, 22, 23);
+  if constexpr (kCols == 64) FLASH_WGMMA_FROM_REGISTERS(64, 32, 33, 34, 35, 36, 37, 38, 39);
+  if constexpr (kCols == 80) FLASH_WGMMA_FROM_REGISTERS(80, 40, 41, 42, 43, 44, 45, 46, 47);
+  if constexpr (kCols == 96) FLASH_WGMMA_FROM_REGISTERS(96, 48, 49, 50, 51, 52, 53, 54, 55);
+  if constexpr (kCols == 112) FLASH_WGMMA_FROM_REGISTERS(112, 56, 57, 58, 59, 60, 61, 62, 63);
+  if constexpr (kCols == 128) FLASH_WGMMA_FROM_REGISTERS(128, 64, 65, 66, 67, 68, 69, 70, 71);
+  if constexpr (kCols == 160) FLASH_WGMMA_FROM_REGISTERS(160, 80, 81, 82, 83, 84, 85, 86, 87);
+  if constexpr (kCols == 176) FLASH_WGMMA_FROM_REGISTERS(176, 88, 89, 90, 91, 92, 93, 94, 95);
+  if constexpr (kCols == 192) FLASH_WGMMA_FROM_REGISTERS(192, 96, 97, 98, 99, 100, 101, 102, 103);
+  if constexpr (kCols == 256) FLASH_WGMMA_FROM_REGISTERS(256, 128, 129, 130, 131, 132, 133, 134, 135);
   static_assert(kCols == 32 || kCols == 64 || kCols == 80 || kCols == 96 || kCols == 112 || kCols == 128 ||
                     kCols == 160 || kCols == 176 || kCols == 192 || kCols == 256,
                 "no product of so many columns is listed here");
 }
 
-#undef FLASH_PRODUCT_FROM_SHARED
-#undef FLASH_PRODUCT_FROM_REGISTERS
+#undef FLASH_WGMMA_FROM_SHARED
+#undef FLASH_WGMMA_FROM_REGISTERS
 
 }  // namespace flash::ptx

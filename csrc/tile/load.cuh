@@ -1,7 +1,7 @@
-// Between global memory and tiles in shared memory, and from fragments to either. Where rows lie in global memory is
-// told by a cursor, which stands at a row: `move(n)` goes n rows on, `exists()` says whether there is a row, and
-// `address()` is that of its first element. Rows that do not exist read as zeros and are not written; so do columns
-// from `cols` on.
+// Copies between global memory and tiles in shared memory, and from fragments to either. A cursor says where rows lie
+// in global memory. It stands at a row: `move(n)` goes n rows on, `exists()` says whether there is a row, and
+// `address()` is the address of its first element. Rows that do not exist read as zeros and are not written, like
+// columns from `cols` on.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // A ring of stages in shared memory between warps that fill them and warps that read them (sm_90). Both sides walk the
 // ring with a cursor of their own:
 //
-//   producer: ring.wait_empty(at); load_async(tiles[at.stage], .., ring.announce(at)); at.advance();
+//   producer: ring.wait_empty(at); load_async(tiles[at.stage], .., ring.expect_tx(at, bytes)); at.advance();
 //   consumer: ring.wait_full(at); .. read tiles[at.stage] ..; ring.release(at); at.advance();
 #pragma once
 
@@ -39,9 +39,9 @@ struct Ring {
   __device__ void wait_full(const Cursor& at) const { full[at.stage].wait(at.round); }
   __device__ void release(const Cursor& at) { empty[at.stage].arrive(); }
 
-  // The barrier for copies of `bytes` into a stage.
-  __device__ ptx::SharedBarrier& announce(const Cursor& at, int bytes) {
-    full[at.stage].arrive_expecting(bytes);
+  // Returns the barrier at which `bytes` copied to a stage count.
+  __device__ ptx::SharedBarrier& expect_tx(const Cursor& at, int bytes) {
+    full[at.stage].arrive_expect_tx(bytes);
     return full[at.stage];
   }
 };

@@ -18,8 +18,8 @@ namespace flash {
 
 constexpr int kWarpgroup = 128;  // threads
 
-// A value that is the same in all threads of a warp, now also to the compiler: what is derived from it, such as
-// descriptors, it keeps in uniform registers.
+// Returns a value that is the same in all threads of a warp, so that the compiler knows it, and keeps what it derives
+// from the value, such as descriptors, in uniform registers.
 __device__ inline int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 __device__ inline int warpgroup_id() { return warp_uniform(threadIdx.x / kWarpgroup); }
@@ -43,17 +43,17 @@ __device__ void pin(PackedFragment<T, kRows, kCols>& fragment) {
   }
 }
 
-// What ordinary instructions have done to the fragments comes before the products that are started next.
+// Orders what ordinary instructions have done to the fragments before the products that are started next.
 template <typename... Fragments>
 __device__ void fence(Fragments&... fragments) {
   (pin(fragments), ...);
-  ptx::fence_products();
+  ptx::wgmma_fence();
 }
 
-// Waits until at most kPending groups of products are unfinished; those that write the given fragments then are not.
+// Waits until at most kPending groups of products are unfinished. The fragments are those of finished groups.
 template <int kPending, typename... Fragments>
 __device__ void wait_gemms(Fragments&... fragments) {
-  ptx::wait_products<kPending>();
+  ptx::wgmma_wait<kPending>();
   (pin(fragments), ...);
 }
 
@@ -93,10 +93,10 @@ __device__ void start_gemm(Fragment<16, kCols>& c, const Left& left, const Right
   const Descriptors<Right> b(right);
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step) {
-    ptx::start_product<typename Left::T, a.kAlongRows, b.kAlongRows>(c.values[0], a.at(step), b.at(step),
-                                                                     accumulate || step > 0);
+    ptx::wgmma<typename Left::T, a.kAlongRows, b.kAlongRows>(c.values[0], a.at(step), b.at(step),
+                                                             accumulate || step > 0);
   }
-  ptx::commit_products();
+  ptx::wgmma_commit();
 }
 
 template <int kDepth, int kCols, typename T, typename Right>
@@ -105,9 +105,9 @@ __device__ void start_gemm(Fragment<16, kCols>& c, const PackedFragment<T, 16, k
   const Descriptors<Right> b(right);
 #pragma unroll
   for (int step = 0; step < kDepth / 16; ++step) {
-    ptx::start_product<T, b.kAlongRows>(c.values[0], left.values[0][step], b.at(step), accumulate || step > 0);
+    ptx::wgmma<T, b.kAlongRows>(c.values[0], left.values[0][step], b.at(step), accumulate || step > 0);
   }
-  ptx::commit_products();
+  ptx::wgmma_commit();
 }
 
 }  // namespace flash

@@ -452,7 +452,7 @@ __global__ __launch_bounds__(2 * kWarpgroup) void box_product_kernel(const __gri
   if (threadIdx.x == 0) {
     shared.ring.init(1);
     ptx::fence_barrier_init();
-    auto& arrived = shared.ring.announce(at, sizeof(shared.a) + sizeof(shared.b));
+    auto& arrived = shared.ring.expect_tx(at, sizeof(shared.a) + sizeof(shared.b));
     load_async(shared.a, p.a, 0, 0, 0, arrived);
     load_async(shared.b, p.b, 0, 0, 0, arrived);
   }
@@ -518,7 +518,7 @@ __global__ void box_store_kernel(const __grid_constant__ BoxStore p) {
     return store_rows<T>(x, StridedRows<T>{static_cast<T*>(p.matrix), p.cols, 0, p.rows}, row0, p.cols);
   }
   store_matrices(tile, pack<T>(x), row0);
-  ptx::fence_async_reads();
+  ptx::fence_async_shared();
   __syncthreads();
   if (threadIdx.x != 0) return;
   store_async<kBoxRows>(tile, 0, p.map, 0, 0, 0);
@@ -558,7 +558,7 @@ __global__ void box_sum_kernel(const __grid_constant__ BoxSum p) {
   };
   auto& box = shared_memory<Box>();
   for (int i = threadIdx.x; i < 4 * 64 * 16; i += blockDim.x) box.values[i] = p.box[i];
-  ptx::fence_async_reads();
+  ptx::fence_async_shared();
   __syncthreads();
   if (threadIdx.x != 0) return;
   for (int i = 0; i < 2; ++i) ptx::add_box_async(p.map, ptx::shared_address(box.values), 0, p.row, p.group, 0);

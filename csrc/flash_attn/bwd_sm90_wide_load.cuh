@@ -1,0 +1,55 @@
+// How tiles of keys and rows reach the blocks of a cluster of bwd_sm90_wide.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "flash_attn/bwd_sm90_block.cuh"
+#include "flash_attn/bwd_sm90_load.cuh"
+#include "flash_attn/bwd_sm90_wide_dq.cuh"
+#include "flash_attn/bwd_sm90_wide_shared.cuh"
+#include "flash_attn/sequence.cuh"
+#include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
+#include "ptx/tma.cuh"
+#include "tile/pipeline.cuh"
+
+namespace flash::flash_attn {
+
+// Starts the copies of all that a block reads, by one lane; of Q and dO every other page, for both blocks.
+template <typename Config>
+__device__ void load_block(const BwdSm90Launch& p, BwdWideShared<Config>& shared, const KeyBlock<Config>& block,
+                           int rank) {
+  const Span &k = block.seq.k, &q = block.seq.q;
+  load_keys(shared.k, p.k_map, block, shared.keys_here);
+  load_keys(shared.v, p.v_map, block, shared.keys_here);
+  shared.other_keys_here.arrive_expect_tx(sizeof(shared.other_k));
+#pragma unroll 1
+  for (int page = 0; page < shared.other_k.kPages; ++page) {
+    const int row = static_cast<int>(k.first) + block.cluster_keys.first + (rank ^ 1) * Config::kBlockN;
+    ptx::copy_box_async(shared.other_k.address(0, 0) + shared.other_k.distance(0, page), p.k_map,
+                        QueryTeam<Config>::other_col0(rank) + page * shared.other_k.kPageCols, block.work.head_k, row,
+                        static_cast<int>(k.batch), shared.other_keys_here);
+  }
+
+  typename Ring<Config::kStages>::Cursor at;
+  block.for_each_row_block([&](int head, int row_block) {
+    const int row0 = row_block * Config::kBlockM;
+    const int64_t index = block.padded_index(p, head) + row0;
+    const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values) {
+      auto& tile = ring.tiles[at.stage];
+      ring.barriers.wait_empty(at);
+      ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(tile) + sizeof(ring.values[0]));
+#pragma unroll 1
+      for (int page = rank; page < tile.kPages; page += Config::kCluster) {
+        ptx::copy_box_to_blocks(tile.address(0, 0) + tile.distance(0, page), map, page * tile.kPageCols, head,
+                                static_cast<int>(q.first) + row0, static_cast<int>(q.batch), here, 0b11);
+      }
+      ptx::copy_bytes_async(ptx::shared_address(ring.values[at.stage]), values + index, sizeof(ring.values[0]), here);
+    };
+    load(shared.q, p.q_map, p.plan.lse_log2);
+    load(shared.dout, p.dout_map, p.plan.softmax_d);
+    at.advance();
+  });
+}
+
+}  // namespace flash::flash_attn
