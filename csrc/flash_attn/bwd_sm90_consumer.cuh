@@ -38,9 +38,9 @@ __device__ inline unsigned not_kept(unsigned value) {
   return value;
 }
 
-// A warp of a warpgroup that computes. Each warp releases the stages that it has read, by its first lane: products of a
-// warpgroup that have ended say nothing about what other warps still read with ordinary loads, as they do lse and
-// softmax_d.
+// A warp of a warpgroup that computes. One thread releases the stages that its warpgroup has read. When the products of
+// a warpgroup have ended, its warps no longer read tiles; but they read lse and softmax_d with ordinary loads, after
+// which they have to meet at a barrier before that thread releases the stage.
 template <typename Config_, typename Shared>
 struct BwdConsumer {
   using Config = Config_;
@@ -55,6 +55,11 @@ struct BwdConsumer {
   const int rank;  // of the warpgroup
   const int key0;  // of the warp, in the block
   typename Ring<Config::kStages>::Cursor at = {};
+
+  // Whether this is the thread that releases what the warpgroup has read.
+  __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
+
+  __device__ bool in_first_warp() const { return key0 % (16 * kWarpgroup / 32) == 0; }
 
   // Clears rows or keys outside of `live`, which see nothing or belong to other entries: they may hold NaN.
   template <typename Tile>

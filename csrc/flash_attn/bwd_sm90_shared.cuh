@@ -77,13 +77,13 @@ struct BwdSm90Shared {
 
   __device__ void init() {
     constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / 32;
-    q.barriers.init(kConsumerWarps);
-    dout.barriers.init(kConsumerWarps);
-    ds_ring.init(kConsumerWarps, kConsumerWarps);
+    q.barriers.init(Config::kConsumers);
+    dout.barriers.init(Config::kConsumers);
+    ds_ring.init(Config::kConsumers, kConsumerWarps);
     turn_ring.init(Config::kConsumers);
     for (ptx::SharedBarrier& here : accum_here) here.init(1);
     keys_here.init(2);
-    keys_free.init(kConsumerWarps);
+    keys_free.init(Config::kConsumers);
     index_ring.init(kConsumerWarps + Config::kConsumers + Config::kAwaitsTurns);  // all warps but the loader's
     ptx::fence_barrier_init();
   }

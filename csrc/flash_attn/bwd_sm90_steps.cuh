@@ -144,7 +144,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   }
 
   __device__ void end_last_dq(HalfOfDq& dq) {
-    if (lane_id() == 0) shared.ds_ring.release(dq_at);
+    if (this->leads()) shared.ds_ring.release(dq_at);
     dq_at.advance();
     hand_over(dq, last_dq_rows);
   }
@@ -155,11 +155,11 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     start_dv(weights);
     store_transposed(ds, gradients, not_kept(key0));
     ptx::fence_async_shared();
-    ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
+    ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);  // all warps have read lse and softmax_d, too
     HalfOfDq dq;
     start_dq(dq, ds);
     wait_gemms<1>(dv);
-    if (lane_id() == 0) shared.dout.barriers.release(at);
+    if (this->leads()) shared.dout.barriers.release(at);
     start_dk(gradients);
     wait_gemms<1>(dq);
     hand_over(dq, dq_rows);
@@ -174,13 +174,15 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     ptx::fence_async_shared();
     __syncwarp();
     if (lane_id() == 0) shared.ds_ring.full[at.stage].arrive();
+    if (!this->in_first_warp()) ptx::arrive_at_barrier<kWarpgroup>(kRowsReadBarrier + rank);
     start_dv(weights);
     HalfOfDq dq;
     start_last_dq(dq);
     start_dk(gradients);
     if (rank == 0) ptx::arrive_at_barrier<2 * kWarpgroup>(kStepBarrier);
     wait_gemms<1>(dv, dq);
-    if (lane_id() == 0) shared.dout.barriers.release(at);
+    if (this->in_first_warp()) ptx::sync_barrier<kWarpgroup>(kRowsReadBarrier + rank);
+    if (this->leads()) shared.dout.barriers.release(at);
     if (last_dq_rows != kNone) end_last_dq(dq);
     last_dq_rows = dq_rows;
   }
@@ -205,7 +207,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       sum_together(weights, gradients, dq_rows);
     }
     wait_gemms<0>(dk);
-    if (lane_id() == 0) shared.q.barriers.release(at);
+    if (this->leads()) shared.q.barriers.release(at);
     at.advance();
   }
 
@@ -220,7 +222,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
         start_last_dq(dq);
         wait_gemms<0>(dq);
       }
-      if (lane_id() == 0) shared.keys_free.arrive();
+      if (this->leads()) shared.keys_free.arrive();
       if constexpr (Config::kStaggered) end_last_dq(dq);
     }
     this->store_sum(dv, p.problem.dropout_rescale, p.dv);
