@@ -3,6 +3,7 @@
 import dis
 import inspect
 from collections.abc import Callable, Mapping
+from types import FrameType
 
 UNPADDED = {
     "flash_attn_unpadded_func": "flash_attn_varlen_func",
@@ -30,7 +31,7 @@ def getattr_of(module: str, instead: Mapping[str, str]) -> Callable[[str], objec
     return __getattr__
 
 
-def _is_import(frame) -> bool:
+def _is_import(frame: FrameType) -> bool:
     """Whether the frame runs an import statement; where the module is a package, that looks from importlib."""
     importing = frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
     return importing or frame.f_globals.get("__name__") == "importlib._bootstrap"
