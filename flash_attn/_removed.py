@@ -24,7 +24,7 @@ def getattr_of(module: str, instead: Mapping[str, str]) -> Callable[[str], objec
         if name not in instead:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         hint = f"use {instead[name]}"
-        if _is_import(inspect.currentframe().f_back):
+        if _is_import(inspect.stack(0)[1].frame):
             raise ImportError(f"cannot import name {name!r} from {module!r}: {hint}", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}: {hint}")
 
