@@ -3,6 +3,7 @@
 import dis
 import inspect
 from collections.abc import Callable, Mapping
+from types import FrameType
 
 UNPADDED = {
     "flash_attn_unpadded_func": "flash_attn_varlen_func",
@@ -23,14 +24,14 @@ def getattr_of(module: str, instead: Mapping[str, str]) -> Callable[[str], objec
         if name not in instead:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         hint = f"use {instead[name]}"
-        if _is_import(inspect.currentframe().f_back):
+        if _is_import(inspect.stack(0)[1].frame):
             raise ImportError(f"cannot import name {name!r} from {module!r}: {hint}", name=module)
         raise AttributeError(f"module {module!r} has no attribute {name!r}: {hint}")
 
     return __getattr__
 
 
-def _is_import(frame) -> bool:
+def _is_import(frame: FrameType) -> bool:
     """Whether the frame runs an import statement; where the module is a package, that looks from importlib."""
     importing = frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
     return importing or frame.f_globals.get("__name__") == "importlib._bootstrap"

@@ -101,12 +101,12 @@ def flash_attn_func(
         torch.Size([2, 128, 8, 64])
     """
     _check_given("v", v)
-    results = flash_attn.forward(
+    out, softmax_lse, s_dmask, _ = flash_attn.forward(
         q, k, v,
         softmax_scale, causal, window_size, return_attn_probs,
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
-    return results[:3] if return_attn_probs else results[0]
+    return out if s_dmask is None else (out, softmax_lse, s_dmask)
 
 
 @overload
@@ -142,12 +142,12 @@ def flash_attn_kvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     checks.packed("kv", kv, 2, "(batch, seqlen_k, 2, heads_k, head_dim)")
-    results = flash_attn.forward(
+    out, softmax_lse, s_dmask, _ = flash_attn.forward(
         q, kv, None,
         softmax_scale, causal, window_size, return_attn_probs,
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
-    return results[:3] if return_attn_probs else results[0]
+    return out if s_dmask is None else (out, softmax_lse, s_dmask)
 
 
 @overload
@@ -182,12 +182,12 @@ def flash_attn_qkvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     checks.packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
-    results = flash_attn.forward(
+    out, softmax_lse, s_dmask, _ = flash_attn.forward(
         qkv, None, None,
         softmax_scale, causal, window_size, return_attn_probs,
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
-    return results[:3] if return_attn_probs else results[0]
+    return out if s_dmask is None else (out, softmax_lse, s_dmask)
 
 
 @overload
@@ -237,14 +237,14 @@ def flash_attn_varlen_func(
     _check_given("v", v)
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
-    results = flash_attn.forward(
+    out, softmax_lse, s_dmask, _ = flash_attn.forward(
         q, k, v,
         softmax_scale, causal, window_size, return_attn_probs,
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         block_table=block_table,
     )  # fmt: skip
-    return results[:3] if return_attn_probs else results[0]
+    return out if s_dmask is None else (out, softmax_lse, s_dmask)
 
 
 @overload
@@ -286,13 +286,13 @@ def flash_attn_varlen_kvpacked_func(
     checks.packed("kv", kv, 2, "(total_k, 2, heads_k, head_dim)")
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
-    results = flash_attn.forward(
+    out, softmax_lse, s_dmask, _ = flash_attn.forward(
         q, kv, None,
         softmax_scale, causal, window_size, return_attn_probs,
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return results[:3] if return_attn_probs else results[0]
+    return out if s_dmask is None else (out, softmax_lse, s_dmask)
 
 
 @overload
@@ -330,13 +330,13 @@ def flash_attn_varlen_qkvpacked_func(
     """
     checks.packed("qkv", qkv, 3, "(total, 3, heads, head_dim)")
     _check_given("cu_seqlens", cu_seqlens)
-    results = flash_attn.forward(
+    out, softmax_lse, s_dmask, _ = flash_attn.forward(
         qkv, None, None,
         softmax_scale, causal, window_size, return_attn_probs,
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
         cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
     )  # fmt: skip
-    return results[:3] if return_attn_probs else results[0]
+    return out if s_dmask is None else (out, softmax_lse, s_dmask)
 
 
 @overload

@@ -5,8 +5,6 @@ import pathlib
 
 import pytest
 
-tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
-
 ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "pyproject.toml").exists(), reason="this is not a source tree")
 
@@ -22,12 +20,6 @@ def module_of(path):
 def public_files():
     files = sorted((ROOT / "flash_attn").rglob("*.py"))
     return [path for path in files if all(map(is_public, path.relative_to(ROOT).with_suffix("").parts))]
-
-
-def not_annotated_yet():
-    """The modules that mypy is told to leave alone."""
-    overrides = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]["overrides"]
-    return {name for override in overrides if override.get("ignore_errors") for name in override["module"]}
 
 
 def incomplete(body, owner=""):
@@ -49,16 +41,10 @@ def is_complete(function, owner):
     return returns and all(each.annotation for each in parameters if each is not None)
 
 
-@pytest.mark.parametrize("path", [path for path in public_files() if module_of(path) not in not_annotated_yet()],
-                         ids=module_of)  # fmt: skip
+@pytest.mark.parametrize("path", public_files(), ids=module_of)
 def test_public_functions_are_annotated(path):
     missing = list(incomplete(ast.parse(path.read_text()).body))
     assert not missing, f"annotate all parameters and results of {missing}"
-
-
-def test_the_list_of_what_is_missing_is_up_to_date():
-    """A module leaves it when it is annotated, or when it is gone."""
-    assert not_annotated_yet() <= {module_of(path) for path in (ROOT / "flash_attn").rglob("*.py")}
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch.utils.benchmark import Measurement, Timer
 from typing_extensions import assert_type
 
 from flash_attn.bert_padding import pad_input, unpad_input, unpad_input_for_concatenated_sequences
+from flash_attn.ops.triton.layer_norm import layer_norm_fn, rms_norm_fn
 from flash_attn.utils.benchmark import benchmark_forward, benchmark_memory
 from flash_attn.utils.library import triton_op
 from flash_attn.utils.testing import attention_ref, construct_local_mask, generate_qkv
@@ -21,6 +22,16 @@ def padding(x: Tensor, mask: Tensor) -> Tensor:
     assert_type(unpad_input_for_concatenated_sequences(x, mask), tuple[Tensor, Tensor, Tensor, int])
     pad_input(tokens, indices, batch="two", seqlen=5)  # type: ignore[arg-type]
     return pad_input(tokens, indices, batch=2, seqlen=5)
+
+
+def norms(x: Tensor, weight: Tensor, drops: bool) -> None:
+    assert_type(layer_norm_fn(x, weight, None), Tensor)
+    assert_type(layer_norm_fn(x, weight, None, residual=x, prenorm=True), tuple[Tensor, Tensor])
+    assert_type(rms_norm_fn(x, weight, None), Tensor)
+    assert_type(rms_norm_fn(x, weight, None, residual=x, prenorm=True), tuple[Tensor, Tensor])
+    assert_type(
+        rms_norm_fn(x, weight, None, weight1=weight, return_dropout_mask=drops), Tensor | tuple[Tensor | None, ...]
+    )
 
 
 def testing(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -7,6 +7,8 @@ Nothing here reads the contents of a tensor, so no check synchronises with a dev
 
 import math
 import numbers
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, SupportsFloat, SupportsInt
 
 import torch
 
@@ -18,7 +20,14 @@ _TENSOR, _STRIDED = torch.Tensor, torch.strided  # a name of this module is foun
 _FAR = 2**31 - 1  # farther than any key is; kernels count positions in 32 bits
 
 
-def tensor(name: str, value, *, dtypes=None, shape=None, device=None) -> None:
+def tensor(
+    name: str,
+    value: object,
+    *,
+    dtypes: Collection[torch.dtype] | None = None,
+    shape: Sequence[int | None] | None = None,
+    device: torch.device | None = None,
+) -> None:
     """Check that `value` is a dense tensor of one of `dtypes`, on `device`, with `shape`, where None fits any size."""
     if not isinstance(value, _TENSOR):
         raise ArgumentTypeError(f"{name} must be a torch.Tensor, found {type(value).__name__}")
@@ -33,7 +42,7 @@ def tensor(name: str, value, *, dtypes=None, shape=None, device=None) -> None:
         has_shape(name, value, shape)
 
 
-def alike(names, values, *, dtypes) -> None:
+def alike(names: Sequence[str], values: Sequence[torch.Tensor], *, dtypes: Collection[torch.dtype]) -> None:
     """Check that the values are dense tensors of one dtype among `dtypes` and on one device."""
     if _are_alike(values, dtypes):
         return
@@ -44,7 +53,7 @@ def alike(names, values, *, dtypes) -> None:
         tensor(name, value, dtypes=dtypes, device=device)
 
 
-def has_shape(name: str, value: torch.Tensor, expected) -> None:
+def has_shape(name: str, value: torch.Tensor, expected: Sequence[int | None]) -> None:
     """Check a tensor's shape; None in `expected` fits any size."""
     if value.shape != expected and not _fits(value.shape, expected):
         raise ArgumentError(f"{name} must have shape {_shape(expected)}, found {tuple(value.shape)}")
@@ -57,7 +66,7 @@ def ndim(name: str, value: torch.Tensor, layout: str) -> None:
         raise ArgumentError(f"{name} must have {expected} dimensions {layout}, found shape {tuple(value.shape)}")
 
 
-def int32_vector(name: str, value, size: int, device) -> None:
+def int32_vector(name: str, value: torch.Tensor, size: int, device: torch.device) -> None:
     """Check that `value` is a contiguous int32 tensor of shape (size,) on `device`, as kernels read lengths."""
     if not isinstance(value, _TENSOR) or value.layout is not _STRIDED or value.is_nested or value.dtype != torch.int32:
         tensor(name, value, dtypes=(torch.int32,))
@@ -73,13 +82,13 @@ def contiguous(name: str, value: torch.Tensor) -> None:
         raise ArgumentError(f"{name} must be contiguous, found strides {value.stride()} for shape {tuple(value.shape)}")
 
 
-def number(name: str, value, condition: bool, expected: str, *parts) -> None:
+def number(name: str, value: object, condition: bool, expected: str, *parts: object) -> None:
     """Check a value computed by the caller: `condition` must hold, else say what was `expected`, with its {} filled."""
     if not condition:
         raise ArgumentError(f"{name} must be {expected.format(*parts)}, found {value}")
 
 
-def real(name: str, value) -> None:
+def real(name: str, value: float) -> None:
     """Check that `value` is a finite Python real number."""
     if type(value) is not float and not _is_number(value, numbers.Real):
         raise ArgumentTypeError(f"{name} must be a real number, found {type(value).__name__}")
@@ -87,21 +96,20 @@ def real(name: str, value) -> None:
         raise ArgumentError(f"{name} must be finite, found {value}")
 
 
-def integer(name: str, value, expected: str = "an integer") -> None:
+def integer(name: str, value: object, expected: str = "an integer") -> None:
     """Check that `value` is a Python integer; `expected` tells what else the caller would have taken."""
     if type(value) is not int and not _is_number(value, numbers.Integral):
         raise ArgumentTypeError(f"{name} must be {expected}, found {type(value).__name__}")
 
 
-def as_float(name: str, value) -> float:
+def as_float(name: str, value: SupportsFloat) -> float:
     """`value` as a float: a real number, or a tensor or array without dimensions that holds one."""
-    if type(value) is not float:
-        value = _scalar(value)
-    real(name, value)
-    return float(value)
+    scalar = value if type(value) is float else _scalar(value)
+    real(name, scalar)
+    return float(scalar)
 
 
-def whole(name: str, value, expected: str = "an integer") -> int | torch.SymInt:
+def whole(name: str, value: SupportsInt, expected: str = "an integer") -> int | torch.SymInt:
     """`value` as an int: an integer, a float without a fraction, or a tensor or array without dimensions of one."""
     if type(value) is int:
         return value
@@ -115,19 +123,19 @@ def whole(name: str, value, expected: str = "an integer") -> int | torch.SymInt:
     return int(value)
 
 
-def flag(name: str, value) -> None:
+def flag(name: str, value: object) -> None:
     """Check that `value` is a bool; 0 and 1 count, a tensor does not."""
     if value is not True and value is not False and (isinstance(value, torch.Tensor) or value not in (0, 1)):
         raise ArgumentTypeError(f"{name} must be a bool, found {value!r}")
 
 
-def flags(**values) -> None:
+def flags(**values: object) -> None:
     """Check that each value is a bool, as `flag` does."""
     for name, value in values.items():
         flag(name, value)
 
 
-def window(window_size) -> tuple[int, int]:
+def window(window_size: tuple[int, int]) -> tuple[int, int]:
     """Check that two integers are given; return (left, right) as ints, any negative as -1."""
     if type(window_size) is tuple and window_size == (-1, -1):  # an array would compare its elements
         return window_size
@@ -142,22 +150,22 @@ def window(window_size) -> tuple[int, int]:
     return left, right
 
 
-def packed(name: str, value, parts: int, layout: str) -> None:
+def packed(name: str, value: torch.Tensor, parts: int, layout: str) -> None:
     """Check a tensor that holds `parts` tensors along its dimension -3, against a layout as in `ndim`."""
     tensor(name, value)
     ndim(name, value, layout)
     number(f"{name}.shape[-3]", value.shape[-3], value.shape[-3] == parts, f"{parts} as in {layout}")
 
 
-def process_group(value) -> None:
+def process_group(value: object) -> None:
     """Check that a group of processes is given."""
     if value is None:
         raise ArgumentTypeError("process_group must be a torch.distributed group, found None")
 
 
-def own_memory(**tensors) -> None:
+def own_memory(**tensors: torch.Tensor) -> None:
     """Check that tensors that are written start at different addresses and have no expanded dimension."""
-    seen: dict[tuple[int, int], str] = {}
+    seen: dict[tuple[int, int | torch.SymInt], str] = {}
     for name, value in tensors.items():
         strides = value.stride()
         if 0 in strides and any(size > 1 for size, stride in zip(value.shape, strides, strict=True) if stride == 0):
@@ -170,7 +178,7 @@ def own_memory(**tensors) -> None:
             raise ArgumentError(f"{name} must have memory of its own, since it is written; found that of {other}")
 
 
-def _are_alike(values, dtypes) -> bool:
+def _are_alike(values: Iterable[torch.Tensor], dtypes: Collection[torch.dtype]) -> bool:
     """Whether `alike` has nothing to say, in less time."""
     dtype = device = None
     for value in values:
@@ -183,28 +191,28 @@ def _are_alike(values, dtypes) -> bool:
     return dtype in dtypes
 
 
-def _scalar(value):
+def _scalar(value: Any) -> Any:
     """The number in a tensor or an array without dimensions; any other value as it is."""
     if not _is_number(value, numbers.Number) and getattr(value, "ndim", None) == 0:
         return value.item()
     return value
 
 
-def _is_number(value, kind) -> bool:
+def _is_number(value: object, kind: type) -> bool:
     return isinstance(value, (kind, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
-def _fits(found, shape) -> bool:
+def _fits(found: Sequence[int], shape: Sequence[int | None]) -> bool:
     return len(found) == len(shape) and all(
         want is None or have == want for have, want in zip(found, shape, strict=True)
     )
 
 
-def _either(options) -> str:
+def _either(options: Iterable[object]) -> str:
     return " or ".join(str(option) for option in options)
 
 
-def _shape(shape) -> str:
+def _shape(shape: Sequence[int | None]) -> str:
     return (
         "(" + ", ".join("*" if size is None else str(size) for size in shape) + ("," if len(shape) == 1 else "") + ")"
     )

@@ -11,12 +11,15 @@ as they are, since a graph in which an op writes to several views of one tensor 
 dynamic (torch 2.13).
 """
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from flash_attn import _library
 from flash_attn._errors import ArgumentError, ArgumentTypeError
+from flash_attn._library import define_composite as define_composite
 from flash_attn._ops import autograd, checks, rng, schema
 from flash_attn._reference import bias as bias_reference
 from flash_attn._reference import flash_attn as reference
@@ -27,11 +30,13 @@ DTYPES = (*KERNEL_DTYPES, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
 block_size_n = reference.block_size_n
-define_composite = _library.define_composite
 S_DMASK_MULTIPLE = 128
 
 
-def forward(q, k, v, softmax_scale, causal, window_size, return_softmax=False, **options: Any):
+def forward(
+    q: Tensor, k: Tensor | None, v: Tensor | None, softmax_scale: float | None, causal: bool,
+    window_size: tuple[int, int], return_softmax: bool = False, **options: Any,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Attention. Returns (out, softmax_lse, S_dmask, rng_state).
 
     The last two are None where no S_dmask and no dropout was asked for; without dropout, S_dmask is empty.
@@ -62,8 +67,10 @@ def forward(q, k, v, softmax_scale, causal, window_size, return_softmax=False, *
 
 
 def backward(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, window_size, rng_state=None, **options: Any
-):
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], rng_state: Tensor | None = None,
+    **options: Any,
+) -> Tensor:  # fmt: skip
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
 
     Its shape is (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the rows of
@@ -90,9 +97,10 @@ def backward(
 
 
 def decode(
-    q, k_cache, v_cache, softmax_scale, causal, window_size,
-    cache_seqlens=None, k=None, v=None, rotary_cos=None, rotary_sin=None, **options: Any,
-):  # fmt: skip
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float | None, causal: bool,
+    window_size: tuple[int, int], cache_seqlens: int | Tensor | None = None, k: Tensor | None = None,
+    v: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, **options: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse).
 
     Shapes, dtypes and meaning are those of `flash_attn.flash_attn_with_kvcache`.
@@ -112,7 +120,7 @@ def decode(
     return fwd_kvcache(q, k_cache, v_cache, *arguments)
 
 
-def with_bias(q, k, v, bias, softmax_scale, causal):
+def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, softmax_scale: float | None, causal: bool) -> Tensor:
     """Dense attention with a bias that broadcasts to (batch, heads, seqlen_q, seqlen_k). Returns out.
 
     No kernel takes a bias: it runs in plain torch on every device, with gradients for q, k, v and the bias.
@@ -127,7 +135,7 @@ def with_bias(q, k, v, bias, softmax_scale, causal):
         return bias_reference.attention(q, k, v, bias, softmax_scale, bool(causal))
 
 
-def check_splits_of_pages(num_splits, block_table) -> None:
+def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
     """Check an argument of forwards that choose their splits by themselves, and that other packages pass."""
     if block_table is not None and checks.whole("num_splits", num_splits) > 1:
         raise ArgumentError(
@@ -135,7 +143,9 @@ def check_splits_of_pages(num_splits, block_table) -> None:
         )
 
 
-def with_tensors(results):
+def with_tensors(
+    results: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The results of `forward`, with an empty tensor for no S_dmask, and zeros for no rng_state."""
     out, softmax_lse, s_dmask, rng_state = results
     if s_dmask is None:
@@ -145,23 +155,25 @@ def with_tensors(results):
     return out, softmax_lse, s_dmask, rng_state
 
 
-def unpack(q, k, v):
+def unpack(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Views (q, k, v) of separate or packed tensors; see the top of this file."""
-    if v is not None:
-        return q, k, v
-    if k is not None:
-        return (q, *k.unbind(-3))
-    return q.unbind(-3)
+    if k is None:
+        q, k, v = q.unbind(-3)
+    elif v is None:
+        k, v = k.unbind(-3)
+    return q, k, v
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Argument checks
 
 
-Call = tuple[tuple[str, str, str], torch.Tensor, int]  # names of q, k and v, the queries, and the batch size
+Call = tuple[tuple[str, str, str], Tensor, int]  # names of q, k and v, the queries, and the batch size
 
 
-def _checked(kind, scores, options, call: Call):
+def _checked(
+    kind: type[Options] | type[CacheOptions], scores: Sequence[Any], options: Mapping[str, Any], call: Call
+) -> Sequence[Any]:
     """The arguments of an op from softmax_scale on, up to the last that is given.
 
     kind: Options or CacheOptions. scores: their first fields. options: the others, by name; None means the default.
@@ -313,7 +325,7 @@ def _check_bound(name, bound, call):
     if bound.__class__ is int and not torch.compiler.is_compiling() and bound >= 0:
         return bound
     name = _length_name(name, call[0])
-    if isinstance(bound, torch.Tensor):
+    if isinstance(bound, Tensor):
         if bound.dim() != 0 or bound.dtype not in checks.INTEGER_DTYPES:
             raise ArgumentTypeError(
                 f"{name} must be an int or a 0-d integer tensor, found {bound.dtype} {tuple(bound.shape)}"
@@ -405,7 +417,7 @@ def _check_contiguous_rows(name, cache):
 
 def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
     """Check cache_seqlens; return the name of the option for its type, and the option: an int stays an int."""
-    if isinstance(cache_seqlens, torch.Tensor):
+    if isinstance(cache_seqlens, Tensor):
         if cache_seqlens.dtype is torch.int64:
             cache_seqlens = cache_seqlens.clamp(-1, 2**31 - 1).int()  # what does not fit stays out of range
         if cache_seqlens.dim() == 0:
@@ -535,7 +547,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, options):
         out, softmax_lse = fwd.below_autograd(q, k, v, *options)
-        tensors = [x if isinstance(x, torch.Tensor) else None for x in options]
+        tensors = [x if isinstance(x, Tensor) else None for x in options]
         ctx.save_for_backward(q, k, v, out, softmax_lse, *tensors)
         ctx.others = [x if tensor is None else None for x, tensor in zip(options, tensors, strict=True)]
         ctx.set_materialize_grads(False)

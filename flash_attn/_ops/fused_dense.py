@@ -90,7 +90,7 @@ def mlp(
         return _MLP.apply(*tensors, options, exchange, bool(return_residual))
 
 
-def is_for_few_rows(x, weight) -> bool:
+def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Whether the library's kernel for few rows, as in a step of decoding, can take the place of F.linear.
 
     Only where nobody would see another difference: without gradients, transforms and subclasses of tensors.

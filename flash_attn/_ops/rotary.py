@@ -18,6 +18,7 @@ the tables, and channels past rotary_dim keep their values. Differentiable in x 
 """
 
 import torch
+from torch import Tensor
 
 from flash_attn import _library
 from flash_attn._ops import checks, triton
@@ -70,8 +71,14 @@ rotary_into = _library.define(
 
 
 def arguments(
-    x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, names=("x", "cos", "sin"),
-) -> tuple:  # fmt: skip
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    seqlen_offsets: int | Tensor = 0,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | Tensor | None = None,
+    names: tuple[str, str, str] = ("x", "cos", "sin"),
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, Tensor | None]:
     """Check what a caller passed and return the ops' arguments from `x` to `cu_seqlens`.
 
     seqlen_offsets is an integer or a tensor here, and cos and sin may be float64. max_seqlen, the length of the longest
@@ -91,19 +98,20 @@ def arguments(
         batch, head_dim = len(cu_seqlens) - 1, x.shape[-1]
         seqlen = _known_length(max_seqlen)
     positions = _check_tables(names[1], cos, names[2], sin, head_dim, device)
-    first = 0
-    if isinstance(seqlen_offsets, torch.Tensor):
+    first, offsets = 0, None
+    if isinstance(seqlen_offsets, Tensor):
         dtypes = checks.INTEGER_DTYPES
         checks.tensor("seqlen_offsets", seqlen_offsets, dtypes=dtypes, shape=(batch,), device=device)
+        offsets = seqlen_offsets
     else:
         checks.integer("seqlen_offsets", seqlen_offsets, "an integer or an integer tensor (batch,)")
         checks.number("seqlen_offsets", seqlen_offsets, seqlen_offsets >= 0, "at least 0")
-        first, seqlen_offsets = seqlen_offsets, None
+        first = seqlen_offsets
     if seqlen is not None and first + seqlen > positions:
         raise ValueError(f"{names[1]} must have a row for each of {first + seqlen} positions, found {positions} rows")
     if cos.dtype == torch.float64:
         cos, sin = cos.float(), sin.float()
-    return x, cos, sin, seqlen_offsets, first, cu_seqlens
+    return x, cos, sin, offsets, first, cu_seqlens
 
 
 def writable(name: str, x: torch.Tensor) -> None:

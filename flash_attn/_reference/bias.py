@@ -5,7 +5,9 @@ import math
 import torch
 
 
-def attention(q, k, v, bias, softmax_scale: float, causal: bool):
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, softmax_scale: float, causal: bool
+) -> torch.Tensor:
     """out (batch, seqlen_q, heads, head_dim) of the attention with scores softmax_scale <q_i, k_j> + bias(i, j).
 
     q: (batch, seqlen_q, heads, head_dim). k, v: (batch, seqlen_k, heads_k, head_dim), where heads_k divides heads.

@@ -13,6 +13,7 @@ column 16y + 8x + 2 (lane % 4) + z of the tile.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -68,7 +69,9 @@ def _random_bytes(rng_state, batch_heads, row_tiles, col_tiles):
     return drawn.permute(*batch_dims, *order).reshape(*drawn.shape[:-6], _TILE_ROWS, _TILE_COLS)
 
 
-def philox(counter, key, rounds: int):
+def philox(
+    counter: Sequence[torch.Tensor], key: Sequence[int], rounds: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Philox-4x32: four random 32-bit words for each counter.
 
     counter: four int64 tensors, broadcastable, that hold 32-bit words. key: two ints. Returns four int64 tensors.

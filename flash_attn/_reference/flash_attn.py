@@ -17,17 +17,18 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from flash_attn._errors import ArgumentError
 
 from . import sequence
-from .groups import groups
+from .groups import Group, groups
 from .options import CacheOptions, Options
 from .rotary import rotary
 from .scores import Scores
 
 
-def fwd(q, k, v, options: Options):
+def fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
     """Attention.
 
     q: (batch, seqlen_q, heads, head_dim), or packed tokens (total_q, heads, head_dim) with cu_seqlens_q.
@@ -41,21 +42,22 @@ def fwd(q, k, v, options: Options):
     return _attend(q, k, v, _parts(q, k, options), options)
 
 
-def probabilities(q, k, v, options: Options):
+def probabilities(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     """S_dmask of `fwd` with these arguments, (batch, heads, seqlen_q, seqlen_k); see `_softmax_dropped`.
 
     Lengths are rounded up to multiples of 128; with packed tokens they are max_seqlen_q and max_seqlen_k.
     """
     parts = _parts(q, k, options)
-    batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
-    if options.cu_seqlens_q is not None:
-        batch, seqlen_q, seqlen_k = len(options.cu_seqlens_q) - 1, options.max_seqlen_q, options.max_seqlen_k
+    if options.cu_seqlens_q is None:
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[1], k.shape[1]
+    else:
+        batch, (seqlen_q, seqlen_k) = len(options.cu_seqlens_q) - 1, options.bounds()
     s_dmask = q.new_zeros(batch, q.shape[-2], _round_up(seqlen_q, 128), _round_up(seqlen_k, 128))
     _softmax_dropped(_batched(q), _batched(k), parts, options, s_dmask)
     return s_dmask
 
 
-def _parts(q, k, options):
+def _parts(q: Tensor, k: Tensor, options: Options) -> list[sequence.Part]:
     """The batch as parts, after a look at the options."""
     options.check()
     return sequence.parts(
@@ -69,7 +71,10 @@ def _parts(q, k, options):
     )
 
 
-def bwd(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options: Options):
+def bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor, options: Options,
+) -> Tensor:  # fmt: skip
     """The gradients of `fwd`, written into every element of dq, dk and dv. Keys in pages have none.
 
     dout, out: like q. softmax_lse: as from `fwd`; it is taken as it is, and a row where it is +inf has no gradient.
@@ -99,7 +104,7 @@ def bwd(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options: Options):
     return _spread(delta, parts, packed=options.cu_seqlens_q is not None)
 
 
-def fwd_kvcache(q, k_cache, v_cache, options: CacheOptions):
+def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptions) -> tuple[Tensor, Tensor]:
     """Append k and v to the caches, in place, then attend to what the caches hold.
 
     q: (batch, seqlen_q, heads, head_dim).
@@ -125,20 +130,21 @@ def fwd_kvcache(q, k_cache, v_cache, options: CacheOptions):
     leftpad = [0] * batch if options.cache_leftpad is None else options.cache_leftpad.tolist()
     leftpad = [pad if length >= 0 else 0 for pad, length in zip(leftpad, lengths, strict=True)]
     parts = sequence.parts(q, k_cache, None, None, used, leftpad, block_table, cache_batch_idx)
-    if k is not None:
+    if k is not None and v is not None:
         filled = torch.tensor(lengths, dtype=torch.int64, device=q.device)
         start = filled.clamp(min=0)
-        if options.rotary_cos is not None:
+        cos, sin = options.rotary_cos, options.rotary_sin
+        if cos is not None and sin is not None:
             advance = options.window_left >= 0 or options.window_right >= 0
-            tables = options.rotary_cos, options.rotary_sin
-            _check_tables(options.rotary_cos, max(lengths, default=0) + max(new, q.shape[1] if advance else 1))
+            tables = cos, sin
+            _check_tables(cos, max(lengths, default=0) + max(new, q.shape[1] if advance else 1))
             k = rotary(k, *tables, start, 0, None, options.rotary_interleaved, False)
             q = _rotate_queries(q, tables, start, options.rotary_interleaved, advance)
         _append_(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table)
     return _attend(q, k_cache, v_cache, parts, options.of_scores())
 
 
-def _check_cache(options, batch, new, k_cache):
+def _check_cache(options: CacheOptions, batch: int, new: int, k_cache: Tensor) -> list[int]:
     """Check what the tensors of lengths and rows hold; return how many positions each entry has filled."""
     block_table = options.block_table
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
@@ -162,18 +168,23 @@ def _check_cache(options, batch, new, k_cache):
     return lengths
 
 
-def _check_tables(cos, rows):
+def _check_tables(cos: Tensor, rows: int) -> None:
     if cos.shape[0] < rows:
         raise ArgumentError(f"rotary_cos and rotary_sin must have at least {rows} rows, found {cos.shape[0]}")
 
 
-def _rotate_queries(q, tables, start, interleaved, advance):
+def _rotate_queries(
+    q: Tensor, tables: tuple[Tensor, Tensor], start: Tensor, interleaved: bool, advance: bool
+) -> Tensor:
     """q (batch, seqlen_q, heads, head_dim) rotated by rows start + i of the tables, or all by row `start`."""
     folded = q if advance else q.flatten(1, 2)[:, None]
     return rotary(folded, *tables, start, 0, None, interleaved, False).view(q.shape)
 
 
-def _append_(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table):
+def _append_(
+    k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, filled: Tensor,
+    cache_batch_idx: Tensor | None, block_table: Tensor | None,
+) -> None:  # fmt: skip
     """Write k and v at positions filled .. filled + seqlen_new - 1 of each entry; none where `filled` is negative."""
     entries = (filled >= 0).nonzero()[:, 0]
     positions = filled[entries, None] + torch.arange(k.shape[1], device=filled.device)
@@ -186,7 +197,7 @@ def _append_(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table):
     v_cache[rows, positions] = v[entries]
 
 
-def _attend(q, k, v, parts, options):
+def _attend(q: Tensor, k: Tensor, v: Tensor, parts: list[sequence.Part], options: Options) -> tuple[Tensor, Tensor]:
     """out and softmax_lse; rows of no part get what a row that sees nothing gets."""
     out = torch.zeros_like(q)
     softmax_lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf, dtype=_accumulator(q))
@@ -196,7 +207,7 @@ def _attend(q, k, v, parts, options):
     return out, softmax_lse
 
 
-def _forward(group, options, q, k, v, out, softmax_lse):
+def _forward(group: Group, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> None:
     scores = Scores(options, group, q.shape[2])
     dtype = _accumulator(q)
     k, v = group.load_keys(k, dtype), group.load_keys(v, dtype)
@@ -220,7 +231,10 @@ def _forward(group, options, q, k, v, out, softmax_lse):
         group.store_rows(out, rows, o.div_(total.masked_fill_(total == 0, 1)))
 
 
-def _backward(group, options, q, k, v, out, dout, softmax_lse, dlse, delta, dq, dk, dv):
+def _backward(
+    group: Group, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor,
+    softmax_lse: Tensor, dlse: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+) -> None:  # fmt: skip
     scores = Scores(options, group, q.shape[2])
     dtype = _accumulator(q)
     k, v = group.load_keys(k, dtype), group.load_keys(v, dtype)
@@ -265,7 +279,7 @@ def block_size_n(head_dim: int, is_dropout: bool) -> int:
     return 32 if 96 < head_dim <= 128 and is_dropout else 64
 
 
-def _softmax_dropped(q, k, parts, options, s_dmask):
+def _softmax_dropped(q: Tensor, k: Tensor, parts: list[sequence.Part], options: Options, s_dmask: Tensor) -> None:
     """Fill s_dmask, as far as it reaches, with exp(s(i, j) - m(i, j)), negative where dropout drops the element.
 
     Here m(i, j) is the largest score of row i in the key block of `block_size_n` columns that holds j and in all
@@ -289,7 +303,7 @@ def _softmax_dropped(q, k, parts, options, s_dmask):
             target.copy_(u[..., : target.shape[-2], : target.shape[-1]])  # max_seqlen_* may cut it off
 
 
-def _relative_to_running_max(s, width):
+def _relative_to_running_max(s: Tensor, width: int) -> Tensor:
     """exp(s - the maximum over the column block of an element and all blocks to its right)."""
     cols = s.shape[-1]
     blocks = F.pad(s, (0, -cols % width), value=-math.inf).unflatten(-1, (-1, width))
@@ -297,7 +311,7 @@ def _relative_to_running_max(s, width):
     return blocks.sub_(top.masked_fill_(top == -math.inf, 0)).exp_().flatten(-2)[..., :cols]
 
 
-def _spread(delta, parts, packed):
+def _spread(delta: Tensor, parts: list[sequence.Part], packed: bool) -> Tensor:
     """delta with the rows of each entry at the start of whole blocks of 128, as `bwd` returns it."""
     if not packed:
         return F.pad(delta, (0, -delta.shape[-1] % 128))
@@ -308,7 +322,7 @@ def _spread(delta, parts, packed):
     return spread
 
 
-def _add_product_(out, a, b, finite):
+def _add_product_(out: Tensor, a: Tensor, b: Tensor, finite: bool) -> Tensor:
     """out += a @ b. Unless all is finite, an exact zero in `a` hides what `b` holds: 0 inf and 0 nan count as 0."""
     if finite:
         return out.add_(torch.bmm(a, b))
@@ -324,28 +338,28 @@ def _add_product_(out, a, b, finite):
     return out
 
 
-def _all_finite(x):
+def _all_finite(x: Tensor) -> bool:
     return bool(torch.stack(torch.aminmax(x)).isfinite().all())
 
 
-def _accumulator(x):
+def _accumulator(x: Tensor) -> torch.dtype:
     """The type in which scores are computed and sums are kept."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _at(x, span):
+def _at(x: Tensor, span: range) -> Tensor:
     return x[:, span.start : span.stop]
 
 
-def _batched(x):
+def _batched(x: Tensor) -> Tensor:
     """x with a leading batch dimension: packed tokens are one batch row."""
     return x if x.dim() == 4 else x[None]
 
 
-def _per_row(x):
+def _per_row(x: Tensor) -> Tensor:
     """x (batch, heads, seqlen_q), or packed, seen as (batch, seqlen_q, heads, 1)."""
     return (x if x.dim() == 3 else x[None]).transpose(1, 2)[..., None]
 
 
-def _round_up(x, multiple):
+def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple

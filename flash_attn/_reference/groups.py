@@ -31,36 +31,36 @@ class Group(NamedTuple):
     block_rows: int
     block_cols: int
 
-    def load_rows(self, x, rows, dtype):
+    def load_rows(self, x: torch.Tensor, rows: range, dtype: torch.dtype) -> torch.Tensor:
         return _fold(self._rows(x, rows)).to(dtype).contiguous()
 
-    def store_rows(self, x, rows, block):
+    def store_rows(self, x: torch.Tensor, rows: range, block: torch.Tensor) -> None:
         target = self._rows(x, rows)
         target.copy_(block.view(target.shape))
 
-    def load_keys(self, x, dtype):
+    def load_keys(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return _fold(self._keys(x).to(dtype))
 
-    def store_keys(self, x, block):
+    def store_keys(self, x: torch.Tensor, block: torch.Tensor) -> None:
         target = self._keys(x)
         target.copy_(block.view(target.shape))
 
-    def per_head(self, x):
+    def per_head(self, x: torch.Tensor) -> torch.Tensor:
         """x (heads,) or (batch, heads) as (pairs, query heads of each)."""
         x = x[self.part.entries] if x.dim() == 2 else x.expand(self.part.num_entries, -1)
         return x.unflatten(1, (self.heads_k, -1))[:, self.heads].flatten(0, 1)
 
-    def row_blocks(self):
+    def row_blocks(self) -> list[range]:
         return _blocks(range(self.part.seqlen_q), self.block_rows)
 
-    def col_blocks(self, keys: range):
+    def col_blocks(self, keys: range) -> list[range]:
         return _blocks(keys, self.block_cols)
 
-    def _rows(self, x, rows):
+    def _rows(self, x: torch.Tensor, rows: range) -> torch.Tensor:
         x = self.part.rows(x)[:, rows.start : rows.stop].unflatten(2, (self.heads_k, -1))
         return x[:, :, self.heads].permute(0, 2, 3, 1, 4)
 
-    def _keys(self, x):
+    def _keys(self, x: torch.Tensor) -> torch.Tensor:
         return self.part.keys(x)[:, :, self.heads].transpose(1, 2)
 
 
@@ -72,7 +72,7 @@ def groups(q: torch.Tensor, k: torch.Tensor, parts: list[Part]) -> Iterator[Grou
             yield from _groups_of(part, heads_k, heads // heads_k, head_dim)
 
 
-def _groups_of(part, heads_k, sharing, head_dim):
+def _groups_of(part: Part, heads_k: int, sharing: int, head_dim: int) -> Iterator[Group]:
     """The groups of one part, where `sharing` query heads share a key head, of a size that suits the caches."""
     rows = min(part.seqlen_q, max(32, min(_BLOCK_ROWS, 2 * _BLOCK_ROWS // sharing)))
     by_scores = _BLOCK_SCORES // (sharing * rows * min(part.seqlen_k, _BLOCK_COLS))
@@ -84,10 +84,10 @@ def _groups_of(part, heads_k, sharing, head_dim):
             yield Group(sub, slice(heads.start, heads.stop), heads_k, rows, max(_BLOCK_COLS, cols))
 
 
-def _fold(x):
+def _fold(x: torch.Tensor) -> torch.Tensor:
     """x (entries, key heads, .., last) as (pairs, .., last), copied only where that needs it."""
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 
-def _blocks(span, size):
+def _blocks(span: range, size: int) -> list[range]:
     return [range(start, min(start + size, span.stop)) for start in range(span.start, span.stop, size)]

@@ -36,6 +36,12 @@ class Options(NamedTuple):
         if self.dropout_p > 0 and self.rng_state is None:
             raise ArgumentError(f"rng_state must be given with dropout_p = {self.dropout_p}, found None")
 
+    def bounds(self) -> tuple[int, int]:
+        """Returns (max_seqlen_q, max_seqlen_k). Raises where they are not known."""
+        if self.max_seqlen_q is None or self.max_seqlen_k is None:
+            raise ArgumentError("max_seqlen_q and max_seqlen_k must be given for S_dmask, found None")
+        return self.max_seqlen_q, self.max_seqlen_k
+
 
 class CacheOptions(NamedTuple):
     """Arguments of `fwd_kvcache`."""

@@ -1,5 +1,7 @@
 """What happens to a score between the two products: softcap, ALiBi, mask and dropout."""
 
+import functools
+
 import torch
 
 from .dropout import keep_mask
@@ -16,12 +18,13 @@ class Scores:
         self.options = options
         self.mask = Mask(part.seqlen_q, part.seqlen_k, options.window_left, options.window_right)
         self.sharing = heads // group.heads_k
-        self.slopes = self.batch_heads = None
+        self.slopes = self.keep_mask = None
         if options.alibi_slopes is not None:
             self.slopes = group.per_head(options.alibi_slopes)[..., None, None]
-        if options.dropout_p > 0:
+        if options.dropout_p > 0 and options.rng_state is not None:
             numbers = torch.arange(part.entries.stop * heads, device=options.rng_state.device)
-            self.batch_heads = group.per_head(numbers.view(-1, heads))
+            batch_heads = group.per_head(numbers.view(-1, heads))
+            self.keep_mask = functools.partial(keep_mask, options.rng_state, options.dropout_p, batch_heads)
 
     def compute(
         self, q: torch.Tensor, k: torch.Tensor, rows: range, cols: range
@@ -42,10 +45,9 @@ class Scores:
 
     def keep(self, rows: range, cols: range, dtype: torch.dtype) -> torch.Tensor | None:
         """Z / (1 - p), the factor of dropout for each element of a block; None without dropout."""
-        if self.batch_heads is None:
+        if self.keep_mask is None:
             return None
-        kept = keep_mask(self.options.rng_state, self.options.dropout_p, self.batch_heads, rows, cols)
-        return kept.flatten(1, 2).to(dtype).div_(1 - self.options.dropout_p)
+        return self.keep_mask(rows, cols).flatten(1, 2).to(dtype).div_(1 - self.options.dropout_p)
 
     def _by_head(self, s: torch.Tensor) -> torch.Tensor:
         return s.unflatten(1, (self.sharing, -1))

@@ -91,7 +91,7 @@ def parts(
 
 
 def _merged(parts: Iterable[Part]) -> list[Part]:
-    merged = []
+    merged: list[Part] = []
     for part in parts:
         merged[-1:] = merged[-1].joined(part) if merged else [part]
     return merged

@@ -175,7 +175,7 @@ def create_mlp_cls(
     config: Config, layer_idx: int | None = None, return_residual: bool = False
 ) -> Callable[[int], nn.Module]:
     """A function from hidden_size to the MLP of a layer. If mlp_checkpoint_lvl is a list, layer_idx selects from it."""
-    options = dict(hidden_features=config.intermediate_size, return_residual=return_residual)
+    options: dict[str, Any] = dict(hidden_features=config.intermediate_size, return_residual=return_residual)
     if not _option(config, "fused_mlp"):
         return functools.partial(Mlp, activation=_activation(config), **options)
     level = _option(config, "mlp_checkpoint_lvl")
@@ -396,6 +396,9 @@ class BertPreTrainedModel(nn.Module):
     Raises TypeError or ValueError for a configuration that lacks fields or asks for what is not covered.
     """
 
+    bert: "BertModel"  # of the models with heads
+    cls: BertPreTrainingHeads | _MaskedLMHead  # of those that predict masked tokens
+
     def __init__(self, config: Config, *inputs: Any, **kwargs: Any) -> None:
         super().__init__()
         _check_config(config)
@@ -539,7 +542,7 @@ class BertModel(BertPreTrainedModel):
     def __init__(self, config: Config, add_pooling_layer: bool = True) -> None:
         super().__init__(config)
         if not hasattr(config, "orig_vocab_size"):
-            config.orig_vocab_size = config.vocab_size
+            config.orig_vocab_size = config.vocab_size  # type: ignore[attr-defined]  # a field of ours
         config.vocab_size = _padded_vocab_size(config)
         self.embeddings = BertEmbeddings(
             config.hidden_size,

@@ -12,7 +12,7 @@ since classification needs the class token's query alone.
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +133,14 @@ def init_weights_vit_timm(module: nn.Module, name: str = "") -> None:
 # The model
 
 
+class _Embedding(Protocol):
+    """What embed_layer gives: a module of which the number of patches is known."""
+
+    num_patches: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 class VisionTransformer(nn.Module):
     """A vision transformer with a class token and learned positions, as timm's of the same name.
 
@@ -163,6 +171,8 @@ class VisionTransformer(nn.Module):
     torch.Size([2, 10])
     """
 
+    norm: Any  # what norm_layer gives; with the attributes of nn.LayerNorm for fused_dropout_add_ln
+
     def __init__(
         self,
         img_size: int | tuple[int, int] = 224,
@@ -184,7 +194,7 @@ class VisionTransformer(nn.Module):
         attn_drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
         weight_init: str = "",
-        embed_layer: Callable[..., nn.Module] = PatchEmbed,
+        embed_layer: Callable[..., _Embedding] = PatchEmbed,
         norm_layer: Callable[[int], nn.Module] | None = None,
         act_layer: Callable[[], nn.Module] | None = None,
         use_flash_attn: bool = False,

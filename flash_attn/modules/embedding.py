@@ -140,7 +140,7 @@ class VocabParallelEmbedding(nn.Embedding):
         world_size = _processes("num_embeddings", num_embeddings, process_group)
         if world_size > 1 and padding_idx is not None:
             raise ValueError(f"padding_idx must be None where tokens are divided over processes, found {padding_idx}")
-        super().__init__(num_embeddings // world_size, *args, padding_idx=padding_idx, **kwargs)
+        super().__init__(num_embeddings // world_size, *args, **kwargs | {"padding_idx": padding_idx})
         self.process_group = process_group
 
     def forward(self, input: Tensor) -> Tensor:

@@ -114,11 +114,12 @@ class ParallelMLP(_TwoLayers):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(activation)
-        factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
+        options: dict[str, Any] = dict(
+            process_group=process_group, sequence_parallel=sequence_parallel, device=device, dtype=dtype
+        )
         hidden_features = _or_else(hidden_features, 4 * in_features)
-        out_features = _or_else(out_features, in_features)
-        self.fc1 = ColumnParallelLinear(in_features, hidden_features, process_group, bias=bias1, **factory)
-        self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **factory)
+        self.fc1 = ColumnParallelLinear(in_features, hidden_features, bias=bias1, **options)
+        self.fc2 = RowParallelLinear(hidden_features, _or_else(out_features, in_features), bias=bias2, **options)
 
 
 class GatedMlp(_Gated):

@@ -172,6 +172,8 @@ class FlashCrossAttention(_FlashAttention):
         """
         if cu_seqlens is None:
             return flash_attn_kvpacked_func(q, kv, **self._options(causal, q.device))
+        if cu_seqlens_k is None:
+            raise TypeError("cu_seqlens_k must be a tensor with cu_seqlens, found None")
         return flash_attn_varlen_kvpacked_func(
             q, kv, cu_seqlens, cu_seqlens_k, max_seqlen, max_seqlen_k, **self._options(causal, q.device)
         )

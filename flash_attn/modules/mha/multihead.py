@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from flash_attn._ops import checks
 from flash_attn.modules.mha._base import MultiHeadAttention
-from flash_attn.ops.fused_dense import FusedDense, Linear
+from flash_attn.ops.fused_dense import FewRowsLinear, FusedDense, Linear
 
 
-class LinearResidual(Linear):
+class LinearResidual(FewRowsLinear):
     """`nn.Linear` that returns (output, input).
 
     >>> out, residual = LinearResidual(8, 4)(torch.zeros(2, 8))
     """
 
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         return super().forward(input), input
 
 
@@ -102,7 +102,7 @@ class MHA(MultiHeadAttention):
         self._add_projections(qkv_proj_bias, out_proj_bias, fused_bias_fc, device=device, dtype=dtype)
 
     def _add_projections(self, qkv_proj_bias: bool, out_proj_bias: bool, fused_bias_fc: bool, **factory: Any) -> None:
-        linear_cls: Callable[..., nn.Module] = FusedDense if fused_bias_fc else Linear
+        linear_cls: Callable[..., nn.Linear] = FusedDense if fused_bias_fc else Linear
         first_cls = linear_cls
         if self.return_residual:
             first_cls = functools.partial(FusedDense, return_residual=True) if fused_bias_fc else LinearResidual
@@ -160,14 +160,15 @@ class MHA(MultiHeadAttention):
             qkv, residual = self._projected_together(x)
             context = self._self_attention(qkv, inference_params, **kwargs)
         out = self.out_proj(context)
-        return (out, residual) if self.return_residual else out
+        return out if residual is None else (out, residual)
 
     def _projected_apart(
         self, x: Tensor, x_kv: Tensor | None, subset: slice | list[int] | Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """q (..., heads, head_dim), kv (..., 2, heads_kv, head_dim), and the residual if it is returned."""
         q, residual = self._projected(self.Wq, x if subset is None else x[:, subset])
-        residual = residual if subset is None else x
+        if residual is not None and subset is not None:
+            residual = x
         kv = self.Wkv(x if x_kv is None else x_kv)
         if self.dwconv:
             q, kv = _convolved(self.dwconv_q, q), _convolved(self.dwconv_kv, kv)

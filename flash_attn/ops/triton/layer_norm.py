@@ -8,6 +8,7 @@ where it was built without them those of `flash_attn._triton.layer_norm`; plain 
 """
 
 import functools
+from typing import Literal, overload
 
 import torch
 from torch.nn import functional
@@ -17,26 +18,41 @@ from flash_attn._ops import checks, layer_norm
 _NAMES = "x", "weight", "bias"
 
 
+@overload
 def layer_norm_fn(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None = None,
-    x1: torch.Tensor | None = None,
-    weight1: torch.Tensor | None = None,
-    bias1: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: torch.Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    zero_centered_weight: bool = False,
-    is_rms_norm: bool = False,
-    return_dropout_mask: bool = False,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None, weight1: None = None, bias1: None = None, eps: float = 1e-6,
+    dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: Literal[False] = False,
+    residual_in_fp32: bool = False, zero_centered_weight: bool = False, is_rms_norm: bool = False,
+    return_dropout_mask: Literal[False] = False, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def layer_norm_fn(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None, weight1: None = None, bias1: None = None, eps: float = 1e-6,
+    dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, *, prenorm: Literal[True],
+    residual_in_fp32: bool = False, zero_centered_weight: bool = False, is_rms_norm: bool = False,
+    return_dropout_mask: Literal[False] = False, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def layer_norm_fn(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
+    eps: float = 1e-6, dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: bool = False,
+    residual_in_fp32: bool = False, zero_centered_weight: bool = False, is_rms_norm: bool = False,
+    return_dropout_mask: bool = False, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]: ...  # fmt: skip
+def layer_norm_fn(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
+    eps: float = 1e-6, dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: bool = False,
+    residual_in_fp32: bool = False, zero_centered_weight: bool = False, is_rms_norm: bool = False,
+    return_dropout_mask: bool = False, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:  # fmt: skip
     """LayerNorm, or RMSNorm, differentiable in x, weight, bias, residual, x1, weight1 and bias1.
 
     Arguments:
@@ -91,25 +107,41 @@ def layer_norm_fn(
     return results if len(results) > 1 else result
 
 
+@overload
 def rms_norm_fn(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None = None,
-    x1: torch.Tensor | None = None,
-    weight1: torch.Tensor | None = None,
-    bias1: torch.Tensor | None = None,
-    eps: float = 1e-6,
-    dropout_p: float = 0.0,
-    rowscale: torch.Tensor | None = None,
-    prenorm: bool = False,
-    residual_in_fp32: bool = False,
-    zero_centered_weight: bool = False,
-    return_dropout_mask: bool = False,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-    residual_out: torch.Tensor | None = None,
-) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None, weight1: None = None, bias1: None = None, eps: float = 1e-6,
+    dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: Literal[False] = False,
+    residual_in_fp32: bool = False, zero_centered_weight: bool = False,
+    return_dropout_mask: Literal[False] = False, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def rms_norm_fn(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None, weight1: None = None, bias1: None = None, eps: float = 1e-6,
+    dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, *, prenorm: Literal[True],
+    residual_in_fp32: bool = False, zero_centered_weight: bool = False,
+    return_dropout_mask: Literal[False] = False, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@overload
+def rms_norm_fn(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
+    eps: float = 1e-6, dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: bool = False,
+    residual_in_fp32: bool = False, zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]: ...  # fmt: skip
+def rms_norm_fn(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None,
+    x1: torch.Tensor | None = None, weight1: torch.Tensor | None = None, bias1: torch.Tensor | None = None,
+    eps: float = 1e-6, dropout_p: float = 0.0, rowscale: torch.Tensor | None = None, prenorm: bool = False,
+    residual_in_fp32: bool = False, zero_centered_weight: bool = False,
+    return_dropout_mask: bool = False, out_dtype: torch.dtype | None = None,
+    out: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
+) -> torch.Tensor | tuple[torch.Tensor | None, ...]:  # fmt: skip
     """RMSNorm: `layer_norm_fn` with is_rms_norm=True.
 
     >>> out, h = rms_norm_fn(torch.randn(2, 5, 64), torch.ones(64), None, prenorm=True)
