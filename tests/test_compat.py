@@ -59,6 +59,9 @@ IMPORTS = {
         from flash_attn.layers.rotary import RotaryEmbedding, apply_rotary_emb
         from flash_attn.ops.triton.layer_norm import layer_norm_fn
         from flash_attn.modules.mha import flash_attn_varlen_kvpacked_func""",
+    "modules.mha with names from elsewhere": """
+        from flash_attn.modules.mha import ColumnParallelLinear, FusedDense, RowParallelLinear, RotaryEmbedding
+        from flash_attn.modules.mha import get_dim_for_local_rank""",
     "modules of 2.8": """
         from flash_attn.layers.patch_embed import PatchEmbed
         from flash_attn.modules.block import Block, ParallelBlock

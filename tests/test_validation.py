@@ -193,7 +193,11 @@ TYPE_ERRORS = {
         ("cache of another type", replaced("k_cache", torch.Tensor.half), r"k_cache must .*found torch.float16"),
         ("v_cache of another type", replaced("v_cache", torch.Tensor.half), r"v_cache must .*torch.float16"),
         ("cache_seqlens: a list", dict(cache_seqlens=[4, 5]), r"cache_seqlens must .*integer tensor .*found list"),
-        ("cache_seqlens: of floats", replaced("cache_seqlens", torch.Tensor.float), r"cache_seqlens .*torch.float32"),
+        (
+            "cache_seqlens: of floats",
+            replaced("cache_seqlens", torch.Tensor.float),
+            r"cache_seqlens must have dtype torch.int32 or torch.int64, found torch.float32",
+        ),
         ("cache_batch_idx: int64", dict(cache_batch_idx=torch.tensor([0, 1])), r"cache_batch_idx .*int64"),
         ("cache_batch_idx: a list", dict(cache_batch_idx=[0, 1]), r"cache_batch_idx must .*found list"),
         ("cache_leftpad: int64", dict(cache_leftpad=torch.tensor([0, 1])), r"cache_leftpad must .*int64"),

@@ -418,7 +418,8 @@ def _check_contiguous_rows(name, cache):
 def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
     """Check cache_seqlens; return the name of the option for its type, and the option: an int stays an int."""
     if isinstance(cache_seqlens, Tensor):
-        if cache_seqlens.dtype is torch.int64:
+        if cache_seqlens.dtype is not torch.int32:
+            checks.tensor("cache_seqlens", cache_seqlens, dtypes=checks.INTEGER_DTYPES)
             cache_seqlens = cache_seqlens.clamp(-1, 2**31 - 1).int()  # what does not fit stays out of range
         if cache_seqlens.dim() == 0:
             cache_seqlens = cache_seqlens.expand(batch).contiguous()

@@ -176,8 +176,10 @@ class RotaryEmbedding(torch.nn.Module):
             positions past 256.
 
     The module has no parameters and adds nothing to a state dict. The tables are kept in the dtype of the input. They
-    are computed from the float32 buffers inv_freq (dim / 2,) and scale (dim / 2,) or None; a buffer that is replaced or
-    changed in place counts from the next call on. A cast of the module leaves the buffers in float32.
+    are computed from the float32 buffers inv_freq (dim / 2,) and scale (dim / 2,) or None. A buffer that is replaced by
+    a float32 or float64 tensor, or changed in place, counts from the next call on, but a change through `.data` is not
+    seen. A cast of the module leaves the buffers in float32. A module made on the meta device must be moved before its
+    buffers are replaced: until then, their values are computed anew.
 
     A subclass may override `_compute_inv_freq(device)` and `_compute_scale(device)`, which give the values of the
     buffers, and `_update_cos_sin_cache`, which makes the tables.
@@ -202,15 +204,14 @@ class RotaryEmbedding(torch.nn.Module):
         dim = int(checks.whole("dim", dim))
         checks.number("dim", dim, dim > 0 and dim % 2 == 0, "positive and even")
         for name, value in (("base", base), ("scale_base", 512 if scale_base is None else scale_base)):
-            checks.real(name, value)
-            checks.number(name, value, value > 0, "positive")
+            checks.number(name, value, checks.as_float(name, value) > 0, "positive")
         checks.flags(pos_idx_in_fp32=pos_idx_in_fp32)
         if isinstance(device, bool):  # pos_idx_in_fp32 had this place once; torch would take True for the second GPU
             raise TypeError(f"device must be a device or None, found {device}: pass pos_idx_in_fp32 by its name")
         self.dim = dim
         self.base = float(base)
         self.interleaved = interleaved
-        self.scale_base = scale_base
+        self.scale_base = None if scale_base is None else float(scale_base)
         self.pos_idx_in_fp32 = pos_idx_in_fp32
         self.register_buffer("inv_freq", self._compute_inv_freq(device=device), persistent=False)
         scale = None if scale_base is None else self._compute_scale(device=device)
@@ -245,7 +246,7 @@ class RotaryEmbedding(torch.nn.Module):
             seqlen_offset: position of the first token, an integer or an int32 or int64 tensor (batch,).
             max_seqlen: the tables get this many rows; an integer, or an integer tensor without dimensions, which is
                 read and so waited for. By default as many as an integer seqlen_offset asks for; with a tensor there,
-                the tables are taken as they are. A loop that decodes token by token should pass the greatest length it
+                as many as they have. A loop that decodes token by token should pass the greatest length it
                 may reach: without it, every step computes all rows anew, and with scale_base it also moves the
                 position at which the scale is 1, so that keys rotated earlier do not fit.
             num_heads_q: number of query heads, needed if qkv is (batch, seqlen, heads_q + 2 heads_k, head_dim).
@@ -303,8 +304,8 @@ class RotaryEmbedding(torch.nn.Module):
         They are computed anew where the buffer does not hold them: some loaders replace buffers on the meta device by
         memory that nobody has written to, and some wrappers cast buffers without a word to the module.
         """
-        is_valid = self._has_values and buffer.dtype == torch.float32
-        return buffer.to(device) if is_valid else compute(device=device)
+        is_valid = self._has_values and buffer.dtype in (torch.float32, torch.float64)
+        return buffer.to(device, torch.float32) if is_valid else compute(device=device)
 
     def _tables_for(
         self, qkv: Tensor, kv: Tensor | None, seqlen_offset: int | Tensor, max_seqlen: int | None
@@ -317,7 +318,7 @@ class RotaryEmbedding(torch.nn.Module):
             return self._tables(seqlen + seqlen_offset, qkv.device, qkv.dtype)
         if self._cos_cached is None:
             raise ValueError("max_seqlen must be given with a tensor seqlen_offset until there are tables, found None")
-        return self._cached_tables()
+        return self._tables(len(self._cos_cached), qkv.device, qkv.dtype)
 
     def _tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns (cos, sin, cos_k, sin_k) with at least `seqlen` rows; the last two are None without scale_base.

@@ -68,15 +68,14 @@ def linear_cross_entropy(
         world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         if sequence_parallel:
             hidden = all_gather(hidden, process_group)
-    classes = world_size * len(weight) if num_classes is None else num_classes
-    dtype = _check(hidden, weight, labels, bias, classes, world_size, reduction, chunk_size)
+    classes = world_size * len(weight) if num_classes is None else checks.whole("num_classes", num_classes)
+    dtype = _check(hidden, weight, labels, bias, classes, world_size, reduction)
     rest = (label_smoothing, logit_scale, lse_square_scale, ignore_index, rank * len(weight), classes, world_size > 1)
     _check_options(*rest[:4])
-    if chunk_size is None:
-        chunk_size = max(_LOGITS // max(len(weight), 1) // 128 * 128, 128)
     loss, z_loss = _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, bias, labels.flatten(), dtype, rest, reduction == "mean", chunk_size,
-        process_group if world_size > 1 else None, not sequence_parallel,
+        hidden.flatten(0, -2), weight, bias, _origin(hidden, weight, bias), labels.flatten(), dtype, rest,
+        reduction == "mean", _rows_at_a_time(chunk_size, weight), process_group if world_size > 1 else None,
+        not sequence_parallel,
     )  # fmt: skip
     return (loss, z_loss) if return_z_loss else loss
 
@@ -114,7 +113,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         return linear_cross_entropy(hidden, weight, labels, bias, **self.options)
 
 
-def _check(hidden, weight, labels, bias, classes, world_size, reduction, chunk_size):
+def _check(hidden, weight, labels, bias, classes, world_size, reduction):
     """Check the arguments; return the dtype of the logits."""
     autocast = dense.check_layer(hidden, weight, bias, ("hidden", "weight", "bias"))
     dtype = hidden.dtype if autocast is None else autocast
@@ -122,15 +121,20 @@ def _check(hidden, weight, labels, bias, classes, world_size, reduction, chunk_s
     checks.number("the number of dimensions of hidden", hidden.dim(), hidden.dim() > 1, "at least 2")
     integers, shape = checks.INTEGER_DTYPES, tuple(hidden.shape[:-1])
     checks.tensor("labels", labels, dtypes=integers, shape=shape, device=hidden.device)
-    checks.integer("num_classes", classes)
     limit = world_size * len(weight)
     checks.number("num_classes", classes, 0 < classes <= limit, "from 1 to {}, the rows of the weight", limit)
     if reduction not in _REDUCTIONS:
         raise ValueError(f"reduction must be 'mean' or 'sum', found {reduction!r}")
-    if chunk_size is not None:
-        checks.integer("chunk_size", chunk_size)
-        checks.number("chunk_size", chunk_size, chunk_size > 0, "positive")
     return dtype
+
+
+def _rows_at_a_time(chunk_size, weight):
+    """Check chunk_size; return how many rows of logits are held at a time."""
+    if chunk_size is None:
+        return max(_LOGITS // max(len(weight), 1) // 128 * 128, 128)
+    chunk_size = checks.whole("chunk_size", chunk_size)
+    checks.number("chunk_size", chunk_size, chunk_size > 0, "positive")
+    return chunk_size
 
 
 def _check_options(label_smoothing, logit_scale, lse_square_scale, ignore_index):
@@ -142,6 +146,17 @@ def _check_options(label_smoothing, logit_scale, lse_square_scale, ignore_index)
     checks.integer("ignore_index", ignore_index)
 
 
+def _origin(*tensors):
+    """An empty tensor with the history of all the tensors, or None if no gradient is wanted.
+
+    The gradients are made in the forward. By this tensor the backward knows what they come from, and so refuses second
+    derivatives, without holding the memory of the tensors.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    return torch.cat([x[:0].flatten() for x in tensors if x is not None])
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """The gradients are those of the sum of the losses, and are scaled in the backward, in float32.
 
@@ -149,14 +164,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, labels, dtype, rest, mean, chunk_size, group, sum_over_group):
+    def forward(ctx, hidden, weight, bias, origin, labels, dtype, rest, mean, chunk_size, group, sum_over_group):
         ctx.set_materialize_grads(False)
-        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad, dtype)
+        wanted = [origin is not None and needed for needed in ctx.needs_input_grad[:3]]
+        gradients = _Gradients(hidden, weight, bias, wanted, dtype)
         losses, z_losses, kept = _run(hidden, weight, bias, labels, dtype, rest, chunk_size, group, gradients)
         count = kept.sum() if mean else losses.new_ones(())
         if group is not None and sum_over_group and gradients.hidden is not None:
             dist.all_reduce(gradients.hidden, group=group)
-        ctx.save_for_backward(count, gradients.hidden, gradients.weight, gradients.bias)
+        ctx.save_for_backward(origin, count, gradients.hidden, gradients.weight, gradients.bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.unit = gradients.unit
         loss, z_loss = losses.sum() / count, z_losses.sum() / count
@@ -167,10 +183,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @autograd.once_differentiable
     def backward(ctx, dloss, _):
         if dloss is None:
-            return (None,) * 10
-        count, *gradients = ctx.saved_tensors
+            return (None,) * 11
+        _, count, *gradients = ctx.saved_tensors
         scale = dloss.float() / count / ctx.unit
-        return *(_scaled(x, scale, dtype) for x, dtype in zip(gradients, ctx.dtypes)), *(None,) * 7
+        return *(_scaled(x, scale, dtype) for x, dtype in zip(gradients, ctx.dtypes)), *(None,) * 8
 
 
 class _Gradients:
@@ -181,7 +197,7 @@ class _Gradients:
         self.hidden = hidden.new_empty(hidden.shape, dtype=dtype) if wanted[0] else None
         self.weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
         self.bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
-        self.any = any(wanted[:3])
+        self.any = any(wanted)
 
     def add(self, rows, dlogits, hidden, weight):
         if self.hidden is not None:

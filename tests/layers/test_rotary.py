@@ -664,6 +664,26 @@ def test_module_with_other_frequencies(change, used, device):
     assert identical(module.half()(qkv.clone()), rotated_by(slower, qkv))  # though a cast would round them
 
 
+@pytest.mark.parametrize("change", ["values", "dtype of the input"])
+def test_tables_follow_their_source_with_offsets_in_a_tensor(change, device):
+    module, qkv = RotaryEmbedding(32, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
+    module(qkv.clone())
+    if change == "values":
+        module.inv_freq = module.inv_freq / 4
+    else:
+        qkv = qkv.bfloat16()
+    found = module(qkv.clone(), seqlen_offset=torch.zeros(2, dtype=torch.int32, device=device))
+    angles = torch.outer(torch.arange(5.0, device=device), module.inv_freq)
+    cos, sin = angles.cos().to(qkv.dtype), angles.sin().to(qkv.dtype)
+    assert identical(found, apply_rotary_emb_qkv_(qkv.clone(), cos, sin))
+
+
+def test_frequencies_in_float64(device):
+    module, qkv = RotaryEmbedding(32, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
+    module.inv_freq = module.inv_freq.double() / 4
+    assert identical(module(qkv.clone()), rotated_by(module.inv_freq.float(), qkv))
+
+
 def test_module_with_another_scale(device):
     module, qkv = RotaryEmbedding(32, scale_base=8, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
     before = module(qkv.clone())
@@ -733,6 +753,12 @@ def test_module_takes_whole_numbers(dim, device):
     module, qkv = RotaryEmbedding(dim, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
     assert type(module.dim) is int
     assert identical(module(qkv.clone()), RotaryEmbedding(32, device=device)(qkv.clone()))
+
+
+def test_module_takes_numbers_in_tensors():
+    module = RotaryEmbedding(32, base=torch.tensor(500.0), scale_base=numpy.array(8.0))
+    assert (type(module.base), type(module.scale_base)) == (float, float)
+    assert (module.base, module.scale_base) == (500.0, 8.0)
 
 
 @pytest.mark.parametrize("pos_idx_in_fp32", [False, True])

@@ -1,5 +1,6 @@
 """Cross entropy of a linear layer in chunks: against torch in float64, divided over processes, compiled."""
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,8 +119,28 @@ def test_one_gradient_at_a_time(device):
         linear_cross_entropy(each[0], each[1], labels, each[2]).backward()
         assert [x.grad is not None for x in each] == [i == j for j in range(3)]
         torch.testing.assert_close(each[i].grad, expected[i], rtol=1e-6, atol=1e-7)
-    with torch.no_grad():
-        assert not linear_cross_entropy(tensors[0], tensors[1], labels).requires_grad
+
+
+def test_nothing_is_computed_for_gradients_that_nobody_wants(monkeypatch, device):
+    (hidden, weight), labels = inputs(device=device, bias=False)
+    expected = linear_cross_entropy(hidden, weight, labels).detach()
+    monkeypatch.setattr(module.ops, "bwd_", None)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            loss = linear_cross_entropy(hidden, weight, labels)
+        assert torch.equal(loss, expected) and not loss.requires_grad
+    assert torch.equal(linear_cross_entropy(hidden.detach(), weight.detach(), labels), expected)
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_no_second_derivative(index, device):
+    """It is refused for each argument, whichever the gradient is of."""
+    tensors, labels = inputs(device=device)
+    hidden, weight, bias = (tensor.detach().requires_grad_(i == index) for i, tensor in enumerate(tensors))
+    loss = linear_cross_entropy(hidden, weight, labels, bias)
+    (gradient,) = torch.autograd.grad(loss, [(hidden, weight, bias)[index]], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
 
 
 def test_backward_twice(device):
@@ -135,6 +156,15 @@ def test_nothing_to_do(device):
     assert linear_cross_entropy(hidden[:0], weight, labels[:0]).isnan()
     assert linear_cross_entropy(hidden[:0], weight, labels[:0], reduction="sum") == 0
     assert linear_cross_entropy(hidden, weight, torch.full_like(labels, -100)).isnan()
+
+
+@pytest.mark.parametrize("kind", [float, numpy.int64, torch.tensor])
+def test_sizes_may_be_any_whole_number(kind, device):
+    (hidden, weight), labels = inputs(device=device, bias=False)
+    labels = labels.clamp(max=49)
+    expected = linear_cross_entropy(hidden, weight, labels, num_classes=50, chunk_size=10)
+    found = linear_cross_entropy(hidden, weight, labels, num_classes=kind(50), chunk_size=kind(10))
+    assert torch.equal(found, expected)
 
 
 def test_chunks_hold_few_logits(monkeypatch, device):

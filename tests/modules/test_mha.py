@@ -1,6 +1,8 @@
 """Attention modules: numbers and gradients against the formula and other libraries, decoding, options, errors."""
 
+import copy
 import dataclasses
+import pickle
 import types
 
 import oracle
@@ -592,6 +594,18 @@ def test_error_of_two_layers_with_one_cache(device):
             with pytest.raises(ValueError, match=r"layer_idx must be another in each layer .*, found 3 in two"):
                 layers[0](x[:, :1], inference_params=params)
             assert torch.equal(params.key_value_memory_dict[3][:, :6], before[:, :6])
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_the_state_of_a_prompt_serves_a_copy_of_the_model(copied, device):
+    """As where a prompt that many sequences share is kept in a file."""
+    module, x = Case().module(device), torch.randn(2, 6, 128, device=device)
+    params = InferenceParams(max_seqlen=9, max_batch_size=2)
+    with torch.no_grad():
+        module(x[:, :5], inference_params=params)
+        params.seqlen_offset = 5
+        expected = module(x[:, 5:], inference_params=copied(params))
+        assert torch.equal(copied(module)(x[:, 5:], inference_params=copied(params)), expected)
 
 
 def test_a_cache_may_go_from_one_model_to_the_next(device):

@@ -11,16 +11,18 @@ For decoding, the modules append keys and values to a cache, `inference_params.k
 `flash_attn.utils.generation.InferenceParams`.
 
 Modules: `inner_attention` is attention without parameters, `_cache` the rules of keys and values that are kept, `_base`
-what `multihead` (MHA) and `parallel` (ParallelMHA, its heads divided over processes) share.
+what `multihead` (MHA) and `parallel` (ParallelMHA, its heads divided over processes) share. Names from elsewhere are
+here because other packages import them from this module.
 """
 
-from flash_attn.flash_attn_interface import (  # other packages import them from here
+from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
+from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.modules.mha._cache import _update_kv_cache
 from flash_attn.modules.mha.inner_attention import (
     CrossAttention,
@@ -31,14 +33,20 @@ from flash_attn.modules.mha.inner_attention import (
 )
 from flash_attn.modules.mha.multihead import MHA, LinearResidual
 from flash_attn.modules.mha.parallel import ParallelMHA
+from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedDense, RowParallelLinear
+from flash_attn.utils.distributed import get_dim_for_local_rank
 
 __all__ = [
     "MHA",
+    "ColumnParallelLinear",
     "CrossAttention",
     "FlashCrossAttention",
     "FlashSelfAttention",
+    "FusedDense",
     "LinearResidual",
     "ParallelMHA",
+    "RotaryEmbedding",
+    "RowParallelLinear",
     "SelfAttention",
     "_update_kv_cache",
     "flash_attn_kvpacked_func",
@@ -47,4 +55,5 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "get_alibi_slopes",
+    "get_dim_for_local_rank",
 ]

@@ -20,7 +20,8 @@ class InferenceParams:
     leftpad_per_sample: int32 (max_batch_size,), how many tokens of each row of a prompt are padding on its left, or
         None. Layers leave them out of their caches: row b then holds seqlen_offset - leftpad_per_sample[b] keys, the
         first of them at position 0. If lengths_per_sample is given too, it must say the same.
-    writers: which layer writes to each cache, by layer_idx, to find two layers with the same one.
+    writers: which layer writes to each cache, by layer_idx, to find two layers with the same one. A copy has none of
+        them, since it may serve a copy of the model.
     """
 
     max_seqlen: int
@@ -31,6 +32,9 @@ class InferenceParams:
     lengths_per_sample: Tensor | None = None
     leftpad_per_sample: Tensor | None = None
     writers: dict[Hashable, int] = dataclasses.field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | dict(writers={})
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:
         """Begin new sequences in the same caches."""
