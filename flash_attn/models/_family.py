@@ -56,6 +56,4 @@ def find_family(*, name: str | None = None, model_type: str | None = None, hub_n
         raise ValueError(f"family must be given, as neither config.json nor the name says which it is: one of {names}")
     types = ", ".join(each for family in known for each in family.model_types)
     what = "this configuration" if hub_name is None else f"the checkpoint {hub_name!r}"
-    raise NotImplementedError(
-        f"no family is known for {what}: model_type must be one of {types}, found {model_type!r}"
-    )
+    raise NotImplementedError(f"no family is known for {what}: model_type must be one of {types}, found {model_type!r}")

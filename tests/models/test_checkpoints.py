@@ -240,7 +240,7 @@ def test_what_does_not_fit_may_be_left_out(folder, caplog):
 def test_no_checkpoint(tmp_path):
     with pytest.raises(OSError, match=r"config must be given, as there is no config.json in [^,]*$"):
         GPTLMHeadModel.from_pretrained(tmp_path)
-    with pytest.raises(OSError, match=r"no config.json in .*absent, which is neither a folder here nor known on the hub"):
+    with pytest.raises(OSError, match=r"no config.json in .*absent, which is neither a folder here nor known"):
         GPTLMHeadModel.from_pretrained(tmp_path / "absent")
     (tmp_path / "config.json").write_text('{"model_type": ')
     with pytest.raises(ValueError, match=r"config.json must be JSON, found: Expecting value"):
@@ -260,12 +260,12 @@ def test_a_configuration_that_does_not_fit(folder):
             GPTLMHeadModel.from_pretrained(path, wrong)
         with pytest.raises(TypeError, match="config must have the fields of a model's configuration"):
             GPTLMHeadModel.from_config(wrong)
-    with pytest.raises(ValueError, match="config must be of the checkpoint's family, llama, .* found model_type 'gpt_n"):
+    with pytest.raises(ValueError, match=r"config must be of the checkpoint's family, llama, .* found .*'gpt_neox'"):
         GPTLMHeadModel.from_pretrained(path, CASES["gpt_neox"].config())
-    with pytest.raises(NotImplementedError, match="no family is known for this configuration: .* found 'bert'"):
+    with pytest.raises(NotImplementedError, match=r"no family is known for this configuration: .* found 'bert'"):
         GPTLMHeadModel.from_config(transformers.BertConfig())
     (path / "config.json").unlink()
-    with pytest.raises(ValueError, match="family must be given, as neither config.json nor the name says which it is"):
+    with pytest.raises(ValueError, match=r"family must be given, as neither config\.json nor the name says which"):
         GPTLMHeadModel.from_pretrained(path, CASES["llama"].build()[2])
     GPTLMHeadModel.from_pretrained(path, CASES["llama"].config())
 
