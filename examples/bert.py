@@ -1,7 +1,10 @@
 """A checkpoint of transformers' BERT: loaded, compared on a padded batch, fine-tuned a little, and given back.
 
-python examples/bert.py                                     # a tiny random checkpoint, made on the spot
-python examples/bert.py google-bert/bert-base-uncased       # or one from a folder or the hub
+    pip install transformers safetensors                        # once
+    python examples/bert.py                                     # a tiny random checkpoint, made on the spot
+    python examples/bert.py google-bert/bert-base-uncased       # or one from a folder or the hub
+
+The tiny checkpoint takes seconds on a CPU, BERT-base a minute or so.
 """
 
 import argparse

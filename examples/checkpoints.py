@@ -2,9 +2,10 @@
 
     pip install transformers safetensors                            # once
     python examples/checkpoints.py                                  # a small random Llama, made on the spot
-    python examples/checkpoints.py --checkpoint path/of/a/folder    # or one of yours (tokens are drawn at random then)
+    python examples/checkpoints.py --checkpoint path/of/a/folder    # or one of yours
 
-The folder can hold any model of the families that `flash_attn.models` lists.
+The folder can hold any model of the families that `flash_attn.models` lists. The text is random tokens in either case.
+With the random Llama this takes seconds on a CPU; with a model of yours, as long as the steps of fine-tuning take.
 """
 
 import argparse
@@ -33,10 +34,11 @@ def load(folder, device):
     """(transformers' model, ours), with the same weights."""
     dtype = DTYPES[device]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).to(device)
-    config = GPTLMHeadModel.from_config(theirs.config, device="meta").config
+    config = GPTLMHeadModel.from_config(theirs.config, device="meta").config  # the meta device takes no memory
     for field, value in FUSED.items():
         setattr(config, field, value)
-    return theirs.eval(), GPTLMHeadModel.from_pretrained(folder, config, device=device, dtype=dtype)
+    ours = GPTLMHeadModel.from_pretrained(folder, config, device=device, dtype=dtype)
+    return theirs.eval(), ours.eval()
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import nn
 from flash_attn.models._config import gpt2_config, is_gpt2_config, settings
 from flash_attn.models._family import find_family
 from flash_attn.models._shard import shard_state_dict_tp
-from flash_attn.utils.pretrained import checkpoint_files, config_of_pretrained, load_file
+from flash_attn.utils.pretrained import checkpoint_files, config_is_missing, config_of_pretrained, load_file
 
 _log = logging.getLogger(__name__)
 _LISTED = 20  # names of each kind in an error
@@ -22,7 +22,7 @@ def to_gpt2_config(config):
     """The GPT2Config of a configuration of any family that is covered; a GPT2Config as it is."""
     if is_gpt2_config(config):
         return config
-    return find_family(model_type=getattr(config, "model_type", None)).to_gpt2_config(config)
+    return find_family(model_type=_model_type(config)).to_gpt2_config(config)
 
 
 def load(cls, model_name, config, args, kwargs, *, strict, device, dtype, world_size, rank, family, progress):
@@ -52,14 +52,24 @@ def _converted(family, theirs, config, world_size, rank):
 def _family_and_config(model_name, config, name):
     """The family of a checkpoint, and the GPT2Config of its model."""
     found = config_of_pretrained(model_name) if config is None or name is None else None
-    given = None if config is None or is_gpt2_config(config) else getattr(config, "model_type", None)
+    if config is None and found is None:
+        raise config_is_missing(model_name)
+    given = None if config is None or is_gpt2_config(config) else _model_type(config)
     model_type = (found or {}).get("model_type", given)
     family = find_family(name=name, model_type=model_type, hub_name=str(model_name))
-    if config is None:
-        if found is None:
-            raise ValueError(f"config must be given, as there is no config.json in {model_name}")
-        config = _config_object(found)
+    if name is None and given is not None and given not in family.model_types:
+        raise ValueError(
+            f"config must be of the checkpoint's family, {family.name}, or a GPT2Config, found model_type {given!r}"
+        )
+    config = _config_object(found) if config is None else config
     return family, config if is_gpt2_config(config) else family.to_gpt2_config(config)
+
+
+def _model_type(config):
+    """The model_type of a configuration that is given, None if it does not say. Raises TypeError for anything else."""
+    if not hasattr(config, "vocab_size"):
+        raise TypeError(f"config must have the fields of a model's configuration, found {type(config).__name__}")
+    return getattr(config, "model_type", None)
 
 
 def _config_object(fields):
@@ -93,8 +103,8 @@ def _compare(model, family, files, world_size, rank, strict):
         for name, tensor in ours.items()
         if name in expected and expected[name] != tuple(tensor.shape)
     ]
+    made_of = [f"{name} (from {_sources(family, prefix + name, model.config)})" for name in missing]
     if wrong or (strict and (missing or unknown)):
-        made_of = [f"{name} (from {_sources(family, prefix + name, model.config)})" for name in missing]
         raise ValueError(
             f"the checkpoint does not fit the model, a {type(model).__name__} of the family {family.name}:"
             + _listed("missing", made_of)
@@ -102,7 +112,8 @@ def _compare(model, family, files, world_size, rank, strict):
             + _listed("of a wrong shape", wrong)
         )
     if missing or unknown:
-        _log.info("missing: %s, not known: %s", missing, unknown)
+        told = _listed("these keep their first, random weights", made_of) + _listed("these are left out", unknown)
+        _log.warning("not all of the checkpoint and the model fit together:%s", told)
     return missing
 
 

@@ -36,21 +36,24 @@ def families() -> list[Family]:
 def find_family(*, name: str | None = None, model_type: str | None = None, hub_name: str | None = None) -> Family:
     """The family that has this name, or this model_type, or else checkpoints with this name on the hub.
 
-    Raises ValueError for a name that no family has, and NotImplementedError if a checkpoint's family is not known.
+    Raises ValueError for a name that no family has, or if nothing says which family it is, and NotImplementedError for
+    a model_type that no family has.
     """
     known = families()
+    names = ", ".join(each.name for each in known)
     if name is not None:
         for family in known:
             if family.name == name:
                 return family
-        raise ValueError(f"family must be one of {', '.join(each.name for each in known)}, found {name!r}")
+        raise ValueError(f"family must be one of {names}, found {name!r}")
     for family in known:
         if hub_name is not None and hub_name.startswith(tuple(family.hub_names)):
             return family
     for family in known:
         if model_type in family.model_types:
             return family
+    if model_type is None:
+        raise ValueError(f"family must be given, as neither config.json nor the name says which it is: one of {names}")
     types = ", ".join(each for family in known for each in family.model_types)
-    raise NotImplementedError(
-        f"no family is known for the checkpoint {hub_name!r}: model_type must be one of {types}, found {model_type!r}"
-    )
+    what = "this configuration" if hub_name is None else f"the checkpoint {hub_name!r}"
+    raise NotImplementedError(f"no family is known for {what}: model_type must be one of {types}, found {model_type!r}")

@@ -36,7 +36,7 @@ from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import FusedMLP, Mlp
 from flash_attn.ops.fused_dense import FusedDense
 from flash_attn.ops.triton.layer_norm import layer_norm_fn
-from flash_attn.utils.pretrained import config_of_pretrained, state_dict_from_pretrained
+from flash_attn.utils.pretrained import config_is_missing, config_of_pretrained, state_dict_from_pretrained
 
 logger = logging.getLogger(__name__)
 
@@ -879,7 +879,7 @@ def _config_from_pretrained(model_name):
     """The configuration of a checkpoint; without the package transformers, an object with its fields."""
     fields = config_of_pretrained(model_name)
     if fields is None:
-        raise OSError(f"config must be given, as there is no config.json in {model_name}")
+        raise config_is_missing(model_name)
     if fields.get("model_type", "bert") != "bert":
         raise ValueError(f"model_name must be a checkpoint of model_type 'bert', found {fields['model_type']!r}")
     try:

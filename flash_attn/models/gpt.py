@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn._ops import checks
 from flash_attn.losses.linear_cross_entropy import linear_cross_entropy
 from flash_attn.models import _checkpoint
 from flash_attn.models._config import is_gpt2_config, settings
@@ -286,7 +287,7 @@ class GPTPreTrainedModel(nn.Module):
         progress: bool = True,
         **kwargs: Any,
     ) -> _Model:
-        """A model with the weights of a checkpoint.
+        """A model with the weights of a checkpoint, in training mode, as new modules are: call eval() for inference.
 
         Arguments:
             model_name: a folder, a file, or a name on the hub.
@@ -521,6 +522,12 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         """Uninitialised caches (batch_size, max_seqlen, 2, heads_kv, head_dim), by the number of their layer."""
         return self.transformer.allocate_inference_cache(batch_size, max_seqlen, dtype, **kwargs)
 
+    @property
+    def max_positions(self) -> int | None:
+        """How many positions it has an embedding for; None without learned positions."""
+        positions = self.transformer.embeddings.max_position_embeddings
+        return positions if positions > 0 else None
+
     def generate(self, input_ids: Tensor, max_length: int, *args: Any, **kwargs: Any) -> Any:
         """Continue sequences, as `flash_attn.utils.generation.GenerationMixin.generate` says.
 
@@ -572,8 +579,12 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         With labels, CausalLMLoss(loss): the mean over the labels that count, over the classes without padding, from
         `linear_cross_entropy`, which does not hold all logits.
 
-        Raises ValueError for input_ids or labels of another shape.
+        There is no attention_mask: tokens see those before them, so padding on their right changes nothing but its own
+        logits, and labels of -100 leave it out of the loss. `generate` takes the mask of padding on the left.
+
+        Raises TypeError or ValueError for input_ids or labels that are no tensors, or of another dtype or shape.
         """
+        checks.tensor("input_ids", input_ids)
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must have shape (batch, seqlen), found {tuple(input_ids.shape)}")
         hidden = self.transformer(input_ids, position_ids=position_ids, inference_params=inference_params)

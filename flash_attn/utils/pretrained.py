@@ -61,12 +61,23 @@ def config_of_pretrained(model_name: str | os.PathLike[str]) -> dict | None:
     """The contents of a checkpoint's config.json, or None if there is no such file.
 
     model_name: as in `state_dict_from_pretrained`; the config of a file is beside it.
+    Raises ValueError if the file is not JSON.
     """
     path = pathlib.Path(model_name)
     try:
-        return json.loads(_finder(path.parent if path.is_file() else model_name)("config.json").read_text())
+        path = _finder(path.parent if path.is_file() else model_name)("config.json")
     except (OSError, ValueError, ModuleNotFoundError):
         return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, found: {error}") from error
+
+
+def config_is_missing(model_name: str | os.PathLike[str]) -> OSError:
+    """The error for a checkpoint without config.json, where its configuration is not given either."""
+    where = "" if pathlib.Path(model_name).exists() else ", which is neither a folder here nor known on the hub"
+    return OSError(f"config must be given, as there is no config.json in {model_name}{where}")
 
 
 def _finder(model_name: str | os.PathLike[str]) -> Callable[[str], pathlib.Path]:
@@ -130,8 +141,11 @@ def load_file(
 def _load_safetensors(path: pathlib.Path, device: torch.device | str) -> dict[str, Tensor]:
     import safetensors.torch
 
-    if str(device) != "meta":
-        return safetensors.torch.load_file(path, device=str(device))
-    with safetensors.safe_open(path, framework="pt") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}
-        return {name: torch.empty(each.get_shape(), device="meta") for name, each in slices.items()}
+    try:
+        if str(device) != "meta":
+            return safetensors.torch.load_file(path, device=str(device))
+        with safetensors.safe_open(path, framework="pt") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}
+            return {name: torch.empty(each.get_shape(), device="meta") for name, each in slices.items()}
+    except safetensors.SafetensorError as error:  # which does not say in which file
+        raise ValueError(f"{path} must be a safetensors file, found: {error}") from error

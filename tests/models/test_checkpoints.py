@@ -166,7 +166,7 @@ def test_hub(folder, tmp_path, monkeypatch):
     model = GPTLMHeadModel.from_pretrained("EleutherAI/pythia-tiny")
     assert (logits_of(model, ids) - logits_of(reference, ids)).abs().max() < 1e-4
     (snapshot / "config.json").unlink()  # the name says which family it is
-    with pytest.raises(ValueError, match=r"config must be given, as there is no config.json in EleutherAI/pythia-tiny"):
+    with pytest.raises(OSError, match=r"config must be given, as there is no config.json in EleutherAI/pythia-tiny"):
         GPTLMHeadModel.from_pretrained("EleutherAI/pythia-tiny")
     model = GPTLMHeadModel.from_pretrained("EleutherAI/pythia-tiny", model.config)
     assert (logits_of(model, ids) - logits_of(reference, ids)).abs().max() < 1e-4
@@ -227,9 +227,10 @@ def test_what_does_not_fit(folder):
 def test_what_does_not_fit_may_be_left_out(folder, caplog):
     path, reference = folder("llama")
     change(path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.WARNING):
         model = GPTLMHeadModel.from_pretrained(path, strict=False)
-    assert "transformer.layers.1.mlp.fc1.weight" in caplog.text
+    assert "these keep their first, random weights:\n    transformer.layers.1.mlp.fc1.weight (from" in caplog.text
+    assert "these are left out:\n    model.layers.1.mlp.gate_proj.weight" in caplog.text
     weight = model.transformer.layers[1].mlp.fc1.weight
     assert weight.std().item() == pytest.approx(0.3, rel=0.1)
     theirs = reference.model.layers[1].mlp.down_proj.weight
@@ -237,7 +238,12 @@ def test_what_does_not_fit_may_be_left_out(folder, caplog):
 
 
 def test_no_checkpoint(tmp_path):
-    with pytest.raises(NotImplementedError, match=r"no family is known for the checkpoint .* model_type must be"):
+    with pytest.raises(OSError, match=r"config must be given, as there is no config.json in [^,]*$"):
+        GPTLMHeadModel.from_pretrained(tmp_path)
+    with pytest.raises(OSError, match=r"no config.json in .*absent, which is neither a folder here nor known"):
+        GPTLMHeadModel.from_pretrained(tmp_path / "absent")
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match=r"config.json must be JSON, found: Expecting value"):
         GPTLMHeadModel.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
     with pytest.raises(NotImplementedError, match="found 'bert'"):
@@ -245,6 +251,23 @@ def test_no_checkpoint(tmp_path):
     CASES["gpt2"].config().save_pretrained(tmp_path)
     with pytest.raises(OSError, match=r"was not found: none of model.safetensors"):
         GPTLMHeadModel.from_pretrained(tmp_path)
+
+
+def test_a_configuration_that_does_not_fit(folder):
+    path, reference = folder("llama")
+    for wrong in (torch.bfloat16, {"hidden_size": 64}, "config.json"):
+        with pytest.raises(TypeError, match=f"config must have the fields of a model's .* {type(wrong).__name__}$"):
+            GPTLMHeadModel.from_pretrained(path, wrong)
+        with pytest.raises(TypeError, match="config must have the fields of a model's configuration"):
+            GPTLMHeadModel.from_config(wrong)
+    with pytest.raises(ValueError, match=r"config must be of the checkpoint's family, llama, .* found .*'gpt_neox'"):
+        GPTLMHeadModel.from_pretrained(path, CASES["gpt_neox"].config())
+    with pytest.raises(NotImplementedError, match=r"no family is known for this configuration: .* found 'bert'"):
+        GPTLMHeadModel.from_config(transformers.BertConfig())
+    (path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"family must be given, as neither config\.json nor the name says which"):
+        GPTLMHeadModel.from_pretrained(path, CASES["llama"].build()[2])
+    GPTLMHeadModel.from_pretrained(path, CASES["llama"].config())
 
 
 def test_what_cannot_be_saved(tmp_path):

@@ -1,7 +1,10 @@
 """Generation with every family is what a loop gives that computes everything again for each token."""
 
+import functools
+
 import pytest
 import torch
+import transformers
 from families import CASES, ids_of
 
 from flash_attn.models.gpt import GPTLMHeadModel
@@ -90,7 +93,7 @@ def test_prompt_as_long_as_the_result(name, device):
 
 def test_prompt_longer_than_the_positions(device):
     model = model_of("gpt2", device)
-    with pytest.raises(ValueError, match=r"input_ids.shape\[1\] must be at most 64, the number of positions, found 65"):
+    with pytest.raises(ValueError, match=r"sequences must have at most 64 tokens .* positions, found 65"):
         generate(model, ids_of(model.config, seqlen=65, device=device), 70)
 
 
@@ -182,3 +185,29 @@ def test_graphs(name, dtype, device):
         found, scores_of_graph = generate(model, ids, length, cg=True)
         assert torch.equal(found, expected)
         assert all(torch.equal(one, other) for one, other in zip(scores_of_graph, scores, strict=True))
+
+
+def test_more_tokens_than_learned_positions():
+    """The last token of a sequence needs no position; padding on the left takes none."""
+    model = GPTLMHeadModel(CASES["gpt2"].config()).eval()
+    ids = ids_of(model.config, seqlen=60)
+    assert model.generate(ids, max_length=65).shape == (2, 65)
+    with pytest.raises(ValueError, match=r"sequences must have at most 64 tokens .* positions, found 65"):
+        model.generate(ids, max_length=66)
+    ended = model.generate(ids, max_length=66, teacher_outputs=torch.full((2, 66), 2), eos_token_id=2)
+    assert ended.shape == (2, 61)  # one that ends before is no error
+    mask = (torch.arange(60) >= torch.tensor([4, 7])[:, None]).long()
+    assert model.generate(ids, max_length=69, attention_mask=mask).shape == (2, 69)
+    with pytest.raises(ValueError, match=r"sequences must have at most 68 tokens .* found 69"):
+        model.generate(ids, max_length=70, attention_mask=mask)
+    rotary = GPTLMHeadModel.from_config(CASES["llama"].config()).eval()
+    assert rotary.generate(ids, max_length=70).shape == (2, 70)
+
+
+def test_what_a_tokenizer_returns_is_given_by_name():
+    model = GPTLMHeadModel(CASES["gpt2"].config()).eval()
+    batch = transformers.BatchEncoding({"input_ids": ids_of(model.config), "attention_mask": torch.ones(2, 24)})
+    for call in (model, model.transformer, functools.partial(model.generate, max_length=30)):
+        with pytest.raises(TypeError, match=r"input_ids must be a torch.Tensor, found BatchEncoding"):
+            call(batch)
+    assert model.generate(**batch, max_length=30).shape == (2, 30)

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from flash_attn.utils.pretrained import state_dict_from_pretrained
+from flash_attn.utils.pretrained import load_file, state_dict_from_pretrained
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.full((4,), 0.1, dtype=torch.float16)}
 KINDS = ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json"]
@@ -90,6 +90,14 @@ def test_missing(tmp_path):
     (tmp_path / "b-of-pytorch_model.bin").unlink()
     with pytest.raises(OSError, match=r"b-of-pytorch_model.bin must be in .*, found no such file"):
         state_dict_from_pretrained(tmp_path)
+
+
+def test_a_file_that_is_none_of_safetensors(tmp_path):
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match=r"model.safetensors must be a safetensors file, found: .*header"):
+        state_dict_from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"model.safetensors must be a safetensors file, found: .*header"):
+        load_file(tmp_path / "model.safetensors", device="meta")
 
 
 def test_no_folder_and_no_hub(tmp_path, monkeypatch):

@@ -16,6 +16,9 @@ The contract between these functions and a model. A model is a module that is ca
     logits: (batch, num_last_tokens, vocab). In a tensor-parallel model every process returns the logits of the whole
         vocabulary, and must draw the same random numbers.
 
+A model with learned positions says how many in an attribute `max_positions`, an integer or None. Going on with a longer
+sequence is then an error.
+
 For CUDA graphs, a model also has `allocate_inference_cache` (see `GenerationMixin`), or a `config` with hidden_size,
 num_attention_heads and num_hidden_layers.
 

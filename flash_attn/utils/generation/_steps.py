@@ -57,9 +57,17 @@ class Steps:
             lengths = torch.zeros(batch, dtype=torch.int32, device=input_ids.device)
             self.params = InferenceParams(max_seqlen, batch, lengths_per_sample=lengths)
         self.params.leftpad_per_sample = leftpad
+        self.max_tokens: int | None = getattr(model, "max_positions", None)
+        if self.max_tokens is not None and leftpad is not None:
+            self.max_tokens += int(leftpad.min())
 
     def run(self, sequences: Tensor, num_last_tokens: int = 1) -> Tensor:
         """Logits (batch, num_last_tokens, vocab) of sequences (batch, length), which the caches then hold."""
+        if self.max_tokens is not None and sequences.shape[1] > self.max_tokens:
+            raise ValueError(
+                f"sequences must have at most {self.max_tokens} tokens (padding included) to be continued, as many as "
+                f"the model has positions, found {sequences.shape[1]}"
+            )
         offset, leftpad = self.params.seqlen_offset, self.params.leftpad_per_sample
         input_ids = sequences[:, offset:]
         held = offset if offset == 0 or leftpad is None else offset - leftpad  # how many keys the caches hold
