@@ -203,7 +203,8 @@ EDGES = [
     Case(shape=(1,), cols=1, dtype="fp32", is_rms_norm=True),
     Case(shape=(37,), cols=1, dtype="fp32", residual="bf16"),  # h is rounded when it is stored
     Case(shape=(9,), cols=1, dtype="fp16", residual="fp16", x1="fp32", colscale=True, offset=3.0),
-    Case(shape=(37,), cols=1, dtype="fp32", residual="bf16", is_rms_norm=True),
+    # Away from 0, where the norm of one column is a step, whose gradient no rounded h can have.
+    Case(shape=(37,), cols=1, dtype="fp32", residual="bf16", is_rms_norm=True, offset=3.0),
     Case(shape=(3,), cols=8),
     Case(shape=(), residual="bf16", rowscale=True, colscale=True, dropout_p=0.2),
     Case(shape=(2, 3, 4), cols=100, residual="bf16"),
