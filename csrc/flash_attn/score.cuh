@@ -41,13 +41,14 @@ __device__ inline float precise_cap(float x, float factor, float softcap) {
   return fabsf(t) < 0.3f ? softcap * (t + t * rest) : cap(x, factor, softcap);
 }
 
-// Replaces each of the lane's elements by fn(element). The loop is not unrolled and goes through local memory. That is
-// slow, but takes little code and no registers, and suits what is rarely needed.
+// Replaces each of the lane's elements by fn(element), two at a time, in a loop through local memory. That is slow, but
+// takes little code and few registers, and suits what is rarely needed.
 template <int kRows, int kCols, typename Fn>
 __device__ void replace_in_loop(Fragment<kRows, kCols>& s, Fn&& fn) {
   alignas(16) Fragment<kRows, kCols> copy = s;
 #pragma unroll 1
   for (int i = 0; i < s.kSlabs * s.kTiles; ++i) {
+#pragma unroll 2
     for (float& x : copy.values[i / s.kTiles][i % s.kTiles]) x = fn(x);
   }
   s = copy;
