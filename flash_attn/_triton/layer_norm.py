@@ -243,6 +243,27 @@ def _sums_kernel(
 
 
 @triton.jit
+def _through_norm(y, g, sums, row, cols, rstd, RMS: tl.constexpr):
+    """The gradient of h; the sums of g and of g y over a row are those of `_sums_kernel` if a block is not a row."""
+    if sums is None:
+        sum_g, sum_gy = tl.sum(g, 0), tl.sum(g * y, 0)
+    else:
+        sum_g, sum_gy = tl.load(sums + 2 * row), tl.load(sums + 2 * row + 1)
+    return (g - y * (sum_gy / cols)) * rstd if RMS else (g - sum_g / cols - y * (sum_gy / cols)) * rstd
+
+
+@triton.jit
+def _dropped(x, mask, rng_state, row, first, cols, there, threshold, branch, BLOCK: tl.constexpr):
+    """x where dropout kept a branch, else 0: as its mask says, or as it is drawn again if no mask was stored."""
+    if mask is not None:
+        col = first + tl.arange(0, BLOCK)
+        x = tl.where(tl.load(mask + row * cols + col, mask=there, other=0) != 0, x, 0.0)
+    elif rng_state is not None:
+        x = tl.where(_kept(rng_state, row, first, threshold, branch, BLOCK), x, 0.0)
+    return x
+
+
+@triton.jit
 def _bwd_kernel(
     dout, dout1, dh, h, x0, mean_in, rstd_in, weight, bias, weight1, colscale, rowscale, x0_subset, out_subset,
     rng_state, mask0, mask1, dx0, dx1, dresidual, out, sums, parts, stride_dout, stride_dout1, stride_dh, stride_h,
@@ -269,29 +290,18 @@ def _bwd_kernel(
         if dout1 is not None:
             dweight1 += grad1 * y
             dbias1 += grad1
-        if sums is None:
-            sum_g, sum_gy = tl.sum(g, 0), tl.sum(g * y, 0)
-        else:
-            sum_g, sum_gy = tl.load(sums + 2 * row), tl.load(sums + 2 * row + 1)
-        total = (g - y * (sum_gy / cols)) * rstd if RMS else (g - sum_g / cols - y * (sum_gy / cols)) * rstd
+        total = _through_norm(y, g, sums, row, cols, rstd, RMS)
         if dh is not None:
             total += tl.load(dh + row * stride_dh + col, mask=inside, other=0.0).to(tl.float32)
         if dresidual is not None:
             tl.store(dresidual + row * cols + col, total.to(dresidual.dtype.element_ty), mask=inside)
         if dx1 is not None:
-            branch = total * keep_scale
-            if mask1 is not None:
-                branch = tl.where(tl.load(mask1 + row * cols + col, mask=inside, other=0) != 0, branch, 0.0)
-            elif rng_state is not None:
-                branch = tl.where(_kept(rng_state, row, first, threshold, 1, BLOCK), branch, 0.0)
+            branch = _dropped(total * keep_scale, mask1, rng_state, row, first, cols, inside, threshold, 1, BLOCK)
             tl.store(dx1 + row * cols + col, branch.to(dx1.dtype.element_ty), mask=inside)
         if dx0 is not None:
             there = inside & (row0 + tl.zeros_like(col) >= 0)
             branch = total * _scale_of_row(rowscale, row0, rowscale_const, keep_scale)
-            if mask0 is not None:
-                branch = tl.where(tl.load(mask0 + row0 * cols + col, mask=there, other=0) != 0, branch, 0.0)
-            elif rng_state is not None:
-                branch = tl.where(_kept(rng_state, row0, first, threshold, 0, BLOCK), branch, 0.0)
+            branch = _dropped(branch, mask0, rng_state, row0, first, cols, there, threshold, 0, BLOCK)
             if colscale is not None:
                 x = tl.load(x0 + row0 * stride0 + col, mask=there, other=0.0).to(tl.float32)
                 dcolscale += tl.where(there, branch * x, 0.0)
