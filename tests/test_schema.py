@@ -63,6 +63,7 @@ def probe():
         f"-isystem{torch_folder / 'include'}",
         "-DTORCH_TARGET_VERSION=0x020a000000000000",
         f"-L{torch_folder / 'lib'}",
+        "-Wl,-Bsymbolic",  # or its C++ library, where that is linked into it, would use parts of torch's
         "-Wl,--no-as-needed",
         "-ltorch_cpu",
     )

@@ -9,10 +9,9 @@ namespace flash::flash_attn {
 // Barriers of bwd_sm90.cuh. `+ rank`: there is one for each consumer warpgroup, 0 or 1.
 enum BwdBarrier {
   kStepBarrier = 1,  // both warpgroups wait until both have stored dS; staggered: the second waits, the first releases
-  kDqFullBarrier = 2,    // + rank: the dQ warp waits for its half of dQ, which the warpgroup releases
-  kDqEmptyBarrier = 4,   // + rank: the warpgroup waits for its box, which the dQ warp releases
-  kOwnBarrier = 6,       // + rank: a consumer warpgroup waits for its own threads; also in bwd_sm90_wide.cuh
-  kRowsReadBarrier = 8,  // + rank, staggered: the first warp waits until the others have read lse and softmax_d
+  kDqFullBarrier = 2,   // + rank: the dQ warp waits for its half of dQ, which the warpgroup releases
+  kDqEmptyBarrier = 4,  // + rank: the warpgroup waits for its box, which the dQ warp releases
+  kOwnBarrier = 6,      // + rank: a consumer warpgroup waits for its own threads; also in bwd_sm90_wide.cuh
 };
 constexpr int kDqThreads = kWarpgroup + 32;  // threads that meet at kDqFullBarrier and kDqEmptyBarrier
 

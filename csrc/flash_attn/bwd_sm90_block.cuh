@@ -25,12 +25,21 @@ struct BwdSm90Launch : BwdSm90Params {
 };
 
 // Tiles of rows and a value for each row.
+//
+// When the products that read a tile have ended, no warp of the warpgroup reads it any more. But warps read the values
+// with ordinary loads, about which this says nothing. With kValueRounds = 2 a stage has the values of two rounds: those
+// of a step are overwritten no earlier than after the next step, in which all warps have met at a barrier, so that one
+// thread of a warpgroup can release the stage. With 1, every warp has to.
 template <typename Config>
 struct RowRing {
   using Tile = SharedTile<typename Config::T, Config::kBlockM, Config::kHeadDim>;
+  using Cursor = typename Ring<Config::kStages>::Cursor;
   Tile tiles[Config::kStages];
-  alignas(128) float values[Config::kStages][Config::kBlockM];
+  alignas(128) float values[Config::kValueRounds][Config::kStages][Config::kBlockM];
   Ring<Config::kStages> barriers;
+
+  static constexpr int kValueBytes = Config::kBlockM * sizeof(float);
+  __device__ float* values_of(const Cursor& at) { return values[at.round % Config::kValueRounds][at.stage]; }
 };
 
 // The keys of a block, and the rows that see them. The blocks of a cluster take neighbouring keys and walk over the

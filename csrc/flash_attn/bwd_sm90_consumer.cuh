@@ -38,9 +38,7 @@ __device__ inline unsigned not_kept(unsigned value) {
   return value;
 }
 
-// A warp of a warpgroup that computes. One thread releases the stages that its warpgroup has read. When the products of
-// a warpgroup have ended, its warps no longer read tiles; but they read lse and softmax_d with ordinary loads, after
-// which they have to meet at a barrier before that thread releases the stage.
+// A warp of a warpgroup that computes.
 template <typename Config_, typename Shared>
 struct BwdConsumer {
   using Config = Config_;
@@ -58,8 +56,6 @@ struct BwdConsumer {
 
   // Whether this is the thread that releases what the warpgroup has read.
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
-
-  __device__ bool in_first_warp() const { return key0 % (16 * kWarpgroup / 32) == 0; }
 
   // Clears rows or keys outside of `live`, which see nothing or belong to other entries: they may hold NaN.
   template <typename Tile>
@@ -95,7 +91,7 @@ struct BwdConsumer {
     const Interval existing{rows.first, min(rows.last, mask.seqlen_q - 1)};
     const bool cut = !mask.keys_seen_by_all(existing).covers(block.keys);
     make_probabilities<Config::kFeatures>(s, p.problem, mask, place_of(head, rows), cut, [&](int c) {
-      return *reinterpret_cast<const float2*>(&shared.q.values[at.stage][s.col(c)]);
+      return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]);
     });
   }
 

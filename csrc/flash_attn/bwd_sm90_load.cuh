@@ -31,9 +31,9 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
     const int64_t index = block.padded_index(p, head) + row0;
     const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values) {
       ring.barriers.wait_empty(at);
-      ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(ring.tiles[0]) + sizeof(ring.values[0]));
+      ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(ring.tiles[0]) + ring.kValueBytes);
       load_async(ring.tiles[at.stage], map, first + row0, head, batch, here);
-      ptx::copy_bytes_async(ptx::shared_address(ring.values[at.stage]), values + index, sizeof(ring.values[0]), here);
+      ptx::copy_bytes_async(ptx::shared_address(ring.values_of(at)), values + index, ring.kValueBytes, here);
     };
     load(shared.q, p.q_map, p.plan.lse_log2);
     load(shared.dout, p.dout_map, p.plan.softmax_d);

@@ -23,7 +23,7 @@ struct BwdSm90Config {
   static constexpr Features kFeatures = kFeatures_;
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
-  static constexpr int kStages = 2, kCluster = 1;
+  static constexpr int kStages = 2, kValueRounds = 2, kCluster = 1;
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // whether a half of dQ has half of its rows, or channels
   static constexpr bool kStaggered = kTile.staggered;

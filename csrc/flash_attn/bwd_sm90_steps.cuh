@@ -95,7 +95,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void differentiate(Scores& s, Scores& dp, Packed& weights, Packed& gradients, int head,
                                 const Interval& rows) const {
     const auto softmax_d = [&](int c) {
-      return *reinterpret_cast<const float2*>(&shared.dout.values[at.stage][dp.col(c)]);
+      return *reinterpret_cast<const float2*>(&shared.dout.values_of(at)[dp.col(c)]);
     };
     if constexpr (kPlain) {
       wait_gemms<1>(s);
@@ -155,7 +155,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     start_dv(weights);
     store_transposed(ds, gradients, not_kept(key0));
     ptx::fence_async_shared();
-    ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);  // all warps have read lse and softmax_d, too
+    ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     HalfOfDq dq;
     start_dq(dq, ds);
     wait_gemms<1>(dv);
@@ -174,14 +174,12 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     ptx::fence_async_shared();
     __syncwarp();
     if (lane_id() == 0) shared.ds_ring.full[at.stage].arrive();
-    if (!this->in_first_warp()) ptx::arrive_at_barrier<kWarpgroup>(kRowsReadBarrier + rank);
     start_dv(weights);
     HalfOfDq dq;
     start_last_dq(dq);
     start_dk(gradients);
     if (rank == 0) ptx::arrive_at_barrier<2 * kWarpgroup>(kStepBarrier);
     wait_gemms<1>(dv, dq);
-    if (this->in_first_warp()) ptx::sync_barrier<kWarpgroup>(kRowsReadBarrier + rank);
     if (this->leads()) shared.dout.barriers.release(at);
     if (last_dq_rows != kNone) end_last_dq(dq);
     last_dq_rows = dq_rows;

@@ -38,13 +38,13 @@ __device__ void load_block(const BwdSm90Launch& p, BwdWideShared<Config>& shared
     const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values) {
       auto& tile = ring.tiles[at.stage];
       ring.barriers.wait_empty(at);
-      ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(tile) + sizeof(ring.values[0]));
+      ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(tile) + ring.kValueBytes);
 #pragma unroll 1
       for (int page = rank; page < tile.kPages; page += Config::kCluster) {
         ptx::copy_box_to_blocks(tile.address(0, 0) + tile.distance(0, page), map, page * tile.kPageCols, head,
                                 static_cast<int>(q.first) + row0, static_cast<int>(q.batch), here, 0b11);
       }
-      ptx::copy_bytes_async(ptx::shared_address(ring.values[at.stage]), values + index, sizeof(ring.values[0]), here);
+      ptx::copy_bytes_async(ptx::shared_address(ring.values_of(at)), values + index, ring.kValueBytes, here);
     };
     load(shared.q, p.q_map, p.plan.lse_log2);
     load(shared.dout, p.dout_map, p.plan.softmax_d);

@@ -127,7 +127,7 @@ struct KeyTeam : SumTeam<Config> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int c = 4 * i + 2 * half;
-        const float2 softmax_d = *reinterpret_cast<const float2*>(&shared.dout.values[at.stage][dp.col(c)]);
+        const float2 softmax_d = *reinterpret_cast<const float2*>(&shared.dout.values_of(at)[dp.col(c)]);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float2 weight = ptx::unpack<T>(weights.values[0][i][2 * half + r]);
