@@ -524,8 +524,8 @@ _KEYS_AND_VALUES = _Layout("kv", lambda kv, cos, sin: ((kv[:, :, 0], cos, sin),)
 
 
 def _split_three(qkv, cos, sin, cos_k=None, sin_k=None):
-    """Queries and keys of (..., 3, heads, head_dim), together where they share tables and lie one behind the other."""
-    q, k = qkv.select(-3, 0), qkv.select(-3, 1)  # not unbind, whose views autograd lets nobody write to
+    """Queries and keys of (..., 3, heads, head_dim), as one part if they share tables and are neighbours in memory."""
+    q, k = qkv.select(-3, 0), qkv.select(-3, 1)  # unbind would give views that autograd forbids to write to
     if cos_k is not None:
         return (q, cos, sin), (k, cos_k, sin_k)
     if qkv.stride(-3) == qkv.shape[-2] * qkv.stride(-2):
