@@ -3,8 +3,8 @@
     dropout_add_ln_fwd, dropout_add_ln_bwd, dropout_add_ln_parallel_residual_fwd, dropout_add_ln_parallel_residual_bwd
 
 take and return what that module did, for any number of features and any mix of dtypes. They are thin: checks, kernels
-and the reference backend are those of `flash_attn.ops.layer_norm`. Outputs that there are none of are None; the
-partial sums that the module returned beside the gradients of parameters, `*_part`, are None too. `gen_` must be None:
+and the reference backend are those of `flash_attn.ops.layer_norm`. Outputs that do not exist are None. So are `*_part`,
+the partial sums that the module returned beside the gradients of parameters. `gen_` must be None:
 dropout draws from the default generator of the device.
 """
 

@@ -45,8 +45,8 @@ def linear_act_forward(input, weight, bias, is_gelu, save_pre_act, heuristic, /)
 def bias_act_linear_dgrad_bgrad(weight, d_output, pre_act, is_gelu, heuristic, /):
     """Returns [d_input, d_bias]: act'(pre_act) * (d_output weight) and the sum of its rows.
 
-    weight (out, in) is that of the layer behind the activation, d_output (..., out); pre_act (..., in) as from
-    `linear_act_forward` of the layer before it, with the same is_gelu.
+    weight (out, in) belongs to the layer after the activation, d_output (..., out) is the gradient of its output.
+    pre_act (..., in) comes from `linear_act_forward` of the layer before the activation, with the same is_gelu.
     heuristic: from -1 to 4; the result does not depend on it.
     """
     checks.alike(("weight", "d_output", "pre_act"), (weight, d_output, pre_act), dtypes=ops.DTYPES)

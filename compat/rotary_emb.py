@@ -14,8 +14,8 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj, /):
 
     x1, x2, out1, out2: one shape, (batch, seqlen, heads, rotary_dim / 2) as a rule, and one floating-point dtype; the
     maths is in float32. The outputs may be the inputs. cos, sin: of a shape that broadcasts to it, (seqlen, 1,
-    rotary_dim / 2). A kernel does it, in place or not, where x1 and x2 are the halves of a tensor or its even and odd
-    channels, and out1 and out2 likewise; other layouts, and float64, take torch's operations. Returns None.
+    rotary_dim / 2). A kernel runs, in place or not, if x1 and x2 are the halves of a tensor or its even and odd
+    channels, and out1 and out2 are, too. Other layouts, and float64, use torch's operations. Returns None.
     """
     checks.alike(("x1", "x2", "out1", "out2"), (x1, x2, out1, out2), dtypes=ops.TABLE_DTYPES)
     for name, value in (("x2", x2), ("out1", out1), ("out2", out2)):
@@ -47,7 +47,10 @@ def apply_rotary(x1, x2, cos, sin, out1, out2, conj, /):
 
 
 def _joined(first, second):
-    """The tensor whose halves, or even and odd channels, these are, and whether the latter; None if there is none."""
+    """The tensor that the two are parts of, and whether they are its even and odd channels; None if there is none.
+
+    Otherwise they are its halves.
+    """
     strides, half = first.stride(), first.shape[-1]
     if (
         first.dim() != 4

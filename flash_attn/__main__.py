@@ -98,9 +98,9 @@ def architectures(library: pathlib.Path) -> list[str]:
     """The GPU architectures in a compiled library: sm_XX for machine code, compute_XX for PTX.
 
     Read from the fat binaries that nvcc embeds. Their layout is not documented; this is how nvcc 11 to 13 write it.
-    A header of 16 bytes (magic, version 1, header size 16, size of what follows) precedes entries, whose header holds
-    the kind (1 PTX, 2 machine code) at byte 0, its own size at 4, the size of the code at 8, the architecture at 28
-    and flags at 40.
+    After a header of 16 bytes (magic, version 1, header size 16, size of what follows) come entries. The header of an
+    entry holds the kind (1 PTX, 2 machine code) at byte 0, its own size at 4, the size of the code at 8, the
+    architecture at 28 and flags at 40.
     """
     image, found = library.read_bytes(), set()
     magic = struct.pack("<IHH", 0xBA55ED50, 1, 16)

@@ -1,4 +1,4 @@
-"""The errors for bad arguments. Callers and tests of flash-attn, whose checks are C++, expect RuntimeError for all."""
+"""The errors for bad arguments. They are RuntimeErrors too, since the checks in C++ of flash-attn raise these."""
 
 
 class ArgumentError(ValueError, RuntimeError):

@@ -126,7 +126,7 @@ def flash_attn_kvpacked_func(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`flash_attn_func` with keys and values in one tensor, whose gradient then is one tensor, too.
+    """`flash_attn_func` with keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
         q: (batch, seqlen_q, heads, head_dim).
@@ -167,7 +167,7 @@ def flash_attn_qkvpacked_func(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`flash_attn_func` with queries, keys and values in one tensor, whose gradient then is one tensor, too.
+    """`flash_attn_func` with queries, keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
         qkv: (batch, seqlen, 3, heads, head_dim): queries, keys, values.
@@ -218,7 +218,8 @@ def flash_attn_varlen_func(
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), starting at 0: entry b has the tokens cu_seqlens[b] to
             cu_seqlens[b + 1] - 1. Entries may be empty. Tokens after the last entry give 0.
         max_seqlen_q, max_seqlen_k: int, 0-d integer tensor or None: an upper bound of the lengths. A tensor is not
-            read, so that nothing waits for the device, except for return_attn_probs with dropout, whose shape it sets.
+            read, so that nothing waits for the device, except with dropout and return_attn_probs, where it sets the
+            shape of S_dmask.
         block_table: int32 (batch, pages of an entry) or None: key j of entry b is in page
             block_table[b, j // page_size]; lengths still come from cu_seqlens_k. An entry has no more keys than its
             pages have room for: if cu_seqlens_k says more, the first ones are used. The backward raises, for keys in
@@ -267,7 +268,7 @@ def flash_attn_varlen_kvpacked_func(
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`flash_attn_varlen_func` with keys and values in one tensor, whose gradient then is one tensor, too.
+    """`flash_attn_varlen_func` with keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
         q: (total_q, heads, head_dim).
@@ -312,7 +313,7 @@ def flash_attn_varlen_qkvpacked_func(
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """`flash_attn_varlen_func` with queries, keys and values in one tensor, whose gradient then is one tensor, too.
+    """`flash_attn_varlen_func` with queries, keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
         qkv: (total, 3, heads, head_dim): queries, keys, values.

@@ -4,7 +4,7 @@
     probs = scaled_upper_triang_masked_softmax(scores, None, scale)       # row i sees columns up to i
 
 Scores are (batch, heads, seqlen_q, seqlen_k), in float32, float16 or bfloat16, and so are the probabilities; the
-maths is float32. A row of which nothing is left gives zeros.
+maths is float32. A row with all columns left out gives zeros.
 """
 
 import enum

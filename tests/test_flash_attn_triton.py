@@ -59,6 +59,18 @@ def test_bias(case, shape, device):
         assert three[0].dtype == q.dtype
 
 
+def test_a_bias_may_be_more_exact_than_the_scores(device):
+    q, k, v, dout = Case(seqlen_q=33, seqlen_k=33).tensors(device)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        bias = torch.linspace(-1, 1, 33, device=device).to(dtype).requires_grad_()
+        out = flash_attn_triton.flash_attn_func(q, k, v, bias)
+        (dbias,) = torch.autograd.grad(out, bias, dout)
+        assert (out.dtype, dbias.dtype) == (q.dtype, dtype)
+        results.append((out, dbias.float()))
+    assert all(torch.equal(one, other) for one, other in zip(*results))
+
+
 def test_without_a_bias_it_is_attention(device):
     q, k, v, _ = Case(seqlen_q=33, seqlen_k=33).tensors(device)
     expected = flash_attn_func(q, k, v, causal=True, softmax_scale=0.5)

@@ -8,7 +8,7 @@ Nothing here reads the contents of a tensor, so no check synchronises with a dev
 import math
 import numbers
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, SupportsFloat, SupportsInt
+from typing import Any, SupportsFloat, SupportsInt, cast
 
 import torch
 
@@ -109,13 +109,13 @@ def as_float(name: str, value: SupportsFloat) -> float:
     return float(scalar)
 
 
-def whole(name: str, value: SupportsInt, expected: str = "an integer") -> int | torch.SymInt:
+def whole(name: str, value: SupportsInt, expected: str = "an integer") -> int:
     """`value` as an int: an integer, a float without a fraction, or a tensor or array without dimensions of one."""
     if type(value) is int:
         return value
     value = _scalar(value)
-    if isinstance(value, torch.SymInt):
-        return value
+    if isinstance(value, torch.SymInt):  # an integer of a graph, as which it must stay
+        return cast(int, value)
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
         number(name, value, float(value).is_integer(), "a whole number")
     else:

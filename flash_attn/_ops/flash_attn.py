@@ -432,7 +432,7 @@ def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
 
 
 def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
-    """Check new keys and values, at least one of which is given."""
+    """Check new keys and values; at least one of the two is given."""
     if k is None or v is None:
         missing, given = ("k", "v") if k is None else ("v", "k")
         raise ArgumentError(f"{missing} must be given together with {given}, found None")
@@ -454,7 +454,7 @@ def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
 
 
 def _check_rotary(q, k, cos, sin, capacity):
-    """Check the tables of a rotation, at least one of which is given; return both, in at most float32."""
+    """Check the tables of a rotation, of which at least one is given; return both, float64 as float32."""
     if cos is None or sin is None:
         missing, given = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
         raise ArgumentError(f"{missing} must be given together with {given}, found None")

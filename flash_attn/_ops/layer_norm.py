@@ -19,7 +19,7 @@ rng_state               (2,) int64, seed and offset of dropout, or None; `_refer
 
 The forward returns (out, out1, h, mask0, mask1, mean, rstd). h is stored in h_dtype, if that is not None. mask0 and
 mask1, uint8, are stored with return_mask; mean and rstd are (rows,) fp32. What is not stored is an empty tensor. The
-backward needs h as it was stored, or x0 if it was not, and likewise stores what it is given a dtype for.
+backward needs h as it was stored, or else x0. It stores the results for which it is given a dtype.
 """
 
 import math
@@ -62,8 +62,8 @@ def forward(
 ):
     """Check the arguments and normalise. Returns (out, out1, h, mask0, mask1, mean, rstd), None for what is not there.
 
-    h, only with prenorm, has the dtype of residual, or else fp32 if residual_in_fp32, or else that of x0; it is x0
-    itself where nothing changes it. The masks are there if asked for and if something can be dropped.
+    h, only with prenorm, has the dtype of residual, or without one float32 if residual_in_fp32, else the dtype of x0.
+    It is x0 itself where nothing changes it. The masks are there if asked for and if something can be dropped.
     names: what the caller calls x0, weight and bias.
     """
     checks.flags(
@@ -108,12 +108,12 @@ def backward(
     dout, dout1, dh, h, x0, mean, rstd, weight, weight1, colscale, rowscale, x0_subset, out_subset, mask0, mask1,
     dropout_p, rowscale_const, x0_rows, has_x1, has_residual, is_rms_norm, names,
 ):  # fmt: skip
-    """Gradients of `forward` for two-dimensional arguments, of which h is what was normalised, as it was stored.
+    """Gradients of `forward` for two-dimensional arguments. h is what was normalised, as it was stored.
 
     names: what the caller calls the tensors that it may give, and x0_rows.
 
     Returns (dx0, dx1, dresidual, dweight, dbias, dweight1, dbias1, dcolscale), None for what is not there. dx0 and dx1
-    have the dtype of dout, dresidual that of h, the others those of their parameters; biases have that of the weights.
+    have the dtype of dout, dresidual the dtype of h, dcolscale its parameter's, and the others their weight's.
     """
     checks.flags(has_x1=has_x1, has_residual=has_residual, is_rms_norm=is_rms_norm)
     _check_numbers(0.0, dropout_p, rowscale_const)

@@ -100,13 +100,12 @@ def arguments(
     positions = _check_tables(names[1], cos, names[2], sin, head_dim, device)
     first, offsets = 0, None
     if isinstance(seqlen_offsets, Tensor):
+        offsets = seqlen_offsets.expand(batch) if seqlen_offsets.dim() == 0 else seqlen_offsets
         dtypes = checks.INTEGER_DTYPES
-        checks.tensor("seqlen_offsets", seqlen_offsets, dtypes=dtypes, shape=(batch,), device=device)
-        offsets = seqlen_offsets
+        checks.tensor("seqlen_offsets", offsets, dtypes=dtypes, shape=(batch,), device=device)
     else:
-        checks.integer("seqlen_offsets", seqlen_offsets, "an integer or an integer tensor (batch,)")
-        checks.number("seqlen_offsets", seqlen_offsets, seqlen_offsets >= 0, "at least 0")
-        first = seqlen_offsets
+        first = checks.whole("seqlen_offsets", seqlen_offsets, "an integer or an integer tensor")
+        checks.number("seqlen_offsets", first, first >= 0, "at least 0")
     if seqlen is not None and first + seqlen > positions:
         raise ValueError(f"{names[1]} must have a row for each of {first + seqlen} positions, found {positions} rows")
     if cos.dtype == torch.float64:

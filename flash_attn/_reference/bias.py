@@ -16,7 +16,7 @@ def attention(
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2).to(dtype) for x in (k, v))
-    s = torch.einsum("bihd,bjhd->bhij", q.to(dtype) * softmax_scale, k) + bias
+    s = torch.einsum("bihd,bjhd->bhij", q.to(dtype) * softmax_scale, k) + bias.to(dtype)
     if causal:
         hidden = s.new_ones(s.shape[-2:], dtype=torch.bool).triu(1 + s.shape[-1] - s.shape[-2])
         s = s.masked_fill(hidden, -math.inf)

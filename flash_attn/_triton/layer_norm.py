@@ -1,9 +1,9 @@
 """The ops of `flash_attn._ops.layer_norm` in Triton: `fwd` and `bwd`, with their arguments and results.
 
 A program has a row at a time, in registers if it is at most MAX_BLOCK columns wide, and else in blocks that it reads
-again for each pass. In the backward programs stay and sum the gradients of parameters over their rows; the sums of all
-programs are added up at the end, in a fixed order. Rows wider than MAX_BLOCK are cut into tiles of columns there, whose
-programs know the two sums of each row from a kernel of their own.
+again for each pass. In the backward a program has several rows, and sums the gradients of parameters over them; the
+sums of all programs are added up at the end, in a fixed order. Rows wider than MAX_BLOCK are cut into tiles of columns
+there, after a kernel that computes the two sums of each row.
 """
 
 import torch

@@ -70,9 +70,9 @@ def apply_rotary_emb(
         interleaved: the pairs are (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
         inplace: write into x, even if it is a leaf that requires grad. Go on with what is returned: if x is a leaf or
             a view, autograd does not know that it was rotated.
-        seqlen_offsets: position of the first token of every sequence, an integer or an int32 or int64 tensor (batch,).
-            An integer must leave a row of the tables for every token; tokens that a tensor sends past the tables
-            stay as they are.
+        seqlen_offsets: position of the first token of every sequence, an integer or an int32 or int64 tensor (batch,)
+            or without dimensions. An integer must leave a row of the tables for every token; tokens that a tensor sends
+            past the tables stay as they are.
         cu_seqlens: (batch + 1,) int32, where each sequence starts in x. Tokens before the first and after the last
             entry stay as they are.
         max_seqlen: length of the longest packed sequence, an integer or an integer tensor without dimensions;
@@ -243,7 +243,8 @@ class RotaryEmbedding(torch.nn.Module):
         Arguments:
             qkv: packed as `apply_rotary_emb_qkv_` takes it; with kv, the queries (batch, seqlen, heads, head_dim).
             kv: (batch, seqlen_k, 2, heads_k, head_dim).
-            seqlen_offset: position of the first token, an integer or an int32 or int64 tensor (batch,).
+            seqlen_offset: position of the first token, an integer or an int32 or int64 tensor (batch,) or without
+                dimensions.
             max_seqlen: the tables get this many rows; an integer, or an integer tensor without dimensions, which is
                 read and so waited for. By default as many as an integer seqlen_offset asks for; with a tensor there,
                 as many as they have. A loop that decodes token by token should pass the greatest length it
@@ -260,6 +261,10 @@ class RotaryEmbedding(torch.nn.Module):
         if isinstance(max_seqlen, Tensor):
             checks.tensor("max_seqlen", max_seqlen, dtypes=checks.INTEGER_DTYPES, shape=())
             max_seqlen = int(max_seqlen.item())  # not the tensor, whose value may be another at the next call
+        elif max_seqlen is not None:
+            max_seqlen = checks.whole("max_seqlen", max_seqlen)
+        if not isinstance(seqlen_offset, Tensor):
+            seqlen_offset = checks.whole("seqlen_offset", seqlen_offset, "an integer or an integer tensor")
         _check_call(qkv, kv, seqlen_offset, max_seqlen, cu_seqlens)
         cos, sin, cos_k, sin_k = self._tables_for(qkv, kv, seqlen_offset, max_seqlen)
         if kv is None:
@@ -392,10 +397,8 @@ def _check_call(
     elif kv is not None or isinstance(seqlen_offset, Tensor) or seqlen_offset != 0 or max_seqlen is None:
         raise ValueError("cu_seqlens must be given with max_seqlen and without kv and seqlen_offset, found others")
     if max_seqlen is not None:
-        checks.integer("max_seqlen", max_seqlen)
         checks.number("max_seqlen", max_seqlen, max_seqlen >= 0, "at least 0")
     if not isinstance(seqlen_offset, Tensor):
-        checks.integer("seqlen_offset", seqlen_offset, "an integer or an integer tensor (batch,)")
         checks.number("seqlen_offset", seqlen_offset, seqlen_offset >= 0, "at least 0")
     if kv is not None:
         checks.tensor("kv", kv, shape=(qkv.shape[0], None, 2, None, None), device=qkv.device)
@@ -521,8 +524,8 @@ _KEYS_AND_VALUES = _Layout("kv", lambda kv, cos, sin: ((kv[:, :, 0], cos, sin),)
 
 
 def _split_three(qkv, cos, sin, cos_k=None, sin_k=None):
-    """Queries and keys of (..., 3, heads, head_dim), together where they share tables and lie one behind the other."""
-    q, k = qkv.select(-3, 0), qkv.select(-3, 1)  # not unbind, whose views autograd lets nobody write to
+    """Queries and keys of (..., 3, heads, head_dim), as one part if they share tables and are neighbours in memory."""
+    q, k = qkv.select(-3, 0), qkv.select(-3, 1)  # unbind would give views that autograd forbids to write to
     if cos_k is not None:
         return (q, cos, sin), (k, cos_k, sin_k)
     if qkv.stride(-3) == qkv.shape[-2] * qkv.stride(-2):

@@ -73,7 +73,7 @@ class Block(nn.Module):
     >>> hidden_states, residual = Block(128)(torch.randn(2, 16, 128))
     """
 
-    mixer: Any  # a module; with the method allocate_inference_cache, if that of the block is called
+    mixer: Any  # a module; it needs allocate_inference_cache only if that method of the block is called
 
     def __init__(
         self,

@@ -62,13 +62,13 @@ def fused_dense_func(
             autocast casts all three.
         weight: (out_features, in_features).
         bias: (out_features,) or None.
-        return_residual: also return x as it entered the product, cast and all. A gradient that arrives there, that of
-            a residual stream, is added within the product that gives x its gradient.
-        process_group: a group whose processes have out_features divided among them. With sequence_parallel they have
+        return_residual: also return x as it entered the product, after a cast. Its gradient, from a residual
+            connection, is added within the product that gives x its gradient.
+        process_group: a group of processes that have out_features divided among them. With sequence_parallel they have
             the first dimension of x divided too: x is gathered before the product, and its gradient scattered back.
             Otherwise x is the same in all, and its gradient is summed.
 
-    Returns (..., out_features), whose first dimension is that of the gathered x; or a tuple of it and x.
+    Returns (..., out_features), with the first dimension of the gathered x; or a tuple of it and x.
 
     >>> x, weight = torch.randn(2, 5, 64), torch.randn(128, 64)
     >>> fused_dense_func(x, weight, torch.zeros(128)).shape
@@ -307,7 +307,7 @@ def _share(name, features, process_group, multiple_of):
 
 
 def _reduced(out, process_group, sequence_parallel):
-    """The sum of all processes' parts, of which each keeps its share of the rows with sequence_parallel."""
+    """The sum of all processes' parts; with sequence_parallel, each process keeps its share of the rows."""
     return (reduce_scatter if sequence_parallel else all_reduce)(out, process_group)
 
 

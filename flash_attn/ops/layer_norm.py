@@ -53,8 +53,7 @@ def dropout_add_layer_norm(
         rowscale: a factor for each row, of the shape of x0 without features, or None.
         layerscale: (features,), a factor for each feature (Touvron et al., CaiT, arXiv:2103.17239), or None.
         prenorm: also return h, the sum.
-        residual_in_fp32: h is float32 if there is no residual whose dtype it could have; without either it has that of
-            x0.
+        residual_in_fp32: without a residual, h is float32 instead of the dtype of x0. With one, h has the residual's.
         return_dropout_mask: also return which elements were kept, uint8, 1 for kept.
 
     Returns out like x0, or a tuple (out, h, mask) without what was not asked for. If nothing changes x0, h is x0.

@@ -1,4 +1,4 @@
-"""`triton_op`: that of torch.library, with two more options."""
+"""`triton_op` of torch.library with two more options."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, overload

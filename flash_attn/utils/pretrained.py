@@ -25,18 +25,18 @@ def state_dict_from_pretrained(
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """All tensors of a checkpoint by their names; the shards of a sharded one are joined.
+    """All tensors of a checkpoint by their names, from all of its shards.
 
     Arguments:
-        model_name: a folder or a file, as str or Path. If there is none of this name it is a name on the hub, which
-            needs the package huggingface_hub.
+        model_name: a folder or a file, as str or Path; if there is none, a name on the hub, which needs the
+            package huggingface_hub.
         device: where the tensors are put, as torch takes it; None leaves them where the file says.
         dtype: what floating-point tensors are cast to; None leaves them as they are in the file.
 
     The first file that is found is read: model.safetensors, its index of shards, pytorch_model.bin, its index of
     shards. The former two need the package safetensors; the latter two are read with weights_only.
 
-    Raises OSError if there is none of them, or if a shard is missing.
+    Raises OSError if none of these files exists, or if a shard is missing.
 
     >>> state_dict = state_dict_from_pretrained("openai-community/gpt2")                    # doctest: +SKIP
     """

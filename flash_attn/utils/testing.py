@@ -350,8 +350,8 @@ def attention_ref(
         P(i, j) = exp(s(i, j)) / sum_l exp(s(i, l))       over the keys that query i sees
         out_i   = sum_j P(i, j) keep(i, j) / (1 - dropout_p) v_j
 
-    The error of upcast=False, measured against upcast=True, says what that of a kernel may be. Differentiable in all
-    tensors of floats, any number of times.
+    The difference between upcast=False and upcast=True tells how large the error of a kernel may be. Differentiable in
+    all tensors of floats, any number of times.
 
     Arguments:
         q: (batch, seqlen_q, heads, head_dim), float16, bfloat16, float32 or float64, as k, v and qv.
@@ -470,7 +470,7 @@ def _check_qkv(q, k, v, qv):
 
 
 def _check_padding(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, batch=None):
-    """Check what tells real tokens from padding; without `batch`, its size is that of the first that is given."""
+    """Check what tells real tokens from padding. Without `batch`, the first mask or leftpad sets the batch size."""
     _check_count("seqlen_q", seqlen_q)
     _check_count("seqlen_k", seqlen_k)
     for name, value, dtypes, sizes in (

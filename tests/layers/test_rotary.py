@@ -664,6 +664,17 @@ def test_module_with_other_frequencies(change, used, device):
     assert identical(module.half()(qkv.clone()), rotated_by(slower, qkv))  # though a cast would round them
 
 
+@pytest.mark.parametrize("offset", [3.0, numpy.int64(3), torch.tensor(3), torch.tensor(3, dtype=torch.int32)], ids=repr)
+def test_one_offset_may_be_any_whole_number(offset, device):
+    module, qkv = RotaryEmbedding(32, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
+    offset = offset.to(device) if isinstance(offset, torch.Tensor) else offset
+    expected = module(qkv.clone(), seqlen_offset=3, max_seqlen=9)
+    assert identical(module(qkv.clone(), seqlen_offset=offset, max_seqlen=9.0), expected)
+    tables, x = (module._cos_cached, module._sin_cached), qkv[:, :, 0]
+    expected = apply_rotary_emb(x, *tables, seqlen_offsets=3)
+    assert identical(apply_rotary_emb(x, *tables, seqlen_offsets=offset), expected)
+
+
 @pytest.mark.parametrize("change", ["values", "dtype of the input"])
 def test_tables_follow_their_source_with_offsets_in_a_tensor(change, device):
     module, qkv = RotaryEmbedding(32, device=device), torch.randn(2, 5, 3, 2, 32, device=device)
@@ -986,7 +997,8 @@ ERRORS = {
     "the table is too short": (dict(cos=TABLE[:4], sin=TABLE[:4]), ValueError, "5 positions, found 4 rows"),
     "the offset leaves the table": (dict(seqlen_offsets=4), ValueError, "9 positions, found 8 rows"),
     "the offset is negative": (dict(seqlen_offsets=-1), ValueError, "seqlen_offsets must be at least 0, found -1"),
-    "the offset is a float": (dict(seqlen_offsets=1.0), TypeError, "seqlen_offsets must be an integer"),
+    "the offset has a fraction": (dict(seqlen_offsets=1.5), ValueError, "seqlen_offsets must be a whole number"),
+    "the offset is a string": (dict(seqlen_offsets="1"), TypeError, "seqlen_offsets must be an integer or an integer"),
     "offsets of another dtype": (dict(seqlen_offsets=torch.zeros(2)), TypeError, "seqlen_offsets must have dtype"),
     "offsets of another shape": (dict(seqlen_offsets=CU_SEQLENS), ValueError, "seqlen_offsets must have shape"),
     "max_seqlen is missing": (dict(x=PACKED_X, cu_seqlens=CU_SEQLENS), ValueError, "max_seqlen must be given"),
@@ -1087,12 +1099,12 @@ def test_errors_of_the_module():
         (dict(qkv=qkv.to_sparse()), TypeError, "qkv must be a dense tensor, found torch.sparse_coo"),
         (dict(qkv=qkv[0, 0, 0, 0]), ValueError, "dimensions of qkv must be 4 or 5, found 1"),
         (dict(qkv=qkv[:, :, 0]), ValueError, "num_heads_q must be given"),
-        (dict(max_seqlen=9.5), TypeError, "max_seqlen must be an integer, found float"),
-        (dict(seqlen_offset=1.0), TypeError, "seqlen_offset.? must be an integer or an integer tensor .*found float"),
+        (dict(max_seqlen=9.5), ValueError, "max_seqlen must be a whole number, found 9.5"),
+        (dict(seqlen_offset=1.5), ValueError, "seqlen_offset must be a whole number, found 1.5"),
         (dict(max_seqlen=-9), ValueError, "max_seqlen must be at least 0, found -9"),
         (dict(max_seqlen=torch.tensor(9.5)), TypeError, "max_seqlen must have dtype torch.int32 or torch.int64"),
         (dict(seqlen_offset=-9), ValueError, "seqlen_offset must be at least 0, found -9"),
-        (dict(seqlen_offset=[9]), TypeError, "seqlen_offset must be an integer or an integer tensor .*found list"),
+        (dict(seqlen_offset=[9]), TypeError, "seqlen_offset must be an integer or an integer tensor, found list"),
         (dict(qkv=qkv[:, :, 0], kv=1), TypeError, "kv must be a torch.Tensor, found int"),
         (dict(kv=qkv[:, :, 1:]), ValueError, "qkv must have 4 dimensions"),
         (dict(cu_seqlens=1), ValueError, "cu_seqlens must be given with max_seqlen and without kv and seqlen_offset"),

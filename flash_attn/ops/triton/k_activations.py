@@ -27,12 +27,12 @@ class Activation(str, enum.Enum):
 
 
 def get_triton_activation_kernel(activation: Activation | str | None) -> Callable | None:
-    """The device function of an activation, or None for None. Raises KeyError for a name that there is not."""
+    """The device function of an activation, or None for None. Raises KeyError for an unknown name."""
     return _device_function(activation, "")
 
 
 def get_triton_activation_bwd_kernel(activation: Activation | str | None) -> Callable | None:
-    """The device function of its derivative, likewise."""
+    """The device function of an activation's derivative, or None for None. Raises KeyError for an unknown name."""
     return _device_function(activation, "_grad")
 
 

@@ -65,13 +65,12 @@ def layer_norm_fn(
             It counts whether or not some module is in training mode.
         rowscale: a factor for each row of x, of any shape; not together with x1.
         prenorm: also return h.
-        residual_in_fp32: h is float32 if there is no residual whose dtype it could have; without either it has that of
-            x.
+        residual_in_fp32: without a residual, h is float32 instead of the dtype of x. With one, h has the residual's.
         zero_centered_weight: weight and weight1 are those of the norm less 1.
         is_rms_norm: RMSNorm instead of LayerNorm.
         return_dropout_mask: also return which elements of x and of x1 were kept, bool; None where nothing is dropped.
         out_dtype: dtype of the results, if not that of x.
-        out: a tensor like x, which the first result is written to and whose dtype it has.
+        out: a tensor like x, of any dtype; the first result is written to it.
         residual_out: a tensor like x, which h is written to.
 
     Returns out, or a tuple (out, out1, h, mask, mask1) without what was not asked for: out1 is there with weight1, h

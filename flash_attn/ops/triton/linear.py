@@ -24,10 +24,10 @@ def triton_linear_act(
     """act(x weight^T + bias).
 
     Arguments:
-        x: (..., in_features), float16, bfloat16 or float32; an operand none of whose dimensions has adjacent elements
-            is copied.
-        weight: (out_features, in_features), of the same dtype.
-        bias: (out_features,), likewise, or None.
+        x: (..., in_features), float16, bfloat16 or float32. An operand is copied if none of its dimensions is
+            contiguous.
+        weight: (out_features, in_features), of the dtype of x.
+        bias: (out_features,), of the dtype of x, or None.
         activation: "id", "gelu" (the exact one), "gelu_approx" (its tanh form) or "squared_relu".
         save_act_input: also return what the activation is applied to, in the dtype of x.
 

@@ -238,7 +238,7 @@ def _mempool(device: torch.device) -> Any:
 def _caches(
     model: Any, batch_size: int, max_seqlen: int, tensor_parallel: int, device: torch.device, dtype: torch.dtype
 ) -> dict[Hashable, Any]:
-    """The caches that the model allocates, or if it has no such method those that its config describes."""
+    """The caches that the model allocates, or without such a method, new ones of the sizes in its config."""
     if hasattr(model, "allocate_inference_cache"):
         return model.allocate_inference_cache(batch_size, max_seqlen, dtype)
     config = model.config
