@@ -63,7 +63,7 @@ def probe():
         f"-isystem{torch_folder / 'include'}",
         "-DTORCH_TARGET_VERSION=0x020a000000000000",
         f"-L{torch_folder / 'lib'}",
-        "-Wl,-Bsymbolic",  # or its C++ library, where that is linked into it, would use parts of torch's
+        "-Wl,--exclude-libs,ALL",  # a C++ library that is linked into it must not be mixed with torch's
         "-Wl,--no-as-needed",
         "-ltorch_cpu",
     )

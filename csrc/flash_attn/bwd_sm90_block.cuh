@@ -27,9 +27,9 @@ struct BwdSm90Launch : BwdSm90Params {
 // Tiles of rows and a value for each row.
 //
 // When the products that read a tile have ended, no warp of the warpgroup reads it any more. But warps read the values
-// with ordinary loads, about which this says nothing. With kValueRounds = 2 a stage has the values of two rounds: those
-// of a step are overwritten no earlier than after the next step, in which all warps have met at a barrier, so that one
-// thread of a warpgroup can release the stage. With 1, every warp has to.
+// with ordinary loads, about which this says nothing. So one thread can release a stage for its warpgroup only if all
+// warps have met at a barrier since they read the values; otherwise every warp has to. With kValueRounds = 2 a stage
+// has the values of two rounds, and a barrier in the next step is early enough.
 template <typename Config>
 struct RowRing {
   using Tile = SharedTile<typename Config::T, Config::kBlockM, Config::kHeadDim>;

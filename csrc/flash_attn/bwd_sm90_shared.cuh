@@ -23,11 +23,12 @@ struct BwdSm90Config {
   static constexpr Features kFeatures = kFeatures_;
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
-  static constexpr int kStages = 2, kValueRounds = 2, kCluster = 1;
+  static constexpr int kStages = 2, kCluster = 1;
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // whether a half of dQ has half of its rows, or channels
   static constexpr bool kStaggered = kTile.staggered;
-  static constexpr bool kAwaitsTurns = !kStaggered;  // by a warp of its own; with 128 rows that is slower
+  static constexpr int kValueRounds = kStaggered ? 2 : 1;  // only staggered steps have no barrier for all warps
+  static constexpr bool kAwaitsTurns = !kStaggered;        // by a warp of its own; with 128 rows that is slower
   static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures != Features::kPlain);
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
