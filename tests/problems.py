@@ -21,7 +21,7 @@ from flash_attn import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from flash_attn._ops import flash_attn as ops
+from flash_attn._ops import flash_attn
 
 FUNCTIONS = {  # by packing and varlen
     ("", False): flash_attn_func,
@@ -118,7 +118,7 @@ class Problem(Case):
                 per_entry |= zip(names, bounds, strict=True)
             causal, window_size = options.pop("causal"), options.pop("window_size")
             tensors = *tensors, *[None] * (3 - len(tensors))
-            return ops.forward(*tensors, None, causal, window_size, True, **options, **per_entry)[:3]
+            return flash_attn.forward(*tensors, None, causal, window_size, True, **options, **per_entry)[:3]
         if self.packing == "qkv":
             bounds = bounds[::2]
         function = FUNCTIONS[self.packing, self.varlen]

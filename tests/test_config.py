@@ -12,7 +12,7 @@ import native
 import pytest
 import torch
 
-from flash_attn._ops import flash_attn as ops
+from flash_attn._ops import flash_attn
 
 HERE = pathlib.Path(__file__).parent
 pytestmark = pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
@@ -72,7 +72,7 @@ def test_widths_of_s_dmask(host):
     assert table["HEAD_DIMS"] == HEAD_DIMS
     for head_dim in range(1, 257):
         width, instance = host.call("find_dmask_width", head_dim), host.call("find_instance_head_dim", head_dim)
-        assert width == ops.block_size_n(head_dim, True)
+        assert width == flash_attn.block_size_n(head_dim, True)
         assert (instance, width) in table["DMASK_WIDTHS"]
 
 

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import autograd, checks
-from flash_attn._ops import fused_dense as dense
-from flash_attn._ops import xentropy as ops
+from flash_attn._ops import autograd, checks, fused_dense, xentropy
 from flash_attn.utils.distributed import all_gather
 
 _LOGITS = 2**28  # elements that are held at a time, unless chunk_size says otherwise
@@ -115,9 +113,9 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
 def _check(hidden, weight, labels, bias, classes, world_size, reduction):
     """Check the arguments; return the dtype of the logits."""
-    autocast = dense.check_layer(hidden, weight, bias, ("hidden", "weight", "bias"))
+    autocast = fused_dense.check_layer(hidden, weight, bias, ("hidden", "weight", "bias"))
     dtype = hidden.dtype if autocast is None else autocast
-    checks.tensor("hidden", hidden, dtypes=ops.DTYPES)
+    checks.tensor("hidden", hidden, dtypes=xentropy.DTYPES)
     checks.number("the number of dimensions of hidden", hidden.dim(), hidden.dim() > 1, "at least 2")
     integers, shape = checks.INTEGER_DTYPES, tuple(hidden.shape[:-1])
     checks.tensor("labels", labels, dtypes=integers, shape=shape, device=hidden.device)
@@ -221,10 +219,10 @@ def _run(hidden, weight, bias, labels, dtype, rest, chunk_size, group, gradients
         x, y = hidden[rows].to(dtype), labels[rows]
         logits = torch.nn.functional.linear(x, weight, bias)
         real = logits[:, :own]
-        losses, z_losses, lse, kept = ops.forward(real, (y, None, *options, partial), group)
+        losses, z_losses, lse, kept = xentropy.forward(real, (y, None, *options, partial), group)
         results.append((losses, z_losses, kept))
         if gradients.any:
-            ops.bwd_(torch.full_like(losses, gradients.unit), real, y, lse, *options)
+            xentropy.bwd_(torch.full_like(losses, gradients.unit), real, y, lse, *options)
             logits[:, own:] = 0
             gradients.add(rows, logits, x, weight)
     if not results:
