@@ -201,6 +201,53 @@ __device__ Moments row_moments(const FwdParams& p, PartExchange& exchange, int t
   return {mean, rsqrtf(squares * scale + p.eps), centre};
 }
 
+// Mean and rstd of a row: those that moments_kernel has found, or else found and stored here, which moves h to a
+// centre.
+template <typename Config, typename ForEach>
+__device__ Moments moments_of_row(const FwdParams& p, PartExchange& exchange, int64_t row, bool row_exists, int tile,
+                                  float (&h)[Config::kVecs][Config::kVec], const ForEach& for_each) {
+  if constexpr (Config::kTiled) {
+    return {p.mean[row], p.rstd[row]};
+  } else {
+    const Moments found = row_moments<Config>(
+        p, exchange, tile, [&](auto&& visit) { for_each([&](int j, int col) { visit(h[j], col); }); });
+    if (row_exists && tile == 0 && threadIdx.x == 0) p.mean[row] = found.mean, p.rstd[row] = found.rstd;
+    return found;
+  }
+}
+
+// Normalises h and stores the outputs of the row, if it has any.
+template <typename Config, typename ForEach>
+__device__ void store_normalised(const FwdParams& p, const Moments& found, int64_t row, bool row_exists,
+                                 float (&h)[Config::kVecs][Config::kVec], const ForEach& for_each) {
+  constexpr bool kRagged = Config::kRagged;
+  const Problem& problem = p.problem;
+  const int64_t out_row = Config::kAll && row_exists ? row_in_subset(problem.out_subset, row, problem.out_rows) : row;
+  if (out_row < 0) return;
+  const float shift = problem.is_rms_norm ? 0.f : (found.centre - found.mean) * found.rstd;
+  char* const out = row_of(p.out, Config::x(p.out.dtype), out_row);
+  const auto store_out = [&](auto kWeights) {
+    for_each([&](int j, int col) {
+      normalise(h[j], found.rstd, shift);
+      store_affine<kRagged>(out, Config::kX, col, problem, {problem.weight.data, kWeights},
+                            {problem.bias.data, kWeights}, h[j]);
+    });
+  };
+  if constexpr (Config::kAll) {
+    char* const out1 = row_of(p.out1, Config::x(p.out1.dtype), out_row);
+    for_each([&](int j, int col) {
+      normalise(h[j], found.rstd, shift);
+      store_affine<kRagged>(out, Config::x(p.out.dtype), col, problem, problem.weight, problem.bias, h[j]);
+      if (!p.out1.data) return;
+      store_affine<kRagged>(out1, Config::x(p.out1.dtype), col, problem, problem.weight1, problem.bias1, h[j]);
+    });
+  } else if (problem.weight.dtype == DType::kFloat32) {
+    store_out(Constant<DType::kFloat32>{});
+  } else {
+    store_out(Constant<Config::kX>{});
+  }
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(const __grid_constant__ FwdParams p) {
   constexpr int kVec = Config::kVec, kVecs = Config::kVecs;
@@ -238,39 +285,9 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(
     if (p.h.data) store_row<kRagged>(h_row, Config::h(p.h.dtype), col, problem.cols, h[j]);
   });
 
-  Moments found;
-  if constexpr (Config::kTiled) {
-    if (!row_exists) return;
-    found = {p.mean[row], p.rstd[row]};
-  } else {
-    found = row_moments<Config>(p, exchange, tile,
-                                [&](auto&& visit) { for_each([&](int j, int col) { visit(h[j], col); }); });
-    if (row_exists && tile == 0 && threadIdx.x == 0) p.mean[row] = found.mean, p.rstd[row] = found.rstd;
-  }
-  const int64_t out_row = Config::kAll && row_exists ? row_in_subset(problem.out_subset, row, problem.out_rows) : row;
-  if (out_row < 0) return;
-  const float shift = problem.is_rms_norm ? 0.f : (found.centre - found.mean) * found.rstd;
-  char* const out = row_of(p.out, Config::x(p.out.dtype), out_row);
-  const auto store_out = [&](auto kWeights) {
-    for_each([&](int j, int col) {
-      normalise(h[j], found.rstd, shift);
-      store_affine<kRagged>(out, Config::kX, col, problem, {problem.weight.data, kWeights},
-                            {problem.bias.data, kWeights}, h[j]);
-    });
-  };
-  if constexpr (Config::kAll) {
-    char* const out1 = row_of(p.out1, Config::x(p.out1.dtype), out_row);
-    for_each([&](int j, int col) {
-      normalise(h[j], found.rstd, shift);
-      store_affine<kRagged>(out, Config::x(p.out.dtype), col, problem, problem.weight, problem.bias, h[j]);
-      if (!p.out1.data) return;
-      store_affine<kRagged>(out1, Config::x(p.out1.dtype), col, problem, problem.weight1, problem.bias1, h[j]);
-    });
-  } else if (problem.weight.dtype == DType::kFloat32) {
-    store_out(Constant<DType::kFloat32>{});
-  } else {
-    store_out(Constant<Config::kX>{});
-  }
+  if (Config::kTiled && !row_exists) return;
+  const Moments found = moments_of_row<Config>(p, exchange, row, row_exists, tile, h, for_each);
+  store_normalised<Config>(p, found, row, row_exists, h, for_each);
 }
 
 // Mean and rstd of a row too wide for a cluster to hold: a block for each row.
