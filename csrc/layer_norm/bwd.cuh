@@ -379,9 +379,44 @@ __device__ int first_column_of_rows(const BwdParams& p, int64_t row) {
   return differs ? 0 : first_column<Config::kVec, Config::kRagged>(p.h, Config::h(p.h.dtype), row);
 }
 
+// Sums g and g y over a row, y the normalised row and g its weighted gradient, and adds both to the sums of columns.
+template <typename Config>
+__device__ void sum_row(float (&sums)[2], const BwdParams& p, Row<Config>& row, SumExchange& row_sums, int first_col) {
+  constexpr int kVec = Config::kVec;
+  for_each_vector<Config>(p.problem, first_col, [&](int j, int col) {
+    float y[kVec], g[kVec];
+    row.template normal_and_weighted<true>(y, g, j, col);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) sums[0] += g[i], sums[1] += g[i] * y[i];
+  });
+  if constexpr (!Config::kTiled) {
+    add_up_row(sums, row_sums);
+  } else if (row.rows.h >= 0) {
+    sums[0] = p.sums[2 * row.rows.h], sums[1] = p.sums[2 * row.rows.h + 1];
+  }
+}
+
+// Stores the gradients of a row's branches, and its output again where that is asked for.
+template <typename Config>
+__device__ void store_gradients(const BwdParams& p, Row<Config>& row, const float (&sums)[2], float scale,
+                                int first_col) {
+  constexpr int kVec = Config::kVec;
+  const Problem& problem = p.problem;
+  const Targets<Config> to(p, row.rows);
+  const float mean_g = problem.is_rms_norm ? 0.f : sums[0] * scale, mean_gy = sums[1] * scale;
+  for_each_vector<Config>(problem, first_col, [&](int j, int col) {
+    float y[kVec], g[kVec], dtotal[kVec];
+    row.template normal_and_weighted<false>(y, g, j, col);
+    row.total(dtotal, y, g, mean_g, mean_gy, j, col);
+    row.store_branches(to, dtotal, j, col);
+    if (Config::kExtent != Extent::kPlain && p.out.data) {
+      store_affine<Config::kRagged>(to.out, p.out.dtype, col, problem, problem.weight, problem.bias, y);
+    }
+  });
+}
+
 template <typename Config>
 __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_constant__ BwdParams p) {
-  constexpr int kVec = Config::kVec;
   __shared__ float2 given[2 * SumExchange::kMaxGiven];
   __shared__ SumExchange::Barriers arrived;
   const Problem& problem = p.problem;
@@ -413,30 +448,8 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
     row.draw();
     ring.wait();
     float sums[2] = {0.f, 0.f};
-    for_each_vector<Config>(problem, first_col, [&](int j, int col) {
-      float y[kVec], g[kVec];
-      row.template normal_and_weighted<true>(y, g, j, col);
-#pragma unroll
-      for (int i = 0; i < kVec; ++i) sums[0] += g[i], sums[1] += g[i] * y[i];
-    });
-    if constexpr (!Config::kTiled) {
-      add_up_row(sums, row_sums);
-    } else if (row.rows.h >= 0) {
-      sums[0] = p.sums[2 * row.rows.h], sums[1] = p.sums[2 * row.rows.h + 1];
-    }
-    if (row.rows.h >= 0) {
-      const Targets<Config> to(p, row.rows);
-      const float mean_g = problem.is_rms_norm ? 0.f : sums[0] * scale, mean_gy = sums[1] * scale;
-      for_each_vector<Config>(problem, first_col, [&](int j, int col) {
-        float y[kVec], g[kVec], dtotal[kVec];
-        row.template normal_and_weighted<false>(y, g, j, col);
-        row.total(dtotal, y, g, mean_g, mean_gy, j, col);
-        row.store_branches(to, dtotal, j, col);
-        if (Config::kExtent != Extent::kPlain && p.out.data) {
-          store_affine<Config::kRagged>(to.out, p.out.dtype, col, problem, problem.weight, problem.bias, y);
-        }
-      });
-    }
+    sum_row(sums, p, row, row_sums, first_col);
+    if (row.rows.h >= 0) store_gradients(p, row, sums, scale, first_col);
     mean = next_mean, rstd = next_rstd, stage = next;
   }
   ptx::wait_copies<0>();
