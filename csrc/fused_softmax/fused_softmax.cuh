@@ -255,14 +255,32 @@ struct Share {
   }
 };
 
+// Lets the row that comes p.ahead rows later enter the L2 cache, if there is one.
+template <typename T>
+__device__ void prefetch_later_row(const FwdParams& p, const RowGroup& group) {
+  if (p.ahead == 0 || group.lane != 0 || group.row + p.ahead >= p.rows.count) return;
+  const Row later(p.rows, group.row + p.ahead);
+  prefetch(static_cast<const T*>(p.x) + later.start, later.seen);
+}
+
+// Turns loaded scores into exponentials relative to `max`.
+template <typename Config>
+__device__ void exponentiate(float (&scores)[Config::kLoads][Config::kWidth],
+                             const Packed<typename Config::T, Config::kWidth> (&vecs)[Config::kLoads], float max,
+                             float exponent_scale) {
+#pragma unroll
+  for (int i = 0; i < Config::kLoads; ++i) {
+    widen(scores[i], vecs[i]);
+#pragma unroll
+    for (float& score : scores[i]) score = ptx::exp2((score - max) * exponent_scale);
+  }
+}
+
 template <typename Config>
 __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(const __grid_constant__ FwdParams p) {
   using T = typename Config::T;
   const RowGroup group;
-  if (p.ahead > 0 && group.lane == 0 && group.row + p.ahead < p.rows.count) {
-    const Row later(p.rows, group.row + p.ahead);
-    prefetch(static_cast<const T*>(p.x) + later.start, later.seen);
-  }
+  prefetch_later_row<T>(p, group);
   Row row(p.rows, group.row);
   MaskRow mask(p.mask, row);
   const Body<Config> body(row, group.lane);
@@ -299,12 +317,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(
     const Share<Config> share{column, apart};
     if (!p.held && column < body.seen) {
       load_scores<Config>(vecs, x, mask, body, column, apart, p.signs);
-#pragma unroll
-      for (int i = 0; i < Config::kLoads; ++i) {
-        widen(scores[i], vecs[i]);
-#pragma unroll
-        for (float& score : scores[i]) score = ptx::exp2((score - all.max) * p.exponent_scale);
-      }
+      exponentiate<Config>(scores, vecs, all.max, p.exponent_scale);
     }
     share.store(y, body, [&](int i, float (&values)[Config::kWidth]) {
 #pragma unroll
