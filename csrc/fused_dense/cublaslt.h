@@ -46,7 +46,8 @@ enum class PreferenceAttribute {
   kAlignmentD = 8,
 };
 
-// Adds the parts of a split k in the compute type and not in the type of d, either in place or out of place.
+// Adds the parts of a split k out of place in the compute type. The other schemes, in place or out of place, add them
+// in the type of d, which is less exact.
 constexpr uint32_t kExactReductionSchemes = 2;
 
 struct Library {

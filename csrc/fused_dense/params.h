@@ -10,9 +10,9 @@ namespace flash::fused_dense {
 enum class Activation { kGelu, kRelu, kSquaredRelu, kSilu };  // kGelu is the tanh form
 
 // The operation that follows a product in the same kernel. The values are those of cublasLtEpilogue_t. Its other values
-// are not used, because they are slower than a separate kernel: for instance a product that also sums its rows or
-// columns for the gradient of a bias (BGRADB, DGELU_BGRAD), or that also computes the gradient of an activation (DGELU,
-// DRELU).
+// are not used, because they are no faster than a separate kernel and often slower: a product that also sums its rows
+// or columns for the gradient of a bias (BGRADB, DGELU_BGRAD), or that also computes the gradient of an activation
+// (DGELU, DRELU).
 enum class Epilogue : uint32_t {
   kNone = 1,
   kRelu = 2,
