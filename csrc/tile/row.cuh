@@ -37,8 +37,8 @@ int lanes_for(int64_t elements, int per_lane, int lanes = kMinLanes) {
   return lanes;
 }
 
-// Reduces over `lanes` lanes of a warp, a power of two. All five steps run, because skipping a result costs less than a
-// loop of variable length.
+// Reduces over `lanes` lanes of a warp, a power of two. The loop always runs all five steps and ignores the results of
+// steps past `lanes`: a loop of variable length would cost more.
 template <typename Op>
 __device__ float reduce_lanes(float x, int lanes) {
 #pragma unroll
