@@ -41,8 +41,8 @@ struct Config {
   static constexpr int kBlocks = kLoads_ > 2 ? 2 : 3;  // at least, per multiprocessor, by registers
 };
 
-// With fewer loads on more lanes, the forward and the backward of long rows are slower: the lanes then cannot hold a
-// row. The backward of short rows is faster with fewer loads.
+// With fewer loads on more lanes, the forward is slower, and so is the backward of long rows, which the lanes then
+// cannot hold. The backward of short rows is faster with fewer loads.
 constexpr int kLoads = 4, kShortBwdLoads = 2, kShortBwdBytes = 2048;
 
 // Bytes that the forward prefetches into the L2 cache for each multiprocessor. Without this, memory would be idle while
