@@ -16,7 +16,7 @@ using fused_dense::Activation;
 using fused_dense::Epilogue;
 using torch::headeronly::IntHeaderOnlyArrayRef;
 
-// A tensor (..., cols) as rows of adjacent elements, one distance apart.
+// A tensor (..., cols) as rows of adjacent elements, with one stride between rows.
 struct Matrix {
   Tensor tensor;
   int64_t rows, cols, stride;
@@ -26,8 +26,8 @@ struct Matrix {
   fused_dense::Rows as_rows() const { return {tensor.mutable_data_ptr(), stride}; }
 };
 
-// `tensor`, or a copy where its rows overlap, are not one distance apart, or are less aligned than those of a new
-// tensor.
+// Returns `tensor` as a matrix, or a copy if its rows overlap, have no single stride, or are less aligned than those of
+// a new tensor.
 Matrix matrix_of(const Tensor& tensor, const char* name) {
   STD_TORCH_CHECK(tensor.dim() >= 1, name, " must have at least one dimension, found shape ()");
   const int64_t rows = num_rows(tensor), cols = tensor.size(-1);
@@ -46,7 +46,7 @@ void check_like(const Tensor& tensor, const Tensor& x, const char* name) {
                   shape_string(tensor.sizes()));
 }
 
-// A new tensor (..., cols) with the leading dimensions of `like`.
+// Returns a new tensor (..., cols) with the leading dimensions of `like`.
 Tensor new_rows(const Tensor& like, int64_t cols) {
   std::vector<int64_t> sizes(like.sizes().begin(), like.sizes().end());
   sizes.back() = cols;
@@ -54,7 +54,7 @@ Tensor new_rows(const Tensor& like, int64_t cols) {
   return new_tensor_of(shape, static_cast<int32_t>(like.scalar_type()), like);
 }
 
-// The sum of the rows of x, with fp32 sums; given `kept`, of x * act'(kept), which takes the place of x.
+// Returns the sum of the rows of x, computed in fp32. If `kept` is given, x is first replaced by x * act'(kept).
 Tensor sum_of_rows(const Matrix& x, const Matrix* kept = nullptr, Activation activation = {}) {
   const Tensor out = new_tensor({x.cols}, x.tensor);
   const int64_t chunks = fused_dense::sum_rows_chunks(x.rows, x.cols);
@@ -87,10 +87,11 @@ std::optional<Activation> activation_of(const std::string& name) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Products. A matrix by rows is its transpose by columns, which is how cuBLASLt sees it. Parameters hold addresses
-// alone: a matrix, which may be a copy, has to live until `multiply` returns, or the workspace may take its memory.
+// Products. A matrix stored by rows is its transpose stored by columns, which is how cuBLASLt reads it. Parameters hold
+// only addresses: a matrix, which may be a copy, has to live until `multiply` returns, because otherwise the workspace
+// may get its memory.
 
-// Computes p in the way that cuBLASLt plans it; false if it has none.
+// Computes p by a plan of cuBLASLt; returns false if there is none.
 bool multiply(const fused_dense::GemmParams& p, const Tensor& like) {
   const auto plan = fused_dense::plan_gemm(p);
   if (!plan) return false;
@@ -107,14 +108,14 @@ void check_half(const Tensor& tensor, const char* name) {
                   " must have dtype float16 or bfloat16, found float32");
 }
 
-// A sum of no products is one of products with zero.
+// The length of a contraction over zeros that replaces an empty contraction.
 constexpr int64_t kNone = 8;
 Matrix zeros(int64_t rows, int64_t cols, const Tensor& like) {
   Tensor tensor = new_tensor({rows, cols}, like);
   return whole(torch::stable::zero_(tensor));
 }
 
-// out = x weight^T, by columns out^T = weight x^T.
+// Parameters of out = x weight^T; by columns: out^T = weight x^T.
 fused_dense::GemmParams forward_params(const Matrix& x, const Matrix& weight, const Matrix& out) {
   return {.dtype = dtype_of(out.tensor, "out"),
           .transposed_a = true,
@@ -129,7 +130,7 @@ fused_dense::GemmParams forward_params(const Matrix& x, const Matrix& weight, co
           .ld_d = out.stride};
 }
 
-// dx = dout weight, by columns dx^T = weight^T dout^T.
+// Parameters of dx = dout weight; by columns: dx^T = weight^T dout^T.
 fused_dense::GemmParams dgrad_params(const Matrix& dout, const Matrix& weight, const Matrix& dx) {
   return {.dtype = dtype_of(dx.tensor, "dx"),
           .m = weight.cols,
@@ -144,7 +145,7 @@ fused_dense::GemmParams dgrad_params(const Matrix& dout, const Matrix& weight, c
           .epilogue = Epilogue::kNone};
 }
 
-// dweight = dout^T x, by columns dweight^T = x^T dout.
+// Parameters of dweight = dout^T x; by columns: dweight^T = x^T dout.
 fused_dense::GemmParams wgrad_params(const Matrix& dout, const Matrix& x, const Matrix& dweight) {
   return {.dtype = dtype_of(dweight.tensor, "dweight"),
           .transposed_b = true,
@@ -162,7 +163,7 @@ fused_dense::GemmParams wgrad_params(const Matrix& dout, const Matrix& x, const 
 
 void must(bool computed, const char* what) { STD_TORCH_CHECK(computed, "cuBLASLt has no kernel for ", what); }
 
-// act(x), or act(x) * y.
+// Computes out = act(x), or act(x) * y.
 void activate(Activation activation, const Matrix& x, const Matrix* y, const Matrix& out) {
   fused_dense::activation_fwd({.activation = activation,
                                .dtype = dtype_of(x.tensor, "x"),
@@ -308,7 +309,7 @@ std::tuple<Tensor, Tensor> fused_dense_wgrad(const Tensor& dout, const Tensor& x
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Activations of their own
+// Activations without a product.
 
 Activation some_activation(const std::string& name) {
   const auto activation = activation_of(name);
@@ -316,7 +317,7 @@ Activation some_activation(const std::string& name) {
   return *activation;
 }
 
-// A tensor without dimensions is a row of one element.
+// Returns a tensor as a matrix. A tensor without dimensions becomes a row of one element.
 Matrix elements_of(const Tensor& tensor, const char* name) {
   return tensor.dim() > 0 ? matrix_of(tensor, name) : Matrix{torch::stable::clone(tensor), 1, 1, 1};
 }
@@ -345,7 +346,7 @@ std::tuple<Tensor, Tensor> activation_bwd(const Tensor& dout, const Tensor& x, c
   return {dx, dy};
 }
 
-// The first or second half of the columns.
+// Returns the first or second half of the columns.
 fused_dense::Rows half(const Matrix& matrix, int index) {
   const int64_t bytes = index * matrix.cols / 2 * size_of(dtype_of(matrix.tensor, "x"));
   return {static_cast<char*>(matrix.mutable_data()) + bytes, matrix.stride};

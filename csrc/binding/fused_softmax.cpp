@@ -8,7 +8,7 @@
 namespace flash::binding {
 namespace {
 
-// What both ops ask of a tensor of rows.
+// Checks what both ops require of a tensor of rows.
 void check_rows(const Tensor& rows, bool causal, const char* name) {
   STD_TORCH_CHECK(rows.dim() >= 2, name, " must have rows and columns as its last dimensions, found shape ",
                   shape_string(rows.sizes()));
@@ -16,7 +16,7 @@ void check_rows(const Tensor& rows, bool causal, const char* name) {
                   "found shape ", shape_string(rows.sizes()));
 }
 
-// `tensor` is contiguous. Of its heads, only a mask asks.
+// Returns the rows of a contiguous tensor. `heads` matters only where there is a mask.
 fused_softmax::Rows rows_of(const Tensor& tensor, int64_t heads, bool heads_inside, bool causal, const char* name) {
   const Divisor rows_of_a_head(std::max(1, narrow_size(tensor.size(-2), "seqlen_q")));
   const Divisor heads_of_an_entry(std::max(1, narrow_size(heads, "the number of heads")));
@@ -31,7 +31,8 @@ fused_softmax::Rows rows_of(const Tensor& tensor, int64_t heads, bool heads_insi
   };
 }
 
-// Whether heads that share a mask take turns: else more than the cache holds goes by before the next one reads it.
+// Returns whether heads that share a mask take turns. Without turns, a large mask would leave the cache before the next
+// head reads it.
 bool take_turns(const std::optional<Tensor>& mask) {
   constexpr int64_t kCachedBytes = 4 << 20;
   return mask && mask->size(1) == 1 && mask->size(2) * mask->size(3) > kCachedBytes;
@@ -49,7 +50,7 @@ void check_mask(const Tensor& mask, const Tensor& x) {
   }
 }
 
-// `mask` has adjacent columns, or one.
+// Returns the mask in the form that kernels take. `mask` must have adjacent columns, or a single one.
 fused_softmax::Mask mask_of(const Tensor& mask) {
   const auto stride = [&](int64_t dim) { return mask.size(dim) == 1 ? 0 : mask.stride(dim); };
   return {.data = static_cast<const uint8_t*>(mask.const_data_ptr()),

@@ -21,10 +21,10 @@ using layer_norm::Vector;
 using OptionalTensor = std::optional<Tensor>;
 using OptionalType = std::optional<ScalarType>;
 
-// The inputs of a call as kernels want them. Copies that this takes live as long as it does.
+// The inputs of a call in the form that kernels take. It owns the copies that this needs.
 class Inputs {
  public:
-  // `first` decides the device.
+  // Takes the device from `first`.
   Inputs(const Tensor& first, int64_t cols) : first_(first), cols_(cols) {}
 
   Matrix<const void> rows(const OptionalTensor& x, int64_t rows, const char* name) {
@@ -76,7 +76,7 @@ int32_t dtype_code(ScalarType type) {
   }
 }
 
-// A new tensor, or an empty one if no type is given.
+// Returns a new tensor, or an empty one if no type is given.
 template <typename Sizes>
 Tensor new_result(const Sizes& sizes, OptionalType type, const Tensor& like) {
   return type ? new_tensor_of(sizes, dtype_code(*type), like) : new_tensor({0}, like);
@@ -86,7 +86,7 @@ Matrix<> result_matrix(const Tensor& result, bool there) {
   return there ? Matrix<>{result.mutable_data_ptr(), result.size(-1), dtype_of(result, "a result")} : Matrix<>{};
 }
 
-// A mask like x, or an empty tensor.
+// Returns a new mask with the shape of x, or an empty tensor if no mask is wanted.
 Tensor new_mask(const Tensor& x, bool wanted) {
   return wanted ? new_tensor_of(x.sizes(), aoti_torch_dtype_uint8(), x) : new_tensor({0}, x);
 }
@@ -96,7 +96,8 @@ T* data(const Tensor& x, bool there = true) {
   return there ? static_cast<T*>(x.mutable_data_ptr()) : nullptr;
 }
 
-// What forward and backward share. `drops` says whether elements are dropped, by chance or by masks.
+// Returns the parameters that forward and backward share. `drops` says whether elements are dropped, at random or by
+// masks.
 Problem problem_of(Inputs& inputs, int64_t rows, int64_t x0_rows, int64_t out_rows, int64_t cols, const Tensor& weight,
                    const OptionalTensor& bias, const OptionalTensor& weight1, const OptionalTensor& bias1,
                    const OptionalTensor& colscale, const OptionalTensor& rowscale, const OptionalTensor& x0_subset,
@@ -169,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fwd(
       .rstd = data<float>(rstd),
       .eps = static_cast<float>(eps),
   };
-  if (cols > 0) layer_norm::fwd(params, current_stream(x0));  // without rows, out may have some
+  if (cols > 0) layer_norm::fwd(params, current_stream(x0));  // even without rows, because out may have rows
   return {out, out1, h, mask0, mask1, mean, rstd};
 }
 

@@ -1,5 +1,5 @@
-// Tensors of PyTorch's stable ABI as kernels want them, and the checks on the way. The Python layer has already
-// explained to the user what is wrong; these checks keep a direct call of an op from touching memory it should not.
+// Conversions of tensors of PyTorch's stable ABI to what kernels take, and checks. The Python layer gives users the
+// full error messages; these checks keep a direct call of an op from accessing memory that it should not.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -46,7 +46,7 @@ inline std::string device_string(const Tensor& tensor) {
   return tensor.is_cpu() ? "cpu" : "another kind of device";
 }
 
-// On the same device as the first argument, which the dispatcher has found to be a CUDA tensor.
+// Checks that a tensor is on the same device as the first argument, which the dispatcher has found to be a CUDA tensor.
 inline void check_device(const Tensor& tensor, const Tensor& first, const char* name) {
   STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == first.get_device_index(), name, " must be on ",
                   device_string(first), " like the first argument, found it on ", device_string(tensor));
@@ -65,11 +65,11 @@ inline void check_shape(const Tensor& tensor, std::initializer_list<int64_t> exp
                   shape_string(expected), ", found ", shape_string(found));
 }
 
-// A new contiguous tensor on the device of `like`, not initialised. Its dtype is one of aoti_torch_dtype_*(), or that
-// of `like`. The C function that this calls takes a fraction of the time of torch::stable::new_empty.
+// Returns a new contiguous tensor on the device of `like`, not initialised. Its dtype is one of aoti_torch_dtype_*(),
+// or that of `like`. It calls a C function, which is much faster than torch::stable::new_empty.
 template <typename Sizes>
 Tensor new_tensor_of(const Sizes& sizes, int32_t dtype, const Tensor& like) {
-  std::array<int64_t, 64> strides;  // PyTorch has no more dimensions
+  std::array<int64_t, 64> strides;  // PyTorch allows no more dimensions
   int64_t stride = 1;
   for (size_t dim = sizes.size(); dim-- > 0;) {
     strides[dim] = stride;
@@ -90,19 +90,20 @@ inline Tensor new_tensor(std::initializer_list<int64_t> sizes, const Tensor& lik
   return new_tensor(sizes, static_cast<int32_t>(like.scalar_type()), like);
 }
 
-// The rows of a tensor (..., cols).
+// Returns the number of rows of a tensor (..., cols).
 inline int64_t num_rows(const Tensor& tensor) {
   int64_t rows = 1;
   for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) rows *= tensor.size(dim);
   return rows;
 }
 
-// The stride between the rows of a tensor (..., cols), if there is one and elements of a row are adjacent.
+// Returns the stride between rows of a tensor (..., cols), if there is a single one and the elements of a row are
+// adjacent.
 inline std::optional<int64_t> row_stride(const Tensor& tensor) {
   const int64_t cols = tensor.size(-1);
   if (cols > 1 && tensor.stride(-1) != 1) return std::nullopt;
   std::optional<int64_t> stride;
-  int64_t rows = 1;  // in the dimensions that have been seen
+  int64_t rows = 1;  // in the dimensions visited so far
   for (int64_t dim = tensor.dim() - 2; dim >= 0; --dim) {
     if (tensor.size(dim) == 1) continue;
     if (stride && tensor.stride(dim) != *stride * rows) return std::nullopt;
@@ -116,13 +117,13 @@ inline bool starts_aligned(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
-// `tensor`, or a copy that starts at an aligned address.
+// Returns a contiguous tensor that starts at an aligned address: `tensor` itself if possible, otherwise a copy.
 inline Tensor aligned_contiguous(const Tensor& tensor) {
   const Tensor rows = torch::stable::contiguous(tensor);
   return starts_aligned(rows) ? rows : torch::stable::clone(rows);
 }
 
-// A size that kernels count in 32 bits, also where they step past it.
+// Returns a size as 32 bits. The limit is half of their range, because kernels may count past the size.
 inline int narrow_size(int64_t size, const char* name) {
   STD_TORCH_CHECK(size <= std::numeric_limits<int>::max() / 2, name, " is too large: ", size);
   return static_cast<int>(size);
@@ -137,8 +138,8 @@ inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
   return tensor ? std::optional(torch::stable::contiguous(*tensor)) : std::nullopt;
 }
 
-// Data, and strides by dimension, of (batch, seqlen, heads, head_dim), or of (tokens, heads, head_dim) as one entry of
-// a batch. The stride of a dimension of size 1 means nothing in PyTorch, and is 0 here.
+// Returns the data and the strides of a tensor (batch, seqlen, heads, head_dim), or of a tensor (tokens, heads,
+// head_dim) as one entry of a batch. In PyTorch the stride of a dimension of size 1 has no meaning; here it becomes 0.
 template <typename Data>
 TensorRef<Data> tensor_ref(Data* data, const Tensor& tensor) {
   const auto stride = [&](int64_t dim) { return dim < 0 || tensor.size(dim) == 1 ? 0 : tensor.stride(dim); };

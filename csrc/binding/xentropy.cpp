@@ -10,7 +10,7 @@
 namespace flash::binding {
 namespace {
 
-// The coefficients and classes that both ops take.
+// The coefficients and numbers of classes that both ops take.
 struct Options {
   double label_smoothing, logit_scale, lse_square_scale;
   std::optional<int64_t> ignore_index;
@@ -19,14 +19,14 @@ struct Options {
 
 bool has_adjacent_columns(const Tensor& logits) { return logits.size(1) <= 1 || logits.stride(1) == 1; }
 
-// A number for each row, in fp32.
+// Checks a tensor of one fp32 number for each row.
 void check_row_values(const Tensor& values, const Tensor& logits, const char* name) {
   check_device(values, logits, name);
   check_shape(values, {logits.size(0)}, name);
   check_dtype(values, ScalarType::Float, name);
 }
 
-// `logits` has adjacent columns.
+// Returns the parameters that both directions share. `logits` must have adjacent columns.
 xentropy::Problem problem_of(const Tensor& logits, const Tensor& labels, const Options& options) {
   check_device(labels, logits, "labels");
   check_shape(labels, {logits.size(0)}, "labels");
@@ -56,7 +56,7 @@ Tensor checked_logits(const Tensor& logits) {
   return has_adjacent_columns(logits) ? logits : torch::stable::contiguous(logits);
 }
 
-// `logits`, or a copy if their rows are not aligned as those of a new contiguous tensor are.
+// Returns `logits`, or a copy if its rows are less aligned than those of a new contiguous tensor.
 Tensor aligned_as_contiguous(const Tensor& logits) {
   const int64_t bytes_apart = (logits.stride(0) - logits.size(1)) * size_of(dtype_of(logits, "logits"));
   const bool alike = starts_aligned(logits) && (logits.size(0) <= 1 || bytes_apart % 16 == 0);
@@ -94,7 +94,7 @@ void differentiate(const Tensor& dlosses, const Tensor& logits, const Tensor& la
                    const Options& options, const Tensor& dlogits) {
   check_row_values(dlosses, logits, "dlosses");
   check_row_values(lse, logits, "lse");
-  void* const target = dlogits.mutable_data_ptr();  // before logits are looked at: a lazy clone gets its memory here
+  void* const target = dlogits.mutable_data_ptr();  // before reading logits: gives a lazy clone its own memory
   const xentropy::BwdParams params{
       .problem = problem_of(logits, labels, options),
       .dlosses = static_cast<const float*>(dlosses.const_data_ptr()),

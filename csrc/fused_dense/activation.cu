@@ -1,4 +1,4 @@
-// The choice of instance: the widest access that columns, strides and addresses allow.
+// Chooses the instance with the widest access that columns, strides and addresses allow.
 #include <cstdint>
 #include <initializer_list>
 
@@ -12,7 +12,7 @@ namespace {
 template <typename Params>
 using Members = std::initializer_list<Rows Params::*>;
 
-// Rows without gaps are one.
+// Joins all rows into one long row if there are no gaps between them.
 template <typename Params>
 Params joined(Params p, Members<Params> tensors) {
   for (const auto tensor : tensors) {
@@ -33,7 +33,7 @@ bool are_aligned(const Params& p, int bytes, Members<Params> tensors) {
   return fits(p.cols);
 }
 
-// Calls run(config, p) for the instance that serves p.
+// Calls run(config, p) with the configuration that fits p.
 template <typename Params, typename Run>
 void dispatch(const Params& params, Members<Params> tensors, Run&& run) {
   const Params p = joined(params, tensors);

@@ -2,9 +2,9 @@
 //
 //   out = act(x), or act(x) y        dx = dout act'(x), or dout act'(x) y        dy = dout act(x)
 //
-// in fp32, of rows that may lie apart, as the halves of a matrix do. A block takes a part of a row; a thread has
-// kLoads accesses of each tensor on their way, a block's width apart. A result may take the place of what has its
-// index: nothing is read after it is written.
+// All arithmetic is in fp32. Rows may have gaps between them, as the halves of a matrix do. A block takes a part of a
+// row; a thread has kLoads accesses of each tensor in flight, one block width apart. An output may use the memory of an
+// input, because every element is read before the element at its index is written.
 #pragma once
 
 #include <algorithm>
@@ -24,25 +24,25 @@ namespace flash::fused_dense {
 template <typename T_, int kVec_, Activation kActivation_, bool kGated_>
 struct ActivationConfig {
   using T = T_;
-  static constexpr int kVec = kVec_;  // elements of an access
+  static constexpr int kVec = kVec_;  // elements per access
   static constexpr Activation kActivation = kActivation_;
   static constexpr bool kGated = kGated_;
   static constexpr int kLoads = 2;
-  static constexpr int kThreads = 256;  // of a block, at most
+  static constexpr int kThreads = 256;  // per block, at most
 };
 
-// act(x) and act'(x).
+// The values act(x) and act'(x).
 struct Activated {
   float value, slope;
 };
 
-// sigmoid(x) and 1 - sigmoid(x).
+// The values sigmoid(x) and 1 - sigmoid(x).
 struct Sigmoid {
   float value, rest;
 };
 
-// Approximate, with errors far below what T rounds off; but with fp32 each of the two to a few ulp, which the
-// difference from 1 is not where it is small.
+// Computes the sigmoid. For 16-bit types an approximation is enough: its error is far below the rounding of T. For fp32
+// both values must be exact to a few ulp, so a small one is not computed as the difference from 1.
 template <typename T>
 __device__ Sigmoid sigmoid(float x) {
   if constexpr (sizeof(T) == 4) {
@@ -53,7 +53,8 @@ __device__ Sigmoid sigmoid(float x) {
   return {value, 1 - value};
 }
 
-// gelu(x) = x sigmoid(2 u), u = sqrt(2 / pi) (x + 0.044715 x^3), is x (1 + tanh u) / 2.
+// Computes an activation. gelu(x) = x sigmoid(2 u) with u = sqrt(2 / pi) (x + 0.044715 x^3), which equals x (1 + tanh
+// u) / 2.
 template <typename T, Activation kActivation>
 __device__ Activated activate(float x) {
   if constexpr (kActivation == Activation::kGelu) {
@@ -71,7 +72,8 @@ __device__ Activated activate(float x) {
   }
 }
 
-// The elements of a block's part of a row that a thread takes: at `first`, and `apart` from one access to the next.
+// The elements that a thread takes in the block's part of a row: the first access is at `first`, and each next one is
+// `apart` elements later.
 template <typename Config>
 struct Part {
   int64_t row, first, apart;
@@ -162,7 +164,7 @@ __global__ __launch_bounds__(Config::kThreads) void activation_bwd_kernel(
   }
 }
 
-// Rows of few columns get small blocks. One row may be as long as memory.
+// Runs the kernel. Rows with few columns get small blocks, and a single row may be as long as memory allows.
 template <typename Config, auto kKernel, typename Params>
 void run_activation(const Params& p, cudaStream_t stream) {
   if (p.rows == 0 || p.cols == 0) return;

@@ -1,5 +1,5 @@
-// The part of cuBLASLt that is used here, declared by hand and looked up at first use in the copy that PyTorch has
-// loaded: nothing is linked, and the toolkit need not have its header.
+// The part of cuBLASLt that is used here. It is declared by hand and looked up at first use in the library that PyTorch
+// has loaded, so that nothing is linked and the toolkit need not have its header.
 // https://docs.nvidia.com/cuda/cublas/#using-the-cublaslt-api
 #pragma once
 
@@ -46,7 +46,8 @@ enum class PreferenceAttribute {
   kAlignmentD = 8,
 };
 
-// The parts of a split k meet in the compute type, not in that of d, in place or apart.
+// Adds the parts of a split k out of place in the compute type. The other schemes, in place or out of place, add them
+// in the type of d, which is less exact.
 constexpr uint32_t kExactReductionSchemes = 2;
 
 struct Library {

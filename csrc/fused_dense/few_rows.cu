@@ -1,4 +1,4 @@
-// The choice of instance, and where there is one.
+// Chooses the instance, and decides which calls have one.
 #include <algorithm>
 #include <cstdint>
 

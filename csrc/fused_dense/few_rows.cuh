@@ -1,16 +1,13 @@
-// Linear layers of few rows, as decoding has them: out = act(x weight^T + bias), which takes as long as the weight
-// takes to arrive. A block has kOut output features. Its warps divide the contraction, each taking every num_warps-th
-// chunk of it, and meet in shared memory.
+// Linear layers with few rows, as in decoding: out = act(x weight^T + bias). The time is that of loading the weight. A
+// block computes kOut output features. Its warps divide the contraction: each takes every num_warps-th chunk, and their
+// sums meet in shared memory.
 //
-// The weight is the right operand of an mma, x the left one, whose 16 rows need not all exist. Which index of the
-// contraction stands where in a fragment is of no matter as long as it is the same in both: a lane takes eight adjacent
-// ones, 16 bytes, of its row as they lie in global memory, and serves two mma with them.
+// The weight is the right operand of an mma. x is the left operand, where some of the 16 rows may be missing. The order
+// of the contraction inside a fragment does not matter, as long as it is the same in both operands. So a lane loads
+// eight adjacent elements (16 bytes) of its row as they lie in global memory, and uses them for two mma.
 //
-// H200, bf16, one row, in a chain of such layers, in us, with cuBLASLt's kernels (of another run) in brackets: 1024 ->
-// 1024 features 2.5 (7.5), 1024 -> 4096 3.7 (5.1), 4096 -> 1024 4.7 (7.2), 4096 -> 4096 11.3 (12.8), 11008 -> 4096 26.0
-// (27.9), 4096 -> 12288 27.9 (29.1), 4096 -> 22016 46.3 (49.7). With 4 warps a block, the last three take 27.8, 29.9
-// and 50.5; with the weights of the next step on their way during a step, 26.0, 29.1 and 47.1; with four stages of
-// asynchronous copies in place of registers, 28.1, 30.8 and 47.3.
+// For few rows this is faster than cuBLASLt, most of all for small weights. Fewer warps in a block are slower. Loading
+// the weights of the next step during a step, or asynchronous copies in place of registers, brought no gain.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -31,13 +28,13 @@ namespace flash::fused_dense {
 
 struct FewRowsConfig {
   static constexpr int kOut = 8;
-  static constexpr int kSpan = 32;  // of the contraction, that the four lanes of a row take in one access
-  static constexpr int kLoads = 4;  // accesses to a tensor on their way
+  static constexpr int kSpan = 32;  // length of the contraction that the four lanes of a row load in one access
+  static constexpr int kLoads = 4;  // accesses per tensor in flight
   static constexpr int kChunk = kSpan * kLoads;
-  static constexpr int kMinWarps = 4, kMaxWarps = 16;  // of a block
+  static constexpr int kMinWarps = 4, kMaxWarps = 16;  // per block
 };
 
-// Eight adjacent elements: two operands of two registers.
+// Eight adjacent elements: two operands of two registers each.
 using Eight = uint4;
 
 template <typename T>
@@ -47,7 +44,7 @@ __device__ Eight load_eight(const T* address, bool exists) {
 
 template <typename T>
 __device__ void multiply(float (&sums)[4], const Eight& x, const Eight& weight) {
-  ptx::mma<T>(sums, {x.x, 0, x.y, 0}, weight.x, weight.y);  // there are no rows from 8 on
+  ptx::mma<T>(sums, {x.x, 0, x.y, 0}, weight.x, weight.y);  // rows from 8 on do not exist
   ptx::mma<T>(sums, {x.z, 0, x.w, 0}, weight.z, weight.w);
 }
 
@@ -81,7 +78,7 @@ __global__ __launch_bounds__(32 * FewRowsConfig::kMaxWarps,
   const T* weight = static_cast<const T*>(p.weight.data) + (first_out + row) * p.weight.stride + column;
   const auto is_inside = [&](int k) { return k + column < in_features; };
 
-  // While the kernel before this one ends, the weight comes as near as L2: it may be the work of that one, too.
+  // Prefetch the weight into L2 only, while the preceding kernel ends: that kernel may still be writing the weight.
   ptx::launch_dependents();
   if (has_weight && lane % 4 == 0) {
 #pragma unroll
@@ -93,7 +90,7 @@ __global__ __launch_bounds__(32 * FewRowsConfig::kMaxWarps,
   ptx::wait_for_dependency();
 
   float sums[4] = {};
-  for (int begin = first; begin < in_features; begin += step) {  // alike in all lanes, as an mma wants it
+  for (int begin = first; begin < in_features; begin += step) {  // the same count in all lanes, as mma requires
     Eight left[kLoads], right[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
@@ -118,8 +115,8 @@ __global__ __launch_bounds__(32 * FewRowsConfig::kMaxWarps,
   static_cast<T*>(p.out.data)[to_row * p.out.stride + to] = static_cast<T>(sum);
 }
 
-// As many warps as there are chunks for: blocks that are soon done leave multiprocessors idle for a short time at the
-// end.
+// Runs as many warps as there are chunks to load, because blocks that end early would leave multiprocessors idle for a
+// short time at the end.
 template <typename T>
 void run_few_rows(const FewRowsParams& p, cudaStream_t stream) {
   using Config = FewRowsConfig;

@@ -1,5 +1,6 @@
-// Matrix products by cuBLASLt. A plan, which algorithm computes a product, takes it tens of microseconds to find and is
-// kept for all products alike; what describes an operation and its matrices is made for each call.
+// Matrix products by cuBLASLt. A plan says which algorithm computes a product. Finding it takes cuBLASLt tens of
+// microseconds, so plans are kept and used again for all products of the same kind. The descriptions of the operation
+// and its matrices are made anew for each call.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -18,9 +19,9 @@ namespace {
 
 constexpr uint64_t kMaxWorkspaceBytes = 32 << 20;  // what NVIDIA recommends for Hopper
 constexpr int kMaxChoices = 8;
-constexpr size_t kMaxPlans = 1 << 14;  // of a few hundred bytes each; a program whose shapes never repeat starts anew
+constexpr size_t kMaxPlans = 1 << 14;  // a bound on memory, if shapes never repeat
 
-// While it lives, this thread may allocate even if another of its streams is being captured.
+// Lets this thread allocate during its lifetime, even while another of its streams is being captured.
 class Uncaptured {
  public:
   Uncaptured() { exchange(); }
@@ -31,7 +32,8 @@ class Uncaptured {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Of the current device, made at first use and kept to the end, when CUDA may be gone before any destructor.
+// Returns the handle of the current device. It is made at first use and never destroyed, since CUDA may have shut down
+// before any destructor runs.
 cublaslt::Handle current_handle() {
   static std::mutex mutex;
   static std::map<int, cublaslt::Handle> handles;
@@ -95,7 +97,7 @@ Operation operation(const GemmParams& p) {
   return owned;
 }
 
-// What cuBLASLt is told of a product.
+// The descriptions of a product that cuBLASLt reads.
 struct Description {
   Operation operation;
   Layout a, b, c, d;
@@ -150,7 +152,7 @@ std::optional<Plan> find_plan(const GemmParams& p) {
   return plan;
 }
 
-// All that a plan depends on.
+// Returns everything that a plan depends on.
 auto key_of(const GemmParams& p) {
   return std::tuple(current_device(), p.dtype, p.transposed_a, p.transposed_b, p.m, p.n, p.k, p.ld_a, p.ld_b, p.ld_c,
                     p.ld_d, p.epilogue, p.choice, p.c != nullptr, alignment(p.a), alignment(p.b), alignment(p.c),

@@ -8,20 +8,20 @@
 
 namespace flash::fused_dense {
 
-// All of it on the current device.
+// All functions work on the current device.
 
-// How to compute p, whose pointers count by their alignment only; nothing if cuBLASLt has no kernel for it. Plans are
-// kept. Throws if there is no cuBLASLt.
+// Returns how to compute p, or nothing if cuBLASLt has no kernel for it. Only the alignment of the pointers in p
+// matters, since plans are kept. Throws if there is no cuBLASLt.
 std::optional<Plan> plan_gemm(const GemmParams& p);
 
-// `workspace` has the bytes that the plan asks for.
+// Computes p by a plan. `workspace` must have the bytes that the plan asks for.
 void gemm(const GemmParams& p, const Plan& plan, void* workspace, cudaStream_t stream);
 
-// Computes p and returns true, if a kernel that is made for few rows serves it.
+// Computes p and returns true, if the kernel for few rows can do it; otherwise returns false.
 bool few_rows(const FewRowsParams& p, cudaStream_t stream);
 
-// The chunks of rows that sum_rows takes apart, if there are any rows; with more than one, `partial` has a row of fp32
-// sums for each.
+// Returns the number of chunks of rows that sum_rows sums separately; there must be at least one row. With more than
+// one chunk, `partial` must have a row of fp32 sums for each.
 int64_t sum_rows_chunks(int64_t rows, int64_t cols);
 void sum_rows(SumRowsParams p, float* partial, int64_t chunks, cudaStream_t stream);
 

@@ -7,13 +7,12 @@
 
 namespace flash::fused_dense {
 
-enum class Activation { kGelu, kRelu, kSquaredRelu, kSilu };  // gelu in its tanh form
+enum class Activation { kGelu, kRelu, kSquaredRelu, kSilu };  // kGelu is the tanh form
 
-// What follows a product within its kernel. The values are those of cublasLtEpilogue_t, of which the others are no
-// gain: on an H200 a product that also sums its rows or columns for the gradient of a bias (BGRADB, DGELU_BGRAD) takes
-// longer than the two apart, the latter up to three times as long, and so does one with the gradient of an activation
-// (DGELU, DRELU) unless it happens to take as long: with 32768 rows, 1024 and 4096 features and gelu 719 us, where the
-// product takes 235 us and the gradient 192 us.
+// The operation that follows a product in the same kernel. The values are those of cublasLtEpilogue_t. Its other values
+// are not used, because they are no faster than a separate kernel and often slower: a product that also sums its rows
+// or columns for the gradient of a bias (BGRADB, DGELU_BGRAD), or that also computes the gradient of an activation
+// (DGELU, DRELU).
 enum class Epilogue : uint32_t {
   kNone = 1,
   kRelu = 2,
@@ -21,14 +20,14 @@ enum class Epilogue : uint32_t {
   kReluBias = 6,
   kGelu = 32,
   kGeluBias = 36,
-  kGeluAux = 160,  // stores what gelu is applied to
+  kGeluAux = 160,  // also stores the input of gelu
   kGeluAuxBias = 164,
 };
 
-// d = epilogue(op(a) op(b) + c) with fp32 sums. Matrices are stored by columns, as BLAS has them: element (i, j) is at
-// i + j * ld. op(a) is (m, k), op(b) (k, n), c and d (m, n).
+// Computes d = epilogue(op(a) op(b) + c), with sums in fp32. Matrices are stored by columns, as in BLAS: element (i, j)
+// is at i + j * ld. op(a) has shape (m, k), op(b) (k, n), and c and d (m, n).
 struct GemmParams {
-  DType dtype;  // of all; 16 bits
+  DType dtype;  // type of all matrices; 16 bits
   bool transposed_a;
   bool transposed_b;
   int64_t m;
@@ -44,17 +43,17 @@ struct GemmParams {
   int64_t ld_d;
   Epilogue epilogue;
   const void* bias;  // (m)
-  void* aux;         // (m, n), ld as d
-  int choice;        // among the algorithms that cuBLASLt proposes, the best by its estimate first; or the nearest
+  void* aux;         // (m, n), with the ld of d
+  int choice;        // index of the algorithm that cuBLASLt proposes, best estimate first; or the nearest that exists
 };
 
-// How cuBLASLt computes a product.
+// The way in which cuBLASLt computes a product.
 struct Plan {
   uint64_t algorithm[8];
   size_t workspace_bytes;
 };
 
-// rows of cols adjacent elements each, `stride` elements apart.
+// A matrix of rows with `cols` adjacent elements each, `stride` elements apart.
 struct Rows {
   void* data;
   int64_t stride;
@@ -62,9 +61,9 @@ struct Rows {
 
 constexpr int kFewRows = 8;
 
-// out = act(x weight^T + bias) of at most kFewRows rows
+// Computes out = act(x weight^T + bias) for at most kFewRows rows.
 struct FewRowsParams {
-  DType dtype;  // of all; 16 bits
+  DType dtype;  // type of all tensors; 16 bits
   int64_t rows;
   int64_t in_features;
   int64_t out_features;
@@ -72,35 +71,36 @@ struct FewRowsParams {
   Rows weight;
   const void* bias;  // (out_features); may be null
   Rows out;
-  bool activates;  // else there is no activation
+  bool activates;  // whether there is an activation
   Activation activation;
 };
 
-// out = the sum of the rows of x, or of x = x * act'(kept); or of each chunk of them, as rows of out
+// Computes out = the sum of the rows of x. With `kept`, x is first replaced by x * act'(kept). With several chunks, row
+// i of out is the sum of chunk i.
 struct SumRowsParams {
-  DType dtype;  // of x and kept; 16 bits if there is kept
+  DType dtype;  // type of x and kept; 16 bits if `kept` is given
   int64_t rows;
   int64_t cols;
   int64_t chunk_rows = 0;  // chosen by sum_rows
   Rows x;
-  Rows kept;  // no data: there is none
+  Rows kept;  // data is null if not given
   Activation activation;
   void* out;  // (cols)
   DType out_dtype;
 };
 
-// out = act(x), or act(x) * y
+// Computes out = act(x), or act(x) * y.
 struct ActivationFwdParams {
   Activation activation;
   DType dtype;
   int64_t rows;
   int64_t cols;
   Rows x;
-  Rows y;    // no data: there is none
+  Rows y;    // data is null if not given
   Rows out;  // may be x
 };
 
-// dx = dout * act'(x), or dout * act'(x) * y and dy = dout * act(x)
+// Computes dx = dout * act'(x), or with y: dx = dout * act'(x) * y and dy = dout * act(x).
 struct ActivationBwdParams {
   Activation activation;
   DType dtype;
@@ -108,7 +108,7 @@ struct ActivationBwdParams {
   int64_t cols;
   Rows dout;
   Rows x;
-  Rows y;   // no data: there is none
+  Rows y;   // data is null if not given
   Rows dx;  // may be dout
   Rows dy;
 };

@@ -1,4 +1,4 @@
-// The choice of instance, and of chunks.
+// Chooses the instance and the number of chunks.
 #include <algorithm>
 #include <cstdint>
 
@@ -10,7 +10,7 @@
 namespace flash::fused_dense {
 namespace {
 
-// Whether every row starts at an aligned address.
+// Returns whether every row starts at an aligned address.
 bool are_aligned(const Rows& rows, int elements) {
   return reinterpret_cast<uintptr_t>(rows.data) % 16 == 0 && rows.stride % elements == 0;
 }
@@ -38,7 +38,7 @@ void sum_chunks(const SumRowsParams& p, cudaStream_t stream) {
 
 }  // namespace
 
-// As many blocks as run at a time, and enough rows for every warp of a block.
+// Chooses as many chunks as fill the device with blocks at one time, but leaves enough rows for every warp of a block.
 int64_t sum_rows_chunks(int64_t rows, int64_t cols) {
   const int64_t blocks = kSumBlocks * num_multiprocessors(current_device());
   return std::clamp<int64_t>(blocks / ceil_div(cols, 256), 1, ceil_div(rows, 64));

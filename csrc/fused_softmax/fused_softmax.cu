@@ -1,4 +1,4 @@
-// The choice of instance: one for each type.
+// Chooses the instance: there is one for each type.
 #include "common/dispatch.h"
 #include "fused_softmax/fused_softmax.cuh"
 #include "fused_softmax/launch.h"

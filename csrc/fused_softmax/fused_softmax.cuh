@@ -1,12 +1,13 @@
-// Softmax of scaled scores over what a mask leaves, and its gradient:
+// Softmax of the scaled scores that a mask does not leave out, and its gradient:
 //
 //   y = exp(scale x - max) / sum, 0 where left out        dx = scale y (dy - sum_j y_j dy_j)
 //
-// A group of lanes takes a row and goes over it twice, once for the sums and once to write. A row that the group holds
-// in registers is read once; of longer ones, what the second pass reads is still in the cache. Maths in fp32.
+// A group of lanes takes a row and goes over it twice: once for the sums, and once to write. A row that fits the
+// registers of the group is read once. A longer row is read twice, but the second pass finds it in the cache. All
+// arithmetic is in fp32.
 //
-// Rows that do not all start and end at an aligned access are taken as the aligned accesses that they have in full, and
-// as the few columns at their edges, of which a lane has one at most.
+// Rows that do not all start and end at an aligned access are split: the aligned accesses that lie fully in the row,
+// and the few columns at its edges. Each lane handles at most one column at the edges.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,30 +35,30 @@ struct Config {
   using T = T_;
   static constexpr bool kAligned = kAligned_;  // whether all rows start and end at an aligned access
   static constexpr int kWidth = 16 / sizeof(T);
-  static constexpr int kLoads = kLoads_;  // accesses of each tensor that a thread has on their way, and holds
+  static constexpr int kLoads = kLoads_;  // accesses per tensor that a thread has in flight and holds
   static constexpr int kChunk = kLoads * kWidth;
-  static constexpr int kThreads = 512;                 // of a block, at most
-  static constexpr int kBlocks = kLoads_ > 2 ? 2 : 3;  // that a multiprocessor has registers for, at least
+  static constexpr int kThreads = 512;                 // per block, at most
+  static constexpr int kBlocks = kLoads_ > 2 ? 2 : 3;  // at least, per multiprocessor, by registers
 };
 
-// H200, bf16: with half of these loads on twice the lanes, the forward takes a fifth longer; the backward of rows of
-// 16384, which the lanes then cannot hold, a tenth. That of causal rows of 1024 is 2 % faster with half.
+// With fewer loads on more lanes, the forward is slower, and so is the backward of long rows, which the lanes then
+// cannot hold. The backward of short rows is faster with fewer loads.
 constexpr int kLoads = 4, kShortBwdLoads = 2, kShortBwdBytes = 2048;
 
-// What the forward has on its way into the L2 cache for each multiprocessor. While a block sums its row and writes it,
-// memory would rest: causal rows of 16384 run at 78 % of the rate of a copy without, at 90 % with this. Twice as much
-// pushes out of the cache what is still wanted: 95 % instead of 99 % without a mask. The backward has twice the loads
-// on their way, and loses by it. It is for rows that were seen to gain: causal ones of a warp, others of four.
+// Bytes that the forward prefetches into the L2 cache for each multiprocessor. Without this, memory would be idle while
+// a block sums and writes its row. With more bytes, the prefetch would evict data that is still needed. The backward
+// does not prefetch: it has twice the loads in flight, and prefetching makes it slower. Only rows that gain from the
+// prefetch use it: causal rows of at least one warp, and other rows of at least four warps.
 constexpr int kBytesAhead = 32 << 10;
 
-// One of the rows.
+// The position of one row.
 struct Row {
   int batch;
   int head;
-  int index;      // of the row within its head
-  int64_t start;  // its first element, of all
-  int cols;       // of the row; none if there is no such row
-  int seen;       // of these, the first ones, which are not past the diagonal
+  int index;      // index of the row within its head
+  int64_t start;  // index of its first element in the whole tensor
+  int cols;       // columns of the row; 0 if there is no such row
+  int seen;       // the first columns of the row, up to the diagonal
 
   __device__ Row(const Rows& rows, int64_t turn) {
     const bool exists = turn < rows.count;
@@ -75,9 +76,9 @@ struct Row {
   }
 };
 
-// What a mask leaves out of one row, a byte for each column.
+// The part of a mask that belongs to one row: one byte for each column.
 struct MaskRow {
-  bool exists;  // the same for all rows
+  bool exists;  // whether there are bytes for each column; the same for all rows
   const uint8_t* data = nullptr;
 
   __device__ MaskRow(const Mask& mask, Row& row) : exists(mask.data != nullptr && !mask.one_for_all) {
@@ -86,7 +87,7 @@ struct MaskRow {
     if (mask.one_for_all && *data != 0) row.seen = 0;
   }
 
-  // The bytes of a thread's share of the row, whose accesses all lie in the row.
+  // Loads the bytes of a thread's share of the row. All accesses must lie in the row.
   template <int kLoads, int kWidth>
   __device__ void load(Packed<uint8_t, kWidth> (&bytes)[kLoads], int column, int apart, int cols) const {
     const uint8_t* const own = data + column;
@@ -98,7 +99,7 @@ struct MaskRow {
   }
 
  private:
-  // The same from the aligned words that hold the bytes.
+  // Loads the bytes from the aligned words that hold them, for a mask at any address.
   template <int kLoads, int kWidth>
   __device__ static void load_anywhere(Packed<uint8_t, kWidth> (&bytes)[kLoads], const uint8_t* own, int apart,
                                        int cols) {
@@ -119,13 +120,14 @@ struct MaskRow {
   }
 };
 
-// A row as the aligned accesses that it has in full, its body, and the columns before and behind, its edges: fewer than
-// twice an access, of which each lane of a group has one at most. Columns count from the first one of the body.
+// A row as its body, which is the aligned accesses that lie fully in the row, and its edges, which are the columns
+// before and after the body. The edges have fewer columns than two accesses, so each lane of a group has at most one of
+// them. Columns are counted from the first one of the body.
 template <typename Config>
 struct Body {
-  int first;  // its column of the row
+  int first;  // column of the row at which the body begins
   int cols, seen;
-  int edge;  // the lane's column at the edges, if it has one
+  int edge;  // column of this lane at the edges, if it has one
   bool has_edge, sees_edge;
 
   __device__ Body(const Row& row, int lane) : first(0), cols(row.cols), seen(row.seen), edge(0) {
@@ -141,7 +143,7 @@ struct Body {
   }
 };
 
-// Changes the bits that are set in `signs` in each word.
+// Flips, in each word, the bits that are set in `signs`.
 template <typename T, int kWidth, int kLoads>
 __device__ void flip(Packed<T, kWidth> (&scores)[kLoads], uint32_t signs) {
   if (signs == 0) return;
@@ -152,7 +154,7 @@ __device__ void flip(Packed<T, kWidth> (&scores)[kLoads], uint32_t signs) {
   }
 }
 
-// Replaces the scores whose byte is not 0 by -inf.
+// Replaces each score that has a nonzero byte in the mask by -inf.
 template <typename T, int kWidth>
 __device__ void leave_out(Packed<T, kWidth>& scores, const Packed<uint8_t, kWidth>& bytes) {
   constexpr int kPerWord = 4 / sizeof(T);
@@ -165,7 +167,7 @@ __device__ void leave_out(Packed<T, kWidth>& scores, const Packed<uint8_t, kWidt
   }
 }
 
-// The largest of all elements. Pairs are compared as they are, which spares half of the work.
+// Returns the largest of all elements. Pairs are compared as they are stored, which halves the work.
 template <typename T, int kWidth, int kLoads>
 __device__ float largest_of(const Packed<T, kWidth> (&vecs)[kLoads]) {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
@@ -190,7 +192,8 @@ __device__ float largest_of(const Packed<T, kWidth> (&vecs)[kLoads]) {
   }
 }
 
-// A thread's share of the scores, -inf where left out and outside, to be multiplied by the positive p.exponent_scale.
+// Loads a thread's share of the scores, with -inf where left out or outside the row. They still have to be multiplied
+// by p.exponent_scale, which is positive.
 template <typename Config, typename T = typename Config::T>
 __device__ void load_scores(Packed<T, Config::kWidth> (&vecs)[Config::kLoads], const T* x, const MaskRow& mask,
                             const Body<Config>& body, int column, int apart, uint32_t signs) {
@@ -209,7 +212,7 @@ __device__ void load_scores(Packed<T, Config::kWidth> (&vecs)[Config::kLoads], c
   replace_behind(vecs, column, apart, body.seen, least);
 }
 
-// The same of the lane's column at the edges, which is on its way until it is asked for.
+// The score of the lane's column at the edges. Its load is in flight until the score is used.
 template <typename T>
 struct EdgeScore {
   T loaded{};
@@ -228,17 +231,18 @@ struct EdgeScore {
   }
 };
 
-// Where a thread's share of a row's body lies in a pass over it.
+// The position of a thread's share of the body of a row, in one pass over it.
 template <typename Config>
 struct Share {
   int column, apart;
 
   __device__ Share(int column, int apart) : column(column), apart(apart) { __builtin_assume(column >= 0 && apart > 0); }
 
-  // Whether access i has columns among the first `cols`.
+  // Returns whether access i has a column among the first `cols`.
   __device__ bool reaches(int i, int cols) const { return column + i * apart < cols; }
 
-  // Stores the share: what values_of(i, values) gives for access i, if that reaches the columns that are seen, else 0.
+  // Stores the share: the values that values_of(i, values) computes for access i if it has columns that are seen, and 0
+  // otherwise.
   template <typename T, typename ValuesOf>
   __device__ void store(T* row, const Body<Config>& body, ValuesOf&& values_of) const {
     T* const own = row + column;
@@ -292,7 +296,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(
   const EdgeScore<T> loaded_edge(x, mask, body);
 
   Packed<T, Config::kWidth> vecs[Config::kLoads];
-  float scores[Config::kLoads][Config::kWidth];  // and their exponentials
+  float scores[Config::kLoads][Config::kWidth];  // later replaced by their exponentials
   ExpSum own;
   for (int column = first; column < body.seen; column += step) {
     const Share<Config> share{column, apart};
@@ -311,7 +315,8 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(
     with_edge.add(score, p.exponent_scale);
   }
   const ExpSum all = sum_group(with_edge, p.exponent_scale, group);
-  const float inverse = all.sum == 0.f ? 0.f : ptx::reciprocal(all.sum);  // nothing was left, or nothing but -inf
+  // The sum is 0 if everything was left out, or if only -inf is left.
+  const float inverse = all.sum == 0.f ? 0.f : ptx::reciprocal(all.sum);
   const float factor = p.held ? inverse * ptx::exp2((own.max - all.max) * p.exponent_scale) : inverse;
   for (int column = first; column < body.cols; column += step) {
     const Share<Config> share{column, apart};
@@ -327,7 +332,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(
   if (body.has_edge) y[body.edge] = static_cast<T>(ptx::exp2((edge - all.max) * p.exponent_scale) * inverse);
 }
 
-// A thread's share of weights and incoming gradients, 0 outside.
+// A thread's share of the weights and the incoming gradients; 0 outside the row.
 template <typename Config>
 struct Pairs {
   using T = typename Config::T;
@@ -354,7 +359,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void bwd_kernel(
   T* dx = static_cast<T*>(p.dx) + start;
   const int apart = group.lanes * Config::kWidth, step = Config::kLoads * apart;
   const int first = group.lane * Config::kWidth;
-  T loaded_weight{}, loaded_incoming{};  // of the edge, on their way until they are asked for
+  T loaded_weight{}, loaded_incoming{};  // of the lane's column at the edges; in flight until they are used
   if (body.sees_edge) loaded_weight = y[body.edge], loaded_incoming = dy[body.edge];
 
   Pairs<Config> pairs;
@@ -393,7 +398,7 @@ void choose(Params& p, RunWith&& run_with) {
   using Any = Config<T, false, kLoads>;
   constexpr int kWidth = Any::kWidth, kEdges = 2 * kWidth;
   const bool aligned = p.rows.cols % kWidth == 0;
-  const int columns = p.rows.cols / kWidth * kWidth;  // that are not at the edges, at most
+  const int columns = p.rows.cols / kWidth * kWidth;  // columns that are not at the edges, at most
   const int lanes = lanes_for<Any::kThreads>(columns, Any::kChunk, aligned ? kMinLanes : kEdges);
   p.held = columns <= lanes * Any::kChunk;
   dispatch_flags([&](auto kAligned) { run_with(kAligned, lanes); }, aligned);
@@ -403,7 +408,7 @@ template <typename T>
 void run_fwd(FwdParams p, cudaStream_t stream) {
   constexpr uint32_t kSign = sizeof(T) == 2 ? 0x80008000 : 0x80000000;
   p.signs = std::signbit(p.scale) ? kSign : 0;
-  // Positive and finite, so that what is left out is so at any scale, also 0.
+  // Keep the scale positive and finite, so that scores of -inf stay left out at any scale, even 0.
   using Limits = std::numeric_limits<float>;
   p.exponent_scale = std::clamp(std::abs(p.scale) * kLog2E, Limits::denorm_min(), Limits::max());
   choose<T, kLoads>(p, [&](auto kAligned, int lanes) {

@@ -6,7 +6,7 @@
 
 namespace flash::fused_softmax {
 
-// Softmax of each row, and the gradient of its scores, on the current device.
+// Compute, on the current device, the softmax of each row and the gradient of its scores.
 void fwd(const FwdParams& p, cudaStream_t stream);
 void bwd(const BwdParams& p, cudaStream_t stream);
 

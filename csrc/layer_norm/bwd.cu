@@ -1,4 +1,4 @@
-// The choice of the backward's instance.
+// Chooses the kernel of the backward from the types, sizes and addresses of a call.
 #include <algorithm>
 #include <cstdint>
 #include <iterator>
@@ -25,7 +25,7 @@ static bool are_of(const BwdParams& p, Types types) {
 static Extent extent_of(const BwdParams& p) {
   const Problem& problem = p.problem;
   const auto is_wanted = [](const Matrix<>& gradient) { return gradient.data != nullptr; };
-  const auto* more = p.dparameters + kFewParameters;  // also if there are no rows
+  const auto* more = p.dparameters + kFewParameters;  // wanted even if there are no rows
   if (std::any_of(more, std::end(p.dparameters), is_wanted)) return Extent::kAll;
   const bool branches =
       p.dx1.data || p.out.data || problem.rowscale.data || problem.x0_subset || problem.rng_state || p.mask0 || p.mask1;
@@ -39,16 +39,16 @@ static void run_shaped(const BwdParams& p, cudaStream_t stream) {
                   stream);
 }
 
-// Those that kernels for branches are built for.
+// Returns the types for a kernel with branches. Such kernels exist for these types only, to keep the build small.
 static Types types_of_branches(const BwdParams& p) {
   if (fits(p, 8)) return types_of<kHalf, kBrain>(p);
   if (fits(p, 4)) return Types::kAny;
   return types_of<kHalf, kBrain, Types::kFloat16Stream32, Types::kBFloat16Stream32>(p);
 }
 
-// Whether a block has shared memory enough.
+// Returns whether a block has enough shared memory on the current device.
 static bool has_room(bool ragged) {
-  constexpr int kStaticBytes = 3 * 1024;  // at most, of what the kernel declares
+  constexpr int kStaticBytes = 3 * 1024;  // upper bound for the arrays that the kernel declares
   return ring_bytes(kUsualVecs, ragged) + kStaticBytes <= max_shared_bytes(current_device());
 }
 

@@ -4,14 +4,15 @@
 //   dresidual = dtotal,   dx1 = drop(dtotal),   dx0 = drop(rowscale dtotal) colscale
 //   dweight = sum of dout y,   dbias = sum of dout,   dcolscale = sum of drop(rowscale dtotal) x0      over the rows
 //
-// Blocks stay, a row at a time for each group of lanes, and sum the gradients of parameters in registers: a thread owns
-// the same columns of every row. Each block writes its sums as one part; finish_kernel adds the parts up, always in the
-// same order. The next rows are copied to shared memory meanwhile, where a thread reads what it has copied itself: no
-// barrier but that of the row's two sums. h and dout are read from there twice, before and after these.
+// Blocks are persistent: each group of lanes takes one row after the other and sums the gradients of parameters in
+// registers, since a thread owns the same columns in every row. Each block writes its sums as one part; finish_kernel
+// adds the parts, always in the same order. While a row is at work, the next rows are copied to shared memory. A thread
+// reads only what it copied itself, so the only barrier is the one for the two sums of the row. h and dout are read
+// from shared memory twice: before and after that barrier.
 //
-// Rows that are too wide for a block are cut into tiles of columns, and a cluster takes the place of a block. If rows
-// are too wide for that too, sums_kernel finds the two sums of each row first, and then the blocks of a tile do the
-// rest.
+// A row that is too wide for a block is cut into tiles of columns, and a cluster takes the place of the block. If a row
+// is too wide for a cluster too, sums_kernel first computes the two sums of each row, and then independent blocks, one
+// per tile, do the rest.
 #pragma once
 
 #include <algorithm>
@@ -34,9 +35,9 @@ struct BwdConfig : Elements<kTypes> {
   static constexpr int kVecs = kVecs_;  // accesses per thread and matrix
   static constexpr Extent kExtent = kExtent_;
   static constexpr bool kRagged = kRagged_;  // vectors need not be aligned
-  static constexpr bool kTiled = kTiled_;    // a block has part of a row, whose sums are known
+  static constexpr bool kTiled = kTiled_;    // a block has part of a row; the sums of the row are known
   static constexpr int kParameters = kExtent == Extent::kAll ? BwdParams::kParameters : kFewParameters;
-  static constexpr bool kHoldsWeight = kExtent != Extent::kAll;  // in registers, of which the sums leave enough
+  static constexpr bool kHoldsWeight = kExtent != Extent::kAll;  // in registers: the sums leave enough of them
 
   static constexpr int kRingBytes = ring_bytes(kVecs, kRagged);
   static_assert(kStages * kCopiedMatrices * kSlotBytes >= kVec * 4, "sums of a parameter take the place of the ring");
@@ -44,7 +45,8 @@ struct BwdConfig : Elements<kTypes> {
 
 using SumExchange = RowExchange<float2, /*kTurns=*/2, /*kGroups=*/true>;
 
-// Over the threads that share a row. All threads of a block with fewer than 32 lanes take part together.
+// Sums over the threads that share a row. In a block with fewer than 32 lanes per row, all threads must call it
+// together.
 __device__ inline void add_up_row(float (&sums)[2], SumExchange& exchange) {
   add_up_lanes(blockDim.x, sums[0], sums[1]);
   if (!exchange.has_others()) return;
@@ -54,7 +56,7 @@ __device__ inline void add_up_row(float (&sums)[2], SumExchange& exchange) {
   add_up_lanes(exchange.lanes(), sums[0], sums[1]);
 }
 
-// Which rows of the matrices make row `row` of h; negative if there is none.
+// The rows of the matrices that belong to row `row` of h; negative where there is none.
 template <typename Config>
 struct Rows {
   int64_t h, out, x0;
@@ -67,8 +69,8 @@ struct Rows {
   }
 };
 
-// Slots of shared memory that a thread copies vectors to, and reads: it alone, so that it need not wait for others.
-// Neighbouring threads have neighbouring slots.
+// Slots of shared memory: a thread copies vectors into its own slots and reads only those, so it need not wait for
+// other threads. Neighbouring threads have neighbouring slots.
 template <typename Config>
 class Ring {
  public:
@@ -89,7 +91,7 @@ class Ring {
   // Waits for the copies of all rows but the newest.
   __device__ void wait() const { ptx::wait_copies<kStages - 1>(); }
 
-  // Reads a thread's j-th vector, which is at `col`.
+  // Reads the thread's vector number j, which is at column `col`.
   __device__ void read(float (&values)[kVec], int stage, Which which, int j, DType dtype, int col) const {
     AnyVec<kVec> vec = *vector(stage, which, j);
     if (Config::kRagged && col < 0) vec = merged(vec, *vector_at_end(stage, which), col, dtype);
@@ -107,12 +109,12 @@ class Ring {
     return slots(stage, which) + j * kMaxThreads + thread_;
   }
 
-  // Of a vector that begins before the row does, those elements that are at the row's end.
+  // The slot for the end of the row: a vector that begins before the row takes its remaining elements from there.
   __device__ AnyVec<kVec>* vector_at_end(int stage, Which which) const {
     return slots(stage, which) + kVecs * kMaxThreads + threadIdx.y;
   }
 
-  // A row that does not exist reads as zeros.
+  // Starts the copies of one matrix. A row that does not exist reads as zeros.
   template <typename Data>
   __device__ void copy(int stage, Which which, const Matrix<Data>& matrix, DType dtype, int64_t row) const {
     const char* source = row_of(matrix, dtype, row);
@@ -146,7 +148,7 @@ class Ring {
     }
   }
 
-  // Few ask for this.
+  // Copies element by element. The loop is not unrolled, because few vectors are unaligned.
   __device__ static void copy_elements(AnyVec<kVec>* slot, const char* row, const Place<kVec>& place, DType dtype,
                                        bool exists) {
 #pragma unroll 1
@@ -164,7 +166,7 @@ class Ring {
   int first_, thread_;
 };
 
-// The gradients of parameters that a thread sums, and the weights of its columns.
+// The sums of a thread for the gradients of parameters, and the weights of its columns.
 template <typename Config>
 struct Columns {
   static constexpr int kVec = Config::kVec, kVecs = Config::kVecs;
@@ -184,7 +186,7 @@ struct Columns {
     }
   }
 
-  // g = weight dout
+  // Computes g = weight dout.
   __device__ void weigh(float (&g)[kVec], const float (&dout)[kVec], const Problem& p, int j, int col) const {
     if constexpr (Config::kHoldsWeight) {
 #pragma unroll
@@ -204,7 +206,7 @@ struct Columns {
   }
 };
 
-// fn(j, col) for the thread's vectors of a row that begin at column `first`.
+// Calls fn(j, col) for each vector of the thread in a row, if the vectors of the row begin at column `first`.
 template <typename Config, typename Fn>
 __device__ void for_each_vector(const Problem& p, int first, Fn&& fn) {
 #pragma unroll
@@ -214,7 +216,7 @@ __device__ void for_each_vector(const Problem& p, int first, Fn&& fn) {
   }
 }
 
-// Where the gradients of a row's branches go, and the output if it is asked for.
+// The rows that receive the gradients of the branches, and the output if it is wanted.
 template <typename Config>
 struct Targets {
   char *dresidual, *dx0, *dx1, *out;
@@ -226,15 +228,15 @@ struct Targets {
         out(row_of(p.out, p.out.dtype, rows.h)) {}
 };
 
-// Makes y of h. fma(h, rstd, -mean * rstd) would be one instruction less, but the rounding of the product would be all
-// that is left where h is equal to its mean, as in rows of one column.
+// Turns h into y. fma(h, rstd, -mean * rstd) would save one instruction, but where h equals its mean, as in rows of one
+// column, the result would be the rounding error of the product and not 0.
 template <int kVec>
 __device__ void centre_and_scale(float (&values)[kVec], float centre, float rstd) {
 #pragma unroll
   for (float& value : values) value = (value - centre) * rstd;
 }
 
-// A row at work.
+// The row that a group of lanes works on.
 template <typename Config>
 struct Row {
   static constexpr int kVec = Config::kVec;
@@ -246,15 +248,15 @@ struct Row {
   int first, stage;
   float centre, rstd;  // y = (h - centre) rstd
   Dropout dropout;
-  uint32_t kept0[Config::kVecs] = {};  // elements of x0
+  uint32_t kept0[Config::kVecs] = {};  // one bit for each element of x0
 
-  // Finds out what is kept of x0, which takes long enough to do it while the row is on its way.
+  // Determines which elements of x0 are kept. This takes long, so it runs while the row is being copied.
   __device__ void draw() {
     if (Config::kExtent == Extent::kPlain || !p.dx0.data || rows.x0 < 0) return;
     for_each_vector<Config>(p.problem, first, [&](int j, int col) { kept0[j] = kept(p.mask0, rows.x0, col, 0); });
   }
 
-  // y and g of a vector; if kAdding, what the row gives to the gradients of weights and biases is added to these.
+  // Computes y and g of a vector. If kAdding, also adds the row's contribution to the gradients of weights and biases.
   template <bool kAdding>
   __device__ void normal_and_weighted(float (&y)[kVec], float (&g)[kVec], int j, int col) const {
     using C = Columns<Config>;
@@ -275,7 +277,7 @@ struct Row {
     }
   }
 
-  // The gradient of h from the means of g and of g y over the row.
+  // Computes the gradient of h from the means of g and of g y over the row.
   __device__ void total(float (&dtotal)[kVec], const float (&y)[kVec], const float (&g)[kVec], float mean_g,
                         float mean_gy, int j, int col) const {
     fill(dtotal, 0.f);
@@ -284,7 +286,7 @@ struct Row {
     for (int i = 0; i < kVec; ++i) dtotal[i] += rstd * (g[i] - mean_g - y[i] * mean_gy);
   }
 
-  // Stores the gradients of the branches, of a column scale also the sum.
+  // Stores the gradients of the branches; with a column scale, also adds to its gradient.
   __device__ void store_branches(const Targets<Config>& to, float (&dtotal)[kVec], int j, int col) const {
     if (p.dresidual.data) store(to.dresidual, Config::h(p.dresidual.dtype), col, dtotal);
     if constexpr (Config::kExtent == Extent::kPlain) {
@@ -329,8 +331,8 @@ struct Row {
   }
 };
 
-// Adds what the groups of a block have summed, and writes it as part blockIdx.y. Groups add up in pairs, through the
-// ring's memory, one parameter at a time.
+// Adds the sums of the groups of a block and writes the result as part blockIdx.y. Groups add in pairs, one parameter
+// at a time, through the memory of the ring.
 template <typename Config>
 __device__ void store_part(const BwdParams& p, Columns<Config>& columns, int first) {
   constexpr int kVec = Config::kVec, kVecs = Config::kVecs, kQuads = kVecs * kVec / 4;
@@ -372,7 +374,7 @@ __device__ void store_part(const BwdParams& p, Columns<Config>& columns, int fir
   }
 }
 
-// The column at which vectors begin in all rows of a block, from `row` on: 0 if that differs between them.
+// Returns the column at which vectors begin in all rows of a block, from `row` on; 0 if that differs between the rows.
 template <typename Config>
 __device__ int first_column_of_rows(const BwdParams& p, int64_t row) {
   const bool differs = p.problem.rows > gridDim.y && gridDim.y * p.h.stride % Config::kVec != 0;
@@ -421,8 +423,8 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
   __shared__ SumExchange::Barriers arrived;
   const Problem& problem = p.problem;
   SumExchange row_sums(given, arrived, Config::kTiled ? 1 : gridDim.x);
-  // The rows of a group are those of blocks: so all blocks have work to the end, and the vectors of a ragged block may
-  // begin at the same column in all of its rows.
+  // Rows are dealt out to blocks first and to groups second. So all blocks have work until the end, and in a block with
+  // ragged rows the vectors can begin at the same column in all rows.
   const int64_t step = int64_t{gridDim.y} * blockDim.y;
   int64_t first = blockIdx.y, index = first + int64_t{threadIdx.y} * gridDim.y;
   const int first_col = first_column_of_rows<Config>(p, index);
@@ -436,7 +438,7 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
   const auto moment = [&](const float* of, int64_t row) { return row < problem.rows ? __ldg(of + row) : 0.f; };
   float mean = moment(p.mean, index), rstd = moment(p.rstd, index);
   const float scale = 1.f / problem.cols;
-  // Groups of a block take turns together, since a warp may hold several of them.
+  // All groups of a block do the same number of turns, since a warp may hold several groups.
   for (; first < problem.rows; first += step, index += step) {
     const int next = stage + 1 < kStages ? stage + 1 : 0, last = kStages == 2 ? next
                                                                  : stage > 0  ? stage - 1
@@ -457,7 +459,7 @@ __global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_consta
   store_part(p, columns, first_col);
 }
 
-// The two sums of a row too wide for a cluster to hold: a block for each row.
+// Computes the two sums of each row that is too wide for a cluster; one block per row.
 template <typename Config>
 __global__ __launch_bounds__(kMaxThreads) void sums_kernel(const __grid_constant__ BwdParams p) {
   constexpr int kVec = Config::kVec;
@@ -488,8 +490,8 @@ __global__ __launch_bounds__(kMaxThreads) void sums_kernel(const __grid_constant
   if (threadIdx.x == 0) p.sums[2 * rows.h] = sums[0], p.sums[2 * rows.h + 1] = sums[1];
 }
 
-// Adds up the parts of 32 columns of a parameter: thread (x, y) those whose number is y modulo kFinishRows, with
-// kFinishLoads of them on their way.
+// Adds the parts of 32 columns of a parameter. Thread (x, y) adds the parts with numbers that are y modulo kFinishRows,
+// and keeps kFinishLoads loads in flight.
 constexpr int kFinishRows = 32, kFinishLoads = 8;
 
 struct FinishParams {
@@ -525,7 +527,7 @@ static __global__ __launch_bounds__(32 * kFinishRows) void finish_kernel(const _
   store_any(target.data, col, target.dtype, total);
 }
 
-// How many clusters of `tiles` blocks run at once.
+// Returns how many clusters of `tiles` blocks can run at the same time.
 template <typename Config>
 int clusters_at_once(const RowShape& shape) {
   const dim3 grid(shape.tiles), block(shape.lanes);
@@ -550,7 +552,7 @@ void run_bwd(const BwdParams& p, const RowShape& shape, cudaStream_t stream) {
   const int cluster = Config::kTiled ? 1 : shape.tiles;
   const int most = cluster > 1 ? std::min(p.max_parts, clusters_at_once<Config>(shape)) : p.max_parts;
   int blocks = static_cast<int>(std::min<int64_t>(most, ceil_div(p.problem.rows, shape.rows)));
-  if (Config::kRagged) {  // so that rows of a block begin where the same accesses are aligned
+  if (Config::kRagged) {  // so that in all rows of a block the same accesses are aligned
     const int like = Config::kVec / std::gcd(Config::kVec, static_cast<int>(p.h.stride % Config::kVec));
     blocks = most < like ? most : std::min(ceil_div(blocks, like), most / like) * like;
   }

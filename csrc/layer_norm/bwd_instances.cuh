@@ -1,4 +1,4 @@
-// The backward's configurations, and which of them bwd_ragged.cu compiles.
+// The configurations of the backward, and the list of those that bwd_ragged.cu compiles.
 #pragma once
 
 #include "layer_norm/bwd.cuh"

@@ -1,4 +1,5 @@
-// The backward's instances for rows whose vectors may begin at any element, apart so that none takes long to compile.
+// Instances of the backward for vectors that may begin at any element. They have a file of their own so that no file
+// takes long to compile.
 #include "layer_norm/bwd_instances.cuh"
 
 namespace flash::layer_norm {

@@ -1,5 +1,5 @@
-// What the choice of an instance asks of the parameters. Host code. A direction adds fits(params, vec) and
-// are_of(params, types).
+// Helpers that choose an instance from the parameters of a call. Host code. Each direction adds its own fits(params,
+// vec) and are_of(params, types).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -19,7 +19,7 @@ constexpr Types kHalf = Types::kFloat16, kBrain = Types::kBFloat16;
 
 inline bool is_aligned(const void* data, int bytes) { return reinterpret_cast<uintptr_t>(data) % bytes == 0; }
 
-// Whether accesses can be of `vec` elements.
+// Returns whether accesses of `vec` elements are aligned in every row.
 template <typename Data>
 bool fits(const Matrix<Data>& matrix, int vec) {
   const int bytes = vec * size_of(matrix.dtype);
@@ -40,7 +40,7 @@ bool is_of(const Matrix<Data>& matrix, DType dtype) {
   return matrix.data == nullptr || matrix.dtype == dtype;
 }
 
-// Those of the matrices, if kernels are built for them.
+// Returns the types of the matrices if kernels are built for them, and kAny otherwise.
 template <Types... kBuilt, typename Params>
 Types types_of(const Params& p) {
   Types found = Types::kAny;
@@ -53,24 +53,26 @@ Types known_types(const Params& p) {
   return types_of<kHalf, kBrain, Types::kFloat32, Types::kFloat16Stream32, Types::kBFloat16Stream32>(p);
 }
 
-// fn(Constant<types>) for what known_types finds, but not kAny.
+// Calls fn(Constant<types>) for a result of known_types other than kAny.
 template <typename Fn>
 void dispatch_known(Types types, Fn&& fn) {
   dispatch_value<kHalf, kBrain, Types::kFloat32, Types::kFloat16Stream32, Types::kBFloat16Stream32>(types, fn);
 }
 
-// Whether a block of threads with `vecs` accesses holds a row or, where the code of kKernel is for sm_90, the blocks of
-// a cluster do with kUsualVecs. Wider aligned rows would fit clusters too, but have not been measured in them.
+// Returns whether one block can hold a row with `vecs` accesses per thread. Where the code of kKernel is for sm_90, a
+// cluster may hold the row too, but only with kUsualVecs: wider aligned rows would fit clusters, but their speed there
+// is not known.
 template <auto kKernel>
 bool holds_row(int cols, int vec, int vecs) {
   return fits_blocks(cols, vec, vecs, 1) ||
          (fits_blocks(cols, vec, kUsualVecs, kMaxTiles) && can_start_early<kKernel>());
 }
 
-// Whether there are subsets, or may be: those of no entries have no address.
+// Returns whether there may be subsets. A subset without entries has a null address, so no rows counts as having
+// subsets.
 inline bool has_subsets(const Problem& p) { return p.x0_subset != nullptr || p.rows == 0; }
 
-// Rows that no entry of a subset names are not written otherwise.
+// Clears a matrix, because rows that no entry of a subset names are not written by the kernels.
 inline void clear_rows(const Matrix<>& matrix, int64_t rows, int cols, cudaStream_t stream) {
   if (matrix.data == nullptr || rows == 0 || cols == 0) return;
   check_cuda(cudaMemsetAsync(matrix.data, 0, rows * cols * size_of(matrix.dtype), stream), "cudaMemsetAsync");

@@ -1,4 +1,4 @@
-// The choice of the forward's instance.
+// Chooses the kernel of the forward from the types, sizes and addresses of a call.
 #include "common/dispatch.h"
 #include "layer_norm/choice.h"
 #include "layer_norm/fwd.cuh"
@@ -18,7 +18,8 @@ static bool are_of(const FwdParams& p, Types types) {
   return is_of(p.x0, x) && is_of(p.out, x) && is_of(p.out1, x) && is_of(p.residual, h) && is_of(p.h, h);
 }
 
-// Kernels that are not for all ask for a bias of the weight's type and that to be x0's or fp32.
+// Returns what the kernel has to do. Every extent but kAll requires that the bias has the type of the weight, and that
+// this type is fp32 or the type of x0.
 static Extent extent_of(const FwdParams& p) {
   const Problem& problem = p.problem;
   const DType weights = problem.weight.dtype;
@@ -28,7 +29,7 @@ static Extent extent_of(const FwdParams& p) {
   return problem.rowscale.data || problem.rng_state ? Extent::kBranches : Extent::kPlain;
 }
 
-// A block has one row, or as many as 256 threads have that share it within warps.
+// Runs blocks of one row or, where lanes of a warp can share a row, as many rows as fit 256 threads.
 template <typename Config>
 static void run_shaped(const FwdParams& p, cudaStream_t stream) {
   const int cols = Config::kRagged ? spanned_cols(p.problem.cols) : p.problem.cols;
@@ -37,12 +38,11 @@ static void run_shaped(const FwdParams& p, cudaStream_t stream) {
   run_fwd<Config>(p, shape, stream);
 }
 
-// Accesses of a thread and aligned matrix, at most: with more, the matrices would be too many for registers.
+// Returns the most accesses per thread and aligned matrix: with more, the matrices do not fit in registers.
 static constexpr int most_vecs(Extent extent) { return extent == Extent::kAll ? 4 : 8; }
 
-// Small blocks as long as they hold a row. In GB/s, 16384 rows in bf16 on an H200: for 4096 columns 3990 with 2
-// accesses of a thread and matrix, 3960 with 1; for 8192 4050 with 4. Clusters are for rows that no block holds: for
-// 8192, with 2 accesses, 3540; for 8192 rows of 16384 in fp32, with 4, 3560, where a block with 8 reaches 4030.
+// Chooses the smallest number of accesses with which a small block holds the row, since small blocks are faster. A
+// cluster takes only rows that no block holds, because one block per row is faster than a cluster.
 template <Types kTypes, Extent kExtent>
 static void run_aligned(const FwdParams& p, cudaStream_t stream) {
   constexpr int kVec = vec_of(kTypes), kElements = kVec * kSmallBlock;
@@ -60,7 +60,8 @@ static void run_anywhere(const FwdParams& p, cudaStream_t stream) {
   run_shaped<FwdConfig<kTypes, vec_of(kTypes), kUsualVecs, kMaxThreads, kExtent, /*kRagged=*/true>>(p, stream);
 }
 
-// Kernels for known types do what most ask for, those that can do all look at the types of matrices as they go.
+// Runs a kernel for known types for common calls. The kernels that can do everything look up the types of matrices at
+// run time.
 void fwd(const FwdParams& p, cudaStream_t stream) {
   if (has_subsets(p.problem)) {
     clear_rows(p.out, p.problem.out_rows, p.problem.cols, stream);

@@ -2,13 +2,14 @@
 //
 //   h = drop(rowscale x0) colscale + drop(x1) + residual,   y = (h - centre) rstd,   out = weight y + bias
 //
-// with centre = mean(h) and rstd = 1 / sqrt(var(h) + eps) for LayerNorm, centre = 0 and rstd = 1 / sqrt(mean(h^2) +
-// eps) for RMSNorm. Maths in fp32; of what is stored, only h is rounded before others use it, in the backward.
+// with centre = mean(h) and rstd = 1 / sqrt(var(h) + eps) for LayerNorm, and centre = 0 and rstd = 1 / sqrt(mean(h^2) +
+// eps) for RMSNorm. All arithmetic is in fp32. Only h is rounded before it is used, because the backward reads the
+// stored h.
 //
-// A row is read once and stays in registers. Each warp finds the mean of its part, then the squares of what differs
-// from that, and the warps of a row give each other both, once. All loads of a thread are under way before the first is
-// used. A row that is too wide for a block is a cluster's. If it is too wide for that too, it is read twice: by a block
-// that finds its moments, then by blocks that have a tile of it each.
+// A row is read once and stays in registers. Each warp computes the mean of its part and then the sum of squared
+// differences from that mean; the warps of a row exchange both values once. All loads of a thread are issued before the
+// first result is used. A row that is too wide for a block goes to a cluster. If it is too wide for a cluster too, it
+// is read twice: first by one block that computes its moments, then by independent blocks, one per tile.
 #pragma once
 
 #include <cstdint>
@@ -30,28 +31,28 @@ template <Types kTypes, int kVec_, int kVecs_, int kThreads_, Extent kExtent_, b
 struct FwdConfig : Elements<kTypes> {
   static constexpr int kVec = kVec_;          // elements per access
   static constexpr int kVecs = kVecs_;        // accesses per thread and matrix
-  static constexpr int kThreads = kThreads_;  // of a block, at most
+  static constexpr int kThreads = kThreads_;  // per block, at most
   static constexpr Extent kExtent = kExtent_;
   static constexpr bool kRagged = kRagged_;  // vectors need not be aligned
-  static constexpr bool kTiled = kTiled_;    // a block has part of a row, whose moments are known
+  static constexpr bool kTiled = kTiled_;    // a block has part of a row; the moments of the row are known
   static constexpr bool kAll = kExtent == Extent::kAll;
-  static constexpr bool kWhole = kThreads < kMaxThreads;  // a block has whole rows; else a cluster may share them
+  static constexpr bool kWhole = kThreads < kMaxThreads;  // a block has whole rows; otherwise a cluster may share them
 
-  // Blocks that a multiprocessor has registers for: 48 for a thread with 2 accesses (64 if it is ragged), 80 with 4,
-  // 128 with 8 and in kernels that do all. H200, 16384 rows in bf16 with dropout, GB/s: 4096 columns 3970; with 64
-  // registers 3720, with 40, some of which spill, 3290. 8192 columns with 80 registers 4050, with 64 3690.
+  // Blocks per multiprocessor that the registers must allow: 48 registers for a thread with 2 accesses (64 if ragged),
+  // 80 with 4, 128 with 8 and in kernels that do everything. More registers leave too few threads to hide latency;
+  // fewer would spill.
   static constexpr int kBlocks = kAll                  ? kMaxThreads / kThreads
                                  : kVecs == kUsualVecs ? (kWhole ? 5 : 2)
                                                        : (kWhole ? 3 : 1);
 };
 
-// What is summed to a vector of h.
+// The vectors that are added to get a vector of h.
 template <typename Config>
 struct Branches {
   AnyVec<Config::kVec> x0, x1, residual;
 };
 
-// Where the rows begin that are summed to one of h; x0 is null if none of its rows is.
+// The rows that are added to get a row of h; x0 is null if no row of x0 belongs to it.
 template <typename Config>
 struct Sources {
   const char *x0, *x1, *residual;
@@ -71,7 +72,7 @@ struct Sources {
   }
 };
 
-// How a row's branches are dropped and scaled.
+// The dropout and the scale of a row.
 struct RowScaling {
   Dropout dropout;
   int64_t row, x0_row;
@@ -80,7 +81,7 @@ struct RowScaling {
   __device__ RowScaling(const Problem& p, int64_t row, int64_t x0_row)
       : dropout(p), row(row), x0_row(x0_row), scale(x0_row >= 0 ? scale_of_row(p, x0_row) : 0.f) {}
 
-  // The random bits of x0's elements.
+  // Draws the random bits for elements of x0.
   template <typename Config>
   __device__ AnyVec<Config::kVec> draw(int col) const {
     if constexpr (Config::kExtent == Extent::kPlain) return {};
@@ -88,8 +89,8 @@ struct RowScaling {
   }
 };
 
-// The sum of a vector's branches, for which these bits have been drawn for x0; if it is stored, rounded as it will be:
-// the backward knows it so, and the statistics must fit what it knows.
+// Adds the branches of a vector, with the random bits that were drawn for x0. If h is stored, the sum is rounded like
+// the stored value: the backward reads that, and the statistics must agree with it.
 template <typename Config, int kVec = Config::kVec>
 __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, const FwdParams& p, const RowScaling& row,
                              const AnyVec<kVec>& drawn, int col, bool store_masks) {
@@ -126,12 +127,13 @@ __device__ void sum_branches(float (&h)[kVec], const Branches<Config>& vec, cons
   if (p.h.data) round_to(Config::h(p.h.dtype), h);
 }
 
-// What a warp gives to the others: of its part of the row, the mean, the sum of (h - centre)^2, and how many elements
-// that are. The centre is the mean for LayerNorm and 0 for RMSNorm.
+// The statistics of a warp's part of the row: the mean, the sum of (h - centre)^2, and the number of elements. The
+// centre is the mean for LayerNorm and 0 for RMSNorm.
 using Part = float4;
 using PartExchange = RowExchange<Part, /*kTurns=*/1, /*kGroups=*/false>;
 
-// The kernel before need not be done for this: what it writes, is seen all the same.
+// Prefetches weights and biases. This may run before the preceding kernel ends: what that kernel writes is still seen,
+// because a prefetch goes only to the L2 cache.
 template <typename ForEach>
 __device__ void prefetch_weights(const Problem& p, ForEach&& for_each) {
   for_each([&](int, int col) {
@@ -143,10 +145,11 @@ __device__ void prefetch_weights(const Problem& p, ForEach&& for_each) {
 
 struct Moments {
   float mean, rstd;
-  float centre;  // what has been subtracted from h
+  float centre;  // what was subtracted from h
 };
 
-// How many elements of an aligned row the warp has, in this tile, or its group of lanes if the warp has several.
+// Returns how many elements of an aligned row belong to the warp in this tile, or to its group of lanes if the warp has
+// several.
 template <typename Config>
 __device__ float count_of_warp(int cols, int tile) {
   const int first = column_of<Config::kVec, Config::kVecs>(0, 0, tile, threadIdx.x / 32 * 32);
@@ -159,8 +162,8 @@ __device__ float count_of_warp(int cols, int tile) {
   return static_cast<float>(count);
 }
 
-// Of a row, where walk(visit) calls visit(h, col) for each of the thread's vectors of it. Elements that there are not
-// are 0.
+// Computes the moments of a row. walk(visit) must call visit(h, col) for each vector of the thread; elements outside
+// the row must be 0.
 template <typename Config, typename Walk>
 __device__ Moments row_moments(const FwdParams& p, PartExchange& exchange, int tile, Walk&& walk) {
   const bool is_rms_norm = p.problem.is_rms_norm;
@@ -290,7 +293,7 @@ __global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void fwd_kernel(
   store_normalised<Config>(p, found, row, row_exists, h, for_each);
 }
 
-// Mean and rstd of a row too wide for a cluster to hold: a block for each row.
+// Computes mean and rstd of each row that is too wide for a cluster; one block per row.
 template <typename Config>
 __global__ __launch_bounds__(kMaxThreads) void moments_kernel(const __grid_constant__ FwdParams p) {
   constexpr int kVec = Config::kVec;
@@ -316,7 +319,7 @@ __global__ __launch_bounds__(kMaxThreads) void moments_kernel(const __grid_const
   if (threadIdx.x == 0) p.mean[row] = found.mean, p.rstd[row] = found.rstd;
 }
 
-// The grid of blocks that have `rows` rows each: tiles side by side, since these are a cluster.
+// Returns the grid of blocks with `rows` rows each. The tiles of a row are neighbours in x, since they form a cluster.
 inline dim3 grid_of(int64_t blocks, int tiles) {
   constexpr int kMaxY = 65535;
   const int z = static_cast<int>(ceil_div(blocks, kMaxY));

@@ -6,10 +6,10 @@
 
 namespace flash::layer_norm {
 
-// How many blocks, at most, sum parts of the gradients of parameters on the current device.
+// Returns the most blocks that sum parts of the gradients of parameters on the current device.
 int max_parts(int64_t rows);
 
-// On the current device. The forward writes all it has addresses for.
+// Run forward and backward on the current device. The forward writes every output that has an address.
 void fwd(const FwdParams& p, cudaStream_t stream);
 void bwd(const BwdParams& p, cudaStream_t stream);
 

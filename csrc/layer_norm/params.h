@@ -6,7 +6,7 @@
 
 namespace flash::layer_norm {
 
-// Rows of adjacent elements, `stride` apart; data is null if there is no such matrix.
+// Rows of adjacent elements, `stride` elements apart; data is null if there is no such matrix.
 template <typename Data = void>
 struct Matrix {
   Data* data;
@@ -20,15 +20,16 @@ struct Vector {
   DType dtype;
 };
 
-// What forward and backward share. With subsets, entry i says which row of x0 is added to row i of h, and which row of
-// out that becomes: 1 + its number, or none if that is not one of its rows. Without them all rows correspond.
+// The parameters that forward and backward share. With subsets, entry i of x0_subset names the row of x0 that is added
+// to row i of h, and entry i of out_subset names the row of out that receives the result. An entry is 1 + the number of
+// the row; any other value means that there is no such row. Without subsets, row i corresponds to row i everywhere.
 struct Problem {
   int64_t rows;  // of h
   int64_t x0_rows;
   int64_t out_rows;
   int cols;
   bool is_rms_norm;
-  bool zero_centered_weight;  // weight and weight1 are those to use less 1
+  bool zero_centered_weight;  // 1 is added to weight and weight1 before use
 
   Vector weight, bias;
   Vector weight1, bias1;
@@ -36,7 +37,7 @@ struct Problem {
   Vector rowscale;            // (x0_rows)
   const int32_t* x0_subset;   // (rows); null without subsets
   const int32_t* out_subset;  // (rows)
-  float rowscale_const;       // factor of rows of x0 if there are subsets
+  float rowscale_const;       // factor for rows of x0 if there are subsets
 
   const int64_t* rng_state;  // (2): seed, offset; null if nothing is dropped, or masks are given
   uint32_t keep_threshold;   // an element is kept if its 16 random bits are below this
@@ -49,7 +50,7 @@ struct FwdParams {
   Matrix<const void> x1, residual;
   Matrix<> out, out1;  // (out_rows, cols)
   Matrix<> h;          // (rows, cols)
-  uint8_t* mask0;      // (x0_rows, cols), 1 for kept; may be null
+  uint8_t* mask0;      // (x0_rows, cols), 1 where kept; may be null
   uint8_t* mask1;      // (rows, cols)
   float* mean;         // (rows)
   float* rstd;         // (rows)
@@ -60,21 +61,21 @@ struct BwdParams {
   Problem problem;
   Matrix<const void> dout, dout1;  // (out_rows, cols)
   Matrix<const void> dh;           // (rows, cols)
-  Matrix<const void> h;            // as it was stored
-  Matrix<const void> x0;           // (x0_rows, cols); only with colscale
+  Matrix<const void> h;            // as the forward stored it
+  Matrix<const void> x0;           // (x0_rows, cols); only needed with colscale
   const float* mean;               // (rows)
   const float* rstd;               // (rows)
-  const uint8_t* mask0;            // in place of rng_state; may be null
+  const uint8_t* mask0;            // used in place of rng_state; may be null
   const uint8_t* mask1;
-  Matrix<> dx0;                  // (x0_rows, cols); may be null, as all outputs of this shape
+  Matrix<> dx0;                  // (x0_rows, cols); any output of this struct may be null
   Matrix<> dx1, dresidual, out;  // (rows, cols)
 
-  // The gradients of weight, bias, weight1, bias1, colscale, in this order, if there is such a parameter.
+  // Gradients of weight, bias, weight1, bias1 and colscale, in this order; null if there is no such parameter.
   static constexpr int kParameters = 5;
   Matrix<> dparameters[kParameters];  // (1, cols)
-  float* parts;                       // (max_parts, kParameters, part_cols(cols)): the sums of one block each
+  float* parts;                       // (max_parts, kParameters, part_cols(cols)): one block's sums each
   int max_parts;
-  static constexpr int64_t part_cols(int64_t cols) { return (cols + 7) / 8 * 8; }  // whole vectors
+  static constexpr int64_t part_cols(int64_t cols) { return (cols + 7) / 8 * 8; }  // rounds up to whole vectors
   float* sums;  // (rows, 2): scratch for rows that are wider than a block
 };
 

@@ -1,8 +1,8 @@
-// How threads share rows, and what is done with a vector of a row. Used by forward and backward.
+// How threads share rows, and the operations on a vector of a row. Forward and backward use it.
 //
-// A block is (lanes of a row) x (rows). `lanes` threads, whole warps or a power of two up to 32, own kVecs vectors of
-// kVec elements each: lane l owns vectors l, l + lanes, ... Rows wider than a block are cut into tiles, blockIdx.x:
-// those of a row are a cluster, or where that does not do, blocks that know nothing of each other.
+// A block has `lanes` threads for each of its rows. The lanes are whole warps, or a power of two up to 32. Each lane
+// owns kVecs vectors of kVec elements: lane l owns vectors l, l + lanes, ... Rows wider than a block are cut into
+// tiles, numbered by blockIdx.x: the tiles of a row form a cluster or, if that is not enough, independent blocks.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ namespace flash::layer_norm {
 
 constexpr int kMaxWarps = kMaxThreads / 32;
 
-// Over each `lanes` of a warp's lanes, a power of two.
+// Sums over each group of `lanes` lanes of a warp; `lanes` is a power of two.
 template <typename... Values>
 __device__ void add_up_lanes(int lanes, Values&... values) {
 #pragma unroll
@@ -29,16 +29,16 @@ __device__ void add_up_lanes(int lanes, Values&... values) {
   }
 }
 
-// What each of the warps that share a row gives to all of them, in `blocks` blocks of a cluster: kTurns times, or as
-// often as one likes if that is 2. A block has several rows of more than a warp only if kGroups: these take all 16
-// barriers, of which a multiprocessor has enough for 4 such blocks.
+// Exchanges one value per warp between all warps that share a row, in `blocks` blocks of a cluster. kTurns is how
+// often: once, or any number of times if it is 2. Only with kGroups may a block have several rows of more than one
+// warp: these use all 16 named barriers, and a multiprocessor has enough barriers for 4 such blocks.
 template <typename Given, int kTurns, bool kGroups>
 class RowExchange {
  public:
   static constexpr int kMaxGiven = kMaxTiles * kMaxWarps;
-  using Barriers = ptx::SharedBarrier[kTurns];  // of what is given, if that comes from several blocks
+  using Barriers = ptx::SharedBarrier[kTurns];  // for values that come from several blocks
 
-  // `given` is shared memory for kMaxGiven each turn; in the last, kMaxWarps for each block are enough.
+  // `given` is shared memory for kMaxGiven values each turn; in the last turn, kMaxWarps values per block are enough.
   __device__ RowExchange(Given* given, Barriers& arrived, int blocks)
       : given_(given), arrived_(arrived), blocks_(blocks) {
 #if __CUDA_ARCH__ >= 900
@@ -52,7 +52,8 @@ class RowExchange {
 #endif
   }
 
-  // Called once before anything is given. What there is to load meanwhile, should be on its way.
+  // Waits until all blocks of the cluster run. Called once, before the first value is given. Loads should be issued
+  // before it, so that they overlap with the wait.
   __device__ void wait_for_blocks() const {
 #if __CUDA_ARCH__ >= 900
     if (blocks_ > 1) ptx::wait_for_cluster();
@@ -61,7 +62,7 @@ class RowExchange {
 
   __device__ bool has_others() const { return blockDim.x > 32 || blocks_ > 1; }
 
-  // Gives what all lanes of the warp have, and waits for what the others give.
+  // Gives a value, the same in all lanes of the warp, to all warps, and waits for the values of the others.
   __device__ void give(const Given& given) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = turn_ % kTurns;
     if (blocks_ == 1) {
@@ -77,7 +78,7 @@ class RowExchange {
     ++turn_;
   }
 
-  // fn(given) for some of what was given last; all of it by lanes() neighbouring lanes together.
+  // Calls fn(given) for some of the values given last; lanes() neighbouring lanes together see all of them.
   template <typename Fn>
   __device__ void for_each(Fn&& fn) const {
     const Given* given = given_ + (turn_ - 1) % kTurns * kMaxGiven;
@@ -99,8 +100,8 @@ class RowExchange {
   __device__ static int warps() { return static_cast<int>(blockDim.x / 32); }
   __device__ static int group() { return kGroups ? static_cast<int>(threadIdx.y) : 0; }
 
-  // Nobody is two turns ahead of a block that still reads: he would have waited for all of its warps to give what they
-  // have after that.
+  // Writes the value to all blocks. No block can be two turns ahead of a block that still reads: it would have needed
+  // the values that the warps of that block give only after they have read.
   __device__ void give_blocks(const Given& given, int lane, int warp, int turn) {
 #if __CUDA_ARCH__ >= 900
     ptx::SharedBarrier& arrived = arrived_[turn];
@@ -113,13 +114,13 @@ class RowExchange {
 #endif
   }
 
-  Given* given_;  // in turns, so that one barrier each time is enough
+  Given* given_;  // alternates between turns, so that one barrier per turn is enough
   Barriers& arrived_;
   int blocks_;
   uint32_t turn_ = 0;
 };
 
-// The types of a kernel's matrices: known ones, or what is found at run time.
+// The types of the matrices of a kernel: known at compile time, or found at run time.
 template <Types kTypes>
 struct Elements {
   static constexpr DType kX = x_type(kTypes), kH = h_type(kTypes);
@@ -128,35 +129,36 @@ struct Elements {
   __device__ static DType h(DType found) { return kTypes == Types::kAny ? found : kH; }
 };
 
-// The column of thread `lane`'s j-th vector in a tile, if those of the row begin at column `first`.
+// Returns the column of vector number j of thread `lane` in a tile, if the vectors of the row begin at column `first`.
 template <int kVec, int kVecs>
 __device__ int column_of(int j, int first, int tile = blockIdx.x, int lane = threadIdx.x) {
   return first + ((tile * kVecs + j) * static_cast<int>(blockDim.x) + lane) * kVec;
 }
 
-// Where a row of a matrix begins.
+// Returns the address of a row of a matrix.
 template <typename Data>
 __device__ auto row_of(const Matrix<Data>& matrix, DType dtype, int64_t row) {
   using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
   int64_t offset = byte_offset(row * matrix.stride, dtype);
-  asm("" : "+l"(offset));  // else the compiler multiplies again for each access
+  asm("" : "+l"(offset));  // keeps the compiler from repeating the multiplication for each access
   return static_cast<Byte*>(matrix.data) + offset;
 }
 
-// At what column vectors of a row begin: at 0, or if kRagged, at most that, so that accesses of this matrix are
-// aligned. So are those of the others if all matrices are contiguous: they begin at aligned addresses.
+// Returns the column at which vectors of a row begin: 0 or, if kRagged, a column of at most 0 such that accesses to
+// this matrix are aligned. If all matrices are contiguous, accesses to the others are aligned too, because every matrix
+// begins at an aligned address.
 template <int kVec, bool kRagged, typename Data>
 __device__ int first_column(const Matrix<Data>& matrix, DType dtype, int64_t row) {
   return kRagged ? -misalignment<kVec>(row_of(matrix, dtype, row), dtype) / size_of(dtype) : 0;
 }
 
-// The column behind which there are no vectors.
+// Returns the column at which the vectors of a row end.
 template <bool kRagged>
 __device__ int last_column(int first, int cols) {
   return kRagged ? end_of_vectors(first, cols) : cols;
 }
 
-// How many of a ragged vector's elements there are.
+// Returns how many elements of a ragged vector are in the row.
 template <int kVec>
 __device__ int count_of(int col, int cols) {
   const Place<kVec> place{col, cols};
@@ -167,7 +169,7 @@ __device__ int count_of(int col, int cols) {
   return count;
 }
 
-// Those that there are not become 0.
+// Sets elements outside the row to 0.
 template <bool kRagged, int kVec>
 __device__ void clear_outside(float (&values)[kVec], int col, int cols) {
   if constexpr (kRagged) {
@@ -178,14 +180,14 @@ __device__ void clear_outside(float (&values)[kVec], int col, int cols) {
   }
 }
 
-// The vector of a row at `col`.
+// Loads the vector of a row at column `col`.
 template <bool kRagged, int kVec>
 __device__ AnyVec<kVec> load_row(const char* row, DType dtype, int col, int cols) {
   if constexpr (kRagged) return load_ragged(row, Place<kVec>{col, cols}, dtype);
   return load_any<kVec>(row, col, dtype);
 }
 
-// The same as fp32, with 0 for elements that there are not.
+// Loads the vector as fp32, with 0 for elements outside the row.
 template <bool kRagged, int kVec>
 __device__ void load_wide(float (&values)[kVec], const Matrix<const void>& matrix, int64_t row, int col, int cols) {
   const char* start = row_of(matrix, matrix.dtype, row);
@@ -202,7 +204,7 @@ __device__ void store_row(char* row, DType dtype, int col, int cols, const float
   }
 }
 
-// Row `row` of `count` that a subset names; negative if it names none.
+// Returns the row, out of `count`, that entry `row` of a subset names; negative if it names none.
 __device__ inline int64_t row_in_subset(const int32_t* subset, int64_t row, int64_t count) {
   if (subset == nullptr) return row;
   const int number = __ldg(subset + row);
@@ -215,15 +217,15 @@ __device__ void fill(float (&values)[kVec], float with) {
   for (float& value : values) value = with;
 }
 
-// Element `index` of a vector.
+// Returns element `index` of a vector.
 __device__ inline float element(const Vector& vector, int64_t index) {
   float value[1];
   widen(value, load_any<1>(vector.data, index, vector.dtype), vector.dtype);
   return value[0];
 }
 
-// The elements of a vector's columns; `otherwise` if there is no vector. If the compiler knows its type, no branch
-// stands between the loads of several.
+// Loads the elements of a parameter for the columns of a vector, or `otherwise` if there is no such parameter. If the
+// type is known at compile time, no branch stands between the loads of several parameters.
 template <bool kRagged, int kVec>
 __device__ void load_columns(float (&values)[kVec], const Vector& vector, int col, int cols, float otherwise) {
   const auto load = [&](auto& values, int col, DType dtype) {
@@ -250,10 +252,10 @@ __device__ void load_columns(float (&values)[kVec], const Vector& vector, int co
   }
 }
 
-// What is added to the weights that are stored.
+// Returns the value that is added to stored weights.
 __device__ inline float weight_centre(const Problem& p) { return p.zero_centered_weight ? 1.f : 0.f; }
 
-// The weight that is used, of the norm or of the second norm.
+// Loads the weight as it is used, for the norm or the second norm.
 template <bool kRagged, int kVec>
 __device__ void load_weight(float (&values)[kVec], const Problem& p, const Vector& weight, int col) {
   load_columns<kRagged>(values, weight, col, p.cols, 0.f);
@@ -262,7 +264,7 @@ __device__ void load_weight(float (&values)[kVec], const Problem& p, const Vecto
   for (float& value : values) value += weight_centre(p);
 }
 
-// What a mask of bytes keeps of a row that begins with byte `start`: a bit for each element.
+// Loads a mask of bytes for a row that begins at byte `start`, and returns one bit for each element: set if kept.
 template <int kVec>
 __device__ uint32_t load_mask(const uint8_t* mask, int64_t start, int col, int cols) {
   const Place<kVec> place{col, cols};
@@ -281,12 +283,12 @@ __device__ void store_mask(uint8_t* mask, int64_t start, int col, int cols, uint
   }
 }
 
-// The random bits of dropout, or nothing to drop. Those of a row are a function of the seed, the offset, its number and
-// its branch (flash_attn/_reference/layer_norm.py).
+// Dropout, or nothing if no element is dropped. The random bits of a row are a function of the seed, the offset, the
+// number of the row and the number of the branch (flash_attn/_reference/layer_norm.py).
 struct Dropout {
   uint64_t seed = 0, offset = 0;
   uint32_t threshold;
-  int groups;  // of columns that are drawn together
+  int groups;  // groups of columns that are drawn together
   bool drops;
 
   __device__ explicit Dropout(const Problem& p)
@@ -295,8 +297,8 @@ struct Dropout {
     if (drops) seed = __ldg(p.rng_state), offset = __ldg(p.rng_state + 1);
   }
 
-  // 16 bits for each of the columns col .. col + kVec - 1. It takes long enough to be asked for while rows are on their
-  // way.
+  // Draws 16 bits for each of the columns col .. col + kVec - 1. This takes long, so it is best called while rows are
+  // being loaded.
   template <int kVec, bool kRagged>
   __device__ AnyVec<kVec> draw(int64_t row, int col, int branch) const {
     if (!drops) return {};
@@ -314,14 +316,14 @@ struct Dropout {
     return {{bits.words[0], bits.words[1], bits.words[2], bits.words[3]}};
   }
 
-  // Whether element i is kept of a vector for which these have been drawn.
+  // Returns whether element i of a vector with these random bits is kept.
   template <int kVec>
   __device__ bool keeps(const AnyVec<kVec>& drawn, int i) const {
     const uint32_t word = drawn.words[i / 2];
     return (i % 2 ? word >> 16 : word & 0xFFFF) < threshold;
   }
 
-  // The same of all: a bit for each.
+  // Returns one bit for each element: set if it is kept.
   template <int kVec>
   __device__ uint32_t kept(const AnyVec<kVec>& drawn) const {
     uint32_t bits = 0;
@@ -337,7 +339,7 @@ __device__ void drop(float (&values)[kVec], uint32_t kept_bits) {
   for (int i = 0; i < kVec; ++i) values[i] = kept_bits >> i & 1 ? values[i] : 0.f;
 }
 
-// The factor of row `row` of x0.
+// Returns the factor of row `row` of x0.
 __device__ inline float scale_of_row(const Problem& p, int64_t row) {
   const float scale = p.x0_subset != nullptr ? p.rowscale_const : 1.f;
   return scale * p.keep_scale * (p.rowscale.data != nullptr ? element(p.rowscale, row) : 1.f);
@@ -373,7 +375,7 @@ __device__ void normalise(float (&values)[kVec], float rstd, float shift) {
   for (float& value : values) value = value * rstd + shift;
 }
 
-// y, with weight and bias, becomes out.
+// Turns y into out by weight and bias.
 template <int kVec>
 __device__ void apply_weight(float (&y)[kVec], const float (&weight)[kVec], const float (&bias)[kVec],
                              const Problem& p) {
@@ -381,7 +383,7 @@ __device__ void apply_weight(float (&y)[kVec], const float (&weight)[kVec], cons
   for (int i = 0; i < kVec; ++i) y[i] = y[i] * (weight[i] + weight_centre(p)) + bias[i];
 }
 
-// weight * y + bias, stored.
+// Stores weight * y + bias.
 template <bool kRagged, int kVec>
 __device__ void store_affine(char* out, DType dtype, int col, const Problem& p, const Vector& weight,
                              const Vector& bias, const float (&y)[kVec]) {

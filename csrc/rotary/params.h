@@ -9,7 +9,7 @@ namespace flash::rotary {
 
 struct Params {
   TensorRef<const void> x;  // (batch, seqlen, heads, head_dim); packed sequences: (1, tokens, heads, head_dim)
-  TensorRef<> out;          // like x; the same memory and strides if in_place
+  TensorRef<> out;          // same shape as x; same memory and strides if in_place
   DType dtype;              // of x and out
   int64_t batch;
   int64_t seqlen;
@@ -17,21 +17,21 @@ struct Params {
   int head_dim;
 
   const void* cos;  // (positions, rotary_dim / 2), adjacent columns
-  const void* sin;  // like cos
+  const void* sin;  // same shape as cos
   DType table_dtype;
-  int64_t cos_stride;  // elements from a row to the next
+  int64_t cos_stride;  // elements between the starts of adjacent rows
   int64_t sin_stride;
   int64_t positions;
   int rotary_dim;
 
   const int32_t* cu_seqlens;   // (num_sequences + 1), where packed sequences start; null if x is a batch
-  int64_t num_sequences;       // how many are packed
+  int64_t num_sequences;       // number of packed sequences
   const void* seqlen_offsets;  // (batch or num_sequences), int32 or int64, added to seqlen_offset; may be null
   bool wide_offsets;           // whether they are int64
   int64_t seqlen_offset;       // position of the first token of every sequence
 
-  bool interleaved;  // pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
-  bool conjugate;    // turn back
+  bool interleaved;  // pairs are (2i, 2i + 1); otherwise (i, i + rotary_dim / 2)
+  bool conjugate;    // rotate in the opposite direction
   bool in_place;
 };
 

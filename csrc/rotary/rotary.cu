@@ -1,4 +1,4 @@
-// The choice of instance: the widest access that shape, strides and addresses allow.
+// Chooses the instance with the widest access that shape, strides and addresses allow.
 #include <algorithm>
 #include <cstdint>
 
@@ -19,7 +19,7 @@ bool fits_table(const void* table, int64_t stride, int vec, DType dtype) {
   return reinterpret_cast<uintptr_t>(table) % std::min(16, vec * size_of(dtype)) == 0 && stride % vec == 0;
 }
 
-// Whether all accesses can be of `vec` channels.
+// Returns whether accesses of `vec` channels are aligned in all tensors.
 bool fits(const Params& p, int vec) {
   const int bytes = vec * size_of(p.dtype);
   return p.rotary_dim / 2 % vec == 0 && (p.in_place || (p.head_dim - p.rotary_dim) % vec == 0) &&

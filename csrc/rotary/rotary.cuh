@@ -1,13 +1,15 @@
-// Rotary embedding: each pair of channels (x, y) of a token at position m turns by the angles of row m of a table,
+// Rotary embedding. Each pair of channels (x, y) of a token at position m turns by the angles in row m of a table,
 //
 //   x' = x cos - y sin,   y' = x sin + y cos,
 //
-// or back, if conjugate. Maths in fp32. Channels past rotary_dim, and tokens without a row, stay as they are.
+// or in the opposite direction, if conjugate. All arithmetic is in fp32. Channels past rotary_dim, and tokens at
+// positions that the table does not have, are not changed.
 //
-// A head is cut into vectors of kVec channels. A thread owns two of them, at `low` and at `high`, for one token and
-// for every head it comes by, so that it reads the angles once. Pairs of halves join the two vectors element by
-// element; interleaved pairs lie within each. A block is (units of a head) x (heads) x (tokens): neighbours in x read
-// neighbouring vectors. kHeads heads are loaded before the first is used, which keeps enough bytes in flight.
+// A head is cut into vectors of kVec channels. A thread owns two vectors, at channels `low` and `high`, of one token,
+// and handles them in several heads, so that it reads the angles only once. If the pairs are halves of the head,
+// element i of one vector forms a pair with element i of the other. If pairs are interleaved, both channels of a pair
+// are in the same vector. A block is (units of a head) x (heads) x (tokens): threads that are neighbours in x read
+// neighbouring vectors. kHeads heads are loaded before the first one is used, to keep enough bytes in flight.
 #pragma once
 
 #include <algorithm>
@@ -27,13 +29,13 @@ struct Config {
   static constexpr bool kInterleaved = kInterleaved_;
   static constexpr bool kPairsWithin = kInterleaved && kVec > 1;  // whether a vector holds whole pairs
 
-  // H200, 8 x 2048 x 32 x 128 in bf16, out of place: 72.1 us, 72.2 with 2 heads, 78.5 with 1, 72.4 with 128 threads.
-  // Streaming hints on the loads and stores of x made it 76.8.
-  static constexpr int kHeads = 4;  // in flight per thread
+  // With one head in flight, too few bytes are on their way; two heads are as fast as four. Streaming hints on the
+  // loads and stores of x made the kernel slower.
+  static constexpr int kHeads = 4;  // heads in flight per thread
   static constexpr int kThreads = 256;
 };
 
-// How a head is divided: the first `turning` units rotate, the others, up to `all`, hold two vectors to copy.
+// The units of a head: the first `turning` units rotate. The others, up to `all`, hold two vectors that are copied.
 struct Units {
   int turning, all;
 };
@@ -45,7 +47,7 @@ __host__ __device__ Units units_of(const Params& p) {
   return {turning, turning + (p.in_place ? 0 : (copied_vectors + 1) / 2)};
 }
 
-// The first channels of a unit's two vectors. The last unit may lack the second: then `high` is head_dim.
+// The first channels of the two vectors of a unit. The last unit may have only one vector: then `high` is head_dim.
 struct Channels {
   int low, high;
 };
@@ -61,10 +63,11 @@ __device__ Channels channels_of(const Params& p, const Units& units, int unit) {
   return {unit * kVec, unit * kVec + p.rotary_dim / 2};
 }
 
-// Index of the packed sequence that holds a token, the last one that starts at or before it; -1 if none does.
+// Returns the index of the packed sequence that holds a token: the last one that starts at or before it. Returns -1 if
+// there is none.
 __device__ inline int64_t sequence_of(const Params& p, int64_t token) {
   int64_t first = 0, last = p.num_sequences + 1;
-  while (first < last) {  // cu_seqlens[first - 1] <= token < cu_seqlens[last]
+  while (first < last) {  // searches for cu_seqlens[first - 1] <= token < cu_seqlens[last]
     const int64_t middle = (first + last) / 2;
     if (__ldg(p.cu_seqlens + middle) <= token) {
       first = middle + 1;
@@ -81,7 +84,7 @@ __device__ inline int64_t offset_of(const Params& p, int64_t sequence) {
                                            : __ldg(static_cast<const int*>(p.seqlen_offsets) + sequence));
 }
 
-// The row of the table for token `index` of batch entry `entry`; negative if there is none.
+// Returns the row of the table for token `index` of batch entry `entry`; negative if there is no such row.
 __device__ inline int64_t position_of(const Params& p, int64_t entry, int64_t index) {
   if (p.cu_seqlens != nullptr) {
     entry = sequence_of(p, index);
@@ -92,13 +95,13 @@ __device__ inline int64_t position_of(const Params& p, int64_t entry, int64_t in
   return position < p.positions ? position : -1;
 }
 
-// Cosine and sine of each of a unit's kVec pairs, as fp32.
+// The cosine and sine of each of the kVec pairs of a unit, in fp32.
 template <int kVec>
 struct Angles {
   float cos[kVec], sin[kVec];
 };
 
-// kSize adjacent entries of a table.
+// Loads kSize adjacent entries of a table.
 template <int kSize, typename Table>
 __device__ void load_entries(float* entries, const Table* table) {
   constexpr int kStep = sizeof(Table) * kSize <= 16 ? kSize : 16 / sizeof(Table);
@@ -110,7 +113,7 @@ __device__ void load_entries(float* entries, const Table* table) {
   }
 }
 
-// A unit's share of a row: its pairs stand together, or, if its vectors hold whole pairs, in two places.
+// Loads the entries of a unit from a row of a table. They are adjacent, or in two places if vectors hold whole pairs.
 template <typename Config, typename Table>
 __device__ void load_row(float (&entries)[Config::kVec], const Table* row, int unit, const Channels& channels) {
   constexpr int kVec = Config::kVec;
@@ -129,7 +132,8 @@ __device__ void load_angles(Angles<Config::kVec>& angles, const Params& p, int64
   load_row<Config>(angles.sin, static_cast<const Table*>(p.sin) + position * p.sin_stride, unit, channels);
 }
 
-// The type of the tables is a run-time branch: they are a small part of the traffic.
+// Loads the angles of a unit. The type of the tables is a branch at run time, since tables are a small part of the
+// traffic.
 template <typename Config>
 __device__ Angles<Config::kVec> load_angles(const Params& p, int64_t position, int unit, const Channels& channels) {
   Angles<Config::kVec> angles;
@@ -180,7 +184,8 @@ __global__ __launch_bounds__(Config::kThreads) void apply_kernel(const __grid_co
 
   const Channels channels = channels_of<Config>(p, units, unit);
   const bool has_high = channels.high < p.head_dim;
-  const int64_t x_step = kVec == 1 ? p.x.head_dim : 1;  // only single channels can lie apart
+  // Only channels that are loaded one by one may lie apart.
+  const int64_t x_step = kVec == 1 ? p.x.head_dim : 1;
   const int64_t out_step = kVec == 1 ? p.out.head_dim : 1;
   const T* x = static_cast<const T*>(p.x.data) + entry * p.x.batch + index * p.x.seqlen;
   T* out = static_cast<T*>(p.out.data) + entry * p.out.batch + index * p.out.seqlen;
@@ -193,7 +198,7 @@ __global__ __launch_bounds__(Config::kThreads) void apply_kernel(const __grid_co
       if (head < p.heads) low[i] = load<kVec>(x_head + channels.low * x_step);
       if (head < p.heads && has_high) high[i] = load<kVec>(x_head + channels.high * x_step);
     }
-    Angles<kVec> angles;  // read while the heads are on their way
+    Angles<kVec> angles;  // loaded while the heads are in flight
     if (turns) angles = load_angles<Config>(p, position, unit, channels);
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {

@@ -1,4 +1,4 @@
-// Vectors of elements whose type is known at run time: they are moved as they are and become fp32 in registers.
+// Vectors of elements with a type that is known at run time. They are moved as bits and become fp32 in registers.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -11,8 +11,8 @@
 
 namespace flash {
 
-// kSize adjacent elements, aligned to their size: 8 of a 16-bit type, or 4 or 1 of any. The branches on the type are
-// uniform; none of them stands between two loads.
+// A vector of kSize adjacent elements, aligned to its size: 8 elements of a 16-bit type, or 4 or 1 elements of any
+// type. The branches on the type are uniform, and no branch stands between two loads.
 template <int kSize>
 struct alignas(kSize == 1 ? 4 : 16) AnyVec {
   static_assert(kSize == 8 || kSize == 4 || kSize == 1);
@@ -28,7 +28,7 @@ __device__ inline const char* element_address(const void* data, int64_t index, D
   return static_cast<const char*>(data) + byte_offset(index, dtype);
 }
 
-// Elements index .. index + kSize - 1 of data.
+// Loads elements index .. index + kSize - 1 of data.
 template <int kSize>
 __device__ AnyVec<kSize> load_any(const void* data, int64_t index, DType dtype) {
   AnyVec<kSize> vec;
@@ -49,7 +49,7 @@ __device__ AnyVec<kSize> load_any(const void* data, int64_t index, DType dtype) 
   return vec;
 }
 
-// Rounds values to the nearest that the type holds, ties to even.
+// Rounds each value to the nearest one that the type can hold, ties to even.
 template <int kSize>
 __device__ void round_to(DType dtype, float (&values)[kSize]) {
   if (dtype == DType::kFloat16) {
@@ -74,7 +74,7 @@ __device__ void widen_halves(float (&wide)[kSize], const AnyVec<kSize>& vec) {
   }
 }
 
-// Widens to fp32, exactly.
+// Widens to fp32. The conversion is exact.
 template <int kSize>
 __device__ void widen(float (&wide)[kSize], const AnyVec<kSize>& vec, DType dtype) {
   if (dtype == DType::kBFloat16) {
@@ -99,7 +99,7 @@ __device__ void store_halves(char* address, const float (&wide)[kSize]) {
   }
 }
 
-// Rounds to the type, ties to even.
+// Stores the values, rounded to the type, ties to even.
 template <int kSize>
 __device__ void store_any(void* data, int64_t index, DType dtype, const float (&wide)[kSize]) {
   char* address = static_cast<char*>(data) + byte_offset(index, dtype);

@@ -6,20 +6,20 @@
 
 namespace flash {
 
-// sum of exp2(c (x - max)) over the x seen so far, for a positive c. Numbers of -inf add nothing.
+// The sum of exp2(c (x - max)) over all x seen so far, for a positive c. An x of -inf adds nothing.
 struct ExpSum {
   float max = Max::kOfNone;
   float sum = 0.f;
 
-  // Raises the maximum to `largest`, if that is larger, for one exponential.
+  // Raises the maximum to `largest` if that is larger, and rescales the sum. This costs one exponential.
   __device__ void raise(float largest, float c) {
     largest = fmaxf(max, largest);
     sum *= ptx::exp2((max - largest) * c);
     max = largest;
   }
 
-  // Replaces each x, none above the maximum, by exp2(c (x - max)). (Chains of several partial sums hide latency, but
-  // take registers from other warps, which is worse.)
+  // Adds values that are at most the maximum, and replaces each x by exp2(c (x - max)). There is one chain of
+  // additions: several partial sums would hide latency, but take registers from other warps, which is slower.
   template <int kSize>
   __device__ void add_below(float (&x)[kSize], float c) {
     float added = 0.f;
@@ -28,7 +28,7 @@ struct ExpSum {
     sum += added;
   }
 
-  // The same for any x.
+  // Adds values of any size, and replaces each x by exp2(c (x - max)).
   template <int kSize>
   __device__ void add(float (&x)[kSize], float c) {
     float largest = x[0];

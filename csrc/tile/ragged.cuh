@@ -1,6 +1,6 @@
 // Vectors of rows that may begin at any element and have any length. A vector moves in one access if that is aligned.
-// So vectors should begin where accesses are, even if the first does before the row: in place of the elements that
-// there are not, it has those that the last one leaves over.
+// So vectors should begin where accesses are aligned, even if the first vector then begins before the row. Its places
+// before the row hold the last elements of the row, for which there is no vector at the end.
 #pragma once
 
 #include <cstdint>
@@ -10,12 +10,13 @@
 
 namespace flash {
 
-// Columns are numbered up to a multiple of this, whatever the access: random bits come for so many.
+// Vectors cover a multiple of this many columns, whatever the size of an access, because random bits are drawn for this
+// many columns together.
 constexpr int kRaggedUnit = 8;
 
 constexpr int spanned_cols(int cols) { return (cols + kRaggedUnit - 1) / kRaggedUnit * kRaggedUnit; }
 
-// Which columns of a row of `cols` a vector has that begins at `col`, more than -kRaggedUnit.
+// The columns of the vector that begins at `col` in a row of `cols` columns; `col` is more than -kRaggedUnit.
 template <int kSize>
 struct Place {
   int col, cols;
@@ -25,10 +26,10 @@ struct Place {
   __device__ bool has_all() const { return col >= 0 && col + kSize <= cols; }
 };
 
-// Where vectors end that begin at column `first` and those behind.
+// Returns the column at which vectors end, if the first one begins at column `first`.
 __device__ inline int end_of_vectors(int first, int cols) { return min(cols, first + spanned_cols(cols)); }
 
-// Bytes between the last address that is aligned for an access of kSize elements and this one.
+// Returns the number of bytes by which the address is past an aligned one, for an access of kSize elements.
 template <int kSize>
 __device__ int misalignment(const char* address, DType dtype) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(address) & (kSize * size_of(dtype) - 1));
@@ -39,22 +40,23 @@ __device__ bool is_aligned(const char* row, const Place<kSize>& place, DType dty
   return misalignment<kSize>(element_address(row, place.col, dtype), dtype) == 0;
 }
 
-// A vector that begins before the row does, from the accesses at its two places.
+// Merges the two parts of a vector that begins before the row: the access at the start of the row and the one at its
+// end.
 template <int kSize>
 __device__ AnyVec<kSize> merged(const AnyVec<kSize>& at_start, const AnyVec<kSize>& at_end, int col, DType dtype) {
   const int per_word = dtype == DType::kFloat32 ? 1 : 2;
   AnyVec<kSize> vec;
 #pragma unroll
   for (int i = 0; i < vec.kWords; ++i) {
-    const int left = -col - per_word * i;  // elements of the word that are at the row's end
+    const int left = -col - per_word * i;  // elements of the word that come from the end of the row
     const uint32_t mask = left >= per_word ? ~0u : left <= 0 ? 0 : 0xFFFF;
     vec.words[i] = (at_end.words[i] & mask) | (at_start.words[i] & ~mask);
   }
   return vec;
 }
 
-// Loads a vector; elements that there are not are anything. An aligned access may go past the ends of the row, but is
-// of a word of memory that holds a part of it.
+// Loads a vector. Elements outside the row have arbitrary values: an aligned access may go past the ends of the row,
+// but only within a word of memory that holds a part of it.
 template <int kSize>
 __device__ AnyVec<kSize> load_ragged(const char* row, const Place<kSize>& place, DType dtype) {
   if (is_aligned(row, place, dtype)) {
@@ -90,7 +92,7 @@ __device__ void store_ragged(char* row, const Place<kSize>& place, DType dtype, 
   }
 }
 
-// The bytes from `skip` on of two adjacent accesses.
+// Returns the vector that begins `skip` bytes into two adjacent accesses.
 template <int kSize>
 __device__ AnyVec<kSize> shifted(const AnyVec<kSize>& low, const AnyVec<kSize>& high, int skip, DType dtype) {
   static_assert(kSize > 1);
@@ -116,8 +118,8 @@ __device__ AnyVec<kSize> shifted(const AnyVec<kSize>& low, const AnyVec<kSize>& 
   return vec;
 }
 
-// The same as load_ragged for a row that is read often and may be anywhere: from the two aligned accesses that hold the
-// vector.
+// Loads a vector as load_ragged does, but from the two aligned accesses that hold it. This is for a row at any address
+// that is read often.
 template <int kSize>
 __device__ AnyVec<kSize> load_shifted(const char* row, const Place<kSize>& place, DType dtype) {
   if (place.col < 0) return load_ragged(row, place, dtype);

@@ -1,4 +1,4 @@
-// Rows of adjacent elements, each taken by a group of lanes in accesses of 16 bytes, whatever its length and address.
+// Rows of adjacent elements, of any length and at any address. A group of lanes takes a row in accesses of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -15,20 +15,21 @@ namespace flash {
 
 constexpr int kMinLanes = 4, kMaxGroupWarps = 16;
 
-// The lanes that take a row together: a part of a warp, a power of two, or a block.
+// The lanes that take a row together: a part of a warp (a power of two), or a whole block.
 struct RowGroup {
   int lanes = blockDim.x;
   int lane = threadIdx.x;
   int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
 };
 
-// The launch in which each row has its group. The last groups may have rows past the end.
+// Returns the launch in which each row has its group. The last groups may have rows past the end.
 inline LaunchShape row_groups(int rows, int lanes) {
   const int groups = lanes <= 32 ? 128 / lanes : 1;
   return {.grid = dim3(ceil_div(rows, groups)), .block = dim3(lanes, groups)};
 }
 
-// How many lanes a row needs for `per_lane` elements each, from `lanes`, a power of two, to kMaxLanes.
+// Returns how many lanes a row needs if each takes `per_lane` elements: at least `lanes`, a power of two, and at most
+// kMaxLanes.
 template <int kMaxLanes>
 int lanes_for(int64_t elements, int per_lane, int lanes = kMinLanes) {
   while (lanes < 32 && int64_t{lanes} * per_lane < elements) lanes *= 2;
@@ -36,7 +37,8 @@ int lanes_for(int64_t elements, int per_lane, int lanes = kMinLanes) {
   return lanes;
 }
 
-// Over `lanes` of a warp, a power of two. Steps that are not theirs cost less than a loop over those that are.
+// Reduces over `lanes` lanes of a warp, a power of two. The loop always runs all five steps and ignores the results of
+// steps past `lanes`: a loop of variable length would cost more.
 template <typename Op>
 __device__ float reduce_lanes(float x, int lanes) {
 #pragma unroll
@@ -47,8 +49,9 @@ __device__ float reduce_lanes(float x, int lanes) {
   return x;
 }
 
-// Over the lanes of a group, all of which call it and get the same result, at one barrier. over_lanes(x, lanes) is that
-// over lanes of a warp; of_none changes nothing. A kernel makes each call once: what its warps leave stays there.
+// Reduces over the lanes of a group with one barrier. All lanes must call it, and all get the same result.
+// over_lanes(x, lanes) reduces over lanes of a warp; of_none is the value that changes nothing. A kernel may execute
+// each call only once, because no barrier protects the shared memory from being written again.
 template <typename T, typename OverLanes>
 __device__ T reduce_group(T x, const RowGroup& group, T of_none, OverLanes&& over_lanes) {
   __shared__ T of_warps[kMaxGroupWarps];
@@ -60,12 +63,12 @@ __device__ T reduce_group(T x, const RowGroup& group, T of_none, OverLanes&& ove
   return over_lanes(warp < group.lanes / 32 ? of_warps[warp] : of_none, kMaxGroupWarps);
 }
 
-// The sum over a group.
+// Returns the sum over a group.
 __device__ inline float sum_group(float x, const RowGroup& group) {
   return reduce_group(x, group, 0.f, [](float x, int lanes) { return reduce_lanes<Sum>(x, lanes); });
 }
 
-// The same of exponentials: c as ExpSum has it.
+// Returns the sum of exponentials over a group; c has the meaning it has in ExpSum.
 __device__ inline ExpSum sum_group(const ExpSum& exps, float c, const RowGroup& group) {
   const auto over_lanes = [c](float2 part, int lanes) {
     const float max = reduce_lanes<Max>(part.x, lanes);
@@ -75,20 +78,21 @@ __device__ inline ExpSum sum_group(const ExpSum& exps, float c, const RowGroup& 
   return {all.x, all.y};
 }
 
-// Asks for the first `cols` columns of a row to be brought into the L2 cache.
+// Prefetches the first `cols` columns of a row into the L2 cache.
 template <typename T>
 __device__ void prefetch(const T* row, int cols) {
   const auto start = reinterpret_cast<uintptr_t>(row) / 16 * 16, end = reinterpret_cast<uintptr_t>(row + cols);
   ptx::prefetch_bulk(reinterpret_cast<const void*>(start), static_cast<uint32_t>((end - start + 15) / 16 * 16));
 }
 
-// Accesses of kWidth elements are aligned at this column, at most 0, and at all multiples of kWidth from there.
+// Returns a column, at most 0, where accesses of kWidth elements are aligned. They are also aligned at all multiples of
+// kWidth from there.
 template <int kWidth, typename T>
 __device__ int first_aligned(const T* row) {
   return -static_cast<int>(reinterpret_cast<uintptr_t>(row) / sizeof(T) % kWidth);
 }
 
-// Which of kWidth columns, from `column` on, are among 0 .. cols.
+// Tells which of the kWidth columns that begin at `column` are in the row, that is, in 0 .. cols - 1.
 template <int kWidth>
 struct Inside {
   int first, last;
@@ -105,8 +109,8 @@ __device__ void replace_outside(Vec<T, kWidth>& vec, int column, int cols, T out
   for (int j = 0; j < kWidth; ++j) vec[j] = inside[j] ? vec[j] : outside;
 }
 
-// kWidth columns in one aligned access, if any of them is among 0 .. cols. Those outside are whatever lies there: the
-// access goes past the ends of the row, but is of a 16-byte word of memory that holds a part of it.
+// Loads kWidth columns in one aligned access, if any of them is in the row. Elements outside the row have arbitrary
+// values: the access may go past the ends of the row, but only within a 16-byte word of memory that holds a part of it.
 template <int kWidth, typename T>
 __device__ Vec<T, kWidth> load_over(const T* row, int column, int cols) {
   Vec<T, kWidth> vec{};
@@ -114,7 +118,7 @@ __device__ Vec<T, kWidth> load_over(const T* row, int column, int cols) {
   return vec;
 }
 
-// The same, those outside replaced.
+// Loads kWidth columns as load_over does, and replaces elements outside the row by `outside`.
 template <int kWidth, typename T>
 __device__ Vec<T, kWidth> load_within(const T* row, int column, int cols, T outside) {
   auto vec = load_over<kWidth>(row, column, cols);
@@ -122,7 +126,7 @@ __device__ Vec<T, kWidth> load_within(const T* row, int column, int cols, T outs
   return vec;
 }
 
-// Stores those of kWidth columns that are among 0 .. cols.
+// Stores the columns, of the kWidth given ones, that are in the row.
 template <int kWidth, typename T>
 __device__ void store_within(T* row, int column, int cols, const Vec<T, kWidth>& vec) {
   const Inside<kWidth> inside(column, cols);
@@ -133,9 +137,9 @@ __device__ void store_within(T* row, int column, int cols, const Vec<T, kWidth>&
   }
 }
 
-// A thread's share of a row that starts at an aligned access: kCount accesses of kWidth columns, `apart`, all on their
-// way before one is used. Those without a column among the first `cols` give words `outside`; of one across their end,
-// columns outside are anything.
+// Loads a thread's share of a row that starts at an aligned access: kCount accesses of kWidth columns, `apart` columns
+// from each other, all in flight before one is used. An access without a column among the first `cols` gives words
+// `outside`. An access across the end of the row has arbitrary values in columns outside.
 template <int kCount, int kWidth, typename T>
 __device__ void load_share(Packed<T, kWidth> (&vecs)[kCount], const T* row, int column, int apart, int cols,
                            uint32_t outside) {
@@ -148,7 +152,7 @@ __device__ void load_share(Packed<T, kWidth> (&vecs)[kCount], const T* row, int 
   }
 }
 
-// Replaces columns outside in an access across the end. Few threads have one.
+// Replaces the columns outside the row in an access across its end. Few threads have such an access.
 template <int kCount, int kWidth, typename T>
 __device__ void replace_behind(Packed<T, kWidth> (&vecs)[kCount], int column, int apart, int cols, uint32_t outside) {
   constexpr int kPerWord = 4 / sizeof(T), kBits = 8 * sizeof(T);
@@ -164,8 +168,9 @@ __device__ void replace_behind(Packed<T, kWidth> (&vecs)[kCount], int column, in
   }
 }
 
-// Goes from `column` to `cols`, calling step(Constant<n>, column) for n accesses, `apart`: kCount at a time, then half
-// of that, and so on. Those for which n is 1 may lie across an end of the row.
+// Goes from `column` to `cols`, and calls step(Constant<n>, column) for n accesses that are `apart` columns from each
+// other: first with n = kCount, then with half of that, and so on. Only an access with n = 1 may cross an end of the
+// row.
 template <int kCount, int kWidth, typename Step>
 __device__ void walk(int column, int apart, int cols, Step&& step) {
   if constexpr (kCount > 1) {
@@ -176,7 +181,7 @@ __device__ void walk(int column, int apart, int cols, Step&& step) {
   }
 }
 
-// The same for columns of which the first ones may be negative: those are taken one by one.
+// Goes as walk does, but the first columns may be negative: their accesses are taken one at a time.
 template <int kCount, int kWidth, typename Step>
 __device__ void walk_row(int column, int apart, int cols, Step&& step) {
   if (cols == 0) return;
@@ -184,7 +189,7 @@ __device__ void walk_row(int column, int apart, int cols, Step&& step) {
   walk<kCount, kWidth>(column, apart, cols, step);
 }
 
-// What such a step loads.
+// Loads the columns of one step of walk_row.
 template <int kCount, int kWidth, typename T>
 __device__ void load_step(Vec<T, kWidth> (&vecs)[kCount], const T* row, int column, int apart, int cols, T outside) {
   if constexpr (kCount == 1) {

@@ -10,7 +10,7 @@
 
 namespace flash {
 
-// kSize adjacent elements that move between global memory and registers in one aligned access.
+// A vector of kSize adjacent elements that moves between global memory and registers in one aligned access.
 template <typename T, int kSize>
 struct alignas(sizeof(T) * kSize) Vec {
   static_assert(sizeof(T) * kSize <= 16, "one access moves at most 16 bytes");
@@ -21,7 +21,7 @@ struct alignas(sizeof(T) * kSize) Vec {
   __device__ const T& operator[](int i) const { return values[i]; }
 };
 
-// What an access of kBytes looks like to the compiler: it would move an array of small elements one by one.
+// The type in which an access of kBytes is made: the compiler would move an array of small elements one by one.
 template <int kBytes>
 using Word = std::conditional_t<
     kBytes == 16, uint4,
@@ -41,14 +41,14 @@ __device__ void store(T* address, const Vec<T, kSize>& vec) {
   *reinterpret_cast<Bits*>(address) = reinterpret_cast<const Bits&>(vec);
 }
 
-// Widens to fp32, exactly.
+// Widens to fp32. The conversion is exact.
 template <int kSize, typename T>
 __device__ void widen(float (&wide)[kSize], const Vec<T, kSize>& vec) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) wide[i] = static_cast<float>(vec[i]);
 }
 
-// Rounds to the nearest T, ties to even.
+// Rounds to the nearest value of T, ties to even.
 template <typename T, int kSize>
 __device__ Vec<T, kSize> narrow(const float (&wide)[kSize]) {
   Vec<T, kSize> vec;
@@ -64,8 +64,8 @@ __device__ Vec<T, kSize> narrow(const float (&wide)[kSize]) {
   return vec;
 }
 
-// The elements of a Vec of at least 4 bytes as words. Where 16-bit elements depend on a condition, the compiler moves
-// them one by one; words it moves as they are.
+// A Vec of at least 4 bytes, stored as words. Where 16-bit elements depend on a condition, the compiler moves them one
+// by one; words stay whole.
 template <typename T, int kSize>
 struct alignas(sizeof(T) * kSize) Packed {
   static constexpr int kPerWord = 4 / sizeof(T), kWords = kSize / kPerWord;
@@ -80,7 +80,7 @@ __device__ Packed<T, kSize> load_packed(const T* address) {
   return packed;
 }
 
-// A word of elements that are all the same.
+// Returns a word in which all elements have this value.
 template <typename T>
 __device__ uint32_t repeated(float value) {
   if constexpr (sizeof(T) == 2) {
@@ -90,7 +90,7 @@ __device__ uint32_t repeated(float value) {
   }
 }
 
-// Widens to fp32, exactly.
+// Widens to fp32. The conversion is exact.
 template <int kSize, typename T>
 __device__ void widen(float (&wide)[kSize], const Packed<T, kSize>& packed) {
   if constexpr (sizeof(T) == 2) {

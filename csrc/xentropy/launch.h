@@ -6,7 +6,7 @@
 
 namespace flash::xentropy {
 
-// Losses and log-sum-exp of each row, and the gradient of the logits, on the current device.
+// Compute, on the current device, the loss and log-sum-exp of each row, and the gradient of the logits.
 void fwd(const FwdParams& p, cudaStream_t stream);
 void bwd(const BwdParams& p, cudaStream_t stream);
 

@@ -7,11 +7,11 @@
 
 namespace flash::xentropy {
 
-// What both directions are given: logits, labels and the loss.
+// The inputs that both directions share: logits, labels and the coefficients of the loss.
 struct Problem {
   const void* logits;  // (rows, vocab), adjacent columns
   DType dtype;
-  int64_t row_stride;  // elements from a row to the next
+  int64_t row_stride;  // elements between the starts of adjacent rows
   int rows;
   int vocab;
 
@@ -19,8 +19,8 @@ struct Problem {
   bool wide_labels;    // whether they are int64
   int64_t label_stride;
   int64_t class_start;    // the class of column 0
-  int64_t total_classes;  // of all parts
-  bool ignores;           // whether rows do not count whose label is ignore_index or no class
+  int64_t total_classes;  // classes in all parts of the vocabulary
+  bool ignores;           // a row does not count if its label is ignore_index or names no class
   int64_t ignore_index;
 
   float label_smoothing;
@@ -30,13 +30,13 @@ struct Problem {
 
 struct FwdParams {
   Problem problem;
-  const float* known_lse;  // (rows), or null
+  const float* known_lse;  // (rows), computed before; null if the kernel computes it
   int64_t known_lse_stride;
   float* losses;    // (rows)
   float* z_losses;  // (rows)
   float* lse;       // (rows)
   bool* kept;       // (rows)
-  bool partial;     // losses are this part's share
+  bool partial;     // whether losses are only this part's share
 };
 
 struct BwdParams {
@@ -47,7 +47,7 @@ struct BwdParams {
   int64_t lse_stride;
   void* dlogits;  // (rows, vocab), adjacent columns; may be the logits
   int64_t dlogits_stride;
-  Divisor pieces = {};  // of a row; chosen by bwd
+  Divisor pieces = {};  // pieces per row; chosen by bwd
 };
 
 }  // namespace flash::xentropy

@@ -1,4 +1,4 @@
-// The choice of instance: one for each type of the logits.
+// Chooses the instance: there is one for each type of the logits.
 #include "common/dispatch.h"
 #include "xentropy/launch.h"
 #include "xentropy/xentropy.cuh"

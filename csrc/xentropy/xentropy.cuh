@@ -1,11 +1,11 @@
-// Cross entropy. With s = scale x, e = label_smoothing and the label y, of V classes in all,
+// Cross entropy. With s = scale x, e = label_smoothing, the label y, and V classes in total,
 //
 //   lse = log sum_j exp(s_j)        loss = lse - (1 - e) s_y - e / V sum_j s_j + z,   z = lse_square_scale lse^2
 //   dx_j = dloss scale (exp(s_j - lse) (1 + 2 lse_square_scale lse) - (1 - e) [j = y] - e / V)
 //
-// Forward, a group of lanes takes a row and reads it once, each lane keeping a running sum of exponentials. Backward is
-// elementwise: a block takes a piece of a row, or of several if they are short, and reads and writes it once, in place
-// if asked. Maths in fp32. Rows that do not count are not read.
+// In the forward, a group of lanes takes a row and reads it once; each lane keeps a running sum of exponentials. The
+// backward is elementwise: a block takes a piece of a row, or of several rows if they are short, and reads and writes
+// it once, in place if wanted. All arithmetic is in fp32. Rows that do not count are not read.
 #pragma once
 
 #include <cmath>
@@ -26,23 +26,22 @@ template <typename T_, int kLoads_, int kThreads_, int kBlocks_>
 struct Config {
   using T = T_;
   static constexpr int kWidth = 16 / sizeof(T);
-  static constexpr int kLine = 128 / sizeof(T);  // of the cache
-  static constexpr int kLoads = kLoads_;         // accesses that a thread has on their way
+  static constexpr int kLine = 128 / sizeof(T);  // elements in a line of the cache
+  static constexpr int kLoads = kLoads_;         // loads of a thread in flight
   static constexpr int kChunk = kLoads * kWidth;
-  static constexpr int kThreads = kThreads_;  // of a block, at most
-  static constexpr int kBlocks = kBlocks_;    // that a multiprocessor has registers for, at least
+  static constexpr int kThreads = kThreads_;  // per block, at most
+  static constexpr int kBlocks = kBlocks_;    // blocks per multiprocessor, at least, that the registers must allow
 };
 
-// Small blocks, so that while one begins or ends a row others read theirs. H200, bf16, share of the rate of a copy, of
-// 8192 x 32000, 8192 x 50304 and 4096 x 128256. Forward: 92, 97, 100 %; in blocks of 256 threads 87, 95, 99 %. With 2
-// loads 91, 95, 97 %. Backward: 97, 99, 99 %; in blocks of 256 96, 97, 98 %. In place, of 8192 x 50257, whose rows
-// start anywhere, 97 %; where warps share lines of the cache 90 %.
+// Blocks are small: while one block begins or ends a row, the others keep reading. Four loads in flight per thread are
+// faster than two. In place, when rows start at any address, each warp gets whole lines of the cache, because sharing
+// lines between warps is slower.
 template <typename T>
 using FwdConfig = Config<T, 4, 128, 8>;
 template <typename T>
 using BwdConfig = Config<T, 4, 64, 16>;
 
-// Chunks that a lane takes before its row gets more lanes: of 8192 x 8192, 65 % instead of 55 % with 1.
+// Chunks that a lane takes before its row gets more lanes. With more chunks per lane, short rows are faster.
 constexpr int kFwdChunks = 4;
 
 __device__ inline int64_t label_of(const Problem& p, int64_t row) {
@@ -55,7 +54,7 @@ __device__ inline bool is_kept(const Problem& p, int64_t label) {
   return !p.ignores || (label != p.ignore_index && label >= 0 && label < p.total_classes);
 }
 
-// The weight of each class that the label does not name.
+// Returns the weight that label smoothing gives to every class except the label.
 __device__ inline float smooth_weight(const Problem& p) {
   return p.label_smoothing == 0.f ? 0.f : p.label_smoothing / static_cast<float>(p.total_classes);
 }
@@ -65,7 +64,7 @@ __device__ const T* row_of(const Problem& p, int64_t row) {
   return static_cast<const T*>(p.logits) + row * p.row_stride;
 }
 
-// The sum of exponentials over a row, and, if that is wanted, the sum of the row: total.
+// Returns the sum of exponentials over a row. If `smooth`, also puts the sum of the row into `total`.
 template <typename Config, typename T = typename Config::T>
 __device__ ExpSum sum_row(const T* row, int vocab, float c, bool smooth, const RowGroup& group, float& total) {
   constexpr int kWidth = Config::kWidth, kLoads = Config::kLoads;
@@ -102,7 +101,7 @@ __global__ __launch_bounds__(Config::kThreads,
   const T* row = row_of<T>(p, r);
   const float own = is_own ? static_cast<float>(row[column]) : 0.f;
 
-  float total;  // the log-sum-exp is max scale + log_sum
+  float total;  // sum of the logits of the row, for label smoothing
   const bool smooth = p.label_smoothing > 0.f;
   const ExpSum exps = sum_row<Config>(row, reads ? p.vocab : 0, p.logit_scale * kLog2E, smooth, group, total);
   const float max = reads ? exps.max : 0.f;
@@ -112,7 +111,7 @@ __global__ __launch_bounds__(Config::kThreads,
 
   const float lse = max * p.logit_scale + log_sum;
   const float z_loss = p.lse_square_scale == 0.f || params.partial ? 0.f : p.lse_square_scale * lse * lse;
-  // Differences first: they are exact where the label has the largest logit.
+  // Subtract before anything is scaled: the differences are exact where the label has the largest logit.
   const float base = params.partial ? 0.f : max;
   float below = (1.f - p.label_smoothing) * (base - own);
   if (smooth) below += p.label_smoothing * (base - total / static_cast<float>(p.total_classes));
@@ -123,18 +122,18 @@ __global__ __launch_bounds__(Config::kThreads,
   params.kept[r] = kept;
 }
 
-// The gradient of kWidth logits; the label is the one at `own`, which may lie outside.
+// Computes the gradient of kWidth logits. The label is at index `own`, which may lie outside them.
 template <int kWidth, typename T>
 struct Gradient {
   float logit_scale, lse;
-  float scale, at_others, at_label;  // the gradient is scale times the exponential, less one of these
+  float scale, at_others, at_label;  // the gradient is scale times the exponential, minus one of the other two
 
   __device__ Vec<T, kWidth> operator()(const Vec<T, kWidth>& x, int64_t own) const {
     const int label = own >= 0 && own < kWidth ? static_cast<int>(own) : -1;
     float d[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
-      // The product is rounded as in the forward: a logit that is its row's whole sum then has a difference of 0.
+      // Round the product as in the forward, so that a row with a single finite logit gets a difference of exactly 0.
       const float exponential = ptx::exp2((__fmul_rn(static_cast<float>(x[j]), logit_scale) - lse) * kLog2E);
       d[j] = scale * exponential - (j == label ? at_label : at_others);
     }
@@ -186,7 +185,7 @@ void run_fwd(const FwdParams& p, cudaStream_t stream) {
   launch<fwd_kernel<Config>>(row_groups(p.problem.rows, lanes), p, stream);
 }
 
-// Whether all rows start at a line.
+// Returns whether all rows start at the beginning of a line of the cache.
 template <typename Config>
 bool starts_aligned(const void* rows, int64_t stride) {
   return reinterpret_cast<uintptr_t>(rows) % 128 == 0 && stride % Config::kLine == 0;
@@ -196,7 +195,7 @@ template <typename Config>
 void run_bwd(BwdParams p, cudaStream_t stream) {
   if (p.problem.vocab == 0) return;
   const bool aligned = starts_aligned<Config>(p.dlogits, p.dlogits_stride);
-  const int columns = p.problem.vocab + (aligned ? 0 : Config::kLine - 1);  // with those of its first line
+  const int columns = p.problem.vocab + (aligned ? 0 : Config::kLine - 1);  // including the columns of its first line
   const int threads = lanes_for<Config::kThreads>(columns, Config::kChunk);
   const int pieces = ceil_div(columns, threads * Config::kChunk);
   p.pieces = Divisor(pieces);
