@@ -10,7 +10,7 @@ def once_differentiable(backward: Callable) -> Callable:
     """Decorate the backward of an autograd Function so that a second derivative raises RuntimeError.
 
     torch's decorator of this name raises only if an incoming gradient has a history; the gradient of a plain sum has
-    none. In that case torch treats the saved tensors as constants, and gives wrong second derivatives without an error.
+    none. Without a history torch treats the saved tensors as constants, and second derivatives are silently wrong.
     """
 
     @functools.wraps(backward)

@@ -146,7 +146,7 @@ def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
 def with_tensors(
     results: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the results of `forward`, with an empty tensor instead of no S_dmask and zeros instead of no rng_state."""
+    """Returns the results of `forward`, with an empty tensor for S_dmask, or zeros for rng_state, if it is None."""
     out, softmax_lse, s_dmask, rng_state = results
     if s_dmask is None:
         s_dmask = out.new_empty(0)
