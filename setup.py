@@ -13,7 +13,7 @@ Environment variables, all optional:
     FLASH_ATTN_LOCAL_VERSION=cu13         local version label: 2.8.3.post100+cu13
     MAX_JOBS=8                            compiler processes at a time; by default as cores and memory allow
     NVCC_THREADS=2                        threads in each of them, one an architecture; 1 by default
-    CUDA_HOME                             the CUDA toolkit; by default that of the nvcc on the PATH
+    CUDA_HOME                             the CUDA toolkit; by default the one with the nvcc on the PATH
     CXX, PYTORCH_NVCC                     other compilers, or the same behind a cache ("ccache nvcc")
 """
 
@@ -56,7 +56,7 @@ class Toolkit(NamedTuple):
 
 
 class Build(build):
-    """A build of what is there now: whatever earlier ones have left would get into the wheel."""
+    """A build that starts from an empty folder: files of earlier builds would get into the wheel."""
 
     def run(self):
         if not any(self.distribution.have_run.get(step) for step in self.get_sub_commands()):
@@ -161,12 +161,12 @@ def arch_flags(archs: str) -> list[str]:
 
 
 def compression_flags(cuda: str) -> list[str]:
-    """The smallest library that every driver of this CUDA can read: one that is older than CUDA 12.4 could not."""
+    """Returns flags for compressed code, which makes the library smaller; drivers before CUDA 12.4 cannot read it."""
     return ["--compress-mode=size"] if int(cuda.split(".")[0]) >= 13 else []
 
 
 def max_jobs(root: Path = Path("/")) -> int:
-    """One compiler process for each core, if there are 3 GB of memory for each, within the limits of cgroups (v2)."""
+    """Returns one job per core, fewer if a job would have less than 3 GB of memory, within limits of cgroups (v2)."""
     available = 1024 * int(re.search(r"MemAvailable: *(\d+) kB", (root / "proc/meminfo").read_text())[1])
     group = re.search(r"^0::/(.*)$", (root / "proc/self/cgroup").read_text(), re.MULTILINE)
     folder = root / "sys/fs/cgroup" / (group[1] if group else "")
@@ -189,8 +189,8 @@ def kernels(env, toolkit: Toolkit) -> dict:
     with target_environment():
         import torch
         from torch.utils import cpp_extension
-    # A CPU-only torch knows neither: without the first there is no compiler, without the second a change of a header
-    # would not recompile the .cu files that include it.
+    # A CPU-only torch sets neither. Without the first there is no compiler; without the second, a changed header would
+    # not recompile the .cu files that include it.
     cpp_extension.CUDA_HOME = toolkit.home
     torch.version.cuda = torch.version.cuda or toolkit.cuda
 
@@ -206,7 +206,7 @@ def kernels(env, toolkit: Toolkit) -> dict:
         language="c++",
         include_dirs=[str(ROOT / "csrc"), *cpp_extension.include_paths("cuda")],
         library_dirs=cpp_extension.library_paths("cuda"),
-        # libtorch_cpu has the C functions of the stable ABI; torch has loaded it before it loads us.
+        # libtorch_cpu has the C functions of the stable ABI; torch loads it before this library.
         libraries=["torch_cpu", "cudart_static", "rt", "dl", "pthread"],
         extra_compile_args={
             "cxx": [*flags, "-fvisibility=hidden"],
@@ -217,7 +217,7 @@ def kernels(env, toolkit: Toolkit) -> dict:
                 *arch_flags(env.get("FLASH_ATTN_CUDA_ARCHS", "80;90")),
             ],
         },
-        # Our copy of the CUDA runtime must not stand in for another one in the process.
+        # Symbols of the library's static CUDA runtime must not replace another runtime in the process.
         extra_link_args=[
             "-Wl,--exclude-libs,ALL",
             "-Wl,--as-needed",
@@ -246,6 +246,6 @@ if __name__ == "__main__":
     setuptools.setup(
         version=version(os.environ),
         options={"egg_info": {"egg_base": "."}},  # not in compat/, the first folder of modules
-        # Metadata and source archives are the same with and without the library: only builds look for torch.
+        # Only builds look for torch, because metadata and source archives do not depend on the library.
         **(plan(os.environ) if BUILD_COMMANDS & set(sys.argv) else {}),
     )

@@ -36,7 +36,7 @@ def random_batch(vocab_size):
 
 
 def compare(ours, theirs, batch):
-    """Print how far apart the logits are that the two models give the same batch."""
+    """Print the difference of the logits that the two models compute for the same batch."""
     with torch.no_grad():
         expected = theirs.to(device).eval()(**batch).logits
         logits = ours.eval()(**batch).logits

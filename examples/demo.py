@@ -1,9 +1,9 @@
-"""What `make demo` runs: flash_attn against plain PyTorch, then a language model trained and sampled with it.
+"""The demo of `make demo`: flash_attn compared with plain PyTorch, then a language model trained and sampled with it.
 
     python examples/demo.py
 
 1. Which backend serves here: the CUDA kernels or the reference in plain torch.
-2. The error of attention and of its gradients against float64, next to that of plain torch.
+2. The error of attention and of its gradients against float64, next to the error of plain torch.
 3. Time and peak memory as the sequence grows, next to plain torch (as far as memory goes) and torch's fused attention.
 4. A byte-level language model (tiny_lm.py) trained on Python's own library; the text that it then writes.
 
@@ -84,7 +84,7 @@ def heading(text):
     print(f"\n{text}\n{'-' * len(text)}")
 
 
-# Attention, two ways besides ours. All take and return (batch, seqlen, heads, head_dim).
+# Two other implementations of attention. All take and return (batch, seqlen, heads, head_dim).
 
 
 def plain_attention(q, k, v):
@@ -131,7 +131,7 @@ class Cost(typing.NamedTuple):
     contender: str
     seqlen: int
     seconds: float
-    peak_bytes: float  # above what was held before the call; nan where the system does not tell
+    peak_bytes: float  # more than was in use before the call; nan if the system does not report it
 
 
 def measure_costs(device, dtype, heads, seqlens):
@@ -253,7 +253,7 @@ def plot(costs, losses, validation, device):
 
 
 def plot_costs(axes, costs, values, unit):
-    """Values against the sequence length n, both logarithmic; the legend tells the power of n that fits them best."""
+    """Plot values against the sequence length n, both logarithmic; the legend shows the best-fitting power of n."""
     for name, color in COLORS.items():
         points = [(cost.seqlen, value) for cost, value in zip(costs, values) if cost.contender == name]
         width = 2.5 if name == "flash_attn" else 1.5
@@ -270,7 +270,7 @@ def plot_costs(axes, costs, values, unit):
 
 
 def exponent(points):
-    """The p of the c * n**p that fits points (n, value) best on logarithmic axes; nan without two positive values."""
+    """Returns p of the best fit c * n**p to points (n, value) on logarithmic axes; nan without two positive values."""
     logs = [(math.log(n), math.log(value)) for n, value in points if value > 0]
     return statistics.linear_regression(*zip(*logs)).slope if len(logs) > 1 else math.nan
 

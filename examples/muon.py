@@ -1,4 +1,4 @@
-"""Muon, an optimizer for weight matrices: momentum, then the nearest matrix whose singular values are all about 1.
+"""Muon, an optimizer for weight matrices: momentum, then the nearest matrix with all singular values about 1.
 
 K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon. torch.optim.Muon is the same in bf16, which is tens
 of times slower on a CPU that has no instructions for it; this one works in the precision of the weights.

@@ -81,7 +81,7 @@ class TinyLM(nn.Module):
         self.initialize()
 
     def initialize(self):
-        """Each block starts as the identity, and all bytes as equally likely: 8 bits per byte."""
+        """Start each block as the identity, and make all bytes equally likely: 8 bits per byte."""
         for weight in self.parameters():
             if weight.ndim == 2:
                 nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
@@ -144,7 +144,7 @@ def validate(model, text, count=128):
 def optimizers(model, steps):
     """Muon for the matrices inside the blocks and AdamW for the rest, each with its schedule.
 
-    Muon makes a run this short worth watching: AdamW alone needs several times as many steps for the same loss.
+    Muon makes a short run useful: AdamW alone needs several times as many steps for the same loss.
     """
     inner = [p for p in model.blocks.parameters() if p.ndim == 2]
     outer = [p for p in model.parameters() if not any(p is q for q in inner)]

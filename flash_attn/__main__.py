@@ -1,7 +1,7 @@
-"""Report on this installation: versions, kernels, devices, which op runs where and why, and a self-check.
+"""Report on this installation: versions, kernels, devices, the backend of each op and its reason, and a self-check.
 
-`python -m flash_attn` prints it all for a bug report; the exit status is 0 if the self-check passes and 1 otherwise.
-The self-check compares results with the textbook formula in float64 and allows twice the error of that formula in
+`python -m flash_attn` prints the report for a bug report; the exit status is 0 if the self-check passes, else 1. The
+self-check compares results with the textbook formula in float64. It allows twice the error that this formula has in
 plain torch at the precision of the inputs.
 """
 
@@ -42,17 +42,17 @@ def default_device() -> str:
 
 
 def usable_device(name: str) -> str:
-    """`name`, if torch can compute on the device of this name; otherwise argparse's error, which tells why not."""
+    """Returns `name` if torch can compute on this device; else raises argparse's error with the reason."""
     try:
         torch.zeros(1, device=name).item()
-    except Exception as failure:  # each backend has its own
+    except Exception as failure:  # each backend raises its own type
         why = re.split(r"\.\s|\n", str(failure))[0]
         raise argparse.ArgumentTypeError(f"must be a device that torch can compute on, found {name!r}: {why}") from None
     return name
 
 
 def installation() -> list[str]:
-    """Lines that tell the versions and the kernel library."""
+    """Returns lines with the versions and the kernel library."""
     error, path = _library.load_error(), _library.library_path()
     return [
         f"flash_attn {flash_attn.__version__} in {pathlib.Path(flash_attn.__file__).parent}",
@@ -64,7 +64,7 @@ def installation() -> list[str]:
 
 
 def devices() -> list[str]:
-    """A line for each CUDA device."""
+    """Returns a line for each CUDA device."""
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [
         f"cuda:{i} {gpu.name}, compute capability {gpu.major}.{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
@@ -73,12 +73,12 @@ def devices() -> list[str]:
 
 
 def backends() -> list[str]:
-    """A line for each op: whether a kernel or the reference serves it here, and why."""
+    """Returns a line for each op: whether a kernel or the reference computes it here, and why."""
     return [f"{name:<20}{backend(name)}" for name in op_names()]
 
 
 def backend(name: str) -> str:
-    """What serves the op `name` here."""
+    """Returns the backend of the op `name` on this machine, and the reason."""
     if not _library.has_kernel(name):
         why = "there are no kernels" if _library.load_error() else "the library has no kernel for it"
         return f"reference in plain torch: {why}"
@@ -173,7 +173,7 @@ def _check_backward(device):
 
 
 def _check_kvcache(device):
-    """Three new tokens after 61 cached ones: the output, and what is appended to the caches."""
+    """Three new tokens after 61 cached ones: the output, and the appended keys and values."""
     filled, (k, v) = 61, _random(2, 2, 64, 2, 64, device=device)
     (q,), (cos, sin) = _random(1, 2, 3, 8, 64, device=device), _rotary_tables(64, device)
 

@@ -50,7 +50,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """`(input[indices], input)`: the gathered rows, and all of them for the residual branch.
+    """Returns `(input[indices], input)`: the gathered rows, and all rows for the residual branch.
 
     The gradients of the two add up in `input`. Arguments as in `index_first_axis`.
     """
@@ -77,7 +77,7 @@ def unpad_input(
     Arguments:
         hidden_states: (batch, seqlen, ...), any dtype.
         attention_mask: (batch, seqlen), bool, integers, or floats 0 and 1; non-zero marks a token, anywhere in a row.
-        unused_mask: (batch, seqlen), likewise; non-zero marks a place that is packed but not used.
+        unused_mask: (batch, seqlen), of the same dtypes; non-zero marks a place that is packed but not used.
     Returns:
         hidden_states: (total, ...), the tokens marked by either mask, in order.
         indices: (total,) int64, their positions in the flattened (batch * seqlen).
@@ -101,7 +101,7 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Pack a padded batch whose rows each hold several short sequences, one after the other from position 0.
+    """Pack a padded batch where each row holds several short sequences, one after the other from position 0.
 
     Arguments:
         hidden_states: (batch, seqlen, ...), any dtype.
@@ -140,8 +140,8 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
 
 def _pack(hidden_states, packed, seqlens):
-    """Tokens where `packed`, their flat positions, and the cumulative and largest of `seqlens`, which sum to them."""
-    seqlens = F.pad(seqlens, (1, 0))  # the 0 is where the first sequence starts, and the maximum of an empty batch
+    """Returns the tokens where `packed` is true, their flat positions, and the cumulative and the largest seqlens."""
+    seqlens = F.pad(seqlens, (1, 0))  # 0 is the start of the first sequence, and the maximum of an empty batch
     cu_seqlens = seqlens.cumsum(0, dtype=torch.int32)
     total, max_seqlen = torch.stack([cu_seqlens[-1], seqlens.max()]).tolist()
     indices = packed.flatten().nonzero_static(size=total).squeeze(1)

@@ -40,11 +40,11 @@ def scaled_upper_triang_masked_softmax(inputs: torch.Tensor, _: None, scale: flo
 
 
 def scaled_masked_softmax(inputs: torch.Tensor, mask: torch.Tensor | None, scale: float) -> torch.Tensor:
-    """Softmax of the rows of scale * inputs over what is not masked; 0 elsewhere.
+    """Softmax of the rows of scale * inputs over the columns that are not masked; 0 elsewhere.
 
     Arguments:
         inputs: (batch, heads, seqlen_q, seqlen_k).
-        mask: bool or uint8, nonzero where inputs are left out, each size that of inputs or 1; or None.
+        mask: bool or uint8, nonzero where inputs are left out, or None. Its four sizes are the sizes of inputs, or 1.
         scale: a number.
 
     Returns a tensor like inputs. Raises TypeError or ValueError for arguments that do not fit together.
@@ -73,10 +73,10 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     """Scale, mask and softmax of attention scores, fused or step by step.
 
     Arguments:
-        input_in_fp16, input_in_bf16: what the scores will be; at most one.
+        input_in_fp16, input_in_bf16: the dtype of the scores; at most one is true.
         attn_mask_type: AttnMaskType.causal or AttnMaskType.padding, or another package's enum with these names.
         scaled_masked_softmax_fusion: use the fused operation, wherever there is one.
-        mask_func: mask_func(scores, mask) returns scores with those left out that the mask names; used without fusion.
+        mask_func: mask_func(scores, mask) returns the masked scores; used without fusion.
         softmax_in_fp32: without fusion, compute 16-bit scores in float32.
         scale: a number, or None for 1.
 
@@ -114,7 +114,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
     def forward(self, input: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """Probabilities like input (batch, heads, seqlen_q, seqlen_k).
 
-        mask: True where scores are left out, or None. A causal module leaves out what is above the diagonal as well.
+        mask: True where scores are left out, or None. A causal module also leaves out scores above the diagonal.
         """
         checks.tensor("input", input, dtypes=fused_softmax.DTYPES)
         checks.ndim("input", input, "(batch, heads, seqlen_q, seqlen_k)")
@@ -123,7 +123,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         return self._step_by_step(input, mask)
 
     def is_kernel_available(self, mask: torch.Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """Whether scores of this shape (batch, heads, seqlen_q, seqlen_k) are computed by the fused operation."""
+        """Returns whether the fused operation computes scores of this shape (batch, heads, seqlen_q, seqlen_k)."""
         return bool(self.scaled_masked_softmax_fusion) and (sq == sk if self.causal else mask is not None)
 
     @staticmethod
@@ -145,7 +145,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
 
 def _kind(attn_mask_type):
-    """The mask type of that name."""
+    """Returns the mask type with the name of `attn_mask_type`."""
     name = getattr(attn_mask_type, "name", None)
     if name not in AttnMaskType.__members__:
         raise ValueError(f"attn_mask_type must be AttnMaskType.padding or .causal, found {attn_mask_type!r}")

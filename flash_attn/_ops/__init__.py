@@ -1,1 +1,1 @@
-"""Ops of the library: one module a family, each with schema, fake, autograd and argument checks."""
+"""Ops of the library. Each module holds one family: its schemas, fakes, autograd and argument checks."""

@@ -6,13 +6,13 @@
     gated_fwd(x, activation) -> act(gate) * value
     gated_bwd(dout, x, activation) -> dx
 
-of the halves (value, gate) of the last dimension of x, so that x has its gradient in one piece.
+Here (value, gate) are the two halves of x along its last dimension. So the gradient of x is one tensor.
 
 x, y, dout   of one shape and dtype (but for the halves): fp32, fp16 or bf16, any strides; y may be None
 activation   gelu_approx: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2      silu: x / (1 + exp(-x))
-             relu: max(x, 0), whose derivative at 0 is 0                         sqrelu: max(x, 0)^2
+             relu: max(x, 0), with derivative 0 at 0                             sqrelu: max(x, 0)^2
 
-in fp32. Differentiable in x and y.
+The maths is in fp32. The ops are differentiable in x and y.
 """
 
 import torch
@@ -35,7 +35,7 @@ def activate(x, y, activation, names=("x", "y")):
 
 
 def activate_gate(x, activation, name="x"):
-    """Check x (..., 2 * features), called `name`, and return its first half times its activated second."""
+    """Check x (..., 2 * features), called `name`, and return its first half times the activation of its second half."""
     checks.tensor(name, x, dtypes=DTYPES)
     if x.dim() == 0 or x.shape[-1] % 2:
         raise ValueError(f"{name} must have shape (..., 2 * features), found {tuple(x.shape)}")
@@ -43,7 +43,7 @@ def activate_gate(x, activation, name="x"):
 
 
 def differentiate(dout, x, y, activation, names=("g", "x", "y")):
-    """Check the tensors and return (dx, dy), dy None without y; the gradient may have another dtype."""
+    """Check the tensors and return (dx, dy); dy is None without y. dout may have another dtype than x."""
     checks.tensor(names[1], x, dtypes=DTYPES)
     checks.tensor(names[0], dout, dtypes=DTYPES, shape=tuple(x.shape), device=x.device)
     if y is not None:

@@ -1,4 +1,4 @@
-"""What autograd Functions without a second derivative share."""
+"""Tools for autograd Functions that have no second derivative."""
 
 import functools
 from collections.abc import Callable
@@ -7,17 +7,17 @@ import torch
 
 
 def once_differentiable(backward: Callable) -> Callable:
-    """Make the results of the backward of an autograd Function have no derivative; asking for one is a RuntimeError.
+    """Decorate the backward of an autograd Function so that a second derivative raises RuntimeError.
 
-    torch's decorator of this name refuses only where an incoming gradient has a history, as that of a plain sum has
-    not. Otherwise it takes what the results owe to the saved tensors for constant, and says nothing.
+    torch's decorator of this name raises only if an incoming gradient has a history; the gradient of a plain sum has
+    none. Without a history torch treats the saved tensors as constants, and second derivatives are silently wrong.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx, *grads):
-        if not torch.is_grad_enabled():  # nobody will ask
+        if not torch.is_grad_enabled():  # no second derivative can be asked for
             return backward(ctx, *grads)
-        if torch.compiler.is_compiling():  # and compiled graphs have no second derivatives
+        if torch.compiler.is_compiling():  # compiled graphs have no second derivatives
             with torch.no_grad():
                 return backward(ctx, *grads)
         reading = _Reading(ctx)
@@ -31,7 +31,7 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 class _Reading:
-    """The context of a backward, which remembers the saved tensors that were read: checkpoints hand them out once."""
+    """The context of a backward. It keeps the saved tensors that were read, since checkpoints return them only once."""
 
     def __init__(self, ctx):
         self._ctx, self.read = ctx, ()
@@ -46,7 +46,7 @@ class _Reading:
 
 
 class _Refusing(torch.autograd.Function):
-    """The first `count` tensors, or None, with a history that reaches all of the tensors and raises."""
+    """Returns the first `count` tensors (or None) with a history that leads to all tensors and raises when used."""
 
     @staticmethod
     def forward(ctx, count, *tensors):

@@ -16,8 +16,8 @@ from flash_attn import _torch_private
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
-_TENSOR, _STRIDED = torch.Tensor, torch.strided  # a name of this module is found faster
-_FAR = 2**31 - 1  # farther than any key is; kernels count positions in 32 bits
+_TENSOR, _STRIDED = torch.Tensor, torch.strided  # names of this module are found faster than attributes of torch
+_FAR = 2**31 - 1  # farther than any key; kernels count positions in 32 bits
 
 
 def tensor(
@@ -28,7 +28,7 @@ def tensor(
     shape: Sequence[int | None] | None = None,
     device: torch.device | None = None,
 ) -> None:
-    """Check that `value` is a dense tensor of one of `dtypes`, on `device`, with `shape`, where None fits any size."""
+    """Check that `value` is a dense tensor of one of `dtypes`, on `device`, of `shape`; None in it fits any size."""
     if not isinstance(value, _TENSOR):
         raise ArgumentTypeError(f"{name} must be a torch.Tensor, found {type(value).__name__}")
     if value.layout is not _STRIDED or value.is_nested:
@@ -83,7 +83,7 @@ def contiguous(name: str, value: torch.Tensor) -> None:
 
 
 def number(name: str, value: object, condition: bool, expected: str, *parts: object) -> None:
-    """Check a value computed by the caller: `condition` must hold, else say what was `expected`, with its {} filled."""
+    """Raise unless `condition` holds. The message names `expected`, with each {} in it replaced by one of `parts`."""
     if not condition:
         raise ArgumentError(f"{name} must be {expected.format(*parts)}, found {value}")
 
@@ -97,24 +97,24 @@ def real(name: str, value: float) -> None:
 
 
 def integer(name: str, value: object, expected: str = "an integer") -> None:
-    """Check that `value` is a Python integer; `expected` tells what else the caller would have taken."""
+    """Check that `value` is a Python integer; `expected` describes everything that the caller accepts."""
     if type(value) is not int and not _is_number(value, numbers.Integral):
         raise ArgumentTypeError(f"{name} must be {expected}, found {type(value).__name__}")
 
 
 def as_float(name: str, value: SupportsFloat) -> float:
-    """`value` as a float: a real number, or a tensor or array without dimensions that holds one."""
+    """Returns `value` as a float; it may be a real number, or a tensor or array without dimensions."""
     scalar = value if type(value) is float else _scalar(value)
     real(name, scalar)
     return float(scalar)
 
 
 def whole(name: str, value: SupportsInt, expected: str = "an integer") -> int:
-    """`value` as an int: an integer, a float without a fraction, or a tensor or array without dimensions of one."""
+    """Returns `value` as an int; it may be an integer, a whole float, or a tensor or array without dimensions."""
     if type(value) is int:
         return value
     value = _scalar(value)
-    if isinstance(value, torch.SymInt):  # an integer of a graph, as which it must stay
+    if isinstance(value, torch.SymInt):  # an integer of a traced graph stays symbolic
         return cast(int, value)
     if isinstance(value, numbers.Real) and not isinstance(value, numbers.Integral):
         number(name, value, float(value).is_integer(), "a whole number")
@@ -136,7 +136,7 @@ def flags(**values: object) -> None:
 
 
 def window(window_size: tuple[int, int]) -> tuple[int, int]:
-    """Check that two integers are given; return (left, right) as ints, any negative as -1."""
+    """Check that two integers are given; return (left, right) as ints, with -1 for every negative one."""
     if type(window_size) is tuple and window_size == (-1, -1):  # an array would compare its elements
         return window_size
     try:
@@ -164,7 +164,7 @@ def process_group(value: object) -> None:
 
 
 def own_memory(**tensors: torch.Tensor) -> None:
-    """Check that tensors that are written start at different addresses and have no expanded dimension."""
+    """Check that tensors to be written start at different addresses and have no expanded dimension."""
     seen: dict[tuple[int, int | torch.SymInt], str] = {}
     for name, value in tensors.items():
         strides = value.stride()
@@ -172,14 +172,14 @@ def own_memory(**tensors: torch.Tensor) -> None:
             raise ArgumentError(f"{name} must not be expanded, since it is written; found strides {strides}")
         if torch.compiler.is_compiling() or value.numel() == 0:
             continue
-        # Not data_ptr, which meta and fake tensors do not have.
+        # Meta and fake tensors have no data_ptr.
         other = seen.setdefault((_torch_private.storage_id(value), value.storage_offset()), name)
         if other is not name:
             raise ArgumentError(f"{name} must have memory of its own, since it is written; found that of {other}")
 
 
 def _are_alike(values: Iterable[torch.Tensor], dtypes: Collection[torch.dtype]) -> bool:
-    """Whether `alike` has nothing to say, in less time."""
+    """Returns whether the values pass `alike`: a faster test for the usual case without errors."""
     dtype = device = None
     for value in values:
         if not isinstance(value, _TENSOR) or value.layout is not _STRIDED or value.is_nested:
@@ -192,7 +192,7 @@ def _are_alike(values: Iterable[torch.Tensor], dtypes: Collection[torch.dtype]) 
 
 
 def _scalar(value: Any) -> Any:
-    """The number in a tensor or an array without dimensions; any other value as it is."""
+    """Returns the number in a tensor or an array without dimensions; any other value unchanged."""
     if not _is_number(value, numbers.Number) and getattr(value, "ndim", None) == 0:
         return value.item()
     return value

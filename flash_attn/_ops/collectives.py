@@ -1,11 +1,11 @@
-"""Collectives of one tensor, and those that divide tensors along their first dimension.
+"""Collectives: sums of a tensor over processes, and collectives that divide tensors along their first dimension.
 
 `gather_rows`, `scatter_rows` and `reduce` return (tensor, handle). With async_op the tensor must not be used before
-handle.wait(). Without it, and in a graph of torch's compiler, the handle is None. They check nothing: in the backward
-of an autograd Function the compiler allows no look at a tensor's layout.
+handle.wait(). Without async_op, and in a graph of torch's compiler, the handle is None. They check no arguments,
+because the compiler does not allow a backward of an autograd Function to read the layout of a tensor.
 
-In a graph they are torch's functional collectives, which return new tensors. From collectives that write into an
-argument, the compilers of torch 2.10 and 2.11 make gradients of zeros, without an error.
+In a graph they are torch's functional collectives, which return new tensors. With collectives that write into an
+argument, the compilers of torch 2.10 and 2.11 compute gradients of zero, without an error.
 """
 
 from typing import Any

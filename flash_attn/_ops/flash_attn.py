@@ -1,14 +1,14 @@
 """Attention ops: forward, backward and decoding from a key-value cache.
 
-`forward`, `backward` and `decode` check their arguments and make one call into the dispatcher. What a caller may leave
-out comes by keyword: the fields of `Options` or `CacheOptions`. `_checked` puts those that are given in their places
-among the arguments of the op; the others take next to no time.
+`forward`, `backward` and `decode` check their arguments and make one call into the dispatcher. Optional arguments are
+keywords: the fields of `Options` or `CacheOptions`. `_checked` puts the given ones at their places among the arguments
+of the op, and spends almost no time on the others.
 
-Dense and variable-length batches are the same op, told apart by `cu_seqlens_q`. Queries, keys and values may be
-separate tensors, or packed: with `v=None`, `k` holds keys and values, (..., 2, heads_k, head_dim); with `k=None` too,
-`q` holds all three, (..., 3, heads, head_dim). Gradients then are packed in the same way. The ops take packed tensors
-as they are, since a graph in which an op writes to several views of one tensor is compiled wrongly when its shapes are
-dynamic (torch 2.13).
+Dense and variable-length batches use the same op; `cu_seqlens_q` is given for variable lengths. Queries, keys and
+values may be separate tensors, or packed: with `v=None`, `k` holds keys and values, (..., 2, heads_k, head_dim); with
+`k=None` too, `q` holds all three, (..., 3, heads, head_dim). Gradients are then packed in the same way. The ops take
+the packed tensors themselves, because torch 2.13 miscompiles graphs with dynamic shapes in which an op writes to
+several views of one tensor.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,9 +39,9 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Attention. Returns (out, softmax_lse, S_dmask, rng_state).
 
-    The last two are None where no S_dmask and no dropout was asked for; without dropout, S_dmask is empty.
+    S_dmask and rng_state are None if neither S_dmask nor dropout is wanted; without dropout, S_dmask is empty.
 
-    Shapes, dtypes and meaning are those of `flash_attn.flash_attn_func` and `flash_attn.flash_attn_varlen_func`.
+    For shapes, dtypes and meaning see `flash_attn.flash_attn_func` and `flash_attn.flash_attn_varlen_func`.
     options: fields of `Options`; None means the default.
     """
     (queries, keys, values), names = (q, k, v), ("q", "k", "v")
@@ -77,7 +77,7 @@ def backward(
     entry b start at cu_seqlens_q[b] + 128 b.
 
     softmax_lse is used as it is given: a caller that merged several blocks of keys passes the merged one.
-    rng_state: what the forward returned; needed with dropout, else not looked at.
+    rng_state: as the forward returned it; needed with dropout, ignored without.
     options: fields of `Options`; None means the default.
     """
     names = "q", "k", "v"
@@ -103,7 +103,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse).
 
-    Shapes, dtypes and meaning are those of `flash_attn.flash_attn_with_kvcache`.
+    For shapes, dtypes and meaning see `flash_attn.flash_attn_with_kvcache`.
     options: the other fields of `CacheOptions`; None means the default.
     """
     batch, head_dim, capacity = _check_cache(q, k_cache, v_cache, options)
@@ -123,7 +123,7 @@ def decode(
 def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, softmax_scale: float | None, causal: bool) -> Tensor:
     """Dense attention with a bias that broadcasts to (batch, heads, seqlen_q, seqlen_k). Returns out.
 
-    No kernel takes a bias: it runs in plain torch on every device, with gradients for q, k, v and the bias.
+    No kernel supports a bias, so this runs in plain torch on every device, with gradients for q, k, v and the bias.
     """
     checks.tensor("v", v)
     batch, head_dim = _check_qkv(("q", "k", "v"), q, k, v, {})
@@ -136,7 +136,7 @@ def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, softmax_scale: floa
 
 
 def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
-    """Check an argument of forwards that choose their splits by themselves, and that other packages pass."""
+    """Check num_splits for forwards that choose their splits by themselves: other packages pass it nevertheless."""
     if block_table is not None and checks.whole("num_splits", num_splits) > 1:
         raise ArgumentError(
             f"num_splits must be at most 1 with block_table, found {num_splits}: num_splits > 1 is not supported here"
@@ -146,7 +146,7 @@ def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
 def with_tensors(
     results: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The results of `forward`, with an empty tensor for no S_dmask, and zeros for no rng_state."""
+    """Returns the results of `forward`, with an empty tensor for S_dmask, or zeros for rng_state, if it is None."""
     out, softmax_lse, s_dmask, rng_state = results
     if s_dmask is None:
         s_dmask = out.new_empty(0)
@@ -156,7 +156,7 @@ def with_tensors(
 
 
 def unpack(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Views (q, k, v) of separate or packed tensors; see the top of this file."""
+    """Returns views (q, k, v) of separate or packed tensors; see the top of this file."""
     if k is None:
         q, k, v = q.unbind(-3)
     elif v is None:
@@ -174,9 +174,9 @@ Call = tuple[tuple[str, str, str], Tensor, int]  # names of q, k and v, the quer
 def _checked(
     kind: type[Options] | type[CacheOptions], scores: Sequence[Any], options: Mapping[str, Any], call: Call
 ) -> Sequence[Any]:
-    """The arguments of an op from softmax_scale on, up to the last that is given.
+    """Returns the arguments of an op from softmax_scale on, up to the last one that is given.
 
-    kind: Options or CacheOptions. scores: their first fields. options: the others, by name; None means the default.
+    kind: Options or CacheOptions. scores: its first fields. options: the other fields by name; None means the default.
     """
     fields, values, end = _FIELDS[kind], None, 0
     for name, value in options.items():
@@ -194,12 +194,12 @@ def _checked(
 
 
 def _length_name(name, names):
-    """cu_seqlens_q or a name like it, as the caller knows it: all of a packed tensor share one."""
+    """Returns the caller's name for cu_seqlens_q or a similar argument: the parts of a packed tensor share one."""
     return name[:-2] if names[1] == "qkv" else name
 
 
 def _check_qkv(names, q, k, v, options):
-    """Check q, k, v, named `names`, and what tells their entries apart; return (batch, head_dim)."""
+    """Check q, k, v, named `names`, and the arguments that divide them into entries; return (batch, head_dim)."""
     checks.alike(names, (q, k, v), dtypes=DTYPES)
     cu_seqlens_q, block_table = options.get("cu_seqlens_q"), options.get("block_table")
     varlen, paged = cu_seqlens_q is not None, block_table is not None
@@ -230,7 +230,7 @@ def _check_qkv(names, q, k, v, options):
 
 
 def _check_sizes(name_k, heads, head_dim, heads_k, head_dim_k):
-    """Check q's heads and head_dim, and those of the keys called `name_k`."""
+    """Check the heads and the head_dim of q and of the keys, which the caller calls `name_k`."""
     divides = heads == heads_k or (heads_k > 0 and heads % heads_k == 0)
     if divides and 1 <= head_dim <= MAX_HEAD_DIM and head_dim_k == head_dim:
         return
@@ -240,7 +240,7 @@ def _check_sizes(name_k, heads, head_dim, heads_k, head_dim_k):
 
 
 def _check_cu_seqlens(name, cu_seqlens, device):
-    """Check the cu_seqlens that tell the batch size; return it."""
+    """Check the cu_seqlens that set the batch size; return the batch size."""
     checks.tensor(name, cu_seqlens, dtypes=(torch.int32,))
     checks.ndim(name, cu_seqlens, "(batch + 1)")
     length = cu_seqlens.shape[0]
@@ -254,7 +254,7 @@ def _check_block_table(block_table, batch, device):
 
 
 def _check_scores(head_dim, softmax_scale, causal, window_size):
-    """Check what every call has besides its tensors; return the first fields of the options."""
+    """Check the arguments that every call has besides its tensors; return the first fields of the options."""
     if causal is not True and causal is not False:
         checks.flag("causal", causal)
     left, right = checks.window(window_size)
@@ -321,7 +321,7 @@ def _check_rng_state(name, value, call):
 
 
 def _check_bound(name, bound, call):
-    """max_seqlen_* as an int. A 0-d tensor counts as unknown, so that it is not read."""
+    """Returns max_seqlen_* as an int. A 0-d tensor counts as unknown, since reading it would wait for the device."""
     if bound.__class__ is int and not torch.compiler.is_compiling() and bound >= 0:
         return bound
     name = _length_name(name, call[0])
@@ -332,13 +332,13 @@ def _check_bound(name, bound, call):
             )
         return None
     bound = checks.whole(name, bound, "an integer or a 0-d integer tensor")
-    if not torch.compiler.is_compiling():  # a bound may come from data, which a graph cannot ask
+    if not torch.compiler.is_compiling():  # in a graph, a bound may depend on data and cannot be compared
         checks.number(name, bound, bound >= 0, "at least 0")
     return bound
 
 
 def _with_bounds(arguments, names, options):
-    """The arguments with max_seqlen_* as ints, read from the device if need be: they set the shape of S_dmask."""
+    """Returns the arguments with max_seqlen_* as ints, read from the device if needed: S_dmask has these sizes."""
     bounds = {name: options.get(name) for name in ("max_seqlen_q", "max_seqlen_k")}
     for name, bound in bounds.items():
         if bound is None:
@@ -347,7 +347,7 @@ def _with_bounds(arguments, names, options):
     return arguments._replace(**{name: int(bound) for name, bound in bounds.items()})
 
 
-_CHECKS = {  # option -> the function that checks it and returns it as the op takes it; None: checked beside others
+_CHECKS = {  # option -> the function that checks it and returns it as the op takes it; None: checked with other options
     "cu_seqlens_q": None,
     "cu_seqlens_k": None,
     "max_seqlen_q": _check_bound,
@@ -379,7 +379,7 @@ _FIELDS = {  # name -> (place, default, check) of each field that has a default
 
 
 def _check_cache(q, k_cache, v_cache, options):
-    """Check queries and caches; return (batch, head_dim, positions that an entry of the cache has)."""
+    """Check queries and caches; return (batch, head_dim, positions in an entry of the cache)."""
     checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
     shape_q, shape_k = q.shape, k_cache.shape
     if len(shape_q) != 4 or len(shape_k) != 4 or v_cache.shape != shape_k:
@@ -416,11 +416,11 @@ def _check_contiguous_rows(name, cache):
 
 
 def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
-    """Check cache_seqlens; return the name of the option for its type, and the option: an int stays an int."""
+    """Check cache_seqlens; return the option for its type, an int or a tensor, as a name and a value."""
     if isinstance(cache_seqlens, Tensor):
         if cache_seqlens.dtype is not torch.int32:
             checks.tensor("cache_seqlens", cache_seqlens, dtypes=checks.INTEGER_DTYPES)
-            cache_seqlens = cache_seqlens.clamp(-1, 2**31 - 1).int()  # what does not fit stays out of range
+            cache_seqlens = cache_seqlens.clamp(-1, 2**31 - 1).int()  # lengths too large for int32 stay out of range
         if cache_seqlens.dim() == 0:
             cache_seqlens = cache_seqlens.expand(batch).contiguous()
         checks.int32_vector("cache_seqlens", cache_seqlens, batch, q.device)
@@ -432,7 +432,7 @@ def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
 
 
 def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
-    """Check new keys and values; at least one of the two is given."""
+    """Check new keys and values; the caller gave at least one of the two."""
     if k is None or v is None:
         missing, given = ("k", "v") if k is None else ("v", "k")
         raise ArgumentError(f"{missing} must be given together with {given}, found None")
@@ -454,7 +454,7 @@ def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
 
 
 def _check_rotary(q, k, cos, sin, capacity):
-    """Check the tables of a rotation, of which at least one is given; return both, float64 as float32."""
+    """Check the tables of a rotation; at least one is given. Returns both, with float64 converted to float32."""
     if cos is None or sin is None:
         missing, given = ("rotary_cos", "rotary_sin") if cos is None else ("rotary_sin", "rotary_cos")
         raise ArgumentError(f"{missing} must be given together with {given}, found None")
@@ -543,7 +543,7 @@ def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
 
 
 class _Attention(torch.autograd.Function):
-    """Gradients of `fwd` for q, k and v, through out and softmax_lse. `options` may end before the last field."""
+    """Gradients of `fwd` for q, k and v, through out and softmax_lse. `options` may lack its last fields."""
 
     @staticmethod
     def forward(ctx, q, k, v, options):
@@ -579,7 +579,7 @@ fwd = _library.define(
     differentiable=3,
 )
 
-# S_dmask of fwd with these arguments.
+# Computes the S_dmask of a call of fwd with the same arguments.
 probabilities = _library.define(
     f"probabilities(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> Tensor",
     reference=_probabilities_reference,

@@ -11,13 +11,13 @@ weight   (out, in)              bias (out,) or None                  dresidual l
     dx = dout weight + dresidual, or act'(kept) * (dout weight), with dbias = sum of the rows of dx
     dweight = dout^T x, dbias = sum of the rows of dout
 
-kept is what the gradient of the activation needs of the forward, which with `keep` returns it: x weight^T + bias; but
-for relu it is out itself, and nothing else is returned. In dgrad the weight is that of the layer behind the activation,
-the bias that of the layer before it; without an activation there is none. What is not asked for is an empty tensor.
+The gradient of the activation needs `kept`, which the forward returns with `keep`: x weight^T + bias. For relu, out
+itself serves as kept, and kept is empty. In dgrad, weight belongs to the layer after the activation and dbias to the
+layer before it; without an activation there is no dbias. Results that are not asked for are empty tensors.
 
-heuristic: -1 computes the activation in a kernel of its own; from 0 on it is fused with the product where cuBLASLt has
-a kernel for both, and the number chooses among those that it proposes. Few rows, of which nothing is kept, are one
-kernel in any case. The gradient of the activation and dbias are one kernel behind the product. Sums are fp32.
+heuristic: -1 computes the activation in a separate kernel. From 0 on it is fused with the product if cuBLASLt has a
+kernel for both, and the number chooses one of the algorithms that cuBLASLt proposes. Few rows without `keep` always
+take one kernel. The gradient of the activation and dbias are computed in one kernel after the product. Sums are fp32.
 """
 
 from collections.abc import Callable
@@ -34,12 +34,12 @@ from flash_attn._reference import fused_dense as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 FUSED_DTYPES = (torch.float16, torch.bfloat16)
-FEW_ROWS = 8  # that csrc/fused_dense/few_rows.cuh has a kernel for
+FEW_ROWS = 8  # the most rows of the kernel in csrc/fused_dense/few_rows.cuh
 ACTIVATIONS = ("gelu_approx", "relu", "sqrelu")
 
 
 class Products(NamedTuple):
-    """What computes a layer: functions with the arguments of the ops, and of `activation_fwd`."""
+    """Functions that compute a layer, with the same arguments as the ops and as `activation_fwd`."""
 
     fwd: Callable
     dgrad: Callable
@@ -50,9 +50,9 @@ class Products(NamedTuple):
 def linear(x, weight, bias, return_residual, exchange):
     """Check the arguments and compute x weight^T + bias, in the dtype of autocast if that is on.
 
-    exchange: None, or what a group of processes does: an object with gather(x) before the product and reduce(dx) after
-        its gradient. Both return a tensor and a handle to wait for, or None.
-    Returns out, or (out, x) with return_residual, x being as it entered the product.
+    exchange: None, or the communication of a group of processes: an object with gather(x), called before the product,
+        and reduce(dx), called after its gradient. Both return (tensor, handle); the handle, to wait for, may be None.
+    Returns out, or (out, x) with return_residual, where x is the tensor that entered the product.
     """
     autocast = check_layer(x, weight, bias)
     checks.flags(return_residual=return_residual)
@@ -71,7 +71,7 @@ def mlp(
 ):  # fmt: skip
     """Check the arguments and compute act(x weight1^T + bias1) weight2^T + bias2, as `linear` does.
 
-    products: those of another backend for 16-bit types.
+    products: the functions of another backend for 16-bit types.
     """
     autocast = check_layer(x, weight1, bias1, ("x", "weight1", "bias1"))
     check_layer(x, weight2, bias2, ("x", "weight2", "bias2"), in_features=weight1.shape[0])
@@ -91,9 +91,9 @@ def mlp(
 
 
 def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the library's kernel for few rows, as in a step of decoding, can take the place of F.linear.
+    """Returns whether the library's kernel for few rows, as in a step of decoding, can replace F.linear.
 
-    Only where nobody would see another difference: without gradients, transforms and subclasses of tensors.
+    It cannot with gradients, function transforms or tensor subclasses, which the kernel does not support.
     """
     return (
         not torch.is_grad_enabled()
@@ -111,7 +111,7 @@ def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def check_layer(x, weight, bias, names=("x", "weight", "bias"), in_features=None):
-    """Check one linear layer of in_features, by default those of x; `names` are what the caller calls its tensors.
+    """Check one linear layer with in_features, by default the last size of x. `names`: the caller's tensor names.
 
     Returns the dtype of autocast, or None where it is off.
     """
@@ -146,7 +146,7 @@ def _cast(dtype, *tensors):
 
 
 class _Linear(torch.autograd.Function):
-    """Gradients of `fwd` without activation. With return_residual its last result is x, which has a gradient too."""
+    """Gradients of `fwd` without activation. With return_residual the last result is x, with its own gradient."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, rest, exchange=None, return_residual=False):
@@ -175,7 +175,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """Both layers and what is between them: out of x, weight1, bias1, weight2 and bias2, or (out, x)."""
+    """Both layers and the activation: out, or (out, x), differentiable in x, weight1, bias1, weight2 and bias2."""
 
     @staticmethod
     def forward(ctx, x, weight1, bias1, weight2, bias2, options, exchange, return_residual):
@@ -184,7 +184,7 @@ class _MLP(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         act, kept = products.fwd(_gathered(x, exchange), weight1, bias1, activation, level < 2, heuristic)
         out, _ = products.fwd(act, weight2, bias2, "identity", False, 0)
-        # Of frozen weights, as under LoRA, the gradient needs neither x nor what leaves the activation.
+        # If the weights are frozen, as under LoRA, the gradient needs neither x nor the output of the activation.
         saves_x = level == 2 or ctx.needs_input_grad[1]
         saves_act = level < 2 if activation == "relu" else level == 0 and ctx.needs_input_grad[3]
         saves_kept = level < 2 and activation != "relu"
@@ -203,7 +203,7 @@ class _MLP(torch.autograd.Function):
         activation, level, heuristic, products = ctx.options
         needs = ctx.needs_input_grad
         if not torch.compiler.is_compiling():
-            ctx.maybe_clear_saved_tensors()  # so that their memory is free as soon as they are not needed below
+            ctx.maybe_clear_saved_tensors()  # frees each tensor as soon as the code below no longer needs it
         with without_autocast(dout):
             total = None
             if level == 2:
@@ -219,15 +219,15 @@ class _MLP(torch.autograd.Function):
                 return None, None, None, dweight2, dbias2, None, None, None
             dpre, dbias1 = products.dgrad(dout, weight2, None, kept, activation, needs[2])
             kept = None
-            layer_needs = *needs[:2], False  # dbias1 is there
+            layer_needs = *needs[:2], False  # dbias1 is already computed
             dx, dweight1, _ = _layer_gradients(dpre, x, weight1, dresidual, ctx.exchange, layer_needs, products, total)
         return dx, dweight1, dbias1 if needs[2] else None, dweight2, dbias2, None, None, None
 
 
 def _layer_gradients(dout, x, weight, dresidual, exchange, needs, products, total=None):
-    """(dx, dweight, dbias) of a linear layer, None for those not among `needs`; what others send travels meanwhile.
+    """Returns (dx, dweight, dbias) of a linear layer, None where `needs` is false; communication overlaps the products.
 
-    total: what `exchange` gathers of x, if it is at hand.
+    total: the x that `exchange` has already gathered, or None.
     """
     gathered = reduced = None
     dx, dweight, dbias = dresidual, None, None

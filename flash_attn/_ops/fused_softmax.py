@@ -3,12 +3,12 @@
     softmax_fwd(x, mask, scale, causal) -> y        softmax_bwd(dy, y, scale, causal) -> dx
 
 x, y, dy  (batch, heads, seqlen_q, seqlen_k), fp32, fp16 or bf16, any strides
-mask      bool or uint8, nonzero where x is left out; each of its four sizes is that of x or 1. None: no mask
-causal    column j of row i is left out if j > i; the rows are then as many as the columns
+mask      bool or uint8, nonzero where x is left out; it broadcasts to x, with four dimensions. None: no mask
+causal    column j of row i is left out if j > i; needs seqlen_q = seqlen_k
 
-    y = softmax(scale x) over what is not left out, 0 elsewhere        dx = scale y (dy - sum_j y_j dy_j)
+    y = softmax(scale x) over the columns that are left, 0 elsewhere   dx = scale y (dy - sum_j y_j dy_j)
 
-in fp32. A row of which nothing is left, or nothing but -inf, is 0. Differentiable in x.
+The maths is in fp32. A row is 0 if all its columns are left out or -inf. Differentiable in x.
 """
 
 import torch

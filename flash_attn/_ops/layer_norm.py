@@ -5,21 +5,21 @@
     y    = h * rstd,              rstd = 1 / sqrt(mean(h^2) + eps)       RMSNorm
     out  = weight * y + bias,     out1 = weight1 * y + bias1             out1 optional; weight + 1 if zero-centred
 
-Maths in fp32, of the last dimension. Every tensor may be fp32, fp16 or bf16, whatever the others are.
+The norm is over the last dimension, in fp32. Every tensor may be fp32, fp16 or bf16, independently of the others.
 
 x0, x1, residual        (..., cols), any strides
 weight, bias, ...       (cols,)
 rowscale                as many elements as x0 has rows
 x0_subset, out_subset   (rows,) int32, both or none: entry i is 1 + the row of x0 that is added to row i of h, and
-                        1 + the row of out that row i of h becomes; 0 and all that is out of range is none. Then x0
-                        and out are (x0_rows, cols) and (out_rows, cols), x0 is scaled by rowscale_const, and rows of
-                        out that nothing becomes are 0. No row of x0 or of out is named twice.
+                        1 + the row of out that gets the norm of row i of h; 0 and values out of range mean no row.
+                        Then x0 is (x0_rows, cols) and out is (out_rows, cols), x0 is scaled by rowscale_const, and
+                        rows of out that no entry names are 0. No entry names a row that another one names.
 rng_state               (2,) int64, seed and offset of dropout, or None; `_reference/layer_norm.py` says which elements
                         are kept
 
 The forward returns (out, out1, h, mask0, mask1, mean, rstd). h is stored in h_dtype, if that is not None. mask0 and
-mask1, uint8, are stored with return_mask; mean and rstd are (rows,) fp32. What is not stored is an empty tensor. The
-backward needs h as it was stored, or else x0. It stores the results for which it is given a dtype.
+mask1, uint8, are stored with return_mask; mean and rstd are (rows,) fp32. Results that are not stored are empty
+tensors. The backward needs the stored h, or x0 if h was not stored. It stores the results that are given a dtype.
 """
 
 import math
@@ -60,11 +60,11 @@ def forward(
     return_mask=False,
     names=("x0", "weight", "bias"),
 ):
-    """Check the arguments and normalise. Returns (out, out1, h, mask0, mask1, mean, rstd), None for what is not there.
+    """Check the arguments and normalise. Returns (out, out1, h, mask0, mask1, mean, rstd), None for absent results.
 
-    h, only with prenorm, has the dtype of residual, or without one float32 if residual_in_fp32, else the dtype of x0.
-    It is x0 itself where nothing changes it. The masks are there if asked for and if something can be dropped.
-    names: what the caller calls x0, weight and bias.
+    h is returned with prenorm. It has the dtype of residual; without a residual it is float32 with residual_in_fp32,
+    else it has the dtype of x0. It is x0 itself if nothing changes x0. The masks are returned if they are asked for and
+    dropout_p is not 0. names: the caller's names for x0, weight and bias.
     """
     checks.flags(
         prenorm=prenorm, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm,
@@ -80,7 +80,7 @@ def forward(
         raise TypeError(f"out_dtype must be torch.float32, torch.float16 or torch.bfloat16, found {out_dtype}")
 
     shape = x0.shape
-    if x0_subset is not None:  # rows are counted, not shaped
+    if x0_subset is not None:  # with subsets, all leading dimensions are flattened into rows
         x0 = x0.reshape(-1, shape[-1])
         residual = None if residual is None else residual.reshape(-1, shape[-1])
     h_dtype = _h_dtype(x0, residual, residual_in_fp32)
@@ -108,12 +108,12 @@ def backward(
     dout, dout1, dh, h, x0, mean, rstd, weight, weight1, colscale, rowscale, x0_subset, out_subset, mask0, mask1,
     dropout_p, rowscale_const, x0_rows, has_x1, has_residual, is_rms_norm, names,
 ):  # fmt: skip
-    """Gradients of `forward` for two-dimensional arguments. h is what was normalised, as it was stored.
+    """Gradients of `forward` for two-dimensional arguments. h is the sum that was normalised, as the forward stored it.
 
-    names: what the caller calls the tensors that it may give, and x0_rows.
+    names: the caller's names for its tensors and for x0_rows.
 
-    Returns (dx0, dx1, dresidual, dweight, dbias, dweight1, dbias1, dcolscale), None for what is not there. dx0 and dx1
-    have the dtype of dout, dresidual the dtype of h, dcolscale its parameter's, and the others their weight's.
+    Returns (dx0, dx1, dresidual, dweight, dbias, dweight1, dbias1, dcolscale), None for absent gradients. dx0 and dx1
+    have the dtype of dout, dresidual of h, dcolscale of colscale, dweight and dbias of weight, the others of weight1.
     """
     checks.flags(has_x1=has_x1, has_residual=has_residual, is_rms_norm=is_rms_norm)
     _check_numbers(0.0, dropout_p, rowscale_const)
@@ -212,7 +212,7 @@ def _check_parameters(x0, parameters):
 
 
 def _check_branches(name, x0, x1, residual, rowscale, x0_subset, out_subset, out_rows):
-    """Check what is summed, called `name` and so on."""
+    """Check the tensors that are summed; the caller calls x0 `name`."""
     checks.tensor(name, x0, dtypes=DTYPES)
     if x0.dim() == 0:
         raise ValueError(f"{name} must have at least one dimension (..., features), found shape ()")
@@ -245,7 +245,7 @@ def _check_subsets(name, x0, residual, x0_subset, out_subset, out_rows):
         "out_subset's number of entries", out_subset.numel(), out_subset.numel() == rows, "x0_subset's, {}", rows
     )
     checks.integer("out_numrows", out_rows)
-    group = math.prod(x0.shape[1:-1])  # rows of h and out come in groups of so many
+    group = math.prod(x0.shape[1:-1])  # rows in one entry of x0; h and out consist of whole entries
     fits = out_rows >= 0 and out_rows % max(group, 1) == 0
     checks.number(
         "out_numrows", out_rows, fits, "a multiple of {}, the number of rows in each entry of {}", group, name
@@ -340,7 +340,7 @@ class _LayerNorm(torch.autograd.Function):
             dout = h.new_zeros(ctx.out[0], dtype=ctx.out[1])
         if dout1 is None and weight1 is not None:
             dout1 = torch.zeros_like(dout)
-        # A branch that enters h as it is has the gradient of h itself.
+        # A branch that is added to h unchanged has the same gradient as h.
         same1 = x1_dtype == h.dtype and others[-1] is None
         same0 = (
             x0_dtype == h.dtype and others[-1] is None and rowscale is None and colscale is None and others[0] is None

@@ -6,9 +6,9 @@
 x (..., in), weight (out, in), bias (out,) or None, dout (..., out), all of one dtype: fp16, bf16 or fp32
 
     out = act(act_input), act_input = x weight^T + bias, stored with keep       activation: one of ACTIVATIONS
-    dx = (dout weight) * act'(act_input), where act_input (..., in) is that of the layer before; None for "id"
+    dx = (dout weight) * act'(act_input), act_input (..., in) of the previous layer, None for "id"
 
-with fp32 sums and, in the kernel, bias and activation before any rounding. No gradient is recorded.
+Sums are fp32. In the kernel, bias and activation are applied before any rounding. No gradient is recorded.
 """
 
 import torch
@@ -24,7 +24,7 @@ ACTIVATIONS = ("id", "gelu", "gelu_approx", "squared_relu")
 def check(names, x, weight, inner, activation):
     """Check a matrix (..., n), called names[0], and a weight whose dimension `inner` is of this size.
 
-    Returns the activation's name as ops take it, of the one in an enumeration perhaps.
+    Returns the name of the activation as a plain string, since it may be a member of an enumeration.
     """
     checks.alike(names, (x, weight), dtypes=DTYPES)
     if x.dim() == 0:

@@ -1,8 +1,8 @@
-"""The op `rotary`: turn pairs of channels by the angles of each token's position.
+"""The op `rotary`, which turns pairs of channels by the angles of each token's position.
 
     rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate) -> out
     rotary_(x, ...)                 in place
-    rotary_into(x, out, ...)        into a tensor like x in any strides, which shares no memory with it
+    rotary_into(x, out, ...)        into a tensor like x, with any strides, that shares no memory with x
 
 x               (batch, seqlen, heads, head_dim), or (tokens, heads, head_dim) with cu_seqlens; fp32, fp16 or bf16, any
                 strides
@@ -13,8 +13,8 @@ cu_seqlens      (batch + 1,) int32, or None: where each sequence starts in x
 interleaved     pairs are (2i, 2i + 1) if true, (i, i + rotary_dim / 2) if not
 conjugate       turn back: the inverse, and the gradient
 
-(a, b) -> (a cos - b sin, a sin + b cos), in fp32. Tokens outside all sequences, tokens whose position has no row in
-the tables, and channels past rotary_dim keep their values. Differentiable in x alone.
+(a, b) -> (a cos - b sin, a sin + b cos), in fp32. Three things keep their values: tokens outside all sequences, tokens
+at positions without a row in the tables, and channels past rotary_dim. Differentiable in x only.
 """
 
 import torch
@@ -79,11 +79,11 @@ def arguments(
     max_seqlen: int | Tensor | None = None,
     names: tuple[str, str, str] = ("x", "cos", "sin"),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int, Tensor | None]:
-    """Check what a caller passed and return the ops' arguments from `x` to `cu_seqlens`.
+    """Check the caller's arguments and return the ops' arguments from `x` to `cu_seqlens`.
 
-    seqlen_offsets is an integer or a tensor here, and cos and sin may be float64. max_seqlen, the length of the longest
-    packed sequence, may be a tensor, whose value stays unread. The tables must have a row for every position that is
-    known without reading a tensor. names: what the caller calls x, cos and sin.
+    seqlen_offsets is an integer or a tensor here, and cos and sin may be float64. max_seqlen is the length of the
+    longest packed sequence; a tensor is accepted but not read. The tables must have a row for every position that is
+    known without reading a tensor. names: the caller's names for x, cos and sin.
     """
     checks.tensor(names[0], x, dtypes=DTYPES)
     device = x.device
@@ -120,7 +120,7 @@ def writable(name: str, x: torch.Tensor) -> None:
 
 
 def has_own_memory(x: torch.Tensor) -> bool:
-    """Whether no dimension is expanded, by a stride of 0."""
+    """Returns whether no dimension is expanded (has stride 0)."""
     strides = x.stride()
     return 0 not in strides or all(stride or size <= 1 for size, stride in zip(x.shape, strides, strict=True))
 
@@ -140,7 +140,7 @@ def _check_tables(cos_name, cos, sin_name, sin, head_dim, device):
 
 
 def _known_length(max_seqlen):
-    """max_seqlen if it is known without reading a tensor, or else None."""
+    """Returns max_seqlen if it is known without reading a tensor, else None."""
     if max_seqlen is None:
         raise ValueError("max_seqlen must be given with cu_seqlens, found None")
     if isinstance(max_seqlen, torch.Tensor):

@@ -15,7 +15,7 @@ _TYPES = {
 
 
 def arguments(options: Any) -> str:
-    """The fields of a NamedTuple class as a part of a schema: "float softmax_scale, float softcap=0.0"."""
+    """Returns the fields of a NamedTuple class as part of a schema: "float softmax_scale, float softcap=0.0"."""
     defaults = options._field_defaults
     return ", ".join(
         f"{_TYPES[kind]} {name}" + (f"={defaults[name]}" if name in defaults else "")

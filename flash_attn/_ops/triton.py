@@ -1,4 +1,4 @@
-"""Kernels in Triton as ops want them: imported, and Triton with them, when they are first launched."""
+"""Access to the Triton kernels. They are imported, together with Triton, when one is first launched."""
 
 import importlib
 from collections.abc import Callable
@@ -6,14 +6,15 @@ from typing import Any
 
 
 def find(family: str, name: str) -> Any:
-    """What `flash_attn._triton.<family>` calls `name`."""
+    """Returns `flash_attn._triton.<family>.<name>`."""
     return getattr(importlib.import_module(f"flash_attn._triton.{family}"), name)
 
 
 def names(module: str, family: str, *known: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a module that has `known` names of `flash_attn._triton.<family>`, without its import.
+    """Returns a `__getattr__` for a module that offers the `known` names of `flash_attn._triton.<family>`.
 
-    Where Triton cannot be imported the names are not there, as hasattr expects: AttributeError.
+    The family is imported at the first use of a name. If Triton cannot be imported, the result raises AttributeError,
+    so that hasattr is false.
     """
 
     def getattr_of_module(name):
@@ -28,7 +29,7 @@ def names(module: str, family: str, *known: str) -> Callable[[str], Any]:
 
 
 def launch(family: str, name: str) -> Callable:
-    """The function `name` of `flash_attn._triton.<family>`."""
+    """Returns a function that calls `name` of `flash_attn._triton.<family>`, imported at the first call."""
 
     def launched(*args):
         return find(family, name)(*args)

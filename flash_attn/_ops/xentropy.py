@@ -14,12 +14,13 @@ With s = logit_scale * logits and the label y, in fp32, for rows that count (the
     lse = log sum_j exp(s_j)        target = (1 - label_smoothing) s_y + label_smoothing / total_classes sum_j s_j
     z_losses = lse_square_scale lse^2        losses = lse - target + z_losses        kept: whether a row counts
 
-A label of another part, or of none, has no s_y. The gradient, in the dtype of the logits and for the lse of all parts:
+If the label is not among these columns, the term with s_y is 0. The gradient has the dtype of the logits, and takes
+the lse of all parts:
 
     dlogits_j = dlosses logit_scale (exp(s_j - lse) (1 + 2 lse_square_scale lse)
                                      - (1 - label_smoothing) [j = y] - label_smoothing / total_classes)
 
-Differentiable in logits, through losses alone.
+Differentiable in logits, through losses only.
 """
 
 import torch
@@ -36,9 +37,9 @@ def cross_entropy(
     logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward,
     process_group,
 ):  # fmt: skip
-    """Check the arguments, which are those of `flash_attn.ops.triton.cross_entropy.cross_entropy_loss`.
+    """Check the arguments of `flash_attn.ops.triton.cross_entropy.cross_entropy_loss` and compute it.
 
-    Returns (losses, z_losses, kept), the last telling which rows count.
+    Returns (losses, z_losses, kept); kept is true for rows that count.
     """
     check(logits, labels, label_smoothing)
     if precomputed_lse is not None:
@@ -70,7 +71,7 @@ def cross_entropy(
 
 
 def check(logits, labels, label_smoothing):
-    """Check what every entry is given."""
+    """Check the arguments that all cross entropy functions share."""
     checks.tensor("logits", logits, dtypes=DTYPES)
     checks.ndim("logits", logits, "(rows, vocab)")
     shape, device = logits.shape[:1], logits.device
@@ -85,7 +86,7 @@ def check_row_values(name, value, logits):
 
 
 def forward(logits, rest, group):
-    """The results of `fwd` for all parts of the classes, one in each process of the group."""
+    """Returns the results of `fwd` for all classes; each process of the group has one part of them."""
     losses, z_losses, lse, kept = fwd(logits, *rest)
     if group is None:
         return losses, z_losses, lse, kept

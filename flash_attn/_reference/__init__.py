@@ -1,4 +1,5 @@
-"""Every op in plain torch: what runs where there is no kernel, and what kernels are compared with.
+"""Every op in plain torch. It runs where there is no kernel, and tests compare the kernels with it.
 
-A module here has the ops' own argument orders, imports torch and its siblings alone, and registers nothing.
+The functions take their arguments in the order of the ops. Modules here import only torch and each other, and register
+nothing.
 """

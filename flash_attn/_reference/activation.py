@@ -50,5 +50,5 @@ def _wide(x):
 
 
 def _stored(result, x):
-    """In the dtype of x, contiguous whatever the strides of x are."""
+    """Returns result in the dtype of x and contiguous, whatever the strides of x are."""
     return result.to(x.dtype).contiguous()

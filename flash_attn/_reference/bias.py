@@ -8,7 +8,7 @@ import torch
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, softmax_scale: float, causal: bool
 ) -> torch.Tensor:
-    """out (batch, seqlen_q, heads, head_dim) of the attention with scores softmax_scale <q_i, k_j> + bias(i, j).
+    """Attention with scores softmax_scale <q_i, k_j> + bias(i, j). Returns out (batch, seqlen_q, heads, head_dim).
 
     q: (batch, seqlen_q, heads, head_dim). k, v: (batch, seqlen_k, heads_k, head_dim), where heads_k divides heads.
     bias: broadcasts to (batch, heads, seqlen_q, seqlen_k). causal: the last row sees the last key. A row that sees no

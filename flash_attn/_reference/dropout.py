@@ -1,4 +1,4 @@
-"""The keep mask of attention dropout: a function of (seed, offset, batch entry, query head, row, column) alone.
+"""The keep mask of attention dropout. It depends only on (seed, offset, batch entry, query head, row, column).
 
 Random bits come from Philox-4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) with 7 rounds.
 The score matrix of one (batch entry, query head) is cut into tiles of 16 rows x 32 columns. A tile takes 32 draws of
@@ -27,7 +27,7 @@ _WORD = 0xFFFFFFFF
 def keep_mask(
     rng_state: torch.Tensor, dropout_p: float, batch_heads: torch.Tensor, rows: range, cols: range
 ) -> torch.Tensor:
-    """Which elements dropout keeps.
+    """Returns which elements dropout keeps.
 
     rng_state: (2,) int64, the seed (read as unsigned) and the offset.
     batch_heads: int64, any shape; batch entry * number of query heads + query head.
@@ -79,7 +79,7 @@ def philox(
     c0, c1, c2, c3 = counter
     for i in range(rounds):
         k0, k1 = ((k + i * w) & _WORD for k, w in zip(key, _WEYL, strict=True))
-        # An int64 product wraps modulo 2^64, so its bits are those of the unsigned one.
+        # An int64 product wraps modulo 2^64, so it has the same bits as the unsigned product.
         product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
         c0, c1, c2, c3 = (
             (product1 >> 32 & _WORD) ^ c1 ^ k0,

@@ -7,7 +7,7 @@
     P(i, j) = exp(s(i, j) - lse(i))
     out_i   = sum_j P(i, j) Z(i, j) / (1 - p) v_j     Z is the keep mask of dropout
 
-The loops are those of FlashAttention (Dao et al., 2022; Dao, 2023): blocks of query rows walk blocks of keys with an
+The loops follow FlashAttention (Dao et al., 2022; Dao, 2023): each block of query rows visits blocks of keys with an
 online softmax, and the backward recomputes P from lse. So memory grows with the sequence, not with its square. The
 query heads that share a key head are folded into the rows: q is (key heads, query heads per key head * rows, head_dim)
 and every product is one batched matmul over the key heads.
@@ -58,7 +58,7 @@ def probabilities(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
 
 
 def _parts(q: Tensor, k: Tensor, options: Options) -> list[sequence.Part]:
-    """The batch as parts, after a look at the options."""
+    """Check the options and return the batch as parts."""
     options.check()
     return sequence.parts(
         q,
@@ -75,10 +75,10 @@ def bwd(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
     dq: Tensor, dk: Tensor, dv: Tensor, options: Options,
 ) -> Tensor:  # fmt: skip
-    """The gradients of `fwd`, written into every element of dq, dk and dv. Keys in pages have none.
+    """Write the gradients of `fwd` into every element of dq, dk and dv. Keys in pages have no gradient.
 
     dout, out: like q. softmax_lse: as from `fwd`; it is taken as it is, and a row where it is +inf has no gradient.
-    dlse: the gradient of softmax_lse, or None. dq, dk, dv: shaped like q, k, v, with any strides.
+    dlse: the gradient of softmax_lse, or None. dq, dk, dv: of the shapes of q, k, v, with any strides.
 
         delta_i  = <dout_i, out_i> - dlse_i                         0 for a row that sees no key
         dP(i, j) = <dout_i, v_j> Z(i, j) / (1 - p)
@@ -87,7 +87,7 @@ def bwd(
         dv_j = sum_i P(i, j) Z(i, j) / (1 - p) dout_i
 
     Returns delta in fp32, (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the
-    rows of entry b start at cu_seqlens_q[b] + 128 b. What is between is zero.
+    rows of entry b start at cu_seqlens_q[b] + 128 b. The rows between entries are zero.
     """
     if options.block_table is not None:
         raise ArgumentError("block_table must be None in the backward, found a tensor: keys in pages have no gradient")
@@ -105,16 +105,16 @@ def bwd(
 
 
 def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptions) -> tuple[Tensor, Tensor]:
-    """Append k and v to the caches, in place, then attend to what the caches hold.
+    """Append k and v to the caches, in place, then attend to the keys in the caches.
 
     q: (batch, seqlen_q, heads, head_dim).
     k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), or (pages, page, heads_k, head_dim) with block_table.
     k, v: (batch, seqlen_new, heads_k, head_dim) or None, written at positions cache_seqlens .. + seqlen_new - 1.
-    cache_seqlens (batch,) int32, or cache_seqlen for all: how much each entry has in the cache; None: its capacity. An
-        entry of negative length is empty: nothing is read or appended, whatever the other arguments say of it.
-    rotary_cos, rotary_sin: (rows, rotary_dim / 2). With new keys, key t is rotated by row cache_seqlens + t, and
-        query i by row cache_seqlens + i if a window is asked for, however wide. Without either a
-        query has no place of its own, and all are rotated by row cache_seqlens.
+    cache_seqlens (batch,) int32, or cache_seqlen for all: how many keys each entry has in the cache; None: its
+        capacity. An entry of negative length is empty: nothing is read or appended, whatever its other arguments are.
+    rotary_cos, rotary_sin: (rows, rotary_dim / 2). New key t is rotated by row cache_seqlens + t. Query i is rotated
+        by row cache_seqlens + i with a causal mask or a window, however wide. Without them all queries are rotated
+        by row cache_seqlens.
     cache_batch_idx: (batch,) int32, the batch row of the cache that an entry uses.
     cache_leftpad: (batch,) int32, the first position that is used; masks and ALiBi count keys from there.
     num_splits: how a kernel divides its work; of no effect here.
@@ -145,7 +145,7 @@ def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptio
 
 
 def _check_cache(options: CacheOptions, batch: int, new: int, k_cache: Tensor) -> list[int]:
-    """Check what the tensors of lengths and rows hold; return how many positions each entry has filled."""
+    """Check the values of the tensors of lengths and rows; return how many positions each entry has filled."""
     block_table = options.block_table
     capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     default = [capacity if options.cache_seqlen is None else options.cache_seqlen] * batch
@@ -176,7 +176,7 @@ def _check_tables(cos: Tensor, rows: int) -> None:
 def _rotate_queries(
     q: Tensor, tables: tuple[Tensor, Tensor], start: Tensor, interleaved: bool, advance: bool
 ) -> Tensor:
-    """q (batch, seqlen_q, heads, head_dim) rotated by rows start + i of the tables, or all by row `start`."""
+    """Returns q (batch, seqlen_q, heads, head_dim) rotated by rows start + i of the tables, or all by row `start`."""
     folded = q if advance else q.flatten(1, 2)[:, None]
     return rotary(folded, *tables, start, 0, None, interleaved, False).view(q.shape)
 
@@ -198,7 +198,7 @@ def _append_(
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, parts: list[sequence.Part], options: Options) -> tuple[Tensor, Tensor]:
-    """out and softmax_lse; rows of no part get what a row that sees nothing gets."""
+    """Returns out and softmax_lse. A row in no part gets the same values as a row that sees no key."""
     out = torch.zeros_like(q)
     softmax_lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf, dtype=_accumulator(q))
     tensors = *(_batched(x) for x in (q, k, v, out)), _per_row(softmax_lse)
@@ -221,7 +221,7 @@ def _forward(group: Group, options: Options, q: Tensor, k: Tensor, v: Tensor, ou
             s, _ = scores.compute(q_rows, _at(k, cols), rows, cols)
             scores.hide_(s, rows, cols, -math.inf)
             above, top = top, torch.maximum(top, s.amax(-1, keepdim=True))
-            shift = top.masked_fill(top == -math.inf, 0)  # where a row has seen nothing yet: -inf - -inf is nan
+            shift = top.masked_fill(top == -math.inf, 0)  # 0 for a row without keys so far, because -inf - -inf is nan
             p = s.sub_(shift).exp_()
             shrink = above.sub_(shift).exp_()
             total.mul_(shrink).add_(p.sum(-1, keepdim=True))
@@ -271,7 +271,7 @@ def _backward(
 
 
 def block_size_n(head_dim: int, is_dropout: bool) -> int:
-    """Width of the key blocks at which the running maximum of `S_dmask` advances."""
+    """Returns the width of the key blocks at which the running maximum of `S_dmask` advances."""
     if head_dim <= 32:
         return 128
     if head_dim <= 64:
@@ -283,8 +283,8 @@ def _softmax_dropped(q: Tensor, k: Tensor, parts: list[sequence.Part], options: 
     """Fill s_dmask, as far as it reaches, with exp(s(i, j) - m(i, j)), negative where dropout drops the element.
 
     Here m(i, j) is the largest score of row i in the key block of `block_size_n` columns that holds j and in all
-    blocks to its right: the running maximum of a kernel that walks its keys from the last to the first. What a row
-    does not see, and padding, is zero.
+    blocks to its right: the running maximum of a kernel that visits its keys from the last to the first. Elements that
+    a row does not see are zero, and so is padding.
     """
     width, dtype = block_size_n(q.shape[-1], options.dropout_p > 0), _accumulator(q)
     for group in groups(q, k, parts):
@@ -300,11 +300,11 @@ def _softmax_dropped(q: Tensor, k: Tensor, parts: list[sequence.Part], options: 
             u = u if keep is None else torch.where(keep > 0, u, -u)
             target = by_pair[..., rows.start : rows.stop, : len(cols)]
             u = u.view(*by_pair.shape[:3], len(rows), len(cols))
-            target.copy_(u[..., : target.shape[-2], : target.shape[-1]])  # max_seqlen_* may cut it off
+            target.copy_(u[..., : target.shape[-2], : target.shape[-1]])  # max_seqlen_* may be smaller
 
 
 def _relative_to_running_max(s: Tensor, width: int) -> Tensor:
-    """exp(s - the maximum over the column block of an element and all blocks to its right)."""
+    """Returns exp(s - m), where m is the maximum over the column block of an element and all blocks to its right."""
     cols = s.shape[-1]
     blocks = F.pad(s, (0, -cols % width), value=-math.inf).unflatten(-1, (-1, width))
     top = blocks.amax(-1, keepdim=True).flip(-2).cummax(-2).values.flip(-2)
@@ -312,7 +312,7 @@ def _relative_to_running_max(s: Tensor, width: int) -> Tensor:
 
 
 def _spread(delta: Tensor, parts: list[sequence.Part], packed: bool) -> Tensor:
-    """delta with the rows of each entry at the start of whole blocks of 128, as `bwd` returns it."""
+    """Returns delta with the rows of each entry at the start of whole blocks of 128, as `bwd` returns it."""
     if not packed:
         return F.pad(delta, (0, -delta.shape[-1] % 128))
     spread = delta.new_zeros(delta.shape[0], delta.shape[1] + 128 * len(parts))
@@ -323,7 +323,7 @@ def _spread(delta: Tensor, parts: list[sequence.Part], packed: bool) -> Tensor:
 
 
 def _add_product_(out: Tensor, a: Tensor, b: Tensor, finite: bool) -> Tensor:
-    """out += a @ b. Unless all is finite, an exact zero in `a` hides what `b` holds: 0 inf and 0 nan count as 0."""
+    """Add a @ b to out. If not all values are finite, 0 in `a` times inf or nan in `b` counts as 0."""
     if finite:
         return out.add_(torch.bmm(a, b))
     out.add_(torch.bmm(a, b.where(b.isfinite(), 0)))
@@ -343,7 +343,7 @@ def _all_finite(x: Tensor) -> bool:
 
 
 def _accumulator(x: Tensor) -> torch.dtype:
-    """The type in which scores are computed and sums are kept."""
+    """Returns the dtype in which scores are computed and sums are kept."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -352,12 +352,12 @@ def _at(x: Tensor, span: range) -> Tensor:
 
 
 def _batched(x: Tensor) -> Tensor:
-    """x with a leading batch dimension: packed tokens are one batch row."""
+    """Returns x with a leading batch dimension: packed tokens are one batch row."""
     return x if x.dim() == 4 else x[None]
 
 
 def _per_row(x: Tensor) -> Tensor:
-    """x (batch, heads, seqlen_q), or packed, seen as (batch, seqlen_q, heads, 1)."""
+    """Returns x (batch, heads, seqlen_q), or packed (heads, total_q), as a view (batch, seqlen_q, heads, 1)."""
     return (x if x.dim() == 3 else x[None]).transpose(1, 2)[..., None]
 
 

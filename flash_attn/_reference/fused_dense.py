@@ -8,7 +8,7 @@ from flash_attn._reference import activation as activations
 
 def fwd(x, weight, bias, activation, keep, heuristic):
     """Returns (out, kept)."""
-    # Of a matrix, torch adds the bias before it rounds; otherwise, depending on the strides, after.
+    # With a matrix, torch adds the bias before it rounds; with more dimensions, the order depends on the strides.
     out = functional.linear(matrix(x), weight, bias).view(*x.shape[:-1], len(weight))
     if activation == "identity":
         return out, x.new_empty(0)
@@ -31,10 +31,10 @@ def wgrad(dout, x, bias_grad):
 
 
 def sum_of_rows(x, wanted=True):
-    """x (..., cols) summed to (cols,), or an empty tensor if that is not wanted."""
+    """Returns the sum (cols,) of the rows of x (..., cols), or an empty tensor if it is not wanted."""
     return matrix(x).sum(0) if wanted else x.new_empty(0)
 
 
 def matrix(x):
-    """x (..., cols) as (rows, cols)."""
+    """Returns x (..., cols) as (rows, cols)."""
     return x.flatten(0, -2) if x.dim() > 1 else x[None]

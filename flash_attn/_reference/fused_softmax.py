@@ -1,6 +1,6 @@
 """Scaled, masked softmax in plain torch, with fp32 maths. Arguments as in `flash_attn._ops.fused_softmax`.
 
-`fwd` is differentiable by itself, and takes float64 too, in which it then computes.
+`fwd` is differentiable by autograd. It also takes float64, and then computes in float64.
 """
 
 import torch
@@ -14,7 +14,7 @@ def fwd(x, mask, scale, causal):
     if causal:
         scores = scores.masked_fill(_above_diagonal(x), float("-inf"))
     empty = (scores == float("-inf")).all(dim=-1, keepdim=True)
-    scores.masked_fill_(empty, 0)  # the softmax of nothing but -inf is NaN, and so is its gradient
+    scores.masked_fill_(empty, 0)  # if all scores are -inf, their softmax and its gradient would be NaN
     return scores.softmax(dim=-1).masked_fill(empty, 0).to(x.dtype)
 
 

@@ -1,7 +1,7 @@
-"""Which heads and rows are worked on together, and how they are laid out for batched products.
+"""Groups of heads and rows that are computed together, and their layout for batched products.
 
-The query heads that share a key head are folded into the rows. So of a group, q is (pairs, query heads of each * rows,
-head_dim) and k is (pairs, keys, head_dim), where a pair is one of a batch entry and a key head.
+The query heads that share a key head are folded into the rows. So the q of a group is (pairs, query heads per key head
+* rows, head_dim) and its k is (pairs, keys, head_dim), where a pair is a batch entry with a key head.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ import torch
 
 from .sequence import Part
 
-# Measured on an EPYC with 1 MiB of L2 a core: with 16 times more or fewer scores at a time the forward takes a quarter
-# to a half longer. With half the rows the backward takes 2 to 12 % longer, and short causal problems up to 15 % less.
+# Chosen by measurements on a CPU with 1 MiB of L2 per core: the forward is slower with many more or many fewer scores
+# at a time. With half the rows the backward is slower, although short causal problems are faster.
 _BLOCK_SCORES = 2**19
 _BLOCK_ROWS = 256
 _BLOCK_COLS = 512
@@ -20,14 +20,14 @@ _GROUP_KEYS = 2**21  # elements of k that are held in fp32 at a time
 
 
 class Group(NamedTuple):
-    """Pairs of a batch entry and a key head that are worked on together, in blocks of block_rows x block_cols scores.
+    """Pairs of a batch entry and a key head that are computed together, in blocks of block_rows x block_cols scores.
 
-    Tensors are (batch, seqlen, heads or heads_k, any last dimension); what is loaded and stored is folded.
+    Tensors are (batch, seqlen, heads or heads_k, any last dimension); the blocks that are loaded and stored are folded.
     """
 
     part: Part
     heads: slice  # key heads
-    heads_k: int  # how many there are in all
+    heads_k: int  # the number of all key heads
     block_rows: int
     block_cols: int
 
@@ -46,7 +46,7 @@ class Group(NamedTuple):
         target.copy_(block.view(target.shape))
 
     def per_head(self, x: torch.Tensor) -> torch.Tensor:
-        """x (heads,) or (batch, heads) as (pairs, query heads of each)."""
+        """Returns x (heads,) or (batch, heads) as (pairs, query heads per key head)."""
         x = x[self.part.entries] if x.dim() == 2 else x.expand(self.part.num_entries, -1)
         return x.unflatten(1, (self.heads_k, -1))[:, self.heads].flatten(0, 1)
 
@@ -65,7 +65,7 @@ class Group(NamedTuple):
 
 
 def groups(q: torch.Tensor, k: torch.Tensor, parts: list[Part]) -> Iterator[Group]:
-    """The groups that together cover every part in which there are both rows and keys."""
+    """Yields the groups of all parts that have both rows and keys."""
     heads, (heads_k, head_dim) = q.shape[2], k.shape[2:]
     for part in parts:
         if part.seqlen_q and part.seqlen_k and heads:
@@ -73,7 +73,7 @@ def groups(q: torch.Tensor, k: torch.Tensor, parts: list[Part]) -> Iterator[Grou
 
 
 def _groups_of(part: Part, heads_k: int, sharing: int, head_dim: int) -> Iterator[Group]:
-    """The groups of one part, where `sharing` query heads share a key head, of a size that suits the caches."""
+    """Yields the groups of one part, of a size that fits the CPU's caches; `sharing` query heads share a key head."""
     rows = min(part.seqlen_q, max(32, min(_BLOCK_ROWS, 2 * _BLOCK_ROWS // sharing)))
     by_scores = _BLOCK_SCORES // (sharing * rows * min(part.seqlen_k, _BLOCK_COLS))
     by_keys = _GROUP_KEYS // (part.seqlen_k * head_dim)
@@ -85,7 +85,7 @@ def _groups_of(part: Part, heads_k: int, sharing: int, head_dim: int) -> Iterato
 
 
 def _fold(x: torch.Tensor) -> torch.Tensor:
-    """x (entries, key heads, .., last) as (pairs, .., last), copied only where that needs it."""
+    """Returns x (entries, key heads, .., last) as (pairs, .., last), a view if possible."""
     return x.reshape(x.shape[0] * x.shape[1], -1, x.shape[-1])
 
 

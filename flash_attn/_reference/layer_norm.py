@@ -35,7 +35,7 @@ def fwd(
         h = h + _branch(x1, masks[1], dropout_p, None)
     if residual is not None:
         h = h + residual.float()
-    if h_dtype is not None:  # the backward knows h as it is stored, which the statistics must fit
+    if h_dtype is not None:  # the backward reads the stored h, so the statistics must belong to it
         h = h.to(h_dtype).float()
     mean = h.mean(-1)
     centred = h - mean[..., None]
@@ -99,7 +99,7 @@ def bwd(
 
 
 def keep_mask(rng_state: torch.Tensor, dropout_p: float, branch: int, rows: int, cols: int) -> torch.Tensor:
-    """Which elements dropout keeps of branch 0 or 1: bool (rows, cols), true where kept.
+    """Returns which elements of branch 0 or 1 dropout keeps: bool (rows, cols), true where kept.
 
     rng_state: (2,) int64, the seed (read as unsigned) and the offset.
 
@@ -117,12 +117,12 @@ def keep_mask(rng_state: torch.Tensor, dropout_p: float, branch: int, rows: int,
 
 
 def keep_threshold(dropout_p: float) -> int:
-    """How many of the 65536 equally likely values keep an element."""
+    """Returns how many of the 65536 equally likely values keep an element."""
     return round(65536 * (1 - dropout_p))
 
 
 def _masks(x0, x1, rng_state, dropout_p, mask0, mask1):
-    """The masks of both branches, given or drawn, like the branches; None where nothing is dropped."""
+    """Returns the masks of both branches, given or drawn, shaped like the branches; None where nothing is dropped."""
     drawn = []
     for branch, (x, mask) in enumerate(((x0, mask0), (x1, mask1))):
         if x is not None and mask is None and rng_state is not None:
@@ -148,7 +148,7 @@ def _affine(normal, weight, bias, zero_centered_weight):
 
 
 def _take_rows(x, subset):
-    """Row subset[i] - 1 of x (rows, cols) for each i, zeros where there is none; x itself without a subset."""
+    """Returns row subset[i] - 1 of x (rows, cols) for each i, zeros if there is no such row; x without a subset."""
     if subset is None:
         return x
     subset = subset.flatten().long()
@@ -157,7 +157,7 @@ def _take_rows(x, subset):
 
 
 def _put_rows(x, subset, rows):
-    """The inverse: (rows, cols) with row i of x (.., cols) at subset[i] - 1, zeros where none goes."""
+    """Undo `_take_rows`: return (rows, cols) with row i of x (.., cols) at row subset[i] - 1, zeros elsewhere."""
     if subset is None:
         return x
     subset = subset.flatten().long()
@@ -168,7 +168,7 @@ def _put_rows(x, subset, rows):
 
 
 def _stored(x, dtype):
-    """A contiguous copy."""
+    """Returns x in `dtype` and contiguous."""
     return x.new_empty(x.shape, dtype=dtype).copy_(x)
 
 

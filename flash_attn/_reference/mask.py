@@ -6,7 +6,7 @@ import torch
 
 
 def outside_window(offset: torch.Tensor, left: int, right: int) -> torch.Tensor:
-    """Where keys lie outside a window; `offset` is how far a row's own key is to the right of a key.
+    """Returns where keys lie outside a window. `offset`: position of a row's own key less the position of the key.
 
     Both ends are inclusive, and a negative side is unbounded.
     """
@@ -22,8 +22,8 @@ class Mask(NamedTuple):
     """Query row i sees the keys max(0, i + D - left) .. min(seqlen_k - 1, i + D + right), D = seqlen_k - seqlen_q.
 
     Both ends are inclusive, and the last row is aligned with the last key. A negative side is unbounded; causal
-    attention has right = 0. Neither end ever moves back as i grows, so a block of rows sees the union of what its
-    first and its last row see.
+    attention has right = 0. Neither end ever moves back as i grows, so a block of rows sees exactly the keys from
+    the first one of its first row to the last one of its last row.
     """
 
     seqlen_q: int
@@ -33,7 +33,7 @@ class Mask(NamedTuple):
 
     @property
     def diagonal(self) -> int:
-        """D: the key that stands at query row 0."""
+        """D, the position of the key that is aligned with query row 0."""
         return self.seqlen_k - self.seqlen_q
 
     def first(self, row: int) -> int:
@@ -69,6 +69,6 @@ class Mask(NamedTuple):
         return self._offset(rows, cols, like).abs().to(like.dtype)
 
     def _offset(self, rows, cols, like):
-        """i + D - j: how far a row's own key is to the right of a key."""
+        """Returns i + D - j, the position of a row's own key less the position of a key."""
         own = torch.arange(rows.start, rows.stop, device=like.device) + self.diagonal
         return own[:, None] - torch.arange(cols.start, cols.stop, device=like.device)

@@ -16,8 +16,8 @@ class Options(NamedTuple):
     """Arguments of `fwd`, `probabilities` and `bwd`."""
 
     softmax_scale: float
-    window_left: int  # how many keys before its own a row sees, inclusive; negative: all
-    window_right: int  # and after it; 0 with a causal mask
+    window_left: int  # how many keys before its own key a row sees; negative: all
+    window_right: int  # how many keys after its own key; 0 with a causal mask
     cu_seqlens_q: torch.Tensor | None = None  # int32 (batch + 1,), where the entries of packed tokens start
     cu_seqlens_k: torch.Tensor | None = None
     max_seqlen_q: int | None = None  # upper bounds of the lengths; only the shape of S_dmask depends on them
@@ -32,12 +32,12 @@ class Options(NamedTuple):
     leftpad_k: torch.Tensor | None = None  # int32 (batch,), how many of these keys are skipped
 
     def check(self) -> None:
-        """Raise unless the dropout mask is known."""
+        """Raise if dropout is wanted without an rng_state."""
         if self.dropout_p > 0 and self.rng_state is None:
             raise ArgumentError(f"rng_state must be given with dropout_p = {self.dropout_p}, found None")
 
     def bounds(self) -> tuple[int, int]:
-        """Returns (max_seqlen_q, max_seqlen_k). Raises where they are not known."""
+        """Returns (max_seqlen_q, max_seqlen_k). Raises if they are not given."""
         if self.max_seqlen_q is None or self.max_seqlen_k is None:
             raise ArgumentError("max_seqlen_q and max_seqlen_k must be given for S_dmask, found None")
         return self.max_seqlen_q, self.max_seqlen_k
@@ -51,7 +51,7 @@ class CacheOptions(NamedTuple):
     window_right: int
     cache_seqlens: torch.Tensor | None = None  # int32 (batch,), how many positions are filled; None: see cache_seqlen
     block_table: torch.Tensor | None = None
-    k: torch.Tensor | None = None  # what is appended
+    k: torch.Tensor | None = None  # new keys, which are appended
     v: torch.Tensor | None = None
     rotary_cos: torch.Tensor | None = None
     rotary_sin: torch.Tensor | None = None
@@ -64,7 +64,7 @@ class CacheOptions(NamedTuple):
     cache_leftpad: torch.Tensor | None = None  # int32 (batch,), the first position that is used
 
     def of_scores(self) -> Options:
-        """The options that say how scores are made."""
+        """Returns the options that scores depend on."""
         return Options(
             self.softmax_scale,
             self.window_left,

@@ -19,7 +19,7 @@ def rotary_into(x, out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, int
 
 def rotary_(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
     """Rotate x in place."""
-    if len(cos) == 0:  # no position has a row
+    if len(cos) == 0:  # the tables have no rows, so nothing rotates
         return
     position, inside = _positions(x, seqlen_offsets, seqlen_offset, cu_seqlens)
     rotated = (inside & (position >= 0) & (position < len(cos)))[..., None, None]
@@ -39,7 +39,7 @@ def _pairs(x, interleaved):
 
 
 def _positions(x, seqlen_offsets, seqlen_offset, cu_seqlens):
-    """Position of each token, (batch, seqlen) or (tokens,), and whether it is in a sequence at all."""
+    """Returns the position of each token, (batch, seqlen) or (tokens,), and whether it belongs to a sequence."""
     if cu_seqlens is None:
         index = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         offset = 0 if seqlen_offsets is None else seqlen_offsets[:, None]

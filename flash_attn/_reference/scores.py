@@ -1,4 +1,4 @@
-"""What happens to a score between the two products: softcap, ALiBi, mask and dropout."""
+"""Operations on scores between the two products: softcap, ALiBi, mask and dropout."""
 
 import functools
 
@@ -11,7 +11,7 @@ from .options import Options
 
 
 class Scores:
-    """The scores of one group. Methods take a block (pairs, query heads of each * rows, cols)."""
+    """The scores of one group. Methods take a block (pairs, query heads per key head * rows, cols)."""
 
     def __init__(self, options: Options, group: Group, heads: int) -> None:
         part = group.part
@@ -29,7 +29,7 @@ class Scores:
     def compute(
         self, q: torch.Tensor, k: torch.Tensor, rows: range, cols: range
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The scores of q and k, unmasked, and their derivative by the product of q and k; None if all of it is 1."""
+        """Returns the unmasked scores, and their derivative by q k^T: a tensor, or None if it is 1."""
         s, slope = torch.bmm(q, k.mT), None
         if self.options.softcap > 0:
             s.div_(self.options.softcap).tanh_()
@@ -44,7 +44,7 @@ class Scores:
         self.mask.hide_(self._by_head(s), rows, cols, value)
 
     def keep(self, rows: range, cols: range, dtype: torch.dtype) -> torch.Tensor | None:
-        """Z / (1 - p), the factor of dropout for each element of a block; None without dropout."""
+        """Returns Z / (1 - p), the factor of dropout for each element of a block; None without dropout."""
         if self.keep_mask is None:
             return None
         return self.keep_mask(rows, cols).flatten(1, 2).to(dtype).div_(1 - self.options.dropout_p)

@@ -1,7 +1,7 @@
 """Where the query rows and the keys of each batch entry lie: dense, packed (cu_seqlens), padded or paged.
 
-Everything is addressed as (batch, position, ...): packed tokens are one batch row. What the values of tensors say,
-above all lengths, is checked here.
+Everything is addressed as (batch, position, ...): packed tokens are one batch row. The values of tensors, mainly
+lengths, are checked here.
 """
 
 import itertools
@@ -13,14 +13,14 @@ import torch
 from flash_attn._errors import ArgumentError
 
 Span = tuple[slice, slice]  # batch rows and positions
-Lengths = torch.Tensor | list[int] | None  # one of each batch entry
+Lengths = torch.Tensor | list[int] | None  # one for each batch entry
 
 
 class Part(NamedTuple):
     """Batch entries of equal lengths, and where they lie."""
 
     entries: slice  # batch entries
-    q: Span  # in q, out and their like
+    q: Span  # in q, out and their gradients
     k: Span  # in k and v; after the pages are gathered, if there are any
     pages: torch.Tensor | None = None
 
@@ -37,22 +37,22 @@ class Part(NamedTuple):
         return self.k[1].stop - self.k[1].start
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The part's rows of x (batch, seqlen_q, ...), as a view."""
+        """Returns the part's rows of x (batch, seqlen_q, ...), as a view."""
         return x[self.q]
 
     def keys(self, x: torch.Tensor) -> torch.Tensor:
-        """The part's keys of x (batch, seqlen_k, ...), as a view, or of paged x (pages, page, ...), as a copy."""
+        """Returns the part's keys: a view of x (batch, seqlen_k, ...), or a copy from paged x (pages, page, ...)."""
         return x[self.k] if self.pages is None else x[self.pages].flatten(0, 1)[None][self.k]
 
     def joined(self, other: "Part") -> list["Part"]:
-        """This part and the one of the next entries, as one if they lie like one batch."""
+        """Returns this part and the part of the next entries, as one part if their memory forms a batch."""
         if not (_follows(self.q, other.q) and _follows(self.k, other.k)):
             return [self, other]
         q, k = ((slice(a[0].start, b[0].stop), a[1]) for a, b in ((self.q, other.q), (self.k, other.k)))
         return [Part(slice(self.entries.start, other.entries.stop), q, k)]
 
     def split(self, size: int) -> list["Part"]:
-        """The same entries as parts of at most `size` entries."""
+        """Returns the same entries as parts of at most `size` entries."""
         if self.num_entries <= size:
             return [self]
         return [self._some(start, min(start + size, self.num_entries)) for start in range(0, self.num_entries, size)]
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 
 
 def require_same_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise unless k and v have the same shape, and q's head_dim."""
+    """Raise unless k and v have the same shape, with the head_dim of q."""
     if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
         raise ArgumentError(f"k and v must have the same shape, and q's head_dim, found shapes {shapes} of q, k and v")
@@ -79,7 +79,7 @@ def parts(
     block_table: torch.Tensor | None,
     cache_batch_idx: torch.Tensor | None = None,
 ) -> list[Part]:
-    """The batch as parts. Arguments as for `fwd` in this package's flash_attn.py.
+    """Returns the batch as parts. Arguments as for `fwd` in this package's flash_attn.py.
 
     Neighbouring entries that have equal lengths and lie in neighbouring batch rows make one part.
     """
@@ -114,10 +114,10 @@ def _key_spans(
     block_table: torch.Tensor | None,
     cache_batch_idx: torch.Tensor | None,
 ) -> list[Span]:
-    """Where each entry's keys may lie at most. With pages, position 0 is the start of the entry's first page.
+    """Returns the range that may hold each entry's keys. With pages, position 0 is the start of its first page.
 
-    Of an entry that has more keys than its pages have room for, the first ones are taken, as kernels do, which cannot
-    raise for lengths that only the device knows.
+    If an entry has more keys than its pages have room for, only the first ones are used. Kernels do the same, since
+    they cannot raise for lengths that only the device knows.
     """
     if block_table is not None:
         capacity = block_table.shape[1] * k.shape[1]
@@ -137,7 +137,7 @@ def _packed_spans(bounds: list[int]) -> list[Span]:
 
 
 def _used(spans: list[Span], seqused_k: Lengths, leftpad_k: Lengths) -> list[Span]:
-    """The spans without the keys that seqused_k and leftpad_k exclude."""
+    """Returns the spans without the keys that seqused_k and leftpad_k exclude."""
     used = _values(seqused_k, [span.stop - span.start for _, span in spans])
     leftpad = _values(leftpad_k, [0] * len(spans))
     for i, ((_, span), stop, start) in enumerate(zip(spans, used, leftpad, strict=True)):
@@ -150,7 +150,7 @@ def _used(spans: list[Span], seqused_k: Lengths, leftpad_k: Lengths) -> list[Spa
 
 
 def _paged(entry: int, rows: Span, keys: Span, k: torch.Tensor, block_table: torch.Tensor) -> Part:
-    """A part whose keys lie in the pages that hold them."""
+    """Returns a part of one entry with the pages that hold its keys."""
     row, span = keys
     page = k.shape[1]
     first, last = span.start // page, -(-span.stop // page)
@@ -161,7 +161,7 @@ def _paged(entry: int, rows: Span, keys: Span, k: torch.Tensor, block_table: tor
 
 
 def offsets(cu_seqlens: torch.Tensor, name: str, total: int | None = None) -> list[int]:
-    """The values of cu_seqlens, which must rise from 0 to at most `total`."""
+    """Returns the values of cu_seqlens. Raises unless they start at 0, never fall and are at most `total`."""
     values = cu_seqlens.tolist()
     if values[0] != 0:
         raise ArgumentError(f"{name} must start at 0, found {values[0]}")
@@ -180,7 +180,7 @@ def require_range(name: str, entry: int, found: int, low: int, high: int) -> Non
 
 
 def require_pages(pages: torch.Tensor, num_pages: int) -> None:
-    """Raise unless every page that is used exists."""
+    """Raise unless every used page number is valid."""
     if pages.numel() and not 0 <= (bounds := pages.aminmax()).min <= bounds.max < num_pages:
         raise ArgumentError(
             f"block_table must name pages from 0 to {num_pages - 1} wherever keys are used,"
@@ -189,7 +189,7 @@ def require_pages(pages: torch.Tensor, num_pages: int) -> None:
 
 
 def _values(x: Lengths, default: list[int]) -> list[int]:
-    """The values of x, a tensor, a list or None."""
+    """Returns the values of x, a tensor or a list; `default` for None."""
     if x is None:
         return default
     return x.tolist() if isinstance(x, torch.Tensor) else x

@@ -47,13 +47,13 @@ def bwd_(dlosses, logits, *args):
 
 
 def _is_kept(labels, ignore_index, total_classes):
-    """Which rows count."""
+    """Returns which rows count."""
     if ignore_index is None:
         return torch.ones_like(labels, dtype=torch.bool)
     return (labels != ignore_index) & (labels >= 0) & (labels < total_classes)
 
 
 def _own_column(labels, class_start, vocab):
-    """Which labels are among these columns, and the column of each."""
+    """Returns which labels are among these columns, and the column of each label."""
     column = labels.long() - class_start
     return (column >= 0) & (column < vocab), column

@@ -1,9 +1,9 @@
 """The ops of `flash_attn._ops.layer_norm` in Triton: `fwd` and `bwd`, with their arguments and results.
 
-A program has a row at a time, in registers if it is at most MAX_BLOCK columns wide, and else in blocks that it reads
-again for each pass. In the backward a program has several rows, and sums the gradients of parameters over them; the
-sums of all programs are added up at the end, in a fixed order. Rows wider than MAX_BLOCK are cut into tiles of columns
-there, after a kernel that computes the two sums of each row.
+A program works on one row at a time. It keeps the row in registers if it has at most MAX_BLOCK columns, else it reads
+the row in blocks, again for each pass. In the backward a program has several rows, and sums the gradients of parameters
+over them; at the end the sums of all programs are added in a fixed order. For rows wider than MAX_BLOCK, one kernel of
+the backward computes the two sums of each row, and the next kernel works on tiles of columns.
 """
 
 import torch
@@ -20,7 +20,7 @@ _PARAMETERS = 5  # weight, bias, weight1, bias1, colscale
 
 @triton.jit
 def _kept(rng_state, row, first, threshold, branch, BLOCK: tl.constexpr):
-    """Which of the columns first .. first + BLOCK - 1 of a row are kept; `_reference/layer_norm.py` says how."""
+    """Returns which columns first .. first + BLOCK - 1 of a row are kept, as `_reference/layer_norm.py` defines it."""
     seed, low = tl.load(rng_state), tl.load(rng_state + 1) + row
     vector = first // 8 + tl.arange(0, BLOCK // 8)
     zeros = tl.zeros_like(vector)
@@ -35,9 +35,9 @@ def _kept(rng_state, row, first, threshold, branch, BLOCK: tl.constexpr):
 
 @triton.jit
 def _row_of(subset, row, rows):
-    """The row that a subset names, or -1."""
+    """Returns the row that a subset names, or -1."""
     named = row.to(tl.int64)
-    if subset is not None:  # no early return: the compiler would go on to the load
+    if subset is not None:  # no early return: Triton would still compile the load from None
         number = tl.load(subset + row).to(tl.int64)
         named = tl.where(number <= rows, number - 1, -1)
     return named
@@ -67,7 +67,7 @@ def _sum_branches(
     x0, x1, residual, colscale, rowscale, rng_state, h_out, mask0, mask1, stride0, stride1, stride_residual, row, row0,
     first, cols, threshold, keep_scale, rowscale_const, STORE_MASKS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """h of a row's columns from `first` on, as it is stored if it is; 0 past the last."""
+    """Returns h for the columns of a row from `first` on, rounded if h is stored; 0 past the last column."""
     col = first + tl.arange(0, BLOCK)
     inside = col < cols
     there = inside & (row0 + tl.zeros_like(col) >= 0)
@@ -90,7 +90,7 @@ def _sum_branches(
         h += branch
     if residual is not None:
         h += tl.load(residual + row * stride_residual + col, mask=inside, other=0.0).to(tl.float32)
-    if h_out is not None:  # the backward knows h as it is stored, which the statistics must fit
+    if h_out is not None:  # the backward reads the stored h, so the statistics must belong to it
         h = h.to(h_out.dtype.element_ty).to(tl.float32)
     return h
 
@@ -208,7 +208,7 @@ def _normal_and_weighted(
     h, dout, dout1, weight, weight1, stride_h, stride_dout, stride_dout1, row, out_row, col, cols, mean, rstd,
     ZERO_CENTERED: tl.constexpr,
 ):  # fmt: skip
-    """y, g = weight dout + weight1 dout1, and both gradients, of a row's columns; 0 past the last."""
+    """Returns y, g = weight dout + weight1 dout1, dout and dout1 for columns of a row; 0 past the last column."""
     inside = col < cols
     there = inside & (out_row + tl.zeros_like(col) >= 0)
     y = (tl.load(h + row * stride_h + col, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
@@ -244,7 +244,7 @@ def _sums_kernel(
 
 @triton.jit
 def _through_norm(y, g, sums, row, cols, rstd, RMS: tl.constexpr):
-    """The gradient of h; the sums of g and of g y over a row are those of `_sums_kernel` if a block is not a row."""
+    """Returns the gradient of h. If a block is less than a row, `sums` has the sums of g and g y over the row."""
     if sums is None:
         sum_g, sum_gy = tl.sum(g, 0), tl.sum(g * y, 0)
     else:
@@ -254,7 +254,7 @@ def _through_norm(y, g, sums, row, cols, rstd, RMS: tl.constexpr):
 
 @triton.jit
 def _dropped(x, mask, rng_state, row, first, cols, there, threshold, branch, BLOCK: tl.constexpr):
-    """x where dropout kept a branch, else 0: as its mask says, or as it is drawn again if no mask was stored."""
+    """Returns x where dropout kept the branch, else 0, by the stored mask or else by a mask that is drawn again."""
     if mask is not None:
         col = first + tl.arange(0, BLOCK)
         x = tl.where(tl.load(mask + row * cols + col, mask=there, other=0) != 0, x, 0.0)
@@ -364,7 +364,7 @@ def bwd(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How kernels are called
+# Arguments of kernels
 
 
 def _rows(x):
@@ -372,7 +372,7 @@ def _rows(x):
 
 
 def _as_rows(x):
-    """x (..., cols) with adjacent elements and one stride between its rows, and that stride."""
+    """Returns x (..., cols) with adjacent elements and one stride between its rows, and that stride."""
     if x is None:
         return None, 0
     rows = x.reshape(-1, x.shape[-1]) if x.shape[-1] else x
@@ -385,7 +385,7 @@ def _contiguous(*tensors):
 
 
 def _scales(dropout_p, random, x0_subset, rowscale_const):
-    """What is compared with 16 random bits, what is kept is multiplied with, and what all of x0 is."""
+    """Returns the threshold for 16 random bits, the factor of kept elements, and the factor of all of x0."""
     drops = any(x is not None for x in random) if isinstance(random, tuple) else random is not None
     return (
         round(65536 * (1 - dropout_p)),
@@ -395,12 +395,12 @@ def _scales(dropout_p, random, x0_subset, rowscale_const):
 
 
 def _block(cols):
-    """The block of columns of a program, and how many warps share it."""
+    """Returns how many columns a program has at a time, and how many warps it has."""
     block = min(max(triton.next_power_of_2(cols), 16), MAX_BLOCK)
     return dict(BLOCK=block, num_warps=min(max(block // 512, 1), 16))
 
 
 def _most_programs(device):
-    """Two for each multiprocessor of a GPU."""
+    """Returns two programs for each multiprocessor of a GPU."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
     return 2 * properties(device).multi_processor_count if properties else 4

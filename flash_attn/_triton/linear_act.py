@@ -1,7 +1,7 @@
 """Linear layers with an activation in Triton, with fp32 sums. Arguments as in `flash_attn._ops.linear_act`.
 
-A program computes a tile of the result; neighbouring programs share a band of GROUP_M tiles of rows, so that what they
-read stays in the cache. Operands are read where they are if either of their dimensions has adjacent elements.
+A program computes a tile of the result. Neighbouring programs share a band of GROUP_M tiles of rows, so that their
+operands stay in the cache. An operand is copied only if neither of its dimensions has adjacent elements.
 """
 
 import math
@@ -41,10 +41,9 @@ def dgrad(dout, weight, act_input, activation):
 
 
 def get_configs_compute_bound():
-    """Tiles for products of many rows; GPUs with little shared memory have room for the later ones only.
+    """Returns tiles for products of many rows. GPUs with little shared memory have room only for the later ones.
 
-    H200, bf16, 16384 x 1024 to 4096 with gelu, in us: the first, two of which a multiprocessor has room for, 296, the
-    second 378; with four stages 381.
+    The first configuration is the fastest on Hopper, where two of its programs fit into a multiprocessor.
     """
     return [
         _config(128, 128, 64, stages=3, warps=8),
@@ -56,7 +55,7 @@ def get_configs_compute_bound():
 
 
 def get_configs_io_bound():
-    """Tiles for products of few rows, which take as long as reading the weight."""
+    """Returns tiles for products of few rows, which are bound by reading the weight."""
     return [
         _config(block_m, block_n, 128, stages=3, warps=2 if block_n == 32 else 4)
         for block_m in (16, 32)
@@ -70,33 +69,33 @@ def _config(block_m, block_n, block_k, stages, warps):
 
 
 def all_configs():
-    """Those to choose from; Triton's interpreter can time none."""
+    """Returns the configurations to choose from: a single one under Triton's interpreter, which cannot time them."""
     if triton.knobs.runtime.interpret:
         return [_config(32, 64, 32, stages=1, warps=4)]
     return get_configs_compute_bound() + get_configs_io_bound()
 
 
 def _fitting(configs, nargs, **_):
-    """Tiles of more rows than there are lose; so do small ones of large products."""
+    """Keeps tiles of few rows for products of few rows, and the others for larger products; the rest is slower."""
     rows = nargs["M"]
     return [config for config in configs if (config.kwargs["BLOCK_M"] <= 32) == (rows <= 64)] or configs
 
 
 def _tuned(kernel):
-    """Times the configurations once for each weight and each power of two of rows."""
+    """Decorates a kernel to time its configurations once for each weight shape and each power of two of rows."""
     return triton.autotune(all_configs(), key=["M_CLASS", "N", "K"], prune_configs_by={"early_config_prune": _fitting})(
         triton.heuristics({"EVEN_K": lambda args: args["K"] % args["BLOCK_K"] == 0})(kernel)
     )
 
 
 def _readable(x):
-    """x (..., cols) as (rows, cols), where it is if possible."""
+    """Returns x (..., cols) as (rows, cols), without a copy if possible."""
     matrix = x.flatten(0, -2) if x.dim() > 1 else x[None]
     return matrix if 1 in matrix.stride() else matrix.contiguous()
 
 
 def _sizes(a, cols):
-    """M, N, K and the class of M."""
+    """Returns M, N, K and the class of M."""
     return len(a), cols, a.shape[1], math.ceil(math.log2(len(a)))
 
 
@@ -163,7 +162,7 @@ def _activate(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _slope(x, ACTIVATION: tl.constexpr):
-    """The derivative."""
+    """Returns the derivative of the activation."""
     if ACTIVATION == "gelu":
         slope = activations.gelu_grad(x)
     elif ACTIVATION == "gelu_approx":
@@ -175,7 +174,7 @@ def _slope(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """The rows and columns of this program's tile, some of which may lie past the end."""
+    """Returns the rows and columns of this program's tile. Some may lie past the end."""
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)
     band = program // (GROUP_M * tiles_n)
@@ -192,7 +191,7 @@ def _product(
     a, b, rows, cols, K, a_row, a_inner, b_inner, b_col, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr,
 ):  # fmt: skip
-    """These rows of a times these columns of b, of which element (k, n) is at b + k * b_inner + n * b_col."""
+    """Returns the product of some rows of a and columns of b; element (k, n) of b is at b + k * b_inner + n * b_col."""
     inner = tl.arange(0, BLOCK_K).to(tl.int64)
     a += rows[:, None] * a_row + inner[None, :] * a_inner
     b += inner[:, None] * b_inner + cols[None, :] * b_col

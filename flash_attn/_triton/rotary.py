@@ -1,13 +1,13 @@
 """Rotary embedding in Triton, with fp32 maths. Arguments as in `flash_attn._ops.rotary`.
 
-A row is a head of a token. A program takes some rows and as many pairs of their channels as fit beside one another.
+A row is one head of one token. A program takes several rows, and for each of them a block of channel pairs.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-_PAIRS = 1024  # of a program
+_PAIRS = 1024  # in one program
 _MOST_COLUMNS = 256
 
 
@@ -31,7 +31,7 @@ def rotary_(x, *args):
 
 
 def _rotate(x, out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
-    if cu_seqlens is not None:  # one sequence of all tokens, but for their positions
+    if cu_seqlens is not None:  # packed tokens are one batch row; only their positions depend on cu_seqlens
         x, out, cu_seqlens = x[None], out[None], cu_seqlens.contiguous()
     seqlen_offsets = None if seqlen_offsets is None else seqlen_offsets.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
@@ -89,7 +89,7 @@ def rotary_kernel(
 
 @triton.jit
 def _entries_up_to(cu_seqlens, entries, steps, token):
-    """How many entries are at most each token, by `steps` halvings of where the last of them may be."""
+    """Returns how many entries of cu_seqlens are <= each token, by a binary search of `steps` steps."""
     least, most = tl.zeros_like(token), tl.zeros_like(token) + entries
     for _ in range(steps):
         middle, is_open = (least + most) // 2, least < most

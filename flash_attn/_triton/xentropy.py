@@ -127,7 +127,7 @@ def _is_kept(label, ignore_index, total_classes, IGNORES: tl.constexpr):
 
 @triton.jit
 def _sum_row(logits, vocab, logit_scale, SMOOTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest score of a row, the sum of exponentials relative to it, and the sum of the scores if SMOOTH."""
+    """Returns the largest score of a row, the sum of exp(score - largest), and the sum of the scores if SMOOTH."""
     largest, exp_sum, total = -3.402823e38, 0.0, 0.0  # finite, so that differences of maxima are numbers
     for start in range(0, vocab, BLOCK):
         column = start + tl.arange(0, BLOCK)

@@ -52,7 +52,7 @@ class PatchEmbed(nn.Module):
         self.norm = nn.Identity() if norm_layer is None else norm_layer(embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (batch, num_patches, embed_dim) of images (batch, in_chans, height, width), row by row.
+        """Returns tokens (batch, num_patches, embed_dim) of images (batch, in_chans, height, width), row by row.
 
         Without flatten, (batch, rows, columns, embed_dim). Raises ValueError for images of another size.
         """
@@ -65,7 +65,7 @@ class PatchEmbed(nn.Module):
 
 
 def _pair(name, value):
-    """(height, width) of an integer or a pair of them."""
+    """Returns (height, width) from an integer or a pair of integers."""
     pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
     checks.number(f"the length of {name}", len(pair), len(pair) == 2, "2")
     for size in pair:

@@ -11,8 +11,8 @@ cos and sin have shape (positions, rotary_dim / 2); channels past rotary_dim are
     rotary = RotaryEmbedding(dim=64)
     qkv = rotary(torch.randn(2, 512, 3, 8, 64))     # queries and keys are rotated, in place
 
-Functions that write in place may be given leaves that require grad, and views. Go on with what they return: a leaf or
-a view itself then holds the rotated numbers, but autograd takes it for the tensor before the rotation.
+Functions that write in place accept leaves that require grad, and views. Use the returned tensor afterwards: the leaf
+or view then holds the rotated numbers, but autograd treats it as the tensor before the rotation.
 """
 
 from collections.abc import Callable
@@ -68,17 +68,17 @@ def apply_rotary_emb(
         cos, sin: (positions, rotary_dim / 2), rotary_dim <= head_dim; any floating-point dtype. The maths is in
             float32 whatever the dtypes.
         interleaved: the pairs are (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
-        inplace: write into x, even if it is a leaf that requires grad. Go on with what is returned: if x is a leaf or
-            a view, autograd does not know that it was rotated.
+        inplace: write into x, even if it is a leaf that requires grad. Use the returned tensor afterwards: if x is a
+            leaf or a view, autograd does not know that it was rotated.
         seqlen_offsets: position of the first token of every sequence, an integer or an int32 or int64 tensor (batch,)
-            or without dimensions. An integer must leave a row of the tables for every token; tokens that a tensor sends
-            past the tables stay as they are.
+            or without dimensions. With an integer, the tables must have a row for every token; with a tensor, tokens
+            past the end of the tables stay unchanged.
         cu_seqlens: (batch + 1,) int32, where each sequence starts in x. Tokens before the first and after the last
             entry stay as they are.
         max_seqlen: length of the longest packed sequence, an integer or an integer tensor without dimensions;
             needed with cu_seqlens.
 
-    Returns the rotated tensor, of the shape and dtype of x; the memory is that of x if inplace.
+    Returns the rotated tensor, of the shape and dtype of x; if inplace, it shares the memory of x.
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
@@ -118,8 +118,8 @@ def apply_rotary_emb_qkv_(
         num_heads_q: heads_q; needed if qkv has one dimension of heads only.
         interleaved, seqlen_offsets, cu_seqlens, max_seqlen: as in `apply_rotary_emb`.
 
-    Returns the rotated tensor, in the memory of qkv; go on with it. Queries and keys that lie together and share their
-    tables are rotated in one go.
+    Returns the rotated tensor, in the memory of qkv; use it afterwards instead of qkv. Queries and keys that are
+    neighbours in memory and share their tables are rotated in one call.
 
     Raises TypeError or ValueError for arguments that do not fit together.
     """
@@ -136,8 +136,8 @@ def apply_rotary_emb_kv_(
 ) -> Tensor:
     """Rotate the keys of kv (batch, seqlen, 2, heads_k, head_dim) in place, differentiably in kv.
 
-    The other arguments, and the errors, are those of `apply_rotary_emb`. Returns the rotated tensor, in the memory of
-    kv; go on with it.
+    The other arguments and the errors are the same as in `apply_rotary_emb`. Returns the rotated tensor, in the memory
+    of kv; use it afterwards instead of kv.
     """
     checks.tensor("kv", kv, shape=(None, None, 2, None, None))
     return _rotate_in_place(_KEYS_AND_VALUES, kv, (cos, sin), interleaved, seqlen_offsets)
@@ -246,21 +246,21 @@ class RotaryEmbedding(torch.nn.Module):
             seqlen_offset: position of the first token, an integer or an int32 or int64 tensor (batch,) or without
                 dimensions.
             max_seqlen: the tables get this many rows; an integer, or an integer tensor without dimensions, which is
-                read and so waited for. By default as many as an integer seqlen_offset asks for; with a tensor there,
-                as many as they have. A loop that decodes token by token should pass the greatest length it
-                may reach: without it, every step computes all rows anew, and with scale_base it also moves the
-                position at which the scale is 1, so that keys rotated earlier do not fit.
+                read from the device. By default, an integer seqlen_offset sets the number of rows; with a tensor as
+                seqlen_offset the tables keep their size. A loop that decodes token by token should pass the greatest
+                length that it may reach: without it, every step computes all rows again, and with scale_base it also
+                moves the position with scale 1, so that keys rotated earlier are scaled wrongly.
             num_heads_q: number of query heads, needed if qkv is (batch, seqlen, heads_q + 2 heads_k, head_dim).
             cu_seqlens: (batch + 1,) int32, where each sequence starts in qkv, (tokens, ...) then; needs max_seqlen.
                 Not with kv and seqlen_offset.
 
-        Returns qkv, or (qkv, kv) if kv is given; in the same memory. Go on with what is returned.
+        Returns qkv, or (qkv, kv) if kv is given, in the same memory. Use the returned tensors afterwards.
 
         Raises TypeError or ValueError for arguments that do not fit together.
         """
         if isinstance(max_seqlen, Tensor):
             checks.tensor("max_seqlen", max_seqlen, dtypes=checks.INTEGER_DTYPES, shape=())
-            max_seqlen = int(max_seqlen.item())  # not the tensor, whose value may be another at the next call
+            max_seqlen = int(max_seqlen.item())  # not the tensor, since its value may change before the next call
         elif max_seqlen is not None:
             max_seqlen = checks.whole("max_seqlen", max_seqlen)
         if not isinstance(seqlen_offset, Tensor):
@@ -275,7 +275,7 @@ class RotaryEmbedding(torch.nn.Module):
         checked = [
             _checked(layout, x, tables, self.interleaved, seqlen_offset)
             for layout, x, tables in ((_QUERIES, qkv, (cos, sin)), (_KEYS_AND_VALUES, kv, keys))
-        ]  # both, before either is written
+        ]  # both are checked before either is written
         return _rotate(*checked[0]), _rotate(*checked[1])
 
     def _compute_inv_freq(self, device: torch.device | str | None = None) -> Tensor:
@@ -306,8 +306,8 @@ class RotaryEmbedding(torch.nn.Module):
     def _values(self, buffer: Any, compute: Callable[..., Tensor], device: torch.device) -> Tensor:
         """Returns the values of a buffer on `device`.
 
-        They are computed anew where the buffer does not hold them: some loaders replace buffers on the meta device by
-        memory that nobody has written to, and some wrappers cast buffers without a word to the module.
+        They are computed again if the buffer does not hold them: some loaders replace buffers on the meta device by
+        uninitialised memory, and some wrappers cast buffers without calling the module.
         """
         is_valid = self._has_values and buffer.dtype in (torch.float32, torch.float64)
         return buffer.to(device, torch.float32) if is_valid else compute(device=device)
@@ -328,7 +328,7 @@ class RotaryEmbedding(torch.nn.Module):
     def _tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns (cos, sin, cos_k, sin_k) with at least `seqlen` rows; the last two are None without scale_base.
 
-        A compiled graph computes them itself: those that the module keeps grow, and each size would take a new graph.
+        A compiled graph computes its own tables: the tables of the module grow, and each size would need a new graph.
         """
         is_overridden = type(self)._update_cos_sin_cache is not RotaryEmbedding._update_cos_sin_cache
         if torch.compiler.is_compiling() and not is_overridden:
@@ -342,14 +342,14 @@ class RotaryEmbedding(torch.nn.Module):
     def _update_cos_sin_cache(
         self, seqlen: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
-        """Makes the tables have at least `seqlen` rows, on `device` and in `dtype` (by default, those of inv_freq)."""
+        """Gives the tables at least `seqlen` rows, on `device`, in `dtype`; both default to inv_freq's."""
         device = self.inv_freq.device if device is None else torch.device(device)
-        if device.index is None:  # "cuda" is the current one
+        if device.index is None:  # "cuda" means the current device
             device = torch.empty(0, device=device).device
         dtype = self.inv_freq.dtype if dtype is None else dtype
         if not self._is_stale(seqlen, device, dtype):
             return
-        # Nothing changes before all tables are there: memory may run out.
+        # All tables are computed before any is replaced, since memory may run out.
         tables = self._computed_tables(seqlen, device, dtype)
         self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached = tables
         self._seq_len_cached = seqlen
@@ -367,7 +367,7 @@ class RotaryEmbedding(torch.nn.Module):
         return tuple(table.to(dtype) for table in (cos * gain, sin * gain, cos / gain, sin / gain))
 
     def _is_stale(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether there are no tables for these arguments, or the buffers have changed since they were computed."""
+        """Returns whether the tables do not fit these arguments, or the buffers have changed since."""
         table = self._cos_cached
         return (
             table is None
@@ -390,7 +390,7 @@ def _check_call(
     max_seqlen: int | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    """Checks what `RotaryEmbedding.forward` is given, as far as the functions that it calls do not."""
+    """Checks the arguments of `RotaryEmbedding.forward` that the functions it calls do not check."""
     checks.tensor("qkv", qkv, dtypes=rotary.DTYPES)
     if cu_seqlens is None:
         checks.number("the number of dimensions of qkv", qkv.dim(), qkv.dim() >= 4, "4 or 5")
@@ -433,8 +433,8 @@ class _RotateInPlace(torch.autograd.Function):
             sources = ctx.layout.split(dout, *tables)
         for (source, *_), (target, *part) in zip(sources, targets, strict=True):
             rotary.rotary_into(source, target, *part, *options)
-        # Without rows in the tables all is copied. Torch's copy between such strides reaches 1.6 TB/s on an H200, where
-        # this kernel has 3.9.
+        # Without rows in the tables the kernel copies everything. It is much faster than torch's copy between such
+        # strides.
         no_rows = [table[:0] for table in tables[:2]]
         for source, target in zip(ctx.layout.rest(dout), ctx.layout.rest(dx), strict=True):
             rotary.rotary_into(source, target, *no_rows, *options)
@@ -442,7 +442,7 @@ class _RotateInPlace(torch.autograd.Function):
 
 
 def _may_change_history(x):
-    """Whether autograd lets an in-place operation become part of the history of x: not of a leaf, nor of any view."""
+    """Returns whether autograd allows in-place operations on x: not on leaves, and not on all views."""
     return not x.is_leaf and not _torch_private.is_view(x)
 
 
@@ -451,7 +451,7 @@ def _rotate_in_place(*arguments):
 
 
 def _checked(layout, x, tables, interleaved, seqlen_offsets, cu_seqlens=None, max_seqlen=None):
-    """Check all parts of x, before any of them is written; return what `_rotate` takes."""
+    """Check all parts of x before any of them is written; return the arguments of `_rotate`."""
     checks.flags(interleaved=interleaved)
     parts = [
         rotary.arguments(*part, seqlen_offsets, cu_seqlens, max_seqlen, (layout.name, *names))
@@ -477,7 +477,7 @@ def _rotate_parts_(x, parts, interleaved):
 
 
 def _rotate_in_graph(x, layout, parts, interleaved):
-    """The same as a graph can hold it: autograd knows each step, since graphs have no functions that change inputs."""
+    """Rotate with steps that autograd knows: a graph cannot hold autograd Functions that change their inputs."""
     out = x.clone(memory_format=torch.contiguous_format)
     for part, (target, *_) in zip(parts, layout.split(out, *_tables(parts)), strict=True):
         target.copy_(rotary.rotary(*part, interleaved, False))
@@ -508,18 +508,18 @@ def _check_packed(qkv, num_heads_q, cu_seqlens):
     return False
 
 
-# What rotates of a tensor.
+# The parts of a tensor that rotate.
 
 
 class _Layout(NamedTuple):
-    name: str  # what the caller calls the tensor
+    name: str  # the caller's name for the tensor
     split: Callable  # (x, *tables) -> the parts of x that rotate, each with its cos and sin
-    rest: Callable  # x -> the parts that do not
+    rest: Callable  # x -> the parts that do not rotate
 
 
-_TABLE_NAMES = {2: (("cos", "sin"),) * 2, 4: (("cos", "sin"), ("cos_k", "sin_k"))}  # of each part, by their number
+_TABLE_NAMES = {2: (("cos", "sin"),) * 2, 4: (("cos", "sin"), ("cos_k", "sin_k"))}  # number of tables -> names
 _WHOLE = _Layout("x", lambda x, cos, sin: ((x, cos, sin),), lambda x: ())
-_QUERIES = _WHOLE._replace(name="qkv")  # as the module calls them
+_QUERIES = _WHOLE._replace(name="qkv")  # with the name that the module uses
 _KEYS_AND_VALUES = _Layout("kv", lambda kv, cos, sin: ((kv[:, :, 0], cos, sin),), lambda kv: (kv[:, :, 1],))
 
 
@@ -537,7 +537,7 @@ _THREE = _Layout("qkv", _split_three, lambda qkv: (qkv.select(-3, 2),))
 
 
 def _heads(num_heads_q):
-    """Queries, keys and values as heads one behind the other, (..., heads_q + 2 heads_k, head_dim)."""
+    """Returns the layout with the heads of queries, keys and values in one dimension of heads_q + 2 heads_k."""
 
     def split(qkv, cos, sin, cos_k=None, sin_k=None):
         if cos_k is None:

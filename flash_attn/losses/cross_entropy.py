@@ -16,7 +16,7 @@ class CrossEntropyLoss(torch.nn.Module):
     """Cross entropy of logits (rows, vocab) and labels (rows,), computed in float32.
 
     Arguments:
-        ignore_index: the label of rows that do not count. So do labels that are no class.
+        ignore_index: the label of rows that do not count. Rows with a label that is no class do not count either.
         reduction: "mean" over the rows that count (NaN if there is none), "sum", or "none" for the loss of each row.
         label_smoothing, logit_scale, lse_square_scale, inplace_backward, process_group: as in
             `flash_attn.ops.triton.cross_entropy.cross_entropy_loss`.
@@ -52,7 +52,7 @@ class CrossEntropyLoss(torch.nn.Module):
     def forward(
         self, input: torch.Tensor, target: torch.Tensor, precomputed_lse: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """The loss of logits `input` (rows, vocab) and labels `target` (rows,); (loss, z_loss) if return_z_loss.
+        """Returns the loss, or (loss, z_loss), of logits `input` (rows, vocab) and labels `target` (rows,).
 
         Each is a float32 scalar, or (rows,) with reduction="none".
         """

@@ -2,9 +2,9 @@
 
     loss = linear_cross_entropy(hidden, weight, labels)        # cross_entropy(hidden @ weight.T, labels)
 
-Logits are computed for some rows at a time, and turned into the gradient of hidden and weight at once: what is kept for
-the backward is these two gradients, not the logits. With 32768 tokens and 50304 classes in 16 bits, the logits would
-take 3.3 GB, and their gradient as much.
+Logits are computed for some rows at a time, and turned into gradients of hidden and weight immediately. Only these two
+gradients are kept for the backward, not the logits. With 32768 tokens and 50304 classes in 16 bits, the logits would
+take 3.3 GB, and their gradient the same.
 """
 
 from typing import Any
@@ -48,10 +48,10 @@ def linear_cross_entropy(
         ignore_index, label_smoothing, logit_scale, lse_square_scale: as in `CrossEntropyLoss`.
         reduction: "mean" over the labels that count (NaN if there is none) or "sum".
         return_z_loss: also return the z-loss, which is part of the loss and has no gradient of its own.
-        chunk_size: rows whose logits are held at a time; by default, so many that they have 2^28 elements.
-        process_group: a group whose processes have the rows of the weight divided among them. num_classes counts those
-            of all. With sequence_parallel they have the first dimension of hidden divided too, and it is gathered;
-            labels are those of the gathered hidden.
+        chunk_size: how many rows of logits are held at a time; by default as many as have 2^28 elements.
+        process_group: a group of processes that divide the rows of the weight among them. num_classes counts the
+            classes of all processes. With sequence_parallel the first dimension of hidden is divided too, and is
+            gathered; labels are given for all of the gathered hidden.
 
     Returns the loss, a float32 scalar, or (loss, z_loss).
 
@@ -147,8 +147,8 @@ def _check_options(label_smoothing, logit_scale, lse_square_scale, ignore_index)
 def _origin(*tensors):
     """An empty tensor with the history of all the tensors, or None if no gradient is wanted.
 
-    The gradients are made in the forward. By this tensor the backward knows what they come from, and so refuses second
-    derivatives, without holding the memory of the tensors.
+    The gradients are computed in the forward. With this tensor the backward knows their history, so that second
+    derivatives raise an error, without keeping the memory of the tensors.
     """
     if not torch.is_grad_enabled():
         return None
@@ -156,9 +156,9 @@ def _origin(*tensors):
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """The gradients are those of the sum of the losses, and are scaled in the backward, in float32.
+    """Computes the gradients of the sum of the losses; the backward scales them, in float32.
 
-    So they do not vanish in float16, as those of a mean over many rows would.
+    Gradients of a mean over many rows would vanish in float16; gradients of the sum do not.
     """
 
     @staticmethod
@@ -188,7 +188,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Gradients:
-    """The gradients that are wanted, to which the rows add theirs."""
+    """The sums of the wanted gradients, to which each chunk of rows is added."""
 
     def __init__(self, hidden, weight, bias, wanted, dtype):
         self.unit = 2.0**-4 if dtype == torch.float16 else 1.0  # so that sums over many rows do not overflow
@@ -207,11 +207,11 @@ class _Gradients:
 
 
 def _run(hidden, weight, bias, labels, dtype, rest, chunk_size, group, gradients):
-    """The losses, z-losses and which count, of each row; the gradients are added up on the way."""
+    """Returns the losses, the z-losses and which rows count; adds to the gradients on the way."""
     *options, class_start, classes, partial = rest
     smoothing, scale, lse_square_scale, ignore_index = options
     options = smoothing, scale, lse_square_scale, ignore_index, class_start, classes
-    own = max(min(classes - class_start, len(weight)), 0)  # rows of the weight that are no padding
+    own = max(min(classes - class_start, len(weight)), 0)  # rows of the weight without padding
     weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
     results = []
     for start in range(0, len(hidden), chunk_size):

@@ -1,11 +1,11 @@
-"""Activations of MLPs with their gradients: GELU in its tanh form, with a bias or not, squared ReLU, SwiGLU.
+"""Activations of MLPs with their gradients: GELU in its tanh form (with or without a bias), squared ReLU, SwiGLU.
 
     out = swiglu(gate, value)        # silu(gate) * value, in one kernel forward and one backward
 
 Maths is in float32, rounded once to the dtype of the inputs: float32, float16 or bfloat16. Inputs have any shape and
-strides; the halves of a wider tensor are read where they are. Functions named *_fwd and *_bwd, `bias_gelu` and
-`bias_gelu_back` record no gradient of their own, the others do. All raise TypeError or ValueError for arguments that do
-not fit together.
+strides; halves of a wider tensor are read without a copy. Functions named *_fwd and *_bwd, `bias_gelu` and
+`bias_gelu_back` do not record gradients; the others are differentiable. All raise TypeError or ValueError for arguments
+that do not fit together.
 """
 
 import torch
@@ -16,7 +16,7 @@ _GELU = "gelu_approx"
 
 
 def bias_gelu(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """gelu(y + bias) in the dtype of y; y (..., features), bias (features,), perhaps of another dtype.
+    """Returns gelu(y + bias) in the dtype of y; y (..., features), bias (features,), in the same or another dtype.
 
     >>> bias_gelu(torch.randn(8, 64), torch.zeros(64)).shape
     torch.Size([8, 64])
@@ -53,7 +53,7 @@ def fast_gelu_impl(input: torch.Tensor) -> torch.Tensor:
 
 
 def relu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """g where x >= 0, zero included, else 0, in the dtype of x."""
+    """Returns g where x >= 0 (also at x = 0), else 0, in the dtype of x."""
     checks.tensor("x", x, dtypes=activation.DTYPES)
     checks.tensor("g", g, dtypes=activation.DTYPES, shape=tuple(x.shape), device=x.device)
     with torch.no_grad():
@@ -92,9 +92,9 @@ def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_of_halves(x: torch.Tensor) -> torch.Tensor:
-    """`swiglu(gate, value)` of the halves (value, gate) of x (..., 2 * features), whose gradient comes in one piece.
+    """Returns `swiglu(gate, value)` of the halves (value, gate) of x (..., 2 * features); its gradient is one tensor.
 
-    x is fp32, fp16 or bf16; the result (..., features) is of its dtype. ValueError if the last dimension is odd.
+    x is fp32, fp16 or bf16; the result (..., features) has its dtype. Raises ValueError if the last dimension is odd.
 
     >>> swiglu_of_halves(torch.randn(2, 5, 256)).shape
     torch.Size([2, 5, 128])
@@ -121,7 +121,7 @@ class SwiGLUFunction:
 
 
 def _biased(y, bias, name="y"):
-    """The sum, in the wider dtype of the two."""
+    """Returns y + bias, in the wider dtype of the two."""
     checks.tensor(name, y, dtypes=activation.DTYPES)
     if y.dim() == 0:
         raise ValueError(f"{name} must have at least one dimension (..., features), found shape ()")

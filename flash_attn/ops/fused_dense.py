@@ -3,16 +3,16 @@
     out = fused_dense_func(x, weight, bias)
     mlp = FusedMLP(1024, 4096, activation="gelu_approx", checkpoint_lvl=1)
 
-On a GPU, float16 and bfloat16 products are cuBLASLt's, with the bias and the activation in the same kernel where that
-serves; for up to eight rows, as in a step of decoding, the library has a kernel of its own. So it has for the gradients
-of an activation and of the bias before it. An MLP keeps, and its gradient needs, less memory than the same operations
-of torch, down to its input alone (`checkpoint_lvl`). Other dtypes and devices take torch's own operations, with the
-same results up to rounding and the same collectives. Under autocast inputs and parameters are cast to its dtype.
+On a GPU, cuBLASLt computes float16 and bfloat16 products, with the bias and the activation in the same kernel where
+that is faster. The library has its own kernels for up to eight rows, as in a step of decoding, and for the gradients of
+an activation and of the bias before it. An MLP keeps less memory for its gradient than the same operations of torch;
+with `checkpoint_lvl` it keeps only its input. Other dtypes and devices use torch's own operations, with the same
+results up to rounding and the same collectives. Under autocast, inputs and parameters are cast to its dtype.
 
 Layers divided among the processes of a group follow Megatron-LM (arXiv:1909.08053): `ColumnParallelLinear` divides the
 output features, `RowParallelLinear` the input features. With sequence_parallel (arXiv:2205.05198) the first dimension
-of x is divided too between such layers; otherwise every process has all of x. Gradients travel while others are
-computed.
+of x is divided too between such layers; otherwise every process has all of x. Gradients are sent while other gradients
+are computed.
 
 Every function raises TypeError or ValueError for arguments that do not fit together, before anything is computed.
 """
@@ -55,7 +55,7 @@ def fused_dense_func(
     process_group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """x weight^T + bias, differentiable in x, weight and bias.
+    """Returns x weight^T + bias, differentiable in x, weight and bias.
 
     Arguments:
         x: (..., in_features), float16, bfloat16, float32 or float64, any strides; weight and bias have its dtype unless
@@ -64,9 +64,9 @@ def fused_dense_func(
         bias: (out_features,) or None.
         return_residual: also return x as it entered the product, after a cast. Its gradient, from a residual
             connection, is added within the product that gives x its gradient.
-        process_group: a group of processes that have out_features divided among them. With sequence_parallel they have
-            the first dimension of x divided too: x is gathered before the product, and its gradient scattered back.
-            Otherwise x is the same in all, and its gradient is summed.
+        process_group: a group of processes that divide out_features among them. With sequence_parallel the first
+            dimension of x is divided too: x is gathered before the product, and its gradient is scattered back.
+            Otherwise all processes have the same x, and its gradient is summed.
 
     Returns (..., out_features), with the first dimension of the gathered x; or a tuple of it and x.
 
@@ -97,7 +97,7 @@ def fused_mlp_func(
     process_group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """act(x weight1^T + bias1) weight2^T + bias2, differentiable in all five tensors.
+    """Returns act(x weight1^T + bias1) weight2^T + bias2, differentiable in all five tensors.
 
     Arguments:
         x: (..., in_features), as in `fused_dense_func`.
@@ -106,14 +106,14 @@ def fused_mlp_func(
         activation: "gelu_approx", the tanh form; "relu"; or "sqrelu", its square.
         save_pre_act: False keeps nothing for the gradient but x, like checkpoint_lvl=2.
         return_residual: also return x, as in `fused_dense_func`.
-        checkpoint_lvl: what is kept for the gradient beside x: 0 what enters and leaves the activation; 1 what enters
-            it, the activation being computed again; 2 neither, the first product being computed again too. Of relu,
-            what leaves it suffices at both 0 and 1.
-        heuristic: -1 runs the activation as a kernel of its own. From 0 to 4 it is part of the product where cuBLASLt
-            has a kernel for that, and the number chooses among those it proposes. "sqrelu" is always apart, as all
-            gradients are.
-        process_group, sequence_parallel: as in `fused_dense_func`, hidden_features being divided. The result is this
-            process's part of a sum over the group, which is left to the caller.
+        checkpoint_lvl: the tensors kept for the gradient besides x. 0: the input and the output of the activation.
+            1: its input; the backward computes the activation again. 2: neither; the backward computes the first
+            product again too. With relu, levels 0 and 1 keep only the output.
+        heuristic: -1 runs the activation as a separate kernel. From 0 to 4 it is part of the product if cuBLASLt has a
+            kernel for that, and the number chooses one of the algorithms that cuBLASLt proposes. "sqrelu" and all
+            gradients are always separate.
+        process_group, sequence_parallel: as in `fused_dense_func`, with hidden_features divided. The result is this
+            process's part of a sum over the group; the caller must compute the sum.
 
     Returns (..., out_features), or a tuple of it and x.
 
@@ -154,19 +154,19 @@ class FusedMLPFunc:
 
 @dataclasses.dataclass(frozen=True)
 class _Exchange:
-    """What the processes of a group send one another about x and its gradient."""
+    """Communication of x and of its gradient between the processes of a group."""
 
     process_group: ProcessGroup
     sequence_parallel: bool
 
     def gather(self, x):
-        """x of all processes, and a handle to wait for."""
+        """Returns the x of all processes, and a handle to wait for."""
         if not self.sequence_parallel:
             return x, None
         return collectives.gather_rows(x, self.process_group, async_op=True)
 
     def reduce(self, dx):
-        """What this process keeps of the sum of all gradients, and a handle to wait for."""
+        """Returns this process's part of the sum of all gradients, and a handle to wait for."""
         reduce = collectives.scatter_rows if self.sequence_parallel else collectives.reduce
         return reduce(dx, self.process_group, async_op=True)
 
@@ -179,11 +179,11 @@ def _exchange(process_group, sequence_parallel):
 class FewRowsLinear(nn.Linear):
     """`nn.Linear` with a kernel of the library for few rows without gradients, as in a step of decoding.
 
-    The kernel computes up to eight rows of float16 or bfloat16 on a GPU; all else takes the way of `nn.Linear`. Results
-    are the same up to rounding.
+    The kernel computes up to eight rows of float16 or bfloat16 on a GPU; other inputs are computed as in `nn.Linear`.
+    Results are the same up to rounding.
 
-    Some tools, such as torch.ao.quantization.quantize_dynamic, pass over every module that is not exactly an
-    `nn.Linear`. The class adds no state, so a layer becomes one by an assignment:
+    Some tools, such as torch.ao.quantization.quantize_dynamic, skip every module that is not exactly an `nn.Linear`.
+    This class adds no state, so a layer can be turned into an `nn.Linear` by an assignment:
 
     >>> layer = FewRowsLinear(1024, 4096)
     >>> layer(torch.randn(2, 1, 1024)).shape
@@ -206,9 +206,9 @@ Linear: type[nn.Linear] = FewRowsLinear if fused_dense.HAS_KERNEL else nn.Linear
 
 
 class FusedDense(nn.Linear):
-    """`nn.Linear` by `fused_dense_func`.
+    """`nn.Linear` computed by `fused_dense_func`.
 
-    Arguments beside those of `nn.Linear`:
+    Arguments in addition to the arguments of `nn.Linear`:
         return_residual: forward returns (out, x).
 
     >>> FusedDense(64, 128)(torch.randn(2, 5, 64)).shape
@@ -235,7 +235,7 @@ class FusedDense(nn.Linear):
 
 
 class _ParallelLinear(nn.Linear):
-    """A linear layer that has this process's share of the features that `_divided` names, and of the weight."""
+    """A linear layer with this process's share of the weight; `_divided` names the features that are divided."""
 
     _divided: str
 
@@ -252,7 +252,7 @@ class _ParallelLinear(nn.Linear):
     ) -> None:
         features = {"in_features": in_features, "out_features": out_features}
         features[self._divided] = _share(self._divided, features[self._divided], process_group, multiple_of)
-        # A bias of divided outputs is divided like them; one of outputs that are summed must be added once.
+        # If the outputs are divided, so is the bias. If they are summed, only one process may add the bias.
         bias = bias and (self._divided == "out_features" or dist.get_rank(process_group) == 0)
         super().__init__(**features, bias=bias, device=device, dtype=dtype)
         self.process_group = process_group
@@ -260,13 +260,13 @@ class _ParallelLinear(nn.Linear):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """A linear layer whose output features are divided among the processes of a group.
+    """A linear layer with its output features divided among the processes of a group.
 
-    Arguments beside those of `nn.Linear`:
+    Arguments in addition to the arguments of `nn.Linear`:
         process_group: the processes.
         sequence_parallel: the first dimension of x is divided among them too, and gathered.
-        multiple_of: out_features is divided in units of so many; the first processes have one more if they do not
-            divide evenly.
+        multiple_of: out_features is divided in units of this size; if the units do not divide evenly, the first
+            processes have one unit more.
 
     `weight` (out_features of this process, in_features) and `bias` are this process's rows.
     """
@@ -281,11 +281,11 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """A linear layer whose input features are divided among the processes of a group.
+    """A linear layer with its input features divided among the processes of a group.
 
-    Arguments as of `ColumnParallelLinear`, where in_features is divided and the result is what sequence_parallel
-    divides, along its first dimension. `weight` is (out_features, in_features of this process); only the first process
-    has a `bias`, (out_features,).
+    Arguments as in `ColumnParallelLinear`, but in_features is divided, and sequence_parallel divides the first
+    dimension of the result. `weight` is (out_features, in_features of this process); only the first process has a
+    `bias`, (out_features,).
     """
 
     _divided = "in_features"
@@ -296,7 +296,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def _share(name, features, process_group, multiple_of):
-    """How many of the features this process has."""
+    """Returns how many of the features this process has."""
     checks.integer(name, features)
     checks.integer("multiple_of", multiple_of)
     checks.number("multiple_of", multiple_of, multiple_of > 0, "positive")
@@ -307,7 +307,7 @@ def _share(name, features, process_group, multiple_of):
 
 
 def _reduced(out, process_group, sequence_parallel):
-    """The sum of all processes' parts; with sequence_parallel, each process keeps its share of the rows."""
+    """Returns the sum of all processes' parts; with sequence_parallel, only this process's share of its rows."""
     return (reduce_scatter if sequence_parallel else all_reduce)(out, process_group)
 
 
@@ -319,7 +319,7 @@ class FusedMLP(nn.Module):
             out_features is in_features.
         bias1, bias2: whether the layers have a bias.
         activation, checkpoint_lvl, return_residual: as in `fused_mlp_func`. Nothing is kept outside of training.
-        heuristic: as there, or "auto" for what was fastest when measured.
+        heuristic: as in `fused_mlp_func`, or "auto" for the choice that was fastest when measured.
 
     >>> FusedMLP(64, checkpoint_lvl=1)(torch.randn(2, 5, 64)).shape
     torch.Size([2, 5, 64])
@@ -360,10 +360,10 @@ class FusedMLP(nn.Module):
 
 
 class ParallelFusedMLP(nn.Module):
-    """`FusedMLP` whose hidden features are divided among the processes of a group.
+    """`FusedMLP` with its hidden features divided among the processes of a group.
 
-    Arguments as of `FusedMLP`, and
-        process_group: the processes; needed.
+    Arguments as in `FusedMLP`, and
+        process_group: the processes; required.
         sequence_parallel: the first dimension of x and of the result is divided among them too.
 
     `fc1` is a `ColumnParallelLinear` and `fc2` a `RowParallelLinear`.
@@ -405,7 +405,7 @@ class ParallelFusedMLP(nn.Module):
 
 
 def _configure(module, activation, checkpoint_lvl, heuristic):
-    """Check and set the options that both MLPs have."""
+    """Check and set the options that both MLP classes have."""
     fused_dense.check_mlp(activation, checkpoint_lvl, -1 if heuristic == "auto" else heuristic)
     module.activation = activation
     module.checkpoint_lvl = checkpoint_lvl

@@ -10,8 +10,8 @@ the same functions for RMSNorm. With `prenorm` they return h too, the residual s
     norm = DropoutAddLayerNorm(1024, prenorm=True, p=0.1)
     out, residual = norm(torch.randn(2, 512, 1024), residual)
 
-Every tensor may be float32, float16 or bfloat16, and the features may be as many as one likes. Dropout draws from
-PyTorch's default generator of the device; masks are not stored but drawn again in the backward.
+Every tensor may be float32, float16 or bfloat16, with any number of features. Dropout draws from PyTorch's default
+generator of the device; masks are not stored, since the backward draws them again.
 """
 
 import torch
@@ -48,7 +48,7 @@ def dropout_add_layer_norm(
         residual: like x0, or None.
         weight, bias: (features,); bias may be None.
         dropout_p: probability that an element of x0 is dropped, at least 0 and less than 1; the others are divided by
-            1 - dropout_p. It counts whether or not some module is in training mode.
+            1 - dropout_p. Elements are dropped in every call, since there is no training mode here.
         epsilon: added to the variance.
         rowscale: a factor for each row, of the shape of x0 without features, or None.
         layerscale: (features,), a factor for each feature (Touvron et al., CaiT, arXiv:2103.17239), or None.
@@ -56,7 +56,7 @@ def dropout_add_layer_norm(
         residual_in_fp32: without a residual, h is float32 instead of the dtype of x0. With one, h has the residual's.
         return_dropout_mask: also return which elements were kept, uint8, 1 for kept.
 
-    Returns out like x0, or a tuple (out, h, mask) without what was not asked for. If nothing changes x0, h is x0.
+    Returns out like x0, or a tuple (out, h, mask), without the results not asked for. If nothing changes x0, h is x0.
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
@@ -87,19 +87,19 @@ def dropout_add_layer_norm_subset(
     residual_in_fp32: bool = False,
     return_dropout_mask: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """The same where only some rows take part: stochastic depth that skips the rows it drops.
+    """`dropout_add_layer_norm` where only some rows take part: stochastic depth that skips the dropped rows.
 
     Arguments, where they differ from `dropout_add_layer_norm`:
-        x0: (entries, ..., features), the surviving rows alone.
+        x0: (entries, ..., features), only the rows that take part.
         residual: all rows.
-        x0_subset, out_subset: int32, an entry for each row of the residual, of any shape: 1 + the row of x0 that is
-            added to it, and 1 + the row of out that it becomes; 0 if there is none. Both, or none: then this is
-            `dropout_add_layer_norm`. No row is named twice.
+        x0_subset, out_subset: int32, of any shape, an entry for each row of the residual: 1 + the row of x0 that is
+            added to it, and 1 + the row of out that holds its norm; 0 if there is none. No row is named twice. Give
+            both or neither; with neither, this is `dropout_add_layer_norm`.
         rowscale_const: factor of every row of x0, such as 1 / (1 - drop rate).
         out_numrows: how many rows out has.
 
-    Returns as `dropout_add_layer_norm`: out and h are (-1, *x0.shape[1:]), the mask is like x0. Rows of out that
-    nothing becomes are 0, and so are gradients of rows of x0 that nothing uses.
+    Returns the same as `dropout_add_layer_norm`: out and h are (-1, *x0.shape[1:]), the mask is like x0. Rows of out
+    that no entry names are 0, and so are gradients of rows of x0 that no entry names.
     """
     return DropoutAddLayerNormSubsetFn.apply(
         x0, residual, weight, bias, layerscale, x0_subset, out_subset, dropout_p, epsilon, rowscale_const, out_numrows,
@@ -123,8 +123,8 @@ def dropout_add_layer_norm_parallel_residual(
 ) -> tuple[torch.Tensor | None, ...]:
     """Two branches on one residual stream, and two norms of it: h = dropout(x0) + dropout(x1) + residual.
 
-    x1 is like x0, or None; weight1 may be None too, for one norm that both branches of the next block share. The other
-    arguments are those of `dropout_add_layer_norm`. Returns (out0, out1, h, mask0, mask1) without what was not asked
+    x1 is like x0, or None; weight1 may be None too, for one norm that both branches of the next block share. For the
+    other arguments see `dropout_add_layer_norm`. Returns (out0, out1, h, mask0, mask1) without the results not asked
     for; out1 is None without weight1.
     """
     return DropoutAddLayerNormParallelResidualFn.apply(
@@ -133,7 +133,7 @@ def dropout_add_layer_norm_parallel_residual(
     )  # fmt: skip
 
 
-# The names of upstream's autograd functions, also those of RMSNorm.
+# The names of upstream's autograd functions, for LayerNorm and RMSNorm.
 
 
 class DropoutAddLayerNormFn:
@@ -163,7 +163,7 @@ class DropoutAddLayerNormFn:
 
 
 class DropoutAddLayerNormSubsetFn:
-    """`apply` is `dropout_add_layer_norm_subset` or `dropout_add_rms_norm_subset`, in another order."""
+    """`apply` is the `subset` function of LayerNorm or RMSNorm, with its arguments in another order."""
 
     @staticmethod
     def apply(
@@ -193,7 +193,7 @@ class DropoutAddLayerNormSubsetFn:
 
 
 class DropoutAddLayerNormParallelResidualFn:
-    """`apply` is `dropout_add_layer_norm_parallel_residual` or that of RMSNorm, in another order."""
+    """`apply` is the `parallel_residual` function of LayerNorm or RMSNorm, with its arguments in another order."""
 
     @staticmethod
     def apply(
@@ -278,5 +278,5 @@ class DropoutAddLayerNorm(torch.nn.Module):
 
 
 def maybe_align(x: torch.Tensor, alignment_in_bytes: int = 16) -> torch.Tensor:
-    """x, or a copy if its address is no multiple of `alignment_in_bytes`."""
+    """Returns x, or a copy if its address is not a multiple of `alignment_in_bytes`."""
     return x if x.data_ptr() % alignment_in_bytes == 0 else x.clone()

@@ -5,7 +5,7 @@ With h = dropout(rowscale * x0) * layerscale + residual, all of it optional but 
     out = h / sqrt(mean(h^2) + epsilon) * weight
 
 over the last dimension, in float32 (Zhang and Sennrich, Root mean square layer normalization, arXiv:1910.07467), plus
-bias if there is one. Functions and arguments are those of `flash_attn.ops.layer_norm`.
+bias if there is one. Functions and arguments are the same as in `flash_attn.ops.layer_norm`.
 """
 
 import torch

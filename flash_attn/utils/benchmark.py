@@ -4,7 +4,7 @@
 
 All functions take fn and its inputs; keyword arguments that are not their own are passed on to fn. If fn returns a
 tuple, its first element counts. amp runs fn, but not its backward, under autocast to amp_dtype. Times are
-`torch.utils.benchmark.Measurement`s: mean, median and spread in seconds, the device having been waited for.
+`torch.utils.benchmark.Measurement`s: mean, median and spread in seconds, including the wait for the device.
 """
 
 import os
@@ -142,7 +142,7 @@ def pytorch_profiler(
         step()
     on_gpu = _device(inputs).type == "cuda"
     activities = [ProfilerActivity.CUDA] * on_gpu + [ProfilerActivity.CPU] * (cpu or not on_gpu)
-    traced = trace_filename is not None  # Python's own functions, which would fill the table
+    traced = trace_filename is not None  # records Python functions too, which would fill the table
     with torch.profiler.profile(activities=activities, record_shapes=True, with_stack=traced) as profile:
         step()
     if verbose:
@@ -229,7 +229,7 @@ def _wait(inputs):
 
 
 def _peak_on_cpu(call):
-    """The most bytes that are allocated at a time during call(): the largest sum of allocations less what was freed."""
+    """Returns the peak of allocated bytes during call(): the largest running sum of allocations less frees."""
     with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     used = peak = 0

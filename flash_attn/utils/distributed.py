@@ -1,4 +1,4 @@
-"""Collectives with autograd for tensor and sequence parallelism, and what such models do beside them.
+"""Collectives with autograd for tensor and sequence parallelism, and helpers for models that use them.
 
 Tensors are divided along their first dimension, in the order of the ranks within the group.
 
@@ -6,7 +6,7 @@ Tensors are divided along their first dimension, in the order of the ranks withi
     y = reduce_scatter(y, group)       # sum over the processes, (tokens, features) -> (tokens / world_size, features)
     y = all_reduce(y, group)           # sum over the processes
 
-A linear layer whose output features are divided gathers its input; one whose input features are divided reduces its
+A linear layer with divided output features gathers its input; a linear layer with divided input features reduces its
 output (Megatron-LM, arXiv:1909.08053; with the tokens divided between such layers, arXiv:2205.05198). All functions
 take every backend of torch.distributed that has the collective: NCCL on GPUs, gloo on the CPU. They must be called by
 all processes of the group in the same order and with the same shapes.
@@ -58,7 +58,7 @@ def all_reduce_raw(
 
 
 class AllGatherFunc(torch.autograd.Function):
-    """What `all_gather` does."""
+    """The autograd function of `all_gather`."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
@@ -71,7 +71,7 @@ class AllGatherFunc(torch.autograd.Function):
 
 
 class ReduceScatterFunc(torch.autograd.Function):
-    """What `reduce_scatter` does."""
+    """The autograd function of `reduce_scatter`."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
@@ -84,7 +84,7 @@ class ReduceScatterFunc(torch.autograd.Function):
 
 
 class AllReduceFunc(torch.autograd.Function):
-    """What `all_reduce` does."""
+    """The autograd function of `all_reduce`."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
@@ -111,26 +111,26 @@ def all_gather(input_: Tensor, process_group: ProcessGroup) -> Tensor:
 def reduce_scatter(input_: Tensor, process_group: ProcessGroup) -> Tensor:
     """Sum the input_ (rows, ...) of all processes and keep this one's part, (rows / world_size, ...).
 
-    The gradient is that of all parts, concatenated. Raises ValueError if the processes cannot share the rows evenly.
+    The gradient concatenates the gradients of all parts. Raises ValueError if the rows cannot be divided evenly.
     """
     _check_rows_of(process_group, input_)
     return ReduceScatterFunc.apply(input_, process_group)
 
 
 def all_reduce(input_: Tensor, process_group: ProcessGroup) -> Tensor:
-    """Sum the input_ of all processes; go on with what is returned, since the sum may be in the memory of input_.
+    """Sum the input_ of all processes. Use the returned tensor afterwards: it may share the memory of input_.
 
-    The gradient passes unchanged: what follows is the same in all processes, so that each has all of it.
+    The gradient passes unchanged: all processes compute the same from the sum, so each already has the whole gradient.
     """
     checks.tensor("input_", input_)
     return AllReduceFunc.apply(input_, process_group)
 
 
 def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup) -> None:
-    """Give the parameters of `model` whose attribute `_shared_params` is true the values that the first process has.
+    """Copy parameters with a true attribute `_shared_params` from the first process to all others.
 
-    They are sent in the order of their names, since the processes may own different parameters beside these. A module's
-    attribute counts for the parameters that are its own.
+    They are sent in the order of their names, since the other parameters may differ between processes. The attribute
+    of a module applies to its own parameters, not to its submodules.
     """
     for _, parameter in _tagged(model, "_shared_params"):
         with torch.no_grad():
@@ -138,11 +138,12 @@ def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup) -> N
 
 
 def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: ProcessGroup) -> None:
-    """Sum the gradients of parameters whose attribute `_sequence_parallel` is true over the processes, in place.
+    """Sum the gradients of parameters with a true attribute `_sequence_parallel` over the processes, in place.
 
-    Norms between sequence-parallel layers see only this process's tokens, so each has a part of their gradient. Call it
-    after backward and before the optimizer's step. A module's attribute counts for the parameters that are its own. One
-    all-reduce for each dtype. Raises ValueError, before anything is sent, if one of the parameters has no gradient.
+    Norms between sequence-parallel layers see only this process's tokens, so each process has a part of their gradient.
+    Call it after backward and before the optimizer's step. The attribute of a module applies to its own parameters, not
+    to its submodules. There is one all-reduce for each dtype. Raises ValueError, before anything is sent, if one of the
+    parameters has no gradient.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for name, parameter in _tagged(model, "_sequence_parallel"):
@@ -157,7 +158,7 @@ def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: Proc
 
 
 def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
-    """How much of a dimension belongs to a process: as even as multiples of `multiple_of` allow, the first have more.
+    """Returns a process's share of a dimension in multiples of `multiple_of`; the first processes may have one more.
 
     >>> [get_dim_for_local_rank(96, world_size=4, local_rank=rank, multiple_of=16) for rank in range(4)]
     [32, 32, 16, 16]
@@ -173,7 +174,7 @@ def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_
 
 
 def _tagged(model, tag):
-    """(name, parameter) of those with a true attribute `tag`, or in a module that has it, by name."""
+    """Returns (name, parameter) of parameters with a true attribute `tag`, or in a module with it, sorted by name."""
 
     def is_tagged(name, parameter):
         owner = model.get_submodule(name.rpartition(".")[0])
@@ -183,7 +184,7 @@ def _tagged(model, tag):
 
 
 def _may_be_overwritten(x):
-    """Whether a sum may take the place of `x`: not in a graph, and not if x is a leaf or a view that requires grad."""
+    """Returns whether a sum may overwrite `x`: not in a graph, and not if x is a leaf or a view that requires grad."""
     if torch.compiler.is_compiling() or not x.is_contiguous():
         return False
     return not (x.requires_grad and (x.is_leaf or _torch_private.is_view(x)))

@@ -38,7 +38,7 @@ def triton_op(
     schema: str | None = None,
     allow_decomposition: bool = True,
 ) -> CustomOpDef | Callable[[Callable], CustomOpDef]:
-    """Make an operator of a function of torch operators and Triton kernels (through torch.library.wrap_triton).
+    """Make an operator from a function that calls torch operators and Triton kernels (by torch.library.wrap_triton).
 
     Arguments:
         name: "namespace::name".

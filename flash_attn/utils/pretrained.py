@@ -109,7 +109,7 @@ def _in_folder(folder: pathlib.Path) -> Callable[[str], pathlib.Path]:
 
 
 def _on_hub(model_name: str) -> Callable[[str], pathlib.Path]:
-    """The same for a repository of the hub: the function downloads the file to the hub's cache."""
+    """A function from a file's name to its path on the hub: it downloads the file to the hub's cache."""
     try:
         from huggingface_hub import hf_hub_download
     except ModuleNotFoundError as error:
@@ -147,5 +147,5 @@ def _load_safetensors(path: pathlib.Path, device: torch.device | str) -> dict[st
         with safetensors.safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
             return {name: torch.empty(each.get_shape(), device="meta") for name, each in slices.items()}
-    except safetensors.SafetensorError as error:  # which does not say in which file
+    except safetensors.SafetensorError as error:  # the error does not name the file
         raise ValueError(f"{path} must be a safetensors file, found: {error}") from error

@@ -44,7 +44,7 @@ def generate_random_padding_mask(
     mode: str = "random",
     zero_lengths: bool = False,
 ) -> Tensor:
-    """Draw a padding mask whose real tokens come first.
+    """Draw a padding mask with the real tokens first.
 
     Arguments:
         max_seqlen, batch_size: its sizes.
@@ -234,7 +234,7 @@ def construct_local_mask(
     key_leftpad: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Returns the mask of a sliding window. The top of this module says what masks and positions are.
+    """Returns the mask of a sliding window. The top of this module defines masks and positions.
 
     Arguments:
         seqlen_q, seqlen_k: the sizes of the mask.
@@ -243,7 +243,7 @@ def construct_local_mask(
         sink_token_length: how many keys, from the first real one on, all queries behind them see, whatever left is.
         query_padding_mask, key_padding_mask: (batch, seqlen_q) and (batch, seqlen_k), or None.
         key_leftpad: (batch,) or None.
-        device: of the result; by default that of the padding.
+        device: of the result; by default the device of the padding.
 
     Returns bool (seqlen_q, seqlen_k), or (batch, 1, seqlen_q, seqlen_k), true where a query does not see a key.
 
@@ -272,7 +272,7 @@ def construct_chunk_mask(
 
     Arguments:
         attention_chunk: the size of chunks, at least 1. Position p is in chunk p // attention_chunk.
-        The others are those of `construct_local_mask`.
+        For the other arguments see `construct_local_mask`.
 
     Returns bool (seqlen_q, seqlen_k), or (batch, 1, seqlen_q, seqlen_k), true where a query does not see a key.
 
@@ -288,7 +288,7 @@ def construct_chunk_mask(
 
 
 def _positions(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device):
-    """Positions of queries (.., seqlen_q, 1) and of keys (.., 1, seqlen_k), and which of the keys are real."""
+    """Returns positions of queries (.., seqlen_q, 1) and of keys (.., 1, seqlen_k), and which keys are real."""
     padding = query_padding_mask, key_padding_mask, key_leftpad
     _check_padding(seqlen_q, seqlen_k, *padding)
     if device is None:
@@ -299,7 +299,7 @@ def _positions(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_lef
 
 
 def _real_queries_and_keys(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, device):
-    """Which tokens are real, each (seqlen,) or, if entries differ, (batch, 1, seqlen)."""
+    """Returns which queries and which keys are real, each (seqlen,) or, if entries differ, (batch, 1, seqlen)."""
     real_q, real_k = (
         torch.ones(seqlen, dtype=torch.bool, device=device) if mask is None else mask[:, None].to(device)
         for seqlen, mask in ((seqlen_q, query_padding_mask), (seqlen_k, key_padding_mask))
@@ -358,7 +358,7 @@ def attention_ref(
         k: (batch, seqlen_k, heads_k, head_dim); heads_k divides heads, and query head h uses key head
             h // (heads / heads_k).
         v: (batch, seqlen_k, heads_k, head_dim_v).
-        query_padding_mask, key_padding_mask, key_leftpad: as in `construct_local_mask`. What padding holds has no
+        query_padding_mask, key_padding_mask, key_leftpad: as in `construct_local_mask`. Values in padding have no
             effect, not even NaN.
         attn_bias: floats that broadcast to (batch, heads, seqlen_q, seqlen_k), or None; -inf hides a key.
         dropout_p: float in [0, 1).
@@ -470,7 +470,7 @@ def _check_qkv(q, k, v, qv):
 
 
 def _check_padding(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key_leftpad, batch=None):
-    """Check what tells real tokens from padding. Without `batch`, the first mask or leftpad sets the batch size."""
+    """Check the arguments that mark padding. Without `batch`, the first mask or leftpad sets the batch size."""
     _check_count("seqlen_q", seqlen_q)
     _check_count("seqlen_k", seqlen_k)
     for name, value, dtypes, sizes in (
@@ -484,7 +484,7 @@ def _check_padding(seqlen_q, seqlen_k, query_padding_mask, key_padding_mask, key
 
 
 def _check_weights(q, shape, attn_bias, dropout_p, dropout_mask):
-    """Check what changes scores and probabilities of this shape."""
+    """Check the arguments that change scores and probabilities of this shape."""
     if attn_bias is not None:
         checks.tensor("attn_bias", attn_bias, dtypes=_DTYPES, device=q.device)
         sizes = zip(reversed(attn_bias.shape), reversed(shape))

@@ -17,7 +17,7 @@ import torch
 
 
 def custom_amp_decorator(dec: Callable, cuda_amp_deprecated: bool) -> Callable:
-    """`dec`, which takes device_type="cuda" if cuda_amp_deprecated: that is, if it is one of torch.amp."""
+    """Returns `dec`, with device_type="cuda" if cuda_amp_deprecated is true, since torch.amp's decorators need it."""
 
     def decorator(*args: Any, **kwargs: Any) -> Any:
         if cuda_amp_deprecated:

@@ -21,7 +21,7 @@ def cross_entropy_loss(
     inplace_backward: bool = False,
     process_group: ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross entropy of each row, with label smoothing and a penalty on the log-sum-exp (z-loss).
+    """Cross entropy of each row, with label smoothing and a penalty on the log-sum-exp, the z-loss.
 
     With s = logit_scale * logits, in float32, the label y and V classes,
 
@@ -30,7 +30,8 @@ def cross_entropy_loss(
 
     Arguments:
         logits: (rows, vocab), float32, float16 or bfloat16, any strides (columns that lie apart are copied).
-        labels: (rows,) int32 or int64. Rows whose label is ignore_index, or is no class, give 0 and have no gradient.
+        labels: (rows,) int32 or int64. A row with label ignore_index, or with a label that is no class, has loss 0 and
+            no gradient.
         precomputed_lse: (rows,) float32, log sum_j exp(logits_j) over the columns given here. Saves reading the logits;
             used if logit_scale is 1 and label_smoothing 0. It has no gradient of its own.
         label_smoothing: from 0 to 1, the weight of the uniform distribution in the target.

@@ -1,8 +1,8 @@
 """Activations for use within Triton kernels, and their names.
 
 `relu`, `leaky_relu`, `squared_relu`, `gelu`, `gelu_approx`, the same with `_grad`, `tanh` and `cosh` are Triton device
-functions of fp32 values, imported with Triton when they are first asked for. `<name>_grad` takes what the activation
-was applied to and returns the factor of the incoming gradient.
+functions of fp32 values, imported with Triton at their first use. `<name>_grad` takes the input of the activation and
+returns the factor of the incoming gradient.
 """
 
 import enum

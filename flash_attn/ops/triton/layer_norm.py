@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm of a residual stream, with dropout, a row scale, a second branch and a second norm.
 
 With h = dropout(rowscale * x) + dropout(x1) + residual, all of it optional but x, the last dimension is normalised in
-float32 as in `flash_attn.ops.layer_norm` and `flash_attn.ops.rms_norm`. On a GPU the library's own kernels run, or
-where it was built without them those of `flash_attn._triton.layer_norm`; plain torch elsewhere.
+float32 as in `flash_attn.ops.layer_norm` and `flash_attn.ops.rms_norm`. A GPU runs the library's own kernels, or the
+kernels of `flash_attn._triton.layer_norm` if the library is not built. Other devices use plain torch.
 
     out, residual = rms_norm_fn(x, weight, None, residual=residual, prenorm=True)
 """
@@ -59,22 +59,22 @@ def layer_norm_fn(
         x: (..., features), float32, float16 or bfloat16, as all tensors may be.
         weight, bias: (features,); bias may be None.
         residual, x1: like x, or None.
-        weight1, bias1: of a second norm of the same h, or None.
+        weight1, bias1: parameters of a second norm of the same h, or None.
         eps: added to the variance, or for RMSNorm to the mean square.
         dropout_p: probability that an element of x and, independently, of x1 is dropped, at least 0 and less than 1.
-            It counts whether or not some module is in training mode.
+            Elements are dropped in every call, since there is no training mode here.
         rowscale: a factor for each row of x, of any shape; not together with x1.
         prenorm: also return h.
         residual_in_fp32: without a residual, h is float32 instead of the dtype of x. With one, h has the residual's.
-        zero_centered_weight: weight and weight1 are those of the norm less 1.
+        zero_centered_weight: the norms multiply by 1 + weight and 1 + weight1.
         is_rms_norm: RMSNorm instead of LayerNorm.
         return_dropout_mask: also return which elements of x and of x1 were kept, bool; None where nothing is dropped.
-        out_dtype: dtype of the results, if not that of x.
+        out_dtype: dtype of the results; by default the dtype of x.
         out: a tensor like x, of any dtype; the first result is written to it.
         residual_out: a tensor like x, which h is written to.
 
-    Returns out, or a tuple (out, out1, h, mask, mask1) without what was not asked for: out1 is there with weight1, h
-    with prenorm, both masks with return_dropout_mask. If nothing changes x, h is x.
+    Returns out, or a tuple of out, out1 (with weight1), h (with prenorm), mask and mask1 (with return_dropout_mask), in
+    this order. If nothing changes x, h is x.
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
@@ -169,15 +169,15 @@ def layer_norm_linear_fn(
     residual_in_fp32: bool = False,
     is_rms_norm: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """A linear layer of the norm of h = x + residual. What the norm gives is not kept: the backward computes it again.
+    """A linear layer of the norm of h = x + residual. The norm is not stored: the backward computes it again.
 
     Arguments:
         x, residual, eps, prenorm, residual_in_fp32, is_rms_norm: as in `layer_norm_fn`.
         norm_weight, norm_bias: (features,); the bias may be None.
         linear_weight, linear_bias: (outputs, features) and (outputs,); the bias may be None.
 
-    Under autocast the norm's output has the autocast dtype, else that of x; linear_weight and linear_bias are cast to
-    it. Returns (..., outputs) of that dtype, or with prenorm a tuple of it and h.
+    The output of the norm has the dtype of autocast, or without autocast the dtype of x; linear_weight and linear_bias
+    are cast to it. Returns (..., outputs) of that dtype, or with prenorm a tuple of it and h.
 
     >>> layer_norm_linear_fn(torch.randn(2, 5, 64), torch.ones(64), None, torch.randn(8, 64), None).shape
     torch.Size([2, 5, 8])
@@ -201,7 +201,7 @@ class RMSNorm(torch.nn.Module):
         hidden_size: features.
         eps: added to the mean square.
         dropout_p: probability of dropout.
-        zero_centered_weight: the parameter is the weight less 1.
+        zero_centered_weight: the norm multiplies by 1 + the parameter.
 
     >>> out, residual = RMSNorm(64)(torch.randn(2, 5, 64), prenorm=True)
     """
@@ -265,7 +265,7 @@ def layer_norm_ref(
     """`layer_norm_fn` spelled out in torch operations, in the dtypes of the arguments, or in float32 if upcast.
 
     The masks are bool, true for kept; without them, dropout draws its own. Returns what `layer_norm_fn` does, without
-    masks; the sum h has the dtype in which it is computed.
+    masks; h has the dtype in which it is computed.
     """
     normalise = functools.partial(_layer_norm, eps=eps)
     return _reference(
@@ -291,7 +291,7 @@ def rms_norm_ref(
     dropout_mask1: torch.Tensor | None = None,
     upcast: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
-    """The same for RMSNorm."""
+    """`layer_norm_ref` for RMSNorm."""
     normalise = functools.partial(_rms_norm, eps=eps)
     return _reference(
         normalise, x, weight, bias, residual, x1, weight1, bias1, dropout_p, rowscale, prenorm, zero_centered_weight,

@@ -2,8 +2,8 @@
 
     out, act_input = triton_linear_act(x, weight, bias, activation="gelu", save_act_input=True)
 
-Sums, bias and activation are fp32. Nothing here records a gradient. Tensors that are not on a GPU, or a GPU without
-Triton, take plain torch. `kernel_fwd` and `kernel_bwd` are the kernels.
+Sums, bias and activation are fp32. Nothing here records a gradient. Without a GPU or without Triton, plain torch
+computes the same. `kernel_fwd` and `kernel_bwd` are the kernels.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def triton_linear_act(
         weight: (out_features, in_features), of the dtype of x.
         bias: (out_features,), of the dtype of x, or None.
         activation: "id", "gelu" (the exact one), "gelu_approx" (its tanh form) or "squared_relu".
-        save_act_input: also return what the activation is applied to, in the dtype of x.
+        save_act_input: also return the input of the activation, in the dtype of x.
 
     Returns (..., out_features), or a tuple of two such. Raises TypeError or ValueError for arguments that do not fit.
 
@@ -51,7 +51,7 @@ def triton_dgrad_act(
     activation: str = "id",
     act_input: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(grad_output weight) * act'(act_input): the gradient of what an activation before the layer `weight` is given.
+    """Returns (grad_output weight) * act'(act_input): the gradient of the input of the activation before the layer.
 
     Arguments:
         grad_output: (..., out_features), float16, bfloat16 or float32.

@@ -1,4 +1,4 @@
-"""An MLP with squared ReLU, whose first product and activation are one Triton kernel on a GPU.
+"""An MLP with squared ReLU. On a GPU, its first product and its activation are one Triton kernel.
 
 mlp = FusedDenseSqreluDense(1024, checkpoint_lvl=1)
 """
@@ -23,7 +23,7 @@ def fused_dense_sqrelu_dense_function(
         x: (..., in_features), float16, bfloat16, float32 or float64, as all tensors unless autocast casts them.
         weight1, bias1: (hidden_features, in_features) and (hidden_features,).
         weight2, bias2: (out_features, hidden_features) and (out_features,).
-        checkpoint_lvl: what is kept for the gradient: 0 what enters and leaves the activation, 1 what enters it, 2 x.
+        checkpoint_lvl: kept for the gradient besides x. 0: the activation's input and output; 1: its input; 2: nothing.
 
     Raises TypeError or ValueError for arguments that do not fit together.
 
@@ -31,7 +31,7 @@ def fused_dense_sqrelu_dense_function(
     >>> fused_dense_sqrelu_dense_function(x, weight1, torch.zeros(256), weight2, torch.zeros(64)).shape
     torch.Size([5, 64])
     """
-    # An exported program runs ops by themselves, and may do it on parameters: those of _PRODUCTS have no gradient.
+    # An exported program calls ops directly, perhaps with parameters, and the ops of _PRODUCTS have no gradient.
     products = None if torch.compiler.is_exporting() else _PRODUCTS
     return fused_dense.mlp(x, weight1, bias1, weight2, bias2, "sqrelu", True, False, checkpoint_lvl, -1, None, products)
 

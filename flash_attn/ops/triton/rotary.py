@@ -1,4 +1,4 @@
-"""`apply_rotary`, the rotation without autograd that other projects build their own autograd functions on.
+"""`apply_rotary`, the rotation without autograd. Other projects use it in their own autograd functions.
 
 It runs the same op as `flash_attn.layers.rotary`: the library's own kernel on a GPU, Triton's `rotary_kernel` where
 the library is not built, plain torch elsewhere.

@@ -1,4 +1,4 @@
-"""Running a model over sequences that grow: what its caches do not hold yet, with or without CUDA graphs."""
+"""Runs a model over growing sequences: only on tokens that its caches do not hold yet, with or without CUDA graphs."""
 
 import contextlib
 import time
@@ -50,7 +50,7 @@ class Steps:
                 decoding_seqlens=[n for n in decoding_seqlens if n < max_seqlen],  # more never follow a prompt
             )  # fmt: skip
             setattr(model, kept_as, self.graphs)
-            assert self.graphs.inference_params is not None  # there are graphs
+            assert self.graphs.inference_params is not None  # true of a cache with graphs
             self.params = self.graphs.inference_params
             self.params.reset(max_seqlen, batch)
         else:
@@ -91,12 +91,12 @@ class Steps:
         return logits[..., : self.vocab_size]
 
     def rewind(self, length: int) -> None:
-        """Go on as if the caches held so many tokens."""
+        """Continue as if the caches held only `length` tokens."""
         self.params.seqlen_offset = length
 
 
 def check_prompt(input_ids: Tensor, max_length: int, eos_token_id: int | None, vocab_size: int | None) -> None:
-    """Check what all decoding functions are given."""
+    """Check the arguments that all decoding functions share."""
     checks.tensor("input_ids", input_ids, dtypes=(torch.int64,))
     checks.ndim("input_ids", input_ids, "(batch, seqlen)")
     checks.number("input_ids.shape[1]", input_ids.shape[1], input_ids.shape[1] > 0, "at least 1")

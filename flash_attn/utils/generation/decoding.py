@@ -24,7 +24,7 @@ class GreedySearchDecoderOnlyOutput:
 
 
 class SampleDecoderOnlyOutput(GreedySearchDecoderOnlyOutput):
-    """The same, where tokens were drawn at random."""
+    """The same fields, for tokens that were drawn at random."""
 
 
 def _output_class(top_k: int) -> type[GreedySearchDecoderOnlyOutput]:
@@ -58,9 +58,9 @@ def decode(
         input_ids: (batch, seqlen) int64, the prompts, on the model's device. Prompts of different lengths are padded on
             the left, and need an attention_mask: padding cannot be told from tokens without it.
         model: see `flash_attn.utils.generation` for how it is called.
-        max_length: of a sequence with its prompt. At least one token is added whatever it is.
+        max_length: the length of a sequence with its prompt. At least one token is added, whatever max_length is.
         top_k, top_p, temperature: as in `sample`; by default, the likeliest token.
-        eos_token_id: a sequence ends with this token; what follows until all have ended is pad_token_id.
+        eos_token_id: a sequence ends with this token, and is then filled with pad_token_id until all have ended.
         teacher_outputs: (batch, length), sequences; their tokens are taken, as far as they reach, instead of drawing.
         vocab_size: how many of the logits count, if the vocabulary is padded.
         tensor_parallel: how many processes the model is divided over.
@@ -165,7 +165,7 @@ class _Rows:
         return tokens
 
     def have_ended(self) -> bool:
-        """Whether all sequences have; where they can end, this waits for the device."""
+        """Returns whether all sequences have ended; waits for the device if sequences can end."""
         return self.eos_token_id is not None and bool(self.ended.all())
 
     def _penalised(self, logits: Tensor) -> Tensor:
@@ -189,9 +189,9 @@ class GenerationMixin:
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[Any, Any]:
-        """The caches that CUDA graphs write to, one for each layer, by its layer_idx; to be written by the model.
+        """Returns the caches that CUDA graphs write to: one for each layer, by its layer_idx. Models must override it.
 
-        Each has room for batch_size sequences of max_seqlen tokens, in dtype, or in that of the parameters if None.
+        Each has room for batch_size sequences of max_seqlen tokens, in dtype, or in the parameters' dtype if None.
         """
         raise NotImplementedError
 
@@ -208,8 +208,8 @@ class GenerationMixin:
     ) -> Tensor | GreedySearchDecoderOnlyOutput:
         """Continue sequences: `decode` with this model; kwargs are more of its arguments.
 
-        Returns the sequences (batch, length), or with return_dict_in_generate all that decode returns, where scores is
-        None without output_scores.
+        Returns the sequences (batch, length), or with return_dict_in_generate the whole result of decode, with scores
+        None unless output_scores is true.
 
         >>> sequences = model.generate(prompt, max_length=100, eos_token_id=2)              # doctest: +SKIP
         """

@@ -97,15 +97,15 @@ def update_graph_cache(
 ) -> DecodingCGCache:
     """Capture the graphs that `cache` does not have yet, and return it; a new one if it is None.
 
-    Caches that are too small are replaced, together with all graphs. So they are if the model has moved to another
-    device, if a parameter or buffer has another address, or if autocast has another dtype.
+    Caches and all graphs are replaced if the caches are too small, if the model has moved to another device, if a
+    parameter or buffer has another address, or if autocast has another dtype.
 
     Arguments:
         batch_size, max_seqlen: the size of the batch, and of its longest sequence.
         seqlen_og: how many tokens the caches hold.
         decoding_seqlens: the numbers of tokens of a step that need a graph.
         tensor_parallel: how many processes share the heads that model.config names.
-        dtype: of the caches; if None, that of autocast, or without it that of the model's parameters.
+        dtype: of the caches; if None, the dtype of autocast, or without autocast the dtype of the model's parameters.
         n_warmups: how often the model runs before it is captured.
 
     Raises ValueError if the model is not on a GPU.
@@ -181,7 +181,7 @@ def capture_graph(
 
     graph, logits = _captured(step, device, mempool, n_warmups)
     inference_params.seqlen_offset = before
-    # Tables that modules replace when they must grow, as the rotary embedding does: the graph goes on reading these.
+    # Some modules, such as the rotary embedding, replace their tables to grow; the graph still reads the old ones.
     tables = [value for module in model.modules() for value in vars(module).values() if isinstance(value, Tensor)]
 
     def run(
@@ -208,7 +208,7 @@ def _captured(
             for _ in range(n_warmups):
                 step()
             stream.synchronize()
-            if dist.is_initialized():  # or one process may capture while another still sends
+            if dist.is_initialized():  # otherwise one process may capture while another still sends
                 dist.barrier()
         torch.cuda.current_stream().wait_stream(stream)
         with torch.cuda.graph(graph, pool=mempool):
@@ -217,7 +217,7 @@ def _captured(
 
 
 def _autocast_without_cache(device_type: str) -> torch.autocast:
-    """The autocast of the caller without its cache, which is freed with that autocast: a graph would go on reading."""
+    """Returns the caller's autocast without its cache: the cache is freed with it, but a graph would still read it."""
     return torch.autocast(
         device_type,
         dtype=torch.get_autocast_dtype(device_type),

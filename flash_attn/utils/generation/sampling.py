@@ -11,7 +11,7 @@ from flash_attn._ops import checks
 
 
 def modify_logits_for_top_k_filtering(logits: Tensor, top_k: int) -> None:
-    """Set all but the top_k greatest of logits (..., vocab) to -inf, in place; those equal to the last of them stay.
+    """Set logits (..., vocab) to -inf, in place, except the top_k greatest; logits equal to the last of these stay.
 
     >>> logits = torch.tensor([1.0, 3.0, 2.0])
     >>> modify_logits_for_top_k_filtering(logits, 2)
@@ -86,9 +86,9 @@ def _probabilities(logits: Tensor, top_k: int, top_p: float, temperature: float)
     if top_k == 1:
         return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
     logits = logits.float()
-    # The largest becomes 0, so that no quotient is infinite: the difference of two such would be NaN.
+    # The largest becomes 0, so that no quotient is infinite: the difference of two infinities would be NaN.
     logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    if top_k > 0:  # exactly so many, even where the last of them is equal to others
+    if top_k > 0:  # exactly top_k, even if further logits are equal to the last one
         kept = logits.topk(min(top_k, logits.shape[-1]), dim=-1)
         logits = torch.full_like(logits, float("-inf")).scatter_(-1, kept.indices, kept.values)
     modify_logits_for_top_p_filtering(logits, top_p)

@@ -35,7 +35,7 @@ def sample_speculative(
         tokens_draft: (batch, n) int32 or int64, the proposed tokens.
         top_k, top_p, temperature: as in `sample`, the same with which they were drawn.
 
-    Returns tokens (batch, n + 1) int64, and how many of them count, (batch,) from 1 to n + 1; what follows these has no
+    Returns tokens (batch, n + 1) int64, and how many of them count, (batch,) from 1 to n + 1; later tokens have no
     meaning. Raises TypeError or ValueError for arguments that do not fit together.
 
     >>> logits = torch.tensor([[[0.0, 9.0], [9.0, 0.0], [9.0, 0.0]]])
@@ -52,7 +52,7 @@ def sample_speculative(
     p, q = (_probabilities(each, top_k, top_p, temperature) for each in (logits, logits_draft))
     p_draft, q_draft = (each[:, :n].gather(-1, tokens_draft[..., None]).squeeze(-1) for each in (p, q))
     accepted = torch.rand_like(p_draft) * q_draft < p_draft
-    count = accepted.long().cumprod(dim=-1).sum(dim=-1)  # of those before the first that is not accepted
+    count = accepted.long().cumprod(dim=-1).sum(dim=-1)  # how many come before the first token that is not accepted
     at = count[:, None, None].expand(-1, 1, p.shape[-1])
     p_next, q_next = p.gather(1, at).squeeze(1), F.pad(q, (0, 0, 0, 1)).gather(1, at).squeeze(1)
     rest = (p_next - q_next).clamp_(min=0)
@@ -79,7 +79,7 @@ def decode_speculative(
 ) -> GreedySearchDecoderOnlyOutput:
     """Continue one sequence by tokens that a small model proposes and the model accepts or replaces, several at a time.
 
-    The result is distributed as that of `decode`; with top_k=1 it is the same.
+    The result has the same distribution as the result of `decode`; with top_k=1 it is the same.
 
     Arguments:
         input_ids: (1, seqlen) int64, the prompt.
@@ -90,7 +90,7 @@ def decode_speculative(
             may draft for itself.
         enable_timing: print how long it took, how often the model ran and how many proposed tokens were accepted.
         debug: print which tokens are proposed and which accepted.
-        The others are those of `decode`.
+        For the other arguments see `decode`.
 
     Returns what `decode` returns: sequences (1, at most max_length, but at least one token more than the prompt), and
     scores, a tuple of logits (1, vocab) of the model. Raises TypeError or ValueError as `decode` does, and for a batch
