@@ -91,7 +91,7 @@ def cases(device):
 
 
 def configuration(shape, positions):
-    """That of transformers."""
+    """The configuration of transformers for a shape: of GPT-2, or of Llama where there are key heads."""
     import transformers
 
     tokens = dict(vocab_size=shape.vocab, bos_token_id=1, eos_token_id=2)

@@ -336,7 +336,7 @@ def test_round_trip(head, options):
 
 
 def test_names_and_shapes():
-    """Those of the specification, of which other programs' checkpoints are."""
+    """Names and shapes of the parameters are those that checkpoints of other programs have."""
     config = config_of(num_hidden_layers=1, pad_vocab_size_multiple=8, **VARIANTS["last layer apart"])
     shapes = {key: tuple(tensor.shape) for key, tensor in bert.BertForPreTraining(config).state_dict().items()}
     layer, weight_and_bias = "bert.encoder.layers.0", functools.partial(sized, shapes)

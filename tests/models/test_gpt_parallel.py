@@ -89,7 +89,7 @@ def check_training(group):
 
 
 def check_parameters(group):
-    """Those of all processes are those of the whole model, and the shared ones of each again."""
+    """The parameters of all processes are those of the whole model, and each process has the shared ones too."""
     for name in CONFIGS:
         whole, divided = pair_of(group, name, True)
         parts = [None] * dist.get_world_size(group)
