@@ -93,7 +93,7 @@ def mlp(
 def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     """Returns whether the library's kernel for few rows, as in a step of decoding, can replace F.linear.
 
-    It cannot with gradients, function transforms or tensor subclasses, which the kernel does not support.
+    It does not support gradients, function transforms and tensor subclasses.
     """
     return (
         not torch.is_grad_enabled()

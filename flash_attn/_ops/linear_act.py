@@ -22,7 +22,7 @@ ACTIVATIONS = ("id", "gelu", "gelu_approx", "squared_relu")
 
 
 def check(names, x, weight, inner, activation):
-    """Check a matrix (..., n), called names[0], and a weight whose dimension `inner` is of this size.
+    """Check a matrix (..., n), called names[0], and a weight with size n in its dimension `inner`.
 
     Returns the name of the activation as a plain string, since it may be a member of an enumeration.
     """

@@ -50,9 +50,9 @@ class Mask(NamedTuple):
         return range(self.first(rows[0]), self.last(rows[-1]) + 1)
 
     def hide_(self, scores: torch.Tensor, rows: range, cols: range, value: float) -> None:
-        """Write `value` where a row does not see a key, into scores (.., len(rows), len(cols)) and in place.
+        """Write `value` into scores (.., len(rows), len(cols)), in place, where a row does not see a key.
 
-        Only columns outside what every row sees are touched.
+        Columns that every row sees are not touched.
         """
         seen_by_all = range(self.first(rows[-1]), self.last(rows[0]) + 1)
         before = range(cols.start, min(cols.stop, seen_by_all.start))

@@ -16,7 +16,7 @@ def fwd(
     of_label[own] = scaled[own, column[own]]
     lse, of_label = (torch.where(kept, x, 0) for x in (lse, of_label))
     base = torch.zeros_like(lse) if partial else lse
-    # Differences first: they are exact where the label has nearly all of the probability.
+    # The difference is taken before the factor, because it is exact where the label has nearly all of the probability.
     losses = (1 - label_smoothing) * (base - of_label)
     if label_smoothing > 0:
         mean = torch.where(kept, scaled.sum(dim=-1) / max(total_classes, 1), 0)
