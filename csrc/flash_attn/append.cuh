@@ -1,4 +1,4 @@
-// What comes before attention over a cache. New key t of entry b, and its value, go to position n_b + t of the cache,
+// The step before attention over a cache. New key t of entry b, and its value, go to position n_b + t of the cache,
 // where n_b is the length before. With tables, keys and queries are rotated by the angles of their positions (rotary
 // embedding); query i is at position n_b + i, or at n_b if no mask tells the queries apart. Rotated queries go to a
 // tensor of their own. At a position for which the tables have no row, nothing is rotated. Nothing is appended to an

@@ -42,7 +42,7 @@ struct BwdSm90Plan {
 
 using BwdPlan = std::variant<BwdSm80Plan, BwdSm90Plan>;
 
-// What a kernel is given: the problem and its own plan.
+// The parameters of a kernel: the problem and the plan of this kernel.
 template <typename Plan>
 struct PlannedBwd : BwdParams {
   Plan plan;

@@ -12,7 +12,7 @@
 
 namespace flash::flash_attn {
 
-// What a plan depends on besides the problem.
+// The facts besides the problem that a plan depends on.
 struct BwdHints {
   bool deterministic;
   bool has_sm90;  // whether the kernels for sm_90 run

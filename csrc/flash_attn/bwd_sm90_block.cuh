@@ -1,4 +1,4 @@
-// What a block of the backward kernels for sm_90 works on, and what it is given.
+// The keys and rows that a block of the backward kernels for sm_90 works on, and the parameters of these kernels.
 #pragma once
 
 #include <cuda.h>
@@ -17,7 +17,7 @@
 
 namespace flash::flash_attn {
 
-// What the kernels are given: the planned problem and its tensors as copies see them.
+// The parameters of the kernels: the planned problem, and its tensors as maps for copies.
 struct BwdSm90Launch : BwdSm90Params {
   CUtensorMap q_map, dout_map, k_map, v_map;  // boxes of one page of a tile
   CUtensorMap dq_accum_map, dq_map;           // of bwd_sm90.cuh: boxes of a half of dQ

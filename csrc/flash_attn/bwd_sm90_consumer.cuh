@@ -1,4 +1,4 @@
-// What the warpgroups that compute in the backward kernels for sm_90 have in common.
+// The part that all warpgroups that compute share in the backward kernels for sm_90.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-// What the warps of a block of bwd_sm90.cuh share.
+// The configuration of bwd_sm90.cuh, and the shared memory of its blocks.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ union alignas(1024) DqBox {
   }
 };
 
-// What becomes of a half of dQ in its box.
+// The way in which a half of dQ leaves its box.
 enum class DqFate : int {
   kAdd,           // is added to dq_accum
   kStore,         // is stored there: no block has added before

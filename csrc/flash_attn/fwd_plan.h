@@ -57,7 +57,7 @@ struct FwdSm90Plan {
 
 using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan>;
 
-// What a kernel is given: the problem and its own plan.
+// The parameters of a kernel: the problem and the plan of this kernel.
 template <typename Plan>
 struct Planned : FwdParams {
   Plan plan;

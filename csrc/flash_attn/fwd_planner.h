@@ -17,7 +17,7 @@
 
 namespace flash::flash_attn {
 
-// What a plan depends on besides the problem. Results depend on it only in their rounding.
+// The facts besides the problem that a plan depends on. Results depend on it only in their rounding.
 struct FwdHints {
   int64_t longest_q;  // no entry has more rows
   int64_t longest_k;  // no entry has more keys
