@@ -1,7 +1,7 @@
 """What Weights & Biases can show of a run. Needs wandb, and the logger `wandb`.
 
-The callbacks that look at validation are for classifiers. They need what the tasks return from a validation step: a
-dict with `output`, scores (batch, classes, ...), and `targets`, labels (batch, ...), of which negative ones are left out.
+The callbacks that look at validation are for classifiers. They need what the tasks return from a validation step, a
+dict with `output`, scores (batch, classes, ...), and `targets`, labels (batch, ...); negative labels are left out.
 """
 
 import pathlib

@@ -159,7 +159,7 @@ def _first_of(config, *names):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Operations of flash-attn
+# Operations of flash-attn, and one of PyTorch
 
 _ops = torch.ops.flash_attn
 
@@ -174,12 +174,12 @@ def _score_flops(q, k, cu_seqlens_q, cu_seqlens_k):
     return 2 * pairs * heads * head_dim
 
 
-@register_flop_formula(_ops.fwd, get_raw=True)
+@register_flop_formula([_ops.fwd, _ops.fwd_reference], get_raw=True)
 def _attention_fwd(q, k, v, softmax_scale, window_left, window_right, cu_seqlens_q=None, cu_seqlens_k=None, *_, **__):
     return 2 * _score_flops(q, k, cu_seqlens_q, cu_seqlens_k)  # Q K^T and P V
 
 
-@register_flop_formula(_ops.bwd, get_raw=True)
+@register_flop_formula([_ops.bwd, _ops.bwd_reference], get_raw=True)
 def _attention_bwd(
     dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, softmax_scale, window_left, window_right,
     cu_seqlens_q=None, cu_seqlens_k=None, *_, **__,
@@ -200,3 +200,12 @@ def _linear_dgrad(dout, weight, *_, out_shape=None, **__):
 @register_flop_formula(_ops.fused_dense_wgrad)
 def _linear_wgrad(dout, x, *_, out_shape=None, **__):
     return 2 * math.prod(dout) * x[-1]
+
+
+def _sdpa_on_cpu(q, k, *_, out_shape=None, **__):
+    return 4 * math.prod(q) * k[-2]
+
+
+_SDPA_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+if _SDPA_ON_CPU not in flop_registry:  # PyTorch 2.13 has formulas for attention on GPUs only
+    register_flop_formula(_SDPA_ON_CPU)(_sdpa_on_cpu)

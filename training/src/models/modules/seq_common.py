@@ -3,6 +3,7 @@
 Sequences are (batch, tokens, features) with batch_first, otherwise (tokens, batch, features).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -261,7 +262,7 @@ class MlpBig(nn.Module):
         super().__init__()
         hidden_features = hidden_features or in_features
         widths = [in_features, *(hidden_features * 2**i for i in range(4)), out_features or in_features]
-        self.layers = nn.ModuleList(nn.Linear(m, n, device=device, dtype=dtype) for m, n in zip(widths, widths[1:]))
+        self.layers = nn.ModuleList(nn.Linear(m, n, device=device, dtype=dtype) for m, n in itertools.pairwise(widths))
         self.act = act_layer() if act_fn is None else act_fn
         self.drop = nn.Dropout(drop)
 
