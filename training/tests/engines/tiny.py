@@ -129,6 +129,17 @@ class _Batches:
             yield order[start : start + self.data.batch_size * self.replicas][self.rank :: self.replicas]
 
 
+class SaveAt(L.Callback):
+    """Saves after an optimiser step, as ModelCheckpoint does."""
+
+    def __init__(self, step: int, folder: pathlib.Path) -> None:
+        self.step, self.path = step, folder / f"step_{step}.ckpt"
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
 def trainer(folder: pathlib.Path, strategy: Any, max_steps: int, devices: int = 1, **options: Any) -> L.Trainer:
     """A trainer without logging, that shuffles nothing itself and validates in the middle of an epoch, at batch 4."""
     defaults = dict(
