@@ -1,5 +1,6 @@
 """Models whose parameters, gradients and optimiser states are divided over the processes (FSDP2: ZeRO-2 and ZeRO-3)."""
 
+import contextlib
 from typing import Any
 
 import lightning as L
@@ -35,9 +36,10 @@ class FSDPStrategy(MeshStrategy):
         self.reshard_after_forward, self.reduce_dtype = reshard_after_forward, reduce_dtype
 
     def distribute(self) -> None:
-        if not isinstance(self.lightning_module, FSDPModule):
-            shard(self.lightning_module, self.mesh["dp"], self.reshard_after_forward, self._policy())
-        self.model_to_device()
+        with _keep_attributes(self.lightning_module):
+            if not isinstance(self.lightning_module, FSDPModule):
+                shard(self.lightning_module, self.mesh["dp"], self.reshard_after_forward, self._policy())
+            self.model_to_device()
 
     def _policy(self):
         if not self.precision_plugin.precision.startswith("bf16"):
@@ -46,17 +48,23 @@ class FSDPStrategy(MeshStrategy):
 
 
 def shard(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
-    """Divide a module over a mesh with one dimension, in place. Attributes of parameters, as `_optim`, are kept."""
-    attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
+    """Divide a module over a mesh with one dimension, in place."""
     options: dict[str, Any] = dict(mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     lists = [each for name, each in module.named_modules() if name.rpartition(".")[2] in _LISTS]
     for layer in [layer for each in lists if isinstance(each, nn.ModuleList) for layer in each]:
         fully_shard(layer, **options)
     fully_shard(module, **options)
+    for step in _STEPS:
+        if isinstance(module, L.LightningModule) and is_overridden(step, module):
+            register_fsdp_forward_method(module, step)
+
+
+@contextlib.contextmanager
+def _keep_attributes(module):
+    """Give the parameters that take the place of others their attributes, as `_optim` and `_no_weight_decay`."""
+    attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
+    yield
     for name, parameter in module.named_parameters():
         for key, value in attributes[name].items():
             if not hasattr(parameter, key):
                 setattr(parameter, key, value)
-    for step in _STEPS:
-        if isinstance(module, L.LightningModule) and is_overridden(step, module):
-            register_fsdp_forward_method(module, step)

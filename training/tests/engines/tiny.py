@@ -152,7 +152,7 @@ def trainer(folder: pathlib.Path, strategy: Any, max_steps: int, devices: int = 
 
 def weights(task: L.LightningModule) -> dict[str, Tensor]:
     """A copy of all parameters, whole."""
-    return {name: _whole(x).clone() for name, x in task.state_dict().items()}
+    return {name: whole(x).clone() for name, x in task.state_dict().items()}
 
 
 def moments(task: L.LightningModule) -> list[Tensor]:
@@ -161,5 +161,6 @@ def moments(task: L.LightningModule) -> list[Tensor]:
     return [value for parameter in task.parameters() for _, value in sorted(state[parameter].items())]
 
 
-def _whole(x):
+def whole(x: Tensor) -> Tensor:
+    """A tensor of which this process may have a part."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x
