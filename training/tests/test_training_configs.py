@@ -230,7 +230,7 @@ def test_a_mode_wins_over_the_experiment(mode, expected, folder, monkeypatch):
     assert {key: OmegaConf.select(config, key) for key in expected} == expected
     assert config.hydra.run.dir.startswith(folder) and config.hydra.job.chdir
     assert (config.logger.wandb.mode == "disabled") == (mode in ("smoke", "profile"))
-    assert composed(f"mode={mode}", "name=first", "+trainer.max_steps=7").trainer.max_steps == 7
+    assert composed(f"mode={mode}", "name=first", "++trainer.max_steps=7").trainer.max_steps == 7
 
 
 def test_numbers_of_a_recipe_can_be_added_on_the_command_line():
