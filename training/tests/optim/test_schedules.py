@@ -1,5 +1,6 @@
 """Learning rates against their formulas, over whole runs and after a restart."""
 
+import itertools
 import math
 
 import pytest
@@ -77,7 +78,7 @@ def test_cosines_that_follow_each_other():
     seen = [row[0] for row in rates(lambda optimizer: TimmCosineLRScheduler(optimizer, **options), 70)]
     starts, lr = (0, 8, 24, 56), LRS[0]
     assert [seen[t] for t in starts[:3]] == pytest.approx([lr, lr / 2, lr / 4])
-    assert [seen[(a + b) // 2] for a, b in zip(starts, starts[1:])] == pytest.approx([lr / 2, lr / 4, lr / 8])
+    assert [seen[(a + b) // 2] for a, b in itertools.pairwise(starts)] == pytest.approx([lr / 2, lr / 4, lr / 8])
     assert seen[56:] == [0.0] * 14
 
 
