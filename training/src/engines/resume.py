@@ -277,9 +277,9 @@ class ExactResume(Strategy):
         return True
 
     def _differences_of_groups(self, optimizer, groups):
-        names = self._parameter_names()
+        names, mine = self._parameter_names(), self._resumed.entries
         now = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-        then = [group["params"] for group in groups]
+        then = [[name for name in group["params"] if self._stored(name) in mine] for group in groups]
         if len(now) != len(then):
             return [f"the optimizer must have {len(then)} groups of parameters, found {len(now)}"]
         return [

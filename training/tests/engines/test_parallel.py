@@ -166,7 +166,7 @@ def test_resumed_run_is_the_same(how, world, tmp_path):
 
 def run_on(group, how, folder, max_steps, save_at, ckpt_path):
     """A part of a run, after which the samples of its steps are in the folder."""
-    task = fit_engine(how, folder, group, max_steps=max_steps, save_at=save_at, ckpt_path=ckpt_path, seed=3)
+    task = fit_engine(how, folder, group, max_steps=max_steps, save_at=save_at, ckpt_path=ckpt_path, seed=3 if ckpt_path else 1)
     seen = [None] * group.size()
     torch.distributed.all_gather_object(seen, task.seen)
     torch.save([sorted(sum(step, [])) for step in zip(*seen)], folder / f"seen_{max_steps}.pt")
