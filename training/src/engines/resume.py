@@ -22,8 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from src.engines import rng
-from src.engines.signals import Signals, StopOnSignal
+from src.engines import rng, signals
 from src.utils import checkpoint as checkpoints
 from src.utils.checkpoint import Checkpoint, CheckpointError, Entry, found
 
@@ -51,12 +50,8 @@ class ExactResume(Strategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        trainer = self.lightning_module.trainer
         self._postponed: list[tuple[str, bool | None]] = []
-        if not isinstance(trainer._signal_connector, Signals):
-            trainer._signal_connector = Signals(trainer)
-        if not any(isinstance(callback, StopOnSignal) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, StopOnSignal())  # before those that save at the same step
+        signals.add_callbacks(self.lightning_module.trainer)
 
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
@@ -217,7 +212,9 @@ class ExactResume(Strategy):
         names = self._parameter_names()
         local, targets = _local(optimizer), {}
         prefix = f"optimizer_states.{i}."
-        keys = sorted({name.removeprefix(prefix).split(".")[0] for name in self._resumed.entries if name.startswith(prefix)})
+        keys = sorted(
+            {name.removeprefix(prefix).split(".")[0] for name in self._resumed.entries if name.startswith(prefix)}
+        )
         for group in local.param_groups:
             for parameter in group["params"]:
                 name = names[id(parameter)]
@@ -247,7 +244,9 @@ class ExactResume(Strategy):
                 f"it was saved with tensor_parallel_size={engine['tensor_parallel_size']}, and each of so many processes "
                 f"has its own part, found strategy.tensor_parallel_size={self.tensor_parallel_size}"
             ]
-        model = {self._stored(name): x for name, x in self.lightning_module_state_dict().items() if isinstance(x, Tensor)}
+        model = {
+            self._stored(name): x for name, x in self.lightning_module_state_dict().items() if isinstance(x, Tensor)
+        }
         strict = self.lightning_module.strict_loading
         faults = [
             f"{name} has shape {found(entries.get(name))} in the checkpoint and {tuple(x.shape)} in the model"

@@ -44,5 +44,7 @@ def _hook(name):
     from src.distributed import ddp_comm_hooks
 
     if not callable(getattr(ddp_comm_hooks, name, None)):
-        raise ValueError(f"strategy.ddp_comm_hook must name a function of src.distributed.ddp_comm_hooks, found {name!r}")
+        raise ValueError(
+            f"strategy.ddp_comm_hook must name a function of src.distributed.ddp_comm_hooks, found {name!r}"
+        )
     return getattr(ddp_comm_hooks, name)

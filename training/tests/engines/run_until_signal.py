@@ -1,6 +1,6 @@
 """Started by tests: a run that tells its steps on the standard output, and sends itself a signal, or is killed.
 
-    python run_until_signal.py FOLDER MAX_STEPS [--resume] [--signal NAME --at PLACE NUMBER]
+python run_until_signal.py FOLDER MAX_STEPS [--resume] [--signal NAME --at PLACE NUMBER]
 """
 
 import argparse
@@ -11,9 +11,9 @@ import signal
 
 import lightning as L
 import torch
+
 from src.engines import SingleDeviceStrategy
 from src.utils import checkpoint as checkpoints
-
 from training.tests.engines import tiny
 
 

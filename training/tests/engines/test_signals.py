@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+
 from src.utils import checkpoint as checkpoints
 
 SCRIPT = pathlib.Path(__file__).with_name("run_until_signal.py")
