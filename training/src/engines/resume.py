@@ -70,7 +70,7 @@ class ExactResume(Strategy):
                 self._rng_of_training = None
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Have the loader draw the seeds of its workers from a generator of its own, since it is made anew on resume."""
+        """Have the loader draw the seeds of its workers from its own generator: it is made anew on resume."""
         dataloader = super().process_dataloader(dataloader)
         if isinstance(dataloader, torch.utils.data.DataLoader) and dataloader.generator is None:
             step = self.lightning_module.trainer.global_step
@@ -241,12 +241,10 @@ class ExactResume(Strategy):
         entries, engine = self._resumed.entries, state["engine"]
         if engine["tensor_parallel_size"] != self.tensor_parallel_size:
             return [
-                f"it was saved with tensor_parallel_size={engine['tensor_parallel_size']}, and each of so many processes "
-                f"has its own part, found strategy.tensor_parallel_size={self.tensor_parallel_size}"
+                f"strategy.tensor_parallel_size must be {engine['tensor_parallel_size']}, the number of parts in which "
+                f"the checkpoint has each layer, found {self.tensor_parallel_size}"
             ]
-        model = {
-            self._stored(name): x for name, x in self.lightning_module_state_dict().items() if isinstance(x, Tensor)
-        }
+        model, _ = self._divide_model(self.lightning_module_state_dict())
         strict = self.lightning_module.strict_loading
         faults = [
             f"{name} has shape {found(entries.get(name))} in the checkpoint and {tuple(x.shape)} in the model"
@@ -300,7 +298,7 @@ class ExactResume(Strategy):
         if samples % after and not progress["is_last_batch"]:
             raise CheckpointError(
                 f"{self._resumed.path} was taken after {samples} samples of the epoch, which are not whole batches of "
-                f"{after} samples ({now['data_parallel_size']} processes times a batch size of {now['batch_size'] or 1})"
+                f"{after} samples ({now['data_parallel_size']} x datamodule.batch_size={now['batch_size'] or 1})"
             )
         for tracker in (progress["current"], progress["total"]):
             ready = tracker["ready"]

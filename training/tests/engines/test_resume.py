@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from lightning.pytorch.callbacks import ModelCheckpoint
-from src.engines import SingleDeviceStrategy, rngfrom src.utils import checkpoint as checkpoints
+from src.engines import SingleDeviceStrategy, rng
+from src.utils import checkpoint as checkpoints
 
 from training.tests.engines import tiny
 
@@ -44,9 +45,7 @@ def test_bad_input_is_named_before_anything_is_changed(tmp_path):
     run(tmp_path, 2, callbacks=[tiny.SaveAt(2, tmp_path)])
     path = tmp_path / "step_2.ckpt"
     cases = {  # message -> task
-        r"norm\.weight has shape \(16,\) in the checkpoint and \(24,\) in the model": tiny.Task(
-            tiny.Model(24)
-        ),
+        r"norm\.weight has shape \(16,\) in the checkpoint and \(24,\) in the model": tiny.Task(tiny.Model(24)),
         r"layers\.2\..* has shape no tensor in the checkpoint": tiny.Task(tiny.Model(layers=3)),
         r"layers\.1\..* is not in the model": tiny.Task(tiny.Model(layers=1)),
         r"the optimizer must be \['AdamW'\], found \['SGD'\]": tiny.Task(optimizer=torch.optim.SGD),
