@@ -74,8 +74,8 @@ def save(path: PathLike, state: Any, tensors: Mapping[str, Tensor] | None = None
         own: nested plain data without tensors that each process has for itself.
 
     At every moment there is a complete checkpoint under `path` or, for the instant of the exchange, next to it;
-    `latest` finds it. Raises TypeError if the state is not plain, CheckpointError if writing fails, as on a full disk, in all
-    processes: the temporary folder is then removed, and the checkpoint before is as it was.
+    `latest` finds it. Raises TypeError if the state is not plain, CheckpointError if writing fails, as on a full disk,
+    in all processes: the temporary folder is then removed, and the checkpoint before is as it was.
     """
     path = pathlib.Path(os.path.abspath(path))
     part = path.with_name(f".{path.name}.part")
@@ -474,8 +474,8 @@ def _repeat_square(table, seqlen, times, out_seqlen):
     side, factor = math.isqrt(seqlen), math.isqrt(times)
     if side**2 != seqlen or factor**2 != times:
         raise ValueError(
-            f"with interleave, the {seqlen} positions and out_seqlen must be squares, with a side that is a multiple of "
-            f"the other's, found out_seqlen={out_seqlen}"
+            f"with interleave, the {seqlen} positions and out_seqlen must be squares, with a side that is a multiple "
+            f"of the other's, found out_seqlen={out_seqlen}"
         )
     square = table.unflatten(-2, (side, side))
     return square.repeat_interleave(factor, dim=-3).repeat_interleave(factor, dim=-2).flatten(-3, -2)

@@ -17,20 +17,6 @@ from src.utils import checkpoint as checkpoints
 from training.tests.engines import tiny
 
 
-class SendSignal(L.Callback):
-    """Sends this process a signal at a place of the run, at the number-th time that it is there."""
-
-    def __init__(self, name, place, number):
-        self.signal, self.number, self.count = getattr(signal, name), number, 0
-        setattr(self, f"on_{place}", self._send)
-
-    def _send(self, trainer, *args):
-        if not trainer.sanity_checking:
-            self.count += 1
-            if self.count == self.number:
-                os.kill(os.getpid(), self.signal)
-
-
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
@@ -42,7 +28,7 @@ def main():
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO)
     L.seed_everything(1)
-    callbacks = [] if args.signal is None else [SendSignal(args.signal, args.at[0], int(args.at[1]))]
+    callbacks = [] if args.signal is None else [tiny.SendSignal(args.signal, args.at[0], int(args.at[1]))]
     callbacks.append(L.pytorch.callbacks.ModelCheckpoint(args.folder, every_n_train_steps=2, save_last=True))
     if args.kill_while_saving:
         _kill_while_saving(args.kill_while_saving)

@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from transformers import GPT2Config
 
@@ -64,6 +66,8 @@ def fit(folder, name, group=None, max_steps=STEPS, dropout=0.0, save_at=None, se
     L.seed_everything(seed)
     world = 1 if group is None else group.size()
     parallel = {"tensor_parallel_size": tp} if tp > 1 else {}
+    if "ddp_comm_hook" in options:
+        parallel["ddp_comm_hook"] = options.pop("ddp_comm_hook")
     task = tiny.Task(MODELS[model](dropout=dropout), _zero if name == "ddp_zero1" else torch.optim.AdamW)
     trainer_options = {"callbacks": [tiny.SaveAt(save_at, folder)] if save_at else []} | options
     trainer_options["accelerator"] = _device(group)
@@ -194,6 +198,72 @@ def test_resumed_run_on_gpus_is_the_same(how, tmp_path):
     over_processes(2, check_resume, how, tmp_path, backend="nccl")
 
 
+def check_signal(group, how, folder):
+    """One process of all gets a signal; all of them save and stop at the same step."""
+    options = dict(dropout=0.1, accumulate_grad_batches=2, max_steps=6)
+    whole = fit_engine(how, folder, group, **options)
+    signals = [tiny.SendSignal("SIGTERM", "before_backward", 5)] if group.rank() == 1 else []
+    with pytest.raises(SystemExit) as stopped:
+        fit_engine(how, folder, group, callbacks=signals, **options)
+    assert stopped.value.code == 128 + 15
+    resumed = fit_engine(how, folder, group, ckpt_path=folder / ".pl_auto_save.ckpt", seed=2, **options)
+    assert resumed.losses == whole.losses[6:]
+    torch.testing.assert_close(tiny.weights(resumed), tiny.weights(whole), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", ["ddp", "fsdp"])
+def test_a_signal_stops_all_processes(how, tmp_path):
+    over_processes(2, check_signal, how, tmp_path)
+
+
+def check_evaluation(group, how, folder):
+    """After training, and from a checkpoint alone, an engine validates its model as one process does."""
+    name, tp, model = ENGINES[how]
+    task = fit_engine(how, folder, group, max_steps=1, save_at=1)
+    expected = torch.load(folder / "validated.pt")[model]
+    task.noisy_validation = False
+    (found,) = task.trainer.validate(task, datamodule=tiny.Data(batch_size=4), verbose=False)
+    assert found["val/loss"] == pytest.approx(expected, rel=1e-5)
+    other = tiny.Task(MODELS[model](), noisy_validation=False)
+    parallel = {"tensor_parallel_size": tp} if tp > 1 else {}
+    trainer = tiny.trainer(folder, strategy(name, group, **parallel), 1, group.size())
+    (found,) = trainer.validate(
+        other, datamodule=tiny.Data(batch_size=4), ckpt_path=folder / "step_1.ckpt", verbose=False
+    )
+    assert found["val/loss"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory):
+    folder, losses = tmp_path_factory.mktemp("validated"), {}
+    for model in MODELS:
+        task = fit(folder, "single", model=model, max_steps=1)
+        task.noisy_validation = False
+        (found,) = task.trainer.validate(task, datamodule=tiny.Data(batch_size=4), verbose=False)
+        losses[model] = found["val/loss"]
+    torch.save(losses, folder / "validated.pt")
+    return folder
+
+
+@pytest.mark.parametrize("how", [how for how in ENGINES if how != "fsdp_tp"])
+def test_evaluation(how, validated):
+    over_processes(2, check_evaluation, how, validated)
+
+
+def check_hook(group, folder):
+    task = fit(folder, "ddp", group, ddp_comm_hook="fp16_compress_hook", max_steps=1, gradient_clip_val=None)
+    plain = fit(folder, "ddp", group, max_steps=1, gradient_clip_val=None)
+    moments = [each.trainer.optimizers[0].state[each.model.layers[0].fc1.weight]["exp_avg"] for each in (task, plain)]
+    assert not torch.equal(*moments)
+    torch.testing.assert_close(*moments, rtol=0.002, atol=1e-4)
+    with pytest.raises(ValueError, match=r"strategy\.ddp_comm_hook must name a function.*found 'no_hook'"):
+        fit(folder, "ddp", group, ddp_comm_hook="no_hook")
+
+
+def test_a_communication_hook_is_used(tmp_path):
+    over_processes(2, check_hook, tmp_path)
+
+
 def run_on(group, how, folder, max_steps, save_at, ckpt_path):
     """A part of a run, after which the samples of its steps are in the folder."""
     task = fit_engine(
@@ -222,9 +292,8 @@ def test_another_number_of_processes_goes_on(first, second, tmp_path, serial):
 
 def check_precision(group, name):
     """fp16 needs one scale of the loss for all; layers of FSDP compute in bf16, and keep float32."""
-    options = dict(max_steps=2, precision="16-mixed")
-    with pytest.raises(ValueError, match=r"trainer\.precision must not be 16-mixed"):
-        fit(".", name, group, **options)
+    with pytest.raises(MisconfigurationException, match=r"trainer\.precision must not be 16-mixed"):
+        fit(".", name, group, plugins=[MixedPrecision("16-mixed", "cpu")])
     task = fit(".", name, group, max_steps=2, precision="bf16-mixed")
     assert {x.dtype for x in task.parameters()} == {torch.float32}
     assert torch.isfinite(torch.tensor(task.losses)).all()

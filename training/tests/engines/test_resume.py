@@ -3,11 +3,12 @@
 import lightning as L
 import pytest
 import torch
-
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+
+from src.callbacks.ema import EMACallback
 from src.engines import SingleDeviceStrategy, rng
 from src.utils import checkpoint as checkpoints
-
 from training.tests.engines import tiny
 
 
@@ -79,6 +80,42 @@ def test_a_save_within_an_accumulation_waits_for_its_end(tmp_path):
     assert checkpoints.Checkpoint(tmp_path / "asked.ckpt").state["global_step"] == 2
     resumed, resumed_states = run(tmp_path, 5, tmp_path / "asked.ckpt", seed=2, accumulate_grad_batches=3)
     assert_same_run(resumed, resumed_states, whole, states)
+
+
+PLACES = [("before_backward", 8, 3), ("validation_batch_start", 3, 2), ("validation_batch_start", 11, 4)]
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+@pytest.mark.parametrize(("place", "number", "step"), PLACES)  # 3 batches are a step; validation is after 4, 8 and 12
+def test_a_signal_saves_and_stops(place, number, step, averaged, tmp_path):
+    def options():
+        return dict(accumulate_grad_batches=3, callbacks=[EMACallback(0.9)] if averaged else [])
+
+    whole, states = run(tmp_path, 9, **options())
+    first = options()
+    first["callbacks"].append(tiny.SendSignal("SIGTERM", place, number))
+    with pytest.raises(SystemExit) as stopped:
+        run(tmp_path, 9, **first)
+    assert stopped.value.code == 128 + 15
+    saved = checkpoints.latest(tmp_path)
+    assert saved.name == ".pl_auto_save.ckpt"
+    assert checkpoints.Checkpoint(saved).state["global_step"] == step
+    second = options()
+    resumed, resumed_states = run(tmp_path, 9, saved, seed=2, **second)
+    assert_same_run(resumed, resumed_states, whole, states)
+
+
+def test_the_scale_of_the_loss_goes_on(tmp_path):
+    def options():
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**22, growth_interval=3)  # too large: it shrinks, then grows
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+
+    whole, states = run(tmp_path, 14, callbacks=[tiny.SaveAt(8, tmp_path)], **options())
+    resumed, resumed_states = run(tmp_path, 14, tmp_path / "step_8.ckpt", seed=2, **options())
+    assert_same_run(resumed, resumed_states, whole, states)
+    scalers = [task.trainer.precision_plugin.scaler.state_dict() for task in (resumed, whole)]
+    assert scalers[0] == scalers[1]
+    assert scalers[0]["scale"] != 2.0**22
 
 
 def test_checkpoints_of_the_best_and_the_last(tmp_path):
