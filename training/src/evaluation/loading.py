@@ -1,0 +1,61 @@
+"""Opens a trained model and its tokenizer, from a training checkpoint or from a folder of `save_pretrained`.
+
+    model, tokenizer = open_model("checkpoints/my-run/last.ckpt")
+"""
+
+import pathlib
+
+import torch
+from torch import nn
+
+from flash_attn.models.gpt import GPTLMHeadModel
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_FUSED = ("use_flash_attn", "fused_bias_fc", "fused_dropout_add_ln")  # what all families can have
+
+
+def add_model_arguments(parser) -> None:
+    """The arguments of commands that open a model: checkpoint, --tokenizer, --device, --dtype."""
+    parser.add_argument("checkpoint", help="a training checkpoint, or a folder with config.json and model.safetensors")
+    parser.add_argument("--tokenizer", help="'byte', a folder, or a name on the hub (default: that of the checkpoint)")
+    parser.add_argument("--device", help="such as cuda:1 (default: the GPU if there is one)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 on a GPU, else float32)")
+
+
+def open_model(checkpoint, tokenizer=None, device=None, dtype=None):
+    """(model, tokenizer), the model in evaluation mode.
+
+    Arguments:
+        checkpoint: a training checkpoint, or a folder of `save_pretrained` or of transformers.
+        tokenizer: "byte", or what AutoTokenizer takes; by default the one that the checkpoint names or brings.
+        device: by default the GPU if there is one.
+        dtype: of the weights and the computation, or its name; by default bfloat16 on a GPU and float32 elsewhere.
+
+    Raises FileNotFoundError if there is nothing of that name, ValueError if no tokenizer is known.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    dtype = DTYPES.get(dtype, dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+    path = pathlib.Path(checkpoint)
+    if not path.exists():
+        raise FileNotFoundError(f"checkpoint must be a file or a folder, found nothing at {path}")
+    open_one = _open_folder if (path / "config.json").exists() else _open_training_checkpoint
+    model, tokenizer = open_one(path, tokenizer, device, dtype)
+    return model.eval(), tokenizer
+
+
+def longest_input(model: nn.Module) -> int | None:
+    """How many tokens the model can read at once; None if nothing in it sets a limit."""
+    if hasattr(model, "max_positions"):
+        return model.max_positions
+    return getattr(model.config, "n_positions", None)
+
+
+def _open_folder(path, tokenizer, device, dtype):
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(path)
+    config = GPTLMHeadModel.from_config(config, device="meta").config  # the meta device takes no memory
+    for field in _FUSED:
+        setattr(config, field, device.type == "cuda" and dtype != torch.float32)
+    model = GPTLMHeadModel.from_pretrained(path, config, device=device, dtype=dtype)
+    return model, load_tokenizer(path if tokenizer is None else tokenizer)
