@@ -59,20 +59,24 @@ def generate(
     return tokenizer.decode(sequences[0, len(ids) :].tolist(), skip_special_tokens=True)
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(
+def parser():
+    command = argparse.ArgumentParser(
         prog="python -m src.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_model_arguments(parser)
-    parser.add_argument("--prompt", default="", help="what the text begins with (default: nothing)")
-    parser.add_argument("--max-new-tokens", type=int, default=200, help="(default %(default)s)")
-    parser.add_argument("--greedy", action="store_true", help="take the likeliest token each time")
-    parser.add_argument("--temperature", type=float, default=1.0, help="lower is safer (default %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="draw from so many likeliest tokens (default: all)")
-    parser.add_argument("--top-p", type=float, default=0.0, help="and that have this probability (default: all)")
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, help="(default %(default)s, none)")
-    parser.add_argument("--seed", type=int, help="the same seed, the same text")
-    options = vars(parser.parse_args(argv))
+    add_model_arguments(command)
+    command.add_argument("--prompt", default="", help="what the text begins with (default: nothing)")
+    command.add_argument("--max-new-tokens", type=int, default=200, help="(default %(default)s)")
+    command.add_argument("--greedy", action="store_true", help="take the likeliest token each time")
+    command.add_argument("--temperature", type=float, default=1.0, help="lower is safer (default %(default)s)")
+    command.add_argument("--top-k", type=int, default=0, help="draw from so many likeliest tokens (default: all)")
+    command.add_argument("--top-p", type=float, default=0.0, help="and that have this probability (default: all)")
+    command.add_argument("--repetition-penalty", type=float, default=1.0, help="(default %(default)s, none)")
+    command.add_argument("--seed", type=int, help="the same seed, the same text")
+    return command
+
+
+def main(argv=None):
+    options = vars(parser().parse_args(argv))
     model, tokenizer = open_model(*(options.pop(name) for name in ("checkpoint", "tokenizer", "device", "dtype")))
     generate(model, tokenizer, **options, stream=True)
 

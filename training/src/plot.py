@@ -140,22 +140,26 @@ def _line(axis, at, series, **style):
         axis.plot(x, series[1], **style)
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(
+def parser():
+    command = argparse.ArgumentParser(
         prog="python -m src.plot", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", nargs="+", help="names of runs, folders with logs, or metrics.csv files")
+    command.add_argument("run", nargs="+", help="names of runs, folders with logs, or metrics.csv files")
     logs = os.environ.get("RESULT_DIR", "logs")
-    parser.add_argument("--logs", type=pathlib.Path, default=logs, help="where names are looked for (default %(default)s)")
-    parser.add_argument("--output", type=pathlib.Path, default="runs.png", help="the figure (default %(default)s)")
-    parser.add_argument("--smooth", type=float, default=20, help="points of the moving average (default %(default)s)")
-    args = parser.parse_args(argv)
+    command.add_argument("--logs", type=pathlib.Path, default=logs, help="where names are looked for (default %(default)s)")
+    command.add_argument("--output", type=pathlib.Path, default="runs.png", help="the figure (default %(default)s)")
+    command.add_argument("--smooth", type=float, default=20, help="points of the moving average (default %(default)s)")
+    return command
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
     runs: dict[str, dict[str, Series]] = {}
     for run in args.run:
         try:
             found = find_logs(run, args.logs)
         except FileNotFoundError as error:
-            parser.error(str(error))
+            parser().error(str(error))
         runs |= {name: read_run(files) for name, files in found.items()}
     args.output.parent.mkdir(parents=True, exist_ok=True)
     draw(runs, args.smooth).savefig(args.output, dpi=150)

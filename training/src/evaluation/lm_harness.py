@@ -131,7 +131,7 @@ class FlashAttnLM(TemplateLM):
 
 def _sampling(options):
     """The harness's options as those of our `generate`."""
-    do_sample, temperature = options.pop("do_sample"), options.pop("temperature")
+    do_sample, temperature = options.pop("do_sample"), options.pop("temperature", 0.0)
     given = {name: options.pop(name) for name in ("top_k", "top_p", "repetition_penalty") if name in options}
     if do_sample and temperature > 0:
         sampling = dict(top_k=0, temperature=temperature) | given

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from flash_attn.models.gpt import GPTLMHeadModel
+from src.datamodules.tokenizers import load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FUSED = ("use_flash_attn", "fused_bias_fc", "fused_dropout_add_ln")  # what all families can have

@@ -167,28 +167,30 @@ def read_tokens(path, tokenizer) -> tuple[np.ndarray, int | None]:
     return np.array([tokenizer.eos_token_id, *ids]), len(text)
 
 
-def main(argv=None):
-    parser = argparse.ArgumentParser(
+def parser():
+    command = argparse.ArgumentParser(
         prog="python -m src.evaluation.perplexity", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    add_model_arguments(parser)
-    parser.add_argument("--data", required=True, help="a .npy file of token ids, or a text file")
-    parser.add_argument("--max-length", type=int, help="tokens of a window (default: the model's positions)")
-    parser.add_argument("--stride", type=int, help="tokens from one window to the next (default: max-length)")
-    parser.add_argument("--batch-size", type=int, default=8, help="windows at a time (default %(default)s)")
-    parser.add_argument(
+    add_model_arguments(command)
+    command.add_argument("--data", required=True, help="a .npy file of token ids, or a text file")
+    command.add_argument("--max-length", type=int, help="tokens of a window (default: the model's positions)")
+    command.add_argument("--stride", type=int, help="tokens from one window to the next (default: max-length)")
+    command.add_argument("--batch-size", type=int, default=8, help="windows at a time (default %(default)s)")
+    command.add_argument(
         "--bytes", type=int, help="how many bytes of text the tokens of a .npy file are, for the bits per byte"
     )
-    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON")
-    args = parser.parse_args(argv)
+    command.add_argument("--json", action="store_true", help="print the result as one line of JSON")
+    return command
+
+
+def main(argv=None):
+    args = parser().parse_args(argv)
 
     model, tokenizer = open_model(args.checkpoint, args.tokenizer, args.device, args.dtype)
     tokens, num_bytes = read_tokens(args.data, tokenizer)
     max_length = args.max_length or longest_input(model) or 2048
-    score = perplexity(
-        model, tokens, max_length, args.stride, args.batch_size, args.bytes or num_bytes, progress=not args.json
-    )
+    score = perplexity(model, tokens, max_length, args.stride, args.batch_size, args.bytes or num_bytes)
     if args.json:
         print(json.dumps(score.as_dict()))
         return score

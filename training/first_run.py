@@ -1,0 +1,138 @@
+"""The first run of `make train`: a small GPT is trained, stopped, resumed, evaluated and asked to write.
+
+    python first_run.py                     # in training/; every command that it runs is printed, to be repeated
+
+The text is that of Python's own library, with every 20th module held out. Without a GPU, a GPT of four layers reads it
+as bytes, for under two minutes on two cores; on a GPU it is GPT-2 small with its 124 M parameters.
+"""
+
+import argparse
+import collections
+import json
+import math
+import os
+import pathlib
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import time
+import zlib
+
+import torch
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+
+# What to train, how long a window of evaluation is, and after how many steps a checkpoint is written.
+SIZES = {
+    "cpu": dict(
+        overrides=["experiment=tiny/text", "model.config.n_embd=128", "model.config.n_layer=4"],
+        steps=400, checkpoint_every=100, context=128,
+    ),
+    "cuda": dict(overrides=["experiment=local/gpt2s"], steps=1000, checkpoint_every=200, context=1024),
+}  # fmt: skip
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--name", default="first-run", help="of the run (default %(default)s)")
+    parser.add_argument("--steps", type=int, help="of training (default: as many as take a minute or two)")
+    args = parser.parse_args()
+    start = time.perf_counter()
+    os.chdir(FOLDER)
+    size = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
+    checkpoints, plot = FOLDER / "checkpoints" / args.name, FOLDER / "logs" / f"{args.name}.png"
+    last = checkpoints / "last.ckpt"
+
+    heading("1. Text")
+    training, held_out = write_text(FOLDER / "data" / "python")
+    text = held_out.read_bytes()
+    print(f"to learn from: {training}, {training.stat().st_size / 1e6:.1f} MB")
+    print(f"held out:      {held_out}, {len(text) / 1e6:.2f} MB")
+
+    heading("2. Training, which is stopped on its way")
+    shutil.rmtree(checkpoints, ignore_errors=True)
+    train = [
+        "run.py", *size["overrides"], f"name={args.name}", f"datamodule.dataset_name={training}",
+        f"trainer.max_steps={args.steps or size['steps']}",
+        f"callbacks.model_checkpoint.every_n_train_steps={size['checkpoint_every']}",
+    ]  # fmt: skip
+    stop_after_checkpoint(train, last)
+
+    heading("3. Training, resumed from the last checkpoint")
+    run([*train, "resume=True"])
+
+    heading("4. Evaluation on the text that was held out")
+    evaluate = ["-m", "src.evaluation.perplexity", str(last), "--data", str(held_out)]
+    score = json.loads(run([*evaluate, f"--stride={size['context'] // 2}", "--json"], stdout=subprocess.PIPE))
+    print(f"perplexity of a token: {score['perplexity']:.2f}")
+    print("bits per byte:")
+    print(f"  {unigram_entropy(text):.3f}  by how frequent each byte is, the least that a model of bytes should learn")
+    print(f"  {8 * len(zlib.compress(text, 9)) / len(text):.3f}  compressed with zlib, at its best")
+    print(f"  {score['bits_per_byte']:.3f}  by the model")
+
+    heading("5. What the model writes")
+    run(["-m", "src.generate", str(last), "--prompt", "def ", "--temperature", "0.8", "--seed", "0"])
+
+    heading("6. A plot of the run")
+    run(["-m", "src.plot", args.name, "--output", str(plot)])
+
+    heading("Done")
+    print(f"checkpoint:    {last}")
+    print(f"logs:          {FOLDER / 'logs'}")
+    print(f"plot:          {plot}")
+    print(f"to go on:      cd {FOLDER}, and any of the commands above; more are in README.md")
+    print(f"all of it took {time.perf_counter() - start:.0f} s")
+
+
+def heading(text):
+    print(f"\n{text}\n{'-' * len(text)}", flush=True)
+
+
+def write_text(folder):
+    """The modules of Python's library as two text files, (to learn from, held out)."""
+    modules = sorted(pathlib.Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    held_out = modules[::20]
+    parts = {"training": [module for module in modules if module not in held_out], "held_out": held_out}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, part in parts.items():
+        (folder / f"{name}.txt").write_bytes(b"\n\n".join(module.read_bytes() for module in part))
+    return [folder / f"{name}.txt" for name in parts]
+
+
+def unigram_entropy(text):
+    """Bits per byte of an ideal code for bytes that knows how often each occurs in the text, and nothing else."""
+    return -sum(n / len(text) * math.log2(n / len(text)) for n in collections.Counter(text).values())
+
+
+def command_line(arguments):
+    """Print a command, as it is typed, and return it."""
+    print("$", shlex.join(["python", *arguments]), flush=True)
+    return [sys.executable, *arguments]
+
+
+def run(arguments, **options):
+    """Run Python with arguments; return what it prints if stdout is a pipe."""
+    return subprocess.run(command_line(arguments), check=True, text=True, **options).stdout
+
+
+def stop_after_checkpoint(arguments, checkpoint):
+    """Run Python with arguments, until a checkpoint has been written and some more steps were done; then end it."""
+    process = subprocess.Popen(command_line(arguments))
+    try:
+        while process.poll() is None and not checkpoint.exists():
+            time.sleep(0.2)
+        time.sleep(2)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+    finally:
+        status = process.wait()
+    if not checkpoint.exists():
+        raise SystemExit(f"training ended with status {status} before it had written {checkpoint}")
+    print(f"\nstopped by SIGTERM (status {status}); the last checkpoint is {checkpoint}")
+
+
+if __name__ == "__main__":
+    main()
