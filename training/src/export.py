@@ -12,7 +12,7 @@ import pathlib
 
 import torch
 
-from src.datamodules.tokenizers import ByteTokenizer
+from src.datamodules.tokenizer import ByteTokenizer
 from src.evaluation.loading import add_model_arguments, open_model
 
 

@@ -10,7 +10,7 @@ import argparse
 import torch
 from torch import nn
 
-from src.evaluation.loading import add_model_arguments, longest_input, open_model
+from src.evaluation.loading import add_model_arguments, longest_input, open_model, text_ids
 
 
 def generate(
@@ -44,7 +44,7 @@ def generate(
 
     if seed is not None:
         torch.manual_seed(seed)
-    ids = tokenizer.encode(prompt, add_special_tokens=False) or [tokenizer.eos_token_id]
+    ids = text_ids(tokenizer, prompt) or [tokenizer.eos_token_id]
     limit = longest_input(model)
     max_length = len(ids) + max_new_tokens if limit is None else min(len(ids) + max_new_tokens, limit)
     if max_length <= len(ids):

@@ -8,7 +8,7 @@ In Python: `lm_eval.simple_evaluate(FlashAttnLM(model=model, tokenizer=tokenizer
 """
 
 from src.evaluation.batched import continue_prompts, score_continuations
-from src.evaluation.loading import longest_input, open_model
+from src.evaluation.loading import longest_input, open_model, text_ids
 
 try:
     from lm_eval import utils
@@ -67,7 +67,7 @@ class FlashAttnLM(TemplateLM):
         return str(getattr(self.tokenizer, "name_or_path", type(self.tokenizer).__name__)).replace("/", "__")
 
     def tok_encode(self, string, add_special_tokens=None, **kwargs):
-        return self.tokenizer.encode(string, add_special_tokens=bool(add_special_tokens))
+        return text_ids(self.tokenizer, string)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=False, **kwargs):
         pairs = [(context, continuation) for _, context, continuation in requests]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from flash_attn.models.gpt import GPTLMHeadModel
-from src.datamodules.tokenizers import load_tokenizer
+from src.datamodules.tokenizer import encode_batch, load_tokenizer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FUSED = ("use_flash_attn", "fused_bias_fc", "fused_dropout_add_ln")  # what all families can have
@@ -42,6 +42,11 @@ def open_model(checkpoint, tokenizer=None, device=None, dtype=None):
     open_one = _open_folder if (path / "config.json").exists() else _open_training_checkpoint
     model, tokenizer = open_one(path, tokenizer, device, dtype)
     return model.eval(), tokenizer
+
+
+def text_ids(tokenizer, text: str) -> list[int]:
+    """The ids of a text, without special tokens."""
+    return list(map(int, encode_batch(tokenizer, [text])[0]))
 
 
 def longest_input(model: nn.Module) -> int | None:

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from src.datamodules.tokenizer import encode_batch
 from src.evaluation.loading import add_model_arguments, longest_input, open_model
 
 IGNORED = -100  # the label of tokens that do not count
@@ -163,8 +164,8 @@ def read_tokens(path, tokenizer) -> tuple[np.ndarray, int | None]:
     if path.suffix == ".npy":
         return np.load(path, mmap_mode="r"), None
     text = path.read_bytes()
-    ids = tokenizer(text.decode(errors="replace"), verbose=False)["input_ids"]
-    return np.array([tokenizer.eos_token_id, *ids]), len(text)
+    (ids,) = encode_batch(tokenizer, [text.decode(errors="replace")])
+    return np.concatenate([[tokenizer.eos_token_id], ids]), len(text)
 
 
 def parser():

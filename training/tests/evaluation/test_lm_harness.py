@@ -14,7 +14,7 @@ pytest.importorskip("lm_eval", reason="needs lm_eval: pip install lm_eval")
 import lm_eval
 from lm_eval.tasks import TaskManager
 
-from src.datamodules.tokenizers import ByteTokenizer
+from src.datamodules.tokenizer import ByteTokenizer
 from src.evaluation.lm_harness import FlashAttnLM
 
 DOCUMENTS = [
