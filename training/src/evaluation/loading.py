@@ -6,10 +6,13 @@
 import pathlib
 
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from torch import nn
 
 from flash_attn.models.gpt import GPTLMHeadModel
 from src.datamodules.tokenizer import encode_batch, load_tokenizer
+from src.utils.checkpoint import Checkpoint, is_complete, latest, load_checkpoint
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _FUSED = ("use_flash_attn", "fused_bias_fc", "fused_dropout_add_ln")  # what all families can have
@@ -27,7 +30,8 @@ def open_model(checkpoint, tokenizer=None, device=None, dtype=None):
     """(model, tokenizer), the model in evaluation mode.
 
     Arguments:
-        checkpoint: a training checkpoint, or a folder of `save_pretrained` or of transformers.
+        checkpoint: a training checkpoint; a folder of them, for the latest; or a folder of `save_pretrained`, or of
+            transformers.
         tokenizer: "byte", or what AutoTokenizer takes; by default the one that the checkpoint names or brings.
         device: by default the GPU if there is one.
         dtype: of the weights and the computation, or its name; by default bfloat16 on a GPU and float32 elsewhere.
@@ -65,3 +69,14 @@ def _open_folder(path, tokenizer, device, dtype):
         setattr(config, field, device.type == "cuda" and dtype != torch.float32)
     model = GPTLMHeadModel.from_pretrained(path, config, device=device, dtype=dtype)
     return model, load_tokenizer(path if tokenizer is None else tokenizer)
+
+
+def _open_training_checkpoint(path, tokenizer, device, dtype):
+    """The checkpoint has the configuration of its run, which says what the model is."""
+    found = path if is_complete(path) else latest(path)
+    if found is None:
+        raise FileNotFoundError(f"checkpoint must be one of training or have a config.json, found neither in {path}")
+    config = OmegaConf.create(Checkpoint(found, verify=False).state["hyper_parameters"])
+    model = instantiate(config.model, _convert_="all").to(dtype)
+    model.load_state_dict(load_checkpoint(found))
+    return model.to(device), load_tokenizer(config.datamodule.tokenizer_name if tokenizer is None else tokenizer)
