@@ -43,11 +43,10 @@ def main():
     start = time.perf_counter()
     os.chdir(FOLDER)
     size = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
-    checkpoints, plot = FOLDER / "checkpoints" / args.name, FOLDER / "logs" / f"{args.name}.png"
-    last = checkpoints / "last.ckpt"
+    checkpoints, plot = pathlib.Path("checkpoints", args.name), pathlib.Path("logs", f"{args.name}.png")
 
     heading("1. Text")
-    training, held_out = write_text(FOLDER / "data" / "python")
+    training, held_out = write_text(pathlib.Path("data/python"))
     text = held_out.read_bytes()
     print(f"to learn from: {training}, {training.stat().st_size / 1e6:.1f} MB")
     print(f"held out:      {held_out}, {len(text) / 1e6:.2f} MB")
@@ -59,13 +58,13 @@ def main():
         f"trainer.max_steps={args.steps or size['steps']}",
         f"callbacks.model_checkpoint.every_n_train_steps={size['checkpoint_every']}",
     ]  # fmt: skip
-    stop_after_checkpoint(train, last)
+    stop_after_checkpoint(train, checkpoints)
 
     heading("3. Training, resumed from the last checkpoint")
     run([*train, "resume=True"])
 
     heading("4. Evaluation on the text that was held out")
-    evaluate = ["-m", "src.evaluation.perplexity", str(last), "--data", str(held_out)]
+    evaluate = ["-m", "src.evaluation.perplexity", str(checkpoints), "--data", str(held_out)]
     score = json.loads(run([*evaluate, f"--stride={size['context'] // 2}", "--json"], stdout=subprocess.PIPE))
     print(f"perplexity of a token: {score['perplexity']:.2f}")
     print("bits per byte:")
@@ -74,17 +73,17 @@ def main():
     print(f"  {score['bits_per_byte']:.3f}  by the model")
 
     heading("5. What the model writes")
-    run(["-m", "src.generate", str(last), "--prompt", "def ", "--temperature", "0.8", "--seed", "0"])
+    run(["-m", "src.generate", str(checkpoints), "--prompt", "def ", "--temperature", "0.8", "--seed", "0"])
 
     heading("6. A plot of the run")
     run(["-m", "src.plot", args.name, "--output", str(plot)])
 
     heading("Done")
-    print(f"checkpoint:    {last}")
-    print(f"logs:          {FOLDER / 'logs'}")
-    print(f"plot:          {plot}")
-    print(f"to go on:      cd {FOLDER}, and any of the commands above; more are in README.md")
-    print(f"all of it took {time.perf_counter() - start:.0f} s")
+    print(f"checkpoints: {checkpoints.resolve()}")
+    print(f"logs:        {pathlib.Path('logs').resolve()}")
+    print(f"plot:        {plot.resolve()}")
+    print(f"to go on:    cd {FOLDER}, and any of the commands above with its Python; more are in README.md")
+    print(f"time:        {time.perf_counter() - start:.0f} s in all")
 
 
 def heading(text):
@@ -118,20 +117,22 @@ def run(arguments, **options):
     return subprocess.run(command_line(arguments), check=True, text=True, **options).stdout
 
 
-def stop_after_checkpoint(arguments, checkpoint):
-    """Run Python with arguments, until a checkpoint has been written and some more steps were done; then end it."""
+def stop_after_checkpoint(arguments, folder):
+    """Run Python with arguments, until a checkpoint is in folder and some more steps were done; then ask it to end.
+
+    At SIGTERM, training saves what it has done and ends with status 143.
+    """
     process = subprocess.Popen(command_line(arguments))
     try:
-        while process.poll() is None and not checkpoint.exists():
+        while process.poll() is None and not list(folder.glob("*.ckpt")):
             time.sleep(0.2)
-        time.sleep(2)
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
+        time.sleep(1)
+        process.send_signal(signal.SIGTERM)
     finally:
         status = process.wait()
-    if not checkpoint.exists():
-        raise SystemExit(f"training ended with status {status} before it had written {checkpoint}")
-    print(f"\nstopped by SIGTERM (status {status}); the last checkpoint is {checkpoint}")
+    if status not in (0, 128 + signal.SIGTERM):
+        raise SystemExit(f"training ended with status {status}")
+    print(f"\nstopped with status {status}; in {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}")
 
 
 if __name__ == "__main__":

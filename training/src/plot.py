@@ -28,9 +28,11 @@ SPEED = r"(.*/)?tokens?(_per_|/|_)s(ec(ond)?)?"
 
 Series = dict[int, float]  # the values of a column, by step
 
+_LOGS = "metrics*.csv"  # of a run that was resumed in the same folder, earlier ones have longer names
+
 
 def find_logs(run: str, logs: pathlib.Path) -> dict[str, list[pathlib.Path]]:
-    """The metrics.csv of a run, from the first start to the last, by the run's name.
+    """The logs of a run, from its first start to its last, by the run's name.
 
     run: the name of a run, which is searched for in `logs`; or a folder, with all runs in it; or a file.
     """
@@ -38,9 +40,9 @@ def find_logs(run: str, logs: pathlib.Path) -> dict[str, list[pathlib.Path]]:
     if path.is_file():
         files = [path]
     elif path.is_dir():
-        files = list(path.rglob("metrics.csv"))
+        files = list(path.rglob(_LOGS))
     else:
-        files = [file for file in logs.rglob("metrics.csv") if file.parent.name == run]
+        files = [file for file in logs.rglob(_LOGS) if file.parent.name == run]
     if not files:
         raise FileNotFoundError(f"run must be a folder with metrics.csv, or a name in {logs}, found no log of {run!r}")
     starts: dict[str, list[pathlib.Path]] = {}

@@ -9,10 +9,10 @@ import pytest
 from src import plot
 
 
-def write_log(folder, rows, age=0):
-    """metrics.csv as Lightning writes it: a column for each name in any row, and empty cells. age: in seconds."""
+def write_log(folder, rows, age=0, name="metrics.csv"):
+    """A log as Lightning writes it: a column for each name in any row, and empty cells. age: in seconds."""
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "metrics.csv"
+    file = folder / name
     names = sorted({name for row in rows for name in row})
     with open(file, "w", newline="") as log:
         writer = csv.DictWriter(log, names)
@@ -29,8 +29,9 @@ def training_rows(steps, loss=lambda step: 5 - step / 100):
     ]
 
 
-def test_a_resumed_run_is_joined_without_a_seam(tmp_path):
-    write_log(tmp_path / "b/csv/mine", training_rows(range(0, 60)), age=100)
+@pytest.mark.parametrize("earlier", [("b/csv/mine", "metrics.csv"), ("a/csv/mine", "metrics_until_7.csv")])
+def test_a_resumed_run_is_joined_without_a_seam(tmp_path, earlier):
+    write_log(tmp_path / earlier[0], training_rows(range(0, 60)), age=100, name=earlier[1])
     write_log(tmp_path / "a/csv/mine", [*training_rows(range(40, 90)), {"step": 80, "val/loss": 4.0}])
     write_log(tmp_path / "a/csv/other", training_rows(range(5)))
     found = plot.find_logs("mine", tmp_path)
@@ -80,7 +81,7 @@ def test_tokens_of_steps_between_and_beyond_those_logged(tmp_path):
 
 def test_figure(tmp_path):
     first = [*training_rows(range(30)), {"step": 29, "val/loss": 4.0}]
-    speed = [{"step": s, "throughput/tokens_per_sec": 1000 + s} for s in range(30)]
+    speed = [{"step": s, "time/tokens_per_s": 1000 + s} for s in range(30)]
     write_log(tmp_path / "csv/first", first + speed)
     write_log(tmp_path / "csv/second", [{"step": s, "train/loss_step": 1.0} for s in range(5)])
     figure = plot.draw({name: plot.read_run(files) for name, files in plot.find_logs(str(tmp_path), tmp_path).items()})
