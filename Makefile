@@ -15,7 +15,7 @@ CUDA_FILES := $(filter %.cu %.cuh %.h %.cpp,$(SOURCES) $(shell find tests -type 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test build wheel bench lint format clean
+.PHONY: help demo train test build wheel bench lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,10 @@ help: ## this list
 demo: export OMP_WAIT_POLICY = passive
 demo: $(VENV)/kernels ## run the demo
 	$(RUN) examples/demo.py
+
+train: export OMP_WAIT_POLICY = passive
+train: $(VENV)/kernels ## train a small GPT (on a GPU, GPT-2 small), stop and resume it, evaluate it, let it write
+	$(RUN) training/first_run.py $(TRAIN_ARGS)
 
 test: $(VENV)/kernels ## run the tests that this machine can run, without the slow ones; PYTEST_ARGS="-m slow" runs those
 	$(RUN) -m pytest tests -n $(WORKERS) $(PYTEST_ARGS)
@@ -67,7 +71,7 @@ $(VENV)/created:
 $(VENV)/installed: $(VENV)/created pyproject.toml setup.py
 	$(RUN) -m pip install --quiet '$(TORCH)' 'setuptools>=77' ninja
 	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(RUN) -m pip install --quiet --no-build-isolation \
-	  --editable '.[test,examples,benchmark,lint]'
+	  --editable '.[test,examples,benchmark,lint,training]'
 	@touch $@
 
 $(VENV)/kernels: $(VENV)/installed $(SOURCES) $(wildcard flash_attn/_ops/*.py)
