@@ -8,6 +8,7 @@ configs/ has all options. The key `run` says what is done: train, eval, prepare 
 """
 
 import functools
+import logging
 import os
 import pathlib
 import sys
@@ -60,6 +61,7 @@ def run(config: DictConfig) -> Any:
     from src.utils import utils
 
     torch.set_float32_matmul_precision("high")
+    logging.getLogger("lightning").handlers.clear()  # or everything is there twice: Hydra's log has it
     utils.extras(config)
     if config.print_config:
         utils.print_config(config)
