@@ -54,7 +54,7 @@ def main():
     heading("2. Training, which is stopped on its way")
     shutil.rmtree(checkpoints, ignore_errors=True)
     train = [
-        "run.py", *size["overrides"], f"name={args.name}", f"datamodule.dataset_name={training}",
+        "run.py", *size["overrides"], f"name={args.name}", "print_config=False", f"datamodule.dataset_name={training}",
         f"trainer.max_steps={args.steps or size['steps']}",
         f"callbacks.model_checkpoint.every_n_train_steps={size['checkpoint_every']}",
     ]  # fmt: skip

@@ -77,8 +77,9 @@ def column(columns: dict[str, Series], pattern: str) -> tuple[np.ndarray, np.nda
     return np.array(steps), np.array(values)
 
 
-def smoothed(values: np.ndarray, points: float) -> np.ndarray:
-    """Exponential moving average over about so many points; the first ones weigh no more than the others."""
+def smoothed(values: np.ndarray, points: float | None = None) -> np.ndarray:
+    """Exponential moving average over about so many points; by default a twentieth of them, but at most 50."""
+    points = min(len(values) / 20, 50) if points is None else points
     decay, total, weight, out = 1 - 1 / max(points, 1), 0.0, 0.0, []
     for value in values:
         if np.isfinite(value):
@@ -97,12 +98,13 @@ def tokens_at(columns: dict[str, Series], steps: np.ndarray) -> np.ndarray | Non
     return inside + per_step * (np.minimum(steps - known[0], 0) + np.maximum(steps - known[-1], 0))
 
 
-def draw(runs: dict[str, dict[str, Series]], points: float = 20):
+def draw(runs: dict[str, dict[str, Series]], points: float | None = None):
     """A matplotlib Figure of runs (as `read_run` returns them) by their names.
 
     Columns are the axes, steps and tokens (left out if no run has logged tokens); rows are what was logged.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
     has_tokens = any(tokens_at(columns, np.array([0])) is not None for columns in runs.values())
     panels = [("loss", None), ("learning rate", LEARNING_RATE), ("tokens per second", SPEED)]
@@ -120,6 +122,8 @@ def draw(runs: dict[str, dict[str, Series]], points: float = 20):
                     _line(axis, at, column(columns, pattern), color=colour, label=name)
             axis.set_ylabel("" if across else title)
             axis.grid(alpha=0.3)
+        for row in axes:
+            row[across].xaxis.set_major_formatter(EngFormatter(sep=""))
         axes[-1][across].set_xlabel(axis_name)
         axes[0][across].legend(fontsize="small")
     return figure
@@ -150,7 +154,7 @@ def parser():
     logs = os.environ.get("RESULT_DIR", "logs")
     command.add_argument("--logs", type=pathlib.Path, default=logs, help="where names are looked for (default %(default)s)")
     command.add_argument("--output", type=pathlib.Path, default="runs.png", help="the figure (default %(default)s)")
-    command.add_argument("--smooth", type=float, default=20, help="points of the moving average (default %(default)s)")
+    command.add_argument("--smooth", type=float, help="points of the moving average (default: a twentieth, at most 50)")
     return command
 
 
