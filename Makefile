@@ -30,7 +30,7 @@ train: $(VENV)/kernels ## train a small GPT (on a GPU, GPT-2 small), stop and re
 	$(RUN) training/first_run.py $(TRAIN_ARGS)
 
 test: $(VENV)/kernels ## run the tests that this machine can run, without the slow ones; PYTEST_ARGS="-m slow" runs those
-	$(RUN) -m pytest tests -n $(WORKERS) $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyTorch too; needs nvcc
 	FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) setup.py build_ext --inplace

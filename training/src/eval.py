@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
-from src.train import check, instances, loggers_of, trainer_of
+from src.train import check_devices, instances, loggers_of, trainer_of
 from src.utils import utils
 from src.utils.checkpoint import Checkpoint, is_complete, latest, load_checkpoint
 
@@ -39,7 +39,7 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     options = config.eval
     path = None if options.get("ckpt") is None else _resolved(options.ckpt)
     config = _with_checkpoint_type(config, options.get("checkpoint_type", "pytorch"), path)
-    check(config)
+    check_devices(config)
     model = instantiate(config.task, cfg=config, model_cfg=config.get("model_pretrained"), _recursive_=False)
     if path is not None:
         missing, unexpected = model.model.load_state_dict(_weights(path, options.get("averaged")), strict=False)

@@ -31,7 +31,7 @@ def train(config: DictConfig) -> float | None:
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True)
     OmegaConf.set_struct(config, False)
-    check(config)
+    check_devices(config)
     checkpoint = checkpoint_to_resume(config) if config.get("resume") else None
     model = instantiate(config.task, cfg=config, _recursive_=False)
     datamodule = model._datamodule
@@ -48,12 +48,8 @@ def train(config: DictConfig) -> float | None:
     return _optimized(config, trainer)
 
 
-def check(config: DictConfig) -> None:
-    """Raise ValueError for numbers that cannot be, before anything is built."""
-    for key in ("datamodule.batch_size", "datamodule.batch_size_eval", "train.global_batch_size"):
-        value = OmegaConf.select(config, key)
-        if value is not None and value < 1:
-            raise ValueError(f"{key} must be at least 1, found {value}")
+def check_devices(config: DictConfig) -> None:
+    """Raise ValueError if the trainer wants more GPUs than there are."""
     wanted, accelerator = device_count(config.trainer.get("devices", "auto")), config.trainer.get("accelerator")
     there = torch.cuda.device_count()
     if wanted > there and (accelerator in ("gpu", "cuda") or (accelerator in ("auto", None) and there > 0)):
