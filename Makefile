@@ -56,7 +56,7 @@ format: $(VENV)/installed ## rewrite all files in that style
 	$(RUN) -m ruff format .
 	$(if $(CUDA_FILES),$(VENV)/bin/clang-format -i $(CUDA_FILES))
 
-clean: ## remove everything that was made here
+clean: ## remove everything that was made here, but not the runs, data and checkpoints in training/
 	rm -rf $(VENV) build demo dist *.egg-info flash_attn/_kernels.so .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -3,6 +3,8 @@
     python -m src.generate CHECKPOINT --prompt "import os"
     python -m src.generate CHECKPOINT --prompt "def " --temperature 0.7 --top-k 40 --max-new-tokens 500
     python -m src.generate CHECKPOINT --prompt "def " --greedy
+
+CHECKPOINT is a training checkpoint, the folder of a run, or a folder of `save_pretrained`.
 """
 
 import argparse

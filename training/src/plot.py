@@ -152,7 +152,7 @@ def parser():
     )
     command.add_argument("run", nargs="+", help="names of runs, folders with logs, or metrics.csv files")
     logs = os.environ.get("RESULT_DIR", "logs")
-    command.add_argument("--logs", type=pathlib.Path, default=logs, help="where names are looked for (default %(default)s)")
+    command.add_argument("--logs", type=pathlib.Path, default=logs, help="where names are found (default %(default)s)")
     command.add_argument("--output", type=pathlib.Path, default="runs.png", help="the figure (default %(default)s)")
     command.add_argument("--smooth", type=float, help="points of the moving average (default: a twentieth, at most 50)")
     return command

@@ -1,6 +1,8 @@
 """Opens a trained model and its tokenizer, from a training checkpoint or from a folder of `save_pretrained`.
 
     model, tokenizer = open_model("checkpoints/my-run/last.ckpt")
+
+All that evaluates a model, writes with it or exports it begins here.
 """
 
 import pathlib
@@ -35,6 +37,8 @@ def open_model(checkpoint, tokenizer=None, device=None, dtype=None):
         tokenizer: "byte", or what AutoTokenizer takes; by default the one that the checkpoint names or brings.
         device: by default the GPU if there is one.
         dtype: of the weights and the computation, or its name; by default bfloat16 on a GPU and float32 elsewhere.
+
+    Of a run with EMACallback, the weights are the averaged ones, as in run=eval.
 
     Raises FileNotFoundError if there is nothing of that name, ValueError if no tokenizer is known.
     """
@@ -76,7 +80,11 @@ def _open_training_checkpoint(path, tokenizer, device, dtype):
     found = path if is_complete(path) else latest(path)
     if found is None:
         raise FileNotFoundError(f"checkpoint must be one of training or have a config.json, found neither in {path}")
-    config = OmegaConf.create(Checkpoint(found, verify=False).state["hyper_parameters"])
-    model = instantiate(config.model, _convert_="all").to(dtype)
-    model.load_state_dict(load_checkpoint(found))
-    return model.to(device), load_tokenizer(config.datamodule.tokenizer_name if tokenizer is None else tokenizer)
+    state = Checkpoint(found, verify=False).state
+    config = OmegaConf.create(state["hyper_parameters"])
+    model = instantiate(config.model, _convert_="all")
+    averaged = state.get("state_dict_ema", {})
+    averaged = {name.removeprefix("model."): x for name, x in averaged.items() if name.startswith("model.")}
+    model.load_state_dict(averaged or load_checkpoint(found))
+    model.to(device, dtype)
+    return model, load_tokenizer(config.datamodule.tokenizer_name if tokenizer is None else tokenizer)

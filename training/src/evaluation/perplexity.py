@@ -2,10 +2,10 @@
 
     python -m src.evaluation.perplexity CHECKPOINT --data heldout.txt --stride 512
 
-The tokens are cut into windows of max_length, each `stride` after the one before. Every token but the first is predicted
-once: by the first window that reaches it. With stride = max_length (the default) this is the loss that validation
-reports, where the first tokens of a window have little context. With a smaller stride every token, but those of the
-first window, has at least max_length - stride tokens before it, and the work grows by max_length / stride.
+The tokens are cut into windows of max_length, each `stride` after the one before. Every token but the first is
+predicted once: by the first window that reaches it. With stride = max_length (the default) this is the loss that
+validation reports, where the first tokens of a window have little context. With a smaller stride every token, but
+those of the first window, has at least max_length - stride tokens before it, and the work grows by max_length / stride.
 """
 
 import argparse

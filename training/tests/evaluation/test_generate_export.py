@@ -73,14 +73,16 @@ def test_transformers_loads_what_was_exported(model, folder):
         assert (theirs(tokens).logits - expected).abs().max() < 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("text", ["", "plain", "n\u00e4her \u2192 \U0001f389\n\t\x00  end", "a<|endoftext|>b", "x" * 300])
+TEXTS = ["", "plain", "n\u00e4her \u2192 \U0001f389\n\t\x00  end", "x" * 300]
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
 def test_the_exported_tokenizer_is_the_byte_tokenizer(folder, text):
     theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), ByteTokenizer()
     ids = theirs.encode(text)
-    if "<|" not in text:
-        assert ids == ours.encode(text)
-        assert theirs.decode(ids) == text
-    assert theirs.eos_token_id == ours.eos_token_id and len(byte_tokenizer()) == 257
+    assert ids == ours.encode(text)
+    assert theirs.decode(ids) == text
+    assert theirs.eos_token_id == ours.eos_token_id and len(theirs) == len(byte_tokenizer()) == len(ours)
 
 
 def test_a_folder_is_opened_again(model, folder):
@@ -105,7 +107,7 @@ def test_commands(folder, tmp_path, capsys):
 def test_what_gpt2_cannot_be_is_refused(tmp_path):
     config = transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, n_positions=0, vocab_size=257)
     config.rotary_emb_fraction = 0.5
-    with pytest.raises(ValueError, match="rotary_emb_fraction must be 0.0"):
+    with pytest.raises(ValueError, match="rotary_emb_fraction must be 0"):
         export(GPTLMHeadModel(config), ByteTokenizer(), tmp_path)
 
 

@@ -19,7 +19,7 @@ from src.evaluation.lm_harness import FlashAttnLM
 
 DOCUMENTS = [
     {"text": "to be or not to be", "question": "to be or", "choices": [" not", " yes", " x"], "answer": 0},
-    {"text": "a rose is a rose is a rose, says the poet again", "question": "a rose", "choices": [" is", "s", "?"], "answer": 1},
+    {"text": "a rose is a rose is a rose is a rose", "question": "a rose", "choices": [" is", "s", "?"], "answer": 1},
     {"text": "x", "question": "?", "choices": ["y", "zz", "a long one"], "answer": 2},
     {"text": "n\u00e4her \u2192 ferner", "question": "\u00e4", "choices": ["\u00f6", "u", "e"], "answer": 0},
 ]  # fmt: skip
