@@ -7,6 +7,7 @@ All that evaluates a model, writes with it or exports it begins here.
 
 import pathlib
 
+import numpy as np
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
@@ -52,6 +53,14 @@ def open_model(checkpoint, tokenizer=None, device=None, dtype=None):
     return model.eval(), tokenizer
 
 
+def validation_tokens(checkpoint) -> np.ndarray:
+    """The token ids (n,) of the validation data of the run that a training checkpoint belongs to."""
+    _, _, config = _run_of(pathlib.Path(checkpoint))
+    datamodule = instantiate(config.datamodule, _convert_="all")
+    datamodule.setup()  # prepares the data if they are not
+    return datamodule.dataset_val.tokens
+
+
 def text_ids(tokenizer, text: str) -> list[int]:
     """The ids of a text, without special tokens."""
     return list(map(int, encode_batch(tokenizer, [text])[0]))
@@ -75,16 +84,20 @@ def _open_folder(path, tokenizer, device, dtype):
     return model, load_tokenizer(path if tokenizer is None else tokenizer)
 
 
-def _open_training_checkpoint(path, tokenizer, device, dtype):
-    """The checkpoint has the configuration of its run, which says what the model is."""
+def _run_of(path):
+    """(checkpoint, its state, the configuration of its run), of a training checkpoint or the latest in a folder."""
     found = path if is_complete(path) else latest(path)
     if found is None:
         raise FileNotFoundError(f"checkpoint must be one of training or have a config.json, found neither in {path}")
     state = Checkpoint(found, verify=False).state
-    config = OmegaConf.create(state["hyper_parameters"])
+    return found, state, OmegaConf.create(state["hyper_parameters"])
+
+
+def _open_training_checkpoint(path, tokenizer, device, dtype):
+    path, state, config = _run_of(path)
     model = instantiate(config.model, _convert_="all")
     averaged = state.get("state_dict_ema", {})
     averaged = {name.removeprefix("model."): x for name, x in averaged.items() if name.startswith("model.")}
-    model.load_state_dict(averaged or load_checkpoint(found))
+    model.load_state_dict(averaged or load_checkpoint(path))
     model.to(device, dtype)
     return model, load_tokenizer(config.datamodule.tokenizer_name if tokenizer is None else tokenizer)

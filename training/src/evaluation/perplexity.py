@@ -1,6 +1,7 @@
 """Perplexity of a language model on held-out tokens, with windows that may overlap.
 
     python -m src.evaluation.perplexity CHECKPOINT --data heldout.txt --stride 512
+    python -m src.evaluation.perplexity CHECKPOINT              # on the validation data of its run
 
 The tokens are cut into windows of max_length, each `stride` after the one before. Every token but the first is
 predicted once: by the first window that reaches it. With stride = max_length (the default) this is the loss that
@@ -21,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
-from src.datamodules.tokenizer import encode_batch
-from src.evaluation.loading import add_model_arguments, longest_input, open_model
+from src.datamodules.tokenizer import ByteTokenizer, encode_batch
+from src.evaluation.loading import add_model_arguments, longest_input, open_model, validation_tokens
 
 IGNORED = -100  # the label of tokens that do not count
 
@@ -154,18 +155,24 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return losses.view_as(targets)
 
 
-def read_tokens(path, tokenizer) -> tuple[np.ndarray, int | None]:
-    """Token ids of a file, and how many bytes of text they are without the first, if that is known.
+def read_tokens(path, tokenizer) -> np.ndarray:
+    """The token ids (n,) of a file.
 
     .npy is an array of ids. Any other file is text, to be tokenised as one document: the end-of-text token comes before
     it, so that its first token is predicted like the others.
     """
     path = pathlib.Path(path)
     if path.suffix == ".npy":
-        return np.load(path, mmap_mode="r"), None
-    text = path.read_bytes()
-    (ids,) = encode_batch(tokenizer, [text.decode(errors="replace")])
-    return np.concatenate([[tokenizer.eos_token_id], ids]), len(text)
+        return np.load(path, mmap_mode="r")
+    (ids,) = encode_batch(tokenizer, [path.read_bytes().decode(errors="replace")])
+    return np.concatenate([[tokenizer.eos_token_id], ids])
+
+
+def count_bytes(path, tokens, tokenizer) -> int | None:
+    """How many bytes of text tokens[1:] are, if the tokens are bytes or a text file is known; else None."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return int((tokens[1:] < 256).sum())
+    return None if path is None or pathlib.Path(path).suffix == ".npy" else pathlib.Path(path).stat().st_size
 
 
 def parser():
@@ -174,12 +181,14 @@ def parser():
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add_model_arguments(command)
-    command.add_argument("--data", required=True, help="a .npy file of token ids, or a text file")
+    command.add_argument(
+        "--data", help="a .npy file of token ids, or a text file (default: the validation data of the checkpoint's run)"
+    )
     command.add_argument("--max-length", type=int, help="tokens of a window (default: the model's positions)")
     command.add_argument("--stride", type=int, help="tokens from one window to the next (default: max-length)")
     command.add_argument("--batch-size", type=int, default=8, help="windows at a time (default %(default)s)")
     command.add_argument(
-        "--bytes", type=int, help="how many bytes of text the tokens of a .npy file are, for the bits per byte"
+        "--bytes", type=int, help="how many bytes of text the tokens are, for the bits per byte, if it cannot be known"
     )
     command.add_argument("--json", action="store_true", help="print the result as one line of JSON")
     return command
@@ -189,9 +198,10 @@ def main(argv=None):
     args = parser().parse_args(argv)
 
     model, tokenizer = open_model(args.checkpoint, args.tokenizer, args.device, args.dtype)
-    tokens, num_bytes = read_tokens(args.data, tokenizer)
+    tokens = read_tokens(args.data, tokenizer) if args.data else validation_tokens(args.checkpoint)
+    num_bytes = args.bytes or count_bytes(args.data, tokens, tokenizer)
     max_length = args.max_length or longest_input(model) or 2048
-    score = perplexity(model, tokens, max_length, args.stride, args.batch_size, args.bytes or num_bytes)
+    score = perplexity(model, tokens, max_length, args.stride, args.batch_size, num_bytes)
     if args.json:
         print(json.dumps(score.as_dict()))
         return score

@@ -8,6 +8,8 @@ import torch
 import transformers
 
 from flash_attn.models.gpt import GPTLMHeadModel
+from src.datamodules.tokenizer import ByteTokenizer
+from src.evaluation import perplexity as module
 from src.evaluation.perplexity import IGNORED, Score, Windows, perplexity
 
 VOCABULARY = 50
@@ -128,3 +130,23 @@ def test_score():
     assert (score.loss, score.perplexity) == pytest.approx((2 * math.log(2), 4))
     assert score.bits_per_byte == pytest.approx(4)
     assert Score(1.0, 1).bits_per_byte is None
+
+
+def test_tokens_and_bytes_of_files(tmp_path):
+    class Pairs:
+        """A tokenizer with a token for two characters."""
+
+        eos_token_id = 9
+
+        def __call__(self, texts, **kwargs):
+            return {"input_ids": [[int(text[i]) for i in range(0, len(text), 2)] for text in texts]}
+
+    text, ids = tmp_path / "a.txt", tmp_path / "ids.npy"
+    text.write_text("1020304")
+    np.save(ids, np.array([256, 65, 66, 256, 67], np.uint16))
+    tokens = module.read_tokens(text, Pairs())
+    assert tokens.tolist() == [9, 1, 2, 3, 4] and module.count_bytes(text, tokens, Pairs()) == 7
+    tokens = module.read_tokens(ids, ByteTokenizer())
+    assert module.count_bytes(ids, tokens, ByteTokenizer()) == 3  # an end of text has no byte
+    assert module.count_bytes(ids, tokens, Pairs()) is None
+    assert module.read_tokens(text, ByteTokenizer()).tolist() == [256, *b"1020304"]
