@@ -73,6 +73,7 @@ PILE = {
     "gpt3-2.7B-hf": ((1, 1, 1, 1), 512, 2048, ZERO1, 400_000, 300_000),
     "gpt3-2.7B-hf-hdim128": ((1, 1, 1, 1), 512, 2048, ZERO1, 400_000, 300_000),
 }
+SAVING = ("model_checkpoint", "model_checkpoint_progress")
 NAMES = [*(f"owt/{name}" for name in OWT), *(f"pile/{name}" for name in PILE)]
 
 
@@ -218,8 +219,16 @@ def test_folder_of_checkpoints(overrides, folder, monkeypatch):
         ("default", {"trainer.max_steps": 400_000, "default_mode": True}, "/start/logs/runs/"),
         ("exp", {"experiment_mode": True}, "/start/logs/experiments/first"),
         ("debug", {"trainer.fast_dev_run": True, "print_config": False, "debug_mode": True}, "/start/logs/debug/runs/"),
-        ("smoke", {"callbacks.model_checkpoint": None, "callbacks.model_checkpoint_progress": None}, "/start/logs/debug/"),
-        ("profile", {"trainer.max_steps": 20, "callbacks.model_checkpoint_progress": None}, "/start/logs/profile/runs/"),
+        (
+            "smoke",
+            {"callbacks.model_checkpoint": None, "callbacks.model_checkpoint_progress": None},
+            "/start/logs/debug/",
+        ),
+        (
+            "profile",
+            {"trainer.max_steps": 20, "callbacks.model_checkpoint_progress": None},
+            "/start/logs/profile/runs/",
+        ),
         ("eval", {"run": "eval"}, "/start/logs/runs/"),
         ("train", {"run": "train"}, "/start/logs/runs/"),
     ],
