@@ -56,7 +56,7 @@ def test_padding_is_never_looked_at(x):
 
 
 def test_other_pooling_modes_are_refused(x):
-    with pytest.raises(ValueError, match="pooling_mode must be one of MEAN, .* found 'MAX'"):
+    with pytest.raises(ValueError, match=r"pooling_mode must be one of MEAN, .* found 'MAX'"):
         parts.pooling(x, "MAX")
 
 
@@ -91,9 +91,8 @@ def test_dual_head_refuses(options):
 @pytest.mark.parametrize("bias", [True, False])
 def test_lm_head(x, bias):
     head = parts.LMHead(FEATURES, 7, bias=bias)
-    logits = head(x.float()).logits
-    assert logits.shape == (BATCH, TOKENS, 7)
-    assert (head.lm_head.bias is not None) == bias
+    expected = x.float() @ head.lm_head.weight.T + (head.lm_head.bias if bias else 0)
+    torch.testing.assert_close(head(x.float()).logits, expected)
 
 
 @pytest.mark.parametrize("features", [6, 7])
@@ -193,5 +192,5 @@ def test_widths_default_to_the_first():
 
 @pytest.mark.parametrize("make", [parts.GluMlp, lambda *a: parts.GatedMlp(*a, gate_layer=halves)])
 def test_what_is_halved_must_be_even(make):
-    with pytest.raises(ValueError, match="hidden_features must be even.*found 5"):
+    with pytest.raises(ValueError, match=r"hidden_features must be even.*found 5"):
         make(4, 5)
