@@ -319,7 +319,8 @@ def _cuda_clock():
             end.record()
             if holds[function] == _MAX_HOLDS or not start.query():
                 return lambda: start.elapsed_time(end)
-            holds[function] += 1  # the device had begun before the host was done: this reading does not count
+            # The device had begun before the host was done: this reading does not count.
+            holds[function] = min(max(1, 2 * holds[function]), _MAX_HOLDS)
 
     return clock
 
