@@ -845,7 +845,11 @@ def test_a_direct_call_of_the_op_is_checked(change, message, device):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("shape", [(1, 8), (37, 33), (65, 264), (2000, 1000), (20_000, 7), (9, 300, 40)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 8), (37, 33), (65, 264), (129, 8200), (2000, 1000), (2048, 768), (4001, 2304), (20_000, 7), (9, 300, 40)],
+    ids=str,
+)
 def test_bias_gradient(shape, dtype, device):
     """Sums of few rows and many, of rows that lie apart or are the same one, of any width."""
     wide = torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(DTYPES[dtype])
@@ -854,6 +858,32 @@ def test_bias_gradient(shape, dtype, device):
         exact = dout.double().flatten(0, -2).sum(0)
         largest = dout.abs().float().flatten(0, -2).sum(0).max().item()
         assert_error_ratio(dbias, exact, dout.flatten(0, -2).sum(0), plus=unavoidable(exact, dbias.dtype, 4 * largest))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("captured", [False, True])
+def test_bias_gradient_is_equal_bit_by_bit(captured, device):
+    """The blocks of a sum leave their counters as they found them, whichever block is the last."""
+    douts = [torch.randn(shape, device=device).bfloat16() for shape in [(8192, 768), (4096, 2304), (300, 33), (5, 8)]]
+    none = [dout.new_empty(len(dout), 0) for dout in douts]
+    found = [torch.empty(dout.shape[1], device=device, dtype=dout.dtype) for dout in douts]
+
+    def step():
+        for out, dout, x in zip(found, douts, none, strict=True):
+            out.copy_(fused_dense_ops.wgrad(dout, x, True)[1])
+
+    step()
+    first = [out.clone() for out in found]
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    for _ in range(20):
+        for out in found:
+            out.fill_(float("nan"))
+        graph.replay() if captured else step()
+        for out, right in zip(found, first, strict=True):
+            assert torch.equal(out, right)
 
 
 DGRAD_SHAPES = [(0, 40), (5, 0), (33,), (1, 40), (37, 33), (3, 21, 264), (2000, 1000), (20_000, 7), (9000, 16)]
