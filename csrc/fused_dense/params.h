@@ -61,7 +61,8 @@ struct Rows {
 
 constexpr int kFewRows = 8;
 
-// Computes out = act(x weight^T + bias) for at most kFewRows rows.
+// Computes out = act(x weight^T + bias) for at most kFewRows rows. If `gated`, weight and bias have the rows of as many
+// values as there are output features, and then the rows of their gates: out = act(gate) value.
 struct FewRowsParams {
   DType dtype;  // type of all tensors; 16 bits
   int64_t rows;
@@ -69,9 +70,10 @@ struct FewRowsParams {
   int64_t out_features;
   Rows x;
   Rows weight;
-  const void* bias;  // (out_features); may be null
+  const void* bias;  // a row each, adjacent; may be null
   Rows out;
-  bool activates;  // whether there is an activation
+  bool gated;
+  bool activates;  // whether there is an activation; with gates there is one
   Activation activation;
 };
 

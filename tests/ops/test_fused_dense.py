@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import fused_dense_lib
+from flash_attn._ops import activation as activation_ops
 from flash_attn._ops import fused_dense as fused_dense_ops
 from flash_attn.modules.mlp import Mlp
 from flash_attn.ops import fused_dense
@@ -249,6 +250,36 @@ def test_few_rows_without_gradient(case, device):
             exact = formula(*(None if tensor is None else tensor.double() for tensor in tensors))
             plus = unavoidable(exact, out.dtype, 16 * max(1.0, exact.abs().max().item()))
             assert_error_ratio(out, exact, plain_formula(*tensors), plus=plus)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_approx", "relu", "sqrelu"])
+@pytest.mark.parametrize("case", FEW_ROWS)
+def test_gated_layer(case, activation, device):
+    """The bits of the layer and its gates as two ops, also where the memory of the result had other values."""
+    x, weight, bias, *_ = case.draw(device)
+    for rows in {len(weight) // 2 * 2, 2, 6}:
+        part = weight[:rows], None if bias is None else bias[:rows]
+        right = activation_ops.gated_fwd(fused_dense_ops.fwd(x, *part, "identity", False, 0)[0], activation)
+        poison = torch.full_like(right, float("nan"))
+        del poison  # its memory is likely to be that of the result
+        assert torch.equal(fused_dense_ops.gated_fwd(x, *part, activation), right)
+
+
+def test_gated_layer_of_nothing(device):
+    for rows, width, features in [(0, 8, 4), (3, 0, 4), (3, 8, 0)]:
+        x, weight = torch.ones(rows, width, device=device).half(), torch.ones(2 * features, width, device=device).half()
+        out = fused_dense_ops.gated_fwd(x, weight, None, "silu")
+        assert out.shape == (rows, features) and not out.any()
+
+
+def test_gated_layer_is_checked(device):
+    x, weight = torch.ones(3, 8, device=device).half(), torch.ones(6, 8, device=device).half()
+    with pytest.raises(ValueError, match=r"weight must have shape \(2 \* features, in_features\), found \(5, 8\)"):
+        fused_dense_ops.gated_linear(x, weight[:5], None, "silu")
+    with pytest.raises(NotImplementedError, match="must not require grad"):
+        fused_dense_ops.gated_fwd.default(x, weight.requires_grad_(), None, "silu")
+    torch.library.opcheck(fused_dense_ops.gated_fwd.default, (x, weight.detach(), None, "silu"))
+    torch.library.opcheck(fused_dense_ops.gated_fwd.default, (x, weight.detach(), weight.detach()[:, 0], "gelu_approx"))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
