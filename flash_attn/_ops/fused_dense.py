@@ -123,6 +123,11 @@ def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
     )
 
 
+def is_called_plainly(layer: torch.nn.Module) -> bool:
+    """Returns whether nobody has hooked a layer's forward, or replaced it for this one."""
+    return not _torch_private.has_forward_hooks(layer) and "forward" not in vars(layer)
+
+
 def check_layer(x, weight, bias, names=("x", "weight", "bias"), in_features=None):
     """Check one linear layer with in_features, by default the last size of x. `names`: the caller's tensor names.
 

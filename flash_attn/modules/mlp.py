@@ -206,10 +206,9 @@ class ParallelGatedMlp(_Gated):
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Whether a call of the layer is only the product of its own weight: nobody replaced, hooked or divided it."""
+    """Whether a call of the layer is only the product with its own weight."""
     sends = isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel
-    hooks = layer._forward_hooks or layer._forward_pre_hooks or "forward" in vars(layer)
-    return type(layer) in (Linear, ColumnParallelLinear) and not sends and not hooks
+    return type(layer) in (Linear, ColumnParallelLinear) and not sends and fused_dense.is_called_plainly(layer)
 
 
 def _or_else(features: int | None, default: int) -> int:
