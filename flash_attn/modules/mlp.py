@@ -7,7 +7,7 @@ here.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -205,7 +205,7 @@ class ParallelGatedMlp(_Gated):
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **factory)
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a call of the layer is only the product with its own weight."""
     sends = isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel
     return type(layer) in (Linear, ColumnParallelLinear) and not sends and fused_dense.is_called_plainly(layer)
