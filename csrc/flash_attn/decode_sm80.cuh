@@ -312,10 +312,10 @@ __device__ void decode_chunks(const typename Config::Params& p, const FwdWork<Co
   using T = typename Config::T;
   DecodeRing<Config>& ring = rings[warp_id()];
   const int num_warps = blockDim.x / 32, first = work.blocks.first + warp_id(), last = work.blocks.last;
+  const Step<Config> step(p, work, rings + num_warps);
   ChunkLoader<Config> loader(p, work, first);
 #pragma unroll 1
   for (DecodeStage<Config>& stage : ring.stages) loader.load(stage);
-  const Step<Config> step(p, work, rings + num_warps);
   step.prepare();
   const auto q = step.queries();
   prefetch_targets<Config>(p, work);
