@@ -2,7 +2,7 @@
 
     python first_run.py                     # in training/; every command that it runs is printed, to be repeated
 
-The text is that of Python's own library, as bytes; a hundredth of its modules is held out. Without a GPU, a GPT of four
+The text is that of Python's own library, as bytes; some of its modules are held out. Without a GPU, a GPT of four
 layers reads it for under two minutes on two cores; on a GPU it is GPT-2 small.
 """
 
@@ -29,7 +29,9 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 # What to train, how long a window of evaluation is, and after how many steps a checkpoint is written.
 SIZES = {
     "cpu": dict(
-        overrides=["experiment=tiny/text", "model.config.n_embd=128", "model.config.n_layer=4"],
+        overrides=[
+            "experiment=tiny/text", "model.config.n_embd=128", "model.config.n_layer=4", "trainer.limit_val_batches=4",
+        ],
         steps=400, checkpoint_every=100, context=128,
     ),
     "cuda": dict(overrides=["experiment=local/gpt2s"], steps=1000, checkpoint_every=200, context=1024),
@@ -49,7 +51,7 @@ def main():
     heading("1. Training, which is stopped on its way")
     shutil.rmtree(checkpoints, ignore_errors=True)
     train = [
-        "run.py", *size["overrides"], f"name={args.name}", "print_config=False",
+        "run.py", *size["overrides"], f"name={args.name}", "print_config=False", "datamodule.val_ratio=0.03",
         f"trainer.max_steps={args.steps or size['steps']}",
         f"callbacks.model_checkpoint.every_n_train_steps={size['checkpoint_every']}",
     ]  # fmt: skip
