@@ -46,7 +46,9 @@ def main():
     start = time.perf_counter()
     os.chdir(FOLDER)
     size = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
-    checkpoints, plot = pathlib.Path("checkpoints", args.name), pathlib.Path("logs", f"{args.name}.png")
+    checkpoints = pathlib.Path(os.environ.get("CHECKPOINT_DIR", "checkpoints"), args.name)
+    logs = pathlib.Path(os.environ.get("RESULT_DIR", "logs"))
+    plot = logs / f"{args.name}.png"
 
     heading("1. Training, which is stopped on its way")
     shutil.rmtree(checkpoints, ignore_errors=True)
@@ -78,7 +80,7 @@ def main():
 
     heading("Done")
     print(f"checkpoints: {checkpoints.resolve()}")
-    print(f"logs:        {pathlib.Path('logs').resolve()}")
+    print(f"logs:        {logs.resolve()}")
     print(f"plot:        {plot.resolve()}")
     print(f"to go on:    cd {FOLDER}, and any of the commands above with its Python; more are in README.md")
     print(f"time:        {time.perf_counter() - start:.0f} s in all")
