@@ -30,7 +30,7 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 SIZES = {
     "cpu": dict(
         overrides=[
-            "experiment=tiny/text", "model.config.n_embd=128", "model.config.n_layer=4", "trainer.limit_val_batches=4",
+            "experiment=tiny/text", "model.config.n_embd=128", "model.config.n_layer=4", "+trainer.limit_val_batches=4",
         ],
         steps=400, checkpoint_every=100, context=128,
     ),
