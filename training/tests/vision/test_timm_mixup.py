@@ -5,6 +5,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
+
 from src.datamodules.timm_mixup import TimmMixup
 
 CLASSES, SMOOTHING = 5, 0.1
@@ -82,11 +83,11 @@ def test_an_odd_batch_in_pairs():
 
 @needs_timm
 def test_an_unknown_mode():
-    with pytest.raises(ValueError, match="mixup.mode must be one of batch, pair, elem, found 'pairs'"):
+    with pytest.raises(ValueError, match=r"mixup\.mode must be one of batch, pair, elem, found 'pairs'"):
         TimmMixup(mode="pairs")
 
 
 @pytest.mark.skipif(not missing(), reason="timm is there")
 def test_without_timm_it_says_what_to_install():
-    with pytest.raises(ImportError, match="needs timm.data.mixup: pip install timm torchvision"):
+    with pytest.raises(ImportError, match=r"needs timm\.data\.mixup: pip install timm torchvision"):
         TimmMixup(mixup_alpha=0.8)
