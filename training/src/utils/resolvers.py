@@ -5,9 +5,9 @@ attach_datamodule(datamodule)                # from now on ${datamodule:vocab_si
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
-import torch
 from omegaconf import OmegaConf
 
 MEMORY_BOUNDS = (24, 40, 80)  # GB, between the device batches of `batch_for_memory`
@@ -36,9 +36,29 @@ def batch_for_memory(memory: float, *batches: int) -> int:
 @functools.cache
 def gpu_mem() -> int:
     """Memory of GPU 0 in units of 1000 MiB, so that an 80 GB GPU has 81 or 82; 80 where there is no GPU."""
+    import torch
+
     if not torch.cuda.is_available():
         return MEMORY_WITHOUT_GPU
     return round(torch.cuda.get_device_properties(0).total_memory / 2**20 / 1000)
+
+
+def device_count(devices: int | str | Sequence[int]) -> int:
+    """How many devices trainer.devices stands for: a number, a list of them, or "auto" or -1 for all there are."""
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        return len(devices)
+    if devices in ("auto", "-1", -1):
+        import torch  # takes seconds, and a mistyped name is found before
+
+        return max(torch.cuda.device_count(), 1)
+    if isinstance(devices, str):  # "4", or a list as "0,1"
+        return len(devices.split(",")) if "," in devices else int(devices)
+    return devices
+
+
+def more_than_one(x: int) -> bool:
+    """Whether x > 1."""
+    return x > 1
 
 
 def run_folder(root: str, name: str | None, unnamed: str) -> str:
@@ -55,6 +75,8 @@ _RESOLVERS: dict[str, Any] = {
     "div_up": div_up,
     "batch_for_memory": batch_for_memory,
     "gpu_mem": gpu_mem,
+    "device_count": device_count,
+    "more_than_one": more_than_one,
     "run_folder": run_folder,
     "datamodule": _deferred,
 }

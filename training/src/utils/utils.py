@@ -52,3 +52,50 @@ class LoggingContext:
             self.logger.removeHandler(self.handler)
             if self.close:
                 self.handler.close()
+
+
+def extras(config: DictConfig) -> None:
+    """Adapt a configuration to its mode, in place.
+
+    ignore_warnings silences Python's warnings. With trainer.fast_dev_run, data is read by this process into pageable
+    memory. Raises ValueError if experiment_mode is set and the run has no name.
+    """
+    if config.get("ignore_warnings"):
+        warnings.filterwarnings("ignore")
+    if config.get("experiment_mode") and not config.get("name"):
+        raise ValueError("mode=exp needs the name of the experiment: name=...")
+    if OmegaConf.select(config, "trainer.fast_dev_run") and config.get("datamodule") is not None:
+        for key, value in (("pin_memory", False), ("num_workers", 0)):
+            if config.datamodule.get(key):
+                config.datamodule[key] = value
+
+
+@rank_zero_only
+def print_config(
+    config: DictConfig,
+    fields: Sequence[str] = (
+        "trainer", "model", "datamodule", "train", "eval", "callbacks", "logger", "seed", "name",
+    ),
+    resolve: bool = True,
+) -> None:  # fmt: skip
+    """Print these parts of a configuration as a tree, and write it to config_tree.txt in the working directory."""
+    from rich.console import Console
+    from rich.syntax import Syntax
+    from rich.tree import Tree
+
+    tree = Tree("CONFIG")
+    for field in fields:
+        part = config.get(field)
+        text = OmegaConf.to_yaml(part, resolve=resolve) if OmegaConf.is_config(part) else str(part)
+        tree.add(field).add(Syntax(text.rstrip(), "yaml", background_color="default"))
+    Console().print(tree)
+    with open("config_tree.txt", "w", encoding="utf-8") as file:
+        Console(file=file, width=160).print(tree)
+
+
+def finish(config: DictConfig, model: Any, datamodule: Any, trainer: Any, callbacks: Any, logger: Any) -> None:
+    """Close what a run has open elsewhere: the run of wandb, if it logs there."""
+    if any(type(each).__name__ == "WandbLogger" for each in logger):
+        import wandb
+
+        wandb.finish()
