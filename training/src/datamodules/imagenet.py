@@ -8,7 +8,7 @@
 `src.datamodules.image_datasets` says what the folders hold: a folder of images per class, or arrays.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,7 @@ class ImagenetDataModule(L.LightningDataModule):
         self._num_classes = self._default_num_classes if num_classes is None else num_classes
         self._check_arguments()
         self.dims = (3, image_size, image_size)
+        self._position: dict[str, int] | None = None  # where the next epoch goes on
         self.dataset_train: Dataset | None = None
         self.dataset_val: Dataset | None = None
         self.dataset_test: Dataset | None = None
@@ -210,17 +211,34 @@ class ImagenetDataModule(L.LightningDataModule):
 
     def train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """The rank's training batches. Raises ValueError if drop_last would leave none."""
-        sampler = AugmentationSampler(
-            self.dataset_train, num_replicas=get_world_size(), rank=get_rank(), shuffle=self.shuffle, seed=self.seed,
-            num_repeats=self.num_aug_repeats,
-        )  # fmt: skip
-        if self.drop_last and len(sampler) < self.batch_size:
+        options = dict(shuffle=self.shuffle, seed=self.seed, num_repeats=self.num_aug_repeats)
+        sampler = AugmentationSampler(self.dataset_train, **options, **self._rank())
+        dataset = SeededDataset(self.dataset_train)
+        loader = self._data_loader(dataset, self.batch_size, mixup=self.mixup, sampler=sampler)
+        if len(loader) == 0:
             raise ValueError(
                 f"datamodule.batch_size must be at most {len(sampler)}, the training images of a rank, with drop_last, "
                 f"found {self.batch_size}"
             )
-        dataset = SeededDataset(self.dataset_train)
-        return self._data_loader(dataset, self.batch_size, mixup=self.mixup, sampler=sampler)
+        if self._position is not None:
+            sampler.load_state_dict(self._position_in(len(loader) * self.batch_size * sampler.num_replicas))
+        return loader
+
+    def state_dict(self) -> dict[str, int]:
+        """The position of training: the epoch, and how many samples of it all ranks have trained on together."""
+        loop = self.trainer.fit_loop
+        batches = loop.epoch_loop.batch_progress.current.ready
+        samples = batches * self.batch_size * self._rank()["num_replicas"]
+        return {"epoch": loop.epoch_progress.current.ready - 1, "samples": samples}
+
+    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
+        """Let the next loader of training images go on from this position."""
+        self._position = dict(state_dict)
+
+    def _position_in(self, samples):
+        """The position to go on from, in an epoch of so many samples: after its last one comes the next epoch."""
+        position, self._position = self._position, None
+        return position if position["samples"] < samples else {"epoch": position["epoch"] + 1, "samples": 0}
 
     def val_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """The rank's validation batches."""
@@ -234,7 +252,12 @@ class ImagenetDataModule(L.LightningDataModule):
         return self._data_loader(self.dataset_test, self.batch_size_eval, sampler=self._in_order(self.dataset_test))
 
     def _in_order(self, dataset):
-        return DistributedSampler(dataset, num_replicas=get_world_size(), rank=get_rank(), shuffle=False)
+        return DistributedSampler(dataset, shuffle=False, **self._rank())
+
+    def _rank(self):
+        """Which part of the data this process has: with a trainer, processes that share a model share a part."""
+        shared = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
+        return shared or {"num_replicas": get_world_size(), "rank": get_rank()}
 
     def _data_loader(
         self,
