@@ -26,7 +26,7 @@ demo: $(VENV)/kernels ## run the demo
 	$(RUN) examples/demo.py
 
 test: $(VENV)/kernels ## run the tests that this machine can run, without the slow ones; PYTEST_ARGS="-m slow" runs those
-	$(RUN) -m pytest tests -n $(WORKERS) $(PYTEST_ARGS)
+	$(RUN) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
 build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyTorch too; needs nvcc
 	FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) setup.py build_ext --inplace
@@ -67,7 +67,7 @@ $(VENV)/created:
 $(VENV)/installed: $(VENV)/created pyproject.toml setup.py
 	$(RUN) -m pip install --quiet '$(TORCH)' 'setuptools>=77' ninja
 	FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(RUN) -m pip install --quiet --no-build-isolation \
-	  --editable '.[test,examples,benchmark,lint]'
+	  --editable '.[test,examples,benchmark,lint,training]'
 	@touch $@
 
 $(VENV)/kernels: $(VENV)/installed $(SOURCES) $(wildcard flash_attn/_ops/*.py)

@@ -16,7 +16,7 @@ from torchmetrics import MetricCollection
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss
 from flash_attn.models.gpt import GPTLMHeadModel
-from src.callbacks.logging import is_logging_step
+from src.callbacks.loggers import is_logging_step
 from src.metrics.accuracy import AccuracyMine
 from src.metrics.loss import MeanLoss
 from src.metrics.num_tokens import NumTokens
@@ -92,7 +92,9 @@ class SequenceModel(L.LightningModule):
     def instantiate_metrics(self) -> None:
         configs = OmegaConf.select(self.cfg, "eval.metrics") or {}
         metrics = {name: instantiate(config, _convert_="all") for name, config in configs.items()}
-        collection = MetricCollection({"loss": MeanLoss(), **(metrics or {"acc": AccuracyMine()})}, compute_groups=False)
+        collection = MetricCollection(
+            {"loss": MeanLoss(), **(metrics or {"acc": AccuracyMine()})}, compute_groups=False
+        )
         self.train_metrics, self.val_metrics, self.test_metrics = (
             collection.clone(prefix=f"{phase}/") for phase in ("train", "val", "test")
         )
@@ -120,7 +122,10 @@ class SequenceModel(L.LightningModule):
             metrics(output, targets, loss=loss.detach())
         else:
             metrics.update(output, targets, loss=loss.detach())
-        self.log_dict(metrics, on_step=on_step, on_epoch=True, batch_size=len(targets))
+        for name, metric in metrics.items():
+            self.log(
+                name, metric, on_step=on_step, on_epoch=True, prog_bar=name == "train/loss", batch_size=len(targets)
+            )
         return {"loss": loss, "output": output, "targets": targets}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -150,8 +155,8 @@ class SequenceModel(L.LightningModule):
             parameters = group_parameters_for_optimizer(self.model, train.optimizer, **train.optimizer_param_grouping)
         optimizer = instantiate(train.optimizer, parameters, _convert_="all")
         for i, group in enumerate(optimizer.param_groups):
-            options = {k: v for k, v in group.items() if k != "params"}
-            sizes = [p.numel() for p in group["params"]]
+            options = {k: v for k, v in group.items() if k in ("lr", "weight_decay") or k not in optimizer.defaults}
+            sizes = [p.numel() for p in options.pop("params")]
             log.info("Parameter group %d: %d tensors, %d parameters, %s", i, len(sizes), sum(sizes), options)
         if train.get("scheduler") is None:
             return optimizer
