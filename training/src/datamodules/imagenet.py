@@ -8,12 +8,11 @@
 `src.datamodules.image_datasets` says what the folders hold: a folder of images per class, or arrays.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
@@ -30,7 +29,8 @@ from src.datamodules.image_datasets import (
     random_state,
     read_all,
 )
-from src.utils.distributed import get_rank, get_world_size
+from src.datamodules.resumable import ResumableDataModule
+from src.datamodules.resumable_loader import ResumableLoader
 from src.utils.optional import optional_module
 
 __all__ = ["DictDataset", "Imagenet21kPDataModule", "ImagenetDataModule", "imagenet_normalization"]
@@ -55,7 +55,7 @@ def to_normalized_tensor() -> Transform:
     return v2.Compose([v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True), imagenet_normalization()])
 
 
-class ImagenetDataModule(L.LightningDataModule):
+class ImagenetDataModule(ResumableDataModule):
     """Images for classification: batches (images, targets), (batch, 3, image_size, image_size) and (batch,) int64.
 
     Arguments:
@@ -75,7 +75,7 @@ class ImagenetDataModule(L.LightningDataModule):
         pin_memory: put batches into pinned memory, if there is a GPU.
         drop_last: leave out the last training batch of an epoch if it is smaller. Validation never does so.
         num_classes: of the model, 1000 if None; data_dir may have fewer.
-        seed: of the order and the augmentation of the training images.
+        seed: of the order and the augmentation of the training images; by default as in `ResumableDataModule`.
 
     Tests read val, too: the labels of ImageNet's test images are not public. On several ranks, a few images of val
     count twice if their number cannot be divided by that of the ranks.
@@ -85,6 +85,7 @@ class ImagenetDataModule(L.LightningDataModule):
     """
 
     name = "imagenet"
+    same_data = "data_dir"
     _default_num_classes = 1000
 
     def __init__(
@@ -105,20 +106,19 @@ class ImagenetDataModule(L.LightningDataModule):
         pin_memory: bool = True,
         drop_last: bool = False,
         num_classes: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(seed)
         self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
         self.train_transforms, self.val_transforms = train_transforms, val_transforms
         self.test_transforms = test_transforms or val_transforms
         self.img_dtype, self.cache_val_dataset, self.mixup = img_dtype, cache_val_dataset, mixup
         self.num_aug_repeats, self.num_workers, self.shuffle = num_aug_repeats, num_workers, shuffle
         self.batch_size, self.batch_size_eval = batch_size, batch_size if batch_size_eval is None else batch_size_eval
-        self.pin_memory, self.drop_last, self.seed = pin_memory, drop_last, seed
+        self.pin_memory, self.drop_last = pin_memory, drop_last
         self._num_classes = self._default_num_classes if num_classes is None else num_classes
         self._check_arguments()
         self.dims = (3, image_size, image_size)
-        self._position: dict[str, int] | None = None  # where the next epoch goes on
         self.dataset_train: Dataset | None = None
         self.dataset_val: Dataset | None = None
         self.dataset_test: Dataset | None = None
@@ -210,35 +210,11 @@ class ImagenetDataModule(L.LightningDataModule):
         return v2.Compose([transform, v2.ToDtype(getattr(torch, self.img_dtype))])
 
     def train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        """The rank's training batches. Raises ValueError if drop_last would leave none."""
+        """The rank's training batches, from where training is. Raises ValueError if there are none."""
         options = dict(shuffle=self.shuffle, seed=self.seed, num_repeats=self.num_aug_repeats)
-        sampler = AugmentationSampler(self.dataset_train, **options, **self._rank())
+        sampler = AugmentationSampler(self.dataset_train, **options, **self.ranks())
         dataset = SeededDataset(self.dataset_train)
-        loader = self._data_loader(dataset, self.batch_size, mixup=self.mixup, sampler=sampler)
-        if len(loader) == 0:
-            raise ValueError(
-                f"datamodule.batch_size must be at most {len(sampler)}, the training images of a rank, with drop_last, "
-                f"found {self.batch_size}"
-            )
-        if self._position is not None:
-            sampler.load_state_dict(self._position_in(len(loader) * self.batch_size * sampler.num_replicas))
-        return loader
-
-    def state_dict(self) -> dict[str, int]:
-        """The position of training: the epoch, and how many samples of it all ranks have trained on together."""
-        loop = self.trainer.fit_loop
-        batches = loop.epoch_loop.batch_progress.current.ready
-        samples = batches * self.batch_size * self._rank()["num_replicas"]
-        return {"epoch": loop.epoch_progress.current.ready - 1, "samples": samples}
-
-    def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Let the next loader of training images go on from this position."""
-        self._position = dict(state_dict)
-
-    def _position_in(self, samples):
-        """The position to go on from, in an epoch of so many samples: after its last one comes the next epoch."""
-        position, self._position = self._position, None
-        return position if position["samples"] < samples else {"epoch": position["epoch"] + 1, "samples": 0}
+        return self.begin(self._data_loader(dataset, self.batch_size, mixup=self.mixup, sampler=sampler))
 
     def val_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """The rank's validation batches."""
@@ -252,12 +228,7 @@ class ImagenetDataModule(L.LightningDataModule):
         return self._data_loader(self.dataset_test, self.batch_size_eval, sampler=self._in_order(self.dataset_test))
 
     def _in_order(self, dataset):
-        return DistributedSampler(dataset, shuffle=False, **self._rank())
-
-    def _rank(self):
-        """Which part of the data this process has: with a trainer, processes that share a model share a part."""
-        shared = self.trainer.distributed_sampler_kwargs if self.trainer is not None else None
-        return shared or {"num_replicas": get_world_size(), "rank": get_rank()}
+        return DistributedSampler(dataset, shuffle=False, **self.ranks())
 
     def _data_loader(
         self,
@@ -269,7 +240,7 @@ class ImagenetDataModule(L.LightningDataModule):
     ) -> DataLoader:
         training = isinstance(dataset, SeededDataset)
         num_workers = 0 if isinstance(dataset, DictDataset) else self.num_workers  # nothing is left to be read
-        return DataLoader(
+        return (ResumableLoader if training else DataLoader)(
             dataset,
             batch_size=batch_size,
             shuffle=shuffle,
@@ -279,6 +250,7 @@ class ImagenetDataModule(L.LightningDataModule):
             collate_fn=partial(_collate_seeded, mixup) if training else default_collate,
             pin_memory=self.pin_memory and torch.cuda.is_available(),
             drop_last=self.drop_last and training,
+            generator=torch.Generator(),  # without one, each iteration would take a number from the global generator
         )
 
 

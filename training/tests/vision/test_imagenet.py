@@ -1,6 +1,5 @@
 """ImagenetDataModule on small folders and arrays: what batches hold, in which order, and what is refused."""
 
-import importlib
 import math
 import pickle
 from collections import Counter
@@ -13,18 +12,9 @@ from torch.utils.data import DistributedSampler
 from src.datamodules import gratings, image_datasets, imagenet
 from src.datamodules.gratings import GratingsDataModule, write_gratings
 from src.datamodules.imagenet import DictDataset, Imagenet21kPDataModule, ImagenetDataModule
+from src.datamodules.resumable_loader import Position
 from tests.processes import over_processes
-
-
-def importable(name):
-    try:
-        return importlib.import_module(name) is not None
-    except (ImportError, OSError, RuntimeError):  # as for a torchvision that was built for another PyTorch
-        return False
-
-
-needs_torchvision = pytest.mark.skipif(not importable("torchvision"), reason="needs torchvision")
-needs_timm = pytest.mark.skipif(not importable("timm"), reason="needs timm and torchvision")
+from training.tests.vision.needs import needs_timm, needs_torchvision, without_torchvision
 
 SIZES = dict(num_train=24, num_val=10, num_classes=4, image_size=16)
 
@@ -188,16 +178,13 @@ def test_augmentation_does_not_depend_on_workers_and_leaves_random_numbers_alone
     (here, after), (by_workers, _) = epoch(), epoch(num_workers=2)
     assert torch.equal(here, by_workers)
     torch.manual_seed(0)
-    torch.empty((), dtype=torch.int64).random_()  # which the loader draws for its workers
     assert torch.equal(after, torch.rand(3))
     assert not torch.equal(here, epoch(seed=1)[0])
 
 
 def test_augmentation_changes_with_the_epoch(arrays):
     loader = module(arrays, train_transforms=add_noise, shuffle=False).train_dataloader()
-    first = images_of(loader)
-    loader.sampler.set_epoch(1)
-    second = images_of(loader)
+    first, second = images_of(loader), images_of(loader)
     shift = (second - first).flatten(1)
     assert (shift.std(dim=1) < 1e-5).all()  # the same images in the same order, since noise is a number for each
     assert shift.mean(dim=1).abs().min() > 1e-4
@@ -214,7 +201,7 @@ def test_mixup_is_for_training_alone_and_depends_on_the_batch(arrays):
     ratios = added.flatten(1).mean(dim=1).view(3, 8)
     assert (ratios.std(dim=1) < 1e-5).all() and len(set(ratios[:, 0].tolist())) == 3
     assert torch.equal(images_of(datamodule.val_dataloader()), images_of(plain.val_dataloader()))
-    again = images_of(datamodule.train_dataloader()) - images_of(plain.train_dataloader())
+    again = images_of(datamodule.train_dataloader()) - images_of(plain.train_dataloader())  # loaders of their own
     assert torch.equal(again, added)
 
 
@@ -222,7 +209,7 @@ def test_mixup_is_for_training_alone_and_depends_on_the_batch(arrays):
 def test_the_rest_of_an_epoch_is_that_of_an_uninterrupted_one(arrays, workers):
     whole = images_of(module(arrays, train_transforms=add_noise, num_workers=workers).train_dataloader())
     loader = module(arrays, train_transforms=add_noise, num_workers=workers).train_dataloader()
-    loader.sampler.load_state_dict({"epoch": 0, "samples": 16})
+    loader.start_at(Position(epoch=0, samples=16))
     assert torch.equal(images_of(loader), whole[16:])
 
 
@@ -368,11 +355,11 @@ def test_images_without_targets(arrays):
 
 
 def test_a_batch_that_is_larger_than_the_epoch(arrays):
-    with pytest.raises(ValueError, match="batch_size must be at most 24, the training images of a rank"):
+    with pytest.raises(ValueError, match="found 24 samples for batch_size 25 on 1 ranks"):
         module(arrays, batch_size=25, drop_last=True).train_dataloader()
 
 
-@pytest.mark.skipif(importable("torchvision"), reason="torchvision is there")
+@without_torchvision
 def test_without_torchvision_an_image_folder_says_what_to_install(tmp_path):
     write_gratings(tmp_path / "png", **SIZES, file_format="png")
     with pytest.raises(ImportError, match=r"torchvision\S*: pip install torchvision, as fits your PyTorch"):

@@ -1,34 +1,23 @@
 """Whole runs of the experiments on images, from their configurations."""
 
-import importlib
 import pathlib
 
 import hydra
 import numpy as np
 import pytest
-import run as command_line
 import torch
 from omegaconf import OmegaConf
+
+import run as command_line
+from flash_attn.models.vit import VisionTransformer
 from src.metrics.accuracy import AccuracyMine
 from src.utils import resolvers
-from src.utils.checkpoint import load_checkpoint
-
-from flash_attn.models.vit import VisionTransformer
+from src.utils.checkpoint import latest, load_checkpoint
+from training.tests.vision.needs import needs_timm, needs_torchvision
 
 CONFIGS = pathlib.Path(command_line.__file__).parent / "configs"
 HERE = "training.tests.vision.test_runs"
 QUIET = ["print_config=false", "trainer.accelerator=cpu", "logger=csv"]
-
-
-def importable(name):
-    try:
-        return importlib.import_module(name) is not None
-    except (ImportError, OSError, RuntimeError):  # as for a torchvision that was built for another PyTorch
-        return False
-
-
-needs_torchvision = pytest.mark.skipif(not importable("torchvision"), reason="needs torchvision")
-needs_timm = pytest.mark.skipif(not importable("timm"), reason="needs timm and torchvision")
 
 
 def composed(folder, *overrides):
@@ -71,28 +60,30 @@ def test_tiny_vision_learns(tmp_path, file_format):
     assert len(list((tmp_path / "data/gratings").iterdir())) == 1
 
 
-@pytest.mark.parametrize("stopped_at", [4, 6])  # steps, of which an epoch has 4
-def test_a_resumed_run_gives_the_same_weights(tmp_path, stopped_at):
+@pytest.mark.parametrize("stopped_at, workers", [(4, 0), (6, 1)])  # after steps, of which an epoch has 4
+def test_a_resumed_run_gives_the_same_weights(tmp_path, stopped_at, workers):
     options = [
-        "experiment=tiny/vision", "datamodule.num_train=72", "datamodule.batch_size=16", "++datamodule.drop_last=true",
+        "experiment=tiny/vision", f"datamodule.num_workers={workers}",
+        "datamodule.num_train=72", "datamodule.batch_size=16", "++datamodule.drop_last=true",
         "datamodule.num_val=8", "test_after_training=false", "++model.drop_path_rate=0.2", "++model.drop_rate=0.1",
         "trainer.max_epochs=3", "train.scheduler.t_initial=12", "train.scheduler.warmup_t=2",
-        "callbacks.model_checkpoint.monitor=null",
-        "++callbacks.model_checkpoint.save_top_k=1", "++datamodule.num_aug_repeats=2",
-        *(f"++datamodule.{key}._target_={HERE}.{name}" for key, name in (("train_transforms", "noisy"), ("mixup", "blended"))),
-        *(f"++datamodule.{key}._partial_=true" for key in ("train_transforms", "mixup")),
+        "callbacks.model_checkpoint.monitor=null", "++datamodule.num_aug_repeats=2",
+        f"++datamodule.train_transforms={{_target_: {HERE}.noisy, _partial_: true}}",
+        f"++datamodule.mixup={{_target_: {HERE}.blended, _partial_: true}}",
     ]  # fmt: skip
     save_at = "++callbacks.model_checkpoint.every_n_train_steps="
     run(tmp_path, *options, "name=whole", f"{save_at}12")
     run(tmp_path, *options, "name=resumed", f"{save_at}{stopped_at}", f"++trainer.max_steps={stopped_at}")
     run(tmp_path, *options, "name=resumed", f"{save_at}12", "resume=true")
-    whole, resumed = (load_checkpoint(tmp_path / f"checkpoints/{name}/last.ckpt") for name in ("whole", "resumed"))
+    whole, resumed = (load_checkpoint(latest(tmp_path / f"checkpoints/{name}")) for name in ("whole", "resumed"))
     assert whole.keys() == resumed.keys() and len(whole) > 20
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
 def test_images_that_do_not_fill_patches(tmp_path):
-    with pytest.raises(Exception, match=r"img_size must be a multiple of patch_size, 8, found 30"):
+    with pytest.raises(
+        hydra.errors.InstantiationException, match=r"img_size must be a multiple of patch_size, 8, found 30"
+    ):
         run(tmp_path, "experiment=tiny/vision", "datamodule.image_size=30")
 
 
@@ -147,12 +138,14 @@ def test_an_epoch_of_the_recipe(tmp_path):
     """experiment=imagenet/vit-t as it is, but for the size of the images and the model, on a small image folder."""
     from src.datamodules.gratings import write_gratings
 
-    write_gratings(tmp_path / "data/imagenet", num_train=48, num_val=12, num_classes=6, image_size=40, file_format="png")
+    write_gratings(
+        tmp_path / "data/imagenet", num_train=48, num_val=12, num_classes=6, image_size=40, file_format="png"
+    )
     accuracy = run(
         tmp_path, "experiment=imagenet/vit-t", "trainer.devices=1", "trainer.max_epochs=2", "datamodule.batch_size=8",
-        "train.global_batch_size=16", "datamodule.image_size=32", "datamodule.num_workers=2", "datamodule.num_classes=6",
-        "++model.depth=1", "++model.embed_dim=24", "callbacks=[default,ema]", "callbacks.ema.decay=0.9",
-        "+optimized_metric=val/acctop5",
+        "train.global_batch_size=16", "datamodule.image_size=32", "datamodule.num_workers=2",
+        "datamodule.num_classes=6", "++model.depth=1", "++model.embed_dim=24", "callbacks=[default,ema]",
+        "callbacks.ema.decay=0.9", "+optimized_metric=val/acctop5",
     )  # fmt: skip
     assert 0 <= accuracy <= 1
     assert (tmp_path / "checkpoints").exists()

@@ -1,25 +1,13 @@
 """TimmMixup: mixed images and targets by the formula, and batches of odd size."""
 
-import importlib
-
 import numpy as np
 import pytest
 import torch
 
 from src.datamodules.timm_mixup import TimmMixup
+from training.tests.vision.needs import needs_timm, without_timm
 
 CLASSES, SMOOTHING = 5, 0.1
-
-
-def missing():
-    try:
-        importlib.import_module("timm.data.mixup")
-    except (ImportError, OSError, RuntimeError):
-        return True
-    return False
-
-
-needs_timm = pytest.mark.skipif(missing(), reason="needs timm and torchvision")
 
 
 @needs_timm
@@ -87,7 +75,7 @@ def test_an_unknown_mode():
         TimmMixup(mode="pairs")
 
 
-@pytest.mark.skipif(not missing(), reason="timm is there")
+@without_timm
 def test_without_timm_it_says_what_to_install():
     with pytest.raises(ImportError, match=r"needs timm\.data\.mixup: pip install timm torchvision"):
         TimmMixup(mixup_alpha=0.8)
