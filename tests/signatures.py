@@ -203,7 +203,8 @@ SIGNATURES = {
     "flash_attn.models.gpt": {
         "GPTLMHeadModel": "config, process_group=None, device=None, dtype=None",
         "GPTLMHeadModel.forward": (
-            "self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, labels=None"
+            "self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, labels=None, *, "
+            "shift_labels=None, loss_fn=None"
         ),
         "GPTModel": "config, process_group=None, device=None, dtype=None",
         "GPTModel.forward": "self, input_ids, position_ids=None, inference_params=None",

@@ -543,6 +543,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         inference_params: Any = None,
         num_last_tokens: int = 0,
         labels: None = None,
+        *,
+        shift_labels: None = None,
     ) -> CausalLMOutput: ...
 
     @overload
@@ -554,6 +556,21 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         num_last_tokens: int = 0,
         *,
         labels: Tensor,
+        shift_labels: None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+    ) -> CausalLMLoss: ...
+
+    @overload
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        inference_params: Any = None,
+        num_last_tokens: int = 0,
+        labels: None = None,
+        *,
+        shift_labels: Tensor,
+        loss_fn: Callable[..., Tensor] | None = None,
     ) -> CausalLMLoss: ...
 
     def forward(
@@ -563,6 +580,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         inference_params: Any = None,
         num_last_tokens: int = 0,
         labels: Tensor | None = None,
+        *,
+        shift_labels: Tensor | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
     ) -> CausalLMOutput | CausalLMLoss:
         """Logits of the next tokens, or with labels their loss.
 
@@ -573,11 +593,15 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             num_last_tokens: only for so many tokens at the end of each sequence; all if 0.
             labels: (batch, seqlen), as transformers takes them: input_ids, with -100 for tokens that do not count.
                 Each is compared with the logits of the token before it.
+            shift_labels: (batch, seqlen), in place of labels: the token that follows each of input_ids, or -100.
+            loss_fn: in place of `linear_cross_entropy`, a function of hidden (batch, seqlen, features), the weight of
+                the head (padded vocabulary, features), shift_labels and the bias of the head or None. Say, a
+                `LinearCrossEntropyLoss` with label smoothing. With a group, it must know the group.
 
         Returns CausalLMOutput(logits) with logits (batch, seqlen or num_last_tokens, padded vocabulary). With a group
         they are this process's part of the vocabulary, and all of it with inference_params.
-        With labels, CausalLMLoss(loss): the mean over the labels that count, over the classes without padding, from
-        `linear_cross_entropy`, which does not hold all logits.
+        With labels or shift_labels, CausalLMLoss(loss): the mean over the labels that count, over the classes without
+        padding, from `linear_cross_entropy`, which does not hold all logits.
 
         There is no attention_mask: tokens see those before them, so padding on their right changes nothing but its own
         logits, and labels of -100 leave it out of the loss. `generate` takes the mask of padding on the left.
@@ -596,8 +620,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             hidden = self.project_out(hidden)
         if self.output_scale != 1.0:
             hidden = hidden * self.output_scale
-        if labels is not None:
-            return CausalLMLoss(self._loss(hidden, labels, input_ids.shape, num_last_tokens))
+        if labels is not None or shift_labels is not None:
+            following = _following(labels, shift_labels, input_ids.shape, num_last_tokens)
+            return CausalLMLoss(self._loss(hidden, following, loss_fn))
         logits = self._logits(hidden)
         if self.process_group is not None and inference_params is not None:
             parts, _ = all_gather_raw(logits.contiguous(), self.process_group)
@@ -615,25 +640,34 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         )
         return fused_dense_func(hidden, weight, self.lm_head.bias, **parallel)
 
-    def _loss(self, hidden, labels, shape, num_last_tokens):
-        if labels.shape != shape or num_last_tokens > 0:
-            raise ValueError(
-                f"labels must have the shape {tuple(shape)} of input_ids, without num_last_tokens, "
-                f"found {tuple(labels.shape)} and {num_last_tokens}"
-            )
-        following = F.pad(labels[:, 1:], (0, 1), value=-100)
-        by_tokens = hidden.dim() == 2
+    def _loss(self, hidden, following, loss_fn):
         weight = F.normalize(self.lm_head.weight) if self.norm_head else self.lm_head.weight
-        return linear_cross_entropy(
-            hidden, weight, following.flatten() if by_tokens else following, self.lm_head.bias,
-            num_classes=self.vocab_size, process_group=self.process_group, sequence_parallel=by_tokens,
-        )  # fmt: skip
+        by_tokens = hidden.dim() == 2
+        if loss_fn is None:
+            loss_fn = functools.partial(
+                linear_cross_entropy, num_classes=self.vocab_size, process_group=self.process_group,
+                sequence_parallel=by_tokens,
+            )  # fmt: skip
+        return loss_fn(hidden, weight, following.flatten() if by_tokens else following, self.lm_head.bias)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Also takes the state dicts of earlier releases, with `transformer.ln_0`, and changes these in place."""
         if "transformer.ln_0.weight" in state_dict:
             _shift_norms(state_dict, settings(self.config).n_layer)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def _following(labels, shift_labels, shape, num_last_tokens):
+    """The label of each position: the token after it."""
+    if labels is not None and shift_labels is not None:
+        raise ValueError("labels and shift_labels must not be given together")
+    name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    if given.shape != shape or num_last_tokens > 0:
+        raise ValueError(
+            f"{name} must have the shape {tuple(shape)} of input_ids, without num_last_tokens, "
+            f"found {tuple(given.shape)} and {num_last_tokens}"
+        )
+    return given if labels is None else F.pad(labels[:, 1:], (0, 1), value=-100)
 
 
 def _shift_norms(state_dict, n_layer):

@@ -9,6 +9,7 @@ import transformers
 from torch import nn
 from transformers import GPT2Config
 
+from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss
 from flash_attn.models import _config
 from flash_attn.models.gpt import (
     GPTLMHeadModel,
@@ -321,6 +322,22 @@ def test_loss_is_that_of_the_logits(padding, device):
     torch.testing.assert_close(model(x, labels=labels).loss, expected)
     with pytest.raises(ValueError, match=r"labels must have the shape \(2, 12\) of input_ids"):
         model(x, labels=labels[:, 1:])
+
+
+def test_a_loss_with_labels_that_are_shifted_already(device):
+    model = GPTLMHeadModel(config_of(pad_vocab_size_multiple=64, initializer_range=0.2), device=device)
+    x, y = ids(device=device), ids(device=device)
+    y[0, 3] = -100
+    logits = model(x).logits.flatten(0, 1)
+    expected = nn.functional.cross_entropy(logits[:, :90], y.flatten())
+    torch.testing.assert_close(model(x, shift_labels=y).loss, expected)
+    smoothed = LinearCrossEntropyLoss(label_smoothing=0.1)  # of all columns: the loss alone does not know of padding
+    expected = nn.functional.cross_entropy(logits, y.flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(model(x, shift_labels=y, loss_fn=smoothed).loss, expected)
+    with pytest.raises(ValueError, match=r"shift_labels must have the shape \(2, 12\) of input_ids"):
+        model(x, shift_labels=y[:, 1:])
+    with pytest.raises(ValueError, match="labels and shift_labels must not be given together"):
+        model(x, labels=x, shift_labels=y)
 
 
 def test_last_tokens(device):
