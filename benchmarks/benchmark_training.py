@@ -256,7 +256,9 @@ class BareLoop:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         task.to(device).train()
         found = task.configure_optimizers()
-        optimizer, schedule = (found["optimizer"], found["lr_scheduler"]["scheduler"]) if isinstance(found, dict) else (found, None)
+        optimizer, schedule = (
+            (found["optimizer"], found["lr_scheduler"]["scheduler"]) if isinstance(found, dict) else (found, None)
+        )
         batch = [x.to(device) for x in next(iter(datamodule.val_dataloader()))]
         for step in range(1, self.max_steps + 1):
             with torch.autocast(device.type, self.dtype, enabled=self.dtype is not None):
