@@ -256,9 +256,8 @@ class BareLoop:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         task.to(device).train()
         found = task.configure_optimizers()
-        optimizer, schedule = (
-            (found["optimizer"], found["lr_scheduler"]["scheduler"]) if isinstance(found, dict) else (found, None)
-        )
+        found = found if isinstance(found, dict) else {"optimizer": found}
+        optimizer, schedule = found["optimizer"], found.get("lr_scheduler", {}).get("scheduler")
         batch = [x.to(device) for x in next(iter(datamodule.val_dataloader()))]
         for step in range(1, self.max_steps + 1):
             with torch.autocast(device.type, self.dtype, enabled=self.dtype is not None):
