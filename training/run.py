@@ -8,6 +8,7 @@ configs/ has all options. The key `run` says what is done: train, eval, prepare 
 """
 
 import functools
+import logging
 import os
 import pathlib
 import sys
@@ -19,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from src.utils import hints, resolvers
 
 FOLDER = pathlib.Path(__file__).parent
+SIZES = ("datamodule.batch_size", "datamodule.batch_size_eval", "train.global_batch_size")
 PATHS = ("datamodule.dataset_name", "datamodule.tokenizer_name", "eval.ckpt", "train.warmstart.path", "export.folder")
 
 
@@ -49,6 +51,9 @@ def run(config: DictConfig) -> Any:
     """Do what config.run says."""
     if config.run not in _ACTIONS:
         raise ValueError(f"run must be one of {', '.join(_ACTIONS)}, found {config.run!r}")
+    for key in SIZES:
+        if OmegaConf.select(config, key, throw_on_missing=False, default=1) < 1:
+            raise ValueError(f"{key} must be at least 1, found {OmegaConf.select(config, key)}")
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"these values must be given: {', '.join(missing)}")
@@ -60,6 +65,7 @@ def run(config: DictConfig) -> Any:
     from src.utils import utils
 
     torch.set_float32_matmul_precision("high")
+    logging.getLogger("lightning").handlers.clear()  # or everything is there twice: Hydra's log has it
     utils.extras(config)
     if config.print_config:
         utils.print_config(config)
@@ -67,7 +73,7 @@ def run(config: DictConfig) -> Any:
 
 
 def load_env(folder: pathlib.Path) -> None:
-    """Set the environment variables of the file .env of this folder or of the nearest one above: lines of NAME=value."""
+    """Set the environment variables of the file .env, of lines NAME=value, in this folder or the nearest one above."""
     file = next((each / ".env" for each in (folder, *folder.parents) if (each / ".env").is_file()), None)
     for line in file.read_text().splitlines() if file else ():
         name, equals, value = line.strip().removeprefix("export ").partition("=")

@@ -10,6 +10,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
+from src.engines import strategy
 from src.utils import utils
 from src.utils.checkpoint import latest
 from src.utils.resolvers import device_count
@@ -30,7 +31,7 @@ def train(config: DictConfig) -> float | None:
     if config.get("seed") is not None:
         L.seed_everything(config.seed, workers=True)
     OmegaConf.set_struct(config, False)
-    check(config)
+    check_devices(config)
     checkpoint = checkpoint_to_resume(config) if config.get("resume") else None
     model = instantiate(config.task, cfg=config, _recursive_=False)
     datamodule = model._datamodule
@@ -47,15 +48,11 @@ def train(config: DictConfig) -> float | None:
     return _optimized(config, trainer)
 
 
-def check(config: DictConfig) -> None:
-    """Raise ValueError for numbers that cannot be, before anything is built."""
-    for key in ("datamodule.batch_size", "datamodule.batch_size_eval", "train.global_batch_size"):
-        value = OmegaConf.select(config, key)
-        if value is not None and value < 1:
-            raise ValueError(f"{key} must be at least 1, found {value}")
-    wanted, accelerator = device_count(config.trainer.get("devices", "auto")), config.trainer.get("accelerator")
-    there = torch.cuda.device_count()
-    if wanted > there and (accelerator in ("gpu", "cuda") or (accelerator in ("auto", None) and there > 0)):
+def check_devices(config: DictConfig) -> None:
+    """Raise ValueError if the trainer wants more GPUs than there are."""
+    accelerator = config.trainer.get("accelerator") or "auto"
+    wanted, there = device_count(config.trainer.get("devices", "auto"), accelerator), torch.cuda.device_count()
+    if wanted > there and (accelerator in ("gpu", "cuda") or (accelerator == "auto" and there > 0)):
         raise ValueError(
             f"trainer.devices must be at most the number of GPUs here, {there}, found {wanted}; "
             "trainer.accelerator=cpu needs none"
@@ -80,7 +77,9 @@ def checkpoint_to_resume(config: DictConfig) -> str | None:
 def instances(configs: DictConfig | None) -> list[Any]:
     """What the entries with a _target_ describe; entries that are null or without one are left out."""
     return [
-        instantiate(each, _convert_="all") for each in (configs or {}).values() if each is not None and "_target_" in each
+        instantiate(each, _convert_="all")
+        for each in (configs or {}).values()
+        if each is not None and "_target_" in each
     ]
 
 
@@ -111,24 +110,19 @@ def _keep_earlier_metrics(folder):
 
 
 def trainer_of(config: DictConfig, callbacks: list[Any], loggers: list[Any]) -> L.Trainer:
-    """The Trainer of a configuration. More than one device have DDP, unless trainer.strategy says otherwise."""
+    """The Trainer of a configuration. trainer.strategy may be a name of `src.engines.strategy`; null is the default."""
     options = config.trainer.copy()
     precision = str(options.get("precision", ""))
     if precision in _PRECISIONS:
         options.precision = _PRECISIONS[precision]
-    if options.get("accelerator") is None:
-        options.accelerator = "auto"
-    if options.get("strategy") in (None, "auto"):
-        devices = device_count(options.get("devices", "auto")) * options.get("num_nodes", 1)
-        options.strategy = "auto" if devices == 1 else _DDP
-    return instantiate(options, callbacks=callbacks, logger=loggers, _convert_="all")
-
-
-_DDP = {
-    "_target_": "lightning.pytorch.strategies.DDPStrategy",
-    "find_unused_parameters": False,
-    "gradient_as_bucket_view": True,
-}
+    options.accelerator = options.get("accelerator") or "auto"
+    given = options.pop("strategy", None)
+    if given is None or isinstance(given, str):
+        where = {key: options.get(key, default) for key, default in (("devices", "auto"), ("num_nodes", 1))}
+        chosen = strategy(given, options.accelerator, **where)
+    else:
+        chosen = instantiate(given, _convert_="all")
+    return instantiate(options, callbacks=callbacks, logger=loggers, strategy=chosen, _convert_="all")
 
 
 def _optimized(config, trainer):

@@ -60,7 +60,10 @@ class ExactResume(Strategy):
 
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
-        self._accumulate = trainer.accumulate_grad_batches
+        self.prepare(trainer)
+
+    def prepare(self, trainer: L.Trainer) -> None:
+        """What `setup` adds to that of other strategies."""
         validation = trainer.fit_loop.epoch_loop.val_loop
         validation.run = functools.partial(self._apart, type(validation).run, validation)
 
@@ -93,7 +96,7 @@ class ExactResume(Strategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The state that this process has, by the names of the parameters."""
-        optimizer = _unwrapped(optimizer)
+        optimizer = unwrapped(optimizer)
         names = self._parameter_names()
         state = _local(optimizer).state
         groups = [
@@ -206,7 +209,7 @@ class ExactResume(Strategy):
         if self._resumed is None:
             return super().load_optimizer_state_dict(checkpoint)
         for i, (optimizer, stored) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"])):
-            self._load_optimizer(i, _unwrapped(optimizer), stored)
+            self._load_optimizer(i, unwrapped(optimizer), stored)
 
     def _load_optimizer(self, i, optimizer, stored):
         for group, values in zip(optimizer.param_groups, stored["param_groups"]):
@@ -251,12 +254,11 @@ class ExactResume(Strategy):
             for name, x in model.items()
             if (entries[name].shape != x.shape if name in entries else strict)
         ]
-        mine = self._stored("")
         if strict:
             faults += [
                 f"{name} is not in the model"
                 for name in entries
-                if name.startswith(checkpoints.WEIGHTS) and name not in model and self._is_mine(name, mine)
+                if name.startswith(checkpoints.WEIGHTS) and name not in model and self._is_mine(name)
             ]
         if not self.optimizers:
             return faults
@@ -264,14 +266,14 @@ class ExactResume(Strategy):
         if engine["optimizers"] != kinds:
             return [*faults, f"the optimizer must be {engine['optimizers']}, found {kinds}"]
         for optimizer, stored in zip(self.optimizers, state["optimizers"]):
-            faults += self._differences_of_groups(_unwrapped(optimizer), stored["param_groups"])
+            faults += self._differences_of_groups(unwrapped(optimizer), stored["param_groups"])
         schedulers = [type(config.scheduler).__name__ for config in self.lr_scheduler_configs]
         if engine["schedulers"] != schedulers:
             faults.append(f"the schedulers must be {engine['schedulers']}, found {schedulers}")
         return faults
 
-    def _is_mine(self, name, mine):
-        """Whether a stored tensor is of this process: of its part of a tensor parallel model."""
+    def _is_mine(self, name):
+        """Whether a stored weight is of this process's part of a tensor parallel model."""
         return True
 
     def _differences_of_groups(self, optimizer, groups):
@@ -312,7 +314,8 @@ def _plain(name):
     return name.replace("_orig_mod.", "")
 
 
-def _unwrapped(optimizer):
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimiser itself, and not Lightning's wrapper."""
     return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
 
 
@@ -322,7 +325,7 @@ def _local(optimizer):
 
 
 def _kind(optimizer):
-    return type(_local(_unwrapped(optimizer))).__name__
+    return type(_local(unwrapped(optimizer))).__name__
 
 
 def _like(parameter: nn.Parameter, entry: Entry, key: str, group: dict[str, Any]) -> Tensor:

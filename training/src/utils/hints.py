@@ -57,7 +57,8 @@ def _parsed(arguments):
 
 
 def _options(value):
-    return [str(each) for each in (value if isinstance(value, list) else [value]) if each is not None]
+    values = value if isinstance(value, list) else [value]
+    return [each for each in values if isinstance(each, str)]
 
 
 def _composed(configs, overrides) -> DictConfig | None:
@@ -74,8 +75,8 @@ def _unknown_key(key, config, groups) -> list[str]:
     for part in key.split("@")[0].split("."):
         if not OmegaConf.is_dict(node):
             return []
-        if part not in node:
-            there = [*node, *groups] if not seen else list(node)
+        if part not in node.keys():  # which `in node` does not say of values that are mandatory
+            there = list(node) if seen else [*node, *(group for group in groups if "/" not in group)]
             return [_line(key, part, there, prefix="".join(f"{each}." for each in seen))]
         seen.append(part)
         node = node._get_node(part)

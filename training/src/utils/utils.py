@@ -1,9 +1,12 @@
 """What a run does around training: log on rank 0, adapt and show its configuration, close its loggers."""
 
 import logging
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
 
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "fatal")
 

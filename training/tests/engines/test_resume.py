@@ -10,17 +10,6 @@ from src.utils import checkpoint as checkpoints
 from training.tests.engines import tiny
 
 
-class SaveAt(L.Callback):
-    """Saves after an optimiser step, as ModelCheckpoint does."""
-
-    def __init__(self, step, folder):
-        self.step, self.path = step, folder / f"step_{step}.ckpt"
-
-    def on_train_batch_end(self, trainer, *args):
-        if trainer.global_step == self.step:
-            trainer.save_checkpoint(self.path)
-
-
 def run(folder, max_steps, ckpt_path=None, task=None, data=None, callbacks=(), seed=1, **options):
     """Train to max_steps; returns (task, random states at the end)."""
     L.seed_everything(seed)
@@ -45,7 +34,7 @@ def assert_same_run(resumed, states, whole, states_of_whole):
 )  # an epoch has 12 batches, so 12, 6 or 3 steps; validation comes after batches 4 and 8
 def test_resumed_run_is_the_same(tmp_path, accumulate, step):
     options = dict(accumulate_grad_batches=accumulate)
-    whole, states = run(tmp_path, 16, callbacks=[SaveAt(step, tmp_path)], **options)
+    whole, states = run(tmp_path, 16, callbacks=[tiny.SaveAt(step, tmp_path)], **options)
     resumed, resumed_states = run(tmp_path, 16, tmp_path / f"step_{step}.ckpt", seed=2, **options)
     assert 0 < len(resumed.losses) < len(whole.losses)
     assert_same_run(resumed, resumed_states, whole, states)

@@ -129,6 +129,17 @@ class _Batches:
             yield order[start : start + self.data.batch_size * self.replicas][self.rank :: self.replicas]
 
 
+class SaveAt(L.Callback):
+    """Saves after an optimiser step, as ModelCheckpoint does."""
+
+    def __init__(self, step: int, folder: pathlib.Path) -> None:
+        self.step, self.path = step, folder / f"step_{step}.ckpt"
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
 def trainer(folder: pathlib.Path, strategy: Any, max_steps: int, devices: int = 1, **options: Any) -> L.Trainer:
     """A trainer without logging, that shuffles nothing itself and validates in the middle of an epoch, at batch 4."""
     defaults = dict(
@@ -141,7 +152,7 @@ def trainer(folder: pathlib.Path, strategy: Any, max_steps: int, devices: int = 
 
 def weights(task: L.LightningModule) -> dict[str, Tensor]:
     """A copy of all parameters, whole."""
-    return {name: _whole(x).clone() for name, x in task.state_dict().items()}
+    return {name: whole(x).clone() for name, x in task.state_dict().items()}
 
 
 def moments(task: L.LightningModule) -> list[Tensor]:
@@ -150,5 +161,6 @@ def moments(task: L.LightningModule) -> list[Tensor]:
     return [value for parameter in task.parameters() for _, value in sorted(state[parameter].items())]
 
 
-def _whole(x):
+def whole(x: Tensor) -> Tensor:
+    """A tensor of which this process may have a part."""
     return x.full_tensor() if hasattr(x, "full_tensor") else x

@@ -1,0 +1,1 @@
+"""Data of the training harness: language-model corpora and images."""

@@ -1,0 +1,375 @@
+"""Text for language models: prepared once, read through memory maps, resumed at the sample."""
+
+import hashlib
+import json
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from src.datamodules import token_cache
+from src.datamodules.corpus import SAMPLE_BY, HubCorpus, LocalCorpus, Names, find_corpus
+from src.datamodules.datasets.detokenizer import detokenizer_of
+from src.datamodules.datasets.lm_dataset import LMDataset
+from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
+from src.datamodules.resumable_loader import Position, ResumableLoader, align
+from src.datamodules.tokenizer import load_tokenizer, tokenizer_identity
+from torch.utils.data import DataLoader
+
+
+class LMDataModule(L.LightningDataModule):
+    """Sequences (x, y) of a tokenised corpus, int64 (batch, max_length), where y comes one token after x.
+
+    Arguments:
+        dataset_name: a file or folder of .txt, .jsonl, .parquet, or ready ids as .npy or .bin; a glob; a list of these;
+            a dict from "train", "validation" and "test" to these; "python_sources", the modules of Python's library; a
+            folder that `prepare_data` has made; or a data set of the Hugging Face hub. In a folder or list, names such
+            as valid.txt, train-00001.jsonl or test/ say which split a file belongs to.
+        tokenizer_name: "byte", a folder with a tokenizer, a tokenizer.json, or a name on the hub.
+        dataset_config_name: which configuration of a data set of the hub.
+        max_length: tokens of a sequence.
+        cache_dir: where prepared tokens are kept, each in a folder of its own. None keeps them while the process lives.
+        val_ratio, val_split_seed: without validation data, this share of the documents, at least one, is held out, as
+            the seed chooses them. Texts that are too few for that are cut into blocks at blank lines, and ready ids
+            anywhere; the blocks then are the documents. Without test data, the validation data are the test data.
+        add_eos: end each document that is not empty with the tokenizer's end-of-text token.
+        detokenize: undo the tokenisation that the corpus came with, for the corpora that `detokenizer` knows.
+        val_only: train on the validation data.
+        batch_size, batch_size_eval: sequences of a batch on each rank; the latter is the former by default.
+        num_workers: processes that tokenise.
+        shuffle: take the training sequences in an order that the seed and the epoch determine.
+        pin_memory, drop_last: as in DataLoader; the latter for training.
+        fault_tolerant, ddp: say that the position is kept, and over several ranks. Both are always so; they are checked
+            against each other as they used to be.
+        fast_forward_epochs, fast_forward_batches: begin training there, as if it had consumed so many epochs, and
+            batches of each rank.
+        use_shmem: without a cache_dir, keep the tokens in shared memory (/dev/shm) and not in a temporary folder.
+        sample_by: what a document of a .txt file is: "document" (the whole file), "paragraph" or "line".
+        text_column: the field of .jsonl and column of .parquet and of the hub; "text" by default.
+        ids_dtype: the dtype of .bin files, unless a file such as train.bin.json says it: {"dtype": "uint16"}.
+        seed: of the order; by default that of Lightning's seed_everything, else 0.
+        loader_workers: processes that read batches.
+
+    `prepare_data` may be called in every rank and by several jobs at the same time: one process tokenises while the
+    others wait. After `setup` there are `tokenizer`, `vocab_size`, and `dataset_train`, `dataset_val`, `dataset_test`.
+
+    `state_dict()` is {"epoch", "samples", …}: how many samples of this epoch training has consumed over all ranks.
+    `load_state_dict` goes on right there, also with another number of ranks or another batch_size.
+
+    Raises ValueError for arguments and files that are not as they should be, FileNotFoundError for files that are not
+    there, ModuleNotFoundError for packages, and OSError for the hub and for writing.
+
+    >>> data = LMDataModule("python_sources", "byte", max_length=64, batch_size=4)     # doctest: +SKIP
+    >>> data.prepare_data(); data.setup()                                              # doctest: +SKIP
+    >>> x, y = next(iter(data.train_dataloader()))                                     # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        dataset_name: Names,
+        tokenizer_name: str | os.PathLike[str],
+        dataset_config_name: str | None = None,
+        max_length: int = 1024,
+        cache_dir: str | os.PathLike[str] | None = None,
+        val_ratio: float = 0.0005,
+        val_split_seed: int = 2357,
+        add_eos: bool = True,
+        detokenize: bool = False,
+        val_only: bool = False,
+        batch_size: int = 32,
+        batch_size_eval: int | None = None,
+        num_workers: int = 1,
+        shuffle: bool = False,
+        pin_memory: bool = False,
+        drop_last: bool = False,
+        fault_tolerant: bool = False,
+        ddp: bool = False,
+        fast_forward_epochs: int | None = None,
+        fast_forward_batches: int | None = None,
+        use_shmem: bool = True,
+        *,
+        sample_by: str = "document",
+        text_column: str | None = None,
+        ids_dtype: str | None = None,
+        seed: int | None = None,
+        loader_workers: int = 1,
+    ) -> None:
+        super().__init__()
+        fast_forward = fast_forward_epochs is not None or fast_forward_batches is not None
+        _require(max_length >= 1, "max_length must be at least 1", max_length)
+        _require(batch_size >= 1, "batch_size must be at least 1", batch_size)
+        _require(batch_size_eval is None or batch_size_eval >= 1, "batch_size_eval must be at least 1", batch_size_eval)
+        _require(num_workers >= 0, "num_workers must be at least 0", num_workers)
+        _require(loader_workers >= 0, "loader_workers must be at least 0", loader_workers)
+        _require(0 < val_ratio < 1, "val_ratio must be more than 0 and less than 1", val_ratio)
+        _require(sample_by in SAMPLE_BY, f"sample_by must be one of {', '.join(SAMPLE_BY)}", sample_by)
+        _require(shuffle or not fault_tolerant, "shuffle must be True with fault_tolerant", shuffle)
+        _require(fault_tolerant or not ddp, "fault_tolerant must be True with ddp", fault_tolerant)
+        _require(ddp or not fast_forward, "ddp must be True with fast_forward_epochs and fast_forward_batches", ddp)
+        self.dataset_name, self.tokenizer_name = dataset_name, tokenizer_name
+        self.dataset_config_name = dataset_config_name
+        self.max_length = max_length
+        self.cache_dir = None if cache_dir is None else pathlib.Path(cache_dir).expanduser()
+        self.val_ratio, self.val_split_seed, self.val_only = val_ratio, val_split_seed, val_only
+        self.add_eos, self.detokenize = add_eos, detokenize
+        self.batch_size = batch_size
+        self.batch_size_eval = batch_size if batch_size_eval is None else batch_size_eval
+        self.num_workers, self.loader_workers = num_workers, loader_workers
+        self.shuffle, self.pin_memory, self.drop_last = shuffle, pin_memory, drop_last
+        self.fault_tolerant, self.ddp = fault_tolerant, ddp
+        self.fast_forward_epochs, self.fast_forward_batches = fast_forward_epochs, fast_forward_batches
+        self.use_shmem = use_shmem
+        self.sample_by, self.text_column, self.ids_dtype = sample_by, text_column, ids_dtype
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+
+        self._restored: dict[str, Any] | None = None  # what load_state_dict was given
+        self._aligned = True  # whether Lightning's counters fit it
+        self._loader: ResumableLoader | None = None  # the last one for training
+        self._reported = False
+
+    # Preparation
+
+    def prepare_data(self) -> None:
+        """Tokenise the corpus, unless its tokens are in the cache, and print what there is."""
+        self._make()
+        if not self._reported:
+            self._reported = True
+            _print(self._summary())
+
+    def setup(self, stage: str | None = None) -> None:
+        """Open the prepared data, which are prepared first if they are not. Every stage opens all of them."""
+        if hasattr(self, "dataset_test"):
+            return
+        splits, self.tokenizer = self.process_dataset()
+        self.vocab_size = len(self.tokenizer)
+        datasets = {split: LMDataset(tokens, self.max_length) for split, tokens in splits.items()}
+        for split, dataset in datasets.items():
+            if not len(dataset):
+                raise ValueError(
+                    f"the split {split!r} must have at least max_length + 1 = {self.max_length + 1} tokens, found "
+                    f"{len(splits[split])}: give a smaller max_length, or a larger val_ratio"
+                )
+        self.dataset_train, self.dataset_val = datasets["train"], datasets["validation"]
+        self.dataset_test = datasets["test"]
+
+    def process_dataset(self) -> tuple[dict[str, np.ndarray], Any]:
+        """The token ids of "train", "validation" and "test", as memory maps, and the tokenizer."""
+        tokens = self._make()
+        return tokens.splits, tokens.tokenizer
+
+    @property
+    def cache_folder(self) -> pathlib.Path:
+        """The folder with the prepared data; its name depends on everything that they depend on."""
+        if self._is_prepared:
+            return pathlib.Path(self.dataset_name)
+        digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()[:12]
+        parts = (self._corpus.name, self._identity["tokenizer"]["name"], digest)
+        name = "-".join(re.sub(r"[^\w.-]+", "_", part) for part in parts)
+        return pathlib.Path(self.cache_dir or self._temporary) / name
+
+    def _make(self) -> token_cache.Tokens:
+        folder = self.cache_folder
+        if self._is_prepared:
+            return token_cache.load(folder, {"tokenizer": tokenizer_identity(self.tokenizer_name)})
+        if not token_cache.prepared(folder):
+            token_cache.prepare(folder, self._build)
+        return token_cache.load(folder, self._identity)
+
+    def _build(self, folder: pathlib.Path) -> None:
+        sources = self._corpus.sources()
+        tokenizer = load_tokenizer(self.tokenizer_name)
+        if self.add_eos and tokenizer.eos_token_id is None:
+            raise ValueError(f"add_eos needs an end-of-text token, found none in tokenizer_name {self.tokenizer_name}")
+        recipe = token_cache.Recipe(
+            add_eos=self.add_eos,
+            detokenize=self._detokenizer,
+            val_ratio=None if "validation" in sources else self.val_ratio,
+            val_split_seed=self.val_split_seed,
+            val_only=self.val_only,
+        )
+        token_cache.build(folder, sources, tokenizer, recipe, self._identity, self.num_workers)
+
+    @property
+    def _is_prepared(self) -> bool:
+        """Whether dataset_name is a folder that was prepared before."""
+        name = self.dataset_name
+        return isinstance(name, str | os.PathLike) and token_cache.prepared(pathlib.Path(name))
+
+    @cached_property
+    def _corpus(self) -> LocalCorpus | HubCorpus:
+        return find_corpus(
+            self.dataset_name, self.dataset_config_name, self.sample_by, self.text_column, self.ids_dtype
+        )
+
+    @cached_property
+    def _identity(self) -> dict[str, Any]:
+        """Everything that the tokens depend on."""
+        corpus = json.dumps(self._corpus.identity(), sort_keys=True)
+        return {
+            "format": token_cache.FORMAT,
+            "corpus": {"name": self._corpus.name, "digest": hashlib.sha256(corpus.encode()).hexdigest()},
+            "tokenizer": tokenizer_identity(self.tokenizer_name),
+            "add_eos": self.add_eos,
+            "detokenize": self._detokenizer is not None,
+            "val_ratio": self.val_ratio,
+            "val_split_seed": self.val_split_seed,
+            "val_only": self.val_only,
+        }
+
+    @property
+    def _detokenizer(self) -> Any:
+        return detokenizer_of(str(self.dataset_name)) if self.detokenize else None
+
+    @cached_property
+    def _temporary(self) -> str:
+        """A folder that is removed when this object or the process ends."""
+        memory = "/dev/shm" if self.use_shmem and os.access("/dev/shm", os.W_OK) else None
+        folder = tempfile.mkdtemp(prefix="tokens-", dir=memory)
+        weakref.finalize(self, _remove, folder, os.getpid())
+        return folder
+
+    def _summary(self) -> str:
+        metadata = json.loads((self.cache_folder / token_cache.METADATA).read_text())
+        lines = [
+            f"{split:<12}{entry['tokens']:>16,} tokens in {entry['documents']:,} documents, {entry['file']}"
+            for split, entry in metadata["splits"].items()
+        ]
+        made = f"{metadata['dtype']}, vocabulary {metadata['vocab_size']}, prepared in {metadata['seconds']} s"
+        return "\n".join([f"{self.cache_folder}: {made}", *lines])
+
+    # Loaders
+
+    def train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        """The batches of this rank, from where training is: see `state_dict`."""
+        loader = self._data_loader(self.dataset_train, self.batch_size, sampler=self._sampler())
+        start = self._start(loader)
+        fit_loop = self.trainer.fit_loop if self.trainer is not None else None
+        clock = None if fit_loop is None else lambda: fit_loop.epoch_loop.batch_progress.total.processed
+        loader.start_at(start, clock)
+        if not len(loader):
+            raise ValueError(
+                f"the training data must have a batch for each rank, found {len(self.dataset_train)} sequences of "
+                f"{self.max_length} for batch_size {self.batch_size} on {loader.sampler.num_replicas} ranks"
+            )
+        if fit_loop is not None and not self._aligned:
+            align(fit_loop, loader, self._restored["batch"])
+            self._aligned = True
+            loader.start_at(start, clock)
+        self._loader = loader
+        return loader
+
+    def val_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        return self._data_loader(self.dataset_val, self.batch_size_eval)
+
+    def test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        return self._data_loader(self.dataset_test, self.batch_size_eval)
+
+    def _data_loader(
+        self, dataset: LMDataset, batch_size: int, shuffle: bool = False, sampler: Any = None
+    ) -> DataLoader:
+        training = isinstance(sampler, FaultTolerantDistributedSampler)
+        return (ResumableLoader if training else DataLoader)(
+            dataset,
+            batch_size=batch_size,
+            shuffle=shuffle,
+            sampler=sampler,
+            drop_last=training and self.drop_last,
+            num_workers=self.loader_workers,
+            pin_memory=self.pin_memory and torch.cuda.is_available(),
+            generator=torch.Generator(),  # without one, each iteration would take a number from the global generator
+        )
+
+    def _sampler(self) -> FaultTolerantDistributedSampler:
+        if self.trainer is not None:
+            ranks = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
+        elif dist.is_available() and dist.is_initialized():
+            ranks = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
+        else:
+            ranks = {"num_replicas": 1, "rank": 0}
+        return FaultTolerantDistributedSampler(self.dataset_train, shuffle=self.shuffle, seed=self.seed, **ranks)
+
+    # Position
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training is: {"epoch", "samples", …}.
+
+        samples: how many of this epoch training has consumed, over all ranks; at the end of an epoch, the next one's 0.
+        The other entries are what `load_state_dict` needs to go on there: "seed", of the order; "sequences", in the
+        training data; "batch", samples of a batch over all ranks.
+        """
+        loader = self._training_loader() or self._loader
+        if loader is None:
+            return dict(self._restored or {})
+        position = loader.position()
+        if self._epoch_is_over():
+            position = Position(loader.next_start().epoch)
+        batch = self.batch_size * loader.sampler.num_replicas
+        return {**position._asdict(), "seed": self.seed, "sequences": len(self.dataset_train), "batch": batch}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Let training go on at a state of `state_dict`, or at the counters of a whole checkpoint of Lightning.
+
+        The order remains that of the run which the state comes from, whatever `seed` is here.
+        """
+        if "loops" in state_dict:
+            fit_loop = state_dict["loops"]["fit_loop"]
+            self.fast_forward_epochs = fit_loop["epoch_progress"]["current"]["completed"]
+            self.fast_forward_batches = fit_loop["epoch_loop.batch_progress"]["current"]["completed"]
+            return
+        self._restored, self._aligned = dict(state_dict), False
+        if state_dict["seed"] != self.seed:
+            rank_zero_warn(f"datamodule.seed is {self.seed}, and was {state_dict['seed']} in the run that is resumed")
+            self.seed = state_dict["seed"]
+
+    def _start(self, loader: ResumableLoader) -> Position:
+        """Where a new loader for training begins."""
+        running = self._training_loader()
+        if running is not None:  # Trainer(reload_dataloaders_every_n_epochs=…)
+            return running.next_start()
+        if self._restored is None:
+            batch = self.batch_size * loader.sampler.num_replicas
+            return Position(self.fast_forward_epochs or 0, (self.fast_forward_batches or 0) * batch)
+        if self._restored["sequences"] != len(self.dataset_train):
+            raise ValueError(
+                f"the checkpoint was taken with {self._restored['sequences']} training sequences, found "
+                f"{len(self.dataset_train)}: resume with the same dataset_name, tokenizer_name and max_length"
+            )
+        return Position(self._restored["epoch"], self._restored["samples"])
+
+    def _training_loader(self) -> ResumableLoader | None:
+        """The loader that the trainer takes batches from."""
+        loader = None if self.trainer is None else self.trainer.train_dataloader
+        resumable = isinstance(loader, ResumableLoader) and isinstance(loader.sampler, FaultTolerantDistributedSampler)
+        return loader if resumable else None
+
+    def _epoch_is_over(self) -> bool:
+        """Whether the trainer has ended this epoch before all batches were taken, as Trainer(limit_train_batches=…)."""
+        if self._training_loader() is None:
+            return False
+        fit_loop = self.trainer.fit_loop
+        return fit_loop.epoch_loop.batch_progress.current.processed >= fit_loop.max_batches
+
+
+def _require(condition: bool, expected: str, found: Any) -> None:
+    if not condition:
+        raise ValueError(f"{expected}, found {found}")
+
+
+@rank_zero_only
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def _remove(folder: str, process: int) -> None:
+    if os.getpid() == process:  # and not one that was forked from it
+        shutil.rmtree(folder, ignore_errors=True)
