@@ -7,7 +7,7 @@ transformers  the harness with the model of transformers, SDPA and torch.compile
 
 Cases with several GPUs begin with their number, and their `scaling` is the share of so many times the tokens per second
 of one. Each provider runs in a process of its own, one after the other; the clock runs between two optimizer steps, at
-both of which the GPU has caught up. The text may be any; without --text it is Python's own sources.
+both of which the GPU has caught up.
 
     python -m benchmarks.benchmark_training                           # all cases that the GPUs here allow
     python -m benchmarks.benchmark_training '1/gpt2-124M*' --steps 200
@@ -41,6 +41,7 @@ class Case:
 
     devices: int
     name: str
+    batch: int  # of a device, and of each step there
     overrides: tuple[str, ...]
     transformers: tuple[str, ...] = ()  # in place of the experiment of the first override; none if empty
 
@@ -61,26 +62,21 @@ class Case:
         return found
 
 
-def _gpt2(size, batch):
-    common = ("trainer.precision=bf16", f"datamodule.batch_size={batch}")
-    return (f"experiment=owt/gpt2{size}-flash", *common), (f"experiment=owt/gpt2{size}-hf",)
-
-
-_SMALL, _SMALL_PEER = _gpt2("s", 32)
-_MEDIUM, _MEDIUM_PEER = _gpt2("m", 16)
-_1B = ("experiment=pile/gpt3xl-flash", "datamodule.batch_size=8", "optimizer=adamw")
+_SMALL = ("experiment=owt/gpt2s-flash", "trainer.precision=bf16")
+_MEDIUM = ("experiment=owt/gpt2m-flash", "trainer.precision=bf16")
+_1B = ("experiment=pile/gpt3xl-flash", "optimizer=adamw")
 
 
 def cases(device):
     if device == "cpu":
-        yield Case(1, "tiny", ("experiment=tiny/text", "trainer.accelerator=cpu"))
+        yield Case(1, "tiny", 16, ("experiment=tiny/text", "trainer.accelerator=cpu"))
         return
-    yield Case(1, "gpt2-124M", _SMALL, _SMALL_PEER)
-    yield Case(1, "gpt2-350M", _MEDIUM, _MEDIUM_PEER)
-    yield Case(1, "gpt3-1.3B", _1B)
+    yield Case(1, "gpt2-124M", 32, _SMALL, ("experiment=owt/gpt2s-hf",))
+    yield Case(1, "gpt2-350M", 16, _MEDIUM, ("experiment=owt/gpt2m-hf",))
+    yield Case(1, "gpt3-1.3B", 8, (*_1B, "trainer.strategy=null"))
     for devices in (2, 4):
-        yield Case(devices, "gpt2-124M ddp", (*_SMALL, "strategy=ddp"))
-        yield Case(devices, "gpt3-1.3B fsdp", (*_1B, "strategy=fsdp"))
+        yield Case(devices, "gpt2-124M ddp", 32, _SMALL)
+        yield Case(devices, "gpt3-1.3B fsdp", 8, (*_1B, "strategy=fsdp"))
 
 
 @dataclasses.dataclass
@@ -115,7 +111,7 @@ def main() -> None:
         rows = []
         for provider, overrides in case.providers().items():
             print(f"{case}: {provider}", file=sys.stderr, flush=True)
-            found = _run([*overrides, f"trainer.devices={case.devices}", *args.overrides], args)
+            found = _run(case, [*overrides, *args.overrides], args)
             if found is not None:
                 known[case.devices, case.model, provider] = found
                 rows.append((provider, found))
@@ -151,7 +147,7 @@ def _parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="?", default="*", help="glob over devices/case (default: all that can run)")
     parser.add_argument("overrides", nargs="*", help="further arguments of run.py, for all")
-    parser.add_argument("--text", default=None, help="a file or folder to train on (default: Python's own sources)")
+    parser.add_argument("--text", default="python_sources", help="what to train on (default: Python's own sources)")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps that are measured (default: 100)")
     parser.add_argument("--csv", type=pathlib.Path, default=ROWS / "training.csv", help="default: %(default)s")
     args = parser.parse_args()
@@ -163,16 +159,16 @@ def _parse():
     return args
 
 
-def _run(overrides, args):
+def _run(case, overrides, args):
     """What the stopwatch of a run says, or None if the run failed; it has said why."""
-    text = args.text or os.path.dirname(os.__file__)
     with tempfile.TemporaryDirectory() as folder:
         result = pathlib.Path(folder, "result.json")
         common = [
-            "datamodule=text", f"datamodule.dataset_name={text}", "datamodule.num_workers=8",
-            "train.global_batch_size=${mul:${datamodule.batch_size},${device_count:${trainer.devices}}}",
-            f"trainer.max_steps={WARM_UP + args.steps}", "trainer.limit_val_batches=0", "test_after_training=false",
-            "logger=csv", "print_config=false", f"hydra.run.dir={folder}/run",
+            "datamodule=text", f"datamodule.dataset_name={args.text}", "datamodule.num_workers=8",
+            f"trainer.devices={case.devices}", f"datamodule.batch_size={case.batch}",
+            f"++train.global_batch_size={case.batch * case.devices}", f"trainer.max_steps={WARM_UP + args.steps}",
+            "++trainer.limit_val_batches=0", "test_after_training=false", "logger=csv", "print_config=false",
+            f"hydra.run.dir={folder}/run",
             f"+callbacks.stopwatch._target_={__spec__.name}.Stopwatch", f"+callbacks.stopwatch.file={result}",
         ]  # fmt: skip
         environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "training")))}

@@ -7,28 +7,32 @@ Both are trained with each of two seeds, which also shuffle the data, on Python 
 learned from it. The runs share the GPUs that are there: their times mean nothing.
 
     python -m benchmarks.loss_curves                            # needs a GPU; rows and plot go to build/benchmarks
-    python -m benchmarks.loss_curves --steps 40 -- experiment=tiny/text trainer.precision=32    # also without one
+    python -m benchmarks.loss_curves --steps 40 -- experiment=tiny/text    # also without one
 """
 
 import argparse
 import collections
 import csv
 import itertools
+import json
 import os
 import pathlib
+import random
 import statistics
 import subprocess
 import sys
+import sysconfig
 
 from benchmarks.benchmark_training import ROOT
 from benchmarks.harness import ROWS, append_csv, environment
 
 FUSED = ("use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dropout_add_ln", "residual_in_fp32")
-PLAIN = [*(f"++model.config.{flag}=false" for flag in FUSED), "train.loss_fn=torch", "train.compile=true"]
+PLAIN = [*(f"++model.config.{flag}=false" for flag in FUSED), "++train.loss_fn=torch", "train.compile=true"]
 PROVIDERS = {"fused": [], "plain": PLAIN}
 SEEDS = (1111, 2222)
 EVERY = 10  # steps between two rows
 VOCABULARY = 50257
+TEXT_BYTES = 3 * 10**8
 SMOOTHED = 10  # rows that a point of the plot is the mean of
 
 
@@ -37,10 +41,14 @@ def main() -> None:
     args = _parse()
     folder = args.csv.parent / "loss_curves"
     folder.mkdir(parents=True, exist_ok=True)
-    overrides = [f"datamodule.dataset_name={args.text}", f"trainer.max_steps={args.steps}", *args.overrides]
+    overrides = [*args.overrides, f"trainer.max_steps={args.steps}"]
     if not args.overrides:
-        overrides += ["experiment=local/gpt2s", f"datamodule.tokenizer_name={_vocabulary(args.text, folder)}"]
-        overrides += ["datamodule.batch_size=32", "train.global_batch_size=32"]
+        text = _sources(folder)
+        overrides += [
+            "experiment=local/gpt2s", "datamodule.batch_size=32", "train.global_batch_size=32",
+            f"datamodule.dataset_name={text}", f"datamodule.tokenizer_name={_vocabulary(text, folder)}",
+            "datamodule.num_workers=8",
+        ]  # fmt: skip
     runs = list(itertools.product(PROVIDERS, SEEDS))
     _start(overrides, runs[0], folder, "run=prepare").wait()  # else all of them would wait for one
     started = {run: _start(overrides, run, folder, "run=train", gpu=i) for i, run in enumerate(runs)}
@@ -60,7 +68,6 @@ def main() -> None:
 def _parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("overrides", nargs="*", help="arguments of run.py that take the place of the experiment")
-    parser.add_argument("--text", default=os.path.dirname(os.__file__), help="to train on (default: Python's sources)")
     parser.add_argument("--steps", type=int, default=1500, help="of the optimizer (default: %(default)s)")
     parser.add_argument("--csv", type=pathlib.Path, default=ROWS / "loss_curves.csv", help="default: %(default)s")
     args = parser.parse_args()
@@ -68,13 +75,28 @@ def _parse():
     return args
 
 
+def _sources(folder):
+    """A file with the modules of Python's library and of what is installed, in an order that mixes them."""
+    modules = sorted(pathlib.Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    modules += sorted(pathlib.Path(sysconfig.get_path("purelib")).rglob("*.py"))
+    random.Random(0).shuffle(modules)
+    path, left = folder / "sources.jsonl", TEXT_BYTES
+    with path.open("w") as file:
+        for module in modules:
+            text = module.read_text(errors="ignore")
+            if len(text) > 100 and left > 0:
+                left -= file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
 def _vocabulary(text, folder):
-    """A folder with a byte-level BPE that is learned from the text."""
+    """A file with a byte-level BPE that is learned from some of the text."""
     from tokenizers import ByteLevelBPETokenizer
 
-    files = sorted(map(str, pathlib.Path(text).rglob("*.txt"))) if os.path.isdir(text) else [text]
+    with text.open() as lines:
+        some = [json.loads(line)["text"] for line in itertools.islice(lines, 4000)]
     tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train(files, vocab_size=VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train_from_iterator(some, VOCABULARY, special_tokens=["<|endoftext|>"], show_progress=False)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
@@ -84,7 +106,7 @@ def _start(overrides, run, folder, *more, gpu=0):
     name = f"{provider}-{seed}"
     command = [
         sys.executable, "run.py", *overrides, *PROVIDERS[provider], f"seed={seed}", f"hydra.run.dir={folder / name}",
-        f"trainer.log_every_n_steps={EVERY}", "trainer.limit_val_batches=0", "callbacks=none", "logger=csv",
+        f"++trainer.log_every_n_steps={EVERY}", "++trainer.limit_val_batches=0", "callbacks=none", "logger=csv",
         "test_after_training=false", "print_config=false", *more,
     ]  # fmt: skip
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
