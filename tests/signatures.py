@@ -336,7 +336,7 @@ SIGNATURES = {
             "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, dwconv=False, rotary_emb_dim=0, "
             "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "
             "window_size=(-1, -1), fused_bias_fc=False, use_flash_attn=False, return_residual=False, "
-            "checkpointing=False, device=None, dtype=None"
+            "checkpointing=False, device=None, dtype=None, *, head_dim=None, qk_norm=False, qk_norm_eps=1e-06"
         ),
         "MHA.forward": (
             "self, x, x_kv=None, key_padding_mask=None, cu_seqlens=None, max_seqlen=None, mixer_subset=None, "
@@ -347,7 +347,7 @@ SIGNATURES = {
             "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, rotary_emb_dim=0, "
             "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "
             "window_size=(-1, -1), use_flash_attn=False, checkpointing=False, sequence_parallel=True, device=None, "
-            "dtype=None"
+            "dtype=None, *, head_dim=None, qk_norm=False, qk_norm_eps=1e-06"
         ),
         "ParallelMHA.forward": "self, x, seqlen=None, inference_params=None, **kwargs",
         "_update_kv_cache": "kv, inference_params, layer_idx",

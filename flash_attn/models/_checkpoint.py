@@ -211,7 +211,7 @@ def save(model, folder, name, max_shard_size):
 # What is part of our model, but not of transformers' GPT-2, by the values that it has there.
 _OF_GPT2 = dict(
     mlp_fc1_bias=True, mlp_fc2_bias=True, prenorm=True, rms_norm=False, parallel_block=False, qkv_proj_bias=True,
-    out_proj_bias=True, attn_dwconv=False, sliding_window=None, rotary_emb_fraction=0.0, use_alibi=False,
+    out_proj_bias=True, qk_norm=False, attn_dwconv=False, sliding_window=None, rotary_emb_fraction=0.0, use_alibi=False,
     mup_scale_qk_dot_by_d=False, mup_attn_multiplier=1.0, mup_embeddings_multiplier=1.0, mup_width_scale=1.0,
     mup_output_multiplier=1.0, word_embed_proj_dim=None, lm_head_bias=False, norm_head=False, gated=False,
 )  # fmt: skip
@@ -220,8 +220,9 @@ _OF_GPT2 = dict(
 def _gpt2_fields(config):
     """config.json of a model that transformers' GPT-2 can be."""
     s = settings(config)
-    for field, value in {**_OF_GPT2, "heads_kv": s.n_head}.items():
-        found = getattr(s, field)
+    needed = {name: (value, getattr(s, name)) for name, value in _OF_GPT2.items()}
+    needed |= {"n_head_kv": (s.n_head, s.heads_kv), "head_dim": (s.n_embd / s.n_head, s.width_of_head)}
+    for field, (value, found) in needed.items():
         if found != value:
             raise ValueError(f"config.{field} must be {value!r} to save in the format of GPT-2, found {found!r}")
     names = (

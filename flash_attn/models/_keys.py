@@ -147,6 +147,10 @@ def _interleaved(rows, s):
     return torch.cat([turning.flatten(), torch.arange(heads * width, rows)])
 
 
+def _interleaved_head(rows, s):
+    return torch.arange(rows).view(2, rows // 2).t().flatten()
+
+
 def _grouped(rows, s):
     """Their rows are grouped by key head: its query heads, the key, the value."""
     groups = torch.arange(rows).view(s.heads_kv, s.n_head // s.heads_kv + 2, -1)
@@ -155,6 +159,7 @@ def _grouped(rows, s):
 
 # Rotary pairs that lie half a head apart in the checkpoint come to lie side by side, in queries and keys.
 INTERLEAVED = Order(_interleaved)
+INTERLEAVED_HEAD = Order(_interleaved_head)  # the same for what all heads share
 GROUPED = Order(_grouped)
 
 

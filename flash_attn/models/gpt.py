@@ -114,7 +114,7 @@ def create_mixer_cls(
         rotary_emb_base=s.rotary_emb_base, rotary_emb_scale_base=s.rotary_emb_scale_base,
         rotary_emb_interleaved=s.rotary_emb_interleaved, use_alibi=s.use_alibi,
         window_size=(-1, -1) if window is None else (window - 1, 0), use_flash_attn=s.use_flash_attn,
-        device=device, dtype=dtype,
+        head_dim=s.width_of_head, qk_norm=s.qk_norm, qk_norm_eps=s.layer_norm_epsilon, device=device, dtype=dtype,
     )  # fmt: skip
     mixer_cls: Callable[..., nn.Module]
     if process_group is None:
@@ -124,7 +124,17 @@ def create_mixer_cls(
     else:
         parallel: dict[str, Any] = dict(process_group=process_group, sequence_parallel=s.sequence_parallel)
         mixer_cls = functools.partial(ParallelMHA, **parallel, **options)
+    if s.alibi_scaled:
+        mixer_cls = functools.partial(_with_scaled_alibi, mixer_cls, scale)
     return mixer_cls if s.rotary_emb_scaling is None else functools.partial(_with_scaled_rotary, mixer_cls, s, device)
+
+
+def _with_scaled_alibi(mixer_cls, scale, features):
+    """ALiBi that is scaled with the scores, as in Falcon."""
+    mixer = mixer_cls(features)
+    for attention in (mixer.inner_attn, mixer.inner_cross_attn):
+        attention.alibi_slopes = attention.alibi_slopes * scale  # a new tensor, as the two share theirs
+    return mixer
 
 
 def _with_scaled_rotary(mixer_cls, s, device, features):

@@ -275,6 +275,10 @@ def test_what_cannot_be_saved(tmp_path):
     config.rotary_emb_fraction = 0.5
     with pytest.raises(ValueError, match=r"config.rotary_emb_fraction must be 0.0 to save in the format of GPT-2"):
         GPTLMHeadModel(config).save_pretrained(tmp_path)
+    for options, says in ((dict(head_dim=8), "head_dim must be 16.0"), (dict(n_head_kv=2), "n_head_kv must be 4")):
+        config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=96, **options)
+        with pytest.raises(ValueError, match=f"config.{says} to save in the format of GPT-2, found"):
+            GPTLMHeadModel(config).save_pretrained(tmp_path)
     model = GPTLMHeadModel.from_config(CASES["llama"].config())
     with pytest.raises(ValueError, match="family must be that of the model's configuration, found 'opt'"):
         model.save_pretrained(tmp_path, family="opt")

@@ -11,8 +11,9 @@ from flash_attn.models.gpt import GPTLMHeadModel
 
 # One of each kind of position, head and block.
 NAMES = (
-    "gpt2", "llama gqa", "llama 3", "mistral", "qwen2 windows", "gemma", "opt", "opt 350m", "gptj", "gpt_neox",
-    "gpt_neox sequential", "falcon", "falcon new decoder", "bigcode", "btlm", "btlm learned", "baichuan", "phi",
+    "gpt2", "llama gqa", "llama 3", "mistral", "qwen2 windows", "qwen3", "gemma 7B", "opt", "opt 350m", "gptj",
+    "gpt_neox", "gpt_neox sequential", "falcon", "falcon new decoder", "falcon alibi", "bigcode", "btlm",
+    "btlm learned", "baichuan", "phi",
 )  # fmt: skip
 FUSED = dict(use_flash_attn=True, fused_bias_fc=True, fused_dropout_add_ln=True)
 
@@ -97,7 +98,7 @@ def test_prompt_longer_than_the_positions(device):
         generate(model, ids_of(model.config, seqlen=65, device=device), 70)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "falcon", "btlm"])
+@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "qwen3", "falcon", "btlm"])
 def test_several_tokens_behind_a_cache(name, device):
     """10 tokens, then 4, then 6 are 20."""
     from flash_attn.utils.generation import InferenceParams
@@ -140,7 +141,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(device):
     assert model.generate(ids, max_length=30).max() < 96
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "falcon"])
+@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "qwen3", "falcon"])
 def test_compiled_steps(name, device):
     """A step behind a cache as one graph."""
     from flash_attn.utils.generation import InferenceParams

@@ -1,6 +1,7 @@
 """The decoder: its configuration, parts, dropout, memory and compilation; the families are in test_families.py."""
 
 import copy
+import types
 import warnings
 
 import pytest
@@ -30,6 +31,7 @@ LLAMA = dict(
     out_proj_bias=False, mlp_fc1_bias=False, mlp_fc2_bias=False, tie_word_embeddings=False, n_head_kv=2,
     mlp_multiple_of=8,
 )  # fmt: skip
+HEADS = LLAMA | dict(head_dim=24, qk_norm=True)
 PARALLEL = dict(n_positions=0, rotary_emb_fraction=0.5, parallel_block=True)
 FUSED = dict(use_flash_attn=True, fused_bias_fc=True, fused_dropout_add_ln=True)
 
@@ -48,10 +50,11 @@ def ids(batch=2, seqlen=12, device="cpu"):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (dict(head_dim=32), r"config.head_dim must be n_embd / n_head, 16, found 32"),
-        (dict(n_head=5), r"config.n_embd must be a multiple of n_head, 5, found 64"),
+        (dict(head_dim=0), r"config.head_dim must be positive, found 0"),
+        (dict(n_head=5), r"config.n_embd must be a multiple of n_head, 5, without head_dim, found 64"),
         (dict(n_head_kv=3), r"config.n_head_kv must be a divisor of n_head, 4, found 3"),
         (dict(use_alibi=True), r"config.use_alibi must be False without use_flash_attn, found True"),
+        (dict(alibi_scaled=True), r"config.alibi_scaled must be False without use_alibi, found True"),
         (dict(sliding_window=4), r"config.sliding_window must be None without use_flash_attn, found 4"),
         (dict(sliding_window=[4], use_flash_attn=True), r"config.sliding_window must be one value, or one for each of"),
         (dict(residual_in_fp32=True, prenorm=False), r"config.residual_in_fp32 must be False without prenorm"),
@@ -94,7 +97,6 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (lambda: transformers.LlamaConfig(**TINY, head_dim=32), "config.head_dim must be n_embd / n_head, 16"),
         (lambda: transformers.LlamaConfig(**TINY, hidden_act="relu"), "config.hidden_act must be one of 'silu'"),
         (
             lambda: transformers.LlamaConfig(**TINY, rope_parameters=dict(rope_type="dynamic", factor=2.0)),
@@ -110,8 +112,12 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
             ),
             "config.partial_rotary_factor must be 1 with rope_type 'yarn', found 0.25",
         ),
-        (lambda: transformers.GemmaConfig(**TINY, num_key_value_heads=4), "config.head_dim must be n_embd / n_head"),
-        (lambda: transformers.FalconConfig(**TINY | dict(alibi=True)), "config.alibi must be False"),
+        (
+            lambda: types.SimpleNamespace(
+                **TINY, model_type="mistral", sliding_window=4, layer_types=["chunked_attention"] * 2
+            ),
+            "config.layer_types must be 'full_attention' or 'sliding_attention', .* found 'chunked_attention'",
+        ),
         (lambda: transformers.OPTConfig(layerdrop=0.1), "config.layerdrop must be 0.0, .* found 0.1"),
         (lambda: transformers.GPTBigCodeConfig(multi_query=False), "config.multi_query must be True, .* found False"),
         (lambda: transformers.PhiConfig(qk_layernorm=True), "config.qk_layernorm must be False, .* found True"),
@@ -123,7 +129,7 @@ def test_refused_configurations_of_families(config, says):
 
 
 def test_refused_families():
-    for kind in (transformers.Qwen3Config, transformers.Gemma2Config):
+    for kind in (transformers.Qwen3MoeConfig, transformers.Gemma2Config):
         with pytest.raises(NotImplementedError, match=f"model_type must be one of .* found '{kind.model_type}'"):
             GPTLMHeadModel.from_config(kind(), device="meta")
 
@@ -221,7 +227,7 @@ def test_layers_share_one_rotary_embedding():
 
 
 @pytest.mark.parametrize(
-    "options", [dict(), LLAMA, PARALLEL, dict(prenorm=False), dict(word_embed_proj_dim=48)], ids=str
+    "options", [dict(), LLAMA, HEADS, PARALLEL, dict(prenorm=False), dict(word_embed_proj_dim=48)], ids=str
 )
 def test_names_and_shapes(options):
     model = GPTLMHeadModel(config_of(**options, pad_vocab_size_multiple=8))
@@ -230,7 +236,9 @@ def test_names_and_shapes(options):
     width = s.word_embed_proj_dim or 64
     assert shapes["lm_head.weight"] == shapes["transformer.embeddings.word_embeddings.weight"] == (96, width)
     assert ("transformer.embeddings.position_embeddings.weight" in shapes) == (s.n_positions > 0)
-    assert shapes["transformer.layers.1.mixer.Wqkv.weight"] == ((4 + 2 * s.heads_kv) * 16, 64)
+    assert shapes["transformer.layers.1.mixer.Wqkv.weight"] == ((4 + 2 * s.heads_kv) * s.width_of_head, 64)
+    assert shapes["transformer.layers.1.mixer.out_proj.weight"] == (64, 4 * s.width_of_head)
+    assert shapes.get("transformer.layers.1.mixer.q_norm.weight") == ((s.width_of_head,) if s.qk_norm else None)
     assert ("transformer.ln_f.weight" in shapes) == s.prenorm
     assert ("transformer.layers.0.norm1.bias" in shapes) != s.rms_norm
     assert not any("rotary" in name for name in shapes)
@@ -282,6 +290,7 @@ def test_norms_of_earlier_releases():
 VARIANTS = {
     "gpt2": dict(),
     "llama": LLAMA,
+    "heads with norms": HEADS,
     "parallel": PARALLEL,
     "parallel, tied norm": PARALLEL | dict(parallel_block_tied_norm=True),
     "postnorm": dict(prenorm=False),
@@ -359,7 +368,7 @@ def test_activation_checkpointing(name, device):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "parallel, tied norm"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "heads with norms", "parallel, tied norm"])
 def test_compiled_training(name, device):
     """The whole model and its loss as one graph."""
     model = GPTLMHeadModel(config_of(**VARIANTS[name], **FUSED), device=device)
