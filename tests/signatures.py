@@ -167,6 +167,9 @@ SIGNATURES = {
         "BertPreTrainingHeads": "config",
         "BertPreTrainingHeads.forward": "self, sequence_output, pooled_output",
         "BertPreTrainedModel": "config, *inputs, **kwargs",
+        "BertPreTrainedModel.from_pretrained": (
+            "model_name, config=None, *inputs, strict=False, device=None, dtype=None, torch_dtype=None, **kwargs"
+        ),
         "BertModel": "config, add_pooling_layer=True",
         "BertModel.forward": (
             "self, input_ids, position_ids=None, token_type_ids=None, attention_mask=None, masked_tokens_mask=None"
@@ -208,6 +211,12 @@ SIGNATURES = {
         "GPTModel": "config, process_group=None, device=None, dtype=None",
         "GPTModel.forward": "self, input_ids, position_ids=None, inference_params=None",
         "GPTPreTrainedModel": "config, *inputs, **kwargs",
+        "GPTPreTrainedModel.from_config": "config, *, dtype=None, torch_dtype=None, **kwargs",
+        "GPTPreTrainedModel.from_pretrained": (
+            "model_name, config=None, *args, strict=True, device=None, dtype=None, world_size=1, rank=0, family=None, "
+            "progress=True, torch_dtype=None, **kwargs"
+        ),
+        "GPTLMHeadModel.generate": "self, input_ids, max_length=None, *args, **kwargs",
         "combine_state_dicts_tp": "state_dicts, config",
         "create_block": "config, layer_idx=None, process_group=None, device=None, dtype=None",
         "create_mixer_cls": "config, layer_idx=None, process_group=None, device=None, dtype=None",
@@ -621,8 +630,8 @@ SIGNATURES = {
             "model, inference_params, batch_size, max_seqlen, decoding_seqlen=1, mempool=None, n_warmups=2"
         ),
         "GenerationMixin.generate": (
-            "self, input_ids, max_length, top_k=1, top_p=0.0, temperature=1.0, return_dict_in_generate=False, "
-            "output_scores=False, **kwargs"
+            "self, input_ids, max_length=None, top_k=1, top_p=0.0, temperature=1.0, return_dict_in_generate=False, "
+            "output_scores=False, *, max_new_tokens=None, **kwargs"
         ),
     },
     "flash_attn.utils.library": {

@@ -13,7 +13,7 @@ speed.
 | module     | model_type of transformers          | what is covered |
 |------------|-------------------------------------|---|
 | `gpt`      | gpt2                                | all but cross attention; also Megatron's, with rotary embeddings |
-| `llama`    | llama, mistral, qwen2, qwen3, gemma | GQA, sliding windows, Qwen3's and Gemma's norms; Meta's own checkpoints |
+| `llama`    | llama, mistral, qwen2, qwen3, gemma | GQA, windows, Qwen3's and Gemma's norms; Meta's own checkpoints |
 | `opt`      | opt                                 | norms before or after each part, narrower embeddings (350M) |
 | `gptj`     | gptj                                | all |
 | `gpt_neox` | gpt_neox                            | parallel and sequential residuals |

@@ -24,7 +24,8 @@ WITHOUT_EFFECT = frozenset(
         "architectures", "auto_map", "attention_softmax_in_fp32", "bos_token_id", "chunk_size_feed_forward",
         "classifier_dropout", "decoder_start_token_id", "dtype", "eos_token_id", "finetuning_task", "id2label",
         "is_decoder", "keys_to_ignore_at_inference", "label2id", "max_batch_size", "max_sequence_length", "model_type",
-        "multi_query", "name_or_path", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp",
+        "multi_query", "n_ctx", "name_or_path", "output_attentions", "output_hidden_states", "output_past",
+        "pad_token_id", "pretraining_tp",
         "problem_type", "reorder_and_upcast_attn", "return_dict", "scale_attention_softmax_in_fp32", "sep_token_id",
         "source_config", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
         "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version",
@@ -195,8 +196,17 @@ def _check(s, rotary_emb_dim):
         )
 
 
+FIELDS = frozenset(field.name for field in dataclasses.fields(Settings))
+
+
 def round_up(n: int, multiple_of: int) -> int:
     return (n + multiple_of - 1) // multiple_of * multiple_of
+
+
+def known_gpt2_config(config: Any) -> Any:
+    """A GPT2Config as it is, with a warning of fields that are not known."""
+    warn_of_unread(config, {*FIELDS, *_ALIASES.values(), "rotary_emb_dim"})
+    return config
 
 
 def is_gpt2_config(config: Any) -> bool:

@@ -198,12 +198,17 @@ class KeyMap:
     def convert(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         """Take from `tensors` all that our tensors can be made of, and make them. The rest stays, with usual names."""
         s = settings(config)
+        spelled: dict[str, str] = {}  # the usual name -> that of the checkpoint
         for name in list(tensors):
             tensor, usual = tensors.pop(name), name
             for pattern, replacement in self.spellings:
                 usual = re.sub(pattern, replacement, usual)
-            if not any(re.search(pattern, usual) for pattern in self.dropped):
-                tensors[usual] = tensor
+            if any(re.search(pattern, usual) for pattern in self.dropped):
+                continue
+            if usual in spelled:
+                raise ValueError(f"tensors must have different names, found {spelled[usual]} and {name} for {usual}")
+            spelled[usual] = name
+            tensors[usual] = tensor
         result = {}
         for ours, rule in self.rules(s):
             if s.tie_word_embeddings and ours == _TIED[1]:

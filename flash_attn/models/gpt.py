@@ -36,6 +36,7 @@ from flash_attn.models._gpt2 import (
     remap_state_dict_hf_gpt2,
     remap_state_dict_megatron,
 )
+from flash_attn.models._options import refuse_float64
 from flash_attn.models._rope import attention_factor, rotary_embedding
 from flash_attn.models._shard import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
 from flash_attn.models.bigcode import remap_state_dict_hf_bigcode
@@ -275,12 +276,24 @@ class GPTPreTrainedModel(nn.Module):
         self.config = config
 
     @classmethod
-    def from_config(cls: type[_Model], config: Any, **kwargs: Any) -> _Model:
+    def from_config(
+        cls: type[_Model],
+        config: Any,
+        *,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        **kwargs: Any,
+    ) -> _Model:
         """A model with random weights from a configuration of transformers, of any family that is covered.
 
-        kwargs: of the constructor.
+        Arguments:
+            dtype, torch_dtype: as in `from_pretrained`; "auto" is the dtype of the configuration.
+            kwargs: fields of `Settings`, which override those of the configuration, as use_flash_attn=True; and
+                arguments of the constructor. The configuration that is given is not changed.
+
+        Raises TypeError for a name that is neither, with names like it.
         """
-        return cls(_checkpoint.to_gpt2_config(config), **kwargs)
+        return _checkpoint.build(cls, config, kwargs, dtype=dtype, torch_dtype=torch_dtype)
 
     @classmethod
     def from_pretrained(
@@ -290,36 +303,44 @@ class GPTPreTrainedModel(nn.Module):
         *args: Any,
         strict: bool = True,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         world_size: int = 1,
         rank: int = 0,
         family: str | None = None,
         progress: bool = True,
+        torch_dtype: torch.dtype | str | None = None,
         **kwargs: Any,
     ) -> _Model:
         """A model with the weights of a checkpoint, in training mode, as new modules are: call eval() for inference.
+
+            model = GPTLMHeadModel.from_pretrained(folder, dtype="auto", use_flash_attn=True, fused_bias_fc=True)
 
         Arguments:
             model_name: a folder, a file, or a name on the hub.
             config: a GPT2Config, or the configuration of the family; by default, the checkpoint's own config.json.
             strict: raise an error for tensors that are missing or not known; else they keep their first, random weights
                 or are left out. Tensors of a wrong shape are always an error.
-            device, dtype: of the parameters; by default the CPU, and torch's default dtype.
+            device, dtype: of the parameters; by default the CPU, and torch's default dtype. A dtype may be a name, as
+                "bfloat16"; "auto" is that of config.json, or else that of the checkpoint's tensors.
             world_size, rank: load the part that this process of a tensor parallel model has; with process_group.
             family: the name of a family, as "llama"; by default that of config.json's model_type, or that of the name
                 on the hub.
             progress: show a bar, with the package tqdm, if there are several files.
-            args, kwargs: of the constructor.
+            torch_dtype: the older name of transformers for dtype; with a warning.
+            kwargs: fields of `Settings`, which override those of the configuration, as use_flash_attn=True; and
+                arguments of the constructor. A configuration that is given is not changed.
+            args: of the constructor.
 
         The names and shapes in the files are compared with those of the model before anything is loaded. One file is in
         memory at a time.
 
         Raises NotImplementedError for a family that is not known, OSError if there are no files, ValueError for
-        tensors that do not fit, with their names.
+        tensors that do not fit, with their names, and TypeError for a keyword argument that is neither a field nor an
+        argument of the constructor, with names like it.
         """
         return _checkpoint.load(
             cls, model_name, config, args, kwargs, strict=strict, device=device, dtype=dtype, world_size=world_size,
-            rank=rank, family=family, progress=progress,
+            rank=rank, family=family, progress=progress, torch_dtype=torch_dtype,
         )  # fmt: skip
 
     def save_pretrained(
@@ -374,6 +395,8 @@ class GPTModel(GPTPreTrainedModel):
         super().__init__(config)
         s = settings(config)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        needs = ("use_flash_attn", "fused_dropout_add_ln", "rms_norm", "qk_norm", "rotary_emb_fraction")
+        refuse_float64(dtype, {name: bool(getattr(s, name)) for name in needs})
         if process_group is not None:
             check_world_size(s, dist.get_world_size(process_group))
         self.process_group = process_group
@@ -538,7 +561,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         positions = self.transformer.embeddings.max_position_embeddings
         return positions if positions > 0 else None
 
-    def generate(self, input_ids: Tensor, max_length: int, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, input_ids: Tensor, max_length: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Continue sequences, as `flash_attn.utils.generation.GenerationMixin.generate` says.
 
         vocab_size is by default that of the configuration, so that padding of the vocabulary is never drawn.
@@ -582,7 +605,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             inference_params: see `flash_attn.utils.generation.InferenceParams`.
             num_last_tokens: only for so many tokens at the end of each sequence; all if 0.
             labels: (batch, seqlen), as transformers takes them: input_ids, with -100 for tokens that do not count.
-                Each is compared with the logits of the token before it.
+                Each is compared with the logits of the token before it. Others that are no class of the vocabulary
+                are an error on the CPU; on a GPU, where reading them would wait for the device, and in a compiled
+                graph they do not count either, like -100.
 
         Returns CausalLMOutput(logits) with logits (batch, seqlen or num_last_tokens, padded vocabulary). With a group
         they are this process's part of the vocabulary, and all of it with inference_params.
@@ -592,7 +617,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         There is no attention_mask: tokens see those before them, so padding on their right changes nothing but its own
         logits, and labels of -100 leave it out of the loss. `generate` takes the mask of padding on the left.
 
-        Raises TypeError or ValueError for input_ids or labels that are no tensors, or of another dtype or shape.
+        Raises TypeError or ValueError for input_ids or labels that are no tensors, or of another dtype or shape, and
+        on the CPU for labels that are no class.
         """
         checks.tensor("input_ids", input_ids)
         if input_ids.dim() != 2:
@@ -631,6 +657,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
                 f"labels must have the shape {tuple(shape)} of input_ids, without num_last_tokens, "
                 f"found {tuple(labels.shape)} and {num_last_tokens}"
             )
+        _check_labels(labels, self.vocab_size)
         following = F.pad(labels[:, 1:], (0, 1), value=-100)
         by_tokens = hidden.dim() == 2
         weight = F.normalize(self.lm_head.weight) if self.norm_head else self.lm_head.weight
@@ -644,6 +671,15 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         if "transformer.ln_0.weight" in state_dict:
             _shift_norms(state_dict, settings(self.config).n_layer)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def _check_labels(labels, vocab_size):
+    """Check the values of labels, where nobody has to wait for them."""
+    if labels.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
+    if wrong.numel() > 0:
+        raise ValueError(f"labels must be -100 or from 0 to {vocab_size - 1}, found {wrong[0].item()}")
 
 
 def _shift_norms(state_dict, n_layer):

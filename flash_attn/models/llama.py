@@ -171,7 +171,9 @@ def llama_config_to_gpt2_config(llama_config: Any) -> Any:
 FAMILY = Family(
     name="llama",
     model_types=("llama", "mistral", "qwen2", "qwen3", "gemma"),
-    hub_names=("meta-llama/", "codellama/", "TinyLlama/", "mistralai/Mistral-", "Qwen/Qwen", "google/gemma-"),
+    hub_names=tuple(
+        "meta-llama/ codellama/ TinyLlama/ mistralai/Mistral- Qwen/Qwen2 Qwen/Qwen3- google/gemma-".split()
+    ),
     to_gpt2_config=llama_config_to_gpt2_config,
     keys=KEYS,
 )
