@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, xentropy
 from flash_attn.losses.linear_cross_entropy import linear_cross_entropy
 from flash_attn.models import _checkpoint
 from flash_attn.models._config import is_gpt2_config, settings
@@ -657,7 +657,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
                 f"labels must have the shape {tuple(shape)} of input_ids, without num_last_tokens, "
                 f"found {tuple(labels.shape)} and {num_last_tokens}"
             )
-        _check_labels(labels, self.vocab_size)
+        xentropy.check_classes(labels, self.vocab_size)
         following = F.pad(labels[:, 1:], (0, 1), value=-100)
         by_tokens = hidden.dim() == 2
         weight = F.normalize(self.lm_head.weight) if self.norm_head else self.lm_head.weight
@@ -671,15 +671,6 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         if "transformer.ln_0.weight" in state_dict:
             _shift_norms(state_dict, settings(self.config).n_layer)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-
-def _check_labels(labels, vocab_size):
-    """Check the values of labels, where nobody has to wait for them."""
-    if labels.device.type != "cpu" or torch.compiler.is_compiling():
-        return
-    wrong = labels[(labels != -100) & ((labels < 0) | (labels >= vocab_size))]
-    if wrong.numel() > 0:
-        raise ValueError(f"labels must be -100 or from 0 to {vocab_size - 1}, found {wrong[0].item()}")
 
 
 def _shift_norms(state_dict, n_layer):

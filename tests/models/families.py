@@ -118,6 +118,7 @@ CASES = {
         ),
     ),
     "gptj": Case("gptj", lambda: GPTJConfig(**_SIZES_GPT, rotary_dim=8)),
+    "gptj, whole heads": Case("gptj", lambda: GPTJConfig(**_SIZES_GPT, rotary_dim=16)),
     "gpt_neox": Case("gpt_neox", lambda: GPTNeoXConfig(**_SIZES, intermediate_size=96)),
     "gpt_neox sequential": Case(
         "gpt_neox",

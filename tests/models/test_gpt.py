@@ -10,7 +10,8 @@ import transformers
 from torch import nn
 from transformers import GPT2Config
 
-from flash_attn.models import _config
+from flash_attn.models import _checkpoint, _config
+from flash_attn.models._family import families
 from flash_attn.models.gpt import (
     GPTLMHeadModel,
     GPTModel,
@@ -141,6 +142,32 @@ def test_unknown_fields_are_reported():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         GPTLMHeadModel.from_config(transformers.LlamaConfig(**TINY), device="meta")
+
+
+MODEL_TYPES = sorted({each for family in families() for each in family.model_types} & set(transformers.CONFIG_MAPPING))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_ordinary_configurations_warn_of_nothing(model_type):
+    """As classes of transformers, and as what config.json holds where transformers does not know the class."""
+    config = transformers.CONFIG_MAPPING[model_type]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (config, types.SimpleNamespace(**config.to_dict())):
+            if model_type != "gpt2" or each is config:
+                _checkpoint.to_gpt2_config(each)
+
+
+def test_unknown_fields_of_gpt2_are_reported():
+    with pytest.warns(UserWarning, match=r"GPT2Config: these fields are not known, .*: \['invented'\]"):
+        GPTLMHeadModel.from_config(config_of(invented=3, n_ctx=32), device="meta")
+
+
+def test_gptj_without_rotary_dim():
+    """All of a head turns."""
+    fields = transformers.GPTJConfig(n_embd=64, n_head=4, n_layer=1).to_dict()
+    found = [_checkpoint.to_gpt2_config(types.SimpleNamespace(**fields | dict(rotary_dim=each))) for each in (None, 16)]
+    assert found[0].rotary_emb_fraction == found[1].rotary_emb_fraction == 1.0
 
 
 def test_rope_in_its_older_form():
@@ -330,6 +357,38 @@ def test_loss_is_that_of_the_logits(padding, device):
     torch.testing.assert_close(model(x, labels=labels).loss, expected)
     with pytest.raises(ValueError, match=r"labels must have the shape \(2, 12\) of input_ids"):
         model(x, labels=labels[:, 1:])
+
+
+@pytest.mark.parametrize("wrong", [-1, -101, 90, 95])
+def test_labels_that_are_no_class(wrong, device):
+    """An error where they can be read without waiting for a device; there, they do not count."""
+    model = GPTLMHeadModel(config_of(pad_vocab_size_multiple=64), device=device)
+    x = ids(device=device)
+    labels, ignored = x.clone(), x.clone()
+    labels[1, 5], ignored[1, 5] = wrong, -100
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=f"labels must be -100 or from 0 to 89, found {wrong}"):
+            model(x, labels=labels)
+    else:
+        assert torch.equal(model(x, labels=labels).loss, model(x, labels=ignored).loss)
+    assert model(x, labels=ignored).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(use_flash_attn=True), dict(fused_dropout_add_ln=True), dict(rms_norm=True), dict(qk_norm=True),
+        dict(rotary_emb_fraction=0.5),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_float64_is_refused_where_operations_lack_it(options):
+    (name,) = options
+    says = f"dtype must be float32, float16 or bfloat16 with config.{name}, .* found torch.float64"
+    with pytest.raises(ValueError, match=says):
+        GPTLMHeadModel(config_of(**options), dtype=torch.float64)
+    x = ids()
+    assert GPTLMHeadModel(config_of(fused_mlp=True), dtype=torch.float64)(x).logits.dtype == torch.float64
 
 
 def test_last_tokens(device):

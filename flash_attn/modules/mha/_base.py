@@ -229,7 +229,7 @@ class MultiHeadAttention(nn.Module):
         cache = caches.cache_rows(cache, kv, inference_params).detach()
         cos = sin = None
         if rotary:
-            cos, sin, *_ = self.rotary_emb._tables(cache.shape[1], q.device, q.dtype)
+            cos, sin, *_ = self.rotary_emb._tables_for_decoding(cache.shape[1], q.device, q.dtype)
         inner = self.inner_cross_attn
         (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
         return flash_attn_with_kvcache(
@@ -255,7 +255,7 @@ def _check_heads(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: in
         checks.integer(name, value)
         checks.number(name, value, value > 0, "positive")
     fits = head_dim is not None or embed_dim % num_heads == 0
-    checks.number("embed_dim", embed_dim, fits, "a multiple of num_heads, {}, without head_dim", num_heads)
+    checks.number("embed_dim", embed_dim, fits, "a multiple of num_heads, {}", num_heads)
     fits = num_heads % num_heads_kv == 0
     checks.number("num_heads_kv", num_heads_kv, fits, "a divisor of num_heads, {}", num_heads)
     fits = num_heads_kv == num_heads or num_heads_kv % world_size == 0
