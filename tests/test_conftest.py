@@ -8,8 +8,8 @@ import torch
 
 @pytest.fixture
 def conftest(request):
-    """The conftest.py of this folder: there are others, and only one can be imported by that name."""
-    return request.config.pluginmanager.get_plugin(str(pathlib.Path(__file__).with_name("conftest.py")))
+    """The conftest.py of all tests: there may be others, and only one can be imported by that name."""
+    return request.config.pluginmanager.get_plugin(str(pathlib.Path(__file__).parents[1] / "conftest.py"))
 
 
 @pytest.mark.parametrize(

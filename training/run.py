@@ -1,0 +1,143 @@
+"""Train, evaluate or use a model, as the configuration says.
+
+    python run.py experiment=owt/gpt2s-flash trainer.devices=8
+    python run.py experiment=owt/gpt2s-flash name=first resume=True
+    python run.py experiment=owt/gpt2s-flash run=eval eval.ckpt=checkpoints/first/last.ckpt
+
+configs/ has all options. The key `run` says what is done: train, eval, prepare (the data), generate, or export.
+"""
+
+import functools
+import logging
+import os
+import pathlib
+import sys
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from src.utils import hints, resolvers
+
+FOLDER = pathlib.Path(__file__).parent
+SIZES = ("datamodule.batch_size", "datamodule.batch_size_eval", "train.global_batch_size")
+PATHS = ("datamodule.dataset_name", "datamodule.tokenizer_name", "eval.ckpt", "train.warmstart.path", "export.folder")
+
+
+def main() -> Any:
+    """Run with the arguments of the command line. What Hydra says of a wrong one is followed by the nearest names."""
+    load_env(pathlib.Path.cwd())
+    resolvers.register()
+    composed = []
+    try:
+        return _main(composed)()
+    except SystemExit as error:
+        if error.code and not composed:
+            print(*hints.hints(FOLDER / "configs", sys.argv[1:]), sep="\n", file=sys.stderr)
+        raise
+
+
+def _main(composed):
+    @hydra.main(config_path="configs", config_name="config", version_base="1.3")
+    @functools.wraps(run)
+    def with_config(config):
+        composed.append(True)
+        return run(config)
+
+    return with_config
+
+
+def run(config: DictConfig) -> Any:
+    """Do what config.run says."""
+    if config.run not in _ACTIONS:
+        raise ValueError(f"run must be one of {', '.join(_ACTIONS)}, found {config.run!r}")
+    for key in SIZES:
+        if OmegaConf.select(config, key, throw_on_missing=False, default=1) < 1:
+            raise ValueError(f"{key} must be at least 1, found {OmegaConf.select(config, key)}")
+    missing = sorted(OmegaConf.missing_keys(config))
+    if missing:
+        raise ValueError(f"these values must be given: {', '.join(missing)}")
+    config = OmegaConf.create(without_private_keys(OmegaConf.to_container(config, resolve=True)))
+    from_start(config, PATHS)
+
+    import torch
+
+    from src.utils import utils
+
+    torch.set_float32_matmul_precision("high")
+    logging.getLogger("lightning").handlers.clear()  # or everything is there twice: Hydra's log has it
+    utils.extras(config)
+    if config.print_config:
+        utils.print_config(config)
+    return _ACTIONS[config.run](config)
+
+
+def load_env(folder: pathlib.Path) -> None:
+    """Set the environment variables of the file .env, of lines NAME=value, in this folder or the nearest one above."""
+    file = next((each / ".env" for each in (folder, *folder.parents) if (each / ".env").is_file()), None)
+    for line in file.read_text().splitlines() if file else ():
+        name, equals, value = line.strip().removeprefix("export ").partition("=")
+        if equals and not name.startswith("#"):
+            os.environ[name.strip()] = value.strip().strip("'\"")
+
+
+def without_private_keys(config: Any) -> Any:
+    """A configuration without the keys that begin with two underscores, at any depth: they are there to be read."""
+    if isinstance(config, dict):
+        return {k: without_private_keys(v) for k, v in config.items() if not str(k).startswith("__")}
+    return [without_private_keys(v) for v in config] if isinstance(config, list) else config
+
+
+def from_start(config: DictConfig, keys: tuple[str, ...]) -> None:
+    """Make names of files under these keys absolute: they are relative to where the command was started.
+
+    What is not there stays as it is, and may be a name on the hub.
+    """
+    for key in keys:
+        value = OmegaConf.select(config, key)
+        path = hydra.utils.to_absolute_path(str(value))
+        if value is not None and os.path.exists(path):
+            OmegaConf.update(config, key, path)
+
+
+def _train(config):
+    from src.train import train
+
+    return train(config)
+
+
+def _evaluate(config):
+    from src.eval import evaluate
+
+    return evaluate(config)
+
+
+def _prepare(config):
+    """Obtain and tokenise the data, as the first training would."""
+    datamodule = hydra.utils.instantiate(config.datamodule, _convert_="all")
+    datamodule.prepare_data()
+
+
+def _generate(config):
+    from src.generate import main
+
+    return main([config.eval.ckpt, *_options(config.get("generate"))])
+
+
+def _export(config):
+    from src.export import main
+
+    return main([config.eval.ckpt, config.export.folder])
+
+
+def _options(config):
+    """--key value, for argparse."""
+    for key, value in (config or {}).items():
+        if value is not False:
+            yield from (f"--{key.replace('_', '-')}",) if value is True else (f"--{key.replace('_', '-')}", str(value))
+
+
+_ACTIONS = {"train": _train, "eval": _evaluate, "prepare": _prepare, "generate": _generate, "export": _export}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The training harness: run from inside training/, where this package is importable as `src`."""

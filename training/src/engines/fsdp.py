@@ -1,0 +1,70 @@
+"""Models whose parameters, gradients and optimiser states are divided over the processes (FSDP2: ZeRO-2 and ZeRO-3)."""
+
+import contextlib
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+
+from src.engines.mesh import MeshStrategy
+
+_LISTS = ("layers", "blocks", "h")  # names of the lists of layers, in our models and in others'
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")  # through which Lightning calls a module
+
+
+class FSDPStrategy(MeshStrategy):
+    """Each process has a part of every parameter, and gathers those of a layer when it comes to it.
+
+    Arguments:
+        reshard_after_forward: free the gathered parameters of a layer after its forward, and gather them again for the
+            backward (ZeRO-3). False keeps them from forward to backward (ZeRO-2): less is sent, more memory is used.
+        reduce_dtype: in which gradients are summed with a precision of bf16.
+        kwargs: of `MeshStrategy`; with tensor_parallel_size, the parts of layers are divided further.
+
+    Layers in a list called `layers`, `blocks` or `h` are gathered one by one, and the rest at once. With
+    precision=bf16-mixed, parameters and optimiser states are float32, and layers compute in bfloat16.
+    """
+
+    strategy_name = "fsdp"
+
+    def __init__(self, reshard_after_forward: bool = True, reduce_dtype: str = "float32", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.reshard_after_forward, self.reduce_dtype = reshard_after_forward, reduce_dtype
+
+    def distribute(self) -> None:
+        with _keep_attributes(self.lightning_module):
+            if not isinstance(self.lightning_module, FSDPModule):
+                shard(self.lightning_module, self.mesh["dp"], self.reshard_after_forward, self._policy())
+            self.model_to_device()
+
+    def _policy(self):
+        if not self.precision_plugin.precision.startswith("bf16"):
+            return MixedPrecisionPolicy()
+        return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=getattr(torch, self.reduce_dtype))
+
+
+def shard(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, policy: MixedPrecisionPolicy) -> None:
+    """Divide a module over a mesh with one dimension, in place."""
+    options: dict[str, Any] = dict(mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    lists = [each for name, each in module.named_modules() if name.rpartition(".")[2] in _LISTS]
+    for layer in [layer for each in lists if isinstance(each, nn.ModuleList) for layer in each]:
+        fully_shard(layer, **options)
+    fully_shard(module, **options)
+    for step in _STEPS:
+        if isinstance(module, L.LightningModule) and is_overridden(step, module):
+            register_fsdp_forward_method(module, step)
+
+
+@contextlib.contextmanager
+def _keep_attributes(module):
+    """Give the parameters that take the place of others their attributes, as `_optim` and `_no_weight_decay`."""
+    attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
+    yield
+    for name, parameter in module.named_parameters():
+        for key, value in attributes[name].items():
+            if not hasattr(parameter, key):
+                setattr(parameter, key, value)

@@ -1,0 +1,349 @@
+"""What all strategies share: checkpoints as folders, and runs that go on exactly where they were.
+
+A run that is resumed on the same number of processes gives the same bits as one that was never interrupted: weights,
+optimiser, schedules, loss scale, random states of each process, and the position in the data. Another number of
+processes, or another way to divide the model over them, may go on as well, with the same data in the same order.
+"""
+
+import functools
+import logging
+import math
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import Strategy
+from omegaconf import OmegaConf
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from src.engines import rng, signals
+from src.utils import checkpoint as checkpoints
+from src.utils.checkpoint import Checkpoint, CheckpointError, Entry, found
+
+_HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
+_log = logging.getLogger(__name__)
+
+
+class ExactResume(Strategy):
+    """Mixin for Lightning's strategies, in front of one of them in the list of bases.
+
+    - Checkpoints are those of `src.utils.checkpoint`, written by all processes.
+    - They are taken between two optimiser steps. A request in the middle of an accumulation waits for its end.
+    - Validation draws its random numbers apart from training.
+    - SIGTERM and SIGUSR1 end the run after a save (`src.engines.signals`).
+    """
+
+    data_parallel_size = property(lambda self: self.world_size)
+    tensor_parallel_size = 1
+    within_validation = False  # while a checkpoint is taken before the end of a validation
+
+    _resumed: Checkpoint | None = None  # between load_checkpoint and the start of training
+    _rng_of_training: dict[str, Any] | None = None  # during validation
+
+    # Set-up
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._postponed: list[tuple[str, bool | None]] = []
+        signals.add_callbacks(self.lightning_module.trainer)
+
+    def setup(self, trainer: L.Trainer) -> None:
+        super().setup(trainer)
+        self.prepare(trainer)
+
+    def prepare(self, trainer: L.Trainer) -> None:
+        """What `setup` adds to that of other strategies."""
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        validation.run = functools.partial(self._apart, type(validation).run, validation)
+
+    def _apart(self, run, *args):
+        with rng.isolated() as self._rng_of_training:
+            try:
+                return run(*args)
+            finally:
+                self._rng_of_training = None
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Have the loader draw the seeds of its workers from its own generator: it is made anew on resume."""
+        dataloader = super().process_dataloader(dataloader)
+        if isinstance(dataloader, torch.utils.data.DataLoader) and dataloader.generator is None:
+            step = self.lightning_module.trainer.global_step
+            dataloader.generator = torch.Generator().manual_seed(torch.initial_seed() + step)
+        return dataloader
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        if self._resumed is not None:
+            own = self._resumed.own
+            rng.restore(own[self.global_rank % len(own)]["rng"])
+            self._resumed = None
+
+    # Saving
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {_plain(name): value for name, value in self.lightning_module.state_dict().items()}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state that this process has, by the names of the parameters."""
+        optimizer = unwrapped(optimizer)
+        names = self._parameter_names()
+        state = _local(optimizer).state
+        groups = [
+            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+            for group in optimizer.param_groups
+        ]
+        return {"state": {names[id(p)]: dict(values) for p, values in state.items()}, "param_groups": groups}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str, storage_options: Any = None) -> None:
+        weights_only = "optimizer_states" not in checkpoint
+        trainer = self.lightning_module.trainer
+        if trainer.state.fn == "fit" and trainer.fit_loop._should_accumulate():
+            self._postponed.append((filepath, weights_only))
+            return
+        filepath = self.broadcast(filepath)
+        state = dict(checkpoint)
+        tensors, extra = self._divide_model(state.pop("state_dict"))
+        optimizers = []
+        for i, optimizer_state in enumerate(state.pop("optimizer_states", [])):
+            flat, others = self._divide_optimizer(i, optimizer_state.pop("state"))
+            tensors |= flat
+            optimizers.append({**optimizer_state, "others": others})
+        state = _plain_hyper_parameters(state)
+        state |= {"extra_state": extra, "optimizers": optimizers, "engine": self._description()}
+        if self.within_validation:
+            _begin_validation_again(state["loops"]["fit_loop"])
+        checkpoints.save(filepath, state, tensors, {"rng": self._rng_of_training or rng.collect()})
+
+    def save_postponed(self) -> None:
+        """Save what was asked for in the middle of an accumulation, once it has ended."""
+        trainer = self.lightning_module.trainer
+        if self._postponed and not trainer.fit_loop._should_accumulate():
+            waiting, self._postponed = self._postponed, []
+            for filepath, weights_only in waiting:
+                if weights_only is None:
+                    self.remove_checkpoint(filepath)
+                else:
+                    trainer.save_checkpoint(filepath, weights_only)
+
+    def remove_checkpoint(self, filepath: str) -> None:
+        if self._postponed:  # after what takes its place has been saved
+            self._postponed.append((filepath, None))
+        elif self.is_global_zero:
+            checkpoints.remove(filepath)
+
+    def _divide_model(self, state_dict):
+        """(tensors by their name in the checkpoint, what else is there)."""
+        tensors = {self._stored(name): x for name, x in state_dict.items() if isinstance(x, Tensor)}
+        return tensors, {name: x for name, x in state_dict.items() if not isinstance(x, Tensor)}
+
+    def _divide_optimizer(self, i, state):
+        tensors, others = {}, {}
+        for name, values in state.items():
+            for key, value in values.items():
+                if isinstance(value, Tensor):
+                    tensors[self._stored(name, f"optimizer_states.{i}.{key}.")] = value
+                else:
+                    others.setdefault(name, {})[key] = value
+        return tensors, {name: values for each in checkpoints.gather(others) for name, values in each.items()}
+
+    def _stored(self, name, prefix=checkpoints.WEIGHTS):
+        return prefix + name
+
+    def _description(self):
+        trainer = self.lightning_module.trainer
+        return {
+            "strategy": getattr(self, "strategy_name", type(self).__name__),
+            "world_size": self.world_size,
+            "data_parallel_size": self.data_parallel_size,
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "batch_size": getattr(trainer.datamodule, "batch_size", None),
+            "optimizers": [_kind(optimizer) for optimizer in self.optimizers],
+            "schedulers": [type(config.scheduler).__name__ for config in self.lr_scheduler_configs],
+        }
+
+    # Loading
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, and compare it with the model, the optimiser and the processes before anything is changed.
+
+        A file of Lightning is taken as well, for what it has. Raises CheckpointError if something does not fit.
+        """
+        path = pathlib.Path(self.broadcast(checkpoint_path))
+        if path.is_file():
+            return super().load_checkpoint(path, weights_only=True)
+        self._resumed = Checkpoint(path)
+        state = dict(self._resumed.state)
+        checkpoints.together(lambda: self._compare(state), f"{path} does not fit")
+        targets = {}
+        for name, x in self.lightning_module_state_dict().items():
+            if isinstance(x, Tensor) and self._stored(name) in self._resumed.entries:
+                targets[name] = torch.empty_like(x)
+        self._resumed.read_into({self._stored(name): x for name, x in targets.items()})
+        state["state_dict"] = targets | state.pop("extra_state")
+        state["optimizer_states"] = state.pop("optimizers")
+        if self.lightning_module.trainer.state.fn == "fit":
+            self._count_batches(state)
+        return state
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        names = {_plain(name): name for name in self.lightning_module.state_dict()}
+        state_dict = {names.get(name, name): x for name, x in checkpoint["state_dict"].items()}
+        self.lightning_module.load_state_dict(state_dict, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._resumed is None:
+            return super().load_optimizer_state_dict(checkpoint)
+        for i, (optimizer, stored) in enumerate(zip(self.optimizers, checkpoint["optimizer_states"])):
+            self._load_optimizer(i, unwrapped(optimizer), stored)
+
+    def _load_optimizer(self, i, optimizer, stored):
+        for group, values in zip(optimizer.param_groups, stored["param_groups"]):
+            group.update({key: value for key, value in values.items() if key != "params"})
+        names = self._parameter_names()
+        local, targets = _local(optimizer), {}
+        prefix = f"optimizer_states.{i}."
+        keys = sorted(
+            {name.removeprefix(prefix).split(".")[0] for name in self._resumed.entries if name.startswith(prefix)}
+        )
+        for group in local.param_groups:
+            for parameter in group["params"]:
+                name = names[id(parameter)]
+                state = dict(stored["others"].get(name, {}))
+                for key in keys:
+                    place = self._stored(name, f"{prefix}{key}.")
+                    if place in self._resumed.entries:
+                        state[key] = targets[place] = _like(parameter, self._resumed.entries[place], key, group)
+                if state:
+                    local.state[parameter] = state
+        self._resumed.read_into(targets)
+
+    def _parameter_names(self):
+        return {id(parameter): _plain(name) for name, parameter in self.lightning_module.named_parameters()}
+
+    def _compare(self, state):
+        """Raise CheckpointError with everything in which the checkpoint differs from this run."""
+        faults = self._differences(state)
+        if faults:
+            more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
+            raise CheckpointError("; ".join(faults[:8]) + more)
+
+    def _differences(self, state):
+        entries, engine = self._resumed.entries, state["engine"]
+        if engine["tensor_parallel_size"] != self.tensor_parallel_size:
+            return [
+                f"strategy.tensor_parallel_size must be {engine['tensor_parallel_size']}, the number of parts in which "
+                f"the checkpoint has each layer, found {self.tensor_parallel_size}"
+            ]
+        model, _ = self._divide_model(self.lightning_module_state_dict())
+        strict = self.lightning_module.strict_loading
+        faults = [
+            f"{name} has shape {found(entries.get(name))} in the checkpoint and {tuple(x.shape)} in the model"
+            for name, x in model.items()
+            if (entries[name].shape != x.shape if name in entries else strict)
+        ]
+        if strict:
+            faults += [
+                f"{name} is not in the model"
+                for name in entries
+                if name.startswith(checkpoints.WEIGHTS) and name not in model and self._is_mine(name)
+            ]
+        if not self.optimizers:
+            return faults
+        kinds = [_kind(optimizer) for optimizer in self.optimizers]
+        if engine["optimizers"] != kinds:
+            return [*faults, f"the optimizer must be {engine['optimizers']}, found {kinds}"]
+        for optimizer, stored in zip(self.optimizers, state["optimizers"]):
+            faults += self._differences_of_groups(unwrapped(optimizer), stored["param_groups"])
+        schedulers = [type(config.scheduler).__name__ for config in self.lr_scheduler_configs]
+        if engine["schedulers"] != schedulers:
+            faults.append(f"the schedulers must be {engine['schedulers']}, found {schedulers}")
+        return faults
+
+    def _is_mine(self, name):
+        """Whether a stored weight is of this process's part of a tensor parallel model."""
+        return True
+
+    def _differences_of_groups(self, optimizer, groups):
+        names, mine = self._parameter_names(), self._resumed.entries
+        now = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        then = [[name for name in group["params"] if self._stored(name) in mine] for group in groups]
+        if len(now) != len(then):
+            return [f"the optimizer must have {len(then)} groups of parameters, found {len(now)}"]
+        return [
+            f"group {i} of the optimizer must have the parameters {sorted(set(a) - set(b)) or 'of the checkpoint'}, "
+            f"found {sorted(set(b) - set(a)) or 'another order'}"
+            for i, (a, b) in enumerate(zip(then, now))
+            if set(a) != set(b)
+        ]
+
+    def _count_batches(self, state):
+        """Count the batches of this epoch in those of this run, if it takes more or fewer samples at once."""
+        engine, now = state["engine"], self._description()
+        before = engine["data_parallel_size"] * (engine["batch_size"] or 1)
+        after = now["data_parallel_size"] * (now["batch_size"] or 1)
+        progress = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        if before == after:
+            return
+        samples = progress["current"]["ready"] * before
+        if samples % after and not progress["is_last_batch"]:
+            raise CheckpointError(
+                f"{self._resumed.path} was taken after {samples} samples of the epoch, which are not whole batches of "
+                f"{after} samples ({now['data_parallel_size']} x datamodule.batch_size={now['batch_size'] or 1})"
+            )
+        for tracker in (progress["current"], progress["total"]):
+            ready = tracker["ready"]
+            for key in tracker:
+                tracker[key] = math.ceil(ready * before / after) - (ready - tracker[key])
+
+
+def _plain(name):
+    """A parameter's name without the wrapper of torch.compile."""
+    return name.replace("_orig_mod.", "")
+
+
+def unwrapped(optimizer: Any) -> Optimizer:
+    """The optimiser itself, and not Lightning's wrapper."""
+    return optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+
+
+def _local(optimizer):
+    """The optimiser that holds the states: ZeroRedundancyOptimizer has one for the part of this process."""
+    return optimizer.optim if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer
+
+
+def _kind(optimizer):
+    return type(_local(unwrapped(optimizer))).__name__
+
+
+def _like(parameter: nn.Parameter, entry: Entry, key: str, group: dict[str, Any]) -> Tensor:
+    """An empty tensor of an optimiser's state, divided as its parameter if it has its shape."""
+    if entry.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
+    on_device = key != "step" or group.get("fused") or group.get("capturable")
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return torch.empty(entry.shape, dtype=entry.dtype, device=local.device if on_device else "cpu")
+
+
+def _plain_hyper_parameters(state):
+    """Hyper-parameters as plain data; the class that held them is not kept."""
+    state = {key: value for key, value in state.items() if not key.endswith("hparams_type")}
+    for key in _HPARAMS:
+        if OmegaConf.is_config(state.get(key)):
+            state[key] = OmegaConf.to_container(state[key], resolve=True)
+    return state
+
+
+def _begin_validation_again(fit_loop):
+    """Have a run that goes on from within a validation do it from its start: Lightning takes it for interrupted."""
+    started = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+    fit_loop["epoch_loop.val_loop.batch_progress"] |= {"total": started, "current": started, "is_last_batch": False}

@@ -1,0 +1,51 @@
+"""The ways to run a whole model: on one device, and in copies on many."""
+
+from typing import Any
+
+from lightning.pytorch.strategies import DDPStrategy as LightningDDPStrategy
+from lightning.pytorch.strategies import SingleDeviceStrategy as LightningSingleDeviceStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from src.engines.resume import ExactResume
+
+
+class SingleDeviceStrategy(ExactResume, LightningSingleDeviceStrategy):
+    """One process and one device."""
+
+    strategy_name = "single"
+
+
+class DDPStrategy(ExactResume, LightningDDPStrategy):
+    """Each process has the whole model and reads its own samples; gradients are averaged.
+
+    Arguments:
+        ddp_comm_hook: how gradients are averaged: a function as DistributedDataParallel.register_comm_hook takes it, or
+            the name of one in `src.distributed.ddp_comm_hooks`.
+        kwargs: of Lightning's DDPStrategy, and of DistributedDataParallel.
+    """
+
+    strategy_name = "ddp"
+
+    def __init__(self, ddp_comm_hook: Any = None, **kwargs: Any) -> None:
+        if isinstance(ddp_comm_hook, str):
+            ddp_comm_hook = _hook(ddp_comm_hook)
+        defaults = {"find_unused_parameters": False, "gradient_as_bucket_view": True}
+        super().__init__(ddp_comm_hook=ddp_comm_hook, **(defaults | kwargs))
+
+    def _register_ddp_hooks(self) -> None:
+        """Lightning has hooks on GPUs only; gloo takes them as well."""
+        hook = self._ddp_comm_hook
+        if hook is not None and isinstance(self.model, DistributedDataParallel):
+            wrap = self._ddp_comm_wrapper or (lambda each: each)
+            state = self._ddp_comm_state or self._ddp_kwargs.get("process_group")
+            self.model.register_comm_hook(state=state, hook=wrap(hook))
+
+
+def _hook(name):
+    from src.distributed import ddp_comm_hooks
+
+    if not callable(getattr(ddp_comm_hooks, name, None)):
+        raise ValueError(
+            f"strategy.ddp_comm_hook must name a function of src.distributed.ddp_comm_hooks, found {name!r}"
+        )
+    return getattr(ddp_comm_hooks, name)

@@ -1,0 +1,120 @@
+"""Evaluation of a checkpoint on the validation and test data."""
+
+import json
+import os
+import pathlib
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch.utilities import rank_zero_only
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+
+from src.train import check_devices, instances, loggers_of, trainer_of
+from src.utils import utils
+from src.utils.checkpoint import Checkpoint, is_complete, latest, load_checkpoint
+
+log = utils.get_logger(__name__)
+
+_AVERAGED = "state_dict_ema"  # what EMACallback adds to a checkpoint
+_OF_CHECKPOINT = ("model", "task", "train")  # of which configuration checkpoint_type decides
+
+
+def evaluate(config: DictConfig) -> dict[str, float]:
+    """Validate and test a model, and return the results, which are printed and written to eval.json as well.
+
+    config.eval says which: ckpt is a checkpoint (see `load_checkpoint`), or null for the model as it is made, from
+    model_pretrained if there is one in the configuration, else from model. checkpoint_type is "pytorch" for the model
+    of this configuration, or "lightning" for that of the configuration in the checkpoint; the data is always that of
+    this one, if it has any. averaged says whether weights are those that EMACallback has averaged: null takes them if
+    they are there. run_val and run_test say what is done.
+
+    Raises ValueError for options that do not fit together; the message names the key.
+    """
+    OmegaConf.set_struct(config, False)
+    if config.get("seed") is not None:
+        L.seed_everything(config.seed, workers=True)
+    options = config.eval
+    path = None if options.get("ckpt") is None else _resolved(options.ckpt)
+    config = _with_checkpoint_type(config, options.get("checkpoint_type", "pytorch"), path)
+    check_devices(config)
+    model = instantiate(config.task, cfg=config, model_cfg=config.get("model_pretrained"), _recursive_=False)
+    if path is not None:
+        missing, unexpected = model.model.load_state_dict(_weights(path, options.get("averaged")), strict=False)
+        if missing or unexpected:
+            log.warning("%s has no weights for %s, and the model none of %s", path, missing, unexpected)
+    trainer = trainer_of(config, instances(config.get("callbacks")), loggers_of(config))
+    results = {}
+    for wanted, run in (("run_val", trainer.validate), ("run_test", trainer.test)):
+        if options.get(wanted, True):
+            for each in run(model, datamodule=model._datamodule, verbose=False):
+                results |= each
+    _report(path, results)
+    utils.finish(config, model, model._datamodule, trainer, trainer.callbacks, trainer.loggers)
+    return results
+
+
+def remove_prefix(text: str, prefix: str) -> str:
+    """text without prefix, if it begins with it."""
+    return text.removeprefix(prefix)
+
+
+def _resolved(path):
+    """A checkpoint: the path itself, or the latest one in this folder."""
+    path = pathlib.Path(path)
+    if not path.exists():
+        raise ValueError(f"eval.ckpt must be a checkpoint or a folder of checkpoints, found nothing at {path}")
+    if path.is_dir() and not is_complete(path):
+        return latest(path) or path
+    return path
+
+
+def _with_checkpoint_type(config, kind, path):
+    """The configuration of the run, with the model of the checkpoint if it is of this kind."""
+    if kind == "pytorch":
+        return config
+    if kind != "lightning":
+        raise ValueError(f"eval.checkpoint_type must be pytorch or lightning, found {kind!r}")
+    stored = {} if path is None else _contents(path).get("hyper_parameters", {})
+    if "model" not in stored:
+        raise ValueError(f"eval.checkpoint_type=lightning needs a checkpoint with its configuration, found {path}")
+    stored = OmegaConf.create(stored)
+    if config.get("datamodule") is None:
+        config.datamodule = stored.datamodule
+    if not OmegaConf.select(config, "eval.metrics"):
+        config.eval.metrics = OmegaConf.select(stored, "eval.metrics")
+    for key in _OF_CHECKPOINT:
+        config[key] = stored[key]
+    return config
+
+
+def _weights(path, averaged) -> dict[str, Tensor]:
+    """The weights of the model, the averaged ones or not."""
+    contents = {} if averaged is False else _contents(path)
+    if _AVERAGED in contents:
+        log.info("Evaluating the averaged weights of %s", path)
+        return {name.removeprefix("model."): x for name, x in contents[_AVERAGED].items()}
+    if averaged:
+        raise ValueError(f"eval.averaged=True needs a checkpoint of a run with EMACallback, found {path} without")
+    log.info("Evaluating the weights of %s", path)
+    return load_checkpoint(path)
+
+
+def _contents(path) -> dict[str, Any]:
+    """What a checkpoint has beside its weights."""
+    if path.is_dir():
+        return Checkpoint(path).state if is_complete(path) else {}
+    return torch.load(path, map_location="cpu", weights_only=True) if path.suffix != ".safetensors" else {}
+
+
+@rank_zero_only
+def _report(path, results):
+    """Print a table, and write eval.json in the folder of the run."""
+    width = max((len(name) for name in results), default=0)
+    for name, value in results.items():
+        print(f"{name:<{width}}  {value:.6g}")
+    contents = {"checkpoint": None if path is None else str(path), **results}
+    pathlib.Path("eval.json").write_text(json.dumps(contents, indent=2) + "\n")
+    log.info("Written to %s", os.path.abspath("eval.json"))

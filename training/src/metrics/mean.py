@@ -1,0 +1,47 @@
+"""What our metrics share: they are a mean over all that was seen, kept as a sum and a count."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+
+class Mean(Metric, ABC):
+    """A function of a sum over all batches and ranks, and of how many terms it has.
+
+    Calling the metric gives its value for one batch. torchmetrics would compute that from a state of its own, which it
+    resets and merges; here it comes from the sums that `update` has anyway, and no step waits for the device.
+    """
+
+    full_state_update = False
+    total_name, count_name = "total", "count"  # of the states
+
+    def __init__(self, total_dtype: torch.dtype, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state(self.total_name, torch.zeros((), dtype=total_dtype), dist_reduce_fx="sum")
+        self.add_state(self.count_name, torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
+        self._batch: tuple[Tensor, Tensor] | None = None
+
+    @abstractmethod
+    def sums(self, preds: Tensor, target: Tensor, loss: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(sum, count) of a batch."""
+
+    @abstractmethod
+    def value(self, total: Tensor, count: Tensor) -> Tensor:
+        """What is reported for a sum and a count."""
+
+    def update(self, preds: Tensor, target: Tensor, loss: Tensor | None = None) -> None:
+        """Add a batch. The arguments are those of `sums`."""
+        total, count = self._batch = self.sums(preds, target, loss)
+        setattr(self, self.total_name, getattr(self, self.total_name) + total)
+        setattr(self, self.count_name, getattr(self, self.count_name) + count)
+
+    def compute(self) -> Tensor:
+        """The value for all batches since the last reset."""
+        return self.value(getattr(self, self.total_name), getattr(self, self.count_name))
+
+    def _forward_reduce_state_update(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.update(*args, **kwargs)
+        return self.value(*self._batch)

@@ -1,0 +1,47 @@
+"""How many tokens a model has been trained on."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+from src.utils.distributed import get_world_size
+
+
+class NumTokens(Metric):
+    """Counts the tokens of all ranks since the run began: over epochs, and over restarts, as checkpoints have it.
+
+    Each rank counts its own tokens times the number of ranks, and the ranks' counts are averaged. So what one rank
+    saves is the count of all of them (they train on batches of one size), and another number of ranks can go on with
+    it. The average is exact even when the ranks have seen unequal numbers of tokens.
+    """
+
+    full_state_update = False
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx=_mean, persistent=True)
+
+    def update(self, preds: Tensor | None, target: Tensor, loss: Tensor | None = None) -> None:
+        """Count the elements of target. preds and loss are not used."""
+        self.count = self.count.to(target.device) + target.numel() * get_world_size()  # a checkpoint's is on the CPU
+
+    def compute(self) -> Tensor:
+        """The number of tokens, int64."""
+        return self.count
+
+    def reset(self) -> None:
+        """Start a new epoch. The count goes on."""
+        count = self.count
+        super().reset()
+        self.count = count
+
+    def _forward_reduce_state_update(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.update(*args, **kwargs)
+        return self.count
+
+
+def _mean(counts):
+    """The mean of int64 counts (ranks,), which torch has for floating-point numbers only."""
+    return counts.sum(dim=0) // len(counts)

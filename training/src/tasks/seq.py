@@ -1,0 +1,205 @@
+"""What is trained: models of sequences, their loss, and what is logged."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torchmetrics import MetricCollection
+
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss
+from flash_attn.models.gpt import GPTLMHeadModel
+from src.callbacks.loggers import is_logging_step
+from src.metrics.accuracy import AccuracyMine
+from src.metrics.loss import MeanLoss
+from src.metrics.num_tokens import NumTokens
+from src.metrics.perplexity import Perplexity
+from src.optim.param_grouping import group_parameters_for_optimizer
+from src.utils import resolvers, utils
+from src.utils.checkpoint import load_checkpoint
+
+log = utils.get_logger(__name__)
+
+# Losses that train.loss_fn may name; null is the first.
+LOSSES = {"torch": torch.nn.CrossEntropyLoss, "fused": CrossEntropyLoss, "linear": LinearCrossEntropyLoss}
+_WITHOUT_LOGITS = (MeanLoss, NumTokens, Perplexity)
+
+
+class SequenceModel(L.LightningModule):
+    """A model of sequences with a label each: batches are (x, y) or (x, y, lengths).
+
+    Arguments:
+        cfg: the whole configuration of a run: datamodule, model, train and eval are read.
+        model_cfg: a model in place of cfg.model.
+
+    The data is prepared first, so that ${datamodule:vocab_size} is known to the rest of the configuration.
+    Attributes: `model` is the model itself, `train_metrics`, `val_metrics` and `test_metrics` are MetricCollections.
+    """
+
+    def __init__(self, cfg: DictConfig, model_cfg: DictConfig | None = None) -> None:
+        super().__init__()
+        self.cfg = cfg
+        self.model_cfg = cfg.model if model_cfg is None else model_cfg
+        self.instantiate_datamodule()
+        self.save_hyperparameters(OmegaConf.to_container(cfg, resolve=True))
+        self.instantiate_model()
+        self.warmstart()
+        self.instantiate_loss()
+        self.instantiate_metrics()
+
+    def instantiate_datamodule(self) -> None:
+        self._datamodule = instantiate(self.cfg.datamodule, _convert_="all")
+        self._datamodule.prepare_data()  # of all processes, one does the work
+        self._datamodule.setup()
+        resolvers.attach_datamodule(self._datamodule)
+
+    def instantiate_model(self) -> None:
+        recursive = self.model_cfg.get("_recursive_", False)
+        self.model = instantiate(self.model_cfg, _recursive_=recursive, _convert_="all")
+        options = self.cfg.train.get("compile")
+        if options:
+            self.model.compile(**(options if isinstance(options, Mapping) else {}))
+
+    def warmstart(self) -> None:
+        """Load the weights of train.warmstart.path, through the function train.warmstart.post_process if there is one.
+
+        With train.warmstart.strict=False, weights that are missing or not known are logged and not an error.
+        """
+        options = self.cfg.train.get("warmstart")
+        if options is None:
+            return
+        weights = load_checkpoint(options.path)
+        if options.get("post_process") is not None:
+            weights = instantiate(options.post_process, _partial_=True)(weights)
+        missing, unexpected = self.model.load_state_dict(weights, strict=options.get("strict", True))
+        if missing or unexpected:
+            log.warning("Warm start: no weights for %s; nothing has weights %s", missing, unexpected)
+        log.info("Warm start with the weights of %s", options.path)
+
+    def instantiate_loss(self) -> None:
+        train = self.cfg.train
+        self.loss_fn = _loss(train.get("loss_fn"))
+        self.loss_fn_val = _loss(train.loss_fn_val) if train.get("loss_fn_val") is not None else self.loss_fn
+
+    def instantiate_metrics(self) -> None:
+        configs = OmegaConf.select(self.cfg, "eval.metrics") or {}
+        metrics = {name: instantiate(config, _convert_="all") for name, config in configs.items()}
+        collection = MetricCollection(
+            {"loss": MeanLoss(), **(metrics or {"acc": AccuracyMine()})}, compute_groups=False
+        )
+        self.train_metrics, self.val_metrics, self.test_metrics = (
+            collection.clone(prefix=f"{phase}/") for phase in ("train", "val", "test")
+        )
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def step(self, batch: Any, is_train: bool = True) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The loss of a batch, the model's output and the targets; both have a row for each target."""
+        x, y, *lengths = batch
+        output = self(x, lengths=lengths[0]) if lengths else self(x)
+        return (self.loss_fn if is_train else self.loss_fn_val)(output, y), output, y
+
+    def shared_step(self, batch: Any, batch_idx: int, phase: str = "train") -> dict[str, Tensor | None]:
+        """Loss, output and targets of a batch. Logs <phase>/loss and <phase>/<name of metric>.
+
+        Nothing here waits for the device: losses and counts are added up there, and read when they are logged.
+        """
+        training = phase == "train"
+        loss, output, targets = self.step(batch, is_train=training)
+        metrics = getattr(self, f"{phase}_metrics")
+        on_step = training and bool(OmegaConf.select(self.cfg, "eval.log_on_step"))
+        if on_step:
+            metrics["loss"].over_ranks = is_logging_step(self.trainer)
+            metrics(output, targets, loss=loss.detach())
+        else:
+            metrics.update(output, targets, loss=loss.detach())
+        for name, metric in metrics.items():
+            self.log(name, metric, on_step=on_step, on_epoch=True, batch_size=len(targets))
+        return {"loss": loss, "output": output, "targets": targets}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.shared_step(batch, batch_idx, "train")["loss"]  # the output would stay in memory for a step more
+
+    def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor | None]:
+        return self.shared_step(batch, batch_idx, "val")
+
+    def test_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor | None]:
+        return self.shared_step(batch, batch_idx, "test")
+
+    def on_fit_start(self) -> None:
+        wanted = self.cfg.train.get("global_batch_size")
+        replicas = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+        found = replicas * self.cfg.datamodule.batch_size * self.trainer.accumulate_grad_batches
+        if wanted is not None and found != wanted:
+            log.warning(
+                "The global batch is %d: %d processes x datamodule.batch_size=%d x %d accumulated batches, and not "
+                "train.global_batch_size=%d, of which processes x datamodule.batch_size must be a divisor.",
+                found, replicas, self.cfg.datamodule.batch_size, self.trainer.accumulate_grad_batches, wanted,
+            )  # fmt: skip
+
+    def configure_optimizers(self) -> Any:
+        train = self.cfg.train
+        parameters = self.parameters()
+        if "optimizer_param_grouping" in train:
+            parameters = group_parameters_for_optimizer(self.model, train.optimizer, **train.optimizer_param_grouping)
+        optimizer = instantiate(train.optimizer, parameters, _convert_="all")
+        for i, group in enumerate(optimizer.param_groups):
+            options = {k: v for k, v in group.items() if k in ("lr", "weight_decay") or k not in optimizer.defaults}
+            sizes = [p.numel() for p in options.pop("params")]
+            log.info("Parameter group %d: %d tensors, %d parameters, %s", i, len(sizes), sum(sizes), options)
+        if train.get("scheduler") is None:
+            return optimizer
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {
+                "scheduler": instantiate(train.scheduler, optimizer, _convert_="all"),
+                "interval": train.get("scheduler_interval", "step"),
+                "monitor": train.get("scheduler_monitor", "val/loss"),
+            },
+        }
+
+
+class SequenceLMModel(SequenceModel):
+    """A language model: y is x shifted by one token, and every token counts.
+
+    With train.loss_fn=linear, the loss is computed from the model's hidden states, without logits of all tokens.
+    """
+
+    def instantiate_metrics(self) -> None:
+        super().instantiate_metrics()
+        if not any(isinstance(f, LinearCrossEntropyLoss) for f in (self.loss_fn, self.loss_fn_val)):
+            return
+        if not isinstance(self.model, GPTLMHeadModel):
+            raise ValueError(
+                "train.loss_fn=linear needs a model that computes the loss itself, flash_attn's GPTLMHeadModel; "
+                f"found {type(self.model).__name__} as model._target_"
+            )
+        for name, metric in self.train_metrics.items(keep_base=True):
+            if not isinstance(metric, _WITHOUT_LOGITS):
+                raise ValueError(f"train.loss_fn=linear has no logits, which eval.metrics.{name} needs")
+
+    def step(self, batch: Any, is_train: bool = True) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The mean loss of all tokens, logits (tokens, classes) or None with a linear loss, and targets (tokens,)."""
+        x, y = batch
+        loss_fn = self.loss_fn if is_train else self.loss_fn_val
+        targets = y.flatten()
+        if isinstance(loss_fn, LinearCrossEntropyLoss):
+            return self(x, shift_labels=y, loss_fn=loss_fn).loss, None, targets
+        logits = self(x).logits.flatten(0, -2)
+        return loss_fn(logits, targets), logits, targets
+
+
+def _loss(config):
+    """The loss that a configuration describes, or a name; cross entropy if None."""
+    if config is None:
+        config = "torch"
+    if not isinstance(config, str):
+        return instantiate(config, _convert_="all")
+    if config not in LOSSES:
+        raise ValueError(f"train.loss_fn must have a _target_ or be one of {', '.join(LOSSES)}, found {config!r}")
+    return LOSSES[config]()

@@ -1,0 +1,134 @@
+"""Training: build everything that the configuration names, resume, fit, test."""
+
+import importlib.util
+import os
+import pathlib
+from typing import Any
+
+import lightning as L
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from src.engines import strategy
+from src.utils import utils
+from src.utils.checkpoint import latest
+from src.utils.resolvers import device_count
+
+log = utils.get_logger(__name__)
+
+_PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}  # Lightning has new names
+
+
+def train(config: DictConfig) -> float | None:
+    """Train as a configuration says, and return the metric that `optimized_metric` names, if it has this key.
+
+    With resume, training goes on from the latest complete checkpoint of callbacks.model_checkpoint.dirpath; if there is
+    none it starts from the beginning. Afterwards the model is tested, with its last weights, if `test_after_training`.
+
+    Raises ValueError for a configuration that cannot be run; the message names its key.
+    """
+    if config.get("seed") is not None:
+        L.seed_everything(config.seed, workers=True)
+    OmegaConf.set_struct(config, False)
+    check_devices(config)
+    checkpoint = checkpoint_to_resume(config) if config.get("resume") else None
+    model = instantiate(config.task, cfg=config, _recursive_=False)
+    datamodule = model._datamodule
+    callbacks, loggers = instances(config.get("callbacks")), loggers_of(config)
+    trainer = trainer_of(config, callbacks, loggers)
+    log.info("Training in %s", os.getcwd())
+    trainer.fit(model, datamodule=datamodule, ckpt_path=checkpoint)
+    if config.get("test_after_training") and not trainer.fast_dev_run:
+        trainer.test(model, datamodule=datamodule)
+    utils.finish(config, model, datamodule, trainer, callbacks, loggers)
+    best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    if best:
+        log.info("The best checkpoint: %s", best)
+    return _optimized(config, trainer)
+
+
+def check_devices(config: DictConfig) -> None:
+    """Raise ValueError if the trainer wants more GPUs than there are."""
+    accelerator = config.trainer.get("accelerator") or "auto"
+    wanted, there = device_count(config.trainer.get("devices", "auto"), accelerator), torch.cuda.device_count()
+    if wanted > there and (accelerator in ("gpu", "cuda") or (accelerator == "auto" and there > 0)):
+        raise ValueError(
+            f"trainer.devices must be at most the number of GPUs here, {there}, found {wanted}; "
+            "trainer.accelerator=cpu needs none"
+        )
+
+
+def checkpoint_to_resume(config: DictConfig) -> str | None:
+    """The checkpoint to go on from, or None if there is none yet."""
+    folder = OmegaConf.select(config, "callbacks.model_checkpoint.dirpath") or config.checkpoint_dir
+    path = latest(folder)
+    if path is None:
+        unnamed = "" if config.get("name") else " (a run is found again by its name: name=...)"
+        log.warning(
+            "resume=True, but %s has no complete checkpoint%s: starting from the beginning",
+            pathlib.Path(folder).absolute(), unnamed,
+        )  # fmt: skip
+        return None
+    log.info("Resuming from %s", path)
+    return str(path)
+
+
+def instances(configs: DictConfig | None) -> list[Any]:
+    """What the entries with a _target_ describe; entries that are null or without one are left out."""
+    return [
+        instantiate(each, _convert_="all")
+        for each in (configs or {}).values()
+        if each is not None and "_target_" in each
+    ]
+
+
+def loggers_of(config: DictConfig) -> list[Any]:
+    """The loggers of a configuration. In place of wandb, where it is not installed, there is a CSV logger."""
+    configs = {name: each for name, each in (config.get("logger") or {}).items() if each and "_target_" in each}
+    if "wandb" in configs and importlib.util.find_spec("wandb") is None:
+        log.warning("logger=wandb needs the package wandb (pip install wandb): metrics go to csv/ in the run's folder")
+        del configs["wandb"]
+        configs.setdefault("csv", _csv(config.get("name")))
+    loggers = instances(configs)
+    for each in loggers:
+        if isinstance(each, L.pytorch.loggers.CSVLogger):
+            _keep_earlier_metrics(pathlib.Path(each.log_dir))
+    return loggers
+
+
+def _csv(name):
+    return {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": ".", "name": "csv/", "version": name}
+
+
+@L.pytorch.utilities.rank_zero_only
+def _keep_earlier_metrics(folder):
+    """Rename the metrics of a run that is resumed in the same folder: a CSVLogger would delete them."""
+    file = folder / "metrics.csv"
+    if file.exists():
+        file.rename(folder / f"metrics_until_{file.stat().st_mtime_ns}.csv")
+
+
+def trainer_of(config: DictConfig, callbacks: list[Any], loggers: list[Any]) -> L.Trainer:
+    """The Trainer of a configuration. trainer.strategy may be a name of `src.engines.strategy`; null is the default."""
+    options = config.trainer.copy()
+    precision = str(options.get("precision", ""))
+    if precision in _PRECISIONS:
+        options.precision = _PRECISIONS[precision]
+    options.accelerator = options.get("accelerator") or "auto"
+    given = options.pop("strategy", None)
+    if given is None or isinstance(given, str):
+        where = {key: options.get(key, default) for key, default in (("devices", "auto"), ("num_nodes", 1))}
+        chosen = strategy(given, options.accelerator, **where)
+    else:
+        chosen = instantiate(given, _convert_="all")
+    return instantiate(options, callbacks=callbacks, logger=loggers, strategy=chosen, _convert_="all")
+
+
+def _optimized(config, trainer):
+    name = config.get("optimized_metric")
+    if name is None:
+        return None
+    if name not in trainer.callback_metrics:
+        raise ValueError(f"optimized_metric must be one of {', '.join(trainer.callback_metrics)}, found {name!r}")
+    return trainer.callback_metrics[name].item()

@@ -1,0 +1,93 @@
+"""The functions that configurations may call: ${mul:2,3}, ${div_up:7,2}, ${batch_for_memory:40,16,32,64,64} and so on.
+
+register()                                   # before Hydra composes anything
+attach_datamodule(datamodule)                # from now on ${datamodule:vocab_size} is its attribute
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+MEMORY_BOUNDS = (24, 40, 80)  # GB, between the device batches of `batch_for_memory`
+MEMORY_WITHOUT_GPU = 80  # GB: the GPU that the experiments' batch sizes were chosen for
+
+
+def mul(*factors: float) -> float:
+    """The product, an int if all factors are."""
+    return functools.reduce(lambda x, y: x * y, factors)
+
+
+def div_up(x: int, y: int) -> int:
+    """x / y, rounded up."""
+    if y < 1:
+        raise ValueError(f"div_up({x}, {y}): the divisor must be at least 1")
+    return -(-x // y)
+
+
+def batch_for_memory(memory: float, *batches: int) -> int:
+    """The device batch of a GPU with `memory` GB: one of four, for GPUs below 24, 40, 80 GB and the others."""
+    if len(batches) != len(MEMORY_BOUNDS) + 1:
+        raise ValueError(f"batch_for_memory takes the memory and {len(MEMORY_BOUNDS) + 1} batches, found {batches}")
+    return batches[sum(memory >= bound for bound in MEMORY_BOUNDS)]
+
+
+@functools.cache
+def gpu_mem() -> int:
+    """Memory of GPU 0 in units of 1000 MiB, so that an 80 GB GPU has 81 or 82; 80 where there is no GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return MEMORY_WITHOUT_GPU
+    return round(torch.cuda.get_device_properties(0).total_memory / 2**20 / 1000)
+
+
+def device_count(devices: int | str | Sequence[int], accelerator: str = "auto") -> int:
+    """How many devices of a node trainer.devices stands for: a number, a list, or "auto" or -1 for all GPUs."""
+    if isinstance(devices, Sequence) and not isinstance(devices, str):
+        return len(devices)
+    if devices in ("auto", "-1", -1):
+        import torch  # takes seconds, and a mistyped name is found before
+
+        return max(torch.cuda.device_count(), 1) if accelerator in ("auto", "gpu", "cuda", None) else 1
+    if isinstance(devices, str):  # "4", or a list as "0,1"
+        return len(devices.split(",")) if "," in devices else int(devices)
+    return devices
+
+
+def more_than_one(x: int) -> bool:
+    """Whether x > 1."""
+    return x > 1
+
+
+def run_folder(root: str, name: str | None, unnamed: str) -> str:
+    """root/name of a run with a name, else `unnamed`."""
+    return f"{root}/{name}" if name else unnamed
+
+
+def _deferred(attribute: str) -> str:
+    return f"${{datamodule:{attribute}}}"
+
+
+_RESOLVERS: dict[str, Any] = {
+    "mul": mul,
+    "div_up": div_up,
+    "batch_for_memory": batch_for_memory,
+    "gpu_mem": gpu_mem,
+    "device_count": device_count,
+    "more_than_one": more_than_one,
+    "run_folder": run_folder,
+    "datamodule": _deferred,
+}
+
+
+def register() -> None:
+    """Make the resolvers known to OmegaConf. ${datamodule:x} stays as it is until there is a data module."""
+    for name, function in _RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+
+
+def attach_datamodule(datamodule: Any) -> None:
+    """Let ${datamodule:x} be the attribute x of this data module."""
+    OmegaConf.register_new_resolver("datamodule", lambda attribute: getattr(datamodule, attribute), replace=True)
