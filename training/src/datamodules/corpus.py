@@ -83,7 +83,8 @@ class TextFile(_File):
     unit: int = _CHUNK
 
     def ranges(self, size: int) -> list[tuple[int, int]]:
-        return _ranges(self.size, math.ceil(size / self.unit) * self.unit)
+        unit = 1 if self.sample_by in ("line", "paragraph") else self.unit
+        return _ranges(self.size, math.ceil(size / unit) * unit)
 
     def read(self, start: int, stop: int) -> Iterator[Segment]:
         with open(self.path, "rb") as file:
