@@ -276,10 +276,8 @@ def _run(job: _Job, tasks: list[_Task], num_workers: int) -> Iterator[tuple[_Tas
             for future in concurrent.futures.as_completed(futures):
                 yield futures[future], future.result()
         except concurrent.futures.process.BrokenProcessPool as error:
-            message = (
-                f"a process that tokenises was killed, perhaps for memory: num_workers is {num_workers}, give less"
-            )
-            raise RuntimeError(message) from error
+            reason = f"was killed, perhaps for memory: num_workers is {num_workers}, give less"
+            raise RuntimeError(f"a process that tokenises {reason}") from error
         finally:
             pool.shutdown(cancel_futures=True)
 
