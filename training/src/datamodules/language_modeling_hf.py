@@ -12,22 +12,22 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-import lightning as L
 import numpy as np
 import torch
-import torch.distributed as dist
-from lightning.pytorch.utilities import rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_only
+from torch.utils.data import DataLoader
+
 from src.datamodules import token_cache
-from src.datamodules.corpus import SAMPLE_BY, HubCorpus, LocalCorpus, Names, find_corpus
+from src.datamodules.corpus import SAMPLE_BY, HubCorpus, LocalCorpus, Names, find_corpus, local_path
 from src.datamodules.datasets.detokenizer import detokenizer_of
 from src.datamodules.datasets.lm_dataset import LMDataset
 from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
-from src.datamodules.resumable_loader import Position, ResumableLoader, align
+from src.datamodules.resumable import ResumableDataModule
+from src.datamodules.resumable_loader import Position, ResumableLoader
 from src.datamodules.tokenizer import load_tokenizer, tokenizer_identity
-from torch.utils.data import DataLoader
 
 
-class LMDataModule(L.LightningDataModule):
+class LMDataModule(ResumableDataModule):
     """Sequences (x, y) of a tokenised corpus, int64 (batch, max_length), where y comes one token after x.
 
     Arguments:
@@ -74,6 +74,8 @@ class LMDataModule(L.LightningDataModule):
     >>> x, y = next(iter(data.train_dataloader()))                                     # doctest: +SKIP
     """
 
+    same_data = "dataset_name, tokenizer_name and max_length"
+
     def __init__(
         self,
         dataset_name: Names,
@@ -104,7 +106,7 @@ class LMDataModule(L.LightningDataModule):
         seed: int | None = None,
         loader_workers: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(seed)
         fast_forward = fast_forward_epochs is not None or fast_forward_batches is not None
         _require(max_length >= 1, "max_length must be at least 1", max_length)
         _require(batch_size >= 1, "batch_size must be at least 1", batch_size)
@@ -130,11 +132,6 @@ class LMDataModule(L.LightningDataModule):
         self.fast_forward_epochs, self.fast_forward_batches = fast_forward_epochs, fast_forward_batches
         self.use_shmem = use_shmem
         self.sample_by, self.text_column, self.ids_dtype = sample_by, text_column, ids_dtype
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
-
-        self._restored: dict[str, Any] | None = None  # what load_state_dict was given
-        self._aligned = True  # whether Lightning's counters fit it
-        self._loader: ResumableLoader | None = None  # the last one for training
         self._reported = False
 
     # Preparation
@@ -171,16 +168,17 @@ class LMDataModule(L.LightningDataModule):
     def cache_folder(self) -> pathlib.Path:
         """The folder with the prepared data; its name depends on everything that they depend on."""
         if self._is_prepared:
-            return pathlib.Path(self.dataset_name)
+            return local_path(self.dataset_name)
         digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()[:12]
-        parts = (self._corpus.name, self._identity["tokenizer"]["name"], digest)
-        name = "-".join(re.sub(r"[^\w.-]+", "_", part) for part in parts)
+        tokenizer = self._identity["tokenizer"].get("name") or pathlib.Path(self.tokenizer_name).stem
+        name = "-".join(re.sub(r"[^\w.-]+", "_", part) for part in (self._corpus.name, tokenizer, digest))
         return pathlib.Path(self.cache_dir or self._temporary) / name
 
     def _make(self) -> token_cache.Tokens:
         folder = self.cache_folder
         if self._is_prepared:
-            return token_cache.load(folder, {"tokenizer": tokenizer_identity(self.tokenizer_name)})
+            own = pathlib.Path(self.tokenizer_name) == folder / "tokenizer"
+            return token_cache.load(folder, {} if own else {"tokenizer": tokenizer_identity(self.tokenizer_name)})
         if not token_cache.prepared(folder):
             token_cache.prepare(folder, self._build)
         return token_cache.load(folder, self._identity)
@@ -203,7 +201,7 @@ class LMDataModule(L.LightningDataModule):
     def _is_prepared(self) -> bool:
         """Whether dataset_name is a folder that was prepared before."""
         name = self.dataset_name
-        return isinstance(name, str | os.PathLike) and token_cache.prepared(pathlib.Path(name))
+        return isinstance(name, str | os.PathLike) and token_cache.prepared(local_path(name))
 
     @cached_property
     def _corpus(self) -> LocalCorpus | HubCorpus:
@@ -251,22 +249,10 @@ class LMDataModule(L.LightningDataModule):
 
     def train_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """The batches of this rank, from where training is: see `state_dict`."""
-        loader = self._data_loader(self.dataset_train, self.batch_size, sampler=self._sampler())
-        start = self._start(loader)
-        fit_loop = self.trainer.fit_loop if self.trainer is not None else None
-        clock = None if fit_loop is None else lambda: fit_loop.epoch_loop.batch_progress.total.processed
-        loader.start_at(start, clock)
-        if not len(loader):
-            raise ValueError(
-                f"the training data must have a batch for each rank, found {len(self.dataset_train)} sequences of "
-                f"{self.max_length} for batch_size {self.batch_size} on {loader.sampler.num_replicas} ranks"
-            )
-        if fit_loop is not None and not self._aligned:
-            align(fit_loop, loader, self._restored["batch"])
-            self._aligned = True
-            loader.start_at(start, clock)
-        self._loader = loader
-        return loader
+        sampler = FaultTolerantDistributedSampler(
+            self.dataset_train, shuffle=self.shuffle, seed=self.seed, **self.ranks()
+        )
+        return self.begin(self._data_loader(self.dataset_train, self.batch_size, sampler=sampler))
 
     def val_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         return self._data_loader(self.dataset_val, self.batch_size_eval)
@@ -289,32 +275,7 @@ class LMDataModule(L.LightningDataModule):
             generator=torch.Generator(),  # without one, each iteration would take a number from the global generator
         )
 
-    def _sampler(self) -> FaultTolerantDistributedSampler:
-        if self.trainer is not None:
-            ranks = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        elif dist.is_available() and dist.is_initialized():
-            ranks = {"num_replicas": dist.get_world_size(), "rank": dist.get_rank()}
-        else:
-            ranks = {"num_replicas": 1, "rank": 0}
-        return FaultTolerantDistributedSampler(self.dataset_train, shuffle=self.shuffle, seed=self.seed, **ranks)
-
     # Position
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where training is: {"epoch", "samples", …}.
-
-        samples: how many of this epoch training has consumed, over all ranks; at the end of an epoch, the next one's 0.
-        The other entries are what `load_state_dict` needs to go on there: "seed", of the order; "sequences", in the
-        training data; "batch", samples of a batch over all ranks.
-        """
-        loader = self._training_loader() or self._loader
-        if loader is None:
-            return dict(self._restored or {})
-        position = loader.position()
-        if self._epoch_is_over():
-            position = Position(loader.next_start().epoch)
-        batch = self.batch_size * loader.sampler.num_replicas
-        return {**position._asdict(), "seed": self.seed, "sequences": len(self.dataset_train), "batch": batch}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let training go on at a state of `state_dict`, or at the counters of a whole checkpoint of Lightning.
@@ -326,38 +287,12 @@ class LMDataModule(L.LightningDataModule):
             self.fast_forward_epochs = fit_loop["epoch_progress"]["current"]["completed"]
             self.fast_forward_batches = fit_loop["epoch_loop.batch_progress"]["current"]["completed"]
             return
-        self._restored, self._aligned = dict(state_dict), False
-        if state_dict["seed"] != self.seed:
-            rank_zero_warn(f"datamodule.seed is {self.seed}, and was {state_dict['seed']} in the run that is resumed")
-            self.seed = state_dict["seed"]
+        super().load_state_dict(state_dict)
 
-    def _start(self, loader: ResumableLoader) -> Position:
-        """Where a new loader for training begins."""
-        running = self._training_loader()
-        if running is not None:  # Trainer(reload_dataloaders_every_n_epochs=…)
-            return running.next_start()
-        if self._restored is None:
-            batch = self.batch_size * loader.sampler.num_replicas
-            return Position(self.fast_forward_epochs or 0, (self.fast_forward_batches or 0) * batch)
-        if self._restored["sequences"] != len(self.dataset_train):
-            raise ValueError(
-                f"the checkpoint was taken with {self._restored['sequences']} training sequences, found "
-                f"{len(self.dataset_train)}: resume with the same dataset_name, tokenizer_name and max_length"
-            )
-        return Position(self._restored["epoch"], self._restored["samples"])
-
-    def _training_loader(self) -> ResumableLoader | None:
-        """The loader that the trainer takes batches from."""
-        loader = None if self.trainer is None else self.trainer.train_dataloader
-        resumable = isinstance(loader, ResumableLoader) and isinstance(loader.sampler, FaultTolerantDistributedSampler)
-        return loader if resumable else None
-
-    def _epoch_is_over(self) -> bool:
-        """Whether the trainer has ended this epoch before all batches were taken, as Trainer(limit_train_batches=…)."""
-        if self._training_loader() is None:
-            return False
-        fit_loop = self.trainer.fit_loop
-        return fit_loop.epoch_loop.batch_progress.current.processed >= fit_loop.max_batches
+    def first_position(self, loader: ResumableLoader) -> Position:
+        """Where fast_forward_epochs and fast_forward_batches say."""
+        batch = self.batch_size * loader.sampler.num_replicas
+        return Position(self.fast_forward_epochs or 0, (self.fast_forward_batches or 0) * batch)
 
 
 def _require(condition: bool, expected: str, found: Any) -> None:
