@@ -119,9 +119,7 @@ class SequenceModel(L.LightningModule):
         else:
             metrics.update(output, targets, loss=loss.detach())
         for name, metric in metrics.items():
-            self.log(
-                name, metric, on_step=on_step, on_epoch=True, prog_bar=name == "train/loss", batch_size=len(targets)
-            )
+            self.log(name, metric, on_step=on_step, on_epoch=True, batch_size=len(targets))
         return {"loss": loss, "output": output, "targets": targets}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
