@@ -32,7 +32,7 @@ SIZES = {
         overrides=[
             "experiment=tiny/text", "model.config.n_embd=128", "model.config.n_layer=4", "+trainer.limit_val_batches=4",
         ],
-        steps=400, checkpoint_every=100, context=128,
+        steps=300, checkpoint_every=100, context=128,
     ),
     "cuda": dict(overrides=["experiment=local/gpt2s"], steps=1000, checkpoint_every=200, context=1024),
 }  # fmt: skip
