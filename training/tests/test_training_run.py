@@ -19,6 +19,10 @@ from training.tests.standins import DATA, SMALL
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = ROOT / "flash_attn"  # Python files, of which the test makes one text
+FOLDERS = {  # of a run, below logs/
+    "default": "runs/*/*", "exp": "experiments/first", "debug": "debug/runs/*/*", "smoke": "debug/runs/*/*",
+    "profile": "profile/runs/*/*",
+}  # fmt: skip
 
 
 def in_a_process(folder, *arguments):
@@ -97,12 +101,11 @@ def test_folders_of_an_unnamed_run(here, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("mode", ["default", "exp", "debug", "smoke", "profile"])
+@pytest.mark.parametrize("mode", FOLDERS)
 def test_modes(mode, here, tmp_path):
     """Each of them runs, and overrides what the experiment says."""
     here(f"mode={mode}", "name=first", "test_after_training=False")
-    kind = {"default": "runs/*/*", "exp": "experiments/first", "profile": "profile/runs/*/*"}.get(mode, "debug/runs/*/*")
-    (folder,) = (tmp_path / "logs").glob(kind)
+    (folder,) = (tmp_path / "logs").glob(FOLDERS[mode])
     saves = mode in ("default", "exp")
     assert (tmp_path / "checkpoints" / "first" / "last.ckpt").exists() == saves
     assert (folder / "config_tree.txt").exists() == (mode != "debug")
