@@ -152,7 +152,9 @@ def serial(tmp_path_factory):
     return folder
 
 
-CASES = [(how, world) for how in ENGINES for world in (2, 4) if not (how == "fsdp_tp" and world == 2)]
+CASES = [pytest.param(how, 2) for how in ENGINES if how != "fsdp_tp"] + [
+    pytest.param(how, 4, marks=() if how == "fsdp_tp" else pytest.mark.slow) for how in ENGINES
+]
 
 
 @pytest.mark.parametrize(("how", "world"), CASES)
@@ -185,7 +187,14 @@ def _flat(state):
 
 
 @pytest.mark.parametrize(
-    ("how", "world"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("fsdp", 2), ("tp", 4), ("fsdp_tp", 4)]
+    ("how", "world"),
+    [
+        ("ddp", 2),
+        ("zero1", 2),
+        ("fsdp", 2),
+        ("fsdp_tp", 4),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("zero2", 2), ("tp", 4))),
+    ],
 )
 def test_resumed_run_is_the_same(how, world, tmp_path):
     over_processes(world, check_resume, how, tmp_path)
@@ -276,7 +285,11 @@ def run_on(group, how, folder, max_steps, save_at, ckpt_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [("ddp", "fsdp"), ("fsdp", "zero1"), ("zero1", "zero2")]
+    ("first", "second"),
+    [
+        ("fsdp", "zero1"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("ddp", "fsdp"), ("zero1", "zero2"))),
+    ],
 )  # on 4 processes, and on 2; then on one, and on 2 again
 def test_another_number_of_processes_goes_on(first, second, tmp_path, serial):
     over_processes(4, run_on, first, tmp_path, 2, 2, None)

@@ -38,7 +38,7 @@ def assert_same_end(folder, whole):
     ("name", "place", "number", "step"),
     [
         ("SIGTERM", "before_backward", 8, 3),  # in the middle of an accumulation
-        ("SIGUSR1", "validation_batch_start", 11, 4),  # in a validation
+        pytest.param("SIGUSR1", "validation_batch_start", 11, 4, marks=pytest.mark.slow),  # in a validation
     ],
 )
 def test_a_signal_saves_and_stops(name, place, number, step, whole, tmp_path):
