@@ -32,7 +32,7 @@ PROVIDERS = {"fused": [], "plain": PLAIN}
 SEEDS = (1111, 2222)
 EVERY = 10  # steps between two rows
 VOCABULARY = 50257
-TEXT_BYTES = 3 * 10**8
+TEXT_BYTES = 2 * 10**8
 SMOOTHED = 10  # rows that a point of the plot is the mean of
 
 
@@ -80,12 +80,14 @@ def _sources(folder):
     modules = sorted(pathlib.Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     modules += sorted(pathlib.Path(sysconfig.get_path("purelib")).rglob("*.py"))
     random.Random(0).shuffle(modules)
-    path, left = folder / "sources.jsonl", TEXT_BYTES
+    path = folder / "sources.jsonl"
     with path.open("w") as file:
         for module in modules:
+            if file.tell() > TEXT_BYTES:
+                break
             text = module.read_text(errors="ignore")
-            if len(text) > 100 and left > 0:
-                left -= file.write(json.dumps({"text": text}) + "\n")
+            if len(text) > 100:
+                file.write(json.dumps({"text": text}) + "\n")
     return path
 
 
