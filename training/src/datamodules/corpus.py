@@ -142,9 +142,10 @@ class JsonLinesFile(_File):
 
     def _text(self, offset: int, line: bytes) -> str:
         try:
-            row = json.loads(_decode(line, self.path, offset))
+            row = json.loads(_decode(line, self.path, offset).strip())
         except json.JSONDecodeError as error:
-            raise ValueError(f"{self._where(offset)} must be a JSON object, found: {error}") from error
+            found = f"{error.msg}, in column {error.colno}"
+            raise ValueError(f"{self._where(offset)} must be a JSON object, found: {found}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{self._where(offset)} must be a JSON object, found {type(row).__name__}")
         if self.column not in row:
