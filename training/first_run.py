@@ -53,7 +53,7 @@ def main():
     heading("1. Training, which is stopped on its way")
     shutil.rmtree(checkpoints, ignore_errors=True)
     train = [
-        "run.py", *size["overrides"], f"name={args.name}", "print_config=False", "datamodule.val_ratio=0.03",
+        "run.py", *size["overrides"], f"name={args.name}", "print_config=False", "datamodule.val_ratio=0.02", "test_after_training=False",
         f"trainer.max_steps={args.steps or size['steps']}",
         f"callbacks.model_checkpoint.every_n_train_steps={size['checkpoint_every']}",
     ]  # fmt: skip
