@@ -23,7 +23,7 @@ import subprocess
 import sys
 import sysconfig
 
-from benchmarks.benchmark_training import ROOT
+from benchmarks.benchmark_training import ROOT, paths
 from benchmarks.harness import ROWS, append_csv, environment
 
 FUSED = ("use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dropout_add_ln", "residual_in_fp32")
@@ -111,7 +111,7 @@ def _start(overrides, run, folder, *more, gpu=0):
         f"++trainer.log_every_n_steps={EVERY}", "++trainer.limit_val_batches=0", "callbacks=none", "logger=csv",
         "test_after_training=false", "print_config=false", *more,
     ]  # fmt: skip
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"PYTHONPATH": paths()}
     if _gpus():
         environ["CUDA_VISIBLE_DEVICES"] = str(gpu % _gpus())
     with open(folder / f"{name}.log", "w") as log:
