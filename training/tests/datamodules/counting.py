@@ -1,6 +1,7 @@
 """A data module whose tokens count up, so that the first token of a sequence tells which one it is."""
 
 import numpy as np
+
 from src.datamodules.language_modeling_hf import LMDataModule
 from src.datamodules.tokenizer import ByteTokenizer
 

@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
+
 from src.datamodules.corpus import (
     HubCorpus,
     HubSplit,

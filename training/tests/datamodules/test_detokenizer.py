@@ -1,6 +1,7 @@
 """The rules of the detokenizer, one by one and together."""
 
 import pytest
+
 from src.datamodules.datasets.detokenizer import DATASET_TOKENIZATION_REGISTRY, detokenizer_of, wikitext_detokenize
 
 RULES = [

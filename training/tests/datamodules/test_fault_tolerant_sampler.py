@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 import torch
-from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler, RandomFaultTolerantSampler
 from torch.utils.data import RandomSampler
 from torch.utils.data.distributed import DistributedSampler
+
+from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler, RandomFaultTolerantSampler
 
 
 @pytest.mark.parametrize("drop_last", [True, False])

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting, sequences_of
+
 from src.datamodules import token_cache
 from src.datamodules.language_modeling_hf import LMDataModule
 from src.datamodules.tokenizer import ByteTokenizer
@@ -130,6 +131,7 @@ def test_prepared_folder_as_dataset(text, tmp_path):
     text.unlink()
     data = module(prepared, tmp_path / "elsewhere")
     check_loaders(data)
+    check_loaders(module(prepared, tmp_path / "elsewhere", tokenizer_name=prepared / "tokenizer"))
     assert data.cache_folder == prepared and not (tmp_path / "elsewhere").exists()
     with pytest.raises(ValueError, match=r"prepared with another tokenizer: expected .*'gpt2'.* found .*'byte'"):
         module(prepared, tmp_path, tokenizer_name="gpt2")
@@ -277,14 +279,14 @@ def test_state_at_the_end_of_an_epoch():
     found.append(data.state_dict())
     positions = [(state["epoch"], state["samples"]) for state in found]
     assert positions == [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (1, 8), (2, 0), (2, 0)]
-    assert found[1] == {"epoch": 0, "samples": 4, "seed": data.seed, "sequences": 10, "batch": 4}
+    assert found[1] == {"epoch": 0, "samples": 4, "seed": data.seed, "size": 10, "batch": 4, "batches": 0}
     assert json.loads(json.dumps(found)) == found
 
 
 @pytest.mark.parametrize("drop_last, first, after", [(False, 3, (3, 0)), (True, 4, (3, 4))])
 def test_rest_that_fills_no_batch(drop_last, first, after):
     data = counting(10, batch_size=4, seed=0, drop_last=drop_last)
-    data.load_state_dict({"epoch": 2, "samples": 7, "seed": 0, "sequences": 10, "batch": 1})
+    data.load_state_dict({"epoch": 2, "samples": 7, "seed": 0, "size": 10, "batch": 1})
     assert len(sequences_of(next(iter(data.train_dataloader())))) == first
     assert (data.state_dict()["epoch"], data.state_dict()["samples"]) == after
 
@@ -351,9 +353,7 @@ def test_too_short(text, tmp_path):
     with pytest.raises(ValueError, match=message):
         module(text, tmp_path, max_length=2000)
     data = module(text, tmp_path, batch_size=10_000, drop_last=True)
-    with pytest.raises(
-        ValueError, match=r"a batch for each rank, found \d+ sequences of 16 for batch_size 10000 on 1 ranks"
-    ):
+    with pytest.raises(ValueError, match=r"a batch for each rank, found \d+ samples for batch_size 10000 on 1 ranks"):
         data.train_dataloader()
 
 
@@ -365,10 +365,10 @@ def test_tokenizer_without_end_of_text(text, tmp_path, monkeypatch):
 
 
 def test_state_of_other_data(text, tmp_path):
-    state = {"epoch": 0, "samples": 4, "seed": 0, "sequences": 10, "batch": 4}
+    state = {"epoch": 0, "samples": 4, "seed": 0, "size": 10, "batch": 4}
     data = module(text, tmp_path, seed=0)
     data.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"taken with 10 training sequences, found \d+: resume with the same"):
+    with pytest.raises(ValueError, match=r"taken with 10 training samples, found \d+: resume with the same"):
         data.train_dataloader()
 
 

@@ -6,8 +6,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from src.datamodules.datasets.lm_dataset import LMDataset
 from torch.utils.data import DataLoader
+
+from src.datamodules.datasets.lm_dataset import LMDataset
 
 
 @pytest.mark.parametrize("drop_last", [True, False])

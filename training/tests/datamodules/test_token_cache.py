@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 import pytest
+
 from src.datamodules import token_cache
 from src.datamodules.corpus import IdsFile, JsonLinesFile, TextFile
 from src.datamodules.token_cache import Recipe, TokenCacheError
@@ -91,12 +92,12 @@ def test_documents_that_span_tasks_are_held_out_whole(tmp_path):
     """Two of four texts, each of which is read in several ranges."""
     names = "abcd"
     for name in names:
-        (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 300_000)
+        (tmp_path / f"{name}.txt").write_text(f"{name}\n" * 150_000)
     sources = {"train": [TextFile(tmp_path / f"{name}.txt", unit=1 << 16) for name in names]}
     tokens = build(tmp_path / "tokens", sources, val_ratio=0.5)
     texts = [ByteTokenizer().decode(tokens.splits[split]) for split in ("train", "validation")]
     found = [text.replace("\n", "").split("<|endoftext|>")[:-1] for text in texts]
-    assert sorted(itertools.chain(*found)) == [name * 300_000 for name in names] and len(found[0]) == len(found[1]) == 2
+    assert sorted(itertools.chain(*found)) == [name * 150_000 for name in names] and len(found[0]) == len(found[1]) == 2
 
 
 def test_one_text_is_held_out_in_blocks(tmp_path):
@@ -126,7 +127,7 @@ def shout(text):
 
 
 def test_result_does_not_depend_on_the_number_of_workers(tmp_path):
-    (tmp_path / "a.txt").write_text("\n".join(documents(60_000)))
+    (tmp_path / "a.txt").write_text("\n".join(documents(40_000)))
     sources = {
         "train": [TextFile(tmp_path / "a.txt", "line"), *json_lines(tmp_path / "rows.jsonl", documents(2000, 3))],
         "test": json_lines(tmp_path / "test.jsonl", ["test"]),
@@ -148,6 +149,18 @@ def test_error_of_a_worker_arrives(tmp_path):
     with pytest.raises(ValueError, match="line 20002 must be a JSON object"):
         build(tmp_path / "tokens", sources, num_workers=2, val_ratio=0.1)
     assert not (tmp_path / "tokens").exists() and not list(tmp_path.glob(".tokens.tmp*"))
+
+
+class Killed(ByteTokenizer):
+    def encode_batch(self, texts):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_killed_worker_is_noticed(tmp_path):
+    sources = {"train": json_lines(tmp_path / "rows.jsonl", documents(20_000))}
+    with pytest.raises(RuntimeError, match="was killed, perhaps for memory: num_workers is 2, give less"):
+        build(tmp_path / "tokens", sources, Killed(), num_workers=2, val_ratio=0.1)
+    assert [path.name for path in tmp_path.glob("*tokens*")] == [".tokens.lock"]
 
 
 def test_large_vocabularies_take_int32(tmp_path):
