@@ -80,6 +80,11 @@ def test_a_resumed_run_gives_the_same_weights(tmp_path, stopped_at, workers):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_some_batches_can_be_overfitted(tmp_path):
+    options = ["++trainer.overfit_batches=2", "test_after_training=false", "+optimized_metric=train/acc"]
+    assert run(tmp_path, "experiment=tiny/vision", *options) > 0.9
+
+
 def test_images_that_do_not_fill_patches(tmp_path):
     with pytest.raises(
         hydra.errors.InstantiationException, match=r"img_size must be a multiple of patch_size, 8, found 30"
