@@ -15,7 +15,7 @@ CUDA_FILES := $(filter %.cu %.cuh %.h %.cpp,$(SOURCES) $(shell find tests -type 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test build wheel bench lint format clean
+.PHONY: help demo train test build wheel bench lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -24,6 +24,10 @@ help: ## this list
 demo: export OMP_WAIT_POLICY = passive
 demo: $(VENV)/kernels ## run the demo
 	$(RUN) examples/demo.py
+
+train: export OMP_WAIT_POLICY = passive
+train: $(VENV)/kernels ## train a small GPT (on a GPU, GPT-2 small), stop and resume it, evaluate it, let it write
+	$(RUN) training/first_run.py $(TRAIN_ARGS)
 
 test: $(VENV)/kernels ## run the tests that this machine can run, without the slow ones; PYTEST_ARGS="-m slow" runs those
 	$(RUN) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
@@ -52,7 +56,7 @@ format: $(VENV)/installed ## rewrite all files in that style
 	$(RUN) -m ruff format .
 	$(if $(CUDA_FILES),$(VENV)/bin/clang-format -i $(CUDA_FILES))
 
-clean: ## remove everything that was made here
+clean: ## remove everything that was made here, but not the runs, data and checkpoints in training/
 	rm -rf $(VENV) build demo dist *.egg-info flash_attn/_kernels.so .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

@@ -10,7 +10,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from src.engines import DDPStrategy, SingleDeviceStrategy
+from src.engines import strategy
 from src.utils import utils
 from src.utils.checkpoint import latest
 from src.utils.resolvers import device_count
@@ -50,9 +50,9 @@ def train(config: DictConfig) -> float | None:
 
 def check_devices(config: DictConfig) -> None:
     """Raise ValueError if the trainer wants more GPUs than there are."""
-    wanted, accelerator = device_count(config.trainer.get("devices", "auto")), config.trainer.get("accelerator")
-    there = torch.cuda.device_count()
-    if wanted > there and (accelerator in ("gpu", "cuda") or (accelerator in ("auto", None) and there > 0)):
+    accelerator = config.trainer.get("accelerator") or "auto"
+    wanted, there = device_count(config.trainer.get("devices", "auto"), accelerator), torch.cuda.device_count()
+    if wanted > there and (accelerator in ("gpu", "cuda") or (accelerator == "auto" and there > 0)):
         raise ValueError(
             f"trainer.devices must be at most the number of GPUs here, {there}, found {wanted}; "
             "trainer.accelerator=cpu needs none"
@@ -110,25 +110,19 @@ def _keep_earlier_metrics(folder):
 
 
 def trainer_of(config: DictConfig, callbacks: list[Any], loggers: list[Any]) -> L.Trainer:
-    """The Trainer of a configuration. More than one device have DDP, unless trainer.strategy says otherwise."""
+    """The Trainer of a configuration. trainer.strategy may be a name of `src.engines.strategy`; null is the default."""
     options = config.trainer.copy()
     precision = str(options.get("precision", ""))
     if precision in _PRECISIONS:
         options.precision = _PRECISIONS[precision]
     options.accelerator = options.get("accelerator") or "auto"
-    strategy = options.pop("strategy", None)
-    strategy = _strategy(options) if strategy in (None, "auto") else strategy
-    return instantiate(options, callbacks=callbacks, logger=loggers, strategy=strategy, _convert_="all")
-
-
-def _strategy(options):
-    """DDP for several devices, else that of one device, on which Lightning would have left a strategy of ours."""
-    devices = options.get("devices", "auto")
-    if device_count(devices) * options.get("num_nodes", 1) > 1:
-        return DDPStrategy()
-    on_gpu = options.accelerator in ("gpu", "cuda") or (options.accelerator == "auto" and torch.cuda.is_available())
-    index = devices[0] if OmegaConf.is_list(devices) else 0
-    return SingleDeviceStrategy(torch.device("cuda", index) if on_gpu else torch.device("cpu"))
+    given = options.pop("strategy", None)
+    if given is None or isinstance(given, str):
+        where = {key: options.get(key, default) for key, default in (("devices", "auto"), ("num_nodes", 1))}
+        chosen = strategy(given, options.accelerator, **where)
+    else:
+        chosen = instantiate(given, _convert_="all")
+    return instantiate(options, callbacks=callbacks, logger=loggers, strategy=chosen, _convert_="all")
 
 
 def _optimized(config, trainer):

@@ -21,7 +21,7 @@ class NormMonitor(L.Callback):
     - `total_param_l1_norm` and `total_grad_l1_norm` are sums of absolute values.
 
     Where parameters are divided over processes (FSDP2), the values are those of whole parameters. They are computed on
-    the device, with one collective for all of them, and read when the next batch begins, so that no step waits.
+    the device, with one collective for all of them, and read when the device works on the next batch, so that no step waits.
 
     Arguments:
         layer_norm_only: only norms and embeddings.
@@ -29,17 +29,16 @@ class NormMonitor(L.Callback):
 
     def __init__(self, layer_norm_only: bool = False) -> None:
         self.layer_norm_only = layer_norm_only
-        self._computed: tuple[int, list[str], Tensor] | None = None  # step, names, values
+        self._computed: tuple[int, list[str], Tensor, Any] | None = None  # step, names, values, when they are copied
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if is_logging_step(trainer):
             self._log(trainer)
-            self._computed = present_step(trainer), *self.stats(pl_module.model)
+            names, values = self.stats(pl_module.model)
+            self._computed = present_step(trainer), names, values.to("cpu", non_blocking=True), _event(values.device)
 
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        self._log(trainer)
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._log(trainer)  # now that the device has the next batch to work on
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._log(trainer)
@@ -67,9 +66,16 @@ class NormMonitor(L.Callback):
     def _log(self, trainer):
         """Log what was computed, if it is not logged yet."""
         if self._computed is not None:
-            step, names, values = self._computed
+            step, names, values, copied = self._computed
             self._computed = None
+            if copied is not None:
+                copied.synchronize()
             log_metrics(trainer, dict(sorted(zip(names, values.tolist(), strict=True))), step)
+
+
+def _event(device):
+    """To wait for what this GPU has been given so far; None for the CPU."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
 @torch.no_grad()

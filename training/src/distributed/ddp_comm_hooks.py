@@ -1,9 +1,9 @@
 """Hooks with which DistributedDataParallel sends gradients in 16 bits.
 
-    model.register_comm_hook(None, bf16_compress_hook)        # or ddp_comm_hook of Lightning's DDPStrategy
+    model.register_comm_hook(None, bfloat16_compress_hook)        # or ddp_comm_hook of Lightning's DDPStrategy
 
-Gradients are divided by the number of ranks while they are cast, and then summed. PyTorch's hooks of these names cast
-first, so that large gradients become infinite in fp16.
+Gradients are divided by the number of ranks while they are cast, and then summed. PyTorch's hooks cast first, so that
+large gradients become infinite in fp16. DDP takes the name bf16_compress_hook for PyTorch's own, hence the other name.
 """
 
 import torch
@@ -17,7 +17,7 @@ def fp16_compress_hook(process_group: ProcessGroup | None, bucket: GradBucket) -
     return _mean_in(torch.float16, process_group, bucket)
 
 
-def bf16_compress_hook(process_group: ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
+def bfloat16_compress_hook(process_group: ProcessGroup | None, bucket: GradBucket) -> Future[torch.Tensor]:
     """The mean of a bucket of gradients over the ranks, sent as bf16. process_group: all ranks if None."""
     return _mean_in(torch.bfloat16, process_group, bucket)
 

@@ -104,7 +104,7 @@ class MeshStrategy(DDPStrategy):
         return total.sqrt().float()
 
     def _stored(self, name: str, prefix: str = checkpoints.WEIGHTS) -> str:
-        """Parts of a layer have names of their own, since they need not be slices of one tensor: those of Wqkv are not."""
+        """Parts of a layer have their own names: those of Wqkv, say, are not slices of it."""
         part = f"{checkpoints.PART}{self.tensor_parallel_rank}" if self.tensor_parallel_size > 1 else ""
         return prefix + name + part
 

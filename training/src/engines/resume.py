@@ -22,8 +22,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from src.engines import rng
-from src.engines.signals import Signals, StopOnSignal
+from src.engines import rng, signals
 from src.utils import checkpoint as checkpoints
 from src.utils.checkpoint import Checkpoint, CheckpointError, Entry, found
 
@@ -51,12 +50,8 @@ class ExactResume(Strategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        trainer = self.lightning_module.trainer
         self._postponed: list[tuple[str, bool | None]] = []
-        if not isinstance(trainer._signal_connector, Signals):
-            trainer._signal_connector = Signals(trainer)
-        if not any(isinstance(callback, StopOnSignal) for callback in trainer.callbacks):
-            trainer.callbacks.insert(0, StopOnSignal())  # before those that save at the same step
+        signals.add_callbacks(self.lightning_module.trainer)
 
     def setup(self, trainer: L.Trainer) -> None:
         super().setup(trainer)
@@ -75,7 +70,7 @@ class ExactResume(Strategy):
                 self._rng_of_training = None
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Have the loader draw the seeds of its workers from a generator of its own, since it is made anew on resume."""
+        """Have the loader draw the seeds of its workers from its own generator: it is made anew on resume."""
         dataloader = super().process_dataloader(dataloader)
         if isinstance(dataloader, torch.utils.data.DataLoader) and dataloader.generator is None:
             step = self.lightning_module.trainer.global_step
@@ -217,7 +212,9 @@ class ExactResume(Strategy):
         names = self._parameter_names()
         local, targets = _local(optimizer), {}
         prefix = f"optimizer_states.{i}."
-        keys = sorted({name.removeprefix(prefix).split(".")[0] for name in self._resumed.entries if name.startswith(prefix)})
+        keys = sorted(
+            {name.removeprefix(prefix).split(".")[0] for name in self._resumed.entries if name.startswith(prefix)}
+        )
         for group in local.param_groups:
             for parameter in group["params"]:
                 name = names[id(parameter)]
@@ -244,10 +241,10 @@ class ExactResume(Strategy):
         entries, engine = self._resumed.entries, state["engine"]
         if engine["tensor_parallel_size"] != self.tensor_parallel_size:
             return [
-                f"it was saved with tensor_parallel_size={engine['tensor_parallel_size']}, and each of so many processes "
-                f"has its own part, found strategy.tensor_parallel_size={self.tensor_parallel_size}"
+                f"strategy.tensor_parallel_size must be {engine['tensor_parallel_size']}, the number of parts in which "
+                f"the checkpoint has each layer, found {self.tensor_parallel_size}"
             ]
-        model = {self._stored(name): x for name, x in self.lightning_module_state_dict().items() if isinstance(x, Tensor)}
+        model, _ = self._divide_model(self.lightning_module_state_dict())
         strict = self.lightning_module.strict_loading
         faults = [
             f"{name} has shape {found(entries.get(name))} in the checkpoint and {tuple(x.shape)} in the model"
@@ -277,9 +274,9 @@ class ExactResume(Strategy):
         return True
 
     def _differences_of_groups(self, optimizer, groups):
-        names = self._parameter_names()
+        names, mine = self._parameter_names(), self._resumed.entries
         now = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-        then = [group["params"] for group in groups]
+        then = [[name for name in group["params"] if self._stored(name) in mine] for group in groups]
         if len(now) != len(then):
             return [f"the optimizer must have {len(then)} groups of parameters, found {len(now)}"]
         return [
@@ -301,7 +298,7 @@ class ExactResume(Strategy):
         if samples % after and not progress["is_last_batch"]:
             raise CheckpointError(
                 f"{self._resumed.path} was taken after {samples} samples of the epoch, which are not whole batches of "
-                f"{after} samples ({now['data_parallel_size']} processes times a batch size of {now['batch_size'] or 1})"
+                f"{after} samples ({now['data_parallel_size']} x datamodule.batch_size={now['batch_size'] or 1})"
             )
         for tracker in (progress["current"], progress["total"]):
             ready = tracker["ready"]

@@ -29,7 +29,11 @@ _log = logging.getLogger(__name__)
 
 
 class Stopped(SystemExit):
-    """The run was saved and ends because of a signal; its code is 128 + the signal's number."""
+    """The run ends because of a signal, and was saved; its code is 128 + the signal's number."""
+
+    def __init__(self, number: int, within_validation: bool) -> None:
+        super().__init__(128 + number)
+        self.signal, self.within_validation = signal.Signals(number), within_validation
 
 
 class Signals(_SignalConnector):
@@ -45,11 +49,18 @@ class Signals(_SignalConnector):
             signal.signal(number, self._note)
 
     def _note(self, number, frame):
-        self.received = number
+        self.received = int(number)
+
+
+def add_callbacks(trainer: L.Trainer) -> None:
+    """Have a trainer save and stop when a process has got a signal."""
+    if not isinstance(trainer._signal_connector, Signals):
+        trainer._signal_connector = Signals(trainer)
+        trainer.callbacks[:] = [StopOnSignal(), *trainer.callbacks, SaveWhenStopped()]
 
 
 class StopOnSignal(L.Callback):
-    """Saves and stops; every strategy of `src.engines` adds it to the trainer."""
+    """Raises `Stopped` at a point from which the run can go on; before the callbacks that save there."""
 
     def __init__(self) -> None:
         self._group = None  # of gloo, so that asking does not wait for the GPU
@@ -79,18 +90,8 @@ class StopOnSignal(L.Callback):
 
     def _stop(self, trainer, within_validation=False):
         number = self._agreed(trainer._signal_connector.received)
-        if not number:
-            return
-        name = signal.Signals(number).name
-        callback = trainer.checkpoint_callback
-        folder = pathlib.Path(getattr(callback, "dirpath", None) or trainer.default_root_dir)
-        trainer.strategy.within_validation = within_validation
-        trainer.save_checkpoint(folder / AUTO_SAVE)
-        if trainer.is_global_zero:
-            _log.warning("%s: saved %s at step %d, and stop", name, folder / AUTO_SAVE, trainer.global_step)
-            if number == signal.SIGUSR1:
-                _queue_again()
-        raise Stopped(128 + number)
+        if number:
+            raise Stopped(number, within_validation)
 
     def _agreed(self, received):
         """The largest number of a signal that any process has got."""
@@ -99,6 +100,22 @@ class StopOnSignal(L.Callback):
         number = torch.tensor(received)
         dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group)
         return int(number)
+
+
+class SaveWhenStopped(L.Callback):
+    """Saves, after the other callbacks have undone what a validation changes, such as averaged weights."""
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        if not isinstance(exception, Stopped):
+            return
+        folder = pathlib.Path(getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir)
+        trainer.strategy.within_validation = exception.within_validation
+        trainer.save_checkpoint(folder / AUTO_SAVE)
+        if trainer.is_global_zero:
+            step = trainer.global_step
+            _log.warning("%s: saved %s at step %d, and stop", exception.signal.name, folder / AUTO_SAVE, step)
+            if exception.signal == signal.SIGUSR1:
+                _queue_again()
 
 
 def _may_stop(trainer):

@@ -37,12 +37,15 @@ class DDPStrategy(ExactResume, LightningDDPStrategy):
         hook = self._ddp_comm_hook
         if hook is not None and isinstance(self.model, DistributedDataParallel):
             wrap = self._ddp_comm_wrapper or (lambda each: each)
-            self.model.register_comm_hook(state=self._ddp_comm_state, hook=wrap(hook))
+            state = self._ddp_comm_state or self._ddp_kwargs.get("process_group")
+            self.model.register_comm_hook(state=state, hook=wrap(hook))
 
 
 def _hook(name):
     from src.distributed import ddp_comm_hooks
 
     if not callable(getattr(ddp_comm_hooks, name, None)):
-        raise ValueError(f"strategy.ddp_comm_hook must name a function of src.distributed.ddp_comm_hooks, found {name!r}")
+        raise ValueError(
+            f"strategy.ddp_comm_hook must name a function of src.distributed.ddp_comm_hooks, found {name!r}"
+        )
     return getattr(ddp_comm_hooks, name)

@@ -81,8 +81,8 @@ def is_shared(parameter: Tensor) -> bool:
 def sum_gradients(module: nn.Module, group: ProcessGroup) -> None:
     """Sum the gradients of norms that see only this process's tokens (sequence parallelism) over a group, in place.
 
-    As `flash_attn.utils.distributed.allreduce_sequence_parallel_grad`, also if the parameters are DTensors, of which the
-    processes of the group have the same part.
+    As `flash_attn.utils.distributed.allreduce_sequence_parallel_grad`, also if the parameters are DTensors, with the
+    same part in all processes of the group.
     """
     tagged = [each for each in module.parameters() if getattr(each, "_sequence_parallel", False)]
     gradients = [each.grad.to_local() if isinstance(each.grad, DTensor) else each.grad for each in tagged]

@@ -33,7 +33,7 @@ def group_parameters_for_optimizer(
         2. Names in model.no_weight_decay(), or that contain one of model.no_weight_decay_keywords(): no decay.
         3. An attribute `_no_weight_decay` that is true: no decay.
         4. Biases: no decay, unless bias_weight_decay.
-        5. Weights of linear layers: decay.
+        5. Linear layers: decay.
         6. Embeddings: no decay. Norms: no decay, unless normalization_weight_decay.
         7. All others: decay.
 
@@ -68,8 +68,8 @@ def group_parameters_for_optimizer(
             return True
         if getattr(named[name], "_no_weight_decay", False):
             return True
-        if name.endswith("bias"):
-            return not bias_weight_decay
+        if name.endswith("bias") and not bias_weight_decay:
+            return True
         if isinstance(owner, nn.Linear):
             return False
         return rms_norms_exempt if _is_rms_norm(owner) else isinstance(owner, exempt_modules)

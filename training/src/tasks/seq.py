@@ -1,14 +1,11 @@
 """What is trained: models of sequences, their loss, and what is logged."""
 
-import os
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import lightning as L
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 from torchmetrics import MetricCollection
@@ -30,7 +27,6 @@ log = utils.get_logger(__name__)
 # Losses that train.loss_fn may name; null is the first.
 LOSSES = {"torch": torch.nn.CrossEntropyLoss, "fused": CrossEntropyLoss, "linear": LinearCrossEntropyLoss}
 _WITHOUT_LOGITS = (MeanLoss, NumTokens, Perplexity)
-_LONGEST_PREPARATION = timedelta(days=7)
 
 
 class SequenceModel(L.LightningModule):
@@ -57,7 +53,7 @@ class SequenceModel(L.LightningModule):
 
     def instantiate_datamodule(self) -> None:
         self._datamodule = instantiate(self.cfg.datamodule, _convert_="all")
-        _prepare_on_rank_zero(self._datamodule)
+        self._datamodule.prepare_data()  # of all processes, one does the work
         self._datamodule.setup()
         resolvers.attach_datamodule(self._datamodule)
 
@@ -123,9 +119,7 @@ class SequenceModel(L.LightningModule):
         else:
             metrics.update(output, targets, loss=loss.detach())
         for name, metric in metrics.items():
-            self.log(
-                name, metric, on_step=on_step, on_epoch=True, prog_bar=name == "train/loss", batch_size=len(targets)
-            )
+            self.log(name, metric, on_step=on_step, on_epoch=True, batch_size=len(targets))
         return {"loss": loss, "output": output, "targets": targets}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -209,20 +203,3 @@ def _loss(config):
     if config not in LOSSES:
         raise ValueError(f"train.loss_fn must have a _target_ or be one of {', '.join(LOSSES)}, found {config!r}")
     return LOSSES[config]()
-
-
-def _prepare_on_rank_zero(datamodule):
-    """Prepare the data in one process, while those that torchrun has started with it wait.
-
-    Other launchers start their processes after this, or the data is prepared by `python run.py run=prepare` before.
-    """
-    store = None
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = torch.distributed.TCPStore(*address, is_master=False, timeout=_LONGEST_PREPARATION)
-    if rank_zero_only.rank == 0:
-        datamodule.prepare_data()
-        if store is not None:
-            store.set("data is prepared", "")
-    elif store is not None:
-        store.wait(["data is prepared"])

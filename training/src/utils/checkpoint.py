@@ -73,9 +73,9 @@ def save(path: PathLike, state: Any, tensors: Mapping[str, Tensor] | None = None
             tensor in all of them, and is written by one.
         own: nested plain data without tensors that each process has for itself.
 
-    At every moment there is a complete checkpoint under `path`, or, for the instant of the exchange, next to it; `latest`
-    finds it. Raises TypeError if the state is not plain, CheckpointError if writing fails, as on a full disk, in all
-    processes: the temporary folder is then removed, and the checkpoint before is as it was.
+    At every moment there is a complete checkpoint under `path` or, for the instant of the exchange, next to it;
+    `latest` finds it. Raises TypeError if the state is not plain, CheckpointError if writing fails, as on a full disk,
+    in all processes: the temporary folder is then removed, and the checkpoint before is as it was.
     """
     path = pathlib.Path(os.path.abspath(path))
     part = path.with_name(f".{path.name}.part")
@@ -146,7 +146,7 @@ def _before(path):
 
 
 def _files_of_rank(folder):
-    """The files to read by this process, each by one of them: its own tensors first of all, which its host has cached."""
+    """The files of which this process computes the checksums: those that it has written."""
     own, rest = f"__{_rank()}_", _rank() == 0
     for file in _files(folder):
         if file.name.startswith(own) or (rest and not file.name.startswith("__")):
@@ -383,8 +383,8 @@ def load_checkpoint(path: PathLike, device: torch.device | str = "cpu") -> dict[
             only tensors are read; a file or folder of safetensors.
         device: of the tensors.
 
-    A dict that has nothing but `state_dict_ema`, `model` or `state_dict` is replaced by its contents. From the weights of
-    a LightningModule, those of its `model` are taken, and the prefix `model.` removed. Raises FileNotFoundError or
+    A dict that has nothing but `state_dict_ema` or `model` is replaced by its contents. Of the weights of a
+    LightningModule, those of its `model` are taken, without the prefix `model.`. Raises FileNotFoundError or
     CheckpointError if there is nothing to load.
     """
     path = pathlib.Path(path)
@@ -406,8 +406,8 @@ def _weights_of_folder(path, device):
         names = [name for name in checkpoint.entries if name.startswith(WEIGHTS)]
         if any(PART in name for name in names):
             raise CheckpointError(
-                f"{path} has the parts of a tensor parallel model; resume it with strategy.tensor_parallel_size=1, or "
-                "put them together with flash_attn.models.gpt.combine_state_dicts_tp"
+                f"{path} must have a whole model, found the parts of a tensor parallel one, which "
+                "flash_attn.models.gpt.combine_state_dicts_tp puts together"
             )
         weights = checkpoint.read(names)
         return _model_weights({name.removeprefix(WEIGHTS): x.to(device) for name, x in weights.items()})
@@ -474,8 +474,8 @@ def _repeat_square(table, seqlen, times, out_seqlen):
     side, factor = math.isqrt(seqlen), math.isqrt(times)
     if side**2 != seqlen or factor**2 != times:
         raise ValueError(
-            f"with interleave, the {seqlen} positions and out_seqlen must be squares, the side of one a multiple of the "
-            f"other's, found out_seqlen={out_seqlen}"
+            f"with interleave, the {seqlen} positions and out_seqlen must be squares, with a side that is a multiple "
+            f"of the other's, found out_seqlen={out_seqlen}"
         )
     square = table.unflatten(-2, (side, side))
     return square.repeat_interleave(factor, dim=-3).repeat_interleave(factor, dim=-2).flatten(-3, -2)

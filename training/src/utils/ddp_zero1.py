@@ -38,6 +38,6 @@ class DDPStrategyZero1(DDPStrategy):
 def _check(optimizer):
     if not isinstance(optimizer, ZeroRedundancyOptimizer):
         raise ValueError(
-            "strategy ddp_zero1 needs a torch.distributed.optim.ZeroRedundancyOptimizer, as optimizer=adamw-zero gives; "
-            f"found {type(optimizer).__name__}"
+            "strategy ddp_zero1 needs a torch.distributed.optim.ZeroRedundancyOptimizer, as optimizer=adamw-zero "
+            f"gives, found {type(optimizer).__name__}"
         )

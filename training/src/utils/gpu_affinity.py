@@ -80,7 +80,7 @@ def set_socket_unique_affinity(gpu_id: int, nproc_per_node: int, mode: str) -> N
         share = cores[place::shares]
     else:
         share = cores[place * len(cores) // shares : (place + 1) * len(cores) // shares]
-    siblings = {first: others for first, *others in get_thread_siblings_list()}
+    siblings = {first: others for first, *others in _usable_siblings()}
     _bind([*share, *(other for core in share for other in siblings.get(core, []))], gpu_id)
 
 
@@ -140,9 +140,16 @@ def _by_uuid(nvml, name):
     return matching[0]
 
 
+def _usable_siblings():
+    """The hardware threads of each core that this process may use, where there are any."""
+    allowed = os.sched_getaffinity(0)
+    threads = ([thread for thread in core if thread in allowed] for core in get_thread_siblings_list())
+    return [core for core in threads if core]
+
+
 def _affinities(count):
     """For each GPU, one hardware thread of each core of its socket."""
-    secondary = {thread for _, *others in get_thread_siblings_list() for thread in others}
+    secondary = {thread for _, *others in _usable_siblings() for thread in others}
     return [[core for core in device(gpu).getCpuAffinity() if core not in secondary] for gpu in range(count)]
 
 

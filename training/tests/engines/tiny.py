@@ -1,6 +1,8 @@
 """A small run for tests of engines: a language model with dropout, data whose position is saved, and a trainer."""
 
+import os
 import pathlib
+import signal
 from typing import Any
 
 import lightning as L
@@ -138,6 +140,20 @@ class SaveAt(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)
+
+
+class SendSignal(L.Callback):
+    """Sends this process a signal at a place of the run, at the number-th time that it is there."""
+
+    def __init__(self, name: str, place: str, number: int) -> None:
+        self.signal, self.number, self.count = getattr(signal, name), number, 0
+        setattr(self, f"on_{place}", self._send)
+
+    def _send(self, trainer, *args):
+        if not trainer.sanity_checking:
+            self.count += 1
+            if self.count == self.number:
+                os.kill(os.getpid(), self.signal)
 
 
 def trainer(folder: pathlib.Path, strategy: Any, max_steps: int, devices: int = 1, **options: Any) -> L.Trainer:

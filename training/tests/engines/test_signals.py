@@ -1,0 +1,62 @@
+"""Runs that are stopped by a signal, or killed while they save, go on as if nothing had happened."""
+
+import pathlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from src.utils import checkpoint as checkpoints
+
+SCRIPT = pathlib.Path(__file__).with_name("run_until_signal.py")
+STEPS = 9  # of 3 batches each; an epoch has 12 batches, and validation comes after batches 4, 8 and 12
+
+
+def run(folder, *options):
+    """Returns (exit status, what was logged)."""
+    command = [sys.executable, str(SCRIPT), str(folder), str(STEPS), *options]
+    result = subprocess.run(command, capture_output=True, text=True)
+    return result.returncode, result.stderr
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    status, log = run(folder)
+    assert status == 0, log
+    return torch.load(folder / "end.pt")
+
+
+def assert_same_end(folder, whole):
+    end = torch.load(folder / "end.pt")
+    assert end["losses"] == whole["losses"][-len(end["losses"]) :]
+    torch.testing.assert_close(end["weights"], whole["weights"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "number", "step"),
+    [
+        ("SIGTERM", "before_backward", 8, 3),  # in the middle of an accumulation
+        ("SIGUSR1", "validation_batch_start", 11, 4),  # in a validation
+    ],
+)
+def test_a_signal_saves_and_stops(name, place, number, step, whole, tmp_path):
+    status, log = run(tmp_path, "--signal", name, "--at", place, str(number))
+    assert status == {"SIGTERM": 143, "SIGUSR1": 138}[name], log
+    assert f"{name}: saved" in log
+    saved = checkpoints.Checkpoint(checkpoints.latest(tmp_path))
+    assert saved.path.name == ".pl_auto_save.ckpt"
+    assert saved.state["global_step"] == step
+    status, log = run(tmp_path, "--resume")
+    assert status == 0, log
+    assert_same_end(tmp_path, whole)
+
+
+def test_killed_while_saving(whole, tmp_path):
+    status, _ = run(tmp_path, "--kill-while-saving", "4")  # the second `last.ckpt`, of step 4
+    assert status == -9
+    status, log = run(tmp_path, "--resume")
+    assert status == 0, log
+    assert ".last.ckpt.part is passed over: writing it was interrupted" in log
+    assert_same_end(tmp_path, whole)

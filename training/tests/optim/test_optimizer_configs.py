@@ -1,0 +1,146 @@
+"""Each file of configs/optimizer and configs/scheduler makes what it names, and that trains a model."""
+
+import pathlib
+import sys
+
+import lightning as L
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from src.optim.adamw import AdamW
+from src.optim.lamb import Lamb
+from src.optim.param_grouping import group_parameters_for_optimizer
+
+CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
+OPTIMIZERS = sorted(file.stem for file in (CONFIGS / "optimizer").glob("*.yaml"))
+SCHEDULERS = {
+    "cosine-warmup-timm": {"t_initial": 20, "warmup_t": 2, "t_in_epochs": "false"},
+    "cosine-warmup": {"num_warmup_steps": 2, "num_training_steps": 20},
+    "linear-warmup": {"num_warmup_steps": 2, "num_training_steps": 20},
+    "poly-warmup": {"num_warmup_steps": 2, "num_training_steps": 20},
+    "multi-step": {"milestones": "[3,6]"},
+    "step": {"step_size": 3},
+    "plateau": {"patience": 1},
+    "invsqrt": {"num_warmup_steps": 2},
+}
+
+
+def config(group, name, **values):
+    """What the file sets below `train`."""
+    overrides = [f"+train.{group}.{key}={value}" for key, value in values.items()]
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose(f"{group}/{name}", [f"+{o}" for o in overrides]).train
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/group", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def model_and_loss():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1))
+    x = torch.randn(32, 4)
+    y = x.sum(dim=1, keepdim=True)
+    return model, lambda: (model(x) - y).square().mean()
+
+
+def test_there_is_a_test_for_each_scheduler():
+    assert sorted(SCHEDULERS) == sorted(file.stem for file in (CONFIGS / "scheduler").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer(name, group_of_one):
+    if "lamb" in name:
+        pytest.importorskip("timm")
+    cfg = config("optimizer", name, lr=1e-2, weight_decay=0.01).optimizer
+    model, loss = model_and_loss()
+    optimizer = instantiate(cfg, group_parameters_for_optimizer(model, cfg))
+    before = loss().item()
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    assert loss().item() < 0.9 * before
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_scheduler(name):
+    train = config("scheduler", name, **SCHEDULERS[name])
+    model, loss = model_and_loss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = instantiate(train.scheduler, optimizer)
+    rates = []
+    for _ in range(8):
+        rates.append(optimizer.param_groups[0]["lr"])
+        loss().backward()
+        optimizer.step()
+        scheduler.step(*([1.0] if name == "plateau" else []))
+    assert len(set(rates)) > 1
+    assert 0.09 < max(rates) <= 0.1
+
+
+def test_plateau_is_stepped_by_epochs():
+    train = config("scheduler", "plateau")
+    assert train.scheduler_interval == "epoch"
+    assert {"factor": 0.2, "patience": 20, "min_lr": 0.0}.items() <= dict(train.scheduler).items()
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw-apex", "adamw-zero", "adamw-apex-zero", "adamw-apex-distributed"])
+def test_names_of_adamw_are_one_formula(name, group_of_one):
+    cfg = config("optimizer", name, lr=1e-2, weight_decay=0.1, betas="[0.9,0.95]").optimizer
+    model, loss = model_and_loss()
+    reference, loss_of_reference = model_and_loss()
+    optimizer = instantiate(cfg, model.parameters())
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), foreach=False)
+    for _ in range(5):
+        for each, value in ((optimizer, loss()), (plain, loss_of_reference())):
+            each.zero_grad()
+            value.backward()
+            each.step()
+    for p, q in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+    assert optimizer.param_groups[0]["fused"]
+
+
+def test_gradients_of_adamw_can_be_clipped_under_a_loss_scale():
+    model, loss = model_and_loss()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trained = L.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False, max_steps=1,
+        gradient_clip_val=0.5, plugins=MixedPrecision("16-mixed", "cpu", scaler),
+    )  # fmt: skip
+    reference, loss_of_reference = model_and_loss()
+    trained.fit(OneStep(model, loss), torch.utils.data.DataLoader([0]))
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    with torch.autocast("cpu", torch.float16):
+        value = loss_of_reference()
+    value.backward()
+    torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+    plain.step()
+    for p, q in zip(model.parameters(), reference.parameters()):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+class OneStep(L.LightningModule):
+    def __init__(self, model, loss):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def training_step(self, batch, batch_idx):
+        return self.loss()
+
+    def configure_optimizers(self):
+        return AdamW(self.model.parameters(), lr=1e-2)
+
+
+def test_lamb_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm.optim", None)
+    with pytest.raises(ImportError, match="pip install timm"):
+        Lamb([torch.nn.Parameter(torch.ones(1))])
