@@ -4,6 +4,7 @@ dense       F.linear with bias, forward, and forward with backward
 mlp         two layers with GELU (tanh) between them, forward without gradient, and forward with backward; flash_attn at
             its checkpoint levels 0, 1 and 2, and with the activation as a kernel of its own ("apart")
 linear_act  a layer with GELU in one Triton kernel
+bias_grad   the sum of the rows of a gradient, by the bytes that must move
 swiglu      silu(gate) * value of the halves of a tensor, by the bytes that must move; against Liger, too, which copies
             halves, so that it gets tensors of their own
 """
@@ -14,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from benchmarks.harness import DTYPES, Case, backward_of, main
+from flash_attn._ops import fused_dense
 from flash_attn.ops.activations import swiglu
 from flash_attn.ops.fused_dense import fused_dense_func, fused_mlp_func
 from flash_attn.ops.triton.linear import triton_linear_act
@@ -22,6 +24,7 @@ SHAPES = {  # rows, width, hidden
     "cuda": [(16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (8192, 4096, 16384), (512, 4096, 16384)],
     "cpu": [(64, 128, 512)],
 }
+SUM_SHAPES = {"cuda": [(32768, 768), (32768, 2304), (16384, 1024), (16384, 3072), (32768, 4096)], "cpu": [(64, 512)]}
 SWIGLU_SHAPES = {"cuda": [(16384, 4096), (16384, 11008), (1024, 4096)], "cpu": [(64, 512)]}
 
 
@@ -38,6 +41,9 @@ def cases(device):
         ):
             run = functools.partial(providers, shape, dtype, device)
             yield Case(f"fused_{op}", "x".join(map(str, shape)), "bf16", run, flops=flops)
+    for shape in SUM_SHAPES[device]:
+        run = functools.partial(bias_gradient, shape, dtype, device)
+        yield Case("bias_grad", "x".join(map(str, shape)), "bf16", run, bytes=shape[0] * shape[1] * dtype.itemsize)
     for shape in SWIGLU_SHAPES[device]:
         size = shape[0] * shape[1] * dtype.itemsize
         for op, providers, passes in (("fwd", swiglu_forward, 3), ("bwd", swiglu_backward, 5)):
@@ -129,6 +135,18 @@ def linear_act_forward(shape, dtype, device):
         "flash_attn": lambda: triton_linear_act(x, weight, bias, "gelu_approx"),
         "torch": plain,
         "torch.compile": torch.compile(plain, dynamic=False),
+    }
+
+
+def bias_gradient(shape, dtype, device):
+    """For a layer without input features, so that there is no product."""
+    dout = torch.randn(shape, device=device, dtype=dtype)
+    x = dout.new_empty(shape[0], 0)
+    total = functools.partial(torch.sum, dout, 0)
+    return {
+        "flash_attn": lambda: fused_dense.wgrad(dout, x, True)[1],
+        "torch": total,
+        "torch.compile": torch.compile(total, dynamic=False),
     }
 
 

@@ -164,7 +164,7 @@ def main(description: str, family: str, cases: Callable[[str], Iterable[Case]], 
         for number, case in enumerate(chosen):
             progress.show(number, str(case))
             measured = _measure(case, args, peaks, baseline)
-            _append_csv(args.csv, [dataclasses.asdict(row) for row in measured])
+            append_csv(args.csv, [dataclasses.asdict(row) for row in measured])
             rows += measured
         progress.show(len(chosen), "done")
     except KeyboardInterrupt:
@@ -213,8 +213,8 @@ def _measure(case, args, peaks, baseline):
 def _list_kernels(case, functions, path):
     buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
     for provider, function in functions.items():
-        of = {"op": case.op, "case": case.name, "dtype": case.dtype, "provider": provider} | _environment("cuda")
-        _append_csv(path, [of | dataclasses.asdict(kernel) for kernel in kernels_of(function, buffer.zero_)])
+        of = {"op": case.op, "case": case.name, "dtype": case.dtype, "provider": provider} | environment("cuda")
+        append_csv(path, [of | dataclasses.asdict(kernel) for kernel in kernels_of(function, buffer.zero_)])
 
 
 def _runs(case, name, function):
@@ -242,11 +242,12 @@ def _row(case, provider, times, peaks, baseline_ms, function, device):
         ratio=baseline_ms / ms if baseline_ms else None,
         host_us=host_us(function, calls=max(1, min(20, int(200 / ms)))) if on_gpu else None,
         peak_mb=peak_mb(function) if on_gpu else None,
-        **_environment(device),
+        **environment(device),
     )  # fmt: skip
 
 
-def _environment(device):
+def environment(device: str) -> dict[str, str]:
+    """The columns that say where a row was measured."""
     import flash_attn
 
     return {
@@ -319,7 +320,8 @@ def _cuda_clock():
             end.record()
             if holds[function] == _MAX_HOLDS or not start.query():
                 return lambda: start.elapsed_time(end)
-            holds[function] += 1  # the device had begun before the host was done: this reading does not count
+            # The device had begun before the host was done: this reading does not count.
+            holds[function] = min(max(1, 2 * holds[function]), _MAX_HOLDS)
 
     return clock
 
@@ -368,7 +370,8 @@ def _cell(value, spec):
     return "" if value is None else format(value, spec)
 
 
-def _append_csv(path, rows):
+def append_csv(path: pathlib.Path, rows: list[dict]) -> None:
+    """Add rows to a CSV file, with a header if it is new."""
     if not rows:
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -90,6 +90,11 @@ def is_where_kernels_run(x: torch.Tensor) -> bool:
     return x.is_cuda
 
 
+def can_be_read_at_once(x: torch.Tensor) -> bool:
+    """Whether reading the values of `x` waits for no device and breaks no graph."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling() and type(x) is torch.Tensor
+
+
 @functools.cache
 def warn_once(message: str) -> None:
     """Emit `message` as a RuntimeWarning, the first time it is seen in this process."""

@@ -76,6 +76,11 @@ def is_view(x: torch.Tensor) -> bool:
     return getattr(x, "_base", x) is not None
 
 
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """Whether a call of `module` also calls hooks of its own. Without the names: always."""
+    return any(getattr(module, name, True) for name in ("_forward_hooks", "_forward_pre_hooks"))
+
+
 def storage_id(x: torch.Tensor) -> int:
     """A number that tensors share if and only if they share storage. If torch has none, the address of the storage,
     which all empty storages share.

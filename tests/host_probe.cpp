@@ -111,6 +111,27 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   });
 }
 
+// Whether a kernel that decodes one entry with one head appends by itself; `shared_bytes` is what a block can have.
+int find_appends(int head_dim, int seqlen_q, int seqlen_new, int window_left, int indexed, int padded, int paged,
+                 int shared_bytes) {
+  static const int any_int[] = {0};
+  FwdParams p{};
+  p.problem.batch = p.problem.heads = p.problem.heads_k = 1;
+  p.problem.head_dim = head_dim;
+  p.problem.seqlen_q = seqlen_q;
+  p.problem.seqlen_k = p.problem.capacity_k = 1000;
+  p.problem.window_left = window_left;
+  p.problem.window_right = kUnbounded;
+  p.problem.batch_index = indexed ? any_int : nullptr;
+  p.problem.leftpad_k = padded ? any_int : nullptr;
+  p.pages.block_table = paged ? any_int : nullptr;
+  p.aligned = true;
+  AppendParams append{};
+  append.seqlen_new = seqlen_new;
+  const FwdHints hints{seqlen_q, 1000, 0, 132, shared_bytes, true};
+  return appends_in_decoding(p, plan_fwd(p, hints).plan, append, hints);
+}
+
 // tile: rows, keys, keys of a warp, stages.
 const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
   const BwdTile found = bwd_tile(head_dim, compact);

@@ -167,6 +167,9 @@ SIGNATURES = {
         "BertPreTrainingHeads": "config",
         "BertPreTrainingHeads.forward": "self, sequence_output, pooled_output",
         "BertPreTrainedModel": "config, *inputs, **kwargs",
+        "BertPreTrainedModel.from_pretrained": (
+            "model_name, config=None, *inputs, strict=False, device=None, dtype=None, torch_dtype=None, **kwargs"
+        ),
         "BertModel": "config, add_pooling_layer=True",
         "BertModel.forward": (
             "self, input_ids, position_ids=None, token_type_ids=None, attention_mask=None, masked_tokens_mask=None"
@@ -209,6 +212,12 @@ SIGNATURES = {
         "GPTModel": "config, process_group=None, device=None, dtype=None",
         "GPTModel.forward": "self, input_ids, position_ids=None, inference_params=None",
         "GPTPreTrainedModel": "config, *inputs, **kwargs",
+        "GPTPreTrainedModel.from_config": "config, *, dtype=None, torch_dtype=None, **kwargs",
+        "GPTPreTrainedModel.from_pretrained": (
+            "model_name, config=None, *args, strict=True, device=None, dtype=None, world_size=1, rank=0, family=None, "
+            "progress=True, torch_dtype=None, **kwargs"
+        ),
+        "GPTLMHeadModel.generate": "self, input_ids, max_length=None, *args, **kwargs",
         "combine_state_dicts_tp": "state_dicts, config",
         "create_block": "config, layer_idx=None, process_group=None, device=None, dtype=None",
         "create_mixer_cls": "config, layer_idx=None, process_group=None, device=None, dtype=None",
@@ -337,7 +346,7 @@ SIGNATURES = {
             "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, dwconv=False, rotary_emb_dim=0, "
             "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "
             "window_size=(-1, -1), fused_bias_fc=False, use_flash_attn=False, return_residual=False, "
-            "checkpointing=False, device=None, dtype=None"
+            "checkpointing=False, device=None, dtype=None, *, head_dim=None, qk_norm=False, qk_norm_eps=1e-06"
         ),
         "MHA.forward": (
             "self, x, x_kv=None, key_padding_mask=None, cu_seqlens=None, max_seqlen=None, mixer_subset=None, "
@@ -348,7 +357,7 @@ SIGNATURES = {
             "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, rotary_emb_dim=0, "
             "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "
             "window_size=(-1, -1), use_flash_attn=False, checkpointing=False, sequence_parallel=True, device=None, "
-            "dtype=None"
+            "dtype=None, *, head_dim=None, qk_norm=False, qk_norm_eps=1e-06"
         ),
         "ParallelMHA.forward": "self, x, seqlen=None, inference_params=None, **kwargs",
         "_update_kv_cache": "kv, inference_params, layer_idx",
@@ -622,8 +631,8 @@ SIGNATURES = {
             "model, inference_params, batch_size, max_seqlen, decoding_seqlen=1, mempool=None, n_warmups=2"
         ),
         "GenerationMixin.generate": (
-            "self, input_ids, max_length, top_k=1, top_p=0.0, temperature=1.0, return_dict_in_generate=False, "
-            "output_scores=False, **kwargs"
+            "self, input_ids, max_length=None, top_k=1, top_p=0.0, temperature=1.0, return_dict_in_generate=False, "
+            "output_scores=False, *, max_new_tokens=None, **kwargs"
         ),
     },
     "flash_attn.utils.library": {

@@ -178,6 +178,21 @@ def test_decoding_blocks_fit(host, instances, head_dim, shared_bytes):
     assert warps == 8 or 2 * warps * warp_bytes + STATIC_SHARED_BYTES > shared_bytes
 
 
+@pytest.mark.parametrize("shared_bytes", [99 * 1024, 227 * 1024])
+def test_where_decoding_appends(host, shared_bytes):
+    """Every new key is seen and written by one block, and nobody else reads it."""
+
+    def appends(head_dim=128, queries=1, new=1, window_left=1000, indexed=False, padded=False, paged=False):
+        flags = indexed, padded, paged
+        return bool(host.call("find_appends", head_dim, queries, new, window_left, *flags, shared_bytes))
+
+    assert appends() and appends(64) and appends(queries=5, new=8) and appends(queries=16, new=0)
+    assert not appends(new=9) and not appends(queries=17)
+    assert not appends(indexed=True) and not appends(padded=True) and not appends(paged=True)
+    assert appends(new=4, window_left=3) and not appends(new=4, window_left=2)
+    assert appends(queries=3, new=8, window_left=5) and not appends(queries=3, new=8, window_left=4)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Plans
 

@@ -356,6 +356,54 @@ def test_rotary_tables_may_be_float64(device):
     torch.testing.assert_close(arguments["k_cache"], caches["k_cache"], rtol=0, atol=0, equal_nan=True)
 
 
+APPENDED_WITH_FEW_QUERIES = [
+    CacheCase(seqlen_q=1, seqlen_k=1030, seqlen_new=1, rotary=1.0, interleaved=False, head_dim=128),
+    CacheCase(seqlen_q=1, seqlen_k=1030, seqlen_new=1, head_dim=64, lengths="int"),
+    CacheCase(seqlen_q=1, seqlen_k=300, seqlen_new=1, rotary=0.5, heads_k=1, head_dim=256, num_splits=5),
+    CacheCase(seqlen_q=1, seqlen_k=300, seqlen_new=8, rotary=0.5, head_dim=80, batch=9, interleaved=False),
+    CacheCase(seqlen_q=2, seqlen_k=90, seqlen_new=5, rotary=1.0, heads_k=2, head_dim=96, window=(4, 0), causal=True),
+    CacheCase(seqlen_q=5, seqlen_k=333, seqlen_new=5, rotary=1.0, heads_k=2, head_dim=120, causal=True, num_splits=40),
+    CacheCase(seqlen_q=5, seqlen_k=70, seqlen_new=2, rotary=1.0, head_dim=192, dtype="fp16", causal=True),
+    CacheCase(seqlen_q=3, seqlen_k=8, seqlen_new=8, rotary=0.5, head_dim=64, lengths="int"),
+]
+
+
+@pytest.mark.parametrize("case", APPENDED_WITH_FEW_QUERIES, ids=str)
+def test_appending_within_the_kernel_of_decoding(case, device):
+    """It gives the bits of a launch that appends before; a left padding, though of nothing, asks for that."""
+    together, apart = case.arguments(device), case.arguments(device)
+    apart["cache_leftpad"] = torch.zeros(case.batch, dtype=torch.int32, device=device)
+    assert torch.equal(flash_attn_with_kvcache(**together), flash_attn_with_kvcache(**apart))
+    for name in ("k_cache", "v_cache"):
+        torch.testing.assert_close(together[name], apart[name], rtol=0, atol=0, equal_nan=True)
+    check(case, case.arguments(device))
+
+
+@pytest.mark.parametrize("seqlen_new", [1, 3, 8])
+def test_every_length_before_appending(seqlen_new, device):
+    """New keys at every place of a chunk, in one split or two, up to the end of the cache and, on a GPU, past it."""
+    room = 64
+    end = room + 2 if device.type == "cuda" else room + 1 - seqlen_new
+    lengths = torch.arange(-1, end, dtype=torch.int32, device=device)
+    shape = len(lengths), 2, 64
+
+    def randn(length):
+        return torch.randn(shape[0], length, *shape[1:], device=device).bfloat16()
+
+    q, k, v, k_cache, v_cache = randn(1), randn(seqlen_new), randn(seqlen_new), randn(room), randn(room)
+    angles = torch.rand(80, 32, device=device) * 6
+    tables = dict(rotary_cos=angles.cos().bfloat16(), rotary_sin=angles.sin().bfloat16(), rotary_interleaved=False)
+    for num_splits in (0, 1, 3):
+        caches = [(k_cache.clone(), v_cache.clone()) for _ in range(2)]
+        found = [
+            flash_attn_with_kvcache(q, *both, k, v, cache_seqlens=lengths, num_splits=num_splits, **tables, **options)
+            for both, options in zip(caches, ({}, dict(cache_leftpad=torch.zeros_like(lengths))), strict=True)
+        ]
+        assert torch.equal(*found)
+        for together, apart in zip(*caches, strict=True):
+            assert torch.equal(together, apart)
+
+
 @pytest.mark.parametrize("paged", [False, True])
 def test_entries_that_append_to_one_position(paged, device):
     """One of them stays, whichever, and nothing else changes."""

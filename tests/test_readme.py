@@ -20,7 +20,7 @@ OPS = {  # a word of the row: the ops that must have kernels before it may say s
     "cross entropy": {"xentropy_fwd", "xentropy_bwd", "xentropy_bwd_"},
     "softmax": {"softmax_fwd", "softmax_bwd"},
     "LayerNorm": {"layer_norm_fwd", "layer_norm_bwd"},
-    "MLPs": {"fused_dense_fwd", "fused_dense_dgrad", "fused_dense_wgrad"},
+    "MLPs": {"fused_dense_fwd", "fused_dense_dgrad", "fused_dense_wgrad", "gated_dense_fwd"},
     "SwiGLU": {"activation_fwd", "activation_bwd"},
 }
 

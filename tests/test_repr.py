@@ -27,9 +27,8 @@ MODULES = {
     "FusedMLP(\n  activation='relu', checkpoint_lvl=1\n  (fc1)": functools.partial(
         FusedMLP, 8, activation="relu", checkpoint_lvl=1
     ),
-    "MHA(\n  64, num_heads=4, num_heads_kv=2, causal=True, use_flash_attn=False\n  (rotary_emb): " + ROTARY: (
-        functools.partial(MHA, 64, 4, 2, causal=True, rotary_emb_dim=16, rotary_emb_interleaved=True)
-    ),
+    "MHA(\n  64, num_heads=4, num_heads_kv=2, head_dim=16, causal=True, use_flash_attn=False\n  (rotary_emb): "
+    + ROTARY: (functools.partial(MHA, 64, 4, 2, causal=True, rotary_emb_dim=16, rotary_emb_interleaved=True)),
 }
 
 

@@ -2,7 +2,7 @@
 
     python first_run.py                     # in training/; every command that it runs is printed, to be repeated
 
-The text is that of Python's own library, as bytes; a hundredth of its modules is held out. Without a GPU, a GPT of four
+The text is that of Python's own library, as bytes; some of its modules are held out. Without a GPU, a GPT of four
 layers reads it for under two minutes on two cores; on a GPU it is GPT-2 small.
 """
 
@@ -29,7 +29,9 @@ FOLDER = pathlib.Path(__file__).resolve().parent
 # What to train, how long a window of evaluation is, and after how many steps a checkpoint is written.
 SIZES = {
     "cpu": dict(
-        overrides=["experiment=tiny/text", "model.config.n_embd=128", "model.config.n_layer=4"],
+        overrides=[
+            "experiment=tiny/text", "model.config.n_embd=128", "model.config.n_layer=4", "+trainer.limit_val_batches=4",
+        ],
         steps=400, checkpoint_every=100, context=128,
     ),
     "cuda": dict(overrides=["experiment=local/gpt2s"], steps=1000, checkpoint_every=200, context=1024),
@@ -44,12 +46,14 @@ def main():
     start = time.perf_counter()
     os.chdir(FOLDER)
     size = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
-    checkpoints, plot = pathlib.Path("checkpoints", args.name), pathlib.Path("logs", f"{args.name}.png")
+    checkpoints = pathlib.Path(os.environ.get("CHECKPOINT_DIR", "checkpoints"), args.name)
+    logs = pathlib.Path(os.environ.get("RESULT_DIR", "logs"))
+    plot = logs / f"{args.name}.png"
 
     heading("1. Training, which is stopped on its way")
     shutil.rmtree(checkpoints, ignore_errors=True)
     train = [
-        "run.py", *size["overrides"], f"name={args.name}", "print_config=False",
+        "run.py", *size["overrides"], f"name={args.name}", "print_config=False", "datamodule.val_ratio=0.03",
         f"trainer.max_steps={args.steps or size['steps']}",
         f"callbacks.model_checkpoint.every_n_train_steps={size['checkpoint_every']}",
     ]  # fmt: skip
@@ -76,7 +80,7 @@ def main():
 
     heading("Done")
     print(f"checkpoints: {checkpoints.resolve()}")
-    print(f"logs:        {pathlib.Path('logs').resolve()}")
+    print(f"logs:        {logs.resolve()}")
     print(f"plot:        {plot.resolve()}")
     print(f"to go on:    cd {FOLDER}, and any of the commands above with its Python; more are in README.md")
     print(f"time:        {time.perf_counter() - start:.0f} s in all")

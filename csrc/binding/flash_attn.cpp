@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <optional>
 #include <tuple>
 #include <type_traits>
+#include <variant>
 
 #include "binding/boxed.h"
 #include "binding/counters.h"
@@ -228,17 +230,84 @@ Tensor new_lse(const Tensor& q, const View<const void>& view, bool tokens) {
   return new_tensor({view.batch, view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
 }
 
-void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longest_k, int64_t num_splits) {
-  if (q.numel() == 0) return;
+// What goes into the cache before attention reads it, and the memory that this needs until the launch.
+struct Append {
+  flash_attn::AppendParams p;
+  OptionalTensor cos, sin, q_rotated;
+};
+
+Append append_of(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                 const CacheOptions& options) {
+  const auto& [k, v] = std::tie(options.k, options.v);
+  STD_TORCH_CHECK(v.has_value() && options.rotary_cos.has_value() == options.rotary_sin.has_value(),
+                  "k comes with v, and rotary_cos with rotary_sin");
+  Append append{.p = {.problem = fwd.problem, .q = fwd.q, .pages = fwd.pages}};
+  AppendParams& p = append.p;
+  for (const auto& [name, x] : {std::pair("k", &*k), std::pair("v", &*v)}) {
+    check_like(*x, q, name);
+    check_shape(*x, {q.size(0), k->size(1), k_cache.size(2), q.size(3)}, name);
+  }
+  p.seqlen_new = fwd.problem.appended_k;
+  p.k = ref(*k), p.v = ref(*v);
+  p.k_cache = mutable_ref(k_cache), p.v_cache = mutable_ref(v_cache);
+  if (!options.rotary_cos) return append;
+  const Tensor &cos = *options.rotary_cos, &sin = *options.rotary_sin;
+  check_device(cos, q, "rotary_cos");
+  check_device(sin, q, "rotary_sin");
+  STD_TORCH_CHECK(cos.dim() == 2 && 2 * cos.size(1) <= q.size(3),
+                  "rotary_cos must have shape (positions, rotary_dim / 2) with rotary_dim at most ", q.size(3));
+  check_shape(sin, {cos.size(0), cos.size(1)}, "rotary_sin");
+  check_dtype(sin, cos.scalar_type(), "rotary_sin");
+  append.cos = torch::stable::contiguous(cos), append.sin = torch::stable::contiguous(sin);
+  p.cos = pointer<void>(append.cos), p.sin = pointer<void>(append.sin);
+  p.table_dtype = dtype_of(cos, "rotary_cos");
+  p.positions = seqlen(cos.size(0), "rotary_cos");
+  p.rotary_dim = static_cast<int>(2 * cos.size(1));
+  p.interleaved = options.rotary_interleaved;
+  p.queries_advance = options.window_left >= 0 || options.window_right >= 0;
+  if (!fwd.problem.seqused_k) {  // lengths that only the device knows it looks after itself
+    const int64_t tokens = std::max<int64_t>(p.seqlen_new, p.queries_advance ? q.size(1) : 1);
+    const int64_t needed = fwd.problem.seqlen_k - p.seqlen_new + tokens;
+    STD_TORCH_CHECK(needed <= p.positions, "rotary_cos and rotary_sin must have at least ", needed, " rows, found ",
+                    p.positions);
+  }
+  return append;
+}
+
+// Appends in a kernel of its own. Returns the queries as attention reads them: turned, or as they are.
+TensorRef<const void> append_apart(Append& append, const Tensor& q) {
+  if (append.p.cos != nullptr) {
+    append.q_rotated = new_tensor({q.size(0), q.size(1), q.size(2), q.size(3)}, q);
+    append.p.q_rotated = mutable_ref(*append.q_rotated);
+  }
+  flash_attn::append(append.p, current_stream(q));
+  return append.q_rotated ? ref(*append.q_rotated) : append.p.q;
+}
+
+void launch_fwd(FwdParams& p, const Tensor& q, int64_t longest_q, int64_t longest_k, int64_t num_splits,
+                Append* append = nullptr) {
+  if (q.numel() == 0) {
+    if (append != nullptr) append_apart(*append, q);
+    return;
+  }
   p.aligned = all_aligned(p);
   const int device = q.get_device_index();
-  auto [plan, scratch] =
-      plan_fwd(p, {.longest_q = longest_q,
-                   .longest_k = longest_k,
-                   .num_splits = static_cast<int>(std::clamp<int64_t>(num_splits, 0, flash_attn::kMaxSplits)),
-                   .multiprocessors = num_multiprocessors(device),
-                   .shared_bytes = max_shared_bytes(device),
-                   .has_sm90 = flash_attn::has_sm90(device)});
+  const flash_attn::FwdHints hints{
+      .longest_q = longest_q,
+      .longest_k = longest_k,
+      .num_splits = static_cast<int>(std::clamp<int64_t>(num_splits, 0, flash_attn::kMaxSplits)),
+      .multiprocessors = num_multiprocessors(device),
+      .shared_bytes = max_shared_bytes(device),
+      .has_sm90 = flash_attn::has_sm90(device)};
+  flash_attn::FwdChoice choice = plan_fwd(p, hints);
+  if (append != nullptr && appends_in_decoding(p, choice.plan, append->p, hints)) {
+    std::get<flash_attn::DecodePlan>(choice.plan).append = &append->p;
+  } else if (append != nullptr) {
+    p.q = append_apart(*append, q);
+    p.aligned = all_aligned(p);
+    choice = plan_fwd(p, hints);
+  }
+  auto& [plan, scratch] = choice;
   const cudaStream_t stream = current_stream(q);
   OptionalTensor partials;
   const int64_t partial_size = scratch.out + scratch.softmax;
@@ -407,49 +476,6 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   return softmax_d;
 }
 
-// New keys and values into the cache. Returns the queries as attention reads them: turned, or as they are.
-TensorRef<const void> append(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                             const CacheOptions& options, OptionalTensor& q_rotated) {
-  const auto& [k, v] = std::tie(options.k, options.v);
-  OptionalTensor rotary_cos = options.rotary_cos, rotary_sin = options.rotary_sin;
-  if (!k) return fwd.q;
-  STD_TORCH_CHECK(v.has_value() && rotary_cos.has_value() == rotary_sin.has_value(),
-                  "k comes with v, and rotary_cos with rotary_sin");
-  AppendParams p{.problem = fwd.problem, .q = fwd.q, .pages = fwd.pages};
-  for (const auto& [name, x] : {std::pair("k", &*k), std::pair("v", &*v)}) {
-    check_like(*x, q, name);
-    check_shape(*x, {q.size(0), k->size(1), k_cache.size(2), q.size(3)}, name);
-  }
-  p.seqlen_new = fwd.problem.appended_k;
-  p.k = ref(*k), p.v = ref(*v);
-  p.k_cache = mutable_ref(k_cache), p.v_cache = mutable_ref(v_cache);
-  if (rotary_cos) {
-    check_device(*rotary_cos, q, "rotary_cos");
-    check_device(*rotary_sin, q, "rotary_sin");
-    STD_TORCH_CHECK(rotary_cos->dim() == 2 && 2 * rotary_cos->size(1) <= q.size(3),
-                    "rotary_cos must have shape (positions, rotary_dim / 2) with rotary_dim at most ", q.size(3));
-    check_shape(*rotary_sin, {rotary_cos->size(0), rotary_cos->size(1)}, "rotary_sin");
-    check_dtype(*rotary_sin, rotary_cos->scalar_type(), "rotary_sin");
-    rotary_cos = torch::stable::contiguous(*rotary_cos), rotary_sin = torch::stable::contiguous(*rotary_sin);
-    q_rotated = new_tensor({q.size(0), q.size(1), q.size(2), q.size(3)}, q);
-    p.q_rotated = mutable_ref(*q_rotated);
-    p.cos = pointer<void>(rotary_cos), p.sin = pointer<void>(rotary_sin);
-    p.table_dtype = dtype_of(*rotary_cos, "rotary_cos");
-    p.positions = seqlen(rotary_cos->size(0), "rotary_cos");
-    p.rotary_dim = static_cast<int>(2 * rotary_cos->size(1));
-    p.interleaved = options.rotary_interleaved;
-    p.queries_advance = options.window_left >= 0 || options.window_right >= 0;
-    if (!fwd.problem.seqused_k) {  // lengths that only the device knows it looks after itself
-      const int64_t tokens = std::max<int64_t>(p.seqlen_new, p.queries_advance ? q.size(1) : 1);
-      const int64_t needed = fwd.problem.seqlen_k - p.seqlen_new + tokens;
-      STD_TORCH_CHECK(needed <= p.positions, "rotary_cos and rotary_sin must have at least ", needed, " rows, found ",
-                      p.positions);
-    }
-  }
-  flash_attn::append(p, current_stream(q));
-  return q_rotated ? ref(*q_rotated) : fwd.q;
-}
-
 std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                                        CacheOptions& options) {
   OptionalTensor& block_table = options.block_table;
@@ -480,13 +506,14 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
 
   const Tensor out = new_out(q, x.q, /*tokens=*/false, /*packed=*/false);
   const Tensor softmax_lse = new_lse(q, x.q, /*tokens=*/false);
-  OptionalTensor q_rotated;
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref;
-  p.q = append(p, q, k_cache, v_cache, options, q_rotated);
+  std::optional<Append> append;
+  if (options.k) append = append_of(p, q, k_cache, v_cache, options);
   p.out = mutable_ref(out);
   p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
   const int64_t longest_k = options.cache_seqlens ? p.problem.capacity_k : p.problem.seqlen_k;
-  launch_fwd(p, q, x.q.seqlen, std::min<int64_t>(longest_k, p.problem.capacity_k), options.num_splits);
+  launch_fwd(p, q, x.q.seqlen, std::min<int64_t>(longest_k, p.problem.capacity_k), options.num_splits,
+             append ? &*append : nullptr);
   return {out, softmax_lse};
 }
 

@@ -1,9 +1,11 @@
 #include <torch/csrc/stable/library.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "binding/counters.h"
 #include "binding/stream.h"
 #include "binding/tensor.h"
 #include "fused_dense/launch.h"
@@ -57,18 +59,23 @@ Tensor new_rows(const Tensor& like, int64_t cols) {
 // Returns the sum of the rows of x, computed in fp32. If `kept` is given, x is first replaced by x * act'(kept).
 Tensor sum_of_rows(const Matrix& x, const Matrix* kept = nullptr, Activation activation = {}) {
   const Tensor out = new_tensor({x.cols}, x.tensor);
-  const int64_t chunks = fused_dense::sum_rows_chunks(x.rows, x.cols);
-  const Tensor partial = new_tensor({chunks > 1 ? chunks * x.cols : 0}, aoti_torch_dtype_float32(), out);
-  const DType dtype = dtype_of(out, "x");
-  fused_dense::sum_rows({.dtype = dtype,
-                         .rows = x.rows,
-                         .cols = x.cols,
-                         .x = x.as_rows(),
-                         .kept = kept ? kept->as_rows() : fused_dense::Rows{},
-                         .activation = activation,
-                         .out = out.mutable_data_ptr(),
-                         .out_dtype = dtype},
-                        static_cast<float*>(partial.mutable_data_ptr()), chunks, current_stream(out));
+  const cudaStream_t stream = current_stream(out);
+  fused_dense::SumRowsParams p{.dtype = dtype_of(out, "x"),
+                               .rows = x.rows,
+                               .cols = x.cols,
+                               .x = x.as_rows(),
+                               .kept = kept ? kept->as_rows() : fused_dense::Rows{},
+                               .activation = activation,
+                               .out = out.mutable_data_ptr()};
+  const auto [partial_size, arrivals] = plan_sum_rows(p);
+  const Tensor partial = new_tensor({partial_size}, aoti_torch_dtype_float32(), out);
+  p.partial = static_cast<float*>(partial.mutable_data_ptr());
+  std::optional<Counters> counters;
+  if (arrivals > 0) {
+    counters = zero_counters(arrivals, out, stream);
+    p.arrivals = counters->data;
+  }
+  sum_rows(p, stream);
   return out;
 }
 
@@ -205,15 +212,35 @@ void check_weight(const Tensor& weight, const Tensor& rows, int64_t inner, const
                   weight.size(inner), "), found ", shape_string(rows.sizes()));
 }
 
+void check_bias(const std::optional<Tensor>& bias, const Tensor& x, const Tensor& weight) {
+  if (!bias) return;
+  check_device(*bias, x, "bias");
+  check_dtype(*bias, x.scalar_type(), "bias");
+  check_shape(*bias, {weight.size(0)}, "bias");
+}
+
+std::optional<Matrix> bias_of(const std::optional<Tensor>& bias) {
+  return bias ? std::optional(matrix_of(*bias, "bias")) : std::nullopt;
+}
+
+// Parameters of a layer without activation.
+fused_dense::FewRowsParams few_rows_params(const Matrix& x, const Matrix& weight, const std::optional<Matrix>& bias,
+                                           const Matrix& out) {
+  return {.dtype = dtype_of(out.tensor, "out"),
+          .rows = out.rows,
+          .in_features = x.cols,
+          .out_features = out.cols,
+          .x = x.as_rows(),
+          .weight = weight.as_rows(),
+          .bias = bias ? bias->data() : nullptr,
+          .out = out.as_rows()};
+}
+
 std::tuple<Tensor, Tensor> fused_dense_fwd(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                                            std::string activation_name, bool keep, int64_t heuristic) {
   check_weight(weight, x, 1, "x");
+  check_bias(bias, x, weight);
   const int64_t in = weight.size(1), out_features = weight.size(0);
-  if (bias) {
-    check_device(*bias, x, "bias");
-    check_dtype(*bias, x.scalar_type(), "bias");
-    check_shape(*bias, {out_features}, "bias");
-  }
   const auto activation = activation_of(activation_name);
   keep = keep && activation && activation != Activation::kRelu;
 
@@ -223,18 +250,11 @@ std::tuple<Tensor, Tensor> fused_dense_fwd(const Tensor& x, const Tensor& weight
   const Matrix to = whole(out);
   const Matrix from = in > 0 ? matrix_of(x, "x") : zeros(to.rows, kNone, x);
   const Matrix weights = in > 0 ? matrix_of(weight, "weight") : zeros(out_features, kNone, x);
-  const auto aligned_bias = bias ? std::optional(matrix_of(*bias, "bias")) : std::nullopt;
+  const auto aligned_bias = bias_of(bias);
 
-  const fused_dense::FewRowsParams few{.dtype = dtype_of(out, "out"),
-                                       .rows = to.rows,
-                                       .in_features = from.cols,
-                                       .out_features = out_features,
-                                       .x = from.as_rows(),
-                                       .weight = weights.as_rows(),
-                                       .bias = aligned_bias ? aligned_bias->data() : nullptr,
-                                       .out = to.as_rows(),
-                                       .activates = activation.has_value(),
-                                       .activation = activation.value_or(Activation::kRelu)};
+  auto few = few_rows_params(from, weights, aligned_bias, to);
+  few.activates = activation.has_value();
+  few.activation = activation.value_or(Activation::kRelu);
   if (!keep && fused_dense::few_rows(few, current_stream(x))) return {out, kept};
 
   auto params = forward_params(from, weights, to);
@@ -373,6 +393,25 @@ Tensor gated_fwd(const Tensor& x, std::string activation) {
   return out;
 }
 
+Tensor gated_dense_fwd(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                       std::string activation) {
+  check_weight(weight, x, 1, "x");
+  check_bias(bias, x, weight);
+  STD_TORCH_CHECK(weight.size(0) % 2 == 0, "weight must have an even number of rows, found shape ",
+                  shape_string(weight.sizes()));
+  const DeviceGuard guard(x.get_device_index());
+  const Tensor out = new_rows(x, weight.size(0) / 2);
+  if (out.numel() > 0 && weight.size(1) > 0) {
+    const Matrix from = matrix_of(x, "x"), weights = matrix_of(weight, "weight");
+    const auto aligned_bias = bias_of(bias);
+    auto few = few_rows_params(from, weights, aligned_bias, whole(out));
+    few.gated = true;
+    few.activation = some_activation(activation);
+    if (fused_dense::few_rows(few, current_stream(x))) return out;
+  }
+  return gated_fwd(std::get<0>(fused_dense_fwd(x, weight, bias, "identity", false, 0)), activation);
+}
+
 Tensor gated_bwd(const Tensor& dout, const Tensor& x, std::string activation) {
   check_halves(x);
   const DeviceGuard guard(x.get_device_index());
@@ -402,6 +441,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("fused_dense_fwd", TORCH_BOX(&fused_dense_fwd));
   m.impl("fused_dense_dgrad", TORCH_BOX(&fused_dense_dgrad));
   m.impl("fused_dense_wgrad", TORCH_BOX(&fused_dense_wgrad));
+  m.impl("gated_dense_fwd", TORCH_BOX(&gated_dense_fwd));
   m.impl("activation_fwd", TORCH_BOX(&activation_fwd));
   m.impl("activation_bwd", TORCH_BOX(&activation_bwd));
   m.impl("gated_fwd", TORCH_BOX(&gated_fwd));

@@ -2,7 +2,7 @@
 // where n_b is the length before. With tables, keys and queries are rotated by the angles of their positions (rotary
 // embedding); query i is at position n_b + i, or at n_b if no mask tells the queries apart. Rotated queries go to a
 // tensor of their own. At a position for which the tables have no row, nothing is rotated. Nothing is appended to an
-// entry of negative length.
+// entry of negative length. Where decode_sm80.cuh appends by itself, this kernel is not launched.
 //
 // A warp moves one head of one token; a lane takes pairs of channels. Maths in fp32.
 #pragma once
@@ -13,12 +13,14 @@
 #include "flash_attn/params.h"
 #include "flash_attn/sequence.cuh"
 #include "ptx/sync.cuh"
+#include "tile/any_vec.cuh"
 #include "tile/fragment.cuh"
 #include "tile/rotate.cuh"
 
 namespace flash::flash_attn {
 
 constexpr int kAppendThreads = 128;
+constexpr int kMostChannels = 256;
 
 // The two channels of pair i. Pairs that are rotated come first; the others are neighbours.
 __device__ inline int2 channels_of_pair(const AppendParams& p, int i) {
@@ -27,36 +29,51 @@ __device__ inline int2 channels_of_pair(const AppendParams& p, int i) {
   return {i, i + half};
 }
 
-__device__ inline float table_entry(const AppendParams& p, const void* table, int position, int i) {
-  const int64_t index = int64_t{position} * (p.rotary_dim / 2) + i;
-  switch (p.table_dtype) {
-    case DType::kFloat32:
-      return static_cast<const float*>(table)[index];
-    case DType::kFloat16:
-      return static_cast<const __half*>(table)[index];
-    default:
-      return static_cast<const __nv_bfloat16*>(table)[index];
-  }
-}
-
 // Whether the tables have a row for a position, which may be negative.
 __device__ inline bool has_table_row(const AppendParams& p, int position) {
   return p.cos != nullptr && static_cast<unsigned>(position) < static_cast<unsigned>(p.positions);
 }
 
-// Copies one head of one token, from channels `from_step` apart to channels `to_step` apart, and may rotate it.
-template <typename T>
+// How many keys an entry has before its new ones; negative if nothing is appended to it. At most kMaxSeqlen, or the sum
+// with a token could overflow.
+__device__ inline int length_before(const AppendParams& p, int entry) {
+  const int length = p.problem.seqused_k ? __ldg(p.problem.seqused_k + entry) : p.problem.seqlen_k - p.seqlen_new;
+  return min(length, kMaxSeqlen);
+}
+
+// Copies one head of one token of at most kMostChannels channels, from channels `from_step` apart to channels `to_step`
+// apart, and may rotate it. All loads come first, so that they do not wait for one another.
+template <int kMostChannels, typename T>
 __device__ void move_head(const AppendParams& p, const T* from, int64_t from_step, T* to, int64_t to_step, int position,
                           bool rotates) {
-  for (int i = lane_id(); 2 * i < p.problem.head_dim; i += 32) {
+  constexpr int kPairs = (kMostChannels + 63) / 64;
+  const int half = p.rotary_dim / 2, head_dim = p.problem.head_dim;
+  T xs[kPairs], ys[kPairs];
+  AnyVec<1> cos[kPairs], sin[kPairs];
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n) {
+    const int i = lane_id() + 32 * n;
     const int2 channels = channels_of_pair(p, i);
-    const bool has_second = channels.y < p.problem.head_dim;
-    float x = from[channels.x * from_step], y = has_second ? static_cast<float>(from[channels.y * from_step]) : 0.f;
-    if (rotates && i < p.rotary_dim / 2) {
-      rotate(x, y, table_entry(p, p.cos, position, i), table_entry(p, p.sin, position, i));
+    if (channels.x < head_dim) xs[n] = from[channels.x * from_step];
+    if (channels.y < head_dim) ys[n] = from[channels.y * from_step];
+    if (rotates && i < half) {
+      cos[n] = load_any<1>(p.cos, int64_t{position} * half + i, p.table_dtype);
+      sin[n] = load_any<1>(p.sin, int64_t{position} * half + i, p.table_dtype);
     }
-    to[channels.x * to_step] = x;
-    if (has_second) to[channels.y * to_step] = y;
+  }
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n) {
+    const int i = lane_id() + 32 * n;
+    const int2 channels = channels_of_pair(p, i);
+    if (rotates && i < half) {
+      float x = xs[n], y = ys[n], angle_cos[1], angle_sin[1];
+      widen(angle_cos, cos[n], p.table_dtype);
+      widen(angle_sin, sin[n], p.table_dtype);
+      rotate(x, y, angle_cos[0], angle_sin[0]);
+      xs[n] = x, ys[n] = y;
+    }
+    if (channels.x < head_dim) to[channels.x * to_step] = xs[n];
+    if (channels.y < head_dim) to[channels.y * to_step] = ys[n];
   }
 }
 
@@ -78,16 +95,17 @@ __device__ void append_token(const AppendParams& p, int entry, int64_t batch, in
   T* value = cache_row<T>(p, p.v_cache, entry, batch, position, head);
   if (key == nullptr) return;
   const Span span{entry, token, 1};
-  move_head(p, first_token<T>(p.k, span, head), p.k.head_dim, key, p.k_cache.head_dim, position,
-            has_table_row(p, position));
-  move_head(p, first_token<T>(p.v, span, head), p.v.head_dim, value, p.v_cache.head_dim, position, false);
+  move_head<kMostChannels>(p, first_token<T>(p.k, span, head), p.k.head_dim, key, p.k_cache.head_dim, position,
+                           has_table_row(p, position));
+  move_head<kMostChannels>(p, first_token<T>(p.v, span, head), p.v.head_dim, value, p.v_cache.head_dim, position,
+                           false);
 }
 
 template <typename T>
 __device__ void rotate_query(const AppendParams& p, int entry, int token, int position, int head) {
   const Span span{entry, token, 1};
-  move_head(p, first_token<T>(p.q, span, head), p.q.head_dim, first_token<T>(p.q_rotated, span, head),
-            p.q_rotated.head_dim, position, has_table_row(p, position));
+  move_head<kMostChannels>(p, first_token<T>(p.q, span, head), p.q.head_dim, first_token<T>(p.q_rotated, span, head),
+                           p.q_rotated.head_dim, position, has_table_row(p, position));
 }
 
 // The warps, as (entry, token, head): as many tokens as there are keys or queries, whichever are more, and the heads of
@@ -111,8 +129,7 @@ __global__ __launch_bounds__(kAppendThreads) void append_kernel(const __grid_con
   const int head = warp % grid.heads, token = warp / grid.heads % grid.tokens, entry = warp / grid.heads / grid.tokens;
   if (entry >= p.problem.batch) return;
 
-  const int given = p.problem.seqused_k ? __ldg(p.problem.seqused_k + entry) : p.problem.seqlen_k - p.seqlen_new;
-  const int length = min(given, kMaxSeqlen);  // or the sum with a token could overflow
+  const int length = length_before(p, entry);
   if (head < p.problem.heads_k) {
     const int64_t batch = p.problem.batch_index ? __ldg(p.problem.batch_index + entry) : entry;
     if (length >= 0 && token < p.seqlen_new) append_token<T>(p, entry, batch, token, length + token, head);

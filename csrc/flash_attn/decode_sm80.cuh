@@ -7,11 +7,18 @@
 // through shared memory, and blocks with other keys of the same rows through global memory: the last to arrive merges
 // in the order of the splits, so that the result does not depend on which is last.
 //
+// New keys and values can be appended on the way (as append.cuh says), which saves a launch. While its first chunks are
+// on their way, a block rotates its queries into shared memory, and the new keys of its split, if there are any. The
+// warp that has the chunk of a new key puts it there, once the rest of the chunk has arrived, and into the cache.
+//
 // Where the cache is small, most of the time passes before the first copy and after the last product, and in fetching
 // the code. Therefore the code is short.
 #pragma once
 
+#include <type_traits>
+
 #include "common/launch.h"
+#include "flash_attn/append.cuh"
 #include "flash_attn/fwd_plan.h"
 #include "flash_attn/fwd_steps.cuh"
 #include "flash_attn/fwd_tiles.h"
@@ -20,15 +27,22 @@
 #include "flash_attn/schedule.cuh"
 #include "flash_attn/softmax.cuh"
 #include "flash_attn/split.cuh"
+#include "tile/arrival.cuh"
 #include "tile/gemm.cuh"
 #include "tile/load.cuh"
 #include "tile/shared.cuh"
 
 namespace flash::flash_attn {
 
-template <typename T_, int kHeadDim_, Features kFeatures_, bool kPaged_>
+struct AppendingDecodeParams : DecodeParams {
+  AppendParams append;
+};
+
+template <typename T_, int kHeadDim_, Features kFeatures_, bool kPaged_, bool kAppends_ = false>
 struct DecodeConfig {
   using T = T_;
+  using Params = std::conditional_t<kAppends_, AppendingDecodeParams, DecodeParams>;
+  static constexpr bool kAppends = kAppends_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kPlain = kFeatures == Features::kPlain, kPaged = kPaged_;
@@ -85,6 +99,106 @@ __device__ auto load_query_fragment(const DecodeParams& p, const FwdWork<Config>
   }
   return q;
 }
+
+// What the warps of an appending block share, after their rings: its queries, and the new keys and values of its split.
+template <typename Config>
+struct FreshRows {
+  using Row = typename Config::T[decode_fresh_stride(Config::kHeadDim)];
+  alignas(16) Row q[Config::kRows];
+  alignas(16) Row k[kMostAppended], v[kMostAppended];
+};
+
+// A step of decoding that appends. Step<Config> is this or OnlyReading.
+template <typename Config>
+struct Appending {
+  using T = typename Config::T;
+  const AppendParams& p;
+  const FwdWork<Config>& work;
+  FreshRows<Config>& fresh;
+  int before;       // the position of new token 0
+  Interval tokens;  // the new ones whose keys are in the block's split
+
+  __device__ Appending(const AppendingDecodeParams& params, const FwdWork<Config>& work, void* shared)
+      : p(params.append),
+        work(work),
+        fresh(*static_cast<FreshRows<Config>*>(shared)),
+        before(length_before(p, work.tile.entry)) {
+    const int end = min((work.blocks.last + 1) * Config::kKeys, work.seq.k.length);
+    tokens = intersection({0, p.seqlen_new - 1}, {work.blocks.first * Config::kKeys - before, end - 1 - before});
+  }
+
+  // All threads of the block must call it together. A warp prepares a row at a time.
+  __device__ void prepare() const {
+    const int queries = work.rows.count, keys = max(0, tokens.last - tokens.first + 1);
+#pragma unroll 1
+    for (int i = warp_id(); i < queries + 2 * keys; i += blockDim.x / 32) {
+      const bool is_query = i < queries, is_key = !is_query && i < queries + keys;
+      const int index = is_query ? i : is_key ? i - queries : i - queries - keys;
+      const int token = is_query ? work.rows.token(i) : tokens.first + index;
+      const int head = is_query ? work.tile.head + work.rows.head(i) : work.tile.key_head;
+      const TensorRef<const void>& from = is_query ? p.q : is_key ? p.k : p.v;
+      T* to = is_query ? fresh.q[index] : is_key ? fresh.k[index] : fresh.v[index];
+      const int position = before + (is_query && !p.queries_advance ? 0 : token);
+      move_head<Config::kHeadDim>(p, first_token<T>(from, Span{work.tile.entry, token, 1}, head), from.head_dim, to, 1,
+                                  position, (is_query || is_key) && has_table_row(p, position));
+    }
+    __syncthreads();
+  }
+
+  __device__ auto queries() const {
+    PackedFragment<T, Config::kRows, Config::kHeadDim> q;
+#pragma unroll
+    for (int r = 0; r < Config::kRows / 8; ++r) {
+      if (8 * r >= work.rows.count) break;
+      const int first_col = Output<Config>::col(0), cols = p.problem.head_dim - first_col;
+      const T* row = fresh.q[min(Output<Config>::row(r), work.rows.count - 1)] + first_col;
+#pragma unroll
+      for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+        q.pair(r, i) = 8 * i < cols ? *reinterpret_cast<const uint32_t*>(row + 8 * i) : 0;
+      }
+    }
+    return q;
+  }
+
+  // Puts the new keys and values of a chunk that has arrived into its stage and into the cache.
+  __device__ void append(DecodeStage<Config>& stage, int chunk) const {
+    const int first = chunk * Config::kKeys - before;
+    const Interval own = intersection(tokens, {first, first + Config::kKeys - 1});
+#pragma unroll 1
+    for (int token = own.first; token <= own.last; ++token) {
+      const int index = token - tokens.first;
+      put(stage.k, token - first, fresh.k[index], p.k_cache, before + token);
+      put(stage.v, token - first, fresh.v[index], p.v_cache, before + token);
+    }
+    __syncwarp();
+  }
+
+ private:
+  template <typename Tile>
+  __device__ void put(Tile& tile, int row, const T* from, const TensorRef<>& cache, int position) const {
+    T* to = first_token<T>(cache, Span{work.seq.k.batch, position, 1}, work.tile.key_head);
+    const int col = lane_id() * Tile::kChunk;  // a row has at most 256 columns
+    if (col >= p.problem.head_dim) return;
+    const auto chunk = load<Tile::kChunk>(from + col);
+    store(tile.chunk(row, lane_id()), chunk);
+    store(to + col, chunk);
+  }
+};
+
+// A step that finds all keys in the cache.
+template <typename Config>
+struct OnlyReading {
+  const DecodeParams& p;
+  const FwdWork<Config>& work;
+
+  __device__ OnlyReading(const DecodeParams& p, const FwdWork<Config>& work, void*) : p(p), work(work) {}
+  __device__ void prepare() const {}
+  __device__ auto queries() const { return load_query_fragment<Config>(p, work); }
+  __device__ void append(DecodeStage<Config>&, int) const {}
+};
+
+template <typename Config>
+using Step = std::conditional_t<Config::kAppends, Appending<Config>, OnlyReading<Config>>;
 
 // Four columns of a row of O, relative to the row's maximum.
 struct Quad {
@@ -193,14 +307,17 @@ struct ChunkLoader {
 
 // A warp's walk over its chunks.
 template <typename Config>
-__device__ void decode_chunks(const DecodeParams& p, const FwdWork<Config>& work, DecodeRing<Config>& ring,
+__device__ void decode_chunks(const typename Config::Params& p, const FwdWork<Config>& work, DecodeRing<Config>* rings,
                               Output<Config>& o, Softmax<Config>& softmax) {
   using T = typename Config::T;
+  DecodeRing<Config>& ring = rings[warp_id()];
   const int num_warps = blockDim.x / 32, first = work.blocks.first + warp_id(), last = work.blocks.last;
+  const Step<Config> step(p, work, rings + num_warps);
   ChunkLoader<Config> loader(p, work, first);
 #pragma unroll 1
   for (DecodeStage<Config>& stage : ring.stages) loader.load(stage);
-  const auto q = load_query_fragment<Config>(p, work);
+  step.prepare();
+  const auto q = step.queries();
   prefetch_targets<Config>(p, work);
   const Interval whole = work.whole_blocks();
 
@@ -208,6 +325,7 @@ __device__ void decode_chunks(const DecodeParams& p, const FwdWork<Config>& work
   for (int n = first; n <= last; n += num_warps) {
     ptx::wait_copies<Config::kStages - 1>();
     __syncwarp();
+    step.append(ring.stages[stage], n);
     Scores<Config> s;
     s.fill(0);
     gemm<Config::kHeadDim>(s, q, along_cols(ring.stages[stage].k));
@@ -297,7 +415,8 @@ __device__ void store_result(const DecodeParams& p, const FwdWork<Config>& work,
 }
 
 template <typename Config>
-__global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const __grid_constant__ DecodeParams p) {
+__global__ __launch_bounds__(32 * kMaxDecodeWarps,
+                             1) void decode_kernel(const __grid_constant__ typename Config::Params p) {
   ptx::wait_for_dependency();
   const FwdWork<Config> work(p, p.plan.tiling, p.plan.splits);
   if (!work.exists()) return;
@@ -305,7 +424,7 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const _
   Output<Config> o;
   o.fill(0);
   Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
-  if (!work.blocks.empty()) decode_chunks<Config>(p, work, rings[warp_id()], o, softmax);
+  if (!work.blocks.empty()) decode_chunks<Config>(p, work, rings, o, softmax);
   store_in_ring(rings[warp_id()], o, softmax, work.rows.count);
   __syncthreads();
 
@@ -332,10 +451,12 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps, 1) void decode_kernel(const _
 }
 
 template <typename Config>
-void launch_decode(const DecodeParams& p, cudaStream_t stream) {
+void launch_decode(const typename Config::Params& p, cudaStream_t stream) {
+  static_assert(sizeof(FreshRows<Config>) == decode_fresh_bytes(Config::kHeadDim));
+  const int fresh_bytes = Config::kAppends ? sizeof(FreshRows<Config>) : 0;
   const LaunchShape shape{.grid = dim3(p.plan.tiling.tiles.value * p.plan.splits.count),
                           .block = dim3(32 * p.plan.warps),
-                          .shared_bytes = static_cast<int>(p.plan.warps * sizeof(DecodeRing<Config>)),
+                          .shared_bytes = static_cast<int>(p.plan.warps * sizeof(DecodeRing<Config>)) + fresh_bytes,
                           .early = true};
   launch<decode_kernel<Config>>(shape, p, stream);
 }
@@ -343,6 +464,9 @@ void launch_decode(const DecodeParams& p, cudaStream_t stream) {
 template <typename T, int kHeadDim, Features kFeatures>
 void run_decode(const DecodeParams& p, cudaStream_t stream) {
   if constexpr (kFeatures == Features::kPlain) {
+    if (p.plan.append != nullptr) {
+      return launch_decode<DecodeConfig<T, kHeadDim, kFeatures, false, true>>({p, *p.plan.append}, stream);
+    }
     if (p.pages.block_table == nullptr) return launch_decode<DecodeConfig<T, kHeadDim, kFeatures, false>>(p, stream);
   }
   launch_decode<DecodeConfig<T, kHeadDim, kFeatures, true>>(p, stream);

@@ -41,8 +41,9 @@ struct DecodePlan {
   static constexpr bool kPlainFindsPages = true;
   Tiling tiling;
   KeySplits splits;
-  int warps;        // of a block
-  bool evict_keys;  // whether keys and values leave the L2 cache first
+  int warps;                             // of a block
+  bool evict_keys;                       // whether keys and values leave the L2 cache first
+  const AppendParams* append = nullptr;  // on the host: what the kernel appends by itself; null if nothing
 };
 
 struct FwdSm90Plan {

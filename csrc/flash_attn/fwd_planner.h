@@ -153,6 +153,20 @@ inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
           scratch_of(tiling, splits, head_dim, /*lanes=*/1)};
 }
 
+// Whether the decode kernel itself can append: it looks up no pages then, no entry may read what another one appends,
+// and every new key must be seen by some row, because only blocks that see a key write it.
+inline bool appends_in_decoding(const FwdParams& p, const FwdPlan& plan, const AppendParams& append,
+                                const FwdHints& hints) {
+  const auto* decoding = std::get_if<DecodePlan>(&plan);
+  if (decoding == nullptr || features_of(p, /*plain_finds_pages=*/false) != Features::kPlain) return false;
+  const Problem& problem = p.problem;
+  const int head_dim = instance_head_dim(problem.head_dim);
+  const bool own_rows = problem.batch_index == nullptr && (append.k_cache.batch != 0 || problem.batch == 1);
+  const bool all_seen = problem.leftpad_k == nullptr && problem.seqlen_q + problem.window_left >= append.seqlen_new;
+  return own_rows && all_seen && append.seqlen_new <= kMostAppended &&
+         decoding->warps * decode_bytes_per_warp(head_dim) + decode_fresh_bytes(head_dim) <= hints.shared_bytes;
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Hopper
 

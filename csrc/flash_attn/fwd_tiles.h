@@ -63,6 +63,13 @@ constexpr int decode_warps(int head_dim, int shared_bytes) {
   return warps;
 }
 
+// Where the kernel also appends: the most new keys of an entry, and the shared memory for those and for the queries.
+constexpr int kMostAppended = 8;
+constexpr int decode_fresh_stride(int head_dim) { return head_dim + 8; }  // of rows, in elements
+constexpr int decode_fresh_bytes(int head_dim) {
+  return (kDecodeRows + 2 * kMostAppended) * decode_fresh_stride(head_dim) * 2;
+}
+
 // dmask_sm80.cuh: the width of the key blocks at which the running maximum of S_dmask advances. Callers know it from
 // _get_block_size_n.
 constexpr int dmask_width(int head_dim) { return head_dim <= 32 ? 128 : head_dim > 96 && head_dim <= 128 ? 32 : 64; }

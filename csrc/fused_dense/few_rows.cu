@@ -18,8 +18,9 @@ bool is_aligned(const Rows& rows) { return reinterpret_cast<uintptr_t>(rows.data
 bool few_rows(const FewRowsParams& p, cudaStream_t stream) {
   if (p.rows > kFewRows || std::max(p.in_features, p.out_features) > kMaxFeatures) return false;
   if (p.in_features % 8 != 0 || !is_aligned(p.x) || !is_aligned(p.weight)) return false;
-  dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype,
-                                                    [&](auto kDType) { run_few_rows<element_t<kDType>>(p, stream); });
+  dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype, [&](auto kDType) {
+    dispatch_flags([&](auto kGated) { run_few_rows<element_t<kDType>, kGated>(p, stream); }, p.gated);
+  });
   return true;
 }
 

@@ -1,6 +1,9 @@
 // Linear layers with few rows, as in decoding: out = act(x weight^T + bias). The time is that of loading the weight. A
-// block computes kOut output features. Its warps divide the contraction: each takes every num_warps-th chunk, and their
-// sums meet in shared memory.
+// block computes kColumns columns of the product. Its warps divide the contraction: each takes every num_warps-th
+// chunk, and their sums meet in shared memory.
+//
+// With gates, the columns of a block are values and, as many, their gates: out = act(gate) value. Both are rounded
+// before, as if another kernel had stored them.
 //
 // The weight is the right operand of an mma. x is the left operand, where some of the 16 rows may be missing. The order
 // of the contraction inside a fragment does not matter, as long as it is the same in both operands. So a lane loads
@@ -27,7 +30,7 @@
 namespace flash::fused_dense {
 
 struct FewRowsConfig {
-  static constexpr int kOut = 8;
+  static constexpr int kColumns = 8;
   static constexpr int kSpan = 32;  // length of the contraction that the four lanes of a row load in one access
   static constexpr int kLoads = 4;  // accesses per tensor in flight
   static constexpr int kChunk = kSpan * kLoads;
@@ -63,19 +66,30 @@ __device__ float activated(float x, Activation activation) {
   return x;
 }
 
-template <typename T>
+// A column of a block: the output feature that it is for, and the row of the weight that it is the product with.
+template <bool kGated>
+struct Column {
+  static constexpr int kOut = FewRowsConfig::kColumns / (kGated ? 2 : 1);  // features of a block
+  int64_t out, weight_row;
+
+  __device__ Column(const FewRowsParams& p, int index)
+      : out(int64_t{blockIdx.x} * kOut + index % kOut),
+        weight_row(kGated && index >= kOut ? p.out_features + out : out) {}
+};
+
+template <typename T, bool kGated>
 __global__ __launch_bounds__(32 * FewRowsConfig::kMaxWarps,
                              2) void few_rows_kernel(const __grid_constant__ FewRowsParams p) {
   using Config = FewRowsConfig;
-  constexpr int kLoads = Config::kLoads, kOut = Config::kOut;
-  __shared__ float found[Config::kMaxWarps][kFewRows][kOut];
+  constexpr int kLoads = Config::kLoads, kColumns = Config::kColumns;
+  __shared__ float found[Config::kMaxWarps][kFewRows][kColumns];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = lane / 4, column = lane % 4 * 8;
   const int warps = blockDim.x / 32, first = warp * Config::kChunk, step = warps * Config::kChunk;
   const int in_features = static_cast<int>(p.in_features);
-  const int64_t first_out = int64_t{blockIdx.x} * kOut;
-  const bool has_x = row < p.rows, has_weight = first_out + row < p.out_features;
+  const Column<kGated> own(p, row);
+  const bool has_x = row < p.rows, has_weight = own.out < p.out_features;
   const T* x = static_cast<const T*>(p.x.data) + row * p.x.stride + column;
-  const T* weight = static_cast<const T*>(p.weight.data) + (first_out + row) * p.weight.stride + column;
+  const T* weight = static_cast<const T*>(p.weight.data) + own.weight_row * p.weight.stride + column;
   const auto is_inside = [&](int k) { return k + column < in_features; };
 
   // Prefetch the weight into L2 only, while the preceding kernel ends: that kernel may still be writing the weight.
@@ -105,26 +119,34 @@ __global__ __launch_bounds__(32 * FewRowsConfig::kMaxWarps,
   found[warp][row][lane % 4 * 2] = sums[0];
   found[warp][row][lane % 4 * 2 + 1] = sums[1];
   __syncthreads();
-  if (threadIdx.x >= kFewRows * kOut) return;
-  const int to_row = threadIdx.x / kOut, to_column = threadIdx.x % kOut;
-  const int64_t to = first_out + to_column;
-  if (to_row >= p.rows || to >= p.out_features) return;
-  float sum = p.bias != nullptr ? static_cast<float>(static_cast<const T*>(p.bias)[to]) : 0.f;
+  if (threadIdx.x >= kFewRows * kColumns) return;
+  const int to_row = threadIdx.x / kColumns, to_column = threadIdx.x % kColumns;
+  const Column<kGated> to(p, to_column);
+  const bool has_out = to_row < p.rows && to.out < p.out_features;
+  float sum = p.bias != nullptr && has_out ? static_cast<float>(static_cast<const T*>(p.bias)[to.weight_row]) : 0.f;
   for (int i = 0; i < warps; ++i) sum += found[i][to_row][to_column];
-  if (p.activates) sum = activated<T>(sum, p.activation);
-  static_cast<T*>(p.out.data)[to_row * p.out.stride + to] = static_cast<T>(sum);
+  if constexpr (kGated) {
+    const float rounded = static_cast<float>(static_cast<T>(sum));
+    const float gate = __shfl_down_sync(~0u, rounded, to.kOut);
+    sum = activated<T>(gate, p.activation) * rounded;
+  } else if (p.activates) {
+    sum = activated<T>(sum, p.activation);
+  }
+  if (has_out && to_column < to.kOut) {
+    static_cast<T*>(p.out.data)[to_row * p.out.stride + to.out] = static_cast<T>(sum);
+  }
 }
 
 // Runs as many warps as there are chunks to load, because blocks that end early would leave multiprocessors idle for a
 // short time at the end.
-template <typename T>
+template <typename T, bool kGated>
 void run_few_rows(const FewRowsParams& p, cudaStream_t stream) {
   using Config = FewRowsConfig;
-  static_assert(32 * Config::kMinWarps >= kFewRows * Config::kOut);
-  const int blocks = static_cast<int>(ceil_div(p.out_features, Config::kOut));
+  static_assert(32 * Config::kMinWarps >= kFewRows * Config::kColumns);
+  const int blocks = static_cast<int>(ceil_div(p.out_features, Column<kGated>::kOut));
   const int chunks = static_cast<int>(ceil_div(p.in_features, Config::kChunk));
   const int warps = std::clamp(chunks, Config::kMinWarps, Config::kMaxWarps);
-  launch<few_rows_kernel<T>>({.grid = dim3(blocks), .block = dim3(32 * warps), .early = true}, p, stream);
+  launch<few_rows_kernel<T, kGated>>({.grid = dim3(blocks), .block = dim3(32 * warps), .early = true}, p, stream);
 }
 
 }  // namespace flash::fused_dense

@@ -61,7 +61,8 @@ struct Rows {
 
 constexpr int kFewRows = 8;
 
-// Computes out = act(x weight^T + bias) for at most kFewRows rows.
+// Computes out = act(x weight^T + bias) for at most kFewRows rows. If `gated`, weight and bias have the rows of as many
+// values as there are output features, and then the rows of their gates: out = act(gate) value.
 struct FewRowsParams {
   DType dtype;  // type of all tensors; 16 bits
   int64_t rows;
@@ -69,24 +70,33 @@ struct FewRowsParams {
   int64_t out_features;
   Rows x;
   Rows weight;
-  const void* bias;  // (out_features); may be null
+  const void* bias;  // a row each, adjacent; may be null
   Rows out;
-  bool activates;  // whether there is an activation
+  bool gated;
+  bool activates;  // whether there is an activation; with gates there is one
   Activation activation;
 };
 
-// Computes out = the sum of the rows of x. With `kept`, x is first replaced by x * act'(kept). With several chunks, row
-// i of out is the sum of chunk i.
+// Computes out = the sum of the rows of x. With `kept`, x is first replaced by x * act'(kept). Chunks of rows are
+// summed by different blocks.
 struct SumRowsParams {
-  DType dtype;  // type of x and kept; 16 bits if `kept` is given
+  DType dtype;  // type of all tensors; 16 bits
   int64_t rows;
   int64_t cols;
-  int64_t chunk_rows = 0;  // chosen by sum_rows
   Rows x;
   Rows kept;  // data is null if not given
   Activation activation;
   void* out;  // (cols)
-  DType out_dtype;
+
+  int64_t chunk_rows;  // chosen by plan_sum_rows
+  float* partial;      // (chunks, cols), the sums of the chunks; unused if there is one chunk
+  int* arrivals;       // zeros before the launch and after it
+};
+
+// The sizes of the scratch of SumRowsParams, in elements.
+struct SumRowsScratch {
+  int64_t partial;
+  int64_t arrivals;
 };
 
 // Computes out = act(x), or act(x) * y.

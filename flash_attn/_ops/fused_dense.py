@@ -1,6 +1,8 @@
-"""Linear layers fused with what surrounds them: the ops `fused_dense_fwd`, `fused_dense_dgrad`, `fused_dense_wgrad`.
+"""Linear layers fused with what surrounds them: the ops `fused_dense_fwd`, `fused_dense_dgrad`, `fused_dense_wgrad` and
+`gated_dense_fwd`.
 
     fused_dense_fwd(x, weight, bias, activation, keep, heuristic) -> (out, kept)
+    gated_dense_fwd(x, weight, bias, activation) -> act(gate) * value
     fused_dense_dgrad(dout, weight, dresidual, kept, activation, bias_grad) -> (dx, dbias)
     fused_dense_wgrad(dout, x, bias_grad) -> (dweight, dbias)
 
@@ -10,6 +12,9 @@ weight   (out, in)              bias (out,) or None                  dresidual l
     out = act(x weight^T + bias)                        activation: identity, or one of `_ops/activation.py`
     dx = dout weight + dresidual, or act'(kept) * (dout weight), with dbias = sum of the rows of dx
     dweight = dout^T x, dbias = sum of the rows of dout
+
+Of a gated layer, (value, gate) are the two halves of x weight^T + bias, rounded to the dtype. It has no gradient; few
+rows take one kernel, others two.
 
 The gradient of the activation needs `kept`, which the forward returns with `keep`: x weight^T + bias. For relu, out
 itself serves as kept, and kept is empty. In dgrad, weight belongs to the layer after the activation and dbias to the
@@ -65,6 +70,14 @@ def linear(x, weight, bias, return_residual, exchange):
     return (out, x) if return_residual else out
 
 
+def gated_linear(x, weight, bias, activation):
+    """Check the arguments and compute act(gate) * value of a layer without gradient."""
+    check_layer(x, weight, bias)
+    if len(weight) % 2:
+        raise ValueError(f"weight must have shape (2 * features, in_features), found {tuple(weight.shape)}")
+    return gated_fwd(x, weight, bias, activation)
+
+
 def mlp(
     x, weight1, bias1, weight2, bias2, activation, save_pre_act, return_residual, checkpoint_lvl, heuristic, exchange,
     products=None,
@@ -108,6 +121,11 @@ def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
         and not _torch_private.in_forward_mode()
         and _library.autocast_dtype(x) is None
     )
+
+
+def is_called_plainly(layer: torch.nn.Module) -> bool:
+    """Returns whether nobody has hooked a layer's forward, or replaced it for this one."""
+    return not _torch_private.has_forward_hooks(layer) and "forward" not in vars(layer)
 
 
 def check_layer(x, weight, bias, names=("x", "weight", "bias"), in_features=None):
@@ -270,6 +288,10 @@ def _fwd_fake(x, weight, bias, activation, keep, heuristic):
     return out, torch.empty_like(out) if keep and activation not in ("identity", "relu") else x.new_empty(0)
 
 
+def _gated_fake(x, weight, bias, activation):
+    return x.new_empty(*x.shape[:-1], weight.shape[0] // 2)
+
+
 def _dgrad_fake(dout, weight, dresidual, kept, activation, bias_grad):
     width = weight.shape[1]
     return dout.new_empty(*dout.shape[:-1], width), dout.new_empty(width if bias_grad and kept is not None else 0)
@@ -286,6 +308,11 @@ fwd = _library.define(
     fake=_fwd_fake,
     autograd=_Linear,
     differentiable=3,
+)
+gated_fwd = _library.define(
+    "gated_dense_fwd(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",
+    reference=reference.gated_fwd,
+    fake=_gated_fake,
 )
 dgrad = _library.define(
     "fused_dense_dgrad(Tensor dout, Tensor weight, Tensor? dresidual, Tensor? kept, str activation, bool bias_grad)"

@@ -80,6 +80,16 @@ def check(logits, labels, label_smoothing):
     checks.number("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "between 0 and 1")
 
 
+def check_classes(labels, classes, ignore_index=-100):
+    """Check that labels are classes or ignore_index, where they can be read without waiting."""
+    if not _library.can_be_read_at_once(labels):
+        return
+    wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
+    if wrong.numel() > 0:
+        found = wrong[0].item()
+        checks.number("labels", found, False, f"{ignore_index} or from 0 to {{}}", classes - 1)
+
+
 def check_row_values(name, value, logits):
     """Check that `value` has a float32 number for each row of the logits."""
     checks.tensor(name, value, dtypes=(torch.float32,), shape=logits.shape[:1], device=logits.device)

@@ -16,6 +16,11 @@ def fwd(x, weight, bias, activation, keep, heuristic):
     return act, out if keep and activation != "relu" else x.new_empty(0)
 
 
+def gated_fwd(x, weight, bias, activation):
+    """Returns act(gate) * value of the halves (value, gate) of the layer's output."""
+    return activations.gated_fwd(fwd(x, weight, bias, "identity", False, 0)[0], activation)
+
+
 def dgrad(dout, weight, dresidual, kept, activation, bias_grad):
     """Returns (dx, dbias)."""
     dx = matrix(dout) @ weight if dresidual is None else torch.addmm(matrix(dresidual), matrix(dout), weight)

@@ -336,6 +336,18 @@ class RotaryEmbedding(torch.nn.Module):
         self._update_cos_sin_cache(seqlen, device=device, dtype=dtype)
         return self._cached_tables()
 
+    def _tables_for_decoding(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
+        """Returns what `_tables` does; a compiled step takes the tables that the prompt has left, if they fit.
+
+        Else it would compute the angles of a whole cache for each token. It depends on the shape of the tables alone,
+        which may grow without a new graph for each size.
+        """
+        table = self._cos_cached
+        if torch.compiler.is_compiling() and table is not None:
+            if table.shape[0] >= seqlen and table.dtype == dtype and table.device == device:
+                return self._cached_tables()
+        return self._tables(seqlen, device, dtype)
+
     def _cached_tables(self) -> tuple[Any, ...]:
         return self._cos_cached, self._sin_cached, self._cos_k_cached, self._sin_k_cached
 

@@ -10,22 +10,22 @@ A family is two tables: which fields of its configuration become which of ours, 
 become which of ours. All run the same model, `flash_attn.models.gpt`. README.md has the same table, and what to set for
 speed.
 
-| module     | model_type of transformers   | what is covered |
-|------------|------------------------------|---|
-| `gpt`      | gpt2                         | all but cross attention; also Megatron's, with rotary embeddings |
-| `llama`    | llama, mistral, qwen2, gemma | GQA, biases, sliding windows, Gemma's norms; also Meta's own checkpoints |
-| `opt`      | opt                          | norms before or after each part, narrower embeddings (350M) |
-| `gptj`     | gptj                         | all |
-| `gpt_neox` | gpt_neox                     | parallel and sequential residuals |
-| `falcon`   | falcon                       | multi-query, the new decoder, one or two norms; without ALiBi |
-| `bigcode`  | gpt_bigcode                  | multi-query, expanded to all heads when it is loaded |
-| `btlm`     | btlm                         | ALiBi or learned positions |
-| `baichuan` | baichuan                     | 7B (rotary) and 13B (ALiBi), versions 1 and 2 |
-| `phi`      | phi                          | Phi-1 and Phi-2 |
+| module     | model_type of transformers          | what is covered |
+|------------|-------------------------------------|---|
+| `gpt`      | gpt2                                | all but cross attention; also Megatron's, with rotary embeddings |
+| `llama`    | llama, mistral, qwen2, qwen3, gemma | GQA, windows, Qwen3's and Gemma's norms; Meta's own checkpoints |
+| `opt`      | opt                                 | norms before or after each part, narrower embeddings (350M) |
+| `gptj`     | gptj                                | all |
+| `gpt_neox` | gpt_neox                            | parallel and sequential residuals |
+| `falcon`   | falcon                              | multi-query, the new decoder, one or two norms, rotary or ALiBi |
+| `bigcode`  | gpt_bigcode                         | multi-query, expanded to all heads when it is loaded |
+| `btlm`     | btlm                                | ALiBi or learned positions |
+| `baichuan` | baichuan                            | 7B (rotary) and 13B (ALiBi), versions 1 and 2 |
+| `phi`      | phi                                 | Phi-1 and Phi-2 |
 
 Rotary embeddings can be scaled as `linear`, `llama3` and `yarn` do it. What the model does not do is refused, with an
 error that names the field of the configuration: `dynamic` and `longrope` scaling, where the angles depend on the length
-of a sequence; a `head_dim` other than hidden_size / num_attention_heads (Gemma 7B, small Qwen3); norms of queries and
-keys (Qwen3); soft caps of scores or logits (Gemma 2); Falcon with ALiBi, which it scales like the scores; cross
-attention; quantised weights. A field that the library does not know gives a warning.
+of a sequence; soft caps of scores or logits, and norms behind attention and MLP (Gemma 2); mixtures of experts; cross
+attention; quantised weights. ALiBi is exact, while transformers rounds Falcon's to bfloat16. A field that the library
+does not know gives a warning.
 """

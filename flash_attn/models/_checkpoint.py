@@ -9,8 +9,9 @@ import types
 import torch
 from torch import nn
 
-from flash_attn.models._config import gpt2_config, is_gpt2_config, settings
+from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
 from flash_attn.models._family import find_family
+from flash_attn.models._options import divided, dtype_of_config, overridden, the_dtype
 from flash_attn.models._shard import shard_state_dict_tp
 from flash_attn.utils.pretrained import checkpoint_files, config_is_missing, config_of_pretrained, load_file
 
@@ -21,16 +22,27 @@ _LISTED = 20  # names of each kind in an error
 def to_gpt2_config(config):
     """The GPT2Config of a configuration of any family that is covered; a GPT2Config as it is."""
     if is_gpt2_config(config):
-        return config
+        return known_gpt2_config(config)
     return find_family(model_type=_model_type(config)).to_gpt2_config(config)
 
 
-def load(cls, model_name, config, args, kwargs, *, strict, device, dtype, world_size, rank, family, progress):
+def build(cls, config, kwargs, *, dtype, torch_dtype):
+    """`GPTPreTrainedModel.from_config`."""
+    fields, kwargs = divided(cls, kwargs, FIELDS)
+    dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config))
+    return cls(overridden(to_gpt2_config(config), fields), dtype=dtype, **kwargs)
+
+
+def load(
+    cls, model_name, config, args, kwargs, *, strict, device, dtype, world_size, rank, family, progress, torch_dtype
+):
     """`GPTPreTrainedModel.from_pretrained`."""
+    fields, kwargs = divided(cls, kwargs, FIELDS)
     family, config = _family_and_config(model_name, config, family)
     device = torch.device("cpu" if device is None else device)
-    model = cls(config, *args, device="meta", dtype=dtype, **kwargs)
-    files = checkpoint_files(model_name)
+    dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config) or _dtype_of_files(model_name))
+    model = cls(overridden(config, fields), *args, device="meta", dtype=dtype, **kwargs)
+    config, files = model.config, checkpoint_files(model_name)
     absent = _compare(model, family, files, world_size, rank, strict)
     pending = {}
     for path in _shown(files, progress):
@@ -41,6 +53,12 @@ def load(cls, model_name, config, args, kwargs, *, strict, device, dtype, world_
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     return model
+
+
+def _dtype_of_files(model_name):
+    """The dtype of the first floating tensor of a checkpoint."""
+    tensors = (tensor for path in checkpoint_files(model_name) for tensor in load_file(path, device="meta").values())
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
 def _converted(family, theirs, config, world_size, rank):
@@ -62,7 +80,7 @@ def _family_and_config(model_name, config, name):
             f"config must be of the checkpoint's family, {family.name}, or a GPT2Config, found model_type {given!r}"
         )
     config = _config_object(found) if config is None else config
-    return family, config if is_gpt2_config(config) else family.to_gpt2_config(config)
+    return family, known_gpt2_config(config) if is_gpt2_config(config) else family.to_gpt2_config(config)
 
 
 def _model_type(config):
@@ -211,7 +229,7 @@ def save(model, folder, name, max_shard_size):
 # What is part of our model, but not of transformers' GPT-2, by the values that it has there.
 _OF_GPT2 = dict(
     mlp_fc1_bias=True, mlp_fc2_bias=True, prenorm=True, rms_norm=False, parallel_block=False, qkv_proj_bias=True,
-    out_proj_bias=True, attn_dwconv=False, sliding_window=None, rotary_emb_fraction=0.0, use_alibi=False,
+    out_proj_bias=True, qk_norm=False, attn_dwconv=False, sliding_window=None, rotary_emb_fraction=0.0, use_alibi=False,
     mup_scale_qk_dot_by_d=False, mup_attn_multiplier=1.0, mup_embeddings_multiplier=1.0, mup_width_scale=1.0,
     mup_output_multiplier=1.0, word_embed_proj_dim=None, lm_head_bias=False, norm_head=False, gated=False,
 )  # fmt: skip
@@ -220,8 +238,9 @@ _OF_GPT2 = dict(
 def _gpt2_fields(config):
     """config.json of a model that transformers' GPT-2 can be."""
     s = settings(config)
-    for field, value in {**_OF_GPT2, "heads_kv": s.n_head}.items():
-        found = getattr(s, field)
+    needed = {name: (value, getattr(s, name)) for name, value in _OF_GPT2.items()}
+    needed |= {"n_head_kv": (s.n_head, s.heads_kv), "head_dim": (s.n_embd / s.n_head, s.width_of_head)}
+    for field, (value, found) in needed.items():
         if found != value:
             raise ValueError(f"config.{field} must be {value!r} to save in the format of GPT-2, found {found!r}")
     names = (

@@ -24,7 +24,8 @@ WITHOUT_EFFECT = frozenset(
         "architectures", "auto_map", "attention_softmax_in_fp32", "bos_token_id", "chunk_size_feed_forward",
         "classifier_dropout", "decoder_start_token_id", "dtype", "eos_token_id", "finetuning_task", "id2label",
         "is_decoder", "keys_to_ignore_at_inference", "label2id", "max_batch_size", "max_sequence_length", "model_type",
-        "multi_query", "name_or_path", "output_attentions", "output_hidden_states", "pad_token_id", "pretraining_tp",
+        "multi_query", "n_ctx", "name_or_path", "output_attentions", "output_hidden_states", "output_past",
+        "pad_token_id", "pretraining_tp",
         "problem_type", "reorder_and_upcast_attn", "return_dict", "scale_attention_softmax_in_fp32", "sep_token_id",
         "source_config", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
         "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version",
@@ -79,6 +80,7 @@ class Settings:
     parallel_block_tied_norm: bool = False
     head_dim: int | None = None
     n_head_kv: int | None = None
+    qk_norm: bool = False
     qkv_proj_bias: bool = True
     out_proj_bias: bool = True
     attn_dwconv: bool = False
@@ -89,6 +91,7 @@ class Settings:
     rotary_emb_interleaved: bool = False
     rotary_emb_scaling: dict[str, Any] | None = None
     use_alibi: bool = False
+    alibi_scaled: bool = False
     mup_scale_qk_dot_by_d: bool = False
     mup_attn_multiplier: float = 1.0
     mup_embeddings_multiplier: float = 1.0
@@ -108,7 +111,7 @@ class Settings:
 
     @property
     def width_of_head(self) -> int:
-        return self.n_embd // self.n_head
+        return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
 
     @property
     def rotary_dim(self) -> int:
@@ -170,14 +173,16 @@ def _check(s, rotary_emb_dim):
 
     for field in ("vocab_size", "n_embd", "n_head", "pad_vocab_size_multiple", "mlp_multiple_of"):
         check(field, getattr(s, field) > 0, "positive")
-    check("n_embd", s.n_embd % s.n_head == 0, f"a multiple of n_head, {s.n_head}")
+    check("head_dim", s.head_dim is None or s.head_dim > 0, "positive")
+    fits = s.head_dim is not None or s.n_embd % s.n_head == 0
+    check("n_embd", fits, f"a multiple of n_head, {s.n_head}, without head_dim")
     check("n_head_kv", s.heads_kv > 0 and s.n_head % s.heads_kv == 0, f"a divisor of n_head, {s.n_head}")
-    check("head_dim", s.head_dim in (None, s.width_of_head), f"n_embd / n_head, {s.width_of_head}")
     check("fused_mlp", not (s.fused_mlp and s.fused_dense_sqrelu_dense), "False with fused_dense_sqrelu_dense")
     check("residual_in_fp32", s.prenorm or not s.residual_in_fp32, "False without prenorm")
     check("parallel_block", s.prenorm or not s.parallel_block, "False without prenorm")
     check("norm_zero_centered", s.rms_norm or not s.norm_zero_centered, "False without rms_norm")
     check("use_alibi", s.use_flash_attn or not s.use_alibi, "False without use_flash_attn")
+    check("alibi_scaled", s.use_alibi or not s.alibi_scaled, "False without use_alibi")
     check("sliding_window", s.use_flash_attn or s.sliding_window is None, "None without use_flash_attn")
     for field in ("sliding_window", "mlp_checkpoint_lvl"):
         value = getattr(s, field)
@@ -191,8 +196,17 @@ def _check(s, rotary_emb_dim):
         )
 
 
+FIELDS = frozenset(field.name for field in dataclasses.fields(Settings))
+
+
 def round_up(n: int, multiple_of: int) -> int:
     return (n + multiple_of - 1) // multiple_of * multiple_of
+
+
+def known_gpt2_config(config: Any) -> Any:
+    """A GPT2Config as it is, with a warning of fields that are not known."""
+    warn_of_unread(config, {*FIELDS, *_ALIASES.values(), "rotary_emb_dim"})
+    return config
 
 
 def is_gpt2_config(config: Any) -> bool:

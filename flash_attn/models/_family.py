@@ -34,7 +34,7 @@ def families() -> list[Family]:
 
 
 def find_family(*, name: str | None = None, model_type: str | None = None, hub_name: str | None = None) -> Family:
-    """The family that has this name, or this model_type, or else checkpoints with this name on the hub.
+    """The family that has this name, or this model_type, or without one checkpoints with this name on the hub.
 
     Raises ValueError for a name that no family has, or if nothing says which family it is, and NotImplementedError for
     a model_type that no family has.
@@ -47,10 +47,8 @@ def find_family(*, name: str | None = None, model_type: str | None = None, hub_n
                 return family
         raise ValueError(f"family must be one of {names}, found {name!r}")
     for family in known:
-        if hub_name is not None and hub_name.startswith(tuple(family.hub_names)):
-            return family
-    for family in known:
-        if model_type in family.model_types:
+        by_name = model_type is None and hub_name is not None and hub_name.startswith(tuple(family.hub_names))
+        if by_name or model_type in family.model_types:
             return family
     if model_type is None:
         raise ValueError(f"family must be given, as neither config.json nor the name says which it is: one of {names}")

@@ -147,6 +147,10 @@ def _interleaved(rows, s):
     return torch.cat([turning.flatten(), torch.arange(heads * width, rows)])
 
 
+def _interleaved_head(rows, s):
+    return torch.arange(rows).view(2, rows // 2).t().flatten()
+
+
 def _grouped(rows, s):
     """Their rows are grouped by key head: its query heads, the key, the value."""
     groups = torch.arange(rows).view(s.heads_kv, s.n_head // s.heads_kv + 2, -1)
@@ -155,6 +159,7 @@ def _grouped(rows, s):
 
 # Rotary pairs that lie half a head apart in the checkpoint come to lie side by side, in queries and keys.
 INTERLEAVED = Order(_interleaved)
+INTERLEAVED_HEAD = Order(_interleaved_head)  # the same for what all heads share
 GROUPED = Order(_grouped)
 
 
@@ -193,12 +198,17 @@ class KeyMap:
     def convert(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
         """Take from `tensors` all that our tensors can be made of, and make them. The rest stays, with usual names."""
         s = settings(config)
+        spelled: dict[str, str] = {}  # the usual name -> that of the checkpoint
         for name in list(tensors):
             tensor, usual = tensors.pop(name), name
             for pattern, replacement in self.spellings:
                 usual = re.sub(pattern, replacement, usual)
-            if not any(re.search(pattern, usual) for pattern in self.dropped):
-                tensors[usual] = tensor
+            if any(re.search(pattern, usual) for pattern in self.dropped):
+                continue
+            if usual in spelled:
+                raise ValueError(f"tensors must have different names, found {spelled[usual]} and {name} for {usual}")
+            spelled[usual] = name
+            tensors[usual] = tensor
         result = {}
         for ours, rule in self.rules(s):
             if s.tie_word_embeddings and ours == _TIED[1]:

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from flash_attn._ops import checks
 from flash_attn.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
-from flash_attn.models._config import Settings, round_up
+from flash_attn.models._config import Settings, round_up, warn_of_unread
 from flash_attn.models._keys import KeyMap, padded, stacked
+from flash_attn.models._options import divided, dtype_of_config, overridden, refuse_float64, the_dtype
 from flash_attn.modules.block import Block
 from flash_attn.modules.embedding import BertEmbeddings
 from flash_attn.modules.mha import MHA
@@ -98,6 +99,13 @@ _NOT_COVERED = dict(
     quantization_config=None,
 )
 
+# Fields of Google's checkpoints that change nothing here.
+_WITHOUT_EFFECT = (
+    "directionality", "orig_vocab_size", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+    "pooler_size_per_head", "pooler_type",
+)  # fmt: skip
+_WITHOUT_FLOAT64 = ("use_flash_attn", "fused_dropout_add_ln", "use_xentropy")
+
 _TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 _ACTIVATIONS = ("gelu", *_TANH_GELUS)
 
@@ -115,6 +123,7 @@ def _check_config(config):
         value = getattr(config, name, covered)
         if value != covered:
             raise ValueError(f"config.{name} must be {covered!r}, the one value that is covered, found {value!r}")
+    warn_of_unread(config, {*Config.__annotations__, *_OPTIONS, *_NOT_COVERED, *_WITHOUT_EFFECT})
     layers, levels = config.num_hidden_layers, _option(config, "mlp_checkpoint_lvl")
     rotary = _option(config, "position_embedding_type") == "rotary"
     rotary_options = [name for name in _OPTIONS if name.startswith("rotary_emb")]
@@ -412,7 +421,8 @@ class BertPreTrainedModel(nn.Module):
         *inputs: Any,
         strict: bool = False,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
         **kwargs: Any,
     ) -> Self:
         """A model with the parameters of a checkpoint, as they are before training: call eval() for inference.
@@ -422,13 +432,23 @@ class BertPreTrainedModel(nn.Module):
             config: the configuration; that of the checkpoint if None.
             strict: heads and pooler must be exactly those of the checkpoint. Otherwise those that it has not are drawn
                 at random, and those that the model has not are left out, both with a warning in the log.
-            device, dtype: of the parameters; torch's defaults if None.
-            inputs, kwargs: more arguments of the model.
+            device, dtype: of the parameters; torch's defaults if None. A dtype may be a name, as "bfloat16"; "auto" is
+                that of config.json, or else that of the checkpoint's tensors.
+            torch_dtype: the older name of transformers for dtype; with a warning.
+            kwargs: fields of the configuration, which they override, as use_flash_attn=True or num_labels=3; and
+                arguments of the model. A configuration that is given is not changed.
+            inputs: more arguments of the model.
 
         Raises ValueError, before parameters are allocated, if keys are missing, are more than the model has, or have
-        another shape; OSError if there is no checkpoint.
+        another shape; OSError if there is no checkpoint; TypeError for a keyword argument that is neither a field of
+        the configuration nor an argument of the model, with names like it.
         """
-        config = _config_from_pretrained(model_name) if config is None else config
+        fields, kwargs = divided(cls, kwargs, {*Config.__annotations__, *_OPTIONS})
+        config = overridden(_config_from_pretrained(model_name) if config is None else config, fields)
+        dtype = the_dtype(
+            dtype, torch_dtype, lambda: dtype_of_config(config) or _dtype_of_checkpoint(model_name), stacklevel=3
+        )
+        refuse_float64(dtype, {name: _option(config, name) for name in _WITHOUT_FLOAT64})
         with torch.device("meta"):
             model = cls(config, *inputs, **kwargs)
         found = model._named_alike(_with_todays_names(state_dict_from_pretrained(model_name)))
@@ -873,6 +893,11 @@ def _with_todays_names(state_dict):
         bias = result.pop(_BIAS)
         result.setdefault(_DECODER_BIAS, bias)  # the one that transformers adds, where they are not the same
     return result
+
+
+def _dtype_of_checkpoint(model_name):
+    tensors = state_dict_from_pretrained(model_name, device="meta").values()
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
 def _config_from_pretrained(model_name):

@@ -40,6 +40,14 @@ def _biases(read):
     return dict.fromkeys(names, read("bias", default=False))
 
 
+def _positions(read):
+    """ALiBi is added before the scores are scaled. transformers rounds it to bfloat16, which is not done here."""
+    if not read("alibi", default=False):
+        return rope_fields(read)
+    read("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")  # without effect
+    return {"use_alibi": True, "alibi_scaled": True, "use_flash_attn": True}
+
+
 def _inner(read):
     return {"n_inner": read("ffn_hidden_size", default=4 * read("hidden_size"))}
 
@@ -64,8 +72,7 @@ CONFIG = ConfigMap(
         "tie_word_embeddings": True,
         "lm_head_bias": False,
     },
-    computed=(_heads, _norms, _biases, _inner, rope_fields),
-    only={"alibi": (False,)},  # whose bias is divided by the root of head_dim, as the scores are
+    computed=(_heads, _norms, _biases, _inner, _positions),
     without_effect=("apply_residual_connection_post_layernorm",),
 )
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, xentropy
 from flash_attn.losses.linear_cross_entropy import linear_cross_entropy
 from flash_attn.models import _checkpoint
 from flash_attn.models._config import is_gpt2_config, settings
@@ -36,6 +36,7 @@ from flash_attn.models._gpt2 import (
     remap_state_dict_hf_gpt2,
     remap_state_dict_megatron,
 )
+from flash_attn.models._options import refuse_float64
 from flash_attn.models._rope import attention_factor, rotary_embedding
 from flash_attn.models._shard import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
 from flash_attn.models.bigcode import remap_state_dict_hf_bigcode
@@ -114,7 +115,7 @@ def create_mixer_cls(
         rotary_emb_base=s.rotary_emb_base, rotary_emb_scale_base=s.rotary_emb_scale_base,
         rotary_emb_interleaved=s.rotary_emb_interleaved, use_alibi=s.use_alibi,
         window_size=(-1, -1) if window is None else (window - 1, 0), use_flash_attn=s.use_flash_attn,
-        device=device, dtype=dtype,
+        head_dim=s.width_of_head, qk_norm=s.qk_norm, qk_norm_eps=s.layer_norm_epsilon, device=device, dtype=dtype,
     )  # fmt: skip
     mixer_cls: Callable[..., nn.Module]
     if process_group is None:
@@ -124,7 +125,17 @@ def create_mixer_cls(
     else:
         parallel: dict[str, Any] = dict(process_group=process_group, sequence_parallel=s.sequence_parallel)
         mixer_cls = functools.partial(ParallelMHA, **parallel, **options)
+    if s.alibi_scaled:
+        mixer_cls = functools.partial(_with_scaled_alibi, mixer_cls, scale)
     return mixer_cls if s.rotary_emb_scaling is None else functools.partial(_with_scaled_rotary, mixer_cls, s, device)
+
+
+def _with_scaled_alibi(mixer_cls, scale, features):
+    """ALiBi that is scaled with the scores, as in Falcon."""
+    mixer = mixer_cls(features)
+    for attention in (mixer.inner_attn, mixer.inner_cross_attn):
+        attention.alibi_slopes = attention.alibi_slopes * scale  # a new tensor, as the two share theirs
+    return mixer
 
 
 def _with_scaled_rotary(mixer_cls, s, device, features):
@@ -265,12 +276,24 @@ class GPTPreTrainedModel(nn.Module):
         self.config = config
 
     @classmethod
-    def from_config(cls: type[_Model], config: Any, **kwargs: Any) -> _Model:
+    def from_config(
+        cls: type[_Model],
+        config: Any,
+        *,
+        dtype: torch.dtype | str | None = None,
+        torch_dtype: torch.dtype | str | None = None,
+        **kwargs: Any,
+    ) -> _Model:
         """A model with random weights from a configuration of transformers, of any family that is covered.
 
-        kwargs: of the constructor.
+        Arguments:
+            dtype, torch_dtype: as in `from_pretrained`; "auto" is the dtype of the configuration.
+            kwargs: fields of `Settings`, which override those of the configuration, as use_flash_attn=True; and
+                arguments of the constructor. The configuration that is given is not changed.
+
+        Raises TypeError for a name that is neither, with names like it.
         """
-        return cls(_checkpoint.to_gpt2_config(config), **kwargs)
+        return _checkpoint.build(cls, config, kwargs, dtype=dtype, torch_dtype=torch_dtype)
 
     @classmethod
     def from_pretrained(
@@ -280,36 +303,44 @@ class GPTPreTrainedModel(nn.Module):
         *args: Any,
         strict: bool = True,
         device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         world_size: int = 1,
         rank: int = 0,
         family: str | None = None,
         progress: bool = True,
+        torch_dtype: torch.dtype | str | None = None,
         **kwargs: Any,
     ) -> _Model:
         """A model with the weights of a checkpoint, in training mode, as new modules are: call eval() for inference.
+
+            model = GPTLMHeadModel.from_pretrained(folder, dtype="auto", use_flash_attn=True, fused_bias_fc=True)
 
         Arguments:
             model_name: a folder, a file, or a name on the hub.
             config: a GPT2Config, or the configuration of the family; by default, the checkpoint's own config.json.
             strict: raise an error for tensors that are missing or not known; else they keep their first, random weights
                 or are left out. Tensors of a wrong shape are always an error.
-            device, dtype: of the parameters; by default the CPU, and torch's default dtype.
+            device, dtype: of the parameters; by default the CPU, and torch's default dtype. A dtype may be a name, as
+                "bfloat16"; "auto" is that of config.json, or else that of the checkpoint's tensors.
             world_size, rank: load the part that this process of a tensor parallel model has; with process_group.
             family: the name of a family, as "llama"; by default that of config.json's model_type, or that of the name
                 on the hub.
             progress: show a bar, with the package tqdm, if there are several files.
-            args, kwargs: of the constructor.
+            torch_dtype: the older name of transformers for dtype; with a warning.
+            kwargs: fields of `Settings`, which override those of the configuration, as use_flash_attn=True; and
+                arguments of the constructor. A configuration that is given is not changed.
+            args: of the constructor.
 
         The names and shapes in the files are compared with those of the model before anything is loaded. One file is in
         memory at a time.
 
         Raises NotImplementedError for a family that is not known, OSError if there are no files, ValueError for
-        tensors that do not fit, with their names.
+        tensors that do not fit, with their names, and TypeError for a keyword argument that is neither a field nor an
+        argument of the constructor, with names like it.
         """
         return _checkpoint.load(
             cls, model_name, config, args, kwargs, strict=strict, device=device, dtype=dtype, world_size=world_size,
-            rank=rank, family=family, progress=progress,
+            rank=rank, family=family, progress=progress, torch_dtype=torch_dtype,
         )  # fmt: skip
 
     def save_pretrained(
@@ -364,6 +395,8 @@ class GPTModel(GPTPreTrainedModel):
         super().__init__(config)
         s = settings(config)
         factory: dict[str, Any] = dict(device=device, dtype=dtype)
+        needs = ("use_flash_attn", "fused_dropout_add_ln", "rms_norm", "qk_norm", "rotary_emb_fraction")
+        refuse_float64(dtype, {name: bool(getattr(s, name)) for name in needs})
         if process_group is not None:
             check_world_size(s, dist.get_world_size(process_group))
         self.process_group = process_group
@@ -528,7 +561,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         positions = self.transformer.embeddings.max_position_embeddings
         return positions if positions > 0 else None
 
-    def generate(self, input_ids: Tensor, max_length: int, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, input_ids: Tensor, max_length: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Continue sequences, as `flash_attn.utils.generation.GenerationMixin.generate` says.
 
         vocab_size is by default that of the configuration, so that padding of the vocabulary is never drawn.
@@ -592,7 +625,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             inference_params: see `flash_attn.utils.generation.InferenceParams`.
             num_last_tokens: only for so many tokens at the end of each sequence; all if 0.
             labels: (batch, seqlen), as transformers takes them: input_ids, with -100 for tokens that do not count.
-                Each is compared with the logits of the token before it.
+                Each is compared with the logits of the token before it. Others that are no class of the vocabulary
+                are an error on the CPU; on a GPU, where reading them would wait for the device, and in a compiled
+                graph they do not count either, like -100.
             shift_labels: (batch, seqlen), in place of labels: the token that follows each of input_ids, or -100.
             loss_fn: in place of `linear_cross_entropy`, a function of hidden (batch, seqlen, features), the weight of
                 the head (padded vocabulary, features), shift_labels and the bias of the head or None. Say, a
@@ -606,7 +641,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         There is no attention_mask: tokens see those before them, so padding on their right changes nothing but its own
         logits, and labels of -100 leave it out of the loss. `generate` takes the mask of padding on the left.
 
-        Raises TypeError or ValueError for input_ids or labels that are no tensors, or of another dtype or shape.
+        Raises TypeError or ValueError for input_ids or labels that are no tensors, or of another dtype or shape, and
+        on the CPU for labels that are no class.
         """
         checks.tensor("input_ids", input_ids)
         if input_ids.dim() != 2:
@@ -644,6 +680,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         weight = F.normalize(self.lm_head.weight) if self.norm_head else self.lm_head.weight
         by_tokens = hidden.dim() == 2
         if loss_fn is None:
+            xentropy.check_classes(following, self.vocab_size)
             loss_fn = functools.partial(
                 linear_cross_entropy, num_classes=self.vocab_size, process_group=self.process_group,
                 sequence_parallel=by_tokens,

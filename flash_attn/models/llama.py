@@ -1,4 +1,4 @@
-"""Llama, and what is built like it: Mistral, Qwen2, Gemma. Checkpoints of transformers and of Meta.
+"""Llama, and what is built like it: Mistral, Qwen2, Qwen3, Gemma. Checkpoints of transformers and of Meta.
 
     config = llama_config_to_gpt2_config(transformers.LlamaConfig.from_pretrained(path))
     model = GPTLMHeadModel.from_pretrained(path, config)
@@ -20,17 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_attn.models._config import ConfigMap, round_up
+from flash_attn.models._config import ConfigMap, refuse_unless, round_up
 from flash_attn.models._family import Family
 from flash_attn.models._keys import (
     EMBEDDINGS,
     FINAL_NORM,
     HEAD,
     INTERLEAVED,
+    INTERLEAVED_HEAD,
     KeyMap,
     each_layer,
     padded,
     queries_keys_values,
+    reordered,
     stacked,
 )  # fmt: skip
 from flash_attn.models._rope import rope_fields
@@ -62,6 +64,8 @@ def _windows(read):
     if window is None or not read("use_sliding_window", default=True):
         return {}
     if kinds is not None:
+        for kind in kinds:
+            refuse_unless("layer_types", kind, ("full_attention", "sliding_attention"))
         window = [window if kind == "sliding_attention" else None for kind in kinds]
     elif first > 0:
         window = [None if i < first else window for i in range(read("num_hidden_layers"))]
@@ -76,6 +80,10 @@ def _gemma(read):
         return {}
     factor = read("hidden_size") ** 0.5
     return {"norm_zero_centered": True, "mup_embeddings_multiplier": factor, "tie_word_embeddings": True}
+
+
+def _qk_norm(read):
+    return {"qk_norm": _type(read) == "qwen3"}
 
 
 def _type(read):
@@ -105,7 +113,7 @@ CONFIG = ConfigMap(
         "tie_word_embeddings": False,
         "mlp_multiple_of": 1,
     },
-    computed=(rope_fields, _biases, _gated_activation, _windows, _gemma),
+    computed=(rope_fields, _biases, _gated_activation, _windows, _gemma, _qk_norm),
 )
 
 _OF_META = each_layer(
@@ -142,6 +150,8 @@ KEYS = KeyMap(
                 "mixer.Wqkv": queries_keys_values(
                     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", order=INTERLEAVED
                 ),
+                "mixer.q_norm": reordered("self_attn.q_norm", INTERLEAVED_HEAD),
+                "mixer.k_norm": reordered("self_attn.k_norm", INTERLEAVED_HEAD),
                 "mixer.out_proj": "self_attn.o_proj",
                 "norm2": "post_attention_layernorm",
                 "mlp.fc1": stacked("mlp.up_proj", "mlp.gate_proj"),
@@ -154,14 +164,16 @@ KEYS = KeyMap(
 
 
 def llama_config_to_gpt2_config(llama_config: Any) -> Any:
-    """The GPT2Config of a configuration of Llama, Mistral, Qwen2 or Gemma, from transformers or from Meta's files."""
+    """The GPT2Config of a configuration of Llama, Mistral, Qwen2, Qwen3 or Gemma, or of Meta's files."""
     return CONFIG(llama_config)
 
 
 FAMILY = Family(
     name="llama",
-    model_types=("llama", "mistral", "qwen2", "gemma"),
-    hub_names=("meta-llama/", "codellama/", "TinyLlama/", "mistralai/Mistral-", "Qwen/Qwen2", "google/gemma-"),
+    model_types=("llama", "mistral", "qwen2", "qwen3", "gemma"),
+    hub_names=tuple(
+        "meta-llama/ codellama/ TinyLlama/ mistralai/Mistral- Qwen/Qwen2 Qwen/Qwen3- google/gemma-".split()
+    ),
     to_gpt2_config=llama_config_to_gpt2_config,
     keys=KEYS,
 )

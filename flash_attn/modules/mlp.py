@@ -7,14 +7,14 @@ here.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, fused_dense
 from flash_attn.ops.activations import swiglu_of_halves
 from flash_attn.ops.fused_dense import ColumnParallelLinear, FusedMLP, Linear, ParallelFusedMLP, RowParallelLinear
 
@@ -36,8 +36,12 @@ class _TwoLayers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """y (..., out_features) of x (..., in_features); (y, x) if return_residual."""
-        y = self.fc2(self.between(self.fc1(x)))
+        y = self.fc2(self.hidden(x))
         return (y, x) if self.return_residual else y
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What fc2 gets."""
+        return self.between(self.fc1(x))
 
     def between(self, y: Tensor) -> Tensor:
         """What fc2 gets of the output y of fc1."""
@@ -46,6 +50,13 @@ class _TwoLayers(nn.Module):
 
 class _Gated(_TwoLayers):
     """Layers with a gate: the output of fc1 is a value, then its gate."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """What fc2 gets. For few rows, as in a step of decoding, one kernel computes fc1 and the gate."""
+        fc1 = self.fc1
+        if self.activation is F.silu and _is_plain(fc1) and fused_dense.is_for_few_rows(x, fc1.weight):
+            return fused_dense.gated_linear(x, fc1.weight, fc1.bias, "silu")
+        return super().hidden(x)
 
     def between(self, y: Tensor) -> Tensor:
         """value * activation(gate)."""
@@ -192,6 +203,12 @@ class ParallelGatedMlp(_Gated):
             in_features, 2 * hidden_features, process_group, bias=bias1, multiple_of=2, **factory
         )
         self.fc2 = RowParallelLinear(hidden_features, out_features, process_group, bias=bias2, **factory)
+
+
+def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a call of the layer is only the product with its own weight."""
+    sends = isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel
+    return type(layer) in (Linear, ColumnParallelLinear) and not sends and fused_dense.is_called_plainly(layer)
 
 
 def _or_else(features: int | None, default: int) -> int:

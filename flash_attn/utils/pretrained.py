@@ -18,6 +18,11 @@ _NAMES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+_DTYPES = {  # as safetensors calls them; others are taken for torch's default
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
 
 
 def state_dict_from_pretrained(
@@ -146,6 +151,9 @@ def _load_safetensors(path: pathlib.Path, device: torch.device | str) -> dict[st
             return safetensors.torch.load_file(path, device=str(device))
         with safetensors.safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
-            return {name: torch.empty(each.get_shape(), device="meta") for name, each in slices.items()}
+            return {
+                name: torch.empty(each.get_shape(), dtype=_DTYPES.get(each.get_dtype()), device="meta")
+                for name, each in slices.items()
+            }
     except safetensors.SafetensorError as error:  # the error does not name the file
         raise ValueError(f"{path} must be a safetensors file, found: {error}") from error

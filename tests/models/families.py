@@ -18,6 +18,7 @@ from transformers import (
     OPTConfig,
     PhiConfig,
     Qwen2Config,
+    Qwen3Config,
 )  # fmt: skip
 
 from flash_attn.models._family import find_family
@@ -86,6 +87,21 @@ CASES = {
             **_LLAMA, num_key_value_heads=4, use_sliding_window=True, sliding_window=6, max_window_layers=1
         ),
     ),
+    "llama head_dim": Case("llama", lambda: LlamaConfig(**_LLAMA, num_key_value_heads=2, head_dim=32)),
+    "mistral head_dim": Case(
+        "llama", lambda: MistralConfig(**_LLAMA | dict(num_attention_heads=3), num_key_value_heads=1, head_dim=8)
+    ),
+    "qwen3": Case("llama", lambda: Qwen3Config(**_LLAMA, num_key_value_heads=2, head_dim=32)),
+    "qwen3 mha, biases": Case(
+        "llama", lambda: Qwen3Config(**_LLAMA, num_key_value_heads=4, head_dim=16, attention_bias=True)
+    ),
+    "qwen3 windows": Case(
+        "llama", lambda: Qwen3Config(
+            **_LLAMA, num_key_value_heads=4, head_dim=24, use_sliding_window=True, sliding_window=6,
+            layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=True,
+        ),
+    ),
+    "gemma 7B": Case("llama", lambda: GemmaConfig(**_LLAMA, num_key_value_heads=4, head_dim=32)),
     "gemma": Case("llama", lambda: GemmaConfig(**_LLAMA, num_key_value_heads=1, head_dim=16)),
     "opt": Case(
         "opt",
@@ -102,6 +118,7 @@ CASES = {
         ),
     ),
     "gptj": Case("gptj", lambda: GPTJConfig(**_SIZES_GPT, rotary_dim=8)),
+    "gptj, whole heads": Case("gptj", lambda: GPTJConfig(**_SIZES_GPT, rotary_dim=16)),
     "gpt_neox": Case("gpt_neox", lambda: GPTNeoXConfig(**_SIZES, intermediate_size=96)),
     "gpt_neox sequential": Case(
         "gpt_neox",
@@ -116,6 +133,12 @@ CASES = {
         lambda: FalconConfig(**_FALCON, new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1),
     ),
     "falcon sequential": Case("falcon", lambda: FalconConfig(**_FALCON, parallel_attn=False, multi_query=False)),
+    "falcon alibi": Case(
+        "falcon", lambda: FalconConfig(**_FALCON | dict(alibi=True), parallel_attn=False, multi_query=False, bias=True)
+    ),
+    "falcon alibi, multi-query": Case(
+        "falcon", lambda: FalconConfig(**_FALCON | dict(alibi=True, hidden_size=96, num_attention_heads=6))
+    ),
     "bigcode": Case("bigcode", lambda: GPTBigCodeConfig(**_SIZES_GPT)),
     "btlm": Case("btlm", lambda: BtlmConfig(**_SIZES_GPT, position_embedding_type="alibi"), Btlm),
     "btlm learned": Case("btlm", lambda: BtlmConfig(**_SIZES_GPT, position_embedding_type="learned"), Btlm),

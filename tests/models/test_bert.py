@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 import types
+import warnings
 
 import pytest
 import torch
@@ -503,6 +504,37 @@ def test_no_config_or_that_of_another_model(tmp_path):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Configurations
+
+
+def test_fields_of_the_configuration_by_name(tmp_path):
+    given = config_of()
+    theirs = randomised(transformers.BertModel(given)).to(torch.bfloat16).eval()
+    theirs.save_pretrained(tmp_path)
+    head = bert.BertForSequenceClassification
+    for config in (None, given):
+        ours = head.from_pretrained(tmp_path, config, num_labels=7, use_flash_attn=True, dtype="auto")
+        assert ours.classifier.out_features == 7 and ours.bert.encoder.use_flash_attn
+        assert {parameter.dtype for parameter in ours.parameters()} == {torch.bfloat16}
+    assert given.num_labels == 5 and not hasattr(given, "use_flash_attn")
+    assert bert.BertModel.from_pretrained(tmp_path, add_pooling_layer=False).pooler is None
+    with pytest.warns(FutureWarning, match="torch_dtype is taken for dtype") as notices:
+        ours = head.from_pretrained(tmp_path, torch_dtype="float16")
+    assert next(ours.parameters()).dtype == torch.float16
+    assert [notice.filename for notice in notices] == [__file__]
+    with pytest.raises(TypeError, match="found 'num_label'; names like it: num_labels"):
+        head.from_pretrained(tmp_path, num_label=7)
+    with pytest.raises(ValueError, match=r"dtype must be float32, .* with config.use_flash_attn"):
+        head.from_pretrained(tmp_path, use_flash_attn=True, dtype=torch.float64)
+
+
+def test_unknown_fields_are_reported():
+    with pytest.warns(UserWarning, match=r"BertConfig: these fields are not known, .*: \['invented'\]"):
+        bert.BertModel(config_of(invented=3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for config in (transformers.BertConfig(), config_of(directionality="bidi", pooler_fc_size=768)):
+            bert._check_config(config)
+            bert._check_config(types.SimpleNamespace(**config.to_dict()))
 
 
 def test_any_object_with_the_fields(tmp_path):

@@ -29,6 +29,7 @@ from flash_attn.models.llama import (
     remap_state_dict_meta_llama,
     state_dicts_from_checkpoint,
 )
+from flash_attn.ops.fused_dense import FusedDense
 
 pytest.importorskip("safetensors")
 IN_TRANSFORMERS = [name for name in CASES if not name.startswith(("btlm", "baichuan"))]
@@ -141,6 +142,75 @@ def test_a_configuration_that_is_given(folder):
     assert isinstance(GPTLMHeadModel.from_config(reference.config, device="meta"), GPTLMHeadModel)
     with pytest.raises(ValueError, match=r"family must be one of gpt2, llama, .* found 'lama'"):
         GPTLMHeadModel.from_pretrained(path, family="lama")
+
+
+def test_fields_of_the_configuration_by_name(folder):
+    """They override those of the checkpoint, and change no configuration that is given."""
+    path, reference = folder("llama gqa")
+    ids = ids_of(reference.config)
+    options = dict(use_flash_attn=True, fused_bias_fc=True, fused_dropout_add_ln=True, pad_vocab_size_multiple=64)
+    ours = llama_config_to_gpt2_config(reference.config)
+    for given in (None, reference.config, ours):
+        model = GPTLMHeadModel.from_pretrained(path, given, **options, process_group=None)
+        assert {name: getattr(model.config, name) for name in options} == options
+        assert isinstance(model.transformer.layers[0].mixer.Wqkv, FusedDense)
+        assert (logits_of(model, ids)[..., :96] - logits_of(reference, ids)).abs().max() < 1e-4
+    for given in (reference.config, ours):
+        model = GPTLMHeadModel.from_config(given, device="meta", use_flash_attn=True)
+        assert model.config.use_flash_attn and not getattr(given, "use_flash_attn", False)
+    with pytest.raises(ValueError, match=r"config.activation_function must be one of .* with config.fused_mlp"):
+        GPTLMHeadModel.from_pretrained(path, fused_mlp=True)
+    says = (
+        r"fields of the configuration or arguments of GPTLMHeadModel, found 'use_flash_atn'; names like it: use_flash_"
+    )
+    with pytest.raises(TypeError, match=says):
+        GPTLMHeadModel.from_pretrained(path, use_flash_atn=True)
+    with pytest.raises(TypeError, match=says):
+        GPTLMHeadModel.from_config(ours, use_flash_atn=True)
+    with pytest.raises(TypeError, match="found 'zzz'; names like it: none"):
+        GPTLMHeadModel.from_pretrained(path, zzz=1)
+
+
+def test_arguments_of_a_subclass(folder):
+    """A field's name that the constructor has is the constructor's, and one that takes all gets the rest."""
+
+    class Own(GPTLMHeadModel):
+        def __init__(self, config, n_inner=3, **kwargs):
+            self.own = n_inner, kwargs.pop("extra")
+            super().__init__(config, **kwargs)
+
+    path, _ = folder("llama")
+    model = Own.from_pretrained(path, n_inner=7, extra=8, use_flash_attn=True)
+    assert model.own == (7, 8) and model.config.n_inner == 96 and model.config.use_flash_attn
+
+
+def test_names_of_dtypes(folder):
+    path, reference = folder("llama")
+    reference.to(torch.bfloat16).save_pretrained(path)
+    for given, expected in (("auto", torch.bfloat16), ("float16", torch.float16), (None, torch.float32)):
+        model = GPTLMHeadModel.from_pretrained(path, dtype=given)
+        assert {parameter.dtype for parameter in model.parameters()} == {expected}
+    with pytest.warns(FutureWarning, match="torch_dtype is taken for dtype") as notices:
+        model = GPTLMHeadModel.from_pretrained(path, torch_dtype="auto")
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    assert [notice.filename for notice in notices] == [__file__]
+    fields = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({key: value for key, value in fields.items() if "dtype" not in key}))
+    assert GPTLMHeadModel.from_pretrained(path, dtype="auto").lm_head.weight.dtype == torch.bfloat16
+    assert GPTLMHeadModel.from_config(reference.config, dtype="auto").lm_head.weight.dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="torch_dtype must not be given together with dtype, found auto and auto"):
+        GPTLMHeadModel.from_pretrained(path, dtype="auto", torch_dtype="auto")
+    for wrong in ("int8", "bfloat61", torch.int8, 3):
+        with pytest.raises(ValueError, match=f"dtype must be a floating torch.dtype, its name, .* found {wrong!r}"):
+            GPTLMHeadModel.from_pretrained(path, dtype=wrong)
+
+
+def test_two_tensors_for_one(folder):
+    path, _ = folder("gpt2")
+    change(path, lambda tensors: tensors.update({"wpe.weight": torch.zeros(64, 64)}))
+    says = "tensors must have different names, found .*wpe.weight and .*wpe.weight for transformer.wpe.weight"
+    with pytest.raises(ValueError, match=says):
+        GPTLMHeadModel.from_pretrained(path)
 
 
 def test_a_model_without_head(folder):
@@ -275,6 +345,10 @@ def test_what_cannot_be_saved(tmp_path):
     config.rotary_emb_fraction = 0.5
     with pytest.raises(ValueError, match=r"config.rotary_emb_fraction must be 0.0 to save in the format of GPT-2"):
         GPTLMHeadModel(config).save_pretrained(tmp_path)
+    for options, says in ((dict(head_dim=8), "head_dim must be 16.0"), (dict(n_head_kv=2), "n_head_kv must be 4")):
+        config = transformers.GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=96, **options)
+        with pytest.raises(ValueError, match=f"config.{says} to save in the format of GPT-2, found"):
+            GPTLMHeadModel(config).save_pretrained(tmp_path)
     model = GPTLMHeadModel.from_config(CASES["llama"].config())
     with pytest.raises(ValueError, match="family must be that of the model's configuration, found 'opt'"):
         model.save_pretrained(tmp_path, family="opt")

@@ -11,8 +11,9 @@ from flash_attn.models.gpt import GPTLMHeadModel
 
 # One of each kind of position, head and block.
 NAMES = (
-    "gpt2", "llama gqa", "llama 3", "mistral", "qwen2 windows", "gemma", "opt", "opt 350m", "gptj", "gpt_neox",
-    "gpt_neox sequential", "falcon", "falcon new decoder", "bigcode", "btlm", "btlm learned", "baichuan", "phi",
+    "gpt2", "llama gqa", "llama 3", "mistral", "qwen2 windows", "qwen3", "gemma 7B", "opt", "opt 350m", "gptj",
+    "gpt_neox", "gpt_neox sequential", "falcon", "falcon new decoder", "falcon alibi", "bigcode", "btlm",
+    "btlm learned", "baichuan", "phi",
 )  # fmt: skip
 FUSED = dict(use_flash_attn=True, fused_bias_fc=True, fused_dropout_add_ln=True)
 
@@ -97,7 +98,7 @@ def test_prompt_longer_than_the_positions(device):
         generate(model, ids_of(model.config, seqlen=65, device=device), 70)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "falcon", "btlm"])
+@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "qwen3", "falcon", "btlm"])
 def test_several_tokens_behind_a_cache(name, device):
     """10 tokens, then 4, then 6 are 20."""
     from flash_attn.utils.generation import InferenceParams
@@ -140,7 +141,7 @@ def test_padding_of_the_vocabulary_is_never_drawn(device):
     assert model.generate(ids, max_length=30).max() < 96
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "falcon"])
+@pytest.mark.parametrize("name", ["gpt2", "llama gqa", "qwen3", "falcon"])
 def test_compiled_steps(name, device):
     """A step behind a cache as one graph."""
     from flash_attn.utils.generation import InferenceParams
@@ -159,6 +160,33 @@ def test_compiled_steps(name, device):
             positions = torch.full_like(ids[:, 7:], 7)
             results.append(step(ids[:, 7:], position_ids=positions, inference_params=params).logits)
     torch.testing.assert_close(results[1], results[0])
+
+
+def test_compiled_steps_compute_no_tables(device):
+    """They take those of the prompt, of which growing takes at most one more graph."""
+    from flash_attn.utils.generation import InferenceParams
+
+    model = model_of("llama gqa", device, **FUSED)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for capacity in (8, 24, 40, 56):
+        ids, results = ids_of(model.config, seqlen=8, device=device), []
+        for step in (model, compiled):
+            lengths = torch.zeros(2, dtype=torch.int32, device=device)
+            params = InferenceParams(capacity, 2, lengths_per_sample=lengths)
+            with torch.no_grad():
+                model(ids[:, :7], inference_params=params)
+                params.seqlen_offset = 7
+                lengths.fill_(7)
+                results.append(step(ids[:, 7:], inference_params=params).logits)
+        torch.testing.assert_close(results[1], results[0])
+    assert 0 < len(graphs) <= 2
+    assert not any(node.target == "cos" for graph in graphs for node in graph.graph.nodes)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama gqa", "gptj"])
@@ -202,6 +230,23 @@ def test_more_tokens_than_learned_positions():
         model.generate(ids, max_length=70, attention_mask=mask)
     rotary = GPTLMHeadModel.from_config(CASES["llama"].config()).eval()
     assert rotary.generate(ids, max_length=70).shape == (2, 70)
+
+
+def test_max_new_tokens():
+    model = GPTLMHeadModel(CASES["gpt2"].config()).eval()
+    ids = ids_of(model.config, seqlen=7)
+    expected = model.generate(ids, 12)
+    assert torch.equal(model.generate(ids, max_new_tokens=5), expected)
+    mask = (torch.arange(7) >= torch.tensor([2, 0])[:, None]).long()
+    assert model.generate(ids, max_new_tokens=5, attention_mask=mask).shape == (2, 12)
+    for options in (dict(), dict(max_length=12, max_new_tokens=5)):
+        with pytest.raises(
+            ValueError, match="either max_length or max_new_tokens must be given, found max_length="
+        ) as e:
+            model.generate(ids, **options)
+        assert str(e.value).endswith(f"={options.get('max_length')} and max_new_tokens={options.get('max_new_tokens')}")
+    with pytest.raises(ValueError, match="max_new_tokens must be positive, found 0"):
+        model.generate(ids, max_new_tokens=0)
 
 
 def test_what_a_tokenizer_returns_is_given_by_name():

@@ -1,6 +1,7 @@
 """The decoder: its configuration, parts, dropout, memory and compilation; the families are in test_families.py."""
 
 import copy
+import types
 import warnings
 
 import pytest
@@ -10,7 +11,8 @@ from torch import nn
 from transformers import GPT2Config
 
 from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss
-from flash_attn.models import _config
+from flash_attn.models import _checkpoint, _config
+from flash_attn.models._family import families
 from flash_attn.models.gpt import (
     GPTLMHeadModel,
     GPTModel,
@@ -31,6 +33,7 @@ LLAMA = dict(
     out_proj_bias=False, mlp_fc1_bias=False, mlp_fc2_bias=False, tie_word_embeddings=False, n_head_kv=2,
     mlp_multiple_of=8,
 )  # fmt: skip
+HEADS = LLAMA | dict(head_dim=24, qk_norm=True)
 PARALLEL = dict(n_positions=0, rotary_emb_fraction=0.5, parallel_block=True)
 FUSED = dict(use_flash_attn=True, fused_bias_fc=True, fused_dropout_add_ln=True)
 
@@ -49,10 +52,11 @@ def ids(batch=2, seqlen=12, device="cpu"):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (dict(head_dim=32), r"config.head_dim must be n_embd / n_head, 16, found 32"),
-        (dict(n_head=5), r"config.n_embd must be a multiple of n_head, 5, found 64"),
+        (dict(head_dim=0), r"config.head_dim must be positive, found 0"),
+        (dict(n_head=5), r"config.n_embd must be a multiple of n_head, 5, without head_dim, found 64"),
         (dict(n_head_kv=3), r"config.n_head_kv must be a divisor of n_head, 4, found 3"),
         (dict(use_alibi=True), r"config.use_alibi must be False without use_flash_attn, found True"),
+        (dict(alibi_scaled=True), r"config.alibi_scaled must be False without use_alibi, found True"),
         (dict(sliding_window=4), r"config.sliding_window must be None without use_flash_attn, found 4"),
         (dict(sliding_window=[4], use_flash_attn=True), r"config.sliding_window must be one value, or one for each of"),
         (dict(residual_in_fp32=True, prenorm=False), r"config.residual_in_fp32 must be False without prenorm"),
@@ -95,7 +99,6 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
 @pytest.mark.parametrize(
     ("config", "says"),
     [
-        (lambda: transformers.LlamaConfig(**TINY, head_dim=32), "config.head_dim must be n_embd / n_head, 16"),
         (lambda: transformers.LlamaConfig(**TINY, hidden_act="relu"), "config.hidden_act must be one of 'silu'"),
         (
             lambda: transformers.LlamaConfig(**TINY, rope_parameters=dict(rope_type="dynamic", factor=2.0)),
@@ -111,8 +114,12 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
             ),
             "config.partial_rotary_factor must be 1 with rope_type 'yarn', found 0.25",
         ),
-        (lambda: transformers.GemmaConfig(**TINY, num_key_value_heads=4), "config.head_dim must be n_embd / n_head"),
-        (lambda: transformers.FalconConfig(**TINY | dict(alibi=True)), "config.alibi must be False"),
+        (
+            lambda: types.SimpleNamespace(
+                **TINY, model_type="mistral", sliding_window=4, layer_types=["chunked_attention"] * 2
+            ),
+            "config.layer_types must be 'full_attention' or 'sliding_attention', .* found 'chunked_attention'",
+        ),
         (lambda: transformers.OPTConfig(layerdrop=0.1), "config.layerdrop must be 0.0, .* found 0.1"),
         (lambda: transformers.GPTBigCodeConfig(multi_query=False), "config.multi_query must be True, .* found False"),
         (lambda: transformers.PhiConfig(qk_layernorm=True), "config.qk_layernorm must be False, .* found True"),
@@ -124,7 +131,7 @@ def test_refused_configurations_of_families(config, says):
 
 
 def test_refused_families():
-    for kind in (transformers.Qwen3Config, transformers.Gemma2Config):
+    for kind in (transformers.Qwen3MoeConfig, transformers.Gemma2Config):
         with pytest.raises(NotImplementedError, match=f"model_type must be one of .* found '{kind.model_type}'"):
             GPTLMHeadModel.from_config(kind(), device="meta")
 
@@ -136,6 +143,32 @@ def test_unknown_fields_are_reported():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         GPTLMHeadModel.from_config(transformers.LlamaConfig(**TINY), device="meta")
+
+
+MODEL_TYPES = sorted({each for family in families() for each in family.model_types} & set(transformers.CONFIG_MAPPING))
+
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
+def test_ordinary_configurations_warn_of_nothing(model_type):
+    """As classes of transformers, and as what config.json holds where transformers does not know the class."""
+    config = transformers.CONFIG_MAPPING[model_type]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (config, types.SimpleNamespace(**config.to_dict())):
+            if model_type != "gpt2" or each is config:
+                _checkpoint.to_gpt2_config(each)
+
+
+def test_unknown_fields_of_gpt2_are_reported():
+    with pytest.warns(UserWarning, match=r"GPT2Config: these fields are not known, .*: \['invented'\]"):
+        GPTLMHeadModel.from_config(config_of(invented=3, n_ctx=32), device="meta")
+
+
+def test_gptj_without_rotary_dim():
+    """All of a head turns."""
+    fields = transformers.GPTJConfig(n_embd=64, n_head=4, n_layer=1).to_dict()
+    found = [_checkpoint.to_gpt2_config(types.SimpleNamespace(**fields | dict(rotary_dim=each))) for each in (None, 16)]
+    assert found[0].rotary_emb_fraction == found[1].rotary_emb_fraction == 1.0
 
 
 def test_rope_in_its_older_form():
@@ -222,7 +255,7 @@ def test_layers_share_one_rotary_embedding():
 
 
 @pytest.mark.parametrize(
-    "options", [dict(), LLAMA, PARALLEL, dict(prenorm=False), dict(word_embed_proj_dim=48)], ids=str
+    "options", [dict(), LLAMA, HEADS, PARALLEL, dict(prenorm=False), dict(word_embed_proj_dim=48)], ids=str
 )
 def test_names_and_shapes(options):
     model = GPTLMHeadModel(config_of(**options, pad_vocab_size_multiple=8))
@@ -231,7 +264,9 @@ def test_names_and_shapes(options):
     width = s.word_embed_proj_dim or 64
     assert shapes["lm_head.weight"] == shapes["transformer.embeddings.word_embeddings.weight"] == (96, width)
     assert ("transformer.embeddings.position_embeddings.weight" in shapes) == (s.n_positions > 0)
-    assert shapes["transformer.layers.1.mixer.Wqkv.weight"] == ((4 + 2 * s.heads_kv) * 16, 64)
+    assert shapes["transformer.layers.1.mixer.Wqkv.weight"] == ((4 + 2 * s.heads_kv) * s.width_of_head, 64)
+    assert shapes["transformer.layers.1.mixer.out_proj.weight"] == (64, 4 * s.width_of_head)
+    assert shapes.get("transformer.layers.1.mixer.q_norm.weight") == ((s.width_of_head,) if s.qk_norm else None)
     assert ("transformer.ln_f.weight" in shapes) == s.prenorm
     assert ("transformer.layers.0.norm1.bias" in shapes) != s.rms_norm
     assert not any("rotary" in name for name in shapes)
@@ -283,6 +318,7 @@ def test_norms_of_earlier_releases():
 VARIANTS = {
     "gpt2": dict(),
     "llama": LLAMA,
+    "heads with norms": HEADS,
     "parallel": PARALLEL,
     "parallel, tied norm": PARALLEL | dict(parallel_block_tied_norm=True),
     "postnorm": dict(prenorm=False),
@@ -340,6 +376,38 @@ def test_a_loss_with_labels_that_are_shifted_already(device):
         model(x, labels=x, shift_labels=y)
 
 
+@pytest.mark.parametrize("wrong", [-1, -101, 90, 95])
+def test_labels_that_are_no_class(wrong, device):
+    """An error where they can be read without waiting for a device; there, they do not count."""
+    model = GPTLMHeadModel(config_of(pad_vocab_size_multiple=64), device=device)
+    x = ids(device=device)
+    labels, ignored = x.clone(), x.clone()
+    labels[1, 5], ignored[1, 5] = wrong, -100
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=f"labels must be -100 or from 0 to 89, found {wrong}"):
+            model(x, labels=labels)
+    else:
+        assert torch.equal(model(x, labels=labels).loss, model(x, labels=ignored).loss)
+    assert model(x, labels=ignored).loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(use_flash_attn=True), dict(fused_dropout_add_ln=True), dict(rms_norm=True), dict(qk_norm=True),
+        dict(rotary_emb_fraction=0.5),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_float64_is_refused_where_operations_lack_it(options):
+    (name,) = options
+    says = f"dtype must be float32, float16 or bfloat16 with config.{name}, .* found torch.float64"
+    with pytest.raises(ValueError, match=says):
+        GPTLMHeadModel(config_of(**options), dtype=torch.float64)
+    x = ids()
+    assert GPTLMHeadModel(config_of(fused_mlp=True), dtype=torch.float64)(x).logits.dtype == torch.float64
+
+
 def test_last_tokens(device):
     model = GPTLMHeadModel(config_of(), device=device)
     x = ids(device=device)
@@ -376,7 +444,7 @@ def test_activation_checkpointing(name, device):
     torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "parallel, tied norm"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "heads with norms", "parallel, tied norm"])
 def test_compiled_training(name, device):
     """The whole model and its loss as one graph."""
     model = GPTLMHeadModel(config_of(**VARIANTS[name], **FUSED), device=device)

@@ -25,6 +25,8 @@ CONFIGS = {
     "gpt2 fused": dict(use_flash_attn=True, fused_mlp=True, fused_bias_fc=True, fused_dropout_add_ln=True),
     "uneven heads": dict(n_head=6, n_embd=96, use_flash_attn=True, use_alibi=True, n_positions=0),
     "llama": ROTARY | GATED | dict(n_head=8, n_head_kv=4, residual_in_fp32=True),
+    "heads with norms": ROTARY | GATED | dict(n_head=8, n_head_kv=4, head_dim=24, qk_norm=True),
+    "uneven heads with norms": ROTARY | GATED | dict(n_head=6, head_dim=8, qk_norm=True, use_flash_attn=True),
     "parallel": ROTARY | dict(rms_norm=False, parallel_block=True, parallel_block_tied_norm=True, lm_head_bias=True),
     "parallel, two norms": ROTARY | dict(rms_norm=False, parallel_block=True, fused_dropout_add_ln=True),
     "normed head": ROTARY | GATED | dict(norm_head=True, mup_output_multiplier=3.0),
@@ -103,7 +105,7 @@ def check_parameters(group):
 
 def check_generation(group):
     ids = ids_for(group)[:, :3]
-    for name in ("gpt2", "uneven heads", "llama", "normed head"):
+    for name in ("gpt2", "uneven heads", "llama", "heads with norms", "normed head"):
         whole, divided = (model.eval() for model in pair_of(group, name))
         options = dict(max_length=12, vocab_size=VOCAB, return_dict_in_generate=True, output_scores=True)
         expected = whole.generate(ids, **options)

@@ -42,6 +42,8 @@ class Case:
     window: tuple = (-1, -1)
     scale: float | None = None
     flash: bool = True
+    width: int | None = None  # of the input, if it is not heads * head_dim
+    qk_norm: bool = False
 
     def __str__(self):
         values = dataclasses.asdict(self)
@@ -49,7 +51,7 @@ class Case:
 
     @property
     def embed_dim(self):
-        return self.heads * self.head_dim
+        return self.heads * self.head_dim if self.width is None else self.width
 
     @property
     def options(self):
@@ -57,16 +59,24 @@ class Case:
             num_heads=self.heads, num_heads_kv=self.heads_kv, causal=self.causal, softmax_scale=self.scale,
             rotary_emb_dim=self.rotary_dim, rotary_emb_interleaved=self.interleaved,
             rotary_emb_scale_base=self.scale_base, use_alibi=self.alibi, window_size=self.window,
-            use_flash_attn=self.flash, layer_idx=3,
+            use_flash_attn=self.flash, layer_idx=3, head_dim=None if self.width is None else self.head_dim,
+            qk_norm=self.qk_norm, qk_norm_eps=1e-3,
         )  # fmt: skip
 
     def module(self, device, dtype=torch.float32, **options):
-        return MHA(self.embed_dim, **self.options | options, device=device, dtype=dtype)
+        module = MHA(self.embed_dim, **self.options | options, device=device, dtype=dtype)
+        if self.qk_norm:
+            nn.init.normal_(module.q_norm.weight)
+            nn.init.normal_(module.k_norm.weight)
+        return module
 
-    def formula(self, x, Wqkv, bqkv, out_weight, out_bias):
+    def formula(self, x, *parameters):
         """What MHA gives, in the dtype of its arguments."""
+        *norms, Wqkv, bqkv, out_weight, out_bias = parameters
         qkv = F.linear(x, Wqkv, bqkv).unflatten(-1, (-1, self.head_dim))
         q, k, v = qkv.split((self.heads, self.heads_kv, self.heads_kv), dim=2)
+        if self.qk_norm:
+            q, k = (F.rms_norm(each, norm.shape, norm, 1e-3) for each, norm in zip((q, k), norms, strict=True))
         if self.rotary_dim:
             q, k = self.rotated(q, 1), self.rotated(k, -1)
         slopes = torch.tensor(get_alibi_slopes(self.heads), device=x.device, dtype=x.dtype) if self.alibi else None
@@ -104,6 +114,10 @@ CASES = [
     Case(window=(5, -1)),
     Case(window=(5, 3), causal=False, heads_kv=2, rotary_dim=16),
     Case(head_dim=20, scale=0.1, rotary_dim=10),
+    Case(width=72, heads_kv=2, rotary_dim=32),
+    Case(width=72, qk_norm=True, rotary_dim=16),
+    Case(qk_norm=True, heads_kv=1, rotary_dim=16, interleaved=True),
+    Case(qk_norm=True, flash=False, width=48, head_dim=24, heads_kv=2),
 ]
 
 
@@ -824,6 +838,9 @@ CONSTRUCTOR_ERRORS = {
     "alibi": (dict(use_alibi=True), ValueError, "use_alibi must be False without use_flash_attn, found True"),
     "window": (dict(window_size=(3, 0)), ValueError, r"window_size must be \(-1, -1\) without use_flash_attn"),
     "rotary": (dict(cross_attn=True, rotary_emb_dim=16), ValueError, "rotary_emb_dim must be 0 with cross_attn"),
+    "norms": (dict(cross_attn=True, qk_norm=True), ValueError, "qk_norm must be False with cross_attn, found True"),
+    "head_dim 0": (dict(head_dim=0), ValueError, "head_dim must be positive, found 0"),
+    "head_dim of another type": (dict(head_dim=16.0), TypeError, "head_dim must be an integer, found float"),
     "channels that are not there": (dict(rotary_emb_dim=18), ValueError, "rotary_emb_dim must be at most .*, 16"),
 }
 

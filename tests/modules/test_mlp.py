@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from flash_attn._ops import fused_dense
 from flash_attn.modules import mlp
 from flash_attn.modules.mlp import GatedMlp, Mlp
+from flash_attn.ops.fused_dense import Linear
 
 
 def with_gradients(module, x):
@@ -43,6 +45,38 @@ def test_gated_mlp(bias, activation, device):
     x = torch.randn(2, 5, 16, device=device)
     plain = Plain(module, lambda y: y[..., :24] * activation(y[..., 24:]))
     torch.testing.assert_close(with_gradients(module, x), with_gradients(plain, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 8, 9])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gated_mlp_without_gradient(bias, rows, dtype, device):
+    """A step of decoding gives the same bits whether or not fc1 and the gate are one kernel, and calls hooks of fc1."""
+    module = GatedMlp(256, 136, 64, F.silu, bias, bias, multiple_of=4, device=device, dtype=dtype)
+    x = torch.randn(rows, 1, 256, device=device, dtype=dtype)
+    seen = []
+    with torch.no_grad():
+        out = module(x)
+        handle = module.fc1.register_forward_hook(lambda layer, inputs, y: seen.append(y))
+        apart = module(x)
+        handle.remove()
+    assert len(seen) == 1 and seen[0].shape == (rows, 1, 272)
+    assert torch.equal(out, apart)
+    torch.testing.assert_close(module(x), out)
+
+
+def test_one_call_computes_the_first_layer_and_the_gate(monkeypatch):
+    module, x = GatedMlp(16, 24, 8, F.silu, multiple_of=8), torch.randn(2, 16)
+    right, gated_linear, calls = module(x), fused_dense.gated_linear, []
+    monkeypatch.setattr(mlp.fused_dense, "is_for_few_rows", lambda x, weight: not torch.is_grad_enabled())
+    monkeypatch.setattr(mlp.fused_dense, "gated_linear", lambda *args: calls.append(args) or gated_linear(*args))
+    with torch.no_grad():
+        torch.testing.assert_close(module(x), right)
+        assert len(calls) == (type(module.fc1) is Linear)
+        module.fc1 = torch.nn.Sequential(module.fc1)
+        torch.testing.assert_close(module(x), right)
+    module.fc1 = module.fc1[0]
+    assert module(x).requires_grad and len(calls) == 1
 
 
 def test_float64(device):

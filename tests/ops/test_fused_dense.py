@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import fused_dense_lib
+from flash_attn._ops import activation as activation_ops
 from flash_attn._ops import fused_dense as fused_dense_ops
 from flash_attn.modules.mlp import Mlp
 from flash_attn.ops import fused_dense
@@ -249,6 +250,36 @@ def test_few_rows_without_gradient(case, device):
             exact = formula(*(None if tensor is None else tensor.double() for tensor in tensors))
             plus = unavoidable(exact, out.dtype, 16 * max(1.0, exact.abs().max().item()))
             assert_error_ratio(out, exact, plain_formula(*tensors), plus=plus)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_approx", "relu", "sqrelu"])
+@pytest.mark.parametrize("case", FEW_ROWS)
+def test_gated_layer(case, activation, device):
+    """The bits of the layer and its gates as two ops, also where the memory of the result had other values."""
+    x, weight, bias, *_ = case.draw(device)
+    for rows in {len(weight) // 2 * 2, 2, 6}:
+        part = weight[:rows], None if bias is None else bias[:rows]
+        right = activation_ops.gated_fwd(fused_dense_ops.fwd(x, *part, "identity", False, 0)[0], activation)
+        poison = torch.full_like(right, float("nan"))
+        del poison  # its memory is likely to be that of the result
+        assert torch.equal(fused_dense_ops.gated_fwd(x, *part, activation), right)
+
+
+def test_gated_layer_of_nothing(device):
+    for rows, width, features in [(0, 8, 4), (3, 0, 4), (3, 8, 0)]:
+        x, weight = torch.ones(rows, width, device=device).half(), torch.ones(2 * features, width, device=device).half()
+        out = fused_dense_ops.gated_fwd(x, weight, None, "silu")
+        assert out.shape == (rows, features) and not out.any()
+
+
+def test_gated_layer_is_checked(device):
+    x, weight = torch.ones(3, 8, device=device).half(), torch.ones(6, 8, device=device).half()
+    with pytest.raises(ValueError, match=r"weight must have shape \(2 \* features, in_features\), found \(5, 8\)"):
+        fused_dense_ops.gated_linear(x, weight[:5], None, "silu")
+    with pytest.raises(NotImplementedError, match="must not require grad"):
+        fused_dense_ops.gated_fwd.default(x, weight.requires_grad_(), None, "silu")
+    torch.library.opcheck(fused_dense_ops.gated_fwd.default, (x, weight.detach(), None, "silu"))
+    torch.library.opcheck(fused_dense_ops.gated_fwd.default, (x, weight.detach(), weight.detach()[:, 0], "gelu_approx"))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -845,7 +876,11 @@ def test_a_direct_call_of_the_op_is_checked(change, message, device):
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("shape", [(1, 8), (37, 33), (65, 264), (2000, 1000), (20_000, 7), (9, 300, 40)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 8), (37, 33), (65, 264), (129, 8200), (2000, 1000), (2048, 768), (4001, 2304), (20_000, 7), (9, 300, 40)],
+    ids=str,
+)
 def test_bias_gradient(shape, dtype, device):
     """Sums of few rows and many, of rows that lie apart or are the same one, of any width."""
     wide = torch.randn(*shape[:-1], 2 * shape[-1], device=device).to(DTYPES[dtype])
@@ -854,6 +889,32 @@ def test_bias_gradient(shape, dtype, device):
         exact = dout.double().flatten(0, -2).sum(0)
         largest = dout.abs().float().flatten(0, -2).sum(0).max().item()
         assert_error_ratio(dbias, exact, dout.flatten(0, -2).sum(0), plus=unavoidable(exact, dbias.dtype, 4 * largest))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("captured", [False, True])
+def test_bias_gradient_is_equal_bit_by_bit(captured, device):
+    """The blocks of a sum leave their counters as they found them, whichever block is the last."""
+    douts = [torch.randn(shape, device=device).bfloat16() for shape in [(8192, 768), (4096, 2304), (300, 33), (5, 8)]]
+    none = [dout.new_empty(len(dout), 0) for dout in douts]
+    found = [torch.empty(dout.shape[1], device=device, dtype=dout.dtype) for dout in douts]
+
+    def step():
+        for out, dout, x in zip(found, douts, none, strict=True):
+            out.copy_(fused_dense_ops.wgrad(dout, x, True)[1])
+
+    step()
+    first = [out.clone() for out in found]
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+    for _ in range(20):
+        for out in found:
+            out.fill_(float("nan"))
+        graph.replay() if captured else step()
+        for out, right in zip(found, first, strict=True):
+            assert torch.equal(out, right)
 
 
 DGRAD_SHAPES = [(0, 40), (5, 0), (33,), (1, 40), (37, 33), (3, 21, 264), (2000, 1000), (20_000, 7), (9000, 16)]

@@ -218,8 +218,16 @@ def test_folder_of_checkpoints(overrides, folder, monkeypatch):
         ("default", {"trainer.max_steps": 400_000, "default_mode": True}, "/start/logs/runs/"),
         ("exp", {"experiment_mode": True}, "/start/logs/experiments/first"),
         ("debug", {"trainer.fast_dev_run": True, "print_config": False, "debug_mode": True}, "/start/logs/debug/runs/"),
-        ("smoke", {"callbacks.model_checkpoint": None, "callbacks.model_checkpoint_progress": None}, "/start/logs/debug/"),
-        ("profile", {"trainer.max_steps": 20, "callbacks.model_checkpoint_progress": None}, "/start/logs/profile/runs/"),
+        (
+            "smoke",
+            {"callbacks.model_checkpoint": None, "callbacks.model_checkpoint_progress": None},
+            "/start/logs/debug/",
+        ),
+        (
+            "profile",
+            {"trainer.max_steps": 20, "callbacks.model_checkpoint_progress": None},
+            "/start/logs/profile/runs/",
+        ),
         ("eval", {"run": "eval"}, "/start/logs/runs/"),
         ("train", {"run": "train"}, "/start/logs/runs/"),
     ],

@@ -99,3 +99,9 @@ def row(name):
 @pytest.mark.parametrize("line", ROWS, ids=lambda line: re.search(r"`(.*?)`", line)[1])
 def test_table_of_experiments(line):
     assert line == row(re.search(r"`(.*?)`", line)[1])
+
+
+def test_groups():
+    table = README.split("| group |")[1].split("\n\n")[0]
+    listed = {name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+    assert listed == {folder.name for folder in (FOLDER / "configs").iterdir() if folder.is_dir()} - {"recipe"}

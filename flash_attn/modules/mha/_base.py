@@ -19,6 +19,7 @@ from flash_attn.modules.mha.inner_attention import (
     SelfAttention,
     get_alibi_slopes,
 )
+from flash_attn.ops.triton.layer_norm import RMSNorm
 from flash_attn.utils.distributed import get_dim_for_local_rank
 
 
@@ -31,6 +32,8 @@ class MultiHeadAttention(nn.Module):
     inner_attn: FlashSelfAttention | SelfAttention
     inner_cross_attn: FlashCrossAttention | CrossAttention
     rotary_emb: RotaryEmbedding
+    q_norm: RMSNorm
+    k_norm: RMSNorm
     out_proj: nn.Linear
 
     def __init__(
@@ -52,26 +55,30 @@ class MultiHeadAttention(nn.Module):
         window_size: tuple[int, int],
         use_flash_attn: bool,
         checkpointing: bool,
+        head_dim: int | None,
+        qk_norm: bool,
+        qk_norm_eps: float,
         device: torch.device | str | None,
+        dtype: torch.dtype | None,
     ) -> None:
         super().__init__()
         num_heads_kv = num_heads if num_heads_kv is None else num_heads_kv
         world_size, rank = (
             (1, 0) if process_group is None else (dist.get_world_size(process_group), dist.get_rank(process_group))
         )
-        _check_heads(embed_dim, num_heads, num_heads_kv, world_size)
+        _check_heads(embed_dim, num_heads, num_heads_kv, head_dim, world_size)
         _check_needs_of_flash(use_flash_attn, use_alibi, window_size)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_heads_kv = num_heads_kv
-        self.head_dim = embed_dim // num_heads
+        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
         self.num_heads_per_rank = get_dim_for_local_rank(num_heads, world_size, rank)
         self.num_heads_kv_per_rank = get_dim_for_local_rank(num_heads_kv, world_size, rank)
         self.causal = causal
         self.layer_idx = layer_idx
         checks.integer("rotary_emb_dim", rotary_emb_dim)
         fits = rotary_emb_dim <= self.head_dim
-        checks.number("rotary_emb_dim", rotary_emb_dim, fits, "at most embed_dim / num_heads, {}", self.head_dim)
+        checks.number("rotary_emb_dim", rotary_emb_dim, fits, "at most head_dim, {}", self.head_dim)
         self.rotary_emb_dim = rotary_emb_dim
         self.use_flash_attn = use_flash_attn
         self.checkpointing = checkpointing
@@ -79,6 +86,10 @@ class MultiHeadAttention(nn.Module):
             self.rotary_emb = RotaryEmbedding(
                 rotary_emb_dim, rotary_emb_base, rotary_emb_interleaved, rotary_emb_scale_base, device
             )
+        self.qk_norm = qk_norm
+        if qk_norm:
+            self.q_norm = RMSNorm(self.head_dim, qk_norm_eps, device=device, dtype=dtype)
+            self.k_norm = RMSNorm(self.head_dim, qk_norm_eps, device=device, dtype=dtype)
         options: dict[str, Any] = dict(causal=causal, softmax_scale=softmax_scale, attention_dropout=dropout)
         if use_flash_attn:
             slopes = _alibi_slopes(num_heads, world_size, rank) if use_alibi else None
@@ -90,8 +101,8 @@ class MultiHeadAttention(nn.Module):
     def extra_repr(self) -> str:
         """The options that a printed module shows."""
         return (
-            f"{self.embed_dim}, num_heads={self.num_heads}, num_heads_kv={self.num_heads_kv}, causal={self.causal}, "
-            f"use_flash_attn={self.use_flash_attn}"
+            f"{self.embed_dim}, num_heads={self.num_heads}, num_heads_kv={self.num_heads_kv}, "
+            f"head_dim={self.head_dim}, causal={self.causal}, use_flash_attn={self.use_flash_attn}"
         )
 
     def allocate_inference_cache(self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None) -> Tensor:
@@ -104,6 +115,8 @@ class MultiHeadAttention(nn.Module):
 
         Returns (..., heads * head_dim).
         """
+        if self.qk_norm:
+            qkv = self._with_normed_heads(qkv)
         leftpad = caches.leftpad_of_prompt(inference_params, qkv.shape[0])
         if leftpad is None:
             return self._attention_of_projected(qkv, inference_params, **kwargs)
@@ -151,6 +164,19 @@ class MultiHeadAttention(nn.Module):
         """q (..., heads, head_dim) and kv (..., 2, heads_kv, head_dim) of qkv (..., heads + 2 heads_kv, head_dim)."""
         q, kv = qkv.split((self.num_heads_per_rank, 2 * self.num_heads_kv_per_rank), dim=-2)
         return q, kv.unflatten(-2, (2, self.num_heads_kv_per_rank))
+
+    def _with_normed_heads(self, qkv: Tensor) -> Tensor:
+        """qkv (..., (heads + 2 heads_kv) * head_dim) with the norms of its queries and its keys."""
+        heads = self.num_heads_per_rank, self.num_heads_kv_per_rank, self.num_heads_kv_per_rank
+        q, k, v = qkv.split([n * self.head_dim for n in heads], dim=-1)
+        q, k = (
+            self._norm_of_heads(norm, x.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+            for norm, x in ((self.q_norm, q), (self.k_norm, k))
+        )
+        return torch.cat([q, k, v], dim=-1)
+
+    def _norm_of_heads(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        return norm(x)
 
     def _rotated(self, qkv: Tensor, inference_params: Any, cu_seqlens: Tensor | None, max_seqlen: int | None) -> Tensor:
         options: dict[str, Any] = dict(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
@@ -203,7 +229,7 @@ class MultiHeadAttention(nn.Module):
         cache = caches.cache_rows(cache, kv, inference_params).detach()
         cos = sin = None
         if rotary:
-            cos, sin, *_ = self.rotary_emb._tables(cache.shape[1], q.device, q.dtype)
+            cos, sin, *_ = self.rotary_emb._tables_for_decoding(cache.shape[1], q.device, q.dtype)
         inner = self.inner_cross_attn
         (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
         return flash_attn_with_kvcache(
@@ -223,11 +249,13 @@ class MultiHeadAttention(nn.Module):
         )
 
 
-def _check_heads(embed_dim: int, num_heads: int, num_heads_kv: int, world_size: int) -> None:
-    for name, value in dict(embed_dim=embed_dim, num_heads=num_heads, num_heads_kv=num_heads_kv).items():
+def _check_heads(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: int | None, world_size: int) -> None:
+    sizes = dict(embed_dim=embed_dim, num_heads=num_heads, num_heads_kv=num_heads_kv)
+    for name, value in (sizes if head_dim is None else sizes | dict(head_dim=head_dim)).items():
         checks.integer(name, value)
         checks.number(name, value, value > 0, "positive")
-    checks.number("embed_dim", embed_dim, embed_dim % num_heads == 0, "a multiple of num_heads, {}", num_heads)
+    fits = head_dim is not None or embed_dim % num_heads == 0
+    checks.number("embed_dim", embed_dim, fits, "a multiple of num_heads, {}", num_heads)
     fits = num_heads % num_heads_kv == 0
     checks.number("num_heads_kv", num_heads_kv, fits, "a divisor of num_heads, {}", num_heads)
     fits = num_heads_kv == num_heads or num_heads_kv % world_size == 0

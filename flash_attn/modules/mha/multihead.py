@@ -30,7 +30,7 @@ class MHA(MultiHeadAttention):
     """Multi-head attention with its projections.
 
     Arguments:
-        embed_dim: features of the input and the output, a multiple of num_heads.
+        embed_dim: features of the input and the output, a multiple of num_heads unless head_dim is given.
         num_heads: query heads.
         num_heads_kv: key and value heads, a divisor of num_heads (GQA, MQA); None means num_heads.
         cross_attn: keys and values have a projection of their own, so that they can come from another tensor.
@@ -50,10 +50,15 @@ class MHA(MultiHeadAttention):
         return_residual: return (out, x) instead of out: where x goes on in a skip connection, the gradients of the two
             uses are added in one kernel.
         checkpointing: compute attention again in the backward instead of keeping what it needs.
+        head_dim: features of a head; embed_dim / num_heads if None.
+        qk_norm: normalise the queries and the keys of each head, by an `RMSNorm` over head_dim each, before they rotate
+            (as in Qwen3). Not with cross_attn.
+        qk_norm_eps: the eps of these norms.
 
     Parameters: Wqkv ((heads + 2 heads_kv) * head_dim, embed_dim), with the rows of all query heads, then of all key
-    heads, then of all value heads; with cross_attn instead Wq and Wkv. out_proj (embed_dim, embed_dim). With dwconv
-    also dwconv_qkv; if cross_attn or if there are fewer key heads, dwconv_q and dwconv_kv instead.
+    heads, then of all value heads; with cross_attn instead Wq and Wkv. out_proj (embed_dim, heads * head_dim). With
+    dwconv also dwconv_qkv; if cross_attn or if there are fewer key heads, dwconv_q and dwconv_kv instead. With qk_norm
+    also q_norm and k_norm (head_dim,), which all heads share.
 
     Raises TypeError or ValueError for sizes and options that do not go together.
 
@@ -86,16 +91,22 @@ class MHA(MultiHeadAttention):
         checkpointing: bool = False,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
     ) -> None:
         super().__init__(
             embed_dim, num_heads, num_heads_kv, None, softmax_scale=softmax_scale, causal=causal, dropout=dropout,
             layer_idx=layer_idx, rotary_emb_dim=rotary_emb_dim, rotary_emb_base=rotary_emb_base,
             rotary_emb_scale_base=rotary_emb_scale_base, rotary_emb_interleaved=rotary_emb_interleaved,
             use_alibi=use_alibi, window_size=window_size, use_flash_attn=use_flash_attn, checkpointing=checkpointing,
-            device=device,
+            head_dim=head_dim, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, device=device, dtype=dtype,
         )  # fmt: skip
         if cross_attn and rotary_emb_dim > 0:
             raise ValueError(f"rotary_emb_dim must be 0 with cross_attn, found {rotary_emb_dim}")
+        if cross_attn and qk_norm:
+            raise ValueError("qk_norm must be False with cross_attn, found True")
         self.cross_attn = cross_attn
         self.dwconv = dwconv
         self.return_residual = return_residual
@@ -106,7 +117,7 @@ class MHA(MultiHeadAttention):
         first_cls = linear_cls
         if self.return_residual:
             first_cls = functools.partial(FusedDense, return_residual=True) if fused_bias_fc else LinearResidual
-        q_dim, kv_dim = self.embed_dim, 2 * self.num_heads_kv * self.head_dim
+        q_dim, kv_dim = self.num_heads * self.head_dim, 2 * self.num_heads_kv * self.head_dim
         if self.cross_attn:
             self.Wq = first_cls(self.embed_dim, q_dim, bias=qkv_proj_bias, **factory)
             self.Wkv = linear_cls(self.embed_dim, kv_dim, bias=qkv_proj_bias, **factory)
@@ -180,7 +191,8 @@ class MHA(MultiHeadAttention):
         if self.dwconv and self.num_heads_kv == self.num_heads:
             qkv = _convolved(self.dwconv_qkv, qkv)
         elif self.dwconv:
-            q, kv = qkv.split((self.embed_dim, qkv.shape[-1] - self.embed_dim), dim=-1)
+            q_dim = self.num_heads * self.head_dim
+            q, kv = qkv.split((q_dim, qkv.shape[-1] - q_dim), dim=-1)
             qkv = torch.cat([_convolved(self.dwconv_q, q), _convolved(self.dwconv_kv, kv)], dim=-1)
         return qkv, residual
 

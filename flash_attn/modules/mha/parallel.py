@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, collectives
 from flash_attn.modules.mha._base import MultiHeadAttention
 from flash_attn.ops.fused_dense import ColumnParallelLinear, RowParallelLinear
+from flash_attn.ops.triton.layer_norm import RMSNorm, rms_norm_fn
 
 
 class ParallelMHA(MultiHeadAttention):
@@ -25,7 +26,8 @@ class ParallelMHA(MultiHeadAttention):
         The others are those of `MHA`.
 
     Parameters of a process with h query heads and k key heads: Wqkv ((h + 2 k) * head_dim, embed_dim), its query, key
-    and value heads; out_proj.weight (embed_dim, h * head_dim); out_proj.bias in the first process only.
+    and value heads; out_proj.weight (embed_dim, h * head_dim); out_proj.bias in the first process only; q_norm and
+    k_norm in every process, whose gradients are summed over the group in the backward.
 
     Raises TypeError or ValueError for sizes and options that do not go together.
     """
@@ -53,6 +55,10 @@ class ParallelMHA(MultiHeadAttention):
         sequence_parallel: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        head_dim: int | None = None,
+        qk_norm: bool = False,
+        qk_norm_eps: float = 1e-6,
     ) -> None:
         checks.process_group(process_group)
         super().__init__(
@@ -60,7 +66,7 @@ class ParallelMHA(MultiHeadAttention):
             dropout=dropout, layer_idx=layer_idx, rotary_emb_dim=rotary_emb_dim, rotary_emb_base=rotary_emb_base,
             rotary_emb_scale_base=rotary_emb_scale_base, rotary_emb_interleaved=rotary_emb_interleaved,
             use_alibi=use_alibi, window_size=window_size, use_flash_attn=use_flash_attn, checkpointing=checkpointing,
-            device=device,
+            head_dim=head_dim, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, device=device, dtype=dtype,
         )  # fmt: skip
         self.process_group = process_group
         self.world_size, self.local_rank = dist.get_world_size(process_group), dist.get_rank(process_group)
@@ -71,8 +77,16 @@ class ParallelMHA(MultiHeadAttention):
             multiple_of=heads_of_a_group * self.head_dim, **factory,
         )  # fmt: skip
         self.out_proj = RowParallelLinear(
-            embed_dim, embed_dim, process_group, bias=out_proj_bias, multiple_of=self.head_dim, **factory
-        )
+            num_heads * self.head_dim, embed_dim, process_group, bias=out_proj_bias, multiple_of=self.head_dim,
+            **factory,
+        )  # fmt: skip
+        if qk_norm:
+            for weight in (self.q_norm.weight, self.k_norm.weight):
+                vars(weight)["_shared_params"] = True
+
+    def _norm_of_heads(self, norm: RMSNorm, x: Tensor) -> Tensor:
+        weight = _WithSummedGradient.apply(norm.weight, self.process_group)
+        return rms_norm_fn(x, weight, None, eps=norm.eps)
 
     def forward(self, x: Tensor, seqlen: int | None = None, inference_params: Any = None, **kwargs: Any) -> Tensor:
         """Attention of x (batch, seqlen, embed_dim), or (batch * seqlen, embed_dim) if seqlen is given.
@@ -88,3 +102,17 @@ class ParallelMHA(MultiHeadAttention):
             qkv = qkv.unflatten(0, (-1, seqlen))
         context = self._self_attention(qkv, inference_params, **kwargs)
         return self.out_proj(context if seqlen is None else context.flatten(0, 1))
+
+
+class _WithSummedGradient(torch.autograd.Function):
+    """A parameter that all processes share, but each uses for its own heads: its gradient is the sum over them."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, process_group: ProcessGroup) -> Tensor:
+        ctx.process_group = process_group
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        own = grad_output.clone(memory_format=torch.contiguous_format)  # others may hold the incoming one, too
+        return collectives.reduce(own, ctx.process_group)[0], None

@@ -198,23 +198,44 @@ class GenerationMixin:
     def generate(
         self,
         input_ids: Tensor,
-        max_length: int,
+        max_length: int | None = None,
         top_k: int = 1,
         top_p: float = 0.0,
         temperature: float = 1.0,
         return_dict_in_generate: bool = False,
         output_scores: bool = False,
+        *,
+        max_new_tokens: int | None = None,
         **kwargs: Any,
     ) -> Tensor | GreedySearchDecoderOnlyOutput:
         """Continue sequences: `decode` with this model; kwargs are more of its arguments.
+
+        max_new_tokens may be given instead of max_length: how many tokens follow a prompt at most.
 
         Returns the sequences (batch, length), or with return_dict_in_generate the whole result of decode, with scores
         None unless output_scores is true.
 
         >>> sequences = model.generate(prompt, max_length=100, eos_token_id=2)              # doctest: +SKIP
         """
+        max_length = _length(input_ids, max_length, max_new_tokens)
         output = decode(
             input_ids, cast(nn.Module, self), max_length, top_k=top_k, top_p=top_p, temperature=temperature,
             output_scores=output_scores and return_dict_in_generate, **kwargs,
         )  # fmt: skip
         return output if return_dict_in_generate else output.sequences
+
+
+def _length(input_ids: Tensor, max_length: int | None, max_new_tokens: int | None) -> int:
+    """Check that one of the two is given; return max_length."""
+    if (max_length is None) == (max_new_tokens is None):
+        raise ValueError(
+            f"either max_length or max_new_tokens must be given, found max_length={max_length} and "
+            f"max_new_tokens={max_new_tokens}"
+        )
+    if max_new_tokens is None:
+        return cast(int, max_length)
+    checks.integer("max_new_tokens", max_new_tokens)
+    checks.number("max_new_tokens", max_new_tokens, max_new_tokens > 0, "positive")
+    checks.tensor("input_ids", input_ids)
+    checks.ndim("input_ids", input_ids, "(batch, seqlen)")
+    return input_ids.shape[1] + max_new_tokens

@@ -20,6 +20,8 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
+from src.utils.optional import optional_module
+
 SAMPLE_BY = ("document", "paragraph", "line")
 _CHUNK = 1 << 20  # bytes of a text that are tokenised at a time, and items of ready ids that are copied at a time
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # some editors begin a file with it
@@ -81,7 +83,8 @@ class TextFile(_File):
     unit: int = _CHUNK
 
     def ranges(self, size: int) -> list[tuple[int, int]]:
-        return _ranges(self.size, math.ceil(size / self.unit) * self.unit)
+        unit = 1 if self.sample_by in ("line", "paragraph") else self.unit
+        return _ranges(self.size, math.ceil(size / unit) * unit)
 
     def read(self, start: int, stop: int) -> Iterator[Segment]:
         with open(self.path, "rb") as file:
@@ -142,9 +145,10 @@ class JsonLinesFile(_File):
 
     def _text(self, offset: int, line: bytes) -> str:
         try:
-            row = json.loads(_decode(line, self.path, offset))
+            row = json.loads(_decode(line, self.path, offset).strip())
         except json.JSONDecodeError as error:
-            raise ValueError(f"{self._where(offset)} must be a JSON object, found: {error}") from error
+            found = f"{error.msg}, in column {error.colno}"
+            raise ValueError(f"{self._where(offset)} must be a JSON object, found: {found}") from error
         if not isinstance(row, dict):
             raise ValueError(f"{self._where(offset)} must be a JSON object, found {type(row).__name__}")
         if self.column not in row:
@@ -180,13 +184,9 @@ class ParquetFile(_File):
                     yield Segment(text, True, start)
 
     def _open(self) -> Any:
+        pyarrow = optional_module("pyarrow")
         try:
-            import pyarrow
-            import pyarrow.parquet
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f"{self.path} needs the package pyarrow: pip install pyarrow") from error
-        try:
-            file = pyarrow.parquet.ParquetFile(self.path)
+            file = optional_module("pyarrow.parquet", "pyarrow").ParquetFile(self.path)
         except pyarrow.ArrowInvalid as error:
             raise ValueError(f"{self.path} must be a Parquet file, found: {error}") from error
         schema = file.schema_arrow
@@ -462,7 +462,7 @@ def _looks_like_file(name: str) -> bool:
     return name.startswith((".", "~")) or pathlib.Path(name).suffix in (*_SUFFIXES, ".json", ".gz", ".zst")
 
 
-def _path(name: str | os.PathLike[str]) -> pathlib.Path:
+def local_path(name: str | os.PathLike[str]) -> pathlib.Path:
     """A path; under Hydra, which may have changed the working directory, relative to where it was started."""
     path = pathlib.Path(name).expanduser()
     if "hydra" in sys.modules:
@@ -473,7 +473,7 @@ def _path(name: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def _exists(name: str) -> bool:
-    return name == "python_sources" or _path(name).exists() or bool(glob.glob(str(_path(name))))
+    return name == "python_sources" or local_path(name).exists() or bool(glob.glob(str(local_path(name))))
 
 
 def _readable(names: Names) -> str:
@@ -482,7 +482,7 @@ def _readable(names: Names) -> str:
         names = next(iter(names.values()))
     if not isinstance(names, str | os.PathLike):
         names = next(iter(names), "corpus")
-    return re.sub(r"[^\w.-]+", "_", _path(str(names)).stem).strip("_") or "corpus"
+    return re.sub(r"[^\w.-]+", "_", local_path(str(names)).stem).strip("_") or "corpus"
 
 
 def _split_files(names: Names) -> dict[str, dict[str, pathlib.Path]]:
@@ -534,14 +534,14 @@ def _files(names: str | os.PathLike[str] | Sequence[Any]) -> dict[str, pathlib.P
         return found
     if str(names) == "python_sources":
         return {path.name: path for path in python_sources()}
-    path = _path(names)
+    path = local_path(names)
     if path.is_dir():
         return _files_of_folder(path)
     paths = [path] if path.is_file() else [pathlib.Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
     if not paths:
         raise FileNotFoundError(f"dataset_name must be a file, a folder or a data set of the hub, found no {path}")
     for found_path in paths:
-        if found_path.suffix not in (*_SUFFIXES, ".py"):
+        if found_path.suffix not in _SUFFIXES:
             raise ValueError(f"dataset_name must have files with {_ENDINGS}, found {found_path}")
     return {found_path.name: found_path for found_path in paths}
 

@@ -17,8 +17,8 @@ class RandomFaultTolerantSampler(RandomSampler):
 
     Arguments: those of RandomSampler. Without a generator it makes its own, seeded from torch's global one.
 
-    The state is {"random_state": that of the generator before the permutation of this epoch, "counter": how many
-    indices were drawn from it}. The iteration after `load_state_dict` gives the rest of that permutation; `len` remains
+    The state is {"random_state": that of the generator before the permutation of this epoch, "counter": how many of its
+    indices were given out}. The iteration after `load_state_dict` gives the rest of that permutation; `len` remains
     that of an epoch.
     """
 
@@ -44,7 +44,7 @@ class RandomFaultTolerantSampler(RandomSampler):
         for index in itertools.islice(super().__iter__(), self.counter, None):
             self.counter += 1
             yield index
-        self.counter = 0
+        self.random_state, self.counter = self.generator.get_state(), 0
 
 
 class FaultTolerantDistributedSampler(DistributedSampler):
@@ -57,8 +57,8 @@ class FaultTolerantDistributedSampler(DistributedSampler):
     the order are done, and any number of ranks can divide what comes after them. At the end, the order is padded with
     its beginning, or cut if drop_last is given, so that all ranks have equally many.
 
-    The state is {"epoch": int, "counter": how many indices of the epoch this rank has drawn}. `load_state_dict` also
-    takes {"epoch": int, "samples": how many were drawn over all ranks}. The iteration after it gives the rest of that
+    The state is {"epoch": int, "counter": how many indices of it this rank has given out}. `load_state_dict` also
+    takes {"epoch": int, "samples": how many all ranks have given out}. The iteration after it gives the rest of that
     epoch; `len` remains that of a whole epoch.
 
     >>> sampler = FaultTolerantDistributedSampler(range(6), num_replicas=2, rank=0, shuffle=False)
@@ -97,7 +97,7 @@ class FaultTolerantDistributedSampler(DistributedSampler):
     def _indices(self, start: int) -> Tensor:
         """int64 indices that this rank takes after the first `start` samples of the epoch."""
         samples, ranks = len(self.dataset), self.num_replicas
-        positions = torch.arange(start + self.rank, start + self.remaining(start) * ranks, ranks)
+        positions = start + self.rank + ranks * torch.arange(self.remaining(start))
         if samples:
             positions %= samples  # the padding is the beginning of the order
         if not self.shuffle:

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from torch.utils.data import DataLoader
 
 from src.datamodules import token_cache
-from src.datamodules.corpus import SAMPLE_BY, HubCorpus, LocalCorpus, Names, find_corpus
+from src.datamodules.corpus import SAMPLE_BY, HubCorpus, LocalCorpus, Names, find_corpus, local_path
 from src.datamodules.datasets.detokenizer import detokenizer_of
 from src.datamodules.datasets.lm_dataset import LMDataset
 from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
@@ -168,16 +168,17 @@ class LMDataModule(ResumableDataModule):
     def cache_folder(self) -> pathlib.Path:
         """The folder with the prepared data; its name depends on everything that they depend on."""
         if self._is_prepared:
-            return pathlib.Path(self.dataset_name)
+            return local_path(self.dataset_name)
         digest = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()[:12]
-        parts = (self._corpus.name, self._identity["tokenizer"]["name"], digest)
-        name = "-".join(re.sub(r"[^\w.-]+", "_", part) for part in parts)
+        tokenizer = self._identity["tokenizer"].get("name") or pathlib.Path(self.tokenizer_name).stem
+        name = "-".join(re.sub(r"[^\w.-]+", "_", part) for part in (self._corpus.name, tokenizer, digest))
         return pathlib.Path(self.cache_dir or self._temporary) / name
 
     def _make(self) -> token_cache.Tokens:
         folder = self.cache_folder
         if self._is_prepared:
-            return token_cache.load(folder, {"tokenizer": tokenizer_identity(self.tokenizer_name)})
+            own = pathlib.Path(self.tokenizer_name) == folder / "tokenizer"
+            return token_cache.load(folder, {} if own else {"tokenizer": tokenizer_identity(self.tokenizer_name)})
         if not token_cache.prepared(folder):
             token_cache.prepare(folder, self._build)
         return token_cache.load(folder, self._identity)
@@ -200,7 +201,7 @@ class LMDataModule(ResumableDataModule):
     def _is_prepared(self) -> bool:
         """Whether dataset_name is a folder that was prepared before."""
         name = self.dataset_name
-        return isinstance(name, str | os.PathLike) and token_cache.prepared(pathlib.Path(name))
+        return isinstance(name, str | os.PathLike) and token_cache.prepared(local_path(name))
 
     @cached_property
     def _corpus(self) -> LocalCorpus | HubCorpus:

@@ -41,17 +41,15 @@ class ResumableDataModule(L.LightningDataModule):
         """The loader, set to where training is. Raises ValueError if it has no batch, or the data are others."""
         start = self._start(loader)
         fit_loop = self.trainer.fit_loop if self.trainer is not None else None
-        clock = None if fit_loop is None else lambda: fit_loop.epoch_loop.batch_progress.total.processed
-        loader.start_at(start, clock)
+        loader.start_at(start, None if fit_loop is None else self._batches)
         if not len(loader):
             raise ValueError(
                 f"the training data must have a batch for each rank, found {len(self.dataset_train)} samples for "
                 f"batch_size {self.batch_size} on {loader.sampler.num_replicas} ranks"
             )
         if fit_loop is not None and not self._aligned:
-            align(fit_loop, loader, self._restored["batch"])
+            align(fit_loop, loader, self._restored["batch"], self._restored["batches"])
             self._aligned = True
-            loader.start_at(start, clock)
         self._loader = loader
         return loader
 
@@ -60,7 +58,7 @@ class ResumableDataModule(L.LightningDataModule):
 
         samples: how many of this epoch training has consumed, over all ranks; at the end of an epoch, the next one's 0.
         The other entries are what `load_state_dict` needs to go on there: "seed", of the order; "size", of the training
-        data; "batch", samples of a batch over all ranks.
+        data; "batch", samples of a batch over all ranks; "batches", how many of them the trainer has counted.
         """
         loader = self._training_loader() or self._loader
         if loader is None:
@@ -69,7 +67,8 @@ class ResumableDataModule(L.LightningDataModule):
         if self._epoch_is_over():
             position = Position(loader.next_start().epoch)
         batch = self.batch_size * loader.sampler.num_replicas
-        return {**position._asdict(), "seed": self.seed, "size": len(self.dataset_train), "batch": batch}
+        others = {"seed": self.seed, "size": len(self.dataset_train), "batch": batch, "batches": self._batches()}
+        return position._asdict() | others
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let training go on at a state of `state_dict`. The order remains that of the run that it comes from."""
@@ -95,6 +94,10 @@ class ResumableDataModule(L.LightningDataModule):
                 f"{len(self.dataset_train)}: resume with the same {self.same_data}"
             )
         return Position(self._restored["epoch"], self._restored["samples"])
+
+    def _batches(self):
+        """How many batches the trainer has consumed."""
+        return 0 if self.trainer is None else self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
     def _training_loader(self):
         """The loader that the trainer takes batches from."""

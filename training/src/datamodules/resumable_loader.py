@@ -18,8 +18,9 @@ What Lightning 2.6 does with a checkpoint, as far as data are concerned:
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
 from torch.utils.data import DataLoader
+
+from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
 
 
 class Position(NamedTuple):
@@ -38,7 +39,7 @@ class ResumableLoader(DataLoader):
 
     _at = Position()  # where the current iteration began, or the next one will
     _taken = 0  # batches that were given out, over all iterations
-    _mark = 0  # what `_clock` showed when the current iteration began
+    _mark: int | None = None  # what `_clock` showed when the current iteration began
     _clock: Callable[[], int] | None = None
 
     def start_at(self, position: Position, clock: Callable[[], int] | None = None) -> None:
@@ -46,8 +47,7 @@ class ResumableLoader(DataLoader):
 
         clock: gives how many batches training has consumed since some moment; by default, those that were given out.
         """
-        self._at, self._clock = position, clock
-        self._mark = self._now()
+        self._at, self._clock, self._mark = position, clock, None
 
     def position(self) -> Position:
         """What training has consumed; where this was the last batch of the epoch, the beginning of the next one."""
@@ -57,7 +57,7 @@ class ResumableLoader(DataLoader):
 
     def consumed(self) -> int:
         """How many batches of the current iteration training has consumed."""
-        return self._now() - self._mark
+        return 0 if self._mark is None else self._now() - self._mark
 
     def batches_before(self) -> int:
         """How many batches of the epoch lie before the current iteration."""
@@ -93,12 +93,13 @@ class ResumableLoader(DataLoader):
         return left // self.batch_size if self.drop_last else -(-left // self.batch_size)
 
 
-def align(fit_loop: Any, loader: ResumableLoader, batch_before: int) -> None:
+def align(fit_loop: Any, loader: ResumableLoader, batch_before: int, batches_before: int) -> None:
     """Let Lightning's restored counters fit a loader that goes on from a checkpoint.
 
     Arguments:
         fit_loop: of the trainer, after it has loaded its state.
         batch_before: samples of a batch over all ranks, when the checkpoint was taken.
+        batches_before: how many of these training had consumed since it began. Validation goes by this number.
     """
     epochs, batches = fit_loop.epoch_progress, fit_loop.epoch_loop.batch_progress
     at_start = loader.next_start().samples == 0
@@ -110,7 +111,7 @@ def align(fit_loop: Any, loader: ResumableLoader, batch_before: int) -> None:
     if batch != batch_before:
         ended = at_start and batches.current.processed > 0
         _move(batches.current, len(loader) if ended else loader.batches_before())
-        _move(batches.total, round(batches.total.processed * batch_before / batch))
+        _move(batches.total, round(batches_before * batch_before / batch))
 
 
 def _move(counters: Any, processed: int) -> None:

@@ -26,9 +26,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import filelock
 import numpy as np
+from tqdm import tqdm
+
 from src.datamodules.corpus import Segment, Source, in_blocks
 from src.datamodules.tokenizer import encode_batch, load_tokenizer
-from tqdm import tqdm
 
 FORMAT = 1  # raised when the same corpus would give other tokens or another layout
 METADATA = "metadata.json"
@@ -252,14 +253,14 @@ def _tasks(split: str, sources: Sequence[Source]) -> list[_Task]:
 def _tokenise(job: _Job, splits: Mapping[str, Sequence[Source]], num_workers: int) -> dict[str, list[_Part]]:
     """The parts of each split, in the order of its sources."""
     tasks = [task for split, sources in splits.items() for task in _tasks(split, sources)]
-    parts: dict[str, list[_Part]] = {split: [None] * len(tasks) for split in splits}  # type: ignore[list-item]
+    parts: dict[tuple[str, int], _Part] = {}
     total = sum(task.size for task in tasks)
     results = contextlib.closing(_run(job, tasks, min(num_workers, len(tasks))))  # the processes end in any case
     with tqdm(total=round(total), desc="tokenising", unit="B", unit_scale=True) as bar, results as done:
         for task, part in done:
-            parts[task.split][task.index] = part
+            parts[task.split, task.index] = part
             bar.update(round(task.size))
-    return {split: [part for part in found if part is not None] for split, found in parts.items()}
+    return {split: [parts[task.split, task.index] for task in tasks if task.split == split] for split in splits}
 
 
 def _run(job: _Job, tasks: list[_Task], num_workers: int) -> Iterator[tuple[_Task, _Part]]:

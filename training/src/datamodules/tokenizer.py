@@ -42,9 +42,13 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of ids; bytes that are no UTF-8, such as a part of a character, become U+FFFD."""
+        array = np.asarray(ids if isinstance(ids, Sequence | np.ndarray) else list(ids), np.int64)
+        if ((array < 0) | (array >= self.vocab_size)).any():
+            raise ValueError(f"ids must be from 0 to {self.eos_token_id}, found {array.min()} to {array.max()}")
         end = b"" if skip_special_tokens else self.eos_token.encode()
-        parts = (end if index == self.eos_token_id else bytes([index]) for index in map(int, ids))
-        return b"".join(parts).decode(errors="replace")
+        parts = np.split(array, np.flatnonzero(array == self.eos_token_id))
+        first, *others = (part.astype(np.uint8).tobytes() for part in parts)
+        return end.join([first, *(part[1:] for part in others)]).decode(errors="replace")
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         folder = pathlib.Path(folder)
@@ -118,7 +122,7 @@ def load_tokenizer(name: str | os.PathLike[str]) -> Any:
 
 
 def tokenizer_identity(name: str | os.PathLike[str]) -> dict[str, str]:
-    """What tells tokenizers apart, without loading one: its name, and for files the digest of their contents."""
+    """What tells tokenizers apart, without loading one: the digest of its files, or else its name."""
     path = pathlib.Path(name).expanduser()
     if str(name) == "byte" or (path / ByteTokenizer._file).is_file():
         return {"name": "byte"}
@@ -128,7 +132,7 @@ def tokenizer_identity(name: str | os.PathLike[str]) -> dict[str, str]:
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode() + file.read_bytes())
-    return {"name": path.stem if path.is_file() else path.resolve().name, "digest": digest.hexdigest()}
+    return {"digest": digest.hexdigest()}
 
 
 def encode_batch(tokenizer: Any, texts: Sequence[str]) -> Sequence[Sequence[int]]:

@@ -1,6 +1,6 @@
 """Engines: how a model is run on one or more devices. Each is a strategy of Lightning with exact resume.
 
-    trainer = L.Trainer(strategy=FSDPStrategy(), devices=8)             # or strategy="ddp_zero1" and so on
+    trainer = L.Trainer(strategy=strategy("fsdp"), devices=8)
     trainer.fit(task, datamodule=data, ckpt_path=latest("checkpoints/run"))
 
 | name | class | what each process has |
@@ -11,11 +11,12 @@
 | ddp_zero2 | DDPStrategyZero2 | parts of parameters, gradients, states; whole layers from forward to backward |
 | fsdp | FSDPStrategy | parts of parameters, gradients, states |
 | tp | TensorParallelStrategy | a part of each layer |
-
-Once this is imported, Lightning takes these names for these classes, "ddp" included.
 """
 
-from lightning.pytorch.strategies import StrategyRegistry
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import Strategy
 
 from src.engines.fsdp import FSDPStrategy
 from src.engines.mesh import TensorParallelStrategy
@@ -25,7 +26,7 @@ from src.utils.ddp_zero2 import DDPStrategyZero2
 
 __all__ = [
     "STRATEGIES", "DDPStrategy", "DDPStrategyZero1", "DDPStrategyZero2", "FSDPStrategy", "SingleDeviceStrategy",
-    "TensorParallelStrategy",
+    "TensorParallelStrategy", "strategy",
 ]  # fmt: skip
 
 STRATEGIES = {
@@ -34,5 +35,44 @@ STRATEGIES = {
         SingleDeviceStrategy, DDPStrategy, DDPStrategyZero1, DDPStrategyZero2, FSDPStrategy, TensorParallelStrategy,
     )
 }  # fmt: skip
-for _name, _class in STRATEGIES.items():
-    StrategyRegistry.register(_name, _class, description=(_class.__doc__ or "").partition("\n")[0], override=True)
+
+
+def strategy(
+    name: str | None = "auto", accelerator: str = "auto", devices: Any = "auto", num_nodes: int = 1, **options: Any
+) -> Strategy:
+    """The strategy of this name, or for "auto" or None that of a trainer with these arguments.
+
+    Arguments:
+        name: one of the table above. "auto" is "single" for one device, else "ddp".
+        accelerator, devices, num_nodes: as of lightning.Trainer.
+        options: of the strategy's class.
+
+    Raises ValueError for another name.
+    """
+    if name in (None, "auto"):
+        name = "single" if num_nodes == 1 and _count(accelerator, devices) == 1 else "ddp"
+    if name == "single":
+        return SingleDeviceStrategy(_first_device(accelerator, devices), **options)
+    if name not in STRATEGIES:
+        raise ValueError(f"strategy must be one of auto, {', '.join(STRATEGIES)}, found {name!r}")
+    return STRATEGIES[name](**options)
+
+
+def _on_gpu(accelerator):
+    return accelerator in ("gpu", "cuda") or (accelerator in (None, "auto") and torch.cuda.is_available())
+
+
+def _count(accelerator, devices):
+    if isinstance(devices, str) and devices not in ("auto", "-1"):
+        devices = devices.split(",") if "," in devices else int(devices)
+    if devices in (None, "auto", -1, "-1"):
+        return torch.cuda.device_count() if _on_gpu(accelerator) else 1
+    return devices if isinstance(devices, int) else len(devices)
+
+
+def _first_device(accelerator, devices):
+    if not _on_gpu(accelerator):
+        return torch.device("cpu")
+    if isinstance(devices, str) and "," in devices:
+        devices = [int(each) for each in devices.split(",") if each]
+    return torch.device("cuda", 0 if devices is None or isinstance(devices, int | str) else next(iter(devices)))

@@ -1,6 +1,7 @@
 """A run that is stopped and resumed sees the sequences, in the order, of one that was not, with a real Trainer."""
 
 import ast
+import itertools
 import logging
 import os
 import pathlib
@@ -9,28 +10,9 @@ import subprocess
 import sys
 
 import lightning as L
-import numpy as np
 import pytest
 import torch
-from src.datamodules.language_modeling_hf import LMDataModule
-from src.datamodules.tokenizer import ByteTokenizer
-
-LENGTH = 4
-
-
-class Numbers(LMDataModule):
-    """The tokens count up, so that the first one of a sequence tells which it is."""
-
-    def __init__(self, sequences, **options):
-        super().__init__("none", "byte", max_length=LENGTH, shuffle=True, fault_tolerant=True, **options)
-        self.sequences = sequences
-
-    def prepare_data(self):
-        pass
-
-    def process_dataset(self):
-        train, validation = (np.arange(n * LENGTH + 1, dtype=np.int32) for n in (self.sequences, 4))
-        return {"train": train, "validation": validation, "test": validation}, ByteTokenizer()
+from counting import Counting, sequences_of
 
 
 class Recorder(L.LightningModule):
@@ -42,7 +24,7 @@ class Recorder(L.LightningModule):
         self.seen = []
 
     def training_step(self, batch, batch_idx):
-        sequences = (batch[0][:, 0] // LENGTH).tolist()
+        sequences = sequences_of(batch)
         self.seen.append((batch_idx, self.trainer.global_step, sequences))
         return self.weight * sum(sequences)
 
@@ -109,7 +91,7 @@ HOOKS = {
 
 def check(tmp_path, hook, batches, end, workers=0, drop_last=False, **options):
     def data():
-        return Numbers(23, batch_size=2, loader_workers=workers, seed=5, drop_last=drop_last)
+        return Counting(23, batch_size=2, loader_workers=workers, seed=5, drop_last=drop_last)
 
     path = tmp_path / "checkpoint.ckpt"
     whole, trainer = fit(data(), **end, **options)
@@ -156,7 +138,7 @@ def test_resumed_run_sees_the_same_batches_with_options(tmp_path, name, options)
 
 @pytest.mark.parametrize("drop_last, missing", [(False, 0), (True, 1)])
 def test_drop_last_leaves_out_what_fills_no_batch(drop_last, missing):
-    module, _ = fit(Numbers(23, batch_size=2, loader_workers=0, drop_last=drop_last), max_epochs=1)
+    module, _ = fit(Counting(23, batch_size=2, drop_last=drop_last), max_epochs=1)
     assert len({sequence for _, _, batch in module.seen for sequence in batch}) == 23 - missing
 
 
@@ -185,7 +167,7 @@ def fit_in_steps_of_6(index, callbacks=(), ckpt_path=None):
     batch, accumulate = BATCHES[index]
     validations = Validations()
     module, _ = fit(
-        Numbers(24, batch_size=batch, loader_workers=0),
+        Counting(24, batch_size=batch),
         [*callbacks, validations],
         ckpt_path,
         accumulate_grad_batches=accumulate,
@@ -215,12 +197,13 @@ def test_batch_size_may_change(tmp_path, before, after, name):
 DISTRIBUTED = """
 import os, sys
 import torch.distributed as dist
-from test_exact_resume import Numbers, SaveAndStop, fit
+from counting import Counting
+from test_exact_resume import SaveAndStop, fit
 
 path, batches, checkpoint = sys.argv[1], int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None
 callbacks = [SaveAndStop("on_train_batch_end", batches, path)] if batches else []
 options = {"strategy": "ddp", "devices": int(os.environ["WORLD_SIZE"]), "max_steps": 10}
-data = Numbers(23, batch_size=2, ddp=True, loader_workers=0)
+data = Counting(23, batch_size=2, ddp=True)
 try:
     module, _ = fit(data, callbacks, checkpoint, **options)
 finally:
@@ -241,7 +224,7 @@ def run_ranks(ranks, tmp_path, *arguments):
             found.setdefault(step, {})[int(rank)] = sequences
     assert all(set(by_rank) == set(range(ranks)) for by_rank in found.values()), output.stderr
     assert found, output.stderr
-    return {step: sorted(sum(by_rank.values(), [])) for step, by_rank in found.items()}
+    return {step: sorted(itertools.chain(*by_rank.values())) for step, by_rank in found.items()}
 
 
 @pytest.mark.slow
@@ -252,7 +235,7 @@ def test_two_ranks_go_on_from_one_and_one_from_two(tmp_path):
     start = run_ranks(1, tmp_path, first, 4)
     middle = run_ranks(2, tmp_path, second, 2, first)
     rest = run_ranks(1, tmp_path, "none", 0, second)
-    whole = sum((one[step] for step in range(10)), [])
+    whole = [sequence for step in range(10) for sequence in one[step]]
     assert [start[step] for step in range(4)] == [one[step] for step in range(4)]
     assert middle[4] == sorted(one[4] + one[5]) and middle[5] == sorted(one[6] + one[7])
     assert rest[6] == one[8] and rest[7] == one[9]

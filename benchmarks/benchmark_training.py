@@ -1,0 +1,272 @@
+"""Tokens per second of the training harness, end to end, beside a bare loop and the model of transformers.
+
+harness       `training/run.py`: data, logging and callbacks as in the experiment
+bare          a loop of the same model, loss, precision, clipping, optimizer and schedule on one batch that stays on the
+              GPU: what the harness could reach
+transformers  the harness with the model of transformers, SDPA and torch.compile
+
+Cases with several GPUs begin with their number, and their `scaling` is the share of so many times the tokens per second
+of one. Each provider runs in a process of its own, one after the other; the clock runs between two optimizer steps, at
+both of which the GPU has caught up.
+
+    python -m benchmarks.benchmark_training                           # all cases that the GPUs here allow
+    python -m benchmarks.benchmark_training '1/gpt2-124M*' --steps 200
+"""
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.profilers import Profiler
+
+from benchmarks.harness import ROWS, append_csv, environment
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+WARM_UP = 20  # optimizer steps
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training run: devices, a name, and what selects it on the command line of run.py."""
+
+    devices: int
+    name: str
+    batch: int  # of a device, and of each step there
+    overrides: tuple[str, ...]
+    transformers: tuple[str, ...] = ()  # in place of the experiment of the first override; none if empty
+
+    def __str__(self):
+        return f"{self.devices}/{self.name}"
+
+    @property
+    def model(self):
+        return self.name.split()[0]
+
+    def providers(self):
+        """{provider: overrides}"""
+        found = {"harness": self.overrides}
+        if self.devices == 1:
+            found["bare"] = (*self.overrides, f"trainer._target_={__spec__.name}.BareLoop")
+        if self.transformers:
+            found["transformers"] = (*self.transformers, *self.overrides[1:], "train.compile=true")
+        return found
+
+
+_SMALL = ("experiment=owt/gpt2s-flash", "trainer.precision=bf16")
+_MEDIUM = ("experiment=owt/gpt2m-flash", "trainer.precision=bf16")
+_1B = ("experiment=pile/gpt3xl-flash", "optimizer=adamw")
+
+
+def cases(device):
+    if device == "cpu":
+        yield Case(1, "tiny", 16, ("experiment=tiny/text", "trainer.accelerator=cpu"))
+        return
+    yield Case(1, "gpt2-124M", 32, _SMALL, ("experiment=owt/gpt2s-hf",))
+    yield Case(1, "gpt2-350M", 16, _MEDIUM, ("experiment=owt/gpt2m-hf",))
+    yield Case(1, "gpt3-1.3B", 8, (*_1B, "trainer.strategy=null"))
+    for devices in (2, 4):
+        yield Case(devices, "gpt2-124M ddp", 32, _SMALL)
+        yield Case(devices, "gpt3-1.3B fsdp", 8, (*_1B, "strategy=fsdp"))
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the table and of the CSV file.
+
+    ms: of an optimizer step. of_bare: tokens per second over those of the bare loop. ratio: over those of transformers.
+    loader: the share of the time in which the loop waits for a batch. peak_mb: of the first GPU, everything included.
+    """
+
+    devices: int
+    case: str
+    provider: str
+    tokens_per_s: float
+    ms: float
+    of_bare: float | None
+    ratio: float | None
+    scaling: float | None
+    loader: float | None
+    peak_mb: float | None
+    device: str
+    cuda: str
+    torch: str
+    version: str
+
+
+def main() -> None:
+    """Run the cases that the command line asks for, appending rows as they are made; print them."""
+    args = _parse()
+    known = {}
+    for case in args.chosen:
+        rows = []
+        for provider, overrides in case.providers().items():
+            print(f"{case}: {provider}", file=sys.stderr, flush=True)
+            found = _run(case, [*overrides, *args.overrides], args)
+            if found is not None:
+                known[case.devices, case.model, provider] = found
+                rows.append((provider, found))
+        rows = [_row(case, provider, found, known) for provider, found in rows]
+        append_csv(args.csv, [dataclasses.asdict(row) for row in rows])
+        for row in rows:
+            print(*_values(row), flush=True)
+    print("rows:", args.csv)
+
+
+def _values(row):
+    """What tells rows of one machine apart."""
+    for field, value in dataclasses.asdict(row).items():
+        if field == "device":
+            return
+        yield value if field in ("devices", "case", "provider") else f"{field}={value:.4g}" if value else f"{field}=-"
+
+
+def _row(case, provider, found, known):
+    def over(devices, other, times=1):
+        peer = known.get((devices, case.model, other))
+        return None if peer is None else found["tokens_per_s"] / (times * peer["tokens_per_s"])
+
+    return Row(
+        case.devices, case.name, provider, found["tokens_per_s"], found["ms"], of_bare=over(case.devices, "bare"),
+        ratio=over(case.devices, "transformers"),
+        scaling=over(1, provider, case.devices) if case.devices > 1 else None,
+        loader=found["loader"], peak_mb=found["peak_mb"], **environment(found["device"]),
+    )  # fmt: skip
+
+
+def _parse():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="?", default="*", help="glob over devices/case (default: all that can run)")
+    parser.add_argument("overrides", nargs="*", help="further arguments of run.py, for all")
+    parser.add_argument("--text", default="python_sources", help="what to train on (default: Python's own sources)")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps that are measured (default: 100)")
+    parser.add_argument("--csv", type=pathlib.Path, default=ROWS / "training.csv", help="default: %(default)s")
+    args = parser.parse_args()
+    gpus = torch.cuda.device_count()
+    known = list(cases("cuda" if gpus else "cpu"))
+    args.chosen = [case for case in known if fnmatch.fnmatch(str(case), args.cases) and case.devices <= max(gpus, 1)]
+    if not args.chosen:
+        parser.error(f"no case matches {args.cases!r} with {gpus} GPUs; there are: {', '.join(map(str, known))}")
+    return args
+
+
+def _run(case, overrides, args):
+    """What the stopwatch of a run says, or None if the run failed; it has said why."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = pathlib.Path(folder, "result.json")
+        common = [
+            "datamodule=text", f"datamodule.dataset_name={args.text}", "datamodule.num_workers=8",
+            f"trainer.devices={case.devices}", f"datamodule.batch_size={case.batch}",
+            f"++train.global_batch_size={case.batch * case.devices}", f"trainer.max_steps={WARM_UP + args.steps}",
+            "++trainer.limit_val_batches=0", "test_after_training=false", "logger=csv", "print_config=false",
+            f"hydra.run.dir={folder}/run",
+            f"+callbacks.stopwatch._target_={__spec__.name}.Stopwatch", f"+callbacks.stopwatch.file={result}",
+        ]  # fmt: skip
+        environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "training")))}
+        command = [sys.executable, "run.py", overrides[0], *common, *overrides[1:]]
+        done = subprocess.run(command, cwd=ROOT / "training", env=environ, stdout=sys.stderr)
+        if done.returncode != 0 or not result.exists():
+            print(f"  failed with exit code {done.returncode}", file=sys.stderr)
+            return None
+        return json.loads(result.read_text())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# In the processes of the runs
+
+
+class Stopwatch(L.Callback):
+    """Writes how long the optimizer steps after the first WARM_UP took, and how much of it was the wait for batches."""
+
+    def __init__(self, file: str) -> None:
+        self.file, self.waits = pathlib.Path(file), _Waits()
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        trainer.profiler = self.waits
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.tick(trainer.global_step, trainer.max_steps, batch[0].numel() * trainer.world_size, trainer.is_global_zero)
+
+    def tick(self, step: int, last: int, tokens: int, writes: bool = True) -> None:
+        """To be called after each optimizer step; tokens: of one step, in all processes."""
+        if step not in (WARM_UP, last):
+            return
+        on_gpu = torch.cuda.is_available()
+        if on_gpu:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if step == WARM_UP:
+            self.start, self.waits.seconds = now, 0.0
+        elif writes:
+            seconds, steps = now - self.start, last - WARM_UP
+            self.file.write_text(json.dumps({
+                "tokens_per_s": tokens * steps / seconds, "ms": 1e3 * seconds / steps,
+                "loader": self.waits.seconds / seconds, "device": "cuda" if on_gpu else "cpu",
+                "peak_mb": torch.cuda.max_memory_allocated() / 1e6 if on_gpu else None,
+            }))  # fmt: skip
+
+
+class _Waits(Profiler):
+    """Adds up the time in which Lightning's loop waits for the next batch."""
+
+    seconds = 0.0
+
+    def start(self, action_name: str) -> None:
+        if action_name.endswith("train_dataloader_next"):
+            self.since = time.perf_counter()
+
+    def stop(self, action_name: str) -> None:
+        if action_name.endswith("train_dataloader_next"):
+            self.seconds += time.perf_counter() - self.since
+
+
+class BareLoop:
+    """In place of Lightning's Trainer: as little as training takes, on one batch."""
+
+    checkpoint_callback = None
+
+    def __init__(
+        self,
+        max_steps: int,
+        callbacks: list,
+        precision: str = "32-true",
+        gradient_clip_val: float | None = None,
+        **ignored: Any,
+    ) -> None:
+        self.max_steps, self.clip = max_steps, gradient_clip_val
+        self.dtype = {"bf16-mixed": torch.bfloat16, "32-true": None}[precision]
+        self.stopwatch = next(each for each in callbacks if isinstance(each, Stopwatch))
+
+    def fit(self, task: Any, datamodule: Any, ckpt_path: None) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        task.to(device).train()
+        found = task.configure_optimizers()
+        found = found if isinstance(found, dict) else {"optimizer": found}
+        optimizer, schedule = found["optimizer"], found.get("lr_scheduler", {}).get("scheduler")
+        batch = [x.to(device) for x in next(iter(datamodule.val_dataloader()))]
+        for step in range(1, self.max_steps + 1):
+            with torch.autocast(device.type, self.dtype, enabled=self.dtype is not None):
+                loss, *_ = task.step(batch)
+            loss.backward()
+            if self.clip is not None:
+                torch.nn.utils.clip_grad_norm_(task.parameters(), self.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            if schedule is not None:
+                schedule.step()
+            self.stopwatch.tick(step, self.max_steps, batch[0].numel())
+
+
+if __name__ == "__main__":
+    main()
