@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
 
+from src.datamodules.corpus import local_path
 from src.datamodules.image_datasets import (
     ArrayDataset,
     AugmentationSampler,
@@ -109,7 +110,7 @@ class ImagenetDataModule(ResumableDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__(seed)
-        self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
+        self.data_dir, self.image_size = local_path(data_dir), image_size
         self.train_transforms, self.val_transforms = train_transforms, val_transforms
         self.test_transforms = test_transforms or val_transforms
         self.img_dtype, self.cache_val_dataset, self.mixup = img_dtype, cache_val_dataset, mixup
