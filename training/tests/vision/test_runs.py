@@ -150,7 +150,7 @@ def test_an_epoch_of_the_recipe(tmp_path):
         tmp_path, "experiment=imagenet/vit-t", "trainer.devices=1", "trainer.max_epochs=2", "datamodule.batch_size=8",
         "train.global_batch_size=16", "datamodule.image_size=32", "datamodule.num_workers=2",
         "datamodule.num_classes=6", "++model.depth=1", "++model.embed_dim=24", "callbacks=[default,ema]",
-        "callbacks.ema.decay=0.9", "+optimized_metric=val/acctop5",
+        "callbacks.ema.decay=0.9", "+optimized_metric=test/acctop5",
     )  # fmt: skip
     assert 0 <= accuracy <= 1
     assert (tmp_path / "checkpoints").exists()
