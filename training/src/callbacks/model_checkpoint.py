@@ -11,7 +11,6 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Optimizer
 
 AUTO_SAVE = ".pl_auto_save.ckpt"
-_TIMEOUT = datetime.timedelta(seconds=30)
 log = logging.getLogger(__name__)
 
 
@@ -27,6 +26,8 @@ class ModelCheckpointMine(ModelCheckpoint):
         fault_tolerant: whether to save when training ends with an error.
     """
 
+    timeout = datetime.timedelta(seconds=30)  # for the other ranks to fail, too
+
     def __init__(self, *args: Any, fault_tolerant: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fault_tolerant = fault_tolerant
@@ -36,7 +37,8 @@ class ModelCheckpointMine(ModelCheckpoint):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if self.fault_tolerant and trainer.world_size > 1 and stage == "fit":
-            self._group = dist.new_group(backend="gloo")
+            trainer.strategy.barrier()  # making the group has the same timeout as using it
+            self._group = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         self._begun = trainer.global_step
@@ -55,11 +57,10 @@ class ModelCheckpointMine(ModelCheckpoint):
         whole = trainer.global_step > 0 and self._begun != trainer.global_step
         if self._group is None:
             return whole
+        answers = [None] * dist.get_world_size(self._group)
         try:
-            dist.monitored_barrier(self._group, _TIMEOUT)
+            dist.all_gather_object(answers, whole, group=self._group)
         except RuntimeError:
             log.warning("Rank %d: no checkpoint, since not all ranks have got an error", trainer.global_rank)
             return False
-        answers = [None] * trainer.world_size
-        dist.all_gather_object(answers, whole, group=self._group)
         return all(answers)

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from src.callbacks import speed_monitor
 from src.callbacks.speed_monitor import SpeedMonitor
 from src.utils.flops import train_flops_per_token
-from tests.callbacks.tiny import SEQLEN, VOCAB, Recorder, TinyTask, loader, trainer
+from tests.callbacks.tiny import SEQLEN, VOCAB, Recorder, TinyModel, TinyTask, loader, trainer
 
 TOKENS = 2 * SEQLEN  # of a batch
 
@@ -15,8 +15,8 @@ TOKENS = 2 * SEQLEN  # of a batch
 class TimedTask(TinyTask):
     """Each training step takes 3 s, the batch of the next one 1 s to load, and each validation 100 s."""
 
-    def __init__(self, clock, **options):
-        super().__init__(**options)
+    def __init__(self, clock, make_model):
+        super().__init__(make_model)
         self.clock = clock
 
     def training_step(self, batch, batch_idx):
@@ -51,10 +51,10 @@ class Loads(torch.utils.data.IterableDataset):
             yield sample
 
 
-def fit(clock, callback, model=None, **options):
+def fit(clock, callback, make_model=TinyModel, **options):
     recorder = Recorder()
     data = torch.utils.data.DataLoader(Loads(clock, loader(64).dataset), 2)  # more than is used: it is read ahead
-    task = TimedTask(clock, model=model)
+    task = TimedTask(clock, make_model)
     used = trainer([callback], recorder, **options)
     used.fit(task, data, loader() if options.get("limit_val_batches") else None)
     return recorder, used
@@ -97,7 +97,7 @@ def test_verbose_prints_every_batch(clock, capsys):
 
 def test_model_flops(clock):
     config = GPT2Config(n_embd=8, n_head=2, n_layer=1, vocab_size=VOCAB, n_positions=8, bos_token_id=0, eos_token_id=0)
-    recorder, _ = fit(clock, SpeedMonitor(), GPT2LMHeadModel(config))
+    recorder, _ = fit(clock, SpeedMonitor(), lambda: GPT2LMHeadModel(config))
     expected = train_flops_per_token(GPT2LMHeadModel(config), SEQLEN) * TOKENS / 4 / 1e12
     assert list(recorder.of("time/model_tflops").values()) == pytest.approx([expected] * 4)
     assert not recorder.of("time/mfu")  # there is no peak of a CPU

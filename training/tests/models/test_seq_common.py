@@ -56,7 +56,7 @@ def test_padding_is_never_looked_at(x):
 
 
 def test_other_pooling_modes_are_refused(x):
-    with pytest.raises(ValueError, match="pooling_mode must be one of MEAN, .* found 'MAX'"):
+    with pytest.raises(ValueError, match=r"pooling_mode must be one of MEAN, .* found 'MAX'"):
         parts.pooling(x, "MAX")
 
 
@@ -193,5 +193,5 @@ def test_widths_default_to_the_first():
 
 @pytest.mark.parametrize("make", [parts.GluMlp, lambda *a: parts.GatedMlp(*a, gate_layer=halves)])
 def test_what_is_halved_must_be_even(make):
-    with pytest.raises(ValueError, match="hidden_features must be even.*found 5"):
+    with pytest.raises(ValueError, match=r"hidden_features must be even.*found 5"):
         make(4, 5)

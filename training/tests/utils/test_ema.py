@@ -1,12 +1,16 @@
 """Averages of parameters against the formula, in float64."""
 
+import copy
 import gc
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from src.utils.ema import ExponentialMovingAverage
+from tests.processes import over_processes
 
 
 def parameters(dtype=torch.float64):
@@ -136,3 +140,35 @@ def test_to_changes_the_averages_but_not_what_is_stored():
     ema.to(device="cpu", dtype=torch.float32)
     assert ema.shadow_params[0].dtype == torch.float32
     assert ema.collected_params[0].dtype == torch.float64
+
+
+def divided(group):
+    """Averages of parameters that are divided over processes (FSDP2) are those of whole ones."""
+    whole = nn.Linear(5, 3)
+    with torch.no_grad():
+        for p in whole.parameters():
+            p.fill_(1.0)
+    model = copy.deepcopy(whole)
+    fully_shard(model, mesh=init_device_mesh("cpu", (group.size(),)))
+    pairs = [(ExponentialMovingAverage(each.parameters(), 0.9), each) for each in (whole, model)]
+    for n in range(3):
+        for ema, each in pairs:
+            with torch.no_grad():
+                for p in each.parameters():
+                    p.mul_(n + 2.0)
+            ema.update()
+    (ema_of_whole, _), (ema, _) = pairs
+    before = [p.full_tensor() for p in model.parameters()]
+    with ema.average_parameters():
+        for p, expected in zip(model.parameters(), ema_of_whole.shadow_params):
+            torch.testing.assert_close(p.full_tensor(), expected)
+    for p, expected in zip(model.parameters(), before):
+        torch.testing.assert_close(p.full_tensor(), expected, rtol=0, atol=0)
+    ema.load_shadow_params([2 * x for x in ema_of_whole.shadow_params])  # whole tensors, as a checkpoint has them
+    for x, expected in zip(ema.shadow_params, ema_of_whole.shadow_params):
+        torch.testing.assert_close(x.full_tensor(), 2 * expected)
+    ema.update()
+
+
+def test_parameters_that_are_divided():
+    over_processes(2, divided)

@@ -124,7 +124,7 @@ def test_fewer_cores_than_processes(machine):
 
 
 def test_other_modes_are_refused(machine):
-    with pytest.raises(ValueError, match="mode must be one of socket, single, .* found 'all'"):
+    with pytest.raises(ValueError, match=r"mode must be one of socket, single, .* found 'all'"):
         gpu_affinity.set_affinity(0, 1, "all")
     with pytest.raises(ValueError, match="mode must be interleaved or continuous, found 'all'"):
         gpu_affinity.set_socket_unique_affinity(0, 1, "all")

@@ -1,0 +1,98 @@
+"""Checkpoints of runs that fail."""
+
+import signal
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from src.callbacks.model_checkpoint import ModelCheckpointMine
+from tests.callbacks.tiny import TinyTask, loader, trainer
+from tests.processes import over_processes
+
+AUTO_SAVE = ".pl_auto_save.ckpt"
+
+
+class Fails(TinyTask):
+    """Raises an error at batch 5: in the step, or while the optimizer changes the weights."""
+
+    def __init__(self, error=None, within_optimizer=False, at=5):
+        super().__init__()
+        self.error, self.within_optimizer, self.at = error or RuntimeError(), within_optimizer, at
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == self.at and not self.within_optimizer:
+            raise self.error
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, *args, **kwargs):
+        super().optimizer_step(*args, **kwargs)
+        if self.within_optimizer and self.trainer.global_step == self.at:
+            raise self.error
+
+
+def fail(folder, task, error=RuntimeError, **options):
+    saver = ModelCheckpointMine(folder, **{"fault_tolerant": True, **options})
+    with pytest.raises(error):
+        trainer([saver]).fit(task, loader())
+
+
+@pytest.fixture(autouse=True)
+def interrupts_are_as_before():
+    """Lightning ignores them once it has got one."""
+    handler = signal.getsignal(signal.SIGINT)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
+@pytest.mark.parametrize("error, raised", [(RuntimeError(), RuntimeError), (KeyboardInterrupt(), SystemExit)])
+def test_saved_on_an_error(tmp_path, error, raised):
+    task = Fails(error)
+    fail(tmp_path, task, raised)
+    saved = torch.load(tmp_path / AUTO_SAVE, weights_only=True)
+    assert saved["global_step"] == 5
+    for name, x in task.state_dict().items():
+        torch.testing.assert_close(saved["state_dict"][name], x, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "task, options, error",
+    [
+        (lambda: Fails(), {"fault_tolerant": False}, RuntimeError),
+        (lambda: Fails(within_optimizer=True), {}, RuntimeError),
+        (lambda: Fails(at=0), {}, RuntimeError),  # there is nothing to save yet
+        (lambda: Fails(SystemExit(143)), {}, SystemExit),  # on purpose
+    ],
+    ids=["not fault tolerant", "within the optimizer", "before the first step", "stopped"],
+)
+def test_not_saved(tmp_path, task, options, error):
+    fail(tmp_path, task(), error, **options)
+    assert not (tmp_path / AUTO_SAVE).exists()
+
+
+def test_no_error(tmp_path):
+    trainer([ModelCheckpointMine(tmp_path, fault_tolerant=True)]).fit(TinyTask(), loader())
+    assert [file.name for file in tmp_path.iterdir()] == ["epoch=0-step=8.ckpt"]
+
+
+def on_each_rank(group, begun, comes, expected):
+    saver, rank = ModelCheckpointMine(fault_tolerant=True), group.rank()
+    saver._begun, saver.timeout = begun[rank], timedelta(seconds=2)
+    saver._group = dist.new_group(backend="gloo", timeout=saver.timeout)
+    if comes[rank]:
+        assert saver._all_agree(SimpleNamespace(global_step=5, global_rank=rank)) is expected
+
+
+@pytest.mark.parametrize(
+    "begun, comes, expected",
+    [
+        ((4, 4), (True, True), True),
+        ((4, 5), (True, True), False),  # one was changing its weights
+        ((4, 4), (True, False), False),  # one goes on
+        ((4, 4), (False, True), False),
+    ],
+)
+def test_all_ranks_must_have_an_error(begun, comes, expected):
+    over_processes(2, on_each_rank, begun, comes, expected)
