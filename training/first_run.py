@@ -32,7 +32,7 @@ SIZES = {
         overrides=[
             "experiment=tiny/text", "model.config.n_embd=128", "model.config.n_layer=4", "+trainer.limit_val_batches=4",
         ],
-        steps=400, checkpoint_every=100, context=128,
+        steps=300, checkpoint_every=100, context=128,
     ),
     "cuda": dict(overrides=["experiment=local/gpt2s"], steps=1000, checkpoint_every=200, context=1024),
 }  # fmt: skip
@@ -53,7 +53,8 @@ def main():
     heading("1. Training, which is stopped on its way")
     shutil.rmtree(checkpoints, ignore_errors=True)
     train = [
-        "run.py", *size["overrides"], f"name={args.name}", "print_config=False", "datamodule.val_ratio=0.02", "test_after_training=False",
+        "run.py", *size["overrides"], "datamodule.val_ratio=0.02", f"name={args.name}",
+        "print_config=False", "test_after_training=False",
         f"trainer.max_steps={args.steps or size['steps']}",
         f"callbacks.model_checkpoint.every_n_train_steps={size['checkpoint_every']}",
     ]  # fmt: skip

@@ -7,6 +7,8 @@ need no network: --include_path FOLDER --tasks NAME, with a .yaml file in FOLDER
 In Python: `lm_eval.simple_evaluate(FlashAttnLM(model=model, tokenizer=tokenizer), tasks=[...])`.
 """
 
+import torch
+
 from src.evaluation.batched import continue_prompts, score_continuations
 from src.evaluation.loading import longest_input, open_model, text_ids
 
@@ -48,6 +50,8 @@ class FlashAttnLM(TemplateLM):
         super().__init__()
         if (checkpoint is None) == (model is None):
             raise ValueError("either checkpoint or model must be given")
+        if str(device).startswith("cuda") and not torch.cuda.is_available():
+            device = None  # the harness asks for a GPU unless it is told otherwise
         if model is None:
             model, tokenizer = open_model(checkpoint, tokenizer, device, dtype)
         self.model, self.tokenizer = model.eval(), tokenizer

@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -24,6 +28,7 @@ DOCUMENTS = [
     {"text": "n\u00e4her \u2192 ferner", "question": "\u00e4", "choices": ["\u00f6", "u", "e"], "answer": 0},
 ]  # fmt: skip
 LENGTH = 24
+TRAINING = pathlib.Path(__file__).resolve().parents[2]
 
 TASKS = {
     "choices": {
@@ -146,6 +151,27 @@ def test_options_of_sampling(lm):
         write(num_beams=2)
     with pytest.raises(ValueError, match="max_gen_toks must be less than the 24 tokens that the model reads, found 24"):
         write(max_gen_toks=24)
+
+
+def test_command(lm, tmp_path):
+    """The harness's own command has the model, and gives it a GPU that need not be there."""
+    from src.evaluation.loading import open_model
+    from src.export import export
+
+    export(lm.model, lm.tokenizer, tmp_path / "model")
+    (tmp_path / "documents.jsonl").write_text(json.dumps(DOCUMENTS[0]))
+    source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "documents.jsonl")}}}
+    (tmp_path / "rolling.yaml").write_text(
+        json.dumps({"task": "rolling", "test_split": "test"} | source | TASKS["rolling"])
+    )
+    command = [sys.executable, "-m", "src.evaluation.lm_harness", "run", "--model", "flash_attn", "--tasks", "rolling"]
+    options = ["--model_args", f"checkpoint={tmp_path / 'model'}", "--include_path", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sys.path, str(TRAINING)]), "HF_HUB_OFFLINE": "1"}
+    printed = subprocess.run(command + options, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
+    model, tokenizer = open_model(tmp_path / "model")
+    score = FlashAttnLM(model=model, tokenizer=tokenizer).loglikelihood_rolling([request(DOCUMENTS[0]["text"])])[0]
+    bits = -score / len(DOCUMENTS[0]["text"]) / math.log(2)
+    assert f"{bits:.3f}" in printed
 
 
 def test_arguments(lm):
