@@ -11,9 +11,10 @@ class EMACallback(L.Callback):
     """Keeps an exponential moving average of the trainable weights, and validates and tests with it.
 
     The averages are updated after each step of the optimizer. A checkpoint has the averaged model as `state_dict_ema`,
-    with the names of `state_dict`, so that either can be evaluated, and training resumes with the same averages. If a
-    checkpoint has none, they begin with its weights. Raises ValueError if the model is tensor parallel: then a
-    checkpoint would have only the averages of the first part.
+    with the names of `state_dict`, so that either can be evaluated, and training resumes with the same averages. An
+    average that a checkpoint does not have begins with the weight.
+
+    Raises ValueError if the model is tensor parallel: a checkpoint would have the averages of its first part only.
 
     Arguments:
         decay, use_num_updates: see `ExponentialMovingAverage`.
@@ -34,9 +35,10 @@ class EMACallback(L.Callback):
         self.ema = ExponentialMovingAverage(trainable.values(), self.decay, self.use_num_updates)
         if "averages" in self._loaded:
             averages = self._loaded["averages"]
-            self.ema.load_shadow_params([averages[name.replace("_orig_mod.", "")] for name in trainable])
+            names = {name.replace("_orig_mod.", ""): p for name, p in trainable.items()}
+            self.ema.load_shadow_params([averages.get(name, p) for name, p in names.items()])
             if self.use_num_updates:
-                self.ema.num_updates = self._loaded.get("num_updates", 0)
+                self.ema.num_updates = self._loaded.get("num_updates") or 0
         self._loaded = {}
         self._steps = trainer.global_step
 

@@ -86,7 +86,7 @@ def _absolute(tensors):
     sums = torch.stack(torch._foreach_norm(local, 1, dtype=torch.float32))
     maxima = torch.stack(torch._foreach_norm(local, float("inf"), dtype=torch.float32))
     for group, members in _shard_groups(tensors).items():
-        index = torch.tensor(members, device=sums.device)
+        index = torch.tensor(members).to(sums.device, non_blocking=True)
         for values, op in ((sums, dist.ReduceOp.SUM), (maxima, dist.ReduceOp.MAX)):
             part = values[index]
             dist.all_reduce(part, op, group=group)

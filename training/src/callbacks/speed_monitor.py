@@ -5,7 +5,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from src.callbacks.loggers import is_logging_step
 from src.utils.flops import peak_tflops, train_flops_per_token
@@ -40,6 +40,7 @@ class SpeedMonitor(L.Callback):
         self._between: float | None = None
         self._window_start: float | None = None  # since when what follows has been counted
         self._items = 0
+        self._flops_per_token: dict[int | None, float | None] = {}  # by the length of the sequences
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._epoch_start = time.perf_counter()
@@ -94,10 +95,12 @@ class SpeedMonitor(L.Callback):
         _, seqlen = _items(batch)
         name = "time/samples_per_s" if seqlen is None else "time/tokens_per_s"
         self._log(name, items_per_s * trainer.world_size, prog_bar=True)
-        model = getattr(pl_module, "model", pl_module)
-        if seqlen is None or not hasattr(model, "config"):
+        if seqlen not in self._flops_per_token:
+            self._flops_per_token[seqlen] = _flops_per_token(getattr(pl_module, "model", pl_module), seqlen)
+        flops = self._flops_per_token[seqlen]
+        if flops is None:
             return
-        tflops = items_per_s * train_flops_per_token(model, seqlen) / 1e12
+        tflops = items_per_s * flops / 1e12
         self._log("time/model_tflops", tflops)
         on_gpu = pl_module.device.type == "cuda"
         peak = peak_tflops(torch.cuda.get_device_name(pl_module.device)) if on_gpu else None
@@ -107,6 +110,14 @@ class SpeedMonitor(L.Callback):
     def _log(self, name: str, value: float, prog_bar: bool = False) -> None:
         on_host = torch.tensor(value, dtype=torch.float64)  # a number would be copied to the device
         self.log(name, on_host, prog_bar=prog_bar)
+
+
+def _flops_per_token(model: nn.Module, seqlen: int | None) -> float | None:
+    """`train_flops_per_token`, or None where it cannot be known."""
+    try:
+        return None if seqlen is None else train_flops_per_token(model, seqlen)
+    except ValueError:
+        return None
 
 
 def _items(batch: Any) -> tuple[int, int | None]:

@@ -26,5 +26,5 @@ class AdamW(torch.optim.AdamW):
         fused: bool = True,
         **kwargs: Any,
     ) -> None:
-        super().__init__(params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=fused, **kwargs)
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=fused, **kwargs)
         self._step_supports_amp_scaling = False

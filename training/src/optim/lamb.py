@@ -24,5 +24,5 @@ def Lamb(
     except ImportError as error:
         raise ImportError("the optimizer LAMB is that of timm: `pip install timm`") from error
     return TimmLamb(
-        params, lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, **kwargs
+        params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, max_grad_norm=max_grad_norm, **kwargs
     )

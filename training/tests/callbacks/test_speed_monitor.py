@@ -103,6 +103,15 @@ def test_model_flops(clock):
     assert not recorder.of("time/mfu")  # there is no peak of a CPU
 
 
+def test_a_model_with_another_config_has_no_flops(clock):
+    class Other(TinyModel):
+        config = "of another kind"
+
+    recorder, _ = fit(clock, SpeedMonitor(), Other)
+    assert recorder.of("time/tokens_per_s")
+    assert not recorder.of("time/model_tflops")
+
+
 def test_batches_of_other_things_are_samples():
     assert speed_monitor._items([torch.zeros(4, 3, 8, 8), torch.zeros(4)]) == (4, None)
     assert speed_monitor._items({"input_ids": torch.zeros(4, 7, dtype=torch.int64)}) == (28, 7)

@@ -107,6 +107,7 @@ def test_names_of_adamw_are_one_formula(name, group_of_one):
     for p, q in zip(model.parameters(), reference.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
     assert optimizer.param_groups[0]["fused"]
+    assert type(optimizer.param_groups[0]["betas"]) in (list, tuple)
 
 
 def test_gradients_of_adamw_can_be_clipped_under_a_loss_scale():
