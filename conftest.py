@@ -24,6 +24,8 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
+    paths = [str(path) for path in config.getini("pythonpath")]  # for processes that a test starts, too
+    os.environ["PYTHONPATH"] = os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     # For small tensors one thread is as fast as more, and ten times faster where other work shares the cores.
     torch.set_num_threads(1)
     if config.getoption("--device") == "cpu":  # Triton looks when it is imported, which torch may do at any time

@@ -24,13 +24,13 @@ SIZES = ("datamodule.batch_size", "datamodule.batch_size_eval", "train.global_ba
 PATHS = ("datamodule.dataset_name", "datamodule.tokenizer_name", "eval.ckpt", "train.warmstart.path", "export.folder")
 
 
-def main() -> Any:
+def main() -> None:
     """Run with the arguments of the command line. What Hydra says of a wrong one is followed by the nearest names."""
     load_env(pathlib.Path.cwd())
     resolvers.register()
     composed = []
     try:
-        return _main(composed)()
+        _main(composed)()
     except SystemExit as error:
         if error.code and not composed:
             print(*hints.hints(FOLDER / "configs", sys.argv[1:]), sep="\n", file=sys.stderr)
@@ -38,7 +38,7 @@ def main() -> Any:
 
 
 def _main(composed):
-    @hydra.main(config_path="configs", config_name="config", version_base="1.3")
+    @hydra.main(config_path=str(FOLDER / "configs"), config_name="config", version_base="1.3")
     @functools.wraps(run)
     def with_config(config):
         composed.append(True)

@@ -8,9 +8,10 @@ from typing import Any
 import lightning as L
 import torch
 from hydra.utils import instantiate
+from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import DictConfig, OmegaConf
 
-from src.engines import strategy
+from src.engines import STRATEGIES, SingleDeviceStrategy
 from src.utils import utils
 from src.utils.checkpoint import latest
 from src.utils.resolvers import device_count
@@ -39,13 +40,15 @@ def train(config: DictConfig) -> float | None:
     trainer = trainer_of(config, callbacks, loggers)
     log.info("Training in %s", os.getcwd())
     trainer.fit(model, datamodule=datamodule, ckpt_path=checkpoint)
+    metrics = dict(trainer.callback_metrics)
     if config.get("test_after_training") and not trainer.fast_dev_run:
         trainer.test(model, datamodule=datamodule)
+        metrics |= trainer.callback_metrics  # which has no others after a test
     utils.finish(config, model, datamodule, trainer, callbacks, loggers)
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
     if best:
         log.info("The best checkpoint: %s", best)
-    return _optimized(config, trainer)
+    return _optimized(config, metrics)
 
 
 def check_devices(config: DictConfig) -> None:
@@ -110,25 +113,42 @@ def _keep_earlier_metrics(folder):
 
 
 def trainer_of(config: DictConfig, callbacks: list[Any], loggers: list[Any]) -> L.Trainer:
-    """The Trainer of a configuration. trainer.strategy may be a name of `src.engines.strategy`; null is the default."""
+    """The Trainer of a configuration. Without trainer.strategy, several devices have DDP."""
     options = config.trainer.copy()
     precision = str(options.get("precision", ""))
     if precision in _PRECISIONS:
         options.precision = _PRECISIONS[precision]
     options.accelerator = options.get("accelerator") or "auto"
-    given = options.pop("strategy", None)
-    if given is None or isinstance(given, str):
-        where = {key: options.get(key, default) for key, default in (("devices", "auto"), ("num_nodes", 1))}
-        chosen = strategy(given, options.accelerator, **where)
-    else:
-        chosen = instantiate(given, _convert_="all")
-    return instantiate(options, callbacks=callbacks, logger=loggers, strategy=chosen, _convert_="all")
+    options.pop("strategy", None)
+    if not loggers:  # Lightning would refuse
+        callbacks = [each for each in callbacks if not isinstance(each, LearningRateMonitor)]
+    return instantiate(
+        options,
+        callbacks=callbacks,
+        logger=loggers,
+        strategy=_strategy(config.trainer, options.accelerator),
+        _convert_="all",
+    )
 
 
-def _optimized(config, trainer):
+def _strategy(trainer, accelerator):
+    strategy, devices = trainer.get("strategy"), trainer.get("devices", "auto")
+    if OmegaConf.is_config(strategy):
+        return instantiate(strategy, _convert_="all")
+    if strategy in (None, "auto"):
+        count = device_count(devices, accelerator) * trainer.get("num_nodes", 1)
+        strategy = "single" if count == 1 else "ddp"
+    if strategy != "single":
+        return STRATEGIES[strategy]() if strategy in STRATEGIES else strategy
+    on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
+    index = devices[0] if OmegaConf.is_list(devices) else 0
+    return SingleDeviceStrategy(torch.device("cuda", index) if on_gpu else torch.device("cpu"))
+
+
+def _optimized(config, metrics):
     name = config.get("optimized_metric")
     if name is None:
         return None
-    if name not in trainer.callback_metrics:
-        raise ValueError(f"optimized_metric must be one of {', '.join(trainer.callback_metrics)}, found {name!r}")
-    return trainer.callback_metrics[name].item()
+    if name not in metrics:
+        raise ValueError(f"optimized_metric must be one of {', '.join(metrics)}, found {name!r}")
+    return metrics[name].item()

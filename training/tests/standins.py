@@ -7,8 +7,9 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
-from src.utils import resolvers
 from torch.utils.data import DataLoader, TensorDataset
+
+from src.utils import resolvers
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 VOCABULARY = 50
@@ -17,7 +18,7 @@ SMALL = (
     "datamodule.max_length=16", "datamodule.batch_size=2", "train.global_batch_size=2", "trainer.max_steps=4",
     "+trainer.limit_val_batches=2", "+trainer.limit_test_batches=2", "trainer.log_every_n_steps=1",
     "callbacks.gpu_affinity=null", "callbacks.rich_model_summary=null", "__steps_per_validation=2",
-    "callbacks.model_checkpoint.every_n_train_steps=2",
+    "++callbacks.model_checkpoint.every_n_train_steps=2",
 )  # fmt: skip
 DATA = ("datamodule._target_=training.tests.standins.Data",)
 

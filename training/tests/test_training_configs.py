@@ -73,6 +73,7 @@ PILE = {
     "gpt3-2.7B-hf": ((1, 1, 1, 1), 512, 2048, ZERO1, 400_000, 300_000),
     "gpt3-2.7B-hf-hdim128": ((1, 1, 1, 1), 512, 2048, ZERO1, 400_000, 300_000),
 }
+SAVING = ("model_checkpoint", "model_checkpoint_progress")
 NAMES = [*(f"owt/{name}" for name in OWT), *(f"pile/{name}" for name in PILE)]
 
 

@@ -21,7 +21,7 @@ class NormMonitor(L.Callback):
     - `total_param_l1_norm` and `total_grad_l1_norm` are sums of absolute values.
 
     Where parameters are divided over processes (FSDP2), the values are those of whole parameters. They are computed on
-    the device, with one collective for all of them, and read when the device works on the next batch, so that no step waits.
+    the device, with one collective for all of them, and read while it works on the next batch, so that no step waits.
 
     Arguments:
         layer_norm_only: only norms and embeddings.

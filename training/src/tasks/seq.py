@@ -133,13 +133,15 @@ class SequenceModel(L.LightningModule):
 
     def on_fit_start(self) -> None:
         wanted = self.cfg.train.get("global_batch_size")
+        if wanted is None:
+            return
         replicas = (self.trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
-        found = replicas * self.cfg.datamodule.batch_size * self.trainer.accumulate_grad_batches
-        if wanted is not None and found != wanted:
+        batch, accumulated = self.cfg.datamodule.batch_size, self.trainer.accumulate_grad_batches
+        if replicas * batch * accumulated != wanted:
             log.warning(
-                "The global batch is %d: %d processes x datamodule.batch_size=%d x %d accumulated batches, and not "
-                "train.global_batch_size=%d, of which processes x datamodule.batch_size must be a divisor.",
-                found, replicas, self.cfg.datamodule.batch_size, self.trainer.accumulate_grad_batches, wanted,
+                "The global batch has %d sequences, %d processes x datamodule.batch_size=%d x %d accumulated batches, "
+                "and not train.global_batch_size=%d, which is no multiple of processes x datamodule.batch_size",
+                replicas * batch * accumulated, replicas, batch, accumulated, wanted,
             )  # fmt: skip
 
     def configure_optimizers(self) -> Any:

@@ -8,6 +8,10 @@ from typing import Any
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
 
+_OF_A_FAST_RUN = {
+    "datamodule.pin_memory": False, "datamodule.num_workers": 0, "callbacks.model_checkpoint": None,
+    "callbacks.model_checkpoint_progress": None,
+}  # fmt: skip
 _LEVELS = ("debug", "info", "warning", "error", "exception", "critical", "fatal")
 
 
@@ -61,16 +65,17 @@ def extras(config: DictConfig) -> None:
     """Adapt a configuration to its mode, in place.
 
     ignore_warnings silences Python's warnings. With trainer.fast_dev_run, data is read by this process into pageable
-    memory. Raises ValueError if experiment_mode is set and the run has no name.
+    memory, and there are no checkpoints: Lightning would replace last.ckpt. Raises ValueError if experiment_mode is set
+    and the run has no name.
     """
     if config.get("ignore_warnings"):
         warnings.filterwarnings("ignore")
     if config.get("experiment_mode") and not config.get("name"):
         raise ValueError("mode=exp needs the name of the experiment: name=...")
-    if OmegaConf.select(config, "trainer.fast_dev_run") and config.get("datamodule") is not None:
-        for key, value in (("pin_memory", False), ("num_workers", 0)):
-            if config.datamodule.get(key):
-                config.datamodule[key] = value
+    if OmegaConf.select(config, "trainer.fast_dev_run"):
+        for key, value in _OF_A_FAST_RUN.items():
+            if OmegaConf.select(config, key):
+                OmegaConf.update(config, key, value)
 
 
 @rank_zero_only

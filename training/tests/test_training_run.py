@@ -1,0 +1,163 @@
+"""run.py as it is called: from text to a checkpoint and further, modes, and errors."""
+
+import json
+import math
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+
+import run
+from src.utils.checkpoint import Checkpoint
+from training.tests.standins import DATA, SMALL
+
+ROOT = pathlib.Path(__file__).parents[2]
+TEXT = ROOT / "flash_attn"  # Python files, of which the test makes one text
+
+
+def in_a_process(folder, *arguments):
+    """The output of `python run.py` started in this folder."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "training" / "run.py"), *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """call(*arguments) runs run.main in this process, from an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RESULT_DIR", "CHECKPOINT_DIR", "DATA_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["run.py", *SMALL, *DATA, "trainer.accelerator=cpu", *arguments])
+        GlobalHydra.instance().clear()
+        run.main()
+
+    precision = torch.get_float32_matmul_precision()
+    yield call
+    torch.set_float32_matmul_precision(precision)
+    GlobalHydra.instance().clear()
+
+
+def metrics(folder):
+    """The rows of the only metrics.csv below a folder, as dicts of what is there."""
+    (file,) = folder.rglob("metrics.csv")
+    head, *rows = [line.split(",") for line in file.read_text().splitlines()]
+    return [{name: float(x) for name, x in zip(head, row) if x} for row in rows]
+
+
+def test_a_text_is_learned(tmp_path):
+    """Training in under a minute to less than the unigram entropy; then resumed to more steps, and evaluated."""
+    text = "".join(file.read_text() for file in sorted(TEXT.rglob("*.py")))
+    (tmp_path / "text.txt").write_text(text)
+    bytes_ = np.bincount(np.frombuffer(text.encode(), np.uint8)) / len(text.encode())
+    unigram = -sum(p * math.log(p) for p in bytes_ if p > 0)
+    arguments = ["experiment=tiny/text", "name=first", "datamodule.dataset_name=text.txt", "trainer.accelerator=cpu"]
+
+    said = in_a_process(tmp_path, *arguments, "trainer.max_steps=60", "train.scheduler.t_initial=100")
+    losses = [row for row in metrics(tmp_path / "logs") if "val/loss" in row]
+    assert losses[-1]["val/loss"] < unigram and "Test metric" in said
+    assert losses[-1]["val/ppl"] == pytest.approx(math.exp(losses[-1]["val/loss"]))
+    last = tmp_path / "checkpoints" / "first" / "last.ckpt"
+    assert Checkpoint(last).state["global_step"] == 50
+
+    said = in_a_process(tmp_path, *arguments, "resume=True", "test_after_training=False")
+    assert f"Resuming from {last}" in said
+    state = Checkpoint(last).state
+    assert state["global_step"] == 100 and state["hyper_parameters"]["model"]["config"]["vocab_size"] == 257
+
+    said = in_a_process(tmp_path, *arguments, "run=eval", f"eval.ckpt={last.relative_to(tmp_path)}")
+    (file,) = tmp_path.rglob("eval.json")
+    results = json.loads(file.read_text())
+    assert results["checkpoint"] == str(last) and results["val/loss"] < unigram
+    assert re.search(rf"val/ppl +{results['val/ppl']:.6g}", said)
+
+
+def test_the_data_alone(tmp_path):
+    (tmp_path / "text.txt").write_text("a text of a few words\n\n" * 200)
+    said = in_a_process(tmp_path, "experiment=tiny/text", "run=prepare", "datamodule.dataset_name=text.txt")
+    assert "tokens" in said and any((tmp_path / "data" / "text" / "cache").iterdir())
+
+
+def test_folders_of_an_unnamed_run(here, tmp_path):
+    """A run works in a folder of its own, and has its checkpoints there."""
+    here()
+    (folder,) = (tmp_path / "logs" / "runs").glob("*/*")
+    assert {"checkpoints", "csv", "config_tree.txt", ".hydra"} <= {each.name for each in folder.iterdir()}
+    assert (folder / "checkpoints" / "last.ckpt").is_dir() and pathlib.Path.cwd() == tmp_path
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize("mode", ["default", "exp", "debug", "smoke", "profile"])
+def test_modes(mode, here, tmp_path):
+    """Each of them runs, and overrides what the experiment says."""
+    here(f"mode={mode}", "name=first", "test_after_training=False")
+    kind = {"default": "runs/*/*", "exp": "experiments/first", "profile": "profile/runs/*/*"}.get(mode, "debug/runs/*/*")
+    (folder,) = (tmp_path / "logs").glob(kind)
+    saves = mode in ("default", "exp")
+    assert (tmp_path / "checkpoints" / "first" / "last.ckpt").exists() == saves
+    assert (folder / "config_tree.txt").exists() == (mode != "debug")
+    assert bool(list(folder.glob("*profile*"))) == (mode == "profile")
+
+
+def test_run_eval_can_be_a_mode(here, tmp_path):
+    here("mode=eval", "eval.run_test=False")
+    (file,) = tmp_path.rglob("eval.json")
+    assert set(json.loads(file.read_text())) == {"checkpoint", "val/loss", "val/ppl", "val/num-tokens"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["datamodule.batch_size=0"], "datamodule.batch_size must be at least 1, found 0"),
+        (["train.global_batch_size=-1"], "train.global_batch_size must be at least 1, found -1"),
+        (["run=tune"], "run must be one of train, eval, prepare, generate, export, found 'tune'"),
+        (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),
+        (["mode=exp"], "mode=exp needs the name of the experiment"),
+        (["trainer.accelerator=gpu", "trainer.devices=99"], "trainer.devices must be at most the number of GPUs"),
+        (["experiment=tiny/txt"], "Could not find 'experiment/tiny/txt'(.|\n)*did you mean tiny/text"),
+        (["trainer.max_step=3"], "Could not override 'trainer.max_step'(.|\n)*did you mean trainer.max_steps"),
+    ],
+)
+def test_errors(arguments, says, here, capfd):
+    with pytest.raises(SystemExit) as error:
+        here(*arguments)
+    assert error.value.code == 1 and re.search(says, capfd.readouterr().err)
+
+
+def test_environment_file(tmp_path, monkeypatch):
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    (tmp_path / ".env").write_text("# a comment=1\nexport FIRST_OF_TWO='x=y'\nSECOND_OF_TWO=2\n\n")
+    monkeypatch.setenv("FIRST_OF_TWO", "before")
+    monkeypatch.delenv("SECOND_OF_TWO", raising=False)
+    run.load_env(inner)
+    assert (os.environ["FIRST_OF_TWO"], os.environ.pop("SECOND_OF_TWO")) == ("x=y", "2")
+
+
+@pytest.mark.slow
+def test_two_processes(tmp_path):
+    """Two ranks with half the batch each learn what one does with the whole."""
+    (tmp_path / "text.txt").write_text("".join(file.read_text() for file in sorted(TEXT.rglob("*.py"))))
+    losses = []
+    for devices, batch in ((1, 16), (2, 8)):
+        in_a_process(
+            tmp_path, "experiment=tiny/text", f"name=on{devices}", "datamodule.dataset_name=text.txt",
+            "trainer.accelerator=cpu", f"trainer.devices={devices}", f"datamodule.batch_size={batch}",
+            "trainer.max_steps=20", "__steps_per_validation=10", "test_after_training=False",
+            *(f"+model.config.{kind}_pdrop=0" for kind in ("resid", "embd", "attn")),
+        )  # fmt: skip
+        (file,) = (tmp_path / "logs").rglob(f"csv/on{devices}/metrics.csv")
+        losses.append([row for row in metrics(file.parent) if "train/loss_step" in row])
+    for one, two in zip(*losses, strict=True):
+        assert two["train/num-tokens_step"] == one["train/num-tokens_step"]
+        assert two["train/loss_step"] == pytest.approx(one["train/loss_step"], rel=2e-3)

@@ -1,0 +1,121 @@
+"""What training is built from: devices, precision, loggers, and the checkpoint to resume from."""
+
+import importlib.util
+import logging
+import pathlib
+
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from omegaconf import OmegaConf
+
+from src import engines, train
+from src.utils import checkpoint
+from training.tests.standins import small
+
+
+@pytest.mark.parametrize(
+    ("precision", "expected"),
+    [(16, "16-mixed"), ("16", "16-mixed"), ("bf16", "bf16-mixed"), ("bf16-mixed", "bf16-mixed"), (32, "32-true"),
+     ("32-true", "32-true"), (None, "32-true"), ("64", "64-true")],
+)  # fmt: skip
+def test_precision(precision, expected):
+    config = small("trainer.accelerator=cpu")
+    if precision is not None:
+        config.trainer.precision = precision
+    found = train.trainer_of(config, [], [])
+    assert found.precision == ("bf16-mixed" if expected == "16-mixed" else expected)  # which the CPU has not
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (dict(devices=1), engines.SingleDeviceStrategy),
+        (dict(devices=1, strategy="auto"), engines.SingleDeviceStrategy),
+        (dict(devices=2), engines.DDPStrategy),
+        (dict(devices=1, num_nodes=2), engines.DDPStrategy),
+        (dict(devices=2, strategy="fsdp"), engines.FSDPStrategy),
+        (dict(devices=2, strategy={"_target_": "src.utils.ddp_zero1.DDPStrategyZero1"}), engines.DDPStrategyZero1),
+    ],
+)
+def test_strategy(options, kind):
+    config = small("trainer.accelerator=cpu")
+    config.trainer = {**config.trainer, **options}
+    assert type(train.trainer_of(config, [], []).strategy) is kind
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "devices", "there", "fits"),
+    [("gpu", 8, 8, True), ("gpu", 8, 2, False), ("gpu", 1, 0, False), ("cpu", 4, 0, True), ("auto", 4, 0, True),
+     ("auto", 4, 2, False), ("gpu", [0, 1, 2], 2, False), (None, "auto", 0, True)],
+)  # fmt: skip
+def test_number_of_gpus(accelerator, devices, there, fits, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
+    config = OmegaConf.create({"trainer": {"accelerator": accelerator, "devices": devices}})
+    if fits:
+        train.check_devices(config)
+    else:
+        with pytest.raises(ValueError, match=f"trainer.devices must be at most the number of GPUs here, {there}"):
+            train.check_devices(config)
+
+
+def config_with(folder, name=None):
+    callbacks = {"model_checkpoint": {"dirpath": str(folder)}}
+    return OmegaConf.create({"callbacks": callbacks, "checkpoint_dir": "elsewhere", "name": name})
+
+
+def test_nothing_to_resume(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "src.train"):
+        assert train.checkpoint_to_resume(config_with(tmp_path / "none")) is None
+    assert "no complete checkpoint" in caplog.text and "name=..." in caplog.text
+
+
+def test_the_latest_complete_checkpoint_is_resumed(tmp_path):
+    for name in ("last.ckpt", ".pl_auto_save.ckpt"):
+        checkpoint.save(tmp_path / name, {"step": 1})
+    assert train.checkpoint_to_resume(config_with(tmp_path)) == str(tmp_path / ".pl_auto_save.ckpt")
+    (tmp_path / ".pl_auto_save.ckpt" / "manifest.json").unlink()
+    assert train.checkpoint_to_resume(config_with(tmp_path)) == str(tmp_path / "last.ckpt")
+    config = config_with(tmp_path)
+    config.callbacks.model_checkpoint, config.checkpoint_dir = None, str(tmp_path)
+    assert train.checkpoint_to_resume(config) == str(tmp_path / "last.ckpt")
+
+
+def test_loggers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loggers = train.loggers_of(small("logger=[csv,tensorboard]"))
+    assert [type(each) for each in loggers] == [CSVLogger, TensorBoardLogger]
+    assert train.loggers_of(small("logger=none")) == []
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="needs a machine without wandb")
+@pytest.mark.parametrize(("choice", "loggers"), [("wandb", 1), ("many_loggers", 1), ("[tensorboard,wandb]", 2)])
+def test_without_wandb(choice, loggers, tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.WARNING, "src.train"):
+        found = train.loggers_of(small(f"logger={choice}", "name=first"))
+    assert len(found) == loggers and isinstance(found[-1], CSVLogger)
+    assert pathlib.Path(found[-1].log_dir).resolve() == tmp_path / "csv" / "first"
+    assert caplog.text.count("pip install wandb") == 1
+
+
+def test_metrics_of_a_resumed_run_are_kept(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for step in range(2):
+        (logger,) = train.loggers_of(small("logger=csv", "name=first"))
+        logger.log_metrics({"loss": float(step)}, step=step)
+        logger.save()
+    files = sorted(file.name for file in (tmp_path / "csv" / "first").glob("metrics*.csv"))
+    assert len(files) == 2 and files[0] == "metrics.csv" and files[1].startswith("metrics_until_")
+    assert [(tmp_path / "csv" / "first" / file).read_text().split()[1] for file in files] == ["1.0,1", "0.0,0"]
+
+
+def test_training_returns_the_optimized_metric(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = small("trainer.accelerator=cpu", "logger=none", "+optimized_metric=val/loss", "trainer.max_steps=2")
+    loss = train.train(config)
+    assert isinstance(loss, float) and 3 < loss < 5
+    config.optimized_metric = "val/los"
+    with pytest.raises(ValueError, match=r"optimized_metric must be one of .*val/loss.*, found 'val/los'"):
+        train.train(config)
+    assert (tmp_path / "checkpoints").is_dir()
