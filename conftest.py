@@ -70,9 +70,10 @@ def device(request):
 
 
 @pytest.fixture(autouse=True)
-def seeded(request):
+def seeded(request, monkeypatch):
     """Give each test random numbers of its own, the same in every run and in any order."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # that of the test before, if it trained
     if "torch._dynamo" in sys.modules:  # the limit of recompilations counts those of other tests
         torch._dynamo.reset()
 

@@ -171,13 +171,18 @@ def _run(case, overrides, args):
             f"hydra.run.dir={folder}/run",
             f"+callbacks.stopwatch._target_={__spec__.name}.Stopwatch", f"+callbacks.stopwatch.file={result}",
         ]  # fmt: skip
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / "training")))}
+        environ = os.environ | {"PYTHONPATH": paths()}
         command = [sys.executable, "run.py", overrides[0], *common, *overrides[1:]]
         done = subprocess.run(command, cwd=ROOT / "training", env=environ, stdout=sys.stderr)
         if done.returncode != 0 or not result.exists():
             print(f"  failed with exit code {done.returncode}", file=sys.stderr)
             return None
         return json.loads(result.read_text())
+
+
+def paths() -> str:
+    """PYTHONPATH for run.py: this project is found first, then what is found here."""
+    return os.pathsep.join([str(ROOT), str(ROOT / "training"), *sys.path])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import sysconfig
 
-from benchmarks.benchmark_training import ROOT
+from benchmarks.benchmark_training import ROOT, paths
 from benchmarks.harness import ROWS, append_csv, environment
 
 FUSED = ("use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dropout_add_ln", "residual_in_fp32")
@@ -32,7 +32,7 @@ PROVIDERS = {"fused": [], "plain": PLAIN}
 SEEDS = (1111, 2222)
 EVERY = 10  # steps between two rows
 VOCABULARY = 50257
-TEXT_BYTES = 3 * 10**8
+TEXT_BYTES = 2 * 10**8
 SMOOTHED = 10  # rows that a point of the plot is the mean of
 
 
@@ -80,12 +80,14 @@ def _sources(folder):
     modules = sorted(pathlib.Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     modules += sorted(pathlib.Path(sysconfig.get_path("purelib")).rglob("*.py"))
     random.Random(0).shuffle(modules)
-    path, left = folder / "sources.jsonl", TEXT_BYTES
+    path = folder / "sources.jsonl"
     with path.open("w") as file:
         for module in modules:
+            if file.tell() > TEXT_BYTES:
+                break
             text = module.read_text(errors="ignore")
-            if len(text) > 100 and left > 0:
-                left -= file.write(json.dumps({"text": text}) + "\n")
+            if len(text) > 100:
+                file.write(json.dumps({"text": text}) + "\n")
     return path
 
 
@@ -109,7 +111,7 @@ def _start(overrides, run, folder, *more, gpu=0):
         f"++trainer.log_every_n_steps={EVERY}", "++trainer.limit_val_batches=0", "callbacks=none", "logger=csv",
         "test_after_training=false", "print_config=false", *more,
     ]  # fmt: skip
-    environ = os.environ | {"PYTHONPATH": str(ROOT)}
+    environ = os.environ | {"PYTHONPATH": paths()}
     if _gpus():
         environ["CUDA_VISIBLE_DEVICES"] = str(gpu % _gpus())
     with open(folder / f"{name}.log", "w") as log:

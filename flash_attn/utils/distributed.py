@@ -130,11 +130,15 @@ def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup) -> N
     """Copy parameters with a true attribute `_shared_params` from the first process to all others.
 
     They are sent in the order of their names, since the other parameters may differ between processes. The attribute
-    of a module applies to its own parameters, not to its submodules.
+    of a module applies to its own parameters, not to its submodules. A model that is still on the CPU goes through the
+    GPU, one parameter at a time, where the group is of GPUs only (NCCL).
     """
+    only_gpus = dist.get_backend(process_group) == "nccl"
     for _, parameter in _tagged(model, "_shared_params"):
         with torch.no_grad():
-            dist.broadcast(parameter, group=process_group, group_src=0)
+            sent = parameter.cuda() if only_gpus else parameter
+            dist.broadcast(sent, group=process_group, group_src=0)
+            parameter.copy_(sent)
 
 
 def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: ProcessGroup) -> None:

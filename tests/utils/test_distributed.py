@@ -166,6 +166,23 @@ def check_helpers(group):
     allreduce_sequence_parallel_grad(torch.nn.Linear(2, 2), group)  # has nothing to sum
 
 
+def check_shared_params_on_the_cpu(group):
+    model = torch.nn.Linear(2, 3)
+    for parameter in model.parameters():
+        parameter.data.fill_(dist.get_rank(group) + 1)
+        parameter._shared_params = True
+    weight = model.weight
+    sync_shared_params(model, group)
+    assert model.weight is weight and weight.device.type == "cpu"
+    assert all((parameter == 1).all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_shared_params_of_a_model_on_the_cpu(backend):
+    """As a model is before it is moved to a GPU; NCCL sends only what is there."""
+    over_processes(2, check_shared_params_on_the_cpu, backend=backend)
+
+
 def check_errors(group):
     for function in (reduce_scatter, reduce_scatter_raw):
         with pytest.raises(ValueError, match=r"input_.shape\[0\] must be divisible by the 2 processes, found 3"):

@@ -176,8 +176,10 @@ def options():
 @pytest.mark.parametrize(("group", "option"), list(options()))
 def test_option(group, option):
     """Every option of every group composes, and what it would build can be imported."""
-    below = "model=gpt2" if group == "model/gpt2model" else "model=vit" if group.startswith("model/vit") else None
-    config = composed(*([below] if below else []), f"{group}={option}")
+    below = ["model=gpt2"] if group == "model/gpt2model" else []  # a group of its own within this option
+    if group == "model/vit":
+        group, option = "model", f"vit/{option}"
+    config = composed(*below, f"{group}={option}")
     for target in targets(OmegaConf.to_container(config, resolve=False)):
         assert callable(get_object(target)), target
 

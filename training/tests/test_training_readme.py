@@ -45,7 +45,8 @@ def test_runs_compose(command):
     resolved = OmegaConf.to_container(config, resolve=True)
     assert not OmegaConf.missing_keys(config)
     assert resolved["run"] in ("train", "eval", "prepare", "generate", "export")
-    assert resolved["task"]["_target_"].endswith("SequenceLMModel")
+    of_images = "experiment=imagenet" in command or "experiment=tiny/vision" in command
+    assert resolved["task"]["_target_"] == f"src.tasks.seq.{'SequenceModel' if of_images else 'SequenceLMModel'}"
 
 
 @pytest.mark.parametrize("command", MODULES)
@@ -71,8 +72,10 @@ SUFFIXES = set(re.findall(r"`(-\w+)`", README))
 
 def test_every_experiment_is_in_the_table_or_a_variant_of_one():
     in_table = {re.search(r"`(.*?)`", line)[1] for line in ROWS}
+    of_images = {name for name in experiments() if name.startswith("imagenet/") or name == "tiny/vision"}
     assert in_table <= set(experiments())
-    for name in set(experiments()) - in_table:
+    assert all(f"`{name}`" in README or f"experiment={name}" in README for name in of_images)
+    for name in set(experiments()) - in_table - of_images:
         stem = re.fullmatch(r"(owt/gpt2[a-z]+|pile/gpt3(?:[a-z]+|-2\.7B))((?:-\w+)*)", name)
         assert stem and f"{stem[1]}-flash" in in_table, name
         assert set(re.findall(r"-\w+", stem[2])) - {"-flash"} <= SUFFIXES, name

@@ -148,13 +148,16 @@ def random_state(seed: int) -> Iterator[None]:
 
 
 class SeededDataset(Dataset):
-    """Samples of which the seed determines the augmentation: dataset[index, seed] is (image, target, seed)."""
+    """Samples of which a seed determines the augmentation: dataset[index, seed] is (image, target, seed).
+
+    The seed of dataset[index] is the index, so that Trainer(overfit_batches=…) sees the same images again and again.
+    """
 
     def __init__(self, dataset: Dataset) -> None:
         self.dataset = dataset
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Any, int, int]:
-        index, seed = key
+    def __getitem__(self, key: tuple[int, int] | int) -> tuple[Any, int, int]:
+        index, seed = key if isinstance(key, tuple) else (key, key)
         with random_state(seed):
             return *self.dataset[index], seed
 

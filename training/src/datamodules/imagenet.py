@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler, default_collate
 
+from src.datamodules.corpus import local_path
 from src.datamodules.image_datasets import (
     ArrayDataset,
     AugmentationSampler,
@@ -79,8 +80,8 @@ class ImagenetDataModule(ResumableDataModule):
 
     Tests read val, too: the labels of ImageNet's test images are not public. On several ranks, a few images of val
     count twice if their number cannot be divided by that of the ranks.
-    Augmentation and mixup depend on the seed and the place in training, not on ranks and workers, so that a run which
-    goes on from a checkpoint gets the batches that it would have got.
+    Augmentation depends on the seed and the place in the epoch, and mixup on what is in the batch, but neither on the
+    workers: a run that goes on from a checkpoint gets the batches that it would have got.
     Raises ValueError for arguments that cannot be.
     """
 
@@ -109,7 +110,7 @@ class ImagenetDataModule(ResumableDataModule):
         seed: int | None = None,
     ) -> None:
         super().__init__(seed)
-        self.data_dir, self.image_size = Path(data_dir).expanduser(), image_size
+        self.data_dir, self.image_size = local_path(data_dir), image_size
         self.train_transforms, self.val_transforms = train_transforms, val_transforms
         self.test_transforms = test_transforms or val_transforms
         self.img_dtype, self.cache_val_dataset, self.mixup = img_dtype, cache_val_dataset, mixup
@@ -169,11 +170,11 @@ class ImagenetDataModule(ResumableDataModule):
         labels = {c: c for c in train} if has_arrays(self.data_dir / "train") else {c: i for i, c in enumerate(train)}
         outside = [c for c, label in labels.items() if not 0 <= label < self.num_classes]
         if outside:
-            found = f"{self.data_dir / 'train'} has {outside}, too"
+            found = f"{self.data_dir / 'train'} has {_some(outside)}, too"
             raise ValueError(f"datamodule.num_classes is {self.num_classes}, but {found}")
         unknown = [c for c in val if c not in labels]
         if unknown:
-            raise ValueError(f"{self.data_dir / 'val'} has classes that train does not have: {unknown}")
+            raise ValueError(f"{self.data_dir / 'val'} has classes that train does not have: {_some(unknown)}")
         return labels
 
     def _dataset(self, split, labels, given, transform):
@@ -259,6 +260,10 @@ class Imagenet21kPDataModule(ImagenetDataModule):
 
     name = "imagenet21kP"
     _default_num_classes = 10450
+
+
+def _some(classes):
+    return ", ".join(map(str, classes[:5])) + (f" and {len(classes) - 5} more" if len(classes) > 5 else "")
 
 
 def _collate_seeded(mixup, samples):

@@ -178,5 +178,5 @@ def moments(task: L.LightningModule) -> list[Tensor]:
 
 
 def whole(x: Tensor) -> Tensor:
-    """A tensor of which this process may have a part."""
-    return x.full_tensor() if hasattr(x, "full_tensor") else x
+    """A tensor of which this process may have a part. After a fit it is on the CPU, which NCCL does not reach."""
+    return x.to(x.device_mesh.device_type).full_tensor().cpu() if hasattr(x, "full_tensor") else x

@@ -334,9 +334,14 @@ BAD_ARRAYS = {  # file, what is done to its array, the error, its message
     "bytes": ("train/images.npy", lambda a: a.astype(np.uint8), ValueError, "must be floating numbers .* found uint8"),
     "lengths": ("val/targets.npy", lambda a: a[:-1], ValueError, r"of shape \(9, 3, 16, 16\), found .* \(10, 3"),
     "one-hot": ("train/targets.npy", lambda a: np.eye(4)[a], ValueError, "must be integer numbers"),
-    "class": ("train/targets.npy", lambda a: a + 1, ValueError, r"num_classes is 4, but .*train has \[4\], too"),
-    "negative": ("train/targets.npy", lambda a: a - 1, ValueError, r"num_classes is 4, but .*train has \[-1\], too"),
-    "unknown": ("train/targets.npy", lambda a: a * 0, ValueError, r"val has classes that train does not have: \[1, 2"),
+    "class": ("train/targets.npy", lambda a: a + 1, ValueError, r"num_classes is 4, but .*train has 4, too"),
+    "negative": ("train/targets.npy", lambda a: a - 1, ValueError, r"num_classes is 4, but .*train has -1, too"),
+    "unknown": (
+        "train/targets.npy",
+        lambda a: a * 0,
+        ValueError,
+        r"classes that train does not have: 1, 2, 3$",
+    ),
 }
 
 
@@ -386,11 +391,11 @@ class TestImageFolders:
 
     def test_a_class_that_only_val_has(self, files):
         (files / "val/direction_001").rename(files / "val/other")
-        with pytest.raises(ValueError, match=r"val has classes that train does not have: \['other'\]"):
+        with pytest.raises(ValueError, match=r"val has classes that train does not have: other$"):
             module(files)
 
     def test_more_classes_than_the_model_has(self, files):
-        with pytest.raises(ValueError, match=r"num_classes is 3, but .*train has \['direction_003'\], too"):
+        with pytest.raises(ValueError, match=r"num_classes is 3, but .*train has direction_003, too"):
             module(files, num_classes=3)
 
     @pytest.mark.parametrize("content", [b"", b"no image", "half of it"])

@@ -80,6 +80,11 @@ def test_a_resumed_run_gives_the_same_weights(tmp_path, stopped_at, workers):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
+def test_some_batches_can_be_overfitted(tmp_path):
+    options = ["++trainer.overfit_batches=2", "test_after_training=false", "+optimized_metric=train/acc"]
+    assert run(tmp_path, "experiment=tiny/vision", *options) > 0.9
+
+
 def test_images_that_do_not_fill_patches(tmp_path):
     with pytest.raises(
         hydra.errors.InstantiationException, match=r"img_size must be a multiple of patch_size, 8, found 30"
@@ -145,7 +150,7 @@ def test_an_epoch_of_the_recipe(tmp_path):
         tmp_path, "experiment=imagenet/vit-t", "trainer.devices=1", "trainer.max_epochs=2", "datamodule.batch_size=8",
         "train.global_batch_size=16", "datamodule.image_size=32", "datamodule.num_workers=2",
         "datamodule.num_classes=6", "++model.depth=1", "++model.embed_dim=24", "callbacks=[default,ema]",
-        "callbacks.ema.decay=0.9", "+optimized_metric=val/acctop5",
+        "callbacks.ema.decay=0.9", "+optimized_metric=test/acctop5",
     )  # fmt: skip
     assert 0 <= accuracy <= 1
     assert (tmp_path / "checkpoints").exists()
