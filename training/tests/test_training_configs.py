@@ -155,8 +155,8 @@ def test_there_are_45_experiments():
         (("trainer.num_nodes=2", "datamodule.batch_size=8"), 4, 8),
         (("trainer.devices=[0,3]",), 4, 64),
         (("trainer.devices=1", "datamodule.batch_size=48"), 11, 48),  # 528 sequences, of which a warning tells
-        (("strategy=fsdp_tp", "trainer.precision=bf16"), 2, 64),  # two GPUs read the same samples
-        (("strategy=tp", "trainer.precision=bf16", "trainer.strategy.tensor_parallel_size=8"), 8, 64),
+        (("strategy=fsdp-tp", "trainer.precision=bf16"), 2, 64),  # two GPUs read the same samples
+        (("strategy=tp", "trainer.precision=bf16"), 8, 64),
     ],
 )
 def test_the_global_batch_stays(overrides, accumulation, batch):
@@ -176,8 +176,10 @@ def options():
 @pytest.mark.parametrize(("group", "option"), list(options()))
 def test_option(group, option):
     """Every option of every group composes, and what it would build can be imported."""
-    below = "model=gpt2" if group == "model/gpt2model" else "model=vit" if group.startswith("model/vit") else None
-    config = composed(*([below] if below else []), f"{group}={option}")
+    below = ["model=gpt2"] if group == "model/gpt2model" else []  # a group of its own within this option
+    if group == "model/vit":
+        group, option = "model", f"vit/{option}"
+    config = composed(*below, f"{group}={option}")
     for target in targets(OmegaConf.to_container(config, resolve=False)):
         assert callable(get_object(target)), target
 

@@ -8,13 +8,14 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from torchmetrics import Metric
 
+from src.callbacks.progress_bar import ProgressBar
 from tests.callbacks.tiny import TinyTask, loader, trainer
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CALLBACKS = {
     "default": [
         "RichModelSummary", "ModelCheckpoint", "EarlyStopping", "LearningRateMonitor", "SpeedMonitor",
-        "LossScaleMonitor", "ParamsLog", "GpuAffinity",
+        "LossScaleMonitor", "ParamsLog", "GpuAffinity", "ProgressBar",
     ],
     "ema": ["EMACallback"],
     "flop-count": ["FlopCount"],
@@ -78,6 +79,7 @@ def test_metrics_that_are_set():
 
 def test_a_run_with_the_default_callbacks(tmp_path):
     made = [c for name in ("default", "norm-monitor", "ema", "causality-monitor") for c in callbacks(name, tmp_path)]
+    made = [each for each in made if not isinstance(each, ProgressBar)]  # the trainer of tests draws none
     logger = L.pytorch.loggers.CSVLogger(tmp_path / "logs")
     used = trainer(made, logger, max_epochs=2, max_steps=-1, limit_val_batches=1, enable_model_summary=True)
     used.fit(TinyTask(), loader(), loader())
