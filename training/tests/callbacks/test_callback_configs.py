@@ -9,7 +9,6 @@ from hydra.utils import instantiate
 from torchmetrics import Metric
 
 from src.callbacks.progress_bar import ProgressBar
-
 from tests.callbacks.tiny import TinyTask, loader, trainer
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
