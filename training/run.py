@@ -21,7 +21,7 @@ from src.utils import hints, resolvers
 
 FOLDER = pathlib.Path(__file__).parent
 SIZES = ("datamodule.batch_size", "datamodule.batch_size_eval", "train.global_batch_size")
-PATHS = ("datamodule.dataset_name", "datamodule.tokenizer_name", "eval.ckpt", "train.warmstart.path", "export.folder")
+PATHS = ("datamodule.dataset_name", "datamodule.tokenizer_name", "eval.ckpt", "train.warmstart.path")
 
 
 def main() -> None:
@@ -119,22 +119,27 @@ def _prepare(config):
 
 
 def _generate(config):
+    """`python -m src.generate`, with the options of config.generate."""
     from src.generate import main
 
-    return main([config.eval.ckpt, *_options(config.get("generate"))])
+    options = [(f"--{key.replace('_', '-')}", value) for key, value in config.generate.items() if value is not False]
+    words = [word for key, value in options for word in ([key] if value is True else [key, str(value)])]
+    return main([_given(config, "eval.ckpt"), *words])
 
 
 def _export(config):
+    """`python -m src.export`."""
     from src.export import main
 
-    return main([config.eval.ckpt, config.export.folder])
+    folder = hydra.utils.to_absolute_path(_given(config, "export.folder"))
+    return main([_given(config, "eval.ckpt"), folder])
 
 
-def _options(config):
-    """--key value, for argparse."""
-    for key, value in (config or {}).items():
-        if value is not False:
-            yield from (f"--{key.replace('_', '-')}",) if value is True else (f"--{key.replace('_', '-')}", str(value))
+def _given(config, key):
+    value = OmegaConf.select(config, key)
+    if value is None:
+        raise ValueError(f"run={config.run} needs {key}")
+    return value
 
 
 _ACTIONS = {"train": _train, "eval": _evaluate, "prepare": _prepare, "generate": _generate, "export": _export}

@@ -98,7 +98,7 @@ def test_without_a_checkpoint(tmp_path, monkeypatch):
         (("eval.checkpoint_type=lighting",), "eval.checkpoint_type must be pytorch or lightning, found 'lighting'"),
         (
             ("eval.checkpoint_type=lightning",),
-            "eval.checkpoint_type=lightning needs a checkpoint with its configuration",
+            "eval.checkpoint_type=lightning needs a checkpoint with its config",
         ),
         (("eval.ckpt=weights.pt", "eval.averaged=true"), "eval.averaged=True needs a checkpoint of a run with EMACal"),
     ],

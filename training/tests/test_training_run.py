@@ -19,6 +19,10 @@ from training.tests.standins import DATA, SMALL
 
 ROOT = pathlib.Path(__file__).parents[2]
 TEXT = ROOT / "flash_attn"  # Python files, of which the test makes one text
+FOLDERS = {  # of a run, below logs/
+    "default": "runs/*/*", "exp": "experiments/first", "debug": "debug/runs/*/*", "smoke": "debug/runs/*/*",
+    "profile": "profile/runs/*/*",
+}  # fmt: skip
 
 
 def in_a_process(folder, *arguments):
@@ -97,14 +101,11 @@ def test_folders_of_an_unnamed_run(here, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("mode", ["default", "exp", "debug", "smoke", "profile"])
+@pytest.mark.parametrize("mode", FOLDERS)
 def test_modes(mode, here, tmp_path):
     """Each of them runs, and overrides what the experiment says."""
     here(f"mode={mode}", "name=first", "test_after_training=False")
-    kind = {"default": "runs/*/*", "exp": "experiments/first", "profile": "profile/runs/*/*"}.get(
-        mode, "debug/runs/*/*"
-    )
-    (folder,) = (tmp_path / "logs").glob(kind)
+    (folder,) = (tmp_path / "logs").glob(FOLDERS[mode])
     saves = mode in ("default", "exp")
     assert (tmp_path / "checkpoints" / "first" / "last.ckpt").exists() == saves
     assert (folder / "config_tree.txt").exists() == (mode != "debug")
@@ -117,9 +118,26 @@ def test_run_eval_can_be_a_mode(here, tmp_path):
     assert set(json.loads(file.read_text())) == {"checkpoint", "val/loss", "val/ppl", "val/num-tokens"}
 
 
+def test_generate_and_export(here, tmp_path, monkeypatch):
+    """Both are given the checkpoint and options as their own command lines have them."""
+    calls = []
+    monkeypatch.setattr("src.generate.main", calls.append)
+    monkeypatch.setattr("src.export.main", calls.append)
+    (tmp_path / "last.ckpt").mkdir()
+    here("run=generate", "eval.ckpt=last.ckpt", "generate.prompt='a b'", "+generate.top_k=4", "+generate.greedy=true")
+    here("run=export", "eval.ckpt=last.ckpt", "export.folder=exported")
+    checkpoint = str(tmp_path / "last.ckpt")
+    assert calls == [
+        [checkpoint, "--prompt", "a b", "--top-k", "4", "--greedy"],
+        [checkpoint, str(tmp_path / "exported")],
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
+        (["run=generate"], "run=generate needs eval.ckpt"),
+        (["run=export", "eval.ckpt=x"], "run=export needs export.folder"),
         (["datamodule.batch_size=0"], "datamodule.batch_size must be at least 1, found 0"),
         (["train.global_batch_size=-1"], "train.global_batch_size must be at least 1, found -1"),
         (["run=tune"], "run must be one of train, eval, prepare, generate, export, found 'tune'"),

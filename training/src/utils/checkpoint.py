@@ -397,7 +397,9 @@ def load_checkpoint(path: PathLike, device: torch.device | str = "cpu") -> dict[
     contents = torch.load(path, map_location=device, weights_only=True)
     while len(contents) == 1 and next(iter(contents)) in ("state_dict_ema", "model"):
         (contents,) = contents.values()
-    return _model_weights(contents["state_dict"]) if "state_dict" in contents else contents
+    if "state_dict" in contents:
+        return _model_weights(contents["state_dict"])
+    return _model_weights(contents) if all(name.startswith("model.") for name in contents) else contents
 
 
 def _weights_of_folder(path, device):
