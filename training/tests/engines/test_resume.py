@@ -91,7 +91,8 @@ def test_a_signal_saves_and_stops(place, number, step, averaged, tmp_path):
     def options():
         return dict(accumulate_grad_batches=3, callbacks=[EMACallback(0.9)] if averaged else [])
 
-    whole, states = run(tmp_path, 9, **options())
+    never_stopped = options()
+    whole, states = run(tmp_path, 9, **never_stopped)
     first = options()
     first["callbacks"].append(tiny.SendSignal("SIGTERM", place, number))
     with pytest.raises(SystemExit) as stopped:
@@ -103,6 +104,10 @@ def test_a_signal_saves_and_stops(place, number, step, averaged, tmp_path):
     second = options()
     resumed, resumed_states = run(tmp_path, 9, saved, seed=2, **second)
     assert_same_run(resumed, resumed_states, whole, states)
+    if averaged:
+        emas = [each["callbacks"][0].ema for each in (second, never_stopped)]
+        assert emas[0].num_updates == emas[1].num_updates
+        torch.testing.assert_close(emas[0].shadow_params, emas[1].shadow_params, rtol=0, atol=0)
 
 
 def test_the_scale_of_the_loss_goes_on(tmp_path):
