@@ -286,7 +286,8 @@ def check_groups(group, folder):
         trainer = tiny.trainer(folder, strategy(name, group), 1, group.size())
         trainer.fit(task, datamodule=tiny.Data(batch_size=4))
         names = {id(p): n for n, p in task.named_parameters()}
-        groups.append([(g["weight_decay"], [names[id(p)] for p in g["params"]]) for g in task.optimizers().param_groups])
+        found = task.optimizers().param_groups
+        groups.append([(each["weight_decay"], [names[id(p)] for p in each["params"]]) for each in found])
     assert groups[0] == groups[1] == groups[2]
     assert [decay for decay, _ in groups[0]] == [0.1, 0.0, 0.3]
     assert groups[0][2][1] == ["model.layers.1.fc1.weight"]
