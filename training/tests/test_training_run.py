@@ -101,7 +101,9 @@ def test_folders_of_an_unnamed_run(here, tmp_path):
 def test_modes(mode, here, tmp_path):
     """Each of them runs, and overrides what the experiment says."""
     here(f"mode={mode}", "name=first", "test_after_training=False")
-    kind = {"default": "runs/*/*", "exp": "experiments/first", "profile": "profile/runs/*/*"}.get(mode, "debug/runs/*/*")
+    kind = {"default": "runs/*/*", "exp": "experiments/first", "profile": "profile/runs/*/*"}.get(
+        mode, "debug/runs/*/*"
+    )
     (folder,) = (tmp_path / "logs").glob(kind)
     saves = mode in ("default", "exp")
     assert (tmp_path / "checkpoints" / "first" / "last.ckpt").exists() == saves
