@@ -58,6 +58,7 @@ def add_callbacks(trainer: L.Trainer) -> None:
     """Have a trainer save and stop when a process has got a signal."""
     if not isinstance(trainer._signal_connector, Signals):
         trainer._signal_connector = Signals(trainer)
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # which waits for the GPU at every batch
         callbacks = trainer.callbacks  # of which Lightning has put those that save at the end
         first = next((i for i, each in enumerate(callbacks) if isinstance(each, Checkpoint)), len(callbacks))
         callbacks[:] = [*callbacks[:first], StopOnSignal(), *callbacks[first:], SaveWhenStopped()]

@@ -210,6 +210,20 @@ def test_resumed_run_on_gpus_is_the_same(how, tmp_path):
     over_processes(2, check_resume, how, tmp_path, backend="nccl")
 
 
+def check_broadcasts(group, folder):
+    """Lightning would ask the first process at every batch whether to stop, and have the host wait for the answer."""
+    broadcast, calls = dist.broadcast, []
+    dist.broadcast = lambda *args, **kwargs: calls.append(args) or broadcast(*args, **kwargs)
+    fit(folder, "ddp", group, max_steps=1, limit_val_batches=0)
+    few = len(calls)
+    fit(folder, "ddp", group, max_steps=3, limit_val_batches=0)
+    assert len(calls) == 2 * few
+
+
+def test_no_batch_waits_for_another_process(tmp_path):
+    over_processes(2, check_broadcasts, tmp_path)
+
+
 def check_signal(group, how, folder):
     """One process of all gets a signal; all of them save and stop at the same step."""
     options = dict(dropout=0.1, accumulate_grad_batches=2, max_steps=6)
