@@ -52,8 +52,9 @@ def run(config: DictConfig) -> Any:
     if config.run not in _ACTIONS:
         raise ValueError(f"run must be one of {', '.join(_ACTIONS)}, found {config.run!r}")
     for key in SIZES:
-        if OmegaConf.select(config, key, throw_on_missing=False, default=1) < 1:
-            raise ValueError(f"{key} must be at least 1, found {OmegaConf.select(config, key)}")
+        size = OmegaConf.select(config, key)
+        if size is not None and not (isinstance(size, int) and size >= 1):
+            raise ValueError(f"{key} must be an integer of at least 1, found {size!r}")
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"these values must be given: {', '.join(missing)}")

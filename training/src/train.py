@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import DictConfig, OmegaConf
 
-from src.engines import STRATEGIES, SingleDeviceStrategy
+from src import engines
 from src.utils import utils
 from src.utils.checkpoint import latest
 from src.utils.resolvers import device_count
@@ -132,17 +132,10 @@ def trainer_of(config: DictConfig, callbacks: list[Any], loggers: list[Any]) -> 
 
 
 def _strategy(trainer, accelerator):
-    strategy, devices = trainer.get("strategy"), trainer.get("devices", "auto")
-    if OmegaConf.is_config(strategy):
-        return instantiate(strategy, _convert_="all")
-    if strategy in (None, "auto"):
-        count = device_count(devices, accelerator) * trainer.get("num_nodes", 1)
-        strategy = "single" if count == 1 else "ddp"
-    if strategy != "single":
-        return STRATEGIES[strategy]() if strategy in STRATEGIES else strategy
-    on_gpu = accelerator in ("gpu", "cuda") or (accelerator == "auto" and torch.cuda.is_available())
-    index = devices[0] if OmegaConf.is_list(devices) else 0
-    return SingleDeviceStrategy(torch.device("cuda", index) if on_gpu else torch.device("cpu"))
+    name = trainer.get("strategy")
+    if OmegaConf.is_config(name):
+        return instantiate(name, _convert_="all")
+    return engines.strategy(name, accelerator, trainer.get("devices", "auto"), trainer.get("num_nodes", 1))
 
 
 def _optimized(config, metrics):

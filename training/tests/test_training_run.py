@@ -113,7 +113,7 @@ def test_modes(mode, here, tmp_path):
 
 
 def test_run_eval_can_be_a_mode(here, tmp_path):
-    here("mode=eval", "eval.run_test=False")
+    here("mode=eval", "eval.run_test=False", "datamodule.batch_size_eval=null")
     (file,) = tmp_path.rglob("eval.json")
     assert set(json.loads(file.read_text())) == {"checkpoint", "val/loss", "val/ppl", "val/num-tokens"}
 
@@ -138,8 +138,9 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
     [
         (["run=generate"], "run=generate needs eval.ckpt"),
         (["run=export", "eval.ckpt=x"], "run=export needs export.folder"),
-        (["datamodule.batch_size=0"], "datamodule.batch_size must be at least 1, found 0"),
-        (["train.global_batch_size=-1"], "train.global_batch_size must be at least 1, found -1"),
+        (["datamodule.batch_size=0"], "datamodule.batch_size must be an integer of at least 1, found 0"),
+        (["train.global_batch_size=-1"], "train.global_batch_size must be an integer of at least 1, found -1"),
+        (["datamodule.batch_size=two"], "datamodule.batch_size must be an integer of at least 1, found 'two'"),
         (["run=tune"], "run must be one of train, eval, prepare, generate, export, found 'tune'"),
         (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),
         (["mode=exp"], "mode=exp needs the name of the experiment"),

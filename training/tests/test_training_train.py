@@ -33,6 +33,7 @@ def test_precision(precision, expected):
         (dict(devices=1), engines.SingleDeviceStrategy),
         (dict(devices=1, strategy="auto"), engines.SingleDeviceStrategy),
         (dict(devices=2), engines.DDPStrategy),
+        (dict(devices="2", strategy="auto"), engines.DDPStrategy),
         (dict(devices=1, num_nodes=2), engines.DDPStrategy),
         (dict(devices=2, strategy="fsdp"), engines.FSDPStrategy),
         (dict(devices=2, strategy={"_target_": "src.utils.ddp_zero1.DDPStrategyZero1"}), engines.DDPStrategyZero1),
@@ -42,6 +43,13 @@ def test_strategy(options, kind):
     config = small("trainer.accelerator=cpu")
     config.trainer = {**config.trainer, **options}
     assert type(train.trainer_of(config, [], []).strategy) is kind
+
+
+def test_a_strategy_of_another_name():
+    config = small("trainer.accelerator=cpu")
+    config.trainer.strategy = "ddp_spawn"
+    with pytest.raises(ValueError, match=r"trainer\.strategy must be one of auto, single, ddp.* found 'ddp_spawn'"):
+        train.trainer_of(config, [], [])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from typing import Any
 
 import lightning as L
 
+from src.utils.distributed import tensor_parallel_size
 from src.utils.ema import ExponentialMovingAverage
 
 
@@ -27,7 +28,7 @@ class EMACallback(L.Callback):
         self._loaded: dict[str, Any] = {}  # of a checkpoint, until training begins
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if (size := getattr(trainer.strategy, "tensor_parallel_size", 1)) > 1:
+        if (size := tensor_parallel_size(trainer)) > 1:
             raise ValueError(f"callbacks.ema needs strategy.tensor_parallel_size=1, found {size}")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

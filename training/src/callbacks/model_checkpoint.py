@@ -10,7 +10,8 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Optimizer
 
-AUTO_SAVE = ".pl_auto_save.ckpt"
+from src.utils.checkpoint import AUTO_SAVE
+
 log = logging.getLogger(__name__)
 
 

@@ -6,6 +6,7 @@ write_gratings("data/gratings", num_train=512, num_val=128, num_classes=4, image
 from pathlib import Path
 from typing import Any
 
+import filelock
 import numpy as np
 
 from src.datamodules.imagenet import IMAGENET_MEAN, IMAGENET_STD, ImagenetDataModule, Transform, to_normalized_tensor
@@ -48,9 +49,11 @@ class GratingsDataModule(ImagenetDataModule):
         super().__init__(folder, image_size=image_size, num_classes=num_classes, **kwargs)
 
     def prepare_data(self) -> None:
-        """Write the images, unless they are there."""
-        if not self.data_dir.exists():
-            write_gratings(self.data_dir, **self.sizes, file_format=self.file_format)
+        """Write the images, unless they are there; of several processes, one does it."""
+        self.data_dir.parent.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(self.data_dir.with_name(f".{self.data_dir.name}.lock")):
+            if not self.data_dir.exists():
+                write_gratings(self.data_dir, **self.sizes, file_format=self.file_format)
         super().prepare_data()
 
     def _default_val(self) -> Transform:

@@ -23,6 +23,7 @@ from src.engines.mesh import TensorParallelStrategy
 from src.engines.strategies import DDPStrategy, SingleDeviceStrategy
 from src.utils.ddp_zero1 import DDPStrategyZero1
 from src.utils.ddp_zero2 import DDPStrategyZero2
+from src.utils.resolvers import device_count
 
 __all__ = [
     "STRATEGIES", "DDPStrategy", "DDPStrategyZero1", "DDPStrategyZero2", "FSDPStrategy", "SingleDeviceStrategy",
@@ -50,28 +51,16 @@ def strategy(
     Raises ValueError for another name.
     """
     if name in (None, "auto"):
-        name = "single" if num_nodes == 1 and _count(accelerator, devices) == 1 else "ddp"
+        name = "single" if num_nodes * device_count(devices, accelerator) == 1 else "ddp"
     if name == "single":
         return SingleDeviceStrategy(_first_device(accelerator, devices), **options)
     if name not in STRATEGIES:
-        raise ValueError(f"strategy must be one of auto, {', '.join(STRATEGIES)}, found {name!r}")
+        raise ValueError(f"trainer.strategy must be one of auto, {', '.join(STRATEGIES)}, found {name!r}")
     return STRATEGIES[name](**options)
 
 
-def _on_gpu(accelerator):
-    return accelerator in ("gpu", "cuda") or (accelerator in (None, "auto") and torch.cuda.is_available())
-
-
-def _count(accelerator, devices):
-    if isinstance(devices, str) and devices not in ("auto", "-1"):
-        devices = devices.split(",") if "," in devices else int(devices)
-    if devices in (None, "auto", -1, "-1"):
-        return torch.cuda.device_count() if _on_gpu(accelerator) else 1
-    return devices if isinstance(devices, int) else len(devices)
-
-
 def _first_device(accelerator, devices):
-    if not _on_gpu(accelerator):
+    if not (accelerator in ("gpu", "cuda") or (accelerator in (None, "auto") and torch.cuda.is_available())):
         return torch.device("cpu")
     if isinstance(devices, str) and "," in devices:
         devices = [int(each) for each in devices.split(",") if each]

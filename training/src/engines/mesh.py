@@ -87,17 +87,18 @@ class MeshStrategy(DDPStrategy):
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Scale all gradients such that the norm of the whole model's is at most clip_val."""
         parameters = [each for each in self.precision_plugin.main_params(optimizer) if each.grad is not None]
-        scale = (clip_val / (self._norm_of_gradients(parameters) + 1e-6)).clamp(max=1.0)
-        for parameter in parameters:
-            _local(parameter.grad).mul_(scale)
+        if parameters:
+            scale = (clip_val / (self._norm_of_gradients(parameters) + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_([_local(each.grad) for each in parameters], scale)
 
     def _norm_of_gradients(self, parameters: list[Tensor]) -> Tensor:
         """The norm of the gradients of all processes, in which each element counts once, wherever it has copies."""
-        divided, copied = torch.zeros(2, dtype=torch.float64, device=self.root_device)  # over the dp processes
-        for parameter in parameters:
-            if self.tensor_parallel_rank == 0 or not tensor_parallel.is_shared(parameter):
-                norm = torch.linalg.vector_norm(_local(parameter.grad), dtype=torch.float32)
-                (divided if isinstance(parameter, DTensor) else copied).add_(norm.double().square())
+        norms = torch.stack(torch._foreach_norm([_local(each.grad) for each in parameters], 2, dtype=torch.float32))
+        counts = [self.tensor_parallel_rank == 0 or not tensor_parallel.is_shared(each) for each in parameters]
+        divided = [isinstance(each, DTensor) for each in parameters]  # over the dp processes
+        own, parts = torch.tensor([counts, divided]).to(norms.device, non_blocking=True)
+        squares = norms.double().square() * own
+        divided, copied = (squares * parts).sum(), (squares * ~parts).sum()
         dist.all_reduce(divided, group=self.mesh["dp"].get_group())
         total = divided + copied
         dist.all_reduce(total, group=self.mesh["tp"].get_group())

@@ -2,12 +2,12 @@
 
 A run that is resumed on the same number of processes gives the same bits as one that was never interrupted: weights,
 optimiser, schedules, loss scale, random states of each process, and the position in the data. Another number of
-processes, or another way to divide the model over them, may go on as well, with the same data in the same order.
+processes, or another way to divide the model over them, may go on as well, with the same data in the same order if the
+data module is a `src.datamodules.resumable.ResumableDataModule`.
 """
 
 import functools
 import logging
-import math
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -156,13 +156,11 @@ class ExactResume(Strategy):
         return prefix + name
 
     def _description(self):
-        trainer = self.lightning_module.trainer
         return {
             "strategy": getattr(self, "strategy_name", type(self).__name__),
             "world_size": self.world_size,
             "data_parallel_size": self.data_parallel_size,
             "tensor_parallel_size": self.tensor_parallel_size,
-            "batch_size": getattr(trainer.datamodule, "batch_size", None),
             "optimizers": [_kind(optimizer) for optimizer in self.optimizers],
             "schedulers": [type(config.scheduler).__name__ for config in self.lr_scheduler_configs],
         }
@@ -191,8 +189,6 @@ class ExactResume(Strategy):
         self._resumed.read_into({self._stored(name): x for name, x in targets.items()})
         state["state_dict"] = targets | state.pop("extra_state")
         state["optimizer_states"] = state.pop("optimizers")
-        if self.lightning_module.trainer.state.fn == "fit":
-            self._count_batches(state)
         return state
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -285,25 +281,6 @@ class ExactResume(Strategy):
             for i, (a, b) in enumerate(zip(then, now))
             if set(a) != set(b)
         ]
-
-    def _count_batches(self, state):
-        """Count the batches of this epoch in those of this run, if it takes more or fewer samples at once."""
-        engine, now = state["engine"], self._description()
-        before = engine["data_parallel_size"] * (engine["batch_size"] or 1)
-        after = now["data_parallel_size"] * (now["batch_size"] or 1)
-        progress = state["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-        if before == after:
-            return
-        samples = progress["current"]["ready"] * before
-        if samples % after and not progress["is_last_batch"]:
-            raise CheckpointError(
-                f"{self._resumed.path} was taken after {samples} samples of the epoch, which are not whole batches of "
-                f"{after} samples ({now['data_parallel_size']} x datamodule.batch_size={now['batch_size'] or 1})"
-            )
-        for tracker in (progress["current"], progress["total"]):
-            ready = tracker["ready"]
-            for key in tracker:
-                tracker[key] = math.ceil(ready * before / after) - (ready - tracker[key])
 
 
 def _plain(name):

@@ -21,9 +21,11 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import SLURMEnvironment
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 
-AUTO_SAVE = ".pl_auto_save.ckpt"
+from src.utils.checkpoint import AUTO_SAVE
+
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _log = logging.getLogger(__name__)
 
@@ -56,11 +58,17 @@ def add_callbacks(trainer: L.Trainer) -> None:
     """Have a trainer save and stop when a process has got a signal."""
     if not isinstance(trainer._signal_connector, Signals):
         trainer._signal_connector = Signals(trainer)
-        trainer.callbacks[:] = [StopOnSignal(), *trainer.callbacks, SaveWhenStopped()]
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # which waits for the GPU at every batch
+        callbacks = trainer.callbacks  # of which Lightning has put those that save at the end
+        first = next((i for i, each in enumerate(callbacks) if isinstance(each, Checkpoint)), len(callbacks))
+        callbacks[:] = [*callbacks[:first], StopOnSignal(), *callbacks[first:], SaveWhenStopped()]
 
 
 class StopOnSignal(L.Callback):
-    """Raises `Stopped` at a point from which the run can go on; before the callbacks that save there."""
+    """Raises `Stopped` at a point from which the run can go on.
+
+    It comes after the callbacks that change there what is saved, as averages of weights, and before those that save.
+    """
 
     def __init__(self) -> None:
         self._group = None  # of gloo, so that asking does not wait for the GPU

@@ -12,12 +12,16 @@ from src.utils.distributed import get_world_size
 class NumTokens(Metric):
     """Counts the tokens of all ranks since the run began: over epochs, and over restarts, as checkpoints have it.
 
-    Each rank counts its own tokens times the number of ranks, and the ranks' counts are averaged. So what one rank
+    Each rank counts its own tokens times the number of models, and the ranks' counts are averaged. So what one rank
     saves is the count of all of them (they train on batches of one size), and another number of ranks can go on with
     it. The average is exact even when the ranks have seen unequal numbers of tokens.
+
+    Attributes:
+        copies: how many ranks share a model, and so have the same tokens, which count once. The task sets it.
     """
 
     full_state_update = False
+    copies = 1
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -25,7 +29,8 @@ class NumTokens(Metric):
 
     def update(self, preds: Tensor | None, target: Tensor, loss: Tensor | None = None) -> None:
         """Count the elements of target. preds and loss are not used."""
-        self.count = self.count.to(target.device) + target.numel() * get_world_size()  # a checkpoint's is on the CPU
+        models = get_world_size() // self.copies
+        self.count = self.count.to(target.device) + target.numel() * models  # a checkpoint's is on the CPU
 
     def compute(self) -> Tensor:
         """The number of tokens, int64."""

@@ -21,6 +21,7 @@ from src.metrics.perplexity import Perplexity
 from src.optim.param_grouping import group_parameters_for_optimizer
 from src.utils import resolvers, utils
 from src.utils.checkpoint import load_checkpoint
+from src.utils.distributed import tensor_parallel_size
 
 log = utils.get_logger(__name__)
 
@@ -94,6 +95,12 @@ class SequenceModel(L.LightningModule):
         self.train_metrics, self.val_metrics, self.test_metrics = (
             collection.clone(prefix=f"{phase}/") for phase in ("train", "val", "test")
         )
+
+    def setup(self, stage: str) -> None:
+        for metrics in (self.train_metrics, self.val_metrics, self.test_metrics):
+            for metric in metrics.values():
+                if isinstance(metric, NumTokens):
+                    metric.copies = tensor_parallel_size(self.trainer)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)

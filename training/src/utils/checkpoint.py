@@ -42,6 +42,7 @@ from src.utils.plain_state import decode, encode, tensor_names
 
 _FORMAT = 1
 _TENSORS, _STATE, _MANIFEST = "tensors", "state.json", "manifest.json"
+AUTO_SAVE = ".pl_auto_save.ckpt"  # the checkpoint of a run that had to end
 WEIGHTS, PART = "state_dict.", "@tp"  # before a parameter's name, and after it if the tensor is one process's part
 _log = logging.getLogger(__name__)
 

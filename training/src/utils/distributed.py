@@ -7,6 +7,7 @@ if init_distributed(cuda=torch.cuda.is_available()):
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,11 @@ def get_rank() -> int:
 def get_world_size() -> int:
     """How many processes there are, 1 without a group."""
     return dist.get_world_size() if _in_group() else 1
+
+
+def tensor_parallel_size(trainer: Any) -> int:
+    """How many processes share a model and read the same samples; 1 but for the strategies that divide layers."""
+    return getattr(trainer.strategy, "tensor_parallel_size", 1)
 
 
 def all_reduce_item(value: float, op: str = "sum") -> float:

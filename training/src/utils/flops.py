@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
@@ -65,7 +66,8 @@ def train_flops_per_token(model: nn.Module, seqlen: int) -> float:
 
     6 for each weight of a matrix product, the head of a language model included, and 12 * layers * seqlen * width for
     attention. That is Megatron's formula (arXiv:2104.04473) without its factor for recomputation, for layers of any
-    shape. Norms, activations and the softmax are not counted, and attention as if there was no causal mask.
+    shape. Norms, activations and the softmax are not counted, and attention as if there was no causal mask. Of a tensor
+    parallel model, it is the share of this process.
 
     Arguments:
         model: has a `config` with the layers and width of attention, under the names of GPT2Config or LlamaConfig.
@@ -92,7 +94,9 @@ def train_flops_per_token(model: nn.Module, seqlen: int) -> float:
         and module.weight.dim() == 2
         and not isinstance(module, nn.Embedding)
     )
-    return 6 * weights + 12 * layers * seqlen * width
+    group = getattr(model, "process_group", None)
+    parts = 1 if group is None else dist.get_world_size(group)
+    return 6 * weights + 12 * layers * seqlen * width / parts
 
 
 def profile_fvcore(

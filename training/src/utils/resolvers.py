@@ -47,12 +47,12 @@ def device_count(devices: int | str | Sequence[int], accelerator: str = "auto") 
     """How many devices of a node trainer.devices stands for: a number, a list, or "auto" or -1 for all GPUs."""
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         return len(devices)
-    if devices in ("auto", "-1", -1):
+    if devices in (None, "auto", "-1", -1):
         import torch  # takes seconds, and a mistyped name is found before
 
         return max(torch.cuda.device_count(), 1) if accelerator in ("auto", "gpu", "cuda", None) else 1
     if isinstance(devices, str):  # "4", or a list as "0,1"
-        return len(devices.split(",")) if "," in devices else int(devices)
+        return len([each for each in devices.split(",") if each]) if "," in devices else int(devices)
     return devices
 
 

@@ -14,7 +14,10 @@ from transformers import GPT2Config
 
 from flash_attn.models.gpt import GPTLMHeadModel, combine_state_dicts_tp
 from src import engines
+from src.callbacks.speed_monitor import SpeedMonitor
+from src.optim.param_grouping import group_parameters_for_optimizer
 from src.utils.checkpoint import CheckpointError, load_checkpoint
+from src.utils.flops import train_flops_per_token
 from tests.processes import over_processes
 from training.tests.engines import tiny
 
@@ -207,6 +210,20 @@ def test_resumed_run_on_gpus_is_the_same(how, tmp_path):
     over_processes(2, check_resume, how, tmp_path, backend="nccl")
 
 
+def check_broadcasts(group, folder):
+    """Lightning would ask the first process at every batch whether to stop, and have the host wait for the answer."""
+    broadcast, calls = dist.broadcast, []
+    dist.broadcast = lambda *args, **kwargs: calls.append(args) or broadcast(*args, **kwargs)
+    fit(folder, "ddp", group, max_steps=1, limit_val_batches=0)
+    few = len(calls)
+    fit(folder, "ddp", group, max_steps=3, limit_val_batches=0)
+    assert len(calls) == 2 * few
+
+
+def test_no_batch_waits_for_another_process(tmp_path):
+    over_processes(2, check_broadcasts, tmp_path)
+
+
 def check_signal(group, how, folder):
     """One process of all gets a signal; all of them save and stop at the same step."""
     options = dict(dropout=0.1, accumulate_grad_batches=2, max_steps=6)
@@ -257,6 +274,52 @@ def validated(tmp_path_factory):
 @pytest.mark.parametrize("how", [how for how in ENGINES if how != "fsdp_tp"])
 def test_evaluation(how, validated):
     over_processes(2, check_evaluation, how, validated)
+
+
+def check_throughput(group, folder):
+    """Processes that share a model have the same tokens, and each does its share of the work."""
+    task = fit_engine("tp", folder, group, max_steps=1)
+    whole = train_flops_per_token(gpt(), tiny.SEQLEN)
+    assert train_flops_per_token(task.model, tiny.SEQLEN) * group.size() == whole
+    monitor, logged = SpeedMonitor(), {}
+    monitor._log = lambda name, value, prog_bar=False: logged.update({name: value})
+    batch = torch.zeros(1, tiny.SEQLEN, dtype=torch.int64)
+    monitor._log_throughput(task.trainer, task, batch, items_per_s=10.0)
+    assert logged == {"time/tokens_per_s": 10.0, "time/model_tflops": pytest.approx(5 * whole / 1e12)}
+
+
+def test_throughput_of_a_tensor_parallel_model(tmp_path):
+    over_processes(2, check_throughput, tmp_path)
+
+
+def check_groups(group, folder):
+    """Parameters keep their attributes, by which an optimiser groups them, however the model is divided."""
+    groups = []
+    for name in ("ddp", "fsdp", "ddp_zero2"):
+        task = GroupedTask()
+        trainer = tiny.trainer(folder, strategy(name, group), 1, group.size())
+        trainer.fit(task, datamodule=tiny.Data(batch_size=4))
+        names = {id(p): n for n, p in task.named_parameters()}
+        found = task.optimizers().param_groups
+        groups.append([(each["weight_decay"], [names[id(p)] for p in each["params"]]) for each in found])
+    assert groups[0] == groups[1] == groups[2]
+    assert [decay for decay, _ in groups[0]] == [0.1, 0.0, 0.3]
+    assert groups[0][2][1] == ["model.layers.1.fc1.weight"]
+    assert "model.layers.1.fc2.weight" in groups[0][1][1]
+
+
+class GroupedTask(tiny.Task):
+    def __init__(self):
+        super().__init__()
+        self.model.layers[1].fc1.weight._optim = {"weight_decay": 0.3}
+        self.model.layers[1].fc2.weight._no_weight_decay = True
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(group_parameters_for_optimizer(self.model, {"weight_decay": 0.1}), lr=1e-2)
+
+
+def test_groups_of_parameters_do_not_depend_on_the_engine(tmp_path):
+    over_processes(2, check_groups, tmp_path)
 
 
 def check_hook(group, folder):

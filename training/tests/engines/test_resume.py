@@ -56,8 +56,6 @@ def test_bad_input_is_named_before_anything_is_changed(tmp_path):
         with pytest.raises(checkpoints.CheckpointError, match=message):
             run(tmp_path, 4, path, task=task)
         torch.testing.assert_close(tiny.weights(task), before, rtol=0, atol=0)
-    with pytest.raises(checkpoints.CheckpointError, match="8 samples of the epoch, which are not whole batches of 3"):
-        run(tmp_path, 4, path, data=tiny.Data(batch_size=3))
 
 
 def test_another_batch_size_goes_on_at_the_same_sample(tmp_path):
@@ -67,6 +65,13 @@ def test_another_batch_size_goes_on_at_the_same_sample(tmp_path):
     flat = [index for batch in resumed.seen for index in batch]
     assert flat == [index for batch in whole.seen[2:] for index in batch]
     torch.testing.assert_close(resumed.rates, whole.rates[-2:], rtol=0, atol=0)
+
+
+def test_another_batch_size_need_not_divide_what_was_seen(tmp_path):
+    whole, _ = run(tmp_path, 12, callbacks=[tiny.SaveAt(2, tmp_path)])  # an epoch of 48 samples; 8 before the save
+    resumed, _ = run(tmp_path, 2 + 14, tmp_path / "step_2.ckpt", data=tiny.Data(batch_size=3), max_epochs=1)
+    assert [each for batch in resumed.seen for each in batch] == [each for batch in whole.seen[2:] for each in batch]
+    assert [len(batch) for batch in resumed.seen] == 13 * [3] + [1]
 
 
 def test_a_save_within_an_accumulation_waits_for_its_end(tmp_path):
@@ -91,7 +96,8 @@ def test_a_signal_saves_and_stops(place, number, step, averaged, tmp_path):
     def options():
         return dict(accumulate_grad_batches=3, callbacks=[EMACallback(0.9)] if averaged else [])
 
-    whole, states = run(tmp_path, 9, **options())
+    never_stopped = options()
+    whole, states = run(tmp_path, 9, **never_stopped)
     first = options()
     first["callbacks"].append(tiny.SendSignal("SIGTERM", place, number))
     with pytest.raises(SystemExit) as stopped:
@@ -103,6 +109,10 @@ def test_a_signal_saves_and_stops(place, number, step, averaged, tmp_path):
     second = options()
     resumed, resumed_states = run(tmp_path, 9, saved, seed=2, **second)
     assert_same_run(resumed, resumed_states, whole, states)
+    if averaged:
+        emas = [each["callbacks"][0].ema for each in (second, never_stopped)]
+        assert emas[0].num_updates == emas[1].num_updates
+        torch.testing.assert_close(emas[0].shadow_params, emas[1].shadow_params, rtol=0, atol=0)
 
 
 def test_the_scale_of_the_loss_goes_on(tmp_path):

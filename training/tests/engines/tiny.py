@@ -10,6 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
+from src.datamodules.resumable import ResumableDataModule
+from src.datamodules.resumable_loader import ResumableLoader
+
 VOCAB, SEQLEN = 32, 8
 
 
@@ -82,53 +86,23 @@ class Task(L.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Data(L.LightningDataModule):
-    """Shuffled by seed and epoch; the state is the epoch, and its samples that all processes have trained on."""
+class Data(ResumableDataModule):
+    """Sequences with their numbers, shuffled by the epoch."""
 
     def __init__(self, batch_size: int, samples: int = 48, val_samples: int = 8) -> None:
-        super().__init__()
-        self.batch_size, self.samples, self.val_samples = batch_size, samples, val_samples
-        self.position = {"epoch": 0, "samples": 0}
-        generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(VOCAB, (samples, SEQLEN + 1), generator=generator)
+        super().__init__(seed=0)
+        self.batch_size, self.val_samples = batch_size, val_samples
+        tokens = torch.randint(VOCAB, (samples, SEQLEN + 1), generator=torch.Generator().manual_seed(0))
+        self.dataset_train = [(torch.tensor(i), each) for i, each in enumerate(tokens)]
 
     def train_dataloader(self) -> Any:
-        dataset = [(torch.tensor(i), tokens) for i, tokens in enumerate(self.tokens)]
-        return torch.utils.data.DataLoader(dataset, batch_sampler=_Batches(self))
+        sampler = FaultTolerantDistributedSampler(self.dataset_train, seed=self.seed, **self.ranks())
+        return self.begin(ResumableLoader(self.dataset_train, self.batch_size, sampler=sampler))
 
     def val_dataloader(self) -> Any:
-        dataset = [(torch.tensor(i), tokens) for i, tokens in enumerate(self.tokens[: self.val_samples])]
-        shard = self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        mine = dataset[shard["rank"] :: shard["num_replicas"]]
+        shard = self.ranks()
+        mine = self.dataset_train[: self.val_samples][shard["rank"] :: shard["num_replicas"]]
         return torch.utils.data.DataLoader(mine, batch_size=2)
-
-    def state_dict(self) -> dict[str, int]:
-        loop = self.trainer.fit_loop
-        replicas = (self.trainer.distributed_sampler_kwargs or {"num_replicas": 1})["num_replicas"]
-        samples = loop.epoch_loop.batch_progress.current.ready * self.batch_size * replicas
-        return {"epoch": loop.epoch_progress.current.ready - 1, "samples": samples}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.position = dict(state_dict)
-        if self.position["samples"] >= self.samples:
-            self.position = {"epoch": self.position["epoch"] + 1, "samples": 0}
-
-
-class _Batches:
-    def __init__(self, data: Data) -> None:
-        shard = data.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
-        self.data, self.replicas, self.rank = data, shard["num_replicas"], shard["rank"]
-
-    def __len__(self) -> int:
-        return self.data.samples // (self.data.batch_size * self.replicas)
-
-    def __iter__(self):
-        position = self.data.position
-        self.data.position = {"epoch": position["epoch"] + 1, "samples": 0}
-        generator = torch.Generator().manual_seed(position["epoch"])
-        order = torch.randperm(self.data.samples, generator=generator).tolist()
-        for start in range(position["samples"], len(order), self.data.batch_size * self.replicas):
-            yield order[start : start + self.data.batch_size * self.replicas][self.rank :: self.replicas]
 
 
 class SaveAt(L.Callback):

@@ -161,8 +161,9 @@ def test_metrics_of_two_ranks_are_those_of_all_tokens():
     over_processes(2, on_each_rank)
 
 
-def counts_on_each_rank(group, saved, expected):
+def counts_on_each_rank(group, saved, copies, expected):
     metric = NumTokens()
+    metric.copies = copies
     metric.load_state_dict({"count": torch.tensor(saved)})
     metric.update(None, torch.zeros(10))
     assert metric.compute() == expected
@@ -170,7 +171,11 @@ def counts_on_each_rank(group, saved, expected):
 
 
 def test_number_of_tokens_goes_on_with_more_ranks():
-    over_processes(2, counts_on_each_rank, 1000, 1020)
+    over_processes(2, counts_on_each_rank, 1000, 1, 1020)
+
+
+def test_tokens_of_ranks_that_share_a_model_count_once():
+    over_processes(2, counts_on_each_rank, 1000, 2, 1010)
 
 
 def test_ratio_without_samples_is_nan():

@@ -9,6 +9,7 @@ import torch
 from hydra.utils import instantiate
 
 from flash_attn.models.gpt import GPTLMHeadModel
+from src.engines import TensorParallelStrategy
 from src.tasks.seq import SequenceLMModel, SequenceModel
 from src.utils.resolvers import attach_datamodule
 from training.tests.standins import VOCABULARY, Data, small
@@ -102,6 +103,14 @@ def test_what_is_logged():
     assert [each["train/num-tokens_step"] for each in record.metrics] == [32, 64, 96, 128]
     assert last["val/num-tokens"] == 2 * 2 * 2 * 16  # of two validations
     assert task.state_dict()["train_metrics.num-tokens.count"] == 128
+
+
+def test_tokens_of_processes_that_share_a_model_count_once():
+    task = task_of()
+    trainer = L.Trainer(accelerator="cpu", devices=2, strategy=TensorParallelStrategy(tensor_parallel_size=2))
+    task.trainer = trainer
+    task.setup("fit")
+    assert [metrics["num-tokens"].copies for metrics in (task.train_metrics, task.val_metrics)] == [2, 2]
 
 
 def test_steps_are_logged_only_if_asked_for():

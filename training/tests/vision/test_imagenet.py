@@ -2,11 +2,13 @@
 
 import math
 import pickle
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
 from src.datamodules import gratings, image_datasets, imagenet
@@ -17,6 +19,27 @@ from tests.processes import over_processes
 from training.tests.vision.needs import needs_timm, needs_torchvision, without_torchvision
 
 SIZES = dict(num_train=24, num_val=10, num_classes=4, image_size=16)
+
+
+def prepare_together(group, folder):
+    """All processes find that nothing is there, if none waits for another."""
+    calls = []
+
+    def slow(*args, **kwargs):
+        calls.append(args)
+        time.sleep(0.3)
+        write_gratings(*args, **kwargs)
+
+    gratings.write_gratings = slow
+    dist.barrier(group)
+    GratingsDataModule(folder / "data", **SIZES).prepare_data()
+    total = [None] * group.size()
+    dist.all_gather_object(total, len(calls))
+    assert sum(total) == 1
+
+
+def test_gratings_are_written_by_one_process(tmp_path):
+    over_processes(2, prepare_together, tmp_path)
 
 
 def add_noise(image):
@@ -417,7 +440,7 @@ def test_gratings_are_made_once_in_a_folder_of_their_sizes(tmp_path, monkeypatch
     monkeypatch.setattr(gratings, "write_gratings", None)
     GratingsDataModule(tmp_path, num_train=8, num_val=4).prepare_data()
     assert GratingsDataModule(tmp_path, num_train=9, num_val=4).data_dir != first.data_dir
-    assert [path.name for path in tmp_path.iterdir()] == [first.data_dir.name]
+    assert [path.name for path in tmp_path.glob("[!.]*")] == [first.data_dir.name]
 
 
 def test_gratings_have_the_direction_of_their_class(tmp_path):
