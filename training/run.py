@@ -15,12 +15,18 @@ import sys
 from typing import Any
 
 import hydra
+from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
 from src.utils import hints, resolvers
 
 FOLDER = pathlib.Path(__file__).parent
 SIZES = ("datamodule.batch_size", "datamodule.batch_size_eval", "train.global_batch_size")
+NEEDED = {
+    "train": ("model", "datamodule"), "prepare": ("datamodule",), "eval": (), "generate": ("eval.ckpt",),
+    "export": ("eval.ckpt", "export.folder"),
+}  # fmt: skip
+NEEDED_BY_EXPERIMENT = dict.fromkeys(("model", "datamodule"), ": give experiment=..., such as experiment=tiny/text")
 PATHS = ("datamodule.dataset_name", "datamodule.tokenizer_name", "eval.ckpt", "train.warmstart.path", "export.folder")
 
 
@@ -42,7 +48,14 @@ def _main(composed):
     @functools.wraps(run)
     def with_config(config):
         composed.append(True)
-        return run(config)
+        try:
+            return run(config)
+        except RuntimeError as error:
+            from src.utils.checkpoint import CheckpointError
+
+            if isinstance(error, CheckpointError):  # its message has everything; the stack is that of Lightning
+                raise CompactHydraException(str(error)) from error
+            raise
 
     return with_config
 
@@ -52,8 +65,12 @@ def run(config: DictConfig) -> Any:
     if config.run not in _ACTIONS:
         raise ValueError(f"run must be one of {', '.join(_ACTIONS)}, found {config.run!r}")
     for key in SIZES:
-        if OmegaConf.select(config, key, throw_on_missing=False, default=1) < 1:
-            raise ValueError(f"{key} must be at least 1, found {OmegaConf.select(config, key)}")
+        value = OmegaConf.select(config, key, throw_on_missing=False, default=1)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{key} must be a number and at least 1, found {value}")
+    for key in NEEDED[config.run]:
+        if OmegaConf.select(config, key) is None:
+            raise ValueError(f"run={config.run} needs {key}, found none{NEEDED_BY_EXPERIMENT.get(key, '')}")
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"these values must be given: {', '.join(missing)}")

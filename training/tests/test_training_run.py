@@ -100,8 +100,10 @@ def test_folders_of_an_unnamed_run(here, tmp_path):
 @pytest.mark.parametrize("mode", ["default", "exp", "debug", "smoke", "profile"])
 def test_modes(mode, here, tmp_path):
     """Each of them runs, and overrides what the experiment says."""
-    here(f"mode={mode}", "name=first", "test_after_training=False")
-    kind = {"default": "runs/*/*", "exp": "experiments/first", "profile": "profile/runs/*/*"}.get(mode, "debug/runs/*/*")
+    here(f"mode={mode}", "name=first")
+    kind = {"default": "runs/*/*", "exp": "experiments/first", "profile": "profile/runs/*/*"}.get(
+        mode, "debug/runs/*/*"
+    )
     (folder,) = (tmp_path / "logs").glob(kind)
     saves = mode in ("default", "exp")
     assert (tmp_path / "checkpoints" / "first" / "last.ckpt").exists() == saves
@@ -118,8 +120,10 @@ def test_run_eval_can_be_a_mode(here, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["datamodule.batch_size=0"], "datamodule.batch_size must be at least 1, found 0"),
-        (["train.global_batch_size=-1"], "train.global_batch_size must be at least 1, found -1"),
+        (["datamodule.batch_size=0"], "datamodule.batch_size must be a number and at least 1, found 0"),
+        (["train.global_batch_size=-1"], "train.global_batch_size must be a number and at least 1, found -1"),
+        (["datamodule.batch_size=many"], "datamodule.batch_size must be a number and at least 1, found many"),
+        (["run=export"], "run=export needs eval.ckpt, found none"),
         (["run=tune"], "run must be one of train, eval, prepare, generate, export, found 'tune'"),
         (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),
         (["mode=exp"], "mode=exp needs the name of the experiment"),
@@ -132,6 +136,23 @@ def test_errors(arguments, says, here, capfd):
     with pytest.raises(SystemExit) as error:
         here(*arguments)
     assert error.value.code == 1 and re.search(says, capfd.readouterr().err)
+
+
+def test_nothing_is_asked_for(here, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    with pytest.raises(SystemExit):
+        run.main()
+    assert "run=train needs model, found none: give experiment=..." in capfd.readouterr().err
+
+
+def test_resume_with_another_model(here, capfd):
+    """One line names the checkpoint and what differs, without the stack of Lightning."""
+    here("name=first", "test_after_training=False")
+    with pytest.raises(SystemExit):
+        here("name=first", "resume=True", "model.config.n_embd=32")
+    said = capfd.readouterr().err
+    assert re.search(r"last.ckpt does not fit: .* has shape \(50, 16\) in the checkpoint and \(50, 32\)", said)
+    assert "Traceback" not in said
 
 
 def test_environment_file(tmp_path, monkeypatch):

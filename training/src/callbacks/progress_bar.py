@@ -13,6 +13,13 @@ class ProgressBar(TQDMProgressBar):
     (Lightning reads what is logged with prog_bar=True after every batch.)
     """
 
+    def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:
+        super().on_train_start(trainer, *args)
+        if done := self._done():  # on_train_epoch_start is not called where an epoch goes on
+            bar = self.train_progress_bar
+            bar.total, bar.n, bar.initial = self.total_train_batches, done, done
+            bar.set_description(f"Epoch {trainer.current_epoch}")
+
     def get_metrics(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, Any]:
         loss = trainer.callback_metrics.get("train/loss_step", trainer.callback_metrics.get("train/loss"))
         shown = {} if loss is None else {"loss": f"{float(loss):.3f}"}
@@ -25,6 +32,9 @@ class ProgressBar(TQDMProgressBar):
         trainer, batches = self.trainer, super().total_train_batches
         if trainer.max_steps < 0:
             return batches
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        done = 0 if progress.is_last_batch else progress.current.ready  # of this epoch, by the run that was resumed
-        return min(batches, done + (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+        return min(batches, self._done() + (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+
+    def _done(self):
+        """Batches of this epoch that the run which is resumed has done."""
+        progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        return 0 if progress.is_last_batch else progress.current.ready
