@@ -123,6 +123,10 @@ def test_run_eval_can_be_a_mode(here, tmp_path):
         (["datamodule.batch_size=0"], "datamodule.batch_size must be a number and at least 1, found 0"),
         (["train.global_batch_size=-1"], "train.global_batch_size must be a number and at least 1, found -1"),
         (["datamodule.batch_size=many"], "datamodule.batch_size must be a number and at least 1, found many"),
+        (
+            ["callbacks.model_checkpoint.dirpath=/dev/null/x"],
+            "model_checkpoint.dirpath must be a folder that can be written",
+        ),
         (["run=export"], "run=export needs eval.ckpt, found none"),
         (["run=tune"], "run must be one of train, eval, prepare, generate, export, found 'tune'"),
         (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),

@@ -18,7 +18,8 @@ class ModelCheckpointMine(ModelCheckpoint):
     """Lightning's ModelCheckpoint, with everything that was trained in what is kept.
 
     With save_last, the last checkpoint is that of the last step, also if every_n_train_steps does not divide it.
-    Lightning would keep the one before. And `{dirpath}/.pl_auto_save.ckpt` can be saved when training ends with an error.
+    Lightning would keep the one before. And when training ends with an error, `{dirpath}/.pl_auto_save.ckpt` can be
+    saved.
 
     All ranks write a checkpoint together. So it is saved if all of them have an error, such as Ctrl-C, and not if the
     others wait for a rank that failed alone; the checkpoint before is then the last one. It is not saved either if the

@@ -2,8 +2,9 @@
 
 SIGINT (Ctrl-C), SIGTERM (Slurm at the time limit, Kubernetes, `kill`) and SIGUSR1 (`sbatch --signal=USR1@90`) only set
 a flag. At the end of the optimiser's step all processes agree that one of them has got a signal, save
-`.pl_auto_save.ckpt`, and exit with status 128 + the signal's number (130, 143, 138), as a process that the signal ended.
-After SIGUSR1 a job of Slurm is queued again. A second Ctrl-C does not wait for the end of the step, and saves nothing.
+`.pl_auto_save.ckpt`, and exit with status 128 + the signal's number (130, 143, 138), as a process does that a signal
+ends. After SIGUSR1 a job of Slurm is queued again. A second Ctrl-C does not wait for the end of the step, and saves
+nothing.
 
 Lightning's own handlers communicate within the handler, wherever the processes are just then, and raise in the middle
 of an accumulation; `Signals` takes their place.
