@@ -46,6 +46,8 @@ def main():
     start = time.perf_counter()
     os.chdir(FOLDER)
     size = SIZES["cuda" if torch.cuda.is_available() else "cpu"]
+    steps = args.steps or size["steps"]
+    checkpoint_every = min(size["checkpoint_every"], max(steps // 3, 1))
     checkpoints = pathlib.Path(os.environ.get("CHECKPOINT_DIR", "checkpoints"), args.name)
     logs = pathlib.Path(os.environ.get("RESULT_DIR", "logs"))
     plot = logs / f"{args.name}.png"
@@ -55,8 +57,8 @@ def main():
     train = [
         "run.py", *size["overrides"], "datamodule.val_ratio=0.02", f"name={args.name}",
         "print_config=False", "test_after_training=False",
-        f"trainer.max_steps={args.steps or size['steps']}",
-        f"callbacks.model_checkpoint.every_n_train_steps={size['checkpoint_every']}",
+        f"trainer.max_steps={steps}",
+        f"callbacks.model_checkpoint.every_n_train_steps={checkpoint_every}",
     ]  # fmt: skip
     stop_after_checkpoint(train, checkpoints)
 
@@ -110,7 +112,8 @@ def run(arguments, **options):
 def stop_after_checkpoint(arguments, folder):
     """Run Python with arguments, until a checkpoint is in folder and some more steps were done; then ask it to end.
 
-    At SIGTERM, training saves what it has done and ends with status 143.
+    At SIGTERM, training saves what it has done and ends with status 143. If it was over just before, the signal itself
+    ends the process.
     """
     process = subprocess.Popen(command_line(arguments))
     try:
@@ -120,7 +123,7 @@ def stop_after_checkpoint(arguments, folder):
         process.send_signal(signal.SIGTERM)
     finally:
         status = process.wait()
-    if status not in (0, 128 + signal.SIGTERM):
+    if status not in (0, 128 + signal.SIGTERM, -signal.SIGTERM) or not list(folder.glob("*.ckpt")):
         raise SystemExit(f"training ended with status {status}")
     print(f"\nstopped with status {status}; in {folder}: {', '.join(sorted(each.name for each in folder.iterdir()))}")
 

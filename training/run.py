@@ -15,12 +15,18 @@ import sys
 from typing import Any
 
 import hydra
+from hydra.errors import CompactHydraException
 from omegaconf import DictConfig, OmegaConf
 
 from src.utils import hints, resolvers
 
 FOLDER = pathlib.Path(__file__).parent
 SIZES = ("datamodule.batch_size", "datamodule.batch_size_eval", "train.global_batch_size")
+NEEDED = {
+    "train": ("model", "datamodule"), "prepare": ("datamodule",), "eval": (), "generate": ("eval.ckpt",),
+    "export": ("eval.ckpt", "export.folder"),
+}  # fmt: skip
+NEEDED_BY_EXPERIMENT = dict.fromkeys(("model", "datamodule"), ": give experiment=..., such as experiment=tiny/text")
 PATHS = ("datamodule.dataset_name", "datamodule.tokenizer_name", "eval.ckpt", "train.warmstart.path")
 
 
@@ -42,7 +48,14 @@ def _main(composed):
     @functools.wraps(run)
     def with_config(config):
         composed.append(True)
-        return run(config)
+        try:
+            return run(config)
+        except RuntimeError as error:
+            from src.utils.checkpoint import CheckpointError
+
+            if isinstance(error, CheckpointError):  # its message has everything; the stack is that of Lightning
+                raise CompactHydraException(str(error)) from error
+            raise
 
     return with_config
 
@@ -55,6 +68,9 @@ def run(config: DictConfig) -> Any:
         size = OmegaConf.select(config, key)
         if size is not None and not (isinstance(size, int) and size >= 1):
             raise ValueError(f"{key} must be an integer of at least 1, found {size!r}")
+    for key in NEEDED[config.run]:
+        if OmegaConf.select(config, key) is None:
+            raise ValueError(f"run={config.run} needs {key}, found none{NEEDED_BY_EXPERIMENT.get(key, '')}")
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         raise ValueError(f"these values must be given: {', '.join(missing)}")
@@ -125,22 +141,14 @@ def _generate(config):
 
     options = [(f"--{key.replace('_', '-')}", value) for key, value in config.generate.items() if value is not False]
     words = [word for key, value in options for word in ([key] if value is True else [key, str(value)])]
-    return main([_given(config, "eval.ckpt"), *words])
+    return main([config.eval.ckpt, *words])
 
 
 def _export(config):
     """`python -m src.export`."""
     from src.export import main
 
-    folder = hydra.utils.to_absolute_path(_given(config, "export.folder"))
-    return main([_given(config, "eval.ckpt"), folder])
-
-
-def _given(config, key):
-    value = OmegaConf.select(config, key)
-    if value is None:
-        raise ValueError(f"run={config.run} needs {key}")
-    return value
+    return main([config.eval.ckpt, hydra.utils.to_absolute_path(config.export.folder)])
 
 
 _ACTIONS = {"train": _train, "eval": _evaluate, "prepare": _prepare, "generate": _generate, "export": _export}

@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pathlib
+import tempfile
 from typing import Any
 
 import lightning as L
@@ -33,6 +34,7 @@ def train(config: DictConfig) -> float | None:
         L.seed_everything(config.seed, workers=True)
     OmegaConf.set_struct(config, False)
     check_devices(config)
+    check_folder(config)
     checkpoint = checkpoint_to_resume(config) if config.get("resume") else None
     model = instantiate(config.task, cfg=config, _recursive_=False)
     datamodule = model._datamodule
@@ -60,6 +62,22 @@ def check_devices(config: DictConfig) -> None:
             f"trainer.devices must be at most the number of GPUs here, {there}, found {wanted}; "
             "trainer.accelerator=cpu needs none"
         )
+
+
+def check_folder(config: DictConfig) -> None:
+    """Raise ValueError if checkpoints could not be written: the first one may be hours away."""
+    folder = OmegaConf.select(config, "callbacks.model_checkpoint.dirpath")
+    if folder is None:
+        return
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"callbacks.model_checkpoint.dirpath must be a folder that can be written to, found {folder} ({error}); "
+            "CHECKPOINT_DIR names another place"
+        ) from None
 
 
 def checkpoint_to_resume(config: DictConfig) -> str | None:

@@ -104,7 +104,7 @@ def test_folders_of_an_unnamed_run(here, tmp_path):
 @pytest.mark.parametrize("mode", FOLDERS)
 def test_modes(mode, here, tmp_path):
     """Each of them runs, and overrides what the experiment says."""
-    here(f"mode={mode}", "name=first", "test_after_training=False")
+    here(f"mode={mode}", "name=first")
     (folder,) = (tmp_path / "logs").glob(FOLDERS[mode])
     saves = mode in ("default", "exp")
     assert (tmp_path / "checkpoints" / "first" / "last.ckpt").exists() == saves
@@ -136,11 +136,15 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["run=generate"], "run=generate needs eval.ckpt"),
-        (["run=export", "eval.ckpt=x"], "run=export needs export.folder"),
+        (["run=generate"], "run=generate needs eval.ckpt, found none"),
+        (["run=export", "eval.ckpt=x"], "run=export needs export.folder, found none"),
         (["datamodule.batch_size=0"], "datamodule.batch_size must be an integer of at least 1, found 0"),
         (["train.global_batch_size=-1"], "train.global_batch_size must be an integer of at least 1, found -1"),
         (["datamodule.batch_size=two"], "datamodule.batch_size must be an integer of at least 1, found 'two'"),
+        (
+            ["callbacks.model_checkpoint.dirpath=/dev/null/x"],
+            "model_checkpoint.dirpath must be a folder that can be written",
+        ),
         (["run=tune"], "run must be one of train, eval, prepare, generate, export, found 'tune'"),
         (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),
         (["mode=exp"], "mode=exp needs the name of the experiment"),
@@ -153,6 +157,23 @@ def test_errors(arguments, says, here, capfd):
     with pytest.raises(SystemExit) as error:
         here(*arguments)
     assert error.value.code == 1 and re.search(says, capfd.readouterr().err)
+
+
+def test_nothing_is_asked_for(here, monkeypatch, capfd):
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    with pytest.raises(SystemExit):
+        run.main()
+    assert "run=train needs model, found none: give experiment=..." in capfd.readouterr().err
+
+
+def test_resume_with_another_model(here, capfd):
+    """One line names the checkpoint and what differs, without the stack of Lightning."""
+    here("name=first", "test_after_training=False")
+    with pytest.raises(SystemExit):
+        here("name=first", "resume=True", "model.config.n_embd=32")
+    said = capfd.readouterr().err
+    assert re.search(r"last.ckpt does not fit: .* has shape \(50, 16\) in the checkpoint and \(50, 32\)", said)
+    assert "Traceback" not in said
 
 
 def test_environment_file(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""Checkpoints, also when a run fails."""
+"""Checkpoints, also when a run ends between two of them, or fails."""
 
 import datetime
 import logging
@@ -16,7 +16,11 @@ log = logging.getLogger(__name__)
 
 
 class ModelCheckpointMine(ModelCheckpoint):
-    """Lightning's ModelCheckpoint, which can also save `{dirpath}/.pl_auto_save.ckpt` when training ends with an error.
+    """Lightning's ModelCheckpoint, with everything that was trained in what is kept.
+
+    With save_last, the last checkpoint is that of the last step, also if every_n_train_steps does not divide it.
+    Lightning would keep the one before. And when training ends with an error, `{dirpath}/.pl_auto_save.ckpt` can be
+    saved.
 
     All ranks write a checkpoint together. So it is saved if all of them have an error, such as Ctrl-C, and not if the
     others wait for a rank that failed alone; the checkpoint before is then the last one. It is not saved either if the
@@ -40,6 +44,14 @@ class ModelCheckpointMine(ModelCheckpoint):
         if self.fault_tolerant and trainer.world_size > 1 and stage == "fit":
             trainer.strategy.barrier()  # making the group has the same timeout as using it
             self._group = dist.new_group(backend="gloo", timeout=self.timeout)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._last_global_step_saved = trainer.global_step  # what training begins with is there already
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if not self._should_skip_saving_checkpoint(trainer):
+            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         self._begun = trainer.global_step

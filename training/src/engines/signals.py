@@ -1,20 +1,23 @@
 """Stops a run when a scheduler asks for it, at a point from which it can go on exactly.
 
-SIGTERM (Slurm at the time limit, Kubernetes, `kill`) and SIGUSR1 (`sbatch --signal=USR1@90`) only set a flag. At the
-end of the optimiser's step all processes agree that one of them has got a signal, save `.pl_auto_save.ckpt`, and exit
-with status 128 + the signal's number (143, 138), as a process that the signal ended. After SIGUSR1 a job of Slurm is
-queued again.
+SIGINT (Ctrl-C), SIGTERM (Slurm at the time limit, Kubernetes, `kill`) and SIGUSR1 (`sbatch --signal=USR1@90`) only set
+a flag. At the end of the optimiser's step all processes agree that one of them has got a signal, save
+`.pl_auto_save.ckpt`, and exit with status 128 + the signal's number (130, 143, 138), as a process does that a signal
+ends. After SIGUSR1 a job of Slurm is queued again. A second Ctrl-C does not wait for the end of the step, and saves
+nothing.
 
 Lightning's own handlers communicate within the handler, wherever the processes are just then, and raise in the middle
 of an accumulation; `Signals` takes their place.
 """
 
 import logging
+import math
 import os
 import pathlib
 import signal
 import subprocess
 import threading
+import time
 from typing import Any
 
 import lightning as L
@@ -26,7 +29,8 @@ from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnect
 
 from src.utils.checkpoint import AUTO_SAVE
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_NOTICE = b"\nInterrupted: saving after this step. Press Ctrl-C again to end at once, without a checkpoint.\n"
 _log = logging.getLogger(__name__)
 
 
@@ -39,19 +43,28 @@ class Stopped(SystemExit):
 
 
 class Signals(_SignalConnector):
-    """Remembers the signal that this process has got; `received` is its number, or 0."""
+    """Remembers the signal that this process has got while it trains; `received` is its number, or 0."""
 
     received = 0
 
     def register_signal_handlers(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
+        if threading.current_thread() is not threading.main_thread() or self.trainer.state.fn != "fit":
+            return  # an evaluation has nothing to save, and ends as every other program does
+        self.received, self._process, self._interrupted = 0, os.getpid(), math.inf
         self._original_handlers = {number: signal.getsignal(number) for number in _SIGNALS}
         for number in _SIGNALS:
             signal.signal(number, self._note)
 
     def _note(self, number, frame):
         self.received = int(number)
+        if number != signal.SIGINT or os.getpid() != self._process:  # workers of loaders are forks with this handler
+            return
+        now = time.monotonic()
+        if now > self._interrupted + 1:  # and no repetition by a launcher, which has got the same Ctrl-C
+            signal.default_int_handler(number, frame)
+        if self._interrupted == math.inf and self.trainer.is_global_zero:
+            os.write(2, _NOTICE)  # logging could be interrupted within itself
+        self._interrupted = min(self._interrupted, now)
 
 
 def add_callbacks(trainer: L.Trainer) -> None:

@@ -5,6 +5,7 @@
 All that evaluates a model, writes with it or exports it begins here.
 """
 
+import argparse
 import pathlib
 
 import numpy as np
@@ -23,10 +24,19 @@ _FUSED = ("use_flash_attn", "fused_bias_fc", "fused_dropout_add_ln")  # what all
 
 def add_model_arguments(parser) -> None:
     """The arguments of commands that open a model: checkpoint, --tokenizer, --device, --dtype."""
-    parser.add_argument("checkpoint", help="a training checkpoint, or a folder with config.json and model.safetensors")
+    parser.add_argument(
+        "checkpoint", type=existing, help="a training checkpoint, or a folder with config.json and model.safetensors"
+    )
     parser.add_argument("--tokenizer", help="'byte', a folder, or a name on the hub (default: that of the checkpoint)")
     parser.add_argument("--device", help="such as cuda:1 (default: the GPU if there is one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of the weights (default: bfloat16 on a GPU, else float32)")
+
+
+def existing(path: str) -> str:
+    """The path of a file or a folder, as a type for argparse, which says so if there is none."""
+    if not pathlib.Path(path).exists():
+        raise argparse.ArgumentTypeError(f"must be a file or a folder, found nothing at {path}")
+    return path
 
 
 def open_model(checkpoint, tokenizer=None, device=None, dtype=None):

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from src.datamodules.tokenizer import ByteTokenizer, encode_batch
-from src.evaluation.loading import add_model_arguments, longest_input, open_model, validation_tokens
+from src.evaluation.loading import add_model_arguments, existing, longest_input, open_model, validation_tokens
 
 IGNORED = -100  # the label of tokens that do not count
 
@@ -182,7 +182,9 @@ def parser():
     )  # fmt: skip
     add_model_arguments(command)
     command.add_argument(
-        "--data", help="a .npy file of token ids, or a text file (default: the validation data of the checkpoint's run)"
+        "--data",
+        type=existing,
+        help="a .npy file of token ids, or a text file (default: the validation data of the checkpoint's run)",
     )
     command.add_argument("--max-length", type=int, help="tokens of a window (default: the model's positions)")
     command.add_argument("--stride", type=int, help="tokens from one window to the next (default: max-length)")

@@ -212,7 +212,7 @@ def _delete(path):
 
 def _reason(error):
     if isinstance(error, CheckpointException):
-        return "; ".join(f"process {rank}: {exc}" for rank, (exc, _) in error.failures.items())
+        return "; ".join(f"process {rank}: {_message(exc)}" for rank, (exc, _) in error.failures.items())
     return str(error)
 
 
@@ -518,8 +518,11 @@ def gather(value: Any) -> list[Any]:
 
 
 def _message(error):
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"no space is left on the disk ({error})"
+    each = error
+    while each is not None:  # PyTorch's writer has errors of its own after one of the disk
+        if isinstance(each, OSError) and each.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"no space is left on the disk ({each})"
+        each = each.__cause__ or each.__context__
     return str(error) or type(error).__name__
 
 

@@ -77,6 +77,21 @@ def test_no_error(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["epoch=0-step=8.ckpt"]
 
 
+@pytest.mark.parametrize("steps, saved", [(8, [3, 6, 8]), (6, [3, 6])])
+def test_the_last_checkpoint_is_of_the_last_step(tmp_path, monkeypatch, steps, saved):
+    """Also if every_n_train_steps does not divide it; training that goes on from there and is over saves nothing."""
+    saver, seen = ModelCheckpointMine(tmp_path, every_n_train_steps=3, save_last=True, save_top_k=0), []
+    save = saver._save_checkpoint
+    monkeypatch.setattr(saver, "_save_checkpoint", lambda t, path: (seen.append(t.global_step), save(t, path)))
+    trainer([saver], max_steps=steps).fit(TinyTask(), loader())
+    assert seen == saved
+    last = tmp_path / "last.ckpt"
+    assert torch.load(last, weights_only=True)["global_step"] == steps
+    again, at = ModelCheckpointMine(tmp_path, every_n_train_steps=3, save_last=True, save_top_k=0), last.stat()
+    trainer([again], max_steps=steps).fit(TinyTask(), loader(), ckpt_path=last, weights_only=True)
+    assert last.stat().st_mtime_ns == at.st_mtime_ns and [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
 def on_each_rank(group, begun, comes, expected):
     saver, rank = ModelCheckpointMine(fault_tolerant=True), group.rank()
     saver._begun, saver.timeout = begun[rank], timedelta(seconds=2)

@@ -1,12 +1,15 @@
 """Runs that are stopped by a signal, or killed while they save, go on as if nothing had happened."""
 
 import pathlib
+import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from src.engines import signals
 from src.utils import checkpoint as checkpoints
 
 SCRIPT = pathlib.Path(__file__).with_name("run_until_signal.py")
@@ -37,13 +40,14 @@ def assert_same_end(folder, whole):
 @pytest.mark.parametrize(
     ("name", "place", "number", "step"),
     [
+        ("SIGINT", "before_backward", 7, 3),
         ("SIGTERM", "before_backward", 8, 3),  # in the middle of an accumulation
         pytest.param("SIGUSR1", "validation_batch_start", 11, 4, marks=pytest.mark.slow),  # in a validation
     ],
 )
 def test_a_signal_saves_and_stops(name, place, number, step, whole, tmp_path):
     status, log = run(tmp_path, "--signal", name, "--at", place, str(number))
-    assert status == {"SIGTERM": 143, "SIGUSR1": 138}[name], log
+    assert status == {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}[name], log
     assert f"{name}: saved" in log
     saved = checkpoints.Checkpoint(checkpoints.latest(tmp_path))
     assert saved.path.name == ".pl_auto_save.ckpt"
@@ -51,6 +55,41 @@ def test_a_signal_saves_and_stops(name, place, number, step, whole, tmp_path):
     status, log = run(tmp_path, "--resume")
     assert status == 0, log
     assert_same_end(tmp_path, whole)
+
+
+class Clock:
+    now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+
+def test_ctrl_c_twice_interrupts(monkeypatch, capfd):
+    """The first one is noted, its repetition by a launcher too; one that comes later does not wait."""
+    clock = Clock()
+    monkeypatch.setattr(signals, "time", clock)
+    trainer = SimpleNamespace(state=SimpleNamespace(fn="fit"), is_global_zero=True)
+    before = signal.getsignal(signal.SIGINT)
+    connector = signals.Signals(trainer)
+    connector.register_signal_handlers()
+    try:
+        signal.raise_signal(signal.SIGINT)
+        clock.now = 0.5
+        signal.raise_signal(signal.SIGINT)
+        assert connector.received == signal.SIGINT
+        assert capfd.readouterr().err.count("Press Ctrl-C again") == 1
+        clock.now = 1.5
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        connector.teardown()
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_evaluation_leaves_signals_alone():
+    before = signal.getsignal(signal.SIGTERM)
+    signals.Signals(SimpleNamespace(state=SimpleNamespace(fn="test"))).register_signal_handlers()
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_killed_while_saving(whole, tmp_path):

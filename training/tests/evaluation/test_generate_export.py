@@ -7,6 +7,7 @@ import transformers
 from flash_attn.models.gpt import GPTLMHeadModel
 from src.datamodules.tokenizer import ByteTokenizer
 from src.evaluation.loading import open_model
+from src.evaluation.perplexity import main as perplexity_command
 from src.export import byte_tokenizer, export
 from src.export import main as export_command
 from src.generate import generate
@@ -114,3 +115,19 @@ def test_what_gpt2_cannot_be_is_refused(tmp_path):
 def test_nothing_there(tmp_path):
     with pytest.raises(FileNotFoundError, match="checkpoint must be a file or a folder, found nothing at"):
         open_model(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "named"),
+    [
+        (generate_command, ["{}/missing"], "checkpoint"),
+        (export_command, ["{}/missing", "out"], "checkpoint"),
+        (perplexity_command, ["{}/missing"], "checkpoint"),
+        (perplexity_command, ["{}", "--data={}/missing"], "--data"),
+    ],
+)
+def test_commands_say_what_is_not_there(command, arguments, named, tmp_path, capsys):
+    with pytest.raises(SystemExit) as error:
+        command([each.format(tmp_path) for each in arguments])
+    assert error.value.code == 2
+    assert f"error: argument {named}: must be a file or a folder, found nothing at" in capsys.readouterr().err
