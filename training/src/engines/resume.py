@@ -82,6 +82,8 @@ class ExactResume(Strategy):
         if self._resumed is not None:
             own = self._resumed.own
             rng.restore(own[self.global_rank % len(own)]["rng"])
+            if not self._resumed.state["engine"].get("within_validation"):
+                _consider_saved(self.lightning_module.trainer)
             self._resumed = None
 
     # Saving
@@ -162,6 +164,7 @@ class ExactResume(Strategy):
             "data_parallel_size": self.data_parallel_size,
             "tensor_parallel_size": self.tensor_parallel_size,
             "optimizers": [_kind(optimizer) for optimizer in self.optimizers],
+            "within_validation": self.within_validation,
             "schedulers": [type(config.scheduler).__name__ for config in self.lr_scheduler_configs],
         }
 
@@ -281,6 +284,15 @@ class ExactResume(Strategy):
             for i, (a, b) in enumerate(zip(then, now))
             if set(a) != set(b)
         ]
+
+
+def _consider_saved(trainer):
+    """Have callbacks that save every n steps not do it at the step of the checkpoint.
+
+    They would in the first batch of a resumed run, and if gradients are accumulated, replace it by the next step.
+    """
+    for each in trainer.checkpoint_callbacks:
+        each._last_global_step_saved = trainer.global_step
 
 
 def _plain(name):

@@ -148,3 +148,14 @@ def test_weights_of_a_checkpoint(tmp_path):
     torch.testing.assert_close(
         checkpoints.load_checkpoint(tmp_path / "step_2.ckpt"), dict(whole.model.state_dict()), rtol=0, atol=0
     )
+
+
+def test_a_resumed_run_saves_what_the_whole_one_does(tmp_path):
+    def options():
+        callback = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+        return dict(callbacks=[callback], enable_checkpointing=True, accumulate_grad_batches=3)
+
+    run(tmp_path, 4, **options())
+    run(tmp_path, 6, tmp_path / "step=2.ckpt", **options())
+    steps = {path.name: checkpoints.Checkpoint(path).state["global_step"] for path in tmp_path.glob("[!.]*")}
+    assert steps == {"step=2.ckpt": 2, "step=4.ckpt": 4, "step=4-v1.ckpt": 4, "step=6.ckpt": 6}
