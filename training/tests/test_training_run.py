@@ -72,7 +72,7 @@ def test_a_text_is_learned(tmp_path):
     assert losses[-1]["val/loss"] < unigram and "Test metric" in said
     assert losses[-1]["val/ppl"] == pytest.approx(math.exp(losses[-1]["val/loss"]))
     last = tmp_path / "checkpoints" / "first" / "last.ckpt"
-    assert Checkpoint(last).state["global_step"] == 50
+    assert Checkpoint(last).state["global_step"] == 60  # also if every_n_train_steps does not divide it
 
     said = in_a_process(tmp_path, *arguments, "resume=True", "test_after_training=False")
     assert f"Resuming from {last}" in said
