@@ -31,7 +31,7 @@ from src.datamodules.image_datasets import (
     read_all,
 )
 from src.datamodules.resumable import ResumableDataModule
-from src.datamodules.resumable_loader import ResumableLoader
+from src.datamodules.resumable_loader import ResumableLoader, leave_signals_to_the_trainer
 from src.utils.optional import optional_module
 
 __all__ = ["DictDataset", "Imagenet21kPDataModule", "ImagenetDataModule", "imagenet_normalization"]
@@ -251,6 +251,7 @@ class ImagenetDataModule(ResumableDataModule):
             collate_fn=partial(_collate_seeded, mixup) if training else default_collate,
             pin_memory=self.pin_memory and torch.cuda.is_available(),
             drop_last=self.drop_last and training,
+            worker_init_fn=leave_signals_to_the_trainer,
             generator=torch.Generator(),  # without one, each iteration would take a number from the global generator
         )
 

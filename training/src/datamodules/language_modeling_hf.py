@@ -23,7 +23,7 @@ from src.datamodules.datasets.detokenizer import detokenizer_of
 from src.datamodules.datasets.lm_dataset import LMDataset
 from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
 from src.datamodules.resumable import ResumableDataModule
-from src.datamodules.resumable_loader import Position, ResumableLoader
+from src.datamodules.resumable_loader import Position, ResumableLoader, leave_signals_to_the_trainer
 from src.datamodules.tokenizer import load_tokenizer, tokenizer_identity
 
 
@@ -272,6 +272,7 @@ class LMDataModule(ResumableDataModule):
             drop_last=training and self.drop_last,
             num_workers=self.loader_workers,
             pin_memory=self.pin_memory and torch.cuda.is_available(),
+            worker_init_fn=leave_signals_to_the_trainer,
             generator=torch.Generator(),  # without one, each iteration would take a number from the global generator
         )
 

@@ -15,6 +15,7 @@ What Lightning 2.6 does with a checkpoint, as far as data are concerned:
 - Where the number of ranks or the batch size has changed, the counters are those of other batches: `align` again.
 """
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -28,6 +29,13 @@ class Position(NamedTuple):
 
     epoch: int = 0
     samples: int = 0  # of this epoch, over all ranks
+
+
+def leave_signals_to_the_trainer(worker: int) -> None:
+    """A worker_init_fn of loaders. A terminal and Slurm send signals to all processes of a job: a worker that died of
+    one would end training before it has saved. Workers end when their loader does, or its process."""
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(each, signal.SIG_IGN)
 
 
 class ResumableLoader(DataLoader):
