@@ -1,11 +1,9 @@
 #include <torch/csrc/stable/library.h>
 
-#include <optional>
 #include <string>
 #include <tuple>
 #include <vector>
 
-#include "binding/counters.h"
 #include "binding/stream.h"
 #include "binding/tensor.h"
 #include "fused_dense/launch.h"
@@ -59,23 +57,18 @@ Tensor new_rows(const Tensor& like, int64_t cols) {
 // Returns the sum of the rows of x, computed in fp32. If `kept` is given, x is first replaced by x * act'(kept).
 Tensor sum_of_rows(const Matrix& x, const Matrix* kept = nullptr, Activation activation = {}) {
   const Tensor out = new_tensor({x.cols}, x.tensor);
-  const cudaStream_t stream = current_stream(out);
-  fused_dense::SumRowsParams p{.dtype = dtype_of(out, "x"),
-                               .rows = x.rows,
-                               .cols = x.cols,
-                               .x = x.as_rows(),
-                               .kept = kept ? kept->as_rows() : fused_dense::Rows{},
-                               .activation = activation,
-                               .out = out.mutable_data_ptr()};
-  const auto [partial_size, arrivals] = plan_sum_rows(p);
-  const Tensor partial = new_tensor({partial_size}, aoti_torch_dtype_float32(), out);
-  p.partial = static_cast<float*>(partial.mutable_data_ptr());
-  std::optional<Counters> counters;
-  if (arrivals > 0) {
-    counters = zero_counters(arrivals, out, stream);
-    p.arrivals = counters->data;
-  }
-  sum_rows(p, stream);
+  const int64_t chunks = fused_dense::sum_rows_chunks(x.rows, x.cols);
+  const Tensor partial = new_tensor({chunks > 1 ? chunks * x.cols : 0}, aoti_torch_dtype_float32(), out);
+  const DType dtype = dtype_of(out, "x");
+  fused_dense::sum_rows({.dtype = dtype,
+                         .rows = x.rows,
+                         .cols = x.cols,
+                         .x = x.as_rows(),
+                         .kept = kept ? kept->as_rows() : fused_dense::Rows{},
+                         .activation = activation,
+                         .out = out.mutable_data_ptr(),
+                         .out_dtype = dtype},
+                        static_cast<float*>(partial.mutable_data_ptr()), chunks, current_stream(out));
   return out;
 }
 

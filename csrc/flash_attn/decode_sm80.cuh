@@ -27,7 +27,6 @@
 #include "flash_attn/schedule.cuh"
 #include "flash_attn/softmax.cuh"
 #include "flash_attn/split.cuh"
-#include "tile/arrival.cuh"
 #include "tile/gemm.cuh"
 #include "tile/load.cuh"
 #include "tile/shared.cuh"

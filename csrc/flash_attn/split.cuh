@@ -7,7 +7,7 @@
 
 #include "flash_attn/fwd_plan.h"
 #include "flash_attn/softmax.cuh"
-#include "tile/arrival.cuh"
+#include "ptx/sync.cuh"
 #include "tile/fragment.cuh"
 
 namespace flash::flash_attn {
@@ -58,6 +58,15 @@ struct PartialState {
     }
   }
 };
+
+// Whether this block is the last of `count` to arrive at a counter; what the others wrote before is then visible. The
+// last one sets the counter back to 0.
+__device__ inline bool is_last_arrival(int* arrivals, int count) {
+  __syncthreads();
+  const bool last = __syncthreads_or(threadIdx.x == 0 && ptx::arrive(arrivals) == count - 1);
+  if (last && threadIdx.x == 0) *arrivals = 0;
+  return last;
+}
 
 // Merges the states of a tile's splits. Returns whether (o, state) now is the whole; one of the blocks gets it.
 template <int kThreads, typename Work, int kRows, int kCols>

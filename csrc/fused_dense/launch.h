@@ -20,9 +20,10 @@ void gemm(const GemmParams& p, const Plan& plan, void* workspace, cudaStream_t s
 // Computes p and returns true, if the kernel for few rows can do it; otherwise returns false.
 bool few_rows(const FewRowsParams& p, cudaStream_t stream);
 
-// Chooses p.chunk_rows and returns how much scratch p must get before the launch. There must be rows and columns.
-SumRowsScratch plan_sum_rows(SumRowsParams& p);
-void sum_rows(const SumRowsParams& p, cudaStream_t stream);
+// Returns the number of chunks of rows that sum_rows sums separately; there must be at least one row. With more than
+// one chunk, `partial` must have a row of fp32 sums for each.
+int64_t sum_rows_chunks(int64_t rows, int64_t cols);
+void sum_rows(SumRowsParams p, float* partial, int64_t chunks, cudaStream_t stream);
 
 void activation_fwd(const ActivationFwdParams& p, cudaStream_t stream);
 void activation_bwd(const ActivationBwdParams& p, cudaStream_t stream);

@@ -77,26 +77,18 @@ struct FewRowsParams {
   Activation activation;
 };
 
-// Computes out = the sum of the rows of x. With `kept`, x is first replaced by x * act'(kept). Chunks of rows are
-// summed by different blocks.
+// Computes out = the sum of the rows of x. With `kept`, x is first replaced by x * act'(kept). With several chunks, row
+// i of out is the sum of chunk i.
 struct SumRowsParams {
-  DType dtype;  // type of all tensors; 16 bits
+  DType dtype;  // type of x and kept; 16 bits if `kept` is given
   int64_t rows;
   int64_t cols;
+  int64_t chunk_rows = 0;  // chosen by sum_rows
   Rows x;
   Rows kept;  // data is null if not given
   Activation activation;
   void* out;  // (cols)
-
-  int64_t chunk_rows;  // chosen by plan_sum_rows
-  float* partial;      // (chunks, cols), the sums of the chunks; unused if there is one chunk
-  int* arrivals;       // zeros before the launch and after it
-};
-
-// The sizes of the scratch of SumRowsParams, in elements.
-struct SumRowsScratch {
-  int64_t partial;
-  int64_t arrivals;
+  DType out_dtype;
 };
 
 // Computes out = act(x), or act(x) * y.
