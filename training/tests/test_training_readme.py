@@ -50,7 +50,10 @@ def test_runs_compose(command):
 
 
 @pytest.mark.parametrize("command", MODULES)
-def test_arguments_of_modules_are_known(command):
+def test_arguments_of_modules_are_known(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pathlib.Path("checkpoints/first").mkdir(parents=True)
+    pathlib.Path("some.txt").touch()
     name, *arguments = shlex.split(command.split("python -m ", 1)[1])
     if name == "src.evaluation.lm_harness":
         harness = pytest.importorskip("lm_eval._cli.harness", reason="needs lm_eval: pip install lm_eval")

@@ -14,7 +14,7 @@ from tests.callbacks.tiny import TinyTask, loader, trainer
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CALLBACKS = {
     "default": [
-        "RichModelSummary", "ModelCheckpoint", "EarlyStopping", "LearningRateMonitor", "SpeedMonitor",
+        "RichModelSummary", "ModelCheckpointMine", "EarlyStopping", "LearningRateMonitor", "SpeedMonitor",
         "LossScaleMonitor", "ParamsLog", "GpuAffinity", "ProgressBar",
     ],
     "ema": ["EMACallback"],
