@@ -68,4 +68,5 @@ def test_group_from_the_environment():
         subprocess.Popen([sys.executable, "-c", code], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE)
         for rank in range(2)
     ]
-    assert [process.communicate(timeout=300)[0].decode().strip() for process in processes] == ["True True 2 3"] * 2
+    printed = [process.communicate(timeout=300)[0].decode().splitlines() for process in processes]
+    assert [lines[-1] for lines in printed] == ["True True 2 3"] * 2  # gloo of torch 2.10 has printed something before
