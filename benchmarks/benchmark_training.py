@@ -123,7 +123,7 @@ def main() -> None:
 
 
 def _values(row):
-    """What tells rows of one machine apart."""
+    """The columns to print: those behind `device` are the same in all rows of a machine."""
     for field, value in dataclasses.asdict(row).items():
         if field == "device":
             return
@@ -160,7 +160,7 @@ def _parse():
 
 
 def _run(case, overrides, args):
-    """What the stopwatch of a run says, or None if the run failed; it has said why."""
+    """Train in a process of its own. Returns what its Stopwatch has written, or None if the run failed."""
     with tempfile.TemporaryDirectory() as folder:
         result = pathlib.Path(folder, "result.json")
         common = [

@@ -3,7 +3,7 @@
     python first_run.py                     # in training/; every command that it runs is printed, to be repeated
 
 The text is that of Python's own library, as bytes; some of its modules are held out. Without a GPU, a GPT of four
-layers reads it for under two minutes on two cores; on a GPU it is GPT-2 small.
+layers reads it for some minutes; on a GPU it is GPT-2 small.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SIZES = {
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--name", default="first-run", help="of the run (default %(default)s)")
-    parser.add_argument("--steps", type=int, help="of training (default: as many as take a minute or two)")
+    parser.add_argument("--steps", type=int, help="of training (default: 300 without a GPU, 1000 with one)")
     args = parser.parse_args()
     start = time.perf_counter()
     os.chdir(FOLDER)

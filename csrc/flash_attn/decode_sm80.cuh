@@ -99,7 +99,7 @@ __device__ auto load_query_fragment(const DecodeParams& p, const FwdWork<Config>
   return q;
 }
 
-// What the warps of an appending block share, after their rings: its queries, and the new keys and values of its split.
+// Shared memory of a block that appends, behind its rings: its queries, and the new keys and values of its split.
 template <typename Config>
 struct FreshRows {
   using Row = typename Config::T[decode_fresh_stride(Config::kHeadDim)];

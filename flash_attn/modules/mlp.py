@@ -40,7 +40,7 @@ class _TwoLayers(nn.Module):
         return (y, x) if self.return_residual else y
 
     def hidden(self, x: Tensor) -> Tensor:
-        """What fc2 gets."""
+        """The input of fc2."""
         return self.between(self.fc1(x))
 
     def between(self, y: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class _Gated(_TwoLayers):
     """Layers with a gate: the output of fc1 is a value, then its gate."""
 
     def hidden(self, x: Tensor) -> Tensor:
-        """What fc2 gets. For few rows, as in a step of decoding, one kernel computes fc1 and the gate."""
+        """The input of fc2. For few rows, as in a step of decoding, one kernel computes fc1 and the gate."""
         fc1 = self.fc1
         if self.activation is F.silu and _is_plain(fc1) and fused_dense.is_for_few_rows(x, fc1.weight):
             return fused_dense.gated_linear(x, fc1.weight, fc1.bias, "silu")
