@@ -29,3 +29,7 @@ of a sequence; soft caps of scores or logits, and norms behind attention and MLP
 attention; quantised weights. ALiBi is exact, while transformers rounds Falcon's to bfloat16. A field that the library
 does not know gives a warning.
 """
+
+from flash_attn import _removed
+
+__getattr__ = _removed.getattr_of(__name__, {})

@@ -51,7 +51,7 @@ class Block(nn.Module):
 
     Arguments:
         dim: features.
-        mixer_cls: returns the mixer when called with dim; if None, MHA with heads of 64 features.
+        mixer_cls: returns the mixer when called with dim; if None, MHA with dim / 64 heads of 64 features.
         mlp_cls: returns the MLP when called with dim; if None, Mlp with 4 * dim hidden features. If the MLP is an
             nn.Identity, the block ends after the mixer.
         norm_cls: returns a norm when called with dim.
@@ -294,7 +294,14 @@ def _fused_norm(block: Any, norm: Any, x: Tensor, residual: Tensor | None, dropo
 
 
 def _mixer(dim: int, mixer_cls: Callable[..., nn.Module] | None) -> nn.Module:
-    return MHA(dim, num_heads=dim // 64) if mixer_cls is None else mixer_cls(dim)
+    if mixer_cls is not None:
+        return mixer_cls(dim)
+    if dim % 64 or dim < 64:
+        raise ValueError(
+            f"dim must be a multiple of 64, the size of a head, unless mixer_cls is given, found {dim}: "
+            "give mixer_cls=functools.partial(MHA, num_heads=...)"
+        )
+    return MHA(dim, num_heads=dim // 64)
 
 
 def _mlp(dim: int, mlp_cls: Callable[..., nn.Module] | None) -> nn.Module:
