@@ -116,7 +116,10 @@ class Block(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> Any:
-        """The cache that the mixer needs for decoding."""
+        """The cache that the mixer needs to decode batch_size sequences of at most max_seqlen tokens.
+
+        dtype: of the cache; by default that of the mixer. kwargs: what else the mixer's method of this name takes.
+        """
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def forward(

@@ -23,6 +23,7 @@ class LinearResidual(FewRowsLinear):
     """
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """(input W^T + bias, input) for input (..., in_features)."""
         return super().forward(input), input
 
 
