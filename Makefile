@@ -15,7 +15,7 @@ CUDA_FILES := $(filter %.cu %.cuh %.h %.cpp,$(SOURCES) $(shell find tests -type 
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo train test build wheel bench lint format clean
+.PHONY: help demo train test build wheel bench docs lint format clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,11 @@ bench: $(VENV)/for-bench $(VENV)/kernels ## run all benchmarks; BENCH_ARGS="--pl
 	  $(RUN) -m benchmarks.$$(basename $$file .py) $(BENCH_ARGS); \
 	done
 
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(VENV)/for-docs ## make the documentation in build/docs/index.html; a link that leads nowhere is an error
+	PYTHONPATH=docs $(RUN) -m mkdocs build --quiet
+	@echo 'Made build/docs/index.html.'
+
 lint: $(VENV)/for-lint ## check style and types: ruff, clang-format and mypy
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -66,6 +71,7 @@ EXTRAS_demo := demo
 EXTRAS_train := training
 EXTRAS_test := test,examples,benchmark,training
 EXTRAS_bench := benchmark
+EXTRAS_docs := docs
 EXTRAS_lint := lint
 
 $(VENV)/created:
