@@ -1,10 +1,11 @@
 """Draw rows that benchmarks have measured.
 
+    python -m benchmarks.plot                # all figures of docs/plots and the tables of the pages, from results/
     python -m benchmarks.plot FILE.csv [GLOB] [--providers NAME ...] [--out FILE]
 
-draws those whose op/case/dtype matches GLOB (all of them if there is none), with a panel for each op, in which each
-case has a bar for each provider. Of a file with rows of several devices, those of the one with most rows are drawn, and
-where a case was measured more than once, the last row counts.
+The second draws those rows of a file whose op/case/dtype matches GLOB (all of them if there is none), with a panel for
+each op, in which each case has a bar for each provider. Of a file with rows of several devices, those of the one with
+most rows are drawn, and where a case was measured more than once, the last row counts.
 """
 
 import argparse
@@ -73,11 +74,19 @@ def _draw_op(axis, op, rows, colors):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", type=pathlib.Path, help="of benchmarks/results, or one that a benchmark has written")
+    parser.add_argument(
+        "csv", type=pathlib.Path, nargs="?", help="of benchmarks/results, or one that a benchmark has written"
+    )
     parser.add_argument("cases", nargs="?", default="*", help="glob over op/case/dtype (default: all)")
     parser.add_argument("--providers", nargs="+", help="draw these only (default: all)")
     parser.add_argument("--out", type=pathlib.Path, help="default: a PNG beside the CSV file")
     args = parser.parse_args()
+    if args.csv is None:
+        from benchmarks import figures, tables  # which read rows by this module
+
+        tables.write()
+        print("plots:", *figures.draw_all(pathlib.Path(__file__).parents[1] / "docs/plots"))
+        return
     if not args.csv.is_file():
         parser.error(f"csv: must be a file, found {str(args.csv)!r}")
     rows = read(args.csv, args.cases, args.providers)

@@ -3,12 +3,14 @@
 import csv
 import importlib
 import pathlib
+import re
 import sys
+import types
 
 import pytest
 import torch
 
-from benchmarks import harness, kernels, plot
+from benchmarks import figures, harness, kernels, plot, rerun, tables
 
 FAMILIES = sorted(path.stem for path in pathlib.Path(harness.__file__).parent.glob("benchmark_*.py"))
 
@@ -104,3 +106,70 @@ def test_kernels_of_a_call(device):
     x = torch.ones(2**20, device=device)
     (kernel,) = kernels.kernels_of(lambda: (x + 1) + 1, flush=lambda: None)
     assert kernel.count == 2 and kernel.us > 0
+
+
+RESULTS = pathlib.Path(harness.__file__).parent / "results"
+
+
+@pytest.mark.parametrize("folder", [RESULTS, RESULTS.parent / "ladders"], ids=lambda path: path.name)
+def test_readme_lists_every_file(folder):
+    listed = re.findall(r"`(\w+\.csv)`", (folder / "README.md").read_text())
+    assert sorted(listed) == sorted(path.name for path in folder.glob("*.csv"))
+
+
+@pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
+def test_tables_of_pages_are_those_of_the_rows(page):
+    text = page.read_text()
+    assert "<!-- rows: " in text
+    assert text == tables.filled(text), "python -m benchmarks.plot makes them anew"
+
+
+def test_every_row_has_one_measurement_and_a_style():
+    """Of one device, once, and drawn like the rows of the same provider elsewhere."""
+    for path in RESULTS.glob("*.csv"):
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if "ms" in row and "op" in row]
+        keys = [(row["op"], row["case"], row["dtype"], row["provider"]) for row in rows]
+        assert len(keys) == len(set(keys)), f"{path.name} has rows that newer ones replace"
+        assert len({row["device"] for row in rows}) <= 1
+        assert {row["provider"] for row in rows} <= figures.STYLES.keys()
+
+
+def test_every_figure_has_a_plot_with_lines_in_all_panels():
+    plots = {path.stem for path in (RESULTS.parents[1] / "docs/plots").glob("*.png")}
+    assert plots == figures.FIGURES.keys()
+    for name, (_, make) in figures.FIGURES.items():
+        _, panels, _, _ = make()
+        assert panels and all("flash_attn" in series or "portable" in series for _, series in panels), name
+
+
+def test_all_figures_can_be_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    name, (title, make) = next(iter(figures.FIGURES.items()))
+    assert figures._draw(tmp_path / f"{name}.png", title, *make()).stat().st_size > 0
+    title, make = figures.FIGURES["blocks"]
+    assert figures._draw(tmp_path / "blocks.png", title, *make()).stat().st_size > 0
+
+
+def test_rows_that_have_moved():
+    def row(case, ms, ratio, provider="flash_attn"):
+        return types.SimpleNamespace(op="op", case=case, dtype="bf16", provider=provider, ms=ms, ratio=ratio)
+
+    before = [
+        row("same", 1, 2),
+        row("slower", 1, 2),
+        row("clock", 1, 2),
+        row("alone", 1, None),
+        row("x", 1, 1, "torch"),
+    ]
+    after = [
+        row("same", 1.1, 2.05),
+        row("slower", 1.2, 1.5),
+        row("clock", 2, 2),
+        row("alone", 0.5, None),
+        row("new", 1, 1),
+    ]
+    assert rerun.moved(before, after) == [
+        "op/slower/bf16: -25% (1 ms, now 1.2 ms)",
+        "op/alone/bf16: +100% (1 ms, now 0.5 ms)",
+    ]

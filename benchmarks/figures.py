@@ -1,0 +1,223 @@
+"""The figures of docs/plots, made of the rows in benchmarks/results. `python -m benchmarks.plot` writes them.
+
+Lines over a size where the cases differ in one, bars elsewhere. A panel has every peer that was measured in the same
+run, and the peers have the same colour and mark in all figures, which differ in print and for the colour-blind.
+"""
+
+import pathlib
+import re
+
+from benchmarks.plot import read
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch of bars)
+    "flash_attn": ("this library", "#000000", "o", ""),
+    "deterministic": ("this library, deterministic", "#666666", "s", "xx"),
+    "portable": ("this library, portable kernels", "#666666", "s", "xx"),
+    "flash_attn page 16": ("this library, pages of 16", "#666666", "s", "xx"),
+    "flash_attn page 256": ("this library, pages of 256", "#999999", "p", ".."),
+    "flash_attn compiled": ("this library, compiled", "#666666", "s", "xx"),
+    "flash_attn level 1": ("this library, checkpoint_lvl=1", "#666666", "s", "xx"),
+    "flash_attn level 2": ("this library, checkpoint_lvl=2", "#999999", "p", ".."),
+    "flash_attn apart": ("this library, layers apart", "#bbbbbb", "h", "oo"),
+    "torch": ("PyTorch", "#0072b2", "^", "//"),
+    "torch cudnn": ("cuDNN, by PyTorch", "#d55e00", "v", "\\\\"),
+    "torch flash": ("FlashAttention-2, by PyTorch", "#56b4e9", "D", "--"),
+    "torch.compile": ("torch.compile", "#009e73", "<", "||"),
+    "triton": ("Triton, of this library", "#cc79a7", ">", "++"),
+    "liger": ("Liger", "#e69f00", "P", "**"),
+    "transformers": ("transformers", "#0072b2", "^", "//"),
+    "transformers compiled": ("transformers, compiled", "#009e73", "<", "||"),
+}
+ATTENTION = re.compile(r"(?P<batch>\d+)x(?P<heads>\d+)x(?P<x>\d+)x(?P<dim>\d+)(?P<causal> causal)?")
+NORM = re.compile(r"\d+x(?P<x>\d*0|1024|2048|4096|8192|16384|32768) (?P<kind>layer|rms)")
+COLUMNS = re.compile(r"(?:\d+x)+(?P<x>\d+)")
+
+
+def _lines(file, panels, pattern, x, y):
+    """[(title, {provider: [(x, y), ...]})] of rows with an op whose case matches, for panels (title, op, groups)."""
+    rows, found = read(RESULTS / f"{file}.csv"), []
+    for title, op, wanted in panels:
+        lines = {}
+        for row in rows:
+            match = pattern.fullmatch(row.case)
+            groups = match.groupdict() if match else {}
+            if row.op == op and match and all(groups.get(name) == value for name, value in wanted.items()):
+                lines.setdefault(row.provider, []).append((int(groups["x"]), getattr(row, y)))
+        found.append((title, {provider: sorted(points) for provider, points in lines.items()}))
+    return "lines", found, x, {"tflops": "TFLOP/s", "gbps": "GB/s", "ms": "ms", "peak_mb": "MB"}[y]
+
+
+def _bars(file, panels, y, pattern="*"):
+    """[(title, {provider: {case: y}})] of the ops of the panels (title, op)."""
+    rows = read(RESULTS / f"{file}.csv", pattern)
+    found = []
+    for title, op in panels:
+        bars = {}
+        for row in rows:
+            if row.op == op:
+                bars.setdefault(row.provider, {})[row.case] = getattr(row, y)
+        found.append((title, bars))
+    return "bars", found, "", {"tflops": "TFLOP/s", "gbps": "GB/s", "ms": "ms"}[y]
+
+
+def _decode():
+    """Caches in pages are bars beside those of the same cache in one piece."""
+    bars = {}
+    for row in read(RESULTS / "flash_attn.csv", "flash_attn_decode/*"):
+        case, page, size = row.case.partition(" page ")
+        bars.setdefault(row.provider + page + size, {})[case] = row.gbps
+    return "bars", [("keys and values read per second", bars)], "", "GB/s"
+
+
+def _attention(dim, file="flash_attn"):
+    masks = {"all keys": None, "causal": " causal"}
+    panels = [
+        (f"{direction}, {mask}", f"flash_attn_{op}", {"dim": str(dim), "causal": causal})
+        for direction, op in (("forward", "fwd"), ("backward", "bwd"))
+        for mask, causal in masks.items()
+    ]
+    return _lines(file, panels, ATTENTION, "tokens of a sequence (16384 in all)", "tflops")
+
+
+FIGURES = {  # name: (title, what is drawn)
+    **{f"attention_{d}": (f"Attention, head dimension {d}, bf16", lambda d=d: _attention(d)) for d in (64, 128, 256)},
+    "attention_portable": (
+        "Attention by the portable kernels, head dimension 128, bf16",
+        lambda: _attention(128, "flash_attn_portable"),
+    ),
+    "decode": ("Decoding a token, bf16: batch x heads x key heads x keys x head dimension", lambda: _decode()),
+    "memory": (
+        "Memory of attention beyond its inputs",
+        lambda: _lines(
+            "flash_attn",
+            [(title, "flash_attn_memory", {"what": what}) for title, what in (("forward", "fwd"), ("both", "fwd+bwd"))],
+            re.compile(r"(?P<x>\d+) (?P<what>fwd|fwd\+bwd)"), "tokens", "peak_mb",
+        ),
+    ),
+    "norms": (
+        "Norm of a residual stream, bf16",
+        lambda: _lines(
+            "layer_norm",
+            [
+                (f"{name}, {direction}", f"layer_norm_{op}", {"kind": kind})
+                for direction, op in (("forward", "fwd"), ("backward", "bwd"))
+                for name, kind in (("LayerNorm", "layer"), ("RMSNorm", "rms"))
+            ],
+            NORM, "columns", "gbps",
+        ),
+    ),
+    "losses": (
+        "Cross entropy, bf16",
+        lambda: _lines(
+            "xentropy",
+            [(title, f"xentropy_{op}", {}) for title, op in (("forward", "fwd"), ("backward", "bwd"), ("both",) * 2)],
+            COLUMNS, "classes", "gbps",
+        ),
+    ),
+    "softmax": (
+        "Scaled masked softmax, bf16",
+        lambda: _lines(
+            "fused_softmax",
+            [
+                (f"{title}, {direction}", f"softmax_{kind}_{op}", {})
+                for direction, op in (("forward", "fwd"), ("backward", "bwd"))
+                for title, kind in (("mask", "mask"), ("causal", "causal"), ("no mask", "none"))
+            ],
+            re.compile(r"\d+x\d+x\d*[02468]x(?P<x>\d+)"), "columns", "gbps",
+        ),
+    ),
+    "rotary": (
+        "Rotary embedding: batch x tokens x heads x head dimension x rotated, bf16",
+        lambda: _bars("rotary", [("forward", "rotary_fwd"), ("in place", "rotary_inplace")], "gbps"),
+    ),
+    "dense": (
+        "Linear layers and MLPs: rows x features x hidden features, bf16",
+        lambda: _bars(
+            "fused_dense",
+            [("MLP, both directions", "fused_mlp_both"), ("linear layer, both directions", "fused_dense_both")],
+            "tflops",
+        ),
+    ),
+    "blocks": (
+        "A transformer block, bf16: batch x tokens",
+        lambda: _bars("block", [("a step of training", "block_step"), ("decoding a token", "block_decode")], "ms"),
+    ),
+    "models": (
+        "Whole models, bf16: batch x tokens",
+        lambda: _bars("models", [("a step of training", "train"), ("decoding a token", "decode")], "ms"),
+    ),
+}  # fmt: skip
+
+
+def draw_all(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Write every figure to the folder; returns the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_draw(folder / f"{name}.png", title, *make()) for name, (title, make) in FIGURES.items()]
+
+
+def _draw(path, title, kind, panels, x, y):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    if kind == "lines":
+        rows, columns = (1, len(panels)) if len(panels) < 4 else (2, len(panels) // 2)
+        size = (4.2 * columns, 3.4 * rows + 0.6)
+    else:
+        rows, columns = len(panels), 1
+        heights = [len(_cases(bars)) * (len(bars) + 1) + 4 for _, bars in panels]
+        size = (9, 1 + 0.15 * sum(heights))
+    ratios = None if kind == "lines" else heights
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=size, squeeze=False, layout="constrained", height_ratios=ratios
+    )
+    for axis, (name, series) in zip(axes.flat, panels, strict=True):
+        assert series, f"{path.name}: no rows for {name}"
+        (_draw_lines if kind == "lines" else _draw_bars)(axis, series)
+        axis.set(title=name, **(dict(xlabel=x, ylabel=y) if kind == "lines" else dict(xlabel=y)))
+    handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    device = read(RESULTS / "flash_attn.csv")[0]
+    figure.suptitle(f"{title}\n{device.device}, PyTorch {device.torch}", fontsize=11)
+    figure.savefig(path, dpi=100, metadata={"Software": None})  # the same bytes for the same rows
+    pyplot.close(figure)
+    return path
+
+
+def _draw_lines(axis, series):
+    """Sizes are at equal distances, whatever they are."""
+    sizes = sorted({x for points in series.values() for x, _ in points})
+    for provider, points in series.items():
+        label, colour, mark, _ = STYLES[provider]
+        width = 2.2 if provider == "flash_attn" else 1.2
+        places = [sizes.index(x) for x, _ in points]
+        axis.plot(places, [y for _, y in points], label=label, color=colour, marker=mark, markersize=5, linewidth=width)
+    axis.set_xticks(range(len(sizes)), map(_size, sizes), rotation=30, fontsize=8)
+    values = [y for points in series.values() for _, y in points]
+    if max(values) > 50 * min(values):
+        axis.set_yscale("log")
+    else:
+        axis.set_ylim(bottom=0)
+    axis.grid(alpha=0.3)
+
+
+def _size(n):
+    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
+
+
+def _cases(bars):
+    return list(dict.fromkeys(case for values in bars.values() for case in values))
+
+
+def _draw_bars(axis, bars):
+    cases, height = _cases(bars), 0.8 / len(bars)
+    for number, (provider, values) in enumerate(bars.items()):
+        label, colour, _, hatch = STYLES[provider]
+        places = [cases.index(case) + (number - (len(bars) - 1) / 2) * height for case in values]
+        drawn = axis.barh(places, values.values(), height, label=label, color=colour, hatch=hatch, edgecolor="white")
+        axis.bar_label(drawn, fmt="%.4g", fontsize=6, padding=2)
+    axis.set_yticks(range(len(cases)), cases, fontsize=8)
+    axis.set_ylim(len(cases) - 0.5, -0.5)
+    axis.margins(x=0.08)

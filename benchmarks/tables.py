@@ -1,0 +1,73 @@
+"""The tables of numbers in README.md and docs/performance.md, made of the rows in benchmarks/results.
+
+They stand between two comments of a page, `<!-- rows: NAME -->` and `<!-- end of rows -->`. `python -m benchmarks.plot`
+writes them; a test compares. So no number in a page is typed by hand.
+"""
+
+import pathlib
+import re
+
+from benchmarks.plot import read
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results"
+PAGES = [ROOT / "README.md", ROOT / "docs/performance.md"]
+BLOCK = re.compile(r"(<!-- rows: (\w+) -->\n).*?(<!-- end of rows -->)", re.DOTALL)
+
+
+def _rows(file):
+    return {(row.op, row.case, row.provider): row for row in read(RESULTS / f"{file}.csv")}
+
+
+def _attention():
+    """Six rows: both directions at three head dimensions, causal, 8192 tokens."""
+    rows = _rows("flash_attn")
+    yield "causal attention of 2 x 8192 tokens, bf16", "this library", "cuDNN", "FlashAttention-2"
+    for direction, op in (("forward", "flash_attn_fwd"), ("backward", "flash_attn_bwd")):
+        for heads, dim in ((32, 64), (16, 128), (8, 256)):
+            found = [
+                rows.get((op, f"2x{heads}x8192x{dim} causal", name))
+                for name in ("flash_attn", "torch cudnn", "torch flash")
+            ]
+            yield f"{direction}, head dimension {dim}", *(f"{row.tflops:.0f}" if row else "" for row in found)
+
+
+def _models():
+    rows = _rows("models")
+    yield "ms", "this library", "transformers", "transformers, compiled"
+    for op, case, provider in rows:
+        if provider == "flash_attn":
+            names = ("flash_attn", "transformers", "transformers compiled")
+            found = [rows.get((op, case, name)) for name in names]
+            what = "a step of training" if op == "train" else "a token"
+            yield f"{what}: {case}", *(f"{row.ms:.4g}" if row else "" for row in found)
+
+
+def _slower():
+    """The cases in which the baseline is faster by more than 2 %."""
+    yield "operation", "case", "time of the baseline / ours"
+    for file in ("flash_attn", "layer_norm", "xentropy", "fused_softmax", "fused_dense", "rotary", "block", "models"):
+        for row in read(RESULTS / f"{file}.csv"):
+            if row.provider == "flash_attn" and row.ratio and row.ratio < 0.98:
+                yield f"`{row.op}`", row.case, f"{row.ratio:.2f}"
+
+
+TABLES = {"attention": _attention, "models": _models, "slower": _slower}
+
+
+def table(name: str) -> str:
+    """The table of this name in Markdown."""
+    header, *rows = TABLES[name]()
+    marks = ["---", *["--:"] * (len(header) - 1)]
+    return "".join(f"| {' | '.join(row)} |\n" for row in (header, marks, *rows))
+
+
+def filled(text: str) -> str:
+    """A page with its tables made anew."""
+    return BLOCK.sub(lambda match: match[1] + table(match[2]) + match[3], text)
+
+
+def write() -> None:
+    """Make the tables of all pages anew."""
+    for page in PAGES:
+        page.write_text(filled(page.read_text()))
