@@ -47,7 +47,7 @@ bench: $(VENV)/for-bench $(VENV)/kernels ## run all benchmarks; BENCH_ARGS="--pl
 
 docs: export NO_MKDOCS_2_WARNING = 1
 docs: $(VENV)/for-docs ## make the documentation in build/docs/index.html; a link that leads nowhere is an error
-	PYTHONPATH=docs $(RUN) -m mkdocs build --quiet
+	PYTHONPATH=docs $(RUN) -m mkdocs build
 	@echo 'Made build/docs/index.html.'
 
 lint: $(VENV)/for-lint ## check style and types: ruff, clang-format and mypy

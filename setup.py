@@ -286,7 +286,8 @@ def kernels(env, toolkit: Toolkit) -> dict:
         # libtorch_cpu has the C functions of the stable ABI; torch loads it before this library.
         libraries=["torch_cpu", "cudart_static", "rt", "dl", "pthread"],
         extra_compile_args={
-            "cxx": [*flags, "-fvisibility=hidden"],
+            # gcc 12 warns at length of headers of torch that are right.
+            "cxx": [*flags, "-fvisibility=hidden", "-Wno-maybe-uninitialized"],
             "nvcc": [
                 *flags,
                 *nvcc_flags,

@@ -4,6 +4,7 @@ import email
 import functools
 import os
 import pathlib
+import re
 import runpy
 import shutil
 import subprocess
@@ -442,3 +443,22 @@ def test_sdist_makes_the_same_wheel(sdist, wheel, tmp_path):
     again, _ = _build("wheel", tree, tmp_path, FLASH_ATTENTION_SKIP_CUDA_BUILD="TRUE")
     with zipfile.ZipFile(wheel[0]) as first, zipfile.ZipFile(again) as second:
         assert set(first.namelist()) == set(second.namelist())
+
+
+def test_what_repeats_the_makefile_and_the_version():
+    """Workflows and pages run targets that there are, with the extras that there are; the citation has the version."""
+    makefile, project = (ROOT / "Makefile").read_text(), (ROOT / "pyproject.toml").read_text()
+    targets = set(re.findall(r"^(\w+):.*## ", makefile, re.MULTILINE))
+    pages = [
+        *(ROOT / ".github/workflows").glob("*.yml"),
+        ROOT / ".ci/run",
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    ]
+    pages += [*(ROOT / "docs").rglob("*.md")]
+    named = {name for page in pages for name in re.findall(r"(?:^|`|run: |  )make ([a-z]+)\b", page.read_text())}
+    assert named and named <= targets
+    extras = {name for each in re.findall(r"^EXTRAS_\w+ := (.+)$", makefile, re.MULTILINE) for name in each.split(",")}
+    assert all(re.search(rf"^{name} = \[", project, re.MULTILINE) for name in extras)
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "flash_attn/__init__.py").read_text())[1]
+    assert f"version: {version}\n" in (ROOT / "CITATION.cff").read_text()
