@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -180,6 +181,15 @@ def test_the_operator_is_asked_for_each_part(asked):
     caches = torch.randn(2, 2, 40, 4, 32)
     fwd_kvcache(q[:2, None], *caches, cache_seqlens=ints(7, 40))
     assert asked == [(True, (1, 4, 1, 32), False)] * 2
+
+
+def test_rows_whose_scores_are_all_minus_infinity(asked):
+    """They see no key, and their lse is +inf; the operator says 0."""
+    q, k, v = torch.rand(3, 2, 70, 4, 32)
+    q[1, 7, 2] = -math.inf
+    out, lse, _ = fwd(q, k, v)
+    assert asked and (out[1, 7, 2] == 0).all() and lse[1, 2, 7] == math.inf
+    assert lse.isfinite().sum() == lse.numel() - 1 and out.isfinite().all()
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -35,25 +35,29 @@ def computes(part: Part, options: Options, q: Tensor) -> bool:
 
 
 def forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> bool:
-    """Write the part's rows of out and softmax_lse, (batch, seqlen_q, heads, head_dim or 1); return whether it did."""
+    """Write the part's rows of out and softmax_lse, (batch, seqlen_q, heads, head_dim or 1).
+
+    Returns whether it did: if not, some rows may have been written, and all are to be computed in another way.
+    """
     if not computes(part, options, q):
         return False
     size = torch.get_num_threads() * _THREAD_KEYS // (part.seqlen_k * k.shape[2] * k.shape[3])
-    for piece in part.split(max(1, size)):
-        _forward(piece, options, q, k, v, out, softmax_lse)
-    return True
+    return all(_forward(piece, options, q, k, v, out, softmax_lse) for piece in part.split(max(1, size)))
 
 
-def _forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> None:
+def _forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> bool:
     rows, keys, values = _load_rows(part, q, k.shape[2]), *(_load_keys(part, x, q.shape[2]) for x in (k, v))
     causal, spoilt = not _mask(part, options).is_full, None
     if causal and not _all_finite(values):  # 0 times inf is nan, which would spoil the rows that do not see it
         values, spoilt = values.where(values.isfinite(), 0), values.where(~values.isfinite(), 0)
     o, lse = _torch_private.cpu_attention(rows, keys, values, 0.0, causal, scale=options.softmax_scale)
+    if (lse == 0).any():  # it says so, too, of a row whose scores are all -inf, which has an lse of +inf here
+        return False
     if spoilt is not None:
         o = o + spoilt.cumsum(2)
     _store_rows(part, out, o)
     _store_rows(part, softmax_lse, lse.masked_fill_(lse.isnan(), math.inf)[..., None])
+    return True
 
 
 def backward(
