@@ -1,9 +1,11 @@
 """Build flash-attn: the Python package always, its CUDA library `flash_attn/_kernels.so` where that is possible.
 
 The library is made of everything under csrc/ and uses PyTorch's stable ABI alone: one build serves every Python
-from 3.10 and every torch from 2.10, on machines with and without a GPU. It is built if torch (of this environment,
-or, in pip's isolated build, of the environment that is installed into) is a CUDA build and there is an nvcc.
-Otherwise the package installs without it, works on its slower reference backend, and one line of output says why.
+from 3.10 and every torch from 2.10, on machines with and without a GPU. It is built if there is an nvcc and torch (of
+this environment; of the one that pip installs into; else one that build_backend.py asks for) is a CUDA build.
+Otherwise the package installs without it and works on its slower reference backend. The last line that is printed says
+why, and what to do about it. Installers hide what is printed, so the package keeps that line: `python -m flash_attn`
+shows it.
 
 Environment variables, all optional:
     FLASH_ATTENTION_FORCE_BUILD=TRUE      build the library or fail; CPU-only torch will do
@@ -26,6 +28,9 @@ import site
 import subprocess
 import sys
 import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,12 +42,16 @@ if int(setuptools.__version__.split(".")[0]) < 77:
 # Older ones have no bdist_wheel.
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 BUILD_COMMANDS = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
 NO_KERNELS = """\
-flash-attn: installing without CUDA kernels: {reason}. To get them, have a CUDA build of torch >= 2.10 and nvcc in \
-place, then `pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall` this package again."""
+installed without CUDA kernels, since {reason}. Then install this package again: \
+`pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall`, or `uv pip install \
+--no-build-isolation --no-deps --no-cache --reinstall`, and the same path or name."""
+ARCHS = "80;90"
+KEPT = "flash_attn/_no_kernels.txt"  # NO_KERNELS, in installations that it is true of
 
 
 class Torch(NamedTuple):
@@ -76,6 +85,17 @@ class Wheel(bdist_wheel):
         *_, (_, _, made) = self.distribution.dist_files
         kernels = "its" if self.distribution.has_ext_modules() else "no"
         print(f"flash-attn: {os.path.basename(made)} has {kernels} CUDA kernels.")
+
+
+class WithoutKernels(build_py):
+    """A build of the Python files that keeps the reason why there are no kernels."""
+
+    reason = ""
+
+    def run(self):
+        super().run()
+        if not self.editable_mode:
+            Path(self.build_lib, KEPT).write_text(NO_KERNELS.format(reason=self.reason) + "\n")
 
 
 COMMANDS = {"build": Build, "bdist_wheel": Wheel}
@@ -134,22 +154,37 @@ def find_toolkit(env) -> Toolkit | str:
 
 
 def obstacle(torch: Torch | None, toolkit: Toolkit | str, forced: bool) -> str | None:
-    """Why the library is not built, or None if it is. SystemExit if it is wanted by force but cannot be."""
+    """Why the library is not built and what to do, or None if it is. SystemExit if it is wanted by force but cannot be.
+
+    The reason ends in what to do, to which the sentence goes on with "Then".
+    """
+    no_toolkit = isinstance(toolkit, str)
     if torch is None:
-        reason = f"there is no torch in {sys.prefix}"
+        reason = f"there is no torch in {sys.prefix}: install it" + (f", and {toolkit}" if no_toolkit else "")
     elif torch.version < (2, 10):
-        reason = "torch is older than 2.10"
+        reason = "torch is older than 2.10: install a newer one"
     elif torch.cuda is None and not forced:
-        reason = "torch is CPU-only"
-    elif isinstance(toolkit, str):
-        reason = toolkit
+        reason = "torch is CPU-only: install a CUDA build of it, or set FLASH_ATTENTION_FORCE_BUILD=TRUE"
+    elif no_toolkit:
+        reason = f"{toolkit}: install the CUDA toolkit, or set CUDA_HOME to its folder"
     elif torch.cuda and torch.cuda.split(".")[0] != toolkit.cuda.split(".")[0]:
-        reason = f"nvcc is of CUDA {toolkit.cuda}, torch of CUDA {torch.cuda}"
+        reason = f"nvcc is of CUDA {toolkit.cuda}, torch of CUDA {torch.cuda}: install either for the other's CUDA"
     else:
         return None
     if forced:
         raise SystemExit(f"flash-attn: FLASH_ATTENTION_FORCE_BUILD=TRUE, but {reason}.")
     return reason
+
+
+def build_requirements(env) -> list[str]:
+    """What a build needs beyond pyproject.toml: torch, if there is an nvcc but no torch that can be seen from here.
+
+    PyPI's torch 2.10 is for CUDA 12, its newer ones are for CUDA 13.
+    """
+    toolkit = find_toolkit(env)
+    if env.get("FLASH_ATTENTION_SKIP_CUDA_BUILD") == "TRUE" or isinstance(toolkit, str) or find_torch():
+        return []
+    return ["torch==2.10.*" if toolkit.cuda.startswith("12.") else "torch>=2.11"]
 
 
 def arch_flags(archs: str) -> list[str]:
@@ -182,9 +217,51 @@ def sources() -> list[str]:
     return sorted(str(path) for path in [*written, *generated])
 
 
+def in_short(lines: Iterable[str], clock: Callable[[], float] = time.monotonic) -> Iterator[str]:
+    """The lines of a build with `[3/137] file.cu, 12 min left` for ninja's commands, of all lines up to a failure."""
+    start, failed = clock(), False
+    for line in lines:
+        failed = failed or line.startswith("FAILED")
+        step = re.match(r"\[(\d+)/(\d+)\] .* -c (\S+) -o ", line)
+        if step and not failed:
+            done, total = int(step[1]), int(step[2])
+            seconds = (clock() - start) / done * (total - done)
+            left = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+            line = f"[{done}/{total}] {os.path.basename(step[3])}, {left} left\n"
+        elif len(line) > 500 and not failed:  # the linker's command
+            line = f"{line[:100]} ... ({len(line)} characters)\n"
+        yield line
+
+
+@contextlib.contextmanager
+def output_in_short():
+    """Pass what this process and its children print on stdout through `in_short`."""
+
+    def forward():
+        with os.fdopen(reading, errors="replace") as lines, os.fdopen(os.dup(stdout), "w") as out:
+            for line in in_short(lines):
+                out.write(line)
+                out.flush()
+
+    sys.stdout.flush()
+    stdout, (reading, writing) = os.dup(1), os.pipe()
+    os.dup2(writing, 1)
+    os.close(writing)
+    thread = threading.Thread(target=forward, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        thread.join(timeout=5)  # and no longer: a compiler may leave a server behind that holds the pipe
+        os.close(stdout)
+
+
 def kernels(env, toolkit: Toolkit) -> dict:
     """Arguments of setup() that build the library."""
     env["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), env["PATH"]])  # where pip puts ninja
+    env["NINJA_STATUS"] = "[%f/%t] "
     env.setdefault("MAX_JOBS", str(max_jobs()))
     with target_environment():
         import torch
@@ -214,7 +291,7 @@ def kernels(env, toolkit: Toolkit) -> dict:
                 *flags,
                 *nvcc_flags,
                 *compression_flags(toolkit.cuda),
-                *arch_flags(env.get("FLASH_ATTN_CUDA_ARCHS", "80;90")),
+                *arch_flags(env.get("FLASH_ATTN_CUDA_ARCHS", ARCHS)),
             ],
         },
         # Symbols of the library's static CUDA runtime must not replace another runtime in the process.
@@ -225,27 +302,36 @@ def kernels(env, toolkit: Toolkit) -> dict:
             f"-Wl,--build-id=0x{build_id}",
         ],
     )
-    build_ext = cpp_extension.BuildExtension.with_options(no_python_abi_suffix=True)
-    return {"ext_modules": [library], "cmdclass": COMMANDS | {"build_ext": build_ext}}
+
+    class BuildExt(cpp_extension.BuildExtension.with_options(no_python_abi_suffix=True)):
+        def build_extensions(self):
+            with output_in_short():
+                super().build_extensions()
+
+    return {"ext_modules": [library], "cmdclass": COMMANDS | {"build_ext": BuildExt}}
 
 
-def plan(env) -> dict:
-    """Arguments of setup() that depend on the environment."""
+def plan(env) -> tuple[dict, str]:
+    """Arguments of setup() that depend on the environment, and the last line to print."""
+    archs = env.get("FLASH_ATTN_CUDA_ARCHS", ARCHS)
     if env.get("FLASH_ATTENTION_SKIP_CUDA_BUILD") == "TRUE":
-        reason = "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE"
+        reason = "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE: unset it"
     else:
         toolkit = find_toolkit(env)
         reason = obstacle(find_torch(), toolkit, forced=env.get("FLASH_ATTENTION_FORCE_BUILD") == "TRUE")
         if reason is None:
-            return kernels(env, toolkit)
-    print(NO_KERNELS.format(reason=reason))
-    return {"cmdclass": COMMANDS}
+            return kernels(env, toolkit), f"flash-attn: built with CUDA kernels for {archs}, by nvcc {toolkit.cuda}."
+    without = type("build_py", (WithoutKernels,), {"reason": reason})
+    return {"cmdclass": COMMANDS | {"build_py": without}}, "flash-attn: " + NO_KERNELS.format(reason=reason)
 
 
 if __name__ == "__main__":
+    # Only builds look for torch, because metadata and source archives do not depend on the library.
+    arguments, last_line = plan(os.environ) if BUILD_COMMANDS & set(sys.argv) else ({}, None)
     setuptools.setup(
         version=version(os.environ),
         options={"egg_info": {"egg_base": "."}},  # not in compat/, the first folder of modules
-        # Only builds look for torch, because metadata and source archives do not depend on the library.
-        **(plan(os.environ) if BUILD_COMMANDS & set(sys.argv) else {}),
+        **arguments,
     )
+    if last_line:
+        print(last_line)

@@ -31,6 +31,7 @@ from flash_attn import _build_id, _torch_private
 _NAMESPACE = "flash_attn"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _FILE = "_kernels.so"
+_NO_KERNELS = "_no_kernels.txt"
 _IN_TRITON: set[str] = set()  # names of the ops whose kernel for CUDA is one in Triton
 
 
@@ -60,6 +61,9 @@ def _find() -> tuple[pathlib.Path | None, str | None]:
             return path, None
     if found:
         return found[0], f"{found[0]} was built for ops with other schemas: {_how_to_build()}"
+    kept = pathlib.Path(flash_attn.__path__[0], _NO_KERNELS)
+    if kept.exists():  # setup.py has written why
+        return None, kept.read_text().strip()
     return None, f"there are no CUDA kernels in {flash_attn.__path__[0]}: {_how_to_build()}"
 
 
@@ -67,7 +71,7 @@ def _how_to_build() -> str:
     in_source_tree = (pathlib.Path(flash_attn.__path__[0]).parent / "setup.py").exists()
     if in_source_tree:
         return "run `make build`, or install the package again"
-    return "install the package again beside a CUDA build of torch and nvcc"
+    return "install the package again beside a CUDA build of torch and nvcc, and read the last line of what that prints"
 
 
 def library_path() -> pathlib.Path | None:

@@ -1,9 +1,10 @@
-"""Names of older releases: what is imported under them is not there, and the error says what to use."""
+"""Names that are not there: the error of an import says what to use in place of those of older releases, or what is."""
 
+import difflib
 import dis
-import inspect
+import pkgutil
+import sys
 from collections.abc import Callable, Mapping
-from types import FrameType
 
 UNPADDED = {
     "flash_attn_unpadded_func": "flash_attn_varlen_func",
@@ -14,24 +15,31 @@ UNPADDED = {
 
 
 def getattr_of(module: str, instead: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a module with removed names, each with the name to use instead.
+    """The `__getattr__` of a module: `instead` has names that were removed, each with the name to use.
 
-    `from module import name` raises an ImportError that says so. An AttributeError would lose its text there, but is
-    what hasattr and getattr need.
+    `from module import name` raises an ImportError that says so, or for other names, which there are. An AttributeError
+    would lose its text there, but is what hasattr and getattr need, and what lets Python look for a submodule.
     """
 
     def __getattr__(name: str) -> object:
-        if name not in instead:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        hint = f"use {instead[name]}"
-        if _is_import(inspect.stack(0)[1].frame):
-            raise ImportError(f"cannot import name {name!r} from {module!r}: {hint}", name=module)
-        raise AttributeError(f"module {module!r} has no attribute {name!r}: {hint}")
+        frame = sys._getframe(1)
+        imported = frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
+        if name in instead:
+            hint = f": use {instead[name]}"
+            imported = imported or frame.f_globals.get("__name__") == "importlib._bootstrap"  # for packages
+        else:
+            hint = f": {_what_there_is(module, name)}" if imported else ""
+        if imported:
+            raise ImportError(f"cannot import name {name!r} from {module!r}{hint}", name=module)
+        raise AttributeError(f"module {module!r} has no attribute {name!r}{hint}")
 
     return __getattr__
 
 
-def _is_import(frame: FrameType) -> bool:
-    """Whether the frame runs an import statement; where the module is a package, that looks from importlib."""
-    importing = frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
-    return importing or frame.f_globals.get("__name__") == "importlib._bootstrap"
+def _what_there_is(module: str, name: str) -> str:
+    """The public names of a module that are like `name`, or all if none is."""
+    found = sys.modules[module]
+    modules = [each.name for each in pkgutil.iter_modules(getattr(found, "__path__", []))]
+    own = [each for each, value in vars(found).items() if getattr(value, "__module__", None) == module]
+    names = sorted({each for each in (*getattr(found, "__all__", own), *modules) if not each.startswith("_")})
+    return "there are " + ", ".join(difflib.get_close_matches(name, names) or names)

@@ -58,14 +58,20 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 
 
 class IndexFirstAxis:
+    """`IndexFirstAxis.apply` is `index_first_axis`."""
+
     apply = staticmethod(index_first_axis)
 
 
 class IndexPutFirstAxis:
+    """`IndexPutFirstAxis.apply` is `index_put_first_axis`."""
+
     apply = staticmethod(index_put_first_axis)
 
 
 class IndexFirstAxisResidual:
+    """`IndexFirstAxisResidual.apply` is `index_first_axis_residual`."""
+
     apply = staticmethod(index_first_axis_residual)
 
 

@@ -81,16 +81,20 @@ def flash_attn_func(
 
     Arguments:
         q: (batch, seqlen_q, heads, head_dim).
-        k, v: (batch, seqlen_k, heads_k, head_dim). NaN or infinity in v may spoil rows that do not see it, too; see
-            the top of this module.
-        dropout_p: float in [0, 1).
-        softmax_scale: float, at least 0; None means head_dim ** -0.5.
-        causal: bool.
-        window_size: (left, right); -1 means no bound.
-        softcap: float; above 0, scores are capped at this magnitude.
-        alibi_slopes: float32 (heads,) or (batch, heads), or None.
-        deterministic: bool.
-        return_attn_probs: bool.
+        k, v: (batch, seqlen_k, heads_k, head_dim), where heads_k divides heads: query head h uses head
+            h // (heads / heads_k). NaN or infinity in v may spoil rows that do not see it, too; see the top of this
+            module.
+        dropout_p: probability, at least 0 and less than 1, with which a weight is dropped; the others are divided by
+            1 - dropout_p. Pass 0 in evaluation.
+        softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
+        causal: the last query sees the last key, each query before it one key less (aligned to the bottom right). A
+            row that sees no key gives 0.
+        window_size: (left, right): how many keys before and after its own position a query sees; -1 means no bound.
+        softcap: above 0, a score s becomes softcap * tanh(s / softcap).
+        alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
+            have no gradient.
+        deterministic: gradients are the same bit by bit in every run.
+        return_attn_probs: also return softmax_lse and S_dmask; the top of this module says what they are.
 
     Returns:
         out, shaped like q; or (out, softmax_lse, S_dmask).
@@ -131,7 +135,17 @@ def flash_attn_kvpacked_func(
     Arguments:
         q: (batch, seqlen_q, heads, head_dim).
         kv: (batch, seqlen_k, 2, heads_k, head_dim), keys first.
-        The others are those of `flash_attn_func`.
+        dropout_p: probability, at least 0 and less than 1, with which a weight is dropped; the others are divided by
+            1 - dropout_p. Pass 0 in evaluation.
+        softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
+        causal: the last query sees the last key, each query before it one key less (aligned to the bottom right). A
+            row that sees no key gives 0.
+        window_size: (left, right): how many keys before and after its own position a query sees; -1 means no bound.
+        softcap: above 0, a score s becomes softcap * tanh(s / softcap).
+        alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
+            have no gradient.
+        deterministic: gradients are the same bit by bit in every run.
+        return_attn_probs: also return softmax_lse and S_dmask; the top of this module says what they are.
 
     Returns:
         out, shaped like q; or (out, softmax_lse, S_dmask).
@@ -171,7 +185,17 @@ def flash_attn_qkvpacked_func(
 
     Arguments:
         qkv: (batch, seqlen, 3, heads, head_dim): queries, keys, values.
-        The others are those of `flash_attn_func`.
+        dropout_p: probability, at least 0 and less than 1, with which a weight is dropped; the others are divided by
+            1 - dropout_p. Pass 0 in evaluation.
+        softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
+        causal: the last query sees the last key, each query before it one key less (aligned to the bottom right). A
+            row that sees no key gives 0.
+        window_size: (left, right): how many keys before and after its own position a query sees; -1 means no bound.
+        softcap: above 0, a score s becomes softcap * tanh(s / softcap).
+        alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
+            have no gradient.
+        deterministic: gradients are the same bit by bit in every run.
+        return_attn_probs: also return softmax_lse and S_dmask; the top of this module says what they are.
 
     Returns:
         out (batch, seqlen, heads, head_dim); or (out, softmax_lse, S_dmask).
@@ -224,7 +248,17 @@ def flash_attn_varlen_func(
             block_table[b, j // page_size]; lengths still come from cu_seqlens_k. An entry has no more keys than its
             pages have room for: if cu_seqlens_k says more, the first ones are used. The backward raises, for keys in
             pages have no gradient.
-        The others are those of `flash_attn_func`.
+        dropout_p: probability, at least 0 and less than 1, with which a weight is dropped; the others are divided by
+            1 - dropout_p. Pass 0 in evaluation.
+        softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
+        causal: the last query sees the last key, each query before it one key less (aligned to the bottom right). A
+            row that sees no key gives 0.
+        window_size: (left, right): how many keys before and after its own position a query sees; -1 means no bound.
+        softcap: above 0, a score s becomes softcap * tanh(s / softcap).
+        alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
+            have no gradient.
+        deterministic: gradients are the same bit by bit in every run.
+        return_attn_probs: also return softmax_lse and S_dmask; the top of this module says what they are.
 
     Returns:
         out, shaped like q; or (out, softmax_lse, S_dmask), where softmax_lse is (heads, total_q).
@@ -273,7 +307,17 @@ def flash_attn_varlen_kvpacked_func(
     Arguments:
         q: (total_q, heads, head_dim).
         kv: (total_k, 2, heads_k, head_dim), keys first.
-        The others are those of `flash_attn_varlen_func`.
+        dropout_p: probability, at least 0 and less than 1, with which a weight is dropped; the others are divided by
+            1 - dropout_p. Pass 0 in evaluation.
+        softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
+        causal: the last query sees the last key, each query before it one key less (aligned to the bottom right). A
+            row that sees no key gives 0.
+        window_size: (left, right): how many keys before and after its own position a query sees; -1 means no bound.
+        softcap: above 0, a score s becomes softcap * tanh(s / softcap).
+        alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
+            have no gradient.
+        deterministic: gradients are the same bit by bit in every run.
+        return_attn_probs: also return softmax_lse and S_dmask; the top of this module says what they are.
 
     Returns:
         out, shaped like q; or (out, softmax_lse, S_dmask), where softmax_lse is (heads, total_q).
@@ -319,7 +363,17 @@ def flash_attn_varlen_qkvpacked_func(
         qkv: (total, 3, heads, head_dim): queries, keys, values.
         cu_seqlens: int32 (batch + 1,), starting at 0.
         max_seqlen: int, 0-d integer tensor or None: an upper bound of the lengths.
-        The others are those of `flash_attn_varlen_func`.
+        dropout_p: probability, at least 0 and less than 1, with which a weight is dropped; the others are divided by
+            1 - dropout_p. Pass 0 in evaluation.
+        softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
+        causal: the last query sees the last key, each query before it one key less (aligned to the bottom right). A
+            row that sees no key gives 0.
+        window_size: (left, right): how many keys before and after its own position a query sees; -1 means no bound.
+        softcap: above 0, a score s becomes softcap * tanh(s / softcap).
+        alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
+            have no gradient.
+        deterministic: gradients are the same bit by bit in every run.
+        return_attn_probs: also return softmax_lse and S_dmask; the top of this module says what they are.
 
     Returns:
         out (total, heads, head_dim); or (out, softmax_lse, S_dmask), where softmax_lse is (heads, total).
@@ -390,10 +444,16 @@ def flash_attn_with_kvcache(
             through this argument or through block_table, the result of both is not specified.
         cache_leftpad: int32 (batch,), or None.
         block_table: int32 (batch, pages of an entry), or None: position m is in page block_table[b, m // page_size].
-        softmax_scale, causal, window_size, softcap, alibi_slopes: those of `flash_attn_func`.
-        rotary_interleaved: rotate pairs (2t, 2t + 1) if true, else pairs (t, t + rotary_dim / 2).
+        softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
+        causal: the last query sees the last key, each query before it one key less.
+        window_size: (left, right): how many keys before and after its own position a query sees; -1 means no bound.
+        softcap: above 0, a score s becomes softcap * tanh(s / softcap).
+        alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None.
+        rotary_interleaved: rotate pairs (2t, 2t + 1) if true, which is the default here; else pairs
+            (t, t + rotary_dim / 2), which is the default of `flash_attn.layers.rotary` and of the modules, and what
+            GPT-NeoX and Llama mean.
         num_splits: the number of splits of the keys, at most 128, to occupy the device; below 1, the library chooses.
-        return_softmax_lse: bool.
+        return_softmax_lse: also return softmax_lse.
 
     Returns:
         out, shaped like q; or (out, softmax_lse), softmax_lse float32 (batch, heads, seqlen_q).

@@ -50,7 +50,18 @@ def flash_attn_kvpacked_func(
     causal: bool = False,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """`flash_attn_func` with keys and values in one tensor (batch, seqlen_k, 2, heads_k, head_dim), keys first.
+    """`flash_attn_func` with keys and values in one tensor.
+
+    Arguments:
+        q: (batch, seqlen_q, heads, head_dim).
+        kv: (batch, seqlen_k, 2, heads_k, head_dim), keys first.
+        bias: floating point, of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k), added to the scaled
+            scores; or None.
+        causal: the last query sees the last key.
+        softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
+
+    Returns:
+        out, shaped like q.
 
     Example:
         >>> q, kv = torch.randn(2, 16, 4, 32), torch.randn(2, 24, 2, 4, 32)
@@ -68,7 +79,17 @@ def flash_attn_qkvpacked_func(
     causal: bool = False,
     softmax_scale: float | None = None,
 ) -> torch.Tensor:
-    """`flash_attn_func` with queries, keys and values in one tensor (batch, seqlen, 3, heads, head_dim).
+    """`flash_attn_func` with queries, keys and values in one tensor.
+
+    Arguments:
+        qkv: (batch, seqlen, 3, heads, head_dim): queries, keys, values.
+        bias: floating point, of a shape that broadcasts to (batch, heads, seqlen_q, seqlen_k), added to the scaled
+            scores; or None.
+        causal: the last query sees the last key.
+        softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
+
+    Returns:
+        out (batch, seqlen, heads, head_dim).
 
     Example:
         >>> flash_attn_qkvpacked_func(torch.randn(2, 16, 3, 4, 32), torch.randn(16, 16)).shape

@@ -16,6 +16,8 @@ from flash_attn._ops import checks, fused_softmax
 
 
 class AttnMaskType(enum.Enum):
+    """Which scores count: those that a mask leaves (padding), or those up to the diagonal (causal)."""
+
     padding = 1
     causal = 2
 
@@ -60,6 +62,7 @@ class ScaledUpperTriangMaskedSoftmax:
 
     @staticmethod
     def apply(inputs: torch.Tensor, scale: float) -> torch.Tensor:
+        """Softmax of row i of scale * inputs (..., seqlen, seqlen) over columns up to i."""
         return scaled_upper_triang_masked_softmax(inputs, None, scale)
 
 
@@ -109,6 +112,7 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
 
     @property
     def input_in_float16(self) -> bool:
+        """Whether the module was made for scores of 16 bits."""
         return self.input_in_fp16 or self.input_in_bf16
 
     def forward(self, input: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
@@ -123,12 +127,15 @@ class FusedScaleMaskSoftmax(torch.nn.Module):
         return self._step_by_step(input, mask)
 
     def is_kernel_available(self, mask: torch.Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """Returns whether the fused operation computes scores of this shape (batch, heads, seqlen_q, seqlen_k)."""
+        """Returns whether the fused operation computes scores of shape (b, np, sq, sk): batch, heads, queries and keys.
+
+        mask: as in `forward`; a module that is not causal needs one.
+        """
         return bool(self.scaled_masked_softmax_fusion) and (sq == sk if self.causal else mask is not None)
 
     @staticmethod
     def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
-        """How many rows a block of the original kernel took. Nothing here depends on it."""
+        """How many rows a block of the original kernel took for scores (b, np, sq, sk). Nothing here depends on it."""
         columns = 1 << max(sk - 1, 0).bit_length()
         return 128 // min(columns, 32) * (2 if columns <= 128 else 1)
 

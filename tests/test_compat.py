@@ -305,10 +305,35 @@ def test_errors_for_removed_names_say_what_to_use(name, module):
 
 
 @pytest.mark.parametrize("module", [flash_attn, interface], ids=lambda module: module.__name__)
-def test_errors_for_unknown_names_are_the_usual_ones(module):
+def test_errors_for_unknown_names(module):
     with pytest.raises(ImportError, match="cannot import name 'flash_attn_nothing'"):
         exec(f"from {module.__name__} import flash_attn_nothing")
     assert not hasattr(module, "flash_attn_nothing")
+
+
+UNKNOWN = {  # what is imported from where, and what the error says that there is
+    "flash_attn": {"flash_attn_fun": "flash_attn_func", "Nothing": "bert_padding, .*flash_attn_func, .*ops"},
+    "flash_attn.ops": {"rmsnorm": "rms_norm", "x": "activations, .*triton"},
+    "flash_attn.modules.mha": {"FlashMHA": "MHA", "FlashSelfAtention": "FlashSelfAttention"},
+    "flash_attn.flash_attn_interface": {"flash_attention": "flash_attn_func"},
+    "flash_attn.losses": {"cross_entropy_loss": "cross_entropy"},
+    "flash_attn.models": {"lama": "llama"},
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "there_are"),
+    [(module, name, there_are) for module, names in UNKNOWN.items() for name, there_are in names.items()],
+)
+def test_errors_for_unknown_names_say_what_there_is(module, name, there_are):
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from '{module}': there are .*{there_are}"):
+        exec(f"from {module} import {name}")
+
+
+def test_submodules_are_still_found():
+    """Python asks the package for the name before it looks for a module of that name."""
+    code = "from flash_attn import bert_padding; from flash_attn.ops import activations, triton"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_flash_attn_gpu_has_the_same_functions():

@@ -21,13 +21,36 @@ def examples_on_path(monkeypatch):
 def _run(name, *args):
     """What an example prints that imports the package from here, installed or not. pytest shows its errors."""
     paths = [str(EXAMPLES.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}  # small tensors, busy cores
     command = [sys.executable, EXAMPLES / name, *args]
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env).stdout
 
 
 def test_attention():
     assert _run("attention.py").count("relative difference") == 4
+
+
+def test_blocks():
+    printed = _run("blocks.py", "--steps", "51")
+    first, later = (float(line.split()[2]) for line in printed.splitlines()[:2])
+    assert first > 5 and later < 3 and printed.splitlines()[-1].startswith("'import ")
+
+
+@pytest.mark.parametrize("name", ["sdpa.py", "packing.py", "sequence_parallel.py"])
+def test_the_same_in_two_ways(name):
+    """The example raises an error if the difference is not one of rounding."""
+    assert "difference" in _run(name)
+
+
+def test_paged():
+    """The example compares each step with a cache in one piece."""
+    assert "are free" in _run("paged.py")
+
+
+def test_masks(tmp_path):
+    pytest.importorskip("matplotlib")
+    _run("masks.py", "--out", str(tmp_path / "masks.png"))
+    assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_bert():

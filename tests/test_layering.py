@@ -22,7 +22,7 @@ FRONTS = {"flash_attn_interface", "fused_softmax", "layers", "losses", "ops"}
 MAY_IMPORT = {  # part of the package -> parts that it may import, besides itself
     "_build_id": set(),
     "_errors": set(),
-    "_removed": set(),
+    "_removed": set(),  # which every part may import
     "_torch_private": set(),
     "_library": {"_build_id", "_torch_private"},
     "_reference": {"_errors", "_torch_private"},
@@ -32,7 +32,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     # checks; masks and softmax of the reference of attention
     "utils": {"_ops", "_reference", "_torch_private", "bert_padding"},
     "_flash_attn_gpu": {"_ops"},
-    "flash_attn_interface": {"_flash_attn_gpu", "_ops", "_removed"},
+    "flash_attn_interface": {"_flash_attn_gpu", "_ops"},
     "flash_attn_triton": {"_ops", "flash_attn_interface"},
     "fused_softmax": {"_ops"},
     "layers": {"_ops", "_torch_private", "ops"},
@@ -40,7 +40,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "ops": {"_ops", "utils"},
     "modules": {*FRONTS, "_ops", "bert_padding", "utils"},
     "models": {*FRONTS, "_ops", "bert_padding", "utils", "modules"},
-    "__init__": {"_removed", "flash_attn_interface"},
+    "__init__": {"flash_attn_interface"},
     "__main__": {"_library", "_ops", *FRONTS},
 }
 REQUIRED_PACKAGES = {"torch", "einops"}
@@ -96,7 +96,7 @@ def test_parts_of_the_package_import_downwards():
         part = part_of(path)
         for name in imports(path):
             target = name.removeprefix("flash_attn.").split(".")[0]
-            if name.startswith("flash_attn.") and target != part and target not in MAY_IMPORT[part]:
+            if name.startswith("flash_attn.") and target != part and target not in {*MAY_IMPORT[part], "_removed"}:
                 yield f"imports {name}"
 
     check(

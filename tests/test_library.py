@@ -88,6 +88,14 @@ def test_no_library(package, load):
     assert "run `make build`" in load()[0]
 
 
+def test_an_installation_keeps_why_it_has_no_library(package, load):
+    """What setup.py has printed, which installers hide."""
+    (package[0] / "_no_kernels.txt").write_text("installed without CUDA kernels, since there is no nvcc\n")
+    assert load() == ("installed without CUDA kernels, since there is no nvcc", [])
+    (package[0] / "_kernels.so").write_bytes(TODAY)
+    assert load() == (None, [str(package[0] / "_kernels.so")])
+
+
 @pytest.mark.parametrize("contents", [None, OTHER], ids=["no library", "an old library"])
 def test_sources_use_the_library_of_an_installation(contents, package, load):
     """Python imports the sources when it runs in the folder in which `pip install .` was run."""

@@ -29,10 +29,25 @@ def test_tells_what_a_bug_report_needs(run):
     assert status == 0, printed
     for expected in (flash_attn.__version__, torch.__version__, platform.python_version(), platform.platform()):
         assert expected in printed
-    for op in ("fwd", "bwd", "fwd_kvcache", "rotary"):
-        assert f"\n  {op} " in printed
+    if len({report.backend(name) for name in report.op_names()}) == 1:
+        assert f"\nOps\n  all {len(report.op_names())}: reference in plain torch: there " in printed
+    else:
+        for op in ("fwd", "bwd", "fwd_kvcache", "rotary"):
+            assert f"\n  {op} " in printed
     for check in report.CHECKS:
         assert f"\n  {check:<16}pass" in printed
+
+
+def test_one_line_where_all_ops_are_alike(monkeypatch):
+    monkeypatch.setattr(report, "backend", lambda name: "reference in plain torch: there are no kernels")
+    assert report.backends() == [f"all {len(report.op_names())}: reference in plain torch: there are no kernels"]
+    monkeypatch.setattr(report, "backend", lambda name: "kernel" if name == "fwd" else "reference")
+    assert len(report.backends()) == len(report.op_names())
+
+
+def test_errors_are_relative():
+    exact = [torch.tensor([100.0, 1.0]), torch.tensor([1.0, -10.0])]
+    assert report._error([torch.tensor([101.0, 1.0]), torch.tensor([0.5, -10.0])], exact) == pytest.approx(0.05)
 
 
 def test_a_wrong_result_fails(run, monkeypatch):

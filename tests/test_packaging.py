@@ -31,7 +31,7 @@ def setup():
 
 def _build(kind, source, target, settings=None, **env):
     """Run one of the build backend's hooks (PEP 517, 660) as pip does; return what it made and what it printed."""
-    command = f"from setuptools import build_meta; print(build_meta.build_{kind}({str(target)!r}, {settings}))"
+    command = f"import build_backend; print(build_backend.build_{kind}({str(target)!r}, {settings}))"
     env = _unset() | env
     run = subprocess.run(
         [sys.executable, "-c", command], cwd=source, env=env, check=True, capture_output=True, text=True
@@ -110,6 +110,7 @@ DECISIONS = {
     "CPU-only torch": (CPU_TORCH, NVCC, "CPU-only", None),
     "no nvcc": (CUDA_TORCH, NO_NVCC, "no nvcc", "no nvcc"),
     "neither": (CPU_TORCH, NO_NVCC, "CPU-only", "no nvcc"),
+    "nothing": (None, NO_NVCC, "install it, and no nvcc", "install it, and no nvcc"),
     "other CUDA": (CUDA_TORCH, ("/usr/local/cuda", "12.8"), "nvcc is of CUDA 12.8", "nvcc is of CUDA 12.8"),
 }
 
@@ -197,7 +198,7 @@ def test_installs_without_kernels_for_a_broken_nvcc(source, tmp_path):
     """Or, if the kernels are wanted by force, says what is wrong; torch here may be CPU-only, which comes first."""
     _script(tmp_path / "bin/nvcc", "exit 1")
     _, said = _build("wheel", source, tmp_path, CUDA_HOME=str(tmp_path))
-    assert "installing without CUDA kernels" in said
+    assert "installed without CUDA kernels" in said
     with pytest.raises(subprocess.CalledProcessError) as error:
         _build("wheel", source, tmp_path, CUDA_HOME=str(tmp_path), FLASH_ATTENTION_FORCE_BUILD="TRUE")
     assert error.value.stderr.startswith("flash-attn: FLASH_ATTENTION_FORCE_BUILD=TRUE, but ")
@@ -300,13 +301,57 @@ def test_wheel_tag(setup, ext_modules, platform):
     assert (python, abi, found.split("_")[0]) == ("py3", "none", platform)
 
 
-def test_says_once_that_there_are_no_kernels(wheel):
-    said = [line for line in wheel[1].splitlines() if "without CUDA kernels" in line]
-    assert len(said) == 1
-    assert "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE" in said[0]
-    assert "pip install" in said[0]
-    assert "--no-cache-dir" in said[0]  # or pip would install the wheel that it has just made
+def test_says_at_last_that_there_are_no_kernels(wheel):
+    """And keeps it in the wheel, since installers hide what a build prints."""
+    *before, said, name = wheel[1].splitlines()
+    assert "without CUDA kernels" in said and not [line for line in before if "without CUDA kernels" in line]
+    assert "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE: unset it. Then" in said
+    assert "pip install" in said
+    assert "--no-cache-dir" in said  # or pip would install the wheel that it has just made
     assert f"{wheel[0].name} has no CUDA kernels." in wheel[1]
+    with zipfile.ZipFile(wheel[0]) as archive:
+        assert archive.read("flash_attn/_no_kernels.txt").decode().strip() == said.removeprefix("flash-attn: ")
+
+
+@pytest.mark.parametrize(
+    ("env", "toolkit", "torch", "needed"),
+    [
+        ({}, "13.0", False, ["torch>=2.11"]),
+        ({}, "12.8", False, ["torch==2.10.*"]),
+        ({}, "13.0", True, []),
+        ({}, None, False, []),
+        ({"FLASH_ATTENTION_SKIP_CUDA_BUILD": "TRUE"}, "13.0", False, []),
+    ],
+)
+def test_isolated_builds_ask_for_torch_where_kernels_can_be_built(setup, monkeypatch, env, toolkit, torch, needed):
+    """uv and `python -m build` hide the torch of the environment that they build for."""
+    functions = setup.build_requirements.__globals__
+    found = setup.Toolkit("/usr/local/cuda", toolkit) if toolkit else "no nvcc"
+    monkeypatch.setitem(functions, "find_toolkit", lambda env: found)
+    monkeypatch.setitem(functions, "find_torch", lambda: setup.Torch((2, 13), "13.0") if torch else None)
+    assert setup.build_requirements(env) == needed
+
+
+def test_output_in_short(setup):
+    """A line says which file is done and how long the others take; from a failure on, all is printed."""
+    times = iter([0, 10, 600])
+    compiled = "[{}/4] /usr/local/cuda/bin/nvcc -I/x -c -c /source/csrc/flash_attn/{} -o /y/{}.o -O3\n"
+    link = "g++ -shared " + "a.o " * 1000 + "\n"
+    failed = ["FAILED: [code=1] c.o\n", link, compiled.format(4, "d.cu", "d"), "c.cu(1): error\n"]
+    lines = ["running\n", compiled.format(1, "a.cu", "a"), compiled.format(2, "b.cpp", "b"), link, *failed]
+    begin, first, second, linked, *rest = setup.in_short(lines, clock=lambda: next(times))
+    assert [begin, first, second] == ["running\n", "[1/4] a.cu, 30 s left\n", "[2/4] b.cpp, 10 min left\n"]
+    assert linked == f"{link[:100]} ... (4013 characters)\n"
+    assert rest == failed
+
+
+def test_output_of_children_is_in_short(setup, tmp_path, capfd):
+    command = f"echo '[1/1] nvcc -c {tmp_path}/a.cu -o a.o'; echo FAILED >&2"
+    with setup.output_in_short():
+        print("first")
+        subprocess.run(["sh", "-c", command], stdout=1, stderr=subprocess.STDOUT, check=True)
+    print("last")
+    assert capfd.readouterr().out == "first\n[1/1] a.cu, 0 s left\nFAILED\nlast\n"
 
 
 def test_wheel_contents(wheel):
@@ -315,7 +360,10 @@ def test_wheel_contents(wheel):
         record = next(name for name in names if name.endswith(".dist-info/RECORD"))
         recorded = {line.split(",")[0] for line in archive.read(record).decode().splitlines()}
     assert wheel[0].name.endswith("-py3-none-any.whl")
-    assert {name for name in names if ".dist-info/" not in name} == _modules() | {"flash_attn/py.typed"}
+    assert {name for name in names if ".dist-info/" not in name} == _modules() | {
+        "flash_attn/py.typed",
+        "flash_attn/_no_kernels.txt",
+    }
     assert recorded == names
 
 
@@ -385,7 +433,7 @@ def test_sdist_contents(sdist):
     assert {"pyproject.toml", "LICENSE", "flash_attn/py.typed"} <= names
     assert csrc <= names
     assert not [name for name in names if name.endswith((".so", ".pyc")) or name.startswith(("build/", "tests/"))]
-    assert {name for name in names if name.endswith(".py")} - csrc == {"setup.py"} | _sources()
+    assert {name for name in names if name.endswith(".py")} - csrc == {"setup.py", "build_backend.py"} | _sources()
 
 
 def test_sdist_makes_the_same_wheel(sdist, wheel, tmp_path):

@@ -4,11 +4,14 @@ Wrong types and dtypes raise TypeError; wrong shapes, devices and values raise V
 flash-attn's are. Nothing is written before.
 """
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 
 import flash_attn
+from flash_attn import _library
 from flash_attn import flash_attn_interface as interface
 
 
@@ -233,6 +236,8 @@ VALUE_ERRORS = {
         ("v of another head_dim", replaced("v", lambda x: x[..., :8]), r"v must .*found \(2, 7, 2, 8\)"),
         ("3 key heads of 4", replaced("k v", lambda x: x.repeat(1, 1, 2, 1)[:, :, :3]), r"heads.*4.*found 3"),
         ("more key heads", replaced("k v", lambda x: x.repeat(1, 1, 4, 1)), r"heads.*4.*found 8"),
+        ("heads before seqlen", replaced("q k v", lambda x: x.transpose(1, 2)),
+         r"a divisor of q.s, 5, in shapes \(2, 4, 5, 16\) and .*seqlen, head_dim.*transpose\(1, 2\), found 7"),
         ("no key heads", replaced("k v", lambda x: x[:, :, :0]), r"heads.*4.*found 0"),
         ("head_dim 257", replaced("q k v", lambda x: x[..., :1].repeat(1, 1, 1, 257)), r"head_dim.*256.*found 257"),
         ("head_dim 0", replaced("q k v", lambda x: x[..., :0]), r"head_dim.*found 0"),
@@ -508,6 +513,29 @@ def on(device, value):
     if not torch.is_tensor(value) or value.is_meta:
         return value
     return value.detach().to(device).requires_grad_(value.requires_grad)
+
+
+def test_more_heads_than_models_have_are_said_to_look_like_a_sequence():
+    """Queries and keys of (batch, heads, seqlen, head_dim) that are alike are a legal call."""
+    _library.warn_once.cache_clear()
+    x = torch.randn(1, 2, 300, 16)
+    with pytest.warns(RuntimeWarning, match=r"q has 300 heads. If the layout is \(batch, heads, .* transpose\(1, 2\)"):
+        flash_attn.flash_attn_func(x, x, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attn.flash_attn_func(*3 * [x.transpose(1, 2)])
+
+
+def test_a_cache_call_says_that_it_has_no_gradient():
+    _library.warn_once.cache_clear()
+    good = cache("cpu")
+    good["q"].requires_grad_()
+    with pytest.warns(RuntimeWarning, match=r"such calls have no gradient: the result has none. .*torch.no_grad\(\)"):
+        assert not flash_attn.flash_attn_with_kvcache(**good).requires_grad
+    _library.warn_once.cache_clear()
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flash_attn.flash_attn_with_kvcache(**good)
 
 
 ODD = {  # what callers pass -> (function, arguments), and the usual arguments that mean the same

@@ -29,6 +29,8 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float32)
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
+MANY_HEADS = 256  # more than models have: then the dimensions of heads and sequence are likely swapped
+_LAYOUT = "If the layout is (batch, heads, seqlen, head_dim), as in scaled_dot_product_attention, transpose(1, 2)"
 block_size_n = reference.block_size_n
 S_DMASK_MULTIPLE = 128
 
@@ -107,6 +109,11 @@ def decode(
     options: the other fields of `CacheOptions`; None means the default.
     """
     batch, head_dim, capacity = _check_cache(q, k_cache, v_cache, options)
+    if q.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _library.warn_once(
+            "flash_attn: q of a call with a cache requires grad, but such calls have no gradient: the result has none. "
+            "Make them under torch.no_grad(), or train with flash_attn_func"
+        )
     if cache_seqlens is not None:
         name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity)
         options[name] = length
@@ -219,24 +226,31 @@ def _check_qkv(names, q, k, v, options):
         batch = shape_q[0]
     if paged:
         _check_block_table(block_table, batch, q.device)
-    _check_sizes(names[1], shape_q[-2], shape_q[-1], shape_k[-2], shape_k[-1])
+    _check_sizes(names[1], shape_q, shape_k)
     if paged:
         checks.number("page_size", shape_k[1], shape_k[1] >= 1, "at least 1")
-    elif not varlen and shape_k[0] != batch:
-        checks.number(names[1] + "'s batch size", shape_k[0], False, "q's, {}", batch)
+    elif not varlen:
+        if shape_k[0] != batch:
+            checks.number(names[1] + "'s batch size", shape_k[0], False, "q's, {}", batch)
+        if shape_q[2] > MANY_HEADS >= shape_q[1] and not torch.compiler.is_compiling():
+            _library.warn_once(f"flash_attn: {names[0]} has {shape_q[2]} heads. {_LAYOUT}")
     if shape_v != shape_k:
         checks.has_shape(names[2], v, shape_k)
     return batch, shape_q[-1]
 
 
-def _check_sizes(name_k, heads, head_dim, heads_k, head_dim_k):
-    """Check the heads and the head_dim of q and of the keys, which the caller calls `name_k`."""
+def _check_sizes(name_k, shape_q, shape_k):
+    """Check the heads and the head_dim in the shapes of q and of the keys, which the caller calls `name_k`."""
+    (*_, heads, head_dim), (*_, heads_k, head_dim_k) = shape_q, shape_k
     divides = heads == heads_k or (heads_k > 0 and heads % heads_k == 0)
     if divides and 1 <= head_dim <= MAX_HEAD_DIM and head_dim_k == head_dim:
         return
     checks.number("head_dim", head_dim, 1 <= head_dim <= MAX_HEAD_DIM, "between 1 and {}", MAX_HEAD_DIM)
     checks.number(name_k + "'s head_dim", head_dim_k, head_dim_k == head_dim, "q's, {}", head_dim)
-    checks.number(name_k + "'s number of heads", heads_k, divides, "a divisor of q's, {}", heads)
+    expected = "a divisor of q's, {}"
+    if len(shape_q) == len(shape_k) == 4 and shape_k[1] and shape_q[1] % shape_k[1] == 0 and shape_q[1] < heads:
+        expected += f", in shapes {tuple(shape_q)} and {tuple(shape_k)}. {_LAYOUT}"
+    checks.number(name_k + "'s number of heads", heads_k, divides, expected, heads)
 
 
 def _check_cu_seqlens(name, cu_seqlens, device):
@@ -388,9 +402,9 @@ def _check_cache(q, k_cache, v_cache, options):
         checks.ndim("k_cache", k_cache, layout)
         checks.ndim("v_cache", v_cache, layout)
         checks.has_shape("v_cache", v_cache, shape_k)
-    batch, _, heads, head_dim = shape_q
-    rows, length, heads_k, head_dim_k = shape_k
-    _check_sizes("k_cache", heads, head_dim, heads_k, head_dim_k)
+    batch, head_dim = shape_q[0], shape_q[3]
+    rows, length = shape_k[:2]
+    _check_sizes("k_cache", shape_q, shape_k)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         _check_contiguous_rows("k_cache", k_cache)
         _check_contiguous_rows("v_cache", v_cache)

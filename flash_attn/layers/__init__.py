@@ -1,0 +1,5 @@
+"""Layers: rotary embeddings, patch embeddings."""
+
+from flash_attn import _removed
+
+__getattr__ = _removed.getattr_of(__name__, {})

@@ -6,7 +6,9 @@ Each pair (a, b) of channels of a token at position m turns by the angles t of r
 
 so that products of queries and keys depend on relative positions (Su et al., RoFormer, arXiv:2104.09864). The tables
 cos and sin have shape (positions, rotary_dim / 2); channels past rotary_dim are left alone. Pairs are
-(i, i + rotary_dim / 2), as in GPT-NeoX, or with `interleaved` (2i, 2i + 1), as in GPT-J.
+(i, i + rotary_dim / 2), as in GPT-NeoX and Llama, or with `interleaved` (2i, 2i + 1), as in GPT-J. The default is the
+first here and in the modules, but the second in `flash_attn_with_kvcache` (rotary_interleaved=True), as in flash-attn:
+pass it there.
 
     rotary = RotaryEmbedding(dim=64)
     qkv = rotary(torch.randn(2, 512, 3, 8, 64))     # queries and keys are rotated, in place
@@ -27,7 +29,10 @@ from flash_attn._ops import autograd, checks, rotary
 
 
 def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
-    """Turn every pair by 90 degrees, (a, b) -> (-b, a), in the last dimension."""
+    """Turn every pair by 90 degrees, (a, b) -> (-b, a), in the last dimension of x.
+
+    interleaved: pairs are neighbours (2t, 2t + 1), else the two halves (t, t + size / 2).
+    """
     if not interleaved:
         a, b = x.chunk(2, dim=-1)
         return torch.cat((-b, a), dim=-1)
@@ -38,8 +43,11 @@ def rotate_half(x: Tensor, interleaved: bool = False) -> Tensor:
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
     """The rotation spelled out in torch operations, in the dtype of the arguments.
 
-    x is (batch, seqlen, heads, head_dim); cos and sin are (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2),
-    one row for each token. Returns a new tensor like x. Raises ValueError if rotary_dim exceeds head_dim.
+    Arguments:
+        x: (batch, seqlen, heads, head_dim).
+        cos, sin: (seqlen, rotary_dim / 2) or (batch, seqlen, rotary_dim / 2), one row for each token.
+        interleaved: rotate pairs (2t, 2t + 1) if true, else (t, t + rotary_dim / 2).
+    Returns a new tensor like x. Raises ValueError if rotary_dim exceeds head_dim.
     """
     rotary_dim = 2 * cos.shape[-1]
     if rotary_dim > x.shape[-1]:
@@ -67,7 +75,8 @@ def apply_rotary_emb(
             any strides.
         cos, sin: (positions, rotary_dim / 2), rotary_dim <= head_dim; any floating-point dtype. The maths is in
             float32 whatever the dtypes.
-        interleaved: the pairs are (2i, 2i + 1) instead of (i, i + rotary_dim / 2).
+        interleaved: the pairs are (2i, 2i + 1) instead of (i, i + rotary_dim / 2), the default here; that of
+            `flash_attn_with_kvcache` is the other.
         inplace: write into x, even if it is a leaf that requires grad. Use the returned tensor afterwards: if x is a
             leaf or a view, autograd does not know that it was rotated.
         seqlen_offsets: position of the first token of every sequence, an integer or an int32 or int64 tensor (batch,)
@@ -167,7 +176,8 @@ class RotaryEmbedding(torch.nn.Module):
     Arguments:
         dim: channels that rotate, rotary_dim; a whole number, positive and even.
         base: the angle of pair j at position m is m * base ** (-2j / dim).
-        interleaved: the pairs are (2i, 2i + 1) instead of (i, i + dim / 2).
+        interleaved: the pairs are (2i, 2i + 1) instead of (i, i + dim / 2), the default here; that of
+            `flash_attn_with_kvcache` is the other.
         scale_base: if not None, queries and keys are also scaled, reciprocally, so that their products decay with
             distance (Sun et al., xPos, arXiv:2212.10554); 512 is the paper's value.
         device: where the buffers are kept.
@@ -227,6 +237,7 @@ class RotaryEmbedding(torch.nn.Module):
         ] = ()  # the buffers that the tables were computed from, each with its version
 
     def extra_repr(self) -> str:
+        """The options that a printed module shows."""
         return f"{self.dim}, base={self.base}, interleaved={self.interleaved}, scale_base={self.scale_base}"
 
     def forward(

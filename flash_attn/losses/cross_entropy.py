@@ -54,6 +54,7 @@ class CrossEntropyLoss(torch.nn.Module):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """Returns the loss, or (loss, z_loss), of logits `input` (rows, vocab) and labels `target` (rows,).
 
+        precomputed_lse: float32 (rows,), the logsumexp of each row if it is known already.
         Each is a float32 scalar, or (rows,) with reduction="none".
         """
         losses, z_losses, kept = xentropy.cross_entropy(

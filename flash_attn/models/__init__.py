@@ -7,8 +7,8 @@
     model.save_pretrained("another/path")                   # transformers loads it, too
 
 A family is two tables: which fields of its configuration become which of ours, and which tensors of its checkpoints
-become which of ours. All run the same model, `flash_attn.models.gpt`. README.md has the same table, and what to set for
-speed.
+become which of ours. All run the same model, `flash_attn.models.gpt`. docs/guides/models.md has the same table, and
+what to set for speed.
 
 | module     | model_type of transformers          | what is covered |
 |------------|-------------------------------------|---|
@@ -29,3 +29,7 @@ of a sequence; soft caps of scores or logits, and norms behind attention and MLP
 attention; quantised weights. ALiBi is exact, while transformers rounds Falcon's to bfloat16. A field that the library
 does not know gives a warning.
 """
+
+from flash_attn import _removed
+
+__getattr__ = _removed.getattr_of(__name__, {})

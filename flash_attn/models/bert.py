@@ -157,7 +157,13 @@ def _padded_vocab_size(config):
 def create_mixer_cls(
     config: Config, cross_attn: bool = False, return_residual: bool = False
 ) -> Callable[[int], nn.Module]:
-    """A function from hidden_size to the attention of a layer; cross_attn gives queries a projection of their own."""
+    """A function from hidden_size to the attention of a layer.
+
+    Arguments:
+        config: a BertConfig.
+        cross_attn: queries have a projection of their own.
+        return_residual: the attention returns (output, input).
+    """
     rotary = {}
     if _option(config, "position_embedding_type") == "rotary":
         dim = _option(config, "rotary_emb_dim")
@@ -183,7 +189,13 @@ def create_mixer_cls(
 def create_mlp_cls(
     config: Config, layer_idx: int | None = None, return_residual: bool = False
 ) -> Callable[[int], nn.Module]:
-    """A function from hidden_size to the MLP of a layer. If mlp_checkpoint_lvl is a list, layer_idx selects from it."""
+    """A function from hidden_size to the MLP of a layer.
+
+    Arguments:
+        config: a BertConfig. If its mlp_checkpoint_lvl is a list, layer_idx selects from it.
+        layer_idx: the number of the layer.
+        return_residual: the MLP returns (output, input).
+    """
     options: dict[str, Any] = dict(hidden_features=config.intermediate_size, return_residual=return_residual)
     if not _option(config, "fused_mlp"):
         return functools.partial(Mlp, activation=_activation(config), **options)
@@ -196,7 +208,10 @@ def create_mlp_cls(
 
 
 def create_block(config: Config, layer_idx: int | None = None) -> Block:
-    """One layer. With last_layer_subset, the last one projects queries apart from keys and values."""
+    """The layer number layer_idx of a BertConfig.
+
+    config: with last_layer_subset, the last layer projects queries apart from keys and values.
+    """
     subset = _option(config, "last_layer_subset") and layer_idx == config.num_hidden_layers - 1
     # A mixer and an MLP that return their input too leave it to the backward of their product to add the gradients.
     # The queries of a subset are not what keys and values are projected from.

@@ -98,7 +98,14 @@ def create_mixer_cls(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[[int], nn.Module]:
-    """A function of the number of features that makes the attention of a layer: `MHA`, `ParallelMHA` with a group."""
+    """A function of the number of features that makes the attention of a layer: `MHA`, `ParallelMHA` with a group.
+
+    Arguments:
+        config: a GPT2Config.
+        layer_idx: the number of the layer, which names its cache.
+        process_group: the processes that its heads are divided over, or None.
+        device, dtype: of its parameters.
+    """
     s = settings(config)
     scale = 1.0
     if s.scale_attn_weights:
@@ -151,7 +158,14 @@ def create_mlp_cls(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[[int], nn.Module]:
-    """A function of the number of features that makes the MLP of a layer, divided over the processes of a group."""
+    """A function of the number of features that makes the MLP of a layer.
+
+    Arguments:
+        config: a GPT2Config.
+        layer_idx: the number of the layer; if config.mlp_checkpoint_lvl is a list, it selects from it.
+        process_group: the processes that the MLP is divided over, or None.
+        device, dtype: of its parameters.
+    """
     s = settings(config)
     hidden_features = s.inner if s.gated else s.n_inner
     options: dict[str, Any] = dict(hidden_features=hidden_features, bias1=s.mlp_fc1_bias, bias2=s.mlp_fc2_bias)
@@ -195,6 +209,11 @@ def create_block(
     dtype: torch.dtype | None = None,
 ) -> Block | ParallelBlock:
     """A layer: attention and MLP, one after the other or side by side, with norms, dropout and the residual stream.
+
+    Arguments:
+        config: a GPT2Config.
+        layer_idx: the number of the layer, which names its cache.
+        process_group: the processes that the layer is divided over, or None.
 
     >>> from transformers import GPT2Config
     >>> block = create_block(GPT2Config(n_embd=64, n_head=4), layer_idx=0)

@@ -247,7 +247,13 @@ def config_from_hf_checkpoint(checkpoint_path: str | os.PathLike, model_name: st
 
 
 def config_from_checkpoint(checkpoint_path: str | os.PathLike, model_name: str, checkpoint_format: str = "meta") -> Any:
-    """The configuration of a checkpoint whose format is "meta" or "hf"."""
+    """The configuration of a checkpoint.
+
+    Arguments:
+        checkpoint_path: the folder that holds the folders of checkpoints.
+        model_name: the folder of this one.
+        checkpoint_format: "meta" or "hf", that of transformers.
+    """
     formats = {"meta": config_from_meta_checkpoint, "hf": config_from_hf_checkpoint}
     if checkpoint_format not in formats:
         raise ValueError(f"checkpoint_format must be 'meta' or 'hf', found {checkpoint_format!r}")

@@ -51,7 +51,15 @@ def create_mixer_cls(
     fused_bias_fc: bool,
     cross_attn: bool = False,
 ) -> Callable[[int], nn.Module]:
-    """A function from the number of features to the attention of a block; cross_attn gives queries their own layer."""
+    """A function from the number of features to the attention of a block.
+
+    Arguments:
+        num_heads: heads of attention.
+        qkv_bias: whether the projection to queries, keys and values has a bias.
+        attn_drop: probability that a weight of attention is dropped, in training.
+        use_flash_attn, fused_bias_fc: take the attention and the linear layers of this package.
+        cross_attn: queries have a projection of their own.
+    """
     return functools.partial(
         MHA,
         num_heads=num_heads,
@@ -122,7 +130,10 @@ def create_block(
 
 
 def init_weights_vit_timm(module: nn.Module, name: str = "") -> None:
-    """Draw the weights of a linear layer from a truncated normal distribution (0.02), and set its bias to zero."""
+    """Draw the weights of a linear layer from a truncated normal distribution (0.02), and set its bias to zero.
+
+    module: the layer; others are left alone. name: not used.
+    """
     if isinstance(module, nn.Linear):
         nn.init.trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

@@ -51,7 +51,7 @@ class Block(nn.Module):
 
     Arguments:
         dim: features.
-        mixer_cls: returns the mixer when called with dim; if None, MHA with heads of 64 features.
+        mixer_cls: returns the mixer when called with dim; if None, MHA with dim / 64 heads of 64 features.
         mlp_cls: returns the MLP when called with dim; if None, Mlp with 4 * dim hidden features. If the MLP is an
             nn.Identity, the block ends after the mixer.
         norm_cls: returns a norm when called with dim.
@@ -116,7 +116,10 @@ class Block(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> Any:
-        """The cache that the mixer needs for decoding."""
+        """The cache that the mixer needs to decode batch_size sequences of at most max_seqlen tokens.
+
+        dtype: of the cache; by default that of the mixer. kwargs: what else the mixer's method of this name takes.
+        """
         return self.mixer.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def forward(
@@ -294,7 +297,14 @@ def _fused_norm(block: Any, norm: Any, x: Tensor, residual: Tensor | None, dropo
 
 
 def _mixer(dim: int, mixer_cls: Callable[..., nn.Module] | None) -> nn.Module:
-    return MHA(dim, num_heads=dim // 64) if mixer_cls is None else mixer_cls(dim)
+    if mixer_cls is not None:
+        return mixer_cls(dim)
+    if dim % 64 or dim < 64:
+        raise ValueError(
+            f"dim must be a multiple of 64, the size of a head, unless mixer_cls is given, found {dim}: "
+            "give mixer_cls=functools.partial(MHA, num_heads=...)"
+        )
+    return MHA(dim, num_heads=dim // 64)
 
 
 def _mlp(dim: int, mlp_cls: Callable[..., nn.Module] | None) -> nn.Module:

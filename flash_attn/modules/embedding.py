@@ -56,6 +56,7 @@ class GPT2Embeddings(nn.Module):
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Embeddings (batch, seqlen, embed_dim) of input_ids (batch, seqlen).
 
+        position_ids: (batch, seqlen) or (seqlen,); 0, 1, ... if None.
         Raises TypeError or ValueError for ids of another dtype or shape, and for more tokens than positions.
         """
         _check_ids(input_ids)
@@ -157,6 +158,7 @@ class ColumnParallelEmbedding(nn.Embedding):
     """nn.Embedding with its columns divided: the process of rank r has features r * n to (r + 1) * n - 1.
 
     Arguments:
+        num_embeddings: tokens.
         embedding_dim: features of all processes, divisible by their number.
         process_group: None makes it a plain nn.Embedding.
         The others are those of nn.Embedding.

@@ -32,7 +32,7 @@ def bias_gelu_back(g: torch.Tensor, y: torch.Tensor, bias: torch.Tensor) -> tupl
 
 
 def bias_gelu_impl(input: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Differentiable `bias_gelu`."""
+    """GELU, by tanh, of input + bias (features,), for input (..., features). Differentiable; see `bias_gelu`."""
     return activation.activate(_biased(input, bias, "input"), None, _GELU).to(input.dtype)
 
 
@@ -48,7 +48,7 @@ def gelu_bwd(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def fast_gelu_impl(input: torch.Tensor) -> torch.Tensor:
-    """Differentiable `gelu_fwd`."""
+    """GELU, by tanh, of input of any shape. Differentiable; see `gelu_fwd`."""
     return activation.activate(input, None, _GELU, ("input", ""))
 
 
@@ -78,12 +78,12 @@ def swiglu_fwd(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def swiglu_bwd(x: torch.Tensor, y: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradients of `swiglu` for an incoming g: (dx, dy)."""
+    """The gradients of `swiglu` of x and y for an incoming g, all of one shape: (dx, dy)."""
     return activation.differentiate(g, x, y, "silu")
 
 
 def swiglu(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Differentiable `swiglu_fwd`.
+    """silu(x) * y, elementwise for x and y of one shape. Differentiable (Shazeer, arXiv:2002.05202).
 
     >>> gate, value = torch.randn(2, 5, 128, requires_grad=True).chunk(2, dim=-1)
     >>> swiglu(gate, value).sum().backward()

@@ -146,6 +146,7 @@ class FusedMLPFunc:
         process_group: ProcessGroup | None = None,
         sequence_parallel: bool = True,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        """`fused_mlp_func` by position; it says what the arguments are."""
         return fused_mlp_func(
             x, weight1, weight2, bias1, bias2, activation, save_pre_act, return_residual, checkpoint_lvl, heuristic,
             process_group, sequence_parallel,
@@ -356,6 +357,7 @@ class FusedMLP(nn.Module):
         return reduce_scatter(out[0], process_group), out[1]
 
     def extra_repr(self) -> str:
+        """The options that a printed module shows."""
         return _described(self)
 
 
@@ -401,6 +403,7 @@ class ParallelFusedMLP(nn.Module):
         return _reduced(out, self.process_group, self.sequence_parallel)
 
     def extra_repr(self) -> str:
+        """The options that a printed module shows."""
         return _described(self)
 
 

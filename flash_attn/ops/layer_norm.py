@@ -20,7 +20,9 @@ from flash_attn._ops import layer_norm as layer_norm_ops
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    """LayerNorm of x (..., features) with weight and bias (features,). Returns a tensor like x.
+    """LayerNorm of x (..., features): (x - mean) / sqrt(variance + epsilon) * weight + bias.
+
+    weight, bias: (features,); bias may be None. Returns a tensor like x (Ba et al., arXiv:1607.06450).
 
     >>> layer_norm(torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64), 1e-5).shape
     torch.Size([2, 5, 64])
@@ -154,6 +156,7 @@ class DropoutAddLayerNormFn:
         is_rms_norm: bool = False,
         return_dmask: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """As `dropout_add_layer_norm`, or `dropout_add_rms_norm` with is_rms_norm. gamma, beta: weight and bias."""
         out, _, h, mask, *_ = layer_norm_ops.forward(
             x0, residual, gamma, beta, epsilon, dropout_p, rowscale=rowscale, colscale=colscale, prenorm=prenorm,
             residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
@@ -183,6 +186,7 @@ class DropoutAddLayerNormSubsetFn:
         is_rms_norm: bool = False,
         return_dmask: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """As `dropout_add_layer_norm_subset`, or the function of RMSNorm with is_rms_norm."""
         out, _, h, mask, *_ = layer_norm_ops.forward(
             x0, residual, gamma, beta, epsilon, dropout_p, colscale=colscale, x0_subset=x0_subset,
             out_subset=out_subset, rowscale_const=rowscale_const, out_rows=out_numrows, prenorm=prenorm,
@@ -211,6 +215,7 @@ class DropoutAddLayerNormParallelResidualFn:
         is_rms_norm: bool = False,
         return_dmask: bool = False,
     ) -> tuple[torch.Tensor | None, ...]:
+        """As `dropout_add_layer_norm_parallel_residual`, or the function of RMSNorm with is_rms_norm."""
         out0, out1, h, mask0, mask1, *_ = layer_norm_ops.forward(
             x0, residual, gamma0, beta0, epsilon, dropout_p, x1=x1, weight1=gamma1, bias1=beta1, prenorm=prenorm,
             residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm, return_mask=return_dmask,
@@ -260,6 +265,7 @@ class DropoutAddLayerNorm(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Set the weight to one and the bias to zero."""
         torch.nn.init.ones_(self.weight)
         if self.bias is not None:
             torch.nn.init.zeros_(self.bias)
@@ -267,12 +273,17 @@ class DropoutAddLayerNorm(torch.nn.Module):
     def forward(
         self, x0: torch.Tensor, residual: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """The norm of dropout(x0) + residual, for x0 and residual (..., hidden_size); residual may be None.
+
+        Returns a tensor like x0; with prenorm also the sum, which is the next residual.
+        """
         return DropoutAddLayerNormFn.apply(
             x0, residual, self.weight, self.bias, None, None, self.p if self.training else 0.0, self.eps,
             self.residual_in_fp32, self.prenorm, self.is_rms_norm,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
+        """The options that a printed module shows."""
         options = "prenorm={prenorm}, p={p}, eps={eps}, residual_in_fp32={residual_in_fp32}".format_map(vars(self))
         return f"{self.weight.shape[0]}, {options}"
 

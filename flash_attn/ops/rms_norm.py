@@ -20,7 +20,9 @@ from flash_attn.ops.layer_norm import (
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """RMSNorm of x (..., features) with weight (features,). Returns a tensor like x.
+    """RMSNorm of x (..., features): x / sqrt(mean(x^2) + epsilon) * weight (Zhang and Sennrich, arXiv:1910.07467).
+
+    weight: (features,). Returns a tensor like x.
 
     >>> rms_norm(torch.randn(2, 5, 64), torch.ones(64), 1e-5).shape
     torch.Size([2, 5, 64])
@@ -122,10 +124,13 @@ class RMSNorm(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Set the weight to one."""
         torch.nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`rms_norm` of x (..., hidden_size). Returns a tensor like x."""
         return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
+        """The options that a printed module shows."""
         return f"{self.weight.shape[0]}, eps={self.eps}"

@@ -1,0 +1,5 @@
+"""Generation, processes of a distributed model, checkpoints, timing."""
+
+from flash_attn import _removed
+
+__getattr__ = _removed.getattr_of(__name__, {})

@@ -31,7 +31,14 @@ def benchmark_forward(
     amp_dtype: torch.dtype = torch.float16,
     **kwinputs: Any,
 ) -> _Timed:
-    """Time fn(*inputs, **kwinputs). Returns (Timer, Measurement), and prints it if verbose."""
+    """Time fn(*inputs, **kwinputs). Returns (Timer, Measurement).
+
+    Arguments:
+        repeats: how many calls are timed.
+        desc: a text that is printed first.
+        verbose: print it and the measurement.
+        amp, amp_dtype: whether to call it under autocast, and to which dtype.
+    """
     forward = _forward(fn, inputs, kwinputs, amp, amp_dtype)
     return _timed(forward, repeats, f"{desc} - Forward pass", verbose)
 
@@ -50,7 +57,8 @@ def benchmark_backward(
     """Time the backward of fn(*inputs, **kwinputs), which runs once.
 
     grad: the gradient of its output; random if None. Gradients of positional inputs are discarded before each backward.
-    Returns (Timer, Measurement). Raises RuntimeError for a grad of another shape.
+    The other arguments are those of `benchmark_forward`. Returns (Timer, Measurement). Raises RuntimeError for a grad
+    of another shape.
     """
     out = _forward(fn, inputs, kwinputs, amp, amp_dtype)()
     backward = _backward(out, _grad_of(out, grad), inputs)
@@ -126,6 +134,7 @@ def pytorch_profiler(
     Arguments:
         trace_filename: where to write a trace for chrome://tracing, or None.
         backward: with a backward for a random gradient.
+        amp, amp_dtype: whether to call it under autocast, and to which dtype.
         cpu: profile the CPU beside the GPU; it is profiled in any case if there is no GPU.
         verbose: print a table of the 50 longest operations.
     """
@@ -155,7 +164,8 @@ def pytorch_profiler(
 def benchmark_memory(fn: Callable, *inputs: Any, desc: str = "", verbose: bool = True, **kwinputs: Any) -> float:
     """The most memory in use at a time during fn(*inputs, **kwinputs), in units of 1000 * 2 ** 20 bytes.
 
-    On a GPU, all that torch has allocated there. On a CPU, what is allocated during the call.
+    On a GPU, all that torch has allocated there. On a CPU, what is allocated during the call. Printed after desc if
+    verbose.
     """
     device = _device(inputs)
     if device.type == "cuda":

@@ -28,8 +28,8 @@ def all_gather_raw(
 ) -> tuple[Tensor, dist.Work | None]:
     """Concatenate the input_ (rows, ...) of all processes to (world_size * rows, ...), without gradient.
 
-    Returns (tensor, handle). With async_op the tensor must not be used before handle.wait(). Without it, and in a graph
-    of torch's compiler, the handle is None.
+    process_group: the processes. Returns (tensor, handle). With async_op the tensor must not be used before
+    handle.wait(). Without it, and in a graph of torch's compiler, the handle is None.
     """
     _check_rows(input_)
     return collectives.gather_rows(input_, process_group, async_op)
@@ -62,11 +62,13 @@ class AllGatherFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
+        """As `all_gather`."""
         ctx.process_group = process_group
         return collectives.gather_rows(input_, process_group)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """The sum of all processes' gradients for the rows of this one."""
         return ReduceScatterFunc.apply(grad_output, ctx.process_group), None
 
 
@@ -75,11 +77,13 @@ class ReduceScatterFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
+        """As `reduce_scatter`."""
         ctx.process_group = process_group
         return collectives.scatter_rows(input_, process_group)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """The gradients of the parts of all processes, one after the other."""
         return AllGatherFunc.apply(grad_output, ctx.process_group), None
 
 
@@ -88,6 +92,7 @@ class AllReduceFunc(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
+        """As `all_reduce`."""
         if _may_be_overwritten(input_):
             ctx.mark_dirty(input_)
         elif not torch.compiler.is_compiling():  # in a graph the sum is a new tensor anyway
@@ -96,13 +101,14 @@ class AllReduceFunc(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """The gradient, unchanged."""
         return grad_output, None
 
 
 def all_gather(input_: Tensor, process_group: ProcessGroup) -> Tensor:
     """Concatenate the input_ (rows, ...) of all processes to (world_size * rows, ...).
 
-    The gradient is the sum of all processes' gradients for the rows of this one.
+    process_group: the processes. The gradient is the sum of all processes' gradients for the rows of this one.
     """
     _check_rows(input_)
     return AllGatherFunc.apply(input_, process_group)
@@ -111,14 +117,17 @@ def all_gather(input_: Tensor, process_group: ProcessGroup) -> Tensor:
 def reduce_scatter(input_: Tensor, process_group: ProcessGroup) -> Tensor:
     """Sum the input_ (rows, ...) of all processes and keep this one's part, (rows / world_size, ...).
 
-    The gradient concatenates the gradients of all parts. Raises ValueError if the rows cannot be divided evenly.
+    process_group: the processes. The gradient concatenates the gradients of all parts. Raises ValueError if the rows
+    cannot be divided evenly.
     """
     _check_rows_of(process_group, input_)
     return ReduceScatterFunc.apply(input_, process_group)
 
 
 def all_reduce(input_: Tensor, process_group: ProcessGroup) -> Tensor:
-    """Sum the input_ of all processes. Use the returned tensor afterwards: it may share the memory of input_.
+    """Sum the input_ of all processes of process_group.
+
+    Use the returned tensor afterwards: it may share the memory of input_.
 
     The gradient passes unchanged: all processes compute the same from the sum, so each already has the whole gradient.
     """
@@ -129,9 +138,10 @@ def all_reduce(input_: Tensor, process_group: ProcessGroup) -> Tensor:
 def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup) -> None:
     """Copy parameters with a true attribute `_shared_params` from the first process to all others.
 
-    They are sent in the order of their names, since the other parameters may differ between processes. The attribute
-    of a module applies to its own parameters, not to its submodules. A model that is still on the CPU goes through the
-    GPU, one parameter at a time, where the group is of GPUs only (NCCL).
+    process_group: all processes that have the model. The parameters are sent in the order of their names, since the
+    other parameters may differ between processes. The attribute of a module applies to its own parameters, not to its
+    submodules. A model that is still on the CPU goes through the GPU, one parameter at a time, where the group is of
+    GPUs only (NCCL).
     """
     only_gpus = dist.get_backend(process_group) == "nccl"
     for _, parameter in _tagged(model, "_shared_params"):
@@ -142,7 +152,7 @@ def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup) -> N
 
 
 def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: ProcessGroup) -> None:
-    """Sum the gradients of parameters with a true attribute `_sequence_parallel` over the processes, in place.
+    """Sum the gradients of a model's parameters that have a true attribute `_sequence_parallel` over process_group.
 
     Norms between sequence-parallel layers see only this process's tokens, so each process has a part of their gradient.
     Call it after backward and before the optimizer's step. The attribute of a module applies to its own parameters, not
@@ -162,7 +172,9 @@ def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: Proc
 
 
 def get_dim_for_local_rank(dim: int, world_size: int, local_rank: int, multiple_of: int = 1) -> int:
-    """Returns a process's share of a dimension in multiples of `multiple_of`; the first processes may have one more.
+    """Returns the share of dim that process local_rank of world_size has, in multiples of multiple_of.
+
+    The first processes may have one more.
 
     >>> [get_dim_for_local_rank(96, world_size=4, local_rank=rank, multiple_of=16) for rank in range(4)]
     [32, 32, 16, 16]

@@ -134,6 +134,14 @@ def test_default_parts():
 
 
 @pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
+@pytest.mark.parametrize("dim", [0, 32, 100])
+def test_a_mixer_must_be_given_where_heads_of_64_do_not_fit(block_cls, dim):
+    message = rf"dim must be a multiple of 64.* unless mixer_cls is given, found {dim}: give .*MHA, num_heads="
+    with pytest.raises(ValueError, match=message):
+        block_cls(dim)
+
+
+@pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
 def test_dtypes(block_cls, device):
     """Fused, the norm's output has the dtype of the hidden states, and only a missing residual becomes float32."""
     fused, plain = twins(block_cls, device, residual_in_fp32=True)

@@ -880,6 +880,9 @@ ERRORS = {
         dict(cross_attn=True), dict(x_kv=X[:1]), ValueError, r"x_kv must have shape \(2, \*, 64\), found \(1, 5, 64\)"),
     "x_kv is packed": (dict(cross_attn=True), dict(x_kv=X[0]), ValueError, r"x_kv must have shape \(2, \*, 64\)"),
     "subset without cross": ({}, dict(mixer_subset=[0]), ValueError, "mixer_subset can be given only with cross_attn"),
+    "mask and use_flash_attn": (
+        FLASH, dict(key_padding_mask=KEEP), ValueError,
+        "without use_flash_attn: .* flash_attn.bert_padding.unpad_input, and give cu_seqlens and max_seqlen"),
     "cache and a mask": (
         {}, dict(inference_params=PARAMS, key_padding_mask=KEEP), ValueError, "without inference_params"),
     "cache and a convolution": (dict(dwconv=True), dict(inference_params=PARAMS), ValueError, "without dwconv"),

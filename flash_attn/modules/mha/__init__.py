@@ -15,6 +15,7 @@ what `multihead` (MHA) and `parallel` (ParallelMHA, its heads divided over proce
 here because other packages import them from this module.
 """
 
+from flash_attn import _removed
 from flash_attn.flash_attn_interface import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -57,3 +58,5 @@ __all__ = [
     "get_alibi_slopes",
     "get_dim_for_local_rank",
 ]
+
+__getattr__ = _removed.getattr_of(__name__, {})

@@ -168,7 +168,8 @@ class FlashCrossAttention(_FlashAttention):
         """Attention of q (batch, seqlen_q, heads, head_dim) to kv (batch, seqlen_k, 2, heads_kv, head_dim).
 
         With cu_seqlens and cu_seqlens_k, q is (total_q, heads, head_dim) and kv (total_k, 2, heads_kv, head_dim).
-        Returns a tensor like q. Raises what `flash_attn_kvpacked_func` raises.
+        max_seqlen, max_seqlen_k: the greatest length of a sequence of q and of kv. causal: overrides that of the module
+        unless None. Returns a tensor like q. Raises what `flash_attn_kvpacked_func` raises.
         """
         if cu_seqlens is None:
             return flash_attn_kvpacked_func(q, kv, **self._options(causal, q.device))

@@ -23,6 +23,7 @@ class LinearResidual(FewRowsLinear):
     """
 
     def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """(input W^T + bias, input) for input (..., in_features)."""
         return super().forward(input), input
 
 
@@ -222,7 +223,12 @@ class MHA(MultiHeadAttention):
         for name, condition, where in (
             ("x_kv", self.cross_attn, "with cross_attn"),
             ("mixer_subset", self.cross_attn, "with cross_attn"),
-            ("key_padding_mask", not self.use_flash_attn, "without use_flash_attn"),
+            (
+                "key_padding_mask",
+                not self.use_flash_attn,
+                "without use_flash_attn: pack the tokens by flash_attn.bert_padding.unpad_input, and give cu_seqlens "
+                "and max_seqlen",
+            ),
             ("key_padding_mask", "inference_params" not in given, "without inference_params"),
             ("cu_seqlens", self.use_flash_attn, "with use_flash_attn"),
             ("cu_seqlens", "key_padding_mask" not in given, "without key_padding_mask"),

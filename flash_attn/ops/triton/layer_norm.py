@@ -226,6 +226,7 @@ class RMSNorm(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Set the weight to one, or to zero with zero_centered_weight: the identity but for the scale."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
     def forward(
@@ -235,6 +236,10 @@ class RMSNorm(torch.nn.Module):
         prenorm: bool = False,
         residual_in_fp32: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor | None, ...]:
+        """The norm of dropout(x) + residual, for x and residual (..., hidden_size); residual may be None.
+
+        Returns a tensor like x; with prenorm also the sum, in float32 with residual_in_fp32.
+        """
         return rms_norm_fn(
             x, self.weight, self.bias, residual=residual, eps=self.eps,
             dropout_p=self.drop.p if self.drop is not None and self.training else 0.0, prenorm=prenorm,
@@ -242,6 +247,7 @@ class RMSNorm(torch.nn.Module):
         )  # fmt: skip
 
     def extra_repr(self) -> str:
+        """The options that a printed module shows."""
         return f"{self.weight.shape[0]}, eps={self.eps}, zero_centered_weight={self.zero_centered_weight}"
 
 

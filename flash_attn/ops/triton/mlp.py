@@ -74,6 +74,7 @@ class FusedDenseSqreluDense(nn.Module):
         self.fc2 = nn.Linear(hidden, out, bias=bias2, device=device, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """fc2(relu(fc1(x))^2) of x (..., in_features): (..., out_features)."""
         return fused_dense_sqrelu_dense_function(
             x, self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias, self.checkpoint_lvl
         )

@@ -37,7 +37,7 @@ class InferenceParams:
         return self.__dict__ | dict(writers={})
 
     def reset(self, max_seqlen: int, max_batch_size: int) -> None:
-        """Begin new sequences in the same caches."""
+        """Begin new sequences in the same caches: at most max_batch_size of at most max_seqlen tokens."""
         self.max_seqlen = max_seqlen
         self.max_batch_size = max_batch_size
         self.seqlen_offset = 0

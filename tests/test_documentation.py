@@ -1,0 +1,85 @@
+"""README and the pages of docs/: their examples run as written, their tables say what the sources say."""
+
+import importlib
+import pathlib
+import re
+
+import pytest
+
+from flash_attn import models
+from flash_attn.models._family import families
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MATRIX = (ROOT / "docs/support.md").read_text().split("<!-- support matrix")[1].split("\n\n")[0]
+ROWS = [row.strip("|").split("|") for row in MATRIX.splitlines()[3:]]
+OLDER_TYPES = {"RefinedWeb", "RefinedWebModel"}  # as Falcon's first checkpoints have it
+OPS = {  # a word of the row: the ops that must have kernels before it may say so
+    "varlen": {"fwd", "bwd"},
+    "cache": {"fwd_kvcache"},
+    "rotary": {"rotary", "rotary_", "rotary_into"},
+    "cross entropy": {"xentropy_fwd", "xentropy_bwd", "xentropy_bwd_"},
+    "softmax": {"softmax_fwd", "softmax_bwd"},
+    "LayerNorm": {"layer_norm_fwd", "layer_norm_bwd"},
+    "MLPs": {"fused_dense_fwd", "fused_dense_dgrad", "fused_dense_wgrad", "gated_dense_fwd"},
+    "SwiGLU": {"activation_fwd", "activation_bwd"},
+}
+
+
+def _examples(page):
+    """The blocks that are marked as python; those marked as py need what is not everywhere."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if _examples(page)], ids=lambda page: page.stem)
+def test_examples(page):
+    """Those of a page run one after the other, as a reader would paste them."""
+    names = {"__name__": page.stem}
+    for example in _examples(page):
+        if "transformers" in example:
+            pytest.importorskip("transformers")
+        exec(compile(example, str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0].strip())
+def test_support_matrix(row):
+    title, _, gpu = row
+    bindings = "".join(path.read_text() for path in (ROOT / "csrc/binding").glob("*.cpp"))
+    registered = set(re.findall(r'm\.impl\("(\w+)"', bindings))
+    (ops,) = (ops for word, ops in OPS.items() if word in title)
+    assert ("kernel" in gpu) == (ops <= registered)
+
+
+def test_every_operation_is_in_the_matrix():
+    assert len(ROWS) == len(OPS)
+
+
+def test_families_of_models():
+    """The page and the docstring have the same table and the same limits; the table has every family with its types."""
+    table = models.__doc__[models.__doc__.index("| module") :].strip()
+    assert table in (ROOT / "docs/guides/models.md").read_text()
+    rows = [row.split("|") for row in table.splitlines() if row.startswith("| `")]
+    listed = {name.strip(" `"): set(types.strip().split(", ")) for _, name, types, *_ in rows}
+    expected = {family.name.replace("gpt2", "gpt"): set(family.model_types) - OLDER_TYPES for family in families()}
+    assert listed == expected
+
+
+def test_files_that_pages_name_are_there():
+    """Paths in `backticks` with a folder of the repository in front, also with a star."""
+    folders = "benchmarks|compat|csrc|docs|examples|flash_attn|tests|training"
+    for page in PAGES:
+        for path in re.findall(rf"`((?:{folders})/[\w./*<>-]+)`", page.read_text()):
+            assert "<" in path or list(ROOT.glob(path.rstrip("/"))), f"{page.name} names {path}"
+
+
+def test_reference_has_every_public_module():
+    """A module that has code of its own, or gathers what private modules have, is on a page."""
+    listed = set(re.findall(r"^::: (\S+)", "".join(page.read_text() for page in PAGES), re.MULTILINE))
+    for path in (ROOT / "flash_attn").rglob("*.py"):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        name = ".".join(part for part in parts if part != "__init__")
+        private = any(part.startswith("_") and part != "__init__" for part in parts)
+        if private or any(name.startswith(f"{each}.") for each in listed) or name == "flash_attn":
+            continue
+        empty = path.name == "__init__.py" and not hasattr(importlib.import_module(name), "__all__")
+        assert name in listed or (empty and name != "flash_attn.models"), f"{name} is on no page of docs/reference"
