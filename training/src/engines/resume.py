@@ -34,7 +34,8 @@ class ExactResume(Strategy):
     """Mixin for Lightning's strategies, in front of one of them in the list of bases.
 
     - Checkpoints are those of `src.utils.checkpoint`, written by all processes.
-    - They are taken between two optimiser steps. A request in the middle of an accumulation waits for its end.
+    - They are taken between two optimiser steps. A request in the middle of an accumulation waits for its end, and so
+      does the end of a run, as at Trainer(max_time=…).
     - Validation draws its random numbers apart from training.
     - SIGTERM and SIGUSR1 end the run after a save (`src.engines.signals`).
     """
@@ -286,6 +287,21 @@ class ExactResume(Strategy):
         ]
 
 
+def back_to_last_step(trainer: L.Trainer) -> None:
+    """Let what is saved of a run that has failed be its state after the last optimiser step.
+
+    A run that goes on takes the batches since then again: their gradients are lost. A validation begins again.
+    """
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    processed = batches.current.processed
+    epoch_is_over = processed == trainer.num_training_batches
+    since = 0 if epoch_is_over else processed % trainer.accumulate_grad_batches
+    for counters in (batches.total, batches.current):
+        counters.ready = counters.started = counters.completed = counters.processed = counters.processed - since
+    batches.is_last_batch = epoch_is_over
+    trainer.strategy.within_validation = trainer.validating and not since
+
+
 def _consider_saved(trainer):
     """Have callbacks that save every n steps not do it at the step of the checkpoint.
 
@@ -333,6 +349,12 @@ def _plain_hyper_parameters(state):
 
 
 def _begin_validation_again(fit_loop):
-    """Have a run that goes on from within a validation do it from its start: Lightning takes it for interrupted."""
+    """Have a run that goes on from within a validation do it from its start: Lightning takes it for interrupted.
+
+    The batch before is done, also if callbacks are still at its end.
+    """
+    batches = fit_loop["epoch_loop.batch_progress"]
+    for counters in ("total", "current"):
+        batches[counters] = batches[counters] | {"completed": batches[counters]["processed"]}
     started = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     fit_loop["epoch_loop.val_loop.batch_progress"] |= {"total": started, "current": started, "is_last_batch": False}
