@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from src.datamodules import token_cache
 from src.datamodules.corpus import SAMPLE_BY, HubCorpus, LocalCorpus, Names, find_corpus, local_path
 from src.datamodules.datasets.detokenizer import detokenizer_of
-from src.datamodules.datasets.lm_dataset import LMDataset
+from src.datamodules.datasets.lm_dataset import LMDataset, sample_digest
 from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
 from src.datamodules.resumable import ResumableDataModule
 from src.datamodules.resumable_loader import Position, ResumableLoader, leave_signals_to_the_trainer
@@ -289,6 +289,18 @@ class LMDataModule(ResumableDataModule):
             self.fast_forward_batches = fit_loop["epoch_loop.batch_progress"]["current"]["completed"]
             return
         super().load_state_dict(state_dict)
+
+    def description(self) -> dict[str, Any]:
+        return {
+            "dataset_name": str(self.dataset_name),
+            "tokenizer_name": str(self.tokenizer_name),
+            "max_length": self.max_length,
+            "contents": self._contents,
+        }
+
+    @cached_property
+    def _contents(self) -> str:
+        return sample_digest(self.dataset_train.tokens, self.max_length)
 
     def first_position(self, loader: ResumableLoader) -> Position:
         """Where fast_forward_epochs and fast_forward_batches say."""

@@ -26,6 +26,7 @@ from src.engines import rng, signals
 from src.utils import checkpoint as checkpoints
 from src.utils.checkpoint import Checkpoint, CheckpointError, Entry, found
 
+_OF_WHAT_FITS = ("model", "datamodule", "task", "train")  # groups of options on which it depends what fits
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _log = logging.getLogger(__name__)
 
@@ -234,8 +235,10 @@ class ExactResume(Strategy):
         """Raise CheckpointError with everything in which the checkpoint differs from this run."""
         faults = self._differences(state)
         if faults:
-            more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
-            raise CheckpointError("; ".join(faults[:8]) + more)
+            more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+            changed = _changes(state.get("hyper_parameters") or {}, self.lightning_module.hparams)
+            options = f"\nOptions that were others: {'; '.join(changed)}" if changed else ""
+            raise CheckpointError("; ".join(faults[:3]) + more + options)
 
     def _differences(self, state):
         entries, engine = self._resumed.entries, state["engine"]
@@ -247,13 +250,13 @@ class ExactResume(Strategy):
         model, _ = self._divide_model(self.lightning_module_state_dict())
         strict = self.lightning_module.strict_loading
         faults = [
-            f"{name} has shape {found(entries.get(name))} in the checkpoint and {tuple(x.shape)} in the model"
+            f"{name.removeprefix(checkpoints.WEIGHTS)} has shape {found(entries.get(name))} in the checkpoint and {tuple(x.shape)} in the model"
             for name, x in model.items()
             if (entries[name].shape != x.shape if name in entries else strict)
         ]
         if strict:
             faults += [
-                f"{name} is not in the model"
+                f"{name.removeprefix(checkpoints.WEIGHTS)} is not in the model"
                 for name in entries
                 if name.startswith(checkpoints.WEIGHTS) and name not in model and self._is_mine(name)
             ]
@@ -346,6 +349,15 @@ def _plain_hyper_parameters(state):
         if OmegaConf.is_config(state.get(key)):
             state[key] = OmegaConf.to_container(state[key], resolve=True)
     return state
+
+
+def _changes(then, now, place=""):
+    """The options of a model, its data and its training that differ between two configurations, in words."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        keys = [*then, *(key for key in now if key not in then)]
+        keys = keys if place else [key for key in keys if key in _OF_WHAT_FITS]
+        return [each for key in keys for each in _changes(then.get(key), now.get(key), f"{place}.{key}".lstrip("."))]
+    return [] if then == now else [f"{place} was {then!r}, and is {now!r}"]
 
 
 def _begin_validation_again(fit_loop):

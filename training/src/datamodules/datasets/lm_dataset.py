@@ -1,5 +1,6 @@
 """Sequences of a token array for next-token prediction."""
 
+import hashlib
 import mmap
 import operator
 from collections.abc import Sequence
@@ -78,6 +79,14 @@ class LMDataset(Dataset):
         self.__dict__.update(state)
         tokens = state["_tokens"]
         self.tokens = tokens.open() if isinstance(tokens, _Map) else tokens
+
+
+def sample_digest(tokens: np.ndarray, seq_len: int, samples: int = 64) -> str:
+    """A hash of seq_len and of some sequences at even distances: most other texts have another, at the same length."""
+    digest = hashlib.sha256(f"{seq_len} {len(tokens)}".encode())
+    for start in np.linspace(0, max(len(tokens) - seq_len, 0), samples, dtype=np.int64):
+        digest.update(np.asarray(tokens[start : start + seq_len], np.int64).tobytes())
+    return digest.hexdigest()
 
 
 class _Map:
