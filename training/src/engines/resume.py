@@ -250,7 +250,8 @@ class ExactResume(Strategy):
         model, _ = self._divide_model(self.lightning_module_state_dict())
         strict = self.lightning_module.strict_loading
         faults = [
-            f"{name.removeprefix(checkpoints.WEIGHTS)} has shape {found(entries.get(name))} in the checkpoint and {tuple(x.shape)} in the model"
+            f"{name.removeprefix(checkpoints.WEIGHTS)} has shape {found(entries.get(name))} in the checkpoint and "
+            f"{tuple(x.shape)} in the model"
             for name, x in model.items()
             if (entries[name].shape != x.shape if name in entries else strict)
         ]

@@ -10,7 +10,6 @@ import pytest
 
 from src.datamodules.language_modeling_hf import LMDataModule
 
-
 FAILS = """
 from torch.utils.data import DataLoader
 from src.datamodules.resumable_loader import leave_signals_to_the_trainer
