@@ -16,10 +16,12 @@ from flash_attn.models.gpt import GPTLMHeadModel, combine_state_dicts_tp
 from src import engines
 from src.callbacks.speed_monitor import SpeedMonitor
 from src.optim.param_grouping import group_parameters_for_optimizer
+from src.tasks.seq import SequenceLMModel
 from src.utils.checkpoint import CheckpointError, load_checkpoint
 from src.utils.flops import train_flops_per_token
 from tests.processes import over_processes
 from training.tests.engines import tiny
+from training.tests.standins import small
 
 STEPS, GLOBAL_BATCH = 7, 8
 
@@ -59,6 +61,8 @@ class Started(ClusterEnvironment):
 
 
 def strategy(name, group, **options):
+    if name == "single":
+        return engines.strategy(name, "cpu", 1)
     if group is not None:
         options["cluster_environment"] = Started(group)
     return engines.STRATEGIES[name](**options)
@@ -397,3 +401,37 @@ def check_bad_sizes(group, folder):
 
 def test_what_does_not_fit_is_named(tmp_path):
     over_processes(2, check_bad_sizes, tmp_path)
+
+
+def validated_text(folder, group=None, name="single"):
+    """The validation metrics of a model that is not trained, on 11 sequences of a text."""
+    torch.manual_seed(0)
+    task = SequenceLMModel(
+        small(
+            "datamodule._target_=src.datamodules.language_modeling_hf.LMDataModule", "+datamodule.loader_workers=0",
+            f"datamodule.dataset_name={folder}/text", f"datamodule.cache_dir={folder}/cache", "datamodule.batch_size_eval=1",
+        )
+    )  # fmt: skip
+    assert len(task._datamodule.dataset_val) == 11
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1 if group is None else group.size(), strategy=strategy(name, group), logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    (metrics,) = trainer.validate(task, datamodule=task._datamodule, verbose=False)
+    return metrics
+
+
+def check_validated_text(group, folder, name, expected):
+    metrics = validated_text(folder, group, name)
+    assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_each_sequence_is_validated_once(tmp_path):
+    """However many ranks there are: the last batch of some of them has none."""
+    (tmp_path / "text").mkdir()
+    for name, words in (("train", 40), ("valid", 11)):
+        (tmp_path / "text" / f"{name}.txt").write_text("".join(f"word {i:3} of all\n" for i in range(words)))
+    expected = validated_text(tmp_path)
+    assert set(expected) == {"val/loss", "val/ppl", "val/num-tokens"} and expected["val/num-tokens"] == 11 * 16
+    over_processes(2, check_validated_text, tmp_path, "ddp", expected)
+    over_processes(3, check_validated_text, tmp_path, "fsdp", expected)
