@@ -5,9 +5,10 @@ bare          a loop of the same model, loss, precision, clipping, optimizer and
               GPU: what the harness could reach
 transformers  the harness with the model of transformers, SDPA and torch.compile
 
-Cases with several GPUs begin with their number, and their `scaling` is the share of so many times the tokens per second
-of one. Each provider runs in a process of its own, one after the other; the clock runs between two optimizer steps, at
-both of which the GPU has caught up.
+Cases with several GPUs begin with their number. There, "apart" is as many runs at once, one on each GPU, which know
+nothing of each other, and `scaling` is the tokens per second over those of all of them: what working together costs.
+Each provider runs by itself, one after the other; the clock runs between two optimizer steps, at both of which the GPU
+has caught up.
 
     python -m benchmarks.benchmark_training                           # all cases that the GPUs here allow
     python -m benchmarks.benchmark_training '1/gpt2-124M*' --steps 200
@@ -19,8 +20,10 @@ import fnmatch
 import json
 import os
 import pathlib
+import random
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import time
 from typing import Any
@@ -33,6 +36,7 @@ from benchmarks.harness import ROWS, append_csv, environment
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 WARM_UP = 20  # optimizer steps
+TEXT_BYTES = 4 * 10**7  # so that no epoch ends while the clock runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,27 +48,25 @@ class Case:
     batch: int  # of a device, and of each step there
     overrides: tuple[str, ...]
     transformers: tuple[str, ...] = ()  # in place of the experiment of the first override; none if empty
+    strategy: str = "trainer.strategy=null"
 
     def __str__(self):
         return f"{self.devices}/{self.name}"
 
-    @property
-    def model(self):
-        return self.name.split()[0]
-
     def providers(self):
         """{provider: overrides}"""
-        found = {"harness": self.overrides}
-        if self.devices == 1:
-            found["bare"] = (*self.overrides, f"trainer._target_={__spec__.name}.BareLoop")
+        alone = (*self.overrides, "trainer.strategy=null")
+        if self.devices > 1:
+            return {"apart": alone, "harness": (*self.overrides, self.strategy)}
+        found = {"harness": alone, "bare": (*alone, f"trainer._target_={__spec__.name}.BareLoop")}
         if self.transformers:
-            found["transformers"] = (*self.transformers, *self.overrides[1:], "train.compile=true")
+            found["transformers"] = (*self.transformers, *alone[1:], "train.compile=true")
         return found
 
 
 _SMALL = ("experiment=owt/gpt2s-flash", "trainer.precision=bf16")
 _MEDIUM = ("experiment=owt/gpt2m-flash", "trainer.precision=bf16")
-_1B = ("experiment=pile/gpt3xl-flash", "optimizer=adamw")
+_1B = ("experiment=pile/gpt3xl-flash", "optimizer=adamw", "datamodule.max_length=2048")
 
 
 def cases(device):
@@ -73,18 +75,19 @@ def cases(device):
         return
     yield Case(1, "gpt2-124M", 32, _SMALL, ("experiment=owt/gpt2s-hf",))
     yield Case(1, "gpt2-350M", 16, _MEDIUM, ("experiment=owt/gpt2m-hf",))
-    yield Case(1, "gpt3-1.3B", 8, (*_1B, "trainer.strategy=null"))
+    yield Case(1, "gpt3-1.3B", 8, _1B)
     for devices in (2, 4):
-        yield Case(devices, "gpt2-124M ddp", 32, _SMALL)
-        yield Case(devices, "gpt3-1.3B fsdp", 8, (*_1B, "strategy=fsdp"))
+        yield Case(devices, "gpt2-124M ddp", 32, _SMALL, strategy="strategy=ddp")
+        yield Case(devices, "gpt3-1.3B fsdp", 8, _1B, strategy="strategy=fsdp")
 
 
 @dataclasses.dataclass
 class Row:
     """One line of the table and of the CSV file.
 
-    ms: of an optimizer step. of_bare: tokens per second over those of the bare loop. ratio: over those of transformers.
-    loader: the share of the time in which the loop waits for a batch. peak_mb: of the first GPU, everything included.
+    ms: of an optimizer step. of_bare, ratio, scaling: tokens per second over those of the bare loop, of transformers,
+    and of the runs apart. loader: the share of the time in which the loop waits for a batch. peak_mb: of the first GPU,
+    everything included.
     """
 
     devices: int
@@ -106,20 +109,26 @@ class Row:
 def main() -> None:
     """Run the cases that the command line asks for, appending rows as they are made; print them."""
     args = _parse()
-    known = {}
+    text = args.text or (_python_files(args.csv.parent) if torch.cuda.is_available() else "python_sources")
     for case in args.chosen:
-        rows = []
+        found = {}
         for provider, overrides in case.providers().items():
-            print(f"{case}: {provider}", file=sys.stderr, flush=True)
-            found = _run(case, [*overrides, *args.overrides], args)
-            if found is not None:
-                known[case.devices, case.model, provider] = found
-                rows.append((provider, found))
-        rows = [_row(case, provider, found, known) for provider, found in rows]
+            if args.providers is None or provider in args.providers:
+                print(f"{case}: {provider}", file=sys.stderr, flush=True)
+                found[provider] = _run(case, [*overrides, *args.overrides], text, args.steps, apart=provider == "apart")
+        found = {provider: result for provider, result in found.items() if result is not None}
+        rows = [_row(case, provider, found) for provider in found]
         append_csv(args.csv, [dataclasses.asdict(row) for row in rows])
         for row in rows:
             print(*_values(row), flush=True)
     print("rows:", args.csv)
+
+
+def _python_files(folder):
+    path = folder / "sources.jsonl"
+    if not path.exists():
+        write_python_files(path, TEXT_BYTES)
+    return path.absolute()
 
 
 def _values(row):
@@ -130,16 +139,16 @@ def _values(row):
         yield value if field in ("devices", "case", "provider") else f"{field}={value:.4g}" if value else f"{field}=-"
 
 
-def _row(case, provider, found, known):
-    def over(devices, other, times=1):
-        peer = known.get((devices, case.model, other))
-        return None if peer is None else found["tokens_per_s"] / (times * peer["tokens_per_s"])
+def _row(case, provider, found):
+    this = found[provider]
+
+    def over(other):
+        return this["tokens_per_s"] / found[other]["tokens_per_s"] if other in found else None
 
     return Row(
-        case.devices, case.name, provider, found["tokens_per_s"], found["ms"], of_bare=over(case.devices, "bare"),
-        ratio=over(case.devices, "transformers"),
-        scaling=over(1, provider, case.devices) if case.devices > 1 else None,
-        loader=found["loader"], peak_mb=found["peak_mb"], **environment(found["device"]),
+        case.devices, case.name, provider, this["tokens_per_s"], this["ms"], of_bare=over("bare"),
+        ratio=over("transformers"), scaling=over("apart"), loader=this["loader"], peak_mb=this["peak_mb"],
+        **environment(this["device"]),
     )  # fmt: skip
 
 
@@ -147,10 +156,11 @@ def _parse():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="?", default="*", help="glob over devices/case (default: all that can run)")
     parser.add_argument("overrides", nargs="*", help="further arguments of run.py, for all")
-    parser.add_argument("--text", default="python_sources", help="what to train on (default: Python's own sources)")
+    parser.add_argument("--text", help="what to train on (default: the Python code that is installed here)")
+    parser.add_argument("--providers", nargs="+", help="measure these only (default: all)")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps that are measured (default: 100)")
     parser.add_argument("--csv", type=pathlib.Path, default=ROWS / "training.csv", help="default: %(default)s")
-    args = parser.parse_args()
+    args = parser.parse_intermixed_args()
     gpus = torch.cuda.device_count()
     known = list(cases("cuda" if gpus else "cpu"))
     args.chosen = [case for case in known if fnmatch.fnmatch(str(case), args.cases) and case.devices <= max(gpus, 1)]
@@ -159,25 +169,54 @@ def _parse():
     return args
 
 
-def _run(case, overrides, args):
-    """Train in a process of its own. Returns what its Stopwatch has written, or None if the run failed."""
+def _run(case, overrides, text, steps, apart):
+    """Train in processes of their own. Returns what their Stopwatches have written, or None if a run failed."""
     with tempfile.TemporaryDirectory() as folder:
-        result = pathlib.Path(folder, "result.json")
-        common = [
-            "datamodule=text", f"datamodule.dataset_name={args.text}", "datamodule.num_workers=8",
-            f"trainer.devices={case.devices}", f"datamodule.batch_size={case.batch}",
-            f"++train.global_batch_size={case.batch * case.devices}", f"trainer.max_steps={WARM_UP + args.steps}",
-            "++trainer.limit_val_batches=0", "test_after_training=false", "logger=csv", "print_config=false",
-            f"hydra.run.dir={folder}/run",
-            f"+callbacks.stopwatch._target_={__spec__.name}.Stopwatch", f"+callbacks.stopwatch.file={result}",
-        ]  # fmt: skip
-        environ = os.environ | {"PYTHONPATH": paths()}
-        command = [sys.executable, "run.py", overrides[0], *common, *overrides[1:]]
-        done = subprocess.run(command, cwd=ROOT / "training", env=environ, stdout=sys.stderr)
-        if done.returncode != 0 or not result.exists():
-            print(f"  failed with exit code {done.returncode}", file=sys.stderr)
+        devices = 1 if apart else case.devices
+        runs = [pathlib.Path(folder, str(i)) for i in range(case.devices if apart else 1)]
+        processes = []
+        for i, run in enumerate(runs):
+            common = [
+                "datamodule=text", f"datamodule.dataset_name={text}", "datamodule.num_workers=8",
+                f"trainer.devices={devices}", f"datamodule.batch_size={case.batch}",
+                f"++train.global_batch_size={case.batch * devices}", f"trainer.max_steps={WARM_UP + steps}",
+                "++trainer.limit_val_batches=0", "test_after_training=false", "logger=csv", "print_config=false",
+                f"hydra.run.dir={run}", f"+callbacks.stopwatch._target_={__spec__.name}.Stopwatch",
+                f"+callbacks.stopwatch.file={run}.json",
+            ]  # fmt: skip
+            environ = os.environ | {"PYTHONPATH": paths()} | ({"CUDA_VISIBLE_DEVICES": _gpu(i)} if apart else {})
+            command = [sys.executable, "run.py", overrides[0], *common, *overrides[1:]]
+            processes.append(subprocess.Popen(command, cwd=ROOT / "training", env=environ, stdout=sys.stderr))
+        codes = [process.wait() for process in processes]
+        if any(codes):
+            print(f"  failed with exit codes {codes}", file=sys.stderr)
             return None
-        return json.loads(result.read_text())
+        results = [json.loads(run.with_suffix(".json").read_text()) for run in runs]
+        return results[0] | {"tokens_per_s": sum(result["tokens_per_s"] for result in results)}
+
+
+def _gpu(i):
+    """The name of a GPU for processes that shall see no other."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[i] if visible else str(i)
+
+
+def write_python_files(path: pathlib.Path, size: int) -> None:
+    """Write a JSON Lines file with modules of Python's library and of what is installed, of about so many bytes.
+
+    The order mixes them.
+    """
+    modules = sorted(pathlib.Path(sysconfig.get_path("stdlib")).rglob("*.py"))
+    modules += sorted(pathlib.Path(sysconfig.get_path("purelib")).rglob("*.py"))
+    random.Random(0).shuffle(modules)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        for module in modules:
+            if file.tell() > size:
+                break
+            text = module.read_text(errors="ignore")
+            if len(text) > 100:
+                file.write(json.dumps({"text": text}) + "\n")
 
 
 def paths() -> str:
@@ -249,7 +288,7 @@ class BareLoop:
         gradient_clip_val: float | None = None,
         **ignored: Any,
     ) -> None:
-        self.max_steps, self.clip = max_steps, gradient_clip_val
+        self.max_steps, self.clip, self.callback_metrics = max_steps, gradient_clip_val, {}
         self.dtype = {"bf16-mixed": torch.bfloat16, "32-true": None}[precision]
         self.stopwatch = next(each for each in callbacks if isinstance(each, Stopwatch))
 
@@ -259,7 +298,7 @@ class BareLoop:
         found = task.configure_optimizers()
         found = found if isinstance(found, dict) else {"optimizer": found}
         optimizer, schedule = found["optimizer"], found.get("lr_scheduler", {}).get("scheduler")
-        batch = [x.to(device) for x in next(iter(datamodule.val_dataloader()))]
+        batch = [x.to(device) for x in next(iter(datamodule.train_dataloader()))]
         for step in range(1, self.max_steps + 1):
             with torch.autocast(device.type, self.dtype, enabled=self.dtype is not None):
                 loss, *_ = task.step(batch)

@@ -17,13 +17,11 @@ import itertools
 import json
 import os
 import pathlib
-import random
 import statistics
 import subprocess
 import sys
-import sysconfig
 
-from benchmarks.benchmark_training import ROOT, paths
+from benchmarks.benchmark_training import ROOT, paths, write_python_files
 from benchmarks.harness import ROWS, append_csv, environment
 
 FUSED = ("use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dropout_add_ln", "residual_in_fp32")
@@ -43,7 +41,8 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     overrides = [*args.overrides, f"trainer.max_steps={args.steps}"]
     if not args.overrides:
-        text = _sources(folder)
+        text = folder / "sources.jsonl"
+        write_python_files(text, TEXT_BYTES)
         overrides += [
             "experiment=local/gpt2s", "datamodule.batch_size=32", "train.global_batch_size=32",
             f"datamodule.dataset_name={text}", f"datamodule.tokenizer_name={_vocabulary(text, folder)}",
@@ -73,22 +72,6 @@ def _parse():
     args = parser.parse_args()
     args.csv = args.csv.absolute()
     return args
-
-
-def _sources(folder):
-    """A file with the modules of Python's library and of what is installed, in an order that mixes them."""
-    modules = sorted(pathlib.Path(sysconfig.get_path("stdlib")).rglob("*.py"))
-    modules += sorted(pathlib.Path(sysconfig.get_path("purelib")).rglob("*.py"))
-    random.Random(0).shuffle(modules)
-    path = folder / "sources.jsonl"
-    with path.open("w") as file:
-        for module in modules:
-            if file.tell() > TEXT_BYTES:
-                break
-            text = module.read_text(errors="ignore")
-            if len(text) > 100:
-                file.write(json.dumps({"text": text}) + "\n")
-    return path
 
 
 def _vocabulary(text, folder):

@@ -4,6 +4,7 @@ They stand between two comments of a page, `<!-- rows: NAME -->` and `<!-- end o
 writes them; a test compares. So no number in a page is typed by hand.
 """
 
+import csv
 import pathlib
 import re
 
@@ -43,6 +44,19 @@ def _models():
             yield f"{what}: {case}", *(f"{row.ms:.4g}" if row else "" for row in found)
 
 
+def _training():
+    yield "GPUs, model", "run by", "tokens a second", "ms a step"
+    with (RESULTS / "training.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            name = {
+                "harness": "`training/`",
+                "bare": "a bare loop",
+                "transformers": "`training/` with transformers' model",
+            }
+            case = f"{row['devices']}, {row['case']}"
+            yield case, name.get(row["provider"], "as many runs apart"), f"{float(row['tokens_per_s']):.0f}", row["ms"]
+
+
 def _slower():
     """The cases in which the baseline is faster by more than 2 %."""
     yield "operation", "case", "time of the baseline / ours"
@@ -52,7 +66,7 @@ def _slower():
                 yield f"`{row.op}`", row.case, f"{row.ratio:.2f}"
 
 
-TABLES = {"attention": _attention, "models": _models, "slower": _slower}
+TABLES = {"attention": _attention, "models": _models, "training": _training, "slower": _slower}
 
 
 def table(name: str) -> str:

@@ -37,6 +37,10 @@ try:
 except ImportError:
     FunctionalTensorMode = None
 
+# Attention on the CPU, and its backward. None if they are gone: see has_cpu_attention.
+cpu_attention: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+cpu_attention_backward: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
 # Collectives that return new tensors, for graphs. None if they are gone, or if torch has no torch.distributed: graphs
 # then have the public collectives, which the compilers of torch 2.10 and 2.11 get wrong and that of 2.13 gets right.
 functional_collectives: Any
@@ -49,6 +53,11 @@ except ImportError:
 def has_kernel(name: str, key: str, otherwise: bool) -> bool:
     """Whether the op `name`, "namespace::name", has a kernel for the dispatch key; `otherwise` if torch cannot tell."""
     return otherwise if _has_kernel is None else _has_kernel(name, key)
+
+
+def has_cpu_attention(x: torch.Tensor) -> bool:
+    """Whether cpu_attention and its backward take `x`. If not, the package computes the same in slower steps."""
+    return x.is_cpu and cpu_attention is not None and cpu_attention_backward is not None
 
 
 def in_forward_mode() -> bool:

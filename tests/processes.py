@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 _TIMEOUT = 900  # seconds; more than the longest test takes on a busy machine
+_PRELOADED = ["torch", "torch.distributed", "lightning"]
 _GROUPS = {}  # (world, backend): the group in use
 
 
@@ -42,7 +43,7 @@ def half_of(group):
 class _Group:
     def __init__(self, world, backend):
         context = multiprocessing.get_context("forkserver")  # whose processes have torch when they start
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload([name for name in _PRELOADED if name in sys.modules])
         self.folder = tempfile.TemporaryDirectory()
         file = pathlib.Path(self.folder.name, "group")
         self.connections, self.processes = [], []

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import oracle
 import pytest
 import torch
 from cases import Case, cover, params
+from compare import assert_error_ratio
 from problems import SMALL, make_problem, possible
 
+from flash_attn import _torch_private
 from flash_attn._reference import flash_attn as reference
 from flash_attn._reference import groups
 from flash_attn._reference.dropout import keep_mask, keep_threshold, philox
@@ -60,6 +63,7 @@ FACTORS = dict(
 def test_blocks_of_any_size(case, blocks, monkeypatch):
     for name, size in zip(("_BLOCK_SCORES", "_BLOCK_ROWS", "_BLOCK_COLS", "_GROUP_KEYS"), blocks, strict=True):
         monkeypatch.setattr(groups, name, size)
+    without_the_operator(monkeypatch)
     case.check(torch.device("cpu"))
 
 
@@ -82,6 +86,130 @@ def gradients_of(q, k, v, dout, out, lse, dlse=None, **options):
     grads = [torch.full_like(x, float("nan")) for x in (q, k, v)]
     bwd(dout, q, k, v, out, lse, *grads, dlse=dlse, **options)
     return grads
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Torch's operator for the CPU, and what it is asked for
+
+
+def without_the_operator(monkeypatch):
+    monkeypatch.setattr(_torch_private, "has_cpu_attention", lambda x: False)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The calls of the operator, as (whether forward, shape of q, whether causal)."""
+    calls = []
+
+    def spy(name, at, is_causal):
+        operator = getattr(_torch_private, name)
+
+        def call(*args, **scale):
+            calls.append((name == "cpu_attention", tuple(args[at].shape), args[is_causal]))
+            return operator(*args, **scale)
+
+        monkeypatch.setattr(_torch_private, name, call)
+
+    spy("cpu_attention", 0, 4)
+    spy("cpu_attention_backward", 1, 7)
+    return calls
+
+
+SLOPES = torch.tensor([0.5, 0.25, 0.5, 0.25])
+OPERATOR = [  # lengths of q and k, key heads, options, and what the operator is asked for: (shape of q, causal) or None
+    (70, 70, 4, dict(), ((2, 4, 70, 32), False)),
+    (70, 70, 4, dict(causal=True), ((2, 4, 70, 32), True)),
+    (70, 70, 2, dict(causal=True), ((4, 2, 70, 32), True)),
+    (70, 90, 1, dict(), ((2, 4, 70, 32), False)),
+    (90, 70, 4, dict(softmax_scale=0.0), ((2, 4, 90, 32), False)),
+    (1, 70, 2, dict(causal=True), ((4, 2, 1, 32), False)),
+    (70, 70, 4, dict(window_left=69, window_right=69), ((2, 4, 70, 32), False)),
+    (70, 70, 4, dict(window_left=69, window_right=0), ((2, 4, 70, 32), True)),
+    (70, 70, 4, dict(dropout_p=1e-30, rng_state=torch.tensor([1, 2])), ((2, 4, 70, 32), False)),
+    (70, 70, 4, dict(window_left=68), None),
+    (70, 70, 4, dict(window_right=1), None),
+    (70, 90, 4, dict(causal=True), None),
+    (90, 70, 4, dict(causal=True), None),
+    (70, 70, 4, dict(softcap=5.0), None),
+    (70, 70, 4, dict(alibi_slopes=SLOPES), None),
+    (70, 70, 4, dict(dropout_p=0.5, rng_state=torch.tensor([1, 2])), None),
+    (70, 0, 4, dict(), None),
+    (0, 70, 4, dict(), None),
+]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "bhsd", "last_dim_strided"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("seqlen_q, seqlen_k, heads_k, options, expected", OPERATOR)
+def test_the_operator(seqlen_q, seqlen_k, heads_k, options, expected, dtype, layout, asked, monkeypatch):
+    """It is asked for what it computes, and is at most twice as far from the results in float64 as the loops are."""
+    case = Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=heads_k, head_dim=32, dtype=dtype, layout=layout)
+    tensors = case.tensors("cpu")
+
+    def run(*tensors):
+        *inputs, dout = tensors
+        out, lse, _ = fwd(*inputs, **options)
+        return out, lse, *gradients_of(*inputs, dout, out, lse, **options)
+
+    found = run(*tensors)
+    assert asked == ([] if expected is None else [(True, *expected), (False, *expected)])
+    exact = run(*(x.double() for x in tensors))
+    without_the_operator(monkeypatch)
+    for name, *results in zip(("out", "lse", "dq", "dk", "dv"), found, exact, run(*tensors), strict=True):
+        assert_error_ratio(*results, name=name)
+
+
+def test_the_operator_and_other_types_and_gradients(asked):
+    """It is not asked for float64, for pages in the backward, or for a gradient of lse."""
+    q, k, v, dout = Case(dtype="fp32").tensors("cpu")
+    fwd(*(x.double() for x in (q, k, v)))
+    assert not asked
+    out, lse, _ = fwd(q, k, v)
+    gradients_of(q, k, v, dout, out, lse, dlse=torch.ones_like(lse))
+    assert [forward for forward, *_ in asked] == [True]
+
+
+def test_the_operator_is_asked_for_each_part(asked):
+    """Of packed tokens; and for those of a cache whose rows see all its keys."""
+    q, k, v = torch.randn(3, 60, 4, 32)
+    bounds = dict(cu_seqlens_q=ints(0, 20, 20, 50, 60), cu_seqlens_k=ints(0, 20, 30, 60, 60))
+    out, lse, _ = fwd(q, k, v, causal=True, **bounds)
+    gradients_of(q, k, v, q, out, lse, causal=True, **bounds)
+    lengths = [20, 30]
+    assert asked == [(forward, (1, 4, n, 32), True) for forward in (True, False) for n in lengths]
+    asked.clear()
+    caches = torch.randn(2, 2, 40, 4, 32)
+    fwd_kvcache(q[:2, None], *caches, cache_seqlens=ints(7, 40))
+    assert asked == [(True, (1, 4, 1, 32), False)] * 2
+
+
+def test_rows_whose_scores_are_all_minus_infinity(asked):
+    """They see no key, and their lse is +inf; the operator says 0."""
+    q, k, v = torch.rand(3, 2, 70, 4, 32)
+    q[1, 7, 2] = -math.inf
+    out, lse, _ = fwd(q, k, v)
+    assert asked and (out[1, 7, 2] == 0).all() and lse[1, 2, 7] == math.inf
+    assert lse.isfinite().sum() == lse.numel() - 1 and out.isfinite().all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("heads_k", [1, 4])
+def test_the_operator_hides_values_that_are_not_finite(heads_k, name, value, monkeypatch):
+    """From rows and keys that do not see them: the results are nan and infinite where those of the loops are."""
+    case = Case(seqlen_q=80, seqlen_k=80, heads_k=heads_k, dtype="fp32")
+    tensors = dict(zip(("q", "k", "v", "dout"), case.tensors("cpu"), strict=True))
+    tensors[name][1, 50, 0, 5] = value
+
+    def run():
+        q, k, v, dout = tensors.values()
+        out, lse, _ = fwd(q, k, v, causal=True)
+        return out, lse, *gradients_of(q, k, v, dout, out, lse, causal=True)
+
+    found = run()
+    without_the_operator(monkeypatch)
+    for one, other in zip(found, run(), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -179,6 +307,9 @@ def test_mask_is_an_interval_for_each_row(seqlen_q, seqlen_k, device):
         allowed = oracle.allowed_keys(seqlen_q, seqlen_k, False, (left, right))
         for i in range(seqlen_q):
             assert list(range(mask.first(i), mask.last(i) + 1)) == allowed[i].nonzero().flatten().tolist()
+        assert mask.is_full == allowed.all()
+        is_triangle = seqlen_q == seqlen_k and torch.equal(allowed, torch.ones_like(allowed).tril())
+        assert (mask.is_triangle or mask.is_full) == (is_triangle or mask.is_full)
         for rows, cols in itertools.product(ranges(seqlen_q, 3), ranges(seqlen_k, 4)):
             block = torch.zeros(2, len(rows), len(cols), device=device)
             mask.hide_(block, rows, cols, 1.0)

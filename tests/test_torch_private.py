@@ -72,6 +72,17 @@ def test_copies(without):
         assert all(map(torch.equal, targets, sources))
 
 
+def test_attention_on_the_cpu(monkeypatch):
+    assert _torch_private.has_cpu_attention(torch.ones(1))
+    assert not _torch_private.has_cpu_attention(torch.ones(1, device="meta"))
+    for name in ("cpu_attention", "cpu_attention_backward"):
+        with monkeypatch.context() as patch:
+            patch.setattr(_torch_private, name, None)
+            assert not _torch_private.has_cpu_attention(torch.ones(1))
+    monkeypatch.setattr(torch.ops, "aten", Nothing())
+    assert not load().has_cpu_attention(torch.ones(1))
+
+
 def test_functional_mode(without):
     assert isinstance(_torch_private.FunctionalTensorMode, type)
     assert without("FunctionalTensorMode").FunctionalTensorMode is None

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from src.utils import hints, resolvers
 
+log = logging.getLogger(__name__)
 FOLDER = pathlib.Path(__file__).parent
 SIZES = ("datamodule.batch_size", "datamodule.batch_size_eval", "train.global_batch_size")
 NEEDED = {
@@ -50,12 +51,14 @@ def _main(composed):
         composed.append(True)
         try:
             return run(config)
-        except RuntimeError as error:
-            from src.utils.checkpoint import CheckpointError
+        except Exception as error:
+            from src.utils.errors import message_alone
 
-            if isinstance(error, CheckpointError):  # its message has everything; the stack is that of Lightning
-                raise CompactHydraException(str(error)) from error
-            raise
+            message = message_alone(error)
+            if message is None:
+                raise
+            log.debug("The error at the end", exc_info=error)
+            raise CompactHydraException(message) from error
 
     return with_config
 

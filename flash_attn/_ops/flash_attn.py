@@ -562,9 +562,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, options):
         out, softmax_lse = fwd.below_autograd(q, k, v, *options)
-        tensors = [x if isinstance(x, Tensor) else None for x in options]
+        tensors, ctx.others = (), options
+        if len(options) > _NUM_SCORES:  # the first options are numbers
+            tensors = [x if isinstance(x, Tensor) else None for x in options]
+            ctx.others = [x if tensor is None else None for x, tensor in zip(options, tensors, strict=True)]
         ctx.save_for_backward(q, k, v, out, softmax_lse, *tensors)
-        ctx.others = [x if tensor is None else None for x, tensor in zip(options, tensors, strict=True)]
         ctx.set_materialize_grads(False)
         return out, softmax_lse
 
@@ -572,7 +574,9 @@ class _Attention(torch.autograd.Function):
     @autograd.once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, softmax_lse, *tensors = ctx.saved_tensors
-        options = [x if tensor is None else tensor for x, tensor in zip(ctx.others, tensors, strict=True)]
+        options = ctx.others
+        if tensors:
+            options = [x if tensor is None else tensor for x, tensor in zip(options, tensors, strict=True)]
         grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
         if dout is None:
             dout = torch.zeros_like(out)
@@ -580,6 +584,7 @@ class _Attention(torch.autograd.Function):
         return *grads, None
 
 
+_NUM_SCORES = len(Options._fields) - len(Options._field_defaults)
 _OPTIONS = schema.arguments(Options)
 _CACHE_OPTIONS = schema.arguments(CacheOptions)
 _K_OF_CACHE = 3 + CacheOptions._fields.index("k")  # its place among the arguments of fwd_kvcache

@@ -10,10 +10,12 @@
 The loops follow FlashAttention (Dao et al., 2022; Dao, 2023): each block of query rows visits blocks of keys with an
 online softmax, and the backward recomputes P from lse. So memory grows with the sequence, not with its square. The
 query heads that share a key head are folded into the rows: q is (key heads, query heads per key head * rows, head_dim)
-and every product is one batched matmul over the key heads.
+and every product is one batched matmul over the key heads. Parts without modified scores, with a causal mask or none,
+are left to torch's operator on the CPU (fused.py).
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from flash_attn._errors import ArgumentError
 
-from . import sequence
+from . import fused, sequence
 from .groups import Group, groups
 from .options import CacheOptions, Options
 from .rotary import rotary
@@ -99,8 +101,10 @@ def bwd(
     inputs = [_batched(x) for x in (q, k, v, out, dout)]
     row_values = [None if x is None else _per_row(x) for x in (softmax_lse, dlse, delta)]
     gradients = [_batched(x) for x in (dq, dk, dv)]
-    for group in groups(inputs[0], inputs[1], parts):
-        _backward(group, options, *inputs, *row_values, *gradients)
+    tensors: Any = *inputs, *row_values, *gradients
+    others = [part for part in parts if not fused.backward(part, options, *tensors)]
+    for group in groups(inputs[0], inputs[1], others):
+        _backward(group, options, *tensors)
     return _spread(delta, parts, packed=options.cu_seqlens_q is not None)
 
 
@@ -202,7 +206,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, parts: list[sequence.Part], options
     out = torch.zeros_like(q)
     softmax_lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf, dtype=_accumulator(q))
     tensors = *(_batched(x) for x in (q, k, v, out)), _per_row(softmax_lse)
-    for group in groups(tensors[0], tensors[1], parts):
+    others = [part for part in parts if not fused.forward(part, options, *tensors)]
+    for group in groups(tensors[0], tensors[1], others):
         _forward(group, options, *tensors)
     return out, softmax_lse
 

@@ -45,6 +45,16 @@ class Mask(NamedTuple):
         unbounded = self.seqlen_k - 1
         return min(unbounded, row + self.diagonal + self.right) if self.right >= 0 else unbounded
 
+    @property
+    def is_full(self) -> bool:
+        """Whether every row sees every key."""
+        return self.first(self.seqlen_q - 1) == 0 and self.last(0) == self.seqlen_k - 1
+
+    @property
+    def is_triangle(self) -> bool:
+        """Whether there are as many rows as keys, and row i sees the keys 0 .. i."""
+        return self.diagonal == 0 and self.right == 0 and self.first(self.seqlen_q - 1) == 0
+
     def keys(self, rows: range) -> range:
         """The keys that some row of `rows` may see."""
         return range(self.first(rows[0]), self.last(rows[-1]) + 1)

@@ -1,5 +1,6 @@
 """run.py as it is called: from text to a checkpoint and further, modes, and errors."""
 
+import errno
 import json
 import math
 import os
@@ -12,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import CompactHydraException
 
 import run
+from src.utils import checkpoint
 from src.utils.checkpoint import Checkpoint
 from training.tests.standins import DATA, SMALL
 
@@ -86,10 +89,11 @@ def test_a_text_is_learned(tmp_path):
     assert re.search(rf"val/ppl +{results['val/ppl']:.6g}", said)
 
 
-def test_the_data_alone(tmp_path):
+def test_the_data_alone(here, tmp_path, capfd):
     (tmp_path / "text.txt").write_text("a text of a few words\n\n" * 200)
-    said = in_a_process(tmp_path, "experiment=tiny/text", "run=prepare", "datamodule.dataset_name=text.txt")
-    assert "tokens" in said and any((tmp_path / "data" / "text" / "cache").iterdir())
+    target = "datamodule._target_=src.datamodules.language_modeling_hf.LMDataModule"
+    here(target, "run=prepare", "datamodule.dataset_name=text.txt")
+    assert "tokens" in capfd.readouterr().out and any((tmp_path / "data" / "text" / "cache").iterdir())
 
 
 def test_folders_of_an_unnamed_run(here, tmp_path):
@@ -149,6 +153,8 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
         (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),
         (["mode=exp"], "mode=exp needs the name of the experiment"),
         (["trainer.accelerator=gpu", "trainer.devices=99"], "trainer.devices must be at most the number of GPUs"),
+        (["trainer.strategy=abc"], r"\ntrainer.strategy must be one of auto, .*, found 'abc'"),
+        (["model.config.n_head=3"], r"\nconfig.n_embd must be a multiple of n_head"),
         (["experiment=tiny/txt"], "Could not find 'experiment/tiny/txt'(.|\n)*did you mean tiny/text"),
         (["trainer.max_step=3"], "Could not override 'trainer.max_step'(.|\n)*did you mean trainer.max_steps"),
     ],
@@ -156,7 +162,8 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
 def test_errors(arguments, says, here, capfd):
     with pytest.raises(SystemExit) as error:
         here(*arguments)
-    assert error.value.code == 1 and re.search(says, capfd.readouterr().err)
+    said = capfd.readouterr().err
+    assert error.value.code == 1 and re.search(says, said) and "Traceback" not in said
 
 
 def test_nothing_is_asked_for(here, monkeypatch, capfd):
@@ -166,14 +173,53 @@ def test_nothing_is_asked_for(here, monkeypatch, capfd):
     assert "run=train needs model, found none: give experiment=..." in capfd.readouterr().err
 
 
-def test_resume_with_another_model(here, capfd):
-    """One line names the checkpoint and what differs, without the stack of Lightning."""
-    here("name=first", "test_after_training=False")
-    with pytest.raises(SystemExit):
-        here("name=first", "resume=True", "model.config.n_embd=32")
+def test_what_cannot_be_resumed(tmp_path, here, capfd):
+    """A message names the checkpoint and what differs, without a stack, and the checkpoint stays as it is."""
+    for name, word in (("text", "some words"), ("other", "more texts")):
+        (tmp_path / f"{name}.txt").write_text(20 * (f"{word} to be learned " * 20 + "\n\n"))
+    text = [
+        "datamodule._target_=src.datamodules.language_modeling_hf.LMDataModule", "datamodule.dataset_name=text.txt",
+        "datamodule.val_ratio=0.1", "+datamodule.loader_workers=0",
+    ]  # fmt: skip
+    here(*text, "name=first", "test_after_training=False")
+    capfd.readouterr()
+    for options, says in (
+        (["model.config.n_embd=32"], r"has shape \(257, 16\) in the checkpoint and \(257, 32\)"),
+        (["model.config.n_embd=32"], r"model.config.n_embd was 16, and is 32"),
+        (["optimizer=sgd"], r"the optimizer must be \['AdamW'\], found \['SGD'\]"),
+        (["datamodule.dataset_name=other.txt"], r"dataset_name was '.*/text.txt', and is '.*/other.txt'"),
+        (["datamodule.max_length=8", "model.config.n_positions=16"], "max_length was 16, and is 8"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            here(*text, "name=first", "resume=True", "trainer.max_steps=6", *options)
+        said = capfd.readouterr().err
+        assert error.value.code == 1 and re.search(says, said) and "Traceback" not in said
+    assert Checkpoint(tmp_path / "checkpoints" / "first" / "last.ckpt").state["global_step"] == 4
+
+
+def test_a_disk_that_is_full(tmp_path, here, capfd, monkeypatch):
+    """The message says it, and the checkpoint before is as it was."""
+    write, times = checkpoint._write, []
+
+    def fails_later(file, text):
+        times.append(file)
+        if len(times) > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(file, text)
+
+    monkeypatch.setattr(checkpoint, "_write", fails_later)
+    with pytest.raises(SystemExit) as error:
+        here("name=first")
     said = capfd.readouterr().err
-    assert re.search(r"last.ckpt does not fit: .* has shape \(50, 16\) in the checkpoint and \(50, 32\)", said)
-    assert "Traceback" not in said
+    assert error.value.code == 1 and "was not saved: no space is left on the disk" in said and "Traceback" not in said
+    assert Checkpoint(checkpoint.latest(tmp_path / "checkpoints" / "first")).state["global_step"] == 2
+
+
+def test_the_stack_is_there_if_asked_for(here, capfd, monkeypatch):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(CompactHydraException) as error:
+        here("trainer.strategy=abc")
+    assert isinstance(error.value.__cause__, ValueError) and str(error.value) == str(error.value.__cause__)
 
 
 def test_environment_file(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Optimizer
 
+from src.engines.resume import back_to_last_step
 from src.utils.checkpoint import AUTO_SAVE
 
 log = logging.getLogger(__name__)
@@ -19,12 +20,13 @@ class ModelCheckpointMine(ModelCheckpoint):
     """Lightning's ModelCheckpoint, with everything that was trained in what is kept.
 
     With save_last, the last checkpoint is that of the last step, also if every_n_train_steps does not divide it.
-    Lightning would keep the one before. And when training ends with an error, `{dirpath}/.pl_auto_save.ckpt` can be
-    saved.
+    Lightning would keep the one before. When it is time to save and no validation has given the monitored metric yet,
+    the last checkpoint is saved, and the best one after the validation; Lightning would save nothing until then. And
+    when training ends with an error, `{dirpath}/.pl_auto_save.ckpt` can be saved.
 
     All ranks write a checkpoint together. So it is saved if all of them have an error, such as Ctrl-C, and not if the
     others wait for a rank that failed alone; the checkpoint before is then the last one. It is not saved either if the
-    optimizer was changing the weights.
+    optimizer was changing the weights. It has the state after the last step of the optimizer.
 
     Arguments:
         args, kwargs: of ModelCheckpoint.
@@ -47,7 +49,35 @@ class ModelCheckpointMine(ModelCheckpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
-        self._last_global_step_saved = trainer.global_step  # what training begins with is there already
+        if not self._defer_save_until_validation:
+            self._last_global_step_saved = trainer.global_step  # what training begins with is there already
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        waiting, self._defer_save_until_validation = self._defer_save_until_validation, False
+        super().on_train_batch_end(trainer, *args)
+        now = self._defer_save_until_validation and not self._should_skip_saving_checkpoint(trainer)
+        self._defer_save_until_validation = waiting or now
+        if now:
+            self._save_before_validation(trainer)
+
+    def _save_before_validation(self, trainer):
+        """Save the last checkpoint, unless a validation comes now and is not the first: it saves when it has ended."""
+        metrics, step = self._monitor_candidates(trainer), self._last_global_step_saved
+        follows = trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
+        if follows and self.monitor in metrics:
+            return
+        trainer.strategy.within_validation = follows  # a run that is resumed begins with it
+        self._save_last_checkpoint(trainer, metrics)
+        trainer.strategy.within_validation = False
+        if follows:
+            self._last_global_step_saved = step  # there is the best one yet to save
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"defer_save_until_validation": self._defer_save_until_validation}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._defer_save_until_validation = state_dict.get("defer_save_until_validation", False)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
@@ -63,6 +93,7 @@ class ModelCheckpointMine(ModelCheckpoint):
         if isinstance(exception, SystemExit):  # whoever stops a run on purpose has saved it
             return
         if self._all_agree(trainer):
+            back_to_last_step(trainer)
             trainer.save_checkpoint(pathlib.Path(self.dirpath, AUTO_SAVE))
 
     def _all_agree(self, trainer):

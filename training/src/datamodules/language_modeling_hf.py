@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from src.datamodules import token_cache
 from src.datamodules.corpus import SAMPLE_BY, HubCorpus, LocalCorpus, Names, find_corpus, local_path
 from src.datamodules.datasets.detokenizer import detokenizer_of
-from src.datamodules.datasets.lm_dataset import LMDataset
+from src.datamodules.datasets.lm_dataset import LMDataset, PaddedDataset, sample_digest
 from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
 from src.datamodules.resumable import ResumableDataModule
 from src.datamodules.resumable_loader import Position, ResumableLoader, leave_signals_to_the_trainer
@@ -255,14 +255,17 @@ class LMDataModule(ResumableDataModule):
         return self.begin(self._data_loader(self.dataset_train, self.batch_size, sampler=sampler))
 
     def val_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        return self._data_loader(self.dataset_val, self.batch_size_eval)
+        return self._data_loader(self._for_all_ranks(self.dataset_val), self.batch_size_eval)
 
     def test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        return self._data_loader(self.dataset_test, self.batch_size_eval)
+        return self._data_loader(self._for_all_ranks(self.dataset_test), self.batch_size_eval)
 
-    def _data_loader(
-        self, dataset: LMDataset, batch_size: int, shuffle: bool = False, sampler: Any = None
-    ) -> DataLoader:
+    def _for_all_ranks(self, dataset: LMDataset) -> Dataset:
+        """What the trainer's sampler divides over the ranks, without sequences that count twice."""
+        ranks = self.ranks()["num_replicas"]
+        return dataset if len(dataset) % ranks == 0 else PaddedDataset(dataset, ranks)
+
+    def _data_loader(self, dataset: Dataset, batch_size: int, shuffle: bool = False, sampler: Any = None) -> DataLoader:
         training = isinstance(sampler, FaultTolerantDistributedSampler)
         return (ResumableLoader if training else DataLoader)(
             dataset,
@@ -289,6 +292,18 @@ class LMDataModule(ResumableDataModule):
             self.fast_forward_batches = fit_loop["epoch_loop.batch_progress"]["current"]["completed"]
             return
         super().load_state_dict(state_dict)
+
+    def description(self) -> dict[str, Any]:
+        return {
+            "dataset_name": str(self.dataset_name),
+            "tokenizer_name": str(self.tokenizer_name),
+            "max_length": self.max_length,
+            "contents": self._contents,
+        }
+
+    @cached_property
+    def _contents(self) -> str:
+        return sample_digest(self.dataset_train.tokens, self.max_length)
 
     def first_position(self, loader: ResumableLoader) -> Position:
         """Where fast_forward_epochs and fast_forward_batches say."""

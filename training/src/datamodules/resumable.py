@@ -58,7 +58,8 @@ class ResumableDataModule(L.LightningDataModule):
 
         samples: how many of this epoch training has consumed, over all ranks; at the end of an epoch, the next one's 0.
         The other entries are what `load_state_dict` needs to go on there: "seed", of the order; "size", of the training
-        data; "batch", samples of a batch over all ranks; "batches", how many of them the trainer has counted.
+        data; "data", of `description`; "batch", samples of a batch over all ranks; "batches", how many of them the
+        trainer has counted.
         """
         loader = self._training_loader() or self._loader
         if loader is None:
@@ -68,7 +69,7 @@ class ResumableDataModule(L.LightningDataModule):
             position = Position(loader.next_start().epoch)
         batch = self.batch_size * loader.sampler.num_replicas
         others = {"seed": self.seed, "size": len(self.dataset_train), "batch": batch, "batches": self._batches()}
-        return position._asdict() | others
+        return position._asdict() | others | {"data": self.description()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Let training go on at a state of `state_dict`. The order remains that of the run that it comes from."""
@@ -76,6 +77,10 @@ class ResumableDataModule(L.LightningDataModule):
         if state_dict["seed"] != self.seed:
             rank_zero_warn(f"datamodule.seed is {self.seed}, and was {state_dict['seed']} in the run that is resumed")
             self.seed = state_dict["seed"]
+
+    def description(self) -> dict[str, Any]:
+        """What tells the training data from others: the arguments of `same_data`, and "contents", all plain data."""
+        return {}
 
     def first_position(self, loader: ResumableLoader) -> Position:
         """Where training begins without a checkpoint."""
@@ -88,12 +93,21 @@ class ResumableDataModule(L.LightningDataModule):
             return running.next_start()
         if self._restored is None:
             return self.first_position(loader)
-        if self._restored["size"] != len(self.dataset_train):
-            raise ValueError(
-                f"the checkpoint was taken with {self._restored['size']} training samples, found "
-                f"{len(self.dataset_train)}: resume with the same {self.same_data}"
-            )
+        self._compare_data()
         return Position(self._restored["epoch"], self._restored["samples"])
+
+    def _compare_data(self):
+        """Raise ValueError if the training data are not those of the checkpoint."""
+        size, now, then = len(self.dataset_train), self.description(), self._restored.get("data", {})
+        differing = [name for name in then if then[name] != now.get(name)]
+        if self._restored["size"] == size and "contents" not in differing:
+            return
+        changes = [f"{name} was {then[name]!r}, and is {now[name]!r}" for name in differing if name != "contents"]
+        raise ValueError(
+            f"the checkpoint was taken with {self._restored['size']} training samples, found {size} others "
+            f"({'; '.join(changes) or 'what is under the same names has changed'}): resume with the same "
+            f"{self.same_data}"
+        )
 
     def _batches(self):
         """How many batches the trainer has consumed."""

@@ -15,6 +15,8 @@ What Lightning 2.6 does with a checkpoint, as far as data are concerned:
 - Where the number of ranks or the batch size has changed, the counters are those of other batches: `align` again.
 """
 
+import atexit
+import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -36,6 +38,15 @@ def leave_signals_to_the_trainer(worker: int) -> None:
     one would end training before it has saved. Workers end when their loader does, or its process."""
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(each, signal.SIG_IGN)
+
+
+@atexit.register
+def _end_workers() -> None:
+    """multiprocessing would send SIGTERM to workers that a failed run has left, and wait for them, who ignore it."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise an error for each
+    for each in multiprocessing.active_children():
+        if each.daemon:
+            each.kill()
 
 
 class ResumableLoader(DataLoader):

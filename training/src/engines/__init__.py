@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from src.engines.fsdp import FSDPStrategy
+from src.engines.fsdp import FSDPStrategy, whole_on_first_process
 from src.engines.mesh import TensorParallelStrategy
 from src.engines.strategies import DDPStrategy, SingleDeviceStrategy
 from src.utils.ddp_zero1 import DDPStrategyZero1
@@ -27,7 +27,7 @@ from src.utils.resolvers import device_count
 
 __all__ = [
     "STRATEGIES", "DDPStrategy", "DDPStrategyZero1", "DDPStrategyZero2", "FSDPStrategy", "SingleDeviceStrategy",
-    "TensorParallelStrategy", "strategy",
+    "TensorParallelStrategy", "strategy", "whole_on_first_process",
 ]  # fmt: skip
 
 STRATEGIES = {

@@ -26,6 +26,7 @@ from src.engines import rng, signals
 from src.utils import checkpoint as checkpoints
 from src.utils.checkpoint import Checkpoint, CheckpointError, Entry, found
 
+_OF_WHAT_FITS = ("model", "datamodule", "task", "train")  # groups of options on which it depends what fits
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _log = logging.getLogger(__name__)
 
@@ -34,7 +35,8 @@ class ExactResume(Strategy):
     """Mixin for Lightning's strategies, in front of one of them in the list of bases.
 
     - Checkpoints are those of `src.utils.checkpoint`, written by all processes.
-    - They are taken between two optimiser steps. A request in the middle of an accumulation waits for its end.
+    - They are taken between two optimiser steps. A request in the middle of an accumulation waits for its end, and so
+      does the end of a run, as at Trainer(max_time=…).
     - Validation draws its random numbers apart from training.
     - SIGTERM and SIGUSR1 end the run after a save (`src.engines.signals`).
     """
@@ -233,8 +235,10 @@ class ExactResume(Strategy):
         """Raise CheckpointError with everything in which the checkpoint differs from this run."""
         faults = self._differences(state)
         if faults:
-            more = f"; and {len(faults) - 8} more" if len(faults) > 8 else ""
-            raise CheckpointError("; ".join(faults[:8]) + more)
+            more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
+            changed = _changes(state.get("hyper_parameters") or {}, self.lightning_module.hparams)
+            options = f"\nOptions that were others: {'; '.join(changed)}" if changed else ""
+            raise CheckpointError("; ".join(faults[:3]) + more + options)
 
     def _differences(self, state):
         entries, engine = self._resumed.entries, state["engine"]
@@ -246,13 +250,14 @@ class ExactResume(Strategy):
         model, _ = self._divide_model(self.lightning_module_state_dict())
         strict = self.lightning_module.strict_loading
         faults = [
-            f"{name} has shape {found(entries.get(name))} in the checkpoint and {tuple(x.shape)} in the model"
+            f"{name.removeprefix(checkpoints.WEIGHTS)} has shape {found(entries.get(name))} in the checkpoint and "
+            f"{tuple(x.shape)} in the model"
             for name, x in model.items()
             if (entries[name].shape != x.shape if name in entries else strict)
         ]
         if strict:
             faults += [
-                f"{name} is not in the model"
+                f"{name.removeprefix(checkpoints.WEIGHTS)} is not in the model"
                 for name in entries
                 if name.startswith(checkpoints.WEIGHTS) and name not in model and self._is_mine(name)
             ]
@@ -284,6 +289,21 @@ class ExactResume(Strategy):
             for i, (a, b) in enumerate(zip(then, now))
             if set(a) != set(b)
         ]
+
+
+def back_to_last_step(trainer: L.Trainer) -> None:
+    """Let what is saved of a run that has failed be its state after the last optimiser step.
+
+    A run that goes on takes the batches since then again: their gradients are lost. A validation begins again.
+    """
+    batches = trainer.fit_loop.epoch_loop.batch_progress
+    processed = batches.current.processed
+    epoch_is_over = processed == trainer.num_training_batches
+    since = 0 if epoch_is_over else processed % trainer.accumulate_grad_batches
+    for counters in (batches.total, batches.current):
+        counters.ready = counters.started = counters.completed = counters.processed = counters.processed - since
+    batches.is_last_batch = epoch_is_over
+    trainer.strategy.within_validation = trainer.validating and not since
 
 
 def _consider_saved(trainer):
@@ -332,7 +352,22 @@ def _plain_hyper_parameters(state):
     return state
 
 
+def _changes(then, now, place=""):
+    """The options of a model, its data and its training that differ between two configurations, in words."""
+    if isinstance(then, Mapping) and isinstance(now, Mapping):
+        keys = [*then, *(key for key in now if key not in then)]
+        keys = keys if place else [key for key in keys if key in _OF_WHAT_FITS]
+        return [each for key in keys for each in _changes(then.get(key), now.get(key), f"{place}.{key}".lstrip("."))]
+    return [] if then == now else [f"{place} was {then!r}, and is {now!r}"]
+
+
 def _begin_validation_again(fit_loop):
-    """Have a run that goes on from within a validation do it from its start: Lightning takes it for interrupted."""
+    """Have a run that goes on from within a validation do it from its start: Lightning takes it for interrupted.
+
+    The batch before is done, also if callbacks are still at its end.
+    """
+    batches = fit_loop["epoch_loop.batch_progress"]
+    for counters in ("total", "current"):
+        batches[counters] = batches[counters] | {"completed": batches[counters]["processed"]}
     started = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
     fit_loop["epoch_loop.val_loop.batch_progress"] |= {"total": started, "current": started, "is_last_batch": False}

@@ -74,7 +74,25 @@ def add_callbacks(trainer: L.Trainer) -> None:
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # which waits for the GPU at every batch
         callbacks = trainer.callbacks  # of which Lightning has put those that save at the end
         first = next((i for i, each in enumerate(callbacks) if isinstance(each, Checkpoint)), len(callbacks))
-        callbacks[:] = [*callbacks[:first], StopOnSignal(), *callbacks[first:], SaveWhenStopped()]
+        callbacks[:] = [*callbacks[:first], StopBetweenSteps(), StopOnSignal(), *callbacks[first:], SaveWhenStopped()]
+
+
+class StopBetweenSteps(L.Callback):
+    """Has a run that is to end, as at Trainer(max_time=…), end after an optimiser step, and not before.
+
+    What is saved at the end is then a state from which it can go on, and no batch is trained for nothing.
+    """
+
+    def __init__(self) -> None:
+        self._waits = False
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self._waits = self._waits or trainer.should_stop
+        trainer.should_stop = self._waits and not trainer.fit_loop._should_accumulate()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self.on_train_batch_end(trainer)
 
 
 class StopOnSignal(L.Callback):

@@ -10,7 +10,7 @@ from src.metrics.mean import Mean
 
 
 class MeanLoss(Mean):
-    """The loss, averaged over samples, batches and ranks.
+    """The loss, averaged over samples, batches and ranks. Samples with the label -100 do not count.
 
     Calling it gives the loss of a batch: that of this rank, or, while `over_ranks` is true, the mean over the ranks.
     """
@@ -24,7 +24,8 @@ class MeanLoss(Mean):
 
     def sums(self, preds: Tensor | None, target: Tensor, loss: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """loss, the mean of a batch, times the number of its targets, and this number."""
-        return loss.detach().double() * len(target), torch.full((), len(target), device=loss.device)
+        count = (target != -100).sum() if target.dim() == 1 else torch.full((), len(target), device=loss.device)
+        return torch.where(count > 0, loss.detach().double() * count, 0.0), count  # the mean of no targets is NaN
 
     def _forward_reduce_state_update(self, *args: Any, **kwargs: Any) -> Tensor:
         loss = super()._forward_reduce_state_update(*args, **kwargs)

@@ -28,9 +28,9 @@ class NumTokens(Metric):
         self.add_state("count", torch.zeros((), dtype=torch.int64), dist_reduce_fx=_mean, persistent=True)
 
     def update(self, preds: Tensor | None, target: Tensor, loss: Tensor | None = None) -> None:
-        """Count the elements of target. preds and loss are not used."""
+        """Count the elements of target that are not -100. preds and loss are not used."""
         models = get_world_size() // self.copies
-        self.count = self.count.to(target.device) + target.numel() * models  # a checkpoint's is on the CPU
+        self.count = self.count.to(target.device) + (target != -100).sum() * models  # a checkpoint's is on the CPU
 
     def compute(self) -> Tensor:
         """The number of tokens, int64."""

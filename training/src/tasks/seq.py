@@ -14,6 +14,7 @@ from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss
 from flash_attn.models.gpt import GPTLMHeadModel
 from src.callbacks.loggers import is_logging_step
+from src.engines import whole_on_first_process
 from src.metrics.accuracy import AccuracyMine
 from src.metrics.loss import MeanLoss
 from src.metrics.num_tokens import NumTokens
@@ -60,7 +61,8 @@ class SequenceModel(L.LightningModule):
 
     def instantiate_model(self) -> None:
         recursive = self.model_cfg.get("_recursive_", False)
-        self.model = instantiate(self.model_cfg, _recursive_=recursive, _convert_="all")
+        with whole_on_first_process(self.cfg.get("trainer") or {}):
+            self.model = instantiate(self.model_cfg, _recursive_=recursive, _convert_="all")
         options = self.cfg.train.get("compile")
         if options:
             self.model.compile(**(options if isinstance(options, Mapping) else {}))

@@ -126,7 +126,9 @@ def profile_fvcore(
     x = torch.zeros(batch_size, *input_size, dtype=input_dtype, device=device)
     counter = FlopCounterMode(depth=max_depth, display=detailed)
     activations = _ActivationCounter()
-    with evaluating(model), torch.no_grad(), counter, activations:
+    # A compiled model that is first called under a counter would never be compiled again, without a word.
+    eagerly = torch.compiler.set_stance("force_eager")
+    with evaluating(model), torch.no_grad(), eagerly, counter, activations:
         model(x)
     return counter, counter.get_total_flops() // 2, activations.counts, activations.counts.total()
 

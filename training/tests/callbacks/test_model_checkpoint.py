@@ -1,5 +1,6 @@
 """Checkpoints of runs that fail."""
 
+import pathlib
 import signal
 from datetime import timedelta
 from types import SimpleNamespace
@@ -90,6 +91,24 @@ def test_the_last_checkpoint_is_of_the_last_step(tmp_path, monkeypatch, steps, s
     again, at = ModelCheckpointMine(tmp_path, every_n_train_steps=3, save_last=True, save_top_k=0), last.stat()
     trainer([again], max_steps=steps).fit(TinyTask(), loader(), ckpt_path=last, weights_only=True)
     assert last.stat().st_mtime_ns == at.st_mtime_ns and [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("accumulate, validates_at", [(1, 4), (1, 6), (2, 4), (2, 5)])  # batches; 8 are an epoch
+def test_there_is_a_last_checkpoint_before_the_first_validation(tmp_path, monkeypatch, accumulate, validates_at):
+    """It comes every 2 steps; the best one, after the first validation. Nothing is saved twice but at that step."""
+    saver = ModelCheckpointMine(tmp_path, "{step}", monitor="val/loss", every_n_train_steps=2, save_last=True)
+    seen, save = [], saver._save_checkpoint
+    monkeypatch.setattr(saver, "_save_checkpoint", lambda t, path: (seen.append((t.global_step, path)), save(t, path)))
+    options = {"limit_val_batches": 1, "val_check_interval": validates_at, "accumulate_grad_batches": accumulate}
+    trainer([saver], max_steps=4, **options).fit(TinyTask(), loader(), loader())
+    seen = [(step, pathlib.Path(path).name) for step, path in seen]
+    expected = {
+        (1, 4): [(2, "last"), (4, "last"), (4, "step=4"), (4, "last")],
+        (1, 6): [(2, "last"), (4, "last")],
+        (2, 4): [(2, "last"), (2, "step=2"), (2, "last"), (4, "last")],
+        (2, 5): [(2, "last"), (4, "last")],
+    }
+    assert seen == [(step, f"{name}.ckpt") for step, name in expected[accumulate, validates_at]]
 
 
 def on_each_rank(group, begun, comes, expected):

@@ -279,7 +279,8 @@ def test_state_at_the_end_of_an_epoch():
     found.append(data.state_dict())
     positions = [(state["epoch"], state["samples"]) for state in found]
     assert positions == [(0, 0), (0, 4), (0, 8), (1, 0), (1, 4), (1, 8), (2, 0), (2, 0)]
-    assert found[1] == {"epoch": 0, "samples": 4, "seed": data.seed, "size": 10, "batch": 4, "batches": 0}
+    expected = {"epoch": 0, "samples": 4, "seed": data.seed, "size": 10, "batch": 4, "batches": 0}
+    assert found[1] == expected | {"data": data.description()}
     assert json.loads(json.dumps(found)) == found
 
 
@@ -368,7 +369,7 @@ def test_state_of_other_data(text, tmp_path):
     state = {"epoch": 0, "samples": 4, "seed": 0, "size": 10, "batch": 4}
     data = module(text, tmp_path, seed=0)
     data.load_state_dict(state)
-    with pytest.raises(ValueError, match=r"taken with 10 training samples, found \d+: resume with the same"):
+    with pytest.raises(ValueError, match=r"taken with 10 training samples, found \d+ others .*: resume with the same"):
         data.train_dataloader()
 
 

@@ -3,10 +3,27 @@
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from src.datamodules.language_modeling_hf import LMDataModule
+
+FAILS = """
+from torch.utils.data import DataLoader
+from src.datamodules.resumable_loader import leave_signals_to_the_trainer
+
+batches = iter(DataLoader(range(9), num_workers=1, worker_init_fn=leave_signals_to_the_trainer))
+next(batches)
+raise SystemExit(3)  # with an iterator that is still there, as in the stack of an error
+"""
+
+
+def test_a_run_that_fails_does_not_wait_for_its_workers():
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", FAILS], env=environment, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 3 and not done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])

@@ -3,7 +3,9 @@
 import json
 import pathlib
 import pickle
+import socketserver
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -132,12 +134,49 @@ def test_errors(tmp_path, monkeypatch):
         load_tokenizer(tmp_path)
     transformers = pytest.importorskip("transformers")
 
-    def unreachable(name):
+    def unreachable(name, local_files_only=False):
         raise OSError("We couldn't connect\nto the hub")
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unreachable)
-    with pytest.raises(OSError, match=r"'gpt2' is no folder here, and the hub did not give it: We couldn't connect$"):
+    monkeypatch.setattr("src.datamodules.tokenizer._hub_problem", lambda: None)
+    with pytest.raises(OSError, match=r"'gpt2' is no folder here, .* the hub did not give it: We couldn't connect$"):
         load_tokenizer("gpt2")
     (tmp_path / "vocab.json").write_text("{}")
     with pytest.raises(OSError, match=f"'{pathlib.Path(tmp_path)}' cannot be read: We couldn't"):
         load_tokenizer(tmp_path)
+
+
+class Silent(socketserver.BaseRequestHandler):
+    """Takes connections, and does not answer."""
+
+    def handle(self):
+        self.request.recv(1)
+        self.server.asked.set()
+        self.server.over.wait()
+
+
+def test_a_hub_that_is_not_there_is_not_asked_for_long(tmp_path, monkeypatch):
+    """Neither one that refuses, nor one that never answers; and HF_HUB_OFFLINE asks none. The cache comes first."""
+    pytest.importorskip("transformers")
+    constants = pytest.importorskip("huggingface_hub").constants
+    calls = []
+    monkeypatch.setattr(
+        "transformers.AutoTokenizer.from_pretrained", lambda *_, **options: calls.append(options) or 1 / 0
+    )
+    monkeypatch.setattr("src.datamodules.tokenizer._PATIENCE", 0.2)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Silent) as server:
+        server.asked, server.over, server.daemon_threads = threading.Event(), threading.Event(), True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        silent = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", silent)
+        with pytest.raises(OSError, match=f"is not in the cache of the hub, .*: {silent} does not answer"):
+            load_tokenizer("some/name")
+        assert server.asked.wait(10)
+        server.over.set()
+        server.shutdown()
+    with pytest.raises(OSError, match=f"{silent} does not answer"):  # nobody is there
+        load_tokenizer("some/name")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="the hub did not give it: HF_HUB_OFFLINE is set"):
+        load_tokenizer("some/name")
+    assert calls == 3 * [{"local_files_only": True}]

@@ -1,6 +1,6 @@
-"""Started by tests: a run that tells its steps on the standard output, and sends itself a signal, or is killed.
+"""Started by tests in a process: a run that sends itself a signal, or is killed.
 
-python run_until_signal.py FOLDER MAX_STEPS [--resume] [--signal NAME --at PLACE NUMBER]
+Its arguments are FOLDER MAX_STEPS [--resume] [--signal NAME --at PLACE NUMBER] [--kill-while-saving NUMBER].
 """
 
 import argparse
@@ -17,7 +17,10 @@ from src.utils import checkpoint as checkpoints
 from training.tests.engines import tiny
 
 
-def main():
+def main(arguments, log):
+    """Run with these arguments, and write what is logged to a file."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+    torch.set_num_threads(1)
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("max_steps", type=int)
@@ -25,7 +28,7 @@ def main():
     parser.add_argument("--signal")
     parser.add_argument("--at", nargs=2)
     parser.add_argument("--kill-while-saving", type=int, default=0)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     logging.basicConfig(level=logging.INFO)
     L.seed_everything(1)
     callbacks = [] if args.signal is None else [tiny.SendSignal(args.signal, args.at[0], int(args.at[1]))]
@@ -53,7 +56,3 @@ def _kill_while_saving(number):
         publish(*args)
 
     checkpoints._publish = killed
-
-
-if __name__ == "__main__":
-    main()

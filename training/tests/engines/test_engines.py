@@ -1,6 +1,7 @@
 """Engines on several processes: the same steps as one process, and exact resume."""
 
 import pathlib
+from contextlib import nullcontext
 
 import lightning as L
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from transformers import GPT2Config
@@ -16,10 +18,12 @@ from flash_attn.models.gpt import GPTLMHeadModel, combine_state_dicts_tp
 from src import engines
 from src.callbacks.speed_monitor import SpeedMonitor
 from src.optim.param_grouping import group_parameters_for_optimizer
+from src.tasks.seq import SequenceLMModel
 from src.utils.checkpoint import CheckpointError, load_checkpoint
 from src.utils.flops import train_flops_per_token
 from tests.processes import over_processes
 from training.tests.engines import tiny
+from training.tests.standins import small
 
 STEPS, GLOBAL_BATCH = 7, 8
 
@@ -59,6 +63,8 @@ class Started(ClusterEnvironment):
 
 
 def strategy(name, group, **options):
+    if name == "single":
+        return engines.strategy(name, "cpu", 1)
     if group is not None:
         options["cluster_environment"] = Started(group)
     return engines.STRATEGIES[name](**options)
@@ -71,7 +77,9 @@ def fit(folder, name, group=None, max_steps=STEPS, dropout=0.0, save_at=None, se
     parallel = {"tensor_parallel_size": tp} if tp > 1 else {}
     if "ddp_comm_hook" in options:
         parallel["ddp_comm_hook"] = options.pop("ddp_comm_hook")
-    task = tiny.Task(MODELS[model](dropout=dropout), _zero if name == "ddp_zero1" else torch.optim.AdamW)
+    with torch.device("meta") if name in ("fsdp", "ddp_zero2") and tp == 1 and group.rank() > 0 else nullcontext():
+        network = MODELS[model](dropout=dropout)
+    task = tiny.Task(network, _zero if name == "ddp_zero1" else torch.optim.AdamW)
     trainer_options = {"callbacks": [tiny.SaveAt(save_at, folder)] if save_at else []} | options
     trainer_options["accelerator"] = _device(group)
     ckpt_path = trainer_options.pop("ckpt_path", None)
@@ -148,11 +156,47 @@ def check_steps(group, how, folder):
 def serial(tmp_path_factory):
     """A folder with the weights and losses of runs on one process, and the samples of each step."""
     folder = tmp_path_factory.mktemp("serial")
-    for name in MODELS:
+    for name in ("tiny", "gpt"):
         task = fit(folder, "single", model=name)
         results = {"weights": tiny.weights(task), "losses": task.losses, "seen": task.seen}
         torch.save(results, folder / f"{name}.pt")
     return folder
+
+
+class Rotary(tiny.Model):
+    """Has a buffer that is not in checkpoints, and which the first process alone computes."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__(dropout=dropout)
+        self.register_buffer("scale", torch.rand(3), persistent=False)
+
+
+MODELS["buffers"] = Rotary
+
+
+def check_first_weights(group, folder):
+    """Those of one process, bit for bit, though only the first process has made the model."""
+    expected = torch.load(folder / "first.pt")
+    for name in ("fsdp", "ddp_zero2"):
+        task = fit(folder, name, group, max_steps=0, model="buffers")
+        torch.testing.assert_close(tiny.weights(task) | dict(task.named_buffers()), expected, rtol=0, atol=0)
+        assert not task.model.layers[1].fc1.weight.is_meta and task.model.head.weight is task.model.embedding.weight
+
+
+@pytest.mark.parametrize(
+    "name, rank, meta", [("fsdp", 1, True), ("fsdp", 0, False), ("fsdp-tp", 1, False), ("ddp", 1, False)]
+)
+def test_other_processes_make_no_weights_that_are_divided(name, rank, meta, monkeypatch):
+    monkeypatch.setattr(rank_zero_only, "rank", rank)
+    task = SequenceLMModel(small(f"strategy={name}"))
+    assert {parameter.is_meta for parameter in task.parameters()} == {meta}
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_first_weights_are_those_of_one_process(world, tmp_path):
+    task = fit(tmp_path, "single", max_steps=0, model="buffers")
+    torch.save(tiny.weights(task) | dict(task.named_buffers()), tmp_path / "first.pt")
+    over_processes(world, check_first_weights, tmp_path)
 
 
 CASES = [pytest.param(how, 2) for how in ENGINES if how != "fsdp_tp"] + [
@@ -296,7 +340,8 @@ def check_groups(group, folder):
     """Parameters keep their attributes, by which an optimiser groups them, however the model is divided."""
     groups = []
     for name in ("ddp", "fsdp", "ddp_zero2"):
-        task = GroupedTask()
+        with torch.device("meta") if name != "ddp" and group.rank() > 0 else nullcontext():
+            task = GroupedTask()
         trainer = tiny.trainer(folder, strategy(name, group), 1, group.size())
         trainer.fit(task, datamodule=tiny.Data(batch_size=4))
         names = {id(p): n for n, p in task.named_parameters()}
@@ -397,3 +442,38 @@ def check_bad_sizes(group, folder):
 
 def test_what_does_not_fit_is_named(tmp_path):
     over_processes(2, check_bad_sizes, tmp_path)
+
+
+def validated_text(folder, group=None, name="single"):
+    """The validation metrics of a model that is not trained, on 11 sequences of a text."""
+    torch.manual_seed(0)
+    task = SequenceLMModel(
+        small(
+            "datamodule._target_=src.datamodules.language_modeling_hf.LMDataModule", "+datamodule.loader_workers=0",
+            f"datamodule.dataset_name={folder}/text", f"datamodule.cache_dir={folder}/cache",
+            "datamodule.batch_size_eval=1",
+        )
+    )  # fmt: skip
+    assert len(task._datamodule.dataset_val) == 11
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1 if group is None else group.size(), strategy=strategy(name, group), logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    (metrics,) = trainer.validate(task, datamodule=task._datamodule, verbose=False)
+    return metrics
+
+
+def check_validated_text(group, folder, name, expected):
+    metrics = validated_text(folder, group, name)
+    assert metrics == pytest.approx(expected, rel=1e-6)
+
+
+def test_each_sequence_is_validated_once(tmp_path):
+    """However many ranks there are: the last batch of some of them has none."""
+    (tmp_path / "text").mkdir()
+    for name, words in (("train", 40), ("valid", 11)):
+        (tmp_path / "text" / f"{name}.txt").write_text("".join(f"word {i:3} of all\n" for i in range(words)))
+    expected = validated_text(tmp_path)
+    assert set(expected) == {"val/loss", "val/ppl", "val/num-tokens"} and expected["val/num-tokens"] == 11 * 16
+    over_processes(2, check_validated_text, tmp_path, "ddp", expected)
+    over_processes(3, check_validated_text, tmp_path, "fsdp", expected)

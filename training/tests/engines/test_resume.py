@@ -7,15 +7,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 
 from src.callbacks.ema import EMACallback
+from src.callbacks.model_checkpoint import ModelCheckpointMine
 from src.engines import SingleDeviceStrategy, rng
 from src.utils import checkpoint as checkpoints
 from training.tests.engines import tiny
 
 
 def run(folder, max_steps, ckpt_path=None, task=None, data=None, callbacks=(), seed=1, noisy=True, **options):
-    """Train to max_steps; returns (task, random states at the end)."""
+    """Train to max_steps; returns (task, random states at the end). task may be a function that makes it."""
     L.seed_everything(seed)
-    task, data = task or tiny.Task(noisy_validation=noisy), data or tiny.Data(batch_size=4)
+    task = task or tiny.Task(noisy_validation=noisy)
+    task, data = task if isinstance(task, L.LightningModule) else task(), data or tiny.Data(batch_size=4)
     trainer = tiny.trainer(folder, SingleDeviceStrategy(), max_steps, callbacks=list(callbacks), **options)
     trainer.fit(task, datamodule=data, ckpt_path=ckpt_path)
     return task, rng.collect()
@@ -84,6 +86,81 @@ def test_a_save_within_an_accumulation_waits_for_its_end(tmp_path):
     whole, states = run(tmp_path, 5, callbacks=[SaveAfterBatch()], accumulate_grad_batches=3)
     assert checkpoints.Checkpoint(tmp_path / "asked.ckpt").state["global_step"] == 2
     resumed, resumed_states = run(tmp_path, 5, tmp_path / "asked.ckpt", seed=2, accumulate_grad_batches=3)
+    assert_same_run(resumed, resumed_states, whole, states)
+
+
+class AtBatch(L.Callback):
+    """Calls a function with the trainer at the end of the number-th batch."""
+
+    def __init__(self, number, function):
+        self.number, self.function = number, function
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.fit_loop.epoch_loop.total_batch_idx + 1 == self.number:
+            self.function(trainer)
+
+
+def stop(trainer):
+    trainer.should_stop = True  # as Trainer(max_time=…) does
+
+
+def fail(trainer):
+    raise RuntimeError("failed")
+
+
+def test_a_run_ends_between_two_steps(tmp_path):
+    """One that is told to stop in the middle of an accumulation ends it, and saves."""
+    whole, states = run(tmp_path, 9, accumulate_grad_batches=3)
+    callbacks = [AtBatch(7, stop), ModelCheckpointMine(tmp_path, save_last=True, every_n_train_steps=100)]
+    run(tmp_path, 9, callbacks=callbacks, accumulate_grad_batches=3, enable_checkpointing=True)
+    last = tmp_path / "last.ckpt"
+    assert checkpoints.Checkpoint(last).state["global_step"] == 3
+    resumed, resumed_states = run(tmp_path, 9, last, seed=2, accumulate_grad_batches=3)
+    assert_same_run(resumed, resumed_states, whole, states)
+
+
+@pytest.mark.parametrize("batch", [7, 9, 13])  # of 3 that are accumulated the first, and the last; of the next epoch
+def test_a_run_that_fails_goes_on_from_the_last_step(batch, tmp_path):
+    options = dict(accumulate_grad_batches=3, enable_checkpointing=True)
+
+    def plain():  # without dropout: random states are not those of the last step
+        return tiny.Task(tiny.Model(dropout=0.0), noisy_validation=False)
+
+    whole, _ = run(tmp_path, 9, task=plain, accumulate_grad_batches=3)
+    with pytest.raises(RuntimeError, match="failed"):
+        callbacks = [AtBatch(batch, fail), ModelCheckpointMine(tmp_path, fault_tolerant=True)]
+        run(tmp_path, 9, task=plain, callbacks=callbacks, **options)
+    saved = checkpoints.latest(tmp_path)
+    assert checkpoints.Checkpoint(saved).state["global_step"] == batch // 3
+    resumed, _ = run(tmp_path, 9, saved, task=plain, accumulate_grad_batches=3)
+    assert resumed.seen == whole.seen[batch // 3 * 3 :]
+    torch.testing.assert_close(tiny.weights(resumed), tiny.weights(whole), rtol=0, atol=0)
+
+
+def test_a_run_that_is_killed_before_its_first_validation_goes_on(tmp_path):
+    """Its checkpoint is taken where the validation comes next: a run that goes on validates, and saves the best."""
+
+    def options():
+        saver = ModelCheckpointMine(tmp_path, "{step}", monitor="val/loss", every_n_train_steps=2, save_last=True)
+        return dict(callbacks=[saver], enable_checkpointing=True)
+
+    class Killed(RuntimeError):
+        pass
+
+    class KilledInValidation(tiny.Task):
+        def validation_step(self, batch, batch_idx):
+            if not self.trainer.sanity_checking:
+                raise Killed
+            super().validation_step(batch, batch_idx)
+
+    whole, states = run(tmp_path / "whole", 6)
+    with pytest.raises(Killed):
+        run(tmp_path, 6, task=KilledInValidation, **options())
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
+    last = checkpoints.Checkpoint(tmp_path / "last.ckpt")
+    assert last.state["global_step"] == 4
+    resumed, resumed_states = run(tmp_path, 6, last.path, seed=2, **options())
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["last.ckpt", "step=4.ckpt"]
     assert_same_run(resumed, resumed_states, whole, states)
 
 

@@ -1,9 +1,7 @@
 """Runs that are stopped by a signal, or killed while they save, go on as if nothing had happened."""
 
-import pathlib
+import multiprocessing
 import signal
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,16 +9,20 @@ import torch
 
 from src.engines import signals
 from src.utils import checkpoint as checkpoints
+from training.tests.engines import run_until_signal
 
-SCRIPT = pathlib.Path(__file__).with_name("run_until_signal.py")
 STEPS = 9  # of 3 batches each; an epoch has 12 batches, and validation comes after batches 4, 8 and 12
 
 
 def run(folder, *options):
     """Returns (exit status, what was logged)."""
-    command = [sys.executable, str(SCRIPT), str(folder), str(STEPS), *options]
-    result = subprocess.run(command, capture_output=True, text=True)
-    return result.returncode, result.stderr
+    log = folder / "log.txt"
+    context = multiprocessing.get_context("forkserver")  # whose processes have torch when they start
+    context.set_forkserver_preload(["torch", "lightning"])
+    process = context.Process(target=run_until_signal.main, args=([str(folder), str(STEPS), *options], log))
+    process.start()
+    process.join()
+    return process.exitcode, log.read_text()
 
 
 @pytest.fixture(scope="module")

@@ -40,6 +40,16 @@ def test_convolution():
     assert (macs, activations) == (4 * 4 * 8 * 3 * 4 * 4, 8 * 4 * 4)
 
 
+def test_a_compiled_model_is_still_compiled_afterwards():
+    graphs = []
+    model = MODELS["plain"]()
+    model.compile(backend=lambda graph, inputs: graphs.append(graph) or graph)
+    counter, *_ = profile_fvcore(model, (SEQLEN,), torch.int64)
+    assert counter.get_total_flops() == SEQLEN * FORWARD and not graphs
+    model(torch.zeros(1, SEQLEN, dtype=torch.int64))
+    assert graphs
+
+
 def counted(function, *args, **kwargs):
     with FlopCounterMode(display=False) as counter:
         function(*args, **kwargs)

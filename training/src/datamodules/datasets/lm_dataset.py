@@ -1,5 +1,6 @@
 """Sequences of a token array for next-token prediction."""
 
+import hashlib
 import mmap
 import operator
 from collections.abc import Sequence
@@ -78,6 +79,34 @@ class LMDataset(Dataset):
         self.__dict__.update(state)
         tokens = state["_tokens"]
         self.tokens = tokens.open() if isinstance(tokens, _Map) else tokens
+
+
+class PaddedDataset(Dataset):
+    """An LMDataset that so many ranks can divide evenly. The targets of sequences that are added are all -100.
+
+    Losses and metrics do not count such targets, so each sequence counts once, while all ranks have the same number of
+    batches, which models need that are divided over the ranks.
+    """
+
+    def __init__(self, dataset: LMDataset, ranks: int) -> None:
+        self.dataset, self.size = dataset, -(-len(dataset) // ranks) * ranks
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index < len(self.dataset):
+            return self.dataset[index]
+        x, y = self.dataset[0]
+        return x, torch.full_like(y, -100)
+
+
+def sample_digest(tokens: np.ndarray, seq_len: int, samples: int = 64) -> str:
+    """A hash of seq_len and of some sequences at even distances: most other texts have another, at the same length."""
+    digest = hashlib.sha256(f"{seq_len} {len(tokens)}".encode())
+    for start in np.linspace(0, max(len(tokens) - seq_len, 0), samples, dtype=np.int64):
+        digest.update(np.asarray(tokens[start : start + seq_len], np.int64).tobytes())
+    return digest.hexdigest()
 
 
 class _Map:

@@ -1,0 +1,122 @@
+"""Attention by torch's own operator for the CPU, which keeps the scores of a block in the cache.
+
+It has no score modifiers, and no mask but the causal one of as many rows as keys. It is given fp32: with 16-bit tensors
+it would round between blocks, which leaves gradients with up to four times the error, and in fp16 it is slow.
+
+It takes (batch, heads, seqlen, head_dim), with strides but for a contiguous last dimension, and as many heads of k as
+of q. Query heads that share a key head become a batch entry of their own, for which the key head is expanded.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from flash_attn import _torch_private
+
+from .dropout import keep_threshold
+from .mask import Mask
+from .options import Options
+from .sequence import Part
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_THREAD_KEYS = 2**20  # elements of k that the forward loads at a time, for each thread: 4 MiB stay in the cache
+
+
+def computes(part: Part, options: Options, q: Tensor) -> bool:
+    """Whether the operator computes this part, values that are not finite aside. q: (batch, seqlen_q, heads, any)."""
+    if not _torch_private.has_cpu_attention(q) or q.dtype not in _DTYPES:
+        return False
+    drops = options.dropout_p > 0 and keep_threshold(options.dropout_p) < 255
+    if options.softcap > 0 or options.alibi_slopes is not None or drops:
+        return False
+    mask = _mask(part, options)
+    return part.seqlen_q > 0 and part.seqlen_k > 0 and q.shape[2] > 0 and (mask.is_full or mask.is_triangle)
+
+
+def forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> bool:
+    """Write the part's rows of out and softmax_lse, (batch, seqlen_q, heads, head_dim or 1).
+
+    Returns whether it did: if not, some rows may have been written, and all are to be computed in another way.
+    """
+    if not computes(part, options, q):
+        return False
+    size = torch.get_num_threads() * _THREAD_KEYS // (part.seqlen_k * k.shape[2] * k.shape[3])
+    return all(_forward(piece, options, q, k, v, out, softmax_lse) for piece in part.split(max(1, size)))
+
+
+def _forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> bool:
+    rows, keys, values = _load_rows(part, q, k.shape[2]), *(_load_keys(part, x, q.shape[2]) for x in (k, v))
+    causal, spoilt = not _mask(part, options).is_full, None
+    if causal and not _all_finite(values):  # 0 times inf is nan, which would spoil the rows that do not see it
+        values, spoilt = values.where(values.isfinite(), 0), values.where(~values.isfinite(), 0)
+    o, lse = _torch_private.cpu_attention(rows, keys, values, 0.0, causal, scale=options.softmax_scale)
+    if (lse == 0).any():  # it says so, too, of a row whose scores are all -inf, which has an lse of +inf here
+        return False
+    if spoilt is not None:
+        o = o + spoilt.cumsum(2)
+    _store_rows(part, out, o)
+    _store_rows(part, softmax_lse, lse.masked_fill_(lse.isnan(), math.inf)[..., None])
+    return True
+
+
+def backward(
+    part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, softmax_lse: Tensor,
+    dlse: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+) -> bool:  # fmt: skip
+    """Write the part of dq, dk, dv and delta, the row sums of dout * out, (batch, seqlen_q, heads, 1).
+
+    Returns whether it did. It writes nothing with a gradient of softmax_lse, which the operator does not take; nor if a
+    gradient of a causal part is not finite, since values may have reached rows and keys that do not see each other.
+    """
+    if dlse is not None or not computes(part, options, q):
+        return False
+    rows, o, do, lse = (_load_rows(part, x, k.shape[2]) for x in (q, out, dout, softmax_lse))
+    keys = (_load_keys(part, x, q.shape[2]) for x in (k, v))
+    causal = not _mask(part, options).is_full
+    dq_rows, *dkeys = _torch_private.cpu_attention_backward(
+        do, rows, *keys, o, lse[..., 0], 0.0, causal, scale=options.softmax_scale
+    )
+    if causal and not _all_finite(dq_rows, *dkeys):
+        return False
+    _store_rows(part, dq, dq_rows)
+    for target, gradient in zip((dk, dv), dkeys, strict=True):
+        _store_keys(part, target, gradient)
+    _store_rows(part, delta, (do * o).sum(-1, keepdim=True))
+    return True
+
+
+def _mask(part: Part, options: Options) -> Mask:
+    return Mask(part.seqlen_q, part.seqlen_k, options.window_left, options.window_right)
+
+
+def _load_rows(part: Part, x: Tensor, heads_k: int) -> Tensor:
+    x = _heads_first(part.rows(x))
+    sharing = x.shape[1] // heads_k
+    return x if sharing == 1 else x.reshape(-1, sharing, *x.shape[2:])
+
+
+def _load_keys(part: Part, x: Tensor, heads: int) -> Tensor:
+    x = _heads_first(part.keys(x))
+    sharing = heads // x.shape[1]
+    return x if sharing == 1 else x.reshape(-1, 1, *x.shape[2:]).expand(-1, sharing, -1, -1)
+
+
+def _heads_first(x: Tensor) -> Tensor:
+    """Returns x (entries, seqlen, heads, any) as fp32 (entries, heads, seqlen, any), a view if possible."""
+    x = x.float().transpose(1, 2)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _store_rows(part: Part, x: Tensor, rows: Tensor) -> None:
+    target = part.rows(x).transpose(1, 2)
+    target.copy_(rows.reshape(target.shape))
+
+
+def _store_keys(part: Part, x: Tensor, keys: Tensor) -> None:
+    target = part.keys(x).transpose(1, 2)
+    target.copy_(keys if keys.shape == target.shape else keys.sum(1).view(target.shape))
+
+
+def _all_finite(*tensors: Tensor) -> bool:
+    return bool(torch.stack([bound for x in tensors for bound in x.aminmax()]).isfinite().all())
