@@ -17,18 +17,18 @@ al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
 
 Terms that all of them share:
 
-Heads. k and v may have fewer heads than q, a divisor: query head h uses key head h // (heads / heads_k) (GQA, MQA).
-causal. Aligned to the bottom right: the last query sees the last key. With seqlen_q = 2 and seqlen_k = 5, row 0 sees
-    keys 0 to 3 and row 1 sees all. A row that sees no key gives 0, with lse = +inf and no gradient.
-window_size. (left, right): query i sees keys i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right, both
-    included; -1 means no bound. causal=True is right = 0.
-alibi_slopes. float32 (heads,) or (batch, heads); no gradient (Press et al. 2021, arXiv:2108.12409).
-dropout_p. Probability, drawn from the default generator of the device. Pass 0 in evaluation.
-deterministic. Gradients are the same bit by bit in every run.
-return_attn_probs. Return (out, softmax_lse, S_dmask) instead of out. softmax_lse is float32, (batch, heads, seqlen_q)
-    or, for variable length, (heads, total_q), and has a gradient. S_dmask is for tests of dropout and empty without it:
-    probabilities exp(s - m) that are not normalised, with the sign bit set where an element was dropped; m is the
-    running maximum of the row over blocks of `_get_block_size_n` keys, from the last block to the first.
+- Heads. k and v may have fewer heads than q, a divisor: query head h uses key head h // (heads / heads_k) (GQA, MQA).
+- causal. Aligned to the bottom right: the last query sees the last key. With seqlen_q = 2 and seqlen_k = 5, row 0 sees
+  keys 0 to 3 and row 1 sees all. A row that sees no key gives 0, with lse = +inf and no gradient.
+- window_size. (left, right): query i sees keys i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right, both
+  included; -1 means no bound. causal=True is right = 0.
+- alibi_slopes. float32 (heads,) or (batch, heads); no gradient (Press et al. 2021, arXiv:2108.12409).
+- dropout_p. Probability, drawn from the default generator of the device. Pass 0 in evaluation.
+- deterministic. Gradients are the same bit by bit in every run.
+- return_attn_probs. Return (out, softmax_lse, S_dmask) instead of out. softmax_lse is float32, (batch, heads, seqlen_q)
+  or, for variable length, (heads, total_q), and has a gradient. S_dmask is for tests of dropout and empty without it:
+  probabilities exp(s - m) that are not normalised, with the sign bit set where an element was dropped; m is the running
+  maximum of the row over blocks of `_get_block_size_n` keys, from the last block to the first.
 
 Tensors are float16 or bfloat16, of one type and on one device, with any strides; float32 runs on the reference backend.
 head_dim is 1 to 256. None as an optional argument means its default. Numbers may be Python's, numpy's, or tensors

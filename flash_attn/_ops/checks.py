@@ -126,7 +126,8 @@ def whole(name: str, value: SupportsInt, expected: str = "an integer") -> int:
 def flag(name: str, value: object) -> None:
     """Check that `value` is a bool; 0 and 1 count, a tensor does not."""
     if value is not True and value is not False and (isinstance(value, torch.Tensor) or value not in (0, 1)):
-        raise ArgumentTypeError(f"{name} must be a bool, found {value!r}")
+        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+        raise ArgumentTypeError(f"{name} must be a bool, found {found}")
 
 
 def flags(**values: object) -> None:

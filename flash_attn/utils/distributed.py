@@ -155,9 +155,9 @@ def allreduce_sequence_parallel_grad(model: torch.nn.Module, process_group: Proc
     """Sum the gradients of a model's parameters that have a true attribute `_sequence_parallel` over process_group.
 
     Norms between sequence-parallel layers see only this process's tokens, so each process has a part of their gradient.
-    Call it after backward and before the optimizer's step. The attribute of a module applies to its own parameters, not
-    to its submodules. There is one all-reduce for each dtype. Raises ValueError, before anything is sent, if one of the
-    parameters has no gradient.
+    Call it after backward and before the optimizer's step; it writes to the gradients. The attribute of a module
+    applies to its own parameters, not to its submodules. There is one all-reduce for each dtype. Raises ValueError,
+    before anything is sent, if one of the parameters has no gradient.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for name, parameter in _tagged(model, "_sequence_parallel"):
