@@ -37,11 +37,14 @@ def moved(before: list, after: list, limit: float = LIMIT) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", default=FAMILIES, choices=[*FAMILIES, "models", []], metavar="FAMILY")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help=f"of {', '.join(FAMILIES)}, models")
     parser.add_argument("--seconds", default="0.2", help="time to measure one case (default: %(default)s)")
     args = parser.parse_args()
+    unknown = set(args.families) - {*FAMILIES, "models"}
+    if unknown:
+        parser.error(f"FAMILY: must be of {', '.join(FAMILIES)}, models, found {', '.join(unknown)}")
     lines = []
-    for family in args.families:
+    for family in args.families or FAMILIES:
         path = FOLDER / f"{family}.csv"
         path.unlink(missing_ok=True)
         command = [sys.executable, "-m", f"benchmarks.benchmark_{family}", "--providers", "flash_attn"]

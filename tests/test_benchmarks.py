@@ -173,3 +173,23 @@ def test_rows_that_have_moved():
         "op/slower/bf16: -25% (1 ms, now 1.2 ms)",
         "op/alone/bf16: +100% (1 ms, now 0.5 ms)",
     ]
+
+
+def test_rerun_measures_every_family(tmp_path, monkeypatch, capsys):
+    """Here with rows that are those of before, so that none has moved."""
+
+    def run(command, **_):
+        path = pathlib.Path(command[command.index("--csv") + 1])
+        path.parent.mkdir(exist_ok=True)
+        path.write_text((RESULTS / path.name).read_text())
+
+    monkeypatch.setattr(rerun, "FOLDER", tmp_path / "rerun")
+    monkeypatch.setattr(rerun.subprocess, "run", run)
+    monkeypatch.setattr(sys, "argv", ["rerun"])
+    assert rerun.main() == 0
+    assert {path.stem for path in (tmp_path / "rerun").glob("*.csv")} == set(rerun.FAMILIES)
+    assert "0 rows have moved by more than 5%" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["rerun", "nothing"])
+    with pytest.raises(SystemExit):
+        rerun.main()
+    assert "FAMILY: must be of flash_attn, " in capsys.readouterr().err
