@@ -26,7 +26,7 @@ demo: $(VENV)/for-demo $(VENV)/kernels ## run the demo: two minutes on two cores
 	$(RUN) examples/demo.py
 
 train: export OMP_WAIT_POLICY = passive
-train: $(VENV)/for-train $(VENV)/kernels ## train a small GPT (on a GPU, GPT-2 small), stop, resume, evaluate, let it write
+train: $(VENV)/for-train $(VENV)/kernels ## train a small GPT, stop, resume, evaluate, let it write: two minutes on two cores
 	$(RUN) training/first_run.py $(TRAIN_ARGS)
 
 test: $(VENV)/for-test $(VENV)/kernels ## run the tests that this machine can run, and PYTEST_ARGS="-m slow" the slow ones
