@@ -23,6 +23,7 @@ STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch
     "torch": ("PyTorch", "#0072b2", "^", "//"),
     "torch cudnn": ("cuDNN, by PyTorch", "#d55e00", "v", "\\\\"),
     "torch flash": ("FlashAttention-2, by PyTorch", "#56b4e9", "D", "--"),
+    "FlashAttention-3": ("FlashAttention-3", "#009e73", "<", "||"),
     "torch.compile": ("torch.compile", "#009e73", "<", "||"),
     "triton": ("Triton, of this library", "#cc79a7", ">", "++"),
     "liger": ("Liger", "#e69f00", "P", "**"),
@@ -82,6 +83,11 @@ def _attention(dim, file="flash_attn"):
 
 FIGURES = {  # name: (title, what is drawn)
     **{f"attention_{d}": (f"Attention, head dimension {d}, bf16", lambda d=d: _attention(d)) for d in (64, 128, 256)},
+    **{
+        f"peers_{d}": (f"Attention beside FlashAttention-3, head dimension {d}, bf16",
+                       lambda d=d: _attention(d, "flash_attn_peers"))
+        for d in (64, 128, 256)
+    },
     "attention_portable": (
         "Attention by the portable kernels, head dimension 128, bf16",
         lambda: _attention(128, "flash_attn_portable"),

@@ -20,17 +20,29 @@ def _rows(file):
     return {(row.op, row.case, row.provider): row for row in read(RESULTS / f"{file}.csv")}
 
 
+_ATTENTION = (("forward", "flash_attn_fwd"), ("backward", "flash_attn_bwd"))
+
+
 def _attention():
     """Six rows: both directions at three head dimensions, causal, 8192 tokens."""
-    rows = _rows("flash_attn")
-    yield "causal attention of 2 x 8192 tokens, bf16", "this library", "cuDNN", "FlashAttention-2"
-    for direction, op in (("forward", "flash_attn_fwd"), ("backward", "flash_attn_bwd")):
+    rows = _rows("flash_attn_peers")
+    yield "causal attention of 2 x 8192 tokens, bf16", "this library", "FlashAttention-3", "cuDNN"
+    for direction, op in _ATTENTION:
         for heads, dim in ((32, 64), (16, 128), (8, 256)):
-            found = [
-                rows.get((op, f"2x{heads}x8192x{dim} causal", name))
-                for name in ("flash_attn", "torch cudnn", "torch flash")
-            ]
-            yield f"{direction}, head dimension {dim}", *(f"{row.tflops:.0f}" if row else "" for row in found)
+            yield f"{direction}, head dimension {dim}", *_of_peers(rows, op, f"2x{heads}x8192x{dim} causal")
+
+
+def _peers():
+    """All rows beside FlashAttention-3."""
+    rows = _rows("flash_attn_peers")
+    yield "batch x heads x seqlen x head dimension", "this library", "FlashAttention-3", "cuDNN"
+    for direction, op in _ATTENTION:
+        for case in dict.fromkeys(case for found, case, _ in rows if found == op):
+            yield f"{direction}, {case}", *_of_peers(rows, op, case)
+
+
+def _of_peers(rows, op, case):
+    return (f"{rows[op, case, name].tflops:.0f}" for name in ("flash_attn", "FlashAttention-3", "torch cudnn"))
 
 
 def _models():
@@ -66,7 +78,7 @@ def _slower():
                 yield f"`{row.op}`", row.case, f"{row.ratio:.2f}"
 
 
-TABLES = {"attention": _attention, "models": _models, "training": _training, "slower": _slower}
+TABLES = {"attention": _attention, "peers": _peers, "models": _models, "training": _training, "slower": _slower}
 
 
 def table(name: str) -> str:
