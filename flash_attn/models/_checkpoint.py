@@ -5,6 +5,7 @@ import json
 import logging
 import pathlib
 import types
+import warnings
 
 import torch
 from torch import nn
@@ -212,6 +213,8 @@ def save(model, folder, name, max_shard_size):
     fields = _gpt2_fields(model.config) if family.name == "gpt2" else source
     if fields is None or fields["model_type"] not in family.model_types:
         raise ValueError(f"family must be that of the model's configuration, found {family.name!r}")
+    if family.name != "gpt2":
+        _check_described(model.config, family, source)
     prefix = _prefix(model)
     ours = {prefix + key: tensor.detach() for key, tensor in model.state_dict().items()}
     if settings(model.config).tie_word_embeddings:
@@ -224,6 +227,37 @@ def save(model, folder, name, max_shard_size):
         json.dumps(fields | {"dtype": dtype, "torch_dtype": dtype}, indent=2, default=str) + "\n"
     )
     _write(folder, theirs, max_shard_size)
+
+
+# Fields that change nothing in the logits of a model in evaluation: how it computes, and how it learns.
+_HOW = frozenset(
+    {
+        "use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dense_sqrelu_dense", "mlp_checkpoint_lvl",
+        "fused_dropout_add_ln", "residual_in_fp32", "pad_vocab_size_multiple", "sequence_parallel",
+        "gradient_checkpointing", "initializer_range", "resid_pdrop", "embd_pdrop", "attn_pdrop", "mlp_multiple_of",
+    }
+)  # fmt: skip
+
+
+def _check_described(config, family, source):
+    """Raise ValueError if a model is not what the configuration of its family, which is saved with it, says."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of fields that are not known, which was said when the model was made
+        said = settings(family.to_gpt2_config(_config_object(source)))
+    found = _what(settings(config))
+    for name, expected in sorted(_what(said).items()):
+        repeated = name == "n_head_kv" and family.name == "bigcode"  # the one head that is saved
+        if found[name] != expected and not repeated:
+            raise ValueError(
+                f"config.{name} must be {expected!r}, as in the configuration of {source['model_type']} that is saved "
+                f"with the model, found {found[name]!r}"
+            )
+
+
+def _what(s):
+    """The fields that say what a model computes."""
+    fields = {name: getattr(s, name) for name in FIELDS - _HOW}
+    return fields | {"n_inner": s.inner, "head_dim": s.width_of_head, "n_head_kv": s.heads_kv}
 
 
 # What is part of our model, but not of transformers' GPT-2, by the values that it has there.

@@ -354,8 +354,9 @@ class GPTPreTrainedModel(nn.Module):
                 configuration that the model was made from, else GPT-2's.
             max_shard_size: bytes of a file, in which a larger checkpoint is divided.
 
-        Raises ValueError if the configuration has what that format does not, and for one part of a tensor parallel
-        model: `combine_state_dicts_tp` puts the parts together.
+        Raises ValueError if the configuration has what that format does not, or was changed in what the model computes
+        (as by `from_pretrained(folder, rotary_emb_base=1e6)`: give that the configuration of the family instead, with
+        the change), and for one part of a tensor parallel model: `combine_state_dicts_tp` puts the parts together.
         """
         _checkpoint.save(self, folder, family, max_shard_size)
 

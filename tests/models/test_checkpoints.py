@@ -355,6 +355,42 @@ def test_what_cannot_be_saved(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", dict(rotary_emb_base=100.0)),
+        ("llama", dict(rotary_emb_scaling=dict(rope_type="linear", factor=2.0))),
+        ("llama", dict(activation_function="geglu")),
+        ("llama", dict(sliding_window=3, use_flash_attn=True)),
+        ("llama", dict(n_head_kv=2)),
+        ("llama", dict(head_dim=32)),
+        ("llama", dict(n_inner=80)),
+        ("llama", dict(n_layer=1)),
+        ("falcon new decoder", dict(parallel_block_tied_norm=True)),
+        ("phi", dict(layer_norm_epsilon=0.1)),
+        ("btlm", dict(mup_output_multiplier=2.0)),
+    ],
+)
+def test_a_model_that_is_not_what_its_configuration_says_is_not_saved(name, options, tmp_path):
+    """What is saved beside the tensors is the configuration of the family, which does not have the field."""
+    model = GPTLMHeadModel.from_config(CASES[name].config(), **options)
+    field = next(iter(options))
+    with pytest.raises(ValueError, match=f"config.{field} must be .* that is saved with the model, found "):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["llama", "bigcode", "falcon alibi"])
+def test_a_model_that_computes_the_same_in_another_way_is_saved(name, tmp_path):
+    options = dict(use_flash_attn=True, fused_bias_fc=True, residual_in_fp32=True, pad_vocab_size_multiple=64)
+    options |= dict(resid_pdrop=0.1, gradient_checkpointing=True) | (dict(n_head_kv=1) if name == "bigcode" else {})
+    model = GPTLMHeadModel.from_config(CASES[name].config(), **options)
+    model.save_pretrained(tmp_path)
+    ids = ids_of(model.config)
+    expected = logits_of(model, ids)[..., : model.config.vocab_size]
+    torch.testing.assert_close(logits_of(GPTLMHeadModel.from_pretrained(tmp_path), ids), expected)
+
+
 # Meta's and Megatron's
 
 
