@@ -17,7 +17,7 @@ from flash_attn.models._keys import (
     padded,
     reordered,
 )
-from flash_attn.models._rope import rope_fields
+from flash_attn.models._rope import whole_rope_fields
 
 
 def _heads(read):
@@ -43,7 +43,7 @@ def _biases(read):
 def _positions(read):
     """ALiBi is added before the scores are scaled. transformers rounds it to bfloat16, which is not done here."""
     if not read("alibi", default=False):
-        return rope_fields(read)
+        return whole_rope_fields(read)
     read("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")  # without effect
     return {"use_alibi": True, "alibi_scaled": True, "use_flash_attn": True}
 

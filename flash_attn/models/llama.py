@@ -35,7 +35,7 @@ from flash_attn.models._keys import (
     reordered,
     stacked,
 )  # fmt: skip
-from flash_attn.models._rope import rope_fields
+from flash_attn.models._rope import whole_rope_fields
 
 _ACTIVATIONS = {
     "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh",
@@ -78,8 +78,8 @@ def _gemma(read):
     """Gemma's norms multiply by 1 + weight, and its embeddings are multiplied by the root of their features."""
     if _type(read) != "gemma":
         return {}
-    factor = read("hidden_size") ** 0.5
-    return {"norm_zero_centered": True, "mup_embeddings_multiplier": factor, "tie_word_embeddings": True}
+    factor, tied = read("hidden_size") ** 0.5, read("tie_word_embeddings", default=True)
+    return {"norm_zero_centered": True, "mup_embeddings_multiplier": factor, "tie_word_embeddings": tied}
 
 
 def _qk_norm(read):
@@ -113,7 +113,7 @@ CONFIG = ConfigMap(
         "tie_word_embeddings": False,
         "mlp_multiple_of": 1,
     },
-    computed=(rope_fields, _biases, _gated_activation, _windows, _gemma, _qk_norm),
+    computed=(whole_rope_fields, _biases, _gated_activation, _windows, _gemma, _qk_norm),
 )
 
 _OF_META = each_layer(

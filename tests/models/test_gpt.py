@@ -1,6 +1,7 @@
 """The decoder: its configuration, parts, dropout, memory and compilation; the families are in test_families.py."""
 
 import copy
+import functools
 import types
 import warnings
 
@@ -93,6 +94,8 @@ def test_other_configurations_go_through_from_config():
         GPTLMHeadModel.from_config(transformers.BertConfig())
 
 
+HALF_ROTARY = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+FalconWithRotary = functools.partial(transformers.FalconConfig, alibi=False)
 TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=90)
 
 
@@ -119,6 +122,11 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
                 **TINY, model_type="mistral", sliding_window=4, layer_types=["chunked_attention"] * 2
             ),
             "config.layer_types must be 'full_attention' or 'sliding_attention', .* found 'chunked_attention'",
+        ),
+        *(
+            (lambda kind=kind: kind(**TINY, rope_parameters=HALF_ROTARY),
+             "config.partial_rotary_factor must be 1.0, .* found 0.5")
+            for kind in (transformers.LlamaConfig, transformers.Qwen3Config, FalconWithRotary)
         ),
         (lambda: transformers.OPTConfig(layerdrop=0.1), "config.layerdrop must be 0.0, .* found 0.1"),
         (lambda: transformers.GPTBigCodeConfig(multi_query=False), "config.multi_query must be True, .* found False"),
