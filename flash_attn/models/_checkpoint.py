@@ -8,8 +8,10 @@ import types
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from flash_attn._ops import checks
 from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
 from flash_attn.models._family import find_family
 from flash_attn.models._options import divided, dtype_of_config, overridden, the_dtype
@@ -43,6 +45,11 @@ def load(
     device = torch.device("cpu" if device is None else device)
     dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config) or _dtype_of_files(model_name))
     model = cls(overridden(config, fields), *args, device="meta", dtype=dtype, **kwargs)
+    group = getattr(model, "process_group", None)
+    processes = 1 if group is None else dist.get_world_size(group)
+    if world_size != processes:
+        told = f"{processes} without one" if group is None else processes
+        raise ValueError(f"world_size must be the number of processes of process_group, {told}, found {world_size}")
     config, files = model.config, checkpoint_files(model_name)
     absent = _compare(model, family, files, world_size, rank, strict)
     pending = {}
@@ -122,13 +129,18 @@ def _compare(model, family, files, world_size, rank, strict):
         for name, tensor in ours.items()
         if name in expected and expected[name] != tuple(tensor.shape)
     ]
+    wrong += [
+        f"{name}: expected a floating-point dtype, found {tensor.dtype}"
+        for name, tensor in ours.items()
+        if name in expected and not tensor.is_floating_point()
+    ]
     made_of = [f"{name} (from {_sources(family, prefix + name, model.config)})" for name in missing]
     if wrong or (strict and (missing or unknown)):
         raise ValueError(
             f"the checkpoint does not fit the model, a {type(model).__name__} of the family {family.name}:"
             + _listed("missing", made_of)
             + _listed("not known", unknown)
-            + _listed("of a wrong shape", wrong)
+            + _listed("of a wrong shape or dtype", wrong)
         )
     if missing or unknown:
         told = _listed("these keep their first, random weights", made_of) + _listed("these are left out", unknown)
@@ -215,6 +227,7 @@ def save(model, folder, name, max_shard_size):
         raise ValueError(f"family must be that of the model's configuration, found {family.name!r}")
     if family.name != "gpt2":
         _check_described(model.config, family, source)
+    checks.integer("max_shard_size", max_shard_size)
     prefix = _prefix(model)
     ours = {prefix + key: tensor.detach() for key, tensor in model.state_dict().items()}
     if settings(model.config).tie_word_embeddings:

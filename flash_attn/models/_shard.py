@@ -39,6 +39,8 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: 
     """
     s = settings(config)
     check_world_size(s, world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be from 0 to {world_size - 1}, found {rank}")
     for name in list(state_dict):
         part = _part(name)
         if part is None:
@@ -68,6 +70,8 @@ def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config: Any) ->
 
 def check_world_size(s: Settings, world_size: int) -> None:
     """Raise ValueError, naming the field, if so many processes cannot share the model."""
+    if world_size < 1:
+        raise ValueError(f"the number of processes must be positive, found {world_size}")
     for name, size in {
         "vocab_size (padded)": s.padded_vocab_size,
         "n_embd": s.n_embd,

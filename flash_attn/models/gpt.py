@@ -319,10 +319,11 @@ class GPTPreTrainedModel(nn.Module):
             model_name: a folder, a file, or a name on the hub.
             config: a GPT2Config, or the configuration of the family; by default, the checkpoint's own config.json.
             strict: raise an error for tensors that are missing or not known; else they keep their first, random weights
-                or are left out. Tensors of a wrong shape are always an error.
+                or are left out. Tensors of a wrong shape, or of integers, are always an error.
             device, dtype: of the parameters; by default the CPU, and torch's default dtype. A dtype may be a name, as
                 "bfloat16"; "auto" is that of config.json, or else that of the checkpoint's tensors.
-            world_size, rank: load the part that this process of a tensor parallel model has; with process_group.
+            world_size, rank: load the part that this process of a tensor parallel model has; with process_group, which
+                has as many processes.
             family: the name of a family, as "llama"; by default that of config.json's model_type, or that of the name
                 on the hub.
             progress: show a bar, with the package tqdm, if there are several files.
@@ -700,6 +701,7 @@ def _following(labels, shift_labels, shape, num_last_tokens):
     if labels is not None and shift_labels is not None:
         raise ValueError("labels and shift_labels must not be given together")
     name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    checks.tensor(name, given)
     if given.shape != shape or num_last_tokens > 0:
         raise ValueError(
             f"{name} must have the shape {tuple(shape)} of input_ids, without num_last_tokens, "

@@ -294,6 +294,34 @@ def test_what_does_not_fit(folder):
         GPTLMHeadModel.from_pretrained(path)
 
 
+def test_tensors_of_which_ours_cannot_be_made(folder):
+    path, _ = folder("llama")
+    change(path, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(64, 60)}))
+    with pytest.raises(
+        ValueError, match=r"Wqkv.weight .* found .*k_proj.weight \(64, 60\), .*v_proj.weight \(64, 64\)"
+    ):
+        GPTLMHeadModel.from_pretrained(path)
+    path, _ = folder("gpt_neox")
+    name = "gpt_neox.layers.0.attention.query_key_value.weight"
+    change(path, lambda tensors: tensors.update({name: torch.zeros(190, 64)}))
+    with pytest.raises(ValueError, match=r"Wqkv.weight .* found .*query_key_value.weight \(190, 64\)"):
+        GPTLMHeadModel.from_pretrained(path)
+
+
+def test_tensors_of_integers_are_no_weights(folder):
+    """Quantised weights may come without a configuration that says so."""
+    path, _ = folder("llama")
+    change(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    with pytest.raises(ValueError, match=r"ln_f.weight: expected a floating-point dtype, found torch.int8"):
+        GPTLMHeadModel.from_pretrained(path)
+
+
+def test_parts_without_a_group(folder):
+    path, _ = folder("llama")
+    with pytest.raises(ValueError, match=r"world_size must be the number of processes of process_group, 1 without one"):
+        GPTLMHeadModel.from_pretrained(path, world_size=2, rank=0)
+
+
 def test_what_does_not_fit_may_be_left_out(folder, caplog):
     path, reference = folder("llama")
     change(path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
@@ -350,6 +378,8 @@ def test_what_cannot_be_saved(tmp_path):
         with pytest.raises(ValueError, match=f"config.{says} to save in the format of GPT-2, found"):
             GPTLMHeadModel(config).save_pretrained(tmp_path)
     model = GPTLMHeadModel.from_config(CASES["llama"].config())
+    with pytest.raises(TypeError, match="max_shard_size must be an integer, found str"):
+        model.save_pretrained(tmp_path, max_shard_size="5GB")
     with pytest.raises(ValueError, match="family must be that of the model's configuration, found 'opt'"):
         model.save_pretrained(tmp_path, family="opt")
     assert not list(tmp_path.iterdir())

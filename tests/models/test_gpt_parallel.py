@@ -181,3 +181,16 @@ def test_what_cannot_be_divided(options, says):
     for function in (shard, functools.partial(combine_state_dicts_tp, [{}, {}], config)):
         with pytest.raises(ValueError, match=says):
             function()
+
+
+def test_processes_that_there_are_not():
+    config = GPT2Config(**SIZES)
+    for world_size, rank, says in (
+        (2, 2, "rank must be from 0 to 1, found 2"),
+        (2, -1, "rank must be from 0 to 1, found -1"),
+        (0, 0, "the number of processes must be positive, found 0"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            shard_state_dict_tp({}, config, world_size, rank)
+    with pytest.raises(ValueError, match="the number of processes must be positive, found 0"):
+        combine_state_dicts_tp([], config)
