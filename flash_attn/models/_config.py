@@ -1,6 +1,6 @@
 """The fields that the decoder reads from a configuration, with their defaults and limits.
 
-A configuration is a `transformers.GPT2Config` with additional fields, or any object with the same attributes.
+A configuration is a `transformers.GPT2Config` with additional fields; `GPT2ConfigLike` where transformers is missing.
 """
 
 import dataclasses
@@ -279,7 +279,7 @@ class Reader:
 
 
 def warn_of_unread(config: Any, read: set[str]) -> None:
-    """Warn of fields that nobody has read, unless they have the value of their class or one that means nothing."""
+    """Warn of fields that nobody has read, unless they are as in their class, or if it lacks them, empty or False."""
     try:
         defaults = vars(type(config)())
     except Exception:  # a class that takes arguments has no defaults to compare with
@@ -288,8 +288,7 @@ def warn_of_unread(config: Any, read: set[str]) -> None:
         name
         for name, value in vars(config).items()
         if not (name.startswith("_") or name in read or name in WITHOUT_EFFECT or name in ONLY)
-        and value not in (None, False, "", [], {})
-        and not (name in defaults and defaults[name] == value)
+        and not (value == defaults[name] if name in defaults else value in (None, False, "", [], {}))
     ]
     if unread:
         warnings.warn(

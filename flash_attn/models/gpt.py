@@ -8,9 +8,9 @@
 
     model = GPTLMHeadModel.from_pretrained("path/or/name/of/a/checkpoint")
 
-The configuration is a transformers.GPT2Config with additional fields, or any object with the same attributes; they are
-in `flash_attn.models._config.Settings`, with their defaults. Blocks are those of `flash_attn.modules.block`, which
-begin with the sum that ends the block before; dropout moves with it.
+The configuration is a transformers.GPT2Config with additional fields; they are in `flash_attn.models._config.Settings`,
+with their defaults. `from_config` takes those of the other families. Blocks are those of `flash_attn.modules.block`,
+which begin with the sum that ends the block before; dropout moves with it.
 """
 
 import functools

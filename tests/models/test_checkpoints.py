@@ -458,6 +458,32 @@ def test_meta(tmp_path):
         config_from_checkpoint(tmp_path, "7B", "gguf")
 
 
+META = dict(dim=64, n_heads=4, n_kv_heads=2, n_layers=2, norm_eps=1e-6, multiple_of=32, ffn_dim_multiplier=0.5)
+
+
+def meta_config(folder, **params):
+    """The configuration of Meta's params.json."""
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "params.json").write_text(json.dumps(META | params))
+    return config_from_checkpoint(folder, "model")
+
+
+def test_saving_what_meta_made(tmp_path):
+    """transformers reads the base of the rotary embedding in a field of its own."""
+    model = GPTLMHeadModel.from_config(meta_config(tmp_path, rope_theta=5e5, vocab_size=96), initializer_range=0.3)
+    model.save_pretrained(tmp_path / "ours")
+    ids = ids_of(model.config)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert (logits_of(again, ids) - logits_of(model, ids)).abs().max() < 1e-4
+
+
+def test_what_params_of_meta_say(tmp_path):
+    assert [meta_config(tmp_path, vocab_size=each).vocab_size for each in (128256, -1)] == [128256, 32000]
+    assert meta_config(tmp_path, use_scaled_rope=False).hidden_size == 64
+    with pytest.raises(ValueError, match=r"config.use_scaled_rope must be None or False, .* found True"):
+        meta_config(tmp_path, use_scaled_rope=True)
+
+
 def test_meta_and_transformers_have_the_same_weights():
     """The one reorders rotary pairs, which the other does not have to."""
     _, reference, config = CASES["llama gqa"].build()

@@ -193,6 +193,27 @@ def test_ordinary_configurations_warn_of_nothing(model_type):
                 _checkpoint.to_gpt2_config(each)
 
 
+def test_false_is_reported_where_true_is_usual():
+    class Config(transformers.LlamaConfig):
+        invented: bool = True
+        other: bool = False
+
+    with pytest.warns(UserWarning, match=r"Config: these fields are not known, .*: \['invented'\]"):
+        GPTLMHeadModel.from_config(Config(**TINY, invented=False), device="meta")
+
+
+def test_falcon_40b_in_its_first_form():
+    """Which has no new_decoder_architecture, but says how many key heads there are."""
+    fields = dict(vocab_size=90, hidden_size=64, alibi=False, bias=False, parallel_attn=True)
+    first = types.SimpleNamespace(**fields, model_type="RefinedWeb", n_layer=2, n_head=4, n_head_kv=2)
+    today = transformers.FalconConfig(
+        **fields, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True
+    )
+    first, today = (_config.settings(_checkpoint.to_gpt2_config(each)) for each in (first, today))
+    assert (first.parallel_block, first.parallel_block_tied_norm, first.n_head_kv) == (True, False, 2)
+    assert (today.parallel_block, today.parallel_block_tied_norm, today.n_head_kv) == (True, False, 2)
+
+
 def test_unknown_fields_of_gpt2_are_reported():
     with pytest.warns(UserWarning, match=r"GPT2Config: these fields are not known, .*: \['invented'\]"):
         GPTLMHeadModel.from_config(config_of(invented=3, n_ctx=32), device="meta")
