@@ -539,7 +539,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
                 features, s.padded_vocab_size, process_group, bias=s.lm_head_bias,
                 sequence_parallel=s.sequence_parallel, **factory,
             )  # fmt: skip
-        self.vocab_size = s.vocab_size
+        self.vocab_size = s.vocab_size  # without padding, which generation then never draws
         self.norm_head = s.norm_head
         self.output_scale = s.mup_output_multiplier * s.mup_width_scale
         self.apply(self._first_weights)
@@ -562,13 +562,6 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         """How many positions it has an embedding for; None without learned positions."""
         positions = self.transformer.embeddings.max_position_embeddings
         return positions if positions > 0 else None
-
-    def generate(self, input_ids: Tensor, max_length: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Continue sequences, as `flash_attn.utils.generation.GenerationMixin.generate` says.
-
-        vocab_size is by default that of the configuration, so that padding of the vocabulary is never drawn.
-        """
-        return super().generate(input_ids, max_length, *args, **dict(vocab_size=self.vocab_size) | kwargs)
 
     @overload
     def forward(
