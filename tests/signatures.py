@@ -645,6 +645,7 @@ SIGNATURES = {
         "state_dict_from_pretrained": "model_name, device=None, dtype=None",
         "checkpoint_files": "model_name",
         "config_of_pretrained": "model_name",
+        "dtype_of_pretrained": "model_name",
         "config_is_missing": "model_name",
         "load_file": "path, device=None, dtype=None",
     },

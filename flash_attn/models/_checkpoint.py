@@ -16,7 +16,13 @@ from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known
 from flash_attn.models._family import find_family
 from flash_attn.models._options import divided, dtype_of_config, overridden, the_dtype
 from flash_attn.models._shard import shard_state_dict_tp
-from flash_attn.utils.pretrained import checkpoint_files, config_is_missing, config_of_pretrained, load_file
+from flash_attn.utils.pretrained import (
+    checkpoint_files,
+    config_is_missing,
+    config_of_pretrained,
+    dtype_of_pretrained,
+    load_file,
+)
 
 _log = logging.getLogger(__name__)
 _LISTED = 20  # names of each kind in an error
@@ -43,7 +49,7 @@ def load(
     fields, kwargs = divided(cls, kwargs, FIELDS)
     family, config = _family_and_config(model_name, config, family)
     device = torch.device("cpu" if device is None else device)
-    dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config) or _dtype_of_files(model_name))
+    dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name))
     model = cls(overridden(config, fields), *args, device="meta", dtype=dtype, **kwargs)
     group = getattr(model, "process_group", None)
     processes = 1 if group is None else dist.get_world_size(group)
@@ -61,12 +67,6 @@ def load(
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     return model
-
-
-def _dtype_of_files(model_name):
-    """The dtype of the first floating tensor of a checkpoint."""
-    tensors = (tensor for path in checkpoint_files(model_name) for tensor in load_file(path, device="meta").values())
-    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
 def _converted(family, theirs, config, world_size, rank):

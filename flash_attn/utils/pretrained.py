@@ -80,6 +80,12 @@ def config_of_pretrained(model_name: str | os.PathLike[str]) -> dict | None:
         raise ValueError(f"{path} must be JSON, found: {error}") from error
 
 
+def dtype_of_pretrained(model_name: str | os.PathLike[str]) -> torch.dtype | None:
+    """The dtype of a checkpoint's first floating-point tensor, None if it has none."""
+    tensors = (tensor for path in checkpoint_files(model_name) for tensor in load_file(path, device="meta").values())
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+
+
 def config_is_missing(model_name: str | os.PathLike[str]) -> OSError:
     """The error for a checkpoint without config.json, where its configuration is not given either."""
     where = "" if pathlib.Path(model_name).exists() else ", which is neither a folder here nor known on the hub"
