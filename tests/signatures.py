@@ -217,7 +217,10 @@ SIGNATURES = {
             "model_name, config=None, *args, strict=True, device=None, dtype=None, world_size=1, rank=0, family=None, "
             "progress=True, torch_dtype=None, **kwargs"
         ),
-        "GPTLMHeadModel.generate": "self, input_ids, max_length=None, *args, **kwargs",
+        "GPTLMHeadModel.generate": (
+            "self, input_ids, max_length=None, top_k=1, top_p=0.0, temperature=1.0, return_dict_in_generate=False, "
+            "output_scores=False, *, max_new_tokens=None, **kwargs"
+        ),
         "combine_state_dicts_tp": "state_dicts, config",
         "create_block": "config, layer_idx=None, process_group=None, device=None, dtype=None",
         "create_mixer_cls": "config, layer_idx=None, process_group=None, device=None, dtype=None",
@@ -642,6 +645,7 @@ SIGNATURES = {
         "state_dict_from_pretrained": "model_name, device=None, dtype=None",
         "checkpoint_files": "model_name",
         "config_of_pretrained": "model_name",
+        "dtype_of_pretrained": "model_name",
         "config_is_missing": "model_name",
         "load_file": "path, device=None, dtype=None",
     },

@@ -5,15 +5,24 @@ import json
 import logging
 import pathlib
 import types
+import warnings
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from flash_attn._ops import checks
 from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
 from flash_attn.models._family import find_family
 from flash_attn.models._options import divided, dtype_of_config, overridden, the_dtype
 from flash_attn.models._shard import shard_state_dict_tp
-from flash_attn.utils.pretrained import checkpoint_files, config_is_missing, config_of_pretrained, load_file
+from flash_attn.utils.pretrained import (
+    checkpoint_files,
+    config_is_missing,
+    config_of_pretrained,
+    dtype_of_pretrained,
+    load_file,
+)
 
 _log = logging.getLogger(__name__)
 _LISTED = 20  # names of each kind in an error
@@ -40,8 +49,13 @@ def load(
     fields, kwargs = divided(cls, kwargs, FIELDS)
     family, config = _family_and_config(model_name, config, family)
     device = torch.device("cpu" if device is None else device)
-    dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config) or _dtype_of_files(model_name))
+    dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name))
     model = cls(overridden(config, fields), *args, device="meta", dtype=dtype, **kwargs)
+    group = getattr(model, "process_group", None)
+    processes = 1 if group is None else dist.get_world_size(group)
+    if world_size != processes:
+        told = f"{processes} without one" if group is None else processes
+        raise ValueError(f"world_size must be the number of processes of process_group, {told}, found {world_size}")
     config, files = model.config, checkpoint_files(model_name)
     absent = _compare(model, family, files, world_size, rank, strict)
     pending = {}
@@ -53,12 +67,6 @@ def load(
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     return model
-
-
-def _dtype_of_files(model_name):
-    """The dtype of the first floating tensor of a checkpoint."""
-    tensors = (tensor for path in checkpoint_files(model_name) for tensor in load_file(path, device="meta").values())
-    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
 def _converted(family, theirs, config, world_size, rank):
@@ -121,13 +129,18 @@ def _compare(model, family, files, world_size, rank, strict):
         for name, tensor in ours.items()
         if name in expected and expected[name] != tuple(tensor.shape)
     ]
+    wrong += [
+        f"{name}: expected a floating-point dtype, found {tensor.dtype}"
+        for name, tensor in ours.items()
+        if name in expected and not tensor.is_floating_point()
+    ]
     made_of = [f"{name} (from {_sources(family, prefix + name, model.config)})" for name in missing]
     if wrong or (strict and (missing or unknown)):
         raise ValueError(
             f"the checkpoint does not fit the model, a {type(model).__name__} of the family {family.name}:"
             + _listed("missing", made_of)
             + _listed("not known", unknown)
-            + _listed("of a wrong shape", wrong)
+            + _listed("of a wrong shape or dtype", wrong)
         )
     if missing or unknown:
         told = _listed("these keep their first, random weights", made_of) + _listed("these are left out", unknown)
@@ -212,6 +225,9 @@ def save(model, folder, name, max_shard_size):
     fields = _gpt2_fields(model.config) if family.name == "gpt2" else source
     if fields is None or fields["model_type"] not in family.model_types:
         raise ValueError(f"family must be that of the model's configuration, found {family.name!r}")
+    if family.name != "gpt2":
+        _check_described(model.config, family, source)
+    checks.integer("max_shard_size", max_shard_size)
     prefix = _prefix(model)
     ours = {prefix + key: tensor.detach() for key, tensor in model.state_dict().items()}
     if settings(model.config).tie_word_embeddings:
@@ -224,6 +240,37 @@ def save(model, folder, name, max_shard_size):
         json.dumps(fields | {"dtype": dtype, "torch_dtype": dtype}, indent=2, default=str) + "\n"
     )
     _write(folder, theirs, max_shard_size)
+
+
+# Fields that change nothing in the logits of a model in evaluation: how it computes, and how it learns.
+_HOW = frozenset(
+    {
+        "use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dense_sqrelu_dense", "mlp_checkpoint_lvl",
+        "fused_dropout_add_ln", "residual_in_fp32", "pad_vocab_size_multiple", "sequence_parallel",
+        "gradient_checkpointing", "initializer_range", "resid_pdrop", "embd_pdrop", "attn_pdrop", "mlp_multiple_of",
+    }
+)  # fmt: skip
+
+
+def _check_described(config, family, source):
+    """Raise ValueError if a model is not what the configuration of its family, which is saved with it, says."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of fields that are not known, which was said when the model was made
+        said = settings(family.to_gpt2_config(_config_object(source)))
+    found = _what(settings(config))
+    for name, expected in sorted(_what(said).items()):
+        repeated = name == "n_head_kv" and family.name == "bigcode"  # the one head that is saved
+        if found[name] != expected and not repeated:
+            raise ValueError(
+                f"config.{name} must be {expected!r}, as in the configuration of {source['model_type']} that is saved "
+                f"with the model, found {found[name]!r}"
+            )
+
+
+def _what(s):
+    """The fields that say what a model computes."""
+    fields = {name: getattr(s, name) for name in FIELDS - _HOW}
+    return fields | {"n_inner": s.inner, "head_dim": s.width_of_head, "n_head_kv": s.heads_kv}
 
 
 # What is part of our model, but not of transformers' GPT-2, by the values that it has there.

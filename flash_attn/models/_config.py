@@ -1,10 +1,11 @@
 """The fields that the decoder reads from a configuration, with their defaults and limits.
 
-A configuration is a `transformers.GPT2Config` with additional fields, or any object with the same attributes.
+A configuration is a `transformers.GPT2Config` with additional fields; `GPT2ConfigLike` where transformers is missing.
 """
 
 import dataclasses
 import importlib.util
+import numbers
 import types
 import warnings
 from collections.abc import Callable, Sequence
@@ -173,7 +174,12 @@ def _check(s, rotary_emb_dim):
 
     for field in ("vocab_size", "n_embd", "n_head", "pad_vocab_size_multiple", "mlp_multiple_of"):
         check(field, getattr(s, field) > 0, "positive")
-    check("head_dim", s.head_dim is None or s.head_dim > 0, "positive")
+    for field in ("n_layer", "initializer_range"):
+        check(field, getattr(s, field) >= 0, "at least 0")
+    for field in ("head_dim", "n_inner", "word_embed_proj_dim"):
+        check(field, getattr(s, field) is None or getattr(s, field) > 0, "positive or None")
+    for field in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        check(field, 0 <= getattr(s, field) <= 1, "from 0 to 1")
     fits = s.head_dim is not None or s.n_embd % s.n_head == 0
     check("n_embd", fits, f"a multiple of n_head, {s.n_head}, without head_dim")
     check("n_head_kv", s.heads_kv > 0 and s.n_head % s.heads_kv == 0, f"a divisor of n_head, {s.n_head}")
@@ -188,7 +194,16 @@ def _check(s, rotary_emb_dim):
         value = getattr(s, field)
         fits = not isinstance(value, (list, tuple)) or len(value) == s.n_layer
         check(field, fits, f"one value, or one for each of the {s.n_layer} layers")
+    windows = s.sliding_window if isinstance(s.sliding_window, (list, tuple)) else [s.sliding_window]
+    fits = all(each is None or (isinstance(each, numbers.Integral) and each > 0) for each in windows)
+    check("sliding_window", fits, "None or a positive integer in each layer")
     check("rotary_emb_fraction", 0 <= s.rotary_emb_fraction <= 1, "from 0 to 1")
+    even = f"such that an even number of the {s.width_of_head} channels rotates"
+    check("rotary_emb_fraction", s.rotary_dim % 2 == 0, even)
+    scaling = s.rotary_emb_scaling
+    check("rotary_emb_scaling", scaling is None or s.rotary_dim > 0, "None without rotary_emb_fraction")
+    fits = scaling is None or (isinstance(scaling, dict) and "rope_type" in scaling)
+    check("rotary_emb_scaling", fits, "a dict with 'rope_type'")
     if rotary_emb_dim not in (None, 0, s.rotary_dim):
         raise ValueError(
             f"config.rotary_emb_dim must be left out, as the rotary embedding goes by rotary_emb_fraction, "
@@ -264,7 +279,7 @@ class Reader:
 
 
 def warn_of_unread(config: Any, read: set[str]) -> None:
-    """Warn of fields that nobody has read, unless they have the value of their class or one that means nothing."""
+    """Warn of fields that nobody has read, unless they are as in their class, or if it lacks them, empty or False."""
     try:
         defaults = vars(type(config)())
     except Exception:  # a class that takes arguments has no defaults to compare with
@@ -273,8 +288,7 @@ def warn_of_unread(config: Any, read: set[str]) -> None:
         name
         for name, value in vars(config).items()
         if not (name.startswith("_") or name in read or name in WITHOUT_EFFECT or name in ONLY)
-        and value not in (None, False, "", [], {})
-        and not (name in defaults and defaults[name] == value)
+        and not (value == defaults[name] if name in defaults else value in (None, False, "", [], {}))
     ]
     if unread:
         warnings.warn(

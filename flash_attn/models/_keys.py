@@ -72,6 +72,15 @@ class Rule:
         return tensor.t() if self.transposed and tensor.dim() == 2 else tensor
 
 
+def _made(name, rule, theirs, s):
+    """One of our tensors. Raises ValueError if the shapes of theirs do not allow it."""
+    try:
+        return rule.forward(theirs, s)
+    except (RuntimeError, IndexError) as error:
+        found = ", ".join(f"{source} {tuple(tensor.shape)}" for source, tensor in zip(rule.sources, theirs))
+        raise ValueError(f"{name} must be made of tensors that fit together and the model, found {found}") from error
+
+
 def _take(x, index):
     """Rows of x by their numbers, zeros where the number is negative."""
     if torch.equal(index, torch.arange(len(x))):
@@ -215,7 +224,7 @@ class KeyMap:
                 for source in rule.sources:
                     tensors.pop(source, None)
             elif all(source in tensors for source in rule.sources):
-                result[ours] = rule.forward([tensors.pop(source) for source in rule.sources], s)
+                result[ours] = _made(ours, rule, [tensors.pop(source) for source in rule.sources], s)
         if s.tie_word_embeddings and _TIED[0] in result:
             result[_TIED[1]] = result[_TIED[0]]
         return result

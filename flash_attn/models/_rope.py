@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.layers.rotary import RotaryEmbedding
-from flash_attn.models._config import Reader, Settings
+from flash_attn.models._config import Reader, Settings, refuse_unless
 
 _DEFAULT = ("default", "mrope_default")
 
@@ -33,6 +33,13 @@ def rope_fields(read: Reader) -> dict[str, Any]:
             scaling["original_max_position_embeddings"] = longest
         _check(scaling, fraction)
         fields["rotary_emb_scaling"] = scaling
+    return fields
+
+
+def whole_rope_fields(read: Reader) -> dict[str, Any]:
+    """The same for families that rotate whole heads: their models in transformers do not read a part of them."""
+    fields = rope_fields(read)
+    refuse_unless("partial_rotary_factor", fields["rotary_emb_fraction"], (1.0,))
     return fields
 
 

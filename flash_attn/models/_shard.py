@@ -19,10 +19,12 @@ class _Part(NamedTuple):
 
     cut: (tensor, settings, world_size, rank) -> the part of a process, None if it has none.
     join: (the parts of all, settings) -> the tensor.
+    of_first: the first process alone has it.
     """
 
     cut: Callable[[Tensor, Settings, int, int], Tensor | None]
     join: Callable[[list[Tensor], Settings], Tensor]
+    of_first: bool = False
 
 
 def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: int, rank: int) -> dict[str, Tensor]:
@@ -39,6 +41,8 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: 
     """
     s = settings(config)
     check_world_size(s, world_size)
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must be from 0 to {world_size - 1}, found {rank}")
     for name in list(state_dict):
         part = _part(name)
         if part is None:
@@ -54,20 +58,29 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: 
 def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config: Any) -> dict[str, Tensor]:
     """The whole state dict from its parts, in the order of the ranks; what `shard_state_dict_tp` undoes.
 
-    Embeddings that are divided by columns, as in Meta's files, are put together, too.
+    Embeddings that are divided by columns, as in Meta's files, are put together, too. Raises ValueError for a number of
+    processes that `shard_state_dict_tp` refuses, and if one lacks its part of a tensor.
     """
     s = settings(config)
     check_world_size(s, len(state_dicts))
     result = dict(state_dicts[0])
-    for name in result:
+    for name in dict.fromkeys(name for each in state_dicts for name in each):
         part = _part(name)
-        if part is not None:
-            result[name] = part.join([each[name] for each in state_dicts if name in each], s)
+        if part is None:
+            continue
+        parts = [each[name] for each in state_dicts if name in each]
+        if len(parts) < len(state_dicts) and not part.of_first:
+            raise ValueError(
+                f"state_dicts must have the parts of all {len(state_dicts)} processes, found {len(parts)} of {name}"
+            )
+        result[name] = part.join(parts, s)
     return result
 
 
 def check_world_size(s: Settings, world_size: int) -> None:
     """Raise ValueError, naming the field, if so many processes cannot share the model."""
+    if world_size < 1:
+        raise ValueError(f"the number of processes must be positive, found {world_size}")
     for name, size in {
         "vocab_size (padded)": s.padded_vocab_size,
         "n_embd": s.n_embd,
@@ -138,7 +151,7 @@ _PARTS = {  # pattern of a name -> how its tensor is divided; what matches none 
     r"mlp\.fc1\.(weight|bias)$": _Part(_cut_fc1, _join_fc1),
     r"mlp\.fc2\.weight$": _even(-1),
     r"(mixer\.out_proj|mlp\.fc2)\.bias$": _Part(  # which is added once, to the sum over the processes
-        cut=lambda x, s, world_size, rank: x if rank == 0 else None, join=lambda parts, s: parts[0]
+        cut=lambda x, s, world_size, rank: x if rank == 0 else None, join=lambda parts, s: parts[0], of_first=True
     ),
 }
 

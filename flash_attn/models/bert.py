@@ -37,7 +37,12 @@ from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import FusedMLP, Mlp
 from flash_attn.ops.fused_dense import FusedDense
 from flash_attn.ops.triton.layer_norm import layer_norm_fn
-from flash_attn.utils.pretrained import config_is_missing, config_of_pretrained, state_dict_from_pretrained
+from flash_attn.utils.pretrained import (
+    config_is_missing,
+    config_of_pretrained,
+    dtype_of_pretrained,
+    state_dict_from_pretrained,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -461,7 +466,7 @@ class BertPreTrainedModel(nn.Module):
         fields, kwargs = divided(cls, kwargs, {*Config.__annotations__, *_OPTIONS})
         config = overridden(_config_from_pretrained(model_name) if config is None else config, fields)
         dtype = the_dtype(
-            dtype, torch_dtype, lambda: dtype_of_config(config) or _dtype_of_checkpoint(model_name), stacklevel=3
+            dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name), stacklevel=3
         )
         refuse_float64(dtype, {name: _option(config, name) for name in _WITHOUT_FLOAT64})
         with torch.device("meta"):
@@ -908,11 +913,6 @@ def _with_todays_names(state_dict):
         bias = result.pop(_BIAS)
         result.setdefault(_DECODER_BIAS, bias)  # the one that transformers adds, where they are not the same
     return result
-
-
-def _dtype_of_checkpoint(model_name):
-    tensors = state_dict_from_pretrained(model_name, device="meta").values()
-    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
 def _config_from_pretrained(model_name):

@@ -17,19 +17,24 @@ from flash_attn.models._keys import (
     padded,
     reordered,
 )
-from flash_attn.models._rope import rope_fields
+from flash_attn.models._rope import whole_rope_fields
+
+
+def _is_new(read):
+    """Whether it has the new decoder; 40B's first configurations do not say, but how many key heads there are."""
+    return read("new_decoder_architecture", default=read("n_head_kv", default=1) > 1)
 
 
 def _heads(read):
     heads, kv = read("n_head", "num_attention_heads"), read("n_head_kv", "num_kv_heads")
-    if not read("new_decoder_architecture", default=False) and getattr(read.config, "n_head_kv", None) is None:
+    if not _is_new(read) and getattr(read.config, "n_head_kv", None) is None:
         kv = 1 if read("multi_query", default=True) else heads
     return {"n_head": heads, "n_head_kv": heads if kv is None else kv}
 
 
 def _norms(read):
     """The new decoder is always parallel, with a norm for each branch unless it says otherwise."""
-    new = read("new_decoder_architecture", default=False)
+    new = _is_new(read)
     norms = read("num_ln_in_parallel_attn", default=2 if new else 1)
     parallel = new or read("parallel_attn", default=True)
     return {"parallel_block": parallel, "parallel_block_tied_norm": parallel and norms == 1}
@@ -43,7 +48,7 @@ def _biases(read):
 def _positions(read):
     """ALiBi is added before the scores are scaled. transformers rounds it to bfloat16, which is not done here."""
     if not read("alibi", default=False):
-        return rope_fields(read)
+        return whole_rope_fields(read)
     read("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")  # without effect
     return {"use_alibi": True, "alibi_scaled": True, "use_flash_attn": True}
 

@@ -8,9 +8,9 @@
 
     model = GPTLMHeadModel.from_pretrained("path/or/name/of/a/checkpoint")
 
-The configuration is a transformers.GPT2Config with additional fields, or any object with the same attributes; they are
-in `flash_attn.models._config.Settings`, with their defaults. Blocks are those of `flash_attn.modules.block`, which
-begin with the sum that ends the block before; dropout moves with it.
+The configuration is a transformers.GPT2Config with additional fields; they are in `flash_attn.models._config.Settings`,
+with their defaults. `from_config` takes those of the other families. Blocks are those of `flash_attn.modules.block`,
+which begin with the sum that ends the block before; dropout moves with it.
 """
 
 import functools
@@ -338,10 +338,11 @@ class GPTPreTrainedModel(nn.Module):
             model_name: a folder, a file, or a name on the hub.
             config: a GPT2Config, or the configuration of the family; by default, the checkpoint's own config.json.
             strict: raise an error for tensors that are missing or not known; else they keep their first, random weights
-                or are left out. Tensors of a wrong shape are always an error.
+                or are left out. Tensors of a wrong shape, or of integers, are always an error.
             device, dtype: of the parameters; by default the CPU, and torch's default dtype. A dtype may be a name, as
                 "bfloat16"; "auto" is that of config.json, or else that of the checkpoint's tensors.
-            world_size, rank: load the part that this process of a tensor parallel model has; with process_group.
+            world_size, rank: load the part that this process of a tensor parallel model has; with process_group, which
+                has as many processes.
             family: the name of a family, as "llama"; by default that of config.json's model_type, or that of the name
                 on the hub.
             progress: show a bar, with the package tqdm, if there are several files.
@@ -373,8 +374,9 @@ class GPTPreTrainedModel(nn.Module):
                 configuration that the model was made from, else GPT-2's.
             max_shard_size: bytes of a file, in which a larger checkpoint is divided.
 
-        Raises ValueError if the configuration has what that format does not, and for one part of a tensor parallel
-        model: `combine_state_dicts_tp` puts the parts together.
+        Raises ValueError if the configuration has what that format does not, or was changed in what the model computes
+        (as by `from_pretrained(folder, rotary_emb_base=1e6)`: give that the configuration of the family instead, with
+        the change), and for one part of a tensor parallel model: `combine_state_dicts_tp` puts the parts together.
         """
         _checkpoint.save(self, folder, family, max_shard_size)
 
@@ -556,7 +558,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
                 features, s.padded_vocab_size, process_group, bias=s.lm_head_bias,
                 sequence_parallel=s.sequence_parallel, **factory,
             )  # fmt: skip
-        self.vocab_size = s.vocab_size
+        self.vocab_size = s.vocab_size  # without padding, which generation then never draws
         self.norm_head = s.norm_head
         self.output_scale = s.mup_output_multiplier * s.mup_width_scale
         self.apply(self._first_weights)
@@ -579,13 +581,6 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         """How many positions it has an embedding for; None without learned positions."""
         positions = self.transformer.embeddings.max_position_embeddings
         return positions if positions > 0 else None
-
-    def generate(self, input_ids: Tensor, max_length: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        """Continue sequences, as `flash_attn.utils.generation.GenerationMixin.generate` says.
-
-        vocab_size is by default that of the configuration, so that padding of the vocabulary is never drawn.
-        """
-        return super().generate(input_ids, max_length, *args, **dict(vocab_size=self.vocab_size) | kwargs)
 
     @overload
     def forward(
@@ -718,6 +713,7 @@ def _following(labels, shift_labels, shape, num_last_tokens):
     if labels is not None and shift_labels is not None:
         raise ValueError("labels and shift_labels must not be given together")
     name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
+    checks.tensor(name, given)
     if given.shape != shape or num_last_tokens > 0:
         raise ValueError(
             f"{name} must have the shape {tuple(shape)} of input_ids, without num_last_tokens, "

@@ -35,7 +35,7 @@ from flash_attn.models._keys import (
     reordered,
     stacked,
 )  # fmt: skip
-from flash_attn.models._rope import rope_fields
+from flash_attn.models._rope import whole_rope_fields
 
 _ACTIVATIONS = {
     "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh",
@@ -78,8 +78,8 @@ def _gemma(read):
     """Gemma's norms multiply by 1 + weight, and its embeddings are multiplied by the root of their features."""
     if _type(read) != "gemma":
         return {}
-    factor = read("hidden_size") ** 0.5
-    return {"norm_zero_centered": True, "mup_embeddings_multiplier": factor, "tie_word_embeddings": True}
+    factor, tied = read("hidden_size") ** 0.5, read("tie_word_embeddings", default=True)
+    return {"norm_zero_centered": True, "mup_embeddings_multiplier": factor, "tie_word_embeddings": tied}
 
 
 def _qk_norm(read):
@@ -113,7 +113,7 @@ CONFIG = ConfigMap(
         "tie_word_embeddings": False,
         "mlp_multiple_of": 1,
     },
-    computed=(rope_fields, _biases, _gated_activation, _windows, _gemma, _qk_norm),
+    computed=(whole_rope_fields, _biases, _gated_activation, _windows, _gemma, _qk_norm),
 )
 
 _OF_META = each_layer(
@@ -206,11 +206,13 @@ def inv_remap_state_dict_meta_llama(state_dict: dict[str, Tensor], config: Any) 
 def config_from_meta_checkpoint(checkpoint_path: str | os.PathLike, model_name: str) -> Any:
     """The configuration in <checkpoint_path>/<model_name>/params.json, as transformers' LlamaConfig if there is one.
 
-    The size of the vocabulary is that of tokenizer.model beside it, which takes the package sentencepiece; 32000
-    without the file.
+    Where it does not say the size of the vocabulary, this is that of tokenizer.model beside it, which takes the package
+    sentencepiece; 32000 without the file. Raises ValueError for use_scaled_rope (Llama 3.1 and later), as the file does
+    not say how the rotary embedding is scaled: the configuration that transformers has does.
     """
     folder = pathlib.Path(checkpoint_path, model_name)
     params = json.loads((folder / "params.json").read_text())
+    refuse_unless("use_scaled_rope", params.get("use_scaled_rope"), (None, False))
     dim = params["dim"]
     inner = int(2 * (4 * dim) / 3)
     if params.get("ffn_dim_multiplier") is not None:
@@ -219,24 +221,26 @@ def config_from_meta_checkpoint(checkpoint_path: str | os.PathLike, model_name: 
         hidden_size=dim, intermediate_size=round_up(inner, params.get("multiple_of", 1)),
         num_attention_heads=params["n_heads"], num_hidden_layers=params["n_layers"],
         num_key_value_heads=params.get("n_kv_heads") or params["n_heads"], rms_norm_eps=params["norm_eps"],
-        vocab_size=_vocabulary_of(folder / "tokenizer.model"), hidden_act="silu", initializer_range=0.02,
+        vocab_size=_vocabulary_of(params, folder / "tokenizer.model"), hidden_act="silu", initializer_range=0.02,
         tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     if params.get("rope_theta") is not None:
-        fields["rotary_emb_base"] = params["rope_theta"]
+        fields |= dict.fromkeys(("rotary_emb_base", "rope_theta"), params["rope_theta"])  # ours, transformers'
     if importlib.util.find_spec("transformers") is None:
-        return types.SimpleNamespace(**fields)
+        return types.SimpleNamespace(model_type="llama", **fields)
     from transformers import LlamaConfig
 
     return LlamaConfig(**fields)
 
 
-def _vocabulary_of(path):
-    if not path.is_file():
+def _vocabulary_of(params, tokenizer):
+    if params.get("vocab_size", -1) > 0:
+        return params["vocab_size"]
+    if not tokenizer.is_file():
         return 32000
     from sentencepiece import SentencePieceProcessor
 
-    return SentencePieceProcessor(str(path)).vocab_size()
+    return SentencePieceProcessor(str(tokenizer)).vocab_size()
 
 
 def config_from_hf_checkpoint(checkpoint_path: str | os.PathLike, model_name: str) -> Any:

@@ -6,6 +6,7 @@ state_dict = state_dict_from_pretrained("openai-community/gpt2", dtype=torch.bfl
 import json
 import os
 import pathlib
+import zipfile
 from collections.abc import Callable
 
 import torch
@@ -79,6 +80,12 @@ def config_of_pretrained(model_name: str | os.PathLike[str]) -> dict | None:
         raise ValueError(f"{path} must be JSON, found: {error}") from error
 
 
+def dtype_of_pretrained(model_name: str | os.PathLike[str]) -> torch.dtype | None:
+    """The dtype of a checkpoint's first floating-point tensor, None if it has none."""
+    tensors = (tensor for path in checkpoint_files(model_name) for tensor in load_file(path, device="meta").values())
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
+
+
 def config_is_missing(model_name: str | os.PathLike[str]) -> OSError:
     """The error for a checkpoint without config.json, where its configuration is not given either."""
     where = "" if pathlib.Path(model_name).exists() else ", which is neither a folder here nor known on the hub"
@@ -136,11 +143,20 @@ def load_file(
     if path.suffix == ".safetensors":
         tensors = _load_safetensors(path, first)
     else:
-        tensors = torch.load(path, map_location=first if device is not None else None, weights_only=True)
+        tensors = _load_torch(path, first if device is not None else None)
     return {
         name: tensor.to(dtype=dtype if tensor.is_floating_point() else None).to(device=device)  # integers keep theirs
         for name, tensor in tensors.items()
     }
+
+
+def _load_torch(path: pathlib.Path, device: torch.device | str | None) -> dict[str, Tensor]:
+    try:
+        return torch.load(path, map_location=device, weights_only=True)
+    except (RuntimeError, EOFError) as error:  # the error does not name the file
+        if zipfile.is_zipfile(path):  # a whole one, so something else is wrong, as too little memory
+            raise
+        raise ValueError(f"{path} must be a file of torch.save, found: {error}") from error
 
 
 def _load_safetensors(path: pathlib.Path, device: torch.device | str) -> dict[str, Tensor]:

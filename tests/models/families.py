@@ -103,6 +103,8 @@ CASES = {
     ),
     "gemma 7B": Case("llama", lambda: GemmaConfig(**_LLAMA, num_key_value_heads=4, head_dim=32)),
     "gemma": Case("llama", lambda: GemmaConfig(**_LLAMA, num_key_value_heads=1, head_dim=16)),
+    "gemma untied": Case("llama", lambda: GemmaConfig(**_LLAMA, num_key_value_heads=1, head_dim=16,
+                                                      tie_word_embeddings=False)),
     "opt": Case(
         "opt",
         lambda: OPTConfig(

@@ -294,6 +294,34 @@ def test_what_does_not_fit(folder):
         GPTLMHeadModel.from_pretrained(path)
 
 
+def test_tensors_of_which_ours_cannot_be_made(folder):
+    path, _ = folder("llama")
+    change(path, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(64, 60)}))
+    with pytest.raises(
+        ValueError, match=r"Wqkv.weight .* found .*k_proj.weight \(64, 60\), .*v_proj.weight \(64, 64\)"
+    ):
+        GPTLMHeadModel.from_pretrained(path)
+    path, _ = folder("gpt_neox")
+    name = "gpt_neox.layers.0.attention.query_key_value.weight"
+    change(path, lambda tensors: tensors.update({name: torch.zeros(190, 64)}))
+    with pytest.raises(ValueError, match=r"Wqkv.weight .* found .*query_key_value.weight \(190, 64\)"):
+        GPTLMHeadModel.from_pretrained(path)
+
+
+def test_tensors_of_integers_are_no_weights(folder):
+    """Quantised weights may come without a configuration that says so."""
+    path, _ = folder("llama")
+    change(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}))
+    with pytest.raises(ValueError, match=r"ln_f.weight: expected a floating-point dtype, found torch.int8"):
+        GPTLMHeadModel.from_pretrained(path)
+
+
+def test_parts_without_a_group(folder):
+    path, _ = folder("llama")
+    with pytest.raises(ValueError, match=r"world_size must be the number of processes of process_group, 1 without one"):
+        GPTLMHeadModel.from_pretrained(path, world_size=2, rank=0)
+
+
 def test_what_does_not_fit_may_be_left_out(folder, caplog):
     path, reference = folder("llama")
     change(path, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
@@ -350,9 +378,47 @@ def test_what_cannot_be_saved(tmp_path):
         with pytest.raises(ValueError, match=f"config.{says} to save in the format of GPT-2, found"):
             GPTLMHeadModel(config).save_pretrained(tmp_path)
     model = GPTLMHeadModel.from_config(CASES["llama"].config())
+    with pytest.raises(TypeError, match="max_shard_size must be an integer, found str"):
+        model.save_pretrained(tmp_path, max_shard_size="5GB")
     with pytest.raises(ValueError, match="family must be that of the model's configuration, found 'opt'"):
         model.save_pretrained(tmp_path, family="opt")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", dict(rotary_emb_base=100.0)),
+        ("llama", dict(rotary_emb_scaling=dict(rope_type="linear", factor=2.0))),
+        ("llama", dict(activation_function="geglu")),
+        ("llama", dict(sliding_window=3, use_flash_attn=True)),
+        ("llama", dict(n_head_kv=2)),
+        ("llama", dict(head_dim=32)),
+        ("llama", dict(n_inner=80)),
+        ("llama", dict(n_layer=1)),
+        ("falcon new decoder", dict(parallel_block_tied_norm=True)),
+        ("phi", dict(layer_norm_epsilon=0.1)),
+        ("btlm", dict(mup_output_multiplier=2.0)),
+    ],
+)
+def test_a_model_that_is_not_what_its_configuration_says_is_not_saved(name, options, tmp_path):
+    """What is saved beside the tensors is the configuration of the family, which does not have the field."""
+    model = GPTLMHeadModel.from_config(CASES[name].config(), **options)
+    field = next(iter(options))
+    with pytest.raises(ValueError, match=f"config.{field} must be .* that is saved with the model, found "):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["llama", "bigcode", "falcon alibi"])
+def test_a_model_that_computes_the_same_in_another_way_is_saved(name, tmp_path):
+    options = dict(use_flash_attn=True, fused_bias_fc=True, residual_in_fp32=True, pad_vocab_size_multiple=64)
+    options |= dict(resid_pdrop=0.1, gradient_checkpointing=True) | (dict(n_head_kv=1) if name == "bigcode" else {})
+    model = GPTLMHeadModel.from_config(CASES[name].config(), **options)
+    model.save_pretrained(tmp_path)
+    ids = ids_of(model.config)
+    expected = logits_of(model, ids)[..., : model.config.vocab_size]
+    torch.testing.assert_close(logits_of(GPTLMHeadModel.from_pretrained(tmp_path), ids), expected)
 
 
 # Meta's and Megatron's
@@ -390,6 +456,32 @@ def test_meta(tmp_path):
         state_dicts_from_checkpoint(tmp_path, ".")
     with pytest.raises(ValueError, match="checkpoint_format must be 'meta' or 'hf', found 'gguf'"):
         config_from_checkpoint(tmp_path, "7B", "gguf")
+
+
+META = dict(dim=64, n_heads=4, n_kv_heads=2, n_layers=2, norm_eps=1e-6, multiple_of=32, ffn_dim_multiplier=0.5)
+
+
+def meta_config(folder, **params):
+    """The configuration of Meta's params.json."""
+    (folder / "model").mkdir(exist_ok=True)
+    (folder / "model" / "params.json").write_text(json.dumps(META | params))
+    return config_from_checkpoint(folder, "model")
+
+
+def test_saving_what_meta_made(tmp_path):
+    """transformers reads the base of the rotary embedding in a field of its own."""
+    model = GPTLMHeadModel.from_config(meta_config(tmp_path, rope_theta=5e5, vocab_size=96), initializer_range=0.3)
+    model.save_pretrained(tmp_path / "ours")
+    ids = ids_of(model.config)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    assert (logits_of(again, ids) - logits_of(model, ids)).abs().max() < 1e-4
+
+
+def test_what_params_of_meta_say(tmp_path):
+    assert [meta_config(tmp_path, vocab_size=each).vocab_size for each in (128256, -1)] == [128256, 32000]
+    assert meta_config(tmp_path, use_scaled_rope=False).hidden_size == 64
+    with pytest.raises(ValueError, match=r"config.use_scaled_rope must be None or False, .* found True"):
+        meta_config(tmp_path, use_scaled_rope=True)
 
 
 def test_meta_and_transformers_have_the_same_weights():

@@ -8,6 +8,7 @@ import transformers
 from families import CASES, ids_of
 
 from flash_attn.models.gpt import GPTLMHeadModel
+from flash_attn.utils.generation import decode, decode_speculative
 
 # One of each kind of position, head and block.
 NAMES = (
@@ -139,6 +140,8 @@ def test_padding_of_the_vocabulary_is_never_drawn(device):
     ids = ids_of(model.config, device=device)
     assert model(ids).logits[..., 96:].max() > model(ids).logits[..., :96].max()
     assert model.generate(ids, max_length=30).max() < 96
+    assert decode(ids, model, 30).sequences.max() < 96
+    assert decode_speculative(ids[:1], model, model, 30).sequences.max() < 96
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama gqa", "qwen3", "falcon"])
@@ -192,8 +195,6 @@ def test_compiled_steps_compute_no_tables(device):
 @pytest.mark.parametrize("name", ["gpt2", "llama gqa", "gptj"])
 def test_speculative(name, device):
     """The same as without a draft model, whatever that proposes."""
-    from flash_attn.utils.generation import decode_speculative
-
     model = model_of(name, device)
     ids = ids_of(model.config, batch=1, seqlen=7, device=device)
     expected, _ = slowly(model, ids, 20)

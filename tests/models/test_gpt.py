@@ -1,6 +1,7 @@
 """The decoder: its configuration, parts, dropout, memory and compilation; the families are in test_families.py."""
 
 import copy
+import functools
 import types
 import warnings
 
@@ -52,13 +53,39 @@ def ids(batch=2, seqlen=12, device="cpu"):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (dict(head_dim=0), r"config.head_dim must be positive, found 0"),
+        (dict(head_dim=0), r"config.head_dim must be positive or None, found 0"),
         (dict(n_head=5), r"config.n_embd must be a multiple of n_head, 5, without head_dim, found 64"),
         (dict(n_head_kv=3), r"config.n_head_kv must be a divisor of n_head, 4, found 3"),
         (dict(use_alibi=True), r"config.use_alibi must be False without use_flash_attn, found True"),
         (dict(alibi_scaled=True), r"config.alibi_scaled must be False without use_alibi, found True"),
         (dict(sliding_window=4), r"config.sliding_window must be None without use_flash_attn, found 4"),
         (dict(sliding_window=[4], use_flash_attn=True), r"config.sliding_window must be one value, or one for each of"),
+        (
+            dict(sliding_window=0, use_flash_attn=True),
+            r"config.sliding_window must be None or a positive integer in each layer, found 0",
+        ),
+        (dict(sliding_window=[4, 2.5], use_flash_attn=True), r"config.sliding_window must be None or a positive"),
+        (dict(n_layer=-1), r"config.n_layer must be at least 0, found -1"),
+        (dict(n_inner=0), r"config.n_inner must be positive or None, found 0"),
+        (dict(word_embed_proj_dim=0), r"config.word_embed_proj_dim must be positive or None, found 0"),
+        (dict(embd_pdrop=1.5), r"config.embd_pdrop must be from 0 to 1, found 1.5"),
+        (dict(initializer_range=-0.1), r"config.initializer_range must be at least 0, found -0.1"),
+        (
+            dict(rotary_emb_fraction=0.2),
+            r"config.rotary_emb_fraction must be such that an even number of the 16 channels rotates, found 0.2",
+        ),
+        (
+            dict(rotary_emb_scaling=dict(rope_type="linear", factor=2.0)),
+            r"config.rotary_emb_scaling must be None without rotary_emb_fraction, found {",
+        ),
+        (
+            dict(rotary_emb_fraction=1.0, rotary_emb_scaling=2.0),
+            r"config.rotary_emb_scaling must be a dict with 'rope_type', found 2.0",
+        ),
+        (
+            dict(rotary_emb_fraction=1.0, rotary_emb_scaling=dict(factor=2.0)),
+            r"config.rotary_emb_scaling must be a dict with 'rope_type', found {'factor': 2.0}",
+        ),
         (dict(residual_in_fp32=True, prenorm=False), r"config.residual_in_fp32 must be False without prenorm"),
         (dict(parallel_block=True, prenorm=False), r"config.parallel_block must be False without prenorm"),
         (dict(activation_function="tanh"), r"config.activation_function must be one of 'gelu', .* found 'tanh'"),
@@ -93,6 +120,8 @@ def test_other_configurations_go_through_from_config():
         GPTLMHeadModel.from_config(transformers.BertConfig())
 
 
+HALF_ROTARY = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
+FalconWithRotary = functools.partial(transformers.FalconConfig, alibi=False)
 TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=90)
 
 
@@ -119,6 +148,11 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
                 **TINY, model_type="mistral", sliding_window=4, layer_types=["chunked_attention"] * 2
             ),
             "config.layer_types must be 'full_attention' or 'sliding_attention', .* found 'chunked_attention'",
+        ),
+        *(
+            (lambda kind=kind: kind(**TINY, rope_parameters=HALF_ROTARY),
+             "config.partial_rotary_factor must be 1.0, .* found 0.5")
+            for kind in (transformers.LlamaConfig, transformers.Qwen3Config, FalconWithRotary)
         ),
         (lambda: transformers.OPTConfig(layerdrop=0.1), "config.layerdrop must be 0.0, .* found 0.1"),
         (lambda: transformers.GPTBigCodeConfig(multi_query=False), "config.multi_query must be True, .* found False"),
@@ -157,6 +191,27 @@ def test_ordinary_configurations_warn_of_nothing(model_type):
         for each in (config, types.SimpleNamespace(**config.to_dict())):
             if model_type != "gpt2" or each is config:
                 _checkpoint.to_gpt2_config(each)
+
+
+def test_false_is_reported_where_true_is_usual():
+    class Config(transformers.LlamaConfig):
+        invented: bool = True
+        other: bool = False
+
+    with pytest.warns(UserWarning, match=r"Config: these fields are not known, .*: \['invented'\]"):
+        GPTLMHeadModel.from_config(Config(**TINY, invented=False), device="meta")
+
+
+def test_falcon_40b_in_its_first_form():
+    """Which has no new_decoder_architecture, but says how many key heads there are."""
+    fields = dict(vocab_size=90, hidden_size=64, alibi=False, bias=False, parallel_attn=True)
+    first = types.SimpleNamespace(**fields, model_type="RefinedWeb", n_layer=2, n_head=4, n_head_kv=2)
+    today = transformers.FalconConfig(
+        **fields, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True
+    )
+    first, today = (_config.settings(_checkpoint.to_gpt2_config(each)) for each in (first, today))
+    assert (first.parallel_block, first.parallel_block_tied_norm, first.n_head_kv) == (True, False, 2)
+    assert (today.parallel_block, today.parallel_block_tied_norm, today.n_head_kv) == (True, False, 2)
 
 
 def test_unknown_fields_of_gpt2_are_reported():
@@ -374,6 +429,8 @@ def test_a_loss_with_labels_that_are_shifted_already(device):
         model(x, shift_labels=y[:, 1:])
     with pytest.raises(ValueError, match="labels and shift_labels must not be given together"):
         model(x, labels=x, shift_labels=y)
+    with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, found list"):
+        model(x, labels=x.tolist())
 
 
 @pytest.mark.parametrize("wrong", [-1, -101, 90, 95])

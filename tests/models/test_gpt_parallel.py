@@ -181,3 +181,31 @@ def test_what_cannot_be_divided(options, says):
     for function in (shard, functools.partial(combine_state_dicts_tp, [{}, {}], config)):
         with pytest.raises(ValueError, match=says):
             function()
+
+
+def test_processes_that_there_are_not():
+    config = GPT2Config(**SIZES)
+    for world_size, rank, says in (
+        (2, 2, "rank must be from 0 to 1, found 2"),
+        (2, -1, "rank must be from 0 to 1, found -1"),
+        (0, 0, "the number of processes must be positive, found 0"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            shard_state_dict_tp({}, config, world_size, rank)
+    with pytest.raises(ValueError, match="the number of processes must be positive, found 0"):
+        combine_state_dicts_tp([], config)
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [("transformer.layers.0.mixer.Wqkv.weight", 0), ("transformer.layers.1.mlp.fc2.weight", 1), ("lm_head.weight", 1)],
+)
+def test_parts_that_lack_a_tensor(name, rank):
+    config = GPT2Config(**SIZES)
+    whole = GPTLMHeadModel(config).state_dict()
+    parts = [shard_state_dict_tp(dict(whole), config, 2, each) for each in range(2)]
+    assert "transformer.layers.0.mixer.out_proj.bias" not in parts[1]  # what only the first process has
+    assert combine_state_dicts_tp(parts, config).keys() == whole.keys()
+    del parts[rank][name]
+    with pytest.raises(ValueError, match=rf"state_dicts must have the parts of all 2 processes, found 1 of {name}"):
+        combine_state_dicts_tp(parts, config)

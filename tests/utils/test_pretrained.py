@@ -100,6 +100,17 @@ def test_a_file_that_is_none_of_safetensors(tmp_path):
         load_file(tmp_path / "model.safetensors", device="meta")
 
 
+def test_a_file_that_torch_did_not_write(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(1000)}, path)
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(ValueError, match=r"pytorch_model.bin must be a file of torch.save, found: .*central directory"):
+        state_dict_from_pretrained(tmp_path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"pytorch_model.bin must be a file of torch.save, found: "):
+        state_dict_from_pretrained(tmp_path)
+
+
 def test_no_folder_and_no_hub(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ModuleNotFoundError, match=r"model_name must be a folder without .*, found '.*absent'"):

@@ -17,7 +17,8 @@ The contract between these functions and a model. A model is a module that is ca
         vocabulary, and must draw the same random numbers.
 
 A model with learned positions says how many in an attribute `max_positions`, an integer or None. Going on with a longer
-sequence is then an error.
+sequence is then an error. A model whose vocabulary is padded says how many of the logits count in an attribute
+`vocab_size`.
 
 For CUDA graphs, a model also has `allocate_inference_cache` (see `GenerationMixin`), or a `config` with hidden_size,
 num_attention_heads and num_hidden_layers.

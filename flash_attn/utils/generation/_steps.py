@@ -19,7 +19,7 @@ class Steps:
     Arguments:
         input_ids: (batch, seqlen), the prompts.
         max_length: the caches have room for so many tokens, or for the prompts if these are longer.
-        vocab_size: how many of the logits count; None means all.
+        vocab_size: how many of the logits count; None means the vocab_size of the model, or all if it has none.
         tensor_parallel: how many processes the model is divided over.
         cg: replay CUDA graphs.
         decoding_seqlens: how many tokens the steps after the prompt have.
@@ -42,7 +42,7 @@ class Steps:
         batch, seqlen = input_ids.shape
         max_seqlen = max(max_length, seqlen)
         self.model = model
-        self.vocab_size = vocab_size
+        self.vocab_size = getattr(model, "vocab_size", None) if vocab_size is None else vocab_size
         self.graphs: DecodingCGCache | None = None
         if cg:
             self.graphs = update_graph_cache(

@@ -62,7 +62,7 @@ def decode(
         top_k, top_p, temperature: as in `sample`; by default, the likeliest token.
         eos_token_id: a sequence ends with this token, and is then filled with pad_token_id until all have ended.
         teacher_outputs: (batch, length), sequences; their tokens are taken, as far as they reach, instead of drawing.
-        vocab_size: how many of the logits count, if the vocabulary is padded.
+        vocab_size: how many of the logits count, if the vocabulary is padded; model.vocab_size if None, or all.
         tensor_parallel: how many processes the model is divided over.
         cg: replay CUDA graphs, which are kept in model._decoding_cache. The graphs of a batch size are made at its
             first use; they are made anew if a cache must grow.
