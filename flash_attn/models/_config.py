@@ -184,6 +184,11 @@ def _check(s, rotary_emb_dim):
     check("n_embd", fits, f"a multiple of n_head, {s.n_head}, without head_dim")
     check("n_head_kv", s.heads_kv > 0 and s.n_head % s.heads_kv == 0, f"a divisor of n_head, {s.n_head}")
     check("fused_mlp", not (s.fused_mlp and s.fused_dense_sqrelu_dense), "False with fused_dense_sqrelu_dense")
+    levels = s.mlp_checkpoint_lvl if isinstance(s.mlp_checkpoint_lvl, (list, tuple)) else [s.mlp_checkpoint_lvl]
+    check("mlp_checkpoint_lvl", s.fused_mlp or s.fused_dense_sqrelu_dense or not any(levels), "0 without fused_mlp")
+    check(
+        "parallel_block_tied_norm", s.parallel_block or not s.parallel_block_tied_norm, "False without parallel_block"
+    )
     check("residual_in_fp32", s.prenorm or not s.residual_in_fp32, "False without prenorm")
     check("parallel_block", s.prenorm or not s.parallel_block, "False without prenorm")
     check("norm_zero_centered", s.rms_norm or not s.norm_zero_centered, "False without rms_norm")

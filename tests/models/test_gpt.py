@@ -88,6 +88,11 @@ def ids(batch=2, seqlen=12, device="cpu"):
         ),
         (dict(residual_in_fp32=True, prenorm=False), r"config.residual_in_fp32 must be False without prenorm"),
         (dict(parallel_block=True, prenorm=False), r"config.parallel_block must be False without prenorm"),
+        (
+            dict(parallel_block_tied_norm=True),
+            r"parallel_block_tied_norm must be False without parallel_block, found True",
+        ),
+        (dict(mlp_checkpoint_lvl=[0, 1]), r"mlp_checkpoint_lvl must be 0 without fused_mlp, found \[0, 1\]"),
         (dict(activation_function="tanh"), r"config.activation_function must be one of 'gelu', .* found 'tanh'"),
         (
             dict(activation_function="gelu", fused_mlp=True),

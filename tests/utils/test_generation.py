@@ -447,6 +447,16 @@ def test_sequences_end_at_different_steps(device):
     assert decode(input_ids[:1], model, 7).sequences.tolist() == [[0, 1, 2, 9, 4, 5, 6]]
 
 
+def test_any_of_several_tokens_ends_a_sequence(device):
+    """Some chat models have several. What has ended is filled with the first of them."""
+    model = Scripted([[1, 2, 9, 4, 5, 6, 7], [1, 2, 3, 4, 8, 6, 7], [8, 9, 9, 9, 9, 9, 9]], device)
+    input_ids = torch.zeros(3, 1, dtype=torch.int64, device=device)
+    for ends in ([9, 8], (9, 8)):
+        found = decode(input_ids, model, 7, eos_token_id=ends).sequences
+        assert found.tolist() == [[0, 1, 2, 9, 9, 9], [0, 1, 2, 3, 4, 8], [0, 8, 9, 9, 9, 9]]
+    assert decode(input_ids[:1], model, 7, eos_token_id=[]).sequences.shape == (1, 7)
+
+
 def test_sequences_that_have_ended_are_filled_with_the_token_of_padding(device):
     model = Scripted([[1, 2, 9, 4, 5, 6, 7], [1, 2, 3, 4, 9, 6, 7], [9, 9, 9, 9, 9, 9, 9]], device)
     input_ids = torch.zeros(3, 1, dtype=torch.int64, device=device)
@@ -573,6 +583,8 @@ def test_speculative_stops_at_the_last_token(device):
         output = decode_speculative(input_ids, model, draft, 9, eos_token_id=9, speculative_lookahead=5)
         assert output.sequences.tolist() == [[0, 1, 2, 3, 9]]
         assert len(output.scores) == 4
+        several = decode_speculative(input_ids, model, draft, 9, eos_token_id=[7, 9, 3], speculative_lookahead=5)
+        assert several.sequences.tolist() == [[0, 1, 2, 3]]
 
 
 def test_speculative_sampling(device):
@@ -858,7 +870,12 @@ ERRORS = {
     "top_k": (dict(top_k=-1), ValueError, "top_k must be at least 0, found -1"),
     "temperature": (dict(top_k=0, temperature=0.0), ValueError, "temperature must be positive, found 0.0"),
     "penalty": (dict(repetition_penalty=0.0), ValueError, "repetition_penalty must be positive, found 0.0"),
-    "several ends": (dict(eos_token_id=[1, 2]), TypeError, "eos_token_id must be an integer or None, found list"),
+    "an end in words": (dict(eos_token_id="2"), TypeError, "eos_token_id must be an integer, several .* found str"),
+    "ends in halves": (
+        dict(eos_token_id=[1, 2.5]),
+        TypeError,
+        "eos_token_id must be an integer, several .* found float",
+    ),
     "vocabulary": (dict(vocab_size=-3), ValueError, "vocab_size must be positive, found -3"),
     "teacher of one row": (dict(teacher_outputs=IDS[:1]), ValueError, r"teacher_outputs must have shape \(2, \*\)"),
     "teacher of floats": (dict(teacher_outputs=IDS.float()), TypeError, "teacher_outputs must have dtype torch.int32"),

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -95,17 +95,31 @@ class Steps:
         self.params.seqlen_offset = length
 
 
-def check_prompt(input_ids: Tensor, max_length: int, eos_token_id: int | None, vocab_size: int | None) -> None:
-    """Check the arguments that all decoding functions share."""
+def check_prompt(
+    input_ids: Tensor, max_length: int, eos_token_id: int | Sequence[int] | None, vocab_size: int | None
+) -> tuple[int, ...]:
+    """Check the arguments that all decoding functions share; return the tokens that end a sequence."""
     checks.tensor("input_ids", input_ids, dtypes=(torch.int64,))
     checks.ndim("input_ids", input_ids, "(batch, seqlen)")
     checks.number("input_ids.shape[1]", input_ids.shape[1], input_ids.shape[1] > 0, "at least 1")
     checks.integer("max_length", max_length)
-    if eos_token_id is not None:
-        checks.integer("eos_token_id", eos_token_id, "an integer or None")
     if vocab_size is not None:
         checks.integer("vocab_size", vocab_size, "an integer or None")
         checks.number("vocab_size", vocab_size, vocab_size > 0, "positive")
+    if eos_token_id is None:
+        return ()
+    ends = tuple(eos_token_id) if isinstance(eos_token_id, (list, tuple)) else (eos_token_id,)
+    for end in ends:
+        checks.integer("eos_token_id", end, "an integer, several of them, or None")
+    return ends
+
+
+def is_one_of(tokens: Tensor, ends: tuple[int, ...]) -> Tensor:
+    """Where tokens are one of a few: bool, of the shape of tokens. Nothing is copied to the device for that."""
+    found = torch.zeros_like(tokens, dtype=torch.bool)
+    for end in ends:
+        found |= tokens == end
+    return found
 
 
 def check_padding(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | None:

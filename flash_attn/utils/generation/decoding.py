@@ -5,13 +5,14 @@ output.sequences                                                            # (b
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
-from flash_attn.utils.generation._steps import Steps, check_padding, check_prompt, timed
+from flash_attn.utils.generation._steps import Steps, check_padding, check_prompt, is_one_of, timed
 from flash_attn.utils.generation.sampling import _check_in_vocabulary, _check_sampling, _penalise, sample
 
 
@@ -40,7 +41,7 @@ def decode(
     top_k: int = 1,
     top_p: float = 0.0,
     temperature: float = 1.0,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     teacher_outputs: Tensor | None = None,
     vocab_size: int | None = None,
     tensor_parallel: int = 1,
@@ -60,7 +61,8 @@ def decode(
         model: see `flash_attn.utils.generation` for how it is called.
         max_length: the length of a sequence with its prompt. At least one token is added, whatever max_length is.
         top_k, top_p, temperature: as in `sample`; by default, the likeliest token.
-        eos_token_id: a sequence ends with this token, and is then filled with pad_token_id until all have ended.
+        eos_token_id: a sequence ends with this token, or one of these, and is then filled with pad_token_id until all
+            have ended.
         teacher_outputs: (batch, length), sequences; their tokens are taken, as far as they reach, instead of drawing.
         vocab_size: how many of the logits count, if the vocabulary is padded; model.vocab_size if None, or all.
         tensor_parallel: how many processes the model is divided over.
@@ -74,7 +76,8 @@ def decode(
             (batch,) of each step, on the CPU; end is called at the end.
         attention_mask: (batch, seqlen) of any dtype, 1 for the tokens of a prompt and 0 for the padding on its left, as
             `generate` of transformers takes it. Each prompt must have a token. A sequence continues as it would alone.
-        pad_token_id: fills up sequences that have ended; eos_token_id if None. The model must have an embedding for it.
+        pad_token_id: fills up sequences that have ended; the first eos_token_id if None. The model must have an
+            embedding for it.
 
     Returns a GreedySearchDecoderOnlyOutput, or if top_k is not 1 a SampleDecoderOnlyOutput. The scores are logits as
     the model gives them, before temperature and penalty. Raises TypeError or ValueError for arguments that do not fit
@@ -82,7 +85,7 @@ def decode(
 
     >>> output = decode(prompt, model, max_length=100)                                      # doctest: +SKIP
     """
-    check_prompt(input_ids, max_length, eos_token_id, vocab_size)
+    ends = check_prompt(input_ids, max_length, eos_token_id, vocab_size)
     _check_sampling(top_k, top_p, temperature)
     if teacher_outputs is not None:
         dtypes, shape = checks.INTEGER_DTYPES, (len(input_ids), None)
@@ -95,7 +98,7 @@ def decode(
     leftpad = check_padding(attention_mask, input_ids)
     steps = Steps(model, input_ids, max_length, vocab_size, tensor_parallel, cg, leftpad=leftpad)
     sampling = top_k, top_p, temperature
-    rows = _Rows(input_ids, leftpad, sampling, repetition_penalty, eos_token_id, pad_token_id, teacher_outputs)
+    rows = _Rows(input_ids, leftpad, sampling, repetition_penalty, ends, pad_token_id, teacher_outputs)
     scores = []
     if streamer is not None:
         streamer.put(input_ids.cpu())
@@ -129,7 +132,7 @@ class _Rows:
         leftpad: Tensor | None,
         sampling: tuple[int, float, float],
         repetition_penalty: float,
-        eos_token_id: int | None,
+        ends: tuple[int, ...],
         pad_token_id: int | None,
         teacher_outputs: Tensor | None,
     ) -> None:
@@ -140,8 +143,8 @@ class _Rows:
         self.ended = torch.zeros_like(input_ids[:, 0], dtype=torch.bool)
         self.sampling = sampling
         self.repetition_penalty = repetition_penalty
-        self.eos_token_id = eos_token_id
-        self.pad_token_id = eos_token_id if pad_token_id is None else pad_token_id
+        self.ends = ends
+        self.pad_token_id = ends[0] if ends and pad_token_id is None else pad_token_id
         self.teacher_outputs = teacher_outputs
         self.is_checked = False
 
@@ -157,8 +160,8 @@ class _Rows:
             chosen = tokens = sample(self._penalised(logits), *self.sampling)
             if self.pad_token_id is not None:
                 tokens = chosen.masked_fill(self.ended, self.pad_token_id)
-        if self.eos_token_id is not None:
-            self.ended = self.ended | (tokens == self.eos_token_id)
+        if self.ends:
+            self.ended = self.ended | is_one_of(tokens, self.ends)
         self.sequences = torch.cat([self.sequences, tokens[:, None]], dim=1)
         if self.repetition_penalty != 1.0:
             self.counted = torch.cat([self.counted, chosen[:, None]], dim=1)
@@ -166,7 +169,7 @@ class _Rows:
 
     def have_ended(self) -> bool:
         """Returns whether all sequences have ended; waits for the device if sequences can end."""
-        return self.eos_token_id is not None and bool(self.ended.all())
+        return bool(self.ends) and bool(self.ended.all())
 
     def _penalised(self, logits: Tensor) -> Tensor:
         if self.repetition_penalty == 1.0:

@@ -3,6 +3,7 @@
 output = decode_speculative(prompt, model, model_draft, max_length=200, speculative_lookahead=4)
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
-from flash_attn.utils.generation._steps import Steps, check_prompt, timed
+from flash_attn.utils.generation._steps import Steps, check_prompt, is_one_of, timed
 from flash_attn.utils.generation.decoding import GreedySearchDecoderOnlyOutput, _output_class
 from flash_attn.utils.generation.sampling import _check_sampling, _draw, _probabilities, sample
 
@@ -70,7 +71,7 @@ def decode_speculative(
     top_k: int = 1,
     top_p: float = 0.0,
     temperature: float = 1.0,
-    eos_token_id: int | None = None,
+    eos_token_id: int | Sequence[int] | None = None,
     vocab_size: int | None = None,
     tensor_parallel: int = 1,
     cg: bool = False,
@@ -85,7 +86,7 @@ def decode_speculative(
         input_ids: (1, seqlen) int64, the prompt.
         model_draft: the model that proposes, with the same vocabulary.
         speculative_lookahead: how many tokens it proposes at a time.
-        eos_token_id: the sequence ends with this token.
+        eos_token_id: the sequence ends with this token, or one of these.
         cg: as in `decode`. The graphs of the draft model are kept in model_draft._draft_decoding_cache, since a model
             may draft for itself.
         enable_timing: print how long it took, how often the model ran and how many proposed tokens were accepted.
@@ -98,7 +99,7 @@ def decode_speculative(
 
     >>> output = decode_speculative(prompt, model, model_draft, max_length=100)             # doctest: +SKIP
     """
-    check_prompt(input_ids, max_length, eos_token_id, vocab_size)
+    ends = check_prompt(input_ids, max_length, eos_token_id, vocab_size)
     checks.number("the batch size of input_ids", len(input_ids), len(input_ids) == 1, "1")
     checks.integer("speculative_lookahead", speculative_lookahead)
     checks.number("speculative_lookahead", speculative_lookahead, speculative_lookahead > 0, "positive")
@@ -120,10 +121,10 @@ def decode_speculative(
             if debug:
                 print(f"proposed {proposed[0, length:].tolist()}, went on with {tokens[0].tolist()}")
             count = tokens.shape[1]
-            tokens = _up_to(eos_token_id, tokens)
+            tokens = _up_to(ends, tokens)
             sequence = torch.cat([sequence, tokens], dim=1)
             scores += logits[:, : tokens.shape[1]].unbind(1)
-            if sequence.shape[1] >= max_length or (eos_token_id is not None and tokens[0, -1] == eos_token_id):
+            if sequence.shape[1] >= max_length or (ends and tokens[0, -1].item() in ends):
                 break
             # The caches also hold tokens that were not accepted, which the next step overwrites. The last token is in
             # neither model's caches, and the last proposed one is not in the draft model's.
@@ -153,10 +154,10 @@ def _accept(logits: Tensor, logits_draft: list[Tensor], proposed: Tensor, option
     return tokens[:, : count.item()]
 
 
-def _up_to(eos_token_id: int | None, tokens: Tensor) -> Tensor:
+def _up_to(ends: tuple[int, ...], tokens: Tensor) -> Tensor:
     """tokens (1, count) up to the first that ends the sequence."""
-    ends = [] if eos_token_id is None else (tokens[0] == eos_token_id).nonzero().flatten().tolist()
-    return tokens[:, : ends[0] + 1] if ends else tokens
+    found = is_one_of(tokens[0], ends).nonzero().flatten().tolist() if ends else []
+    return tokens[:, : found[0] + 1] if found else tokens
 
 
 def _print_acceptance(rounds: list[tuple[int, int]]) -> None:
