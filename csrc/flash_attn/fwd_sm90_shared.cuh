@@ -44,6 +44,7 @@ struct FwdSm90Config {
   static constexpr int kRowsUnderProduct = kHeadDim <= 128 ? 1 : 2;
   // Whether O is rescaled only where a maximum has grown much. That is faster where O is long; otherwise rescaling
   // hides beside the exponentials, and a branch around it makes the compiler place them worse.
+  static constexpr bool kWatchesMaxima = kPlain;
   static constexpr bool kRarelyRescales = kHeadDim > 192;
 };
 
