@@ -44,11 +44,12 @@ struct FwdSm90Config {
   static constexpr int kRowsUnderProduct = kHeadDim <= 128 ? 1 : 2;
   // Whether O is rescaled only where a maximum has grown much. That is faster where O is long; otherwise rescaling
   // hides beside the exponentials, and a branch around it makes the compiler place them worse.
-  // With 64 channels, the special function unit takes as long as the products: it leaves every eighth exponential to
-  // others.
-  static constexpr int kPolynomialEvery = kHeadDim == 64 ? 8 : 0;
-  static constexpr bool kWatchesMaxima = kPlain;
   static constexpr bool kRarelyRescales = kHeadDim > 192;
+  // Whether blocks that no mask cuts only check that no maximum has grown much, which takes fewer instructions.
+  static constexpr bool kWatchesMaxima = kPlain;
+  // With 64 channels, the special function unit takes as long as the products. Of the exponentials of such blocks, one
+  // of so many is a polynomial instead; 0: none is.
+  static constexpr int kPolynomialEvery = kHeadDim == 64 ? 8 : 0;
 };
 
 template <typename Config>

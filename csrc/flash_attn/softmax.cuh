@@ -107,7 +107,8 @@ struct OnlineSoftmax {
       const float base = finite_or_zero(max[r]), largest = row_max(exponents, r);
       const bool raises = max[r] == -INFINITY || largest > kTolerance;
       shrink[r] = raise_max(raises ? base + largest * ptx::reciprocal(scale_log2) : max[r], r);
-      const float step = finite_or_zero(max[r]) * scale_log2 - base * scale_log2;
+      // Both products are rounded as later blocks round them.
+      const float step = __fmul_rn(finite_or_zero(max[r]), scale_log2) - __fmul_rn(base, scale_log2);
 #pragma unroll
       for (int c = 0; c < kCols / 4; ++c) exponents(r, c) -= step;
     }
