@@ -29,7 +29,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     Returns (m, ...). The gradient of a row that is taken several times is the sum over its copies.
     """
     _check_rows("input", input)
-    _check_indices(indices, input)
+    _check_indices(indices, input, len(input))
     return input.index_select(0, indices)
 
 
@@ -43,9 +43,9 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     Returns (first_axis_dim, ...).
     """
     _check_rows("values", values)
-    _check_indices(indices, values)
-    checks.tensor("indices", indices, shape=values.shape[:1])
     _check_sizes(first_axis_dim=first_axis_dim)
+    _check_indices(indices, values, first_axis_dim)
+    checks.tensor("indices", indices, shape=values.shape[:1])
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
@@ -158,8 +158,9 @@ def _row_sums(x):
     return x.sum(dim=-1, dtype=torch.int32)
 
 
-def _check_indices(indices, rows):
-    checks.tensor("indices", indices, dtypes=checks.INTEGER_DTYPES, shape=(None,), device=rows.device)
+def _check_indices(indices, like, rows):
+    checks.tensor("indices", indices, dtypes=checks.INTEGER_DTYPES, shape=(None,), device=like.device)
+    checks.indices_below(rows, "indices", indices)
 
 
 def _check_sizes(**sizes):

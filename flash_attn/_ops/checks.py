@@ -2,7 +2,8 @@
 
 Wrong Python types and dtypes raise ArgumentTypeError, a TypeError; wrong shapes, devices and values raise
 ArgumentError, a ValueError. Both are RuntimeErrors, too.
-Nothing here reads the contents of a tensor, so no check synchronises with a device or breaks a traced graph.
+Only `indices_below` reads the contents of a tensor, where nothing waits for it; so no check synchronises with a device
+or breaks a traced graph.
 """
 
 import math
@@ -12,7 +13,7 @@ from typing import Any, SupportsFloat, SupportsInt, cast
 
 import torch
 
-from flash_attn import _torch_private
+from flash_attn import _library, _torch_private
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
@@ -63,7 +64,8 @@ def ndim(name: str, value: torch.Tensor, layout: str) -> None:
     """Check the number of dimensions against a layout such as "(batch, seqlen, heads, head_dim)"."""
     expected = layout.count(",") + 1
     if value.dim() != expected:
-        raise ArgumentError(f"{name} must have {expected} dimensions {layout}, found shape {tuple(value.shape)}")
+        dimensions = "1 dimension" if expected == 1 else f"{expected} dimensions"
+        raise ArgumentError(f"{name} must have {dimensions} {layout}, found shape {tuple(value.shape)}")
 
 
 def int32_vector(name: str, value: torch.Tensor, size: int, device: torch.device) -> None:
@@ -74,6 +76,13 @@ def int32_vector(name: str, value: torch.Tensor, size: int, device: torch.device
         tensor(name, value, shape=(size,), device=device)
     if not value.is_contiguous():
         contiguous(name, value)
+
+
+def indices_below(size: int, name: str, value: torch.Tensor) -> None:
+    """Check that integers are at least 0 and less than `size`, where they can be read without waiting."""
+    if _library.can_be_read_at_once(value) and value.numel() > 0:
+        low, high = (bound.item() for bound in value.aminmax())
+        number(name, low if low < 0 else high, 0 <= low and high < size, "at least 0 and less than {}", size)
 
 
 def contiguous(name: str, value: torch.Tensor) -> None:
