@@ -100,7 +100,7 @@ def number(name: str, value: object, condition: bool, expected: str, *parts: obj
 def real(name: str, value: float) -> None:
     """Check that `value` is a finite Python real number."""
     if type(value) is not float and not _is_number(value, numbers.Real):
-        raise ArgumentTypeError(f"{name} must be a real number, found {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be a real number, found {_kind(value)}")
     if not -math.inf < value < math.inf:  # math.isfinite would break a graph traced with symbolic floats
         raise ArgumentError(f"{name} must be finite, found {value}")
 
@@ -108,7 +108,7 @@ def real(name: str, value: float) -> None:
 def integer(name: str, value: object, expected: str = "an integer") -> None:
     """Check that `value` is a Python integer; `expected` describes everything that the caller accepts."""
     if type(value) is not int and not _is_number(value, numbers.Integral):
-        raise ArgumentTypeError(f"{name} must be {expected}, found {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be {expected}, found {_kind(value)}")
 
 
 def as_float(name: str, value: SupportsFloat) -> float:
@@ -206,6 +206,10 @@ def _scalar(value: Any) -> Any:
     if not _is_number(value, numbers.Number) and getattr(value, "ndim", None) == 0:
         return value.item()
     return value
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _is_number(value: object, kind: type) -> bool:

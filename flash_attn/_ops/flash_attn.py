@@ -84,6 +84,8 @@ def backward(
     """
     names = "q", "k", "v"
     batch, head_dim = _check_qkv(names, q, k, v, options)
+    if options.get("dropout_p") is not None:
+        options["dropout_p"] = _check_dropout("dropout_p", options["dropout_p"], None)
     if options.get("dropout_p"):
         options["rng_state"] = rng_state
     scores = _check_scores(head_dim, softmax_scale, causal, window_size)
