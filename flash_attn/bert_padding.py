@@ -29,8 +29,11 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     Returns (m, ...). The gradient of a row that is taken several times is the sum over its copies.
     """
     _check_rows("input", input)
-    _check_indices(indices, input, len(input))
-    return input.index_select(0, indices)
+    _check_indices(indices, input)
+    try:
+        return input.index_select(0, indices)
+    except IndexError as error:  # as the CPU raises it
+        raise checks.index_error("indices", indices, input.shape[0]) from error
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
@@ -43,10 +46,13 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     Returns (first_axis_dim, ...).
     """
     _check_rows("values", values)
-    _check_sizes(first_axis_dim=first_axis_dim)
-    _check_indices(indices, values, first_axis_dim)
+    _check_indices(indices, values)
     checks.tensor("indices", indices, shape=values.shape[:1])
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
+    _check_sizes(first_axis_dim=first_axis_dim)
+    try:
+        return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
+    except IndexError as error:
+        raise checks.index_error("indices", indices, first_axis_dim) from error
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,9 +164,8 @@ def _row_sums(x):
     return x.sum(dim=-1, dtype=torch.int32)
 
 
-def _check_indices(indices, like, rows):
-    checks.tensor("indices", indices, dtypes=checks.INTEGER_DTYPES, shape=(None,), device=like.device)
-    checks.indices_below(rows, "indices", indices)
+def _check_indices(indices, rows):
+    checks.tensor("indices", indices, dtypes=checks.INTEGER_DTYPES, shape=(None,), device=rows.device)
 
 
 def _check_sizes(**sizes):

@@ -2,8 +2,7 @@
 
 Wrong Python types and dtypes raise ArgumentTypeError, a TypeError; wrong shapes, devices and values raise
 ArgumentError, a ValueError. Both are RuntimeErrors, too.
-Only `indices_below` reads the contents of a tensor, where nothing waits for it; so no check synchronises with a device
-or breaks a traced graph.
+No check reads the contents of a tensor, so none synchronises with a device or breaks a traced graph.
 """
 
 import math
@@ -13,7 +12,7 @@ from typing import Any, SupportsFloat, SupportsInt, cast
 
 import torch
 
-from flash_attn import _library, _torch_private
+from flash_attn import _torch_private
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 
 INTEGER_DTYPES = (torch.int32, torch.int64)
@@ -78,11 +77,10 @@ def int32_vector(name: str, value: torch.Tensor, size: int, device: torch.device
         contiguous(name, value)
 
 
-def indices_below(size: int, name: str, value: torch.Tensor) -> None:
-    """Check that integers are at least 0 and less than `size`, where they can be read without waiting."""
-    if _library.can_be_read_at_once(value) and value.numel() > 0:
-        low, high = (bound.item() for bound in value.aminmax())
-        number(name, low if low < 0 else high, 0 <= low and high < size, "at least 0 and less than {}", size)
+def index_error(name: str, indices: torch.Tensor, size: int) -> ArgumentError:
+    """Returns the error to raise where torch has found that `indices` are not all at least 0 and less than `size`."""
+    low, high = (bound.item() for bound in indices.aminmax())
+    return ArgumentError(f"{name} must be at least 0 and less than {size}, found {low if low < 0 else high}")
 
 
 def contiguous(name: str, value: torch.Tensor) -> None:

@@ -60,12 +60,14 @@ class GPT2Embeddings(nn.Module):
         Raises TypeError or ValueError for ids of another dtype or shape, for more tokens than positions, and on the CPU
         for ids that have no embedding.
         """
-        _check_ids(input_ids, self.word_embeddings.num_embeddings)
-        embeddings = self.word_embeddings(input_ids)
+        _check_ids(input_ids)
+        embeddings = _rows_of(self.word_embeddings, "input_ids", input_ids)
         if self.project_in is not None:
             embeddings = self.project_in(embeddings)
         if self.max_position_embeddings > 0:
-            embeddings = embeddings + self.position_embeddings(_positions(self, input_ids, position_ids))
+            embeddings = embeddings + _rows_of(
+                self.position_embeddings, "position_ids", _positions(self, input_ids, position_ids)
+            )
         return embeddings
 
 
@@ -107,10 +109,12 @@ class BertEmbeddings(nn.Module):
 
         Raises what `GPT2Embeddings` raises.
         """
-        _check_ids(input_ids, self.word_embeddings.num_embeddings)
-        embeddings = self.word_embeddings(input_ids)
+        _check_ids(input_ids)
+        embeddings = _rows_of(self.word_embeddings, "input_ids", input_ids)
         if self.max_position_embeddings > 0:
-            embeddings = embeddings + self.position_embeddings(_positions(self, input_ids, position_ids))
+            embeddings = embeddings + _rows_of(
+                self.position_embeddings, "position_ids", _positions(self, input_ids, position_ids)
+            )
         if self.type_vocab_size > 0:
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(input_ids)
@@ -219,7 +223,7 @@ class ParallelGPT2Embeddings(nn.Module):
 
         With sequence_parallel each process has its part of the first dimension.
         """
-        _check_ids(input_ids, self.word_embeddings.num_embeddings * dist.get_world_size(self.process_group))
+        _check_ids(input_ids)
         embeddings = self.word_embeddings(input_ids)
         if self.max_position_embeddings > 0:
             positions = self.position_embeddings(_positions(self, input_ids, position_ids))
@@ -240,10 +244,16 @@ def _processes(name: str, size: int, process_group: ProcessGroup | None) -> int:
     return world_size
 
 
-def _check_ids(input_ids: Tensor, vocab_size: int) -> None:
+def _check_ids(input_ids: Tensor) -> None:
     checks.tensor("input_ids", input_ids, dtypes=checks.INTEGER_DTYPES)
     checks.ndim("input_ids", input_ids, "(batch, seqlen)")
-    checks.indices_below(vocab_size, "input_ids", input_ids)
+
+
+def _rows_of(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
+    try:
+        return table(ids)
+    except IndexError as error:  # as the CPU raises it
+        raise checks.index_error(name, ids, table.num_embeddings) from error
 
 
 def _check_of_tokens(name: str, ids: Tensor, input_ids: Tensor) -> None:
@@ -258,7 +268,6 @@ def _positions(module: Any, input_ids: Tensor, position_ids: Tensor | None) -> T
     """position_ids, or if they are None 0, 1, ... (seqlen,)."""
     if position_ids is not None:
         _check_of_tokens("position_ids", position_ids, input_ids)
-        checks.indices_below(module.max_position_embeddings, "position_ids", position_ids)
         return position_ids
     seqlen, limit = input_ids.shape[1], module.max_position_embeddings
     checks.number("input_ids.shape[1]", seqlen, seqlen <= limit, "at most {}, the number of positions", limit)
