@@ -2,7 +2,9 @@
 
 import difflib
 import dis
+import pathlib
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Mapping
 
@@ -37,9 +39,23 @@ def getattr_of(module: str, instead: Mapping[str, str]) -> Callable[[str], objec
 
 
 def _what_there_is(module: str, name: str) -> str:
-    """The public names of a module that are like `name`, or all if none is."""
+    """Where `name` is below the module; or its public names like `name`; or where else `name` is; or all its names."""
     found = sys.modules[module]
     modules = [each.name for each in pkgutil.iter_modules(getattr(found, "__path__", []))]
     own = [each for each, value in vars(found).items() if getattr(value, "__module__", None) == module]
     names = sorted({each for each in (*getattr(found, "__all__", own), *modules) if not each.startswith("_")})
-    return "there are " + ", ".join(difflib.get_close_matches(name, names) or names)
+    homes = _homes_of(name)
+    below = [home for home in homes if home.startswith(f"{module}.")]
+    close = difflib.get_close_matches(name, names)
+    if below or (homes and not close):
+        return f"it is in {(below or homes)[0]}"
+    return "there are " + ", ".join(close or names)
+
+
+def _homes_of(name: str) -> list[str]:
+    """The public modules of the package that define `name` or have it in `__all__`, those with short names first."""
+    root = pathlib.Path(__file__).parent
+    has_it = re.compile(rf'^(?:def|class) {name}\b|^    "{name}",$', re.MULTILINE)
+    files = (path.relative_to(root.parent) for path in root.rglob("*.py") if has_it.search(path.read_text()))
+    modules = [".".join(path.with_suffix("").parts).removesuffix(".__init__") for path in files]
+    return sorted((module for module in modules if "._" not in module), key=lambda module: (module.count("."), module))

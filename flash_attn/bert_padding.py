@@ -30,7 +30,10 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """
     _check_rows("input", input)
     _check_indices(indices, input)
-    return input.index_select(0, indices)
+    try:
+        return input.index_select(0, indices)
+    except IndexError as error:  # as the CPU raises it
+        raise checks.index_error("indices", indices, input.shape[0]) from error
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
@@ -46,7 +49,10 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     _check_indices(indices, values)
     checks.tensor("indices", indices, shape=values.shape[:1])
     _check_sizes(first_axis_dim=first_axis_dim)
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
+    try:
+        return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
+    except IndexError as error:
+        raise checks.index_error("indices", indices, first_axis_dim) from error
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:

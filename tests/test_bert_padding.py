@@ -205,6 +205,12 @@ ERRORS = [
     (lambda: index_put_first_axis(X, ROWS.to("meta"), 5), ValueError, "indices must be on cpu .* found it on meta"),
     (lambda: pad_input(X[0], ROWS, 2, 3), ValueError, r"indices must have shape \(3,\), found \(2,\)"),
     (lambda: pad_input(None, ROWS, 2, 3), TypeError, "hidden_states must be a torch.Tensor, found NoneType"),
+    (
+        lambda: pad_input(X, torch.tensor([0, 6]), 2, 3),
+        ValueError,
+        "indices must be at least 0 and less than 6, found 6",
+    ),
+    (lambda: index_first_axis(X, torch.tensor([-1, 2])), ValueError, "indices must be .* less than 2, found -1"),
     (lambda: pad_input(X, ROWS, "2", 3), TypeError, "batch must be an integer, found str"),
     (lambda: pad_input(X, ROWS, 2, -3), ValueError, "seqlen must be at least 0, found -3"),
     (lambda: index_put_first_axis(X, ROWS, 5.0), TypeError, "first_axis_dim must be an integer, found float"),

@@ -330,6 +330,21 @@ def test_errors_for_unknown_names_say_what_there_is(module, name, there_are):
         exec(f"from {module} import {name}")
 
 
+@pytest.mark.parametrize(
+    ("module", "name", "home"),
+    [
+        ("flash_attn", "apply_rotary_emb", "flash_attn.layers.rotary"),
+        ("flash_attn", "MHA", "flash_attn.modules.mha"),
+        ("flash_attn.losses", "CrossEntropyLoss", "flash_attn.losses.cross_entropy"),
+        ("flash_attn.models", "GPTLMHeadModel", "flash_attn.models.gpt"),
+    ],
+)
+def test_errors_for_names_of_other_modules_say_where_they_are(module, name, home):
+    with pytest.raises(ImportError, match=f"cannot import name '{name}' from '{module}': it is in {home}$"):
+        exec(f"from {module} import {name}")
+    exec(f"from {home} import {name}")
+
+
 def test_submodules_are_still_found():
     """Python asks the package for the name before it looks for a module of that name."""
     code = "from flash_attn import bert_padding; from flash_attn.ops import activations, triton"

@@ -400,10 +400,10 @@ def test_lengths_that_do_not_fit_are_refused_before_anything_is_written(message,
 
 
 BAD_CACHES = {
-    "cache_seqlens must be, with 2 new keys, at most the 8 that the cache holds for entry 1, found 7": dict(
+    "cache_seqlens must be at most 6, since the cache holds 8 keys, of which 2 will be new, found 7 for entry 1": dict(
         cache_seqlens=ints(6, 7)
     ),
-    "cache_seqlens must be, .* found 8": dict(cache_seqlen=8),
+    "cache_seqlens must be at most 6, .* found 8 for entry 0": dict(cache_seqlen=8),
     "cache_batch_idx must be between 0 and 2 for entry 1, found 3": dict(cache_seqlen=1, cache_batch_idx=ints(0, 3)),
     "cache_leftpad must be between 0 and 1 for entry 0, found 2": dict(cache_seqlen=1, cache_leftpad=ints(2, 0)),
     "cache_leftpad must be between 0 and 1 for entry 1, found -1": dict(cache_seqlen=1, cache_leftpad=ints(0, -1)),

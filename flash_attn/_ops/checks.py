@@ -2,7 +2,7 @@
 
 Wrong Python types and dtypes raise ArgumentTypeError, a TypeError; wrong shapes, devices and values raise
 ArgumentError, a ValueError. Both are RuntimeErrors, too.
-Nothing here reads the contents of a tensor, so no check synchronises with a device or breaks a traced graph.
+No check reads the contents of a tensor, so none synchronises with a device or breaks a traced graph.
 """
 
 import math
@@ -63,7 +63,8 @@ def ndim(name: str, value: torch.Tensor, layout: str) -> None:
     """Check the number of dimensions against a layout such as "(batch, seqlen, heads, head_dim)"."""
     expected = layout.count(",") + 1
     if value.dim() != expected:
-        raise ArgumentError(f"{name} must have {expected} dimensions {layout}, found shape {tuple(value.shape)}")
+        dimensions = "1 dimension" if expected == 1 else f"{expected} dimensions"
+        raise ArgumentError(f"{name} must have {dimensions} {layout}, found shape {tuple(value.shape)}")
 
 
 def int32_vector(name: str, value: torch.Tensor, size: int, device: torch.device) -> None:
@@ -74,6 +75,12 @@ def int32_vector(name: str, value: torch.Tensor, size: int, device: torch.device
         tensor(name, value, shape=(size,), device=device)
     if not value.is_contiguous():
         contiguous(name, value)
+
+
+def index_error(name: str, indices: torch.Tensor, size: int) -> ArgumentError:
+    """Returns the error to raise where torch has found that `indices` are not all at least 0 and less than `size`."""
+    low, high = (bound.item() for bound in indices.aminmax())
+    return ArgumentError(f"{name} must be at least 0 and less than {size}, found {low if low < 0 else high}")
 
 
 def contiguous(name: str, value: torch.Tensor) -> None:
@@ -91,7 +98,7 @@ def number(name: str, value: object, condition: bool, expected: str, *parts: obj
 def real(name: str, value: float) -> None:
     """Check that `value` is a finite Python real number."""
     if type(value) is not float and not _is_number(value, numbers.Real):
-        raise ArgumentTypeError(f"{name} must be a real number, found {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be a real number, found {_kind(value)}")
     if not -math.inf < value < math.inf:  # math.isfinite would break a graph traced with symbolic floats
         raise ArgumentError(f"{name} must be finite, found {value}")
 
@@ -99,7 +106,7 @@ def real(name: str, value: float) -> None:
 def integer(name: str, value: object, expected: str = "an integer") -> None:
     """Check that `value` is a Python integer; `expected` describes everything that the caller accepts."""
     if type(value) is not int and not _is_number(value, numbers.Integral):
-        raise ArgumentTypeError(f"{name} must be {expected}, found {type(value).__name__}")
+        raise ArgumentTypeError(f"{name} must be {expected}, found {_kind(value)}")
 
 
 def as_float(name: str, value: SupportsFloat) -> float:
@@ -197,6 +204,10 @@ def _scalar(value: Any) -> Any:
     if not _is_number(value, numbers.Number) and getattr(value, "ndim", None) == 0:
         return value.item()
     return value
+
+
+def _kind(value: object) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
 
 
 def _is_number(value: object, kind: type) -> bool:

@@ -84,6 +84,8 @@ def backward(
     """
     names = "q", "k", "v"
     batch, head_dim = _check_qkv(names, q, k, v, options)
+    if options.get("dropout_p") is not None:
+        options["dropout_p"] = _check_dropout("dropout_p", options["dropout_p"], None)
     if options.get("dropout_p"):
         options["rng_state"] = rng_state
     scores = _check_scores(head_dim, softmax_scale, causal, window_size)
@@ -248,7 +250,12 @@ def _check_sizes(name_k, shape_q, shape_k):
     checks.number("head_dim", head_dim, 1 <= head_dim <= MAX_HEAD_DIM, "between 1 and {}", MAX_HEAD_DIM)
     checks.number(name_k + "'s head_dim", head_dim_k, head_dim_k == head_dim, "q's, {}", head_dim)
     expected = "a divisor of q's, {}"
-    if len(shape_q) == len(shape_k) == 4 and shape_k[1] and shape_q[1] % shape_k[1] == 0 and shape_q[1] < heads:
+    if (
+        len(shape_q) == len(shape_k) == 4
+        and shape_k[1]
+        and shape_q[1] % shape_k[1] == 0
+        and shape_q[1] < max(heads, heads_k)
+    ):
         expected += f", in shapes {tuple(shape_q)} and {tuple(shape_k)}. {_LAYOUT}"
     checks.number(name_k + "'s number of heads", heads_k, divides, expected, heads)
 

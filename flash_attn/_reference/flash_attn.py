@@ -161,9 +161,9 @@ def _check_cache(options: CacheOptions, batch: int, new: int, k_cache: Tensor) -
         if length < 0:
             continue
         if length > capacity - new:
+            room = f"{holder} {capacity} keys" + f", of which {new} will be new" * (new > 0)
             raise ArgumentError(
-                f"cache_seqlens must be, with {new} new keys, at most the {capacity} that {holder}"
-                f" for entry {entry}, found {length}"
+                f"cache_seqlens must be at most {capacity - new}, since {room}, found {length} for entry {entry}"
             )
         if rows is not None:
             sequence.require_range("cache_batch_idx", entry, rows[entry], 0, k_cache.shape[0] - 1)

@@ -57,14 +57,17 @@ class GPT2Embeddings(nn.Module):
         """Embeddings (batch, seqlen, embed_dim) of input_ids (batch, seqlen).
 
         position_ids: (batch, seqlen) or (seqlen,); 0, 1, ... if None.
-        Raises TypeError or ValueError for ids of another dtype or shape, and for more tokens than positions.
+        Raises TypeError or ValueError for ids of another dtype or shape, for more tokens than positions, and on the CPU
+        for ids that have no embedding.
         """
         _check_ids(input_ids)
-        embeddings = self.word_embeddings(input_ids)
+        embeddings = _rows_of(self.word_embeddings, "input_ids", input_ids)
         if self.project_in is not None:
             embeddings = self.project_in(embeddings)
         if self.max_position_embeddings > 0:
-            embeddings = embeddings + self.position_embeddings(_positions(self, input_ids, position_ids))
+            embeddings = embeddings + _rows_of(
+                self.position_embeddings, "position_ids", _positions(self, input_ids, position_ids)
+            )
         return embeddings
 
 
@@ -107,9 +110,11 @@ class BertEmbeddings(nn.Module):
         Raises what `GPT2Embeddings` raises.
         """
         _check_ids(input_ids)
-        embeddings = self.word_embeddings(input_ids)
+        embeddings = _rows_of(self.word_embeddings, "input_ids", input_ids)
         if self.max_position_embeddings > 0:
-            embeddings = embeddings + self.position_embeddings(_positions(self, input_ids, position_ids))
+            embeddings = embeddings + _rows_of(
+                self.position_embeddings, "position_ids", _positions(self, input_ids, position_ids)
+            )
         if self.type_vocab_size > 0:
             if token_type_ids is None:
                 token_type_ids = torch.zeros_like(input_ids)
@@ -242,6 +247,13 @@ def _processes(name: str, size: int, process_group: ProcessGroup | None) -> int:
 def _check_ids(input_ids: Tensor) -> None:
     checks.tensor("input_ids", input_ids, dtypes=checks.INTEGER_DTYPES)
     checks.ndim("input_ids", input_ids, "(batch, seqlen)")
+
+
+def _rows_of(table: nn.Embedding, name: str, ids: Tensor) -> Tensor:
+    try:
+        return table(ids)
+    except IndexError as error:  # as the CPU raises it
+        raise checks.index_error(name, ids, table.num_embeddings) from error
 
 
 def _check_of_tokens(name: str, ids: Tensor, input_ids: Tensor) -> None:

@@ -62,6 +62,7 @@ def test_errors():
     for ids, error, message in (
         (torch.zeros(2, 5), TypeError, "input_ids must have dtype"),
         (torch.zeros(5, dtype=torch.int64), ValueError, r"input_ids must have 2 dimensions \(batch, seqlen\)"),
+        (torch.tensor([[3, 20]]), ValueError, "input_ids must be at least 0 and less than 20, found 20"),
         (torch.zeros(1, 10, dtype=torch.int64), ValueError, r"input_ids.shape\[1\] must be at most 9"),
     ):
         for each in (module, BertEmbeddings(8, 20, 9, 2)):
@@ -73,6 +74,7 @@ def test_errors():
         ("position_ids", ids.float(), TypeError, "position_ids must have dtype"),
         ("position_ids", ids[:, :1], ValueError, r"position_ids must have shape \(5,\) or \(2, 5\), found \(2, 1\)"),
         ("position_ids", ids[None], ValueError, "position_ids must have shape"),
+        ("position_ids", ids - 1, ValueError, "position_ids must be at least 0 and less than 9, found -1"),
         ("token_type_ids", ids[:, :4], ValueError, "token_type_ids must have shape"),
     ):
         with pytest.raises(error, match=message):
