@@ -230,6 +230,7 @@ def define(
     kernel_dtypes: tuple[torch.dtype, ...] | None = None,
     writes: Callable[[tuple], bool] | None = None,
     triton: Callable | None = None,
+    announces: bool = True,
 ) -> Op:
     """Define the op `flash_attn::<schema>` and everything that PyTorch needs to know of it.
 
@@ -242,6 +243,7 @@ def define(
     kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
     writes: for an op that changes arguments, whether it will with these; by default it always does.
     triton: the same function as launch of a Triton kernel, for GPUs if the library has no kernel; it imports Triton.
+    announces: warn once if the reference takes the place of a kernel on a GPU.
 
     A C++ kernel for the same op is registered by the library itself and then comes before the reference on CUDA.
     """
@@ -250,7 +252,7 @@ def define(
     names = [name, f"{name}_reference"] if kernel_dtypes else [name]
     for each in names:
         _LIBRARY.define(f"{each}({rest}")
-        _LIBRARY.impl(each, _announced(name, reference), "CompositeExplicitAutograd")
+        _LIBRARY.impl(each, _kernel_of(name, reference, announces), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{each}", fake, lib=_LIBRARY)
     if triton is not None and not has_kernel(name) and importlib.util.find_spec("triton"):
         _LIBRARY.impl(name, _on_its_device(triton), "CUDA")
@@ -286,8 +288,8 @@ def _on_its_device(launch):
     return kernel
 
 
-def _announced(name, reference):
-    """Returns `reference` as a kernel that warns once if it takes the place of a kernel on this device.
+def _kernel_of(name, reference, announces):
+    """Returns `reference` as a kernel that, if it `announces`, warns once where it takes the place of a kernel.
 
     It runs without autocast, which would round every product to 16 bits, and without autograd, which would record the
     operations within an op that has no gradient.
@@ -295,7 +297,7 @@ def _announced(name, reference):
 
     @functools.wraps(reference)
     def kernel(*args):
-        if args[0].is_cuda:
+        if announces and args[0].is_cuda:
             why = load_error() or (
                 f"the kernel does not take {args[0].dtype}"
                 if has_kernel(name)

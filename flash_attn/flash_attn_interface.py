@@ -46,7 +46,7 @@ computes tiles of rows together, in which a weight of 0 times NaN is NaN. On the
 
 import inspect
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -55,28 +55,64 @@ from flash_attn import _flash_attn_gpu as flash_attn_gpu  # noqa: F401  (other p
 from flash_attn import _removed
 from flash_attn._ops import checks, flash_attn
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 USE_TRITON_ROCM = False
 Length = int | Tensor | None  # an upper bound of lengths; a tensor has no dimensions
 __getattr__ = _removed.getattr_of(__name__, _removed.UNPADDED)
 
 
+class _CacheFeatures(TypedDict, total=False):
+    learnable_sink: Tensor | None
+    attn_bias: Tensor | None
+    key_ranges: Tensor | None
+    attention_chunk: int
+
+
+class _Features(_CacheFeatures, total=False):
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+
+
+class _CacheFeaturesAndResults(_CacheFeatures, total=False):
+    return_max_logit: bool
+
+
+class _FeaturesAndResults(_Features, total=False):
+    return_lse: bool
+    return_max_logit: bool
+
+
 @overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, *, return_attn_probs: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, *, return_attn_probs: Literal[True],
+    **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Attention of dense batches. The top of this module says what is computed.
 
     Arguments:
@@ -101,31 +137,43 @@ def flash_attn_func(
         torch.Size([2, 128, 8, 64])
     """
     _check_given("v", v)
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         q, k, v,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, *, return_attn_probs: Literal[True],
+    deterministic: bool = False, *, return_attn_probs: Literal[True], **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`flash_attn_func` with keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
@@ -142,31 +190,43 @@ def flash_attn_kvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     checks.packed("kv", kv, 2, "(batch, seqlen_k, 2, heads_k, head_dim)")
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         q, kv, None,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, *, return_attn_probs: Literal[True],
+    deterministic: bool = False, *, return_attn_probs: Literal[True], **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`flash_attn_func` with queries, keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
@@ -182,34 +242,50 @@ def flash_attn_qkvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     checks.packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         qkv, None, None,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
-    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: Literal[False] = False, block_table: Tensor | None = None,
+    **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
-    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, *, return_attn_probs: Literal[True], block_table: Tensor | None = None,
+    **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
-    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
+    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Attention of sequences of different lengths, concatenated without padding.
 
     Arguments:
@@ -238,36 +314,49 @@ def flash_attn_varlen_func(
     _check_given("v", v)
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         q, k, v,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         block_table=block_table,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, *, return_attn_probs: Literal[True],
+    deterministic: bool = False, *, return_attn_probs: Literal[True], **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`flash_attn_varlen_func` with keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
@@ -287,32 +376,47 @@ def flash_attn_varlen_kvpacked_func(
     checks.packed("kv", kv, 2, "(total_k, 2, heads_k, head_dim)")
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         q, kv, None,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Length, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Length, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, *, return_attn_probs: Literal[True],
+    **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Length, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Length, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`flash_attn_varlen_func` with queries, keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
@@ -331,13 +435,16 @@ def flash_attn_varlen_qkvpacked_func(
     """
     checks.packed("qkv", qkv, 3, "(total, 3, heads, head_dim)")
     _check_given("cu_seqlens", cu_seqlens)
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         qkv, None, None,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
         cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
@@ -345,27 +452,38 @@ def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None, causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-    return_softmax_lse: Literal[False] = False,
+    return_softmax_lse: Literal[False] = False, **features: "Unpack[_CacheFeatures]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None, causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0, *,
-    return_softmax_lse: Literal[True],
+    return_softmax_lse: Literal[True], **features: "Unpack[_CacheFeatures]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None, causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False, **features: "Unpack[_CacheFeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Attention of new queries over cached keys and values; appends new keys and values to the cache first.
 
     Entry b of the batch uses row cache_batch_idx[b] (or b) of the cache; n = cache_seqlens[b] of its positions are
@@ -404,13 +522,25 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
-    out, softmax_lse = flash_attn.decode(
+    out, softmax_lse, max_logit = flash_attn.decode(
         q, k_cache, v_cache, softmax_scale, causal, window_size,
-        cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved=rotary_interleaved,
+        cache_seqlens, k, v, rotary_cos, rotary_sin,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, None, None, False, return_max_logit),
+        rotary_interleaved=rotary_interleaved,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
         softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits,
     )  # fmt: skip
-    return (out, softmax_lse) if return_softmax_lse else out
+    if max_logit is None:
+        return (out, softmax_lse) if return_softmax_lse else out
+    return (out, softmax_lse, max_logit) if return_softmax_lse else (out, max_logit)
+
+
+def _several(
+    out: Tensor, softmax_lse: Tensor, s_dmask: Tensor | None, max_logit: Tensor | None, return_lse: bool
+) -> tuple[Tensor, ...]:
+    """Returns out and the other results that are wanted, in the order in which the functions return them."""
+    lse = softmax_lse if return_lse or s_dmask is not None else None
+    return tuple(x for x in (out, lse, s_dmask, max_logit) if x is not None)
 
 
 def _check_given(name: str, value: object) -> None:

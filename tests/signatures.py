@@ -19,35 +19,48 @@ SIGNATURES = {
     "flash_attn.flash_attn_interface": {
         "flash_attn_func": (
             "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
-            "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_kvpacked_func": (
             "q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
-            "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_qkvpacked_func": (
             "qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
-            "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_varlen_func": (
             "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
             "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
-            "return_attn_probs=False, block_table=None"
+            "return_attn_probs=False, block_table=None, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_varlen_kvpacked_func": (
             "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
             "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
-            "return_attn_probs=False"
+            "return_attn_probs=False, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_varlen_qkvpacked_func": (
             "qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), "
-            "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
+            "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_with_kvcache": (
             "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
             "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
             "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
-            "return_softmax_lse=False"
+            "return_softmax_lse=False, *, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, "
+            "return_max_logit=False"
         ),
         "_flash_attn_forward": (
             "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "

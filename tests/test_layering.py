@@ -78,9 +78,10 @@ def imports(path, *, top_level_only=False):
 
 
 def _top_level(tree):
-    """Statements that run on import: all but those inside functions."""
+    """Statements that run on import: all but those inside functions, and those for type checkers."""
     for node in ast.iter_child_nodes(tree):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        only_checked = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not only_checked and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield node
             yield from _top_level(node)
 
