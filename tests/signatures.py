@@ -89,6 +89,26 @@ SIGNATURES = {
         "FlashAttnVarlenKVPackedFunc.apply": "*args",
         "FlashAttnVarlenQKVPackedFunc.apply": "*args",
     },
+    "flash_attn.functional": {
+        "column_sums": "q, k, last_rows=None, **options",
+        "combine": "outs, lses",
+        "entropy": (
+            "q, k, *, softmax_scale=None, causal=False, window_size=(-1, -1), key_ranges=None, attention_chunk=0"
+        ),
+        "row_max": "q, k, **options",
+        "row_max_and_sum": "q, k, **options",
+        "weights": "q, k, softmax_lse=None, **options",
+    },
+    "flash_attn.masks": {
+        "chunks": "size, seqlen_q, seqlen_k=None, device=None",
+        "document_ids": "ids",
+        "documents": "cu_seqlens, seqlen",
+        "image_groups": "ids, window=-1",
+        "prefix_lm": "prefix, seqlen_q, seqlen_k=None",
+        "sink_and_window": "sinks, window_size, seqlen_q, seqlen_k=None, device=None",
+        "to_bool": "key_ranges, seqlen_k",
+        "top_left_causal": "seqlen_q, device=None",
+    },
     "flash_attn.flash_attn_triton": {
         "flash_attn_func": "q, k, v, bias=None, causal=False, softmax_scale=None",
         "flash_attn_kvpacked_func": "q, kv, bias=None, causal=False, softmax_scale=None",

@@ -33,6 +33,8 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "utils": {"_ops", "_reference", "_torch_private", "bert_padding"},
     "_flash_attn_gpu": {"_ops"},
     "flash_attn_interface": {"_flash_attn_gpu", "_ops", "_removed"},
+    "functional": {"_errors", "_ops", "flash_attn_interface"},
+    "masks": {"_ops"},
     "flash_attn_triton": {"_ops", "flash_attn_interface"},
     "fused_softmax": {"_ops"},
     "layers": {"_ops", "_torch_private", "ops"},

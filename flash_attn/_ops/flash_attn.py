@@ -165,6 +165,39 @@ def decode(
     return out, softmax_lse, _max_logit(row_max) if features.row_max else None
 
 
+def score_arguments(
+    q: Tensor, k: Tensor, *, softmax_scale: float | None = None, causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+) -> tuple[Options, with_features.Features]:  # fmt: skip
+    """Check queries and keys of a dense batch and what changes their scores; return the latter as the ops take it."""
+    names = "q", "k", "k"
+    batch, head_dim, _ = _check_qkv(names, q, k, k, {}, features=True)
+    options = dict(softcap=softcap, alibi_slopes=alibi_slopes)
+    given = learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, False, False
+    features, causal = _features(given, causal, q, k, batch, options)
+    scores = _check_scores(head_dim, softmax_scale, causal, window_size)
+    return Options(*_checked(Options, scores, options, (names, q, batch))), features
+
+
+def row_statistics(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Returns softmax_lse and the largest score of each row, before the sink. options: those of `score_arguments`."""
+    arguments, features = score_arguments(q, k, **options)
+    sink, bias, *rest = features._replace(row_max=True)
+    return with_features.fwd_features(q, k, k[..., :1], sink, bias, *arguments, *rest)[1:]
+
+
+def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) -> Tensor:
+    """Returns the weights of all keys in all rows, float32. options: those of `score_arguments`."""
+    arguments, features = score_arguments(q, k, **options)
+    sink, bias, *rest = features
+    if softmax_lse is None:
+        softmax_lse = with_features.fwd_features(q, k, k[..., :1], sink, bias, *arguments, *rest)[1]
+    checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=_lse_shape(q, None), device=q.device)
+    return with_features.weights(q, k, softmax_lse, sink, bias, *arguments, *rest)
+
+
 def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
     """Check num_splits for forwards that choose their splits by themselves: other packages pass it nevertheless."""
     if block_table is not None and checks.whole("num_splits", num_splits) > 1:

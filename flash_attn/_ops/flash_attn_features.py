@@ -187,6 +187,14 @@ def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
     return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features)
 
 
+def _weights_fake(q, k, lse, *arguments):
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], k.shape[1], dtype=torch.float32)
+
+
+def _weights_reference(q, k, lse, sink, bias, *arguments):
+    return reference.weights(q, k, lse, *_split(sink, bias, arguments, Options))
+
+
 class _Attention(torch.autograd.Function):
     """Gradients of `fwd_features` for q, k, v, the sink and the bias, through out and softmax_lse."""
 
@@ -237,6 +245,14 @@ bwd_features = _library.define(
     reference=_bwd_reference,
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    announces=False,
+)
+
+# The weights of all keys, of a dense batch and the softmax_lse of fwd_features with these arguments.
+weights = _library.define(
+    f"weights(Tensor q, Tensor k, Tensor softmax_lse, {_OPTIONS}) -> Tensor",
+    reference=_weights_reference,
+    fake=_weights_fake,
     announces=False,
 )
 
