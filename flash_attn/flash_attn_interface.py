@@ -9,7 +9,8 @@ or of variable length. The seventh, `flash_attn_with_kvcache`, decodes. All comp
     s(i, j) = softmax_scale * <q[i], k[j]>
     s(i, j) = softcap * tanh(s(i, j) / softcap)                         if softcap > 0
     s(i, j) = s(i, j) - alibi_slope * abs(i + seqlen_k - seqlen_q - j)  if alibi_slopes are given
-    lse(i)  = log(sum over the allowed j of exp(s(i, j)))
+    s(i, j) = s(i, j) + attn_bias(i, j)                                 if attn_bias is given
+    lse(i)  = log(exp(learnable_sink) + sum over the allowed j of exp(s(i, j)))   the first term if there is a sink
     out[i]  = sum over the allowed j of exp(s(i, j) - lse(i)) * keep(i, j) / (1 - dropout_p) * v[j]
 
 with scores and sums in float32 whatever the input type; kernels round the weights of v to it. (FlashAttention: Dao et
@@ -30,8 +31,37 @@ return_attn_probs. Return (out, softmax_lse, S_dmask) instead of out. softmax_ls
     probabilities exp(s - m) that are not normalised, with the sign bit set where an element was dropped; m is the
     running maximum of the row over blocks of `_get_block_size_n` keys, from the last block to the first.
 
+Keyword-only arguments go beyond flash-attn 2.8. "Slow" says that no kernel has it: the whole call then runs on the
+reference backend, with memory that grows with the sequence and not with its square, and a warning that names the
+argument. All combine with each other and with all of the above.
+
+learnable_sink. float16, bfloat16 or float32 (heads,), the score of one more key, whose value is 0: neither scaled, nor
+    capped, nor dropped; lse counts it. A row that sees no key has an lse of the sink. -inf is no sink. It has a
+    gradient. Computed from the results of kernels, by one more elementwise pass.
+attn_bias. Numbers to add, or bool, true to keep; -inf hides. A floating-point bias has a gradient, summed in float32
+    along what was broadcast. Dense: broadcasts to (batch, heads, seqlen_q, seqlen_k), or to (batch1, batch2, heads,
+    seqlen_q, seqlen_k) with batch1 * batch2 = batch, batch2 varying fastest. Packed tokens: (heads or 1, total_q or 1,
+    max_seqlen_k or 1). With a cache, seqlen_k is its capacity. Keys count from the first one of an entry. Slow.
+key_ranges. int32 (batch or 1, heads or 1, seqlen_q, 2 or 4), packed (heads or 1, total_q, 2 or 4): row i sees only the
+    keys from start to end - 1, or with four numbers also from start2 to end2 - 1. They are intersected with all other
+    masks; bounds may lie outside of the keys, and a range whose end is not above its start is empty. `flash_attn.masks`
+    builds them. Slow.
+attention_chunk. C above 0: with D = seqlen_k - seqlen_q, row i sees the keys of its chunk only, from
+    C * floor((i + D) / C) to that + C - 1. Slow, unless all keys of a dense batch are in one chunk.
+causal as a tensor. bool or int32 (batch,): which entries are causal. Slow, unless on the CPU and all the same.
+seqused_q, seqused_k. int32 (batch,): how many rows and keys of each entry are used; masks and ALiBi count as if there
+    were no others. Unused rows give 0, with lse = +inf, and have no gradient. seqused_q is slow.
+Values of another head_dim than the keys. out has that of the values. Without pages, and up to 256, computed by padding
+    the narrower of the two; else slow.
+Head dims of 257 to 576. Slow.
+return_lse. Return (out, softmax_lse); not with return_attn_probs, which returns it, too.
+return_max_logit. Append float32 (heads,), the largest score of each head in the whole call, before the sink; -inf if
+    nothing is seen. No gradient. Slow.
+
+Where one of these is slow, return_attn_probs is refused with dropout.
+
 Tensors are float16 or bfloat16, of one type and on one device, with any strides; float32 runs on the reference backend.
-head_dim is 1 to 256. None as an optional argument means its default. Numbers may be Python's, numpy's, or tensors
+head_dim is 1 to 256 in kernels. None as an optional argument means its default. Numbers may be Python's, numpy's, or tensors
 without dimensions.
 
 Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written; both errors are also
@@ -121,15 +151,18 @@ def flash_attn_func(
             the top of this module.
         dropout_p: float in [0, 1).
         softmax_scale: float, at least 0; None means head_dim ** -0.5.
-        causal: bool.
+        causal: bool; or a tensor (batch,), one for each entry.
         window_size: (left, right); -1 means no bound.
         softcap: float; above 0, scores are capped at this magnitude.
         alibi_slopes: float32 (heads,) or (batch, heads), or None.
         deterministic: bool.
         return_attn_probs: bool.
+        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit: see
+            the top of this module.
 
     Returns:
-        out, shaped like q; or (out, softmax_lse, S_dmask).
+        out, shaped like q, with the head_dim of v; or (out, softmax_lse, S_dmask). With return_lse (out, softmax_lse);
+        return_max_logit appends max_logit to either.
 
     Example:
         >>> q, k, v = (torch.randn(2, 128, 8, 64, dtype=torch.bfloat16) for _ in range(3))
@@ -492,7 +525,7 @@ def flash_attn_with_kvcache(
     the last query is aligned with the last key. cache_seqlens is not changed. There is no gradient.
 
     If rotary_cos and rotary_sin are given, key t is rotated as position n + t before it is stored. Query i is rotated
-    as position n + i if causal or a window is asked for, else all queries as position n.
+    as position n + i if causal (in its entry), a window, chunks or key_ranges are asked for, else all as position n.
 
     Arguments:
         q: (batch, seqlen_q, heads, head_dim).
@@ -509,12 +542,15 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 (batch,), or None.
         block_table: int32 (batch, pages of an entry), or None: position m is in page block_table[b, m // page_size].
         softmax_scale, causal, window_size, softcap, alibi_slopes: those of `flash_attn_func`.
+        learnable_sink, attn_bias, key_ranges, attention_chunk, return_max_logit: those of `flash_attn_func`, without a
+            gradient; keys of another head_dim than values are slow here.
         rotary_interleaved: rotate pairs (2t, 2t + 1) if true, else pairs (t, t + rotary_dim / 2).
         num_splits: the number of splits of the keys, at most 128, to occupy the device; below 1, the library chooses.
         return_softmax_lse: bool.
 
     Returns:
-        out, shaped like q; or (out, softmax_lse), softmax_lse float32 (batch, heads, seqlen_q).
+        out, shaped like q; or (out, softmax_lse), softmax_lse float32 (batch, heads, seqlen_q). return_max_logit
+        appends max_logit.
 
     Example:
         >>> k_cache, v_cache = (torch.zeros(2, 512, 4, 64, dtype=torch.bfloat16) for _ in range(2))

@@ -53,12 +53,16 @@ CASES = {  # ranges, (batch, seqlen_q, seqlen_k), and whether row i of entry b s
     "documents": (lambda: masks.documents(CU_SEQLENS, 9), (2, 9, 9), documents_seen),
     "documents of one row": (lambda: masks.documents(CU_SEQLENS[0].int(), 9), (1, 9, 9), documents_seen),
     "documents, then padding": (
-        lambda: masks.documents(CU_SEQLENS[0, :3], 9), (1, 9, 9), lambda b, i, j: i < 3 and j < 3,
+        lambda: masks.documents(CU_SEQLENS[0, :3], 9),
+        (1, 9, 9),
+        lambda b, i, j: i < 3 and j < 3,
     ),
     "document ids": (lambda: masks.document_ids(IDS), (2, 9, 9), id_seen),
     "prefix": (lambda: masks.prefix_lm(4, 9), (1, 9, 9), lambda b, i, j: j < 4 or j <= i),
     "prefix of each entry, more keys": (
-        lambda: masks.prefix_lm(torch.tensor([4, 0]), 6, 9), (2, 6, 9), lambda b, i, j: j < (4, 0)[b] or j <= i + 3,
+        lambda: masks.prefix_lm(torch.tensor([4, 0]), 6, 9),
+        (2, 6, 9),
+        lambda b, i, j: j < (4, 0)[b] or j <= i + 3,
     ),
     "prefix, more rows": (lambda: masks.prefix_lm(2, 9, 6), (1, 9, 6), lambda b, i, j: j < 2 or j <= i - 3),
     "images": (lambda: masks.image_groups(IDS), (2, 9, 9), image_seen(-1)),
@@ -67,14 +71,17 @@ CASES = {  # ranges, (batch, seqlen_q, seqlen_k), and whether row i of entry b s
     "chunks, more keys": (lambda: masks.chunks(4, 6, 9), (1, 6, 9), shifted(lambda i, j: i // 4 == j // 4, 6, 9)),
     "chunks, more rows": (lambda: masks.chunks(4, 9, 6), (1, 9, 6), shifted(lambda i, j: i // 4 == j // 4, 9, 6)),
     "sinks and a window": (
-        lambda: masks.sink_and_window(2, (3, 1), 6, 9), (1, 6, 9),
+        lambda: masks.sink_and_window(2, (3, 1), 6, 9),
+        (1, 6, 9),
         shifted(lambda i, j: j < 2 or i - 3 <= j <= i + 1, 6, 9),
     ),
     "sinks and all before": (
-        lambda: masks.sink_and_window(2, (-1, 0), 9, 6), (1, 9, 6), shifted(lambda i, j: j < 2 or j <= i, 9, 6),
+        lambda: masks.sink_and_window(2, (-1, 0), 9, 6),
+        (1, 9, 6),
+        shifted(lambda i, j: j < 2 or j <= i, 9, 6),
     ),
     "top left": (lambda: masks.top_left_causal(6), (1, 6, 9), lambda b, i, j: j <= i),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
