@@ -61,8 +61,8 @@ return_max_logit. Append float32 (heads,), the largest score of each head in the
 Where one of these is slow, return_attn_probs is refused with dropout.
 
 Tensors are float16 or bfloat16, of one type and on one device, with any strides; float32 runs on the reference backend.
-head_dim is 1 to 256 in kernels. None as an optional argument means its default. Numbers may be Python's, numpy's, or tensors
-without dimensions.
+head_dim is 1 to 256 in kernels. None as an optional argument means its default. Numbers may be Python's, numpy's, or
+tensors without dimensions.
 
 Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written; both errors are also
 RuntimeErrors, which flash-attn raises. The contents of cu_seqlens, cache_seqlens, block_table and similar tensors are
