@@ -69,6 +69,10 @@ RuntimeErrors, which flash-attn raises. The contents of cu_seqlens, cache_seqlen
 checked on the CPU only, because reading them on a GPU would wait for the device. On a GPU, positions beyond the
 capacity of a cache are neither written nor attended to; everything else in these tensors must be right.
 
+Second derivatives, forward mode and transforms of torch.func (`jvp`, `grad`, `vmap`) are computed by operations of
+plain torch, on every device, with memory quadratic in the sequence and one warning. First derivatives with
+create_graph=True still come from the kernels. There are no third derivatives, and none of these in compiled graphs.
+
 Keys and values that no row of an entry sees may hold anything, also NaN. Where some row sees a value that is NaN or
 infinite, other rows of that entry and head may become NaN in its channel, although a mask hides it from them: a GPU
 computes tiles of rows together, in which a weight of 0 times NaN is NaN. On the CPU only rows that see it do.

@@ -33,6 +33,8 @@ MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
 block_size_n = reference.block_size_n
 S_DMASK_MULTIPLE = 128
+# Calls compare what they are given with this, which is the fastest way; a tensor differs from None.
+NOTHING_GIVEN: with_features.Given = (None, None, None, 0, None, None, False, False)
 
 
 def forward(
@@ -59,7 +61,7 @@ def forward(
     if return_softmax is not False:
         checks.flag("return_attn_probs", return_softmax)
     features = None
-    if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.any_given(given)):
+    if given is not None and (not is_plain or isinstance(causal, Tensor) or given != NOTHING_GIVEN):
         features, causal = _features(given, causal, queries, keys, batch, options)
         if return_softmax:
             _check_results(given, features, options)
@@ -138,7 +140,7 @@ def decode(
     """
     batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options)
     features = None
-    if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.any_given(given)):
+    if given is not None and (not is_plain or isinstance(causal, Tensor) or given != NOTHING_GIVEN):
         features = with_features.checked(given, causal, q, batch, capacity, varlen=False)
         features, causal = _simplified(features, causal)
     if cache_seqlens is not None:
@@ -694,6 +696,10 @@ def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
     return reference.fwd_kvcache(q, k_cache, v_cache, CacheOptions(*options))
 
 
+def _fwd_composite(q, k, v, *options):
+    return with_features.composed(*unpack(q, k, v), Options(*options), with_features.Features())
+
+
 class _Attention(torch.autograd.Function):
     """Gradients of `fwd` for q, k and v, through out and softmax_lse. `options` may lack its last fields."""
 
@@ -709,17 +715,23 @@ class _Attention(torch.autograd.Function):
         return out, softmax_lse
 
     @staticmethod
-    @autograd.once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, softmax_lse, *tensors = ctx.saved_tensors
         options = ctx.others
         if tensors:
             options = [x if tensor is None else tensor for x, tensor in zip(options, tensors, strict=True)]
-        grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
         if dout is None:
             dout = torch.zeros_like(out)
-        bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *options)
-        return *grads, None
+
+        def first(dout, dlse, q, k, v):
+            grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
+            bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *options)
+            return grads
+
+        def again(q, k, v):
+            return _fwd_composite(q, k, v, *options)
+
+        return *autograd.first_or_second(again, first, (dout, dlse), (q, k, v)), None
 
 
 _NUM_SCORES = len(Options._fields) - len(Options._field_defaults)
@@ -734,6 +746,7 @@ fwd = _library.define(
     kernel_dtypes=KERNEL_DTYPES,
     autograd=_Attention,
     differentiable=3,
+    composite=_fwd_composite,
 )
 
 # Computes the S_dmask of a call of fwd with the same arguments.

@@ -14,6 +14,7 @@ from torch import Tensor
 from flash_attn import _library
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._ops import autograd, checks, schema
+from flash_attn._reference import composite
 from flash_attn._reference import flash_attn as reference
 from flash_attn._reference.options import CacheOptions, Features, Options
 
@@ -24,15 +25,6 @@ MAX_HEAD_DIM = 576  # of queries and keys, and of values
 # What a caller gave for learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse and
 # return_max_logit.
 Given = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
-
-
-def any_given(given: Given) -> bool:
-    """Whether one of the arguments is not what it is by default."""
-    sink, bias, ranges, chunk, seqused_q, seqused_k, lse, max_logit = given
-    return (
-        sink is not None or bias is not None or ranges is not None or chunk != 0 or seqused_q is not None
-        or seqused_k is not None or lse is not False or max_logit is not False
-    )  # fmt: skip
 
 
 def checked(given: Given, causal: object, q: Tensor, batch: int, max_seqlen_k: Any, varlen: bool) -> Features:
@@ -195,6 +187,24 @@ def _weights_reference(q, k, lse, sink, bias, *arguments):
     return reference.weights(q, k, lse, *_split(sink, bias, arguments, Options))
 
 
+def composed(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple[Tensor, Tensor]:
+    """Attention in operations that autograd, forward mode and transforms look into. Warns once that it is slow."""
+    _library.warn_once(
+        "flash_attn: attention runs as operations of plain torch, with memory quadratic in the sequence, for a second "
+        "derivative, a tangent or a transform of torch.func"
+    )
+    with _library.without_autocast(q):
+        return composite.attention(q, k, v, options, features)
+
+
+def _fwd_composite(q, k, v, sink, bias, *arguments):
+    options, features = _split(sink, bias, arguments, Options)
+    if features.row_max:
+        raise ArgumentError("return_max_logit must be False for tangents and in transforms of torch.func, found True")
+    out, lse = composed(q, k, v, options, features)
+    return out, lse, lse.new_empty(0)
+
+
 class _Attention(torch.autograd.Function):
     """Gradients of `fwd_features` for q, k, v, the sink and the bias, through out and softmax_lse."""
 
@@ -209,17 +219,23 @@ class _Attention(torch.autograd.Function):
         return out, lse, row_max
 
     @staticmethod
-    @autograd.once_differentiable
     def backward(ctx, dout, dlse, _):
         q, k, v, sink, bias, out, lse, *tensors = ctx.saved_tensors
         arguments = [x if tensor is None else tensor for x, tensor in zip(ctx.others, tensors, strict=True)]
         if dout is None:
             dout = torch.zeros_like(out)
         wants_dbias = bias is not None and ctx.needs_input_grad[4]
-        *grads, dsink, dbias = bwd_features.below_autograd(
-            dout, q, k, v, out, lse, dlse, wants_dbias, sink, bias, *arguments
-        )
-        return *grads, None if sink is None else dsink, dbias if wants_dbias else None, None
+
+        def first(dout, dlse, q, k, v, sink, bias):
+            *grads, dsink, dbias = bwd_features.below_autograd(
+                dout, q, k, v, out, lse, dlse, wants_dbias, sink, bias, *arguments
+            )
+            return *grads, None if sink is None else dsink, dbias if wants_dbias else None
+
+        def again(q, k, v, sink, bias):
+            return _fwd_composite(q, k, v, sink, bias, *arguments)[:2]
+
+        return *autograd.first_or_second(again, first, (dout, dlse), (q, k, v, sink, bias)), None
 
 
 _TERMS = "Tensor? learnable_sink, Tensor? attn_bias"
@@ -236,6 +252,7 @@ fwd_features = _library.define(
     kernel_dtypes=KERNEL_DTYPES,
     autograd=_Attention,
     differentiable=5,
+    composite=_fwd_composite,
     announces=False,
 )
 

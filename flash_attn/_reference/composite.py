@@ -26,12 +26,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Featu
         seqused_q=features.seqused_q,
     )  # fmt: skip
     packed = q.dim() == 3
-    batched = [x[None] if packed else x for x in (q, k, v)]
-    if options.block_table is not None:
-        batched[1:] = k, v
-    outs, lses, filled = [], [], 0
+    paged = options.block_table is not None
+    rows = q[None] if packed else q
+    keys, values = (x[None] if packed and not paged else x for x in (k, v))
+    outs, lses = [], []
     for i, part in enumerate(parts):
-        out, lse = _part(part, *batched, options, features)
+        out, lse = _part(part, rows, keys, values, options, features)
         stop = (parts[i + 1].q[1].start if i + 1 < len(parts) else q.shape[0]) if packed else q.shape[1]
         more = stop - part.q[1].stop
         outs.append(F.pad(out, (0, 0, 0, 0, 0, more)))
