@@ -138,7 +138,7 @@ def decode(
     For shapes, dtypes and meaning see `flash_attn.flash_attn_with_kvcache`.
     given: the arguments of features. options: the other fields of `CacheOptions`; None means the default.
     """
-    batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options)
+    batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options, given is not None)
     features = None
     if given is not None and (not is_plain or isinstance(causal, Tensor) or given != NOTHING_GIVEN):
         features = with_features.checked(given, causal, q, batch, capacity, varlen=False)
@@ -527,10 +527,10 @@ _FIELDS = {  # name -> (place, default, check) of each field that has a default
 }
 
 
-def _check_cache(q, k_cache, v_cache, options):
+def _check_cache(q, k_cache, v_cache, options, features):
     """Check queries and caches; return (batch, head_dim, positions in an entry of the cache, is_plain).
 
-    is_plain: whether the head dims are those of the op without features.
+    features: whether head dims may be those of ops with features. is_plain: whether they are those of the op without.
     """
     checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
     shape_q, shape_k = q.shape, k_cache.shape
@@ -541,9 +541,9 @@ def _check_cache(q, k_cache, v_cache, options):
         checks.ndim("v_cache", v_cache, layout)
     batch, _, heads, head_dim = shape_q
     rows, length, heads_k, head_dim_k = shape_k
-    is_plain = _check_sizes("k_cache", heads, head_dim, heads_k, head_dim_k, features=True)
+    is_plain = _check_sizes("k_cache", heads, head_dim, heads_k, head_dim_k, features)
     if v_cache.shape != shape_k:
-        is_plain = _check_values("v_cache", v_cache, k_cache, features=True)
+        is_plain = _check_values("v_cache", v_cache, k_cache, features)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         _check_contiguous_rows("k_cache", k_cache)
         _check_contiguous_rows("v_cache", v_cache)
