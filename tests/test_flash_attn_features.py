@@ -10,6 +10,7 @@ from compare import assert_same_but_for_rounding
 from features import BIASES, GROUPED, Featured
 
 from flash_attn import (
+    _library,
     flash_attn_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
@@ -609,3 +610,14 @@ def test_keys_in_pages_have_no_gradient():
     out = function(**good | pages | dict(q=q), block_table=table, attn_bias=torch.zeros(1))
     with pytest.raises(ValueError, match="block_table must be None in the backward"):
         out.sum().backward()
+
+
+def test_a_slow_call_on_a_gpu_names_its_arguments_once(monkeypatch, recwarn):
+    monkeypatch.setattr(_library, "is_where_kernels_run", lambda x: True)
+    _library.warn_once.cache_clear()
+    q, k, v, _ = CASE.but(head_dim=288).tensors("cpu")
+    for _ in range(2):
+        flash_attn_func(q, k, v, attn_bias=torch.zeros(1), return_max_logit=True)
+    flash_attn_func(q[..., :64], k[..., :64], v[..., :32], learnable_sink=torch.zeros(4), return_lse=True)
+    (warning,) = [str(w.message) for w in recwarn if "slower reference backend" in str(w.message)]
+    assert "attn_bias and return_max_logit and head dims 288 of keys and 288 of values" in warning
