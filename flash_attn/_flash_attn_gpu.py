@@ -78,7 +78,7 @@ def fwd_kvcache(
 ):  # fmt: skip
     """Returns [out, softmax_lse]."""
     _check_out(out, q)
-    result, softmax_lse = flash_attn.decode(
+    result, softmax_lse, _ = flash_attn.decode(
         q, k_cache, v_cache, softmax_scale, causal, (window_left, window_right),
         cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved=rotary_interleaved,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,

@@ -132,6 +132,7 @@ class Op:
         differentiable: int,
         kernel_dtypes: tuple[torch.dtype, ...] | None,
         writes: Callable[[tuple], bool] | None,
+        composite: Callable | None,
     ) -> None:
         ops = getattr(torch.ops, _NAMESPACE)
         self.name = name
@@ -145,6 +146,7 @@ class Op:
         self.kernel_dtypes = kernel_dtypes
         self.arguments = _torch_private.arguments(self.default)
         self.writes = writes
+        self.composite = composite
         self.mutated = [i for i, argument in enumerate(self.arguments) if argument.alias_info is not None]
         self.falls_through = autograd is None and bool(self.mutated)  # the autograd keys: what is written has no graph
 
@@ -156,6 +158,8 @@ class Op:
         return self.below_autograd(*args)
 
     def _apply(self, args):
+        if self.composite is not None and (_torch_private.functorch_is_active() or self._has_tangent(args)):
+            return self.composite(*args)
         # apply looks for tensors in each of its arguments: a tuple of those without gradients saves time.
         apply = self.autograd.apply if _torch_private.functorch_is_active() else self.apply
         return apply(*args[: self.differentiable], args[self.differentiable :])
@@ -176,13 +180,20 @@ class Op:
 
         Raises NotImplementedError in forward mode, where the bare op would drop the tangent.
         """
-        if _torch_private.in_forward_mode():
+        if _torch_private.in_forward_mode() and self._has_tangent(args):
+            if self.composite is not None:
+                return True
             self._refuse_tangents(args)
         if self.differentiable and torch.is_grad_enabled():
             for x in args[: self.differentiable]:
                 if x is not None and x.requires_grad:
                     return True
         return False
+
+    def _has_tangent(self, args):
+        return _torch_private.in_forward_mode() and any(
+            isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
+        )
 
     def _refuse_tangents(self, args):
         for argument, value in zip(self.arguments, args, strict=False):
@@ -234,6 +245,8 @@ def define(
     kernel_dtypes: tuple[torch.dtype, ...] | None = None,
     writes: Callable[[tuple], bool] | None = None,
     triton: Callable | None = None,
+    announces: bool = True,
+    composite: Callable | None = None,
 ) -> Op:
     """Define the op `flash_attn::<schema>` and everything that PyTorch needs to know of it.
 
@@ -246,6 +259,8 @@ def define(
     kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
     writes: for an op that changes arguments, whether it will with these; by default it always does.
     triton: the same function as launch of a Triton kernel, for GPUs if the library has no kernel; it imports Triton.
+    composite: the same in operations of torch, for tangents and transforms of torch.func.
+    announces: warn once if the reference takes the place of a kernel on a GPU.
 
     A C++ kernel for the same op is registered by the library itself and then comes before the reference on CUDA.
     """
@@ -254,12 +269,12 @@ def define(
     names = [name, f"{name}_reference"] if kernel_dtypes else [name]
     for each in names:
         _LIBRARY.define(f"{each}({rest}")
-        _LIBRARY.impl(each, _announced(name, reference), "CompositeExplicitAutograd")
+        _LIBRARY.impl(each, _announced(name, reference, announces), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{each}", fake, lib=_LIBRARY)
     if triton is not None and not has_kernel(name) and importlib.util.find_spec("triton"):
         _LIBRARY.impl(name, _on_its_device(triton), "CUDA")
         _IN_TRITON.add(name)
-    op = Op(name, autograd, differentiable, kernel_dtypes, writes)
+    op = Op(name, autograd, differentiable, kernel_dtypes, writes, composite)
     for overload in filter(None, (op.default, op.others)):
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but makes each call several times slower.)
@@ -290,8 +305,8 @@ def _on_its_device(launch):
     return kernel
 
 
-def _announced(name, reference):
-    """Returns `reference` as a kernel that warns once if it takes the place of a kernel on this device.
+def _announced(name, reference, announces=True):
+    """Returns `reference` as a kernel that, if it `announces`, warns once where it takes the place of a kernel.
 
     It runs without autocast, which would round every product to 16 bits, and without autograd, which would record the
     operations within an op that has no gradient.
@@ -299,7 +314,7 @@ def _announced(name, reference):
 
     @functools.wraps(reference)
     def kernel(*args):
-        if args[0].is_cuda:
+        if announces and args[0].is_cuda:
             why = load_error() or (
                 f"the kernel does not take {args[0].dtype}"
                 if has_kernel(name)

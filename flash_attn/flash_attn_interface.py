@@ -9,7 +9,8 @@ or of variable length. The seventh, `flash_attn_with_kvcache`, decodes. All comp
     s(i, j) = softmax_scale * <q[i], k[j]>
     s(i, j) = softcap * tanh(s(i, j) / softcap)                         if softcap > 0
     s(i, j) = s(i, j) - alibi_slope * abs(i + seqlen_k - seqlen_q - j)  if alibi_slopes are given
-    lse(i)  = log(sum over the allowed j of exp(s(i, j)))
+    s(i, j) = s(i, j) + attn_bias(i, j)                                 if attn_bias is given
+    lse(i)  = log(exp(learnable_sink) + sum over the allowed j of exp(s(i, j)))   the first term if there is a sink
     out[i]  = sum over the allowed j of exp(s(i, j) - lse(i)) * keep(i, j) / (1 - dropout_p) * v[j]
 
 with scores and sums in float32 whatever the input type; kernels round the weights of v to it. (FlashAttention: Dao et
@@ -30,14 +31,47 @@ Terms that all of them share:
   probabilities exp(s - m) that are not normalised, with the sign bit set where an element was dropped; m is the running
   maximum of the row over blocks of `_get_block_size_n` keys, from the last block to the first.
 
+Keyword-only arguments go beyond flash-attn 2.8. "Slow" says that no kernel has it: the whole call then runs on the
+reference backend, with memory that grows with the sequence and not with its square, and a warning that names the
+argument. All combine with each other and with all of the above.
+
+- learnable_sink. float16, bfloat16 or float32 (heads,), the score of one more key, whose value is 0: neither scaled,
+  nor capped, nor dropped; lse counts it. A row that sees no key has an lse of the sink. -inf is no sink. It has a
+  gradient. Computed from the results of kernels, by one more elementwise pass.
+- attn_bias. Numbers to add, or bool, true to keep; -inf hides. A floating-point bias has a gradient, summed in float32
+  along what was broadcast. Dense: broadcasts to (batch, heads, seqlen_q, seqlen_k), or to (batch1, batch2, heads,
+  seqlen_q, seqlen_k) with batch1 * batch2 = batch, batch2 varying fastest. Packed tokens: (heads or 1, total_q or 1,
+  max_seqlen_k or 1). With a cache, seqlen_k is its capacity. Keys count from the first one of an entry. Slow.
+- key_ranges. int32 (batch or 1, heads or 1, seqlen_q, 2 or 4), packed (heads or 1, total_q, 2 or 4): row i sees only
+  the keys from start to end - 1, or with four numbers also from start2 to end2 - 1. They are intersected with all other
+  masks; bounds may lie outside of the keys, and a range whose end is not above its start is empty. `flash_attn.masks`
+  builds them. Slow.
+- attention_chunk. C above 0: with D = seqlen_k - seqlen_q, row i sees the keys of its chunk only, from
+  C * floor((i + D) / C) to that + C - 1. Slow, unless all keys of a dense batch are in one chunk.
+- causal as a tensor. bool or int32 (batch,): which entries are causal. Slow, unless on the CPU and all the same.
+- seqused_q, seqused_k. int32 (batch,): how many rows and keys of each entry are used; masks and ALiBi count as if there
+  were no others. Unused rows give 0, with lse = +inf, and have no gradient. seqused_q is slow.
+- Values of another head_dim than the keys. out has that of the values. Without pages, and up to 256, computed by
+  padding the narrower of the two; else slow.
+- Head dims of 257 to 576. Slow.
+- return_lse. Return (out, softmax_lse); not with return_attn_probs, which returns it, too.
+- return_max_logit. Append float32 (heads,), the largest score of each head in the whole call, before the sink; -inf if
+  nothing is seen. No gradient. Slow.
+
+Where one of these is slow, return_attn_probs is refused with dropout.
+
 Tensors are float16 or bfloat16, of one type and on one device, with any strides; float32 runs on the reference backend.
-head_dim is 1 to 256. None as an optional argument means its default. Numbers may be Python's, numpy's, or tensors
-without dimensions.
+head_dim is 1 to 256 in kernels. None as an optional argument means its default. Numbers may be Python's, numpy's, or
+tensors without dimensions.
 
 Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written; both errors are also
 RuntimeErrors, which flash-attn raises. The contents of cu_seqlens, cache_seqlens, block_table and similar tensors are
 checked on the CPU only, because reading them on a GPU would wait for the device. On a GPU, positions beyond the
 capacity of a cache are neither written nor attended to; everything else in these tensors must be right.
+
+Second derivatives, forward mode and transforms of torch.func (`jvp`, `grad`, `vmap`) are computed by operations of
+plain torch, on every device, with memory quadratic in the sequence and one warning. First derivatives with
+create_graph=True still come from the kernels. There are no third derivatives, and none of these in compiled graphs.
 
 Keys and values that no row of an entry sees may hold anything, also NaN. Where some row sees a value that is NaN or
 infinite, other rows of that entry and head may become NaN in its channel, although a mask hides it from them: a GPU
@@ -46,7 +80,7 @@ computes tiles of rows together, in which a weight of 0 times NaN is NaN. On the
 
 import inspect
 from collections.abc import Callable
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -55,28 +89,64 @@ from flash_attn import _flash_attn_gpu as flash_attn_gpu  # noqa: F401  (other p
 from flash_attn import _removed
 from flash_attn._ops import checks, flash_attn
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 USE_TRITON_ROCM = False
 Length = int | Tensor | None  # an upper bound of lengths; a tensor has no dimensions
 __getattr__ = _removed.getattr_of(__name__, _removed.UNPADDED)
 
 
+class _CacheFeatures(TypedDict, total=False):
+    learnable_sink: Tensor | None
+    attn_bias: Tensor | None
+    key_ranges: Tensor | None
+    attention_chunk: int
+
+
+class _Features(_CacheFeatures, total=False):
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+
+
+class _CacheFeaturesAndResults(_CacheFeatures, total=False):
+    return_max_logit: bool
+
+
+class _FeaturesAndResults(_Features, total=False):
+    return_lse: bool
+    return_max_logit: bool
+
+
 @overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, *, return_attn_probs: Literal[True],
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, *, return_attn_probs: Literal[True],
+    **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_func(
-    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Attention of dense batches. The top of this module says what is computed.
 
     Arguments:
@@ -88,16 +158,19 @@ def flash_attn_func(
             1 - dropout_p. Pass 0 in evaluation.
         softmax_scale: factor of the scores, at least 0; None means head_dim ** -0.5.
         causal: the last query sees the last key, each query before it one key less (aligned to the bottom right). A
-            row that sees no key gives 0.
+            row that sees no key gives 0. A tensor (batch,) says it for each entry.
         window_size: (left, right): how many keys before and after its own position a query sees; -1 means no bound.
         softcap: above 0, a score s becomes softcap * tanh(s / softcap).
         alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None. They
             have no gradient.
         deterministic: gradients are the same bit by bit in every run.
         return_attn_probs: also return softmax_lse and S_dmask; the top of this module says what they are.
+        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit: see
+            the top of this module.
 
     Returns:
-        out, shaped like q; or (out, softmax_lse, S_dmask).
+        out, shaped like q, with the head_dim of v; or (out, softmax_lse, S_dmask). With return_lse (out, softmax_lse);
+        return_max_logit appends max_logit to either.
 
     Example:
         >>> q, k, v = (torch.randn(2, 128, 8, 64, dtype=torch.bfloat16) for _ in range(3))
@@ -105,31 +178,43 @@ def flash_attn_func(
         torch.Size([2, 128, 8, 64])
     """
     _check_given("v", v)
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         q, k, v,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, *, return_attn_probs: Literal[True],
+    deterministic: bool = False, *, return_attn_probs: Literal[True], **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_kvpacked_func(
-    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`flash_attn_func` with keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
@@ -156,31 +241,43 @@ def flash_attn_kvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     checks.packed("kv", kv, 2, "(batch, seqlen_k, 2, heads_k, head_dim)")
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         q, kv, None,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, *, return_attn_probs: Literal[True],
+    deterministic: bool = False, *, return_attn_probs: Literal[True], **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_qkvpacked_func(
-    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`flash_attn_func` with queries, keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
@@ -206,34 +303,50 @@ def flash_attn_qkvpacked_func(
         torch.Size([2, 128, 8, 64])
     """
     checks.packed("qkv", qkv, 3, "(batch, seqlen, 3, heads, head_dim)")
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         qkv, None, None,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
-    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: Literal[False] = False, block_table: Tensor | None = None,
+    **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
-    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, *, return_attn_probs: Literal[True], block_table: Tensor | None = None,
+    **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
-    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length,
+    max_seqlen_k: Length, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Attention of sequences of different lengths, concatenated without padding.
 
     Arguments:
@@ -259,9 +372,12 @@ def flash_attn_varlen_func(
             have no gradient.
         deterministic: gradients are the same bit by bit in every run.
         return_attn_probs: also return softmax_lse and S_dmask; the top of this module says what they are.
+        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit: see
+            the top of this module.
 
     Returns:
-        out, shaped like q; or (out, softmax_lse, S_dmask), where softmax_lse is (heads, total_q).
+        out, shaped like q, with the head_dim of v; or (out, softmax_lse, S_dmask), where softmax_lse is (heads,
+        total_q). With return_lse (out, softmax_lse); return_max_logit appends max_logit to either.
 
     Example:
         >>> q, k, v = (torch.randn(7, 8, 64, dtype=torch.bfloat16) for _ in range(3))
@@ -272,36 +388,49 @@ def flash_attn_varlen_func(
     _check_given("v", v)
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         q, k, v,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
         block_table=block_table,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    deterministic: bool = False, return_attn_probs: Literal[False] = False, **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-    deterministic: bool = False, *, return_attn_probs: Literal[True],
+    deterministic: bool = False, *, return_attn_probs: Literal[True], **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length,
-    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: Length, max_seqlen_k: Length,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool | Tensor = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`flash_attn_varlen_func` with keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
@@ -318,9 +447,12 @@ def flash_attn_varlen_kvpacked_func(
             have no gradient.
         deterministic: gradients are the same bit by bit in every run.
         return_attn_probs: also return softmax_lse and S_dmask; the top of this module says what they are.
+        learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit: see
+            the top of this module.
 
     Returns:
-        out, shaped like q; or (out, softmax_lse, S_dmask), where softmax_lse is (heads, total_q).
+        out, shaped like q, with the head_dim of v; or (out, softmax_lse, S_dmask), where softmax_lse is (heads,
+        total_q). With return_lse (out, softmax_lse); return_max_logit appends max_logit to either.
 
     Example:
         >>> q, kv = torch.randn(7, 8, 64).bfloat16(), torch.randn(9, 2, 8, 64).bfloat16()
@@ -331,32 +463,47 @@ def flash_attn_varlen_kvpacked_func(
     checks.packed("kv", kv, 2, "(total_k, 2, heads_k, head_dim)")
     _check_given("cu_seqlens_q", cu_seqlens_q)
     _check_given("cu_seqlens_k", cu_seqlens_k)
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         q, kv, None,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Length, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: Literal[False] = False,
+    **features: "Unpack[_Features]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Length, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, *, return_attn_probs: Literal[True],
+    **features: "Unpack[_Features]",
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Length, dropout_p: float = 0.0, softmax_scale: float | None = None,
-    causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    **features: "Unpack[_FeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: Length, dropout_p: float = 0.0, softmax_scale: float | None = None,
+    causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    return_lse: bool = False, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """`flash_attn_varlen_func` with queries, keys and values in one tensor. Its gradient is one tensor, too.
 
     Arguments:
@@ -385,13 +532,16 @@ def flash_attn_varlen_qkvpacked_func(
     """
     checks.packed("qkv", qkv, 3, "(total, 3, heads, head_dim)")
     _check_given("cu_seqlens", cu_seqlens)
-    out, softmax_lse, s_dmask, _ = flash_attn.forward(
+    out, softmax_lse, s_dmask, _, max_logit = flash_attn.forward(
         qkv, None, None,
         softmax_scale, causal, window_size, return_attn_probs,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse, return_max_logit),
         dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes, deterministic=deterministic,
         cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens, max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
     )  # fmt: skip
-    return out if s_dmask is None else (out, softmax_lse, s_dmask)
+    if s_dmask is None and max_logit is None and not return_lse:
+        return out
+    return _several(out, softmax_lse, s_dmask, max_logit, return_lse)
 
 
 @overload
@@ -399,27 +549,38 @@ def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None, causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-    return_softmax_lse: Literal[False] = False,
+    return_softmax_lse: Literal[False] = False, **features: "Unpack[_CacheFeatures]",
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None, causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0, *,
-    return_softmax_lse: Literal[True],
+    return_softmax_lse: Literal[True], **features: "Unpack[_CacheFeatures]",
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
 def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None, causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False, **features: "Unpack[_CacheFeaturesAndResults]",
+) -> Any: ...  # fmt: skip
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool | Tensor = False, window_size: tuple[int, int] = (-1, -1),
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    *, learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, return_max_logit: bool = False,
+) -> Tensor | tuple[Tensor, ...]:  # fmt: skip
     """Attention of new queries over cached keys and values; appends new keys and values to the cache first.
 
     Entry b of the batch uses row cache_batch_idx[b] (or b) of the cache; n = cache_seqlens[b] of its positions are
@@ -428,7 +589,7 @@ def flash_attn_with_kvcache(
     the last query is aligned with the last key. cache_seqlens is not changed. There is no gradient.
 
     If rotary_cos and rotary_sin are given, key t is rotated as position n + t before it is stored. Query i is rotated
-    as position n + i if causal or a window is asked for, else all queries as position n.
+    as position n + i if causal (in its entry), a window, chunks or key_ranges are asked for, else all as position n.
 
     Arguments:
         q: (batch, seqlen_q, heads, head_dim).
@@ -449,6 +610,8 @@ def flash_attn_with_kvcache(
         window_size: (left, right): how many keys before and after its own position a query sees; -1 means no bound.
         softcap: above 0, a score s becomes softcap * tanh(s / softcap).
         alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None.
+        learnable_sink, attn_bias, key_ranges, attention_chunk, return_max_logit: those of `flash_attn_func`, without a
+            gradient; keys of another head_dim than values are slow here.
         rotary_interleaved: rotate pairs (2t, 2t + 1) if true, which is the default here; else pairs
             (t, t + rotary_dim / 2), which is the default of `flash_attn.layers.rotary` and of the modules, and what
             GPT-NeoX and Llama mean.
@@ -456,7 +619,8 @@ def flash_attn_with_kvcache(
         return_softmax_lse: also return softmax_lse.
 
     Returns:
-        out, shaped like q; or (out, softmax_lse), softmax_lse float32 (batch, heads, seqlen_q).
+        out, shaped like q; or (out, softmax_lse), softmax_lse float32 (batch, heads, seqlen_q). return_max_logit
+        appends max_logit.
 
     Example:
         >>> k_cache, v_cache = (torch.zeros(2, 512, 4, 64, dtype=torch.bfloat16) for _ in range(2))
@@ -464,13 +628,25 @@ def flash_attn_with_kvcache(
         >>> flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=100, causal=True).shape
         torch.Size([2, 1, 8, 64])
     """
-    out, softmax_lse = flash_attn.decode(
+    out, softmax_lse, max_logit = flash_attn.decode(
         q, k_cache, v_cache, softmax_scale, causal, window_size,
-        cache_seqlens, k, v, rotary_cos, rotary_sin, rotary_interleaved=rotary_interleaved,
+        cache_seqlens, k, v, rotary_cos, rotary_sin,
+        (learnable_sink, attn_bias, key_ranges, attention_chunk, None, None, False, return_max_logit),
+        rotary_interleaved=rotary_interleaved,
         cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table,
         softcap=softcap, alibi_slopes=alibi_slopes, num_splits=num_splits,
     )  # fmt: skip
-    return (out, softmax_lse) if return_softmax_lse else out
+    if max_logit is None:
+        return (out, softmax_lse) if return_softmax_lse else out
+    return (out, softmax_lse, max_logit) if return_softmax_lse else (out, max_logit)
+
+
+def _several(
+    out: Tensor, softmax_lse: Tensor, s_dmask: Tensor | None, max_logit: Tensor | None, return_lse: bool
+) -> tuple[Tensor, ...]:
+    """Returns out and the other results that are wanted, in the order in which the functions return them."""
+    lse = softmax_lse if return_lse or s_dmask is not None else None
+    return tuple(x for x in (out, lse, s_dmask, max_logit) if x is not None)
 
 
 def _check_given(name: str, value: object) -> None:

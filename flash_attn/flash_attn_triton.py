@@ -1,12 +1,12 @@
 """Attention with an additive bias, under the names and signatures of flash-attn's module for Triton.
 
-Without a bias the functions are those of `flash_attn`, and run its kernels. With one they run in plain torch, with
-memory that grows with seqlen_q * seqlen_k, and the bias has a gradient, too.
+Without a bias the functions are those of `flash_attn`, and run its kernels. With one they run in plain torch, and the
+bias has a gradient, too.
 """
 
 import torch
 
-from flash_attn._ops import checks, flash_attn
+from flash_attn._ops import checks
 from flash_attn.flash_attn_interface import flash_attn_func as _attend
 
 
@@ -38,9 +38,7 @@ def flash_attn_func(
         >>> flash_attn_func(q, k, v, torch.randn(4, 16, 16), True).shape
         torch.Size([2, 16, 4, 32])
     """
-    if bias is None:
-        return _attend(q, k, v, softmax_scale=softmax_scale, causal=causal)
-    return flash_attn.with_bias(q, k, v, bias, softmax_scale, causal)
+    return _attend(q, k, v, softmax_scale=softmax_scale, causal=causal, attn_bias=bias)
 
 
 def flash_attn_kvpacked_func(

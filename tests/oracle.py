@@ -6,7 +6,8 @@ under test it is the baseline ("the same maths in plain torch at the same precis
     q (batch, seqlen_q, heads, head_dim)    k, v (batch, seqlen_k, heads_k, head_dim)    lse (batch, heads, seqlen_q)
 
 Options: softmax_scale=None (head_dim ** -0.5), causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
-keep=None (dropout mask, bool (batch, heads, seqlen_q, seqlen_k) or larger), dropout_p=0.0.
+keep=None (dropout mask, bool (batch, heads, seqlen_q, seqlen_k) or larger), dropout_p=0.0; learnable_sink=None
+(heads,), attn_bias=None (numbers or bool, broadcasting to (batch, heads, seqlen_q, seqlen_k)), and seen=None, a mask.
 """
 
 import math
@@ -27,14 +28,28 @@ def attention(
     window_size=(-1, -1),
     softcap=0.0,
     alibi_slopes=None,
+    learnable_sink=None,
+    attn_bias=None,
+    seen=None,
 ):
-    """softmax(score(q k^T)) v as (out, lse). A row without any allowed key gives out = 0 and lse = +inf."""
+    """softmax(score(q k^T)) v as (out, lse). A row without any allowed key gives 0, and lse = +inf, or the sink."""
     seqlen_q, seqlen_k = q.shape[1], k.shape[1]
     allowed = allowed_keys(seqlen_q, seqlen_k, causal, window_size, q.device)
-    empty = ~allowed.any(dim=-1, keepdim=True)
+    allowed = allowed if seen is None else allowed & seen
     scores = raw_scores(q, k, softmax_scale, softcap, alibi_slopes)
+    if attn_bias is not None:
+        open_ = attn_bias if attn_bias.dtype == torch.bool else attn_bias != float("-inf")
+        allowed = allowed & open_
+        if attn_bias.dtype != torch.bool:
+            scores = scores + attn_bias.masked_fill(~open_, 0).to(scores.dtype)
+    empty = ~allowed.any(dim=-1, keepdim=True)
+    if learnable_sink is not None:
+        empty = torch.zeros_like(empty)
+        column = learnable_sink.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores, allowed = torch.cat([scores, column], -1), allowed.expand_as(scores)
+        allowed = torch.cat([allowed, torch.ones_like(allowed[..., :1])], -1) if seqlen_k else allowed.new_ones(1)
     scores = scores.masked_fill(~allowed & ~empty, float("-inf"))  # an empty row stays finite: no NaN in its gradient
-    weights = scores.softmax(dim=-1).masked_fill(~allowed, 0)
+    weights = scores.softmax(dim=-1).masked_fill(~allowed, 0)[..., :seqlen_k]
     lse = scores.logsumexp(dim=-1).masked_fill(empty.squeeze(-1), float("inf"))
     if keep is not None:
         weights = weights * keep[..., :seqlen_q, :seqlen_k] / (1 - dropout_p)
@@ -102,6 +117,49 @@ def varlen_attention(
         outs.append(out[0])
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, dim=1)
+
+
+def intervals(seqlen_q, seqlen_k, key_ranges=None, attention_chunk=0, causal=None, device=None):
+    """Which keys a row sees by key_ranges (.., seqlen_q, 2 or 4), chunks and a flag; bool (.., seqlen_q, seqlen_k)."""
+    i = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+    j = torch.arange(seqlen_k, device=device)
+    seen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if causal:
+        seen &= j <= i
+    if attention_chunk:
+        seen &= torch.floor(i / attention_chunk) == torch.floor(j / attention_chunk)
+    if key_ranges is not None:
+        pairs = key_ranges.unflatten(-1, (-1, 2))[..., None, :]
+        seen = seen & (
+            (j[:, None] >= pairs[..., 0].transpose(-1, -2)) & (j[:, None] < pairs[..., 1].transpose(-1, -2))
+        ).any(-1)
+    return seen
+
+
+def featured_attention(
+    q, k, v, rows, keys, *, key_ranges=None, attention_chunk=0, causal=False, attn_bias=None, keep=None,
+    alibi_slopes=None, **options,
+):  # fmt: skip
+    """`attention` with features of the entries of packed tokens: out (total_q, heads, any), lse (heads, total_q).
+
+    rows, keys: the slices of tokens of each entry that are used. Tokens of none give 0 and +inf. causal: one flag for
+    each entry. key_ranges, attn_bias: functions of an entry and its slice of rows.
+    """
+    out, lse = q.new_zeros(*q.shape[:2], v.shape[-1]), q.new_full((q.shape[1], q.shape[0]), float("inf"))
+    for b, (row, key) in enumerate(zip(rows, keys, strict=True)):
+        seqlen_q, seqlen_k = row.stop - row.start, key.stop - key.start
+        ranges = None if key_ranges is None else key_ranges(b, row)
+        seen = intervals(seqlen_q, seqlen_k, ranges, attention_chunk, causal[b], q.device)
+        bias = None if attn_bias is None else attn_bias(b, row)
+        if bias is not None and bias.shape[-1] > 1:
+            bias = bias[..., :seqlen_k]
+        o, m = attention(
+            q[None, row], k[None, key], v[None, key], seen=seen, attn_bias=bias,
+            keep=None if keep is None else keep[b : b + 1], alibi_slopes=_entry_slopes(alibi_slopes, b), **options,
+        )  # fmt: skip
+        index = torch.arange(row.start, row.stop, device=q.device)
+        out, lse = out.index_copy(0, index, o[0]), lse.index_copy(1, index, m[0])
+    return out, lse
 
 
 def gradients(function, tensors, dout, dlse=None):

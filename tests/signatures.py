@@ -19,35 +19,48 @@ SIGNATURES = {
     "flash_attn.flash_attn_interface": {
         "flash_attn_func": (
             "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
-            "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_kvpacked_func": (
             "q, kv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
-            "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_qkvpacked_func": (
             "qkv, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
-            "alibi_slopes=None, deterministic=False, return_attn_probs=False"
+            "alibi_slopes=None, deterministic=False, return_attn_probs=False, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_varlen_func": (
             "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
             "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
-            "return_attn_probs=False, block_table=None"
+            "return_attn_probs=False, block_table=None, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_varlen_kvpacked_func": (
             "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, "
             "causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, "
-            "return_attn_probs=False"
+            "return_attn_probs=False, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_varlen_qkvpacked_func": (
             "qkv, cu_seqlens, max_seqlen, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), "
-            "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False"
+            "softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, "
+            "*, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, seqused_q=None, "
+            "seqused_k=None, return_lse=False, return_max_logit=False"
         ),
         "flash_attn_with_kvcache": (
             "q, k_cache, v_cache, k=None, v=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
             "cache_batch_idx=None, cache_leftpad=None, block_table=None, softmax_scale=None, causal=False, "
             "window_size=(-1, -1), softcap=0.0, rotary_interleaved=True, alibi_slopes=None, num_splits=0, "
-            "return_softmax_lse=False"
+            "return_softmax_lse=False, *, learnable_sink=None, attn_bias=None, key_ranges=None, attention_chunk=0, "
+            "return_max_logit=False"
         ),
         "_flash_attn_forward": (
             "q, k, v, dropout_p, softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes, "
@@ -75,6 +88,26 @@ SIGNATURES = {
         "FlashAttnVarlenFunc.apply": "*args",
         "FlashAttnVarlenKVPackedFunc.apply": "*args",
         "FlashAttnVarlenQKVPackedFunc.apply": "*args",
+    },
+    "flash_attn.functional": {
+        "column_sums": "q, k, last_rows=None, **options",
+        "combine": "outs, lses",
+        "entropy": (
+            "q, k, *, softmax_scale=None, causal=False, window_size=(-1, -1), key_ranges=None, attention_chunk=0"
+        ),
+        "row_max": "q, k, **options",
+        "row_max_and_sum": "q, k, **options",
+        "weights": "q, k, softmax_lse=None, **options",
+    },
+    "flash_attn.masks": {
+        "chunks": "size, seqlen_q, seqlen_k=None, device=None",
+        "document_ids": "ids",
+        "documents": "cu_seqlens, seqlen",
+        "image_groups": "ids, window=-1",
+        "prefix_lm": "prefix, seqlen_q, seqlen_k=None",
+        "sink_and_window": "sinks, window_size, seqlen_q, seqlen_k=None, device=None",
+        "to_bool": "key_ranges, seqlen_k",
+        "top_left_causal": "seqlen_q, device=None",
     },
     "flash_attn.flash_attn_triton": {
         "flash_attn_func": "q, k, v, bias=None, causal=False, softmax_scale=None",

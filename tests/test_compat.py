@@ -138,7 +138,9 @@ def test_functions_can_be_inspected(name):
     """Callers look at the parameters, by signature or by getfullargspec, and leave out what they do not find."""
     function = getattr(interface, name)
     assert inspect.isfunction(function)
-    assert inspect.getfullargspec(function).args == list(inspect.signature(function).parameters)
+    names = inspect.getfullargspec(function)
+    assert names.args + names.kwonlyargs == list(inspect.signature(function).parameters)
+    assert names.varkw is None
 
 
 @pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.startswith("flash_attn")])

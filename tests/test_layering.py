@@ -33,6 +33,8 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "utils": {"_ops", "_reference", "_torch_private", "bert_padding"},
     "_flash_attn_gpu": {"_ops"},
     "flash_attn_interface": {"_flash_attn_gpu", "_ops"},
+    "functional": {"_errors", "_ops", "flash_attn_interface"},
+    "masks": {"_ops"},
     "flash_attn_triton": {"_ops", "flash_attn_interface"},
     "fused_softmax": {"_ops"},
     "layers": {"_ops", "_torch_private", "ops"},
@@ -78,9 +80,10 @@ def imports(path, *, top_level_only=False):
 
 
 def _top_level(tree):
-    """Statements that run on import: all but those inside functions."""
+    """Statements that run on import: all but those inside functions, and those for type checkers."""
     for node in ast.iter_child_nodes(tree):
-        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        only_checked = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        if not only_checked and not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             yield node
             yield from _top_level(node)
 

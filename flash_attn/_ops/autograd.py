@@ -1,7 +1,7 @@
 """Tools for autograd Functions that have no second derivative."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,6 +28,46 @@ def once_differentiable(backward: Callable) -> Callable:
         return _Refusing.apply(len(results), *results, *origins) if origins else results
 
     return wrapper
+
+
+def first_or_second(
+    composite: Callable, first: Callable, incoming: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]
+) -> Sequence[torch.Tensor | None]:
+    """The gradients first(*incoming, *inputs) of a function, in such a way that they have derivatives, too.
+
+    composite: the same function of `inputs` in operations that autograd knows; it is called only if a second derivative
+        is asked for. Its results that `incoming` has None for have no gradient.
+    """
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return first(*incoming, *inputs)
+    return _Gradients.apply(composite, first, len(incoming), *incoming, *inputs)
+
+
+class _Gradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, composite, first, count, *tensors):
+        ctx.composite, ctx.count = composite, count
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(first(*tensors))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *cotangents):
+        with torch.enable_grad():
+            leaves = [
+                None if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in ctx.saved_tensors
+            ]
+            incoming, inputs = leaves[: ctx.count], leaves[ctx.count :]
+            results = [(y, dy) for y, dy in zip(ctx.composite(*inputs), incoming, strict=True) if dy is not None]
+            wanted = [(x, c) for x, c in zip(inputs, cotangents, strict=True) if c is not None]
+            grads = torch.autograd.grad(
+                [y for y, _ in results], [x for x, _ in wanted], [dy for _, dy in results], create_graph=True,
+                materialize_grads=True,
+            )  # fmt: skip
+        sources = [x for x in leaves if x is not None and x.requires_grad]
+        found = iter(torch.autograd.grad(grads, sources, [c for _, c in wanted], allow_unused=True))
+        return None, None, None, *(next(found) if x is not None and x.requires_grad else None for x in leaves)
 
 
 class _Reading:

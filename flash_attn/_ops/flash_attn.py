@@ -11,17 +11,19 @@ the packed tensors themselves, because torch 2.13 miscompiles graphs with dynami
 several views of one tensor.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn import _library
 from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._library import define_composite as define_composite
 from flash_attn._ops import autograd, checks, rng, schema
-from flash_attn._reference import bias as bias_reference
+from flash_attn._ops import flash_attn_features as with_features
 from flash_attn._reference import flash_attn as reference
 from flash_attn._reference.options import CacheOptions, Options
 
@@ -33,39 +35,66 @@ MANY_HEADS = 256  # more than models have: then the dimensions of heads and sequ
 _LAYOUT = "If the layout is (batch, heads, seqlen, head_dim), as in scaled_dot_product_attention, transpose(1, 2)"
 block_size_n = reference.block_size_n
 S_DMASK_MULTIPLE = 128
+# Calls compare what they are given with this, which is the fastest way; a tensor differs from None.
+NOTHING_GIVEN: with_features.Given = (None, None, None, 0, None, None, False, False)
 
 
 def forward(
-    q: Tensor, k: Tensor | None, v: Tensor | None, softmax_scale: float | None, causal: bool,
-    window_size: tuple[int, int], return_softmax: bool = False, **options: Any,
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
-    """Attention. Returns (out, softmax_lse, S_dmask, rng_state).
+    q: Tensor, k: Tensor | None, v: Tensor | None, softmax_scale: float | None, causal: bool | Tensor,
+    window_size: tuple[int, int], return_softmax: bool = False, given: with_features.Given | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Attention. Returns (out, softmax_lse, S_dmask, rng_state, max_logit).
 
     S_dmask and rng_state are None if neither S_dmask nor dropout is wanted; without dropout, S_dmask is empty.
+    max_logit is None if it is not wanted.
 
     For shapes, dtypes and meaning see `flash_attn.flash_attn_func` and `flash_attn.flash_attn_varlen_func`.
+    given: the arguments of features; None refuses them, and shapes that need them.
     options: fields of `Options`; None means the default.
     """
+    queries: Tensor
+    keys: Any
+    values: Any
     (queries, keys, values), names = (q, k, v), ("q", "k", "v")
     if v is None:
         (queries, keys, values), names = unpack(q, k, v), ("q", "kv", "kv") if k is not None else ("qkv", "qkv", "qkv")
-    batch, head_dim = _check_qkv(names, queries, keys, values, options)
+    batch, head_dim, is_plain = _check_qkv(names, queries, keys, values, options, given is not None)
     if return_softmax is not False:
         checks.flag("return_attn_probs", return_softmax)
+    features = None
+    if given is not None and (not is_plain or isinstance(causal, Tensor) or given != NOTHING_GIVEN):
+        features, causal = _features(given, causal, queries, keys, batch, options)
+        if return_softmax:
+            _check_results(given, features, options)
     scores = _check_scores(head_dim, softmax_scale, causal, window_size)
     arguments = _checked(Options, scores, options, (names, queries, batch))
-    s_dmask = rng_state = None
+    s_dmask = rng_state = max_logit = None
     if drops := bool(options.get("dropout_p")):
         arguments = Options(*arguments)
         if return_softmax and arguments.cu_seqlens_q is not None:
             arguments = _with_bounds(arguments, names, options)
         rng_state = rng.draw_state(q.device)
         arguments = arguments._replace(rng_state=rng_state)
-    out, softmax_lse = fwd(q, k, v, *arguments)
+    if features is None:
+        out, softmax_lse = fwd(q, k, v, *arguments)
+    elif _needs_op(features, queries, values, options):
+        terms, rest = features[:2], features[2:]
+        out, softmax_lse, row_max = with_features.fwd_features(
+            queries, keys, values, *terms, *Options(*arguments), *rest
+        )
+        max_logit = _max_logit(row_max) if features.row_max else None
+    else:
+        if not is_plain:
+            q, k, v = (_padded(x, max(head_dim, values.shape[-1])) for x in (queries, keys, values))
+        out, softmax_lse = fwd(q, k, v, *arguments)
+        out = out if is_plain else out[..., : values.shape[-1]]
+        if features.learnable_sink is not None:
+            out, softmax_lse = _with_sink(out, softmax_lse, features.learnable_sink)
     if return_softmax:
         with torch.no_grad():
             s_dmask = probabilities(q, k, v, *arguments) if drops else q.new_empty(0)
-    return out, softmax_lse, s_dmask, rng_state
+    return out, softmax_lse, s_dmask, rng_state, max_logit
 
 
 def backward(
@@ -83,7 +112,7 @@ def backward(
     options: fields of `Options`; None means the default.
     """
     names = "q", "k", "v"
-    batch, head_dim = _check_qkv(names, q, k, v, options)
+    batch, head_dim, _ = _check_qkv(names, q, k, v, options)
     if options.get("dropout_p") is not None:
         options["dropout_p"] = _check_dropout("dropout_p", options["dropout_p"], None)
     if options.get("dropout_p"):
@@ -101,21 +130,28 @@ def backward(
 
 
 def decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float | None, causal: bool,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float | None, causal: bool | Tensor,
     window_size: tuple[int, int], cache_seqlens: int | Tensor | None = None, k: Tensor | None = None,
-    v: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, **options: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse).
+    v: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    given: with_features.Given | None = None, **options: Any,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse, max_logit).
+
+    max_logit is None if it is not wanted.
 
     For shapes, dtypes and meaning see `flash_attn.flash_attn_with_kvcache`.
-    options: the other fields of `CacheOptions`; None means the default.
+    given: the arguments of features. options: the other fields of `CacheOptions`; None means the default.
     """
-    batch, head_dim, capacity = _check_cache(q, k_cache, v_cache, options)
+    batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options, given is not None)
     if q.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         _library.warn_once(
             "flash_attn: q of a call with a cache requires grad, but such calls have no gradient: the result has none. "
             "Make them under torch.no_grad(), or train with flash_attn_func"
         )
+    features = None
+    if given is not None and (not is_plain or isinstance(causal, Tensor) or given != NOTHING_GIVEN):
+        features = with_features.checked(given, causal, q, batch, capacity, varlen=False)
+        features, causal = _simplified(features, causal)
     if cache_seqlens is not None:
         name, length = _check_cache_seqlens(q, batch, cache_seqlens, capacity)
         options[name] = length
@@ -126,22 +162,51 @@ def decode(
         options["rotary_cos"], options["rotary_sin"] = _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     scores = _check_scores(head_dim, softmax_scale, causal, window_size)
     arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
-    return fwd_kvcache(q, k_cache, v_cache, *arguments)
+    if features is None:
+        return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
+    if is_plain and not features._replace(learnable_sink=None).given():
+        out, softmax_lse = fwd_kvcache(q, k_cache, v_cache, *arguments)
+        if features.learnable_sink is not None:
+            out, softmax_lse = _with_sink(out, softmax_lse, features.learnable_sink)
+        return out, softmax_lse, None
+    terms, rest = features[:2], features[2:]
+    out, softmax_lse, row_max = with_features.fwd_kvcache_features(
+        q, k_cache, v_cache, *terms, *CacheOptions(*arguments), *rest
+    )
+    return out, softmax_lse, _max_logit(row_max) if features.row_max else None
 
 
-def with_bias(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, softmax_scale: float | None, causal: bool) -> Tensor:
-    """Dense attention with a bias that broadcasts to (batch, heads, seqlen_q, seqlen_k). Returns out.
+def score_arguments(
+    q: Tensor, k: Tensor, *, softmax_scale: float | None = None, causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
+    attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+) -> tuple[Options, with_features.Features]:  # fmt: skip
+    """Check queries and keys of a dense batch and what changes their scores; return the latter as the ops take it."""
+    names = "q", "k", "k"
+    batch, head_dim, _ = _check_qkv(names, q, k, k, {}, features=True)
+    options = dict(softcap=softcap, alibi_slopes=alibi_slopes)
+    given = learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, False, False
+    features, causal = _features(given, causal, q, k, batch, options)
+    scores = _check_scores(head_dim, softmax_scale, causal, window_size)
+    return Options(*_checked(Options, scores, options, (names, q, batch))), features
 
-    No kernel supports a bias, so this runs in plain torch on every device, with gradients for q, k, v and the bias.
-    """
-    checks.tensor("v", v)
-    batch, head_dim = _check_qkv(("q", "k", "v"), q, k, v, {})
-    softmax_scale, _, _ = _check_scores(head_dim, softmax_scale, causal, (-1, -1))
-    _check_bias(bias, q, (batch, q.shape[2], q.shape[1], k.shape[1]))
-    if _library.is_where_kernels_run(q):
-        _library.warn_once("flash_attn: attention with a bias runs on the slower reference backend in plain torch")
-    with _library.without_autocast(q):
-        return bias_reference.attention(q, k, v, bias, softmax_scale, bool(causal))
+
+def row_statistics(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Returns softmax_lse and the largest score of each row, before the sink. options: those of `score_arguments`."""
+    arguments, features = score_arguments(q, k, **options)
+    sink, bias, *rest = features._replace(row_max=True)
+    return with_features.fwd_features(q, k, k[..., :1], sink, bias, *arguments, *rest)[1:]
+
+
+def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) -> Tensor:
+    """Returns the weights of all keys in all rows, float32. options: those of `score_arguments`."""
+    arguments, features = score_arguments(q, k, **options)
+    sink, bias, *rest = features
+    if softmax_lse is None:
+        softmax_lse = with_features.fwd_features(q, k, k[..., :1], sink, bias, *arguments, *rest)[1]
+    checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=_lse_shape(q, None), device=q.device)
+    return with_features.weights(q, k, softmax_lse, sink, bias, *arguments, *rest)
 
 
 def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
@@ -153,10 +218,10 @@ def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
 
 
 def with_tensors(
-    results: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
+    results: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the results of `forward`, with an empty tensor for S_dmask, or zeros for rng_state, if it is None."""
-    out, softmax_lse, s_dmask, rng_state = results
+    """Returns the first four results of `forward`; if it is None, S_dmask as an empty tensor, or rng_state as zeros."""
+    out, softmax_lse, s_dmask, rng_state, _ = results
     if s_dmask is None:
         s_dmask = out.new_empty(0)
     if rng_state is None:
@@ -171,6 +236,82 @@ def unpack(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tenso
     elif v is None:
         k, v = k.unbind(-3)
     return q, k, v
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Features, and which of them the ops without features can compute
+
+
+def _features(given, causal, q, k, batch, options):
+    """Check the arguments of features of a call of `forward`. Returns them, and causal as a flag.
+
+    Sets seqused_k, which is an option of every op.
+    """
+    varlen, paged = options.get("cu_seqlens_q") is not None, options.get("block_table") is not None
+    max_seqlen_k = options.get("max_seqlen_k") if varlen else k.shape[1]
+    features = with_features.checked(given, causal, q, batch, max_seqlen_k, varlen)
+    options["seqused_k"] = given[5]
+    if features.attention_chunk and not (varlen or paged) and features.attention_chunk >= k.shape[1]:
+        whole = given[4] is None and given[5] is None
+        if causal is True or (whole and q.shape[1] <= k.shape[1]):  # rows before the first key are in chunk -1
+            features = features._replace(attention_chunk=0)
+    return _simplified(features, causal)
+
+
+def _simplified(features, causal):
+    """Returns features and causal as a flag for all entries: that of entries that agree, if reading them is free."""
+    if features.causal is None:
+        return features, causal
+    if _library.can_be_read_at_once(features.causal) and features.causal.numel():
+        values = features.causal != 0
+        if bool(values.all()) or not bool(values.any()):
+            return features._replace(causal=None), bool(values[0])
+    return features, False
+
+
+def _check_results(given, features, options):
+    """Refuse results that exclude each other; the caller wants S_dmask."""
+    if given[6]:
+        raise ArgumentError("return_lse must be False with return_attn_probs, which returns softmax_lse; found True")
+    others = features._replace(learnable_sink=None).given()
+    if options.get("dropout_p") and others:
+        raise ArgumentError(
+            f"return_attn_probs must be False with dropout_p > 0 and {others[0]}, found True: there is no S_dmask"
+        )
+
+
+def _needs_op(features, q, v, options):
+    """Whether no op without features computes a call, padded and with the sink added afterwards."""
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    padded_pages = options.get("block_table") is not None and head_dim != head_dim_v
+    too_wide = max(head_dim, head_dim_v) > MAX_HEAD_DIM
+    return too_wide or padded_pages or bool(features._replace(learnable_sink=None).given())
+
+
+def _padded(x, head_dim):
+    """Returns x with zeros behind its channels. They change no score, and give channels of out that are cut off."""
+    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
+
+
+def _with_sink(out, lse, sink):
+    """Returns the results with one more key of score sink[h] and value 0.
+
+    The share of a row's weight that its own keys keep is sigmoid(lse - sink). A row without keys has an lse of +inf,
+    which becomes the sink, and an out of 0, which stays. Gradients are finite also for sinks of -inf and +inf.
+    """
+    sink = sink.to(lse.dtype)[:, None]
+    empty = lse == math.inf
+    own = lse.masked_fill(empty, 0)
+    share = torch.sigmoid(own - sink)
+    lse = torch.where(empty, sink, own + F.softplus(sink - own))
+    out = (out * share.transpose(-1, -2)[..., None]).to(out.dtype)
+    return out, lse.masked_fill(lse == -math.inf, math.inf)
+
+
+def _max_logit(row_max):
+    """Returns the largest of row_max (batch, heads, rows) or (heads, rows) for each head; -inf of nothing."""
+    rows = row_max.transpose(0, -2).flatten(1)
+    return F.pad(rows, (0, 1), value=-math.inf).amax(1)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -207,8 +348,12 @@ def _length_name(name, names):
     return name[:-2] if names[1] == "qkv" else name
 
 
-def _check_qkv(names, q, k, v, options):
-    """Check q, k, v, named `names`, and the arguments that divide them into entries; return (batch, head_dim)."""
+def _check_qkv(names, q, k, v, options, features=False):
+    """Check q, k, v, named `names`, and the arguments that divide them into entries.
+
+    features: whether head dims may be those of ops with features. Returns (batch, head_dim, is_plain), where is_plain
+    says that they are those of the ops without.
+    """
     checks.alike(names, (q, k, v), dtypes=DTYPES)
     cu_seqlens_q, block_table = options.get("cu_seqlens_q"), options.get("block_table")
     varlen, paged = cu_seqlens_q is not None, block_table is not None
@@ -228,7 +373,7 @@ def _check_qkv(names, q, k, v, options):
         batch = shape_q[0]
     if paged:
         _check_block_table(block_table, batch, q.device)
-    _check_sizes(names[1], shape_q, shape_k)
+    is_plain = _check_sizes(names[1], shape_q, shape_k, features)
     if paged:
         checks.number("page_size", shape_k[1], shape_k[1] >= 1, "at least 1")
     elif not varlen:
@@ -237,17 +382,21 @@ def _check_qkv(names, q, k, v, options):
         if shape_q[2] > MANY_HEADS >= shape_q[1] and not torch.compiler.is_compiling():
             _library.warn_once(f"flash_attn: {names[0]} has {shape_q[2]} heads. {_LAYOUT}")
     if shape_v != shape_k:
-        checks.has_shape(names[2], v, shape_k)
-    return batch, shape_q[-1]
+        is_plain = _check_values(names[2], v, k, features)
+    return batch, shape_q[-1], is_plain
 
 
-def _check_sizes(name_k, shape_q, shape_k):
-    """Check the heads and the head_dim in the shapes of q and of the keys, which the caller calls `name_k`."""
+def _check_sizes(name_k, shape_q, shape_k, features=False):
+    """Check the heads and the head_dim in the shapes of q and of the keys, which the caller calls `name_k`.
+
+    Returns whether head_dim is one of the ops without features.
+    """
     (*_, heads, head_dim), (*_, heads_k, head_dim_k) = shape_q, shape_k
     divides = heads == heads_k or (heads_k > 0 and heads % heads_k == 0)
     if divides and 1 <= head_dim <= MAX_HEAD_DIM and head_dim_k == head_dim:
-        return
-    checks.number("head_dim", head_dim, 1 <= head_dim <= MAX_HEAD_DIM, "between 1 and {}", MAX_HEAD_DIM)
+        return True
+    most = with_features.MAX_HEAD_DIM if features else MAX_HEAD_DIM
+    checks.number("head_dim", head_dim, 1 <= head_dim <= most, "between 1 and {}", most)
     checks.number(name_k + "'s head_dim", head_dim_k, head_dim_k == head_dim, "q's, {}", head_dim)
     expected = "a divisor of q's, {}"
     if (
@@ -258,6 +407,17 @@ def _check_sizes(name_k, shape_q, shape_k):
     ):
         expected += f", in shapes {tuple(shape_q)} and {tuple(shape_k)}. {_LAYOUT}"
     checks.number(name_k + "'s number of heads", heads_k, divides, expected, heads)
+    return False
+
+
+def _check_values(name, v, k, features):
+    """Check values that differ in shape from the keys. Returns False: no op without features takes them."""
+    if not features:
+        checks.has_shape(name, v, k.shape)
+    checks.has_shape(name, v, (*k.shape[:-1], None))
+    most = with_features.MAX_HEAD_DIM
+    checks.number(f"{name}'s head_dim", v.shape[-1], 1 <= v.shape[-1] <= most, "between 1 and {}", most)
+    return False
 
 
 def _check_cu_seqlens(name, cu_seqlens, device):
@@ -317,17 +477,6 @@ def _check_alibi_slopes(name, slopes, call):
     if slopes.requires_grad and torch.is_grad_enabled():
         raise ArgumentError(f"{name} must not require grad, found requires_grad=True: slopes have no gradient here")
     return slopes
-
-
-def _check_bias(bias, q, shape):
-    checks.tensor("bias", bias, device=q.device)
-    if not bias.is_floating_point():
-        raise ArgumentTypeError(f"bias must have a floating-point dtype, found {bias.dtype}")
-    sizes = zip(reversed(bias.shape), reversed(shape), strict=False)
-    if bias.dim() > len(shape) or any(size not in (1, whole) for size, whole in sizes):
-        raise ArgumentError(
-            f"bias must broadcast to (batch, heads, seqlen_q, seqlen_k) = {shape}, found shape {tuple(bias.shape)}"
-        )
 
 
 def _check_per_entry(name, value, call):
@@ -399,8 +548,11 @@ _FIELDS = {  # name -> (place, default, check) of each field that has a default
 }
 
 
-def _check_cache(q, k_cache, v_cache, options):
-    """Check queries and caches; return (batch, head_dim, positions in an entry of the cache)."""
+def _check_cache(q, k_cache, v_cache, options, features):
+    """Check queries and caches; return (batch, head_dim, positions in an entry of the cache, is_plain).
+
+    features: whether head dims may be those of ops with features. is_plain: whether they are those of the op without.
+    """
     checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
     shape_q, shape_k = q.shape, k_cache.shape
     if len(shape_q) != 4 or len(shape_k) != 4 or v_cache.shape != shape_k:
@@ -408,10 +560,11 @@ def _check_cache(q, k_cache, v_cache, options):
         layout = "(batch_cache or num_pages, capacity or page_size, heads_k, head_dim)"
         checks.ndim("k_cache", k_cache, layout)
         checks.ndim("v_cache", v_cache, layout)
-        checks.has_shape("v_cache", v_cache, shape_k)
     batch, head_dim = shape_q[0], shape_q[3]
     rows, length = shape_k[:2]
-    _check_sizes("k_cache", shape_q, shape_k)
+    is_plain = _check_sizes("k_cache", shape_q, shape_k, features)
+    if v_cache.shape != shape_k:
+        is_plain = _check_values("v_cache", v_cache, k_cache, features)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         _check_contiguous_rows("k_cache", k_cache)
         _check_contiguous_rows("v_cache", v_cache)
@@ -423,12 +576,12 @@ def _check_cache(q, k_cache, v_cache, options):
             )
         _check_block_table(block_table, batch, q.device)
         checks.number("page_size", length, length >= 1, "at least 1")
-        return batch, head_dim, block_table.shape[1] * length
+        return batch, head_dim, block_table.shape[1] * length, is_plain
     if cache_batch_idx is None and rows != batch:
         raise ArgumentError(
             f"k_cache must have q's batch size {batch} without cache_batch_idx or block_table, found {rows}"
         )
-    return batch, head_dim, length
+    return batch, head_dim, length, is_plain
 
 
 def _check_contiguous_rows(name, cache):
@@ -465,7 +618,8 @@ def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
             raise ArgumentError(f"{name} must not require grad where it is written, found requires_grad=True")
     shape = (q.shape[0], None, *k_cache.shape[2:])
     checks.tensor("k", k, dtypes=(q.dtype,), shape=shape, device=q.device)
-    checks.tensor("v", v, dtypes=(q.dtype,), shape=tuple(k.shape), device=q.device)
+    shape_v = (*k.shape[:2], *v_cache.shape[2:])
+    checks.tensor("v", v, dtypes=(q.dtype,), shape=shape_v, device=q.device)
     length = options.get("cache_seqlen", 0)
     if k.shape[1] + length > capacity:
         found = f"cache_seqlens {length} + {k.shape[1]} new positions"
@@ -563,6 +717,10 @@ def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
     return reference.fwd_kvcache(q, k_cache, v_cache, CacheOptions(*options))
 
 
+def _fwd_composite(q, k, v, *options):
+    return with_features.composed(*unpack(q, k, v), Options(*options), with_features.Features())
+
+
 class _Attention(torch.autograd.Function):
     """Gradients of `fwd` for q, k and v, through out and softmax_lse. `options` may lack its last fields."""
 
@@ -578,17 +736,23 @@ class _Attention(torch.autograd.Function):
         return out, softmax_lse
 
     @staticmethod
-    @autograd.once_differentiable
     def backward(ctx, dout, dlse):
         q, k, v, out, softmax_lse, *tensors = ctx.saved_tensors
         options = ctx.others
         if tensors:
             options = [x if tensor is None else tensor for x, tensor in zip(options, tensors, strict=True)]
-        grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
         if dout is None:
             dout = torch.zeros_like(out)
-        bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *options)
-        return *grads, None
+
+        def first(dout, dlse, q, k, v):
+            grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
+            bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *options)
+            return grads
+
+        def again(q, k, v):
+            return _fwd_composite(q, k, v, *options)
+
+        return *autograd.first_or_second(again, first, (dout, dlse), (q, k, v)), None
 
 
 _NUM_SCORES = len(Options._fields) - len(Options._field_defaults)
@@ -603,6 +767,7 @@ fwd = _library.define(
     kernel_dtypes=KERNEL_DTYPES,
     autograd=_Attention,
     differentiable=3,
+    composite=_fwd_composite,
 )
 
 # Computes the S_dmask of a call of fwd with the same arguments.

@@ -1,25 +1,59 @@
-"""Attention with an additive bias in plain torch, differentiable by autograd; memory is quadratic in the length."""
+"""The additive bias of one group: its blocks, and the gradient summed over what it was broadcast along."""
 
-import math
+from collections.abc import Sequence
 
-import torch
+from torch import Tensor
+
+from flash_attn._errors import ArgumentError
+
+from .groups import Group
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, softmax_scale: float, causal: bool
-) -> torch.Tensor:
-    """Attention with scores softmax_scale <q_i, k_j> + bias(i, j). Returns out (batch, seqlen_q, heads, head_dim).
+class Bias:
+    """A bias (batch1, batch2, heads, rows, keys), each size possibly 1: added to scores, or, as bool, true to keep.
 
-    q: (batch, seqlen_q, heads, head_dim). k, v: (batch, seqlen_k, heads_k, head_dim), where heads_k divides heads.
-    bias: broadcasts to (batch, heads, seqlen_q, seqlen_k). causal: the last row sees the last key. A row that sees no
-    key gives 0. Scores and sums are kept in fp32.
+    Entry e of the batch has the bias [e // n, e % n], n = batch2, or batch / batch1 where batch2 is 1. Rows count as in
+    q, so those of packed tokens through all entries; keys count from the first one of the entry.
     """
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2).to(dtype) for x in (k, v))
-    s = torch.einsum("bihd,bjhd->bhij", q.to(dtype) * softmax_scale, k) + bias.to(dtype)
-    if causal:
-        hidden = s.new_ones(s.shape[-2:], dtype=torch.bool).triu(1 + s.shape[-1] - s.shape[-2])
-        s = s.masked_fill(hidden, -math.inf)
-    empty = (s == -math.inf).all(-1, keepdim=True)
-    p = s.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
-    return torch.einsum("bhij,bjhd->bihd", p, v).to(q.dtype)
+
+    def __init__(self, bias: Tensor, group: Group, batch: int, heads: int) -> None:
+        part, (batch1, batch2, heads_bias, _, keys) = group.part, bias.shape
+        if keys not in (1, part.seqlen_k) and keys < part.seqlen_k:
+            raise ArgumentError(f"attn_bias must have 1 key or as many as an entry, {part.seqlen_k}, found {keys}")
+        self.bias, self.group = bias, group
+        count = batch2 if batch2 > 1 else batch // batch1
+        entries = range(part.entries.start, part.entries.stop) if batch1 * batch2 > 1 else range(1)
+        self.first = [e // count if batch1 > 1 else 0 for e in entries]
+        self.second = [e % count if batch2 > 1 else 0 for e in entries]
+        sharing = heads // group.heads_k
+        own_heads = slice(group.heads.start * sharing, group.heads.stop * sharing)
+        self.heads = own_heads if heads_bias > 1 else slice(0, 1)
+
+    def block(self, rows: range, cols: range) -> Tensor:
+        """Returns the bias of a block, broadcasting to (pairs, query heads per key head, len(rows), len(cols))."""
+        block = self._at(self.bias, rows, cols)[self.first, self.second]
+        return self.group.by_pair(block)
+
+    def add_gradient_(self, total: Tensor, ds: Tensor, rows: range, cols: range) -> None:
+        """Add the gradient of a block, (pairs, query heads per key head, len(rows), len(cols)), to that of the bias."""
+        ds = ds.unflatten(0, (self.group.part.num_entries, -1)).flatten(1, 2)
+        whole = [1 + dim for dim, size in enumerate(self.bias.shape[2:]) if size == 1]
+        whole = whole if self.entries_differ else [0, *whole]
+        if whole:
+            ds = ds.sum(whole, keepdim=True)
+        target = self._at(total, rows, cols)
+        for first, second, gradient in zip(self.first, self.second, ds, strict=True):
+            target[first, second] += gradient
+
+    @property
+    def entries_differ(self) -> bool:
+        return self.bias.shape[0] * self.bias.shape[1] > 1
+
+    def _at(self, x: Tensor, rows: range, cols: range) -> Tensor:
+        start = self.group.part.q[1].start
+        spans: Sequence[range] = range(start + rows.start, start + rows.stop), cols
+        places = [
+            slice(x.start, x.stop) if size > 1 else slice(0, 1) for x, size in zip(spans, x.shape[3:], strict=True)
+        ]
+        index = (slice(None), slice(None), self.heads, *places)
+        return x[index]

@@ -3,7 +3,8 @@
     s(i, j) = softmax_scale <q_i, k_j>            scores of query row i and key j, in fp32
     s      <- softcap tanh(s / softcap)           if softcap > 0
     s      <- s - slope |i + D - j|               with ALiBi; D = seqlen_k - seqlen_q
-    lse(i)  = log sum_j exp s(i, j)               over the keys that row i sees
+    s      <- s + bias(i, j)                      with an additive bias
+    lse(i)  = log sum_j exp s(i, j)               over the keys that row i sees, and the sink as one more of value 0
     P(i, j) = exp(s(i, j) - lse(i))
     out_i   = sum_j P(i, j) Z(i, j) / (1 - p) v_j     Z is the keep mask of dropout
 
@@ -25,9 +26,11 @@ from flash_attn._errors import ArgumentError
 
 from . import fused, sequence
 from .groups import Group, groups
-from .options import CacheOptions, Options
+from .options import CacheOptions, Features, Options
 from .rotary import rotary
 from .scores import Scores
+
+_NO_FEATURES = Features()
 
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor]:
@@ -41,7 +44,19 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tens
     for rows that see no key.
     """
     sequence.require_same_shape(q, k, v)
-    return _attend(q, k, v, _parts(q, k, options), options)
+    return _attend(q, k, v, _parts(q, k, options), options)[:2]
+
+
+def fwd_features(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fwd` with features, and with a head_dim of v of its own.
+
+    Returns out, softmax_lse, which counts the sink, and the largest score of each row before the sink, -inf for a row
+    that sees no key; the latter is shaped like softmax_lse, or empty if it is not wanted.
+    """
+    sequence.require_matching_shapes(q, k, v)
+    return _attend(q, k, v, _parts(q, k, options, features), options, features)
 
 
 def probabilities(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
@@ -59,7 +74,26 @@ def probabilities(q: Tensor, k: Tensor, v: Tensor, options: Options) -> Tensor:
     return s_dmask
 
 
-def _parts(q: Tensor, k: Tensor, options: Options) -> list[sequence.Part]:
+def weights(q: Tensor, k: Tensor, softmax_lse: Tensor, options: Options, features: Features) -> Tensor:
+    """Returns P(i, j) without dropout, fp32 (batch, heads, seqlen_q, seqlen_k), 0 where a row does not see a key."""
+    lse = _per_row(softmax_lse)
+    p = lse.new_zeros(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    for group in groups(q, k, _parts(q, k, options, features)):
+        scores = Scores(options, features, group, q)
+        keys = group.load_keys(k, lse.dtype)
+        by_pair = p[group.part.entries].unflatten(1, (group.heads_k, -1))[:, group.heads]
+        for rows in group.row_blocks():
+            q_rows = group.load_rows(q, rows, lse.dtype) * options.softmax_scale
+            for cols in group.col_blocks(scores.mask.keys(rows)):
+                s, _ = scores.compute(q_rows, _at(keys, cols), rows, cols)
+                s.sub_(group.load_rows(lse, rows, lse.dtype)).exp_()
+                scores.hide_(s, rows, cols, 0)
+                target = by_pair[..., rows.start : rows.stop, cols.start : cols.stop]
+                target.copy_(s.view(target.shape))
+    return p
+
+
+def _parts(q: Tensor, k: Tensor, options: Options, features: Features = _NO_FEATURES) -> list[sequence.Part]:
     """Check the options and return the batch as parts."""
     options.check()
     return sequence.parts(
@@ -70,6 +104,7 @@ def _parts(q: Tensor, k: Tensor, options: Options) -> list[sequence.Part]:
         options.seqused_k,
         options.leftpad_k,
         options.block_table,
+        seqused_q=features.seqused_q,
     )
 
 
@@ -91,10 +126,45 @@ def bwd(
     Returns delta in fp32, (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the
     rows of entry b start at cu_seqlens_q[b] + 128 b. The rows between entries are zero.
     """
+    sequence.require_same_shape(q, k, v)
+    delta, parts = _differentiate(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options)
+    return _spread(delta, parts, packed=options.cu_seqlens_q is not None)
+
+
+def bwd_features(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
+    options: Options, features: Features, wants_dbias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of `fwd_features`: (dq, dk, dv, dsink, dbias). The last two are empty if there is none.
+
+    dsink_h = - sum over the rows of head h of exp(sink_h - lse_i) delta_i
+    dbias   = dS before the factor of softcap, summed in fp32 along the dimensions that were broadcast
+    """
+    sequence.require_matching_shapes(q, k, v)
+    dq, dk, dv = [torch.empty_like(x) for x in (q, k, v)]
+    dsink, dbias, bias, sink = q.new_empty(0), q.new_empty(0), features.attn_bias, features.learnable_sink
+    total = None
+    if bias is not None and wants_dbias:
+        total = torch.zeros(bias.shape, dtype=torch.promote_types(bias.dtype, torch.float32), device=q.device)
+    delta, _ = _differentiate(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options, features, total)
+    if sink is not None:
+        share = (sink.to(softmax_lse.dtype)[:, None] - softmax_lse).exp().masked_fill(softmax_lse == math.inf, 0)
+        rows = [dim for dim in range(delta.dim()) if dim != delta.dim() - 2]
+        dsink = -(share * delta).sum(rows).to(sink.dtype)
+    if bias is not None and total is not None:
+        dbias = total.to(bias.dtype)
+    return dq, dk, dv, dsink, dbias
+
+
+def _differentiate(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dlse: Tensor | None,
+    dq: Tensor, dk: Tensor, dv: Tensor, options: Options, features: Features = _NO_FEATURES,
+    dbias: Tensor | None = None,
+) -> tuple[Tensor, list[sequence.Part]]:  # fmt: skip
+    """Write dq, dk and dv, and add to dbias. Returns delta, shaped like softmax_lse, and the parts."""
     if options.block_table is not None:
         raise ArgumentError("block_table must be None in the backward, found a tensor: keys in pages have no gradient")
-    sequence.require_same_shape(q, k, v)
-    parts = _parts(q, k, options)
+    parts = _parts(q, k, options, features)
     for gradient in (dq, dk, dv):
         gradient.zero_()
     delta = torch.zeros_like(softmax_lse)
@@ -102,10 +172,11 @@ def bwd(
     row_values = [None if x is None else _per_row(x) for x in (softmax_lse, dlse, delta)]
     gradients = [_batched(x) for x in (dq, dk, dv)]
     tensors: Any = *inputs, *row_values, *gradients
-    others = [part for part in parts if not fused.backward(part, options, *tensors)]
-    for group in groups(inputs[0], inputs[1], others):
-        _backward(group, options, *tensors)
-    return _spread(delta, parts, packed=options.cu_seqlens_q is not None)
+    plain = not features.given() and v.shape[-1] == q.shape[-1]
+    others = [part for part in parts if not (plain and fused.backward(part, options, *tensors))]
+    for group in groups(inputs[0], inputs[1], others, without_keys=features.learnable_sink is not None):
+        _backward(group, options, features, dbias, *tensors)
+    return delta, parts
 
 
 def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptions) -> tuple[Tensor, Tensor]:
@@ -125,10 +196,21 @@ def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptio
 
     Returns out, like q, and softmax_lse (batch, heads, seqlen_q) in fp32.
     """
+    sequence.require_same_shape(q, k_cache, v_cache)
+    return fwd_kvcache_features(q, k_cache, v_cache, options, _NO_FEATURES)[:2]
+
+
+def fwd_kvcache_features(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptions, features: Features
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fwd_kvcache` with features, and with a head_dim of v_cache of its own. Returns what `fwd_features` does.
+
+    Queries are rotated by rows cache_seqlens + i also with chunks or key_ranges, and in entries that are causal.
+    """
     batch, block_table, cache_batch_idx = q.shape[0], options.block_table, options.cache_batch_idx
     k, v = options.k, options.v
     new = 0 if k is None else k.shape[1]
-    sequence.require_same_shape(q, k_cache, v_cache)
+    sequence.require_matching_shapes(q, k_cache, v_cache)
     lengths = _check_cache(options, batch, new, k_cache)
     used = [length + new if length >= 0 else 0 for length in lengths]
     leftpad = [0] * batch if options.cache_leftpad is None else options.cache_leftpad.tolist()
@@ -140,12 +222,17 @@ def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptio
         cos, sin = options.rotary_cos, options.rotary_sin
         if cos is not None and sin is not None:
             advance = options.window_left >= 0 or options.window_right >= 0
+            advance = advance or features.attention_chunk > 0 or features.key_ranges is not None
+            some = advance or features.causal is not None
             tables = cos, sin
-            _check_tables(cos, max(lengths, default=0) + max(new, q.shape[1] if advance else 1))
+            _check_tables(cos, max(lengths, default=0) + max(new, q.shape[1] if some else 1))
             k = rotary(k, *tables, start, 0, None, options.rotary_interleaved, False)
-            q = _rotate_queries(q, tables, start, options.rotary_interleaved, advance)
+            advanced, q = q, _rotate_queries(q, tables, start, options.rotary_interleaved, advance)
+            if features.causal is not None and not advance:
+                advanced = _rotate_queries(advanced, tables, start, options.rotary_interleaved, True)
+                q = torch.where(features.causal.view(-1, 1, 1, 1) != 0, advanced, q)
         _append_(k_cache, v_cache, k, v, filled, cache_batch_idx, block_table)
-    return _attend(q, k_cache, v_cache, parts, options.of_scores())
+    return _attend(q, k_cache, v_cache, parts, options.of_scores(), features)
 
 
 def _check_cache(options: CacheOptions, batch: int, new: int, k_cache: Tensor) -> list[int]:
@@ -201,25 +288,33 @@ def _append_(
     v_cache[rows, positions] = v[entries]
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, parts: list[sequence.Part], options: Options) -> tuple[Tensor, Tensor]:
-    """Returns out and softmax_lse. A row in no part gets the same values as a row that sees no key."""
-    out = torch.zeros_like(q)
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, parts: list[sequence.Part], options: Options, features: Features = _NO_FEATURES
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns out, softmax_lse and row_max. A row in no part gets 0, +inf and -inf."""
+    plain = not features.given() and v.shape[-1] == q.shape[-1]
+    out = torch.zeros_like(q) if v.shape[-1] == q.shape[-1] else q.new_zeros(*q.shape[:-1], v.shape[-1])
     softmax_lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf, dtype=_accumulator(q))
-    tensors = *(_batched(x) for x in (q, k, v, out)), _per_row(softmax_lse)
-    others = [part for part in parts if not fused.forward(part, options, *tensors)]
-    for group in groups(tensors[0], tensors[1], others):
-        _forward(group, options, *tensors)
-    return out, softmax_lse
+    row_max = torch.full_like(softmax_lse, -math.inf) if features.row_max else softmax_lse.new_empty(0)
+    tensors: Any = (*(_batched(x) for x in (q, k, v, out)), _per_row(softmax_lse))
+    others = [part for part in parts if not (plain and fused.forward(part, options, *tensors))]
+    for group in groups(tensors[0], tensors[1], others, without_keys=features.learnable_sink is not None):
+        _forward(group, options, features, _per_row(row_max) if features.row_max else None, *tensors)
+    return out, softmax_lse, row_max
 
 
-def _forward(group: Group, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> None:
-    scores = Scores(options, group, q.shape[2])
+def _forward(
+    group: Group, options: Options, features: Features, row_max: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, softmax_lse: Tensor,
+) -> None:  # fmt: skip
+    scores = Scores(options, features, group, q)
     dtype = _accumulator(q)
+    sinks = None if features.learnable_sink is None else group.per_head(features.learnable_sink.to(dtype))
     k, v = group.load_keys(k, dtype), group.load_keys(v, dtype)
     finite = _all_finite(v)
     for rows in group.row_blocks():
         q_rows = group.load_rows(q, rows, dtype) * options.softmax_scale
-        o = torch.zeros_like(q_rows)
+        o = q_rows.new_zeros(*q_rows.shape[:-1], v.shape[-1])
         top = o.new_full((*o.shape[:-1], 1), -math.inf)
         total = torch.zeros_like(top)
         for cols in group.col_blocks(scores.mask.keys(rows)):
@@ -232,15 +327,33 @@ def _forward(group: Group, options: Options, q: Tensor, k: Tensor, v: Tensor, ou
             total.mul_(shrink).add_(p.sum(-1, keepdim=True))
             keep = scores.keep(rows, cols, dtype)
             _add_product_(o.mul_(shrink), p if keep is None else p.mul_(keep), _at(v, cols), finite)
-        group.store_rows(softmax_lse, rows, (top + total.log()).masked_fill_(~(total > 0), math.inf))
-        group.store_rows(out, rows, o.div_(total.masked_fill_(total == 0, 1)))
+        lse = (top + total.log()).masked_fill_(~(total > 0), math.inf)
+        o.div_(total.masked_fill_(total == 0, 1))
+        if sinks is not None:
+            lse, share = _with_sink(lse, sinks[..., None].expand(-1, -1, len(rows)).flatten(1)[..., None])
+            o.mul_(share)
+        group.store_rows(softmax_lse, rows, lse)
+        group.store_rows(out, rows, o)
+        if row_max is not None:
+            group.store_rows(row_max, rows, top)
+
+
+def _with_sink(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns lse with the sink as one more key, and the share of a row's weight that its other keys keep.
+
+    An lse of +inf stands for a row without other keys: its lse becomes the sink.
+    """
+    own = lse.masked_fill(lse == math.inf, -math.inf)
+    both = torch.logaddexp(own, sink)
+    return both.masked_fill(both == -math.inf, math.inf), (own - both).exp().masked_fill(own == -math.inf, 0)
 
 
 def _backward(
-    group: Group, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor,
-    softmax_lse: Tensor, dlse: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    group: Group, options: Options, features: Features, dbias: Tensor | None, q: Tensor, k: Tensor, v: Tensor,
+    out: Tensor, dout: Tensor, softmax_lse: Tensor, dlse: Tensor | None, delta: Tensor, dq: Tensor, dk: Tensor,
+    dv: Tensor,
 ) -> None:  # fmt: skip
-    scores = Scores(options, group, q.shape[2])
+    scores = Scores(options, features, group, q)
     dtype = _accumulator(q)
     k, v = group.load_keys(k, dtype), group.load_keys(v, dtype)
     dk_sum, dv_sum = torch.zeros_like(k), torch.zeros_like(v)
@@ -266,6 +379,8 @@ def _backward(
             ds = (ds if keep is None else ds.mul_(keep)).sub_(shift).mul_(p)
             if not finite:
                 ds.masked_fill_(p == 0, 0)
+            if dbias is not None:
+                scores.add_bias_gradient_(dbias, ds, rows, cols)
             if slope is not None:
                 ds.mul_(slope)
             _add_product_(_at(dk_sum, cols), ds.mT, q_rows, finite)
@@ -293,7 +408,7 @@ def _softmax_dropped(q: Tensor, k: Tensor, parts: list[sequence.Part], options: 
     """
     width, dtype = block_size_n(q.shape[-1], options.dropout_p > 0), _accumulator(q)
     for group in groups(q, k, parts):
-        scores = Scores(options, group, q.shape[2])
+        scores = Scores(options, _NO_FEATURES, group, q)
         keys, cols = group.load_keys(k, dtype), range(group.part.seqlen_k)
         by_pair = s_dmask[group.part.entries].unflatten(1, (group.heads_k, -1))[:, group.heads]
         for rows in group.row_blocks():
@@ -344,7 +459,7 @@ def _add_product_(out: Tensor, a: Tensor, b: Tensor, finite: bool) -> Tensor:
 
 
 def _all_finite(x: Tensor) -> bool:
-    return bool(torch.stack(torch.aminmax(x)).isfinite().all())
+    return x.numel() == 0 or bool(torch.stack(torch.aminmax(x)).isfinite().all())
 
 
 def _accumulator(x: Tensor) -> torch.dtype:

@@ -50,6 +50,16 @@ class Group(NamedTuple):
         x = x[self.part.entries] if x.dim() == 2 else x.expand(self.part.num_entries, -1)
         return x.unflatten(1, (self.heads_k, -1))[:, self.heads].flatten(0, 1)
 
+    def by_pair(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns x (entries or 1, query heads of the group or 1, ..) as (pairs, query heads per key head or 1, ..)."""
+        num_heads = self.heads.stop - self.heads.start
+        x = x.expand(self.part.num_entries, *x.shape[1:])
+        if x.shape[1] == 1:
+            x = x[:, None].expand(-1, num_heads, *x.shape[1:])
+        else:
+            x = x.unflatten(1, (num_heads, -1))
+        return x.flatten(0, 1)
+
     def row_blocks(self) -> list[range]:
         return _blocks(range(self.part.seqlen_q), self.block_rows)
 
@@ -64,19 +74,19 @@ class Group(NamedTuple):
         return self.part.keys(x)[:, :, self.heads].transpose(1, 2)
 
 
-def groups(q: torch.Tensor, k: torch.Tensor, parts: list[Part]) -> Iterator[Group]:
-    """Yields the groups of all parts that have both rows and keys."""
+def groups(q: torch.Tensor, k: torch.Tensor, parts: list[Part], without_keys: bool = False) -> Iterator[Group]:
+    """Yields the groups of all parts that have rows and, unless `without_keys`, keys."""
     heads, (heads_k, head_dim) = q.shape[2], k.shape[2:]
     for part in parts:
-        if part.seqlen_q and part.seqlen_k and heads:
+        if part.seqlen_q and (part.seqlen_k or without_keys) and heads:
             yield from _groups_of(part, heads_k, heads // heads_k, head_dim)
 
 
 def _groups_of(part: Part, heads_k: int, sharing: int, head_dim: int) -> Iterator[Group]:
     """Yields the groups of one part, of a size that fits the CPU's caches; `sharing` query heads share a key head."""
     rows = min(part.seqlen_q, max(32, min(_BLOCK_ROWS, 2 * _BLOCK_ROWS // sharing)))
-    by_scores = _BLOCK_SCORES // (sharing * rows * min(part.seqlen_k, _BLOCK_COLS))
-    by_keys = _GROUP_KEYS // (part.seqlen_k * head_dim)
+    by_scores = _BLOCK_SCORES // (sharing * rows * max(1, min(part.seqlen_k, _BLOCK_COLS)))
+    by_keys = _GROUP_KEYS // max(1, part.seqlen_k * head_dim)
     pairs = max(1, min(by_scores, by_keys))
     for sub in part.split(max(1, pairs // heads_k)):
         for heads in _blocks(range(heads_k), pairs):

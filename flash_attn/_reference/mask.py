@@ -1,8 +1,11 @@
-"""The mask of attention: the keys that a query row sees are one interval."""
+"""The mask of attention: the keys that a query row sees are one interval, or two with `key_ranges`."""
 
 from typing import NamedTuple
 
 import torch
+
+from .groups import Group
+from .options import Features
 
 
 def outside_window(offset: torch.Tensor, left: int, right: int) -> torch.Tensor:
@@ -82,3 +85,74 @@ class Mask(NamedTuple):
         """Returns i + D - j, the position of a row's own key less the position of a key."""
         own = torch.arange(rows.start, rows.stop, device=like.device) + self.diagonal
         return own[:, None] - torch.arange(cols.start, cols.stop, device=like.device)
+
+
+class Intervals:
+    """A mask whose intervals differ by batch entry and head, or do not move evenly from row to row.
+
+    Each row of `mask` sees what the mask lets it see and, besides,
+        with `causal`           no key after its own, in the entries that are causal
+        with `attention_chunk`  the keys of its chunk: C floor((i + D) / C) to that + C - 1
+        with `key_ranges`       the keys from start to end - 1, or from start2 to end2 - 1
+    """
+
+    def __init__(self, mask: Mask, features: Features, group: Group, device: torch.device) -> None:
+        self.mask = mask
+        own = torch.arange(mask.seqlen_q, device=device).view(1, 1, -1) + mask.diagonal
+        start, end = torch.zeros_like(own), torch.full_like(own, mask.seqlen_k)
+        if mask.left >= 0:
+            start = start.maximum(own - mask.left)
+        if mask.right >= 0:
+            end = end.minimum(own + (mask.right + 1))
+        if features.causal is not None:
+            causal = features.causal[group.part.entries].view(-1, 1, 1) != 0
+            end = torch.where(causal, end.minimum(own + 1), end)
+        if (size := features.attention_chunk) > 0:
+            chunk = own.div(size, rounding_mode="floor") * size
+            start, end = start.maximum(chunk), end.minimum(chunk + size)
+        self.bounds = [(start, end)]
+        if features.key_ranges is not None:
+            ranges = _of_group(features.key_ranges, group).long().unbind(-1)
+            self.bounds = [(start.maximum(a), end.minimum(b)) for a, b in zip(ranges[::2], ranges[1::2], strict=True)]
+        self.bounds = [(group.by_pair(a), group.by_pair(b)) for a, b in self.bounds]
+
+    def keys(self, rows: range) -> range:
+        """The keys that some row of `rows` may see."""
+        seen = []
+        for start, end in self._bounds(rows):
+            some = start < end
+            if some.any():
+                start, end = start.expand_as(some), end.expand_as(some)
+                seen.append((int(start[some].min()), int(end[some].max())))
+        return range(min(start for start, _ in seen), max(end for _, end in seen)) if seen else range(0)
+
+    def hide_(self, scores: torch.Tensor, rows: range, cols: range, value: float) -> None:
+        """As `Mask.hide_`, with scores (pairs, query heads per key head, len(rows), len(cols))."""
+        key = torch.arange(cols.start, cols.stop, device=scores.device)
+        hidden = torch.ones((), dtype=torch.bool, device=scores.device)
+        for start, end in self._bounds(rows):
+            hidden = hidden & ((key < start[..., None]) | (key >= end[..., None]))
+        scores.masked_fill_(hidden, value)
+
+    def distance(self, rows: range, cols: range, like: torch.Tensor) -> torch.Tensor:
+        """As `Mask.distance`."""
+        return self.mask.distance(rows, cols, like)
+
+    def _bounds(self, rows):
+        return [(start[..., rows.start : rows.stop], end[..., rows.start : rows.stop]) for start, end in self.bounds]
+
+
+def mask_of(mask: Mask, features: Features, group: Group, device: torch.device) -> Mask | Intervals:
+    """Returns the mask of a group: `mask` itself where no feature changes it."""
+    changed = features.key_ranges is not None or features.causal is not None or features.attention_chunk > 0
+    return Intervals(mask, features, group, device) if changed else mask
+
+
+def _of_group(ranges, group):
+    """Returns ranges (batch or 1, heads or 1, rows, 2 or 4) of the group's entries, heads and rows."""
+    batch, heads = ranges.shape[:2]
+    if heads > 1:
+        ranges = ranges.unflatten(1, (group.heads_k, -1))[:, group.heads].flatten(1, 2)
+    start = group.part.q[1].start
+    entries = group.part.entries if batch > 1 else slice(0, 1)
+    return ranges[entries, :, start : start + group.part.seqlen_q]

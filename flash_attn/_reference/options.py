@@ -43,6 +43,23 @@ class Options(NamedTuple):
         return self.max_seqlen_q, self.max_seqlen_k
 
 
+class Features(NamedTuple):
+    """Arguments of the ops with features, `fwd_features` and so on, besides those of the ops without."""
+
+    learnable_sink: torch.Tensor | None = None  # floating-point (heads,), the score of one more key, whose value is 0
+    attn_bias: torch.Tensor | None = None  # (batch1, batch2, heads, rows, keys), each size may be 1; see bias.py
+    key_ranges: torch.Tensor | None = None  # int32 (batch, heads, rows, 2 or 4), batch and heads may be 1
+    attention_chunk: int = 0  # a row sees keys of its own chunk only; 0: no chunks
+    causal: torch.Tensor | None = None  # bool or int32 (batch,), which entries are causal
+    seqused_q: torch.Tensor | None = None  # int32 (batch,), how many rows an entry uses
+    row_max: bool = False  # whether the largest score of each row is wanted
+
+    def given(self) -> list[str]:
+        """The names of the features that are not what they are by default."""
+        defaults = self._field_defaults
+        return [name for name, value in zip(self._fields, self, strict=True) if value is not defaults[name]]
+
+
 class CacheOptions(NamedTuple):
     """Arguments of `fwd_kvcache`."""
 

@@ -1,24 +1,30 @@
-"""Operations on scores between the two products: softcap, ALiBi, mask and dropout."""
+"""Operations on scores between the two products: softcap, ALiBi, bias, mask and dropout."""
 
 import functools
+import math
 
 import torch
 
+from .bias import Bias
 from .dropout import keep_mask
 from .groups import Group
-from .mask import Mask
-from .options import Options
+from .mask import Mask, mask_of
+from .options import Features, Options
 
 
 class Scores:
     """The scores of one group. Methods take a block (pairs, query heads per key head * rows, cols)."""
 
-    def __init__(self, options: Options, group: Group, heads: int) -> None:
-        part = group.part
+    def __init__(self, options: Options, features: Features, group: Group, q: torch.Tensor) -> None:
+        """q: (batch, seqlen_q, heads, head_dim)."""
+        part, (batch, _, heads, _) = group.part, q.shape
         self.options = options
-        self.mask = Mask(part.seqlen_q, part.seqlen_k, options.window_left, options.window_right)
+        mask = Mask(part.seqlen_q, part.seqlen_k, options.window_left, options.window_right)
+        self.mask = mask_of(mask, features, group, q.device)
         self.sharing = heads // group.heads_k
-        self.slopes = self.keep_mask = None
+        self.slopes = self.keep_mask = self.bias = None
+        if features.attn_bias is not None:
+            self.bias = Bias(features.attn_bias, group, batch, heads)
         if options.alibi_slopes is not None:
             self.slopes = group.per_head(options.alibi_slopes)[..., None, None]
         if options.dropout_p > 0 and options.rng_state is not None:
@@ -37,7 +43,18 @@ class Scores:
             s.mul_(self.options.softcap)
         if self.slopes is not None:
             self._by_head(s).addcmul_(self.slopes, self.mask.distance(rows, cols, s), value=-1)
+        if self.bias is not None:
+            bias = self.bias.block(rows, cols)
+            if bias.dtype == torch.bool:
+                self._by_head(s).masked_fill_(~bias, -math.inf)
+            else:
+                self._by_head(s).add_(bias)
         return s, slope
+
+    def add_bias_gradient_(self, total: torch.Tensor, ds: torch.Tensor, rows: range, cols: range) -> None:
+        """Add ds, the gradient of a block of scores, to the gradient of the bias."""
+        if self.bias is not None:
+            self.bias.add_gradient_(total, self._by_head(ds), rows, cols)
 
     def hide_(self, s: torch.Tensor, rows: range, cols: range, value: float) -> None:
         """Write `value` where a row does not see a key, in place."""

@@ -69,6 +69,13 @@ def require_same_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Non
         raise ArgumentError(f"k and v must have the same shape, and q's head_dim, found shapes {shapes} of q, k and v")
 
 
+def require_matching_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    """Raise unless k has q's head_dim, and v the shape of k but for the head_dim."""
+    if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ArgumentError(f"k must have q's head_dim, and v k's other sizes, found shapes {shapes} of q, k and v")
+
+
 def parts(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -78,13 +85,14 @@ def parts(
     leftpad_k: Lengths,
     block_table: torch.Tensor | None,
     cache_batch_idx: torch.Tensor | None = None,
+    seqused_q: torch.Tensor | None = None,
 ) -> list[Part]:
     """Returns the batch as parts. Arguments as for `fwd` in this package's flash_attn.py.
 
     Neighbouring entries that have equal lengths and lie in neighbouring batch rows make one part.
     """
-    queries = _query_spans(q, cu_seqlens_q)
-    keys = _used(_key_spans(k, len(queries), cu_seqlens_k, block_table, cache_batch_idx), seqused_k, leftpad_k)
+    queries = _used("q", _query_spans(q, cu_seqlens_q), seqused_q, None)
+    keys = _used("k", _key_spans(k, len(queries), cu_seqlens_k, block_table, cache_batch_idx), seqused_k, leftpad_k)
     if block_table is not None:
         return [_paged(i, rows, span, k, block_table) for i, (rows, span) in enumerate(zip(queries, keys, strict=True))]
     return _merged(Part(slice(i, i + 1), *spans) for i, spans in enumerate(zip(queries, keys, strict=True)))
@@ -136,13 +144,13 @@ def _packed_spans(bounds: list[int]) -> list[Span]:
     return [(slice(0, 1), slice(start, stop)) for start, stop in itertools.pairwise(bounds)]
 
 
-def _used(spans: list[Span], seqused_k: Lengths, leftpad_k: Lengths) -> list[Span]:
-    """Returns the spans without the keys that seqused_k and leftpad_k exclude."""
-    used = _values(seqused_k, [span.stop - span.start for _, span in spans])
-    leftpad = _values(leftpad_k, [0] * len(spans))
+def _used(letter: str, spans: list[Span], seqused: Lengths, leftpad: Lengths) -> list[Span]:
+    """Returns the spans without the rows or keys that seqused and leftpad exclude, whose names end in _`letter`."""
+    used = _values(seqused, [span.stop - span.start for _, span in spans])
+    leftpad = _values(leftpad, [0] * len(spans))
     for i, ((_, span), stop, start) in enumerate(zip(spans, used, leftpad, strict=True)):
-        require_range("seqused_k", i, stop, 0, span.stop - span.start)
-        require_range("leftpad_k", i, start, 0, stop)
+        require_range(f"seqused_{letter}", i, stop, 0, span.stop - span.start)
+        require_range(f"leftpad_{letter}", i, start, 0, stop)
     return [
         (row, slice(span.start + start, span.start + stop))
         for (row, span), stop, start in zip(spans, used, leftpad, strict=True)

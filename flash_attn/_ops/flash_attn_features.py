@@ -1,0 +1,283 @@
+"""Attention with features that no kernel has yet: the checks of their arguments, and the ops that compute them.
+
+The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, and causality and lengths of
+each entry; and, seen from the shapes, values of another head_dim than the keys, and head dims beyond those of the
+kernels. The ops take all of them together, and all options of the ops without features. On every device they run in
+plain torch; a kernel that is registered for one of them takes its place.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn import _library
+from flash_attn._errors import ArgumentError, ArgumentTypeError
+from flash_attn._ops import autograd, checks, schema
+from flash_attn._reference import composite
+from flash_attn._reference import flash_attn as reference
+from flash_attn._reference.options import CacheOptions, Features, Options
+
+KERNEL_DTYPES = (torch.float16, torch.bfloat16)
+SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
+MAX_HEAD_DIM = 576  # of queries and keys, and of values
+
+# What a caller gave for learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse and
+# return_max_logit.
+Given = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
+
+
+def checked(given: Given, causal: object, q: Tensor, batch: int, max_seqlen_k: Any, varlen: bool) -> Features:
+    """Check the arguments, but for seqused_k, and return them as the ops take them.
+
+    causal: a tensor, or anything else that is checked elsewhere. max_seqlen_k: the number of keys of a dense batch; of
+    packed tokens the bound that the caller gave, which counts if it is an int.
+    """
+    sink, bias, ranges, chunk, seqused_q, _, lse, max_logit = given
+    heads, rows = q.shape[-2], q.shape[-3]
+    checks.flags(return_lse=lse, return_max_logit=max_logit)
+    if sink is not None:
+        checks.tensor("learnable_sink", sink, dtypes=SINK_DTYPES, shape=(heads,), device=q.device)
+    if bias is not None:
+        bias = (
+            _packed_bias(bias, q, max_seqlen_k) if varlen else _dense_bias(bias, q, (batch, heads, rows, max_seqlen_k))
+        )
+    if ranges is not None:
+        ranges = _key_ranges(ranges, q, (heads, rows) if varlen else (batch, heads, rows))
+    chunk = checks.whole("attention_chunk", chunk)
+    checks.number("attention_chunk", chunk, chunk >= 0, "at least 0")
+    if seqused_q is not None:
+        checks.int32_vector("seqused_q", seqused_q, batch, q.device)
+    entries = causal if isinstance(causal, Tensor) else None
+    if entries is not None:
+        if entries.dim() == 0:
+            checks.flag("causal", entries)
+        checks.tensor("causal", entries, dtypes=(torch.bool, torch.int32), shape=(batch,), device=q.device)
+    return Features(sink, bias, ranges, chunk, entries, seqused_q, bool(max_logit))
+
+
+def _dense_bias(bias, q, whole):
+    """Check a bias of a dense batch; return it in the five dimensions of `Features`."""
+    _check_bias_type(bias, q)
+    shape, batch = tuple(bias.shape), whole[0]
+    if len(shape) == 5:
+        batch1, batch2 = shape[:2]
+        divide = all(size == 1 or (size > 0 and batch % size == 0) for size in (batch1, batch2))
+        if (
+            not divide
+            or (1 not in (batch1, batch2) and batch1 * batch2 != batch)
+            or not _broadcasts(shape[2:], whole[1:])
+        ):
+            raise ArgumentError(
+                "attn_bias must broadcast to (batch1, batch2, heads, seqlen_q, seqlen_k), where batch1 * batch2 is the "
+                f"batch size and the last four are {whole[:1]} and {whole[1:]}, found shape {shape}"
+            )
+        return bias
+    if not 1 <= len(shape) <= 4 or not _broadcasts(shape, whole[4 - len(shape) :]):
+        raise ArgumentError(
+            f"attn_bias must broadcast to (batch, heads, seqlen_q, seqlen_k) = {whole}, found shape {shape}"
+        )
+    return bias[(None,) * (4 - len(shape))].unsqueeze(1)
+
+
+def _packed_bias(bias, q, max_seqlen_k):
+    """Check a bias of packed tokens; return it in the five dimensions of `Features`."""
+    _check_bias_type(bias, q)
+    shape, whole = tuple(bias.shape), (q.shape[-2], q.shape[-3])
+    if not 1 <= len(shape) <= 3 or not _broadcasts(shape[:-1], whole[3 - len(shape) :]):
+        raise ArgumentError(
+            f"attn_bias must have shape (heads or 1, total_q or 1, max_seqlen_k or 1) with heads, total_q = {whole}, "
+            f"found shape {shape}"
+        )
+    if type(max_seqlen_k) is int and shape[-1] != 1 and shape[-1] < max_seqlen_k:
+        raise ArgumentError(f"attn_bias must have 1 key or at least max_seqlen_k, {max_seqlen_k}, found {shape[-1]}")
+    return bias[(None,) * (5 - len(shape))]
+
+
+def _check_bias_type(bias, q):
+    checks.tensor("attn_bias", bias, device=q.device)
+    if not bias.is_floating_point() and bias.dtype != torch.bool:
+        raise ArgumentTypeError(f"attn_bias must have a floating-point dtype or bool, found {bias.dtype}")
+
+
+def _key_ranges(ranges, q, whole):
+    """Check key ranges; return them as (batch or 1, heads or 1, rows, 2 or 4)."""
+    checks.tensor("key_ranges", ranges, dtypes=(torch.int32,), device=q.device)
+    shape = tuple(ranges.shape)
+    if not shape or shape[-1] not in (2, 4) or len(shape) != len(whole) + 1 or not _broadcasts(shape[:-1], whole):
+        names = "(heads, total_q" if len(whole) == 2 else "(batch, heads, seqlen_q"
+        raise ArgumentError(
+            f"key_ranges must have shape {names}, 2 or 4), where {names}) = {whole} and any of them may be 1, "
+            f"found shape {shape}"
+        )
+    ranges = ranges[None] if len(whole) == 2 else ranges
+    return ranges.expand(-1, -1, whole[-1], -1)
+
+
+def _broadcasts(shape, whole):
+    return len(shape) == len(whole) and all(size in (1, full) for size, full in zip(shape, whole, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ops
+
+
+def _split(sink, bias, arguments, kind):
+    """Returns the last arguments of an op as `kind` (Options or CacheOptions) and features."""
+    count = len(kind._fields)
+    return kind(*arguments[:count]), Features(sink, bias, *arguments[count:])
+
+
+def _warn(q, v, features):
+    """Tell once, on a device with kernels, which arguments make a call slow."""
+    if not _library.is_where_kernels_run(q):
+        return
+    causes = ["return_max_logit" if name == "row_max" else name for name in features.given()]
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256:
+        causes.append(f"head dims {q.shape[-1]} of keys and {v.shape[-1]} of values")
+    _library.warn_once(
+        f"flash_attn: attention with {' and '.join(causes)} runs on the slower reference backend in plain torch"
+    )
+
+
+def _results_fake(q, v, row_max):
+    out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
+    lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
+    return out, lse, torch.empty_like(lse) if row_max else lse.new_empty(0)
+
+
+def _fwd_fake(q, k, v, sink, bias, *arguments):
+    _, features = _split(sink, bias, arguments, Options)
+    return _results_fake(q, v, features.row_max)
+
+
+def _fwd_reference(q, k, v, sink, bias, *arguments):
+    options, features = _split(sink, bias, arguments, Options)
+    _warn(q, v, features)
+    return reference.fwd_features(q, k, v, options, features)
+
+
+def _bwd_fake(dout, q, k, v, out, lse, dlse, wants_dbias, sink, bias, *arguments):
+    dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
+    dbias = bias.new_empty(bias.shape) if wants_dbias else q.new_empty(0)
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsink, dbias
+
+
+def _bwd_reference(dout, q, k, v, out, lse, dlse, wants_dbias, sink, bias, *arguments):
+    options, features = _split(sink, bias, arguments, Options)
+    return reference.bwd_features(dout, q, k, v, out, lse, dlse, options, features, wants_dbias)
+
+
+def _fwd_kvcache_fake(q, k_cache, v_cache, sink, bias, *arguments):
+    _, features = _split(sink, bias, arguments, CacheOptions)
+    return _results_fake(q, v_cache, features.row_max)
+
+
+def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
+    options, features = _split(sink, bias, arguments, CacheOptions)
+    _warn(q, v_cache, features)
+    return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features)
+
+
+def _weights_fake(q, k, lse, *arguments):
+    return q.new_empty(q.shape[0], q.shape[2], q.shape[1], k.shape[1], dtype=torch.float32)
+
+
+def _weights_reference(q, k, lse, sink, bias, *arguments):
+    return reference.weights(q, k, lse, *_split(sink, bias, arguments, Options))
+
+
+def composed(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple[Tensor, Tensor]:
+    """Attention in operations that autograd, forward mode and transforms look into. Warns once that it is slow."""
+    _library.warn_once(
+        "flash_attn: attention runs as operations of plain torch, with memory quadratic in the sequence, for a second "
+        "derivative, a tangent or a transform of torch.func"
+    )
+    with _library.without_autocast(q):
+        return composite.attention(q, k, v, options, features)
+
+
+def _fwd_composite(q, k, v, sink, bias, *arguments):
+    options, features = _split(sink, bias, arguments, Options)
+    if features.row_max:
+        raise ArgumentError("return_max_logit must be False for tangents and in transforms of torch.func, found True")
+    out, lse = composed(q, k, v, options, features)
+    return out, lse, lse.new_empty(0)
+
+
+class _Attention(torch.autograd.Function):
+    """Gradients of `fwd_features` for q, k, v, the sink and the bias, through out and softmax_lse."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sink, bias, arguments):
+        out, lse, row_max = fwd_features.below_autograd(q, k, v, sink, bias, *arguments)
+        tensors = [x if isinstance(x, Tensor) else None for x in arguments]
+        ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+        ctx.save_for_backward(q, k, v, sink, bias, out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(row_max)
+        return out, lse, row_max
+
+    @staticmethod
+    def backward(ctx, dout, dlse, _):
+        q, k, v, sink, bias, out, lse, *tensors = ctx.saved_tensors
+        arguments = [x if tensor is None else tensor for x, tensor in zip(ctx.others, tensors, strict=True)]
+        if dout is None:
+            dout = torch.zeros_like(out)
+        wants_dbias = bias is not None and ctx.needs_input_grad[4]
+
+        def first(dout, dlse, q, k, v, sink, bias):
+            *grads, dsink, dbias = bwd_features.below_autograd(
+                dout, q, k, v, out, lse, dlse, wants_dbias, sink, bias, *arguments
+            )
+            return *grads, None if sink is None else dsink, dbias if wants_dbias else None
+
+        def again(q, k, v, sink, bias):
+            return _fwd_composite(q, k, v, sink, bias, *arguments)[:2]
+
+        return *autograd.first_or_second(again, first, (dout, dlse), (q, k, v, sink, bias)), None
+
+
+_TERMS = "Tensor? learnable_sink, Tensor? attn_bias"
+_FEATURES = schema.arguments(Features, start=2)
+_OPTIONS = f"{_TERMS}, {schema.arguments(Options)}, {_FEATURES}"
+_CACHE_OPTIONS = f"{_TERMS}, {schema.arguments(CacheOptions)}, {_FEATURES}"
+_RESULTS = "(Tensor out, Tensor softmax_lse, Tensor row_max)"
+_K_OF_CACHE = 5 + CacheOptions._fields.index("k")  # its place among the arguments of fwd_kvcache_features
+
+fwd_features = _library.define(
+    f"fwd_features(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> {_RESULTS}",
+    reference=_fwd_reference,
+    fake=_fwd_fake,
+    kernel_dtypes=KERNEL_DTYPES,
+    autograd=_Attention,
+    differentiable=5,
+    composite=_fwd_composite,
+    announces=False,
+)
+
+bwd_features = _library.define(
+    f"bwd_features(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? dlse, "
+    f"bool wants_dbias, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dbias)",
+    reference=_bwd_reference,
+    fake=_bwd_fake,
+    kernel_dtypes=KERNEL_DTYPES,
+    announces=False,
+)
+
+# The weights of all keys, of a dense batch and the softmax_lse of fwd_features with these arguments.
+weights = _library.define(
+    f"weights(Tensor q, Tensor k, Tensor softmax_lse, {_OPTIONS}) -> Tensor",
+    reference=_weights_reference,
+    fake=_weights_fake,
+    announces=False,
+)
+
+fwd_kvcache_features = _library.define(
+    f"fwd_kvcache_features(Tensor q, Tensor(a!) k_cache, Tensor(b!) v_cache, {_CACHE_OPTIONS}) -> {_RESULTS}",
+    reference=_fwd_kvcache_reference,
+    fake=_fwd_kvcache_fake,
+    kernel_dtypes=KERNEL_DTYPES,
+    writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
+    announces=False,
+)

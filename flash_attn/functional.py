@@ -1,0 +1,170 @@
+"""What can be told about attention besides its output, and the merging of partial results.
+
+None of these functions holds a seqlen_q x seqlen_k tensor, except `weights`, which returns one. Keyword arguments are
+those of `flash_attn.flash_attn_func`; where a function takes `**options`, it takes all of that function's that change
+scores and masks. Tensors are dense, (batch, seqlen, heads, head_dim), or packed where cu_seqlens are said to be taken.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flash_attn._errors import ArgumentError
+from flash_attn._ops import checks, flash_attn
+from flash_attn.flash_attn_interface import flash_attn_func
+
+__all__ = ["column_sums", "combine", "entropy", "row_max", "row_max_and_sum", "weights"]
+
+
+def combine(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the results of attention over parts of the keys into the result over all of them.
+
+        lse = log sum_n exp lse_n;   out = sum_n exp(lse_n - lse) out_n
+
+    Give a sink to one part only, since lse counts it. Differentiable, through both results.
+
+    Arguments:
+        outs: (parts, .., seqlen_q, heads, head_dim), packed or dense.
+        lses: float32 (parts, .., heads, seqlen_q); +inf and -inf say that a row sees no key of that part.
+
+    Returns:
+        (out, lse) without the first dimension; out in the dtype of outs. A row that sees no key has 0 and +inf.
+
+    Example:
+        >>> q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
+        >>> parts = [flash_attn_func(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 3), slice(3, 8))]
+        >>> out, lse = combine(*(torch.stack(x) for x in zip(*parts)))
+        >>> torch.allclose(out, flash_attn_func(q, k, v), atol=1e-5)
+        True
+    """
+    checks.tensor("outs", outs)
+    checks.tensor("lses", lses, device=outs.device)
+    if outs.dim() < 4 or lses.shape != (*outs.shape[:-3], outs.shape[-2], outs.shape[-3]):
+        raise ArgumentError(
+            "lses must have shape (parts, .., heads, seqlen_q) for outs (parts, .., seqlen_q, heads, head_dim), found "
+            f"{tuple(lses.shape)} for {tuple(outs.shape)}"
+        )
+    lses = lses.masked_fill(lses == math.inf, -math.inf)
+    empty = (lses == -math.inf).all(0)
+    lse = lses.masked_fill(empty, 0).logsumexp(0)
+    share = (lses - lse).exp().masked_fill(lses == -math.inf, 0)
+    # A part that saw nothing may hold anything.
+    held = outs.masked_fill((lses == -math.inf).transpose(-1, -2)[..., None], 0)
+    out = (held * share.transpose(-1, -2)[..., None]).sum(0)
+    return out.to(outs.dtype), lse.masked_fill(empty, math.inf)
+
+
+def row_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
+    """The largest score of each row, before a sink; float32 (batch, heads, seqlen_q), -inf for a row without keys.
+
+    It has no gradient. Runs on the reference backend.
+
+    Example:
+        >>> q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 9, 2, 16)
+        >>> row_max(q, k, causal=True).shape
+        torch.Size([2, 4, 8])
+    """
+    return row_max_and_sum(q, k, **options)[0]
+
+
+@torch.no_grad()
+def row_max_and_sum(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """The largest score m of each row, and the sum of exp(s - m) over its keys and the sink if there is one.
+
+    Returns:
+        Two float32 tensors (batch, heads, seqlen_q) without a gradient; -inf and 0 for a row without keys.
+
+    Example:
+        >>> q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 9, 2, 16)
+        >>> top, total = row_max_and_sum(q, k)
+        >>> _, lse = flash_attn_func(q, k, k, return_lse=True)
+        >>> torch.allclose(top + total.log(), lse, atol=1e-5)
+        True
+    """
+    lse, top = flash_attn.row_statistics(q, k, **options)
+    return top, torch.where(lse == math.inf, 0, (lse - top).exp())
+
+
+@torch.no_grad()
+def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None = None, **options: Any) -> Tensor:
+    """The weight of every key in every row, exp(s - lse): normalised, without dropout and without a gradient.
+
+    For looking at them; memory grows with seqlen_q * seqlen_k. A sink has the rest of a row's weight.
+
+    Arguments:
+        softmax_lse: float32 (batch, heads, seqlen_q), if it is known from a call with the same options.
+
+    Returns:
+        float32 (batch, heads, seqlen_q, seqlen_k).
+
+    Example:
+        >>> q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 9, 2, 16)
+        >>> weights(q, k).sum(-1).allclose(torch.ones(2, 4, 8))
+        True
+    """
+    return flash_attn.weights(q, k, softmax_lse, **options)
+
+
+def column_sums(q: Tensor, k: Tensor, last_rows: int | None = None, **options: Any) -> Tensor:
+    """The weight that each key receives, summed over all rows or the last ones.
+
+    A measure of importance by which caches evict keys (H2O, arXiv:2306.14048; SnapKV, arXiv:2404.14469). It is the
+    gradient of attention for values of one channel, so it runs where the backward does, rounded to the dtype of q.
+
+    Arguments:
+        last_rows: how many rows at the end count; None means all.
+
+    Returns:
+        (batch, heads, seqlen_k) of q's dtype.
+
+    Example:
+        >>> q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 9, 2, 16)
+        >>> column_sums(q, k, last_rows=1).sum(-1).allclose(torch.ones(2, 4))
+        True
+    """
+    if q.dim() != 4 or k.dim() != 4:
+        checks.ndim("q", q, "(batch, seqlen_q, heads, head_dim)")
+        checks.ndim("k", k, "(batch, seqlen_k, heads_k, head_dim)")
+    first = 0 if last_rows is None else max(0, q.shape[1] - checks.whole("last_rows", last_rows))
+    with torch.enable_grad():
+        keys = k.detach().repeat_interleave(q.shape[2] // max(1, k.shape[2]), 2)
+        values = keys.new_zeros(*keys.shape[:-1], 1).requires_grad_()
+        out = flash_attn_func(q.detach(), keys, values, **options)
+        row = torch.arange(q.shape[1], device=q.device)[:, None, None]
+        (sums,) = torch.autograd.grad(out, values, (row >= first).to(out.dtype).expand_as(out))
+    return sums[..., 0].transpose(1, 2)
+
+
+def entropy(
+    q: Tensor,
+    k: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool | Tensor = False,
+    window_size: tuple[int, int] = (-1, -1),
+    key_ranges: Tensor | None = None,
+    attention_chunk: int = 0,
+) -> Tensor:
+    """The entropy of the weights of each row in nats, -sum_j P log P = lse - <softmax_scale q, sum_j P k_j>.
+
+    One more attention, with the keys as values; differentiable. Only for scores that are products of q and k, by
+    softmax_scale; causal, window_size, key_ranges and attention_chunk are those of `flash_attn_func`.
+
+    Returns:
+        float32 (batch, heads, seqlen_q); 0 for a row without keys.
+
+    Example:
+        >>> q, k = torch.zeros(1, 4, 2, 16), torch.randn(1, 4, 2, 16)
+        >>> entropy(q, k, causal=True)[0, 0].exp()
+        tensor([1., 2., 3., 4.])
+    """
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    mean, lse = flash_attn_func(
+        q, k, k, softmax_scale=scale, causal=causal, window_size=window_size, key_ranges=key_ranges,
+        attention_chunk=attention_chunk, return_lse=True,
+    )  # fmt: skip
+    score = scale * (q.float() * mean.float()).sum(-1).transpose(1, 2)
+    empty = lse == math.inf
+    return (lse.masked_fill(empty, 0) - score).masked_fill(empty, 0)

@@ -1,0 +1,150 @@
+"""Second derivatives of attention, tangents, and transforms of torch.func, against the oracle in float64."""
+
+import functools
+
+import oracle
+import pytest
+import torch
+from cases import Case
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, masks
+
+CASE = Case(seqlen_q=9, seqlen_k=12, heads_k=2, head_dim=8, dtype="fp32")
+pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap calls the op in turn
+
+
+def problem(name, device):
+    """(our function of tensors, the oracle's, the tensors); both return (out, lse)."""
+    q, k, v, _ = CASE.tensors(device)
+    sink, bias = torch.randn(4, device=device), torch.randn(1, 4, 9, 12, device=device)
+    slopes = torch.rand(4, device=device)
+    ours, exact = functools.partial(flash_attn_func, return_lse=True), oracle.attention
+    if name == "plain":
+        return ours, exact, (q, k, v)
+    if name == "causal, softcap":
+        options = dict(causal=True, softcap=2.0, window_size=(5, -1))
+        return functools.partial(ours, **options), functools.partial(exact, **options), (q, k, v)
+    if name == "ALiBi":
+        return functools.partial(ours, alibi_slopes=slopes), functools.partial(exact, alibi_slopes=slopes), (q, k, v)
+    if name == "rows without keys":
+        ranges = torch.zeros(1, 1, 9, 2, dtype=torch.int32, device=device)
+        ranges[:, :, 3:, 1] = 7
+        seen = masks.to_bool(ranges, 12)
+        return functools.partial(ours, key_ranges=ranges), functools.partial(exact, seen=seen), (q, k, v)
+    if name == "sink":
+        return (
+            lambda q, k, v, s: ours(q, k, v, learnable_sink=s),
+            lambda q, k, v, s: exact(q, k, v, learnable_sink=s),
+            (q, k, v, sink),
+        )
+    if name == "sink and bias":
+        return (
+            lambda q, k, v, s, b: ours(q, k, v, learnable_sink=s, attn_bias=b),
+            lambda q, k, v, s, b: exact(q, k, v, learnable_sink=s, attn_bias=b),
+            (q, k, v, sink, bias),
+        )
+    if name == "values of another head_dim":
+        return ours, exact, (q, k, v[..., :5])
+    if name == "qkvpacked":
+        packed = functools.partial(flash_attn_qkvpacked_func, return_lse=True)
+        return packed, lambda qkv: exact(*qkv.unbind(2)), (torch.stack([q, q + 1, q - 1], 2),)
+    bounds = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    return (
+        lambda q, k, v: flash_attn_varlen_func(q, k, v, bounds, bounds, 5, 5, return_lse=True),
+        lambda q, k, v: oracle.varlen_attention(q, k, v, bounds, bounds),
+        (q[0], k[0, :9], v[0, :9]),
+    )
+
+
+NAMES = [
+    "plain", "causal, softcap", "ALiBi", "rows without keys", "sink", "sink and bias", "values of another head_dim",
+    "qkvpacked", "varlen",
+]  # fmt: skip
+
+
+def finite_sum(function, tensors, weights):
+    """A number that depends on out and lse by other than constant gradients."""
+    out, lse = function(*tensors)
+    lse = lse.masked_fill(lse.isinf(), 0)
+    return (out.square() * weights.to(out.dtype)).sum() + lse.sin().sum()
+
+
+def penalty(function, tensors):
+    """Gradients of the squared norm of gradients, plus a gradient of what is earlier in the graph."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    inputs = [1.5 * x for x in leaves]
+    weights = torch.linspace(-1, 1, leaves[0].shape[-1] if len(leaves) == 1 else leaves[2].shape[-1]).to(
+        inputs[0].device
+    )
+    grads = torch.autograd.grad(finite_sum(function, inputs, weights), inputs, create_graph=True)
+    return torch.autograd.grad(sum(x.square().sum() for x in grads), leaves)
+
+
+def assert_close(found, exact):
+    """Second derivatives are sums of numbers as large as the largest of them, here hundreds, in float32."""
+    for one, other in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, other.float(), rtol=1e-4, atol=1e-5 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_derivatives(name, device):
+    ours, exact, tensors = problem(name, device)
+    assert_close(penalty(ours, tensors), penalty(exact, [x.double() for x in tensors]))
+
+
+def test_second_derivatives_with_checkpoints(device):
+    ours, exact, tensors = problem("plain", device)
+    again = functools.partial(checkpoint, ours, use_reentrant=False)
+    assert_close(penalty(again, tensors), penalty(exact, [x.double() for x in tensors]))
+
+
+def test_third_derivatives_are_refused(device):
+    q, k, v, _ = CASE.tensors(device)
+    q.requires_grad_()
+    (dq,) = torch.autograd.grad(flash_attn_func(q, k, v).square().sum(), q, create_graph=True)
+    (second,) = torch.autograd.grad(dq.square().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        second.sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["jvp", "dual"])
+@pytest.mark.parametrize("name", NAMES)
+def test_tangents(name, mode, device):
+    ours, exact, tensors = problem(name, device)
+    tangents = tuple(torch.randn_like(x) for x in tensors)
+    doubles = [tuple(x.double() for x in xs) for xs in (tensors, tangents)]
+    _, (expected, expected_lse) = torch.func.jvp(exact, *doubles)
+    if mode == "jvp":
+        _, (found, found_lse) = torch.func.jvp(ours, tensors, tangents)
+    else:
+        with forward_ad.dual_level():
+            results = ours(*map(forward_ad.make_dual, tensors, tangents))
+            found, found_lse = (forward_ad.unpack_dual(x).tangent for x in results)
+    torch.testing.assert_close(found, expected.float(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(found_lse, expected_lse.float(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "qkvpacked"])
+def test_grad_and_vmap(name, device):
+    """Gradients of torch.func are those of autograd, also for each of several inputs."""
+    ours, _, tensors = problem(name, device)
+
+    def loss(q):
+        return ours(q, *tensors[1:])[0].square().sum()
+
+    several = torch.stack([tensors[0], 2 * tensors[0]])
+    expected = [torch.autograd.grad(loss(x), x)[0] for x in several.clone().requires_grad_()]
+    torch.testing.assert_close(torch.func.grad(loss)(several[0]), expected[0])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(several), torch.stack(expected))
+    torch.testing.assert_close(torch.func.vmap(loss)(several), torch.stack([loss(x) for x in several]))
+
+
+def test_it_warns(device, recwarn):
+    from flash_attn import _library
+
+    _library.warn_once.cache_clear()
+    q, k, v, _ = CASE.tensors(device)
+    torch.func.jvp(lambda q: flash_attn_func(q, k, v), (q,), (q,))
+    assert any("plain torch, with memory quadratic in the sequence" in str(w.message) for w in recwarn)

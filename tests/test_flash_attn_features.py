@@ -1,0 +1,623 @@
+"""Attention with features beyond flash-attn 2.8: sinks, biases, intervals, lengths, and head dims."""
+
+import math
+
+import oracle
+import pytest
+import torch
+from cases import Case, cover, params, uncovered
+from compare import assert_same_but_for_rounding
+from features import BIASES, GROUPED, Featured
+
+from flash_attn import (
+    _library,
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+    masks,
+)
+from flash_attn._reference.options import CacheOptions, Features, Options
+from flash_attn._reference.scores import Scores
+
+FACTORS = dict(
+    lengths=[(60, 60), (50, 130), (130, 50), (1, 70), (33, 1)],
+    heads=[(4, 4), (6, 2), (4, 1)],
+    head_dims=[(64, 0), (48, 32), (32, 64), (257, 0), (320, 64)],
+    dtype=["fp16", "bf16", "fp32"],
+    causal=[False, True, "entries"],
+    window=[(-1, -1), (20, -1), (7, 9)],
+    softcap=[0.0, 2.0],
+    alibi=["", "bh"],
+    dropout_p=[0.0, 0.17],
+    deterministic=[False, True],
+    scale_q=[1.0, 4.0],
+    sink=["", "fp32", "same"],
+    bias=["", *BIASES],
+    ranges=["", "2", "2h", "4", "4h"],
+    chunk=[0, 16, 1000],
+    seqused_q=[False, True],
+    seqused_k=[False, True],
+    varlen=[False, True],
+    packing=["", "kv", "qkv"],
+    dlse=[False, True],
+    max_logit=[False, True],
+)
+TIED = "lengths", "heads", "head_dims", "packing", "varlen", "bias"
+
+
+def possible(row):
+    square = row["lengths"][0] == row["lengths"][1] and row["heads"] == (4, 4)
+    fits = (square or row["packing"] != "qkv") and (row["head_dims"][1] == 0 or not row["packing"])
+    return fits and not (row["varlen"] and row["bias"] in GROUPED)
+
+
+def make(lengths, heads, head_dims, causal, **rest):
+    entries = causal == "entries"
+    return Featured(
+        4,
+        *lengths,
+        *heads,
+        head_dims[0],
+        head_dim_v=head_dims[1],
+        causal=causal is True,
+        entries_causal=entries,
+        **rest,
+    )
+
+
+ROWS = cover(FACTORS, valid=possible)
+
+
+def test_sample_has_every_pair_of_values():
+    assert not uncovered(ROWS, FACTORS, valid=possible, tied=TIED)
+
+
+@pytest.mark.parametrize("case", params(make(**row) for row in ROWS))
+def test_sample(case, device):
+    case.check(torch.device(device))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is the same bit by bit
+
+
+def run(inputs, dout, **options):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out, lse = flash_attn_func(*leaves, return_lse=True, **options)
+    return out, lse, *torch.autograd.grad(out, leaves, dout)
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+CASE = Case(seqlen_q=70, seqlen_k=90, heads_k=2, dtype="bf16")
+BIAS_OF_ZEROS = dict(attn_bias=torch.zeros(1))  # sends a call to the op of the calls that it is compared with
+
+
+def full(value, *shape):
+    return torch.full(shape, value, dtype=torch.int32)
+
+
+SAME = {  # options, and others that say the same
+    "a sink of -inf, beside a bias": (dict(BIAS_OF_ZEROS, learnable_sink=torch.full((4,), -math.inf)), BIAS_OF_ZEROS),
+    "all keys": (
+        dict(BIAS_OF_ZEROS, key_ranges=full(0, 1, 1, 70, 2) + full(90, 2) * full(1, 2).cumsum(0).sub(1).int()),
+        BIAS_OF_ZEROS,
+    ),
+    "bounds beyond the keys": (
+        dict(key_ranges=torch.tensor([-(2**31), 2**31 - 1]).int().view(1, 1, 1, 2)),
+        dict(key_ranges=torch.tensor([0, 90]).int().view(1, 1, 1, 2)),
+    ),
+    "reversed bounds are empty": (
+        dict(key_ranges=torch.tensor([60, 20, 5, 40]).int().view(1, 1, 1, 4)),
+        dict(key_ranges=torch.tensor([5, 40]).int().view(1, 1, 1, 2)),
+    ),
+    "two that overlap are their union": (
+        dict(key_ranges=torch.tensor([5, 40, 20, 60]).int().view(1, 1, 1, 4)),
+        dict(key_ranges=torch.tensor([5, 60]).int().view(1, 1, 1, 2)),
+    ),
+    "causal and as ranges": (
+        dict(key_ranges=masks.chunks(10**6, 70, 90), causal=True),
+        dict(key_ranges=masks.sink_and_window(0, (-1, 0), 70, 90)),
+    ),
+    "chunks and as ranges": (dict(attention_chunk=16), dict(key_ranges=masks.chunks(16, 70, 90))),
+    "one chunk": (dict(attention_chunk=90), {}),
+    "entries that agree": (dict(causal=torch.tensor([True, True])), dict(causal=True)),
+    "entries that agree, none causal": (dict(causal=torch.zeros(2).int()), {}),
+    "entries beside a bias": (dict(BIAS_OF_ZEROS, causal=torch.ones(2).int()), dict(BIAS_OF_ZEROS, causal=True)),
+    "all keys are used": (dict(seqused_k=full(90, 2)), {}),
+    "bias as bool": (
+        dict(attn_bias=torch.arange(90) % 3 > 0),
+        dict(attn_bias=torch.where(torch.arange(90) % 3 > 0, 0.0, -math.inf)),
+    ),
+    "bias of more dimensions": (
+        dict(attn_bias=torch.arange(90.0)),
+        dict(attn_bias=torch.arange(90.0).view(1, 1, 1, 1, 90)),
+    ),
+    "bias that is expanded": (
+        dict(attn_bias=torch.arange(90.0).expand(2, 4, 70, 90)),
+        dict(attn_bias=torch.arange(90.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_same(name, device):
+    *inputs, dout = CASE.tensors(device)
+    ours, theirs = ({a: b.to(device) if torch.is_tensor(b) else b for a, b in x.items()} for x in SAME[name])
+    assert_equal(run(inputs, dout, **ours), run(inputs, dout, **theirs))
+
+
+def test_a_sink_of_minus_infinity_is_none(device):
+    """The backward has a gradient of lse, of zeros, and may take another way."""
+    *inputs, dout = CASE.tensors(device)
+    found = run(inputs, dout, learnable_sink=torch.full((4,), -math.inf, device=device))
+    expected = run(inputs, dout)
+    assert_equal(found[:2], expected[:2])
+    assert_same_but_for_rounding(found[2:], expected[2:])
+
+
+@pytest.mark.parametrize("beside", [{}, BIAS_OF_ZEROS], ids=["alone", "beside a bias"])
+def test_sinks_of_any_size(beside, device):
+    """Infinite and huge sinks give no NaN; a row without keys has the sink as its lse, which gives it its gradient."""
+    *inputs, dout = CASE.but(seqlen_q=90, seqlen_k=70, dtype="fp32").tensors(device)
+    sink = torch.tensor([math.inf, 1e4, -1e4, -math.inf], device=device)
+    leaves = [x.requires_grad_() for x in (*inputs, sink)]
+    beside = {name: x.to(device) for name, x in beside.items()}
+    out, lse = flash_attn_func(*leaves[:3], causal=True, learnable_sink=sink, return_lse=True, **beside)
+    plain, plain_lse = flash_attn_func(*inputs, causal=True, return_lse=True)
+    assert (out[:, :, :2] == 0).all() and torch.equal(lse[:, :2, :20], sink[:2, None].expand(2, 2, 20))
+    torch.testing.assert_close(out[:, :, 2:], plain[:, :, 2:])
+    torch.testing.assert_close(lse[:, 2:, 20:], plain_lse[:, 2:, 20:])
+    assert (lse[:, 2, :20] == -1e4).all() and (lse[:, 3, :20] == math.inf).all()
+    *grads, dsink = torch.autograd.grad([out, lse], leaves, [dout, torch.ones_like(lse)])
+    assert all(x.isfinite().all() for x in (*grads, dsink[1:]))
+    torch.testing.assert_close(dsink[1:], torch.tensor([2.0 * 90, 2 * 20, 0], device=device))
+
+
+def test_a_bias_whose_rows_are_all_the_smallest_number(device):
+    """They are no empty rows: the weights of all keys are equal."""
+    q, k, v, _ = CASE.but(dtype="fp32").tensors(device)
+    out = flash_attn_func(q * 0, k, v, attn_bias=torch.full((1,), torch.finfo(torch.float32).min, device=device))
+    torch.testing.assert_close(out, v.mean(1, keepdim=True).repeat_interleave(2, 2).expand_as(out))
+
+
+def test_a_gradient_of_the_bias_alone(device):
+    q, k, v, dout = CASE.tensors(device)
+    bias = torch.zeros(70, 90, device=device, requires_grad=True)
+    flash_attn_func(q, k, v, attn_bias=bias).backward(dout)
+    expected = torch.zeros_like(bias).requires_grad_()
+    oracle.attention(*(x.double() for x in (q, k, v)), attn_bias=expected)[0].backward(dout.double())
+    torch.testing.assert_close(bias.grad, expected.grad, atol=2e-2, rtol=0)
+
+
+def test_blocks_that_no_row_sees_are_skipped(device, monkeypatch):
+    """In documents of 64 tokens a block of 256 rows and 64 keys is computed only if they share a document."""
+    seen = []
+    compute = Scores.compute
+    monkeypatch.setattr(
+        Scores, "compute", lambda *args: (seen.append(len(args[-1]) * len(args[-2])), compute(*args))[1]
+    )
+    q, k, v, dout = CASE.but(batch=1, seqlen_q=2048, seqlen_k=2048, dtype="fp32", head_dim=8).tensors("cpu")
+    ranges = masks.documents(torch.arange(0, 2049, 64), 2048)
+    out = flash_attn_func(q.requires_grad_(), k, v, key_ranges=ranges)
+    assert sum(seen) <= 2 * 2048 * 256  # two groups at most
+    seen.clear()
+    out.backward(dout)
+    assert sum(seen) <= 2 * 2048 * 256
+
+
+def test_a_million_tokens_in_documents():
+    """Memory grows with the sequence: a score for each row and key would take a terabyte."""
+    total = 2**20
+    q = torch.randn(1, total, 1, 8)
+    ranges = masks.documents(torch.arange(0, total + 1, 256), total)
+    out = flash_attn_func(q, q, q, key_ranges=ranges, causal=True)
+    expected = flash_attn_func(*(q[:, -256:] for _ in range(3)), causal=True)
+    torch.testing.assert_close(out[:, -256:], expected)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Decoding
+
+CACHE_OPTIONS = {
+    "sink": dict(learnable_sink=torch.randn(4)),
+    "bias": dict(attn_bias=torch.randn(2, 4, 3, 48)),
+    "bool bias of keys": dict(attn_bias=torch.arange(48) % 5 > 0),
+    "ranges": dict(key_ranges=torch.tensor([[[[0, 9], [4, 30], [7, 7]]]]).int()),
+    "two ranges of heads": dict(key_ranges=torch.randint(0, 40, (2, 4, 3, 4)).int()),
+    "chunks": dict(attention_chunk=8),
+    "causal entries": dict(causal=torch.tensor([True, False])),
+    "a sink and everything": dict(
+        learnable_sink=torch.randn(4).bfloat16(),
+        attn_bias=torch.randn(48),
+        key_ranges=torch.tensor([[[[0, 9], [4, 30], [7, 7]]]]).int(),
+        attention_chunk=24,
+        causal=torch.tensor([0, 1]).int(),
+        window_size=(20, 5),
+    ),
+}
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(32, 32), (64, 32), (288, 288)])
+@pytest.mark.parametrize("name", CACHE_OPTIONS)
+def test_decoding(name, head_dim, head_dim_v, paged, device):
+    """Appending to a cache and attending to it is attention over the keys of each entry."""
+    options = {a: b.to(device) if torch.is_tensor(b) else b for a, b in CACHE_OPTIONS[name].items()}
+    q = torch.randn(2, 3, 4, head_dim, device=device)
+    caches = [torch.randn(2, 48, 2, d, device=device) for d in (head_dim, head_dim_v)]
+    new = [torch.randn(2, 3, 2, d, device=device) for d in (head_dim, head_dim_v)]
+    lengths = torch.tensor([7, 40], dtype=torch.int32, device=device)
+    expected = []
+    for b, length in enumerate(lengths.tolist()):
+        key, value = (torch.cat([c[b, :length], n[b]])[None] for c, n in zip(caches, new, strict=True))
+        each = dict(options)
+        if "key_ranges" in each and each["key_ranges"].shape[0] > 1:
+            each["key_ranges"] = each["key_ranges"][b : b + 1]
+        if "causal" in each:
+            each["causal"] = bool(each["causal"][b])
+        if "attn_bias" in each:
+            bias = each["attn_bias"][..., : length + 3]
+            each["attn_bias"] = bias[b] if bias.dim() == 4 else bias
+        out, lse, top = flash_attn_func(q[b : b + 1], key, value, return_lse=True, return_max_logit=True, **each)
+        expected.append((out, lse, top))
+    caches = [x.clone() for x in caches]
+    table = {}
+    if paged:
+        caches = [x.reshape(12, 8, 2, -1) for x in caches]
+        table["block_table"] = torch.arange(12, device=device).view(2, 6).int()
+    for max_logit in (False, True):
+        out, lse, *top = flash_attn_with_kvcache(
+            q,
+            *caches,
+            *new,
+            cache_seqlens=lengths,
+            return_softmax_lse=True,
+            return_max_logit=max_logit,
+            **options,
+            **table,
+        )
+        torch.testing.assert_close(out, torch.cat([x[0] for x in expected]))
+        torch.testing.assert_close(lse, torch.cat([x[1] for x in expected]))
+    torch.testing.assert_close(top[0], torch.stack([x[2] for x in expected]).amax(0))
+
+
+def test_queries_of_causal_entries_are_rotated_by_their_positions(device):
+    q, k, v = (torch.randn(2, 3, 2, 16, device=device) for _ in range(3))
+    caches = [torch.randn(2, 8, 2, 16, device=device) for _ in "kv"]
+    tables = dict(rotary_cos=torch.randn(8, 8, device=device), rotary_sin=torch.randn(8, 8, device=device))
+    both = flash_attn_with_kvcache(
+        q,
+        *(x.clone() for x in caches),
+        k,
+        v,
+        **tables,
+        cache_seqlens=4,
+        causal=torch.tensor([1, 0], device=device).int(),
+    )
+    for b, causal in enumerate((True, False)):
+        one = flash_attn_with_kvcache(q, *(x.clone() for x in caches), k, v, **tables, cache_seqlens=4, causal=causal)
+        torch.testing.assert_close(both[b], one[b])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Graphs and the ops
+
+
+def graph_calls(device):
+    """name -> (function of tensors only, tensors)."""
+    q, k, v, _ = CASE.but(seqlen_q=64, seqlen_k=64, head_dim=32).tensors(device)
+    sink, bias = torch.randn(4, device=device), torch.randn(1, 4, 64, 64, device=device)
+    ranges, lengths = masks.chunks(16, 64, device=device), torch.tensor([50, 64], dtype=torch.int32, device=device)
+    cu_seqlens = torch.tensor([0, 20, 64], dtype=torch.int32, device=device)
+    flags = torch.tensor([True, False], device=device)
+    return {
+        "sink": (lambda q, k, v, s: flash_attn_func(q, k, v, causal=True, learnable_sink=s), (q, k, v, sink)),
+        "values of another head_dim": (lambda q, k, v: flash_attn_func(q, k, v, return_lse=True), (q, k, v[..., :24])),
+        "sink and bias": (
+            lambda q, k, v, s, b: flash_attn_func(
+                q, k, v, learnable_sink=s, attn_bias=b, return_lse=True, return_max_logit=True
+            ),
+            (q, k, v, sink, bias),
+        ),
+        "ranges": (lambda q, k, v: flash_attn_func(q, k, v, key_ranges=ranges, causal=flags), (q, k, v)),
+        "lengths": (
+            lambda q, k, v: flash_attn_func(q, k, v, seqused_q=lengths, seqused_k=lengths, attention_chunk=9),
+            (q, k, v),
+        ),
+        "qkvpacked": (
+            lambda qkv, b: flash_attn_qkvpacked_func(qkv, attn_bias=b),
+            (torch.stack([q, q + 1, q - 1], 2), bias),
+        ),
+        "varlen": (
+            lambda q, k, v, b: flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 64, 64, attn_bias=b),
+            (q[0], k[0].repeat_interleave(2, 1), v[0].repeat_interleave(2, 1), bias[0]),
+        ),
+    }
+
+
+GRAPH_CALLS = list(graph_calls("cpu"))
+
+
+def differentiate(function, tensors):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    result = function(*leaves)
+    outputs = result if isinstance(result, tuple) else (result,)
+    return *outputs, *torch.autograd.grad(sum(x.float().sum() for x in outputs[:2]), leaves)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("name", GRAPH_CALLS)
+def test_compiles_to_one_graph(name, dynamic, device):
+    function, tensors = graph_calls(device)[name]
+    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    assert_same_but_for_rounding(differentiate(compiled, tensors), differentiate(function, tensors))
+
+
+@pytest.mark.parametrize("name", ["sink", "sink and bias"])
+def test_compiles_with_inductor(name, device):
+    function, tensors = graph_calls(device)[name]
+    compiled = torch.compile(function, fullgraph=True)
+    for one, other in zip(differentiate(compiled, tensors), differentiate(function, tensors), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Calling(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors):
+        return self.function(*tensors)
+
+
+@pytest.mark.parametrize("name", GRAPH_CALLS)
+def test_exports(name, device):
+    function, tensors = graph_calls(device)[name]
+    program = torch.export.export(Calling(function), tensors)
+    torch.testing.assert_close(program.module()(*tensors), function(*tensors))
+
+
+def op_arguments(device):
+    """Tensors of fwd_features, and the arguments after them."""
+    q, k, v, _ = CASE.but(seqlen_q=9, seqlen_k=12, head_dim=8).tensors(device)
+    bias, sink = torch.randn(1, 1, 1, 9, 12, device=device), torch.randn(4, device=device)
+    options = Options(0.3, -1, 3, seqused_k=torch.tensor([12, 7], dtype=torch.int32, device=device))
+    others = dict(attention_chunk=7, causal=torch.tensor([True, False], device=device), row_max=True)
+    others["key_ranges"] = masks.chunks(4, 9, 12, device=device)
+    features = Features(sink, bias, seqused_q=torch.tensor([9, 3], dtype=torch.int32, device=device), **others)
+    return (q, k, v[..., :5].contiguous(), sink, bias), (*options, *features[2:])
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_opcheck_fwd_features(dtype, requires_grad, device):
+    tensors, others = op_arguments(device)
+    tensors = [x.to(dtype).requires_grad_(requires_grad) for x in tensors]
+    name = "fwd_features" if dtype == torch.bfloat16 else "fwd_features_reference"
+    if requires_grad and dtype == torch.float32:
+        return  # callers of the op for other types have no gradient, as with all ops
+    torch.library.opcheck(getattr(torch.ops.flash_attn, name).default, (*tensors, *others))
+
+
+@pytest.mark.parametrize("wants_dbias", [False, True])
+def test_opcheck_bwd_features(wants_dbias, device):
+    tensors, others = op_arguments(device)
+    out, lse, _ = torch.ops.flash_attn.fwd_features(*tensors, *others)
+    arguments = torch.randn_like(out), *tensors[:3], out, lse, torch.randn_like(lse), wants_dbias, *tensors[3:], *others
+    torch.library.opcheck(torch.ops.flash_attn.bwd_features.default, arguments)
+
+
+def test_opcheck_weights(device):
+    tensors, others = op_arguments(device)
+    _, lse, _ = torch.ops.flash_attn.fwd_features(*tensors, *others)
+    torch.library.opcheck(torch.ops.flash_attn.weights.default, (*tensors[:2], lse, *tensors[3:], *others))
+
+
+def test_opcheck_fwd_kvcache_features(device):
+    (q, _, _, sink, _), _ = op_arguments(device)
+    caches = [torch.randn(2, 16, 2, d, device=device).bfloat16() for d in (8, 5)]
+    new = [torch.randn(2, 2, 2, d, device=device).bfloat16() for d in (8, 5)]
+    lengths = torch.tensor([3, 9], dtype=torch.int32, device=device)
+    options = CacheOptions(0.3, -1, -1, cache_seqlens=lengths, k=new[0], v=new[1])
+    bias = torch.randn(1, 1, 4, 1, 16, device=device)
+    others = Features(row_max=True, attention_chunk=4)[2:]
+    torch.library.opcheck(
+        torch.ops.flash_attn.fwd_kvcache_features.default, (q, *caches, sink, bias, *options, *others)
+    )
+
+
+@pytest.mark.parametrize("name", GRAPH_CALLS)
+def test_meta_tensors_tell_shapes_types_and_strides(name, device):
+    function, tensors = graph_calls(device)[name]
+    expected = differentiate(function, tensors)
+    on_meta, tensors = graph_calls("meta")[name]
+    for found, real in zip(differentiate(on_meta, tensors), expected, strict=True):
+        assert found.is_meta
+        assert (found.shape, found.dtype, found.stride()) == (real.shape, real.dtype, real.stride())
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+CU_SEQLENS = ints(0, 20, 70)
+BAD = {  # function, changed arguments, error, and what it says
+    "sink: a list": ("func", dict(learnable_sink=[0.0] * 4), TypeError, "learnable_sink must be a torch.Tensor"),
+    "sink: float64": (
+        "func",
+        dict(learnable_sink=torch.zeros(4).double()),
+        TypeError,
+        "learnable_sink must have dtype",
+    ),
+    "sink: of key heads": (
+        "func",
+        dict(learnable_sink=torch.zeros(2)),
+        ValueError,
+        r"learnable_sink .*\(4,\), found \(2,\)",
+    ),
+    "bias: int": ("func", dict(attn_bias=ints(1)), TypeError, "attn_bias must have a floating-point dtype or bool"),
+    "bias: other lengths": (
+        "func",
+        dict(attn_bias=torch.zeros(90, 70)),
+        ValueError,
+        r"attn_bias .*= \(2, 4, 70, 90\), found",
+    ),
+    "bias: key heads": ("func", dict(attn_bias=torch.zeros(2, 70, 90)), ValueError, r"attn_bias must broadcast"),
+    "bias: other groups": (
+        "func",
+        dict(attn_bias=torch.zeros(2, 2, 1, 1, 90)),
+        ValueError,
+        r"attn_bias .*batch1 \* batch2",
+    ),
+    "bias: 6-D": ("func", dict(attn_bias=torch.zeros(1, 1, 1, 1, 1, 90)), ValueError, "attn_bias must broadcast"),
+    "bias: too few keys": (
+        "varlen",
+        dict(attn_bias=torch.zeros(4, 70, 40)),
+        ValueError,
+        "attn_bias .*max_seqlen_k, 50, found 40",
+    ),
+    "bias: packed, 4-D": ("varlen", dict(attn_bias=torch.zeros(1, 4, 70, 50)), ValueError, r"attn_bias .*total_q or 1"),
+    "bias: of less than the capacity": (
+        "kvcache",
+        dict(attn_bias=torch.zeros(3)),
+        ValueError,
+        "attn_bias must broadcast",
+    ),
+    "ranges: int64": (
+        "func",
+        dict(key_ranges=ints(0, 1).long().view(1, 1, 1, 2)),
+        TypeError,
+        "key_ranges must have dtype",
+    ),
+    "ranges: three": (
+        "func",
+        dict(key_ranges=torch.zeros(1, 1, 70, 3).int()),
+        ValueError,
+        "key_ranges must have shape .*2 or 4",
+    ),
+    "ranges: a dimension less": (
+        "func",
+        dict(key_ranges=torch.zeros(1, 70, 2).int()),
+        ValueError,
+        "key_ranges must have shape",
+    ),
+    "ranges: other rows": (
+        "func",
+        dict(key_ranges=torch.zeros(1, 1, 90, 2).int()),
+        ValueError,
+        r"\(2, 4, 70\).*found shape",
+    ),
+    "ranges: packed, 4-D": ("varlen", dict(key_ranges=torch.zeros(1, 1, 70, 2).int()), ValueError, r"\(heads, total_q"),
+    "chunk: negative": ("func", dict(attention_chunk=-1), ValueError, "attention_chunk must be at least 0, found -1"),
+    "chunk: a float": ("func", dict(attention_chunk=1.5), ValueError, "attention_chunk must be a whole number"),
+    "chunk: None": (
+        "func",
+        dict(attention_chunk=None),
+        TypeError,
+        "attention_chunk must be an integer, found NoneType",
+    ),
+    "causal: floats": (
+        "func",
+        dict(causal=torch.zeros(2)),
+        TypeError,
+        "causal must have dtype torch.bool or torch.int32",
+    ),
+    "causal: of heads": (
+        "func",
+        dict(causal=ints(1, 1, 1, 1)),
+        ValueError,
+        r"causal must have shape \(2,\), found \(4,\)",
+    ),
+    "seqused_q: int64": ("func", dict(seqused_q=ints(1, 2).long()), TypeError, "seqused_q must have dtype torch.int32"),
+    "seqused_q: shape": ("func", dict(seqused_q=ints(1)), ValueError, r"seqused_q must have shape \(2,\)"),
+    "seqused_q: too long": (
+        "func",
+        dict(seqused_q=ints(1, 71)),
+        ValueError,
+        "seqused_q must be between 0 and 70 for entry 1",
+    ),
+    "seqused_q: negative": (
+        "func",
+        dict(seqused_q=ints(-1, 7)),
+        ValueError,
+        "seqused_q must be between 0 and 70 for entry 0",
+    ),
+    "seqused_k: too long": (
+        "func",
+        dict(seqused_k=ints(1, 91)),
+        ValueError,
+        "seqused_k must be between 0 and 90 for entry 1",
+    ),
+    "seqused_k: shape": ("varlen", dict(seqused_k=ints(1)), ValueError, r"seqused_k must have shape \(2,\)"),
+    "return_lse: a word": ("func", dict(return_lse="no"), TypeError, "return_lse must be a bool"),
+    "return_max_logit: two": ("kvcache", dict(return_max_logit=2), TypeError, "return_max_logit must be a bool"),
+    "lse twice": (
+        "func",
+        dict(return_lse=True, return_attn_probs=True),
+        ValueError,
+        "return_lse must be False with return_attn_probs",
+    ),
+    "S_dmask of a bias": (
+        "func",
+        dict(attn_bias=torch.zeros(1), dropout_p=0.1, return_attn_probs=True),
+        ValueError,
+        "return_attn_probs must be False with dropout_p > 0 and attn_bias",
+    ),
+    "v of other heads": ("func", dict(v=torch.zeros(2, 90, 1, 64).bfloat16()), ValueError, "v must have shape"),
+    "v_cache of other heads": (
+        "kvcache",
+        dict(v_cache=torch.zeros(2, 8, 1, 64).bfloat16()),
+        ValueError,
+        "v_cache must have",
+    ),
+}
+
+
+def good_arguments(name):
+    q, k, v, _ = CASE.tensors("cpu")
+    if name == "func":
+        return flash_attn_func, dict(q=q, k=k, v=v)
+    if name == "kvcache":
+        return flash_attn_with_kvcache, dict(q=q, k_cache=k[:, :8], v_cache=v[:, :8], cache_seqlens=4)
+    bounds = dict(cu_seqlens_q=CU_SEQLENS, cu_seqlens_k=CU_SEQLENS, max_seqlen_q=50, max_seqlen_k=50)
+    return flash_attn_varlen_func, dict(q=q[0], k=k[0], v=v[0], **bounds)
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    which, change, error, says = BAD[name]
+    function, good = good_arguments(which)
+    function(**good)
+    with pytest.raises(error, match=says) as caught:
+        function(**good | change)
+    assert isinstance(caught.value, RuntimeError)
+
+
+def test_keys_in_pages_have_no_gradient():
+    function, good = good_arguments("varlen")
+    pages = dict(k=good["k"][:64].view(8, 8, 2, 64), v=good["v"][:64].view(8, 8, 2, 64))
+    table = torch.arange(8).view(2, 4).int().repeat(1, 2)
+    q = good["q"].requires_grad_()
+    out = function(**good | pages | dict(q=q), block_table=table, attn_bias=torch.zeros(1))
+    with pytest.raises(ValueError, match="block_table must be None in the backward"):
+        out.sum().backward()
+
+
+def test_a_slow_call_on_a_gpu_names_its_arguments_once(monkeypatch, recwarn):
+    monkeypatch.setattr(_library, "is_where_kernels_run", lambda x: True)
+    _library.warn_once.cache_clear()
+    q, k, v, _ = CASE.but(head_dim=288).tensors("cpu")
+    for _ in range(2):
+        flash_attn_func(q, k, v, attn_bias=torch.zeros(1), return_max_logit=True)
+    flash_attn_func(q[..., :64], k[..., :64], v[..., :32], learnable_sink=torch.zeros(4), return_lse=True)
+    (warning,) = [str(w.message) for w in recwarn if "slower reference backend" in str(w.message)]
+    assert "attn_bias and return_max_logit and head dims 288 of keys and 288 of values" in warning

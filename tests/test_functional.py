@@ -1,0 +1,131 @@
+"""`flash_attn.functional` against the oracle in float64."""
+
+import math
+
+import oracle
+import pytest
+import torch
+from cases import Case
+from compare import assert_error_ratio
+
+from flash_attn import flash_attn_func, functional, masks
+
+CASE = Case(seqlen_q=40, seqlen_k=70, heads_k=2, dtype="fp32", head_dim=16)
+SINK = torch.tensor([0.5, -1.0, 3.0, -math.inf])
+RANGES = masks.chunks(13, 40, 70)
+SEEN = masks.to_bool(RANGES, 70)
+OPTIONS = {  # options of ours, and of the oracle
+    "plain": ({}, {}),
+    "causal": (dict(causal=True), dict(causal=True)),
+    "window, softcap": (dict(window_size=(9, 3), softcap=2.0), dict(window_size=(9, 3), softcap=2.0)),
+    "sink": (dict(learnable_sink=SINK), dict(learnable_sink=SINK)),
+    "ranges": (dict(key_ranges=RANGES), dict(seen=SEEN)),
+    "bias": (dict(attn_bias=torch.arange(70.0)), dict(attn_bias=torch.arange(70.0))),
+}
+
+
+def problem(name, device):
+    ours, theirs = OPTIONS[name]
+    q, k, _, _ = CASE.tensors(device)
+    ours, theirs = ({a: b.to(device) if torch.is_tensor(b) else b for a, b in x.items()} for x in (ours, theirs))
+    return q, k, ours, theirs
+
+
+def exact_weights(q, k, **options):
+    """Out of the oracle for values that are unit vectors: (batch, heads, seqlen_q, seqlen_k)."""
+    units = torch.eye(k.shape[1], dtype=q.dtype, device=q.device)[None, :, None].expand(len(q), -1, k.shape[2], -1)
+    return oracle.attention(q, k, units, **options)[0].transpose(1, 2)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_weights_and_their_sums(name, device):
+    q, k, ours, theirs = problem(name, device)
+    exact = exact_weights(q.double(), k.double(), **theirs)
+    plain = exact_weights(q, k, **theirs)
+    assert_error_ratio(functional.weights(q, k, **ours), exact, plain)
+    _, lse = flash_attn_func(q, k, k, return_lse=True, **ours)
+    assert_error_ratio(functional.weights(q, k, lse, **ours), exact, plain)
+    for rows in (None, 3, 1000):
+        first = 0 if rows is None else max(0, 40 - rows)
+        three = functional.column_sums(q, k, rows, **ours), exact[:, :, first:].sum(2), plain[:, :, first:].sum(2)
+        assert_error_ratio(*three)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_row_max_and_sum(name, device):
+    q, k, ours, theirs = problem(name, device)
+    _, lse = oracle.attention(q.double(), k.double(), k.double(), **theirs)
+    top, total = functional.row_max_and_sum(q, k, **ours)
+    torch.testing.assert_close(top + total.log(), lse.masked_fill(lse == math.inf, -math.inf).float())
+    assert torch.equal(top, functional.row_max(q, k, **ours))
+    weights = exact_weights(q.double(), k.double(), **theirs)
+    torch.testing.assert_close(top, (weights.amax(-1).log() + lse).nan_to_num(nan=-math.inf).float())
+
+
+@pytest.mark.parametrize("name", ["plain", "causal", "ranges"])
+def test_entropy(name, device):
+    q, k, ours, theirs = problem(name, device)
+    q, k = q.double(), k.double()
+    leaves = [x.requires_grad_() for x in (q, k)]
+    p = exact_weights(*leaves, **theirs)
+    exact = -(p * p.where(p > 0, 1).log()).sum(-1)
+    singles = [x.detach().float().requires_grad_() for x in leaves]
+    found = functional.entropy(*singles, **ours)
+    torch.testing.assert_close(found, exact.float())
+    upstream = torch.randn_like(exact)
+    expected = torch.autograd.grad(exact, leaves, upstream)
+    grads = torch.autograd.grad(found, singles, upstream.float())
+    torch.testing.assert_close([x.double() for x in grads], list(expected), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_combine(dtype, device):
+    """Merged results of parts, and their gradients, are those of all keys; a sink counts in the part that has it."""
+    q, k, v, dout = CASE.but(dtype=dtype).tensors(device)
+    ranges = [torch.tensor([[[[a, b]]]], dtype=torch.int32, device=device) for a, b in ((0, 20), (20, 20), (20, 70))]
+    sink = SINK.to(device)
+
+    def merged(q, k, v, sink):
+        sinks = sink, None, None
+        parts = [flash_attn_func(q, k, v, causal=True, key_ranges=r, learnable_sink=s, return_lse=True)
+                 for r, s in zip(ranges, sinks, strict=True)]  # fmt: skip
+        return functional.combine(*(torch.stack(x) for x in zip(*parts, strict=True)))
+
+    def exact(q, k, v, sink):
+        return oracle.attention(q, k, v, causal=True, learnable_sink=sink)
+
+    dlse = torch.randn(2, 4, 40, device=device)
+    found = oracle.gradients(merged, [q, k, v, sink], dout, dlse)
+    expected = oracle.gradients(exact, [x.double() for x in (q, k, v, sink)], dout, dlse)
+    plain = oracle.gradients(exact, [q, k, v, sink], dout, dlse)
+    for one, two, three in zip(*((x[0], x[1], *x[2]) for x in (found, expected, plain)), strict=True):
+        assert_error_ratio(one, two, three, at_most=3.0)  # rounds three parts, and then their sum
+
+
+def test_combine_of_rows_that_see_nothing(device):
+    outs = torch.tensor([1.0, float("nan")], device=device).view(2, 1, 1, 1, 1).requires_grad_()
+    lses = torch.tensor([2.0, math.inf], device=device).view(2, 1, 1, 1).requires_grad_()
+    out, lse = functional.combine(outs, lses)
+    assert out.item() == 1 and lse.item() == 2
+    torch.autograd.backward([out, lse], [torch.ones_like(out), torch.ones_like(lse)])
+    assert outs.grad.flatten().tolist() == [1, 0] and lses.grad.flatten().tolist() == [1, 0]
+    out, lse = functional.combine(outs[1:], lses[1:])
+    assert out.item() == 0 and lse.item() == math.inf
+
+
+BAD = {
+    "lses of other shape": (lambda q, k: functional.combine(q, q), ValueError, "lses must have shape"),
+    "a number": (lambda q, k: functional.combine(1, q), TypeError, "outs must be a torch.Tensor"),
+    "packed queries": (lambda q, k: functional.column_sums(q[0], k), ValueError, "q must have 4 dimensions"),
+    "an unknown option": (lambda q, k: functional.row_max(q, k, bias=q), TypeError, "bias"),
+    "half a row": (lambda q, k: functional.column_sums(q, k, 0.5), ValueError, "last_rows must be a whole number"),
+    "lse of other shape": (lambda q, k: functional.weights(q, k, q), ValueError, "softmax_lse must have shape"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name, device):
+    call, error, says = BAD[name]
+    q, k, _, _ = CASE.tensors(device)
+    with pytest.raises(error, match=says):
+        call(q, k)

@@ -1,0 +1,123 @@
+"""`flash_attn.masks`: each builder against a mask written down element by element, and in a call of attention."""
+
+import itertools
+
+import oracle
+import pytest
+import torch
+
+from flash_attn import flash_attn_func, masks
+
+IDS = torch.tensor([[3, 3, 3, 0, 5, 5, -1, 5, -1], [1, 1, 2, 2, 2, 2, 2, -1, -1]])
+CU_SEQLENS = torch.tensor([[0, 3, 3, 7, 9], [0, 1, 8, 8, 8]])
+
+
+def runs(ids):
+    """For each row of ids, the (first, last + 1) of the run of equal numbers around each element."""
+    spans = []
+    for row in ids.tolist():
+        spans.append([])
+        for i, one in enumerate(row):
+            first = last = i
+            while first > 0 and row[first - 1] == one:
+                first -= 1
+            while last + 1 < len(row) and row[last + 1] == one:
+                last += 1
+            spans[-1].append((first, last + 1))
+    return spans
+
+
+def documents_seen(b, i, j):
+    bounds = CU_SEQLENS[b].tolist()
+    return any(start <= i < end and start <= j < end for start, end in itertools.pairwise(bounds))
+
+
+def id_seen(b, i, j):
+    first, last = runs(IDS)[b][i]
+    return bool(IDS[b, i] >= 0) and first <= j < last
+
+
+def image_seen(window):
+    def seen(b, i, j):
+        before = j <= i and (window < 0 or j >= i - window)
+        return before or id_seen(b, i, j) or (bool(IDS[b, i] >= 0) and runs(IDS)[b][i][0] <= j <= i)
+
+    return seen
+
+
+def shifted(seen, seqlen_q, seqlen_k):
+    return lambda b, i, j: seen(i + seqlen_k - seqlen_q, j)
+
+
+CASES = {  # ranges, (batch, seqlen_q, seqlen_k), and whether row i of entry b sees key j
+    "documents": (lambda: masks.documents(CU_SEQLENS, 9), (2, 9, 9), documents_seen),
+    "documents of one row": (lambda: masks.documents(CU_SEQLENS[0].int(), 9), (1, 9, 9), documents_seen),
+    "documents, then padding": (
+        lambda: masks.documents(CU_SEQLENS[0, :3], 9),
+        (1, 9, 9),
+        lambda b, i, j: i < 3 and j < 3,
+    ),
+    "document ids": (lambda: masks.document_ids(IDS), (2, 9, 9), id_seen),
+    "prefix": (lambda: masks.prefix_lm(4, 9), (1, 9, 9), lambda b, i, j: j < 4 or j <= i),
+    "prefix of each entry, more keys": (
+        lambda: masks.prefix_lm(torch.tensor([4, 0]), 6, 9),
+        (2, 6, 9),
+        lambda b, i, j: j < (4, 0)[b] or j <= i + 3,
+    ),
+    "prefix, more rows": (lambda: masks.prefix_lm(2, 9, 6), (1, 9, 6), lambda b, i, j: j < 2 or j <= i - 3),
+    "images": (lambda: masks.image_groups(IDS), (2, 9, 9), image_seen(-1)),
+    "images and a window": (lambda: masks.image_groups(IDS, 1), (2, 9, 9), image_seen(1)),
+    "chunks": (lambda: masks.chunks(4, 9), (1, 9, 9), lambda b, i, j: i // 4 == j // 4),
+    "chunks, more keys": (lambda: masks.chunks(4, 6, 9), (1, 6, 9), shifted(lambda i, j: i // 4 == j // 4, 6, 9)),
+    "chunks, more rows": (lambda: masks.chunks(4, 9, 6), (1, 9, 6), shifted(lambda i, j: i // 4 == j // 4, 9, 6)),
+    "sinks and a window": (
+        lambda: masks.sink_and_window(2, (3, 1), 6, 9),
+        (1, 6, 9),
+        shifted(lambda i, j: j < 2 or i - 3 <= j <= i + 1, 6, 9),
+    ),
+    "sinks and all before": (
+        lambda: masks.sink_and_window(2, (-1, 0), 9, 6),
+        (1, 9, 6),
+        shifted(lambda i, j: j < 2 or j <= i, 9, 6),
+    ),
+    "top left": (lambda: masks.top_left_causal(6), (1, 6, 9), lambda b, i, j: j <= i),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_builder(name, device):
+    build, (batch, seqlen_q, seqlen_k), seen = CASES[name]
+    ranges = build()
+    assert ranges.dtype == torch.int32 and ranges.shape[:3] == (batch, 1, seqlen_q)
+    expected = torch.tensor(
+        [[[[seen(b, i, j) for j in range(seqlen_k)] for i in range(seqlen_q)]] for b in range(batch)]
+    )
+    assert torch.equal(masks.to_bool(ranges, seqlen_k), expected)
+    q, k, v = (torch.randn(batch, n, 2, 8, device=device) for n in (seqlen_q, seqlen_k, seqlen_k))
+    out, lse = oracle.attention(q.double(), k.double(), v.double(), seen=expected.to(device))
+    found = flash_attn_func(q, k, v, key_ranges=ranges.to(device), return_lse=True)
+    torch.testing.assert_close(found, (out.float(), lse.float()))
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "image" in name or "doc" in name])
+def test_builders_break_no_graph(name):
+    build, _, _ = CASES[name]
+    assert torch.equal(torch.compile(build, fullgraph=True, backend="eager")(), build())
+
+
+BAD = {
+    "cu_seqlens of floats": (lambda: masks.documents(torch.zeros(3), 4), TypeError, "cu_seqlens must have dtype"),
+    "cu_seqlens of three dimensions": (lambda: masks.documents(IDS[None], 4), ValueError, "cu_seqlens must have 1 dim"),
+    "no cu_seqlens": (lambda: masks.documents(IDS[0, :0], 4), ValueError, "cu_seqlens.* at least 1, found 0"),
+    "ids of three dimensions": (lambda: masks.document_ids(IDS[None]), ValueError, "ids must have 2 dimensions"),
+    "chunks of nothing": (lambda: masks.chunks(0, 4), ValueError, "size must be at least 1, found 0"),
+    "a window of three": (lambda: masks.sink_and_window(1, (1, 2, 3), 4), ValueError, "window_size must be two"),
+    "three bounds": (lambda: masks.to_bool(IDS[..., :3], 4), ValueError, "key_ranges.* must be 2 or 4, found 3"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, error, says = BAD[name]
+    with pytest.raises(error, match=says):
+        call()
