@@ -26,6 +26,8 @@ def getattr_of(module: str, instead: Mapping[str, str]) -> Callable[[str], objec
     def __getattr__(name: str) -> object:
         frame = sys._getframe(1)
         imported = frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
+        if f"{module}.{name}" in sys.modules:  # being imported: Python takes it from there after an AttributeError
+            raise AttributeError(f"module {module!r} has no attribute {name!r} yet")
         if name in instead:
             hint = f": use {instead[name]}"
             imported = imported or frame.f_globals.get("__name__") == "importlib._bootstrap"  # for packages
