@@ -35,8 +35,6 @@ MANY_HEADS = 256  # more than models have: then the dimensions of heads and sequ
 _LAYOUT = "If the layout is (batch, heads, seqlen, head_dim), as in scaled_dot_product_attention, transpose(1, 2)"
 block_size_n = reference.block_size_n
 S_DMASK_MULTIPLE = 128
-# Calls compare what they are given with this, which is the fastest way; a tensor differs from None.
-NOTHING_GIVEN: with_features.Given = (None, None, None, 0, None, None, False, False)
 
 
 def forward(
@@ -63,7 +61,7 @@ def forward(
     if return_softmax is not False:
         checks.flag("return_attn_probs", return_softmax)
     features = None
-    if given is not None and (not is_plain or isinstance(causal, Tensor) or given != NOTHING_GIVEN):
+    if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.are_given(given)):
         features, causal = _features(given, causal, queries, keys, batch, options)
         if return_softmax:
             _check_results(given, features, options)
@@ -149,7 +147,7 @@ def decode(
             "Make them under torch.no_grad(), or train with flash_attn_func"
         )
     features = None
-    if given is not None and (not is_plain or isinstance(causal, Tensor) or given != NOTHING_GIVEN):
+    if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.are_given(given)):
         features = with_features.checked(given, causal, q, batch, capacity, varlen=False)
         features, causal = _simplified(features, causal)
     if cache_seqlens is not None:

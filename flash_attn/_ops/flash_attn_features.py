@@ -27,6 +27,15 @@ MAX_HEAD_DIM = 576  # of queries and keys, and of values
 Given = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 
 
+def are_given(given: Given) -> bool:
+    """Whether any of these is not its default. Every call asks, so this is quick; and compilers look into it."""
+    sink, bias, ranges, chunk, seqused_q, seqused_k, lse, max_logit = given
+    return not (
+        sink is None and bias is None and ranges is None and seqused_q is None and seqused_k is None
+        and lse is False and max_logit is False and type(chunk) is int and chunk == 0
+    )  # fmt: skip
+
+
 def checked(given: Given, causal: object, q: Tensor, batch: int, max_seqlen_k: Any, varlen: bool) -> Features:
     """Check the arguments, but for seqused_k, and return them as the ops take them.
 

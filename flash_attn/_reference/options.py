@@ -56,8 +56,8 @@ class Features(NamedTuple):
 
     def given(self) -> list[str]:
         """The names of the features that are not what they are by default."""
-        defaults = self._field_defaults
-        return [name for name, value in zip(self._fields, self, strict=True) if value is not defaults[name]]
+        fields = zip(Features._fields, self, strict=True)
+        return [name for name, value in fields if isinstance(value, torch.Tensor) or value]
 
 
 class CacheOptions(NamedTuple):
