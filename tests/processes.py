@@ -69,14 +69,17 @@ class _Group:
                 waiting.remove(connection)
 
     def _check(self, rank):
-        """Raise the error that a process reports."""
+        """Raise the error that a process reports; or, if another one has ended, say that: its peers notice it first."""
         try:
             error = self.connections[rank].recv()
         except EOFError:
-            self.processes[rank].join()
+            error = "it ended"
+        if not error:
+            return
+        if multiprocessing.connection.wait([process.sentinel for process in self.processes], timeout=1):
+            rank = next(i for i, process in enumerate(self.processes) if process.exitcode is not None)
             error = f"it ended with exit code {self.processes[rank].exitcode}"
-        if error:
-            raise RuntimeError(f"process {rank} of {len(self.processes)}: {error}")
+        raise RuntimeError(f"process {rank} of {len(self.processes)}: {error}")
 
     def stop(self):
         for process in self.processes:
