@@ -485,10 +485,15 @@ class BertPreTrainedModel(nn.Module):
     def save_pretrained(self, folder: str | pathlib.Path) -> None:
         """Write config.json and model.safetensors, which transformers' `from_pretrained` and that of this class read.
 
-        Takes the package safetensors.
+        Takes the package safetensors. Raises ValueError with rotary positions, which transformers has not.
         """
         from safetensors.torch import save_file
 
+        if _option(self.config, "position_embedding_type") == "rotary":
+            raise ValueError(
+                "config.position_embedding_type must be 'absolute' to be saved for transformers, which would load "
+                "'rotary' as that, found 'rotary': save the state_dict"
+            )
         folder = pathlib.Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {key: tensor.contiguous().cpu() for key, tensor in self._their_state_dict().items()}

@@ -401,6 +401,13 @@ def test_hub(tmp_path, monkeypatch):
     assert torch.equal(ours.emb_ln.weight, theirs.embeddings.LayerNorm.weight)
 
 
+def test_rotary_positions_are_not_saved_for_transformers(tmp_path):
+    model = bert.BertModel(config_of(position_embedding_type="rotary"))
+    with pytest.raises(ValueError, match=r"position_embedding_type must be 'absolute' to be saved .* found 'rotary'"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize("variant", ["plain", "fused", "untied", "last layer apart"])
 @pytest.mark.parametrize("head", HEADS)
 def test_save_pretrained(head, variant, tmp_path):
