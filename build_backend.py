@@ -1,4 +1,4 @@
-"""What installers call to build this package (PEP 517, 660): setuptools, and torch as a requirement where it is needed.
+"""The build backend (PEP 517, 660) that pip, uv and build call: setuptools' own, which also asks for torch if needed.
 
 An isolated build does not see the environment that it installs into, unless pip made it. Where kernels can be built,
 because there is an nvcc, such a build gets a torch of its own: the library needs its headers, and then works with every

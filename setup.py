@@ -177,7 +177,7 @@ def obstacle(torch: Torch | None, toolkit: Toolkit | str, forced: bool) -> str |
 
 
 def build_requirements(env) -> list[str]:
-    """What a build needs beyond pyproject.toml: torch, if there is an nvcc but no torch that can be seen from here.
+    """The requirements of a build beyond pyproject.toml: torch, if there is an nvcc but this environment has no torch.
 
     PyPI's torch 2.10 is for CUDA 12, its newer ones are for CUDA 13.
     """

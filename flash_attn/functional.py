@@ -1,4 +1,4 @@
-"""What can be told about attention besides its output, and the merging of partial results.
+"""Statistics of attention (weights, their sums, maxima, entropy), and the merging of partial results.
 
 None of these functions holds a seqlen_q x seqlen_k tensor, except `weights`, which returns one. Keyword arguments are
 those of `flash_attn.flash_attn_func`; where a function takes `**options`, it takes all of that function's that change

@@ -125,7 +125,7 @@ def test_tables_of_pages_are_those_of_the_rows(page):
 
 
 def test_every_row_has_one_measurement_and_a_style():
-    """Of one device, once, and drawn like the rows of the same provider elsewhere."""
+    """A file has rows of one device, each case and provider once, and a style of lines for each provider."""
     for path in RESULTS.glob("*.csv"):
         with path.open(newline="") as file:
             rows = [row for row in csv.DictReader(file) if "ms" in row and "op" in row]

@@ -33,7 +33,7 @@ def _examples(page):
 
 @pytest.mark.parametrize("page", [page for page in PAGES if _examples(page)], ids=lambda page: page.stem)
 def test_examples(page):
-    """Those of a page run one after the other, as a reader would paste them."""
+    """The blocks of a page run one after the other, as a reader would paste them."""
     names = {"__name__": page.stem}
     for example in _examples(page):
         if "transformers" in example:
