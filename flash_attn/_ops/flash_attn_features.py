@@ -22,8 +22,8 @@ KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
 
-# The arguments of a caller, unchecked: learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, return_lse and
-# return_max_logit.
+# The arguments of a caller, unchecked: learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k,
+# return_lse and return_max_logit.
 Given = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 
 

@@ -402,7 +402,7 @@ def test_what_cannot_be_saved(tmp_path):
     ],
 )
 def test_a_model_that_is_not_what_its_configuration_says_is_not_saved(name, options, tmp_path):
-    """The saved config.json is of the family's class, which has no such field: loading it would lose the value."""
+    """config.json would hold the family's configuration without what was overridden: loading gives another model."""
     model = GPTLMHeadModel.from_config(CASES[name].config(), **options)
     field = next(iter(options))
     with pytest.raises(ValueError, match=f"config.{field} must be .* that is saved with the model, found "):
