@@ -26,7 +26,7 @@ def gather_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = 
     if functional_collectives is not None and torch.compiler.is_compiling():
         return functional_collectives.all_gather_tensor(x.contiguous(), 0, process_group), None
     output = x.new_empty(dist.get_world_size(process_group) * x.shape[0], *x.shape[1:])
-    return output, all_gather_single(output, x.contiguous(), group=process_group, async_op=async_op)
+    return output, all_gather_single(*_alone(output, x.contiguous()), group=process_group, async_op=async_op)
 
 
 def scatter_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False) -> tuple[Tensor, Any]:
@@ -34,7 +34,7 @@ def scatter_rows(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool =
     if functional_collectives is not None and torch.compiler.is_compiling():
         return functional_collectives.reduce_scatter_tensor(x.contiguous(), "sum", 0, process_group), None
     output = x.new_empty(x.shape[0] // dist.get_world_size(process_group), *x.shape[1:])
-    return output, reduce_scatter_single(output, x.contiguous(), group=process_group, async_op=async_op)
+    return output, reduce_scatter_single(*_alone(output, x.contiguous()), group=process_group, async_op=async_op)
 
 
 def reduce(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False) -> tuple[Tensor, Any]:
@@ -42,4 +42,12 @@ def reduce(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False
     if functional_collectives is not None and torch.compiler.is_compiling():
         return functional_collectives.all_reduce(x.contiguous(), "sum", process_group), None
     output = x.contiguous()
-    return output, dist.all_reduce(output, group=process_group, async_op=async_op)
+    return output, dist.all_reduce(_alone(output)[0], group=process_group, async_op=async_op)
+
+
+def _alone(*tensors: Tensor) -> list[Tensor]:
+    """Returns the tensors without their graph, since a thread of gloo may hold them for a moment after the collective.
+
+    A graph holds the group. Were that thread the last to hold the group, Python could end before it, and would abort.
+    """
+    return [x.detach() for x in tensors]

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from processes import half_of, over_processes
 
+from flash_attn._ops import collectives
 from flash_attn.utils import distributed
 from flash_attn.utils.distributed import (
     all_gather,
@@ -114,6 +115,32 @@ def check_second_derivative(group):
         torch.testing.assert_close(dx / leaf**2, ddx / (2 * leaf))
 
 
+def check_backend_gets_no_graph(group):
+    """A graph holds the group, and a thread of the backend that is the last to hold the group aborts as Python ends."""
+    _, x = inputs(group, 2 * dist.get_world_size(group))
+    given = []
+
+    def noted(collective):
+        def call(*tensors, **kwargs):
+            given.extend(tensors)
+            return collective(*tensors, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name in (
+            (collectives, "all_gather_single"),
+            (collectives, "reduce_scatter_single"),
+            (dist, "all_reduce"),
+        ):
+            patch.setattr(module, name, noted(getattr(module, name)))
+        outs = [
+            function(x.clone().requires_grad_() * 1, group) for function in (all_gather, reduce_scatter, all_reduce)
+        ]
+    assert all(out.grad_fn is not None for out in outs)
+    assert len(given) == 5 and all(tensor.grad_fn is None for tensor in given)
+
+
 def check_compiled(group):
     _, x = inputs(group, 2 * dist.get_world_size(group), 3)
     for function in (all_gather, reduce_scatter, all_reduce):
@@ -200,6 +227,7 @@ def check_all(group):
     check_raw(group)
     check_memory_of_all_reduce(group)
     check_second_derivative(group)
+    check_backend_gets_no_graph(group)
     check_helpers(group)
 
 
