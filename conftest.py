@@ -8,6 +8,7 @@ wide samples.
 import collections
 import os
 import re
+import runpy
 import sys
 import warnings
 import zlib
@@ -21,6 +22,11 @@ from flash_attn import _library
 def pytest_addoption(parser):
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.addoption("--device", default=default, help=f"device that the tests run on (here: {default})")
+    parser.addoption(
+        "--emulate",
+        metavar="INSTANCES",
+        help="with --device=cpu: run the CUDA kernels there, those of attention that this glob names (tests/emulator)",
+    )
 
 
 def pytest_configure(config):
@@ -30,6 +36,9 @@ def pytest_configure(config):
     torch.set_num_threads(1)
     if config.getoption("--device") == "cpu":  # Triton looks when it is imported, which torch may do at any time
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    patterns = config.getoption("--emulate")
+    if patterns:
+        torch.ops.load_library(runpy.run_path("tests/emulator/build.py")["build"](patterns.split(",")))
 
 
 def pytest_collection_modifyitems(config, items):
