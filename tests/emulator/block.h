@@ -1,6 +1,5 @@
-// A block of threads on the CPU: each CUDA thread is a fiber, and all fibers of a block take turns on one thread of the
-// operating system. A fiber runs until it waits for others, so that the order in which a block's threads reach a point
-// between two waits is the scheduler's choice: it is drawn at random, from EMULATOR_SEED.
+// A block of threads on the CPU. Each CUDA thread is a fiber, and all fibers of a block take turns on one thread of the
+// operating system. A fiber runs until it waits for others; who goes on then is drawn at random, by EMULATOR_SEED.
 #pragma once
 
 #include <ucontext.h>
@@ -26,23 +25,24 @@ struct Thread {
   uint3 index;
   int number;  // within the block
   Block* block;
-  bool done = false;
+  bool started = false, done = false;
   const char* waits_for = nullptr;
 
-  std::vector<Work> copies;              // cp.async, not yet in a group
+  std::vector<Work> copies;              // cp.async that has no group yet
   std::deque<std::vector<Work>> groups;  // of cp.async
-  std::vector<Work> stores;              // bulk stores, whether in a group or not
-  int64_t cluster_phase = 0;             // of the cluster's barrier, in which it has arrived last
-  std::deque<int64_t> products;          // the end of each group of wgmma, as a count of the warpgroup's products
+  std::vector<Work> stores;              // bulk stores
+  std::deque<int64_t> products;          // where each group of wgmma ends, as a count of the warpgroup's products
+  int64_t cluster_phase = 0;             // the phase of the cluster's barrier in which it has arrived last
 
-  jmp_buf at;
-  ucontext_t start;
+  jmp_buf at;        // where it goes on
+  ucontext_t start;  // where it starts
+
   int lane() const { return number % 32; }
   int warp() const { return number / 32; }
 };
 
-// Where several threads meet, each with something to give and a place for what it gets; the last one to come does the
-// work of all.
+// Where several threads meet, each with something to give and a place for what it gets. The last to come does the work
+// of all.
 struct Meeting {
   int present = 0;
   int64_t generation = 0;
@@ -73,32 +73,40 @@ struct Block {
   dim3 size, grid;
   int rank;  // in its cluster
   Cluster* cluster;
-  char* shared;
-  int shared_bytes;
+  char* shared = nullptr;  // dynamic shared memory
 
   std::vector<std::unique_ptr<Thread>> threads;
   int alive;
   std::vector<std::vector<Meeting>> meetings;  // of each warp, by the first lane that takes part
   std::vector<Warpgroup> warpgroups;
   NamedBarrier barriers[16];
-  int any[2] = {0, 0};  // of __syncthreads_or
-  std::deque<Work> copies;  // bulk copies under way
+  bool any[2] = {false, false};  // of __syncthreads_or
+  std::deque<Work> copies;       // bulk copies under way
 
   uint64_t random_state;
-  int64_t progress = 0;
+  int64_t progress = 0;  // counts what may let another thread go on
   jmp_buf scheduler;
 
   uint64_t random();
+  // Whether something that runs in the background does so as late as it may.
   bool lazy() { return random() % 2 != 0; }
   void run(const std::function<void()>& kernel);
+
+ private:
+  void let_all_threads_run();
   bool finish_a_copy();
+  std::string who_waits() const;
 };
 
 extern thread_local Thread* current;
 
+// Lets the other threads of the block run.
 void yield();
 
-// Lets the other threads go on until condition() holds.
+// Ends the launch with an error.
+[[noreturn]] void fail(const std::string& message);
+
+// Returns when condition() holds. `what` names it if that never happens.
 template <typename Condition>
 void wait_until(Condition&& condition, const char* what) {
   while (!condition()) {
@@ -109,7 +117,7 @@ void wait_until(Condition&& condition, const char* what) {
   ++current->block->progress;
 }
 
-// The last of `count` threads that bring their `mine` calls all(given).
+// Returns when `count` threads have come; the last one has called all(what each has brought).
 template <typename All>
 void meet(Meeting& meeting, int place, int count, void* mine, All&& all, const char* what) {
   const int64_t generation = meeting.generation;
@@ -124,34 +132,29 @@ void meet(Meeting& meeting, int place, int count, void* mine, All&& all, const c
   wait_until([&] { return meeting.generation != generation; }, what);
 }
 
-// Threads of a warp meet; only those that have not ended count.
+// The same for the threads of a warp in `mask` that have not ended: all(what each has brought, who has come).
 template <typename All>
 void meet_warp(uint32_t mask, void* mine, All&& all, const char* what) {
   Thread& thread = *current;
-  uint32_t alive = 0;
   for (int lane = 0; lane < 32; ++lane) {
     const size_t number = thread.warp() * 32 + lane;
-    if (number < thread.block->threads.size() && !thread.block->threads[number]->done) alive |= 1u << lane;
+    if (number >= thread.block->threads.size() || thread.block->threads[number]->done) mask &= ~(1u << lane);
   }
-  mask &= alive;
   Meeting& meeting = thread.block->meetings[thread.warp()][__builtin_ctz(mask)];
   meet(meeting, thread.lane(), __builtin_popcount(mask), mine, [&](void** given) { all(given, mask); }, what);
 }
 
-[[noreturn]] void fail(const std::string& message);
-
-// Addresses of shared memory in 32 bits: the offset from the start of a block's dynamic shared memory, and 1 + the rank
-// of the block if it is another one.
-constexpr uint32_t kSharedBase = 1u << 22;  // static shared memory may lie before the dynamic one
+// Addresses of shared memory in 32 bits: kSharedBase + the offset in a block's dynamic shared memory, around which the
+// static one lies; and 1 + the block's rank in the upper eight, if it is another block's.
+constexpr uint32_t kSharedBase = 1u << 22;
 uint32_t shared_address(const void* pointer);
 char* shared_pointer(uint32_t address);
-Block& block_of(uint32_t address);
 
-// A kernel's launch.
 struct Launch {
   dim3 grid, block;
-  int shared_bytes, cluster;
+  int cluster;  // blocks, along grid.x
 };
+// Runs a kernel to its end. std::runtime_error if it fails, or if nobody can go on.
 void run(const Launch& launch, const std::function<void()>& kernel);
 
 }  // namespace emulator

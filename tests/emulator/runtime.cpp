@@ -63,9 +63,9 @@ bool sync_threads_or(bool predicate) {
 namespace {
 
 CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
-                           const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
-                           const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle swizzle,
-                           CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+                           const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*,
+                           CUtensorMapInterleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
+                           CUtensorMapFloatOOBfill) {
   emulator::TensorMap made{};
   made.data = static_cast<char*>(data);
   made.element_bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT16 ? 2 : 4;
@@ -88,7 +88,9 @@ CUresult encode_tensor_map(CUtensorMap* map, CUtensorMapDataType type, cuuint32_
 }
 
 int attribute(cudaDeviceAttr which) {
-  const auto from = [](const char* name, int otherwise) { return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise; };
+  const auto from = [](const char* name, int otherwise) {
+    return std::getenv(name) ? std::atoi(std::getenv(name)) : otherwise;
+  };
   switch (which) {
     case cudaDevAttrMultiProcessorCount:
       return from("EMULATOR_MULTIPROCESSORS", 4);
@@ -105,7 +107,9 @@ int attribute(cudaDeviceAttr which) {
 
 extern "C" {
 
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) { return *value = attribute(which), cudaSuccess; }
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr which, int) {
+  return *value = attribute(which), cudaSuccess;
+}
 cudaError_t cudaGetDevice(int* device) { return *device = -1, cudaSuccess; }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, const void*) {

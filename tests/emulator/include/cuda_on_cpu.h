@@ -29,22 +29,23 @@
 #define __builtin_assume(...)
 #undef __noinline__
 #define __noinline__ __attribute__((noinline))
-#define asm if constexpr (false) __asm__  // barriers for the device's compiler, outside of ptx/
+#define asm \
+  if constexpr (false) __asm__  // barriers for the device's compiler, outside of ptx/
 
 #define cudaLaunchKernelEx ::emulator::launch
 
 // threadIdx.x and its like, which are looked up when they are read.
-#define EMULATOR_INDEX(name, place)                                     \
-  inline const struct {                                                 \
-    struct {                                                            \
+#define EMULATOR_INDEX(name, place)                                      \
+  inline const struct {                                                  \
+    struct {                                                             \
       operator unsigned() const { return ::emulator::current->place.x; } \
-    } x;                                                                \
-    struct {                                                            \
+    } x;                                                                 \
+    struct {                                                             \
       operator unsigned() const { return ::emulator::current->place.y; } \
-    } y;                                                                \
-    struct {                                                            \
+    } y;                                                                 \
+    struct {                                                             \
       operator unsigned() const { return ::emulator::current->place.z; } \
-    } z;                                                                \
+    } z;                                                                 \
   } name{};
 EMULATOR_INDEX(threadIdx, index)
 EMULATOR_INDEX(blockIdx, block->index)
@@ -52,7 +53,9 @@ EMULATOR_INDEX(blockDim, block->size)
 EMULATOR_INDEX(gridDim, block->grid)
 
 template <typename Params>
-cudaError_t cudaFuncSetAttribute(void (*)(Params), cudaFuncAttribute, int) { return cudaSuccess; }
+cudaError_t cudaFuncSetAttribute(void (*)(Params), cudaFuncAttribute, int) {
+  return cudaSuccess;
+}
 template <typename Params>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, void (*)(Params)) {
   return cudaFuncGetAttributes(found, static_cast<const void*>(nullptr));
@@ -71,8 +74,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Params), con
     if (config->attrs[i].id == cudaLaunchAttributeClusterDimension) cluster = config->attrs[i].val.clusterDim.x;
   }
   const std::remove_const_t<Params> params = given;
-  run({config->gridDim, config->blockDim, static_cast<int>(config->dynamicSmemBytes), cluster},
-      [&] { kernel(params); });
+  run({config->gridDim, config->blockDim, cluster}, [&] { kernel(params); });
   return cudaSuccess;
 }
 
@@ -94,7 +96,8 @@ T exchange(uint32_t mask, T value, Source&& source) {
         for (int lane = 0; lane < 32; ++lane) {
           if (!(present >> lane & 1)) continue;
           auto& to = *static_cast<Mine*>(given[lane]);
-          if (to.from >= 0 && to.from < 32 && present >> to.from & 1) to.got = static_cast<Mine*>(given[to.from])->value;
+          if (to.from >= 0 && to.from < 32 && present >> to.from & 1)
+            to.got = static_cast<Mine*>(given[to.from])->value;
         }
       },
       "a shuffle");
@@ -113,11 +116,13 @@ T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
 }
 template <typename T>
 T __shfl_xor_sync(unsigned mask, T value, int with, int width = 32) {
-  return emulator::exchange(mask, value, [&](int lane) { return (lane ^ with) / width == lane / width ? lane ^ with : -1; });
+  return emulator::exchange(mask, value,
+                            [&](int lane) { return (lane ^ with) / width == lane / width ? lane ^ with : -1; });
 }
 template <typename T>
 T __shfl_down_sync(unsigned mask, T value, int by, int width = 32) {
-  return emulator::exchange(mask, value, [&](int lane) { return (lane + by) / width == lane / width ? lane + by : -1; });
+  return emulator::exchange(mask, value,
+                            [&](int lane) { return (lane + by) / width == lane / width ? lane + by : -1; });
 }
 template <typename T>
 T __shfl_up_sync(unsigned mask, T value, int by, int width = 32) {
@@ -133,16 +138,26 @@ inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst
 inline void __threadfence_block() {}
 
 template <typename T>
-T __ldg(const T* pointer) { return *pointer; }
+T __ldg(const T* pointer) {
+  return *pointer;
+}
 template <typename T>
-T __ldcg(const T* pointer) { return *const_cast<const volatile T*>(pointer); }
+T __ldcg(const T* pointer) {
+  return *const_cast<const volatile T*>(pointer);
+}
 template <>
-inline float4 __ldcg(const float4* pointer) { return *pointer; }
+inline float4 __ldcg(const float4* pointer) {
+  return *pointer;
+}
 template <>
-inline float2 __ldcg(const float2* pointer) { return *pointer; }
+inline float2 __ldcg(const float2* pointer) {
+  return *pointer;
+}
 
 template <typename T>
-T atomicAdd(T* pointer, std::type_identity_t<T> value) { return std::atomic_ref<T>(*pointer).fetch_add(value); }
+T atomicAdd(T* pointer, std::type_identity_t<T> value) {
+  return std::atomic_ref<T>(*pointer).fetch_add(value);
+}
 
 inline float __uint_as_float(unsigned x) { return std::bit_cast<float>(x); }
 inline unsigned __float_as_uint(float x) { return std::bit_cast<unsigned>(x); }

@@ -21,11 +21,15 @@ inline void come_to(int id, int threads, bool wait) {
 }
 
 template <int kThreads>
-void sync_barrier(int id) { come_to(id, kThreads, true); }
+void sync_barrier(int id) {
+  come_to(id, kThreads, true);
+}
 inline void sync_barrier(int id, int threads) { come_to(id, threads, true); }
 
 template <int kThreads>
-void arrive_at_barrier(int id) { come_to(id, kThreads, false); }
+void arrive_at_barrier(int id) {
+  come_to(id, kThreads, false);
+}
 
 // The state: how many threads arrive in each phase, how many have yet to arrive, how many bytes have yet to come, and
 // the parity of the phase.

@@ -72,7 +72,8 @@ inline void move_matrices(uint32_t (&r)[4], uint32_t address, bool transposed, b
         for (int i = 0; i < 4; ++i) {
           for (int row = 0; row < 8; ++row) {
             char* line = emulator::shared_pointer(static_cast<Mine*>(given[8 * i + row])->address);
-            if (reinterpret_cast<uintptr_t>(line) % 16 != 0) emulator::fail("ldmatrix at an address that is not aligned");
+            if (reinterpret_cast<uintptr_t>(line) % 16 != 0)
+              emulator::fail("ldmatrix at an address that is not aligned");
             for (int col = 0; col < 8; ++col) {
               const int lane_row = transposed ? col : row, lane_col = transposed ? row : col;
               const int lane = lane_row * 4 + lane_col / 2;
@@ -115,7 +116,8 @@ inline uint32_t transpose_matrix(uint32_t r) {
 }
 
 inline void add_global(float* address, float a, float b, float c, float d) {
-  if (reinterpret_cast<uintptr_t>(address) % 16 != 0) emulator::fail("red.global.add.v4 at an address that is not aligned");
+  if (reinterpret_cast<uintptr_t>(address) % 16 != 0)
+    emulator::fail("red.global.add.v4 at an address that is not aligned");
   const float values[4] = {a, b, c, d};
   for (int i = 0; i < 4; ++i) atomicAdd(address + i, values[i]);
 }

@@ -28,7 +28,9 @@ struct Operand {
       : start((descriptor & 0x3FFF) << 4),
         page_bytes((descriptor >> 16 & 0x3FFF) << 4),
         group_bytes((descriptor >> 32 & 0x3FFF) << 4),
-        row_bytes(descriptor >> 62 == 1 ? 128 : descriptor >> 62 == 2 ? 64 : 32),
+        row_bytes(descriptor >> 62 == 1   ? 128
+                  : descriptor >> 62 == 2 ? 64
+                                          : 32),
         chunks(row_bytes / 16 - 1),
         along_rows(along_rows),
         shared(emulator::current->block->shared) {}
