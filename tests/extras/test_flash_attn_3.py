@@ -532,7 +532,7 @@ def torch_fa3():
 
 
 def test_torch_dense(torch_fa3, problem):
-    """What scaled_dot_product_attention calls after activate_flash_attention_impl("FA3"), behind its tests for a GPU."""
+    """What PyTorch's attention calls after activate_flash_attention_impl("FA3"), behind its test of the GPU."""
     q, k, v, dout, (out, lse, *grads) = problem
     target = torch.empty(2, 4, 40, 64, dtype=q.dtype, device=q.device).transpose(1, 2)
     found, found_lse = torch_fa3._fa3_run_forward(q, k, v, None, None, 40, 33, None, True, None, None, None, target)
@@ -600,6 +600,7 @@ def test_transformers_finds_the_functions(transformers_fa3):
 MODELS = {
     "Llama": ("Llama", {}),
     "Mistral, window": ("Mistral", dict(sliding_window=5)),
+    # For this one, transformers itself takes s_aux from FlashAttention-3 of its hub only.
     "gpt-oss, sinks": ("GptOss", dict(sliding_window=8, num_local_experts=2, num_experts_per_tok=1, head_dim=16)),
 }
 

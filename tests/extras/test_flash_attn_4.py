@@ -260,6 +260,9 @@ def test_other_refusals(device):
         fa4.get_scheduler_metadata(4, 4, 4, 4, 64, 1)
     with pytest.raises(ValueError, match="lse must have shape"):
         fa4._flash_attn_fwd(q, k, v, lse=torch.empty(1, 4, 5, device=device))
+    lse = torch.zeros(1, 4, 4, device=device)
+    with pytest.raises(ValueError, match="dlse must have shape"):
+        fa4._flash_attn_bwd(q, k, v, q, q, lse, dlse=lse[:, :1])
 
 
 @pytest.mark.parametrize(
@@ -304,20 +307,25 @@ def torch_fa4(monkeypatch):
     return module
 
 
+def torch_forward(module, *tensors, **arguments):
+    """PyTorch's call of the forward, with those arguments that this PyTorch has."""
+    known = inspect.signature(module._fa4_run_forward).parameters
+    return module._fa4_run_forward(*tensors, **{x: arguments.get(x) for x in list(known)[3:]})
+
+
 def test_torch_dense(torch_fa4, device):
-    """What scaled_dot_product_attention calls after activate_flash_attention_impl("FA4"), behind its tests for a GPU."""
+    """What PyTorch's attention calls after activate_flash_attention_impl("FA4"), behind its test of the GPU."""
     *inputs, dout = WIDE.tensors(device)
     dlse = torch.zeros(2, 4, 33, device=device)
     out, lse, *grads = run(
         lambda *x: flash_attn.flash_attn_func(*x, causal=True, deterministic=True, return_lse=True), inputs, dout, dlse
     )
     target = torch.empty_like(out)
-    parameters = inspect.signature(torch_fa4._fa4_run_forward).parameters
-    given = dict(out=target) if "out" in parameters else {}
-    found = torch_fa4._fa4_run_forward(*inputs, None, None, 33, 65, None, True, -1, -1, None, **given)
+    arguments = dict(cu_seq_q=None, cu_seq_k=None, max_q=33, max_k=65, scale=None, is_causal=True)
+    found = torch_forward(torch_fa4, *inputs, **arguments, window_size_left=-1, window_size_right=-1, out=target)
     assert_all_equal(found, (out, lse))
-    assert not given or found[0] is target
-    assert_all_equal(torch_fa4._fa4_run_backward(dout, *inputs, out, lse, None, None, None, True, -1, -1, True), grads)
+    grads_of_torch = torch_fa4._fa4_run_backward(dout, *inputs, out, lse, None, None, None, True, -1, -1, True)
+    assert_all_equal(grads_of_torch, grads)
 
 
 def test_torch_varlen(torch_fa4, device):
@@ -328,7 +336,8 @@ def test_torch_varlen(torch_fa4, device):
         lambda *x: flash_attn.flash_attn_varlen_func(*x, *bounds, 40, 50, **options),
         (q, k, v), dout, torch.zeros(4, 60, device=device),
     )  # fmt: skip
-    found = torch_fa4._fa4_run_forward(q, k, v, *bounds, 40, 50, 0.2, False, 9, 0, None)
+    arguments = dict(zip(("cu_seq_q", "cu_seq_k", "max_q", "max_k"), (*bounds, 40, 50)), scale=0.2, is_causal=False)
+    found = torch_forward(torch_fa4, q, k, v, **arguments, window_size_left=9, window_size_right=0)
     assert_all_equal(found, (out, lse))
     assert_all_equal(torch_fa4._fa4_run_backward(dout, q, k, v, out, lse, *bounds, 0.2, False, 9, 0, True), grads)
 
