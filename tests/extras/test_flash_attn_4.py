@@ -307,39 +307,36 @@ def torch_fa4(monkeypatch):
     return module
 
 
-def torch_forward(module, *tensors, **arguments):
-    """PyTorch's call of the forward, with those arguments that this PyTorch has."""
-    known = inspect.signature(module._fa4_run_forward).parameters
-    return module._fa4_run_forward(*tensors, **{x: arguments.get(x) for x in list(known)[3:]})
+def called(function, **arguments):
+    """Call a function of PyTorch with those arguments that it has in this version; others are None."""
+    return function(**{name: arguments.get(name) for name in inspect.signature(function).parameters})
 
 
-def test_torch_dense(torch_fa4, device):
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
+def test_torch(packed, torch_fa4, device):
     """What PyTorch's attention calls after activate_flash_attention_impl("FA4"), behind its test of the GPU."""
-    *inputs, dout = WIDE.tensors(device)
-    dlse = torch.zeros(2, 4, 33, device=device)
-    out, lse, *grads = run(
-        lambda *x: flash_attn.flash_attn_func(*x, causal=True, deterministic=True, return_lse=True), inputs, dout, dlse
-    )
-    target = torch.empty_like(out)
-    arguments = dict(cu_seq_q=None, cu_seq_k=None, max_q=33, max_k=65, scale=None, is_causal=True)
-    found = torch_forward(torch_fa4, *inputs, **arguments, window_size_left=-1, window_size_right=-1, out=target)
-    assert_all_equal(found, (out, lse))
-    grads_of_torch = torch_fa4._fa4_run_backward(dout, *inputs, out, lse, None, None, None, True, -1, -1, True)
-    assert_all_equal(grads_of_torch, grads)
+    case = Case(batch=1, seqlen_q=60, seqlen_k=80, heads_k=2)
+    q, k, v, dout = (x[0] for x in case.tensors(device)) if packed else WIDE.tensors(device)
+    bounds = (cumulative([20, 40], device), cumulative([30, 50], device)) if packed else (None, None)
+    lengths = (40, 50) if packed else (33, 65)
 
+    def ours(*x):
+        options = dict(causal=True, softmax_scale=0.2, deterministic=True, return_lse=True)
+        if packed:
+            return flash_attn.flash_attn_varlen_func(*x, *bounds, *lengths, **options)
+        return flash_attn.flash_attn_func(*x, **options)
 
-def test_torch_varlen(torch_fa4, device):
-    q, k, v, dout = (x[0] for x in Case(batch=1, seqlen_q=60, seqlen_k=80, heads_k=2).tensors(device))
-    bounds = cumulative([20, 40], device), cumulative([30, 50], device)
-    options = dict(window_size=(9, 0), softmax_scale=0.2, deterministic=True, return_lse=True)
-    out, lse, *grads = run(
-        lambda *x: flash_attn.flash_attn_varlen_func(*x, *bounds, 40, 50, **options),
-        (q, k, v), dout, torch.zeros(4, 60, device=device),
+    out, lse = (x.detach() for x in ours(q, k, v))
+    _, _, *grads = run(ours, (q, k, v), dout, torch.zeros_like(lse))
+    arguments = dict(
+        query=q, key=k, value=v, cu_seq_q=bounds[0], cu_seq_k=bounds[1], max_q=lengths[0], max_k=lengths[1], scale=0.2,
+        is_causal=True, window_size_left=-1, window_size_right=-1,
     )  # fmt: skip
-    arguments = dict(zip(("cu_seq_q", "cu_seq_k", "max_q", "max_k"), (*bounds, 40, 50)), scale=0.2, is_causal=False)
-    found = torch_forward(torch_fa4, q, k, v, **arguments, window_size_left=9, window_size_right=0)
-    assert_all_equal(found, (out, lse))
-    assert_all_equal(torch_fa4._fa4_run_backward(dout, q, k, v, out, lse, *bounds, 0.2, False, 9, 0, True), grads)
+    target = torch.empty_like(out)
+    assert_all_equal(called(torch_fa4._fa4_run_forward, **arguments, out=target), (out, lse))
+    assert torch.equal(target, out)
+    arguments |= dict(grad_out=dout, out=out, logsumexp=lse, deterministic=True)
+    assert_all_equal(called(torch_fa4._fa4_run_backward, **arguments), grads)
 
 
 def test_transformers_finds_the_functions(monkeypatch):
