@@ -414,7 +414,7 @@ def _known(
             if (ranges := masks.from_bool(keep)) is None:
                 return None
             if pattern == _Pattern() and ranges.shape[-1] == 2 and not ranges[:, 0].any():
-                return Seen(seqused_k=ranges[:, 1])
+                return Seen(seqused_k=ranges[:, 1].contiguous())
             ranges = ranges[:, None, None]
     if ids is not None or positions is not None:
         if ranges is not None or chunk is not None or (seqlen_q, shift) != (seqlen_k, 0):
@@ -433,7 +433,7 @@ def _known(
         # Attention aligns the last row with the last key that is used.
         if right == 0 and not (isinstance(shift, int) and not 0 <= shift <= seqlen_k - seqlen_q):
             used = shift + seqlen_q
-            seqused_k = torch.as_tensor(used, dtype=torch.int32, device=device).expand(batch)
+            seqused_k = torch.as_tensor(used, dtype=torch.int32, device=device).repeat(batch)
         else:
             start = torch.zeros_like(query) if left is None else query - left
             end = torch.full_like(query, seqlen_k) if right is None else query + right + 1
