@@ -67,6 +67,7 @@ class Activated:
             self._library.impl(function.__name__, function)
 
     def remove(self) -> None:
+        """Give the operators back to torch."""
         self._library = None
 
 

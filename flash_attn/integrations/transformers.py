@@ -12,8 +12,9 @@ see no key: they give 0 here, and a mean of hidden values there.
 Masks that transformers builds itself (causal, sliding windows, chunks, packed sequences, padding) are known by the
 functions that they consist of, and cost memory that grows with the sequence. Any other is evaluated by transformers,
 in blocks of rows, at most 2^24 bools at once, and becomes one or two ranges of keys for each row. If some row needs
-more than two, or if torch.compile traces the mask of a padded batch, the mask is held whole: (batch, 1, seqlen_q,
-seqlen_k) bools.
+more than two, the mask is held whole: (batch, 1, seqlen_q, seqlen_k) bools. So it is where torch.compile traces the
+making of the mask, unless that is causal or full and the batch has no padding: masks that are made before, as by
+`generate`, keep their form.
 """
 
 import inspect
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from flash_attn import masks
+from flash_attn import _library, masks
 from flash_attn._errors import ArgumentError
 from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
@@ -114,8 +115,7 @@ def attention(
         raise ArgumentError('output_attentions must be false, since no weights are held: use "eager" to see them')
     if cache is not None:
         raise ArgumentError("cache must be None, since a paged cache needs transformers' own attention functions")
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
+    if (dtype := _library.autocast_dtype(query)) is not None:
         query, key, value = (x.to(dtype) for x in (query, key, value))
     if isinstance(attention_mask, Mask):
         seen = attention_mask.seen
@@ -187,6 +187,7 @@ class Documents(NamedTuple):
     max_seqlen_k: int | Tensor | None
 
     def bounds(self) -> dict[str, Any]:
+        """The arguments, with the longest sequences where they were not given."""
         longest = {
             "max_seqlen_q": self.cu_seqlens_q.diff().max() if self.max_seqlen_q is None else self.max_seqlen_q,
             "max_seqlen_k": self.cu_seqlens_k.diff().max() if self.max_seqlen_k is None else self.max_seqlen_k,
@@ -346,6 +347,12 @@ class _Pattern(NamedTuple):
 
 def _pattern(function: Callable) -> _Pattern | None:
     """The pattern of a mask function, if transformers made it of functions that are known here."""
+    if torch.compiler.is_compiling():  # which cannot look into closures
+        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+        if function is causal_mask_function:
+            return _Pattern(right=0)
+        return _Pattern() if function is bidirectional_mask_function else None
     kind = _known_functions().get(getattr(function, "__code__", None))
     if kind is None:
         return None
