@@ -19,6 +19,7 @@ making of the mask, unless that is causal or full and the batch has no padding: 
 
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_f
 __all__ = ["Mask", "attention", "mask", "register"]
 
 _BLOCK = 2**24  # elements of a mask that are evaluated at once
+_OWN: dict[type, str | None] = {}  # what `_attention_of_its_own` has found
 
 
 def register(name: str = "fused_attention") -> str:
@@ -273,7 +275,7 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: Callable | None = None, attention_mask: "Tensor | Mask | None" = None, *,
     allow_is_causal_skip: bool = True, use_vmap: bool = False,
-    device: torch.device | str = "cpu", **_: Any,
+    device: torch.device | str = "cpu", config: Any = None, **_: Any,
 ) -> Mask | None:  # fmt: skip
     """What a kind of layer sees, as transformers asks for it once in a forward pass.
 
@@ -286,13 +288,22 @@ def mask(
             Or a result of this function, which is returned.
         allow_is_causal_skip: whether None may stand for a plain causal mask.
         use_vmap: evaluate mask_function position by position.
+        config: the configuration of the model that asks.
 
     Returns:
         None if `attention` would see the same without a mask, else a `Mask`, exactly what mask_function and
         attention_mask say.
+
+    Raises:
+        ValueError: the model computes attention in code of its own, which would take the mask for another one.
     """
     if isinstance(attention_mask, Mask):
         return attention_mask
+    if (own := _attention_of_its_own(type(config))) is not None:
+        raise ArgumentError(
+            f"attn_implementation must be what {type(config).__name__} is made for, since {own} does not go through "
+            'transformers\' AttentionInterface: use "eager"'
+        )
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = causal_mask_function if mask_function is None else mask_function
@@ -312,6 +323,24 @@ def mask(
         if seen[:2] == (is_causal, (-1, 0 if is_causal else -1)) and all(x is None for x in seen[2:]):
             return None
     return Mask(_evaluated(evaluate, shape) if seen is None else seen, evaluate, shape, device)
+
+
+@torch.compiler.assume_constant_result
+def _attention_of_its_own(config: type) -> str | None:
+    """The name of a class that computes attention in a module of a model that knows no attention interface."""
+    if config not in _OWN:
+        package = config.__module__.rpartition(".")[0]
+        _OWN[config] = next(
+            (
+                own
+                for name, module in list(sys.modules.items())
+                if name.startswith(f"{package}.modeling_") and not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+                for own, value in vars(module).items()
+                if "Attention" in own and isinstance(value, type) and value.__module__ == name
+            ),
+            None,
+        )
+    return _OWN[config]
 
 
 def _evaluated(evaluate: Callable[..., Tensor], shape: tuple[int, ...]) -> Seen:

@@ -509,6 +509,19 @@ def test_models(name, padding, device, monkeypatch):
         check_close(key, ours[2][key], gradient, eager[2][key], scale)
 
 
+@pytest.mark.parametrize("padding", PADDED)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bert"])  # experts would be chosen by rounding
+def test_models_in_bfloat16(name, padding, device):
+    model = model_of(name, device).to(torch.bfloat16)
+    batch, read = batch_of(name, padding, device)
+    results = []
+    for implementation, dtype in ((NAME, torch.bfloat16), ("eager", torch.bfloat16), ("exact", torch.float64)):
+        model.to(dtype).set_attn_implementation(implementation)
+        results.append(model(**batch).logits[read].detach())
+    ours, eager, exact = results
+    assert_error_ratio(ours, exact, eager)
+
+
 def check_close(name, ours, exact, eager, scale):
     """Also that eager is close, so that the bound of ours, twice its error, means something."""
     ours, exact, eager = (x / scale for x in (ours, exact, eager))
@@ -531,3 +544,49 @@ def test_generation(name, cache, device):
             cache_implementation=cache, disable_compile=True,
         )  # fmt: skip
     assert torch.equal(tokens["eager"], tokens[NAME])
+
+
+def test_images(device):
+    """Tokens of an image see each other in both directions, within a window and without."""
+    text = {**DECODER, **WINDOW_THEN_FULL}
+    vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 16, "patch_size": 8}, mm_tokens_per_image=4,
+        image_token_index=30, boi_token_index=29, eoi_token_index=28,
+    )  # fmt: skip
+    model = transformers.AutoModelForImageTextToText.from_config(config).to(device).eval()
+    input_ids = torch.randint(3, 28, (2, 12))
+    input_ids[0, 4:8] = input_ids[1, 1:5] = 30
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[0, :2] = 0
+    batch = {
+        "input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": (input_ids == 30).long(),
+        "pixel_values": torch.randn(2, 3, 16, 16),
+    }  # fmt: skip
+    batch = {key: x.to(device) for key, x in batch.items()}
+    results = []
+    for implementation, dtype in ((NAME, torch.float32), ("exact", torch.float64), ("eager", torch.float32)):
+        model.to(dtype).set_attn_implementation(implementation)
+        results.append(model(**{**batch, "pixel_values": batch["pixel_values"].to(dtype)}).logits[attention_mask > 0])
+    check_close("logits", *results, scale=results[1].abs().max())
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", ["mistral", "bert"])
+def test_compiled_models(name, padding, device):
+    """In one graph, masks included."""
+    model = model_of(name, device)
+    batch, read = batch_of(name, padding, device)
+    results = []
+    for implementation, dtype in ((NAME, torch.float32), ("exact", torch.float64), ("eager", torch.float32)):
+        model.to(dtype).set_attn_implementation(implementation)
+        called = torch.compile(model, backend="eager", fullgraph=True) if implementation == NAME else model
+        results.append(called(**batch).logits[read])
+    check_close("logits", *results, scale=results[1].abs().max())
+
+
+def test_models_with_attention_of_their_own(device):
+    config = transformers.BloomConfig(vocab_size=8, hidden_size=16, n_layer=1, n_head=2)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).to(device)
+    with pytest.raises(ValueError, match=r"BloomConfig is made for, since BloomAttention .* use \"eager\""):
+        model(torch.ones(1, 3, dtype=torch.long, device=device))
