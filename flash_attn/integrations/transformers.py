@@ -237,6 +237,10 @@ class Mask:
         seen = _mapped(lambda x: x.to(args[0]), Tensor, self.seen)
         return Mask(seen, lambda: self.dense().to(args[0]), self.shape, args[0])
 
+    def contiguous(self) -> "Mask":
+        """This mask, which `generate` asks for before it hands masks to a compiled model."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)

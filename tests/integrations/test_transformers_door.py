@@ -56,7 +56,12 @@ FUNCTIONS = {
     "window on both sides": sliding_window_bidirectional_mask_function(2),
     "chunks": chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.long)),
     "chunks after padding": chunked_causal_mask_function(4, torch.tensor([0, 3])),
-    "chunks and a window": and_masks(chunked_causal_mask_function(4, torch.tensor([0, 3])), every_other_key),
+    "chunks and a window": and_masks(
+        chunked_causal_mask_function(4, torch.tensor([0, 3])), masking_utils.sliding_window_overlay(3)
+    ),
+    "chunks of two sizes": and_masks(
+        chunked_causal_mask_function(4, torch.tensor([0, 3])), chunked_causal_mask_function(6, torch.tensor([0, 0]))
+    ),
     "images": or_masks(causal_mask_function, masking_utils.blockwise_overlay(IMAGES)),
     "images in a window": or_masks(
         sliding_window_causal_mask_function(3), masking_utils.blockwise_overlay(IMAGES)
@@ -102,6 +107,7 @@ def as_bool(seen, shape):
     batch, _, seqlen_q, seqlen_k = shape
     used = torch.full((batch,), seqlen_k) if seen.seqused_k is None else seen.seqused_k
     rows = []
+    assert ((used >= 0) & (used <= seqlen_k)).all()
     for length in used.tolist():
         keep = oracle.allowed_keys(seqlen_q, length, seen.causal, seen.window_size, torch.device("cpu"))
         rows.append(torch.nn.functional.pad(keep, (0, seqlen_k - length)))
@@ -130,9 +136,12 @@ def test_masks_are_those_of_transformers(function, size, padding):
     for skip in (False, True):
         mask = door.mask(**arguments, allow_is_causal_skip=skip)
         assert skip or mask is not None
-        if mask is None:
-            mask = door.Mask(door._without_mask(q_length > 1, None), None, expected.shape, "cpu")
-        assert torch.equal(as_bool(mask.seen, expected.shape), expected)
+        if mask is None:  # row i sees the keys 0 to i, and a single row all
+            seen = torch.ones(expected.shape, dtype=torch.bool)
+            seen = seen.tril() if q_length > 1 else seen
+        else:
+            seen = as_bool(mask.seen, expected.shape)
+        assert torch.equal(seen, expected)
 
 
 FORMS = {  # what layers are given: the arguments that are not None, and the window
@@ -195,7 +204,7 @@ def test_masks_are_tensors_where_a_model_treats_them_so():
     ):  # fmt: skip
         assert torch.equal(function(mask), function(dense))
     assert door.mask(BATCH, SEQLEN, SEQLEN, attention_mask=mask) is mask
-    assert isinstance(mask.to("cpu"), door.Mask)
+    assert isinstance(mask.to("cpu"), door.Mask) and mask.contiguous() is mask
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -531,8 +540,9 @@ def check_close(name, ours, exact, eager, scale):
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", GENERATING)
-def test_generation(name, cache, device):
-    """Greedy, with a cache, of a batch with padding on the left: eager's tokens."""
+def test_generation(name, cache, device, monkeypatch):
+    """Greedy, with a cache, of a batch with padding on the left: eager's tokens, and no mask as a tensor."""
+    monkeypatch.setattr(door.Mask, "dense", lambda self: pytest.fail("a mask became a tensor"))
     model = model_of(name, device)
     attention_mask = torch.tensor(PADDED["left"], device=device)
     input_ids = torch.randint(3, 32, attention_mask.shape, device=device)
