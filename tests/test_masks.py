@@ -135,5 +135,5 @@ def test_ranges_of_a_mask():
     assert masks.from_bool(masks_of_six[count == 3]) is None
     for shape in ((2, 0), (0, 3)):
         assert masks.from_bool(torch.ones(shape, dtype=torch.bool)).tolist() == [[0, 0]] * shape[0]
-    with pytest.raises(TypeError, match="keep must have dtype torch.bool, found torch.float32"):
+    with pytest.raises(TypeError, match=r"keep must have dtype torch\.bool, found torch\.float32"):
         masks.from_bool(torch.ones(3, 3))

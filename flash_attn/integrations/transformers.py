@@ -139,7 +139,7 @@ def attention(
         "softcap": softcap or 0.0, "learnable_sink": s_aux,
     }  # fmt: skip
     if documents is not None:
-        if bias is None and ranges is None and sinks is None:
+        if bias is None and ranges is None and sinks is None and seen.seqused_k is None:
             tokens, keys, values = (x.flatten(0, 1) for x in (q, k, v))
             out = flash_attn_varlen_func(tokens, keys, values, **documents.bounds(), **common)
             return out.unflatten(0, q.shape[:2]), None
