@@ -750,7 +750,7 @@ class _Attention(torch.autograd.Function):
         def again(q, k, v):
             return _fwd_composite(q, k, v, *options)
 
-        return *autograd.first_or_second(again, first, (dout, dlse), (q, k, v)), None
+        return *autograd.first_or_second(first, autograd.gradients_of(again, 2), dout, dlse, q, k, v), None
 
 
 _NUM_SCORES = len(Options._fields) - len(Options._field_defaults)

@@ -244,7 +244,8 @@ class _Attention(torch.autograd.Function):
         def again(q, k, v, sink, bias):
             return _fwd_composite(q, k, v, sink, bias, *arguments)[:2]
 
-        return *autograd.first_or_second(again, first, (dout, dlse), (q, k, v, sink, bias)), None
+        second = autograd.gradients_of(again, 2)
+        return *autograd.first_or_second(first, second, dout, dlse, q, k, v, sink, bias), None
 
 
 _TERMS = "Tensor? learnable_sink, Tensor? attn_bias"
