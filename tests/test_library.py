@@ -301,9 +301,6 @@ def test_autograd_does_not_look_into_an_op_that_writes(device):
     assert not torch.equal(first.detach(), before)
 
 
-# Second derivatives.
-
-
 def test_a_gradient_that_owes_nothing_to_its_inputs_is_constant(device):
     """The gradient of a product with a weight depends on the weight alone, which here has no gradient."""
     x = torch.randn(5, 64, device=device, requires_grad=True)
