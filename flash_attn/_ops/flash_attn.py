@@ -748,12 +748,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options):
-        out, softmax_lse = fwd.below_autograd(q, k, v, *options)
+        out, kept_out, softmax_lse = with_features.with_kept_out(fwd, (q, k, v), options)
         tensors, ctx.others = (), options
         if len(options) > _NUM_SCORES:  # the first options are numbers
             tensors = [x if isinstance(x, Tensor) else None for x in options]
             ctx.others = [x if tensor is None else None for x, tensor in zip(options, tensors, strict=True)]
-        ctx.save_for_backward(q, k, v, out, softmax_lse, *tensors)
+        ctx.save_for_backward(q, k, v, kept_out, softmax_lse, *tensors)
         ctx.set_materialize_grads(False)
         return out, softmax_lse
 
@@ -764,7 +764,7 @@ class _Attention(torch.autograd.Function):
         if tensors:
             options = [x if tensor is None else tensor for x, tensor in zip(options, tensors, strict=True)]
         if dout is None:
-            dout = torch.zeros_like(out)
+            dout = torch.zeros_like(out, dtype=q.dtype)
 
         def first(dout, dlse, q, k, v):
             grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
@@ -774,7 +774,7 @@ class _Attention(torch.autograd.Function):
         def again(q, k, v):
             return _fwd_composite(q, k, v, *options)
 
-        return *autograd.first_or_second(again, first, (dout, dlse), (q, k, v)), None
+        return *autograd.first_or_second(first, autograd.gradients_of(again, 2), dout, dlse, q, k, v), None
 
 
 _NUM_SCORES = len(Options._fields) - len(Options._field_defaults)
