@@ -62,7 +62,8 @@ format: $(VENV)/for-lint ## rewrite all files in that style
 	$(if $(CUDA_FILES),$(VENV)/bin/clang-format -i $(CUDA_FILES))
 
 clean: ## remove everything that was made here, but not the runs, data and checkpoints in training/
-	rm -rf $(VENV) build demo dist *.egg-info flash_attn/_kernels.so .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build demo dist *.egg-info extras/*/build extras/*/*.egg-info flash_attn/_kernels.so
+	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The environment: Python, PyTorch and this package in place; then what a command needs besides (extras of

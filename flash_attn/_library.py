@@ -118,6 +118,18 @@ def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
     return contextlib.nullcontext() if autocast_dtype(x) is None else torch.autocast(x.device.type, enabled=False)
 
 
+def has_tangent(args: Sequence[Any]) -> bool:
+    """Whether one of the arguments is a tensor with a tangent of forward mode."""
+    return _torch_private.in_forward_mode() and any(
+        isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
+    )
+
+
+def is_transformed(args: Sequence[Any]) -> bool:
+    """Whether forward mode or a transform of torch.func must look into what is computed from the arguments."""
+    return _torch_private.functorch_is_active() or has_tangent(args)
+
+
 class Op:
     """A torch op with its autograd: call it like a function of the schema's arguments, positionally.
 
@@ -158,7 +170,7 @@ class Op:
         return self.below_autograd(*args)
 
     def _apply(self, args):
-        if self.composite is not None and (_torch_private.functorch_is_active() or self._has_tangent(args)):
+        if self.composite is not None and is_transformed(args):
             return self.composite(*args)
         # apply looks for tensors in each of its arguments: a tuple of those without gradients saves time.
         apply = self.autograd.apply if _torch_private.functorch_is_active() else self.apply
@@ -180,7 +192,7 @@ class Op:
 
         Raises NotImplementedError in forward mode, where the bare op would drop the tangent.
         """
-        if _torch_private.in_forward_mode() and self._has_tangent(args):
+        if has_tangent(args):
             if self.composite is not None:
                 return True
             self._refuse_tangents(args)
@@ -189,11 +201,6 @@ class Op:
                 if x is not None and x.requires_grad:
                     return True
         return False
-
-    def _has_tangent(self, args):
-        return _torch_private.in_forward_mode() and any(
-            isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
-        )
 
     def _refuse_tangents(self, args):
         for argument, value in zip(self.arguments, args, strict=False):

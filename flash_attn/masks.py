@@ -5,7 +5,8 @@
 
 A row sees the keys from start to end - 1, and with four numbers also those from start2 to end2 - 1. The ranges are
 intersected with every other mask of the call, so `causal=True` makes any of them causal. Unless they say otherwise, the
-builders return int32 (1, 1, seqlen_q, 2) on the device of their tensors; they read no tensor, and break no graph.
+builders return int32 (1, 1, seqlen_q, 2) on the device of their tensors; they read no tensor, and break no graph, but
+for `from_bool`.
 
 For packed tokens, (heads or 1, total_q, 2 or 4), pass `ranges[0]` of an entry, or concatenate those of several along
 the rows: keys count from the first one of each entry.
@@ -20,6 +21,7 @@ __all__ = [
     "chunks",
     "document_ids",
     "documents",
+    "from_bool",
     "image_groups",
     "prefix_lm",
     "sink_and_window",
@@ -197,6 +199,38 @@ def to_bool(key_ranges: Tensor, seqlen_k: int) -> Tensor:
     key = torch.arange(seqlen_k, device=key_ranges.device)
     bounds = key_ranges.unsqueeze(-1).unflatten(-2, (-1, 2))  # (.., seqlen_q, 1 or 2, 2, 1)
     return ((key >= bounds[..., 0, :]) & (key < bounds[..., 1, :])).any(-2)
+
+
+def from_bool(keep: Tensor) -> Tensor | None:
+    """Returns the ranges that stand for a mask, the inverse of `to_bool`; None if some row needs more than two.
+
+    It waits for the device, since the answer depends on what the mask holds.
+
+    Arguments:
+        keep: bool (.., seqlen_k), true where a row sees a key.
+
+    Returns:
+        int32 (.., 2), or (.., 4) if some row sees two ranges; or None.
+
+    Example:
+        >>> from_bool(torch.tensor([[True, True, False, True], [False, True, True, False]])).tolist()
+        [[0, 2, 3, 4], [1, 3, 3, 3]]
+    """
+    checks.tensor("keep", keep, dtypes=(torch.bool,))
+    size = keep.shape[-1]
+    if keep.numel() == 0:
+        return keep.new_zeros(*keep.shape[:-1], 2, dtype=torch.int32)
+    before, after = torch.nn.functional.pad(keep, (1, 1)).unfold(-1, size + 1, 1).unbind(-2)
+    edges = torch.stack([after & ~before, before & ~after], -2).byte()  # where ranges start, and where they end
+    runs = int(edges[..., 0, :].sum(-1).max())
+    if runs > 2:
+        return None
+    first = edges.argmax(-1)
+    if runs < 2:
+        return first.int()
+    last = size - edges.flip(-1).argmax(-1)
+    is_one = first[..., :1] == last[..., :1]
+    return torch.cat([first, torch.where(is_one, first[..., 1:], last)], -1).int()
 
 
 def _ranges(start: Tensor, end: Tensor) -> Tensor:

@@ -16,6 +16,49 @@ SIGNATURES = {
         "unpad_input_for_concatenated_sequences": "hidden_states, attention_mask_in_length",
         "pad_input": "hidden_states, indices, batch, seqlen",
     },
+    "flash_attn.cute.interface": {  # of extras/flash-attn-4
+        "flash_attn_func": (
+            "q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None), "
+            "learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, "
+            "score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, "
+            "block_sparse_tensors_bwd=None, return_lse=False"
+        ),
+        "flash_attn_varlen_func": (
+            "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+            "min_seqlen_k=None, seqused_q=None, seqused_k=None, gather_kv_indices=None, page_table=None, "
+            "softmax_scale=None, causal=False, window_size=(None, None), learnable_sink=None, softcap=0.0, "
+            "num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, score_mod_bwd=None, mask_mod=None, "
+            "block_sparse_tensors=None, aux_tensors=None, aux_scalars=None, return_lse=False, "
+            "scheduler_metadata=None, seqlen_k_per_split=None, disable_scheduler_metadata=False"
+        ),
+        "flash_attn_combine": (
+            "out_partial, lse_partial, out=None, out_dtype=None, cu_seqlens=None, seqused=None, "
+            "virtual_batch_idx=None, return_lse=True"
+        ),
+        "get_scheduler_metadata": (
+            "max_seqlen_q, max_seqlen_k, nheads, nheads_kv, headdim, num_splits, headdim_v=None, pack_gqa=None, "
+            "causal=False, window_size_left=None, window_size_right=None, seqlen_k_new=0, cu_seqlens_q=None, "
+            "cu_seqlens_k=None, cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, leftpad_k=None, "
+            "seqlen_k_per_split=None, _arch=None"
+        ),
+        "_flash_attn_fwd": (  # the original has options of its tiles before num_splits
+            "q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+            "max_seqlen_q=None, max_seqlen_k=None, min_seqlen_k=None, page_table=None, softmax_scale=None, "
+            "causal=False, softcap=None, window_size_left=None, window_size_right=None, learnable_sink=None, "
+            "*, num_splits=1, pack_gqa=None, _arch=None, score_mod=None, mask_mod=None, block_sparse_tensors=None, "
+            "return_lse=False, out=None, lse=None, aux_tensors=None, aux_scalars=None, q_descale=None, "
+            "k_descale=None, v_descale=None, gather_kv_indices=None, scheduler_metadata=None, "
+            "seqlen_k_per_split=None, disable_scheduler_metadata=False"
+        ),
+        "_flash_attn_bwd": (  # and here before cu_seqlens_q
+            "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, window_size_left=None, "
+            "window_size_right=None, *, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, "
+            "max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, dv=None, score_mod=None, "
+            "score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, "
+            "dlse=None, learnable_sink=None"
+        ),
+        "_validate_head_dims": "head_dim, head_dim_v, compute_capability, alignment",
+    },
     "flash_attn.flash_attn_interface": {
         "flash_attn_func": (
             "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
@@ -724,6 +767,55 @@ SIGNATURES = {
         "dropout_add_ln_parallel_residual_bwd": (
             "dz0, dz1_, dx_, x, dmask0_, dmask1_, mu, rsigma, gamma0, gamma1_, dropout_p, has_x1, has_residual, "
             "is_rms_norm=False"
+        ),
+    },
+    "flash_attn_interface": {  # of extras/flash-attn-3; s_aux and what is after other * is not the original's
+        "flash_attn_func": (
+            "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
+            "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
+            "sm_margin=0, return_attn_probs=False, *, s_aux=None"
+        ),
+        "flash_attn_varlen_func": (
+            "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None, "
+            "softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
+            "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
+            "sm_margin=0, return_attn_probs=False, *, s_aux=None"
+        ),
+        "flash_attn_qkvpacked_func": (
+            "qkv, softmax_scale=None, causal=False, q_descale=None, k_descale=None, v_descale=None, "
+            "window_size=(-1, -1), attention_chunk=0, softcap=0.0, deterministic=False, num_heads_q=None, "
+            "sm_margin=0, return_attn_probs=False, *, s_aux=None"
+        ),
+        "flash_attn_with_kvcache": (
+            "q, k_cache, v_cache, k=None, v=None, qv=None, rotary_cos=None, rotary_sin=None, cache_seqlens=None, "
+            "cache_batch_idx=None, cache_leftpad=None, page_table=None, cu_seqlens_q=None, cu_seqlens_k_new=None, "
+            "max_seqlen_q=None, rotary_seqlens=None, q_descale=None, k_descale=None, v_descale=None, "
+            "softmax_scale=None, causal=False, window_size=(-1, -1), attention_chunk=0, softcap=0.0, "
+            "rotary_interleaved=True, scheduler_metadata=None, num_splits=0, pack_gqa=None, sm_margin=0, "
+            "return_softmax_lse=False, *, s_aux=None"
+        ),
+        "flash_attn_combine": "out_partial, lse_partial, out=None, out_dtype=None",
+        "get_scheduler_metadata": (
+            "batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, cache_seqlens, "
+            "qkv_dtype=torch.bfloat16, headdim_v=None, cu_seqlens_q=None, cu_seqlens_k_new=None, cache_leftpad=None, "
+            "page_size=None, max_seqlen_k_new=0, causal=False, window_size=(-1, -1), attention_chunk=0, "
+            "has_softcap=False, num_splits=0, pack_gqa=None, sm_margin=0"
+        ),
+        "round_up_headdim": "head_size",
+        "_flash_attn_forward": (
+            "q, k, v, k_new=None, v_new=None, qv=None, out_=None, cu_seqlens_q=None, cu_seqlens_k=None, "
+            "cu_seqlens_k_new=None, seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, "
+            "page_table=None, kv_batch_idx=None, leftpad_k=None, rotary_cos=None, rotary_sin=None, "
+            "seqlens_rotary=None, q_descale=None, k_descale=None, v_descale=None, softmax_scale=None, causal=False, "
+            "window_size_left=-1, window_size_right=-1, attention_chunk=0, softcap=0.0, rotary_interleaved=True, "
+            "scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0, "
+            "*, out=None, window_size=None, s_aux=None"
+        ),
+        "_flash_attn_backward": (
+            "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, sequed_k=None, "
+            "max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, is_causal=False, "
+            "window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0, "
+            "*, causal=None, window_size=None"
         ),
     },
     "flash_attn_2_cuda": {

@@ -149,10 +149,10 @@ def test_top_level_names(name):
 
 
 def test_another_distribution_may_add_subpackages(tmp_path):
-    """flash_attn.cute belongs to a distribution of its own."""
+    """flash_attn.cute belongs to a distribution of its own; the first one on the path is found."""
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     (tmp_path / "flash_attn" / "cute" / "__init__.py").write_text("here = True")
-    code = f"import sys; sys.path.append({str(tmp_path)!r}); import flash_attn.cute; assert flash_attn.cute.here"
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import flash_attn.cute; assert flash_attn.cute.here"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -12,14 +12,15 @@ import torch
 ROOT = pathlib.Path(__file__).parents[1]
 FILES = [
     path.relative_to(ROOT).as_posix()
-    for path in sorted(ROOT.glob("flash_attn/**/*.py"))
+    for path in sorted([*ROOT.glob("flash_attn/**/*.py"), *ROOT.glob("extras/*/**/*.py")])
     if re.search(r"^ +>>> ", path.read_text(encoding="utf-8"), re.MULTILINE)
 ]
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_examples(file):
-    module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+    name = re.sub(r"^extras/[\w-]+/", "", file)
+    module = importlib.import_module(name.removesuffix(".py").replace("/", "."))
     assert not doctest.testmod(module, extraglobs={"torch": torch}).failed
 
 

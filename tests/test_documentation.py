@@ -10,7 +10,11 @@ from flash_attn import models
 from flash_attn.models._family import families
 
 ROOT = pathlib.Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "extras").glob("*/README.md")),
+]
 MATRIX = (ROOT / "docs/support.md").read_text().split("<!-- support matrix")[1].split("\n\n")[0]
 ROWS = [row.strip("|").split("|") for row in MATRIX.splitlines()[3:]]
 OLDER_TYPES = {"RefinedWeb", "RefinedWebModel"}  # as Falcon's first checkpoints have it
@@ -66,7 +70,7 @@ def test_families_of_models():
 
 def test_files_that_pages_name_are_there():
     """Paths in `backticks` with a folder of the repository in front, also with a star."""
-    folders = "benchmarks|compat|csrc|docs|examples|flash_attn|tests|training"
+    folders = "benchmarks|compat|csrc|docs|examples|extras|flash_attn|tests|training"
     for page in PAGES:
         for path in re.findall(rf"`((?:{folders})/[\w./*<>-]+)`", page.read_text()):
             assert "<" in path or list(ROOT.glob(path.rstrip("/"))), f"{page.name} names {path}"

@@ -32,6 +32,11 @@ from flash_attn.flash_attn_interface import (
 NAMED = {
     "one query, one key": Problem(seqlen_q=1, seqlen_k=1),
     "one key": Problem(seqlen_q=64, seqlen_k=1, heads_k=2),
+    "two keys": Problem(seqlen_q=64, seqlen_k=2, heads_k=2),
+    "two keys, large scores": Problem(seqlen_q=64, seqlen_k=2, scale_q=8.0),
+    "two keys, large scores, fp16": Problem(seqlen_q=64, seqlen_k=2, scale_q=8.0, dtype="fp16"),
+    "three keys": Problem(seqlen_q=64, seqlen_k=3, heads_k=2),
+    "three keys, large scores": Problem(seqlen_q=64, seqlen_k=3, scale_q=8.0),
     "head_dim 1": Problem(head_dim=1),
     "head_dim 255": Problem(head_dim=255, seqlen_q=33, seqlen_k=65),
     "head_dim 256, all heads share a key": Problem(head_dim=256, heads=8, heads_k=1),
@@ -629,6 +634,18 @@ def test_large_softcaps_are_exact(seqlen_q, softcap, device):
     exact, plain = (dense_oracle(case, device)(*(x.to(dtype) for x in inputs[:3]))[1] for dtype in
                     (torch.float64, torch.float32))  # fmt: skip
     assert_error_ratio(lse, exact, plain, name="lse")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("alpha", [0.5, 0.7, 1.0, 1.5])
+@pytest.mark.parametrize("seqlen_k", [2, 3, 64, 300])
+def test_gradients_of_rows_with_one_large_weight(seqlen_k, alpha, dtype, device):
+    """Queries are alpha times a key. dS nearly cancels, and delta from a rounded out has up to 12 times the error."""
+    case = Case(seqlen_k=seqlen_k, head_dim=128, dtype=dtype)
+    q, k, v, dout = case.tensors(device)
+    chosen = torch.randint(seqlen_k, (64,), generator=torch.Generator().manual_seed(seqlen_k))
+    q = alpha * k[:, chosen.to(device)] + 0.05 * q
+    check(case, (q, k, v, dout), dense(case, device), dense_oracle(case, device))
 
 
 @pytest.mark.parametrize("softcap", [1e4, 1e5, 1e6])

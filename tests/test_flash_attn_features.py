@@ -6,7 +6,7 @@ import oracle
 import pytest
 import torch
 from cases import Case, cover, params, uncovered
-from compare import assert_same_but_for_rounding
+from compare import assert_error_ratio, assert_same_but_for_rounding
 from features import BIASES, GROUPED, Featured
 
 from flash_attn import (
@@ -360,10 +360,12 @@ def test_compiles_to_one_graph(name, dynamic, device):
 
 @pytest.mark.parametrize("name", ["sink", "sink and bias"])
 def test_compiles_with_inductor(name, device):
+    """The compiler may leave out a rounding to 16 bits between two operations."""
     function, tensors = graph_calls(device)[name]
     compiled = torch.compile(function, fullgraph=True)
-    for one, other in zip(differentiate(compiled, tensors), differentiate(function, tensors), strict=True):
-        torch.testing.assert_close(one, other)
+    exact = differentiate(function, [x.float() for x in tensors])
+    for one, *others in zip(differentiate(compiled, tensors), exact, differentiate(function, tensors), strict=True):
+        assert_error_ratio(one, *others)
 
 
 class Calling(torch.nn.Module):

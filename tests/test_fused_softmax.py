@@ -10,7 +10,6 @@ import pytest
 import torch
 from cases import DTYPES, laid_out, params, sample
 from compare import assert_error_ratio, unavoidable
-from torch.autograd import forward_ad
 
 import fused_softmax_lib
 from flash_attn import fused_softmax
@@ -206,19 +205,6 @@ def test_empty(shape, device):
     y.sum().backward()
     assert y.shape == x.grad.shape == shape
     assert scaled_upper_triang_masked_softmax(x[..., :0, :0], None, 1.0).numel() == 0
-
-
-def test_no_gradient_of_the_gradient(device):
-    x, dy = torch.randn(2, 1, 1, 4, 4, device=device, requires_grad=True)
-    (dx,) = torch.autograd.grad(scaled_masked_softmax(x, None, 1.0), x, dy, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
-
-
-def test_forward_mode_is_refused(device):
-    x = torch.randn(2, 1, 1, 4, 4, device=device)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="must have no tangent"):
-        scaled_masked_softmax(forward_ad.make_dual(*x), None, 1.0)
 
 
 # The module that chooses.

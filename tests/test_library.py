@@ -8,17 +8,11 @@ import warnings
 
 import pytest
 import torch
-from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import flash_attn
 from flash_attn import _build_id, _library, flash_attn_func, flash_attn_with_kvcache
 from flash_attn._ops import fused_softmax, rotary
-from flash_attn.fused_softmax import scaled_masked_softmax
-from flash_attn.losses.cross_entropy import CrossEntropyLoss
-from flash_attn.ops.activations import swiglu
-from flash_attn.ops.fused_dense import FusedDense, FusedMLP
-from flash_attn.ops.triton.layer_norm import layer_norm_fn
+from flash_attn.ops.fused_dense import FusedDense
 
 ROOT = pathlib.Path(__file__).parents[1]
 
@@ -247,29 +241,6 @@ def test_kernels_are_not_rounded_by_autocast(device):
             assert all(torch.equal(x, y) for x, y in zip(plain, call(), strict=True))
 
 
-@pytest.mark.parametrize("transform", ["jvp", "dual"])
-def test_forward_mode_is_refused(transform, device):
-    """Rather than giving zeros."""
-    x = torch.randn(8, 16, device=device)
-
-    def norm(x):
-        return layer_norm_fn(x, x[0], None)
-
-    with pytest.raises(NotImplementedError, match=r"must have no tangent"):
-        if transform == "jvp":
-            torch.func.jvp(norm, (x,), (x,))
-        else:
-            with forward_ad.dual_level():
-                norm(forward_ad.make_dual(x, x))
-
-
-def test_transforms_of_functorch_are_refused(device):
-    """By torch, which would have to see into the op."""
-    x = torch.randn(8, 16, device=device)
-    with pytest.raises(RuntimeError, match="functorch transforms"):
-        torch.func.grad(lambda x: layer_norm_fn(x, x[0], None).sum())(x)
-
-
 def test_forward_mode_is_refused_by_ops_without_gradient(device):
     x, *caches = torch.randn(1, 1, 2, 16, device=device), *torch.zeros(2, 1, 8, 2, 16, device=device)
 
@@ -328,46 +299,6 @@ def test_autograd_does_not_look_into_an_op_that_writes(device):
     table, before = torch.rand(8, 8, device=device), first.detach().clone()
     rotary.rotary_.default(first, table, table, None, 0, None, False, False)
     assert not torch.equal(first.detach(), before)
-
-
-# Second derivatives.
-
-
-def family(name, device):
-    """A differentiable function of x (4, 6, 2, 64)."""
-    weight = torch.randn(64, device=device)
-    if name == "norm":
-        return lambda x: layer_norm_fn(x, weight, None)
-    if name == "mlp":
-        return FusedMLP(64).to(device)
-    if name == "dense":
-        return FusedDense(64, 32).to(device)
-    if name == "swiglu":
-        return lambda x: swiglu(x, x + 1)
-    if name == "cross entropy":
-        labels = torch.arange(48, device=device)
-        return lambda x: CrossEntropyLoss()(x.flatten(0, 2), labels)
-    if name == "softmax":
-        mask = torch.zeros(4, 1, 2, 64, dtype=torch.bool, device=device)
-        return lambda x: scaled_masked_softmax(x.half(), mask, 1.0)
-    raise ValueError(name)
-
-
-@pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("name", ["norm", "mlp", "dense", "swiglu", "cross entropy", "softmax"])
-def test_second_derivatives_are_refused_however_they_are_asked_for(name, checkpointed, device):
-    """They are refused where the incoming gradient is constant, and for tensors earlier in the graph, too."""
-    function = family(name, device)
-    before = torch.randn(4, 6, 2, 64, device=device, requires_grad=True)
-    x = 2 * before
-    out = checkpoint(function, x, use_reentrant=False) if checkpointed else function(x)
-    weights = torch.randn_like(out)
-    (dx,) = torch.autograd.grad((out * weights).sum(), x, create_graph=True)
-    for leaf in (x, before):
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            torch.autograd.grad(dx.square().sum() + before.sum(), leaf, retain_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.square().sum().backward()
 
 
 def test_a_gradient_that_owes_nothing_to_its_inputs_is_constant(device):

@@ -121,3 +121,19 @@ def test_bad_input(name):
     call, error, says = BAD[name]
     with pytest.raises(error, match=says):
         call()
+
+
+def test_ranges_of_a_mask():
+    """All masks of six keys: those of at most two ranges come back, also as rows of one mask."""
+    masks_of_six = torch.tensor(list(itertools.product([False, True], repeat=6)))
+    count = (masks_of_six & ~torch.nn.functional.pad(masks_of_six, (1, 0))[:, :-1]).sum(-1)
+    for most in (1, 2):
+        keep = masks_of_six[count <= most].view(1, 1, -1, 6)
+        ranges = masks.from_bool(keep)
+        assert ranges.dtype == torch.int32 and ranges.shape == (*keep.shape[:-1], 2 * most)
+        assert torch.equal(masks.to_bool(ranges, 6), keep)
+    assert masks.from_bool(masks_of_six[count == 3]) is None
+    for shape in ((2, 0), (0, 3)):
+        assert masks.from_bool(torch.ones(shape, dtype=torch.bool)).tolist() == [[0, 0]] * shape[0]
+    with pytest.raises(TypeError, match=r"keep must have dtype torch\.bool, found torch\.float32"):
+        masks.from_bool(torch.ones(3, 3))

@@ -12,7 +12,7 @@ x, y, dout   of one shape and dtype (but for the halves): fp32, fp16 or bf16, an
 activation   gelu_approx: x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2      silu: x / (1 + exp(-x))
              relu: max(x, 0), with derivative 0 at 0                             sqrelu: max(x, 0)^2
 
-The maths is in fp32. The ops are differentiable in x and y.
+The maths is in fp32. The ops are differentiable in x and y, twice.
 """
 
 import torch
@@ -61,10 +61,17 @@ class _Activation(torch.autograd.Function):
         return fwd(x, y, ctx.activation)
 
     @staticmethod
-    @autograd.once_differentiable
     def backward(ctx, dout):
         x, y = ctx.saved_tensors
-        dx, dy = bwd(dout, x, y, ctx.activation)
+        activation = ctx.activation
+
+        def first(dout, x, y):
+            return bwd(dout, x, y, activation)
+
+        def again(x, y):
+            return (_plain_fwd(x, y, activation),)
+
+        dx, dy = autograd.first_or_second(first, autograd.gradients_of(again, 1), dout, x, y)
         return dx, None if y is None else dy, None
 
 
@@ -76,9 +83,21 @@ class _Gated(torch.autograd.Function):
         return gated_fwd.below_autograd(x, *rest)
 
     @staticmethod
-    @autograd.once_differentiable
     def backward(ctx, dout):
-        return gated_bwd(dout, *ctx.saved_tensors, ctx.activation), None
+        (x,) = ctx.saved_tensors
+        activation = ctx.activation
+
+        def first(dout, x):
+            return (gated_bwd(dout, x, activation),)
+
+        def again(x):
+            return (_plain_gated_fwd(x, activation),)
+
+        return *autograd.first_or_second(first, autograd.gradients_of(again, 1), dout, x), None
+
+
+_plain_fwd = autograd.in_plain_torch(reference.fwd)
+_plain_gated_fwd = autograd.in_plain_torch(reference.gated_fwd)
 
 
 def _new_like(x):
@@ -95,6 +114,7 @@ fwd = _library.define(
     fake=lambda x, *_: _new_like(x),
     autograd=_Activation,
     differentiable=2,
+    composite=_plain_fwd,
 )
 bwd = _library.define(
     "activation_bwd(Tensor dout, Tensor x, Tensor? y, str activation) -> (Tensor dx, Tensor dy)",
@@ -107,6 +127,7 @@ gated_fwd = _library.define(
     fake=lambda x, _: x.new_empty(*x.shape[:-1], x.shape[-1] // 2),
     autograd=_Gated,
     differentiable=1,
+    composite=_plain_gated_fwd,
 )
 gated_bwd = _library.define(
     "gated_bwd(Tensor dout, Tensor x, str activation) -> Tensor",

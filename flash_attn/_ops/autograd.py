@@ -1,9 +1,11 @@
-"""Tools for autograd Functions that have no second derivative."""
+"""Tools for the second derivatives of autograd Functions, or for refusing them."""
 
 import functools
 from collections.abc import Callable, Sequence
 
 import torch
+
+from flash_attn import _library
 
 
 def once_differentiable(backward: Callable) -> Callable:
@@ -30,23 +32,79 @@ def once_differentiable(backward: Callable) -> Callable:
     return wrapper
 
 
-def first_or_second(
-    composite: Callable, first: Callable, incoming: Sequence[torch.Tensor | None], inputs: Sequence[torch.Tensor | None]
-) -> Sequence[torch.Tensor | None]:
-    """The gradients first(*incoming, *inputs) of a function, in such a way that they have derivatives, too.
+def first_or_second(first: Callable, again: Callable, *tensors: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
+    """The gradients first(*tensors), in such a way that they have derivatives, too.
 
-    composite: the same function of `inputs` in operations that autograd knows; it is called only if a second derivative
-        is asked for. Its results that `incoming` has None for have no gradient.
+    tensors: all that the gradients depend on, with their history: incoming gradients and saved tensors.
+    again: the same function in operations that autograd knows; it is called only if a second derivative is asked for.
     """
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return first(*incoming, *inputs)
-    return _Gradients.apply(composite, first, len(incoming), *incoming, *inputs)
+    if not torch.is_grad_enabled():
+        return first(*tensors)
+    if torch.compiler.is_compiling():  # compiled graphs have no second derivatives
+        with torch.no_grad():
+            return first(*tensors)
+    return _Gradients.apply(first, again, *tensors)
+
+
+def gradients_of(composite: Callable, count: int) -> Callable:
+    """A function (*incoming, *inputs) -> gradients of composite(*inputs), of `count` incoming ones, with derivatives.
+
+    Results that have None as incoming gradient have no gradient. An input that requires none gets None.
+    """
+
+    def gradients(*tensors):
+        incoming, inputs = tensors[:count], tensors[count:]
+        results = [(y, dy) for y, dy in zip(composite(*inputs), incoming, strict=True) if dy is not None]
+        wanted = [x for x in inputs if x is not None and x.requires_grad]
+        found = iter(
+            torch.autograd.grad(
+                [y for y, _ in results], wanted, [dy for _, dy in results], create_graph=True, materialize_grads=True
+            )
+        )
+        return [next(found) if x is not None and x.requires_grad else None for x in inputs]
+
+    return gradients
+
+
+def in_plain_torch(function: Callable) -> Callable:
+    """Returns `function`, made of torch's operations, without autocast. On a GPU it warns once that it is slow."""
+
+    @functools.wraps(function)
+    def wrapper(*args):
+        x = next(x for x in args if isinstance(x, torch.Tensor))
+        if _library.is_where_kernels_run(x):
+            _library.warn_once(
+                "flash_attn: layers run as operations of plain torch, slower than the kernels, for a second "
+                "derivative, a tangent or a transform of torch.func"
+            )
+        with _library.without_autocast(x):
+            return function(*args)
+
+    return wrapper
+
+
+def is_transformed(*tensors: torch.Tensor | None) -> bool:
+    """Whether a function of the tensors must consist of torch's operations, for a tangent or a transform of torch.func.
+
+    `Op` asks for itself; functions that call `apply` of an autograd Function must ask.
+    """
+    return not torch.compiler.is_compiling() and _library.is_transformed(tensors)
+
+
+def history(*tensors: torch.Tensor | None) -> torch.Tensor | None:
+    """An empty tensor with the history of all the tensors, or None if no gradient is wanted.
+
+    A backward that has it can refuse a second derivative of tensors whose memory is not kept.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    return torch.cat([x[:0].flatten() for x in tensors if x is not None])
 
 
 class _Gradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, composite, first, count, *tensors):
-        ctx.composite, ctx.count = composite, count
+    def forward(ctx, first, again, *tensors):
+        ctx.again = again
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
         return tuple(first(*tensors))
@@ -54,20 +112,23 @@ class _Gradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *cotangents):
+        needed = ctx.needs_input_grad[2:]
+        leaves = [
+            None if x is None else x.detach().requires_grad_(needs)
+            for x, needs in zip(ctx.saved_tensors, needed, strict=True)
+        ]
         with torch.enable_grad():
-            leaves = [
-                None if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in ctx.saved_tensors
-            ]
-            incoming, inputs = leaves[: ctx.count], leaves[ctx.count :]
-            results = [(y, dy) for y, dy in zip(ctx.composite(*inputs), incoming, strict=True) if dy is not None]
-            wanted = [(x, c) for x, c in zip(inputs, cotangents, strict=True) if c is not None]
-            grads = torch.autograd.grad(
-                [y for y, _ in results], [x for x, _ in wanted], [dy for _, dy in results], create_graph=True,
-                materialize_grads=True,
-            )  # fmt: skip
-        sources = [x for x in leaves if x is not None and x.requires_grad]
-        found = iter(torch.autograd.grad(grads, sources, [c for _, c in wanted], allow_unused=True))
-        return None, None, None, *(next(found) if x is not None and x.requires_grad else None for x in leaves)
+            grads = ctx.again(*leaves)
+        wanted = [
+            (x, c)
+            for x, c in zip(grads, cotangents, strict=True)
+            if c is not None and x is not None and x.requires_grad
+        ]
+        sources = [x for x, needs in zip(leaves, needed, strict=True) if needs]
+        if not wanted:
+            return (None,) * (2 + len(leaves))
+        found = iter(torch.autograd.grad([x for x, _ in wanted], sources, [c for _, c in wanted], allow_unused=True))
+        return None, None, *(next(found) if needs else None for needs in needed)
 
 
 class _Reading:

@@ -97,34 +97,58 @@ def forward(
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], rng_state: Tensor | None = None,
-    **options: Any,
+    softmax_scale: float | None, causal: bool | Tensor, window_size: tuple[int, int], rng_state: Tensor | None = None,
+    dlse: Tensor | None = None, given: with_features.Given | None = None, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
 
     Its shape is (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the rows of
-    entry b start at cu_seqlens_q[b] + 128 b.
+    entry b start at cu_seqlens_q[b] + 128 b. Calls that only the op with features computes return an empty one.
 
-    softmax_lse is used as it is given: a caller that merged several blocks of keys passes the merged one.
+    softmax_lse is used as it is given: a caller that merged several blocks of keys passes the merged one, and one with
+    a sink that which counts it, so that `given` need not hold the sink.
     rng_state: as the forward returned it; needed with dropout, ignored without.
+    dlse: the gradient of softmax_lse; None means 0.
+    given: the arguments of features; None refuses them, and shapes that need them. There is no gradient for a bias.
     options: fields of `Options`; None means the default.
     """
     names = "q", "k", "v"
-    batch, head_dim, _ = _check_qkv(names, q, k, v, options)
+    batch, head_dim, is_plain = _check_qkv(names, q, k, v, options, given is not None)
+    features = None
+    if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.are_given(given)):
+        features, causal = _features(given, causal, q, k, batch, options)
     if options.get("dropout_p") is not None:
         options["dropout_p"] = _check_dropout("dropout_p", options["dropout_p"], None)
     if options.get("dropout_p"):
         options["rng_state"] = rng_state
     scores = _check_scores(head_dim, softmax_scale, causal, window_size)
     arguments = _checked(Options, scores, options, (names, q, batch))
-    for name, value, like in (("dout", dout, q), ("out", out, q), ("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
-        checks.tensor(name, value, dtypes=(q.dtype,), shape=tuple(like.shape), device=q.device)
+    shape = (*q.shape[:-1], v.shape[-1])
+    shapes = {"dout": shape, "out": shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
+    for (name, expected), value in zip(shapes.items(), (dout, out, dq, dk, dv), strict=True):
+        checks.tensor(name, value, dtypes=(q.dtype,), shape=tuple(expected), device=q.device)
     checks.own_memory(dq=dq, dk=dk, dv=dv)
     lse_shape = _lse_shape(q, options.get("cu_seqlens_q"))
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=lse_shape, device=q.device)
+    if dlse is not None:
+        checks.tensor("dlse", dlse, dtypes=(torch.float32,), shape=lse_shape, device=q.device)
     if options.get("dropout_p") and rng_state is None:
         raise ArgumentError("rng_state must be what the forward returned when dropout_p > 0, found None")
-    return bwd(dout, q, k, v, out, softmax_lse, None, dq, dk, dv, *arguments)
+    if features is not None and _needs_op(features, q, v, options):
+        terms, rest = features[:2], features[2:]
+        *grads, _, _ = with_features.bwd_features(
+            dout, q, k, v, out, softmax_lse, dlse, False, *terms, *Options(*arguments), *rest
+        )
+        softmax_d = softmax_lse.new_empty(0)
+    elif is_plain:
+        return bwd(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, *arguments)
+    else:
+        dout, q, k, v, out = (_padded(x, max(head_dim, v.shape[-1])) for x in (dout, q, k, v, out))
+        grads = [torch.empty_like(x) for x in (q, k, v)]
+        softmax_d = bwd(dout, q, k, v, out, softmax_lse, dlse, *grads, *arguments)
+    for target, grad in zip((dq, dk, dv), grads, strict=True):
+        target.copy_(grad[..., : target.shape[-1]])
+    return softmax_d
 
 
 def decode(
@@ -724,12 +748,12 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options):
-        out, softmax_lse = fwd.below_autograd(q, k, v, *options)
+        out, kept_out, softmax_lse = with_features.with_kept_out(fwd, (q, k, v), options)
         tensors, ctx.others = (), options
         if len(options) > _NUM_SCORES:  # the first options are numbers
             tensors = [x if isinstance(x, Tensor) else None for x in options]
             ctx.others = [x if tensor is None else None for x, tensor in zip(options, tensors, strict=True)]
-        ctx.save_for_backward(q, k, v, out, softmax_lse, *tensors)
+        ctx.save_for_backward(q, k, v, kept_out, softmax_lse, *tensors)
         ctx.set_materialize_grads(False)
         return out, softmax_lse
 
@@ -740,7 +764,7 @@ class _Attention(torch.autograd.Function):
         if tensors:
             options = [x if tensor is None else tensor for x, tensor in zip(options, tensors, strict=True)]
         if dout is None:
-            dout = torch.zeros_like(out)
+            dout = torch.zeros_like(out, dtype=q.dtype)
 
         def first(dout, dlse, q, k, v):
             grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
@@ -750,7 +774,7 @@ class _Attention(torch.autograd.Function):
         def again(q, k, v):
             return _fwd_composite(q, k, v, *options)
 
-        return *autograd.first_or_second(again, first, (dout, dlse), (q, k, v)), None
+        return *autograd.first_or_second(first, autograd.gradients_of(again, 2), dout, dlse, q, k, v), None
 
 
 _NUM_SCORES = len(Options._fields) - len(Options._field_defaults)

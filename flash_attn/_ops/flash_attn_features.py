@@ -6,6 +6,7 @@ kernels. The ops take all of them together, and all options of the ops without f
 plain torch; a kernel that is registered for one of them takes its place.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -214,15 +215,31 @@ def _fwd_composite(q, k, v, sink, bias, *arguments):
     return out, lse, lse.new_empty(0)
 
 
+def with_kept_out(op: Any, tensors: Sequence[Tensor | None], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """The results of a forward op of (q, k, v), with out twice: in the dtype of q, and as the backward should have it.
+
+    The backward takes the row sums of dout * out off dP. Where dS nearly cancels, because few keys have all the weight
+    of a row, the rounding of out to 16 bits would be most of its error (arXiv:2510.04212). The kernels return out in 16
+    bits; everywhere else it is computed, and kept, in fp32.
+    """
+    q = tensors[0]
+    assert q is not None
+    if q.dtype not in KERNEL_DTYPES or (_library.has_kernel(op.name) and _library.is_where_kernels_run(q)):
+        out, *rest = op.below_autograd(*tensors, *arguments)
+        return out, out, *rest
+    out, *rest = op.below_autograd(*(None if x is None else x.float() for x in tensors), *arguments)
+    return out.to(q.dtype), out, *rest
+
+
 class _Attention(torch.autograd.Function):
     """Gradients of `fwd_features` for q, k, v, the sink and the bias, through out and softmax_lse."""
 
     @staticmethod
     def forward(ctx, q, k, v, sink, bias, arguments):
-        out, lse, row_max = fwd_features.below_autograd(q, k, v, sink, bias, *arguments)
+        out, kept_out, lse, row_max = with_kept_out(fwd_features, (q, k, v), (sink, bias, *arguments))
         tensors = [x if isinstance(x, Tensor) else None for x in arguments]
         ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-        ctx.save_for_backward(q, k, v, sink, bias, out, lse, *tensors)
+        ctx.save_for_backward(q, k, v, sink, bias, kept_out, lse, *tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(row_max)
         return out, lse, row_max
@@ -232,7 +249,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, sink, bias, out, lse, *tensors = ctx.saved_tensors
         arguments = [x if tensor is None else tensor for x, tensor in zip(ctx.others, tensors, strict=True)]
         if dout is None:
-            dout = torch.zeros_like(out)
+            dout = torch.zeros_like(out, dtype=q.dtype)
         wants_dbias = bias is not None and ctx.needs_input_grad[4]
 
         def first(dout, dlse, q, k, v, sink, bias):
@@ -244,7 +261,8 @@ class _Attention(torch.autograd.Function):
         def again(q, k, v, sink, bias):
             return _fwd_composite(q, k, v, sink, bias, *arguments)[:2]
 
-        return *autograd.first_or_second(again, first, (dout, dlse), (q, k, v, sink, bias)), None
+        second = autograd.gradients_of(again, 2)
+        return *autograd.first_or_second(first, second, dout, dlse, q, k, v, sink, bias), None
 
 
 _TERMS = "Tensor? learnable_sink, Tensor? attn_bias"

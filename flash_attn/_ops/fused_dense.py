@@ -57,16 +57,21 @@ def linear(x, weight, bias, return_residual, exchange):
 
     exchange: None, or the communication of a group of processes: an object with gather(x), called before the product,
         and reduce(dx), called after its gradient. Both return (tensor, handle); the handle, to wait for, may be None.
+        Its recorded() is the same in operations that autograd knows.
     Returns out, or (out, x) with return_residual, where x is the tensor that entered the product.
     """
     autocast = check_layer(x, weight, bias)
     checks.flags(return_residual=return_residual)
     if autocast is not None:
         x, weight, bias = _cast(autocast, x, weight, bias)
-    if exchange is None and not return_residual and x.dtype in FUSED_DTYPES:
-        return fwd(x, weight, bias, "identity", False, 0)[0]
-    with without_autocast(x):
-        out, *_, x = _Linear.apply(x, weight, bias, ("identity", False, 0), exchange, True)
+    if exchange is None and x.dtype not in FUSED_DTYPES:
+        with without_autocast(x):
+            out, _ = reference.fwd(x, weight, bias, "identity", False, 0)
+    elif exchange is None and (not return_residual or autograd.is_transformed(x, weight, bias)):
+        out, _ = fwd(x, weight, bias, "identity", False, 0)
+    else:
+        with without_autocast(x):
+            out, *_, x = _Linear.apply(x, weight, bias, ("identity", False, 0), exchange, True)
     return (out, x) if return_residual else out
 
 
@@ -97,10 +102,13 @@ def mlp(
         products = PLAIN
     if activation == "sqrelu" or products is PLAIN:
         heuristic = -1
+    if exchange is None and autograd.is_transformed(*tensors):
+        out = _mlp_in_plain_torch(*tensors, activation)
+        return (out, tensors[0]) if return_residual else out
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     options = activation, checkpoint_lvl if save_pre_act and trains else 2, heuristic, products or KERNELS
     with without_autocast(x):
-        return _MLP.apply(*tensors, options, exchange, bool(return_residual))
+        return _MLP.apply(*tensors, _origin(*tensors[:3]), options, exchange, bool(return_residual))
 
 
 def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -155,6 +163,12 @@ def check_mlp(activation, checkpoint_lvl, heuristic):
     checks.number("heuristic", heuristic, -1 <= heuristic <= 4, "between -1 and 4")
 
 
+def _origin(x, weight1, bias1):
+    """What a backward that does not keep x must know of it: its history. None if x is kept, or has no history."""
+    keeps_x = x.dtype not in FUSED_DTYPES or weight1.requires_grad
+    return None if keeps_x or not x.requires_grad else autograd.history(x)
+
+
 def _cast(dtype, *tensors):
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
@@ -178,68 +192,117 @@ class _Linear(torch.autograd.Function):
         return (out, kept, x.view_as(x)) if return_residual else (out, kept)
 
     @staticmethod
-    @autograd.once_differentiable
     def backward(ctx, dout, _, dresidual=None):
         if ctx.activation != "identity":
             raise NotImplementedError(f"fused_dense_fwd has no gradient for {ctx.activation!r}, only for 'identity'")
-        gradients = dresidual, None, None
-        if dout is not None:
-            x, weight = ctx.saved_tensors
+        if dout is None:
+            return dresidual, None, None, None, None, None
+        x, weight = ctx.saved_tensors
+        exchange, needs = ctx.exchange, ctx.needs_input_grad
+
+        def first(dout, x, weight, dresidual):
             with without_autocast(dout):
-                gradients = _layer_gradients(
-                    dout, x, weight, dresidual, ctx.exchange, ctx.needs_input_grad, products_for(dout)
-                )
-        return *gradients, None, None, None
+                return _layer_gradients(dout, x, weight, dresidual, exchange, needs, products_for(dout))
+
+        @autograd.in_plain_torch
+        def again(dout, x, weight, dresidual):
+            return _layer_gradients(dout, x, weight, dresidual, _recorded(exchange), needs, PLAIN)
+
+        return *autograd.first_or_second(first, again, dout, x, weight, dresidual), None, None, None
 
 
 class _MLP(torch.autograd.Function):
     """Both layers and the activation: out, or (out, x), differentiable in x, weight1, bias1, weight2 and bias2."""
 
     @staticmethod
-    def forward(ctx, x, weight1, bias1, weight2, bias2, options, exchange, return_residual):
+    def forward(ctx, x, weight1, bias1, weight2, bias2, origin, options, exchange, return_residual):
         activation, level, heuristic, products = ctx.options = options
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
         act, kept = products.fwd(_gathered(x, exchange), weight1, bias1, activation, level < 2, heuristic)
         out, _ = products.fwd(act, weight2, bias2, "identity", False, 0)
-        # If the weights are frozen, as under LoRA, the gradient needs neither x nor the output of the activation.
-        saves_x = level == 2 or ctx.needs_input_grad[1]
+        # If the weights are frozen, as under LoRA, the gradient needs neither x nor the output of the activation. Its
+        # own derivative needs x; in 16 bits that is refused instead, for the memory.
+        saves_x = level == 2 or ctx.needs_input_grad[1] or x.dtype not in FUSED_DTYPES
         saves_act = level < 2 if activation == "relu" else level == 0 and ctx.needs_input_grad[3]
         saves_kept = level < 2 and activation != "relu"
         ctx.save_for_backward(
-            x if saves_x else None, weight1, weight2, bias1 if level == 2 else None, act if saves_act else None,
+            x if saves_x else None, weight1, weight2, bias1, origin, act if saves_act else None,
             kept if saves_kept else None,
         )  # fmt: skip
         return (out, x.view_as(x)) if return_residual else out
 
     @staticmethod
-    @autograd.once_differentiable
     def backward(ctx, dout, dresidual=None):
         if dout is None:
-            return dresidual, None, None, None, None, None, None, None
-        x, weight1, weight2, bias1, act, kept = ctx.saved_tensors
+            return dresidual, *(None,) * 8
+        *inputs, origin, act, kept = ctx.saved_tensors
         activation, level, heuristic, products = ctx.options
-        needs = ctx.needs_input_grad
+        exchange, needs = ctx.exchange, ctx.needs_input_grad
+        hidden = [act, kept]
+        act = kept = None
         if not torch.compiler.is_compiling():
             ctx.maybe_clear_saved_tensors()  # frees each tensor as soon as the code below no longer needs it
-        with without_autocast(dout):
+
+        def first(dout, dresidual, x, weight1, weight2, bias1, _):
             total = None
-            if level == 2:
-                total = _gathered(x, ctx.exchange)
-                act, kept = products.fwd(total, weight1, bias1, activation, True, heuristic)
-            elif act is None and needs[3]:
-                act = products.activate(kept, None, activation)
-            if activation == "relu":
-                kept = act
-            _, dweight2, dbias2 = _layer_gradients(dout, act, weight2, None, None, (False, *needs[3:5]), products)
-            act = None
-            if not any(needs[:3]):
-                return None, None, None, dweight2, dbias2, None, None, None
-            dpre, dbias1 = products.dgrad(dout, weight2, None, kept, activation, needs[2])
-            kept = None
-            layer_needs = *needs[:2], False  # dbias1 is already computed
-            dx, dweight1, _ = _layer_gradients(dpre, x, weight1, dresidual, ctx.exchange, layer_needs, products, total)
-        return dx, dweight1, dbias1 if needs[2] else None, dweight2, dbias2, None, None, None
+            with without_autocast(dout):
+                if level == 2:
+                    total = _gathered(x, exchange)
+                    hidden[:] = products.fwd(total, weight1, bias1, activation, True, heuristic)
+                elif hidden[0] is None and needs[3]:
+                    hidden[0] = products.activate(hidden[1], None, activation)
+                return _mlp_gradients(
+                    dout, dresidual, x, weight1, weight2, hidden, activation, exchange, needs, products, total
+                )
+
+        @autograd.in_plain_torch
+        def again(dout, dresidual, x, weight1, weight2, bias1, origin):
+            if origin is not None:
+                raise RuntimeError(
+                    "trying to differentiate twice an MLP in 16 bits whose first weight requires no gradient: it "
+                    "keeps no input. Use float32, or let the weight require a gradient"
+                )
+            recorded = _recorded(exchange)
+            total = _gathered(x, recorded)
+            kept, _ = PLAIN.fwd(total, weight1, bias1, "identity", False, 0)
+            hidden = [PLAIN.activate(kept, None, activation), kept]
+            return _mlp_gradients(
+                dout, dresidual, x, weight1, weight2, hidden, activation, recorded, needs, PLAIN, total
+            )
+
+        return *autograd.first_or_second(first, again, dout, dresidual, *inputs, origin), None, None, None, None
+
+
+def _mlp_gradients(
+    dout, dresidual, x, weight1, weight2, hidden, activation, exchange, needs, products, total=None
+):  # fmt: skip
+    """Returns the gradients of x, weight1, bias1, weight2 and bias2, None where `needs` is false.
+
+    hidden: a list of the output of the activation and of `kept`, which is emptied, so that both can be freed early.
+    """
+    act, kept = hidden
+    hidden.clear()
+    kept = act if activation == "relu" else kept
+    _, dweight2, dbias2 = _layer_gradients(dout, act, weight2, None, None, (False, *needs[3:5]), products)
+    act = None
+    if not any(needs[:3]):
+        return None, None, None, dweight2, dbias2
+    dpre, dbias1 = products.dgrad(dout, weight2, None, kept, activation, needs[2])
+    kept = None
+    layer_needs = *needs[:2], False  # dbias1 is already computed
+    dx, dweight1, _ = _layer_gradients(dpre, x, weight1, dresidual, exchange, layer_needs, products, total)
+    return dx, dweight1, dbias1 if needs[2] else None, dweight2, dbias2
+
+
+@autograd.in_plain_torch
+def _mlp_in_plain_torch(x, weight1, bias1, weight2, bias2, activation):
+    act, _ = reference.fwd(x, weight1, bias1, activation, False, 0)
+    return reference.fwd(act, weight2, bias2, "identity", False, 0)[0]
+
+
+def _recorded(exchange):
+    return None if exchange is None else exchange.recorded()
 
 
 def _layer_gradients(dout, x, weight, dresidual, exchange, needs, products, total=None):
@@ -308,6 +371,7 @@ fwd = _library.define(
     fake=_fwd_fake,
     autograd=_Linear,
     differentiable=3,
+    composite=autograd.in_plain_torch(reference.fwd),
 )
 gated_fwd = _library.define(
     "gated_dense_fwd(Tensor x, Tensor weight, Tensor? bias, str activation) -> Tensor",

@@ -176,11 +176,12 @@ def normalize_linear(
     h_dtype = _h_dtype(x, residual, residual_in_fp32)
     changed = residual is not None or h_dtype != x.dtype
     with _library.without_autocast(x):
-        out, *h = _LayerNormLinear.apply(
+        tensors = (
             x, residual, norm_weight, norm_bias, linear_weight.to(dtype),
             None if linear_bias is None else linear_bias.to(dtype),
-            (float(eps), bool(is_rms_norm), h_dtype if changed else None, dtype),
         )  # fmt: skip
+        function = _linear_in_plain_torch if autograd.is_transformed(*tensors) else _LayerNormLinear.apply
+        out, *h = function(*tensors, (float(eps), bool(is_rms_norm), h_dtype if changed else None, dtype))
     return out, h[0] if changed else x
 
 
@@ -313,7 +314,7 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x0, x1, residual, weight, bias, weight1, bias1, colscale, rest):
         rowscale, x0_subset, out_subset, rng_state, *options = rest
-        dropout_p, _, rowscale_const, _, is_rms_norm, zero_centered_weight, h_dtype, _, _ = options
+        dropout_p, eps, rowscale_const, _, is_rms_norm, zero_centered_weight, h_dtype, _, _ = options
         results = fwd.below_autograd(x0, x1, residual, weight, bias, weight1, bias1, colscale, *rest)
         out, out1, h, mask0, mask1, mean, rstd = results
         kept_h, kept_x0 = x0 if h_dtype is None else h, None if colscale is None else x0
@@ -322,7 +323,7 @@ class _LayerNorm(torch.autograd.Function):
             rng_state,
         )  # fmt: skip
         ctx.options = dropout_p, rowscale_const, x0.shape[0] if x0_subset is not None else 0, is_rms_norm
-        ctx.zero_centered_weight = zero_centered_weight
+        ctx.eps, ctx.zero_centered_weight = eps, zero_centered_weight
         ctx.dtypes = x0.dtype, None if x1 is None else x1.dtype, residual is not None
         ctx.out = out.shape, out.dtype
         ctx.mark_non_differentiable(
@@ -332,7 +333,6 @@ class _LayerNorm(torch.autograd.Function):
         return results
 
     @staticmethod
-    @autograd.once_differentiable
     def backward(ctx, dout, dout1, dh, *_):
         h, x0, mean, rstd, weight, bias, weight1, bias1, colscale, rowscale, *others = ctx.saved_tensors
         x0_dtype, x1_dtype, has_residual = ctx.dtypes
@@ -345,11 +345,13 @@ class _LayerNorm(torch.autograd.Function):
         same0 = (
             x0_dtype == h.dtype and others[-1] is None and rowscale is None and colscale is None and others[0] is None
         )
-        dx0, dx1, dresidual, *parameters, _ = bwd.below_autograd(
-            dout, dout1, dh, h, x0, mean, rstd, weight, bias, weight1, bias1, colscale, rowscale, *others, None, None,
-            *ctx.options, ctx.zero_centered_weight, None if same0 else x0_dtype, None if same1 else x1_dtype,
-            h.dtype if has_residual or same0 or same1 else None, None,
+        options = (
+            rowscale, *others, None, None, *ctx.options, ctx.zero_centered_weight, None if same0 else x0_dtype,
+            None if same1 else x1_dtype, h.dtype if has_residual or same0 or same1 else None, None,
         )  # fmt: skip
+        dx0, dx1, dresidual, *parameters, _ = _gradients(
+            (mean, rstd), options, ctx.eps, dout, dout1, dh, h, x0, weight, bias, weight1, bias1, colscale
+        )
         given = (weight, bias, weight1, bias1, colscale)
         return (
             dresidual if same0 else dx0,
@@ -358,6 +360,25 @@ class _LayerNorm(torch.autograd.Function):
             *(None if x is None else dx for x, dx in zip(given, parameters, strict=True)),
             None,
         )
+
+
+def _gradients(statistics, options, eps, *tensors):
+    """The results of `bwd`, which may be differentiated again.
+
+    tensors: those with gradients of their own, dout, dout1, dh, h, x0 and the parameters. `statistics`, mean and rstd,
+    depend on h; `options` are the arguments of `bwd` after the parameters.
+    """
+    is_rms_norm = options[9]
+
+    def first(dout, dout1, dh, h, x0, *parameters):
+        return bwd(dout, dout1, dh, h, x0, *statistics, *parameters, *options)
+
+    @autograd.in_plain_torch
+    def again(dout, dout1, dh, h, x0, *parameters):
+        statistics = reference.statistics(h.float(), eps, is_rms_norm)
+        return reference.bwd(dout, dout1, dh, h, x0, *statistics, *parameters, *options)
+
+    return autograd.first_or_second(first, again, *tensors)
 
 
 class _LayerNormLinear(torch.autograd.Function):
@@ -371,24 +392,26 @@ class _LayerNormLinear(torch.autograd.Function):
             is_rms_norm, False, h_dtype, dtype, False,
         )  # fmt: skip
         ctx.save_for_backward(x if h_dtype is None else h, mean, rstd, norm_weight, norm_bias, linear_weight)
-        ctx.options = is_rms_norm, x.dtype, residual is not None
+        ctx.options = eps, is_rms_norm, x.dtype, residual is not None
         ctx.set_materialize_grads(False)
         out = functional.linear(normal, linear_weight, linear_bias)
         return (out,) if h_dtype is None else (out, h)
 
     @staticmethod
-    @autograd.once_differentiable
     def backward(ctx, dout, dh=None):
         h, mean, rstd, norm_weight, norm_bias, linear_weight = ctx.saved_tensors
-        is_rms_norm, x_dtype, has_residual = ctx.options
+        eps, is_rms_norm, x_dtype, has_residual = ctx.options
         if dout is None:
             dout = linear_weight.new_zeros(*h.shape[:-1], len(linear_weight))
         same = x_dtype == h.dtype
         *_, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dx, _, dresidual, dweight, dbias, _, _, _, normal = bwd(
-            dout @ linear_weight, None, dh, h, None, mean, rstd, norm_weight, norm_bias, None, None, None, None, None,
-            None, None, None, None, 0.0, 1.0, 0, is_rms_norm, False, None if same else x_dtype, None,
-            h.dtype if same or has_residual else None, linear_weight.dtype if needs_weight else None,
+        dx, _, dresidual, dweight, dbias, _, _, _, normal = _gradients(
+            (mean, rstd),
+            (
+                None, None, None, None, None, None, 0.0, 1.0, 0, is_rms_norm, False, None if same else x_dtype, None,
+                h.dtype if same or has_residual else None, linear_weight.dtype if needs_weight else None,
+            ),
+            eps, dout @ linear_weight, None, dh, h, None, norm_weight, norm_bias, None, None, None,
         )  # fmt: skip
         return (
             dresidual if same else dx,
@@ -399,6 +422,18 @@ class _LayerNormLinear(torch.autograd.Function):
             dense_reference.sum_of_rows(dout) if needs_bias else None,
             None,
         )
+
+
+@autograd.in_plain_torch
+def _linear_in_plain_torch(x, residual, norm_weight, norm_bias, linear_weight, linear_bias, options):
+    """The same as `_LayerNormLinear` in operations of torch."""
+    eps, is_rms_norm, h_dtype, dtype = options
+    normal, _, h, *_ = reference.fwd(
+        x, None, residual, norm_weight, norm_bias, None, None, None, None, None, None, None, 0.0, eps, 1.0, 0,
+        is_rms_norm, False, h_dtype, dtype, False,
+    )  # fmt: skip
+    out = functional.linear(normal, linear_weight, linear_bias)
+    return (out,) if h_dtype is None else (out, h)
 
 
 fwd = _library.define(
@@ -412,6 +447,7 @@ fwd = _library.define(
     triton=triton.launch("layer_norm", "fwd"),
     autograd=_LayerNorm,
     differentiable=8,
+    composite=autograd.in_plain_torch(reference.fwd),
 )
 
 bwd = _library.define(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _library
-from flash_attn._ops import checks, triton
+from flash_attn._ops import autograd, checks, triton
 from flash_attn._reference import rotary as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -54,6 +54,7 @@ rotary = _library.define(
     fake=lambda x, *_: torch.empty_like(x),
     autograd=_Rotary,
     differentiable=1,
+    composite=autograd.in_plain_torch(reference.rotary),
     triton=triton.launch("rotary", "rotary"),
 )
 rotary_ = _library.define(

@@ -20,7 +20,7 @@ the lse of all parts:
     dlogits_j = dlosses logit_scale (exp(s_j - lse) (1 + 2 lse_square_scale lse)
                                      - (1 - label_smoothing) [j = y] - label_smoothing / total_classes)
 
-Differentiable in logits, through losses only.
+Differentiable in logits, twice, through losses only.
 """
 
 import torch
@@ -60,7 +60,9 @@ def cross_entropy(
         float(lse_square_scale), ignore_index, part * vocab, parts * vocab, parts > 1,
     )  # fmt: skip
     group = process_group if parts > 1 else None
-    inplace_backward = bool(inplace_backward) and not torch.compiler.is_compiling()
+    inplace_backward = (
+        bool(inplace_backward) and not torch.compiler.is_compiling() and not autograd.is_transformed(logits)
+    )
     if not fwd.wants_derivative((logits,)) or (group is None and not inplace_backward):
         losses, z_losses, _, kept = forward(logits, rest, group)
     else:
@@ -114,21 +116,41 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, rest, group=None, inplace_backward=False):
         losses, z_losses, lse, kept = forward(logits, rest, group)
         labels, _, *ctx.options, _ = rest
-        ctx.inplace_backward = inplace_backward
+        ctx.group, ctx.inplace_backward = group, inplace_backward
         ctx.save_for_backward(logits, labels, lse)
         ctx.mark_non_differentiable(z_losses, lse, kept)
         ctx.set_materialize_grads(False)  # gradients of the last three would be zeros, and cost a kernel each
         return losses, z_losses, lse, kept
 
     @staticmethod
-    @autograd.once_differentiable
     def backward(ctx, dlosses, *_):
         if dlosses is None:
             return None, None, None, None
         logits, labels, lse = ctx.saved_tensors
-        op = bwd_ if ctx.inplace_backward else bwd
-        dlogits = op(dlosses, logits, labels, lse, *ctx.options)
-        return logits.detach() if ctx.inplace_backward else dlogits, None, None, None
+        options, group = ctx.options, ctx.group
+        if ctx.inplace_backward and not torch.is_grad_enabled():
+            bwd_(dlosses, logits, labels, lse, *options)
+            return logits.detach(), None, None, None
+
+        def first(dlosses, logits):
+            return (bwd(dlosses, logits, labels, lse, *options),)
+
+        @autograd.in_plain_torch
+        def again(dlosses, logits):
+            if group is not None:
+                raise RuntimeError("trying to differentiate twice a cross entropy that is divided among processes")
+            _, logit_scale, *_ = options
+            lse = (logits.float() * logit_scale).logsumexp(-1)
+            return (reference.bwd(dlosses, logits, labels, lse, *options),)
+
+        return *autograd.first_or_second(first, again, dlosses, logits), None, None, None
+
+
+@autograd.in_plain_torch
+def _fwd_composite(logits, labels, lse, *options):
+    """The same as `fwd`. A given lse is computed again, since it depends on the logits."""
+    losses, z_losses, lse, kept = reference.fwd(logits, labels, None, *options)
+    return losses, z_losses.detach(), lse.detach(), kept
 
 
 def _fwd_fake(logits, labels, *_):
@@ -152,6 +174,7 @@ fwd = _library.define(
     fake=_fwd_fake,
     autograd=_CrossEntropy,
     differentiable=1,
+    composite=_fwd_composite,
     triton=triton.launch("xentropy", "fwd"),
 )
 bwd = _library.define(

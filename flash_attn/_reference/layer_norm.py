@@ -37,11 +37,8 @@ def fwd(
         h = h + residual.float()
     if h_dtype is not None:  # the backward reads the stored h, so the statistics must belong to it
         h = h.to(h_dtype).float()
-    mean = h.mean(-1)
-    centred = h - mean[..., None]
-    variance = h.square().mean(-1) if is_rms_norm else centred.square().mean(-1)
-    rstd = (variance + eps).rsqrt()
-    normal = (h if is_rms_norm else centred) * rstd[..., None]
+    mean, rstd = (x.view(*h.shape[:-1], 1) for x in statistics(h, eps, is_rms_norm))
+    normal = (h if is_rms_norm else h - mean) * rstd
     outs = [
         _stored(_put_rows(_affine(normal, *parameters, zero_centered_weight), out_subset, out_rows), out_dtype)
         for parameters in ((weight, bias), (weight1, bias1))
@@ -56,6 +53,13 @@ def fwd(
         rstd.flatten(),
     )
     return tuple(_nothing(x0) if x is None else x for x in results)
+
+
+def statistics(h, eps, is_rms_norm):
+    """Returns mean and rstd of the rows of h, both (rows,)."""
+    mean = h.mean(-1)
+    variance = h.square().mean(-1) if is_rms_norm else (h - mean[..., None]).square().mean(-1)
+    return mean.flatten(), (variance + eps).rsqrt().flatten()
 
 
 def bwd(

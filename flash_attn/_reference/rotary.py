@@ -11,30 +11,30 @@ def rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, 
     return out
 
 
+def rotary_(x, *arguments):
+    """Rotate x in place."""
+    rotary_into(x, x, *arguments)
+
+
 def rotary_into(x, out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
     """Rotate x into out."""
-    out.copy_(x)
-    rotary_(out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate)
-
-
-def rotary_(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
-    """Rotate x in place."""
     if len(cos) == 0:  # the tables have no rows, so nothing rotates
+        out.copy_(x)
         return
     position, inside = _positions(x, seqlen_offsets, seqlen_offset, cu_seqlens)
     rotated = (inside & (position >= 0) & (position < len(cos)))[..., None, None]
     row = position.clamp(0, len(cos) - 1)
     c, s = cos.float()[row][..., None, :], sin.float()[row][..., None, :]  # the same for all heads
     s = -s if conjugate else s
-    low, high = _pairs(x[..., : 2 * cos.shape[1]], interleaved)
-    x, y = low.float(), high.float()
-    turned_x, turned_y = x * c - y * s, x * s + y * c
-    low.copy_(torch.where(rotated, turned_x, x))
-    high.copy_(torch.where(rotated, turned_y, y))
+    turning, rest = x.tensor_split((2 * cos.shape[1],), -1)
+    low, high = (half.float() for half in _pairs(turning, interleaved))
+    turned = torch.where(rotated, low * c - high * s, low), torch.where(rotated, low * s + high * c, high)
+    turned = torch.stack(turned, -1 if interleaved else -2).flatten(-2).to(x.dtype)
+    out.copy_(torch.cat((turned, rest), -1))
 
 
 def _pairs(x, interleaved):
-    """Views of the first and of the second elements of the pairs in the last dimension."""
+    """The first and the second elements of the pairs in the last dimension."""
     return x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, -1)
 
 

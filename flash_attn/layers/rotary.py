@@ -445,10 +445,11 @@ class _RotateInPlace(torch.autograd.Function):
         return _rotate_parts_(x, parts, interleaved)
 
     @staticmethod
-    @autograd.once_differentiable
     def backward(ctx, dout):
         seqlen_offsets, cu_seqlens, *tables = ctx.saved_tensors
         options = seqlen_offsets, ctx.seqlen_offset, cu_seqlens, ctx.interleaved, True
+        if torch.is_grad_enabled():
+            return _rotated_copy(dout, ctx.layout, tables, options), None, None, None
         dx = torch.empty_like(dout, memory_format=torch.contiguous_format)
         sources, targets = (ctx.layout.split(grad, *tables) for grad in (dout, dx))
         if len(sources) != len(targets):  # queries and keys lie apart in one and together in the other
@@ -485,10 +486,13 @@ def _checked(layout, x, tables, interleaved, seqlen_offsets, cu_seqlens=None, ma
 
 
 def _rotate(x, layout, parts, interleaved):
+    transformed = autograd.is_transformed(x)
     differentiable = rotary.rotary.wants_derivative((x,))
-    if differentiable and not torch.compiler.is_compiling():
+    if differentiable and not transformed and not torch.compiler.is_compiling():
         return _RotateInPlace.apply(x, layout, parts, interleaved)
-    if differentiable or torch.compiler.is_exporting():  # an exported program may be differentiated later
+    if (
+        transformed or differentiable or torch.compiler.is_exporting()
+    ):  # an exported program may be differentiated later
         return _rotate_in_graph(x, layout, parts, interleaved)
     return _rotate_parts_(x, parts, interleaved)
 
@@ -501,11 +505,16 @@ def _rotate_parts_(x, parts, interleaved):
 
 def _rotate_in_graph(x, layout, parts, interleaved):
     """Rotate with steps that autograd knows: a graph cannot hold autograd Functions that change their inputs."""
-    out = x.clone(memory_format=torch.contiguous_format)
-    for part, (target, *_) in zip(parts, layout.split(out, *_tables(parts)), strict=True):
-        target.copy_(rotary.rotary(*part, interleaved, False))
+    out = _rotated_copy(x, layout, _tables(parts), (*parts[0][3:], interleaved, False))
     with torch.set_grad_enabled(_may_change_history(x)):
         x.copy_(out)
+    return out
+
+
+def _rotated_copy(x, layout, tables, options):
+    out = x.clone(memory_format=torch.contiguous_format)
+    for target, *part in layout.split(out, *tables):
+        target.copy_(rotary.rotary(target, *part, *options))
     return out
 
 

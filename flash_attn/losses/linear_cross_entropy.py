@@ -71,7 +71,7 @@ def linear_cross_entropy(
     rest = (label_smoothing, logit_scale, lse_square_scale, ignore_index, rank * len(weight), classes, world_size > 1)
     _check_options(*rest[:4])
     loss, z_loss = _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, bias, _origin(hidden, weight, bias), labels.flatten(), dtype, rest,
+        hidden.flatten(0, -2), weight, bias, autograd.history(hidden, weight, bias), labels.flatten(), dtype, rest,
         reduction == "mean", _rows_at_a_time(chunk_size, weight), process_group if world_size > 1 else None,
         not sequence_parallel,
     )  # fmt: skip
@@ -144,19 +144,10 @@ def _check_options(label_smoothing, logit_scale, lse_square_scale, ignore_index)
     checks.integer("ignore_index", ignore_index)
 
 
-def _origin(*tensors):
-    """An empty tensor with the history of all the tensors, or None if no gradient is wanted.
-
-    The gradients are computed in the forward. With this tensor the backward knows their history, so that second
-    derivatives raise an error, without keeping the memory of the tensors.
-    """
-    if not torch.is_grad_enabled():
-        return None
-    return torch.cat([x[:0].flatten() for x in tensors if x is not None])
-
-
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients of the sum of the losses; the backward scales them, in float32.
+
+    It has no second derivative, since the tensors are not kept. `origin` is their history.
 
     Gradients of a mean over many rows would vanish in float16; gradients of the sum do not.
     """

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from flash_attn._ops import checks, collectives, fused_dense
-from flash_attn.utils.distributed import all_reduce, get_dim_for_local_rank, reduce_scatter
+from flash_attn.utils.distributed import all_gather, all_reduce, get_dim_for_local_rank, reduce_scatter, replicated
 
 
 @overload
@@ -171,10 +171,24 @@ class _Exchange:
         reduce = collectives.scatter_rows if self.sequence_parallel else collectives.reduce
         return reduce(dx, self.process_group, async_op=True)
 
+    def recorded(self):
+        """The same, but known to autograd, for second derivatives."""
+        return _RecordedExchange(self.process_group, self.sequence_parallel)
+
+
+class _RecordedExchange(_Exchange):
+    def gather(self, x):
+        return (all_gather if self.sequence_parallel else replicated)(x, self.process_group), None
+
+    def reduce(self, dx):
+        return _reduced(dx, self.process_group, self.sequence_parallel), None
+
 
 def _exchange(process_group, sequence_parallel):
     checks.flags(sequence_parallel=sequence_parallel)
-    return None if process_group is None else _Exchange(process_group, bool(sequence_parallel))
+    if process_group is None or dist.get_world_size(process_group) == 1:
+        return None
+    return _Exchange(process_group, bool(sequence_parallel))
 
 
 class FewRowsLinear(nn.Linear):
@@ -309,6 +323,8 @@ def _share(name, features, process_group, multiple_of):
 
 def _reduced(out, process_group, sequence_parallel):
     """Returns the sum of all processes' parts; with sequence_parallel, only this process's share of its rows."""
+    if dist.get_world_size(process_group) == 1:
+        return out
     return (reduce_scatter if sequence_parallel else all_reduce)(out, process_group)
 
 

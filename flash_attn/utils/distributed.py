@@ -97,12 +97,31 @@ class AllReduceFunc(torch.autograd.Function):
             ctx.mark_dirty(input_)
         elif not torch.compiler.is_compiling():  # in a graph the sum is a new tensor anyway
             input_ = input_.clone(memory_format=torch.contiguous_format)
+        ctx.process_group = process_group
         return collectives.reduce(input_, process_group)[0]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        """The gradient, unchanged."""
+        """The gradient, unchanged; each process uses it for its own part of the sum."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            grad_output = ReplicatedFunc.apply(grad_output, ctx.process_group)
         return grad_output, None
+
+
+class ReplicatedFunc(torch.autograd.Function):
+    """The autograd function of `replicated`, and the gradient of `all_reduce`."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, process_group: ProcessGroup) -> Tensor:
+        """As `replicated`."""
+        ctx.process_group = process_group
+        return input_.view_as(input_)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """The sum of all processes' gradients."""
+        own = grad_output.clone(memory_format=torch.contiguous_format)  # others may hold the incoming one, too
+        return AllReduceFunc.apply(own, ctx.process_group), None
 
 
 def all_gather(input_: Tensor, process_group: ProcessGroup) -> Tensor:
@@ -133,6 +152,15 @@ def all_reduce(input_: Tensor, process_group: ProcessGroup) -> Tensor:
     """
     checks.tensor("input_", input_)
     return AllReduceFunc.apply(input_, process_group)
+
+
+def replicated(input_: Tensor, process_group: ProcessGroup) -> Tensor:
+    """Returns input_, which all processes of process_group hold, for a use of which each computes a part.
+
+    Its gradient is the sum of all processes' gradients.
+    """
+    checks.tensor("input_", input_)
+    return ReplicatedFunc.apply(input_, process_group)
 
 
 def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup) -> None:

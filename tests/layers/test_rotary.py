@@ -14,7 +14,6 @@ import torch
 import torch._dynamo.testing
 from cases import DTYPES, LAYOUTS, cover, laid_out, params, random_rows
 from compare import assert_error_ratio, unavoidable
-from torch.autograd import forward_ad
 
 from flash_attn._ops import rotary as rotary_ops
 from flash_attn.layers import rotary
@@ -269,26 +268,6 @@ def test_gradient_of_the_gradient(device):
     (dx,) = torch.autograd.grad(out, x, dout.requires_grad_(), create_graph=True)
     (ddout,) = torch.autograd.grad(dx, dout, x.detach())
     assert_rotated(ddout, case, x.detach(), tables)
-
-
-@pytest.mark.parametrize("inplace", [False, True])
-@pytest.mark.parametrize("function", [apply_rotary_emb, apply_rotary])
-def test_forward_mode_is_refused(function, inplace, device):
-    """It would otherwise carry tangents past the rotation, or none. Nothing is written."""
-    case = Case(dtype="fp32")
-    (x, tangent), tables = case.draw(device), case.tables(device)
-    before = x.clone()
-
-    def rotate(x):
-        return function(x, *tables, inplace=inplace)
-
-    with pytest.raises(NotImplementedError, match=r"x of rotary_? must have no tangent"):
-        torch.func.jvp(rotate, (x,), (tangent,))
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match=r"x of rotary_? must have no tangent"):
-        rotate(forward_ad.make_dual(x, tangent))
-    assert identical(x, before)
-    _, found = torch.func.jvp(lambda y: y * rotate(x), (tangent,), (tangent,))  # x has none
-    assert identical(found, tangent * (x if inplace else rotate(x)))
 
 
 def test_inference_tensor_is_not_written_outside_of_inference_mode(device, monkeypatch):

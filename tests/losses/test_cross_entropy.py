@@ -12,7 +12,6 @@ import torch.distributed as dist
 from cases import DTYPES, params, sample
 from compare import assert_error_ratio, unavoidable
 from processes import over_processes
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import xentropy_cuda_lib
@@ -293,14 +292,6 @@ def test_second_backward_of_an_in_place_loss_is_an_error(device):
         loss.backward()
 
 
-def test_no_gradient_of_the_gradient(device):
-    logits = torch.randn(4, 10, device=device, requires_grad=True)
-    losses = CrossEntropyLoss(reduction="none")(logits, torch.zeros(4, dtype=torch.int64, device=device))
-    (dlogits,) = torch.autograd.grad(losses, logits, torch.ones_like(losses, requires_grad=True), create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dlogits.sum().backward()
-
-
 def test_a_backward_runs_one_op():
     """And makes no zeros for the results that have no gradient."""
     logits, labels = torch.randn(4, 10, requires_grad=True), torch.zeros(4, dtype=torch.int64)
@@ -314,12 +305,6 @@ def test_no_gradient_of_losses_that_have_none():
     logits, labels = torch.randn(4, 10, requires_grad=True), torch.zeros(4, dtype=torch.int64)
     losses, _ = cross_entropy_loss(logits, labels)
     assert torch.autograd.grad(Severed.apply(losses).sum(), logits, allow_unused=True) == (None,)
-
-
-def test_forward_mode_is_refused(device):
-    logits, labels = torch.randn(2, 4, 10, device=device), torch.zeros(4, dtype=torch.int64, device=device)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="must have no tangent"):
-        cross_entropy_loss(forward_ad.make_dual(*logits), labels)
 
 
 def test_autocast_changes_nothing(device):

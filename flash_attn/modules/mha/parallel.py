@@ -11,10 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks, collectives
+from flash_attn._ops import checks
 from flash_attn.modules.mha._base import MultiHeadAttention
 from flash_attn.ops.fused_dense import ColumnParallelLinear, RowParallelLinear
 from flash_attn.ops.triton.layer_norm import RMSNorm, rms_norm_fn
+from flash_attn.utils.distributed import replicated
 
 
 class ParallelMHA(MultiHeadAttention):
@@ -85,7 +86,7 @@ class ParallelMHA(MultiHeadAttention):
                 vars(weight)["_shared_params"] = True
 
     def _norm_of_heads(self, norm: RMSNorm, x: Tensor) -> Tensor:
-        weight = _WithSummedGradient.apply(norm.weight, self.process_group)
+        weight = replicated(norm.weight, self.process_group)
         return rms_norm_fn(x, weight, None, eps=norm.eps)
 
     def forward(self, x: Tensor, seqlen: int | None = None, inference_params: Any = None, **kwargs: Any) -> Tensor:
@@ -102,17 +103,3 @@ class ParallelMHA(MultiHeadAttention):
             qkv = qkv.unflatten(0, (-1, seqlen))
         context = self._self_attention(qkv, inference_params, **kwargs)
         return self.out_proj(context if seqlen is None else context.flatten(0, 1))
-
-
-class _WithSummedGradient(torch.autograd.Function):
-    """A parameter that all processes share, but each uses for its own heads: its gradient is the sum over them."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, process_group: ProcessGroup) -> Tensor:
-        ctx.process_group = process_group
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        own = grad_output.clone(memory_format=torch.contiguous_format)  # others may hold the incoming one, too
-        return collectives.reduce(own, ctx.process_group)[0], None

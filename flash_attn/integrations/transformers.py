@@ -1,0 +1,503 @@
+"""Attention of transformers' models, with the features that its own integration of flash-attn does not know.
+
+    import flash_attn.integrations.transformers
+    flash_attn.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fused_attention")
+
+`register` puts two functions into transformers' registries. The mask function turns the mask that a model asks for into
+arguments of `flash_attn.flash_attn_func`, once in each forward pass of a model, since its layers share masks; the
+attention function makes the call. What is computed is what transformers' eager attention computes, but for rows that
+see no key: they give 0 here, and a mean of hidden values there.
+
+Masks that transformers builds itself (causal, sliding windows, chunks, packed sequences, padding) are known by the
+functions that they consist of, and cost memory that grows with the sequence. Any other is evaluated by transformers,
+in blocks of rows, at most 2^24 bools at once, and becomes one or two ranges of keys for each row. If some row needs
+more than two, the mask is held whole: (batch, 1, seqlen_q, seqlen_k) bools. So it is where torch.compile traces the
+making of the mask, unless that is causal or full and the batch has no padding: masks that are made before, as by
+`generate`, keep their form.
+"""
+
+import inspect
+import math
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from flash_attn import _library, masks
+from flash_attn._errors import ArgumentError
+from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
+
+__all__ = ["Mask", "attention", "mask", "register"]
+
+_BLOCK = 2**24  # elements of a mask that are evaluated at once
+_OWN: dict[type, str | None] = {}  # what `_attention_of_its_own` has found
+
+
+def register(name: str = "fused_attention") -> str:
+    """Make `attn_implementation=name` known to transformers. Doing so again changes nothing.
+
+    Arguments:
+        name: without "flash" in it: transformers takes any name with it for a build of flash-attn, of which it expects
+            less (no sinks, no masks but padding), and sends models that need more elsewhere.
+
+    Returns:
+        name.
+
+    Raises:
+        ImportError: transformers is not installed, or older than 5.
+        ValueError: name has "flash" in it, or is one of transformers' own.
+
+    Example:
+        >>> name = register()
+        >>> from transformers import AutoModelForCausalLM, LlamaConfig
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+        >>> model = AutoModelForCausalLM.from_config(config, attn_implementation=name)
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 8])
+    """
+    if not isinstance(name, str) or "flash" in name.lower():
+        raise ArgumentError(f'name must be a string without "flash", which transformers redirects, found {name!r}')
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
+    except ImportError as error:
+        raise ImportError("flash_attn.integrations.transformers needs transformers 5 or newer: install it") from error
+    if "q_length" not in inspect.signature(sdpa_mask).parameters:
+        raise ImportError("flash_attn.integrations.transformers needs transformers 5 or newer, found an older one")
+    if AttentionInterface().get(name, attention) is not attention or name == "eager":
+        raise ArgumentError(f"name must not be one of transformers' own, found {name!r}")
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, mask)
+    return name
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The attention function
+
+
+def attention(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: "Mask | Tensor | None",
+    dropout: float = 0.0, scaling: float | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, is_causal: bool | None = None, s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None, sinks: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None, max_length_q: int | Tensor | None = None,
+    max_length_k: int | Tensor | None = None, cache: object = None, output_attentions: bool | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """One layer's attention, as transformers calls it. Other keyword arguments have no effect, as in its "sdpa".
+
+    Arguments:
+        module: the layer; its `is_causal` (true if it has none) counts where neither a mask nor is_causal is given.
+        query: (batch, heads, seqlen_q, head_dim). float16 and bfloat16 run in kernels; under autocast, query, key and
+            value are cast to its dtype.
+        key, value: (batch, heads_k, seqlen_k, head_dim or another one), where heads_k divides heads.
+        attention_mask: what `mask` returned; or a tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k), bool,
+            true where a row sees a key, or numbers to add. None: causal or full, and within sliding_window.
+        dropout: probability; scaling: factor of the scores, None for head_dim ** -0.5; softcap: see
+            `flash_attn.flash_attn_func`.
+        sliding_window: how many keys a row sees, its own included. Counts only without a mask, which knows it already.
+        is_causal: without a mask, row i sees the keys 0 to i; a single row sees all.
+        s_aux: (heads,), the scores of attention sinks; has a gradient.
+        position_bias: broadcasts to (batch, heads, seqlen_q, seqlen_k), added to the scores; has a gradient.
+        sinks: (batch, heads, seqlen_q, 1), a sink of its own for each row; has a gradient.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the bounds of packed sequences, int32
+            (sequences + 1,), over the tokens of the whole batch, and the longest ones.
+
+    Returns:
+        (out, None), out (batch, seqlen_q, heads, head_dim of value). Rows that see no key are 0, with no gradient.
+
+    Raises:
+        ValueError: output_attentions, or a paged cache, which only transformers' own functions have.
+    """
+    if output_attentions:
+        raise ArgumentError('output_attentions must be false, since no weights are held: use "eager" to see them')
+    if cache is not None:
+        raise ArgumentError("cache must be None, since a paged cache needs transformers' own attention functions")
+    if (dtype := _library.autocast_dtype(query)) is not None:
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    if isinstance(attention_mask, Mask):
+        seen = attention_mask.seen
+    elif attention_mask is not None:
+        seen = Seen(attn_bias=attention_mask)
+    else:
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        seen = _without_mask(bool(is_causal) and query.shape[2] > 1, sliding_window)
+        if seen.causal and cu_seq_lens_q is None:  # row i is at key i, also where a cache holds room for more
+            key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
+            position_bias = None if position_bias is None else position_bias[..., : query.shape[2]]
+    documents = seen.documents
+    if documents is None and cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        documents = Documents(cu_seq_lens_q.int(), cu_seq_lens_k.int(), max_length_q, max_length_k)
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    bias, ranges = _sum(seen.attn_bias, position_bias), seen.key_ranges
+    common: dict[str, Any] = {
+        "dropout_p": dropout, "softmax_scale": scaling, "causal": seen.causal, "window_size": seen.window_size,
+        "softcap": softcap or 0.0, "learnable_sink": s_aux,
+    }  # fmt: skip
+    if documents is not None:
+        if bias is None and ranges is None and sinks is None and seen.seqused_k is None:
+            tokens, keys, values = (x.flatten(0, 1) for x in (q, k, v))
+            out = flash_attn_varlen_func(tokens, keys, values, **documents.bounds(), **common)
+            return out.unflatten(0, q.shape[:2]), None
+        ranges = _intersection(ranges, documents.key_ranges(*q.shape[:2]))
+    out = flash_attn_func(
+        q, k, v, **common, attn_bias=bias, key_ranges=ranges, seqused_k=seen.seqused_k, return_lse=sinks is not None
+    )
+    if sinks is not None:  # a sink of its own for each row leaves exp(lse) / (exp(lse) + exp(sink)) to the keys
+        out, lse = out
+        share = torch.sigmoid(lse.unsqueeze(-1) - sinks.float()).transpose(1, 2)
+        out = (out * share).to(q.dtype)
+    return out, None
+
+
+def _without_mask(is_causal: bool, sliding_window: int | None) -> "Seen":
+    if sliding_window is None:
+        return Seen(is_causal)
+    return Seen(is_causal, (sliding_window - 1, 0 if is_causal else sliding_window - 1))
+
+
+def _sum(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
+    """A mask, bool or numbers, and a bias as one bias."""
+    if mask is None or bias is None:
+        return bias if mask is None else mask
+    return torch.where(mask, bias, -math.inf) if mask.dtype == torch.bool else mask + bias
+
+
+def _intersection(ranges: Tensor | None, others: Tensor | None) -> Tensor | None:
+    """What both of two `key_ranges` show. One of them has one range for each row."""
+    if ranges is None or others is None:
+        return others if ranges is None else ranges
+    ranges, others = (x.unflatten(-1, (-1, 2)) for x in (ranges, others))
+    start, end = torch.maximum(ranges, others)[..., 0], torch.minimum(ranges, others)[..., 1]
+    return torch.stack([start, end], -1).flatten(-2)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masks
+
+
+class Documents(NamedTuple):
+    """Packed sequences, over the tokens of a whole batch: arguments of `flash_attn.flash_attn_varlen_func`."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int | Tensor | None
+    max_seqlen_k: int | Tensor | None
+
+    def bounds(self) -> dict[str, Any]:
+        """The arguments, with the longest sequences where they were not given."""
+        longest = {
+            "max_seqlen_q": self.cu_seqlens_q.diff().max() if self.max_seqlen_q is None else self.max_seqlen_q,
+            "max_seqlen_k": self.cu_seqlens_k.diff().max() if self.max_seqlen_k is None else self.max_seqlen_k,
+        }
+        return {**self._asdict(), **longest}
+
+    def key_ranges(self, batch: int, seqlen: int) -> Tensor:
+        """The same as `key_ranges` of a dense batch."""
+        ranges = masks.documents(self.cu_seqlens_k, batch * seqlen).view(batch, 1, seqlen, 2)
+        return ranges - seqlen * torch.arange(batch, device=ranges.device, dtype=torch.int32).view(-1, 1, 1, 1)
+
+
+class Seen(NamedTuple):
+    """What the rows of a batch see: arguments of `flash_attn.flash_attn_func`."""
+
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    key_ranges: Tensor | None = None
+    seqused_k: Tensor | None = None
+    attn_bias: Tensor | None = None
+    documents: Documents | None = None
+
+
+class Mask:
+    """A mask on its way from `mask` to `attention`, in the place of a tensor.
+
+    A model that treats it as a tensor (slices it, adds to it, hands it to a function of torch) gets one, bool
+    (batch, 1, seqlen_q, seqlen_k), true where a row sees a key, evaluated then.
+    """
+
+    dtype, ndim, is_nested = torch.bool, 4, False
+
+    def __init__(self, seen: Seen, evaluate: Callable[[], Tensor], shape: tuple[int, ...], device: torch.device | str):
+        self.seen, self.shape, self.device = seen, torch.Size(shape), torch.device(device)
+        self._evaluate = evaluate
+
+    def dense(self) -> Tensor:
+        """The mask as a tensor."""
+        return self._evaluate().expand(self.shape)
+
+    def to(self, *args: Any, **kwargs: Any) -> "Mask | Tensor":
+        """A copy on another device, or, as with a dtype, what a tensor would become."""
+        if len(args) != 1 or not isinstance(args[0], (torch.device, str)) or kwargs.keys() - {"non_blocking"}:
+            return self.dense().to(*args, **kwargs)
+        seen = _mapped(lambda x: x.to(args[0]), Tensor, self.seen)
+        return Mask(seen, lambda: self.dense().to(args[0]), self.shape, args[0])
+
+    def contiguous(self) -> "Mask":
+        """This mask, which `generate` asks for before it hands masks to a compiled model."""
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.dense(), name)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.dense()[index]
+
+    def __and__(self, other: Tensor) -> Tensor:
+        return self.dense() & other
+
+    def __or__(self, other: Tensor) -> Tensor:
+        return self.dense() | other
+
+    def __invert__(self) -> Tensor:
+        return ~self.dense()
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*_mapped(cls.dense, cls, args), **_mapped(cls.dense, cls, kwargs or {}))
+
+
+def _mapped(function: Callable, kind: type, value: Any) -> Any:
+    """value with function(x) for each x of a kind in it, in tuples, lists and dicts, too."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _mapped(function, kind, x) for key, x in value.items()}
+    if isinstance(value, (tuple, list)):
+        items = [_mapped(function, kind, x) for x in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+    mask_function: Callable | None = None, attention_mask: "Tensor | Mask | None" = None, *,
+    allow_is_causal_skip: bool = True, use_vmap: bool = False,
+    device: torch.device | str = "cpu", config: Any = None, **_: Any,
+) -> Mask | None:  # fmt: skip
+    """What a kind of layer sees, as transformers asks for it once in a forward pass.
+
+    Arguments:
+        batch_size, q_length, kv_length: sizes of the attention.
+        q_offset, kv_offset: positions in the text of the first query and of the first key.
+        mask_function: (batch index, head index, position of the query, position of the key) -> bool, on integer tensors
+            that broadcast; None is causal.
+        attention_mask: bool (batch_size, positions), false where a key is padding; keys that it does not reach are.
+            Or a result of this function, which is returned.
+        allow_is_causal_skip: whether None may stand for a plain causal mask.
+        use_vmap: evaluate mask_function position by position.
+        config: the configuration of the model that asks.
+
+    Returns:
+        None if `attention` would see the same without a mask, else a `Mask`, exactly what mask_function and
+        attention_mask say.
+
+    Raises:
+        ValueError: the model computes attention in code of its own, which would take the mask for another one.
+    """
+    if isinstance(attention_mask, Mask):
+        return attention_mask
+    if (own := _attention_of_its_own(type(config))) is not None:
+        raise ArgumentError(
+            f"attn_implementation must be what {type(config).__name__} is made for, since {own} does not go through "
+            'transformers\' AttentionInterface: use "eager"'
+        )
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    function = causal_mask_function if mask_function is None else mask_function
+
+    def evaluate(first: int = 0, rows: int = q_length) -> Tensor:
+        return sdpa_mask(
+            batch_size=batch_size, q_length=rows, kv_length=kv_length, q_offset=q_offset + first, kv_offset=kv_offset,
+            mask_function=function, attention_mask=attention_mask, allow_is_causal_skip=False, use_vmap=use_vmap,
+            device=device,
+        )  # fmt: skip
+
+    shape = (batch_size, 1, q_length, kv_length)
+    pattern = _pattern(function)
+    seen = None if pattern is None else _known(pattern, attention_mask, q_offset, kv_offset, shape, device)
+    if seen is not None and function is causal_mask_function and allow_is_causal_skip and q_length in (1, kv_length):
+        is_causal = q_length > 1
+        if seen[:2] == (is_causal, (-1, 0 if is_causal else -1)) and all(x is None for x in seen[2:]):
+            return None
+    return Mask(_evaluated(evaluate, shape) if seen is None else seen, evaluate, shape, device)
+
+
+@torch.compiler.assume_constant_result
+def _attention_of_its_own(config: type) -> str | None:
+    """The name of a class that computes attention in a module of a model that knows no attention interface."""
+    if config not in _OWN:
+        package = config.__module__.rpartition(".")[0]
+        _OWN[config] = next(
+            (
+                own
+                for name, module in list(sys.modules.items())
+                if name.startswith(f"{package}.modeling_") and not hasattr(module, "ALL_ATTENTION_FUNCTIONS")
+                for own, value in vars(module).items()
+                if "Attention" in own and isinstance(value, type) and value.__module__ == name
+            ),
+            None,
+        )
+    return _OWN[config]
+
+
+def _evaluated(evaluate: Callable[..., Tensor], shape: tuple[int, ...]) -> Seen:
+    """A mask of any kind: ranges if they can tell it, else all of it."""
+    batch, _, seqlen_q, seqlen_k = shape
+    if torch.compiler.is_compiling():
+        return Seen(attn_bias=evaluate())
+    rows = max(1, _BLOCK // max(1, batch * seqlen_k))
+    blocks = []
+    for first in range(0, seqlen_q, rows):
+        keep = evaluate(first, min(rows, seqlen_q - first))
+        block = masks.from_bool(keep[:1] if keep.stride(0) == 0 else keep)
+        if block is None:
+            return Seen(attn_bias=evaluate())
+        blocks.append(block)
+    count = max(block.shape[-1] for block in blocks)
+    return Seen(key_ranges=torch.cat([pad(block, (0, count - block.shape[-1])) for block in blocks], 2))
+
+
+class _Pattern(NamedTuple):
+    """A mask that is known: query q sees keys from q - left to q + right, of its chunk, and of its document.
+
+    chunk: the size of chunks, and the positions (batch,) from which they count.
+    documents: (batch, seqlen), a number for each token; positions: (batch, seqlen), which left and right count.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    chunk: tuple[int, Tensor] | None = None
+    documents: Tensor | None = None
+    positions: Tensor | None = None
+
+
+def _pattern(function: Callable) -> _Pattern | None:
+    """The pattern of a mask function, if transformers made it of functions that are known here."""
+    if torch.compiler.is_compiling():  # which cannot look into closures
+        from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+        if function is causal_mask_function:
+            return _Pattern(right=0)
+        return _Pattern() if function is bidirectional_mask_function else None
+    kind = _known_functions().get(getattr(function, "__code__", None))
+    if kind is None:
+        return None
+    free = inspect.getclosurevars(function).nonlocals
+    if kind == "and_masks":
+        return _all([_pattern(part) for part in free["mask_functions"]])
+    if kind == "remap_positions_for_packed_sequence":
+        inner = _pattern(free["mask_function"])
+        if inner is None or inner[2:] != (None, None, None):
+            return None
+        return inner._replace(positions=free["position_ids"])
+    return {
+        "bidirectional_mask_function": lambda: _Pattern(),
+        "causal_mask_function": lambda: _Pattern(right=0),
+        "sliding_window_overlay": lambda: _Pattern(left=free["sliding_window"] - 1),
+        "sliding_window_bidirectional_overlay": lambda: _Pattern(free["sliding_window"], free["sliding_window"]),
+        "chunked_overlay": lambda: _Pattern(chunk=(free["chunk_size"], free["left_padding"])),
+        "packed_sequence_mask_function": lambda: _Pattern(documents=free["packed_sequence_mask"]),
+    }[kind]()
+
+
+def _all(parts: list[_Pattern | None]) -> _Pattern | None:
+    """The intersection of patterns; None if it is none itself."""
+    known = [part for part in parts if part is not None]
+    sides = [[x for x in side if x is not None] for side in zip(*known, strict=True)]
+    if len(known) < len(parts) or any(len(side) > 1 for side in sides[2:]):
+        return None
+    return _Pattern(
+        *(min(side, default=None) for side in sides[:2]), *(side[0] if side else None for side in sides[2:])
+    )
+
+
+@cache
+def _known_functions() -> dict[Any, str]:
+    """The names of the mask functions, or of what makes them, by their code: each call of a maker shares its code."""
+    from transformers import masking_utils
+
+    makers: dict[str, tuple | None] = {
+        "bidirectional_mask_function": None, "causal_mask_function": None, "and_masks": (),
+        "sliding_window_overlay": (1,), "sliding_window_bidirectional_overlay": (1,), "chunked_overlay": (1, None),
+        "packed_sequence_mask_function": (None,), "remap_positions_for_packed_sequence": (None, None),
+    }  # fmt: skip
+    functions = {}
+    for name, arguments in makers.items():
+        if (function := getattr(masking_utils, name, None)) is not None:
+            functions[(function if arguments is None else function(*arguments)).__code__] = name
+    return functions
+
+
+def _known(
+    pattern: _Pattern, attention_mask: Tensor | None, q_offset: int | Tensor, kv_offset: int, shape: tuple[int, ...],
+    device: torch.device | str,
+) -> Seen | None:  # fmt: skip
+    """A known pattern and padding as arguments; None if they must be evaluated."""
+    batch, _, seqlen_q, seqlen_k = shape
+    left, right, chunk, ids, positions = pattern
+    shift = q_offset - kv_offset  # where the first query is among the keys; a tensor in compiled graphs with a cache
+    ranges: Tensor | None = None
+    seqused_k: Tensor | None = None
+    if attention_mask is not None:
+        if attention_mask.dim() != 2 or torch.compiler.is_compiling():
+            return None
+        keep = attention_mask[:, kv_offset : kv_offset + seqlen_k].bool()
+        keep = pad(keep, (0, seqlen_k - keep.shape[1]))
+        if not keep.all():
+            if (ranges := masks.from_bool(keep)) is None:
+                return None
+            if pattern == _Pattern() and ranges.shape[-1] == 2 and not ranges[:, 0].any():
+                return Seen(seqused_k=ranges[:, 1].contiguous())
+            ranges = ranges[:, None, None]
+    if ids is not None or positions is not None:
+        if ranges is not None or chunk is not None or (seqlen_q, shift) != (seqlen_k, 0):
+            return None
+        documents = _documents(ids, positions)
+        return None if documents is None else Seen(right == 0, _window(left, right), documents=documents)
+    query = torch.arange(seqlen_q, device=device) + shift
+    if chunk is not None:
+        size, first = chunk[0], chunk[1].view(-1, 1) - kv_offset
+        start = first + (query - first).div(size, rounding_mode="floor") * size
+        ranges = _intersection(ranges, torch.stack([start, start + size], -1)[:, None].int())
+    if isinstance(shift, int):
+        left = None if left is None or left >= shift + seqlen_q - 1 else left
+        right = None if right is None or right >= seqlen_k - 1 - shift else right
+    if (left, right) != (None, None) and not (isinstance(shift, int) and shift == seqlen_k - seqlen_q):
+        # Attention aligns the last row with the last key that is used.
+        if right == 0 and not (isinstance(shift, int) and not 0 <= shift <= seqlen_k - seqlen_q):
+            used = shift + seqlen_q
+            seqused_k = torch.as_tensor(used, dtype=torch.int32, device=device).repeat(batch)
+        else:
+            start = torch.zeros_like(query) if left is None else query - left
+            end = torch.full_like(query, seqlen_k) if right is None else query + right + 1
+            ranges = _intersection(ranges, torch.stack([start, end], -1)[None, None].int())
+            left = right = None
+    ranges = None if ranges is None else ranges.expand(-1, -1, seqlen_q, -1)
+    return Seen(right == 0, _window(left, right), ranges, seqused_k)
+
+
+def _window(left: int | None, right: int | None) -> tuple[int, int]:
+    return (-1 if left is None else left, -1 if right is None else right)
+
+
+def _documents(ids: Tensor | None, positions: Tensor | None) -> Documents | None:
+    """Documents whose tokens are neighbours and have neighbouring positions; None if these have not."""
+    if ids is None or torch.compiler.is_compiling():
+        return None
+    step = ids.diff()
+    is_known = (step >= 0).all()
+    if positions is not None:
+        is_known &= ((positions.diff() == 1) | (step != 0)).all()
+    if not is_known:
+        return None
+    starts = pad(step != 0, (1, 0), value=True).flatten().nonzero()[:, 0]
+    cu_seqlens = pad(starts, (0, 1), value=ids.numel()).int()
+    longest = int(cu_seqlens.diff().max())
+    return Documents(cu_seqlens, cu_seqlens, longest, longest)

@@ -1,0 +1,602 @@
+"""transformers' door: masks against transformers' own, and models against themselves with eager attention."""
+
+import itertools
+import sys
+
+import oracle
+import pytest
+import torch
+import transformers
+from compare import assert_error_ratio
+from transformers import masking_utils
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    packed_sequence_compatibility_function,
+    sliding_window_bidirectional_mask_function,
+    sliding_window_causal_mask_function,
+)
+
+from flash_attn import flash_attn_func, masks
+from flash_attn.integrations import transformers as door
+
+NAME = door.register()
+BATCH, SEQLEN = 2, 9
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Masks
+
+POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 0, 1, 2]])
+JUMPING = torch.tensor([[0, 1, 2, 3, 4, 7, 8, 9, 10], [5, 6, 7, 8, 0, 2, 4, 5, 6]])
+IMAGES = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, -1], [0, 0, -1, 0, 0, 0, -1, -1, -1]])
+
+
+def packed(function, positions=POSITIONS):
+    return packed_sequence_compatibility_function(
+        function, positions, masking_utils.find_packed_sequence_indices(POSITIONS)
+    )
+
+
+def every_other_key(batch_idx, head_idx, q_idx, kv_idx):
+    return (kv_idx % 2 == 0) | (kv_idx == q_idx)
+
+
+def own_and_next_keys(batch_idx, head_idx, q_idx, kv_idx):
+    return (kv_idx == 0) | (abs(kv_idx - q_idx) <= batch_idx + 1)
+
+
+FUNCTIONS = {
+    "causal": causal_mask_function,
+    "full": bidirectional_mask_function,
+    "window": sliding_window_causal_mask_function(3),
+    "window of the length": sliding_window_causal_mask_function(SEQLEN),
+    "window on both sides": sliding_window_bidirectional_mask_function(2),
+    "chunks": chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.long)),
+    "chunks after padding": chunked_causal_mask_function(4, torch.tensor([0, 3])),
+    "chunks and a window": and_masks(
+        chunked_causal_mask_function(4, torch.tensor([0, 3])), masking_utils.sliding_window_overlay(3)
+    ),
+    "chunks of two sizes": and_masks(
+        chunked_causal_mask_function(4, torch.tensor([0, 3])), chunked_causal_mask_function(6, torch.tensor([0, 0]))
+    ),
+    "images": or_masks(causal_mask_function, masking_utils.blockwise_overlay(IMAGES)),
+    "images in a window": or_masks(
+        sliding_window_causal_mask_function(3), masking_utils.blockwise_overlay(IMAGES)
+    ),
+    "packed": packed(causal_mask_function),
+    "packed, window": packed(sliding_window_causal_mask_function(2)),
+    "packed, full": packed(bidirectional_mask_function),
+    "packed, chunks": packed(chunked_causal_mask_function(2, torch.zeros(BATCH, dtype=torch.long))),
+    "packed, jumping": packed(sliding_window_causal_mask_function(3), JUMPING),
+    "documents that come again": masking_utils.packed_sequence_mask_function(IMAGES),
+    "a first key and neighbours": own_and_next_keys,
+    "many ranges": and_masks(causal_mask_function, every_other_key),
+}  # fmt: skip
+ONLY_SQUARE = {  # they know the tokens of a prefill
+    name for name in FUNCTIONS if name.startswith(("packed", "documents", "images"))
+}
+PADDING = {
+    "none": None,
+    "nothing": torch.ones(BATCH, SEQLEN, dtype=torch.bool),
+    "left": torch.arange(SEQLEN) >= torch.tensor([[0], [3]]),
+    "right": torch.arange(SEQLEN) < torch.tensor([[9], [5]]),
+    "a hole": torch.tensor([[1, 1, 0, 0, 1, 1, 1, 1, 1], [1] * 9]).bool(),
+    "holes": torch.tensor([[1, 0, 1, 0, 1, 1, 1, 0, 1], [1] * 9]).bool(),
+    "all of an entry": torch.arange(SEQLEN) >= torch.tensor([[0], [9]]),
+    "too short": torch.ones(BATCH, SEQLEN - 2, dtype=torch.bool),
+}
+SIZES = {  # seqlen_q, seqlen_k, q_offset, kv_offset
+    "prefill": (9, 9, 0, 0),
+    "decode": (1, 9, 8, 0),
+    "prefill after a cache": (3, 9, 6, 0),
+    "static cache, prefill": (4, 9, 0, 0),
+    "static cache, decode": (1, 9, 5, 0),
+    "static cache with an offset on the device": (1, 9, torch.tensor(5), 0),
+    "cache of a window": (2, 5, 7, 4),
+    "queries ahead of the keys": (3, 5, 4, 1),
+    "queries before the keys": (3, 5, 0, 2),
+    "a query between the keys": (1, 5, 4, 2),
+}
+
+
+def as_bool(seen, shape):
+    """What arguments of attention show, bool of `shape`."""
+    batch, _, seqlen_q, seqlen_k = shape
+    used = torch.full((batch,), seqlen_k) if seen.seqused_k is None else seen.seqused_k
+    rows = []
+    assert ((used >= 0) & (used <= seqlen_k)).all()
+    for length in used.tolist():
+        keep = oracle.allowed_keys(seqlen_q, length, seen.causal, seen.window_size, torch.device("cpu"))
+        rows.append(torch.nn.functional.pad(keep, (0, seqlen_k - length)))
+    keep = torch.stack(rows)[:, None]
+    if seen.key_ranges is not None:
+        keep = keep & masks.to_bool(seen.key_ranges, seqlen_k)
+    if seen.attn_bias is not None:
+        keep = keep & seen.attn_bias
+    if seen.documents is not None:
+        keep = keep & masks.to_bool(seen.documents.key_ranges(batch, seqlen_q), seqlen_k)
+    return keep
+
+
+@pytest.mark.parametrize(
+    ("function", "size"),
+    [pair for pair in itertools.product(FUNCTIONS, SIZES) if pair[0] not in ONLY_SQUARE or pair[1] == "prefill"],
+)
+@pytest.mark.parametrize("padding", PADDING)
+def test_masks_are_those_of_transformers(function, size, padding):
+    q_length, kv_length, q_offset, kv_offset = SIZES[size]
+    arguments = {
+        "batch_size": BATCH, "q_length": q_length, "kv_length": kv_length, "q_offset": q_offset, "kv_offset": kv_offset,
+        "mask_function": FUNCTIONS[function], "attention_mask": PADDING[padding],
+    }  # fmt: skip
+    expected = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    for skip in (False, True):
+        mask = door.mask(**arguments, allow_is_causal_skip=skip)
+        assert skip or mask is not None
+        if mask is None:  # row i sees the keys 0 to i, and a single row all
+            seen = torch.ones(expected.shape, dtype=torch.bool)
+            seen = seen.tril() if q_length > 1 else seen
+        else:
+            seen = as_bool(mask.seen, expected.shape)
+        assert torch.equal(seen, expected)
+
+
+FORMS = {  # what layers are given: the arguments that are not None, and the window
+    ("causal", "prefill", "nothing"): ((), (-1, 0)),
+    ("causal", "decode", "nothing"): ((), (-1, -1)),
+    ("causal", "static cache, decode", "nothing"): (("seqused_k",), (-1, 0)),
+    ("causal", "prefill", "left"): (("key_ranges",), (-1, 0)),
+    ("causal", "prefill", "holes"): (("attn_bias",), (-1, -1)),
+    ("full", "prefill", "right"): (("seqused_k",), (-1, -1)),
+    ("full", "prefill", "left"): (("key_ranges",), (-1, -1)),
+    ("window", "prefill", "none"): ((), (2, 0)),
+    ("window", "prefill after a cache", "none"): ((), (2, 0)),
+    ("window of the length", "prefill", "none"): ((), (-1, 0)),
+    ("window on both sides", "prefill", "none"): ((), (2, 2)),
+    ("chunks", "prefill", "none"): (("key_ranges",), (-1, 0)),
+    ("images", "prefill", "none"): (("key_ranges",), (-1, -1)),
+    ("packed", "prefill", "none"): (("documents",), (-1, 0)),
+    ("packed, window", "prefill", "none"): (("documents",), (1, 0)),
+    ("packed, jumping", "prefill", "none"): (("key_ranges",), (-1, -1)),
+}
+
+
+@pytest.mark.parametrize("case", FORMS, ids=" | ".join)
+def test_masks_take_the_fastest_form(case):
+    function, size, padding = case
+    q_length, kv_length, q_offset, kv_offset = SIZES[size]
+    mask = door.mask(
+        BATCH, q_length, kv_length, q_offset, kv_offset, FUNCTIONS[function], PADDING[padding],
+        allow_is_causal_skip=False,
+    )  # fmt: skip
+    given = tuple(
+        name for name in ("key_ranges", "seqused_k", "attn_bias", "documents") if getattr(mask.seen, name) is not None
+    )
+    assert (given, mask.seen.window_size) == FORMS[case]
+
+
+def test_masks_are_evaluated_in_blocks_of_rows(monkeypatch):
+    seen = []
+
+    def function(batch_idx, head_idx, q_idx, kv_idx):
+        seen.append(torch.broadcast_shapes(*(x.shape for x in (batch_idx, head_idx, q_idx, kv_idx))))
+        return own_and_next_keys(batch_idx, head_idx, q_idx, kv_idx)
+
+    monkeypatch.setattr(door, "_BLOCK", 40)
+    mask = door.mask(BATCH, SEQLEN, SEQLEN, mask_function=function)
+    assert seen == [(BATCH, 1, 2, SEQLEN)] * 4 + [(BATCH, 1, 1, SEQLEN)]
+    assert torch.equal(as_bool(mask.seen, mask.shape), mask.dense())
+
+
+def test_masks_are_tensors_where_a_model_treats_them_so():
+    mask = door.mask(BATCH, SEQLEN, SEQLEN, attention_mask=PADDING["left"])
+    dense = masking_utils.sdpa_mask(BATCH, SEQLEN, SEQLEN, attention_mask=PADDING["left"])
+    assert mask.shape == dense.shape and mask.dtype == dense.dtype and mask.ndim == mask.dim() == 4
+    assert mask.device == dense.device
+    for function in (
+        lambda x: x[:, :, :, :3], lambda x: torch.cat([x, x], 3), lambda x: torch.where(x, 0.0, 1.0),
+        lambda x: ~x, lambda x: x & PADDING["left"][:, None, None], lambda x: x.expand(-1, 3, -1, -1),
+        lambda x: x | x[..., :1], lambda x: x.to(torch.float32), lambda x: x.to("cpu")[:, 0],
+        lambda x: torch.zeros(1).expand(dense.shape).masked_fill(x, 2), lambda x: dense & x,
+    ):  # fmt: skip
+        assert torch.equal(function(mask), function(dense))
+    assert door.mask(BATCH, SEQLEN, SEQLEN, attention_mask=mask) is mask
+    assert isinstance(mask.to("cpu"), door.Mask) and mask.contiguous() is mask
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The attention function
+
+CALLS = {  # heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim of values; arguments; the same for the oracle
+    "full": ((4, 4, 9, 9, 16, 16), {"is_causal": False}, {}),
+    "causal, as the module says": ((4, 2, 9, 9, 16, 16), {}, {"causal": True}),
+    "scaling, softcap": (
+        (4, 2, 9, 9, 16, 16), {"scaling": 0.7, "softcap": 2.0}, {"causal": True, "softmax_scale": 0.7, "softcap": 2.0},
+    ),
+    "a window": ((4, 2, 9, 9, 16, 16), {"sliding_window": 3}, {"causal": True, "window_size": (2, 0)}),
+    "a window on both sides": (
+        (4, 2, 9, 9, 16, 16), {"sliding_window": 3, "is_causal": False}, {"window_size": (2, 2)},
+    ),
+    "one query": ((4, 2, 1, 9, 16, 16), {"is_causal": True}, {}),
+    "sinks": ((4, 2, 9, 9, 16, 16), {"s_aux": (4,)}, {"causal": True, "learnable_sink": "s_aux"}),
+    "a position bias": (
+        (4, 2, 9, 9, 16, 16), {"position_bias": (1, 4, 9, 9)}, {"causal": True, "attn_bias": "position_bias"},
+    ),
+    "narrow values": ((4, 2, 9, 9, 192, 128), {}, {"causal": True}),
+    "wide values": ((4, 4, 9, 9, 16, 32), {"is_causal": False}, {}),
+    "head dim 512": ((2, 1, 9, 9, 512, 512), {}, {"causal": True}),
+}  # fmt: skip
+
+
+def inputs(sizes, device, dtype=torch.float32, batch=BATCH):
+    heads, heads_k, seqlen_q, seqlen_k, head_dim, head_dim_v = sizes
+    shapes = [(heads, seqlen_q, head_dim), (heads_k, seqlen_k, head_dim), (heads_k, seqlen_k, head_dim_v)]
+    return [torch.randn(batch, *shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
+
+
+def check(call, oracle_call, tensors):
+    """Compare results and gradients of call(*tensors) with those of oracle_call, in float64 and in float32."""
+
+    def run(function, dtype):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in tensors]
+        out = function(*leaves)
+        torch.manual_seed(1)
+        return out.detach(), *torch.autograd.grad(out, leaves, torch.randn(out.shape).to(out))
+
+    results = (run(call, torch.float32), run(oracle_call, torch.float64), run(oracle_call, torch.float32))
+    for ours, exact, baseline in zip(*results, strict=True):
+        assert_error_ratio(ours, exact, baseline)
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_attention(case, device):
+    sizes, options, oracle_options = CALLS[case]
+    shapes = {name: value for name, value in options.items() if isinstance(value, tuple)}
+    extra = [torch.randn(shape, device=device) for shape in shapes.values()]
+
+    def ours(q, k, v, *extra):
+        out, weights = door.attention(
+            torch.nn.Module(), q, k, v, None, **{**options, **dict(zip(shapes, extra, strict=True))}
+        )
+        assert weights is None
+        return out
+
+    def exact(q, k, v, *extra):
+        named = dict(zip(shapes, extra, strict=True))
+        arguments = {name: named.get(x, x) if isinstance(x, str) else x for name, x in oracle_options.items()}
+        return oracle.attention(*(x.transpose(1, 2) for x in (q, k, v)), **arguments)[0]
+
+    check(ours, exact, [*inputs(sizes, device), *extra])
+
+
+def test_sinks_of_each_row(device):
+    """They are the score of one more key, whose value is 0."""
+    sinks = torch.randn(BATCH, 4, 9, 1, device=device)
+
+    def exact(q, k, v, sinks):
+        k, v = (torch.nn.functional.pad(x.repeat_interleave(2, 1), (0, 0, 0, 1)) for x in (k, v))
+        future = torch.ones(9, 9, dtype=torch.bool, device=device).triu(1)
+        bias = torch.zeros(9, 9, dtype=q.dtype, device=device).masked_fill(future, -torch.inf).expand(BATCH, 4, 9, 9)
+        bias = torch.cat([bias, sinks.to(q.dtype)], -1)
+        return oracle.attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_bias=bias)[0]
+
+    def ours(q, k, v, sinks):
+        return door.attention(torch.nn.Module(), q, k, v, None, sinks=sinks)[0]
+
+    check(ours, exact, [*inputs((4, 2, 9, 9, 16, 16), device), sinks])
+
+
+def test_room_in_a_cache_is_not_seen(device):
+    """Without a mask, row i is at key i, whatever follows the keys of the text."""
+    q, k, v = inputs((4, 2, 5, 9, 16, 16), device)
+    bias = torch.randn(1, 4, 5, 9, device=device)
+    longer = door.attention(torch.nn.Module(), q, k, v, None, position_bias=bias)[0]
+    exact = door.attention(torch.nn.Module(), q, k[:, :, :5], v[:, :, :5], None, position_bias=bias[..., :5])[0]
+    assert torch.equal(longer, exact)
+
+
+def test_rows_that_see_nothing(device):
+    tensors = inputs((4, 2, 9, 9, 16, 16), device)
+    padding = PADDING["all of an entry"].to(device)
+    mask = door.mask(BATCH, 9, 9, attention_mask=padding, device=device)
+    bias = torch.randn(1, 4, 9, 9, device=device, requires_grad=True)
+    out, _ = door.attention(torch.nn.Module(), *tensors, mask, position_bias=bias)
+    gradients = torch.autograd.grad(out.sum(), [*tensors, bias])
+    assert out[0].count_nonzero() and not out[1].count_nonzero()
+    assert all(gradient.isfinite().all() for gradient in gradients)
+    assert all(not gradient[1].count_nonzero() for gradient in gradients[:3])
+
+
+@pytest.mark.parametrize("kind", ["bool", "numbers"])
+def test_masks_of_the_caller(kind, device):
+    keep = torch.rand(BATCH, 1, 9, 9, device=device) < 0.5
+    keep |= torch.eye(9, dtype=torch.bool, device=device)
+    given = keep if kind == "bool" else torch.zeros_like(keep, dtype=torch.float32).masked_fill(~keep, -1e4)
+    bias = torch.randn(1, 4, 9, 9, device=device)
+
+    def ours(q, k, v, bias):
+        return door.attention(torch.nn.Module(), q, k, v, given, position_bias=bias)[0]
+
+    def exact(q, k, v, bias):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return oracle.attention(q, k, v, attn_bias=bias.masked_fill(~keep, -torch.inf))[0]
+
+    check(ours, exact, [*inputs((4, 2, 9, 9, 16, 16), device), bias])
+
+
+@pytest.mark.parametrize("given", ["bounds", "bounds and lengths", "positions", "bounds and a bias"])
+def test_packed_sequences(given, device):
+    lengths = [3, 2, 4] if given != "positions" else None
+    ids = torch.repeat_interleave(torch.arange(3), torch.tensor([3, 2, 4])).expand(BATCH, -1).to(device)
+    bias = torch.randn(1, 4, 9, 9, device=device) if "bias" in given else torch.zeros(1, 1, 1, 1, device=device)
+    mask, options = None, {}
+    if lengths is None:
+        positions = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2, 3], device=device).expand(BATCH, -1)
+        mask = door.mask(
+            BATCH, 9, 9, device=device,
+            mask_function=packed_sequence_compatibility_function(causal_mask_function, positions, ids),
+        )  # fmt: skip
+    else:
+        cu_seqlens = torch.tensor([0, *lengths * BATCH], device=device).cumsum(0)
+        options = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+        options |= {"max_length_q": 4, "max_length_k": 4} if "lengths" in given else {}
+
+    def ours(q, k, v, bias):
+        bias = bias if "bias" in given else None
+        return door.attention(torch.nn.Module(), q, k, v, mask, position_bias=bias, **options)[0]
+
+    def exact(q, k, v, bias):
+        seen = ids[:, None, :, None] == ids[:, None, None, :]
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return oracle.attention(q, k, v, attn_bias=bias, causal=True, seen=seen)[0]
+
+    tensors = inputs((4, 2, 9, 9, 16, 16), device)
+    if "bias" in given:
+        check(ours, exact, [*tensors, bias])
+    else:
+        check(lambda *x: ours(*x, None), lambda *x: exact(*x, bias.to(x[0])), tensors)
+
+
+def test_dropout_is_that_of_the_library(device):
+    q, k, v = inputs((4, 2, 9, 9, 16, 16), device)
+    torch.manual_seed(3)
+    ours = door.attention(torch.nn.Module(), q, k, v, None, dropout=0.5)[0]
+    torch.manual_seed(3)
+    expected = flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), dropout_p=0.5, causal=True)
+    assert torch.equal(ours, expected)
+
+
+def test_autocast_decides_the_dtype(device):
+    q, k, v = inputs((4, 2, 9, 9, 16, 16), device)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = door.attention(torch.nn.Module(), q, k.bfloat16(), v, None)[0]
+    assert torch.equal(out, door.attention(torch.nn.Module(), *(x.bfloat16() for x in (q, k, v)), None)[0])
+    assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"output_attentions": True}, 'output_attentions must be false, .* use "eager"'),
+        ({"cache": object()}, "cache must be None"),
+    ],
+)
+def test_refused_arguments(options, says):
+    with pytest.raises(ValueError, match=says):
+        door.attention(torch.nn.Module(), *inputs((4, 2, 9, 9, 16, 16), "cpu"), None, **options)
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "my-Flash", "sdpa", "eager", None])
+def test_refused_names(name):
+    with pytest.raises(ValueError, match="name must"):
+        door.register(name)
+
+
+def test_without_transformers(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match="needs transformers 5 or newer"):
+        door.register()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Models
+
+DECODER = {
+    "vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 32, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+WINDOW_THEN_FULL = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+MODELS = {  # what differs from DECODER; None drops a field
+    "llama": {},
+    "qwen3": {},
+    "mistral": {"sliding_window": 4},
+    "gemma2": {**WINDOW_THEN_FULL, "attn_logit_softcapping": 2.0},
+    "gemma3_text": WINDOW_THEN_FULL,
+    "gemma4_text": {  # head_dim 512 in full layers, as in the released models
+        **WINDOW_THEN_FULL, "global_head_dim": 512, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0,
+    },
+    "gpt_oss": {**WINDOW_THEN_FULL, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "llama4_text": {
+        "layer_types": ["chunked_attention", "full_attention"], "attention_chunk_size": 4, "intermediate_size_mlp": 32,
+        "num_local_experts": 2,
+    },
+    "deepseek_v3": {  # 192 and 128, as in the released models
+        "num_key_value_heads": 4, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "head_dim": 64,
+        "q_lora_rank": 16, "kv_lora_rank": 16, "n_routed_experts": 4, "moe_intermediate_size": 16, "n_group": 1,
+        "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1,
+    },
+    "mimo_v2_flash": {  # sinks in the layers with a window, 192 and 128
+        **WINDOW_THEN_FULL, "head_dim": 192, "v_head_dim": 128, "n_routed_experts": 4, "moe_intermediate_size": 16,
+        "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    },
+    "bert": {},
+    "t5": {"d_model": 32, "d_kv": 8, "d_ff": 32, "num_heads": 4, "num_layers": 2, "decoder_start_token_id": 0},
+}  # fmt: skip
+AUTO = {"bert": transformers.AutoModelForMaskedLM, "t5": transformers.AutoModelForSeq2SeqLM}
+GENERATING = [name for name in MODELS if name != "bert"]
+PADDED = {
+    "none": [[1] * 9, [1] * 9],
+    "left": [[0] * 3 + [1] * 6, [1] * 9],
+    "right": [[1] * 5 + [0] * 4, [1] * 9],
+}
+
+
+def exact_attention(
+    module, query, key, value, attention_mask, dropout=0.0, scaling=None, softcap=None, s_aux=None, position_bias=None,
+    **_,
+):  # fmt: skip
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, _ = oracle.attention(
+        q, k, v, softmax_scale=scaling, softcap=softcap or 0.0, learnable_sink=s_aux, attn_bias=position_bias,
+        seen=attention_mask,
+    )  # fmt: skip
+    return out, None
+
+
+def exact_mask(**arguments):
+    skips = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    return masking_utils.sdpa_mask(**{**arguments, **skips})
+
+
+transformers.AttentionInterface.register("exact", exact_attention)
+transformers.AttentionMaskInterface.register("exact", exact_mask)
+
+
+def model_of(name, device):
+    config = transformers.CONFIG_MAPPING[name](**{**DECODER, **MODELS[name]})
+    auto = AUTO.get(name, transformers.AutoModelForCausalLM)
+    model = auto.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # scores that are far from equal
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.to(device).eval()
+
+
+def run(model, implementation, dtype, batch):
+    model = model.to(dtype)
+    model.set_attn_implementation(implementation)
+    model.zero_grad()
+    result = model(**batch)
+    result.loss.backward()
+    gradients = {name: x.grad.clone() for name, x in model.named_parameters() if x.grad is not None}
+    return result.logits.detach(), result.loss.detach(), gradients
+
+
+def batch_of(name, padding, device):
+    """Rows that see nothing differ, and nobody reads what they give: no label asks for it."""
+    attention_mask = torch.tensor(PADDED[padding])
+    input_ids = torch.randint(3, 32, attention_mask.shape)
+    read = attention_mask.bool() if name in AUTO else attention_mask.bool() & attention_mask.bool().roll(1, 1)
+    labels = torch.where(read, input_ids, -100)
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+    return {key: x.to(device) for key, x in batch.items()}, attention_mask.bool().to(device)
+
+
+@pytest.mark.parametrize("padding", PADDED)
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name, padding, device, monkeypatch):
+    """Logits, loss and all gradients, beside the same model in float64 and eager in float32."""
+    calls = []
+    for function in ("flash_attn_func", "flash_attn_varlen_func"):
+        original = getattr(door, function)
+        monkeypatch.setattr(door, function, lambda *x, original=original, **y: calls.append(1) or original(*x, **y))
+    model = model_of(name, device)
+    batch, read = batch_of(name, padding, device)
+    ours = run(model, NAME, torch.float32, batch)
+    assert calls
+    eager = run(model, "eager", torch.float32, batch)
+    exact = run(model, "exact", torch.float64, batch)
+    results = [(x[0] if name == "t5" else x[0][read], x[1]) for x in (ours, exact, eager)]
+    for what, *result in zip(("logits", "loss"), *results, strict=True):
+        check_close(what, *result, scale=result[1].abs().max())
+    assert ours[2].keys() == exact[2].keys()
+    scale = max(x.abs().max() for x in exact[2].values())
+    for key, gradient in exact[2].items():
+        check_close(key, ours[2][key], gradient, eager[2][key], scale)
+
+
+@pytest.mark.parametrize("padding", PADDED)
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "bert"])  # experts would be chosen by rounding
+def test_models_in_bfloat16(name, padding, device):
+    model = model_of(name, device).to(torch.bfloat16)
+    batch, read = batch_of(name, padding, device)
+    results = []
+    for implementation, dtype in ((NAME, torch.bfloat16), ("eager", torch.bfloat16), ("exact", torch.float64)):
+        model.to(dtype).set_attn_implementation(implementation)
+        results.append(model(**batch).logits[read].detach())
+    ours, eager, exact = results
+    assert_error_ratio(ours, exact, eager)
+
+
+def check_close(name, ours, exact, eager, scale):
+    """Also that eager is close, so that the bound of ours, twice its error, means something."""
+    ours, exact, eager = (x / scale for x in (ours, exact, eager))
+    assert (eager - exact).abs().max() < 1e-4
+    assert_error_ratio(ours, exact, eager, name=name)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", GENERATING)
+def test_generation(name, cache, device, monkeypatch):
+    """Greedy, with a cache, of a batch with padding on the left: eager's tokens, and no mask as a tensor."""
+    monkeypatch.setattr(door.Mask, "dense", lambda self: pytest.fail("a mask became a tensor"))
+    model = model_of(name, device)
+    attention_mask = torch.tensor(PADDED["left"], device=device)
+    input_ids = torch.randint(3, 32, attention_mask.shape, device=device)
+    tokens = {}
+    for implementation in ("eager", NAME):
+        model.set_attn_implementation(implementation)
+        tokens[implementation] = model.generate(
+            input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=8, min_new_tokens=8, do_sample=False,
+            cache_implementation=cache, disable_compile=True,
+        )  # fmt: skip
+    assert torch.equal(tokens["eager"], tokens[NAME])
+
+
+def test_images(device):
+    """Tokens of an image see each other in both directions, within a window and without."""
+    text = {**DECODER, **WINDOW_THEN_FULL}
+    vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 16, "patch_size": 8}, mm_tokens_per_image=4,
+        image_token_index=30, boi_token_index=29, eoi_token_index=28,
+    )  # fmt: skip
+    model = transformers.AutoModelForImageTextToText.from_config(config).to(device).eval()
+    input_ids = torch.randint(3, 28, (2, 12))
+    input_ids[0, 4:8] = input_ids[1, 1:5] = 30
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[0, :2] = 0
+    batch = {
+        "input_ids": input_ids, "attention_mask": attention_mask, "token_type_ids": (input_ids == 30).long(),
+        "pixel_values": torch.randn(2, 3, 16, 16),
+    }  # fmt: skip
+    batch = {key: x.to(device) for key, x in batch.items()}
+    results = []
+    for implementation, dtype in ((NAME, torch.float32), ("exact", torch.float64), ("eager", torch.float32)):
+        model.to(dtype).set_attn_implementation(implementation)
+        results.append(model(**{**batch, "pixel_values": batch["pixel_values"].to(dtype)}).logits[attention_mask > 0])
+    check_close("logits", *results, scale=results[1].abs().max())
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("name", ["mistral", "bert"])
+def test_compiled_models(name, padding, device):
+    """In one graph, masks included."""
+    model = model_of(name, device)
+    batch, read = batch_of(name, padding, device)
+    results = []
+    for implementation, dtype in ((NAME, torch.float32), ("exact", torch.float64), ("eager", torch.float32)):
+        model.to(dtype).set_attn_implementation(implementation)
+        called = torch.compile(model, backend="eager", fullgraph=True) if implementation == NAME else model
+        results.append(called(**batch).logits[read])
+    check_close("logits", *results, scale=results[1].abs().max())
+
+
+def test_models_with_attention_of_their_own(device):
+    config = transformers.BloomConfig(vocab_size=8, hidden_size=16, n_layer=1, n_head=2)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).to(device)
+    with pytest.raises(ValueError, match=r"BloomConfig is made for, since BloomAttention .* use \"eager\""):
+        model(torch.ones(1, 3, dtype=torch.long, device=device))
