@@ -38,7 +38,9 @@ def pytest_configure(config):
         os.environ.setdefault("TRITON_INTERPRET", "1")
     patterns = config.getoption("--emulate")
     if patterns:
-        torch.ops.load_library(runpy.run_path(str(config.rootpath / "tests/emulator/build.py"))["build"](patterns.split(",")))
+        torch.ops.load_library(
+            runpy.run_path(str(config.rootpath / "tests/emulator/build_kernels.py"))["build"](patterns.split(","))
+        )
 
 
 def pytest_collection_modifyitems(config, items):

@@ -1,24 +1,19 @@
 """The emulator of tests/emulator: it computes what a GPU does, and finds the mistakes that it promises to find."""
 
 import functools
-import pathlib
-import sys
 
 import pytest
 import torch
+from emulator import build_kernels
 from native import Library
-
-HERE = pathlib.Path(__file__).parent / "emulator"
-sys.path.insert(0, str(HERE))
-import build as emulator  # noqa: E402
 
 
 @functools.cache
 def probe():
-    missing = emulator.obstacle()
+    missing = build_kernels.obstacle()
     if missing:
         pytest.skip(missing)
-    return Library(emulator.build_file(HERE / "probe.cu"))
+    return Library(build_kernels.build_file(build_kernels.HERE / "probe.cu"))
 
 
 KERNELS = {"turn": 64, "copy": 128, "wait": 64, "swap": 256}

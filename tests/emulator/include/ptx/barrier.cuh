@@ -71,8 +71,9 @@ struct SharedBarrier {
   bool parity_is(uint32_t parity) const {
     return std::bit_cast<BarrierState>(std::atomic_ref<uint64_t>(const_cast<uint64_t&>(state)).load()).parity == parity;
   }
-  // The phase with this parity has ended if the current one has the other parity. All lanes of a warp that come together
-  // look before any of them goes on, as an instruction does it: else the phase after the next could begin meanwhile.
+  // The phase with this parity has ended if the current one has the other parity. All lanes of a warp that come
+  // together look before any of them goes on, as an instruction does it: else the phase after the next could begin
+  // meanwhile.
   bool has_ended(uint32_t parity) const {
     emulator::current->waits_for = "a barrier in shared memory";
     emulator::yield();
