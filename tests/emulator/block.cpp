@@ -59,12 +59,27 @@ void be_thread() {
   do_all(thread.copies);
   do_all(thread.stores);
   thread.done = true;
+  thread.block->cluster->forget(thread);
   --thread.block->alive;
   ++thread.block->progress;
   _longjmp(thread.block->scheduler, 1);
 }
 
 }  // namespace
+
+void Cluster::end_phase_if_all_arrived() {
+  if (barrier.arrived == 0 || barrier.arrived != threads) return;
+  barrier.arrived = 0;
+  ++barrier.generation;
+}
+
+// The barrier does not wait for threads that have ended.
+void Cluster::forget(const Thread& thread) {
+  const std::lock_guard lock(mutex);
+  --threads;
+  if (thread.cluster_phase == barrier.generation) --barrier.arrived;
+  end_phase_if_all_arrived();
+}
 
 void yield() {
   Thread& thread = *current;

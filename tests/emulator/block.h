@@ -32,7 +32,7 @@ struct Thread {
   std::deque<std::vector<Work>> groups;  // of cp.async
   std::vector<Work> stores;              // bulk stores
   std::deque<int64_t> products;          // where each group of wgmma ends, as a count of the warpgroup's products
-  int64_t cluster_phase = 0;             // the phase of the cluster's barrier in which it has arrived last
+  int64_t cluster_phase = -1;            // the phase of the cluster's barrier in which it has arrived last
 
   jmp_buf at;        // where it goes on
   ucontext_t start;  // where it starts
@@ -65,7 +65,10 @@ struct Cluster {
   std::vector<Block*> blocks;
   std::mutex mutex;  // guards the barrier
   NamedBarrier barrier;
-  int threads = 0;  // of all blocks
+  int threads = 0;  // of all blocks, that have not ended
+
+  void end_phase_if_all_arrived();
+  void forget(const Thread& thread);
 };
 
 struct Block {

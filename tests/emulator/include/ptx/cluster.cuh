@@ -12,16 +12,15 @@ namespace flash::ptx {
 
 inline int cluster_rank() { return emulator::current->block->rank; }
 
-// The cluster's barrier counts all threads of its blocks. Each thread arrives, then waits for the phase it arrived in.
+// The cluster's barrier counts the threads of its blocks that have not ended. Each thread arrives, then waits for the
+// phase it arrived in.
 inline void arrive_at_cluster() {
   emulator::Cluster& cluster = *emulator::current->block->cluster;
   const std::lock_guard lock(cluster.mutex);
   emulator::current->cluster_phase = cluster.barrier.generation;
   ++emulator::current->block->progress;
-  if (++cluster.barrier.arrived == cluster.threads) {
-    cluster.barrier.arrived = 0;
-    ++cluster.barrier.generation;
-  }
+  ++cluster.barrier.arrived;
+  cluster.end_phase_if_all_arrived();
 }
 inline void wait_for_cluster() {
   emulator::Cluster& cluster = *emulator::current->block->cluster;
