@@ -1,7 +1,7 @@
 """The library of kernels for the CPU: csrc/ compiled by the host's compiler with the emulator of this folder.
 
-    python tests/emulator/build_kernels.py                     # all kernels, to build/emulator/kernels.so
-    python tests/emulator/build_kernels.py '*_128_*'           # of attention, instances with such names (csrc/instances.py)
+    python tests/emulator/build_kernels.py                  # all kernels, to build/emulator/kernels.so
+    python tests/emulator/build_kernels.py '*_128_*'        # of attention, those with such names (csrc/instances.py)
 
 It needs g++, ninja, torch and the headers of the CUDA toolkit, but no nvcc and no GPU. What has not changed is not
 compiled again. SANITIZE=address or SANITIZE=undefined adds a sanitizer, for which Python has to be started with
