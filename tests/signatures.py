@@ -142,6 +142,28 @@ SIGNATURES = {
         "row_max_and_sum": "q, k, **options",
         "weights": "q, k, softmax_lse=None, **options",
     },
+    "flash_attn.integrations.diffusers": {
+        "register": "name='fused_attention'",
+        "attention": (
+            "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, "
+            "window_size=(-1, -1), return_lse=False, _parallel_config=None"
+        ),
+    },
+    "flash_attn.integrations.torch": {
+        "register": "name='fused_attention'",
+    },
+    "flash_attn.integrations.transformers": {
+        "register": "name='fused_attention'",
+        "attention": (
+            "module, query, key, value, attention_mask, dropout=0.0, scaling=None, sliding_window=None, softcap=None, "
+            "is_causal=None, s_aux=None, position_bias=None, sinks=None, cu_seq_lens_q=None, cu_seq_lens_k=None, "
+            "max_length_q=None, max_length_k=None, cache=None, output_attentions=None, **_"
+        ),
+        "mask": (
+            "batch_size, q_length, kv_length, q_offset=0, kv_offset=0, mask_function=None, attention_mask=None, *, "
+            "allow_is_causal_skip=True, use_vmap=False, device='cpu', config=None, **_"
+        ),
+    },
     "flash_attn.masks": {
         "chunks": "size, seqlen_q, seqlen_k=None, device=None",
         "document_ids": "ids",
@@ -150,6 +172,7 @@ SIGNATURES = {
         "prefix_lm": "prefix, seqlen_q, seqlen_k=None",
         "sink_and_window": "sinks, window_size, seqlen_q, seqlen_k=None, device=None",
         "to_bool": "key_ranges, seqlen_k",
+        "from_bool": "keep",
         "top_left_causal": "seqlen_q, device=None",
     },
     "flash_attn.flash_attn_triton": {
@@ -671,6 +694,7 @@ SIGNATURES = {
         "all_gather": "input_, process_group",
         "reduce_scatter": "input_, process_group",
         "all_reduce": "input_, process_group",
+        "replicated": "input_, process_group",
         "sync_shared_params": "model, process_group",
         "allreduce_sequence_parallel_grad": "model, process_group",
         "get_dim_for_local_rank": "dim, world_size, local_rank, multiple_of=1",

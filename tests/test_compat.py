@@ -185,7 +185,7 @@ CASE = Case(seqlen_q=33, seqlen_k=65, heads_k=2, causal=True, window=(20, -1), a
 @pytest.fixture
 def problem(device):
     """q, k, v, dout, alibi_slopes, and (out, lse, dq, dk, dv) of the public function."""
-    *inputs, dout = CASE.tensors(device)
+    *inputs, dout = CASE.with_stored_out(device).tensors(device)
     return *inputs, dout, CASE.alibi_slopes(device), answer(inputs, dout, CASE.options(device))
 
 

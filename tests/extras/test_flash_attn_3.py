@@ -269,7 +269,7 @@ def test_other_refusals(device):
 @pytest.fixture
 def problem(device):
     """q, k, v, dout, and (out, lse, dq, dk, dv) of flash_attn, where the first rows see no key."""
-    *inputs, dout = EMPTY_ROWS.tensors(device)
+    *inputs, dout = EMPTY_ROWS.with_stored_out(device).tensors(device)
     dlse = torch.zeros(2, 4, 40, device=device)
     out, lse, *grads = run(
         lambda *x: flash_attn.flash_attn_func(*x, causal=True, deterministic=True, return_lse=True), inputs, dout, dlse
@@ -542,7 +542,8 @@ def test_torch_dense(torch_fa3, problem):
 
 
 def test_torch_varlen(torch_fa3, device):
-    q, k, v, dout = (x[0] for x in Case(batch=1, seqlen_q=60, seqlen_k=80, heads_k=2).tensors(device))
+    case = Case(batch=1, seqlen_q=60, seqlen_k=80, heads_k=2).with_stored_out(device)
+    q, k, v, dout = (x[0] for x in case.tensors(device))
     bounds = cumulative([20, 40], device), cumulative([30, 50], device), 40, 50
     dlse = torch.zeros(4, 60, device=device)
     options = dict(window_size=(9, 0), softmax_scale=0.2, return_lse=True)

@@ -315,8 +315,9 @@ def called(function, **arguments):
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "varlen"])
 def test_torch(packed, torch_fa4, device):
     """What PyTorch's attention calls after activate_flash_attention_impl("FA4"), behind its test of the GPU."""
-    case = Case(batch=1, seqlen_q=60, seqlen_k=80, heads_k=2)
-    q, k, v, dout = (x[0] for x in case.tensors(device)) if packed else WIDE.tensors(device)
+    case = Case(batch=1, seqlen_q=60, seqlen_k=80, heads_k=2) if packed else WIDE
+    tensors = case.with_stored_out(device).tensors(device)
+    q, k, v, dout = (x[0] for x in tensors) if packed else tensors
     bounds = (cumulative([20, 40], device), cumulative([30, 50], device)) if packed else (None, None)
     lengths = (40, 50) if packed else (33, 65)
 
