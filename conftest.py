@@ -38,6 +38,8 @@ def pytest_configure(config):
         os.environ.setdefault("TRITON_INTERPRET", "1")
     patterns = config.getoption("--emulate")
     if patterns:
+        if config.getoption("--device") != "cpu":
+            raise pytest.UsageError("--emulate needs --device=cpu")
         torch.ops.load_library(
             runpy.run_path(str(config.rootpath / "tests/emulator/build_kernels.py"))["build"](patterns.split(","))
         )

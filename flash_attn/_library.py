@@ -84,6 +84,16 @@ def has_kernel(name: str) -> bool:
     return _torch_private.has_kernel(f"{_NAMESPACE}::{name}", "CUDA", otherwise=load_error() is None)
 
 
+@functools.cache
+def _has_kernel_on(name: str, device: str) -> bool:
+    return _torch_private.has_kernel(f"{_NAMESPACE}::{name}", device.upper(), device == "cuda" and load_error() is None)
+
+
+def runs_in_kernel(name: str, x: torch.Tensor) -> bool:
+    """Whether the op `name` of `x` runs in a kernel. All ops must have been defined."""
+    return _has_kernel_on(name, x.device.type)
+
+
 def is_in_triton(name: str) -> bool:
     """Whether that kernel is one in Triton."""
     return name in _IN_TRITON

@@ -81,7 +81,7 @@ class Featured(Case):
             plus = unavoidable(exact, torch.float32, terms)
             assert_error_ratio(max_logit[0], exact, exact.float(), plus=plus, name="max_logit")
         all_plain = [plain_grads]
-        if self.sink or _library.is_where_kernels_run(dout):
+        if self.sink or _library.runs_in_kernel("fwd_features", dout):
             stored_dlse = dlse_of_stored_out(exact_out, dout, dlse)
             all_plain.append(oracle.gradients(reference, exact_inputs, dout, stored_dlse)[2])
         grads = torch.autograd.grad([out, lse][: 1 + self.dlse], leaves, [dout, dlse][: 1 + self.dlse])

@@ -36,16 +36,26 @@ void note_failure(const std::string& message) {
   failed = true;
 }
 
-// Stacks of fibers stay for the next block.
-char* stack(size_t number, size_t bytes) {
-  thread_local std::vector<char*> stacks;
-  while (stacks.size() <= number) {
-    void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED) std::abort();
-    stacks.push_back(static_cast<char*>(memory));
+// Stacks of fibers, which stay for the next block of this thread of the operating system.
+class Stacks {
+ public:
+  static constexpr size_t kBytes = 512 << 10;
+
+  ~Stacks() {
+    for (char* each : all_) munmap(each, kBytes);
   }
-  return stacks[number];
-}
+  char* at(size_t number) {
+    while (all_.size() <= number) {
+      void* memory = mmap(nullptr, kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (memory == MAP_FAILED) std::abort();
+      all_.push_back(static_cast<char*>(memory));
+    }
+    return all_[number];
+  }
+
+ private:
+  std::vector<char*> all_;
+};
 
 void do_all(std::vector<Work>& work) {
   for (Work& each : work) each();
@@ -141,7 +151,7 @@ void Block::let_all_threads_run() {
 }
 
 void Block::run(const std::function<void()>& kernel) {
-  constexpr size_t kStackBytes = 512 << 10;
+  thread_local Stacks stacks;
   const unsigned count = size.x * size.y * size.z;
   kernel_of_block = &kernel;
   shared = flash::bytes;
@@ -154,7 +164,7 @@ void Block::run(const std::function<void()>& kernel) {
     thread->number = i;
     thread->block = this;
     getcontext(&thread->start);
-    thread->start.uc_stack = {.ss_sp = stack(i, kStackBytes), .ss_flags = 0, .ss_size = kStackBytes};
+    thread->start.uc_stack = {.ss_sp = stacks.at(i), .ss_flags = 0, .ss_size = Stacks::kBytes};
     thread->start.uc_link = nullptr;
     makecontext(&thread->start, be_thread, 0);
     threads.push_back(std::move(thread));
@@ -164,6 +174,7 @@ void Block::run(const std::function<void()>& kernel) {
   auto last_progress = Clock::now();
   while (alive > 0 && !failed) {
     const int64_t before = progress;
+    const bool alone = running == 1;  // now, or else another block may help and end before this one looks again
     let_all_threads_run();
     if (random() % 4 == 0) finish_a_copy();
     if (progress != before || finish_a_copy()) {
@@ -171,7 +182,7 @@ void Block::run(const std::function<void()>& kernel) {
       continue;
     }
     std::this_thread::yield();  // only another block can help
-    const auto patience = std::chrono::milliseconds(running > 1 ? 20000 : 100);
+    const auto patience = std::chrono::milliseconds(alone ? 100 : 20000);
     if (Clock::now() - last_progress > patience) note_failure(who_waits());
   }
   while (!failed && finish_a_copy()) {

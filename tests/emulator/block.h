@@ -83,8 +83,8 @@ struct Block {
   std::vector<std::vector<Meeting>> meetings;  // of each warp, by the first lane that takes part
   std::vector<Warpgroup> warpgroups;
   NamedBarrier barriers[16];
-  bool any[2] = {false, false};  // of __syncthreads_or
-  std::deque<Work> copies;       // bulk copies under way
+  int64_t voted = -1;       // the generation of barrier 0 in which a thread voted in __syncthreads_or
+  std::deque<Work> copies;  // bulk copies under way
 
   uint64_t random_state;
   int64_t progress = 0;  // counts what may let another thread go on

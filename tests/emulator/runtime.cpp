@@ -49,12 +49,11 @@ void sync_threads() {
 
 bool sync_threads_or(bool predicate) {
   Block& block = *current->block;
-  const int turn = block.barriers[0].generation % 2;
-  block.any[turn] |= predicate;
+  const int64_t now = block.barriers[0].generation;
+  if (predicate) block.voted = now;
   sync_threads();
-  const bool any = block.any[turn];
+  const bool any = block.voted == now;
   sync_threads();
-  block.any[turn] = 0;
   return any;
 }
 

@@ -78,11 +78,6 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Params), con
   return cudaSuccess;
 }
 
-template <typename T>
-struct Exchanged {
-  T value, got;
-};
-
 // Each lane of the mask gets what source(lane) gives, or its own value if that is not among them.
 template <typename T, typename Source>
 T exchange(uint32_t mask, T value, Source&& source) {

@@ -68,7 +68,7 @@ void wgmma_wait() {
   for (; groups.size() > kPending; groups.pop_front()) finish_products(groups.front());
 }
 
-// a_of(given, row, k) are the elements of a; each thread gives its accumulators first.
+// left_of(what the threads have given, row, k) are the elements of a.
 template <typename T, int kTiles, typename Given, typename Left>
 void start_product(Given& mine, uint64_t b, bool b_along_rows, bool accumulate, Left&& left_of) {
   emulator::Warpgroup& group = warpgroup();
