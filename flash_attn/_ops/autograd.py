@@ -69,8 +69,7 @@ def gradients_of(composite: Callable, count: int) -> Callable:
 def in_plain_torch(function: Callable) -> Callable:
     """Returns `function`, made of torch's operations, without autocast. On a GPU it warns once that it is slow."""
 
-    @functools.wraps(function)
-    def wrapper(*args):
+    def wrapper(*args):  # without functools.wraps, since each backward makes one
         x = next(x for x in args if isinstance(x, torch.Tensor))
         if _library.is_where_kernels_run(x):
             _library.warn_once(

@@ -108,7 +108,7 @@ def mlp(
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     options = activation, checkpoint_lvl if save_pre_act and trains else 2, heuristic, products or KERNELS
     with without_autocast(x):
-        return _MLP.apply(*tensors, _origin(*tensors[:3]), options, exchange, bool(return_residual))
+        return _MLP.apply(*tensors, _origin(*tensors[:2], options[1]), options, exchange, bool(return_residual))
 
 
 def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -163,9 +163,9 @@ def check_mlp(activation, checkpoint_lvl, heuristic):
     checks.number("heuristic", heuristic, -1 <= heuristic <= 4, "between -1 and 4")
 
 
-def _origin(x, weight1, bias1):
+def _origin(x, weight1, level):
     """What a backward that does not keep x must know of it: its history. None if x is kept, or has no history."""
-    keeps_x = x.dtype not in FUSED_DTYPES or weight1.requires_grad
+    keeps_x = level == 2 or x.dtype not in FUSED_DTYPES or weight1.requires_grad
     return None if keeps_x or not x.requires_grad else autograd.history(x)
 
 
@@ -258,7 +258,7 @@ class _MLP(torch.autograd.Function):
 
         @autograd.in_plain_torch
         def again(dout, dresidual, x, weight1, weight2, bias1, origin):
-            if origin is not None:
+            if x is None:
                 raise RuntimeError(
                     "trying to differentiate twice an MLP in 16 bits whose first weight requires no gradient: it "
                     "keeps no input. Use float32, or let the weight require a gradient"

@@ -6,21 +6,8 @@ from torch.nn import functional
 
 def rotary(x, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
     """The rotated copy of x."""
-    out = torch.empty_like(x)
-    rotary_into(x, out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate)
-    return out
-
-
-def rotary_(x, *arguments):
-    """Rotate x in place."""
-    rotary_into(x, x, *arguments)
-
-
-def rotary_into(x, out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, interleaved, conjugate):
-    """Rotate x into out."""
     if len(cos) == 0:  # the tables have no rows, so nothing rotates
-        out.copy_(x)
-        return
+        return x.clone()
     position, inside = _positions(x, seqlen_offsets, seqlen_offset, cu_seqlens)
     rotated = (inside & (position >= 0) & (position < len(cos)))[..., None, None]
     row = position.clamp(0, len(cos) - 1)
@@ -29,8 +16,20 @@ def rotary_into(x, out, cos, sin, seqlen_offsets, seqlen_offset, cu_seqlens, int
     turning, rest = x.tensor_split((2 * cos.shape[1],), -1)
     low, high = (half.float() for half in _pairs(turning, interleaved))
     turned = torch.where(rotated, low * c - high * s, low), torch.where(rotated, low * s + high * c, high)
-    turned = torch.stack(turned, -1 if interleaved else -2).flatten(-2).to(x.dtype)
-    out.copy_(torch.cat((turned, rest), -1))
+    turned = [half.to(x.dtype) for half in turned]
+    if interleaved:
+        turned = [torch.stack(turned, -1).flatten(-2)]
+    return torch.cat((*turned, rest), -1)
+
+
+def rotary_(x, *arguments):
+    """Rotate x in place."""
+    x.copy_(rotary(x, *arguments))
+
+
+def rotary_into(x, out, *arguments):
+    """Rotate x into out."""
+    out.copy_(rotary(x, *arguments))
 
 
 def _pairs(x, interleaved):
