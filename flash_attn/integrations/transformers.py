@@ -286,10 +286,10 @@ class Mask:
     def __radd__(self, other: Any) -> Tensor:
         return other + self.eager(other)
 
-    def __eq__(self, other: object) -> Tensor:  # type: ignore[override]
+    def __eq__(self, other: object) -> Any:
         return self.dense() == (other.dense() if isinstance(other, Mask) else other)
 
-    def __ne__(self, other: object) -> Tensor:  # type: ignore[override]
+    def __ne__(self, other: object) -> Any:
         return self.dense() != (other.dense() if isinstance(other, Mask) else other)
 
     __hash__ = object.__hash__
