@@ -1,4 +1,4 @@
-"""Doors of other libraries to this one's attention: one module for each, with a function `register`.
+"""Integrations of this library's attention into others: one module for each, with a function `register`.
 
     from flash_attn.integrations import transformers
     transformers.register()

@@ -20,6 +20,8 @@ from flash_attn._errors import ArgumentError
 
 __all__ = ["register"]
 
+_NAMES: set[str] = set()  # that `register` has given to torch
+
 
 def register(name: str = "fused_attention") -> str:
     """Make the implementation known to torch, which uses it once it is activated by that name.
@@ -48,6 +50,9 @@ def register(name: str = "fused_attention") -> str:
         )
     if not isinstance(name, str) or name in ("FA3", "FA4"):
         raise ArgumentError(f"name must be a string that is not one of torch's own, found {name!r}")
+    if name in torch.nn.attention.list_flash_attention_impls() and name not in _NAMES:
+        raise ArgumentError(f"name must be one that no other implementation has, found {name!r}")
+    _NAMES.add(name)
     torch.nn.attention.register_flash_attention_impl(name, register_fn=Activated)
     return name
 

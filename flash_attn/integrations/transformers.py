@@ -35,6 +35,7 @@ from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_f
 __all__ = ["Mask", "attention", "mask", "register"]
 
 _BLOCK = 2**24  # elements of a mask that are evaluated at once
+_ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
 _OWN: dict[type, str | None] = {}  # what `_attention_of_its_own` has found
 
 
@@ -86,7 +87,8 @@ def attention(
     softcap: float | None = None, is_causal: bool | None = None, s_aux: Tensor | None = None,
     position_bias: Tensor | None = None, sinks: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None, max_length_q: int | Tensor | None = None,
-    max_length_k: int | Tensor | None = None, cache: object = None, output_attentions: bool | None = None, **_: Any,
+    max_length_k: int | Tensor | None = None, cache: object = None, output_attentions: bool | None = None,
+    indices: Tensor | None = None, block_indices: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """One layer's attention, as transformers calls it. Other keyword arguments have no effect, as in its "sdpa".
 
@@ -111,12 +113,24 @@ def attention(
         (out, None), out (batch, seqlen_q, heads, head_dim of value). Rows that see no key are 0, with no gradient.
 
     Raises:
-        ValueError: output_attentions, or a paged cache, which only transformers' own functions have.
+        ValueError: output_attentions, a paged cache, or the indices or block_indices of sparse attention, which only
+            transformers' own functions have; or a result of `mask` for other lengths.
     """
     if output_attentions:
         raise ArgumentError('output_attentions must be false, since no weights are held: use "eager" to see them')
     if cache is not None:
         raise ArgumentError("cache must be None, since a paged cache needs transformers' own attention functions")
+    for name, given in (("indices", indices), ("block_indices", block_indices)):
+        if given is not None:
+            raise ArgumentError(
+                f'{name} must be None, since sparse attention is not computed here: use "eager" or "sdpa"'
+            )
+    lengths = (query.shape[2], key.shape[2])
+    if isinstance(attention_mask, Mask) and attention_mask.shape[2:] != lengths:
+        raise ArgumentError(
+            f"attention_mask must be made for (seqlen_q, seqlen_k) = {lengths}, those of query and key, "
+            f"found {tuple(attention_mask.shape[2:])}"
+        )
     if (dtype := _library.autocast_dtype(query)) is not None:
         query, key, value = (x.to(dtype) for x in (query, key, value))
     if isinstance(attention_mask, Mask):
@@ -217,7 +231,8 @@ class Mask:
     """A mask on its way from `mask` to `attention`, in the place of a tensor.
 
     A model that treats it as a tensor (slices it, adds to it, hands it to a function of torch) gets one, bool
-    (batch, 1, seqlen_q, seqlen_k), true where a row sees a key, evaluated then.
+    (batch, 1, seqlen_q, seqlen_k), true where a row sees a key, evaluated then. Where it is added to scores, it is the
+    mask of numbers that eager attention adds.
     """
 
     dtype, ndim, is_nested = torch.bool, 4, False
@@ -229,6 +244,13 @@ class Mask:
     def dense(self) -> Tensor:
         """The mask as a tensor."""
         return self._evaluate().expand(self.shape)
+
+    def eager(self, other: Any) -> Any:
+        """What is added to other: 0 where a row sees a key, else the least number of other's dtype."""
+        if not isinstance(other, Tensor) or not other.is_floating_point():
+            return self.dense()
+        least = torch.finfo(other.dtype).min
+        return torch.zeros(self.shape, dtype=other.dtype, device=self.device).masked_fill(~self.dense(), least)
 
     def to(self, *args: Any, **kwargs: Any) -> "Mask | Tensor":
         """A copy on another device, or, as with a dtype, what a tensor would become."""
@@ -258,8 +280,26 @@ class Mask:
     def __invert__(self) -> Tensor:
         return ~self.dense()
 
+    def __add__(self, other: Any) -> Tensor:
+        return self.eager(other) + other
+
+    def __radd__(self, other: Any) -> Tensor:
+        return other + self.eager(other)
+
+    def __eq__(self, other: object) -> Any:
+        return self.dense() == (other.dense() if isinstance(other, Mask) else other)
+
+    def __ne__(self, other: object) -> Any:
+        return self.dense() != (other.dense() if isinstance(other, Mask) else other)
+
+    __hash__ = object.__hash__
+
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", None) in _ADDITIONS:
+            summands = [*args, *(kwargs or {}).values()]
+            scores = next((x for x in summands if isinstance(x, Tensor)), None)
+            args, kwargs = (_mapped(lambda x: x.eager(scores), cls, x) for x in (args, kwargs or {}))
         return function(*_mapped(cls.dense, cls, args), **_mapped(cls.dense, cls, kwargs or {}))
 
 
@@ -278,9 +318,8 @@ def _mapped(function: Callable, kind: type, value: Any) -> Any:
 def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
     mask_function: Callable | None = None, attention_mask: "Tensor | Mask | None" = None, *,
-    allow_is_causal_skip: bool = True, use_vmap: bool = False,
-    device: torch.device | str = "cpu", config: Any = None, **_: Any,
-) -> Mask | None:  # fmt: skip
+    use_vmap: bool = False, device: torch.device | str = "cpu", config: Any = None, **_: Any,
+) -> Mask:  # fmt: skip
     """What a kind of layer sees, as transformers asks for it once in a forward pass.
 
     Arguments:
@@ -290,13 +329,11 @@ def mask(
             that broadcast; None is causal.
         attention_mask: bool (batch_size, positions), false where a key is padding; keys that it does not reach are.
             Or a result of this function, which is returned.
-        allow_is_causal_skip: whether None may stand for a plain causal mask.
         use_vmap: evaluate mask_function position by position.
         config: the configuration of the model that asks.
 
     Returns:
-        None if `attention` would see the same without a mask, else a `Mask`, exactly what mask_function and
-        attention_mask say.
+        Exactly what mask_function and attention_mask say. Never None, which layers read in different ways.
 
     Raises:
         ValueError: the model computes attention in code of its own, which would take the mask for another one.
@@ -322,10 +359,6 @@ def mask(
     shape = (batch_size, 1, q_length, kv_length)
     pattern = _pattern(function)
     seen = None if pattern is None else _known(pattern, attention_mask, q_offset, kv_offset, shape, device)
-    if seen is not None and function is causal_mask_function and allow_is_causal_skip and q_length in (1, kv_length):
-        is_causal = q_length > 1
-        if seen[:2] == (is_causal, (-1, 0 if is_causal else -1)) and all(x is None for x in seen[2:]):
-            return None
     return Mask(_evaluated(evaluate, shape) if seen is None else seen, evaluate, shape, device)
 
 

@@ -162,6 +162,14 @@ def test_refused_names(name):
         door.register(name)
 
 
+def test_names_of_others_are_refused():
+    name = "implementation of another library"
+    if name not in attention.list_flash_attention_impls():
+        attention.register_flash_attention_impl(name, register_fn=lambda: None)
+    with pytest.raises(ValueError, match="name must be one that no other implementation has"):
+        door.register(name)
+
+
 def test_without_a_registry(monkeypatch):
     monkeypatch.delattr(attention, "register_flash_attention_impl")
     with pytest.raises(ImportError, match="install a newer torch"):

@@ -1,6 +1,7 @@
 """transformers' door: masks against transformers' own, and models against themselves with eager attention."""
 
 import itertools
+import operator
 import sys
 
 import oracle
@@ -133,15 +134,8 @@ def test_masks_are_those_of_transformers(function, size, padding):
         "mask_function": FUNCTIONS[function], "attention_mask": PADDING[padding],
     }  # fmt: skip
     expected = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
-    for skip in (False, True):
-        mask = door.mask(**arguments, allow_is_causal_skip=skip)
-        assert skip or mask is not None
-        if mask is None:  # row i sees the keys 0 to i, and a single row all
-            seen = torch.ones(expected.shape, dtype=torch.bool)
-            seen = seen.tril() if q_length > 1 else seen
-        else:
-            seen = as_bool(mask.seen, expected.shape)
-        assert torch.equal(seen, expected)
+    mask = door.mask(**arguments)
+    assert torch.equal(as_bool(mask.seen, expected.shape), expected)
 
 
 FORMS = {  # what layers are given: the arguments that are not None, and the window
@@ -201,10 +195,41 @@ def test_masks_are_tensors_where_a_model_treats_them_so():
         lambda x: ~x, lambda x: x & PADDING["left"][:, None, None], lambda x: x.expand(-1, 3, -1, -1),
         lambda x: x | x[..., :1], lambda x: x.to(torch.float32), lambda x: x.to("cpu")[:, 0],
         lambda x: torch.zeros(1).expand(dense.shape).masked_fill(x, 2), lambda x: dense & x,
+        lambda x: x == dense, lambda x: x != dense[:, :, :1], lambda x: dense == x,
     ):  # fmt: skip
         assert torch.equal(function(mask), function(dense))
     assert door.mask(BATCH, SEQLEN, SEQLEN, attention_mask=mask) is mask
     assert isinstance(mask.to("cpu"), door.Mask) and mask.contiguous() is mask
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda x, y: x + y, lambda x, y: y + x, torch.add, lambda x, y: x.add(y), lambda x, y: x.clone().add_(y),
+        lambda x, y: operator.iadd(x.clone(), y), lambda x, y: torch.add(x, other=y),
+    ],
+)  # fmt: skip
+def test_masks_are_added_as_eager_attention_adds_them(add, dtype):
+    arguments = {"batch_size": BATCH, "q_length": SEQLEN, "kv_length": SEQLEN, "attention_mask": PADDING["left"]}
+    scores = torch.randn(BATCH, 3, SEQLEN, SEQLEN).to(dtype)
+    expected = scores + masking_utils.eager_mask(**arguments, dtype=dtype)
+    assert torch.equal(add(scores, door.mask(**arguments)), expected)
+
+
+def test_a_causal_mask_does_not_rely_on_the_layer():
+    """Eager attention does not read is_causal, which some decoders leave false."""
+    layer = torch.nn.Module()
+    layer.is_causal = False
+    q, k, v = inputs((4, 2, 9, 9, 16, 16), "cpu")
+    out = door.attention(layer, q, k, v, door.mask(BATCH, 9, 9))[0]
+    assert torch.equal(out, door.attention(layer, q, k, v, None, is_causal=True)[0])
+
+
+def test_masks_for_other_lengths_are_refused():
+    q, k, v = inputs((4, 2, 9, 9, 16, 16), "cpu")
+    with pytest.raises(ValueError, match=r"attention_mask must be made for .* \(9, 9\), .* found \(9, 8\)"):
+        door.attention(torch.nn.Module(), q, k, v, door.mask(BATCH, 9, 8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -382,6 +407,8 @@ def test_autocast_decides_the_dtype(device):
     [
         ({"output_attentions": True}, 'output_attentions must be false, .* use "eager"'),
         ({"cache": object()}, "cache must be None"),
+        ({"indices": torch.zeros(BATCH, 9, 4).int()}, 'indices must be None, .* use "eager" or "sdpa"'),
+        ({"block_indices": torch.zeros(BATCH, 4, 9, 1).int()}, "block_indices must be None"),
     ],
 )
 def test_refused_arguments(options, says):
@@ -593,6 +620,21 @@ def test_compiled_models(name, padding, device):
         called = torch.compile(model, backend="eager", fullgraph=True) if implementation == NAME else model
         results.append(called(**batch).logits[read])
     check_close("logits", *results, scale=results[1].abs().max())
+
+
+def test_models_that_add_the_mask_themselves(device):
+    vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 16}
+    config = transformers.GitConfig(
+        vision_config={**vision, "image_size": 16, "patch_size": 8}, vocab_size=32, hidden_size=32,
+        intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.3,
+    )  # fmt: skip
+    model = transformers.GitForCausalLM(config).to(device).eval()
+    input_ids, pixel_values = torch.randint(3, 30, (2, 10)), torch.randn(2, 3, 16, 16)
+    logits = {}
+    for implementation in ("eager", NAME):
+        model.set_attn_implementation(implementation)
+        logits[implementation] = model(input_ids=input_ids.to(device), pixel_values=pixel_values.to(device)).logits
+    torch.testing.assert_close(logits[NAME], logits["eager"], rtol=1e-4, atol=1e-4)
 
 
 def test_models_with_attention_of_their_own(device):
