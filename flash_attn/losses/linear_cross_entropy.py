@@ -210,10 +210,15 @@ def _run(hidden, weight, bias, labels, dtype, rest, chunk_size, group, gradients
         x, y = hidden[rows].to(dtype), labels[rows]
         logits = torch.nn.functional.linear(x, weight, bias)
         real = logits[:, :own]
-        losses, z_losses, lse, kept = xentropy.forward(real, (y, None, *options, partial), group)
+        unit = x.new_full((), gradients.unit, dtype=torch.float32).expand(len(x))
+        if gradients.any and group is None:  # in one pass over the logits
+            losses, z_losses, _, kept = xentropy.fwd_bwd_(unit, real, y, *options)
+        else:
+            losses, z_losses, lse, kept = xentropy.forward(real, (y, None, *options, partial), group)
+            if gradients.any:
+                xentropy.bwd_(unit, real, y, lse, *options)
         results.append((losses, z_losses, kept))
         if gradients.any:
-            xentropy.bwd_(torch.full_like(losses, gradients.unit), real, y, lse, *options)
             logits[:, own:] = 0
             gradients.add(rows, logits, x, weight)
     if not results:
