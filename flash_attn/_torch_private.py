@@ -27,6 +27,8 @@ below_autograd = _needed(torch._C, "_AutoDispatchBelowAutograd")
 # Whether a transform such as torch.func.vmap is active. Without it: always, which makes each call 2 us slower.
 functorch_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
+_hooks_of_saved_tensors = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+_is_batched = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", None)
 _has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
 
@@ -63,6 +65,16 @@ def has_cpu_attention(x: torch.Tensor) -> bool:
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation is active. True if torch cannot tell, which makes callers look closer."""
     return getattr(forward_ad, "_current_level", 0) >= 0
+
+
+def saved_tensors_have_hooks() -> bool:
+    """Whether hooks, as of a checkpoint, decide what becomes of saved tensors. True if torch cannot tell."""
+    return _hooks_of_saved_tensors is None or _hooks_of_saved_tensors(False) is not None
+
+
+def is_batched(x: torch.Tensor) -> bool:
+    """Whether `x` stands for a batch, as gradients with is_grads_batched do. False if torch cannot tell."""
+    return _is_batched is not None and _is_batched(x)
 
 
 def bare(overload: torch._ops.OpOverload) -> Callable:

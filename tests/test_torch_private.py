@@ -132,6 +132,25 @@ def test_apply():
         assert x.grad.item() == 2
 
 
+def test_hooks_of_saved_tensors(monkeypatch):
+    assert not _torch_private.saved_tensors_have_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert _torch_private.saved_tensors_have_hooks()
+    monkeypatch.setattr(_torch_private, "_hooks_of_saved_tensors", None)
+    assert _torch_private.saved_tensors_have_hooks()
+
+
+def test_batches(monkeypatch):
+    found, x = [], torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda dy: found.append(_torch_private.is_batched(dy)))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert found == [True, False]
+    monkeypatch.setattr(_torch_private, "_is_batched", None)
+    assert not _torch_private.is_batched(x)
+
+
 def test_views():
     x = torch.ones(2)
     assert _torch_private.is_view(x[:1]) and not _torch_private.is_view(x)

@@ -41,10 +41,11 @@ struct alignas(1024) SharedTile {
   }
 };
 
-// The block's dynamic shared memory as one struct.
-template <typename Shared>
+// The block's dynamic shared memory as one struct. It lies behind the static one, at the next multiple of kAlignment,
+// which must be the same in all kernels of a file.
+template <typename Shared, int kAlignment = 1024>
 __device__ Shared& shared_memory() {
-  extern __shared__ __align__(1024) char bytes[];
+  extern __shared__ __align__(kAlignment) char bytes[];
   return *reinterpret_cast<Shared*>(bytes);
 }
 
