@@ -21,6 +21,13 @@ struct BwdScratch {
   int* next_block = nullptr;  // (1), how many blocks of keys have been taken
 };
 
+// In which order a block of keys walks over the rows that see them.
+enum class RowOrder {
+  kLastFirst,
+  kFirstFirst,  // each block starts at its own diagonal
+  kRotated,     // each block starts one block of rows later than the one before
+};
+
 struct BwdSm80Plan {
   BwdScratch scratch;
   int section_heads;  // key heads whose blocks start together
@@ -34,6 +41,7 @@ struct BwdSm90Plan {
   bool in_order;   // deterministic: they add in the order of their keys
   bool rounds_dq;  // the main kernel rounds dQ, and dq_accum does not start as zeros; otherwise bwd_finish.cuh rounds
   int blocks;      // that share all blocks of keys, in bwd_sm90.cuh
+  RowOrder row_order;
   // (heads of all entries, rows_per_head), so that copies of whole blocks can move them. Rows that see no key, or do
   // not exist, have +inf and 0, and with them probabilities and gradients of 0.
   float* lse_log2 = nullptr;  // log2(e) lse

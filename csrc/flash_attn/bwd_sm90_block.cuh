@@ -75,13 +75,29 @@ struct KeyBlock {
 
   __device__ bool has_rows() const { return !row_blocks.empty(); }
 
-  // fn(head, block of rows), in the order in which the block walks over them.
+  // fn(head, block of rows), in the order in which the block walks over them. An order that is chosen at run time takes
+  // 5 % more instructions.
   template <typename Fn>
   __device__ void for_each_row_block(Fn&& fn) const {
+    const int first = row_blocks.first, last = row_blocks.last;
 #pragma unroll 1
     for (int head = first_head; head < first_head + num_heads; ++head) {
+      if constexpr (Config::kRowOrder == RowOrder::kLastFirst) {
 #pragma unroll 1
-      for (int block = row_blocks.last; block >= row_blocks.first; --block) fn(head, block);
+        for (int block = last; block >= first; --block) fn(head, block);
+      } else if constexpr (Config::kRowOrder == RowOrder::kFirstFirst) {
+#pragma unroll 1
+        for (int block = first; block <= last; ++block) fn(head, block);
+      } else {
+        if (last < first) return;
+        const int start = first + work.block % (last - first + 1);
+        int block = start;
+#pragma unroll 1
+        do {
+          fn(head, block);
+          block = block == last ? first : block + 1;
+        } while (block != start);
+      }
     }
   }
 };

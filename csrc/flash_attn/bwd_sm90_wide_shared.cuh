@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_sm90_block.cuh"
 #include "flash_attn/features.h"
 #include "ptx/barrier.cuh"
@@ -17,6 +18,7 @@ struct BwdWideConfig {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kValueRounds = 1, kCluster = 2;
+  static constexpr RowOrder kRowOrder = RowOrder::kLastFirst;
   static constexpr int kThreads = kWarpgroup * 4;
   static constexpr int kSumRegisters = 200, kQueryRegisters = 88, kProducerRegisters = 24;
 };
