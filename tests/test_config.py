@@ -545,18 +545,18 @@ def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_order_of_rows_on_sm90(host, packed):
-    """Blocks begin with different rows where none waits for another, if there are tiles of 128 rows."""
+    """Where no block waits for another, plain blocks begin with the first rows, or one block of rows after another."""
     for head_dim, seqlen, deterministic, capped in itertools.product(
         (40, 64, 128, 256), (512, 4096, 4097), (False, True), (False, True)
     ):
         problem = 2, 4, 4, head_dim, seqlen, seqlen, packed
         for causal in (False, True):
             plan = bwd_plan(host, *problem, causal=causal, deterministic=deterministic, has_sm90=True, capped=capped)
-            free = head_dim <= 64 and not deterministic and not capped and (packed or seqlen > 4096)
-            assert plan.row_order == ((FIRST_FIRST if causal else ROTATED) if free else LAST_FIRST)
-            assert free == (not plan.waits and head_dim <= 64 and not capped)
-            if head_dim <= 64 and capped:
-                assert plan.rounds_dq == (not packed)
+            free = head_dim <= 128 and not plan.waits and not capped
+            rotated = head_dim <= 64 and not causal
+            assert plan.row_order == ((ROTATED if rotated else FIRST_FIRST) if free else LAST_FIRST)
+            if head_dim <= 64:
+                assert plan.rounds_dq == (not packed and (seqlen <= 4096 or deterministic or capped))
 
 
 def test_parts_of_the_scratch_lie_apart(host):

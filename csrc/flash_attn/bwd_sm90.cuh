@@ -38,7 +38,6 @@
 #include "flash_attn/bwd_sm90_load.cuh"
 #include "flash_attn/bwd_sm90_shared.cuh"
 #include "flash_attn/bwd_sm90_steps.cuh"
-#include "flash_attn/bwd_tiles.h"
 #include "flash_attn/features.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/params.h"
@@ -136,10 +135,12 @@ template <typename T, int kHeadDim, Features kFeatures>
 void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
   const auto run = [&](auto kRowOrder) { run_bwd_main<BwdSm90Config<T, kHeadDim, kFeatures, kRowOrder>>(p, stream); };
   run_bwd_prepare<BwdPrepareConfig<T, kHeadDim>>(p, stream);
-  if constexpr (bwd_sm90_tile(kHeadDim, kFeatures).staggered) {
-    dispatch_value<RowOrder::kLastFirst, RowOrder::kFirstFirst, RowOrder::kRotated>(p.plan.row_order, run);
-  } else {
+  if constexpr (kFeatures == Features::kAll) {
     run(Constant<RowOrder::kLastFirst>{});
+  } else if constexpr (kHeadDim > 64) {
+    dispatch_value<RowOrder::kLastFirst, RowOrder::kFirstFirst>(p.plan.row_order, run);
+  } else {
+    dispatch_value<RowOrder::kLastFirst, RowOrder::kFirstFirst, RowOrder::kRotated>(p.plan.row_order, run);
   }
   run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);
 }
