@@ -146,20 +146,31 @@ struct Consumer {
     if (Config::kQueryStages == 1 && is_last) release_queries();
     make_scores<Config>(s, p, work, warp_row, n, kCut);
     bool grown = true;
-    if constexpr (Config::kRarelyRescales) {
+    constexpr bool kWatches = Config::kWatchesMaxima && !kCut;
+    const auto exponentiate = [&](int r) {
+      if constexpr (kWatches) {
+        softmax.exponentiate_exponents(s, r);
+      } else {
+        softmax.exponentiate(s, r);
+      }
+    };
+    if constexpr (kWatches) {
+      grown = softmax.find_exponents(s);
+      if (grown) softmax.raise_maxima(s, shrink);
+    } else if constexpr (Config::kRarelyRescales) {
       grown = softmax.update_max_if_grown(s, shrink);
     } else {
 #pragma unroll
       for (int r = 0; r < s.kLaneRows; ++r) shrink[r] = softmax.update_max(s, r);
     }
 #pragma unroll
-    for (int r = 0; r < Config::kRowsUnderProduct; ++r) softmax.exponentiate(s, r);
+    for (int r = 0; r < Config::kRowsUnderProduct; ++r) exponentiate(r);
     pin(s);
     if (!is_last) shared.k_ring.wait_full(k_at);
     wait_gemms<0>(o);
     release(shared.v_ring, v_at);
 #pragma unroll
-    for (int r = Config::kRowsUnderProduct; r < s.kLaneRows; ++r) softmax.exponentiate(s, r);
+    for (int r = Config::kRowsUnderProduct; r < s.kLaneRows; ++r) exponentiate(r);
     drop<Config>(s, p, work.tile, warp_row, n);
     probabilities = pack<T>(s);
     if (grown) o.scale_rows(shrink);

@@ -41,6 +41,8 @@ struct FwdSm90Config {
   // Whether O is rescaled only where a maximum has grown much. That is faster where O is long; otherwise rescaling
   // hides beside the exponentials, and a branch around it makes the compiler place them worse.
   static constexpr bool kRarelyRescales = kHeadDim > 192;
+  // Whether blocks that no mask cuts only check that no maximum has grown much, which takes fewer instructions.
+  static constexpr bool kWatchesMaxima = kPlain;
 };
 
 template <typename Config>
