@@ -41,12 +41,19 @@ template <typename T, int kHeadDim, Features kFeatures>
 auto fwd_instance(const DecodePlan&) {
   return run_decode<T, kHeadDim, kFeatures>;
 }
+template <typename T, int kHeadDim, Features kFeatures, bool kWide>
+auto fwd_sm90_instance(const FwdSm90Plan& plan) {
+  if constexpr (has_paired_tile(kHeadDim, kFeatures, kWide)) {
+    if (plan.paired) return run_fwd_sm90<T, kHeadDim, kFeatures, kWide, true>;
+  }
+  return run_fwd_sm90<T, kHeadDim, kFeatures, kWide, false>;
+}
 template <typename T, int kHeadDim, Features kFeatures>
 auto fwd_instance(const FwdSm90Plan& plan) {
   if constexpr (has_wide_tile(kHeadDim, kFeatures)) {
-    if (plan.wide) return run_fwd_sm90<T, kHeadDim, kFeatures, true>;
+    if (plan.wide) return fwd_sm90_instance<T, kHeadDim, kFeatures, true>(plan);
   }
-  return run_fwd_sm90<T, kHeadDim, kFeatures, false>;
+  return fwd_sm90_instance<T, kHeadDim, kFeatures, false>(plan);
 }
 
 template <typename Plan>

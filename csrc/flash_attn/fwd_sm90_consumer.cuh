@@ -6,6 +6,7 @@
 #include "flash_attn/rows.cuh"
 #include "flash_attn/schedule.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
 #include "tile/load.cuh"
 #include "tile/pipeline.cuh"
@@ -62,9 +63,15 @@ struct Consumer {
         softmax(score_scale_log2<Config::kFeatures>(maps.params.problem)) {}
 
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
+  // Releases keys or values, in each block that copies them.
   template <int kStages>
   __device__ void release(Ring<kStages>& ring, RingCursor<kStages>& at) {
-    if (leads()) ring.release(at);
+    if constexpr (Config::kPaired) {
+      const int block = threadIdx.x % kWarpgroup;
+      if (block < Config::kCluster) ptx::arrive_in(block, ring.empty[at.stage]);
+    } else {
+      if (leads()) ring.release(at);
+    }
     at.advance();
   }
 

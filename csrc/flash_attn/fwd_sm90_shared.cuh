@@ -22,13 +22,17 @@ struct FwdSm90Launch {
   FwdSm90Params params;
 };
 
-template <typename T_, int kHeadDim_, Features kFeatures_, bool kWide_>
+template <typename T_, int kHeadDim_, Features kFeatures_, bool kWide_, bool kPaired_ = false>
 struct FwdSm90Config {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kPlain = kFeatures == Features::kPlain;
   static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_);
+  // Whether blocks are clusters of two with tiles of one head and the same keys: each copies half of every block of
+  // keys and values for both.
+  static constexpr bool kPaired = kPaired_;
+  static constexpr int kCluster = kPaired ? 2 : 1;
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
@@ -63,8 +67,8 @@ struct FwdSm90Shared {
 
   __device__ void init() {
     for (auto& ring : q_rings) ring.init(1);
-    k_ring.init(Config::kConsumers);
-    v_ring.init(Config::kConsumers);
+    k_ring.init(Config::kCluster * Config::kConsumers);
+    v_ring.init(Config::kCluster * Config::kConsumers);
     work_ring.init(Config::kConsumerWarps);
     ptx::fence_barrier_init();
   }
