@@ -47,6 +47,9 @@ struct FwdSm90Config {
   static constexpr bool kRarelyRescales = kHeadDim > 192;
   // Whether blocks that no mask cuts only check that no maximum has grown much, which takes fewer instructions.
   static constexpr bool kWatchesMaxima = kPlain;
+  // With 64 channels, the special function unit takes as long as the products. Of the exponentials of such blocks, one
+  // of so many is a polynomial instead; 0: none is.
+  static constexpr int kPolynomialEvery = kHeadDim == 64 ? 8 : 0;
 };
 
 template <typename Config>
