@@ -2,6 +2,8 @@
 // Shapes are (batch entries, rows or keys of an entry, query or key heads, channels).
 #pragma once
 
+#include <vector_types.h>
+
 #include <cstdint>
 
 #include "common/divmod.h"
@@ -13,6 +15,16 @@ namespace flash::flash_attn {
 // The size of a window's side that has no bound. Sequences are shorter than 2^30, so that sums with it do not overflow.
 constexpr int kUnbounded = (1 << 30) - 1;
 constexpr int kMaxSeqlen = 1 << 30;
+
+// Which keys rows see besides what the window says: [first, end), in keys of the entry; anything outside of its keys, or
+// an end that is not after first, is empty there.
+struct KeyRanges {
+  const int* data;               // (batch, heads, rows of an entry, 2); packed: (heads, total_q, 2); null: all keys
+  int64_t batch, heads, seqlen;  // strides, in ints; 0 where one serves all
+  // For each tile of rows of a kernel: the smallest interval that holds those of all its rows, and the largest that lies
+  // in each of them, as (first, end, first, end). ranges.cuh fills it before the kernel.
+  int4* of_tiles;
+};
 
 // What forward and backward share: shapes, where sequences lie, which keys a row sees, how scores are made.
 struct Problem {
@@ -40,6 +52,10 @@ struct Problem {
   float softcap;              // 0: none
   const float* alibi_slopes;  // (batch, heads); may be null
   int64_t alibi_batch_stride;
+
+  KeyRanges ranges;
+  const void* sink;  // (heads), the score of one more key, whose value is 0; may be null
+  DType sink_dtype;
 
   const int64_t* rng_state;  // (2), seed and offset of dropout, on the device; null without dropout
   int dropout_largest_kept;  // floor(255 (1 - p)): an element is kept if its random byte is at most this
