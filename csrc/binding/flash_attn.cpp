@@ -471,7 +471,7 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
                                     .has_sm90 = flash_attn::has_sm90(device),
                                     .multiprocessors = num_multiprocessors(device)});
   const Tensor scratch = torch::stable::new_empty(q, {sizes.total()}, ScalarType::Float);
-  use_scratch(plan, sizes, static_cast<float*>(scratch.mutable_data_ptr()));
+  use_scratch(p.problem, plan, sizes, static_cast<float*>(scratch.mutable_data_ptr()));
   flash_attn::bwd(p, plan, current_stream(q));
   return softmax_d;
 }

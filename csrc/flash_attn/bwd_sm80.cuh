@@ -60,6 +60,7 @@ struct BwdConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
+  static constexpr bool kPlain = has_plain_scores(kFeatures);
   static constexpr BwdTile kTile = bwd_tile(kHeadDim, kCompact);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys, kWarpKeys = kTile.warp_keys, kStages = kTile.stages;
   static constexpr int kTeamWarps = 4, kTeamThreads = 32 * kTeamWarps, kThreads = 2 * kTeamThreads, kPairThreads = 64;
@@ -148,7 +149,7 @@ __device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Da
   using T = const typename Config::T;
   T* first = first_token<typename Config::T>(x, span, head) + row0 * x.seqlen;
   const StridedRows<T> rows{first, x.seqlen, row0 - live.first, live.last - live.first + 1};
-  if (Config::kFeatures == Features::kPlain || p.aligned) {
+  if (Config::kPlain || p.aligned) {
     load_async<Config::kThreads>(tile, rows, p.problem.head_dim);
   } else {
     load_scattered<Config::kThreads>(tile, rows, p.problem.head_dim, x.head_dim);
@@ -236,14 +237,14 @@ __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, cons
 template <typename Config, typename Packed, typename Tile>
 __device__ void hand_over(Packed& probabilities, const Pairs<Tile>& weights, const Problem& p) {
   using T = typename Config::T;
-  if (Config::kFeatures == Features::kPlain || p.softcap == 0) {
+  if (Config::kPlain || p.softcap == 0) {
     weights.store(probabilities);
   } else {
     for_each_pair(probabilities, [&](int r, int i) {
       weights.store(r, i, multiply_pairs<T>(probabilities.pair(r, i), weights.load(r, i)));
     });
   }
-  if (Config::kFeatures == Features::kPlain || p.rng_state == nullptr) return;
+  if (Config::kPlain || p.rng_state == nullptr) return;
   for_each_pair(probabilities,
                 [&](int r, int i) { probabilities.pair(r, i) = ptx::clamp_below<T>(probabilities.pair(r, i)); });
 }
@@ -435,7 +436,7 @@ __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const B
   const Span& span = shared.seq.k;
   T* first = first_token<T>(x, span, shared.work.head_k) + shared.keys.first * x.seqlen;
   const StridedRows<T> rows{first, x.seqlen, 0, span.length - shared.keys.first};
-  if (Config::kFeatures == Features::kPlain || p.aligned) {
+  if (Config::kPlain || p.aligned) {
     store_rows<kRows>(tile, rows, kRows * share.member, p.problem.head_dim);
   } else {
     store_scattered<kRows>(tile, rows, kRows * share.member, p.problem.head_dim, x.head_dim);

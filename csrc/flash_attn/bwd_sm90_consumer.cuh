@@ -21,15 +21,42 @@
 
 namespace flash::flash_attn {
 
-// Clears the rows of a tile outside of an interval, by a warpgroup, before it multiplies them: 0 * NaN is NaN.
-template <typename Tile>
-__device__ void clear_outside(Tile& tile, const Interval& rows) {
+// Clears the dead rows of a tile, by a warpgroup, before it multiplies them: 0 * NaN is NaN.
+template <typename Tile, typename IsDead>
+__device__ void clear_rows(Tile& tile, IsDead&& is_dead) {
   constexpr int kChunks = Tile::kCols / Tile::kChunk;
   for (int i = threadIdx.x % kWarpgroup; i < Tile::kRows * kChunks; i += kWarpgroup) {
     const int row = i / kChunks;
-    if (row < rows.first || row > rows.last) *reinterpret_cast<uint4*>(tile.chunk(row, i % kChunks)) = {};
+    if (is_dead(row)) *reinterpret_cast<uint4*>(tile.chunk(row, i % kChunks)) = {};
   }
 }
+
+// Which of the keys of a block no row sees.
+struct DeadKeys {
+  const Interval live;  // of the block's keys, which start at `first`; others see nothing or belong to other entries
+  const int first;
+  const uint32_t* bits;  // with key ranges: see KeyUse
+
+  template <typename Config>
+  __device__ DeadKeys(const BwdSm90Params& p, const KeyBlock<Config>& block, const Interval& keys)
+      : live(block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1})), first(keys.first), bits(nullptr) {
+    if (has_ranges<Config::kFeatures>(p.problem)) {
+      bits = block.key_use(p).live + (keys.first - block.cluster_keys.first) / 32;
+    }
+  }
+
+  // Whether there are any among `count` keys.
+  __device__ bool any(int count) const {
+    if (bits == nullptr) return !live.covers(Interval{first, first + count - 1});
+    bool all_live = true;
+    for (int i = 0; i < count / 32; ++i) all_live &= __ldg(bits + i) == ~0u;
+    return !all_live;
+  }
+  __device__ bool operator()(int key) const {
+    if (bits == nullptr) return first + key < live.first || first + key > live.last;
+    return !(__ldg(bits + key / 32) >> key % 32 & 1);
+  }
+};
 
 // Returns a value that the compiler takes for new each time. So it does not keep what it derives from the value in
 // registers throughout a loop.
@@ -46,7 +73,7 @@ struct BwdConsumer {
   using Scores = Fragment<16, Config::kBlockM>;  // S^T, then P^T; or dP^T, then dS^T
   using Packed = PackedFragment<T, 16, Config::kBlockM>;
   using KeySum = Fragment<16, Config::kHeadDim>;  // dV or dK
-  static constexpr bool kPlain = Config::kFeatures == Features::kPlain;
+  static constexpr bool kPlain = has_plain_scores(Config::kFeatures);
   const BwdSm90Params& p;
   Shared& shared;
   const KeyBlock<Config>& block;
@@ -57,28 +84,42 @@ struct BwdConsumer {
   // Whether this is the thread that releases what the warpgroup has read.
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
 
-  // Clears rows or keys outside of `live`, which see nothing or belong to other entries: they may hold NaN.
-  template <typename Tile>
-  __device__ void clear_dead(Tile& first, Tile& second, const Interval& live, const Interval& present) {
-    if (live.covers(present)) return;
-    const Interval kept{live.first - present.first, live.last - present.first};
-    clear_outside(first, kept);
-    clear_outside(second, kept);
+  // Clears dead rows or keys, which see nothing or belong to other entries: they may hold NaN.
+  template <typename Tile, typename IsDead>
+  __device__ void clear(Tile& first, Tile& second, IsDead&& is_dead) {
+    clear_rows(first, is_dead);
+    clear_rows(second, is_dead);
     ptx::fence_async_shared();
     ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);
   }
 
   __device__ void wait_keys(uint32_t parity = 0) {
     shared.keys_here.wait(parity);
-    clear_dead(shared.k, shared.v, block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1}), block.keys);
+    const DeadKeys dead(p, block, block.keys);
+    if (dead.any(Config::kBlockN)) clear(shared.k, shared.v, dead);
   }
 
-  __device__ void wait_rows(const Interval& rows) {
+  __device__ void wait_rows(const Interval& rows, bool cut) {
     shared.q.barriers.wait_full(at);
+    if (has_ranges<Config::kFeatures>(p.problem)) return clear_blind_rows(cut);
     const Interval live = block.mask.rows_that_see(Interval{0, block.mask.seqlen_k - 1});
     if (live.covers(rows)) return;
     shared.dout.barriers.wait_full(at);
-    clear_dead(shared.q.tiles[at.stage], shared.dout.tiles[at.stage], live, rows);
+    clear(shared.q.tiles[at.stage], shared.dout.tiles[at.stage],
+          [&](int row) { return rows.first + row < live.first || rows.first + row > live.last; });
+  }
+
+  // With key ranges: clears rows that see nothing, which are in tiles that are cut.
+  __device__ void clear_blind_rows(bool cut) {
+    if constexpr (Config::kTakesRanges) {
+      if (!cut) return;
+      const Interval* seen = shared.seen.rows_of(at);
+      bool blind = false;
+      for (int row = lane_id(); row < Config::kBlockM; row += 32) blind |= seen[row].empty();
+      if (!__any_sync(~0u, blind)) return;
+      shared.dout.barriers.wait_full(at);
+      clear(shared.q.tiles[at.stage], shared.dout.tiles[at.stage], [&](int row) { return seen[row].empty(); });
+    }
   }
 
   __device__ ScorePlace place_of(int head, const Interval& rows) const {
@@ -86,13 +127,25 @@ struct BwdConsumer {
   }
 
   // Turns S^T, capped if there is a cap, into P^T.
-  __device__ void probabilities(Scores& s, int head, const Interval& rows) const {
+  __device__ void probabilities(Scores& s, int head, const Interval& rows, bool cut) const {
     const Mask& mask = block.mask;
-    const Interval existing{rows.first, min(rows.last, mask.seqlen_q - 1)};
-    const bool cut = !mask.keys_seen_by_all(existing).covers(block.keys);
-    make_probabilities<Config::kFeatures>(s, p.problem, mask, place_of(head, rows), cut, [&](int c) {
+    const ScorePlace place = place_of(head, rows);
+    const auto hide = [&] {
+      if (has_ranges<Config::kFeatures>(p.problem)) return hide_unseen(s, place, cut);
+      const Interval existing{rows.first, min(rows.last, mask.seqlen_q - 1)};
+      if (!mask.keys_seen_by_all(existing).covers(block.keys)) hide_rows(s, mask, place);
+    };
+    make_probabilities<Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
       return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]);
     });
+  }
+
+  __device__ void hide_unseen(Scores& s, const ScorePlace& place, bool cut) const {
+    if constexpr (Config::kTakesRanges) {
+      if (!cut) return;
+      const Interval* seen = shared.seen.rows_of(at);
+      flash_attn::hide_unseen(s, place.key0, [&](int c) { return *reinterpret_cast<const int4*>(&seen[s.col(c)]); });
+    }
   }
 
   // Rounds dV or dK, times `factor`, to global memory.

@@ -122,9 +122,9 @@ struct QueryTeam {
     shared.keys_here.wait(0);
     shared.other_keys_here.wait(0);
     const int first = block.cluster_keys.first + other() * Config::kBlockN;
-    const Interval live = block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1});
-    if (live.covers({first, first + Config::kBlockN - 1})) return;
-    clear_outside(shared.other_k, {live.first - first, live.last - first});
+    const DeadKeys dead(p, block, interval_of<Config::kBlockN>(first / Config::kBlockN));
+    if (!dead.any(Config::kBlockN)) return;
+    clear_rows(shared.other_k, dead);
     ptx::fence_async_shared();
     ptx::sync_barrier<kWarpgroup>(kQueryBarrier);
   }
@@ -132,7 +132,7 @@ struct QueryTeam {
   __device__ void run() {
     release(kEmptyBarrier);
     if (block.has_rows()) wait_keys();
-    block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+    block.for_each_row_block(p, [&](int head, int row_block, bool) { step(head, row_block); });
   }
 };
 
@@ -150,8 +150,8 @@ struct Turns {
   }
 
   __device__ void await_all() const {
-    block.for_each_row_block([&](int head, int row_block) {
-      const AddOrder<Config::kBlockM, KeyBlock<Config>::kClusterKeys> order(block.mask, row_block, block.work.block);
+    block.for_each_row_block(p, [&](int head, int row_block, bool) {
+      const auto order = block.order(p, head, row_block);
       if (lane_id() == 0) ptx::wait_semaphore(semaphore(head, row_block), order.before);
       __syncwarp();
       ptx::sync_barrier<kTurnThreads>(kTurnHereBarrier);
@@ -159,7 +159,7 @@ struct Turns {
   }
 
   __device__ void release_all() const {
-    block.for_each_row_block([&](int head, int row_block) {
+    block.for_each_row_block(p, [&](int head, int row_block, bool) {
       ptx::sync_barrier<kTurnThreads>(kTurnDoneBarrier);
       if (lane_id() == 0) ptx::release_semaphore(semaphore(head, row_block));
       __syncwarp();

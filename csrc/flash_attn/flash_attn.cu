@@ -72,7 +72,7 @@ template <typename Plan>
 void run_bwd_with(const BwdParams& p, const Plan& plan, cudaStream_t stream) {
   const PlannedBwd<Plan> params{p, plan};
   dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
-    dispatch_value<Features::kPlain, Features::kAll>(features_of(p), [&](auto kFeatures) {
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features_of(p), [&](auto kFeatures) {
       run_built(bwd_instance<element_t<kDType>, kHeadDim, kFeatures>(params), params, stream);
     });
   });
