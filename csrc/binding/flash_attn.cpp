@@ -67,6 +67,17 @@ struct CacheOptions {
   OptionalTensor cache_leftpad = from.take<OptionalTensor>();
 };
 
+// Likewise the features of fwd_features and fwd_kvcache_features, but for the sink and the bias, which come before the
+// options.
+struct Features {
+  Arguments& from;
+  OptionalTensor key_ranges = from.take<OptionalTensor>();
+  int64_t attention_chunk = from.take<int64_t>();
+  OptionalTensor causal = from.take<OptionalTensor>();
+  OptionalTensor seqused_q = from.take<OptionalTensor>();
+  bool row_max = from.take<bool>();
+};
+
 // A tensor (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), or a part of a packed one. Data is void if it
 // is written to, and then a lazy clone gets memory of its own; or const void.
 template <typename Data>
@@ -228,6 +239,19 @@ Tensor new_out(const Tensor& q, const View<const void>& view, bool tokens, bool 
 Tensor new_lse(const Tensor& q, const View<const void>& view, bool tokens) {
   if (tokens) return new_tensor({view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
   return new_tensor({view.batch, view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
+}
+
+// TEMPORARY: the branch of the forward has these.
+void set_features(Problem& p, OptionalTensor& sink, const OptionalTensor& bias, Features& features, bool paged,
+                  const Tensor& q) {
+  if (sink) {
+    p.sink = sink->const_data_ptr();
+    p.sink_dtype = dtype_of(*sink, "learnable_sink");
+  }
+  OptionalTensor& ranges = features.key_ranges;
+  if (!ranges) return;
+  const auto stride = [&](int dim) { return ranges->size(dim) == 1 ? 0 : ranges->stride(dim); };
+  p.ranges = {.data = pointer<int>(ranges), .batch = stride(0), .heads = stride(1), .seqlen = stride(2)};
 }
 
 // What goes into the cache before attention reads it, and the memory that this needs until the launch.
@@ -425,9 +449,11 @@ void check_row_values(const Tensor& x, const Tensor& q, const Problem& p, const 
   check_shape(x, {p.batch, p.heads, p.seqlen_q}, name);
 }
 
-Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
-           const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
-           const OptionalTensor& dv, Options& options) {
+// set_more(problem) adds features; use(params) uses what the backward has written.
+template <typename SetMore, typename Use>
+Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
+               const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
+               const OptionalTensor& dv, Options& options, SetMore&& set_more, Use&& use) {
   STD_TORCH_CHECK(!options.block_table,
                   "block_table must be None in the backward, found a tensor: keys in pages have no gradient");
   const bool tokens = options.cu_seqlens_q.has_value();
@@ -454,6 +480,7 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   BwdParams p{};
   p.problem = problem_of(q, x, batch_of(x, options), options);
   set_entries(p.problem, options, q);
+  set_more(p.problem);
   check_row_values(softmax_lse, q, p.problem, "softmax_lse");
   if (dlse) check_row_values(*dlse, q, p.problem, "dlse");
   const Tensor lse_rows = torch::stable::contiguous(softmax_lse);
@@ -473,7 +500,30 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   const Tensor scratch = torch::stable::new_empty(q, {sizes.total()}, ScalarType::Float);
   use_scratch(p.problem, plan, sizes, static_cast<float*>(scratch.mutable_data_ptr()));
   flash_attn::bwd(p, plan, current_stream(q));
+  use(p);
   return softmax_d;
+}
+
+Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
+           const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
+           const OptionalTensor& dv, Options& options) {
+  return run_bwd(
+      dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options, [](Problem&) {}, [](const BwdParams&) {});
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(
+    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
+    const OptionalTensor& dlse, bool /*wants_dbias*/, OptionalTensor& sink, const OptionalTensor& bias,
+    Options& options, Features& features) {
+  const DeviceGuard guard(q.get_device_index());
+  const Tensor dq = torch::stable::empty_like(q), dk = torch::stable::empty_like(k), dv = torch::stable::empty_like(v);
+  const Tensor none = new_tensor({0}, q), dsink = sink ? torch::stable::empty_like(*sink) : none;
+  const auto set_more = [&](Problem& p) { set_features(p, sink, bias, features, /*paged=*/false, q); };
+  const auto find_dsink = [&](const BwdParams& p) {
+    if (sink) flash_attn::sink_gradient({.bwd = p, .dsink = dsink.mutable_data_ptr()}, current_stream(q));
+  };
+  run_bwd(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options, set_more, find_dsink);
+  return {dq, dk, dv, dsink, none};
 }
 
 std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
@@ -523,6 +573,7 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("fwd", Boxed<&fwd>::call);
   m.impl("probabilities", Boxed<&probabilities>::call);
   m.impl("bwd", Boxed<&bwd>::call);
+  m.impl("bwd_features", Boxed<&bwd_features>::call);
   m.impl("fwd_kvcache", Boxed<&fwd_kvcache>::call);
 }
 

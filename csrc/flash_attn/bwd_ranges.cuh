@@ -66,15 +66,15 @@ __device__ Interval combine_lanes(Interval x, Fn&& fn) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows
 
-constexpr int kRangesThreads = 128;
+constexpr int kSeenThreads = 128;
 
 // A warp takes a tile.
 template <int kBlockM, typename Params>
-__global__ __launch_bounds__(kRangesThreads) void find_seen_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(kSeenThreads) void find_seen_kernel(const __grid_constant__ Params p) {
   const Problem& problem = p.problem;
   const BwdScratch& scratch = p.plan.scratch;
   const int heads = ranged_heads(problem);
-  const int64_t tile = int64_t{blockIdx.x} * (kRangesThreads / 32) + warp_id();
+  const int64_t tile = int64_t{blockIdx.x} * (kSeenThreads / 32) + warp_id();
   const int64_t tiles_per_head = scratch.rows_per_head / kBlockM, outer = tile / tiles_per_head;
   if (outer >= num_entries(problem) * heads) return;
   const int64_t position = tile % tiles_per_head * kBlockM;
@@ -117,13 +117,13 @@ __device__ inline uint32_t bits_of(const Interval& interval, int first) {
 
 // A warp takes a block of keys.
 template <int kBlockM, int kKeys, typename Params>
-__global__ __launch_bounds__(kRangesThreads) void find_key_uses_kernel(const __grid_constant__ Params p) {
+__global__ __launch_bounds__(kSeenThreads) void find_key_uses_kernel(const __grid_constant__ Params p) {
   constexpr int kWords = kKeys / 32;
   const Problem& problem = p.problem;
   const BwdScratch& scratch = p.plan.scratch;
   const int per_head = blocks_per_head<kKeys>(problem), heads = ranged_key_heads(problem);
   const bool packed = problem.cu_seqlens_k != nullptr;
-  const int64_t index = int64_t{blockIdx.x} * (kRangesThreads / 32) + warp_id(), outer = index / per_head;
+  const int64_t index = int64_t{blockIdx.x} * (kSeenThreads / 32) + warp_id(), outer = index / per_head;
   if (outer >= num_entries(problem) * heads) return;
   const int place = static_cast<int>(index % per_head);
   const auto start_of = [&](int entry) { return __ldg(problem.cu_seqlens_k + entry) / kKeys + entry; };
@@ -176,13 +176,13 @@ __global__ __launch_bounds__(kRangesThreads) void find_key_uses_kernel(const __g
 template <int kBlockM, int kKeys, typename Params>
 void run_bwd_ranges(const Params& p, cudaStream_t stream) {
   static_assert(kKeys <= 32 * static_cast<int>(sizeof(KeyUse::live) / sizeof(uint32_t)));
-  constexpr int kWarps = kRangesThreads / 32;
+  constexpr int kWarps = kSeenThreads / 32;
   const Problem& problem = p.problem;
   const int64_t entries = num_entries(problem);
   const int64_t tiles = entries * ranged_heads(problem) * (p.plan.scratch.rows_per_head / kBlockM);
   const int64_t key_blocks = entries * ranged_key_heads(problem) * blocks_per_head<kKeys>(problem);
   const auto shape = [](int64_t warps) {
-    return LaunchShape{.grid = dim3(blocks_for<kWarps>(warps)), .block = dim3(kRangesThreads)};
+    return LaunchShape{.grid = dim3(blocks_for<kWarps>(warps)), .block = dim3(kSeenThreads)};
   };
   launch<find_seen_kernel<kBlockM, Params>>(shape(tiles), p, stream);
   launch<find_key_uses_kernel<kBlockM, kKeys, Params>>(shape(key_blocks), p, stream);

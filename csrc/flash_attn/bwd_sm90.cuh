@@ -97,7 +97,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
     if (role < Config::kConsumers) take_halves(p, shared, role);
-    if (role == Config::kConsumers && starts_copies<Config>()) Loader<Config>{p, shared}.run();
+    if (role == Config::kConsumers && walks_rows<Config>()) Loader<Config>{p, shared}.run();
     if (Config::kAwaitsTurns && role == Config::kConsumers + 1) await_turns(p, shared);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

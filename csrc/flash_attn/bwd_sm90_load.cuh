@@ -11,7 +11,12 @@
 
 namespace flash::flash_attn {
 
-// Whether a thread starts the copies of its warp. Where there may be key ranges, all lanes walk over the rows together.
+// Whether a thread of the warp that starts copies walks over the rows, and whether it is the one that starts the copies.
+// Where there may be key ranges, all lanes walk together.
+template <typename Config>
+__device__ bool walks_rows() {
+  return Config::kTakesRanges || lane_id() == 0;
+}
 template <typename Config>
 __device__ bool starts_copies() {
   return !Config::kTakesRanges || lane_id() == 0;

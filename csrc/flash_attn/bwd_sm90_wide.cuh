@@ -77,7 +77,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
   } else {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
-    if (role == 0 && starts_copies<Config>() && block.has_rows()) load_block(p, shared, block, rank);
+    if (role == 0 && walks_rows<Config>() && block.has_rows()) load_block(p, shared, block, rank);
     if (role == 1 && p.plan.waits) Turns<Config>{p, block, rank}.await_all();
     if (role == 2 && p.plan.waits) Turns<Config>{p, block, rank}.release_all();
   }

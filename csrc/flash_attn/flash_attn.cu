@@ -13,6 +13,7 @@
 #include "flash_attn/head_dims.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/launch.h"
+#include "flash_attn/sink.cuh"
 
 namespace flash::flash_attn {
 namespace {
@@ -98,6 +99,11 @@ void fwd(const FwdParams& p, const FwdPlan& plan, cudaStream_t stream) {
 
 void bwd(const BwdParams& p, const BwdPlan& plan, cudaStream_t stream) {
   std::visit([&](const auto& chosen) { run_bwd_with(p, chosen, stream); }, plan);
+}
+
+void sink_gradient(const SinkParams& p, cudaStream_t stream) {
+  dispatch_value<DType::kFloat16, DType::kBFloat16, DType::kFloat32>(
+      p.bwd.problem.sink_dtype, [&](auto kDType) { run_sink_gradient<element_t<kDType>>(p, stream); });
 }
 
 void dmask(const DmaskParams& p, cudaStream_t stream) {

@@ -132,4 +132,10 @@ struct BwdParams {
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
 };
 
+// The gradient of a problem's sink, after the backward.
+struct SinkParams {
+  BwdParams bwd;
+  void* dsink;  // (heads), of sink_dtype
+};
+
 }  // namespace flash::flash_attn
