@@ -116,8 +116,7 @@ struct Dropped {
 template <Features kFeatures, int kCols>
 __device__ Dropped dropped_of(const Fragment<16, kCols>& s, const Problem& p, const ScorePlace& place) {
   Dropped dropped;
-  constexpr bool kPlain = has_plain_scores(kFeatures);
-  if (kPlain || p.rng_state == nullptr) return dropped;
+  if (kHasPlainScores<kFeatures> || p.rng_state == nullptr) return dropped;
   Dropout(p, place.entry, place.head).for_each_dropped_transposed(s, place.key0, place.row0, [&](int r, int c) {
     dropped.bits[r] |= 1u << c;
   });

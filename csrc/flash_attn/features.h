@@ -17,6 +17,10 @@ enum class Features {
 constexpr bool has_plain_scores(Features features) { return features != Features::kAll; }
 constexpr bool takes_ranges(Features features) { return features != Features::kPlain; }
 
+// The first for code on the device, which calls no functions of the host, not even in constants.
+template <Features kFeatures>
+inline constexpr bool kHasPlainScores = has_plain_scores(kFeatures);
+
 inline bool has_plain_scores(const Problem& p) {
   return p.softcap == 0 && p.alibi_slopes == nullptr && p.rng_state == nullptr;
 }
