@@ -15,7 +15,8 @@ import pathlib
 
 TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
-FEATURES = {"plain": "Features::kPlain", "all": "Features::kAll"}
+FEATURES = {"plain": "Features::kPlain", "ranged": "Features::kRanged", "all": "Features::kAll"}
+BWD_FEATURES = {name: FEATURES[name] for name in ("plain", "all")}
 PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdSm80Params"}
 WIDE_HEAD_DIMS = (64, 96, 128, 256)  # that have a second tile on sm_90, for long sequences: see fwd_tiles.h
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims: see fwd_tiles.h
@@ -38,6 +39,7 @@ PORTABLE = {
     for (kind, params), dtype, head_dim, (name, features) in itertools.product(
         PARAMS.items(), TYPES, HEAD_DIMS, FEATURES.items()
     )
+    if kind != "bwd" or name in BWD_FEATURES
 }
 HOPPER = {
     f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}": _flash_attn(
@@ -51,7 +53,7 @@ HOPPER = {
         f"run_bwd_sm90<{TYPES[dtype]}, {head_dim}, {features}>",
         "BwdSm90Params",
     )
-    for dtype, head_dim, (name, features) in itertools.product(TYPES, HEAD_DIMS, FEATURES.items())
+    for dtype, head_dim, (name, features) in itertools.product(TYPES, HEAD_DIMS, BWD_FEATURES.items())
 }
 DMASK = {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(

@@ -1,11 +1,12 @@
-"""Attention with features that no kernel has yet: the checks of their arguments, and the ops that compute them.
+"""Attention with more features than flash-attn 2.8 has: the checks of their arguments, and the ops that compute them.
 
 The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, and causality and lengths of
 each entry; and, seen from the shapes, values of another head_dim than the keys, and head dims beyond those of the
-kernels. The ops take all of them together, and all options of the ops without features. On every device they run in
-plain torch; a kernel that is registered for one of them takes its place.
+kernels. The ops take all of them together, and all options of the ops without features. `beyond_kernels` says which
+calls no kernel takes: these run in plain torch on every device.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from flash_attn._reference.options import CacheOptions, Features, Options
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
+ROW_PAD = 128  # `bwd` returns values of rows in whole blocks of so many
+KERNEL_HEAD_DIM = 256  # the largest that kernels take
 
 # The arguments of a caller, unchecked: learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k,
 # return_lse and return_max_logit.
@@ -137,13 +140,44 @@ def _split(sink, bias, arguments, kind):
     return kind(*arguments[:count]), Features(sink, bias, *arguments[count:])
 
 
-def _warn(q, v, features):
+def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, features: Features) -> list[str]:
+    """What of a call the kernels of `fwd_features` and `fwd_kvcache_features` do not take, in a caller's words."""
+    _, bias, ranges, _, causal, seqused_q, row_max = features
+    causes = []
+    if bias is not None:
+        causes.append("attn_bias")
+    if ranges is not None and ranges.shape[-1] > 2:
+        causes.append("key_ranges of two intervals")
+    if row_max:
+        causes.append("return_max_logit")
+    if seqused_q is not None and (features.learnable_sink is not None or options.alibi_slopes is not None):
+        causes.append("seqused_q beside " + ("alibi_slopes" if features.learnable_sink is None else "learnable_sink"))
+    if causal is not None and isinstance(options, CacheOptions) and options.rotary_cos is not None:
+        causes.append("causal of each entry beside rotary_cos")
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    if head_dim != head_dim_v or head_dim > KERNEL_HEAD_DIM:
+        causes.append(f"head dims {head_dim} of keys and {head_dim_v} of values")
+    return causes
+
+
+def _have_kernel(kind):
+    """Returns whether a kernel takes the arguments of an op whose options are of this kind."""
+
+    def takes(args):
+        q, _, v, sink, bias, *arguments = args
+        return not beyond_kernels(q, v, *_split(sink, bias, arguments, kind))
+
+    return takes
+
+
+def _warn(op, q, v, options, features):
     """Tell once, on a device with kernels, which arguments make a call slow."""
     if not _library.is_where_kernels_run(q):
         return
-    causes = ["return_max_logit" if name == "row_max" else name for name in features.given()]
-    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256:
-        causes.append(f"head dims {q.shape[-1]} of keys and {v.shape[-1]} of values")
+    causes = beyond_kernels(q, v, options, features)
+    if not causes:
+        why = _library.load_error() or f"the kernels do not take {q.dtype}"
+        return _library.warn_once(f"flash_attn: {op} runs on the slower reference backend in plain torch: {why}")
     _library.warn_once(
         f"flash_attn: attention with {' and '.join(causes)} runs on the slower reference backend in plain torch"
     )
@@ -162,7 +196,7 @@ def _fwd_fake(q, k, v, sink, bias, *arguments):
 
 def _fwd_reference(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    _warn(q, v, features)
+    _warn("fwd_features", q, v, options, features)
     return reference.fwd_features(q, k, v, options, features)
 
 
@@ -184,7 +218,7 @@ def _fwd_kvcache_fake(q, k_cache, v_cache, sink, bias, *arguments):
 
 def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, CacheOptions)
-    _warn(q, v_cache, features)
+    _warn("fwd_kvcache_features", q, v_cache, options, features)
     return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features)
 
 
@@ -214,6 +248,35 @@ def _fwd_composite(q, k, v, sink, bias, *arguments):
     return out, lse, lse.new_empty(0)
 
 
+def _only_sink(q, v, sink, bias, arguments):
+    """Whether a call of `fwd_features` is one of `fwd`, but for its sink."""
+    features = _split(sink, bias, arguments, Options)[1]
+    others = features._replace(learnable_sink=None).given()
+    return sink is not None and not others and q.shape[-1] == v.shape[-1] <= KERNEL_HEAD_DIM
+
+
+def _bwd_with_sink(dout, q, k, v, out, lse, dlse, sink, arguments):
+    """Returns dq, dk, dv and dsink of a call with no other feature: the first three follow from lse without the sink.
+
+    dsink_h = - sum over the rows of head h of exp(sink_h - lse_i) delta_i, where delta_i = <dout_i, out_i> - dlse_i
+    """
+    from flash_attn._ops.flash_attn import bwd  # which needs this module
+
+    options = Options(*arguments[: len(Options._fields)])
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    delta = bwd.below_autograd(dout, q, k, v, out, lse, dlse, *grads, *options)
+    cu_seqlens_q = options.cu_seqlens_q
+    if cu_seqlens_q is None:
+        delta = delta[..., : q.shape[1]]
+    else:
+        rows = torch.arange(q.shape[0], device=q.device)
+        entries = torch.searchsorted(cu_seqlens_q[1:-1].contiguous(), rows, right=True)
+        delta = delta[:, rows + ROW_PAD * entries]
+    share = (sink.to(lse.dtype)[:, None] - lse).exp().masked_fill(lse == math.inf, 0)
+    dsink = -(share * delta).sum(-1)
+    return *grads, (dsink if dsink.dim() == 1 else dsink.sum(0)).to(sink.dtype)
+
+
 class _Attention(torch.autograd.Function):
     """Gradients of `fwd_features` for q, k, v, the sink and the bias, through out and softmax_lse."""
 
@@ -236,6 +299,8 @@ class _Attention(torch.autograd.Function):
         wants_dbias = bias is not None and ctx.needs_input_grad[4]
 
         def first(dout, dlse, q, k, v, sink, bias):
+            if _only_sink(q, v, sink, bias, arguments):
+                return *_bwd_with_sink(dout, q, k, v, out, lse, dlse, sink, arguments), None
             *grads, dsink, dbias = bwd_features.below_autograd(
                 dout, q, k, v, out, lse, dlse, wants_dbias, sink, bias, *arguments
             )
@@ -259,6 +324,7 @@ fwd_features = _library.define(
     reference=_fwd_reference,
     fake=_fwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    has_kernel_for=_have_kernel(Options),
     autograd=_Attention,
     differentiable=5,
     composite=_fwd_composite,
@@ -287,6 +353,7 @@ fwd_kvcache_features = _library.define(
     reference=_fwd_kvcache_reference,
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    has_kernel_for=_have_kernel(CacheOptions),
     writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
     announces=False,
 )
