@@ -15,8 +15,7 @@ import pathlib
 
 TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
-FEATURES = {"plain": "Features::kPlain", "all": "Features::kAll"}
-BWD_FEATURES = FEATURES | {"ranged": "Features::kRanged"}
+FEATURES = {"plain": "Features::kPlain", "ranged": "Features::kRanged", "all": "Features::kAll"}
 PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdSm80Params"}
 WIDE_HEAD_DIMS = (64, 96, 128, 256)  # that have a second tile on sm_90, for long sequences: see fwd_tiles.h
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims: see fwd_tiles.h
@@ -36,8 +35,9 @@ PORTABLE = {
     f"flash_attn_{kind}_sm80_{dtype}_{head_dim}_{name}": _flash_attn(
         f"{kind}_sm80", f"run_{kind}<{TYPES[dtype]}, {head_dim}, {features}>", params
     )
-    for (kind, params), dtype, head_dim in itertools.product(PARAMS.items(), TYPES, HEAD_DIMS)
-    for name, features in (BWD_FEATURES if kind == "bwd" else FEATURES).items()
+    for (kind, params), dtype, head_dim, (name, features) in itertools.product(
+        PARAMS.items(), TYPES, HEAD_DIMS, FEATURES.items()
+    )
 }
 HOPPER = {
     f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}": _flash_attn(
@@ -51,7 +51,7 @@ HOPPER = {
         f"run_bwd_sm90<{TYPES[dtype]}, {head_dim}, {features}>",
         "BwdSm90Params",
     )
-    for dtype, head_dim, (name, features) in itertools.product(TYPES, HEAD_DIMS, BWD_FEATURES.items())
+    for dtype, head_dim, (name, features) in itertools.product(TYPES, HEAD_DIMS, FEATURES.items())
 }
 DMASK = {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(

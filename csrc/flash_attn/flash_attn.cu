@@ -13,6 +13,7 @@
 #include "flash_attn/head_dims.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/launch.h"
+#include "flash_attn/ranges.cuh"
 #include "flash_attn/sink.cuh"
 
 namespace flash::flash_attn {
@@ -54,7 +55,7 @@ template <typename Plan>
 void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
   const Features features = features_of(p, Plan::kPlainFindsPages);
   dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
-    dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, [&](auto kFeatures) {
       run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures>(plan), Planned<Plan>{p, plan}, stream);
     });
   });
@@ -118,5 +119,7 @@ void append(const AppendParams& p, cudaStream_t stream) {
   dispatch_value<DType::kFloat16, DType::kBFloat16>(p.problem.dtype,
                                                     [&](auto kDType) { run_append<element_t<kDType>>(p, stream); });
 }
+
+void ranges(const RangesParams& p, cudaStream_t stream) { run_ranges(p, stream); }
 
 }  // namespace flash::flash_attn

@@ -60,6 +60,23 @@ __device__ void drop(Scores<Config>& s, const FwdParams& p, const WorkTile& tile
   }
 }
 
+// Whether rows of the work have a sink: those after the last entry have none.
+template <typename Work>
+__device__ bool has_sink(const FwdParams& p, const Work& work) {
+  return p.problem.sink != nullptr && work.tile.entry < p.problem.batch;
+}
+
+// Adds the sinks to the sums of all keys.
+template <typename Config, typename Work>
+__device__ void add_sinks(Softmax<Config>& softmax, const FwdParams& p, const Work& work, int warp_row) {
+  if (!has_sink(p, work)) return;
+#pragma unroll
+  for (int r = 0; r < softmax.kLaneRows; ++r) {
+    const int head = work.tile.head + work.rows.head(warp_row + Output<Config>::row(r));
+    softmax.sum[r] += exp_of_sink(sink_of(p.problem, head), softmax.max[r], softmax.scale_log2);
+  }
+}
+
 // Turns sums weighted with exponentials into averages.
 template <typename Config>
 __device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<Config>& softmax) {
@@ -69,6 +86,17 @@ __device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<C
     factors[r] = softmax.sum[r] == 0 ? 0.f : p.problem.dropout_rescale * ptx::reciprocal(softmax.sum[r]);
   }
   o.scale_rows(factors);
+}
+
+// Writes lse of a row, from its maximum and its sum with the sink.
+template <typename Work>
+__device__ void store_lse_of_row(const FwdParams& p, const Work& work, int row, float max, float sum,
+                                 float scale_log2) {
+  const int head = work.rows.head(row);
+  float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);
+  lse[int64_t{head} * p.problem.seqlen_q + work.rows.token(row)] =
+      has_sink(p, work) ? log_sum_exp_with_sink(sink_of(p.problem, work.tile.head + head), max, sum, scale_log2)
+                        : log_sum_exp(max, sum, scale_log2);
 }
 
 // Writes lse: each lane of a quad has one of the rows that the quad shares.
@@ -81,9 +109,7 @@ __device__ void store_lse(const FwdParams& p, const Work& work, int warp_row, co
   for (int r = 1; r < softmax.kLaneRows; ++r) {
     if (r == mine) max = softmax.max[r], sum = softmax.sum[r];
   }
-  float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);
-  lse[int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row)] =
-      log_sum_exp(max, sum, softmax.scale_log2);
+  store_lse_of_row(p, work, row, max, sum, softmax.scale_log2);
 }
 
 }  // namespace flash::flash_attn

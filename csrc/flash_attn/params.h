@@ -111,6 +111,18 @@ struct AppendParams {
   bool queries_advance;  // query i is at the position of the i-th new key, not of the first
 };
 
+// Key ranges that also say what the window, chunks, causal entries and used rows say, for kernels that know only ranges.
+struct RangesParams {
+  Problem problem;       // with the ranges that are given, if any
+  bool paged;            // whether keys are in pages
+  int chunk;             // a row sees keys of its own chunk of so many only; 0: of all
+  const int* seqused_q;  // (batch), how many rows of an entry are used; may be null
+  const void* causal;    // (batch), whether no row of an entry sees keys after its own; may be null
+  int causal_bytes;      // of an element, 1 or 4
+  int heads;             // of the result: 1, or those of the problem
+  int* ranges;           // (batch, heads, seqlen_q, 2); packed: (heads, total_q, 2)
+};
+
 constexpr int kRowPad = 128;  // the backward stores values of rows in whole blocks of so many
 
 struct BwdParams {
