@@ -9,6 +9,8 @@
 
 namespace flash::flash_attn {
 
+struct Interval;  // see mask.cuh
+
 // What the rows see of a block of keys, if there are key ranges.
 struct alignas(8) KeyUse {
   int first_rows, last_rows;  // blocks of rows; others see none of the keys, nor may some between these
@@ -26,7 +28,7 @@ struct BwdScratch {
                               // dQ of these rows; unused unless blocks wait
   int* next_block = nullptr;  // (1), how many blocks of keys have been taken
   // With key ranges, as bwd_ranges.cuh finds them; where all heads have the same, for one of them.
-  int2* seen = nullptr;         // (heads of all entries, rows_per_head), the first and the last key that a row sees
+  Interval* seen = nullptr;     // (heads of all entries, rows_per_head), the keys that a row sees
   KeyUse* key_uses = nullptr;   // (key heads of all entries, blocks of keys)
 };
 

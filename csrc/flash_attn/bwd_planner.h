@@ -143,7 +143,7 @@ inline void use_scratch(Problem& problem, BwdPlan& plan, const BwdScratchSizes& 
   int* counters = reinterpret_cast<int*>(ranges + sizes.ranges());
   problem.ranges.of_tiles = reinterpret_cast<int4*>(ranges);
   const auto use = [&](BwdScratch& scratch) {
-    scratch.seen = reinterpret_cast<int2*>(ranges + sizes.tiles);
+    scratch.seen = reinterpret_cast<Interval*>(ranges + sizes.tiles);
     scratch.key_uses = reinterpret_cast<KeyUse*>(ranges + sizes.tiles + sizes.seen);
     scratch.dq_accum = memory;
     scratch.next_block = counters;

@@ -70,8 +70,7 @@ struct SoftmaxDRow {
     if (!attends) return false;
     const Problem& problem = p.problem;
     if constexpr (kRanged) {
-      const int2 seen = p.plan.scratch.seen[seen_index(problem, p.plan.scratch, span, entry, head) + row];
-      return seen.x <= seen.y;
+      return !p.plan.scratch.seen[seen_index(problem, p.plan.scratch, span, entry, head) + row].empty();
     } else {
       return !Mask(problem, Sequence(problem, entry)).keys_seen_by(row).empty();
     }

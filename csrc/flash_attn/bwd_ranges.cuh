@@ -46,6 +46,9 @@ struct TileSeen {
   __device__ explicit TileSeen(const int4& bounds) : any{bounds.x, bounds.y - 1}, all{bounds.z, bounds.w - 1} {}
 };
 
+// The intervals of two adjacent rows of BwdScratch::seen, the first of which has an even number.
+__device__ inline int4 seen_by_two(const Interval* rows) { return *reinterpret_cast<const int4*>(rows); }
+
 // The keys that a row of an entry sees; no_keys() if there are none, or no such row. `given` are its bounds.
 __device__ inline Interval seen_by(const Mask& mask, int row, const int* given) {
   if (row >= mask.seqlen_q) return no_keys();
@@ -90,7 +93,7 @@ __global__ __launch_bounds__(kSeenThreads) void find_seen_kernel(const __grid_co
   Interval any = no_keys(), all = {0, kMaxSeqlen};
   for (int row = row0 + lane_id(); row < row0 + kBlockM; row += 32) {
     const Interval seen = seen_by(mask, row, first + (seq.q.first + row) * ranges.seqlen);
-    scratch.seen[tile * kBlockM + row - row0] = {seen.first, seen.last};
+    scratch.seen[tile * kBlockM + row - row0] = seen;
     any = hull(any, seen);
     all = intersection(all, seen);
   }
@@ -157,9 +160,9 @@ __global__ __launch_bounds__(kSeenThreads) void find_key_uses_kernel(const __gri
     add(keys);
   } else if (!used.empty()) {
     for (int head = first_head; head < first_head + query_heads; ++head) {
-      const int2* rows = scratch.seen + rows_of(head);
+      const Interval* rows = scratch.seen + rows_of(head);
       for (int row = used.first * kBlockM + lane_id(); row < (used.last + 1) * kBlockM; row += 32) {
-        add({rows[row].x, rows[row].y});
+        add(rows[row]);
       }
     }
   }

@@ -195,13 +195,13 @@ __device__ void load_keys(BwdShared<Config>& shared, const BwdSm80Params& p) {
   load(shared.v, p.v);
 }
 
-// With key ranges: the first and the last key that rows see, from row 0 of the entry on, and what tiles see.
+// With key ranges: the keys that rows see, from row 0 of the entry on, and those that tiles see.
 template <typename Config>
 __device__ int64_t seen_index(const BwdShared<Config>& shared, const BwdSm80Params& p, int head) {
   return seen_index(p.problem, p.plan.scratch, shared.seq.q, shared.work.entry, head);
 }
 template <typename Config>
-__device__ const int2* seen_rows(const BwdShared<Config>& shared, const BwdSm80Params& p, int head) {
+__device__ const Interval* seen_rows(const BwdShared<Config>& shared, const BwdSm80Params& p, int head) {
   return p.plan.scratch.seen + seen_index(shared, p, head);
 }
 template <typename Config>
@@ -215,10 +215,7 @@ __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Par
   constexpr int kBlockM = Config::kBlockM;
   const Span& span = shared.seq.q;
   const int row0 = rows.block * kBlockM;
-  const auto sees_keys = [&](int row) {
-    const int2 seen = __ldg(seen_rows(shared, p, rows.head) + row0 + row);
-    return seen.x <= seen.y;
-  };
+  const auto sees_keys = [&](int row) { return !seen_rows(shared, p, rows.head)[row0 + row].empty(); };
   load_tile<Config>(shared.q[stage], p, p.q, span, rows.head, row0, shared.live_rows, sees_keys);
   load_tile<Config>(shared.dout[stage], p, p.dout, span, rows.head, row0, shared.live_rows, sees_keys);
   const int row = threadIdx.x % kBlockM;
@@ -286,8 +283,8 @@ __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, cons
   const auto hide = [&] {
     if (has_ranges<Config::kFeatures>(p.problem)) {
       if (seen_by_tile(shared, p, rows).all.covers(shared.keys)) return;
-      const int2* seen = seen_rows(shared, p, rows.head) + place.row0;
-      return hide_unseen(s, place.key0, [&](int c) { return __ldg(reinterpret_cast<const int4*>(seen + s.col(c))); });
+      const Interval* seen = seen_rows(shared, p, rows.head) + place.row0;
+      return hide_unseen(s, place.key0, [&](int c) { return seen_by_two(seen + s.col(c)); });
     }
     const bool cut = block_rows.last >= mask.seqlen_q || !mask.keys_seen_by_all(block_rows).covers(shared.keys);
     if (cut) hide_rows(s, mask, place);

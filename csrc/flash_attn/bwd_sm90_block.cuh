@@ -44,8 +44,8 @@ struct RowRing {
   __device__ float* values_of(const Cursor& at) { return values[at.round % Config::kValueRounds][at.stage]; }
 };
 
-// With key ranges: the keys that each row of the tiles sees. Only rows of tiles that are cut are there, and like the
-// values of rows they are read with ordinary loads.
+// With key ranges: the keys that each row of the tiles sees. Only those of tiles that are cut are there, and like the
+// values of rows they are read with ordinary loads. Without room for it they are read from global memory.
 template <typename Config>
 struct SeenRing {
   alignas(128) Interval rows[Config::kValueRounds][Config::kStages][Config::kBlockM];
@@ -60,7 +60,7 @@ struct NoSeenRing {
   static constexpr int kBytes = 0;
 };
 template <typename Config>
-using SeenRingOf = std::conditional_t<Config::kTakesRanges, SeenRing<Config>, NoSeenRing>;
+using SeenRingOf = std::conditional_t<Config::kCopiesSeen, SeenRing<Config>, NoSeenRing>;
 
 // The keys of a block, and the rows that see them. The blocks of a cluster take neighbouring keys and walk over the
 // same rows.
@@ -106,6 +106,9 @@ struct KeyBlock {
   }
   __device__ int64_t seen_index(const BwdSm90Params& p, int head) const {
     return flash_attn::seen_index(p.problem, p.plan.scratch, seq.q, work.entry, head);
+  }
+  __device__ const Interval* seen(const BwdSm90Params& p, int head, int row0) const {
+    return p.plan.scratch.seen + seen_index(p, head) + row0;
   }
   __device__ const int4* tiles(const BwdSm90Params& p, int head) const {
     return p.problem.ranges.of_tiles + seen_index(p, head) / Config::kBlockM;

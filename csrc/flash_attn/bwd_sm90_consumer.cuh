@@ -99,9 +99,12 @@ struct BwdConsumer {
     if (dead.any(Config::kBlockN)) clear(shared.k, shared.v, dead);
   }
 
-  __device__ void wait_rows(const Interval& rows, bool cut) {
+  __device__ void wait_rows(int head, const Interval& rows, bool cut) {
     shared.q.barriers.wait_full(at);
-    if (has_ranges<Config::kFeatures>(p.problem)) return clear_blind_rows(cut);
+    if (has_ranges<Config::kFeatures>(p.problem)) {
+      if (cut) clear_blind_rows(seen_by(head, rows));
+      return;
+    }
     const Interval live = block.mask.rows_that_see(Interval{0, block.mask.seqlen_k - 1});
     if (live.covers(rows)) return;
     shared.dout.barriers.wait_full(at);
@@ -109,17 +112,22 @@ struct BwdConsumer {
           [&](int row) { return rows.first + row < live.first || rows.first + row > live.last; });
   }
 
-  // With key ranges: clears rows that see nothing, which are in tiles that are cut.
-  __device__ void clear_blind_rows(bool cut) {
-    if constexpr (Config::kTakesRanges) {
-      if (!cut) return;
-      const Interval* seen = shared.seen.rows_of(at);
-      bool blind = false;
-      for (int row = lane_id(); row < Config::kBlockM; row += 32) blind |= seen[row].empty();
-      if (!__any_sync(~0u, blind)) return;
-      shared.dout.barriers.wait_full(at);
-      clear(shared.q.tiles[at.stage], shared.dout.tiles[at.stage], [&](int row) { return seen[row].empty(); });
+  // With key ranges: the keys that each of the rows sees, if they are cut.
+  __device__ const Interval* seen_by(int head, const Interval& rows) const {
+    if constexpr (Config::kCopiesSeen) {
+      return shared.seen.rows_of(at);
+    } else {
+      return block.seen(p, head, rows.first);
     }
+  }
+
+  // Clears rows that see nothing, which only tiles that are cut have.
+  __device__ void clear_blind_rows(const Interval* seen) {
+    bool blind = false;
+    for (int row = lane_id(); row < Config::kBlockM; row += 32) blind |= seen[row].empty();
+    if (!__any_sync(~0u, blind)) return;
+    shared.dout.barriers.wait_full(at);
+    clear(shared.q.tiles[at.stage], shared.dout.tiles[at.stage], [&](int row) { return seen[row].empty(); });
   }
 
   __device__ ScorePlace place_of(int head, const Interval& rows) const {
@@ -131,21 +139,17 @@ struct BwdConsumer {
     const Mask& mask = block.mask;
     const ScorePlace place = place_of(head, rows);
     const auto hide = [&] {
-      if (has_ranges<Config::kFeatures>(p.problem)) return hide_unseen(s, place, cut);
+      if (has_ranges<Config::kFeatures>(p.problem)) {
+        if (!cut) return;
+        const Interval* seen = seen_by(head, rows);
+        return hide_unseen(s, place.key0, [&](int c) { return seen_by_two(seen + s.col(c)); });
+      }
       const Interval existing{rows.first, min(rows.last, mask.seqlen_q - 1)};
       if (!mask.keys_seen_by_all(existing).covers(block.keys)) hide_rows(s, mask, place);
     };
     make_probabilities<Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
       return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]);
     });
-  }
-
-  __device__ void hide_unseen(Scores& s, const ScorePlace& place, bool cut) const {
-    if constexpr (Config::kTakesRanges) {
-      if (!cut) return;
-      const Interval* seen = shared.seen.rows_of(at);
-      flash_attn::hide_unseen(s, place.key0, [&](int c) { return *reinterpret_cast<const int4*>(&seen[s.col(c)]); });
-    }
   }
 
   // Rounds dV or dK, times `factor`, to global memory.

@@ -35,9 +35,8 @@ __device__ void load_keys(Tile& tile, const CUtensorMap& map, const KeyBlock<Con
 template <typename Config, typename Shared>
 __device__ void load_seen(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block, int head, int row0,
                           const RingCursor<Config::kStages>& at) {
-  if constexpr (Config::kTakesRanges) {
-    ptx::copy_bytes_async(ptx::shared_address(shared.seen.rows_of(at)),
-                          p.plan.scratch.seen + block.seen_index(p, head) + row0, shared.seen.kBytes,
+  if constexpr (Config::kCopiesSeen) {
+    ptx::copy_bytes_async(ptx::shared_address(shared.seen.rows_of(at)), block.seen(p, head, row0), shared.seen.kBytes,
                           shared.q.barriers.full[at.stage]);
   }
 }

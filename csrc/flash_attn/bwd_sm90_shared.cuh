@@ -21,7 +21,7 @@ struct BwdSm90Config {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kTakesRanges = takes_ranges(kFeatures);
+  static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges;
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
   static constexpr int kStages = 2, kCluster = 1;

@@ -188,7 +188,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void step(int head, int row_block, bool cut) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
     auto &q = shared.q.tiles[at.stage], &dout = shared.dout.tiles[at.stage];
-    this->wait_rows(rows, cut);
+    this->wait_rows(head, rows, cut);
     if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     Scores s, dp;
     ptx::wgmma_fence();

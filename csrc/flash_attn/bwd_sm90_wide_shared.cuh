@@ -16,7 +16,7 @@ struct BwdWideConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kTakesRanges = takes_ranges(kFeatures);
+  static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges && kHeadDim < 256;
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kValueRounds = 1, kCluster = 2;
   static constexpr int kThreads = kWarpgroup * 4;
   static constexpr int kSumRegisters = 200, kQueryRegisters = 88, kProducerRegisters = 24;

@@ -93,7 +93,7 @@ struct ValueTeam : SumTeam<Config> {
 
   __device__ void step(int head, int row_block, bool cut) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
-    this->wait_rows(rows, cut);
+    this->wait_rows(head, rows, cut);
     Scores s;
     ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(s, along_cols(shared.k), along_cols(shared.q.tiles[at.stage]), false);
@@ -140,7 +140,7 @@ struct KeyTeam : SumTeam<Config> {
   }
 
   __device__ void step(int head, int row_block, bool cut) {
-    this->wait_rows(interval_of<Config::kBlockM>(row_block), cut);
+    this->wait_rows(head, interval_of<Config::kBlockM>(row_block), cut);
     shared.dout.barriers.wait_full(at);
     Scores dp;
     ptx::wgmma_fence();
