@@ -61,8 +61,8 @@ inline void add_ranges(BwdScratchSizes& sizes, const Problem& p, int64_t rows_pe
   const int64_t entries = p.cu_seqlens_q ? 1 : p.batch, packed_entries = p.cu_seqlens_k ? p.batch : 0;
   const int64_t rows = entries * (p.ranges.heads == 0 ? 1 : p.heads) * rows_per_head;
   const int64_t key_blocks = ceil_div(int64_t{p.seqlen_k}, kLeastKeys) + packed_entries;
-  sizes.tiles = rows / kLeastRows * static_cast<int64_t>(sizeof(int4) / sizeof(float));
-  sizes.seen = rows * static_cast<int64_t>(sizeof(int2) / sizeof(float));
+  sizes.tiles = rows / kLeastRows * 4;
+  sizes.seen = rows * 2;
   sizes.key_uses = entries * (p.ranges.heads == 0 ? 1 : p.heads_k) * key_blocks *
                    static_cast<int64_t>(sizeof(KeyUse) / sizeof(float));
 }

@@ -398,11 +398,7 @@ template <typename Config>
 __device__ void store_result(const DecodeParams& p, const FwdWork<Config>& work, int row, int col, float scale_log2,
                              const Quad& x) {
   using T = typename Config::T;
-  float sum = x.state.sum;
-  if (has_sink(p, work)) {
-    const float sink = sink_of(p.problem, work.tile.head + work.rows.head(row));
-    sum += exp_of_sink(sink, x.state.max, scale_log2);
-  }
+  const float sink = sink_of(p, work, row), sum = x.state.sum + exp_of_sink(sink, x.state.max, scale_log2);
   const float factor = sum == 0 ? 0.f : ptx::reciprocal(sum);
   const float values[4] = {x.out.x * factor, x.out.y * factor, x.out.z * factor, x.out.w * factor};
   auto rows = packed_rows<T>(p.out, work);
@@ -413,7 +409,10 @@ __device__ void store_result(const DecodeParams& p, const FwdWork<Config>& work,
   } else {
     for (int i = 0; i < min(4, p.problem.head_dim - col); ++i) target[(col + i) * p.out.head_dim] = values[i];
   }
-  if (col == 0) store_lse_of_row(p, work, row, x.state.max, sum, scale_log2);
+  if (col != 0) return;
+  float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);
+  lse[int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row)] =
+      log_sum_exp(sink, x.state.max, sum, scale_log2);
 }
 
 template <typename Config>

@@ -60,20 +60,19 @@ __device__ void drop(Scores<Config>& s, const FwdParams& p, const WorkTile& tile
   }
 }
 
-// Whether rows of the work have a sink: those after the last entry have none.
+// The score of the sink of a row, or -inf.
 template <typename Work>
-__device__ bool has_sink(const FwdParams& p, const Work& work) {
-  return p.problem.sink != nullptr && work.tile.entry < p.problem.batch;
+__device__ float sink_of(const FwdParams& p, const Work& work, int row) {
+  return sink_of(p.problem, work.tile.entry, work.tile.head + work.rows.head(row));
 }
 
 // Adds the sinks to the sums of all keys.
 template <typename Config, typename Work>
 __device__ void add_sinks(Softmax<Config>& softmax, const FwdParams& p, const Work& work, int warp_row) {
-  if (!has_sink(p, work)) return;
 #pragma unroll
   for (int r = 0; r < softmax.kLaneRows; ++r) {
-    const int head = work.tile.head + work.rows.head(warp_row + Output<Config>::row(r));
-    softmax.sum[r] += exp_of_sink(sink_of(p.problem, head), softmax.max[r], softmax.scale_log2);
+    const float sink = sink_of(p, work, warp_row + Output<Config>::row(r));
+    softmax.sum[r] += exp_of_sink(sink, softmax.max[r], softmax.scale_log2);
   }
 }
 
@@ -88,17 +87,6 @@ __device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<C
   o.scale_rows(factors);
 }
 
-// Writes lse of a row, from its maximum and its sum with the sink.
-template <typename Work>
-__device__ void store_lse_of_row(const FwdParams& p, const Work& work, int row, float max, float sum,
-                                 float scale_log2) {
-  const int head = work.rows.head(row);
-  float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);
-  lse[int64_t{head} * p.problem.seqlen_q + work.rows.token(row)] =
-      has_sink(p, work) ? log_sum_exp_with_sink(sink_of(p.problem, work.tile.head + head), max, sum, scale_log2)
-                        : log_sum_exp(max, sum, scale_log2);
-}
-
 // Writes lse: each lane of a quad has one of the rows that the quad shares.
 template <typename Config, typename Work>
 __device__ void store_lse(const FwdParams& p, const Work& work, int warp_row, const Softmax<Config>& softmax) {
@@ -109,7 +97,9 @@ __device__ void store_lse(const FwdParams& p, const Work& work, int warp_row, co
   for (int r = 1; r < softmax.kLaneRows; ++r) {
     if (r == mine) max = softmax.max[r], sum = softmax.sum[r];
   }
-  store_lse_of_row(p, work, row, max, sum, softmax.scale_log2);
+  float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);
+  lse[int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row)] =
+      log_sum_exp(sink_of(p, work, row), max, sum, softmax.scale_log2);
 }
 
 }  // namespace flash::flash_attn

@@ -2,13 +2,14 @@
 // Shapes are (batch entries, rows or keys of an entry, query or key heads, channels).
 #pragma once
 
-#include <vector_types.h>
-
 #include <cstdint>
 
 #include "common/divmod.h"
 #include "common/dtype.h"
 #include "common/tensor_ref.h"
+
+struct int2;  // of CUDA, as many ints
+struct int4;
 
 namespace flash::flash_attn {
 

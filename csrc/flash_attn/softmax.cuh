@@ -28,8 +28,9 @@ __device__ inline float log_sum_exp(float max, float sum, float scale_log2) {
   return sum > 0 ? max * (scale_log2 * kLn2) + ptx::log2(sum) * kLn2 : INFINITY;
 }
 
-// The score of the sink of a query head, or -inf.
-__device__ inline float sink_of(const Problem& p, int head) {
+// The score of the sink of a query head, or -inf, which counts as no sink. Rows after the last entry have none.
+__device__ inline float sink_of(const Problem& p, int entry, int head) {
+  if (p.sink == nullptr || entry >= p.batch) return -INFINITY;
   float sink[1];
   widen(sink, load_any<1>(p.sink, head, p.sink_dtype), p.sink_dtype);
   return sink[0];
@@ -40,11 +41,11 @@ __device__ inline float exp_of_sink(float sink, float max, float scale_log2) {
   return ptx::exp2(sink * kLog2e - finite_or_zero(max) * scale_log2);
 }
 
-// log_sum_exp of a row that has nothing else, or nothing that counts beside it.
+// log_sum_exp of a row that has nothing but a sink, or nothing that counts beside it.
 __device__ inline float lse_of_sink(float sink) { return sink == -INFINITY ? INFINITY : sink; }
 
-// log_sum_exp of a row to whose sum the sink is added.
-__device__ inline float log_sum_exp_with_sink(float sink, float max, float sum, float scale_log2) {
+// log_sum_exp of a row whose sum has the sink.
+__device__ inline float log_sum_exp(float sink, float max, float sum, float scale_log2) {
   return max > -INFINITY && sum < INFINITY ? log_sum_exp(max, sum, scale_log2) : lse_of_sink(sink);
 }
 
