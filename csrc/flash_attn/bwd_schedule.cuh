@@ -67,12 +67,9 @@ struct AddOrder {
   __device__ AddOrder(const Interval& keys, int key_block)
       : before(key_block - keys.first / kBlockN), last(key_block == keys.last / kBlockN) {}
 
-  __device__ AddOrder(const Mask& mask, int row_block, int key_block)
-      : AddOrder(keys_of(mask, interval_of<kBlockM>(row_block)), key_block) {}
-
- private:
-  __device__ static Interval keys_of(const Mask& mask, const Interval& rows) {
-    return mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)});
+  __device__ AddOrder(const Mask& mask, int row_block, int key_block) {
+    const Interval rows = interval_of<kBlockM>(row_block);
+    *this = AddOrder(mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}), key_block);
   }
 };
 

@@ -48,7 +48,8 @@ __device__ inline int64_t padded_start(const Problem& p, int64_t first_token, in
 // Index of row 0 of an entry.
 __device__ inline int64_t padded_row_index(const Problem& p, const BwdScratch& scratch, const Span& q, int entry,
                                            int head) {
-  return (q.batch * p.heads + head) * scratch.rows_per_head + padded_start(p, q.first, entry);
+  const int64_t first = padded_start(p, q.first, entry);
+  return (q.batch * p.heads + head) * scratch.rows_per_head + first;
 }
 
 // How many query and key heads have key ranges of their own.

@@ -21,7 +21,17 @@
 
 namespace flash::flash_attn {
 
-// Clears the dead rows of a tile, by a warpgroup, before it multiplies them: 0 * NaN is NaN.
+// Clears the rows of a tile outside of an interval, by a warpgroup, before it multiplies them: 0 * NaN is NaN.
+template <typename Tile>
+__device__ void clear_outside(Tile& tile, const Interval& rows) {
+  constexpr int kChunks = Tile::kCols / Tile::kChunk;
+  for (int i = threadIdx.x % kWarpgroup; i < Tile::kRows * kChunks; i += kWarpgroup) {
+    const int row = i / kChunks;
+    if (row < rows.first || row > rows.last) *reinterpret_cast<uint4*>(tile.chunk(row, i % kChunks)) = {};
+  }
+}
+
+// The same for the rows that is_dead(row) names.
 template <typename Tile, typename IsDead>
 __device__ void clear_rows(Tile& tile, IsDead&& is_dead) {
   constexpr int kChunks = Tile::kCols / Tile::kChunk;
@@ -31,32 +41,22 @@ __device__ void clear_rows(Tile& tile, IsDead&& is_dead) {
   }
 }
 
-// Which of the keys of a block no row sees.
+// With key ranges: which keys no row sees, of those that bits stand for, from bits[0] on.
 struct DeadKeys {
-  const Interval live;  // of the block's keys, which start at `first`; others see nothing or belong to other entries
-  const int first;
-  const uint32_t* bits;  // with key ranges: see KeyUse
+  const uint32_t* bits;  // see KeyUse
 
-  template <typename Config>
-  __device__ DeadKeys(const BwdSm90Params& p, const KeyBlock<Config>& block, const Interval& keys)
-      : live(block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1})), first(keys.first), bits(nullptr) {
-    if (has_ranges<Config::kFeatures>(p.problem)) {
-      bits = block.key_use(p).live + (keys.first - block.cluster_keys.first) / 32;
-    }
-  }
-
-  // Whether there are any among `count` keys.
+  __device__ bool operator()(int key) const { return !(__ldg(bits + key / 32) >> key % 32 & 1); }
   __device__ bool any(int count) const {
-    if (bits == nullptr) return !live.covers(Interval{first, first + count - 1});
     bool all_live = true;
-    for (int i = 0; i < count / 32; ++i) all_live &= __ldg(bits + i) == ~0u;
+    for (int word = 0; word < count / 32; ++word) all_live &= __ldg(bits + word) == ~0u;
     return !all_live;
   }
-  __device__ bool operator()(int key) const {
-    if (bits == nullptr) return first + key < live.first || first + key > live.last;
-    return !(__ldg(bits + key / 32) >> key % 32 & 1);
-  }
 };
+
+template <typename Config>
+__device__ DeadKeys dead_keys(const BwdSm90Params& p, const KeyBlock<Config>& block, int first) {
+  return {block.key_use(p).live + (first - block.cluster_keys.first) / 32};
+}
 
 // Returns a value that the compiler takes for new each time. So it does not keep what it derives from the value in
 // registers throughout a loop.
@@ -84,19 +84,27 @@ struct BwdConsumer {
   // Whether this is the thread that releases what the warpgroup has read.
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
 
-  // Clears dead rows or keys, which see nothing or belong to other entries: they may hold NaN.
-  template <typename Tile, typename IsDead>
-  __device__ void clear(Tile& first, Tile& second, IsDead&& is_dead) {
-    clear_rows(first, is_dead);
-    clear_rows(second, is_dead);
+  // Clears rows or keys, which see nothing or belong to other entries: they may hold NaN. clear(tile) does.
+  template <typename Tile, typename Clear>
+  __device__ void clear_both(Tile& first, Tile& second, Clear&& clear) {
+    clear(first);
+    clear(second);
     ptx::fence_async_shared();
     ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);
   }
 
+  // Those outside of `live`.
+  template <typename Tile>
+  __device__ void clear_dead(Tile& first, Tile& second, const Interval& live, const Interval& present) {
+    if (live.covers(present)) return;
+    const Interval kept{live.first - present.first, live.last - present.first};
+    clear_both(first, second, [&](Tile& tile) { clear_outside(tile, kept); });
+  }
+
   __device__ void wait_keys(uint32_t parity = 0) {
     shared.keys_here.wait(parity);
-    const DeadKeys dead(p, block, block.keys);
-    if (dead.any(Config::kBlockN)) clear(shared.k, shared.v, dead);
+    if (has_ranges<Config::kFeatures>(p.problem)) return clear_dead_keys();
+    clear_dead(shared.k, shared.v, block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1}), block.keys);
   }
 
   __device__ void wait_rows(int head, const Interval& rows, bool cut) {
@@ -108,8 +116,13 @@ struct BwdConsumer {
     const Interval live = block.mask.rows_that_see(Interval{0, block.mask.seqlen_k - 1});
     if (live.covers(rows)) return;
     shared.dout.barriers.wait_full(at);
-    clear(shared.q.tiles[at.stage], shared.dout.tiles[at.stage],
-          [&](int row) { return rows.first + row < live.first || rows.first + row > live.last; });
+    clear_dead(shared.q.tiles[at.stage], shared.dout.tiles[at.stage], live, rows);
+  }
+
+  // With key ranges: clears keys that no row sees.
+  __device__ void clear_dead_keys() {
+    const DeadKeys dead = dead_keys(p, block, block.keys.first);
+    if (dead.any(Config::kBlockN)) clear_both(shared.k, shared.v, [&](auto& tile) { clear_rows(tile, dead); });
   }
 
   // With key ranges: the keys that each of the rows sees, if they are cut.
@@ -127,7 +140,8 @@ struct BwdConsumer {
     for (int row = lane_id(); row < Config::kBlockM; row += 32) blind |= seen[row].empty();
     if (!__any_sync(~0u, blind)) return;
     shared.dout.barriers.wait_full(at);
-    clear(shared.q.tiles[at.stage], shared.dout.tiles[at.stage], [&](int row) { return seen[row].empty(); });
+    clear_both(shared.q.tiles[at.stage], shared.dout.tiles[at.stage],
+               [&](auto& tile) { clear_rows(tile, [&](int row) { return seen[row].empty(); }); });
   }
 
   __device__ ScorePlace place_of(int head, const Interval& rows) const {

@@ -122,9 +122,15 @@ struct QueryTeam {
     shared.keys_here.wait(0);
     shared.other_keys_here.wait(0);
     const int first = block.cluster_keys.first + other() * Config::kBlockN;
-    const DeadKeys dead(p, block, interval_of<Config::kBlockN>(first / Config::kBlockN));
-    if (!dead.any(Config::kBlockN)) return;
-    clear_rows(shared.other_k, dead);
+    if (has_ranges<Config::kFeatures>(p.problem)) {
+      const DeadKeys dead = dead_keys(p, block, first);
+      if (!dead.any(Config::kBlockN)) return;
+      clear_rows(shared.other_k, dead);
+    } else {
+      const Interval live = block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1});
+      if (live.covers({first, first + Config::kBlockN - 1})) return;
+      clear_outside(shared.other_k, {live.first - first, live.last - first});
+    }
     ptx::fence_async_shared();
     ptx::sync_barrier<kWarpgroup>(kQueryBarrier);
   }
