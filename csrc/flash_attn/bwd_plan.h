@@ -28,8 +28,8 @@ struct BwdScratch {
                               // dQ of these rows; unused unless blocks wait
   int* next_block = nullptr;  // (1), how many blocks of keys have been taken
   // With key ranges, as bwd_ranges.cuh finds them; where all heads have the same, for one of them.
-  Interval* seen = nullptr;     // (heads of all entries, rows_per_head), the keys that a row sees
-  KeyUse* key_uses = nullptr;   // (key heads of all entries, blocks of keys)
+  Interval* seen = nullptr;    // (heads of all entries, rows_per_head), the keys that a row sees
+  KeyUse* key_uses = nullptr;  // (key heads of all entries, blocks of keys)
 };
 
 struct BwdSm80Plan {

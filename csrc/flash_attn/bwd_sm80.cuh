@@ -103,10 +103,10 @@ struct BwdShared {
   float softmax_d[Config::kStages][kBlockM];
   KeyWork work;  // this and all below are in shared memory because the loop has no registers to spare
   Sequence seq;
-  Interval live_rows;   // rows that see some key; others are read as zeros: a product would spread NaN in them
-  Interval live_keys;   // keys that some row sees; likewise
-  Interval keys;        // the keys of the block
-  Interval row_blocks;  // the blocks of rows that see some of these keys; with key ranges some between may not
+  Interval live_rows;         // rows that see some key; others are read as zeros: a product would spread NaN in them
+  Interval live_keys;         // keys that some row sees; likewise
+  Interval keys;              // the keys of the block
+  Interval row_blocks;        // the blocks of rows that see some of these keys; with key ranges some between may not
   const uint32_t* live_bits;  // with key ranges in place of live_keys: see KeyUse
   struct Turn {
     RowBlock previous, rows;  // see sync_in_turn; a head of -1 means none
@@ -179,8 +179,7 @@ __device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Da
   if (has_ranges<Config::kFeatures>(p.problem)) {
     load_tile<Config>(tile, p, x, LiveRows<T, IsLive>{first, x.seqlen, 0, is_live});
   } else {
-    load_tile<Config>(tile, p, x,
-                      StridedRows<T>{first, x.seqlen, row0 - live.first, live.last - live.first + 1});
+    load_tile<Config>(tile, p, x, StridedRows<T>{first, x.seqlen, row0 - live.first, live.last - live.first + 1});
   }
 }
 
@@ -219,8 +218,8 @@ __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Par
   load_tile<Config>(shared.q[stage], p, p.q, span, rows.head, row0, shared.live_rows, sees_keys);
   load_tile<Config>(shared.dout[stage], p, p.dout, span, rows.head, row0, shared.live_rows, sees_keys);
   const int row = threadIdx.x % kBlockM;
-  const bool is_live = has_ranges<Config::kFeatures>(p.problem) ? sees_keys(row)
-                                                                : shared.live_rows.covers({row0 + row, row0 + row});
+  const bool is_live =
+      has_ranges<Config::kFeatures>(p.problem) ? sees_keys(row) : shared.live_rows.covers({row0 + row, row0 + row});
   if (threadIdx.x < kBlockM) {
     const float* lse = row_values(p.softmax_lse, p.problem, span, rows.head) + row0 + row;
     ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), lse, is_live);

@@ -11,8 +11,8 @@
 
 namespace flash::flash_attn {
 
-// Whether a thread of the warp that starts copies walks over the rows, and whether it is the one that starts the copies.
-// Where there may be key ranges, all lanes walk together.
+// Whether a thread of the warp that starts copies walks over the rows, and whether it is the one that starts the
+// copies. Where there may be key ranges, all lanes walk together.
 template <typename Config>
 __device__ bool walks_rows() {
   return Config::kTakesRanges || lane_id() == 0;
