@@ -6,7 +6,9 @@ contiguous in that order. "torch" is the backend that torch chooses; with a GPU,
 asked for by name. "portable" are our kernels for sm_80, in whose place a Hopper GPU has others; "deterministic" is our
 backward with that option; fwd+bwd is what a training step waits for, autograd included. 32/8 heads are 32 of q and 8 of
 k and v. The cases flash_attn_memory are there for their peak_mb: one sequence of more and more tokens, causal, forward
-alone and forward with backward. The cases flash_attn_host are there for their host_us: tensors so small that the host
+alone and forward with backward. The cases flash_attn_features put a sink, key ranges that say what causal says, and
+documents of 1k tokens in rows of 16k beside the calls that do without: "flash_attn" is the plain call, causal, and for
+documents that of variable length. The cases flash_attn_host are there for their host_us: tensors so small that the host
 takes longer than the GPU.
 """
 
@@ -18,7 +20,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import DTYPES, Case, backward_of, main
-from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, masks
 
 SHAPES = {  # batch, heads, heads_k, seqlen, head_dim
     "cuda": [
@@ -47,6 +49,8 @@ DECODING = {  # batch, heads, heads_k, keys in the cache, head_dim
     ],
     "cpu": [(1, 32, 8, 2048, 128), (8, 8, 8, 4096, 64)],
 }
+FEATURED = {"cuda": [(1, 16, 2, 16384, 128), (1, 64, 8, 16384, 64)], "cpu": [(1, 4, 4, 2048, 64)]}
+DOCUMENTS = 16  # in a row of FEATURED
 PAGE_SIZES = {"cuda": (0, 16, 256), "cpu": (0,)}  # 0: a dense cache
 HOST = {"cuda": [(1, 8, 8, 128, 128)], "cpu": []}
 MEMORY = {"cuda": [2**n for n in range(10, 17)], "cpu": []}  # tokens of one sequence with two heads of 128
@@ -75,11 +79,26 @@ def cases(device):
                     functools.partial(decoding, shape, DTYPES[dtype], device, page_size),
                     bytes=2 * shape[0] * shape[2] * shape[3] * shape[4] * DTYPES[dtype].itemsize,
                 )
+    for shape in FEATURED[device]:
+        for dtype in TYPES[device]:
+            for op, backwards, cost in (("fwd", False, 4), ("bwd", True, 10)):
+                for name, providers, flops in (
+                    ("causal", causally, scores(shape, True)),
+                    ("documents", in_documents, scores((*shape[:3], shape[3] // DOCUMENTS, shape[4]), True) * DOCUMENTS),
+                ):
+                    yield Case(
+                        "flash_attn_features",
+                        f"{describe(shape)} {name} {op}",
+                        dtype,
+                        functools.partial(providers, backwards, shape, DTYPES[dtype], device),
+                        flops=cost * flops * shape[-1],
+                    )
     for shape in HOST[device]:
         for name, providers, option in (
             ("fwd", forward, False),
             ("fwd with grad", with_graph, False),
             ("decode", decoding, 0),
+            ("fwd with features", with_features, False),
         ):
             run = functools.partial(providers, shape, torch.bfloat16, device, option)  # not causal, without pages
             yield Case("flash_attn_host", f"{describe(shape)} {name}", "bf16", run)
@@ -180,6 +199,46 @@ def decoding(shape, dtype, device, page_size):
         "flash_attn": lambda: flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths),
         **{name: functools.partial(attend, *theirs) for name, attend in sdpa(device, shape, False).items()},
     }
+
+
+def causally(backward, shape, dtype, device):
+    """A causal call, the same with a sink, and key ranges in its place."""
+    inputs, _ = tensors(shape, dtype, device, requires_grad=backward)
+    seqlen, sink = shape[3], torch.zeros(shape[1], device=device)
+    options = {
+        "flash_attn": dict(causal=True),
+        "sink": dict(causal=True, learnable_sink=sink),
+        "ranges": dict(key_ranges=masks.top_left_causal(seqlen, device)),
+        "ranges and sink": dict(key_ranges=masks.top_left_causal(seqlen, device), learnable_sink=sink),
+    }
+    functions = {name: functools.partial(flash_attn_func, *inputs, **each) for name, each in options.items()}
+    return {name: backward_of(each, *inputs) if backward else each for name, each in functions.items()}
+
+
+def in_documents(backward, shape, dtype, device):
+    """Causal attention within documents of equal lengths, as ranges and as entries of variable length."""
+    inputs, _ = tensors(shape, dtype, device, requires_grad=backward)
+    length = shape[3] // DOCUMENTS
+    starts = torch.arange(0, shape[3] + 1, length, dtype=torch.int32, device=device)
+    tokens = [x.detach().flatten(0, 1).requires_grad_(backward) for x in inputs]
+    varlen = functools.partial(flash_attn_varlen_func, *tokens, starts, starts, length, length, causal=True)
+    ranges = functools.partial(flash_attn_func, *inputs, causal=True, key_ranges=masks.documents(starts, shape[3]))
+    if not backward:
+        return {"flash_attn": varlen, "ranges": ranges}
+    return {"flash_attn": backward_of(varlen, *tokens), "ranges": backward_of(ranges, *inputs)}
+
+
+def with_features(shape, dtype, device, causal):
+    """What features cost the host, beside a plain call."""
+    inputs, _ = tensors(shape, dtype, device, requires_grad=False)
+    ranges = masks.top_left_causal(shape[3], device)
+    options = {
+        "flash_attn": {},
+        "sink": dict(learnable_sink=torch.zeros(shape[1], device=device)),
+        "ranges": dict(key_ranges=ranges),
+        "chunks": dict(attention_chunk=shape[3] // 2),
+    }
+    return {name: functools.partial(flash_attn_func, *inputs, **each) for name, each in options.items()}
 
 
 def sdpa(device, shape, causal):

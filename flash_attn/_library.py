@@ -134,7 +134,7 @@ class Op:
     """A torch op with its autograd: call it like a function of the schema's arguments, positionally.
 
     default: what torch's dispatcher knows as flash_attn::<name>. others: flash_attn::<name>_reference, the same without
-    kernels, for first arguments of a type not among kernel_dtypes.
+    kernels, for first arguments of a type not among kernel_dtypes, and for arguments not for has_kernel_for.
     """
 
     def __init__(
@@ -143,6 +143,7 @@ class Op:
         autograd: type[torch.autograd.Function] | None,
         differentiable: int,
         kernel_dtypes: tuple[torch.dtype, ...] | None,
+        has_kernel_for: Callable[[Sequence[Any]], bool] | None,
         writes: Callable[[tuple], bool] | None,
         composite: Callable | None,
     ) -> None:
@@ -156,6 +157,7 @@ class Op:
         self.apply = autograd and _torch_private.bare_apply(autograd)
         self.differentiable = differentiable
         self.kernel_dtypes = kernel_dtypes
+        self.has_kernel_for = has_kernel_for
         self.arguments = _torch_private.arguments(self.default)
         self.writes = writes
         self.composite = composite
@@ -239,7 +241,9 @@ class Op:
         return self.default if self._has_kernel_for(args) else self.others
 
     def _has_kernel_for(self, args: Sequence[Any]) -> bool:
-        return self.kernel_dtypes is None or args[0].dtype in self.kernel_dtypes
+        if self.kernel_dtypes is not None and args[0].dtype not in self.kernel_dtypes:
+            return False
+        return self.has_kernel_for is None or self.has_kernel_for(args)
 
 
 def define(
@@ -250,6 +254,7 @@ def define(
     autograd: type[torch.autograd.Function] | None = None,
     differentiable: int = 0,
     kernel_dtypes: tuple[torch.dtype, ...] | None = None,
+    has_kernel_for: Callable[[Sequence[Any]], bool] | None = None,
     writes: Callable[[tuple], bool] | None = None,
     triton: Callable | None = None,
     announces: bool = True,
@@ -264,6 +269,7 @@ def define(
         Without it the op is not differentiable: torch.ops refuses arguments that require grad, unless the op writes.
     differentiable: how many of the first arguments, all tensors or None, have gradients.
     kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
+    has_kernel_for: whether the kernel takes these arguments, if the type of the first does not tell.
     writes: for an op that changes arguments, whether it will with these; by default it always does.
     triton: the same function as launch of a Triton kernel, for GPUs if the library has no kernel; it imports Triton.
     composite: the same in operations of torch, for tangents and transforms of torch.func.
@@ -281,7 +287,7 @@ def define(
     if triton is not None and not has_kernel(name) and importlib.util.find_spec("triton"):
         _LIBRARY.impl(name, _on_its_device(triton), "CUDA")
         _IN_TRITON.add(name)
-    op = Op(name, autograd, differentiable, kernel_dtypes, writes, composite)
+    op = Op(name, autograd, differentiable, kernel_dtypes, has_kernel_for, writes, composite)
     for overload in filter(None, (op.default, op.others)):
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but makes each call several times slower.)

@@ -37,7 +37,7 @@ argument. All combine with each other and with all of the above.
 
 - learnable_sink. float16, bfloat16 or float32 (heads,), the score of one more key, whose value is 0: neither scaled,
   nor capped, nor dropped; lse counts it. A row that sees no key has an lse of the sink. -inf is no sink. It has a
-  gradient. Computed from the results of kernels, by one more elementwise pass.
+  gradient.
 - attn_bias. Numbers to add, or bool, true to keep; -inf hides. A floating-point bias has a gradient, summed in float32
   along what was broadcast. Dense: broadcasts to (batch, heads, seqlen_q, seqlen_k), or to (batch1, batch2, heads,
   seqlen_q, seqlen_k) with batch1 * batch2 = batch, batch2 varying fastest. Packed tokens: (heads or 1, total_q or 1,
@@ -45,20 +45,21 @@ argument. All combine with each other and with all of the above.
 - key_ranges. int32 (batch or 1, heads or 1, seqlen_q, 2 or 4), packed (heads or 1, total_q, 2 or 4): row i sees only
   the keys from start to end - 1, or with four numbers also from start2 to end2 - 1. They are intersected with all other
   masks; bounds may lie outside of the keys, and a range whose end is not above its start is empty. `flash_attn.masks`
-  builds them. Slow.
+  builds them. Two ranges of a row are slow.
 - attention_chunk. C above 0: with D = seqlen_k - seqlen_q, row i sees the keys of its chunk only, from
-  C * floor((i + D) / C) to that + C - 1. Slow, unless all keys of a dense batch are in one chunk.
-- causal as a tensor. bool or int32 (batch,): which entries are causal. Slow, unless on the CPU and all the same.
+  C * floor((i + D) / C) to that + C - 1.
+- causal as a tensor. bool or int32 (batch,): which entries are causal. Slow with rotary_cos.
 - seqused_q, seqused_k. int32 (batch,): how many rows and keys of each entry are used; masks and ALiBi count as if there
-  were no others. Unused rows give 0, with lse = +inf, and have no gradient. seqused_q is slow.
-- Values of another head_dim than the keys. out has that of the values. Without pages, and up to 256, computed by
-  padding the narrower of the two; else slow.
+  were no others. Unused rows give 0, with lse = +inf, and have no gradient. seqused_q is slow with learnable_sink or alibi_slopes.
+- Values of another head_dim than the keys. out has that of the values. Without pages, up to 256 and beside no other of
+  these arguments but learnable_sink, computed by padding the narrower of the two; else slow.
 - Head dims of 257 to 576. Slow.
 - return_lse. Return (out, softmax_lse); not with return_attn_probs, which returns it, too.
 - return_max_logit. Append float32 (heads,), the largest score of each head in the whole call, before the sink; -inf if
   nothing is seen. No gradient. Slow.
 
-Where one of these is slow, return_attn_probs is refused with dropout.
+With dropout, return_attn_probs is refused beside those of these arguments that change which keys a row sees, beside
+attn_bias and beside return_max_logit.
 
 Tensors are float16 or bfloat16, of one type and on one device, with any strides; float32 runs on the reference backend.
 head_dim is 1 to 256 in kernels. None as an optional argument means its default. Numbers may be Python's, numpy's, or

@@ -171,7 +171,8 @@ const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t semap
   static float memory[1];
   const BwdScratchSizes sizes{dq_accum, row_values, semaphores};
   BwdPlan plan = BwdSm90Plan{};
-  use_scratch(plan, sizes, memory);
+  Problem problem{};
+  use_scratch(problem, plan, sizes, memory);
   const auto& used = std::get<BwdSm90Plan>(plan);
   const auto offset = [](const void* place) {
     return (static_cast<const char*>(place) - reinterpret_cast<const char*>(memory)) / 4;

@@ -113,15 +113,15 @@ SAME = {  # options, and others that say the same
     ),
     "reversed bounds are empty": (
         dict(key_ranges=torch.tensor([60, 20, 5, 40]).int().view(1, 1, 1, 4)),
-        dict(key_ranges=torch.tensor([5, 40]).int().view(1, 1, 1, 2)),
+        dict(key_ranges=torch.tensor([5, 40, 0, 0]).int().view(1, 1, 1, 4)),
     ),
     "two that overlap are their union": (
         dict(key_ranges=torch.tensor([5, 40, 20, 60]).int().view(1, 1, 1, 4)),
-        dict(key_ranges=torch.tensor([5, 60]).int().view(1, 1, 1, 2)),
+        dict(key_ranges=torch.tensor([5, 60, 5, 60]).int().view(1, 1, 1, 4)),
     ),
     "causal and as ranges": (
         dict(key_ranges=masks.chunks(10**6, 70, 90), causal=True),
-        dict(key_ranges=masks.sink_and_window(0, (-1, 0), 70, 90)),
+        dict(key_ranges=masks.prefix_lm(0, 70, 90)),
     ),
     "chunks and as ranges": (dict(attention_chunk=16), dict(key_ranges=masks.chunks(16, 70, 90))),
     "one chunk": (dict(attention_chunk=90), {}),

@@ -23,6 +23,7 @@ using flash_attn::BwdParams;
 using flash_attn::DmaskParams;
 using flash_attn::FwdParams;
 using flash_attn::Problem;
+using flash_attn::RangesParams;
 using OptionalTensor = std::optional<Tensor>;
 
 // The arguments of fwd, probabilities and bwd besides queries, keys and values, in the order of the schema: the fields
@@ -65,6 +66,17 @@ struct CacheOptions {
   OptionalTensor alibi_slopes = from.take<OptionalTensor>();
   OptionalTensor cache_batch_idx = from.take<OptionalTensor>();
   OptionalTensor cache_leftpad = from.take<OptionalTensor>();
+};
+
+// Likewise the features of fwd_features and fwd_kvcache_features, but for the sink and the bias, which come before the
+// options.
+struct Features {
+  Arguments& from;
+  OptionalTensor key_ranges = from.take<OptionalTensor>();
+  int64_t attention_chunk = from.take<int64_t>();
+  OptionalTensor causal = from.take<OptionalTensor>();
+  OptionalTensor seqused_q = from.take<OptionalTensor>();
+  bool row_max = from.take<bool>();
 };
 
 // A tensor (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), or a part of a packed one. Data is void if it
@@ -230,14 +242,78 @@ Tensor new_lse(const Tensor& q, const View<const void>& view, bool tokens) {
   return new_tensor({view.batch, view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
 }
 
+// ---------------------------------------------------------------------------------------------------------------------
+// Features
+
+void set_sink(Problem& p, OptionalTensor& sink, const Tensor& q) {
+  if (!sink) return;
+  check_device(*sink, q, "learnable_sink");
+  check_shape(*sink, {p.heads}, "learnable_sink");
+  sink = torch::stable::contiguous(*sink);
+  p.sink = sink->const_data_ptr();
+  p.sink_dtype = dtype_of(*sink, "learnable_sink");
+}
+
+// Key ranges (batch or 1, heads or 1, rows, 2), where all packed tokens are one entry. They are made contiguous unless
+// a range is one access.
+void set_key_ranges(Problem& p, OptionalTensor& ranges, const Tensor& q) {
+  if (!ranges) return;
+  check_device(*ranges, q, "key_ranges");
+  check_dtype(*ranges, ScalarType::Int, "key_ranges");
+  STD_TORCH_CHECK(ranges->dim() == 4, "key_ranges must have 4 dimensions, found ", ranges->dim());
+  const int64_t entries = p.cu_seqlens_q ? 1 : p.batch;
+  const auto size = [&](int dim, int64_t all) { return ranges->size(dim) == 1 ? 1 : all; };
+  check_shape(*ranges, {size(0, entries), size(1, p.heads), p.seqlen_q, 2}, "key_ranges");
+  const auto strides = ranges->strides();
+  const bool in_pairs = strides[3] == 1 && strides[0] % 2 == 0 && strides[1] % 2 == 0 && strides[2] % 2 == 0 &&
+                        reinterpret_cast<uintptr_t>(ranges->const_data_ptr()) % 8 == 0;
+  if (!in_pairs) ranges = torch::stable::clone(torch::stable::contiguous(*ranges));
+  const auto stride = [&](int dim) { return ranges->size(dim) == 1 ? 0 : ranges->stride(dim); };
+  p.ranges = {.data = pointer<int>(ranges), .batch = stride(0), .heads = stride(1), .seqlen = stride(2)};
+}
+
+// Sets the sink and the ranges of a problem that has everything else. Kernels know only these: where rows see keys for
+// other reasons, they are made into ranges, which `features` then holds.
+void set_features(Problem& p, OptionalTensor& sink, const OptionalTensor& bias, Features& features, bool paged,
+                  const Tensor& q) {
+  STD_TORCH_CHECK(!bias && !features.row_max, "attn_bias and row_max have no kernel: call the op ..._reference");
+  set_sink(p, sink, q);
+  set_key_ranges(p, features.key_ranges, q);
+  auto& [_, key_ranges, chunk, causal, seqused_q, row_max] = features;
+  if (chunk <= 0 && !causal && !seqused_q) return;
+  STD_TORCH_CHECK(!seqused_q || (!sink && p.alibi_slopes == nullptr),
+                  "seqused_q has no kernel with learnable_sink or alibi_slopes: call the op ..._reference");
+  RangesParams all{.problem = p, .paged = paged, .heads = p.ranges.heads == 0 ? 1 : p.heads};
+  all.chunk = static_cast<int>(std::clamp<int64_t>(chunk, 0, flash_attn::kMaxSeqlen));
+  all.seqused_q = index_pointer(seqused_q, q, p.batch, "seqused_q");
+  if (causal) {
+    check_device(*causal, q, "causal");
+    check_shape(*causal, {p.batch}, "causal");
+    const bool is_bool = causal->scalar_type() == ScalarType::Bool;
+    if (!is_bool) check_dtype(*causal, ScalarType::Int, "causal");
+    causal = torch::stable::contiguous(*causal);
+    all.causal = causal->const_data_ptr(), all.causal_bytes = is_bool ? 1 : 4;
+  }
+  const int64_t entries = p.cu_seqlens_q ? 1 : p.batch;
+  const Tensor ranges = new_tensor({entries, all.heads, p.seqlen_q, 2}, aoti_torch_dtype_int32(), q);
+  all.ranges = static_cast<int*>(ranges.mutable_data_ptr());
+  flash_attn::ranges(all, current_stream(q));
+  key_ranges = ranges;
+  p.window_left = p.window_right = flash_attn::kUnbounded;
+  set_key_ranges(p, key_ranges, q);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
 // What goes into the cache before attention reads it, and the memory that this needs until the launch.
 struct Append {
   flash_attn::AppendParams p;
   OptionalTensor cos, sin, q_rotated;
 };
 
+// queries_advance: whether something besides the window tells the queries apart.
 Append append_of(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                 const CacheOptions& options) {
+                 const CacheOptions& options, bool queries_advance) {
   const auto& [k, v] = std::tie(options.k, options.v);
   STD_TORCH_CHECK(v.has_value() && options.rotary_cos.has_value() == options.rotary_sin.has_value(),
                   "k comes with v, and rotary_cos with rotary_sin");
@@ -264,7 +340,7 @@ Append append_of(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, c
   p.positions = seqlen(cos.size(0), "rotary_cos");
   p.rotary_dim = static_cast<int>(2 * cos.size(1));
   p.interleaved = options.rotary_interleaved;
-  p.queries_advance = options.window_left >= 0 || options.window_right >= 0;
+  p.queries_advance = options.window_left >= 0 || options.window_right >= 0 || queries_advance;
   if (!fwd.problem.seqused_k) {  // lengths that only the device knows it looks after itself
     const int64_t tokens = std::max<int64_t>(p.seqlen_new, p.queries_advance ? q.size(1) : 1);
     const int64_t needed = fwd.problem.seqlen_k - p.seqlen_new + tokens;
@@ -369,15 +445,32 @@ FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor&
           .longest_k = tokens ? options.max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k};
 }
 
+std::tuple<Tensor, Tensor> run_fwd_call(FwdCall& call, const Tensor& q) {
+  const Tensor out = new_out(q, call.q, call.tokens, call.packed);
+  const Tensor softmax_lse = new_lse(q, call.q, call.tokens);
+  call.p.out = mutable_ref(out);
+  call.p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
+  launch_fwd(call.p, q, call.longest_q, call.longest_k, /*num_splits=*/0);
+  return {out, softmax_lse};
+}
+
 std::tuple<Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, Options& options) {
   const DeviceGuard guard(q.get_device_index());
-  auto [p, q_view, tokens, packed, longest_q, longest_k] = fwd_call(q, k, v, options);
-  const Tensor out = new_out(q, q_view, tokens, packed);
-  const Tensor softmax_lse = new_lse(q, q_view, tokens);
-  p.out = mutable_ref(out);
-  p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
-  launch_fwd(p, q, longest_q, longest_k, /*num_splits=*/0);
-  return {out, softmax_lse};
+  FwdCall call = fwd_call(q, k, v, options);
+  return run_fwd_call(call, q);
+}
+
+std::tuple<Tensor, Tensor, Tensor> with_no_row_max(std::tuple<Tensor, Tensor>&& results, const Tensor& q) {
+  auto& [out, softmax_lse] = results;
+  return {out, softmax_lse, new_tensor({0}, aoti_torch_dtype_float32(), q)};
+}
+
+std::tuple<Tensor, Tensor, Tensor> fwd_features(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor& sink,
+                                                const OptionalTensor& bias, Options& options, Features& features) {
+  const DeviceGuard guard(q.get_device_index());
+  FwdCall call = fwd_call(q, k, v, options);
+  set_features(call.p.problem, sink, bias, features, options.block_table.has_value(), q);
+  return with_no_row_max(run_fwd_call(call, q), q);
 }
 
 // S_dmask of a forward with these arguments.
@@ -425,9 +518,11 @@ void check_row_values(const Tensor& x, const Tensor& q, const Problem& p, const 
   check_shape(x, {p.batch, p.heads, p.seqlen_q}, name);
 }
 
-Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
-           const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
-           const OptionalTensor& dv, Options& options) {
+// set_more(problem) adds features; use(params) uses what the backward has written.
+template <typename SetMore, typename Use>
+Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
+               const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
+               const OptionalTensor& dv, Options& options, SetMore&& set_more, Use&& use) {
   STD_TORCH_CHECK(!options.block_table,
                   "block_table must be None in the backward, found a tensor: keys in pages have no gradient");
   const bool tokens = options.cu_seqlens_q.has_value();
@@ -454,6 +549,7 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
   BwdParams p{};
   p.problem = problem_of(q, x, batch_of(x, options), options);
   set_entries(p.problem, options, q);
+  set_more(p.problem);
   check_row_values(softmax_lse, q, p.problem, "softmax_lse");
   if (dlse) check_row_values(*dlse, q, p.problem, "dlse");
   const Tensor lse_rows = torch::stable::contiguous(softmax_lse);
@@ -471,13 +567,40 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
                                     .has_sm90 = flash_attn::has_sm90(device),
                                     .multiprocessors = num_multiprocessors(device)});
   const Tensor scratch = torch::stable::new_empty(q, {sizes.total()}, ScalarType::Float);
-  use_scratch(plan, sizes, static_cast<float*>(scratch.mutable_data_ptr()));
+  use_scratch(p.problem, plan, sizes, static_cast<float*>(scratch.mutable_data_ptr()));
   flash_attn::bwd(p, plan, current_stream(q));
+  use(p);
   return softmax_d;
 }
 
-std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                                       CacheOptions& options) {
+Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
+           const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
+           const OptionalTensor& dv, Options& options) {
+  return run_bwd(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options, [](Problem&) {}, [](const BwdParams&) {});
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                                                const Tensor& v, const Tensor& out,
+                                                                const Tensor& softmax_lse, const OptionalTensor& dlse,
+                                                                bool /*wants_dbias*/, OptionalTensor& sink,
+                                                                const OptionalTensor& bias, Options& options,
+                                                                Features& features) {
+  const DeviceGuard guard(q.get_device_index());
+  const Tensor dq = torch::stable::empty_like(q), dk = torch::stable::empty_like(k), dv = torch::stable::empty_like(v);
+  const Tensor none = new_tensor({0}, q), dsink = sink ? torch::stable::empty_like(*sink) : none;
+  features.row_max = false;  // which has no gradient
+  const auto set_more = [&](Problem& p) { set_features(p, sink, bias, features, /*paged=*/false, q); };
+  const auto find_dsink = [&](const BwdParams& p) {
+    if (sink) flash_attn::sink_gradient({.bwd = p, .dsink = dsink.mutable_data_ptr()}, current_stream(q));
+  };
+  run_bwd(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options, set_more, find_dsink);
+  return {dq, dk, dv, dsink, none};
+}
+
+// set_more(problem) adds features; queries_advance as in append_of.
+template <typename SetMore>
+std::tuple<Tensor, Tensor> run_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                       CacheOptions& options, bool queries_advance, SetMore&& set_more) {
   OptionalTensor& block_table = options.block_table;
   check_like(k_cache, q, "k_cache");
   check_like(v_cache, q, "v_cache");
@@ -504,11 +627,13 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
   p.problem.leftpad_k = index_pointer(options.cache_leftpad, q, batch, "cache_leftpad");
   p.problem.batch_index = index_pointer(options.cache_batch_idx, q, batch, "cache_batch_idx");
 
+  set_more(p.problem);
+
   const Tensor out = new_out(q, x.q, /*tokens=*/false, /*packed=*/false);
   const Tensor softmax_lse = new_lse(q, x.q, /*tokens=*/false);
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref;
   std::optional<Append> append;
-  if (options.k) append = append_of(p, q, k_cache, v_cache, options);
+  if (options.k) append = append_of(p, q, k_cache, v_cache, options, queries_advance);
   p.out = mutable_ref(out);
   p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
   const int64_t longest_k = options.cache_seqlens ? p.problem.capacity_k : p.problem.seqlen_k;
@@ -517,13 +642,32 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
   return {out, softmax_lse};
 }
 
+std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                       CacheOptions& options) {
+  return run_kvcache(q, k_cache, v_cache, options, /*queries_advance=*/false, [](Problem&) {});
+}
+
+std::tuple<Tensor, Tensor, Tensor> fwd_kvcache_features(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                                        OptionalTensor& sink, const OptionalTensor& bias,
+                                                        CacheOptions& options, Features& features) {
+  STD_TORCH_CHECK(!features.causal || !options.rotary_cos,
+                  "causal of each entry has no kernel with rotary_cos: call the op fwd_kvcache_features_reference");
+  const bool queries_advance = features.key_ranges || features.attention_chunk > 0;
+  const bool paged = options.block_table.has_value();
+  const auto set_more = [&](Problem& p) { set_features(p, sink, bias, features, paged, q); };
+  return with_no_row_max(run_kvcache(q, k_cache, v_cache, options, queries_advance, set_more), q);
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("fwd", Boxed<&fwd>::call);
   m.impl("probabilities", Boxed<&probabilities>::call);
   m.impl("bwd", Boxed<&bwd>::call);
+  m.impl("fwd_features", Boxed<&fwd_features>::call);
+  m.impl("bwd_features", Boxed<&bwd_features>::call);
   m.impl("fwd_kvcache", Boxed<&fwd_kvcache>::call);
+  m.impl("fwd_kvcache_features", Boxed<&fwd_kvcache_features>::call);
 }
 
 }  // namespace flash::binding

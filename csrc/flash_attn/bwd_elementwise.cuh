@@ -24,11 +24,32 @@ struct ScorePlace {
   int row0;  // query row of column 0
 };
 
-// Turns scores, capped if there is a cap, into P^T. `cut`: whether some rows see only some of the keys. lse_log2(c):
+// Hides the scores of keys that a row does not see.
+template <int kRows, int kCols>
+__device__ void hide_rows(Fragment<kRows, kCols>& s, const Mask& mask, const ScorePlace& place) {
+  hide_outside(s, [&](int r) { return mask.rows_that_see(place.key0 + s.row(r)); }, place.row0, -INFINITY);
+}
+
+// The same with key ranges. seen(c): the first and the last key that column c of the lane sees, then those of c + 1.
+template <int kRows, int kCols, typename Seen>
+__device__ void hide_unseen(Fragment<kRows, kCols>& s, int key0, Seen&& seen) {
+#pragma unroll
+  for (int c = 0; c < s.kLaneCols; c += 2) {
+    const int4 two = seen(c);
+#pragma unroll
+    for (int r = 0; r < s.kLaneRows; ++r) {
+      const int key = key0 + s.row(r);
+      if (key < two.x || key > two.y) s(r, c) = -INFINITY;
+      if (key < two.z || key > two.w) s(r, c + 1) = -INFINITY;
+    }
+  }
+}
+
+// Turns scores, capped if there is a cap, into P^T. hide() hides those of keys that a row does not see. lse_log2(c):
 // log2(e) lse of columns c and c + 1 of the lane.
-template <Features kFeatures, int kRows, int kCols, typename LseLog2>
+template <Features kFeatures, int kRows, int kCols, typename Hide, typename LseLog2>
 __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, const Mask& mask,
-                                   const ScorePlace& place, bool cut, LseLog2&& lse_log2) {
+                                   const ScorePlace& place, Hide&& hide, LseLog2&& lse_log2) {
   if (kFeatures == Features::kAll && p.alibi_slopes != nullptr) {
     const float slope = alibi_slope(p, place.entry, place.head);
     float slopes[s.kLaneRows];
@@ -40,7 +61,7 @@ __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, 
     }
     subtract_distance(s, slopes, own_rows, place.row0);
   }
-  if (cut) hide_outside(s, [&](int r) { return mask.rows_that_see(place.key0 + s.row(r)); }, place.row0, -INFINITY);
+  hide();
   const float scale_log2 = score_scale_log2<kFeatures>(p);
 #pragma unroll
   for (int c = 0; c < s.kLaneCols; c += 2) {
@@ -95,7 +116,7 @@ struct Dropped {
 template <Features kFeatures, int kCols>
 __device__ Dropped dropped_of(const Fragment<16, kCols>& s, const Problem& p, const ScorePlace& place) {
   Dropped dropped;
-  if (kFeatures == Features::kPlain || p.rng_state == nullptr) return dropped;
+  if (kHasPlainScores<kFeatures> || p.rng_state == nullptr) return dropped;
   Dropout(p, place.entry, place.head).for_each_dropped_transposed(s, place.key0, place.row0, [&](int r, int c) {
     dropped.bits[r] |= 1u << c;
   });

@@ -22,10 +22,11 @@
 
 namespace flash::flash_attn {
 
-template <typename T_, int kHeadDim_>
+template <typename T_, int kHeadDim_, bool kRanged_ = false>
 struct BwdPrepareConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kRanged = kRanged_;  // whether there are key ranges
   static constexpr int kChunk = 8;
   static constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;  // a power of two
   static constexpr int kThreads = 256, kStepRows = kThreads / kLanes, kSteps = 4;
@@ -64,8 +65,15 @@ struct SoftmaxDRow {
 
   __device__ float value(const float* values, const Problem& p) const { return row_values(values, p, span, head)[row]; }
 
-  __device__ bool sees_keys(const Problem& p) const {
-    return attends && !Mask(p, Sequence(p, entry)).keys_seen_by(row).empty();
+  template <bool kRanged>
+  __device__ bool sees_keys(const BwdSm90Params& p) const {
+    if (!attends) return false;
+    const Problem& problem = p.problem;
+    if constexpr (kRanged) {
+      return !p.plan.scratch.seen[seen_index(problem, p.plan.scratch, span, entry, head) + row].empty();
+    } else {
+      return !Mask(problem, Sequence(problem, entry)).keys_seen_by(row).empty();
+    }
   }
 };
 
@@ -115,7 +123,7 @@ __device__ void clear_unseen_dq(const BwdSm90Params& p, const SoftmaxDRow& at, i
   using T = typename Config::T;
   const int col = lane * Config::kChunk;
   T* row = first_token<T>(p.dq, at.span, at.head) + at.row * p.dq.seqlen;
-  if (col < p.problem.head_dim && !at.sees_keys(p.problem)) store(row + col, Vec<T, 8>{});
+  if (col < p.problem.head_dim && !at.sees_keys<Config::kRanged>(p)) store(row + col, Vec<T, 8>{});
 }
 
 template <typename Config>
@@ -128,23 +136,25 @@ __device__ void clear_dq(const BwdSm90Params& p, const SoftmaxDRow& at, int lane
 }
 
 // Copies the values of a row to the row `index` of those in whole blocks.
-__device__ inline void store_row_values(const BwdSm80Params&, const SoftmaxDRow&, int64_t, float, float) {}
-__device__ inline void store_row_values(const BwdSm90Params& p, const SoftmaxDRow& at, int64_t index, float lse,
-                                        float softmax_d) {
-  const bool sees = at.sees_keys(p.problem);
+template <bool kRanged>
+__device__ void store_row_values(const BwdSm80Params&, const SoftmaxDRow&, int64_t, float, float) {}
+template <bool kRanged>
+__device__ void store_row_values(const BwdSm90Params& p, const SoftmaxDRow& at, int64_t index, float lse,
+                                 float softmax_d) {
+  const bool sees = at.sees_keys<kRanged>(p);
   p.plan.lse_log2[index] = sees ? lse * kLog2e : INFINITY;
   p.plan.softmax_d[index] = sees ? softmax_d : 0.f;
 }
 
 // Stores what the main kernel reads of a row in whole blocks.
-template <typename Params>
+template <bool kRanged, typename Params>
 __device__ void prepare_padded_row(const Params& p, const SoftmaxDRow& at, float lse, float softmax_d) {
   const BwdScratch& scratch = p.plan.scratch;
   const bool in_block = at.row < (at.span.length + kRowPad - 1) / kRowPad * kRowPad;
   if (at.entry >= p.problem.batch || !in_block) return;
   const int64_t index = padded_row_index(p.problem, scratch, at.span, at.entry, at.head) + at.row;
   if (p.plan.waits && index % kSemaphoreRows == 0) *semaphore_at(scratch, index) = 0;
-  store_row_values(p, at, index, lse, softmax_d);
+  store_row_values<kRanged>(p, at, index, lse, softmax_d);
 }
 
 // Prepares kSteps rows, from `first` on.
@@ -192,7 +202,7 @@ __device__ void prepare_rows(const Params& p, int outer, int64_t first) {
   if (!finishes) return;
   if (lse == INFINITY) softmax_d = 0;
   p.softmax_d[outer * softmax_d_per_head(problem) + position_of(lane)] = softmax_d;
-  prepare_padded_row(p, own, lse, softmax_d);
+  prepare_padded_row<Config::kRanged>(p, own, lse, softmax_d);
 }
 
 template <typename Config, typename Params>

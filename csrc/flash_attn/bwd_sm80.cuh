@@ -35,6 +35,7 @@
 #include "flash_attn/bwd_finish.cuh"
 #include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_prepare.cuh"
+#include "flash_attn/bwd_ranges.cuh"
 #include "flash_attn/bwd_schedule.cuh"
 #include "flash_attn/bwd_scratch.cuh"
 #include "flash_attn/bwd_tiles.h"
@@ -60,6 +61,7 @@ struct BwdConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
+  static constexpr bool kPlain = has_plain_scores(kFeatures), kTakesRanges = takes_ranges(kFeatures);
   static constexpr BwdTile kTile = bwd_tile(kHeadDim, kCompact);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys, kWarpKeys = kTile.warp_keys, kStages = kTile.stages;
   static constexpr int kTeamWarps = 4, kTeamThreads = 32 * kTeamWarps, kThreads = 2 * kTeamThreads, kPairThreads = 64;
@@ -101,10 +103,11 @@ struct BwdShared {
   float softmax_d[Config::kStages][kBlockM];
   KeyWork work;  // this and all below are in shared memory because the loop has no registers to spare
   Sequence seq;
-  Interval live_rows;   // rows that see some key; others are read as zeros: a product would spread NaN in them
-  Interval live_keys;   // keys that some row sees; likewise
-  Interval keys;        // the keys of the block
-  Interval row_blocks;  // the blocks of rows that see some of these keys
+  Interval live_rows;         // rows that see some key; others are read as zeros: a product would spread NaN in them
+  Interval live_keys;         // keys that some row sees; likewise
+  Interval keys;              // the keys of the block
+  Interval row_blocks;        // the blocks of rows that see some of these keys; with key ranges some between may not
+  const uint32_t* live_bits;  // with key ranges in place of live_keys: see KeyUse
   struct Turn {
     RowBlock previous, rows;  // see sync_in_turn; a head of -1 means none
   } turn;
@@ -141,18 +144,68 @@ struct Share {
 // ---------------------------------------------------------------------------------------------------------------------
 // Loads
 
-// Starts to load the rows from row0 on of a span; rows outside of `live` read as zeros.
-template <typename Config, typename Tile, typename Data>
-__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, const Span& span, int head,
-                          int row0, const Interval& live) {
-  using T = const typename Config::T;
-  T* first = first_token<typename Config::T>(x, span, head) + row0 * x.seqlen;
-  const StridedRows<T> rows{first, x.seqlen, row0 - live.first, live.last - live.first + 1};
-  if (Config::kFeatures == Features::kPlain || p.aligned) {
+// Rows that read as zeros unless is_live(index of the row): see load.cuh.
+template <typename T, typename IsLive>
+struct LiveRows {
+  T* data;
+  int64_t stride;
+  int row;
+  IsLive is_live;
+
+  __device__ void move(int n) {
+    data += n * stride;
+    row += n;
+  }
+  __device__ bool exists() const { return is_live(row); }
+  __device__ T* address() const { return data; }
+};
+
+template <typename Config, typename Tile, typename Rows, typename Data>
+__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, const Rows& rows) {
+  if (Config::kPlain || p.aligned) {
     load_async<Config::kThreads>(tile, rows, p.problem.head_dim);
   } else {
     load_scattered<Config::kThreads>(tile, rows, p.problem.head_dim, x.head_dim);
   }
+}
+
+// Starts to load the rows from row0 on of a span; rows outside of `live` read as zeros. With key ranges is_live(row),
+// counted from row0, says which.
+template <typename Config, typename Tile, typename Data, typename IsLive>
+__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, const Span& span, int head,
+                          int row0, const Interval& live, const IsLive& is_live) {
+  using T = const typename Config::T;
+  T* first = first_token<typename Config::T>(x, span, head) + row0 * x.seqlen;
+  if (has_ranges<Config::kFeatures>(p.problem)) {
+    load_tile<Config>(tile, p, x, LiveRows<T, IsLive>{first, x.seqlen, 0, is_live});
+  } else {
+    load_tile<Config>(tile, p, x, StridedRows<T>{first, x.seqlen, row0 - live.first, live.last - live.first + 1});
+  }
+}
+
+// Starts to load K and V.
+template <typename Config>
+__device__ void load_keys(BwdShared<Config>& shared, const BwdSm80Params& p) {
+  const auto is_live = [&](int key) { return (__ldg(shared.live_bits + key / 32) >> key % 32 & 1) != 0; };
+  const auto load = [&](auto& tile, const TensorRef<const void>& x) {
+    load_tile<Config>(tile, p, x, shared.seq.k, shared.work.head_k, shared.keys.first, shared.live_keys, is_live);
+  };
+  load(shared.k, p.k);
+  load(shared.v, p.v);
+}
+
+// With key ranges: the keys that rows see, from row 0 of the entry on, and those that tiles see.
+template <typename Config>
+__device__ int64_t seen_index(const BwdShared<Config>& shared, const BwdSm80Params& p, int head) {
+  return seen_index(p.problem, p.plan.scratch, shared.seq.q, shared.work.entry, head);
+}
+template <typename Config>
+__device__ const Interval* seen_rows(const BwdShared<Config>& shared, const BwdSm80Params& p, int head) {
+  return p.plan.scratch.seen + seen_index(shared, p, head);
+}
+template <typename Config>
+__device__ TileSeen seen_by_tile(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
+  return TileSeen(__ldg(p.problem.ranges.of_tiles + seen_index(shared, p, rows.head) / Config::kBlockM + rows.block));
 }
 
 // Starts to load Q, dO, lse and softmax_d of a block of rows.
@@ -161,10 +214,12 @@ __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Par
   constexpr int kBlockM = Config::kBlockM;
   const Span& span = shared.seq.q;
   const int row0 = rows.block * kBlockM;
-  load_tile<Config>(shared.q[stage], p, p.q, span, rows.head, row0, shared.live_rows);
-  load_tile<Config>(shared.dout[stage], p, p.dout, span, rows.head, row0, shared.live_rows);
+  const auto sees_keys = [&](int row) { return !seen_rows(shared, p, rows.head)[row0 + row].empty(); };
+  load_tile<Config>(shared.q[stage], p, p.q, span, rows.head, row0, shared.live_rows, sees_keys);
+  load_tile<Config>(shared.dout[stage], p, p.dout, span, rows.head, row0, shared.live_rows, sees_keys);
   const int row = threadIdx.x % kBlockM;
-  const bool is_live = shared.live_rows.covers({row0 + row, row0 + row});
+  const bool is_live =
+      has_ranges<Config::kFeatures>(p.problem) ? sees_keys(row) : shared.live_rows.covers({row0 + row, row0 + row});
   if (threadIdx.x < kBlockM) {
     const float* lse = row_values(p.softmax_lse, p.problem, span, rows.head) + row0 + row;
     ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), lse, is_live);
@@ -211,39 +266,47 @@ struct Pairs {
 // Turns S^T into P^T, negative where dropped. For softcap, leaves dscore/dS in `slopes`.
 template <typename Config, typename Tile>
 __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, const BwdShared<Config>& shared,
-                              const Problem& p, const Share<Config>& share, const RowBlock& rows, int stage) {
-  const Mask mask(p, shared.seq);
+                              const BwdSm80Params& p, const Share<Config>& share, const RowBlock& rows, int stage) {
+  const Mask mask(p.problem, shared.seq);
   const Interval block_rows = interval_of<Config::kBlockM>(rows.block);
   const ScorePlace place{shared.work.entry, rows.head, shared.keys.first + share.key0, block_rows.first + share.row0};
   if constexpr (Config::kFeatures == Features::kAll) {
-    scale_and_cap(s, p);
-    if (p.softcap > 0) {
+    scale_and_cap(s, p.problem);
+    if (const float softcap = p.problem.softcap; softcap > 0) {
       for_each_pair(s, [&](int r, int i) {
-        const float first = cap_slope(s(r, 2 * i), p.softcap), second = cap_slope(s(r, 2 * i + 1), p.softcap);
+        const float first = cap_slope(s(r, 2 * i), softcap), second = cap_slope(s(r, 2 * i + 1), softcap);
         slopes.store(r, i, ptx::pack<typename Config::T>(first, second));
       });
     }
   }
-  const bool cut = block_rows.last >= mask.seqlen_q || !mask.keys_seen_by_all(block_rows).covers(shared.keys);
-  make_probabilities<Config::kFeatures>(s, p, mask, place, cut, [&](int c) {
+  const auto hide = [&] {
+    if (has_ranges<Config::kFeatures>(p.problem)) {
+      if (seen_by_tile(shared, p, rows).all.covers(shared.keys)) return;
+      const Interval* seen = seen_rows(shared, p, rows.head) + place.row0;
+      return hide_unseen(s, place.key0, [&](int c) { return seen_by_two(seen + s.col(c)); });
+    }
+    const bool cut = block_rows.last >= mask.seqlen_q || !mask.keys_seen_by_all(block_rows).covers(shared.keys);
+    if (cut) hide_rows(s, mask, place);
+  };
+  make_probabilities<Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
     const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][share.row0 + s.col(c)]);
     return float2{lse.x * kLog2e, lse.y * kLog2e};
   });
-  if constexpr (Config::kFeatures == Features::kAll) negate_dropped(s, p, place);
+  if constexpr (Config::kFeatures == Features::kAll) negate_dropped(s, p.problem, place);
 }
 
 // Gives the weights P^T dscore/dS, negative where dropped, to the key team. Keeps P^T, with zeros where dropped.
 template <typename Config, typename Packed, typename Tile>
 __device__ void hand_over(Packed& probabilities, const Pairs<Tile>& weights, const Problem& p) {
   using T = typename Config::T;
-  if (Config::kFeatures == Features::kPlain || p.softcap == 0) {
+  if (Config::kPlain || p.softcap == 0) {
     weights.store(probabilities);
   } else {
     for_each_pair(probabilities, [&](int r, int i) {
       weights.store(r, i, multiply_pairs<T>(probabilities.pair(r, i), weights.load(r, i)));
     });
   }
-  if (Config::kFeatures == Features::kPlain || p.rng_state == nullptr) return;
+  if (Config::kPlain || p.rng_state == nullptr) return;
   for_each_pair(probabilities,
                 [&](int r, int i) { probabilities.pair(r, i) = ptx::clamp_below<T>(probabilities.pair(r, i)); });
 }
@@ -264,6 +327,42 @@ __device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const P
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The way over the rows
+
+template <typename Config>
+__device__ int end_head(const BwdShared<Config>& shared, const BwdSm80Params& p) {
+  return (shared.work.head_k + 1) * (p.problem.heads / p.problem.heads_k);
+}
+
+// With key ranges: whether the block leaves out some rows on its way.
+template <typename Config>
+__device__ bool leaves_out(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
+  return has_ranges<Config::kFeatures>(p.problem) && rows.head < end_head(shared, p) &&
+         !touches(seen_by_tile(shared, p, rows).any, shared.keys);
+}
+
+// The rows that the block starts with, and those after and before others. After the last come those of the end_head.
+template <typename Config>
+__device__ RowBlock next_rows(const BwdShared<Config>& shared, const BwdSm80Params& p, RowBlock rows) {
+  do {
+    rows = rows.next(shared.row_blocks);
+  } while (leaves_out(shared, p, rows));
+  return rows;
+}
+template <typename Config>
+__device__ RowBlock previous_rows(const BwdShared<Config>& shared, const BwdSm80Params& p, RowBlock rows) {
+  do {
+    rows = rows.previous(shared.row_blocks);
+  } while (leaves_out(shared, p, rows));
+  return rows;
+}
+template <typename Config>
+__device__ RowBlock first_rows(const BwdShared<Config>& shared, const BwdSm80Params& p) {
+  const RowBlock rows{shared.work.head_k * (p.problem.heads / p.problem.heads_k), shared.row_blocks.first};
+  return leaves_out(shared, p, rows) ? next_rows(shared, p, rows) : rows;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // dQ
 
 // Adds dQ = dS K, this warp's share of it, for the block of rows before `rows`.
@@ -276,7 +375,7 @@ __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdSm80Pa
   gemm<Config::kBlockN>(dq, along_rows(shared.ds[parity], share.dq_row0),
                         along_rows<Config::kDqShares>(shared.k, share.dq_dim0));
 
-  const RowBlock previous = rows.previous(shared.row_blocks);
+  const RowBlock previous = previous_rows(shared, p, rows);
   const int row0 = previous.block * Config::kBlockM + share.dq_row0;
 #pragma unroll
   for (int r = 0; r < dq.kLaneRows; ++r) {
@@ -294,12 +393,6 @@ __device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdSm80Pa
   }
 }
 
-// The rows that the block starts with.
-template <typename Config>
-__device__ RowBlock first_rows(const BwdShared<Config>& shared, const BwdSm80Params& p) {
-  return {shared.work.head_k * (p.problem.heads / p.problem.heads_k), shared.row_blocks.first};
-}
-
 // The semaphore of a block of rows. It counts the blocks that have added their dQ.
 template <typename Config>
 __device__ int* semaphore_of(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
@@ -311,8 +404,11 @@ __device__ int* semaphore_of(const BwdShared<Config>& shared, const BwdSm80Param
 // Waits until all blocks with earlier keys have added their dQ to the rows. One thread calls it.
 template <typename Config>
 __device__ void await_turn(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
+  using Order = AddOrder<Config::kBlockM, Config::kBlockN>;
   const Mask mask(p.problem, shared.seq);
-  const AddOrder<Config::kBlockM, Config::kBlockN> order(mask, rows.block, shared.work.block);
+  const Order order = has_ranges<Config::kFeatures>(p.problem)
+                          ? Order(seen_by_tile(shared, p, rows).any, shared.work.block)
+                          : Order(mask, rows.block, shared.work.block);
   ptx::wait_semaphore(semaphore_of(shared, p, rows), order.before);
 }
 
@@ -327,7 +423,7 @@ __noinline__ __device__ void sync_in_turn(BwdShared<Config>& shared, const BwdSm
   if (threadIdx.x != 0) return;
   if (previous.head >= 0) ptx::release_semaphore(semaphore_of(shared, p, previous));
   previous = rows;
-  rows = rows.head < 0 ? first_rows(shared, p) : rows.next(shared.row_blocks);
+  rows = rows.head < 0 ? first_rows(shared, p) : next_rows(shared, p, rows);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -368,7 +464,7 @@ __device__ void add_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeyS
   const Pairs weights(shared.ds[parity], share.key0, share.row0);
   PackedFragment<T, Config::kWarpKeys, Config::kWarpRows> left;
   if (share.sums_dv) {
-    probabilities<Config>(s, weights, shared, p.problem, share, rows, stage);
+    probabilities<Config>(s, weights, shared, p, share, rows, stage);
     left = pack<T>(s);
     hand_over<Config>(left, weights, p.problem);
     ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
@@ -396,27 +492,32 @@ __device__ void add_last_dq(BwdShared<Config>& shared, const BwdSm80Params& p, c
 // The value team sums dV, and the key team dK / softmax_scale, of the block's keys over the rows that see them.
 template <typename Config>
 __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum) {
-  const int head_k = shared.work.head_k;
-  const Interval &keys = shared.keys, &blocks = shared.row_blocks;
-  const int group = p.problem.heads / p.problem.heads_k, steps = (blocks.last - blocks.first + 1) * group;
-  if (steps == 0) return;
+  const Interval& blocks = shared.row_blocks;
+  const int group = p.problem.heads / p.problem.heads_k, most_steps = (blocks.last - blocks.first + 1) * group;
+  if (most_steps == 0) return;
   RowBlock rows = first_rows(shared, p);
-  load_tile<Config>(shared.k, p, p.k, shared.seq.k, head_k, keys.first, shared.live_keys);
-  load_tile<Config>(shared.v, p, p.v, shared.seq.k, head_k, keys.first, shared.live_keys);
+  const auto exist = [&](int step, const RowBlock& rows) {
+    return has_ranges<Config::kFeatures>(p.problem) ? rows.head < end_head(shared, p) : step < most_steps;
+  };
+  load_keys(shared, p);
   load_rows(shared, 0, p, rows);
-  for (int step = 0; step < steps; ++step) {
+  int step = 0;
+  for (; exist(step, rows); ++step) {
     ptx::commit_copies();
     ptx::wait_copies<0>();
     sync_step(shared, p);  // the rows are here, and no warp reads the rows before them any more
-    if (Config::kStages > 1 && step + 1 < steps) load_rows(shared, 1 - step % Config::kStages, p, rows.next(blocks));
+    if constexpr (Config::kStages > 1) {
+      const RowBlock next = next_rows(shared, p, rows);
+      if (exist(step + 1, next)) load_rows(shared, 1 - step % Config::kStages, p, next);
+    }
     add_rows(shared, p, sum, rows, step);
-    rows = rows.next(blocks);
-    if (Config::kStages == 1 && step + 1 < steps) {
+    rows = next_rows(shared, p, rows);
+    if (Config::kStages == 1 && exist(step + 1, rows)) {
       __syncthreads();
       load_rows(shared, 0, p, rows);
     }
   }
-  add_last_dq(shared, p, rows, steps);
+  add_last_dq(shared, p, rows, step);
 }
 
 // Rounds dV or dK, times `factor`, to global memory, by way of a tile that nobody reads any more.
@@ -435,7 +536,7 @@ __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const B
   const Span& span = shared.seq.k;
   T* first = first_token<T>(x, span, shared.work.head_k) + shared.keys.first * x.seqlen;
   const StridedRows<T> rows{first, x.seqlen, 0, span.length - shared.keys.first};
-  if (Config::kFeatures == Features::kPlain || p.aligned) {
+  if (Config::kPlain || p.aligned) {
     store_rows<kRows>(tile, rows, kRows * share.member, p.problem.head_dim);
   } else {
     store_scattered<kRows>(tile, rows, kRows * share.member, p.problem.head_dim, x.head_dim);
@@ -457,6 +558,11 @@ __device__ void find_work(BwdShared<Config>& shared, const BwdSm80Params& p) {
   shared.keys = interval_of<Config::kBlockN>(shared.work.block);
   shared.row_blocks =
       blocks_of<Config::kBlockM>(mask.rows_that_see({shared.keys.first, min(shared.keys.last, mask.seqlen_k - 1)}));
+  if (has_ranges<Config::kFeatures>(p.problem)) {
+    const KeyUse& use = p.plan.scratch.key_uses[key_use_index<Config::kBlockN>(p.problem, shared.work)];
+    shared.row_blocks = use.first_rows > use.last_rows ? Interval{0, -1} : Interval{use.first_rows, use.last_rows};
+    shared.live_bits = use.live;
+  }
 }
 
 template <typename Config>
@@ -481,6 +587,9 @@ void launch_bwd(const BwdSm80Params& p, cudaStream_t stream) {
   const LaunchShape shape{.grid = dim3(key_blocks<Config::kBlockN>(p.problem)),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(BwdShared<Config>)};
+  if constexpr (Config::kTakesRanges) {
+    if (p.problem.ranges.data != nullptr) run_bwd_ranges<Config::kBlockM, Config::kBlockN>(p, stream);
+  }
   launch<bwd_kernel<Config>>(shape, p, stream);
 }
 

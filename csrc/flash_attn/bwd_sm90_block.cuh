@@ -4,8 +4,10 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_ranges.cuh"
 #include "flash_attn/bwd_schedule.cuh"
 #include "flash_attn/bwd_scratch.cuh"
 #include "flash_attn/mask.cuh"
@@ -42,17 +44,36 @@ struct RowRing {
   __device__ float* values_of(const Cursor& at) { return values[at.round % Config::kValueRounds][at.stage]; }
 };
 
+// With key ranges: the keys that each row of the tiles sees. Only those of tiles that are cut are there, and like the
+// values of rows they are read with ordinary loads. Without room for it they are read from global memory.
+template <typename Config>
+struct SeenRing {
+  alignas(128) Interval rows[Config::kValueRounds][Config::kStages][Config::kBlockM];
+
+  static constexpr int kBytes = Config::kBlockM * sizeof(Interval);
+  __device__ Interval* rows_of(const typename Ring<Config::kStages>::Cursor& at) {
+    return rows[at.round % Config::kValueRounds][at.stage];
+  }
+};
+
+struct NoSeenRing {
+  static constexpr int kBytes = 0;
+};
+template <typename Config>
+using SeenRingOf = std::conditional_t<Config::kCopiesSeen, SeenRing<Config>, NoSeenRing>;
+
 // The keys of a block, and the rows that see them. The blocks of a cluster take neighbouring keys and walk over the
 // same rows.
 template <typename Config>
 struct KeyBlock {
   static constexpr int kClusterKeys = Config::kBlockN * Config::kCluster;
+  using Order = AddOrder<Config::kBlockM, kClusterKeys>;
   KeyWork work;  // of the cluster
   Sequence seq;
   Mask mask;
   Interval keys;
   Interval cluster_keys;
-  Interval row_blocks;  // that see some of the cluster's keys
+  Interval row_blocks;  // that see some of the cluster's keys; with key ranges some between may not
   int first_head, num_heads;
 
   __device__ KeyBlock(const BwdSm90Params& p, int index, int rank = 0)
@@ -65,6 +86,10 @@ struct KeyBlock {
             mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}))),
         num_heads(p.problem.heads / p.problem.heads_k) {
     first_head = work.head_k * num_heads;
+    if (has_ranges<Config::kFeatures>(p.problem)) {
+      const KeyUse& use = key_use(p);
+      row_blocks = {use.first_rows, use.last_rows};
+    }
   }
 
   __device__ bool exists() const { return cluster_keys.first < seq.k.length; }
@@ -75,13 +100,58 @@ struct KeyBlock {
 
   __device__ bool has_rows() const { return !row_blocks.empty(); }
 
-  // fn(head, block of rows), in the order in which the block walks over them.
+  // With key ranges: what is known of the cluster's keys, and of the tiles of a head.
+  __device__ const KeyUse& key_use(const BwdSm90Params& p) const {
+    return p.plan.scratch.key_uses[key_use_index<kClusterKeys>(p.problem, work)];
+  }
+  __device__ int64_t seen_index(const BwdSm90Params& p, int head) const {
+    return flash_attn::seen_index(p.problem, p.plan.scratch, seq.q, work.entry, head);
+  }
+  __device__ const Interval* seen(const BwdSm90Params& p, int head, int row0) const {
+    return p.plan.scratch.seen + seen_index(p, head) + row0;
+  }
+  __device__ const int4* tiles(const BwdSm90Params& p, int head) const {
+    return p.problem.ranges.of_tiles + seen_index(p, head) / Config::kBlockM;
+  }
+
+  // The place of the cluster among those that add to dQ of a block of rows.
+  __device__ Order order(const BwdSm90Params& p, int head, int row_block) const {
+    if (!has_ranges<Config::kFeatures>(p.problem)) return Order(mask, row_block, work.block);
+    return Order(TileSeen(__ldg(tiles(p, head) + row_block)).any, work.block);
+  }
+
+  // fn(head, block of rows, cut), in the order in which the block walks over them. All lanes of a warp call it together
+  // if there may be key ranges. cut: with key ranges, whether some rows do not see all keys or do not exist.
   template <typename Fn>
-  __device__ void for_each_row_block(Fn&& fn) const {
+  __device__ void for_each_row_block(const BwdSm90Params& p, Fn&& fn) const {
 #pragma unroll 1
     for (int head = first_head; head < first_head + num_heads; ++head) {
+      if constexpr (Config::kTakesRanges) {
 #pragma unroll 1
-      for (int block = row_blocks.last; block >= row_blocks.first; --block) fn(head, block);
+        for (int last = row_blocks.last; last >= row_blocks.first; last -= 32) visit_rows(p, head, last, fn);
+      } else {
+#pragma unroll 1
+        for (int block = row_blocks.last; block >= row_blocks.first; --block) fn(head, block, false);
+      }
+    }
+  }
+
+ private:
+  // The same for 32 blocks of rows up to `last`. A lane looks at each.
+  template <typename Fn>
+  __device__ void visit_rows(const BwdSm90Params& p, int head, int last, Fn&& fn) const {
+    const int own = last - lane_id();
+    bool visited = own >= row_blocks.first, cut = false;
+    if (visited && has_ranges<Config::kFeatures>(p.problem)) {
+      const TileSeen seen(__ldg(tiles(p, head) + own));
+      visited = touches(seen.any, cluster_keys), cut = !seen.all.covers(keys);
+    }
+    uint32_t todo = __ballot_sync(~0u, visited);
+    const uint32_t all_cut = __ballot_sync(~0u, cut);
+#pragma unroll 1
+    for (; todo != 0; todo &= todo - 1) {
+      const int i = __ffs(todo) - 1;
+      fn(head, last - i, (all_cut >> i & 1) != 0);
     }
   }
 };

@@ -17,7 +17,6 @@
 
 #include "flash_attn/bwd_finish.cuh"
 #include "flash_attn/bwd_plan.h"
-#include "flash_attn/bwd_prepare.cuh"
 #include "flash_attn/bwd_sm90_block.cuh"
 #include "flash_attn/bwd_sm90_launch.cuh"
 #include "flash_attn/bwd_sm90_wide_dq.cuh"
@@ -78,7 +77,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
   } else {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
-    if (role == 0 && lane_id() == 0 && block.has_rows()) load_block(p, shared, block, rank);
+    if (role == 0 && walks_rows<Config>() && block.has_rows()) load_block(p, shared, block, rank);
     if (role == 1 && p.plan.waits) Turns<Config>{p, block, rank}.await_all();
     if (role == 2 && p.plan.waits) Turns<Config>{p, block, rank}.release_all();
   }
@@ -90,7 +89,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
 template <typename T, int kHeadDim, Features kFeatures>
 void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
   using Config = BwdWideConfig<T, kHeadDim, kFeatures>;
-  run_bwd_prepare<BwdPrepareConfig<T, kHeadDim>>(p, stream);
+  run_before_bwd_sm90<Config>(p, stream);
   launch_bwd_sm90<bwd_wide_kernel<Config>, Config, BwdWideShared<Config>>(launch_params<Config>(p), stream);
   run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);
 }

@@ -122,9 +122,15 @@ struct QueryTeam {
     shared.keys_here.wait(0);
     shared.other_keys_here.wait(0);
     const int first = block.cluster_keys.first + other() * Config::kBlockN;
-    const Interval live = block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1});
-    if (live.covers({first, first + Config::kBlockN - 1})) return;
-    clear_outside(shared.other_k, {live.first - first, live.last - first});
+    if (has_ranges<Config::kFeatures>(p.problem)) {
+      const DeadKeys dead = dead_keys(p, block, first);
+      if (!dead.any(Config::kBlockN)) return;
+      clear_rows(shared.other_k, dead);
+    } else {
+      const Interval live = block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1});
+      if (live.covers({first, first + Config::kBlockN - 1})) return;
+      clear_outside(shared.other_k, {live.first - first, live.last - first});
+    }
     ptx::fence_async_shared();
     ptx::sync_barrier<kWarpgroup>(kQueryBarrier);
   }
@@ -132,7 +138,7 @@ struct QueryTeam {
   __device__ void run() {
     release(kEmptyBarrier);
     if (block.has_rows()) wait_keys();
-    block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+    block.for_each_row_block(p, [&](int head, int row_block, bool) { step(head, row_block); });
   }
 };
 
@@ -150,8 +156,8 @@ struct Turns {
   }
 
   __device__ void await_all() const {
-    block.for_each_row_block([&](int head, int row_block) {
-      const AddOrder<Config::kBlockM, KeyBlock<Config>::kClusterKeys> order(block.mask, row_block, block.work.block);
+    block.for_each_row_block(p, [&](int head, int row_block, bool) {
+      const auto order = block.order(p, head, row_block);
       if (lane_id() == 0) ptx::wait_semaphore(semaphore(head, row_block), order.before);
       __syncwarp();
       ptx::sync_barrier<kTurnThreads>(kTurnHereBarrier);
@@ -159,7 +165,7 @@ struct Turns {
   }
 
   __device__ void release_all() const {
-    block.for_each_row_block([&](int head, int row_block) {
+    block.for_each_row_block(p, [&](int head, int row_block, bool) {
       ptx::sync_barrier<kTurnThreads>(kTurnDoneBarrier);
       if (lane_id() == 0) ptx::release_semaphore(semaphore(head, row_block));
       __syncwarp();

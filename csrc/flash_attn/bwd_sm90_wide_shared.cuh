@@ -16,6 +16,7 @@ struct BwdWideConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
+  static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges && kHeadDim < 256;
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kValueRounds = 1, kCluster = 2;
   static constexpr int kThreads = kWarpgroup * 4;
   static constexpr int kSumRegisters = 200, kQueryRegisters = 88, kProducerRegisters = 24;
@@ -29,6 +30,7 @@ struct BwdWideShared {
   SharedTile<T, Config::kBlockM, Config::kBlockN> scores;  // P^T, then dS
   uint4 other_ds[Config::kBlockN / 16][kWarpgroup];        // of each lane
   RowRing<Config> q, dout;                                 // with lse and softmax_d
+  [[no_unique_address]] SeenRingOf<Config> seen;
   ptx::SharedBarrier keys_here, other_keys_here;
   ptx::SharedBarrier other_ds_here, sent_ds_taken;
   int taken;                                         // in block 0 of the cluster: the index of its keys

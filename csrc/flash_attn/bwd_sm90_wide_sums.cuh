@@ -59,7 +59,7 @@ struct ValueTeam : SumTeam<Config> {
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
   // Returns the left operand of dV for S^T, and leaves the weights of dP^T to the key team.
-  __device__ Packed weigh(Scores& s, int head, const Interval& rows) const {
+  __device__ Packed weigh(Scores& s, int head, const Interval& rows, bool cut) const {
     const float cap = kPlain ? 0 : p.problem.softcap;
     Packed weights, slopes;
     if constexpr (!kPlain) {
@@ -70,7 +70,7 @@ struct ValueTeam : SumTeam<Config> {
         slopes = pack<T>(slope);
       }
     }
-    this->probabilities(s, head, rows);
+    this->probabilities(s, head, rows, cut);
     if constexpr (!kPlain) negate_dropped(s, p.problem, this->place_of(head, rows));
     weights = pack<T>(s);
     Packed left = weights;
@@ -91,14 +91,14 @@ struct ValueTeam : SumTeam<Config> {
     return weights;
   }
 
-  __device__ void step(int head, int row_block) {
+  __device__ void step(int head, int row_block, bool cut) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
-    this->wait_rows(rows);
+    this->wait_rows(head, rows, cut);
     Scores s;
     ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(s, along_cols(shared.k), along_cols(shared.q.tiles[at.stage]), false);
     wait_gemms<0>(s);
-    Packed weights = weigh(s, head, rows);
+    Packed weights = weigh(s, head, rows, cut);
     this->release(shared.q);
     shared.dout.barriers.wait_full(at);
     this->add_product(weights, shared.dout);
@@ -107,7 +107,7 @@ struct ValueTeam : SumTeam<Config> {
   __device__ void run() {
     sum.fill(0);
     if (block.has_rows()) this->wait_keys();
-    block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+    block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
     await(kEmptyBarrier);
     this->store_sum(sum, p.problem.dropout_rescale, p.dv);
   }
@@ -139,8 +139,8 @@ struct KeyTeam : SumTeam<Config> {
     return pack<T>(dp);
   }
 
-  __device__ void step(int head, int row_block) {
-    this->wait_rows(interval_of<Config::kBlockM>(row_block));
+  __device__ void step(int head, int row_block, bool cut) {
+    this->wait_rows(head, interval_of<Config::kBlockM>(row_block), cut);
     shared.dout.barriers.wait_full(at);
     Scores dp;
     ptx::wgmma_fence();
@@ -158,7 +158,7 @@ struct KeyTeam : SumTeam<Config> {
   __device__ void run() {
     sum.fill(0);
     if (block.has_rows()) this->wait_keys();
-    block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+    block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
     this->store_sum(sum, p.problem.softmax_scale, p.dk);
   }
 };

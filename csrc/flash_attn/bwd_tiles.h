@@ -32,7 +32,7 @@ struct BwdSm90Tile {
 
 // With 128 rows no registers are left for dropout and transformed scores.
 constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
-  const bool tall = head_dim <= 64 && features == Features::kPlain;
+  const bool tall = head_dim <= 64 && has_plain_scores(features);
   return tall ? BwdSm90Tile{128, 128, true} : BwdSm90Tile{64, 128, false};
 }
 

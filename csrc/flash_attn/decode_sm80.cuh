@@ -44,7 +44,8 @@ struct DecodeConfig {
   static constexpr bool kAppends = kAppends_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kPlain = kFeatures == Features::kPlain, kPaged = kPaged_;
+  static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
+  static constexpr bool kPaged = kPaged_;
   static constexpr int kRows = kDecodeRows, kKeys = kDecodeKeys, kWarpRows = kRows;
   static constexpr int kThreads = 32;  // that load a tile together
   static constexpr int kStages = decode_stages(kHeadDim);
@@ -397,7 +398,8 @@ template <typename Config>
 __device__ void store_result(const DecodeParams& p, const FwdWork<Config>& work, int row, int col, float scale_log2,
                              const Quad& x) {
   using T = typename Config::T;
-  const float factor = x.state.sum == 0 ? 0.f : ptx::reciprocal(x.state.sum);
+  const float sink = sink_of(p, work, row), sum = x.state.sum + exp_of_sink(sink, x.state.max, scale_log2);
+  const float factor = sum == 0 ? 0.f : ptx::reciprocal(sum);
   const float values[4] = {x.out.x * factor, x.out.y * factor, x.out.z * factor, x.out.w * factor};
   auto rows = packed_rows<T>(p.out, work);
   rows.row = row;
@@ -410,7 +412,7 @@ __device__ void store_result(const DecodeParams& p, const FwdWork<Config>& work,
   if (col != 0) return;
   float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);
   lse[int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row)] =
-      log_sum_exp(x.state.max, x.state.sum, scale_log2);
+      log_sum_exp(sink, x.state.max, sum, scale_log2);
 }
 
 template <typename Config>

@@ -27,7 +27,7 @@ template <typename T_, int kHeadDim_, int kWidth_>
 struct DmaskConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_, kWidth = kWidth_;
-  static constexpr bool kPlain = false, kPaged = true;
+  static constexpr bool kPlain = false, kRanged = false, kPaged = true;
   static constexpr int kRows = 64, kKeys = 128, kThreads = 128, kWarpRows = 16;
 };
 

@@ -6,11 +6,20 @@
 
 namespace flash::flash_attn {
 
-// What an instance of a kernel can do. Both can do masks, lengths and packed heads, which cost the inner loop nothing.
+// What an instance of a kernel can do. All can do masks, lengths, packed heads and sinks, which cost the inner loop
+// nothing.
 enum class Features {
-  kPlain,  // scores are scaled products; elements lie in aligned chunks of 16 bytes
-  kAll,    // also softcap, ALiBi, dropout, unaligned rows and keys in pages (as plain decoding has, too)
+  kPlain,   // scores are scaled products; elements lie in aligned chunks of 16 bytes
+  kRanged,  // also key ranges
+  kAll,     // also softcap, ALiBi, dropout, unaligned rows and keys in pages (as the others have in decoding, too)
 };
+
+constexpr bool has_plain_scores(Features features) { return features != Features::kAll; }
+constexpr bool takes_ranges(Features features) { return features != Features::kPlain; }
+
+// The first for code on the device, which calls no functions of the host, not even in constants.
+template <Features kFeatures>
+inline constexpr bool kHasPlainScores = has_plain_scores(kFeatures);
 
 inline bool has_plain_scores(const Problem& p) {
   return p.softcap == 0 && p.alibi_slopes == nullptr && p.rng_state == nullptr;
@@ -33,8 +42,8 @@ inline bool all_aligned(const FwdParams& p) {
 // plain_finds_pages: whether plain instances of the kernel look pages up.
 inline Features features_of(const FwdParams& p, bool plain_finds_pages) {
   const bool finds_keys = plain_finds_pages || p.pages.block_table == nullptr;
-  const bool plain = has_plain_scores(p.problem) && p.aligned && finds_keys;
-  return plain ? Features::kPlain : Features::kAll;
+  if (!has_plain_scores(p.problem) || !p.aligned || !finds_keys) return Features::kAll;
+  return p.problem.ranges.data ? Features::kRanged : Features::kPlain;
 }
 
 inline bool all_aligned(const BwdParams& p) {
@@ -45,7 +54,8 @@ inline bool all_aligned(const BwdParams& p) {
 }
 
 inline Features features_of(const BwdParams& p) {
-  return has_plain_scores(p.problem) && p.aligned ? Features::kPlain : Features::kAll;
+  if (!has_plain_scores(p.problem) || !p.aligned) return Features::kAll;
+  return p.problem.ranges.data ? Features::kRanged : Features::kPlain;
 }
 
 }  // namespace flash::flash_attn

@@ -13,6 +13,8 @@
 #include "flash_attn/head_dims.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/launch.h"
+#include "flash_attn/ranges.cuh"
+#include "flash_attn/sink.cuh"
 
 namespace flash::flash_attn {
 namespace {
@@ -53,7 +55,7 @@ template <typename Plan>
 void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
   const Features features = features_of(p, Plan::kPlainFindsPages);
   dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
-    dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, [&](auto kFeatures) {
       run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures>(plan), Planned<Plan>{p, plan}, stream);
     });
   });
@@ -72,7 +74,7 @@ template <typename Plan>
 void run_bwd_with(const BwdParams& p, const Plan& plan, cudaStream_t stream) {
   const PlannedBwd<Plan> params{p, plan};
   dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
-    dispatch_value<Features::kPlain, Features::kAll>(features_of(p), [&](auto kFeatures) {
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features_of(p), [&](auto kFeatures) {
       run_built(bwd_instance<element_t<kDType>, kHeadDim, kFeatures>(params), params, stream);
     });
   });
@@ -100,6 +102,11 @@ void bwd(const BwdParams& p, const BwdPlan& plan, cudaStream_t stream) {
   std::visit([&](const auto& chosen) { run_bwd_with(p, chosen, stream); }, plan);
 }
 
+void sink_gradient(const SinkParams& p, cudaStream_t stream) {
+  dispatch_value<DType::kFloat16, DType::kBFloat16, DType::kFloat32>(
+      p.bwd.problem.sink_dtype, [&](auto kDType) { run_sink_gradient<element_t<kDType>>(p, stream); });
+}
+
 void dmask(const DmaskParams& p, cudaStream_t stream) {
   dispatch_problem(p.fwd.problem, [&](auto kDType, auto kHeadDim) {
     using T = element_t<kDType>;
@@ -112,5 +119,7 @@ void append(const AppendParams& p, cudaStream_t stream) {
   dispatch_value<DType::kFloat16, DType::kBFloat16>(p.problem.dtype,
                                                     [&](auto kDType) { run_append<element_t<kDType>>(p, stream); });
 }
+
+void ranges(const RangesParams& p, cudaStream_t stream) { run_ranges(p, stream); }
 
 }  // namespace flash::flash_attn

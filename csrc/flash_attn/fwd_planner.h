@@ -44,12 +44,12 @@ struct FwdChoice {
 
 // How many query heads become rows of one tile: those that share a key head, if that takes fewer tiles. Kernels count
 // the rows of an entry in 32 bits, so that heads stay apart where tokens times heads do not fit. With dropout, random
-// bits come for 16 rows of one head.
+// bits come for 16 rows of one head. Heads with key ranges of their own stay apart, too.
 inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
   const int group = p.heads / p.heads_k;
   const bool fits = int64_t{p.seqlen_q} * group <= std::numeric_limits<int>::max() - tile_rows;
   const int64_t apart = group * ceil_div(longest_q, tile_rows), together = ceil_div(longest_q * group, tile_rows);
-  return fits && p.rng_state == nullptr && together < apart ? group : 1;
+  return fits && p.rng_state == nullptr && p.ranges.heads == 0 && together < apart ? group : 1;
 }
 
 // How many slots for tiles a group of packed heads has, in a dense entry or in all packed ones together.
@@ -171,7 +171,9 @@ inline bool appends_in_decoding(const FwdParams& p, const FwdPlan& plan, const A
 // Hopper
 
 // Whether rows differ in how many keys they see.
-inline bool rows_differ(const Problem& p) { return p.window_left < p.seqlen_k || p.window_right < p.seqlen_k; }
+inline bool rows_differ(const Problem& p) {
+  return p.window_left < p.seqlen_k || p.window_right < p.seqlen_k || p.ranges.data != nullptr;
+}
 
 // Whether fwd_sm90.cuh takes a problem. It copies aligned rows of one head at a time, and does not split the keys of a
 // tile. So it needs enough rows, and many tiles or few keys. At these limits it is as fast as the others on an H200.

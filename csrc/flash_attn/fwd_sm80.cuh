@@ -33,7 +33,8 @@ struct FwdConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kPlain = kFeatures == Features::kPlain, kPaged = !kPlain;
+  static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
+  static constexpr bool kPaged = !kPlain;
   static constexpr FwdTile kTile = fwd_tile(kHeadDim, kFeatures);
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
   static constexpr int kThreads = 32 * kTile.warps, kWarpRows = kRows / kTile.warps;
@@ -152,6 +153,7 @@ __global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_cons
   Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
   FwdWalk<Config>(p, shared, warp_row, o, softmax).run();
   if (work.num_splits() > 1 && !merge_splits<Config::kThreads>(p.plan.splits, work, warp_row, o, softmax)) return;
+  add_sinks<Config>(softmax, p, work, warp_row);
   store_lse<Config>(p, work, warp_row, softmax);
   store_out<Config>(shared, p, work, warp_row, o, softmax);
 }

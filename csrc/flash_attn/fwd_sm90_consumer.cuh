@@ -113,7 +113,9 @@ struct Consumer {
   }
 
   __device__ void begin(Scores<Config>& s, const Work& work, bool cut) {
-    const int n = work.blocks.last, end = work.seq.k.length - n * Config::kKeys;
+    // With ranges, keys after the last that some row sees may belong to another document, and count as not there.
+    const int n = work.blocks.last;
+    const int end = (Config::kRanged ? work.seen.last + 1 : work.seq.k.length) - n * Config::kKeys;
     float shrink[s.kLaneRows];
     softmax = Softmax<Config>(softmax.scale_log2);
     has_output = false;
@@ -236,6 +238,7 @@ struct Consumer {
       pass_turn();
       walk = walk_of(*work);
       softmax.finish();
+      add_sinks<Config>(softmax, p, done, warp_row);
       wait_gemms<1>(o);
       release(shared.v_ring, v_at);
       normalize<Config>(o, p, softmax);

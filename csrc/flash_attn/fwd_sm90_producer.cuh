@@ -7,6 +7,7 @@
 #include "flash_attn/rows.cuh"
 #include "flash_attn/schedule.cuh"
 #include "flash_attn/sequence.cuh"
+#include "flash_attn/softmax.cuh"
 #include "ptx/tma.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/vec.cuh"
@@ -96,9 +97,10 @@ struct Producer {
     const int col = 8 * lane_id();
     auto rows = strided_rows<T>(p.out, work);
     float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head) + work.tile.row0;
+    const float lse_of_none = lse_of_sink(sink_of(p.problem, work.tile.entry, work.tile.head));
     for (int row = 0; row < work.rows.count; ++row, rows.move(1)) {
       if (col < p.problem.head_dim) store(rows.address() + col, Vec<T, 8>{});
-      if (col == 0) lse[row] = INFINITY;
+      if (col == 0) lse[row] = lse_of_none;
     }
   }
 

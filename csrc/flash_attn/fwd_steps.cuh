@@ -60,6 +60,22 @@ __device__ void drop(Scores<Config>& s, const FwdParams& p, const WorkTile& tile
   }
 }
 
+// The score of the sink of a row, or -inf.
+template <typename Work>
+__device__ float sink_of(const FwdParams& p, const Work& work, int row) {
+  return sink_of(p.problem, work.tile.entry, work.tile.head + work.rows.head(row));
+}
+
+// Adds the sinks to the sums of all keys.
+template <typename Config, typename Work>
+__device__ void add_sinks(Softmax<Config>& softmax, const FwdParams& p, const Work& work, int warp_row) {
+#pragma unroll
+  for (int r = 0; r < softmax.kLaneRows; ++r) {
+    const float sink = sink_of(p, work, warp_row + Output<Config>::row(r));
+    softmax.sum[r] += exp_of_sink(sink, softmax.max[r], softmax.scale_log2);
+  }
+}
+
 // Turns sums weighted with exponentials into averages.
 template <typename Config>
 __device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<Config>& softmax) {
@@ -83,7 +99,7 @@ __device__ void store_lse(const FwdParams& p, const Work& work, int warp_row, co
   }
   float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);
   lse[int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row)] =
-      log_sum_exp(max, sum, softmax.scale_log2);
+      log_sum_exp(sink_of(p, work, row), max, sum, softmax.scale_log2);
 }
 
 }  // namespace flash::flash_attn

@@ -17,7 +17,7 @@ struct FwdTile {
 // With 32 rows, a warp reads half as much shared memory for each product as with 16; from 192 channels on, 32 rows do
 // not fit the registers. Random bits and transformed scores take registers, too, so that fewer keys are left.
 constexpr FwdTile fwd_tile(int head_dim, Features features) {
-  const bool plain = features == Features::kPlain;
+  const bool plain = has_plain_scores(features);
   if (head_dim <= 64) return {128, plain ? 128 : 64, 4};
   if (head_dim <= 128) return {128, plain ? 64 : 32, 4};
   return {64, 64, 4};
@@ -39,7 +39,7 @@ constexpr bool has_wide_tile(int head_dim, Features features) {
   return features == Features::kPlain && head_dim != 192;
 }
 constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide) {
-  const bool plain = features == Features::kPlain;
+  const bool plain = has_plain_scores(features);
   if (head_dim <= 64) return {wide ? 3 : 2, 128, 3, 2, true};
   if (head_dim <= 96) return wide ? FwdSm90Tile{3, 112, 2, 2, true} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
   if (head_dim <= 128) return wide ? FwdSm90Tile{2, 176, 2, 1, false} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};

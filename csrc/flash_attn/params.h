@@ -8,11 +8,24 @@
 #include "common/dtype.h"
 #include "common/tensor_ref.h"
 
+struct int2;  // of CUDA, as many ints
+struct int4;
+
 namespace flash::flash_attn {
 
 // The size of a window's side that has no bound. Sequences are shorter than 2^30, so that sums with it do not overflow.
 constexpr int kUnbounded = (1 << 30) - 1;
 constexpr int kMaxSeqlen = 1 << 30;
+
+// Which keys rows see besides what the window says: [first, end), in keys of the entry; anything outside of its keys, or
+// an end that is not after first, is empty there.
+struct KeyRanges {
+  const int* data;               // (batch, heads, rows of an entry, 2); packed: (heads, total_q, 2); null: all keys
+  int64_t batch, heads, seqlen;  // strides, in ints; 0 where one serves all
+  // For each tile of rows of a kernel: the smallest interval that holds those of all its rows, and the largest that lies
+  // in each of them, as (first, end, first, end). ranges.cuh fills it before the kernel.
+  int4* of_tiles;
+};
 
 // What forward and backward share: shapes, where sequences lie, which keys a row sees, how scores are made.
 struct Problem {
@@ -40,6 +53,10 @@ struct Problem {
   float softcap;              // 0: none
   const float* alibi_slopes;  // (batch, heads); may be null
   int64_t alibi_batch_stride;
+
+  KeyRanges ranges;
+  const void* sink;  // (heads), the score of one more key, whose value is 0; may be null
+  DType sink_dtype;
 
   const int64_t* rng_state;  // (2), seed and offset of dropout, on the device; null without dropout
   int dropout_largest_kept;  // floor(255 (1 - p)): an element is kept if its random byte is at most this
@@ -95,6 +112,18 @@ struct AppendParams {
   bool queries_advance;  // query i is at the position of the i-th new key, not of the first
 };
 
+// Key ranges that also say what the window, chunks, causal entries and used rows say, for kernels that know only ranges.
+struct RangesParams {
+  Problem problem;       // with the ranges that are given, if any
+  bool paged;            // whether keys are in pages
+  int chunk;             // a row sees keys of its own chunk of so many only; 0: of all
+  const int* seqused_q;  // (batch), how many rows of an entry are used; may be null
+  const void* causal;    // (batch), whether no row of an entry sees keys after its own; may be null
+  int causal_bytes;      // of an element, 1 or 4
+  int heads;             // of the result: 1, or those of the problem
+  int* ranges;           // (batch, heads, seqlen_q, 2); packed: (heads, total_q, 2)
+};
+
 constexpr int kRowPad = 128;  // the backward stores values of rows in whole blocks of so many
 
 struct BwdParams {
@@ -114,6 +143,12 @@ struct BwdParams {
                      // cu_seqlens_q[b] + kRowPad * b on
 
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
+};
+
+// The gradient of a problem's sink, after the backward.
+struct SinkParams {
+  BwdParams bwd;
+  void* dsink;  // (heads), of sink_dtype
 };
 
 }  // namespace flash::flash_attn

@@ -21,7 +21,7 @@ constexpr float kLn2 = std::numbers::ln2_v<float>;
 // The factor by which exp2 multiplies the values that a kernel keeps as scores.
 template <Features kFeatures>
 __device__ float score_scale_log2(const Problem& p) {
-  return kFeatures == Features::kPlain ? p.softmax_scale * kLog2e : kLog2e;
+  return kHasPlainScores<kFeatures> ? p.softmax_scale * kLog2e : kLog2e;
 }
 
 // The largest softcap for which the absolute error of cap() is small enough. Models use 15 to 50.

@@ -29,7 +29,7 @@ from flash_attn._reference.options import CacheOptions, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = with_features.KERNEL_HEAD_DIM
 MAX_SPLITS = 128
 MANY_HEADS = 256  # more than models have: then the dimensions of heads and sequence are likely swapped
 _LAYOUT = "If the layout is (batch, heads, seqlen, head_dim), as in scaled_dot_product_attention, transpose(1, 2)"
@@ -85,10 +85,12 @@ def forward(
     else:
         if not is_plain:
             q, k, v = (_padded(x, max(head_dim, values.shape[-1])) for x in (queries, keys, values))
-        out, softmax_lse = fwd(q, k, v, *arguments)
+        if features.learnable_sink is None:
+            out, softmax_lse = fwd(q, k, v, *arguments)
+        else:
+            sink = features.learnable_sink
+            out, softmax_lse, _ = with_features.fwd_features(*unpack(q, k, v), sink, None, *arguments)
         out = out if is_plain else out[..., : values.shape[-1]]
-        if features.learnable_sink is not None:
-            out, softmax_lse = _with_sink(out, softmax_lse, features.learnable_sink)
     if return_softmax:
         with torch.no_grad():
             s_dmask = probabilities(q, k, v, *arguments) if drops else q.new_empty(0)
@@ -186,12 +188,12 @@ def decode(
     arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
     if features is None:
         return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
-    if is_plain and not features._replace(learnable_sink=None).given():
-        out, softmax_lse = fwd_kvcache(q, k_cache, v_cache, *arguments)
-        if features.learnable_sink is not None:
-            out, softmax_lse = _with_sink(out, softmax_lse, features.learnable_sink)
-        return out, softmax_lse, None
     terms, rest = features[:2], features[2:]
+    if is_plain and not features._replace(learnable_sink=None).given():
+        if features.learnable_sink is None:
+            return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
+        out, softmax_lse, _ = with_features.fwd_kvcache_features(q, k_cache, v_cache, *terms, *arguments)
+        return out, softmax_lse, None
     out, softmax_lse, row_max = with_features.fwd_kvcache_features(
         q, k_cache, v_cache, *terms, *CacheOptions(*arguments), *rest
     )
@@ -303,7 +305,7 @@ def _check_results(given, features, options):
 
 
 def _needs_op(features, q, v, options):
-    """Whether no op without features computes a call, padded and with the sink added afterwards."""
+    """Whether a call has other features than a sink, and head dims to which padding does not help."""
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     padded_pages = options.get("block_table") is not None and head_dim != head_dim_v
     too_wide = max(head_dim, head_dim_v) > MAX_HEAD_DIM
@@ -313,21 +315,6 @@ def _needs_op(features, q, v, options):
 def _padded(x, head_dim):
     """Returns x with zeros behind its channels. They change no score, and give channels of out that are cut off."""
     return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
-
-
-def _with_sink(out, lse, sink):
-    """Returns the results with one more key of score sink[h] and value 0.
-
-    The share of a row's weight that its own keys keep is sigmoid(lse - sink). A row without keys has an lse of +inf,
-    which becomes the sink, and an out of 0, which stays. Gradients are finite also for sinks of -inf and +inf.
-    """
-    sink = sink.to(lse.dtype)[:, None]
-    empty = lse == math.inf
-    own = lse.masked_fill(empty, 0)
-    share = torch.sigmoid(own - sink)
-    lse = torch.where(empty, sink, own + F.softplus(sink - own))
-    out = (out * share.transpose(-1, -2)[..., None]).to(out.dtype)
-    return out, lse.masked_fill(lse == -math.inf, math.inf)
 
 
 def _max_logit(row_max):

@@ -1,9 +1,9 @@
-"""Attention with features that no kernel has yet: the checks of their arguments, and the ops that compute them.
+"""Attention with more features than flash-attn 2.8 has: the checks of their arguments, and the ops that compute them.
 
 The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, and causality and lengths of
 each entry; and, seen from the shapes, values of another head_dim than the keys, and head dims beyond those of the
-kernels. The ops take all of them together, and all options of the ops without features. On every device they run in
-plain torch; a kernel that is registered for one of them takes its place.
+kernels. The ops take all of them together, and all options of the ops without features. `beyond_kernels` says which
+calls no kernel takes: these run in plain torch on every device.
 """
 
 from collections.abc import Sequence
@@ -22,6 +22,7 @@ from flash_attn._reference.options import CacheOptions, Features, Options
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
+KERNEL_HEAD_DIM = 256  # the largest that kernels take
 
 # The arguments of a caller, unchecked: learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k,
 # return_lse and return_max_logit.
@@ -138,13 +139,51 @@ def _split(sink, bias, arguments, kind):
     return kind(*arguments[:count]), Features(sink, bias, *arguments[count:])
 
 
-def _warn(q, v, features):
+def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, features: Features) -> list[str]:
+    """What of a call the kernels do not take, in a caller's words."""
+    _, bias, ranges, _, causal, seqused_q, row_max = features
+    causes = []
+    if bias is not None:
+        causes.append("attn_bias")
+    if ranges is not None and ranges.shape[-1] > 2:
+        causes.append("key_ranges of two intervals")
+    if row_max:
+        causes.append("return_max_logit")
+    if seqused_q is not None and (features.learnable_sink is not None or options.alibi_slopes is not None):
+        causes.append("seqused_q beside " + ("alibi_slopes" if features.learnable_sink is None else "learnable_sink"))
+    if causal is not None and isinstance(options, CacheOptions) and options.rotary_cos is not None:
+        causes.append("causal of each entry beside rotary_cos")
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    if head_dim != head_dim_v or head_dim > KERNEL_HEAD_DIM:
+        causes.append(f"head dims {head_dim} of keys and {head_dim_v} of values")
+    return causes
+
+
+def _have_kernel(kind):
+    """Returns whether a kernel takes the arguments of an op whose options are of this kind."""
+
+    def takes(args):
+        q, _, v, sink, bias, *arguments = args
+        return not beyond_kernels(q, v, *_split(sink, bias, arguments, kind))
+
+    return takes
+
+
+def _has_bwd_kernel(args):
+    """The same for `bwd_features`, to which it does not matter whether row_max is wanted."""
+    _, q, _, v, _, _, _, _, sink, bias, *arguments = args
+    options, features = _split(sink, bias, arguments, Options)
+    return not beyond_kernels(q, v, options, features._replace(row_max=False))
+
+
+def _warn(op, q, v, options, features):
     """Tell once, on a device with kernels, which arguments make a call slow."""
     if not _library.is_where_kernels_run(q):
         return
-    causes = ["return_max_logit" if name == "row_max" else name for name in features.given()]
-    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256:
-        causes.append(f"head dims {q.shape[-1]} of keys and {v.shape[-1]} of values")
+    causes = beyond_kernels(q, v, options, features)
+    if not causes:
+        why = _library.load_error() or f"the kernels do not take {q.dtype}"
+        return _library.warn_once(f"flash_attn: {op} runs on the slower reference backend in plain torch: {why}")
     _library.warn_once(
         f"flash_attn: attention with {' and '.join(causes)} runs on the slower reference backend in plain torch"
     )
@@ -163,7 +202,7 @@ def _fwd_fake(q, k, v, sink, bias, *arguments):
 
 def _fwd_reference(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    _warn(q, v, features)
+    _warn("fwd_features", q, v, options, features)
     return reference.fwd_features(q, k, v, options, features)
 
 
@@ -185,7 +224,7 @@ def _fwd_kvcache_fake(q, k_cache, v_cache, sink, bias, *arguments):
 
 def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, CacheOptions)
-    _warn(q, v_cache, features)
+    _warn("fwd_kvcache_features", q, v_cache, options, features)
     return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features)
 
 
@@ -277,6 +316,7 @@ fwd_features = _library.define(
     reference=_fwd_reference,
     fake=_fwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    has_kernel_for=_have_kernel(Options),
     autograd=_Attention,
     differentiable=5,
     composite=_fwd_composite,
@@ -289,6 +329,7 @@ bwd_features = _library.define(
     reference=_bwd_reference,
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    has_kernel_for=_has_bwd_kernel,
     announces=False,
 )
 
@@ -305,6 +346,7 @@ fwd_kvcache_features = _library.define(
     reference=_fwd_kvcache_reference,
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    has_kernel_for=_have_kernel(CacheOptions),
     writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
     announces=False,
 )

@@ -172,7 +172,7 @@ def _differentiate(
     row_values = [None if x is None else _per_row(x) for x in (softmax_lse, dlse, delta)]
     gradients = [_batched(x) for x in (dq, dk, dv)]
     tensors: Any = *inputs, *row_values, *gradients
-    plain = not features.given() and v.shape[-1] == q.shape[-1]
+    plain = _is_plain(q, v, features)
     others = [part for part in parts if not (plain and fused.backward(part, options, *tensors))]
     for group in groups(inputs[0], inputs[1], others, without_keys=features.learnable_sink is not None):
         _backward(group, options, features, dbias, *tensors)
@@ -292,13 +292,19 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, parts: list[sequence.Part], options: Options, features: Features = _NO_FEATURES
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns out, softmax_lse and row_max. A row in no part gets 0, +inf and -inf."""
-    plain = not features.given() and v.shape[-1] == q.shape[-1]
+    sink = features.learnable_sink
+    plain = _is_plain(q, v, features)
     out = torch.zeros_like(q) if v.shape[-1] == q.shape[-1] else q.new_zeros(*q.shape[:-1], v.shape[-1])
     softmax_lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf, dtype=_accumulator(q))
     row_max = torch.full_like(softmax_lse, -math.inf) if features.row_max else softmax_lse.new_empty(0)
     tensors: Any = (*(_batched(x) for x in (q, k, v, out)), _per_row(softmax_lse))
-    others = [part for part in parts if not (plain and fused.forward(part, options, *tensors))]
-    for group in groups(tensors[0], tensors[1], others, without_keys=features.learnable_sink is not None):
+    others = []
+    for part in parts:
+        if not (plain and fused.forward(part, options, *tensors)):
+            others.append(part)
+        elif sink is not None:
+            _add_sink_(sink, part, *tensors[3:])
+    for group in groups(tensors[0], tensors[1], others, without_keys=sink is not None):
         _forward(group, options, features, _per_row(row_max) if features.row_max else None, *tensors)
     return out, softmax_lse, row_max
 
@@ -336,6 +342,18 @@ def _forward(
         group.store_rows(out, rows, o)
         if row_max is not None:
             group.store_rows(row_max, rows, top)
+
+
+def _is_plain(q: Tensor, v: Tensor, features: Features) -> bool:
+    """Whether torch's operator may compute a call, but for a sink."""
+    return not features._replace(learnable_sink=None).given() and v.shape[-1] == q.shape[-1]
+
+
+def _add_sink_(sink: Tensor, part: sequence.Part, out: Tensor, softmax_lse: Tensor) -> None:
+    """Add the sink to results of a part, (batch, seqlen_q, heads, head_dim or 1)."""
+    lse, share = _with_sink(part.rows(softmax_lse), sink.to(softmax_lse.dtype)[:, None])
+    part.rows(softmax_lse).copy_(lse)
+    part.rows(out).mul_(share)
 
 
 def _with_sink(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
