@@ -576,14 +576,15 @@ Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, con
 Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
            const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
            const OptionalTensor& dv, Options& options) {
-  return run_bwd(
-      dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options, [](Problem&) {}, [](const BwdParams&) {});
+  return run_bwd(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options, [](Problem&) {}, [](const BwdParams&) {});
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(
-    const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
-    const OptionalTensor& dlse, bool /*wants_dbias*/, OptionalTensor& sink, const OptionalTensor& bias,
-    Options& options, Features& features) {
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                                                const Tensor& v, const Tensor& out,
+                                                                const Tensor& softmax_lse, const OptionalTensor& dlse,
+                                                                bool /*wants_dbias*/, OptionalTensor& sink,
+                                                                const OptionalTensor& bias, Options& options,
+                                                                Features& features) {
   const DeviceGuard guard(q.get_device_index());
   const Tensor dq = torch::stable::empty_like(q), dk = torch::stable::empty_like(k), dv = torch::stable::empty_like(v);
   const Tensor none = new_tensor({0}, q), dsink = sink ? torch::stable::empty_like(*sink) : none;

@@ -1,5 +1,5 @@
-// The step before attention in which rows see keys for more reasons than kernels know: it makes one range of all of them.
-// Row i of n used rows, whose own key is i + D with D = seqlen_k - n, sees
+// The step before attention in which rows see keys for more reasons than kernels know: it makes one range of all of
+// them. Row i of n used rows, whose own key is i + D with D = seqlen_k - n, sees
 //
 //   from the window             i + D - left .. i + D + right
 //   in an entry that is causal  no key after i + D
