@@ -13,6 +13,7 @@ takes longer than the GPU.
 """
 
 import functools
+import itertools
 import os
 
 import torch
@@ -80,19 +81,17 @@ def cases(device):
                     bytes=2 * shape[0] * shape[2] * shape[3] * shape[4] * DTYPES[dtype].itemsize,
                 )
     for shape in FEATURED[device]:
-        for dtype in TYPES[device]:
+        document = *shape[:3], shape[3] // DOCUMENTS, shape[4]
+        kinds = ("causal", causally, 1, shape), ("documents", in_documents, DOCUMENTS, document)
+        for dtype, (name, providers, times, part) in itertools.product(TYPES[device], kinds):
             for op, backwards, cost in (("fwd", False, 4), ("bwd", True, 10)):
-                for name, providers, flops in (
-                    ("causal", causally, scores(shape, True)),
-                    ("documents", in_documents, scores((*shape[:3], shape[3] // DOCUMENTS, shape[4]), True) * DOCUMENTS),
-                ):
-                    yield Case(
-                        "flash_attn_features",
-                        f"{describe(shape)} {name} {op}",
-                        dtype,
-                        functools.partial(providers, backwards, shape, DTYPES[dtype], device),
-                        flops=cost * flops * shape[-1],
-                    )
+                yield Case(
+                    "flash_attn_features",
+                    f"{describe(shape)} {name} {op}",
+                    dtype,
+                    functools.partial(providers, backwards, shape, DTYPES[dtype], device),
+                    flops=cost * times * scores(part, True) * shape[-1],
+                )
     for shape in HOST[device]:
         for name, providers, option in (
             ("fwd", forward, False),

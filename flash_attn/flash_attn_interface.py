@@ -50,7 +50,8 @@ argument. All combine with each other and with all of the above.
   C * floor((i + D) / C) to that + C - 1.
 - causal as a tensor. bool or int32 (batch,): which entries are causal. Slow with rotary_cos.
 - seqused_q, seqused_k. int32 (batch,): how many rows and keys of each entry are used; masks and ALiBi count as if there
-  were no others. Unused rows give 0, with lse = +inf, and have no gradient. seqused_q is slow with learnable_sink or alibi_slopes.
+  were no others. Unused rows give 0, with lse = +inf, and have no gradient. seqused_q is slow with
+  learnable_sink or alibi_slopes.
 - Values of another head_dim than the keys. out has that of the values. Without pages, up to 256 and beside no other of
   these arguments but learnable_sink, computed by padding the narrower of the two; else slow.
 - Head dims of 257 to 576. Slow.

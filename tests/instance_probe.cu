@@ -28,23 +28,24 @@ void answer(int64_t* sizes) {
 
 extern "C" {
 
-const char* find_fwd_sizes(int head_dim, bool plain, int64_t* sizes) {
+const char* find_fwd_sizes(int head_dim, Features features, int64_t* sizes) {
   return for_head_dim(head_dim, [&](auto kHeadDim) {
-    const auto features = plain ? Features::kPlain : Features::kAll;
-    dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, [&](auto kFeatures) {
       using Config = FwdConfig<__nv_bfloat16, kHeadDim, kFeatures>;
       answer<Config, FwdShared<Config>>(sizes);
     });
   });
 }
 
-const char* find_fwd_sm90_sizes(int head_dim, bool plain, bool wide, int64_t* sizes) {
+const char* find_fwd_sm90_sizes(int head_dim, Features features, bool wide, int64_t* sizes) {
   return for_head_dim(head_dim, [&](auto kHeadDim) {
-    const auto run = [&](auto kPlain, auto kWide) {
-      using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kPlain ? Features::kPlain : Features::kAll, kWide>;
-      answer<Config, FwdSm90Shared<Config>>(sizes);
-    };
-    dispatch_flags(run, plain, wide);
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, [&](auto kFeatures) {
+      const auto run = [&](auto kWide) {
+        using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures, kWide>;
+        answer<Config, FwdSm90Shared<Config>>(sizes);
+      };
+      dispatch_flags(run, wide);
+    });
   });
 }
 

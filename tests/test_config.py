@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a 
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
 SM80, DECODE, SM90 = KERNELS = range(3)  # the alternatives of FwdPlan
+PLAIN, RANGED, ALL = FEATURES = range(3)
 # Of a block, by compute capability; fwd and dmask have the same tiles on all of them.
 SHARED_BYTES = {"8.0": 163 * 1024, "8.6, 8.9, 12.0": 99 * 1024, "9.0, 10.0": 227 * 1024}
 STATIC_SHARED_BYTES = 4096  # that decoding leaves for what it declares in the kernel
@@ -108,7 +109,7 @@ def test_accumulators_fit_the_registers(host, head_dim, plain):
     assert rows // warps * (keys + head_dim) / 32 <= 192
 
 
-@pytest.mark.parametrize("kernel, options", [("fwd", (True,)), ("fwd", (False,)), ("dmask", ())])
+@pytest.mark.parametrize("kernel, options", [*(("fwd", (features,)) for features in FEATURES), ("dmask", ())])
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_blocks_fit_every_gpu(instances, head_dim, kernel, options):
     shared_bytes, threads = numbers(instances, 2, f"find_{kernel}_sizes", head_dim, *options)
@@ -144,14 +145,15 @@ def test_backward_blocks_fit_every_gpu(head_dim, plain):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_hopper_blocks_fit(host, instances, head_dim, plain, wide):
+def test_hopper_blocks_fit(host, instances, head_dim, features, wide):
     """Shared memory, and the registers of a thread: scores, packed probabilities and output, and 24 for the rest."""
+    plain = features != ALL
     warpgroups, keys, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", head_dim, plain, wide)
-    if wide and not has_wide:
+    if wide and not (has_wide and features == PLAIN):
         pytest.skip("there is no wide tile")
-    shared_bytes, threads = numbers(instances, 2, "find_fwd_sm90_sizes", head_dim, plain, wide)
+    shared_bytes, threads = numbers(instances, 2, "find_fwd_sm90_sizes", head_dim, features, wide)
     assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
     assert threads == 128 * (warpgroups + 1)
     assert keys % (16 if plain else 32) == 0

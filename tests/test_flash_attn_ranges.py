@@ -101,6 +101,17 @@ def test_masks(name, heads_k, portable, device, monkeypatch):
     assert_is_attention(*results, inputs, ranges, learnable_sink=sink, causal=True)
 
 
+@pytest.mark.parametrize("seqlen_q", [3, 300])
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("head_dim", [96, 192, 256])
+def test_head_dims(head_dim, portable, seqlen_q, device, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
+    inputs = inputs_of(Case(seqlen_q=seqlen_q, seqlen_k=300, heads_k=2, head_dim=head_dim), device)
+    ranges, sink = masks.documents(torch.tensor([0, 90, 91, 300]), 300)[:, :, -seqlen_q:].to(device), torch.randn(4)
+    results = flash_attn_func(*inputs, key_ranges=ranges, learnable_sink=sink.to(device), return_lse=True)
+    assert_is_attention(*results, inputs, ranges, learnable_sink=sink.to(device))
+
+
 @pytest.mark.parametrize("seqlen_q", [2, 200])
 @pytest.mark.parametrize("portable", [False, True])
 def test_keys_that_no_row_sees_may_be_nan(seqlen_q, portable, device, monkeypatch):

@@ -150,7 +150,8 @@ __device__ void hide_outside(Fragment<kRows, kCols>& s, IntervalOf&& interval, i
 // Writes `value` where a row does not see a key. rows[r] is the query row of the lane's r-th row; col0 is the key of
 // column 0.
 template <typename AnyMask, int kRows, int kCols>
-__device__ void hide(Fragment<kRows, kCols>& s, const AnyMask& mask, const int (&rows)[kRows / 8], int col0, float value) {
+__device__ void hide(Fragment<kRows, kCols>& s, const AnyMask& mask, const int (&rows)[kRows / 8], int col0,
+                     float value) {
   hide_outside(s, [&](int r) { return mask.keys_seen_by(rows[r]); }, col0, value);
 }
 

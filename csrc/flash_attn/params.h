@@ -17,13 +17,13 @@ namespace flash::flash_attn {
 constexpr int kUnbounded = (1 << 30) - 1;
 constexpr int kMaxSeqlen = 1 << 30;
 
-// Which keys rows see besides what the window says: [first, end), in keys of the entry; anything outside of its keys, or
-// an end that is not after first, is empty there.
+// Which keys rows see besides what the window says: [first, end), in keys of the entry; anything outside of its keys,
+// or an end that is not after first, is empty there.
 struct KeyRanges {
   const int* data;               // (batch, heads, rows of an entry, 2); packed: (heads, total_q, 2); null: all keys
   int64_t batch, heads, seqlen;  // strides, in ints; 0 where one serves all
-  // For each tile of rows of a kernel: the smallest interval that holds those of all its rows, and the largest that lies
-  // in each of them, as (first, end, first, end). ranges.cuh fills it before the kernel.
+  // For each tile of rows of a kernel: the smallest interval that holds those of all its rows, and the largest that
+  // lies in each of them, as (first, end, first, end). ranges.cuh fills it before the kernel.
   int4* of_tiles;
 };
 
@@ -112,7 +112,8 @@ struct AppendParams {
   bool queries_advance;  // query i is at the position of the i-th new key, not of the first
 };
 
-// Key ranges that also say what the window, chunks, causal entries and used rows say, for kernels that know only ranges.
+// Key ranges that also say what the window, chunks, causal entries and used rows say, for kernels that know only
+// ranges.
 struct RangesParams {
   Problem problem;       // with the ranges that are given, if any
   bool paged;            // whether keys are in pages

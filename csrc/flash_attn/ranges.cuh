@@ -1,5 +1,5 @@
-// The step before attention in which rows see keys for more reasons than kernels know: it makes one range of all of them.
-// Row i of n used rows, whose own key is i + D with D = seqlen_k - n, sees
+// The step before attention in which rows see keys for more reasons than kernels know: it makes one range of all of
+// them. Row i of n used rows, whose own key is i + D with D = seqlen_k - n, sees
 //
 //   from the window             i + D - left .. i + D + right
 //   in an entry that is causal  no key after i + D
@@ -46,7 +46,7 @@ __device__ inline Interval keys_for_all_reasons(const RangesParams& p, int entry
   return seen.empty() ? Interval{0, -1} : seen;
 }
 
-__global__ __launch_bounds__(kRangesThreads) inline void ranges_kernel(const __grid_constant__ RangesParams p) {
+__global__ __launch_bounds__(kRangesThreads) void ranges_kernel(const __grid_constant__ RangesParams p) {
   const int64_t index = int64_t{blockIdx.x} * kRangesThreads + threadIdx.x;
   const int64_t outer = index / p.problem.seqlen_q;
   const int position = index % p.problem.seqlen_q, head = outer % p.heads;

@@ -189,7 +189,7 @@ def decode(
     if features is None:
         return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
     terms, rest = features[:2], features[2:]
-    if is_plain and not features._replace(learnable_sink=None).given():
+    if is_plain and features.none_but_sink():
         if features.learnable_sink is None:
             return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
         out, softmax_lse, _ = with_features.fwd_kvcache_features(q, k_cache, v_cache, *terms, *arguments)
@@ -309,7 +309,7 @@ def _needs_op(features, q, v, options):
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
     padded_pages = options.get("block_table") is not None and head_dim != head_dim_v
     too_wide = max(head_dim, head_dim_v) > MAX_HEAD_DIM
-    return too_wide or padded_pages or bool(features._replace(learnable_sink=None).given())
+    return too_wide or padded_pages or not features.none_but_sink()
 
 
 def _padded(x, head_dim):

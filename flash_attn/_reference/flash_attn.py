@@ -346,7 +346,7 @@ def _forward(
 
 def _is_plain(q: Tensor, v: Tensor, features: Features) -> bool:
     """Whether torch's operator may compute a call, but for a sink."""
-    return not features._replace(learnable_sink=None).given() and v.shape[-1] == q.shape[-1]
+    return features.none_but_sink() and v.shape[-1] == q.shape[-1]
 
 
 def _add_sink_(sink: Tensor, part: sequence.Part, out: Tensor, softmax_lse: Tensor) -> None:

@@ -59,6 +59,11 @@ class Features(NamedTuple):
         fields = zip(Features._fields, self, strict=True)
         return [name for name, value in fields if isinstance(value, torch.Tensor) or value]
 
+    def none_but_sink(self) -> bool:
+        """Whether none of the features is given, but for a sink. Quick, since calls with a sink ask."""
+        _, bias, ranges, chunk, causal, seqused_q, row_max = self
+        return bias is None and ranges is None and causal is None and seqused_q is None and chunk == 0 and not row_max
+
 
 class CacheOptions(NamedTuple):
     """Arguments of `fwd_kvcache`."""
