@@ -60,6 +60,7 @@ struct BwdConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
+  static constexpr bool kPlain = kFeatures == Features::kPlain;
   static constexpr BwdTile kTile = bwd_tile(kHeadDim, kCompact);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys, kWarpKeys = kTile.warp_keys, kStages = kTile.stages;
   static constexpr int kTeamWarps = 4, kTeamThreads = 32 * kTeamWarps, kThreads = 2 * kTeamThreads, kPairThreads = 64;
@@ -141,17 +142,17 @@ struct Share {
 // ---------------------------------------------------------------------------------------------------------------------
 // Loads
 
-// Starts to load the rows from row0 on of a span; rows outside of `live` read as zeros.
+// Starts to load the rows from row0 on of a span; rows outside of `live` and columns from `cols` on read as zeros.
 template <typename Config, typename Tile, typename Data>
-__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, const Span& span, int head,
-                          int row0, const Interval& live) {
+__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, int cols, const Span& span,
+                          int head, int row0, const Interval& live) {
   using T = const typename Config::T;
   T* first = first_token<typename Config::T>(x, span, head) + row0 * x.seqlen;
   const StridedRows<T> rows{first, x.seqlen, row0 - live.first, live.last - live.first + 1};
   if (Config::kFeatures == Features::kPlain || p.aligned) {
-    load_async<Config::kThreads>(tile, rows, p.problem.head_dim);
+    load_async<Config::kThreads>(tile, rows, cols);
   } else {
-    load_scattered<Config::kThreads>(tile, rows, p.problem.head_dim, x.head_dim);
+    load_scattered<Config::kThreads>(tile, rows, cols, x.head_dim);
   }
 }
 
@@ -161,8 +162,9 @@ __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Par
   constexpr int kBlockM = Config::kBlockM;
   const Span& span = shared.seq.q;
   const int row0 = rows.block * kBlockM;
-  load_tile<Config>(shared.q[stage], p, p.q, span, rows.head, row0, shared.live_rows);
-  load_tile<Config>(shared.dout[stage], p, p.dout, span, rows.head, row0, shared.live_rows);
+  load_tile<Config>(shared.q[stage], p, p.q, p.problem.head_dim, span, rows.head, row0, shared.live_rows);
+  load_tile<Config>(shared.dout[stage], p, p.dout, head_dim_v<Config::kPlain>(p.problem), span, rows.head, row0,
+                    shared.live_rows);
   const int row = threadIdx.x % kBlockM;
   const bool is_live = shared.live_rows.covers({row0 + row, row0 + row});
   if (threadIdx.x < kBlockM) {
@@ -401,8 +403,9 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, Key
   const int group = p.problem.heads / p.problem.heads_k, steps = (blocks.last - blocks.first + 1) * group;
   if (steps == 0) return;
   RowBlock rows = first_rows(shared, p);
-  load_tile<Config>(shared.k, p, p.k, shared.seq.k, head_k, keys.first, shared.live_keys);
-  load_tile<Config>(shared.v, p, p.v, shared.seq.k, head_k, keys.first, shared.live_keys);
+  load_tile<Config>(shared.k, p, p.k, p.problem.head_dim, shared.seq.k, head_k, keys.first, shared.live_keys);
+  load_tile<Config>(shared.v, p, p.v, head_dim_v<Config::kPlain>(p.problem), shared.seq.k, head_k, keys.first,
+                    shared.live_keys);
   load_rows(shared, 0, p, rows);
   for (int step = 0; step < steps; ++step) {
     ptx::commit_copies();
@@ -422,7 +425,7 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, Key
 // Rounds dV or dK, times `factor`, to global memory, by way of a tile that nobody reads any more.
 template <typename Config, typename Tile>
 __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const BwdShared<Config>& shared,
-                          const Share<Config>& share, const BwdSm80Params& p, const TensorRef<>& x) {
+                          const Share<Config>& share, const BwdSm80Params& p, const TensorRef<>& x, int cols) {
   using T = typename Config::T;
   constexpr int kRows = Config::kBlockN / Config::kTeamWarps;
 #pragma unroll
@@ -436,9 +439,9 @@ __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const B
   T* first = first_token<T>(x, span, shared.work.head_k) + shared.keys.first * x.seqlen;
   const StridedRows<T> rows{first, x.seqlen, 0, span.length - shared.keys.first};
   if (Config::kFeatures == Features::kPlain || p.aligned) {
-    store_rows<kRows>(tile, rows, kRows * share.member, p.problem.head_dim);
+    store_rows<kRows>(tile, rows, kRows * share.member, cols);
   } else {
-    store_scattered<kRows>(tile, rows, kRows * share.member, p.problem.head_dim, x.head_dim);
+    store_scattered<kRows>(tile, rows, kRows * share.member, cols, x.head_dim);
   }
 }
 
@@ -470,9 +473,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_c
   walk_rows(shared, p, sum);
   const Share<Config> share;
   if (share.sums_dv) {
-    store_sum(shared.v, sum, p.problem.dropout_rescale, shared, share, p, p.dv);
+    store_sum(shared.v, sum, p.problem.dropout_rescale, shared, share, p, p.dv, head_dim_v<Config::kPlain>(p.problem));
   } else {
-    store_sum(shared.k, sum, p.problem.softmax_scale, shared, share, p, p.dk);
+    store_sum(shared.k, sum, p.problem.softmax_scale, shared, share, p, p.dk, p.problem.head_dim);
   }
 }
 

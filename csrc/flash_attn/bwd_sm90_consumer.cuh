@@ -45,7 +45,6 @@ struct BwdConsumer {
   using T = typename Config::T;
   using Scores = Fragment<16, Config::kBlockM>;  // S^T, then P^T; or dP^T, then dS^T
   using Packed = PackedFragment<T, 16, Config::kBlockM>;
-  using KeySum = Fragment<16, Config::kHeadDim>;  // dV or dK
   static constexpr bool kPlain = Config::kFeatures == Features::kPlain;
   const BwdSm90Params& p;
   Shared& shared;
@@ -58,8 +57,8 @@ struct BwdConsumer {
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
 
   // Clears rows or keys outside of `live`, which see nothing or belong to other entries: they may hold NaN.
-  template <typename Tile>
-  __device__ void clear_dead(Tile& first, Tile& second, const Interval& live, const Interval& present) {
+  template <typename First, typename Second>
+  __device__ void clear_dead(First& first, Second& second, const Interval& live, const Interval& present) {
     if (live.covers(present)) return;
     const Interval kept{live.first - present.first, live.last - present.first};
     clear_outside(first, kept);
@@ -95,14 +94,15 @@ struct BwdConsumer {
     });
   }
 
-  // Rounds dV or dK, times `factor`, to global memory.
-  __device__ void store_sum(KeySum& sum, float factor, const TensorRef<>& x) const {
+  // Rounds dV or dK, times `factor`, to `cols` columns in global memory.
+  template <typename Sum>
+  __device__ void store_sum(Sum& sum, float factor, const TensorRef<>& x, int cols) const {
     const Span& span = block.seq.k;
     const float factors[] = {factor, factor};
     sum.scale_rows(factors);
     T* first = first_token<T>(x, span, block.work.head_k) + block.keys.first * x.seqlen;
     const StridedRows<T> rows{first, x.seqlen, 0, max(0, span.length - block.keys.first)};
-    store_rows<T>(sum, rows, key0, p.problem.head_dim);
+    store_rows<T>(sum, rows, key0, cols);
   }
 };
 

@@ -29,7 +29,7 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
   block.for_each_row_block([&](int head, int row_block) {
     const int row0 = row_block * Config::kBlockM;
     const int64_t index = block.padded_index(p, head) + row0;
-    const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values) {
+    const auto load = [&](auto& ring, const CUtensorMap& map, const float* values) {
       ring.barriers.wait_empty(at);
       ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(ring.tiles[0]) + ring.kValueBytes);
       load_async(ring.tiles[at.stage], map, first + row0, head, batch, here);

@@ -87,9 +87,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
 #endif
 }
 
-template <typename T, int kHeadDim, Features kFeatures>
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
-  using Config = BwdWideConfig<T, kHeadDim, kFeatures>;
+  using Config = BwdWideConfig<T, kHeadDim, kFeatures, kHeadDimV>;
   run_bwd_prepare<BwdPrepareConfig<T, kHeadDim>>(p, stream);
   launch_bwd_sm90<bwd_wide_kernel<Config>, Config, BwdWideShared<Config>>(launch_params<Config>(p), stream);
   run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);

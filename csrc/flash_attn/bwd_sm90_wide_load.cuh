@@ -35,7 +35,7 @@ __device__ void load_block(const BwdSm90Launch& p, BwdWideShared<Config>& shared
   block.for_each_row_block([&](int head, int row_block) {
     const int row0 = row_block * Config::kBlockM;
     const int64_t index = block.padded_index(p, head) + row0;
-    const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values) {
+    const auto load = [&](auto& ring, const CUtensorMap& map, const float* values) {
       auto& tile = ring.tiles[at.stage];
       ring.barriers.wait_empty(at);
       ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(tile) + ring.kValueBytes);

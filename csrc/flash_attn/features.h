@@ -9,7 +9,8 @@ namespace flash::flash_attn {
 // What an instance of a kernel can do. Both can do masks, lengths and packed heads, which cost the inner loop nothing.
 enum class Features {
   kPlain,  // scores are scaled products; elements lie in aligned chunks of 16 bytes
-  kAll,    // also softcap, ALiBi, dropout, unaligned rows and keys in pages (as plain decoding has, too)
+  kAll,    // also softcap, ALiBi, dropout, unaligned rows, keys in pages (as plain decoding has, too) and values of
+           // another head dim than the keys (as the kernels for sm_90 have, too)
 };
 
 inline bool has_plain_scores(const Problem& p) {
@@ -25,27 +26,35 @@ bool is_aligned(const TensorRef<Data>& x, int head_dim) {
 }
 
 inline bool all_aligned(const FwdParams& p) {
-  const int head_dim = p.problem.head_dim;
-  return is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) && is_aligned(p.v, head_dim) &&
-         is_aligned(p.out, head_dim);
+  const int head_dim = p.problem.head_dim, head_dim_v = p.problem.head_dim_v;
+  return is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) && is_aligned(p.v, head_dim_v) &&
+         is_aligned(p.out, head_dim_v);
 }
 
-// plain_finds_pages: whether plain instances of the kernel look pages up.
-inline Features features_of(const FwdParams& p, bool plain_finds_pages) {
-  const bool finds_keys = plain_finds_pages || p.pages.block_table == nullptr;
-  const bool plain = has_plain_scores(p.problem) && p.aligned && finds_keys;
+// Whether plain instances of the kernels of a Plan know where values end.
+template <typename Plan>
+bool fits_values(const Problem& p) {
+  return Plan::kPlainHasHeadDimV || p.head_dim_v == p.head_dim;
+}
+
+template <typename Plan>
+Features features_of(const FwdParams& p) {
+  const bool finds_keys = Plan::kPlainFindsPages || p.pages.block_table == nullptr;
+  const bool plain = has_plain_scores(p.problem) && p.aligned && finds_keys && fits_values<Plan>(p.problem);
   return plain ? Features::kPlain : Features::kAll;
 }
 
 inline bool all_aligned(const BwdParams& p) {
-  const int head_dim = p.problem.head_dim;
-  return is_aligned(p.dout, head_dim) && is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) &&
-         is_aligned(p.v, head_dim) && is_aligned(p.out, head_dim) && is_aligned(p.dq, head_dim) &&
-         is_aligned(p.dk, head_dim) && is_aligned(p.dv, head_dim);
+  const int head_dim = p.problem.head_dim, head_dim_v = p.problem.head_dim_v;
+  return is_aligned(p.dout, head_dim_v) && is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) &&
+         is_aligned(p.v, head_dim_v) && is_aligned(p.out, head_dim_v) && is_aligned(p.dq, head_dim) &&
+         is_aligned(p.dk, head_dim) && is_aligned(p.dv, head_dim_v);
 }
 
-inline Features features_of(const BwdParams& p) {
-  return has_plain_scores(p.problem) && p.aligned ? Features::kPlain : Features::kAll;
+template <typename Plan>
+Features features_of(const BwdParams& p) {
+  const bool plain = has_plain_scores(p.problem) && p.aligned && fits_values<Plan>(p.problem);
+  return plain ? Features::kPlain : Features::kAll;
 }
 
 }  // namespace flash::flash_attn

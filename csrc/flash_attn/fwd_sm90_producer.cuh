@@ -58,7 +58,7 @@ struct Producer {
   }
   __device__ void load_v(const Span& keys, int head, int n) {
     shared.v_ring.wait_empty(v_at);
-    auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Keys));
+    auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Values));
     load_async(shared.v[v_at.stage], maps.v, keys.first + n * Config::kKeys, head, keys.batch, arrived);
     v_at.advance();
   }
@@ -97,7 +97,7 @@ struct Producer {
     auto rows = strided_rows<T>(p.out, work);
     float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head) + work.tile.row0;
     for (int row = 0; row < work.rows.count; ++row, rows.move(1)) {
-      if (col < p.problem.head_dim) store(rows.address() + col, Vec<T, 8>{});
+      if (col < p.problem.head_dim_v) store(rows.address() + col, Vec<T, 8>{});
       if (col == 0) lse[row] = INFINITY;
     }
   }

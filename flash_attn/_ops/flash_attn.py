@@ -76,17 +76,14 @@ def forward(
         arguments = arguments._replace(rng_state=rng_state)
     if features is None:
         out, softmax_lse = fwd(q, k, v, *arguments)
-    elif _needs_op(features, queries, values, options):
+    elif _needs_op(features, is_plain):
         terms, rest = features[:2], features[2:]
         out, softmax_lse, row_max = with_features.fwd_features(
             queries, keys, values, *terms, *Options(*arguments), *rest
         )
         max_logit = _max_logit(row_max) if features.row_max else None
     else:
-        if not is_plain:
-            q, k, v = (_padded(x, max(head_dim, values.shape[-1])) for x in (queries, keys, values))
         out, softmax_lse = fwd(q, k, v, *arguments)
-        out = out if is_plain else out[..., : values.shape[-1]]
         if features.learnable_sink is not None:
             out, softmax_lse = _with_sink(out, softmax_lse, features.learnable_sink)
     if return_softmax:
@@ -162,7 +159,7 @@ def decode(
     arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
     if features is None:
         return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
-    if is_plain and not features._replace(learnable_sink=None).given():
+    if not _needs_op(features, is_plain):
         out, softmax_lse = fwd_kvcache(q, k_cache, v_cache, *arguments)
         if features.learnable_sink is not None:
             out, softmax_lse = _with_sink(out, softmax_lse, features.learnable_sink)
@@ -278,17 +275,9 @@ def _check_results(given, features, options):
         )
 
 
-def _needs_op(features, q, v, options):
-    """Whether no op without features computes a call, padded and with the sink added afterwards."""
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    padded_pages = options.get("block_table") is not None and head_dim != head_dim_v
-    too_wide = max(head_dim, head_dim_v) > MAX_HEAD_DIM
-    return too_wide or padded_pages or bool(features._replace(learnable_sink=None).given())
-
-
-def _padded(x, head_dim):
-    """Returns x with zeros behind its channels. They change no score, and give channels of out that are cut off."""
-    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
+def _needs_op(features, is_plain):
+    """Whether no op without features computes a call with the sink added afterwards."""
+    return not is_plain or bool(features._replace(learnable_sink=None).given())
 
 
 def _with_sink(out, lse, sink):
@@ -349,8 +338,8 @@ def _length_name(name, names):
 def _check_qkv(names, q, k, v, options, features=False):
     """Check q, k, v, named `names`, and the arguments that divide them into entries.
 
-    features: whether head dims may be those of ops with features. Returns (batch, head_dim, is_plain), where is_plain
-    says that they are those of the ops without.
+    features: whether v may have another head_dim, and head dims may be those of ops with features. Returns (batch,
+    head_dim, is_plain), where is_plain says that they are those of the ops without.
     """
     checks.alike(names, (q, k, v), dtypes=DTYPES)
     cu_seqlens_q, block_table = options.get("cu_seqlens_q"), options.get("block_table")
@@ -380,7 +369,7 @@ def _check_qkv(names, q, k, v, options, features=False):
         if shape_q[2] > MANY_HEADS >= shape_q[1] and not torch.compiler.is_compiling():
             _library.warn_once(f"flash_attn: {names[0]} has {shape_q[2]} heads. {_LAYOUT}")
     if shape_v != shape_k:
-        is_plain = _check_values(names[2], v, k, features)
+        is_plain &= _check_values(names[2], v, k, features)
     return batch, shape_q[-1], is_plain
 
 
@@ -409,13 +398,16 @@ def _check_sizes(name_k, shape_q, shape_k, features=False):
 
 
 def _check_values(name, v, k, features):
-    """Check values that differ in shape from the keys. Returns False: no op without features takes them."""
+    """Check values that differ in shape from the keys, in head_dim if `features`.
+
+    Returns whether it is one of the ops without features.
+    """
     if not features:
         checks.has_shape(name, v, k.shape)
     checks.has_shape(name, v, (*k.shape[:-1], None))
     most = with_features.MAX_HEAD_DIM
     checks.number(f"{name}'s head_dim", v.shape[-1], 1 <= v.shape[-1] <= most, "between 1 and {}", most)
-    return False
+    return v.shape[-1] <= MAX_HEAD_DIM
 
 
 def _check_cu_seqlens(name, cu_seqlens, device):
@@ -549,7 +541,8 @@ _FIELDS = {  # name -> (place, default, check) of each field that has a default
 def _check_cache(q, k_cache, v_cache, options, features):
     """Check queries and caches; return (batch, head_dim, positions in an entry of the cache, is_plain).
 
-    features: whether head dims may be those of ops with features. is_plain: whether they are those of the op without.
+    features: whether v_cache may have another head_dim, and head dims may be those of ops with features. is_plain:
+    whether they are those of the op without.
     """
     checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
     shape_q, shape_k = q.shape, k_cache.shape
@@ -562,7 +555,7 @@ def _check_cache(q, k_cache, v_cache, options, features):
     rows, length = shape_k[:2]
     is_plain = _check_sizes("k_cache", shape_q, shape_k, features)
     if v_cache.shape != shape_k:
-        is_plain = _check_values("v_cache", v_cache, k_cache, features)
+        is_plain &= _check_values("v_cache", v_cache, k_cache, features)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         _check_contiguous_rows("k_cache", k_cache)
         _check_contiguous_rows("v_cache", v_cache)
@@ -663,11 +656,17 @@ def _lse_shape(q, cu_seqlens_q):
     return q.shape[0], q.shape[2], q.shape[1]  # (batch, heads, seqlen_q)
 
 
+def _out_fake(q, v, order=torch.preserve_format):  # as in csrc/binding/flash_attn.cpp
+    if v.shape[-1] == q.shape[-1]:
+        return torch.empty_like(q, memory_format=order)
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
 def _fwd_fake(q, k, v, *options):
-    order = torch.preserve_format if k is not None else torch.contiguous_format  # as in csrc/binding/flash_attn.cpp
-    q, _, _ = unpack(q, k, v)
+    order = torch.preserve_format if k is not None else torch.contiguous_format
+    q, _, v = unpack(q, k, v)
     lse_shape = _lse_shape(q, Options(*options).cu_seqlens_q)
-    return torch.empty_like(q, memory_format=order), q.new_empty(lse_shape, dtype=torch.float32)
+    return _out_fake(q, v, order), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 def _probabilities_fake(q, k, v, *options):
@@ -693,8 +692,8 @@ def _bwd_fake(dout, q, k, v, out, lse, dlse, dq, dk, dv, *options):
     return q.new_empty(shape, dtype=torch.float32)
 
 
-def _fwd_kvcache_fake(q, *args):
-    return torch.empty_like(q), q.new_empty(_lse_shape(q, None), dtype=torch.float32)
+def _fwd_kvcache_fake(q, k_cache, v_cache, *args):
+    return _out_fake(q, v_cache), q.new_empty(_lse_shape(q, None), dtype=torch.float32)
 
 
 def _fwd_reference(q, k, v, *options):

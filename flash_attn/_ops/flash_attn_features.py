@@ -1,9 +1,9 @@
 """Attention with features that no kernel has yet: the checks of their arguments, and the ops that compute them.
 
 The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, and causality and lengths of
-each entry; and, seen from the shapes, values of another head_dim than the keys, and head dims beyond those of the
-kernels. The ops take all of them together, and all options of the ops without features. On every device they run in
-plain torch; a kernel that is registered for one of them takes its place.
+each entry; and, seen from the shapes, head dims beyond those of the kernels. The ops take all of them together, and all
+options of the ops without features. On every device they run in plain torch; a kernel that is registered for one of
+them takes its place.
 """
 
 from typing import Any
@@ -142,7 +142,7 @@ def _warn(q, v, features):
     if not _library.is_where_kernels_run(q):
         return
     causes = ["return_max_logit" if name == "row_max" else name for name in features.given()]
-    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256:
+    if max(q.shape[-1], v.shape[-1]) > 256:
         causes.append(f"head dims {q.shape[-1]} of keys and {v.shape[-1]} of values")
     _library.warn_once(
         f"flash_attn: attention with {' and '.join(causes)} runs on the slower reference backend in plain torch"
