@@ -38,14 +38,17 @@ const char* find_fwd_sizes(int head_dim, bool plain, int64_t* sizes) {
   });
 }
 
-const char* find_fwd_sm90_sizes(int head_dim, bool plain, bool wide, int64_t* sizes) {
-  return for_head_dim(head_dim, [&](auto kHeadDim) {
+const char* find_fwd_sm90_sizes(int head_dim, int head_dim_v, bool plain, bool wide, int64_t* sizes) {
+  const auto find = [&](auto kHeadDim, auto kHeadDimV) {
     const auto run = [&](auto kPlain, auto kWide) {
-      using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kPlain ? Features::kPlain : Features::kAll, kWide>;
+      constexpr auto kFeatures = kPlain ? Features::kPlain : Features::kAll;
+      using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures, kWide, kHeadDimV>;
       answer<Config, FwdSm90Shared<Config>>(sizes);
     };
     dispatch_flags(run, plain, wide);
-  });
+  };
+  if (head_dim != head_dim_v) return error_of([&] { find(Constant<192>{}, Constant<128>{}); });
+  return for_head_dim(head_dim, [&](auto kHeadDim) { find(kHeadDim, kHeadDim); });
 }
 
 const char* find_dmask_sizes(int head_dim, int64_t* sizes) {
