@@ -82,18 +82,12 @@ def test_deterministic_gradients_repeat(device):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("head_dim, head_dim_v", [(192, 128), (64, 32)])
 def test_layouts_of_values(head_dim, head_dim_v, layout, device):
-    """As of a contiguous tensor: what lies between and behind the channels, NaN here, is not read."""
-    q, k, v, dout = drawn(Case(seqlen_q=70, seqlen_k=90, head_dim=head_dim), head_dim_v, device)
-
-    def run(v, dout):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = flash_attn_func(*leaves, causal=True)
-        return out, *torch.autograd.grad(out, leaves, dout)
-
-    found, expected = run(laid_out(v, layout), laid_out(dout, layout)), run(v, dout)
-    for one, other in zip(found, expected, strict=True):
-        assert torch.isfinite(one).all()
-        torch.testing.assert_close(one, other)
+    """What lies between and behind the channels, NaN here, is not read."""
+    case = Case(seqlen_q=70, seqlen_k=90, head_dim=head_dim, causal=True)
+    q, k, v, dout = drawn(case, head_dim_v, device)
+    tensors = q, k, laid_out(v, layout), laid_out(dout, layout)
+    function = functools.partial(flash_attn_func, causal=True, return_attn_probs=True)
+    check(case, tensors, function, functools.partial(oracle.attention, causal=True))
 
 
 def test_keys_and_values_of_one_projection(device):

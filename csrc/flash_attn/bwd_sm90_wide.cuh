@@ -1,4 +1,6 @@
-// Attention, backward, for sm_90 and head dims above 128: the registers of a warpgroup hold dV or dK, not both.
+// Attention, backward, for sm_90 and head dims above 128: the registers of a warpgroup hold dV or dK, not both. That
+// goes for 192 channels of K and 128 of V, too: 64 keys of dK and dV are 160 registers of a thread, and a step of 64
+// rows needs 80 more. The value team and the key team then have equal products, of 192 + 128 channels each.
 //
 // A cluster of two blocks takes 128 keys of a key head, each block 64, and walks over the rows that see them as
 // bwd_sm90.cuh does. The warpgroups of a block are teams with the same keys:
