@@ -1,6 +1,7 @@
 """Attention against torch's scaled_dot_product_attention (SDPA): forward and backward, and decoding from a cache.
 
 Flops are those of the products with the keys a row sees: 4 a score for each element of head_dim forward, 10 backward.
+A head_dim of 192/128 is 192 of q and k and 128 of v, which "padded" fills up to 192 before the call.
 Bytes are given for decoding, which reads the cache once. SDPA gets tensors (batch, heads, seqlen, head_dim) that are
 contiguous in that order. "torch" is the backend that torch chooses; with a GPU, "torch cudnn" and "torch flash" are
 asked for by name. "portable" are our kernels for sm_80, in whose place a Hopper GPU has others; "deterministic" is our
@@ -14,6 +15,7 @@ takes longer than the GPU.
 
 import functools
 import itertools
+import operator
 import os
 
 import torch
@@ -23,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from benchmarks.harness import DTYPES, Case, backward_of, main
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, masks
 
-SHAPES = {  # batch, heads, heads_k, seqlen, head_dim
+SHAPES = {  # batch, heads, heads_k, seqlen, head_dim; head_dim of v if it is another
     "cuda": [
         (16384 // seqlen, 2048 // head_dim, 2048 // head_dim, seqlen, head_dim)
         for head_dim in (64, 128, 256)
@@ -33,7 +35,8 @@ SHAPES = {  # batch, heads, heads_k, seqlen, head_dim
         (16384 // seqlen, heads, heads_k, seqlen, 128)
         for heads, heads_k in ((32, 8), (64, 8))
         for seqlen in (512, 1024, 2048, 4096)
-    ],
+    ]
+    + [(16384 // seqlen, 16, 16, seqlen, *head_dims) for head_dims in ((192, 128), (192,)) for seqlen in (2048, 8192)],
     "cpu": [(4, 8, 8, 512, 64), (1, 8, 8, 2048, 64), (1, 8, 8, 4096, 128), (2, 16, 16, 1024, 128)],
 }
 DECODING = {  # batch, heads, heads_k, keys in the cache, head_dim
@@ -62,13 +65,17 @@ def cases(device):
     for shape in SHAPES[device]:
         for dtype in TYPES[device]:
             for causal in (False, True):
-                for op, providers, cost in (("fwd", forward, 4), ("bwd", backward, 10), ("fwd+bwd", both_ways, 14)):
+                for op, providers, products in (
+                    ("fwd", forward, (1, 1)),
+                    ("bwd", backward, (3, 2)),
+                    ("fwd+bwd", both_ways, (4, 3)),
+                ):
                     yield Case(
                         f"flash_attn_{op}",
                         describe(shape) + " causal" * causal,
                         dtype,
                         functools.partial(providers, shape, DTYPES[dtype], device, causal),
-                        flops=cost * scores(shape, causal) * shape[-1],
+                        flops=2 * scores(shape, causal) * sum(map(operator.mul, products, head_dims(shape))),
                     )
     for shape in DECODING[device]:
         for dtype in TYPES[device]:
@@ -112,19 +119,26 @@ def cases(device):
 
 
 def describe(shape):
-    batch, heads, heads_k, seqlen, head_dim = shape
-    return f"{batch}x{heads}{f'/{heads_k}' * (heads_k < heads)}x{seqlen}x{head_dim}"
+    batch, heads, heads_k, seqlen, *dims = shape
+    return f"{batch}x{heads}{f'/{heads_k}' * (heads_k < heads)}x{seqlen}x{'/'.join(map(str, dims))}"
+
+
+def head_dims(shape):
+    """Those of keys and of values."""
+    return shape[4], shape[-1]
 
 
 def scores(shape, causal):
-    batch, heads, _, seqlen, _ = shape
+    batch, heads, _, seqlen, *_ = shape
     return batch * heads * seqlen * (seqlen + 1) / 2 if causal else batch * heads * seqlen**2
 
 
 def tensors(shape, dtype, device, **options):
     """q, k, v as (batch, seqlen, heads, head_dim), and as SDPA wants them."""
-    batch, heads, heads_k, seqlen, head_dim = shape
-    ours = [torch.randn(batch, seqlen, n, head_dim, dtype=dtype, device=device) for n in (heads, heads_k, heads_k)]
+    batch, heads, heads_k, seqlen, *_ = shape
+    head_dim, head_dim_v = head_dims(shape)
+    sizes = (heads, head_dim), (heads_k, head_dim), (heads_k, head_dim_v)
+    ours = [torch.randn(batch, seqlen, *size, dtype=dtype, device=device) for size in sizes]
     theirs = [x.transpose(1, 2).contiguous() for x in ours]
     return [x.requires_grad_(**options) for x in ours], [x.requires_grad_(**options) for x in theirs]
 
@@ -134,6 +148,7 @@ def forward(shape, dtype, device, causal, requires_grad=False):
     attend = functools.partial(flash_attn_func, *ours, causal=causal)
     return {
         "flash_attn": attend,
+        **{name: functools.partial(attend, *ours, causal=causal) for name, attend in padded(shape).items()},
         **portable(attend, device),
         **{name: functools.partial(attend, *theirs) for name, attend in sdpa(device, shape, causal).items()},
     }
@@ -142,6 +157,16 @@ def forward(shape, dtype, device, causal, requires_grad=False):
 def with_graph(shape, dtype, device, causal):
     """The forward, recording what its backward needs."""
     return forward(shape, dtype, device, causal, requires_grad=True)
+
+
+def padded(shape):
+    """Attention of q, k and v with v filled up to the head_dim of k, if it has another; nothing otherwise."""
+    head_dim, head_dim_v = head_dims(shape)
+
+    def attend(q, k, v, **options):
+        return flash_attn_func(q, k, F.pad(v, (0, head_dim - head_dim_v)), **options)[..., :head_dim_v]
+
+    return {"padded": attend} if head_dim_v != head_dim else {}
 
 
 def portable(function, device):
@@ -166,6 +191,8 @@ def backward(shape, dtype, device, causal):
         functions[name] = backward_of(attend, *ours)
     attend = functools.partial(flash_attn_func, *ours, causal=causal)
     functions |= portable(backward_of(attend, *ours), device)
+    for name, attend in padded(shape).items():
+        functions[name] = backward_of(functools.partial(attend, *ours, causal=causal), *ours)
     for name, attend in sdpa(device, shape, causal).items():
         functions[name] = backward_of(functools.partial(attend, *theirs), *theirs)
     return functions
@@ -173,7 +200,10 @@ def backward(shape, dtype, device, causal):
 
 def both_ways(shape, dtype, device, causal):
     ours, theirs = tensors(shape, dtype, device)
-    functions = {"flash_attn": functools.partial(step, functools.partial(flash_attn_func, causal=causal), ours)}
+    functions = {
+        name: functools.partial(step, functools.partial(attend, causal=causal), ours)
+        for name, attend in {"flash_attn": flash_attn_func, **padded(shape)}.items()
+    }
     attention = sdpa(device, shape, causal)
     return functions | {name: functools.partial(step, attend, theirs) for name, attend in attention.items()}
 
@@ -244,7 +274,10 @@ def sdpa(device, shape, causal):
     """Provider names and functions of q, k, v."""
     chosen = {"torch cudnn": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
     named = {name: functools.partial(with_backend, backend) for name, backend in chosen.items() if device == "cuda"}
-    _, heads, heads_k, _, _ = shape
+    _, heads, heads_k, *_ = shape
+    head_dim, head_dim_v = head_dims(shape)
+    if head_dim_v != head_dim:
+        named = {}  # not every backend takes them
     options = dict(is_causal=causal, enable_gqa=heads_k < heads)
     functions = {"torch": F.scaled_dot_product_attention, **named}
     return {name: functools.partial(attend, **options) for name, attend in functions.items()}

@@ -53,6 +53,16 @@ HOPPER = {
     )
     for dtype, head_dim, (name, features) in itertools.product(TYPES, HEAD_DIMS, FEATURES.items())
 }
+UNEQUAL_HEAD_DIMS = {  # of keys and of values: see head_dims.h
+    f"flash_attn_{kind}_sm90_{dtype}_192_128_{name}": _flash_attn(
+        header, f"run_{kind}_sm90<{TYPES[dtype]}, 192, {features}, {rest}>", params
+    )
+    for (kind, header, rest, params), dtype, (name, features) in itertools.product(
+        (("fwd", "fwd_sm90", "false, 128", "FwdSm90Params"), ("bwd", "bwd_sm90_wide", "128", "BwdSm90Params")),
+        TYPES,
+        FEATURES.items(),
+    )
+}
 DMASK = {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(
         "dmask_sm80", f"run_dmask<{TYPES[dtype]}, {head_dim}, {width}>", "DmaskParams"
@@ -61,7 +71,7 @@ DMASK = {
 }
 
 # Name of the instance -> text of its source file.
-INSTANCES: dict[str, str] = PORTABLE | HOPPER | DMASK
+INSTANCES: dict[str, str] = PORTABLE | HOPPER | UNEQUAL_HEAD_DIMS | DMASK
 
 
 def generate(build_dir: pathlib.Path) -> list[pathlib.Path]:

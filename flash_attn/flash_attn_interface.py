@@ -52,8 +52,8 @@ argument. All combine with each other and with all of the above.
 - seqused_q, seqused_k. int32 (batch,): how many rows and keys of each entry are used; masks and ALiBi count as if there
   were no others. Unused rows give 0, with lse = +inf, and have no gradient. seqused_q is slow with
   learnable_sink or alibi_slopes.
-- Values of another head_dim than the keys. out has that of the values. Without pages, up to 256 and beside no other of
-  these arguments but learnable_sink, computed by padding the narrower of the two; else slow.
+- Values of another head_dim than the keys. out has that of the values. Kernels for sm_90 have the products of head
+  dims 129 to 192 with values of up to 128, as DeepSeek's models have; others fill the narrower one up on chip.
 - Head dims of 257 to 576. Slow.
 - return_lse. Return (out, softmax_lse); not with return_attn_probs, which returns it, too.
 - return_max_logit. Append float32 (heads,), the largest score of each head in the whole call, before the sink; -inf if
@@ -613,7 +613,7 @@ def flash_attn_with_kvcache(
         softcap: above 0, a score s becomes softcap * tanh(s / softcap).
         alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None.
         learnable_sink, attn_bias, key_ranges, attention_chunk, return_max_logit: those of `flash_attn_func`, without a
-            gradient; keys of another head_dim than values are slow here.
+            gradient.
         rotary_interleaved: rotate pairs (2t, 2t + 1) if true, which is the default here; else pairs
             (t, t + rotary_dim / 2), which is the default of `flash_attn.layers.rotary` and of the modules, and what
             GPT-NeoX and Llama mean.

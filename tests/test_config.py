@@ -18,6 +18,7 @@ HERE = pathlib.Path(__file__).parent
 pytestmark = pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
+HOPPER_HEAD_DIMS = (*((dim, dim) for dim in HEAD_DIMS), (192, 128))  # of keys and of values
 SM80, DECODE, SM90 = KERNELS = range(3)  # the alternatives of FwdPlan
 PLAIN, RANGED, ALL = FEATURES = range(3)
 # Of a block, by compute capability; fwd and dmask have the same tiles on all of them.
@@ -53,9 +54,19 @@ def test_every_head_dim_has_an_instance(host):
     assert host.call("find_instance_head_dim", 257) == 0
 
 
+def test_head_dims_of_keys_and_values(host):
+    """The channels of both have room, and no instance for sm_90 would have fewer products."""
+    for dims in itertools.product((1, 64, 65, 128, 129, 136, 192, 193, 256), repeat=2):
+        found = numbers(host, 4, "find_head_dims", *dims)
+        sm80, sm90 = tuple(found[:2]), tuple(found[2:])
+        room = [built for built in HOPPER_HEAD_DIMS if built[0] >= dims[0] and built[1] >= dims[1]]
+        assert sm80 == min(built for built in room if built[0] == built[1])
+        assert sm90 == min(room, key=sum)
+
+
 @pytest.mark.parametrize("dtype", [1, 2], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_an_instance_that_is_left_out_raises(head_dim, dtype):
+@pytest.mark.parametrize("head_dim, head_dim_v", HOPPER_HEAD_DIMS)
+def test_an_instance_that_is_left_out_raises(head_dim, head_dim_v, dtype):
     dispatch = native.library(HERE / "dispatch_probe.cu", native.CUDA)
     for call in (
         *(("run_fwd_instance", kernel) for kernel in KERNELS),
@@ -64,7 +75,7 @@ def test_an_instance_that_is_left_out_raises(head_dim, dtype):
     ):
         name, *args = call
         with pytest.raises(RuntimeError, match="leaves out the instance"):
-            dispatch.run(name, head_dim, dtype, *args)
+            dispatch.run(name, head_dim, head_dim_v, dtype, *args)
 
 
 def test_widths_of_s_dmask(host):
@@ -146,18 +157,18 @@ def test_backward_blocks_fit_every_gpu(head_dim, plain):
 
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("features", FEATURES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_hopper_blocks_fit(host, instances, head_dim, features, wide):
+@pytest.mark.parametrize("head_dim, head_dim_v", HOPPER_HEAD_DIMS)
+def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide):
     """Shared memory, and the registers of a thread: scores, packed probabilities and output, and 24 for the rest."""
     plain = features != ALL
-    warpgroups, keys, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", head_dim, plain, wide)
+    warpgroups, keys, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", head_dim, head_dim_v, plain, wide)
     if wide and not (has_wide and features == PLAIN):
         pytest.skip("there is no wide tile")
-    shared_bytes, threads = numbers(instances, 2, "find_fwd_sm90_sizes", head_dim, features, wide)
+    shared_bytes, threads = numbers(instances, 2, "find_fwd_sm90_sizes", head_dim, head_dim_v, features, wide)
     assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
     assert threads == 128 * (warpgroups + 1)
     assert keys % (16 if plain else 32) == 0
-    assert keys // 2 + keys // 4 + head_dim // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
+    assert keys // 2 + keys // 4 + head_dim_v // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -236,6 +247,7 @@ class Problem:
     shared_bytes: int = 227 * 1024
     causal: bool = False
     has_sm90: bool = False
+    head_dim_v: int = 0  # 0: head_dim
 
     @property
     def group(self):
@@ -364,7 +376,8 @@ def test_hopper_plan(host):
         if plan.kernel != SM90:
             continue
         taken += 1
-        warpgroups, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", problem.head_dim, problem.plain, plan.wide)
+        dims = problem.head_dim, problem.head_dim
+        warpgroups, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", *dims, problem.plain, plan.wide)
         entries = 1 if problem.packed_q else problem.batch
         assert plan.packed_heads == 1
         assert has_wide or not plan.wide
@@ -397,6 +410,18 @@ def test_what_stays_portable_on_hopper(host):
     ):
         plan = plan_of(host, dataclasses.replace(many, **changes))
         assert (plan.kernel == SM90, plan.blocks) == (blocks > 0, blocks), changes
+
+
+def test_plan_of_values_with_fewer_channels(host):
+    """The portable kernels give them scratch of the keys' channels, and take them in tiles for all features."""
+    many = Problem(batch=8, heads=32, heads_k=32, head_dim=192, head_dim_v=128, seqlen_q=2048, longest_q=2048)
+    on_sm90 = plan_of(host, dataclasses.replace(many, has_sm90=True))
+    assert (on_sm90.kernel, on_sm90.slots, on_sm90.wide) == (SM90, 2048 // 128, False)
+    few = dataclasses.replace(many, batch=1, heads=1, heads_k=1, seqlen_q=100, longest_q=100, longest_k=100_000)
+    plan = plan_of(host, few)
+    rows, _, _ = numbers(host, 3, "find_fwd_tile", 192, False)
+    assert plan.kernel == SM80 and plan.num_splits > 1
+    assert plan.scratch_out == plan.tiles * plan.num_splits * rows * 192
 
 
 def test_short_entries_of_a_large_cache_are_split(host):

@@ -143,9 +143,9 @@ void check_like(const Tensor& x, const Tensor& q, const char* name) {
 void check_inputs(const Inputs& x) {
   const auto& [q, k, v] = x;
   STD_TORCH_CHECK(q.head_dim >= 1 && q.head_dim <= 256, "head_dim must be between 1 and 256, found ", q.head_dim);
-  STD_TORCH_CHECK(k.head_dim == q.head_dim && v.head_dim == q.head_dim && v.heads == k.heads && v.seqlen == k.seqlen &&
-                      v.batch == k.batch,
-                  "k and v must have the same shape, and q's head_dim ", q.head_dim);
+  STD_TORCH_CHECK(v.head_dim >= 1 && v.head_dim <= 256, "v's head_dim must be between 1 and 256, found ", v.head_dim);
+  STD_TORCH_CHECK(k.head_dim == q.head_dim && v.heads == k.heads && v.seqlen == k.seqlen && v.batch == k.batch,
+                  "k must have q's head_dim ", q.head_dim, ", and v the shape of k, but for its head_dim");
   STD_TORCH_CHECK(q.heads == k.heads || (k.heads > 0 && q.heads % k.heads == 0),
                   "k must have a number of heads that divides q's ", q.heads, ", found ", k.heads);
 }
@@ -193,6 +193,7 @@ Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, AnyOptions& 
   p.heads = narrow_size(x.q.heads, "the number of heads");
   p.heads_k = narrow_size(x.k.heads, "the number of key heads");
   p.head_dim = static_cast<int>(x.q.head_dim);
+  p.head_dim_v = static_cast<int>(x.v.head_dim);
   p.seqlen_q = seqlen(x.q.seqlen, "q");
   p.seqlen_k = p.capacity_k = seqlen(x.k.seqlen, "k");
   p.window_left = window_side(options.window_left);
@@ -230,11 +231,12 @@ flash_attn::Pages pages_of(OptionalTensor& block_table, const Tensor& q, int64_t
           .page_size = Divisor(narrow_size(page_size, "a page"))};
 }
 
-// (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim) in q's place: like q, or contiguous if q is packed.
-Tensor new_out(const Tensor& q, const View<const void>& view, bool tokens, bool packed) {
-  if (!packed && !q.is_contiguous()) return torch::stable::empty_like(q);
-  if (tokens) return new_tensor({view.seqlen, view.heads, view.head_dim}, q);
-  return new_tensor({view.batch, view.seqlen, view.heads, view.head_dim}, q);
+// (batch, seqlen, heads, head_dim_v) or (tokens, heads, head_dim_v) in q's place: like q, or contiguous if q is packed
+// or has another head_dim.
+Tensor new_out(const Tensor& q, const View<const void>& view, int64_t head_dim_v, bool tokens, bool packed) {
+  if (!packed && !q.is_contiguous() && view.head_dim == head_dim_v) return torch::stable::empty_like(q);
+  if (tokens) return new_tensor({view.seqlen, view.heads, head_dim_v}, q);
+  return new_tensor({view.batch, view.seqlen, view.heads, head_dim_v}, q);
 }
 
 Tensor new_lse(const Tensor& q, const View<const void>& view, bool tokens) {
@@ -321,7 +323,7 @@ Append append_of(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, c
   AppendParams& p = append.p;
   for (const auto& [name, x] : {std::pair("k", &*k), std::pair("v", &*v)}) {
     check_like(*x, q, name);
-    check_shape(*x, {q.size(0), k->size(1), k_cache.size(2), q.size(3)}, name);
+    check_shape(*x, {q.size(0), k->size(1), k_cache.size(2), x == &*k ? q.size(3) : v_cache.size(3)}, name);
   }
   p.seqlen_new = fwd.problem.appended_k;
   p.k = ref(*k), p.v = ref(*v);
@@ -446,7 +448,7 @@ FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor&
 }
 
 std::tuple<Tensor, Tensor> run_fwd_call(FwdCall& call, const Tensor& q) {
-  const Tensor out = new_out(q, call.q, call.tokens, call.packed);
+  const Tensor out = new_out(q, call.q, call.p.problem.head_dim_v, call.tokens, call.packed);
   const Tensor softmax_lse = new_lse(q, call.q, call.tokens);
   call.p.out = mutable_ref(out);
   call.p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
@@ -498,10 +500,10 @@ Tensor in_chunks(const Tensor& x) {
 }
 OptionalTensor in_chunks(const OptionalTensor& x) { return x ? OptionalTensor(in_chunks(*x)) : std::nullopt; }
 
-void check_same_shape(const auto& x, const View<const void>& like, const char* name, const char* like_name) {
-  STD_TORCH_CHECK(
-      x.batch == like.batch && x.seqlen == like.seqlen && x.heads == like.heads && x.head_dim == like.head_dim, name,
-      " must have the shape of ", like_name);
+void check_same_shape(const auto& x, const View<const void>& like, int64_t head_dim, const char* name,
+                      const char* like_name) {
+  STD_TORCH_CHECK(x.batch == like.batch && x.seqlen == like.seqlen && x.heads == like.heads && x.head_dim == head_dim,
+                  name, " must have the shape of ", like_name, " with head_dim ", head_dim);
 }
 
 // softmax_d, in the layout that BwdParams says.
@@ -540,11 +542,11 @@ Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, con
   const auto out_view = view_of<const void>(out_rows, tokens, 1, 0, "out");
   const auto dout_view = view_of<const void>(dout_rows, tokens, 1, 0, "dout");
   check_inputs(x);
-  check_same_shape(out_view, x.q, "out", "q");
-  check_same_shape(dout_view, x.q, "dout", "q");
-  check_same_shape(gradients.q, x.q, "dq", "q");
-  check_same_shape(gradients.k, x.k, "dk", "k");
-  check_same_shape(gradients.v, x.k, "dv", "k");
+  check_same_shape(out_view, x.q, x.v.head_dim, "out", "q");
+  check_same_shape(dout_view, x.q, x.v.head_dim, "dout", "q");
+  check_same_shape(gradients.q, x.q, x.q.head_dim, "dq", "q");
+  check_same_shape(gradients.k, x.k, x.k.head_dim, "dk", "k");
+  check_same_shape(gradients.v, x.v, x.v.head_dim, "dv", "v");
 
   BwdParams p{};
   p.problem = problem_of(q, x, batch_of(x, options), options);
@@ -629,7 +631,7 @@ std::tuple<Tensor, Tensor> run_kvcache(const Tensor& q, const Tensor& k_cache, c
 
   set_more(p.problem);
 
-  const Tensor out = new_out(q, x.q, /*tokens=*/false, /*packed=*/false);
+  const Tensor out = new_out(q, x.q, x.v.head_dim, /*tokens=*/false, /*packed=*/false);
   const Tensor softmax_lse = new_lse(q, x.q, /*tokens=*/false);
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref;
   std::optional<Append> append;

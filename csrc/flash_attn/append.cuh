@@ -41,13 +41,13 @@ __device__ inline int length_before(const AppendParams& p, int entry) {
   return min(length, kMaxSeqlen);
 }
 
-// Copies one head of one token of at most kMostChannels channels, from channels `from_step` apart to channels `to_step`
-// apart, and may rotate it. All loads come first, so that they do not wait for one another.
+// Copies `head_dim` channels of one head of one token, at most kMostChannels, from channels `from_step` apart to
+// channels `to_step` apart, and may rotate it. All loads come first, so that they do not wait for one another.
 template <int kMostChannels, typename T>
-__device__ void move_head(const AppendParams& p, const T* from, int64_t from_step, T* to, int64_t to_step, int position,
-                          bool rotates) {
+__device__ void move_head(const AppendParams& p, int head_dim, const T* from, int64_t from_step, T* to, int64_t to_step,
+                          int position, bool rotates) {
   constexpr int kPairs = (kMostChannels + 63) / 64;
-  const int half = p.rotary_dim / 2, head_dim = p.problem.head_dim;
+  const int half = p.rotary_dim / 2;
   T xs[kPairs], ys[kPairs];
   AnyVec<1> cos[kPairs], sin[kPairs];
 #pragma unroll
@@ -95,17 +95,18 @@ __device__ void append_token(const AppendParams& p, int entry, int64_t batch, in
   T* value = cache_row<T>(p, p.v_cache, entry, batch, position, head);
   if (key == nullptr) return;
   const Span span{entry, token, 1};
-  move_head<kMostChannels>(p, first_token<T>(p.k, span, head), p.k.head_dim, key, p.k_cache.head_dim, position,
-                           has_table_row(p, position));
-  move_head<kMostChannels>(p, first_token<T>(p.v, span, head), p.v.head_dim, value, p.v_cache.head_dim, position,
-                           false);
+  move_head<kMostChannels>(p, p.problem.head_dim, first_token<T>(p.k, span, head), p.k.head_dim, key,
+                           p.k_cache.head_dim, position, has_table_row(p, position));
+  move_head<kMostChannels>(p, p.problem.head_dim_v, first_token<T>(p.v, span, head), p.v.head_dim, value,
+                           p.v_cache.head_dim, position, false);
 }
 
 template <typename T>
 __device__ void rotate_query(const AppendParams& p, int entry, int token, int position, int head) {
   const Span span{entry, token, 1};
-  move_head<kMostChannels>(p, first_token<T>(p.q, span, head), p.q.head_dim, first_token<T>(p.q_rotated, span, head),
-                           p.q_rotated.head_dim, position, has_table_row(p, position));
+  move_head<kMostChannels>(p, p.problem.head_dim, first_token<T>(p.q, span, head), p.q.head_dim,
+                           first_token<T>(p.q_rotated, span, head), p.q_rotated.head_dim, position,
+                           has_table_row(p, position));
 }
 
 // The warps, as (entry, token, head): as many tokens as there are keys or queries, whichever are more, and the heads of

@@ -33,12 +33,14 @@ struct BwdScratch {
 };
 
 struct BwdSm80Plan {
+  static constexpr bool kPlainHasHeadDimV = false;  // as in fwd_plan.h
   BwdScratch scratch;
   int section_heads;  // key heads whose blocks start together
   bool waits;         // deterministic: blocks add to the same rows of dQ in the order of their keys
 };
 
 struct BwdSm90Plan {
+  static constexpr bool kPlainHasHeadDimV = true;
   BwdScratch scratch;
   int section_heads;
   bool waits;      // blocks wait for others before they touch the same rows of dQ: if deterministic, or if rounds_dq

@@ -47,7 +47,8 @@ inline int64_t padded_rows_per_head(const Problem& p) {
 
 // Rows of dq_accum lie together in eights.
 inline int64_t dq_accum_size(const Problem& p) {
-  return ceil_div(heads_of_all_entries(p) * p.seqlen_q, int64_t{8}) * 8 * instance_head_dim(p.head_dim);
+  return ceil_div(heads_of_all_entries(p) * p.seqlen_q, int64_t{8}) * 8 *
+         sm80_head_dims(p.head_dim, p.head_dim_v).of_keys;
 }
 
 inline int64_t num_semaphores(const Problem& p) {
@@ -80,7 +81,7 @@ inline int section_of_waiting_blocks(const Problem& p) { return is_causal(p) ? 1
 
 // The same if the main kernel rounds dQ: so many heads that their q, dout and dq_accum take about 8 MB, within bounds.
 inline int section_of_rounding_blocks(const Problem& p) {
-  const int64_t row_bytes = int64_t{8} * p.head_dim * (p.heads / p.heads_k);
+  const int64_t row_bytes = int64_t{2} * (3 * p.head_dim + p.head_dim_v) * (p.heads / p.heads_k);
   const int64_t heads = std::clamp<int64_t>((8 << 20) / (row_bytes * p.seqlen_q), 8, 32);
   return static_cast<int>(heads) * (is_causal(p) ? 2 : 1);
 }
@@ -100,7 +101,7 @@ inline bool suits_sm90(const BwdParams& p) {
 // one another: few keys gain, and many keys lose with head dims above 64. Packed entries cannot: the first block stores
 // whole boxes of rows, which would reach into the next entry.
 inline bool rounds_dq(const Problem& p) {
-  const int head_dim = instance_head_dim(p.head_dim);
+  const int head_dim = sm90_head_dims(p.head_dim, p.head_dim_v).of_keys;
   const int most_keys = head_dim <= 64 ? kMaxSeqlen : head_dim <= 128 ? 2048 : 0;
   return p.cu_seqlens_q == nullptr && p.seqlen_k <= most_keys;
 }

@@ -172,7 +172,7 @@ __device__ void prepare_rows(const Params& p, int outer, int64_t first) {
   const auto load = [&](const SoftmaxDRow& at, const TensorRef<const void>& x) {
     const int64_t token = min(at.span.first + at.row, int64_t{problem.seqlen_q - 1});
     const T* row = first_token<T>(x, Span{at.span.batch, token, 1}, at.head);
-    return load_chunk<kAligned>(row, col, problem.head_dim, x.head_dim);
+    return load_chunk<kAligned>(row, col, problem.head_dim_v, x.head_dim);
   };
 
   Vec<T, 8> out[kSteps], dout[kSteps];
@@ -195,7 +195,7 @@ __device__ void prepare_rows(const Params& p, int outer, int64_t first) {
   float softmax_d = 0;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const bool counts = row_of(step).attends && col < problem.head_dim;
+    const bool counts = row_of(step).attends && col < problem.head_dim_v;
     const float sum = row_sum<Config::kLanes>(out[step], dout[step], counts);
     if (lane == step) softmax_d = sum - dlse;
   }

@@ -161,25 +161,25 @@ struct LiveRows {
 };
 
 template <typename Config, typename Tile, typename Rows, typename Data>
-__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, const Rows& rows) {
+__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, int cols, const Rows& rows) {
   if (Config::kPlain || p.aligned) {
-    load_async<Config::kThreads>(tile, rows, p.problem.head_dim);
+    load_async<Config::kThreads>(tile, rows, cols);
   } else {
-    load_scattered<Config::kThreads>(tile, rows, p.problem.head_dim, x.head_dim);
+    load_scattered<Config::kThreads>(tile, rows, cols, x.head_dim);
   }
 }
 
-// Starts to load the rows from row0 on of a span; rows outside of `live` read as zeros. With key ranges is_live(row),
-// counted from row0, says which.
+// Starts to load the rows from row0 on of a span; rows outside of `live` and columns from `cols` on read as zeros. With
+// key ranges is_live(row), counted from row0, says which rows do not.
 template <typename Config, typename Tile, typename Data, typename IsLive>
-__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, const Span& span, int head,
-                          int row0, const Interval& live, const IsLive& is_live) {
+__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, int cols, const Span& span,
+                          int head, int row0, const Interval& live, const IsLive& is_live) {
   using T = const typename Config::T;
   T* first = first_token<typename Config::T>(x, span, head) + row0 * x.seqlen;
   if (has_ranges<Config::kFeatures>(p.problem)) {
-    load_tile<Config>(tile, p, x, LiveRows<T, IsLive>{first, x.seqlen, 0, is_live});
+    load_tile<Config>(tile, p, x, cols, LiveRows<T, IsLive>{first, x.seqlen, 0, is_live});
   } else {
-    load_tile<Config>(tile, p, x, StridedRows<T>{first, x.seqlen, row0 - live.first, live.last - live.first + 1});
+    load_tile<Config>(tile, p, x, cols, StridedRows<T>{first, x.seqlen, row0 - live.first, live.last - live.first + 1});
   }
 }
 
@@ -187,11 +187,11 @@ __device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Da
 template <typename Config>
 __device__ void load_keys(BwdShared<Config>& shared, const BwdSm80Params& p) {
   const auto is_live = [&](int key) { return (__ldg(shared.live_bits + key / 32) >> key % 32 & 1) != 0; };
-  const auto load = [&](auto& tile, const TensorRef<const void>& x) {
-    load_tile<Config>(tile, p, x, shared.seq.k, shared.work.head_k, shared.keys.first, shared.live_keys, is_live);
+  const auto load = [&](auto& tile, const TensorRef<const void>& x, int cols) {
+    load_tile<Config>(tile, p, x, cols, shared.seq.k, shared.work.head_k, shared.keys.first, shared.live_keys, is_live);
   };
-  load(shared.k, p.k);
-  load(shared.v, p.v);
+  load(shared.k, p.k, p.problem.head_dim);
+  load(shared.v, p.v, head_dim_v<Config::kPlain>(p.problem));
 }
 
 // With key ranges: the keys that rows see, from row 0 of the entry on, and those that tiles see.
@@ -215,8 +215,11 @@ __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Par
   const Span& span = shared.seq.q;
   const int row0 = rows.block * kBlockM;
   const auto sees_keys = [&](int row) { return !seen_rows(shared, p, rows.head)[row0 + row].empty(); };
-  load_tile<Config>(shared.q[stage], p, p.q, span, rows.head, row0, shared.live_rows, sees_keys);
-  load_tile<Config>(shared.dout[stage], p, p.dout, span, rows.head, row0, shared.live_rows, sees_keys);
+  const auto load = [&](auto& tile, const TensorRef<const void>& x, int cols) {
+    load_tile<Config>(tile, p, x, cols, span, rows.head, row0, shared.live_rows, sees_keys);
+  };
+  load(shared.q[stage], p.q, p.problem.head_dim);
+  load(shared.dout[stage], p.dout, head_dim_v<Config::kPlain>(p.problem));
   const int row = threadIdx.x % kBlockM;
   const bool is_live =
       has_ranges<Config::kFeatures>(p.problem) ? sees_keys(row) : shared.live_rows.covers({row0 + row, row0 + row});
@@ -523,7 +526,7 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, Key
 // Rounds dV or dK, times `factor`, to global memory, by way of a tile that nobody reads any more.
 template <typename Config, typename Tile>
 __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const BwdShared<Config>& shared,
-                          const Share<Config>& share, const BwdSm80Params& p, const TensorRef<>& x) {
+                          const Share<Config>& share, const BwdSm80Params& p, const TensorRef<>& x, int cols) {
   using T = typename Config::T;
   constexpr int kRows = Config::kBlockN / Config::kTeamWarps;
 #pragma unroll
@@ -537,9 +540,9 @@ __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const B
   T* first = first_token<T>(x, span, shared.work.head_k) + shared.keys.first * x.seqlen;
   const StridedRows<T> rows{first, x.seqlen, 0, span.length - shared.keys.first};
   if (Config::kPlain || p.aligned) {
-    store_rows<kRows>(tile, rows, kRows * share.member, p.problem.head_dim);
+    store_rows<kRows>(tile, rows, kRows * share.member, cols);
   } else {
-    store_scattered<kRows>(tile, rows, kRows * share.member, p.problem.head_dim, x.head_dim);
+    store_scattered<kRows>(tile, rows, kRows * share.member, cols, x.head_dim);
   }
 }
 
@@ -576,9 +579,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_c
   walk_rows(shared, p, sum);
   const Share<Config> share;
   if (share.sums_dv) {
-    store_sum(shared.v, sum, p.problem.dropout_rescale, shared, share, p, p.dv);
+    store_sum(shared.v, sum, p.problem.dropout_rescale, shared, share, p, p.dv, head_dim_v<Config::kPlain>(p.problem));
   } else {
-    store_sum(shared.k, sum, p.problem.softmax_scale, shared, share, p, p.dk);
+    store_sum(shared.k, sum, p.problem.softmax_scale, shared, share, p, p.dk, p.problem.head_dim);
   }
 }
 

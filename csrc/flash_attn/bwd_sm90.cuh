@@ -126,8 +126,9 @@ CUtensorMap map_of_dq(const BwdSm90Params& p) {
   return map_of<Box>(p.dq, problem.head_dim, problem.heads, problem.seqlen_q, problem.batch);
 }
 
-template <typename T, int kHeadDim, Features kFeatures>
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
+  static_assert(kHeadDimV == kHeadDim);
   using Config = BwdSm90Config<T, kHeadDim, kFeatures>;
   run_before_bwd_sm90<Config>(p, stream);
   BwdSm90Launch params = launch_params<Config>(p);

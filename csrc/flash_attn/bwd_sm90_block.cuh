@@ -26,15 +26,15 @@ struct BwdSm90Launch : BwdSm90Params {
   int key_blocks;
 };
 
-// Tiles of rows and a value for each row.
+// Tiles of rows of kHeadDim channels and a value for each row.
 //
 // When the products that read a tile have ended, no warp of the warpgroup reads it any more. But warps read the values
 // with ordinary loads, about which this says nothing. So one thread can release a stage for its warpgroup only if all
 // warps have met at a barrier since they read the values; otherwise every warp has to. With kValueRounds = 2 a stage
 // has the values of two rounds, and a barrier in the next step is early enough.
-template <typename Config>
+template <typename Config, int kHeadDim>
 struct RowRing {
-  using Tile = SharedTile<typename Config::T, Config::kBlockM, Config::kHeadDim>;
+  using Tile = SharedTile<typename Config::T, Config::kBlockM, kHeadDim>;
   using Cursor = typename Ring<Config::kStages>::Cursor;
   Tile tiles[Config::kStages];
   alignas(128) float values[Config::kValueRounds][Config::kStages][Config::kBlockM];

@@ -72,7 +72,6 @@ struct BwdConsumer {
   using T = typename Config::T;
   using Scores = Fragment<16, Config::kBlockM>;  // S^T, then P^T; or dP^T, then dS^T
   using Packed = PackedFragment<T, 16, Config::kBlockM>;
-  using KeySum = Fragment<16, Config::kHeadDim>;  // dV or dK
   static constexpr bool kPlain = has_plain_scores(Config::kFeatures);
   const BwdSm90Params& p;
   Shared& shared;
@@ -85,8 +84,8 @@ struct BwdConsumer {
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
 
   // Clears rows or keys, which see nothing or belong to other entries: they may hold NaN. clear(tile) does.
-  template <typename Tile, typename Clear>
-  __device__ void clear_both(Tile& first, Tile& second, Clear&& clear) {
+  template <typename First, typename Second, typename Clear>
+  __device__ void clear_both(First& first, Second& second, Clear&& clear) {
     clear(first);
     clear(second);
     ptx::fence_async_shared();
@@ -94,11 +93,11 @@ struct BwdConsumer {
   }
 
   // Those outside of `live`.
-  template <typename Tile>
-  __device__ void clear_dead(Tile& first, Tile& second, const Interval& live, const Interval& present) {
+  template <typename First, typename Second>
+  __device__ void clear_dead(First& first, Second& second, const Interval& live, const Interval& present) {
     if (live.covers(present)) return;
     const Interval kept{live.first - present.first, live.last - present.first};
-    clear_both(first, second, [&](Tile& tile) { clear_outside(tile, kept); });
+    clear_both(first, second, [&](auto& tile) { clear_outside(tile, kept); });
   }
 
   __device__ void wait_keys(uint32_t parity = 0) {
@@ -166,14 +165,15 @@ struct BwdConsumer {
     });
   }
 
-  // Rounds dV or dK, times `factor`, to global memory.
-  __device__ void store_sum(KeySum& sum, float factor, const TensorRef<>& x) const {
+  // Rounds dV or dK, times `factor`, to `cols` columns in global memory.
+  template <typename Sum>
+  __device__ void store_sum(Sum& sum, float factor, const TensorRef<>& x, int cols) const {
     const Span& span = block.seq.k;
     const float factors[] = {factor, factor};
     sum.scale_rows(factors);
     T* first = first_token<T>(x, span, block.work.head_k) + block.keys.first * x.seqlen;
     const StridedRows<T> rows{first, x.seqlen, 0, max(0, span.length - block.keys.first)};
-    store_rows<T>(sum, rows, key0, p.problem.head_dim);
+    store_rows<T>(sum, rows, key0, cols);
   }
 };
 

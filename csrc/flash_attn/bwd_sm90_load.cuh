@@ -50,7 +50,7 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
   block.for_each_row_block(p, [&](int head, int row_block, bool cut) {
     const int row0 = row_block * Config::kBlockM;
     const int64_t index = block.padded_index(p, head) + row0;
-    const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values, int more_bytes) {
+    const auto load = [&](auto& ring, const CUtensorMap& map, const float* values, int more_bytes) {
       ring.barriers.wait_empty(at);
       if (!starts_copies<Config>()) return;
       ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(ring.tiles[0]) + ring.kValueBytes + more_bytes);

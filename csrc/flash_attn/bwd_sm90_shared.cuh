@@ -19,7 +19,7 @@ namespace flash::flash_attn {
 template <typename T_, int kHeadDim_, Features kFeatures_>
 struct BwdSm90Config {
   using T = T_;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges;
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
@@ -69,7 +69,7 @@ struct BwdSm90Shared {
 
   Keys k, v;  // the product for a half of dQ with fewer than 64 channels reads v, too; copies leave out these columns
   SharedTile<T, kBlockM, kBlockN> ds[2];
-  RowRing<Config> q, dout;  // with lse and softmax_d
+  RowRing<Config, kHeadDim> q, dout;  // with lse and softmax_d
   [[no_unique_address]] SeenRingOf<Config> seen;
   DqBox<T> dq[Config::kConsumers];
   DqFate dq_fate[Config::kConsumers];

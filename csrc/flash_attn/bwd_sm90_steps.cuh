@@ -26,7 +26,8 @@ template <typename Config>
 struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   using Base = BwdConsumer<Config, BwdSm90Shared<Config>>;
   using Base::p, Base::shared, Base::block, Base::rank, Base::key0, Base::at, Base::kPlain;
-  using typename Base::Scores, typename Base::Packed, typename Base::KeySum, typename Base::T;
+  using typename Base::Scores, typename Base::Packed, typename Base::T;
+  using KeySum = Fragment<16, Config::kHeadDim>;  // dV or dK
   using HalfOfDq = Fragment<16, kDqBoxCols>;
   using Ds = SharedTile<T, Config::kBlockM, Config::kBlockN>;
   uint32_t& keys_parity;
@@ -223,8 +224,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       if (this->leads()) shared.keys_free.arrive();
       if constexpr (Config::kStaggered) end_last_dq(dq);
     }
-    this->store_sum(dv, p.problem.dropout_rescale, p.dv);
-    this->store_sum(dk, p.problem.softmax_scale, p.dk);
+    this->store_sum(dv, p.problem.dropout_rescale, p.dv, p.problem.head_dim_v);
+    this->store_sum(dk, p.problem.softmax_scale, p.dk, p.problem.head_dim);
   }
 };
 

@@ -1,4 +1,6 @@
-// Attention, backward, for sm_90 and head dims above 128: the registers of a warpgroup hold dV or dK, not both.
+// Attention, backward, for sm_90 and head dims above 128: the registers of a warpgroup hold dV or dK, not both. That
+// goes for 192 channels of K and 128 of V, too: 64 keys of dK and dV are 160 registers of a thread, and a step of 64
+// rows needs 80 more. The value team and the key team then have equal products, of 192 + 128 channels each.
 //
 // A cluster of two blocks takes 128 keys of a key head, each block 64, and walks over the rows that see them as
 // bwd_sm90.cuh does. The warpgroups of a block are teams with the same keys:
@@ -86,9 +88,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
 #endif
 }
 
-template <typename T, int kHeadDim, Features kFeatures>
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
-  using Config = BwdWideConfig<T, kHeadDim, kFeatures>;
+  using Config = BwdWideConfig<T, kHeadDim, kFeatures, kHeadDimV>;
   run_before_bwd_sm90<Config>(p, stream);
   launch_bwd_sm90<bwd_wide_kernel<Config>, Config, BwdWideShared<Config>>(launch_params<Config>(p), stream);
   run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);

@@ -42,7 +42,7 @@ __device__ void load_block(const BwdSm90Launch& p, BwdWideShared<Config>& shared
   block.for_each_row_block(p, [&](int head, int row_block, bool cut) {
     const int row0 = row_block * Config::kBlockM;
     const int64_t index = block.padded_index(p, head) + row0;
-    const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values, int more_bytes) {
+    const auto load = [&](auto& ring, const CUtensorMap& map, const float* values, int more_bytes) {
       auto& tile = ring.tiles[at.stage];
       ring.barriers.wait_empty(at);
       if (!starts_copies<Config>()) return;

@@ -11,10 +11,10 @@
 
 namespace flash::flash_attn {
 
-template <typename T_, int kHeadDim_, Features kFeatures_>
+template <typename T_, int kHeadDim_, Features kFeatures_, int kHeadDimV_>
 struct BwdWideConfig {
   using T = T_;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges && kHeadDim < 256;
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kValueRounds = 1, kCluster = 2;
@@ -25,11 +25,13 @@ struct BwdWideConfig {
 template <typename Config>
 struct BwdWideShared {
   using T = typename Config::T;
-  SharedTile<T, Config::kBlockN, Config::kHeadDim> k, v;
+  SharedTile<T, Config::kBlockN, Config::kHeadDim> k;
+  SharedTile<T, Config::kBlockN, Config::kHeadDimV> v;
   SharedTile<T, Config::kBlockN, 128> other_k;             // of the other block, with the channels of the half of dQ
   SharedTile<T, Config::kBlockM, Config::kBlockN> scores;  // P^T, then dS
   uint4 other_ds[Config::kBlockN / 16][kWarpgroup];        // of each lane
-  RowRing<Config> q, dout;                                 // with lse and softmax_d
+  RowRing<Config, Config::kHeadDim> q;                     // with lse
+  RowRing<Config, Config::kHeadDimV> dout;                 // with softmax_d
   [[no_unique_address]] SeenRingOf<Config> seen;
   ptx::SharedBarrier keys_here, other_keys_here;
   ptx::SharedBarrier other_ds_here, sent_ds_taken;

@@ -20,21 +20,21 @@
 
 namespace flash::flash_attn {
 
-// A team that sums dV or dK.
-template <typename Config>
+// A team that sums dV or dK, of kHeadDim channels.
+template <typename Config, int kHeadDim>
 struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
   using Base = BwdConsumer<Config, BwdWideShared<Config>>;
   using Base::at;
-  using typename Base::Packed, typename Base::KeySum;
-  KeySum sum;
+  using typename Base::Packed;
+  Fragment<16, kHeadDim> sum;
 
   // Adds the product to the sum and goes on to the next rows. A single product of 256 columns would take more registers
   // than a thread has when the kernel starts.
-  __device__ void add_product(Packed& factors, RowRing<Config>& ring) {
-    constexpr int kCols = Config::kHeadDim == 256 ? 128 : Config::kHeadDim;
+  __device__ void add_product(Packed& factors, RowRing<Config, kHeadDim>& ring) {
+    constexpr int kCols = kHeadDim == 256 ? 128 : kHeadDim;
     fence(sum, factors);
 #pragma unroll
-    for (int col = 0; col < Config::kHeadDim; col += kCols) {
+    for (int col = 0; col < kHeadDim; col += kCols) {
       auto& part = *reinterpret_cast<Fragment<16, kCols>*>(&sum.values[0][col / 8]);
       start_gemm<Config::kBlockM>(part, factors, along_rows(ring.tiles[at.stage], col), true);
     }
@@ -44,7 +44,8 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
   }
 
   // Releases a stage of this warp, in both blocks.
-  __device__ void release(const RowRing<Config>& ring) const {
+  template <int kChannels>
+  __device__ void release(const RowRing<Config, kChannels>& ring) const {
     __syncwarp();
     if (lane_id() != 0) return;
 #pragma unroll
@@ -53,8 +54,8 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
 };
 
 template <typename Config>
-struct ValueTeam : SumTeam<Config> {
-  using Base = SumTeam<Config>;
+struct ValueTeam : SumTeam<Config, Config::kHeadDimV> {
+  using Base = SumTeam<Config, Config::kHeadDimV>;
   using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
@@ -109,13 +110,13 @@ struct ValueTeam : SumTeam<Config> {
     if (block.has_rows()) this->wait_keys();
     block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
     await(kEmptyBarrier);
-    this->store_sum(sum, p.problem.dropout_rescale, p.dv);
+    this->store_sum(sum, p.problem.dropout_rescale, p.dv, p.problem.head_dim_v);
   }
 };
 
 template <typename Config>
-struct KeyTeam : SumTeam<Config> {
-  using Base = SumTeam<Config>;
+struct KeyTeam : SumTeam<Config, Config::kHeadDim> {
+  using Base = SumTeam<Config, Config::kHeadDim>;
   using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
@@ -144,7 +145,7 @@ struct KeyTeam : SumTeam<Config> {
     shared.dout.barriers.wait_full(at);
     Scores dp;
     ptx::wgmma_fence();
-    start_gemm<Config::kHeadDim>(dp, along_cols(shared.v), along_cols(shared.dout.tiles[at.stage]), false);
+    start_gemm<Config::kHeadDimV>(dp, along_cols(shared.v), along_cols(shared.dout.tiles[at.stage]), false);
     wait_gemms<0>(dp);
     await(kWeightsBarrier);
     Packed gradients = differentiate(dp);
@@ -159,7 +160,7 @@ struct KeyTeam : SumTeam<Config> {
     sum.fill(0);
     if (block.has_rows()) this->wait_keys();
     block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
-    this->store_sum(sum, p.problem.softmax_scale, p.dk);
+    this->store_sum(sum, p.problem.softmax_scale, p.dk, p.problem.head_dim);
   }
 };
 

@@ -42,7 +42,7 @@ struct DecodeConfig {
   using T = T_;
   using Params = std::conditional_t<kAppends_, AppendingDecodeParams, DecodeParams>;
   static constexpr bool kAppends = kAppends_;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
   static constexpr bool kPaged = kPaged_;
@@ -139,8 +139,8 @@ struct Appending {
       const TensorRef<const void>& from = is_query ? p.q : is_key ? p.k : p.v;
       T* to = is_query ? fresh.q[index] : is_key ? fresh.k[index] : fresh.v[index];
       const int position = before + (is_query && !p.queries_advance ? 0 : token);
-      move_head<Config::kHeadDim>(p, first_token<T>(from, Span{work.tile.entry, token, 1}, head), from.head_dim, to, 1,
-                                  position, (is_query || is_key) && has_table_row(p, position));
+      move_head<Config::kHeadDim>(p, p.problem.head_dim, first_token<T>(from, Span{work.tile.entry, token, 1}, head),
+                                  from.head_dim, to, 1, position, (is_query || is_key) && has_table_row(p, position));
     }
     __syncthreads();
   }
@@ -271,11 +271,11 @@ struct ChunkLoader {
   __device__ void load(DecodeStage<Config>& stage) {
     if (chunk <= last) {
       if (Config::kPlain || p.aligned) {
-        copy(stage.k, keys);
-        copy(stage.v, values);
+        copy(stage.k, keys, p.problem.head_dim);
+        copy(stage.v, values, head_dim_v<Config::kPlain>(p.problem));
       } else {
         load_own_rows_scattered<32>(stage.k, keys, p.problem.head_dim, p.k.head_dim);
-        load_own_rows_scattered<32>(stage.v, values, p.problem.head_dim, p.v.head_dim);
+        load_own_rows_scattered<32>(stage.v, values, p.problem.head_dim_v, p.v.head_dim);
       }
     }
     ptx::commit_copies();
@@ -292,15 +292,15 @@ struct ChunkLoader {
     }
   }
 
-  __device__ void copy(Tile& tile, const KeyRows<Config>& rows) const {
+  __device__ void copy(Tile& tile, const KeyRows<Config>& rows, int cols) const {
     const uint64_t policy = ptx::cache_policy(p.plan.evict_keys);
     const auto copy_chunk = [policy](uint32_t shared, const void* global, bool valid) {
       ptx::copy_async(shared, global, valid, policy);
     };
     if constexpr (Config::kPaged) {
-      load_own_rows_async<32, false>(tile, FoundRows<T, Places>(rows, found), p.problem.head_dim, copy_chunk);
+      load_own_rows_async<32, false>(tile, FoundRows<T, Places>(rows, found), cols, copy_chunk);
     } else {
-      load_own_rows_async<32, false>(tile, rows, p.problem.head_dim, copy_chunk);
+      load_own_rows_async<32, false>(tile, rows, cols, copy_chunk);
     }
   }
 };
@@ -405,9 +405,9 @@ __device__ void store_result(const DecodeParams& p, const FwdWork<Config>& work,
   rows.row = row;
   T* target = rows.address();
   if (Config::kPlain || p.aligned) {
-    if (col < p.problem.head_dim) store(target + col, narrow<T>(values));
+    if (col < head_dim_v<Config::kPlain>(p.problem)) store(target + col, narrow<T>(values));
   } else {
-    for (int i = 0; i < min(4, p.problem.head_dim - col); ++i) target[(col + i) * p.out.head_dim] = values[i];
+    for (int i = 0; i < min(4, p.problem.head_dim_v - col); ++i) target[(col + i) * p.out.head_dim] = values[i];
   }
   if (col != 0) return;
   float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);

@@ -90,7 +90,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid
   for (float& m : max) m = -INFINITY;
   for (int n = work.blocks.last; n >= work.blocks.first; --n) {
     __syncthreads();  // nobody reads K(n + 1) any more
-    load_own_rows<Config>(shared.k, keys, p.fwd, p.fwd.k.head_dim);
+    load_own_rows<Config>(shared.k, keys, p.fwd, p.fwd.problem.head_dim, p.fwd.k.head_dim);
     ptx::commit_copies();
     keys.move(-Config::kKeys);
     ptx::wait_copies<0>();

@@ -11,7 +11,8 @@ namespace flash::flash_attn {
 enum class Features {
   kPlain,   // scores are scaled products; elements lie in aligned chunks of 16 bytes
   kRanged,  // also key ranges
-  kAll,     // also softcap, ALiBi, dropout, unaligned rows and keys in pages (as the others have in decoding, too)
+  kAll,     // also softcap, ALiBi, dropout, unaligned rows, keys in pages (as the others have in decoding, too) and
+            // values of another head dim than the keys (as the others have on sm_90, too)
 };
 
 constexpr bool has_plain_scores(Features features) { return features != Features::kAll; }
@@ -34,28 +35,35 @@ bool is_aligned(const TensorRef<Data>& x, int head_dim) {
 }
 
 inline bool all_aligned(const FwdParams& p) {
-  const int head_dim = p.problem.head_dim;
-  return is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) && is_aligned(p.v, head_dim) &&
-         is_aligned(p.out, head_dim);
+  const int head_dim = p.problem.head_dim, head_dim_v = p.problem.head_dim_v;
+  return is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) && is_aligned(p.v, head_dim_v) &&
+         is_aligned(p.out, head_dim_v);
 }
 
-// plain_finds_pages: whether plain instances of the kernel look pages up.
-inline Features features_of(const FwdParams& p, bool plain_finds_pages) {
-  const bool finds_keys = plain_finds_pages || p.pages.block_table == nullptr;
-  if (!has_plain_scores(p.problem) || !p.aligned || !finds_keys) return Features::kAll;
-  return p.problem.ranges.data ? Features::kRanged : Features::kPlain;
+// Whether instances with less than all features know where values end, in the kernels of a Plan.
+template <typename Plan>
+bool fits_values(const Problem& p) {
+  return Plan::kPlainHasHeadDimV || p.head_dim_v == p.head_dim;
+}
+
+template <typename Plan>
+Features features_of(const FwdParams& p) {
+  const bool finds_keys = Plan::kPlainFindsPages || p.pages.block_table == nullptr;
+  const bool plain = has_plain_scores(p.problem) && p.aligned && finds_keys && fits_values<Plan>(p.problem);
+  return !plain ? Features::kAll : p.problem.ranges.data ? Features::kRanged : Features::kPlain;
 }
 
 inline bool all_aligned(const BwdParams& p) {
-  const int head_dim = p.problem.head_dim;
-  return is_aligned(p.dout, head_dim) && is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) &&
-         is_aligned(p.v, head_dim) && is_aligned(p.out, head_dim) && is_aligned(p.dq, head_dim) &&
-         is_aligned(p.dk, head_dim) && is_aligned(p.dv, head_dim);
+  const int head_dim = p.problem.head_dim, head_dim_v = p.problem.head_dim_v;
+  return is_aligned(p.dout, head_dim_v) && is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) &&
+         is_aligned(p.v, head_dim_v) && is_aligned(p.out, head_dim_v) && is_aligned(p.dq, head_dim) &&
+         is_aligned(p.dk, head_dim) && is_aligned(p.dv, head_dim_v);
 }
 
-inline Features features_of(const BwdParams& p) {
-  if (!has_plain_scores(p.problem) || !p.aligned) return Features::kAll;
-  return p.problem.ranges.data ? Features::kRanged : Features::kPlain;
+template <typename Plan>
+Features features_of(const BwdParams& p) {
+  const bool plain = has_plain_scores(p.problem) && p.aligned && fits_values<Plan>(p.problem);
+  return !plain ? Features::kAll : p.problem.ranges.data ? Features::kRanged : Features::kPlain;
 }
 
 }  // namespace flash::flash_attn

@@ -31,7 +31,7 @@ namespace flash::flash_attn {
 template <typename T_, int kHeadDim_, Features kFeatures_>
 struct FwdConfig {
   using T = T_;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
   static constexpr bool kPaged = !kPlain;
@@ -71,13 +71,13 @@ struct FwdWalk {
 
   template <bool kAllExist>
   __device__ void load_k() {
-    load_own_rows<Config, kAllExist>(shared.k, keys, p, p.k.head_dim);
+    load_own_rows<Config, kAllExist>(shared.k, keys, p, p.problem.head_dim, p.k.head_dim);
     ptx::commit_copies();
     keys.move(-Config::kKeys);
   }
   template <bool kAllExist>
   __device__ void load_v() {
-    load_own_rows<Config, kAllExist>(shared.v, values, p, p.v.head_dim);
+    load_own_rows<Config, kAllExist>(shared.v, values, p, head_dim_v<Config::kPlain>(p.problem), p.v.head_dim);
     ptx::commit_copies();
     values.move(-Config::kKeys);
   }
@@ -123,16 +123,17 @@ struct FwdWalk {
 template <typename Config>
 __device__ void store_out(FwdShared<Config>& shared, const FwdSm80Params& p, const FwdWork<Config>& work, int warp_row,
                           Output<Config>& o, const Softmax<Config>& softmax) {
+  const int cols = head_dim_v<Config::kPlain>(p.problem);
   normalize<Config>(o, p, softmax);
   store_fragment(shared.q, o, warp_row);
   __syncwarp();
   if (Config::kPlain || p.aligned) {
     with_query_rows<typename Config::T>(p.plan.tiling, p.out, work, [&](const auto& rows) {
-      store_rows<Config::kWarpRows>(shared.q, rows, warp_row, p.problem.head_dim);
+      store_rows<Config::kWarpRows>(shared.q, rows, warp_row, cols);
     });
   } else {
-    store_scattered<Config::kWarpRows>(shared.q, packed_rows<typename Config::T>(p.out, work), warp_row,
-                                       p.problem.head_dim, p.out.head_dim);
+    store_scattered<Config::kWarpRows>(shared.q, packed_rows<typename Config::T>(p.out, work), warp_row, cols,
+                                       p.out.head_dim);
   }
 }
 

@@ -41,20 +41,22 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
 #endif
 }
 
-template <typename T, int kHeadDim, Features kFeatures, bool kWide>
+template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV>
 void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
-  using Config = FwdSm90Config<T, kHeadDim, kFeatures, kWide>;
+  using Config = FwdSm90Config<T, kHeadDim, kFeatures, kWide, kHeadDimV>;
   using Shared = FwdSm90Shared<Config>;
   const Problem& problem = p.problem;
-  const int64_t head_dim = problem.head_dim, entries_q = problem.cu_seqlens_q ? 1 : problem.batch;
+  const int64_t head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
+  const int64_t entries_q = problem.cu_seqlens_q ? 1 : problem.batch;
   const int64_t keys = problem.cu_seqlens_k ? problem.seqlen_k : problem.capacity_k;
   // With an index into the batch, how many entries k and v have is not known here.
   const int64_t entries_k = problem.cu_seqlens_k ? 1 : problem.batch_index ? kMaxSeqlen : problem.batch;
   const FwdSm90Launch args{
       .q = map_of<typename Shared::OwnRows>(p.q, head_dim, problem.heads, problem.seqlen_q, entries_q),
       .k = map_of<typename Shared::Keys>(p.k, head_dim, problem.heads_k, keys, entries_k),
-      .v = map_of<typename Shared::Keys>(p.v, head_dim, problem.heads_k, keys, entries_k),
-      .out = map_of<typename Shared::Rows>(p.out, head_dim, problem.heads, problem.seqlen_q, entries_q, kWarpgroupRows),
+      .v = map_of<typename Shared::Values>(p.v, head_dim_v, problem.heads_k, keys, entries_k),
+      .out =
+          map_of<typename Shared::Rows>(p.out, head_dim_v, problem.heads, problem.seqlen_q, entries_q, kWarpgroupRows),
       .params = p};
   const LaunchShape shape{.grid = dim3(p.plan.blocks), .block = dim3(Config::kThreads), .shared_bytes = sizeof(Shared)};
   launch<fwd_sm90_kernel<Config>>(shape, args, stream);

@@ -171,7 +171,7 @@ struct Consumer {
   __device__ void store_out(const Work& work) {
     const auto rows = strided_rows<T>(p.out, work);
     if constexpr (!Config::kTile.staged_output) {
-      store_rows<T>(o, rows, warp_row, p.problem.head_dim);
+      store_rows<T>(o, rows, warp_row, p.problem.head_dim_v);
     } else {
       const int row0 = kWarpgroupRows * rank;
       if (leads()) ptx::wait_stores_read();
@@ -179,7 +179,7 @@ struct Consumer {
       store_matrices(shared.out, pack<T>(o), warp_row);
       if (p.problem.cu_seqlens_q != nullptr && work.rows.count < row0 + kWarpgroupRows) {
         __syncwarp();
-        return store_rows<Config::kWarpRows>(shared.out, rows, warp_row, p.problem.head_dim);
+        return store_rows<Config::kWarpRows>(shared.out, rows, warp_row, p.problem.head_dim_v);
       }
       ptx::fence_async_shared();
       ptx::sync_barrier<kWarpgroup>(own_barrier());

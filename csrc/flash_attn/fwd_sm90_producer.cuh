@@ -59,7 +59,7 @@ struct Producer {
   }
   __device__ void load_v(const Span& keys, int head, int n) {
     shared.v_ring.wait_empty(v_at);
-    auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Keys));
+    auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Values));
     load_async(shared.v[v_at.stage], maps.v, keys.first + n * Config::kKeys, head, keys.batch, arrived);
     v_at.advance();
   }
@@ -99,7 +99,7 @@ struct Producer {
     float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head) + work.tile.row0;
     const float lse_of_none = lse_of_sink(sink_of(p.problem, work.tile.entry, work.tile.head));
     for (int row = 0; row < work.rows.count; ++row, rows.move(1)) {
-      if (col < p.problem.head_dim) store(rows.address() + col, Vec<T, 8>{});
+      if (col < p.problem.head_dim_v) store(rows.address() + col, Vec<T, 8>{});
       if (col == 0) lse[row] = lse_of_none;
     }
   }

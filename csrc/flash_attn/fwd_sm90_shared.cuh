@@ -22,13 +22,13 @@ struct FwdSm90Launch {
   FwdSm90Params params;
 };
 
-template <typename T_, int kHeadDim_, Features kFeatures_, bool kWide_>
+template <typename T_, int kHeadDim_, Features kFeatures_, bool kWide_, int kHeadDimV_ = kHeadDim_>
 struct FwdSm90Config {
   using T = T_;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
-  static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_);
+  static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_, kHeadDimV);
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
@@ -37,22 +37,24 @@ struct FwdSm90Config {
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   // How many of a lane's two rows are exponentiated before the wait for the second product. The other row then runs
   // beside the rescaling of O and the packing of P, which is faster where the product is short.
-  static constexpr int kRowsUnderProduct = kHeadDim <= 128 ? 1 : 2;
+  static constexpr int kRowsUnderProduct = kHeadDimV <= 128 ? 1 : 2;
   // Whether O is rescaled only where a maximum has grown much. That is faster where O is long; otherwise rescaling
   // hides beside the exponentials, and a branch around it makes the compiler place them worse.
-  static constexpr bool kRarelyRescales = kHeadDim > 192;
+  static constexpr bool kRarelyRescales = kHeadDimV > 192;
 };
 
 template <typename Config>
 struct FwdSm90Shared {
   using T = typename Config::T;
-  using Rows = SharedTile<T, Config::kRows, Config::kHeadDim>;
-  using OwnRows = SharedTile<T, kWarpgroupRows, Config::kHeadDim>;  // of a warpgroup
+  using Rows = SharedTile<T, Config::kRows, Config::kHeadDimV>;     // of O
+  using OwnRows = SharedTile<T, kWarpgroupRows, Config::kHeadDim>;  // of Q, of a warpgroup
   using Keys = SharedTile<T, Config::kKeys, Config::kHeadDim>;
+  using Values = SharedTile<T, Config::kKeys, Config::kHeadDimV>;
   struct None {};
 
   OwnRows q[Config::kQueryStages][Config::kConsumers];
-  Keys k[Config::kStages], v[Config::kStages];
+  Keys k[Config::kStages];
+  Values v[Config::kStages];
   std::conditional_t<Config::kTile.staged_output, Rows, None> out;
   FwdWork<Config> work[2];  // the one in progress and the next
   Ring<Config::kQueryStages> q_rings[Config::kConsumers];

@@ -20,7 +20,7 @@ namespace flash::flash_attn {
 template <typename Config>
 using Scores = Fragment<Config::kWarpRows, Config::kKeys>;
 template <typename Config>
-using Output = Fragment<Config::kWarpRows, Config::kHeadDim>;
+using Output = Fragment<Config::kWarpRows, Config::kHeadDimV>;
 template <typename Config>
 using Softmax = OnlineSoftmax<Config::kWarpRows>;
 

@@ -38,11 +38,12 @@ struct FwdSm90Tile {
 constexpr bool has_wide_tile(int head_dim, Features features) {
   return features == Features::kPlain && head_dim != 192;
 }
-constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide) {
+constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide, int head_dim_v) {
   const bool plain = has_plain_scores(features);
   if (head_dim <= 64) return {wide ? 3 : 2, 128, 3, 2, true};
   if (head_dim <= 96) return wide ? FwdSm90Tile{3, 112, 2, 2, true} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
   if (head_dim <= 128) return wide ? FwdSm90Tile{2, 176, 2, 1, false} : FwdSm90Tile{2, plain ? 128 : 96, 2, 2, true};
+  if (head_dim <= 192 && head_dim_v < head_dim) return {2, plain ? 128 : 96, 2, 1, !plain};  // of 208 and 200 KB
   if (head_dim <= 192) return {2, plain ? 112 : 96, 2, 1, false};
   return {2, wide ? 80 : 64, 2, 1, false};
 }

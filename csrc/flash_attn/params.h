@@ -32,8 +32,9 @@ struct Problem {
   DType dtype;
   int batch;
   int heads;
-  int heads_k;  // a divisor of heads; query head h reads key head h / (heads / heads_k)
-  int head_dim;
+  int heads_k;     // a divisor of heads; query head h reads key head h / (heads / heads_k)
+  int head_dim;    // of queries and keys
+  int head_dim_v;  // of values and out
 
   int seqlen_q;             // rows of every entry; if packed, of all entries together
   int seqlen_k;             // keys of every entry unless seqused_k says otherwise; if packed, of all entries together
@@ -74,9 +75,9 @@ struct FwdParams {
   Problem problem;
   TensorRef<const void> q;  // (batch, seqlen_q, heads, head_dim); packed: (1, total_q, heads, head_dim)
   TensorRef<const void> k;  // (batch, seqlen_k, heads_k, head_dim); packed likewise; or (pages, page_size, heads_k, ..)
-  TensorRef<const void> v;  // like k
+  TensorRef<const void> v;  // like k, with head_dim_v channels
   Pages pages;
-  TensorRef<> out;     // like q
+  TensorRef<> out;     // like q, with head_dim_v channels
   float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q)
 
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
@@ -129,7 +130,7 @@ constexpr int kRowPad = 128;  // the backward stores values of rows in whole blo
 
 struct BwdParams {
   Problem problem;
-  TensorRef<const void> dout;  // like q
+  TensorRef<const void> dout;  // like out
   TensorRef<const void> q;     // as in FwdParams; so are k, v and out, but there are no pages
   TensorRef<const void> k;
   TensorRef<const void> v;
@@ -138,7 +139,7 @@ struct BwdParams {
   const float* dlse;         // its gradient; may be null
   TensorRef<> dq;            // like q
   TensorRef<> dk;            // like k
-  TensorRef<> dv;
+  TensorRef<> dv;            // like v
   float* softmax_d;  // row sums of dout * out, less dlse, or 0 for a row that sees no key: (batch, heads, seqlen_q
                      // rounded up to kRowPad); packed: (heads, total_q + kRowPad * batch), entry b from
                      // cu_seqlens_q[b] + kRowPad * b on

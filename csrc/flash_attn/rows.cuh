@@ -145,13 +145,14 @@ __device__ KeyRows<Config> key_rows(const FwdParams& p, const TensorRef<const vo
   }
 }
 
-// Loads a tile; `rows` starts at the first row that the thread loads, and its elements are `step` apart.
+// Loads a tile of `cols` columns; `rows` starts at the first row that the thread loads, and its elements are `step`
+// apart.
 template <typename Config, bool kAllExist = false, typename Tile, typename Rows>
-__device__ void load_own_rows(Tile& tile, const Rows& rows, const FwdParams& p, int64_t step) {
+__device__ void load_own_rows(Tile& tile, const Rows& rows, const FwdParams& p, int cols, int64_t step) {
   if (Config::kPlain || p.aligned) {
-    load_own_rows_async<Config::kThreads, kAllExist>(tile, rows, p.problem.head_dim);
+    load_own_rows_async<Config::kThreads, kAllExist>(tile, rows, cols);
   } else {
-    load_own_rows_scattered<Config::kThreads>(tile, rows, p.problem.head_dim, step);
+    load_own_rows_scattered<Config::kThreads>(tile, rows, cols, step);
   }
 }
 
@@ -159,7 +160,7 @@ template <typename Config, typename Tile, typename Work>
 __device__ void load_queries(Tile& tile, const FwdParams& p, const Tiling& tiling, const Work& work) {
   with_query_rows<typename Config::T>(tiling, p.q, work, [&](auto rows) {
     rows.move(first_loaded_row<Config::kThreads, Tile>());
-    load_own_rows<Config>(tile, rows, p, p.q.head_dim);
+    load_own_rows<Config>(tile, rows, p, p.problem.head_dim, p.q.head_dim);
   });
 }
 

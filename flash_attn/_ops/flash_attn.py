@@ -74,23 +74,11 @@ def forward(
             arguments = _with_bounds(arguments, names, options)
         rng_state = rng.draw_state(q.device)
         arguments = arguments._replace(rng_state=rng_state)
-    if features is None:
-        out, softmax_lse = fwd(q, k, v, *arguments)
-    elif _needs_op(features, queries, values, options):
-        terms, rest = features[:2], features[2:]
-        out, softmax_lse, row_max = with_features.fwd_features(
-            queries, keys, values, *terms, *Options(*arguments), *rest
-        )
-        max_logit = _max_logit(row_max) if features.row_max else None
+    if _needs_op(features, is_plain):
+        op, inputs = with_features.fwd_features, (queries, keys, values)
+        out, softmax_lse, max_logit = _call_with_features(op, inputs, features, Options, arguments)
     else:
-        if not is_plain:
-            q, k, v = (_padded(x, max(head_dim, values.shape[-1])) for x in (queries, keys, values))
-        if features.learnable_sink is None:
-            out, softmax_lse = fwd(q, k, v, *arguments)
-        else:
-            sink = features.learnable_sink
-            out, softmax_lse, _ = with_features.fwd_features(*unpack(q, k, v), sink, None, *arguments)
-        out = out if is_plain else out[..., : values.shape[-1]]
+        out, softmax_lse = fwd(q, k, v, *arguments)
     if return_softmax:
         with torch.no_grad():
             s_dmask = probabilities(q, k, v, *arguments) if drops else q.new_empty(0)
@@ -136,21 +124,15 @@ def backward(
         checks.tensor("dlse", dlse, dtypes=(torch.float32,), shape=lse_shape, device=q.device)
     if options.get("dropout_p") and rng_state is None:
         raise ArgumentError("rng_state must be what the forward returned when dropout_p > 0, found None")
-    if features is not None and _needs_op(features, q, v, options):
-        terms, rest = features[:2], features[2:]
-        *grads, _, _ = with_features.bwd_features(
-            dout, q, k, v, out, softmax_lse, dlse, False, *terms, *Options(*arguments), *rest
-        )
-        softmax_d = softmax_lse.new_empty(0)
-    elif is_plain:
+    if features is None or (is_plain and features.none_but_sink()):
         return bwd(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, *arguments)
-    else:
-        dout, q, k, v, out = (_padded(x, max(head_dim, v.shape[-1])) for x in (dout, q, k, v, out))
-        grads = [torch.empty_like(x) for x in (q, k, v)]
-        softmax_d = bwd(dout, q, k, v, out, softmax_lse, dlse, *grads, *arguments)
+    terms, rest = features[:2], features[2:]
+    *grads, _, _ = with_features.bwd_features(
+        dout, q, k, v, out, softmax_lse, dlse, False, *terms, *Options(*arguments), *rest
+    )
     for target, grad in zip((dq, dk, dv), grads, strict=True):
-        target.copy_(grad[..., : target.shape[-1]])
-    return softmax_d
+        target.copy_(grad)
+    return softmax_lse.new_empty(0)
 
 
 def decode(
@@ -186,18 +168,10 @@ def decode(
         options["rotary_cos"], options["rotary_sin"] = _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     scores = _check_scores(head_dim, softmax_scale, causal, window_size)
     arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
-    if features is None:
-        return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
-    terms, rest = features[:2], features[2:]
-    if is_plain and features.none_but_sink():
-        if features.learnable_sink is None:
-            return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
-        out, softmax_lse, _ = with_features.fwd_kvcache_features(q, k_cache, v_cache, *terms, *arguments)
-        return out, softmax_lse, None
-    out, softmax_lse, row_max = with_features.fwd_kvcache_features(
-        q, k_cache, v_cache, *terms, *CacheOptions(*arguments), *rest
-    )
-    return out, softmax_lse, _max_logit(row_max) if features.row_max else None
+    if _needs_op(features, is_plain):
+        op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
+        return _call_with_features(op, inputs, features, CacheOptions, arguments)
+    return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
 
 
 def score_arguments(
@@ -304,17 +278,18 @@ def _check_results(given, features, options):
         )
 
 
-def _needs_op(features, q, v, options):
-    """Whether a call has other features than a sink, and head dims to which padding does not help."""
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    padded_pages = options.get("block_table") is not None and head_dim != head_dim_v
-    too_wide = max(head_dim, head_dim_v) > MAX_HEAD_DIM
-    return too_wide or padded_pages or not features.none_but_sink()
+def _needs_op(features, is_plain):
+    """Whether a call is one for an op with features."""
+    return not is_plain or (features is not None and not features.none())
 
 
-def _padded(x, head_dim):
-    """Returns x with zeros behind its channels. They change no score, and give channels of out that are cut off."""
-    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
+def _call_with_features(op, inputs, features, kind, arguments):
+    """Call an op with features, whose options are of this kind. Returns out, softmax_lse and max_logit."""
+    sink, bias, *rest = features
+    if features.none_but_sink():  # the fewer arguments, the quicker
+        return *op(*inputs, sink, None, *arguments)[:2], None
+    out, softmax_lse, row_max = op(*inputs, sink, bias, *kind(*arguments), *rest)
+    return out, softmax_lse, _max_logit(row_max) if features.row_max else None
 
 
 def _max_logit(row_max):
@@ -360,8 +335,8 @@ def _length_name(name, names):
 def _check_qkv(names, q, k, v, options, features=False):
     """Check q, k, v, named `names`, and the arguments that divide them into entries.
 
-    features: whether head dims may be those of ops with features. Returns (batch, head_dim, is_plain), where is_plain
-    says that they are those of the ops without.
+    features: whether v may have another head_dim, and head dims may be those of ops with features. Returns (batch,
+    head_dim, is_plain), where is_plain says that they are those of the ops without.
     """
     checks.alike(names, (q, k, v), dtypes=DTYPES)
     cu_seqlens_q, block_table = options.get("cu_seqlens_q"), options.get("block_table")
@@ -391,7 +366,7 @@ def _check_qkv(names, q, k, v, options, features=False):
         if shape_q[2] > MANY_HEADS >= shape_q[1] and not torch.compiler.is_compiling():
             _library.warn_once(f"flash_attn: {names[0]} has {shape_q[2]} heads. {_LAYOUT}")
     if shape_v != shape_k:
-        is_plain = _check_values(names[2], v, k, features)
+        is_plain &= _check_values(names[2], v, k, features)
     return batch, shape_q[-1], is_plain
 
 
@@ -420,13 +395,16 @@ def _check_sizes(name_k, shape_q, shape_k, features=False):
 
 
 def _check_values(name, v, k, features):
-    """Check values that differ in shape from the keys. Returns False: no op without features takes them."""
+    """Check values that differ in shape from the keys, in head_dim if `features`.
+
+    Returns whether it is one of the ops without features.
+    """
     if not features:
         checks.has_shape(name, v, k.shape)
     checks.has_shape(name, v, (*k.shape[:-1], None))
     most = with_features.MAX_HEAD_DIM
     checks.number(f"{name}'s head_dim", v.shape[-1], 1 <= v.shape[-1] <= most, "between 1 and {}", most)
-    return False
+    return v.shape[-1] <= MAX_HEAD_DIM
 
 
 def _check_cu_seqlens(name, cu_seqlens, device):
@@ -560,7 +538,8 @@ _FIELDS = {  # name -> (place, default, check) of each field that has a default
 def _check_cache(q, k_cache, v_cache, options, features):
     """Check queries and caches; return (batch, head_dim, positions in an entry of the cache, is_plain).
 
-    features: whether head dims may be those of ops with features. is_plain: whether they are those of the op without.
+    features: whether v_cache may have another head_dim, and head dims may be those of ops with features. is_plain:
+    whether they are those of the op without.
     """
     checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
     shape_q, shape_k = q.shape, k_cache.shape
@@ -573,7 +552,7 @@ def _check_cache(q, k_cache, v_cache, options, features):
     rows, length = shape_k[:2]
     is_plain = _check_sizes("k_cache", shape_q, shape_k, features)
     if v_cache.shape != shape_k:
-        is_plain = _check_values("v_cache", v_cache, k_cache, features)
+        is_plain &= _check_values("v_cache", v_cache, k_cache, features)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         _check_contiguous_rows("k_cache", k_cache)
         _check_contiguous_rows("v_cache", v_cache)
@@ -674,11 +653,17 @@ def _lse_shape(q, cu_seqlens_q):
     return q.shape[0], q.shape[2], q.shape[1]  # (batch, heads, seqlen_q)
 
 
+def _out_fake(q, v, order=torch.preserve_format):  # as in csrc/binding/flash_attn.cpp
+    if v.shape[-1] == q.shape[-1]:
+        return torch.empty_like(q, memory_format=order)
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
 def _fwd_fake(q, k, v, *options):
-    order = torch.preserve_format if k is not None else torch.contiguous_format  # as in csrc/binding/flash_attn.cpp
-    q, _, _ = unpack(q, k, v)
+    order = torch.preserve_format if k is not None else torch.contiguous_format
+    q, _, v = unpack(q, k, v)
     lse_shape = _lse_shape(q, Options(*options).cu_seqlens_q)
-    return torch.empty_like(q, memory_format=order), q.new_empty(lse_shape, dtype=torch.float32)
+    return _out_fake(q, v, order), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 def _probabilities_fake(q, k, v, *options):
@@ -704,8 +689,8 @@ def _bwd_fake(dout, q, k, v, out, lse, dlse, dq, dk, dv, *options):
     return q.new_empty(shape, dtype=torch.float32)
 
 
-def _fwd_kvcache_fake(q, *args):
-    return torch.empty_like(q), q.new_empty(_lse_shape(q, None), dtype=torch.float32)
+def _fwd_kvcache_fake(q, k_cache, v_cache, *args):
+    return _out_fake(q, v_cache), q.new_empty(_lse_shape(q, None), dtype=torch.float32)
 
 
 def _fwd_reference(q, k, v, *options):

@@ -1,9 +1,9 @@
 """Attention with more features than flash-attn 2.8 has: the checks of their arguments, and the ops that compute them.
 
 The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, and causality and lengths of
-each entry; and, seen from the shapes, values of another head_dim than the keys, and head dims beyond those of the
-kernels. The ops take all of them together, and all options of the ops without features. `beyond_kernels` says which
-calls no kernel takes: these run in plain torch on every device.
+each entry; and, seen from the shapes, head dims beyond those of the other ops. The ops take all of them together, and
+all options of the ops without features. `beyond_kernels` says which calls no kernel takes: these run in plain torch on
+every device.
 """
 
 from collections.abc import Sequence
@@ -154,7 +154,7 @@ def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, featur
     if causal is not None and isinstance(options, CacheOptions) and options.rotary_cos is not None:
         causes.append("causal of each entry beside rotary_cos")
     head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    if head_dim != head_dim_v or head_dim > KERNEL_HEAD_DIM:
+    if max(head_dim, head_dim_v) > KERNEL_HEAD_DIM:
         causes.append(f"head dims {head_dim} of keys and {head_dim_v} of values")
     return causes
 

@@ -59,6 +59,10 @@ class Features(NamedTuple):
         fields = zip(Features._fields, self, strict=True)
         return [name for name, value in fields if isinstance(value, torch.Tensor) or value]
 
+    def none(self) -> bool:
+        """Whether none of the features is given."""
+        return self.learnable_sink is None and self.none_but_sink()
+
     def none_but_sink(self) -> bool:
         """Whether none of the features is given, but for a sink. Quick, since calls with a sink ask."""
         _, bias, ranges, chunk, causal, seqused_q, row_max = self
