@@ -136,6 +136,8 @@ void Block::run(const std::function<void()>& kernel) {
       if (!failed.exchange(true)) failure = text;
     }
   }
+  while (!failed && finish_a_copy()) {
+  }
   current = nullptr;
 }
 
