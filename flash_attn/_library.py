@@ -122,7 +122,7 @@ class Op:
     """A torch op with its autograd: call it like a function of the schema's arguments, positionally.
 
     default: what torch's dispatcher knows as flash_attn::<name>. others: flash_attn::<name>_reference, the same without
-    kernels, for first arguments of a type not among kernel_dtypes.
+    kernels, for first arguments of a type not among kernel_dtypes, and of more than max_cols columns.
     """
 
     def __init__(
@@ -133,6 +133,7 @@ class Op:
         kernel_dtypes: tuple[torch.dtype, ...] | None,
         writes: Callable[[tuple], bool] | None,
         composite: Callable | None,
+        max_cols: int | None,
     ) -> None:
         ops = getattr(torch.ops, _NAMESPACE)
         self.name = name
@@ -144,6 +145,7 @@ class Op:
         self.apply = autograd and _torch_private.bare_apply(autograd)
         self.differentiable = differentiable
         self.kernel_dtypes = kernel_dtypes
+        self.max_cols = max_cols
         self.arguments = _torch_private.arguments(self.default)
         self.writes = writes
         self.composite = composite
@@ -232,6 +234,8 @@ class Op:
         return self.default if self._has_kernel_for(args) else self.others
 
     def _has_kernel_for(self, args: Sequence[Any]) -> bool:
+        if self.max_cols is not None and args[0].shape[-1] > self.max_cols:
+            return False
         return self.kernel_dtypes is None or args[0].dtype in self.kernel_dtypes
 
 
@@ -247,6 +251,7 @@ def define(
     triton: Callable | None = None,
     announces: bool = True,
     composite: Callable | None = None,
+    max_cols: int | None = None,
 ) -> Op:
     """Define the op `flash_attn::<schema>` and everything that PyTorch needs to know of it.
 
@@ -257,6 +262,7 @@ def define(
         Without it the op is not differentiable: torch.ops refuses arguments that require grad, unless the op writes.
     differentiable: how many of the first arguments, all tensors or None, have gradients.
     kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
+    max_cols: the largest last size of the first argument that it takes, if it takes no others; needs kernel_dtypes.
     writes: for an op that changes arguments, whether it will with these; by default it always does.
     triton: the same function as launch of a Triton kernel, for GPUs if the library has no kernel; it imports Triton.
     composite: the same in operations of torch, for tangents and transforms of torch.func.
@@ -269,12 +275,12 @@ def define(
     names = [name, f"{name}_reference"] if kernel_dtypes else [name]
     for each in names:
         _LIBRARY.define(f"{each}({rest}")
-        _LIBRARY.impl(each, _announced(name, reference, announces), "CompositeExplicitAutograd")
+        _LIBRARY.impl(each, _announced(name, reference, announces, max_cols), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{each}", fake, lib=_LIBRARY)
     if triton is not None and not has_kernel(name) and importlib.util.find_spec("triton"):
         _LIBRARY.impl(name, _on_its_device(triton), "CUDA")
         _IN_TRITON.add(name)
-    op = Op(name, autograd, differentiable, kernel_dtypes, writes, composite)
+    op = Op(name, autograd, differentiable, kernel_dtypes, writes, composite, max_cols)
     for overload in filter(None, (op.default, op.others)):
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but makes each call several times slower.)
@@ -305,7 +311,7 @@ def _on_its_device(launch):
     return kernel
 
 
-def _announced(name, reference, announces=True):
+def _announced(name, reference, announces=True, max_cols=None):
     """Returns `reference` as a kernel that, if it `announces`, warns once where it takes the place of a kernel.
 
     It runs without autocast, which would round every product to 16 bits, and without autograd, which would record the
@@ -315,8 +321,9 @@ def _announced(name, reference, announces=True):
     @functools.wraps(reference)
     def kernel(*args):
         if announces and args[0].is_cuda:
+            is_wide = max_cols is not None and args[0].shape[-1] > max_cols
             why = load_error() or (
-                f"the kernel does not take {args[0].dtype}"
+                f"the kernel does not take {f'more than {max_cols} columns' if is_wide else args[0].dtype}"
                 if has_kernel(name)
                 else f"the library has no kernel for {name}"
             )

@@ -17,11 +17,12 @@
 namespace flash::flash_attn {
 namespace {
 
-// Calls fn(type, head dim of the instance), both as constants.
-template <typename Fn>
+// Calls fn(type, head dim of the instance), both as constants. kMore: head dims besides those of all kernels.
+template <int... kMore, typename Fn>
 void dispatch_problem(const Problem& p, Fn&& fn) {
   dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype, [&](auto kDType) {
-    dispatch_value<64, 96, 128, 192, 256>(instance_head_dim(p.head_dim), [&](auto kHeadDim) { fn(kDType, kHeadDim); });
+    dispatch_value<64, 96, 128, 192, 256, kMore...>(instance_head_dim(p.head_dim),
+                                                    [&](auto kHeadDim) { fn(kDType, kHeadDim); });
   });
 }
 
@@ -52,7 +53,7 @@ auto fwd_instance(const FwdSm90Plan& plan) {
 template <typename Plan>
 void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
   const Features features = features_of(p, Plan::kPlainFindsPages);
-  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
+  dispatch_problem<512>(p.problem, [&](auto kDType, auto kHeadDim) {
     dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
       run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures>(plan), Planned<Plan>{p, plan}, stream);
     });

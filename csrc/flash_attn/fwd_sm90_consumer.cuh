@@ -6,6 +6,7 @@
 #include "flash_attn/rows.cuh"
 #include "flash_attn/schedule.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
 #include "tile/load.cuh"
 #include "tile/pipeline.cuh"
@@ -47,6 +48,7 @@ struct Consumer {
   RingCursor<Config::kQueryStages> q_at;
   RingCursor<Config::kStages> k_at, v_at;
   RingCursor<2> work_at;
+  RingCursor<1> box_at;
 
   Output<Config> o;
   Softmax<Config> softmax;
@@ -93,8 +95,8 @@ struct Consumer {
   }
 
   __device__ void start_scores(Scores<Config>& s) {
-    start_gemm<Config::kHeadDim>(s, along_cols(shared.q[q_at.stage][rank]), along_cols(shared.k[k_at.stage]),
-                                 /*accumulate=*/false);
+    start_gemm<Config::kChannels>(s, along_cols(shared.q[q_at.stage][rank]), along_cols(shared.k[k_at.stage]),
+                                  /*accumulate=*/false);
   }
   __device__ void start_output() {
     start_gemm<Config::kKeys>(o, probabilities, along_rows(shared.v[v_at.stage]), /*accumulate=*/has_output);
@@ -112,11 +114,33 @@ struct Consumer {
     start_scores(s);
   }
 
+  // Sends the products of these channels to the cluster's other block, and adds those that it sends.
+  __device__ void add_other_part(Scores<Config>& s) {
+    if constexpr (Config::kParts == 2) {
+      const int other = 1 - Config::part(), thread = threadIdx.x % kWarpgroup;
+      auto& box = shared.boxes[rank];
+      box.other_empty.wait(box_at.round ^ 1);
+      if (leads()) box.full.arrive_expect_tx(sizeof(box.scores));
+      const uint32_t full = ptx::address_in(other, &box.full.state);
+      const uint32_t place = ptx::address_in(other, &box.scores.values[0][thread]);
+#pragma unroll
+      for (int i = 0; i < box.scores.kVectors; ++i) {
+        ptx::store_async_in(place + i * sizeof(box.scores.values[0]), box.scores.vector(s, i), full);
+      }
+      ptx::wait_for_stores(box.full, box_at.round);
+      box.scores.add_to(s);
+      __syncwarp();
+      if (lane_id() == 0) ptx::arrive_in(other, box.other_empty);
+      box_at.advance();
+    }
+  }
+
   __device__ void begin(Scores<Config>& s, const Work& work, bool cut) {
     const int n = work.blocks.last, end = work.seq.k.length - n * Config::kKeys;
     float shrink[s.kLaneRows];
     softmax = Softmax<Config>(softmax.scale_log2);
     has_output = false;
+    add_other_part(s);
     make_scores<Config>(s, p, work, warp_row, n, cut);
     softmax.update(s, shrink);
     drop<Config>(s, p, work.tile, warp_row, n);
@@ -144,6 +168,7 @@ struct Consumer {
     wait_gemms<1>(s);
     release(shared.k_ring, k_at);
     if (Config::kQueryStages == 1 && is_last) release_queries();
+    add_other_part(s);
     make_scores<Config>(s, p, work, warp_row, n, kCut);
     bool grown = true;
     if constexpr (Config::kRarelyRescales) {
@@ -167,9 +192,10 @@ struct Consumer {
 
   // Writes O through shared memory, as one copy; row by row where other rows follow those of the tile.
   __device__ void store_out(const Work& work) {
-    const auto rows = strided_rows<T>(p.out, work);
+    auto rows = strided_rows<T>(p.out, work);
     if constexpr (!Config::kTile.staged_output) {
-      store_rows<T>(o, rows, warp_row, p.problem.head_dim);
+      rows.data += Config::channel();
+      store_rows<T>(o, rows, warp_row, p.problem.head_dim - Config::channel());
     } else {
       const int row0 = kWarpgroupRows * rank;
       if (leads()) ptx::wait_stores_read();
@@ -240,7 +266,8 @@ struct Consumer {
       release(shared.v_ring, v_at);
       normalize<Config>(o, p, softmax);
       store_out(done);
-      store_lse<Config>(p, done, warp_row, softmax);  // last, or else the fence of store_out waits for it
+      if (Config::part() == 0)
+        store_lse<Config>(p, done, warp_row, softmax);  // last, or else the fence of store_out waits for it
       __syncwarp();
       if (lane_id() == 0) shared.work_ring.release(done_at);
       wait_gemms<0>(s);

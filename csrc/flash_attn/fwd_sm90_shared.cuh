@@ -6,8 +6,10 @@
 #include "common/tensor_map.h"
 #include "flash_attn/fwd_plan.h"
 #include "flash_attn/fwd_tiles.h"
+#include "flash_attn/partial_scores.cuh"
 #include "flash_attn/schedule.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/shared.cuh"
 #include "tile/warpgroup.cuh"
@@ -31,29 +33,51 @@ struct FwdSm90Config {
   static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_);
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
+  static constexpr int kParts = channel_parts(kHeadDim);  // blocks of a cluster
+  static constexpr int kChannels = kHeadDim / kParts;     // of a block
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
   // The producer needs few registers, and the consumers get the others.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   // How many of a lane's two rows are exponentiated before the wait for the second product. The other row then runs
   // beside the rescaling of O and the packing of P, which is faster where the product is short.
-  static constexpr int kRowsUnderProduct = kHeadDim <= 128 ? 1 : 2;
+  static constexpr int kRowsUnderProduct = kChannels <= 128 ? 1 : 2;
   // Whether O is rescaled only where a maximum has grown much. That is faster where O is long; otherwise rescaling
   // hides beside the exponentials, and a branch around it makes the compiler place them worse.
-  static constexpr bool kRarelyRescales = kHeadDim > 192;
+  static constexpr bool kRarelyRescales = kChannels > 192;
+
+  __device__ static int part() { return kParts == 1 ? 0 : ptx::cluster_rank(); }
+  __device__ static int channel() { return part() * kChannels; }  // the block's first
+};
+
+// What a warpgroup gets from that of the same rank in the cluster's other block: its products, one block of keys at a
+// time.
+template <typename Config>
+struct FwdSm90Box {
+  PartialScores<Config::kWarpRows, Config::kKeys, kWarpgroup> scores;
+  ptx::SharedBarrier full;
+  ptx::SharedBarrier other_empty;  // whether the other block's box is
+
+  __device__ void init() {
+    full.init(1);
+    other_empty.init(kWarpgroup / 32);
+  }
 };
 
 template <typename Config>
 struct FwdSm90Shared {
   using T = typename Config::T;
-  using Rows = SharedTile<T, Config::kRows, Config::kHeadDim>;
-  using OwnRows = SharedTile<T, kWarpgroupRows, Config::kHeadDim>;  // of a warpgroup
-  using Keys = SharedTile<T, Config::kKeys, Config::kHeadDim>;
+  using Rows = SharedTile<T, Config::kRows, Config::kChannels>;
+  using OwnRows = SharedTile<T, kWarpgroupRows, Config::kChannels>;  // of a warpgroup
+  using Keys = SharedTile<T, Config::kKeys, Config::kChannels>;
+  using Boxes = FwdSm90Box<Config>[Config::kConsumers];
   struct None {};
+  struct NoBoxes {};
 
   OwnRows q[Config::kQueryStages][Config::kConsumers];
   Keys k[Config::kStages], v[Config::kStages];
   std::conditional_t<Config::kTile.staged_output, Rows, None> out;
+  std::conditional_t<(Config::kParts > 1), Boxes, NoBoxes> boxes;
   FwdWork<Config> work[2];  // the one in progress and the next
   Ring<Config::kQueryStages> q_rings[Config::kConsumers];
   Ring<Config::kStages> k_ring, v_ring;
@@ -64,6 +88,9 @@ struct FwdSm90Shared {
     k_ring.init(Config::kConsumers);
     v_ring.init(Config::kConsumers);
     work_ring.init(Config::kConsumerWarps);
+    if constexpr (Config::kParts > 1) {
+      for (auto& box : boxes) box.init();
+    }
     ptx::fence_barrier_init();
   }
 };

@@ -29,7 +29,8 @@ from flash_attn._reference.options import CacheOptions, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = with_features.KERNEL_MAX_HEAD_DIM
+BWD_MAX_HEAD_DIM = 256  # of the kernels that are not forwards: gradients of wider heads are those of the reference
 MAX_SPLITS = 128
 MANY_HEADS = 256  # more than models have: then the dimensions of heads and sequence are likely swapped
 _LAYOUT = "If the layout is (batch, heads, seqlen, head_dim), as in scaled_dot_product_attention, transpose(1, 2)"
@@ -774,6 +775,7 @@ probabilities = _library.define(
     reference=_probabilities_reference,
     fake=_probabilities_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    max_cols=BWD_MAX_HEAD_DIM,
 )
 
 bwd = _library.define(
@@ -782,6 +784,7 @@ bwd = _library.define(
     reference=_bwd_reference,
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    max_cols=BWD_MAX_HEAD_DIM,
 )
 
 fwd_kvcache = _library.define(

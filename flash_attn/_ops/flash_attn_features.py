@@ -20,6 +20,7 @@ from flash_attn._reference.options import CacheOptions, Features, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
+KERNEL_MAX_HEAD_DIM = 512  # of the ops without features
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
 
 # The arguments of a caller, unchecked: learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k,
@@ -142,7 +143,7 @@ def _warn(q, v, features):
     if not _library.is_where_kernels_run(q):
         return
     causes = ["return_max_logit" if name == "row_max" else name for name in features.given()]
-    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256:
+    if q.shape[-1] != v.shape[-1] or q.shape[-1] > KERNEL_MAX_HEAD_DIM:
         causes.append(f"head dims {q.shape[-1]} of keys and {v.shape[-1]} of values")
     _library.warn_once(
         f"flash_attn: attention with {' and '.join(causes)} runs on the slower reference backend in plain torch"
