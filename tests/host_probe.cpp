@@ -34,6 +34,8 @@ int find_switch(const char* variable) { return is_switched_on(variable); }
 
 int find_instance_head_dim(int head_dim) { return instance_head_dim(head_dim); }
 
+int find_channel_parts(int head_dim) { return channel_parts(head_dim); }
+
 int find_dmask_width(int head_dim) { return dmask_width(head_dim); }
 
 // tile: rows, keys, warps.

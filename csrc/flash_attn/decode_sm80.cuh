@@ -337,9 +337,9 @@ struct ChunkLoader {
 template <typename Config>
 __device__ void add_other_part(Scores<Config>& s, DecodeRing<Config>* rings, int stage, int team) {
   if constexpr (Config::kParts == 2) {
-    rings[warp_id()].stages[stage].partial.store(s);
+    rings[warp_id()].stages[stage].partial.store(s, lane_id());
     ptx::sync_barrier<64>(1 + team);
-    rings[warp_id() ^ 1].stages[stage].partial.add_to(s);
+    rings[warp_id() ^ 1].stages[stage].partial.add_to(s, lane_id());
   }
 }
 

@@ -111,9 +111,9 @@ struct FwdWalk {
       static_assert(Config::kTile.warps * sizeof(Partial) <= sizeof(shared.k));
       auto* partials = reinterpret_cast<Partial*>(shared.k.data);
       __syncthreads();  // all have read K
-      partials[warp_id()].store(s);
+      partials[warp_id()].store(s, lane_id());
       ptx::sync_barrier<64>(1 + warp_id() % Config::kPartWarps);
-      partials[(warp_id() + Config::kPartWarps) % Config::kTile.warps].add_to(s);
+      partials[(warp_id() + Config::kPartWarps) % Config::kTile.warps].add_to(s, lane_id());
     }
   }
 

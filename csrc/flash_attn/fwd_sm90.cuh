@@ -44,10 +44,6 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (warp_id() == Config::kConsumerWarps) Producer<Config>{args, args.params, shared}.run();
   }
-  if constexpr (Config::kParts > 1) {
-    __syncwarp();
-    ptx::sync_cluster();  // the other block no longer arrives at barriers here
-  }
 #endif
 }
 

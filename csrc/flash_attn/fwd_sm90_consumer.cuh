@@ -114,23 +114,24 @@ struct Consumer {
     start_scores(s);
   }
 
-  // Sends the products of these channels to the cluster's other block, and adds those that it sends.
+  // Sends the products of these channels to the cluster's other block, and adds those that it sends. What follows from
+  // the thread's rank is computed anew each time: there are no registers to keep it.
   __device__ void add_other_part(Scores<Config>& s) {
     if constexpr (Config::kParts == 2) {
-      const int other = 1 - Config::part(), thread = threadIdx.x % kWarpgroup;
-      auto& box = shared.boxes[rank];
+      const int thread = unkept(threadIdx.x), other = 1 - Config::part();
+      auto& box = shared.boxes[thread / kWarpgroup];
       box.other_empty.wait(box_at.round ^ 1);
-      if (leads()) box.full.arrive_expect_tx(sizeof(box.scores));
+      if (thread % kWarpgroup == 0) box.full.arrive_expect_tx(sizeof(box.scores));
       const uint32_t full = ptx::address_in(other, &box.full.state);
-      const uint32_t place = ptx::address_in(other, &box.scores.values[0][thread]);
+      const uint32_t place = ptx::address_in(other, &box.scores.values[0][thread % kWarpgroup]);
 #pragma unroll
       for (int i = 0; i < box.scores.kVectors; ++i) {
         ptx::store_async_in(place + i * sizeof(box.scores.values[0]), box.scores.vector(s, i), full);
       }
       ptx::wait_for_stores(box.full, box_at.round);
-      box.scores.add_to(s);
+      box.scores.add_to(s, thread % kWarpgroup);
       __syncwarp();
-      if (lane_id() == 0) ptx::arrive_in(other, box.other_empty);
+      if (thread % 32 == 0) ptx::arrive_in(other, box.other_empty);
       box_at.advance();
     }
   }
@@ -256,13 +257,15 @@ struct Consumer {
       start_output();
       const Work& done = *work;
       const auto done_at = work_at;
-      work_at.advance();
-      work = &next_work();
-      start_first_scores(s, *work);
+      if constexpr (Config::kManyTiles) {
+        work_at.advance();
+        work = &next_work();
+        start_first_scores(s, *work);
+      }
       pass_turn();
-      walk = walk_of(*work);
+      if constexpr (Config::kManyTiles) walk = walk_of(*work);
       softmax.finish();
-      wait_gemms<1>(o);
+      wait_gemms<Config::kManyTiles ? 1 : 0>(o);
       release(shared.v_ring, v_at);
       normalize<Config>(o, p, softmax);
       store_out(done);
@@ -270,9 +273,12 @@ struct Consumer {
         store_lse<Config>(p, done, warp_row, softmax);  // last, or else the fence of store_out waits for it
       __syncwarp();
       if (lane_id() == 0) shared.work_ring.release(done_at);
+      if constexpr (!Config::kManyTiles) break;
       wait_gemms<0>(s);
     }
     if (leads()) ptx::wait_stores_read();
+    // Or else the other block might arrive at a barrier that is gone.
+    if constexpr (Config::kParts == 2) shared.boxes[rank].other_empty.wait(box_at.round ^ 1);
   }
 };
 

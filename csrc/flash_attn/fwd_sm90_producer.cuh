@@ -105,10 +105,10 @@ struct Producer {
     }
   }
 
-  // How many tiles were taken before this one, not counting the first tile of each block. Blocks of a cluster would
-  // have to agree on the next tile. So each cluster has but one: there are no more.
+  // How many tiles were taken before this one, not counting the first tile of each block; as many as there are if each
+  // block has but one.
   __device__ int take_tile() const {
-    return Config::kParts == 1 ? atomicAdd(p.plan.taken, 1) : static_cast<int>(p.plan.tiling.tiles.value);
+    return Config::kManyTiles ? atomicAdd(p.plan.taken, 1) : static_cast<int>(p.plan.tiling.tiles.value);
   }
 
   __device__ void run() {

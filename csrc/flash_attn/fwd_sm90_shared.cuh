@@ -36,6 +36,8 @@ struct FwdSm90Config {
   static constexpr int kParts = channel_parts(kHeadDim);  // blocks of a cluster
   static constexpr int kChannels = kHeadDim / kParts;     // of a block
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
+  // Blocks of a cluster would have to agree on the next tile.
+  static constexpr bool kManyTiles = kParts == 1;
   // The producer needs few registers, and the consumers get the others.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;

@@ -14,15 +14,15 @@ struct PartialScores {
   static constexpr int kTiles = kCols / 8, kVectors = kRows / 16 * kTiles;
   float4 values[kVectors][kThreads];
 
-  __device__ void store(const Fragment<kRows, kCols>& s) {
+  __device__ void store(const Fragment<kRows, kCols>& s, int thread) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) values[i][threadIdx.x % kThreads] = vector(s, i);
+    for (int i = 0; i < kVectors; ++i) values[i][thread] = vector(s, i);
   }
 
-  __device__ void add_to(Fragment<kRows, kCols>& s) const {
+  __device__ void add_to(Fragment<kRows, kCols>& s, int thread) const {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      const float4 x = values[i][threadIdx.x % kThreads];
+      const float4 x = values[i][thread];
       auto& own = s.values[i / kTiles][i % kTiles];
       own[0] += x.x, own[1] += x.y, own[2] += x.z, own[3] += x.w;
     }
