@@ -52,8 +52,8 @@ struct FwdConfig {
 template <typename Config>
 struct WarpShare {
   int part = Config::kParts == 1 ? 0 : warp_id() / Config::kPartWarps;
-  int row = warp_id() % Config::kPartWarps * Config::kWarpRows;  // its first
-  int channel = part * Config::kChannels;                        // its first
+  int row = (warp_id() - part * Config::kPartWarps) * Config::kWarpRows;  // its first
+  int channel = part * Config::kChannels;                                 // its first
 };
 
 template <typename Config>

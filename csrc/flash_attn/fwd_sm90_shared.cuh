@@ -74,16 +74,15 @@ struct FwdSm90Shared {
   using Keys = SharedTile<T, Config::kKeys, Config::kChannels>;
   using Boxes = FwdSm90Box<Config>[Config::kConsumers];
   struct None {};
-  struct NoBoxes {};
 
   OwnRows q[Config::kQueryStages][Config::kConsumers];
   Keys k[Config::kStages], v[Config::kStages];
   std::conditional_t<Config::kTile.staged_output, Rows, None> out;
-  std::conditional_t<(Config::kParts > 1), Boxes, NoBoxes> boxes;
   FwdWork<Config> work[2];  // the one in progress and the next
   Ring<Config::kQueryStages> q_rings[Config::kConsumers];
   Ring<Config::kStages> k_ring, v_ring;
   Ring<2> work_ring;
+  std::conditional_t<(Config::kParts > 1), Boxes, None> boxes;
 
   __device__ void init() {
     for (auto& ring : q_rings) ring.init(1);
