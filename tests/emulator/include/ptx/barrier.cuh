@@ -21,11 +21,15 @@ inline void come_to(int id, int threads, bool wait) {
 }
 
 template <int kThreads>
-void sync_barrier(int id) { come_to(id, kThreads, true); }
+void sync_barrier(int id) {
+  come_to(id, kThreads, true);
+}
 inline void sync_barrier(int id, int threads) { come_to(id, threads, true); }
 
 template <int kThreads>
-void arrive_at_barrier(int id) { come_to(id, kThreads, false); }
+void arrive_at_barrier(int id) {
+  come_to(id, kThreads, false);
+}
 
 // The state: how many threads arrive in each phase, how many have yet to arrive, how many bytes have yet to come, and
 // the parity of the phase.
@@ -67,15 +71,20 @@ struct SharedBarrier {
   bool parity_is(uint32_t parity) const {
     return std::bit_cast<BarrierState>(std::atomic_ref<uint64_t>(const_cast<uint64_t&>(state)).load()).parity == parity;
   }
-  // The phase with this parity has ended if the current one has the other parity.
+  // The phase with this parity has ended if the current one has the other parity. All lanes of a warp that come together
+  // look before any of them goes on, as an instruction does it: else the phase after the next could begin meanwhile.
   bool has_ended(uint32_t parity) const {
-    if (!parity_is(parity)) return true;
-    emulator::current->waits_for = "a barrier in shared memory, polling";
+    emulator::current->waits_for = "a barrier in shared memory";
     emulator::yield();
-    return !parity_is(parity);
+    if (parity_is(parity)) return false;
+    ++emulator::current->block->progress;
+    emulator::yield();
+    return true;
   }
   void wait(uint32_t parity) const {
-    emulator::wait_until([&] { return !parity_is(parity); }, "a barrier in shared memory");
+    while (!has_ended(parity)) {
+    }
+    emulator::current->waits_for = nullptr;
   }
 };
 
