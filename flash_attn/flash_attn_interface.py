@@ -51,9 +51,9 @@ argument. All combine with each other and with all of the above.
 - causal as a tensor. bool or int32 (batch,): which entries are causal. Slow, unless on the CPU and all the same.
 - seqused_q, seqused_k. int32 (batch,): how many rows and keys of each entry are used; masks and ALiBi count as if there
   were no others. Unused rows give 0, with lse = +inf, and have no gradient. seqused_q is slow.
-- Values of another head_dim than the keys. out has that of the values. Without pages, and up to 256, computed by
+- Values of another head_dim than the keys. out has that of the values. Without pages, and up to 512, computed by
   padding the narrower of the two; else slow.
-- Head dims of 257 to 576. Slow.
+- Head dims of 513 to 576. Slow.
 - return_lse. Return (out, softmax_lse); not with return_attn_probs, which returns it, too.
 - return_max_logit. Append float32 (heads,), the largest score of each head in the whole call, before the sink; -inf if
   nothing is seen. No gradient. Slow.
@@ -61,8 +61,9 @@ argument. All combine with each other and with all of the above.
 Where one of these is slow, return_attn_probs is refused with dropout.
 
 Tensors are float16 or bfloat16, of one type and on one device, with any strides; float32 runs on the reference backend.
-head_dim is 1 to 256 in kernels. None as an optional argument means its default. Numbers may be Python's, numpy's, or
-tensors without dimensions.
+head_dim is 1 to 512 in the forward kernels, and 1 to 256 in those of gradients and S_dmask; those of more channels come
+from the reference backend. None as an optional argument means its default. Numbers may be Python's, numpy's, or tensors
+without dimensions.
 
 Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written; both errors are also
 RuntimeErrors, which flash-attn raises. The contents of cu_seqlens, cache_seqlens, block_table and similar tensors are

@@ -132,8 +132,8 @@ __global__ __launch_bounds__(kAppendThreads) void append_kernel(const __grid_con
   const int length = length_before(p, entry);
   if (head < p.problem.heads_k) {
     const int64_t batch = p.problem.batch_index ? __ldg(p.problem.batch_index + entry) : entry;
-    if (length >= 0 && token < p.seqlen_new)
-      append_token<T, kMostChannels>(p, entry, batch, token, length + token, head);
+    if (length < 0 || token >= p.seqlen_new) return;
+    append_token<T, kMostChannels>(p, entry, batch, token, length + token, head);
   } else if (token < p.problem.seqlen_q) {
     rotate_query<T, kMostChannels>(p, entry, token, length + (p.queries_advance ? token : 0), head - p.problem.heads_k);
   }

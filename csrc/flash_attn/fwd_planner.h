@@ -250,7 +250,7 @@ inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
 
 inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
   const int head_dim = instance_head_dim(p.problem.head_dim), lanes_of_row = 4 * channel_parts(head_dim);
-  const int blocks_at_once = hints.multiprocessors * (head_dim <= 256 ? 2 : 1);
+  const int blocks_at_once = hints.multiprocessors * (head_dim <= 256 ? 2 : 1);  // by their shared memory
   const FwdTile tile = fwd_tile(head_dim, features_of(p, FwdSm80Plan::kPlainFindsPages));
   const Tiling tiling = tiling_for(p.problem, heads_to_pack(p.problem, hints.longest_q, tile.rows), tile.rows);
   const int64_t key_blocks = ceil_div(hints.longest_k, tile.keys);

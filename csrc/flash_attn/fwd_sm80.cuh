@@ -43,8 +43,8 @@ struct FwdConfig {
   static constexpr FwdTile kTile = fwd_tile(kHeadDim, kFeatures);
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
   static constexpr int kParts = channel_parts(kHeadDim), kChannels = kHeadDim / kParts;
-  static constexpr int kBlockThreads = 32 * kTile.warps,
-                       kThreads = kBlockThreads / kParts;  // that load a tile together
+  static constexpr int kBlockThreads = 32 * kTile.warps;
+  static constexpr int kThreads = kBlockThreads / kParts;  // that load a part of a tile together
   static constexpr int kPartWarps = kTile.warps / kParts, kWarpRows = kRows / kPartWarps;
 };
 

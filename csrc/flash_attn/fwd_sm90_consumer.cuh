@@ -269,8 +269,8 @@ struct Consumer {
       release(shared.v_ring, v_at);
       normalize<Config>(o, p, softmax);
       store_out(done);
-      if (Config::part() == 0)
-        store_lse<Config>(p, done, warp_row, softmax);  // last, or else the fence of store_out waits for it
+      // Last, or else the fence of store_out waits for it.
+      if (Config::part() == 0) store_lse<Config>(p, done, warp_row, softmax);
       __syncwarp();
       if (lane_id() == 0) shared.work_ring.release(done_at);
       if constexpr (!Config::kManyTiles) break;

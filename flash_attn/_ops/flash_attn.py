@@ -30,7 +30,7 @@ from flash_attn._reference.options import CacheOptions, Options
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float32)
 MAX_HEAD_DIM = with_features.KERNEL_MAX_HEAD_DIM
-BWD_MAX_HEAD_DIM = 256  # of the kernels that are not forwards: gradients of wider heads are those of the reference
+BWD_MAX_HEAD_DIM = 256  # of the kernels for gradients and S_dmask; those of more channels come from the reference
 MAX_SPLITS = 128
 MANY_HEADS = 256  # more than models have: then the dimensions of heads and sequence are likely swapped
 _LAYOUT = "If the layout is (batch, heads, seqlen, head_dim), as in scaled_dot_product_attention, transpose(1, 2)"
