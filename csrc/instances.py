@@ -45,7 +45,9 @@ HOPPER = {
     f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}": _flash_attn(
         "fwd_sm90", f"run_fwd_sm90<{TYPES[dtype]}, {head_dim}, {features}, {str(wide).lower()}>", "FwdSm90Params"
     )
-    for dtype, head_dim, (name, features), wide in itertools.product(TYPES, FWD_HEAD_DIMS, FEATURES.items(), (False, True))
+    for dtype, head_dim, (name, features), wide in itertools.product(
+        TYPES, FWD_HEAD_DIMS, FEATURES.items(), (False, True)
+    )
     if not wide or (head_dim in WIDE_HEAD_DIMS and name == "plain")
 } | {
     f"flash_attn_bwd_sm90_{dtype}_{head_dim}_{name}": _flash_attn(
