@@ -12,7 +12,6 @@
 #include "binding/stream.h"
 #include "binding/tensor.h"
 #include "common/device.h"
-#include "flash_attn/head_dims.h"
 #include "flash_attn/launch.h"
 #include "flash_attn/params.h"
 
