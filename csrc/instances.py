@@ -15,6 +15,7 @@ import pathlib
 
 TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
+FWD_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all forward kernels
 FEATURES = {"plain": "Features::kPlain", "ranged": "Features::kRanged", "all": "Features::kAll"}
 PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdSm80Params"}
 WIDE_HEAD_DIMS = (64, 96, 128, 256)  # that have a second tile on sm_90, for long sequences: see fwd_tiles.h
@@ -36,14 +37,17 @@ PORTABLE = {
         f"{kind}_sm80", f"run_{kind}<{TYPES[dtype]}, {head_dim}, {features}>", params
     )
     for (kind, params), dtype, head_dim, (name, features) in itertools.product(
-        PARAMS.items(), TYPES, HEAD_DIMS, FEATURES.items()
+        PARAMS.items(), TYPES, FWD_HEAD_DIMS, FEATURES.items()
     )
+    if kind != "bwd" or head_dim in HEAD_DIMS
 }
 HOPPER = {
     f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}": _flash_attn(
         "fwd_sm90", f"run_fwd_sm90<{TYPES[dtype]}, {head_dim}, {features}, {str(wide).lower()}>", "FwdSm90Params"
     )
-    for dtype, head_dim, (name, features), wide in itertools.product(TYPES, HEAD_DIMS, FEATURES.items(), (False, True))
+    for dtype, head_dim, (name, features), wide in itertools.product(
+        TYPES, FWD_HEAD_DIMS, FEATURES.items(), (False, True)
+    )
     if not wide or (head_dim in WIDE_HEAD_DIMS and name == "plain")
 } | {
     f"flash_attn_bwd_sm90_{dtype}_{head_dim}_{name}": _flash_attn(

@@ -134,7 +134,7 @@ class Op:
     """A torch op with its autograd: call it like a function of the schema's arguments, positionally.
 
     default: what torch's dispatcher knows as flash_attn::<name>. others: flash_attn::<name>_reference, the same without
-    kernels, for first arguments of a type not among kernel_dtypes, and for arguments not for has_kernel_for.
+    kernels, for first arguments of a type not among kernel_dtypes, and for arguments beyond_kernel.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Op:
         autograd: type[torch.autograd.Function] | None,
         differentiable: int,
         kernel_dtypes: tuple[torch.dtype, ...] | None,
-        has_kernel_for: Callable[[Sequence[Any]], bool] | None,
+        beyond_kernel: Callable[[Sequence[Any]], list[str]] | None,
         writes: Callable[[tuple], bool] | None,
         composite: Callable | None,
     ) -> None:
@@ -157,7 +157,7 @@ class Op:
         self.apply = autograd and _torch_private.bare_apply(autograd)
         self.differentiable = differentiable
         self.kernel_dtypes = kernel_dtypes
-        self.has_kernel_for = has_kernel_for
+        self.beyond_kernel = beyond_kernel
         self.arguments = _torch_private.arguments(self.default)
         self.writes = writes
         self.composite = composite
@@ -243,7 +243,7 @@ class Op:
     def _has_kernel_for(self, args: Sequence[Any]) -> bool:
         if self.kernel_dtypes is not None and args[0].dtype not in self.kernel_dtypes:
             return False
-        return self.has_kernel_for is None or self.has_kernel_for(args)
+        return self.beyond_kernel is None or not self.beyond_kernel(args)
 
 
 def define(
@@ -254,7 +254,7 @@ def define(
     autograd: type[torch.autograd.Function] | None = None,
     differentiable: int = 0,
     kernel_dtypes: tuple[torch.dtype, ...] | None = None,
-    has_kernel_for: Callable[[Sequence[Any]], bool] | None = None,
+    beyond_kernel: Callable[[Sequence[Any]], list[str]] | None = None,
     writes: Callable[[tuple], bool] | None = None,
     triton: Callable | None = None,
     announces: bool = True,
@@ -269,7 +269,7 @@ def define(
         Without it the op is not differentiable: torch.ops refuses arguments that require grad, unless the op writes.
     differentiable: how many of the first arguments, all tensors or None, have gradients.
     kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
-    has_kernel_for: whether the kernel takes these arguments, if the type of the first does not tell.
+    beyond_kernel: what of these arguments the kernel does not take, in a caller's words and besides their type.
     writes: for an op that changes arguments, whether it will with these; by default it always does.
     triton: the same function as launch of a Triton kernel, for GPUs if the library has no kernel; it imports Triton.
     composite: the same in operations of torch, for tangents and transforms of torch.func.
@@ -282,12 +282,12 @@ def define(
     names = [name, f"{name}_reference"] if kernel_dtypes else [name]
     for each in names:
         _LIBRARY.define(f"{each}({rest}")
-        _LIBRARY.impl(each, _announced(name, reference, announces), "CompositeExplicitAutograd")
+        _LIBRARY.impl(each, _announced(name, reference, announces, beyond_kernel), "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{each}", fake, lib=_LIBRARY)
     if triton is not None and not has_kernel(name) and importlib.util.find_spec("triton"):
         _LIBRARY.impl(name, _on_its_device(triton), "CUDA")
         _IN_TRITON.add(name)
-    op = Op(name, autograd, differentiable, kernel_dtypes, has_kernel_for, writes, composite)
+    op = Op(name, autograd, differentiable, kernel_dtypes, beyond_kernel, writes, composite)
     for overload in filter(None, (op.default, op.others)):
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but makes each call several times slower.)
@@ -318,7 +318,7 @@ def _on_its_device(launch):
     return kernel
 
 
-def _announced(name, reference, announces=True):
+def _announced(name, reference, announces=True, beyond_kernel=None):
     """Returns `reference` as a kernel that, if it `announces`, warns once where it takes the place of a kernel.
 
     It runs without autocast, which would round every product to 16 bits, and without autograd, which would record the
@@ -327,12 +327,12 @@ def _announced(name, reference, announces=True):
 
     @functools.wraps(reference)
     def kernel(*args):
-        if announces and args[0].is_cuda:
-            why = load_error() or (
-                f"the kernel does not take {args[0].dtype}"
-                if has_kernel(name)
-                else f"the library has no kernel for {name}"
-            )
+        if announces and is_where_kernels_run(args[0]):
+            causes = beyond_kernel(args) if beyond_kernel else []
+            if causes or has_kernel(name):
+                why = f"the kernel does not take {' and '.join(causes) or args[0].dtype}"
+            else:
+                why = load_error() or f"the library has no kernel for {name}"
             warn_once(f"flash_attn: {name} runs on the slower reference backend in plain torch: {why}")
         with without_autocast(args[0]), _torch_private.below_autograd():
             return reference(*args)

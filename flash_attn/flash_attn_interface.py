@@ -54,7 +54,7 @@ argument. All combine with each other and with all of the above.
   learnable_sink or alibi_slopes.
 - Values of another head_dim than the keys. out has that of the values. Kernels for sm_90 have the products of head
   dims 129 to 192 with values of up to 128, as DeepSeek's models have; others fill the narrower one up on chip.
-- Head dims of 257 to 576. Slow.
+- Head dims of 257 to 576. Slow from 513 on, and with gradients.
 - return_lse. Return (out, softmax_lse); not with return_attn_probs, which returns it, too.
 - return_max_logit. Append float32 (heads,), the largest score of each head in the whole call, before the sink; -inf if
   nothing is seen. No gradient. Slow.
@@ -63,7 +63,8 @@ With dropout, return_attn_probs is refused beside those of these arguments that 
 attn_bias and beside return_max_logit.
 
 Tensors are float16 or bfloat16, of one type and on one device, with any strides; float32 runs on the reference backend.
-head_dim is 1 to 256 in kernels. None as an optional argument means its default. Numbers may be Python's, numpy's, or
+Head dims are 1 to 512 in the forward kernels, and 1 to 256 in those of gradients and S_dmask; those of more channels
+come from the reference backend. None as an optional argument means its default. Numbers may be Python's, numpy's, or
 tensors without dimensions.
 
 Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written; both errors are also

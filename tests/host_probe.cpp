@@ -40,6 +40,8 @@ const char* find_head_dims(int head_dim, int head_dim_v, int64_t* dims) {
   return answer(dims, {sm80.of_keys, sm80.of_values, sm90.of_keys, sm90.of_values});
 }
 
+int find_channel_parts(int head_dim) { return channel_parts(head_dim); }
+
 int find_dmask_width(int head_dim) { return dmask_width(head_dim); }
 
 // tile: rows, keys, warps.

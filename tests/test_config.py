@@ -18,7 +18,8 @@ HERE = pathlib.Path(__file__).parent
 pytestmark = pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
-HOPPER_HEAD_DIMS = (*((dim, dim) for dim in HEAD_DIMS), (192, 128))  # of keys and of values
+FWD_HEAD_DIMS = (*HEAD_DIMS, 512)  # of the forward kernels
+HOPPER_HEAD_DIMS = (*((dim, dim) for dim in FWD_HEAD_DIMS), (192, 128))  # of keys and of values
 SM80, DECODE, SM90 = KERNELS = range(3)  # the alternatives of FwdPlan
 PLAIN, RANGED, ALL = FEATURES = range(3)
 # Of a block, by compute capability; fwd and dmask have the same tiles on all of them.
@@ -48,15 +49,15 @@ def numbers(library, count, name, *args):
 
 
 def test_every_head_dim_has_an_instance(host):
-    for head_dim in range(1, 257):
-        expected = min(built for built in HEAD_DIMS if built >= head_dim)
+    for head_dim in range(1, 513):
+        expected = min(built for built in FWD_HEAD_DIMS if built >= head_dim)
         assert host.call("find_instance_head_dim", head_dim) == expected
-    assert host.call("find_instance_head_dim", 257) == 0
+    assert host.call("find_instance_head_dim", 513) == 0
 
 
 def test_head_dims_of_keys_and_values(host):
     """The channels of both have room, and no instance for sm_90 would have fewer products."""
-    for dims in itertools.product((1, 64, 65, 128, 129, 136, 192, 193, 256), repeat=2):
+    for dims in itertools.product((1, 64, 65, 128, 129, 136, 192, 193, 256, 257, 512), repeat=2):
         found = numbers(host, 4, "find_head_dims", *dims)
         sm80, sm90 = tuple(found[:2]), tuple(found[2:])
         room = [built for built in HOPPER_HEAD_DIMS if built[0] >= dims[0] and built[1] >= dims[1]]
@@ -68,12 +69,10 @@ def test_head_dims_of_keys_and_values(host):
 @pytest.mark.parametrize("head_dim, head_dim_v", HOPPER_HEAD_DIMS)
 def test_an_instance_that_is_left_out_raises(head_dim, head_dim_v, dtype):
     dispatch = native.library(HERE / "dispatch_probe.cu", native.CUDA)
-    for call in (
-        *(("run_fwd_instance", kernel) for kernel in KERNELS),
-        ("run_bwd_instance", False),
-        ("run_bwd_instance", True),
-    ):
-        name, *args = call
+    calls = [("run_fwd_instance", kernel) for kernel in KERNELS]
+    if head_dim in HEAD_DIMS:
+        calls += [("run_bwd_instance", False), ("run_bwd_instance", True)]
+    for name, *args in calls:
         with pytest.raises(RuntimeError, match="leaves out the instance"):
             dispatch.run(name, head_dim, head_dim_v, dtype, *args)
 
@@ -81,7 +80,7 @@ def test_an_instance_that_is_left_out_raises(head_dim, head_dim_v, dtype):
 def test_widths_of_s_dmask(host):
     """As callers know them, and with an instance for each."""
     table = runpy.run_path(native.CSRC / "instances.py")
-    assert table["HEAD_DIMS"] == HEAD_DIMS
+    assert (table["HEAD_DIMS"], table["FWD_HEAD_DIMS"]) == (HEAD_DIMS, FWD_HEAD_DIMS)
     for head_dim in range(1, 257):
         width, instance = host.call("find_dmask_width", head_dim), host.call("find_instance_head_dim", head_dim)
         assert width == flash_attn.block_size_n(head_dim, True)
@@ -104,24 +103,32 @@ def test_a_switch_in_the_environment(host, monkeypatch, value, on):
 # Tiles
 
 
+def parts(host, head_dim):
+    """How many parts divide the channels: warps that share rows, or blocks of a cluster."""
+    return host.call("find_channel_parts", head_dim)
+
+
 @pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", FWD_HEAD_DIMS)
 def test_tile_is_whole_fragments(host, head_dim, plain):
     rows, keys, warps = numbers(host, 3, "find_fwd_tile", head_dim, plain)
-    assert rows % (16 * warps) == 0
+    assert rows % (16 * warps // parts(host, head_dim)) == 0
     assert keys % (16 if plain else 32) == 0  # random bits come for 32 keys at a time
 
 
 @pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", FWD_HEAD_DIMS)
 def test_accumulators_fit_the_registers(host, head_dim, plain):
     """Scores and output of a warp, beside the operands."""
     rows, keys, warps = numbers(host, 3, "find_fwd_tile", head_dim, plain)
-    assert rows // warps * (keys + head_dim) / 32 <= 192
+    shared_by = parts(host, head_dim)
+    assert rows * shared_by // warps * (keys + head_dim // shared_by) / 32 <= 192
 
 
-@pytest.mark.parametrize("kernel, options", [*(("fwd", (features,)) for features in FEATURES), ("dmask", ())])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim, kernel, options", [
+    *itertools.product(FWD_HEAD_DIMS, ["fwd"], [(features,) for features in FEATURES]),
+    *itertools.product(HEAD_DIMS, ["dmask"], [()]),
+])  # fmt: skip
 def test_blocks_fit_every_gpu(instances, head_dim, kernel, options):
     shared_bytes, threads = numbers(instances, 2, f"find_{kernel}_sizes", head_dim, *options)
     assert shared_bytes <= min(SHARED_BYTES.values())
@@ -168,7 +175,7 @@ def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide
     assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
     assert threads == 128 * (warpgroups + 1)
     assert keys % (16 if plain else 32) == 0
-    assert keys // 2 + keys // 4 + head_dim_v // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
+    assert keys // 2 + keys // 4 + head_dim_v // parts(host, head_dim) // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -181,12 +188,12 @@ def test_backward_blocks_fit_sm90(head_dim, plain):
 
 
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values(), ids=SHARED_BYTES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", FWD_HEAD_DIMS)
 def test_decoding_blocks_fit(host, instances, head_dim, shared_bytes):
     estimate, warps = numbers(host, 2, "find_decode_sizes", head_dim, shared_bytes)
     warp_bytes, _ = numbers(instances, 2, "find_decode_sizes", head_dim)
     assert warp_bytes == estimate
-    assert warps in (1, 2, 4, 8)
+    assert warps in (1, 2, 4, 8) and warps % parts(host, head_dim) == 0
     assert warps * warp_bytes + STATIC_SHARED_BYTES <= shared_bytes
     assert warps == 8 or 2 * warps * warp_bytes + STATIC_SHARED_BYTES > shared_bytes
 
@@ -292,7 +299,7 @@ def problems(count):
             batch=draw.choice((1, 2, 5, 64)),
             heads=heads_k * draw.choice((1, 3, 4, 16)),
             heads_k=heads_k,
-            head_dim=draw.choice(HEAD_DIMS),
+            head_dim=draw.choice(FWD_HEAD_DIMS),
             seqlen_q=seqlen_q,
             packed_q=packed,
             ragged_k=draw.random() < 0.5,
@@ -357,8 +364,9 @@ def test_splits_and_their_scratch(host):
             rows = min(rows, problem.seqlen_q * plan.packed_heads)
         partial_rows = plan.tiles * plan.num_splits * rows * (plan.num_splits > 1)
         assert plan.scratch_out == partial_rows * problem.head_dim
-        # A maximum and a sum of each row; in tiles of several warps, four lanes store the same.
-        assert plan.scratch_softmax == partial_rows * (2 if plan.kernel == DECODE else 8)
+        # A maximum and a sum of each row; in tiles of several warps, four lanes of each part store the same.
+        lanes = 1 if plan.kernel == DECODE else 4 * parts(host, problem.head_dim)
+        assert plan.scratch_softmax == partial_rows * 2 * lanes
         assert plan.scratch_counters == plan.tiles * (plan.num_splits > 1)
 
 
@@ -369,7 +377,10 @@ def hopper_problems(count):
 
 
 def test_hopper_plan(host):
-    """Tiles of one head that cover all rows, in sections of whole heads; all keys at once; one counter."""
+    """Tiles of one head that cover all rows, in sections of whole heads; all keys at once; one counter.
+
+    Where two blocks have a tile together, each tile has blocks of its own, and nothing is counted.
+    """
     taken = 0
     for problem in hopper_problems(600):
         plan = plan_of(host, problem)
@@ -386,8 +397,9 @@ def test_hopper_plan(host):
         assert entries * problem.heads % plan.section_heads == 0
         assert plan.section_heads <= problem.multiprocessors // 2
         assert plan.section_tiles == plan.section_heads * plan.slots
-        assert plan.blocks == min(plan.tiles, problem.multiprocessors)
-        assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_counters) == (0, 0, 1)
+        shared_by = parts(host, problem.head_dim)
+        assert plan.blocks == (2 * plan.tiles if shared_by == 2 else min(plan.tiles, problem.multiprocessors))
+        assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_counters) == (0, 0, int(shared_by == 1))
     assert taken > 30
 
 

@@ -40,6 +40,11 @@ NAMED = {
     "head_dim 1": Problem(head_dim=1),
     "head_dim 255": Problem(head_dim=255, seqlen_q=33, seqlen_k=65),
     "head_dim 256, all heads share a key": Problem(head_dim=256, heads=8, heads_k=1),
+    "head_dim 257, all heads share a key": Problem(head_dim=257, heads_k=1, seqlen_k=65),
+    "head_dim 512, causal": Problem(head_dim=512, seqlen_q=150, seqlen_k=200, heads=2, heads_k=2, causal=True),
+    "head_dim 512, softcap and dropout": Problem(
+        head_dim=512, heads=2, heads_k=1, seqlen_k=65, softcap=2.0, dropout_p=0.17
+    ),
     "causal, rows without keys": Problem(seqlen_q=113, seqlen_k=20, causal=True),
     "window, rows without keys": Problem(seqlen_q=20, seqlen_k=150, window=(0, 0)),
     "window beyond the first key": Problem(seqlen_q=100, seqlen_k=20, window=(3, 3)),

@@ -617,8 +617,8 @@ def test_keys_in_pages_have_no_gradient():
 def test_a_slow_call_on_a_gpu_names_its_arguments_once(monkeypatch, recwarn):
     monkeypatch.setattr(_library, "is_where_kernels_run", lambda x: True)
     _library.warn_once.cache_clear()
-    q, k, v, _ = CASE.but(head_dim=288).tensors("cpu")
+    q, k, v, _ = CASE.but(head_dim=528).tensors("cpu")
     for _ in range(2):
         flash_attn_func(q, k, v, attn_bias=torch.zeros(1), return_max_logit=True)
     (warning,) = [str(w.message) for w in recwarn if "slower reference backend" in str(w.message)]
-    assert "attn_bias and return_max_logit and head dims 288 of keys and 288 of values" in warning
+    assert "attn_bias and return_max_logit and head dims 528 of keys and 528 of values" in warning

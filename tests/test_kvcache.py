@@ -127,7 +127,7 @@ FACTORS = dict(
     ],
     new=["none", "some", "all"],
     heads=[(6, 6), (6, 2), (6, 1)],
-    head_dim=[8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256],
+    head_dim=[8, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256, 320, 512],
     dtype=["fp16", "bf16"],
     causal=[False, True],
     window=[(-1, -1), "local", (-1, 0), (5, 2), (40, -1)],
@@ -153,6 +153,10 @@ NAMED = {
     "more queries than keys": CacheCase(seqlen_q=70, seqlen_k=20, causal=True, lengths="full"),
     "append to the last position": CacheCase(seqlen_q=1, seqlen_k=33, seqlen_new=33, lengths="int"),
     "append more than is asked": CacheCase(seqlen_q=2, seqlen_k=90, seqlen_new=70, causal=True, window=(3, 0)),
+    "head_dim 512, appended in decoding": CacheCase(
+        seqlen_q=3, seqlen_k=200, seqlen_new=3, heads_k=1, head_dim=512, causal=True, rotary=1.0, num_splits=3
+    ),
+    "head_dim 257": CacheCase(seqlen_q=3, seqlen_k=200, heads_k=1, head_dim=257, page=16, window=(90, 0), causal=True),
     "page of 48": CacheCase(seqlen_q=5, seqlen_k=200, seqlen_new=5, page=48, causal=True, rotary=1.0),
     "float32": CacheCase(
         seqlen_q=3, seqlen_k=70, seqlen_new=3, dtype="fp32", heads_k=2, page=16, leftpad=True, rotary=0.5, causal=True
@@ -283,7 +287,7 @@ def assert_same_however_split(found, expected_results):
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", params([
     CacheCase(seqlen_q=1, seqlen_k=900, heads=8, heads_k=2, head_dim=head_dim, page=page, seqlen_new=1)
-    for head_dim in (59, 64, 128, 256) for page in (0, 16)
+    for head_dim in (59, 64, 128, 256, 512) for page in (0, 16)
 ]))  # fmt: skip
 def test_with_little_shared_memory(case, device, little_shared_memory):
     """Decoding has fewer warps there."""

@@ -140,10 +140,12 @@ void check_like(const Tensor& x, const Tensor& q, const char* name) {
   check_dtype(x, q.scalar_type(), name);
 }
 
-void check_inputs(const Inputs& x) {
+void check_inputs(const Inputs& x, int most_head_dim = flash_attn::kMostHeadDim) {
   const auto& [q, k, v] = x;
-  STD_TORCH_CHECK(q.head_dim >= 1 && q.head_dim <= 256, "head_dim must be between 1 and 256, found ", q.head_dim);
-  STD_TORCH_CHECK(v.head_dim >= 1 && v.head_dim <= 256, "v's head_dim must be between 1 and 256, found ", v.head_dim);
+  for (const auto& [name, x] : {std::pair("q", &q), std::pair("v", &v)}) {
+    STD_TORCH_CHECK(x->head_dim >= 1 && x->head_dim <= most_head_dim, name, "'s head_dim must be between 1 and ",
+                    most_head_dim, ", found ", x->head_dim);
+  }
   STD_TORCH_CHECK(k.head_dim == q.head_dim && v.heads == k.heads && v.seqlen == k.seqlen && v.batch == k.batch,
                   "k must have q's head_dim ", q.head_dim, ", and v the shape of k, but for its head_dim");
   STD_TORCH_CHECK(q.heads == k.heads || (k.heads > 0 && q.heads % k.heads == 0),
@@ -481,6 +483,8 @@ Tensor probabilities(const Tensor& q, const OptionalTensor& k, const OptionalTen
   const DeviceGuard guard(q.get_device_index());
   FwdCall call = fwd_call(q, k, v, options);
   FwdParams& p = call.p;
+  STD_TORCH_CHECK(p.problem.head_dim <= flash_attn::kMostBwdHeadDim, "head_dim must be at most ",
+                  flash_attn::kMostBwdHeadDim, " for S_dmask, found ", p.problem.head_dim);
   p.aligned = flash_attn::is_aligned(p.q, p.problem.head_dim) && flash_attn::is_aligned(p.k, p.problem.head_dim);
   const int64_t rows = round_up(call.longest_q, 128), cols = round_up(call.longest_k, 128);
   Tensor s_dmask = torch::stable::new_zeros(q, {p.problem.batch, p.problem.heads, rows, cols});
@@ -541,7 +545,7 @@ Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, con
   const Inputs x = unpack<const void>(q_rows, k_rows, v_rows, tokens, /*paged=*/false);
   const auto out_view = view_of<const void>(out_rows, tokens, 1, 0, "out");
   const auto dout_view = view_of<const void>(dout_rows, tokens, 1, 0, "dout");
-  check_inputs(x);
+  check_inputs(x, flash_attn::kMostBwdHeadDim);
   check_same_shape(out_view, x.q, x.v.head_dim, "out", "q");
   check_same_shape(dout_view, x.q, x.v.head_dim, "dout", "q");
   check_same_shape(gradients.q, x.q, x.q.head_dim, "dq", "q");

@@ -7,9 +7,11 @@
 // A warp moves one head of one token; a lane takes pairs of channels. Maths in fp32.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/launch.h"
+#include "flash_attn/head_dims.h"
 #include "flash_attn/params.h"
 #include "flash_attn/sequence.cuh"
 #include "ptx/sync.cuh"
@@ -20,7 +22,6 @@
 namespace flash::flash_attn {
 
 constexpr int kAppendThreads = 128;
-constexpr int kMostChannels = 256;
 
 // The two channels of pair i. Pairs that are rotated come first; the others are neighbours.
 __device__ inline int2 channels_of_pair(const AppendParams& p, int i) {
@@ -89,7 +90,7 @@ __device__ T* cache_row(const AppendParams& p, const TensorRef<>& cache, int ent
   return data + page * cache.batch + int64_t{p.pages.page_size.remainder(position, index)} * cache.seqlen;
 }
 
-template <typename T>
+template <typename T, int kMostChannels>
 __device__ void append_token(const AppendParams& p, int entry, int64_t batch, int token, int position, int head) {
   T* key = cache_row<T>(p, p.k_cache, entry, batch, position, head);
   T* value = cache_row<T>(p, p.v_cache, entry, batch, position, head);
@@ -101,7 +102,7 @@ __device__ void append_token(const AppendParams& p, int entry, int64_t batch, in
                            p.v_cache.head_dim, position, false);
 }
 
-template <typename T>
+template <typename T, int kMostChannels>
 __device__ void rotate_query(const AppendParams& p, int entry, int token, int position, int head) {
   const Span span{entry, token, 1};
   move_head<kMostChannels>(p, p.problem.head_dim, first_token<T>(p.q, span, head), p.q.head_dim,
@@ -121,7 +122,7 @@ struct AppendGrid {
   }
 };
 
-template <typename T>
+template <typename T, int kMostChannels>
 __global__ __launch_bounds__(kAppendThreads) void append_kernel(const __grid_constant__ AppendParams p) {
   ptx::launch_dependents();
   ptx::wait_for_dependency();
@@ -133,9 +134,10 @@ __global__ __launch_bounds__(kAppendThreads) void append_kernel(const __grid_con
   const int length = length_before(p, entry);
   if (head < p.problem.heads_k) {
     const int64_t batch = p.problem.batch_index ? __ldg(p.problem.batch_index + entry) : entry;
-    if (length >= 0 && token < p.seqlen_new) append_token<T>(p, entry, batch, token, length + token, head);
+    if (length < 0 || token >= p.seqlen_new) return;
+    append_token<T, kMostChannels>(p, entry, batch, token, length + token, head);
   } else if (token < p.problem.seqlen_q) {
-    rotate_query<T>(p, entry, token, length + (p.queries_advance ? token : 0), head - p.problem.heads_k);
+    rotate_query<T, kMostChannels>(p, entry, token, length + (p.queries_advance ? token : 0), head - p.problem.heads_k);
   }
 }
 
@@ -143,8 +145,10 @@ template <typename T>
 void run_append(const AppendParams& p, cudaStream_t stream) {
   const AppendGrid grid(p);
   const int64_t threads = 32 * int64_t{p.problem.batch} * grid.tokens * grid.heads;
-  launch<append_kernel<T>>(
-      {.grid = dim3(ceil_div(threads, kAppendThreads)), .block = dim3(kAppendThreads), .early = true}, p, stream);
+  const LaunchShape shape{
+      .grid = dim3(ceil_div(threads, kAppendThreads)), .block = dim3(kAppendThreads), .early = true};
+  if (std::max(p.problem.head_dim, p.problem.head_dim_v) <= 256) return launch<append_kernel<T, 256>>(shape, p, stream);
+  launch<append_kernel<T, kMostHeadDim>>(shape, p, stream);
 }
 
 }  // namespace flash::flash_attn

@@ -19,12 +19,14 @@
 namespace flash::flash_attn {
 namespace {
 
-// Calls fn(type, head dim of keys, head dim of values), all of the instance and as constants.
-template <typename Fn>
+// Calls fn(type, head dim of keys, head dim of values), all of the instance and as constants. kMore: head dims besides
+// those of all kernels.
+template <int... kMore, typename Fn>
 void dispatch_problem(const Problem& p, const HeadDims& built, Fn&& fn) {
   dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype, [&](auto kDType) {
     if (built == kUnequal) return fn(kDType, Constant<kUnequal.of_keys>{}, Constant<kUnequal.of_values>{});
-    dispatch_value<64, 96, 128, 192, 256>(built.of_keys, [&](auto kHeadDim) { fn(kDType, kHeadDim, kHeadDim); });
+    dispatch_value<64, 96, 128, 192, 256, kMore...>(built.of_keys,
+                                                    [&](auto kHeadDim) { fn(kDType, kHeadDim, kHeadDim); });
   });
 }
 
@@ -59,7 +61,7 @@ auto fwd_instance(const FwdSm90Plan& plan) {
 
 template <typename Plan>
 void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
-  dispatch_problem(p.problem, instance_of<Plan>(p.problem), [&](auto kDType, auto kHeadDim, auto kHeadDimV) {
+  dispatch_problem<512>(p.problem, instance_of<Plan>(p.problem), [&](auto kDType, auto kHeadDim, auto kHeadDimV) {
     dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features_of<Plan>(p), [&](auto kFeatures) {
       run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures, kHeadDimV>(plan), Planned<Plan>{p, plan}, stream);
     });

@@ -53,7 +53,7 @@ struct FwdSm90Plan {
   bool wide = false;      // whether tiles are those for long sequences
   Divisor section_heads;  // heads that follow one another tile by tile
   Divisor section_tiles;  // tiles that they have
-  int blocks = 0;         // that share all tiles
+  int blocks = 0;         // that share all tiles, or a cluster for each tile
   int* taken = nullptr;   // (1), how many tiles blocks have taken after their first; 0 before the launch and after it
 };
 

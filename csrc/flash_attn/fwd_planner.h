@@ -184,11 +184,12 @@ inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
   const Problem& problem = p.problem;
   const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
   const int64_t tiles = entries * problem.heads * ceil_div(int64_t{problem.seqlen_q}, kTileRows);
+  const int64_t blocks = tiles * channel_parts(std::max(problem.head_dim, problem.head_dim_v));
   const bool any_keys = std::min(problem.seqlen_k, problem.capacity_k) > 0;
   const bool rows_enough = hints.longest_q >= (problem.heads == problem.heads_k ? 32 : 64);
   const bool few_keys = hints.longest_k <= int64_t{kFewKeysPerChannel} * problem.head_dim;
   return hints.has_sm90 && p.aligned && p.pages.block_table == nullptr && hints.num_splits <= 1 && any_keys &&
-         rows_enough && (few_keys || 5 * tiles >= 2 * hints.multiprocessors);
+         rows_enough && (few_keys || 5 * blocks >= 2 * hints.multiprocessors);
 }
 
 // Whether sequences are long enough for the wide tile. Where rows differ in how many keys they see, large tiles compute
@@ -221,13 +222,15 @@ inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
   const bool wide = has_wide_tile(head_dim, features) && wants_wide_tile(p.problem, hints);
   const int tile_rows = 64 * fwd_sm90_tile(head_dim, features, wide, head_dim_v).warpgroups;
   const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, tile_rows);
+  const int parts = channel_parts(head_dim);
   const int section = heads_per_section(p.problem, hints.multiprocessors);
-  return {FwdSm90Plan{.tiling = tiling,
-                      .wide = wide,
-                      .section_heads = Divisor(section),
-                      .section_tiles = Divisor(section * static_cast<int>(tiling.slots.value)),
-                      .blocks = std::min(num_tiles(tiling), hints.multiprocessors)},
-          {.counters = 1}};
+  return {
+      FwdSm90Plan{.tiling = tiling,
+                  .wide = wide,
+                  .section_heads = Divisor(section),
+                  .section_tiles = Divisor(section * static_cast<int>(tiling.slots.value)),
+                  .blocks = parts > 1 ? parts * num_tiles(tiling) : std::min(num_tiles(tiling), hints.multiprocessors)},
+      {.counters = parts > 1 ? 0 : 1}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -250,16 +253,16 @@ inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
 }
 
 inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
-  constexpr int kBlocksPerMultiprocessor = 2, kLanesOfRow = 4;
   const int head_dim = sm80_head_dims(p.problem.head_dim, p.problem.head_dim_v).of_keys;
+  const int lanes_of_row = 4 * channel_parts(head_dim);
+  const int blocks_at_once = hints.multiprocessors * (head_dim <= 256 ? 2 : 1);  // by their shared memory
   const FwdTile tile = fwd_tile(head_dim, features_of<FwdSm80Plan>(p));
   const Tiling tiling = tiling_for(p.problem, heads_to_pack(p.problem, hints.longest_q, tile.rows), tile.rows);
   const int64_t key_blocks = ceil_div(hints.longest_k, tile.keys);
-  const int wanted = hints.num_splits > 0
-                         ? hints.num_splits
-                         : splits_for(num_tiles(tiling), key_blocks, kBlocksPerMultiprocessor * hints.multiprocessors);
+  const int wanted =
+      hints.num_splits > 0 ? hints.num_splits : splits_for(num_tiles(tiling), key_blocks, blocks_at_once);
   const KeySplits splits = splits_of(tiling, std::min<int64_t>(key_blocks, wanted), /*least_blocks=*/1, tile.rows);
-  return {FwdSm80Plan{tiling, splits}, scratch_of(tiling, splits, head_dim, kLanesOfRow)};
+  return {FwdSm80Plan{tiling, splits}, scratch_of(tiling, splits, head_dim, lanes_of_row)};
 }
 
 // Chooses the kernel. fwd_sm80.cuh packs heads, looks pages up and splits keys: it takes all other problems.

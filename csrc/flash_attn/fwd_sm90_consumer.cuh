@@ -6,6 +6,7 @@
 #include "flash_attn/rows.cuh"
 #include "flash_attn/schedule.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
 #include "tile/load.cuh"
 #include "tile/pipeline.cuh"
@@ -47,6 +48,7 @@ struct Consumer {
   RingCursor<Config::kQueryStages> q_at;
   RingCursor<Config::kStages> k_at, v_at;
   RingCursor<2> work_at;
+  RingCursor<1> box_at;
 
   Output<Config> o;
   Softmax<Config> softmax;
@@ -93,8 +95,8 @@ struct Consumer {
   }
 
   __device__ void start_scores(Scores<Config>& s) {
-    start_gemm<Config::kHeadDim>(s, along_cols(shared.q[q_at.stage][rank]), along_cols(shared.k[k_at.stage]),
-                                 /*accumulate=*/false);
+    start_gemm<Config::kChannels>(s, along_cols(shared.q[q_at.stage][rank]), along_cols(shared.k[k_at.stage]),
+                                  /*accumulate=*/false);
   }
   __device__ void start_output() {
     start_gemm<Config::kKeys>(o, probabilities, along_rows(shared.v[v_at.stage]), /*accumulate=*/has_output);
@@ -112,6 +114,28 @@ struct Consumer {
     start_scores(s);
   }
 
+  // Sends the products of these channels to the cluster's other block, and adds those that it sends. What follows from
+  // the thread's rank is computed anew each time: there are no registers to keep it.
+  __device__ void add_other_part(Scores<Config>& s) {
+    if constexpr (Config::kParts == 2) {
+      const int thread = unkept(threadIdx.x), other = 1 - Config::part();
+      auto& box = shared.boxes[thread / kWarpgroup];
+      box.other_empty.wait(box_at.round ^ 1);
+      if (thread % kWarpgroup == 0) box.full.arrive_expect_tx(sizeof(box.scores));
+      const uint32_t full = ptx::address_in(other, &box.full.state);
+      const uint32_t place = ptx::address_in(other, &box.scores.values[0][thread % kWarpgroup]);
+#pragma unroll
+      for (int i = 0; i < box.scores.kVectors; ++i) {
+        ptx::store_async_in(place + i * sizeof(box.scores.values[0]), box.scores.vector(s, i), full);
+      }
+      ptx::wait_for_stores(box.full, box_at.round);
+      box.scores.add_to(s, thread % kWarpgroup);
+      __syncwarp();
+      if (thread % 32 == 0) ptx::arrive_in(other, box.other_empty);
+      box_at.advance();
+    }
+  }
+
   __device__ void begin(Scores<Config>& s, const Work& work, bool cut) {
     // With ranges, keys after the last that some row sees may belong to another document, and count as not there.
     const int n = work.blocks.last;
@@ -119,6 +143,7 @@ struct Consumer {
     float shrink[s.kLaneRows];
     softmax = Softmax<Config>(softmax.scale_log2);
     has_output = false;
+    add_other_part(s);
     make_scores<Config>(s, p, work, warp_row, n, cut);
     softmax.update(s, shrink);
     drop<Config>(s, p, work.tile, warp_row, n);
@@ -146,6 +171,7 @@ struct Consumer {
     wait_gemms<1>(s);
     release(shared.k_ring, k_at);
     if (Config::kQueryStages == 1 && is_last) release_queries();
+    add_other_part(s);
     make_scores<Config>(s, p, work, warp_row, n, kCut);
     bool grown = true;
     if constexpr (Config::kRarelyRescales) {
@@ -169,9 +195,10 @@ struct Consumer {
 
   // Writes O through shared memory, as one copy; row by row where other rows follow those of the tile.
   __device__ void store_out(const Work& work) {
-    const auto rows = strided_rows<T>(p.out, work);
+    auto rows = strided_rows<T>(p.out, work);
     if constexpr (!Config::kTile.staged_output) {
-      store_rows<T>(o, rows, warp_row, p.problem.head_dim_v);
+      rows.data += Config::channel();
+      store_rows<T>(o, rows, warp_row, p.problem.head_dim_v - Config::channel());
     } else {
       const int row0 = kWarpgroupRows * rank;
       if (leads()) ptx::wait_stores_read();
@@ -232,23 +259,29 @@ struct Consumer {
       start_output();
       const Work& done = *work;
       const auto done_at = work_at;
-      work_at.advance();
-      work = &next_work();
-      start_first_scores(s, *work);
+      if constexpr (Config::kManyTiles) {
+        work_at.advance();
+        work = &next_work();
+        start_first_scores(s, *work);
+      }
       pass_turn();
-      walk = walk_of(*work);
+      if constexpr (Config::kManyTiles) walk = walk_of(*work);
       softmax.finish();
       add_sinks<Config>(softmax, p, done, warp_row);
-      wait_gemms<1>(o);
+      wait_gemms<Config::kManyTiles ? 1 : 0>(o);
       release(shared.v_ring, v_at);
       normalize<Config>(o, p, softmax);
       store_out(done);
-      store_lse<Config>(p, done, warp_row, softmax);  // last, or else the fence of store_out waits for it
+      // Last, or else the fence of store_out waits for it.
+      if (Config::part() == 0) store_lse<Config>(p, done, warp_row, softmax);
       __syncwarp();
       if (lane_id() == 0) shared.work_ring.release(done_at);
+      if constexpr (!Config::kManyTiles) break;
       wait_gemms<0>(s);
     }
     if (leads()) ptx::wait_stores_read();
+    // Or else the other block might arrive at a barrier that is gone.
+    if constexpr (Config::kParts == 2) shared.boxes[rank].other_empty.wait(box_at.round ^ 1);
   }
 };
 

@@ -1,5 +1,6 @@
 // What the forward kernels share, whatever loads their tiles and multiplies them: products become scores, and sums of
-// exponentials become results. A Config says what a warp has of a block: kWarpRows rows and kKeys keys.
+// exponentials become results. A Config says what a warp has of a block: kWarpRows rows, kKeys keys, kChannels
+// channels of Q and K and kChannelsV of V and O.
 #pragma once
 
 #include <cmath>
@@ -20,7 +21,7 @@ namespace flash::flash_attn {
 template <typename Config>
 using Scores = Fragment<Config::kWarpRows, Config::kKeys>;
 template <typename Config>
-using Output = Fragment<Config::kWarpRows, Config::kHeadDimV>;
+using Output = Fragment<Config::kWarpRows, Config::kChannelsV>;
 template <typename Config>
 using Softmax = OnlineSoftmax<Config::kWarpRows>;
 

@@ -770,6 +770,7 @@ probabilities = _library.define(
     reference=_probabilities_reference,
     fake=_probabilities_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    beyond_kernel=lambda args: with_features.beyond_bwd_kernels(args[0], args[0]),
 )
 
 bwd = _library.define(
@@ -778,6 +779,7 @@ bwd = _library.define(
     reference=_bwd_reference,
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    beyond_kernel=lambda args: with_features.beyond_bwd_kernels(args[1], args[0]),  # dout has the channels of v
 )
 
 fwd_kvcache = _library.define(

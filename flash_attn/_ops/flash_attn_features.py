@@ -2,7 +2,7 @@
 
 The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, and causality and lengths of
 each entry; and, seen from the shapes, head dims beyond those of the other ops. The ops take all of them together, and
-all options of the ops without features. `beyond_kernels` says which calls no kernel takes: these run in plain torch on
+all options of the ops without features. `_beyond_kernels` says which calls no kernel takes: these run in plain torch on
 every device.
 """
 
@@ -22,7 +22,8 @@ from flash_attn._reference.options import CacheOptions, Features, Options
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
-KERNEL_HEAD_DIM = 256  # the largest that kernels take
+KERNEL_HEAD_DIM = 512  # the largest that kernels of the forward take, and ops without features
+BWD_KERNEL_HEAD_DIM = 256  # and those of gradients and of S_dmask
 
 # The arguments of a caller, unchecked: learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k,
 # return_lse and return_max_logit.
@@ -139,7 +140,12 @@ def _split(sink, bias, arguments, kind):
     return kind(*arguments[:count]), Features(sink, bias, *arguments[count:])
 
 
-def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, features: Features) -> list[str]:
+def _beyond_head_dims(q, v, most):
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    return [f"head dims {head_dim} of keys and {head_dim_v} of values"] if max(head_dim, head_dim_v) > most else []
+
+
+def _beyond_kernels(q, v, options, features, most_head_dim=KERNEL_HEAD_DIM):
     """What of a call the kernels do not take, in a caller's words."""
     _, bias, ranges, _, causal, seqused_q, row_max = features
     causes = []
@@ -153,40 +159,28 @@ def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, featur
         causes.append("seqused_q beside " + ("alibi_slopes" if features.learnable_sink is None else "learnable_sink"))
     if causal is not None and isinstance(options, CacheOptions) and options.rotary_cos is not None:
         causes.append("causal of each entry beside rotary_cos")
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    if max(head_dim, head_dim_v) > KERNEL_HEAD_DIM:
-        causes.append(f"head dims {head_dim} of keys and {head_dim_v} of values")
-    return causes
+    return causes + _beyond_head_dims(q, v, most_head_dim)
 
 
-def _have_kernel(kind):
-    """Returns whether a kernel takes the arguments of an op whose options are of this kind."""
-
-    def takes(args):
-        q, _, v, sink, bias, *arguments = args
-        return not beyond_kernels(q, v, *_split(sink, bias, arguments, kind))
-
-    return takes
+def beyond_bwd_kernels(q: Tensor, v: Tensor) -> list[str]:
+    """What the kernels for gradients and S_dmask do not take of a call without features, in a caller's words."""
+    return _beyond_head_dims(q, v, BWD_KERNEL_HEAD_DIM)
 
 
-def _has_bwd_kernel(args):
-    """The same for `bwd_features`, to which it does not matter whether row_max is wanted."""
+def _beyond_fwd(args):
+    q, _, v, sink, bias, *arguments = args
+    return _beyond_kernels(q, v, *_split(sink, bias, arguments, Options))
+
+
+def _beyond_bwd(args):
     _, q, _, v, _, _, _, _, sink, bias, *arguments = args
     options, features = _split(sink, bias, arguments, Options)
-    return not beyond_kernels(q, v, options, features._replace(row_max=False))
+    return _beyond_kernels(q, v, options, features._replace(row_max=False), BWD_KERNEL_HEAD_DIM)  # it has no gradient
 
 
-def _warn(op, q, v, options, features):
-    """Tell once, on a device with kernels, which arguments make a call slow."""
-    if not _library.is_where_kernels_run(q):
-        return
-    causes = beyond_kernels(q, v, options, features)
-    if not causes:
-        why = _library.load_error() or f"the kernels do not take {q.dtype}"
-        return _library.warn_once(f"flash_attn: {op} runs on the slower reference backend in plain torch: {why}")
-    _library.warn_once(
-        f"flash_attn: attention with {' and '.join(causes)} runs on the slower reference backend in plain torch"
-    )
+def _beyond_kvcache(args):
+    q, _, v_cache, sink, bias, *arguments = args
+    return _beyond_kernels(q, v_cache, *_split(sink, bias, arguments, CacheOptions))
 
 
 def _results_fake(q, v, row_max):
@@ -202,7 +196,6 @@ def _fwd_fake(q, k, v, sink, bias, *arguments):
 
 def _fwd_reference(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    _warn("fwd_features", q, v, options, features)
     return reference.fwd_features(q, k, v, options, features)
 
 
@@ -224,7 +217,6 @@ def _fwd_kvcache_fake(q, k_cache, v_cache, sink, bias, *arguments):
 
 def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, CacheOptions)
-    _warn("fwd_kvcache_features", q, v_cache, options, features)
     return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features)
 
 
@@ -316,11 +308,10 @@ fwd_features = _library.define(
     reference=_fwd_reference,
     fake=_fwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
-    has_kernel_for=_have_kernel(Options),
+    beyond_kernel=_beyond_fwd,
     autograd=_Attention,
     differentiable=5,
     composite=_fwd_composite,
-    announces=False,
 )
 
 bwd_features = _library.define(
@@ -329,8 +320,7 @@ bwd_features = _library.define(
     reference=_bwd_reference,
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
-    has_kernel_for=_has_bwd_kernel,
-    announces=False,
+    beyond_kernel=_beyond_bwd,
 )
 
 # The weights of all keys, of a dense batch and the softmax_lse of fwd_features with these arguments.
@@ -346,7 +336,6 @@ fwd_kvcache_features = _library.define(
     reference=_fwd_kvcache_reference,
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
-    has_kernel_for=_have_kernel(CacheOptions),
+    beyond_kernel=_beyond_kvcache,
     writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
-    announces=False,
 )
