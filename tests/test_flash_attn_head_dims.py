@@ -1,4 +1,7 @@
-"""Values of another head dim than the keys, against the oracle. On a GPU, kernels compute all of this."""
+"""Values of another head dim than the keys, and head dims above 256, against the oracle.
+
+On a GPU, kernels compute all of this but gradients of head dims above 256.
+"""
 
 import functools
 
@@ -12,7 +15,7 @@ from problems import check
 from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from flash_attn._reference.options import CacheOptions, Options
 
-PAIRS = [(192, 128), (160, 96), (129, 33), (128, 64), (64, 128), (40, 256)]
+PAIRS = [(192, 128), (160, 96), (129, 33), (128, 64), (64, 128), (40, 256), (320, 128), (64, 384), (512, 512)]
 FACTORS = dict(
     head_dims=PAIRS,
     lengths=[(130, 200), (200, 130), (64, 64), (3, 150)],  # few rows are for the kernel that decodes
@@ -23,6 +26,8 @@ FACTORS = dict(
     softcap=[0.0, 2.0],
     alibi=["", "h"],
     dropout_p=[0.0, 0.17],
+    sink=["", "fp32"],
+    ranges=["", "2", "2h"],
     deterministic=[False, True],
     seqused_k=[False, True],
     varlen=[False, True],

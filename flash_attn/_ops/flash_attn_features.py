@@ -255,7 +255,7 @@ def with_kept_out(op: Any, tensors: Sequence[Tensor | None], arguments: Sequence
     """
     q = tensors[0]
     assert q is not None
-    if q.dtype not in KERNEL_DTYPES or (_library.has_kernel(op.name) and _library.is_where_kernels_run(q)):
+    if q.dtype not in KERNEL_DTYPES or _library.has_kernel(op.name, q.device.type):
         out, *rest = op.below_autograd(*tensors, *arguments)
         return out, out, *rest
     out, *rest = op.below_autograd(*(None if x is None else x.float() for x in tensors), *arguments)
