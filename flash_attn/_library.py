@@ -79,15 +79,16 @@ def library_path() -> pathlib.Path | None:
     return _find()[0] if load_error() is None else None
 
 
-def has_kernel(name: str, device: str = "cuda") -> bool:
-    """Whether a kernel, of the library or in Triton, is registered for the op `name` on devices of this type.
+def has_kernel(name: str) -> bool:
+    """Whether a kernel for CUDA, of the library or in Triton, is registered for the op `name`."""
+    return _torch_private.has_kernel(f"{_NAMESPACE}::{name}", "CUDA", otherwise=load_error() is None)
 
-    Those for the CPU are the kernels for CUDA, emulated, in tests.
-    """
-    if device not in ("cuda", "cpu"):
-        return False
-    otherwise = device == "cuda" and load_error() is None
-    return _torch_private.has_kernel(f"{_NAMESPACE}::{name}", device.upper(), otherwise)
+
+def has_kernel_for(name: str, x: torch.Tensor) -> bool:
+    """The same for the device of `x`: tests register emulated kernels for the CPU."""
+    if x.device.type == "cpu":
+        return _torch_private.has_kernel(f"{_NAMESPACE}::{name}", "CPU", otherwise=False)
+    return is_where_kernels_run(x) and has_kernel(name)
 
 
 def is_in_triton(name: str) -> bool:

@@ -88,7 +88,7 @@ class Featured(Case):
             plus = unavoidable(exact, torch.float32, terms)
             assert_error_ratio(max_logit[0], exact, exact.float(), plus=plus, name="max_logit")
         all_plain = [plain_grads]
-        in_kernels = _library.has_kernel("fwd", dout.device.type)
+        in_kernels = _library.has_kernel_for("fwd", dout)
         if self.sink and in_kernels:  # its few elements are sums of the errors of `out`, which is checked above
             sink = list(differentiable).index("learnable_sink") + len(tensors)
             exact_grads = list(exact_grads)

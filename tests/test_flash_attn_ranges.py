@@ -228,18 +228,24 @@ NUMBERS = torch.zeros(2, dtype=torch.int32)
 PLAIN, CACHED = Options(1.0, -1, -1), CacheOptions(1.0, -1, -1)
 SINK, RANGES = Features(learnable_sink=torch.zeros(4)), Features(key_ranges=torch.zeros(1, 1, 8, 2).int())
 CALLS = {  # what of a call is beyond kernels -> its arguments
-    "": (Q, V, PLAIN, SINK._replace(key_ranges=RANGES.key_ranges, attention_chunk=3, causal=NUMBERS)),
+    "": (Q, V[..., :32], PLAIN, SINK._replace(key_ranges=RANGES.key_ranges, attention_chunk=3, causal=NUMBERS)),
     "attn_bias": (Q, V, PLAIN, SINK._replace(attn_bias=torch.zeros(1))),
     "key_ranges of two intervals": (Q, V, PLAIN, Features(key_ranges=torch.zeros(1, 1, 8, 4).int())),
     "return_max_logit": (Q, V, PLAIN, SINK._replace(row_max=True)),
     "seqused_q beside learnable_sink": (Q, V, PLAIN, SINK._replace(seqused_q=NUMBERS)),
     "seqused_q beside alibi_slopes": (Q, V, PLAIN._replace(alibi_slopes=torch.zeros(4)), Features(seqused_q=NUMBERS)),
     "causal of each entry beside rotary_cos": (Q, V, CACHED._replace(rotary_cos=Q), Features(causal=NUMBERS)),
-    "head dims 64 of keys and 32 of values": (Q, V[..., :32], PLAIN, SINK),
-    "head dims 288 of keys and 288 of values": (torch.zeros(2, 8, 4, 288), torch.zeros(2, 8, 4, 288), PLAIN, SINK),
+    "head dims 64 of keys and 520 of values": (Q, torch.zeros(2, 8, 4, 520), PLAIN, SINK),
 }
 
 
 @pytest.mark.parametrize("says", CALLS)
 def test_what_is_beyond_kernels(says):
     assert with_features.beyond_kernels(*CALLS[says]) == ([says] if says else [])
+
+
+def test_gradients_of_wide_heads_are_beyond_kernels():
+    wide, narrow = torch.zeros(1, 2, 1, 264), torch.zeros(1, 2, 1, 256)
+    assert not with_features.beyond_bwd_kernels(narrow, narrow)
+    assert with_features.beyond_bwd_kernels(narrow, wide) == ["head dims 256 of keys and 264 of values"]
+    assert not with_features.beyond_kernels(wide, wide, PLAIN, SINK)

@@ -2,7 +2,7 @@
 
 The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, and causality and lengths of
 each entry; and, seen from the shapes, head dims beyond those of the other ops. The ops take all of them together, and
-all options of the ops without features. `_beyond_kernels` says which calls no kernel takes: these run in plain torch on
+all options of the ops without features. `beyond_kernels` says which calls no kernel takes: these run in plain torch on
 every device.
 """
 
@@ -145,7 +145,9 @@ def _beyond_head_dims(q, v, most):
     return [f"head dims {head_dim} of keys and {head_dim_v} of values"] if max(head_dim, head_dim_v) > most else []
 
 
-def _beyond_kernels(q, v, options, features, most_head_dim=KERNEL_HEAD_DIM):
+def beyond_kernels(
+    q: Tensor, v: Tensor, options: Options | CacheOptions, features: Features, most_head_dim: int = KERNEL_HEAD_DIM
+) -> list[str]:
     """What of a call the kernels do not take, in a caller's words."""
     _, bias, ranges, _, causal, seqused_q, row_max = features
     causes = []
@@ -169,18 +171,18 @@ def beyond_bwd_kernels(q: Tensor, v: Tensor) -> list[str]:
 
 def _beyond_fwd(args):
     q, _, v, sink, bias, *arguments = args
-    return _beyond_kernels(q, v, *_split(sink, bias, arguments, Options))
+    return beyond_kernels(q, v, *_split(sink, bias, arguments, Options))
 
 
 def _beyond_bwd(args):
     _, q, _, v, _, _, _, _, sink, bias, *arguments = args
     options, features = _split(sink, bias, arguments, Options)
-    return _beyond_kernels(q, v, options, features._replace(row_max=False), BWD_KERNEL_HEAD_DIM)  # it has no gradient
+    return beyond_kernels(q, v, options, features._replace(row_max=False), BWD_KERNEL_HEAD_DIM)  # it has no gradient
 
 
 def _beyond_kvcache(args):
     q, _, v_cache, sink, bias, *arguments = args
-    return _beyond_kernels(q, v_cache, *_split(sink, bias, arguments, CacheOptions))
+    return beyond_kernels(q, v_cache, *_split(sink, bias, arguments, CacheOptions))
 
 
 def _results_fake(q, v, row_max):
@@ -255,7 +257,7 @@ def with_kept_out(op: Any, tensors: Sequence[Tensor | None], arguments: Sequence
     """
     q = tensors[0]
     assert q is not None
-    if q.dtype not in KERNEL_DTYPES or _library.has_kernel(op.name, q.device.type):
+    if q.dtype not in KERNEL_DTYPES or _library.has_kernel_for(op.name, q):
         out, *rest = op.below_autograd(*tensors, *arguments)
         return out, out, *rest
     out, *rest = op.below_autograd(*(None if x is None else x.float() for x in tensors), *arguments)
