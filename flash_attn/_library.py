@@ -86,7 +86,9 @@ def has_kernel(name: str) -> bool:
 
 @functools.cache
 def _has_kernel_on(name: str, device: str) -> bool:
-    return _torch_private.has_kernel(f"{_NAMESPACE}::{name}", device.upper(), device == "cuda" and load_error() is None)
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)  # a kernel for the CPU is one that is emulated
+    otherwise = device == "cuda" and load_error() is None
+    return key is not None and _torch_private.has_kernel(f"{_NAMESPACE}::{name}", key, otherwise)
 
 
 def runs_in_kernel(name: str, x: torch.Tensor) -> bool:
