@@ -43,6 +43,15 @@ def test_deadlock():
         run("wait", mistake=True)
 
 
+@pytest.mark.parametrize("against", [0, 1])
+def test_votes(against):
+    """Each vote counts once, in the call that it was given in."""
+    for _ in range(20):
+        out = torch.full((64,), torch.nan)
+        probe().run("vote", out, out, against)
+        assert torch.equal(out, torch.full_like(out, 8 - against))
+
+
 def product(mistake=0):
     a, b = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))
     c = torch.full((64, 64), torch.nan)

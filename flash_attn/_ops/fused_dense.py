@@ -164,7 +164,7 @@ def check_mlp(activation, checkpoint_lvl, heuristic):
 
 
 def _origin(x, weight1, level):
-    """What a backward that does not keep x must know of it: its history. None if x is kept, or has no history."""
+    """An empty tensor with the history of x, for a backward that does not keep x; None if it does, or x has none."""
     keeps_x = level == 2 or x.dtype not in FUSED_DTYPES or weight1.requires_grad
     return None if keeps_x or not x.requires_grad else autograd.history(x)
 

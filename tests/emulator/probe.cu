@@ -97,6 +97,13 @@ __global__ void product_kernel(const __grid_constant__ ProductArgs p) {
   wait_gemms<0>(c);
 }
 
+// out = how many of eight votes in a row had somebody in favour, which is thread 0 each time but for the mistake.
+__global__ void vote_kernel(const __grid_constant__ Args p) {
+  int count = 0;
+  for (int i = 0; i < 8; ++i) count += __syncthreads_or(threadIdx.x == 0 && i >= p.mistake) != 0;
+  p.out[threadIdx.x] = count;
+}
+
 template <auto kKernel>
 const char* run(const Args& args, int threads, int cluster = 1) {
   static std::string error;
@@ -123,6 +130,8 @@ const char* wait(float* out, const float* in, int64_t mistake) {
 const char* swap(float* out, const float* in, int64_t mistake) {
   return run<swap_kernel>({out, in, int(mistake)}, 32, 2);
 }
+
+const char* vote(float* out, const float* in, int64_t mistake) { return run<vote_kernel>({out, in, int(mistake)}, 64); }
 
 const char* product(float* c, const T* a, const T* b, int64_t mistake) {
   using Tile = decltype(ProductShared::a);
