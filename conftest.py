@@ -6,6 +6,7 @@ wide samples.
 """
 
 import collections
+import ctypes
 import os
 import re
 import runpy
@@ -17,6 +18,8 @@ import pytest
 import torch
 
 from flash_attn import _library
+
+EMULATOR = pytest.StashKey[ctypes.CDLL]()  # the library of kernels that --emulate has loaded
 
 
 def pytest_addoption(parser):
@@ -40,9 +43,19 @@ def pytest_configure(config):
     if patterns:
         if config.getoption("--device") != "cpu":
             raise pytest.UsageError("--emulate needs --device=cpu")
-        torch.ops.load_library(
-            runpy.run_path(str(config.rootpath / "tests/emulator/build_kernels.py"))["build"](patterns.split(","))
-        )
+        build = runpy.run_path(str(config.rootpath / "tests/emulator/build_kernels.py"))["build"]
+        path = str(build(patterns.split(",")))
+        torch.ops.load_library(path)
+        config.stash[EMULATOR] = ctypes.CDLL(path)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item):
+    report = yield
+    if report.failed and EMULATOR in item.config.stash:
+        seed = os.environ.get("EMULATOR_SEED", "1")
+        report.sections.append(("Emulator", f"EMULATOR_SEED={seed} gives this test the same schedules again."))
+    return report
 
 
 def pytest_collection_modifyitems(config, items):
@@ -84,8 +97,11 @@ def device(request):
 
 @pytest.fixture(autouse=True)
 def seeded(request, monkeypatch):
-    """Give each test random numbers of its own, the same in every run and in any order."""
-    torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+    """Give each test random numbers and emulated schedules of its own, the same in every run and in any order."""
+    seed = zlib.crc32(request.node.nodeid.encode())
+    torch.manual_seed(seed)
+    if EMULATOR in request.config.stash:
+        request.config.stash[EMULATOR].begin_schedules(ctypes.c_uint64(seed))
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)  # that of the test before, if it trained
     if "torch._dynamo" in sys.modules:  # the limit of recompilations counts those of other tests
         torch._dynamo.reset()

@@ -1,16 +1,25 @@
 """Attention against torch's scaled_dot_product_attention (SDPA): forward and backward, and decoding from a cache.
 
-Flops are those of the products with the keys a row sees: 4 a score for each element of head_dim forward, 10 backward.
-Bytes are given for decoding, which reads the cache once. SDPA gets tensors (batch, heads, seqlen, head_dim) that are
-contiguous in that order. "torch" is the backend that torch chooses; with a GPU, "torch cudnn" and "torch flash" are
-asked for by name. "portable" are our kernels for sm_80, in whose place a Hopper GPU has others; "deterministic" is our
-backward with that option; fwd+bwd is what a training step waits for, autograd included. 32/8 heads are 32 of q and 8 of
-k and v. The cases flash_attn_memory are there for their peak_mb: one sequence of more and more tokens, causal, forward
-alone and forward with backward. The cases flash_attn_host are there for their host_us: tensors so small that the host
+Flops are those of the products with the keys a row sees: 4 a score for each element of head_dim forward, 10 backward. A
+head_dim of 192/128 is 192 of q and k and 128 of v, which "padded" fills up to 192 before the call. With a head_dim of
+512, which cudnn and flash do not take, "torch efficient" and "torch math" are asked for. Bytes are given for decoding,
+which reads the cache once. SDPA gets tensors (batch, heads, seqlen, head_dim) that are contiguous in that order.
+"torch" is the backend that torch chooses; with a GPU, "torch cudnn" and "torch flash" are asked for by name. "portable"
+are our kernels for sm_80, in whose place a Hopper GPU has others; "deterministic" is our backward with that option;
+fwd+bwd is what a training step waits for, autograd included. 32/8 heads are 32 of q and 8 of k and v. The cases
+flash_attn_memory are there for their peak_mb: one sequence of more and more tokens, causal, forward alone and forward
+with backward. The cases flash_attn_features put a sink, key ranges that say what causal says, and documents of 1k
+tokens in rows of 16k beside the calls that do without: "flash_attn" is the plain call, causal, and for documents that
+of variable length. Beside biases, it is the call without one, and "torch" is SDPA with the bias as its mask: of each
+head, for all entries, with and without a gradient of its own, and a mask of bool for all heads. The cases
+flash_attn_exact put the forward of a training step, the backward and both with `use_exact_gradients`, "exact", beside
+those without, and their peak_mb. The cases flash_attn_host are there for their host_us: tensors so small that the host
 takes longer than the GPU.
 """
 
 import functools
+import itertools
+import operator
 import os
 
 import torch
@@ -18,9 +27,10 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import DTYPES, Case, backward_of, main
-from flash_attn import flash_attn_func, flash_attn_with_kvcache
+from flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache, masks
+from flash_attn.precision import use_exact_gradients, uses_exact_gradients
 
-SHAPES = {  # batch, heads, heads_k, seqlen, head_dim
+SHAPES = {  # batch, heads, heads_k, seqlen, head_dim; head_dim of v if it is another
     "cuda": [
         (16384 // seqlen, 2048 // head_dim, 2048 // head_dim, seqlen, head_dim)
         for head_dim in (64, 128, 256)
@@ -30,7 +40,9 @@ SHAPES = {  # batch, heads, heads_k, seqlen, head_dim
         (16384 // seqlen, heads, heads_k, seqlen, 128)
         for heads, heads_k in ((32, 8), (64, 8))
         for seqlen in (512, 1024, 2048, 4096)
-    ],
+    ]
+    + [(16384 // seqlen, 16, 16, seqlen, *head_dims) for head_dims in ((192, 128), (192,)) for seqlen in (2048, 8192)]
+    + [(16384 // seqlen, 4, 4, seqlen, 512) for seqlen in (1024, 4096, 16384)],
     "cpu": [(4, 8, 8, 512, 64), (1, 8, 8, 2048, 64), (1, 8, 8, 4096, 128), (2, 16, 16, 1024, 128)],
 }
 DECODING = {  # batch, heads, heads_k, keys in the cache, head_dim
@@ -47,6 +59,19 @@ DECODING = {  # batch, heads, heads_k, keys in the cache, head_dim
     ],
     "cpu": [(1, 32, 8, 2048, 128), (8, 8, 8, 4096, 64)],
 }
+FEATURED = {"cuda": [(1, 16, 2, 16384, 128), (1, 64, 8, 16384, 64)], "cpu": [(1, 4, 4, 2048, 64)]}
+EXACT = {
+    "cuda": [
+        *((16384 // seqlen, 16, 16, seqlen, 128) for seqlen in (512, 2048, 8192)),
+        *((16384 // seqlen, 32, 32, seqlen, 64) for seqlen in (512, 2048, 8192)),
+        (8, 32, 8, 2048, 128),
+        (8, 8, 8, 2048, 256),
+        (8, 16, 16, 2048, 192, 128),
+    ],
+    "cpu": [],
+}
+DOCUMENTS = 16  # in a row of FEATURED
+BIASED = {"cuda": [(2, 16, 16, 4096, 128), (8, 16, 16, 2048, 64), (32, 8, 8, 512, 64)], "cpu": [(1, 4, 4, 1024, 64)]}
 PAGE_SIZES = {"cuda": (0, 16, 256), "cpu": (0,)}  # 0: a dense cache
 HOST = {"cuda": [(1, 8, 8, 128, 128)], "cpu": []}
 MEMORY = {"cuda": [2**n for n in range(10, 17)], "cpu": []}  # tokens of one sequence with two heads of 128
@@ -57,13 +82,17 @@ def cases(device):
     for shape in SHAPES[device]:
         for dtype in TYPES[device]:
             for causal in (False, True):
-                for op, providers, cost in (("fwd", forward, 4), ("bwd", backward, 10), ("fwd+bwd", both_ways, 14)):
+                for op, providers, products in (
+                    ("fwd", forward, (1, 1)),
+                    ("bwd", backward, (3, 2)),
+                    ("fwd+bwd", both_ways, (4, 3)),
+                ):
                     yield Case(
                         f"flash_attn_{op}",
                         describe(shape) + " causal" * causal,
                         dtype,
                         functools.partial(providers, shape, DTYPES[dtype], device, causal),
-                        flops=cost * scores(shape, causal) * shape[-1],
+                        flops=2 * scores(shape, causal) * sum(map(operator.mul, products, head_dims(shape))),
                     )
     for shape in DECODING[device]:
         for dtype in TYPES[device]:
@@ -75,11 +104,44 @@ def cases(device):
                     functools.partial(decoding, shape, DTYPES[dtype], device, page_size),
                     bytes=2 * shape[0] * shape[2] * shape[3] * shape[4] * DTYPES[dtype].itemsize,
                 )
+    for shape in FEATURED[device]:
+        document = *shape[:3], shape[3] // DOCUMENTS, shape[4]
+        kinds = ("causal", causally, 1, shape), ("documents", in_documents, DOCUMENTS, document)
+        for dtype, (name, providers, times, part) in itertools.product(TYPES[device], kinds):
+            for op, backwards, cost in (("fwd", False, 4), ("bwd", True, 10)):
+                yield Case(
+                    "flash_attn_features",
+                    f"{describe(shape)} {name} {op}",
+                    dtype,
+                    functools.partial(providers, backwards, shape, DTYPES[dtype], device),
+                    flops=cost * times * scores(part, True) * shape[-1],
+                )
+    for shape, dtype in itertools.product(BIASED[device], TYPES[device]):
+        for op, backwards, cost in (("fwd", False, 4), ("bwd", True, 10)):
+            yield Case(
+                "flash_attn_features",
+                f"{describe(shape)} bias {op}",
+                dtype,
+                functools.partial(biased, backwards, shape, DTYPES[dtype], device),
+                flops=cost * scores(shape, False) * shape[-1],
+            )
+    for shape in EXACT[device]:
+        for causal in (False, True):
+            for op, products in (("fwd", (1, 1)), ("bwd", (3, 2)), ("fwd+bwd", (4, 3))):
+                yield Case(
+                    "flash_attn_exact",
+                    describe(shape) + " causal" * causal + f" {op}",
+                    "bf16",
+                    functools.partial(exactly, op, shape, torch.bfloat16, device, causal),
+                    flops=2 * scores(shape, causal) * sum(map(operator.mul, products, head_dims(shape))),
+                )
     for shape in HOST[device]:
         for name, providers, option in (
             ("fwd", forward, False),
             ("fwd with grad", with_graph, False),
             ("decode", decoding, 0),
+            ("fwd with features", with_features, False),
+            ("fwd with exact gradients", functools.partial(exactly, "fwd"), False),
         ):
             run = functools.partial(providers, shape, torch.bfloat16, device, option)  # not causal, without pages
             yield Case("flash_attn_host", f"{describe(shape)} {name}", "bf16", run)
@@ -94,19 +156,26 @@ def cases(device):
 
 
 def describe(shape):
-    batch, heads, heads_k, seqlen, head_dim = shape
-    return f"{batch}x{heads}{f'/{heads_k}' * (heads_k < heads)}x{seqlen}x{head_dim}"
+    batch, heads, heads_k, seqlen, *dims = shape
+    return f"{batch}x{heads}{f'/{heads_k}' * (heads_k < heads)}x{seqlen}x{'/'.join(map(str, dims))}"
+
+
+def head_dims(shape):
+    """Those of keys and of values."""
+    return shape[4], shape[-1]
 
 
 def scores(shape, causal):
-    batch, heads, _, seqlen, _ = shape
+    batch, heads, _, seqlen, *_ = shape
     return batch * heads * seqlen * (seqlen + 1) / 2 if causal else batch * heads * seqlen**2
 
 
 def tensors(shape, dtype, device, **options):
     """q, k, v as (batch, seqlen, heads, head_dim), and as SDPA wants them."""
-    batch, heads, heads_k, seqlen, head_dim = shape
-    ours = [torch.randn(batch, seqlen, n, head_dim, dtype=dtype, device=device) for n in (heads, heads_k, heads_k)]
+    batch, heads, heads_k, seqlen, *_ = shape
+    head_dim, head_dim_v = head_dims(shape)
+    sizes = (heads, head_dim), (heads_k, head_dim), (heads_k, head_dim_v)
+    ours = [torch.randn(batch, seqlen, *size, dtype=dtype, device=device) for size in sizes]
     theirs = [x.transpose(1, 2).contiguous() for x in ours]
     return [x.requires_grad_(**options) for x in ours], [x.requires_grad_(**options) for x in theirs]
 
@@ -116,6 +185,7 @@ def forward(shape, dtype, device, causal, requires_grad=False):
     attend = functools.partial(flash_attn_func, *ours, causal=causal)
     return {
         "flash_attn": attend,
+        **{name: functools.partial(attend, *ours, causal=causal) for name, attend in padded(shape).items()},
         **portable(attend, device),
         **{name: functools.partial(attend, *theirs) for name, attend in sdpa(device, shape, causal).items()},
     }
@@ -124,6 +194,16 @@ def forward(shape, dtype, device, causal, requires_grad=False):
 def with_graph(shape, dtype, device, causal):
     """The forward, recording what its backward needs."""
     return forward(shape, dtype, device, causal, requires_grad=True)
+
+
+def padded(shape):
+    """Attention of q, k and v with v filled up to the head_dim of k, if it has another; nothing otherwise."""
+    head_dim, head_dim_v = head_dims(shape)
+
+    def attend(q, k, v, **options):
+        return flash_attn_func(q, k, F.pad(v, (0, head_dim - head_dim_v)), **options)[..., :head_dim_v]
+
+    return {"padded": attend} if head_dim_v != head_dim else {}
 
 
 def portable(function, device):
@@ -148,6 +228,8 @@ def backward(shape, dtype, device, causal):
         functions[name] = backward_of(attend, *ours)
     attend = functools.partial(flash_attn_func, *ours, causal=causal)
     functions |= portable(backward_of(attend, *ours), device)
+    for name, attend in padded(shape).items():
+        functions[name] = backward_of(functools.partial(attend, *ours, causal=causal), *ours)
     for name, attend in sdpa(device, shape, causal).items():
         functions[name] = backward_of(functools.partial(attend, *theirs), *theirs)
     return functions
@@ -155,7 +237,10 @@ def backward(shape, dtype, device, causal):
 
 def both_ways(shape, dtype, device, causal):
     ours, theirs = tensors(shape, dtype, device)
-    functions = {"flash_attn": functools.partial(step, functools.partial(flash_attn_func, causal=causal), ours)}
+    functions = {
+        name: functools.partial(step, functools.partial(attend, causal=causal), ours)
+        for name, attend in {"flash_attn": flash_attn_func, **padded(shape)}.items()
+    }
     attention = sdpa(device, shape, causal)
     return functions | {name: functools.partial(step, attend, theirs) for name, attend in attention.items()}
 
@@ -182,11 +267,97 @@ def decoding(shape, dtype, device, page_size):
     }
 
 
+def causally(backward, shape, dtype, device):
+    """A causal call, the same with a sink, and key ranges in its place."""
+    inputs, _ = tensors(shape, dtype, device, requires_grad=backward)
+    seqlen, sink = shape[3], torch.zeros(shape[1], device=device)
+    options = {
+        "flash_attn": dict(causal=True),
+        "sink": dict(causal=True, learnable_sink=sink),
+        "ranges": dict(key_ranges=masks.top_left_causal(seqlen, device)),
+        "ranges and sink": dict(key_ranges=masks.top_left_causal(seqlen, device), learnable_sink=sink),
+    }
+    functions = {name: functools.partial(flash_attn_func, *inputs, **each) for name, each in options.items()}
+    return {name: backward_of(each, *inputs) if backward else each for name, each in functions.items()}
+
+
+def in_documents(backward, shape, dtype, device):
+    """Causal attention within documents of equal lengths, as ranges and as entries of variable length."""
+    inputs, _ = tensors(shape, dtype, device, requires_grad=backward)
+    length = shape[3] // DOCUMENTS
+    starts = torch.arange(0, shape[3] + 1, length, dtype=torch.int32, device=device)
+    tokens = [x.detach().flatten(0, 1).requires_grad_(backward) for x in inputs]
+    varlen = functools.partial(flash_attn_varlen_func, *tokens, starts, starts, length, length, causal=True)
+    ranges = functools.partial(flash_attn_func, *inputs, causal=True, key_ranges=masks.documents(starts, shape[3]))
+    if not backward:
+        return {"flash_attn": varlen, "ranges": ranges}
+    return {"flash_attn": backward_of(varlen, *tokens), "ranges": backward_of(ranges, *inputs)}
+
+
+def biased(backward, shape, dtype, device):
+    """A call without a bias, with one of each head, also in float32 and with a gradient, and with a mask of bool."""
+    ours, theirs = tensors(shape, dtype, device, requires_grad=backward)
+    _, heads, _, seqlen, *_ = shape
+    bias = torch.randn(1, heads, seqlen, seqlen, dtype=dtype, device=device)
+    leaf = bias.clone().requires_grad_(backward)
+    biases = {"flash_attn": None, "bias": bias, "bias fp32": bias.float(), "mask": bias[:, :1] < 1}
+    if backward:
+        biases["bias with gradient"] = leaf
+    calls = {name: (functools.partial(flash_attn_func, *ours, attn_bias=x), ours) for name, x in biases.items()}
+    for name, x in {"torch": bias, "torch with gradient": leaf if backward else None}.items():
+        if x is not None:
+            calls[name] = functools.partial(F.scaled_dot_product_attention, *theirs, attn_mask=x), theirs
+    if not backward:
+        return {name: call for name, (call, _) in calls.items()}
+    leaves = {name: [*inputs, leaf][: 3 + name.endswith("with gradient")] for name, (_, inputs) in calls.items()}
+    return {name: backward_of(call, *leaves[name]) for name, (call, _) in calls.items()}
+
+
+def exactly(op, shape, dtype, device, causal):
+    """A training step or a part of it, with rounded and with exact gradients."""
+    inputs, _ = tensors(shape, dtype, device, requires_grad=True)
+    attend = functools.partial(flash_attn_func, causal=causal)
+    modes = {"flash_attn": attend, "exact": functools.partial(with_exact_gradients, attend)}
+    kinds = {
+        "fwd": lambda attend: functools.partial(attend, *inputs),
+        "bwd": lambda attend: backward_of(functools.partial(attend, *inputs), *inputs),
+        "fwd+bwd": lambda attend: functools.partial(step, attend, inputs),
+    }
+    return {name: kinds[op](attend) for name, attend in modes.items()}
+
+
+def with_exact_gradients(attend, *inputs):
+    before = uses_exact_gradients()
+    use_exact_gradients()
+    try:
+        return attend(*inputs)
+    finally:
+        use_exact_gradients(before)
+
+
+def with_features(shape, dtype, device, causal):
+    """What features cost the host, beside a plain call."""
+    inputs, _ = tensors(shape, dtype, device, requires_grad=False)
+    ranges = masks.top_left_causal(shape[3], device)
+    options = {
+        "flash_attn": {},
+        "sink": dict(learnable_sink=torch.zeros(shape[1], device=device)),
+        "ranges": dict(key_ranges=ranges),
+        "chunks": dict(attention_chunk=shape[3] // 2),
+    }
+    return {name: functools.partial(flash_attn_func, *inputs, **each) for name, each in options.items()}
+
+
 def sdpa(device, shape, causal):
     """Provider names and functions of q, k, v."""
     chosen = {"torch cudnn": SDPBackend.CUDNN_ATTENTION, "torch flash": SDPBackend.FLASH_ATTENTION}
+    if max(head_dims(shape)) > 256:
+        chosen = {"torch efficient": SDPBackend.EFFICIENT_ATTENTION, "torch math": SDPBackend.MATH}
     named = {name: functools.partial(with_backend, backend) for name, backend in chosen.items() if device == "cuda"}
-    _, heads, heads_k, _, _ = shape
+    _, heads, heads_k, *_ = shape
+    head_dim, head_dim_v = head_dims(shape)
+    if head_dim_v != head_dim:
+        named = {}  # not every backend takes them
     options = dict(is_causal=causal, enable_gqa=heads_k < heads)
     functions = {"torch": F.scaled_dot_product_attention, **named}
     return {name: functools.partial(attend, **options) for name, attend in functions.items()}

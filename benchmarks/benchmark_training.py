@@ -30,6 +30,7 @@ from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.accelerators import CPUAccelerator, CUDAAccelerator
 from lightning.pytorch.profilers import Profiler
 
 from benchmarks.harness import ROWS, append_csv, environment
@@ -279,6 +280,8 @@ class BareLoop:
     """In place of Lightning's Trainer: as little as training takes, on one batch."""
 
     checkpoint_callback = None
+    world_size = 1
+    accelerator = CUDAAccelerator() if torch.cuda.is_available() else CPUAccelerator()
 
     def __init__(
         self,
@@ -289,6 +292,7 @@ class BareLoop:
         **ignored: Any,
     ) -> None:
         self.max_steps, self.clip, self.callback_metrics = max_steps, gradient_clip_val, {}
+        self.global_step = max_steps  # after fit
         self.dtype = {"bf16-mixed": torch.bfloat16, "32-true": None}[precision]
         self.stopwatch = next(each for each in callbacks if isinstance(each, Stopwatch))
 

@@ -15,7 +15,8 @@ import pathlib
 
 TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
-FEATURES = {"plain": "Features::kPlain", "all": "Features::kAll"}
+ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all kernels but those of S_dmask
+FEATURES = {"plain": "Features::kPlain", "ranged": "Features::kRanged", "all": "Features::kAll"}
 PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdSm80Params"}
 WIDE_HEAD_DIMS = (64, 96, 128, 256)  # that have a second tile on sm_90, for long sequences: see fwd_tiles.h
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims: see fwd_tiles.h
@@ -36,14 +37,17 @@ PORTABLE = {
         f"{kind}_sm80", f"run_{kind}<{TYPES[dtype]}, {head_dim}, {features}>", params
     )
     for (kind, params), dtype, head_dim, (name, features) in itertools.product(
-        PARAMS.items(), TYPES, HEAD_DIMS, FEATURES.items()
+        PARAMS.items(), TYPES, ALL_HEAD_DIMS, FEATURES.items()
     )
+    if kind != "bwd" or head_dim <= 256 or name == "all"
 }
 HOPPER = {
     f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}": _flash_attn(
         "fwd_sm90", f"run_fwd_sm90<{TYPES[dtype]}, {head_dim}, {features}, {str(wide).lower()}>", "FwdSm90Params"
     )
-    for dtype, head_dim, (name, features), wide in itertools.product(TYPES, HEAD_DIMS, FEATURES.items(), (False, True))
+    for dtype, head_dim, (name, features), wide in itertools.product(
+        TYPES, ALL_HEAD_DIMS, FEATURES.items(), (False, True)
+    )
     if not wide or (head_dim in WIDE_HEAD_DIMS and name == "plain")
 } | {
     f"flash_attn_bwd_sm90_{dtype}_{head_dim}_{name}": _flash_attn(
@@ -51,7 +55,18 @@ HOPPER = {
         f"run_bwd_sm90<{TYPES[dtype]}, {head_dim}, {features}>",
         "BwdSm90Params",
     )
-    for dtype, head_dim, (name, features) in itertools.product(TYPES, HEAD_DIMS, FEATURES.items())
+    for dtype, head_dim, (name, features) in itertools.product(TYPES, ALL_HEAD_DIMS, FEATURES.items())
+    if head_dim <= 256 or name == "all"
+}
+UNEQUAL_HEAD_DIMS = {  # of keys and of values: see head_dims.h
+    f"flash_attn_{kind}_sm90_{dtype}_192_128_{name}": _flash_attn(
+        header, f"run_{kind}_sm90<{TYPES[dtype]}, 192, {features}, {rest}>", params
+    )
+    for (kind, header, rest, params), dtype, (name, features) in itertools.product(
+        (("fwd", "fwd_sm90", "false, 128", "FwdSm90Params"), ("bwd", "bwd_sm90_wide", "128", "BwdSm90Params")),
+        TYPES,
+        FEATURES.items(),
+    )
 }
 DMASK = {
     f"flash_attn_dmask_sm80_{dtype}_{head_dim}_{width}": _flash_attn(
@@ -61,7 +76,7 @@ DMASK = {
 }
 
 # Name of the instance -> text of its source file.
-INSTANCES: dict[str, str] = PORTABLE | HOPPER | DMASK
+INSTANCES: dict[str, str] = PORTABLE | HOPPER | UNEQUAL_HEAD_DIMS | DMASK
 
 
 def generate(build_dir: pathlib.Path) -> list[pathlib.Path]:

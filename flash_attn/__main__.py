@@ -83,8 +83,8 @@ def backends() -> list[str]:
 def backend(name: str) -> str:
     """Returns the backend of the op `name` on this machine, and the reason."""
     if not _library.has_kernel(name):
-        why = "there are no kernels" if _library.load_error() else "the library has no kernel for it"
-        return f"reference in plain torch: {why}"
+        no_kernels = _library.load_error() and not _library.is_switched_off(name)
+        return f"reference in plain torch: {'there are no kernels' if no_kernels else _library.why_no_kernel(name)}"
     kernel = "Triton kernel" if _library.is_in_triton(name) else "kernel"
     if not torch.cuda.is_available():
         return f"reference in plain torch: there is a {kernel}, but no CUDA device"
@@ -139,10 +139,10 @@ def _check(name: str, ours: Callable, formula: Callable, inputs: list[Tensor]) -
         allowed = 2 * _error(formula(*inputs), exact) + 1e-3
         error = _error(ours(*inputs), exact)
     except Exception as failure:  # reported, as all failures are, and the other checks still run
-        print(f"  {name:<16}fail: {type(failure).__name__}: {failure}")
+        print(f"  {name:<18}fail: {type(failure).__name__}: {failure}")
         return False
     passed = error <= allowed  # false for nan
-    print(f"  {name:<16}{'pass' if passed else 'FAIL'}  {error:.1e}, allowed {allowed:.1e}")
+    print(f"  {name:<18}{'pass' if passed else 'FAIL'}  {error:.1e}, allowed {allowed:.1e}")
     return passed
 
 
@@ -161,19 +161,72 @@ def _check_forward(device):
     return ours, formula, _qkv(device)
 
 
+def _with_gradients(attention):
+    """The function of dout and the inputs of `attention` that returns its output and their gradients."""
+
+    def function(dout, *inputs):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out = attention(*inputs)
+        return out.detach(), *torch.autograd.grad(out, inputs, dout)
+
+    return function
+
+
 def _check_backward(device):
-    def gradients_of(attention):
-        def gradients(dout, *qkv):
-            qkv = [x.detach().requires_grad_() for x in qkv]
-            return torch.autograd.grad(attention(*qkv), qkv, dout)
-
-        return gradients
-
     def ours(q, k, v):
         return flash_attn.flash_attn_func(q, k, v, causal=True)
 
     q, k, v = _qkv(device)
-    return gradients_of(ours), gradients_of(_attention), [torch.randn_like(q), q, k, v]
+    return _with_gradients(ours), _with_gradients(_attention), [torch.randn_like(q), q, k, v]
+
+
+def _check_sink(device):
+    """Output and gradients with a sink for each head."""
+
+    def ours(q, k, v, sink):
+        return flash_attn.flash_attn_func(q, k, v, causal=True, learnable_sink=sink)
+
+    q, k, v = _qkv(device)
+    (sink,) = _random(1, q.shape[2], device=device)
+    return _with_gradients(ours), _with_gradients(_attention), [torch.randn_like(q), q, k, v, sink]
+
+
+def _check_ranges(device):
+    """Output and gradients of rows that hold three documents."""
+    lengths = torch.tensor([90, 17, 93])
+    document = torch.arange(3).repeat_interleave(lengths).to(device)
+    end = lengths.cumsum(0).to(device)[document]
+    ranges = torch.stack([end - lengths.to(device)[document], end], dim=-1).int()
+
+    def ours(q, k, v):
+        return flash_attn.flash_attn_func(q, k, v, causal=True, key_ranges=ranges[None, None])
+
+    def formula(q, k, v):
+        return _attention(q, k, v, hidden=document[:, None] != document)
+
+    q, k, v = _qkv(device)
+    return _with_gradients(ours), _with_gradients(formula), [torch.randn_like(q), q, k, v]
+
+
+def _check_head_dims(device):
+    """Output and gradients of keys of 192 and values of 128 channels."""
+
+    def ours(q, k, v):
+        return flash_attn.flash_attn_func(q, k, v, causal=True)
+
+    q, k = _random(2, 2, 200, 4, 192, device=device)
+    v, dout = _random(2, 2, 200, 4, 128, device=device)
+    return _with_gradients(ours), _with_gradients(_attention), [dout, q, k, v]
+
+
+def _check_wide(device):
+    def ours(q, k, v):
+        return [flash_attn.flash_attn_func(q, k, v, causal=True)]
+
+    def formula(q, k, v):
+        return [_attention(q, k, v)]
+
+    return ours, formula, _random(3, 2, 200, 2, 512, device=device)
 
 
 def _check_kvcache(device):
@@ -233,14 +286,6 @@ def _check_norm(device):
 def _check_mlp(device):
     """An MLP with GELU, and its gradients."""
 
-    def gradients_of(mlp):
-        def gradients(dout, *inputs):
-            inputs = [x.detach().requires_grad_() for x in inputs]
-            out = mlp(*inputs)
-            return out.detach(), *torch.autograd.grad(out, inputs, dout)
-
-        return gradients
-
     def ours(x, weight1, bias1, weight2):
         return fused_mlp_func(x, weight1, weight2, bias1)
 
@@ -250,12 +295,16 @@ def _check_mlp(device):
 
     x, dout = _random(2, 200, 64, device=device)
     (weight1,), (bias1,), (weight2,) = (_random(1, *shape, device=device) for shape in ((256, 64), (256,), (64, 256)))
-    return gradients_of(ours), gradients_of(formula), [dout, x, weight1 / 8, bias1, weight2 / 16]
+    return _with_gradients(ours), _with_gradients(formula), [dout, x, weight1 / 8, bias1, weight2 / 16]
 
 
 CHECKS = {
     "forward": _check_forward,
     "backward": _check_backward,
+    "sink": _check_sink,
+    "key ranges": _check_ranges,
+    "head dims 192/128": _check_head_dims,
+    "head dim 512": _check_wide,
     "key-value cache": _check_kvcache,
     "rotary": _check_rotary,
     "norm": _check_norm,
@@ -263,12 +312,18 @@ CHECKS = {
 }
 
 
-def _attention(q, k, v):
-    """softmax(q k^T / sqrt(head_dim)) v with a causal mask, the last query aligned with the last key."""
+def _attention(q, k, v, sink=None, hidden=None):
+    """softmax(q k^T / sqrt(head_dim)) v with a causal mask, the last query aligned with the last key.
+
+    sink: (heads), the score of one more key, whose value is 0. hidden: (rows, keys), pairs that the mask hides, too.
+    """
     k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
-    hidden = torch.ones_like(scores, dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
-    return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+    above = torch.ones_like(scores, dtype=torch.bool).triu(1 + k.shape[1] - q.shape[1])
+    scores = scores.masked_fill(above if hidden is None else above | hidden, -torch.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
+    return torch.einsum("bhij,bjhd->bihd", scores.softmax(-1)[..., : k.shape[1]], v)
 
 
 def _rotate(x, cos, sin):

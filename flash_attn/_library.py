@@ -15,8 +15,10 @@ and `fwd(x, 2.0)` then costs one trip through the dispatcher.
 """
 
 import contextlib
+import fnmatch
 import functools
 import importlib.util
+import os
 import pathlib
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,6 +34,7 @@ _NAMESPACE = "flash_attn"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _FILE = "_kernels.so"
 _NO_KERNELS = "_no_kernels.txt"
+_SWITCH = "FLASH_ATTN_REFERENCE"  # names of ops, with wildcards, divided by commas: these run without their kernels
 _IN_TRITON: set[str] = set()  # names of the ops whose kernel for CUDA is one in Triton
 
 
@@ -79,16 +82,32 @@ def library_path() -> pathlib.Path | None:
     return _find()[0] if load_error() is None else None
 
 
+@functools.cache
+def is_switched_off(name: str) -> bool:
+    """Whether the environment asks for the op `name` without its kernel."""
+    return any(fnmatch.fnmatchcase(name, pattern.strip()) for pattern in os.environ.get(_SWITCH, "").split(","))
+
+
+def why_no_kernel(name: str) -> str:
+    """Why an op has none here."""
+    if is_switched_off(name):
+        return f"{_SWITCH} names it"
+    return load_error() or "the library has no kernel for it"
+
+
 def has_kernel(name: str) -> bool:
-    """Whether a kernel for CUDA, of the library or in Triton, is registered for the op `name`."""
-    return _torch_private.has_kernel(f"{_NAMESPACE}::{name}", "CUDA", otherwise=load_error() is None)
+    """Whether a kernel for CUDA, of the library or in Triton, serves the op `name`."""
+    return _is_served(name, "CUDA", otherwise=load_error() is None)
 
 
 @functools.cache
 def _has_kernel_on(name: str, device: str) -> bool:
     key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)  # a kernel for the CPU is one that is emulated
-    otherwise = device == "cuda" and load_error() is None
-    return key is not None and _torch_private.has_kernel(f"{_NAMESPACE}::{name}", key, otherwise)
+    return key is not None and _is_served(name, key, otherwise=device == "cuda" and load_error() is None)
+
+
+def _is_served(name, key, otherwise):
+    return not is_switched_off(name) and _torch_private.has_kernel(f"{_NAMESPACE}::{name}", key, otherwise)
 
 
 def runs_in_kernel(name: str, x: torch.Tensor) -> bool:
@@ -132,9 +151,12 @@ def without_autocast(x: torch.Tensor) -> contextlib.AbstractContextManager:
 
 def has_tangent(args: Sequence[Any]) -> bool:
     """Whether one of the arguments is a tensor with a tangent of forward mode."""
-    return _torch_private.in_forward_mode() and any(
-        isinstance(x, torch.Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in args
-    )
+    return _torch_private.in_forward_mode() and any(_tangent(x) is not None for x in args)
+
+
+def _tangent(x):
+    # Without the level torch looks into a record of its own, which is not true while it makes a graph.
+    return forward_ad.unpack_dual(_torch_private.unbatched(x), level=0).tangent if isinstance(x, torch.Tensor) else None
 
 
 def is_transformed(args: Sequence[Any]) -> bool:
@@ -146,7 +168,7 @@ class Op:
     """A torch op with its autograd: call it like a function of the schema's arguments, positionally.
 
     default: what torch's dispatcher knows as flash_attn::<name>. others: flash_attn::<name>_reference, the same without
-    kernels, for first arguments of a type not among kernel_dtypes.
+    kernels, for first arguments of a type not among kernel_dtypes, and for arguments beyond_kernel.
     """
 
     def __init__(
@@ -155,6 +177,7 @@ class Op:
         autograd: type[torch.autograd.Function] | None,
         differentiable: int,
         kernel_dtypes: tuple[torch.dtype, ...] | None,
+        beyond_kernel: Callable[[Sequence[Any]], list[str]] | None,
         writes: Callable[[tuple], bool] | None,
         composite: Callable | None,
     ) -> None:
@@ -168,6 +191,7 @@ class Op:
         self.apply = autograd and _torch_private.bare_apply(autograd)
         self.differentiable = differentiable
         self.kernel_dtypes = kernel_dtypes
+        self.beyond_kernel = beyond_kernel
         self.arguments = _torch_private.arguments(self.default)
         self.writes = writes
         self.composite = composite
@@ -216,14 +240,17 @@ class Op:
 
     def _refuse_tangents(self, args):
         for argument, value in zip(self.arguments, args, strict=False):
-            if isinstance(value, torch.Tensor) and forward_ad.unpack_dual(value).tangent is not None:
-                raise NotImplementedError(f"{argument.name} of {self.name} must have no tangent: no op here has a jvp")
+            if _tangent(value) is not None:
+                raise NotImplementedError(
+                    f"{argument.name} of {self.name} must have no tangent, found one: the op has no forward mode"
+                )
 
     def _refuse_gradients(self, args):
         for argument, value in zip(self.arguments, args, strict=False):
             if isinstance(value, torch.Tensor) and value.requires_grad:
                 raise NotImplementedError(
-                    f"{argument.name} of {self.name} must not require grad: the op has no gradient, call it in no_grad"
+                    f"{argument.name} of {self.name} must not require grad, found requires_grad=True: the op has no "
+                    "gradient, call it in no_grad"
                 )
 
     def below_autograd(self, *args: Any) -> Any:
@@ -251,7 +278,9 @@ class Op:
         return self.default if self._has_kernel_for(args) else self.others
 
     def _has_kernel_for(self, args: Sequence[Any]) -> bool:
-        return self.kernel_dtypes is None or args[0].dtype in self.kernel_dtypes
+        if self.kernel_dtypes is not None and args[0].dtype not in self.kernel_dtypes:
+            return False
+        return self.beyond_kernel is None or not self.beyond_kernel(args)
 
 
 def define(
@@ -262,6 +291,7 @@ def define(
     autograd: type[torch.autograd.Function] | None = None,
     differentiable: int = 0,
     kernel_dtypes: tuple[torch.dtype, ...] | None = None,
+    beyond_kernel: Callable[[Sequence[Any]], list[str]] | None = None,
     writes: Callable[[tuple], bool] | None = None,
     triton: Callable | None = None,
     announces: bool = True,
@@ -276,6 +306,7 @@ def define(
         Without it the op is not differentiable: torch.ops refuses arguments that require grad, unless the op writes.
     differentiable: how many of the first arguments, all tensors or None, have gradients.
     kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
+    beyond_kernel: what of these arguments the kernel does not take, in a caller's words and besides their type.
     writes: for an op that changes arguments, whether it will with these; by default it always does.
     triton: the same function as launch of a Triton kernel, for GPUs if the library has no kernel; it imports Triton.
     composite: the same in operations of torch, for tangents and transforms of torch.func.
@@ -286,14 +317,19 @@ def define(
     load_error()
     name, _, rest = schema.partition("(")
     names = [name, f"{name}_reference"] if kernel_dtypes else [name]
+    announced = _announced(name, reference, announces, beyond_kernel)
     for each in names:
         _LIBRARY.define(f"{each}({rest}")
-        _LIBRARY.impl(each, _announced(name, reference, announces), "CompositeExplicitAutograd")
+        _LIBRARY.impl(each, announced, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{each}", fake, lib=_LIBRARY)
-    if triton is not None and not has_kernel(name) and importlib.util.find_spec("triton"):
+    if is_switched_off(name):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="(?s).*[Oo]verrid")
+            _LIBRARY.impl(name, announced, "CUDA")
+    elif triton is not None and not has_kernel(name) and importlib.util.find_spec("triton"):
         _LIBRARY.impl(name, _on_its_device(triton), "CUDA")
         _IN_TRITON.add(name)
-    op = Op(name, autograd, differentiable, kernel_dtypes, writes, composite)
+    op = Op(name, autograd, differentiable, kernel_dtypes, beyond_kernel, writes, composite)
     for overload in filter(None, (op.default, op.others)):
         # Callers of torch.ops.flash_attn.<name> and compiled graphs arrive here. (torch.library.register_autograd
         # would do as well, but makes each call several times slower.)
@@ -324,7 +360,7 @@ def _on_its_device(launch):
     return kernel
 
 
-def _announced(name, reference, announces=True):
+def _announced(name, reference, announces=True, beyond_kernel=None):
     """Returns `reference` as a kernel that, if it `announces`, warns once where it takes the place of a kernel.
 
     It runs without autocast, which would round every product to 16 bits, and without autograd, which would record the
@@ -333,12 +369,12 @@ def _announced(name, reference, announces=True):
 
     @functools.wraps(reference)
     def kernel(*args):
-        if announces and args[0].is_cuda:
-            why = load_error() or (
-                f"the kernel does not take {args[0].dtype}"
-                if has_kernel(name)
-                else f"the library has no kernel for {name}"
-            )
+        if announces and is_where_kernels_run(args[0]):
+            causes = beyond_kernel(args) if beyond_kernel else []
+            if causes or has_kernel(name):
+                why = f"the kernel does not take {' and '.join(causes) or args[0].dtype}"
+            else:
+                why = why_no_kernel(name)
             warn_once(f"flash_attn: {name} runs on the slower reference backend in plain torch: {why}")
         with without_autocast(args[0]), _torch_private.below_autograd():
             return reference(*args)

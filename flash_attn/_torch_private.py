@@ -27,6 +27,13 @@ below_autograd = _needed(torch._C, "_AutoDispatchBelowAutograd")
 # Whether a transform such as torch.func.vmap is active. Without it: always, which makes each call 2 us slower.
 functorch_is_active: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", lambda: True)
 
+# To look inside the tensors that torch.func.vmap passes. If torch lacks either name, no tensor counts as such.
+_is_batched: Callable[[torch.Tensor], bool]
+try:
+    from torch._C._functorch import get_unwrapped as _unwrapped
+    from torch._C._functorch import is_batchedtensor as _is_batched
+except ImportError:
+    _is_batched = lambda x: False  # noqa: E731
 _has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
 
@@ -61,8 +68,21 @@ def has_cpu_attention(x: torch.Tensor) -> bool:
 
 
 def in_forward_mode() -> bool:
-    """Whether forward-mode differentiation is active. True if torch cannot tell, which makes callers look closer."""
-    return getattr(forward_ad, "_current_level", 0) >= 0
+    """Whether forward-mode differentiation may be active. True if torch cannot tell, which makes callers look closer.
+
+    The level does not show what a compiled graph of torch.func.jvp does.
+    """
+    return getattr(forward_ad, "_current_level", 0) >= 0 or functorch_is_active()
+
+
+def unbatched(x: torch.Tensor) -> torch.Tensor:
+    """All entries of `x`, one of which a function sees at a time under torch.func.vmap; elsewhere `x` itself.
+
+    Also `x` itself if torch hides them, and then a tangent of such a tensor is an error of torch's.
+    """
+    while _is_batched(x):
+        x = _unwrapped(x)
+    return x
 
 
 def bare(overload: torch._ops.OpOverload) -> Callable:

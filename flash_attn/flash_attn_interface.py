@@ -13,8 +13,9 @@ or of variable length. The seventh, `flash_attn_with_kvcache`, decodes. All comp
     lse(i)  = log(exp(learnable_sink) + sum over the allowed j of exp(s(i, j)))   the first term if there is a sink
     out[i]  = sum over the allowed j of exp(s(i, j) - lse(i)) * keep(i, j) / (1 - dropout_p) * v[j]
 
-with scores and sums in float32 whatever the input type; kernels round the weights of v to it. (FlashAttention: Dao et
-al. 2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
+with scores and sums in float32 whatever the input type; kernels round the weights of v to it, and their gradients take
+out as it was rounded, unless `flash_attn.precision.use_exact_gradients` says otherwise. (FlashAttention: Dao et al.
+2022, arXiv:2205.14135; Dao 2023, arXiv:2307.08691.)
 
 Terms that all of them share:
 
@@ -37,31 +38,36 @@ argument. All combine with each other and with all of the above.
 
 - learnable_sink. float16, bfloat16 or float32 (heads,), the score of one more key, whose value is 0: neither scaled,
   nor capped, nor dropped; lse counts it. A row that sees no key has an lse of the sink. -inf is no sink. It has a
-  gradient. Computed from the results of kernels, by one more elementwise pass.
+  gradient.
 - attn_bias. Numbers to add, or bool, true to keep; -inf hides. A floating-point bias has a gradient, summed in float32
   along what was broadcast. Dense: broadcasts to (batch, heads, seqlen_q, seqlen_k), or to (batch1, batch2, heads,
   seqlen_q, seqlen_k) with batch1 * batch2 = batch, batch2 varying fastest. Packed tokens: (heads or 1, total_q or 1,
-  max_seqlen_k or 1). With a cache, seqlen_k is its capacity. Keys count from the first one of an entry. Slow.
+  max_seqlen_k or 1). With a cache, seqlen_k is its capacity. Keys count from the first one of an entry. Kernels read
+  keys in pairs, and make a copy first if their number is odd or the keys of a row are not adjacent. Slow in float64 or
+  with one number for all keys; its gradient is slow with softcap, and if it broadcasts and deterministic is set.
 - key_ranges. int32 (batch or 1, heads or 1, seqlen_q, 2 or 4), packed (heads or 1, total_q, 2 or 4): row i sees only
   the keys from start to end - 1, or with four numbers also from start2 to end2 - 1. They are intersected with all other
   masks; bounds may lie outside of the keys, and a range whose end is not above its start is empty. `flash_attn.masks`
-  builds them. Slow.
+  builds them. Two ranges of a row are slow.
 - attention_chunk. C above 0: with D = seqlen_k - seqlen_q, row i sees the keys of its chunk only, from
-  C * floor((i + D) / C) to that + C - 1. Slow, unless all keys of a dense batch are in one chunk.
-- causal as a tensor. bool or int32 (batch,): which entries are causal. Slow, unless on the CPU and all the same.
+  C * floor((i + D) / C) to that + C - 1.
+- causal as a tensor. bool or int32 (batch,): which entries are causal. Slow with rotary_cos.
 - seqused_q, seqused_k. int32 (batch,): how many rows and keys of each entry are used; masks and ALiBi count as if there
-  were no others. Unused rows give 0, with lse = +inf, and have no gradient. seqused_q is slow.
-- Values of another head_dim than the keys. out has that of the values. Without pages, and up to 256, computed by
-  padding the narrower of the two; else slow.
-- Head dims of 257 to 576. Slow.
+  were no others. Unused rows give 0, with lse = +inf, and have no gradient. seqused_q is slow with
+  learnable_sink or alibi_slopes.
+- Values of another head_dim than the keys. out has that of the values. Kernels for sm_90 have the products of head
+  dims 129 to 192 with values of up to 128, as DeepSeek's models have; others fill the narrower one up on chip.
+- Head dims of 257 to 576. Slow from 513 on.
 - return_lse. Return (out, softmax_lse); not with return_attn_probs, which returns it, too.
 - return_max_logit. Append float32 (heads,), the largest score of each head in the whole call, before the sink; -inf if
   nothing is seen. No gradient. Slow.
 
-Where one of these is slow, return_attn_probs is refused with dropout.
+With dropout, return_attn_probs is refused beside those of these arguments that change which keys a row sees, beside
+attn_bias and beside return_max_logit.
 
 Tensors are float16 or bfloat16, of one type and on one device, with any strides; float32 runs on the reference backend.
-head_dim is 1 to 256 in kernels. None as an optional argument means its default. Numbers may be Python's, numpy's, or
+Head dims are 1 to 512 in the kernels, and 1 to 256 in those of S_dmask; those of more channels come from the reference
+backend. None as an optional argument means its default. Numbers may be Python's, numpy's, or
 tensors without dimensions.
 
 Wrong types raise TypeError, wrong shapes and values ValueError, before anything is written; both errors are also
@@ -611,7 +617,7 @@ def flash_attn_with_kvcache(
         softcap: above 0, a score s becomes softcap * tanh(s / softcap).
         alibi_slopes: float32 (heads,) or (batch, heads): slope * distance is subtracted from a score; or None.
         learnable_sink, attn_bias, key_ranges, attention_chunk, return_max_logit: those of `flash_attn_func`, without a
-            gradient; keys of another head_dim than values are slow here.
+            gradient.
         rotary_interleaved: rotate pairs (2t, 2t + 1) if true, which is the default here; else pairs
             (t, t + rotary_dim / 2), which is the default of `flash_attn.layers.rotary` and of the modules, and what
             GPT-NeoX and Llama mean.

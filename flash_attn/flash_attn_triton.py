@@ -1,7 +1,6 @@
 """Attention with an additive bias, under the names and signatures of flash-attn's module for Triton.
 
-Without a bias the functions are those of `flash_attn`, and run its kernels. With one they run in plain torch, and the
-bias has a gradient, too.
+The functions are those of `flash_attn`, and run its kernels. The bias has a gradient, too.
 """
 
 import torch

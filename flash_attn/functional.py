@@ -18,7 +18,9 @@ from flash_attn.flash_attn_interface import flash_attn_func
 __all__ = ["column_sums", "combine", "entropy", "row_max", "row_max_and_sum", "weights"]
 
 
-def combine(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
+def combine(
+    outs: Tensor, lses: Tensor, *, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Merge the results of attention over parts of the keys into the result over all of them.
 
         lse = log sum_n exp lse_n;   out = sum_n exp(lse_n - lse) out_n
@@ -28,9 +30,11 @@ def combine(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     Arguments:
         outs: (parts, .., seqlen_q, heads, head_dim), packed or dense.
         lses: float32 (parts, .., heads, seqlen_q); +inf and -inf say that a row sees no key of that part.
+        out: written and returned, if given.
+        out_dtype: that of out, or else that of outs, by default. Sums are in float32 at least.
 
     Returns:
-        (out, lse) without the first dimension; out in the dtype of outs. A row that sees no key has 0 and +inf.
+        (out, lse) without the first dimension. A row that sees no key has 0 and +inf.
 
     Example:
         >>> q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
@@ -46,20 +50,23 @@ def combine(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
             "lses must have shape (parts, .., heads, seqlen_q) for outs (parts, .., seqlen_q, heads, head_dim), found "
             f"{tuple(lses.shape)} for {tuple(outs.shape)}"
         )
+    dtype = out_dtype or (outs if out is None else out).dtype
+    if out is not None:
+        checks.tensor("out", out, dtypes=(dtype,), shape=tuple(outs.shape[1:]), device=outs.device)
     lses = lses.masked_fill(lses == math.inf, -math.inf)
     empty = (lses == -math.inf).all(0)
     lse = lses.masked_fill(empty, 0).logsumexp(0)
     share = (lses - lse).exp().masked_fill(lses == -math.inf, 0)
     # A part that saw nothing may hold anything.
     held = outs.masked_fill((lses == -math.inf).transpose(-1, -2)[..., None], 0)
-    out = (held * share.transpose(-1, -2)[..., None]).sum(0)
-    return out.to(outs.dtype), lse.masked_fill(empty, math.inf)
+    merged = (held * share.transpose(-1, -2)[..., None]).sum(0).to(dtype)
+    return merged if out is None else out.copy_(merged), lse.masked_fill(empty, math.inf)
 
 
 def row_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     """The largest score of each row, before a sink; float32 (batch, heads, seqlen_q), -inf for a row without keys.
 
-    It has no gradient. Runs on the reference backend.
+    It has no gradient.
 
     Example:
         >>> q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 9, 2, 16)

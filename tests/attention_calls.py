@@ -75,3 +75,14 @@ def op_arguments(case, device, cu_seqlens=(None, None)):
         softcap=case.softcap,
         alibi_slopes=case.alibi_slopes(device),
     )
+
+
+class Calling(torch.nn.Module):
+    """A function of tensors as a module, to export it."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors):
+        return self.function(*tensors)

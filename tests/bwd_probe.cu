@@ -11,7 +11,7 @@ namespace flash::flash_attn {
 
 extern "C" const char* find_bwd_sizes(int head_dim, bool plain, bool compact, int64_t* sizes) {
   return error_of([&] {
-    dispatch_value<64, 96, 128, 192, 256>(head_dim, [&](auto kHeadDim) {
+    dispatch_value<64, 96, 128, 192, 256, 512>(head_dim, [&](auto kHeadDim) {
       dispatch_flags(
           [&](auto kPlain, auto kCompact) {
             constexpr Features kFeatures = kPlain ? Features::kPlain : Features::kAll;

@@ -69,3 +69,8 @@ def assert_same_but_for_rounding(found, expected):
         finite, numbers = other[other.isfinite()], torch.finfo(other.dtype)
         largest = max(finite.abs().max().item() if finite.numel() else 0.0, numbers.smallest_normal)
         torch.testing.assert_close(one, other, rtol=0, atol=2 * numbers.eps * largest)
+
+
+def identical(a, b):
+    """Equal bit for bit, except that any NaN equals any other."""
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())

@@ -11,7 +11,7 @@ from cases import DTYPES, Case
 from compare import assert_error_ratio, largest_error, unavoidable
 from problems import FUNCTIONS, cumulative, dlse_of_stored_out, size_of_scores
 
-from flash_attn import _library
+from flash_attn import _library, precision
 from flash_attn._ops import rng
 
 # name -> sizes of the bias for (batch, heads, seqlen_q, seqlen_k); with varlen, of (heads, total_q, max_seqlen_k)
@@ -31,6 +31,13 @@ BIASES = {
 GROUPED = [name for name in BIASES if "groups" in name]
 
 
+def gradient_of_sink(sink, out, lse, dout, dlse):
+    """That of results as they are stored: (.., rows, heads, head_dim) and (.., heads, rows)."""
+    lse, *dlse = (x.detach().double().transpose(-1, -2) for x in (lse, dlse) if x is not None)
+    softmax_d = sum([(dout.double() * out.detach().double()).sum(-1), *(-x for x in dlse)])
+    return -((sink.double() - lse).exp() * softmax_d).where(lse < torch.inf, 0).flatten(0, -2).sum(0)
+
+
 @dataclasses.dataclass(frozen=True)
 class Featured(Case):
     """A Case with features; batch is 4. `str(case)` seeds its tensors."""
@@ -39,6 +46,7 @@ class Featured(Case):
     head_dim_v: int = 0  # 0: head_dim
     sink: str = ""  # "fp32", "same": its dtype
     bias: str = ""  # one of BIASES
+    bias_dtype: str = ""  # of one that is not bool; "": dtype
     ranges: str = ""  # "2", "4": bounds of each row, ("h") of each head, too
     chunk: int = 0
     entries_causal: bool = False  # causal is a tensor
@@ -50,7 +58,10 @@ class Featured(Case):
     max_logit: bool = False
 
     def __str__(self):
-        names = "head_dim_v sink bias ranges chunk entries_causal seqused_q seqused_k varlen packing dlse max_logit"
+        names = (
+            "head_dim_v sink bias bias_dtype ranges chunk entries_causal seqused_q seqused_k varlen packing dlse "
+            "max_logit"
+        )
         extra = [f"{name}={getattr(self, name)}" for name in names.split() if getattr(self, name)]
         return "-".join([super().__str__(), *extra])
 
@@ -81,7 +92,13 @@ class Featured(Case):
             plus = unavoidable(exact, torch.float32, terms)
             assert_error_ratio(max_logit[0], exact, exact.float(), plus=plus, name="max_logit")
         all_plain = [plain_grads]
-        if self.sink or _library.runs_in_kernel("fwd_features", dout):
+        in_kernels = _library.runs_in_kernel("fwd", dout)
+        rounded = in_kernels and not precision.uses_exact_gradients()
+        if self.sink and rounded:  # its few elements are sums of the errors of `out`, which is checked above
+            sink = list(differentiable).index("learnable_sink") + len(tensors)
+            exact_grads = list(exact_grads)
+            exact_grads[sink] = gradient_of_sink(inputs[sink], out, lse, dout, dlse)
+        if rounded or (self.sink and not in_kernels):
             stored_dlse = dlse_of_stored_out(exact_out, dout, dlse)
             all_plain.append(oracle.gradients(reference, exact_inputs, dout, stored_dlse)[2])
         grads = torch.autograd.grad([out, lse][: 1 + self.dlse], leaves, [dout, dlse][: 1 + self.dlse])
@@ -148,7 +165,7 @@ class Featured(Case):
             if self.bias.startswith("bool"):
                 others["attn_bias"] = bias < 1
             else:
-                differentiable["attn_bias"] = bias.to(DTYPES[self.dtype])
+                differentiable["attn_bias"] = bias.to(DTYPES[self.bias_dtype or self.dtype])
         if self.ranges:
             sizes = (self.heads if "h" in self.ranges else 1, total_q) if self.varlen else (
                 self.batch, self.heads if "h" in self.ranges else 1, self.seqlen_q)  # fmt: skip

@@ -34,6 +34,14 @@ int find_switch(const char* variable) { return is_switched_on(variable); }
 
 int find_instance_head_dim(int head_dim) { return instance_head_dim(head_dim); }
 
+// dims: of keys and of values, of the instance for sm_80 and of that for sm_90.
+const char* find_head_dims(int head_dim, int head_dim_v, int64_t* dims) {
+  const HeadDims sm80 = sm80_head_dims(head_dim, head_dim_v), sm90 = sm90_head_dims(head_dim, head_dim_v);
+  return answer(dims, {sm80.of_keys, sm80.of_values, sm90.of_keys, sm90.of_values});
+}
+
+int find_channel_parts(int head_dim) { return channel_parts(head_dim); }
+
 int find_dmask_width(int head_dim) { return dmask_width(head_dim); }
 
 // tile: rows, keys, warps.
@@ -43,9 +51,9 @@ const char* find_fwd_tile(int head_dim, bool plain, int64_t* tile) {
 }
 
 // tile: warpgroups, keys, stages, stages of queries, whether O is staged, whether there is a wide one.
-const char* find_fwd_sm90_tile(int head_dim, bool plain, bool wide, int64_t* tile) {
+const char* find_fwd_sm90_tile(int head_dim, int head_dim_v, bool plain, bool wide, int64_t* tile) {
   const Features features = plain ? Features::kPlain : Features::kAll;
-  const FwdSm90Tile found = fwd_sm90_tile(head_dim, features, wide);
+  const FwdSm90Tile found = fwd_sm90_tile(head_dim, features, wide, head_dim_v);
   return answer(tile, {found.warpgroups, found.keys, found.stages, found.query_stages, found.staged_output,
                        has_wide_tile(head_dim, features)});
 }
@@ -68,7 +76,7 @@ const char* find_decode_sizes(int head_dim, int shared_bytes, int64_t* sizes) {
 // What plan_fwd reads, by name as in Problem and FwdHints.
 struct FwdProblem {
   int64_t batch, heads, heads_k, head_dim, seqlen_q, packed_q, ragged_k, dropout, plain;
-  int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes, causal, has_sm90;
+  int64_t longest_q, longest_k, num_splits, multiprocessors, shared_bytes, causal, has_sm90, head_dim_v;
 };
 
 // plan: which alternative of FwdPlan it is, the three sizes of scratch, and its fields by the names of Plan in
@@ -81,6 +89,7 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
   p.problem.heads = problem->heads;
   p.problem.heads_k = problem->heads_k;
   p.problem.head_dim = problem->head_dim;
+  p.problem.head_dim_v = problem->head_dim_v ? problem->head_dim_v : problem->head_dim;
   p.problem.seqlen_q = problem->seqlen_q;
   p.problem.cu_seqlens_q = problem->packed_q ? any_int : nullptr;
   p.problem.seqused_k = problem->ragged_k ? any_int : nullptr;
@@ -117,7 +126,7 @@ int find_appends(int head_dim, int seqlen_q, int seqlen_new, int window_left, in
   static const int any_int[] = {0};
   FwdParams p{};
   p.problem.batch = p.problem.heads = p.problem.heads_k = 1;
-  p.problem.head_dim = head_dim;
+  p.problem.head_dim = p.problem.head_dim_v = head_dim;
   p.problem.seqlen_q = seqlen_q;
   p.problem.seqlen_k = p.problem.capacity_k = 1000;
   p.problem.window_left = window_left;
@@ -132,10 +141,10 @@ int find_appends(int head_dim, int seqlen_q, int seqlen_new, int window_left, in
   return appends_in_decoding(p, plan_fwd(p, hints).plan, append, hints);
 }
 
-// tile: rows, keys, keys of a warp, stages.
+// tile: rows, keys, keys of a warp, stages, warps of a team.
 const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
   const BwdTile found = bwd_tile(head_dim, compact);
-  return answer(tile, {found.rows, found.keys, found.warp_keys, found.stages});
+  return answer(tile, {found.rows, found.keys, found.warp_keys, found.stages, found.team_warps});
 }
 
 // plan: elements of scratch for dq_accum, row values and semaphores; key heads of a section; whether blocks wait;
@@ -149,7 +158,7 @@ const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t
   p.problem.batch = batch;
   p.problem.heads = heads;
   p.problem.heads_k = heads_k;
-  p.problem.head_dim = head_dim;
+  p.problem.head_dim = p.problem.head_dim_v = head_dim;
   p.problem.seqlen_q = seqlen_q;
   p.problem.seqlen_k = seqlen_k;
   p.problem.cu_seqlens_q = p.problem.cu_seqlens_k = packed ? any_int : nullptr;
@@ -171,7 +180,8 @@ const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t semap
   static float memory[1];
   const BwdScratchSizes sizes{dq_accum, row_values, semaphores};
   BwdPlan plan = BwdSm90Plan{};
-  use_scratch(plan, sizes, memory);
+  Problem problem{};
+  use_scratch(problem, plan, sizes, memory);
   const auto& used = std::get<BwdSm90Plan>(plan);
   const auto offset = [](const void* place) {
     return (static_cast<const char*>(place) - reinterpret_cast<const char*>(memory)) / 4;

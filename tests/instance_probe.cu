@@ -14,52 +14,55 @@
 namespace flash::flash_attn {
 namespace {
 
-template <typename Fn>
+template <int... kMore, typename Fn>
 const char* for_head_dim(int head_dim, Fn&& fn) {
-  return error_of([&] { dispatch_value<64, 96, 128, 192, 256>(head_dim, fn); });
+  return error_of([&] { dispatch_value<64, 96, 128, 192, 256, kMore...>(head_dim, fn); });
 }
 
-template <typename Config, typename Shared>
-void answer(int64_t* sizes) {
-  sizes[0] = sizeof(Shared), sizes[1] = Config::kThreads;
+template <typename Shared>
+void answer(int64_t* sizes, int threads) {
+  sizes[0] = sizeof(Shared), sizes[1] = threads;
 }
 
 }  // namespace
 
 extern "C" {
 
-const char* find_fwd_sizes(int head_dim, bool plain, int64_t* sizes) {
-  return for_head_dim(head_dim, [&](auto kHeadDim) {
-    const auto features = plain ? Features::kPlain : Features::kAll;
-    dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
+const char* find_fwd_sizes(int head_dim, Features features, int64_t* sizes) {
+  return for_head_dim<512>(head_dim, [&](auto kHeadDim) {
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, [&](auto kFeatures) {
       using Config = FwdConfig<__nv_bfloat16, kHeadDim, kFeatures>;
-      answer<Config, FwdShared<Config>>(sizes);
+      answer<FwdShared<Config>>(sizes, Config::kBlockThreads);
     });
   });
 }
 
-const char* find_fwd_sm90_sizes(int head_dim, bool plain, bool wide, int64_t* sizes) {
-  return for_head_dim(head_dim, [&](auto kHeadDim) {
-    const auto run = [&](auto kPlain, auto kWide) {
-      using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kPlain ? Features::kPlain : Features::kAll, kWide>;
-      answer<Config, FwdSm90Shared<Config>>(sizes);
-    };
-    dispatch_flags(run, plain, wide);
-  });
+const char* find_fwd_sm90_sizes(int head_dim, int head_dim_v, Features features, bool wide, int64_t* sizes) {
+  const auto find = [&](auto kHeadDim, auto kHeadDimV) {
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, [&](auto kFeatures) {
+      const auto run = [&](auto kWide) {
+        using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures, kWide, kHeadDimV>;
+        answer<FwdSm90Shared<Config>>(sizes, Config::kThreads);
+      };
+      dispatch_flags(run, wide);
+    });
+  };
+  if (head_dim != head_dim_v) return error_of([&] { find(Constant<192>{}, Constant<128>{}); });
+  return for_head_dim<512>(head_dim, [&](auto kHeadDim) { find(kHeadDim, kHeadDim); });
 }
 
 const char* find_dmask_sizes(int head_dim, int64_t* sizes) {
   return for_head_dim(head_dim, [&](auto kHeadDim) {
     using Config = DmaskConfig<__nv_bfloat16, kHeadDim, dmask_width(kHeadDim)>;
-    answer<Config, DmaskShared<Config>>(sizes);
+    answer<DmaskShared<Config>>(sizes, Config::kThreads);
   });
 }
 
 // Of a warp.
 const char* find_decode_sizes(int head_dim, int64_t* sizes) {
-  return for_head_dim(head_dim, [&](auto kHeadDim) {
+  return for_head_dim<512>(head_dim, [&](auto kHeadDim) {
     using Config = DecodeConfig<__nv_bfloat16, kHeadDim, Features::kAll, true>;
-    answer<Config, DecodeRing<Config>>(sizes);
+    answer<DecodeRing<Config>>(sizes, Config::kThreads);
   });
 }
 

@@ -78,7 +78,7 @@ def decode(seqlen_q, capacity, heads, heads_k, head_dim, *, page=0, new=0, rotar
 
 def calls():
     """(name, function) of each call."""
-    for head_dim in (64, 96, 128, 192, 256):
+    for head_dim in (64, 96, 128, 192, 256, 512):
         yield f"d{head_dim}", lambda d=head_dim: attend(200, 200, 2, 2, d)
         yield f"d{head_dim} causal", lambda d=head_dim: attend(130, 260, 4, 2, d, causal=True, deterministic=True)
     # More tiles than multiprocessors, so that blocks go from one to the next, and the tiles for long sequences.
@@ -88,6 +88,7 @@ def calls():
         (128, 200, 200),
         (256, 200, 200),
         (256, 130, 1100),
+        (512, 200, 200),
     ):
         sizes = seqlen_q, seqlen_k, 70, 70, head_dim
         yield f"{sizes}", lambda sizes=sizes: attend(*sizes, backward=False)
@@ -101,7 +102,7 @@ def calls():
     yield "packed", lambda: attend_packed(*lengths, 4, 2, 128, causal=True)
     yield "packed, deterministic", lambda: attend_packed(*lengths, 2, 2, 64, deterministic=True, window_size=(30, 0))
     yield "packed, no queries", lambda: attend_packed((0, 0), (30, 5), 2, 2, 64)
-    for head_dim in (64, 128, 256):
+    for head_dim in (64, 128, 256, 512):
         yield f"decode d{head_dim}", lambda d=head_dim: decode(1, 900, 8, 2, d)
         yield f"decode d{head_dim} pages", lambda d=head_dim: decode(1, 768, 8, 2, d, page=16)
     yield "decode tiny pages", lambda: decode(3, 120, 4, 4, 96, page=3, causal=True)

@@ -134,7 +134,7 @@ SIGNATURES = {
     },
     "flash_attn.functional": {
         "column_sums": "q, k, last_rows=None, **options",
-        "combine": "outs, lses",
+        "combine": "outs, lses, *, out=None, out_dtype=None",
         "entropy": (
             "q, k, *, softmax_scale=None, causal=False, window_size=(-1, -1), key_ranges=None, attention_chunk=0"
         ),
@@ -239,13 +239,13 @@ SIGNATURES = {
         "linear_cross_entropy": (
             "hidden, weight, labels, bias=None, *, num_classes=None, ignore_index=-100, reduction='mean', "
             "label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, return_z_loss=False, chunk_size=None, "
-            "process_group=None, sequence_parallel=True"
+            "process_group=None, sequence_parallel=True, softcap=0.0"
         ),
         "LinearCrossEntropyLoss": (
             "ignore_index=-100, reduction='mean', label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, "
             "process_group=None, return_z_loss=False, num_classes=None, chunk_size=None, sequence_parallel=True"
         ),
-        "LinearCrossEntropyLoss.forward": "self, hidden, weight, labels, bias=None",
+        "LinearCrossEntropyLoss.forward": "self, hidden, weight, labels, bias=None, *, softcap=0.0",
     },
     "flash_attn.models.baichuan": {
         "baichuan_config_to_gpt2_config": "baichuan_config",
@@ -307,10 +307,10 @@ SIGNATURES = {
         "GPTLMHeadModel": "config, process_group=None, device=None, dtype=None",
         "GPTLMHeadModel.forward": (
             "self, input_ids, position_ids=None, inference_params=None, num_last_tokens=0, labels=None, *, "
-            "shift_labels=None, loss_fn=None"
+            "shift_labels=None, loss_fn=None, attention_mask=None"
         ),
         "GPTModel": "config, process_group=None, device=None, dtype=None",
-        "GPTModel.forward": "self, input_ids, position_ids=None, inference_params=None",
+        "GPTModel.forward": "self, input_ids, position_ids=None, inference_params=None, *, attention_mask=None",
         "GPTPreTrainedModel": "config, *inputs, **kwargs",
         "GPTPreTrainedModel.from_config": "config, *, dtype=None, torch_dtype=None, **kwargs",
         "GPTPreTrainedModel.from_pretrained": (
@@ -394,7 +394,8 @@ SIGNATURES = {
         "Block": (
             "dim, mixer_cls=None, mlp_cls=None, norm_cls=LayerNorm, dropout_cls=Dropout, prenorm=True, "
             "resid_dropout1=0.0, resid_dropout2=0.0, drop_path1=0.0, drop_path2=0.0, fused_dropout_add_ln=False, "
-            "return_residual=False, residual_in_fp32=False, sequence_parallel=False, mark_shared_params=False"
+            "return_residual=False, residual_in_fp32=False, sequence_parallel=False, mark_shared_params=False, *, "
+            "output_cls=None"
         ),
         "Block.forward": "self, hidden_states, residual=None, mixer_subset=None, mixer_kwargs=None",
         "ParallelBlock": (
@@ -428,12 +429,12 @@ SIGNATURES = {
         "get_alibi_slopes": "nheads",
         "FlashSelfAttention": (
             "causal=False, softmax_scale=None, attention_dropout=0.0, window_size=(-1, -1), alibi_slopes=None, "
-            "deterministic=False"
+            "deterministic=False, softcap=0.0"
         ),
         "FlashSelfAttention.forward": "self, qkv, causal=None, cu_seqlens=None, max_seqlen=None",
         "FlashCrossAttention": (
             "causal=False, softmax_scale=None, attention_dropout=0.0, alibi_slopes=None, window_size=(-1, -1), "
-            "deterministic=False"
+            "deterministic=False, softcap=0.0"
         ),
         "FlashCrossAttention.forward": (
             "self, q, kv, causal=None, cu_seqlens=None, max_seqlen=None, cu_seqlens_k=None, max_seqlen_k=None"
@@ -449,7 +450,8 @@ SIGNATURES = {
             "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, dwconv=False, rotary_emb_dim=0, "
             "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "
             "window_size=(-1, -1), fused_bias_fc=False, use_flash_attn=False, return_residual=False, "
-            "checkpointing=False, device=None, dtype=None, *, head_dim=None, qk_norm=False, qk_norm_eps=1e-06"
+            "checkpointing=False, device=None, dtype=None, *, head_dim=None, qk_norm=False, qk_norm_eps=1e-06, "
+            "qk_norm_zero_centered=False, qk_norm_over_heads=False, softcap=0.0"
         ),
         "MHA.forward": (
             "self, x, x_kv=None, key_padding_mask=None, cu_seqlens=None, max_seqlen=None, mixer_subset=None, "
@@ -460,7 +462,8 @@ SIGNATURES = {
             "dropout=0.0, softmax_scale=None, causal=False, layer_idx=None, rotary_emb_dim=0, "
             "rotary_emb_base=10000.0, rotary_emb_scale_base=None, rotary_emb_interleaved=False, use_alibi=False, "
             "window_size=(-1, -1), use_flash_attn=False, checkpointing=False, sequence_parallel=True, device=None, "
-            "dtype=None, *, head_dim=None, qk_norm=False, qk_norm_eps=1e-06"
+            "dtype=None, *, head_dim=None, qk_norm=False, qk_norm_eps=1e-06, qk_norm_zero_centered=False, "
+            "qk_norm_over_heads=False, softcap=0.0"
         ),
         "ParallelMHA.forward": "self, x, seqlen=None, inference_params=None, **kwargs",
         "_update_kv_cache": "kv, inference_params, layer_idx",
@@ -665,6 +668,10 @@ SIGNATURES = {
             "x, cos, sin, seqlen_offsets=0, cu_seqlens=None, max_seqlen=None, interleaved=False, inplace=False, "
             "conjugate=False"
         ),
+    },
+    "flash_attn.precision": {
+        "use_exact_gradients": "mode=True",
+        "uses_exact_gradients": "",
     },
     "flash_attn.utils.benchmark": {
         "benchmark_forward": (

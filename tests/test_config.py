@@ -18,7 +18,10 @@ HERE = pathlib.Path(__file__).parent
 pytestmark = pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
 
 HEAD_DIMS = (64, 96, 128, 192, 256)
+ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all kernels but those of S_dmask
+HOPPER_HEAD_DIMS = (*((dim, dim) for dim in ALL_HEAD_DIMS), (192, 128))  # of keys and of values
 SM80, DECODE, SM90 = KERNELS = range(3)  # the alternatives of FwdPlan
+PLAIN, RANGED, ALL = FEATURES = range(3)
 # Of a block, by compute capability; fwd and dmask have the same tiles on all of them.
 SHARED_BYTES = {"8.0": 163 * 1024, "8.6, 8.9, 12.0": 99 * 1024, "9.0, 10.0": 227 * 1024}
 STATIC_SHARED_BYTES = 4096  # that decoding leaves for what it declares in the kernel
@@ -46,30 +49,36 @@ def numbers(library, count, name, *args):
 
 
 def test_every_head_dim_has_an_instance(host):
-    for head_dim in range(1, 257):
-        expected = min(built for built in HEAD_DIMS if built >= head_dim)
+    for head_dim in range(1, 513):
+        expected = min(built for built in ALL_HEAD_DIMS if built >= head_dim)
         assert host.call("find_instance_head_dim", head_dim) == expected
-    assert host.call("find_instance_head_dim", 257) == 0
+    assert host.call("find_instance_head_dim", 513) == 0
+
+
+def test_head_dims_of_keys_and_values(host):
+    """The channels of both have room, and no instance for sm_90 would have fewer products."""
+    for dims in itertools.product((1, 64, 65, 128, 129, 136, 192, 193, 256, 257, 512), repeat=2):
+        found = numbers(host, 4, "find_head_dims", *dims)
+        sm80, sm90 = tuple(found[:2]), tuple(found[2:])
+        room = [built for built in HOPPER_HEAD_DIMS if built[0] >= dims[0] and built[1] >= dims[1]]
+        assert sm80 == min(built for built in room if built[0] == built[1])
+        assert sm90 == min(room, key=sum)
 
 
 @pytest.mark.parametrize("dtype", [1, 2], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_an_instance_that_is_left_out_raises(head_dim, dtype):
+@pytest.mark.parametrize("head_dim, head_dim_v", HOPPER_HEAD_DIMS)
+def test_an_instance_that_is_left_out_raises(head_dim, head_dim_v, dtype):
     dispatch = native.library(HERE / "dispatch_probe.cu", native.CUDA)
-    for call in (
-        *(("run_fwd_instance", kernel) for kernel in KERNELS),
-        ("run_bwd_instance", False),
-        ("run_bwd_instance", True),
-    ):
-        name, *args = call
+    calls = [*(("run_fwd_instance", kernel) for kernel in KERNELS), *(("run_bwd_instance", on) for on in (False, True))]
+    for name, *args in calls:
         with pytest.raises(RuntimeError, match="leaves out the instance"):
-            dispatch.run(name, head_dim, dtype, *args)
+            dispatch.run(name, head_dim, head_dim_v, dtype, *args)
 
 
 def test_widths_of_s_dmask(host):
     """As callers know them, and with an instance for each."""
     table = runpy.run_path(native.CSRC / "instances.py")
-    assert table["HEAD_DIMS"] == HEAD_DIMS
+    assert (table["HEAD_DIMS"], table["ALL_HEAD_DIMS"]) == (HEAD_DIMS, ALL_HEAD_DIMS)
     for head_dim in range(1, 257):
         width, instance = host.call("find_dmask_width", head_dim), host.call("find_instance_head_dim", head_dim)
         assert width == flash_attn.block_size_n(head_dim, True)
@@ -92,24 +101,32 @@ def test_a_switch_in_the_environment(host, monkeypatch, value, on):
 # Tiles
 
 
+def parts(host, head_dim):
+    """How many parts divide the channels: warps that share rows, or blocks of a cluster."""
+    return host.call("find_channel_parts", head_dim)
+
+
 @pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", ALL_HEAD_DIMS)
 def test_tile_is_whole_fragments(host, head_dim, plain):
     rows, keys, warps = numbers(host, 3, "find_fwd_tile", head_dim, plain)
-    assert rows % (16 * warps) == 0
+    assert rows % (16 * warps // parts(host, head_dim)) == 0
     assert keys % (16 if plain else 32) == 0  # random bits come for 32 keys at a time
 
 
 @pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", ALL_HEAD_DIMS)
 def test_accumulators_fit_the_registers(host, head_dim, plain):
     """Scores and output of a warp, beside the operands."""
     rows, keys, warps = numbers(host, 3, "find_fwd_tile", head_dim, plain)
-    assert rows // warps * (keys + head_dim) / 32 <= 192
+    shared_by = parts(host, head_dim)
+    assert rows * shared_by // warps * (keys + head_dim // shared_by) / 32 <= 192
 
 
-@pytest.mark.parametrize("kernel, options", [("fwd", (True,)), ("fwd", (False,)), ("dmask", ())])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim, kernel, options", [
+    *itertools.product(ALL_HEAD_DIMS, ["fwd"], [(features,) for features in FEATURES]),
+    *itertools.product(HEAD_DIMS, ["dmask"], [()]),
+])  # fmt: skip
 def test_blocks_fit_every_gpu(instances, head_dim, kernel, options):
     shared_bytes, threads = numbers(instances, 2, f"find_{kernel}_sizes", head_dim, *options)
     assert shared_bytes <= min(SHARED_BYTES.values())
@@ -117,13 +134,13 @@ def test_blocks_fit_every_gpu(instances, head_dim, kernel, options):
 
 
 @pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", ALL_HEAD_DIMS)
 def test_backward_tile(host, head_dim, compact):
-    """Two teams of four warps: one warp or several with equal shares of the keys' work, on whole fragments."""
-    rows, keys, warp_keys, stages = numbers(host, 4, "find_bwd_tile", head_dim, compact)
-    warps = 4 * warp_keys // keys
+    """Two teams of warps: one warp or several with equal shares of the keys' work, on whole fragments."""
+    rows, keys, warp_keys, stages, team_warps = numbers(host, 5, "find_bwd_tile", head_dim, compact)
+    warps = team_warps * warp_keys // keys
     assert warps in (1, 2)
-    assert warps * keys == 4 * warp_keys
+    assert warps * keys == team_warps * warp_keys
     assert rows % (16 * warps) == 0
     assert head_dim % (16 * warps) == 0
     assert warp_keys in (16, 32)  # for which random bits are transposed
@@ -133,29 +150,31 @@ def test_backward_tile(host, head_dim, compact):
 
 
 @pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_backward_blocks_fit_every_gpu(head_dim, plain):
+@pytest.mark.parametrize("head_dim", ALL_HEAD_DIMS)
+def test_backward_blocks_fit_every_gpu(host, head_dim, plain):
     """The compact tiles where the others do not."""
     instances = native.library(HERE / "bwd_probe.cu", native.CUDA)
-    for compact, limit in ((True, min(SHARED_BYTES.values())), (False, SHARED_BYTES["9.0, 10.0"])):
+    largest = SHARED_BYTES["8.0" if head_dim == 512 else "9.0, 10.0"]
+    for compact, limit in ((True, min(SHARED_BYTES.values())), (False, largest)):
         shared_bytes, threads = numbers(instances, 2, "find_bwd_sizes", head_dim, plain, compact)
         assert shared_bytes <= limit
-        assert threads == 256
+        assert threads == 64 * numbers(host, 5, "find_bwd_tile", head_dim, compact)[-1]
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize("plain", [True, False])
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_hopper_blocks_fit(host, instances, head_dim, plain, wide):
+@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("head_dim, head_dim_v", HOPPER_HEAD_DIMS)
+def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide):
     """Shared memory, and the registers of a thread: scores, packed probabilities and output, and 24 for the rest."""
-    warpgroups, keys, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", head_dim, plain, wide)
-    if wide and not has_wide:
+    plain = features != ALL
+    warpgroups, keys, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", head_dim, head_dim_v, plain, wide)
+    if wide and not (has_wide and features == PLAIN):
         pytest.skip("there is no wide tile")
-    shared_bytes, threads = numbers(instances, 2, "find_fwd_sm90_sizes", head_dim, plain, wide)
+    shared_bytes, threads = numbers(instances, 2, "find_fwd_sm90_sizes", head_dim, head_dim_v, features, wide)
     assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
     assert threads == 128 * (warpgroups + 1)
     assert keys % (16 if plain else 32) == 0
-    assert keys // 2 + keys // 4 + head_dim // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
+    assert keys // 2 + keys // 4 + head_dim_v // parts(host, head_dim) // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -168,12 +187,12 @@ def test_backward_blocks_fit_sm90(head_dim, plain):
 
 
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES.values(), ids=SHARED_BYTES)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", ALL_HEAD_DIMS)
 def test_decoding_blocks_fit(host, instances, head_dim, shared_bytes):
     estimate, warps = numbers(host, 2, "find_decode_sizes", head_dim, shared_bytes)
     warp_bytes, _ = numbers(instances, 2, "find_decode_sizes", head_dim)
     assert warp_bytes == estimate
-    assert warps in (1, 2, 4, 8)
+    assert warps in (1, 2, 4, 8) and warps % parts(host, head_dim) == 0
     assert warps * warp_bytes + STATIC_SHARED_BYTES <= shared_bytes
     assert warps == 8 or 2 * warps * warp_bytes + STATIC_SHARED_BYTES > shared_bytes
 
@@ -234,6 +253,7 @@ class Problem:
     shared_bytes: int = 227 * 1024
     causal: bool = False
     has_sm90: bool = False
+    head_dim_v: int = 0  # 0: head_dim
 
     @property
     def group(self):
@@ -278,7 +298,7 @@ def problems(count):
             batch=draw.choice((1, 2, 5, 64)),
             heads=heads_k * draw.choice((1, 3, 4, 16)),
             heads_k=heads_k,
-            head_dim=draw.choice(HEAD_DIMS),
+            head_dim=draw.choice(ALL_HEAD_DIMS),
             seqlen_q=seqlen_q,
             packed_q=packed,
             ragged_k=draw.random() < 0.5,
@@ -343,8 +363,9 @@ def test_splits_and_their_scratch(host):
             rows = min(rows, problem.seqlen_q * plan.packed_heads)
         partial_rows = plan.tiles * plan.num_splits * rows * (plan.num_splits > 1)
         assert plan.scratch_out == partial_rows * problem.head_dim
-        # A maximum and a sum of each row; in tiles of several warps, four lanes store the same.
-        assert plan.scratch_softmax == partial_rows * (2 if plan.kernel == DECODE else 8)
+        # A maximum and a sum of each row; in tiles of several warps, four lanes of each part store the same.
+        lanes = 1 if plan.kernel == DECODE else 4 * parts(host, problem.head_dim)
+        assert plan.scratch_softmax == partial_rows * 2 * lanes
         assert plan.scratch_counters == plan.tiles * (plan.num_splits > 1)
 
 
@@ -355,14 +376,18 @@ def hopper_problems(count):
 
 
 def test_hopper_plan(host):
-    """Tiles of one head that cover all rows, in sections of whole heads; all keys at once; one counter."""
+    """Tiles of one head that cover all rows, in sections of whole heads; all keys at once; one counter.
+
+    Where two blocks have a tile together, each tile has blocks of its own, and nothing is counted.
+    """
     taken = 0
     for problem in hopper_problems(600):
         plan = plan_of(host, problem)
         if plan.kernel != SM90:
             continue
         taken += 1
-        warpgroups, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", problem.head_dim, problem.plain, plan.wide)
+        dims = problem.head_dim, problem.head_dim
+        warpgroups, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", *dims, problem.plain, plan.wide)
         entries = 1 if problem.packed_q else problem.batch
         assert plan.packed_heads == 1
         assert has_wide or not plan.wide
@@ -371,8 +396,9 @@ def test_hopper_plan(host):
         assert entries * problem.heads % plan.section_heads == 0
         assert plan.section_heads <= problem.multiprocessors // 2
         assert plan.section_tiles == plan.section_heads * plan.slots
-        assert plan.blocks == min(plan.tiles, problem.multiprocessors)
-        assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_counters) == (0, 0, 1)
+        shared_by = parts(host, problem.head_dim)
+        assert plan.blocks == (2 * plan.tiles if shared_by == 2 else min(plan.tiles, problem.multiprocessors))
+        assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_counters) == (0, 0, int(shared_by == 1))
     assert taken > 30
 
 
@@ -395,6 +421,18 @@ def test_what_stays_portable_on_hopper(host):
     ):
         plan = plan_of(host, dataclasses.replace(many, **changes))
         assert (plan.kernel == SM90, plan.blocks) == (blocks > 0, blocks), changes
+
+
+def test_plan_of_values_with_fewer_channels(host):
+    """The portable kernels give them scratch of the keys' channels, and take them in tiles for all features."""
+    many = Problem(batch=8, heads=32, heads_k=32, head_dim=192, head_dim_v=128, seqlen_q=2048, longest_q=2048)
+    on_sm90 = plan_of(host, dataclasses.replace(many, has_sm90=True))
+    assert (on_sm90.kernel, on_sm90.slots, on_sm90.wide) == (SM90, 2048 // 128, False)
+    few = dataclasses.replace(many, batch=1, heads=1, heads_k=1, seqlen_q=100, longest_q=100, longest_k=100_000)
+    plan = plan_of(host, few)
+    rows, _, _ = numbers(host, 3, "find_fwd_tile", 192, False)
+    assert plan.kernel == SM80 and plan.num_splits > 1
+    assert plan.scratch_out == plan.tiles * plan.num_splits * rows * 192
 
 
 def test_short_entries_of_a_large_cache_are_split(host):
@@ -468,7 +506,7 @@ def test_scratch_of_the_portable_backward(host, packed):
     draw = random.Random(2)
     for _ in range(300):
         batch, heads_k, group = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((1, 4))
-        head_dim, heads = draw.choice(HEAD_DIMS), heads_k * group
+        head_dim, heads = draw.choice(ALL_HEAD_DIMS), heads_k * group
         seqlen_q, seqlen_k = (draw.choice((0, 1, 100, 5000, 1_000_000)) for _ in "qk")
         problem = batch, heads, heads_k, head_dim, seqlen_q, seqlen_k, packed
         rows = (1 if packed else batch) * heads * seqlen_q
@@ -504,7 +542,7 @@ def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
     """Row values in blocks of 128 for each head, and semaphores if blocks wait."""
     draw = random.Random(3)
     for _ in range(300):
-        batch, heads, head_dim = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((40, 64, 96, 128, 192, 256))
+        batch, heads, head_dim = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((40, *ALL_HEAD_DIMS))
         lengths = [draw.choice((1, 100, 128, 5000)) for _ in range(batch)] if packed else [draw.choice((1, 128, 5000))]
         seqlen_k = draw.choice((77, 128, 129, 2048, 2049))
         problem = batch, heads, heads, head_dim, sum(lengths), seqlen_k, packed

@@ -5,6 +5,7 @@ import math
 import oracle
 import pytest
 import torch
+from attention_calls import Calling
 from cases import Case, cover, params, uncovered
 from compare import assert_error_ratio, assert_same_but_for_rounding
 from features import BIASES, GROUPED, Featured
@@ -113,15 +114,15 @@ SAME = {  # options, and others that say the same
     ),
     "reversed bounds are empty": (
         dict(key_ranges=torch.tensor([60, 20, 5, 40]).int().view(1, 1, 1, 4)),
-        dict(key_ranges=torch.tensor([5, 40]).int().view(1, 1, 1, 2)),
+        dict(key_ranges=torch.tensor([5, 40, 0, 0]).int().view(1, 1, 1, 4)),
     ),
     "two that overlap are their union": (
         dict(key_ranges=torch.tensor([5, 40, 20, 60]).int().view(1, 1, 1, 4)),
-        dict(key_ranges=torch.tensor([5, 60]).int().view(1, 1, 1, 2)),
+        dict(key_ranges=torch.tensor([5, 60, 5, 60]).int().view(1, 1, 1, 4)),
     ),
     "causal and as ranges": (
         dict(key_ranges=masks.chunks(10**6, 70, 90), causal=True),
-        dict(key_ranges=masks.sink_and_window(0, (-1, 0), 70, 90)),
+        dict(key_ranges=masks.prefix_lm(0, 70, 90)),
     ),
     "chunks and as ranges": (dict(attention_chunk=16), dict(key_ranges=masks.chunks(16, 70, 90))),
     "one chunk": (dict(attention_chunk=90), {}),
@@ -286,6 +287,36 @@ def test_decoding(name, head_dim, head_dim_v, paged, device):
     torch.testing.assert_close(top[0], torch.stack([x[2] for x in expected]).amax(0))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("softcap", [0.0, 20.0])
+def test_max_logit_where_scores_rise_from_block_to_block(head_dim, softcap, device):
+    """By so little that a kernel need not scale its sums again."""
+    k = torch.ones(1, 700, 2, head_dim, device=device) * torch.linspace(0.1, 1, 700, device=device)[:, None, None]
+    q = torch.tensor([1.0, 0.5], device=device)[:, None].expand(1, 700, 2, head_dim)
+    q, k = q.bfloat16(), k.bfloat16()
+    _, top = flash_attn_func(q, k, k, 0.0, 4 / head_dim, softcap=softcap, return_max_logit=True)
+    scores = torch.einsum("bihd,bjhd->hij", q.double(), k.double()) * (4 / head_dim)
+    exact = (softcap * (scores / softcap).tanh() if softcap else scores).amax((1, 2))
+    torch.testing.assert_close(top, exact.float(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("seqlen_q, num_splits", [(1, 0), (1, 3), (4, 1), (70, 2)])
+@pytest.mark.parametrize("paged", [False, True])
+def test_max_logit_of_a_cache(seqlen_q, num_splits, paged, device):
+    q, k, v = (torch.randn(3, n, h, 64, device=device).bfloat16() for n, h in ((seqlen_q, 4), (512, 2), (512, 2)))
+    lengths = torch.tensor([0, 17, 512], dtype=torch.int32, device=device)
+    sink = torch.full((4,), 100.0, device=device)  # it does not count
+    table = dict(block_table=torch.arange(12, device=device).view(3, 4).int()) if paged else {}
+    caches = [x.view(12, 128, 2, 64) if paged else x for x in (k, v)]
+    _, top = flash_attn_with_kvcache(
+        q, *caches, cache_seqlens=lengths, num_splits=num_splits, learnable_sink=sink, return_max_logit=True, **table
+    )
+    scores = torch.einsum("bihd,bjhd->bhij", q.double(), k.double().repeat_interleave(2, dim=2)) / 8
+    used = torch.arange(512, device=device) < lengths[:, None, None, None]
+    exact = scores.masked_fill(~used, -math.inf).amax((0, 2, 3))
+    torch.testing.assert_close(top, exact.float(), rtol=1e-5, atol=1e-5)
+
+
 def test_queries_of_causal_entries_are_rotated_by_their_positions(device):
     q, k, v = (torch.randn(2, 3, 2, 16, device=device) for _ in range(3))
     caches = [torch.randn(2, 8, 2, 16, device=device) for _ in "kv"]
@@ -368,15 +399,6 @@ def test_compiles_with_inductor(name, device):
         assert_error_ratio(one, *others)
 
 
-class Calling(torch.nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, *tensors):
-        return self.function(*tensors)
-
-
 @pytest.mark.parametrize("name", GRAPH_CALLS)
 def test_exports(name, device):
     function, tensors = graph_calls(device)[name]
@@ -410,7 +432,8 @@ def test_opcheck_fwd_features(dtype, requires_grad, device):
 def test_opcheck_bwd_features(wants_dbias, device):
     tensors, others = op_arguments(device)
     out, lse, _ = torch.ops.flash_attn.fwd_features(*tensors, *others)
-    arguments = torch.randn_like(out), *tensors[:3], out, lse, torch.randn_like(lse), wants_dbias, *tensors[3:], *others
+    results = out, lse, torch.randn_like(lse), None
+    arguments = torch.randn_like(out), *tensors[:3], *results, wants_dbias, *tensors[3:], *others
     torch.library.opcheck(torch.ops.flash_attn.bwd_features.default, arguments)
 
 
@@ -617,9 +640,8 @@ def test_keys_in_pages_have_no_gradient():
 def test_a_slow_call_on_a_gpu_names_its_arguments_once(monkeypatch, recwarn):
     monkeypatch.setattr(_library, "is_where_kernels_run", lambda x: True)
     _library.warn_once.cache_clear()
-    q, k, v, _ = CASE.but(head_dim=288).tensors("cpu")
+    q, k, v, _ = CASE.but(head_dim=528).tensors("cpu")
     for _ in range(2):
         flash_attn_func(q, k, v, attn_bias=torch.zeros(1), return_max_logit=True)
-    flash_attn_func(q[..., :64], k[..., :64], v[..., :32], learnable_sink=torch.zeros(4), return_lse=True)
     (warning,) = [str(w.message) for w in recwarn if "slower reference backend" in str(w.message)]
-    assert "attn_bias and return_max_logit and head dims 288 of keys and 288 of values" in warning
+    assert "attn_bias of one key and head dims 528 of keys and 528 of values" in warning

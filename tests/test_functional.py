@@ -113,14 +113,34 @@ def test_combine_of_rows_that_see_nothing(device):
     assert out.item() == 0 and lse.item() == math.inf
 
 
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+def test_combine_into_a_tensor(out_dtype, device):
+    outs = torch.randn(3, 2, 8, 4, 16, device=device, dtype=torch.bfloat16)
+    lses = torch.randn(3, 2, 4, 8, device=device)
+    exact, _ = functional.combine(outs.double(), lses)
+    target = torch.empty(2, 8, 4, 16, device=device)
+    out, _ = functional.combine(outs, lses, out=target, out_dtype=out_dtype)
+    assert out is target
+    torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-5)  # not rounded to bfloat16 on the way
+    assert functional.combine(outs, lses, out_dtype=torch.float16)[0].dtype == torch.float16
+    assert functional.combine(outs, lses)[0].dtype == torch.bfloat16
+
+
 BAD = {
+    "out of other shape": (
+        lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out=q[:1]), ValueError, "out must have shape"
+    ),
+    "out of other dtype": (
+        lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out=q.clone(), out_dtype=torch.float16),
+        TypeError, "out must have dtype torch.float16, found torch.float32",
+    ),
     "lses of other shape": (lambda q, k: functional.combine(q, q), ValueError, "lses must have shape"),
     "a number": (lambda q, k: functional.combine(1, q), TypeError, "outs must be a torch.Tensor"),
     "packed queries": (lambda q, k: functional.column_sums(q[0], k), ValueError, "q must have 4 dimensions"),
     "an unknown option": (lambda q, k: functional.row_max(q, k, bias=q), TypeError, "bias"),
     "half a row": (lambda q, k: functional.column_sums(q, k, 0.5), ValueError, "last_rows must be a whole number"),
     "lse of other shape": (lambda q, k: functional.weights(q, k, q), ValueError, "softmax_lse must have shape"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BAD)

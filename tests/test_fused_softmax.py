@@ -9,7 +9,7 @@ import oracle
 import pytest
 import torch
 from cases import DTYPES, laid_out, params, sample
-from compare import assert_error_ratio, unavoidable
+from compare import assert_error_ratio, identical, unavoidable
 
 import fused_softmax_lib
 from flash_attn import fused_softmax
@@ -96,11 +96,6 @@ def assert_matches(found, x, dy, left_out, scale):
     for name, ours, right, baseline in zip(("y", "dx"), found, exact, plain, strict=True):
         assert_error_ratio(ours, right, baseline, plus=unavoidable(right, ours.dtype, terms=16), name=name)
         assert not ours[left_out].any(), f"{name} is not 0 where the scores are left out"
-
-
-def identical(a, b):
-    """Equal bit for bit, except that any NaN equals any other."""
-    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 
 EDGES = [

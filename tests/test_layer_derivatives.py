@@ -7,6 +7,7 @@ import pytest
 import torch
 from compare import assert_error_ratio
 from processes import over_processes
+from recorder import Recorder
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
@@ -316,6 +317,34 @@ def test_tangents(name, mode, device):
     assert_accurate(found, tensors, right)
 
 
+ONE_OF_EACH = ["dense", "mlp relu, level 0", "gated mlp", "gelu", "norm", "rotary in place", "cross entropy", "softmax"]
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_tangents_in_a_graph(name, device):
+    ours, _, tensors = problem(name, device)
+
+    def tangent(tensors, tangents):
+        return torch.func.jvp(ours, tensors, tangents)[1]
+
+    tangents = tuple(torch.randn_like(x) for x in tensors)
+    found = torch.compile(tangent, backend="aot_eager", fullgraph=True)(tensors, tangents)
+    torch.testing.assert_close(found, tangent(tensors, tangents))
+
+
+@pytest.mark.parametrize("name", ONE_OF_EACH)
+def test_tangents_outside_of_vmap(name, device):
+    ours, _, tensors = problem(name, device)
+
+    def function(x):
+        return ours(x, *tensors[1:])
+
+    several, tangents = torch.randn(2, 2, *tensors[0].shape, device=device)
+    _, found = torch.func.jvp(torch.func.vmap(function), (several,), (tangents,))
+    for one, x, tangent in zip(found, several, tangents, strict=True):
+        torch.testing.assert_close(one, torch.func.jvp(function, (x,), (tangent,))[1], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_grad_and_vmap(name, device):
     """Gradients of torch.func are those of autograd, also for each of several inputs."""
@@ -331,6 +360,51 @@ def test_grad_and_vmap(name, device):
     if name != "dropout":  # vmap allows no random numbers
         close(torch.func.vmap(torch.func.grad(loss))(several), expected)
         close(torch.func.vmap(loss)(several), torch.stack([loss(x) for x in several]))
+
+
+DERIVATIVES = {
+    "gradient": lambda function: torch.func.grad(function),
+    "second derivative": lambda function: lambda x: penalty(function, (x,))[0],
+    "gradient of a gradient": lambda function: torch.func.grad(lambda x: torch.func.grad(function)(x).square().sum()),
+    "tangent": lambda function: lambda x: torch.func.jvp(function, (x,), (torch.ones_like(x),))[1],
+    "tangent of a gradient": lambda function: (
+        lambda x: torch.func.jvp(torch.func.grad(function), (x,), (torch.ones_like(x),))[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("derivative", DERIVATIVES)
+@pytest.mark.parametrize("name", [name for name in ROWS if name.startswith("cross entropy")])
+def test_rows_that_do_not_count_have_no_part_in_a_derivative(name, derivative, value, device):
+    ours, _, (logits,) = problem(name, device)
+    logits[1] = 0.0
+    derivative = DERIVATIVES[derivative](lambda x: ours(x).square().sum())
+    expected = derivative(logits.clone())
+    logits[1] = value
+    found = derivative(logits)
+    assert torch.equal(found, expected) and found.isfinite().all()
+    assert found.dim() == 0 or not found[1].any()
+
+
+@pytest.mark.parametrize("options", [dict(), dict(label_smoothing=0.1, logit_scale=0.7, lse_square_scale=0.02)])
+def test_gradients_of_each_sample(options, device):
+    """vmap over logits and labels, and over labels alone."""
+    logits, labels = torch.randn(3, 6, 12, device=device), torch.randint(12, (3, 6), device=device)
+    labels[:, 2] = -100
+
+    def loss(logits, labels):
+        return cross_entropy_loss(logits, labels, **options)[0].square().sum()
+
+    def expected(logits, labels):
+        x = logits.clone().requires_grad_()
+        return torch.autograd.grad(loss(x, labels), x)[0]
+
+    of_each = torch.func.vmap(torch.func.grad(loss))(logits, labels)
+    of_labels = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(logits[0], labels)
+    for i in range(3):
+        torch.testing.assert_close(of_each[i], expected(logits[i], labels[i]), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(of_labels[i], expected(logits[0], labels[i]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["dense", "dense with residual", "mlp gelu_approx, level 1"])
@@ -357,6 +431,18 @@ def test_mlp_in_16_bits_whose_weights_are_frozen(device):
     (dx,) = torch.autograd.grad(module(x).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice an MLP in 16 bits"):
         torch.autograd.grad(dx.square().sum() + x.sum(), x)
+
+
+def test_refusing_costs_the_forward_nothing_but_an_empty_tensor(device):
+    x = torch.randn(6, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    frozen, trained = (FusedMLP(64, device=device, dtype=torch.bfloat16).requires_grad_(on) for on in (False, True))
+    with Recorder() as kept:
+        trained(x)
+    with Recorder() as refused:
+        frozen(x)
+    for name in kept.ops:
+        refused.ops.remove(name)
+    assert refused.ops == ["aten::new_empty", "aten::detach"]  # the second as it is saved
 
 
 @pytest.mark.parametrize("name", ["dense with residual", "mlp gelu_approx, level 0", "norm", "gelu", "softmax"])

@@ -35,6 +35,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "flash_attn_interface": {"_flash_attn_gpu", "_ops"},
     "functional": {"_errors", "_ops", "flash_attn_interface"},
     "masks": {"_ops"},
+    "precision": {"_ops"},
     "integrations": {"_errors", "_library", "flash_attn_interface", "masks"},
     "flash_attn_triton": {"_ops", "flash_attn_interface"},
     "fused_softmax": {"_ops"},
@@ -42,7 +43,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "losses": {"_ops", "ops", "utils"},
     "ops": {"_ops", "utils"},
     "modules": {*FRONTS, "_ops", "bert_padding", "utils"},
-    "models": {*FRONTS, "_ops", "bert_padding", "utils", "modules"},
+    "models": {*FRONTS, "_library", "_ops", "bert_padding", "utils", "modules"},
     "__init__": {"flash_attn_interface"},
     "__main__": {"_library", "_ops", *FRONTS},
 }

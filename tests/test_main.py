@@ -1,6 +1,8 @@
 """`python -m flash_attn`: what it tells, and that its self-check can fail."""
 
+import os
 import platform
+import re
 import struct
 import subprocess
 import sys
@@ -19,7 +21,7 @@ def run(device, capsys):
 
     def run():
         status = report.main(["--device", str(device)])
-        return status, capsys.readouterr().out
+        return status, re.sub(" +", " ", capsys.readouterr().out)
 
     return run
 
@@ -30,12 +32,12 @@ def test_tells_what_a_bug_report_needs(run):
     for expected in (flash_attn.__version__, torch.__version__, platform.python_version(), platform.platform()):
         assert expected in printed
     if len({report.backend(name) for name in report.op_names()}) == 1:
-        assert f"\nOps\n  all {len(report.op_names())}: reference in plain torch: there " in printed
+        assert f"\nOps\n all {len(report.op_names())}: reference in plain torch: there " in printed
     else:
         for op in ("fwd", "bwd", "fwd_kvcache", "rotary"):
-            assert f"\n  {op} " in printed
+            assert f"\n {op} " in printed
     for check in report.CHECKS:
-        assert f"\n  {check:<16}pass" in printed
+        assert f"\n {check} pass" in printed
 
 
 def test_one_line_where_all_ops_are_alike(monkeypatch):
@@ -55,15 +57,15 @@ def test_a_wrong_result_fails(run, monkeypatch):
     monkeypatch.setattr(flash_attn, "flash_attn_func", lambda *args, **kwargs: 1.1 * right(*args, **kwargs))
     status, printed = run()
     assert status == 1
-    assert "\n  forward         FAIL" in printed and "\n  backward        FAIL" in printed
-    assert "\n  rotary          pass" in printed
+    assert "\n forward FAIL" in printed and "\n backward FAIL" in printed
+    assert "\n rotary pass" in printed
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_result_that_is_not_finite_fails(run, monkeypatch, value):
     monkeypatch.setattr(flash_attn, "flash_attn_func", lambda q, k, v, causal: q * value)
     status, printed = run()
-    assert status == 1 and "\n  forward         FAIL" in printed
+    assert status == 1 and "\n forward FAIL" in printed
 
 
 def test_an_exception_is_reported_and_the_other_checks_run(run, monkeypatch):
@@ -73,7 +75,7 @@ def test_an_exception_is_reported_and_the_other_checks_run(run, monkeypatch):
     monkeypatch.setattr(flash_attn, "flash_attn_with_kvcache", broken)
     status, printed = run()
     assert status == 1
-    assert "key-value cache fail: RuntimeError: no such kernel" in printed and "\n  rotary          pass" in printed
+    assert "key-value cache fail: RuntimeError: no such kernel" in printed and "\n rotary pass" in printed
 
 
 @pytest.mark.parametrize(
@@ -93,6 +95,32 @@ def test_backend_and_why(monkeypatch, load_error, has_kernel, in_triton, has_dev
     monkeypatch.setattr(_library, "is_in_triton", lambda name: in_triton)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
     assert report.backend("fwd") == expected
+
+
+_WITHOUT_SOME_KERNELS = """
+import sys, warnings
+import torch, flash_attn
+from flash_attn import __main__ as report, _library
+for name in ("fwd", "fwd_features", "bwd_features", "rotary"):
+    print(name, "FLASH_ATTN_REFERENCE names it" in report.backend(name), _library.has_kernel(name))
+x = torch.zeros(1, 8, 1, 64, dtype=torch.float16, device=sys.argv[1])
+with warnings.catch_warnings(record=True) as caught:
+    flash_attn.flash_attn_func(x, x, x)
+    flash_attn.flash_attn_func(x, x, x, learnable_sink=x[0, 0, :, 0])
+print(*[w.message for w in caught if "FLASH_ATTN_REFERENCE" in str(w.message)], sep="\\n")
+"""
+
+
+def test_ops_can_be_switched_off(device):
+    environment = dict(os.environ, FLASH_ATTN_REFERENCE="*_features, rotary")
+    command = [sys.executable, "-W", "ignore", "-c", _WITHOUT_SOME_KERNELS, str(device)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert result.returncode == 0 and not result.stderr, result.stderr
+    fwd, *others, warned = result.stdout.splitlines()
+    assert fwd == f"fwd False {_library.has_kernel('fwd')}"
+    assert others == [f"{name} True False" for name in ("fwd_features", "bwd_features", "rotary")]
+    slow = "flash_attn: fwd_features runs on the slower reference backend in plain torch: FLASH_ATTN_REFERENCE names it"
+    assert warned == (slow if device.type == "cuda" else "")
 
 
 def _fat_binary(*entries):

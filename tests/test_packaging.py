@@ -18,7 +18,6 @@ import pytest
 
 pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools >= 77")
 from packaging.version import Version
-from setuptools import Distribution, Extension
 
 ROOT = pathlib.Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="this is not a source tree")
@@ -293,12 +292,24 @@ def test_pattern_without_instances(instances, tmp_path, monkeypatch):
     assert instances.generate(tmp_path) == []
 
 
-@pytest.mark.parametrize(("ext_modules", "platform"), [([], "any"), ([Extension("flash_attn._kernels", [])], "linux")])
-def test_wheel_tag(setup, ext_modules, platform):
-    """A wheel with the library is for one platform, but for every Python."""
-    command = setup.Wheel(Distribution({"name": "flash-attn", "ext_modules": ext_modules}))
-    command.ensure_finalized()
-    python, abi, found = command.get_tag()
+_WHEEL_TAG = """
+import runpy, sys
+from setuptools import Distribution, Extension
+setup = runpy.run_path(sys.argv[1])
+ext_modules = [Extension(name, []) for name in sys.argv[2:]]
+command = setup["Wheel"](Distribution({"name": "flash-attn", "ext_modules": ext_modules}))
+command.ensure_finalized()
+print(*command.get_tag())
+"""
+
+
+@pytest.mark.parametrize(("ext_modules", "platform"), [([], "any"), (["flash_attn._kernels"], "linux")])
+def test_wheel_tag(ext_modules, platform):
+    """A wheel with the library is for one platform, but for every Python. In a process of its own, where nobody else
+    has imported distutils."""
+    command = [sys.executable, "-c", _WHEEL_TAG, str(ROOT / "setup.py"), *ext_modules]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    python, abi, found = run.stdout.split()
     assert (python, abi, found.split("_")[0]) == ("py3", "none", platform)
 
 

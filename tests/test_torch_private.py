@@ -16,6 +16,7 @@ OPTIONAL = {  # where each name is, and what it is
     "_foreach_copy_": "torch",
     "FunctionalTensorMode": "torch._subclasses.functional_tensor",
     "_current_level": "torch.autograd.forward_ad",
+    "is_batchedtensor": "torch._C._functorch",
 }
 
 
@@ -63,6 +64,15 @@ def test_forward_mode(monkeypatch):
         assert _torch_private.in_forward_mode()
     monkeypatch.delattr(torch.autograd.forward_ad, "_current_level")
     assert _torch_private.in_forward_mode()
+
+
+def test_entries_under_vmap(without):
+    seen = []
+    torch.func.vmap(torch.func.vmap(lambda x: seen.append(x) or x))(torch.arange(6.0).view(2, 3))
+    x = torch.ones(2)
+    for module in (_torch_private, without("is_batchedtensor")):
+        assert module.unbatched(x) is x
+    assert torch.equal(_torch_private.unbatched(seen[0]), torch.arange(6.0).view(2, 3))
 
 
 def test_copies(without):

@@ -22,7 +22,11 @@ from src.utils import hints, resolvers
 
 log = logging.getLogger(__name__)
 FOLDER = pathlib.Path(__file__).parent
-SIZES = ("datamodule.batch_size", "datamodule.batch_size_eval", "train.global_batch_size")
+INTEGERS = {  # keys, and the least value of each; -1 is for no limit
+    "datamodule.batch_size": 1, "datamodule.batch_size_eval": 1, "train.global_batch_size": 1, "seed": 0,
+    "trainer.max_steps": -1, "trainer.max_epochs": -1, "trainer.num_nodes": 1,
+}  # fmt: skip
+FLAGS = ("resume", "print_config", "ignore_warnings", "test_after_training")
 NEEDED = {
     "train": ("model", "datamodule"), "prepare": ("datamodule",), "eval": (), "generate": ("eval.ckpt",),
     "export": ("eval.ckpt", "export.folder"),
@@ -67,10 +71,7 @@ def run(config: DictConfig) -> Any:
     """Do what config.run says."""
     if config.run not in _ACTIONS:
         raise ValueError(f"run must be one of {', '.join(_ACTIONS)}, found {config.run!r}")
-    for key in SIZES:
-        size = OmegaConf.select(config, key)
-        if size is not None and not (isinstance(size, int) and size >= 1):
-            raise ValueError(f"{key} must be an integer of at least 1, found {size!r}")
+    check_values(config)
     for key in NEEDED[config.run]:
         if OmegaConf.select(config, key) is None:
             raise ValueError(f"run={config.run} needs {key}, found none{NEEDED_BY_EXPERIMENT.get(key, '')}")
@@ -86,10 +87,35 @@ def run(config: DictConfig) -> Any:
 
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning").handlers.clear()  # or everything is there twice: Hydra's log has it
+    if not log.isEnabledFor(
+        logging.DEBUG
+    ):  # what it tells besides is of devices that are not there, and other products
+        for name in ("lightning.pytorch", "lightning.fabric"):
+            logging.getLogger(name).setLevel(logging.WARNING)
     utils.extras(config)
     if config.print_config:
         utils.print_config(config)
     return _ACTIONS[config.run](config)
+
+
+def check_values(config: DictConfig) -> None:
+    """Raise ValueError for a value that would fail later, where the message could not name its key."""
+    for key, least in INTEGERS.items():
+        value = OmegaConf.select(config, key)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+            raise ValueError(f"{key} must be an integer of at least {least}, found {value!r}")
+    for key in FLAGS:
+        if not isinstance(config[key], bool):
+            raise ValueError(f"{key} must be True or False, found {config[key]!r}")
+    devices = OmegaConf.select(config, "trainer.devices")
+    if isinstance(devices, int) and devices < 1 and devices != -1:
+        raise ValueError(f"trainer.devices must be at least 1, a list, or -1 or auto for all, found {devices}")
+    interval = OmegaConf.select(config, "trainer.val_check_interval")
+    if isinstance(interval, int | float) and interval <= 0:
+        raise ValueError(
+            f"trainer.val_check_interval must be more than 0, found {interval}; trainer.limit_val_batches=0 (with + "
+            "before it) does without validation"
+        )
 
 
 def load_env(folder: pathlib.Path) -> None:

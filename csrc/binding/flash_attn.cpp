@@ -23,6 +23,7 @@ using flash_attn::BwdParams;
 using flash_attn::DmaskParams;
 using flash_attn::FwdParams;
 using flash_attn::Problem;
+using flash_attn::RangesParams;
 using OptionalTensor = std::optional<Tensor>;
 
 // The arguments of fwd, probabilities and bwd besides queries, keys and values, in the order of the schema: the fields
@@ -37,6 +38,7 @@ struct Options {
   std::optional<int64_t> max_seqlen_q = from.take<std::optional<int64_t>>();
   std::optional<int64_t> max_seqlen_k = from.take<std::optional<int64_t>>();
   bool deterministic = from.take<bool>();
+  bool exact_gradients = from.take<bool>();
   double dropout_p = from.take<double>();
   OptionalTensor rng_state = from.take<OptionalTensor>();
   double softcap = from.take<double>();
@@ -65,6 +67,17 @@ struct CacheOptions {
   OptionalTensor alibi_slopes = from.take<OptionalTensor>();
   OptionalTensor cache_batch_idx = from.take<OptionalTensor>();
   OptionalTensor cache_leftpad = from.take<OptionalTensor>();
+};
+
+// Likewise the features of fwd_features and fwd_kvcache_features, but for the sink and the bias, which come before the
+// options.
+struct Features {
+  Arguments& from;
+  OptionalTensor key_ranges = from.take<OptionalTensor>();
+  int64_t attention_chunk = from.take<int64_t>();
+  OptionalTensor causal = from.take<OptionalTensor>();
+  OptionalTensor seqused_q = from.take<OptionalTensor>();
+  bool row_max = from.take<bool>();
 };
 
 // A tensor (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), or a part of a packed one. Data is void if it
@@ -130,10 +143,12 @@ void check_like(const Tensor& x, const Tensor& q, const char* name) {
 
 void check_inputs(const Inputs& x) {
   const auto& [q, k, v] = x;
-  STD_TORCH_CHECK(q.head_dim >= 1 && q.head_dim <= 256, "head_dim must be between 1 and 256, found ", q.head_dim);
-  STD_TORCH_CHECK(k.head_dim == q.head_dim && v.head_dim == q.head_dim && v.heads == k.heads && v.seqlen == k.seqlen &&
-                      v.batch == k.batch,
-                  "k and v must have the same shape, and q's head_dim ", q.head_dim);
+  for (const auto& [name, x] : {std::pair("q", &q), std::pair("v", &v)}) {
+    STD_TORCH_CHECK(x->head_dim >= 1 && x->head_dim <= flash_attn::kMostHeadDim, name,
+                    "'s head_dim must be between 1 and ", flash_attn::kMostHeadDim, ", found ", x->head_dim);
+  }
+  STD_TORCH_CHECK(k.head_dim == q.head_dim && v.heads == k.heads && v.seqlen == k.seqlen && v.batch == k.batch,
+                  "k must have q's head_dim ", q.head_dim, ", and v the shape of k, but for its head_dim");
   STD_TORCH_CHECK(q.heads == k.heads || (k.heads > 0 && q.heads % k.heads == 0),
                   "k must have a number of heads that divides q's ", q.heads, ", found ", k.heads);
 }
@@ -181,6 +196,7 @@ Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, AnyOptions& 
   p.heads = narrow_size(x.q.heads, "the number of heads");
   p.heads_k = narrow_size(x.k.heads, "the number of key heads");
   p.head_dim = static_cast<int>(x.q.head_dim);
+  p.head_dim_v = static_cast<int>(x.v.head_dim);
   p.seqlen_q = seqlen(x.q.seqlen, "q");
   p.seqlen_k = p.capacity_k = seqlen(x.k.seqlen, "k");
   p.window_left = window_side(options.window_left);
@@ -218,11 +234,12 @@ flash_attn::Pages pages_of(OptionalTensor& block_table, const Tensor& q, int64_t
           .page_size = Divisor(narrow_size(page_size, "a page"))};
 }
 
-// (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim) in q's place: like q, or contiguous if q is packed.
-Tensor new_out(const Tensor& q, const View<const void>& view, bool tokens, bool packed) {
-  if (!packed && !q.is_contiguous()) return torch::stable::empty_like(q);
-  if (tokens) return new_tensor({view.seqlen, view.heads, view.head_dim}, q);
-  return new_tensor({view.batch, view.seqlen, view.heads, view.head_dim}, q);
+// (batch, seqlen, heads, head_dim_v) or (tokens, heads, head_dim_v) in q's place: like q, or contiguous if q is packed
+// or has another head_dim.
+Tensor new_out(const Tensor& q, const View<const void>& view, int64_t head_dim_v, bool tokens, bool packed) {
+  if (!packed && !q.is_contiguous() && view.head_dim == head_dim_v) return torch::stable::empty_like(q);
+  if (tokens) return new_tensor({view.seqlen, view.heads, head_dim_v}, q);
+  return new_tensor({view.batch, view.seqlen, view.heads, head_dim_v}, q);
 }
 
 Tensor new_lse(const Tensor& q, const View<const void>& view, bool tokens) {
@@ -230,14 +247,160 @@ Tensor new_lse(const Tensor& q, const View<const void>& view, bool tokens) {
   return new_tensor({view.batch, view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
 }
 
+// The largest scores of rows, in the shape of softmax_lse; of no shape where they are not wanted.
+Tensor new_row_max(const Tensor& q, const View<const void>& view, bool tokens, bool wanted) {
+  return wanted ? new_lse(q, view, tokens) : new_tensor({0}, aoti_torch_dtype_float32(), q);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Features
+
+void set_sink(Problem& p, OptionalTensor& sink, const Tensor& q) {
+  if (!sink) return;
+  check_device(*sink, q, "learnable_sink");
+  check_shape(*sink, {p.heads}, "learnable_sink");
+  sink = torch::stable::contiguous(*sink);
+  p.sink = sink->const_data_ptr();
+  p.sink_dtype = dtype_of(*sink, "learnable_sink");
+}
+
+// Key ranges (batch or 1, heads or 1, rows, 2), where all packed tokens are one entry. They are made contiguous unless
+// a range is one access.
+void set_key_ranges(Problem& p, OptionalTensor& ranges, const Tensor& q) {
+  if (!ranges) return;
+  check_device(*ranges, q, "key_ranges");
+  check_dtype(*ranges, ScalarType::Int, "key_ranges");
+  STD_TORCH_CHECK(ranges->dim() == 4, "key_ranges must have 4 dimensions, found ", ranges->dim());
+  const int64_t entries = p.cu_seqlens_q ? 1 : p.batch;
+  const auto size = [&](int dim, int64_t all) { return ranges->size(dim) == 1 ? 1 : all; };
+  check_shape(*ranges, {size(0, entries), size(1, p.heads), p.seqlen_q, 2}, "key_ranges");
+  const auto strides = ranges->strides();
+  const bool in_pairs = strides[3] == 1 && strides[0] % 2 == 0 && strides[1] % 2 == 0 && strides[2] % 2 == 0 &&
+                        reinterpret_cast<uintptr_t>(ranges->const_data_ptr()) % 8 == 0;
+  if (!in_pairs) ranges = torch::stable::clone(torch::stable::contiguous(*ranges));
+  const auto stride = [&](int dim) { return ranges->size(dim) == 1 ? 0 : ranges->stride(dim); };
+  p.ranges = {.data = pointer<int>(ranges), .batch = stride(0), .heads = stride(1), .seqlen = stride(2)};
+}
+
+// How many entries follow one another in the second dimension of a bias (batch1, batch2, heads, rows, keys). Each size
+// but that of keys may be 1, and packed tokens are one entry.
+int batch2_size(const Tensor& bias, const Problem& p) {
+  const int64_t batch1 = bias.size(0), batch2 = bias.size(1);
+  return static_cast<int>(std::max<int64_t>(batch2 > 1 ? batch2 : p.batch / std::max<int64_t>(batch1, 1), 1));
+}
+
+flash_attn::BiasRows bias_rows(const Tensor& x, int batch2_size) {
+  const auto stride = [&](int dim) { return x.size(dim) == 1 ? 0 : x.stride(dim); };
+  return {stride(0), stride(1), stride(2), stride(3), Divisor(batch2_size)};
+}
+
+void check_bias_shape(const Tensor& bias, const Problem& p) {
+  STD_TORCH_CHECK(bias.dim() == 5, "attn_bias must have 5 dimensions, found ", bias.dim());
+  const int64_t batch1 = bias.size(0), batch2 = bias.size(1), entries = p.cu_seqlens_q ? 1 : p.batch;
+  const auto divides = [&](int64_t size) { return size == entries || (size > 0 && entries % size == 0); };
+  const auto is = [&](int dim, int64_t all) { return bias.size(dim) == 1 || bias.size(dim) == all; };
+  STD_TORCH_CHECK(divides(batch1) && divides(batch2) && (batch1 == 1 || batch2 == 1 || batch1 * batch2 == entries) &&
+                      is(2, p.heads) && is(3, p.seqlen_q),
+                  "attn_bias must have shape (batch1, batch2, heads, rows, keys) with batch1 * batch2 = ", entries,
+                  ", heads = ", p.heads, " and rows = ", p.seqlen_q, ", each possibly 1, found ",
+                  shape_string(bias.sizes()));
+}
+
+// Whether the kernels can read a bias as it is, in pairs of keys.
+bool is_in_pairs(const Tensor& bias, int element_bytes) {
+  bool in_pairs = bias.size(4) % 2 == 0 && bias.stride(4) == 1 &&
+                  reinterpret_cast<uintptr_t>(bias.const_data_ptr()) % (2 * element_bytes) == 0;
+  for (int dim = 0; dim < 4; ++dim) in_pairs &= bias.size(dim) == 1 || bias.stride(dim) % 2 == 0;
+  return in_pairs;
+}
+
+// A copy of which they can. It leaves out what is expanded; beyond the last key it has NaN, or true.
+Tensor copied_in_pairs(Tensor bias) {
+  for (int dim = 0; dim < 4; ++dim) {
+    if (bias.size(dim) > 1 && bias.stride(dim) == 0) bias = torch::stable::narrow(bias, dim, 0, 1);
+  }
+  const int64_t keys = bias.size(4), keys_in_pairs = keys + keys % 2;
+  Tensor copy = new_tensor({bias.size(0), bias.size(1), bias.size(2), bias.size(3), keys_in_pairs}, bias);
+  Tensor target = torch::stable::narrow(copy, 4, 0, keys);
+  torch::stable::copy_(target, bias);
+  if (keys_in_pairs > keys) {
+    Tensor rest = torch::stable::narrow(copy, 4, keys, 1);
+    torch::stable::fill_(rest, NAN);
+  }
+  return copy;
+}
+
+void set_bias(Problem& p, OptionalTensor& bias, const Tensor& q) {
+  if (!bias) return;
+  check_device(*bias, q, "attn_bias");
+  check_bias_shape(*bias, p);
+  p.bias.is_mask = bias->scalar_type() == ScalarType::Bool;
+  if (!p.bias.is_mask) p.bias.dtype = dtype_of(*bias, "attn_bias");
+  const int per_batch1 = batch2_size(*bias, p);
+  if (!is_in_pairs(*bias, p.bias.is_mask ? 1 : size_of(p.bias.dtype))) bias = copied_in_pairs(*bias);
+  p.bias.data = bias->const_data_ptr();
+  p.bias.keys = seqlen(bias->size(4), "attn_bias");
+  p.bias.rows = bias_rows(*bias, per_batch1);
+}
+
+// Zeros for the gradient of a bias: in fp32 where several scores share an element.
+Tensor new_dbias(BwdParams& p, const Tensor& bias, const Options& options) {
+  const Problem& problem = p.problem;
+  const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
+  p.dbias.is_sum =
+      bias.size(0) * bias.size(1) != entries || bias.size(2) != problem.heads || bias.size(3) != problem.seqlen_q;
+  STD_TORCH_CHECK(problem.softcap == 0 && !(options.deterministic && p.dbias.is_sum) && bias.size(4) > 1,
+                  "this gradient of attn_bias has no kernel: call the op bwd_features_reference");
+  p.dbias.dtype = p.dbias.is_sum ? DType::kFloat32 : dtype_of(bias, "attn_bias");
+  const ScalarType dtype = p.dbias.is_sum ? ScalarType::Float : bias.scalar_type();
+  const Tensor dbias = torch::stable::new_zeros(bias, bias.sizes(), dtype);
+  p.dbias.data = dbias.mutable_data_ptr();
+  p.dbias.rows = bias_rows(dbias, batch2_size(bias, problem));
+  return dbias;
+}
+
+// Sets the terms of a problem that has everything else, and the keys that rows see. Kernels know only ranges: where
+// rows see keys for other reasons, they are made into ranges, which `features` then holds.
+void set_features(Problem& p, OptionalTensor& sink, OptionalTensor& bias, Features& features, bool paged,
+                  const Tensor& q) {
+  set_sink(p, sink, q);
+  set_bias(p, bias, q);
+  set_key_ranges(p, features.key_ranges, q);
+  auto& [_, key_ranges, chunk, causal, seqused_q, row_max] = features;
+  if (chunk <= 0 && !causal && !seqused_q) return;
+  STD_TORCH_CHECK(!seqused_q || (!sink && p.alibi_slopes == nullptr),
+                  "seqused_q has no kernel with learnable_sink or alibi_slopes: call the op ..._reference");
+  RangesParams all{.problem = p, .paged = paged, .heads = p.ranges.heads == 0 ? 1 : p.heads};
+  all.chunk = static_cast<int>(std::clamp<int64_t>(chunk, 0, flash_attn::kMaxSeqlen));
+  all.seqused_q = index_pointer(seqused_q, q, p.batch, "seqused_q");
+  if (causal) {
+    check_device(*causal, q, "causal");
+    check_shape(*causal, {p.batch}, "causal");
+    const bool is_bool = causal->scalar_type() == ScalarType::Bool;
+    if (!is_bool) check_dtype(*causal, ScalarType::Int, "causal");
+    causal = torch::stable::contiguous(*causal);
+    all.causal = causal->const_data_ptr(), all.causal_bytes = is_bool ? 1 : 4;
+  }
+  const int64_t entries = p.cu_seqlens_q ? 1 : p.batch;
+  const Tensor ranges = new_tensor({entries, all.heads, p.seqlen_q, 2}, aoti_torch_dtype_int32(), q);
+  all.ranges = static_cast<int*>(ranges.mutable_data_ptr());
+  flash_attn::ranges(all, current_stream(q));
+  key_ranges = ranges;
+  p.window_left = p.window_right = flash_attn::kUnbounded;
+  set_key_ranges(p, key_ranges, q);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
 // What goes into the cache before attention reads it, and the memory that this needs until the launch.
 struct Append {
   flash_attn::AppendParams p;
   OptionalTensor cos, sin, q_rotated;
 };
 
+// queries_advance: whether something besides the window tells the queries apart.
 Append append_of(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                 const CacheOptions& options) {
+                 const CacheOptions& options, bool queries_advance) {
   const auto& [k, v] = std::tie(options.k, options.v);
   STD_TORCH_CHECK(v.has_value() && options.rotary_cos.has_value() == options.rotary_sin.has_value(),
                   "k comes with v, and rotary_cos with rotary_sin");
@@ -245,7 +408,7 @@ Append append_of(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, c
   AppendParams& p = append.p;
   for (const auto& [name, x] : {std::pair("k", &*k), std::pair("v", &*v)}) {
     check_like(*x, q, name);
-    check_shape(*x, {q.size(0), k->size(1), k_cache.size(2), q.size(3)}, name);
+    check_shape(*x, {q.size(0), k->size(1), k_cache.size(2), x == &*k ? q.size(3) : v_cache.size(3)}, name);
   }
   p.seqlen_new = fwd.problem.appended_k;
   p.k = ref(*k), p.v = ref(*v);
@@ -264,7 +427,7 @@ Append append_of(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, c
   p.positions = seqlen(cos.size(0), "rotary_cos");
   p.rotary_dim = static_cast<int>(2 * cos.size(1));
   p.interleaved = options.rotary_interleaved;
-  p.queries_advance = options.window_left >= 0 || options.window_right >= 0;
+  p.queries_advance = options.window_left >= 0 || options.window_right >= 0 || queries_advance;
   if (!fwd.problem.seqused_k) {  // lengths that only the device knows it looks after itself
     const int64_t tokens = std::max<int64_t>(p.seqlen_new, p.queries_advance ? q.size(1) : 1);
     const int64_t needed = fwd.problem.seqlen_k - p.seqlen_new + tokens;
@@ -369,15 +532,47 @@ FwdCall fwd_call(const Tensor& q, const OptionalTensor& k, const OptionalTensor&
           .longest_k = tokens ? options.max_seqlen_k.value_or(p.problem.seqlen_k) : p.problem.seqlen_k};
 }
 
+std::tuple<Tensor, Tensor> run_fwd_call(FwdCall& call, const Tensor& q) {
+  const Tensor out = new_out(q, call.q, call.p.problem.head_dim_v, call.tokens, call.packed);
+  const Tensor softmax_lse = new_lse(q, call.q, call.tokens);
+  call.p.out = mutable_ref(out);
+  call.p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
+  launch_fwd(call.p, q, call.longest_q, call.longest_k, /*num_splits=*/0);
+  return {out, softmax_lse};
+}
+
 std::tuple<Tensor, Tensor> fwd(const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, Options& options) {
   const DeviceGuard guard(q.get_device_index());
-  auto [p, q_view, tokens, packed, longest_q, longest_k] = fwd_call(q, k, v, options);
-  const Tensor out = new_out(q, q_view, tokens, packed);
-  const Tensor softmax_lse = new_lse(q, q_view, tokens);
-  p.out = mutable_ref(out);
-  p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
-  launch_fwd(p, q, longest_q, longest_k, /*num_splits=*/0);
-  return {out, softmax_lse};
+  FwdCall call = fwd_call(q, k, v, options);
+  return run_fwd_call(call, q);
+}
+
+std::tuple<Tensor, Tensor, Tensor> run_with_features(FwdCall& call, const Tensor& q, OptionalTensor& sink,
+                                                     OptionalTensor& bias, const Options& options, Features& features) {
+  set_features(call.p.problem, sink, bias, features, options.block_table.has_value(), q);
+  const Tensor row_max = new_row_max(q, call.q, call.tokens, features.row_max);
+  if (features.row_max) call.p.row_max = static_cast<float*>(row_max.mutable_data_ptr());
+  const auto [out, softmax_lse] = run_fwd_call(call, q);
+  return {out, softmax_lse, row_max};
+}
+
+std::tuple<Tensor, Tensor, Tensor> fwd_features(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor& sink,
+                                                OptionalTensor& bias, Options& options, Features& features) {
+  const DeviceGuard guard(q.get_device_index());
+  FwdCall call = fwd_call(q, k, v, options);
+  return run_with_features(call, q, sink, bias, options, features);
+}
+
+// Also returns what rounding has taken off out.
+std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_with_residue(const Tensor& q, const OptionalTensor& k,
+                                                            const OptionalTensor& v, OptionalTensor& sink,
+                                                            OptionalTensor& bias, Options& options,
+                                                            Features& features) {
+  const DeviceGuard guard(q.get_device_index());
+  FwdCall call = fwd_call(q, k, v, options);
+  const Tensor out_lo = new_out(q, call.q, call.p.problem.head_dim_v, call.tokens, call.packed);
+  call.p.out_lo = mutable_ref(out_lo);
+  return std::tuple_cat(run_with_features(call, q, sink, bias, options, features), std::tuple(out_lo));
 }
 
 // S_dmask of a forward with these arguments.
@@ -386,6 +581,8 @@ Tensor probabilities(const Tensor& q, const OptionalTensor& k, const OptionalTen
   const DeviceGuard guard(q.get_device_index());
   FwdCall call = fwd_call(q, k, v, options);
   FwdParams& p = call.p;
+  STD_TORCH_CHECK(p.problem.head_dim <= flash_attn::kMostDmaskHeadDim, "head_dim must be at most ",
+                  flash_attn::kMostDmaskHeadDim, " for S_dmask, found ", p.problem.head_dim);
   p.aligned = flash_attn::is_aligned(p.q, p.problem.head_dim) && flash_attn::is_aligned(p.k, p.problem.head_dim);
   const int64_t rows = round_up(call.longest_q, 128), cols = round_up(call.longest_k, 128);
   Tensor s_dmask = torch::stable::new_zeros(q, {p.problem.batch, p.problem.heads, rows, cols});
@@ -405,10 +602,10 @@ Tensor in_chunks(const Tensor& x) {
 }
 OptionalTensor in_chunks(const OptionalTensor& x) { return x ? OptionalTensor(in_chunks(*x)) : std::nullopt; }
 
-void check_same_shape(const auto& x, const View<const void>& like, const char* name, const char* like_name) {
-  STD_TORCH_CHECK(
-      x.batch == like.batch && x.seqlen == like.seqlen && x.heads == like.heads && x.head_dim == like.head_dim, name,
-      " must have the shape of ", like_name);
+void check_same_shape(const auto& x, const View<const void>& like, int64_t head_dim, const char* name,
+                      const char* like_name) {
+  STD_TORCH_CHECK(x.batch == like.batch && x.seqlen == like.seqlen && x.heads == like.heads && x.head_dim == head_dim,
+                  name, " must have the shape of ", like_name, " with head_dim ", head_dim);
 }
 
 // softmax_d, in the layout that BwdParams says.
@@ -425,41 +622,49 @@ void check_row_values(const Tensor& x, const Tensor& q, const Problem& p, const 
   check_shape(x, {p.batch, p.heads, p.seqlen_q}, name);
 }
 
-Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
-           const Tensor& softmax_lse, const OptionalTensor& dlse, const Tensor& dq, const OptionalTensor& dk,
-           const OptionalTensor& dv, Options& options) {
+// set_more(params) adds features; use(params) uses what the backward has written.
+template <typename SetMore, typename Use>
+Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
+               const Tensor& softmax_lse, const OptionalTensor& dlse, const OptionalTensor& out_lo, const Tensor& dq,
+               const OptionalTensor& dk, const OptionalTensor& dv, Options& options, SetMore&& set_more, Use&& use) {
   STD_TORCH_CHECK(!options.block_table,
                   "block_table must be None in the backward, found a tensor: keys in pages have no gradient");
   const bool tokens = options.cu_seqlens_q.has_value();
   for (const auto& [name, x] :
        {std::pair("q", OptionalTensor(q)), std::pair("k", k), std::pair("v", v), std::pair("dq", OptionalTensor(dq)),
-        std::pair("dk", dk), std::pair("dv", dv), std::pair("out", OptionalTensor(out))}) {
+        std::pair("dk", dk), std::pair("dv", dv), std::pair("out", OptionalTensor(out)), std::pair("out_lo", out_lo)}) {
     if (x) check_like(*x, dout, name);
   }
   const DeviceGuard guard(q.get_device_index());
   // First, since what shares memory with a lazy clone moves with it.
   const Views<void> gradients = unpack<void>(dq, dk, dv, tokens, /*paged=*/false);
   const Tensor q_rows = in_chunks(q), out_rows = in_chunks(out), dout_rows = in_chunks(dout);
-  const OptionalTensor k_rows = in_chunks(k), v_rows = in_chunks(v);
+  const OptionalTensor k_rows = in_chunks(k), v_rows = in_chunks(v), lo_rows = in_chunks(out_lo);
   const Inputs x = unpack<const void>(q_rows, k_rows, v_rows, tokens, /*paged=*/false);
   const auto out_view = view_of<const void>(out_rows, tokens, 1, 0, "out");
   const auto dout_view = view_of<const void>(dout_rows, tokens, 1, 0, "dout");
   check_inputs(x);
-  check_same_shape(out_view, x.q, "out", "q");
-  check_same_shape(dout_view, x.q, "dout", "q");
-  check_same_shape(gradients.q, x.q, "dq", "q");
-  check_same_shape(gradients.k, x.k, "dk", "k");
-  check_same_shape(gradients.v, x.k, "dv", "k");
+  check_same_shape(out_view, x.q, x.v.head_dim, "out", "q");
+  check_same_shape(dout_view, x.q, x.v.head_dim, "dout", "q");
+  check_same_shape(gradients.q, x.q, x.q.head_dim, "dq", "q");
+  check_same_shape(gradients.k, x.k, x.k.head_dim, "dk", "k");
+  check_same_shape(gradients.v, x.v, x.v.head_dim, "dv", "v");
 
   BwdParams p{};
   p.problem = problem_of(q, x, batch_of(x, options), options);
   set_entries(p.problem, options, q);
+  set_more(p);
   check_row_values(softmax_lse, q, p.problem, "softmax_lse");
   if (dlse) check_row_values(*dlse, q, p.problem, "dlse");
   const Tensor lse_rows = torch::stable::contiguous(softmax_lse);
   const OptionalTensor dlse_rows = contiguous(dlse);
 
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref, p.out = out_view.ref, p.dout = dout_view.ref;
+  if (lo_rows) {
+    const auto lo_view = view_of<const void>(*lo_rows, tokens, 1, 0, "out_lo");
+    check_same_shape(lo_view, x.q, x.v.head_dim, "out_lo", "q");
+    p.out_lo = lo_view.ref;
+  }
   p.softmax_lse = static_cast<const float*>(lse_rows.const_data_ptr());
   p.dlse = pointer<float>(dlse_rows);
   p.dq = gradients.q.ref, p.dk = gradients.k.ref, p.dv = gradients.v.ref;
@@ -471,13 +676,46 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
                                     .has_sm90 = flash_attn::has_sm90(device),
                                     .multiprocessors = num_multiprocessors(device)});
   const Tensor scratch = torch::stable::new_empty(q, {sizes.total()}, ScalarType::Float);
-  use_scratch(plan, sizes, static_cast<float*>(scratch.mutable_data_ptr()));
+  use_scratch(p.problem, plan, sizes, static_cast<float*>(scratch.mutable_data_ptr()));
   flash_attn::bwd(p, plan, current_stream(q));
+  use(p);
   return softmax_d;
 }
 
-std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
-                                       CacheOptions& options) {
+Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
+           const Tensor& softmax_lse, const OptionalTensor& dlse, const OptionalTensor& out_lo, const Tensor& dq,
+           const OptionalTensor& dk, const OptionalTensor& dv, Options& options) {
+  return run_bwd(
+      dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, options, [](BwdParams&) {}, [](const BwdParams&) {});
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(const Tensor& dout, const Tensor& q, const Tensor& k,
+                                                                const Tensor& v, const Tensor& out,
+                                                                const Tensor& softmax_lse, const OptionalTensor& dlse,
+                                                                const OptionalTensor& out_lo, bool wants_dbias,
+                                                                OptionalTensor& sink, OptionalTensor& bias,
+                                                                Options& options, Features& features) {
+  const DeviceGuard guard(q.get_device_index());
+  const Tensor dq = torch::stable::empty_like(q), dk = torch::stable::empty_like(k), dv = torch::stable::empty_like(v);
+  const Tensor none = new_tensor({0}, q), dsink = sink ? torch::stable::empty_like(*sink) : new_tensor({0}, q);
+  Tensor dbias = none;
+  const OptionalTensor given_bias = bias;
+  const auto set_more = [&](BwdParams& p) {
+    set_features(p.problem, sink, bias, features, /*paged=*/false, q);
+    if (wants_dbias) dbias = new_dbias(p, *given_bias, options);
+  };
+  const auto find_dsink = [&](const BwdParams& p) {
+    if (sink) flash_attn::sink_gradient({.bwd = p, .dsink = dsink.mutable_data_ptr()}, current_stream(q));
+  };
+  run_bwd(dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, options, set_more, find_dsink);
+  if (wants_dbias) dbias = torch::stable::to(dbias, given_bias->scalar_type());
+  return {dq, dk, dv, dsink, dbias};
+}
+
+// set_more(params, queries) adds features; queries_advance as in append_of.
+template <typename SetMore>
+std::tuple<Tensor, Tensor> run_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                       CacheOptions& options, bool queries_advance, SetMore&& set_more) {
   OptionalTensor& block_table = options.block_table;
   check_like(k_cache, q, "k_cache");
   check_like(v_cache, q, "v_cache");
@@ -504,11 +742,13 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
   p.problem.leftpad_k = index_pointer(options.cache_leftpad, q, batch, "cache_leftpad");
   p.problem.batch_index = index_pointer(options.cache_batch_idx, q, batch, "cache_batch_idx");
 
-  const Tensor out = new_out(q, x.q, /*tokens=*/false, /*packed=*/false);
+  set_more(p, x.q);
+
+  const Tensor out = new_out(q, x.q, x.v.head_dim, /*tokens=*/false, /*packed=*/false);
   const Tensor softmax_lse = new_lse(q, x.q, /*tokens=*/false);
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref;
   std::optional<Append> append;
-  if (options.k) append = append_of(p, q, k_cache, v_cache, options);
+  if (options.k) append = append_of(p, q, k_cache, v_cache, options, queries_advance);
   p.out = mutable_ref(out);
   p.softmax_lse = static_cast<float*>(softmax_lse.mutable_data_ptr());
   const int64_t longest_k = options.cache_seqlens ? p.problem.capacity_k : p.problem.seqlen_k;
@@ -517,13 +757,39 @@ std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, c
   return {out, softmax_lse};
 }
 
+std::tuple<Tensor, Tensor> fwd_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                       CacheOptions& options) {
+  return run_kvcache(q, k_cache, v_cache, options, /*queries_advance=*/false, [](auto&&...) {});
+}
+
+std::tuple<Tensor, Tensor, Tensor> fwd_kvcache_features(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                                                        OptionalTensor& sink, OptionalTensor& bias,
+                                                        CacheOptions& options, Features& features) {
+  STD_TORCH_CHECK(!features.causal || !options.rotary_cos,
+                  "causal of each entry has no kernel with rotary_cos: call the op fwd_kvcache_features_reference");
+  const bool queries_advance = features.key_ranges || features.attention_chunk > 0;
+  const bool paged = options.block_table.has_value();
+  Tensor row_max;
+  const auto set_more = [&](FwdParams& p, const View<const void>& queries) {
+    set_features(p.problem, sink, bias, features, paged, q);
+    row_max = new_row_max(q, queries, /*tokens=*/false, features.row_max);
+    if (features.row_max) p.row_max = static_cast<float*>(row_max.mutable_data_ptr());
+  };
+  const auto [out, softmax_lse] = run_kvcache(q, k_cache, v_cache, options, queries_advance, set_more);
+  return {out, softmax_lse, row_max};
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("fwd", Boxed<&fwd>::call);
   m.impl("probabilities", Boxed<&probabilities>::call);
   m.impl("bwd", Boxed<&bwd>::call);
+  m.impl("fwd_features", Boxed<&fwd_features>::call);
+  m.impl("fwd_with_residue", Boxed<&fwd_with_residue>::call);
+  m.impl("bwd_features", Boxed<&bwd_features>::call);
   m.impl("fwd_kvcache", Boxed<&fwd_kvcache>::call);
+  m.impl("fwd_kvcache_features", Boxed<&fwd_kvcache_features>::call);
 }
 
 }  // namespace flash::binding

@@ -7,9 +7,11 @@
 // A warp moves one head of one token; a lane takes pairs of channels. Maths in fp32.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/launch.h"
+#include "flash_attn/head_dims.h"
 #include "flash_attn/params.h"
 #include "flash_attn/sequence.cuh"
 #include "ptx/sync.cuh"
@@ -20,7 +22,6 @@
 namespace flash::flash_attn {
 
 constexpr int kAppendThreads = 128;
-constexpr int kMostChannels = 256;
 
 // The two channels of pair i. Pairs that are rotated come first; the others are neighbours.
 __device__ inline int2 channels_of_pair(const AppendParams& p, int i) {
@@ -41,13 +42,13 @@ __device__ inline int length_before(const AppendParams& p, int entry) {
   return min(length, kMaxSeqlen);
 }
 
-// Copies one head of one token of at most kMostChannels channels, from channels `from_step` apart to channels `to_step`
-// apart, and may rotate it. All loads come first, so that they do not wait for one another.
+// Copies `head_dim` channels of one head of one token, at most kMostChannels, from channels `from_step` apart to
+// channels `to_step` apart, and may rotate it. All loads come first, so that they do not wait for one another.
 template <int kMostChannels, typename T>
-__device__ void move_head(const AppendParams& p, const T* from, int64_t from_step, T* to, int64_t to_step, int position,
-                          bool rotates) {
+__device__ void move_head(const AppendParams& p, int head_dim, const T* from, int64_t from_step, T* to, int64_t to_step,
+                          int position, bool rotates) {
   constexpr int kPairs = (kMostChannels + 63) / 64;
-  const int half = p.rotary_dim / 2, head_dim = p.problem.head_dim;
+  const int half = p.rotary_dim / 2;
   T xs[kPairs], ys[kPairs];
   AnyVec<1> cos[kPairs], sin[kPairs];
 #pragma unroll
@@ -89,23 +90,24 @@ __device__ T* cache_row(const AppendParams& p, const TensorRef<>& cache, int ent
   return data + page * cache.batch + int64_t{p.pages.page_size.remainder(position, index)} * cache.seqlen;
 }
 
-template <typename T>
+template <typename T, int kMostChannels>
 __device__ void append_token(const AppendParams& p, int entry, int64_t batch, int token, int position, int head) {
   T* key = cache_row<T>(p, p.k_cache, entry, batch, position, head);
   T* value = cache_row<T>(p, p.v_cache, entry, batch, position, head);
   if (key == nullptr) return;
   const Span span{entry, token, 1};
-  move_head<kMostChannels>(p, first_token<T>(p.k, span, head), p.k.head_dim, key, p.k_cache.head_dim, position,
-                           has_table_row(p, position));
-  move_head<kMostChannels>(p, first_token<T>(p.v, span, head), p.v.head_dim, value, p.v_cache.head_dim, position,
-                           false);
+  move_head<kMostChannels>(p, p.problem.head_dim, first_token<T>(p.k, span, head), p.k.head_dim, key,
+                           p.k_cache.head_dim, position, has_table_row(p, position));
+  move_head<kMostChannels>(p, p.problem.head_dim_v, first_token<T>(p.v, span, head), p.v.head_dim, value,
+                           p.v_cache.head_dim, position, false);
 }
 
-template <typename T>
+template <typename T, int kMostChannels>
 __device__ void rotate_query(const AppendParams& p, int entry, int token, int position, int head) {
   const Span span{entry, token, 1};
-  move_head<kMostChannels>(p, first_token<T>(p.q, span, head), p.q.head_dim, first_token<T>(p.q_rotated, span, head),
-                           p.q_rotated.head_dim, position, has_table_row(p, position));
+  move_head<kMostChannels>(p, p.problem.head_dim, first_token<T>(p.q, span, head), p.q.head_dim,
+                           first_token<T>(p.q_rotated, span, head), p.q_rotated.head_dim, position,
+                           has_table_row(p, position));
 }
 
 // The warps, as (entry, token, head): as many tokens as there are keys or queries, whichever are more, and the heads of
@@ -120,7 +122,7 @@ struct AppendGrid {
   }
 };
 
-template <typename T>
+template <typename T, int kMostChannels>
 __global__ __launch_bounds__(kAppendThreads) void append_kernel(const __grid_constant__ AppendParams p) {
   ptx::launch_dependents();
   ptx::wait_for_dependency();
@@ -132,9 +134,10 @@ __global__ __launch_bounds__(kAppendThreads) void append_kernel(const __grid_con
   const int length = length_before(p, entry);
   if (head < p.problem.heads_k) {
     const int64_t batch = p.problem.batch_index ? __ldg(p.problem.batch_index + entry) : entry;
-    if (length >= 0 && token < p.seqlen_new) append_token<T>(p, entry, batch, token, length + token, head);
+    if (length < 0 || token >= p.seqlen_new) return;
+    append_token<T, kMostChannels>(p, entry, batch, token, length + token, head);
   } else if (token < p.problem.seqlen_q) {
-    rotate_query<T>(p, entry, token, length + (p.queries_advance ? token : 0), head - p.problem.heads_k);
+    rotate_query<T, kMostChannels>(p, entry, token, length + (p.queries_advance ? token : 0), head - p.problem.heads_k);
   }
 }
 
@@ -142,8 +145,10 @@ template <typename T>
 void run_append(const AppendParams& p, cudaStream_t stream) {
   const AppendGrid grid(p);
   const int64_t threads = 32 * int64_t{p.problem.batch} * grid.tokens * grid.heads;
-  launch<append_kernel<T>>(
-      {.grid = dim3(ceil_div(threads, kAppendThreads)), .block = dim3(kAppendThreads), .early = true}, p, stream);
+  const LaunchShape shape{
+      .grid = dim3(ceil_div(threads, kAppendThreads)), .block = dim3(kAppendThreads), .early = true};
+  if (std::max(p.problem.head_dim, p.problem.head_dim_v) <= 256) return launch<append_kernel<T, 256>>(shape, p, stream);
+  launch<append_kernel<T, kMostHeadDim>>(shape, p, stream);
 }
 
 }  // namespace flash::flash_attn

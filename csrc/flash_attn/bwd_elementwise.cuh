@@ -6,7 +6,9 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
+#include "flash_attn/bias.cuh"
 #include "flash_attn/dropout.cuh"
 #include "flash_attn/features.h"
 #include "flash_attn/mask.cuh"
@@ -14,21 +16,79 @@
 #include "flash_attn/score.cuh"
 #include "ptx/math.cuh"
 #include "tile/fragment.cuh"
+#include "tile/reduce.cuh"
 
 namespace flash::flash_attn {
 
 // Where a fragment lies among the scores of an entry.
 struct ScorePlace {
   int entry, head;
-  int key0;  // of row 0 of the fragment
-  int row0;  // query row of column 0
+  int64_t first_token;  // of the entry, if rows are packed
+  int key0;             // of row 0 of the fragment
+  int row0;             // query row of column 0
 };
 
-// Turns scores, capped if there is a cap, into P^T. `cut`: whether some rows see only some of the keys. lse_log2(c):
+// Hides the scores of keys that a row does not see.
+template <int kRows, int kCols>
+__device__ void hide_rows(Fragment<kRows, kCols>& s, const Mask& mask, const ScorePlace& place) {
+  hide_outside(s, [&](int r) { return mask.rows_that_see(place.key0 + s.row(r)); }, place.row0, -INFINITY);
+}
+
+// The same with key ranges. seen(c): the first and the last key that column c of the lane sees, then those of c + 1.
+template <int kRows, int kCols, typename Seen>
+__device__ void hide_unseen(Fragment<kRows, kCols>& s, int key0, Seen&& seen) {
+#pragma unroll
+  for (int c = 0; c < s.kLaneCols; c += 2) {
+    const int4 two = seen(c);
+#pragma unroll
+    for (int r = 0; r < s.kLaneRows; ++r) {
+      const int key = key0 + s.row(r);
+      if (key < two.x || key > two.y) s(r, c) = -INFINITY;
+      if (key < two.z || key > two.w) s(r, c + 1) = -INFINITY;
+    }
+  }
+}
+
+// Adds the bias to scores. They are at most lse_log2, but where a large bias has eaten digits, rounding may say
+// otherwise. lse_log2 as below.
+template <int kRows, int kCols, typename LseLog2>
+__device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask& mask, const ScorePlace& place,
+                         LseLog2&& lse_log2) {
+  const int64_t start = row_start(bias.rows, place.entry, place.head, place.first_token);
+  with_type(bias, [&](auto type) {
+    using T = decltype(type);
+    const int row0 = place.row0 + s.col(0);
+    const T* row = static_cast<const T*>(bias.data) + start + place.key0 + s.row(0) + row0 * bias.rows.seqlen;
+    constexpr int kLoads = 8;  // that are on their way at a time; there are no registers for more
+#pragma unroll
+    for (int c = 0; c < s.kLaneCols; c += 2) {
+      if (c * s.kLaneRows % kLoads == 0) __syncwarp();
+      const float2 lse = lse_log2(c);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool row_exists = row0 + c / 2 * 8 + i < mask.seqlen_q;
+#pragma unroll
+        for (int r = 0; r < s.kLaneRows; ++r) {
+          T element{};
+          if (row_exists && place.key0 + s.row(r) < bias.keys) element = row[8 * r];
+          float& score = s(r, c + i);
+          if constexpr (std::is_same_v<T, bool>) {
+            score = element ? score : -INFINITY;
+          } else {
+            score = fminf(biased<T>(score, static_cast<float>(element)), i == 0 ? lse.x : lse.y);
+          }
+        }
+        row += (i == 0 ? 1 : 7) * bias.rows.seqlen;
+      }
+    }
+  });
+}
+
+// Turns scores, capped if there is a cap, into P^T. hide() hides those of keys that a row does not see. lse_log2(c):
 // log2(e) lse of columns c and c + 1 of the lane.
-template <Features kFeatures, int kRows, int kCols, typename LseLog2>
+template <Features kFeatures, int kRows, int kCols, typename Hide, typename LseLog2>
 __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, const Mask& mask,
-                                   const ScorePlace& place, bool cut, LseLog2&& lse_log2) {
+                                   const ScorePlace& place, Hide&& hide, LseLog2&& lse_log2) {
   if (kFeatures == Features::kAll && p.alibi_slopes != nullptr) {
     const float slope = alibi_slope(p, place.entry, place.head);
     float slopes[s.kLaneRows];
@@ -40,7 +100,8 @@ __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, 
     }
     subtract_distance(s, slopes, own_rows, place.row0);
   }
-  if (cut) hide_outside(s, [&](int r) { return mask.rows_that_see(place.key0 + s.row(r)); }, place.row0, -INFINITY);
+  if (kFeatures == Features::kAll && p.bias.data != nullptr) add_bias(s, p.bias, mask, place, lse_log2);
+  hide();
   const float scale_log2 = score_scale_log2<kFeatures>(p);
 #pragma unroll
   for (int c = 0; c < s.kLaneCols; c += 2) {
@@ -83,6 +144,53 @@ __device__ void apply_weight(float& dp, float weight, float softmax_d, const Pro
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// The gradient of the bias
+
+// Adds the sum over the rows of dS^T; `rows` and `keys` are how many there are from the lane's first element on.
+template <int kRows, int kCols>
+__device__ void add_rows_to_dbias(const Fragment<kRows, kCols>& ds, float* target, int rows, int keys) {
+#pragma unroll
+  for (int r = 0; r < ds.kLaneRows; ++r) {
+    float sum = 0;
+#pragma unroll
+    for (int c = 0; c < ds.kLaneCols; ++c) sum += c / 2 * 8 + c % 2 < rows ? ds(r, c) : 0;
+    sum = quad_sum(sum);
+    if (lane_id() % 4 == 0 && 8 * r < keys) atomicAdd(target + 8 * r, sum);
+  }
+}
+
+// Adds dS^T to it, if it is wanted. Without a sum, each element of it is written once.
+template <int kRows, int kCols>
+__device__ void add_to_dbias(const Fragment<kRows, kCols>& ds, const BiasGradient& dbias, const Mask& mask,
+                             const ScorePlace& place) {
+  if (dbias.data == nullptr) return;
+  const int64_t start = row_start(dbias.rows, place.entry, place.head, place.first_token) + place.key0 + ds.row(0);
+  const int rows = mask.seqlen_q - place.row0 - ds.col(0), keys = mask.seqlen_k - place.key0 - ds.row(0);
+  // fn(index, element) for the lane's elements that exist.
+  const auto for_each = [&](auto&& fn) {
+    int64_t index = start + (place.row0 + ds.col(0)) * dbias.rows.seqlen;
+#pragma unroll
+    for (int c = 0; c < ds.kLaneCols; ++c) {
+#pragma unroll
+      for (int r = 0; r < ds.kLaneRows; ++r) {
+        if (c / 2 * 8 + c % 2 < rows && 8 * r < keys) fn(index + 8 * r, ds(r, c));
+      }
+      index += (c % 2 == 0 ? 1 : 7) * dbias.rows.seqlen;
+    }
+  };
+  if (!dbias.is_sum) {
+    with_type(dbias.dtype, [&](auto type) {
+      using T = decltype(type);
+      for_each([&](int64_t index, float x) { static_cast<T*>(dbias.data)[index] = T(x); });
+    });
+  } else if (dbias.rows.seqlen != 0) {
+    for_each([&](int64_t index, float x) { atomicAdd(static_cast<float*>(dbias.data) + index, x); });
+  } else {
+    add_rows_to_dbias(ds, static_cast<float*>(dbias.data) + start, rows, keys);
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Where P^T and dP^T are in registers together
 
 // Which elements of a fragment of 16 rows a lane drops.
@@ -95,7 +203,7 @@ struct Dropped {
 template <Features kFeatures, int kCols>
 __device__ Dropped dropped_of(const Fragment<16, kCols>& s, const Problem& p, const ScorePlace& place) {
   Dropped dropped;
-  if (kFeatures == Features::kPlain || p.rng_state == nullptr) return dropped;
+  if (kHasPlainScores<kFeatures> || p.rng_state == nullptr) return dropped;
   Dropout(p, place.entry, place.head).for_each_dropped_transposed(s, place.key0, place.row0, [&](int r, int c) {
     dropped.bits[r] |= 1u << c;
   });

@@ -75,10 +75,9 @@ __device__ void finish_dq(const Params& p, const Span& token, int head, int col)
 template <typename Config>
 __device__ void clear_unused(const BwdParams& p, const Span& key, int head, int col) {
   using T = typename Config::T;
-  const int head_dim = p.problem.head_dim;
   if (is_used(p.problem, key)) return;
-  store_channels(first_token<T>(p.dk, key, head), {}, col, head_dim, p.dk.head_dim, p.aligned);
-  store_channels(first_token<T>(p.dv, key, head), {}, col, head_dim, p.dv.head_dim, p.aligned);
+  store_channels(first_token<T>(p.dk, key, head), {}, col, p.problem.head_dim, p.dk.head_dim, p.aligned);
+  store_channels(first_token<T>(p.dv, key, head), {}, col, p.problem.head_dim_v, p.dv.head_dim, p.aligned);
 }
 
 // How many blocks share the tokens of a head.

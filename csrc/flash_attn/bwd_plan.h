@@ -9,6 +9,14 @@
 
 namespace flash::flash_attn {
 
+struct Interval;  // see mask.cuh
+
+// What the rows see of a block of keys, if there are key ranges.
+struct alignas(8) KeyUse {
+  int first_rows, last_rows;  // blocks of rows; others see none of the keys, nor may some between these
+  uint32_t live[4];           // a bit for each key: whether some row sees it
+};
+
 constexpr int kSemaphoreRows = 32;  // a semaphore for so many rows; kernels that need one for more rows use the first
 
 // Memory through which the kernels of a call, and the blocks of one kernel, work together. Kernels that store values of
@@ -19,15 +27,20 @@ struct BwdScratch {
   int* semaphores = nullptr;  // (heads of all entries, rows_per_head / kSemaphoreRows), how many blocks have added to
                               // dQ of these rows; unused unless blocks wait
   int* next_block = nullptr;  // (1), how many blocks of keys have been taken
+  // With key ranges, as bwd_ranges.cuh finds them; where all heads have the same, for one of them.
+  Interval* seen = nullptr;    // (heads of all entries, rows_per_head), the keys that a row sees
+  KeyUse* key_uses = nullptr;  // (key heads of all entries, blocks of keys)
 };
 
 struct BwdSm80Plan {
+  static constexpr bool kPlainHasHeadDimV = false;  // as in fwd_plan.h
   BwdScratch scratch;
   int section_heads;  // key heads whose blocks start together
   bool waits;         // deterministic: blocks add to the same rows of dQ in the order of their keys
 };
 
 struct BwdSm90Plan {
+  static constexpr bool kPlainHasHeadDimV = true;
   BwdScratch scratch;
   int section_heads;
   bool waits;      // blocks wait for others before they touch the same rows of dQ: if deterministic, or if rounds_dq

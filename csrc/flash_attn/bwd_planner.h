@@ -24,8 +24,10 @@ struct BwdScratchSizes {
   int64_t dq_accum = 0;
   int64_t row_values = 0;  // of lse_log2, and as many of softmax_d
   int64_t semaphores = 0;
+  int64_t tiles = 0, seen = 0, key_uses = 0;  // of key ranges
 
-  int64_t total() const { return dq_accum + 2 * row_values + semaphores + 1; }
+  int64_t ranges() const { return tiles + seen + key_uses; }
+  int64_t total() const { return dq_accum + 2 * row_values + ranges() + semaphores + 1; }
 };
 
 struct BwdChoice {
@@ -45,11 +47,25 @@ inline int64_t padded_rows_per_head(const Problem& p) {
 
 // Rows of dq_accum lie together in eights.
 inline int64_t dq_accum_size(const Problem& p) {
-  return ceil_div(heads_of_all_entries(p) * p.seqlen_q, int64_t{8}) * 8 * instance_head_dim(p.head_dim);
+  return ceil_div(heads_of_all_entries(p) * p.seqlen_q, int64_t{8}) * 8 *
+         sm80_head_dims(p.head_dim, p.head_dim_v).of_keys;
 }
 
 inline int64_t num_semaphores(const Problem& p) {
   return heads_of_all_entries(p) * padded_rows_per_head(p) / kSemaphoreRows;
+}
+
+// Adds what key ranges take, for tiles of 32 rows and of 16 keys or more.
+inline void add_ranges(BwdScratchSizes& sizes, const Problem& p, int64_t rows_per_head) {
+  if (p.ranges.data == nullptr) return;
+  constexpr int kLeastRows = 32, kLeastKeys = 16;
+  const int64_t entries = p.cu_seqlens_q ? 1 : p.batch, packed_entries = p.cu_seqlens_k ? p.batch : 0;
+  const int64_t rows = entries * (p.ranges.heads == 0 ? 1 : p.heads) * rows_per_head;
+  const int64_t key_blocks = ceil_div(int64_t{p.seqlen_k}, kLeastKeys) + packed_entries;
+  sizes.tiles = rows / kLeastRows * 4;
+  sizes.seen = rows * 2;
+  sizes.key_uses = entries * (p.ranges.heads == 0 ? 1 : p.heads_k) * key_blocks *
+                   static_cast<int64_t>(sizeof(KeyUse) / sizeof(float));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -65,7 +81,7 @@ inline int section_of_waiting_blocks(const Problem& p) { return is_causal(p) ? 1
 
 // The same if the main kernel rounds dQ: so many heads that their q, dout and dq_accum take about 8 MB, within bounds.
 inline int section_of_rounding_blocks(const Problem& p) {
-  const int64_t row_bytes = int64_t{8} * p.head_dim * (p.heads / p.heads_k);
+  const int64_t row_bytes = int64_t{2} * (3 * p.head_dim + p.head_dim_v) * (p.heads / p.heads_k);
   const int64_t heads = std::clamp<int64_t>((8 << 20) / (row_bytes * p.seqlen_q), 8, 32);
   return static_cast<int>(heads) * (is_causal(p) ? 2 : 1);
 }
@@ -85,7 +101,7 @@ inline bool suits_sm90(const BwdParams& p) {
 // one another: few keys gain, and many keys lose with head dims above 64. Packed entries cannot: the first block stores
 // whole boxes of rows, which would reach into the next entry.
 inline bool rounds_dq(const Problem& p) {
-  const int head_dim = instance_head_dim(p.head_dim);
+  const int head_dim = sm90_head_dims(p.head_dim, p.head_dim_v).of_keys;
   const int most_keys = head_dim <= 64 ? kMaxSeqlen : head_dim <= 128 ? 2048 : 0;
   return p.cu_seqlens_q == nullptr && p.seqlen_k <= most_keys;
 }
@@ -116,14 +132,20 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
 
 // Chooses how a problem is computed, and says what scratch that takes.
 inline BwdChoice plan_bwd(const BwdParams& p, const BwdHints& hints) {
-  return hints.has_sm90 && suits_sm90(p) ? plan_bwd_sm90(p.problem, hints) : plan_bwd_sm80(p.problem, hints);
+  BwdChoice choice =
+      hints.has_sm90 && suits_sm90(p) ? plan_bwd_sm90(p.problem, hints) : plan_bwd_sm80(p.problem, hints);
+  add_ranges(choice.scratch, p.problem, padded_rows_per_head(p.problem));
+  return choice;
 }
 
-// Gives a plan its scratch: memory of sizes.total() elements with any contents, aligned to 16 bytes.
-inline void use_scratch(BwdPlan& plan, const BwdScratchSizes& sizes, float* memory) {
-  float* row_values = memory + sizes.dq_accum;
-  int* counters = reinterpret_cast<int*>(row_values + 2 * sizes.row_values);
+// Gives a problem and its plan their scratch: memory of sizes.total() elements with any contents, aligned to 16 bytes.
+inline void use_scratch(Problem& problem, BwdPlan& plan, const BwdScratchSizes& sizes, float* memory) {
+  float *row_values = memory + sizes.dq_accum, *ranges = row_values + 2 * sizes.row_values;
+  int* counters = reinterpret_cast<int*>(ranges + sizes.ranges());
+  problem.ranges.of_tiles = reinterpret_cast<int4*>(ranges);
   const auto use = [&](BwdScratch& scratch) {
+    scratch.seen = reinterpret_cast<Interval*>(ranges + sizes.tiles);
+    scratch.key_uses = reinterpret_cast<KeyUse*>(ranges + sizes.tiles + sizes.seen);
     scratch.dq_accum = memory;
     scratch.next_block = counters;
     scratch.semaphores = counters + 1;

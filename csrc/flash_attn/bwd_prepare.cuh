@@ -1,8 +1,9 @@
-// Before the backward: softmax_d, the row sums of dO * O less the gradient of lse, and the start of what the other
+// Before the backward: softmax_d, the row sums of dO * O less the gradient of lse, where O is the sum of out and out_lo
+// if there is an out_lo; and the start of what the other
 // kernels add to: zeros in dq_accum, or in dQ of rows that see no key if the main kernel rounds dQ; zeros in
 // semaphores. For the kernels for sm_90 also copies of lse and softmax_d in whole blocks of rows.
 //
-// kLanes threads share a row, 8 channels each, and load kSteps rows at a time. The rows are those of
+// kLanes threads share a row, each with kChunks times 8 channels, and load kSteps rows at a time. The rows are those of
 // BwdParams::softmax_d. Some between two entries stand for no token and get 0. Packed tokens after the last entry get
 // 0, too, but have rows in dq_accum.
 #pragma once
@@ -22,12 +23,14 @@
 
 namespace flash::flash_attn {
 
-template <typename T_, int kHeadDim_>
+template <typename T_, int kHeadDim_, bool kRanged_ = false>
 struct BwdPrepareConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
+  static constexpr bool kRanged = kRanged_;  // whether there are key ranges
   static constexpr int kChunk = 8;
   static constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;  // a power of two
+  static constexpr int kLaneChunks = (kHeadDim + kChunk * kLanes - 1) / (kChunk * kLanes);
   static constexpr int kThreads = 256, kStepRows = kThreads / kLanes, kSteps = 4;
   static constexpr int kRows = kSteps * kStepRows;
 };
@@ -64,8 +67,15 @@ struct SoftmaxDRow {
 
   __device__ float value(const float* values, const Problem& p) const { return row_values(values, p, span, head)[row]; }
 
-  __device__ bool sees_keys(const Problem& p) const {
-    return attends && !Mask(p, Sequence(p, entry)).keys_seen_by(row).empty();
+  template <bool kRanged>
+  __device__ bool sees_keys(const BwdSm90Params& p) const {
+    if (!attends) return false;
+    const Problem& problem = p.problem;
+    if constexpr (kRanged) {
+      return !p.plan.scratch.seen[seen_index(problem, p.plan.scratch, span, entry, head) + row].empty();
+    } else {
+      return !Mask(problem, Sequence(problem, entry)).keys_seen_by(row).empty();
+    }
   }
 };
 
@@ -82,15 +92,29 @@ __device__ Vec<T, 8> load_chunk(const T* row, int col, int cols, int64_t step) {
   return chunk;
 }
 
-// The sum over the channels of a row, in each of its lanes.
-template <int kLanes, typename T>
-__device__ float row_sum(const Vec<T, 8>& out, const Vec<T, 8>& dout, bool counts) {
-  float x[8], y[8], sum = 0;
-  widen(x, out);
-  widen(y, dout);
+// Adds eight channels.
+template <typename T>
+__device__ void add(float (&sum)[8], const Vec<T, 8>& vec) {
+  float x[8];
+  widen(x, vec);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) sum += x[i] * y[i];
-  if (!counts) sum = 0;
+  for (int i = 0; i < 8; ++i) sum[i] += x[i];
+}
+
+// The sum of out * dout over the channels of a row, in each of its lanes. counts(i): whether the row has a lane's i-th
+// chunk.
+template <int kLanes, typename T, int kChunks, typename Counts>
+__device__ float row_sum(const float (&out)[kChunks][8], const Vec<T, 8> (&dout)[kChunks], Counts&& counts) {
+  float sum = 0;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    float y[8];
+    const float before = sum;
+    widen(y, dout[chunk]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) sum += out[chunk][i] * y[i];
+    if (!counts(chunk)) sum = before;
+  }
 #pragma unroll
   for (int lanes = 1; lanes < kLanes; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
   return sum;
@@ -113,9 +137,11 @@ __device__ void clear_dq_accum(const Params& p, const SoftmaxDRow& at, int lane)
 template <typename Config>
 __device__ void clear_unseen_dq(const BwdSm90Params& p, const SoftmaxDRow& at, int lane) {
   using T = typename Config::T;
-  const int col = lane * Config::kChunk;
   T* row = first_token<T>(p.dq, at.span, at.head) + at.row * p.dq.seqlen;
-  if (col < p.problem.head_dim && !at.sees_keys(p.problem)) store(row + col, Vec<T, 8>{});
+#pragma unroll
+  for (int col = lane * Config::kChunk; col < Config::kHeadDim; col += Config::kLanes * Config::kChunk) {
+    if (col < p.problem.head_dim && !at.sees_keys<Config::kRanged>(p)) store(row + col, Vec<T, 8>{});
+  }
 }
 
 template <typename Config>
@@ -128,49 +154,58 @@ __device__ void clear_dq(const BwdSm90Params& p, const SoftmaxDRow& at, int lane
 }
 
 // Copies the values of a row to the row `index` of those in whole blocks.
-__device__ inline void store_row_values(const BwdSm80Params&, const SoftmaxDRow&, int64_t, float, float) {}
-__device__ inline void store_row_values(const BwdSm90Params& p, const SoftmaxDRow& at, int64_t index, float lse,
-                                        float softmax_d) {
-  const bool sees = at.sees_keys(p.problem);
+template <bool kRanged>
+__device__ void store_row_values(const BwdSm80Params&, const SoftmaxDRow&, int64_t, float, float) {}
+template <bool kRanged>
+__device__ void store_row_values(const BwdSm90Params& p, const SoftmaxDRow& at, int64_t index, float lse,
+                                 float softmax_d) {
+  const bool sees = at.sees_keys<kRanged>(p);
   p.plan.lse_log2[index] = sees ? lse * kLog2e : INFINITY;
   p.plan.softmax_d[index] = sees ? softmax_d : 0.f;
 }
 
 // Stores what the main kernel reads of a row in whole blocks.
-template <typename Params>
+template <bool kRanged, typename Params>
 __device__ void prepare_padded_row(const Params& p, const SoftmaxDRow& at, float lse, float softmax_d) {
   const BwdScratch& scratch = p.plan.scratch;
   const bool in_block = at.row < (at.span.length + kRowPad - 1) / kRowPad * kRowPad;
   if (at.entry >= p.problem.batch || !in_block) return;
   const int64_t index = padded_row_index(p.problem, scratch, at.span, at.entry, at.head) + at.row;
   if (p.plan.waits && index % kSemaphoreRows == 0) *semaphore_at(scratch, index) = 0;
-  store_row_values(p, at, index, lse, softmax_d);
+  store_row_values<kRanged>(p, at, index, lse, softmax_d);
 }
 
-// Prepares kSteps rows, from `first` on.
-template <typename Config, int kSteps, bool kAligned, typename Params>
+// Prepares kSteps rows, from `first` on. kExact: there is an out_lo.
+template <typename Config, int kSteps, bool kAligned, bool kExact, typename Params>
 __device__ void prepare_rows(const Params& p, int outer, int64_t first) {
   using T = typename Config::T;
   const Problem& problem = p.problem;
-  const int lane = threadIdx.x % Config::kLanes, col = lane * Config::kChunk;
+  const int lane = threadIdx.x % Config::kLanes;
+  const auto col_of = [&](int chunk) { return (chunk * Config::kLanes + lane) * Config::kChunk; };
   const auto position_of = [&](int step) { return first + step * Config::kStepRows; };
   const int own_entry = entry_of(problem, outer, position_of(lane));
   const auto row_of = [&](int step) {
     const int entry = __shfl_sync(~0u, own_entry, step, Config::kLanes);
     return SoftmaxDRow(problem, entry, outer, position_of(step));
   };
-  const auto load = [&](const SoftmaxDRow& at, const TensorRef<const void>& x) {
+  const auto load = [&](Vec<T, 8>(&chunks)[Config::kLaneChunks], const SoftmaxDRow& at,
+                        const TensorRef<const void>& x) {
     const int64_t token = min(at.span.first + at.row, int64_t{problem.seqlen_q - 1});
     const T* row = first_token<T>(x, Span{at.span.batch, token, 1}, at.head);
-    return load_chunk<kAligned>(row, col, problem.head_dim, x.head_dim);
+#pragma unroll
+    for (int chunk = 0; chunk < Config::kLaneChunks; ++chunk) {
+      chunks[chunk] = load_chunk<kAligned>(row, col_of(chunk), problem.head_dim_v, x.head_dim);
+    }
   };
 
-  Vec<T, 8> out[kSteps], dout[kSteps];
+  constexpr int kChunks = Config::kLaneChunks;
+  Vec<T, 8> out[kSteps][kChunks], out_lo[kSteps][kChunks], dout[kSteps][kChunks];
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const SoftmaxDRow at = row_of(step);
-    out[step] = load(at, p.out);
-    dout[step] = load(at, p.dout);
+    load(out[step], at, p.out);
+    if constexpr (kExact) load(out_lo[step], at, p.out_lo);
+    load(dout[step], at, p.dout);
   }
   // Each of the first lanes finishes one of the rows.
   const SoftmaxDRow own(problem, own_entry, outer, position_of(lane));
@@ -185,14 +220,30 @@ __device__ void prepare_rows(const Params& p, int outer, int64_t first) {
   float softmax_d = 0;
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
-    const bool counts = row_of(step).attends && col < problem.head_dim;
-    const float sum = row_sum<Config::kLanes>(out[step], dout[step], counts);
+    const bool attends = row_of(step).attends;
+    const auto counts = [&](int chunk) { return attends && col_of(chunk) < problem.head_dim_v; };
+    float x[kChunks][8];
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      widen(x[chunk], out[step][chunk]);
+      if constexpr (kExact) add(x[chunk], out_lo[step][chunk]);
+    }
+    const float sum = row_sum<Config::kLanes>(x, dout[step], counts);
     if (lane == step) softmax_d = sum - dlse;
   }
   if (!finishes) return;
   if (lse == INFINITY) softmax_d = 0;
   p.softmax_d[outer * softmax_d_per_head(problem) + position_of(lane)] = softmax_d;
-  prepare_padded_row(p, own, lse, softmax_d);
+  prepare_padded_row<Config::kRanged>(p, own, lse, softmax_d);
+}
+
+// Prepares all rows of a thread, kSteps at a time.
+template <typename Config, int kSteps, bool kAligned, bool kExact, typename Params>
+__device__ void prepare_in_steps(const Params& p, int outer, int64_t first) {
+#pragma unroll 1
+  for (int step = 0; step < Config::kSteps; step += kSteps) {
+    prepare_rows<Config, kSteps, kAligned, kExact>(p, outer, first + step * Config::kStepRows);
+  }
 }
 
 template <typename Config, typename Params>
@@ -201,11 +252,12 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __g
   const int blocks_per_head = blocks_for<Config::kRows>(softmax_d_per_head(p.problem));
   const int outer = blockIdx.x / blocks_per_head;
   const int64_t first = int64_t{blockIdx.x % blocks_per_head} * Config::kRows + threadIdx.x / Config::kLanes;
-  if (p.aligned) return prepare_rows<Config, Config::kSteps, true>(p, outer, first);
-#pragma unroll 1
-  for (int step = 0; step < Config::kSteps; ++step) {
-    prepare_rows<Config, 1, false>(p, outer, first + step * Config::kStepRows);
-  }
+  const bool exact = p.out_lo.data != nullptr;
+  if (p.aligned && !exact) return prepare_rows<Config, Config::kSteps, true, false>(p, outer, first);
+  // With out_lo, half as many rows at a time: all of them would need more registers.
+  if (p.aligned) return prepare_in_steps<Config, Config::kSteps / 2, true, true>(p, outer, first);
+  exact ? prepare_in_steps<Config, 1, false, true>(p, outer, first)
+        : prepare_in_steps<Config, 1, false, false>(p, outer, first);
 }
 
 template <typename Config, typename Params>

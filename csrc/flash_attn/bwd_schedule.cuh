@@ -63,11 +63,13 @@ struct AddOrder {
   int before;  // how many blocks of earlier keys add to the rows
   bool last;   // whether no block of later keys does
 
+  // keys: those that the rows see.
+  __device__ AddOrder(const Interval& keys, int key_block)
+      : before(key_block - keys.first / kBlockN), last(key_block == keys.last / kBlockN) {}
+
   __device__ AddOrder(const Mask& mask, int row_block, int key_block) {
     const Interval rows = interval_of<kBlockM>(row_block);
-    const Interval keys = mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)});
-    before = key_block - keys.first / kBlockN;
-    last = key_block == keys.last / kBlockN;
+    *this = AddOrder(mask.keys_seen_by_any({rows.first, min(rows.last, mask.seqlen_q - 1)}), key_block);
   }
 };
 

@@ -39,12 +39,27 @@ __device__ inline float* softmax_d_of(const BwdParams& p, const Span& q, int ent
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows in whole blocks, as BwdScratch has them
 
-// Index of row 0 of an entry. Packed entries start at whole blocks of kRowPad.
+// The place of row 0 of an entry in a head. Packed entries start at whole blocks of kRowPad.
+__device__ inline int64_t padded_start(const Problem& p, int64_t first_token, int entry) {
+  constexpr int64_t kPad = kRowPad;
+  return p.cu_seqlens_q != nullptr ? first_token / kPad * kPad + kPad * entry : 0;
+}
+
+// Index of row 0 of an entry.
 __device__ inline int64_t padded_row_index(const Problem& p, const BwdScratch& scratch, const Span& q, int entry,
                                            int head) {
-  constexpr int64_t kPad = kRowPad;
-  const int64_t first = p.cu_seqlens_q != nullptr ? q.first / kPad * kPad + kPad * entry : 0;
+  const int64_t first = padded_start(p, q.first, entry);
   return (q.batch * p.heads + head) * scratch.rows_per_head + first;
+}
+
+// How many query and key heads have key ranges of their own.
+__host__ __device__ inline int ranged_heads(const Problem& p) { return p.ranges.heads == 0 ? 1 : p.heads; }
+__host__ __device__ inline int ranged_key_heads(const Problem& p) { return p.ranges.heads == 0 ? 1 : p.heads_k; }
+
+// The same in BwdScratch::seen; divided by the rows of a tile, in KeyRanges::of_tiles.
+__device__ inline int64_t seen_index(const Problem& p, const BwdScratch& scratch, const Span& q, int entry, int head) {
+  const int own_head = p.ranges.heads == 0 ? 0 : head;
+  return (q.batch * ranged_heads(p) + own_head) * scratch.rows_per_head + padded_start(p, q.first, entry);
 }
 
 // The first semaphore of a block of rows that starts at an index; a block of 64 rows or more has a second one beside

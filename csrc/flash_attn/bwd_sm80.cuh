@@ -20,9 +20,10 @@
 // exponentials or the other its elementwise step. Where the channels of 32 keys do not fit the registers
 // (head_dim > 128), pairs of warps divide the channels, and P^T and dS^T pass through shared memory.
 //
-// The next rows are loaded during the computation. Deterministic: blocks add to the same rows of dQ in the order of
-// their keys. They take their keys from a counter in this order, so that a block waits only for keys that a running
-// block has taken, however few blocks run at a time.
+// The next rows are loaded during the computation. Beyond 256 channels there is room for one tile of rows, and dQ is
+// computed in the step of its rows: last, while the next rows are loaded. Deterministic: blocks add to the same rows of
+// dQ in the order of their keys. They take their keys from a counter in this order, so that a block waits only for keys
+// that a running block has taken, however few blocks run at a time.
 #pragma once
 
 #include <cstdint>
@@ -35,6 +36,7 @@
 #include "flash_attn/bwd_finish.cuh"
 #include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_prepare.cuh"
+#include "flash_attn/bwd_ranges.cuh"
 #include "flash_attn/bwd_schedule.cuh"
 #include "flash_attn/bwd_scratch.cuh"
 #include "flash_attn/bwd_tiles.h"
@@ -60,16 +62,20 @@ struct BwdConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
+  static constexpr bool kPlain = has_plain_scores(kFeatures), kTakesRanges = takes_ranges(kFeatures);
   static constexpr BwdTile kTile = bwd_tile(kHeadDim, kCompact);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys, kWarpKeys = kTile.warp_keys, kStages = kTile.stages;
-  static constexpr int kTeamWarps = 4, kTeamThreads = 32 * kTeamWarps, kThreads = 2 * kTeamThreads, kPairThreads = 64;
+  static constexpr int kTeamWarps = kTile.team_warps, kWarps = 2 * kTeamWarps;
+  static constexpr int kTeamThreads = 32 * kTeamWarps, kThreads = 32 * kWarps, kPairThreads = 64;
   static constexpr int kSplits = kTeamWarps * kWarpKeys / kBlockN;  // warps of a team that divide the same keys' work
   static constexpr int kWarpRows = kBlockM / kSplits;               // of S^T and dP^T, per warp
   static constexpr int kWarpDim = kHeadDim / kSplits;               // of dV and dK, per warp
   static constexpr int kPageCols = kHeadDim % 64 == 0 ? 64 : 32;    // of a SharedTile
-  static constexpr int kDqRows = kPageCols * kBlockM >= 8 * 16 * 32 ? 32 : 16;  // of dQ, per warp
-  static constexpr int kDqShares = 8 * kDqRows / kBlockM;  // warps that divide the channels of the same rows
-  static constexpr int kDqDim = kHeadDim / kDqShares;
+  static constexpr int kDqRows = kPageCols * kBlockM >= kWarps * 16 * 32 ? 32 : 16;  // of dQ, per warp
+  static constexpr int kDqShares = kWarps * kDqRows / kBlockM;  // warps that divide the channels of the same rows
+  static constexpr bool kDelaysDq = kHeadDim <= 256;            // dQ of a step is computed in the next
+  static constexpr int kDqParts = kDelaysDq ? 1 : kHeadDim / kDqShares / 64;  // which a warp computes one by one
+  static constexpr int kDqDim = kHeadDim / kDqShares / kDqParts;
   static_assert(kBlockN % kWarpKeys == 0 && kTeamWarps * kWarpKeys % kBlockN == 0);
   static_assert(kThreads >= 2 * kBlockM, "a thread loads one row value");
 };
@@ -95,16 +101,17 @@ struct BwdShared {
 
   SharedTile<T, kBlockN, kHeadDim> k, v;  // at the end dK and dV
   SharedTile<T, kBlockM, kHeadDim> q[Config::kStages], dout[Config::kStages];
-  Weights ds[2];  // P^T on its way to the key team, then dS^T
+  Weights ds[Config::kDelaysDq ? 2 : 1];  // P^T on its way to the key team, then dS^T
   [[no_unique_address]] std::conditional_t<Config::kSplits == 1, Nothing, Weights> p;  // P^T, for dV
   alignas(16) float lse[Config::kStages][kBlockM];
   float softmax_d[Config::kStages][kBlockM];
   KeyWork work;  // this and all below are in shared memory because the loop has no registers to spare
   Sequence seq;
-  Interval live_rows;   // rows that see some key; others are read as zeros: a product would spread NaN in them
-  Interval live_keys;   // keys that some row sees; likewise
-  Interval keys;        // the keys of the block
-  Interval row_blocks;  // the blocks of rows that see some of these keys
+  Interval live_rows;         // rows that see some key; others are read as zeros: a product would spread NaN in them
+  Interval live_keys;         // keys that some row sees; likewise
+  Interval keys;              // the keys of the block
+  Interval row_blocks;        // the blocks of rows that see some of these keys; with key ranges some between may not
+  const uint32_t* live_bits;  // with key ranges in place of live_keys: see KeyUse
   struct Turn {
     RowBlock previous, rows;  // see sync_in_turn; a head of -1 means none
   } turn;
@@ -141,18 +148,68 @@ struct Share {
 // ---------------------------------------------------------------------------------------------------------------------
 // Loads
 
-// Starts to load the rows from row0 on of a span; rows outside of `live` read as zeros.
-template <typename Config, typename Tile, typename Data>
-__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, const Span& span, int head,
-                          int row0, const Interval& live) {
+// Rows that read as zeros unless is_live(index of the row): see load.cuh.
+template <typename T, typename IsLive>
+struct LiveRows {
+  T* data;
+  int64_t stride;
+  int row;
+  IsLive is_live;
+
+  __device__ void move(int n) {
+    data += n * stride;
+    row += n;
+  }
+  __device__ bool exists() const { return is_live(row); }
+  __device__ T* address() const { return data; }
+};
+
+template <typename Config, typename Tile, typename Rows, typename Data>
+__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, int cols, const Rows& rows) {
+  if (Config::kPlain || p.aligned) {
+    load_async<Config::kThreads>(tile, rows, cols);
+  } else {
+    load_scattered<Config::kThreads>(tile, rows, cols, x.head_dim);
+  }
+}
+
+// Starts to load the rows from row0 on of a span; rows outside of `live` and columns from `cols` on read as zeros. With
+// key ranges is_live(row), counted from row0, says which rows do not.
+template <typename Config, typename Tile, typename Data, typename IsLive>
+__device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, int cols, const Span& span,
+                          int head, int row0, const Interval& live, const IsLive& is_live) {
   using T = const typename Config::T;
   T* first = first_token<typename Config::T>(x, span, head) + row0 * x.seqlen;
-  const StridedRows<T> rows{first, x.seqlen, row0 - live.first, live.last - live.first + 1};
-  if (Config::kFeatures == Features::kPlain || p.aligned) {
-    load_async<Config::kThreads>(tile, rows, p.problem.head_dim);
+  if (has_ranges<Config::kFeatures>(p.problem)) {
+    load_tile<Config>(tile, p, x, cols, LiveRows<T, IsLive>{first, x.seqlen, 0, is_live});
   } else {
-    load_scattered<Config::kThreads>(tile, rows, p.problem.head_dim, x.head_dim);
+    load_tile<Config>(tile, p, x, cols, StridedRows<T>{first, x.seqlen, row0 - live.first, live.last - live.first + 1});
   }
+}
+
+// Starts to load K and V.
+template <typename Config>
+__device__ void load_keys(BwdShared<Config>& shared, const BwdSm80Params& p) {
+  const auto is_live = [&](int key) { return (__ldg(shared.live_bits + key / 32) >> key % 32 & 1) != 0; };
+  const auto load = [&](auto& tile, const TensorRef<const void>& x, int cols) {
+    load_tile<Config>(tile, p, x, cols, shared.seq.k, shared.work.head_k, shared.keys.first, shared.live_keys, is_live);
+  };
+  load(shared.k, p.k, p.problem.head_dim);
+  load(shared.v, p.v, head_dim_v<Config::kPlain>(p.problem));
+}
+
+// With key ranges: the keys that rows see, from row 0 of the entry on, and those that tiles see.
+template <typename Config>
+__device__ int64_t seen_index(const BwdShared<Config>& shared, const BwdSm80Params& p, int head) {
+  return seen_index(p.problem, p.plan.scratch, shared.seq.q, shared.work.entry, head);
+}
+template <typename Config>
+__device__ const Interval* seen_rows(const BwdShared<Config>& shared, const BwdSm80Params& p, int head) {
+  return p.plan.scratch.seen + seen_index(shared, p, head);
+}
+template <typename Config>
+__device__ TileSeen seen_by_tile(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
+  return TileSeen(__ldg(p.problem.ranges.of_tiles + seen_index(shared, p, rows.head) / Config::kBlockM + rows.block));
 }
 
 // Starts to load Q, dO, lse and softmax_d of a block of rows.
@@ -161,10 +218,15 @@ __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Par
   constexpr int kBlockM = Config::kBlockM;
   const Span& span = shared.seq.q;
   const int row0 = rows.block * kBlockM;
-  load_tile<Config>(shared.q[stage], p, p.q, span, rows.head, row0, shared.live_rows);
-  load_tile<Config>(shared.dout[stage], p, p.dout, span, rows.head, row0, shared.live_rows);
+  const auto sees_keys = [&](int row) { return !seen_rows(shared, p, rows.head)[row0 + row].empty(); };
+  const auto load = [&](auto& tile, const TensorRef<const void>& x, int cols) {
+    load_tile<Config>(tile, p, x, cols, span, rows.head, row0, shared.live_rows, sees_keys);
+  };
+  load(shared.q[stage], p.q, p.problem.head_dim);
+  load(shared.dout[stage], p.dout, head_dim_v<Config::kPlain>(p.problem));
   const int row = threadIdx.x % kBlockM;
-  const bool is_live = shared.live_rows.covers({row0 + row, row0 + row});
+  const bool is_live =
+      has_ranges<Config::kFeatures>(p.problem) ? sees_keys(row) : shared.live_rows.covers({row0 + row, row0 + row});
   if (threadIdx.x < kBlockM) {
     const float* lse = row_values(p.softmax_lse, p.problem, span, rows.head) + row0 + row;
     ptx::copy_word_async(ptx::shared_address(&shared.lse[stage][row]), lse, is_live);
@@ -208,42 +270,60 @@ struct Pairs {
   }
 };
 
+// Where a warp's part of S^T lies.
+template <typename Config>
+__device__ ScorePlace place_of(const BwdShared<Config>& shared, const Share<Config>& share, const RowBlock& rows) {
+  return {.entry = shared.work.entry,
+          .head = rows.head,
+          .first_token = shared.seq.q.first,
+          .key0 = shared.keys.first + share.key0,
+          .row0 = rows.block * Config::kBlockM + share.row0};
+}
+
 // Turns S^T into P^T, negative where dropped. For softcap, leaves dscore/dS in `slopes`.
 template <typename Config, typename Tile>
 __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, const BwdShared<Config>& shared,
-                              const Problem& p, const Share<Config>& share, const RowBlock& rows, int stage) {
-  const Mask mask(p, shared.seq);
+                              const BwdSm80Params& p, const Share<Config>& share, const RowBlock& rows, int stage) {
+  const Mask mask(p.problem, shared.seq);
   const Interval block_rows = interval_of<Config::kBlockM>(rows.block);
-  const ScorePlace place{shared.work.entry, rows.head, shared.keys.first + share.key0, block_rows.first + share.row0};
+  const ScorePlace place = place_of(shared, share, rows);
   if constexpr (Config::kFeatures == Features::kAll) {
-    scale_and_cap(s, p);
-    if (p.softcap > 0) {
+    scale_and_cap(s, p.problem);
+    if (const float softcap = p.problem.softcap; softcap > 0) {
       for_each_pair(s, [&](int r, int i) {
-        const float first = cap_slope(s(r, 2 * i), p.softcap), second = cap_slope(s(r, 2 * i + 1), p.softcap);
+        const float first = cap_slope(s(r, 2 * i), softcap), second = cap_slope(s(r, 2 * i + 1), softcap);
         slopes.store(r, i, ptx::pack<typename Config::T>(first, second));
       });
     }
   }
-  const bool cut = block_rows.last >= mask.seqlen_q || !mask.keys_seen_by_all(block_rows).covers(shared.keys);
-  make_probabilities<Config::kFeatures>(s, p, mask, place, cut, [&](int c) {
+  const auto hide = [&] {
+    if (has_ranges<Config::kFeatures>(p.problem)) {
+      if (seen_by_tile(shared, p, rows).all.covers(shared.keys)) return;
+      const Interval* seen = seen_rows(shared, p, rows.head) + place.row0;
+      return hide_unseen(s, place.key0, [&](int c) { return seen_by_two(seen + s.col(c)); });
+    }
+    const bool cut = block_rows.last >= mask.seqlen_q || !mask.keys_seen_by_all(block_rows).covers(shared.keys);
+    if (cut) hide_rows(s, mask, place);
+  };
+  make_probabilities<Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
     const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][share.row0 + s.col(c)]);
     return float2{lse.x * kLog2e, lse.y * kLog2e};
   });
-  if constexpr (Config::kFeatures == Features::kAll) negate_dropped(s, p, place);
+  if constexpr (Config::kFeatures == Features::kAll) negate_dropped(s, p.problem, place);
 }
 
 // Gives the weights P^T dscore/dS, negative where dropped, to the key team. Keeps P^T, with zeros where dropped.
 template <typename Config, typename Packed, typename Tile>
 __device__ void hand_over(Packed& probabilities, const Pairs<Tile>& weights, const Problem& p) {
   using T = typename Config::T;
-  if (Config::kFeatures == Features::kPlain || p.softcap == 0) {
+  if (Config::kPlain || p.softcap == 0) {
     weights.store(probabilities);
   } else {
     for_each_pair(probabilities, [&](int r, int i) {
       weights.store(r, i, multiply_pairs<T>(probabilities.pair(r, i), weights.load(r, i)));
     });
   }
-  if (Config::kFeatures == Features::kPlain || p.rng_state == nullptr) return;
+  if (Config::kPlain || p.rng_state == nullptr) return;
   for_each_pair(probabilities,
                 [&](int r, int i) { probabilities.pair(r, i) = ptx::clamp_below<T>(probabilities.pair(r, i)); });
 }
@@ -264,40 +344,74 @@ __device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const P
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// dQ
+// The way over the rows
 
-// Adds dQ = dS K, this warp's share of it, for the block of rows before `rows`.
 template <typename Config>
-__device__ void add_previous_dq(const BwdShared<Config>& shared, const BwdSm80Params& p, const Share<Config>& share,
-                                const RowBlock& rows, int parity) {
-  using Accum = DqAccum<Config::kHeadDim>;
-  Fragment<Config::kDqRows, Config::kDqDim> dq;
-  dq.fill(0);
-  gemm<Config::kBlockN>(dq, along_rows(shared.ds[parity], share.dq_row0),
-                        along_rows<Config::kDqShares>(shared.k, share.dq_dim0));
-
-  const RowBlock previous = rows.previous(shared.row_blocks);
-  const int row0 = previous.block * Config::kBlockM + share.dq_row0;
-#pragma unroll
-  for (int r = 0; r < dq.kLaneRows; ++r) {
-    const int row = row0 + dq.row(r);
-    if (row >= shared.seq.q.length) continue;
-    float* groups = Accum::address(p.plan.scratch.dq_accum, p.problem, shared.seq.q, previous.head, row,
-                                   share.dq_dim0 / Accum::kGroup);
-#pragma unroll
-    for (int c = 0; c < dq.kLaneCols; c += 4) {
-      constexpr int kShareCols = Config::kPageCols / Config::kDqShares;
-      const int channel = 4 * c / kShareCols * Config::kPageCols + 4 * c % kShareCols;
-      ptx::add_global(groups + channel / Accum::kGroup * Accum::kGroupStep + 4 * (lane_id() % 4), dq(r, c),
-                      dq(r, c + 1), dq(r, c + 2), dq(r, c + 3));
-    }
-  }
+__device__ int end_head(const BwdShared<Config>& shared, const BwdSm80Params& p) {
+  return (shared.work.head_k + 1) * (p.problem.heads / p.problem.heads_k);
 }
 
-// The rows that the block starts with.
+// With key ranges: whether the block leaves out some rows on its way.
+template <typename Config>
+__device__ bool leaves_out(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
+  return has_ranges<Config::kFeatures>(p.problem) && rows.head < end_head(shared, p) &&
+         !touches(seen_by_tile(shared, p, rows).any, shared.keys);
+}
+
+// The rows that the block starts with, and those after and before others. After the last come those of the end_head.
+template <typename Config>
+__device__ RowBlock next_rows(const BwdShared<Config>& shared, const BwdSm80Params& p, RowBlock rows) {
+  do {
+    rows = rows.next(shared.row_blocks);
+  } while (leaves_out(shared, p, rows));
+  return rows;
+}
+template <typename Config>
+__device__ RowBlock previous_rows(const BwdShared<Config>& shared, const BwdSm80Params& p, RowBlock rows) {
+  do {
+    rows = rows.previous(shared.row_blocks);
+  } while (leaves_out(shared, p, rows));
+  return rows;
+}
 template <typename Config>
 __device__ RowBlock first_rows(const BwdShared<Config>& shared, const BwdSm80Params& p) {
-  return {shared.work.head_k * (p.problem.heads / p.problem.heads_k), shared.row_blocks.first};
+  const RowBlock rows{shared.work.head_k * (p.problem.heads / p.problem.heads_k), shared.row_blocks.first};
+  return leaves_out(shared, p, rows) ? next_rows(shared, p, rows) : rows;
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// dQ
+
+// Adds dQ = dS K, this warp's share of it: for the block of rows before `rows` if dQ is delayed, otherwise for `rows`.
+template <typename Config>
+__device__ void add_dq(const BwdShared<Config>& shared, const BwdSm80Params& p, const Share<Config>& share,
+                       const RowBlock& rows, int parity) {
+  using Accum = DqAccum<Config::kHeadDim>;
+  constexpr int kPartCols = Config::kHeadDim / Config::kDqParts;
+#pragma unroll
+  for (int part = 0; part < Config::kDqParts; ++part) {
+    Fragment<Config::kDqRows, Config::kDqDim> dq;
+    dq.fill(0);
+    gemm<Config::kBlockN>(dq, along_rows(shared.ds[parity], share.dq_row0),
+                          along_rows<Config::kDqShares>(shared.k, part * kPartCols + share.dq_dim0));
+
+    const RowBlock added = Config::kDelaysDq ? previous_rows(shared, p, rows) : rows;
+    const int row0 = added.block * Config::kBlockM + share.dq_row0;
+#pragma unroll
+    for (int r = 0; r < dq.kLaneRows; ++r) {
+      const int row = row0 + dq.row(r);
+      if (row >= shared.seq.q.length) continue;
+      float* groups = Accum::address(p.plan.scratch.dq_accum, p.problem, shared.seq.q, added.head, row,
+                                     (part * kPartCols + share.dq_dim0) / Accum::kGroup);
+#pragma unroll
+      for (int c = 0; c < dq.kLaneCols; c += 4) {
+        constexpr int kShareCols = Config::kPageCols / Config::kDqShares;
+        const int channel = 4 * c / kShareCols * Config::kPageCols + 4 * c % kShareCols;
+        ptx::add_global(groups + channel / Accum::kGroup * Accum::kGroupStep + 4 * (lane_id() % 4), dq(r, c),
+                        dq(r, c + 1), dq(r, c + 2), dq(r, c + 3));
+      }
+    }
+  }
 }
 
 // The semaphore of a block of rows. It counts the blocks that have added their dQ.
@@ -311,14 +425,18 @@ __device__ int* semaphore_of(const BwdShared<Config>& shared, const BwdSm80Param
 // Waits until all blocks with earlier keys have added their dQ to the rows. One thread calls it.
 template <typename Config>
 __device__ void await_turn(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
+  using Order = AddOrder<Config::kBlockM, Config::kBlockN>;
   const Mask mask(p.problem, shared.seq);
-  const AddOrder<Config::kBlockM, Config::kBlockN> order(mask, rows.block, shared.work.block);
+  const Order order = has_ranges<Config::kFeatures>(p.problem)
+                          ? Order(seen_by_tile(shared, p, rows).any, shared.work.block)
+                          : Order(mask, rows.block, shared.work.block);
   ptx::wait_semaphore(semaphore_of(shared, p, rows), order.before);
 }
 
-// Synchronises the block before a step. The step will add dQ of turn.rows, if there are any: waits for the block's turn
-// there. All warps have added dQ of turn.previous: gives the turn there to the next block. (Not inlined, so that the
-// loop needs no more registers and instructions than without turns.)
+// Synchronises the block before a step, or where dQ is not delayed before dQ of a step. The next dQ to add is that of
+// turn.rows, if there are any: waits for the block's turn there. All warps have added dQ of turn.previous: gives the
+// turn there to the next block. (Not inlined, so that the loop needs no more registers and instructions than without
+// turns.)
 template <typename Config>
 __noinline__ __device__ void sync_in_turn(BwdShared<Config>& shared, const BwdSm80Params& p) {
   auto& [previous, rows] = shared.turn;
@@ -327,7 +445,7 @@ __noinline__ __device__ void sync_in_turn(BwdShared<Config>& shared, const BwdSm
   if (threadIdx.x != 0) return;
   if (previous.head >= 0) ptx::release_semaphore(semaphore_of(shared, p, previous));
   previous = rows;
-  rows = rows.head < 0 ? first_rows(shared, p) : rows.next(shared.row_blocks);
+  rows = rows.head < 0 ? first_rows(shared, p) : next_rows(shared, p, rows);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -347,20 +465,21 @@ __device__ void add_product(KeySum<Config>& sum, const Packed& left, BwdShared<C
   }
 }
 
-// Synchronises the block before a step, in turn where blocks wait for one another.
+// The same, or without turns where blocks do not wait for one another.
 template <typename Config>
 __device__ void sync_step(BwdShared<Config>& shared, const BwdSm80Params& p) {
   p.plan.waits ? sync_in_turn(shared, p) : __syncthreads();
 }
 
-// A step: adds the products of a block of rows to dV or dK, and dQ of the block before. Scores stay in registers.
+// A step: adds the products of a block of rows to dV or dK, and, if it is delayed, dQ of the block before. Scores stay
+// in registers.
 template <typename Config>
 __device__ void add_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum, const RowBlock& rows,
                          int step) {
   using T = typename Config::T;
-  const int stage = step % Config::kStages, parity = step % 2;
+  const int stage = step % Config::kStages, parity = Config::kDelaysDq ? step % 2 : 0;
   const Share<Config> share;
-  if (!share.sums_dv && step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
+  if (Config::kDelaysDq && !share.sums_dv && step > 0) add_dq(shared, p, share, rows, 1 - parity);
   Scores<Config> s;
   s.fill(0);
   gemm<Config::kHeadDim>(s, along_cols(share.sums_dv ? shared.k : shared.v, share.key0),
@@ -368,25 +487,30 @@ __device__ void add_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeyS
   const Pairs weights(shared.ds[parity], share.key0, share.row0);
   PackedFragment<T, Config::kWarpKeys, Config::kWarpRows> left;
   if (share.sums_dv) {
-    probabilities<Config>(s, weights, shared, p.problem, share, rows, stage);
+    probabilities<Config>(s, weights, shared, p, share, rows, stage);
     left = pack<T>(s);
     hand_over<Config>(left, weights, p.problem);
     ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
-    if (step > 0) add_previous_dq(shared, p, share, rows, 1 - parity);
+    if (Config::kDelaysDq && step > 0) add_dq(shared, p, share, rows, 1 - parity);
   } else {
     ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
     gradients<Config>(s, weights, p.problem, shared.softmax_d[stage] + share.row0);
+    if constexpr (Config::kFeatures == Features::kAll) {
+      add_to_dbias(s, p.dbias, Mask(p.problem, shared.seq), place_of(shared, share, rows));
+    }
     left = pack<T>(s);
     weights.store(left);
   }
   add_product(sum, left, shared, share, stage, parity);
 }
 
-// Adds dQ of the last block of rows, which no step does.
+// After the last step: adds its dQ if that is delayed, and gives away the turn there.
 template <typename Config>
-__device__ void add_last_dq(BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows, int steps) {
-  sync_step(shared, p);
-  add_previous_dq(shared, p, Share<Config>(), rows, (steps - 1) % 2);
+__device__ void end_steps(BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows, int steps) {
+  if constexpr (Config::kDelaysDq) {
+    sync_step(shared, p);
+    add_dq(shared, p, Share<Config>(), rows, (steps - 1) % 2);
+  }
   __syncthreads();
   if (p.plan.waits && threadIdx.x == 0) {
     ptx::release_semaphore(semaphore_of(shared, p, shared.turn.previous));
@@ -396,33 +520,48 @@ __device__ void add_last_dq(BwdShared<Config>& shared, const BwdSm80Params& p, c
 // The value team sums dV, and the key team dK / softmax_scale, of the block's keys over the rows that see them.
 template <typename Config>
 __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum) {
-  const int head_k = shared.work.head_k;
-  const Interval &keys = shared.keys, &blocks = shared.row_blocks;
-  const int group = p.problem.heads / p.problem.heads_k, steps = (blocks.last - blocks.first + 1) * group;
-  if (steps == 0) return;
+  const Interval& blocks = shared.row_blocks;
+  const int group = p.problem.heads / p.problem.heads_k, most_steps = (blocks.last - blocks.first + 1) * group;
+  if (most_steps == 0) return;
   RowBlock rows = first_rows(shared, p);
-  load_tile<Config>(shared.k, p, p.k, shared.seq.k, head_k, keys.first, shared.live_keys);
-  load_tile<Config>(shared.v, p, p.v, shared.seq.k, head_k, keys.first, shared.live_keys);
+  const auto exist = [&](int step, const RowBlock& rows) {
+    return has_ranges<Config::kFeatures>(p.problem) ? rows.head < end_head(shared, p) : step < most_steps;
+  };
+  load_keys(shared, p);
   load_rows(shared, 0, p, rows);
-  for (int step = 0; step < steps; ++step) {
+  if (!Config::kDelaysDq && threadIdx.x == 0) shared.turn.rows = rows;
+  int step = 0;
+  for (; exist(step, rows); ++step) {
     ptx::commit_copies();
     ptx::wait_copies<0>();
-    sync_step(shared, p);  // the rows are here, and no warp reads the rows before them any more
-    if (Config::kStages > 1 && step + 1 < steps) load_rows(shared, 1 - step % Config::kStages, p, rows.next(blocks));
+    // The rows are here, and no warp reads the rows before them, or their dS, any more.
+    Config::kDelaysDq ? sync_step(shared, p) : __syncthreads();
+    if constexpr (Config::kStages > 1) {
+      const RowBlock next = next_rows(shared, p, rows);
+      if (exist(step + 1, next)) load_rows(shared, 1 - step % Config::kStages, p, next);
+    }
     add_rows(shared, p, sum, rows, step);
-    rows = rows.next(blocks);
-    if (Config::kStages == 1 && step + 1 < steps) {
-      __syncthreads();
-      load_rows(shared, 0, p, rows);
+    if constexpr (Config::kDelaysDq) {
+      rows = next_rows(shared, p, rows);
+      if (Config::kStages == 1 && exist(step + 1, rows)) {
+        __syncthreads();
+        load_rows(shared, 0, p, rows);
+      }
+    } else {
+      sync_step(shared, p);  // dS is here, and no warp reads the rows any more
+      const RowBlock next = next_rows(shared, p, rows);
+      if (exist(step + 1, next)) load_rows(shared, 0, p, next);
+      add_dq(shared, p, Share<Config>(), rows, 0);
+      rows = next;
     }
   }
-  add_last_dq(shared, p, rows, steps);
+  end_steps(shared, p, rows, step);
 }
 
 // Rounds dV or dK, times `factor`, to global memory, by way of a tile that nobody reads any more.
 template <typename Config, typename Tile>
 __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const BwdShared<Config>& shared,
-                          const Share<Config>& share, const BwdSm80Params& p, const TensorRef<>& x) {
+                          const Share<Config>& share, const BwdSm80Params& p, const TensorRef<>& x, int cols) {
   using T = typename Config::T;
   constexpr int kRows = Config::kBlockN / Config::kTeamWarps;
 #pragma unroll
@@ -435,10 +574,10 @@ __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const B
   const Span& span = shared.seq.k;
   T* first = first_token<T>(x, span, shared.work.head_k) + shared.keys.first * x.seqlen;
   const StridedRows<T> rows{first, x.seqlen, 0, span.length - shared.keys.first};
-  if (Config::kFeatures == Features::kPlain || p.aligned) {
-    store_rows<kRows>(tile, rows, kRows * share.member, p.problem.head_dim);
+  if (Config::kPlain || p.aligned) {
+    store_rows<kRows>(tile, rows, kRows * share.member, cols);
   } else {
-    store_scattered<kRows>(tile, rows, kRows * share.member, p.problem.head_dim, x.head_dim);
+    store_scattered<kRows>(tile, rows, kRows * share.member, cols, x.head_dim);
   }
 }
 
@@ -457,6 +596,11 @@ __device__ void find_work(BwdShared<Config>& shared, const BwdSm80Params& p) {
   shared.keys = interval_of<Config::kBlockN>(shared.work.block);
   shared.row_blocks =
       blocks_of<Config::kBlockM>(mask.rows_that_see({shared.keys.first, min(shared.keys.last, mask.seqlen_k - 1)}));
+  if (has_ranges<Config::kFeatures>(p.problem)) {
+    const KeyUse& use = p.plan.scratch.key_uses[key_use_index<Config::kBlockN>(p.problem, shared.work)];
+    shared.row_blocks = use.first_rows > use.last_rows ? Interval{0, -1} : Interval{use.first_rows, use.last_rows};
+    shared.live_bits = use.live;
+  }
 }
 
 template <typename Config>
@@ -470,9 +614,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_c
   walk_rows(shared, p, sum);
   const Share<Config> share;
   if (share.sums_dv) {
-    store_sum(shared.v, sum, p.problem.dropout_rescale, shared, share, p, p.dv);
+    store_sum(shared.v, sum, p.problem.dropout_rescale, shared, share, p, p.dv, head_dim_v<Config::kPlain>(p.problem));
   } else {
-    store_sum(shared.k, sum, p.problem.softmax_scale, shared, share, p, p.dk);
+    store_sum(shared.k, sum, p.problem.softmax_scale, shared, share, p, p.dk, p.problem.head_dim);
   }
 }
 
@@ -481,6 +625,9 @@ void launch_bwd(const BwdSm80Params& p, cudaStream_t stream) {
   const LaunchShape shape{.grid = dim3(key_blocks<Config::kBlockN>(p.problem)),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(BwdShared<Config>)};
+  if constexpr (Config::kTakesRanges) {
+    if (p.problem.ranges.data != nullptr) run_bwd_ranges<Config::kBlockM, Config::kBlockN>(p, stream);
+  }
   launch<bwd_kernel<Config>>(shape, p, stream);
 }
 

@@ -27,7 +27,6 @@
 #include "flash_attn/bwd_dq_accum.cuh"
 #include "flash_attn/bwd_finish.cuh"
 #include "flash_attn/bwd_plan.h"
-#include "flash_attn/bwd_prepare.cuh"
 #include "flash_attn/bwd_sm90_block.cuh"
 #include "flash_attn/bwd_sm90_dq.cuh"
 #include "flash_attn/bwd_sm90_launch.cuh"
@@ -45,7 +44,8 @@
 
 namespace flash::flash_attn {
 
-// The lane that takes blocks of keys, tells the other warps which, and starts the copies of what they read.
+// The lane, or the warp where there may be key ranges, that takes blocks of keys, tells the other warps which, and
+// starts the copies of what they read.
 template <typename Config>
 struct Loader {
   const BwdSm90Launch& p;
@@ -57,13 +57,20 @@ struct Loader {
   // Lets the other warps know of a block of keys; -1 is the end.
   __device__ void tell(int index) {
     shared.index_ring.wait_empty(index_at);
-    shared.index[index_at.stage] = index;
-    shared.index_ring.full[index_at.stage].arrive();
+    if (starts_copies<Config>()) {
+      shared.index[index_at.stage] = index;
+      shared.index_ring.full[index_at.stage].arrive();
+    }
     index_at.advance();
   }
 
+  __device__ int take() const {
+    int index = 0;
+    if (starts_copies<Config>()) index = atomicAdd(p.plan.scratch.next_block, 1);
+    return Config::kTakesRanges ? warp_uniform(index) : index;
+  }
+
   __device__ void run() {
-    const auto take = [&] { return atomicAdd(p.plan.scratch.next_block, 1); };
     for (int index = take(); index < p.key_blocks; index = take()) {
       const KeyBlock<Config> block(p, index);
       if (!block.exists()) continue;
@@ -90,7 +97,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
     if (role < Config::kConsumers) take_halves(p, shared, role);
-    if (role == Config::kConsumers && lane_id() == 0) Loader<Config>{p, shared}.run();
+    if (role == Config::kConsumers && walks_rows<Config>()) Loader<Config>{p, shared}.run();
     if (Config::kAwaitsTurns && role == Config::kConsumers + 1) await_turns(p, shared);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
@@ -119,10 +126,11 @@ CUtensorMap map_of_dq(const BwdSm90Params& p) {
   return map_of<Box>(p.dq, problem.head_dim, problem.heads, problem.seqlen_q, problem.batch);
 }
 
-template <typename T, int kHeadDim, Features kFeatures>
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
+  static_assert(kHeadDimV == kHeadDim);
   using Config = BwdSm90Config<T, kHeadDim, kFeatures>;
-  run_bwd_prepare<BwdPrepareConfig<T, kHeadDim>>(p, stream);
+  run_before_bwd_sm90<Config>(p, stream);
   BwdSm90Launch params = launch_params<Config>(p);
   params.dq_accum_map = map_of_dq_accum<Config>(p);
   if (p.plan.rounds_dq) params.dq_map = map_of_dq<Config>(p);

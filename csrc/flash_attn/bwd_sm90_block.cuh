@@ -4,8 +4,10 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_ranges.cuh"
 #include "flash_attn/bwd_schedule.cuh"
 #include "flash_attn/bwd_scratch.cuh"
 #include "flash_attn/mask.cuh"
@@ -24,15 +26,15 @@ struct BwdSm90Launch : BwdSm90Params {
   int key_blocks;
 };
 
-// Tiles of rows and a value for each row.
+// Tiles of rows of kHeadDim channels and a value for each row.
 //
 // When the products that read a tile have ended, no warp of the warpgroup reads it any more. But warps read the values
 // with ordinary loads, about which this says nothing. So one thread can release a stage for its warpgroup only if all
 // warps have met at a barrier since they read the values; otherwise every warp has to. With kValueRounds = 2 a stage
 // has the values of two rounds, and a barrier in the next step is early enough.
-template <typename Config>
+template <typename Config, int kHeadDim>
 struct RowRing {
-  using Tile = SharedTile<typename Config::T, Config::kBlockM, Config::kHeadDim>;
+  using Tile = SharedTile<typename Config::T, Config::kBlockM, kHeadDim>;
   using Cursor = typename Ring<Config::kStages>::Cursor;
   Tile tiles[Config::kStages];
   alignas(128) float values[Config::kValueRounds][Config::kStages][Config::kBlockM];
@@ -42,29 +44,53 @@ struct RowRing {
   __device__ float* values_of(const Cursor& at) { return values[at.round % Config::kValueRounds][at.stage]; }
 };
 
-// The keys of a block, and the rows that see them. The blocks of a cluster take neighbouring keys and walk over the
-// same rows.
+// With key ranges: the keys that each row of the tiles sees. Only those of tiles that are cut are there, and like the
+// values of rows they are read with ordinary loads. Without room for it they are read from global memory.
+template <typename Config>
+struct SeenRing {
+  alignas(128) Interval rows[Config::kValueRounds][Config::kStages][Config::kBlockM];
+
+  static constexpr int kBytes = Config::kBlockM * sizeof(Interval);
+  __device__ Interval* rows_of(const typename Ring<Config::kStages>::Cursor& at) {
+    return rows[at.round % Config::kValueRounds][at.stage];
+  }
+};
+
+struct NoSeenRing {
+  static constexpr int kBytes = 0;
+};
+template <typename Config>
+using SeenRingOf = std::conditional_t<Config::kCopiesSeen, SeenRing<Config>, NoSeenRing>;
+
+// The keys of a block, and the rows that see them. The blocks of a cluster take neighbouring keys, or the same, and
+// walk over the same rows.
 template <typename Config>
 struct KeyBlock {
-  static constexpr int kClusterKeys = Config::kBlockN * Config::kCluster;
+  static constexpr int kClusterKeys = Config::kClusterKeys;
+  using Order = AddOrder<Config::kBlockM, kClusterKeys>;
   KeyWork work;  // of the cluster
   Sequence seq;
   Mask mask;
   Interval keys;
   Interval cluster_keys;
-  Interval row_blocks;  // that see some of the cluster's keys
+  Interval row_blocks;  // that see some of the cluster's keys; with key ranges some between may not
   int first_head, num_heads;
 
-  __device__ KeyBlock(const BwdSm90Params& p, int index, int rank = 0)
+  // part: which of the cluster's keys are the block's.
+  __device__ KeyBlock(const BwdSm90Params& p, int index, int part = 0)
       : work(key_work<kClusterKeys>(p.problem, p.plan.section_heads, index)),
         seq(p.problem, work.entry),
         mask(p.problem, seq),
-        keys(interval_of<Config::kBlockN>(work.block * Config::kCluster + rank)),
+        keys(interval_of<Config::kBlockN>(work.block * (kClusterKeys / Config::kBlockN) + part)),
         cluster_keys(interval_of<kClusterKeys>(work.block)),
         row_blocks(blocks_of<Config::kBlockM>(
             mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}))),
         num_heads(p.problem.heads / p.problem.heads_k) {
     first_head = work.head_k * num_heads;
+    if (has_ranges<Config::kFeatures>(p.problem)) {
+      const KeyUse& use = key_use(p);
+      row_blocks = {use.first_rows, use.last_rows};
+    }
   }
 
   __device__ bool exists() const { return cluster_keys.first < seq.k.length; }
@@ -75,13 +101,58 @@ struct KeyBlock {
 
   __device__ bool has_rows() const { return !row_blocks.empty(); }
 
-  // fn(head, block of rows), in the order in which the block walks over them.
+  // With key ranges: what is known of the cluster's keys, and of the tiles of a head.
+  __device__ const KeyUse& key_use(const BwdSm90Params& p) const {
+    return p.plan.scratch.key_uses[key_use_index<kClusterKeys>(p.problem, work)];
+  }
+  __device__ int64_t seen_index(const BwdSm90Params& p, int head) const {
+    return flash_attn::seen_index(p.problem, p.plan.scratch, seq.q, work.entry, head);
+  }
+  __device__ const Interval* seen(const BwdSm90Params& p, int head, int row0) const {
+    return p.plan.scratch.seen + seen_index(p, head) + row0;
+  }
+  __device__ const int4* tiles(const BwdSm90Params& p, int head) const {
+    return p.problem.ranges.of_tiles + seen_index(p, head) / Config::kBlockM;
+  }
+
+  // The place of the cluster among those that add to dQ of a block of rows.
+  __device__ Order order(const BwdSm90Params& p, int head, int row_block) const {
+    if (!has_ranges<Config::kFeatures>(p.problem)) return Order(mask, row_block, work.block);
+    return Order(TileSeen(__ldg(tiles(p, head) + row_block)).any, work.block);
+  }
+
+  // fn(head, block of rows, cut), in the order in which the block walks over them. All lanes of a warp call it together
+  // if there may be key ranges. cut: with key ranges, whether some rows do not see all keys or do not exist.
   template <typename Fn>
-  __device__ void for_each_row_block(Fn&& fn) const {
+  __device__ void for_each_row_block(const BwdSm90Params& p, Fn&& fn) const {
 #pragma unroll 1
     for (int head = first_head; head < first_head + num_heads; ++head) {
+      if constexpr (Config::kTakesRanges) {
 #pragma unroll 1
-      for (int block = row_blocks.last; block >= row_blocks.first; --block) fn(head, block);
+        for (int last = row_blocks.last; last >= row_blocks.first; last -= 32) visit_rows(p, head, last, fn);
+      } else {
+#pragma unroll 1
+        for (int block = row_blocks.last; block >= row_blocks.first; --block) fn(head, block, false);
+      }
+    }
+  }
+
+ private:
+  // The same for 32 blocks of rows up to `last`. A lane looks at each.
+  template <typename Fn>
+  __device__ void visit_rows(const BwdSm90Params& p, int head, int last, Fn&& fn) const {
+    const int own = last - lane_id();
+    bool visited = own >= row_blocks.first, cut = false;
+    if (visited && has_ranges<Config::kFeatures>(p.problem)) {
+      const TileSeen seen(__ldg(tiles(p, head) + own));
+      visited = touches(seen.any, cluster_keys), cut = !seen.all.covers(keys);
+    }
+    uint32_t todo = __ballot_sync(~0u, visited);
+    const uint32_t all_cut = __ballot_sync(~0u, cut);
+#pragma unroll 1
+    for (; todo != 0; todo &= todo - 1) {
+      const int i = __ffs(todo) - 1;
+      fn(head, last - i, (all_cut >> i & 1) != 0);
     }
   }
 };

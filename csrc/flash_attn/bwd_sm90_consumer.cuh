@@ -31,6 +31,33 @@ __device__ void clear_outside(Tile& tile, const Interval& rows) {
   }
 }
 
+// The same for the rows that is_dead(row) names.
+template <typename Tile, typename IsDead>
+__device__ void clear_rows(Tile& tile, IsDead&& is_dead) {
+  constexpr int kChunks = Tile::kCols / Tile::kChunk;
+  for (int i = threadIdx.x % kWarpgroup; i < Tile::kRows * kChunks; i += kWarpgroup) {
+    const int row = i / kChunks;
+    if (is_dead(row)) *reinterpret_cast<uint4*>(tile.chunk(row, i % kChunks)) = {};
+  }
+}
+
+// With key ranges: which keys no row sees, of those that bits stand for, from bits[0] on.
+struct DeadKeys {
+  const uint32_t* bits;  // see KeyUse
+
+  __device__ bool operator()(int key) const { return !(__ldg(bits + key / 32) >> key % 32 & 1); }
+  __device__ bool any(int count) const {
+    bool all_live = true;
+    for (int word = 0; word < count / 32; ++word) all_live &= __ldg(bits + word) == ~0u;
+    return !all_live;
+  }
+};
+
+template <typename Config>
+__device__ DeadKeys dead_keys(const BwdSm90Params& p, const KeyBlock<Config>& block, int first) {
+  return {block.key_use(p).live + (first - block.cluster_keys.first) / 32};
+}
+
 // Returns a value that the compiler takes for new each time. So it does not keep what it derives from the value in
 // registers throughout a loop.
 __device__ inline unsigned not_kept(unsigned value) {
@@ -45,8 +72,7 @@ struct BwdConsumer {
   using T = typename Config::T;
   using Scores = Fragment<16, Config::kBlockM>;  // S^T, then P^T; or dP^T, then dS^T
   using Packed = PackedFragment<T, 16, Config::kBlockM>;
-  using KeySum = Fragment<16, Config::kHeadDim>;  // dV or dK
-  static constexpr bool kPlain = Config::kFeatures == Features::kPlain;
+  static constexpr bool kPlain = has_plain_scores(Config::kFeatures);
   const BwdSm90Params& p;
   Shared& shared;
   const KeyBlock<Config>& block;
@@ -57,52 +83,101 @@ struct BwdConsumer {
   // Whether this is the thread that releases what the warpgroup has read.
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
 
-  // Clears rows or keys outside of `live`, which see nothing or belong to other entries: they may hold NaN.
-  template <typename Tile>
-  __device__ void clear_dead(Tile& first, Tile& second, const Interval& live, const Interval& present) {
-    if (live.covers(present)) return;
-    const Interval kept{live.first - present.first, live.last - present.first};
-    clear_outside(first, kept);
-    clear_outside(second, kept);
+  // Clears rows or keys, which see nothing or belong to other entries: they may hold NaN. clear(tile) does.
+  template <typename First, typename Second, typename Clear>
+  __device__ void clear_both(First& first, Second& second, Clear&& clear) {
+    clear(first);
+    clear(second);
     ptx::fence_async_shared();
     ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);
   }
 
+  // Those outside of `live`.
+  template <typename First, typename Second>
+  __device__ void clear_dead(First& first, Second& second, const Interval& live, const Interval& present) {
+    if (live.covers(present)) return;
+    const Interval kept{live.first - present.first, live.last - present.first};
+    clear_both(first, second, [&](auto& tile) { clear_outside(tile, kept); });
+  }
+
   __device__ void wait_keys(uint32_t parity = 0) {
     shared.keys_here.wait(parity);
+    if (has_ranges<Config::kFeatures>(p.problem)) return clear_dead_keys();
     clear_dead(shared.k, shared.v, block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1}), block.keys);
   }
 
-  __device__ void wait_rows(const Interval& rows) {
+  __device__ void wait_rows(int head, const Interval& rows, bool cut) {
     shared.q.barriers.wait_full(at);
+    if (has_ranges<Config::kFeatures>(p.problem)) {
+      if (cut) clear_blind_rows(seen_by(head, rows));
+      return;
+    }
     const Interval live = block.mask.rows_that_see(Interval{0, block.mask.seqlen_k - 1});
     if (live.covers(rows)) return;
     shared.dout.barriers.wait_full(at);
     clear_dead(shared.q.tiles[at.stage], shared.dout.tiles[at.stage], live, rows);
   }
 
+  // With key ranges: clears keys that no row sees.
+  __device__ void clear_dead_keys() {
+    const DeadKeys dead = dead_keys(p, block, block.keys.first);
+    if (dead.any(Config::kBlockN)) clear_both(shared.k, shared.v, [&](auto& tile) { clear_rows(tile, dead); });
+  }
+
+  // With key ranges: the keys that each of the rows sees, if they are cut.
+  __device__ const Interval* seen_by(int head, const Interval& rows) const {
+    if constexpr (Config::kCopiesSeen) {
+      return shared.seen.rows_of(at);
+    } else {
+      return block.seen(p, head, rows.first);
+    }
+  }
+
+  // Clears rows that see nothing, which only tiles that are cut have.
+  __device__ void clear_blind_rows(const Interval* seen) {
+    bool blind = false;
+    for (int row = lane_id(); row < Config::kBlockM; row += 32) blind |= seen[row].empty();
+    if (!__any_sync(~0u, blind)) return;
+    shared.dout.barriers.wait_full(at);
+    clear_both(shared.q.tiles[at.stage], shared.dout.tiles[at.stage],
+               [&](auto& tile) { clear_rows(tile, [&](int row) { return seen[row].empty(); }); });
+  }
+
   __device__ ScorePlace place_of(int head, const Interval& rows) const {
-    return {block.work.entry, head, block.keys.first + key0, rows.first};
+    return {.entry = block.work.entry,
+            .head = head,
+            .first_token = block.seq.q.first,
+            .key0 = block.keys.first + key0,
+            .row0 = rows.first};
   }
 
   // Turns S^T, capped if there is a cap, into P^T.
-  __device__ void probabilities(Scores& s, int head, const Interval& rows) const {
+  __device__ void probabilities(Scores& s, int head, const Interval& rows, bool cut) const {
     const Mask& mask = block.mask;
-    const Interval existing{rows.first, min(rows.last, mask.seqlen_q - 1)};
-    const bool cut = !mask.keys_seen_by_all(existing).covers(block.keys);
-    make_probabilities<Config::kFeatures>(s, p.problem, mask, place_of(head, rows), cut, [&](int c) {
+    const ScorePlace place = place_of(head, rows);
+    const auto hide = [&] {
+      if (has_ranges<Config::kFeatures>(p.problem)) {
+        if (!cut) return;
+        const Interval* seen = seen_by(head, rows);
+        return hide_unseen(s, place.key0, [&](int c) { return seen_by_two(seen + s.col(c)); });
+      }
+      const Interval existing{rows.first, min(rows.last, mask.seqlen_q - 1)};
+      if (!mask.keys_seen_by_all(existing).covers(block.keys)) hide_rows(s, mask, place);
+    };
+    make_probabilities<Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
       return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]);
     });
   }
 
-  // Rounds dV or dK, times `factor`, to global memory.
-  __device__ void store_sum(KeySum& sum, float factor, const TensorRef<>& x) const {
+  // Rounds dV or dK, from `channel` on, times `factor`, to global memory, where there are `cols` channels.
+  template <typename Sum>
+  __device__ void store_sum(Sum& sum, float factor, const TensorRef<>& x, int cols, int channel = 0) const {
     const Span& span = block.seq.k;
     const float factors[] = {factor, factor};
     sum.scale_rows(factors);
-    T* first = first_token<T>(x, span, block.work.head_k) + block.keys.first * x.seqlen;
+    T* first = first_token<T>(x, span, block.work.head_k) + block.keys.first * x.seqlen + channel;
     const StridedRows<T> rows{first, x.seqlen, 0, max(0, span.length - block.keys.first)};
-    store_rows<T>(sum, rows, key0, p.problem.head_dim);
+    store_rows<T>(sum, rows, key0, cols - channel);
   }
 };
 

@@ -22,12 +22,12 @@ namespace flash::flash_attn {
 // When a block may touch dQ of a block of rows. Each half of dQ has a semaphore.
 template <typename Config>
 struct Turn {
-  AddOrder<Config::kBlockM, Config::kBlockN> order;
+  typename KeyBlock<Config>::Order order;
   int* semaphores;
   int awaited;  // how many blocks must have added
 
   __device__ Turn(const BwdSm90Params& p, const KeyBlock<Config>& block, int head, int row_block)
-      : order(block.mask, row_block, block.work.block),
+      : order(block.order(p, head, row_block)),
         semaphores(semaphore_at(p.plan.scratch, block.padded_index(p, head) + row_block * Config::kBlockM)) {
     awaited = order.before > 0 && !order.last && !p.plan.in_order ? 1 : order.before;
   }
@@ -46,7 +46,7 @@ __device__ void await_turns(const BwdSm90Params& p, BwdSm90Shared<Config>& share
   RingCursor<2> at;
   for_each_key_block(p, shared, [&](const KeyBlock<Config>& block) {
     if (!p.plan.waits) return;
-    block.for_each_row_block([&](int head, int row_block) {
+    block.for_each_row_block(p, [&](int head, int row_block, bool) {
       const Turn<Config> turn(p, block, head, row_block);
       shared.turn_ring.wait_empty(at);
       if (lane_id() < Config::kConsumers) turn.wait(lane_id());
@@ -155,7 +155,7 @@ struct DqWarp {
   }
 
   __device__ void run() {
-    block.for_each_row_block([&](int head, int row_block) { take_half(head, row_block); });
+    block.for_each_row_block(p, [&](int head, int row_block, bool) { take_half(head, row_block); });
     if (lane_id() == 0) release_added();
   }
 };

@@ -6,9 +6,12 @@
 #include <algorithm>
 #include <limits>
 
+#include "common/dispatch.h"
 #include "common/launch.h"
 #include "common/tensor_map.h"
 #include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_prepare.cuh"
+#include "flash_attn/bwd_ranges.cuh"
 #include "flash_attn/bwd_schedule.cuh"
 #include "flash_attn/bwd_sm90_block.cuh"
 #include "flash_attn/params.h"
@@ -19,23 +22,38 @@ namespace flash::flash_attn {
 // The problem with the maps that the kernels of a Config share.
 template <typename Config>
 BwdSm90Launch launch_params(const BwdSm90Params& p) {
-  using Rows = typename RowRing<Config>::Tile;
-  using Keys = SharedTile<typename Config::T, Config::kBlockN, Config::kHeadDim>;
+  using T = typename Config::T;
   const Problem& problem = p.problem;
-  const auto map_rows = [&](const TensorRef<const void>& x) {
-    return map_of<Rows>(x, problem.head_dim, problem.heads, problem.seqlen_q, problem.cu_seqlens_q ? 1 : problem.batch);
+  const auto map_rows = [&](const TensorRef<const void>& x, auto kHeadDim, int head_dim) {
+    return map_of<SharedTile<T, Config::kBlockM, kHeadDim>>(x, head_dim, problem.heads, problem.seqlen_q,
+                                                            problem.cu_seqlens_q ? 1 : problem.batch);
   };
-  const auto map_keys = [&](const TensorRef<const void>& x) {
-    return map_of<Keys>(x, problem.head_dim, problem.heads_k, problem.capacity_k,
-                        problem.cu_seqlens_k ? 1 : problem.batch);
+  const auto map_keys = [&](const TensorRef<const void>& x, auto kHeadDim, int head_dim) {
+    return map_of<SharedTile<T, Config::kBlockN, kHeadDim>>(x, head_dim, problem.heads_k, problem.capacity_k,
+                                                            problem.cu_seqlens_k ? 1 : problem.batch);
   };
+  constexpr Constant<Config::kHeadDim> kHeadDim;
+  constexpr Constant<Config::kHeadDimV> kHeadDimV;
   BwdSm90Launch launch{p};
-  launch.q_map = map_rows(p.q);
-  launch.dout_map = map_rows(p.dout);
-  launch.k_map = map_keys(p.k);
-  launch.v_map = map_keys(p.v);
-  launch.key_blocks = key_blocks<Config::kBlockN * Config::kCluster>(problem);
+  launch.q_map = map_rows(p.q, kHeadDim, problem.head_dim);
+  launch.dout_map = map_rows(p.dout, kHeadDimV, problem.head_dim_v);
+  launch.k_map = map_keys(p.k, kHeadDim, problem.head_dim);
+  launch.v_map = map_keys(p.v, kHeadDimV, problem.head_dim_v);
+  launch.key_blocks = key_blocks<Config::kClusterKeys>(problem);
   return launch;
+}
+
+// Launches what comes before the main kernel.
+template <typename Config>
+void run_before_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
+  using T = typename Config::T;
+  if constexpr (Config::kTakesRanges) {
+    if (p.problem.ranges.data != nullptr) {
+      run_bwd_ranges<Config::kBlockM, Config::kClusterKeys>(p, stream);
+      return run_bwd_prepare<BwdPrepareConfig<T, Config::kHeadDim, true>>(p, stream);
+    }
+  }
+  run_bwd_prepare<BwdPrepareConfig<T, Config::kHeadDim>>(p, stream);
 }
 
 // Launches a cluster for each cluster's keys, but at most `most`.

@@ -11,42 +11,70 @@
 
 namespace flash::flash_attn {
 
-// Starts the copy of K or V, by one lane.
+// Whether a thread of the warp that starts copies walks over the rows, and whether it is the one that starts the
+// copies. Where there may be key ranges, all lanes walk together.
+template <typename Config>
+__device__ bool walks_rows() {
+  return Config::kTakesRanges || lane_id() == 0;
+}
+template <typename Config>
+__device__ bool starts_copies() {
+  return !Config::kTakesRanges || lane_id() == 0;
+}
+
+// Starts the copy of K or V, from `channel` on, by one lane.
 template <typename Config, typename Tile>
-__device__ void load_keys(Tile& tile, const CUtensorMap& map, const KeyBlock<Config>& block, ptx::SharedBarrier& here) {
+__device__ void load_keys(Tile& tile, const CUtensorMap& map, const KeyBlock<Config>& block, ptx::SharedBarrier& here,
+                          int channel = 0) {
   const Span& k = block.seq.k;
   here.arrive_expect_tx(sizeof(tile));
   load_async(tile, map, static_cast<int>(k.first) + block.keys.first, block.work.head_k, static_cast<int>(k.batch),
-             here);
+             here, channel);
 }
 
-// Fills the rings of Q and lse and of dO and softmax_d, by one lane.
+// Starts the copy of the keys that the rows of a tile see, by one lane. It counts at the barrier of Q.
+template <typename Config, typename Shared>
+__device__ void load_seen(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block, int head, int row0,
+                          const RingCursor<Config::kStages>& at) {
+  if constexpr (Config::kCopiesSeen) {
+    ptx::copy_bytes_async(ptx::shared_address(shared.seen.rows_of(at)), block.seen(p, head, row0), shared.seen.kBytes,
+                          shared.q.barriers.full[at.stage]);
+  }
+}
+
+// Fills the rings of Q and lse and of dO and softmax_d, by one lane or a warp: see starts_copies.
 template <typename Config, typename Shared>
 __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block,
                           RingCursor<Config::kStages>& at) {
   const Span& q = block.seq.q;
   const int first = static_cast<int>(q.first), batch = static_cast<int>(q.batch);
-  block.for_each_row_block([&](int head, int row_block) {
+  block.for_each_row_block(p, [&](int head, int row_block, bool cut) {
     const int row0 = row_block * Config::kBlockM;
     const int64_t index = block.padded_index(p, head) + row0;
-    const auto load = [&](RowRing<Config>& ring, const CUtensorMap& map, const float* values) {
+    const auto load = [&](auto& ring, const CUtensorMap& map, const float* values, int more_bytes) {
       ring.barriers.wait_empty(at);
-      ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(ring.tiles[0]) + ring.kValueBytes);
+      if (!starts_copies<Config>()) return;
+      ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(ring.tiles[0]) + ring.kValueBytes + more_bytes);
       load_async(ring.tiles[at.stage], map, first + row0, head, batch, here);
       ptx::copy_bytes_async(ptx::shared_address(ring.values_of(at)), values + index, ring.kValueBytes, here);
     };
-    load(shared.q, p.q_map, p.plan.lse_log2);
-    load(shared.dout, p.dout_map, p.plan.softmax_d);
+    load(shared.q, p.q_map, p.plan.lse_log2, cut ? SeenRingOf<Config>::kBytes : 0);
+    if (cut && starts_copies<Config>()) load_seen(p, shared, block, head, row0, at);
+    load(shared.dout, p.dout_map, p.plan.softmax_d, 0);
     at.advance();
+    // A lane that came late would look at a stage that has been filled and freed once more, and wait forever.
+    if constexpr (Config::kTakesRanges) __syncwarp();
   });
 }
 
-// Starts the copies of all that a block reads, by one lane.
+// Starts the copies of all that a block reads, by one lane or a warp.
 template <typename Config, typename Shared>
 __device__ void load_block(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block,
                            RingCursor<Config::kStages>& at) {
-  load_keys(shared.k, p.k_map, block, shared.keys_here);
-  load_keys(shared.v, p.v_map, block, shared.keys_here);
+  if (starts_copies<Config>()) {
+    load_keys(shared.k, p.k_map, block, shared.keys_here);
+    load_keys(shared.v, p.v_map, block, shared.keys_here);
+  }
   load_rows(p, shared, block, at);
 }
 

@@ -19,17 +19,18 @@ namespace flash::flash_attn {
 template <typename T_, int kHeadDim_, Features kFeatures_>
 struct BwdSm90Config {
   using T = T_;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim;
   static constexpr Features kFeatures = kFeatures_;
+  static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges;
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
-  static constexpr int kStages = 2, kCluster = 1;
+  static constexpr int kStages = 2, kCluster = 1, kClusterKeys = kBlockN;
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // whether a half of dQ has half of its rows, or channels
   static constexpr bool kStaggered = kTile.staggered;
   static constexpr int kValueRounds = kStaggered ? 2 : 1;  // only staggered steps have no barrier for all warps
   static constexpr bool kAwaitsTurns = !kStaggered;        // by a warp of its own; with 128 rows that is slower
-  static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures != Features::kPlain);
+  static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && !has_plain_scores(kFeatures));
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));
@@ -68,7 +69,8 @@ struct BwdSm90Shared {
 
   Keys k, v;  // the product for a half of dQ with fewer than 64 channels reads v, too; copies leave out these columns
   SharedTile<T, kBlockM, kBlockN> ds[2];
-  RowRing<Config> q, dout;  // with lse and softmax_d
+  RowRing<Config, kHeadDim> q, dout;  // with lse and softmax_d
+  [[no_unique_address]] SeenRingOf<Config> seen;
   DqBox<T> dq[Config::kConsumers];
   DqFate dq_fate[Config::kConsumers];
   ptx::SharedBarrier accum_here[Config::kConsumers];

@@ -26,7 +26,8 @@ template <typename Config>
 struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   using Base = BwdConsumer<Config, BwdSm90Shared<Config>>;
   using Base::p, Base::shared, Base::block, Base::rank, Base::key0, Base::at, Base::kPlain;
-  using typename Base::Scores, typename Base::Packed, typename Base::KeySum, typename Base::T;
+  using typename Base::Scores, typename Base::Packed, typename Base::T;
+  using KeySum = Fragment<16, Config::kHeadDim>;  // dV or dK
   using HalfOfDq = Fragment<16, kDqBoxCols>;
   using Ds = SharedTile<T, Config::kBlockM, Config::kBlockN>;
   uint32_t& keys_parity;
@@ -93,13 +94,13 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
 
   // Waits for S^T and dP^T and turns them into the left operands of dV and of dK.
   __device__ void differentiate(Scores& s, Scores& dp, Packed& weights, Packed& gradients, int head,
-                                const Interval& rows) const {
+                                const Interval& rows, bool cut) const {
     const auto softmax_d = [&](int c) {
       return *reinterpret_cast<const float2*>(&shared.dout.values_of(at)[dp.col(c)]);
     };
     if constexpr (kPlain) {
       wait_gemms<1>(s);
-      this->probabilities(s, head, rows);
+      this->probabilities(s, head, rows, cut);
       weights = pack<T>(s);
       wait_gemms<0>(dp);
       subtract_softmax_d<Config::kFeatures>(dp, {}, p.problem, softmax_d);
@@ -112,8 +113,9 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       if (const float cap = p.problem.softcap; cap > 0) {
         dp.for_each([&](float& x, int r, int c) { x *= cap_slope(s(r, c), cap); });
       }
-      this->probabilities(s, head, rows);
+      this->probabilities(s, head, rows, cut);
       dp.for_each([&](float& x, int r, int c) { x *= s(r, c); });
+      add_to_dbias(dp, p.dbias, block.mask, this->place_of(head, rows));
       s.for_each([&](float& x, int r, int c) { x = dropped.has(r, c) ? 0 : x; });
       weights = pack<T>(s);
     }
@@ -185,10 +187,10 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     last_dq_rows = dq_rows;
   }
 
-  __device__ void step(int head, int row_block) {
+  __device__ void step(int head, int row_block, bool cut) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
     auto &q = shared.q.tiles[at.stage], &dout = shared.dout.tiles[at.stage];
-    this->wait_rows(rows);
+    this->wait_rows(head, rows, cut);
     if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     Scores s, dp;
     ptx::wgmma_fence();
@@ -197,7 +199,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v, 64 * rank), along_cols(dout), false);
     Packed weights, gradients;
-    differentiate(s, dp, weights, gradients, head, rows);
+    differentiate(s, dp, weights, gradients, head, rows, cut);
     const int dq_rows = block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0);
     if constexpr (Config::kStaggered) {
       sum_apart(weights, gradients, dq_rows);
@@ -214,7 +216,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     if (block.has_rows()) {
       this->wait_keys(keys_parity);
       keys_parity ^= 1;
-      block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+      block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
       HalfOfDq dq;
       if constexpr (Config::kStaggered) {
         start_last_dq(dq);
@@ -223,8 +225,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       if (this->leads()) shared.keys_free.arrive();
       if constexpr (Config::kStaggered) end_last_dq(dq);
     }
-    this->store_sum(dv, p.problem.dropout_rescale, p.dv);
-    this->store_sum(dk, p.problem.softmax_scale, p.dk);
+    this->store_sum(dv, p.problem.dropout_rescale, p.dv, p.problem.head_dim_v);
+    this->store_sum(dk, p.problem.softmax_scale, p.dk, p.problem.head_dim);
   }
 };
 

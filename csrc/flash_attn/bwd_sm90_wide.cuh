@@ -1,4 +1,6 @@
-// Attention, backward, for sm_90 and head dims above 128: the registers of a warpgroup hold dV or dK, not both.
+// Attention, backward, for sm_90 and head dims above 128: the registers of a warpgroup hold dV or dK, not both. That
+// goes for 192 channels of K and 128 of V, too: 64 keys of dK and dV are 160 registers of a thread, and a step of 64
+// rows needs 80 more. The value team and the key team then have equal products, of 192 + 128 channels each.
 //
 // A cluster of two blocks takes 128 keys of a key head, each block 64, and walks over the rows that see them as
 // bwd_sm90.cuh does. The warpgroups of a block are teams with the same keys:
@@ -11,13 +13,17 @@
 // place. The query team reads dS and also sends it to the other block. The bottleneck is how fast the L2 cache adds to
 // dq_accum. So the two blocks sum their dQ before they add it, and a team that only adds keeps the cache busy while the
 // others compute. A fourth warpgroup starts the copies: each block copies one half of Q and dO, to both blocks.
+//
+// Beyond 256 channels, both blocks have the same 64 keys, and each has half of the channels of everything. Only S^T and
+// dP^T are sums over all channels: the teams send their products to the same team of the other block, and add what that
+// sends. Both blocks then have the same P^T and dS^T, and each computes its own half of dQ. In a step, this moves 64 KB
+// through the shared memory of a block, of which its products read 224 KB.
 #pragma once
 
 #include <new>
 
 #include "flash_attn/bwd_finish.cuh"
 #include "flash_attn/bwd_plan.h"
-#include "flash_attn/bwd_prepare.cuh"
 #include "flash_attn/bwd_sm90_block.cuh"
 #include "flash_attn/bwd_sm90_launch.cuh"
 #include "flash_attn/bwd_sm90_wide_dq.cuh"
@@ -52,12 +58,13 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
   auto& shared = shared_memory<BwdWideShared<Config>>();
   const int rank = ptx::cluster_rank(), index = find_index(p, shared, rank);
   if (threadIdx.x == 0) {
-    new (shared.block) KeyBlock<Config>(p, index, rank);
+    new (shared.block) KeyBlock<Config>(p, index, Config::kParts == 1 ? rank : 0);
     shared.keys_here.init(2);
     shared.other_keys_here.init(1);
     shared.other_ds_here.init(1);
     shared.sent_ds_taken.init(kWarpgroup / 32);
-    constexpr int kReaders = 2 * Config::kCluster * kWarpgroup / 32;  // warps of value and key teams
+    if constexpr (Config::kParts == 2) shared.other_parts.init();
+    constexpr int kReaders = 2 * Config::kCluster / Config::kParts * kWarpgroup / 32;  // warps of value and key teams
     shared.q.barriers.init(kReaders);
     shared.dout.barriers.init(kReaders);
     ptx::fence_barrier_init();
@@ -78,7 +85,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
   } else {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int role = __shfl_sync(~0u, warp_id() % 4, 0);
-    if (role == 0 && lane_id() == 0 && block.has_rows()) load_block(p, shared, block, rank);
+    if (role == 0 && walks_rows<Config>() && block.has_rows()) load_block(p, shared, block, rank);
     if (role == 1 && p.plan.waits) Turns<Config>{p, block, rank}.await_all();
     if (role == 2 && p.plan.waits) Turns<Config>{p, block, rank}.release_all();
   }
@@ -87,10 +94,10 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
 #endif
 }
 
-template <typename T, int kHeadDim, Features kFeatures>
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
-  using Config = BwdWideConfig<T, kHeadDim, kFeatures>;
-  run_bwd_prepare<BwdPrepareConfig<T, kHeadDim>>(p, stream);
+  using Config = BwdWideConfig<T, kHeadDim, kFeatures, kHeadDimV>;
+  run_before_bwd_sm90<Config>(p, stream);
   launch_bwd_sm90<bwd_wide_kernel<Config>, Config, BwdWideShared<Config>>(launch_params<Config>(p), stream);
   run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);
 }

@@ -26,8 +26,8 @@ namespace flash::flash_attn {
 template <typename Config>
 struct QueryTeam {
   using Gradients = PackedFragment<typename Config::T, 16, Config::kBlockN>;
-  static constexpr int kCols = 32, kParts = Config::kHeadDim / 2 / kCols;
-  using Part = Fragment<16, kCols>;
+  static constexpr int kCols = 32, kSlices = Config::kHeadDim / 2 / kCols;
+  using Slice = Fragment<16, kCols>;
   using Accum = DqAccum<Config::kHeadDim>;
   const BwdSm90Params& p;
   BwdWideShared<Config>& shared;
@@ -39,7 +39,7 @@ struct QueryTeam {
   __device__ static int thread() { return threadIdx.x % kWarpgroup; }
   __device__ static int row() { return thread() / 32 * 16 + lane_id() / 4; }
 
-  // The first channel of the block's half of dQ, and of other_k, which starts with a whole page.
+  // The first channel of the block's half of dQ, and of the other block's K, which starts with a whole page.
   __device__ static int first_col(int rank) { return rank * Config::kHeadDim / 2; }
   __device__ static int other_col0(int rank) { return rank * (Config::kHeadDim - 128); }
 
@@ -79,7 +79,7 @@ struct QueryTeam {
   }
 
   // Adds to dq_accum, from the lane's first element on; `rows` rows exist.
-  __device__ static void add(const Part& dq, float* accum, int rows) {
+  __device__ static void add(const Slice& dq, float* accum, int rows) {
 #pragma unroll
     for (int r = 0; r < dq.kLaneRows; ++r) {
       if (8 * r >= rows) continue;
@@ -91,14 +91,31 @@ struct QueryTeam {
     }
   }
 
+  // Computes channels col .. of dQ.
+  __device__ void multiply(Slice& dq, Gradients& own_ds, Gradients& other_ds, int col) const {
+    ptx::wgmma_fence();
+    if constexpr (Config::kParts == 1) {
+      start_gemm<Config::kBlockN>(dq, own_ds, along_rows(shared.k, col), false);
+      start_gemm<Config::kBlockN>(dq, other_ds, along_rows(shared.other_k, col - other_col0(rank)), true);
+      wait_gemms<0>(dq, own_ds, other_ds);
+    } else {
+      start_gemm<Config::kBlockN>(dq, own_ds, along_rows(shared.k, col - first_col(rank)), false);
+      wait_gemms<0>(dq, own_ds);
+    }
+  }
+
   __device__ void step(int head, int row_block) {
     await(kGradientsBarrier);
-    Gradients own_ds = take();
+    Gradients own_ds = take(), other_ds;
     release(kEmptyBarrier);
-    send(own_ds);
-    Gradients other_ds = receive();
-    parity ^= 1;
-    fence(own_ds, other_ds);
+    if constexpr (Config::kParts == 1) {
+      send(own_ds);
+      other_ds = receive();
+      parity ^= 1;
+      fence(own_ds, other_ds);
+    } else {
+      fence(own_ds);
+    }
     const Span& q = block.seq.q;
     const int first_row = row_block * Config::kBlockM + row();
     float* groups =
@@ -106,25 +123,31 @@ struct QueryTeam {
     float* accum = groups + 4 * (lane_id() % 4);
     if (p.plan.waits) ptx::sync_barrier<kTurnThreads>(kTurnHereBarrier);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const int col = first_col(rank) + part * kCols;
-      Part dq;
-      ptx::wgmma_fence();
-      start_gemm<Config::kBlockN>(dq, own_ds, along_rows(shared.k, col), false);
-      start_gemm<Config::kBlockN>(dq, other_ds, along_rows(shared.other_k, col - other_col0(rank)), true);
-      wait_gemms<0>(dq, own_ds, other_ds);
-      add(dq, accum + part * (kCols / Accum::kGroup) * Accum::kGroupStep, q.length - first_row);
+    for (int slice = 0; slice < kSlices; ++slice) {
+      Slice dq;
+      multiply(dq, own_ds, other_ds, first_col(rank) + slice * kCols);
+      add(dq, accum + slice * (kCols / Accum::kGroup) * Accum::kGroupStep, q.length - first_row);
     }
     if (p.plan.waits) ptx::sync_barrier<kTurnThreads>(kTurnDoneBarrier);
   }
 
   __device__ void wait_keys() const {
     shared.keys_here.wait(0);
+    if constexpr (Config::kParts == 1) wait_other_keys();
+  }
+
+  __device__ void wait_other_keys() const {
     shared.other_keys_here.wait(0);
     const int first = block.cluster_keys.first + other() * Config::kBlockN;
-    const Interval live = block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1});
-    if (live.covers({first, first + Config::kBlockN - 1})) return;
-    clear_outside(shared.other_k, {live.first - first, live.last - first});
+    if (has_ranges<Config::kFeatures>(p.problem)) {
+      const DeadKeys dead = dead_keys(p, block, first);
+      if (!dead.any(Config::kBlockN)) return;
+      clear_rows(shared.other_k, dead);
+    } else {
+      const Interval live = block.mask.keys_seen_by_any({0, block.mask.seqlen_q - 1});
+      if (live.covers({first, first + Config::kBlockN - 1})) return;
+      clear_outside(shared.other_k, {live.first - first, live.last - first});
+    }
     ptx::fence_async_shared();
     ptx::sync_barrier<kWarpgroup>(kQueryBarrier);
   }
@@ -132,7 +155,7 @@ struct QueryTeam {
   __device__ void run() {
     release(kEmptyBarrier);
     if (block.has_rows()) wait_keys();
-    block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+    block.for_each_row_block(p, [&](int head, int row_block, bool) { step(head, row_block); });
   }
 };
 
@@ -150,8 +173,8 @@ struct Turns {
   }
 
   __device__ void await_all() const {
-    block.for_each_row_block([&](int head, int row_block) {
-      const AddOrder<Config::kBlockM, KeyBlock<Config>::kClusterKeys> order(block.mask, row_block, block.work.block);
+    block.for_each_row_block(p, [&](int head, int row_block, bool) {
+      const auto order = block.order(p, head, row_block);
       if (lane_id() == 0) ptx::wait_semaphore(semaphore(head, row_block), order.before);
       __syncwarp();
       ptx::sync_barrier<kTurnThreads>(kTurnHereBarrier);
@@ -159,7 +182,7 @@ struct Turns {
   }
 
   __device__ void release_all() const {
-    block.for_each_row_block([&](int head, int row_block) {
+    block.for_each_row_block(p, [&](int head, int row_block, bool) {
       ptx::sync_barrier<kTurnThreads>(kTurnDoneBarrier);
       if (lane_id() == 0) ptx::release_semaphore(semaphore(head, row_block));
       __syncwarp();

@@ -16,25 +16,37 @@
 #include "ptx/wgmma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/load.cuh"
+#include "tile/pipeline.cuh"
 #include "tile/warpgroup.cuh"
 
 namespace flash::flash_attn {
 
-// A team that sums dV or dK.
-template <typename Config>
+// A team that sums dV or dK, of kChannels channels.
+template <typename Config, int kChannels>
 struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
   using Base = BwdConsumer<Config, BwdWideShared<Config>>;
   using Base::at;
-  using typename Base::Packed, typename Base::KeySum;
-  KeySum sum;
+  using typename Base::Packed, typename Base::Scores;
+  RingCursor<1> box_at;
+  Fragment<16, kChannels> sum;
+
+  // Where the blocks of a cluster divide the channels: adds the other's products, and sends it these.
+  template <typename Box>
+  __device__ void add_other_part(Scores& s, Box& box) {
+#pragma unroll
+    for (int col = 0; col < s.kCols; col += box.kCols) {
+      auto& part = *reinterpret_cast<Fragment<16, box.kCols>*>(&s.values[0][col / 8]);
+      box.add_other_part(part, ptx::cluster_rank() ^ 1, not_kept(threadIdx.x), box_at);
+    }
+  }
 
   // Adds the product to the sum and goes on to the next rows. A single product of 256 columns would take more registers
   // than a thread has when the kernel starts.
-  __device__ void add_product(Packed& factors, RowRing<Config>& ring) {
-    constexpr int kCols = Config::kHeadDim == 256 ? 128 : Config::kHeadDim;
+  __device__ void add_product(Packed& factors, RowRing<Config, kChannels>& ring) {
+    constexpr int kCols = kChannels == 256 ? 128 : kChannels;
     fence(sum, factors);
 #pragma unroll
-    for (int col = 0; col < Config::kHeadDim; col += kCols) {
+    for (int col = 0; col < kChannels; col += kCols) {
       auto& part = *reinterpret_cast<Fragment<16, kCols>*>(&sum.values[0][col / 8]);
       start_gemm<Config::kBlockM>(part, factors, along_rows(ring.tiles[at.stage], col), true);
     }
@@ -43,23 +55,25 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
     at.advance();
   }
 
-  // Releases a stage of this warp, in both blocks.
-  __device__ void release(const RowRing<Config>& ring) const {
+  // Releases a stage of this warp, in all blocks that have filled it.
+  template <int kTileChannels>
+  __device__ void release(RowRing<Config, kTileChannels>& ring) const {
     __syncwarp();
     if (lane_id() != 0) return;
+    if constexpr (Config::kParts > 1) return ring.barriers.release(at);
 #pragma unroll
     for (int rank = 0; rank < Config::kCluster; ++rank) ptx::arrive_in(rank, ring.barriers.empty[at.stage]);
   }
 };
 
 template <typename Config>
-struct ValueTeam : SumTeam<Config> {
-  using Base = SumTeam<Config>;
+struct ValueTeam : SumTeam<Config, Config::kChannelsV> {
+  using Base = SumTeam<Config, Config::kChannelsV>;
   using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
   // Returns the left operand of dV for S^T, and leaves the weights of dP^T to the key team.
-  __device__ Packed weigh(Scores& s, int head, const Interval& rows) const {
+  __device__ Packed weigh(Scores& s, int head, const Interval& rows, bool cut) const {
     const float cap = kPlain ? 0 : p.problem.softcap;
     Packed weights, slopes;
     if constexpr (!kPlain) {
@@ -70,7 +84,7 @@ struct ValueTeam : SumTeam<Config> {
         slopes = pack<T>(slope);
       }
     }
-    this->probabilities(s, head, rows);
+    this->probabilities(s, head, rows, cut);
     if constexpr (!kPlain) negate_dropped(s, p.problem, this->place_of(head, rows));
     weights = pack<T>(s);
     Packed left = weights;
@@ -91,14 +105,15 @@ struct ValueTeam : SumTeam<Config> {
     return weights;
   }
 
-  __device__ void step(int head, int row_block) {
+  __device__ void step(int head, int row_block, bool cut) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
-    this->wait_rows(rows);
+    this->wait_rows(head, rows, cut);
     Scores s;
     ptx::wgmma_fence();
-    start_gemm<Config::kHeadDim>(s, along_cols(shared.k), along_cols(shared.q.tiles[at.stage]), false);
+    start_gemm<Config::kChannels>(s, along_cols(shared.k), along_cols(shared.q.tiles[at.stage]), false);
     wait_gemms<0>(s);
-    Packed weights = weigh(s, head, rows);
+    if constexpr (Config::kParts == 2) this->add_other_part(s, shared.other_parts.s);
+    Packed weights = weigh(s, head, rows, cut);
     this->release(shared.q);
     shared.dout.barriers.wait_full(at);
     this->add_product(weights, shared.dout);
@@ -107,20 +122,20 @@ struct ValueTeam : SumTeam<Config> {
   __device__ void run() {
     sum.fill(0);
     if (block.has_rows()) this->wait_keys();
-    block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
+    block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
     await(kEmptyBarrier);
-    this->store_sum(sum, p.problem.dropout_rescale, p.dv);
+    this->store_sum(sum, p.problem.dropout_rescale, p.dv, p.problem.head_dim_v, Config::channel());
   }
 };
 
 template <typename Config>
-struct KeyTeam : SumTeam<Config> {
-  using Base = SumTeam<Config>;
+struct KeyTeam : SumTeam<Config, Config::kChannels> {
+  using Base = SumTeam<Config, Config::kChannels>;
   using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
   // Returns dS^T for dP^T, with the weights that the value team has left.
-  __device__ Packed differentiate(Scores& dp) const {
+  __device__ Packed differentiate(Scores& dp, int head, const Interval& rows) const {
     const Packed weights = load_transposed<T, Config::kBlockM>(shared.scores, key0);
 #pragma unroll
     for (int i = 0; i < Config::kBlockM / 16; ++i) {
@@ -136,18 +151,23 @@ struct KeyTeam : SumTeam<Config> {
         }
       }
     }
+    if constexpr (!kPlain) {  // blocks that divide the channels have the same: one of them adds it
+      if (Config::channel() == 0) add_to_dbias(dp, p.dbias, block.mask, this->place_of(head, rows));
+    }
     return pack<T>(dp);
   }
 
-  __device__ void step(int head, int row_block) {
-    this->wait_rows(interval_of<Config::kBlockM>(row_block));
+  __device__ void step(int head, int row_block, bool cut) {
+    const Interval rows = interval_of<Config::kBlockM>(row_block);
+    this->wait_rows(head, rows, cut);
     shared.dout.barriers.wait_full(at);
     Scores dp;
     ptx::wgmma_fence();
-    start_gemm<Config::kHeadDim>(dp, along_cols(shared.v), along_cols(shared.dout.tiles[at.stage]), false);
+    start_gemm<Config::kChannelsV>(dp, along_cols(shared.v), along_cols(shared.dout.tiles[at.stage]), false);
     wait_gemms<0>(dp);
+    if constexpr (Config::kParts == 2) this->add_other_part(dp, shared.other_parts.dp);
     await(kWeightsBarrier);
-    Packed gradients = differentiate(dp);
+    Packed gradients = differentiate(dp, head, rows);
     this->release(shared.dout);
     store_transposed(shared.scores, gradients, key0);
     ptx::fence_async_shared();
@@ -158,8 +178,8 @@ struct KeyTeam : SumTeam<Config> {
   __device__ void run() {
     sum.fill(0);
     if (block.has_rows()) this->wait_keys();
-    block.for_each_row_block([&](int head, int row_block) { step(head, row_block); });
-    this->store_sum(sum, p.problem.softmax_scale, p.dk);
+    block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
+    this->store_sum(sum, p.problem.softmax_scale, p.dk, p.problem.head_dim, Config::channel());
   }
 };
 

@@ -11,15 +11,18 @@ struct BwdTile {
   int keys;
   int warp_keys;  // keys that a warp takes
   int stages;     // tiles of rows in shared memory at a time
+  int team_warps = 4;
 };
 
 // S^T, dP^T, dK and dV fill the registers of eight warps; with fewer rows than these, products are too small for the
-// shared memory that they read. The compact tiles are for GPUs with 99 KB of shared memory for a block.
+// shared memory that they read. The compact tiles are for GPUs with 99 KB of shared memory for a block. Those of 512
+// channels take 135 KB, or 99.
 constexpr BwdTile bwd_tile(int head_dim, bool compact) {
   if (head_dim <= 64) return {compact ? 64 : 128, 128, 32, 2};
   if (head_dim <= 96) return {64, compact ? 64 : 128, 32, 2};
   if (head_dim <= 128) return compact ? BwdTile{32, 64, 32, 2} : BwdTile{64, 128, 32, 2};
-  return compact ? BwdTile{32, 32, 16, head_dim <= 192 ? 2 : 1} : BwdTile{64, 64, 32, 2};
+  if (head_dim <= 256) return compact ? BwdTile{32, 32, 16, head_dim <= 192 ? 2 : 1} : BwdTile{64, 64, 32, 2};
+  return compact ? BwdTile{32, 16, 16, 1, 2} : BwdTile{32, 32, 16, 1};
 }
 
 // A tile of bwd_sm90.cuh. Each of its two warpgroups has 64 of the keys. If they are staggered, one works half a step
@@ -32,7 +35,7 @@ struct BwdSm90Tile {
 
 // With 128 rows no registers are left for dropout and transformed scores.
 constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
-  const bool tall = head_dim <= 64 && features == Features::kPlain;
+  const bool tall = head_dim <= 64 && has_plain_scores(features);
   return tall ? BwdSm90Tile{128, 128, true} : BwdSm90Tile{64, 128, false};
 }
 

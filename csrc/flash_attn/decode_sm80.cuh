@@ -11,6 +11,9 @@
 // on their way, a block rotates its queries into shared memory, and the new keys of its split, if there are any. The
 // warp that has the chunk of a new key puts it there, once the rest of the chunk has arrived, and into the cache.
 //
+// Beyond 256 channels, two warps share chunks: each has one half of the channels and is a pipeline as above, but for S,
+// for which they wait for each other and add their products.
+//
 // Where the cache is small, most of the time passes before the first copy and after the last product, and in fetching
 // the code. Therefore the code is short.
 #pragma once
@@ -23,10 +26,12 @@
 #include "flash_attn/fwd_steps.cuh"
 #include "flash_attn/fwd_tiles.h"
 #include "flash_attn/instances.h"
+#include "flash_attn/partial_scores.cuh"
 #include "flash_attn/rows.cuh"
 #include "flash_attn/schedule.cuh"
 #include "flash_attn/softmax.cuh"
 #include "flash_attn/split.cuh"
+#include "ptx/barrier.cuh"
 #include "tile/gemm.cuh"
 #include "tile/load.cuh"
 #include "tile/shared.cuh"
@@ -44,16 +49,35 @@ struct DecodeConfig {
   static constexpr bool kAppends = kAppends_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kPlain = kFeatures == Features::kPlain, kPaged = kPaged_;
+  static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
+  static constexpr bool kPaged = kPaged_;
   static constexpr int kRows = kDecodeRows, kKeys = kDecodeKeys, kWarpRows = kRows;
   static constexpr int kThreads = 32;  // that load a tile together
-  static constexpr int kStages = decode_stages(kHeadDim);
+  static constexpr int kParts = channel_parts(kHeadDim), kChannels = kHeadDim / kParts, kChannelsV = kChannels;
+  static constexpr int kStages = decode_stages(kChannels);
+};
+
+// What a warp has of the block's work. A team is a warp for each part of the channels.
+template <typename Config>
+struct TeamMember {
+  int team = warp_id() / Config::kParts, num_teams = blockDim.x / (32 * Config::kParts);
+  int channel = warp_id() % Config::kParts * Config::kChannels;  // its first
 };
 
 template <typename Config>
 struct DecodeStage {
-  SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> k, v;
+  SharedTile<typename Config::T, Config::kKeys, Config::kChannels> k, v;
 };
+
+// The same with products on their way to the team's other warp. They are read before this warp waits for that one
+// again, and so before the stage's next use.
+template <typename Config>
+struct SharedDecodeStage : DecodeStage<Config> {
+  PartialScores<Config::kRows, Config::kKeys> partial;
+};
+
+template <typename Config>
+using RingStage = std::conditional_t<Config::kParts == 1, DecodeStage<Config>, SharedDecodeStage<Config>>;
 
 struct RowState {
   float max, sum;
@@ -63,8 +87,8 @@ struct RowState {
 // apart.
 template <typename Config>
 union DecodeRing {
-  static constexpr int kRowStride = Config::kHeadDim + 8;
-  DecodeStage<Config> stages[Config::kStages];
+  static constexpr int kRowStride = Config::kChannels + 8;
+  RingStage<Config> stages[Config::kStages];
   struct {
     float out[Config::kRows][kRowStride];  // relative to the maxima in states
     RowState states[Config::kRows];
@@ -78,17 +102,18 @@ union DecodeRing {
 template <typename Config>
 __device__ auto load_query_fragment(const DecodeParams& p, const FwdWork<Config>& work) {
   using T = typename Config::T;
-  PackedFragment<T, Config::kRows, Config::kHeadDim> q;
+  PackedFragment<T, Config::kRows, Config::kChannels> q;
   auto rows = packed_rows<T>(p.q, work);
+  const TeamMember<Config> own;
 #pragma unroll
   for (int r = 0; r < Config::kRows / 8; ++r) {
     if (8 * r >= work.rows.count) break;
     rows.row = min(Output<Config>::row(r), work.rows.count - 1);
-    const int first_col = Output<Config>::col(0), cols = p.problem.head_dim - first_col;
+    const int first_col = own.channel + Output<Config>::col(0), cols = p.problem.head_dim - first_col;
     const T* row = rows.address() + first_col * p.q.head_dim;
     const auto element = [&](int col) { return col < cols ? static_cast<float>(row[col * p.q.head_dim]) : 0.f; };
 #pragma unroll
-    for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+    for (int i = 0; i < Config::kChannels / 8; ++i) {
       if (Config::kPlain || p.aligned) {
         q.pair(r, i) = 8 * i < cols ? __ldg(reinterpret_cast<const uint32_t*>(row) + 4 * i) : 0;
       } else {
@@ -116,6 +141,7 @@ struct Appending {
   FreshRows<Config>& fresh;
   int before;       // the position of new token 0
   Interval tokens;  // the new ones whose keys are in the block's split
+  const TeamMember<Config> own;
 
   __device__ Appending(const AppendingDecodeParams& params, const FwdWork<Config>& work, void* shared)
       : p(params.append),
@@ -138,21 +164,21 @@ struct Appending {
       const TensorRef<const void>& from = is_query ? p.q : is_key ? p.k : p.v;
       T* to = is_query ? fresh.q[index] : is_key ? fresh.k[index] : fresh.v[index];
       const int position = before + (is_query && !p.queries_advance ? 0 : token);
-      move_head<Config::kHeadDim>(p, first_token<T>(from, Span{work.tile.entry, token, 1}, head), from.head_dim, to, 1,
-                                  position, (is_query || is_key) && has_table_row(p, position));
+      move_head<Config::kHeadDim>(p, p.problem.head_dim, first_token<T>(from, Span{work.tile.entry, token, 1}, head),
+                                  from.head_dim, to, 1, position, (is_query || is_key) && has_table_row(p, position));
     }
     __syncthreads();
   }
 
   __device__ auto queries() const {
-    PackedFragment<T, Config::kRows, Config::kHeadDim> q;
+    PackedFragment<T, Config::kRows, Config::kChannels> q;
 #pragma unroll
     for (int r = 0; r < Config::kRows / 8; ++r) {
       if (8 * r >= work.rows.count) break;
-      const int first_col = Output<Config>::col(0), cols = p.problem.head_dim - first_col;
+      const int first_col = own.channel + Output<Config>::col(0), cols = p.problem.head_dim - first_col;
       const T* row = fresh.q[min(Output<Config>::row(r), work.rows.count - 1)] + first_col;
 #pragma unroll
-      for (int i = 0; i < Config::kHeadDim / 8; ++i) {
+      for (int i = 0; i < Config::kChannels / 8; ++i) {
         q.pair(r, i) = 8 * i < cols ? *reinterpret_cast<const uint32_t*>(row + 8 * i) : 0;
       }
     }
@@ -176,7 +202,8 @@ struct Appending {
   template <typename Tile>
   __device__ void put(Tile& tile, int row, const T* from, const TensorRef<>& cache, int position) const {
     T* to = first_token<T>(cache, Span{work.seq.k.batch, position, 1}, work.tile.key_head);
-    const int col = lane_id() * Tile::kChunk;  // a row has at most 256 columns
+    static_assert(Tile::kCols <= 32 * Tile::kChunk);
+    const int col = own.channel + lane_id() * Tile::kChunk;
     if (col >= p.problem.head_dim) return;
     const auto chunk = load<Tile::kChunk>(from + col);
     store(tile.chunk(row, lane_id()), chunk);
@@ -250,31 +277,34 @@ __device__ void prefetch_targets(const DecodeParams& p, const FwdWork<Config>& w
 template <typename Config>
 struct ChunkLoader {
   using T = const typename Config::T;
-  using Tile = decltype(DecodeStage<Config>::k);
+  using Tile = decltype(RingStage<Config>::k);
   using Places = LoadedPlaces<Tile, 32>;
   const DecodeParams& p;
-  int chunk, last, step;
+  int chunk, last, step, channel;
   KeyRows<Config> keys, values;
   Places found;  // of the chunk's rows; unused without pages
 
-  __device__ ChunkLoader(const DecodeParams& p, const FwdWork<Config>& work, int first)
+  __device__ ChunkLoader(const DecodeParams& p, const FwdWork<Config>& work, int first, const TeamMember<Config>& own)
       : p(p),
         chunk(first),
         last(work.blocks.last),
-        step(blockDim.x / 32),
+        step(own.num_teams),
+        channel(own.channel),
         keys(key_rows<Config, Tile>(p, p.k, work, first)),
         values(key_rows<Config, Tile>(p, p.v, work, first)) {
+    keys.data += own.channel * p.k.head_dim;
+    values.data += own.channel * p.v.head_dim;
     look_up();
   }
 
   __device__ void load(DecodeStage<Config>& stage) {
     if (chunk <= last) {
       if (Config::kPlain || p.aligned) {
-        copy(stage.k, keys);
-        copy(stage.v, values);
+        copy(stage.k, keys, p.problem.head_dim - channel);
+        copy(stage.v, values, head_dim_v<Config::kPlain>(p.problem) - channel);
       } else {
-        load_own_rows_scattered<32>(stage.k, keys, p.problem.head_dim, p.k.head_dim);
-        load_own_rows_scattered<32>(stage.v, values, p.problem.head_dim, p.v.head_dim);
+        load_own_rows_scattered<32>(stage.k, keys, p.problem.head_dim - channel, p.k.head_dim);
+        load_own_rows_scattered<32>(stage.v, values, p.problem.head_dim_v - channel, p.v.head_dim);
       }
     }
     ptx::commit_copies();
@@ -291,18 +321,28 @@ struct ChunkLoader {
     }
   }
 
-  __device__ void copy(Tile& tile, const KeyRows<Config>& rows) const {
+  __device__ void copy(Tile& tile, const KeyRows<Config>& rows, int cols) const {
     const uint64_t policy = ptx::cache_policy(p.plan.evict_keys);
     const auto copy_chunk = [policy](uint32_t shared, const void* global, bool valid) {
       ptx::copy_async(shared, global, valid, policy);
     };
     if constexpr (Config::kPaged) {
-      load_own_rows_async<32, false>(tile, FoundRows<T, Places>(rows, found), p.problem.head_dim, copy_chunk);
+      load_own_rows_async<32, false>(tile, FoundRows<T, Places>(rows, found), cols, copy_chunk);
     } else {
-      load_own_rows_async<32, false>(tile, rows, p.problem.head_dim, copy_chunk);
+      load_own_rows_async<32, false>(tile, rows, cols, copy_chunk);
     }
   }
 };
+
+// Adds the products of the team's other warp.
+template <typename Config>
+__device__ void add_other_part(Scores<Config>& s, DecodeRing<Config>* rings, int stage, int team) {
+  if constexpr (Config::kParts == 2) {
+    rings[warp_id()].stages[stage].partial.store(s, lane_id());
+    ptx::sync_barrier<64>(1 + team);
+    rings[warp_id() ^ 1].stages[stage].partial.add_to(s, lane_id());
+  }
+}
 
 // A warp's walk over its chunks.
 template <typename Config>
@@ -310,25 +350,28 @@ __device__ void decode_chunks(const typename Config::Params& p, const FwdWork<Co
                               Output<Config>& o, Softmax<Config>& softmax) {
   using T = typename Config::T;
   DecodeRing<Config>& ring = rings[warp_id()];
-  const int num_warps = blockDim.x / 32, first = work.blocks.first + warp_id(), last = work.blocks.last;
-  const Step<Config> step(p, work, rings + num_warps);
-  ChunkLoader<Config> loader(p, work, first);
+  const TeamMember<Config> own;
+  const int first = work.blocks.first + own.team, last = work.blocks.last;
+  const Step<Config> step(p, work, rings + blockDim.x / 32);
+  ChunkLoader<Config> loader(p, work, first, own);
 #pragma unroll 1
-  for (DecodeStage<Config>& stage : ring.stages) loader.load(stage);
+  for (RingStage<Config>& stage : ring.stages) loader.load(stage);
   step.prepare();
   const auto q = step.queries();
   prefetch_targets<Config>(p, work);
   const Interval whole = work.whole_blocks();
 
   int stage = 0;
-  for (int n = first; n <= last; n += num_warps) {
+  for (int n = first; n <= last; n += own.num_teams) {
+    BlockBias<Config> bias(p.problem, work, /*warp_row=*/0, n);
     ptx::wait_copies<Config::kStages - 1>();
     __syncwarp();
     step.append(ring.stages[stage], n);
     Scores<Config> s;
     s.fill(0);
-    gemm<Config::kHeadDim>(s, q, along_cols(ring.stages[stage].k));
-    make_scores<Config>(s, p, work, /*warp_row=*/0, n, !whole.covers(n));
+    gemm<Config::kChannels>(s, q, along_cols(ring.stages[stage].k));
+    add_other_part<Config>(s, rings, stage, own.team);
+    make_scores<Config>(s, bias, p, work, /*warp_row=*/0, n, !whole.covers(n));
     float shrink[s.kLaneRows];
     softmax.update(s, shrink);
     if (__any_sync(~0u, shrink[0] != 1 || shrink[1] != 1)) o.scale_rows(shrink);
@@ -339,6 +382,8 @@ __device__ void decode_chunks(const typename Config::Params& p, const FwdWork<Co
   }
   ptx::wait_copies<0>();
   softmax.finish();
+  // Or else O might come where the team's other warp has yet to read products.
+  if constexpr (Config::kParts == 2) ptx::sync_barrier<64>(1 + own.team);
 }
 
 // Stores the state of a warp in its ring.
@@ -392,25 +437,40 @@ __device__ void for_each_quad(const TileRows& rows, Fn&& fn) {
   for (int i = threadIdx.x; i < rows.count * kQuads; i += blockDim.x) fn(i / kQuads, i % kQuads * 4);
 }
 
-// Writes a quad of out and, with the first of a row, lse.
+// Writes four channels of a row, from `col` on, to a tensor like out.
+template <typename Config>
+__device__ void store_to(const TensorRef<>& x, const DecodeParams& p, const FwdWork<Config>& work, int row, int col,
+                         const float (&values)[4]) {
+  using T = typename Config::T;
+  auto rows = packed_rows<T>(x, work);
+  rows.row = row;
+  T* target = rows.address();
+  if (Config::kPlain || p.aligned) {
+    if (col < head_dim_v<Config::kPlain>(p.problem)) store(target + col, narrow<T>(values));
+  } else {
+    for (int i = 0; i < min(4, p.problem.head_dim_v - col); ++i) target[(col + i) * x.head_dim] = values[i];
+  }
+}
+
+// Writes a quad of out and of out_lo, if that is wanted, and, with the first of a row, what else a row has.
 template <typename Config>
 __device__ void store_result(const DecodeParams& p, const FwdWork<Config>& work, int row, int col, float scale_log2,
                              const Quad& x) {
   using T = typename Config::T;
-  const float factor = x.state.sum == 0 ? 0.f : ptx::reciprocal(x.state.sum);
-  const float values[4] = {x.out.x * factor, x.out.y * factor, x.out.z * factor, x.out.w * factor};
-  auto rows = packed_rows<T>(p.out, work);
-  rows.row = row;
-  T* target = rows.address();
-  if (Config::kPlain || p.aligned) {
-    if (col < p.problem.head_dim) store(target + col, narrow<T>(values));
-  } else {
-    for (int i = 0; i < min(4, p.problem.head_dim - col); ++i) target[(col + i) * p.out.head_dim] = values[i];
+  const float sink = sink_of(p, work, row), sum = x.state.sum + exp_of_sink(sink, x.state.max, scale_log2);
+  const float factor = sum == 0 ? 0.f : ptx::reciprocal(sum);
+  float values[4] = {x.out.x * factor, x.out.y * factor, x.out.z * factor, x.out.w * factor};
+  store_to<Config>(p.out, p, work, row, col, values);
+  if (p.out_lo.data != nullptr) {
+    float rounded[4];
+    widen(rounded, narrow<T>(values));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] -= rounded[i];
+    store_to<Config>(p.out_lo, p, work, row, col, values);
   }
   if (col != 0) return;
-  float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);
-  lse[int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row)] =
-      log_sum_exp(x.state.max, x.state.sum, scale_log2);
+  const float lse = log_sum_exp(sink, x.state.max, sum, scale_log2);
+  store_row<Config>(p, work, row, lse, x.state.max, scale_log2);
 }
 
 template <typename Config>
@@ -428,9 +488,11 @@ __global__ __launch_bounds__(32 * kMaxDecodeWarps,
   __syncthreads();
 
   const auto merge_warps = [&](int row, int col) {
-    return merge<kMaxDecodeWarps>(blockDim.x / 32, softmax.scale_log2, [&](int warp) {
-      const auto& result = rings[warp].result;
-      return Quad{result.states[row], *reinterpret_cast<const float4*>(&result.out[row][col])};
+    const int part = col / Config::kChannels;
+    return merge<kMaxDecodeWarps>(TeamMember<Config>().num_teams, softmax.scale_log2, [&](int team) {
+      const auto& result = rings[team * Config::kParts + part].result;
+      return Quad{result.states[row],
+                  *reinterpret_cast<const float4*>(&result.out[row][col - part * Config::kChannels])};
     });
   };
   const auto store = [&](int row, int col, const Quad& x) {

@@ -27,7 +27,7 @@ template <typename T_, int kHeadDim_, int kWidth_>
 struct DmaskConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_, kWidth = kWidth_;
-  static constexpr bool kPlain = false, kPaged = true;
+  static constexpr bool kPlain = false, kRanged = false, kPaged = true;
   static constexpr int kRows = 64, kKeys = 128, kThreads = 128, kWarpRows = 16;
 };
 
@@ -51,7 +51,7 @@ __device__ void relate_to_running_max(Fragment<kRows, kCols>& s, float (&max)[kR
       max[r] = fmaxf(max[r], quad_max(block_max));
       const float shift = finite_or_zero(max[r]);
 #pragma unroll
-      for (int c = end - kWidth / 4; c < end; ++c) s(r, c) = ptx::exp2((s(r, c) - shift) * kLog2e);
+      for (int c = end - kWidth / 4; c < end; ++c) s(r, c) = ptx::exp2(s(r, c) - shift);
     }
   }
 }
@@ -90,7 +90,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid
   for (float& m : max) m = -INFINITY;
   for (int n = work.blocks.last; n >= work.blocks.first; --n) {
     __syncthreads();  // nobody reads K(n + 1) any more
-    load_own_rows<Config>(shared.k, keys, p.fwd, p.fwd.k.head_dim);
+    load_own_rows<Config>(shared.k, keys, p.fwd, p.fwd.problem.head_dim, p.fwd.k.head_dim);
     ptx::commit_copies();
     keys.move(-Config::kKeys);
     ptx::wait_copies<0>();

@@ -6,14 +6,24 @@
 
 namespace flash::flash_attn {
 
-// What an instance of a kernel can do. Both can do masks, lengths and packed heads, which cost the inner loop nothing.
+// What an instance of a kernel can do. All can do masks, lengths, packed heads and sinks, which cost the inner loop
+// nothing.
 enum class Features {
-  kPlain,  // scores are scaled products; elements lie in aligned chunks of 16 bytes
-  kAll,    // also softcap, ALiBi, dropout, unaligned rows and keys in pages (as plain decoding has, too)
+  kPlain,   // scores are scaled products; elements lie in aligned chunks of 16 bytes
+  kRanged,  // also key ranges
+  kAll,  // also softcap, ALiBi, biases, dropout, unaligned rows, the largest score of each row, keys in pages (as the
+         // others have in decoding, too), values of another head dim than the keys (as the others have on sm_90, too)
 };
 
+constexpr bool has_plain_scores(Features features) { return features != Features::kAll; }
+constexpr bool takes_ranges(Features features) { return features != Features::kPlain; }
+
+// The first for code on the device, which calls no functions of the host, not even in constants.
+template <Features kFeatures>
+inline constexpr bool kHasPlainScores = has_plain_scores(kFeatures);
+
 inline bool has_plain_scores(const Problem& p) {
-  return p.softcap == 0 && p.alibi_slopes == nullptr && p.rng_state == nullptr;
+  return p.softcap == 0 && p.alibi_slopes == nullptr && p.bias.data == nullptr && p.rng_state == nullptr;
 }
 
 // Whether rows of x can be moved in aligned chunks of 16 bytes, and 32 bits hold the distance of rows in chunks.
@@ -25,27 +35,37 @@ bool is_aligned(const TensorRef<Data>& x, int head_dim) {
 }
 
 inline bool all_aligned(const FwdParams& p) {
-  const int head_dim = p.problem.head_dim;
-  return is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) && is_aligned(p.v, head_dim) &&
-         is_aligned(p.out, head_dim);
+  const int head_dim = p.problem.head_dim, head_dim_v = p.problem.head_dim_v;
+  return is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) && is_aligned(p.v, head_dim_v) &&
+         is_aligned(p.out, head_dim_v);
 }
 
-// plain_finds_pages: whether plain instances of the kernel look pages up.
-inline Features features_of(const FwdParams& p, bool plain_finds_pages) {
-  const bool finds_keys = plain_finds_pages || p.pages.block_table == nullptr;
-  const bool plain = has_plain_scores(p.problem) && p.aligned && finds_keys;
-  return plain ? Features::kPlain : Features::kAll;
+// Whether instances with less than all features know where values end, in the kernels of a Plan.
+template <typename Plan>
+bool fits_values(const Problem& p) {
+  return Plan::kPlainHasHeadDimV || p.head_dim_v == p.head_dim;
+}
+
+template <typename Plan>
+Features features_of(const FwdParams& p) {
+  const bool finds_keys = Plan::kPlainFindsPages || p.pages.block_table == nullptr;
+  const bool plain =
+      has_plain_scores(p.problem) && p.aligned && p.row_max == nullptr && finds_keys && fits_values<Plan>(p.problem);
+  return !plain ? Features::kAll : p.problem.ranges.data ? Features::kRanged : Features::kPlain;
 }
 
 inline bool all_aligned(const BwdParams& p) {
-  const int head_dim = p.problem.head_dim;
-  return is_aligned(p.dout, head_dim) && is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) &&
-         is_aligned(p.v, head_dim) && is_aligned(p.out, head_dim) && is_aligned(p.dq, head_dim) &&
-         is_aligned(p.dk, head_dim) && is_aligned(p.dv, head_dim);
+  const int head_dim = p.problem.head_dim, head_dim_v = p.problem.head_dim_v;
+  return is_aligned(p.dout, head_dim_v) && is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) &&
+         is_aligned(p.v, head_dim_v) && is_aligned(p.out, head_dim_v) &&
+         (p.out_lo.data == nullptr || is_aligned(p.out_lo, head_dim_v)) && is_aligned(p.dq, head_dim) &&
+         is_aligned(p.dk, head_dim) && is_aligned(p.dv, head_dim_v);
 }
 
-inline Features features_of(const BwdParams& p) {
-  return has_plain_scores(p.problem) && p.aligned ? Features::kPlain : Features::kAll;
+template <typename Plan>
+Features features_of(const BwdParams& p) {
+  const bool plain = has_plain_scores(p.problem) && p.aligned && fits_values<Plan>(p.problem);
+  return !plain ? Features::kAll : p.problem.ranges.data ? Features::kRanged : Features::kPlain;
 }
 
 }  // namespace flash::flash_attn

@@ -13,16 +13,24 @@
 #include "flash_attn/head_dims.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/launch.h"
+#include "flash_attn/ranges.cuh"
+#include "flash_attn/sink.cuh"
 
 namespace flash::flash_attn {
 namespace {
 
-// Calls fn(type, head dim of the instance), both as constants.
+// Calls fn(type, head dim of keys, head dim of values), all of the instance and as constants.
 template <typename Fn>
-void dispatch_problem(const Problem& p, Fn&& fn) {
+void dispatch_problem(const Problem& p, const HeadDims& built, Fn&& fn) {
   dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype, [&](auto kDType) {
-    dispatch_value<64, 96, 128, 192, 256>(instance_head_dim(p.head_dim), [&](auto kHeadDim) { fn(kDType, kHeadDim); });
+    if (built == kUnequal) return fn(kDType, Constant<kUnequal.of_keys>{}, Constant<kUnequal.of_values>{});
+    dispatch_value<64, 96, 128, 192, 256, 512>(built.of_keys, [&](auto kHeadDim) { fn(kDType, kHeadDim, kHeadDim); });
   });
+}
+
+template <typename Plan>
+HeadDims instance_of(const Problem& p) {
+  return Plan::kPlainHasHeadDimV ? sm90_head_dims(p.head_dim, p.head_dim_v) : sm80_head_dims(p.head_dim, p.head_dim_v);
 }
 
 template <typename Params>
@@ -33,47 +41,51 @@ void run_built(void (*instance)(const Params&, cudaStream_t), const Params& p, c
   run(p, stream);
 }
 
-template <typename T, int kHeadDim, Features kFeatures>
+template <typename T, int kHeadDim, Features kFeatures, int>
 auto fwd_instance(const FwdSm80Plan&) {
   return run_fwd<T, kHeadDim, kFeatures>;
 }
-template <typename T, int kHeadDim, Features kFeatures>
+template <typename T, int kHeadDim, Features kFeatures, int>
 auto fwd_instance(const DecodePlan&) {
   return run_decode<T, kHeadDim, kFeatures>;
 }
-template <typename T, int kHeadDim, Features kFeatures>
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 auto fwd_instance(const FwdSm90Plan& plan) {
   if constexpr (has_wide_tile(kHeadDim, kFeatures)) {
-    if (plan.wide) return run_fwd_sm90<T, kHeadDim, kFeatures, true>;
+    if (plan.wide) return run_fwd_sm90<T, kHeadDim, kFeatures, true, kHeadDimV>;
   }
-  return run_fwd_sm90<T, kHeadDim, kFeatures, false>;
+  return run_fwd_sm90<T, kHeadDim, kFeatures, false, kHeadDimV>;
 }
 
 template <typename Plan>
 void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
-  const Features features = features_of(p, Plan::kPlainFindsPages);
-  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
-    dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
-      run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures>(plan), Planned<Plan>{p, plan}, stream);
+  dispatch_problem(p.problem, instance_of<Plan>(p.problem), [&](auto kDType, auto kHeadDim, auto kHeadDimV) {
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features_of<Plan>(p), [&](auto kFeatures) {
+      run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures, kHeadDimV>(plan), Planned<Plan>{p, plan}, stream);
     });
   });
 }
 
-template <typename T, int kHeadDim, Features kFeatures>
-auto bwd_instance(const BwdSm80Params&) {
-  return run_bwd<T, kHeadDim, kFeatures>;
+// Beyond 256 channels, one instance of the backward takes all problems: elementwise steps are a small share there.
+constexpr Features built_features(int head_dim, Features features) {
+  return head_dim <= 256 ? features : Features::kAll;
 }
-template <typename T, int kHeadDim, Features kFeatures>
+
+template <typename T, int kHeadDim, Features kFeatures, int>
+auto bwd_instance(const BwdSm80Params&) {
+  return run_bwd<T, kHeadDim, built_features(kHeadDim, kFeatures)>;
+}
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 auto bwd_instance(const BwdSm90Params&) {
-  return run_bwd_sm90<T, kHeadDim, kFeatures>;
+  return run_bwd_sm90<T, kHeadDim, built_features(kHeadDim, kFeatures), kHeadDimV>;
 }
 
 template <typename Plan>
 void run_bwd_with(const BwdParams& p, const Plan& plan, cudaStream_t stream) {
   const PlannedBwd<Plan> params{p, plan};
-  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
-    dispatch_value<Features::kPlain, Features::kAll>(features_of(p), [&](auto kFeatures) {
-      run_built(bwd_instance<element_t<kDType>, kHeadDim, kFeatures>(params), params, stream);
+  dispatch_problem(p.problem, instance_of<Plan>(p.problem), [&](auto kDType, auto kHeadDim, auto kHeadDimV) {
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features_of<Plan>(p), [&](auto kFeatures) {
+      run_built(bwd_instance<element_t<kDType>, kHeadDim, kFeatures, kHeadDimV>(params), params, stream);
     });
   });
 }
@@ -100,10 +112,16 @@ void bwd(const BwdParams& p, const BwdPlan& plan, cudaStream_t stream) {
   std::visit([&](const auto& chosen) { run_bwd_with(p, chosen, stream); }, plan);
 }
 
+void sink_gradient(const SinkParams& p, cudaStream_t stream) {
+  dispatch_value<DType::kFloat16, DType::kBFloat16, DType::kFloat32>(
+      p.bwd.problem.sink_dtype, [&](auto kDType) { run_sink_gradient<element_t<kDType>>(p, stream); });
+}
+
 void dmask(const DmaskParams& p, cudaStream_t stream) {
-  dispatch_problem(p.fwd.problem, [&](auto kDType, auto kHeadDim) {
+  const Problem& problem = p.fwd.problem;
+  dispatch_problem(problem, sm80_head_dims(problem.head_dim, 0), [&](auto kDType, auto kHeadDim, auto) {
     using T = element_t<kDType>;
-    if (dmask_width(p.fwd.problem.head_dim) == 128) return run_built(run_dmask<T, 64, 128>, p, stream);
+    if (dmask_width(problem.head_dim) == 128) return run_built(run_dmask<T, 64, 128>, p, stream);
     run_built(run_dmask<T, kHeadDim, dmask_width(kHeadDim)>, p, stream);
   });
 }
@@ -112,5 +130,7 @@ void append(const AppendParams& p, cudaStream_t stream) {
   dispatch_value<DType::kFloat16, DType::kBFloat16>(p.problem.dtype,
                                                     [&](auto kDType) { run_append<element_t<kDType>>(p, stream); });
 }
+
+void ranges(const RangesParams& p, cudaStream_t stream) { run_ranges(p, stream); }
 
 }  // namespace flash::flash_attn

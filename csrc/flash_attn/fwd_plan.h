@@ -26,19 +26,20 @@ struct KeySplits {
   int count = 1;             // splits of a tile at most
   int least_blocks = 1;      // blocks of keys in a split
   int rows = 0;              // rows of a tile that have scratch
-  float* out = nullptr;      // (tiles, count * rows, head_dim), unfinished sums in an order of the kernel's own
+  float* out = nullptr;      // (tiles, count * rows, channels), unfinished sums in an order of the kernel's own
   float* softmax = nullptr;  // maxima and sums of these rows
   int* arrivals = nullptr;   // (tiles), how many splits are done; zeros before the launch and after it
 };
 
 struct FwdSm80Plan {
-  static constexpr bool kPlainFindsPages = false;  // whether the instance without other features looks pages up
+  static constexpr bool kPlainFindsPages = false;   // whether the instance without other features looks pages up
+  static constexpr bool kPlainHasHeadDimV = false;  // and whether values there may have another head dim than keys
   Tiling tiling;
   KeySplits splits;
 };
 
 struct DecodePlan {
-  static constexpr bool kPlainFindsPages = true;
+  static constexpr bool kPlainFindsPages = true, kPlainHasHeadDimV = false;
   Tiling tiling;
   KeySplits splits;
   int warps;                             // of a block
@@ -47,12 +48,12 @@ struct DecodePlan {
 };
 
 struct FwdSm90Plan {
-  static constexpr bool kPlainFindsPages = false;
+  static constexpr bool kPlainFindsPages = false, kPlainHasHeadDimV = true;
   Tiling tiling;
   bool wide = false;      // whether tiles are those for long sequences
   Divisor section_heads;  // heads that follow one another tile by tile
   Divisor section_tiles;  // tiles that they have
-  int blocks = 0;         // that share all tiles
+  int blocks = 0;         // that share all tiles, or a cluster for each tile
   int* taken = nullptr;   // (1), how many tiles blocks have taken after their first; 0 before the launch and after it
 };
 

@@ -44,12 +44,12 @@ struct FwdChoice {
 
 // How many query heads become rows of one tile: those that share a key head, if that takes fewer tiles. Kernels count
 // the rows of an entry in 32 bits, so that heads stay apart where tokens times heads do not fit. With dropout, random
-// bits come for 16 rows of one head.
+// bits come for 16 rows of one head. Heads with key ranges of their own stay apart, too.
 inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
   const int group = p.heads / p.heads_k;
   const bool fits = int64_t{p.seqlen_q} * group <= std::numeric_limits<int>::max() - tile_rows;
   const int64_t apart = group * ceil_div(longest_q, tile_rows), together = ceil_div(longest_q * group, tile_rows);
-  return fits && p.rng_state == nullptr && together < apart ? group : 1;
+  return fits && p.rng_state == nullptr && p.ranges.heads == 0 && together < apart ? group : 1;
 }
 
 // How many slots for tiles a group of packed heads has, in a dense entry or in all packed ones together.
@@ -86,7 +86,8 @@ inline KeySplits splits_of(const Tiling& tiling, int64_t wanted, int64_t least_b
           .rows = rows};
 }
 
-// The scratch of splits, in which a row has head_dim sums, and a maximum and a sum for each of `lanes`.
+// The scratch of splits, in which a row has head_dim sums, those of the instance, and a maximum and a sum for each of
+// `lanes`.
 inline FwdScratch scratch_of(const Tiling& tiling, const KeySplits& splits, int head_dim, int lanes) {
   if (splits.count == 1) return {};
   const int64_t rows = int64_t{num_tiles(tiling)} * splits.count * splits.rows;
@@ -116,7 +117,7 @@ inline bool suits_decoding(const Problem& p, const FwdHints& hints) {
 // must be written back. Small key caches gain most by this, and large ones lose a little.
 inline bool should_evict_keys(const Problem& p, int64_t longest_k) {
   constexpr int64_t kPassingBytes = 256 << 20;
-  return int64_t{4} * p.batch * p.heads_k * p.head_dim * longest_k <= kPassingBytes;
+  return int64_t{2} * p.batch * p.heads_k * (p.head_dim + p.head_dim_v) * longest_k <= kPassingBytes;
 }
 
 // A block works alone on a multiprocessor. Where there are fewer tiles than multiprocessors, the keys are cut into as
@@ -143,7 +144,8 @@ inline KeySplits split_decode(const Problem& p, const FwdHints& hints, const Til
 
 inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
   const Problem& problem = p.problem;
-  const int head_dim = instance_head_dim(problem.head_dim), warps = decode_warps(head_dim, hints.shared_bytes);
+  const int head_dim = sm80_head_dims(problem.head_dim, problem.head_dim_v).of_keys;
+  const int warps = decode_warps(head_dim, hints.shared_bytes);
   const int packed_heads = heads_to_pack(problem, hints.longest_q, kDecodeRows);
   const Tiling tiling = tiling_for(problem, packed_heads, kDecodeRows);
   // A hint may be wrong about packed entries: their tiles may have up to kDecodeRows rows.
@@ -158,7 +160,7 @@ inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
 inline bool appends_in_decoding(const FwdParams& p, const FwdPlan& plan, const AppendParams& append,
                                 const FwdHints& hints) {
   const auto* decoding = std::get_if<DecodePlan>(&plan);
-  if (decoding == nullptr || features_of(p, /*plain_finds_pages=*/false) != Features::kPlain) return false;
+  if (decoding == nullptr || features_of<FwdSm80Plan>(p) != Features::kPlain) return false;
   const Problem& problem = p.problem;
   const int head_dim = instance_head_dim(problem.head_dim);
   const bool own_rows = problem.batch_index == nullptr && (append.k_cache.batch != 0 || problem.batch == 1);
@@ -171,7 +173,9 @@ inline bool appends_in_decoding(const FwdParams& p, const FwdPlan& plan, const A
 // Hopper
 
 // Whether rows differ in how many keys they see.
-inline bool rows_differ(const Problem& p) { return p.window_left < p.seqlen_k || p.window_right < p.seqlen_k; }
+inline bool rows_differ(const Problem& p) {
+  return p.window_left < p.seqlen_k || p.window_right < p.seqlen_k || p.ranges.data != nullptr;
+}
 
 // Whether fwd_sm90.cuh takes a problem. It copies aligned rows of one head at a time, and does not split the keys of a
 // tile. So it needs enough rows, and many tiles or few keys. At these limits it is as fast as the others on an H200.
@@ -180,17 +184,18 @@ inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
   const Problem& problem = p.problem;
   const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
   const int64_t tiles = entries * problem.heads * ceil_div(int64_t{problem.seqlen_q}, kTileRows);
+  const int64_t blocks = tiles * channel_parts(std::max(problem.head_dim, problem.head_dim_v));
   const bool any_keys = std::min(problem.seqlen_k, problem.capacity_k) > 0;
   const bool rows_enough = hints.longest_q >= (problem.heads == problem.heads_k ? 32 : 64);
   const bool few_keys = hints.longest_k <= int64_t{kFewKeysPerChannel} * problem.head_dim;
   return hints.has_sm90 && p.aligned && p.pages.block_table == nullptr && hints.num_splits <= 1 && any_keys &&
-         rows_enough && (few_keys || 5 * tiles >= 2 * hints.multiprocessors);
+         rows_enough && (few_keys || 5 * blocks >= 2 * hints.multiprocessors);
 }
 
 // Whether sequences are long enough for the wide tile. Where rows differ in how many keys they see, large tiles compute
 // more scores that the mask hides.
 inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
-  const int head_dim = instance_head_dim(p.head_dim);
+  const int head_dim = sm90_head_dims(p.head_dim, p.head_dim_v).of_keys;
   if (head_dim == 64) return hints.longest_q >= (rows_differ(p) ? 2048 : 512);
   if (head_dim == 96) return hints.longest_q >= (rows_differ(p) ? 8192 : 2048);
   if (head_dim == 128) return hints.longest_k >= (rows_differ(p) ? 16384 : 8192);
@@ -204,7 +209,7 @@ inline int heads_per_section(const Problem& p, int multiprocessors) {
   constexpr int64_t kCacheBytes = 32 << 20;
   const int heads = p.cu_seqlens_q ? p.heads : p.heads * p.batch, group = p.heads / p.heads_k;
   if (!rows_differ(p)) return 1;
-  const int64_t key_head_bytes = int64_t{4} * p.seqlen_k * p.head_dim;
+  const int64_t key_head_bytes = int64_t{2} * p.seqlen_k * (p.head_dim + p.head_dim_v);
   const int64_t cached = kCacheBytes / key_head_bytes * group, most = std::min(heads, std::max(1, multiprocessors / 2));
   int section = static_cast<int>(std::clamp<int64_t>(cached, 1, most));
   while (heads % section != 0) --section;
@@ -212,18 +217,20 @@ inline int heads_per_section(const Problem& p, int multiprocessors) {
 }
 
 inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
-  const int head_dim = instance_head_dim(p.problem.head_dim);
-  const Features features = features_of(p, FwdSm90Plan::kPlainFindsPages);
+  const auto [head_dim, head_dim_v] = sm90_head_dims(p.problem.head_dim, p.problem.head_dim_v);
+  const Features features = features_of<FwdSm90Plan>(p);
   const bool wide = has_wide_tile(head_dim, features) && wants_wide_tile(p.problem, hints);
-  const int tile_rows = 64 * fwd_sm90_tile(head_dim, features, wide).warpgroups;
+  const int tile_rows = 64 * fwd_sm90_tile(head_dim, features, wide, head_dim_v).warpgroups;
   const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, tile_rows);
+  const int parts = channel_parts(head_dim);
   const int section = heads_per_section(p.problem, hints.multiprocessors);
-  return {FwdSm90Plan{.tiling = tiling,
-                      .wide = wide,
-                      .section_heads = Divisor(section),
-                      .section_tiles = Divisor(section * static_cast<int>(tiling.slots.value)),
-                      .blocks = std::min(num_tiles(tiling), hints.multiprocessors)},
-          {.counters = 1}};
+  return {
+      FwdSm90Plan{.tiling = tiling,
+                  .wide = wide,
+                  .section_heads = Divisor(section),
+                  .section_tiles = Divisor(section * static_cast<int>(tiling.slots.value)),
+                  .blocks = parts > 1 ? parts * num_tiles(tiling) : std::min(num_tiles(tiling), hints.multiprocessors)},
+      {.counters = parts > 1 ? 0 : 1}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -246,16 +253,16 @@ inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
 }
 
 inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
-  constexpr int kBlocksPerMultiprocessor = 2, kLanesOfRow = 4;
-  const int head_dim = instance_head_dim(p.problem.head_dim);
-  const FwdTile tile = fwd_tile(head_dim, features_of(p, FwdSm80Plan::kPlainFindsPages));
+  const int head_dim = sm80_head_dims(p.problem.head_dim, p.problem.head_dim_v).of_keys;
+  const int lanes_of_row = 4 * channel_parts(head_dim);
+  const int blocks_at_once = hints.multiprocessors * (head_dim <= 256 ? 2 : 1);  // by their shared memory
+  const FwdTile tile = fwd_tile(head_dim, features_of<FwdSm80Plan>(p));
   const Tiling tiling = tiling_for(p.problem, heads_to_pack(p.problem, hints.longest_q, tile.rows), tile.rows);
   const int64_t key_blocks = ceil_div(hints.longest_k, tile.keys);
-  const int wanted = hints.num_splits > 0
-                         ? hints.num_splits
-                         : splits_for(num_tiles(tiling), key_blocks, kBlocksPerMultiprocessor * hints.multiprocessors);
+  const int wanted =
+      hints.num_splits > 0 ? hints.num_splits : splits_for(num_tiles(tiling), key_blocks, blocks_at_once);
   const KeySplits splits = splits_of(tiling, std::min<int64_t>(key_blocks, wanted), /*least_blocks=*/1, tile.rows);
-  return {FwdSm80Plan{tiling, splits}, scratch_of(tiling, splits, head_dim, kLanesOfRow)};
+  return {FwdSm80Plan{tiling, splits}, scratch_of(tiling, splits, head_dim, lanes_of_row)};
 }
 
 // Chooses the kernel. fwd_sm80.cuh packs heads, looks pages up and splits keys: it takes all other problems.

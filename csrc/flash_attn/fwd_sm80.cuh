@@ -10,6 +10,10 @@
 // shared memory; S, P and O are in registers, where S as a result of one mma has the layout of P as an operand of the
 // next. There is one tile of K and one of V: V(n) is copied during Q K(n)^T and softmax, K(n - 1) during P V(n), and a
 // second block on the multiprocessor fills the gaps.
+//
+// Beyond 256 channels, two warps share 16 rows. Each multiplies its half of the channels and has its half of O; to add
+// up S, they exchange their products in the place of K, which takes two more barriers a step. To compute S twice
+// instead would take half as many products again, and as many reads of shared memory.
 #pragma once
 
 #include "common/launch.h"
@@ -18,10 +22,12 @@
 #include "flash_attn/fwd_tiles.h"
 #include "flash_attn/instances.h"
 #include "flash_attn/params.h"
+#include "flash_attn/partial_scores.cuh"
 #include "flash_attn/rows.cuh"
 #include "flash_attn/schedule.cuh"
 #include "flash_attn/softmax.cuh"
 #include "flash_attn/split.cuh"
+#include "ptx/barrier.cuh"
 #include "tile/gemm.cuh"
 #include "tile/load.cuh"
 #include "tile/shared.cuh"
@@ -33,10 +39,22 @@ struct FwdConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kPlain = kFeatures == Features::kPlain, kPaged = !kPlain;
+  static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
+  static constexpr bool kPaged = !kPlain;
   static constexpr FwdTile kTile = fwd_tile(kHeadDim, kFeatures);
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
-  static constexpr int kThreads = 32 * kTile.warps, kWarpRows = kRows / kTile.warps;
+  static constexpr int kParts = channel_parts(kHeadDim), kChannels = kHeadDim / kParts, kChannelsV = kChannels;
+  static constexpr int kBlockThreads = 32 * kTile.warps;
+  static constexpr int kThreads = kBlockThreads / kParts;  // that load a part of a tile together
+  static constexpr int kPartWarps = kTile.warps / kParts, kWarpRows = kRows / kPartWarps;
+};
+
+// What a warp has of the block's tile.
+template <typename Config>
+struct WarpShare {
+  int part = Config::kParts == 1 ? 0 : warp_id() / Config::kPartWarps;
+  int row = (warp_id() - part * Config::kPartWarps) * Config::kWarpRows;  // its first
+  int channel = part * Config::kChannels;                                 // its first
 };
 
 template <typename Config>
@@ -53,32 +71,52 @@ struct FwdWalk {
   using T = typename Config::T;
   const FwdSm80Params& p;
   FwdShared<Config>& shared;
-  const int warp_row;
+  const WarpShare<Config> share;
   Output<Config>& o;
   Softmax<Config>& softmax;
   KeyRows<Config> keys, values;  // of the blocks to load next
 
-  __device__ FwdWalk(const FwdSm80Params& p, FwdShared<Config>& shared, int warp_row, Output<Config>& o,
-                     Softmax<Config>& softmax)
+  __device__ FwdWalk(const FwdSm80Params& p, FwdShared<Config>& shared, const WarpShare<Config>& share,
+                     Output<Config>& o, Softmax<Config>& softmax)
       : p(p),
         shared(shared),
-        warp_row(warp_row),
+        share(share),
         o(o),
         softmax(softmax),
         keys(key_rows<Config, decltype(shared.k)>(p, p.k, shared.work, shared.work.blocks.last)),
         values(key_rows<Config, decltype(shared.v)>(p, p.v, shared.work, shared.work.blocks.last)) {}
 
+  // The channels of the warp's part.
+  template <typename Tile>
+  __device__ auto& own(Tile& tile) const {
+    return columns_of<Config::kChannels>(tile, share.part);
+  }
+
   template <bool kAllExist>
   __device__ void load_k() {
-    load_own_rows<Config, kAllExist>(shared.k, keys, p, p.k.head_dim);
+    load_own_rows<Config, kAllExist>(own(shared.k), keys, p, p.problem.head_dim, p.k.head_dim, share.channel);
     ptx::commit_copies();
     keys.move(-Config::kKeys);
   }
   template <bool kAllExist>
   __device__ void load_v() {
-    load_own_rows<Config, kAllExist>(shared.v, values, p, p.v.head_dim);
+    load_own_rows<Config, kAllExist>(own(shared.v), values, p, head_dim_v<Config::kPlain>(p.problem), p.v.head_dim,
+                                     share.channel);
     ptx::commit_copies();
     values.move(-Config::kKeys);
+  }
+
+  // Adds the products of the other part.
+  __device__ void add_other_part(Scores<Config>& s) {
+    if constexpr (Config::kParts == 2) {
+      using Partial = PartialScores<s.kRows, s.kCols>;
+      static_assert(Config::kTile.warps * sizeof(Partial) <= sizeof(shared.k));
+      auto* partials = reinterpret_cast<Partial*>(shared.k.data);
+      __syncthreads();  // all have read K
+      partials[warp_id()].store(s, lane_id());
+      ptx::sync_barrier<64>(1 + warp_id() % Config::kPartWarps);
+      partials[(warp_id() + Config::kPartWarps) % Config::kTile.warps].add_to(s, lane_id());
+    }
   }
 
   // kCut: whether the mask hides some of the block's keys from some row. Two loop bodies are faster than one with a
@@ -91,24 +129,25 @@ struct FwdWalk {
     load_v<!kCut>();
     Scores<Config> s;
     s.fill(0);
-    gemm<Config::kHeadDim>(s, along_cols(shared.q, warp_row), along_cols(shared.k));
-    make_scores<Config>(s, p, shared.work, warp_row, n, kCut);
+    gemm<Config::kChannels>(s, along_cols(own(shared.q), share.row), along_cols(own(shared.k)));
+    add_other_part(s);
+    make_scores<Config>(s, p, shared.work, share.row, n, kCut);
     float shrink[s.kLaneRows];
     softmax.update(s, shrink);
     o.scale_rows(shrink);
-    drop<Config>(s, p, shared.work.tile, warp_row, n);
+    drop<Config>(s, p, shared.work.tile, share.row, n);
     const auto probabilities = pack<T>(s);
 
     ptx::wait_copies<0>();
-    __syncthreads();  // V(n) is here, and nobody reads K(n) any more
+    __syncthreads();  // V(n) is here, and nobody reads K(n), or what took its place, any more
     if (n > shared.work.blocks.first) load_k<true>();
-    gemm<Config::kKeys>(o, probabilities, along_rows(shared.v));
+    gemm<Config::kKeys>(o, probabilities, along_rows(own(shared.v)));
   }
 
   __device__ void run() {
     const auto [first, last] = shared.work.blocks;
     if (last < first) return;
-    load_queries<Config>(shared.q, p, p.plan.tiling, shared.work);
+    load_queries<Config>(own(shared.q), p, p.plan.tiling, shared.work, share.channel);
     load_k<false>();
     const Interval whole = shared.work.whole_blocks();
     for (int n = last; n >= first;) {
@@ -119,24 +158,40 @@ struct FwdWalk {
   }
 };
 
-template <typename Config>
-__device__ void store_out(FwdShared<Config>& shared, const FwdSm80Params& p, const FwdWork<Config>& work, int warp_row,
-                          Output<Config>& o, const Softmax<Config>& softmax) {
-  normalize<Config>(o, p, softmax);
-  store_fragment(shared.q, o, warp_row);
+// Writes what `Pack` makes of O to a tensor like out, through the place of Q.
+template <typename Config, typename Pack>
+__device__ void store_to(const TensorRef<>& x, FwdShared<Config>& shared, const FwdSm80Params& p,
+                         const FwdWork<Config>& work, const WarpShare<Config>& share, const Output<Config>& o) {
+  auto& tile = columns_of<Config::kChannels>(shared.q, share.part);
+  const int cols = head_dim_v<Config::kPlain>(p.problem) - share.channel;
+  store_fragment(tile, o, share.row, 0, Pack());
   __syncwarp();
   if (Config::kPlain || p.aligned) {
-    with_query_rows<typename Config::T>(p.plan.tiling, p.out, work, [&](const auto& rows) {
-      store_rows<Config::kWarpRows>(shared.q, rows, warp_row, p.problem.head_dim);
+    with_query_rows<typename Config::T>(p.plan.tiling, x, work, [&](auto rows) {
+      rows.data += share.channel;
+      store_rows<Config::kWarpRows>(tile, rows, share.row, cols);
     });
   } else {
-    store_scattered<Config::kWarpRows>(shared.q, packed_rows<typename Config::T>(p.out, work), warp_row,
-                                       p.problem.head_dim, p.out.head_dim);
+    auto rows = packed_rows<typename Config::T>(x, work);
+    rows.data += share.channel * x.head_dim;
+    store_scattered<Config::kWarpRows>(tile, rows, share.row, cols, x.head_dim);
   }
 }
 
 template <typename Config>
-__global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_constant__ FwdSm80Params p) {
+__device__ void store_out(FwdShared<Config>& shared, const FwdSm80Params& p, const FwdWork<Config>& work,
+                          const WarpShare<Config>& share, Output<Config>& o, const Softmax<Config>& softmax) {
+  using T = typename Config::T;
+  normalize<Config>(o, p, softmax);
+  if (p.out_lo.data != nullptr) {
+    store_to<Config, Residue<T>>(p.out_lo, shared, p, work, share, o);
+    __syncwarp();  // all lanes have read what they write
+  }
+  store_to<Config, Rounded<T>>(p.out, shared, p, work, share, o);
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kBlockThreads) void fwd_kernel(const __grid_constant__ FwdSm80Params p) {
   auto& shared = shared_memory<FwdShared<Config>>();
   if (warp_id() == 0) {
     const FwdWork<Config> work(p, p.plan.tiling, p.plan.splits);
@@ -146,21 +201,22 @@ __global__ __launch_bounds__(Config::kThreads) void fwd_kernel(const __grid_cons
   const FwdWork<Config>& work = shared.work;
   if (!work.exists()) return;
 
-  const int warp_row = warp_id() * Config::kWarpRows;
+  const WarpShare<Config> share;
   Output<Config> o;
   o.fill(0);
   Softmax<Config> softmax(score_scale_log2<Config::kFeatures>(p.problem));
-  FwdWalk<Config>(p, shared, warp_row, o, softmax).run();
-  if (work.num_splits() > 1 && !merge_splits<Config::kThreads>(p.plan.splits, work, warp_row, o, softmax)) return;
-  store_lse<Config>(p, work, warp_row, softmax);
-  store_out<Config>(shared, p, work, warp_row, o, softmax);
+  FwdWalk<Config>(p, shared, share, o, softmax).run();
+  if (work.num_splits() > 1 && !merge_splits<Config::kBlockThreads>(p.plan.splits, work, share.row, o, softmax)) return;
+  add_sinks<Config>(softmax, p, work, share.row);
+  if (share.part == 0) store_lse<Config>(p, work, share.row, softmax);
+  store_out<Config>(shared, p, work, share, o, softmax);
 }
 
 template <typename T, int kHeadDim, Features kFeatures>
 void run_fwd(const FwdSm80Params& p, cudaStream_t stream) {
   using Config = FwdConfig<T, kHeadDim, kFeatures>;
   const LaunchShape shape{.grid = dim3(p.plan.tiling.tiles.value * p.plan.splits.count),
-                          .block = dim3(Config::kThreads),
+                          .block = dim3(Config::kBlockThreads),
                           .shared_bytes = sizeof(FwdShared<Config>)};
   launch<fwd_kernel<Config>>(shape, p, stream);
 }

@@ -11,6 +11,12 @@
 //
 // The producer takes the next tile from a counter in global memory when the last keys of a tile are on their way: as
 // late as it can, so that long and short tiles even out.
+//
+// Beyond 256 channels, two blocks, a cluster, have a tile together: each has half of the channels of Q, K, V and O. A
+// block works as above, but for S: its warpgroups send their products to those of the other block, and add what these
+// send. That takes 1/4 of the time for which 128 rows and 64 keys keep the tensor cores busy to write and read shared
+// memory, beside the product P V that runs meanwhile. In one block, O of 512 channels leaves room for 64 rows only,
+// which reads K and V twice as often from the L2 cache and exchanges as much.
 #pragma once
 
 #include "common/launch.h"
@@ -29,7 +35,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<FwdSm90Shared<Config>>();
   if (threadIdx.x == 0) shared.init();
-  __syncthreads();
+  Config::kParts == 1 ? __syncthreads() : ptx::sync_cluster();
   const int rank = warpgroup_id();
   if (rank < Config::kConsumers) {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
@@ -41,22 +47,27 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
 #endif
 }
 
-template <typename T, int kHeadDim, Features kFeatures, bool kWide>
+template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV>
 void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
-  using Config = FwdSm90Config<T, kHeadDim, kFeatures, kWide>;
+  using Config = FwdSm90Config<T, kHeadDim, kFeatures, kWide, kHeadDimV>;
   using Shared = FwdSm90Shared<Config>;
   const Problem& problem = p.problem;
-  const int64_t head_dim = problem.head_dim, entries_q = problem.cu_seqlens_q ? 1 : problem.batch;
+  const int64_t head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
+  const int64_t entries_q = problem.cu_seqlens_q ? 1 : problem.batch;
   const int64_t keys = problem.cu_seqlens_k ? problem.seqlen_k : problem.capacity_k;
   // With an index into the batch, how many entries k and v have is not known here.
   const int64_t entries_k = problem.cu_seqlens_k ? 1 : problem.batch_index ? kMaxSeqlen : problem.batch;
   const FwdSm90Launch args{
       .q = map_of<typename Shared::OwnRows>(p.q, head_dim, problem.heads, problem.seqlen_q, entries_q),
       .k = map_of<typename Shared::Keys>(p.k, head_dim, problem.heads_k, keys, entries_k),
-      .v = map_of<typename Shared::Keys>(p.v, head_dim, problem.heads_k, keys, entries_k),
-      .out = map_of<typename Shared::Rows>(p.out, head_dim, problem.heads, problem.seqlen_q, entries_q, kWarpgroupRows),
+      .v = map_of<typename Shared::Values>(p.v, head_dim_v, problem.heads_k, keys, entries_k),
+      .out =
+          map_of<typename Shared::Rows>(p.out, head_dim_v, problem.heads, problem.seqlen_q, entries_q, kWarpgroupRows),
       .params = p};
-  const LaunchShape shape{.grid = dim3(p.plan.blocks), .block = dim3(Config::kThreads), .shared_bytes = sizeof(Shared)};
+  const LaunchShape shape{.grid = dim3(p.plan.blocks),
+                          .block = dim3(Config::kThreads),
+                          .shared_bytes = sizeof(Shared),
+                          .cluster = Config::kParts};
   launch<fwd_sm90_kernel<Config>>(shape, args, stream);
 }
 

@@ -6,6 +6,7 @@
 #include "flash_attn/rows.cuh"
 #include "flash_attn/schedule.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
 #include "tile/load.cuh"
 #include "tile/pipeline.cuh"
@@ -47,6 +48,7 @@ struct Consumer {
   RingCursor<Config::kQueryStages> q_at;
   RingCursor<Config::kStages> k_at, v_at;
   RingCursor<2> work_at;
+  RingCursor<1> box_at;
 
   Output<Config> o;
   Softmax<Config> softmax;
@@ -93,8 +95,8 @@ struct Consumer {
   }
 
   __device__ void start_scores(Scores<Config>& s) {
-    start_gemm<Config::kHeadDim>(s, along_cols(shared.q[q_at.stage][rank]), along_cols(shared.k[k_at.stage]),
-                                 /*accumulate=*/false);
+    start_gemm<Config::kChannels>(s, along_cols(shared.q[q_at.stage][rank]), along_cols(shared.k[k_at.stage]),
+                                  /*accumulate=*/false);
   }
   __device__ void start_output() {
     start_gemm<Config::kKeys>(o, probabilities, along_rows(shared.v[v_at.stage]), /*accumulate=*/has_output);
@@ -112,11 +114,23 @@ struct Consumer {
     start_scores(s);
   }
 
+  // Sends the products of these channels to the cluster's other block, and adds those that it sends. What follows from
+  // the thread's rank is computed anew each time: there are no registers to keep it.
+  __device__ void add_other_part(Scores<Config>& s) {
+    if constexpr (Config::kParts == 2) {
+      const int thread = unkept(threadIdx.x);
+      shared.boxes[thread / kWarpgroup].add_other_part(s, 1 - Config::part(), thread, box_at);
+    }
+  }
+
   __device__ void begin(Scores<Config>& s, const Work& work, bool cut) {
-    const int n = work.blocks.last, end = work.seq.k.length - n * Config::kKeys;
+    // With ranges, keys after the last that some row sees may belong to another document, and count as not there.
+    const int n = work.blocks.last;
+    const int end = (Config::kRanged ? work.seen.last + 1 : work.seq.k.length) - n * Config::kKeys;
     float shrink[s.kLaneRows];
     softmax = Softmax<Config>(softmax.scale_log2);
     has_output = false;
+    add_other_part(s);
     make_scores<Config>(s, p, work, warp_row, n, cut);
     softmax.update(s, shrink);
     drop<Config>(s, p, work.tile, warp_row, n);
@@ -141,13 +155,16 @@ struct Consumer {
     fence(o, probabilities);
     start_output();
     pass_turn();
+    BlockBias<Config> bias(p.problem, work, warp_row, n);  // on its way during the products
     wait_gemms<1>(s);
     release(shared.k_ring, k_at);
     if (Config::kQueryStages == 1 && is_last) release_queries();
-    make_scores<Config>(s, p, work, warp_row, n, kCut);
+    add_other_part(s);
+    make_scores<Config>(s, bias, p, work, warp_row, n, kCut);
     bool grown = true;
     if constexpr (Config::kRarelyRescales) {
-      grown = softmax.update_max_if_grown(s, shrink);
+      // 2^8 is far from overflow, in 16 bits, too. Where the maximum itself is wanted, it may not lag behind.
+      grown = softmax.update_max_if_grown(s, shrink, Config::kPlain || p.row_max == nullptr ? 8 : 0);
     } else {
 #pragma unroll
       for (int r = 0; r < s.kLaneRows; ++r) shrink[r] = softmax.update_max(s, r);
@@ -165,11 +182,18 @@ struct Consumer {
     if (grown) o.scale_rows(shrink);
   }
 
+  // Writes what `Pack` makes of O to a tensor like out, row by row.
+  template <typename Pack>
+  __device__ void store_rows_to(const TensorRef<>& x, const Work& work) {
+    auto rows = strided_rows<T>(x, work);
+    rows.data += Config::channel();
+    store_rows<T>(o, rows, warp_row, p.problem.head_dim_v - Config::channel(), Pack());
+  }
+
   // Writes O through shared memory, as one copy; row by row where other rows follow those of the tile.
   __device__ void store_out(const Work& work) {
-    const auto rows = strided_rows<T>(p.out, work);
     if constexpr (!Config::kTile.staged_output) {
-      store_rows<T>(o, rows, warp_row, p.problem.head_dim);
+      store_rows_to<Rounded<T>>(p.out, work);
     } else {
       const int row0 = kWarpgroupRows * rank;
       if (leads()) ptx::wait_stores_read();
@@ -177,7 +201,8 @@ struct Consumer {
       store_matrices(shared.out, pack<T>(o), warp_row);
       if (p.problem.cu_seqlens_q != nullptr && work.rows.count < row0 + kWarpgroupRows) {
         __syncwarp();
-        return store_rows<Config::kWarpRows>(shared.out, rows, warp_row, p.problem.head_dim);
+        const auto rows = strided_rows<T>(p.out, work);
+        return store_rows<Config::kWarpRows>(shared.out, rows, warp_row, p.problem.head_dim_v);
       }
       ptx::fence_async_shared();
       ptx::sync_barrier<kWarpgroup>(own_barrier());
@@ -230,22 +255,31 @@ struct Consumer {
       start_output();
       const Work& done = *work;
       const auto done_at = work_at;
-      work_at.advance();
-      work = &next_work();
-      start_first_scores(s, *work);
+      if constexpr (Config::kManyTiles) {
+        work_at.advance();
+        work = &next_work();
+        start_first_scores(s, *work);
+      }
       pass_turn();
-      walk = walk_of(*work);
+      if constexpr (Config::kManyTiles) walk = walk_of(*work);
       softmax.finish();
-      wait_gemms<1>(o);
+      add_sinks<Config>(softmax, p, done, warp_row);
+      wait_gemms<Config::kManyTiles ? 1 : 0>(o);
       release(shared.v_ring, v_at);
       normalize<Config>(o, p, softmax);
+      // First, so that the registers of O become free as store_out rounds it.
+      if (p.out_lo.data != nullptr) store_rows_to<Residue<T>>(p.out_lo, done);
       store_out(done);
-      store_lse<Config>(p, done, warp_row, softmax);  // last, or else the fence of store_out waits for it
+      // Last, or else the fence of store_out waits for it.
+      if (Config::part() == 0) store_lse<Config>(p, done, warp_row, softmax);
       __syncwarp();
       if (lane_id() == 0) shared.work_ring.release(done_at);
+      if constexpr (!Config::kManyTiles) break;
       wait_gemms<0>(s);
     }
     if (leads()) ptx::wait_stores_read();
+    // Or else the other block might arrive at a barrier that is gone.
+    if constexpr (Config::kParts == 2) shared.boxes[rank].other_empty.wait(box_at.round ^ 1);
   }
 };
 

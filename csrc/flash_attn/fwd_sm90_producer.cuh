@@ -7,6 +7,7 @@
 #include "flash_attn/rows.cuh"
 #include "flash_attn/schedule.cuh"
 #include "flash_attn/sequence.cuh"
+#include "flash_attn/softmax.cuh"
 #include "ptx/tma.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/vec.cuh"
@@ -46,20 +47,22 @@ struct Producer {
       ring.wait_empty(q_at);
       auto& arrived = ring.expect_tx(q_at, sizeof(typename Shared::OwnRows));
       load_async(shared.q[q_at.stage][rank], maps.q, work.seq.q.first + work.tile.row0 + kWarpgroupRows * rank,
-                 work.tile.head, work.seq.q.batch, arrived);
+                 work.tile.head, work.seq.q.batch, arrived, Config::channel());
     }
     q_at.advance();
   }
   __device__ void load_k(const Span& keys, int head, int n) {
     shared.k_ring.wait_empty(k_at);
     auto& arrived = shared.k_ring.expect_tx(k_at, sizeof(typename Shared::Keys));
-    load_async(shared.k[k_at.stage], maps.k, keys.first + n * Config::kKeys, head, keys.batch, arrived);
+    load_async(shared.k[k_at.stage], maps.k, keys.first + n * Config::kKeys, head, keys.batch, arrived,
+               Config::channel());
     k_at.advance();
   }
   __device__ void load_v(const Span& keys, int head, int n) {
     shared.v_ring.wait_empty(v_at);
-    auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Keys));
-    load_async(shared.v[v_at.stage], maps.v, keys.first + n * Config::kKeys, head, keys.batch, arrived);
+    auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Values));
+    load_async(shared.v[v_at.stage], maps.v, keys.first + n * Config::kKeys, head, keys.batch, arrived,
+               Config::channel());
     v_at.advance();
   }
   __device__ void load_last_v() {
@@ -91,23 +94,36 @@ struct Producer {
     last_v = {work.seq.k, head, first};
   }
 
-  // Writes the results of rows that see no keys.
-  __device__ void store_nothing(const Work& work) const {
-    const int col = 8 * lane_id();
-    auto rows = strided_rows<T>(p.out, work);
-    float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head) + work.tile.row0;
+  // Writes zeros to a tensor like out.
+  __device__ void store_zeros(const TensorRef<>& x, const Work& work) const {
+    static_assert(Config::kChannels <= 8 * 32);
+    const int col = Config::channel() + 8 * lane_id();
+    auto rows = strided_rows<T>(x, work);
     for (int row = 0; row < work.rows.count; ++row, rows.move(1)) {
-      if (col < p.problem.head_dim) store(rows.address() + col, Vec<T, 8>{});
-      if (col == 0) lse[row] = INFINITY;
+      if (col < p.problem.head_dim_v) store(rows.address() + col, Vec<T, 8>{});
     }
   }
 
-  // How many tiles were taken before this one, not counting the first tile of each block.
-  __device__ int take_tile() const { return atomicAdd(p.plan.taken, 1); }
+  // Writes the results of rows that see no keys.
+  __device__ void store_nothing(const Work& work) const {
+    store_zeros(p.out, work);
+    if (p.out_lo.data != nullptr) store_zeros(p.out_lo, work);
+    if (Config::part() != 0) return;
+    const float lse_of_none = lse_of_sink(sink_of(p.problem, work.tile.entry, work.tile.head));
+    for (int row = lane_id(); row < work.rows.count; row += 32) {
+      store_row<Config>(p, work, row, lse_of_none, -INFINITY, /*scale_log2=*/1);
+    }
+  }
+
+  // How many tiles were taken before this one, not counting the first tile of each block; as many as there are if each
+  // block has but one.
+  __device__ int take_tile() const {
+    return Config::kManyTiles ? atomicAdd(p.plan.taken, 1) : static_cast<int>(p.plan.tiling.tiles.value);
+  }
 
   __device__ void run() {
     const int num_tiles = p.plan.tiling.tiles.value;
-    int index = blockIdx.x;
+    int index = blockIdx.x / Config::kParts;
     while (index < num_tiles) {
       const Work work(p, p.plan.tiling, ordered_tile<Config::kRows>(p.problem, p.plan, index));
       const bool has_keys = work.exists() && !work.blocks.empty();

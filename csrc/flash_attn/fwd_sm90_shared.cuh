@@ -6,8 +6,10 @@
 #include "common/tensor_map.h"
 #include "flash_attn/fwd_plan.h"
 #include "flash_attn/fwd_tiles.h"
+#include "flash_attn/partial_box.cuh"
 #include "flash_attn/schedule.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/shared.cuh"
 #include "tile/warpgroup.cuh"
@@ -22,48 +24,63 @@ struct FwdSm90Launch {
   FwdSm90Params params;
 };
 
-template <typename T_, int kHeadDim_, Features kFeatures_, bool kWide_>
+template <typename T_, int kHeadDim_, Features kFeatures_, bool kWide_, int kHeadDimV_ = kHeadDim_>
 struct FwdSm90Config {
   using T = T_;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kPlain = kFeatures == Features::kPlain;
-  static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_);
+  static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
+  static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_, kHeadDimV);
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
+  static constexpr int kParts = channel_parts(kHeadDim);                                // blocks of a cluster
+  static constexpr int kChannels = kHeadDim / kParts, kChannelsV = kHeadDimV / kParts;  // of a block
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
+  // Blocks of a cluster would have to agree on the next tile.
+  static constexpr bool kManyTiles = kParts == 1;
   // The producer needs few registers, and the consumers get the others.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   // How many of a lane's two rows are exponentiated before the wait for the second product. The other row then runs
   // beside the rescaling of O and the packing of P, which is faster where the product is short.
-  static constexpr int kRowsUnderProduct = kHeadDim <= 128 ? 1 : 2;
+  static constexpr int kRowsUnderProduct = kChannelsV <= 128 ? 1 : 2;
   // Whether O is rescaled only where a maximum has grown much. That is faster where O is long; otherwise rescaling
   // hides beside the exponentials, and a branch around it makes the compiler place them worse.
-  static constexpr bool kRarelyRescales = kHeadDim > 192;
+  static constexpr bool kRarelyRescales = kChannelsV > 192;
+  static_assert(kParts == 1 || kChannelsV == kChannels);
+
+  __device__ static int part() { return kParts == 1 ? 0 : ptx::cluster_rank(); }
+  __device__ static int channel() { return part() * kChannels; }  // the block's first
 };
 
 template <typename Config>
 struct FwdSm90Shared {
   using T = typename Config::T;
-  using Rows = SharedTile<T, Config::kRows, Config::kHeadDim>;
-  using OwnRows = SharedTile<T, kWarpgroupRows, Config::kHeadDim>;  // of a warpgroup
-  using Keys = SharedTile<T, Config::kKeys, Config::kHeadDim>;
+  using Rows = SharedTile<T, Config::kRows, Config::kChannelsV>;     // of O
+  using OwnRows = SharedTile<T, kWarpgroupRows, Config::kChannels>;  // of Q, of a warpgroup
+  using Keys = SharedTile<T, Config::kKeys, Config::kChannels>;
+  using Values = SharedTile<T, Config::kKeys, Config::kChannelsV>;
+  using Boxes = PartialBox<Config::kWarpRows, Config::kKeys>[Config::kConsumers];
   struct None {};
 
   OwnRows q[Config::kQueryStages][Config::kConsumers];
-  Keys k[Config::kStages], v[Config::kStages];
+  Keys k[Config::kStages];
+  Values v[Config::kStages];
   std::conditional_t<Config::kTile.staged_output, Rows, None> out;
   FwdWork<Config> work[2];  // the one in progress and the next
   Ring<Config::kQueryStages> q_rings[Config::kConsumers];
   Ring<Config::kStages> k_ring, v_ring;
   Ring<2> work_ring;
+  std::conditional_t<(Config::kParts > 1), Boxes, None> boxes;
 
   __device__ void init() {
     for (auto& ring : q_rings) ring.init(1);
     k_ring.init(Config::kConsumers);
     v_ring.init(Config::kConsumers);
     work_ring.init(Config::kConsumerWarps);
+    if constexpr (Config::kParts > 1) {
+      for (auto& box : boxes) box.init();
+    }
     ptx::fence_barrier_init();
   }
 };

@@ -1,10 +1,13 @@
 // What the forward kernels share, whatever loads their tiles and multiplies them: products become scores, and sums of
-// exponentials become results. A Config says what a warp has of a block: kWarpRows rows and kKeys keys.
+// exponentials become results. A Config says what a warp has of a block: kWarpRows rows, kKeys keys, kChannels
+// channels of Q and K and kChannelsV of V and O.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
+#include "flash_attn/bias.cuh"
 #include "flash_attn/dropout.cuh"
 #include "flash_attn/mask.cuh"
 #include "flash_attn/params.h"
@@ -20,14 +23,52 @@ namespace flash::flash_attn {
 template <typename Config>
 using Scores = Fragment<Config::kWarpRows, Config::kKeys>;
 template <typename Config>
-using Output = Fragment<Config::kWarpRows, Config::kHeadDim>;
+using Output = Fragment<Config::kWarpRows, Config::kChannelsV>;
 template <typename Config>
 using Softmax = OnlineSoftmax<Config::kWarpRows>;
 
+// The bias of a block of scores. Without one, or in instances that know none, there is nothing in it.
+template <typename Config>
+struct BlockBias {
+  struct None {};
+  std::conditional_t<Config::kPlain, None, BiasBlock<Config::kWarpRows, Config::kKeys>> elements;
+
+  // Starts to load it. `warp_row` is the warp's first row.
+  template <typename Work>
+  __device__ BlockBias(const Problem& p, const Work& work, int warp_row, int block) {
+    if constexpr (!Config::kPlain) {
+      if (p.bias.data == nullptr) return;
+      elements.load(p.bias, Starts(p, work, warp_row).of_rows, block * Config::kKeys);
+    }
+  }
+
+  template <typename Work>
+  __device__ void add_to(Scores<Config>& s, const Problem& p, const Work& work, int warp_row, int block) {
+    if (p.bias.data == nullptr) return;
+    elements.add_to(s, p.bias, Starts(p, work, warp_row).of_rows, block * Config::kKeys);
+  }
+
+ private:
+  // Where the lane's rows start in the bias: in place of those that do not exist, the last one.
+  struct Starts {
+    int64_t of_rows[Scores<Config>::kLaneRows];
+
+    template <typename Work>
+    __device__ Starts(const Problem& p, const Work& work, int warp_row) {
+#pragma unroll
+      for (int r = 0; r < Scores<Config>::kLaneRows; ++r) {
+        const int row = min(warp_row + Scores<Config>::row(r), work.rows.count - 1);
+        of_rows[r] = row_start(p.bias.rows, work.tile.entry, work.tile.head + work.rows.head(row),
+                               work.seq.q.first + work.rows.token(row));
+      }
+    }
+  };
+};
+
 // Turns products into scores; where the mask cuts the block, hides what it says. `warp_row` is the warp's first row.
 template <typename Config, typename Work>
-__device__ void make_scores(Scores<Config>& s, const FwdParams& p, const Work& work, int warp_row, int block,
-                            bool cut) {
+__device__ void make_scores(Scores<Config>& s, BlockBias<Config>& bias, const FwdParams& p, const Work& work,
+                            int warp_row, int block, bool cut) {
   if (Config::kPlain && !cut) return;
   int tokens[s.kLaneRows];
 #pragma unroll
@@ -45,8 +86,17 @@ __device__ void make_scores(Scores<Config>& s, const FwdParams& p, const Work& w
       }
       subtract_distance(s, slopes, own_keys, block * Config::kKeys);
     }
+    bias.add_to(s, p.problem, work, warp_row, block);
   }
   if (cut) hide(s, work.mask, tokens, block * Config::kKeys, -INFINITY);
+}
+
+// The same with a bias that nobody has begun to load.
+template <typename Config, typename Work>
+__device__ void make_scores(Scores<Config>& s, const FwdParams& p, const Work& work, int warp_row, int block,
+                            bool cut) {
+  BlockBias<Config> bias(p.problem, work, warp_row, block);
+  make_scores<Config>(s, bias, p, work, warp_row, block, cut);
 }
 
 // Sets dropped elements to 0, for O: the row sums already count them. Heads are not packed with dropout, so that rows
@@ -57,6 +107,22 @@ __device__ void drop(Scores<Config>& s, const FwdParams& p, const WorkTile& tile
     if (p.problem.rng_state == nullptr) return;
     const Dropout dropout(p.problem, tile.entry, tile.head);
     dropout.for_each_dropped(s, tile.row0 + warp_row, block * Config::kKeys, [&](int r, int c) { s(r, c) = 0; });
+  }
+}
+
+// The score of the sink of a row, or -inf.
+template <typename Work>
+__device__ float sink_of(const FwdParams& p, const Work& work, int row) {
+  return sink_of(p.problem, work.tile.entry, work.tile.head + work.rows.head(row));
+}
+
+// Adds the sinks to the sums of all keys.
+template <typename Config, typename Work>
+__device__ void add_sinks(Softmax<Config>& softmax, const FwdParams& p, const Work& work, int warp_row) {
+#pragma unroll
+  for (int r = 0; r < softmax.kLaneRows; ++r) {
+    const float sink = sink_of(p, work, warp_row + Output<Config>::row(r));
+    softmax.sum[r] += exp_of_sink(sink, softmax.max[r], softmax.scale_log2);
   }
 }
 
@@ -71,7 +137,16 @@ __device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<C
   o.scale_rows(factors);
 }
 
-// Writes lse: each lane of a quad has one of the rows that the quad shares.
+// Writes lse and, if it is wanted, the largest score of a row.
+template <typename Config, typename Work>
+__device__ void store_row(const FwdParams& p, const Work& work, int row, float lse, float max, float scale_log2) {
+  const int64_t index = row_index(p.problem, work.seq.q, work.tile.head) +
+                        int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row);
+  p.softmax_lse[index] = lse;
+  if (!Config::kPlain && p.row_max != nullptr) p.row_max[index] = max * (scale_log2 * kLn2);
+}
+
+// The same for all rows: each lane of a quad has one of the rows that the quad shares.
 template <typename Config, typename Work>
 __device__ void store_lse(const FwdParams& p, const Work& work, int warp_row, const Softmax<Config>& softmax) {
   const int mine = lane_id() % 4, row = warp_row + Output<Config>::row(mine);
@@ -81,9 +156,8 @@ __device__ void store_lse(const FwdParams& p, const Work& work, int warp_row, co
   for (int r = 1; r < softmax.kLaneRows; ++r) {
     if (r == mine) max = softmax.max[r], sum = softmax.sum[r];
   }
-  float* lse = row_values(p.softmax_lse, p.problem, work.seq.q, work.tile.head);
-  lse[int64_t{work.rows.head(row)} * p.problem.seqlen_q + work.rows.token(row)] =
-      log_sum_exp(max, sum, softmax.scale_log2);
+  const float lse = log_sum_exp(sink_of(p, work, row), max, sum, softmax.scale_log2);
+  store_row<Config>(p, work, row, lse, max, softmax.scale_log2);
 }
 
 }  // namespace flash::flash_attn

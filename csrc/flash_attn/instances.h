@@ -14,7 +14,7 @@ namespace flash::flash_attn {
 template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_fwd(const FwdSm80Params& p, cudaStream_t stream);
 
-template <typename T, int kHeadDim, Features kFeatures, bool kWide>
+template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV = kHeadDim>
 [[gnu::weak]] void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures>
@@ -23,7 +23,7 @@ template <typename T, int kHeadDim, Features kFeatures>
 template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_bwd(const BwdSm80Params& p, cudaStream_t stream);
 
-template <typename T, int kHeadDim, Features kFeatures>
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV = kHeadDim>
 [[gnu::weak]] void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, int kWidth>

@@ -20,7 +20,13 @@ void dmask(const DmaskParams& p, cudaStream_t stream);
 // Puts new keys and values into a cache, and rotates them and the queries.
 void append(const AppendParams& p, cudaStream_t stream);
 
+// Writes the ranges that rows see for all reasons.
+void ranges(const RangesParams& p, cudaStream_t stream);
+
 // Computes the gradients of attention on the current device. `plan` comes from plan_bwd and has its scratch.
 void bwd(const BwdParams& p, const BwdPlan& plan, cudaStream_t stream);
+
+// Computes the gradient of the sink from what the backward has written.
+void sink_gradient(const SinkParams& p, cudaStream_t stream);
 
 }  // namespace flash::flash_attn

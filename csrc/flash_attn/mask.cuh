@@ -1,6 +1,7 @@
 // The mask is an interval: row i sees the keys max(0, i + D - left) .. min(seqlen_k - 1, i + D + right), inclusive,
 // with D = seqlen_k - seqlen_q. Neither end moves back as i grows, so that first and last row of a tile bound all of
-// it.
+// it. With key ranges, row i sees those keys of its interval that lie in its range, too; then nothing follows for the
+// rows between two, and the lanes of a warp look at all rows of a tile together.
 #pragma once
 
 #include <cmath>
@@ -51,6 +52,47 @@ struct Mask {
   __device__ Interval rows_that_see(const Interval& keys) const {
     return {max(0, keys.first - diagonal() - right), min(seqlen_q - 1, keys.last - diagonal() + left)};
   }
+};
+
+// The mask of a tile of rows with key ranges; without, the same as Mask.
+struct RangedMask : Mask {
+  const int* ranges;  // of row 0; may be null
+  int64_t step;       // from row to row
+  Interval any, all;  // the keys that some row of the tile sees, but for gaps between rows, and those that all see
+
+  // All lanes of a warp must call it together.
+  __device__ RangedMask(const Problem& p, const Sequence& seq, int head, const Interval& rows)
+      : Mask(p, seq), ranges(p.ranges.data), step(p.ranges.seqlen) {
+    if (ranges == nullptr) {
+      any = Mask::keys_seen_by_any(rows), all = Mask::keys_seen_by_all(rows);
+      return;
+    }
+    ranges += seq.q.batch * p.ranges.batch + head * p.ranges.heads + seq.q.first * step;
+    any = {kMaxSeqlen, -1}, all = {0, kMaxSeqlen};
+    for (int row = rows.first + lane_id(); row <= rows.last; row += 32) {
+      const Interval seen = keys_seen_by(row);
+      all = intersection(all, seen);
+      if (!seen.empty()) any = {min(any.first, seen.first), max(any.last, seen.last)};
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      const auto of_others = [&](int x) { return __shfl_xor_sync(~0u, x, lanes); };
+      any = {min(any.first, of_others(any.first)), max(any.last, of_others(any.last))};
+      all = intersection(all, {of_others(all.first), of_others(all.last)});
+    }
+    if (all.empty()) all = {0, -1};
+  }
+
+  // For a row that does not exist, that of the last one.
+  __device__ Interval keys_seen_by(int row) const {
+    const Interval seen = Mask::keys_seen_by(row);
+    if (ranges == nullptr) return seen;
+    const int2 range = __ldg(reinterpret_cast<const int2*>(ranges + min(row, seqlen_q - 1) * step));
+    return intersection(seen, {range.x, min(max(range.y, 0), seqlen_k) - 1});
+  }
+  // Of the tile's rows.
+  __device__ Interval keys_seen_by_any(const Interval&) const { return any; }
+  __device__ Interval keys_seen_by_all(const Interval&) const { return all; }
 };
 
 // The blocks of kSize that an interval touches.
@@ -107,8 +149,9 @@ __device__ void hide_outside(Fragment<kRows, kCols>& s, IntervalOf&& interval, i
 
 // Writes `value` where a row does not see a key. rows[r] is the query row of the lane's r-th row; col0 is the key of
 // column 0.
-template <int kRows, int kCols>
-__device__ void hide(Fragment<kRows, kCols>& s, const Mask& mask, const int (&rows)[kRows / 8], int col0, float value) {
+template <typename AnyMask, int kRows, int kCols>
+__device__ void hide(Fragment<kRows, kCols>& s, const AnyMask& mask, const int (&rows)[kRows / 8], int col0,
+                     float value) {
   hide_outside(s, [&](int r) { return mask.keys_seen_by(rows[r]); }, col0, value);
 }
 

@@ -8,19 +8,50 @@
 #include "common/dtype.h"
 #include "common/tensor_ref.h"
 
+struct int2;  // of CUDA, as many ints
+struct int4;
+
 namespace flash::flash_attn {
 
 // The size of a window's side that has no bound. Sequences are shorter than 2^30, so that sums with it do not overflow.
 constexpr int kUnbounded = (1 << 30) - 1;
 constexpr int kMaxSeqlen = 1 << 30;
 
+// Which keys rows see besides what the window says: [first, end), in keys of the entry; anything outside of its keys,
+// or an end that is not after first, is empty there.
+struct KeyRanges {
+  const int* data;               // (batch, heads, rows of an entry, 2); packed: (heads, total_q, 2); null: all keys
+  int64_t batch, heads, seqlen;  // strides, in ints; 0 where one serves all
+  // For each tile of rows of a kernel: the smallest interval that holds those of all its rows, and the largest that
+  // lies in each of them, as (first, end, first, end). ranges.cuh fills it before the kernel.
+  int4* of_tiles;
+};
+
+// Where the row of an entry and a query head starts in a bias or in its gradient: strides in elements, 0 where one
+// serves all. Entry b is at [b / batch2_size, b % batch2_size] of two dimensions.
+struct BiasRows {
+  int64_t batch1, batch2, heads, seqlen;
+  Divisor batch2_size = Divisor(1);
+};
+
+// Numbers that are added to scores, or which keys rows see besides what the window says. The keys of a row are
+// adjacent, and the kernels read them in aligned pairs.
+struct Bias {
+  const void* data;  // (batch1, batch2, heads, rows of an entry, keys); packed: (heads, total_q, keys); null: none
+  DType dtype;
+  bool is_mask;  // whether elements are bool, true for a key that is seen
+  int keys;      // how many a row of it has, an even number
+  BiasRows rows;
+};
+
 // What forward and backward share: shapes, where sequences lie, which keys a row sees, how scores are made.
 struct Problem {
   DType dtype;
   int batch;
   int heads;
-  int heads_k;  // a divisor of heads; query head h reads key head h / (heads / heads_k)
-  int head_dim;
+  int heads_k;     // a divisor of heads; query head h reads key head h / (heads / heads_k)
+  int head_dim;    // of queries and keys
+  int head_dim_v;  // of values and out
 
   int seqlen_q;             // rows of every entry; if packed, of all entries together
   int seqlen_k;             // keys of every entry unless seqused_k says otherwise; if packed, of all entries together
@@ -41,6 +72,11 @@ struct Problem {
   const float* alibi_slopes;  // (batch, heads); may be null
   int64_t alibi_batch_stride;
 
+  KeyRanges ranges;
+  Bias bias;
+  const void* sink;  // (heads), the score of one more key, whose value is 0; may be null
+  DType sink_dtype;
+
   const int64_t* rng_state;  // (2), seed and offset of dropout, on the device; null without dropout
   int dropout_largest_kept;  // floor(255 (1 - p)): an element is kept if its random byte is at most this
   float dropout_rescale;     // 1 / (1 - p)
@@ -57,10 +93,12 @@ struct FwdParams {
   Problem problem;
   TensorRef<const void> q;  // (batch, seqlen_q, heads, head_dim); packed: (1, total_q, heads, head_dim)
   TensorRef<const void> k;  // (batch, seqlen_k, heads_k, head_dim); packed likewise; or (pages, page_size, heads_k, ..)
-  TensorRef<const void> v;  // like k
+  TensorRef<const void> v;  // like k, with head_dim_v channels
   Pages pages;
-  TensorRef<> out;     // like q
+  TensorRef<> out;     // like q, with head_dim_v channels
+  TensorRef<> out_lo;  // what rounding has taken off out, rounded too, with out's strides; data is null if not wanted
   float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q)
+  float* row_max;      // likewise, the largest score of each row, -inf where there is none; may be null
 
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
 };
@@ -95,25 +133,55 @@ struct AppendParams {
   bool queries_advance;  // query i is at the position of the i-th new key, not of the first
 };
 
+// Key ranges that also say what the window, chunks, causal entries and used rows say, for kernels that know only
+// ranges.
+struct RangesParams {
+  Problem problem;       // with the ranges that are given, if any
+  bool paged;            // whether keys are in pages
+  int chunk;             // a row sees keys of its own chunk of so many only; 0: of all
+  const int* seqused_q;  // (batch), how many rows of an entry are used; may be null
+  const void* causal;    // (batch), whether no row of an entry sees keys after its own; may be null
+  int causal_bytes;      // of an element, 1 or 4
+  int heads;             // of the result: 1, or those of the problem
+  int* ranges;           // (batch, heads, seqlen_q, 2); packed: (heads, total_q, 2)
+};
+
 constexpr int kRowPad = 128;  // the backward stores values of rows in whole blocks of so many
+
+// The gradient of a problem's bias: zeros, to which the backward adds.
+struct BiasGradient {
+  void* data;  // like Bias::data; null if it is not wanted
+  DType dtype;
+  bool is_sum;  // whether several scores share an element, which then has fp32
+  BiasRows rows;
+};
 
 struct BwdParams {
   Problem problem;
-  TensorRef<const void> dout;  // like q
+  TensorRef<const void> dout;  // like out
   TensorRef<const void> q;     // as in FwdParams; so are k, v and out, but there are no pages
   TensorRef<const void> k;
   TensorRef<const void> v;
   TensorRef<const void> out;
-  const float* softmax_lse;  // as in FwdParams
-  const float* dlse;         // its gradient; may be null
-  TensorRef<> dq;            // like q
-  TensorRef<> dk;            // like k
-  TensorRef<> dv;
+  TensorRef<const void> out_lo;  // as in FwdParams, with any strides; without data, out counts as exact
+  const float* softmax_lse;      // as in FwdParams
+  const float* dlse;             // its gradient; may be null
+  TensorRef<> dq;                // like q
+  TensorRef<> dk;                // like k
+  TensorRef<> dv;                // like v
   float* softmax_d;  // row sums of dout * out, less dlse, or 0 for a row that sees no key: (batch, heads, seqlen_q
                      // rounded up to kRowPad); packed: (heads, total_q + kRowPad * batch), entry b from
                      // cu_seqlens_q[b] + kRowPad * b on
 
+  BiasGradient dbias;
+
   bool aligned;  // whether all rows can be moved in chunks of 16 bytes
+};
+
+// The gradient of a problem's sink, after the backward.
+struct SinkParams {
+  BwdParams bwd;
+  void* dsink;  // (heads), of sink_dtype
 };
 
 }  // namespace flash::flash_attn

@@ -145,21 +145,23 @@ __device__ KeyRows<Config> key_rows(const FwdParams& p, const TensorRef<const vo
   }
 }
 
-// Loads a tile; `rows` starts at the first row that the thread loads, and its elements are `step` apart.
+// Loads a tile of the channels from `channel` to `cols`; `rows` starts at the first row that the thread loads, and its
+// elements are `step` apart.
 template <typename Config, bool kAllExist = false, typename Tile, typename Rows>
-__device__ void load_own_rows(Tile& tile, const Rows& rows, const FwdParams& p, int64_t step) {
+__device__ void load_own_rows(Tile& tile, Rows rows, const FwdParams& p, int cols, int64_t step, int channel = 0) {
+  rows.data += channel * step;
   if (Config::kPlain || p.aligned) {
-    load_own_rows_async<Config::kThreads, kAllExist>(tile, rows, p.problem.head_dim);
+    load_own_rows_async<Config::kThreads, kAllExist>(tile, rows, cols - channel);
   } else {
-    load_own_rows_scattered<Config::kThreads>(tile, rows, p.problem.head_dim, step);
+    load_own_rows_scattered<Config::kThreads>(tile, rows, cols - channel, step);
   }
 }
 
 template <typename Config, typename Tile, typename Work>
-__device__ void load_queries(Tile& tile, const FwdParams& p, const Tiling& tiling, const Work& work) {
+__device__ void load_queries(Tile& tile, const FwdParams& p, const Tiling& tiling, const Work& work, int channel = 0) {
   with_query_rows<typename Config::T>(tiling, p.q, work, [&](auto rows) {
     rows.move(first_loaded_row<Config::kThreads, Tile>());
-    load_own_rows<Config>(tile, rows, p, p.q.head_dim);
+    load_own_rows<Config>(tile, rows, p, p.problem.head_dim, p.q.head_dim, channel);
   });
 }
 

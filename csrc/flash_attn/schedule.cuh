@@ -1,6 +1,8 @@
 // Which part of the problem a block of a forward kernel works on.
 #pragma once
 
+#include <type_traits>
+
 #include "flash_attn/fwd_plan.h"
 #include "flash_attn/mask.cuh"
 #include "flash_attn/params.h"
@@ -76,13 +78,23 @@ struct TileRows {
   __device__ Interval tokens() const { return {token(0), token(count - 1)}; }
 };
 
+// The mask of a tile. With kRanged, all lanes of a warp must ask for it together.
+template <bool kRanged>
+__device__ auto mask_of(const Problem& p, const Sequence& seq, const WorkTile& tile, const TileRows& rows) {
+  if constexpr (kRanged) {
+    return RangedMask(p, seq, tile.head, rows.count > 0 ? rows.tokens() : Interval{0, -1});
+  } else {
+    return Mask(p, seq);
+  }
+}
+
 // What a block works on: all that follows from its tile.
-template <int kRows, int kKeys>
+template <int kRows, int kKeys, bool kRanged>
 struct Work {
   WorkTile tile;
   Sequence seq;
   TileRows rows;
-  Mask mask;
+  std::conditional_t<kRanged, RangedMask, Mask> mask;
   Interval seen;    // the keys that some row sees
   Interval blocks;  // those of the tile's split
   int all_blocks, blocks_per_split;
@@ -92,7 +104,7 @@ struct Work {
       : tile(own_tile),
         seq(p.problem, tile.entry, p.pages.block_table != nullptr),
         rows(tiling, seq, tile, kRows),
-        mask(p.problem, seq),
+        mask(mask_of<kRanged>(p.problem, seq, tile, rows)),
         seen(mask.keys_seen_by_any(rows.tokens())),
         blocks(blocks_of<kKeys>(seen)),
         all_blocks(blocks.last - blocks.first + 1),
@@ -128,6 +140,6 @@ struct Work {
 
 // The work of a kernel with the tile sizes of its Config.
 template <typename Config>
-using FwdWork = Work<Config::kRows, Config::kKeys>;
+using FwdWork = Work<Config::kRows, Config::kKeys, Config::kRanged>;
 
 }  // namespace flash::flash_attn

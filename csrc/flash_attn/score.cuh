@@ -1,8 +1,10 @@
 // From products to scores, and the derivative:
 //
-//   s = softmax_scale <q, k>;   s <- softcap tanh(s / softcap);   s <- s - slope |i + D - j|
+//   s = softmax_scale <q, k>;   s <- softcap tanh(s / softcap);   s <- s - slope |i + D - j|;   s <- s + bias(i, j)
 //
 // Plain instances leave the scale to the exponential: they keep <q, k>, and exp(s) is exp2(score_scale_log2 <q, k>).
+// The others keep log2(e) s. So exponents are differences of what they keep, which are exact where a bias of -1e9, or
+// of the smallest number, has eaten the other digits of all scores of a row.
 #pragma once
 
 #include <cmath>
@@ -21,24 +23,24 @@ constexpr float kLn2 = std::numbers::ln2_v<float>;
 // The factor by which exp2 multiplies the values that a kernel keeps as scores.
 template <Features kFeatures>
 __device__ float score_scale_log2(const Problem& p) {
-  return kFeatures == Features::kPlain ? p.softmax_scale * kLog2e : kLog2e;
+  return kHasPlainScores<kFeatures> ? p.softmax_scale * kLog2e : 1;
 }
 
 // The largest softcap for which the absolute error of cap() is small enough. Models use 15 to 50.
 constexpr float kMostSoftcapOfCap = 64;
 
-// softcap tanh(factor x), with an absolute error of a few 1e-7 of softcap. The instruction tanh.approx has a relative
+// most tanh(factor x), with an absolute error of a few 1e-7 of `most`. The instruction tanh.approx has a relative
 // error of 5e-4, which is too much.
-__device__ inline float cap(float x, float factor, float softcap) {
-  return softcap - 2 * softcap * ptx::reciprocal(1 + ptx::exp2(2 * kLog2e * factor * x));
+__device__ inline float cap(float x, float factor, float most) {
+  return most - 2 * most * ptx::reciprocal(1 + ptx::exp2(2 * kLog2e * factor * x));
 }
 
 // The same with a relative error of about 1e-6. Near 0, where the formula above loses digits, this sums the first terms
 // of the power series.
-__device__ inline float precise_cap(float x, float factor, float softcap) {
+__device__ inline float precise_cap(float x, float factor, float most) {
   const float t = factor * x, square = t * t;
   const float rest = square * (-1.f / 3 + square * (2.f / 15 + square * (-17.f / 315 + square * (62.f / 2835))));
-  return fabsf(t) < 0.3f ? softcap * (t + t * rest) : cap(x, factor, softcap);
+  return fabsf(t) < 0.3f ? most * (t + t * rest) : cap(x, factor, most);
 }
 
 // Replaces each of the lane's elements by fn(element), two at a time, in a loop through local memory. That is slow, but
@@ -54,24 +56,24 @@ __device__ void replace_in_loop(Fragment<kRows, kCols>& s, Fn&& fn) {
   s = copy;
 }
 
-// Turns products into scores, except for ALiBi.
+// Turns products into log2(e) s, except for ALiBi and the bias.
 template <int kRows, int kCols>
 __device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p) {
-  const float scale = p.softmax_scale, softcap = p.softcap, factor = scale / softcap;
-  if (softcap == 0) return s.for_each([&](float& x, int, int) { x *= scale; });
-  if (softcap > kMostSoftcapOfCap) return replace_in_loop(s, [&](float x) { return precise_cap(x, factor, softcap); });
-  s.for_each([&](float& x, int, int) { x = cap(x, factor, softcap); });
+  const float scale = p.softmax_scale * kLog2e, factor = p.softmax_scale / p.softcap, most = p.softcap * kLog2e;
+  if (p.softcap == 0) return s.for_each([&](float& x, int, int) { x *= scale; });
+  if (p.softcap > kMostSoftcapOfCap) return replace_in_loop(s, [&](float x) { return precise_cap(x, factor, most); });
+  s.for_each([&](float& x, int, int) { x = cap(x, factor, most); });
 }
 
-// The derivative of the cap at a score, from the capped score.
+// The derivative of the cap at a score, from log2(e) times the capped score.
 __device__ inline float cap_slope(float capped, float softcap) {
-  const float t = capped / softcap;
+  const float t = capped / (softcap * kLog2e);
   return 1 - t * t;
 }
 
-// The slope of a query head; 0 without ALiBi.
+// log2(e) times the slope of a query head; 0 without ALiBi.
 __device__ inline float alibi_slope(const Problem& p, int entry, int head) {
-  return p.alibi_slopes ? __ldg(p.alibi_slopes + entry * p.alibi_batch_stride + head) : 0.f;
+  return p.alibi_slopes ? kLog2e * __ldg(p.alibi_slopes + entry * p.alibi_batch_stride + head) : 0.f;
 }
 
 // Subtracts ALiBi's distance from the scores. own_keys[r] is i + D, the key that the lane's r-th row is aligned with.

@@ -78,6 +78,12 @@ __device__ auto* first_token(const TensorRef<Data>& x, const Span& span, int hea
   return static_cast<Element*>(x.data) + span.batch * x.batch + span.first * x.seqlen + int64_t{head} * x.heads;
 }
 
+// The head dim of values. Plain instances of the portable kernels are for values with that of the keys.
+template <bool kPlain>
+__device__ int head_dim_v(const Problem& p) {
+  return kPlain ? p.head_dim : p.head_dim_v;
+}
+
 // The index of row 0 of an entry in tensors like softmax_lse, (batch, heads, seqlen_q) or packed (heads, total_q).
 __device__ inline int64_t row_index(const Problem& p, const Span& q, int head) {
   return (q.batch * p.heads + head) * p.seqlen_q + q.first;

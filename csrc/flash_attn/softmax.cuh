@@ -4,8 +4,10 @@
 
 #include <cmath>
 
+#include "flash_attn/params.h"
 #include "flash_attn/score.cuh"
 #include "ptx/math.cuh"
+#include "tile/any_vec.cuh"
 #include "tile/fragment.cuh"
 #include "tile/reduce.cuh"
 
@@ -24,6 +26,27 @@ __device__ inline float weight_of(float max, float max_of_all, float scale_log2)
 // maximum, which may be large, is rounded as little as possible: kLog2e * kLn2 is 1.
 __device__ inline float log_sum_exp(float max, float sum, float scale_log2) {
   return sum > 0 ? max * (scale_log2 * kLn2) + ptx::log2(sum) * kLn2 : INFINITY;
+}
+
+// The score of the sink of a query head, or -inf, which counts as no sink. Rows after the last entry have none.
+__device__ inline float sink_of(const Problem& p, int entry, int head) {
+  if (p.sink == nullptr || entry >= p.batch) return -INFINITY;
+  float sink[1];
+  widen(sink, load_any<1>(p.sink, head, p.sink_dtype), p.sink_dtype);
+  return sink[0];
+}
+
+// What the sink adds to a row's sum. It may be +inf, beside which the keys have no weight.
+__device__ inline float exp_of_sink(float sink, float max, float scale_log2) {
+  return ptx::exp2(sink * kLog2e - finite_or_zero(max) * scale_log2);
+}
+
+// log_sum_exp of a row that has nothing but a sink, or nothing that counts beside it.
+__device__ inline float lse_of_sink(float sink) { return sink == -INFINITY ? INFINITY : sink; }
+
+// log_sum_exp of a row whose sum has the sink.
+__device__ inline float log_sum_exp(float sink, float max, float sum, float scale_log2) {
+  return max > -INFINITY && sum < INFINITY ? log_sum_exp(max, sum, scale_log2) : lse_of_sink(sink);
 }
 
 template <int kRows>
@@ -45,17 +68,15 @@ struct OnlineSoftmax {
     return raise_max(fmaxf(max[r], row_max(s, r)), r);
   }
 
-  // The same for all rows, but a maximum stays as it is until an exponential relative to it exceeds 2^kTolerance, which
-  // is far from overflow also in 16 bits. After the first blocks, hardly any grows. Returns whether one in the warp
-  // has.
+  // The same for all rows, but a maximum stays as it is until an exponential relative to it exceeds 2^tolerance. After
+  // the first blocks, hardly any grows. Returns whether one in the warp has.
   template <int kCols>
-  __device__ bool update_max_if_grown(const Fragment<kRows, kCols>& s, float (&shrink)[kLaneRows]) {
-    constexpr float kTolerance = 8;
+  __device__ bool update_max_if_grown(const Fragment<kRows, kCols>& s, float (&shrink)[kLaneRows], float tolerance) {
     bool any_grown = false;
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {
       const float new_max = fmaxf(max[r], row_max(s, r));
-      const bool grown = (new_max - max[r]) * scale_log2 > kTolerance;
+      const bool grown = (new_max - max[r]) * scale_log2 > tolerance;
       shrink[r] = raise_max(grown ? new_max : max[r], r);
       any_grown |= grown;
     }

@@ -71,6 +71,19 @@ struct PackedFragment {
   }
 };
 
+// How two elements become the halves of a register: rounded to T, or as what that takes off them, rounded, too.
+template <typename T>
+struct Rounded {
+  __device__ uint32_t operator()(float low, float high) const { return ptx::pack<T>(low, high); }
+};
+template <typename T>
+struct Residue {
+  __device__ uint32_t operator()(float low, float high) const {
+    const float2 rounded = ptx::unpack<T>(ptx::pack<T>(low, high));
+    return ptx::pack<T>(low - rounded.x, high - rounded.y);
+  }
+};
+
 // Lane j of each quad gets word j of each of its lanes: the 4 x 4 words of a quad, transposed.
 __device__ inline void transpose_quad(uint32_t (&words)[4]) {
 #pragma unroll

@@ -93,10 +93,11 @@ __device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
   load_own_rows_scattered<kThreads>(tile, rows, cols, step);
 }
 
-// Rounds a fragment to T and writes it to rows row0 .. of a tile. With kShares > 1 the fragment has one of as many
-// equal parts of each page, from column col0 on.
-template <int kShares = 1, typename Tile, int kRows, int kCols>
-__device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragment, int row0, int col0 = 0) {
+// Rounds a fragment to T and writes it, or what `pack` makes of it, to rows row0 .. of a tile. With kShares > 1 the
+// fragment has one of as many equal parts of each page, from column col0 on.
+template <int kShares = 1, typename Tile, int kRows, int kCols, typename Pack = Rounded<typename Tile::T>>
+__device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragment, int row0, int col0 = 0,
+                               Pack pack = {}) {
   constexpr int kShareChunks = Tile::kPageChunks / kShares;
   static_assert(kCols <= Tile::kCols);
 #pragma unroll
@@ -105,7 +106,7 @@ __device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragmen
     for (int c = 0; c < kCols / 4; c += 2) {
       const int chunk = c / 2 / kShareChunks * Tile::kPageChunks + c / 2 % kShareChunks + col0 / Tile::kChunk;
       auto* pair = tile.chunk(row0 + fragment.row(r), chunk) + 2 * (lane_id() % 4);
-      *reinterpret_cast<uint32_t*>(pair) = ptx::pack<typename Tile::T>(fragment(r, c), fragment(r, c + 1));
+      *reinterpret_cast<uint32_t*>(pair) = pack(fragment(r, c), fragment(r, c + 1));
     }
   }
 }
@@ -162,11 +163,11 @@ __device__ void store_rows(Tile& tile, Rows rows, int row0, int cols) {
   }
 }
 
-// A warp writes a fragment, rounded to T, straight to global memory; its first row is row0 of the rows. They are
-// aligned to 16 bytes and cols is a multiple of 8. The lanes of a quad exchange what they have of four tiles, so that
-// each writes 16 bytes and all of them 64 that are adjacent.
-template <typename T, int kRows, int kCols, typename Rows>
-__device__ void store_rows(const Fragment<kRows, kCols>& fragment, Rows rows, int row0, int cols) {
+// A warp writes a fragment, rounded to T, or what `pack` makes of it, straight to global memory; its first row is row0
+// of the rows. They are aligned to 16 bytes and cols is a multiple of 8. The lanes of a quad exchange what they have of
+// four tiles, so that each writes 16 bytes and all of them 64 that are adjacent.
+template <typename T, int kRows, int kCols, typename Rows, typename Pack = Rounded<T>>
+__device__ void store_rows(const Fragment<kRows, kCols>& fragment, Rows rows, int row0, int cols, Pack pack = {}) {
   static_assert(kCols % 32 == 0);
   rows.move(row0 + fragment.row(0));
 #pragma unroll
@@ -177,7 +178,7 @@ __device__ void store_rows(const Fragment<kRows, kCols>& fragment, Rows rows, in
     for (int c = 0; c < kCols / 4; c += 8) {
       uint32_t words[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) words[i] = ptx::pack<T>(fragment(r, c + 2 * i), fragment(r, c + 2 * i + 1));
+      for (int i = 0; i < 4; ++i) words[i] = pack(fragment(r, c + 2 * i), fragment(r, c + 2 * i + 1));
       transpose_quad(words);
       if (first_col + 4 * c < end) *reinterpret_cast<uint4*>(target + 4 * c) = {words[0], words[1], words[2], words[3]};
     }

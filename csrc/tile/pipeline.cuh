@@ -47,13 +47,14 @@ struct Ring {
 };
 
 // Starts the copy of kRows rows, from `row` on, of a tensor (batch, rows, heads, cols) whose map has boxes of one page
-// of the tile. Rows and columns that the tensor does not have become 0. One thread calls it.
+// of the tile, and of its columns from `col` on. Rows and columns that the tensor does not have become 0. One thread
+// calls it.
 template <typename Tile>
 __device__ void load_async(Tile& tile, const CUtensorMap& map, int64_t row, int head, int64_t entry,
-                           ptx::SharedBarrier& arrived) {
+                           ptx::SharedBarrier& arrived, int col = 0) {
 #pragma unroll
   for (int page = 0; page < Tile::kPages; ++page) {
-    ptx::copy_box_async(tile.address(0, 0) + Tile::distance(0, page), map, page * Tile::kPageCols, head,
+    ptx::copy_box_async(tile.address(0, 0) + Tile::distance(0, page), map, col + page * Tile::kPageCols, head,
                         static_cast<int>(row), static_cast<int>(entry), arrived);
   }
 }

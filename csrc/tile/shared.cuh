@@ -41,6 +41,13 @@ struct alignas(1024) SharedTile {
   }
 };
 
+// The index-th kCols columns of a tile, whole pages, as a tile of their own.
+template <int kCols, typename T, int kRows, int kAllCols>
+__device__ SharedTile<T, kRows, kCols>& columns_of(SharedTile<T, kRows, kAllCols>& tile, int index) {
+  static_assert(kAllCols % kCols == 0 && SharedTile<T, kRows, kCols>::kPageCols == tile.kPageCols);
+  return *reinterpret_cast<SharedTile<T, kRows, kCols>*>(tile.data + index * kRows * kCols);
+}
+
 // The block's dynamic shared memory as one struct.
 template <typename Shared>
 __device__ Shared& shared_memory() {

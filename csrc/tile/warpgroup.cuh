@@ -24,6 +24,13 @@ __device__ inline int warp_uniform(int value) { return __shfl_sync(~0u, value, 0
 
 __device__ inline int warpgroup_id() { return warp_uniform(threadIdx.x / kWarpgroup); }
 
+// Returns a value of which the compiler knows nothing, so that it does not move what follows from it out of loops,
+// where that would take registers.
+__device__ inline int unkept(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // Keeps the compiler from moving what uses a fragment across this point.
 template <int kRows, int kCols>
 __device__ void pin(Fragment<kRows, kCols>& fragment) {

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks
+from flash_attn._ops.lse import unseen_as_minus_inf
 from flash_attn.flash_attn_interface import _function_class, maybe_contiguous, round_multiple
-from flash_attn_3._C import attention, bwd, fwd, fwd_combine, unseen_as_minus_inf
+from flash_attn_3._C import attention, bwd, fwd, fwd_combine
 
 __all__ = [
     "FlashAttnFunc",

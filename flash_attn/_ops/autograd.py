@@ -90,16 +90,6 @@ def is_transformed(*tensors: torch.Tensor | None) -> bool:
     return not torch.compiler.is_compiling() and _library.is_transformed(tensors)
 
 
-def history(*tensors: torch.Tensor | None) -> torch.Tensor | None:
-    """An empty tensor with the history of all the tensors, or None if no gradient is wanted.
-
-    A backward that has it can refuse a second derivative of tensors whose memory is not kept.
-    """
-    if not torch.is_grad_enabled():
-        return None
-    return torch.cat([x[:0].flatten() for x in tensors if x is not None])
-
-
 class _Gradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx, first, again, *tensors):

@@ -183,7 +183,7 @@ def own_memory(**tensors: torch.Tensor) -> None:
         # Meta and fake tensors have no data_ptr.
         other = seen.setdefault((_torch_private.storage_id(value), value.storage_offset()), name)
         if other is not name:
-            raise ArgumentError(f"{name} must have memory of its own, since it is written; found that of {other}")
+            raise ArgumentError(f"{name} must have memory of its own, since it is written; found the memory of {other}")
 
 
 def _are_alike(values: Iterable[torch.Tensor], dtypes: Collection[torch.dtype]) -> bool:

@@ -29,12 +29,14 @@ from flash_attn._reference.options import CacheOptions, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float32)
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = with_features.KERNEL_HEAD_DIM
 MAX_SPLITS = 128
 MANY_HEADS = 256  # more than models have: then the dimensions of heads and sequence are likely swapped
 _LAYOUT = "If the layout is (batch, heads, seqlen, head_dim), as in scaled_dot_product_attention, transpose(1, 2)"
 block_size_n = reference.block_size_n
+unpack = with_features.unpack
 S_DMASK_MULTIPLE = 128
+exact_gradients = False  # what `forward` takes for the option; see flash_attn/precision.py
 
 
 def forward(
@@ -60,6 +62,8 @@ def forward(
     batch, head_dim, is_plain = _check_qkv(names, queries, keys, values, options, given is not None)
     if return_softmax is not False:
         checks.flag("return_attn_probs", return_softmax)
+    if exact_gradients:
+        options["exact_gradients"] = True
     features = None
     if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.are_given(given)):
         features, causal = _features(given, causal, queries, keys, batch, options)
@@ -74,21 +78,11 @@ def forward(
             arguments = _with_bounds(arguments, names, options)
         rng_state = rng.draw_state(q.device)
         arguments = arguments._replace(rng_state=rng_state)
-    if features is None:
-        out, softmax_lse = fwd(q, k, v, *arguments)
-    elif _needs_op(features, queries, values, options):
-        terms, rest = features[:2], features[2:]
-        out, softmax_lse, row_max = with_features.fwd_features(
-            queries, keys, values, *terms, *Options(*arguments), *rest
-        )
-        max_logit = _max_logit(row_max) if features.row_max else None
+    if _needs_op(features, is_plain):
+        op, inputs = with_features.fwd_features, (queries, keys, values)
+        out, softmax_lse, max_logit = _call_with_features(op, inputs, features, Options, arguments)
     else:
-        if not is_plain:
-            q, k, v = (_padded(x, max(head_dim, values.shape[-1])) for x in (queries, keys, values))
         out, softmax_lse = fwd(q, k, v, *arguments)
-        out = out if is_plain else out[..., : values.shape[-1]]
-        if features.learnable_sink is not None:
-            out, softmax_lse = _with_sink(out, softmax_lse, features.learnable_sink)
     if return_softmax:
         with torch.no_grad():
             s_dmask = probabilities(q, k, v, *arguments) if drops else q.new_empty(0)
@@ -134,21 +128,15 @@ def backward(
         checks.tensor("dlse", dlse, dtypes=(torch.float32,), shape=lse_shape, device=q.device)
     if options.get("dropout_p") and rng_state is None:
         raise ArgumentError("rng_state must be what the forward returned when dropout_p > 0, found None")
-    if features is not None and _needs_op(features, q, v, options):
-        terms, rest = features[:2], features[2:]
-        *grads, _, _ = with_features.bwd_features(
-            dout, q, k, v, out, softmax_lse, dlse, False, *terms, *Options(*arguments), *rest
-        )
-        softmax_d = softmax_lse.new_empty(0)
-    elif is_plain:
-        return bwd(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, *arguments)
-    else:
-        dout, q, k, v, out = (_padded(x, max(head_dim, v.shape[-1])) for x in (dout, q, k, v, out))
-        grads = [torch.empty_like(x) for x in (q, k, v)]
-        softmax_d = bwd(dout, q, k, v, out, softmax_lse, dlse, *grads, *arguments)
+    if features is None or (is_plain and features.none_but_sink()):
+        return bwd(dout, q, k, v, out, softmax_lse, dlse, None, dq, dk, dv, *arguments)
+    terms, rest = features[:2], features[2:]
+    *grads, _, _ = with_features.bwd_features(
+        dout, q, k, v, out, softmax_lse, dlse, None, False, *terms, *Options(*arguments), *rest
+    )
     for target, grad in zip((dq, dk, dv), grads, strict=True):
-        target.copy_(grad[..., : target.shape[-1]])
-    return softmax_d
+        target.copy_(grad)
+    return softmax_lse.new_empty(0)
 
 
 def decode(
@@ -184,18 +172,10 @@ def decode(
         options["rotary_cos"], options["rotary_sin"] = _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     scores = _check_scores(head_dim, softmax_scale, causal, window_size)
     arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
-    if features is None:
-        return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
-    if is_plain and not features._replace(learnable_sink=None).given():
-        out, softmax_lse = fwd_kvcache(q, k_cache, v_cache, *arguments)
-        if features.learnable_sink is not None:
-            out, softmax_lse = _with_sink(out, softmax_lse, features.learnable_sink)
-        return out, softmax_lse, None
-    terms, rest = features[:2], features[2:]
-    out, softmax_lse, row_max = with_features.fwd_kvcache_features(
-        q, k_cache, v_cache, *terms, *CacheOptions(*arguments), *rest
-    )
-    return out, softmax_lse, _max_logit(row_max) if features.row_max else None
+    if _needs_op(features, is_plain):
+        op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
+        return _call_with_features(op, inputs, features, CacheOptions, arguments)
+    return *fwd_kvcache(q, k_cache, v_cache, *arguments), None
 
 
 def score_arguments(
@@ -218,7 +198,12 @@ def row_statistics(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor
     """Returns softmax_lse and the largest score of each row, before the sink. options: those of `score_arguments`."""
     arguments, features = score_arguments(q, k, **options)
     sink, bias, *rest = features._replace(row_max=True)
-    return with_features.fwd_features(q, k, k[..., :1], sink, bias, *arguments, *rest)[1:]
+    return with_features.fwd_features(q, k, _few_values(k), sink, bias, *arguments, *rest)[1:]
+
+
+def _few_values(k):
+    """Values for a call whose output nobody wants: as few as kernels load in chunks of 16 bytes."""
+    return k[..., :8]
 
 
 def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) -> Tensor:
@@ -226,7 +211,7 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) ->
     arguments, features = score_arguments(q, k, **options)
     sink, bias, *rest = features
     if softmax_lse is None:
-        softmax_lse = with_features.fwd_features(q, k, k[..., :1], sink, bias, *arguments, *rest)[1]
+        softmax_lse = with_features.fwd_features(q, k, _few_values(k), sink, bias, *arguments, *rest)[1]
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=_lse_shape(q, None), device=q.device)
     return with_features.weights(q, k, softmax_lse, sink, bias, *arguments, *rest)
 
@@ -249,15 +234,6 @@ def with_tensors(
     if rng_state is None:
         rng_state = torch.zeros(2, dtype=torch.int64, device=out.device)
     return out, softmax_lse, s_dmask, rng_state
-
-
-def unpack(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns views (q, k, v) of separate or packed tensors; see the top of this file."""
-    if k is None:
-        q, k, v = q.unbind(-3)
-    elif v is None:
-        k, v = k.unbind(-3)
-    return q, k, v
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -302,32 +278,18 @@ def _check_results(given, features, options):
         )
 
 
-def _needs_op(features, q, v, options):
-    """Whether no op without features computes a call, padded and with the sink added afterwards."""
-    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
-    padded_pages = options.get("block_table") is not None and head_dim != head_dim_v
-    too_wide = max(head_dim, head_dim_v) > MAX_HEAD_DIM
-    return too_wide or padded_pages or bool(features._replace(learnable_sink=None).given())
+def _needs_op(features, is_plain):
+    """Whether a call is one for an op with features."""
+    return not is_plain or (features is not None and not features.none())
 
 
-def _padded(x, head_dim):
-    """Returns x with zeros behind its channels. They change no score, and give channels of out that are cut off."""
-    return x if x.shape[-1] == head_dim else F.pad(x, (0, head_dim - x.shape[-1]))
-
-
-def _with_sink(out, lse, sink):
-    """Returns the results with one more key of score sink[h] and value 0.
-
-    The share of a row's weight that its own keys keep is sigmoid(lse - sink). A row without keys has an lse of +inf,
-    which becomes the sink, and an out of 0, which stays. Gradients are finite also for sinks of -inf and +inf.
-    """
-    sink = sink.to(lse.dtype)[:, None]
-    empty = lse == math.inf
-    own = lse.masked_fill(empty, 0)
-    share = torch.sigmoid(own - sink)
-    lse = torch.where(empty, sink, own + F.softplus(sink - own))
-    out = (out * share.transpose(-1, -2)[..., None]).to(out.dtype)
-    return out, lse.masked_fill(lse == -math.inf, math.inf)
+def _call_with_features(op, inputs, features, kind, arguments):
+    """Call an op with features, whose options are of this kind. Returns out, softmax_lse and max_logit."""
+    sink, bias, *rest = features
+    if features.none_but_sink():  # the fewer arguments, the quicker
+        return *op(*inputs, sink, None, *arguments)[:2], None
+    out, softmax_lse, row_max = op(*inputs, sink, bias, *kind(*arguments), *rest)
+    return out, softmax_lse, _max_logit(row_max) if features.row_max else None
 
 
 def _max_logit(row_max):
@@ -373,8 +335,8 @@ def _length_name(name, names):
 def _check_qkv(names, q, k, v, options, features=False):
     """Check q, k, v, named `names`, and the arguments that divide them into entries.
 
-    features: whether head dims may be those of ops with features. Returns (batch, head_dim, is_plain), where is_plain
-    says that they are those of the ops without.
+    features: whether v may have another head_dim, and head dims may be those of ops with features. Returns (batch,
+    head_dim, is_plain), where is_plain says that they are those of the ops without.
     """
     checks.alike(names, (q, k, v), dtypes=DTYPES)
     cu_seqlens_q, block_table = options.get("cu_seqlens_q"), options.get("block_table")
@@ -404,7 +366,7 @@ def _check_qkv(names, q, k, v, options, features=False):
         if shape_q[2] > MANY_HEADS >= shape_q[1] and not torch.compiler.is_compiling():
             _library.warn_once(f"flash_attn: {names[0]} has {shape_q[2]} heads. {_LAYOUT}")
     if shape_v != shape_k:
-        is_plain = _check_values(names[2], v, k, features)
+        is_plain &= _check_values(names[2], v, k, features)
     return batch, shape_q[-1], is_plain
 
 
@@ -433,13 +395,16 @@ def _check_sizes(name_k, shape_q, shape_k, features=False):
 
 
 def _check_values(name, v, k, features):
-    """Check values that differ in shape from the keys. Returns False: no op without features takes them."""
+    """Check values that differ in shape from the keys, in head_dim if `features`.
+
+    Returns whether it is one of the ops without features.
+    """
     if not features:
         checks.has_shape(name, v, k.shape)
     checks.has_shape(name, v, (*k.shape[:-1], None))
     most = with_features.MAX_HEAD_DIM
     checks.number(f"{name}'s head_dim", v.shape[-1], 1 <= v.shape[-1] <= most, "between 1 and {}", most)
-    return False
+    return v.shape[-1] <= MAX_HEAD_DIM
 
 
 def _check_cu_seqlens(name, cu_seqlens, device):
@@ -545,6 +510,7 @@ _CHECKS = {  # option -> the function that checks it and returns it as the op ta
     "max_seqlen_q": _check_bound,
     "max_seqlen_k": _check_bound,
     "deterministic": _check_flag,
+    "exact_gradients": _check_flag,
     "dropout_p": _check_dropout,
     "rng_state": _check_rng_state,
     "softcap": _check_real,
@@ -573,7 +539,8 @@ _FIELDS = {  # name -> (place, default, check) of each field that has a default
 def _check_cache(q, k_cache, v_cache, options, features):
     """Check queries and caches; return (batch, head_dim, positions in an entry of the cache, is_plain).
 
-    features: whether head dims may be those of ops with features. is_plain: whether they are those of the op without.
+    features: whether v_cache may have another head_dim, and head dims may be those of ops with features. is_plain:
+    whether they are those of the op without.
     """
     checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
     shape_q, shape_k = q.shape, k_cache.shape
@@ -586,7 +553,7 @@ def _check_cache(q, k_cache, v_cache, options, features):
     rows, length = shape_k[:2]
     is_plain = _check_sizes("k_cache", shape_q, shape_k, features)
     if v_cache.shape != shape_k:
-        is_plain = _check_values("v_cache", v_cache, k_cache, features)
+        is_plain &= _check_values("v_cache", v_cache, k_cache, features)
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         _check_contiguous_rows("k_cache", k_cache)
         _check_contiguous_rows("v_cache", v_cache)
@@ -688,10 +655,10 @@ def _lse_shape(q, cu_seqlens_q):
 
 
 def _fwd_fake(q, k, v, *options):
-    order = torch.preserve_format if k is not None else torch.contiguous_format  # as in csrc/binding/flash_attn.cpp
-    q, _, _ = unpack(q, k, v)
+    order = torch.preserve_format if k is not None else torch.contiguous_format
+    q, _, v = unpack(q, k, v)
     lse_shape = _lse_shape(q, Options(*options).cu_seqlens_q)
-    return torch.empty_like(q, memory_format=order), q.new_empty(lse_shape, dtype=torch.float32)
+    return with_features.out_fake(q, v, order), q.new_empty(lse_shape, dtype=torch.float32)
 
 
 def _probabilities_fake(q, k, v, *options):
@@ -706,7 +673,7 @@ def _probabilities_fake(q, k, v, *options):
     return q.new_empty(batch, heads, _round_up(seqlen_q), _round_up(seqlen_k))
 
 
-def _bwd_fake(dout, q, k, v, out, lse, dlse, dq, dk, dv, *options):
+def _bwd_fake(dout, q, k, v, out, lse, dlse, out_lo, dq, dk, dv, *options):
     q, _, _ = unpack(q, k, v)
     cu_seqlens_q = Options(*options).cu_seqlens_q
     if cu_seqlens_q is not None:
@@ -717,8 +684,8 @@ def _bwd_fake(dout, q, k, v, out, lse, dlse, dq, dk, dv, *options):
     return q.new_empty(shape, dtype=torch.float32)
 
 
-def _fwd_kvcache_fake(q, *args):
-    return torch.empty_like(q), q.new_empty(_lse_shape(q, None), dtype=torch.float32)
+def _fwd_kvcache_fake(q, k_cache, v_cache, *args):
+    return with_features.out_fake(q, v_cache), q.new_empty(_lse_shape(q, None), dtype=torch.float32)
 
 
 def _fwd_reference(q, k, v, *options):
@@ -730,7 +697,8 @@ def _probabilities_reference(q, k, v, *options):
     return reference.probabilities(*unpack(q, k, v), Options(*options))
 
 
-def _bwd_reference(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, *options):
+def _bwd_reference(dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, *options):
+    out = with_features.unrounded(out, out_lo)
     gradients = unpack(dq, dk, dv)
     return reference.bwd(dout, *unpack(q, k, v), out, softmax_lse, dlse, *gradients, Options(*options))
 
@@ -748,18 +716,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, options):
-        out, kept_out, softmax_lse = with_features.with_kept_out(fwd, (q, k, v), options)
+        out, kept, softmax_lse, _ = with_features.with_kept_out(fwd, (q, k, v), (), options)
         tensors, ctx.others = (), options
         if len(options) > _NUM_SCORES:  # the first options are numbers
             tensors = [x if isinstance(x, Tensor) else None for x in options]
             ctx.others = [x if tensor is None else None for x, tensor in zip(options, tensors, strict=True)]
-        ctx.save_for_backward(q, k, v, kept_out, softmax_lse, *tensors)
+        ctx.save_for_backward(q, k, v, *kept, softmax_lse, *tensors)
         ctx.set_materialize_grads(False)
         return out, softmax_lse
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, softmax_lse, *tensors = ctx.saved_tensors
+        q, k, v, out, out_lo, softmax_lse, *tensors = ctx.saved_tensors
         options = ctx.others
         if tensors:
             options = [x if tensor is None else tensor for x, tensor in zip(options, tensors, strict=True)]
@@ -768,7 +736,7 @@ class _Attention(torch.autograd.Function):
 
         def first(dout, dlse, q, k, v):
             grads = [None if x is None else torch.empty_like(x) for x in (q, k, v)]
-            bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, *grads, *options)
+            bwd.below_autograd(dout, q, k, v, out, softmax_lse, dlse, out_lo, *grads, *options)
             return grads
 
         def again(q, k, v):
@@ -798,11 +766,12 @@ probabilities = _library.define(
     reference=_probabilities_reference,
     fake=_probabilities_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    beyond_kernel=lambda args: with_features.beyond_dmask_kernels(args[0]),
 )
 
 bwd = _library.define(
-    "bwd(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor softmax_lse, Tensor? dlse, Tensor(a!) dq, "
-    f"Tensor(b!)? dk, Tensor(c!)? dv, {_OPTIONS}) -> Tensor softmax_d",
+    "bwd(Tensor dout, Tensor q, Tensor? k, Tensor? v, Tensor out, Tensor softmax_lse, Tensor? dlse, Tensor? out_lo, "
+    f"Tensor(a!) dq, Tensor(b!)? dk, Tensor(c!)? dv, {_OPTIONS}) -> Tensor softmax_d",
     reference=_bwd_reference,
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,

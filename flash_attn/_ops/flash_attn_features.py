@@ -1,9 +1,9 @@
-"""Attention with features that no kernel has yet: the checks of their arguments, and the ops that compute them.
+"""Attention with more features than flash-attn 2.8 has: the checks of their arguments, and the ops that compute them.
 
 The features are the fields of `Features`: a sink, an additive bias, key ranges, chunks, and causality and lengths of
-each entry; and, seen from the shapes, values of another head_dim than the keys, and head dims beyond those of the
-kernels. The ops take all of them together, and all options of the ops without features. On every device they run in
-plain torch; a kernel that is registered for one of them takes its place.
+each entry; and, seen from the shapes, head dims beyond those of the other ops. The ops take all of them together, and
+all options of the ops without features. `beyond_kernels` says which calls no kernel takes: these run in plain torch on
+every device.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,10 @@ from flash_attn._reference.options import CacheOptions, Features, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
+BIAS_KERNEL_DTYPES = (*SINK_DTYPES, torch.bool)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
+KERNEL_HEAD_DIM = 512  # the largest that kernels of attention and its gradients take, and ops without features
+DMASK_KERNEL_HEAD_DIM = 256  # and those of S_dmask
 
 # The arguments of a caller, unchecked: learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k,
 # return_lse and return_max_logit.
@@ -132,26 +135,95 @@ def _broadcasts(shape, whole):
 # The ops
 
 
+def unpack(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns views (q, k, v) of separate or packed tensors; see the top of flash_attn.py."""
+    if k is None:
+        q, k, v = q.unbind(-3)
+    elif v is None:
+        k, v = k.unbind(-3)
+    return q, k, v
+
+
+def unrounded(out: Tensor, out_lo: Tensor | None) -> Tensor:
+    """Returns out with what rounding has taken off, in fp32 if there is an out_lo."""
+    return out if out_lo is None else out.float() + out_lo
+
+
 def _split(sink, bias, arguments, kind):
     """Returns the last arguments of an op as `kind` (Options or CacheOptions) and features."""
     count = len(kind._fields)
     return kind(*arguments[:count]), Features(sink, bias, *arguments[count:])
 
 
-def _warn(q, v, features):
-    """Tell once, on a device with kernels, which arguments make a call slow."""
-    if not _library.is_where_kernels_run(q):
-        return
-    causes = ["return_max_logit" if name == "row_max" else name for name in features.given()]
-    if q.shape[-1] != v.shape[-1] or q.shape[-1] > 256:
-        causes.append(f"head dims {q.shape[-1]} of keys and {v.shape[-1]} of values")
-    _library.warn_once(
-        f"flash_attn: attention with {' and '.join(causes)} runs on the slower reference backend in plain torch"
-    )
+def _beyond_head_dims(q, v, most):
+    head_dim, head_dim_v = q.shape[-1], v.shape[-1]
+    return [f"head dims {head_dim} of keys and {head_dim_v} of values"] if max(head_dim, head_dim_v) > most else []
 
 
-def _results_fake(q, v, row_max):
-    out = torch.empty_like(q) if v.shape[-1] == q.shape[-1] else q.new_empty(*q.shape[:-1], v.shape[-1])
+def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, features: Features) -> list[str]:
+    """What of a call the kernels do not take, in a caller's words."""
+    _, bias, ranges, _, causal, seqused_q, _ = features
+    causes = []
+    if bias is not None and bias.dtype not in BIAS_KERNEL_DTYPES:
+        causes.append(f"attn_bias of dtype {bias.dtype}")
+    if bias is not None and bias.shape[-1] == 1:
+        causes.append("attn_bias of one key")
+    if ranges is not None and ranges.shape[-1] > 2:
+        causes.append("key_ranges of two intervals")
+    if seqused_q is not None and (features.learnable_sink is not None or options.alibi_slopes is not None):
+        causes.append("seqused_q beside " + ("alibi_slopes" if features.learnable_sink is None else "learnable_sink"))
+    if causal is not None and isinstance(options, CacheOptions) and options.rotary_cos is not None:
+        causes.append("causal of each entry beside rotary_cos")
+    return causes + _beyond_head_dims(q, v, KERNEL_HEAD_DIM)
+
+
+def _beyond_dbias(q: Tensor, bias: Tensor, options: Options) -> list[str]:
+    """Why the kernels cannot compute the gradient of this bias, in a caller's words; empty if they can."""
+    causes = ["the gradient of attn_bias beside softcap"] if options.softcap > 0 else []
+    batch = 1 if options.cu_seqlens_q is not None else q.shape[0]
+    whole = (batch, q.shape[-2], q.shape[-3])
+    if options.deterministic and (bias.shape[0] * bias.shape[1], *bias.shape[2:4]) != whole:
+        causes.append("the deterministic gradient of an attn_bias that broadcasts")
+    return causes
+
+
+def beyond_dmask_kernels(q: Tensor) -> list[str]:
+    """Why the kernels cannot compute S_dmask of these queries, in a caller's words; empty if they can."""
+    return _beyond_head_dims(q, q, DMASK_KERNEL_HEAD_DIM)
+
+
+def _beyond_fwd(args):
+    q, _, v, sink, bias, *arguments = args
+    return beyond_kernels(q, v, *_split(sink, bias, arguments, Options))
+
+
+def _beyond_fwd_with_residue(args):
+    q, k, v, sink, bias, *arguments = args
+    q, _, v = unpack(q, k, v)
+    return beyond_kernels(q, v, *_split(sink, bias, arguments, Options))
+
+
+def _beyond_bwd(args):
+    _, q, _, v, _, _, _, _, wants_dbias, sink, bias, *arguments = args
+    options, features = _split(sink, bias, arguments, Options)
+    causes = beyond_kernels(q, v, options, features)
+    return causes + (_beyond_dbias(q, bias, options) if wants_dbias else [])
+
+
+def _beyond_kvcache(args):
+    q, _, v_cache, sink, bias, *arguments = args
+    return beyond_kernels(q, v_cache, *_split(sink, bias, arguments, CacheOptions))
+
+
+def out_fake(q: Tensor, v: Tensor, order: torch.memory_format = torch.preserve_format) -> Tensor:
+    """out as csrc/binding/flash_attn.cpp makes it, empty. order: contiguous_format if q, k and v are packed."""
+    if v.shape[-1] == q.shape[-1]:
+        return torch.empty_like(q, memory_format=order)
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
+
+
+def _results_fake(q, v, row_max, order=torch.preserve_format):
+    out = out_fake(q, v, order)
     lse = q.new_empty((*q.shape[:-3], q.shape[-2], q.shape[-3]), dtype=torch.float32)
     return out, lse, torch.empty_like(lse) if row_max else lse.new_empty(0)
 
@@ -163,18 +235,33 @@ def _fwd_fake(q, k, v, sink, bias, *arguments):
 
 def _fwd_reference(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    _warn(q, v, features)
     return reference.fwd_features(q, k, v, options, features)
 
 
-def _bwd_fake(dout, q, k, v, out, lse, dlse, wants_dbias, sink, bias, *arguments):
+def _fwd_with_residue_fake(q, k, v, sink, bias, *arguments):
+    order = torch.preserve_format if k is not None else torch.contiguous_format
+    q, _, v = unpack(q, k, v)
+    _, features = _split(sink, bias, arguments, Options)
+    out, lse, row_max = _results_fake(q, v, features.row_max, order)
+    return out, lse, row_max, torch.empty_like(out)
+
+
+def _fwd_with_residue_reference(q, k, v, sink, bias, *arguments):
+    options, features = _split(sink, bias, arguments, Options)
+    unrounded, lse, row_max = reference.fwd_features(*(x.float() for x in unpack(q, k, v)), options, features)
+    out = unrounded.to(q.dtype)
+    return out, lse, row_max, (unrounded - out).to(q.dtype)
+
+
+def _bwd_fake(dout, q, k, v, out, lse, dlse, out_lo, wants_dbias, sink, bias, *arguments):
     dsink = q.new_empty(0) if sink is None else sink.new_empty(sink.shape)
     dbias = bias.new_empty(bias.shape) if wants_dbias else q.new_empty(0)
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), dsink, dbias
 
 
-def _bwd_reference(dout, q, k, v, out, lse, dlse, wants_dbias, sink, bias, *arguments):
+def _bwd_reference(dout, q, k, v, out, lse, dlse, out_lo, wants_dbias, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
+    out = unrounded(out, out_lo)
     return reference.bwd_features(dout, q, k, v, out, lse, dlse, options, features, wants_dbias)
 
 
@@ -185,7 +272,6 @@ def _fwd_kvcache_fake(q, k_cache, v_cache, sink, bias, *arguments):
 
 def _fwd_kvcache_reference(q, k_cache, v_cache, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, CacheOptions)
-    _warn(q, v_cache, features)
     return reference.fwd_kvcache_features(q, k_cache, v_cache, options, features)
 
 
@@ -215,20 +301,36 @@ def _fwd_composite(q, k, v, sink, bias, *arguments):
     return out, lse, lse.new_empty(0)
 
 
-def with_kept_out(op: Any, tensors: Sequence[Tensor | None], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-    """The results of a forward op of (q, k, v), with out twice: in the dtype of q, and as the backward should have it.
+def with_kept_out(
+    op: Any, tensors: Sequence[Tensor | None], terms: tuple[Tensor | None, ...], arguments: Sequence[Any]
+) -> tuple[Tensor, tuple[Tensor, Tensor | None], Tensor, Tensor | None]:
+    """Call a forward op of (q, k, v, *terms, *arguments) as its autograd does.
 
     The backward takes the row sums of dout * out off dP. Where dS nearly cancels, because few keys have all the weight
-    of a row, the rounding of out to 16 bits would be most of its error (arXiv:2510.04212). The kernels return out in 16
-    bits; everywhere else it is computed, and kept, in fp32.
+    of a row, the rounding of out to 16 bits would be most of its error (arXiv:2510.04212). Where there are kernels, out
+    is kept in 16 bits, and with exact_gradients also what rounding has taken off; everywhere else out is computed, and
+    kept, in fp32.
+
+    terms: (sink, bias) of an op with features, or (). arguments: the options, which may lack the last ones, and after
+        all of them the features.
+    Returns out in the dtype of q; the arguments (out, out_lo) of the backward; softmax_lse; and row_max of an op with
+    features, or None.
     """
     q = tensors[0]
     assert q is not None
-    if q.dtype not in KERNEL_DTYPES or _library.runs_in_kernel(op.name, q):
-        out, *rest = op.below_autograd(*tensors, *arguments)
-        return out, out, *rest
-    out, *rest = op.below_autograd(*(None if x is None else x.float() for x in tensors), *arguments)
-    return out.to(q.dtype), out, *rest
+    row_max: Sequence[Tensor]
+    if q.dtype in KERNEL_DTYPES and not _library.runs_in_kernel(op.name, q):
+        floats = (None if x is None else x.float() for x in tensors)
+        unrounded, lse, *row_max = op.below_autograd(*floats, *terms, *arguments)
+        out = unrounded.to(q.dtype)
+        kept = unrounded, None
+    elif q.dtype in KERNEL_DTYPES and len(arguments) > _EXACT and arguments[_EXACT]:
+        out, lse, *row_max, out_lo = fwd_with_residue.below_autograd(*tensors, *(terms or (None, None)), *arguments)
+        kept = out, out_lo
+    else:
+        out, lse, *row_max = op.below_autograd(*tensors, *terms, *arguments)
+        kept = out, None
+    return out, kept, lse, row_max[0] if row_max else None
 
 
 class _Attention(torch.autograd.Function):
@@ -236,17 +338,17 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, sink, bias, arguments):
-        out, kept_out, lse, row_max = with_kept_out(fwd_features, (q, k, v), (sink, bias, *arguments))
+        out, kept, lse, row_max = with_kept_out(fwd_features, (q, k, v), (sink, bias), arguments)
         tensors = [x if isinstance(x, Tensor) else None for x in arguments]
         ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-        ctx.save_for_backward(q, k, v, sink, bias, kept_out, lse, *tensors)
+        ctx.save_for_backward(q, k, v, sink, bias, *kept, lse, *tensors)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(row_max)
         return out, lse, row_max
 
     @staticmethod
     def backward(ctx, dout, dlse, _):
-        q, k, v, sink, bias, out, lse, *tensors = ctx.saved_tensors
+        q, k, v, sink, bias, out, out_lo, lse, *tensors = ctx.saved_tensors
         arguments = [x if tensor is None else tensor for x, tensor in zip(ctx.others, tensors, strict=True)]
         if dout is None:
             dout = torch.zeros_like(out, dtype=q.dtype)
@@ -254,7 +356,7 @@ class _Attention(torch.autograd.Function):
 
         def first(dout, dlse, q, k, v, sink, bias):
             *grads, dsink, dbias = bwd_features.below_autograd(
-                dout, q, k, v, out, lse, dlse, wants_dbias, sink, bias, *arguments
+                dout, q, k, v, out, lse, dlse, out_lo, wants_dbias, sink, bias, *arguments
             )
             return *grads, None if sink is None else dsink, dbias if wants_dbias else None
 
@@ -269,6 +371,7 @@ _TERMS = "Tensor? learnable_sink, Tensor? attn_bias"
 _FEATURES = schema.arguments(Features, start=2)
 _OPTIONS = f"{_TERMS}, {schema.arguments(Options)}, {_FEATURES}"
 _CACHE_OPTIONS = f"{_TERMS}, {schema.arguments(CacheOptions)}, {_FEATURES}"
+_EXACT = Options._fields.index("exact_gradients")
 _RESULTS = "(Tensor out, Tensor softmax_lse, Tensor row_max)"
 _K_OF_CACHE = 5 + CacheOptions._fields.index("k")  # its place among the arguments of fwd_kvcache_features
 
@@ -277,19 +380,29 @@ fwd_features = _library.define(
     reference=_fwd_reference,
     fake=_fwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    beyond_kernel=_beyond_fwd,
     autograd=_Attention,
     differentiable=5,
     composite=_fwd_composite,
-    announces=False,
+)
+
+# fwd and fwd_features for their autograd: also returns out_lo, what rounding has taken off out, rounded too.
+fwd_with_residue = _library.define(
+    f"fwd_with_residue(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> "
+    "(Tensor out, Tensor softmax_lse, Tensor row_max, Tensor out_lo)",
+    reference=_fwd_with_residue_reference,
+    fake=_fwd_with_residue_fake,
+    kernel_dtypes=KERNEL_DTYPES,
+    beyond_kernel=_beyond_fwd_with_residue,
 )
 
 bwd_features = _library.define(
     f"bwd_features(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor? dlse, "
-    f"bool wants_dbias, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dbias)",
+    f"Tensor? out_lo, bool wants_dbias, {_OPTIONS}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink, Tensor dbias)",
     reference=_bwd_reference,
     fake=_bwd_fake,
     kernel_dtypes=KERNEL_DTYPES,
-    announces=False,
+    beyond_kernel=_beyond_bwd,
 )
 
 # The weights of all keys, of a dense batch and the softmax_lse of fwd_features with these arguments.
@@ -305,6 +418,6 @@ fwd_kvcache_features = _library.define(
     reference=_fwd_kvcache_reference,
     fake=_fwd_kvcache_fake,
     kernel_dtypes=KERNEL_DTYPES,
+    beyond_kernel=_beyond_kvcache,
     writes=lambda args: len(args) > _K_OF_CACHE and args[_K_OF_CACHE] is not None,
-    announces=False,
 )

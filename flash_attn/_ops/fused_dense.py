@@ -108,7 +108,8 @@ def mlp(
     trains = torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
     options = activation, checkpoint_lvl if save_pre_act and trains else 2, heuristic, products or KERNELS
     with without_autocast(x):
-        return _MLP.apply(*tensors, _origin(*tensors[:2], options[1]), options, exchange, bool(return_residual))
+        out, _, *residual = _MLP.apply(*tensors, options, exchange, bool(return_residual))
+    return (out, *residual) if residual else out
 
 
 def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -163,12 +164,6 @@ def check_mlp(activation, checkpoint_lvl, heuristic):
     checks.number("heuristic", heuristic, -1 <= heuristic <= 4, "between -1 and 4")
 
 
-def _origin(x, weight1, level):
-    """An empty tensor with the history of x, for a backward that does not keep x; None if it does, or x has none."""
-    keeps_x = level == 2 or x.dtype not in FUSED_DTYPES or weight1.requires_grad
-    return None if keeps_x or not x.requires_grad else autograd.history(x)
-
-
 def _cast(dtype, *tensors):
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
@@ -212,10 +207,13 @@ class _Linear(torch.autograd.Function):
 
 
 class _MLP(torch.autograd.Function):
-    """Both layers and the activation: out, or (out, x), differentiable in x, weight1, bias1, weight2 and bias2."""
+    """Both layers and the activation: (out, origin), or (out, origin, x), differentiable in all five tensors.
+
+    origin: empty, with the history of out; or None. A backward that does not keep x refuses a derivative through it.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight1, bias1, weight2, bias2, origin, options, exchange, return_residual):
+    def forward(ctx, x, weight1, bias1, weight2, bias2, options, exchange, return_residual):
         activation, level, heuristic, products = ctx.options = options
         ctx.exchange = exchange
         ctx.set_materialize_grads(False)
@@ -226,16 +224,17 @@ class _MLP(torch.autograd.Function):
         saves_x = level == 2 or ctx.needs_input_grad[1] or x.dtype not in FUSED_DTYPES
         saves_act = level < 2 if activation == "relu" else level == 0 and ctx.needs_input_grad[3]
         saves_kept = level < 2 and activation != "relu"
+        origin = None if saves_x else x.new_empty(0)
         ctx.save_for_backward(
             x if saves_x else None, weight1, weight2, bias1, origin, act if saves_act else None,
             kept if saves_kept else None,
         )  # fmt: skip
-        return (out, x.view_as(x)) if return_residual else out
+        return (out, origin, x.view_as(x)) if return_residual else (out, origin)
 
     @staticmethod
-    def backward(ctx, dout, dresidual=None):
+    def backward(ctx, dout, _, dresidual=None):
         if dout is None:
-            return dresidual, *(None,) * 8
+            return dresidual, *(None,) * 7
         *inputs, origin, act, kept = ctx.saved_tensors
         activation, level, heuristic, products = ctx.options
         exchange, needs = ctx.exchange, ctx.needs_input_grad
@@ -271,7 +270,7 @@ class _MLP(torch.autograd.Function):
                 dout, dresidual, x, weight1, weight2, hidden, activation, recorded, needs, PLAIN, total
             )
 
-        return *autograd.first_or_second(first, again, dout, dresidual, *inputs, origin), None, None, None, None
+        return *autograd.first_or_second(first, again, dout, dresidual, *inputs, origin), None, None, None
 
 
 def _mlp_gradients(

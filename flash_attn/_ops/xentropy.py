@@ -60,6 +60,7 @@ def cross_entropy(
         float(lse_square_scale), ignore_index, part * vocab, parts * vocab, parts > 1,
     )  # fmt: skip
     group = process_group if parts > 1 else None
+    check_transform(group, logits)
     inplace_backward = (
         bool(inplace_backward) and not torch.compiler.is_compiling() and not autograd.is_transformed(logits)
     )
@@ -95,6 +96,20 @@ def check_classes(labels, classes, ignore_index=-100):
 def check_row_values(name, value, logits):
     """Check that `value` has a float32 number for each row of the logits."""
     checks.tensor(name, value, dtypes=(torch.float32,), shape=logits.shape[:1], device=logits.device)
+
+
+def check_transform(group, *tensors):
+    """Check that no tangent and no transform of torch.func must pass through the sums over a group of processes."""
+    if group is not None and autograd.is_transformed(*tensors):
+        raise NotImplementedError(
+            "process_group must be None, or of one process, in forward mode and in transforms of torch.func: "
+            f"found a group of {dist.get_world_size(group)} processes"
+        )
+
+
+def without_others(x, labels, ignore_index, classes):
+    """Returns x (rows, features) with zeros in rows that do not count, whose NaN must not reach any gradient."""
+    return torch.where(reference.is_kept(labels, ignore_index, classes)[:, None], x, 0)
 
 
 def forward(logits, rest, group):
@@ -139,8 +154,7 @@ class _CrossEntropy(torch.autograd.Function):
         def again(dlosses, logits):
             if group is not None:
                 raise RuntimeError("trying to differentiate twice a cross entropy that is divided among processes")
-            _, logit_scale, *_ = options
-            lse = (logits.float() * logit_scale).logsumexp(-1)
+            _, _, lse, _ = reference.fwd(logits, labels, None, *options, False)  # with its history
             return (reference.bwd(dlosses, logits, labels, lse, *options),)
 
         return *autograd.first_or_second(first, again, dlosses, logits), None, None, None

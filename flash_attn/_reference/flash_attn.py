@@ -38,19 +38,20 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tens
 
     q: (batch, seqlen_q, heads, head_dim), or packed tokens (total_q, heads, head_dim) with cu_seqlens_q.
     k, v: (batch, seqlen_k, heads_k, head_dim), packed with cu_seqlens_k, or (pages, page, heads_k, head_dim) with
-        block_table (batch, pages per entry): key j of entry b is [block_table[b, j // page], j % page].
+        block_table (batch, pages per entry): key j of entry b is [block_table[b, j // page], j % page]. v may have
+        another head_dim.
 
-    Returns out, like q, and softmax_lse in fp32, (batch, heads, seqlen_q) or (heads, total_q), natural logarithm, +inf
-    for rows that see no key.
+    Returns out, like q with the head_dim of v, and softmax_lse in fp32, (batch, heads, seqlen_q) or (heads, total_q),
+    natural logarithm, +inf for rows that see no key.
     """
-    sequence.require_same_shape(q, k, v)
+    sequence.require_matching_shapes(q, k, v)
     return _attend(q, k, v, _parts(q, k, options), options)[:2]
 
 
 def fwd_features(
     q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`fwd` with features, and with a head_dim of v of its own.
+    """`fwd` with features.
 
     Returns out, softmax_lse, which counts the sink, and the largest score of each row before the sink, -inf for a row
     that sees no key; the latter is shaped like softmax_lse, or empty if it is not wanted.
@@ -114,7 +115,8 @@ def bwd(
 ) -> Tensor:  # fmt: skip
     """Write the gradients of `fwd` into every element of dq, dk and dv. Keys in pages have no gradient.
 
-    dout, out: like q. softmax_lse: as from `fwd`; it is taken as it is, and a row where it is +inf has no gradient.
+    dout, out: like out of `fwd`. softmax_lse: as from `fwd`; it is taken as it is, and a row where it is +inf has no
+        gradient.
     dlse: the gradient of softmax_lse, or None. dq, dk, dv: of the shapes of q, k, v, with any strides.
 
         delta_i  = <dout_i, out_i> - dlse_i                         0 for a row that sees no key
@@ -126,7 +128,7 @@ def bwd(
     Returns delta in fp32, (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the
     rows of entry b start at cu_seqlens_q[b] + 128 b. The rows between entries are zero.
     """
-    sequence.require_same_shape(q, k, v)
+    sequence.require_matching_shapes(q, k, v)
     delta, parts = _differentiate(dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, options)
     return _spread(delta, parts, packed=options.cu_seqlens_q is not None)
 
@@ -172,7 +174,7 @@ def _differentiate(
     row_values = [None if x is None else _per_row(x) for x in (softmax_lse, dlse, delta)]
     gradients = [_batched(x) for x in (dq, dk, dv)]
     tensors: Any = *inputs, *row_values, *gradients
-    plain = not features.given() and v.shape[-1] == q.shape[-1]
+    plain = features.none_but_sink()  # torch's operator may compute it, but for a sink
     others = [part for part in parts if not (plain and fused.backward(part, options, *tensors))]
     for group in groups(inputs[0], inputs[1], others, without_keys=features.learnable_sink is not None):
         _backward(group, options, features, dbias, *tensors)
@@ -184,7 +186,9 @@ def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptio
 
     q: (batch, seqlen_q, heads, head_dim).
     k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), or (pages, page, heads_k, head_dim) with block_table.
-    k, v: (batch, seqlen_new, heads_k, head_dim) or None, written at positions cache_seqlens .. + seqlen_new - 1.
+        v_cache may have another head_dim.
+    k, v: (batch, seqlen_new, heads_k, head_dim of the cache) or None, written at positions cache_seqlens ..
+        + seqlen_new - 1.
     cache_seqlens (batch,) int32, or cache_seqlen for all: how many keys each entry has in the cache; None: its
         capacity. An entry of negative length is empty: nothing is read or appended, whatever its other arguments are.
     rotary_cos, rotary_sin: (rows, rotary_dim / 2). New key t is rotated by row cache_seqlens + t. Query i is rotated
@@ -194,16 +198,16 @@ def fwd_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptio
     cache_leftpad: (batch,) int32, the first position that is used; masks and ALiBi count keys from there.
     num_splits: how a kernel divides its work; of no effect here.
 
-    Returns out, like q, and softmax_lse (batch, heads, seqlen_q) in fp32.
+    Returns out, like q with the head_dim of v_cache, and softmax_lse (batch, heads, seqlen_q) in fp32.
     """
-    sequence.require_same_shape(q, k_cache, v_cache)
+    sequence.require_matching_shapes(q, k_cache, v_cache)
     return fwd_kvcache_features(q, k_cache, v_cache, options, _NO_FEATURES)[:2]
 
 
 def fwd_kvcache_features(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, options: CacheOptions, features: Features
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`fwd_kvcache` with features, and with a head_dim of v_cache of its own. Returns what `fwd_features` does.
+    """`fwd_kvcache` with features. Returns what `fwd_features` does.
 
     Queries are rotated by rows cache_seqlens + i also with chunks or key_ranges, and in entries that are causal.
     """
@@ -292,15 +296,22 @@ def _attend(
     q: Tensor, k: Tensor, v: Tensor, parts: list[sequence.Part], options: Options, features: Features = _NO_FEATURES
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns out, softmax_lse and row_max. A row in no part gets 0, +inf and -inf."""
-    plain = not features.given() and v.shape[-1] == q.shape[-1]
+    sink, plain = features.learnable_sink, features.none_but_sink()
     out = torch.zeros_like(q) if v.shape[-1] == q.shape[-1] else q.new_zeros(*q.shape[:-1], v.shape[-1])
+    if sink is not None:  # which scales out: it is rounded after that
+        out = out.to(_accumulator(q))
     softmax_lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf, dtype=_accumulator(q))
     row_max = torch.full_like(softmax_lse, -math.inf) if features.row_max else softmax_lse.new_empty(0)
     tensors: Any = (*(_batched(x) for x in (q, k, v, out)), _per_row(softmax_lse))
-    others = [part for part in parts if not (plain and fused.forward(part, options, *tensors))]
-    for group in groups(tensors[0], tensors[1], others, without_keys=features.learnable_sink is not None):
+    others = []
+    for part in parts:
+        if not (plain and fused.forward(part, options, *tensors)):
+            others.append(part)
+        elif sink is not None:
+            _add_sink_(sink, part, *tensors[3:])
+    for group in groups(tensors[0], tensors[1], others, without_keys=sink is not None):
         _forward(group, options, features, _per_row(row_max) if features.row_max else None, *tensors)
-    return out, softmax_lse, row_max
+    return out.to(q.dtype), softmax_lse, row_max
 
 
 def _forward(
@@ -336,6 +347,13 @@ def _forward(
         group.store_rows(out, rows, o)
         if row_max is not None:
             group.store_rows(row_max, rows, top)
+
+
+def _add_sink_(sink: Tensor, part: sequence.Part, out: Tensor, softmax_lse: Tensor) -> None:
+    """Add the sink to results of a part, (batch, seqlen_q, heads, head_dim or 1)."""
+    lse, share = _with_sink(part.rows(softmax_lse), sink.to(softmax_lse.dtype)[:, None])
+    part.rows(softmax_lse).copy_(lse)
+    part.rows(out).mul_(share)
 
 
 def _with_sink(lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

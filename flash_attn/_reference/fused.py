@@ -4,12 +4,14 @@ It has no score modifiers, and no mask but the causal one of as many rows as key
 it would round between blocks, which leaves gradients with up to four times the error, and in fp16 it is slow.
 
 It takes (batch, heads, seqlen, head_dim), with strides but for a contiguous last dimension, and as many heads of k as
-of q. Query heads that share a key head become a batch entry of their own, for which the key head is expanded.
+of q. Query heads that share a key head become a batch entry of their own, for which the key head is expanded. Keys
+and values of different head dims get zeros behind the channels of the smaller one.
 """
 
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from flash_attn import _torch_private
@@ -46,7 +48,9 @@ def forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: 
 
 
 def _forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor) -> bool:
-    rows, keys, values = _load_rows(part, q, k.shape[2]), *(_load_keys(part, x, q.shape[2]) for x in (k, v))
+    channels = max(k.shape[3], v.shape[3])
+    rows = _load_rows(part, q, k.shape[2], channels)
+    keys, values = (_load_keys(part, x, q.shape[2], channels) for x in (k, v))
     causal, spoilt = not _mask(part, options).is_full, None
     if causal and not _all_finite(values):  # 0 times inf is nan, which would spoil the rows that do not see it
         values, spoilt = values.where(values.isfinite(), 0), values.where(~values.isfinite(), 0)
@@ -71,8 +75,10 @@ def backward(
     """
     if dlse is not None or not computes(part, options, q):
         return False
-    rows, o, do, lse = (_load_rows(part, x, k.shape[2]) for x in (q, out, dout, softmax_lse))
-    keys = (_load_keys(part, x, q.shape[2]) for x in (k, v))
+    channels = max(k.shape[3], v.shape[3])
+    rows, o, do = (_load_rows(part, x, k.shape[2], channels) for x in (q, out, dout))
+    lse = _load_rows(part, softmax_lse, k.shape[2], 1)
+    keys = (_load_keys(part, x, q.shape[2], channels) for x in (k, v))
     causal = not _mask(part, options).is_full
     dq_rows, *dkeys = _torch_private.cpu_attention_backward(
         do, rows, *keys, o, lse[..., 0], 0.0, causal, scale=options.softmax_scale
@@ -90,31 +96,34 @@ def _mask(part: Part, options: Options) -> Mask:
     return Mask(part.seqlen_q, part.seqlen_k, options.window_left, options.window_right)
 
 
-def _load_rows(part: Part, x: Tensor, heads_k: int) -> Tensor:
-    x = _heads_first(part.rows(x))
+def _load_rows(part: Part, x: Tensor, heads_k: int, channels: int) -> Tensor:
+    x = _heads_first(part.rows(x), channels)
     sharing = x.shape[1] // heads_k
     return x if sharing == 1 else x.reshape(-1, sharing, *x.shape[2:])
 
 
-def _load_keys(part: Part, x: Tensor, heads: int) -> Tensor:
-    x = _heads_first(part.keys(x))
+def _load_keys(part: Part, x: Tensor, heads: int, channels: int) -> Tensor:
+    x = _heads_first(part.keys(x), channels)
     sharing = heads // x.shape[1]
     return x if sharing == 1 else x.reshape(-1, 1, *x.shape[2:]).expand(-1, sharing, -1, -1)
 
 
-def _heads_first(x: Tensor) -> Tensor:
-    """Returns x (entries, seqlen, heads, any) as fp32 (entries, heads, seqlen, any), a view if possible."""
+def _heads_first(x: Tensor, channels: int) -> Tensor:
+    """Returns x (entries, seqlen, heads, any) as fp32 (entries, heads, seqlen, channels), a view if possible."""
     x = x.float().transpose(1, 2)
+    if x.shape[-1] < channels:
+        return F.pad(x, (0, channels - x.shape[-1]))
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _store_rows(part: Part, x: Tensor, rows: Tensor) -> None:
     target = part.rows(x).transpose(1, 2)
-    target.copy_(rows.reshape(target.shape))
+    target.copy_(rows[..., : target.shape[-1]].reshape(target.shape))
 
 
 def _store_keys(part: Part, x: Tensor, keys: Tensor) -> None:
     target = part.keys(x).transpose(1, 2)
+    keys = keys[..., : target.shape[-1]]
     target.copy_(keys if keys.shape == target.shape else keys.sum(1).view(target.shape))
 
 

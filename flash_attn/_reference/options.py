@@ -23,6 +23,7 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None  # upper bounds of the lengths; only the shape of S_dmask depends on them
     max_seqlen_k: int | None = None
     deterministic: bool = False
+    exact_gradients: bool = False  # whether the backward has out unrounded where kernels round it
     dropout_p: float = 0.0
     rng_state: torch.Tensor | None = None  # int64 (2,), seed and offset of the dropout mask
     softcap: float = 0.0
@@ -58,6 +59,15 @@ class Features(NamedTuple):
         """The names of the features that are not what they are by default."""
         fields = zip(Features._fields, self, strict=True)
         return [name for name, value in fields if isinstance(value, torch.Tensor) or value]
+
+    def none(self) -> bool:
+        """Whether none of the features is given."""
+        return self.learnable_sink is None and self.none_but_sink()
+
+    def none_but_sink(self) -> bool:
+        """Whether none of the features is given, but for a sink. Quick, since calls with a sink ask."""
+        _, bias, ranges, chunk, causal, seqused_q, row_max = self
+        return bias is None and ranges is None and causal is None and seqused_q is None and chunk == 0 and not row_max
 
 
 class CacheOptions(NamedTuple):

@@ -62,13 +62,6 @@ class Part(NamedTuple):
         return Part(entries, (q, self.q[1]), (k, self.k[1]))
 
 
-def require_same_shape(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Raise unless k and v have the same shape, with the head_dim of q."""
-    if k.shape != v.shape or q.shape[-1] != k.shape[-1]:
-        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
-        raise ArgumentError(f"k and v must have the same shape, and q's head_dim, found shapes {shapes} of q, k and v")
-
-
 def require_matching_shapes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise unless k has q's head_dim, and v the shape of k but for the head_dim."""
     if k.shape[:-1] != v.shape[:-1] or q.shape[-1] != k.shape[-1]:

@@ -8,19 +8,17 @@ def fwd(
     partial,
 ):  # fmt: skip
     """Returns (losses, z_losses, lse, kept)."""
-    scaled = logits.float() * logit_scale
-    lse = scaled.logsumexp(dim=-1) if lse is None else lse
-    kept = _is_kept(labels, ignore_index, total_classes)
+    kept = is_kept(labels, ignore_index, total_classes)
+    scores = _scores(logits, kept, logit_scale)
+    lse = scores.logsumexp(dim=-1) if lse is None else lse
     own, column = _own_column(labels, class_start, logits.shape[1])
-    of_label = torch.zeros_like(lse)
-    of_label[own] = scaled[own, column[own]]
-    lse, of_label = (torch.where(kept, x, 0) for x in (lse, of_label))
+    of_label = torch.where(own, scores.gather(1, column), 0).sum(1)
+    lse = torch.where(kept, lse, 0)
     base = torch.zeros_like(lse) if partial else lse
     # The difference is taken before the factor, because it is exact where the label has nearly all of the probability.
     losses = (1 - label_smoothing) * (base - of_label)
     if label_smoothing > 0:
-        mean = torch.where(kept, scaled.sum(dim=-1) / max(total_classes, 1), 0)
-        losses += label_smoothing * (base - mean)
+        losses += label_smoothing * (base - scores.sum(dim=-1) / max(total_classes, 1))
     z_losses = lse_square_scale * base**2 if lse_square_scale else torch.zeros_like(lse)
     return losses + z_losses, z_losses, lse, kept
 
@@ -30,15 +28,14 @@ def bwd(
     total_classes,
 ):  # fmt: skip
     """Returns dlogits."""
-    scaled = logits.float() * logit_scale
-    gradient = torch.exp(scaled - lse[:, None]) * (1 + 2 * lse_square_scale * lse)[:, None]
-    target = torch.full_like(gradient, label_smoothing / max(total_classes, 1))
+    kept = is_kept(labels, ignore_index, total_classes)
+    dlosses, lse = (torch.where(kept, x, 0) for x in (dlosses, lse))
+    gradient = torch.exp(_scores(logits, kept, logit_scale) - lse[:, None]) * (1 + 2 * lse_square_scale * lse)[:, None]
     own, column = _own_column(labels, class_start, logits.shape[1])
-    target[own, column[own]] += 1 - label_smoothing
-    gradient -= target
+    gradient.scatter_add_(1, column, (label_smoothing - 1) * own.float())
+    gradient -= label_smoothing / max(total_classes, 1)
     gradient *= logit_scale * dlosses[:, None]
-    kept = _is_kept(labels, ignore_index, total_classes)
-    return torch.where(kept[:, None], gradient, 0).to(logits.dtype).contiguous()
+    return gradient.to(logits.dtype).contiguous()
 
 
 def bwd_(dlosses, logits, *args):
@@ -46,14 +43,22 @@ def bwd_(dlosses, logits, *args):
     logits.copy_(bwd(dlosses, logits, *args))
 
 
-def _is_kept(labels, ignore_index, total_classes):
+def is_kept(labels, ignore_index, total_classes):
     """Returns which rows count."""
     if ignore_index is None:
         return torch.ones_like(labels, dtype=torch.bool)
     return (labels != ignore_index) & (labels >= 0) & (labels < total_classes)
 
 
+def _scores(logits, kept, logit_scale):
+    """Returns the scaled logits in fp32: zeros in rows that do not count, whose NaN must not reach a derivative."""
+    return torch.where(kept[:, None], logits.float() * logit_scale, 0)
+
+
 def _own_column(labels, class_start, vocab):
-    """Returns which labels are among these columns, and the column of each label."""
-    column = labels.long() - class_start
-    return (column >= 0) & (column < vocab), column
+    """Returns whether each label is among these columns, and its column if so: (rows, 1), or (rows, 0) without columns.
+
+    A label elsewhere has any column, since indexing with a mask, which would leave it out, does not work under vmap.
+    """
+    column = (labels.long() - class_start)[:, None][:, :vocab]
+    return (column >= 0) & (column < vocab), column.clamp(0, max(vocab - 1, 0))

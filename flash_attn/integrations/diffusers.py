@@ -82,11 +82,14 @@ def attention(
         out, (batch, seqlen_q, heads, head_dim of value), or (out, lse). Rows that see no key are 0.
     """
     if _parallel_config is not None:
-        raise ArgumentError('_parallel_config must be None: use the backend "flash" for context parallelism')
+        raise ArgumentError(
+            f"_parallel_config must be None, found a {type(_parallel_config).__name__}: use the backend "
+            '"flash" for context parallelism'
+        )
     if is_causal and query.shape[1] != key.shape[1]:
         raise ArgumentError(
-            "is_causal needs as many queries as keys, since backends align them differently, found "
-            f"{query.shape[1]} and {key.shape[1]}: give attn_mask"
+            "is_causal must be false unless there are as many queries as keys, since backends align them differently, "
+            f"found true for {query.shape[1]} and {key.shape[1]}: give attn_mask"
         )
     arguments: dict[str, Any] = {}
     if attn_mask is not None:

@@ -117,13 +117,18 @@ def attention(
             transformers' own functions have; or a result of `mask` for other lengths.
     """
     if output_attentions:
-        raise ArgumentError('output_attentions must be false, since no weights are held: use "eager" to see them')
+        raise ArgumentError(
+            f'output_attentions must be false, found {output_attentions!r}: use "eager", which holds weights'
+        )
     if cache is not None:
-        raise ArgumentError("cache must be None, since a paged cache needs transformers' own attention functions")
+        raise ArgumentError(
+            f"cache must be None, found a {type(cache).__name__}: a paged cache needs transformers' own functions"
+        )
     for name, given in (("indices", indices), ("block_indices", block_indices)):
         if given is not None:
             raise ArgumentError(
-                f'{name} must be None, since sparse attention is not computed here: use "eager" or "sdpa"'
+                f"{name} must be None, found a {type(given).__name__}: sparse attention is not computed here, "
+                'use "eager" or "sdpa"'
             )
     lengths = (query.shape[2], key.shape[2])
     if isinstance(attention_mask, Mask) and attention_mask.shape[2:] != lengths:
@@ -246,7 +251,7 @@ class Mask:
         return self._evaluate().expand(self.shape)
 
     def eager(self, other: Any) -> Any:
-        """What is added to other: 0 where a row sees a key, else the least number of other's dtype."""
+        """The mask as numbers to add to `other`: 0 where a row sees a key, elsewhere the least number of its dtype."""
         if not isinstance(other, Tensor) or not other.is_floating_point():
             return self.dense()
         least = torch.finfo(other.dtype).min
@@ -342,8 +347,8 @@ def mask(
         return attention_mask
     if (own := _attention_of_its_own(type(config))) is not None:
         raise ArgumentError(
-            f"attn_implementation must be what {type(config).__name__} is made for, since {own} does not go through "
-            'transformers\' AttentionInterface: use "eager"'
+            f"attn_implementation must be one that {type(config).__name__} computes itself, found flash_attn's: {own} "
+            'does not go through transformers\' AttentionInterface, use "eager"'
         )
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 

@@ -355,7 +355,7 @@ class RotaryEmbedding(torch.nn.Module):
         """
         table = self._cos_cached
         if torch.compiler.is_compiling() and table is not None:
-            if table.shape[0] >= seqlen and table.dtype == dtype and table.device == device:
+            if self._serves(table.shape[0], seqlen) and table.dtype == dtype and table.device == device:
                 return self._cached_tables()
         return self._tables(seqlen, device, dtype)
 
@@ -378,10 +378,18 @@ class RotaryEmbedding(torch.nn.Module):
         self._seq_len_cached = seqlen
         self._built_from = tuple((buffer, _version(buffer)) for buffer in (self.inv_freq, self.scale))
 
+    def _frequencies(self, seqlen: int, device: torch.device) -> Tensor:
+        """Returns the angle between neighbouring positions for each pair, for tables with so many rows."""
+        return self._values(self.inv_freq, self._compute_inv_freq, device)
+
+    def _serves(self, rows: int, seqlen: int) -> bool:
+        """Returns whether tables with so many rows are those of a sequence of this length."""
+        return rows >= seqlen
+
     def _computed_tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         position = torch.arange(seqlen, device=device, dtype=torch.float32)
         # A product, not an einsum, which autocast would compute in 16 bits.
-        angles = position[:, None] * self._values(self.inv_freq, self._compute_inv_freq, position.device)
+        angles = position[:, None] * self._frequencies(seqlen, position.device)
         cos, sin = angles.cos(), angles.sin()
         if self.scale_base is None:
             return cos.to(dtype), sin.to(dtype), None, None
@@ -394,7 +402,7 @@ class RotaryEmbedding(torch.nn.Module):
         table = self._cos_cached
         return (
             table is None
-            or seqlen > self._seq_len_cached
+            or not self._serves(self._seq_len_cached, seqlen)
             or table.device != device
             or table.dtype != dtype
             # Autograd does not save inference tensors, which an evaluation may have left.
@@ -417,8 +425,14 @@ def _check_call(
     checks.tensor("qkv", qkv, dtypes=rotary.DTYPES)
     if cu_seqlens is None:
         checks.number("the number of dimensions of qkv", qkv.dim(), qkv.dim() >= 4, "4 or 5")
-    elif kv is not None or isinstance(seqlen_offset, Tensor) or seqlen_offset != 0 or max_seqlen is None:
-        raise ValueError("cu_seqlens must be given with max_seqlen and without kv and seqlen_offset, found others")
+    else:
+        if max_seqlen is None:
+            raise ValueError("max_seqlen must be given with cu_seqlens, found None")
+        if kv is not None:
+            raise ValueError("kv must be None with cu_seqlens, found a tensor")
+        if isinstance(seqlen_offset, Tensor) or seqlen_offset != 0:
+            found = "a tensor" if isinstance(seqlen_offset, Tensor) else seqlen_offset
+            raise ValueError(f"seqlen_offset must be 0 with cu_seqlens, found {found}")
     if max_seqlen is not None:
         checks.number("max_seqlen", max_seqlen, max_seqlen >= 0, "at least 0")
     if not isinstance(seqlen_offset, Tensor):
@@ -536,7 +550,9 @@ def _check_packed(qkv, num_heads_q, cu_seqlens):
     checks.integer("num_heads_q", num_heads_q)
     heads = qkv.shape[-2]
     if num_heads_q < 0 or heads < num_heads_q or (heads - num_heads_q) % 2:
-        raise ValueError(f"num_heads_q must leave as many key as value heads of {heads}, found {num_heads_q}")
+        raise ValueError(
+            f"num_heads_q must leave an even number of qkv's {heads} heads for keys and values, found {num_heads_q}"
+        )
     return False
 
 

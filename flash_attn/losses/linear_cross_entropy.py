@@ -37,6 +37,7 @@ def linear_cross_entropy(
     chunk_size: int | None = None,
     process_group: ProcessGroup | None = None,
     sequence_parallel: bool = True,
+    softcap: float = 0.0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Cross entropy of the logits hidden weight^T + bias, differentiable in hidden, weight and bias.
 
@@ -52,6 +53,7 @@ def linear_cross_entropy(
         process_group: a group of processes that divide the rows of the weight among them. num_classes counts the
             classes of all processes. With sequence_parallel the first dimension of hidden is divided too, and is
             gathered; labels are given for all of the gathered hidden.
+        softcap: above 0, a logit x becomes softcap * tanh(x / softcap), before logit_scale (as in Gemma 2).
 
     Returns the loss, a float32 scalar, or (loss, z_loss).
 
@@ -64,17 +66,20 @@ def linear_cross_entropy(
     world_size, rank = 1, 0
     if process_group is not None:
         world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
-        if sequence_parallel:
-            hidden = all_gather(hidden, process_group)
+    group = process_group if world_size > 1 else None
+    xentropy.check_transform(group, hidden, weight, bias)
+    if process_group is not None and sequence_parallel:
+        hidden = all_gather(hidden, process_group)
     classes = world_size * len(weight) if num_classes is None else checks.whole("num_classes", num_classes)
     dtype = _check(hidden, weight, labels, bias, classes, world_size, reduction)
     rest = (label_smoothing, logit_scale, lse_square_scale, ignore_index, rank * len(weight), classes, world_size > 1)
-    _check_options(*rest[:4])
-    loss, z_loss = _LinearCrossEntropy.apply(
-        hidden.flatten(0, -2), weight, bias, autograd.history(hidden, weight, bias), labels.flatten(), dtype, rest,
-        reduction == "mean", _rows_at_a_time(chunk_size, weight), process_group if world_size > 1 else None,
-        not sequence_parallel,
-    )  # fmt: skip
+    _check_options(*rest[:4], softcap)
+    tensors, labels = (hidden.flatten(0, -2), weight, bias), labels.flatten()
+    options = labels, dtype, rest, reduction == "mean", _rows_at_a_time(chunk_size, weight), group, softcap
+    if not torch.is_grad_enabled() or autograd.is_transformed(*tensors):
+        loss, z_loss, _ = _run(*tensors, None, *options)
+    else:
+        loss, z_loss = _LinearCrossEntropy.apply(*tensors, *options, not sequence_parallel)
     return (loss, z_loss) if return_z_loss else loss
 
 
@@ -106,9 +111,14 @@ class LinearCrossEntropyLoss(torch.nn.Module):
             num_classes=num_classes, chunk_size=chunk_size, sequence_parallel=sequence_parallel,
         )  # fmt: skip
 
-    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None) -> Any:
-        """The loss of hidden (..., features), weight (vocab, features), labels (...) and bias (vocab,) or None."""
-        return linear_cross_entropy(hidden, weight, labels, bias, **self.options)
+    def forward(
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, *, softcap: float = 0.0
+    ) -> Any:
+        """The loss of hidden (..., features), weight (vocab, features), labels (...) and bias (vocab,) or None.
+
+        softcap: of the logits, which a model has and not its loss.
+        """
+        return linear_cross_entropy(hidden, weight, labels, bias, softcap=softcap, **self.options)
 
 
 def _check(hidden, weight, labels, bias, classes, world_size, reduction):
@@ -135,36 +145,37 @@ def _rows_at_a_time(chunk_size, weight):
     return chunk_size
 
 
-def _check_options(label_smoothing, logit_scale, lse_square_scale, ignore_index):
+def _check_options(label_smoothing, logit_scale, lse_square_scale, ignore_index, softcap):
     checks.real("label_smoothing", label_smoothing)
     checks.number("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "between 0 and 1")
     checks.real("logit_scale", logit_scale)
     checks.number("logit_scale", logit_scale, logit_scale > 0, "positive")
     checks.real("lse_square_scale", lse_square_scale)
     checks.integer("ignore_index", ignore_index)
+    checks.real("softcap", softcap)
+    checks.number("softcap", softcap, softcap >= 0, "at least 0")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients of the sum of the losses; the backward scales them, in float32.
 
-    It has no second derivative, since the tensors are not kept. `origin` is their history.
+    It has no second derivative, since the tensors are not kept. The loss is kept, which leads to their history.
 
     Gradients of a mean over many rows would vanish in float16; gradients of the sum do not.
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, origin, labels, dtype, rest, mean, chunk_size, group, sum_over_group):
+    def forward(ctx, hidden, weight, bias, labels, dtype, rest, mean, chunk_size, group, softcap, sum_over_group):
         ctx.set_materialize_grads(False)
-        wanted = [origin is not None and needed for needed in ctx.needs_input_grad[:3]]
-        gradients = _Gradients(hidden, weight, bias, wanted, dtype)
-        losses, z_losses, kept = _run(hidden, weight, bias, labels, dtype, rest, chunk_size, group, gradients)
-        count = kept.sum() if mean else losses.new_ones(())
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3], dtype)
+        loss, z_loss, count = _run(
+            hidden, weight, bias, gradients, labels, dtype, rest, mean, chunk_size, group, softcap
+        )
         if group is not None and sum_over_group and gradients.hidden is not None:
             dist.all_reduce(gradients.hidden, group=group)
-        ctx.save_for_backward(origin, count, gradients.hidden, gradients.weight, gradients.bias)
+        ctx.save_for_backward(loss, count, gradients.hidden, gradients.weight, gradients.bias)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.unit = gradients.unit
-        loss, z_loss = losses.sum() / count, z_losses.sum() / count
         ctx.mark_non_differentiable(z_loss)
         return loss, z_loss
 
@@ -197,8 +208,8 @@ class _Gradients:
             self.bias += dlogits.sum(0, dtype=torch.float32)
 
 
-def _run(hidden, weight, bias, labels, dtype, rest, chunk_size, group, gradients):
-    """Returns the losses, the z-losses and which rows count; adds to the gradients on the way."""
+def _run(hidden, weight, bias, gradients, labels, dtype, rest, mean, chunk_size, group, softcap):
+    """Returns the loss, the z-loss and by what the sums were divided; adds to the gradients, or None, on the way."""
     *options, class_start, classes, partial = rest
     smoothing, scale, lse_square_scale, ignore_index = options
     options = smoothing, scale, lse_square_scale, ignore_index, class_start, classes
@@ -207,19 +218,27 @@ def _run(hidden, weight, bias, labels, dtype, rest, chunk_size, group, gradients
     results = []
     for start in range(0, len(hidden), chunk_size):
         rows = slice(start, start + chunk_size)
-        x, y = hidden[rows].to(dtype), labels[rows]
+        y = labels[rows]
+        x = xentropy.without_others(hidden[rows].to(dtype), y, ignore_index, classes)
         logits = torch.nn.functional.linear(x, weight, bias)
-        real = logits[:, :own]
+        real, slope = logits[:, :own], None
+        if softcap > 0 and gradients is None:
+            real = softcap * torch.tanh(real / softcap)
+        elif softcap > 0:
+            real.div_(softcap).tanh_()
+            slope = 1 - real.square() if gradients.any else None  # the derivative of tanh, by its value
+            real.mul_(softcap)
         losses, z_losses, lse, kept = xentropy.forward(real, (y, None, *options, partial), group)
         results.append((losses, z_losses, kept))
-        if gradients.any:
+        if gradients is not None and gradients.any:
             xentropy.bwd_(torch.full_like(losses, gradients.unit), real, y, lse, *options)
+            if slope is not None:
+                real.mul_(slope)
             logits[:, own:] = 0
             gradients.add(rows, logits, x, weight)
-    if not results:
-        empty = hidden.new_empty(0, dtype=torch.float32)
-        return empty, empty, empty
-    return [torch.cat(each) for each in zip(*results)]
+    losses, z_losses, kept = map(torch.cat, zip(*results)) if results else hidden.new_empty(3, 0, dtype=torch.float32)
+    count = kept.sum() if mean else losses.new_ones(())
+    return losses.sum() / count, z_losses.sum() / count, count
 
 
 def _scaled(x, scale, dtype):

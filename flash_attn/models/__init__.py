@@ -10,24 +10,31 @@ A family is two tables: which fields of its configuration become which of ours, 
 become which of ours. All run the same model, `flash_attn.models.gpt`. docs/guides/models.md has the same table, and
 what to set for speed.
 
-| module     | model_type of transformers          | what is covered |
-|------------|-------------------------------------|---|
-| `gpt`      | gpt2                                | all but cross attention; also Megatron's, with rotary embeddings |
-| `llama`    | llama, mistral, qwen2, qwen3, gemma | GQA, windows, Qwen3's and Gemma's norms; Meta's own checkpoints |
-| `opt`      | opt                                 | norms before or after each part, narrower embeddings (350M) |
-| `gptj`     | gptj                                | all |
-| `gpt_neox` | gpt_neox                            | parallel and sequential residuals |
-| `falcon`   | falcon                              | multi-query, the new decoder, one or two norms, rotary or ALiBi |
-| `bigcode`  | gpt_bigcode                         | multi-query, expanded to all heads when it is loaded |
-| `btlm`     | btlm                                | ALiBi or learned positions |
-| `baichuan` | baichuan                            | 7B (rotary) and 13B (ALiBi), versions 1 and 2 |
-| `phi`      | phi                                 | Phi-1 and Phi-2 |
+| module       | model_type of transformers  | what is covered |
+|--------------|-----------------------------|---|
+| `gpt`        | gpt2                        | all but cross attention; also Megatron's, with rotary embeddings |
+| `llama`      | llama, mistral, qwen2, qwen3, gemma, granite, smollm3, ministral, seed_oss | all; Meta's own files |
+| `gemma2`     | gemma2, gemma3_text         | text: norms on both sides, soft caps, two rotary bases |
+| `olmo2`      | olmo2, olmo3, exaone4       | norms of outputs, queries and keys; OLMo on one GPU |
+| `cohere`     | cohere, cohere2             | all but norms of queries and keys (Command R+) |
+| `stablelm`   | stablelm                    | all but norms of queries and keys (12B) |
+| `phi3`       | phi3                        | Phi-3 to Phi-4, their long versions too; text |
+| `phi`        | phi                         | Phi-1 and Phi-2 |
+| `starcoder2` | starcoder2                  | all |
+| `opt`        | opt                         | norms before or after each part, narrower embeddings (350M) |
+| `gptj`       | gptj                        | all |
+| `gpt_neox`   | gpt_neox                    | parallel and sequential residuals |
+| `falcon`     | falcon                      | multi-query, the new decoder, one or two norms, rotary or ALiBi |
+| `bigcode`    | gpt_bigcode                 | multi-query, expanded to all heads when it is loaded |
+| `btlm`       | btlm                        | ALiBi or learned positions |
+| `baichuan`   | baichuan                    | 7B (rotary) and 13B (ALiBi), versions 1 and 2 |
 
-Rotary embeddings can be scaled as `linear`, `llama3` and `yarn` do it. What the model does not do is refused, with an
-error that names the field of the configuration: `dynamic` and `longrope` scaling, where the angles depend on the length
-of a sequence; soft caps of scores or logits, and norms behind attention and MLP (Gemma 2); mixtures of experts; cross
-attention; quantised weights. ALiBi is exact, while transformers rounds Falcon's to bfloat16. A field that the library
-does not know gives a warning.
+Rotary embeddings can be scaled as `linear`, `dynamic`, `llama3`, `yarn` and `longrope` do it. The angles of `dynamic`
+and `longrope` depend on the length of a sequence: this is the length of the longest row of a batch, and when a sequence
+is continued the length that it may reach, where transformers changes the angles on the way. What the model does not do
+is refused, with an error that names the field of the configuration, or the model_type: mixtures of experts; cross
+attention; images; quantised weights; norms of queries and keys that are LayerNorms. ALiBi is exact, while transformers
+rounds Falcon's to bfloat16. A field that the library does not know gives a warning.
 """
 
 from flash_attn import _removed

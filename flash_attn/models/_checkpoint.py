@@ -275,10 +275,12 @@ def _what(s):
 
 # What is part of our model, but not of transformers' GPT-2, by the values that it has there.
 _OF_GPT2 = dict(
-    mlp_fc1_bias=True, mlp_fc2_bias=True, prenorm=True, rms_norm=False, parallel_block=False, qkv_proj_bias=True,
-    out_proj_bias=True, qk_norm=False, attn_dwconv=False, sliding_window=None, rotary_emb_fraction=0.0, use_alibi=False,
-    mup_scale_qk_dot_by_d=False, mup_attn_multiplier=1.0, mup_embeddings_multiplier=1.0, mup_width_scale=1.0,
-    mup_output_multiplier=1.0, word_embed_proj_dim=None, lm_head_bias=False, norm_head=False, gated=False,
+    mlp_fc1_bias=True, mlp_fc2_bias=True, prenorm=True, input_norms=True, output_norms=False, rms_norm=False,
+    norm_bias=True, parallel_block=False, qkv_proj_bias=True, out_proj_bias=True, qk_norm=False, attn_dwconv=False,
+    attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=None, rotary_emb_fraction=0.0,
+    use_alibi=False, mup_scale_qk_dot_by_d=False, mup_attn_multiplier=1.0, mup_embeddings_multiplier=1.0,
+    mup_residual_multiplier=1.0, mup_width_scale=1.0, mup_output_multiplier=1.0, word_embed_proj_dim=None,
+    lm_head_bias=False, norm_head=False, gated=False,
 )  # fmt: skip
 
 

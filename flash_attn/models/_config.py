@@ -22,11 +22,12 @@ _GATED = ("glu", "swiglu", "geglu", "geglu_tanh")
 # Fields of transformers' configurations that change nothing in what the model computes.
 WITHOUT_EFFECT = frozenset(
     {
-        "architectures", "auto_map", "attention_softmax_in_fp32", "bos_token_id", "chunk_size_feed_forward",
+        "architectures", "auto_map", "attention_softmax_in_fp32", "bos_token_id", "cache_implementation",
+        "chunk_size_feed_forward",
         "classifier_dropout", "decoder_start_token_id", "dtype", "eos_token_id", "finetuning_task", "id2label",
         "is_decoder", "keys_to_ignore_at_inference", "label2id", "max_batch_size", "max_sequence_length", "model_type",
         "multi_query", "n_ctx", "name_or_path", "output_attentions", "output_hidden_states", "output_past",
-        "pad_token_id", "pretraining_tp",
+        "pad_token_id", "prefix", "pretraining_tp",
         "problem_type", "reorder_and_upcast_attn", "return_dict", "scale_attention_softmax_in_fp32", "sep_token_id",
         "source_config", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
         "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version",
@@ -40,15 +41,31 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
     "pruned_heads": (None, {}),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
     "use_bidirectional_attention": (None, False),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What the decoder is built from, each field with the default that it has where a configuration lacks it."""
+    """What the decoder is built from, each field with the default that it has where a configuration lacks it.
+
+    Those that are not GPT-2's nor named after arguments of `MHA` and `Block`:
+
+    activation_function: of the MLP; "glu", "swiglu", "geglu" and "geglu_tanh" are gated, with n_inner features rounded
+        up to a multiple of mlp_multiple_of.
+    prenorm: norms before attention and MLP, and one at the end; else norms of the sums (as in the first transformers).
+    input_norms: with prenorm, whether there are those before attention and MLP.
+    output_norms: with prenorm, norms of what attention and MLP give, before it is added (as in Gemma 2, OLMo 2).
+    norm_bias: whether a LayerNorm has a bias. norm_zero_centered: an RMSNorm multiplies by 1 + its weight.
+    sliding_window: how many tokens a token sees, with itself.
+    rotary_emb_fraction: how much of each head turns; 0 for no rotary embedding.
+    sliding_window, rotary_emb_fraction, rotary_emb_base, rotary_emb_scaling, mlp_checkpoint_lvl: one for all layers, or
+        a list with one for each.
+    rotary_emb_scaling: see `flash_attn.models._rope`.
+    attn_logit_softcapping, final_logit_softcapping: scores, and logits, x become cap * tanh(x / cap).
+    mup_...: factors, of softmax_scale (attn), of the embeddings, of what is added to the residual stream (residual),
+        and of what the head takes (output, width).
+    """
 
     vocab_size: int
     n_embd: int
@@ -75,27 +92,33 @@ class Settings:
     fused_dropout_add_ln: bool = False
     residual_in_fp32: bool = False
     prenorm: bool = True
+    input_norms: bool = True
+    output_norms: bool = False
     rms_norm: bool = False
     norm_zero_centered: bool = False
+    norm_bias: bool = True
     parallel_block: bool = False
     parallel_block_tied_norm: bool = False
     head_dim: int | None = None
     n_head_kv: int | None = None
     qk_norm: bool = False
+    qk_norm_over_heads: bool = False
+    attn_logit_softcapping: float | None = None
     qkv_proj_bias: bool = True
     out_proj_bias: bool = True
     attn_dwconv: bool = False
     sliding_window: int | Sequence[int | None] | None = None
-    rotary_emb_fraction: float = 0.0
-    rotary_emb_base: float = 10000.0
+    rotary_emb_fraction: float | Sequence[float] = 0.0
+    rotary_emb_base: float | Sequence[float] = 10000.0
     rotary_emb_scale_base: float | None = None
     rotary_emb_interleaved: bool = False
-    rotary_emb_scaling: dict[str, Any] | None = None
+    rotary_emb_scaling: dict[str, Any] | Sequence[dict[str, Any] | None] | None = None
     use_alibi: bool = False
     alibi_scaled: bool = False
     mup_scale_qk_dot_by_d: bool = False
     mup_attn_multiplier: float = 1.0
     mup_embeddings_multiplier: float = 1.0
+    mup_residual_multiplier: float = 1.0
     mup_width_scale: float = 1.0
     mup_output_multiplier: float = 1.0
     pad_vocab_size_multiple: int = 1
@@ -103,6 +126,7 @@ class Settings:
     tie_word_embeddings: bool = True
     lm_head_bias: bool = False
     norm_head: bool = False
+    final_logit_softcapping: float | None = None
     sequence_parallel: bool = True
     gradient_checkpointing: bool = False
 
@@ -114,9 +138,8 @@ class Settings:
     def width_of_head(self) -> int:
         return self.n_embd // self.n_head if self.head_dim is None else self.head_dim
 
-    @property
-    def rotary_dim(self) -> int:
-        return int(self.rotary_emb_fraction * self.width_of_head)
+    def rotary_dim(self, layer_idx: int | None) -> int:
+        return int(self.of_layer("rotary_emb_fraction", layer_idx) * self.width_of_head)
 
     @property
     def padded_vocab_size(self) -> int:
@@ -191,31 +214,46 @@ def _check(s, rotary_emb_dim):
     )
     check("residual_in_fp32", s.prenorm or not s.residual_in_fp32, "False without prenorm")
     check("parallel_block", s.prenorm or not s.parallel_block, "False without prenorm")
+    one_by_one = s.prenorm and not s.parallel_block
+    check("input_norms", one_by_one or s.input_norms, "True without prenorm and with parallel_block")
+    check("output_norms", one_by_one or not s.output_norms, "False without prenorm and with parallel_block")
+    fits = s.mup_residual_multiplier == 1 or (one_by_one and not s.output_norms)
+    check("mup_residual_multiplier", fits, "1 without prenorm, and with parallel_block or output_norms")
     check("norm_zero_centered", s.rms_norm or not s.norm_zero_centered, "False without rms_norm")
+    check("norm_bias", not s.rms_norm or s.norm_bias, "True with rms_norm, which has none anyway")
+    check("qk_norm_over_heads", s.qk_norm or not s.qk_norm_over_heads, "False without qk_norm")
+    for field in ("attn_logit_softcapping", "final_logit_softcapping"):
+        check(field, getattr(s, field) is None or getattr(s, field) > 0, "positive or None")
+    check("attn_logit_softcapping", s.use_flash_attn or s.attn_logit_softcapping is None, "None without use_flash_attn")
     check("use_alibi", s.use_flash_attn or not s.use_alibi, "False without use_flash_attn")
     check("alibi_scaled", s.use_alibi or not s.alibi_scaled, "False without use_alibi")
     check("sliding_window", s.use_flash_attn or s.sliding_window is None, "None without use_flash_attn")
-    for field in ("sliding_window", "mlp_checkpoint_lvl"):
+    for field in _OF_LAYERS:
         value = getattr(s, field)
         fits = not isinstance(value, (list, tuple)) or len(value) == s.n_layer
         check(field, fits, f"one value, or one for each of the {s.n_layer} layers")
     windows = s.sliding_window if isinstance(s.sliding_window, (list, tuple)) else [s.sliding_window]
     fits = all(each is None or (isinstance(each, numbers.Integral) and each > 0) for each in windows)
     check("sliding_window", fits, "None or a positive integer in each layer")
-    check("rotary_emb_fraction", 0 <= s.rotary_emb_fraction <= 1, "from 0 to 1")
     even = f"such that an even number of the {s.width_of_head} channels rotates"
-    check("rotary_emb_fraction", s.rotary_dim % 2 == 0, even)
-    scaling = s.rotary_emb_scaling
-    check("rotary_emb_scaling", scaling is None or s.rotary_dim > 0, "None without rotary_emb_fraction")
-    fits = scaling is None or (isinstance(scaling, dict) and "rope_type" in scaling)
-    check("rotary_emb_scaling", fits, "a dict with 'rope_type'")
-    if rotary_emb_dim not in (None, 0, s.rotary_dim):
+    for i in range(s.n_layer):
+        check("rotary_emb_fraction", 0 <= s.of_layer("rotary_emb_fraction", i) <= 1, "from 0 to 1")
+        check("rotary_emb_fraction", s.rotary_dim(i) % 2 == 0, even)
+        check("rotary_emb_base", s.of_layer("rotary_emb_base", i) > 0, "positive")
+        scaling = s.of_layer("rotary_emb_scaling", i)
+        fits = scaling is None or (isinstance(scaling, dict) and "rope_type" in scaling)
+        check("rotary_emb_scaling", fits, "a dict with 'rope_type'")
+    turns = any(s.rotary_dim(i) > 0 for i in range(s.n_layer))
+    check("rotary_emb_scaling", turns or not s.rotary_emb_scaling, "None without rotary_emb_fraction")
+    if rotary_emb_dim not in (None, 0, s.rotary_dim(0)):
         raise ValueError(
             f"config.rotary_emb_dim must be left out, as the rotary embedding goes by rotary_emb_fraction, "
             f"found {rotary_emb_dim}"
         )
 
 
+# Fields that may be a list with a value for each layer.
+_OF_LAYERS = ("sliding_window", "mlp_checkpoint_lvl", "rotary_emb_fraction", "rotary_emb_base", "rotary_emb_scaling")
 FIELDS = frozenset(field.name for field in dataclasses.fields(Settings))
 
 

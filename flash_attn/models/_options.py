@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+_OF_TRANSFORMERS = {"attn_implementation": "use_flash_attn", "device_map": "device"}  # its names, ours
+
 
 def divided(cls: type, options: dict[str, Any], fields: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fields of the configuration, arguments of the constructor of `cls`) among keyword arguments.
@@ -22,7 +24,7 @@ def divided(cls: type, options: dict[str, Any], fields: Collection[str]) -> tupl
     rest = {name: value for name, value in options.items() if name not in of_config}
     for name in rest:
         if name not in own and not takes_all:
-            near = ", ".join(difflib.get_close_matches(name, [*fields, *own])) or "none"
+            near = _OF_TRANSFORMERS.get(name) or ", ".join(difflib.get_close_matches(name, [*fields, *own])) or "none"
             raise TypeError(
                 f"keyword arguments must be fields of the configuration or arguments of {cls.__name__}, "
                 f"found {name!r}; names like it: {near}"

@@ -1,9 +1,13 @@
-"""Rotary embeddings that reach farther than they were trained: the frequencies of `linear`, `llama3` and `yarn`.
+"""Rotary embeddings that reach farther than they were trained: their frequencies, and the size of their tables.
 
 A configuration has them as rotary_emb_scaling, a dict with "rope_type" and the parameters that transformers documents.
+
+Those of `dynamic` and `longrope` depend on the length of a sequence. This is the length of the longest row of a batch
+as it is called; with a cache, where keys stay as they were rotated, it is what the cache has room for.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,94 +19,155 @@ from flash_attn.models._config import Reader, Settings, refuse_unless
 _DEFAULT = ("default", "mrope_default")
 
 
-def rope_fields(read: Reader) -> dict[str, Any]:
-    """Our fields for the rotary embedding of a configuration of transformers, in its older and its present form."""
-    older, present = read("rope_scaling", default={}), read("rope_parameters", default={})
-    parameters = dict(older) | dict(present)
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise ValueError(f"config.rope_parameters must be the same for all layers, found {parameters}")
+def rope_fields(read: Reader, kinds: Sequence[str] | None = None, local_base: float | None = None) -> dict[str, Any]:
+    """Our fields for the rotary embedding of a configuration of transformers, in its older and its present form.
+
+    kinds, local_base: given for models whose layers with a window have a rotary embedding of their own: the kinds of
+    all layers, and the base that such layers have in the older form, None for that of the others.
+    """
+    parameters = dict(read("rope_scaling", default={})) | dict(read("rope_parameters", default={}))
     base = read("rotary_emb_base", "rope_theta", default=parameters.get("rope_theta", 10000.0))
     fraction = read("rotary_pct", "partial_rotary_factor", default=parameters.get("partial_rotary_factor", 1.0))
+    longest = read("max_position_embeddings", "n_positions")
+    original = read("original_max_position_embeddings", default=longest)
+    of_kinds = {kind: value for kind, value in parameters.items() if isinstance(value, dict)}
+    if kinds is None:
+        if of_kinds:
+            raise ValueError(f"config.rope_parameters must be the same for all layers, found {parameters}")
+        return _fields(parameters, base, fraction, longest, original)
+    if not of_kinds:
+        local = {} if local_base is None else {"rope_theta": local_base}
+        of_kinds = {"full_attention": parameters, "sliding_attention": local}
+    fields = {}
+    for kind, value in of_kinds.items():
+        own = value.get("rope_theta", base), value.get("partial_rotary_factor", fraction)
+        fields[kind] = _fields(value, *own, longest, original)
+    for kind in kinds:
+        refuse_unless("layer_types", kind, tuple(fields))
+    return {name: [fields[kind].get(name) for kind in kinds] for each in fields.values() for name in each}
+
+
+def _fields(parameters, base, fraction, longest, original):
+    """The fields of one rotary embedding."""
     fields: dict[str, Any] = {"rotary_emb_base": float(base), "rotary_emb_fraction": float(fraction)}
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    longest = read("max_position_embeddings", "n_positions")
     if kind not in _DEFAULT:
         drop = ("rope_theta", "partial_rotary_factor", "type")
         scaling = {name: value for name, value in parameters.items() if name not in drop} | {"rope_type": kind}
         if scaling.get("original_max_position_embeddings") is None:
+            scaling["original_max_position_embeddings"] = original
+        if kind == "dynamic":  # which counts from the length that the model has now
             scaling["original_max_position_embeddings"] = longest
-        _check(scaling, fraction)
+        if kind == "longrope" and scaling.get("factor") is None and longest is not None:
+            scaling["factor"] = longest / scaling["original_max_position_embeddings"]
+        _check(scaling, None)
         fields["rotary_emb_scaling"] = scaling
     return fields
 
 
-def whole_rope_fields(read: Reader) -> dict[str, Any]:
+def whole_rope_fields(
+    read: Reader, kinds: Sequence[str] | None = None, local_base: float | None = None
+) -> dict[str, Any]:
     """The same for families that rotate whole heads: their models in transformers do not read a part of them."""
-    fields = rope_fields(read)
-    refuse_unless("partial_rotary_factor", fields["rotary_emb_fraction"], (1.0,))
+    fields = rope_fields(read, kinds, local_base)
+    found = fields["rotary_emb_fraction"]
+    for fraction in found if isinstance(found, list) else (found,):
+        refuse_unless("partial_rotary_factor", fraction, (1.0,))
     return fields
 
 
-def rotary_embedding(s: Settings, device: torch.device | str | None = None) -> RotaryEmbedding:
-    """The rotary embedding that all layers share; on the CPU if the model is on the meta device, as it is no weight."""
+def rotary_embedding(
+    s: Settings, layer_idx: int | None = None, device: torch.device | str | None = None
+) -> RotaryEmbedding:
+    """The rotary embedding of a layer; on the CPU if the model is on the meta device, as it is no weight."""
     device = "cpu" if torch.empty(0, device=device).is_meta else device
-    if s.rotary_emb_scaling is not None:
-        _check(s.rotary_emb_scaling, s.rotary_emb_fraction)
-        return _ScaledRotaryEmbedding(s, device)
-    return RotaryEmbedding(s.rotary_dim, s.rotary_emb_base, s.rotary_emb_interleaved, s.rotary_emb_scale_base, device)
+    dim, base = s.rotary_dim(layer_idx), s.of_layer("rotary_emb_base", layer_idx)
+    scaling = s.of_layer("rotary_emb_scaling", layer_idx)
+    if scaling is None:
+        return RotaryEmbedding(dim, base, s.rotary_emb_interleaved, s.rotary_emb_scale_base, device)
+    _check(scaling, dim)
+    return _ScaledRotaryEmbedding(scaling, dim, base, s.rotary_emb_interleaved, s.rotary_emb_scale_base, device)
 
 
-def attention_factor(s: Settings) -> float:
-    """What YaRN multiplies queries and keys by; their scores are multiplied by its square."""
-    scaling = s.rotary_emb_scaling
-    if scaling is None or scaling["rope_type"] != "yarn":
-        return 1.0
-    if scaling.get("attention_factor") is not None:
-        return scaling["attention_factor"]
-    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
-    if mscale and mscale_all_dim:
-        return _magnitude(scaling["factor"], mscale) / _magnitude(scaling["factor"], mscale_all_dim)
-    return _magnitude(scaling["factor"], 1.0)
+def depends_on_length(s: Settings) -> bool:
+    """Whether the angles of some layer depend on the length of a sequence."""
+    scalings = (s.of_layer("rotary_emb_scaling", i) for i in range(s.n_layer))
+    return any(scaling is not None and scaling["rope_type"] in _REGIMES for scaling in scalings)
 
 
-def _magnitude(factor, mscale):
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _check(scaling, fraction):
+def _check(scaling, dim):
     kind = scaling["rope_type"]
     if kind not in _SCALED:
         raise ValueError(
             f"config.rope_parameters['rope_type'] must be 'default' or one of {', '.join(map(repr, _SCALED))}, "
-            f"since others depend on the length of a sequence; found {kind!r}"
+            f"found {kind!r}"
         )
     for name in _NEEDED[kind]:
         if scaling.get(name) is None:
             raise ValueError(f"config.rope_parameters[{name!r}] must be given for rope_type {kind!r}, found None")
-    if kind == "yarn" and fraction != 1:
-        raise ValueError(f"config.partial_rotary_factor must be 1 with rope_type 'yarn', found {fraction}")
+    for name in ("short_factor", "long_factor") if kind == "longrope" and dim is not None else ():
+        if len(scaling[name]) != dim // 2:
+            raise ValueError(
+                f"config.rope_parameters[{name!r}] must have a number for each of the {dim // 2} pairs that turn, "
+                f"found {len(scaling[name])}"
+            )
 
 
 class _ScaledRotaryEmbedding(RotaryEmbedding):
-    """A rotary embedding with frequencies of its own."""
+    """A rotary embedding with frequencies of its own, and tables that may be multiplied by a number."""
 
-    def __init__(self, s, device):
-        self._scaling = s.rotary_emb_scaling
-        super().__init__(s.rotary_dim, s.rotary_emb_base, s.rotary_emb_interleaved, s.rotary_emb_scale_base, device)
+    def __init__(self, scaling, *args):
+        self._scaling = scaling
+        super().__init__(*args)
 
     def _compute_inv_freq(self, device=None):
-        return _SCALED[self._scaling["rope_type"]](super()._compute_inv_freq(device), self._scaling, self.base)
+        return self._scaled(1, device)
+
+    def _scaled(self, seqlen, device):
+        return _SCALED[self._scaling["rope_type"]](super()._compute_inv_freq(device), self._scaling, self.base, seqlen)
+
+    def _frequencies(self, seqlen, device):
+        by_length = self._scaling["rope_type"] in _REGIMES
+        return self._scaled(seqlen, device) if by_length else super()._frequencies(seqlen, device)
+
+    def _serves(self, rows, seqlen):
+        regime = _REGIMES.get(self._scaling["rope_type"])
+        same = regime is None or regime(rows, self._scaling) == regime(seqlen, self._scaling)
+        return same and super()._serves(rows, seqlen)
+
+    def _computed_tables(self, seqlen, device, dtype):
+        tables, magnitude = super()._computed_tables(seqlen, device, torch.float32), _magnitude(self._scaling)
+        return tuple(None if table is None else (magnitude * table).to(dtype) for table in tables)
 
     def extra_repr(self):
         return f"{super().extra_repr()}, scaling={self._scaling}"
 
 
-def _linear(frequencies: Tensor, scaling: dict[str, Any], base: float) -> Tensor:
+def _magnitude(scaling: dict[str, Any]) -> float:
+    """What YaRN and LongRoPE multiply queries and keys by, where they turn."""
+    kind, factor = scaling["rope_type"], scaling.get("factor", 1.0)
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if scaling.get("attention_factor") is not None:
+        return scaling["attention_factor"]
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(max(factor, 1)) / math.log(scaling["original_max_position_embeddings"]))
+    mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and mscale_all_dim:
+        return _of_yarn(factor, mscale) / _of_yarn(factor, mscale_all_dim)
+    return _of_yarn(factor, 1.0)
+
+
+def _of_yarn(factor, mscale):
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _linear(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: int) -> Tensor:
     """Positions are divided by a factor (Chen et al., arXiv:2306.15595)."""
     return frequencies / scaling["factor"]
 
 
-def _llama3(frequencies: Tensor, scaling: dict[str, Any], base: float) -> Tensor:
+def _llama3(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: int) -> Tensor:
     """Slow pairs are slowed down by a factor, fast ones stay, between them it goes over evenly."""
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # within the trained length
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
@@ -110,7 +175,7 @@ def _llama3(frequencies: Tensor, scaling: dict[str, Any], base: float) -> Tensor
     return frequencies * (kept + (1 - kept) / scaling["factor"])
 
 
-def _yarn(frequencies: Tensor, scaling: dict[str, Any], base: float) -> Tensor:
+def _yarn(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: int) -> Tensor:
     """The same by the number of a pair instead of its turns (Peng et al., arXiv:2309.00071)."""
     pairs = len(frequencies)
 
@@ -126,9 +191,34 @@ def _yarn(frequencies: Tensor, scaling: dict[str, Any], base: float) -> Tensor:
     return frequencies * (1 - slowed + slowed / scaling["factor"])
 
 
-_SCALED = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
+def _dynamic(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: int) -> Tensor:
+    """The base grows with the length of a sequence, once that is greater than in training (NTK-aware scaling)."""
+    factor, width = scaling["factor"], 2 * len(frequencies)
+    longer = factor * _length(seqlen, scaling) / scaling["original_max_position_embeddings"] - (factor - 1)
+    powers = torch.arange(0, width, 2, dtype=torch.float32, device=frequencies.device) / width
+    return 1.0 / (base * longer ** (width / (width - 2))) ** powers
+
+
+def _longrope(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: int) -> Tensor:
+    """Each pair is slowed down by a factor of its own, by another in long sequences (Ding et al., arXiv:2402.13753)."""
+    factors = scaling["long_factor" if _is_long(seqlen, scaling) else "short_factor"]
+    return frequencies / torch.tensor(factors, dtype=torch.float32, device=frequencies.device)
+
+
+def _length(seqlen, scaling):
+    return max(seqlen, scaling["original_max_position_embeddings"])
+
+
+def _is_long(seqlen, scaling):
+    return seqlen > scaling["original_max_position_embeddings"]
+
+
+_SCALED = {"linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
+_REGIMES = {"dynamic": _length, "longrope": _is_long}  # lengths with the same value have the same frequencies
 _NEEDED = {
     "linear": ("factor",),
+    "dynamic": ("factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
 }

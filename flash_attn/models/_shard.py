@@ -35,23 +35,27 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: 
         config: the GPT2Config of the model.
         world_size, rank: the number of processes, and this one's number.
 
-    Heads are divided as evenly as they can be, the first processes having more. Raises ValueError, before anything is
-    changed, unless world_size divides the padded vocabulary, the features, those within the MLP, and the key heads if
-    they are fewer than the query heads.
+    Parts have memory of their own, so that neither keeping nor saving one keeps the whole. Tensors that share all of
+    their memory, as tied weights do, share that of their part. Heads are divided as evenly as they can be, the first
+    processes having more. Raises ValueError, before anything is changed, unless world_size divides the padded
+    vocabulary, the features, those within the MLP, and the key heads if they are fewer than the query heads.
     """
     s = settings(config)
     check_world_size(s, world_size)
     if not 0 <= rank < world_size:
         raise ValueError(f"rank must be from 0 to {world_size - 1}, found {rank}")
+    made: dict[Any, Tensor] = {}  # the parts, by what they were cut from
     for name in list(state_dict):
         part = _part(name)
         if part is None:
             continue
-        cut = part.cut(state_dict[name], s, world_size, rank)
+        whole = state_dict[name]
+        cut = part.cut(whole, s, world_size, rank)
         if cut is None:
             del state_dict[name]
-        else:
-            state_dict[name] = cut
+        elif cut.numel() < whole.numel():
+            key = whole.data_ptr() or id(whole), whole.shape, whole.stride(), part
+            state_dict[name] = made.setdefault(key, cut.clone(memory_format=torch.contiguous_format))
     return state_dict
 
 
@@ -81,6 +85,8 @@ def check_world_size(s: Settings, world_size: int) -> None:
     """Raise ValueError, naming the field, if so many processes cannot share the model."""
     if world_size < 1:
         raise ValueError(f"the number of processes must be positive, found {world_size}")
+    if s.qk_norm_over_heads and world_size > 1:
+        raise ValueError("config.qk_norm_over_heads must be False with several processes, found True")
     for name, size in {
         "vocab_size (padded)": s.padded_vocab_size,
         "n_embd": s.n_embd,

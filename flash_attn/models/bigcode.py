@@ -53,7 +53,7 @@ CONFIG = ConfigMap(
         **{name: name for name in _ALSO_COPIED},
     },
     only={"multi_query": (True,)},
-    without_effect=("num_key_value_heads",),
+    without_effect=("num_key_value_heads", "inference_runner", "pre_allocate_kv_cache", "validate_runner_input"),
 )
 
 KEYS = KeyMap(

@@ -36,7 +36,7 @@ def _norms(read):
     """The new decoder is always parallel, with a norm for each branch unless it says otherwise."""
     new = _is_new(read)
     norms = read("num_ln_in_parallel_attn", default=2 if new else 1)
-    parallel = new or read("parallel_attn", default=True)
+    parallel = read("parallel_attn", default=True) or new
     return {"parallel_block": parallel, "parallel_block_tied_norm": parallel and norms == 1}
 
 

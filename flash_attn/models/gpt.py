@@ -17,7 +17,7 @@ import functools
 import math
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast, overload
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint
 
+from flash_attn import _library
 from flash_attn._ops import checks, xentropy
+from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.losses.linear_cross_entropy import linear_cross_entropy
 from flash_attn.models import _checkpoint
 from flash_attn.models._config import is_gpt2_config, settings
@@ -37,7 +39,7 @@ from flash_attn.models._gpt2 import (
     remap_state_dict_megatron,
 )
 from flash_attn.models._options import refuse_float64
-from flash_attn.models._rope import attention_factor, rotary_embedding
+from flash_attn.models._rope import depends_on_length, rotary_embedding
 from flash_attn.models._shard import check_world_size, combine_state_dicts_tp, shard_state_dict_tp
 from flash_attn.models.bigcode import remap_state_dict_hf_bigcode
 from flash_attn.models.falcon import remap_state_dict_hf_falcon
@@ -46,8 +48,9 @@ from flash_attn.models.gptj import remap_state_dict_hf_gptj
 from flash_attn.models.llama import remap_state_dict_hf_llama
 from flash_attn.models.opt import remap_state_dict_hf_opt
 from flash_attn.modules.block import Block, ParallelBlock
-from flash_attn.modules.embedding import GPT2Embeddings, ParallelGPT2Embeddings
+from flash_attn.modules.embedding import GPT2Embeddings, ParallelGPT2Embeddings, _check_of_tokens
 from flash_attn.modules.mha import MHA, ParallelMHA
+from flash_attn.modules.mha._base import shifted
 from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp, ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
 from flash_attn.ops.fused_dense import ColumnParallelLinear, Linear, fused_dense_func
 from flash_attn.ops.triton.layer_norm import RMSNorm, layer_norm_fn
@@ -69,11 +72,21 @@ class CausalLMOutput(NamedTuple):
 
     logits: Tensor
 
+    @property
+    def loss(self) -> NoReturn:
+        """Not there."""
+        raise AttributeError("loss is computed with labels or shift_labels only, found neither")
+
 
 class CausalLMLoss(NamedTuple):
     """loss: a float32 scalar."""
 
     loss: Tensor
+
+    @property
+    def logits(self) -> NoReturn:
+        """Not there."""
+        raise AttributeError("logits are computed without labels only: those of all tokens would take much memory")
 
 
 def _sqrelu(x: Tensor) -> Tensor:
@@ -110,19 +123,21 @@ def create_mixer_cls(
     scale = 1.0
     if s.scale_attn_weights:
         scale = s.width_of_head ** (-1.0 if s.mup_scale_qk_dot_by_d else -0.5)
-    scale *= s.mup_attn_multiplier * attention_factor(s) ** 2
+    scale *= s.mup_attn_multiplier
     if s.scale_attn_by_inverse_layer_idx:
         if layer_idx is None:
             raise ValueError("layer_idx must be given with config.scale_attn_by_inverse_layer_idx, found None")
         scale /= layer_idx + 1
     window = s.of_layer("sliding_window", layer_idx)
     options: dict[str, Any] = dict(
-        num_heads=s.n_head, num_heads_kv=s.heads_kv, qkv_proj_bias=s.qkv_proj_bias, out_proj_bias=s.out_proj_bias,
-        dropout=s.attn_pdrop, softmax_scale=scale, causal=True, layer_idx=layer_idx, rotary_emb_dim=s.rotary_dim,
-        rotary_emb_base=s.rotary_emb_base, rotary_emb_scale_base=s.rotary_emb_scale_base,
-        rotary_emb_interleaved=s.rotary_emb_interleaved, use_alibi=s.use_alibi,
-        window_size=(-1, -1) if window is None else (window - 1, 0), use_flash_attn=s.use_flash_attn,
-        head_dim=s.width_of_head, qk_norm=s.qk_norm, qk_norm_eps=s.layer_norm_epsilon, device=device, dtype=dtype,
+        num_heads=s.n_head, num_heads_kv=s.heads_kv, head_dim=s.width_of_head, qkv_proj_bias=s.qkv_proj_bias,
+        out_proj_bias=s.out_proj_bias, dropout=s.attn_pdrop, softmax_scale=scale, causal=True, layer_idx=layer_idx,
+        rotary_emb_dim=s.rotary_dim(layer_idx), rotary_emb_base=s.of_layer("rotary_emb_base", layer_idx),
+        rotary_emb_scale_base=s.rotary_emb_scale_base, rotary_emb_interleaved=s.rotary_emb_interleaved,
+        use_alibi=s.use_alibi, window_size=(-1, -1) if window is None else (window - 1, 0),
+        use_flash_attn=s.use_flash_attn, qk_norm=s.qk_norm, qk_norm_eps=s.layer_norm_epsilon,
+        qk_norm_zero_centered=s.qk_norm and s.norm_zero_centered, qk_norm_over_heads=s.qk_norm_over_heads,
+        softcap=s.attn_logit_softcapping or 0.0, device=device, dtype=dtype,
     )  # fmt: skip
     mixer_cls: Callable[..., nn.Module]
     if process_group is None:
@@ -134,7 +149,9 @@ def create_mixer_cls(
         mixer_cls = functools.partial(ParallelMHA, **parallel, **options)
     if s.alibi_scaled:
         mixer_cls = functools.partial(_with_scaled_alibi, mixer_cls, scale)
-    return mixer_cls if s.rotary_emb_scaling is None else functools.partial(_with_scaled_rotary, mixer_cls, s, device)
+    if s.of_layer("rotary_emb_scaling", layer_idx) is not None and s.rotary_dim(layer_idx) > 0:
+        mixer_cls = functools.partial(_with_scaled_rotary, mixer_cls, s, layer_idx, device)
+    return mixer_cls
 
 
 def _with_scaled_alibi(mixer_cls, scale, features):
@@ -145,9 +162,9 @@ def _with_scaled_alibi(mixer_cls, scale, features):
     return mixer
 
 
-def _with_scaled_rotary(mixer_cls, s, device, features):
+def _with_scaled_rotary(mixer_cls, s, layer_idx, device, features):
     mixer = mixer_cls(features)
-    mixer.rotary_emb = rotary_embedding(s, device)
+    mixer.rotary_emb = rotary_embedding(s, layer_idx, device)
     return mixer
 
 
@@ -223,11 +240,12 @@ def create_block(
     factory: dict[str, Any] = dict(device=device, dtype=dtype)
     mixer_cls = create_mixer_cls(config, layer_idx, process_group, **factory)
     mlp_cls = create_mlp_cls(config, layer_idx, process_group, **factory)
+    norm_cls = functools.partial(_norm, s, **factory)
     options: dict[str, Any] = dict(
-        norm_cls=functools.partial(_norm, s, **factory),
+        norm_cls=norm_cls if s.input_norms else nn.Identity,
         resid_dropout1=s.embd_pdrop if layer_idx in (None, 0) else s.resid_pdrop,
         resid_dropout2=s.resid_pdrop,
-        fused_dropout_add_ln=s.fused_dropout_add_ln,
+        fused_dropout_add_ln=s.fused_dropout_add_ln and s.input_norms,
         residual_in_fp32=s.residual_in_fp32,
         sequence_parallel=s.sequence_parallel and process_group is not None,
         mark_shared_params=process_group is not None,
@@ -236,14 +254,31 @@ def create_block(
     if s.parallel_block:
         block = ParallelBlock(s.n_embd, mixer_cls, mlp_cls, tied_norm=s.parallel_block_tied_norm, **options)
     else:
-        block = Block(s.n_embd, mixer_cls, mlp_cls, prenorm=s.prenorm, **options)
+        output_cls: Callable[[int], nn.Module] | None = norm_cls if s.output_norms else None
+        if s.mup_residual_multiplier != 1:
+            output_cls = functools.partial(_Factor, s.mup_residual_multiplier)
+        block = Block(s.n_embd, mixer_cls, mlp_cls, prenorm=s.prenorm, output_cls=output_cls, **options)
     block.layer_idx = layer_idx
     return block
 
 
+class _Factor(nn.Module):
+    """Multiplies by a number."""
+
+    def __init__(self, factor: float, features: int) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    def extra_repr(self) -> str:
+        return f"{self.factor}"
+
+
 def _norm(s, features, device=None, dtype=None):
     if not s.rms_norm:
-        return nn.LayerNorm(features, eps=s.layer_norm_epsilon, device=device, dtype=dtype)
+        return nn.LayerNorm(features, eps=s.layer_norm_epsilon, bias=s.norm_bias, device=device, dtype=dtype)
     return RMSNorm(
         features, eps=s.layer_norm_epsilon, zero_centered_weight=s.norm_zero_centered, device=device, dtype=dtype
     )
@@ -431,10 +466,11 @@ class GPTModel(GPTPreTrainedModel):
         self.embeddings = _embeddings(s, process_group, **factory)
         blocks = [create_block(config, i, process_group, **factory) for i in range(s.n_layer)]
         self.layers = nn.ModuleList(blocks)
-        if s.rotary_dim > 0:
-            shared = rotary_embedding(s, device=device)  # one pair of tables for all layers
-            for block in blocks:
-                block.mixer.rotary_emb = shared
+        tables: dict[str, RotaryEmbedding] = {}  # layers that turn alike share them
+        for i, block in enumerate(blocks):
+            if s.rotary_dim(i) > 0:
+                rotary = rotary_embedding(s, i, device)
+                block.mixer.rotary_emb = tables.setdefault(repr(rotary), rotary)
         if s.prenorm:
             self.drop_f = nn.Dropout(s.resid_pdrop)
             self.ln_f = _norm(s, s.n_embd, **factory)
@@ -458,18 +494,56 @@ class GPTModel(GPTPreTrainedModel):
         layers = cast(list[Block], self.layers)
         return {i: layer.allocate_inference_cache(batch_size, max_seqlen, dtype) for i, layer in enumerate(layers)}
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, inference_params: Any = None) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        inference_params: Any = None,
+        *,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
         """The normed residual stream after the last layer.
 
         Arguments:
             input_ids: (batch, seqlen) int64.
-            position_ids: (seqlen,) or (batch, seqlen), for learned positions; 0, 1, ... if None.
+            position_ids: (seqlen,) or (batch, seqlen), for learned positions; 0, 1, ... from the first token if None.
+                Others are relative: there they must count up by 1 in each row, as they do anyway, or it is an error
+                like that of attention_mask. Several sequences in one row are not told apart by them.
             inference_params: see `flash_attn.utils.generation.InferenceParams`.
+            attention_mask: (batch, seqlen), 1 for tokens and 0 for padding, which may be on either side of them, but
+                not between them: that is an error on the CPU; on a GPU, where reading the mask would wait for the
+                device, and in a compiled graph the row gives NaN. Each row is computed as it would be alone. Not with
+                inference_params, which have leftpad_per_sample for it.
 
-        Returns (batch, seqlen, features); with a group and sequence_parallel, this process's part of
-        (batch * seqlen, features).
+        Returns (batch, seqlen, features), which mean nothing where there is padding; with a group and
+        sequence_parallel, this process's part of (batch * seqlen, features).
         """
         by_tokens = self.process_group is not None and self.sequence_parallel
+        leftpad = fits = None
+        if attention_mask is not None:
+            for condition, says in (
+                (inference_params is None, "inference_params must be None with attention_mask, found others"),
+                (not by_tokens, "config.sequence_parallel must be False with attention_mask, found True"),
+            ):
+                if not condition:
+                    raise ValueError(says)
+            leftpad, fits = _padding(attention_mask, input_ids)
+        if position_ids is not None:
+            _check_of_tokens("position_ids", position_ids, input_ids)
+            if inference_params is None and self.embeddings.max_position_embeddings <= 0:
+                counts = _count_up(position_ids.expand_as(input_ids), attention_mask)
+                fits = counts if fits is None else fits & counts
+        if leftpad is not None:  # padding moves after the tokens, where none of them sees it
+            if position_ids is not None:
+                position_ids = shifted(position_ids.expand_as(input_ids), leftpad)
+            input_ids = shifted(input_ids, leftpad)
+        hidden = self._run(input_ids, position_ids, inference_params, by_tokens)
+        if leftpad is not None:
+            hidden = shifted(hidden, -leftpad)
+        return hidden if fits is None or by_tokens else hidden.masked_fill(~fits[:, None, None], math.nan)
+
+    def _run(self, input_ids, position_ids, inference_params, by_tokens):
+        """`forward` of rows that begin with a token."""
         options: dict[str, Any] = dict(combine_batch_seqlen_dim=True) if by_tokens else {}
         hidden = self.embeddings(input_ids, position_ids=position_ids, **options)
         if self.embeddings_multiplier != 1.0:
@@ -501,6 +575,36 @@ class GPTModel(GPTPreTrainedModel):
             if branch is not None:
                 residual = self.drop_f(branch) if residual is None else self.drop_f(branch) + residual
         return self.ln_f(residual.to(self.ln_f.weight.dtype))
+
+
+def _padding(attention_mask, input_ids):
+    """How much padding each row has on its left, (batch,), and whether its mask is as `GPTModel.forward` takes it."""
+    checks.tensor("attention_mask", attention_mask, shape=tuple(input_ids.shape), device=input_ids.device)
+    is_token = attention_mask.bool()
+    begins = is_token & ~F.pad(is_token[:, :-1], (1, 0))
+    fits = (begins.sum(1) <= 1) & (attention_mask == is_token).all(1)
+    if _library.can_be_read_at_once(attention_mask) and not fits.all():
+        row = int((~fits).nonzero()[0])
+        raise ValueError(
+            "attention_mask must be 1 for the tokens of a row and 0 before and after them, "
+            f"found {attention_mask[row].tolist()} in row {row}"
+        )
+    return begins.int().argmax(1), fits
+
+
+def _count_up(position_ids, attention_mask):
+    """Whether the positions of each row's tokens count up by 1, (batch,)."""
+    fits = position_ids.diff(dim=1) == 1
+    if attention_mask is not None:
+        fits |= (attention_mask[:, 1:] == 0) | (attention_mask[:, :-1] == 0)
+    fits = fits.all(1)
+    if _library.can_be_read_at_once(position_ids) and not fits.all():
+        row = int((~fits).nonzero()[0])
+        raise ValueError(
+            "position_ids must count up by 1 in each row without learned positions, as several sequences in one row "
+            f"are not told apart, found {position_ids[row].tolist()} in row {row}"
+        )
+    return fits
 
 
 def _embeddings(s, process_group, device, dtype):
@@ -559,7 +663,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
                 sequence_parallel=s.sequence_parallel, **factory,
             )  # fmt: skip
         self.vocab_size = s.vocab_size  # without padding, which generation then never draws
+        self.depends_on_capacity = depends_on_length(s)
         self.norm_head = s.norm_head
+        self.softcap = s.final_logit_softcapping
         self.output_scale = s.mup_output_multiplier * s.mup_width_scale
         self.apply(self._first_weights)
         self.tie_weights()
@@ -592,6 +698,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         labels: None = None,
         *,
         shift_labels: None = None,
+        attention_mask: Tensor | None = None,
     ) -> CausalLMOutput: ...
 
     @overload
@@ -605,6 +712,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         labels: Tensor,
         shift_labels: None = None,
         loss_fn: Callable[..., Tensor] | None = None,
+        attention_mask: Tensor | None = None,
     ) -> CausalLMLoss: ...
 
     @overload
@@ -618,6 +726,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         *,
         shift_labels: Tensor,
         loss_fn: Callable[..., Tensor] | None = None,
+        attention_mask: Tensor | None = None,
     ) -> CausalLMLoss: ...
 
     def forward(
@@ -630,12 +739,13 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         *,
         shift_labels: Tensor | None = None,
         loss_fn: Callable[..., Tensor] | None = None,
+        attention_mask: Tensor | None = None,
     ) -> CausalLMOutput | CausalLMLoss:
         """Logits of the next tokens, or with labels their loss.
 
         Arguments:
             input_ids: (batch, seqlen) int64.
-            position_ids: (seqlen,) or (batch, seqlen), for learned positions; 0, 1, ... if None.
+            position_ids: as in `GPTModel.forward`.
             inference_params: see `flash_attn.utils.generation.InferenceParams`.
             num_last_tokens: only for so many tokens at the end of each sequence; all if 0.
             labels: (batch, seqlen), as transformers takes them: input_ids, with -100 for tokens that do not count.
@@ -645,15 +755,18 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             shift_labels: (batch, seqlen), in place of labels: the token that follows each of input_ids, or -100.
             loss_fn: in place of `linear_cross_entropy`, a function of hidden (batch, seqlen, features), the weight of
                 the head (padded vocabulary, features), shift_labels and the bias of the head or None. Say, a
-                `LinearCrossEntropyLoss` with label smoothing. With a group, it must know the group.
+                `LinearCrossEntropyLoss` with label smoothing. With a group, it must know the group. With
+                config.final_logit_softcapping, it gets this as softcap.
+            attention_mask: (batch, seqlen), 1 for tokens and 0 for padding, as in `GPTModel.forward`. Padding does not
+                count in the loss, neither as a label nor where it would be what another token is predicted from.
 
         Returns CausalLMOutput(logits) with logits (batch, seqlen or num_last_tokens, padded vocabulary). With a group
         they are this process's part of the vocabulary, and all of it with inference_params.
         With labels or shift_labels, CausalLMLoss(loss): the mean over the labels that count, over the classes without
         padding, from `linear_cross_entropy`, which does not hold all logits.
 
-        There is no attention_mask: tokens see those before them, so padding on their right changes nothing but its own
-        logits, and labels of -100 leave it out of the loss. `generate` takes the mask of padding on the left.
+        Tokens see those before them, so padding on their right changes nothing but its own logits: with labels of -100
+        for it, no mask is needed.
 
         Raises TypeError or ValueError for input_ids or labels that are no tensors, or of another dtype or shape, and
         on the CPU for labels that are no class.
@@ -661,7 +774,9 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         checks.tensor("input_ids", input_ids)
         if input_ids.dim() != 2:
             raise ValueError(f"input_ids must have shape (batch, seqlen), found {tuple(input_ids.shape)}")
-        hidden = self.transformer(input_ids, position_ids=position_ids, inference_params=inference_params)
+        hidden = self.transformer(
+            input_ids, position_ids=position_ids, inference_params=inference_params, attention_mask=attention_mask
+        )
         if inference_params is not None and hidden.dim() != 3:
             raise ValueError("config.sequence_parallel must be False with inference_params, found True")
         if num_last_tokens > 0:
@@ -671,9 +786,11 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         if self.output_scale != 1.0:
             hidden = hidden * self.output_scale
         if labels is not None or shift_labels is not None:
-            following = _following(labels, shift_labels, input_ids.shape, num_last_tokens)
+            following = _following(labels, shift_labels, attention_mask, input_ids.shape, num_last_tokens)
             return CausalLMLoss(self._loss(hidden, following, loss_fn))
         logits = self._logits(hidden)
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
         if self.process_group is not None and inference_params is not None:
             parts, _ = all_gather_raw(logits.contiguous(), self.process_group)
             logits = torch.cat(parts.chunk(dist.get_world_size(self.process_group)), dim=-1)
@@ -693,13 +810,15 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     def _loss(self, hidden, following, loss_fn):
         weight = F.normalize(self.lm_head.weight) if self.norm_head else self.lm_head.weight
         by_tokens = hidden.dim() == 2
+        options: dict[str, Any] = {} if self.softcap is None else dict(softcap=self.softcap)
         if loss_fn is None:
             xentropy.check_classes(following, self.vocab_size)
             loss_fn = functools.partial(
                 linear_cross_entropy, num_classes=self.vocab_size, process_group=self.process_group,
                 sequence_parallel=by_tokens,
             )  # fmt: skip
-        return loss_fn(hidden, weight, following.flatten() if by_tokens else following, self.lm_head.bias)
+        following = following.flatten() if by_tokens else following
+        return loss_fn(hidden, weight, following, self.lm_head.bias, **options)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
         """Also takes the state dicts of earlier releases, with `transformer.ln_0`, and changes these in place."""
@@ -708,8 +827,8 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
 
 
-def _following(labels, shift_labels, shape, num_last_tokens):
-    """The label of each position: the token after it."""
+def _following(labels, shift_labels, attention_mask, shape, num_last_tokens):
+    """The label of each position: the token after it, or -100."""
     if labels is not None and shift_labels is not None:
         raise ValueError("labels and shift_labels must not be given together")
     name, given = ("labels", labels) if shift_labels is None else ("shift_labels", shift_labels)
@@ -719,7 +838,11 @@ def _following(labels, shift_labels, shape, num_last_tokens):
             f"{name} must have the shape {tuple(shape)} of input_ids, without num_last_tokens, "
             f"found {tuple(given.shape)} and {num_last_tokens}"
         )
-    return given if labels is None else F.pad(labels[:, 1:], (0, 1), value=-100)
+    is_padding = None if attention_mask is None else ~attention_mask.bool()
+    if labels is not None:
+        given = labels if is_padding is None else labels.masked_fill(is_padding, -100)
+        given = F.pad(given[:, 1:], (0, 1), value=-100)
+    return given if is_padding is None else given.masked_fill(is_padding, -100)
 
 
 def _shift_norms(state_dict, n_layer):

@@ -48,6 +48,7 @@ CONFIG = ConfigMap(
         "lm_head_bias": True,
     },
     computed=(_rotary,),
+    only={"rotary": (True,), "scale_attn_weights": (True,)},
     without_effect=("n_positions",),
 )
 

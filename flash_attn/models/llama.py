@@ -1,4 +1,6 @@
-"""Llama, and what is built like it: Mistral, Qwen2, Qwen3, Gemma. Checkpoints of transformers and of Meta.
+"""Llama, and what is built like it: Mistral, Qwen2, Qwen3, Gemma, Granite, SmolLM3, Ministral, Seed-OSS.
+
+Checkpoints of transformers and of Meta.
 
     config = llama_config_to_gpt2_config(transformers.LlamaConfig.from_pretrained(path))
     model = GPTLMHeadModel.from_pretrained(path, config)
@@ -35,51 +37,46 @@ from flash_attn.models._keys import (
     reordered,
     stacked,
 )  # fmt: skip
+from flash_attn.models._llama_like import CONSTANT, COPIED, biases, gated_activation, llama_like_keys, windows
 from flash_attn.models._rope import whole_rope_fields
-
-_ACTIVATIONS = {
-    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh",
-}  # fmt: skip
 
 
 def _biases(read):
-    qkv = read("attention_bias", default=_type(read) == "qwen2")
-    return {"qkv_proj_bias": qkv, "out_proj_bias": read("attention_bias", default=False)} | dict.fromkeys(
-        ("mlp_fc1_bias", "mlp_fc2_bias"), read("mlp_bias", default=False)
-    )
-
-
-def _gated_activation(read):
-    name = read("hidden_activation", "hidden_act", default="silu")
-    if name not in _ACTIVATIONS:
-        raise ValueError(f"config.hidden_act must be one of {', '.join(map(repr, _ACTIVATIONS))}, found {name!r}")
-    gemma = _type(read) == "gemma" and name == "gelu"  # which Gemma's configurations say, but do not mean
-    return {"activation_function": "geglu_tanh" if gemma else _ACTIVATIONS[name]}
-
-
-def _windows(read):
-    """The window of each layer; a token sees as many tokens as this, with itself."""
-    window, kinds = read("sliding_window"), read("layer_types")
-    first = read("max_window_layers", default=0)
-    if window is None or not read("use_sliding_window", default=True):
-        return {}
-    if kinds is not None:
-        for kind in kinds:
-            refuse_unless("layer_types", kind, ("full_attention", "sliding_attention"))
-        window = [window if kind == "sliding_attention" else None for kind in kinds]
-    elif first > 0:
-        window = [None if i < first else window for i in range(read("num_hidden_layers"))]
-    if isinstance(window, list) and not any(window):
-        return {}
-    return {"sliding_window": window, "use_flash_attn": True}
+    """Qwen2's queries, keys and values have biases, though its configuration does not say so."""
+    return biases(read) | ({"qkv_proj_bias": True, "out_proj_bias": False} if _type(read) == "qwen2" else {})
 
 
 def _gemma(read):
     """Gemma's norms multiply by 1 + weight, and its embeddings are multiplied by the root of their features."""
     if _type(read) != "gemma":
         return {}
-    factor, tied = read("hidden_size") ** 0.5, read("tie_word_embeddings", default=True)
-    return {"norm_zero_centered": True, "mup_embeddings_multiplier": factor, "tie_word_embeddings": tied}
+    fields = {"norm_zero_centered": True, "mup_embeddings_multiplier": read("hidden_size") ** 0.5}
+    if read("hidden_activation", "hidden_act") == "gelu":  # which Gemma's configurations say, but do not mean
+        fields["activation_function"] = "geglu_tanh"
+    return fields | {"tie_word_embeddings": read("tie_word_embeddings", default=True)}
+
+
+def _granite(read):
+    """Granite's attention_multiplier stands for head_dim ** -0.5; its logits are divided by a number."""
+    if _type(read) != "granite":
+        return {}
+    return {
+        "scale_attn_weights": False,
+        "mup_attn_multiplier": read("attention_multiplier", default=1.0),
+        "mup_embeddings_multiplier": read("embedding_multiplier", default=1.0),
+        "mup_residual_multiplier": read("residual_multiplier", default=1.0),
+        "mup_output_multiplier": 1 / read("logits_scaling", default=1.0),
+    }
+
+
+def _rotary(read):
+    """Every few layers of SmolLM3 do without a rotary embedding."""
+    fields = whole_rope_fields(read)
+    if _type(read) != "smollm3":
+        return fields
+    layers, interval = read("num_hidden_layers"), read("no_rope_layer_interval", default=4)
+    turns = read("no_rope_layers", default=[(i + 1) % interval != 0 for i in range(layers)])
+    return fields | {"rotary_emb_fraction": [float(bool(each)) for each in turns]}
 
 
 def _qk_norm(read):
@@ -91,29 +88,9 @@ def _type(read):
 
 
 CONFIG = ConfigMap(
-    copied={
-        "n_embd": "hidden_size",
-        "n_layer": "num_hidden_layers",
-        "n_head": "num_attention_heads",
-        "n_head_kv": "num_key_value_heads",
-        "n_inner": "intermediate_size",
-        "head_dim": "head_dim",
-        "attn_pdrop": "attention_dropout",
-        "layer_norm_epsilon": "rms_norm_eps",
-        "pad_token_id": "pad_token_id",
-        "tie_word_embeddings": "tie_word_embeddings",
-    },
-    constant={
-        "n_positions": 0,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "rms_norm": True,
-        "rotary_emb_interleaved": True,
-        "tie_word_embeddings": False,
-        "mlp_multiple_of": 1,
-    },
-    computed=(whole_rope_fields, _biases, _gated_activation, _windows, _gemma, _qk_norm),
+    copied=COPIED | {"resid_pdrop": "residual_dropout"},
+    constant=CONSTANT | {"rotary_emb_interleaved": True},
+    computed=(_rotary, _biases, gated_activation, windows, _gemma, _granite, _qk_norm),
 )
 
 _OF_META = each_layer(
@@ -138,41 +115,30 @@ META_KEYS = KeyMap(
     dropped=[r"rope\.freqs$"],
 )
 
-KEYS = KeyMap(
+KEYS = llama_like_keys(
     {
-        EMBEDDINGS: padded("model.embed_tokens", from_rows=True),
-        FINAL_NORM: "model.norm",
-        HEAD: padded("lm_head", from_rows=True),
-        **each_layer(
-            "model.layers.{i}.",
-            {
-                "norm1": "input_layernorm",
-                "mixer.Wqkv": queries_keys_values(
-                    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", order=INTERLEAVED
-                ),
-                "mixer.q_norm": reordered("self_attn.q_norm", INTERLEAVED_HEAD),
-                "mixer.k_norm": reordered("self_attn.k_norm", INTERLEAVED_HEAD),
-                "mixer.out_proj": "self_attn.o_proj",
-                "norm2": "post_attention_layernorm",
-                "mlp.fc1": stacked("mlp.up_proj", "mlp.gate_proj"),
-                "mlp.fc2": "mlp.down_proj",
-            },
+        "norm1": "input_layernorm",
+        "mixer.Wqkv": queries_keys_values(
+            "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", order=INTERLEAVED
         ),
-    },
-    spellings=[(r"^(embed_tokens|norm|layers)\.", r"model.\1.")],
-)  # fmt: skip
+        "mixer.q_norm": reordered("self_attn.q_norm", INTERLEAVED_HEAD),
+        "mixer.k_norm": reordered("self_attn.k_norm", INTERLEAVED_HEAD),
+        "norm2": "post_attention_layernorm",
+    }
+)
 
 
 def llama_config_to_gpt2_config(llama_config: Any) -> Any:
-    """The GPT2Config of a configuration of Llama, Mistral, Qwen2, Qwen3 or Gemma, or of Meta's files."""
+    """The GPT2Config of a configuration of Llama or another model of this family, or of Meta's files."""
     return CONFIG(llama_config)
 
 
 FAMILY = Family(
     name="llama",
-    model_types=("llama", "mistral", "qwen2", "qwen3", "gemma"),
+    model_types=("llama", "mistral", "qwen2", "qwen3", "gemma", "granite", "smollm3", "ministral", "seed_oss"),
     hub_names=tuple(
-        "meta-llama/ codellama/ TinyLlama/ mistralai/Mistral- Qwen/Qwen2 Qwen/Qwen3- google/gemma-".split()
+        "meta-llama/ codellama/ TinyLlama/ mistralai/Mistral- Qwen/Qwen2 Qwen/Qwen3- google/gemma-2b google/gemma-7b "
+        "ibm-granite/granite-3 HuggingFaceTB/SmolLM3- ByteDance-Seed/Seed-OSS-".split()
     ),
     to_gpt2_config=llama_config_to_gpt2_config,
     keys=KEYS,

@@ -67,6 +67,9 @@ class Block(nn.Module):
         residual_in_fp32: keep the residual stream in float32. Only with prenorm.
         sequence_parallel: mark the norms' parameters for `allreduce_sequence_parallel_grad`.
         mark_shared_params: mark the norms' parameters for `sync_shared_params`.
+        output_cls: returns a module when called with dim, which the outputs of mixer and MLP go through before their
+            dropout: a norm (as in Gemma 2) or a factor (as in Granite). Only with prenorm. They are called output1 and
+            output2, and marked like the norms.
 
     Raises TypeError for norms and dropouts that cannot be fused, and ValueError for options that do not fit together.
 
@@ -92,10 +95,14 @@ class Block(nn.Module):
         residual_in_fp32: bool = False,
         sequence_parallel: bool = False,
         mark_shared_params: bool = False,
+        *,
+        output_cls: Callable[[int], nn.Module] | None = None,
     ) -> None:
         super().__init__()
         if residual_in_fp32 and not prenorm:
             raise ValueError("residual_in_fp32 must be False without prenorm, found True")
+        if output_cls is not None and not prenorm:
+            raise ValueError(f"output_cls must be None without prenorm, found {output_cls}")
         self.prenorm = prenorm
         self.fused_dropout_add_ln = fused_dropout_add_ln
         self.return_residual = return_residual
@@ -104,11 +111,13 @@ class Block(nn.Module):
         self.dropout1 = dropout_cls(resid_dropout1)
         self.drop_path1 = StochasticDepth(drop_path1)
         self.norm1 = norm_cls(dim)
+        self.output1 = None if output_cls is None else output_cls(dim)
         self.mlp = _mlp(dim, mlp_cls)
         if not isinstance(self.mlp, nn.Identity):
             self.dropout2 = dropout_cls(resid_dropout2)
             self.drop_path2 = StochasticDepth(drop_path2)
             self.norm2 = norm_cls(dim)
+            self.output2 = None if output_cls is None else output_cls(dim)
         if fused_dropout_add_ln:
             _check_fused(self)
         _mark_norms(self, sequence_parallel, mark_shared_params)
@@ -150,6 +159,8 @@ class Block(nn.Module):
             mixer_kwargs["mixer_subset"] = mixer_subset
         hidden_states, residual = self._add_norm(hidden_states, residual, self.dropout1, self.drop_path1, self.norm1)
         hidden_states = self.mixer(hidden_states, **mixer_kwargs)
+        if self.output1 is not None:
+            hidden_states = self.output1(hidden_states)
         if mixer_subset is not None:
             residual = residual[:, mixer_subset]
         if not isinstance(self.mlp, nn.Identity):
@@ -157,6 +168,8 @@ class Block(nn.Module):
                 hidden_states, residual, self.dropout2, self.drop_path2, self.norm2
             )
             hidden_states = self.mlp(hidden_states)
+            if self.output2 is not None:
+                hidden_states = self.output2(hidden_states)
         return hidden_states, residual
 
     def _postnorm(self, hidden_states: Tensor, mixer_kwargs: dict[str, Any]) -> Tensor:
@@ -182,7 +195,7 @@ class Block(nn.Module):
             return out if self.prenorm else (out, None)
         h = drop_path(dropout(x))
         h = h if residual is None else h + residual
-        out = _normed(norm, h)
+        out = _normed(norm, h, x.dtype)
         return out, h.float() if self.residual_in_fp32 else h
 
 
@@ -260,8 +273,8 @@ class ParallelBlock(nn.Module):
         if x2 is not None:
             h = h + self.dropout2(x2)
         h = h if residual is None else h + residual
-        normed1 = _normed(self.norm1, h)
-        normed2 = normed1 if self.tied_norm else _normed(self.norm2, h)
+        normed1 = _normed(self.norm1, h, x1.dtype)
+        normed2 = normed1 if self.tied_norm else _normed(self.norm2, h, x1.dtype)
         return normed1, normed2, h.float() if self.residual_in_fp32 else h
 
     def _fused_add_norm(self, x1: Tensor, x2: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -274,10 +287,10 @@ class ParallelBlock(nn.Module):
         return normed, normed if self.tied_norm else normed2[0], h
 
 
-def _normed(norm: nn.Module, h: Tensor) -> Tensor:
-    """norm(h), in the dtype of its weight if it has one."""
+def _normed(norm: nn.Module, h: Tensor, dtype: torch.dtype) -> Tensor:
+    """norm(h), in the dtype of its weight, or in this one if it has none."""
     weight = getattr(norm, "weight", None)
-    return norm(h if weight is None else h.to(weight.dtype))
+    return norm(h.to(dtype if weight is None else weight.dtype))
 
 
 def _fused_norm(block: Any, norm: Any, x: Tensor, residual: Tensor | None, dropout_p: float, **options: Any) -> Any:
@@ -329,7 +342,7 @@ def _mark_norms(block: nn.Module, sequence_parallel: bool, mark_shared_params: b
     marked: Any
     for name, norm in block.named_children():
         # The module is marked too: unlike its parameters it keeps the mark in a copy, and when to_empty replaces them.
-        for marked in (norm, *norm.parameters()) if name in ("norm1", "norm2") else ():
+        for marked in (norm, *norm.parameters()) if name in ("norm1", "norm2", "output1", "output2") else ():
             if sequence_parallel:
                 marked._sequence_parallel = True
             if mark_shared_params:

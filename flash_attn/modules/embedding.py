@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, collectives
 from flash_attn.utils.distributed import all_reduce, reduce_scatter
 
 
@@ -232,7 +232,7 @@ class ParallelGPT2Embeddings(nn.Module):
             embeddings = embeddings + nn.functional.pad(positions, (before, after))
         if combine_batch_seqlen_dim:
             embeddings = embeddings.flatten(0, 1)
-        if dist.get_world_size(self.process_group) == 1:
+        if collectives.size(self.process_group) == 1:
             return embeddings
         return (reduce_scatter if self.sequence_parallel else all_reduce)(embeddings, self.process_group)
 

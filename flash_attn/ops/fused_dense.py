@@ -186,7 +186,7 @@ class _RecordedExchange(_Exchange):
 
 def _exchange(process_group, sequence_parallel):
     checks.flags(sequence_parallel=sequence_parallel)
-    if process_group is None or dist.get_world_size(process_group) == 1:
+    if process_group is None or collectives.size(process_group) == 1:
         return None
     return _Exchange(process_group, bool(sequence_parallel))
 
@@ -323,7 +323,7 @@ def _share(name, features, process_group, multiple_of):
 
 def _reduced(out, process_group, sequence_parallel):
     """Returns the sum of all processes' parts; with sequence_parallel, only this process's share of its rows."""
-    if dist.get_world_size(process_group) == 1:
+    if collectives.size(process_group) == 1:
         return out
     return (reduce_scatter if sequence_parallel else all_reduce)(out, process_group)
 

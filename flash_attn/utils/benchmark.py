@@ -200,9 +200,7 @@ def _grad_of(out, grad):
     if grad is None:
         return torch.randn_like(out)
     if grad.shape != out.shape:
-        raise RuntimeError(
-            f"Grad shape does not match output shape: expected {tuple(out.shape)}, found {tuple(grad.shape)}"
-        )
+        raise RuntimeError(f"grad must have the shape of the output, {tuple(out.shape)}, found {tuple(grad.shape)}")
     return grad
 
 

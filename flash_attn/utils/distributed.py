@@ -242,6 +242,6 @@ def _check_rows(x):
 def _check_rows_of(process_group, x):
     """Check that the processes of the group can share the rows of x evenly."""
     _check_rows(x)
-    world_size = dist.get_world_size(process_group)
+    world_size = collectives.size(process_group)
     fits = x.shape[0] % world_size == 0
     checks.number("input_.shape[0]", x.shape[0], fits, "divisible by the {} processes", world_size)

@@ -97,7 +97,7 @@ void yield() {
 }
 
 void fail(const std::string& message) {
-  note_failure(message);
+  note_failure(message + ", in thread " + std::to_string(current->number) + " of " + current->block->name());
   while (true) yield();  // and Block::run gives up
 }
 
@@ -118,9 +118,12 @@ bool Block::finish_a_copy() {
   return true;
 }
 
+std::string Block::name() const {
+  return "block " + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " + std::to_string(index.z);
+}
+
 std::string Block::who_waits() const {
-  std::string text = "deadlock in block " + std::to_string(index.x) + ", " + std::to_string(index.y) + ", " +
-                     std::to_string(index.z) + ":";
+  std::string text = "deadlock in " + name() + ":";
   for (const auto& thread : threads) {
     if (thread->done || (thread->number > 0 && threads[thread->number - 1]->waits_for == thread->waits_for)) continue;
     text += " thread " + std::to_string(thread->number) + " waits for " +
@@ -129,18 +132,24 @@ std::string Block::who_waits() const {
   return text;
 }
 
-// Warps come in random order. Lanes follow one another, from a random one on: a warp then meets sooner.
+// Warps come in random order. Lanes follow one another, from a random one on: a warp then meets sooner. Now and then a
+// warp stands still while the others go on, as far as they can.
 void Block::let_all_threads_run() {
+  constexpr int kRarely = 16, kLongest = 64;
   const int count = threads.size(), warps = (count + 31) / 32;
+  if (random() % kRarely == 0) stands_still[random() % warps] = random() % kLongest;
   std::vector<int> order(warps);
   for (int warp = 0; warp < warps; ++warp) {
     order[warp] = warp;
     std::swap(order[warp], order[random() % (warp + 1)]);
   }
+  for (int& rounds : stands_still) {
+    if (rounds > 0) --rounds, ++progress;
+  }
   const int first_lane = random() % 32;
   for (int i = 0; i < 32 * warps && !failed; ++i) {
     const int number = order[i / 32] * 32 + (first_lane + i) % 32;
-    if (number >= count || threads[number]->done) continue;
+    if (number >= count || threads[number]->done || stands_still[order[i / 32]] > 0) continue;
     Thread& thread = *threads[number];
     current = &thread;
     if (_setjmp(scheduler) != 0) continue;  // the thread has yielded or ended
@@ -156,6 +165,7 @@ void Block::run(const std::function<void()>& kernel) {
   kernel_of_block = &kernel;
   shared = flash::bytes;
   std::memset(shared, 0xFF, sizeof(flash::bytes));  // NaN
+  stands_still.assign((count + 31) / 32, 0);
   meetings.assign((count + 31) / 32, std::vector<Meeting>(32));
   warpgroups.resize((count + 127) / 128);
   for (unsigned i = 0; i < count; ++i) {
@@ -202,10 +212,11 @@ char* shared_pointer(uint32_t address) {
 
 namespace {
 
+std::atomic<uint64_t> seed_of_test{0}, launches{0};  // the latter since the test began
+
 uint64_t seed_of_launch() {
   static const char* given = std::getenv("EMULATOR_SEED");
-  static std::atomic<uint64_t> launches{0};
-  return (given ? std::atoll(given) : 1) * 1000003 + ++launches;
+  return ((given ? std::atoll(given) : 1) * 1000003 + seed_of_test) * 1000003 + ++launches;
 }
 
 // Each block is a thread of the operating system.
@@ -261,3 +272,9 @@ void run(const Launch& launch, const std::function<void()>& kernel) {
 }
 
 }  // namespace emulator
+
+// What is launched from now on has schedules that depend on nothing but this seed and EMULATOR_SEED.
+extern "C" void begin_schedules(uint64_t seed) {
+  emulator::seed_of_test = seed;
+  emulator::launches = 0;
+}

@@ -1,5 +1,5 @@
 // A block of threads on the CPU. Each CUDA thread is a fiber, and all fibers of a block take turns on one thread of the
-// operating system. A fiber runs until it waits for others; who goes on then is drawn at random, by EMULATOR_SEED.
+// operating system. A fiber runs until it waits for others; who goes on then is drawn at random.
 #pragma once
 
 #include <ucontext.h>
@@ -87,13 +87,15 @@ struct Block {
   std::deque<Work> copies;  // bulk copies under way
 
   uint64_t random_state;
-  int64_t progress = 0;  // counts what may let another thread go on
+  std::vector<int> stands_still;  // for how many rounds each warp does
+  int64_t progress = 0;           // counts what may let another thread go on
   jmp_buf scheduler;
 
   uint64_t random();
   // Whether something that runs in the background does so as late as it may.
   bool lazy() { return random() % 2 != 0; }
   void run(const std::function<void()>& kernel);
+  std::string name() const;
 
  private:
   void let_all_threads_run();

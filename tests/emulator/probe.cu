@@ -32,13 +32,25 @@ __global__ void turn_kernel(const __grid_constant__ Args p) {
   p.out[threadIdx.x] = x[(threadIdx.x + 1) % 64];
 }
 
-// out = in by an asynchronous copy; the mistake is a missing wait.
+// out = in by an asynchronous copy. Mistakes: 1, a missing wait; 2, an address that is not aligned.
 __global__ void copy_kernel(const __grid_constant__ Args p) {
   __shared__ __align__(16) float x[4 * 32];
-  ptx::copy_async(ptx::shared_address(&x[4 * threadIdx.x]), p.in + 4 * threadIdx.x, true);
+  ptx::copy_async(ptx::shared_address(&x[4 * threadIdx.x]), p.in + 4 * threadIdx.x + (p.mistake == 2), true);
   ptx::commit_copies();
-  if (!p.mistake) ptx::wait_copies<0>();
+  if (p.mistake != 1) ptx::wait_copies<0>();
   for (int i = 0; i < 4; ++i) p.out[4 * threadIdx.x + i] = x[4 * threadIdx.x + i];
+}
+
+// out[i] = in[i + 32 mod 64]: two warps exchange values and then use the place again; the mistake is that a warp does
+// not wait until the other one has read them.
+__global__ void reuse_kernel(const __grid_constant__ Args p) {
+  __shared__ float x[64];
+  x[threadIdx.x] = p.in[threadIdx.x];
+  ptx::sync_barrier<64>(1);
+  p.out[threadIdx.x] = x[(threadIdx.x + 32) % 64];
+  for (int i = 0; i < 8; ++i) __syncwarp();  // work that takes long
+  if (!p.mistake) ptx::sync_barrier<64>(1);
+  x[threadIdx.x] = 0;
 }
 
 // Half of the threads wait for all, which with the mistake do not come.
@@ -49,6 +61,24 @@ __global__ void barrier_kernel(const __grid_constant__ Args p) {
     ptx::arrive_at_barrier<64>(1);
   }
   p.out[threadIdx.x] = p.in[threadIdx.x];
+}
+
+// out = in in two rounds, by bulk copies to one place and one barrier. Mistakes: 1 and 2, a wait for the wrong phase in
+// the second round and in the first; 3, an address that is not aligned.
+__global__ void rounds_kernel(const __grid_constant__ Args p) {
+  __shared__ __align__(16) float x[32];
+  __shared__ ptx::SharedBarrier arrived;
+  const int lane = threadIdx.x;
+  if (lane == 0) arrived.init(1);
+  for (int round = 0; round < 2; ++round) {
+    __syncthreads();
+    if (lane == 0) {
+      arrived.arrive_expect_tx(sizeof(x));
+      ptx::copy_bytes_async(ptx::shared_address(x), p.in + 32 * round + (p.mistake == 3), sizeof(x), arrived);
+    }
+    arrived.wait(p.mistake == 2 - round ? 1 - round : round);
+    p.out[32 * round + lane] = x[lane];
+  }
 }
 
 // Block r of a cluster of two gives its values to the other one; the mistake is that it does not wait for them.
@@ -123,7 +153,13 @@ using namespace flash;
 extern "C" {
 
 const char* turn(float* out, const float* in, int64_t mistake) { return run<turn_kernel>({out, in, int(mistake)}, 64); }
+const char* reuse(float* out, const float* in, int64_t mistake) {
+  return run<reuse_kernel>({out, in, int(mistake)}, 64);
+}
 const char* copy(float* out, const float* in, int64_t mistake) { return run<copy_kernel>({out, in, int(mistake)}, 32); }
+const char* rounds(float* out, const float* in, int64_t mistake) {
+  return run<rounds_kernel>({out, in, int(mistake)}, 32);
+}
 const char* wait(float* out, const float* in, int64_t mistake) {
   return run<barrier_kernel>({out, in, int(mistake)}, 64);
 }

@@ -94,7 +94,7 @@ int attribute(cudaDeviceAttr which) {
     case cudaDevAttrMultiProcessorCount:
       return from("EMULATOR_MULTIPROCESSORS", 4);
     case cudaDevAttrMaxSharedMemoryPerBlockOptin:
-      return 232448;
+      return from("EMULATOR_SHARED_BYTES", 232448);
     case cudaDevAttrComputeCapabilityMajor:
       return 9;
     default:

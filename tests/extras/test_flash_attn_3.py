@@ -8,6 +8,7 @@ import pytest
 import torch
 from cases import Case
 from compare import assert_error_ratio, assert_same_but_for_rounding
+from newer import EMPTY_ROWS, WIDE, assert_all_equal, assert_model_is_right, ints, run, unseen
 from problems import cumulative
 
 import flash_attn
@@ -16,8 +17,6 @@ import flash_attn_config
 import flash_attn_interface as fa3
 from flash_attn import functional
 
-EMPTY_ROWS = Case(seqlen_q=40, seqlen_k=33, heads_k=2, causal=True)  # the first 7 rows see no key
-WIDE = Case(seqlen_q=33, seqlen_k=65, heads_k=2)
 OPTIONS = {  # FlashAttention-3's keywords -> flash_attn's
     "plain": ({}, {}),
     "causal": (dict(causal=True), dict(causal=True)),
@@ -31,24 +30,6 @@ OPTIONS = {  # FlashAttention-3's keywords -> flash_attn's
 
 def on(device, options):
     return {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
-
-
-def unseen(lse):
-    """lse as FlashAttention-3 has it."""
-    return lse.masked_fill(lse == math.inf, -math.inf)
-
-
-def run(function, inputs, dout, dlse):
-    """(out, lse, and the gradients of the inputs)."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out, lse = function(*leaves)
-    seen = lse.isfinite()
-    return out, lse, *torch.autograd.grad([out, lse[seen]], leaves, [dout, dlse[seen]])
-
-
-def assert_all_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize("case", [WIDE, EMPTY_ROWS.but(causal=False)], ids=["more keys", "more rows"])
@@ -124,10 +105,6 @@ def test_qkvpacked(device):
     for wrong in (None, 3, 8):
         with pytest.raises(ValueError, match="num_heads_q must"):
             fa3.flash_attn_qkvpacked_func(qkv, num_heads_q=wrong)
-
-
-def ints(device, *values):
-    return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 @pytest.mark.parametrize("paged", [False, True], ids=["rows", "pages"])
@@ -609,23 +586,4 @@ MODELS = {
 @pytest.mark.parametrize(("family", "options"), MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("padded", [False, True], ids=["dense", "padded"])
 def test_transformers_models(family, options, padded, transformers_fa3, device):
-    """Logits as exact as those of transformers' own attention."""
-    transformers, _ = transformers_fa3
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=101, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, **options,
-    )  # fmt: skip
-    config._experts_implementation = "eager"  # the only one for float64
-    model = getattr(transformers, f"{family}ForCausalLM")(config).to(device).eval()
-    tokens = torch.randint(1, 101, (2, 17), device=device)
-    mask = torch.ones_like(tokens)
-    mask[1, 13:] = 0 if padded else 1  # rows of padding see some token, too: they would be NaN in eager attention
-
-    def logits(dtype, implementation):
-        model.to(dtype)
-        model.config._attn_implementation = implementation  # past what asks for a GPU
-        with torch.no_grad():
-            return model(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
-
-    exact, plain = (logits(dtype, "eager") for dtype in (torch.float64, torch.bfloat16))
-    assert_error_ratio(logits(torch.bfloat16, "flash_attention_3"), exact, plain)
+    assert_model_is_right(family, options, padded, "flash_attention_3", device)

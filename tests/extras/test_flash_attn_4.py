@@ -8,37 +8,14 @@ import pytest
 import torch
 from cases import Case
 from compare import assert_error_ratio, assert_same_but_for_rounding
+from newer import EMPTY_ROWS, WIDE, assert_all_equal, assert_model_is_right, ints, run, unseen
 from problems import cumulative
 
 import flash_attn
 import flash_attn.cute
 from flash_attn.cute import interface as fa4
 
-EMPTY_ROWS = Case(seqlen_q=40, seqlen_k=33, heads_k=2, causal=True)  # the first 7 rows see no key
-WIDE = Case(seqlen_q=33, seqlen_k=65, heads_k=2)
 SINK = torch.tensor([1.0, -2.0, 0.0, 3.0])
-
-
-def ints(device, *values):
-    return torch.tensor(values, dtype=torch.int32, device=device)
-
-
-def unseen(lse):
-    """lse as FlashAttention-4 has it."""
-    return lse.masked_fill(lse == math.inf, -math.inf)
-
-
-def run(function, inputs, dout, dlse):
-    """(out, lse, and the gradients of the inputs)."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out, lse = function(*leaves)
-    seen = lse.isfinite()
-    return out, lse, *torch.autograd.grad([out, lse[seen]], leaves, [dout, dlse[seen]])
-
-
-def assert_all_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one, other)
 
 
 OPTIONS = {  # FlashAttention-4's keywords -> flash_attn's
@@ -354,29 +331,10 @@ def test_transformers_finds_the_functions(monkeypatch):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["dense", "padded"])
 def test_transformers_model_with_sinks(padded, monkeypatch, device):
-    """Logits as exact as those of transformers' own attention."""
-    transformers = pytest.importorskip("transformers")
     module = pytest.importorskip("transformers.modeling_flash_attention_utils")
     if not hasattr(module, "is_flash_attn_4_available"):
         pytest.skip("this transformers does not know FlashAttention-4")
     monkeypatch.setattr(module, "_loaded_implementation", None)
     module.lazy_import_flash_attention("flash_attention_4")
-    config = transformers.GptOssConfig(
-        vocab_size=101, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, sliding_window=8, num_local_experts=2,
-        num_experts_per_tok=1, head_dim=16,
-    )  # fmt: skip
-    config._experts_implementation = "eager"  # the only one for float64
-    model = transformers.GptOssForCausalLM(config).to(device).eval()
-    tokens = torch.randint(1, 101, (2, 17), device=device)
-    mask = torch.ones_like(tokens)
-    mask[1, 13:] = 0 if padded else 1
-
-    def logits(dtype, implementation):
-        model.to(dtype)
-        model.config._attn_implementation = implementation  # past what asks for a GPU
-        with torch.no_grad():
-            return model(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
-
-    exact, plain = (logits(dtype, "eager") for dtype in (torch.float64, torch.bfloat16))
-    assert_error_ratio(logits(torch.bfloat16, "flash_attention_4"), exact, plain)
+    options = dict(sliding_window=8, num_local_experts=2, num_experts_per_tok=1, head_dim=16)
+    assert_model_is_right("GptOss", options, padded, "flash_attention_4", device)

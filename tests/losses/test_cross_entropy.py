@@ -10,14 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import DTYPES, params, sample
-from compare import assert_error_ratio, unavoidable
+from compare import assert_error_ratio, identical, unavoidable
 from processes import over_processes
-from torch.utils._python_dispatch import TorchDispatchMode
+from recorder import Recorder
 
 import xentropy_cuda_lib
 from flash_attn._ops import collectives, xentropy
 from flash_attn._reference import xentropy as reference
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from flash_attn.losses.linear_cross_entropy import linear_cross_entropy
 from flash_attn.ops.triton import cross_entropy as functional
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
@@ -99,11 +100,6 @@ def assert_matches(found, logits, labels, dlosses, options, narrow=torch.Tensor.
         size = right.abs().max().item() if right.numel() else 0
         plus = unavoidable(right, ours.dtype, terms=4 * (1 + size) + (name == "dlogits") * size * lse / 2)
         assert_error_ratio(ours, right, narrow(plain, ours.dtype), plus=plus, name=name)
-
-
-def identical(a, b):
-    """Equal bit for bit, except that any NaN equals any other."""
-    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) and torch.equal(a.isnan(), b.isnan())
 
 
 EDGES = [
@@ -314,18 +310,6 @@ def test_autocast_changes_nothing(device):
         assert identical(cross_entropy_loss(logits, labels)[0], right)
 
 
-class Recorder(TorchDispatchMode):
-    """Notes the names of the ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.ops = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.ops.append(function.name())
-        return function(*args, **(kwargs or {}))
-
-
 class Severed(torch.autograd.Function):
     """A copy whose backward gives no gradient."""
 
@@ -380,6 +364,24 @@ def test_classes_divided_among_processes(precomputed):
 
 def test_classes_divided_among_processes_compiled():
     over_processes(2, check_parts, PARALLEL_CASES[:1], False, True)
+
+
+def check_refused(group):
+    """A transform cannot follow the sums over the processes; without an error the gradient would be wrong."""
+    logits, labels = torch.randn(4, 6), torch.tensor([0, -100, 7, 11])
+    hidden, weight = torch.randn(2, 3), torch.randn(6, 3)
+
+    def check(function, x):
+        for transformed in (torch.func.grad(function), lambda x: torch.func.jvp(function, (x,), (x,))):
+            with pytest.raises(NotImplementedError, match="process_group must be None, or of one process"):
+                transformed(x)
+
+    check(lambda x: cross_entropy_loss(x, labels, process_group=group)[0].sum(), logits)
+    check(lambda x: linear_cross_entropy(hidden, x, labels, process_group=group), weight)
+
+
+def test_transforms_of_divided_classes_are_refused():
+    over_processes(2, check_refused)
 
 
 def check_one_part(group):

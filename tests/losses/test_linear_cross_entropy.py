@@ -1,5 +1,7 @@
 """Cross entropy of a linear layer in chunks: against torch in float64, divided over processes, compiled."""
 
+import functools
+
 import numpy
 import pytest
 import torch
@@ -24,9 +26,10 @@ def inputs(dtype=torch.float32, device="cpu", bias=True):
 
 
 def plain(hidden, weight, labels, bias=None, *, num_classes=None, reduction="mean", logit_scale=1.0,
-          lse_square_scale=0.0, label_smoothing=0.0, ignore_index=-100):  # fmt: skip
+          lse_square_scale=0.0, label_smoothing=0.0, ignore_index=-100, softcap=0.0):  # fmt: skip
     """The same with all logits, in the dtype of the arguments, the loss in float32 at least."""
     logits = F.linear(hidden, weight, bias)[..., :num_classes].flatten(0, -2)
+    logits = softcap * torch.tanh(logits / softcap) if softcap > 0 else logits
     logits = logit_scale * (logits.float() if logits.dtype != torch.float64 else logits)
     labels = labels.flatten()
     options = dict(label_smoothing=label_smoothing, ignore_index=ignore_index, reduction="none")
@@ -50,6 +53,7 @@ OPTIONS = [
     dict(label_smoothing=0.1, num_classes=50),
     dict(lse_square_scale=1e-2, logit_scale=0.5),
     dict(ignore_index=3),
+    dict(softcap=2.0, num_classes=50, logit_scale=1.5, label_smoothing=0.1),
 ]
 
 
@@ -67,12 +71,13 @@ def test_loss_and_gradients(options, chunk_size, device):
         assert_error_ratio(one, right, other)
 
 
+@pytest.mark.parametrize("options", [dict(), dict(softcap=5.0)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bits(dtype, device):
+def test_16_bits(dtype, options, device):
     tensors, labels = inputs(dtype, device)
-    exact = with_gradients(plain, [tensor.double() for tensor in tensors], labels)
-    baseline = with_gradients(plain, tensors, labels)
-    found = with_gradients(linear_cross_entropy, tensors, labels, chunk_size=16)
+    exact = with_gradients(plain, [tensor.double() for tensor in tensors], labels, **options)
+    baseline = with_gradients(plain, tensors, labels, **options)
+    found = with_gradients(linear_cross_entropy, tensors, labels, chunk_size=16, **options)
     for one, right, other in zip(found, exact, baseline, strict=True):
         assert_error_ratio(one, right, other)
 
@@ -130,6 +135,40 @@ def test_nothing_is_computed_for_gradients_that_nobody_wants(monkeypatch, device
             loss = linear_cross_entropy(hidden, weight, labels)
         assert torch.equal(loss, expected) and not loss.requires_grad
     assert torch.equal(linear_cross_entropy(hidden.detach(), weight.detach(), labels), expected)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_rows_that_do_not_count_are_not_looked_at(value, device):
+    tensors, labels = inputs(device=device)
+    labels[3], labels[4] = VOCAB, -1
+    expected = with_gradients(linear_cross_entropy, tensors, labels)
+    with torch.no_grad():
+        tensors[0][0] = tensors[0][3] = tensors[0][4] = value
+    found = with_gradients(linear_cross_entropy, tensors, labels)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("options", [dict(), dict(num_classes=50, reduction="sum", label_smoothing=0.1)], ids=str)
+def test_transforms_of_torch_func(options, device):
+    """Gradients of each sample, a second derivative and a tangent, none of which the fast way has."""
+    tensors, labels = inputs(device=device)
+    hidden, weight, bias = (tensor.detach() for tensor in tensors)
+    labels[labels >= 50] = -100
+    samples, of_samples = hidden[:36].view(4, 9, -1), labels[:36].view(4, 9)
+
+    def by(function):
+        def loss(weight, hidden, labels):
+            return function(hidden, weight, labels, bias, **options)
+
+        return (
+            torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(weight, samples, of_samples),
+            torch.func.grad(lambda x: torch.func.grad(loss)(x, hidden, labels).square().sum())(weight),
+            torch.func.jvp(lambda x: loss(weight, x, labels), (hidden,), (torch.ones_like(hidden),))[1],
+        )
+
+    for one, other in zip(by(functools.partial(linear_cross_entropy, chunk_size=4)), by(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("index", range(3))
@@ -199,6 +238,8 @@ def test_compiled(device):
         (dict(chunk_size=0), ValueError, "chunk_size must be positive, found 0"),
         (dict(reduction="none"), ValueError, "reduction must be 'mean' or 'sum', found 'none'"),
         (dict(label_smoothing=2.0), ValueError, "label_smoothing must be between 0 and 1, found 2.0"),
+        (dict(softcap=-1.0), ValueError, "softcap must be at least 0, found -1.0"),
+        (dict(softcap="30"), TypeError, "softcap must be a real number, found str"),
     ],
 )
 def test_errors(change, error, says):
@@ -214,7 +255,7 @@ def check_parallel(group):
     hidden, weight, bias = torch.randn(40, FEATURES), torch.randn(56, FEATURES), torch.randn(56)
     labels = torch.randint(50, (40,))
     labels[::7] = -100
-    for options in (dict(), dict(label_smoothing=0.1, lse_square_scale=1e-2), dict(reduction="sum")):
+    for options in (dict(), dict(label_smoothing=0.1, lse_square_scale=1e-2), dict(reduction="sum"), dict(softcap=2.0)):
         options |= dict(num_classes=50, chunk_size=12)
         expected = with_gradients(linear_cross_entropy, [hidden, weight, bias], labels, **options)
         rows = slice(rank * 56 // world, (rank + 1) * 56 // world)

@@ -7,18 +7,32 @@ import torch
 import transformers
 from references import Baichuan, BaichuanConfig, Btlm, BtlmConfig
 from transformers import (
+    Cohere2Config,
+    CohereConfig,
+    Exaone4Config,
     FalconConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
     GPTBigCodeConfig,
     GPTJConfig,
     GPTNeoXConfig,
+    GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
     OPTConfig,
+    Phi3Config,
     PhiConfig,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
 )  # fmt: skip
 
 from flash_attn.models._family import find_family
@@ -33,6 +47,11 @@ _LLAMA3 = dict(
     original_max_position_embeddings=16,
 )  # fmt: skip
 _YARN = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=16)
+_THETA = dict(rope_type="default", rope_theta=1e4)
+_LONGROPE = _THETA | dict(
+    rope_type="longrope", partial_rotary_factor=0.75, short_factor=[1.0, 1.1, 1.2, 1.5, 2.0, 2.5],
+    long_factor=[1.0, 1.5, 2.5, 4.0, 8.0, 16.0],
+)  # fmt: skip
 _FALCON = dict(alibi=False) | _SIZES
 
 
@@ -105,6 +124,106 @@ CASES = {
     "gemma": Case("llama", lambda: GemmaConfig(**_LLAMA, num_key_value_heads=1, head_dim=16)),
     "gemma untied": Case("llama", lambda: GemmaConfig(**_LLAMA, num_key_value_heads=1, head_dim=16,
                                                       tie_word_embeddings=False)),
+    "granite": Case(
+        "llama", lambda: GraniteConfig(
+            **_LLAMA, num_key_value_heads=2, embedding_multiplier=3.0, attention_multiplier=0.1,
+            residual_multiplier=0.4, logits_scaling=2.0,
+        ),
+    ),
+    "smollm3": Case(
+        "llama", lambda: SmolLM3Config(
+            **_LLAMA | dict(num_hidden_layers=4), num_key_value_heads=2, rope_parameters=_THETA,
+            use_sliding_window=True, sliding_window=6, no_rope_layer_interval=2,
+        ),
+    ),
+    "ministral": Case(
+        "llama", lambda: MinistralConfig(
+            **_LLAMA, num_key_value_heads=2, head_dim=16, sliding_window=5,
+            layer_types=["full_attention", "sliding_attention"],
+        ),
+    ),
+    "seed_oss": Case(
+        "llama", lambda: SeedOssConfig(
+            **_LLAMA, num_key_value_heads=2, head_dim=24, attention_dropout=0.0, residual_dropout=0.0
+        ),
+    ),
+    "llama dynamic": Case(
+        "llama",
+        lambda: LlamaConfig(
+            **_LLAMA, rope_parameters=_THETA | dict(rope_type="dynamic", factor=4.0), max_position_embeddings=16
+        ),
+    ),
+    "gemma2": Case(
+        "gemma2", lambda: Gemma2Config(
+            **_LLAMA, num_key_value_heads=2, head_dim=24, query_pre_attn_scalar=40, sliding_window=6,
+            attn_logit_softcapping=3.0, final_logit_softcapping=5.0,
+        ),
+    ),
+    "gemma2 without caps": Case(
+        "gemma2", lambda: Gemma2Config(
+            **_LLAMA, num_key_value_heads=4, head_dim=16, query_pre_attn_scalar=16, sliding_window=6,
+            attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True, tie_word_embeddings=False,
+        ),
+    ),
+    "gemma3": Case(
+        "gemma2", lambda: Gemma3TextConfig(
+            **_LLAMA | dict(num_hidden_layers=3), num_key_value_heads=2, head_dim=24, query_pre_attn_scalar=40,
+            sliding_window=6, layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters=dict(
+                full_attention=_THETA | dict(rope_type="linear", factor=8.0),
+                sliding_attention=dict(rope_type="default", rope_theta=100.0),
+            ),
+        ),
+    ),
+    "olmo2": Case("olmo2", lambda: Olmo2Config(**_LLAMA, num_key_value_heads=2)),
+    "olmo3": Case(
+        "olmo2", lambda: Olmo3Config(
+            **_LLAMA | dict(num_hidden_layers=3), num_key_value_heads=4, sliding_window=6,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters=dict(full_attention=_YARN, sliding_attention=_THETA),
+        ),
+    ),
+    "exaone4": Case(
+        "olmo2", lambda: Exaone4Config(
+            **_LLAMA | dict(num_hidden_layers=3), num_key_value_heads=2, sliding_window=6, sliding_window_pattern=2
+        ),
+    ),
+    "exaone4 without windows": Case(
+        "olmo2", lambda: Exaone4Config(
+            **_LLAMA, num_key_value_heads=2, sliding_window=None, layer_types=["full_attention"] * 2
+        ),
+    ),
+    "cohere": Case("cohere", lambda: CohereConfig(**_LLAMA, num_key_value_heads=2, logit_scale=0.3)),
+    "cohere2": Case(
+        "cohere", lambda: Cohere2Config(
+            **_LLAMA, num_key_value_heads=2, sliding_window=6, logit_scale=0.3,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
+    "stablelm": Case("stablelm", lambda: StableLmConfig(**_LLAMA, num_key_value_heads=2)),
+    "stablelm parallel": Case(
+        "stablelm", lambda: StableLmConfig(
+            **_LLAMA, num_key_value_heads=4, use_qkv_bias=True, use_parallel_residual=True,
+            rope_parameters=_THETA | dict(partial_rotary_factor=0.5),
+        ),
+    ),
+    "phi3": Case("phi3", lambda: Phi3Config(**_LLAMA, num_key_value_heads=2, sliding_window=6)),
+    "phi3 long": Case(
+        "phi3", lambda: Phi3Config(
+            **_LLAMA, max_position_embeddings=64, original_max_position_embeddings=16, rope_parameters=_LONGROPE
+        ),
+    ),
+    "phi3 short": Case(
+        "phi3", lambda: Phi3Config(
+            **_LLAMA, max_position_embeddings=128, original_max_position_embeddings=32, rope_parameters=_LONGROPE
+        ),
+    ),
+    "starcoder2": Case(
+        "starcoder2", lambda: Starcoder2Config(**_LLAMA, num_key_value_heads=2, sliding_window=6)
+    ),
+    "starcoder2 without biases": Case(
+        "starcoder2", lambda: Starcoder2Config(**_LLAMA, num_key_value_heads=2, use_bias=False, hidden_act="gelu")
+    ),
     "opt": Case(
         "opt",
         lambda: OPTConfig(
@@ -122,6 +241,12 @@ CASES = {
     "gptj": Case("gptj", lambda: GPTJConfig(**_SIZES_GPT, rotary_dim=8)),
     "gptj, whole heads": Case("gptj", lambda: GPTJConfig(**_SIZES_GPT, rotary_dim=16)),
     "gpt_neox": Case("gpt_neox", lambda: GPTNeoXConfig(**_SIZES, intermediate_size=96)),
+    "gpt_neox yarn": Case(
+        "gpt_neox",
+        lambda: GPTNeoXConfig(
+            **_SIZES, intermediate_size=96, rope_parameters=_YARN | dict(partial_rotary_factor=0.5)
+        ),
+    ),
     "gpt_neox sequential": Case(
         "gpt_neox",
         lambda: GPTNeoXConfig(**_SIZES, intermediate_size=96, use_parallel_residual=False, attention_bias=False),

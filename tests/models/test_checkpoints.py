@@ -167,8 +167,9 @@ def test_fields_of_the_configuration_by_name(folder):
         GPTLMHeadModel.from_pretrained(path, use_flash_atn=True)
     with pytest.raises(TypeError, match=says):
         GPTLMHeadModel.from_config(ours, use_flash_atn=True)
-    with pytest.raises(TypeError, match="found 'zzz'; names like it: none"):
-        GPTLMHeadModel.from_pretrained(path, zzz=1)
+    for name, near in dict(zzz="none", attn_implementation="use_flash_attn", device_map="device").items():
+        with pytest.raises(TypeError, match=f"found '{name}'; names like it: {near}$"):
+            GPTLMHeadModel.from_pretrained(path, **{name: "cuda"})
 
 
 def test_arguments_of_a_subclass(folder):

@@ -26,6 +26,7 @@ from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp
 from flash_attn.ops.triton.layer_norm import RMSNorm
 from flash_attn.ops.triton.mlp import FusedDenseSqreluDense
+from flash_attn.utils.generation import InferenceParams
 
 SIZES = dict(vocab_size=90, n_embd=64, n_layer=2, n_head=4, n_positions=32, bos_token_id=1, eos_token_id=2)
 NO_DROPOUT = dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
@@ -35,6 +36,7 @@ LLAMA = dict(
     mlp_multiple_of=8,
 )  # fmt: skip
 HEADS = LLAMA | dict(head_dim=24, qk_norm=True)
+_LINEAR = dict(rope_type="linear", factor=2.0)
 PARALLEL = dict(n_positions=0, rotary_emb_fraction=0.5, parallel_block=True)
 FUSED = dict(use_flash_attn=True, fused_bias_fc=True, fused_dropout_add_ln=True)
 
@@ -106,7 +108,22 @@ def ids(batch=2, seqlen=12, device="cpu"):
         (dict(rotary_emb_fraction=2.0), r"config.rotary_emb_fraction must be from 0 to 1, found 2.0"),
         (dict(add_cross_attention=True), r"config.add_cross_attention must be False or None, .* found True"),
         (dict(quantization_config={"bits": 4}), r"config.quantization_config must be None, .* found {'bits': 4}"),
-        (dict(final_logit_softcapping=30.0), r"config.final_logit_softcapping must be None, .* found 30.0"),
+        (dict(final_logit_softcapping=0.0), r"config.final_logit_softcapping must be positive or None, found 0.0"),
+        (
+            dict(attn_logit_softcapping=30.0),
+            r"config.attn_logit_softcapping must be None without use_flash_attn, found 30.0",
+        ),
+        (dict(input_norms=False, prenorm=False), r"config.input_norms must be True without prenorm and with parallel"),
+        (dict(output_norms=True, parallel_block=True), r"config.output_norms must be False without prenorm and with"),
+        (
+            dict(output_norms=True, mup_residual_multiplier=0.5),
+            r"config.mup_residual_multiplier must be 1 without prenorm, and with parallel_block or output_norms",
+        ),
+        (dict(qk_norm_over_heads=True), r"config.qk_norm_over_heads must be False without qk_norm, found True"),
+        (dict(rotary_emb_fraction=[0.5]), r"config.rotary_emb_fraction must be one value, or one for each of the 2 l"),
+        (dict(rotary_emb_fraction=[0.0, 2.0]), r"config.rotary_emb_fraction must be from 0 to 1, found \[0.0, 2.0\]"),
+        (dict(rotary_emb_fraction=1.0, rotary_emb_base=[1e4, 0.0]), r"config.rotary_emb_base must be positive, found"),
+        (dict(norm_bias=False, rms_norm=True), r"config.norm_bias must be True with rms_norm, which has none anyway"),
     ],
 )
 def test_refused_configurations(options, says):
@@ -135,18 +152,36 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
     [
         (lambda: transformers.LlamaConfig(**TINY, hidden_act="relu"), "config.hidden_act must be one of 'silu'"),
         (
-            lambda: transformers.LlamaConfig(**TINY, rope_parameters=dict(rope_type="dynamic", factor=2.0)),
-            r"config.rope_parameters\['rope_type'\] must be 'default' or one of 'linear', .* found 'dynamic'",
+            lambda: types.SimpleNamespace(
+                **TINY, model_type="llama", rope_parameters=dict(rope_type="su", factor=2.0)
+            ),
+            r"config.rope_parameters\['rope_type'\] must be 'default' or one of 'linear', .* found 'su'",
         ),
         (
-            lambda: transformers.GPTNeoXConfig(
-                **TINY,
-                rope_parameters=dict(
-                    rope_type="yarn", factor=2.0, rope_theta=1e4, partial_rotary_factor=0.25,
-                    original_max_position_embeddings=16,
-                ),
+            lambda: types.SimpleNamespace(
+                **TINY, model_type="phi3", max_position_embeddings=64, original_max_position_embeddings=16,
+                rope_parameters=dict(rope_type="longrope", short_factor=[1.0] * 8, long_factor=[2.0] * 7),
             ),
-            "config.partial_rotary_factor must be 1 with rope_type 'yarn', found 0.25",
+            r"config.rope_parameters\['long_factor'\] must have a number for each of the 8 pairs that turn, found 7",
+        ),
+        (
+            lambda: types.SimpleNamespace(
+                **TINY, model_type="llama", rope_parameters={"full_attention": dict(rope_theta=1e4)}
+            ),
+            "config.rope_parameters must be the same for all layers, found {'full_attention'",
+        ),
+        (
+            lambda: types.SimpleNamespace(
+                **TINY, model_type="olmo3", rope_parameters={"full_attention": dict(rope_theta=1e4)},
+                layer_types=["full_attention", "sliding_attention"],
+            ),
+            "config.layer_types must be 'full_attention', .* found 'sliding_attention'",
+        ),
+        (lambda: transformers.CohereConfig(use_qk_norm=True), "config.use_qk_norm must be False, .* found True"),
+        (lambda: transformers.StableLmConfig(qk_layernorm=True), "config.qk_layernorm must be False, .* found True"),
+        (
+            lambda: transformers.Gemma3TextConfig(use_bidirectional_attention=True),
+            "config.use_bidirectional_attention must be None or False, .* found True",
         ),
         (
             lambda: types.SimpleNamespace(
@@ -170,7 +205,7 @@ def test_refused_configurations_of_families(config, says):
 
 
 def test_refused_families():
-    for kind in (transformers.Qwen3MoeConfig, transformers.Gemma2Config):
+    for kind in (transformers.Qwen3MoeConfig, transformers.Gemma3nTextConfig, transformers.NemotronConfig):
         with pytest.raises(NotImplementedError, match=f"model_type must be one of .* found '{kind.model_type}'"):
             GPTLMHeadModel.from_config(kind(), device="meta")
 
@@ -198,6 +233,59 @@ def test_ordinary_configurations_warn_of_nothing(model_type):
                 _checkpoint.to_gpt2_config(each)
 
 
+# What the configurations of checkpoints on the hub have besides, or had before transformers 5.
+_OLDER_YARN = dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=64)
+OLDER = {
+    "gpt2": dict(n_ctx=1024, task_specific_params={"text-generation": {"max_length": 50}}),
+    "gptj": dict(rotary=True, rotary_dim=8, scale_attn_weights=True, gradient_checkpointing=False),
+    "opt": dict(prefix="</s>", activation_dropout=0.0),
+    "gpt_neox": dict(attention_probs_dropout_prob=0, hidden_dropout_prob=0, rotary_emb_base=1e4, rotary_pct=0.25),
+    "gpt_bigcode": dict(inference_runner=0, validate_runner_input=True, pre_allocate_kv_cache=False),
+    "llama": dict(rope_theta=5e5, rope_scaling=None, pretraining_tp=1, max_sequence_length=2048),
+    "qwen2": dict(rope_theta=1e6, use_sliding_window=False, sliding_window=32, max_window_layers=1),
+    "qwen3": dict(rope_theta=1e6, use_sliding_window=False, sliding_window=None, max_window_layers=1),
+    "smollm3": dict(rope_theta=5e6, max_window_layers=28, pretraining_tp=2, no_rope_layers=[1, 0]),
+    "gemma": dict(rope_theta=1e4, hidden_act="gelu"),
+    "gemma2": dict(rope_theta=1e4, cache_implementation="hybrid", hidden_act="gelu_pytorch_tanh"),
+    "gemma3_text": dict(
+        rope_theta=1e6, rope_local_base_freq=1e3, cache_implementation="hybrid", sliding_window_pattern=2,
+        rope_scaling=dict(rope_type="linear", factor=8.0),
+    ),
+    "olmo3": dict(rope_theta=5e5, rope_scaling=_OLDER_YARN),
+    "exaone4": dict(rope_theta=1e6, sliding_window_pattern=2),
+    "cohere": dict(rope_theta=8e6, model_max_length=131072, pretraining_tp=1, use_qk_norm=False),
+    "cohere2": dict(
+        rope_theta=5e4, rotary_pct=1.0, order_of_interleaved_layers="local_attn_first", sliding_window_pattern=2,
+        position_embedding_type="rope_gptj", use_embedding_sharing=True, use_gated_activation=True,
+        use_parallel_block=True, use_parallel_embedding=False, cache_implementation="hybrid",
+    ),
+    "phi": dict(rope_theta=1e4, partial_rotary_factor=0.5, rope_scaling=None, qk_layernorm=False),
+    "phi3": dict(
+        rope_theta=1e4, full_attn_mod=1, interpolate_factor=1, lm_head_bias=False, partial_rotary_factor=0.75,
+        max_position_embeddings=128, original_max_position_embeddings=32,
+        rope_scaling=dict(type="longrope", short_factor=[1.0] * 6, long_factor=[2.0] * 6),
+    ),
+    "stablelm": dict(rope_theta=1e4, partial_rotary_factor=0.25),
+    "starcoder2": dict(rope_theta=1e5, mlp_type="default", norm_type="layer_norm", scale_attn_weights=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", OLDER)
+def test_configurations_of_checkpoints(model_type):
+    """No warning; and without transformers' class, which brings them to their present form, they say the same."""
+    kind = transformers.CONFIG_MAPPING[model_type]
+    sizes = TINY | dict(num_key_value_heads=2, head_dim=16)
+    sizes = {name: size for name, size in sizes.items() if hasattr(kind(), name)}
+    config, plain = kind.from_dict(sizes | OLDER[model_type]), kind(**sizes).to_dict()
+    for name in ("rope_parameters", "layer_types"):
+        plain.pop(name, None)
+    plain = types.SimpleNamespace(**plain | OLDER[model_type])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        expected = _config.settings(_checkpoint.to_gpt2_config(config))
+        assert model_type == "gpt2" or _config.settings(_checkpoint.to_gpt2_config(plain)) == expected
+
+
 def test_false_is_reported_where_true_is_usual():
     class Config(transformers.LlamaConfig):
         invented: bool = True
@@ -214,7 +302,9 @@ def test_falcon_40b_in_its_first_form():
     today = transformers.FalconConfig(
         **fields, num_hidden_layers=2, num_attention_heads=4, num_kv_heads=2, new_decoder_architecture=True
     )
-    first, today = (_config.settings(_checkpoint.to_gpt2_config(each)) for each in (first, today))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, today = (_config.settings(_checkpoint.to_gpt2_config(each)) for each in (first, today))
     assert (first.parallel_block, first.parallel_block_tied_norm, first.n_head_kv) == (True, False, 2)
     assert (today.parallel_block, today.parallel_block_tied_norm, today.n_head_kv) == (True, False, 2)
 
@@ -303,7 +393,7 @@ def test_scaled_rotary_embedding():
     assert torch.equal(scaled.inv_freq, plain.inv_freq / 2)
     for wrong, says in (
         (dict(rope_type="linear"), r"config.rope_parameters\['factor'\] must be given for rope_type 'linear'"),
-        (dict(rope_type="longrope"), r"must be 'default' or one of 'linear', 'llama3', 'yarn', .* found 'longrope'"),
+        (dict(rope_type="su"), r"must be 'default' or one of 'linear', 'dynamic', 'llama3', 'yarn', .* found 'su'"),
     ):
         with pytest.raises(ValueError, match=says):
             GPTLMHeadModel(config_of(**options, rotary_emb_scaling=wrong))
@@ -312,6 +402,11 @@ def test_scaled_rotary_embedding():
 def test_layers_share_one_rotary_embedding():
     model = GPTModel(config_of(**LLAMA))
     assert len({id(layer.mixer.rotary_emb) for layer in model.layers}) == 1
+    options = LLAMA | dict(n_layer=5, rotary_emb_fraction=[1.0, 0.0, 1.0, 0.5, 1.0])
+    model = GPTModel(config_of(**options, rotary_emb_base=[1e4, 1e4, 1e4, 1e4, 5.0]))
+    assert not hasattr(model.layers[1].mixer, "rotary_emb")
+    first, *others = (model.layers[i].mixer.rotary_emb for i in (0, 2, 3, 4))
+    assert [each is first for each in others] == [True, False, False]
 
 
 @pytest.mark.parametrize(
@@ -386,6 +481,14 @@ VARIANTS = {
     "normed head, muP": dict(norm_head=True, mup_output_multiplier=2.0, mup_embeddings_multiplier=3.0),
     "dwconv": dict(attn_dwconv=True, attn_pdrop=0.0),
     "projected": dict(word_embed_proj_dim=48),
+    "norms of outputs": HEADS | dict(output_norms=True, norm_zero_centered=True),
+    "norms of outputs alone": LLAMA | dict(output_norms=True, input_norms=False, residual_in_fp32=True),
+    "norms over heads": HEADS | dict(qk_norm_over_heads=True),
+    "norms without bias": PARALLEL | dict(norm_bias=False),
+    "residual factor": LLAMA | dict(mup_residual_multiplier=0.3),
+    "soft caps": LLAMA | dict(attn_logit_softcapping=2.0, final_logit_softcapping=3.0, use_flash_attn=True),
+    "positions by layer": LLAMA
+    | dict(rotary_emb_fraction=[0.5, 1.0], rotary_emb_base=[1e2, 1e5], rotary_emb_scaling=[None, _LINEAR]),
 }
 
 
@@ -394,6 +497,9 @@ def test_fused_layers_are_the_plain_ones(name, device):
     """Forward, loss and gradients, in float32."""
     torch.manual_seed(0)
     plain = GPTLMHeadModel(config_of(**VARIANTS[name], lm_head_bias=True, initializer_range=0.2), device=device)
+    for parameter in plain.parameters():
+        if parameter.dim() == 1:
+            nn.init.normal_(parameter, mean=1.0, std=0.3)
     options = VARIANTS[name] | FUSED | dict(lm_head_bias=True)
     fused = GPTLMHeadModel(config_of(**options), device=device)
     fused.load_state_dict(plain.state_dict())
@@ -407,10 +513,44 @@ def test_fused_layers_are_the_plain_ones(name, device):
         )
 
 
+def rope_model(**options):
+    torch.manual_seed(0)
+    config = config_of(**LLAMA | FUSED | dict(n_head_kv=4), rotary_emb_scaling=options, initializer_range=0.3)
+    return GPTLMHeadModel(config).eval()
+
+
+LONGROPE = dict(
+    rope_type="longrope", factor=4.0, original_max_position_embeddings=12, short_factor=[1.0] * 8,
+    long_factor=[1.0 + i for i in range(8)],
+)  # fmt: skip
+BY_LENGTH = [LONGROPE, dict(rope_type="dynamic", factor=3.0, original_max_position_embeddings=12)]
+
+
+@pytest.mark.parametrize("scaling", BY_LENGTH, ids=lambda scaling: scaling["rope_type"])
+def test_frequencies_by_length(scaling):
+    """They do not depend on the calls before, compiled or not; a cache has those of the length that it has room for."""
+    model, x = rope_model(**scaling), ids(seqlen=20)
+    assert model.depends_on_capacity and not rope_model(**_LINEAR).depends_on_capacity
+    expected = {n: rope_model(**scaling)(x[:, :n]).logits for n in (8, 12, 13, 20)}
+    assert not torch.allclose(expected[20][:, :12], expected[12], atol=1e-2)
+    compiled = torch.compile(rope_model(**scaling), fullgraph=True, backend="aot_eager")
+    for n in (20, 8, 13, 12, 20):
+        for function in (model, compiled):
+            torch.testing.assert_close(function(x[:, :n]).logits, expected[n])
+    for n, capacity in ((7, 12), (7, 20), (16, 20), (13, 20), (7, 12)):
+        output = model.generate(
+            x[:, :n], max_length=capacity, teacher_outputs=x, return_dict_in_generate=True, output_scores=True
+        )
+        scores = torch.stack(list(output.scores), dim=1)
+        torch.testing.assert_close(scores, expected[capacity][:, n - 1 : capacity - 1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
 @pytest.mark.parametrize("padding", [1, 64])
-def test_loss_is_that_of_the_logits(padding, device):
+def test_loss_is_that_of_the_logits(padding, cap, device):
     """Of real classes, from each token for the one after it."""
-    model = GPTLMHeadModel(config_of(pad_vocab_size_multiple=padding, initializer_range=0.2), device=device)
+    options = dict(pad_vocab_size_multiple=padding, initializer_range=0.2, final_logit_softcapping=cap)
+    model = GPTLMHeadModel(config_of(**options), device=device)
     x = ids(device=device)
     labels = x.masked_fill(torch.rand(x.shape, device=device) < 0.3, -100)
     logits = model(x).logits[..., :90]
@@ -420,8 +560,10 @@ def test_loss_is_that_of_the_logits(padding, device):
         model(x, labels=labels[:, 1:])
 
 
-def test_a_loss_with_labels_that_are_shifted_already(device):
-    model = GPTLMHeadModel(config_of(pad_vocab_size_multiple=64, initializer_range=0.2), device=device)
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_a_loss_with_labels_that_are_shifted_already(cap, device):
+    options = dict(pad_vocab_size_multiple=64, initializer_range=0.2, final_logit_softcapping=cap)
+    model = GPTLMHeadModel(config_of(**options), device=device)
     x, y = ids(device=device), ids(device=device)
     y[0, 3] = -100
     logits = model(x).logits.flatten(0, 1)
@@ -436,6 +578,14 @@ def test_a_loss_with_labels_that_are_shifted_already(device):
         model(x, labels=x, shift_labels=y)
     with pytest.raises(TypeError, match=r"labels must be a torch.Tensor, found list"):
         model(x, labels=x.tolist())
+
+
+def test_what_a_call_does_not_return():
+    model, x = GPTLMHeadModel(config_of()), ids()
+    with pytest.raises(AttributeError, match="loss is computed with labels or shift_labels only, found neither"):
+        _ = model(x).loss
+    with pytest.raises(AttributeError, match="logits are computed without labels only"):
+        _ = model(x, labels=x).logits
 
 
 @pytest.mark.parametrize("wrong", [-1, -101, 90, 95])
@@ -478,6 +628,77 @@ def test_last_tokens(device):
         model(x[0])
     with pytest.raises(ValueError, match=r"input_ids.shape\[1\] must be at most 32, the number of positions, found 33"):
         model(ids(seqlen=33, device=device))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "window", "postnorm", "dwconv"])
+def test_padding_changes_nothing(name, device):
+    """Each row is what it is alone, whatever stands in the padding; with the positions that are given, too."""
+    model = GPTLMHeadModel(config_of(**VARIANTS[name], initializer_range=0.2), device=device)
+    x, mask = ids(batch=3, device=device), torch.zeros(3, 12, dtype=torch.int64, device=device)
+    parts = slice(3, 12), slice(0, 7), slice(2, 9)
+    for row, part in enumerate(parts):
+        mask[row, part] = 1
+    positions = (7 + mask.cumsum(1)).clamp(max=31)
+    for options in (dict(), dict(position_ids=positions)):
+        for each in (mask, mask.bool(), mask.float()):
+            logits = model(x, attention_mask=each, **options).logits
+            for row, part in enumerate(parts):
+                alone = {key: value[row : row + 1, part] for key, value in options.items()}
+                torch.testing.assert_close(logits[row, part], model(x[row : row + 1, part], **alone).logits[0])
+    losses = [
+        (nn.functional.cross_entropy(logits[row, part][:-1], x[row, part][1:], reduction="sum"))
+        for row, part in enumerate(parts)
+    ]
+    expected = sum(losses) / sum(part.stop - part.start - 1 for part in parts)
+    torch.testing.assert_close(model(x, attention_mask=mask, labels=x, position_ids=positions).loss, expected)
+    shifted = nn.functional.pad(x[:, 1:], (0, 1)).masked_fill(nn.functional.pad(mask[:, 1:], (0, 1)) == 0, -100)
+    found = model(x, attention_mask=mask, shift_labels=shifted, position_ids=positions).loss
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 3])
+def test_masks_that_are_refused(wrong, device):
+    """An error where they can be read without waiting for a device; there, NaN."""
+    model = GPTLMHeadModel(config_of(), device=device)
+    x = ids(device=device)
+    mask = torch.ones_like(x)
+    mask[1, 4] = wrong
+    if device.type == "cpu":
+        says = rf"1 for the tokens of a row and 0 before and after them, found \[1, 1, 1, 1, {wrong}, 1, .*\] in row 1"
+        with pytest.raises(ValueError, match=says):
+            model(x, attention_mask=mask)
+        model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    logits = model(x, attention_mask=mask).logits
+    assert logits[0].isfinite().all() and logits[1].isnan().all()
+
+
+def test_positions_of_several_sequences_in_a_row(device):
+    """Which a model without learned positions would take for one: an error, or where they cannot be read, NaN."""
+    model, x = GPTLMHeadModel(config_of(**LLAMA), device=device), ids(device=device)
+    expected, positions = model(x).logits, torch.arange(12, device=device)
+    for given in (positions, positions + 3, positions.expand(2, -1)):
+        assert torch.equal(model(x, position_ids=given).logits, expected)
+    packed = torch.stack([positions, positions % 5])
+    mask = torch.ones_like(x)
+    mask[1, :5] = mask[1, 10:] = 0
+    assert model(x, position_ids=packed, attention_mask=mask).logits.isfinite().all()
+    with pytest.raises(ValueError, match=r"position_ids must have shape \(12,\) or \(2, 12\), found \(11,\)"):
+        model(x, position_ids=positions[1:], attention_mask=mask)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"must count up by 1 .*, found \[0, 1, 2, 3, 4, 0, 1, .*\] in row 1"):
+            model(x, position_ids=packed)
+        model = torch.compile(model, backend="aot_eager", fullgraph=True)
+    logits = model(x, position_ids=packed).logits
+    assert logits[0].isfinite().all() and logits[1].isnan().all()
+
+
+def test_masks_that_do_not_fit(device):
+    model, x = GPTLMHeadModel(config_of(), device=device), ids(device=device)
+    mask = torch.ones_like(x)
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \(2, 12\), found \(2, 11\)"):
+        model(x, attention_mask=mask[:, 1:])
+    with pytest.raises(ValueError, match="inference_params must be None with attention_mask"):
+        model(x, attention_mask=mask, inference_params=InferenceParams(12, 2))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "parallel", "postnorm"])

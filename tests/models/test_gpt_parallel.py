@@ -32,6 +32,25 @@ CONFIGS = {
     "normed head": ROTARY | GATED | dict(norm_head=True, mup_output_multiplier=3.0),
     "postnorm": dict(prenorm=False),
     "recomputed": dict(gradient_checkpointing=True),
+    "gemma": ROTARY
+    | GATED
+    | dict(
+        n_head=8,
+        n_head_kv=4,
+        head_dim=24,
+        qk_norm=True,
+        norm_zero_centered=True,
+        output_norms=True,
+        use_flash_attn=True,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        sliding_window=[3, None],
+        rotary_emb_base=[100.0, 1e4],
+        tie_word_embeddings=True,
+    ),
+    "norms of outputs alone": ROTARY | GATED | dict(input_norms=False, output_norms=True, fused_dropout_add_ln=True),
+    "granite": ROTARY | GATED | dict(mup_residual_multiplier=0.3, rotary_emb_fraction=[1.0, 0.0]),
+    "cohere": ROTARY | dict(rms_norm=False, norm_bias=False, parallel_block=True, parallel_block_tied_norm=True),
 }
 
 
@@ -80,6 +99,10 @@ def check_training(group):
             own = logits.chunk(dist.get_world_size(group), dim=-1)[rank]
             assert_close(divided(ids).logits, own.flatten(0, 1) if sequence_parallel else own)
             expected, found = (model(ids, labels=labels).loss for model in (whole, divided))
+            if not sequence_parallel:
+                mask = (torch.arange(SEQLEN, device=ids.device) >= ids[:, :1] % 3).long()
+                masked = (model(ids, labels=labels, attention_mask=mask).loss for model in (whole, divided))
+                assert_close(*masked)
             assert_close(found, expected)
             expected.backward()
             found.backward()
@@ -105,7 +128,7 @@ def check_parameters(group):
 
 def check_generation(group):
     ids = ids_for(group)[:, :3]
-    for name in ("gpt2", "uneven heads", "llama", "heads with norms", "normed head"):
+    for name in ("gpt2", "uneven heads", "llama", "heads with norms", "normed head", "gemma"):
         whole, divided = (model.eval() for model in pair_of(group, name))
         options = dict(max_length=12, vocab_size=VOCAB, return_dict_in_generate=True, output_scores=True)
         expected = whole.generate(ids, **options)
@@ -138,10 +161,18 @@ def check_checkpoints(group, path):
 
 def check_errors(group):
     world = dist.get_world_size(group)
+    _, divided = pair_of(group, "gpt2", True)
+    ids = ids_for(group)
+    with pytest.raises(ValueError, match=r"config.sequence_parallel must be False with attention_mask, found True"):
+        divided(ids, attention_mask=torch.ones_like(ids))
     for options, says in (
         (dict(word_embed_proj_dim=32), "config.word_embed_proj_dim must be None with process_group, found 32"),
         (dict(attn_dwconv=True), "config.attn_dwconv must be False with process_group, found True"),
         (dict(n_head_kv=1), f"config.n_head_kv must be a multiple of the {world} processes, found 1"),
+        (
+            dict(qk_norm=True, qk_norm_over_heads=True),
+            "config.qk_norm_over_heads must be False with several processes, found True",
+        ),
         (
             dict(vocab_size=89, pad_vocab_size_multiple=1),
             rf"config.vocab_size \(padded\) must be a multiple of the {world}",
@@ -181,6 +212,18 @@ def test_what_cannot_be_divided(options, says):
     for function in (shard, functools.partial(combine_state_dicts_tp, [{}, {}], config)):
         with pytest.raises(ValueError, match=says):
             function()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "uneven heads"])
+def test_a_part_does_not_keep_the_whole(name):
+    """What torch.save writes of a part, and what stays in memory with it, is the part; tied weights stay one."""
+    config = GPT2Config(**SIZES | CONFIGS[name])
+    for rank in range(2):
+        part = shard_state_dict_tp(GPTLMHeadModel(config).state_dict(), config, 2, rank)
+        for key, tensor in part.items():
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes and tensor.is_contiguous(), key
+        embedding, head = part["transformer.embeddings.word_embeddings.weight"], part["lm_head.weight"]
+        assert (embedding.data_ptr() == head.data_ptr()) == (name != "llama")
 
 
 def test_processes_that_there_are_not():

@@ -133,6 +133,17 @@ def test_timm(variant):
     torch.testing.assert_close(again.forward_features(x), theirs.forward_features(x), rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", [name for name in vars(vit) if name.startswith("vit_")])
+def test_sizes_of_timm(name):
+    """The functions that make a model of a size have timm's names for timm's names and shapes of tensors."""
+    timm = pytest.importorskip("timm")
+    with torch.device("meta"):
+        theirs, ours = timm.create_model(name, num_classes=1000).state_dict(), getattr(vit, name)()
+    expected = {key: tensor.shape for key, tensor in ours.state_dict().items()}
+    assert {key: tensor.shape for key, tensor in vit.remap_state_dict_timm(theirs, ours).items()} == expected
+    assert vit.inv_remap_state_dict_timm(ours.state_dict(), ours).keys() == theirs.keys()
+
+
 @pytest.mark.parametrize("variant", ["plain", "flash", "fused"])
 def test_gradients(variant):
     """The class token alone, as forward computes it, has the gradients of the whole."""

@@ -77,6 +77,29 @@ def test_prenorm(first, norm_cls, device):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("norm_cls", [nn.LayerNorm, nn.Identity], ids=["sandwich", "outputs alone"])
+def test_outputs(norm_cls, device):
+    """What mixer and MLP give goes through a norm of its own, also where there is none before them."""
+
+    def formula(x, residual):
+        h = x + residual
+        h2 = h + block.output1(block.mixer(block.norm1(h)))
+        return block.output2(block.mlp(block.norm2(h2))), h2
+
+    options, x = dict(norm_cls=norm_cls, output_cls=ZERO_CENTERED), draw(2, device)
+    blocks = twins(Block, device, **options) if norm_cls is nn.LayerNorm else [block_of(device=device, **options)]
+    for block in blocks:
+        expected = with_gradients(formula, block.parameters(), *x)
+        found = with_gradients(block, block.parameters(), *x)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    (y,) = draw(1, device, torch.bfloat16)
+    _, residual = block.to(torch.bfloat16)(y, y)
+    assert residual.dtype == torch.bfloat16
+    wide = block_of(device=device, **options, residual_in_fp32=True).to(torch.bfloat16)
+    out, residual = wide(y, y.float())
+    assert (out.dtype, residual.dtype) == (torch.bfloat16, torch.float32)
+
+
 @pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
 def test_norms_without_weight(block_cls, device):
     block = block_of(block_cls, device, norm_cls=functools.partial(nn.LayerNorm, elementwise_affine=False))
@@ -265,6 +288,9 @@ def test_marks_of_norms(block_cls):
     assert marked("_sequence_parallel", sequence_parallel=True) == norms
     assert marked("_shared_params", mark_shared_params=True) == norms
     assert not marked("_sequence_parallel", mark_shared_params=True) | marked("_shared_params", sequence_parallel=True)
+    if block_cls is Block:
+        outputs = {"output1.weight", "output2.weight"}
+        assert marked("_sequence_parallel", sequence_parallel=True, output_cls=RMSNorm) == norms | outputs
 
 
 # Other libraries' blocks at random weights: they return the residual stream with the last branch added.
@@ -428,6 +454,8 @@ class NoNorm(nn.Identity):
 
 
 ERRORS = {
+    "norms of outputs, norm last": (
+        Block, dict(output_cls=RMSNorm, prenorm=False), ValueError, "output_cls must be None without prenorm"),
     "float32 residual, norm last": (
         Block, dict(residual_in_fp32=True, prenorm=False), ValueError, "residual_in_fp32 must be False without"),
     "fused norm": (

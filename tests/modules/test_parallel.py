@@ -19,6 +19,7 @@ from flash_attn.modules.embedding import (
 )
 from flash_attn.modules.mha import MHA, ParallelMHA
 from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp, ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
+from flash_attn.ops.fused_dense import ColumnParallelLinear, RowParallelLinear
 from flash_attn.utils.distributed import (
     allreduce_sequence_parallel_grad,
     get_dim_for_local_rank,
@@ -346,6 +347,20 @@ def check_compiled(group):
                 out = function(leaf)
                 results.append((out.detach(), *torch.autograd.grad(out, [leaf, *module.parameters()], dout)))
             assert_close(*results)
+
+
+def check_questions(group):
+    """No call asks torch.distributed for the size of a group, which takes longer than to ask the group."""
+    layers = nn.Sequential(ColumnParallelLinear(8, 8, group), RowParallelLinear(8, 8, group))
+    mlp = ParallelFusedMLP(8, process_group=group)
+    embedding = ParallelGPT2Embeddings(8, 8, -1, group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_world_size", None)
+        mlp(layers(embedding(torch.zeros(2, 4, dtype=torch.int64), combine_batch_seqlen_dim=True))).sum().backward()
+
+
+def test_calls_do_not_ask_torch_for_the_size_of_a_group():
+    over_processes(2, check_questions)
 
 
 def check_all(group):

@@ -172,7 +172,7 @@ def test_device_functions(name, device):
 def test_registry():
     assert k_activations.get_triton_activation_kernel(None) is None
     assert k_activations.get_triton_activation_bwd_kernel(None) is None
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match="activation must be one of"):
         k_activations.get_triton_activation_kernel("swish")
     with pytest.raises(AttributeError, match="has no attribute 'swish'"):
         k_activations.swish  # noqa: B018

@@ -15,6 +15,7 @@ from torch import Tensor
 from src.train import check_devices, instances, loggers_of, trainer_of
 from src.utils import utils
 from src.utils.checkpoint import Checkpoint, is_complete, latest, load_checkpoint
+from src.utils.modules import is_meta, load_weights
 
 log = utils.get_logger(__name__)
 
@@ -41,8 +42,9 @@ def evaluate(config: DictConfig) -> dict[str, float]:
     config = _with_checkpoint_type(config, options.get("checkpoint_type", "pytorch"), path)
     check_devices(config)
     model = instantiate(config.task, cfg=config, model_cfg=config.get("model_pretrained"), _recursive_=False)
-    if path is not None:
-        missing, unexpected = model.model.load_state_dict(_weights(path, options.get("averaged")), strict=False)
+    if path is not None and not is_meta(model.model):
+        weights = _weights(path, options.get("averaged"))
+        missing, unexpected = load_weights(model.model, weights, f"eval.ckpt={path}", strict=False)
         if missing or unexpected:
             log.warning("%s has no weights for %s, and the model none of %s", path, missing, unexpected)
     trainer = trainer_of(config, instances(config.get("callbacks")), loggers_of(config))

@@ -14,6 +14,7 @@ import torch
 
 from src.datamodules.tokenizer import ByteTokenizer
 from src.evaluation.loading import add_model_arguments, open_model
+from src.utils.errors import run_command
 
 
 def export(model, tokenizer, folder) -> None:
@@ -56,4 +57,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from src.evaluation.loading import add_model_arguments, longest_input, open_model, text_ids
+from src.utils.errors import run_command
 
 
 def generate(
@@ -40,10 +41,12 @@ def generate(
         seed: makes the result repeatable.
         stream: print the prompt and the text, word by word.
 
-    Raises ValueError if the prompt leaves no room for a token.
+    Raises ValueError if max_new_tokens is less than 1, or the prompt leaves no room for a token.
     """
     from transformers import TextStreamer
 
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, found {max_new_tokens}")
     if seed is not None:
         torch.manual_seed(seed)
     ids = text_ids(tokenizer, prompt) or [tokenizer.eos_token_id]
@@ -84,4 +87,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

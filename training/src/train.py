@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor
 from omegaconf import DictConfig, OmegaConf
 
 from src import engines
+from src.callbacks.monitors import MonitorsExist
 from src.utils import utils
 from src.utils.checkpoint import latest
 from src.utils.resolvers import device_count
@@ -40,8 +41,9 @@ def train(config: DictConfig) -> float | None:
     datamodule = model._datamodule
     callbacks, loggers = instances(config.get("callbacks")), loggers_of(config)
     trainer = trainer_of(config, callbacks, loggers)
-    log.info("Training in %s", os.getcwd())
+    log.info("Training in %s on %d x %s", os.getcwd(), trainer.world_size, trainer.accelerator.name())
     trainer.fit(model, datamodule=datamodule, ckpt_path=checkpoint)
+    log.info("Trained to step %d", trainer.global_step)
     metrics = dict(trainer.callback_metrics)
     if config.get("test_after_training") and not trainer.fast_dev_run:
         trainer.test(model, datamodule=datamodule)
@@ -142,7 +144,7 @@ def trainer_of(config: DictConfig, callbacks: list[Any], loggers: list[Any]) -> 
         callbacks = [each for each in callbacks if not isinstance(each, LearningRateMonitor)]
     return instantiate(
         options,
-        callbacks=callbacks,
+        callbacks=[*callbacks, MonitorsExist()],
         logger=loggers,
         strategy=_strategy(config.trainer, options.accelerator),
         _convert_="all",

@@ -100,11 +100,17 @@ def test_without_a_checkpoint(tmp_path, monkeypatch):
             ("eval.checkpoint_type=lightning",),
             "eval.checkpoint_type=lightning needs a checkpoint with its config",
         ),
+        (("eval.ckpt=weights.pt",), "eval.ckpt=weights.pt must have weights of the model, found none: weight"),
+        (
+            ("eval.ckpt=other.pt",),
+            r"eval.ckpt=other.pt must have weights that fit the model, found: size mismatch for lm_",
+        ),
         (("eval.ckpt=weights.pt", "eval.averaged=true"), "eval.averaged=True needs a checkpoint of a run with EMACal"),
     ],
 )
 def test_errors(overrides, says, tmp_path, monkeypatch):
     torch.save({"weight": torch.zeros(1)}, tmp_path / "weights.pt")
+    torch.save({"lm_head.weight": torch.zeros(1)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match=says):
         results_of(tmp_path, monkeypatch, *overrides)
 

@@ -153,6 +153,18 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
         (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),
         (["mode=exp"], "mode=exp needs the name of the experiment"),
         (["trainer.accelerator=gpu", "trainer.devices=99"], "trainer.devices must be at most the number of GPUs"),
+        (["trainer.devices=0"], "trainer.devices must be at least 1, a list, or -1 or auto for all, found 0"),
+        (["trainer.max_steps=ten"], "trainer.max_steps must be an integer of at least -1, found 'ten'"),
+        (["trainer.val_check_interval=0"], "trainer.val_check_interval must be more than 0, found 0"),
+        (["seed=abc"], "seed must be an integer of at least 0, found 'abc'"),
+        (["resume=maybe"], "resume must be True or False, found 'maybe'"),
+        (["optimizer=adamw-zero"], "and needs strategy=zero1, found none"),
+        (["optimizer=adamw-zero", "strategy=fsdp"], "adamw-zero must not be used with .* found strategy fsdp"),
+        (["model.config.vocab_size=40"], "model.config.vocab_size must be at least 50, .*, found 40"),
+        (
+            ["callbacks.model_checkpoint.monitor=val/los"],
+            "monitor of ModelCheckpointMine must be one of val/loss, .*los'",
+        ),
         (["trainer.strategy=abc"], r"\ntrainer.strategy must be one of auto, .*, found 'abc'"),
         (["model.config.n_head=3"], r"\nconfig.n_embd must be a multiple of n_head"),
         (["experiment=tiny/txt"], "Could not find 'experiment/tiny/txt'(.|\n)*did you mean tiny/text"),
@@ -213,6 +225,17 @@ def test_a_disk_that_is_full(tmp_path, here, capfd, monkeypatch):
     said = capfd.readouterr().err
     assert error.value.code == 1 and "was not saved: no space is left on the disk" in said and "Traceback" not in said
     assert Checkpoint(checkpoint.latest(tmp_path / "checkpoints" / "first")).state["global_step"] == 2
+
+
+def test_a_disk_that_is_too_full_for_the_log(here, capfd, monkeypatch):
+    def no_space(self):
+        raise OSError(errno.ENOSPC, "No space left on device", "metrics.csv")
+
+    monkeypatch.setattr("lightning.fabric.loggers.csv_logs._ExperimentWriter.save", no_space)
+    with pytest.raises(SystemExit):
+        here("name=first", "logger=csv")
+    said = capfd.readouterr().err
+    assert "\nno space is left on the disk: [Errno 28]" in said and "metrics.csv" in said and "Traceback" not in said
 
 
 def test_the_stack_is_there_if_asked_for(here, capfd, monkeypatch):

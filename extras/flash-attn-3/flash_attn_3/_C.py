@@ -10,7 +10,6 @@ What flash_attn does not compute raises a NotImplementedError that names the arg
 scheduler_metadata change nothing but speed there, so they are accepted and have no effect.
 """
 
-import math
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 from flash_attn import functional
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn
+from flash_attn._ops.lse import unseen_as_minus_inf, unseen_as_plus_inf
 
 __all__ = ["bwd", "fwd", "fwd_combine", "get_scheduler_metadata"]
 
@@ -143,12 +143,8 @@ def fwd_combine(
     out_partial: Tensor, lse_partial: Tensor, out: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """Merge the results over parts of the keys; see `flash_attn_interface.flash_attn_combine`."""
-    result, lse = functional.combine(out_partial, lse_partial.transpose(-1, -2))
-    result = result.to(out_dtype or (result.dtype if out is None else out.dtype))
-    if out is not None:
-        checks.tensor("out", out, dtypes=(result.dtype,), shape=tuple(result.shape), device=result.device)
-        result = out.copy_(result)
-    return result, unseen_as_minus_inf(lse).transpose(-1, -2)
+    out, lse = functional.combine(out_partial, lse_partial.transpose(-1, -2), out=out, out_dtype=out_dtype)
+    return out, unseen_as_minus_inf(lse).transpose(-1, -2)
 
 
 def get_scheduler_metadata(
@@ -157,16 +153,6 @@ def get_scheduler_metadata(
 ) -> Tensor:  # fmt: skip
     """Returns int32 (1,) on the device of seqused_k. Schedules are made in the kernels, so it says nothing."""
     return torch.zeros(1, dtype=torch.int32, device=seqused_k.device)
-
-
-def unseen_as_minus_inf(lse: Tensor) -> Tensor:
-    """The lse of flash_attn, +inf where a row sees no key, as FlashAttention-3 has it."""
-    return torch.nan_to_num(lse, nan=math.nan, posinf=-math.inf, neginf=-math.inf)
-
-
-def unseen_as_plus_inf(lse: Tensor) -> Tensor:
-    """The opposite of `unseen_as_minus_inf`."""
-    return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)
 
 
 def _refuse(**arguments: Any) -> None:

@@ -58,6 +58,9 @@ class MultiHeadAttention(nn.Module):
         head_dim: int | None,
         qk_norm: bool,
         qk_norm_eps: float,
+        qk_norm_zero_centered: bool,
+        qk_norm_over_heads: bool,
+        softcap: float,
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
@@ -67,7 +70,7 @@ class MultiHeadAttention(nn.Module):
             (1, 0) if process_group is None else (dist.get_world_size(process_group), dist.get_rank(process_group))
         )
         _check_heads(embed_dim, num_heads, num_heads_kv, head_dim, world_size)
-        _check_needs_of_flash(use_flash_attn, use_alibi, window_size)
+        _check_needs_of_flash(use_flash_attn, use_alibi, window_size, softcap)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_heads_kv = num_heads_kv
@@ -86,14 +89,21 @@ class MultiHeadAttention(nn.Module):
             self.rotary_emb = RotaryEmbedding(
                 rotary_emb_dim, rotary_emb_base, rotary_emb_interleaved, rotary_emb_scale_base, device
             )
+        for name, value in (
+            ("qk_norm_zero_centered", qk_norm_zero_centered),
+            ("qk_norm_over_heads", qk_norm_over_heads),
+        ):
+            if value and not qk_norm:
+                raise ValueError(f"{name} must be False without qk_norm, found True")
         self.qk_norm = qk_norm
         if qk_norm:
-            self.q_norm = RMSNorm(self.head_dim, qk_norm_eps, device=device, dtype=dtype)
-            self.k_norm = RMSNorm(self.head_dim, qk_norm_eps, device=device, dtype=dtype)
+            widths = [self.head_dim * (n if qk_norm_over_heads else 1) for n in (num_heads, num_heads_kv)]
+            norms: dict[str, Any] = dict(zero_centered_weight=qk_norm_zero_centered, device=device, dtype=dtype)
+            self.q_norm, self.k_norm = (RMSNorm(width, qk_norm_eps, **norms) for width in widths)
         options: dict[str, Any] = dict(causal=causal, softmax_scale=softmax_scale, attention_dropout=dropout)
         if use_flash_attn:
             slopes = _alibi_slopes(num_heads, world_size, rank) if use_alibi else None
-            options |= dict(window_size=window_size, alibi_slopes=slopes)
+            options |= dict(window_size=window_size, alibi_slopes=slopes, softcap=softcap)
         where = torch.get_default_device() if device is None else device
         self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**options).to(where)
         self.inner_cross_attn = (FlashCrossAttention if use_flash_attn else CrossAttention)(**options).to(where)
@@ -122,8 +132,8 @@ class MultiHeadAttention(nn.Module):
             return self._attention_of_projected(qkv, inference_params, **kwargs)
         # The padding moves after the tokens, where the causal mask hides it: token i is then at position i.
         checks.number("causal", self.causal, bool(self.inner_cross_attn.causal), "true for prompts with padding")
-        context = self._attention_of_projected(_shifted(qkv, leftpad), inference_params, **kwargs)
-        return _shifted(context, -leftpad)
+        context = self._attention_of_projected(shifted(qkv, leftpad), inference_params, **kwargs)
+        return shifted(context, -leftpad)
 
     def _attention_of_projected(self, qkv: Tensor, inference_params: Any, **kwargs: Any) -> Tensor:
         """`_self_attention` of sequences without padding on their left."""
@@ -170,7 +180,7 @@ class MultiHeadAttention(nn.Module):
         heads = self.num_heads_per_rank, self.num_heads_kv_per_rank, self.num_heads_kv_per_rank
         q, k, v = qkv.split([n * self.head_dim for n in heads], dim=-1)
         q, k = (
-            self._norm_of_heads(norm, x.unflatten(-1, (-1, self.head_dim))).flatten(-2)
+            self._norm_of_heads(norm, x.unflatten(-1, (-1, len(norm.weight)))).flatten(-2)
             for norm, x in ((self.q_norm, q), (self.k_norm, k))
         )
         return torch.cat([q, k, v], dim=-1)
@@ -244,6 +254,7 @@ class MultiHeadAttention(nn.Module):
             softmax_scale=inner.softmax_scale,
             causal=inner.causal,
             window_size=inner.window_size,
+            softcap=inner.softcap,
             rotary_interleaved=self.rotary_emb.interleaved if rotary else False,
             alibi_slopes=inner.slopes_on(q.device),
         )
@@ -262,10 +273,14 @@ def _check_heads(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: in
     checks.number("num_heads_kv", num_heads_kv, fits, "a multiple of the {} processes", world_size)
 
 
-def _check_needs_of_flash(use_flash_attn: bool, use_alibi: bool, window_size: tuple[int, int]) -> None:
+def _check_needs_of_flash(use_flash_attn: bool, use_alibi: bool, window_size: tuple[int, int], softcap: float) -> None:
     if use_flash_attn:
         return
-    for name, value, without in (("use_alibi", use_alibi, False), ("window_size", tuple(window_size), (-1, -1))):
+    for name, value, without in (
+        ("use_alibi", use_alibi, False),
+        ("window_size", tuple(window_size), (-1, -1)),
+        ("softcap", softcap, 0.0),
+    ):
         if value != without:
             raise ValueError(f"{name} must be {without} without use_flash_attn, found {value}")
 
@@ -277,7 +292,7 @@ def _alibi_slopes(num_heads: int, world_size: int, rank: int) -> Tensor:
     return slopes.split(shares)[rank].clone()
 
 
-def _shifted(x: Tensor, steps: Tensor) -> Tensor:
-    """x (batch, seqlen, features) with row b moved left by steps[b] tokens; what leaves comes back on the right."""
+def shifted(x: Tensor, steps: Tensor) -> Tensor:
+    """x (batch, seqlen, ...) with row b moved left by steps[b] tokens; what leaves comes back on the right."""
     columns = (torch.arange(x.shape[1], device=x.device) + steps[:, None]) % x.shape[1]
-    return x.gather(1, columns[..., None].expand_as(x))
+    return x.gather(1, columns.view(*columns.shape, *(1,) * (x.dim() - 2)).expand_as(x))

@@ -52,7 +52,7 @@ def claim_cache(layer: nn.Module, layer_idx: Any, inference_params: Any) -> None
     if writers is None or torch.compiler.is_compiling():
         return
     is_own = inference_params.seqlen_offset == 0 or writers.get(layer_idx, id(layer)) == id(layer)
-    checks.number("layer_idx", f"{layer_idx} in two", is_own, "another in each layer of a model")
+    checks.number("layer_idx", f"{layer_idx} in two", is_own, "different in each layer of a model")
     writers[layer_idx] = id(layer)
 
 

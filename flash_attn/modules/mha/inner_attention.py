@@ -49,6 +49,7 @@ class _FlashAttention(nn.Module):
         window_size: tuple[int, int],
         alibi_slopes: Tensor | None,
         deterministic: bool,
+        softcap: float,
     ) -> None:
         super().__init__()
         self.causal = causal
@@ -57,6 +58,7 @@ class _FlashAttention(nn.Module):
         self.register_buffer("alibi_slopes", alibi_slopes, persistent=False)
         self.window_size = window_size
         self.deterministic = deterministic
+        self.softcap = softcap
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "_FlashAttention":
         """Move the slopes with the module, but keep their values: a cast would round them, to_empty would lose them."""
@@ -92,6 +94,7 @@ class _FlashAttention(nn.Module):
             window_size=self.window_size,
             alibi_slopes=self.slopes_on(device),
             deterministic=self.deterministic,
+            softcap=self.softcap,
         )
 
 
@@ -114,8 +117,9 @@ class FlashSelfAttention(_FlashAttention):
         window_size: tuple[int, int] = (-1, -1),
         alibi_slopes: Tensor | None = None,
         deterministic: bool = False,
+        softcap: float = 0.0,
     ) -> None:
-        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
+        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic, softcap)
 
     def forward(
         self,
@@ -152,8 +156,9 @@ class FlashCrossAttention(_FlashAttention):
         alibi_slopes: Tensor | None = None,
         window_size: tuple[int, int] = (-1, -1),
         deterministic: bool = False,
+        softcap: float = 0.0,
     ) -> None:
-        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic)
+        super().__init__(causal, softmax_scale, attention_dropout, window_size, alibi_slopes, deterministic, softcap)
 
     def forward(
         self,
@@ -181,9 +186,10 @@ class FlashCrossAttention(_FlashAttention):
 
 
 class _TorchAttention(nn.Module):
-    """What SelfAttention and CrossAttention share: they have neither windows nor ALiBi."""
+    """What SelfAttention and CrossAttention share: they have neither windows nor ALiBi nor a soft cap."""
 
     window_size = (-1, -1)
+    softcap = 0.0
 
     def __init__(
         self, causal: bool = False, softmax_scale: float | None = None, attention_dropout: float = 0.0

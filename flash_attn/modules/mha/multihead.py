@@ -55,6 +55,10 @@ class MHA(MultiHeadAttention):
         qk_norm: normalise the queries and the keys of each head, by an `RMSNorm` over head_dim each, before they rotate
             (as in Qwen3). Not with cross_attn.
         qk_norm_eps: the eps of these norms.
+        qk_norm_zero_centered: they multiply by 1 + their weight (as in Gemma 3).
+        qk_norm_over_heads: normalise the queries of all heads together, and the keys too (as in OLMo 2): the weights
+            are then (heads * head_dim,) and (heads_kv * head_dim,).
+        softcap: above 0, a score s becomes softcap * tanh(s / softcap) (as in Gemma 2). Needs use_flash_attn.
 
     Parameters: Wqkv ((heads + 2 heads_kv) * head_dim, embed_dim), with the rows of all query heads, then of all key
     heads, then of all value heads; with cross_attn instead Wq and Wkv. out_proj (embed_dim, heads * head_dim). With
@@ -96,13 +100,17 @@ class MHA(MultiHeadAttention):
         head_dim: int | None = None,
         qk_norm: bool = False,
         qk_norm_eps: float = 1e-6,
+        qk_norm_zero_centered: bool = False,
+        qk_norm_over_heads: bool = False,
+        softcap: float = 0.0,
     ) -> None:
         super().__init__(
             embed_dim, num_heads, num_heads_kv, None, softmax_scale=softmax_scale, causal=causal, dropout=dropout,
             layer_idx=layer_idx, rotary_emb_dim=rotary_emb_dim, rotary_emb_base=rotary_emb_base,
             rotary_emb_scale_base=rotary_emb_scale_base, rotary_emb_interleaved=rotary_emb_interleaved,
             use_alibi=use_alibi, window_size=window_size, use_flash_attn=use_flash_attn, checkpointing=checkpointing,
-            head_dim=head_dim, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, device=device, dtype=dtype,
+            head_dim=head_dim, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, qk_norm_zero_centered=qk_norm_zero_centered,
+            qk_norm_over_heads=qk_norm_over_heads, softcap=softcap, device=device, dtype=dtype,
         )  # fmt: skip
         if cross_attn and rotary_emb_dim > 0:
             raise ValueError(f"rotary_emb_dim must be 0 with cross_attn, found {rotary_emb_dim}")

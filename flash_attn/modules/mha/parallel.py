@@ -60,14 +60,20 @@ class ParallelMHA(MultiHeadAttention):
         head_dim: int | None = None,
         qk_norm: bool = False,
         qk_norm_eps: float = 1e-6,
+        qk_norm_zero_centered: bool = False,
+        qk_norm_over_heads: bool = False,
+        softcap: float = 0.0,
     ) -> None:
         checks.process_group(process_group)
+        if qk_norm_over_heads:
+            raise ValueError("qk_norm_over_heads must be False where heads are divided over processes, found True")
         super().__init__(
             embed_dim, num_heads, num_heads_kv, process_group, softmax_scale=softmax_scale, causal=causal,
             dropout=dropout, layer_idx=layer_idx, rotary_emb_dim=rotary_emb_dim, rotary_emb_base=rotary_emb_base,
             rotary_emb_scale_base=rotary_emb_scale_base, rotary_emb_interleaved=rotary_emb_interleaved,
             use_alibi=use_alibi, window_size=window_size, use_flash_attn=use_flash_attn, checkpointing=checkpointing,
-            head_dim=head_dim, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, device=device, dtype=dtype,
+            head_dim=head_dim, qk_norm=qk_norm, qk_norm_eps=qk_norm_eps, qk_norm_zero_centered=qk_norm_zero_centered,
+            qk_norm_over_heads=qk_norm_over_heads, softcap=softcap, device=device, dtype=dtype,
         )  # fmt: skip
         self.process_group = process_group
         self.world_size, self.local_rank = dist.get_world_size(process_group), dist.get_rank(process_group)
@@ -87,7 +93,7 @@ class ParallelMHA(MultiHeadAttention):
 
     def _norm_of_heads(self, norm: RMSNorm, x: Tensor) -> Tensor:
         weight = replicated(norm.weight, self.process_group)
-        return rms_norm_fn(x, weight, None, eps=norm.eps)
+        return rms_norm_fn(x, weight, None, eps=norm.eps, zero_centered_weight=norm.zero_centered_weight)
 
     def forward(self, x: Tensor, seqlen: int | None = None, inference_params: Any = None, **kwargs: Any) -> Tensor:
         """Attention of x (batch, seqlen, embed_dim), or (batch * seqlen, embed_dim) if seqlen is given.

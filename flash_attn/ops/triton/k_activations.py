@@ -40,7 +40,8 @@ def _device_function(activation, suffix):
     if not activation:
         return None
     if activation not in tuple(Activation):
-        raise KeyError(activation)
+        names = ", ".join(repr(each.value) for each in Activation)
+        raise KeyError(f"activation must be one of {names} or None, found {activation!r}")
     return triton.find("activations", Activation(activation).value + suffix)
 
 

@@ -18,7 +18,8 @@ The contract between these functions and a model. A model is a module that is ca
 
 A model with learned positions says how many in an attribute `max_positions`, an integer or None. Going on with a longer
 sequence is then an error. A model whose vocabulary is padded says how many of the logits count in an attribute
-`vocab_size`.
+`vocab_size`. One whose logits depend on how many tokens its caches have room for, as by rotary embeddings that are
+scaled by this number, has an attribute `depends_on_capacity` that is true: CUDA graphs then serve this number alone.
 
 For CUDA graphs, a model also has `allocate_inference_cache` (see `GenerationMixin`), or a `config` with hidden_size,
 num_attention_heads and num_hidden_layers.

@@ -196,7 +196,7 @@ class GenerationMixin:
 
         Each has room for batch_size sequences of max_seqlen tokens, in dtype, or in the parameters' dtype if None.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must have a method allocate_inference_cache, found none")
 
     def generate(
         self,

@@ -97,7 +97,8 @@ def update_graph_cache(
 ) -> DecodingCGCache:
     """Capture the graphs that `cache` does not have yet, and return it; a new one if it is None.
 
-    Caches and all graphs are replaced if the caches are too small, if the model has moved to another device, if a
+    Caches and all graphs are replaced if the caches are too small, or of another size than that which they must have
+    (`depends_on_capacity`), if the model has moved to another device, if a
     parameter or buffer has another address, or if autocast has another dtype.
 
     Arguments:
@@ -117,6 +118,7 @@ def update_graph_cache(
     dtype = dtype or autocast or parameter.dtype
     cache = DecodingCGCache() if cache is None else cache
     fits = batch_size <= cache.max_batch_size and max_seqlen <= cache.max_seqlen
+    fits &= max_seqlen == cache.max_seqlen or not getattr(model, "depends_on_capacity", False)
     made_for = cache.device, cache.dtype, cache.autocast, cache.addresses
     params = cache.inference_params
     if params is None or made_for != (device, dtype, autocast, _addresses(model)) or not fits:

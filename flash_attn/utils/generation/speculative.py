@@ -149,7 +149,7 @@ def _accept(logits: Tensor, logits_draft: list[Tensor], proposed: Tensor, option
     if not logits_draft:
         return sample(logits[:, -1], **options)[:, None]
     vocab, expected = logits_draft[0].shape[-1], logits.shape[-1]
-    checks.number("the vocabulary of model_draft", vocab, vocab == expected, "that of model, {}", expected)
+    checks.number("the size of model_draft's vocabulary", vocab, vocab == expected, "{}, as model's", expected)
     tokens, count = sample_speculative(logits, torch.cat(logits_draft, dim=1), proposed, **options)
     return tokens[:, : count.item()]
 

@@ -2,6 +2,7 @@
 
 import datetime
 import logging
+import os
 import pathlib
 from typing import Any
 
@@ -21,8 +22,9 @@ class ModelCheckpointMine(ModelCheckpoint):
 
     With save_last, the last checkpoint is that of the last step, also if every_n_train_steps does not divide it.
     Lightning would keep the one before. When it is time to save and no validation has given the monitored metric yet,
-    the last checkpoint is saved, and the best one after the validation; Lightning would save nothing until then. And
-    when training ends with an error, `{dirpath}/.pl_auto_save.ckpt` can be saved.
+    the last checkpoint is saved, and the best one after the validation; Lightning would save nothing until then. The
+    same holds at the end of an epoch, and of the training. Without save_last, it is `{dirpath}/.pl_auto_save.ckpt` for
+    as long as there is no other. And when training ends with an error, that can be saved.
 
     All ranks write a checkpoint together. So it is saved if all of them have an error, such as Ctrl-C, and not if the
     others wait for a rank that failed alone; the checkpoint before is then the last one. It is not saved either if the
@@ -67,7 +69,7 @@ class ModelCheckpointMine(ModelCheckpoint):
         if follows and self.monitor in metrics:
             return
         trainer.strategy.within_validation = follows  # a run that is resumed begins with it
-        self._save_last_checkpoint(trainer, metrics)
+        self._save_last(trainer, metrics)
         trainer.strategy.within_validation = False
         if follows:
             self._last_global_step_saved = step  # there is the best one yet to save
@@ -79,9 +81,22 @@ class ModelCheckpointMine(ModelCheckpoint):
         super().load_state_dict(state_dict)
         self._defer_save_until_validation = state_dict.get("defer_save_until_validation", False)
 
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        now = self._every_n_epochs >= 1 and (trainer.current_epoch + 1) % self._every_n_epochs == 0
+        if now and not self._should_skip_saving_checkpoint(trainer):
+            self._save_last(trainer, self._monitor_candidates(trainer))
+
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not self._should_skip_saving_checkpoint(trainer):
-            self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))
+            self._save_last(trainer, self._monitor_candidates(trainer))
+
+    def _save_last(self, trainer, metrics):
+        """Save the last checkpoint, or one that stands for it while no other is kept, though some are to be."""
+        if self.save_last:
+            self._save_last_checkpoint(trainer, metrics)
+        elif self.save_top_k != 0 and not self.best_model_path:
+            self._save_checkpoint(trainer, os.path.join(self.dirpath, AUTO_SAVE))
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         self._begun = trainer.global_step

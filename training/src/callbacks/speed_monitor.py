@@ -16,7 +16,8 @@ class SpeedMonitor(L.Callback):
     """Logs times and throughput at logging steps. All times are those of the host, which never waits for the device.
 
     - `time/intra_step (ms)`: of the last batch. `time/inter_step (ms)`: from the end of the batch before to its
-      beginning, which is mostly the wait for data. `time/epoch (s)`: of the last epoch.
+      beginning, which is mostly the wait for data. `time/epoch (s)`: of the last epoch, or of what was left of it when
+      the run was resumed.
     - `time/tokens_per_s`, also in the progress bar: of all ranks, since the previous logging step, without validation.
       For batches that are not of tokens, `time/samples_per_s`.
     - `time/model_tflops`: what a rank computes in TFLOP/s, by `train_flops_per_token`, for models with a suitable
@@ -42,6 +43,9 @@ class SpeedMonitor(L.Callback):
         self._window_start: float | None = None  # since when what follows has been counted
         self._items = 0
         self._flops_per_token: dict[int | None, float | None] = {}  # by the length of the sequences
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._epoch_start = time.perf_counter()  # of one that goes on; others set it when they start
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._epoch_start = time.perf_counter()

@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 
+from src.datamodules.hub import first_line, hub_problem
 from src.utils.optional import optional_module
 
 SAMPLE_BY = ("document", "paragraph", "line")
@@ -124,7 +125,7 @@ class TextFile(_File):
     def _text(self, offset: int, data: bytes) -> str:
         if offset == 0 and data.startswith(_BYTE_ORDER_MARK):
             data, offset = data[len(_BYTE_ORDER_MARK) :], len(_BYTE_ORDER_MARK)
-        return _decode(data, self.path, offset)
+        return decode(data, self.path, offset)
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ class JsonLinesFile(_File):
 
     def _text(self, offset: int, line: bytes) -> str:
         try:
-            row = json.loads(_decode(line, self.path, offset).strip())
+            row = json.loads(decode(line, self.path, offset).strip())
         except json.JSONDecodeError as error:
             found = f"{error.msg}, in column {error.colno}"
             raise ValueError(f"{self._where(offset)} must be a JSON object, found: {found}") from error
@@ -335,11 +336,15 @@ class HubCorpus:
         except ModuleNotFoundError as error:
             message = f"{what}, and the hub needs the package datasets: pip install datasets"
             raise ModuleNotFoundError(message, name="datasets") from error
+        problem = hub_problem()
+        cached_alone = datasets.DownloadConfig(local_files_only=problem is not None)
         try:
-            loaded = datasets.load_dataset(self._name, self._config)
+            loaded = datasets.load_dataset(self._name, self._config, download_config=cached_alone)
         except Exception as error:  # of the hub, the network or a data set's own files: there is no common class
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
-            raise OSError(f"{what}, and the hub did not give it: {reason}") from error
+            raise OSError(
+                f"{what}, and the hub did not give it: {problem or first_line(error)}. Without the hub, dataset_name "
+                f"may be a file or a folder of {_ENDINGS}"
+            ) from error
         return {split: [self._source(split, loaded[split])] for split in _SPLIT_NAMES if split in loaded}
 
     def _source(self, split: str, dataset: Any) -> HubSplit:
@@ -404,8 +409,8 @@ def _ranges(total: int, step: int) -> list[tuple[int, int]]:
     return [(start, min(start + step, total)) for start in range(0, total, step)]
 
 
-def _decode(data: bytes, path: pathlib.Path, offset: int) -> str:
-    """Text from bytes of a file that begin at offset."""
+def decode(data: bytes, path: pathlib.Path, offset: int) -> str:
+    """Text from bytes of a file that begin at offset. Raises ValueError where they are no text in UTF-8."""
     if b"\0" in data:
         raise ValueError(f"{path} must be text, found a zero byte at offset {offset + data.index(0)}")
     try:

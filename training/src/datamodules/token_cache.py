@@ -80,9 +80,10 @@ def load(folder: pathlib.Path, expected: Mapping[str, Any]) -> Tokens:
         raise TokenCacheError(f"{folder} must hold prepared tokens, found: {error!r}; remove it") from error
     for key, value in expected.items():
         if identity.get(key) != value:
+            what_to_do = "give that tokenizer_name" if key == "tokenizer" else "remove it"
             raise TokenCacheError(
-                f"{folder} was prepared with another {key}: expected {value}, found {identity.get(key)}; remove it, or "
-                "name another folder"
+                f"{folder} was prepared with another {key}: expected {value}, found {identity.get(key)}; {what_to_do}, "
+                "or name another folder"
             )
     arrays: dict[str, np.ndarray] = {}
     for split, entry in splits.items():
@@ -103,7 +104,13 @@ def prepare(folder: pathlib.Path, make: Callable[[pathlib.Path], None]) -> None:
     Processes that ask for the same folder at the same time wait until one of them has made it. What a process that was
     killed has left behind is removed. Raises what `make` raises, after removing what it has written.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TokenCacheError(
+            f"cache_dir must be a folder that can be written to, found {folder.parent} ({error.strerror}); DATA_DIR "
+            "names another place"
+        ) from error
     temporary = folder.with_name(f".{folder.name}.tmp")
     lock = filelock.FileLock(folder.with_name(f".{folder.name}.lock"))
     with _waiting(lock, folder):

@@ -8,16 +8,14 @@ import hashlib
 import json
 import os
 import pathlib
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 
+from src.datamodules.hub import first_line, hub_problem
+
 _FILES = ("tokenizer*", "vocab*", "merges*", "special_tokens*", "added_tokens*", "*.model", "*.tiktoken")
-_PATIENCE = 5  # seconds for the hub to answer at all
 _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]")
 
 
@@ -181,43 +179,16 @@ def _from_transformers(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name, local_files_only=True)  # a folder, or in the cache of the hub
     except Exception as error:  # of the hub, the network or the files: transformers has no common class for them
         if pathlib.Path(name).is_dir():
-            raise OSError(f"tokenizer_name {name!r} cannot be read: {_first_line(error)}") from error
-    problem = _hub_problem()
+            raise OSError(f"tokenizer_name {name!r} cannot be read: {first_line(error)}") from error
+    problem = hub_problem()
     if problem is None:
         try:
             return AutoTokenizer.from_pretrained(name)
         except Exception as error:
-            problem, cause = _first_line(error), error
+            problem, cause = first_line(error), error
     else:
         cause = None
     raise OSError(
         f"tokenizer_name {name!r} is no folder here, is not in the cache of the hub, and the hub did not give it: "
-        f"{problem}"
+        f"{problem}. Without the hub, tokenizer_name may be 'byte', a folder with a tokenizer, or a tokenizer.json"
     ) from cause
-
-
-def _hub_problem() -> str | None:
-    """Why the hub cannot be asked, in words: found within seconds, while its own package tries for a minute."""
-    from huggingface_hub import constants
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set"
-    problem = [f"{constants.ENDPOINT} does not answer"]
-
-    def ask():
-        try:
-            urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=_PATIENCE).close()
-            problem.clear()
-        except urllib.error.HTTPError:  # which is an answer
-            problem.clear()
-        except (OSError, ValueError) as error:
-            problem[0] += f" ({_first_line(error)})"
-
-    thread = threading.Thread(target=ask, daemon=True)  # looking up a name has no timeout of its own
-    thread.start()
-    thread.join(_PATIENCE)
-    return problem[0] if problem else None
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)

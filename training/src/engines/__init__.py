@@ -13,20 +13,25 @@
 | tp | TensorParallelStrategy | a part of each layer |
 """
 
+import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from hydra.utils import get_class
 from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.utilities import rank_zero_only
 
-from src.engines.fsdp import FSDPStrategy, whole_on_first_process
-from src.engines.mesh import TensorParallelStrategy
+from src.engines.fsdp import FSDPStrategy
+from src.engines.mesh import MeshStrategy, TensorParallelStrategy
 from src.engines.strategies import DDPStrategy, SingleDeviceStrategy
 from src.utils.ddp_zero1 import DDPStrategyZero1
 from src.utils.ddp_zero2 import DDPStrategyZero2
 from src.utils.resolvers import device_count
 
 __all__ = [
-    "STRATEGIES", "DDPStrategy", "DDPStrategyZero1", "DDPStrategyZero2", "FSDPStrategy", "SingleDeviceStrategy",
+    "STRATEGIES", "DDPStrategy", "DDPStrategyZero1", "DDPStrategyZero2", "FSDPStrategy", "MeshStrategy",
+    "SingleDeviceStrategy",
     "TensorParallelStrategy", "strategy", "whole_on_first_process",
 ]  # fmt: skip
 
@@ -57,6 +62,18 @@ def strategy(
     if name not in STRATEGIES:
         raise ValueError(f"trainer.strategy must be one of auto, {', '.join(STRATEGIES)}, found {name!r}")
     return STRATEGIES[name](**options)
+
+
+def whole_on_first_process(trainer: Mapping[str, Any]) -> contextlib.AbstractContextManager:
+    """Where a model is made that the strategy of a trainer's options divides: in the first process with its weights,
+    which are those of a run on one device with the same seed, and in all others on the meta device.
+
+    It makes no difference for other strategies.
+    """
+    options = trainer.get("strategy")
+    kind = get_class(options["_target_"]) if isinstance(options, Mapping) else STRATEGIES.get(options)
+    divides = kind is not None and issubclass(kind, MeshStrategy)
+    return torch.device("meta") if divides and rank_zero_only.rank != 0 else contextlib.nullcontext()
 
 
 def _first_device(accelerator, devices):

@@ -1,13 +1,14 @@
 """Processes in two dimensions: those that read other samples (dp), and those that share a model (tp)."""
 
+import functools
 from typing import Any
 
 import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -18,6 +19,12 @@ from src.utils import checkpoint as checkpoints
 
 class MeshStrategy(DDPStrategy):
     """The base of strategies that divide a model. Neighbouring processes share a model: rank = dp rank * tp + tp rank.
+
+    Only the first process needs to have the model with its first weights; the others may have it on the meta device,
+    without memory, and get their parts from the first (`src.engines.whole_on_first_process`).
+
+    With precision=16-mixed there is one scale of the loss: where gradients of one process are not finite, all of them
+    skip the step.
 
     Arguments:
         tensor_parallel_size: over how many processes each layer is divided.
@@ -48,11 +55,6 @@ class MeshStrategy(DDPStrategy):
         size = self.tensor_parallel_size
         if size < 1 or self.world_size % size:
             raise ValueError(f"strategy.tensor_parallel_size must divide the {self.world_size} processes, found {size}")
-        if self.precision_plugin.precision == "16-mixed":
-            raise MisconfigurationException(
-                f"trainer.precision must not be 16-mixed with strategy {self.strategy_name}, whose processes would not "
-                "agree on the scale of the loss; bf16-mixed needs none"
-            )
         super().setup_environment()
         shape = (self.data_parallel_size, size)
         self.mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp", "tp"))
@@ -61,19 +63,41 @@ class MeshStrategy(DDPStrategy):
         """As Lightning's, but the model is divided before the optimiser is made, and for evaluation, too."""
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
+        whole = {name: parameter.detach() for name, parameter in self.lightning_module.named_parameters()}
+        anywhere_meta = any(checkpoints.gather(any(each.is_meta for each in whole.values())))
         if self.tensor_parallel_size > 1:
             tensor_parallel.divide(self.lightning_module, self.mesh["tp"].get_group(), self.sequence_parallel)
         self.model = self.lightning_module
         self.distribute()
+        if anywhere_meta:
+            self._fill(whole)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         self.precision_plugin.clip_grad_by_norm = self.clip_grad_by_norm
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if isinstance(scaler, GradScaler):
+            scaler._unscale_grads_ = functools.partial(_unscale_together, type(scaler)._unscale_grads_, scaler)
         self.prepare(trainer)
 
     def distribute(self) -> None:
         """Bring the model to the device, in copies or divided over the dp processes."""
         raise NotImplementedError
+
+    @torch.no_grad()
+    def _fill(self, whole: dict[str, Tensor]) -> None:
+        """Give all processes their parts of the first one's parameters, and its buffers; one after the other."""
+        size, rank = self.tensor_parallel_size, self.tensor_parallel_rank
+        module, configs = self.lightning_module, self._configs() if size > 1 else {}
+        mine = dict(module.named_parameters())
+        for name, values in whole.items():
+            values = values.to(self.root_device) if self.is_global_zero else _empty_like(values, self.root_device)
+            dist.broadcast(values, src=0)
+            part = checkpoints.part_of(name, values, configs, size, rank)
+            if part is not None:
+                checkpoints.copy_into(mine[name], part)
+        for buffer in module.buffers() if size == 1 else ():  # a part of a layer makes its own
+            dist.broadcast(buffer, src=0)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         def closure_and_sums():
@@ -104,10 +128,27 @@ class MeshStrategy(DDPStrategy):
         dist.all_reduce(total, group=self.mesh["tp"].get_group())
         return total.sqrt().float()
 
+    def teardown(self) -> None:
+        allocate(self.lightning_module, "cpu")  # if an error has come before the weights: Lightning moves them
+        super().teardown()
+
     def _stored(self, name: str, prefix: str = checkpoints.WEIGHTS) -> str:
         """Parts of a layer have their own names: those of Wqkv, say, are not slices of it."""
         part = f"{checkpoints.PART}{self.tensor_parallel_rank}" if self.tensor_parallel_size > 1 else ""
         return prefix + name + part
+
+    def _description(self) -> dict[str, Any]:
+        if self.tensor_parallel_size == 1:
+            return super()._description()
+        return super()._description() | {"models": {name: c.to_dict() for name, c in self._configs().items()}}
+
+    def _redivided(self, checkpoint: checkpoints.Checkpoint) -> checkpoints.Redivided:
+        size, rank = self.tensor_parallel_size, self.tensor_parallel_rank
+        return checkpoints.Redivided(checkpoint, size, rank, self._configs() if size > 1 else {})
+
+    def _configs(self) -> dict[str, Any]:
+        """The configurations of the models that are divided, by the names of their modules."""
+        return {name: each.config for name, each in tensor_parallel.models(self.lightning_module).items()}
 
     def _is_mine(self, name: str) -> bool:
         return self.tensor_parallel_size == 1 or name.endswith(f"{checkpoints.PART}{self.tensor_parallel_rank}")
@@ -126,6 +167,25 @@ class TensorParallelStrategy(MeshStrategy):
         if self.data_parallel_size > 1 and self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._ddp_kwargs["process_group"] = self.mesh["dp"].get_group()
             self.configure_ddp()
+
+
+def allocate(module: nn.Module, device: torch.device | str) -> None:
+    """Give parts of a module that are on the meta device memory on another."""
+    for child in module.children():
+        if any(parameter.is_meta for parameter in child.parameters()):
+            child.to_empty(device=device)
+
+
+def _empty_like(x, device):
+    return torch.empty(x.shape, dtype=x.dtype, device=device)
+
+
+def _unscale_together(unscale, *args):
+    """GradScaler._unscale_grads_: what it has found to be infinite, in this or any other process."""
+    found = unscale(*args)
+    for each in found.values():
+        dist.all_reduce(each, dist.ReduceOp.MAX)
+    return found
 
 
 def _local(x):

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from src.engines import rng, signals
 from src.utils import checkpoint as checkpoints
-from src.utils.checkpoint import Checkpoint, CheckpointError, Entry, found
+from src.utils.checkpoint import Checkpoint, CheckpointError, Entry, Redivided, found
 
 _OF_WHAT_FITS = ("model", "datamodule", "task", "train")  # groups of options on which it depends what fits
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
@@ -186,6 +186,8 @@ class ExactResume(Strategy):
             return super().load_checkpoint(path, weights_only=True)
         self._resumed = Checkpoint(path)
         state = dict(self._resumed.state)
+        if state["engine"]["tensor_parallel_size"] != self.tensor_parallel_size:
+            self._resumed = checkpoints.together(lambda: self._redivided(self._resumed))
         checkpoints.together(lambda: self._compare(state), f"{path} does not fit")
         targets = {}
         for name, x in self.lightning_module_state_dict().items():
@@ -195,6 +197,10 @@ class ExactResume(Strategy):
         state["state_dict"] = targets | state.pop("extra_state")
         state["optimizer_states"] = state.pop("optimizers")
         return state
+
+    def _redivided(self, checkpoint):
+        """A checkpoint of another tensor_parallel_size, as one of this."""
+        return Redivided(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         names = {_plain(name): name for name in self.lightning_module.state_dict()}
@@ -242,11 +248,6 @@ class ExactResume(Strategy):
 
     def _differences(self, state):
         entries, engine = self._resumed.entries, state["engine"]
-        if engine["tensor_parallel_size"] != self.tensor_parallel_size:
-            return [
-                f"strategy.tensor_parallel_size must be {engine['tensor_parallel_size']}, the number of parts in which "
-                f"the checkpoint has each layer, found {self.tensor_parallel_size}"
-            ]
         model, _ = self._divide_model(self.lightning_module_state_dict())
         strict = self.lightning_module.strict_loading
         faults = [

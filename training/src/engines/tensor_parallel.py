@@ -16,17 +16,19 @@ from flash_attn.models.gpt import CausalLMOutput, GPTLMHeadModel, shard_state_di
 def divide(module: nn.Module, group: ProcessGroup, sequence_parallel: bool) -> None:
     """Put each GPTLMHeadModel below a module in its parallel form, with the same weights, in place.
 
+    The parts of a model on the meta device are on the CPU, and their weights are any.
+
     Logits are gathered, so that losses and metrics see those of all classes; a LinearCrossEntropyLoss, which computes
     them itself, is given the group. Models that are divided already stay as they are.
     Raises ValueError if there is no such model, or the processes of the group cannot share it.
     """
-    models = [(name, each) for name, each in module.named_modules() if isinstance(each, GPTLMHeadModel)]
-    if not models:
+    found = models(module)
+    if not found:
         raise ValueError(
             "strategy.tensor_parallel_size must be 1 for this model, found "
             f"{dist.get_world_size(group)}: only flash_attn.models.gpt.GPTLMHeadModel can be divided by layers"
         )
-    for name, model in models:
+    for name, model in found.items():
         if model.process_group is None:
             parent, _, child = name.rpartition(".")
             setattr(module.get_submodule(parent), child, _part(model, group, sequence_parallel))
@@ -35,13 +37,20 @@ def divide(module: nn.Module, group: ProcessGroup, sequence_parallel: bool) -> N
             each.options |= {"process_group": group, "sequence_parallel": sequence_parallel}
 
 
+def models(module: nn.Module) -> dict[str, GPTLMHeadModel]:
+    """The models below a module that can be divided, by their names."""
+    return {name: each for name, each in module.named_modules() if isinstance(each, GPTLMHeadModel)}
+
+
 def _part(model, group, sequence_parallel):
     config = copy.copy(model.config)
     config.sequence_parallel = sequence_parallel
     weight = next(model.parameters())
-    part = type(model)(config, process_group=group, device=weight.device, dtype=weight.dtype)
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    part.load_state_dict(shard_state_dict_tp(model.state_dict(), config, world_size, rank))
+    device = "cpu" if weight.is_meta else weight.device
+    part = type(model)(config, process_group=group, device=device, dtype=weight.dtype)
+    if not weight.is_meta:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        part.load_state_dict(shard_state_dict_tp(model.state_dict(), config, world_size, rank))
     part.tie_weights()
     part.train(model.training)
     part.register_forward_hook(_gather_logits)

@@ -22,8 +22,10 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
+from src.datamodules.corpus import decode
 from src.datamodules.tokenizer import ByteTokenizer, encode_batch
 from src.evaluation.loading import add_model_arguments, existing, longest_input, open_model, validation_tokens
+from src.utils.errors import run_command
 
 IGNORED = -100  # the label of tokens that do not count
 
@@ -159,12 +161,14 @@ def read_tokens(path, tokenizer) -> np.ndarray:
     """The token ids (n,) of a file.
 
     .npy is an array of ids. Any other file is text, to be tokenised as one document: the end-of-text token comes before
-    it, so that its first token is predicted like the others.
+    it, so that its first token is predicted like the others. Raises ValueError for a file that is empty or no text.
     """
     path = pathlib.Path(path)
     if path.suffix == ".npy":
         return np.load(path, mmap_mode="r")
-    (ids,) = encode_batch(tokenizer, [path.read_bytes().decode(errors="replace")])
+    (ids,) = encode_batch(tokenizer, [decode(path.read_bytes(), path, 0)])
+    if not len(ids):
+        raise ValueError(f"the data must have text, found none in {path}")
     return np.concatenate([[tokenizer.eos_token_id], ids])
 
 
@@ -202,7 +206,7 @@ def main(argv=None):
     model, tokenizer = open_model(args.checkpoint, args.tokenizer, args.device, args.dtype)
     tokens = read_tokens(args.data, tokenizer) if args.data else validation_tokens(args.checkpoint)
     num_bytes = args.bytes or count_bytes(args.data, tokens, tokenizer)
-    max_length = args.max_length or longest_input(model) or 2048
+    max_length = (longest_input(model) or 2048) if args.max_length is None else args.max_length
     score = perplexity(model, tokens, max_length, args.stride, args.batch_size, num_bytes)
     if args.json:
         print(json.dumps(score.as_dict()))
@@ -216,4 +220,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    main()
+    run_command(main)

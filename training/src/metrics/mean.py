@@ -34,13 +34,22 @@ class Mean(Metric, ABC):
 
     def update(self, preds: Tensor, target: Tensor, loss: Tensor | None = None) -> None:
         """Add a batch. The arguments are those of `sums`."""
-        total, count = self._batch = self.sums(preds, target, loss)
-        setattr(self, self.total_name, getattr(self, self.total_name) + total)
-        setattr(self, self.count_name, getattr(self, self.count_name) + count)
+        self._batch = self.sums(preds, target, loss)
+        self.totals = tuple(total + of_batch for total, of_batch in zip(self.totals, self._batch))
 
     def compute(self) -> Tensor:
         """The value for all batches since the last reset."""
-        return self.value(getattr(self, self.total_name), getattr(self, self.count_name))
+        return self.value(*self.totals)
+
+    @property
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """(sum, count) of all batches of this rank since the last reset; they can be set, and are never changed."""
+        return getattr(self, self.total_name), getattr(self, self.count_name)
+
+    @totals.setter
+    def totals(self, totals: tuple[Tensor, Tensor]) -> None:
+        for name, total, before in zip((self.total_name, self.count_name), totals, self.totals):
+            setattr(self, name, total.to(before))
 
     def _forward_reduce_state_update(self, *args: Any, **kwargs: Any) -> Tensor:
         self.update(*args, **kwargs)

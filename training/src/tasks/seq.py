@@ -5,6 +5,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
@@ -14,8 +15,9 @@ from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.losses.linear_cross_entropy import LinearCrossEntropyLoss
 from flash_attn.models.gpt import GPTLMHeadModel
 from src.callbacks.loggers import is_logging_step
-from src.engines import whole_on_first_process
+from src.engines import MeshStrategy, whole_on_first_process
 from src.metrics.accuracy import AccuracyMine
+from src.metrics.epoch import EpochTotals
 from src.metrics.loss import MeanLoss
 from src.metrics.num_tokens import NumTokens
 from src.metrics.perplexity import Perplexity
@@ -23,6 +25,7 @@ from src.optim.param_grouping import group_parameters_for_optimizer
 from src.utils import resolvers, utils
 from src.utils.checkpoint import load_checkpoint
 from src.utils.distributed import tensor_parallel_size
+from src.utils.modules import is_meta, load_weights
 
 log = utils.get_logger(__name__)
 
@@ -73,12 +76,13 @@ class SequenceModel(L.LightningModule):
         With train.warmstart.strict=False, weights that are missing or not known are logged and not an error.
         """
         options = self.cfg.train.get("warmstart")
-        if options is None:
+        if options is None or is_meta(self.model):
             return
         weights = load_checkpoint(options.path)
         if options.get("post_process") is not None:
             weights = instantiate(options.post_process, _partial_=True)(weights)
-        missing, unexpected = self.model.load_state_dict(weights, strict=options.get("strict", True))
+        what = f"train.warmstart.path={options.path}"
+        missing, unexpected = load_weights(self.model, weights, what, strict=options.get("strict", True))
         if missing or unexpected:
             log.warning("Warm start: no weights for %s; nothing has weights %s", missing, unexpected)
         log.info("Warm start with the weights of %s", options.path)
@@ -97,6 +101,7 @@ class SequenceModel(L.LightningModule):
         self.train_metrics, self.val_metrics, self.test_metrics = (
             collection.clone(prefix=f"{phase}/") for phase in ("train", "val", "test")
         )
+        self.train_totals = EpochTotals(self.train_metrics, "train_metrics")
 
     def setup(self, stage: str) -> None:
         for metrics in (self.train_metrics, self.val_metrics, self.test_metrics):
@@ -127,6 +132,8 @@ class SequenceModel(L.LightningModule):
             metrics(output, targets, loss=loss.detach())
         else:
             metrics.update(output, targets, loss=loss.detach())
+        if training and not self.trainer.fit_loop._should_accumulate():
+            self.train_totals.note(self.trainer.global_step + 1)
         for name, metric in metrics.items():
             self.log(name, metric, on_step=on_step, on_epoch=True, batch_size=len(targets))
         return {"loss": loss, "output": output, "targets": targets}
@@ -139,6 +146,15 @@ class SequenceModel(L.LightningModule):
 
     def test_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor | None]:
         return self.shared_step(batch, batch_idx, "test")
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.train_totals.save(self.trainer, checkpoint)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.train_totals.load(checkpoint)
+
+    def on_train_start(self) -> None:
+        self.train_totals.begin(self.trainer)
 
     def on_fit_start(self) -> None:
         wanted = self.cfg.train.get("global_batch_size")
@@ -158,11 +174,13 @@ class SequenceModel(L.LightningModule):
         parameters = self.parameters()
         if "optimizer_param_grouping" in train:
             parameters = group_parameters_for_optimizer(self.model, train.optimizer, **train.optimizer_param_grouping)
+        self._check_zero(train.optimizer)
         optimizer = instantiate(train.optimizer, parameters, _convert_="all")
         for i, group in enumerate(optimizer.param_groups):
             options = {k: v for k, v in group.items() if k in ("lr", "weight_decay") or k not in optimizer.defaults}
             sizes = [p.numel() for p in options.pop("params")]
-            log.info("Parameter group %d: %d tensors, %d parameters, %s", i, len(sizes), sum(sizes), options)
+            if sizes:
+                log.info("Parameter group %d: %d tensors, %d parameters, %s", i, len(sizes), sum(sizes), options)
         if train.get("scheduler") is None:
             return optimizer
         return {
@@ -174,12 +192,36 @@ class SequenceModel(L.LightningModule):
             },
         }
 
+    def _check_zero(self, optimizer):
+        """Raise ValueError for an optimiser that divides its state over processes, where that cannot be."""
+        if "ZeroRedundancyOptimizer" not in optimizer["_target_"]:
+            return
+        if not dist.is_initialized():
+            raise ValueError(
+                "optimizer=adamw-zero divides its state over processes and needs strategy=zero1, found none"
+            )
+        if isinstance(self.trainer.strategy, MeshStrategy):
+            raise ValueError(
+                "optimizer=adamw-zero must not be used with a strategy that divides the model and with it the state of "
+                f"any optimizer, such as optimizer=adamw, found strategy {self.trainer.strategy.strategy_name}"
+            )
+
 
 class SequenceLMModel(SequenceModel):
     """A language model: y is x shifted by one token, and every token counts.
 
     With train.loss_fn=linear, the loss is computed from the model's hidden states, without logits of all tokens.
     """
+
+    def instantiate_model(self) -> None:
+        super().instantiate_model()
+        ids = getattr(self._datamodule, "vocab_size", None)
+        vocab_size = getattr(getattr(self.model, "config", None), "vocab_size", None)
+        if ids is not None and vocab_size is not None and vocab_size < ids:
+            raise ValueError(
+                f"model.config.vocab_size must be at least {ids}, the number of ids that the tokenizer has, found "
+                f"{vocab_size}; ${{datamodule:vocab_size}} stands for that number"
+            )
 
     def instantiate_metrics(self) -> None:
         super().instantiate_metrics()

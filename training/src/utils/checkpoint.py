@@ -16,6 +16,7 @@ checkpoint is needed to be trusted: reading one runs no code from it.
     load_checkpoint("run/last.ckpt")                                            # weights alone, of any format
 """
 
+import enum
 import errno
 import hashlib
 import json
@@ -25,8 +26,10 @@ import os
 import pathlib
 import pickle
 import platform
+import re
 import shutil
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
@@ -37,7 +40,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMetadata
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from flash_attn.models.gpt import combine_state_dicts_tp, shard_state_dict_tp
 from src.utils.plain_state import decode, encode, tensor_names
 
 _FORMAT = 1
@@ -277,6 +282,12 @@ class Checkpoint:
         The processes may give different names. Raises CheckpointError, before anything is changed, for names that are
         not there and for other shapes.
         """
+        self._check(tensors)
+        if tensors:
+            with torch.no_grad():
+                self._fill(tensors)
+
+    def _check(self, tensors):
         wrong = [
             f"{name} has shape {found(self.entries.get(name))} there, expected {tuple(tensor.shape)}"
             for name, tensor in tensors.items()
@@ -284,10 +295,102 @@ class Checkpoint:
         ]
         if wrong:
             raise CheckpointError(f"{self.path} does not fit: " + "; ".join(wrong))
-        if tensors:
-            with torch.no_grad(), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-                dcp.load(dict(tensors), storage_reader=_Reader(self.path / _TENSORS), no_dist=True)
+
+    def _fill(self, tensors):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(dict(tensors), storage_reader=_Reader(self.path / _TENSORS), no_dist=True)
+
+
+class Redivided(Checkpoint):
+    """A checkpoint as it would be if another number of processes had shared each layer of the model.
+
+    Those of a tensor parallel run have their own parts in it, `weight@tp0`, `weight@tp1` and so on. They are put
+    together and cut anew when they are read, one tensor after the other.
+
+    Arguments:
+        stored: the checkpoint.
+        size, rank: how many processes share the model now, and which of them this is.
+        models: the configurations of the models that are divided now, by the names of their modules.
+
+    Raises CheckpointError if the checkpoint does not say how its model was divided.
+    """
+
+    def __init__(self, stored: Checkpoint, size: int = 1, rank: int = 0, models: Mapping[str, Any] | None = None):
+        vars(self).update(vars(stored))
+        self._stored, self._size, self._rank, self._models = stored, size, rank, models or {}
+        engine = stored.state.get("engine", {})
+        self._size_before = engine.get("tensor_parallel_size", 1)
+        if self._size_before > 1 and "models" not in engine:
+            raise CheckpointError(f"{self.path} has parts of a tensor parallel model, and does not say of which")
+        before = engine.get("models", {})
+        self._models_before = {name: types.SimpleNamespace(**config) for name, config in before.items()}
+        places = [(int(place.partition(PART)[2] or 0), place) for place in stored.entries]
+        self._parts: dict[str, dict[int, str]] = {}  # by the name in a whole one, where the part of each rank is
+        for rank_before, place in sorted(places):  # in the order of the ranks: the first one's part comes first
+            self._parts.setdefault(place.partition(PART)[0], {})[rank_before] = place
+        shapes = {name: self._anew(name, self._on_meta(places)) for name, places in self._parts.items()}
+        self.entries = {self._here(name): Entry(x.shape, x.dtype) for name, x in shapes.items() if x is not None}
+
+    def _fill(self, tensors):
+        names = {self._here(name): name for name in self._parts}
+        for here, target in tensors.items():
+            places = self._parts[names[here]]
+            parts = self._stored.read(places.values())
+            copy_into(target, self._anew(names[here], {rank: parts[place] for rank, place in places.items()}))
+
+    def _here(self, name):
+        """The name in this checkpoint of what has this name in a whole one."""
+        return f"{name}{PART}{self._rank}" if self._size > 1 and _OF_PARAMETERS.match(name) else name
+
+    def _on_meta(self, places):
+        entries = {rank: self._stored.entries[place] for rank, place in places.items()}
+        return {rank: torch.empty(each.shape, dtype=each.dtype, device="meta") for rank, each in entries.items()}
+
+    def _anew(self, name, parts):
+        """What this process has of a tensor, from the parts by their ranks; None if it has nothing of it."""
+        x = next(iter(parts.values()))
+        found = _OF_PARAMETERS.match(name)
+        if found is None or self._stored.entries[self._first_weight(found[2])].shape != x.shape:
+            return x  # of a state that is not divided, as the number of steps
+        model, inner = _of_model(found[2], self._models_before)
+        if model is not None:
+            x = combine_state_dicts_tp(
+                [{inner: parts[rank]} if rank in parts else {} for rank in range(self._size_before)], model
+            )[inner]
+        return part_of(found[2], x, self._models, self._size, self._rank)
+
+    def _first_weight(self, parameter):
+        return next(iter(self._parts[WEIGHTS + parameter].values()))
+
+
+_OF_PARAMETERS = re.compile(r"(state_dict|optimizer_states\.\d+\.[^.]+)\.(.+)")
+
+
+def part_of(parameter: str, whole: Tensor, models: Mapping[str, Any], size: int, rank: int) -> Tensor | None:
+    """What process `rank` of the `size` that share each layer has of a parameter; None if it has nothing of it.
+
+    models: the configurations of the models that are divided, by the names of their modules.
+    """
+    model, inner = _of_model(parameter, models)
+    return whole if model is None else shard_state_dict_tp({inner: whole}, model, size, rank).get(inner)
+
+
+def _of_model(parameter, models):
+    """(the configuration of the model that a parameter is of, its name there), or (None, its name)."""
+    for name, config in models.items():
+        if parameter.startswith(f"{name}."):
+            return config, parameter.removeprefix(f"{name}.")
+    return None, parameter
+
+
+def copy_into(target: Tensor, whole: Tensor) -> None:
+    """Copy a tensor into one of its shape, of which a DTensor gets the part that this process has."""
+    if isinstance(target, DTensor):
+        mesh, placements = target.device_mesh, target.placements
+        whole = distribute_tensor(whole.to(target.device), mesh, placements, src_data_rank=None).to_local()
+        target = target.to_local()
+    target.copy_(whole)
 
 
 def found(entry: Entry | None) -> str:
@@ -295,10 +398,18 @@ def found(entry: Entry | None) -> str:
     return "no tensor" if entry is None else str(tuple(entry.shape))
 
 
+def _member(cls, name):
+    if not isinstance(cls, enum.EnumMeta):
+        raise CheckpointError(f"the list of tensors must have nothing but sizes and places, found {name} of {cls}")
+    return cls[name]
+
+
 class _Unpickler(pickle.Unpickler):
     """Reads the list of tensors of torch.distributed.checkpoint, which is a pickle, and no other class or function."""
 
     def find_class(self, module, name):
+        if (module, name) == ("builtins", "getattr"):  # by which Python 3.11.0 to 3.11.3 find members of enumerations
+            return _member
         allowed = (
             module == "torch.distributed.checkpoint.metadata"
             or (module, name) == ("torch.distributed.checkpoint.filesystem", "_StorageInfo")
@@ -406,13 +517,9 @@ def load_checkpoint(path: PathLike, device: torch.device | str = "cpu") -> dict[
 def _weights_of_folder(path, device):
     if (path / _MANIFEST).is_file():
         checkpoint = Checkpoint(path)
-        names = [name for name in checkpoint.entries if name.startswith(WEIGHTS)]
-        if any(PART in name for name in names):
-            raise CheckpointError(
-                f"{path} must have a whole model, found the parts of a tensor parallel one, which "
-                "flash_attn.models.gpt.combine_state_dicts_tp puts together"
-            )
-        weights = checkpoint.read(names)
+        if any(PART in name for name in checkpoint.entries):
+            checkpoint = Redivided(checkpoint)
+        weights = checkpoint.read(name for name in checkpoint.entries if name.startswith(WEIGHTS))
         return _model_weights({name.removeprefix(WEIGHTS): x.to(device) for name, x in weights.items()})
     if (path / "latest").is_file():
         file = path / (path / "latest").read_text().strip() / "mp_rank_00_model_states.pt"

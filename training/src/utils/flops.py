@@ -187,10 +187,27 @@ def _attention_fwd(q, k, v, softmax_scale, window_left, window_right, cu_seqlens
 
 @register_flop_formula([_ops.bwd, _ops.bwd_reference], get_raw=True)
 def _attention_bwd(
-    dout, q, k, v, out, softmax_lse, dlse, dq, dk, dv, softmax_scale, window_left, window_right,
+    dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, softmax_scale, window_left, window_right,
     cu_seqlens_q=None, cu_seqlens_k=None, *_, **__,
 ):  # fmt: skip
     return 5 * _score_flops(q, k, cu_seqlens_q, cu_seqlens_k)  # Q K^T again; dV, dP, dQ and dK
+
+
+_fwd_with_features = [_ops.fwd_features, _ops.fwd_features_reference]
+_fwd_with_features += [_ops.fwd_with_residue, _ops.fwd_with_residue_reference]
+
+
+@register_flop_formula(_fwd_with_features, get_raw=True)
+def _attention_fwd_features(q, k, v, sink, bias, *options, **others):
+    return _attention_fwd(q, k, v, *options, **others)
+
+
+@register_flop_formula([_ops.bwd_features, _ops.bwd_features_reference], get_raw=True)
+def _attention_bwd_features(
+    dout, q, k, v, out, softmax_lse, dlse, out_lo, wants_dbias, sink, bias, *options, **others
+):  # fmt: skip
+    results = dout, q, k, v, out, softmax_lse, dlse, out_lo, None, None, None
+    return _attention_bwd(*results, *options, **others)
 
 
 @register_flop_formula([_ops.fused_dense_fwd, _ops.linear_act_fwd])

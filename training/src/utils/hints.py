@@ -65,7 +65,7 @@ def _composed(configs, overrides) -> DictConfig | None:
     try:
         with initialize_config_dir(str(configs), version_base="1.3"):
             return compose("config", overrides)
-    except (HydraException, OmegaConfBaseException):
+    except (HydraException, OmegaConfBaseException, ValueError):
         return None
 
 

@@ -14,7 +14,7 @@ from tests.callbacks.tiny import TinyTask, loader, trainer
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs"
 CALLBACKS = {
     "default": [
-        "RichModelSummary", "ModelCheckpointMine", "EarlyStopping", "LearningRateMonitor", "SpeedMonitor",
+        "ModelSummary", "ModelCheckpointMine", "EarlyStopping", "LearningRateMonitor", "SpeedMonitor",
         "LossScaleMonitor", "ParamsLog", "GpuAffinity", "ProgressBar",
     ],
     "ema": ["EMACallback"],
@@ -22,7 +22,7 @@ CALLBACKS = {
     "norm-monitor": ["NormMonitor"],
     "causality-monitor": ["CausalityMonitor"],
     "params-log": ["ParamsLog"],
-    "model-summary": ["RichModelSummary"],
+    "model-summary": ["ModelSummary"],
     "none": [],
 }  # fmt: skip
 CALLBACKS["gpu-monitor"] = [*CALLBACKS["default"], "DeviceStatsMonitor"]

@@ -111,6 +111,28 @@ def test_there_is_a_last_checkpoint_before_the_first_validation(tmp_path, monkey
     assert seen == [(step, f"{name}.ckpt") for step, name in expected[accumulate, validates_at]]
 
 
+@pytest.mark.parametrize("save_last", [True, False, None])
+@pytest.mark.parametrize(
+    "when", [{"every_n_train_steps": 3}, {"train_time_interval": timedelta(0)}, {"every_n_epochs": 1}, {}]
+)
+@pytest.mark.parametrize("validates", [False, True])
+def test_without_the_metric_there_is_a_checkpoint_of_the_last_step(when, save_last, validates, tmp_path):
+    """With no validation at all, or none yet. The best ones take its place once there are any."""
+    saver = ModelCheckpointMine(tmp_path, "{step}", monitor="val/loss", save_last=save_last, **when)
+    later = {"limit_val_batches": 1, "val_check_interval": 100, "check_val_every_n_epoch": None}
+    used = trainer([saver], max_steps=10, **(later if validates else {}))  # an epoch has 8
+    used.fit(TinyTask(), loader(), loader())
+    (saved,) = tmp_path.iterdir()
+    assert saved.name == ("last.ckpt" if save_last else AUTO_SAVE)
+    assert torch.load(saved, weights_only=True)["global_step"] == 10
+
+
+def test_nothing_is_kept_where_nothing_is_asked_for(tmp_path):
+    saver = ModelCheckpointMine(tmp_path, monitor="val/loss", save_top_k=0)
+    trainer([saver]).fit(TinyTask(), loader(), loader())
+    assert not list(tmp_path.iterdir())
+
+
 def on_each_rank(group, begun, comes, expected):
     saver, rank = ModelCheckpointMine(fault_tolerant=True), group.rank()
     saver._begun, saver.timeout = begun[rank], timedelta(seconds=2)

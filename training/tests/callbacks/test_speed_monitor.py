@@ -1,5 +1,6 @@
 """Times and throughput, with a clock that the tests turn."""
 
+import lightning as L
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -79,6 +80,24 @@ def test_validation_is_no_training(clock):
 def test_all_batches_of_an_accumulation_count(clock):
     recorder, _ = fit(clock, SpeedMonitor(), max_steps=4, accumulate_grad_batches=2)
     assert set(recorder.of("time/tokens_per_s").values()) == {TOKENS / 4}
+
+
+class SaveAfter(L.Callback):
+    def __init__(self, step, path):
+        self.step, self.path = step, path
+
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def test_an_epoch_that_goes_on_is_timed_from_there(clock, tmp_path):
+    first = trainer([SaveAfter(3, tmp_path / "third.ckpt")], max_steps=4)  # of the 8 steps of an epoch
+    first.fit(TimedTask(clock, TinyModel), loader())
+    clock.now, recorder = 1e6, Recorder()
+    second = trainer([SpeedMonitor()], recorder)
+    second.fit(TimedTask(clock, TinyModel), loader(), ckpt_path=tmp_path / "third.ckpt", weights_only=True)
+    assert list(recorder.of("time/epoch (s)").values()) == [3 * (8 - 3)]
 
 
 @pytest.mark.parametrize("name", ["intra_step_time", "inter_step_time", "epoch_time"])

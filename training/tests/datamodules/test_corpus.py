@@ -164,13 +164,15 @@ class Rows:
 def hub(monkeypatch):
     """A hub with one data set."""
 
-    def load_dataset(name, config):
+    def load_dataset(name, config, download_config):
         if name != "owner/words":
             raise ConnectionError("no network\nand more lines")
         texts = [f"{config} {i}" for i in range(600)]
         return {"train": Rows({"id": range(600), "text": texts}), "test": Rows({"story": texts[:3]}), "extra": Rows({})}
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    datasets = types.SimpleNamespace(load_dataset=load_dataset, DownloadConfig=dict)
+    monkeypatch.setitem(sys.modules, "datasets", datasets)
+    monkeypatch.setattr("src.datamodules.corpus.hub_problem", lambda: None)
 
 
 def test_hub(hub):
@@ -192,9 +194,16 @@ def test_hub(hub):
 
 def test_hub_says_what_is_missing(hub, monkeypatch):
     with pytest.raises(
-        OSError, match=r"'openwebtext' is no file or folder here, and the hub did not give it: no network$"
+        OSError,
+        match=r"'openwebtext' is no file or folder here, and the hub did not give it: no network\. .*may be a file",
     ):
         find_corpus("openwebtext").sources()
+    asked = []
+    monkeypatch.setattr("src.datamodules.corpus.hub_problem", lambda: "it does not answer")
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", lambda *_, **options: asked.append(options) or 1 / 0)
+    with pytest.raises(OSError, match="the hub did not give it: it does not answer"):
+        find_corpus("openwebtext").sources()
+    assert asked == [{"download_config": {"local_files_only": True}}]  # it may be in the cache
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"'openwebtext' is no file or folder here.*pip install datasets"):
         find_corpus("openwebtext").sources()

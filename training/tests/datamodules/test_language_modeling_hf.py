@@ -133,7 +133,10 @@ def test_prepared_folder_as_dataset(text, tmp_path):
     check_loaders(data)
     check_loaders(module(prepared, tmp_path / "elsewhere", tokenizer_name=prepared / "tokenizer"))
     assert data.cache_folder == prepared and not (tmp_path / "elsewhere").exists()
-    with pytest.raises(ValueError, match=r"prepared with another tokenizer: expected .*'gpt2'.* found .*'byte'"):
+    with pytest.raises(
+        ValueError,
+        match=r"prepared with another tokenizer: expected .*'gpt2'.* found .*'byte'.*give that tokenizer_name",
+    ):
         module(prepared, tmp_path, tokenizer_name="gpt2")
 
 

@@ -313,6 +313,12 @@ def test_full_disk(tmp_path):
     assert left == [".tokens.lock"]
 
 
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(TokenCacheError, match=r"cache_dir must be a folder .*/file/cache \(Not a dir.*DATA_DIR"):
+        token_cache.prepare(tmp_path / "file" / "cache" / "tokens", print)
+
+
 def test_failure_leaves_nothing(tmp_path):
     def make(folder):
         (folder / "part").write_text("x")

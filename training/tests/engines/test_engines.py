@@ -1,6 +1,9 @@
 """Engines on several processes: the same steps as one process, and exact resume."""
 
+import functools
+import math
 import pathlib
+import shutil
 from contextlib import nullcontext
 
 import lightning as L
@@ -10,8 +13,11 @@ import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.utilities import rank_zero_only
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import GPT2Config
 
 from flash_attn.models.gpt import GPTLMHeadModel, combine_state_dicts_tp
@@ -77,7 +83,7 @@ def fit(folder, name, group=None, max_steps=STEPS, dropout=0.0, save_at=None, se
     parallel = {"tensor_parallel_size": tp} if tp > 1 else {}
     if "ddp_comm_hook" in options:
         parallel["ddp_comm_hook"] = options.pop("ddp_comm_hook")
-    with torch.device("meta") if name in ("fsdp", "ddp_zero2") and tp == 1 and group.rank() > 0 else nullcontext():
+    with torch.device("meta") if name in DIVIDE and group.rank() > 0 else nullcontext():
         network = MODELS[model](dropout=dropout)
     task = tiny.Task(network, _zero if name == "ddp_zero1" else torch.optim.AdamW)
     trainer_options = {"callbacks": [tiny.SaveAt(save_at, folder)] if save_at else []} | options
@@ -106,6 +112,7 @@ def gpt(dropout=0.0):
 
 
 MODELS = {"tiny": tiny.Model, "gpt": gpt}
+DIVIDE = ("fsdp", "ddp_zero2", "tp")
 ENGINES = {  # how: (name of the strategy, tensor_parallel_size, model)
     "ddp": ("ddp", 1, "tiny"),
     "zero1": ("ddp_zero1", 1, "tiny"),
@@ -172,6 +179,7 @@ class Rotary(tiny.Model):
 
 
 MODELS["buffers"] = Rotary
+MODELS["deep"] = functools.partial(tiny.Model, width=32, layers=8)
 
 
 def check_first_weights(group, folder):
@@ -179,23 +187,64 @@ def check_first_weights(group, folder):
     expected = torch.load(folder / "first.pt")
     for name in ("fsdp", "ddp_zero2"):
         task = fit(folder, name, group, max_steps=0, model="buffers")
-        torch.testing.assert_close(tiny.weights(task) | dict(task.named_buffers()), expected, rtol=0, atol=0)
+        torch.testing.assert_close(tiny.weights(task) | dict(task.named_buffers()), expected["tiny"], rtol=0, atol=0)
         assert not task.model.layers[1].fc1.weight.is_meta and task.model.head.weight is task.model.embedding.weight
+    for name in ("fsdp", "tp"):
+        task = fit(folder, name, group, max_steps=0, model="gpt", tp=2)
+        torch.testing.assert_close(whole_weights(task, group, 2), expected["gpt"], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
-    "name, rank, meta", [("fsdp", 1, True), ("fsdp", 0, False), ("fsdp-tp", 1, False), ("ddp", 1, False)]
-)
-def test_other_processes_make_no_weights_that_are_divided(name, rank, meta, monkeypatch):
+    "strategy, rank, meta",
+    [("strategy=fsdp", 1, True), ("strategy=fsdp", 0, False), ("trainer.strategy=fsdp", 1, True),
+     ("strategy=fsdp-tp", 1, True), ("strategy=tp", 1, True), ("strategy=ddp", 1, False)],
+)  # fmt: skip
+def test_other_processes_make_no_weights_that_are_divided(strategy, rank, meta, monkeypatch):
     monkeypatch.setattr(rank_zero_only, "rank", rank)
-    task = SequenceLMModel(small(f"strategy={name}"))
+    task = SequenceLMModel(small(strategy))
     assert {parameter.is_meta for parameter in task.parameters()} == {meta}
+
+
+class HostMemory(TorchDispatchMode):
+    """`most`: how many bytes the tensors had, at any moment within, that were made within on the CPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes, self.most = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and not isinstance(x, DTensor) and x.device.type == "cpu":
+                self.sizes[StorageWeakRef(x.untyped_storage())] = x.untyped_storage().nbytes()
+        self.sizes = {each: size for each, size in self.sizes.items() if not each.expired()}
+        self.most = max(self.most, sum(self.sizes.values()))
+        return result
+
+
+def check_host_memory(group, folder, name, tp):
+    """No process but the first has more than its part of the model, and one whole tensor at a time."""
+    model = "deep" if tp == 1 else "gpt"
+    with HostMemory() as memory:
+        task = fit(folder, name, group, max_steps=0, model=model, tp=tp, num_sanity_val_steps=0)
+    sizes = [4 * x.numel() for x in MODELS[model]().parameters()]
+    if group.rank() > 0:
+        assert not any(x.is_meta for x in task.parameters())
+        assert sum(sizes) / group.size() < memory.most < sum(sizes) / group.size() + 3 * max(sizes) < sum(sizes)
+    else:
+        assert memory.most > sum(sizes)
+
+
+@pytest.mark.parametrize("name, tp", [("fsdp", 1), ("tp", 4)])
+def test_memory_of_the_host(name, tp, tmp_path):
+    over_processes(4, check_host_memory, tmp_path, name, tp)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_first_weights_are_those_of_one_process(world, tmp_path):
-    task = fit(tmp_path, "single", max_steps=0, model="buffers")
-    torch.save(tiny.weights(task) | dict(task.named_buffers()), tmp_path / "first.pt")
+    tasks = [fit(tmp_path, "single", max_steps=0, model=model) for model in ("buffers", "gpt")]
+    weights = [tiny.weights(task) | dict(task.named_buffers()) for task in tasks]
+    torch.save(dict(zip(("tiny", "gpt"), weights)), tmp_path / "first.pt")
     over_processes(world, check_first_weights, tmp_path)
 
 
@@ -411,17 +460,78 @@ def test_another_number_of_processes_goes_on(first, second, tmp_path, serial):
     torch.testing.assert_close(third.losses, expected["losses"][4:6], rtol=1e-5, atol=1e-6)
 
 
+def goes_on(group, folder, name, tp, max_steps, ckpt_path):
+    """A part of a run of the decoder, whose layers tp processes share, saved at its end and compared with the whole."""
+    task = fit(folder, name, group, model="gpt", tp=tp, max_steps=max_steps, save_at=max_steps, ckpt_path=ckpt_path)
+    expected = torch.load(folder / "gpt.pt")
+    losses = mean_losses(task.losses, group) if group else torch.tensor(task.losses)
+    whole_losses = torch.tensor(expected["losses"])[max_steps - len(losses) : max_steps]
+    torch.testing.assert_close(losses, whole_losses, rtol=1e-5, atol=1e-6)
+    weights = whole_weights(task, group, tp)
+    saved = load_checkpoint(folder / f"step_{max_steps}.ckpt")
+    torch.testing.assert_close({f"model.{name}": x for name, x in saved.items()}, weights, rtol=0, atol=0)
+    if max_steps == STEPS:
+        torch.testing.assert_close(weights, expected["weights"], rtol=2e-5, atol=5e-6)
+
+
+def test_another_number_of_processes_shares_the_model(tmp_path, serial):
+    """Parts of layers are put together and cut anew: 2 share the model, then 4, none, and 2 of 4 with FSDP."""
+    shutil.copy(serial / "gpt.pt", tmp_path)
+    over_processes(2, goes_on, tmp_path, "tp", 2, 2, None)
+    over_processes(4, goes_on, tmp_path, "tp", 4, 4, tmp_path / "step_2.ckpt")
+    goes_on(None, tmp_path, "single", 1, 5, tmp_path / "step_4.ckpt")
+    over_processes(4, goes_on, tmp_path, "fsdp", 2, 6, tmp_path / "step_5.ckpt")
+    over_processes(2, goes_on, tmp_path, "fsdp", 1, STEPS, tmp_path / "step_6.ckpt")
+
+
 def check_precision(group, name):
-    """fp16 needs one scale of the loss for all; layers of FSDP compute in bf16, and keep float32."""
-    with pytest.raises(MisconfigurationException, match=r"trainer\.precision must not be 16-mixed"):
-        fit(".", name, group, plugins=[MixedPrecision("16-mixed", "cpu")])
-    task = fit(".", name, group, max_steps=2, precision="bf16-mixed")
-    assert {x.dtype for x in task.parameters()} == {torch.float32}
-    assert torch.isfinite(torch.tensor(task.losses)).all()
+    """Layers of FSDP compute in 16 bits, and keep float32."""
+    for precision in ({"precision": "bf16-mixed"}, {"plugins": [half_precision(2.0**10)]}):
+        task = fit(".", name, group, max_steps=2, **precision)
+        assert {x.dtype for x in task.parameters()} == {torch.float32}
+        assert torch.isfinite(torch.tensor(task.losses)).all()
 
 
-def test_precisions_of_fsdp():
-    over_processes(2, check_precision, "fsdp")
+def half_precision(scale):
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=3))
+
+
+class Overflow(L.Callback):
+    """Makes gradients of one process infinite, at one step."""
+
+    def __init__(self, rank, step):
+        self.rank, self.step = rank, step
+
+    def on_after_backward(self, trainer, pl_module):
+        if trainer.global_rank == self.rank and trainer.global_step == self.step:
+            gradient = pl_module.model.transformer.layers[0].mlp.fc1.weight.grad
+            getattr(gradient, "_local_tensor", gradient).fill_(math.inf)
+
+
+def check_scale(group, folder, name, tp):
+    """All processes skip the step for which one of them has infinite gradients, and have the same scale."""
+    kept = []
+    for overflow in (None, Overflow(rank=1, step=2)):
+        precision = half_precision(2.0**8)
+        callbacks = [overflow] if overflow else []
+        task = fit(folder, name, group, max_steps=3, model="gpt", tp=tp, plugins=[precision], callbacks=callbacks)
+        kept.append((whole_weights(task, group, tp), precision.scaler.get_scale(), task.losses))
+    before = fit(folder, name, group, max_steps=2, model="gpt", tp=tp, plugins=[half_precision(2.0**8)])
+    assert [scale for _, scale, _ in kept] == [2.0**9, 2.0**7] and kept[0][2] == kept[1][2]
+    torch.testing.assert_close(kept[1][0], whole_weights(before, group, tp), rtol=0, atol=0)
+    assert not torch.equal(kept[0][0]["model.lm_head.bias"], kept[1][0]["model.lm_head.bias"])
+    losses = mean_losses(task.losses, group)
+    torch.testing.assert_close(losses, torch.tensor(torch.load(folder / "gpt.pt")["losses"][:3]), rtol=0.01, atol=0.01)
+
+
+@pytest.mark.parametrize("name, tp, world", [("fsdp", 1, 2), ("tp", 2, 2), ("fsdp", 2, 4)])
+def test_one_scale_of_the_loss(name, tp, world, serial):
+    over_processes(world, check_scale, serial, name, tp)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp_zero2"])
+def test_precisions_of_fsdp(name):
+    over_processes(2, check_precision, name)
 
 
 def check_bad_sizes(group, folder):
@@ -430,10 +540,8 @@ def check_bad_sizes(group, folder):
     with pytest.raises(ValueError, match="GPTLMHeadModel can be divided"):
         fit(folder, "tp", group, tp=2)
     fit(folder, "tp", group, model="gpt", tp=2, max_steps=1, save_at=1)
-    with pytest.raises(CheckpointError, match=r"tensor_parallel_size must be 2.* found 1"):
-        fit(folder, "fsdp", group, model="gpt", ckpt_path=folder / "step_1.ckpt")
-    with pytest.raises(CheckpointError, match="parts of a tensor parallel"):
-        load_checkpoint(folder / "step_1.ckpt")
+    with pytest.raises(CheckpointError, match=r"model\.embedding\.weight has shape no tensor in the checkpoint"):
+        fit(folder, "fsdp", group, ckpt_path=folder / "step_1.ckpt")
     with pytest.raises(ValueError, match="ddp_zero1 needs a"):
         L.Trainer(accelerator="cpu", devices=2, strategy=strategy("ddp_zero1", group), logger=False).fit(
             tiny.Task(), datamodule=tiny.Data(batch_size=4)
@@ -476,4 +584,4 @@ def test_each_sequence_is_validated_once(tmp_path):
     expected = validated_text(tmp_path)
     assert set(expected) == {"val/loss", "val/ppl", "val/num-tokens"} and expected["val/num-tokens"] == 11 * 16
     over_processes(2, check_validated_text, tmp_path, "ddp", expected)
-    over_processes(3, check_validated_text, tmp_path, "fsdp", expected)
+    over_processes(4, check_validated_text, tmp_path, "fsdp", expected)

@@ -58,6 +58,8 @@ def test_it_ends_where_the_positions_do(model):
     assert generate(model, ByteTokenizer(), "ab", 1000, greedy=True) == greedy(model, b"ab", POSITIONS)
     with pytest.raises(ValueError, match="prompt must have less than 32 tokens, the model's positions, found 32"):
         generate(model, ByteTokenizer(), "a" * POSITIONS)
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, found 0"):
+        generate(model, ByteTokenizer(), "a", 0)
 
 
 def test_sampling_with_a_seed_is_repeatable(model):

@@ -150,3 +150,12 @@ def test_tokens_and_bytes_of_files(tmp_path):
     assert module.count_bytes(ids, tokens, ByteTokenizer()) == 3  # an end of text has no byte
     assert module.count_bytes(ids, tokens, Pairs()) is None
     assert module.read_tokens(text, ByteTokenizer()).tolist() == [256, *b"1020304"]
+
+
+@pytest.mark.parametrize(
+    "contents, says", [(b"", "found none in"), (b"a\0b", "zero byte at offset 1"), (b"\xe9", "UTF-8")]
+)
+def test_a_file_that_is_no_text(contents, says, tmp_path):
+    (tmp_path / "a.txt").write_bytes(contents)
+    with pytest.raises(ValueError, match=says):
+        module.read_tokens(tmp_path / "a.txt", ByteTokenizer())

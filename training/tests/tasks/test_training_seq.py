@@ -195,7 +195,9 @@ def test_warm_start(prefix, tmp_path, caplog):
     task = task_of(f"+train.warmstart.path={file}")
     for name, x in task.model.state_dict().items():
         torch.testing.assert_close(x, weights[prefix + name])
-    with pytest.raises(RuntimeError, match="position_embeddings"):
+    with pytest.raises(
+        ValueError, match=f"train.warmstart.path={file} must have weights that fit.*position_embeddings"
+    ):
         task_of(f"+train.warmstart.path={file}", WITHOUT_POSITIONS)
     with caplog.at_level(logging.WARNING, "src.tasks.seq"):
         task = task_of(f"+train.warmstart.path={file}", WITHOUT_POSITIONS, "+train.warmstart.strict=false")

@@ -1,6 +1,7 @@
 """The folders of checkpoints: what is read is what was written, and there is always a complete one."""
 
 import errno
+import io
 import logging
 import math
 import os
@@ -11,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint import metadata
+from transformers import GPT2Config
 
+from flash_attn.models.gpt import GPTLMHeadModel, shard_state_dict_tp
 from src.utils import checkpoint as checkpoints
 from src.utils.plain_state import decode, encode
 
@@ -163,6 +167,26 @@ def test_no_code_of_a_checkpoint_runs(tmp_path):
         checkpoints._Reader(path / "tensors").read_metadata()
 
 
+class Reduced:
+    def __init__(self, *attribute):
+        self.attribute = attribute
+
+    def __reduce__(self):
+        return getattr, self.attribute
+
+
+def test_members_of_enumerations_are_found_by_name():
+    """As Python 3.11.0 to 3.11.3 pickles them."""
+
+    def load(*attribute):
+        return checkpoints._Unpickler(io.BytesIO(pickle.dumps(Reduced(*attribute)))).load()
+
+    formats = metadata._MEM_FORMAT_ENCODING
+    assert load(formats, "TORCH_PRESERVE_FORMAT") is formats.TORCH_PRESERVE_FORMAT
+    with pytest.raises(checkpoints.CheckpointError, match=r"found __init__ of .*TensorProperties"):
+        load(metadata.TensorProperties, "__init__")
+
+
 def test_other_shapes_are_refused_before_anything_is_changed(tmp_path):
     checkpoints.save(tmp_path / "a.ckpt", {}, {"v": torch.ones(2), "w": torch.ones(2)})
     targets = {"v": torch.zeros(2), "w": torch.zeros(3), "x": torch.zeros(1)}
@@ -268,3 +292,29 @@ def test_interpolate_pos_embedding(lead):
         checkpoints.interpolate_pos_embedding(state, 6)
     with pytest.raises(ValueError, match="must be squares"):
         checkpoints.interpolate_pos_embedding(state, 8, interleave=True)
+
+
+def test_uneven_parts_of_layers_are_put_together(tmp_path):
+    """Three heads of two processes, whose parts are in any order in the checkpoint."""
+    special = dict(bos_token_id=None, eos_token_id=None)
+    config = GPT2Config(n_embd=24, n_layer=1, n_head=3, n_positions=8, vocab_size=32, **special)
+    whole = GPTLMHeadModel(config).state_dict()
+    tensors = {}
+    for rank in (1, 0):
+        for name, x in shard_state_dict_tp(dict(whole), config, 2, rank).items():
+            place = f"model.{name}@tp{rank}"
+            tensors |= {f"state_dict.{place}": x.clone(), f"optimizer_states.0.exp_avg.{place}": 2 * x}
+            tensors[f"optimizer_states.0.step.{place}"] = torch.tensor(3.0)
+    engine = {"tensor_parallel_size": 2, "models": {"model": config.to_dict()}}
+    checkpoints.save(tmp_path / "a.ckpt", {"engine": engine}, tensors)
+    torch.testing.assert_close(checkpoints.load_checkpoint(tmp_path / "a.ckpt"), dict(whole), rtol=0, atol=0)
+    redivided = checkpoints.Redivided(checkpoints.Checkpoint(tmp_path / "a.ckpt"))
+    found = redivided.read(redivided.entries)
+    for name, x in whole.items():
+        torch.testing.assert_close(found[f"optimizer_states.0.exp_avg.model.{name}"], 2 * x, rtol=0, atol=0)
+        assert found[f"optimizer_states.0.step.model.{name}"] == 3
+    checkpoints.save(tmp_path / "b.ckpt", {"engine": {"tensor_parallel_size": 2}}, tensors)
+    with pytest.raises(
+        checkpoints.CheckpointError, match="parts of a tensor parallel model, and does not say of which"
+    ):
+        checkpoints.load_checkpoint(tmp_path / "b.ckpt")

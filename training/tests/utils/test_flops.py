@@ -71,6 +71,8 @@ def test_backward_of_attention_computes_the_scores_again():
     q = torch.randn(2, 5, 4, 8, requires_grad=True)
     once = 2 * 2 * 4 * 5 * 5 * 8
     assert counted(lambda: flash_attn_func(q, q, q).sum().backward()) == (2 + 5) * once
+    sink = torch.randn(4, requires_grad=True)
+    assert counted(lambda: flash_attn_func(q, q, q, learnable_sink=sink).sum().backward()) == (2 + 5) * once
 
 
 def test_profiling_leaves_no_trace():

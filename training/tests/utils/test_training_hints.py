@@ -19,6 +19,7 @@ from training.tests.standins import CONFIGS
             ["datamodule.dataset_nam: did you mean datamodule.d"],
         ),
         (["experimnt=tiny/text"], ["experimnt: did you mean experiment"]),
+        (["experiment=tiny/text", "model=null"], []),  # which Hydra cannot compose
         (["zzz=1"], ["zzz: there is nothing of a similar name."]),
         (["optimizer=adamv", "sceduler=step"], ["optimizer=adamv: did you mean adam"]),
         (["experiment=tiny/text", "+trainer.anything=1", "--cfg", "job", "trainer.max_steps=["], []),

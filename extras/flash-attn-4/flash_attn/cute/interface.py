@@ -19,7 +19,6 @@ What is computed, the shapes and the errors are those of `flash_attn.flash_attn_
   `flash_attn.flash_attn_func`, others are for FlexAttention.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +28,7 @@ from torch import Tensor
 from flash_attn import functional
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn
+from flash_attn._ops.lse import unseen_as_minus_inf, unseen_as_plus_inf
 
 __all__ = ["flash_attn_combine", "flash_attn_func", "flash_attn_varlen_func", "get_scheduler_metadata"]
 
@@ -135,10 +135,8 @@ def flash_attn_combine(
         (torch.Size([2, 8, 4, 16]), torch.Size([2, 8, 4]))
     """
     _refuse(seqused=seqused, virtual_batch_idx=virtual_batch_idx)
-    result, lse = functional.combine(out_partial, lse_partial.transpose(-1, -2))
-    result = result.to(out_dtype or (result.dtype if out is None else out.dtype))
-    result = _written("out", out, result)
-    return result, _unseen_as_minus_inf(lse).transpose(-1, -2) if return_lse else None
+    out, lse = functional.combine(out_partial, lse_partial.transpose(-1, -2), out=out, out_dtype=out_dtype)
+    return out, unseen_as_minus_inf(lse).transpose(-1, -2) if return_lse else None
 
 
 class SchedulerMetadata(NamedTuple):
@@ -224,7 +222,7 @@ def _flash_attn_bwd(
         aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
     )  # fmt: skip
     checks.tensor("lse", lse, dtypes=(torch.float32,))
-    lse = torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf)
+    lse = unseen_as_plus_inf(lse)
     lengths = cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
     window, ranges = _window(causal, window_size_left, window_size_right, q, k.shape[1], *lengths)
     grads = tuple(torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
@@ -316,13 +314,8 @@ def _own_key(q, seqlen_k, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k):
 
 def _wanted_lse(lse, return_lse, *inputs):
     if return_lse or any(x is not None and x.requires_grad for x in inputs):
-        return _unseen_as_minus_inf(lse)
+        return unseen_as_minus_inf(lse)
     return None
-
-
-def _unseen_as_minus_inf(lse):
-    """The lse of flash_attn, +inf where a row sees nothing, as FlashAttention-4 has it."""
-    return torch.nan_to_num(lse, nan=math.nan, posinf=-math.inf, neginf=-math.inf)
 
 
 def _written(name, target, result):

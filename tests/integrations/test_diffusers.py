@@ -1,4 +1,4 @@
-"""diffusers' door: the backend beside diffusers' native one."""
+"""Attention of diffusers: the backend beside diffusers' native one."""
 
 import sys
 
@@ -114,7 +114,7 @@ def test_refused_names(name):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"is_causal": True}, "is_causal needs as many queries as keys, .* found 5 and 9"),
+        ({"is_causal": True}, "is_causal must be false unless .* found true for 5 and 9"),
         ({"_parallel_config": object()}, "_parallel_config must be None"),
     ],
 )

@@ -1,4 +1,4 @@
-"""torch's door: its operators, called as scaled_dot_product_attention and varlen_attn call them.
+"""torch's own attention: its operators, called as scaled_dot_product_attention and varlen_attn call them.
 
 Without a GPU the functions are put in the place of the operators of the CPU, of which torch has none of these names.
 """

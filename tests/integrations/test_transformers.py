@@ -1,4 +1,4 @@
-"""transformers' door: masks against transformers' own, and models against themselves with eager attention."""
+"""Attention of transformers' models: masks against transformers', and models against their own eager attention."""
 
 import itertools
 import operator
@@ -640,5 +640,5 @@ def test_models_that_add_the_mask_themselves(device):
 def test_models_with_attention_of_their_own(device):
     config = transformers.BloomConfig(vocab_size=8, hidden_size=16, n_layer=1, n_head=2)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).to(device)
-    with pytest.raises(ValueError, match=r"BloomConfig is made for, since BloomAttention .* use \"eager\""):
+    with pytest.raises(ValueError, match=r"BloomConfig computes itself, .* BloomAttention does not .* use \"eager\""):
         model(torch.ones(1, 3, dtype=torch.long, device=device))

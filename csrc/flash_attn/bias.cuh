@@ -1,0 +1,125 @@
+// The additive bias in the forward: s(i, j) + bias(i, j), in the units of score.cuh, log2(e) s.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "common/dtype.h"
+#include "flash_attn/params.h"
+#include "flash_attn/score.cuh"
+#include "ptx/math.cuh"
+#include "tile/fragment.cuh"
+#include "tile/vec.cuh"
+
+namespace flash::flash_attn {
+
+// The index of the first key of a row; `row` counts from the first token of the tensor.
+__device__ inline int64_t row_start(const BiasRows& x, int entry, int head, int64_t row) {
+  const int batch1 = x.batch2_size.divide(entry), batch2 = x.batch2_size.remainder(entry, batch1);
+  return batch1 * x.batch1 + batch2 * x.batch2 + head * x.heads + row * x.seqlen;
+}
+
+// Calls fn(T()) with the type of floating-point elements.
+template <typename Fn>
+__device__ void with_type(DType dtype, Fn&& fn) {
+  if (dtype == DType::kBFloat16) return fn(__nv_bfloat16());
+  if (dtype == DType::kFloat16) return fn(__half());
+  fn(float());
+}
+
+// The same for a bias, whose elements may be bool.
+template <typename Fn>
+__device__ void with_type(const Bias& bias, Fn&& fn) {
+  bias.is_mask ? fn(bool()) : with_type(bias.dtype, fn);
+}
+
+// log2(e) (s + bias), from log2(e) s. What is below -1.35e38 becomes a smaller multiple, so that the smallest number
+// stays finite: -inf hides a key, but in a row of nothing but smallest numbers all keys weigh the same.
+template <typename T>
+__device__ float biased(float score, float bias) {
+  if constexpr (std::is_same_v<T, __half>) return score + bias * kLog2e;  // which has no such numbers
+  return score + fmaxf(bias * kLog2e, bias * 0.7f - 1e38f);
+}
+
+// Two adjacent elements of a bias, as they lie in memory.
+template <typename T>
+struct BiasPair {
+  uint32_t words[sizeof(T) == 4 ? 2 : 1];
+
+  // Elements beyond the last key are NaN, or true. Only keys that do not exist may be there, which the mask hides.
+  __device__ void load(const T* row, int key, int keys) {
+    using Bits = Word<2 * sizeof(T)>;
+    for (uint32_t& word : words) word = ~0u;
+    if (key < keys) *reinterpret_cast<Bits*>(words) = *reinterpret_cast<const Bits*>(row + key);
+  }
+
+  __device__ void add_to(float& first, float& second) const {
+    if constexpr (std::is_same_v<T, bool>) {
+      first = words[0] & 0xff ? first : -INFINITY, second = words[0] & 0xff00 ? second : -INFINITY;
+    } else {
+      float pair[2];
+      widen(pair, reinterpret_cast<const Packed<T, 2>&>(words));
+      first = biased<T>(first, pair[0]), second = biased<T>(second, pair[1]);
+    }
+  }
+};
+
+// The lane's elements of a block of a bias. Those of 8 and 16 bits may be on their way while products run; for those of
+// 32 bits there are no registers, and they are loaded when they are added.
+template <int kRows, int kCols>
+struct BiasBlock {
+  static constexpr int kLaneRows = kRows / 8, kPairs = kCols / 8;
+  BiasPair<__half> pairs[kLaneRows][kPairs];  // or of another type that takes a word
+
+  // starts[r] is the index of the first key of the lane's r-th row, col0 the key of column 0; also in add_to.
+  __device__ void load(const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
+    if (bias.is_mask) return load_as<bool>(bias, starts, col0);
+    if (bias.dtype != DType::kFloat32) load_as<__half>(bias, starts, col0);
+  }
+
+  __device__ void add_to(Fragment<kRows, kCols>& s, const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
+    with_type(bias, [&](auto type) {
+      using T = decltype(type);
+#pragma unroll
+      for (int r = 0; r < kLaneRows; ++r) {
+        if constexpr (std::is_same_v<T, float>) {
+          BiasPair<T> loaded[kPairs];
+          load_row(loaded, bias, starts[r], col0);
+          add_row(s, r, loaded);
+        } else {
+          add_row(s, r, reinterpret_cast<const BiasPair<T>(&)[kPairs]>(pairs[r]));
+        }
+      }
+    });
+  }
+
+ private:
+  template <typename T>
+  __device__ void load_as(const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
+    static_assert(sizeof(BiasPair<T>) == sizeof(pairs[0][0]));
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) {
+      load_row(reinterpret_cast<BiasPair<T>(&)[kPairs]>(pairs[r]), bias, starts[r], col0);
+    }
+  }
+
+  template <typename T>
+  __device__ static void load_row(BiasPair<T> (&row)[kPairs], const Bias& bias, int64_t start, int col0) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      row[i].load(static_cast<const T*>(bias.data) + start, col0 + Fragment<kRows, kCols>::col(2 * i), bias.keys);
+    }
+  }
+
+  template <typename T>
+  __device__ static void add_row(Fragment<kRows, kCols>& s, int r, const BiasPair<T> (&row)[kPairs]) {
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) row[i].add_to(s(r, 2 * i), s(r, 2 * i + 1));
+  }
+};
+
+}  // namespace flash::flash_attn

@@ -1,0 +1,101 @@
+"""What the configurations and the checkpoints of Llama and its many relatives have in common."""
+
+from typing import Any
+
+from flash_attn.models._config import Reader, refuse_unless
+from flash_attn.models._keys import (
+    EMBEDDINGS,
+    FINAL_NORM,
+    HEAD,
+    KeyMap,
+    Rule,
+    each_layer,
+    padded,
+    queries_keys_values,
+    stacked,
+)
+
+# For the `copied` and the `constant` of a ConfigMap.
+COPIED: dict[str, str | tuple[str, ...]] = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_head_kv": "num_key_value_heads",
+    "n_inner": "intermediate_size",
+    "head_dim": "head_dim",
+    "attn_pdrop": "attention_dropout",
+    "layer_norm_epsilon": "rms_norm_eps",
+    "pad_token_id": "pad_token_id",
+    "tie_word_embeddings": "tie_word_embeddings",
+}
+CONSTANT: dict[str, Any] = {
+    "n_positions": 0,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+    "rms_norm": True,
+    "tie_word_embeddings": False,
+    "mlp_multiple_of": 1,
+}
+
+_GATED = {
+    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh",
+}  # fmt: skip
+
+
+def gated_activation(read: Reader) -> dict[str, Any]:
+    name = read("hidden_activation", "hidden_act", default="silu")
+    if name not in _GATED:
+        raise ValueError(f"config.hidden_act must be one of {', '.join(map(repr, _GATED))}, found {name!r}")
+    return {"activation_function": _GATED[name]}
+
+
+def biases(read: Reader) -> dict[str, Any]:
+    qkv, mlp = read("attention_bias", default=False), read("mlp_bias", default=False)
+    out = read("attention_out_bias", default=qkv)
+    return {"qkv_proj_bias": qkv, "out_proj_bias": out, "mlp_fc1_bias": mlp, "mlp_fc2_bias": mlp}
+
+
+def windows(read: Reader, every: int | None = None) -> dict[str, Any]:
+    """The window of each layer. every: how often one has none, where this does not stand in the configuration."""
+    window = read("sliding_window")
+    kinds = read("layer_types") if every is None else kinds_of_layers(read, every)
+    first = read("max_window_layers", default=0)
+    if window is None or not read("use_sliding_window", default=True):
+        return {}
+    if kinds is not None:
+        for kind in kinds:
+            refuse_unless("layer_types", kind, ("full_attention", "sliding_attention"))
+        window = [window if kind == "sliding_attention" else None for kind in kinds]
+    elif first > 0:
+        window = [None if i < first else window for i in range(read("num_hidden_layers"))]
+    if isinstance(window, list) and not any(window):
+        return {}
+    return {"sliding_window": window, "use_flash_attn": True}
+
+
+def kinds_of_layers(read: Reader, every: int) -> list[str]:
+    """layer_types, which older configurations lack: one of so many layers is without a window, by default."""
+    pattern = read("sliding_window_pattern", default=every)  # a number, or a letter for each kind, as "LLLG"
+    every = len(pattern) if isinstance(pattern, str) else pattern
+    usual, layers = ["sliding_attention", "full_attention"], range(read("num_hidden_layers"))
+    return read("layer_types") or [usual[every == 0 or (i + 1) % every == 0] for i in layers]
+
+
+def llama_like_keys(layer: dict[str, str | Rule]) -> KeyMap:
+    """Their usual names, with what a layer has besides or calls otherwise."""
+    usual: dict[str, str | Rule] = {
+        "mixer.Wqkv": queries_keys_values("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "mixer.out_proj": "self_attn.o_proj",
+        "mlp.fc1": stacked("mlp.up_proj", "mlp.gate_proj"),
+        "mlp.fc2": "mlp.down_proj",
+    }
+    return KeyMap(
+        {
+            EMBEDDINGS: padded("model.embed_tokens", from_rows=True),
+            FINAL_NORM: "model.norm",
+            HEAD: padded("lm_head", from_rows=True),
+            **each_layer("model.layers.{i}.", usual | layer),
+        },
+        spellings=[(r"^(embed_tokens|norm|layers)\.", r"model.\1.")],
+    )

@@ -1,0 +1,70 @@
+"""Cohere's Command R, Command R7B and Aya Expanse: their configuration and their tensors.
+
+Attention and MLP side by side behind one LayerNorm without bias; the second version has windows in most layers, and a
+rotary embedding in these alone.
+"""
+
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
+from flash_attn.models._llama_like import (
+    CONSTANT,
+    COPIED,
+    biases,
+    gated_activation,
+    kinds_of_layers,
+    llama_like_keys,
+    windows,
+)
+from flash_attn.models._rope import whole_rope_fields
+
+
+def _windows(read):
+    """Three of four layers of the second version have a window, unless the configuration says which."""
+    return {} if _type(read) == "cohere" else windows(read, every=4)
+
+
+def _rotary(read):
+    """No rotary embedding in layers of the second version without a window."""
+    fields = whole_rope_fields(read)
+    if _type(read) == "cohere":
+        return fields
+    is_local = [kind == "sliding_attention" and read("sliding_window") is not None for kind in kinds_of_layers(read, 4)]
+    return fields | {"rotary_emb_fraction": [float(each) for each in is_local]}
+
+
+def _type(read):
+    return read("model_type", default="cohere")
+
+
+CONFIG = ConfigMap(
+    copied=COPIED | {"layer_norm_epsilon": "layer_norm_eps", "mup_output_multiplier": "logit_scale"},
+    constant=CONSTANT
+    | {
+        "rms_norm": False,
+        "norm_bias": False,
+        "parallel_block": True,
+        "parallel_block_tied_norm": True,
+        "rotary_emb_interleaved": True,
+        "mup_output_multiplier": 0.0625,
+        "tie_word_embeddings": True,
+    },
+    computed=(_rotary, biases, gated_activation, _windows),
+    only={
+        "use_qk_norm": (False,),
+        "use_parallel_block": (True,),
+        "use_gated_activation": (True,),
+        "position_embedding_type": ("rope_gptj",),
+        "order_of_interleaved_layers": ("local_attn_first",),
+    },
+    without_effect=("model_max_length", "use_embedding_sharing", "use_parallel_embedding"),
+)
+
+KEYS = llama_like_keys({"norm1": "input_layernorm"})
+
+FAMILY = Family(
+    name="cohere",
+    model_types=("cohere", "cohere2"),
+    hub_names=("CohereLabs/", "CohereForAI/"),
+    to_gpt2_config=CONFIG,
+    keys=KEYS,
+)

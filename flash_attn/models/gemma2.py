@@ -1,0 +1,74 @@
+"""Gemma 2 and the text models of Gemma 3: their configuration and their tensors.
+
+Norms, which multiply by 1 + weight, before and after attention and MLP; windows in some layers. Gemma 2 caps scores and
+logits; Gemma 3 has norms of queries and keys, and another base of the rotary embedding where there is a window.
+"""
+
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
+from flash_attn.models._llama_like import (
+    CONSTANT,
+    COPIED,
+    biases,
+    gated_activation,
+    kinds_of_layers,
+    llama_like_keys,
+    windows,
+)
+from flash_attn.models._rope import whole_rope_fields
+
+
+def _rotary(read):
+    """Layers of Gemma 3 with a window have another base, and no scaling."""
+    if _type(read) == "gemma2":
+        return whole_rope_fields(read)
+    return whole_rope_fields(read, kinds_of_layers(read, 6), read("rope_local_base_freq", default=10000.0))
+
+
+def _windows(read):
+    """Every second layer of Gemma 2, and every sixth of Gemma 3, has none, unless the configuration says which."""
+    return windows(read, every=2 if _type(read) == "gemma2" else 6)
+
+
+def _scales(read):
+    """Of the scores, in place of head_dim ** -0.5, and of the embeddings."""
+    scale, factor = read("query_pre_attn_scalar", default=256) ** -0.5, read("hidden_size") ** 0.5
+    return {"scale_attn_weights": False, "mup_attn_multiplier": scale, "mup_embeddings_multiplier": factor}
+
+
+def _attention(read):
+    return {"qk_norm": _type(read) == "gemma3_text", "use_flash_attn": True}
+
+
+def _type(read):
+    return read("model_type", default="gemma2")
+
+
+CONFIG = ConfigMap(
+    copied=COPIED
+    | {
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    constant=CONSTANT | {"norm_zero_centered": True, "output_norms": True, "tie_word_embeddings": True},
+    computed=(_rotary, biases, gated_activation, _windows, _scales, _attention),
+)
+
+KEYS = llama_like_keys(
+    {
+        "norm1": "input_layernorm",
+        "mixer.q_norm": "self_attn.q_norm",
+        "mixer.k_norm": "self_attn.k_norm",
+        "output1": "post_attention_layernorm",
+        "norm2": "pre_feedforward_layernorm",
+        "output2": "post_feedforward_layernorm",
+    }
+)
+
+FAMILY = Family(
+    name="gemma2",
+    model_types=("gemma2", "gemma3_text"),
+    hub_names=("google/gemma-2-", "google/gemma-3-1b", "google/gemma-3-270m"),
+    to_gpt2_config=CONFIG,
+    keys=KEYS,
+)

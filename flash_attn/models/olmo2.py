@@ -1,0 +1,66 @@
+"""OLMo 2, OLMo 3 and EXAONE 4: their configuration and their tensors.
+
+Norms of what attention and MLP give, instead of what they take, and of queries and keys.
+"""
+
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
+from flash_attn.models._llama_like import (
+    CONSTANT,
+    COPIED,
+    biases,
+    gated_activation,
+    kinds_of_layers,
+    llama_like_keys,
+    windows,
+)
+from flash_attn.models._rope import whole_rope_fields
+
+
+def _rotary(read):
+    """Layers of OLMo 3 with a window are not scaled; those of EXAONE 4 alone turn, if there are any."""
+    if _type(read) == "olmo2":
+        return whole_rope_fields(read)
+    kinds = kinds_of_layers(read, 4)
+    if _type(read) == "olmo3":
+        return whole_rope_fields(read, kinds)
+    turns = [read("sliding_window") is None or kind == "sliding_attention" for kind in kinds]
+    return whole_rope_fields(read) | {"rotary_emb_fraction": [float(each) for each in turns]}
+
+
+def _windows(read):
+    """Three of four layers of OLMo 3 and EXAONE 4 have a window, unless the configuration says which."""
+    return {} if _type(read) == "olmo2" else windows(read, every=4)
+
+
+def _qk_norm(read):
+    """OLMo's norms of queries and keys are over all heads together."""
+    return {"qk_norm": True, "qk_norm_over_heads": _type(read) != "exaone4"}
+
+
+def _type(read):
+    return read("model_type", default="olmo2")
+
+
+CONFIG = ConfigMap(
+    copied=COPIED,
+    constant=CONSTANT | {"input_norms": False, "output_norms": True},
+    computed=(_rotary, biases, gated_activation, _windows, _qk_norm),
+)
+
+KEYS = llama_like_keys(
+    {
+        "mixer.q_norm": "self_attn.q_norm",
+        "mixer.k_norm": "self_attn.k_norm",
+        "output1": "post_attention_layernorm",
+        "output2": "post_feedforward_layernorm",
+    }
+)
+
+FAMILY = Family(
+    name="olmo2",
+    model_types=("olmo2", "olmo3", "exaone4"),
+    hub_names=("allenai/OLMo-2-", "allenai/Olmo-3-", "LGAI-EXAONE/EXAONE-4"),
+    to_gpt2_config=CONFIG,
+    keys=KEYS,
+)

@@ -1,0 +1,37 @@
+"""Phi-3, Phi-3.5 and Phi-4: their configuration and their tensors, with projections that are one tensor."""
+
+import torch
+
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
+from flash_attn.models._keys import Order, reordered
+from flash_attn.models._llama_like import CONSTANT, COPIED, biases, gated_activation, llama_like_keys, windows
+from flash_attn.models._rope import rope_fields
+
+# The gate comes first in theirs, the value in ours.
+_SWAPPED = Order(take=lambda rows, s: torch.arange(rows).roll(rows // 2))
+
+CONFIG = ConfigMap(
+    copied=COPIED | {"resid_pdrop": "resid_pdrop"},
+    constant=CONSTANT,
+    computed=(rope_fields, biases, gated_activation, windows),
+    only={"full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,)},
+    without_effect=("embd_pdrop",),
+)
+
+KEYS = llama_like_keys(
+    {
+        "norm1": "input_layernorm",
+        "mixer.Wqkv": "self_attn.qkv_proj",
+        "norm2": "post_attention_layernorm",
+        "mlp.fc1": reordered("mlp.gate_up_proj", _SWAPPED),
+    }
+)
+
+FAMILY = Family(
+    name="phi3",
+    model_types=("phi3",),
+    hub_names=("microsoft/Phi-3-mini", "microsoft/Phi-3-medium", "microsoft/Phi-3.5-mini", "microsoft/phi-4"),
+    to_gpt2_config=CONFIG,
+    keys=KEYS,
+)

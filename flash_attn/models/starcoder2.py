@@ -1,0 +1,42 @@
+"""StarCoder 2: its configuration and its tensors."""
+
+from flash_attn.models._config import ConfigMap
+from flash_attn.models._family import Family
+from flash_attn.models._llama_like import CONSTANT, COPIED, llama_like_keys, windows
+from flash_attn.models._rope import whole_rope_fields
+
+
+def _biases(read):
+    names = ("qkv_proj_bias", "out_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias")
+    return dict.fromkeys(names, read("use_bias", default=True))
+
+
+CONFIG = ConfigMap(
+    copied=COPIED
+    | {
+        "activation_function": "hidden_act",
+        "layer_norm_epsilon": "norm_epsilon",
+        "resid_pdrop": "residual_dropout",
+        "embd_pdrop": "embedding_dropout",
+    },
+    constant=CONSTANT | {"rms_norm": False, "tie_word_embeddings": True},
+    computed=(whole_rope_fields, _biases, windows),
+    only={"mlp_type": ("default",), "norm_type": ("layer_norm",), "scale_attn_weights": (True,)},
+)
+
+KEYS = llama_like_keys(
+    {
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+        "mlp.fc1": "mlp.c_fc",
+        "mlp.fc2": "mlp.c_proj",
+    }
+)
+
+FAMILY = Family(
+    name="starcoder2",
+    model_types=("starcoder2",),
+    hub_names=("bigcode/starcoder2-",),
+    to_gpt2_config=CONFIG,
+    keys=KEYS,
+)

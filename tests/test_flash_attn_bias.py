@@ -1,0 +1,199 @@
+"""Additive biases, and masks of bool, in the kernels: on a GPU, or emulated with --emulate.
+
+Cases are in 16 bits and have nothing that kernels lack. Without kernels they test the reference. Decoding with a bias
+is in test_flash_attn_ranges.py.
+"""
+
+import math
+
+import oracle
+import pytest
+import torch
+from cases import Case, cover, uncovered
+from compare import assert_error_ratio
+from features import BIASES, GROUPED, Featured
+
+from flash_attn import _library, flash_attn_func, flash_attn_varlen_func
+from flash_attn._ops import flash_attn_features as with_features
+from flash_attn._reference.options import Features, Options
+
+BOOLS = [name for name in BIASES if name.startswith("bool")]
+KERNEL_BIASES = [name for name in BIASES if name not in ("rows", "one")]  # these have one key
+UNSHARED = ["all", "groups", *BOOLS]  # of whose elements each has one score, or no gradient
+
+FACTORS = dict(
+    lengths=[(70, 70), (200, 333), (333, 200), (1, 300), (5, 301), (40, 2)],
+    heads=[(4, 4), (6, 2), (4, 1)],
+    head_dim=[64, 128, 40, 50],
+    dtype=["bf16", "fp16"],
+    bias=KERNEL_BIASES,
+    bias_dtype=["fp32", "bf16", "fp16"],
+    causal=[False, True, "entries"],
+    window=[(-1, -1), (20, -1), (70, 9)],
+    softcap=[0.0, 2.0],
+    alibi=["", "bh"],
+    dropout_p=[0.0, 0.17],
+    deterministic=[False, True],
+    sink=["", "fp32"],
+    ranges=["", "2", "2h"],
+    seqused_q=[False, True],
+    seqused_k=[False, True],
+    varlen=[False, True],
+    packing=["", "kv"],
+    dlse=[False, True],
+    portable=[False, True],
+)
+TIED = "bias", "softcap", "deterministic", "varlen", "seqused_q", "sink", "alibi"
+
+
+def possible(row):
+    """Whether kernels compute all of it, gradients too."""
+    has_rows = not row["seqused_q"] or (not row["sink"] and not row["alibi"])
+    has_dbias = row["bias"] in BOOLS or (
+        row["softcap"] == 0 and not (row["deterministic"] and row["bias"] not in UNSHARED)
+    )
+    return has_rows and has_dbias and not (row["varlen"] and row["bias"] in GROUPED)
+
+
+ROWS = cover(FACTORS, valid=possible)
+
+
+def make(lengths, heads, causal, portable, **rest):
+    return Featured(4, *lengths, *heads, causal=causal is True, entries_causal=causal == "entries", **rest)
+
+
+def test_sample_has_every_pair_of_values():
+    assert not uncovered(ROWS, FACTORS, valid=possible, tied=TIED)
+
+
+@pytest.fixture
+def in_kernels(device, monkeypatch):
+    """Without the reference, where there are kernels."""
+    if _library.runs_in_kernel("fwd_features", torch.empty(0, device=device)):
+        for name in ("fwd_features", "bwd_features"):
+            monkeypatch.delattr(with_features.reference, name)
+
+
+@pytest.mark.parametrize("case, portable", [(make(**row), row["portable"]) for row in ROWS], ids=str)
+def test_sample(case, portable, device, monkeypatch, in_kernels):
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
+    case.check(device)
+
+
+@pytest.mark.parametrize("bias", ["all", "heads", "keys", "bool"])
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(96, 0), (192, 0), (192, 128), (256, 0)])
+def test_head_dims(head_dim, head_dim_v, portable, bias, device, monkeypatch, in_kernels):
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
+    Featured(2, 150, 170, 4, 2, head_dim, head_dim_v=head_dim_v, causal=True, bias=bias).check(device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Layouts
+
+SHAPE = (2, 4, 70, 90)
+
+
+def base(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+LAYOUTS = {  # a bias that kernels read as it is, or not
+    "contiguous": lambda: base(*SHAPE),
+    "expanded": lambda: base(1, 4, 1, 90).expand(SHAPE),
+    "heads last": lambda: base(2, 70, 90, 4).movedim(-1, 1),
+    "keys first": lambda: base(2, 4, 90, 70).mT,
+    "part of more keys": lambda: base(2, 4, 70, 100)[..., :90],
+    "from an odd key on": lambda: base(2, 4, 70, 100)[..., 3:93],
+    "odd rows": lambda: base(2, 4, 70, 91)[..., :90],
+    "expanded, odd rows": lambda: base(1, 1, 70, 91)[..., 1:].expand(SHAPE),
+}
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32", "bool"])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name, kind, device, in_kernels):
+    """What a bias means does not depend on its strides."""
+    *inputs, dout = Case(seqlen_q=70, seqlen_k=90, heads_k=2).tensors(device)
+    bias = LAYOUTS[name]().to(device)
+    bias = bias < 0.5 if kind == "bool" else bias if kind == "bf16" else bias.float()
+    results = []
+    for each in (bias, bias.clone(memory_format=torch.contiguous_format)):
+        leaves = [x.detach().requires_grad_() for x in (*inputs, each)[: 3 + (kind != "bool")]]
+        out, lse = flash_attn_func(*leaves[:3], attn_bias=(*leaves, each)[3], return_lse=True)
+        results.append([out, lse, *torch.autograd.grad(out, leaves, dout)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2)
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def test_a_packed_bias_may_have_more_keys_than_entries(device, in_kernels):
+    q, k, v, _ = (x[0] for x in Case(seqlen_q=70, seqlen_k=70).tensors(device))
+    cu_seqlens = torch.tensor([0, 20, 20, 70], dtype=torch.int32, device=device)
+    bias = torch.randn(4, 70, 64, device=device)
+    out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, 50, 50, attn_bias=bias)
+    rows = [slice(0, 20), slice(20, 20), slice(20, 70)]
+
+    def expected(to):
+        inputs, of_entry = (x.to(to) for x in (q, k, v)), lambda _, row: bias[:, row].to(to)
+        return oracle.featured_attention(*inputs, rows, rows, causal=[False] * 3, attn_bias=of_entry)[0]
+
+    assert_error_ratio(out, expected(torch.double), expected(q.dtype))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Large numbers
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("seqlen_q", [2, 150])
+@pytest.mark.parametrize("lowest", [-math.inf, -3.4028234663852886e38, -1e9, -1e4])
+def test_numbers_that_hide(lowest, seqlen_q, portable, device, monkeypatch, in_kernels):
+    """A row of -inf is empty, but in one of other lowest numbers all keys weigh the same. Gradients stay finite.
+
+    Entry 0 hides all keys, and entry 1 the last half of them, which is where kernels begin.
+    """
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
+    q, k, v, dout = Case(seqlen_q=seqlen_q, seqlen_k=300, heads_k=2, scale_q=1e-3).tensors(device)
+    bias = torch.full((2, 1, 1, 300), lowest, device=device)
+    bias[1, ..., :150] = 0
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+    out, lse = flash_attn_func(q, k, v, attn_bias=bias, return_lse=True)
+    grads = torch.autograd.grad(out, leaves, dout)
+    if lowest == -math.inf:
+        assert (out[0] == 0).all() and (lse[0] == math.inf).all() and all((x[0] == 0).all() for x in grads)
+    else:
+        mean = v[0].float().mean(0).repeat_interleave(2, 0).expand_as(out[0])
+        torch.testing.assert_close(out[0].float(), mean, atol=1e-2, rtol=1e-2)
+    seen = flash_attn_func(q[1:], k[1:, :150], v[1:, :150])
+    torch.testing.assert_close(out[1:], seen, atol=1e-2, rtol=1e-2)
+    assert all(x.isfinite().all() for x in grads)
+    most_dv = dout.float().abs().sum(1).unflatten(1, (2, 2)).sum(2)  # weights are at most 1
+    assert (grads[2].float().abs() <= 1.01 * most_dv[:, None]).all()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Which gradients kernels compute
+
+Q = torch.zeros(4, 9, 6, 64)
+PLAIN = Options(1.0, -1, -1)
+GRADIENTS = {  # sizes of the bias, options, and what of it is beyond kernels
+    "of each score": ((4, 1, 6, 9, 8), dict(deterministic=True), []),
+    "of groups": ((2, 2, 6, 9, 8), dict(deterministic=True), []),
+    "of one entry of several": ((1, 2, 6, 9, 8), {}, []),
+    "of keys": ((1, 1, 1, 1, 8), {}, []),
+    "deterministic, of the heads": (
+        (4, 1, 1, 9, 8), dict(deterministic=True), ["the deterministic gradient of an attn_bias that broadcasts"]),
+    "deterministic, of the rows": (
+        (4, 1, 6, 1, 8), dict(deterministic=True), ["the deterministic gradient of an attn_bias that broadcasts"]),
+    "beside softcap": ((4, 1, 6, 9, 8), dict(softcap=1.0), ["the gradient of attn_bias beside softcap"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients_beyond_kernels(name):
+    sizes, options, causes = GRADIENTS[name]
+    options, features = PLAIN._replace(**options), Features(attn_bias=torch.zeros(sizes))
+    for wants_dbias in (False, True):
+        arguments = [*[Q] * 4, Q, None, None, None, wants_dbias, *features[:2], *options, *features[2:]]
+        assert with_features._beyond_bwd(arguments) == causes * wants_dbias
