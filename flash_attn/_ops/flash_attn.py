@@ -366,7 +366,7 @@ def _check_qkv(names, q, k, v, options, features=False):
         if shape_q[2] > MANY_HEADS >= shape_q[1] and not torch.compiler.is_compiling():
             _library.warn_once(f"flash_attn: {names[0]} has {shape_q[2]} heads. {_LAYOUT}")
     if shape_v != shape_k:
-        is_plain &= _check_values(names[2], v, k, features)
+        is_plain = _check_values(names[2], v, k, features) and is_plain
     return batch, shape_q[-1], is_plain
 
 
@@ -553,7 +553,7 @@ def _check_cache(q, k_cache, v_cache, options, features):
     rows, length = shape_k[:2]
     is_plain = _check_sizes("k_cache", shape_q, shape_k, features)
     if v_cache.shape != shape_k:
-        is_plain &= _check_values("v_cache", v_cache, k_cache, features)
+        is_plain = _check_values("v_cache", v_cache, k_cache, features) and is_plain
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         _check_contiguous_rows("k_cache", k_cache)
         _check_contiguous_rows("v_cache", v_cache)

@@ -209,7 +209,7 @@ class _Linear(torch.autograd.Function):
 class _MLP(torch.autograd.Function):
     """Both layers and the activation: (out, origin), or (out, origin, x), differentiable in all five tensors.
 
-    origin: empty, with the history of out; or None. A backward that does not keep x refuses a derivative through it.
+    origin: empty, with the history of out. A backward that does not keep x refuses a derivative through it.
     """
 
     @staticmethod
@@ -224,9 +224,9 @@ class _MLP(torch.autograd.Function):
         saves_x = level == 2 or ctx.needs_input_grad[1] or x.dtype not in FUSED_DTYPES
         saves_act = level < 2 if activation == "relu" else level == 0 and ctx.needs_input_grad[3]
         saves_kept = level < 2 and activation != "relu"
-        origin = None if saves_x else x.new_empty(0)
+        origin = x.new_empty(0)  # always, since compiled functions of torch 2.10 cannot return None
         ctx.save_for_backward(
-            x if saves_x else None, weight1, weight2, bias1, origin, act if saves_act else None,
+            x if saves_x else None, weight1, weight2, bias1, None if saves_x else origin, act if saves_act else None,
             kept if saves_kept else None,
         )  # fmt: skip
         return (out, origin, x.view_as(x)) if return_residual else (out, origin)

@@ -81,7 +81,8 @@ class Task(L.LightningModule):
         for parameter in self.model.parameters():
             (exempt if getattr(parameter, "_no_weight_decay", False) else decayed).append(parameter)
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": exempt, "weight_decay": 0.0}]
-        optimizer = self.make_optimizer(groups, lr=1e-2)
+        # eps: Adam divides by a gradient's size, and would enlarge the rounding errors of the smallest gradients.
+        optimizer = self.make_optimizer(groups, lr=1e-2, eps=1e-4)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
