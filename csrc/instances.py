@@ -17,6 +17,7 @@ TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
 ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all kernels but those of S_dmask
 FEATURES = {"plain": "Features::kPlain", "ranged": "Features::kRanged", "all": "Features::kAll"}
+PORTABLE_FEATURES = {name: FEATURES[name] for name in ("plain", "all")}
 PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdSm80Params"}
 WIDE_HEAD_DIMS = (64, 96, 128, 256)  # that have a second tile on sm_90, for long sequences: see fwd_tiles.h
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims: see fwd_tiles.h
@@ -37,7 +38,7 @@ PORTABLE = {
         f"{kind}_sm80", f"run_{kind}<{TYPES[dtype]}, {head_dim}, {features}>", params
     )
     for (kind, params), dtype, head_dim, (name, features) in itertools.product(
-        PARAMS.items(), TYPES, ALL_HEAD_DIMS, FEATURES.items()
+        PARAMS.items(), TYPES, ALL_HEAD_DIMS, PORTABLE_FEATURES.items()
     )
     if kind != "bwd" or head_dim <= 256 or name == "all"
 }

@@ -336,6 +336,8 @@ void set_bias(Problem& p, OptionalTensor& bias, const Tensor& q) {
   check_bias_shape(*bias, p);
   p.bias.is_mask = bias->scalar_type() == ScalarType::Bool;
   if (!p.bias.is_mask) p.bias.dtype = dtype_of(*bias, "attn_bias");
+  STD_TORCH_CHECK(p.bias.is_mask || p.bias.dtype == DType::kFloat32 || p.bias.dtype == p.dtype,
+                  "attn_bias has no kernel unless it has the dtype of q, float32 or bool: call the op ..._reference");
   const int per_batch1 = batch2_size(*bias, p);
   if (!is_in_pairs(*bias, p.bias.is_mask ? 1 : size_of(p.bias.dtype))) bias = copied_in_pairs(*bias);
   p.bias.data = bias->const_data_ptr();

@@ -23,18 +23,16 @@ __device__ inline int64_t row_start(const BiasRows& x, int entry, int head, int6
   return batch1 * x.batch1 + batch2 * x.batch2 + head * x.heads + row * x.seqlen;
 }
 
-// Calls fn(T()) with the type of floating-point elements.
-template <typename Fn>
+// Calls fn(Element()) with the type of floating-point elements: fp32, or T, that of the queries.
+template <typename T, typename Fn>
 __device__ void with_type(DType dtype, Fn&& fn) {
-  if (dtype == DType::kBFloat16) return fn(__nv_bfloat16());
-  if (dtype == DType::kFloat16) return fn(__half());
-  fn(float());
+  dtype == DType::kFloat32 ? fn(float()) : fn(T());
 }
 
 // The same for a bias, whose elements may be bool.
-template <typename Fn>
+template <typename T, typename Fn>
 __device__ void with_type(const Bias& bias, Fn&& fn) {
-  bias.is_mask ? fn(bool()) : with_type(bias.dtype, fn);
+  bias.is_mask ? fn(bool()) : with_type<T>(bias.dtype, fn);
 }
 
 // log2(e) (s + bias), from log2(e) s. What is below -1.35e38 becomes a smaller multiple, so that the smallest number
@@ -70,53 +68,53 @@ struct BiasPair {
 
 // The lane's elements of a block of a bias. Those of 8 and 16 bits may be on their way while products run; for those of
 // 32 bits there are no registers, and they are loaded when they are added.
-template <int kRows, int kCols>
+template <typename T, int kRows, int kCols>
 struct BiasBlock {
   static constexpr int kLaneRows = kRows / 8, kPairs = kCols / 8;
-  BiasPair<__half> pairs[kLaneRows][kPairs];  // or of another type that takes a word
+  BiasPair<T> pairs[kLaneRows][kPairs];  // or of bool, which takes a word, too
 
   // starts[r] is the index of the first key of the lane's r-th row, col0 the key of column 0; also in add_to.
   __device__ void load(const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
     if (bias.is_mask) return load_as<bool>(bias, starts, col0);
-    if (bias.dtype != DType::kFloat32) load_as<__half>(bias, starts, col0);
+    if (bias.dtype != DType::kFloat32) load_as<T>(bias, starts, col0);
   }
 
   __device__ void add_to(Fragment<kRows, kCols>& s, const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
-    with_type(bias, [&](auto type) {
-      using T = decltype(type);
+    with_type<T>(bias, [&](auto type) {
+      using Element = decltype(type);
 #pragma unroll
       for (int r = 0; r < kLaneRows; ++r) {
-        if constexpr (std::is_same_v<T, float>) {
-          BiasPair<T> loaded[kPairs];
+        if constexpr (std::is_same_v<Element, float>) {
+          BiasPair<Element> loaded[kPairs];
           load_row(loaded, bias, starts[r], col0);
           add_row(s, r, loaded);
         } else {
-          add_row(s, r, reinterpret_cast<const BiasPair<T>(&)[kPairs]>(pairs[r]));
+          add_row(s, r, reinterpret_cast<const BiasPair<Element>(&)[kPairs]>(pairs[r]));
         }
       }
     });
   }
 
  private:
-  template <typename T>
+  template <typename Element>
   __device__ void load_as(const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
-    static_assert(sizeof(BiasPair<T>) == sizeof(pairs[0][0]));
+    static_assert(sizeof(BiasPair<Element>) == sizeof(pairs[0][0]));
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {
-      load_row(reinterpret_cast<BiasPair<T>(&)[kPairs]>(pairs[r]), bias, starts[r], col0);
+      load_row(reinterpret_cast<BiasPair<Element>(&)[kPairs]>(pairs[r]), bias, starts[r], col0);
     }
   }
 
-  template <typename T>
-  __device__ static void load_row(BiasPair<T> (&row)[kPairs], const Bias& bias, int64_t start, int col0) {
+  template <typename Element>
+  __device__ static void load_row(BiasPair<Element> (&row)[kPairs], const Bias& bias, int64_t start, int col0) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
-      row[i].load(static_cast<const T*>(bias.data) + start, col0 + Fragment<kRows, kCols>::col(2 * i), bias.keys);
+      row[i].load(static_cast<const Element*>(bias.data) + start, col0 + Fragment<kRows, kCols>::col(2 * i), bias.keys);
     }
   }
 
-  template <typename T>
-  __device__ static void add_row(Fragment<kRows, kCols>& s, int r, const BiasPair<T> (&row)[kPairs]) {
+  template <typename Element>
+  __device__ static void add_row(Fragment<kRows, kCols>& s, int r, const BiasPair<Element> (&row)[kPairs]) {
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) row[i].add_to(s(r, 2 * i), s(r, 2 * i + 1));
   }

@@ -51,14 +51,15 @@ __device__ void hide_unseen(Fragment<kRows, kCols>& s, int key0, Seen&& seen) {
 
 // Adds the bias to scores. They are at most lse_log2, but where a large bias has eaten digits, rounding may say
 // otherwise. lse_log2 as below.
-template <int kRows, int kCols, typename LseLog2>
+template <typename T, int kRows, int kCols, typename LseLog2>
 __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask& mask, const ScorePlace& place,
                          LseLog2&& lse_log2) {
   const int64_t start = row_start(bias.rows, place.entry, place.head, place.first_token);
-  with_type(bias, [&](auto type) {
-    using T = decltype(type);
+  with_type<T>(bias, [&](auto type) {
+    using Element = decltype(type);
     const int row0 = place.row0 + s.col(0);
-    const T* row = static_cast<const T*>(bias.data) + start + place.key0 + s.row(0) + row0 * bias.rows.seqlen;
+    const Element* row =
+        static_cast<const Element*>(bias.data) + start + place.key0 + s.row(0) + row0 * bias.rows.seqlen;
     constexpr int kLoads = 8;  // that are on their way at a time; there are no registers for more
 #pragma unroll
     for (int c = 0; c < s.kLaneCols; c += 2) {
@@ -69,13 +70,13 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
         const bool row_exists = row0 + c / 2 * 8 + i < mask.seqlen_q;
 #pragma unroll
         for (int r = 0; r < s.kLaneRows; ++r) {
-          T element{};
+          Element element{};
           if (row_exists && place.key0 + s.row(r) < bias.keys) element = row[8 * r];
           float& score = s(r, c + i);
-          if constexpr (std::is_same_v<T, bool>) {
+          if constexpr (std::is_same_v<Element, bool>) {
             score = element ? score : -INFINITY;
           } else {
-            score = fminf(biased<T>(score, static_cast<float>(element)), i == 0 ? lse.x : lse.y);
+            score = fminf(biased<Element>(score, static_cast<float>(element)), i == 0 ? lse.x : lse.y);
           }
         }
         row += (i == 0 ? 1 : 7) * bias.rows.seqlen;
@@ -86,7 +87,7 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
 
 // Turns scores, capped if there is a cap, into P^T. hide() hides those of keys that a row does not see. lse_log2(c):
 // log2(e) lse of columns c and c + 1 of the lane.
-template <Features kFeatures, int kRows, int kCols, typename Hide, typename LseLog2>
+template <typename T, Features kFeatures, int kRows, int kCols, typename Hide, typename LseLog2>
 __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, const Mask& mask,
                                    const ScorePlace& place, Hide&& hide, LseLog2&& lse_log2) {
   if (kFeatures == Features::kAll && p.alibi_slopes != nullptr) {
@@ -100,7 +101,7 @@ __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, 
     }
     subtract_distance(s, slopes, own_rows, place.row0);
   }
-  if (kFeatures == Features::kAll && p.bias.data != nullptr) add_bias(s, p.bias, mask, place, lse_log2);
+  if (kFeatures == Features::kAll && p.bias.data != nullptr) add_bias<T>(s, p.bias, mask, place, lse_log2);
   hide();
   const float scale_log2 = score_scale_log2<kFeatures>(p);
 #pragma unroll
@@ -160,7 +161,7 @@ __device__ void add_rows_to_dbias(const Fragment<kRows, kCols>& ds, float* targe
 }
 
 // Adds dS^T to it, if it is wanted. Without a sum, each element of it is written once.
-template <int kRows, int kCols>
+template <typename T, int kRows, int kCols>
 __device__ void add_to_dbias(const Fragment<kRows, kCols>& ds, const BiasGradient& dbias, const Mask& mask,
                              const ScorePlace& place) {
   if (dbias.data == nullptr) return;
@@ -179,9 +180,9 @@ __device__ void add_to_dbias(const Fragment<kRows, kCols>& ds, const BiasGradien
     }
   };
   if (!dbias.is_sum) {
-    with_type(dbias.dtype, [&](auto type) {
-      using T = decltype(type);
-      for_each([&](int64_t index, float x) { static_cast<T*>(dbias.data)[index] = T(x); });
+    with_type<T>(dbias.dtype, [&](auto type) {
+      using Element = decltype(type);
+      for_each([&](int64_t index, float x) { static_cast<Element*>(dbias.data)[index] = Element(x); });
     });
   } else if (dbias.rows.seqlen != 0) {
     for_each([&](int64_t index, float x) { atomicAdd(static_cast<float*>(dbias.data) + index, x); });

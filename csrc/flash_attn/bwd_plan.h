@@ -27,30 +27,33 @@ struct BwdScratch {
   int* semaphores = nullptr;  // (heads of all entries, rows_per_head / kSemaphoreRows), how many blocks have added to
                               // dQ of these rows; unused unless blocks wait
   int* next_block = nullptr;  // (1), how many blocks of keys have been taken
-  // With key ranges, as bwd_ranges.cuh finds them; where all heads have the same, for one of them.
+  // With key ranges, as bwd_ranges.cu finds them; where all heads have the same, for one of them.
   Interval* seen = nullptr;    // (heads of all entries, rows_per_head), the keys that a row sees
   KeyUse* key_uses = nullptr;  // (key heads of all entries, blocks of keys)
 };
 
-struct BwdSm80Plan {
-  static constexpr bool kPlainHasHeadDimV = false;  // as in fwd_plan.h
+// What the small kernels before and after the main one must know.
+struct BwdCommonPlan {
   BwdScratch scratch;
-  int section_heads;  // key heads whose blocks start together
-  bool waits;         // deterministic: blocks add to the same rows of dQ in the order of their keys
-};
-
-struct BwdSm90Plan {
-  static constexpr bool kPlainHasHeadDimV = true;
-  BwdScratch scratch;
-  int section_heads;
-  bool waits;      // blocks wait for others before they touch the same rows of dQ: if deterministic, or if rounds_dq
-  bool in_order;   // deterministic: they add in the order of their keys
-  bool rounds_dq;  // the main kernel rounds dQ, and dq_accum does not start as zeros; otherwise bwd_finish.cuh rounds
-  int blocks;      // that share all blocks of keys, in bwd_sm90.cuh
-  // (heads of all entries, rows_per_head), so that copies of whole blocks can move them. Rows that see no key, or do
-  // not exist, have +inf and 0, and with them probabilities and gradients of 0.
+  int section_heads = 1;   // key heads whose blocks start together
+  bool waits = false;      // blocks wait for others before they touch the same rows of dQ: if deterministic, in the
+                           // order of their keys, or if rounds_dq
+  bool rounds_dq = false;  // the main kernel rounds dQ, and dq_accum does not start as zeros; otherwise bwd_finish.cu
+                           // rounds
+  // (heads of all entries, rows_per_head), so that copies of whole blocks can move them; null where nothing moves them.
+  // Rows that see no key, or do not exist, have +inf and 0, and with them probabilities and gradients of 0.
   float* lse_log2 = nullptr;  // log2(e) lse
   float* softmax_d = nullptr;
+};
+
+struct BwdSm80Plan : BwdCommonPlan {
+  static constexpr bool kPlainHasHeadDimV = false, kHasRanged = false;  // as in fwd_plan.h
+};
+
+struct BwdSm90Plan : BwdCommonPlan {
+  static constexpr bool kPlainHasHeadDimV = true, kHasRanged = true;
+  bool in_order = false;  // deterministic: blocks add in the order of their keys
+  int blocks = 0;         // that share all blocks of keys, in bwd_sm90.cuh
 };
 
 using BwdPlan = std::variant<BwdSm80Plan, BwdSm90Plan>;
@@ -60,6 +63,7 @@ template <typename Plan>
 struct PlannedBwd : BwdParams {
   Plan plan;
 };
+using BwdCommonParams = PlannedBwd<BwdCommonPlan>;
 using BwdSm80Params = PlannedBwd<BwdSm80Plan>;
 using BwdSm90Params = PlannedBwd<BwdSm90Plan>;
 

@@ -20,9 +20,8 @@ struct KeyWork {
 };
 
 // How many blocks a key head has in an entry or, if packed, in all entries together: as many as any lengths need.
-template <int kBlockN>
-__host__ __device__ int blocks_per_head(const Problem& p) {
-  return p.cu_seqlens_k ? p.seqlen_k / kBlockN + p.batch : blocks_for<kBlockN>(p.seqlen_k);
+__host__ __device__ inline int blocks_per_head(const Problem& p, int block_keys) {
+  return p.cu_seqlens_k ? p.seqlen_k / block_keys + p.batch : blocks_for(p.seqlen_k, block_keys);
 }
 
 // How many key heads all entries have; packed entries share theirs.
@@ -33,7 +32,7 @@ __host__ __device__ inline int64_t num_key_heads(const Problem& p) {
 // Blocks come in sections of key heads; in a section, those of the first keys come first.
 template <int kBlockN>
 __device__ KeyWork key_work(const Problem& p, int section_size, int block) {
-  const int per_head = blocks_per_head<kBlockN>(p), heads = static_cast<int>(num_key_heads(p));
+  const int per_head = blocks_per_head(p, kBlockN), heads = static_cast<int>(num_key_heads(p));
   const int section = block / (section_size * per_head), place = block % (section_size * per_head);
   const int section_heads = min(section_size, heads - section * section_size);
   const int head = section * section_size + place % section_heads, index = place / section_heads;
@@ -48,7 +47,7 @@ __device__ KeyWork key_work(const Problem& p, int section_size, int block) {
 // How many blocks of keys a problem has.
 template <int kBlockN>
 int key_blocks(const Problem& p) {
-  const int64_t blocks = blocks_per_head<kBlockN>(p) * num_key_heads(p);
+  const int64_t blocks = blocks_per_head(p, kBlockN) * num_key_heads(p);
   if (blocks > std::numeric_limits<int>::max()) {
     throw std::invalid_argument("k has too many keys and heads for one launch: " + std::to_string(blocks) + " blocks");
   }

@@ -9,10 +9,9 @@
 
 namespace flash::flash_attn {
 
-// Blocks of kSize that hold `count` of something.
-template <int kSize>
-__host__ __device__ int blocks_for(int64_t count) {
-  return static_cast<int>((count + kSize - 1) / kSize);
+// Blocks of `size` that hold `count` of something.
+__host__ __device__ inline int blocks_for(int64_t count, int size) {
+  return static_cast<int>((count + size - 1) / size);
 }
 
 // Batch entries as tensors have them: packed ones are one.

@@ -1,11 +1,11 @@
-// Attention, backward, for every GPU since sm_80. With P recomputed from lse, and softmax_d from bwd_prepare.cuh:
+// Attention, backward, for every GPU since sm_80. With P recomputed from lse, and softmax_d from bwd_prepare.cu:
 //
 //   S = Q K^T              P = exp(score(S) - lse)                      dV = (P Z / (1 - p))^T dO
 //   dP = dO V^T Z / (1-p)  dS = P (dP - softmax_d) dscore/dS            dK = dS^T Q,  dQ = dS K
 //
 // A block takes kBlockN keys of a key head and walks over the query rows that see them, kBlockM at a time, of every
 // query head that shares the key head. dK and dV stay in registers; dQ is added to dq_accum, fp32 in global memory,
-// which bwd_finish.cuh rounds.
+// which bwd_finish.cu rounds.
 //
 // Reads from shared memory are the bottleneck, so the kernel makes few of them. Tiles are transposed: a warp computes
 // S^T for 32 keys. This fragment, exponentiated and rounded, is the left operand of dV, and needs no detour through
@@ -33,10 +33,9 @@
 #include "common/launch.h"
 #include "flash_attn/bwd_dq_accum.cuh"
 #include "flash_attn/bwd_elementwise.cuh"
-#include "flash_attn/bwd_finish.cuh"
 #include "flash_attn/bwd_plan.h"
-#include "flash_attn/bwd_prepare.cuh"
 #include "flash_attn/bwd_ranges.cuh"
+#include "flash_attn/bwd_rows.h"
 #include "flash_attn/bwd_schedule.cuh"
 #include "flash_attn/bwd_scratch.cuh"
 #include "flash_attn/bwd_tiles.h"
@@ -62,7 +61,7 @@ struct BwdConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kPlain = has_plain_scores(kFeatures), kTakesRanges = takes_ranges(kFeatures);
+  static constexpr bool kPlain = has_plain_scores(kFeatures);
   static constexpr BwdTile kTile = bwd_tile(kHeadDim, kCompact);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys, kWarpKeys = kTile.warp_keys, kStages = kTile.stages;
   static constexpr int kTeamWarps = kTile.team_warps, kWarps = 2 * kTeamWarps;
@@ -305,7 +304,7 @@ __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, cons
     const bool cut = block_rows.last >= mask.seqlen_q || !mask.keys_seen_by_all(block_rows).covers(shared.keys);
     if (cut) hide_rows(s, mask, place);
   };
-  make_probabilities<Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
+  make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
     const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][share.row0 + s.col(c)]);
     return float2{lse.x * kLog2e, lse.y * kLog2e};
   });
@@ -496,7 +495,7 @@ __device__ void add_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeyS
     ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
     gradients<Config>(s, weights, p.problem, shared.softmax_d[stage] + share.row0);
     if constexpr (Config::kFeatures == Features::kAll) {
-      add_to_dbias(s, p.dbias, Mask(p.problem, shared.seq), place_of(shared, share, rows));
+      add_to_dbias<T>(s, p.dbias, Mask(p.problem, shared.seq), place_of(shared, share, rows));
     }
     left = pack<T>(s);
     weights.store(left);
@@ -595,9 +594,9 @@ __device__ void find_work(BwdShared<Config>& shared, const BwdSm80Params& p) {
   shared.turn = {{-1, 0}, {-1, 0}};
   shared.keys = interval_of<Config::kBlockN>(shared.work.block);
   shared.row_blocks =
-      blocks_of<Config::kBlockM>(mask.rows_that_see({shared.keys.first, min(shared.keys.last, mask.seqlen_k - 1)}));
+      blocks_of(mask.rows_that_see({shared.keys.first, min(shared.keys.last, mask.seqlen_k - 1)}), Config::kBlockM);
   if (has_ranges<Config::kFeatures>(p.problem)) {
-    const KeyUse& use = p.plan.scratch.key_uses[key_use_index<Config::kBlockN>(p.problem, shared.work)];
+    const KeyUse& use = p.plan.scratch.key_uses[key_use_index(p.problem, shared.work, Config::kBlockN)];
     shared.row_blocks = use.first_rows > use.last_rows ? Interval{0, -1} : Interval{use.first_rows, use.last_rows};
     shared.live_bits = use.live;
   }
@@ -622,12 +621,10 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_kernel(const __grid_c
 
 template <typename Config>
 void launch_bwd(const BwdSm80Params& p, cudaStream_t stream) {
+  run_before_bwd({p, p.plan}, Config::kBlockM, Config::kBlockN, stream);
   const LaunchShape shape{.grid = dim3(key_blocks<Config::kBlockN>(p.problem)),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(BwdShared<Config>)};
-  if constexpr (Config::kTakesRanges) {
-    if (p.problem.ranges.data != nullptr) run_bwd_ranges<Config::kBlockM, Config::kBlockN>(p, stream);
-  }
   launch<bwd_kernel<Config>>(shape, p, stream);
 }
 
@@ -636,9 +633,8 @@ void run_bwd(const BwdSm80Params& p, cudaStream_t stream) {
   using Large = BwdConfig<T, kHeadDim, kFeatures, false>;
   using Compact = BwdConfig<T, kHeadDim, kFeatures, true>;
   const bool fits = sizeof(BwdShared<Large>) <= static_cast<size_t>(max_shared_bytes(current_device()));
-  run_bwd_prepare<BwdPrepareConfig<T, kHeadDim>>(p, stream);
   fits ? launch_bwd<Large>(p, stream) : launch_bwd<Compact>(p, stream);
-  run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);
+  run_bwd_finish({p, p.plan}, stream);
 }
 
 }  // namespace flash::flash_attn

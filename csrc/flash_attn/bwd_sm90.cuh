@@ -11,7 +11,7 @@
 // and a warpgroup computes half of dQ: of its channels, or of its rows. With tiles of 128 rows the second warpgroup
 // works half a step behind the first, so that one multiplies while the other exponentiates; and dQ is that of the rows
 // before, so that neither waits for the other's dS. The half goes to a box in shared memory, and a copy adds it to
-// dq_accum, which starts as zeros and which bwd_finish.cuh rounds. Where it is faster (rounds_dq in bwd_planner.h),
+// dq_accum, which starts as zeros and which bwd_finish.cu rounds. Where it is faster (rounds_dq in bwd_planner.h),
 // blocks wait for one another instead: the block with the first keys that the rows see stores its half, others add
 // theirs, and the block with the last keys copies dq_accum to its box, adds its half and rounds.
 //
@@ -25,8 +25,8 @@
 
 #include "common/tensor_map.h"
 #include "flash_attn/bwd_dq_accum.cuh"
-#include "flash_attn/bwd_finish.cuh"
 #include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_rows.h"
 #include "flash_attn/bwd_sm90_block.cuh"
 #include "flash_attn/bwd_sm90_dq.cuh"
 #include "flash_attn/bwd_sm90_launch.cuh"
@@ -130,12 +130,12 @@ template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
   static_assert(kHeadDimV == kHeadDim);
   using Config = BwdSm90Config<T, kHeadDim, kFeatures>;
-  run_before_bwd_sm90<Config>(p, stream);
+  run_before_bwd({p, p.plan}, Config::kBlockM, Config::kClusterKeys, stream);
   BwdSm90Launch params = launch_params<Config>(p);
   params.dq_accum_map = map_of_dq_accum<Config>(p);
   if (p.plan.rounds_dq) params.dq_map = map_of_dq<Config>(p);
   launch_bwd_sm90<bwd_sm90_kernel<Config>, Config, BwdSm90Shared<Config>>(params, stream, p.plan.blocks);
-  run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);
+  run_bwd_finish({p, p.plan}, stream);
 }
 
 }  // namespace flash::flash_attn

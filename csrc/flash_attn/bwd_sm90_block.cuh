@@ -83,8 +83,8 @@ struct KeyBlock {
         mask(p.problem, seq),
         keys(interval_of<Config::kBlockN>(work.block * (kClusterKeys / Config::kBlockN) + part)),
         cluster_keys(interval_of<kClusterKeys>(work.block)),
-        row_blocks(blocks_of<Config::kBlockM>(
-            mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}))),
+        row_blocks(blocks_of(mask.rows_that_see({cluster_keys.first, min(cluster_keys.last, seq.k.length - 1)}),
+                             Config::kBlockM)),
         num_heads(p.problem.heads / p.problem.heads_k) {
     first_head = work.head_k * num_heads;
     if (has_ranges<Config::kFeatures>(p.problem)) {
@@ -103,7 +103,7 @@ struct KeyBlock {
 
   // With key ranges: what is known of the cluster's keys, and of the tiles of a head.
   __device__ const KeyUse& key_use(const BwdSm90Params& p) const {
-    return p.plan.scratch.key_uses[key_use_index<kClusterKeys>(p.problem, work)];
+    return p.plan.scratch.key_uses[key_use_index(p.problem, work, kClusterKeys)];
   }
   __device__ int64_t seen_index(const BwdSm90Params& p, int head) const {
     return flash_attn::seen_index(p.problem, p.plan.scratch, seq.q, work.entry, head);

@@ -164,7 +164,7 @@ struct BwdConsumer {
       const Interval existing{rows.first, min(rows.last, mask.seqlen_q - 1)};
       if (!mask.keys_seen_by_all(existing).covers(block.keys)) hide_rows(s, mask, place);
     };
-    make_probabilities<Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
+    make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
       return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]);
     });
   }

@@ -10,8 +10,6 @@
 #include "common/launch.h"
 #include "common/tensor_map.h"
 #include "flash_attn/bwd_plan.h"
-#include "flash_attn/bwd_prepare.cuh"
-#include "flash_attn/bwd_ranges.cuh"
 #include "flash_attn/bwd_schedule.cuh"
 #include "flash_attn/bwd_sm90_block.cuh"
 #include "flash_attn/params.h"
@@ -41,19 +39,6 @@ BwdSm90Launch launch_params(const BwdSm90Params& p) {
   launch.v_map = map_keys(p.v, kHeadDimV, problem.head_dim_v);
   launch.key_blocks = key_blocks<Config::kClusterKeys>(problem);
   return launch;
-}
-
-// Launches what comes before the main kernel.
-template <typename Config>
-void run_before_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
-  using T = typename Config::T;
-  if constexpr (Config::kTakesRanges) {
-    if (p.problem.ranges.data != nullptr) {
-      run_bwd_ranges<Config::kBlockM, Config::kClusterKeys>(p, stream);
-      return run_bwd_prepare<BwdPrepareConfig<T, Config::kHeadDim, true>>(p, stream);
-    }
-  }
-  run_bwd_prepare<BwdPrepareConfig<T, Config::kHeadDim>>(p, stream);
 }
 
 // Launches a cluster for each cluster's keys, but at most `most`.

@@ -22,8 +22,8 @@
 
 #include <new>
 
-#include "flash_attn/bwd_finish.cuh"
 #include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_rows.h"
 #include "flash_attn/bwd_sm90_block.cuh"
 #include "flash_attn/bwd_sm90_launch.cuh"
 #include "flash_attn/bwd_sm90_wide_dq.cuh"
@@ -97,9 +97,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
   using Config = BwdWideConfig<T, kHeadDim, kFeatures, kHeadDimV>;
-  run_before_bwd_sm90<Config>(p, stream);
+  run_before_bwd({p, p.plan}, Config::kBlockM, Config::kClusterKeys, stream);
   launch_bwd_sm90<bwd_wide_kernel<Config>, Config, BwdWideShared<Config>>(launch_params<Config>(p), stream);
-  run_bwd_finish<BwdFinishConfig<T, kHeadDim>>(p, stream);
+  run_bwd_finish({p, p.plan}, stream);
 }
 
 }  // namespace flash::flash_attn

@@ -152,7 +152,7 @@ struct KeyTeam : SumTeam<Config, Config::kChannels> {
       }
     }
     if constexpr (!kPlain) {  // blocks that divide the channels have the same: one of them adds it
-      if (Config::channel() == 0) add_to_dbias(dp, p.dbias, block.mask, this->place_of(head, rows));
+      if (Config::channel() == 0) add_to_dbias<typename Config::T>(dp, p.dbias, block.mask, this->place_of(head, rows));
     }
     return pack<T>(dp);
   }

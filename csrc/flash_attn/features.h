@@ -10,7 +10,7 @@ namespace flash::flash_attn {
 // nothing.
 enum class Features {
   kPlain,   // scores are scaled products; elements lie in aligned chunks of 16 bytes
-  kRanged,  // also key ranges
+  kRanged,  // also key ranges; on sm_90 only
   kAll,  // also softcap, ALiBi, biases, dropout, unaligned rows, the largest score of each row, keys in pages (as the
          // others have in decoding, too), values of another head dim than the keys (as the others have on sm_90, too)
 };
@@ -46,12 +46,19 @@ bool fits_values(const Problem& p) {
   return Plan::kPlainHasHeadDimV || p.head_dim_v == p.head_dim;
 }
 
+// The features of a problem, `plain` if it needs nothing but key ranges, in the kernels of a Plan.
+template <typename Plan>
+Features features_of(const Problem& p, bool plain) {
+  if (plain && p.ranges.data == nullptr) return Features::kPlain;
+  return plain && Plan::kHasRanged ? Features::kRanged : Features::kAll;
+}
+
 template <typename Plan>
 Features features_of(const FwdParams& p) {
   const bool finds_keys = Plan::kPlainFindsPages || p.pages.block_table == nullptr;
   const bool plain =
       has_plain_scores(p.problem) && p.aligned && p.row_max == nullptr && finds_keys && fits_values<Plan>(p.problem);
-  return !plain ? Features::kAll : p.problem.ranges.data ? Features::kRanged : Features::kPlain;
+  return features_of<Plan>(p.problem, plain);
 }
 
 inline bool all_aligned(const BwdParams& p) {
@@ -64,8 +71,7 @@ inline bool all_aligned(const BwdParams& p) {
 
 template <typename Plan>
 Features features_of(const BwdParams& p) {
-  const bool plain = has_plain_scores(p.problem) && p.aligned && fits_values<Plan>(p.problem);
-  return !plain ? Features::kAll : p.problem.ranges.data ? Features::kRanged : Features::kPlain;
+  return features_of<Plan>(p.problem, has_plain_scores(p.problem) && p.aligned && fits_values<Plan>(p.problem));
 }
 
 }  // namespace flash::flash_attn

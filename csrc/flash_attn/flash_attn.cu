@@ -3,10 +3,10 @@
 #include <variant>
 
 #include "common/device.h"
-#include "common/dispatch.h"
 #include "common/environment.h"
 #include "flash_attn/append.cuh"
 #include "flash_attn/bwd_plan.h"
+#include "flash_attn/dispatch.h"
 #include "flash_attn/features.h"
 #include "flash_attn/fwd_plan.h"
 #include "flash_attn/fwd_tiles.h"
@@ -19,13 +19,13 @@
 namespace flash::flash_attn {
 namespace {
 
-// Calls fn(type, head dim of keys, head dim of values), all of the instance and as constants.
-template <typename Fn>
-void dispatch_problem(const Problem& p, const HeadDims& built, Fn&& fn) {
-  dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype, [&](auto kDType) {
-    if (built == kUnequal) return fn(kDType, Constant<kUnequal.of_keys>{}, Constant<kUnequal.of_values>{});
-    dispatch_value<64, 96, 128, 192, 256, 512>(built.of_keys, [&](auto kHeadDim) { fn(kDType, kHeadDim, kHeadDim); });
-  });
+template <typename Plan, typename Fn>
+void dispatch_features(Features features, Fn&& fn) {
+  if constexpr (Plan::kHasRanged) {
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, fn);
+  } else {
+    dispatch_value<Features::kPlain, Features::kAll>(features, fn);
+  }
 }
 
 template <typename Plan>
@@ -60,7 +60,7 @@ auto fwd_instance(const FwdSm90Plan& plan) {
 template <typename Plan>
 void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
   dispatch_problem(p.problem, instance_of<Plan>(p.problem), [&](auto kDType, auto kHeadDim, auto kHeadDimV) {
-    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features_of<Plan>(p), [&](auto kFeatures) {
+    dispatch_features<Plan>(features_of<Plan>(p), [&](auto kFeatures) {
       run_built(fwd_instance<element_t<kDType>, kHeadDim, kFeatures, kHeadDimV>(plan), Planned<Plan>{p, plan}, stream);
     });
   });
@@ -84,7 +84,7 @@ template <typename Plan>
 void run_bwd_with(const BwdParams& p, const Plan& plan, cudaStream_t stream) {
   const PlannedBwd<Plan> params{p, plan};
   dispatch_problem(p.problem, instance_of<Plan>(p.problem), [&](auto kDType, auto kHeadDim, auto kHeadDimV) {
-    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features_of<Plan>(p), [&](auto kFeatures) {
+    dispatch_features<Plan>(features_of<Plan>(p), [&](auto kFeatures) {
       run_built(bwd_instance<element_t<kDType>, kHeadDim, kFeatures, kHeadDimV>(params), params, stream);
     });
   });

@@ -34,12 +34,13 @@ struct KeySplits {
 struct FwdSm80Plan {
   static constexpr bool kPlainFindsPages = false;   // whether the instance without other features looks pages up
   static constexpr bool kPlainHasHeadDimV = false;  // and whether values there may have another head dim than keys
+  static constexpr bool kHasRanged = false;         // whether there are instances of Features::kRanged
   Tiling tiling;
   KeySplits splits;
 };
 
 struct DecodePlan {
-  static constexpr bool kPlainFindsPages = true, kPlainHasHeadDimV = false;
+  static constexpr bool kPlainFindsPages = true, kPlainHasHeadDimV = false, kHasRanged = false;
   Tiling tiling;
   KeySplits splits;
   int warps;                             // of a block
@@ -48,7 +49,7 @@ struct DecodePlan {
 };
 
 struct FwdSm90Plan {
-  static constexpr bool kPlainFindsPages = false, kPlainHasHeadDimV = true;
+  static constexpr bool kPlainFindsPages = false, kPlainHasHeadDimV = true, kHasRanged = true;
   Tiling tiling;
   bool wide = false;      // whether tiles are those for long sequences
   Divisor section_heads;  // heads that follow one another tile by tile

@@ -31,7 +31,7 @@ using Softmax = OnlineSoftmax<Config::kWarpRows>;
 template <typename Config>
 struct BlockBias {
   struct None {};
-  std::conditional_t<Config::kPlain, None, BiasBlock<Config::kWarpRows, Config::kKeys>> elements;
+  std::conditional_t<Config::kPlain, None, BiasBlock<typename Config::T, Config::kWarpRows, Config::kKeys>> elements;
 
   // Starts to load it. `warp_row` is the warp's first row.
   template <typename Work>

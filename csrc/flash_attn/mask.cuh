@@ -95,11 +95,10 @@ struct RangedMask : Mask {
   __device__ Interval keys_seen_by_all(const Interval&) const { return all; }
 };
 
-// The blocks of kSize that an interval touches.
-template <int kSize>
-__device__ Interval blocks_of(const Interval& interval) {
+// The blocks of `size` that an interval touches.
+__device__ inline Interval blocks_of(const Interval& interval, int size) {
   if (interval.empty()) return {0, -1};
-  return {interval.first / kSize, interval.last / kSize};
+  return {interval.first / size, interval.last / size};
 }
 
 template <int kSize>

@@ -38,9 +38,9 @@ struct BiasRows {
 // adjacent, and the kernels read them in aligned pairs.
 struct Bias {
   const void* data;  // (batch1, batch2, heads, rows of an entry, keys); packed: (heads, total_q, keys); null: none
-  DType dtype;
-  bool is_mask;  // whether elements are bool, true for a key that is seen
-  int keys;      // how many a row of it has, an even number
+  DType dtype;       // fp32 or that of the queries
+  bool is_mask;      // whether elements are bool, true for a key that is seen
+  int keys;          // how many a row of it has, an even number
   BiasRows rows;
 };
 

@@ -106,7 +106,7 @@ struct Work {
         rows(tiling, seq, tile, kRows),
         mask(mask_of<kRanged>(p.problem, seq, tile, rows)),
         seen(mask.keys_seen_by_any(rows.tokens())),
-        blocks(blocks_of<kKeys>(seen)),
+        blocks(blocks_of(seen, kKeys)),
         all_blocks(blocks.last - blocks.first + 1),
         blocks_per_split(all_blocks) {}
 

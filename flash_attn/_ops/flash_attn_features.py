@@ -21,7 +21,6 @@ from flash_attn._reference.options import CacheOptions, Features, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
-BIAS_KERNEL_DTYPES = (*SINK_DTYPES, torch.bool)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
 KERNEL_HEAD_DIM = 512  # the largest that kernels of attention and its gradients take, and ops without features
 DMASK_KERNEL_HEAD_DIM = 256  # and those of S_dmask
@@ -71,7 +70,7 @@ def checked(given: Given, causal: object, q: Tensor, batch: int, max_seqlen_k: A
 
 def _dense_bias(bias, q, whole):
     """Check a bias of a dense batch; return it in the five dimensions of `Features`."""
-    _check_bias_type(bias, q)
+    bias = _converted_bias(bias, q)
     shape, batch = tuple(bias.shape), whole[0]
     if len(shape) == 5:
         batch1, batch2 = shape[:2]
@@ -95,7 +94,7 @@ def _dense_bias(bias, q, whole):
 
 def _packed_bias(bias, q, max_seqlen_k):
     """Check a bias of packed tokens; return it in the five dimensions of `Features`."""
-    _check_bias_type(bias, q)
+    bias = _converted_bias(bias, q)
     shape, whole = tuple(bias.shape), (q.shape[-2], q.shape[-3])
     if not 1 <= len(shape) <= 3 or not _broadcasts(shape[:-1], whole[3 - len(shape) :]):
         raise ArgumentError(
@@ -107,10 +106,12 @@ def _packed_bias(bias, q, max_seqlen_k):
     return bias[(None,) * (5 - len(shape))]
 
 
-def _check_bias_type(bias, q):
+def _converted_bias(bias, q):
+    """Check the type of a bias; return it in float32 if it has 16 bits and q has 16 others, which no kernel mixes."""
     checks.tensor("attn_bias", bias, device=q.device)
     if not bias.is_floating_point() and bias.dtype != torch.bool:
         raise ArgumentTypeError(f"attn_bias must have a floating-point dtype or bool, found {bias.dtype}")
+    return bias.float() if bias.dtype in KERNEL_DTYPES and bias.dtype != q.dtype else bias
 
 
 def _key_ranges(ranges, q, whole):
@@ -164,7 +165,7 @@ def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, featur
     """What of a call the kernels do not take, in a caller's words."""
     _, bias, ranges, _, causal, seqused_q, _ = features
     causes = []
-    if bias is not None and bias.dtype not in BIAS_KERNEL_DTYPES:
+    if bias is not None and bias.dtype not in (q.dtype, torch.float32, torch.bool):
         causes.append(f"attn_bias of dtype {bias.dtype}")
     if bias is not None and bias.shape[-1] == 1:
         causes.append("attn_bias of one key")

@@ -85,7 +85,7 @@ def fit(folder, name, group=None, max_steps=STEPS, dropout=0.0, save_at=None, se
         parallel["ddp_comm_hook"] = options.pop("ddp_comm_hook")
     with torch.device("meta") if name in DIVIDE and group.rank() > 0 else nullcontext():
         network = MODELS[model](dropout=dropout)
-    task = tiny.Task(network, _zero if name == "ddp_zero1" else torch.optim.AdamW)
+    task = tiny.Task(network, _zero if name == "ddp_zero1" else tiny.adamw)
     trainer_options = {"callbacks": [tiny.SaveAt(save_at, folder)] if save_at else []} | options
     trainer_options["accelerator"] = _device(group)
     ckpt_path = trainer_options.pop("ckpt_path", None)
@@ -99,7 +99,7 @@ def _device(group):
 
 
 def _zero(groups, **options):
-    return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, **options)
+    return ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, eps=tiny.ADAM_EPS, **options)
 
 
 def gpt(dropout=0.0):

@@ -15,6 +15,7 @@ from src.datamodules.resumable import ResumableDataModule
 from src.datamodules.resumable_loader import ResumableLoader
 
 VOCAB, SEQLEN = 32, 8
+ADAM_EPS = 1e-4  # Adam divides by a gradient's size, and would enlarge the rounding errors of the smallest gradients
 
 
 class Layer(nn.Module):
@@ -48,10 +49,14 @@ class Model(nn.Module):
         return self.head(x)
 
 
+def adamw(groups: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, eps=ADAM_EPS, **options)
+
+
 class Task(L.LightningModule):
     """Trains `Model` and keeps the losses and rates of all steps of this process."""
 
-    def __init__(self, model: nn.Module | None = None, optimizer: Any = torch.optim.AdamW, noisy_validation=True):
+    def __init__(self, model: nn.Module | None = None, optimizer: Any = adamw, noisy_validation=True):
         super().__init__()
         self.model = Model() if model is None else model
         self.make_optimizer, self.noisy_validation = optimizer, noisy_validation
@@ -81,8 +86,7 @@ class Task(L.LightningModule):
         for parameter in self.model.parameters():
             (exempt if getattr(parameter, "_no_weight_decay", False) else decayed).append(parameter)
         groups = [{"params": decayed, "weight_decay": 0.1}, {"params": exempt, "weight_decay": 0.0}]
-        # eps: Adam divides by a gradient's size, and would enlarge the rounding errors of the smallest gradients.
-        optimizer = self.make_optimizer(groups, lr=1e-2, eps=1e-4)
+        optimizer = self.make_optimizer(groups, lr=1e-2)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 

@@ -1,20 +1,20 @@
 // Before the backward: softmax_d, the row sums of dO * O less the gradient of lse, where O is the sum of out and out_lo
-// if there is an out_lo; and the start of what the other
-// kernels add to: zeros in dq_accum, or in dQ of rows that see no key if the main kernel rounds dQ; zeros in
-// semaphores. For the kernels for sm_90 also copies of lse and softmax_d in whole blocks of rows.
+// if there is an out_lo; and the start of what the other kernels add to: zeros in dq_accum, or in dQ of rows that see
+// no key if the main kernel rounds dQ; zeros in semaphores. For the kernels for sm_90 also copies of lse and softmax_d
+// in whole blocks of rows.
 //
 // kLanes threads share a row, each with kChunks times 8 channels, and load kSteps rows at a time. The rows are those of
 // BwdParams::softmax_d. Some between two entries stand for no token and get 0. Packed tokens after the last entry get
 // 0, too, but have rows in dq_accum.
-#pragma once
-
 #include <cmath>
 #include <cstdint>
 
 #include "common/launch.h"
 #include "flash_attn/bwd_dq_accum.cuh"
 #include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_rows.h"
 #include "flash_attn/bwd_scratch.cuh"
+#include "flash_attn/dispatch.h"
 #include "flash_attn/mask.cuh"
 #include "flash_attn/params.h"
 #include "flash_attn/score.cuh"
@@ -22,12 +22,12 @@
 #include "tile/vec.cuh"
 
 namespace flash::flash_attn {
+namespace {
 
-template <typename T_, int kHeadDim_, bool kRanged_ = false>
+template <typename T_, int kHeadDim_>
 struct BwdPrepareConfig {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
-  static constexpr bool kRanged = kRanged_;  // whether there are key ranges
   static constexpr int kChunk = 8;
   static constexpr int kLanes = kHeadDim <= 64 ? 8 : kHeadDim <= 128 ? 16 : 32;  // a power of two
   static constexpr int kLaneChunks = (kHeadDim + kChunk * kLanes - 1) / (kChunk * kLanes);
@@ -36,12 +36,12 @@ struct BwdPrepareConfig {
 };
 
 // The position of row 0 of an entry among the rows of a head.
-__device__ inline int64_t first_position(const Problem& p, int entry) {
+__device__ int64_t first_position(const Problem& p, int entry) {
   return p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + entry) + int64_t{kRowPad} * entry : 0;
 }
 // The entry of a row at `position`, in the `outer`-th head of all entries or, if packed, of all heads. Packed tokens
 // after the last entry are entry `batch`.
-__device__ inline int entry_of(const Problem& p, int outer, int64_t position) {
+__device__ int entry_of(const Problem& p, int outer, int64_t position) {
   if (p.cu_seqlens_q == nullptr) return outer / p.heads;
   return last_entry_from(p.batch + 1, position, [&](int entry) { return first_position(p, entry); });
 }
@@ -67,15 +67,13 @@ struct SoftmaxDRow {
 
   __device__ float value(const float* values, const Problem& p) const { return row_values(values, p, span, head)[row]; }
 
-  template <bool kRanged>
-  __device__ bool sees_keys(const BwdSm90Params& p) const {
+  __device__ bool sees_keys(const BwdCommonParams& p) const {
     if (!attends) return false;
     const Problem& problem = p.problem;
-    if constexpr (kRanged) {
+    if (problem.ranges.data != nullptr) {
       return !p.plan.scratch.seen[seen_index(problem, p.plan.scratch, span, entry, head) + row].empty();
-    } else {
-      return !Mask(problem, Sequence(problem, entry)).keys_seen_by(row).empty();
     }
+    return !Mask(problem, Sequence(problem, entry)).keys_seen_by(row).empty();
   }
 };
 
@@ -122,8 +120,8 @@ __device__ float row_sum(const float (&out)[kChunks][8], const Vec<T, 8> (&dout)
 
 // Clears dq_accum of a row. A lane takes four floats beside those of the next lane, so that an access fills cache
 // lines.
-template <typename Config, typename Params>
-__device__ void clear_dq_accum(const Params& p, const SoftmaxDRow& at, int lane) {
+template <typename Config>
+__device__ void clear_dq_accum(const BwdCommonParams& p, const SoftmaxDRow& at, int lane) {
   using Accum = DqAccum<Config::kHeadDim>;
   constexpr int kGroup = Accum::kGroup;
 #pragma unroll
@@ -135,49 +133,31 @@ __device__ void clear_dq_accum(const Params& p, const SoftmaxDRow& at, int lane)
 
 // Clears dQ of a row that sees no key: the main kernel, which rounds dQ, does not come to it.
 template <typename Config>
-__device__ void clear_unseen_dq(const BwdSm90Params& p, const SoftmaxDRow& at, int lane) {
+__device__ void clear_unseen_dq(const BwdCommonParams& p, const SoftmaxDRow& at, int lane) {
   using T = typename Config::T;
   T* row = first_token<T>(p.dq, at.span, at.head) + at.row * p.dq.seqlen;
 #pragma unroll
   for (int col = lane * Config::kChunk; col < Config::kHeadDim; col += Config::kLanes * Config::kChunk) {
-    if (col < p.problem.head_dim && !at.sees_keys<Config::kRanged>(p)) store(row + col, Vec<T, 8>{});
+    if (col < p.problem.head_dim && !at.sees_keys(p)) store(row + col, Vec<T, 8>{});
   }
 }
 
-template <typename Config>
-__device__ void clear_dq(const BwdSm80Params& p, const SoftmaxDRow& at, int lane) {
-  clear_dq_accum<Config>(p, at, lane);
-}
-template <typename Config>
-__device__ void clear_dq(const BwdSm90Params& p, const SoftmaxDRow& at, int lane) {
-  p.plan.rounds_dq ? clear_unseen_dq<Config>(p, at, lane) : clear_dq_accum<Config>(p, at, lane);
-}
-
-// Copies the values of a row to the row `index` of those in whole blocks.
-template <bool kRanged>
-__device__ void store_row_values(const BwdSm80Params&, const SoftmaxDRow&, int64_t, float, float) {}
-template <bool kRanged>
-__device__ void store_row_values(const BwdSm90Params& p, const SoftmaxDRow& at, int64_t index, float lse,
-                                 float softmax_d) {
-  const bool sees = at.sees_keys<kRanged>(p);
-  p.plan.lse_log2[index] = sees ? lse * kLog2e : INFINITY;
-  p.plan.softmax_d[index] = sees ? softmax_d : 0.f;
-}
-
 // Stores what the main kernel reads of a row in whole blocks.
-template <bool kRanged, typename Params>
-__device__ void prepare_padded_row(const Params& p, const SoftmaxDRow& at, float lse, float softmax_d) {
+__device__ void prepare_padded_row(const BwdCommonParams& p, const SoftmaxDRow& at, float lse, float softmax_d) {
   const BwdScratch& scratch = p.plan.scratch;
   const bool in_block = at.row < (at.span.length + kRowPad - 1) / kRowPad * kRowPad;
   if (at.entry >= p.problem.batch || !in_block) return;
   const int64_t index = padded_row_index(p.problem, scratch, at.span, at.entry, at.head) + at.row;
   if (p.plan.waits && index % kSemaphoreRows == 0) *semaphore_at(scratch, index) = 0;
-  store_row_values<kRanged>(p, at, index, lse, softmax_d);
+  if (p.plan.lse_log2 == nullptr) return;
+  const bool sees = at.sees_keys(p);
+  p.plan.lse_log2[index] = sees ? lse * kLog2e : INFINITY;
+  p.plan.softmax_d[index] = sees ? softmax_d : 0.f;
 }
 
 // Prepares kSteps rows, from `first` on. kExact: there is an out_lo.
-template <typename Config, int kSteps, bool kAligned, bool kExact, typename Params>
-__device__ void prepare_rows(const Params& p, int outer, int64_t first) {
+template <typename Config, int kSteps, bool kAligned, bool kExact>
+__device__ void prepare_rows(const BwdCommonParams& p, int outer, int64_t first) {
   using T = typename Config::T;
   const Problem& problem = p.problem;
   const int lane = threadIdx.x % Config::kLanes;
@@ -215,7 +195,7 @@ __device__ void prepare_rows(const Params& p, int outer, int64_t first) {
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const SoftmaxDRow at = row_of(step);
-    if (at.has_token) clear_dq<Config>(p, at, lane);
+    if (at.has_token) p.plan.rounds_dq ? clear_unseen_dq<Config>(p, at, lane) : clear_dq_accum<Config>(p, at, lane);
   }
   float softmax_d = 0;
 #pragma unroll
@@ -234,22 +214,22 @@ __device__ void prepare_rows(const Params& p, int outer, int64_t first) {
   if (!finishes) return;
   if (lse == INFINITY) softmax_d = 0;
   p.softmax_d[outer * softmax_d_per_head(problem) + position_of(lane)] = softmax_d;
-  prepare_padded_row<Config::kRanged>(p, own, lse, softmax_d);
+  prepare_padded_row(p, own, lse, softmax_d);
 }
 
 // Prepares all rows of a thread, kSteps at a time.
-template <typename Config, int kSteps, bool kAligned, bool kExact, typename Params>
-__device__ void prepare_in_steps(const Params& p, int outer, int64_t first) {
+template <typename Config, int kSteps, bool kAligned, bool kExact>
+__device__ void prepare_in_steps(const BwdCommonParams& p, int outer, int64_t first) {
 #pragma unroll 1
   for (int step = 0; step < Config::kSteps; step += kSteps) {
     prepare_rows<Config, kSteps, kAligned, kExact>(p, outer, first + step * Config::kStepRows);
   }
 }
 
-template <typename Config, typename Params>
-__global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __grid_constant__ Params p) {
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __grid_constant__ BwdCommonParams p) {
   if (blockIdx.x == 0 && threadIdx.x == 0) *p.plan.scratch.next_block = 0;
-  const int blocks_per_head = blocks_for<Config::kRows>(softmax_d_per_head(p.problem));
+  const int blocks_per_head = blocks_for(softmax_d_per_head(p.problem), Config::kRows);
   const int outer = blockIdx.x / blocks_per_head;
   const int64_t first = int64_t{blockIdx.x % blocks_per_head} * Config::kRows + threadIdx.x / Config::kLanes;
   const bool exact = p.out_lo.data != nullptr;
@@ -260,15 +240,23 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __g
         : prepare_in_steps<Config, 1, false, false>(p, outer, first);
 }
 
-template <typename Config, typename Params>
-void run_bwd_prepare(const Params& p, cudaStream_t stream) {
+template <typename Config>
+void launch_bwd_prepare(const BwdCommonParams& p, cudaStream_t stream) {
   const int64_t per_head = softmax_d_per_head(p.problem), sums = softmax_d_size(p.problem);
   if (sums == 0) return;
   if (p.problem.seqlen_q == 0) {  // the kernel reads some token for each row, and here there is none
     return check_cuda(cudaMemsetAsync(p.softmax_d, 0, sums * sizeof(float), stream), "cudaMemsetAsync");
   }
-  const int64_t blocks = sums / per_head * blocks_for<Config::kRows>(per_head);
-  launch<bwd_prepare_kernel<Config, Params>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
+  const int64_t blocks = sums / per_head * blocks_for(per_head, Config::kRows);
+  launch<bwd_prepare_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
+}
+
+}  // namespace
+
+void run_bwd_prepare(const BwdCommonParams& p, cudaStream_t stream) {
+  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
+    launch_bwd_prepare<BwdPrepareConfig<element_t<kDType>, kHeadDim>>(p, stream);
+  });
 }
 
 }  // namespace flash::flash_attn

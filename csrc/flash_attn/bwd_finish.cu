@@ -2,19 +2,20 @@
 // that no entry uses.
 //
 // A thread takes 16 channels of a row, of dQ or of dK and dV.
-#pragma once
-
 #include <cstdint>
 
 #include "common/launch.h"
 #include "flash_attn/bwd_dq_accum.cuh"
 #include "flash_attn/bwd_plan.h"
+#include "flash_attn/bwd_rows.h"
 #include "flash_attn/bwd_scratch.cuh"
+#include "flash_attn/dispatch.h"
 #include "flash_attn/params.h"
 #include "flash_attn/sequence.cuh"
 #include "tile/vec.cuh"
 
 namespace flash::flash_attn {
+namespace {
 
 template <typename T_, int kHeadDim_>
 struct BwdFinishConfig {
@@ -25,11 +26,11 @@ struct BwdFinishConfig {
   static constexpr int kThreads = 256;
 };
 
-inline bool may_skip_keys(const Problem& p) {
+bool may_skip_keys(const Problem& p) {
   return p.cu_seqlens_k != nullptr || p.seqused_k != nullptr || p.leftpad_k != nullptr;
 }
 
-__device__ inline bool is_used(const Problem& p, const Span& key) {
+__device__ bool is_used(const Problem& p, const Span& key) {
   const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_k + entry); };
   const bool packed = p.cu_seqlens_k != nullptr;
   const Span used = key_span(p, packed ? last_entry_from(p.batch + 1, key.first, start_of) : key.batch);
@@ -56,8 +57,8 @@ __device__ void store_channels(T* row, const float (&values)[16], int col, int c
 }
 
 // Rounds 16 channels, from `col` on, of dQ of a token.
-template <typename Config, typename Params>
-__device__ void finish_dq(const Params& p, const Span& token, int head, int col) {
+template <typename Config>
+__device__ void finish_dq(const BwdCommonParams& p, const Span& token, int head, int col) {
   using T = typename Config::T;
   using Accum = DqAccum<Config::kHeadDim>;
   const Problem& problem = p.problem;
@@ -84,7 +85,7 @@ __device__ void clear_unused(const BwdParams& p, const Span& key, int head, int 
 template <typename Config>
 __host__ __device__ int blocks_of_head(int seqlen) {
   constexpr int kRows = Config::kRows;
-  return blocks_for<Config::kThreads>((int64_t{seqlen} + kRows - 1) / kRows * kRows * Config::kColumns);
+  return blocks_for((int64_t{seqlen} + kRows - 1) / kRows * kRows * Config::kColumns, Config::kThreads);
 }
 
 // Calls fn(token, head, col) for a thread of block `block`. Blocks share `seqlen` tokens of `heads` heads, one head
@@ -103,17 +104,14 @@ __host__ __device__ int64_t num_blocks(int64_t heads, int seqlen) {
   return heads * blocks_of_head<Config>(seqlen);
 }
 
-__host__ __device__ inline bool dq_is_rounded(const BwdSm80Plan&) { return false; }
-__host__ __device__ inline bool dq_is_rounded(const BwdSm90Plan& plan) { return plan.rounds_dq; }
-
-template <typename Config, typename Params>
-__host__ __device__ int64_t num_dq_blocks(const Params& p) {
+template <typename Config>
+__host__ __device__ int64_t num_dq_blocks(const BwdCommonParams& p) {
   const int64_t heads = num_entries(p.problem) * p.problem.heads;
-  return dq_is_rounded(p.plan) ? 0 : num_blocks<Config>(heads, p.problem.seqlen_q);
+  return p.plan.rounds_dq ? 0 : num_blocks<Config>(heads, p.problem.seqlen_q);
 }
 
-template <typename Config, typename Params>
-__global__ __launch_bounds__(Config::kThreads) void bwd_finish_kernel(const __grid_constant__ Params p) {
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads) void bwd_finish_kernel(const __grid_constant__ BwdCommonParams p) {
   const Problem& problem = p.problem;
   const int block = blockIdx.x, dq_blocks = num_dq_blocks<Config>(p);
   if (block < dq_blocks) {
@@ -125,12 +123,20 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_finish_kernel(const __gr
   }
 }
 
-template <typename Config, typename Params>
-void run_bwd_finish(const Params& p, cudaStream_t stream) {
+template <typename Config>
+void launch_bwd_finish(const BwdCommonParams& p, cudaStream_t stream) {
   const Problem& problem = p.problem;
   int64_t blocks = num_dq_blocks<Config>(p);
   if (may_skip_keys(problem)) blocks += num_blocks<Config>(num_entries(problem) * problem.heads_k, problem.seqlen_k);
-  launch<bwd_finish_kernel<Config, Params>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
+  launch<bwd_finish_kernel<Config>>({.grid = dim3(blocks), .block = dim3(Config::kThreads)}, p, stream);
+}
+
+}  // namespace
+
+void run_bwd_finish(const BwdCommonParams& p, cudaStream_t stream) {
+  dispatch_problem(p.problem, [&](auto kDType, auto kHeadDim) {
+    launch_bwd_finish<BwdFinishConfig<element_t<kDType>, kHeadDim>>(p, stream);
+  });
 }
 
 }  // namespace flash::flash_attn
