@@ -30,7 +30,7 @@ extern "C" {
 
 const char* find_fwd_sizes(int head_dim, Features features, int64_t* sizes) {
   return for_head_dim<512>(head_dim, [&](auto kHeadDim) {
-    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, [&](auto kFeatures) {
+    dispatch_value<Features::kPlain, Features::kAll>(features, [&](auto kFeatures) {
       using Config = FwdConfig<__nv_bfloat16, kHeadDim, kFeatures>;
       answer<FwdShared<Config>>(sizes, Config::kBlockThreads);
     });

@@ -124,7 +124,7 @@ def test_accumulators_fit_the_registers(host, head_dim, plain):
 
 
 @pytest.mark.parametrize("head_dim, kernel, options", [
-    *itertools.product(ALL_HEAD_DIMS, ["fwd"], [(features,) for features in FEATURES]),
+    *itertools.product(ALL_HEAD_DIMS, ["fwd"], [(PLAIN,), (ALL,)]),
     *itertools.product(HEAD_DIMS, ["dmask"], [()]),
 ])  # fmt: skip
 def test_blocks_fit_every_gpu(instances, head_dim, kernel, options):
