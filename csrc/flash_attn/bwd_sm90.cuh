@@ -56,8 +56,8 @@ struct Loader {
 
   // Lets the other warps know of a block of keys; -1 is the end.
   __device__ void tell(int index) {
-    shared.index_ring.wait_empty(index_at);
     if (starts_copies<Config>()) {
+      shared.index_ring.wait_empty(index_at);
       shared.index[index_at.stage] = index;
       shared.index_ring.full[index_at.stage].arrive();
     }

@@ -122,9 +122,9 @@ struct DqWarp {
     if (fate != DqFate::kRoundWithSum) release_box(fate);
     if (lane_id() == 0) release_added();
     added = turn.order.last ? nullptr : turn.semaphores + half;
-    if constexpr (Config::kAwaitsTurns) shared.turn_ring.wait_full(turn_at);
-    if (lane_id() == 0) {
+    if (lane_id() == 0) {  // alone: a lane that came late might find that the turn after the next has come
       if constexpr (Config::kAwaitsTurns) {
+        shared.turn_ring.wait_full(turn_at);
         shared.turn_ring.release(turn_at);
         ptx::fence_async_global();
       } else {

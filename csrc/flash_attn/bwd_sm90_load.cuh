@@ -12,7 +12,8 @@
 namespace flash::flash_attn {
 
 // Whether a thread of the warp that starts copies walks over the rows, and whether it is the one that starts the
-// copies. Where there may be key ranges, all lanes walk together.
+// copies. Where there may be key ranges, all lanes walk together. But only the one waits for stages to be free: another
+// one that came late would look at a stage that has been filled and freed once more, and wait forever.
 template <typename Config>
 __device__ bool walks_rows() {
   return Config::kTakesRanges || lane_id() == 0;
@@ -52,8 +53,8 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
     const int row0 = row_block * Config::kBlockM;
     const int64_t index = block.padded_index(p, head) + row0;
     const auto load = [&](auto& ring, const CUtensorMap& map, const float* values, int more_bytes) {
-      ring.barriers.wait_empty(at);
       if (!starts_copies<Config>()) return;
+      ring.barriers.wait_empty(at);
       ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(ring.tiles[0]) + ring.kValueBytes + more_bytes);
       load_async(ring.tiles[at.stage], map, first + row0, head, batch, here);
       ptx::copy_bytes_async(ptx::shared_address(ring.values_of(at)), values + index, ring.kValueBytes, here);
@@ -62,8 +63,6 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
     if (cut && starts_copies<Config>()) load_seen(p, shared, block, head, row0, at);
     load(shared.dout, p.dout_map, p.plan.softmax_d, 0);
     at.advance();
-    // A lane that came late would look at a stage that has been filled and freed once more, and wait forever.
-    if constexpr (Config::kTakesRanges) __syncwarp();
   });
 }
 

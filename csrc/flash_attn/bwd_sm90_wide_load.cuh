@@ -48,8 +48,8 @@ __device__ void load_block(const BwdSm90Launch& p, BwdWideShared<Config>& shared
     const int64_t index = block.padded_index(p, head) + row0;
     const auto load = [&](auto& ring, const CUtensorMap& map, const float* values, int more_bytes) {
       auto& tile = ring.tiles[at.stage];
-      ring.barriers.wait_empty(at);
       if (!starts_copies<Config>()) return;
+      ring.barriers.wait_empty(at);
       ptx::SharedBarrier& here = ring.barriers.expect_tx(at, sizeof(tile) + ring.kValueBytes + more_bytes);
       if constexpr (Config::kParts == 1) {
 #pragma unroll 1
@@ -67,8 +67,6 @@ __device__ void load_block(const BwdSm90Launch& p, BwdWideShared<Config>& shared
     if (cut && starts_copies<Config>()) load_seen(p, shared, block, head, row0, at);
     load(shared.dout, p.dout_map, p.plan.softmax_d, 0);
     at.advance();
-    // A lane that came late would look at a stage that has been filled and freed once more, and wait forever.
-    if constexpr (Config::kTakesRanges) __syncwarp();
   });
 }
 
