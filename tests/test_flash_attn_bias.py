@@ -141,6 +141,27 @@ def test_a_packed_bias_may_have_more_keys_than_entries(device, in_kernels):
     assert_error_ratio(out, expected(torch.double), expected(q.dtype))
 
 
+@pytest.mark.parametrize("portable", [False, True])
+def test_the_gradient_of_a_packed_bias_of_too_few_keys_stays_in_its_rows(portable, device, monkeypatch, in_kernels):
+    """Only the device knows how many keys entries have. Here no row sees those for which there is no bias."""
+    if not _library.runs_in_kernel("bwd_features", torch.empty(0, device=device)):
+        pytest.skip("needs kernels of attention: the reference knows the lengths, and raises")
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
+    q, k, v, dout = (x[0] for x in Case(seqlen_q=70, seqlen_k=70).tensors(device))
+    cu_seqlens = torch.tensor([0, 20, 70], dtype=torch.int32, device=device)
+    ranges = torch.tensor([0, 20], dtype=torch.int32, device=device).expand(1, 1, 2)
+    bias = torch.randn(4, 70, 50, device=device)
+
+    def gradient(bias):
+        bias = bias.contiguous().requires_grad_()
+        bounds = cu_seqlens, cu_seqlens, 50, None
+        return torch.autograd.grad(
+            flash_attn_varlen_func(q, k, v, *bounds, attn_bias=bias, key_ranges=ranges), bias, dout
+        )[0]
+
+    assert torch.equal(gradient(bias[..., :20]), gradient(bias)[..., :20])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Large numbers
 

@@ -357,6 +357,7 @@ Tensor new_dbias(BwdParams& p, const Tensor& bias, const Options& options) {
   const ScalarType dtype = p.dbias.is_sum ? ScalarType::Float : bias.scalar_type();
   const Tensor dbias = torch::stable::new_zeros(bias, bias.sizes(), dtype);
   p.dbias.data = dbias.mutable_data_ptr();
+  p.dbias.keys = static_cast<int>(bias.size(4));
   p.dbias.rows = bias_rows(dbias, batch2_size(bias, problem));
   return dbias;
 }

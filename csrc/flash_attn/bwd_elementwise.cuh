@@ -166,7 +166,8 @@ __device__ void add_to_dbias(const Fragment<kRows, kCols>& ds, const BiasGradien
                              const ScorePlace& place) {
   if (dbias.data == nullptr) return;
   const int64_t start = row_start(dbias.rows, place.entry, place.head, place.first_token) + place.key0 + ds.row(0);
-  const int rows = mask.seqlen_q - place.row0 - ds.col(0), keys = mask.seqlen_k - place.key0 - ds.row(0);
+  const int rows = mask.seqlen_q - place.row0 - ds.col(0);
+  const int keys = min(mask.seqlen_k, dbias.keys) - place.key0 - ds.row(0);
   // fn(index, element) for the lane's elements that exist.
   const auto for_each = [&](auto&& fn) {
     int64_t index = start + (place.row0 + ds.col(0)) * dbias.rows.seqlen;

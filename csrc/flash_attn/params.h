@@ -153,6 +153,7 @@ struct BiasGradient {
   void* data;  // like Bias::data; null if it is not wanted
   DType dtype;
   bool is_sum;  // whether several scores share an element, which then has fp32
+  int keys;     // how many a row of it has, perhaps fewer than an entry
   BiasRows rows;
 };
 
