@@ -46,7 +46,8 @@ __device__ float biased(float score, float bias) {
 // Two adjacent elements of a bias, as they lie in memory.
 template <typename T>
 struct BiasPair {
-  uint32_t words[sizeof(T) == 4 ? 2 : 1];
+  static constexpr int kWords = sizeof(T) == 4 ? 2 : 1;
+  alignas(4 * kWords) uint32_t words[kWords];
 
   // Elements beyond the last key are NaN, or true. Only keys that do not exist may be there, which the mask hides.
   __device__ void load(const T* row, int key, int keys) {

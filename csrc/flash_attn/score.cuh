@@ -65,9 +65,10 @@ __device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p) {
   s.for_each([&](float& x, int, int) { x = cap(x, factor, most); });
 }
 
-// The derivative of the cap at a score, from log2(e) times the capped score.
+// The derivative of the cap at a score, from log2(e) times the capped score. The reciprocal is the same for all scores,
+// and computed once.
 __device__ inline float cap_slope(float capped, float softcap) {
-  const float t = capped / (softcap * kLog2e);
+  const float t = capped * (1 / (softcap * kLog2e));
   return 1 - t * t;
 }
 
