@@ -58,7 +58,7 @@ def _fields(parameters, base, fraction, longest, original):
             scaling["original_max_position_embeddings"] = original
         if kind == "dynamic":  # which counts from the length that the model has now
             scaling["original_max_position_embeddings"] = longest
-        if kind == "longrope" and scaling.get("factor") is None and longest is not None:
+        if kind in ("longrope", "yarn") and scaling.get("factor") is None and longest is not None:
             scaling["factor"] = longest / scaling["original_max_position_embeddings"]
         _check(scaling, None)
         fields["rotary_emb_scaling"] = scaling
@@ -187,7 +187,7 @@ def _yarn(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: int
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * pairs - 1)
     number = torch.arange(pairs, dtype=torch.float32, device=frequencies.device)
-    slowed = ((number - low) / max(high - low, 1e-3)).clamp(0, 1)
+    slowed = ((number - low) / ((high - low) or 1e-3)).clamp(0, 1)
     return frequencies * (1 - slowed + slowed / scaling["factor"])
 
 

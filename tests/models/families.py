@@ -98,6 +98,14 @@ CASES = {
             **_LLAMA, rope_parameters=_YARN | dict(beta_fast=8.0, beta_slow=2.0, attention_factor=0.8)
         ),
     ),
+    "llama yarn, factor of the lengths": Case(
+        "llama", lambda: LlamaConfig(**_LLAMA, rope_parameters=_YARN | dict(factor=None), max_position_embeddings=64)
+    ),
+    "llama yarn, slow pairs kept": Case(
+        "llama", lambda: LlamaConfig(**_LLAMA, rope_parameters=_YARN | dict(
+            beta_fast=1.0, beta_slow=32.0, original_max_position_embeddings=6400,
+        )),
+    ),
     "mistral": Case("llama", lambda: MistralConfig(**_LLAMA, num_key_value_heads=2, sliding_window=5)),
     "mistral, no window": Case("llama", lambda: MistralConfig(**_LLAMA, num_key_value_heads=2, sliding_window=None)),
     "qwen2": Case("llama", lambda: Qwen2Config(**_LLAMA, num_key_value_heads=2)),
