@@ -76,6 +76,12 @@ def whole_rope_fields(
     return fields
 
 
+def turning_in(turns: Sequence[bool], fields: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a rotary embedding that only some layers have, those for which `turns` is true."""
+    fields = fields | {"rotary_emb_fraction": [float(each) for each in turns]}
+    return fields if any(turns) else fields | {"rotary_emb_scaling": None}
+
+
 def rotary_embedding(
     s: Settings, layer_idx: int | None = None, device: torch.device | str | None = None
 ) -> RotaryEmbedding:

@@ -15,7 +15,7 @@ from flash_attn.models._llama_like import (
     llama_like_keys,
     windows,
 )
-from flash_attn.models._rope import whole_rope_fields
+from flash_attn.models._rope import turning_in, whole_rope_fields
 
 
 def _windows(read):
@@ -29,7 +29,7 @@ def _rotary(read):
     if _type(read) == "cohere":
         return fields
     is_local = [kind == "sliding_attention" and read("sliding_window") is not None for kind in kinds_of_layers(read, 4)]
-    return fields | {"rotary_emb_fraction": [float(each) for each in is_local]}
+    return turning_in(is_local, fields)
 
 
 def _type(read):

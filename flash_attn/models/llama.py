@@ -38,7 +38,7 @@ from flash_attn.models._keys import (
     stacked,
 )  # fmt: skip
 from flash_attn.models._llama_like import CONSTANT, COPIED, biases, gated_activation, llama_like_keys, windows
-from flash_attn.models._rope import whole_rope_fields
+from flash_attn.models._rope import turning_in, whole_rope_fields
 
 
 def _biases(read):
@@ -76,7 +76,7 @@ def _rotary(read):
         return fields
     layers, interval = read("num_hidden_layers"), read("no_rope_layer_interval", default=4)
     turns = read("no_rope_layers", default=[(i + 1) % interval != 0 for i in range(layers)])
-    return fields | {"rotary_emb_fraction": [float(bool(each)) for each in turns]}
+    return turning_in([bool(each) for each in turns], fields)
 
 
 def _qk_norm(read):

@@ -14,7 +14,7 @@ from flash_attn.models._llama_like import (
     llama_like_keys,
     windows,
 )
-from flash_attn.models._rope import whole_rope_fields
+from flash_attn.models._rope import turning_in, whole_rope_fields
 
 
 def _rotary(read):
@@ -25,7 +25,7 @@ def _rotary(read):
     if _type(read) == "olmo3":
         return whole_rope_fields(read, kinds)
     turns = [read("sliding_window") is None or kind == "sliding_attention" for kind in kinds]
-    return whole_rope_fields(read) | {"rotary_emb_fraction": [float(each) for each in turns]}
+    return turning_in(turns, whole_rope_fields(read))
 
 
 def _windows(read):

@@ -144,6 +144,9 @@ CASES = {
             use_sliding_window=True, sliding_window=6, no_rope_layer_interval=2,
         ),
     ),
+    "smollm3 without rotary embedding": Case(
+        "llama", lambda: SmolLM3Config(**_LLAMA, num_key_value_heads=2, rope_parameters=_YARN, no_rope_layers=[0, 0])
+    ),
     "ministral": Case(
         "llama", lambda: MinistralConfig(
             **_LLAMA, num_key_value_heads=2, head_dim=16, sliding_window=5,
@@ -201,11 +204,21 @@ CASES = {
             **_LLAMA, num_key_value_heads=2, sliding_window=None, layer_types=["full_attention"] * 2
         ),
     ),
+    "exaone4 with windows nowhere": Case(
+        "olmo2", lambda: Exaone4Config(
+            **_LLAMA, num_key_value_heads=2, sliding_window=6, layer_types=["full_attention"] * 2, rope_parameters=_YARN
+        ),
+    ),
     "cohere": Case("cohere", lambda: CohereConfig(**_LLAMA, num_key_value_heads=2, logit_scale=0.3)),
     "cohere2": Case(
         "cohere", lambda: Cohere2Config(
             **_LLAMA, num_key_value_heads=2, sliding_window=6, logit_scale=0.3,
             layer_types=["sliding_attention", "full_attention"],
+        ),
+    ),
+    "cohere2 without windows": Case(
+        "cohere", lambda: Cohere2Config(
+            **_LLAMA, num_key_value_heads=2, logit_scale=0.3, layer_types=["full_attention"] * 2, rope_parameters=_YARN
         ),
     ),
     "stablelm": Case("stablelm", lambda: StableLmConfig(**_LLAMA, num_key_value_heads=2)),
