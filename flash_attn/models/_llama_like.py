@@ -1,5 +1,6 @@
 """What the configurations and the checkpoints of Llama and its many relatives have in common."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from flash_attn.models._config import Reader, refuse_unless
@@ -56,19 +57,19 @@ def biases(read: Reader) -> dict[str, Any]:
     return {"qkv_proj_bias": qkv, "out_proj_bias": out, "mlp_fc1_bias": mlp, "mlp_fc2_bias": mlp}
 
 
-def windows(read: Reader, every: int | None = None) -> dict[str, Any]:
-    """The window of each layer. every: how often one has none, where this does not stand in the configuration."""
-    window = read("sliding_window")
-    kinds = read("layer_types") if every is None else kinds_of_layers(read, every)
-    first = read("max_window_layers", default=0)
-    if window is None or not read("use_sliding_window", default=True):
+def windows(read: Reader, kinds: Sequence[str] | None = None, used: bool = True) -> dict[str, Any]:
+    """The window of each layer.
+
+    kinds, used: the kinds of all layers, and whether there are windows at all, where the configuration does not say it.
+    Without kinds, all layers have the window.
+    """
+    window, kinds = read("sliding_window"), read("layer_types", default=kinds)
+    if window is None or not read("use_sliding_window", default=used):
         return {}
     if kinds is not None:
         for kind in kinds:
             refuse_unless("layer_types", kind, ("full_attention", "sliding_attention"))
         window = [window if kind == "sliding_attention" else None for kind in kinds]
-    elif first > 0:
-        window = [None if i < first else window for i in range(read("num_hidden_layers"))]
     if isinstance(window, list) and not any(window):
         return {}
     return {"sliding_window": window, "use_flash_attn": True}
@@ -78,8 +79,13 @@ def kinds_of_layers(read: Reader, every: int) -> list[str]:
     """layer_types, which older configurations lack: one of so many layers is without a window, by default."""
     pattern = read("sliding_window_pattern", default=every)  # a number, or a letter for each kind, as "LLLG"
     every = len(pattern) if isinstance(pattern, str) else pattern
-    usual, layers = ["sliding_attention", "full_attention"], range(read("num_hidden_layers"))
-    return read("layer_types") or [usual[every == 0 or (i + 1) % every == 0] for i in layers]
+    layers = range(read("num_hidden_layers"))
+    return read("layer_types") or kinds_by(every != 0 and (i + 1) % every != 0 for i in layers)
+
+
+def kinds_by(have_windows: Iterable[bool]) -> list[str]:
+    """layer_types of layers with and without a window."""
+    return ["sliding_attention" if each else "full_attention" for each in have_windows]
 
 
 def llama_like_keys(layer: dict[str, str | Rule]) -> KeyMap:

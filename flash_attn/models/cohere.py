@@ -20,7 +20,7 @@ from flash_attn.models._rope import turning_in, whole_rope_fields
 
 def _windows(read):
     """Three of four layers of the second version have a window, unless the configuration says which."""
-    return {} if _type(read) == "cohere" else windows(read, every=4)
+    return {} if _type(read) == "cohere" else windows(read, kinds_of_layers(read, 4))
 
 
 def _rotary(read):

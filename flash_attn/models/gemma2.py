@@ -27,7 +27,7 @@ def _rotary(read):
 
 def _windows(read):
     """Every second layer of Gemma 2, and every sixth of Gemma 3, has none, unless the configuration says which."""
-    return windows(read, every=2 if _type(read) == "gemma2" else 6)
+    return windows(read, kinds_of_layers(read, 2 if _type(read) == "gemma2" else 6))
 
 
 def _scales(read):

@@ -37,7 +37,7 @@ from flash_attn.models._keys import (
     reordered,
     stacked,
 )  # fmt: skip
-from flash_attn.models._llama_like import CONSTANT, COPIED, biases, gated_activation, llama_like_keys, windows
+from flash_attn.models._llama_like import CONSTANT, COPIED, biases, gated_activation, kinds_by, llama_like_keys, windows
 from flash_attn.models._rope import turning_in, whole_rope_fields
 
 
@@ -72,11 +72,23 @@ def _granite(read):
 def _rotary(read):
     """Every few layers of SmolLM3 do without a rotary embedding."""
     fields = whole_rope_fields(read)
-    if _type(read) != "smollm3":
-        return fields
+    return turning_in(_turns(read), fields) if _type(read) == "smollm3" else fields
+
+
+def _turns(read):
+    """Which layers of SmolLM3 have a rotary embedding."""
     layers, interval = read("num_hidden_layers"), read("no_rope_layer_interval", default=4)
-    turns = read("no_rope_layers", default=[(i + 1) % interval != 0 for i in range(layers)])
-    return turning_in([bool(each) for each in turns], fields)
+    return [bool(each) for each in read("no_rope_layers", default=[(i + 1) % interval != 0 for i in range(layers)])]
+
+
+def _windows(read):
+    """Qwen has them from some layer on, and SmolLM3 where it does not turn, but only if the configuration says so."""
+    if _type(read) in ("qwen2", "qwen3"):
+        first = read("max_window_layers", default=28)
+        return windows(read, kinds_by(i >= first for i in range(read("num_hidden_layers"))), used=False)
+    if _type(read) == "smollm3":
+        return windows(read, kinds_by(not each for each in _turns(read)), used=False)
+    return windows(read)
 
 
 def _qk_norm(read):
@@ -90,7 +102,8 @@ def _type(read):
 CONFIG = ConfigMap(
     copied=COPIED | {"resid_pdrop": "residual_dropout"},
     constant=CONSTANT | {"rotary_emb_interleaved": True},
-    computed=(_rotary, _biases, gated_activation, windows, _gemma, _granite, _qk_norm),
+    computed=(_rotary, _biases, gated_activation, _windows, _gemma, _granite, _qk_norm),
+    without_effect=("max_window_layers",),
 )
 
 _OF_META = each_layer(

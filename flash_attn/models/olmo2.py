@@ -30,7 +30,7 @@ def _rotary(read):
 
 def _windows(read):
     """Three of four layers of OLMo 3 and EXAONE 4 have a window, unless the configuration says which."""
-    return {} if _type(read) == "olmo2" else windows(read, every=4)
+    return {} if _type(read) == "olmo2" else windows(read, kinds_of_layers(read, 4))
 
 
 def _qk_norm(read):

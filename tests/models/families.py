@@ -107,6 +107,9 @@ CASES = {
         )),
     ),
     "mistral": Case("llama", lambda: MistralConfig(**_LLAMA, num_key_value_heads=2, sliding_window=5)),
+    "mistral with a field of qwen": Case(
+        "llama", lambda: MistralConfig(**_LLAMA, num_key_value_heads=2, sliding_window=5, max_window_layers=1)
+    ),
     "mistral, no window": Case("llama", lambda: MistralConfig(**_LLAMA, num_key_value_heads=2, sliding_window=None)),
     "qwen2": Case("llama", lambda: Qwen2Config(**_LLAMA, num_key_value_heads=2)),
     "qwen2 windows": Case(

@@ -244,7 +244,10 @@ OLDER = {
     "llama": dict(rope_theta=5e5, rope_scaling=None, pretraining_tp=1, max_sequence_length=2048),
     "qwen2": dict(rope_theta=1e6, use_sliding_window=False, sliding_window=32, max_window_layers=1),
     "qwen3": dict(rope_theta=1e6, use_sliding_window=False, sliding_window=None, max_window_layers=1),
-    "smollm3": dict(rope_theta=5e6, max_window_layers=28, pretraining_tp=2, no_rope_layers=[1, 0]),
+    "smollm3": dict(
+        rope_theta=5e6, max_window_layers=28, pretraining_tp=2, no_rope_layers=[1, 0], use_sliding_window=True,
+        sliding_window=6,
+    ),
     "gemma": dict(rope_theta=1e4, hidden_act="gelu"),
     "gemma2": dict(rope_theta=1e4, cache_implementation="hybrid", hidden_act="gelu_pytorch_tanh"),
     "gemma3_text": dict(
