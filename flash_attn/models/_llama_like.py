@@ -40,14 +40,16 @@ CONSTANT: dict[str, Any] = {
 }
 
 _GATED = {
-    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu", "gelu_new": "geglu_tanh", "gelu_pytorch_tanh": "geglu_tanh",
+    "silu": "swiglu", "swish": "swiglu", "gelu": "geglu",
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh"), "geglu_tanh"),
 }  # fmt: skip
 
 
 def gated_activation(read: Reader) -> dict[str, Any]:
     name = read("hidden_activation", "hidden_act", default="silu")
     if name not in _GATED:
-        raise ValueError(f"config.hidden_act must be one of {', '.join(map(repr, _GATED))}, found {name!r}")
+        field = "hidden_act" if read("hidden_activation") is None else "hidden_activation"
+        raise ValueError(f"config.{field} must be one of {', '.join(map(repr, _GATED))}, found {name!r}")
     return {"activation_function": _GATED[name]}
 
 

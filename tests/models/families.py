@@ -87,6 +87,7 @@ CASES = {
     "llama tied, biases": Case(
         "llama", lambda: LlamaConfig(**_LLAMA, tie_word_embeddings=True, attention_bias=True, mlp_bias=True)
     ),
+    "llama gelu_fast": Case("llama", lambda: LlamaConfig(**_LLAMA, hidden_act="gelu_fast")),
     "llama linear": Case(
         "llama", lambda: LlamaConfig(**_LLAMA, rope_parameters=dict(rope_type="linear", rope_theta=1e4, factor=2.0))
     ),

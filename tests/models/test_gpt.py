@@ -151,6 +151,7 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
     ("config", "says"),
     [
         (lambda: transformers.LlamaConfig(**TINY, hidden_act="relu"), "config.hidden_act must be one of 'silu'"),
+        (lambda: transformers.Gemma2Config(hidden_activation="relu"), "config.hidden_activation must be one of 'silu'"),
         (
             lambda: types.SimpleNamespace(
                 **TINY, model_type="llama", rope_parameters=dict(rope_type="su", factor=2.0)
