@@ -41,6 +41,7 @@ CONFIG = ConfigMap(
         "attn_pdrop": 0.0,
         "prenorm": True,
         "parallel_block_tied_norm": False,
+        "tie_word_embeddings": False,
     },
     computed=(rope_fields,),
 )

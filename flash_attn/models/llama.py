@@ -53,7 +53,12 @@ def _gemma(read):
     fields = {"norm_zero_centered": True, "mup_embeddings_multiplier": read("hidden_size") ** 0.5}
     if read("hidden_activation", "hidden_act") == "gelu":  # which Gemma's configurations say, but do not mean
         fields["activation_function"] = "geglu_tanh"
-    return fields | {"tie_word_embeddings": read("tie_word_embeddings", default=True)}
+    return fields
+
+
+def _tied(read):
+    """The heads of Gemma and SmolLM3 are, unless their configurations say otherwise."""
+    return {"tie_word_embeddings": read("tie_word_embeddings", default=_type(read) in ("gemma", "smollm3"))}
 
 
 def _granite(read):
@@ -102,7 +107,7 @@ def _type(read):
 CONFIG = ConfigMap(
     copied=COPIED | {"resid_pdrop": "residual_dropout"},
     constant=CONSTANT | {"rotary_emb_interleaved": True},
-    computed=(_rotary, _biases, gated_activation, _windows, _gemma, _granite, _qk_norm),
+    computed=(_rotary, _biases, gated_activation, _windows, _tied, _gemma, _granite, _qk_norm),
     without_effect=("max_window_layers",),
 )
 

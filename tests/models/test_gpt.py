@@ -290,6 +290,16 @@ def test_configurations_of_checkpoints(model_type):
         assert model_type == "gpt2" or _config.settings(_checkpoint.to_gpt2_config(plain)) == expected
 
 
+@pytest.mark.parametrize("model_type", [each for each in MODEL_TYPES if each != "gpt2"])
+def test_heads_that_are_usually_tied(model_type):
+    """A config.json that does not say whether they are means what transformers' class does."""
+    config = transformers.CONFIG_MAPPING[model_type]()
+    fields = config.to_dict()
+    del fields["tie_word_embeddings"]
+    found = _config.settings(_checkpoint.to_gpt2_config(types.SimpleNamespace(**fields)))
+    assert found.tie_word_embeddings == config.tie_word_embeddings
+
+
 def test_false_is_reported_where_true_is_usual():
     class Config(transformers.LlamaConfig):
         invented: bool = True
