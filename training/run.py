@@ -39,6 +39,10 @@ def main() -> None:
     """Run with the arguments of the command line. What Hydra says of a wrong one is followed by the nearest names."""
     load_env(pathlib.Path.cwd())
     resolvers.register()
+    nulls = hints.nulls(FOLDER / "configs", sys.argv[1:])
+    if nulls:
+        print(*nulls, sep="\n", file=sys.stderr)
+        raise SystemExit(1)
     composed = []
     try:
         _main(composed)()

@@ -167,6 +167,7 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
         ),
         (["trainer.strategy=abc"], r"\ntrainer.strategy must be one of auto, .*, found 'abc'"),
         (["model.config.n_head=3"], r"\nconfig.n_embd must be a multiple of n_head"),
+        (["model=null"], "model must be the name of an option, found null; ~model"),
         (["experiment=tiny/txt"], "Could not find 'experiment/tiny/txt'(.|\n)*did you mean tiny/text"),
         (["trainer.max_step=3"], "Could not override 'trainer.max_step'(.|\n)*did you mean trainer.max_steps"),
     ],

@@ -1,4 +1,4 @@
-"""Names that are near to what was mistyped on the command line."""
+"""What can be said of the arguments of the command line: groups without an option, names that were mistyped."""
 
 import difflib
 import pathlib
@@ -34,6 +34,16 @@ def hints(configs: pathlib.Path, arguments: Sequence[str]) -> list[str]:
     return lines
 
 
+def nulls(configs: pathlib.Path, arguments: Sequence[str]) -> list[str]:
+    """A line for each argument that sets a group to null, of which Hydra says only where in its code it has failed."""
+    groups = _groups(configs)
+    return [
+        f"{each.key_or_group} must be the name of an option, found null; ~{each.key_or_group} leaves the group out"
+        for each in _parsed(arguments)
+        if each.key_or_group in groups and each.value() is None and not each.is_delete()
+    ]
+
+
 def _groups(configs):
     """The options of each group: a folder, with its files in folders too."""
     folders = [folder for folder in configs.rglob("*") if folder.is_dir()]
@@ -65,7 +75,7 @@ def _composed(configs, overrides) -> DictConfig | None:
     try:
         with initialize_config_dir(str(configs), version_base="1.3"):
             return compose("config", overrides)
-    except (HydraException, OmegaConfBaseException, ValueError):
+    except (HydraException, OmegaConfBaseException):
         return None
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from src.utils import resolvers
-from src.utils.hints import hints
+from src.utils.hints import hints, nulls
 from training.tests.standins import CONFIGS
 
 
@@ -19,7 +19,6 @@ from training.tests.standins import CONFIGS
             ["datamodule.dataset_nam: did you mean datamodule.d"],
         ),
         (["experimnt=tiny/text"], ["experimnt: did you mean experiment"]),
-        (["experiment=tiny/text", "model=null"], []),  # which Hydra cannot compose
         (["zzz=1"], ["zzz: there is nothing of a similar name."]),
         (["optimizer=adamv", "sceduler=step"], ["optimizer=adamv: did you mean adam"]),
         (["experiment=tiny/text", "+trainer.anything=1", "--cfg", "job", "trainer.max_steps=["], []),
@@ -31,3 +30,9 @@ def test_hints(arguments, expected):
     assert len(found) == len(expected)
     for line, beginning in zip(found, expected):
         assert line.startswith(beginning)
+
+
+def test_groups_that_are_null():
+    """Only groups need an option, and a null in quotes is the name of one."""
+    arguments = ["experiment=tiny/text", "model=null", "trainer.max_epochs=null", "logger='null'", "~task", "--help"]
+    assert nulls(CONFIGS, arguments) == ["model must be the name of an option, found null; ~model leaves the group out"]
