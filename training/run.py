@@ -76,6 +76,7 @@ def run(config: DictConfig) -> Any:
     if config.run not in _ACTIONS:
         raise ValueError(f"run must be one of {', '.join(_ACTIONS)}, found {config.run!r}")
     check_values(config)
+    resolvers.attach_datamodule(None)  # that of the run before, in a sweep
     for key in NEEDED[config.run]:
         if OmegaConf.select(config, key) is None:
             raise ValueError(f"run={config.run} needs {key}, found none{NEEDED_BY_EXPERIMENT.get(key, '')}")

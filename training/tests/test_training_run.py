@@ -122,6 +122,16 @@ def test_run_eval_can_be_a_mode(here, tmp_path):
     assert set(json.loads(file.read_text())) == {"checkpoint", "val/loss", "val/ppl", "val/num-tokens"}
 
 
+def test_a_sweep(here, tmp_path):
+    """Each run has its own folder and its own data."""
+    (tmp_path / "text.txt").write_text("a text of a few words\n\n" * 200)
+    targets = "training.tests.standins.Data,src.datamodules.language_modeling_hf.LMDataModule"
+    here(f"datamodule._target_={targets}", "datamodule.dataset_name=text.txt", "-m")
+    checkpoints = sorted(tmp_path.glob("logs/multiruns/*/*/checkpoints/last.ckpt"))
+    models = [Checkpoint(path).state["hyper_parameters"]["model"] for path in checkpoints]
+    assert [model["config"]["vocab_size"] for model in models] == [50, 257]
+
+
 def test_generate_and_export(here, tmp_path, monkeypatch):
     """Both are given the checkpoint and options as their own command lines have them."""
     calls = []

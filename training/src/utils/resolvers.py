@@ -5,6 +5,7 @@ attach_datamodule(datamodule)                # from now on ${datamodule:vocab_si
 """
 
 import functools
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,16 +79,20 @@ _RESOLVERS: dict[str, Any] = {
     "device_count": device_count,
     "more_than_one": more_than_one,
     "run_folder": run_folder,
-    "datamodule": _deferred,
 }
 
 
 def register() -> None:
-    """Make the resolvers known to OmegaConf. ${datamodule:x} stays as it is until there is a data module."""
-    for name, function in _RESOLVERS.items():
+    """Make the resolvers known to OmegaConf. ${datamodule:x} stays as it is until there is a data module.
+
+    ${start_folder:} is the present folder: Hydra, which changes it, tells it within a run only, and not in a sweep.
+    """
+    for name, function in (_RESOLVERS | {"start_folder": functools.partial(str, os.getcwd())}).items():
         OmegaConf.register_new_resolver(name, function, replace=True)
+    attach_datamodule(None)
 
 
-def attach_datamodule(datamodule: Any) -> None:
-    """Let ${datamodule:x} be the attribute x of this data module."""
-    OmegaConf.register_new_resolver("datamodule", lambda attribute: getattr(datamodule, attribute), replace=True)
+def attach_datamodule(datamodule: Any | None) -> None:
+    """Let ${datamodule:x} be the attribute x of this data module, or stay as it is if there is none."""
+    attribute = _deferred if datamodule is None else functools.partial(getattr, datamodule)
+    OmegaConf.register_new_resolver("datamodule", attribute, replace=True)
