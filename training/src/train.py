@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import pathlib
-import tempfile
 from typing import Any
 
 import lightning as L
@@ -16,6 +15,7 @@ from src import engines
 from src.callbacks.monitors import MonitorsExist
 from src.utils import utils
 from src.utils.checkpoint import latest
+from src.utils.folders import check_writable
 from src.utils.resolvers import device_count
 
 log = utils.get_logger(__name__)
@@ -69,17 +69,8 @@ def check_devices(config: DictConfig) -> None:
 def check_folder(config: DictConfig) -> None:
     """Raise ValueError if checkpoints could not be written: the first one may be hours away."""
     folder = OmegaConf.select(config, "callbacks.model_checkpoint.dirpath")
-    if folder is None:
-        return
-    try:
-        os.makedirs(folder, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise ValueError(
-            f"callbacks.model_checkpoint.dirpath must be a folder that can be written to, found {folder} ({error}); "
-            "CHECKPOINT_DIR names another place"
-        ) from None
+    if folder is not None:
+        check_writable(folder, "callbacks.model_checkpoint.dirpath", "CHECKPOINT_DIR")
 
 
 def checkpoint_to_resume(config: DictConfig) -> str | None:

@@ -159,6 +159,7 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
             ["callbacks.model_checkpoint.dirpath=/dev/null/x"],
             "model_checkpoint.dirpath must be a folder that can be written",
         ),
+        (["result_dir=/dev/null/x"], r"result_dir must be a folder that can be written to, found /dev/null/x/runs"),
         (["run=tune"], "run must be one of train, eval, prepare, generate, export, found 'tune'"),
         (["datamodule.dataset_name=???"], "these values must be given: .*dataset_name"),
         (["mode=exp"], "mode=exp needs the name of the experiment"),
