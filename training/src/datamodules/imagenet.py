@@ -78,8 +78,8 @@ class ImagenetDataModule(ResumableDataModule):
         num_classes: of the model, 1000 if None; data_dir may have fewer.
         seed: of the order and the augmentation of the training images; by default as in `ResumableDataModule`.
 
-    Tests read val, too: the labels of ImageNet's test images are not public. On several ranks, a few images of val
-    count twice if their number cannot be divided by that of the ranks.
+    Tests read val, too: the labels of ImageNet's test images are not public. On several ranks, each image of val counts
+    once: where their number cannot be divided by that of the ranks, images with the label -100 are added.
     Augmentation depends on the seed and the place in the epoch, and mixup on what is in the batch, but neither on the
     workers: a run that goes on from a checkpoint gets the batches that it would have got.
     Raises ValueError for arguments that cannot be.
@@ -219,14 +219,18 @@ class ImagenetDataModule(ResumableDataModule):
 
     def val_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """The rank's validation batches."""
-        sampler = self._in_order(self.dataset_val)
         if self.cache_val_dataset and not isinstance(self.dataset_val, DictDataset):
-            self.dataset_val = read_all(self.dataset_val, list(sampler), max(self.num_workers, 1))
-        return self._data_loader(self.dataset_val, self.batch_size_eval, sampler=sampler)
+            dataset = self.for_all_ranks(self.dataset_val)
+            self.dataset_val = read_all(dataset, list(self._in_order(dataset)), max(self.num_workers, 1))
+        return self._eval_loader(self.dataset_val)
 
     def test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         """The rank's batches of the images of val, as a test takes them."""
-        return self._data_loader(self.dataset_test, self.batch_size_eval, sampler=self._in_order(self.dataset_test))
+        return self._eval_loader(self.dataset_test)
+
+    def _eval_loader(self, dataset):
+        dataset = self.for_all_ranks(dataset)
+        return self._data_loader(dataset, self.batch_size_eval, sampler=self._in_order(dataset))
 
     def _in_order(self, dataset):
         return DistributedSampler(dataset, shuffle=False, **self.ranks())

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 from src.datamodules import token_cache
 from src.datamodules.corpus import SAMPLE_BY, HubCorpus, LocalCorpus, Names, find_corpus, local_path
 from src.datamodules.datasets.detokenizer import detokenizer_of
-from src.datamodules.datasets.lm_dataset import LMDataset, PaddedDataset, sample_digest
+from src.datamodules.datasets.lm_dataset import LMDataset, sample_digest
 from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
 from src.datamodules.resumable import ResumableDataModule
 from src.datamodules.resumable_loader import Position, ResumableLoader, leave_signals_to_the_trainer
@@ -255,15 +255,10 @@ class LMDataModule(ResumableDataModule):
         return self.begin(self._data_loader(self.dataset_train, self.batch_size, sampler=sampler))
 
     def val_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        return self._data_loader(self._for_all_ranks(self.dataset_val), self.batch_size_eval)
+        return self._data_loader(self.for_all_ranks(self.dataset_val), self.batch_size_eval)
 
     def test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        return self._data_loader(self._for_all_ranks(self.dataset_test), self.batch_size_eval)
-
-    def _for_all_ranks(self, dataset: LMDataset) -> Dataset:
-        """What the trainer's sampler divides over the ranks, without sequences that count twice."""
-        ranks = self.ranks()["num_replicas"]
-        return dataset if len(dataset) % ranks == 0 else PaddedDataset(dataset, ranks)
+        return self._data_loader(self.for_all_ranks(self.dataset_test), self.batch_size_eval)
 
     def _data_loader(self, dataset: Dataset, batch_size: int, shuffle: bool = False, sampler: Any = None) -> DataLoader:
         training = isinstance(sampler, FaultTolerantDistributedSampler)

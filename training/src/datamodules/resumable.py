@@ -6,7 +6,9 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.utils.data import Dataset
 
+from src.datamodules.datasets.padded import PaddedDataset
 from src.datamodules.fault_tolerant_sampler import FaultTolerantDistributedSampler
 from src.datamodules.resumable_loader import Position, ResumableLoader, align
 from src.utils.distributed import get_rank, get_world_size
@@ -36,6 +38,11 @@ class ResumableDataModule(L.LightningDataModule):
         if self.trainer is not None:
             return self.trainer.distributed_sampler_kwargs or {"num_replicas": 1, "rank": 0}
         return {"num_replicas": get_world_size(), "rank": get_rank()}
+
+    def for_all_ranks(self, dataset: Dataset) -> Dataset:
+        """What a sampler divides over the ranks, for validation or tests, so that no sample counts twice."""
+        ranks = self.ranks()["num_replicas"]
+        return dataset if len(dataset) % ranks == 0 else PaddedDataset(dataset, ranks)
 
     def begin(self, loader: ResumableLoader) -> ResumableLoader:
         """The loader, set to where training is. Raises ValueError if it has no batch, or the data are others."""

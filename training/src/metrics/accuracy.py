@@ -24,7 +24,7 @@ class AccuracyMine(Mean):
     higher_is_better = True
     total_name = "correct"
 
-    def __init__(self, top_k: int = 1, ignore_index: int | None = None, **kwargs: Any) -> None:
+    def __init__(self, top_k: int = 1, ignore_index: int | None = -100, **kwargs: Any) -> None:
         super().__init__(torch.int64, **kwargs)
         self.top_k, self.ignore_index = top_k, ignore_index
 

@@ -15,6 +15,7 @@ from src.datamodules import gratings, image_datasets, imagenet
 from src.datamodules.gratings import GratingsDataModule, write_gratings
 from src.datamodules.imagenet import DictDataset, Imagenet21kPDataModule, ImagenetDataModule
 from src.datamodules.resumable_loader import Position
+from src.metrics.accuracy import AccuracyMine
 from tests.processes import over_processes
 from training.tests.vision.needs import needs_timm, needs_torchvision, without_torchvision
 
@@ -300,6 +301,22 @@ def sees_its_part(group, folder, cached):
 @pytest.mark.parametrize("cached", [False, True])
 def test_each_rank_reads_its_part(arrays, cached):
     over_processes(2, sees_its_part, arrays, cached)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_each_image_of_val_counts_once_on_ranks_that_cannot_divide_them(folder, cached, monkeypatch):
+    """All ranks have as many batches, and what is added to them has no part in the accuracy."""
+    whole, accuracy, sizes = module(folder), AccuracyMine(), set()
+    for rank in range(3):
+        ranks = {"num_replicas": 3, "rank": rank}
+        monkeypatch.setattr(ImagenetDataModule, "ranks", lambda _, ranks=ranks: ranks)
+        datamodule = module(folder, cache_val_dataset=cached, batch_size_eval=3)
+        for loader in (datamodule.val_dataloader(), datamodule.test_dataloader()):
+            batches = list(loader)
+            sizes.add(tuple(len(targets) for _, targets in batches))
+            for _, targets in batches:
+                accuracy.update(torch.eye(4)[torch.zeros_like(targets)], targets)
+    assert sizes == {(3, 1)} and accuracy.totals == (2 * 3, 2 * len(whole.dataset_val))
 
 
 def test_workers_stay_and_take_what_a_loader_has(arrays):

@@ -81,26 +81,6 @@ class LMDataset(Dataset):
         self.tokens = tokens.open() if isinstance(tokens, _Map) else tokens
 
 
-class PaddedDataset(Dataset):
-    """An LMDataset that so many ranks can divide evenly. The targets of sequences that are added are all -100.
-
-    Losses and metrics do not count such targets, so each sequence counts once, while all ranks have the same number of
-    batches, which models need that are divided over the ranks.
-    """
-
-    def __init__(self, dataset: LMDataset, ranks: int) -> None:
-        self.dataset, self.size = dataset, -(-len(dataset) // ranks) * ranks
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        if index < len(self.dataset):
-            return self.dataset[index]
-        x, y = self.dataset[0]
-        return x, torch.full_like(y, -100)
-
-
 def sample_digest(tokens: np.ndarray, seq_len: int, samples: int = 64) -> str:
     """A hash of seq_len and of some sequences at even distances: most other texts have another, at the same length."""
     digest = hashlib.sha256(f"{seq_len} {len(tokens)}".encode())
