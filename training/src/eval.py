@@ -6,7 +6,6 @@ import pathlib
 from typing import Any
 
 import lightning as L
-import torch
 from hydra.utils import instantiate
 from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig, OmegaConf
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from src.train import check_devices, instances, loggers_of, trainer_of
 from src.utils import utils
-from src.utils.checkpoint import Checkpoint, is_complete, latest, load_checkpoint
+from src.utils.checkpoint import Checkpoint, is_complete, latest, load_checkpoint, read_file
 from src.utils.modules import is_meta, load_weights
 
 log = utils.get_logger(__name__)
@@ -108,7 +107,7 @@ def _contents(path) -> dict[str, Any]:
     """What a checkpoint has beside its weights."""
     if path.is_dir():
         return Checkpoint(path).state if is_complete(path) else {}
-    return torch.load(path, map_location="cpu", weights_only=True) if path.suffix != ".safetensors" else {}
+    return read_file(path) if path.suffix != ".safetensors" else {}
 
 
 @rank_zero_only

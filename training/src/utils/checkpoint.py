@@ -28,6 +28,7 @@ import pickle
 import platform
 import re
 import shutil
+import textwrap
 import time
 import types
 import warnings
@@ -43,6 +44,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorStorageMeta
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from flash_attn.models.gpt import combine_state_dicts_tp, shard_state_dict_tp
+from src.utils.optional import optional_module
 from src.utils.plain_state import decode, encode, tensor_names
 
 _FORMAT = 1
@@ -506,7 +508,7 @@ def load_checkpoint(path: PathLike, device: torch.device | str = "cpu") -> dict[
         return _weights_of_folder(path, device)
     if path.suffix == ".safetensors":
         return _safetensors([path], device)
-    contents = torch.load(path, map_location=device, weights_only=True)
+    contents = read_file(path, device)
     while len(contents) == 1 and next(iter(contents)) in ("state_dict_ema", "model"):
         (contents,) = contents.values()
     if "state_dict" in contents:
@@ -523,7 +525,7 @@ def _weights_of_folder(path, device):
         return _model_weights({name.removeprefix(WEIGHTS): x.to(device) for name, x in weights.items()})
     if (path / "latest").is_file():
         file = path / (path / "latest").read_text().strip() / "mp_rank_00_model_states.pt"
-        module = torch.load(file, map_location=device, weights_only=True)["module"]
+        module = read_file(file, device)["module"]
         return {name.removeprefix("module.model."): x for name, x in module.items()}
     if files := sorted(path.glob("*.safetensors")):
         return _safetensors(files, device)
@@ -541,11 +543,29 @@ def _model_weights(state_dict):
 
 
 def _safetensors(files, device):
+    return {name: x for file in files for name, x in read_file(file, device).items()}
+
+
+def read_file(path: pathlib.Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The contents of a file of Lightning, of `torch.save` or of safetensors. No code of the file runs.
+
+    Raises CheckpointError for any other file, and for one that needs code.
+    """
     try:
-        from safetensors.torch import load_file
-    except ImportError as error:
-        raise ImportError("safetensors files need the package safetensors: pip install safetensors") from error
-    return {name: x for file in files for name, x in load_file(file, device=str(device)).items()}
+        if path.suffix == ".safetensors":
+            contents = optional_module("safetensors.torch").load_file(path, device=str(device))
+        else:
+            contents = torch.load(path, map_location=device, weights_only=True)
+    except (OSError, ImportError):
+        raise
+    except Exception as error:  # they have no common class, and torch even has an IndexError for a file of text
+        reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
+        raise CheckpointError(
+            f"{path} must be a checkpoint, found a file that cannot be read as one ({reason})"
+        ) from error
+    if not isinstance(contents, dict):
+        raise CheckpointError(f"{path} must be a checkpoint, found a {type(contents).__name__} in place of a dict")
+    return contents
 
 
 def remove_model_prefix(state_dict: dict[str, Any]) -> dict[str, Any]:

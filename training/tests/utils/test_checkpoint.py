@@ -7,6 +7,7 @@ import math
 import os
 import pickle
 import random
+import re
 
 import numpy as np
 import pytest
@@ -318,3 +319,22 @@ def test_uneven_parts_of_layers_are_put_together(tmp_path):
         checkpoints.CheckpointError, match="parts of a tensor parallel model, and does not say of which"
     ):
         checkpoints.load_checkpoint(tmp_path / "b.ckpt")
+
+
+@pytest.mark.parametrize("name", ["last.ckpt", "model.safetensors"])
+@pytest.mark.parametrize(
+    "contents", [b"", b"a text and no checkpoint", b"PK\x03\x04 cut off"], ids=["empty", "text", "cut"]
+)
+def test_files_that_are_no_checkpoints(name, contents, tmp_path):
+    file = tmp_path / name
+    file.write_bytes(contents)
+    with pytest.raises(checkpoints.CheckpointError, match=f"{re.escape(str(file))} must be a checkpoint, found a file"):
+        checkpoints.load_checkpoint(file)
+
+
+def test_a_list_is_no_checkpoint(tmp_path):
+    torch.save([torch.zeros(2)], tmp_path / "last.ckpt")
+    with pytest.raises(
+        checkpoints.CheckpointError, match=r"last\.ckpt must be a checkpoint, found a list in place of a dict"
+    ):
+        checkpoints.load_checkpoint(tmp_path / "last.ckpt")
