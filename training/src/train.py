@@ -36,6 +36,7 @@ def train(config: DictConfig) -> float | None:
     OmegaConf.set_struct(config, False)
     check_devices(config)
     check_folder(config)
+    check_warmstart(config)
     checkpoint = checkpoint_to_resume(config) if config.get("resume") else None
     model = instantiate(config.task, cfg=config, _recursive_=False)
     datamodule = model._datamodule
@@ -71,6 +72,13 @@ def check_folder(config: DictConfig) -> None:
     folder = OmegaConf.select(config, "callbacks.model_checkpoint.dirpath")
     if folder is not None:
         check_writable(folder, "callbacks.model_checkpoint.dirpath", "CHECKPOINT_DIR")
+
+
+def check_warmstart(config: DictConfig) -> None:
+    """Raise ValueError if the weights to begin with are not there: they are read when the data is prepared."""
+    options = OmegaConf.select(config, "train.warmstart")
+    if options is not None and not os.path.exists(options.get("path") or ""):
+        raise ValueError(f"train.warmstart.path must be a checkpoint, found nothing at {options.get('path')}")
 
 
 def checkpoint_to_resume(config: DictConfig) -> str | None:

@@ -42,13 +42,17 @@ class SequenceModel(L.LightningModule):
         model_cfg: a model in place of cfg.model.
 
     The data is prepared first, so that ${datamodule:vocab_size} is known to the rest of the configuration.
+    Raises ValueError if cfg has no model or no data.
     Attributes: `model` is the model itself, `train_metrics`, `val_metrics` and `test_metrics` are MetricCollections.
     """
 
     def __init__(self, cfg: DictConfig, model_cfg: DictConfig | None = None) -> None:
         super().__init__()
         self.cfg = cfg
-        self.model_cfg = cfg.model if model_cfg is None else model_cfg
+        self.model_cfg = cfg.get("model") if model_cfg is None else model_cfg
+        for key, config in (("model", self.model_cfg), ("datamodule", cfg.get("datamodule"))):
+            if not config or "_target_" not in config:
+                raise ValueError(f"{key} must have a _target_, found none: give {key}=... or experiment=...")
         self.instantiate_datamodule()
         self.save_hyperparameters(OmegaConf.to_container(cfg, resolve=True))
         self.instantiate_model()
