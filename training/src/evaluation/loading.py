@@ -51,9 +51,9 @@ def open_model(checkpoint, tokenizer=None, device=None, dtype=None):
 
     Of a run with EMACallback, the weights are the averaged ones, as in run=eval.
 
-    Raises FileNotFoundError if there is nothing of that name, ValueError if no tokenizer is known.
+    Raises FileNotFoundError if there is nothing of that name, ValueError if no tokenizer is known, or no such device.
     """
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     dtype = DTYPES.get(dtype, dtype) or (torch.bfloat16 if device.type == "cuda" else torch.float32)
     path = pathlib.Path(checkpoint)
     if not path.exists():
@@ -81,6 +81,14 @@ def longest_input(model: nn.Module) -> int | None:
     if hasattr(model, "max_positions"):
         return model.max_positions
     return getattr(model.config, "n_positions", None)
+
+
+def _device(name):
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # the latter where PyTorch is a build for the CPU
+        found = str(error).partition("\n")[0]
+        raise ValueError(f"device must be one that PyTorch can use here, found {name} ({found})") from error
 
 
 def _open_folder(path, tokenizer, device, dtype):

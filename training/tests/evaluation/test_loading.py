@@ -69,3 +69,9 @@ def test_neither_a_checkpoint_nor_a_folder_of_one(tmp_path):
 
 def test_text_ids():
     assert text_ids(ByteTokenizer(), "a\u00e9") == [97, 195, 169]
+
+
+@pytest.mark.parametrize("device", ["cuda:99", "gpu"])
+def test_devices_that_are_not_there(device, tmp_path):
+    with pytest.raises(ValueError, match=f"device must be one that PyTorch can use here, found {device}"):
+        open_model(tmp_path, device=device)
