@@ -92,9 +92,8 @@ def run(config: DictConfig) -> Any:
 
     torch.set_float32_matmul_precision("high")
     logging.getLogger("lightning").handlers.clear()  # or everything is there twice: Hydra's log has it
-    if not log.isEnabledFor(
-        logging.DEBUG
-    ):  # what it tells besides is of devices that are not there, and other products
+    # What Lightning says besides is of devices that are not there, and of other products.
+    if not log.isEnabledFor(logging.DEBUG):
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).setLevel(logging.WARNING)
     utils.extras(config)
