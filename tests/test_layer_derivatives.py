@@ -433,7 +433,7 @@ def test_mlp_in_16_bits_whose_weights_are_frozen(device):
         torch.autograd.grad(dx.square().sum() + x.sum(), x)
 
 
-def test_refusing_costs_the_forward_nothing_but_an_empty_tensor(device):
+def test_refusing_costs_the_forward_nothing(device):
     x = torch.randn(6, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
     frozen, trained = (FusedMLP(64, device=device, dtype=torch.bfloat16).requires_grad_(on) for on in (False, True))
     with Recorder() as kept:
@@ -442,7 +442,7 @@ def test_refusing_costs_the_forward_nothing_but_an_empty_tensor(device):
         frozen(x)
     for name in kept.ops:
         refused.ops.remove(name)
-    assert refused.ops == ["aten::new_empty", "aten::detach"]  # the second as it is saved
+    assert refused.ops == ["aten::detach"]  # of an empty tensor, as it is saved
 
 
 @pytest.mark.parametrize("name", ["dense with residual", "mlp gelu_approx, level 0", "norm", "gelu", "softmax"])
