@@ -64,7 +64,18 @@ const char* find_row_shape(int cols, int vec, int vecs, int threads, int splits_
   return answer(shape, {found.lanes, found.rows, found.tiles});
 }
 
-int find_ring_bytes(int vecs, int ragged) { return layer_norm::ring_bytes(vecs, ragged); }
+int find_ring_bytes(int threads, int vecs, int ragged) { return layer_norm::ring_bytes(threads, vecs, ragged); }
+
+// shape: lanes, rows, tiles, parts, the most parts of any kernel.
+const char* find_bwd_shape(int64_t rows, int cols, int types, int multiprocessors, int64_t* shape) {
+  using namespace layer_norm;
+  const Types found = static_cast<Types>(types);
+  const int vecs = bwd_vecs(found);
+  const auto [lanes, group_rows, tiles] =
+      row_shape(cols, vec_of(found), vecs, kSmallThreads, /*splits_warps=*/true, max_bwd_threads(vecs));
+  return answer(shape, {lanes, group_rows, tiles, num_parts(rows, lanes * group_rows, multiprocessors),
+                        most_parts(rows, cols, multiprocessors)});
+}
 
 int find_splits(int64_t tiles, int64_t key_blocks, int places) { return splits_for(tiles, key_blocks, places); }
 

@@ -207,10 +207,11 @@ Gradients bwd(const Tensor& dout, const OptionalTensor& dout1, const OptionalTen
   };
   const Tensor dweight = new_gradient(weight), dbias = new_gradient(bias), dweight1 = new_gradient(weight1);
   const Tensor dbias1 = new_gradient(bias1), dcolscale = new_gradient(colscale);
-  const int max_parts = layer_norm::max_parts(rows);
   using layer_norm::BwdParams;
+  const int num_parameters = weight1 || bias1 || colscale ? BwdParams::kParameters : BwdParams::kFewParameters;
+  const int max_parts = layer_norm::max_parts(rows, narrow_size(cols, "the number of features"));
   const Tensor parts =
-      new_tensor({max_parts, BwdParams::kParameters, BwdParams::part_cols(cols)}, aoti_torch_dtype_float32(), dout);
+      new_tensor({max_parts, num_parameters, BwdParams::part_cols(cols)}, aoti_torch_dtype_float32(), dout);
   const Tensor sums = new_tensor({rows, 2}, aoti_torch_dtype_float32(), dout);
 
   Inputs inputs(dout, cols);
@@ -234,6 +235,7 @@ Gradients bwd(const Tensor& dout, const OptionalTensor& dout1, const OptionalTen
       .dparameters = {result_matrix(dweight, true), result_matrix(dbias, bias.has_value()),
                       result_matrix(dweight1, weight1.has_value()), result_matrix(dbias1, bias1.has_value()),
                       result_matrix(dcolscale, colscale.has_value())},
+      .num_parameters = num_parameters,
       .parts = data<float>(parts),
       .max_parts = max_parts,
       .sums = data<float>(sums),

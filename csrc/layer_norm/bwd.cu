@@ -25,7 +25,7 @@ static bool are_of(const BwdParams& p, Types types) {
 static Extent extent_of(const BwdParams& p) {
   const Problem& problem = p.problem;
   const auto is_wanted = [](const Matrix<>& gradient) { return gradient.data != nullptr; };
-  const auto* more = p.dparameters + kFewParameters;  // wanted even if there are no rows
+  const auto* more = p.dparameters + BwdParams::kFewParameters;  // wanted even if there are no rows
   if (std::any_of(more, std::end(p.dparameters), is_wanted)) return Extent::kAll;
   const bool branches =
       p.dx1.data || p.out.data || problem.rowscale.data || problem.x0_subset || problem.rng_state || p.mask0 || p.mask1;
@@ -35,24 +35,25 @@ static Extent extent_of(const BwdParams& p) {
 template <typename Config>
 static void run_shaped(const BwdParams& p, cudaStream_t stream) {
   const int cols = Config::kRagged ? spanned_cols(p.problem.cols) : p.problem.cols;
-  run_bwd<Config>(p, row_shape(cols, Config::kVec, Config::kVecs, kMaxThreads, /*splits_warps=*/!Config::kRagged),
-                  stream);
+  const RowShape shape = row_shape(cols, Config::kVec, Config::kVecs, kSmallThreads,
+                                   /*splits_warps=*/!Config::kRagged, Config::kThreads);
+  run_bwd<Config>(p, shape, stream);
 }
 
 // Returns the types for a kernel with branches. Such kernels exist for these types only, to keep the build small.
 static Types types_of_branches(const BwdParams& p) {
   if (fits(p, 8)) return types_of<kHalf, kBrain>(p);
-  if (fits(p, 4)) return Types::kAny;
+  if (fits(p, 4)) return types_of<Types::kFloat16Stream32, Types::kBFloat16Stream32>(p);
   return types_of<kHalf, kBrain, Types::kFloat16Stream32, Types::kBFloat16Stream32>(p);
 }
 
 // Returns whether a block has enough shared memory on the current device.
 static bool has_room(bool ragged) {
   constexpr int kStaticBytes = 3 * 1024;  // upper bound for the arrays that the kernel declares
-  return ring_bytes(kUsualVecs, ragged) + kStaticBytes <= max_shared_bytes(current_device());
+  return ring_bytes(kMaxThreads, kUsualVecs, ragged) + kStaticBytes <= max_shared_bytes(current_device());
 }
 
-int max_parts(int64_t rows) { return static_cast<int>(std::min<int64_t>(rows, num_multiprocessors(current_device()))); }
+int max_parts(int64_t rows, int cols) { return most_parts(rows, cols, num_multiprocessors(current_device())); }
 
 void bwd(const BwdParams& p, cudaStream_t stream) {
   if (has_subsets(p.problem)) clear_rows(p.dx0, p.problem.x0_rows, p.problem.cols, stream);
@@ -73,7 +74,7 @@ void bwd(const BwdParams& p, cudaStream_t stream) {
     dispatch_value<kHalf, kBrain, Types::kFloat16Stream32, Types::kBFloat16Stream32, Types::kAny>(
         types, [&](auto kTypes) { run_shaped<Ragged<kTypes, Extent::kBranches>>(p, stream); });
   } else {
-    dispatch_value<kHalf, kBrain, Types::kAny>(
+    dispatch_value<kHalf, kBrain, Types::kFloat16Stream32, Types::kBFloat16Stream32, Types::kAny>(
         types, [&](auto kTypes) { run_shaped<Aligned<kTypes, Extent::kBranches>>(p, stream); });
   }
 }

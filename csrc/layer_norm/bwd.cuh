@@ -4,11 +4,11 @@
 //   dresidual = dtotal,   dx1 = drop(dtotal),   dx0 = drop(rowscale dtotal) colscale
 //   dweight = sum of dout y,   dbias = sum of dout,   dcolscale = sum of drop(rowscale dtotal) x0      over the rows
 //
-// Blocks are persistent: each group of lanes takes one row after the other and sums the gradients of parameters in
-// registers, since a thread owns the same columns in every row. Each block writes its sums as one part; finish_kernel
-// adds the parts, always in the same order. While a row is at work, the next rows are copied to shared memory. A thread
-// reads only what it copied itself, so the only barrier is the one for the two sums of the row. h and dout are read
-// from shared memory twice: before and after that barrier.
+// Each group of lanes of a block takes one row after the other and sums the gradients of parameters in registers, since
+// a thread owns the same columns in every row. Each block writes its sums as one part; finish_kernel adds the parts,
+// always in the same order. Which rows make a part depends on sizes alone, not on when a block runs. While a row is at
+// work, the next rows are copied to shared memory. A thread reads only what it copied itself, so the only barrier is
+// the one for the two sums of the row. h and dout are read from shared memory twice: before and after that barrier.
 //
 // A row that is too wide for a block is cut into tiles of columns, and a cluster takes the place of the block. If a row
 // is too wide for a cluster too, sums_kernel first computes the two sums of each row, and then independent blocks, one
@@ -36,10 +36,10 @@ struct BwdConfig : Elements<kTypes> {
   static constexpr Extent kExtent = kExtent_;
   static constexpr bool kRagged = kRagged_;  // vectors need not be aligned
   static constexpr bool kTiled = kTiled_;    // a block has part of a row; the sums of the row are known
-  static constexpr int kParameters = kExtent == Extent::kAll ? BwdParams::kParameters : kFewParameters;
+  static constexpr int kParameters = kExtent == Extent::kAll ? BwdParams::kParameters : BwdParams::kFewParameters;
   static constexpr bool kHoldsWeight = kExtent != Extent::kAll;  // in registers: the sums leave enough of them
 
-  static constexpr int kRingBytes = ring_bytes(kVecs, kRagged);
+  static constexpr int kThreads = max_bwd_threads(kVecs), kBlocks = blocks_at_once(kThreads);
   static_assert(kStages * kCopiedMatrices * kSlotBytes >= kVec * 4, "sums of a parameter take the place of the ring");
 };
 
@@ -100,19 +100,20 @@ class Ring {
   }
 
  private:
-  __device__ static AnyVec<kVec>* slots(int stage, Which which) {
-    return reinterpret_cast<AnyVec<kVec>*>(
-        &shared_memory<char>() + (stage * kCopiedMatrices + which) * matrix_slots(kVecs, Config::kRagged) * kSlotBytes);
+  // The slots of a warp lie together, so that all distances are known when the kernel is compiled.
+  __device__ AnyVec<kVec>* slots(int stage, Which which) const {
+    constexpr int kSlots = matrix_slots(kVecs, Config::kRagged);
+    return reinterpret_cast<AnyVec<kVec>*>(&shared_memory<char>() +
+                                           thread_ / 32 * warp_ring_bytes(kVecs, Config::kRagged) +
+                                           (stage * kCopiedMatrices + which) * kSlots * kSlotBytes);
   }
 
   __device__ AnyVec<kVec>* vector(int stage, Which which, int j) const {
-    return slots(stage, which) + j * kMaxThreads + thread_;
+    return slots(stage, which) + j * 32 + thread_ % 32;
   }
 
   // The slot for the end of the row: a vector that begins before the row takes its remaining elements from there.
-  __device__ AnyVec<kVec>* vector_at_end(int stage, Which which) const {
-    return slots(stage, which) + kVecs * kMaxThreads + threadIdx.y;
-  }
+  __device__ AnyVec<kVec>* vector_at_end(int stage, Which which) const { return slots(stage, which) + kVecs * 32; }
 
   // Starts the copies of one matrix. A row that does not exist reads as zeros.
   template <typename Data>
@@ -252,7 +253,11 @@ struct Row {
 
   // Determines which elements of x0 are kept. This takes long, so it runs while the row is being copied.
   __device__ void draw() {
-    if (Config::kExtent == Extent::kPlain || !p.dx0.data || rows.x0 < 0) return;
+    if (Config::kExtent == Extent::kPlain || !p.dx0.data) return;
+    if constexpr (kVec == 4 && !kRagged) {
+      if (p.mask0 == nullptr) return draw_in_pairs();
+    }
+    if (rows.x0 < 0) return;
     for_each_vector<Config>(p.problem, first, [&](int j, int col) { kept0[j] = kept(p.mask0, rows.x0, col, 0); });
   }
 
@@ -301,6 +306,20 @@ struct Row {
     store_row<kRagged>(row, dtype, col, p.problem.cols, values);
   }
 
+  // Draws for vectors of 4 elements. 8 columns are drawn together, and two neighbouring lanes have them. So one lane
+  // draws for vector j of both and the other for vector j + 1. All lanes of a warp must call it.
+  __device__ void draw_in_pairs() {
+    const bool odd = threadIdx.x % 2 != 0;
+#pragma unroll
+    for (int j = 0; j < Config::kVecs; j += 2) {
+      const int col = column_of<kVec, Config::kVecs>(odd ? j + 1 : j, first) & ~7;
+      const uint32_t drawn = dropout.kept(dropout.draw<8, kRagged>(rows.x0, col, 0));
+      uint32_t other = __shfl_xor_sync(~0u, drawn, 1);
+      if (blockDim.x == 1) other = drawn >> 4;  // the lane has both vectors
+      kept0[j] = odd ? other >> 4 : drawn, kept0[j + 1] = odd ? drawn >> 4 : other;
+    }
+  }
+
   __device__ uint32_t kept(const uint8_t* mask, int64_t row, int col, int branch) const {
     return mask == nullptr ? dropout.kept(dropout.draw<kVec, kRagged>(row, col, branch))
                            : load_mask<kVec>(mask, row * p.problem.cols, col, p.problem.cols);
@@ -337,6 +356,7 @@ template <typename Config>
 __device__ void store_part(const BwdParams& p, Columns<Config>& columns, int first) {
   constexpr int kVec = Config::kVec, kVecs = Config::kVecs, kQuads = kVecs * kVec / 4;
   const int lanes = blockDim.x, group = threadIdx.y, thread = group * lanes + threadIdx.x;
+  const int threads = lanes * static_cast<int>(blockDim.y);
   float4* exchange = &shared_memory<float4>();  // neighbouring threads have neighbouring places
 #pragma unroll
   for (int parameter = 0; parameter < Config::kParameters; ++parameter) {
@@ -349,21 +369,20 @@ __device__ void store_part(const BwdParams& p, Columns<Config>& columns, int fir
       if (group >= half && group < groups) {
 #pragma unroll
         for (int n = 0; n < kQuads; ++n) {
-          exchange[n * kMaxThreads + thread] = {quads[n][0], quads[n][1], quads[n][2], quads[n][3]};
+          exchange[n * threads + thread] = {quads[n][0], quads[n][1], quads[n][2], quads[n][3]};
         }
       }
       __syncthreads();
       if (group + half < groups) {
 #pragma unroll
         for (int n = 0; n < kQuads; ++n) {
-          const float4 other = exchange[n * kMaxThreads + thread + half * lanes];
+          const float4 other = exchange[n * threads + thread + half * lanes];
           add(quads[n], {other.x, other.y, other.z, other.w});
         }
       }
     }
     if (group > 0) continue;
-    float* part =
-        p.parts + (int64_t{blockIdx.y} * BwdParams::kParameters + parameter) * BwdParams::part_cols(p.problem.cols);
+    float* part = p.parts + (int64_t{blockIdx.y} * p.num_parameters + parameter) * BwdParams::part_cols(p.problem.cols);
     for_each_vector<Config>(p.problem, first, [&](int j, int col) {
 #pragma unroll
       for (int i = 0; i < kVec; i += 4) {
@@ -418,7 +437,7 @@ __device__ void store_gradients(const BwdParams& p, Row<Config>& row, const floa
 }
 
 template <typename Config>
-__global__ __launch_bounds__(kMaxThreads, 1) void bwd_kernel(const __grid_constant__ BwdParams p) {
+__global__ __launch_bounds__(Config::kThreads, Config::kBlocks) void bwd_kernel(const __grid_constant__ BwdParams p) {
   __shared__ float2 given[2 * SumExchange::kMaxGiven];
   __shared__ SumExchange::Barriers arrived;
   const Problem& problem = p.problem;
@@ -492,7 +511,7 @@ __global__ __launch_bounds__(kMaxThreads) void sums_kernel(const __grid_constant
 
 // Adds the parts of 32 columns of a parameter. Thread (x, y) adds the parts with numbers that are y modulo kFinishRows,
 // and keeps kFinishLoads loads in flight.
-constexpr int kFinishRows = 32, kFinishLoads = 8;
+constexpr int kFinishRows = 32, kFinishLoads = 16;
 
 struct FinishParams {
   BwdParams bwd;
@@ -505,7 +524,7 @@ static __global__ __launch_bounds__(32 * kFinishRows) void finish_kernel(const _
   ptx::wait_for_dependency();
   __shared__ float partial[kFinishRows][32];
   const int cols = p.bwd.problem.cols, col = blockIdx.x * 32 + threadIdx.x;
-  const int64_t apart = BwdParams::kParameters * BwdParams::part_cols(cols);
+  const int64_t apart = p.bwd.num_parameters * BwdParams::part_cols(cols);
   const float* parts = p.bwd.parts + blockIdx.y * BwdParams::part_cols(cols) + col;
   float sum = 0.f;
   for (int first = threadIdx.y; first < p.num_parts && col < cols; first += kFinishLoads * kFinishRows) {
@@ -531,12 +550,13 @@ static __global__ __launch_bounds__(32 * kFinishRows) void finish_kernel(const _
 template <typename Config>
 int clusters_at_once(const RowShape& shape) {
   const dim3 grid(shape.tiles), block(shape.lanes);
+  const int shared_bytes = ring_bytes(shape.lanes, Config::kVecs, Config::kRagged);
   allow_shared_memory<bwd_kernel<Config>>(
-      {.grid = grid, .block = block, .shared_bytes = Config::kRingBytes, .cluster = shape.tiles});
+      {.grid = grid, .block = block, .shared_bytes = shared_bytes, .cluster = shape.tiles});
   cudaLaunchAttribute attribute{.id = cudaLaunchAttributeClusterDimension};
   attribute.val.clusterDim = {static_cast<unsigned>(shape.tiles), 1, 1};
   cudaLaunchConfig_t config{.gridDim = grid, .blockDim = block};
-  config.dynamicSmemBytes = Config::kRingBytes;
+  config.dynamicSmemBytes = shared_bytes;
   config.attrs = &attribute;
   config.numAttrs = 1;
   int count = 0;
@@ -549,20 +569,21 @@ void run_bwd(const BwdParams& p, const RowShape& shape, cudaStream_t stream) {
   if constexpr (Config::kTiled) {
     launch<sums_kernel<Config>>({.grid = dim3(p.problem.rows), .block = dim3(kMaxThreads)}, p, stream);
   }
-  const int cluster = Config::kTiled ? 1 : shape.tiles;
+  const int cluster = Config::kTiled ? 1 : shape.tiles, threads = shape.lanes * shape.rows;
   const int most = cluster > 1 ? std::min(p.max_parts, clusters_at_once<Config>(shape)) : p.max_parts;
-  int blocks = static_cast<int>(std::min<int64_t>(most, ceil_div(p.problem.rows, shape.rows)));
+  const int wanted = num_parts(p.problem.rows, threads, num_multiprocessors(current_device()));
+  int blocks = static_cast<int>(std::min<int64_t>({most, wanted, ceil_div(p.problem.rows, shape.rows)}));
   if (Config::kRagged) {  // so that in all rows of a block the same accesses are aligned
     const int like = Config::kVec / std::gcd(Config::kVec, static_cast<int>(p.h.stride % Config::kVec));
     blocks = most < like ? most : std::min(ceil_div(blocks, like), most / like) * like;
   }
   launch<bwd_kernel<Config>>({.grid = dim3(shape.tiles, blocks),
                               .block = dim3(shape.lanes, shape.rows),
-                              .shared_bytes = Config::kRingBytes,
+                              .shared_bytes = ring_bytes(threads, Config::kVecs, Config::kRagged),
                               .cluster = cluster},
                              p, stream);
   launch<finish_kernel>(
-      {.grid = dim3(ceil_div(p.problem.cols, 32), Config::kParameters), .block = dim3(32, kFinishRows), .early = true},
+      {.grid = dim3(ceil_div(p.problem.cols, 32), p.num_parameters), .block = dim3(32, kFinishRows), .early = true},
       FinishParams{p, blocks}, stream);
 }
 

@@ -7,7 +7,7 @@
 namespace flash::layer_norm {
 
 template <Types kTypes, Extent kExtent>
-using Aligned = BwdConfig<kTypes, vec_of(kTypes), kUsualVecs, kExtent>;
+using Aligned = BwdConfig<kTypes, vec_of(kTypes), bwd_vecs(kTypes), kExtent>;
 template <Types kTypes, Extent kExtent>
 using Ragged = BwdConfig<kTypes, vec_of(kTypes), kUsualVecs, kExtent, /*kRagged=*/true>;
 using Widest = BwdConfig<Types::kAny, vec_of(Types::kAny), 1, Extent::kAll, /*kRagged=*/true, /*kTiled=*/true>;

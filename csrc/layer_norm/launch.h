@@ -6,8 +6,8 @@
 
 namespace flash::layer_norm {
 
-// Returns the most blocks that sum parts of the gradients of parameters on the current device.
-int max_parts(int64_t rows);
+// Returns the most parts of the gradients of parameters that the backward makes on the current device.
+int max_parts(int64_t rows, int cols);
 
 // Run forward and backward on the current device. The forward writes every output that has an address.
 void fwd(const FwdParams& p, cudaStream_t stream);

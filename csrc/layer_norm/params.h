@@ -70,10 +70,12 @@ struct BwdParams {
   Matrix<> dx0;                  // (x0_rows, cols); any output of this struct may be null
   Matrix<> dx1, dresidual, out;  // (rows, cols)
 
-  // Gradients of weight, bias, weight1, bias1 and colscale, in this order; null if there is no such parameter.
-  static constexpr int kParameters = 5;
+  // Gradients of weight, bias, weight1, bias1 and colscale, in this order; null if there is no such parameter. Only the
+  // first two are in every backward.
+  static constexpr int kParameters = 5, kFewParameters = 2;
   Matrix<> dparameters[kParameters];  // (1, cols)
-  float* parts;                       // (max_parts, kParameters, part_cols(cols)): one block's sums each
+  int num_parameters;                 // of those that may have an address: kFewParameters or kParameters
+  float* parts;                       // (max_parts, num_parameters, part_cols(cols)): one block's sums each
   int max_parts;
   static constexpr int64_t part_cols(int64_t cols) { return (cols + 7) / 8 * 8; }  // rounds up to whole vectors
   float* sums;  // (rows, 2): scratch for rows that are wider than a block

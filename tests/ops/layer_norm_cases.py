@@ -206,6 +206,10 @@ EDGES = [
     Case(shape=(5,), cols=1027, dtype="fp32", residual="fp32", dropout_p=0.1, colscale=True, rowscale=True),
     Case(shape=(9,), cols=2048, residual="bf16", weight="bf16"),
     Case(shape=(3,), cols=3000, residual="fp32"),
+    # Lanes draw in pairs; the last one may have no partner.
+    *(Case(shape=(300,), cols=cols, residual="fp32", dropout_p=0.2) for cols in (4, 12, 28, 768, 772)),
+    Case(shape=(300,), cols=516, dtype="fp32", dropout_p=0.2, rowscale=True),
+    Case(shape=(26_000,), cols=24, residual="fp32"),  # blocks of the backward take turns
     Case(shape=(1000,), cols=24, residual="bf16"),
     Case(shape=(700,), cols=1536, residual="bf16"),
     Case(shape=(450,), cols=2560, residual="bf16", dropout_p=0.1),

@@ -422,8 +422,7 @@ def test_no_gradient_is_computed_of_a_frozen_linear_layer(frozen, device):
     count, grads, of_linear = gradients(frozen)
     assert count == (1 if frozen else 2)
     assert all((grad is None) == frozen for grad in of_linear)
-    for found, right in zip(grads, gradients(False)[1], strict=True):
-        assert torch.equal(found, right)
+    assert_same_but_for_rounding(grads, gradients(False)[1])  # whose kernel adds up in another order
     alone = torch.zeros_like(linear_bias).requires_grad_()
     layer_norm_linear_fn(x, W.to(device), None, linear_weight, alone).sum().backward()
     assert (alone.grad == x.shape[:-1].numel()).all()

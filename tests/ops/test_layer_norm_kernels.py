@@ -146,5 +146,46 @@ def test_shapes_of_blocks(vec, vecs, splits_warps):
             assert (rows <= 15 or lanes <= 32) and (rows == 1 or (tiles == 1 and lanes * rows <= threads))
             assert (tiles & (tiles - 1) == 0 or tiles > 8) and lanes * vec * vecs * tiles >= cols
             assert tiles == 1 or (tiles // 2 if tiles <= 8 else tiles - 1) * 512 * vec * vecs < cols
-    for vecs, ragged in ((2, False), (1, True)):  # of what any GPU from sm_80 on can have
-        assert host.call("find_ring_bytes", vecs, ragged) + 3 * 1024 <= 99 * 1024
+    for threads, vecs, ragged in ((512, 2, False), (256, 4, False), (512, 1, True)):
+        assert host.call("find_ring_bytes", threads, vecs, ragged) + 3 * 1024 <= 99 * 1024  # any GPU from sm_80 on
+
+
+# As in config.h.
+ANY, FLOAT16, BFLOAT16, FLOAT32, FLOAT16_STREAM32, BFLOAT16_STREAM32 = range(6)
+
+
+@pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
+@pytest.mark.parametrize(
+    "rows, cols, types, expected",
+    [
+        (32768, 768, BFLOAT16_STREAM32, (64, 2, 1, 2 * 528)),  # the residual stream of GPT-2: two rounds of 4 blocks
+        (32768, 768, BFLOAT16, (64, 2, 1, 2 * 528)),
+        (16384, 1024, BFLOAT16, (64, 2, 1, 528)),  # one round of 31 rows
+        (10**6, 128, FLOAT16, (8, 16, 1, 4 * 528)),
+        (100, 1024, BFLOAT16, (64, 2, 1, 100)),
+        (16384, 2048, BFLOAT16, (128, 1, 1, 528)),
+        (16384, 2048, ANY, (256, 1, 1, 264)),  # two accesses of 4 elements
+        (16384, 4096, BFLOAT16_STREAM32, (256, 1, 1, 264)),
+        (16384, 8192, BFLOAT16, (512, 1, 1, 132)),
+        (16384, 8192, FLOAT32, (256, 1, 2, 264)),  # a cluster
+    ],
+)
+def test_parts_of_the_backward(rows, cols, types, expected):
+    host = native.library(pathlib.Path(__file__).parents[1] / "host_probe.cpp", native.HOST)
+    found = torch.zeros(5, dtype=torch.int64)
+    host.run("find_bwd_shape", rows, cols, types, 132, found)
+    *shape, most = found.tolist()
+    assert tuple(shape) == expected
+
+
+@pytest.mark.skipif(not native.CSRC.exists(), reason="this is not a source tree")
+def test_memory_of_parts_is_enough_and_small():
+    """Rows that one block holds have no more parts than there is memory for, and it is small beside the rows."""
+    host = native.library(pathlib.Path(__file__).parents[1] / "host_probe.cpp", native.HOST)
+    found = torch.zeros(5, dtype=torch.int64)
+    for types, rows, cols in itertools.product(
+        range(6), (0, 1, 100, 2000, 16384, 10**6), [*range(70), *range(100, 9000, 77)]
+    ):
+        host.run("find_bwd_shape", rows, cols, types, 132, found)
+        _, _, tiles, parts, most = found.tolist()
+        assert (parts <= most or tiles > 1) and most <= min(rows, max(4 * 132, rows // 24))
