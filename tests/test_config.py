@@ -402,6 +402,21 @@ def test_hopper_plan(host):
     assert taken > 30
 
 
+@pytest.mark.parametrize("head_dim, narrow, wide", [
+    (64, dict(longest_q=511), dict(longest_q=512)),
+    (64, dict(longest_q=2047, causal=True), dict(longest_q=2048, causal=True)),
+    (128, dict(longest_k=4095), dict(longest_k=4096)),
+    (128, dict(longest_k=4095, causal=True), dict(longest_k=4096, causal=True)),
+    (256, dict(longest_k=2047, causal=True), dict(longest_k=2048, causal=True)),
+], ids=str)  # fmt: skip
+def test_wide_tiles_of_long_sequences(host, head_dim, narrow, wide):
+    many = Problem(batch=8, heads=32, heads_k=32, head_dim=head_dim, longest_q=4096, longest_k=8192, has_sm90=True)
+    for changes in (narrow, wide):
+        problem = dataclasses.replace(many, **changes)
+        plan = plan_of(host, dataclasses.replace(problem, seqlen_q=problem.longest_q))
+        assert plan.kernel == SM90 and plan.wide == (changes is wide)
+
+
 def test_what_stays_portable_on_hopper(host):
     """Decoding, splits that the caller wants, few rows, no keys, and few tiles of many keys."""
     many = Problem(batch=8, heads=32, heads_k=32, seqlen_q=2048, longest_q=2048, longest_k=2049, has_sm90=True)

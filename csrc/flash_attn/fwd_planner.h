@@ -198,7 +198,9 @@ inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
   const int head_dim = sm90_head_dims(p.head_dim, p.head_dim_v).of_keys;
   if (head_dim == 64) return hints.longest_q >= (rows_differ(p) ? 2048 : 512);
   if (head_dim == 96) return hints.longest_q >= (rows_differ(p) ? 8192 : 2048);
-  if (head_dim == 128) return hints.longest_k >= (rows_differ(p) ? 16384 : 8192);
+  if (head_dim == 128) {  // its rows are as many as those of the other tile
+    return std::min(hints.longest_k, int64_t{p.window_left} + p.window_right) >= 4096;
+  }
   return hints.longest_k >= (rows_differ(p) ? 2048 : 1024);
 }
 
