@@ -20,6 +20,7 @@ FEATURES = {"plain": "Features::kPlain", "ranged": "Features::kRanged", "all": "
 PORTABLE_FEATURES = {name: FEATURES[name] for name in ("plain", "all")}
 PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdSm80Params"}
 WIDE_HEAD_DIMS = (64, 96, 128, 256)  # that have a second tile on sm_90, for long sequences: see fwd_tiles.h
+PAIRED = ((64, True), (128, False), (128, True))  # head dims and whether wide: see fwd_tiles.h
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims: see fwd_tiles.h
 
 
@@ -43,13 +44,16 @@ PORTABLE = {
     if kind != "bwd" or head_dim <= 256 or name == "all"
 }
 HOPPER = {
-    f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}": _flash_attn(
-        "fwd_sm90", f"run_fwd_sm90<{TYPES[dtype]}, {head_dim}, {features}, {str(wide).lower()}>", "FwdSm90Params"
+    f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}{'_paired' * paired}": _flash_attn(
+        "fwd_sm90",
+        f"run_fwd_sm90<{TYPES[dtype]}, {head_dim}, {features}, {str(wide).lower()}{f', {head_dim}, true' * paired}>",
+        "FwdSm90Params",
     )
-    for dtype, head_dim, (name, features), wide in itertools.product(
-        TYPES, ALL_HEAD_DIMS, FEATURES.items(), (False, True)
+    for dtype, head_dim, (name, features), wide, paired in itertools.product(
+        TYPES, ALL_HEAD_DIMS, FEATURES.items(), (False, True), (False, True)
     )
     if not wide or (head_dim in WIDE_HEAD_DIMS and name == "plain")
+    if not paired or ((head_dim, wide) in PAIRED and name == "plain")
 } | {
     f"flash_attn_bwd_sm90_{dtype}_{head_dim}_{name}": _flash_attn(
         "bwd_sm90" if head_dim <= 128 else "bwd_sm90_wide",

@@ -50,12 +50,13 @@ const char* find_fwd_tile(int head_dim, bool plain, int64_t* tile) {
   return answer(tile, {found.rows, found.keys, found.warps});
 }
 
-// tile: warpgroups, keys, stages, stages of queries, whether O is staged, whether there is a wide one.
+// tile: warpgroups, keys, stages, stages of queries, whether O is staged, whether there is a wide one, and whether this
+// one has an instance for pairs.
 const char* find_fwd_sm90_tile(int head_dim, int head_dim_v, bool plain, bool wide, int64_t* tile) {
   const Features features = plain ? Features::kPlain : Features::kAll;
   const FwdSm90Tile found = fwd_sm90_tile(head_dim, features, wide, head_dim_v);
   return answer(tile, {found.warpgroups, found.keys, found.stages, found.query_stages, found.staged_output,
-                       has_wide_tile(head_dim, features)});
+                       has_wide_tile(head_dim, features), has_paired_tile(head_dim, features, wide)});
 }
 
 // shape: lanes, rows, tiles.
@@ -116,7 +117,7 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
     answer(plan,
            {static_cast<int64_t>(choice.plan.index()), out, softmax, counters, tiling.packed_heads.value,
             tiling.slots.value, tiling.tiles.value, splits.count, splits.least_blocks, decoding ? decoding->warps : 0,
-            order.blocks, order.section_heads.value, order.section_tiles.value, order.wide});
+            order.blocks, order.section_heads.value, order.section_tiles.value, order.wide, order.paired});
   });
 }
 

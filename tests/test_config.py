@@ -167,7 +167,7 @@ def test_backward_blocks_fit_every_gpu(host, head_dim, plain):
 def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide):
     """Shared memory, and the registers of a thread: scores, packed probabilities and output, and 24 for the rest."""
     plain = features != ALL
-    warpgroups, keys, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", head_dim, head_dim_v, plain, wide)
+    warpgroups, keys, *_, has_wide, _ = numbers(host, 7, "find_fwd_sm90_tile", head_dim, head_dim_v, plain, wide)
     if wide and not (has_wide and features == PLAIN):
         pytest.skip("there is no wide tile")
     shared_bytes, threads = numbers(instances, 2, "find_fwd_sm90_sizes", head_dim, head_dim_v, features, wide)
@@ -277,6 +277,7 @@ class Plan(typing.NamedTuple):
     section_heads: int
     section_tiles: int
     wide: bool
+    paired: bool
 
 
 def plan_of(host, problem):
@@ -387,7 +388,8 @@ def test_hopper_plan(host):
             continue
         taken += 1
         dims = problem.head_dim, problem.head_dim
-        warpgroups, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", *dims, problem.plain, plan.wide)
+        tile = numbers(host, 7, "find_fwd_sm90_tile", *dims, problem.plain, plan.wide)
+        warpgroups, *_, has_wide, has_paired = tile
         entries = 1 if problem.packed_q else problem.batch
         assert plan.packed_heads == 1
         assert has_wide or not plan.wide
@@ -396,10 +398,36 @@ def test_hopper_plan(host):
         assert entries * problem.heads % plan.section_heads == 0
         assert plan.section_heads <= problem.multiprocessors // 2
         assert plan.section_tiles == plan.section_heads * plan.slots
+        if plan.paired:
+            assert has_paired and not problem.causal and not problem.packed_q and not problem.ragged_k
+            assert plan.slots % 2 == plan.blocks % 2 == 0
         shared_by = parts(host, problem.head_dim)
-        assert plan.blocks == (2 * plan.tiles if shared_by == 2 else min(plan.tiles, problem.multiprocessors))
+        most_blocks = problem.multiprocessors // (1 + plan.paired) * (1 + plan.paired)
+        assert plan.blocks == (2 * plan.tiles if shared_by == 2 else min(plan.tiles, most_blocks))
         assert (plan.scratch_out, plan.scratch_softmax, plan.scratch_counters) == (0, 0, int(shared_by == 1))
     assert taken > 30
+
+
+def test_pairs_of_tiles_that_share_keys(host):
+    """Many keys, the same for all rows, and an even number of tiles in each head."""
+    many = Problem(batch=2, heads=16, heads_k=16, seqlen_q=8192, longest_q=8192, longest_k=8192, has_sm90=True)
+    for changes, blocks in (
+        ({}, 132),
+        (dict(multiprocessors=131), 130),
+        (dict(batch=1, heads=1, heads_k=1), 64),
+        (dict(longest_k=2048), 132),
+        (dict(head_dim=64, seqlen_q=16384, longest_q=16384), 132),
+        (dict(longest_k=2047), None),
+        (dict(head_dim=64), None),  # 43 tiles of 192 rows
+        (dict(seqlen_q=8193, longest_q=8193), None),
+        (dict(causal=True), None),
+        (dict(packed_q=True), None),
+        (dict(ragged_k=True), None),
+        (dict(head_dim=256), None),
+    ):
+        plan = plan_of(host, dataclasses.replace(many, **changes))
+        assert plan.kernel == SM90 and plan.paired == (blocks is not None), changes
+        assert blocks is None or plan.blocks == blocks, changes
 
 
 @pytest.mark.parametrize("head_dim, narrow, wide", [

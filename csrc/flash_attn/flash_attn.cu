@@ -49,12 +49,19 @@ template <typename T, int kHeadDim, Features kFeatures, int>
 auto fwd_instance(const DecodePlan&) {
   return run_decode<T, kHeadDim, kFeatures>;
 }
+template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV>
+auto fwd_sm90_instance(const FwdSm90Plan& plan) {
+  if constexpr (has_paired_tile(kHeadDim, kFeatures, kWide)) {
+    if (plan.paired) return run_fwd_sm90<T, kHeadDim, kFeatures, kWide, kHeadDimV, true>;
+  }
+  return run_fwd_sm90<T, kHeadDim, kFeatures, kWide, kHeadDimV, false>;
+}
 template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
 auto fwd_instance(const FwdSm90Plan& plan) {
   if constexpr (has_wide_tile(kHeadDim, kFeatures)) {
-    if (plan.wide) return run_fwd_sm90<T, kHeadDim, kFeatures, true, kHeadDimV>;
+    if (plan.wide) return fwd_sm90_instance<T, kHeadDim, kFeatures, true, kHeadDimV>(plan);
   }
-  return run_fwd_sm90<T, kHeadDim, kFeatures, false, kHeadDimV>;
+  return fwd_sm90_instance<T, kHeadDim, kFeatures, false, kHeadDimV>(plan);
 }
 
 template <typename Plan>

@@ -52,10 +52,12 @@ struct FwdSm90Plan {
   static constexpr bool kPlainFindsPages = false, kPlainHasHeadDimV = true, kHasRanged = true;
   Tiling tiling;
   bool wide = false;      // whether tiles are those for long sequences
+  bool paired = false;    // whether blocks are pairs that share keys, and take tiles 2 i and 2 i + 1
   Divisor section_heads;  // heads that follow one another tile by tile
   Divisor section_tiles;  // tiles that they have
   int blocks = 0;         // that share all tiles, or a cluster for each tile
-  int* taken = nullptr;   // (1), how many tiles blocks have taken after their first; 0 before the launch and after it
+  int* taken = nullptr;   // (1), how many tiles blocks have taken after their first; 0 before the launch and after it;
+                          // unused if paired
 };
 
 using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan>;

@@ -204,6 +204,14 @@ inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
   return hints.longest_k >= (rows_differ(p) ? 2048 : 1024);
 }
 
+// Whether pairs of tiles share the copies of keys and values, which halves what is read from the L2 cache. Both tiles
+// of a pair then have the same head, and all tiles the same number of keys, so that no counter need even them out.
+inline bool suits_pairs(const Problem& p, const FwdHints& hints, const Tiling& tiling) {
+  constexpr int kLeastKeys = 2048;
+  const bool equal = !rows_differ(p) && !p.cu_seqlens_q && !p.cu_seqlens_k && !p.seqused_k && !p.leftpad_k;
+  return equal && tiling.slots.value % 2 == 0 && hints.longest_k >= kLeastKeys && hints.multiprocessors > 1;
+}
+
 // How many heads of all entries follow one another tile by tile. Where rows differ in how many keys they see, the
 // longest tiles come before all others, of as many heads as have keys and values that stay in the L2 cache together.
 // But the longest tiles also wait for memory. So at most half of the multiprocessors start with one.
@@ -226,13 +234,15 @@ inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
   const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, tile_rows);
   const int parts = channel_parts(head_dim);
   const int section = heads_per_section(p.problem, hints.multiprocessors);
-  return {
-      FwdSm90Plan{.tiling = tiling,
-                  .wide = wide,
-                  .section_heads = Divisor(section),
-                  .section_tiles = Divisor(section * static_cast<int>(tiling.slots.value)),
-                  .blocks = parts > 1 ? parts * num_tiles(tiling) : std::min(num_tiles(tiling), hints.multiprocessors)},
-      {.counters = parts > 1 ? 0 : 1}};
+  const bool paired = has_paired_tile(head_dim, features, wide) && suits_pairs(p.problem, hints, tiling);
+  const int most_blocks = paired ? hints.multiprocessors / 2 * 2 : hints.multiprocessors;
+  return {FwdSm90Plan{.tiling = tiling,
+                      .wide = wide,
+                      .paired = paired,
+                      .section_heads = Divisor(section),
+                      .section_tiles = Divisor(section * static_cast<int>(tiling.slots.value)),
+                      .blocks = parts > 1 ? parts * num_tiles(tiling) : std::min(num_tiles(tiling), most_blocks)},
+          {.counters = parts > 1 ? 0 : 1}};
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,9 @@
 // The producer takes the next tile from a counter in global memory when the last keys of a tile are on their way: as
 // late as it can, so that long and short tiles even out.
 //
+// Where all tiles have the same keys, two blocks of a cluster take tiles of one head, walk over the keys in step, and
+// each copies half of the keys and values for both (kPaired).
+//
 // Beyond 256 channels, two blocks, a cluster, have a tile together: each has half of the channels of Q, K, V and O. A
 // block works as above, but for S: its warpgroups send their products to those of the other block, and add what these
 // send. That takes 1/4 of the time for which 128 rows and 64 keys keep the tensor cores busy to write and read shared
@@ -25,6 +28,7 @@
 #include "flash_attn/fwd_sm90_producer.cuh"
 #include "flash_attn/fwd_sm90_shared.cuh"
 #include "flash_attn/instances.h"
+#include "ptx/cluster.cuh"
 #include "tile/shared.cuh"
 #include "tile/warpgroup.cuh"
 
@@ -35,11 +39,15 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   auto& shared = shared_memory<FwdSm90Shared<Config>>();
   if (threadIdx.x == 0) shared.init();
-  Config::kParts == 1 ? __syncthreads() : ptx::sync_cluster();
+  Config::kCluster == 1 ? __syncthreads() : ptx::sync_cluster();
   const int rank = warpgroup_id();
   if (rank < Config::kConsumers) {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     Consumer<Config>(args, shared, rank).run();
+    if constexpr (Config::kPaired) {  // the other block's consumers may still release stages of this block
+      __syncwarp();
+      ptx::sync_cluster();
+    }
   } else {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (warp_id() == Config::kConsumerWarps) Producer<Config>{args, args.params, shared}.run();
@@ -47,9 +55,9 @@ __global__ __launch_bounds__(Config::kThreads, 1) void fwd_sm90_kernel(const __g
 #endif
 }
 
-template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV>
+template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV, bool kPaired>
 void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
-  using Config = FwdSm90Config<T, kHeadDim, kFeatures, kWide, kHeadDimV>;
+  using Config = FwdSm90Config<T, kHeadDim, kFeatures, kWide, kHeadDimV, kPaired>;
   using Shared = FwdSm90Shared<Config>;
   const Problem& problem = p.problem;
   const int64_t head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
@@ -57,17 +65,18 @@ void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
   const int64_t keys = problem.cu_seqlens_k ? problem.seqlen_k : problem.capacity_k;
   // With an index into the batch, how many entries k and v have is not known here.
   const int64_t entries_k = problem.cu_seqlens_k ? 1 : problem.batch_index ? kMaxSeqlen : problem.batch;
+  constexpr int kCopiedKeys = Config::kKeys / Config::kSharers;
   const FwdSm90Launch args{
       .q = map_of<typename Shared::OwnRows>(p.q, head_dim, problem.heads, problem.seqlen_q, entries_q),
-      .k = map_of<typename Shared::Keys>(p.k, head_dim, problem.heads_k, keys, entries_k),
-      .v = map_of<typename Shared::Values>(p.v, head_dim_v, problem.heads_k, keys, entries_k),
+      .k = map_of<typename Shared::Keys>(p.k, head_dim, problem.heads_k, keys, entries_k, kCopiedKeys),
+      .v = map_of<typename Shared::Values>(p.v, head_dim_v, problem.heads_k, keys, entries_k, kCopiedKeys),
       .out =
           map_of<typename Shared::Rows>(p.out, head_dim_v, problem.heads, problem.seqlen_q, entries_q, kWarpgroupRows),
       .params = p};
   const LaunchShape shape{.grid = dim3(p.plan.blocks),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(Shared),
-                          .cluster = Config::kParts};
+                          .cluster = Config::kCluster};
   launch<fwd_sm90_kernel<Config>>(shape, args, stream);
 }
 

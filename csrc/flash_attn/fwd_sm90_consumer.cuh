@@ -64,9 +64,15 @@ struct Consumer {
         softmax(score_scale_log2<Config::kFeatures>(maps.params.problem)) {}
 
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
+  // Releases keys or values, in each block that copies them.
   template <int kStages>
   __device__ void release(Ring<kStages>& ring, RingCursor<kStages>& at) {
-    if (leads()) ring.release(at);
+    if constexpr (Config::kPaired) {
+      const int block = threadIdx.x % kWarpgroup;
+      if (block < Config::kSharers) ptx::arrive_in(block, ring.empty[at.stage]);
+    } else {
+      if (leads()) ring.release(at);
+    }
     at.advance();
   }
 

@@ -8,6 +8,7 @@
 #include "flash_attn/schedule.cuh"
 #include "flash_attn/sequence.cuh"
 #include "flash_attn/softmax.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
 #include "tile/pipeline.cuh"
 #include "tile/vec.cuh"
@@ -40,6 +41,21 @@ struct Producer {
   } last_v{.block = -1};  // not started yet, if block >= 0
   int taken;
 
+  // Starts the copy of a block of keys or values. In a pair, a stage is empty when both blocks have read it.
+  template <typename Tile>
+  __device__ void load(Tile (&tiles)[Config::kStages], Ring<Config::kStages>& ring, RingCursor<Config::kStages>& at,
+                       const CUtensorMap& map, const Span& keys, int head, int n) {
+    ring.wait_empty(at);
+    auto& arrived = ring.expect_tx(at, sizeof(Tile));
+    const int64_t row = keys.first + n * Config::kKeys;
+    if constexpr (Config::kPaired) {
+      load_share_async<Config::kSharers>(tiles[at.stage], ptx::cluster_rank(), map, row, head, keys.batch, arrived);
+    } else {
+      load_async(tiles[at.stage], map, row, head, keys.batch, arrived, Config::channel());
+    }
+    at.advance();
+  }
+
   __device__ void load_q(const Work& work) {
 #pragma unroll 1
     for (int rank = 0; rank < Config::kConsumers; ++rank) {
@@ -52,18 +68,10 @@ struct Producer {
     q_at.advance();
   }
   __device__ void load_k(const Span& keys, int head, int n) {
-    shared.k_ring.wait_empty(k_at);
-    auto& arrived = shared.k_ring.expect_tx(k_at, sizeof(typename Shared::Keys));
-    load_async(shared.k[k_at.stage], maps.k, keys.first + n * Config::kKeys, head, keys.batch, arrived,
-               Config::channel());
-    k_at.advance();
+    load(shared.k, shared.k_ring, k_at, maps.k, keys, head, n);
   }
   __device__ void load_v(const Span& keys, int head, int n) {
-    shared.v_ring.wait_empty(v_at);
-    auto& arrived = shared.v_ring.expect_tx(v_at, sizeof(typename Shared::Values));
-    load_async(shared.v[v_at.stage], maps.v, keys.first + n * Config::kKeys, head, keys.batch, arrived,
-               Config::channel());
-    v_at.advance();
+    load(shared.v, shared.v_ring, v_at, maps.v, keys, head, n);
   }
   __device__ void load_last_v() {
     if (last_v.block >= 0) load_v(last_v.keys, last_v.head, last_v.block);
@@ -116,8 +124,9 @@ struct Producer {
   }
 
   // How many tiles were taken before this one, not counting the first tile of each block; as many as there are if each
-  // block has but one.
+  // block has but one. In pairs, each block has its share.
   __device__ int take_tile() const {
+    if (Config::kPaired) return 0;
     return Config::kManyTiles ? atomicAdd(p.plan.taken, 1) : static_cast<int>(p.plan.tiling.tiles.value);
   }
 
@@ -129,11 +138,12 @@ struct Producer {
       const bool has_keys = work.exists() && !work.blocks.empty();
       if (work.exists() && !has_keys) store_nothing(work);
       if (lane_id() == 0) has_keys ? load(work) : void(taken = take_tile());
+      if (Config::kPaired) taken = index;
       index = gridDim.x + __shfl_sync(~0u, taken, 0);
     }
     if (lane_id() != 0) return;
     load_last_v();
-    const bool is_last = index == num_tiles + static_cast<int>(gridDim.x) - 1;
+    const bool is_last = !Config::kPaired && index == num_tiles + static_cast<int>(gridDim.x) - 1;
     if (is_last) *p.plan.taken = 0;  // all blocks have found that there are no more tiles
     shared.work_ring.wait_empty(work_at);
     shared.work[work_at.stage].tile.entry = -1;

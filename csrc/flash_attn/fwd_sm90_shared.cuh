@@ -24,7 +24,8 @@ struct FwdSm90Launch {
   FwdSm90Params params;
 };
 
-template <typename T_, int kHeadDim_, Features kFeatures_, bool kWide_, int kHeadDimV_ = kHeadDim_>
+template <typename T_, int kHeadDim_, Features kFeatures_, bool kWide_, int kHeadDimV_ = kHeadDim_,
+          bool kPaired_ = false>
 struct FwdSm90Config {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
@@ -33,8 +34,12 @@ struct FwdSm90Config {
   static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_, kHeadDimV);
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
-  static constexpr int kParts = channel_parts(kHeadDim);                                // blocks of a cluster
+  static constexpr int kParts = channel_parts(kHeadDim);  // blocks that have a tile together
   static constexpr int kChannels = kHeadDim / kParts, kChannelsV = kHeadDimV / kParts;  // of a block
+  // Whether blocks are clusters of two with tiles of one head and the same keys: each copies half of every block of
+  // keys and values for both.
+  static constexpr bool kPaired = kPaired_;
+  static constexpr int kSharers = kPaired ? 2 : 1, kCluster = kParts * kSharers;
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
   // Blocks of a cluster would have to agree on the next tile.
   static constexpr bool kManyTiles = kParts == 1;
@@ -50,7 +55,7 @@ struct FwdSm90Config {
   // Whether blocks that no mask cuts only check that no maximum has grown much, which takes fewer instructions.
   // Instances that can write the largest score of a row do not: it may not lag behind.
   static constexpr bool kWatchesMaxima = kPlain;
-  static_assert(kParts == 1 || kChannelsV == kChannels);
+  static_assert(kParts == 1 || (kChannelsV == kChannels && !kPaired));
 
   __device__ static int part() { return kParts == 1 ? 0 : ptx::cluster_rank(); }
   __device__ static int channel() { return part() * kChannels; }  // the block's first
@@ -78,8 +83,8 @@ struct FwdSm90Shared {
 
   __device__ void init() {
     for (auto& ring : q_rings) ring.init(1);
-    k_ring.init(Config::kConsumers);
-    v_ring.init(Config::kConsumers);
+    k_ring.init(Config::kSharers * Config::kConsumers);
+    v_ring.init(Config::kSharers * Config::kConsumers);
     work_ring.init(Config::kConsumerWarps);
     if constexpr (Config::kParts > 1) {
       for (auto& box : boxes) box.init();

@@ -45,6 +45,11 @@ struct FwdSm90Tile {
 constexpr bool has_wide_tile(int head_dim, Features features) {
   return features == Features::kPlain && head_dim != 192 && head_dim <= 256;
 }
+// Whether there is an instance for pairs of tiles, whose blocks share the copies of keys and values. Of 256 channels,
+// it would spill.
+constexpr bool has_paired_tile(int head_dim, Features features, bool wide) {
+  return features == Features::kPlain && (head_dim == 128 || (head_dim == 64 && wide));
+}
 constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide, int head_dim_v) {
   const bool plain = has_plain_scores(features);
   if (head_dim <= 64) return {wide ? 3 : 2, 128, 3, 2, true};

@@ -14,7 +14,7 @@ namespace flash::flash_attn {
 template <typename T, int kHeadDim, Features kFeatures>
 [[gnu::weak]] void run_fwd(const FwdSm80Params& p, cudaStream_t stream);
 
-template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV = kHeadDim>
+template <typename T, int kHeadDim, Features kFeatures, bool kWide, int kHeadDimV = kHeadDim, bool kPaired = false>
 [[gnu::weak]] void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream);
 
 template <typename T, int kHeadDim, Features kFeatures>

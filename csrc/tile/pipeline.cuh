@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "ptx/barrier.cuh"
+#include "ptx/cluster.cuh"
 #include "ptx/tma.cuh"
 #include "tile/fragment.cuh"
 #include "tile/shared.cuh"
@@ -56,6 +57,20 @@ __device__ void load_async(Tile& tile, const CUtensorMap& map, int64_t row, int 
   for (int page = 0; page < Tile::kPages; ++page) {
     ptx::copy_box_async(tile.address(0, 0) + Tile::distance(0, page), map, col + page * Tile::kPageCols, head,
                         static_cast<int>(row), static_cast<int>(entry), arrived);
+  }
+}
+
+// Starts the share of block `rank` in the same copy for all kBlocks blocks of a cluster, to the same place in each. The
+// map has boxes of one page of a share.
+template <int kBlocks, typename Tile>
+__device__ void load_share_async(Tile& tile, int rank, const CUtensorMap& map, int64_t row, int head, int64_t entry,
+                                 ptx::SharedBarrier& arrived) {
+  static_assert(Tile::kRows % (8 * kBlocks) == 0);  // whole repetitions of the order of chunks
+  const int from = rank * (Tile::kRows / kBlocks);
+#pragma unroll 2
+  for (int page = 0; page < Tile::kPages; ++page) {
+    ptx::copy_box_to_blocks(tile.address(0, 0) + Tile::distance(from, page), map, page * Tile::kPageCols, head,
+                            static_cast<int>(row) + from, static_cast<int>(entry), arrived, (1 << kBlocks) - 1);
   }
 }
 
