@@ -172,7 +172,7 @@ struct Consumer {
     constexpr int kRowsUnderProduct = kWatches ? s.kLaneRows : Config::kRowsUnderProduct;
     const auto exponentiate = [&](int r) {
       if constexpr (kWatches) {
-        softmax.exponentiate_exponents(s, r);
+        softmax.template exponentiate_exponents<Config::kPolynomialEvery>(s, r);
       } else {
         softmax.exponentiate(s, r);
       }

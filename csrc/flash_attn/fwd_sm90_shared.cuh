@@ -55,6 +55,9 @@ struct FwdSm90Config {
   // Whether blocks that no mask cuts only check that no maximum has grown much, which takes fewer instructions.
   // Instances that can write the largest score of a row do not: it may not lag behind.
   static constexpr bool kWatchesMaxima = kPlain;
+  // With 64 channels, the special function unit takes as long as the products. Of the exponentials of such blocks, one
+  // of so many is a polynomial instead; 0: none is.
+  static constexpr int kPolynomialEvery = kHeadDim == 64 ? 8 : 0;
   static_assert(kParts == 1 || (kChannelsV == kChannels && !kPaired));
 
   __device__ static int part() { return kParts == 1 ? 0 : ptx::cluster_rank(); }

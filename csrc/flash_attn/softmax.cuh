@@ -136,12 +136,14 @@ struct OnlineSoftmax {
     }
   }
 
-  // Then exponents of a row become exponentials, which are added to its sum.
-  template <int kCols>
+  // Then exponents of a row become exponentials, which are added to its sum; one of kPolynomialEvery by a polynomial,
+  // whose error is far below the rounding to 16 bits, if that is not 0.
+  template <int kPolynomialEvery, int kCols>
   __device__ void exponentiate_exponents(Fragment<kRows, kCols>& exponents, int r) {
 #pragma unroll
     for (int c = 0; c < kCols / 4; ++c) {
-      exponents(r, c) = ptx::exp2(exponents(r, c));
+      const bool by_polynomial = kPolynomialEvery > 0 && (c + 1) % (kPolynomialEvery > 0 ? kPolynomialEvery : 1) == 0;
+      exponents(r, c) = by_polynomial ? ptx::exp2_by_polynomial(exponents(r, c)) : ptx::exp2(exponents(r, c));
       sum[r] += exponents(r, c);
     }
   }

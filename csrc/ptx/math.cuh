@@ -17,6 +17,18 @@ __device__ inline float exp2(float x) {
   return y;
 }
 
+// 2^x for x < 128 to 3e-6, relatively, without the special function unit; below 2^-126 it is 2^-126, and NaN stays NaN.
+// It is 2^n 2^(x - n) with the nearest integer n, and a polynomial with the least relative error for the second factor
+// (Cody and Waite, "Software Manual for the Elementary Functions", 1980).
+__device__ inline float exp2_by_polynomial(float x) {
+  constexpr float kShifter = 1.5f * (1 << 23);       // a sum with it has no fraction: its low bits are the integer
+  asm("max.NaN.f32 %0, %0, 0fC2FC0000;" : "+f"(x));  // -126
+  const float shifted = x + kShifter, rest = x - (shifted - kShifter);
+  const float y =
+      (((0.0095701019f * rest + 0.05591786f) * rest + 0.24024745f) * rest + 0.69312181f) * rest + 0.99999926f;
+  return y * __uint_as_float((__float_as_uint(shifted) << 23) + __float_as_uint(1.f));
+}
+
 // log2(x); -inf for 0.
 __device__ inline float log2(float x) {
   float y;

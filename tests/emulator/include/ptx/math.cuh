@@ -9,6 +9,14 @@ namespace flash::ptx {
 
 inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.f, x) : x; }
 inline float exp2(float x) { return flushed(std::exp2(flushed(x))); }
+inline float exp2_by_polynomial(float x) {
+  constexpr float kShifter = 1.5f * (1 << 23);
+  if (x < -126) x = -126;
+  const float shifted = x + kShifter, rest = x - (shifted - kShifter);
+  const float y =
+      (((0.0095701019f * rest + 0.05591786f) * rest + 0.24024745f) * rest + 0.69312181f) * rest + 0.99999926f;
+  return y * std::bit_cast<float>((std::bit_cast<uint32_t>(shifted) << 23) + std::bit_cast<uint32_t>(1.f));
+}
 inline float log2(float x) { return std::log2(flushed(x)); }
 inline float reciprocal(float x) { return flushed(1 / flushed(x)); }
 inline uint64_t product(uint32_t a, uint32_t b) { return uint64_t{a} * b; }
