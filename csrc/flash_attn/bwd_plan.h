@@ -32,7 +32,7 @@ struct BwdScratch {
   KeyUse* key_uses = nullptr;  // (key heads of all entries, blocks of keys)
 };
 
-// What the small kernels before and after the main one must know.
+// The part of a plan that the small kernels before and after the main one read.
 struct BwdCommonPlan {
   BwdScratch scratch;
   int section_heads = 1;   // key heads whose blocks start together
