@@ -32,7 +32,7 @@ train: $(VENV)/for-train $(VENV)/kernels ## train a small GPT, stop, resume, eva
 test: $(VENV)/for-test $(VENV)/kernels ## run the tests that this machine can run, and PYTEST_ARGS="-m slow" the slow ones
 	$(RUN) -m pytest -n $(WORKERS) $(PYTEST_ARGS)
 
-build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyTorch too: 10 to 30 minutes on two cores; needs nvcc
+build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyTorch too: half an hour on two slow cores; needs nvcc
 	FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) setup.py build_ext --inplace
 
 # As pip builds it, but without hiding what it says. FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE leaves the library out.

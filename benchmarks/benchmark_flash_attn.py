@@ -161,7 +161,7 @@ def describe(shape):
 
 
 def head_dims(shape):
-    """Those of keys and of values."""
+    """The head dims of keys and of values in a shape."""
     return shape[4], shape[-1]
 
 
@@ -336,7 +336,7 @@ def with_exact_gradients(attend, *inputs):
 
 
 def with_features(shape, dtype, device, causal):
-    """What features cost the host, beside a plain call."""
+    """The host's time for a call with features, beside a plain call."""
     inputs, _ = tensors(shape, dtype, device, requires_grad=False)
     ranges = masks.top_left_causal(shape[3], device)
     options = {

@@ -11,7 +11,7 @@ namespace flash::flash_attn {
 
 struct Interval;  // see mask.cuh
 
-// What the rows see of a block of keys, if there are key ranges.
+// Which of a block of keys the rows see, and which rows see any of them, if there are key ranges.
 struct alignas(8) KeyUse {
   int first_rows, last_rows;  // blocks of rows; others see none of the keys, nor may some between these
   uint32_t live[4];           // a bit for each key: whether some row sees it

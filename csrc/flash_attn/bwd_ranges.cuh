@@ -24,7 +24,7 @@ __device__ bool has_ranges(const Problem& p) {
 
 __device__ inline bool touches(const Interval& a, const Interval& b) { return a.first <= b.last && b.first <= a.last; }
 
-// What the rows of a tile see.
+// The keys that the rows of a tile see.
 struct TileSeen {
   Interval any;  // some row sees them; and some keys between that no row sees
   Interval all;  // all rows do, and the tile has all its rows

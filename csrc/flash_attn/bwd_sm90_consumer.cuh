@@ -92,7 +92,7 @@ struct BwdConsumer {
     ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);
   }
 
-  // Those outside of `live`.
+  // Clears the rows or keys of two tiles that are present but outside of `live`.
   template <typename First, typename Second>
   __device__ void clear_dead(First& first, Second& second, const Interval& live, const Interval& present) {
     if (live.covers(present)) return;

@@ -57,7 +57,7 @@ struct DecodeConfig {
   static constexpr int kStages = decode_stages(kChannels);
 };
 
-// What a warp has of the block's work. A team is a warp for each part of the channels.
+// A warp's part of the block's work. A team is a warp for each part of the channels.
 template <typename Config>
 struct TeamMember {
   int team = warp_id() / Config::kParts, num_teams = blockDim.x / (32 * Config::kParts);

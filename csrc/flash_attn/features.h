@@ -6,8 +6,8 @@
 
 namespace flash::flash_attn {
 
-// What an instance of a kernel can do. All can do masks, lengths, packed heads and sinks, which cost the inner loop
-// nothing.
+// The sets of features that kernels are compiled with. All have masks, lengths, packed heads and sinks, which cost the
+// inner loop nothing.
 enum class Features {
   kPlain,   // scores are scaled products; elements lie in aligned chunks of 16 bytes
   kRanged,  // also key ranges; on sm_90 only

@@ -49,7 +49,7 @@ struct FwdConfig {
   static constexpr int kPartWarps = kTile.warps / kParts, kWarpRows = kRows / kPartWarps;
 };
 
-// What a warp has of the block's tile.
+// A warp's part of the block's tile.
 template <typename Config>
 struct WarpShare {
   int part = Config::kParts == 1 ? 0 : warp_id() / Config::kPartWarps;
