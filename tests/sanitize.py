@@ -36,16 +36,44 @@ def random_tensor(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape).to(dtype).cuda()
 
 
-def attend(seqlen_q, seqlen_k, heads, heads_k, head_dim, *, backward=True, dtype=torch.bfloat16, **options):
+def attend(
+    seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v=None, *, backward=True, dtype=torch.bfloat16, **options
+):
     from flash_attn import flash_attn_func
 
     q = random_tensor(2, seqlen_q, heads, head_dim, dtype=dtype)
-    k, v = (random_tensor(2, seqlen_k, heads_k, head_dim, dtype=dtype) for _ in "kv")
-    leaves = [x.requires_grad_(backward) for x in (q, k, v)]
-    out = flash_attn_func(*leaves, **options)
+    k = random_tensor(2, seqlen_k, heads_k, head_dim, dtype=dtype)
+    v = random_tensor(2, seqlen_k, heads_k, head_dim_v or head_dim, dtype=dtype)
+    given = [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]  # a bias, a sink
+    leaves = [*(x.requires_grad_(backward) for x in (q, k, v)), *given]
+    out = flash_attn_func(q, k, v, **options)
     out, *others = out if isinstance(out, tuple) else (out,)
     grads = torch.autograd.grad(out, leaves, random_tensor(*out.shape, dtype=dtype)) if backward else []
     return [out, *others, *grads]
+
+
+def attend_with_features(seqlen_q, seqlen_k, *sizes, exact=False):
+    """A bias and a sink with gradients, and key ranges, some of them empty."""
+    from flash_attn.precision import use_exact_gradients
+
+    heads = sizes[0]
+    first = torch.arange(seqlen_q, dtype=torch.int32)
+    ranges = torch.stack([first // 3, (first * 2 + 1).clamp(max=seqlen_k)], dim=-1)
+    ranges[5:9] = 0
+    bias = random_tensor(1, heads, seqlen_q, seqlen_k).requires_grad_()
+    sink = random_tensor(heads, dtype=torch.float32).requires_grad_()
+    use_exact_gradients(exact)
+    try:
+        return attend(
+            seqlen_q,
+            seqlen_k,
+            *sizes,
+            attn_bias=bias,
+            learnable_sink=sink,
+            key_ranges=ranges.expand(1, 1, -1, 2).cuda(),
+        )
+    finally:
+        use_exact_gradients(False)
 
 
 def attend_packed(lengths_q, lengths_k, heads, heads_k, head_dim, **options):
@@ -96,6 +124,11 @@ def calls():
     slopes = torch.tensor([0.5, 0.25])
     options = dict(dropout_p=0.2, softcap=10.0, causal=True, return_attn_probs=True)
     yield "all", lambda: attend(150, 170, 2, 2, 64, alibi_slopes=slopes.cuda(), **options)
+    for head_dim in (64, 96, 128, 192, 256, 512):
+        yield f"features d{head_dim}", lambda d=head_dim: attend_with_features(150, 200, 4, 2, d, exact=d < 200)
+    yield "192/128", lambda: attend(150, 300, 4, 2, 192, 128, causal=True)
+    yield "192/128 with features", lambda: attend_with_features(200, 150, 2, 2, 192, 128)
+    yield "chunks", lambda: attend(200, 200, 2, 2, 128, attention_chunk=70)
     yield "odd head_dim", lambda: attend(70, 90, 2, 1, 59, causal=True)
     yield "few rows, many keys", lambda: attend(40, 3000, 2, 2, 128, backward=False)
     lengths = (70, 0, 129, 1), (90, 30, 64, 0)

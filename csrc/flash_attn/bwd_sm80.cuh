@@ -306,7 +306,8 @@ __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, cons
   };
   make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
     const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][share.row0 + s.col(c)]);
-    return float2{lse.x * kLog2e, lse.y * kLog2e};
+    // Rounded, as lse of the maximum was: the exact product is not what the scores of the largest numbers come to.
+    return float2{__fmul_rn(lse.x, kLog2e), __fmul_rn(lse.y, kLog2e)};
   });
   if constexpr (Config::kFeatures == Features::kAll) negate_dropped(s, p.problem, place);
 }
