@@ -1,8 +1,12 @@
 """Cross entropy against eager torch, torch.compile, our Triton kernels and Liger: forward, backward, in place or not.
 
-The bytes counted are those of the logits: one read forward, one read and one write backward. Liger computes the
-gradient with the loss, in place of the logits, if they require one: it takes part in the forward without, and in
-forward and backward together. It waits for the device.
+The bytes counted are those of the logits: one read forward, one read and one write backward. Forward and backward
+together count all three, although flash_attn and Liger then make the gradient in the forward and read the logits once;
+two_passes is flash_attn without that. scaled is a loss that is multiplied by a number afterwards: flash_attn has
+expected another gradient, and does a third of the work in vain.
+
+Liger writes the gradient over the logits: it takes part in the forward without one, and in both together. It waits for
+the device.
 """
 
 import functools
@@ -13,6 +17,7 @@ from torch.nn import functional
 
 from benchmarks.harness import DTYPES, Case, backward_of, main
 from flash_attn._ops import xentropy
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.ops.triton.cross_entropy import cross_entropy_loss
 
 SHAPES = {  # rows, vocab
@@ -38,6 +43,9 @@ def cases(device):
             "bwd": (backward, 2),
             "bwd_inplace": (backward_in_place, 2),
             "both": (both, 3),
+            "both_inplace": (both_in_place, 3),
+            "both_mean": (functools.partial(both_of_mean, 1.0), 3),
+            "both_scaled": (functools.partial(both_of_mean, 0.5), 3),
         }
         for op, (provide, passes) in providers.items():
             yield Case(
@@ -104,11 +112,45 @@ def both(shape, dtype, device):
         return lambda: torch.autograd.grad(function().sum(), logits)
 
     return {
-        "flash_attn": run(lambda: cross_entropy_loss(logits, labels)[0]),
+        "flash_attn": run(lambda: cross_entropy_loss(logits, labels, gradient_in_forward=True)[0]),
+        "two_passes": run(lambda: cross_entropy_loss(logits, labels)[0]),
         "torch": run(lambda: losses_of(logits, labels)),
         "torch.compile": run(lambda: compiled(logits, labels)),
         "triton": lambda: triton_both(logits.detach(), labels),
         "liger": lambda: torch.autograd.grad(liger(own, labels, "sum"), own),  # the sum is its own: it spares a pass
+    }
+
+
+def both_in_place(shape, dtype, device):
+    """The gradient of one call is the logits of the next."""
+    logits, labels = draw(shape, dtype, device)
+    logits.requires_grad_()
+    own = logits.detach().clone().requires_grad_()
+    options = dict(reduction="sum", inplace_backward=True)
+    at_once, in_two_passes = (CrossEntropyLoss(**options, gradient_in_forward=choice) for choice in (True, False))
+    return {
+        "flash_attn": lambda: torch.autograd.grad(at_once(logits, labels), logits),
+        "two_passes": lambda: torch.autograd.grad(in_two_passes(logits, labels), logits),
+        "liger": lambda: torch.autograd.grad(liger(own, labels, "sum"), own),
+    }
+
+
+def both_of_mean(scale, shape, dtype, device):
+    """The loss and the gradient of the mean, as in training, which is multiplied by `scale`."""
+    logits, labels = draw(shape, dtype, device)
+    logits.requires_grad_()
+    own = logits.detach().clone().requires_grad_()
+    at_once, in_two_passes = CrossEntropyLoss(), CrossEntropyLoss(gradient_in_forward=False)
+    factors = (scale,) if scale != 1 else ()
+
+    def run(function, leaf=logits):
+        return lambda: torch.autograd.grad(functools.reduce(torch.mul, factors, function(leaf, labels)), leaf)
+
+    return {
+        "flash_attn": run(at_once),
+        "two_passes": run(in_two_passes),
+        "torch": run(lambda logits, labels: functional.cross_entropy(logits.float(), labels)),
+        "liger": run(lambda logits, labels: liger(logits, labels, "mean"), own),
     }
 
 

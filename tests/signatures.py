@@ -231,7 +231,7 @@ SIGNATURES = {
     "flash_attn.losses.cross_entropy": {
         "CrossEntropyLoss": (
             "ignore_index=-100, reduction='mean', label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, "
-            "inplace_backward=False, process_group=None, return_z_loss=False"
+            "inplace_backward=False, process_group=None, return_z_loss=False, gradient_in_forward=None"
         ),
         "CrossEntropyLoss.forward": "self, input, target, precomputed_lse=None",
     },
@@ -600,11 +600,11 @@ SIGNATURES = {
     "flash_attn.ops.triton.cross_entropy": {
         "cross_entropy_loss": (
             "logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, "
-            "ignore_index=-100, inplace_backward=False, process_group=None"
+            "ignore_index=-100, inplace_backward=False, process_group=None, gradient_in_forward=False"
         ),
         "CrossEntropyLoss.apply": (
             "logits, labels, precomputed_lse=None, label_smoothing=0.0, logit_scale=1.0, lse_square_scale=0.0, "
-            "ignore_index=-100, inplace_backward=False, process_group=None"
+            "ignore_index=-100, inplace_backward=False, process_group=None, gradient_in_forward=False"
         ),
     },
     "flash_attn.ops.triton.k_activations": {

@@ -22,7 +22,7 @@ OPS = {  # a word of the row: the ops that must have kernels before it may say s
     "varlen": {"fwd", "bwd"},
     "cache": {"fwd_kvcache"},
     "rotary": {"rotary", "rotary_", "rotary_into"},
-    "cross entropy": {"xentropy_fwd", "xentropy_bwd", "xentropy_bwd_"},
+    "cross entropy": {"xentropy_fwd", "xentropy_bwd", "xentropy_bwd_", "xentropy_fwd_bwd", "xentropy_fwd_bwd_"},
     "softmax": {"softmax_fwd", "softmax_bwd"},
     "LayerNorm": {"layer_norm_fwd", "layer_norm_bwd"},
     "MLPs": {"fused_dense_fwd", "fused_dense_dgrad", "fused_dense_wgrad", "gated_dense_fwd"},

@@ -63,6 +63,27 @@ Tensor aligned_as_contiguous(const Tensor& logits) {
   return alike ? logits : torch::stable::clone(logits);
 }
 
+// What the forward computes for each row.
+struct Results {
+  explicit Results(const Tensor& logits)
+      : losses(new_tensor({logits.size(0)}, aoti_torch_dtype_float32(), logits)),
+        z_losses(new_tensor({logits.size(0)}, aoti_torch_dtype_float32(), logits)),
+        lse(new_tensor({logits.size(0)}, aoti_torch_dtype_float32(), logits)),
+        kept(new_tensor({logits.size(0)}, aoti_torch_dtype_bool(), logits)) {}
+
+  xentropy::FwdParams params(const xentropy::Problem& problem) const {
+    return {
+        .problem = problem,
+        .losses = static_cast<float*>(losses.mutable_data_ptr()),
+        .z_losses = static_cast<float*>(z_losses.mutable_data_ptr()),
+        .lse = static_cast<float*>(lse.mutable_data_ptr()),
+        .kept = static_cast<bool*>(kept.mutable_data_ptr()),
+    };
+  }
+
+  Tensor losses, z_losses, lse, kept;
+};
+
 std::tuple<Tensor, Tensor, Tensor, Tensor> xentropy_fwd(const Tensor& logits, const Tensor& labels,
                                                         const std::optional<Tensor>& known_lse, double label_smoothing,
                                                         double logit_scale, double lse_square_scale,
@@ -73,32 +94,33 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> xentropy_fwd(const Tensor& logits, co
   if (known_lse) check_row_values(*known_lse, logits, "lse");
   const auto problem = problem_of(
       rows, labels, {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes});
-  const auto per_row = [&](int32_t dtype) { return new_tensor({logits.size(0)}, dtype, logits); };
-  const Tensor losses = per_row(aoti_torch_dtype_float32()), z_losses = per_row(aoti_torch_dtype_float32());
-  const Tensor lse = per_row(aoti_torch_dtype_float32()), kept = per_row(aoti_torch_dtype_bool());
-  const xentropy::FwdParams params{
-      .problem = problem,
-      .known_lse = pointer<float>(known_lse),
-      .known_lse_stride = known_lse ? known_lse->stride(0) : 0,
-      .losses = static_cast<float*>(losses.mutable_data_ptr()),
-      .z_losses = static_cast<float*>(z_losses.mutable_data_ptr()),
-      .lse = static_cast<float*>(lse.mutable_data_ptr()),
-      .kept = static_cast<bool*>(kept.mutable_data_ptr()),
-      .partial = partial,
-  };
+  const Results results(logits);
+  xentropy::FwdParams params = results.params(problem);
+  params.known_lse = pointer<float>(known_lse);
+  params.known_lse_stride = known_lse ? known_lse->stride(0) : 0;
+  params.partial = partial;
   xentropy::fwd(params, current_stream(logits));
-  return {losses, z_losses, lse, kept};
+  return {results.losses, results.z_losses, results.lse, results.kept};
 }
 
-void differentiate(const Tensor& dlosses, const Tensor& logits, const Tensor& labels, const Tensor& lse,
-                   const Options& options, const Tensor& dlogits) {
+// Gives `target` what was written to `rows`, if checked_logits has made a copy for want of adjacent columns.
+void copy_back(const Tensor& rows, Tensor target) {
+  if (!has_adjacent_columns(target)) torch::stable::copy_(target, rows);
+}
+
+// Computes the gradient; if the `expected` dlosses are given, only for rows that have others.
+void differentiate(const Tensor& dlosses, const std::optional<Tensor>& expected, const Tensor& logits,
+                   const Tensor& labels, const Tensor& lse, const Options& options, const Tensor& dlogits) {
   check_row_values(dlosses, logits, "dlosses");
+  if (expected) check_row_values(*expected, logits, "expected");
   check_row_values(lse, logits, "lse");
   void* const target = dlogits.mutable_data_ptr();  // before reading logits: gives a lazy clone its own memory
   const xentropy::BwdParams params{
       .problem = problem_of(logits, labels, options),
       .dlosses = static_cast<const float*>(dlosses.const_data_ptr()),
       .dlosses_stride = dlosses.stride(0),
+      .expected = pointer<float>(expected),
+      .expected_stride = expected ? expected->stride(0) : 0,
       .lse = static_cast<const float*>(lse.const_data_ptr()),
       .lse_stride = lse.stride(0),
       .dlogits = target,
@@ -113,7 +135,7 @@ Tensor xentropy_bwd(const Tensor& dlosses, const Tensor& logits, const Tensor& l
   const DeviceGuard guard(logits.get_device_index());
   const Tensor rows = aligned_as_contiguous(checked_logits(logits));
   const Tensor dlogits = new_tensor({rows.size(0), rows.size(1)}, logits);
-  differentiate(dlosses, rows, labels, lse,
+  differentiate(dlosses, std::nullopt, rows, labels, lse,
                 {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes}, dlogits);
   return dlogits;
 }
@@ -123,10 +145,93 @@ void xentropy_bwd_in_place(const Tensor& dlosses, const Tensor& logits, const Te
                            std::optional<int64_t> ignore_index, int64_t class_start, int64_t total_classes) {
   const DeviceGuard guard(logits.get_device_index());
   const Tensor rows = checked_logits(logits);
-  differentiate(dlosses, rows, labels, lse,
+  differentiate(dlosses, std::nullopt, rows, labels, lse,
                 {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes}, rows);
-  Tensor target = logits;
-  if (!has_adjacent_columns(logits)) torch::stable::copy_(target, rows);
+  copy_back(rows, logits);
+}
+
+// Computes the losses, and the gradient for these dlosses.
+Results run_both(const Tensor& dlosses, const Tensor& logits, const Tensor& labels, const Options& options,
+                 const Tensor& dlogits) {
+  check_row_values(dlosses, logits, "dlosses");
+  void* const target = dlogits.mutable_data_ptr();  // before reading logits: gives a lazy clone its own memory
+  const Results results(logits);
+  const xentropy::FwdBwdParams params{
+      .fwd = results.params(problem_of(logits, labels, options)),
+      .dlosses = static_cast<const float*>(dlosses.const_data_ptr()),
+      .dlosses_stride = dlosses.stride(0),
+      .dlogits = target,
+      .dlogits_stride = dlogits.stride(0),
+  };
+  xentropy::fwd_bwd(params, current_stream(logits));
+  return results;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> xentropy_fwd_bwd(const Tensor& dlosses, const Tensor& logits,
+                                                                    const Tensor& labels, double label_smoothing,
+                                                                    double logit_scale, double lse_square_scale,
+                                                                    std::optional<int64_t> ignore_index,
+                                                                    int64_t class_start, int64_t total_classes) {
+  const DeviceGuard guard(logits.get_device_index());
+  const Tensor rows = aligned_as_contiguous(checked_logits(logits));
+  const Tensor dlogits = new_tensor({rows.size(0), rows.size(1)}, logits);
+  const Results results =
+      run_both(dlosses, rows, labels,
+               {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes}, dlogits);
+  return {results.losses, results.z_losses, results.lse, results.kept, dlogits};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> xentropy_fwd_bwd_in_place(const Tensor& dlosses, const Tensor& logits,
+                                                                     const Tensor& labels, double label_smoothing,
+                                                                     double logit_scale, double lse_square_scale,
+                                                                     std::optional<int64_t> ignore_index,
+                                                                     int64_t class_start, int64_t total_classes) {
+  const DeviceGuard guard(logits.get_device_index());
+  const Tensor rows = checked_logits(logits);
+  const Results results =
+      run_both(dlosses, rows, labels,
+               {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes}, rows);
+  copy_back(rows, logits);
+  return {results.losses, results.z_losses, results.lse, results.kept};
+}
+
+void xentropy_redo(const Tensor& dlogits, const Tensor& dlosses, const Tensor& expected, const Tensor& logits,
+                   const Tensor& labels, const Tensor& lse, double label_smoothing, double logit_scale,
+                   double lse_square_scale, std::optional<int64_t> ignore_index, int64_t class_start,
+                   int64_t total_classes) {
+  const DeviceGuard guard(dlogits.get_device_index());
+  const Tensor rows = aligned_as_contiguous(checked_logits(logits));
+  check_device(rows, dlogits, "logits");
+  check_shape(dlogits, {rows.size(0), rows.size(1)}, "dlogits");
+  check_dtype(dlogits, rows.scalar_type(), "dlogits");
+  STD_TORCH_CHECK(dlogits.is_contiguous() && starts_aligned(dlogits), "dlogits must be contiguous and aligned");
+  differentiate(dlosses, expected, rows, labels, lse,
+                {label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start, total_classes}, dlogits);
+}
+
+void xentropy_scale(const Tensor& dlogits, const Tensor& dlosses, const Tensor& expected, const Tensor& kept) {
+  const DeviceGuard guard(dlogits.get_device_index());
+  const Tensor rows = checked_logits(dlogits);
+  check_row_values(dlosses, rows, "dlosses");
+  check_row_values(expected, rows, "expected");
+  check_device(kept, rows, "kept");
+  check_shape(kept, {rows.size(0)}, "kept");
+  check_dtype(kept, ScalarType::Bool, "kept");
+  const xentropy::ScaleParams params{
+      .dlogits = rows.mutable_data_ptr(),
+      .dtype = dtype_of(rows, "dlogits"),
+      .dlogits_stride = rows.stride(0),
+      .rows = narrow_size(rows.size(0), "the number of rows"),
+      .vocab = narrow_size(rows.size(1), "the vocabulary"),
+      .dlosses = static_cast<const float*>(dlosses.const_data_ptr()),
+      .dlosses_stride = dlosses.stride(0),
+      .expected = static_cast<const float*>(expected.const_data_ptr()),
+      .expected_stride = expected.stride(0),
+      .kept = static_cast<const bool*>(kept.const_data_ptr()),
+      .kept_stride = kept.stride(0),
+  };
+  xentropy::scale(params, current_stream(rows));
+  copy_back(rows, dlogits);
 }
 
 }  // namespace
@@ -135,6 +240,10 @@ STABLE_TORCH_LIBRARY_IMPL(flash_attn, CUDA, m) {
   m.impl("xentropy_fwd", TORCH_BOX(&xentropy_fwd));
   m.impl("xentropy_bwd", TORCH_BOX(&xentropy_bwd));
   m.impl("xentropy_bwd_", TORCH_BOX(&xentropy_bwd_in_place));
+  m.impl("xentropy_fwd_bwd", TORCH_BOX(&xentropy_fwd_bwd));
+  m.impl("xentropy_fwd_bwd_", TORCH_BOX(&xentropy_fwd_bwd_in_place));
+  m.impl("xentropy_redo_", TORCH_BOX(&xentropy_redo));
+  m.impl("xentropy_scale_", TORCH_BOX(&xentropy_scale));
 }
 
 }  // namespace flash::binding

@@ -43,11 +43,39 @@ struct BwdParams {
   Problem problem;
   const float* dlosses;  // (rows)
   int64_t dlosses_stride;
+  const float* expected;  // (rows); null, or what the dlosses were when dlogits were computed before
+  int64_t expected_stride;
   const float* lse;  // (rows)
   int64_t lse_stride;
   void* dlogits;  // (rows, vocab), adjacent columns; may be the logits
   int64_t dlogits_stride;
-  Divisor pieces = {};  // pieces per row; chosen by bwd
+  Divisor pieces = {};    // pieces per row; chosen by bwd, like the next
+  int piece_columns = 0;  // columns per piece
+};
+
+// Both directions at once.
+struct FwdBwdParams {
+  FwdParams fwd;         // of the whole vocabulary; known_lse is null
+  const float* dlosses;  // (rows)
+  int64_t dlosses_stride;
+  void* dlogits;  // (rows, vocab), adjacent columns; may be the logits
+  int64_t dlogits_stride;
+  Divisor parts = {};  // blocks that share a row; chosen by fwd_bwd, like the next
+  int share = 0;       // columns per block
+};
+
+struct ScaleParams {
+  void* dlogits;  // (rows, vocab), adjacent columns
+  DType dtype;
+  int64_t dlogits_stride;
+  int rows;
+  int vocab;
+  const float* dlosses;  // (rows)
+  int64_t dlosses_stride;
+  const float* expected;  // (rows), what the dlosses were when dlogits were computed
+  int64_t expected_stride;
+  const bool* kept;  // (rows), whether a row counts
+  int64_t kept_stride;
 };
 
 }  // namespace flash::xentropy

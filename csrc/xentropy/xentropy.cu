@@ -15,4 +15,14 @@ void bwd(const BwdParams& p, cudaStream_t stream) {
       p.problem.dtype, [&](auto kDType) { run_bwd<BwdConfig<element_t<kDType>>>(p, stream); });
 }
 
+void fwd_bwd(const FwdBwdParams& p, cudaStream_t stream) {
+  dispatch_value<DType::kFloat32, DType::kFloat16, DType::kBFloat16>(
+      p.fwd.problem.dtype, [&](auto kDType) { run_fwd_bwd<element_t<kDType>>(p, stream); });
+}
+
+void scale(const ScaleParams& p, cudaStream_t stream) {
+  dispatch_value<DType::kFloat32, DType::kFloat16, DType::kBFloat16>(
+      p.dtype, [&](auto kDType) { run_scale<BwdConfig<element_t<kDType>>>(p, stream); });
+}
+
 }  // namespace flash::xentropy

@@ -5,13 +5,19 @@
 //
 // In the forward, a group of lanes takes a row and reads it once; each lane keeps a running sum of exponentials. The
 // backward is elementwise: a block takes a piece of a row, or of several rows if they are short, and reads and writes
-// it once, in place if wanted. All arithmetic is in fp32. Rows that do not count are not read.
+// it once, in place if wanted. If the dlosses are known in the forward, one kernel does both: a group of lanes, or the
+// blocks of a cluster, copy a row to shared memory, from where they read it twice; this saves reading the logits again.
+// All arithmetic is in fp32. Rows that do not count are not read.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
+#include "common/device.h"
 #include "common/launch.h"
+#include "ptx/cluster.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/math.cuh"
 #include "tile/exp_sum.cuh"
 #include "tile/row.cuh"
@@ -40,9 +46,21 @@ template <typename T>
 using FwdConfig = Config<T, 4, 128, 8>;
 template <typename T>
 using BwdConfig = Config<T, 4, 64, 16>;
+template <typename T>
+using FwdBwdConfig = Config<T, 4, 256, 4>;
 
-// Chunks that a lane takes before its row gets more lanes. With more chunks per lane, short rows are faster.
-constexpr int kFwdChunks = 4;
+// Chunks that a lane takes before its row gets more lanes. With more chunks per lane, short rows are faster; but with
+// both directions at once they fill the shared memory before there are enough threads.
+constexpr int kFwdChunks = 4, kFwdBwdChunks = 2;
+
+// Both directions at once: the most blocks that share a row, which is the most in a cluster that CUDA guarantees, and
+// how many bytes of a row a block takes before there are more. A multiprocessor has room for three such blocks. They
+// are in different phases, so that it reads, computes and writes at the same time.
+constexpr int kMaxParts = 8, kShareBytes = 228 * 1024 / 3 - 1024 - 512;
+
+// Blocks of a backward that may have nothing to do but to compare the dlosses with the expected ones: enough to fill a
+// GPU, and few enough to be done in some microseconds.
+constexpr int kComparingBlocks = 4096;
 
 __device__ inline int64_t label_of(const Problem& p, int64_t row) {
   const int64_t at = row * p.label_stride;
@@ -52,6 +70,12 @@ __device__ inline int64_t label_of(const Problem& p, int64_t row) {
 
 __device__ inline bool is_kept(const Problem& p, int64_t label) {
   return !p.ignores || (label != p.ignore_index && label >= 0 && label < p.total_classes);
+}
+
+// Returns the column of a label, or -1 if it is not among these columns.
+__device__ inline int column_of(const Problem& p, int64_t label) {
+  const int64_t column = label - p.class_start;
+  return column >= 0 && column < p.vocab ? static_cast<int>(column) : -1;
 }
 
 // Returns the weight that label smoothing gives to every class except the label.
@@ -64,29 +88,55 @@ __device__ const T* row_of(const Problem& p, int64_t row) {
   return static_cast<const T*>(p.logits) + row * p.row_stride;
 }
 
-// Returns the sum of exponentials over a row. If `smooth`, also puts the sum of the row into `total`.
+// What the loss of a row is made of.
+struct RowSums {
+  ExpSum exps;
+  float total = 0.f;  // the sum of the logits, for label smoothing
+  float own = 0.f;    // the logit of the label
+};
+
+// Returns the sum of exponentials over columns `begin` to `end` of a row, where accesses are aligned at `begin`. If
+// `smooth`, also puts the sum of the columns into `total`.
 template <typename Config, typename T = typename Config::T>
-__device__ ExpSum sum_row(const T* row, int vocab, float c, bool smooth, const RowGroup& group, float& total) {
+__device__ ExpSum sum_row(const T* row, int begin, int end, float c, bool smooth, const RowGroup& group, float& total) {
   constexpr int kWidth = Config::kWidth, kLoads = Config::kLoads;
   const int apart = group.lanes * kWidth;
   ExpSum exps;
   total = 0.f;
   const auto add = [&](auto kCount, int column) {
     Vec<T, kWidth> vecs[kCount];
-    load_step(vecs, row, column, apart, vocab, static_cast<T>(-INFINITY));
+    load_step(vecs, row, column, apart, end, static_cast<T>(-INFINITY));
     float x[kCount * kWidth];
 #pragma unroll
     for (int i = 0; i < kCount * kWidth; ++i) x[i] = static_cast<float>(vecs[i / kWidth][i % kWidth]);
     if (smooth) {
-      const Inside<kWidth> inside(column, vocab);
+      const Inside<kWidth> inside(column, end);
 #pragma unroll
       for (int i = 0; i < kCount * kWidth; ++i) total += kCount > 1 || inside[i] ? x[i] : 0.f;
     }
     exps.add(x, c);
   };
-  walk_row<kLoads, kWidth>(first_aligned<kWidth>(row) + group.lane * kWidth, apart, vocab, add);
+  walk_row<kLoads, kWidth>(begin + group.lane * kWidth, apart, end, add);
   if (smooth) total = sum_group(total, group);
   return sum_group(exps, c, group);
+}
+
+// Writes the results of a row. The log-sum-exp is sums.exps.max logit_scale + log_sum.
+__device__ inline void put_row(const FwdParams& params, int64_t row, bool kept, const RowSums& sums, float log_sum,
+                               float lse) {
+  const Problem& p = params.problem;
+  const float z_loss = p.lse_square_scale == 0.f || params.partial ? 0.f : p.lse_square_scale * lse * lse;
+  // Subtract before anything is scaled: the differences are exact where the label has the largest logit.
+  const float base = params.partial ? 0.f : sums.exps.max;
+  float below = (1.f - p.label_smoothing) * (base - sums.own);
+  if (p.label_smoothing > 0.f) {
+    below += p.label_smoothing * (base - sums.total / static_cast<float>(p.total_classes));
+  }
+  const float loss = below * p.logit_scale + (params.partial ? 0.f : log_sum + z_loss);
+  params.losses[row] = kept ? loss : 0.f;
+  params.z_losses[row] = kept ? z_loss : 0.f;
+  params.lse[row] = kept ? lse : 0.f;
+  params.kept[row] = kept;
 }
 
 template <typename Config>
@@ -95,31 +145,19 @@ __global__ __launch_bounds__(Config::kThreads,
   using T = typename Config::T;
   const Problem& p = params.problem;
   const RowGroup group;
-  const int64_t r = group.row < p.rows ? group.row : 0, label = label_of(p, r), column = label - p.class_start;
-  const bool kept = is_kept(p, label), is_own = kept && column >= 0 && column < p.vocab;
+  const int64_t r = group.row < p.rows ? group.row : 0, label = label_of(p, r);
+  const int column = column_of(p, label);
+  const bool kept = is_kept(p, label), is_own = kept && column >= 0;
   const bool reads = kept && group.row < p.rows && params.known_lse == nullptr;
   const T* row = row_of<T>(p, r);
-  const float own = is_own ? static_cast<float>(row[column]) : 0.f;
-
-  float total;  // sum of the logits of the row, for label smoothing
-  const bool smooth = p.label_smoothing > 0.f;
-  const ExpSum exps = sum_row<Config>(row, reads ? p.vocab : 0, p.logit_scale * kLog2E, smooth, group, total);
-  const float max = reads ? exps.max : 0.f;
+  RowSums sums{.own = is_own ? static_cast<float>(row[column]) : 0.f};
+  sums.exps = sum_row<Config>(row, first_aligned<Config::kWidth>(row), reads ? p.vocab : 0, p.logit_scale * kLog2E,
+                              p.label_smoothing > 0.f, group, sums.total);
+  if (!reads) sums.exps.max = 0.f;
   if (group.lane != 0 || group.row >= p.rows) return;
   const bool knows = kept && params.known_lse != nullptr;
-  const float log_sum = knows ? params.known_lse[r * params.known_lse_stride] : logf(exps.sum);
-
-  const float lse = max * p.logit_scale + log_sum;
-  const float z_loss = p.lse_square_scale == 0.f || params.partial ? 0.f : p.lse_square_scale * lse * lse;
-  // Subtract before anything is scaled: the differences are exact where the label has the largest logit.
-  const float base = params.partial ? 0.f : max;
-  float below = (1.f - p.label_smoothing) * (base - own);
-  if (smooth) below += p.label_smoothing * (base - total / static_cast<float>(p.total_classes));
-  const float loss = below * p.logit_scale + (params.partial ? 0.f : log_sum + z_loss);
-  params.losses[r] = kept ? loss : 0.f;
-  params.z_losses[r] = kept ? z_loss : 0.f;
-  params.lse[r] = kept ? lse : 0.f;
-  params.kept[r] = kept;
+  const float log_sum = knows ? params.known_lse[r * params.known_lse_stride] : logf(sums.exps.sum);
+  put_row(params, r, kept, sums, log_sum, sums.exps.max * p.logit_scale + log_sum);
 }
 
 // Computes the gradient of kWidth logits. The label is at index `own`, which may lie outside them.
@@ -128,44 +166,35 @@ struct Gradient {
   float logit_scale, lse;
   float scale, at_others, at_label;  // the gradient is scale times the exponential, minus one of the other two
 
-  __device__ Vec<T, kWidth> operator()(const Vec<T, kWidth>& x, int64_t own) const {
-    const int label = own >= 0 && own < kWidth ? static_cast<int>(own) : -1;
+  __device__ Gradient(const Problem& p, float dloss, float lse) : logit_scale(p.logit_scale), lse(lse) {
+    const float z_factor = p.lse_square_scale == 0.f ? 1.f : 1.f + 2.f * p.lse_square_scale * lse;
+    const float smooth = smooth_weight(p), factor = dloss * p.logit_scale;
+    scale = factor * z_factor;
+    at_others = factor * smooth;
+    at_label = factor * (1.f - p.label_smoothing + smooth);
+  }
+
+  __device__ Vec<T, kWidth> operator()(const Vec<T, kWidth>& x, int own) const {
     float d[kWidth];
 #pragma unroll
     for (int j = 0; j < kWidth; ++j) {
       // Round the product as in the forward, so that a row with a single finite logit gets a difference of exactly 0.
       const float exponential = ptx::exp2((__fmul_rn(static_cast<float>(x[j]), logit_scale) - lse) * kLog2E);
-      d[j] = scale * exponential - (j == label ? at_label : at_others);
+      d[j] = scale * exponential - (j == own ? at_label : at_others);
     }
     return narrow<T>(d);
   }
 };
 
-template <typename Config>
-__global__ __launch_bounds__(Config::kThreads,
-                             Config::kBlocks) void bwd_kernel(const __grid_constant__ BwdParams params) {
-  using T = typename Config::T;
-  constexpr int kWidth = Config::kWidth, kLoads = Config::kLoads;
-  const Problem& p = params.problem;
-  const int piece = blockIdx.x * blockDim.y + threadIdx.y;
-  const int r = params.pieces.divide(piece), part = params.pieces.remainder(piece, r);
-  if (r >= p.rows) return;
-  const int64_t label = label_of(p, r), own = label - p.class_start;
-  const float lse = params.lse[r * params.lse_stride];
-  const float dloss = params.dlosses[r * params.dlosses_stride] * p.logit_scale;
-  const T* row = row_of<T>(p, r);
-  T* out = static_cast<T*>(params.dlogits) + r * params.dlogits_stride;
-  const bool kept = is_kept(p, label);
-  const float z_factor = p.lse_square_scale == 0.f ? 1.f : 1.f + 2.f * p.lse_square_scale * lse;
-  const float smooth = smooth_weight(p);
-  const Gradient<kWidth, T> gradient{p.logit_scale, lse, dloss * z_factor, dloss * smooth,
-                                     dloss * (1.f - p.label_smoothing + smooth)};
-  const int apart = blockDim.x * kWidth;
-  const int first = first_aligned<Config::kLine>(out) + part * kLoads * apart + threadIdx.x * kWidth;
-  const int end = min(p.vocab, first + kLoads * apart);
-  walk_row<kLoads, kWidth>(first, apart, end, [&](auto kCount, int column) {
+// Writes a thread's part of the gradient of a row, from `first` to `end`, with the label in column `own`; zeros,
+// without reading the row, if it does not count.
+template <typename Config, typename T = typename Config::T>
+__device__ void put_gradient(T* out, const T* row, int first, int apart, int end, int own, bool kept,
+                             const Gradient<Config::kWidth, T>& gradient) {
+  constexpr int kWidth = Config::kWidth;
+  walk_row<Config::kLoads, kWidth>(first, apart, end, [&](auto kCount, int column) {
     Vec<T, kWidth> x[kCount] = {};
-    if (kept) load_step(x, row, column, apart, p.vocab, T());
+    if (kept) load_step(x, row, column, apart, end, T());
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const int at = column + i * apart;
@@ -173,8 +202,152 @@ __global__ __launch_bounds__(Config::kThreads,
       if constexpr (kCount > 1) {
         store(out + at, x[i]);
       } else {
-        store_within<kWidth>(out, at, p.vocab, x[i]);
+        store_within<kWidth>(out, at, end, x[i]);
       }
+    }
+  });
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads,
+                             Config::kBlocks) void bwd_kernel(const __grid_constant__ BwdParams params) {
+  using T = typename Config::T;
+  constexpr int kWidth = Config::kWidth;
+  const Problem& p = params.problem;
+  const int piece = blockIdx.x * blockDim.y + threadIdx.y;
+  const int r = params.pieces.divide(piece), part = params.pieces.remainder(piece, r);
+  if (r >= p.rows) return;
+  const float dloss = params.dlosses[r * params.dlosses_stride];
+  if (params.expected != nullptr && dloss == params.expected[r * params.expected_stride]) return;
+  const int64_t label = label_of(p, r);
+  const Gradient<kWidth, T> gradient(p, dloss, params.lse[r * params.lse_stride]);
+  T* out = static_cast<T*>(params.dlogits) + r * params.dlogits_stride;
+  const int begin = first_aligned<Config::kLine>(out) + part * params.piece_columns;
+  put_gradient<Config>(out, row_of<T>(p, r), begin + threadIdx.x * kWidth, blockDim.x * kWidth,
+                       min(p.vocab, begin + params.piece_columns), column_of(p, label), is_kept(p, label), gradient);
+}
+
+// The sums over a row whose columns are divided among the blocks of a cluster. Each block sends its sums to all.
+class Parts {
+ public:
+  struct Shared {
+    float4 sums[kMaxParts];
+    ptx::SharedBarrier arrived;
+  };
+
+  // Called by all threads of the cluster, before anything that takes time.
+  __device__ Parts(Shared& shared, int parts) : shared_(shared), parts_(parts) {
+#if __CUDA_ARCH__ >= 900
+    if (parts == 1) return;
+    if (threadIdx.x == 0) {
+      shared.arrived.init(1);
+      ptx::fence_barrier_init();
+    }
+    ptx::arrive_at_cluster();
+#endif
+  }
+
+  // Returns the sums over the row, given those of this block, of which `own` is 0 where another has the label. Called
+  // once. A block may end afterwards: it has got what the others send.
+  __device__ RowSums add_up(const RowSums& mine, float c) const {
+#if __CUDA_ARCH__ >= 900
+    if (parts_ == 1) return mine;
+    ptx::wait_for_cluster();  // all blocks run, and their barriers are initialised
+    if (threadIdx.x == 0) shared_.arrived.arrive_expect_tx(parts_ * static_cast<int>(sizeof(float4)));
+    if (threadIdx.x < parts_) {
+      ptx::store_async_in(ptx::address_in(threadIdx.x, &shared_.sums[ptx::cluster_rank()]),
+                          make_float4(mine.exps.max, mine.exps.sum, mine.total, mine.own),
+                          ptx::address_in(threadIdx.x, &shared_.arrived));
+    }
+    ptx::wait_for_stores(shared_.arrived, 0);
+    RowSums all;
+#pragma unroll 1
+    for (int i = 0; i < parts_; ++i) all.exps.max = fmaxf(all.exps.max, shared_.sums[i].x);
+#pragma unroll 1
+    for (int i = 0; i < parts_; ++i) {
+      const float4 part = shared_.sums[i];
+      all.exps.sum += part.y * ptx::exp2((part.x - all.exps.max) * c);
+      all.total += part.z;
+      all.own += part.w;
+    }
+    return all;
+#else
+    return mine;
+#endif
+  }
+
+ private:
+  Shared& shared_;
+  int parts_;
+};
+
+// Both directions at once. Each lane copies its columns to shared memory and is the only one to read them there and to
+// write their gradient: this may be in place, and the copies need no barriers.
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads,
+                             Config::kBlocks) void fwd_bwd_kernel(const __grid_constant__ FwdBwdParams params) {
+  using T = typename Config::T;
+  constexpr int kWidth = Config::kWidth;
+  extern __shared__ uint4 copies[];
+  __shared__ Parts::Shared shared;
+  const Problem& p = params.fwd.problem;
+  const Parts parts(shared, params.parts.value);
+  const int block = params.parts.divide(blockIdx.x), part = params.parts.remainder(blockIdx.x, block);
+  const RowGroup group{.row = int64_t{block} * blockDim.y + threadIdx.y};
+  const bool exists = group.row < p.rows;
+  const int r = exists ? static_cast<int>(group.row) : 0;
+  const int64_t label = label_of(p, r);
+  const int column = column_of(p, label);
+  const bool kept = is_kept(p, label), reads = kept && exists;
+  const float dloss = params.dlosses[r * params.dlosses_stride];
+  const T* row = row_of<T>(p, r);
+  const int begin = first_aligned<Config::kLine>(row) + part * params.share, end = min(p.vocab, begin + params.share);
+  const int first = begin + group.lane * kWidth, apart = group.lanes * kWidth;
+
+  const T* copy = reinterpret_cast<const T*>(copies) + threadIdx.y * params.share - begin;
+  if (reads) {
+#pragma unroll 4
+    for (int at = first; at < end; at += apart) {
+      ptx::copy_async(ptx::shared_address(copy + at), row + at, at > -kWidth);
+    }
+  }
+  const bool is_own = reads && column >= max(begin, 0) && column < end;
+  RowSums mine{.own = is_own ? static_cast<float>(row[column]) : 0.f};
+  ptx::commit_copies();
+  ptx::wait_copies<0>();
+
+  const float c = p.logit_scale * kLog2E;
+  mine.exps = sum_row<Config>(copy, begin, reads ? end : 0, c, p.label_smoothing > 0.f, group, mine.total);
+  const RowSums sums = parts.add_up(mine, c);
+  const float log_sum = logf(sums.exps.sum), lse = sums.exps.max * p.logit_scale + log_sum;
+  if (exists && group.lane == 0 && part == 0) put_row(params.fwd, r, kept, sums, log_sum, lse);
+  __syncwarp();  // the lanes of a short row: one of them has read the logit of the label before another overwrites it
+  if (!exists) return;
+  T* out = static_cast<T*>(params.dlogits) + r * params.dlogits_stride;
+  put_gradient<Config>(out, copy, first, apart, end, column, kept, Gradient<kWidth, T>(p, dloss, lse));
+}
+
+template <typename Config>
+__global__ __launch_bounds__(Config::kThreads,
+                             Config::kBlocks) void scale_kernel(const __grid_constant__ ScaleParams p) {
+  using T = typename Config::T;
+  constexpr int kWidth = Config::kWidth;
+  const int64_t r = blockIdx.x;
+  const float dloss = p.dlosses[r * p.dlosses_stride], expected = p.expected[r * p.expected_stride];
+  if (dloss == expected || !p.kept[r * p.kept_stride]) return;
+  const float factor = dloss / expected;
+  T* row = static_cast<T*>(p.dlogits) + r * p.dlogits_stride;
+  const int first = first_aligned<Config::kLine>(row) + threadIdx.x * kWidth, apart = blockDim.x * kWidth;
+  walk_row<Config::kLoads, kWidth>(first, apart, p.vocab, [&](auto kCount, int column) {
+    Vec<T, kWidth> x[kCount];
+    load_step(x, row, column, apart, p.vocab, T());
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      float d[kWidth];
+      widen(d, x[i]);
+#pragma unroll
+      for (float& each : d) each *= factor;
+      store_within<kWidth>(row, column + i * apart, p.vocab, narrow<T>(d));
     }
   });
 }
@@ -185,24 +358,68 @@ void run_fwd(const FwdParams& p, cudaStream_t stream) {
   launch<fwd_kernel<Config>>(row_groups(p.problem.rows, lanes), p, stream);
 }
 
-// Returns whether all rows start at the beginning of a line of the cache.
+// Returns how many columns the longest row has, including those of its first line of the cache that are before it.
 template <typename Config>
-bool starts_aligned(const void* rows, int64_t stride) {
-  return reinterpret_cast<uintptr_t>(rows) % 128 == 0 && stride % Config::kLine == 0;
+int spanned_columns(const void* rows, int64_t stride, int vocab) {
+  const bool aligned = reinterpret_cast<uintptr_t>(rows) % 128 == 0 && stride % Config::kLine == 0;
+  return vocab + (aligned ? 0 : Config::kLine - 1);
 }
 
 template <typename Config>
 void run_bwd(BwdParams p, cudaStream_t stream) {
-  if (p.problem.vocab == 0) return;
-  const bool aligned = starts_aligned<Config>(p.dlogits, p.dlogits_stride);
-  const int columns = p.problem.vocab + (aligned ? 0 : Config::kLine - 1);  // including the columns of its first line
+  const int rows = p.problem.rows;
+  if (p.problem.vocab == 0 || rows == 0) return;
+  const int columns = spanned_columns<Config>(p.dlogits, p.dlogits_stride, p.problem.vocab);
   const int threads = lanes_for<Config::kThreads>(columns, Config::kChunk);
-  const int pieces = ceil_div(columns, threads * Config::kChunk);
+  p.piece_columns = threads * Config::kChunk;
+  if (p.expected != nullptr) {
+    p.piece_columns *= ceil_div(ceil_div(columns, p.piece_columns), std::max(kComparingBlocks / rows, 1));
+  }
+  const int pieces = ceil_div(columns, p.piece_columns);
   p.pieces = Divisor(pieces);
   const int pieces_per_block = Config::kThreads / threads;
-  const LaunchShape shape{.grid = dim3(ceil_div(int64_t{p.problem.rows} * pieces, pieces_per_block)),
+  const LaunchShape shape{.grid = dim3(ceil_div(int64_t{rows} * pieces, pieces_per_block)),
                           .block = dim3(threads, pieces_per_block)};
   launch<bwd_kernel<Config>>(shape, p, stream);
+}
+
+// Runs one kernel if the shared memory of a cluster, or of a block before sm_90, holds a row; otherwise two.
+template <typename T>
+void run_fwd_bwd(FwdBwdParams p, cudaStream_t stream) {
+  using Config = FwdBwdConfig<T>;
+  constexpr auto kKernel = fwd_bwd_kernel<Config>;
+  const Problem& problem = p.fwd.problem;
+  const int columns = spanned_columns<Config>(problem.logits, problem.row_stride, problem.vocab);
+  const int most_bytes = max_shared_bytes(current_device()) - 1024;  // some is static
+  const auto share_of = [&](int parts) { return ceil_div(ceil_div(columns, parts), Config::kLine) * Config::kLine; };
+  const auto bytes_of = [&](int parts) { return int64_t{share_of(parts)} * static_cast<int>(sizeof(T)); };
+  const int most_parts = can_start_early<kKernel>() ? kMaxParts : 1;
+  int parts = 1;
+  while (parts < most_parts && bytes_of(parts) > kShareBytes) parts *= 2;
+  if (problem.vocab == 0 || bytes_of(parts) > most_bytes) {
+    run_fwd<FwdConfig<T>>(p.fwd, stream);
+    return run_bwd<BwdConfig<T>>({.problem = problem,
+                                  .dlosses = p.dlosses,
+                                  .dlosses_stride = p.dlosses_stride,
+                                  .lse = p.fwd.lse,
+                                  .lse_stride = 1,
+                                  .dlogits = p.dlogits,
+                                  .dlogits_stride = p.dlogits_stride},
+                                 stream);
+  }
+  p.parts = Divisor(parts);
+  p.share = share_of(parts);
+  LaunchShape shape = row_groups(problem.rows, lanes_for<Config::kThreads>(p.share, kFwdBwdChunks * Config::kChunk));
+  shape.grid.x *= parts;
+  shape.shared_bytes = static_cast<int>(bytes_of(parts)) * shape.block.y;
+  shape.cluster = parts;
+  launch<kKernel>(shape, p, stream);
+}
+
+template <typename Config>
+void run_scale(const ScaleParams& p, cudaStream_t stream) {
+  if (p.vocab == 0) return;
+  launch<scale_kernel<Config>>({.grid = dim3(p.rows), .block = dim3(Config::kThreads)}, p, stream);
 }
 
 }  // namespace flash::xentropy

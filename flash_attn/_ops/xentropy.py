@@ -1,11 +1,16 @@
-"""Cross entropy of logits and labels: the ops `xentropy_fwd`, `xentropy_bwd` and `xentropy_bwd_` (in place).
+"""Cross entropy of logits and labels. The ops, of which those with a trailing _ write to an argument:
 
     xentropy_fwd(logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start,
                  total_classes, partial) -> (losses, z_losses, lse, kept)
+    xentropy_bwd, xentropy_bwd_(dlosses, logits, labels, lse, options) -> dlogits, which bwd_ writes over the logits
+    xentropy_fwd_bwd, xentropy_fwd_bwd_(dlosses, logits, labels, options) -> (losses, z_losses, lse, kept, dlogits)
+    xentropy_redo_(dlogits, dlosses, expected, logits, labels, lse, options)
+    xentropy_scale_(dlogits, dlosses, expected, kept)
 
 logits            (rows, vocab), fp32, fp16 or bf16: columns class_start .. class_start + vocab of total_classes
 labels            (rows,) int32 or int64: a class of all total_classes
 lse               (rows,) fp32 or None: the log-sum-exp of the rows, if it is known; unscaled and without smoothing
+options           those from label_smoothing to total_classes
 ignore_index      a row does not count if its label is this one or no class. None: every row counts
 partial           the columns are a part of the classes: losses holds this part's share, -target, and z_losses zeros
 
@@ -20,7 +25,13 @@ the lse of all parts:
     dlogits_j = dlosses logit_scale (exp(s_j - lse) (1 + 2 lse_square_scale lse)
                                      - (1 - label_smoothing) [j = y] - label_smoothing / total_classes)
 
-Differentiable in logits, twice, through losses only.
+fwd is differentiable in logits, twice, through losses only.
+
+fwd_bwd makes losses and gradient while it has a row on the chip, and so reads the logits once instead of twice. It
+needs the dlosses, for which the forward of a training step has an expectation. Where the backward then gets others,
+redo_ computes these rows of dlogits again: they are the same as those of bwd. If dlogits are in the place of the
+logits, scale_ multiplies the rows by dlosses / expected, which rounds them once more. Either compares the dlosses on
+the device: nobody waits for them, and rows with what was expected are neither read nor written.
 """
 
 import torch
@@ -35,11 +46,13 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def cross_entropy(
     logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward,
-    process_group,
+    process_group, gradient_in_forward, reduction="none",
 ):  # fmt: skip
     """Check the arguments of `flash_attn.ops.triton.cross_entropy.cross_entropy_loss` and compute it.
 
-    Returns (losses, z_losses, kept); kept is true for rows that count.
+    gradient_in_forward may be None, for what is best if the gradient of the loss is not known. The reduction is what
+    the caller will do; it is not done here. Returns (losses, z_losses, count), where count is how many rows count, or
+    None if the reduction is not "mean".
     """
     check(logits, labels, label_smoothing)
     if precomputed_lse is not None:
@@ -49,6 +62,9 @@ def cross_entropy(
     checks.real("lse_square_scale", lse_square_scale)
     checks.integer("ignore_index", ignore_index)
     checks.flags(inplace_backward=inplace_backward)
+    if gradient_in_forward is None:
+        gradient_in_forward = reduction != "none" and not inplace_backward and logits.dtype != torch.float16
+    checks.flags(gradient_in_forward=gradient_in_forward)
     vocab, parts, part = logits.shape[1], 1, 0
     if process_group is not None:
         parts, part = dist.get_world_size(process_group), dist.get_rank(process_group)
@@ -61,16 +77,43 @@ def cross_entropy(
     )  # fmt: skip
     group = process_group if parts > 1 else None
     check_transform(group, logits)
-    inplace_backward = (
-        bool(inplace_backward) and not torch.compiler.is_compiling() and not autograd.is_transformed(logits)
-    )
-    if not fwd.wants_derivative((logits,)) or (group is None and not inplace_backward):
+    if not fwd.wants_derivative((logits,)):
         losses, z_losses, _, kept = forward(logits, rest, group)
+        return losses, z_losses, kept.sum() if reduction == "mean" else None
+    in_graph = torch.compiler.is_compiling() or autograd.is_transformed(logits)
+    in_place = bool(inplace_backward) and not in_graph
+    if in_place:
+        checks.own_memory(logits=logits)
+    at_once = gradient_in_forward and not in_graph and group is None and rest[1] is None
+    if at_once and _serves_at_once(logits, in_place):
+        labels, _, *options, _ = rest
+        count = _count(labels, vocab, ignore_index) if reduction == "mean" else None
+        expected = torch.ones((), dtype=torch.float32, device=logits.device)
+        expected = (expected if count is None else expected / count).expand(labels.shape)
+        losses, z_losses = _BothAtOnce.apply(logits, labels, expected, options, in_place)
+        return losses, z_losses, count
+    if group is None and not in_place:
+        losses, z_losses, _, kept = fwd(logits, *rest)
     else:
-        if inplace_backward:
-            checks.own_memory(logits=logits)
-        losses, z_losses, _, kept = _CrossEntropy.apply(logits, rest, group, inplace_backward)
-    return losses, z_losses, kept
+        losses, z_losses, _, kept = _CrossEntropy.apply(logits, rest, group, in_place)
+    return losses, z_losses, kept.sum() if reduction == "mean" else None
+
+
+def _serves_at_once(logits, in_place):
+    """Whether making the gradient in the forward is of use."""
+    if in_place:  # a gradient that is scaled later must not vanish first
+        return logits.dtype != torch.float16
+    # The gradient is contiguous. Rows that are aligned in another way would have to be copied, in both directions.
+    starts = logits.storage_offset(), logits.stride(0) - logits.shape[1]
+    return all(start * logits.element_size() % 16 == 0 for start in starts)
+
+
+def _count(labels, classes, ignore_index):
+    """How many rows count, as a tensor."""
+    kept = (labels >= 0) & (labels < classes)
+    if 0 <= ignore_index < classes:
+        kept &= labels != ignore_index
+    return kept.sum()
 
 
 def check(logits, labels, label_smoothing):
@@ -150,12 +193,10 @@ class _CrossEntropy(torch.autograd.Function):
         def first(dlosses, logits):
             return (bwd(dlosses, logits, labels, lse, *options),)
 
-        @autograd.in_plain_torch
         def again(dlosses, logits):
             if group is not None:
                 raise RuntimeError("trying to differentiate twice a cross entropy that is divided among processes")
-            _, _, lse, _ = reference.fwd(logits, labels, None, *options, False)  # with its history
-            return (reference.bwd(dlosses, logits, labels, lse, *options),)
+            return (_bwd_composite(dlosses, logits, labels, *options),)
 
         return *autograd.first_or_second(first, again, dlosses, logits), None, None, None
 
@@ -165,6 +206,59 @@ def _fwd_composite(logits, labels, lse, *options):
     """The same as `fwd`. A given lse is computed again, since it depends on the logits."""
     losses, z_losses, lse, kept = reference.fwd(logits, labels, None, *options)
     return losses, z_losses.detach(), lse.detach(), kept
+
+
+@autograd.in_plain_torch
+def _bwd_composite(dlosses, logits, labels, *options):
+    """The same as `bwd`. The lse is computed here, since it depends on the logits."""
+    _, _, lse, _ = reference.fwd(logits, labels, None, *options, False)
+    return reference.bwd(dlosses, logits, labels, lse, *options)
+
+
+class _BothAtOnce(torch.autograd.Function):
+    """Makes the gradient in the forward, for the dlosses that are expected. Its backward only looks whether they came.
+
+    In place, autograd sees that the logits have a new version after the forward, and another after the backward.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, labels, expected, options, in_place):
+        op = fwd_bwd_ if in_place else fwd_bwd
+        losses, z_losses, lse, kept, *dlogits = op(expected, logits, labels, *options)
+        ctx.options = options
+        ctx.in_place = in_place
+        ctx.dlogits = dlogits  # until the backward gives it away; another backward makes its own
+        ctx.save_for_backward(logits, labels, lse, kept, expected)
+        ctx.mark_non_differentiable(z_losses)
+        ctx.set_materialize_grads(False)
+        return losses, z_losses
+
+    @staticmethod
+    def backward(ctx, dlosses, _):
+        if dlosses is None:
+            return (None,) * 5
+        logits, labels, lse, kept, expected = ctx.saved_tensors
+        options, in_place, made = ctx.options, ctx.in_place, ctx.dlogits
+
+        def first(dlosses, logits):
+            if in_place:
+                scale_(logits, dlosses, expected, kept)
+                return (logits.detach(),)
+            if not made or autograd.is_transformed(dlosses):
+                return (bwd(dlosses, logits, labels, lse, *options),)
+            dlogits = made.pop()
+            redo_(dlogits, dlosses, expected, logits, labels, lse, *options)
+            return (dlogits,)
+
+        def again(dlosses, logits):
+            if in_place:
+                raise RuntimeError(
+                    "trying to differentiate twice a cross entropy whose gradient has overwritten the logits in the "
+                    "forward: set inplace_backward or gradient_in_forward to False"
+                )
+            return (_bwd_composite(dlosses, logits, labels, *options),)
+
+        return *autograd.first_or_second(first, again, dlosses, logits), *(None,) * 4
 
 
 def _fwd_fake(logits, labels, *_):
@@ -202,4 +296,31 @@ bwd_ = _library.define(
     reference=reference.bwd_,
     fake=lambda *_: None,
     triton=triton.launch("xentropy", "bwd_"),
+)
+fwd_bwd = _library.define(
+    f"xentropy_fwd_bwd(Tensor dlosses, Tensor logits, Tensor labels, {_OPTIONS})"
+    " -> (Tensor losses, Tensor z_losses, Tensor lse, Tensor kept, Tensor dlogits)",
+    reference=reference.fwd_bwd,
+    fake=lambda dlosses, *args: (*_fwd_fake(*args), _bwd_fake(dlosses, *args)),
+    triton=triton.launch("xentropy", "fwd_bwd"),
+)
+fwd_bwd_ = _library.define(
+    f"xentropy_fwd_bwd_(Tensor dlosses, Tensor(a!) logits, Tensor labels, {_OPTIONS})"
+    " -> (Tensor losses, Tensor z_losses, Tensor lse, Tensor kept)",
+    reference=reference.fwd_bwd_,
+    fake=lambda _, *args: _fwd_fake(*args),
+    triton=triton.launch("xentropy", "fwd_bwd_"),
+)
+redo_ = _library.define(
+    "xentropy_redo_(Tensor(a!) dlogits, Tensor dlosses, Tensor expected, Tensor logits, Tensor labels, Tensor lse, "
+    f"{_OPTIONS}) -> ()",
+    reference=reference.redo_,
+    fake=lambda *_: None,
+    triton=triton.launch("xentropy", "redo_"),
+)
+scale_ = _library.define(
+    "xentropy_scale_(Tensor(a!) dlogits, Tensor dlosses, Tensor expected, Tensor kept) -> ()",
+    reference=reference.scale_,
+    fake=lambda *_: None,
+    triton=reference.scale_,  # it is elementwise: a kernel in Triton would only spare rows that need no scaling
 )

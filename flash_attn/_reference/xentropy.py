@@ -43,6 +43,31 @@ def bwd_(dlosses, logits, *args):
     logits.copy_(bwd(dlosses, logits, *args))
 
 
+def fwd_bwd(dlosses, logits, labels, *options):
+    """Returns (losses, z_losses, lse, kept, dlogits)."""
+    losses, z_losses, lse, kept = fwd(logits, labels, None, *options, False)
+    return losses, z_losses, lse, kept, bwd(dlosses, logits, labels, lse, *options)
+
+
+def fwd_bwd_(dlosses, logits, *args):
+    """Replace logits by dlogits; returns (losses, z_losses, lse, kept)."""
+    *results, dlogits = fwd_bwd(dlosses, logits, *args)
+    logits.copy_(dlogits)
+    return tuple(results)
+
+
+def redo_(dlogits, dlosses, expected, logits, labels, lse, *options):
+    """Replace the rows of dlogits whose dlosses are not what was expected."""
+    (rows,) = torch.where(dlosses != expected)
+    dlogits[rows] = bwd(dlosses[rows], logits[rows], labels[rows], lse[rows], *options)
+
+
+def scale_(dlogits, dlosses, expected, kept):
+    """Multiply the rows of dlogits that count by dlosses / expected."""
+    factor = torch.where(kept & (dlosses != expected), dlosses / expected, 1)
+    dlogits.mul_(factor[:, None])
+
+
 def is_kept(labels, ignore_index, total_classes):
     """Returns which rows count."""
     if ignore_index is None:

@@ -40,19 +40,39 @@ def bwd_(dlosses, logits, *args):
         logits.copy_(bwd(dlosses, logits, *args))
 
 
+def fwd_bwd(dlosses, logits, labels, *options):
+    """Returns (losses, z_losses, lse, kept, dlogits), with one kernel after the other."""
+    losses, z_losses, lse, kept = fwd(logits, labels, None, *options, False)
+    return losses, z_losses, lse, kept, bwd(dlosses, logits, labels, lse, *options)
+
+
+def fwd_bwd_(dlosses, logits, labels, *options):
+    """Replace logits by dlogits; returns (losses, z_losses, lse, kept)."""
+    losses, z_losses, lse, kept = fwd(logits, labels, None, *options, False)
+    bwd_(dlosses, logits, labels, lse, *options)
+    return losses, z_losses, lse, kept
+
+
+def redo_(dlogits, dlosses, expected, logits, *args):
+    """Replace the rows of dlogits whose dlosses are not what was expected."""
+    _differentiate(dlosses, _with_adjacent_columns(logits), *args, dlogits, expected)
+
+
 def _differentiate(
     dlosses, logits, labels, lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, class_start,
-    total_classes, dlogits,
+    total_classes, dlogits, expected=None,
 ):  # fmt: skip
     rows, vocab = logits.shape
     block = _block(vocab, 4096)
     if logits.numel() > 0:
         cross_entropy_bwd_kernel[(rows, triton.cdiv(vocab, block))](
-            dlogits, dlosses, logits, labels, lse,
-            dlogits.stride(0), dlosses.stride(0), logits.stride(0), labels.stride(0), lse.stride(0), vocab,
+            dlogits, dlosses, expected, logits, labels, lse,
+            dlogits.stride(0), dlosses.stride(0), 0 if expected is None else expected.stride(0),
+            logits.stride(0), labels.stride(0), lse.stride(0), vocab,
             label_smoothing, label_smoothing / max(total_classes, 1), logit_scale, lse_square_scale,
             ignore_index, class_start, total_classes,
-            IGNORES=ignore_index is not None, Z_LOSS=lse_square_scale != 0, BLOCK=block, num_warps=8,
+            IGNORES=ignore_index is not None, Z_LOSS=lse_square_scale != 0, EXPECTED=expected is not None,
+            BLOCK=block, num_warps=8,
         )  # fmt: skip
 
 
@@ -96,13 +116,16 @@ def cross_entropy_fwd_kernel(
 
 @triton.jit
 def cross_entropy_bwd_kernel(
-    dlogits, dlosses, logits, labels, lse,
-    dlogits_stride, dlosses_stride, logits_stride, labels_stride, lse_stride, vocab,
+    dlogits, dlosses, expected, logits, labels, lse,
+    dlogits_stride, dlosses_stride, expected_stride, logits_stride, labels_stride, lse_stride, vocab,
     label_smoothing, smooth_weight, logit_scale, lse_square_scale, ignore_index, class_start, total_classes,
-    IGNORES: tl.constexpr, Z_LOSS: tl.constexpr, BLOCK: tl.constexpr,
+    IGNORES: tl.constexpr, Z_LOSS: tl.constexpr, EXPECTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    dloss = tl.load(dlosses + row * dlosses_stride)
+    if EXPECTED:  # no column is left to do if it came
+        vocab = tl.where(dloss == tl.load(expected + row * expected_stride), 0, vocab)
     inside = column < vocab
     label = tl.load(labels + row * labels_stride).to(tl.int64)
     gradient = tl.zeros((BLOCK,), tl.float32)
@@ -113,7 +136,7 @@ def cross_entropy_bwd_kernel(
         if Z_LOSS:
             gradient *= 1 + 2 * lse_square_scale * row_lse
         gradient -= smooth_weight + tl.where(column == label - class_start, 1 - label_smoothing, 0.0)
-        gradient *= tl.load(dlosses + row * dlosses_stride) * logit_scale
+        gradient *= dloss * logit_scale
     tl.store(dlogits + row * dlogits_stride + column, gradient.to(dlogits.dtype.element_ty), mask=inside)
 
 

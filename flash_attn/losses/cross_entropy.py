@@ -21,6 +21,10 @@ class CrossEntropyLoss(torch.nn.Module):
         label_smoothing, logit_scale, lse_square_scale, inplace_backward, process_group: as in
             `flash_attn.ops.triton.cross_entropy.cross_entropy_loss`.
         return_z_loss: also return the z-loss, which is part of the loss and has no gradient of its own.
+        gradient_in_forward: whether the forward also makes the gradient of logits that require one, as in
+            `cross_entropy_loss`, but for a gradient of 1 of what the module returns. None, the default, stands for True
+            with "mean" and "sum", unless inplace_backward is set or the logits are float16, whose losses are usually
+            scaled. False is faster where the loss is scaled, as by `(loss / steps).backward()`, or has no backward.
 
     Raises ValueError for an unknown reduction, and what cross_entropy_loss raises.
     """
@@ -35,11 +39,14 @@ class CrossEntropyLoss(torch.nn.Module):
         inplace_backward: bool = False,
         process_group: ProcessGroup | None = None,
         return_z_loss: bool = False,
+        gradient_in_forward: bool | None = None,
     ) -> None:
         super().__init__()
         if reduction not in _REDUCTIONS:
             raise ValueError(f"reduction must be one of {', '.join(map(repr, _REDUCTIONS))}, found {reduction!r}")
         checks.flags(return_z_loss=return_z_loss)
+        if gradient_in_forward is not None:
+            checks.flags(gradient_in_forward=gradient_in_forward)
         self.ignore_index = ignore_index
         self.reduction = reduction
         self.label_smoothing = label_smoothing
@@ -48,6 +55,7 @@ class CrossEntropyLoss(torch.nn.Module):
         self.inplace_backward = inplace_backward
         self.process_group = process_group
         self.return_z_loss = return_z_loss
+        self.gradient_in_forward = gradient_in_forward
 
     def forward(
         self, input: torch.Tensor, target: torch.Tensor, precomputed_lse: torch.Tensor | None = None
@@ -57,15 +65,15 @@ class CrossEntropyLoss(torch.nn.Module):
         precomputed_lse: float32 (rows,), the logsumexp of each row if it is known already.
         Each is a float32 scalar, or (rows,) with reduction="none".
         """
-        losses, z_losses, kept = xentropy.cross_entropy(
+        losses, z_losses, count = xentropy.cross_entropy(
             input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
-            self.ignore_index, self.inplace_backward, self.process_group,
+            self.ignore_index, self.inplace_backward, self.process_group, self.gradient_in_forward, self.reduction,
         )  # fmt: skip
         if self.return_z_loss:
-            return self._reduced(losses, kept), self._reduced(z_losses, kept)
-        return self._reduced(losses, kept)
+            return self._reduced(losses, count), self._reduced(z_losses, count)
+        return self._reduced(losses, count)
 
-    def _reduced(self, losses, kept):
+    def _reduced(self, losses, count):
         if self.reduction == "none":
             return losses
-        return losses.sum() if self.reduction == "sum" else losses.sum() / kept.sum()
+        return losses.sum() if self.reduction == "sum" else losses.sum() / count

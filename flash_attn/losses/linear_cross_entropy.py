@@ -228,10 +228,17 @@ def _run(hidden, weight, bias, gradients, labels, dtype, rest, mean, chunk_size,
             real.div_(softcap).tanh_()
             slope = 1 - real.square() if gradients.any else None  # the derivative of tanh, by its value
             real.mul_(softcap)
-        losses, z_losses, lse, kept = xentropy.forward(real, (y, None, *options, partial), group)
+        makes_gradients = gradients is not None and gradients.any
+        if makes_gradients:
+            unit = x.new_full((), gradients.unit, dtype=torch.float32).expand(len(x))
+        if makes_gradients and group is None:  # in one pass over the logits
+            losses, z_losses, _, kept = xentropy.fwd_bwd_(unit, real, y, *options)
+        else:
+            losses, z_losses, lse, kept = xentropy.forward(real, (y, None, *options, partial), group)
+            if makes_gradients:
+                xentropy.bwd_(unit, real, y, lse, *options)
         results.append((losses, z_losses, kept))
-        if gradients is not None and gradients.any:
-            xentropy.bwd_(torch.full_like(losses, gradients.unit), real, y, lse, *options)
+        if makes_gradients:
             if slope is not None:
                 real.mul_(slope)
             logits[:, own:] = 0

@@ -118,6 +118,8 @@ EDGES = [
     Case(rows=6, vocab=128256, dtype="fp16", lse_square_scale=1e-2, logit_scale=0.7),
     Case(rows=6, vocab=131072, dtype="fp32", label_smoothing=0.9, size=10.0),
     Case(rows=300, vocab=70),
+    Case(rows=6, vocab=300_000, label_smoothing=0.1),
+    Case(rows=6, vocab=500_001, dtype="fp32"),
 ]
 FACTORS = dict(
     vocab=[5, 64, 1000, 4099, 20000],
@@ -160,6 +162,154 @@ def test_in_place_gradient_is_the_same_in_the_memory_of_the_logits(case, device)
         assert dlogits.data_ptr() == leaf.data_ptr()
 
 
+# Both directions at once.
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_in_forward(case, device):
+    """For the dlosses that are expected, 1, and for others."""
+    logits, labels, dlosses = case.draw(device)
+    dlosses[::2] = 1
+    leaf = logits.detach().requires_grad_()
+    losses, z_losses = cross_entropy_loss(leaf, labels, **case.options, gradient_in_forward=True)
+    (dlogits,) = torch.autograd.grad(losses, leaf, dlosses)
+    assert_matches((losses.detach(), z_losses, dlogits), logits, labels, dlosses, case.options)
+    assert not z_losses.requires_grad
+    apart, _ = cross_entropy_loss(leaf, labels, **case.options)
+    assert torch.equal(losses == 0, apart == 0)
+    if device.type == "cpu":  # a kernel for both adds up in another order
+        assert identical(losses, apart)
+        assert identical(dlogits, torch.autograd.grad(apart, leaf, dlosses)[0])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradient_in_forward_in_place(case, device):
+    """It is that of the op which is not in place. For other dlosses than 1 it is scaled."""
+    logits, labels, dlosses = case.draw(device)
+    dlosses[::2] = 1
+    options = *case.options.values(), -100, 0, case.vocab
+    rows = logits.contiguous()
+    losses, _, _, kept, unit = xentropy.fwd_bwd(torch.ones_like(dlosses), rows, labels, *options)
+    leaf = logits.clone(memory_format=torch.preserve_format).requires_grad_()
+    options = dict(case.options, inplace_backward=True, gradient_in_forward=True)
+    again, z_losses = cross_entropy_loss(leaf, labels, **options)
+    torch.testing.assert_close(again, losses)
+    overwritten = case.dtype != "fp16" and case.layout != "transposed"
+    if overwritten:
+        torch.testing.assert_close(leaf.detach(), unit, rtol=1e-2, atol=1e-6)
+        unit = leaf.detach().clone()
+    else:
+        assert identical(leaf.detach(), logits)
+    (dlogits,) = torch.autograd.grad(again, leaf, dlosses)
+    if overwritten:
+        assert identical(dlogits, (unit.float() * torch.where(kept, dlosses, 1)[:, None]).to(dlogits.dtype))
+        assert dlogits.data_ptr() == leaf.data_ptr()
+    else:
+        assert_matches((again.detach(), z_losses, dlogits), logits, labels, dlosses, case.options)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ops_for_both_directions(case, device):
+    """For any dlosses, into new memory and in place, and again for other dlosses."""
+    logits, labels, dlosses = case.draw(device)
+    options = *case.options.values(), -100, 0, case.vocab
+    *found, lse, kept, dlogits = xentropy.fwd_bwd(dlosses, logits, labels, *options)
+    assert_matches((*found, dlogits), logits, labels, dlosses, case.options)
+    apart = xentropy.fwd(logits, labels, None, *options, False)
+    torch.testing.assert_close((*found, lse, kept), apart)
+    copy = logits.clone(memory_format=torch.preserve_format)
+    results = xentropy.fwd_bwd_(dlosses, copy, labels, *options)
+    for one, other in zip((*results, copy), (*found, lse, kept, dlogits), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2 if one is copy else None, atol=1e-6 if one is copy else None)
+    others = dlosses.clone()
+    others[1::2] *= -3
+    marked = dlogits.clone()
+    marked[:, :1] = 77  # where the dlosses are as expected, it stays
+    xentropy.redo_(marked, others, dlosses, logits, labels, lse, *options)
+    right = xentropy.bwd(others, logits, labels, lse, *options)
+    same = others == dlosses
+    assert identical(marked[~same], right[~same])
+    assert not case.vocab or (marked[same, 0] == 77).all()
+    assert identical(marked[same, 1:], dlogits[same, 1:])
+
+
+def test_a_backward_may_run_twice(device):
+    logits, labels, dlosses = Case(strays=False).draw(device)
+    losses, _ = cross_entropy_loss(logits.requires_grad_(), labels, gradient_in_forward=True)
+    first = torch.autograd.grad(losses, logits, torch.ones_like(dlosses), retain_graph=True)[0]
+    before = first.clone()
+    second = torch.autograd.grad(losses, logits, dlosses, retain_graph=True)[0]
+    third = torch.autograd.grad(losses, logits, torch.ones_like(dlosses))[0]
+    assert identical(first, before)
+    assert_matches((losses.detach(), torch.zeros_like(dlosses), second), logits.detach(), labels, dlosses, {})
+    torch.testing.assert_close(third, first)
+
+
+def test_logits_are_only_overwritten_for_a_gradient(device):
+    """And then autograd can tell."""
+    logits, labels, _ = Case(dtype="fp32").draw(device)
+    options = dict(inplace_backward=True, gradient_in_forward=True)
+    before = logits.clone()
+    cross_entropy_loss(logits, labels, **options)
+    with torch.no_grad():
+        cross_entropy_loss(logits.requires_grad_(), labels, **options)
+    assert identical(logits.detach(), before) and logits._version == 0
+    cross_entropy_loss(logits, labels, **options)
+    assert not identical(logits.detach(), before) and logits._version == 1
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_expected_gradient_comes(reduction, monkeypatch, device):
+    """The module expects what autograd then computes, to the last bit: any difference would cost time."""
+    seen = []
+    real = xentropy.redo_
+    monkeypatch.setattr(xentropy, "redo_", lambda dlogits, *args: seen.append(args[:2]) or real(dlogits, *args))
+    for rows in (1, 7, 49, 1000):
+        logits, labels = torch.randn(rows, 5, device=device), torch.arange(rows, device=device) % 5
+        labels[1::3] = -100
+        CrossEntropyLoss(reduction=reduction)(logits.requires_grad_(), labels).backward()
+    assert len(seen) == 4 and all(torch.equal(*pair) for pair in seen)
+
+
+CHOICES = [  # options of the module, dtype, the op of its forward
+    (dict(), "bf16", "fwd_bwd"),
+    (dict(reduction="sum"), "fp32", "fwd_bwd"),
+    (dict(reduction="none"), "bf16", "fwd"),
+    (dict(reduction="none", gradient_in_forward=True), "bf16", "fwd_bwd"),
+    (dict(), "fp16", "fwd"),
+    (dict(gradient_in_forward=True), "fp16", "fwd_bwd"),
+    (dict(gradient_in_forward=False), "bf16", "fwd"),
+    (dict(inplace_backward=True), "bf16", "fwd"),
+    (dict(inplace_backward=True, gradient_in_forward=True), "bf16", "fwd_bwd_"),
+    (dict(inplace_backward=True, gradient_in_forward=True), "fp16", "fwd"),
+]
+
+
+@pytest.mark.parametrize(("options", "dtype", "op"), CHOICES, ids=str)
+def test_which_op_the_module_runs(options, dtype, op):
+    logits, labels = torch.randn(4, 16).to(DTYPES[dtype]), torch.tensor([3, -100, 15, 0])
+    module = CrossEntropyLoss(**options)
+    for wants_gradient in (False, True):
+        with Recorder() as recorder:
+            module(logits.requires_grad_(wants_gradient) * 1, labels)
+        ran = [name for name in recorder.ops if name.startswith("flash_attn::")]
+        assert ran == [f"flash_attn::xentropy_{op if wants_gradient else 'fwd'}"]
+
+
+def test_rows_that_are_aligned_in_another_way_take_two_passes():
+    labels, lse = torch.zeros(4, dtype=torch.int64), torch.zeros(4)
+    for logits, known, op in (
+        (torch.randn(4, 16).bfloat16()[:, :9], None, "fwd"),
+        (torch.randn(65).bfloat16()[1:].view(4, 16), None, "fwd"),
+        (torch.randn(4, 16).bfloat16()[:, :8], None, "fwd_bwd"),
+        (torch.randn(4, 9).bfloat16(), None, "fwd_bwd"),
+        (torch.randn(4, 9), lse, "fwd"),
+    ):
+        with Recorder() as recorder:
+            cross_entropy_loss(logits.requires_grad_(), labels, known, gradient_in_forward=True)
+        assert f"flash_attn::xentropy_{op}" in recorder.ops
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_against_torch(dtype, device):
     """torch.nn.functional.cross_entropy is not our formula."""
@@ -186,12 +336,14 @@ def test_precomputed_lse(lse_square_scale, device):
     torch.testing.assert_close(shifted, torch.ones_like(shifted))
 
 
-def test_rows_that_do_not_count_are_not_looked_at(device):
+@pytest.mark.parametrize("gradient_in_forward", [False, True])
+def test_rows_that_do_not_count_are_not_looked_at(gradient_in_forward, device):
     logits, labels, dlosses = Case(dtype="fp32").draw(device)
     losses, _ = cross_entropy_loss(logits, labels, ignore_index=7)
     labels[0] = 7
     logits[0], dlosses[0] = float("nan"), float("inf")
-    again, z_losses = cross_entropy_loss(logits.requires_grad_(), labels, lse_square_scale=1.0, ignore_index=7)
+    options = dict(lse_square_scale=1.0, ignore_index=7, gradient_in_forward=gradient_in_forward)
+    again, z_losses = cross_entropy_loss(logits.requires_grad_(), labels, **options)
     (dlogits,) = torch.autograd.grad(again, logits, dlosses)
     assert again[0] == z_losses[0] == 0 and losses[0] != 0
     assert not dlogits[0].any()
@@ -199,11 +351,12 @@ def test_rows_that_do_not_count_are_not_looked_at(device):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_what_is_not_finite_is_not_hidden(value, device):
+@pytest.mark.parametrize("gradient_in_forward", [False, True])
+def test_what_is_not_finite_is_not_hidden(gradient_in_forward, value, device):
     for column in (0, 1, 500, 999):
         logits, labels, _ = Case(dtype="fp32").draw(device)
         logits[0, column] = value
-        losses, _ = cross_entropy_loss(logits.requires_grad_(), labels)
+        losses, _ = cross_entropy_loss(logits.requires_grad_(), labels, gradient_in_forward=gradient_in_forward)
         losses[0].backward()
         assert not losses[0].isfinite() and not logits.grad[0].isfinite().all()
         assert losses[2].isfinite()
@@ -237,10 +390,12 @@ def test_a_long_run_of_minus_infinity(kernels, device, request):
 
 @pytest.mark.parametrize("shape", [(0, 50), (0, 0), (3, 0)])
 @pytest.mark.parametrize("inplace_backward", [False, True])
-def test_empty(shape, inplace_backward, device):
+@pytest.mark.parametrize("gradient_in_forward", [False, True])
+def test_empty(shape, gradient_in_forward, inplace_backward, device):
     logits = torch.empty(shape, device=device, requires_grad=True)
     labels = torch.zeros(shape[0], dtype=torch.int64, device=device)
-    losses, z_losses = cross_entropy_loss(logits, labels, inplace_backward=inplace_backward)
+    options = dict(gradient_in_forward=gradient_in_forward, inplace_backward=inplace_backward)
+    losses, z_losses = cross_entropy_loss(logits, labels, **options)
     losses.sum().backward()
     assert losses.shape == z_losses.shape == labels.shape and not losses.any()
     assert logits.grad.shape == shape
@@ -251,17 +406,22 @@ def test_empty(shape, inplace_backward, device):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("return_z_loss", [False, True])
-def test_module(reduction, return_z_loss, device):
+@pytest.mark.parametrize("gradient_in_forward", [None, False, True])
+def test_module(gradient_in_forward, reduction, return_z_loss, device):
     case = Case(dtype="fp32", lse_square_scale=1e-2, label_smoothing=0.1, logit_scale=0.7)
     logits, labels, _ = case.draw(device)
-    module = CrossEntropyLoss(reduction=reduction, return_z_loss=return_z_loss, **case.options)
+    module = CrossEntropyLoss(
+        reduction=reduction, return_z_loss=return_z_loss, gradient_in_forward=gradient_in_forward, **case.options
+    )
     found = module(logits.requires_grad_(), labels)
     kept = (labels >= 0) & (labels < case.vocab)
     reduce = {"mean": lambda x: x.sum() / kept.sum(), "sum": torch.sum, "none": torch.clone}[reduction]
     right = tuple(reduce(x) for x in oracle.cross_entropy(logits, labels, **case.options))
     torch.testing.assert_close(found if return_z_loss else (found,), right[: 1 + return_z_loss])
     found = found[0] if return_z_loss else found
-    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), logits, retain_graph=True)[0] for x in (found, right[0])))
+    for factor in (1, 0.3):
+        gradients = (torch.autograd.grad(factor * x.sum(), logits, retain_graph=True)[0] for x in (found, right[0]))
+        torch.testing.assert_close(*gradients)
 
 
 def test_module_like_that_of_torch(device):
@@ -272,34 +432,47 @@ def test_module_like_that_of_torch(device):
     torch.testing.assert_close(CrossEntropyLoss()(logits, labels, lse), torch.nn.CrossEntropyLoss()(logits, labels))
 
 
-def test_a_graph_cannot_use_logits_that_were_overwritten(device):
+@pytest.mark.parametrize("gradient_in_forward", [False, True])
+def test_a_graph_cannot_use_logits_that_were_overwritten(gradient_in_forward, device):
     x = torch.randn(4, 10, device=device, requires_grad=True)
     logits = x.exp()  # keeps its result for the backward
-    loss = CrossEntropyLoss(inplace_backward=True)(logits, torch.zeros(4, dtype=torch.int64, device=device))
+    module = CrossEntropyLoss(inplace_backward=True, gradient_in_forward=gradient_in_forward)
+    loss = module(logits, torch.zeros(4, dtype=torch.int64, device=device))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_second_backward_of_an_in_place_loss_is_an_error(device):
+@pytest.mark.parametrize("gradient_in_forward", [False, True])
+def test_second_backward_of_an_in_place_loss_is_an_error(gradient_in_forward, device):
     logits = torch.randn(4, 10, device=device, requires_grad=True)
-    loss = CrossEntropyLoss(inplace_backward=True)(logits * 1, torch.zeros(4, dtype=torch.int64, device=device))
+    module = CrossEntropyLoss(inplace_backward=True, gradient_in_forward=gradient_in_forward)
+    loss = module(logits * 1, torch.zeros(4, dtype=torch.int64, device=device))
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
-def test_a_backward_runs_one_op():
+@pytest.mark.parametrize(
+    ("options", "op"),
+    [
+        (dict(), "bwd"),
+        (dict(gradient_in_forward=True), "redo_"),
+        (dict(gradient_in_forward=True, inplace_backward=True), "scale_"),
+    ],
+)
+def test_a_backward_runs_one_op(options, op):
     """And makes no zeros for the results that have no gradient."""
-    logits, labels = torch.randn(4, 10, requires_grad=True), torch.zeros(4, dtype=torch.int64)
-    losses, _ = cross_entropy_loss(logits, labels)
+    logits, labels = torch.randn(4, 12, requires_grad=True), torch.zeros(4, dtype=torch.int64)
+    losses, _ = cross_entropy_loss(logits, labels, **options)
     with Recorder() as recorder:
         torch.autograd.grad(losses, logits, torch.ones(4))
-    assert [op for op in recorder.ops if op not in ("aten::ones", "aten::detach")] == ["flash_attn::xentropy_bwd"]
+    assert [op for op in recorder.ops if op not in ("aten::ones", "aten::detach")] == [f"flash_attn::xentropy_{op}"]
 
 
-def test_no_gradient_of_losses_that_have_none():
-    logits, labels = torch.randn(4, 10, requires_grad=True), torch.zeros(4, dtype=torch.int64)
-    losses, _ = cross_entropy_loss(logits, labels)
+@pytest.mark.parametrize("gradient_in_forward", [False, True])
+def test_no_gradient_of_losses_that_have_none(gradient_in_forward):
+    logits, labels = torch.randn(4, 12, requires_grad=True), torch.zeros(4, dtype=torch.int64)
+    losses, _ = cross_entropy_loss(logits, labels, gradient_in_forward=gradient_in_forward)
     assert torch.autograd.grad(Severed.apply(losses).sum(), logits, allow_unused=True) == (None,)
 
 
@@ -422,8 +595,17 @@ def test_triton(case, device, triton_kernels):
     assert_matches((losses, z_losses, dlogits), logits, labels, dlosses, case.options, narrow)
     for ours, theirs in zip((lse, kept), xentropy.fwd(logits, labels, None, *options, False)[2:], strict=True):
         torch.testing.assert_close(ours, theirs)
+    expected, stale = dlosses.clone(), dlogits.clone()
+    expected[::2] += 1
+    stale[::2] = 7
+    triton_kernels.redo_(stale, dlosses, expected, logits, *args)
+    assert identical(stale, dlogits)
+    copy = logits.clone(memory_format=torch.preserve_format)
+    results = triton_kernels.fwd_bwd_(dlosses, copy, labels, *options)
+    for one, other in zip(results, (losses, z_losses, lse, kept), strict=True):
+        assert identical(one, other)
     triton_kernels.bwd_(dlosses, logits, *args)
-    assert identical(logits, dlogits)
+    assert identical(logits, dlogits) and identical(copy, dlogits)
 
 
 @pytest.mark.parametrize("shape", [(0, 50), (3, 0)])
@@ -490,12 +672,20 @@ def test_opcheck(case, device):
     lse = logits.float().logsumexp(dim=-1)
     torch.library.opcheck(xentropy.bwd.default, (dlosses, logits, labels, lse, *options))
     torch.library.opcheck(xentropy.bwd_.default, (dlosses, logits, labels, lse, *options))
+    torch.library.opcheck(xentropy.fwd_bwd.default, (dlosses, logits, labels, *options))
+    torch.library.opcheck(xentropy.fwd_bwd_.default, (dlosses, logits.clone(), labels, *options))
+    dlogits, expected = torch.zeros_like(logits, memory_format=torch.contiguous_format), dlosses.clone()
+    expected[::2] = 1
+    torch.library.opcheck(xentropy.redo_.default, (dlogits, dlosses, expected, logits, labels, lse, *options))
+    torch.library.opcheck(xentropy.scale_.default, (logits, dlosses, expected, labels >= 0))
 
 
 def test_meta():
     logits, labels = torch.empty(5, 70, device="meta"), torch.empty(5, dtype=torch.int64, device="meta")
     assert cross_entropy_loss(logits, labels)[0].shape == (5,)
     assert CrossEntropyLoss()(logits, labels).shape == ()
+    CrossEntropyLoss()(logits.requires_grad_(), labels).backward()
+    assert logits.grad.shape == (5, 70)
 
 
 def test_the_function_of_autograd_is_the_public_one():
@@ -547,6 +737,8 @@ ERRORS = {
     "z-loss is NaN": (dict(lse_square_scale=float("nan")), ValueError, "lse_square_scale must be finite"),
     "ignore index is None": (dict(ignore_index=None), TypeError, "ignore_index must be an integer"),
     "in place is text": (dict(inplace_backward="no"), TypeError, "inplace_backward must be a bool"),
+    "gradient in forward is text": (
+        dict(gradient_in_forward="no"), TypeError, "gradient_in_forward must be a bool"),
     "expanded logits": (
         dict(logits=LOGITS[:1].clone().requires_grad_().expand(3, 10), inplace_backward=True),
         ValueError, "logits must not be expanded"),
@@ -565,6 +757,8 @@ def test_errors_of_the_module_and_the_shim():
         CrossEntropyLoss(reduction="max")
     with pytest.raises(TypeError, match="return_z_loss must be a bool"):
         CrossEntropyLoss(return_z_loss="yes")
+    with pytest.raises(TypeError, match="gradient_in_forward must be a bool"):
+        CrossEntropyLoss(gradient_in_forward="yes")
     with pytest.raises(ValueError, match="label_smoothing must be between"):
         xentropy_cuda_lib.forward(LOGITS, LABELS, 2.0)
     with pytest.raises(ValueError, match="grad_loss must have shape"):
@@ -584,13 +778,15 @@ def test_errors_of_the_module_and_the_shim():
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("shape", [(2**31 // 50_000 + 10, 50_000), (3, 2**30 - 7)])
-def test_more_elements_than_32_bits_count(shape, device, memory_guard):
+@pytest.mark.parametrize("gradient_in_forward", [False, True])
+def test_more_elements_than_32_bits_count(gradient_in_forward, shape, device, memory_guard):
     rows, vocab = shape
     memory_guard(4 * rows * vocab)
     logits = torch.randn(1, vocab, device=device).bfloat16().expand(shape).contiguous()
     labels = torch.randint(vocab, (1,), device=device).expand(rows)
-    losses, _ = cross_entropy_loss(logits.requires_grad_(), labels, label_smoothing=0.1, inplace_backward=True)
-    right = expected(logits.detach()[:1].double(), labels[:1], torch.ones_like(losses[:1]), dict(label_smoothing=0.1))
+    right = expected(logits[:1].double(), labels[:1], torch.ones(1, device=device), dict(label_smoothing=0.1))
+    options = dict(label_smoothing=0.1, inplace_backward=True, gradient_in_forward=gradient_in_forward)
+    losses, _ = cross_entropy_loss(logits.requires_grad_(), labels, **options)
     torch.testing.assert_close(losses, right[0].float().expand(rows))
     (dlogits,) = torch.autograd.grad(losses.sum(), logits)
     for row in (0, rows - 1):
@@ -610,6 +806,25 @@ def test_alignment(dtype, shift, vocab, device):
         losses, z_losses = cross_entropy_loss(leaf, labels, inplace_backward=inplace_backward)
         (dlogits,) = torch.autograd.grad(losses, leaf, dlosses)
         assert_matches((losses.detach(), z_losses, dlogits), logits, labels, dlosses, {})
+    shifted.copy_(logits)
+    options = 0.0, 1.0, 0.0, -100, 0, vocab
+    *found, _, _, dlogits = xentropy.fwd_bwd(dlosses, shifted, labels, *options)
+    assert_matches((*found, dlogits), logits, labels, dlosses, {})
+    *found, _, _ = xentropy.fwd_bwd_(dlosses, shifted, labels, *options)
+    assert_matches((*found, shifted), logits, labels, dlosses, {})
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("shared_bytes", [4096, 20_000, 100_000, None])
+@pytest.mark.parametrize("vocab", [1000, 30_000, 50_257, 128_256])
+def test_rows_that_do_not_fit_shared_memory(vocab, shared_bytes, monkeypatch, device):
+    """They take two kernels. Others are divided among as many blocks as it takes."""
+    if shared_bytes is not None:
+        monkeypatch.setenv("FLASH_ATTN_SHARED_BYTES", str(shared_bytes))
+    case = Case(vocab=vocab, label_smoothing=0.1, lse_square_scale=1e-2)
+    logits, labels, dlosses = case.draw(device)
+    *found, _, _, dlogits = xentropy.fwd_bwd(dlosses, logits, labels, *case.options.values(), -100, 0, vocab)
+    assert_matches((*found, dlogits), logits, labels, dlosses, case.options)
 
 
 @pytest.mark.parametrize("stride", [0, 2])
@@ -685,9 +900,31 @@ def test_kernel_refuses_what_does_not_fit(device):
         (dict(lse=lse[:2]), "lse must have shape"),
         (dict(labels=labels[:2]), "labels must have shape"),
     ):
-        for op in (xentropy.bwd, xentropy.bwd_):
+        arguments = dict(dlosses=lse) | good | changes
+        ops = [(op, arguments.values()) for op in (xentropy.bwd, xentropy.bwd_)]
+        ops.append((xentropy.redo_, [logits, arguments.pop("dlosses"), lse, *arguments.values()]))
+        if "lse" not in changes:
+            both = [value for name, value in (dict(dlosses=lse) | good | changes).items() if name != "lse"]
+            ops += [(op, both) for op in (xentropy.fwd_bwd, xentropy.fwd_bwd_)]
+        for op, values in ops:
             with pytest.raises(RuntimeError, match=message):
-                op.default(*(dict(dlosses=lse) | good | changes).values())
+                op.default(*list(values))
+    for dlogits, message in (
+        (logits[:, :9], "dlogits must have shape"),
+        (logits.half(), "dlogits must have dtype"),
+        (logits.t().contiguous().t(), "dlogits must be contiguous"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            xentropy.redo_.default(dlogits, lse, lse, *good.values())
+    for values, message in (
+        ((logits[0], lse, lse, lse > 0), "logits must have shape"),
+        ((logits, lse[:2], lse, lse > 0), "dlosses must have shape"),
+        ((logits, lse, lse.half(), lse > 0), "expected must have dtype"),
+        ((logits, lse, lse, lse), "kept must have dtype"),
+        ((logits, lse, lse, (lse > 0)[:2]), "kept must have shape"),
+    ):
+        with pytest.raises(RuntimeError, match=message):
+            xentropy.scale_.default(*values)
 
 
 def test_names_of_the_triton_kernels():

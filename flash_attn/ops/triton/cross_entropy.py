@@ -1,4 +1,4 @@
-"""`cross_entropy_loss`: cross entropy of each row of logits, in one pass forward and one backward.
+"""`cross_entropy_loss`: cross entropy of each row of logits, in one pass forward and one backward, or one for both.
 
 It runs the same op as `flash_attn.losses.cross_entropy`: the library's own kernel on a GPU, the Triton kernel where
 that library is not built, plain torch elsewhere.
@@ -20,6 +20,7 @@ def cross_entropy_loss(
     ignore_index: int = -100,
     inplace_backward: bool = False,
     process_group: ProcessGroup | None = None,
+    gradient_in_forward: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cross entropy of each row, with label smoothing and a penalty on the log-sum-exp, the z-loss.
 
@@ -42,6 +43,13 @@ def cross_entropy_loss(
             afterwards; autograd raises if they are. Without effect under torch.compile.
         process_group: a torch.distributed group over which the classes are divided: the process of rank r in it has
             columns r * vocab to (r + 1) * vocab, and labels, the same in all, count from the first of all columns.
+        gradient_in_forward: if the logits require a gradient, let the forward make it for dlosses of 1, the gradient of
+            losses.sum(). A GPU then reads the logits once instead of twice. The backward makes the gradient again for
+            rows with other dlosses, so that the result is always the same; but where that is all rows, it takes longer
+            than without this option. With inplace_backward the forward already overwrites the logits, and the backward
+            multiplies rows with other dlosses, which rounds them twice; without effect if they are float16, which is
+            too narrow for that. Without effect also under torch.compile, with a process_group of several processes,
+            with a precomputed_lse that is used, and for rows of logits that are not aligned as in a new tensor.
 
     Returns (losses, z_losses), each (rows,) float32. losses contains z_losses, which has no gradient of its own.
 
@@ -54,7 +62,7 @@ def cross_entropy_loss(
     """
     losses, z_losses, _ = xentropy.cross_entropy(
         logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index,
-        inplace_backward, process_group,
+        inplace_backward, process_group, gradient_in_forward,
     )  # fmt: skip
     return losses, z_losses
 
