@@ -2,8 +2,8 @@
 
 The bytes counted are those of the logits: one read forward, one read and one write backward. Forward and backward
 together count all three, although flash_attn and Liger then make the gradient in the forward and read the logits once;
-two_passes is flash_attn without that. scaled is a loss that is multiplied by a number afterwards: flash_attn has
-expected another gradient, and does a third of the work in vain.
+two_passes is flash_attn without that. scaled is a mean that is multiplied by one number or, in turn, by two: flash_attn
+expects the gradient of the call before, and makes the gradient again if another comes.
 
 Liger writes the gradient over the logits: it takes part in the forward without one, and in both together. It waits for
 the device.
@@ -11,6 +11,7 @@ the device.
 
 import functools
 import importlib
+import itertools
 
 import torch
 from torch.nn import functional
@@ -44,8 +45,9 @@ def cases(device):
             "bwd_inplace": (backward_in_place, 2),
             "both": (both, 3),
             "both_inplace": (both_in_place, 3),
-            "both_mean": (functools.partial(both_of_mean, 1.0), 3),
-            "both_scaled": (functools.partial(both_of_mean, 0.5), 3),
+            "both_mean": (functools.partial(both_of_mean, ()), 3),
+            "both_scaled": (functools.partial(both_of_mean, (0.5,)), 3),
+            "both_scaled_in_turn": (functools.partial(both_of_mean, (0.5, 0.25)), 3),
         }
         for op, (provide, passes) in providers.items():
             yield Case(
@@ -135,16 +137,21 @@ def both_in_place(shape, dtype, device):
     }
 
 
-def both_of_mean(scale, shape, dtype, device):
-    """The loss and the gradient of the mean, as in training, which is multiplied by `scale`."""
+def both_of_mean(scales, shape, dtype, device):
+    """The mean, as in training, multiplied by each of the scales in turn, if there are any."""
     logits, labels = draw(shape, dtype, device)
     logits.requires_grad_()
     own = logits.detach().clone().requires_grad_()
     at_once, in_two_passes = CrossEntropyLoss(), CrossEntropyLoss(gradient_in_forward=False)
-    factors = (scale,) if scale != 1 else ()
 
     def run(function, leaf=logits):
-        return lambda: torch.autograd.grad(functools.reduce(torch.mul, factors, function(leaf, labels)), leaf)
+        turns = itertools.cycle(scales)
+
+        def call():
+            loss = function(leaf, labels)
+            return torch.autograd.grad(loss * next(turns) if scales else loss, leaf)
+
+        return call
 
     return {
         "flash_attn": run(at_once),

@@ -160,11 +160,10 @@ __global__ __launch_bounds__(Config::kThreads,
   put_row(params, r, kept, sums, log_sum, sums.exps.max * p.logit_scale + log_sum);
 }
 
-// Computes the gradient of kWidth logits. The label is at index `own`, which may lie outside them.
-template <int kWidth, typename T>
+// Computes the gradient of logits: scale times the exponential, minus one of two numbers.
 struct Gradient {
   float logit_scale, lse;
-  float scale, at_others, at_label;  // the gradient is scale times the exponential, minus one of the other two
+  float scale, at_others, at_label;
 
   __device__ Gradient(const Problem& p, float dloss, float lse) : logit_scale(p.logit_scale), lse(lse) {
     const float z_factor = p.lse_square_scale == 0.f ? 1.f : 1.f + 2.f * p.lse_square_scale * lse;
@@ -174,31 +173,34 @@ struct Gradient {
     at_label = factor * (1.f - p.label_smoothing + smooth);
   }
 
-  __device__ Vec<T, kWidth> operator()(const Vec<T, kWidth>& x, int own) const {
-    float d[kWidth];
-#pragma unroll
-    for (int j = 0; j < kWidth; ++j) {
-      // Round the product as in the forward, so that a row with a single finite logit gets a difference of exactly 0.
-      const float exponential = ptx::exp2((__fmul_rn(static_cast<float>(x[j]), logit_scale) - lse) * kLog2E);
-      d[j] = scale * exponential - (j == own ? at_label : at_others);
-    }
-    return narrow<T>(d);
+  __device__ float operator()(float x, float subtracted) const {
+    // Round the product as in the forward, so that a row with a single finite logit gets a difference of exactly 0.
+    return scale * ptx::exp2((__fmul_rn(x, logit_scale) - lse) * kLog2E) - subtracted;
   }
 };
 
-// Writes a thread's part of the gradient of a row, from `first` to `end`, with the label in column `own`; zeros,
-// without reading the row, if it does not count.
+// Writes a thread's part of the gradient of a row, from `first` to `end`; zeros, without reading the row, if it does
+// not count. The label is in column `own`, or nowhere if that is -1. Its gradient is written last, by the thread that
+// has its column: comparing each column with it would take a sixth of the time.
 template <typename Config, typename T = typename Config::T>
 __device__ void put_gradient(T* out, const T* row, int first, int apart, int end, int own, bool kept,
-                             const Gradient<Config::kWidth, T>& gradient) {
+                             const Gradient& gradient) {
   constexpr int kWidth = Config::kWidth;
+  const bool is_own = kept && own >= max(first, 0) && own < end && (own - first) % apart < kWidth;
+  const float logit = is_own ? static_cast<float>(row[own]) : 0.f;  // before it is overwritten
   walk_row<Config::kLoads, kWidth>(first, apart, end, [&](auto kCount, int column) {
     Vec<T, kWidth> x[kCount] = {};
     if (kept) load_step(x, row, column, apart, end, T());
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
+      if (kept) {
+        float d[kWidth];
+        widen(d, x[i]);
+#pragma unroll
+        for (float& each : d) each = gradient(each, gradient.at_others);
+        x[i] = narrow<T>(d);
+      }
       const int at = column + i * apart;
-      x[i] = kept ? gradient(x[i], own - at) : Vec<T, kWidth>{};
       if constexpr (kCount > 1) {
         store(out + at, x[i]);
       } else {
@@ -206,6 +208,7 @@ __device__ void put_gradient(T* out, const T* row, int first, int apart, int end
       }
     }
   });
+  if (is_own) out[own] = static_cast<T>(gradient(logit, gradient.at_label));
 }
 
 template <typename Config>
@@ -220,7 +223,7 @@ __global__ __launch_bounds__(Config::kThreads,
   const float dloss = params.dlosses[r * params.dlosses_stride];
   if (params.expected != nullptr && dloss == params.expected[r * params.expected_stride]) return;
   const int64_t label = label_of(p, r);
-  const Gradient<kWidth, T> gradient(p, dloss, params.lse[r * params.lse_stride]);
+  const Gradient gradient(p, dloss, params.lse[r * params.lse_stride]);
   T* out = static_cast<T*>(params.dlogits) + r * params.dlogits_stride;
   const int begin = first_aligned<Config::kLine>(out) + part * params.piece_columns;
   put_gradient<Config>(out, row_of<T>(p, r), begin + threadIdx.x * kWidth, blockDim.x * kWidth,
@@ -324,7 +327,7 @@ __global__ __launch_bounds__(Config::kThreads,
   __syncwarp();  // the lanes of a short row: one of them has read the logit of the label before another overwrites it
   if (!exists) return;
   T* out = static_cast<T*>(params.dlogits) + r * params.dlogits_stride;
-  put_gradient<Config>(out, copy, first, apart, end, column, kept, Gradient<kWidth, T>(p, dloss, lse));
+  put_gradient<Config>(out, copy, first, apart, end, column, kept, Gradient(p, dloss, lse));
 }
 
 template <typename Config>

@@ -46,13 +46,13 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 def cross_entropy(
     logits, labels, precomputed_lse, label_smoothing, logit_scale, lse_square_scale, ignore_index, inplace_backward,
-    process_group, gradient_in_forward, reduction="none",
+    process_group, gradient_in_forward, reduction="none", expectation=None,
 ):  # fmt: skip
     """Check the arguments of `flash_attn.ops.triton.cross_entropy.cross_entropy_loss` and compute it.
 
-    gradient_in_forward may be None, for what is best if the gradient of the loss is not known. The reduction is what
-    the caller will do; it is not done here. Returns (losses, z_losses, count), where count is how many rows count, or
-    None if the reduction is not "mean".
+    The reduction is what the caller will do; it is not done here. expectation: of the gradient of what the caller
+    returns; a gradient of 1 if None. Returns (losses, z_losses, count), where count is how many rows count, or None if
+    the reduction is not "mean".
     """
     check(logits, labels, label_smoothing)
     if precomputed_lse is not None:
@@ -61,10 +61,7 @@ def cross_entropy(
     checks.number("logit_scale", logit_scale, logit_scale > 0, "positive")
     checks.real("lse_square_scale", lse_square_scale)
     checks.integer("ignore_index", ignore_index)
-    checks.flags(inplace_backward=inplace_backward)
-    if gradient_in_forward is None:
-        gradient_in_forward = reduction != "none" and not inplace_backward and logits.dtype != torch.float16
-    checks.flags(gradient_in_forward=gradient_in_forward)
+    checks.flags(inplace_backward=inplace_backward, gradient_in_forward=gradient_in_forward)
     vocab, parts, part = logits.shape[1], 1, 0
     if process_group is not None:
         parts, part = dist.get_world_size(process_group), dist.get_rank(process_group)
@@ -88,15 +85,40 @@ def cross_entropy(
     if at_once and _serves_at_once(logits, in_place):
         labels, _, *options, _ = rest
         count = _count(labels, vocab, ignore_index) if reduction == "mean" else None
-        expected = torch.ones((), dtype=torch.float32, device=logits.device)
-        expected = (expected if count is None else expected / count).expand(labels.shape)
-        losses, z_losses = _BothAtOnce.apply(logits, labels, expected, options, in_place)
+        dloss = (expectation or Expectation()).dloss(labels)
+        expected = dloss.clone() if count is None else dloss / count  # not what a backward will write to
+        losses, z_losses = _BothAtOnce.apply(logits, labels, expected.expand(labels.shape), options, in_place)
         return losses, z_losses, count
     if group is None and not in_place:
         losses, z_losses, _, kept = fwd(logits, *rest)
     else:
         losses, z_losses, _, kept = _CrossEntropy.apply(logits, rest, group, in_place)
     return losses, z_losses, kept.sum() if reduction == "mean" else None
+
+
+class Expectation:
+    """The gradient that a loss is expected to get: that of its last backward, and 1 before the first.
+
+    It is on the device, so that nobody waits for it. What is expected changes only how long a backward takes.
+    """
+
+    def __init__(self):
+        self._dloss = None
+
+    def dloss(self, labels):
+        """A float32 scalar beside the labels."""
+        dloss = self._dloss
+        if dloss is None or dloss.device != labels.device or type(dloss) is not type(labels):
+            dloss = self._dloss = labels.new_ones((), dtype=torch.float32)
+        return dloss
+
+    def watch(self, loss):
+        """Note the gradient that the loss will get, if somebody has asked."""
+        if self._dloss is not None and loss.requires_grad and not torch.compiler.is_compiling():
+            loss.register_hook(self._note)
+
+    def _note(self, dloss):
+        self._dloss.copy_(dloss.detach())
 
 
 def _serves_at_once(logits, in_place):

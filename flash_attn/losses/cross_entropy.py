@@ -21,10 +21,11 @@ class CrossEntropyLoss(torch.nn.Module):
         label_smoothing, logit_scale, lse_square_scale, inplace_backward, process_group: as in
             `flash_attn.ops.triton.cross_entropy.cross_entropy_loss`.
         return_z_loss: also return the z-loss, which is part of the loss and has no gradient of its own.
-        gradient_in_forward: whether the forward also makes the gradient of logits that require one, as in
-            `cross_entropy_loss`, but for a gradient of 1 of what the module returns. None, the default, stands for True
-            with "mean" and "sum", unless inplace_backward is set or the logits are float16, whose losses are usually
-            scaled. False is faster where the loss is scaled, as by `(loss / steps).backward()`, or has no backward.
+        gradient_in_forward: let the forward make the gradient of logits that require one, as in `cross_entropy_loss`,
+            but for the gradient that the loss is expected to get: the one of the last backward through this module, and
+            1 before. Steps that scale the loss all alike, for several batches a step or for float16, are fast, too.
+            None, the default, is True with "mean" and "sum" unless inplace_backward is set: the logits then stay what
+            they are until the backward. False is faster for a loss without a backward, or with ever other scales.
 
     Raises ValueError for an unknown reduction, and what cross_entropy_loss raises.
     """
@@ -56,6 +57,7 @@ class CrossEntropyLoss(torch.nn.Module):
         self.process_group = process_group
         self.return_z_loss = return_z_loss
         self.gradient_in_forward = gradient_in_forward
+        self._expectation = xentropy.Expectation()
 
     def forward(
         self, input: torch.Tensor, target: torch.Tensor, precomputed_lse: torch.Tensor | None = None
@@ -65,13 +67,17 @@ class CrossEntropyLoss(torch.nn.Module):
         precomputed_lse: float32 (rows,), the logsumexp of each row if it is known already.
         Each is a float32 scalar, or (rows,) with reduction="none".
         """
+        at_once = self.gradient_in_forward
+        if at_once is None:
+            at_once = self.reduction != "none" and not self.inplace_backward
         losses, z_losses, count = xentropy.cross_entropy(
             input, target, precomputed_lse, self.label_smoothing, self.logit_scale, self.lse_square_scale,
-            self.ignore_index, self.inplace_backward, self.process_group, self.gradient_in_forward, self.reduction,
+            self.ignore_index, self.inplace_backward, self.process_group, at_once, self.reduction,
+            self._expectation if self.reduction != "none" else None,
         )  # fmt: skip
-        if self.return_z_loss:
-            return self._reduced(losses, count), self._reduced(z_losses, count)
-        return self._reduced(losses, count)
+        loss = self._reduced(losses, count)
+        self._expectation.watch(loss)
+        return (loss, self._reduced(z_losses, count)) if self.return_z_loss else loss
 
     def _reduced(self, losses, count):
         if self.reduction == "none":
