@@ -34,6 +34,9 @@ try:
     from torch._C._functorch import is_batchedtensor as _is_batched
 except ImportError:
     _is_batched = lambda x: False  # noqa: E731
+
+_hooks_of_saved_tensors = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+_is_legacy_batch = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", None)
 _has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
 
@@ -83,6 +86,16 @@ def unbatched(x: torch.Tensor) -> torch.Tensor:
     while _is_batched(x):
         x = _unwrapped(x)
     return x
+
+
+def saved_tensors_have_hooks() -> bool:
+    """Whether hooks, as of a checkpoint, decide what becomes of saved tensors. True if torch cannot tell."""
+    return _hooks_of_saved_tensors is None or _hooks_of_saved_tensors(False) is not None
+
+
+def is_legacy_batch(x: torch.Tensor) -> bool:
+    """Whether `x` stands for a batch, as gradients with is_grads_batched do. False if torch cannot tell."""
+    return _is_legacy_batch is not None and _is_legacy_batch(x)
 
 
 def bare(overload: torch._ops.OpOverload) -> Callable:

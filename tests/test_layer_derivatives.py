@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flash_attn import _library, fused_softmax
 from flash_attn.layers.rotary import apply_rotary_emb, apply_rotary_emb_kv_, apply_rotary_emb_qkv_
+from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.modules.mlp import GatedMlp
 from flash_attn.ops import activations, layer_norm
 from flash_attn.ops.fused_dense import (
@@ -94,14 +95,25 @@ def rotated_parts(x, parts):
     return torch.stack([rotated(one) if i < parts else one for i, one in enumerate(x.unbind(2))], 2)
 
 
-def loss(**options):
+def loss(gradient_in_forward=False, inplace_backward=False, **options):
     def ours(logits):
-        return cross_entropy_loss(logits, LABELS.to(logits.device), **options)[0]
+        logits = 1 * logits if inplace_backward else logits
+        how = dict(gradient_in_forward=gradient_in_forward, inplace_backward=inplace_backward)
+        return cross_entropy_loss(logits, LABELS.to(logits.device), **options, **how)[0]
 
     def exact(logits):
         return oracle.cross_entropy(logits, LABELS.to(logits.device), **options)[0]
 
     return ours, exact, ((6, 12),)
+
+
+def mean_loss():
+    module = CrossEntropyLoss()  # one for all tests: it remembers the gradient that it got last
+
+    def exact(logits):
+        return oracle.cross_entropy(logits, LABELS.to(logits.device))[0].sum() / (LABELS >= 0).sum()
+
+    return (lambda logits: module(logits, LABELS.to(logits.device))), exact, ((6, 12),)
 
 
 def gated_mlp(x, weight1, weight2):
@@ -226,11 +238,13 @@ ROWS = {
     ),
     "cross entropy": loss(),
     "cross entropy with options": loss(label_smoothing=0.1, logit_scale=0.7, lse_square_scale=0.02),
-    "cross entropy in place": (
-        lambda logits: cross_entropy_loss(1 * logits, LABELS.to(logits.device), inplace_backward=True)[0],
-        lambda logits: oracle.cross_entropy(logits, LABELS.to(logits.device))[0],
-        ((6, 12),),
+    "cross entropy in place": loss(inplace_backward=True),
+    "cross entropy in one pass": loss(gradient_in_forward=True),
+    "cross entropy in one pass, with options": loss(
+        gradient_in_forward=True, label_smoothing=0.1, logit_scale=0.7, lse_square_scale=0.02
     ),
+    "cross entropy in one pass, in place": loss(gradient_in_forward=True, inplace_backward=True),
+    "mean cross entropy": mean_loss(),
     "softmax": (
         lambda x: fused_softmax.scaled_masked_softmax(x, None, 0.7),
         lambda x: oracle.masked_softmax(x, 0.7, torch.zeros_like(x, dtype=torch.bool)),
@@ -242,6 +256,7 @@ ROWS = {
         ((2, 5, 5),),
     ),
 }  # fmt: skip
+TWICE = [name for name in ROWS if name != "cross entropy in one pass, in place"]
 
 
 def problem(name, device):
@@ -277,7 +292,7 @@ def as_tuple(x):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", TWICE)
 def test_second_derivatives(name, checkpointed, device):
     ours, exact, tensors = problem(name, device)
     if checkpointed:
@@ -375,7 +390,7 @@ DERIVATIVES = {
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("derivative", DERIVATIVES)
-@pytest.mark.parametrize("name", [name for name in ROWS if name.startswith("cross entropy")])
+@pytest.mark.parametrize("name", [name for name in TWICE if name.startswith("cross entropy")])
 def test_rows_that_do_not_count_have_no_part_in_a_derivative(name, derivative, value, device):
     ours, _, (logits,) = problem(name, device)
     logits[1] = 0.0
@@ -414,7 +429,9 @@ def test_float64(name):
     assert torch.autograd.gradgradcheck(ours, leaves)
 
 
-@pytest.mark.parametrize("name", ["dense", "mlp gelu_approx, level 0", "swiglu", "norm of a sum", "cross entropy"])
+@pytest.mark.parametrize(
+    "name", ["dense", "mlp gelu_approx, level 0", "swiglu", "norm of a sum", "cross entropy", "mean cross entropy"]
+)
 def test_16_bits(name, device):
     """The errors are those of the formula in bfloat16, many of which are roundings of what is summed."""
     ours, exact, tensors = problem(name, device)
@@ -443,6 +460,17 @@ def test_refusing_costs_the_forward_nothing(device):
     for name in kept.ops:
         refused.ops.remove(name)
     assert refused.ops == ["aten::detach"]  # of an empty tensor, as it is saved
+
+
+def test_logits_that_were_overwritten_in_the_forward_have_no_second_derivative(device):
+    """But a first one, whatever is asked for, even if it does not depend on the other gradients."""
+    ours, exact, (logits,) = problem("cross entropy in one pass, in place", device)
+    x = logits.requires_grad_()
+    for weights in (torch.ones(6, device=device), torch.rand(6, device=device)):
+        (dx,) = torch.autograd.grad(ours(x), x, weights, create_graph=True)
+        torch.testing.assert_close(dx.detach(), torch.autograd.grad(exact(x), x, weights)[0])
+        with pytest.raises(RuntimeError, match="gradient has overwritten the logits"):
+            torch.autograd.grad(dx.square().sum() + x.sum(), x)
 
 
 @pytest.mark.parametrize("name", ["dense with residual", "mlp gelu_approx, level 0", "norm", "gelu", "softmax"])

@@ -17,6 +17,8 @@ OPTIONAL = {  # where each name is, and what it is
     "FunctionalTensorMode": "torch._subclasses.functional_tensor",
     "_current_level": "torch.autograd.forward_ad",
     "is_batchedtensor": "torch._C._functorch",
+    "is_legacy_batchedtensor": "torch._C._functorch",
+    "_top_saved_tensors_default_hooks": "torch._C._autograd",
 }
 
 
@@ -140,6 +142,23 @@ def test_apply():
         x = torch.ones(1, requires_grad=True)
         apply(x).backward()
         assert x.grad.item() == 2
+
+
+def test_hooks_of_saved_tensors(without):
+    assert not _torch_private.saved_tensors_have_hooks()
+    with torch.autograd.graph.save_on_cpu():
+        assert _torch_private.saved_tensors_have_hooks()
+    assert without("_top_saved_tensors_default_hooks").saved_tensors_have_hooks()
+
+
+def test_batches_of_gradients(without):
+    old_torch = without("is_legacy_batchedtensor")
+    found, x = [], torch.ones(2, requires_grad=True)
+    y = 2 * x
+    y.register_hook(lambda dy: found.extend([_torch_private.is_legacy_batch(dy), old_torch.is_legacy_batch(dy)]))
+    torch.autograd.grad(y, x, torch.eye(2), is_grads_batched=True, retain_graph=True)
+    torch.autograd.grad(y, x, torch.ones(2))
+    assert found == [True, False, False, False]
 
 
 def test_views():

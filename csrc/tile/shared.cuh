@@ -48,10 +48,11 @@ __device__ SharedTile<T, kRows, kCols>& columns_of(SharedTile<T, kRows, kAllCols
   return *reinterpret_cast<SharedTile<T, kRows, kCols>*>(tile.data + index * kRows * kCols);
 }
 
-// The block's dynamic shared memory as one struct.
-template <typename Shared>
+// The block's dynamic shared memory as one struct. It lies behind the static one, at the next multiple of kAlignment,
+// which must be the same in all kernels of a file.
+template <typename Shared, int kAlignment = 1024>
 __device__ Shared& shared_memory() {
-  extern __shared__ __align__(1024) char bytes[];
+  extern __shared__ __align__(kAlignment) char bytes[];
   return *reinterpret_cast<Shared*>(bytes);
 }
 

@@ -21,6 +21,7 @@
 #include "ptx/math.cuh"
 #include "tile/exp_sum.cuh"
 #include "tile/row.cuh"
+#include "tile/shared.cuh"
 #include "tile/vec.cuh"
 #include "xentropy/params.h"
 
@@ -291,7 +292,6 @@ __global__ __launch_bounds__(Config::kThreads,
                              Config::kBlocks) void fwd_bwd_kernel(const __grid_constant__ FwdBwdParams params) {
   using T = typename Config::T;
   constexpr int kWidth = Config::kWidth;
-  extern __shared__ uint4 copies[];
   __shared__ Parts::Shared shared;
   const Problem& p = params.fwd.problem;
   const Parts parts(shared, params.parts.value);
@@ -307,7 +307,8 @@ __global__ __launch_bounds__(Config::kThreads,
   const int begin = first_aligned<Config::kLine>(row) + part * params.share, end = min(p.vocab, begin + params.share);
   const int first = begin + group.lane * kWidth, apart = group.lanes * kWidth;
 
-  const T* copy = reinterpret_cast<const T*>(copies) + threadIdx.y * params.share - begin;
+  // Aligned no further than for the copies: padding of the static shared memory would leave no room for a third block.
+  const T* copy = &shared_memory<T, 16>() + threadIdx.y * params.share - begin;
   if (reads) {
 #pragma unroll 4
     for (int at = first; at < end; at += apart) {

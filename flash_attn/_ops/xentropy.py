@@ -37,7 +37,7 @@ the device: nobody waits for them, and rows with what was expected are neither r
 import torch
 import torch.distributed as dist
 
-from flash_attn import _library
+from flash_attn import _library, _torch_private
 from flash_attn._ops import autograd, checks, collectives, triton
 from flash_attn._reference import xentropy as reference
 
@@ -77,11 +77,11 @@ def cross_entropy(
     if not fwd.wants_derivative((logits,)):
         losses, z_losses, _, kept = forward(logits, rest, group)
         return losses, z_losses, kept.sum() if reduction == "mean" else None
-    in_graph = torch.compiler.is_compiling() or autograd.is_transformed(logits)
-    in_place = bool(inplace_backward) and not in_graph
+    eager = _is_eager(logits)
+    in_place = bool(inplace_backward) and eager
     if in_place:
         checks.own_memory(logits=logits)
-    at_once = gradient_in_forward and not in_graph and group is None and rest[1] is None
+    at_once = gradient_in_forward and eager and group is None and rest[1] is None
     if at_once and _serves_at_once(logits, in_place):
         labels, _, *options, _ = rest
         count = _count(labels, vocab, ignore_index) if reduction == "mean" else None
@@ -114,15 +114,23 @@ class Expectation:
 
     def watch(self, loss):
         """Note the gradient that the loss will get, if somebody has asked."""
-        if self._dloss is not None and loss.requires_grad and not torch.compiler.is_compiling():
+        if self._dloss is not None and loss.requires_grad and _is_eager(loss):
             loss.register_hook(self._note)
 
     def _note(self, dloss):
-        self._dloss.copy_(dloss.detach())
+        if _is_eager(dloss):
+            self._dloss.copy_(dloss.detach())
+
+
+def _is_eager(x):
+    """Whether what is computed from `x` is neither compiled, nor transformed, nor a batch: one may then write to it."""
+    return not (torch.compiler.is_compiling() or autograd.is_transformed(x) or _torch_private.is_legacy_batch(x))
 
 
 def _serves_at_once(logits, in_place):
     """Whether making the gradient in the forward is of use."""
+    if _torch_private.saved_tensors_have_hooks():  # as in a checkpoint, which keeps nothing and runs the forward again
+        return False
     if in_place:  # a gradient that is scaled later must not vanish first
         return logits.dtype != torch.float16
     # The gradient is contiguous. Rows that are aligned in another way would have to be copied, in both directions.
@@ -266,7 +274,7 @@ class _BothAtOnce(torch.autograd.Function):
             if in_place:
                 scale_(logits, dlosses, expected, kept)
                 return (logits.detach(),)
-            if not made or autograd.is_transformed(dlosses):
+            if not made or not _is_eager(dlosses):
                 return (bwd(dlosses, logits, labels, lse, *options),)
             dlogits = made.pop()
             redo_(dlogits, dlosses, expected, logits, labels, lse, *options)

@@ -40,7 +40,8 @@ def cross_entropy_loss(
         lse_square_scale: weight of the z-loss (PaLM, arXiv:2204.02311, section 5).
         ignore_index: the label of rows that do not count.
         inplace_backward: let the gradient overwrite the logits, which saves its memory. The logits must not be needed
-            afterwards; autograd raises if they are. Without effect under torch.compile.
+            afterwards; autograd raises if they are. Without effect under torch.compile and transforms of torch.func,
+            and for a gradient that may be differentiated again (create_graph).
         process_group: a torch.distributed group over which the classes are divided: the process of rank r in it has
             columns r * vocab to (r + 1) * vocab, and labels, the same in all, count from the first of all columns.
         gradient_in_forward: if the logits require a gradient, let the forward make it for dlosses of 1, the gradient of
@@ -48,8 +49,10 @@ def cross_entropy_loss(
             rows with other dlosses, so that the result is always the same; but where that is all rows, it takes longer
             than without this option. With inplace_backward the forward already overwrites the logits, and the backward
             multiplies rows with other dlosses, which rounds them twice; without effect if they are float16, which is
-            too narrow for that. Without effect also under torch.compile, with a process_group of several processes,
-            with a precomputed_lse that is used, and for rows of logits that are not aligned as in a new tensor.
+            too narrow for that. A second derivative then raises RuntimeError, since the logits are gone. Without effect
+            also under torch.compile, transforms of torch.func, and hooks of saved tensors such as those of a
+            checkpoint, with a process_group of several processes, with a precomputed_lse that is used, and for rows of
+            logits that are not aligned as in a new tensor.
 
     Returns (losses, z_losses), each (rows,) float32. losses contains z_losses, which has no gradient of its own.
 
