@@ -524,16 +524,29 @@ def test_deterministic_memory_is_linear_in_the_sequence(host):
     assert sum(plan[:3]) < 1.01 * 32 * 32768 * 128
 
 
-@pytest.mark.parametrize("group, head_dim, rows, packed, causal, section", [
-    (1, 64, 512, False, False, 32), (1, 64, 512, False, True, 64), (1, 128, 512, False, False, 16),
-    (1, 64, 1024, False, True, 32), (1, 64, 2048, False, False, 8), (1, 128, 2048, False, True, 16),
-    (4, 128, 512, False, False, 8), (1, 64, 16384, False, False, 8), (1, 64, 1, False, False, 32),
-    (1, 64, 512, True, False, 8), (1, 256, 512, False, True, 8),
+@pytest.mark.parametrize("group, head_dim, rows, packed, causal, deterministic, section", [
+    # dq is rounded
+    (1, 64, 1, False, False, False, 32), (1, 64, 512, False, False, False, 32), (1, 64, 512, False, True, False, 64),
+    (1, 64, 1024, False, True, False, 32), (1, 64, 2048, False, False, False, 8),
+    (1, 128, 512, False, False, False, 16), (1, 128, 2048, False, True, False, 16),
+    (4, 128, 512, False, False, False, 8),
+    (1, 64, 16384, False, False, False, 1), (1, 64, 16384, False, True, False, 4),
+    (1, 64, 16384, False, False, True, 2), (1, 64, 16384, False, True, True, 16),
+    # dq is not rounded, and blocks add in order
+    (1, 128, 16384, False, False, True, 8), (1, 128, 16384, False, True, True, 16),
+    # no block waits
+    (1, 64, 512, True, False, False, 8), (1, 64, 16384, True, False, False, 4), (1, 128, 4096, False, True, False, 8),
+    (1, 128, 8192, False, False, False, 4), (1, 128, 16384, False, True, False, 2),
+    (8, 128, 8192, False, False, False, 1), (8, 128, 8192, False, True, False, 4),
+    (1, 128, 131072, False, True, False, 1), (1, 256, 16384, False, True, False, 8),
 ])  # fmt: skip
-def test_key_heads_whose_blocks_start_together_on_sm90(host, group, head_dim, rows, packed, causal, section):
-    """As many as have rows of 8 MB with dout and dq_accum, twice as many if causal; 8 if dq is not rounded."""
+def test_key_heads_whose_blocks_start_together_on_sm90(
+    host, group, head_dim, rows, packed, causal, deterministic, section
+):
+    """As many as have rows of 8 MB with dout and dq_accum if dq is rounded, of 32 MB if no block waits, in bounds."""
     problem = 4, 8 * group, 8, head_dim, rows, rows, packed
-    assert bwd_plan(host, *problem, causal=causal, has_sm90=True).section_heads == section
+    plan = bwd_plan(host, *problem, causal=causal, deterministic=deterministic, has_sm90=True)
+    assert plan.section_heads == section
 
 
 @pytest.mark.parametrize("packed", [False, True])

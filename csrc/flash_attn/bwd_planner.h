@@ -79,11 +79,31 @@ inline bool is_causal(const Problem& p) { return p.window_left == kUnbounded && 
 // another, and should not start together.
 inline int section_of_waiting_blocks(const Problem& p) { return is_causal(p) ? 16 : 8; }
 
-// The same if the main kernel rounds dQ: so many heads that their q, dout and dq_accum take about 8 MB, within bounds.
-inline int section_of_rounding_blocks(const Problem& p) {
-  const int64_t row_bytes = int64_t{2} * (3 * p.head_dim + p.head_dim_v) * (p.heads / p.heads_k);
-  const int64_t heads = std::clamp<int64_t>((8 << 20) / (row_bytes * p.seqlen_q), 8, 32);
-  return static_cast<int>(heads) * (is_causal(p) ? 2 : 1);
+// The head dim of the keys in the instance for sm_90.
+inline int instance_on_sm90(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v).of_keys; }
+
+// The bytes of q, dout and dq_accum that the blocks of a key head read and add to.
+inline int64_t row_bytes_of_head(const Problem& p) {
+  return int64_t{2} * (3 * p.head_dim + p.head_dim_v) * (p.heads / p.heads_k) * p.seqlen_q;
+}
+
+// The same if the main kernel rounds dQ: so many heads that their rows take about 8 MB, within bounds. Blocks that add
+// in the order of their keys wait longest, under a causal mask above all.
+inline int section_of_rounding_blocks(const Problem& p, bool in_order) {
+  const bool causal = is_causal(p);
+  const int64_t least = instance_on_sm90(p) > 64 ? 8 : causal ? (in_order ? 8 : 2) : (in_order ? 2 : 1);
+  const int64_t heads = std::clamp<int64_t>((8 << 20) / row_bytes_of_head(p), least, 32);
+  return static_cast<int>(heads) * (causal ? 2 : 1);
+}
+
+// The same if no block waits: so many heads that their rows take about 32 MB, within bounds. Under a causal mask the
+// longest blocks take twice the mean, and with less than two blocks for each multiprocessor those of the last section
+// would end late.
+inline int section_of_free_blocks(const Problem& p, int multiprocessors) {
+  if (instance_on_sm90(p) > 128) return 8;
+  int64_t heads = (32 << 20) / row_bytes_of_head(p);
+  if (is_causal(p)) heads = std::max(heads, 2 * multiprocessors / ceil_div(int64_t{p.seqlen_k}, 128));
+  return static_cast<int>(std::clamp<int64_t>(heads, 1, 8));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -101,7 +121,7 @@ inline bool suits_sm90(const BwdParams& p) {
 // one another: few keys gain, and many keys lose with head dims above 64. Packed entries cannot: the first block stores
 // whole boxes of rows, which would reach into the next entry.
 inline bool rounds_dq(const Problem& p) {
-  const int head_dim = sm90_head_dims(p.head_dim, p.head_dim_v).of_keys;
+  const int head_dim = instance_on_sm90(p);
   const int most_keys = head_dim <= 64 ? kMaxSeqlen : head_dim <= 128 ? 2048 : 0;
   return p.cu_seqlens_q == nullptr && p.seqlen_k <= most_keys;
 }
@@ -119,9 +139,9 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
   plan.in_order = hints.deterministic;
   plan.rounds_dq = rounds_dq(p);
   plan.waits = plan.in_order || plan.rounds_dq;
-  plan.section_heads = plan.rounds_dq  ? section_of_rounding_blocks(p)
+  plan.section_heads = plan.rounds_dq  ? section_of_rounding_blocks(p, plan.in_order)
                        : plan.in_order ? section_of_waiting_blocks(p)
-                                       : 8;
+                                       : section_of_free_blocks(p, hints.multiprocessors);
   plan.blocks = hints.multiprocessors;
   plan.scratch.rows_per_head = padded_rows_per_head(p);
   return {plan,
