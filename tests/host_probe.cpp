@@ -149,30 +149,33 @@ const char* find_bwd_tile(int head_dim, bool compact, int64_t* tile) {
 
 // plan: elements of scratch for dq_accum, row values and semaphores; key heads of a section; whether blocks wait;
 // whether the kernels for sm_90 take the problem; and, of them, whether blocks add in order, whether the main kernel
-// rounds dq.
+// rounds dq, the order of rows.
 const char* find_bwd_plan(int64_t batch, int64_t heads, int64_t heads_k, int64_t head_dim, int64_t seqlen_q,
                           int64_t seqlen_k, bool packed, bool causal, bool deterministic, bool has_sm90,
-                          int64_t multiprocessors, int64_t* plan) {
+                          int64_t multiprocessors, bool capped, bool ranged, int64_t head_dim_v, int64_t* plan) {
   static const int any_int[] = {0};
   BwdParams p{};
   p.problem.batch = batch;
   p.problem.heads = heads;
   p.problem.heads_k = heads_k;
-  p.problem.head_dim = p.problem.head_dim_v = head_dim;
+  p.problem.head_dim = head_dim;
+  p.problem.head_dim_v = head_dim_v ? head_dim_v : head_dim;
   p.problem.seqlen_q = seqlen_q;
   p.problem.seqlen_k = seqlen_k;
   p.problem.cu_seqlens_q = p.problem.cu_seqlens_k = packed ? any_int : nullptr;
   p.problem.window_left = kUnbounded;
   p.problem.window_right = causal ? 0 : kUnbounded;
+  p.problem.softcap = capped ? 30 : 0;
+  p.problem.ranges.data = ranged ? any_int : nullptr;
   p.aligned = true;
   const auto [chosen, sizes] = plan_bwd(
       p, {.deterministic = deterministic, .has_sm90 = has_sm90, .multiprocessors = static_cast<int>(multiprocessors)});
   const auto* portable = std::get_if<BwdSm80Plan>(&chosen);
   const auto* hopper = std::get_if<BwdSm90Plan>(&chosen);
-  return answer(plan,
-                {sizes.dq_accum, sizes.row_values, sizes.semaphores,
-                 hopper ? hopper->section_heads : portable->section_heads, hopper ? hopper->waits : portable->waits,
-                 hopper != nullptr, hopper && hopper->in_order, hopper && hopper->rounds_dq});
+  return answer(plan, {sizes.dq_accum, sizes.row_values, sizes.semaphores,
+                       hopper ? hopper->section_heads : portable->section_heads,
+                       hopper ? hopper->waits : portable->waits, hopper != nullptr, hopper && hopper->in_order,
+                       hopper && hopper->rounds_dq, hopper ? static_cast<int>(hopper->row_order) : 0});
 }
 
 // offsets: of dq_accum, lse_log2, softmax_d, next_block, semaphores and the end of the scratch, in elements.

@@ -493,11 +493,19 @@ class BwdPlan(typing.NamedTuple):
     on_sm90: bool
     in_order: bool
     rounds_dq: bool
+    row_order: int
 
 
-def bwd_plan(host, *problem, causal=False, deterministic=False, has_sm90=False, multiprocessors=132):
-    """problem: batch, heads, heads_k, head_dim, seqlen_q, seqlen_k, packed."""
-    return BwdPlan(*numbers(host, 8, "find_bwd_plan", *problem, causal, deterministic, has_sm90, multiprocessors))
+LAST_FIRST, FIRST_FIRST, ROTATED = range(3)
+
+
+def bwd_plan(
+    host, *problem, causal=False, deterministic=False, has_sm90=False, multiprocessors=132, capped=False, ranged=False,
+    head_dim_v=0
+):  # fmt: skip
+    """problem: batch, heads, heads_k, head_dim, seqlen_q, seqlen_k, packed. head_dim_v: 0 is that of the keys."""
+    hints = causal, deterministic, has_sm90, multiprocessors, capped, ranged, head_dim_v
+    return BwdPlan(*numbers(host, 9, "find_bwd_plan", *problem, *hints))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -511,11 +519,12 @@ def test_scratch_of_the_portable_backward(host, packed):
         problem = batch, heads, heads_k, head_dim, seqlen_q, seqlen_k, packed
         rows = (1 if packed else batch) * heads * seqlen_q
         accum = -(-rows // 8) * 8 * head_dim
-        assert bwd_plan(host, *problem) == BwdPlan(accum, 0, 0, 1, False, False, False, False)
+        assert bwd_plan(host, *problem) == BwdPlan(accum, 0, 0, 1, False, False, False, False, LAST_FIRST)
         blocks = heads * (seqlen_q // 128 + batch) if packed else batch * heads * -(-seqlen_q // 128)
         waits = seqlen_q > 0
         found = bwd_plan(host, *problem, deterministic=True)
-        assert found == BwdPlan(accum, 0, 4 * blocks * waits, 8 if waits else 1, waits, False, False, False)
+        expected = BwdPlan(accum, 0, 4 * blocks * waits, 8 if waits else 1, waits, False, False, False, LAST_FIRST)
+        assert found == expected
 
 
 def test_deterministic_memory_is_linear_in_the_sequence(host):
@@ -530,12 +539,13 @@ def test_deterministic_memory_is_linear_in_the_sequence(host):
     (1, 64, 1024, False, True, False, 32), (1, 64, 2048, False, False, False, 8),
     (1, 128, 512, False, False, False, 16), (1, 128, 2048, False, True, False, 16),
     (4, 128, 512, False, False, False, 8),
-    (1, 64, 16384, False, False, False, 1), (1, 64, 16384, False, True, False, 4),
+    (1, 64, 4096, False, False, False, 4), (1, 64, 4096, False, True, False, 8),
     (1, 64, 16384, False, False, True, 2), (1, 64, 16384, False, True, True, 16),
     # dq is not rounded, and blocks add in order
     (1, 128, 16384, False, False, True, 8), (1, 128, 16384, False, True, True, 16),
     # no block waits
-    (1, 64, 512, True, False, False, 8), (1, 64, 16384, True, False, False, 4), (1, 128, 4096, False, True, False, 8),
+    (1, 64, 512, True, False, False, 8), (1, 64, 8192, False, False, False, 8), (1, 64, 16384, False, True, False, 4),
+    (1, 128, 4096, False, True, False, 8),
     (1, 128, 8192, False, False, False, 4), (1, 128, 16384, False, True, False, 2),
     (8, 128, 8192, False, False, False, 1), (8, 128, 8192, False, True, False, 4),
     (1, 128, 131072, False, True, False, 1), (1, 256, 16384, False, True, False, 8),
@@ -557,7 +567,7 @@ def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
     for _ in range(300):
         batch, heads, head_dim = draw.choice((1, 2, 64)), draw.choice((1, 8)), draw.choice((40, *ALL_HEAD_DIMS))
         lengths = [draw.choice((1, 100, 128, 5000)) for _ in range(batch)] if packed else [draw.choice((1, 128, 5000))]
-        seqlen_k = draw.choice((77, 128, 129, 2048, 2049))
+        seqlen_k = draw.choice((77, 128, 129, 2048, 2049, 4096, 4097))
         problem = batch, heads, heads, head_dim, sum(lengths), seqlen_k, packed
         plan = bwd_plan(host, *problem, deterministic=deterministic, has_sm90=True)
         entries, rows = 1 if packed else batch, plan.row_values
@@ -565,12 +575,37 @@ def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
         assert plan.on_sm90 and plan.in_order == deterministic
         assert rows % (entries * heads * 128) == 0
         assert plan.dq_accum == instance * (-(-entries * heads * sum(lengths) // 8) * 8)
-        assert plan.rounds_dq == (not packed and (head_dim <= 64 or (head_dim <= 128 and seqlen_k <= 2048)))
+        most_keys = 0 if head_dim > 128 else 2048 if head_dim > 64 else 10**6 if deterministic else 4096
+        assert plan.rounds_dq == (not packed and seqlen_k <= most_keys)
         assert plan.waits == (plan.rounds_dq or deterministic)
         assert plan.semaphores == (rows // 32 if plan.waits else 0)
         starts = [sum(lengths[:entry]) // 128 * 128 + 128 * entry for entry in range(len(lengths))]
         ends = [start + -(-length // 128) * 128 for start, length in zip(starts, lengths)]
         assert all(end <= start for end, start in zip(ends, [*starts[1:], rows // (entries * heads)]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_order_of_rows_on_sm90(host, packed):
+    """Blocks begin with different rows where none waits for another, if there are tiles of 128 rows."""
+    for head_dim, seqlen, deterministic, features, causal in itertools.product(
+        (40, 64, 128, 256), (512, 4096, 4097), (False, True), ({}, {"capped": True}, {"ranged": True}), (False, True)
+    ):
+        problem = 2, 4, 4, head_dim, seqlen, seqlen, packed
+        plan = bwd_plan(host, *problem, causal=causal, deterministic=deterministic, has_sm90=True, **features)
+        free = head_dim <= 64 and not deterministic and not features and (packed or seqlen > 4096)
+        assert plan.row_order == ((FIRST_FIRST if causal else ROTATED) if free else LAST_FIRST)
+        assert free == (not plan.waits and head_dim <= 64 and not features)
+        if head_dim <= 64 and features:
+            assert plan.rounds_dq == (not packed)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_values_of_more_channels_than_keys_have_the_plan_of_their_instance(host, causal):
+    for head_dim, head_dim_v in ((64, 128), (40, 96), (64, 256), (128, 192)):
+        problem, tall = (1, 8, 8, head_dim, 16384, 16384, False), (1, 8, 8, head_dim_v, 16384, 16384, False)
+        plan = bwd_plan(host, *problem, causal=causal, has_sm90=True, head_dim_v=head_dim_v)
+        expected = bwd_plan(host, *tall, causal=causal, has_sm90=True)
+        assert plan._replace(section_heads=expected.section_heads) == expected
 
 
 def test_parts_of_the_scratch_lie_apart(host):

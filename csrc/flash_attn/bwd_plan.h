@@ -32,6 +32,13 @@ struct BwdScratch {
   KeyUse* key_uses = nullptr;  // (key heads of all entries, blocks of keys)
 };
 
+// In which order a block of keys walks over the rows that see them.
+enum class RowOrder {
+  kLastFirst,
+  kFirstFirst,  // each block starts at its own diagonal
+  kRotated,     // each block starts one block of rows later than the one before
+};
+
 // The part of a plan that the small kernels before and after the main one read.
 struct BwdCommonPlan {
   BwdScratch scratch;
@@ -54,6 +61,7 @@ struct BwdSm90Plan : BwdCommonPlan {
   static constexpr bool kPlainHasHeadDimV = true, kHasRanged = true;
   bool in_order = false;  // deterministic: blocks add in the order of their keys
   int blocks = 0;         // that share all blocks of keys, in bwd_sm90.cuh
+  RowOrder row_order = RowOrder::kLastFirst;
 };
 
 using BwdPlan = std::variant<BwdSm80Plan, BwdSm90Plan>;

@@ -7,6 +7,7 @@
 
 #include "common/divmod.h"
 #include "flash_attn/bwd_plan.h"
+#include "flash_attn/features.h"
 #include "flash_attn/head_dims.h"
 #include "flash_attn/params.h"
 
@@ -117,13 +118,36 @@ inline bool suits_sm90(const BwdParams& p) {
   return p.aligned && !empty;
 }
 
+// Whether bwd_sm90.cuh may choose the order of rows: plain instances of tiles of 128 rows have a kernel for each, if no
+// block waits. With key ranges all lanes of a warp look for the next rows together, and begin with the last.
+inline bool may_reorder_rows(const Problem& p, bool in_order) {
+  const bool plain = features_of<BwdSm90Plan>(p, has_plain_scores(p)) == Features::kPlain;
+  return instance_on_sm90(p) <= 64 && plain && !in_order;
+}
+
+// Up to how many keys bwd_sm90.cuh rounds dQ, of head dims up to 64 with a choice of the order of rows, and up to 128.
+constexpr int kMostRoundedKeys64 = 4096, kMostRoundedKeys128 = 2048;
+
 // Whether bwd_sm90.cuh rounds dQ. That saves the time to fill dq_accum with zeros and to read it, but blocks wait for
-// one another: few keys gain, and many keys lose with head dims above 64. Packed entries cannot: the first block stores
-// whole boxes of rows, which would reach into the next entry.
-inline bool rounds_dq(const Problem& p) {
+// one another, and all begin with the same rows: few keys gain, and many lose. Head dim 64 gains with any number of
+// keys where blocks begin with the same rows anyway. Packed entries cannot: the first block stores whole boxes of rows,
+// which would reach into the next entry.
+inline bool rounds_dq(const Problem& p, bool in_order) {
   const int head_dim = instance_on_sm90(p);
-  const int most_keys = head_dim <= 64 ? kMaxSeqlen : head_dim <= 128 ? 2048 : 0;
+  const int most_keys = head_dim > 128                  ? 0
+                        : head_dim > 64                 ? kMostRoundedKeys128
+                        : may_reorder_rows(p, in_order) ? kMostRoundedKeys64
+                                                        : kMaxSeqlen;
   return p.cu_seqlens_q == nullptr && p.seqlen_k <= most_keys;
+}
+
+// Blocks that add to the same rows of dQ at a time are in each other's way, so that they should not walk in step. Under
+// a mask the first rows that see its keys differ from block to block. Blocks that wait must come to the rows that all
+// keys share in the same order.
+inline RowOrder row_order(const Problem& p, const BwdSm90Plan& plan) {
+  if (plan.waits || !may_reorder_rows(p, plan.in_order)) return RowOrder::kLastFirst;
+  const bool masked = p.window_left != kUnbounded || p.window_right != kUnbounded;
+  return masked ? RowOrder::kFirstFirst : RowOrder::kRotated;
 }
 
 inline BwdChoice plan_bwd_sm80(const Problem& p, const BwdHints& hints) {
@@ -137,8 +161,9 @@ inline BwdChoice plan_bwd_sm80(const Problem& p, const BwdHints& hints) {
 inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
   BwdSm90Plan plan{};
   plan.in_order = hints.deterministic;
-  plan.rounds_dq = rounds_dq(p);
+  plan.rounds_dq = rounds_dq(p, plan.in_order);
   plan.waits = plan.in_order || plan.rounds_dq;
+  plan.row_order = row_order(p, plan);
   plan.section_heads = plan.rounds_dq  ? section_of_rounding_blocks(p, plan.in_order)
                        : plan.in_order ? section_of_waiting_blocks(p)
                                        : section_of_free_blocks(p, hints.multiprocessors);

@@ -1,7 +1,8 @@
 // Attention, backward, for sm_90: what bwd_sm80.cuh computes, of the same pieces, around the instructions of Hopper.
 //
-// A block takes 128 keys of a key head and walks over the rows that see them, the last first, kBlockM at a time, of
-// every query head that shares the key head. Each of two warpgroups has 64 of the keys, and sums their dV and dK in
+// A block takes 128 keys of a key head and walks over the rows that see them, kBlockM at a time, of every query head
+// that shares the key head: the last rows first, or where no block waits for another in an order that keeps blocks from
+// adding to the same rows at a time (RowOrder). Each of two warpgroups has 64 of the keys, and sums their dV and dK in
 // registers. Products are transposed, so that what is exponentiated is the left operand of the next product:
 //
 //   S^T = K Q^T    P^T     dV += P^T dO          from registers
@@ -23,6 +24,7 @@
 
 #include <cstdint>
 
+#include "common/dispatch.h"
 #include "common/tensor_map.h"
 #include "flash_attn/bwd_dq_accum.cuh"
 #include "flash_attn/bwd_plan.h"
@@ -126,15 +128,25 @@ CUtensorMap map_of_dq(const BwdSm90Params& p) {
   return map_of<Box>(p.dq, problem.head_dim, problem.heads, problem.seqlen_q, problem.batch);
 }
 
-template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
-void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
-  static_assert(kHeadDimV == kHeadDim);
-  using Config = BwdSm90Config<T, kHeadDim, kFeatures>;
-  run_before_bwd({p, p.plan}, Config::kBlockM, Config::kClusterKeys, stream);
+template <typename Config>
+void run_bwd_main(const BwdSm90Params& p, cudaStream_t stream) {
   BwdSm90Launch params = launch_params<Config>(p);
   params.dq_accum_map = map_of_dq_accum<Config>(p);
   if (p.plan.rounds_dq) params.dq_map = map_of_dq<Config>(p);
   launch_bwd_sm90<bwd_sm90_kernel<Config>, Config, BwdSm90Shared<Config>>(params, stream, p.plan.blocks);
+}
+
+template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV>
+void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
+  static_assert(kHeadDimV == kHeadDim);
+  using Config = BwdSm90Config<T, kHeadDim, kFeatures>;
+  const auto run = [&](auto kRowOrder) { run_bwd_main<BwdSm90Config<T, kHeadDim, kFeatures, kRowOrder>>(p, stream); };
+  run_before_bwd({p, p.plan}, Config::kBlockM, Config::kClusterKeys, stream);
+  if constexpr (kFeatures == Features::kPlain && Config::kStaggered) {
+    dispatch_value<RowOrder::kLastFirst, RowOrder::kFirstFirst, RowOrder::kRotated>(p.plan.row_order, run);
+  } else {
+    run(Constant<RowOrder::kLastFirst>{});
+  }
   run_bwd_finish({p, p.plan}, stream);
 }
 

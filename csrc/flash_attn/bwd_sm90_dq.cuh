@@ -78,7 +78,7 @@ struct DqWarp {
 
   // Lets the warpgroup write the box.
   __device__ void release_box(DqFate fate) const {
-    if (lane_id() == 0) shared.dq_fate[half] = fate;
+    if (Config::kMayWait && lane_id() == 0) shared.dq_fate[half] = fate;
     __syncwarp();
     ptx::arrive_at_barrier<kDqThreads>(kDqEmptyBarrier + half);
   }
@@ -144,10 +144,10 @@ struct DqWarp {
 
   __device__ void take_half(int head, int row_block) {
     DqFate fate = DqFate::kAdd;
-    if (!p.plan.waits) {
-      release_box(fate);
-    } else {
+    if (Config::kMayWait && p.plan.waits) {
       fate = prepare_in_turn(head, row_block);
+    } else {
+      release_box(fate);
     }
     ptx::sync_barrier<kDqThreads>(kDqFullBarrier + half);
     if (lane_id() == 0) store_half(fate, head, row_block);

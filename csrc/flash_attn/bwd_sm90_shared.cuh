@@ -16,11 +16,13 @@
 
 namespace flash::flash_attn {
 
-template <typename T_, int kHeadDim_, Features kFeatures_>
+template <typename T_, int kHeadDim_, Features kFeatures_, RowOrder kRowOrder_ = RowOrder::kLastFirst>
 struct BwdSm90Config {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim;
   static constexpr Features kFeatures = kFeatures_;
+  static constexpr RowOrder kRowOrder = kRowOrder_;
+  static constexpr bool kMayWait = kRowOrder == RowOrder::kLastFirst;  // whether blocks may wait for one another
   static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges;
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;

@@ -64,7 +64,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   // be rows of the next entry and get zeros, even if K holds NaN.
   __device__ void hand_over(HalfOfDq& dq, int count) const {
     ptx::sync_barrier<kDqThreads>(kDqEmptyBarrier + rank);
-    const DqFate fate = p.plan.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
+    const DqFate fate = Config::kMayWait && p.plan.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
     // If the compiler kept addresses in registers, too few would be left to compute all of dS before the product for
     // dV starts.
     const unsigned thread = not_kept(threadIdx.x) % kWarpgroup;

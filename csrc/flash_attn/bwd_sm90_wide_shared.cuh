@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_sm90_block.cuh"
 #include "flash_attn/features.h"
 #include "flash_attn/fwd_tiles.h"
@@ -22,6 +23,7 @@ struct BwdWideConfig {
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges && kHeadDim < 256;
   static constexpr int kBlockM = 64, kBlockN = 64, kStages = 2, kValueRounds = 1, kCluster = 2;
+  static constexpr RowOrder kRowOrder = RowOrder::kLastFirst;
   // The two blocks of a cluster have different keys and all channels, or, where kParts is 2, the same keys and half of
   // the channels each.
   static constexpr int kParts = channel_parts(kHeadDim);
