@@ -34,6 +34,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   static constexpr int kNone = 1 << 30;
   typename Ring<Config::kStages>::Cursor dq_at = at;  // staggered: the stage of dS for the next dQ
   int last_dq_rows = kNone;                           // and how many of its rows belong to the entry
+  bool box_is_full = false;                           // and the dQ warp does not know yet
   KeySum dv, dk;
 
   // fn(address of a quad in the box, r, c) for the lane's elements (r, c) .. (r, c + 3) of its half of dQ.
@@ -60,9 +61,9 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     }
   }
 
-  // Gives the warpgroup's half of dQ to the dQ warp. Only `count` rows of the box belong to the entry. The others may
-  // be rows of the next entry and get zeros, even if K holds NaN.
-  __device__ void hand_over(HalfOfDq& dq, int count) const {
+  // Writes the warpgroup's half of dQ to the box. Only `count` rows of the box belong to the entry. The others may be
+  // rows of the next entry and get zeros, even if K holds NaN.
+  __device__ void fill_box(HalfOfDq& dq, int count) {
     ptx::sync_barrier<kDqThreads>(kDqEmptyBarrier + rank);
     const DqFate fate = Config::kMayWait && p.plan.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
     // If the compiler kept addresses in registers, too few would be left to compute all of dS before the product for
@@ -88,8 +89,16 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     } else {
       store_rounded(dq, first_row, t);
     }
+    box_is_full = true;
+  }
+
+  // Gives a full box to the dQ warp. The fence waits until the stores are done, for about 300 cycles right after them.
+  // So this comes when the next step has started its first products, or after the last step.
+  __device__ void hand_over() {
+    if (!box_is_full) return;
     ptx::fence_async_shared();
     ptx::arrive_at_barrier<kDqThreads>(kDqFullBarrier + rank);
+    box_is_full = false;
   }
 
   // Waits for S^T and dP^T and turns them into the left operands of dV and of dK.
@@ -148,14 +157,16 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void end_last_dq(HalfOfDq& dq) {
     if (this->leads()) shared.ds_ring.release(dq_at);
     dq_at.advance();
-    hand_over(dq, last_dq_rows);
+    fill_box(dq, last_dq_rows);
+    hand_over();
   }
 
-  // Sums dV, dK and dQ of the rows of a step, when both warpgroups have stored their dS.
+  // Sums dV, dK and dQ of the rows of a step, when both warpgroups have stored their dS. Stores behind the start of dV
+  // would meet the reads of its products.
   __device__ void sum_together(Packed& weights, Packed& gradients, int dq_rows) {
     auto& ds = shared.ds[at.stage];
-    start_dv(weights);
     store_transposed(ds, gradients, not_kept(key0));
+    start_dv(weights);
     ptx::fence_async_shared();
     ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     HalfOfDq dq;
@@ -164,7 +175,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     if (this->leads()) shared.dout.barriers.release(at);
     start_dk(gradients);
     wait_gemms<1>(dq);
-    hand_over(dq, dq_rows);
+    fill_box(dq, dq_rows);
   }
 
   // Sums dV and dK of the rows of a step, and dQ of the rows before: the other warpgroup has stored dS of these
@@ -198,6 +209,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     shared.dout.barriers.wait_full(at);
     ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v, 64 * rank), along_cols(dout), false);
+    if constexpr (!Config::kStaggered) hand_over();
     Packed weights, gradients;
     differentiate(s, dp, weights, gradients, head, rows, cut);
     const int dq_rows = block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0);
@@ -221,6 +233,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       if constexpr (Config::kStaggered) {
         start_last_dq(dq);
         wait_gemms<0>(dq);
+      } else {
+        hand_over();
       }
       if (this->leads()) shared.keys_free.arrive();
       if constexpr (Config::kStaggered) end_last_dq(dq);
