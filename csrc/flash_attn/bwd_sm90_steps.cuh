@@ -158,7 +158,6 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     if (this->leads()) shared.ds_ring.release(dq_at);
     dq_at.advance();
     fill_box(dq, last_dq_rows);
-    hand_over();
   }
 
   // Sums dV, dK and dQ of the rows of a step, when both warpgroups have stored their dS. Stores behind the start of dV
@@ -209,7 +208,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     shared.dout.barriers.wait_full(at);
     ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v, 64 * rank), along_cols(dout), false);
-    if constexpr (!Config::kStaggered) hand_over();
+    hand_over();
     Packed weights, gradients;
     differentiate(s, dp, weights, gradients, head, rows, cut);
     const int dq_rows = block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0);
@@ -230,14 +229,14 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       keys_parity ^= 1;
       block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
       HalfOfDq dq;
+      if constexpr (Config::kStaggered) start_last_dq(dq);
+      hand_over();
+      if constexpr (Config::kStaggered) wait_gemms<0>(dq);
+      if (this->leads()) shared.keys_free.arrive();
       if constexpr (Config::kStaggered) {
-        start_last_dq(dq);
-        wait_gemms<0>(dq);
-      } else {
+        end_last_dq(dq);
         hand_over();
       }
-      if (this->leads()) shared.keys_free.arrive();
-      if constexpr (Config::kStaggered) end_last_dq(dq);
     }
     this->store_sum(dv, p.problem.dropout_rescale, p.dv, p.problem.head_dim_v);
     this->store_sum(dk, p.problem.softmax_scale, p.dk, p.problem.head_dim);
