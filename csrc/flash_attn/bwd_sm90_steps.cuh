@@ -183,10 +183,10 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void sum_apart(Packed& weights, Packed& gradients, int dq_rows) {
     shared.ds_ring.wait_empty(at);
     store_transposed(shared.ds[at.stage], gradients, not_kept(key0));
-    ptx::fence_async_shared();
+    start_dv(weights);
+    ptx::fence_async_shared();  // waits for the stores: while dV is computed
     __syncwarp();
     if (lane_id() == 0) shared.ds_ring.full[at.stage].arrive();
-    start_dv(weights);
     HalfOfDq dq;
     start_last_dq(dq);
     start_dk(gradients);
