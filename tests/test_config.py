@@ -586,17 +586,17 @@ def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_order_of_rows_on_sm90(host, packed):
-    """Blocks begin with different rows where none waits for another, if there are tiles of 128 rows."""
+    """Where no block waits for another, plain blocks begin with the first rows, or one block of rows after another."""
     for head_dim, seqlen, deterministic, features, causal in itertools.product(
         (40, 64, 128, 256), (512, 4096, 4097), (False, True), ({}, {"capped": True}, {"ranged": True}), (False, True)
     ):
         problem = 2, 4, 4, head_dim, seqlen, seqlen, packed
         plan = bwd_plan(host, *problem, causal=causal, deterministic=deterministic, has_sm90=True, **features)
-        free = head_dim <= 64 and not deterministic and not features and (packed or seqlen > 4096)
-        assert plan.row_order == ((FIRST_FIRST if causal else ROTATED) if free else LAST_FIRST)
-        assert free == (not plan.waits and head_dim <= 64 and not features)
-        if head_dim <= 64 and features:
-            assert plan.rounds_dq == (not packed)
+        free = head_dim <= 128 and not plan.waits and not features
+        rotated = head_dim <= 64 and not causal
+        assert plan.row_order == ((ROTATED if rotated else FIRST_FIRST) if free else LAST_FIRST)
+        if head_dim <= 64:
+            assert plan.rounds_dq == (not packed and (seqlen <= 4096 or deterministic or bool(features)))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -118,11 +118,11 @@ inline bool suits_sm90(const BwdParams& p) {
   return p.aligned && !empty;
 }
 
-// Whether bwd_sm90.cuh may choose the order of rows: plain instances of tiles of 128 rows have a kernel for each, if no
-// block waits. With key ranges all lanes of a warp look for the next rows together, and begin with the last.
+// Whether bwd_sm90.cuh may choose the order of rows: plain instances have kernels for that, if no block waits. With key
+// ranges all lanes of a warp look for the next rows together, and begin with the last.
 inline bool may_reorder_rows(const Problem& p, bool in_order) {
   const bool plain = features_of<BwdSm90Plan>(p, has_plain_scores(p)) == Features::kPlain;
-  return instance_on_sm90(p) <= 64 && plain && !in_order;
+  return instance_on_sm90(p) <= 128 && plain && !in_order;
 }
 
 // Up to how many keys bwd_sm90.cuh rounds dQ, of head dims up to 64 with a choice of the order of rows, and up to 128.
@@ -142,12 +142,12 @@ inline bool rounds_dq(const Problem& p, bool in_order) {
 }
 
 // Blocks that add to the same rows of dQ at a time are in each other's way, so that they should not walk in step. Under
-// a mask the first rows that see its keys differ from block to block. Blocks that wait must come to the rows that all
-// keys share in the same order.
+// a mask the first rows that see its keys differ from block to block. Without one, only head dim 64 gains from other
+// rows for each block. Blocks that wait must come to the rows that all keys share in the same order.
 inline RowOrder row_order(const Problem& p, const BwdSm90Plan& plan) {
   if (plan.waits || !may_reorder_rows(p, plan.in_order)) return RowOrder::kLastFirst;
   const bool masked = p.window_left != kUnbounded || p.window_right != kUnbounded;
-  return masked ? RowOrder::kFirstFirst : RowOrder::kRotated;
+  return masked || instance_on_sm90(p) > 64 ? RowOrder::kFirstFirst : RowOrder::kRotated;
 }
 
 inline BwdChoice plan_bwd_sm80(const Problem& p, const BwdHints& hints) {

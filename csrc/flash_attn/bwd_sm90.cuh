@@ -144,10 +144,12 @@ void run_bwd_sm90(const BwdSm90Params& p, cudaStream_t stream) {
   using Config = BwdSm90Config<T, kHeadDim, kFeatures>;
   const auto run = [&](auto kRowOrder) { run_bwd_main<BwdSm90Config<T, kHeadDim, kFeatures, kRowOrder>>(p, stream); };
   run_before_bwd({p, p.plan}, Config::kBlockM, Config::kClusterKeys, stream);
-  if constexpr (kFeatures == Features::kPlain && Config::kStaggered) {
-    dispatch_value<RowOrder::kLastFirst, RowOrder::kFirstFirst, RowOrder::kRotated>(p.plan.row_order, run);
-  } else {
+  if constexpr (kFeatures != Features::kPlain) {
     run(Constant<RowOrder::kLastFirst>{});
+  } else if constexpr (kHeadDim > 64) {
+    dispatch_value<RowOrder::kLastFirst, RowOrder::kFirstFirst>(p.plan.row_order, run);
+  } else {
+    dispatch_value<RowOrder::kLastFirst, RowOrder::kFirstFirst, RowOrder::kRotated>(p.plan.row_order, run);
   }
   run_bwd_finish({p, p.plan}, stream);
 }

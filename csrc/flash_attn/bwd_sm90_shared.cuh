@@ -30,8 +30,8 @@ struct BwdSm90Config {
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // whether a half of dQ has half of its rows, or channels
   static constexpr bool kStaggered = kTile.staggered;
-  static constexpr int kValueRounds = kStaggered ? 2 : 1;  // only staggered steps have no barrier for all warps
-  static constexpr bool kAwaitsTurns = !kStaggered;        // by a warp of its own; with 128 rows that is slower
+  static constexpr int kValueRounds = kStaggered ? 2 : 1;        // only staggered steps have no barrier for all warps
+  static constexpr bool kAwaitsTurns = kMayWait && !kStaggered;  // by a warp of its own; with 128 rows that is slower
   static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && !has_plain_scores(kFeatures));
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
