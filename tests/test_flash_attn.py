@@ -130,7 +130,9 @@ def test_which_backward_runs(head_dim, portable, kernel, deterministic, device, 
 
 
 @pytest.mark.sm90
-@pytest.mark.parametrize("head_dim, packed, finishes", [(64, False, False), (128, True, True), (256, False, True)])
+@pytest.mark.parametrize(
+    "head_dim, packed, finishes", [(64, False, False), (64, True, True), (128, True, True), (256, False, True)]
+)
 def test_where_dq_takes_a_kernel_of_its_own(head_dim, packed, finishes, device):
     q = torch.randn(64, 2, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
     cu_seqlens = torch.tensor([0, 64], dtype=torch.int32, device=device)
@@ -195,6 +197,8 @@ SEVERAL_BLOCKS_OF_KEYS = [
         (300, 130, dict(causal=True)),
         (520, 520, dict(window=(100, 40))),
         (260, 640, dict(window=(200, 0))),
+        (300, 4500, {}),  # so many that dq is not rounded where it is summed
+        (300, 4500, dict(causal=True)),
     )
 ] + [  # 5 x 80 of them, more than there are multiprocessors: a thread block takes several
     Problem(seqlen_q=300, seqlen_k=513, head_dim=head_dim, heads=40, heads_k=40, causal=True) for head_dim in (64, 128)
