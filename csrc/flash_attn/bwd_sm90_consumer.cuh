@@ -65,6 +65,12 @@ __device__ inline unsigned not_kept(unsigned value) {
   return value;
 }
 
+// The blocks of kSize that lie in an interval.
+template <int kSize>
+__device__ Interval blocks_in(const Interval& interval) {
+  return {(interval.first + kSize - 1) / kSize, (interval.last + 1) / kSize - 1};
+}
+
 // A warp of a warpgroup that computes.
 template <typename Config_, typename Shared>
 struct BwdConsumer {
@@ -79,6 +85,25 @@ struct BwdConsumer {
   const int rank;  // of the warpgroup
   const int key0;  // of the warp, in the block
   typename Ring<Config::kStages>::Cursor at = {};
+  // Found once, so that no step waits for the arithmetic: whether all rows are live, and the blocks of rows that the
+  // mask does not cut. With key ranges both are known of each tile instead (TileSeen).
+  const unsigned all_live = not_kept(live_rows().covers(rows_of_block()));
+  const Interval whole_blocks = blocks_in<Config::kBlockM>(whole_rows());
+
+  // The rows that see keys.
+  __device__ Interval live_rows() const { return block.mask.rows_that_see(Interval{0, block.mask.seqlen_k - 1}); }
+
+  __device__ Interval rows_of_block() const {
+    return {block.row_blocks.first * Config::kBlockM, block.row_blocks.last * Config::kBlockM + Config::kBlockM - 1};
+  }
+
+  // The rows that see all of the block's keys, among them those that do not exist: their probabilities are 0 anyway.
+  __device__ Interval whole_rows() const {
+    const Mask& mask = block.mask;
+    if (block.keys.last >= mask.seqlen_k) return {0, -1};
+    const Interval rows = mask.rows_that_see({block.keys.last, block.keys.first});  // that see the last and the first
+    return {rows.first, rows.last == mask.seqlen_q - 1 ? rows.last + Config::kBlockM - 1 : rows.last};
+  }
 
   // Whether this is the thread that releases what the warpgroup has read.
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
@@ -112,7 +137,8 @@ struct BwdConsumer {
       if (cut) clear_blind_rows(seen_by(head, rows));
       return;
     }
-    const Interval live = block.mask.rows_that_see(Interval{0, block.mask.seqlen_k - 1});
+    if (all_live) return;
+    const Interval live = live_rows();
     if (live.covers(rows)) return;
     shared.dout.barriers.wait_full(at);
     clear_dead(shared.q.tiles[at.stage], shared.dout.tiles[at.stage], live, rows);
@@ -153,7 +179,6 @@ struct BwdConsumer {
 
   // Turns S^T, capped if there is a cap, into P^T.
   __device__ void probabilities(Scores& s, int head, const Interval& rows, bool cut) const {
-    const Mask& mask = block.mask;
     const ScorePlace place = place_of(head, rows);
     const auto hide = [&] {
       if (has_ranges<Config::kFeatures>(p.problem)) {
@@ -161,10 +186,9 @@ struct BwdConsumer {
         const Interval* seen = seen_by(head, rows);
         return hide_unseen(s, place.key0, [&](int c) { return seen_by_two(seen + s.col(c)); });
       }
-      const Interval existing{rows.first, min(rows.last, mask.seqlen_q - 1)};
-      if (!mask.keys_seen_by_all(existing).covers(block.keys)) hide_rows(s, mask, place);
+      if (!whole_blocks.covers(rows.first / Config::kBlockM)) hide_rows(s, block.mask, place);
     };
-    make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
+    make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, block.mask, place, hide, [&](int c) {
       return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]);
     });
   }
