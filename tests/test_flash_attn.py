@@ -554,6 +554,27 @@ def test_special_values_stay_in_their_rows(value, device):
         assert torch.equal(found[name][~where], clean[name][~where]), name
 
 
+@pytest.mark.parametrize("key", [25, 153, 299])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_key_that_is_nan_spoils_all_rows(head_dim, key, device):
+    case = Case(seqlen_q=70, seqlen_k=300, head_dim=head_dim)
+    q, k, v, _ = case.tensors(device)
+    k = k.index_fill(1, torch.tensor([key], device=device), float("nan"))
+    assert flash_attn_func(q, k, v).isnan().all()
+
+
+@pytest.mark.parametrize("rise", [3.0, 40.0, 3000.0, -40.0])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_scores_that_rise_from_block_to_block(head_dim, dtype, rise, device):
+    """Kernels start with the last keys, and keep a row's maximum until a later score exceeds it by much."""
+    case = Case(seqlen_q=100, seqlen_k=1000, head_dim=head_dim, dtype=dtype)
+    q, k, v, dout = (x.clone() for x in case.tensors(device))
+    q[..., 0] = head_dim**0.5
+    k[..., 0] = torch.linspace(rise, 0, case.seqlen_k, device=device)[:, None]
+    check(case, (q, k, v, dout), dense(case, device), dense_oracle(case, device))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("spoilt", ["q", "k", "v", "dout"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
