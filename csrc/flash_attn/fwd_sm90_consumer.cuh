@@ -162,21 +162,32 @@ struct Consumer {
     add_other_part(s);
     make_scores<Config>(s, bias, p, work, warp_row, n, kCut);
     bool grown = true;
-    if constexpr (Config::kRarelyRescales) {
-      // 2^8 is far from overflow, in 16 bits, too. Where the maximum itself is wanted, it may not lag behind.
-      grown = softmax.update_max_if_grown(s, shrink, Config::kPlain || p.row_max == nullptr ? 8 : 0);
+    constexpr bool kWatches = Config::kWatchesMaxima && !kCut;
+    const auto exponentiate = [&](int r) {
+      if constexpr (kWatches) {
+        softmax.exponentiate_exponents(s, r);
+      } else {
+        softmax.exponentiate(s, r);
+      }
+    };
+    if constexpr (kWatches) {
+      grown = softmax.find_exponents(s);
+      if (grown) softmax.raise_maxima(s, shrink);
+    } else if constexpr (Config::kRarelyRescales) {
+      // Where the maximum itself is wanted, it may not lag behind.
+      grown = softmax.update_max_if_grown(s, shrink, Config::kPlain || p.row_max == nullptr ? softmax.kTolerance : 0);
     } else {
 #pragma unroll
       for (int r = 0; r < s.kLaneRows; ++r) shrink[r] = softmax.update_max(s, r);
     }
 #pragma unroll
-    for (int r = 0; r < Config::kRowsUnderProduct; ++r) softmax.exponentiate(s, r);
+    for (int r = 0; r < Config::kRowsUnderProduct; ++r) exponentiate(r);
     pin(s);
     if (!is_last) shared.k_ring.wait_full(k_at);
     wait_gemms<0>(o);
     release(shared.v_ring, v_at);
 #pragma unroll
-    for (int r = Config::kRowsUnderProduct; r < s.kLaneRows; ++r) softmax.exponentiate(s, r);
+    for (int r = Config::kRowsUnderProduct; r < s.kLaneRows; ++r) exponentiate(r);
     drop<Config>(s, p, work.tile, warp_row, n);
     probabilities = pack<T>(s);
     if (grown) o.scale_rows(shrink);
