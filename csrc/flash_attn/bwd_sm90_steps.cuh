@@ -93,7 +93,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   }
 
   // Gives a full box to the dQ warp. The fence waits until the stores are done, for about 300 cycles right after them.
-  // So this comes when the next step has started its first products, or after the last step.
+  // So where no block waits for another, this comes when the next step has started its first products, or after the
+  // last step.
   __device__ void hand_over() {
     if (!box_is_full) return;
     ptx::fence_async_shared();
@@ -175,6 +176,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     start_dk(gradients);
     wait_gemms<1>(dq);
     fill_box(dq, dq_rows);
+    if (Config::kMayWait) hand_over();  // other blocks may wait for it
   }
 
   // Sums dV and dK of the rows of a step, and dQ of the rows before: the other warpgroup has stored dS of these

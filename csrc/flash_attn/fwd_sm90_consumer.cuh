@@ -163,7 +163,6 @@ struct Consumer {
     make_scores<Config>(s, bias, p, work, warp_row, n, kCut);
     bool grown = true;
     constexpr bool kWatches = Config::kWatchesMaxima && !kCut;
-    constexpr int kRowsUnderProduct = kWatches ? s.kLaneRows : Config::kRowsUnderProduct;
     const auto exponentiate = [&](int r) {
       if constexpr (kWatches) {
         softmax.exponentiate_exponents(s, r);
@@ -182,13 +181,13 @@ struct Consumer {
       for (int r = 0; r < s.kLaneRows; ++r) shrink[r] = softmax.update_max(s, r);
     }
 #pragma unroll
-    for (int r = 0; r < kRowsUnderProduct; ++r) exponentiate(r);
+    for (int r = 0; r < Config::kRowsUnderProduct; ++r) exponentiate(r);
     pin(s);
     if (!is_last) shared.k_ring.wait_full(k_at);
     wait_gemms<0>(o);
     release(shared.v_ring, v_at);
 #pragma unroll
-    for (int r = kRowsUnderProduct; r < s.kLaneRows; ++r) exponentiate(r);
+    for (int r = Config::kRowsUnderProduct; r < s.kLaneRows; ++r) exponentiate(r);
     drop<Config>(s, p, work.tile, warp_row, n);
     probabilities = pack<T>(s);
     if (grown) o.scale_rows(shrink);
