@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import DTYPES, params, sample
-from compare import assert_error_ratio, identical, unavoidable
+from compare import assert_error_ratio, assert_same_but_for_rounding, identical, unavoidable
 from processes import over_processes
 from recorder import Recorder
 from torch.utils.checkpoint import checkpoint
@@ -634,11 +634,12 @@ def test_triton(case, device, triton_kernels):
     triton_kernels.redo_(stale, dlosses, expected, logits, *args)
     assert identical(stale, dlogits)
     copy = logits.clone(memory_format=torch.preserve_format)
-    results = triton_kernels.fwd_bwd_(dlosses, copy, labels, *options)
-    for one, other in zip(results, (losses, z_losses, lse, kept), strict=True):
-        assert identical(one, other)
+    *results, kept_again = triton_kernels.fwd_bwd_(dlosses, copy, labels, *options)
+    assert torch.equal(kept_again, kept)
+    # Another kernel, whose sums and products the compiler may contract in another way.
+    assert_same_but_for_rounding((*results, copy), (losses, z_losses, lse, dlogits))
     triton_kernels.bwd_(dlosses, logits, *args)
-    assert identical(logits, dlogits) and identical(copy, dlogits)
+    assert identical(logits, dlogits)
 
 
 @pytest.mark.parametrize("shape", [(0, 50), (3, 0)])
@@ -955,14 +956,14 @@ def test_kernel_refuses_what_does_not_fit(device):
         (dict(labels=labels[:2]), "labels must have shape"),
     ):
         arguments = dict(dlosses=lse) | good | changes
-        ops = [(op, arguments.values()) for op in (xentropy.bwd, xentropy.bwd_)]
+        ops = [(op, list(arguments.values())) for op in (xentropy.bwd, xentropy.bwd_)]
         ops.append((xentropy.redo_, [logits, arguments.pop("dlosses"), lse, *arguments.values()]))
         if "lse" not in changes:
             both = [value for name, value in (dict(dlosses=lse) | good | changes).items() if name != "lse"]
             ops += [(op, both) for op in (xentropy.fwd_bwd, xentropy.fwd_bwd_)]
         for op, values in ops:
             with pytest.raises(RuntimeError, match=message):
-                op.default(*list(values))
+                op.default(*values)
     for dlogits, message in (
         (logits[:, :9], "dlogits must have shape"),
         (logits.half(), "dlogits must have dtype"),
