@@ -406,40 +406,52 @@ def test_exports(name, device):
     torch.testing.assert_close(program.module()(*tensors), function(*tensors))
 
 
-def op_arguments(device):
-    """Tensors of fwd_features, and the arguments after them."""
+def op_arguments(device, without=""):
+    """Tensors of fwd_features, and the arguments after them: every feature, but for the one named `without`."""
     q, k, v, _ = CASE.but(seqlen_q=9, seqlen_k=12, head_dim=8).tensors(device)
-    bias, sink = torch.randn(1, 1, 1, 9, 12, device=device), torch.randn(4, device=device)
     options = Options(0.3, -1, 3, seqused_k=torch.tensor([12, 7], dtype=torch.int32, device=device))
-    others = dict(attention_chunk=7, causal=torch.tensor([True, False], device=device), row_max=True)
-    others["key_ranges"] = masks.chunks(4, 9, 12, device=device)
-    features = Features(sink, bias, seqused_q=torch.tensor([9, 3], dtype=torch.int32, device=device), **others)
-    return (q, k, v[..., :5].contiguous(), sink, bias), (*options, *features[2:])
+    given = dict(
+        learnable_sink=torch.randn(4, device=device),
+        attn_bias=torch.randn(1, 1, 1, 9, 12, device=device),
+        key_ranges=masks.chunks(4, 9, 12, device=device),
+        attention_chunk=7,
+        causal=torch.tensor([True, False], device=device),
+        seqused_q=torch.tensor([9, 3], dtype=torch.int32, device=device),
+        row_max=True,
+    )
+    features = Features(**{name: value for name, value in given.items() if name != without})
+    return (q, k, v[..., :5].contiguous(), *features[:2]), (*options, *features[2:])
+
+
+# Kernels take all features, but for seqused_q beside a sink: both are for the ops that run in plain torch everywhere.
+OVERLOADS = [("", "seqused_q"), ("", "learnable_sink"), ("_reference", "")]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_opcheck_fwd_features(dtype, requires_grad, device):
-    tensors, others = op_arguments(device)
-    tensors = [x.to(dtype).requires_grad_(requires_grad) for x in tensors]
-    name = "fwd_features" if dtype == torch.bfloat16 else "fwd_features_reference"
-    if requires_grad and dtype == torch.float32:
-        return  # callers of the op for other types have no gradient, as with all ops
-    torch.library.opcheck(getattr(torch.ops.flash_attn, name).default, (*tensors, *others))
+@pytest.mark.parametrize("overload, without, dtype", [
+    *((*overload, torch.bfloat16) for overload in OVERLOADS), ("_reference", "", torch.float32),
+])  # fmt: skip
+def test_opcheck_fwd_features(overload, without, dtype, requires_grad, device):
+    tensors, others = op_arguments(device, without)
+    tensors = [x if x is None else x.to(dtype).requires_grad_(requires_grad) for x in tensors]
+    op = getattr(torch.ops.flash_attn, f"fwd_features{overload}")
+    torch.library.opcheck(op.default, (*tensors, *others))
 
 
 @pytest.mark.parametrize("wants_dbias", [False, True])
-def test_opcheck_bwd_features(wants_dbias, device):
-    tensors, others = op_arguments(device)
-    out, lse, _ = torch.ops.flash_attn.fwd_features(*tensors, *others)
+@pytest.mark.parametrize("overload, without", OVERLOADS)
+def test_opcheck_bwd_features(overload, without, wants_dbias, device):
+    tensors, others = op_arguments(device, without)
+    fwd, bwd = (getattr(torch.ops.flash_attn, f"{name}_features{overload}") for name in ("fwd", "bwd"))
+    out, lse, _ = fwd(*tensors, *others)
     results = out, lse, torch.randn_like(lse), None
     arguments = torch.randn_like(out), *tensors[:3], *results, wants_dbias, *tensors[3:], *others
-    torch.library.opcheck(torch.ops.flash_attn.bwd_features.default, arguments)
+    torch.library.opcheck(bwd.default, arguments)
 
 
 def test_opcheck_weights(device):
     tensors, others = op_arguments(device)
-    _, lse, _ = torch.ops.flash_attn.fwd_features(*tensors, *others)
+    _, lse, _ = torch.ops.flash_attn.fwd_features_reference(*tensors, *others)
     torch.library.opcheck(torch.ops.flash_attn.weights.default, (*tensors[:2], lse, *tensors[3:], *others))
 
 
