@@ -5,7 +5,7 @@ import math
 import oracle
 import pytest
 import torch
-from attention_calls import Calling
+from attention_calls import Calling, assert_same_with_ranges
 from cases import Case, cover, params, uncovered
 from compare import assert_error_ratio, assert_same_but_for_rounding
 from features import BIASES, GROUPED, Featured
@@ -126,8 +126,6 @@ SAME = {  # options, and others that say the same
     ),
     "chunks and as ranges": (dict(attention_chunk=16), dict(key_ranges=masks.chunks(16, 70, 90))),
     "one chunk": (dict(attention_chunk=90), {}),
-    "entries that agree": (dict(causal=torch.tensor([True, True])), dict(causal=True)),
-    "entries that agree, none causal": (dict(causal=torch.zeros(2).int()), {}),
     "entries beside a bias": (dict(BIAS_OF_ZEROS, causal=torch.ones(2).int()), dict(BIAS_OF_ZEROS, causal=True)),
     "all keys are used": (dict(seqused_k=full(90, 2)), {}),
     "bias as bool": (
@@ -150,6 +148,16 @@ def test_same(name, device):
     *inputs, dout = CASE.tensors(device)
     ours, theirs = ({a: b.to(device) if torch.is_tensor(b) else b for a, b in x.items()} for x in SAME[name])
     assert_equal(run(inputs, dout, **ours), run(inputs, dout, **theirs))
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("entries", [torch.tensor([True, True]), torch.zeros(2).int()], ids=["causal", "none causal"])
+def test_entries_that_agree(entries, portable, device, monkeypatch):
+    """For kernels, entries are key ranges."""
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
+    *inputs, dout = CASE.tensors(device)
+    agreed = run(inputs, dout, causal=bool(entries[0]))
+    assert_same_with_ranges(run(inputs, dout, causal=entries.to(device)), agreed, device)
 
 
 def test_a_sink_of_minus_infinity_is_none(device):

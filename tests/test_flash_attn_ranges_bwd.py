@@ -5,6 +5,7 @@ import math
 import oracle
 import pytest
 import torch
+from attention_calls import assert_same_with_ranges
 from cases import Case, cover
 from compare import assert_error_ratio
 from features import Featured
@@ -86,7 +87,7 @@ def test_gradients(name, sizes, deterministic, portable, device, monkeypatch):
 @pytest.mark.parametrize("seqlen_q", [SEQLEN, 200, 400])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_ranges_that_say_causal(head_dim, seqlen_q, portable, device, request, monkeypatch):
-    """The kernels compute the same as with the flag, in the same order."""
+    """The kernels compute the same sums as with the flag."""
     if device.type == "cpu" and not request.config.getoption("--emulate"):
         pytest.skip("the reference computes calls without features elsewhere")
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
@@ -94,12 +95,11 @@ def test_ranges_that_say_causal(head_dim, seqlen_q, portable, device, request, m
     end = torch.arange(seqlen_q, device=device) + 1 + SEQLEN - seqlen_q
     sink = torch.randn(4, device=device)
     out, lse = flash_attn_func(*inputs, causal=True, learnable_sink=sink, return_lse=True)
-    both = [
+    flag, ranges = (
         backward(inputs, out, lse, dout, None, True, window_right, learnable_sink=sink, key_ranges=ranges)[:4]
         for window_right, ranges in ((0, None), (-1, rows_to(0 * end, end).to(device)))
-    ]
-    for one, other in zip(*both, strict=True):
-        assert torch.equal(one, other)
+    )
+    assert_same_with_ranges(ranges, flag, device)
 
 
 @pytest.mark.parametrize("portable", [False, True])
