@@ -37,6 +37,25 @@ def with_bias(q, k, v, bias, causal):
     return torch.einsum("bhij,bjhd->bihd", p, v)
 
 
+def differentiate(function, q, k, v, bias, causal, dout):
+    """out, dq, dk, dv and dbias."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, bias)]
+    out = function(*leaves, causal)
+    return out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))
+
+
+def check(q, k, v, bias, causal, dout):
+    """Compare a call with the formulas in float64, and in the precision of q."""
+    found = differentiate(flash_attn_triton.flash_attn_func, q, k, v, bias, causal, dout)
+    exact, plain = (
+        differentiate(with_bias, *(x.to(dtype) for x in (q, k, v, bias)), causal, dout)
+        for dtype in (torch.float64, q.dtype)
+    )
+    for name, *three in zip(("out", "dq", "dk", "dv", "dbias"), found, exact, plain, strict=True):
+        assert_error_ratio(*three, name=name)
+        assert three[0].dtype == (bias if name == "dbias" else q).dtype
+
+
 @pytest.mark.parametrize("shape", BIASES)
 @pytest.mark.parametrize("case", params(CASES))
 def test_bias(case, shape, device):
@@ -44,31 +63,13 @@ def test_bias(case, shape, device):
     generator = torch.Generator(device).manual_seed(1)
     size = BIASES[shape](case.batch, case.heads, case.seqlen_q, case.seqlen_k)
     bias = torch.randn(size, device=device, generator=generator).to(q.dtype)
-
-    def run(function, tensors, dout):
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        out = function(*leaves, case.causal)
-        return out, *torch.autograd.grad(out, leaves, dout)
-
-    tensors = q, k, v, bias
-    found = run(flash_attn_triton.flash_attn_func, tensors, dout)
-    exact = run(with_bias, [x.double() for x in tensors], dout.double())
-    plain = run(with_bias, tensors, dout)
-    for name, *three in zip(("out", "dq", "dk", "dv", "dbias"), found, exact, plain, strict=True):
-        assert_error_ratio(*three, name=name)
-        assert three[0].dtype == q.dtype
+    check(q, k, v, bias, case.causal, dout)
 
 
-def test_a_bias_may_be_more_exact_than_the_scores(device):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_bias_may_be_more_exact_than_the_scores(dtype, device):
     q, k, v, dout = Case(seqlen_q=33, seqlen_k=33).tensors(device)
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        bias = torch.linspace(-1, 1, 33, device=device).to(dtype).requires_grad_()
-        out = flash_attn_triton.flash_attn_func(q, k, v, bias)
-        (dbias,) = torch.autograd.grad(out, bias, dout)
-        assert (out.dtype, dbias.dtype) == (q.dtype, dtype)
-        results.append((out, dbias.float()))
-    assert all(torch.equal(one, other) for one, other in zip(*results))
+    check(q, k, v, torch.linspace(-1, 1, 33, device=device, dtype=dtype), False, dout)
 
 
 def test_without_a_bias_it_is_attention(device):
