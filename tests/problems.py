@@ -129,7 +129,7 @@ class Problem(Case):
     def reference(self, lengths, *tensors, **options):
         """(out, lse) of the oracle; 0 and +inf for tokens behind the last entry."""
         queries, keys, used, pad = lengths
-        q, k, v = (x if self.varlen else x.flatten(0, 1) for x in _apart(tensors, ndim=4 - self.varlen))
+        q, k, v = (x if self.varlen else x.flatten(0, 1) for x in apart(tensors, ndim=4 - self.varlen))
         bounds = cumulative(queries, "cpu"), cumulative(keys, "cpu")
         out, lse = oracle.varlen_attention(q, k, v, *bounds, seqused_k=used, leftpad_k=pad, **options)
         out = torch.cat([out, torch.zeros_like(q[len(out) :])])
@@ -239,7 +239,7 @@ def check(case, tensors, attend, reference, *, with_dlse=False, backward=True):
         if _library.runs_in_kernel("fwd", dout) and not precision.uses_exact_gradients():
             stored_dlse = dlse_of_stored_out(exact_out, dout, dlse)
             plain.append(gradients(reference, exact_inputs, dout, stored_dlse)[2])
-        check_gradients(case, *(_apart(x, dout.dim()) for x in (grads, exact_grads, *plain)))
+        check_gradients(case, *(apart(x, dout.dim()) for x in (grads, exact_grads, *plain)))
 
 
 def size_of_scores(case):
@@ -247,22 +247,27 @@ def size_of_scores(case):
     return case.scale_q * case.head_dim**0.5 + (0.3 * max(case.seqlen_q, case.seqlen_k) if case.alibi else 0)
 
 
-def check_gradients(case, grads, exact_grads, *plain_grads):
-    """Compare dq, dk and dv with the exact ones.
+def terms_of_gradients(case):
+    """How many terms dq, dk and dv are sums of, counting those whose rounding errors are left where terms cancel.
 
     dP and delta are sums over the head dim. Their rounding errors remain where dS = P (dP - delta) should be 0. dk is a
     sum of dS times q over all rows, in which these errors add up like random steps.
     """
     rows = case.seqlen_q * case.heads // case.heads_k
-    noise = 128 + case.head_dim
-    terms = dict(dq=noise, dk=noise + case.scale_q * (case.head_dim * rows) ** 0.5, dv=noise)
-    for name, grad, exact, *plain in zip(("dq", "dk", "dv"), grads, exact_grads, *plain_grads, strict=True):
+    terms = 128 + case.head_dim
+    return terms, terms + case.scale_q * (case.head_dim * rows) ** 0.5, terms
+
+
+def check_gradients(case, grads, exact_grads, *plain_grads):
+    """Compare dq, dk and dv with the exact ones."""
+    every = zip(("dq", "dk", "dv"), terms_of_gradients(case), grads, exact_grads, *plain_grads, strict=True)
+    for name, terms, grad, exact, *plain in every:
         assert grad.dtype == DTYPES[case.dtype]
         worst = max(plain, key=functools.partial(largest_error, exact=exact))
-        assert_error_ratio(grad, exact, worst, plus=unavoidable(exact, grad.dtype, terms[name]), name=name)
+        assert_error_ratio(grad, exact, worst, plus=unavoidable(exact, grad.dtype, terms), name=name)
 
 
-def _apart(tensors, ndim):
+def apart(tensors, ndim):
     """Packed tensors, which have more than `ndim` dimensions, as q, k, v."""
     return [x for tensor in tensors for x in (tensor.unbind(-3) if tensor.dim() > ndim else [tensor])]
 
