@@ -110,6 +110,7 @@ def test_hopper_kernels_agree_with_portable_ones(case, device, monkeypatch):
         out, lse, _ = case.attend(case.lengths(), *leaves, pages=None)
         return out.detach(), lse.detach(), *apart(torch.autograd.grad(out, leaves, dout), dout.dim())
 
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", "0")
     hopper = attend()
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
     eps = torch.finfo(torch.float32).eps
@@ -124,8 +125,7 @@ def test_hopper_kernels_agree_with_portable_ones(case, device, monkeypatch):
 ])  # fmt: skip
 def test_which_backward_runs(head_dim, portable, kernel, deterministic, device, monkeypatch):
     q = torch.randn(1, 128, 4, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
-    if portable:
-        monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
     out = flash_attn_func(q, q, q, deterministic=deterministic)
     assert any(f"::{kernel}<" in name for name in kernels_of(out.sum().backward))
 
@@ -134,7 +134,8 @@ def test_which_backward_runs(head_dim, portable, kernel, deterministic, device, 
 @pytest.mark.parametrize(
     "head_dim, packed, finishes", [(64, False, False), (64, True, True), (128, True, True), (256, False, True)]
 )
-def test_where_dq_takes_a_kernel_of_its_own(head_dim, packed, finishes, device):
+def test_where_dq_takes_a_kernel_of_its_own(head_dim, packed, finishes, device, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", "0")
     q = torch.randn(64, 2, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
     cu_seqlens = torch.tensor([0, 64], dtype=torch.int32, device=device)
     x = q if packed else q[None]
@@ -149,8 +150,7 @@ def test_where_dq_takes_a_kernel_of_its_own(head_dim, packed, finishes, device):
 ])  # fmt: skip
 def test_which_kernel_runs(seqlen_q, seqlen_k, portable, kernel, device, monkeypatch):
     q, k = (torch.randn(1, seqlen, 4, 64, dtype=torch.bfloat16, device=device) for seqlen in (seqlen_q, seqlen_k))
-    if portable:
-        monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
     assert any(f"::{kernel}<" in name for name in kernels_of(lambda: flash_attn_func(q, k, k)))
 
 

@@ -142,8 +142,7 @@ def test_memory_grows_with_the_sequence_not_with_its_square(dropout_p, device):
 @pytest.mark.parametrize("head_dim", [64, 100, 128, 256])
 def test_deterministic_backward_takes_little_memory(head_dim, portable, device, monkeypatch):
     """As much as a call that adds in any order, but for counters. Copies of Hopper cannot move rows of 100 elements."""
-    if portable:
-        monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
     q = torch.randn(1, 4096, 16, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
     kv = torch.randn(1, 4096, 1, head_dim, dtype=torch.bfloat16, device=device)
 
@@ -204,8 +203,7 @@ def test_two_streams_at_once(device):
 ])  # fmt: skip
 def test_backward_while_others_hold_most_multiprocessors(head_dim, portable, deterministic, device, monkeypatch):
     """Its blocks wait for one another, but for none that needs a multiprocessor yet."""
-    if portable:
-        monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
     probe = native.library(pathlib.Path(__file__).with_name("occupy_probe.cu"), native.CUDA)
     held = torch.cuda.get_device_properties(device).multi_processor_count - 16
     q = torch.randn(1, 384, 64, head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)

@@ -205,8 +205,7 @@ MANY_BLOCKS_IN_TURN = [  # of keys that the same rows see, of heads that share k
 @pytest.mark.parametrize("case", params(MANY_BLOCKS_IN_TURN))
 def test_many_blocks_in_turn_are_equal_bit_by_bit(case, portable, device, monkeypatch):
     """While products on another stream take multiprocessors now and then."""
-    if portable:
-        monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
     *inputs, dout = (case.formed(x) for x in case.tokens(device))
     leaves = [x.requires_grad_() for x in case.packed(inputs)]
     load, factor = torch.cuda.Stream(), torch.randn(2048, 2048, dtype=torch.bfloat16, device=device)
