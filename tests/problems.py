@@ -230,9 +230,10 @@ def check(case, tensors, attend, reference, *, with_dlse=False, backward=True):
     gradients = oracle.gradients if backward else lambda function, inputs, *_: (*function(*inputs), ())
     exact_out, exact_lse, exact_grads = gradients(reference, exact_inputs, dout, dlse)
     plain_out, _, plain_grads = gradients(reference, inputs, dout, dlse)
-    assert_error_ratio(out, exact_out, plain_out, name="out")
-    plus = unavoidable(exact_lse, lse.dtype, terms=128 + size_of_scores(case))
-    assert_error_ratio(lse, exact_lse, plain_lse(case, inputs, reference), plus=plus, name="lse")
+    results = ("out", out, exact_out, plain_out), ("lse", lse, exact_lse, plain_lse(case, inputs, reference))
+    for name, x, exact, plain in results:
+        plus = unavoidable(exact, x.dtype, terms=128 + size_of_scores(case))
+        assert_error_ratio(x, exact, plain, plus=plus, name=name)
     if backward:
         grads = torch.autograd.grad([out, lse][: 1 + with_dlse], leaves, [dout, dlse][: 1 + with_dlse])
         plain = [plain_grads]
@@ -243,7 +244,11 @@ def check(case, tensors, attend, reference, *, with_dlse=False, backward=True):
 
 
 def size_of_scores(case):
-    """The sum of the magnitudes that make up a score: head_dim products, and the bias."""
+    """The sum of the magnitudes that make up a score: head_dim products, and the bias.
+
+    The rounding errors of a score grow with it, and those of lse; and a weight, exp(score - lse), has them as relative
+    ones. All orders of summing have some: of many results the worst are alike, of few some are lucky.
+    """
     return case.scale_q * case.head_dim**0.5 + (0.3 * max(case.seqlen_q, case.seqlen_k) if case.alibi else 0)
 
 
@@ -253,9 +258,9 @@ def terms_of_gradients(case):
     dP and delta are sums over the head dim. Their rounding errors remain where dS = P (dP - delta) should be 0. dk is a
     sum of dS times q over all rows, in which these errors add up like random steps.
     """
-    rows = case.seqlen_q * case.heads // case.heads_k
-    terms = 128 + case.head_dim
-    return terms, terms + case.scale_q * (case.head_dim * rows) ** 0.5, terms
+    rows, scores = case.seqlen_q * case.heads // case.heads_k, size_of_scores(case)
+    terms = 128 + case.head_dim + scores
+    return terms, terms + case.scale_q * ((case.head_dim * rows) ** 0.5 + scores), terms
 
 
 def check_gradients(case, grads, exact_grads, *plain_grads):
