@@ -158,8 +158,11 @@ FIGURES = {  # name: (title, what is drawn)
 
 def draw_all(folder: pathlib.Path) -> list[pathlib.Path]:
     """Write every figure to the folder; returns the files."""
+    from benchmarks import loss_curves  # which needs the packages of training
+
     folder.mkdir(parents=True, exist_ok=True)
-    return [_draw(folder / f"{name}.png", title, *make()) for name, (title, make) in FIGURES.items()]
+    files = [_draw(folder / f"{name}.png", title, *make()) for name, (title, make) in FIGURES.items()]
+    return [*files, loss_curves.draw(folder / "training_loss.png", loss_curves.read(RESULTS / "loss_curves.csv"))]
 
 
 def _draw(path, title, kind, panels, x, y):

@@ -115,6 +115,15 @@ def _losses(folder):
     return {int(row["step"]): float(row["train/loss_step"]) for row in rows}
 
 
+def read(path: pathlib.Path) -> list[dict]:
+    """The rows of a file that this has written."""
+    with path.open(newline="") as lines:
+        return [
+            row | dict(seed=int(row["seed"]), step=int(row["step"]), loss=float(row["loss"]))
+            for row in csv.DictReader(lines)
+        ]
+
+
 def curves(rows: list[dict]) -> dict[tuple[str, int], dict[int, float]]:
     """{(provider, seed): {step: loss}}"""
     found = collections.defaultdict(dict)
