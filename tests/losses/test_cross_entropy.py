@@ -617,7 +617,15 @@ def narrow_as_interpreted(x, dtype):
     return (x.view(torch.int32) >> 16).to(torch.int16).view(dtype) if dtype == torch.bfloat16 else x.to(dtype)
 
 
-@pytest.mark.parametrize("case", CASES)
+def for_the_interpreter(case):
+    """Few rows of a few blocks, since the interpreter takes its time."""
+    return dataclasses.replace(case, rows=min(case.rows, 9), vocab=min(case.vocab, 9000))
+
+
+TRITON_CASES = params([(for_the_interpreter(*param.values), param.marks) for param in CASES])
+
+
+@pytest.mark.parametrize("case", TRITON_CASES)
 def test_triton(case, device, triton_kernels):
     logits, labels, dlosses = case.draw(device)
     options = *case.options.values(), -100, 0, case.vocab
@@ -640,6 +648,12 @@ def test_triton(case, device, triton_kernels):
     assert_same_but_for_rounding((*results, copy), (losses, z_losses, lse, dlogits))
     triton_kernels.bwd_(dlosses, logits, *args)
     assert identical(logits, dlogits)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", params(EDGES))
+def test_triton_on_a_gpu(case, device, triton_kernels):
+    test_triton(case, device, triton_kernels)
 
 
 @pytest.mark.parametrize("shape", [(0, 50), (3, 0)])
