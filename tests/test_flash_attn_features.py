@@ -219,9 +219,9 @@ def test_blocks_that_no_row_sees_are_skipped(device, monkeypatch):
     assert sum(seen) <= 2 * 2048 * 256
 
 
-def test_a_million_tokens_in_documents():
-    """Memory grows with the sequence: a score for each row and key would take a terabyte."""
-    total = 2**20
+def test_many_tokens_in_documents():
+    """Memory grows with the sequence: a score for each row and key would take 256 GB."""
+    total = 2**18
     q = torch.randn(1, total, 1, 8)
     ranges = masks.documents(torch.arange(0, total + 1, 256), total)
     out = flash_attn_func(q, q, q, key_ranges=ranges, causal=True)
