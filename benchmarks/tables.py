@@ -45,6 +45,39 @@ def _of_peers(rows, op, case):
     return (f"{rows[op, case, name].tflops:.0f}" for name in ("flash_attn", "FlashAttention-3", "torch cudnn"))
 
 
+def _features():
+    """Calls with sinks, key ranges and biases beside those without; of biases, PyTorch's, too."""
+    rows = _rows("flash_attn")
+    yield "batch x heads x tokens x head dimension", "without", "with", "of that without", "PyTorch, with"
+    for (op, case, provider), row in rows.items():
+        if op == "flash_attn_features" and provider != "flash_attn" and not provider.startswith("torch"):
+            plain = rows[op, case, "flash_attn"]
+            peer = rows.get((op, case, "torch with gradient" if provider == "bias with gradient" else "torch"))
+            numbers = f"{plain.tflops:.0f}", f"{row.tflops:.0f}", f"{plain.ms / row.ms:.2f}"
+            yield f"{case}: {provider}", *numbers, f"{peer.tflops:.0f}" if peer else ""
+
+
+def _head_dims():
+    """Attention whose keys and values differ in head dim, and of more than 256 channels."""
+    rows = _rows("flash_attn")
+    yield "batch x heads x tokens x head dimension", "this library", "values padded", "portable kernels", "PyTorch"
+    for direction, op in _ATTENTION:
+        for found, case, provider in rows:
+            if found == op and provider == "flash_attn" and re.search(r"x(192/128|512)( causal)?$", case):
+                every = [rows.get((op, case, name)) for name in ("flash_attn", "padded", "portable", "torch")]
+                yield f"{direction}, {case}", *(f"{row.tflops:.0f}" if row else "" for row in every)
+
+
+def _exact():
+    """A training step's attention with exact gradients beside one with rounded ones."""
+    rows = _rows("flash_attn")
+    yield "batch x heads x tokens x head dimension", "rounded", "exact", "exact / rounded"
+    for op, case, provider in rows:
+        if op == "flash_attn_exact" and provider == "exact":
+            plain, exact = rows[op, case, "flash_attn"], rows[op, case, "exact"]
+            yield case, f"{plain.tflops:.0f}", f"{exact.tflops:.0f}", f"{plain.ms / exact.ms:.3f}"
+
+
 def _models():
     rows = _rows("models")
     yield "ms", "this library", "transformers", "transformers, compiled"
@@ -78,7 +111,16 @@ def _slower():
                 yield f"`{row.op}`", row.case, f"{row.ratio:.2f}"
 
 
-TABLES = {"attention": _attention, "peers": _peers, "models": _models, "training": _training, "slower": _slower}
+TABLES = {
+    "attention": _attention,
+    "peers": _peers,
+    "features": _features,
+    "head_dims": _head_dims,
+    "exact": _exact,
+    "models": _models,
+    "training": _training,
+    "slower": _slower,
+}
 
 
 def table(name: str) -> str:
