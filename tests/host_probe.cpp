@@ -51,8 +51,7 @@ const char* find_fwd_tile(int head_dim, bool plain, int64_t* tile) {
 }
 
 // tile: warpgroups, keys, stages, stages of queries, whether O is staged, whether there is a wide one.
-const char* find_fwd_sm90_tile(int head_dim, int head_dim_v, bool plain, bool wide, int64_t* tile) {
-  const Features features = plain ? Features::kPlain : Features::kAll;
+const char* find_fwd_sm90_tile(int head_dim, int head_dim_v, Features features, bool wide, int64_t* tile) {
   const FwdSm90Tile found = fwd_sm90_tile(head_dim, features, wide, head_dim_v);
   return answer(tile, {found.warpgroups, found.keys, found.stages, found.query_stages, found.staged_output,
                        has_wide_tile(head_dim, features)});
@@ -117,6 +116,48 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
            {static_cast<int64_t>(choice.plan.index()), out, softmax, counters, tiling.packed_heads.value,
             tiling.slots.value, tiling.tiles.value, splits.count, splits.least_blocks, decoding ? decoding->warps : 0,
             order.blocks, order.section_heads.value, order.section_tiles.value, order.wide});
+  });
+}
+
+// What decides whether tiles of a bias are copied, by name as in FwdParams, Problem, Bias and BiasRows; `bias` is its
+// address.
+struct BiasedProblem {
+  int64_t batch, head_dim, head_dim_v, packed_q, bias, same_dtype, is_mask;
+  int64_t batch1, batch2, batch2_size, heads, seqlen, softcap, alibi, dropout, ranges, row_max, aligned;
+};
+
+// features: of a problem on sm_90 and on every GPU; how many entries share tiles of a bias on sm_90.
+const char* find_features(const BiasedProblem* problem, int64_t* features) {
+  static const int any_int[] = {0, 0};
+  static const int64_t any_state[] = {0, 0};
+  static const float any_slopes[] = {0};
+  static float any_maxima[] = {0};
+  FwdParams p{};
+  p.problem.dtype = DType::kBFloat16;
+  p.problem.batch = problem->batch;
+  p.problem.heads = p.problem.heads_k = 2;
+  p.problem.head_dim = problem->head_dim;
+  p.problem.head_dim_v = problem->head_dim_v;
+  p.problem.seqlen_q = p.problem.seqlen_k = p.problem.capacity_k = 96;
+  p.problem.window_left = p.problem.window_right = kUnbounded;
+  p.problem.cu_seqlens_q = problem->packed_q ? any_int : nullptr;
+  p.problem.softcap = problem->softcap;
+  p.problem.alibi_slopes = problem->alibi ? any_slopes : nullptr;
+  p.problem.rng_state = problem->dropout ? any_state : nullptr;
+  p.problem.ranges.data = problem->ranges ? any_int : nullptr;
+  p.problem.bias = {.data = reinterpret_cast<const void*>(problem->bias),
+                    .dtype = problem->same_dtype ? DType::kBFloat16 : DType::kFloat32,
+                    .is_mask = problem->is_mask != 0,
+                    .keys = 96,
+                    .rows = {problem->batch1, problem->batch2, problem->heads, problem->seqlen,
+                             Divisor(static_cast<int>(problem->batch2_size))}};
+  p.row_max = problem->row_max ? any_maxima : nullptr;
+  p.aligned = problem->aligned;
+  const FwdHints hints{96, 96, 0, 132, 227 * 1024, true};
+  return error_of([&] {
+    const auto plan = std::get<FwdSm90Plan>(plan_fwd_sm90(p, hints).plan);
+    answer(features, {static_cast<int64_t>(features_of<FwdSm90Plan>(p)),
+                      static_cast<int64_t>(features_of<FwdSm80Plan>(p)), plan.sharing.value});
   });
 }
 

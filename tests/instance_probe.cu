@@ -39,13 +39,14 @@ const char* find_fwd_sizes(int head_dim, Features features, int64_t* sizes) {
 
 const char* find_fwd_sm90_sizes(int head_dim, int head_dim_v, Features features, bool wide, int64_t* sizes) {
   const auto find = [&](auto kHeadDim, auto kHeadDimV) {
-    dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, [&](auto kFeatures) {
-      const auto run = [&](auto kWide) {
-        using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures, kWide, kHeadDimV>;
-        answer<FwdSm90Shared<Config>>(sizes, Config::kThreads);
-      };
-      dispatch_flags(run, wide);
-    });
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll>(
+        features, [&](auto kFeatures) {
+          const auto run = [&](auto kWide) {
+            using Config = FwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures, kWide, kHeadDimV>;
+            answer<FwdSm90Shared<Config>>(sizes, Config::kThreads);
+          };
+          dispatch_flags(run, wide);
+        });
   };
   if (head_dim != head_dim_v) return error_of([&] { find(Constant<192>{}, Constant<128>{}); });
   return for_head_dim<512>(head_dim, [&](auto kHeadDim) { find(kHeadDim, kHeadDim); });

@@ -126,6 +126,8 @@ def calls():
     yield "all", lambda: attend(150, 170, 2, 2, 64, alibi_slopes=slopes.cuda(), **options)
     for head_dim in (64, 96, 128, 192, 256, 512):
         yield f"features d{head_dim}", lambda d=head_dim: attend_with_features(150, 200, 4, 2, d, exact=d < 200)
+    for head_dim in (64, 96, 128, 192, 256):  # whose tiles come with the keys on Hopper
+        yield f"bias d{head_dim}", lambda d=head_dim: attend(200, 264, 4, 2, d, attn_bias=random_tensor(1, 4, 200, 264))
     yield "192/128", lambda: attend(150, 300, 4, 2, 192, 128, causal=True)
     yield "192/128 with features", lambda: attend_with_features(200, 150, 2, 2, 192, 128)
     yield "chunks", lambda: attend(200, 200, 2, 2, 128, attention_chunk=70)

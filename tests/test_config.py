@@ -21,7 +21,7 @@ HEAD_DIMS = (64, 96, 128, 192, 256)
 ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all kernels but those of S_dmask
 HOPPER_HEAD_DIMS = (*((dim, dim) for dim in ALL_HEAD_DIMS), (192, 128))  # of keys and of values
 SM80, DECODE, SM90 = KERNELS = range(3)  # the alternatives of FwdPlan
-PLAIN, RANGED, ALL = FEATURES = range(3)
+PLAIN, RANGED, BIASED, ALL = FEATURES = range(4)
 # Of a block, by compute capability; fwd and dmask have the same tiles on all of them.
 SHARED_BYTES = {"8.0": 163 * 1024, "8.6, 8.9, 12.0": 99 * 1024, "9.0, 10.0": 227 * 1024}
 STATIC_SHARED_BYTES = 4096  # that decoding leaves for what it declares in the kernel
@@ -98,6 +98,72 @@ def test_a_switch_in_the_environment(host, monkeypatch, value, on):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# Features
+
+
+@dataclasses.dataclass(frozen=True)
+class Biased:
+    """As BiasedProblem in host_probe.cpp, field by field: two heads of 96 rows and keys, and a bias for each score."""
+
+    batch: int = 4
+    head_dim: int = 128
+    head_dim_v: int = 128
+    packed_q: bool = False
+    bias: int = 4096
+    same_dtype: bool = True
+    is_mask: bool = False
+    batch1: int = 2 * 96 * 96
+    batch2: int = 0
+    batch2_size: int = 1
+    heads: int = 96 * 96
+    seqlen: int = 96
+    softcap: int = 0
+    alibi: bool = False
+    dropout: bool = False
+    ranges: bool = False
+    row_max: bool = False
+    aligned: bool = True
+
+
+def features_of(host, problem):
+    """On sm_90, on every GPU, and how many entries share a bias."""
+    fields = torch.tensor([int(field) for field in dataclasses.astuple(problem)])
+    return tuple(numbers(host, 3, "find_features", fields))
+
+
+ALL_SHARE = dict(batch1=0, batch2=0, batch2_size=4)
+
+
+@pytest.mark.parametrize("sharing, changes", [
+    *((1, dict(head_dim=dim, head_dim_v=dim)) for dim in (40, *HEAD_DIMS)),
+    *((1, changes) for changes in (dict(head_dim_v=96), dict(heads=0), dict(seqlen=104, heads=1 << 20))),
+    (4, ALL_SHARE), (4, dict(ALL_SHARE, heads=0)), (1, dict(ALL_SHARE, packed_q=True)),
+    (1, dict(batch1=4 * 9216, batch2=2 * 9216, batch2_size=2)), (1, dict(batch1=0, batch2=9216, batch2_size=4)),
+])  # fmt: skip
+def test_problems_whose_bias_is_copied_in_tiles(host, sharing, changes):
+    assert features_of(host, Biased(**changes)) == (BIASED, ALL, sharing)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(same_dtype=False), dict(is_mask=True), dict(bias=4098), dict(seqlen=0), dict(seqlen=98), dict(heads=9220),
+    dict(batch1=2, batch2=0), dict(batch1=0, batch2=9216, batch2_size=2), dict(batch1=9216, batch2=0, batch2_size=2),
+    dict(head_dim=192), dict(head_dim=264, head_dim_v=264), dict(softcap=1), dict(alibi=True), dict(dropout=True),
+    dict(ranges=True), dict(row_max=True), dict(aligned=False),
+])  # fmt: skip
+def test_problems_whose_bias_is_loaded(host, changes):
+    """Elements of other sizes, rows that do not start with a chunk or serve all, entries in two dimensions; other
+    instances."""
+    assert features_of(host, Biased(**changes)) == (ALL, ALL, 1)
+
+
+def test_problems_without_a_bias(host):
+    without = Biased(bias=0)
+    assert features_of(host, without) == (PLAIN, PLAIN, 1)
+    assert features_of(host, dataclasses.replace(without, ranges=True)) == (RANGED, ALL, 1)
+    assert features_of(host, dataclasses.replace(without, softcap=1)) == (ALL, ALL, 1)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Tiles
 
 
@@ -165,16 +231,23 @@ def test_backward_blocks_fit_every_gpu(host, head_dim, plain):
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("head_dim, head_dim_v", HOPPER_HEAD_DIMS)
 def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide):
-    """Shared memory, and the registers of a thread: scores, packed probabilities and output, and 24 for the rest."""
-    plain = features != ALL
-    warpgroups, keys, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", head_dim, head_dim_v, plain, wide)
-    if wide and not (has_wide and features == PLAIN):
+    """Shared memory, and the registers of a thread: scores, packed probabilities and output, and 24 for the rest.
+
+    A tile of a bias is packed, too, and its rows lie as those of 64 columns do, which are read without conflicts.
+    """
+    warpgroups, keys, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", head_dim, head_dim_v, features, wide)
+    if wide and not has_wide:
         pytest.skip("there is no wide tile")
+    if features == BIASED and (head_dim > 256 or head_dim_v != head_dim):
+        pytest.skip("there is no such instance")
     shared_bytes, threads = numbers(instances, 2, "find_fwd_sm90_sizes", head_dim, head_dim_v, features, wide)
     assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
     assert threads == 128 * (warpgroups + 1)
-    assert keys % (16 if plain else 32) == 0
-    assert keys // 2 + keys // 4 + head_dim_v // parts(host, head_dim) // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
+    assert keys % {BIASED: 64, ALL: 32}.get(features, 16) == 0
+    of_bias = keys // 4 if features == BIASED else 0
+    assert (
+        keys // 2 + keys // 4 + of_bias + head_dim_v // parts(host, head_dim) // 2 + 24 <= {2: 232, 3: 160}[warpgroups]
+    )
 
 
 @pytest.mark.parametrize("plain", [True, False])
@@ -387,7 +460,9 @@ def test_hopper_plan(host):
             continue
         taken += 1
         dims = problem.head_dim, problem.head_dim
-        warpgroups, *_, has_wide = numbers(host, 6, "find_fwd_sm90_tile", *dims, problem.plain, plan.wide)
+        warpgroups, *_, has_wide = numbers(
+            host, 6, "find_fwd_sm90_tile", *dims, PLAIN if problem.plain else ALL, plan.wide
+        )
         entries = 1 if problem.packed_q else problem.batch
         assert plan.packed_heads == 1
         assert has_wide or not plan.wide

@@ -89,6 +89,41 @@ def test_head_dims(head_dim, head_dim_v, portable, bias, device, monkeypatch, in
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# A bias of which Hopper's forward copies tiles: each row has its own, in chunks of 16 bytes and the dtype of q
+
+TILED = dict(
+    lengths=[(200, 336), (333, 200), (70, 72), (129, 128)],
+    heads=[(4, 4), (6, 2), (4, 1)],
+    head_dim=[64, 40, 96, 128, 192, 256],
+    dtype=["bf16", "fp16"],
+    bias=["all", "heads", "entries", "groups"],
+    causal=[False, True],
+    window=[(-1, -1), (20, -1), (70, 9)],
+    sink=["", "fp32"],
+    seqused_k=[False, True],
+    varlen=[False, True],
+    packing=["", "kv"],
+    dlse=[False, True],
+)
+
+
+def can_be_tiled(row):
+    return not (row["varlen"] and row["bias"] in GROUPED)
+
+
+TILED_ROWS = cover(TILED, valid=can_be_tiled)
+
+
+def test_sample_of_tiles_has_every_pair_of_values():
+    assert not uncovered(TILED_ROWS, TILED, valid=can_be_tiled, tied=("varlen", "bias"))
+
+
+@pytest.mark.parametrize("case", [make(**row, portable=False) for row in TILED_ROWS], ids=str)
+def test_sample_of_tiles(case, device, in_kernels):
+    case.check(device)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Layouts
 
 SHAPE = (2, 4, 70, 90)
@@ -125,6 +160,38 @@ def test_layouts(name, kind, device, in_kernels):
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, atol=1e-2, rtol=1e-2)
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+def chunks(*shape):
+    """Rows of 90 keys in the second chunk of 13 and those after it; all else is NaN."""
+    x = base(*shape, 104)
+    x[..., :8] = x[..., 98:] = math.nan
+    return x[..., 8:98]
+
+
+TILED_LAYOUTS = {
+    "contiguous": lambda: chunks(2, 4, 70),
+    "rows before heads": lambda: chunks(2, 70, 4).transpose(1, 2),
+    "heads before entries": lambda: chunks(4, 2, 70).transpose(0, 1),
+    "of one entry": lambda: chunks(1, 4, 70).expand(2, -1, -1, -1),
+    "of one head": lambda: chunks(2, 1, 70).expand(-1, 4, -1, -1),
+    "of one entry and head": lambda: chunks(70),
+    "rows that overlap": lambda: base(80_000).as_strided((2, 4, 70, 90), (40_000, 8_000, 8, 1)),
+}
+
+
+@pytest.mark.parametrize("name", TILED_LAYOUTS)
+def test_layouts_of_tiles(name, device, in_kernels):
+    """As a bias in fp32, which kernels load otherwise. What lies beyond the keys has no part in anything."""
+    *inputs, dout = Case(seqlen_q=70, seqlen_k=90, heads_k=2).tensors(device)
+    bias = TILED_LAYOUTS[name]().to(device)
+    results = []
+    for each in (bias, bias.float()):
+        leaves = [x.detach().requires_grad_() for x in (*inputs, each)]
+        out, lse = flash_attn_func(*leaves[:3], attn_bias=leaves[3], return_lse=True)
+        results.append([out, lse, *torch.autograd.grad(out, leaves, dout)])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), atol=1e-2, rtol=1e-2)
 
 
 def test_a_packed_bias_may_have_more_keys_than_entries(device, in_kernels):
@@ -168,16 +235,19 @@ def test_the_gradient_of_a_packed_bias_of_too_few_keys_stays_in_its_rows(portabl
 
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("seqlen_q", [2, 150])
-@pytest.mark.parametrize("lowest", [-math.inf, -3.4028234663852886e38, -1e9, -1e4])
-def test_numbers_that_hide(lowest, seqlen_q, portable, device, monkeypatch, in_kernels):
+@pytest.mark.parametrize("lowest", [-math.inf, "lowest", -1e9, -1e4])
+@pytest.mark.parametrize("tiled", [False, True])
+def test_numbers_that_hide(tiled, lowest, seqlen_q, portable, device, monkeypatch, in_kernels):
     """A row of -inf is empty, but in one of other lowest numbers all keys weigh the same. Gradients stay finite.
 
     Entry 0 hides all keys, and entry 1 the last half of them, which is where kernels begin.
     """
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
-    q, k, v, dout = Case(seqlen_q=seqlen_q, seqlen_k=300, heads_k=2, scale_q=1e-3).tensors(device)
-    bias = torch.full((2, 1, 1, 300), lowest, device=device)
-    bias[1, ..., :150] = 0
+    q, k, v, dout = Case(seqlen_q=seqlen_q, seqlen_k=304, heads_k=2, scale_q=1e-3).tensors(device)
+    rows, dtype = (seqlen_q, q.dtype) if tiled else (1, torch.float32)
+    number = torch.finfo(dtype).min if lowest == "lowest" else lowest
+    bias = torch.full((2, 1, rows, 304), number, device=device, dtype=dtype)
+    bias[1, ..., :152] = 0
     leaves = [x.requires_grad_() for x in (q, k, v, bias)]
     out, lse = flash_attn_func(q, k, v, attn_bias=bias, return_lse=True)
     grads = torch.autograd.grad(out, leaves, dout)
@@ -186,7 +256,7 @@ def test_numbers_that_hide(lowest, seqlen_q, portable, device, monkeypatch, in_k
     else:
         mean = v[0].float().mean(0).repeat_interleave(2, 0).expand_as(out[0])
         torch.testing.assert_close(out[0].float(), mean, atol=1e-2, rtol=1e-2)
-    seen = flash_attn_func(q[1:], k[1:, :150], v[1:, :150])
+    seen = flash_attn_func(q[1:], k[1:, :152], v[1:, :152])
     torch.testing.assert_close(out[1:], seen, atol=1e-2, rtol=1e-2)
     assert all(x.isfinite().all() for x in grads)
     most_dv = dout.float().abs().sum(1).unflatten(1, (2, 2)).sum(2)  # weights are at most 1

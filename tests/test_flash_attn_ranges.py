@@ -112,6 +112,17 @@ def test_head_dims(head_dim, portable, seqlen_q, device, monkeypatch):
     assert_is_attention(*results, inputs, ranges, learnable_sink=sink.to(device))
 
 
+@pytest.mark.sm90
+@pytest.mark.parametrize("head_dim, seqlen_q, seqlen_k", [(64, 2100, 2100), (128, 1000, 16400)])
+def test_tiles_for_long_sequences(head_dim, seqlen_q, seqlen_k, device):
+    inputs = inputs_of(Case(seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_k=2, head_dim=head_dim), device)
+    row = torch.arange(seqlen_q, device=device)
+    first = row * seqlen_k // seqlen_q // 300 * 300
+    ranges = torch.stack([first, first + 777 + row % 5], dim=-1).int().view(1, 1, -1, 2)
+    results = flash_attn_func(*inputs, key_ranges=ranges, return_lse=True)
+    assert_is_attention(*results, inputs, ranges)
+
+
 @pytest.mark.parametrize("seqlen_q", [2, 200])
 @pytest.mark.parametrize("portable", [False, True])
 def test_keys_that_no_row_sees_may_be_nan(seqlen_q, portable, device, monkeypatch):

@@ -1,4 +1,5 @@
-// The additive bias in the forward: s(i, j) + bias(i, j), in the units of score.cuh, log2(e) s.
+// The additive bias in the forward: s(i, j) + bias(i, j). Instances of kBiased have tiles of it, and keep s, as
+// score.cuh says; others load it by themselves, and keep log2(e) s.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -41,6 +42,19 @@ template <typename T>
 __device__ float biased(float score, float bias) {
   if constexpr (std::is_same_v<T, __half>) return score + bias * kLog2e;  // which has no such numbers
   return score + fmaxf(bias * kLog2e, bias * 0.7f - 1e38f);
+}
+
+// Turns products into s: scaled, and with the bias added. No bias is too large in these units.
+template <typename T, int kRows, int kCols>
+__device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale, const PackedFragment<T, kRows, kCols>& bias) {
+#pragma unroll
+  for (int r = 0; r < kRows / 8; ++r) {
+#pragma unroll
+    for (int i = 0; i < kCols / 8; ++i) {
+      const float2 pair = ptx::unpack<T>(bias.pair(r, i));
+      s(r, 2 * i) = s(r, 2 * i) * scale + pair.x, s(r, 2 * i + 1) = s(r, 2 * i + 1) * scale + pair.y;
+    }
+  }
 }
 
 // Two adjacent elements of a bias, as they lie in memory.

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "flash_attn/head_dims.h"
 #include "flash_attn/params.h"
 
 namespace flash::flash_attn {
@@ -11,20 +12,26 @@ namespace flash::flash_attn {
 enum class Features {
   kPlain,   // scores are scaled products; elements lie in aligned chunks of 16 bytes
   kRanged,  // also key ranges; on sm_90 only
+  kBiased,  // kPlain, and a bias of which TMA copies tiles; in the forward on sm_90 only
   kAll,  // also softcap, ALiBi, biases, dropout, unaligned rows, the largest score of each row, keys in pages (as the
          // others have in decoding, too), values of another head dim than the keys (as the others have on sm_90, too)
 };
 
-constexpr bool has_plain_scores(Features features) { return features != Features::kAll; }
-constexpr bool takes_ranges(Features features) { return features != Features::kPlain; }
+constexpr bool has_plain_scores(Features features) {
+  return features == Features::kPlain || features == Features::kRanged;
+}
+constexpr bool takes_ranges(Features features) { return features == Features::kRanged || features == Features::kAll; }
 
 // The first for code on the device, which calls no functions of the host, not even in constants.
 template <Features kFeatures>
 inline constexpr bool kHasPlainScores = has_plain_scores(kFeatures);
 
-inline bool has_plain_scores(const Problem& p) {
-  return p.softcap == 0 && p.alibi_slopes == nullptr && p.bias.data == nullptr && p.rng_state == nullptr;
+// Whether scores are scaled products, to which a bias may be added.
+inline bool has_plain_products(const Problem& p) {
+  return p.softcap == 0 && p.alibi_slopes == nullptr && p.rng_state == nullptr;
 }
+
+inline bool has_plain_scores(const Problem& p) { return has_plain_products(p) && p.bias.data == nullptr; }
 
 // Whether rows of x can be moved in aligned chunks of 16 bytes, and 32 bits hold the distance of rows in chunks.
 template <typename Data>
@@ -38,6 +45,29 @@ inline bool all_aligned(const FwdParams& p) {
   const int head_dim = p.problem.head_dim, head_dim_v = p.problem.head_dim_v;
   return is_aligned(p.q, head_dim) && is_aligned(p.k, head_dim) && is_aligned(p.v, head_dim_v) &&
          is_aligned(p.out, head_dim_v);
+}
+
+// The bias as a tensor (entries, rows, heads, keys), whose strides are 0 where one serves all. Its entries may lie
+// differently, in two dimensions: then there is no such tensor, and data is null.
+inline TensorRef<const void> bias_tensor(const Problem& p) {
+  const BiasRows& rows = p.bias.rows;
+  const int batch2_size = static_cast<int>(rows.batch2_size.value);
+  const int64_t stride = batch2_size > 1 ? rows.batch2 : rows.batch1;
+  const bool in_one = batch2_size == 1 || batch2_size >= p.batch || rows.batch1 == batch2_size * rows.batch2;
+  return {.data = in_one ? p.bias.data : nullptr,
+          .batch = stride,
+          .seqlen = rows.seqlen,
+          .heads = rows.heads,
+          .head_dim = 1};
+}
+
+// Whether TMA can copy tiles of the bias, beside those of keys, and there are instances for that. A row that serves all
+// rows is read often, from near caches.
+inline bool has_tiled_bias(const Problem& p) {
+  const TensorRef<const void> bias = bias_tensor(p);
+  const HeadDims built = sm90_head_dims(p.head_dim, p.head_dim_v);
+  return bias.data != nullptr && !p.bias.is_mask && p.bias.dtype == p.dtype && bias.seqlen != 0 &&
+         is_aligned(bias, /*head_dim=*/8) && built.of_keys == built.of_values && built.of_keys <= kMostBiasedHeadDim;
 }
 
 // Whether instances with less than all features know where values end, in the kernels of a Plan.
@@ -55,10 +85,12 @@ Features features_of(const Problem& p, bool plain) {
 
 template <typename Plan>
 Features features_of(const FwdParams& p) {
+  const Problem& problem = p.problem;
   const bool finds_keys = Plan::kPlainFindsPages || p.pages.block_table == nullptr;
   const bool plain =
-      has_plain_scores(p.problem) && p.aligned && p.row_max == nullptr && finds_keys && fits_values<Plan>(p.problem);
-  return features_of<Plan>(p.problem, plain);
+      has_plain_products(problem) && p.aligned && p.row_max == nullptr && finds_keys && fits_values<Plan>(problem);
+  if (Plan::kHasBiased && plain && problem.ranges.data == nullptr && has_tiled_bias(problem)) return Features::kBiased;
+  return features_of<Plan>(problem, plain && problem.bias.data == nullptr);
 }
 
 inline bool all_aligned(const BwdParams& p) {

@@ -21,7 +21,9 @@ namespace {
 
 template <typename Plan, typename Fn>
 void dispatch_features(Features features, Fn&& fn) {
-  if constexpr (Plan::kHasRanged) {
+  if constexpr (Plan::kHasBiased) {
+    dispatch_value<Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll>(features, fn);
+  } else if constexpr (Plan::kHasRanged) {
     dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, fn);
   } else {
     dispatch_value<Features::kPlain, Features::kAll>(features, fn);

@@ -35,12 +35,13 @@ struct FwdSm80Plan {
   static constexpr bool kPlainFindsPages = false;   // whether the instance without other features looks pages up
   static constexpr bool kPlainHasHeadDimV = false;  // and whether values there may have another head dim than keys
   static constexpr bool kHasRanged = false;         // whether there are instances of Features::kRanged
+  static constexpr bool kHasBiased = false;         // and of Features::kBiased
   Tiling tiling;
   KeySplits splits;
 };
 
 struct DecodePlan {
-  static constexpr bool kPlainFindsPages = true, kPlainHasHeadDimV = false, kHasRanged = false;
+  static constexpr bool kPlainFindsPages = true, kPlainHasHeadDimV = false, kHasRanged = false, kHasBiased = false;
   Tiling tiling;
   KeySplits splits;
   int warps;                             // of a block
@@ -49,13 +50,14 @@ struct DecodePlan {
 };
 
 struct FwdSm90Plan {
-  static constexpr bool kPlainFindsPages = false, kPlainHasHeadDimV = true, kHasRanged = true;
+  static constexpr bool kPlainFindsPages = false, kPlainHasHeadDimV = true, kHasRanged = true, kHasBiased = true;
   Tiling tiling;
-  bool wide = false;      // whether tiles are those for long sequences
-  Divisor section_heads;  // heads that follow one another tile by tile
-  Divisor section_tiles;  // tiles that they have
-  int blocks = 0;         // that share all tiles, or a cluster for each tile
-  int* taken = nullptr;   // (1), how many tiles blocks have taken after their first; 0 before the launch and after it
+  bool wide = false;             // whether tiles are those for long sequences
+  Divisor section_heads;         // heads that follow one another tile by tile
+  Divisor section_tiles;         // tiles that they have
+  Divisor sharing = Divisor(1);  // how many entries follow one another head by head, to share the tiles of a bias
+  int blocks = 0;                // that share all tiles, or a cluster for each tile
+  int* taken = nullptr;  // (1), how many tiles blocks have taken after their first; 0 before the launch and after it
 };
 
 using FwdPlan = std::variant<FwdSm80Plan, DecodePlan, FwdSm90Plan>;

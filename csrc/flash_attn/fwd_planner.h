@@ -224,11 +224,13 @@ inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
   const Tiling tiling = tiling_for(p.problem, /*packed_heads=*/1, tile_rows);
   const int parts = channel_parts(head_dim);
   const int section = heads_per_section(p.problem, hints.multiprocessors);
+  const bool shares = features == Features::kBiased && !p.problem.cu_seqlens_q && bias_tensor(p.problem).batch == 0;
   return {
       FwdSm90Plan{.tiling = tiling,
                   .wide = wide,
                   .section_heads = Divisor(section),
                   .section_tiles = Divisor(section * static_cast<int>(tiling.slots.value)),
+                  .sharing = Divisor(shares ? p.problem.batch : 1),
                   .blocks = parts > 1 ? parts * num_tiles(tiling) : std::min(num_tiles(tiling), hints.multiprocessors)},
       {.counters = parts > 1 ? 0 : 1}};
 }

@@ -12,6 +12,8 @@
 // The producer takes the next tile from a counter in global memory when the last keys of a tile are on their way: as
 // late as it can, so that long and short tiles even out.
 //
+// In instances of kBiased, K(n) comes with a tile of the bias. A warp reads its rows of it while S is computed.
+//
 // Beyond 256 channels, two blocks, a cluster, have a tile together: each has half of the channels of Q, K, V and O. A
 // block works as above, but for S: its warpgroups send their products to those of the other block, and add what these
 // send. That takes 1/4 of the time for which 128 rows and 64 keys keep the tensor cores busy to write and read shared
@@ -57,13 +59,17 @@ void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
   const int64_t keys = problem.cu_seqlens_k ? problem.seqlen_k : problem.capacity_k;
   // With an index into the batch, how many entries k and v have is not known here.
   const int64_t entries_k = problem.cu_seqlens_k ? 1 : problem.batch_index ? kMaxSeqlen : problem.batch;
-  const FwdSm90Launch args{
-      .q = map_of<typename Shared::OwnRows>(p.q, head_dim, problem.heads, problem.seqlen_q, entries_q),
-      .k = map_of<typename Shared::Keys>(p.k, head_dim, problem.heads_k, keys, entries_k),
-      .v = map_of<typename Shared::Values>(p.v, head_dim_v, problem.heads_k, keys, entries_k),
-      .out =
-          map_of<typename Shared::Rows>(p.out, head_dim_v, problem.heads, problem.seqlen_q, entries_q, kWarpgroupRows),
-      .params = p};
+  FwdSm90Launch args{.q = map_of<typename Shared::OwnRows>(p.q, head_dim, problem.heads, problem.seqlen_q, entries_q),
+                     .k = map_of<typename Shared::Keys>(p.k, head_dim, problem.heads_k, keys, entries_k),
+                     .v = map_of<typename Shared::Values>(p.v, head_dim_v, problem.heads_k, keys, entries_k),
+                     .out = map_of<typename Shared::Rows>(p.out, head_dim_v, problem.heads, problem.seqlen_q, entries_q,
+                                                          kWarpgroupRows),
+                     .params = p};
+  if constexpr (Config::kBiased) {
+    const TensorRef<const void> bias = bias_tensor(problem);
+    args.bias = map_of<typename Shared::Bias>(bias, problem.bias.keys, bias.heads == 0 ? 1 : problem.heads,
+                                              problem.seqlen_q, bias.batch == 0 ? 1 : problem.batch);
+  }
   const LaunchShape shape{.grid = dim3(p.plan.blocks),
                           .block = dim3(Config::kThreads),
                           .shared_bytes = sizeof(Shared),

@@ -1,6 +1,8 @@
 // The consumers of fwd_sm90.cuh: warpgroups that multiply what the producer has copied, and write the results.
 #pragma once
 
+#include <type_traits>
+
 #include "flash_attn/fwd_sm90_shared.cuh"
 #include "flash_attn/fwd_steps.cuh"
 #include "flash_attn/rows.cuh"
@@ -40,6 +42,8 @@ template <typename Config>
 struct Consumer {
   using T = typename Config::T;
   using Work = FwdWork<Config>;
+  struct None {};
+  using TiledBias = std::conditional_t<Config::kBiased, PackedFragment<T, Config::kWarpRows, Config::kKeys>, None>;
   const FwdSm90Launch& maps;
   const FwdSm90Params& p;
   FwdSm90Shared<Config>& shared;
@@ -68,6 +72,14 @@ struct Consumer {
   __device__ void release(Ring<kStages>& ring, RingCursor<kStages>& at) {
     if (leads()) ring.release(at);
     at.advance();
+  }
+
+  // Called when the products with keys are there, and their bias has been read, by each warp its rows.
+  __device__ void release_keys() {
+    if constexpr (!Config::kBiased) return release(shared.k_ring, k_at);
+    __syncwarp();
+    if (lane_id() == 0) shared.k_ring.release(k_at);
+    k_at.advance();
   }
 
   // Called after a tile's last scores. With one stage of Q it is called at once, so that the next rows arrive before
@@ -123,14 +135,25 @@ struct Consumer {
     }
   }
 
-  __device__ void begin(Scores<Config>& s, const Work& work, bool cut) {
+  // In instances of kBiased, the bias of the keys whose turn it is.
+  __device__ TiledBias load_bias() const {
+    TiledBias bias{};
+    if constexpr (Config::kBiased) load_matrices(bias, shared.k[k_at.stage].bias, warp_row);
+    return bias;
+  }
+  __device__ void add_bias(Scores<Config>& s, const TiledBias& bias) const {
+    if constexpr (Config::kBiased) scale_and_add(s, p.problem.softmax_scale, bias);
+  }
+
+  __device__ void begin(Scores<Config>& s, const TiledBias& bias, const Work& work, bool cut) {
     // With ranges, keys after the last that some row sees may belong to another document, and count as not there.
     const int n = work.blocks.last;
     const int end = (Config::kRanged ? work.seen.last + 1 : work.seq.k.length) - n * Config::kKeys;
     float shrink[s.kLaneRows];
-    softmax = Softmax<Config>(softmax.scale_log2);
+    softmax = Softmax<Config>(Config::kBiased ? kLog2e : softmax.scale_log2);
     has_output = false;
     add_other_part(s);
+    add_bias(s, bias);
     make_scores<Config>(s, p, work, warp_row, n, cut);
     softmax.update(s, shrink);
     drop<Config>(s, p, work.tile, warp_row, n);
@@ -138,6 +161,14 @@ struct Consumer {
     if (end < Config::kKeys) {
       shared.v_ring.wait_full(v_at);
       clear_rows(shared.v[v_at.stage], end, Config::kKeys, own_barrier());
+    }
+  }
+
+  // Maxima as the other instances keep them, and as the backward expects lse: log2(e) s, biased().
+  __device__ void leave_units_of_bias() {
+    if constexpr (Config::kBiased) {
+      for (float& max : softmax.max) max = biased<T>(0, max);
+      softmax.scale_log2 = 1;
     }
   }
 
@@ -156,38 +187,29 @@ struct Consumer {
     start_output();
     pass_turn();
     BlockBias<Config> bias(p.problem, work, warp_row, n);  // on its way during the products
+    const TiledBias tiled_bias = load_bias();
     wait_gemms<1>(s);
-    release(shared.k_ring, k_at);
+    release_keys();
     if (Config::kQueryStages == 1 && is_last) release_queries();
     add_other_part(s);
+    add_bias(s, tiled_bias);
     make_scores<Config>(s, bias, p, work, warp_row, n, kCut);
     bool grown = true;
-    constexpr bool kWatches = Config::kWatchesMaxima && !kCut;
-    const auto exponentiate = [&](int r) {
-      if constexpr (kWatches) {
-        softmax.exponentiate_exponents(s, r);
-      } else {
-        softmax.exponentiate(s, r);
-      }
-    };
-    if constexpr (kWatches) {
-      grown = softmax.find_exponents(s);
-      if (grown) softmax.raise_maxima(s, shrink);
-    } else if constexpr (Config::kRarelyRescales) {
-      // Where the maximum itself is wanted, it may not lag behind.
-      grown = softmax.update_max_if_grown(s, shrink, Config::kPlain || p.row_max == nullptr ? softmax.kTolerance : 0);
+    if constexpr (Config::kRarelyRescales) {
+      // 2^8 is far from overflow, in 16 bits, too. Where the maximum itself is wanted, it may not lag behind.
+      grown = softmax.update_max_if_grown(s, shrink, Config::kPlain || p.row_max == nullptr ? 8 : 0);
     } else {
 #pragma unroll
       for (int r = 0; r < s.kLaneRows; ++r) shrink[r] = softmax.update_max(s, r);
     }
 #pragma unroll
-    for (int r = 0; r < Config::kRowsUnderProduct; ++r) exponentiate(r);
+    for (int r = 0; r < Config::kRowsUnderProduct; ++r) softmax.exponentiate(s, r);
     pin(s);
     if (!is_last) shared.k_ring.wait_full(k_at);
     wait_gemms<0>(o);
     release(shared.v_ring, v_at);
 #pragma unroll
-    for (int r = Config::kRowsUnderProduct; r < s.kLaneRows; ++r) exponentiate(r);
+    for (int r = Config::kRowsUnderProduct; r < s.kLaneRows; ++r) softmax.exponentiate(s, r);
     drop<Config>(s, p, work.tile, warp_row, n);
     probabilities = pack<T>(s);
     if (grown) o.scale_rows(shrink);
@@ -227,9 +249,10 @@ struct Consumer {
   __device__ void walk_blocks(Scores<Config>& s, const Work& work, const Walk& walk) {
     const auto [_, blocks, whole] = walk;
     int n = blocks.last;
-    release(shared.k_ring, k_at);
+    const TiledBias bias = load_bias();
+    release_keys();
     if (Config::kQueryStages == 1 && n == blocks.first) release_queries();
-    begin(s, work, !whole.covers(n));
+    begin(s, bias, work, !whole.covers(n));
     if (n > blocks.first) shared.k_ring.wait_full(k_at);
     for (--n; n >= blocks.first;) {
 #pragma unroll 1
@@ -274,6 +297,7 @@ struct Consumer {
       pass_turn();
       if constexpr (Config::kManyTiles) walk = walk_of(*work);
       softmax.finish();
+      leave_units_of_bias();
       add_sinks<Config>(softmax, p, done, warp_row);
       wait_gemms<Config::kManyTiles ? 1 : 0>(o);
       release(shared.v_ring, v_at);

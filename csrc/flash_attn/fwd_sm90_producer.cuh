@@ -15,11 +15,16 @@
 namespace flash::flash_attn {
 
 // Tiles in sections of heads whose keys and values fit the L2 cache together; in a section, the longest come first.
-template <int kRows>
+// Entries that share a bias have their turn together, so that it is read once.
+template <int kRows, bool kBiased>
 __device__ WorkTile ordered_tile(const Problem& p, const FwdSm90Plan& plan, int index) {
   const int section = plan.section_tiles.divide(index), rest = plan.section_tiles.remainder(index, section);
   const int slot = plan.section_heads.divide(rest), head = plan.section_heads.remainder(rest, slot);
-  const int outer = section * static_cast<int>(plan.section_heads.value) + head;
+  int outer = section * static_cast<int>(plan.section_heads.value) + head;
+  if constexpr (kBiased) {
+    const int shared = plan.sharing.divide(outer), entry = plan.sharing.remainder(outer, shared);
+    outer = entry * static_cast<int>(plan.tiling.head_groups.value) + shared;
+  }
   return tile_of_slot<kRows>(p, plan.tiling, outer, slot, /*split=*/0, index);
 }
 
@@ -51,11 +56,19 @@ struct Producer {
     }
     q_at.advance();
   }
-  __device__ void load_k(const Span& keys, int head, int n) {
+  __device__ void load_k(const Work& work, int n) {
+    const Span& keys = work.seq.k;
+    auto& stage = shared.k[k_at.stage];
     shared.k_ring.wait_empty(k_at);
-    auto& arrived = shared.k_ring.expect_tx(k_at, sizeof(typename Shared::Keys));
-    load_async(shared.k[k_at.stage], maps.k, keys.first + n * Config::kKeys, head, keys.batch, arrived,
+    auto& arrived = shared.k_ring.expect_tx(k_at, sizeof(stage));
+    load_async(stage, maps.k, keys.first + n * Config::kKeys, work.tile.key_head, keys.batch, arrived,
                Config::channel());
+    if constexpr (Config::kBiased) {  // also of rows and keys that do not exist
+      const BiasRows& strides = p.problem.bias.rows;
+      const int head = strides.heads == 0 ? 0 : work.tile.head;
+      const int entry = strides.batch1 == 0 && strides.batch2 == 0 ? 0 : work.tile.entry;
+      load_async(stage.bias, maps.bias, work.seq.q.first + work.tile.row0, head, entry, arrived, n * Config::kKeys);
+    }
     k_at.advance();
   }
   __device__ void load_v(const Span& keys, int head, int n) {
@@ -83,7 +96,7 @@ struct Producer {
 #pragma unroll 1
     for (int n = last; n >= first; --n) {
       if (n == first) taken = take_tile();
-      load_k(work.seq.k, head, n);
+      load_k(work, n);
       if (n == last) {
         load_last_v();
         load_q(work);
@@ -125,7 +138,7 @@ struct Producer {
     const int num_tiles = p.plan.tiling.tiles.value;
     int index = blockIdx.x / Config::kParts;
     while (index < num_tiles) {
-      const Work work(p, p.plan.tiling, ordered_tile<Config::kRows>(p.problem, p.plan, index));
+      const Work work(p, p.plan.tiling, ordered_tile<Config::kRows, Config::kBiased>(p.problem, p.plan, index));
       const bool has_keys = work.exists() && !work.blocks.empty();
       if (work.exists() && !has_keys) store_nothing(work);
       if (lane_id() == 0) has_keys ? load(work) : void(taken = take_tile());

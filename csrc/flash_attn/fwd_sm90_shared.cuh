@@ -21,6 +21,7 @@ constexpr int kWarpgroupRows = 64;
 // What the kernel is given: the problem, its plan, and descriptions of the tensors for TMA.
 struct FwdSm90Launch {
   CUtensorMap q, k, v, out;
+  CUtensorMap bias;  // of instances of kBiased
   FwdSm90Params params;
 };
 
@@ -29,7 +30,8 @@ struct FwdSm90Config {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr Features kFeatures = kFeatures_;
-  static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
+  static constexpr bool kBiased = kFeatures == Features::kBiased, kRanged = takes_ranges(kFeatures);
+  static constexpr bool kPlain = kFeatures != Features::kAll;  // but for ranges and biases in tiles
   static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_, kHeadDimV);
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
@@ -47,10 +49,6 @@ struct FwdSm90Config {
   // Whether O is rescaled only where a maximum has grown much. That is faster where O is long; otherwise rescaling
   // hides beside the exponentials, and a branch around it makes the compiler place them worse.
   static constexpr bool kRarelyRescales = kChannelsV > 192;
-  // Whether blocks that no mask cuts then only check that no maximum has grown much, which takes fewer instructions.
-  // Instances that can write the largest score of a row do not: it may not lag behind. With up to 128 channels this was
-  // 1 to 4 % slower.
-  static constexpr bool kWatchesMaxima = kPlain && kRarelyRescales;
   static_assert(kParts == 1 || kChannelsV == kChannels);
 
   __device__ static int part() { return kParts == 1 ? 0 : ptx::cluster_rank(); }
@@ -64,11 +62,15 @@ struct FwdSm90Shared {
   using OwnRows = SharedTile<T, kWarpgroupRows, Config::kChannels>;  // of Q, of a warpgroup
   using Keys = SharedTile<T, Config::kKeys, Config::kChannels>;
   using Values = SharedTile<T, Config::kKeys, Config::kChannelsV>;
+  using Bias = SharedTile<T, Config::kRows, Config::kKeys>;
   using Boxes = PartialBox<Config::kWarpRows, Config::kKeys>[Config::kConsumers];
+  struct BiasedKeys : Keys {
+    Bias bias;
+  };
   struct None {};
 
   OwnRows q[Config::kQueryStages][Config::kConsumers];
-  Keys k[Config::kStages];
+  std::conditional_t<Config::kBiased, BiasedKeys, Keys> k[Config::kStages];
   Values v[Config::kStages];
   std::conditional_t<Config::kTile.staged_output, Rows, None> out;
   FwdWork<Config> work[2];  // the one in progress and the next
@@ -79,7 +81,7 @@ struct FwdSm90Shared {
 
   __device__ void init() {
     for (auto& ring : q_rings) ring.init(1);
-    k_ring.init(Config::kConsumers);
+    k_ring.init(Config::kBiased ? Config::kConsumerWarps : Config::kConsumers);
     v_ring.init(Config::kConsumers);
     work_ring.init(Config::kConsumerWarps);
     if constexpr (Config::kParts > 1) {

@@ -25,7 +25,7 @@ using Scores = Fragment<Config::kWarpRows, Config::kKeys>;
 template <typename Config>
 using Output = Fragment<Config::kWarpRows, Config::kChannelsV>;
 template <typename Config>
-using Softmax = OnlineSoftmax<Config::kWarpRows>;
+using Softmax = OnlineSoftmax<Config::kWarpRows, Config::kFeatures == Features::kBiased>;
 
 // The bias of a block of scores. Without one, or in instances that know none, there is nothing in it.
 template <typename Config>

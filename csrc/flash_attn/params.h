@@ -35,7 +35,7 @@ struct BiasRows {
 };
 
 // Numbers that are added to scores, or which keys rows see besides what the window says. The keys of a row are
-// adjacent, and the kernels read them in aligned pairs.
+// adjacent, and the kernels read them in aligned pairs, or in tiles where these can be copied (has_tiled_bias).
 struct Bias {
   const void* data;  // (batch1, batch2, heads, rows of an entry, keys); packed: (heads, total_q, keys); null: none
   DType dtype;       // fp32 or that of the queries

@@ -3,8 +3,8 @@
 //   s = softmax_scale <q, k>;   s <- softcap tanh(s / softcap);   s <- s - slope |i + D - j|;   s <- s + bias(i, j)
 //
 // Plain instances leave the scale to the exponential: they keep <q, k>, and exp(s) is exp2(score_scale_log2 <q, k>).
-// The others keep log2(e) s. So exponents are differences of what they keep, which are exact where a bias of -1e9, or
-// of the smallest number, has eaten the other digits of all scores of a row.
+// Those of kBiased keep s, and all others log2(e) s. So exponents are differences of what they keep, which are exact
+// where a bias of -1e9, or of the smallest number, has eaten the other digits of all scores of a row.
 #pragma once
 
 #include <cmath>
@@ -23,6 +23,7 @@ constexpr float kLn2 = std::numbers::ln2_v<float>;
 // The factor by which exp2 multiplies the values that a kernel keeps as scores.
 template <Features kFeatures>
 __device__ float score_scale_log2(const Problem& p) {
+  if constexpr (kFeatures == Features::kBiased) return kLog2e;
   return kHasPlainScores<kFeatures> ? p.softmax_scale * kLog2e : 1;
 }
 

@@ -49,11 +49,12 @@ __device__ inline float log_sum_exp(float sink, float max, float sum, float scal
   return max > -INFINITY && sum < INFINITY ? log_sum_exp(max, sum, scale_log2) : lse_of_sink(sink);
 }
 
-template <int kRows>
+// kSubtractsFirst: whether differences of scores are scaled, and not scores, which takes one more instruction for each:
+// where scores have a scale, and may be so large that rounding their multiples matters.
+template <int kRows, bool kSubtractsFirst = false>
 struct OnlineSoftmax {
   static constexpr int kLaneRows = kRows / 8;
-  static constexpr float kTolerance = 8;  // of exponents: 2^kTolerance is far from overflow also in 16 bits
-  float scale_log2;                       // exp(s) is exp2(scale_log2 * s)
+  float scale_log2;  // exp(s) is exp2(scale_log2 * s)
   float max[kLaneRows];
   float sum[kLaneRows];  // of this lane's columns, until finish()
 
@@ -87,62 +88,11 @@ struct OnlineSoftmax {
   // Turns the scores of a row into exponentials relative to its maximum, and adds them to its sum.
   template <int kCols>
   __device__ void exponentiate(Fragment<kRows, kCols>& s, int r) {
-    const float shift = finite_or_zero(max[r]) * scale_log2;
+    const float base = finite_or_zero(max[r]), shift = base * scale_log2;
 #pragma unroll
     for (int c = 0; c < kCols / 4; ++c) {
-      s(r, c) = ptx::exp2(s(r, c) * scale_log2 - shift);
+      s(r, c) = ptx::exp2(kSubtractsFirst ? (s(r, c) - base) * scale_log2 : s(r, c) * scale_log2 - shift);
       sum[r] += s(r, c);
-    }
-  }
-
-  // The same step in two halves, where maxima stay as they are until an exponent exceeds kTolerance, which after the
-  // first blocks hardly ever happens. First, scores become exponents of 2 relative to the maxima so far. Returns
-  // whether one in the warp is too large, or a row had no score before. Exponents that matter are positive, so that
-  // their bits compare like integers, of which one instruction takes the maximum of three.
-  template <int kCols>
-  __device__ bool find_exponents(Fragment<kRows, kCols>& s) {
-    constexpr int kChains = 4;
-    int largest[kChains] = {};
-    bool raises = false;
-#pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) {
-      const float shift = finite_or_zero(max[r]) * scale_log2;
-      raises |= max[r] == -INFINITY;
-#pragma unroll
-      for (int c = 0; c < kCols / 4; c += 2) {
-        s(r, c) = s(r, c) * scale_log2 - shift;
-        s(r, c + 1) = s(r, c + 1) * scale_log2 - shift;
-        int& chain = largest[c / 2 % kChains];
-        chain = ::max(::max(chain, __float_as_int(s(r, c))), __float_as_int(s(r, c + 1)));
-      }
-    }
-    const int all = ::max(::max(largest[0], largest[1]), ::max(largest[2], largest[3]));
-    return __any_sync(~0u, raises || all > __float_as_int(kTolerance));
-  }
-
-  // If find_exponents has returned true: raises the maxima of rows with such exponents, and makes the exponents
-  // relative to them.
-  template <int kCols>
-  __device__ void raise_maxima(Fragment<kRows, kCols>& exponents, float (&shrink)[kLaneRows]) {
-#pragma unroll
-    for (int r = 0; r < kLaneRows; ++r) {
-      const float base = finite_or_zero(max[r]), largest = row_max(exponents, r);
-      const bool raises = max[r] == -INFINITY || largest > kTolerance;
-      shrink[r] = raise_max(raises ? base + largest * ptx::reciprocal(scale_log2) : max[r], r);
-      // Both products are rounded as later blocks round them.
-      const float step = __fmul_rn(finite_or_zero(max[r]), scale_log2) - __fmul_rn(base, scale_log2);
-#pragma unroll
-      for (int c = 0; c < kCols / 4; ++c) exponents(r, c) -= step;
-    }
-  }
-
-  // Then exponents of a row become exponentials, which are added to its sum.
-  template <int kCols>
-  __device__ void exponentiate_exponents(Fragment<kRows, kCols>& exponents, int r) {
-#pragma unroll
-    for (int c = 0; c < kCols / 4; ++c) {
-      exponents(r, c) = ptx::exp2(exponents(r, c));
-      sum[r] += exponents(r, c);
     }
   }
 
