@@ -83,16 +83,21 @@ inline int section_of_waiting_blocks(const Problem& p) { return is_causal(p) ? 1
 // The head dim of the keys in the instance for sm_90.
 inline int instance_on_sm90(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v).of_keys; }
 
+// Whether the instance is that without other features.
+inline bool is_plain(const Problem& p) { return features_of<BwdSm90Plan>(p, has_plain_scores(p)) == Features::kPlain; }
+
 // The bytes of q, dout and dq_accum that the blocks of a key head read and add to.
 inline int64_t row_bytes_of_head(const Problem& p) {
   return int64_t{2} * (3 * p.head_dim + p.head_dim_v) * (p.heads / p.heads_k) * p.seqlen_q;
 }
 
 // The same if the main kernel rounds dQ: so many heads that their rows take about 8 MB, within bounds. Blocks that add
-// in the order of their keys wait longest, under a causal mask above all.
+// in the order of their keys wait longest, under a causal mask above all. With ranges, which may say causal, long rows
+// of head dim 64 took 1.7 times as long in sections of one head that handed boxes over late.
 inline int section_of_rounding_blocks(const Problem& p, bool in_order) {
   const bool causal = is_causal(p);
-  const int64_t least = instance_on_sm90(p) > 64 ? 8 : causal ? (in_order ? 8 : 2) : (in_order ? 2 : 1);
+  const bool waits_little = instance_on_sm90(p) <= 64 && is_plain(p);
+  const int64_t least = !waits_little ? 8 : causal ? (in_order ? 8 : 2) : (in_order ? 2 : 1);
   const int64_t heads = std::clamp<int64_t>((8 << 20) / row_bytes_of_head(p), least, 32);
   return static_cast<int>(heads) * (causal ? 2 : 1);
 }
@@ -121,8 +126,7 @@ inline bool suits_sm90(const BwdParams& p) {
 // Whether bwd_sm90.cuh may choose the order of rows: plain instances have kernels for that, if no block waits. With key
 // ranges all lanes of a warp look for the next rows together, and begin with the last.
 inline bool may_reorder_rows(const Problem& p, bool in_order) {
-  const bool plain = features_of<BwdSm90Plan>(p, has_plain_scores(p)) == Features::kPlain;
-  return instance_on_sm90(p) <= 128 && plain && !in_order;
+  return instance_on_sm90(p) <= 128 && is_plain(p) && !in_order;
 }
 
 // Up to how many keys bwd_sm90.cuh rounds dQ, of head dims up to 64 with a choice of the order of rows, and up to 128.

@@ -90,6 +90,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       store_rounded(dq, first_row, t);
     }
     box_is_full = true;
+    if constexpr (!Config::kHandsOverLate) hand_over();
   }
 
   // Gives a full box to the dQ warp. The fence waits until the stores are done, for about 300 cycles right after them.
@@ -176,7 +177,6 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     start_dk(gradients);
     wait_gemms<1>(dq);
     fill_box(dq, dq_rows);
-    if (Config::kMayWait) hand_over();  // other blocks may wait for it
   }
 
   // Sums dV and dK of the rows of a step, and dQ of the rows before: the other warpgroup has stored dS of these
