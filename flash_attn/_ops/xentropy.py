@@ -99,8 +99,12 @@ def cross_entropy(
 class Expectation:
     """The gradient that a loss is expected to get: that of its last backward, and 1 before the first.
 
-    It is on the device, so that nobody waits for it. What is expected changes only how long a backward takes.
+    It is on the device, so that nobody waits for it. What is expected changes only how long a backward takes: a
+    gradient that was 0, not finite or so small or large that its products with 16 bits would lose digits, from which no
+    other gradient can be made by scaling, is not expected again.
     """
+
+    LEAST, MOST = 2.0**-60, 2.0**60
 
     def __init__(self):
         self._dloss = None
@@ -119,7 +123,9 @@ class Expectation:
 
     def _note(self, dloss):
         if _is_eager(dloss):
-            self._dloss.copy_(dloss.detach())
+            size = dloss.detach().abs()
+            usable = (size >= self.LEAST) & (size <= self.MOST)
+            self._dloss.copy_(torch.where(usable, dloss.detach(), self._dloss))
 
 
 def _is_eager(x):

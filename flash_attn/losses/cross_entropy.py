@@ -25,7 +25,8 @@ class CrossEntropyLoss(torch.nn.Module):
             but for the gradient that the loss is expected to get: the one of the last backward through this module, and
             1 before. Steps that scale the loss all alike, for several batches a step or for float16, are fast, too.
             None, the default, is True with "mean" and "sum" unless inplace_backward is set: the logits then stay what
-            they are until the backward. False is faster for a loss without a backward, or with ever other scales.
+            they are until the backward. From forward to backward the gradient takes as much memory as the logits. False
+            is faster for a loss without a backward, or with ever other scales.
 
     Raises ValueError for an unknown reduction, and what cross_entropy_loss raises.
     """

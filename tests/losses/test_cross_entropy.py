@@ -656,6 +656,20 @@ def test_triton_on_a_gpu(case, device, triton_kernels):
     test_triton(case, device, triton_kernels)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("first", [0.0, 1e-30, 1e30, float("inf"), float("nan")])
+def test_a_gradient_that_no_other_can_be_made_of_is_not_expected(first, inplace, device):
+    """As that of an auxiliary loss whose weight begins with 0."""
+    loss = CrossEntropyLoss(inplace_backward=inplace, gradient_in_forward=True)
+    logits, labels = torch.randn(3, 10, device=device).bfloat16(), torch.tensor([1, 9, 0], device=device)
+    for scale in (first, 0.5):
+        leaf = logits.clone().requires_grad_()
+        (found,) = torch.autograd.grad(loss(leaf * 1, labels), leaf, torch.tensor(scale, device=device))
+    exact = logits.double().requires_grad_()
+    (expected,) = torch.autograd.grad(torch.nn.functional.cross_entropy(exact, labels), exact)
+    torch.testing.assert_close(found.double(), 0.5 * expected, rtol=2e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("shape", [(0, 50), (3, 0)])
 def test_triton_empty(shape, device, triton_kernels):
     logits, labels = torch.empty(shape, device=device), torch.zeros(shape[0], dtype=torch.int64, device=device)
