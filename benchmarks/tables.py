@@ -107,8 +107,9 @@ def _slower():
     yield "operation", "case", "time of the baseline / ours"
     for file in ("flash_attn", "layer_norm", "xentropy", "fused_softmax", "fused_dense", "rotary", "block", "models"):
         for row in read(RESULTS / f"{file}.csv"):
-            if row.provider == "flash_attn" and row.ratio and row.ratio < 0.98:
-                yield f"`{row.op}`", row.case, f"{row.ratio:.2f}"
+            is_option = row.op == "flash_attn_features" and not row.provider.startswith("torch")
+            if (is_option or row.provider == "flash_attn") and row.ratio and row.ratio < 0.98:
+                yield f"`{row.op}`", f"{row.case}: {row.provider}" if is_option else row.case, f"{row.ratio:.2f}"
 
 
 TABLES = {
