@@ -634,6 +634,13 @@ def test_key_heads_whose_blocks_start_together_on_sm90(
     assert plan.section_heads == section
 
 
+@pytest.mark.parametrize("option", ["capped", "ranged"])
+def test_many_key_heads_with_features_start_together_on_sm90(host, option):
+    """Blocks of long rows of head dim 64, which round dq with features: in small sections they wait for one another."""
+    plan = bwd_plan(host, 1, 64, 8, 64, 16384, 16384, False, has_sm90=True, **{option: True})
+    assert (plan.rounds_dq, plan.section_heads) == (True, 8)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_scratch_of_the_backward_on_sm90(host, packed, deterministic):
