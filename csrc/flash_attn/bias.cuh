@@ -44,7 +44,7 @@ __device__ float biased(float score, float bias) {
   return score + fmaxf(bias * kLog2e, bias * 0.7f - 1e38f);
 }
 
-// Turns products into s: scaled, and with the bias added. No bias is too large in these units.
+// Turns products into s: scaled, and with the bias added. In these units the lowest number stays finite.
 template <typename T, int kRows, int kCols>
 __device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale, const PackedFragment<T, kRows, kCols>& bias) {
 #pragma unroll

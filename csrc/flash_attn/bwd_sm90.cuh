@@ -13,10 +13,10 @@
 // works half a step behind the first, so that one multiplies while the other exponentiates; and dQ is that of the rows
 // before, so that neither waits for the other's dS. The half goes to a box in shared memory, and a copy adds it to
 // dq_accum, which starts as zeros and which bwd_finish.cu rounds. The warpgroup gives its box to the copy when it has
-// started the first products of the next rows, so that it need not wait for its own stores. Where it is faster
-// (rounds_dq in bwd_planner.h), blocks wait for one another instead: the block with the first keys that the rows see
-// stores its half, others add theirs, and the block with the last keys copies dq_accum to its box, adds its half and
-// rounds.
+// started the first products of the next rows (kHandsOverLate), so that it need not wait for its own stores. Where it
+// is faster (rounds_dq in bwd_planner.h), blocks wait for one another instead: the block with the first keys that the
+// rows see stores its half, others add theirs, and the block with the last keys copies dq_accum to its box, adds its
+// half and rounds.
 //
 // A third warpgroup has few registers and starts the copies: one warp copies K, V, Q and dO, and two warps each copy a
 // half of dQ. With tiles of 64 rows, the fourth warp waits for other blocks in place of these two. When its rows are

@@ -164,7 +164,7 @@ struct Consumer {
     }
   }
 
-  // Maxima as the other instances keep them, and as the backward expects lse: log2(e) s, biased().
+  // Turns maxima into what the other instances keep and the backward expects of lse: log2(e) s, as biased() makes it.
   __device__ void leave_units_of_bias() {
     if constexpr (Config::kBiased) {
       for (float& max : softmax.max) max = biased<T>(0, max);
