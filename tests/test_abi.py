@@ -16,7 +16,7 @@ from flash_attn import _build_id
 LIBRARY = pathlib.Path(__file__).parents[1] / "flash_attn" / "_kernels.so"
 LIBRARIES = re.compile(r"libtorch_cpu|libstdc\+\+|libgcc_s|lib(c|m|dl|rt|pthread)|ld-linux-.*")
 # The loader and the runtimes version their symbols; the stable ABI of PyTorch is C functions of two prefixes.
-SYMBOLS = re.compile(r"\S+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\w.]+|(aoti_)?torch_\w+|__gmon_start__|_ITM_\w+")
+SYMBOLS = re.compile(r"\S+@(GLIBC|GLIBCXX|CXXABI|GCC)_[\w.]+|(aoti_)?torch_\w+")
 
 pytestmark = [
     pytest.mark.skipif(not LIBRARY.exists(), reason="the CUDA library is not built here (make build)"),
@@ -29,11 +29,13 @@ def _output(*command):
 
 
 def _symbols(kind):
-    return {line.split()[-1] for line in _output("nm", "-D", kind, LIBRARY).splitlines()}
+    """Name of each symbol -> its type, one letter of nm's."""
+    return {line.split()[-1]: line.split()[-2] for line in _output("nm", "-D", kind, LIBRARY).splitlines()}
 
 
 def test_needs_stable_symbols_only():
-    needed = _symbols("--undefined-only")
+    """A weak symbol need not be there: a launch that is not compiled (csrc/flash_attn/instances.h), a runtime's hook."""
+    needed = {symbol for symbol, kind in _symbols("--undefined-only").items() if kind != "w"}
     assert "torch_library_impl" in needed or "aoti_torch_library_impl" in needed, "it registers no kernel"
     assert not {symbol for symbol in needed if not SYMBOLS.fullmatch(symbol)}
 
