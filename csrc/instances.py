@@ -17,10 +17,12 @@ TYPES = {"fp16": "__half", "bf16": "__nv_bfloat16"}
 HEAD_DIMS = (64, 96, 128, 192, 256)
 ALL_HEAD_DIMS = (*HEAD_DIMS, 512)  # of all kernels but those of S_dmask
 FEATURES = {"plain": "Features::kPlain", "ranged": "Features::kRanged", "all": "Features::kAll"}
-FWD_FEATURES = FEATURES | {"biased": "Features::kBiased"}  # of the forward on sm_90
+HOPPER_FEATURES = FEATURES | {"biased": "Features::kBiased"}
 PORTABLE_FEATURES = {name: FEATURES[name] for name in ("plain", "all")}
 PARAMS = {"fwd": "FwdSm80Params", "decode": "DecodeParams", "bwd": "BwdSm80Params"}
-# The head dims of the forward on sm_90, by its features, and those with a second tile for long sequences (fwd_tiles.h).
+# The head dims of the kernels for sm_90, by their features; of the forward also those with a second tile, for long
+# sequences (fwd_tiles.h).
+BWD_HEAD_DIMS = {"plain": HEAD_DIMS, "ranged": HEAD_DIMS, "biased": (64, 96, 128), "all": ALL_HEAD_DIMS}
 FWD_HEAD_DIMS = {"plain": ALL_HEAD_DIMS, "ranged": ALL_HEAD_DIMS, "biased": HEAD_DIMS, "all": ALL_HEAD_DIMS}
 WIDE_HEAD_DIMS = {"plain": (64, 96, 128, 256), "ranged": (64,), "biased": (), "all": ()}
 DMASK_WIDTHS = ((64, 128), (64, 64), (96, 64), (128, 32), (192, 64), (256, 64))  # of head dims: see fwd_tiles.h
@@ -49,7 +51,7 @@ HOPPER = {
     f"flash_attn_fwd_sm90_{dtype}_{head_dim}_{name}{'_wide' * wide}": _flash_attn(
         "fwd_sm90", f"run_fwd_sm90<{TYPES[dtype]}, {head_dim}, {features}, {str(wide).lower()}>", "FwdSm90Params"
     )
-    for dtype, (name, features), wide in itertools.product(TYPES, FWD_FEATURES.items(), (False, True))
+    for dtype, (name, features), wide in itertools.product(TYPES, HOPPER_FEATURES.items(), (False, True))
     for head_dim in (WIDE_HEAD_DIMS if wide else FWD_HEAD_DIMS)[name]
 } | {
     f"flash_attn_bwd_sm90_{dtype}_{head_dim}_{name}": _flash_attn(
@@ -57,8 +59,8 @@ HOPPER = {
         f"run_bwd_sm90<{TYPES[dtype]}, {head_dim}, {features}>",
         "BwdSm90Params",
     )
-    for dtype, head_dim, (name, features) in itertools.product(TYPES, ALL_HEAD_DIMS, FEATURES.items())
-    if head_dim <= 256 or name == "all"
+    for dtype, (name, features) in itertools.product(TYPES, HOPPER_FEATURES.items())
+    for head_dim in BWD_HEAD_DIMS[name]
 }
 UNEQUAL_HEAD_DIMS = {  # of keys and of values: see head_dims.h
     f"flash_attn_{kind}_sm90_{dtype}_192_128_{name}": _flash_attn(

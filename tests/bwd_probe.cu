@@ -23,15 +23,14 @@ extern "C" const char* find_bwd_sizes(int head_dim, bool plain, bool compact, in
   });
 }
 
-extern "C" const char* find_bwd_sm90_sizes(int head_dim, bool plain, int64_t* sizes) {
+extern "C" const char* find_bwd_sm90_sizes(int head_dim, Features features, int64_t* sizes) {
   return error_of([&] {
     dispatch_value<64, 96, 128>(head_dim, [&](auto kHeadDim) {
-      dispatch_flags(
-          [&](auto kPlain) {
-            using Config = BwdSm90Config<__nv_bfloat16, kHeadDim, kPlain ? Features::kPlain : Features::kAll>;
-            sizes[0] = sizeof(BwdSm90Shared<Config>), sizes[1] = Config::kThreads;
-          },
-          plain);
+      const auto find = [&](auto kFeatures) {
+        using Config = BwdSm90Config<__nv_bfloat16, kHeadDim, kFeatures>;
+        sizes[0] = sizeof(BwdSm90Shared<Config>), sizes[1] = Config::kThreads;
+      };
+      dispatch_value<Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll>(features, find);
     });
   });
 }

@@ -47,6 +47,7 @@ class Featured(Case):
     sink: str = ""  # "fp32", "same": its dtype
     bias: str = ""  # one of BIASES
     bias_dtype: str = ""  # of one that is not bool; "": dtype
+    fixed_bias: bool = False  # without a gradient, as those of bool
     ranges: str = ""  # "2", "4": bounds of each row, ("h") of each head, too
     chunk: int = 0
     entries_causal: bool = False  # causal is a tensor
@@ -59,8 +60,8 @@ class Featured(Case):
 
     def __str__(self):
         names = (
-            "head_dim_v sink bias bias_dtype ranges chunk entries_causal seqused_q seqused_k varlen packing dlse "
-            "max_logit"
+            "head_dim_v sink bias bias_dtype fixed_bias ranges chunk entries_causal seqused_q seqused_k varlen packing "
+            "dlse max_logit"
         )
         extra = [f"{name}={getattr(self, name)}" for name in names.split() if getattr(self, name)]
         return "-".join([super().__str__(), *extra])
@@ -165,7 +166,8 @@ class Featured(Case):
             if self.bias.startswith("bool"):
                 others["attn_bias"] = bias < 1
             else:
-                differentiable["attn_bias"] = bias.to(DTYPES[self.bias_dtype or self.dtype])
+                kind = others if self.fixed_bias else differentiable
+                kind["attn_bias"] = bias.to(DTYPES[self.bias_dtype or self.dtype])
         if self.ranges:
             sizes = (self.heads if "h" in self.ranges else 1, total_q) if self.varlen else (
                 self.batch, self.heads if "h" in self.ranges else 1, self.seqlen_q)  # fmt: skip

@@ -126,7 +126,8 @@ struct BiasedProblem {
   int64_t batch1, batch2, batch2_size, heads, seqlen, softcap, alibi, dropout, ranges, row_max, aligned;
 };
 
-// features: of a problem on sm_90 and on every GPU; how many entries share tiles of a bias on sm_90.
+// features: of a problem on sm_90 and on every GPU; how many entries share tiles of a bias on sm_90; features of the
+// backward there, without and with a gradient of the bias.
 const char* find_features(const BiasedProblem* problem, int64_t* features) {
   static const int any_int[] = {0, 0};
   static const int64_t any_state[] = {0, 0};
@@ -154,10 +155,16 @@ const char* find_features(const BiasedProblem* problem, int64_t* features) {
   p.row_max = problem->row_max ? any_maxima : nullptr;
   p.aligned = problem->aligned;
   const FwdHints hints{96, 96, 0, 132, 227 * 1024, true};
+  BwdParams bwd{}, with_dbias{};
+  bwd.problem = with_dbias.problem = p.problem;
+  bwd.aligned = with_dbias.aligned = p.aligned;
+  with_dbias.dbias.data = any_maxima;
   return error_of([&] {
     const auto plan = std::get<FwdSm90Plan>(plan_fwd_sm90(p, hints).plan);
-    answer(features, {static_cast<int64_t>(features_of<FwdSm90Plan>(p)),
-                      static_cast<int64_t>(features_of<FwdSm80Plan>(p)), plan.sharing.value});
+    answer(features,
+           {static_cast<int64_t>(features_of<FwdSm90Plan>(p)), static_cast<int64_t>(features_of<FwdSm80Plan>(p)),
+            plan.sharing.value, static_cast<int64_t>(features_of<BwdSm90Plan>(bwd)),
+            static_cast<int64_t>(features_of<BwdSm90Plan>(with_dbias))});
   });
 }
 

@@ -126,9 +126,9 @@ class Biased:
 
 
 def features_of(host, problem):
-    """On sm_90, on every GPU, and how many entries share a bias."""
+    """On sm_90 and on every GPU, how many entries share a bias, and of the backward without and with its gradient."""
     fields = torch.tensor([int(field) for field in dataclasses.astuple(problem)])
-    return tuple(numbers(host, 3, "find_features", fields))
+    return tuple(numbers(host, 5, "find_features", fields))
 
 
 ALL_SHARE = dict(batch1=0, batch2=0, batch2_size=4)
@@ -141,26 +141,37 @@ ALL_SHARE = dict(batch1=0, batch2=0, batch2_size=4)
     (1, dict(batch1=4 * 9216, batch2=2 * 9216, batch2_size=2)), (1, dict(batch1=0, batch2=9216, batch2_size=4)),
 ])  # fmt: skip
 def test_problems_whose_bias_is_copied_in_tiles(host, sharing, changes):
-    assert features_of(host, Biased(**changes)) == (BIASED, ALL, sharing)
+    problem = Biased(**changes)
+    backward = BIASED if problem.head_dim <= 128 else ALL
+    assert features_of(host, problem) == (BIASED, ALL, sharing, backward, ALL)
 
 
 @pytest.mark.parametrize("changes", [
     dict(same_dtype=False), dict(is_mask=True), dict(bias=4098), dict(seqlen=0), dict(seqlen=98), dict(heads=9220),
     dict(batch1=2, batch2=0), dict(batch1=0, batch2=9216, batch2_size=2), dict(batch1=9216, batch2=0, batch2_size=2),
     dict(head_dim=192), dict(head_dim=264, head_dim_v=264), dict(softcap=1), dict(alibi=True), dict(dropout=True),
-    dict(ranges=True), dict(row_max=True), dict(aligned=False),
+    dict(ranges=True), dict(aligned=False),
 ])  # fmt: skip
 def test_problems_whose_bias_is_loaded(host, changes):
     """Elements of other sizes, rows that do not start with a chunk or serve all, entries in two dimensions; other
     instances."""
-    assert features_of(host, Biased(**changes)) == (ALL, ALL, 1)
+    assert features_of(host, Biased(**changes)) == (ALL, ALL, 1, ALL, ALL)
+
+
+def test_largest_scores_beside_a_bias(host):
+    """Of which the backward knows nothing."""
+    assert features_of(host, Biased(row_max=True)) == (ALL, ALL, 1, BIASED, ALL)
 
 
 def test_problems_without_a_bias(host):
     without = Biased(bias=0)
-    assert features_of(host, without) == (PLAIN, PLAIN, 1)
-    assert features_of(host, dataclasses.replace(without, ranges=True)) == (RANGED, ALL, 1)
-    assert features_of(host, dataclasses.replace(without, softcap=1)) == (ALL, ALL, 1)
+    for changes, here, everywhere in (
+        ({}, PLAIN, PLAIN),
+        (dict(ranges=True), RANGED, ALL),
+        (dict(softcap=1), ALL, ALL),
+    ):
+        found = features_of(host, dataclasses.replace(without, **changes))
+        assert found[:4] == (here, everywhere, 1, here)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -250,11 +261,11 @@ def test_hopper_blocks_fit(host, instances, head_dim, head_dim_v, features, wide
     )
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_backward_blocks_fit_sm90(head_dim, plain):
+def test_backward_blocks_fit_sm90(head_dim, features):
     instances = native.library(HERE / "bwd_probe.cu", native.CUDA)
-    shared_bytes, threads = numbers(instances, 2, "find_bwd_sm90_sizes", head_dim, plain)
+    shared_bytes, threads = numbers(instances, 2, "find_bwd_sm90_sizes", head_dim, features)
     assert shared_bytes <= SHARED_BYTES["9.0, 10.0"]
     assert threads == 3 * 128
 

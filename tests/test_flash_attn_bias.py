@@ -97,6 +97,7 @@ TILED = dict(
     head_dim=[64, 40, 96, 128, 192, 256],
     dtype=["bf16", "fp16"],
     bias=["all", "heads", "entries", "groups"],
+    fixed_bias=[False, True],
     causal=[False, True],
     window=[(-1, -1), (20, -1), (70, 9)],
     sink=["", "fp32"],
@@ -180,18 +181,36 @@ TILED_LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("fixed", [False, True])
 @pytest.mark.parametrize("name", TILED_LAYOUTS)
-def test_layouts_of_tiles(name, device, in_kernels):
+def test_layouts_of_tiles(name, fixed, device, in_kernels):
     """As a bias in fp32, which kernels load otherwise. What lies beyond the keys has no part in anything."""
     *inputs, dout = Case(seqlen_q=70, seqlen_k=90, heads_k=2).tensors(device)
     bias = TILED_LAYOUTS[name]().to(device)
     results = []
     for each in (bias, bias.float()):
-        leaves = [x.detach().requires_grad_() for x in (*inputs, each)]
-        out, lse = flash_attn_func(*leaves[:3], attn_bias=leaves[3], return_lse=True)
+        leaves = [x.detach().requires_grad_() for x in (*inputs, each)[: 4 - fixed]]
+        out, lse = flash_attn_func(*leaves[:3], attn_bias=(*leaves, each)[3], return_lse=True)
         results.append([out, lse, *torch.autograd.grad(out, leaves, dout)])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one.float(), other.float(), atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("other", [math.nan, math.inf, -math.inf])
+def test_a_packed_bias_of_one_entry_has_no_part_in_another(other, device, in_kernels):
+    """Though kernels read the rows after those of an entry; here, beside keys that all of its own rows see."""
+    q, k, v, dout = (x[0] for x in Case(seqlen_q=110, seqlen_k=200).tensors(device))
+    bounds = [torch.tensor([0, *ends], dtype=torch.int32, device=device) for ends in ((40, 110), (130, 200))]
+    bias = base(4, 110, 136).to(device)
+    results = []
+    for number in (0.0, other):
+        bias[:, 40:] = number
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = flash_attn_varlen_func(*leaves, *bounds, 70, 130, attn_bias=bias.clone())
+        dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+        results.append([out[:40], dq[:40], dk[:130], dv[:130]])
+    for one, same in zip(*results, strict=True):
+        assert torch.equal(one, same)
 
 
 def test_a_packed_bias_may_have_more_keys_than_entries(device, in_kernels):
@@ -236,8 +255,8 @@ def test_the_gradient_of_a_packed_bias_of_too_few_keys_stays_in_its_rows(portabl
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("seqlen_q", [2, 150])
 @pytest.mark.parametrize("lowest", [-math.inf, "lowest", -1e9, -1e4])
-@pytest.mark.parametrize("tiled", [False, True])
-def test_numbers_that_hide(tiled, lowest, seqlen_q, portable, device, monkeypatch, in_kernels):
+@pytest.mark.parametrize("tiled, fixed", [(False, False), (True, False), (True, True)])
+def test_numbers_that_hide(tiled, fixed, lowest, seqlen_q, portable, device, monkeypatch, in_kernels):
     """A row of -inf is empty, but in one of other lowest numbers all keys weigh the same. Gradients stay finite.
 
     Entry 0 hides all keys, and entry 1 the last half of them, which is where kernels begin.
@@ -248,7 +267,7 @@ def test_numbers_that_hide(tiled, lowest, seqlen_q, portable, device, monkeypatc
     number = torch.finfo(dtype).min if lowest == "lowest" else lowest
     bias = torch.full((2, 1, rows, 304), number, device=device, dtype=dtype)
     bias[1, ..., :152] = 0
-    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)[: 4 - fixed]]
     out, lse = flash_attn_func(q, k, v, attn_bias=bias, return_lse=True)
     grads = torch.autograd.grad(out, leaves, dout)
     if lowest == -math.inf:

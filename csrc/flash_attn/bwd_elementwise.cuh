@@ -85,6 +85,22 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
   });
 }
 
+// The same with the bias in registers, from products: scale_log2 is log2(e) softmax_scale.
+template <typename T, int kRows, int kCols, typename LseLog2>
+__device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale_log2, const PackedFragment<T, kRows, kCols>& bias,
+                              LseLog2&& lse_log2) {
+#pragma unroll
+  for (int c = 0; c < s.kLaneCols; c += 2) {
+    const float2 lse = lse_log2(c);
+#pragma unroll
+    for (int r = 0; r < s.kLaneRows; ++r) {
+      const float2 pair = ptx::unpack<T>(bias.pair(r, c / 2));
+      s(r, c) = fminf(biased<T>(s(r, c) * scale_log2, pair.x), lse.x);
+      s(r, c + 1) = fminf(biased<T>(s(r, c + 1) * scale_log2, pair.y), lse.y);
+    }
+  }
+}
+
 // Turns scores, capped if there is a cap, into P^T. hide() hides those of keys that a row does not see. lse_log2(c):
 // log2(e) lse of columns c and c + 1 of the lane.
 template <typename T, Features kFeatures, int kRows, int kCols, typename Hide, typename LseLog2>
@@ -103,7 +119,7 @@ __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, 
   }
   if (kFeatures == Features::kAll && p.bias.data != nullptr) add_bias<T>(s, p.bias, mask, place, lse_log2);
   hide();
-  const float scale_log2 = score_scale_log2<kFeatures>(p);
+  const float scale_log2 = kHasPlainScores<kFeatures> ? score_scale_log2<kFeatures>(p) : 1;
 #pragma unroll
   for (int c = 0; c < s.kLaneCols; c += 2) {
     const float2 lse = lse_log2(c);

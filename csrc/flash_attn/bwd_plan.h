@@ -54,13 +54,15 @@ struct BwdCommonPlan {
 };
 
 struct BwdSm80Plan : BwdCommonPlan {
-  static constexpr bool kPlainHasHeadDimV = false, kHasRanged = false, kHasBiased = false;  // as in fwd_plan.h
+  static constexpr bool kPlainHasHeadDimV = false, kHasRanged = false;  // as in fwd_plan.h
+  static constexpr int kMostBiasedHeadDim = 0;
 };
 
 struct BwdSm90Plan : BwdCommonPlan {
-  static constexpr bool kPlainHasHeadDimV = true, kHasRanged = true, kHasBiased = false;
-  bool in_order = false;  // deterministic: blocks add in the order of their keys
-  int blocks = 0;         // that share all blocks of keys, in bwd_sm90.cuh
+  static constexpr bool kPlainHasHeadDimV = true, kHasRanged = true;
+  static constexpr int kMostBiasedHeadDim = 128;  // none of bwd_sm90_wide.cuh
+  bool in_order = false;                          // deterministic: blocks add in the order of their keys
+  int blocks = 0;                                 // that share all blocks of keys, in bwd_sm90.cuh
   RowOrder row_order = RowOrder::kLastFirst;
 };
 

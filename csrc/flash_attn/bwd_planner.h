@@ -84,7 +84,7 @@ inline int section_of_waiting_blocks(const Problem& p) { return is_causal(p) ? 1
 inline int instance_on_sm90(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v).of_keys; }
 
 // Whether the instance is that without other features.
-inline bool is_plain(const Problem& p) { return features_of<BwdSm90Plan>(p, has_plain_scores(p)) == Features::kPlain; }
+inline bool is_plain(const Problem& p) { return features_of<BwdSm90Plan>(p, has_plain_products(p)) == Features::kPlain; }
 
 // The bytes of q, dout and dq_accum that the blocks of a key head read and add to.
 inline int64_t row_bytes_of_head(const Problem& p) {

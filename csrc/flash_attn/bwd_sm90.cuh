@@ -28,6 +28,7 @@
 
 #include "common/dispatch.h"
 #include "common/tensor_map.h"
+#include "flash_attn/bias_tile.cuh"
 #include "flash_attn/bwd_dq_accum.cuh"
 #include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_rows.h"
@@ -134,6 +135,9 @@ template <typename Config>
 void run_bwd_main(const BwdSm90Params& p, cudaStream_t stream) {
   BwdSm90Launch params = launch_params<Config>(p);
   params.dq_accum_map = map_of_dq_accum<Config>(p);
+  if constexpr (Config::kFeatures == Features::kBiased) {
+    params.bias_map = map_of_bias<typename BiasTiles<Config>::Tile>(p.problem);
+  }
   if (p.plan.rounds_dq) params.dq_map = map_of_dq<Config>(p);
   launch_bwd_sm90<bwd_sm90_kernel<Config>, Config, BwdSm90Shared<Config>>(params, stream, p.plan.blocks);
 }

@@ -23,6 +23,7 @@ namespace flash::flash_attn {
 struct BwdSm90Launch : BwdSm90Params {
   CUtensorMap q_map, dout_map, k_map, v_map;  // boxes of one page of a tile
   CUtensorMap dq_accum_map, dq_map;           // of bwd_sm90.cuh: boxes of a half of dQ
+  CUtensorMap bias_map;                       // and of instances of kBiased
   int key_blocks;
 };
 
@@ -61,6 +62,22 @@ struct NoSeenRing {
 };
 template <typename Config>
 using SeenRingOf = std::conditional_t<Config::kCopiesSeen, SeenRing<Config>, NoSeenRing>;
+
+// In instances of kBiased: tiles of the bias, which come with those of Q. As the values of rows, they are read before a
+// barrier of the step.
+template <typename Config>
+struct BiasTiles {
+  using Tile = SharedTile<typename Config::T, Config::kBlockM, Config::kBlockN>;
+  Tile tiles[Config::kStages];
+
+  static constexpr int kBytes = sizeof(Tile);
+};
+
+struct NoBiasTiles {
+  static constexpr int kBytes = 0;
+};
+template <typename Config>
+using BiasTilesOf = std::conditional_t<Config::kFeatures == Features::kBiased, BiasTiles<Config>, NoBiasTiles>;
 
 // The keys of a block, and the rows that see them. The blocks of a cluster take neighbouring keys, or the same, and
 // walk over the same rows.

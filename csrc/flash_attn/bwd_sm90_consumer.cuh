@@ -78,7 +78,8 @@ struct BwdConsumer {
   using T = typename Config::T;
   using Scores = Fragment<16, Config::kBlockM>;  // S^T, then P^T; or dP^T, then dS^T
   using Packed = PackedFragment<T, 16, Config::kBlockM>;
-  static constexpr bool kPlain = has_plain_scores(Config::kFeatures);
+  static constexpr bool kPlain = Config::kFeatures != Features::kAll;  // but for ranges and biases in tiles
+  static constexpr bool kBiased = Config::kFeatures == Features::kBiased;
   const BwdSm90Params& p;
   Shared& shared;
   const KeyBlock<Config>& block;
@@ -97,12 +98,13 @@ struct BwdConsumer {
     return {block.row_blocks.first * Config::kBlockM, block.row_blocks.last * Config::kBlockM + Config::kBlockM - 1};
   }
 
-  // The rows that see all of the block's keys, among them those that do not exist: their probabilities are 0 anyway.
+  // The rows that see all of the block's keys, among them those that do not exist: their probabilities are 0 anyway,
+  // unless they have a bias, of other rows, that may be NaN.
   __device__ Interval whole_rows() const {
     const Mask& mask = block.mask;
     if (block.keys.last >= mask.seqlen_k) return {0, -1};
     const Interval rows = mask.rows_that_see({block.keys.last, block.keys.first});  // that see the last and the first
-    return {rows.first, rows.last == mask.seqlen_q - 1 ? rows.last + Config::kBlockM - 1 : rows.last};
+    return {rows.first, !kBiased && rows.last == mask.seqlen_q - 1 ? rows.last + Config::kBlockM - 1 : rows.last};
   }
 
   // Whether this is the thread that releases what the warpgroup has read.
@@ -180,6 +182,11 @@ struct BwdConsumer {
   // Turns S^T, capped if there is a cap, into P^T.
   __device__ void probabilities(Scores& s, int head, const Interval& rows, bool cut) const {
     const ScorePlace place = place_of(head, rows);
+    const auto lse_log2 = [&](int c) { return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]); };
+    if constexpr (kBiased) {
+      const auto bias = load_transposed<T, Config::kBlockM>(shared.bias.tiles[at.stage], key0);
+      scale_and_add(s, p.problem.softmax_scale * kLog2e, bias, lse_log2);
+    }
     const auto hide = [&] {
       if (has_ranges<Config::kFeatures>(p.problem)) {
         if (!cut) return;
@@ -188,9 +195,7 @@ struct BwdConsumer {
       }
       if (!whole_blocks.covers(rows.first / Config::kBlockM)) hide_rows(s, block.mask, place);
     };
-    make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, block.mask, place, hide, [&](int c) {
-      return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]);
-    });
+    make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, block.mask, place, hide, lse_log2);
   }
 
   // Rounds dV or dK, from `channel` on, times `factor`, to global memory, where there are `cols` channels.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "flash_attn/bias_tile.cuh"
 #include "flash_attn/bwd_sm90_block.cuh"
 #include "flash_attn/sequence.cuh"
 #include "ptx/barrier.cuh"
@@ -43,6 +44,16 @@ __device__ void load_seen(const BwdSm90Launch& p, Shared& shared, const KeyBlock
   }
 }
 
+// Starts the copy of a tile of the bias, by one lane. It counts at the barrier of Q, too.
+template <typename Config, typename Shared>
+__device__ void load_bias_of_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block, int head,
+                                  int row0, const RingCursor<Config::kStages>& at) {
+  if constexpr (Config::kFeatures == Features::kBiased) {
+    load_bias(shared.bias.tiles[at.stage], p.bias_map, p.problem.bias.rows, block.work.entry, head,
+              block.seq.q.first + row0, block.keys.first, shared.q.barriers.full[at.stage]);
+  }
+}
+
 // Fills the rings of Q and lse and of dO and softmax_d, by one lane or a warp: see starts_copies.
 template <typename Config, typename Shared>
 __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block,
@@ -59,7 +70,8 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
       load_async(ring.tiles[at.stage], map, first + row0, head, batch, here);
       ptx::copy_bytes_async(ptx::shared_address(ring.values_of(at)), values + index, ring.kValueBytes, here);
     };
-    load(shared.q, p.q_map, p.plan.lse_log2, cut ? SeenRingOf<Config>::kBytes : 0);
+    load(shared.q, p.q_map, p.plan.lse_log2, BiasTilesOf<Config>::kBytes + (cut ? SeenRingOf<Config>::kBytes : 0));
+    load_bias_of_rows(p, shared, block, head, row0, at);
     if (cut && starts_copies<Config>()) load_seen(p, shared, block, head, row0, at);
     load(shared.dout, p.dout_map, p.plan.softmax_d, 0);
     at.advance();

@@ -35,7 +35,7 @@ struct BwdSm90Config {
   // with 128 channels; plain staggered steps lose nothing.
   static constexpr bool kHandsOverLate = !kMayWait || (kStaggered && kFeatures == Features::kPlain);
   static constexpr bool kAwaitsTurns = kMayWait && !kStaggered;  // by a warp of its own; with 128 rows that is slower
-  static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && !has_plain_scores(kFeatures));
+  static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures == Features::kAll);
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));
@@ -76,6 +76,7 @@ struct BwdSm90Shared {
   SharedTile<T, kBlockM, kBlockN> ds[2];
   RowRing<Config, kHeadDim> q, dout;  // with lse and softmax_d
   [[no_unique_address]] SeenRingOf<Config> seen;
+  [[no_unique_address]] BiasTilesOf<Config> bias;
   DqBox<T> dq[Config::kConsumers];
   DqFate dq_fate[Config::kConsumers];
   ptx::SharedBarrier accum_here[Config::kConsumers];

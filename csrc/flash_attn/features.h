@@ -12,7 +12,7 @@ namespace flash::flash_attn {
 enum class Features {
   kPlain,   // scores are scaled products; elements lie in aligned chunks of 16 bytes
   kRanged,  // also key ranges; on sm_90 only
-  kBiased,  // kPlain, and a bias of which TMA copies tiles; in the forward on sm_90 only
+  kBiased,  // kPlain, and a bias of which TMA copies tiles; on sm_90 only
   kAll,  // also softcap, ALiBi, biases, dropout, unaligned rows, the largest score of each row, keys in pages (as the
          // others have in decoding, too), values of another head dim than the keys (as the others have on sm_90, too)
 };
@@ -30,8 +30,6 @@ inline constexpr bool kHasPlainScores = has_plain_scores(kFeatures);
 inline bool has_plain_products(const Problem& p) {
   return p.softcap == 0 && p.alibi_slopes == nullptr && p.rng_state == nullptr;
 }
-
-inline bool has_plain_scores(const Problem& p) { return has_plain_products(p) && p.bias.data == nullptr; }
 
 // Whether rows of x can be moved in aligned chunks of 16 bytes, and 32 bits hold the distance of rows in chunks.
 template <typename Data>
@@ -61,13 +59,15 @@ inline TensorRef<const void> bias_tensor(const Problem& p) {
           .head_dim = 1};
 }
 
-// Whether TMA can copy tiles of the bias, beside those of keys, and there are instances for that. A row that serves all
-// rows is read often, from near caches.
-inline bool has_tiled_bias(const Problem& p) {
+// Whether TMA can copy tiles of the bias, there are no key ranges beside it, and a Plan has instances for that. A row
+// that serves all rows is read often, from near caches.
+template <typename Plan>
+bool has_tiled_bias(const Problem& p) {
   const TensorRef<const void> bias = bias_tensor(p);
   const HeadDims built = sm90_head_dims(p.head_dim, p.head_dim_v);
   return bias.data != nullptr && !p.bias.is_mask && p.bias.dtype == p.dtype && bias.seqlen != 0 &&
-         is_aligned(bias, /*head_dim=*/8) && built.of_keys == built.of_values && built.of_keys <= kMostBiasedHeadDim;
+         is_aligned(bias, /*head_dim=*/8) && p.ranges.data == nullptr && built.of_keys == built.of_values &&
+         built.of_keys <= Plan::kMostBiasedHeadDim;
 }
 
 // Whether instances with less than all features know where values end, in the kernels of a Plan.
@@ -76,21 +76,21 @@ bool fits_values(const Problem& p) {
   return Plan::kPlainHasHeadDimV || p.head_dim_v == p.head_dim;
 }
 
-// The features of a problem, `plain` if it needs nothing but key ranges, in the kernels of a Plan.
+// The features of a problem in the kernels of a Plan. plain: whether it needs nothing but key ranges or a bias.
 template <typename Plan>
 Features features_of(const Problem& p, bool plain) {
-  if (plain && p.ranges.data == nullptr) return Features::kPlain;
-  return plain && Plan::kHasRanged ? Features::kRanged : Features::kAll;
+  if (!plain) return Features::kAll;
+  if (p.bias.data != nullptr) return has_tiled_bias<Plan>(p) ? Features::kBiased : Features::kAll;
+  if (p.ranges.data == nullptr) return Features::kPlain;
+  return Plan::kHasRanged ? Features::kRanged : Features::kAll;
 }
 
 template <typename Plan>
 Features features_of(const FwdParams& p) {
-  const Problem& problem = p.problem;
   const bool finds_keys = Plan::kPlainFindsPages || p.pages.block_table == nullptr;
   const bool plain =
-      has_plain_products(problem) && p.aligned && p.row_max == nullptr && finds_keys && fits_values<Plan>(problem);
-  if (Plan::kHasBiased && plain && problem.ranges.data == nullptr && has_tiled_bias(problem)) return Features::kBiased;
-  return features_of<Plan>(problem, plain && problem.bias.data == nullptr);
+      has_plain_products(p.problem) && p.aligned && p.row_max == nullptr && finds_keys && fits_values<Plan>(p.problem);
+  return features_of<Plan>(p.problem, plain);
 }
 
 inline bool all_aligned(const BwdParams& p) {
@@ -103,7 +103,8 @@ inline bool all_aligned(const BwdParams& p) {
 
 template <typename Plan>
 Features features_of(const BwdParams& p) {
-  return features_of<Plan>(p.problem, has_plain_scores(p.problem) && p.aligned && fits_values<Plan>(p.problem));
+  const bool plain = has_plain_products(p.problem) && p.aligned && fits_values<Plan>(p.problem);
+  return features_of<Plan>(p.problem, plain && p.dbias.data == nullptr);
 }
 
 }  // namespace flash::flash_attn

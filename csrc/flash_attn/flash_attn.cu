@@ -21,7 +21,7 @@ namespace {
 
 template <typename Plan, typename Fn>
 void dispatch_features(Features features, Fn&& fn) {
-  if constexpr (Plan::kHasBiased) {
+  if constexpr (Plan::kMostBiasedHeadDim > 0) {
     dispatch_value<Features::kPlain, Features::kRanged, Features::kBiased, Features::kAll>(features, fn);
   } else if constexpr (Plan::kHasRanged) {
     dispatch_value<Features::kPlain, Features::kRanged, Features::kAll>(features, fn);

@@ -35,13 +35,14 @@ struct FwdSm80Plan {
   static constexpr bool kPlainFindsPages = false;   // whether the instance without other features looks pages up
   static constexpr bool kPlainHasHeadDimV = false;  // and whether values there may have another head dim than keys
   static constexpr bool kHasRanged = false;         // whether there are instances of Features::kRanged
-  static constexpr bool kHasBiased = false;         // and of Features::kBiased
+  static constexpr int kMostBiasedHeadDim = 0;      // the largest with instances of Features::kBiased, if there are any
   Tiling tiling;
   KeySplits splits;
 };
 
 struct DecodePlan {
-  static constexpr bool kPlainFindsPages = true, kPlainHasHeadDimV = false, kHasRanged = false, kHasBiased = false;
+  static constexpr bool kPlainFindsPages = true, kPlainHasHeadDimV = false, kHasRanged = false;
+  static constexpr int kMostBiasedHeadDim = 0;
   Tiling tiling;
   KeySplits splits;
   int warps;                             // of a block
@@ -50,7 +51,8 @@ struct DecodePlan {
 };
 
 struct FwdSm90Plan {
-  static constexpr bool kPlainFindsPages = false, kPlainHasHeadDimV = true, kHasRanged = true, kHasBiased = true;
+  static constexpr bool kPlainFindsPages = false, kPlainHasHeadDimV = true, kHasRanged = true;
+  static constexpr int kMostBiasedHeadDim = 256;
   Tiling tiling;
   bool wide = false;             // whether tiles are those for long sequences
   Divisor section_heads;         // heads that follow one another tile by tile

@@ -23,6 +23,7 @@
 
 #include "common/launch.h"
 #include "common/tensor_map.h"
+#include "flash_attn/bias_tile.cuh"
 #include "flash_attn/fwd_sm90_consumer.cuh"
 #include "flash_attn/fwd_sm90_producer.cuh"
 #include "flash_attn/fwd_sm90_shared.cuh"
@@ -66,9 +67,7 @@ void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
                                                           kWarpgroupRows),
                      .params = p};
   if constexpr (Config::kBiased) {
-    const TensorRef<const void> bias = bias_tensor(problem);
-    args.bias = map_of<typename Shared::Bias>(bias, problem.bias.keys, bias.heads == 0 ? 1 : problem.heads,
-                                              problem.seqlen_q, bias.batch == 0 ? 1 : problem.batch);
+    args.bias = map_of_bias<typename Shared::Bias>(problem);
   }
   const LaunchShape shape{.grid = dim3(p.plan.blocks),
                           .block = dim3(Config::kThreads),

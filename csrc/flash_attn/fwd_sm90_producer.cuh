@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "flash_attn/bias_tile.cuh"
 #include "flash_attn/fwd_sm90_shared.cuh"
 #include "flash_attn/rows.cuh"
 #include "flash_attn/schedule.cuh"
@@ -63,11 +64,9 @@ struct Producer {
     auto& arrived = shared.k_ring.expect_tx(k_at, sizeof(stage));
     load_async(stage, maps.k, keys.first + n * Config::kKeys, work.tile.key_head, keys.batch, arrived,
                Config::channel());
-    if constexpr (Config::kBiased) {  // also of rows and keys that do not exist
-      const BiasRows& strides = p.problem.bias.rows;
-      const int head = strides.heads == 0 ? 0 : work.tile.head;
-      const int entry = strides.batch1 == 0 && strides.batch2 == 0 ? 0 : work.tile.entry;
-      load_async(stage.bias, maps.bias, work.seq.q.first + work.tile.row0, head, entry, arrived, n * Config::kKeys);
+    if constexpr (Config::kBiased) {
+      load_bias(stage.bias, maps.bias, p.problem.bias.rows, work.tile.entry, work.tile.head,
+                work.seq.q.first + work.tile.row0, n * Config::kKeys, arrived);
     }
     k_at.advance();
   }

@@ -7,8 +7,8 @@ namespace flash::flash_attn {
 
 constexpr int kHeadDims[] = {64, 96, 128, 192, 256, 512};
 
-// The largest, and those of S_dmask and of Features::kBiased.
-constexpr int kMostHeadDim = 512, kMostDmaskHeadDim = 256, kMostBiasedHeadDim = 256;
+// The largest, and that of S_dmask.
+constexpr int kMostHeadDim = 512, kMostDmaskHeadDim = 256;
 
 // Returns the smallest compiled head dim that is not less than the problem's, or 0 if there is none. The additional
 // channels are filled with zeros.

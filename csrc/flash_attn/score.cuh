@@ -3,8 +3,8 @@
 //   s = softmax_scale <q, k>;   s <- softcap tanh(s / softcap);   s <- s - slope |i + D - j|;   s <- s + bias(i, j)
 //
 // Plain instances leave the scale to the exponential: they keep <q, k>, and exp(s) is exp2(score_scale_log2 <q, k>).
-// Those of kBiased keep s, and all others log2(e) s. So exponents are differences of what they keep, which are exact
-// where a bias of -1e9, or of the smallest number, has eaten the other digits of all scores of a row.
+// Those of kBiased keep s in the forward, and all others log2(e) s. So exponents are differences of what they keep,
+// which are exact where a bias of -1e9, or of the smallest number, has eaten the other digits of all scores of a row.
 #pragma once
 
 #include <cmath>
@@ -20,7 +20,7 @@ namespace flash::flash_attn {
 constexpr float kLog2e = std::numbers::log2e_v<float>;
 constexpr float kLn2 = std::numbers::ln2_v<float>;
 
-// The factor by which exp2 multiplies the values that a kernel keeps as scores.
+// The factor by which exp2 multiplies the values that a kernel keeps as scores, in the forward.
 template <Features kFeatures>
 __device__ float score_scale_log2(const Problem& p) {
   if constexpr (kFeatures == Features::kBiased) return kLog2e;
