@@ -11,10 +11,10 @@ flash_attn_memory are there for their peak_mb: one sequence of more and more tok
 with backward. The cases flash_attn_features put a sink, key ranges that say what causal says, and documents of 1k
 tokens in rows of 16k beside the calls that do without: "flash_attn" is the plain call, causal, and for documents that
 of variable length. Beside biases, it is the call without one, and "torch" is SDPA with the bias as its mask: of each
-head, for all entries, with and without a gradient of its own, and a mask of bool for all heads. The cases
-flash_attn_exact put the forward of a training step, the backward and both with `use_exact_gradients`, "exact", beside
-those without, and their peak_mb. The cases flash_attn_host are there for their host_us: tensors so small that the host
-takes longer than the GPU.
+head, for all entries, with and without a gradient of its own, and masks of bool for all heads, and for all heads and
+rows. The cases flash_attn_exact put the forward of a training step, the backward and both with `use_exact_gradients`,
+"exact", beside those without, and their peak_mb. The cases flash_attn_host are there for their host_us: tensors so
+small that the host takes longer than the GPU.
 """
 
 import functools
@@ -295,12 +295,13 @@ def in_documents(backward, shape, dtype, device):
 
 
 def biased(backward, shape, dtype, device):
-    """A call without a bias, with one of each head, also in float32 and with a gradient, and with a mask of bool."""
+    """A call without a bias, with one of each head, also in float32 and with a gradient, and with masks of bool."""
     ours, theirs = tensors(shape, dtype, device, requires_grad=backward)
     _, heads, _, seqlen, *_ = shape
     bias = torch.randn(1, heads, seqlen, seqlen, dtype=dtype, device=device)
     leaf = bias.clone().requires_grad_(backward)
-    biases = {"flash_attn": None, "bias": bias, "bias fp32": bias.float(), "mask": bias[:, :1] < 1}
+    mask = bias[:, :1] < 1
+    biases = {"flash_attn": None, "bias": bias, "bias fp32": bias.float(), "mask": mask, "mask of keys": mask[:, :, :1]}
     if backward:
         biases["bias with gradient"] = leaf
     calls = {name: (functools.partial(flash_attn_func, *ours, attn_bias=x), ours) for name, x in biases.items()}

@@ -29,6 +29,7 @@ STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch
     "bias fp32": ("with a bias in float32", "#bbbbbb", "h", "oo"),
     "bias with gradient": ("with a bias that has a gradient", "#666666", "s", "xx"),
     "mask": ("with a mask of bool", "#999999", "p", ".."),
+    "mask of keys": ("with a mask of keys", "#009e73", "<", "||"),
     "torch": ("PyTorch", "#0072b2", "^", "//"),
     "torch with gradient": ("PyTorch, with a gradient of the bias", "#56b4e9", "D", "--"),
     "torch efficient": ("memory-efficient attention of PyTorch", "#56b4e9", "D", "--"),

@@ -43,8 +43,11 @@ argument. All combine with each other and with all of the above.
   along what was broadcast. Dense: broadcasts to (batch, heads, seqlen_q, seqlen_k), or to (batch1, batch2, heads,
   seqlen_q, seqlen_k) with batch1 * batch2 = batch, batch2 varying fastest. Packed tokens: (heads or 1, total_q or 1,
   max_seqlen_k or 1). With a cache, seqlen_k is its capacity. Keys count from the first one of an entry. Kernels read
-  keys in pairs, and make a copy first if their number is odd or the keys of a row are not adjacent. Slow in float64 or
-  with one number for all keys; its gradient is slow with softcap, and if it broadcasts and deterministic is set.
+  keys in pairs, and make a copy first if their number is odd or the keys of a row are not adjacent. Kernels for Hopper
+  also copy, in the forward and in the backward, a bias whose rows do not start at multiples of 16 bytes, and a mask, to
+  two bytes for each element. There a bias in float32 takes several times as long as one in the dtype of q, and so does
+  the backward with a gradient of the bias. Slow in float64 or with one number for all keys; its gradient is slow with
+  softcap, and if it broadcasts and deterministic is set.
 - key_ranges. int32 (batch or 1, heads or 1, seqlen_q, 2 or 4), packed (heads or 1, total_q, 2 or 4): row i sees only
   the keys from start to end - 1, or with four numbers also from start2 to end2 - 1. They are intersected with all other
   masks; bounds may lie outside of the keys, and a range whose end is not above its start is empty. `flash_attn.masks`

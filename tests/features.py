@@ -27,6 +27,8 @@ BIASES = {
     "first of groups": lambda b, h, i, j: (b // 2, 1, h, 1, j),
     "bool": lambda *sizes: sizes,
     "bool keys": lambda *sizes: (*sizes[:-3], 1, 1, sizes[-1]),
+    "bool groups": lambda b, *sizes: (b // 2, 2, *sizes),
+    "bool of the second of groups": lambda b, h, i, j: (1, 2, 1, 1, j),
 }
 GROUPED = [name for name in BIASES if "groups" in name]
 

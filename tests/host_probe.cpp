@@ -122,12 +122,13 @@ const char* find_fwd_plan(const FwdProblem* problem, int64_t* plan) {
 // What decides whether tiles of a bias are copied, by name as in FwdParams, Problem, Bias and BiasRows; `bias` is its
 // address.
 struct BiasedProblem {
-  int64_t batch, head_dim, head_dim_v, packed_q, bias, same_dtype, is_mask;
-  int64_t batch1, batch2, batch2_size, heads, seqlen, softcap, alibi, dropout, ranges, row_max, aligned;
+  int64_t batch, head_dim, head_dim_v, packed_q, bias, same_dtype, is_bool;
+  int64_t batch1, batch2, batch2_size, heads, seqlen, softcap, alibi, dropout, ranges, row_max, aligned, longest_q;
 };
 
 // features: of a problem on sm_90 and on every GPU; how many entries share tiles of a bias on sm_90; features of the
-// backward there, without and with a gradient of the bias.
+// backward there, without and with a gradient of the bias; whether a copy of the bias would be read in tiles in the
+// forward, and in both backwards.
 const char* find_features(const BiasedProblem* problem, int64_t* features) {
   static const int any_int[] = {0, 0};
   static const int64_t any_state[] = {0, 0};
@@ -148,13 +149,15 @@ const char* find_features(const BiasedProblem* problem, int64_t* features) {
   p.problem.ranges.data = problem->ranges ? any_int : nullptr;
   p.problem.bias = {.data = reinterpret_cast<const void*>(problem->bias),
                     .dtype = problem->same_dtype ? DType::kBFloat16 : DType::kFloat32,
-                    .is_mask = problem->is_mask != 0,
+                    .is_bool = problem->is_bool != 0,
+                    .is_mask = false,
                     .keys = 96,
                     .rows = {problem->batch1, problem->batch2, problem->heads, problem->seqlen,
                              Divisor(static_cast<int>(problem->batch2_size))}};
   p.row_max = problem->row_max ? any_maxima : nullptr;
   p.aligned = problem->aligned;
-  const FwdHints hints{96, 96, 0, 132, 227 * 1024, true};
+  const FwdHints hints{problem->longest_q, 96, 0, 132, 227 * 1024, true};
+  const BwdHints bwd_hints{false, true, 132};
   BwdParams bwd{}, with_dbias{};
   bwd.problem = with_dbias.problem = p.problem;
   bwd.aligned = with_dbias.aligned = p.aligned;
@@ -164,7 +167,8 @@ const char* find_features(const BiasedProblem* problem, int64_t* features) {
     answer(features,
            {static_cast<int64_t>(features_of<FwdSm90Plan>(p)), static_cast<int64_t>(features_of<FwdSm80Plan>(p)),
             plan.sharing.value, static_cast<int64_t>(features_of<BwdSm90Plan>(bwd)),
-            static_cast<int64_t>(features_of<BwdSm90Plan>(with_dbias))});
+            static_cast<int64_t>(features_of<BwdSm90Plan>(with_dbias)), wants_tiled_bias(p, hints),
+            wants_tiled_bias(bwd, bwd_hints), wants_tiled_bias(with_dbias, bwd_hints)});
   });
 }
 

@@ -1,5 +1,6 @@
-"""Which operations of torch run."""
+"""Which operations of torch run, and which kernels."""
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -13,3 +14,11 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         self.ops.append(function.name())
         return function(*args, **(kwargs or {}))
+
+
+def kernels_of(fn):
+    """Names of what fn() has the GPU do."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        fn()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events()]

@@ -128,6 +128,8 @@ def calls():
         yield f"features d{head_dim}", lambda d=head_dim: attend_with_features(150, 200, 4, 2, d, exact=d < 200)
     for head_dim in (64, 96, 128, 192, 256):  # whose tiles come with the keys on Hopper
         yield f"bias d{head_dim}", lambda d=head_dim: attend(200, 264, 4, 2, d, attn_bias=random_tensor(1, 4, 200, 264))
+        mask = random_tensor(2, 1, 1, 261) < 1
+        yield f"mask d{head_dim}", lambda d=head_dim, mask=mask: attend(200, 261, 4, 2, d, attn_bias=mask)
     yield "192/128", lambda: attend(150, 300, 4, 2, 192, 128, causal=True)
     yield "192/128 with features", lambda: attend_with_features(200, 150, 2, 2, 192, 128)
     yield "chunks", lambda: attend(200, 200, 2, 2, 128, attention_chunk=70)

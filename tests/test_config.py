@@ -111,7 +111,7 @@ class Biased:
     packed_q: bool = False
     bias: int = 4096
     same_dtype: bool = True
-    is_mask: bool = False
+    is_bool: bool = False
     batch1: int = 2 * 96 * 96
     batch2: int = 0
     batch2_size: int = 1
@@ -123,12 +123,17 @@ class Biased:
     ranges: bool = False
     row_max: bool = False
     aligned: bool = True
+    longest_q: int = 96
 
 
 def features_of(host, problem):
     """On sm_90 and on every GPU, how many entries share a bias, and of the backward without and with its gradient."""
+    return find_features(host, problem)[:5]
+
+
+def find_features(host, problem):
     fields = torch.tensor([int(field) for field in dataclasses.astuple(problem)])
-    return tuple(numbers(host, 5, "find_features", fields))
+    return tuple(numbers(host, 8, "find_features", fields))
 
 
 ALL_SHARE = dict(batch1=0, batch2=0, batch2_size=4)
@@ -136,7 +141,8 @@ ALL_SHARE = dict(batch1=0, batch2=0, batch2_size=4)
 
 @pytest.mark.parametrize("sharing, changes", [
     *((1, dict(head_dim=dim, head_dim_v=dim)) for dim in (40, *HEAD_DIMS)),
-    *((1, changes) for changes in (dict(head_dim_v=96), dict(heads=0), dict(seqlen=104, heads=1 << 20))),
+    *((1, dict([change])) for change in (("head_dim_v", 96), ("heads", 0), ("seqlen", 0))),
+    (1, dict(seqlen=104, heads=1 << 20)),
     (4, ALL_SHARE), (4, dict(ALL_SHARE, heads=0)), (1, dict(ALL_SHARE, packed_q=True)),
     (1, dict(batch1=4 * 9216, batch2=2 * 9216, batch2_size=2)), (1, dict(batch1=0, batch2=9216, batch2_size=4)),
 ])  # fmt: skip
@@ -147,15 +153,28 @@ def test_problems_whose_bias_is_copied_in_tiles(host, sharing, changes):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(same_dtype=False), dict(is_mask=True), dict(bias=4098), dict(seqlen=0), dict(seqlen=98), dict(heads=9220),
+    dict(same_dtype=False), dict(is_bool=True), dict(bias=4098), dict(seqlen=98), dict(heads=9220),
     dict(batch1=2, batch2=0), dict(batch1=0, batch2=9216, batch2_size=2), dict(batch1=9216, batch2=0, batch2_size=2),
     dict(head_dim=192), dict(head_dim=264, head_dim_v=264), dict(softcap=1), dict(alibi=True), dict(dropout=True),
     dict(ranges=True), dict(aligned=False),
 ])  # fmt: skip
 def test_problems_whose_bias_is_loaded(host, changes):
-    """Elements of other sizes, rows that do not start with a chunk or serve all, entries in two dimensions; other
-    instances."""
+    """Elements of other sizes, rows that do not start with a chunk, entries in two dimensions; other instances."""
     assert features_of(host, Biased(**changes)) == (ALL, ALL, 1, ALL, ALL)
+
+
+@pytest.mark.parametrize("changes, forward, backward", [
+    (dict(is_bool=True, same_dtype=False), True, True), (dict(bias=4098), True, True), (dict(seqlen=98), True, True),
+    (dict(), True, True), (dict(same_dtype=False), False, False), (dict(head_dim=192, head_dim_v=192), True, False),
+    (dict(row_max=True), False, True), (dict(longest_q=4), False, True), (dict(longest_q=30), False, True),
+    (dict(head_dim=192), False, False), (dict(head_dim=264, head_dim_v=264), False, False),
+    (dict(softcap=1), False, False), (dict(alibi=True), False, False), (dict(dropout=True), False, False),
+    (dict(ranges=True), False, False), (dict(aligned=False), False, False),
+    (dict(batch1=9216, batch2=0, batch2_size=2), False, False),
+])  # fmt: skip
+def test_problems_whose_bias_is_copied_first(host, changes, forward, backward):
+    """Only where kernels then read tiles: those for many rows, of a bias whose gradient is not wanted."""
+    assert find_features(host, Biased(**changes))[5:] == (forward, backward, False)
 
 
 def test_largest_scores_beside_a_bias(host):

@@ -13,6 +13,7 @@ from attention_calls import dense, dense_oracle, op, op_arguments, options_of, p
 from cases import LAYOUTS, Case, cover, covering_sample, laid_out, params, sample, slow_or_cuda, uncovered
 from compare import assert_error_ratio, assert_same_but_for_rounding
 from problems import FACTORS, SMALL, Problem, apart, check, cumulative, make_problem, possible, terms_of_gradients
+from recorder import kernels_of
 
 from flash_attn import (
     flash_attn_func,
@@ -178,14 +179,6 @@ def test_compact_backward_runs_with_little_shared_memory(head_dim, device, littl
     out = flash_attn_func(q, q, q)
     (name,) = (name for name in kernels_of(out.sum().backward) if "::bwd_kernel<" in name)
     assert re.search(r"BwdConfig<[^<>]*, true>", name)
-
-
-def kernels_of(fn):
-    """Names of the kernels that fn() runs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        fn()
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events()]
 
 
 SEVERAL_BLOCKS_OF_KEYS = [

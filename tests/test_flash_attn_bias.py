@@ -12,6 +12,7 @@ import torch
 from cases import Case, cover, uncovered
 from compare import assert_error_ratio
 from features import BIASES, GROUPED, Featured
+from recorder import kernels_of
 
 from flash_attn import _library, flash_attn_func, flash_attn_varlen_func
 from flash_attn._ops import flash_attn_features as with_features
@@ -89,14 +90,15 @@ def test_head_dims(head_dim, head_dim_v, portable, bias, device, monkeypatch, in
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# A bias of which Hopper's forward copies tiles: each row has its own, in chunks of 16 bytes and the dtype of q
+# Biases of which Hopper's kernels copy tiles: in the dtype of q, or masks. Rows that do not start at chunks of 16 bytes
+# are moved first.
 
 TILED = dict(
-    lengths=[(200, 336), (333, 200), (70, 72), (129, 128)],
+    lengths=[(200, 336), (333, 200), (70, 72), (129, 128), (90, 77)],
     heads=[(4, 4), (6, 2), (4, 1)],
     head_dim=[64, 40, 96, 128, 192, 256],
     dtype=["bf16", "fp16"],
-    bias=["all", "heads", "entries", "groups"],
+    bias=["all", "heads", "entries", "groups", "keys", "first of groups", "bool", "bool keys"],
     fixed_bias=[False, True],
     causal=[False, True],
     window=[(-1, -1), (20, -1), (70, 9)],
@@ -122,6 +124,30 @@ def test_sample_of_tiles_has_every_pair_of_values():
 @pytest.mark.parametrize("case", [make(**row, portable=False) for row in TILED_ROWS], ids=str)
 def test_sample_of_tiles(case, device, in_kernels):
     case.check(device)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("softcap, head_dim, seqlen_q, in_tiles", [
+    (0.0, 128, 150, True), (0.0, 64, 150, True), (1.0, 128, 150, False), (0.0, 50, 150, False), (0.0, 128, 3, False),
+])  # fmt: skip
+@pytest.mark.parametrize("sizes, dtype", [
+    ((2, 1, 1, 301), torch.bool), ((150, 304), torch.bool), ((1, 4, 150, 301), torch.bfloat16),
+])  # fmt: skip
+def test_which_biases_are_copied_for_tiles(sizes, dtype, softcap, head_dim, seqlen_q, in_tiles, device):
+    """On Hopper: where kernels then have tiles, and nowhere else."""
+    if torch.cuda.get_device_capability(device)[0] != 9:
+        pytest.skip("needs a GPU of compute capability 9")
+    inputs = Case(seqlen_q=seqlen_q, seqlen_k=sizes[-1], head_dim=head_dim).tensors(device)
+    *leaves, dout = (x.requires_grad_() for x in inputs)
+    bias = torch.randn(*sizes[:-2], min(sizes[-2], seqlen_q), sizes[-1], device=device)
+    bias = bias < 1 if dtype == torch.bool else bias.to(dtype)
+    forward = kernels_of(lambda: flash_attn_func(*leaves, attn_bias=bias, softcap=softcap))
+    out = flash_attn_func(*leaves, attn_bias=bias, softcap=softcap)
+    backward = kernels_of(lambda: torch.autograd.grad(out, leaves, dout))
+    for kernels, tiled in ((forward, in_tiles), (backward, in_tiles or seqlen_q == 3)):
+        assert any("Features)2" in name for name in kernels) == tiled, kernels  # kBiased
+        if dtype == torch.bool:
+            assert any("log" in name for name in kernels) == tiled, kernels
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -280,6 +306,59 @@ def test_numbers_that_hide(tiled, fixed, lowest, seqlen_q, portable, device, mon
     assert all(x.isfinite().all() for x in grads)
     most_dv = dout.float().abs().sum(1).unflatten(1, (2, 2)).sum(2)  # weights are at most 1
     assert (grads[2].float().abs() <= 1.01 * most_dv[:, None]).all()
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("rows, seqlen_k", [(1, 304), (150, 304), (150, 301), (1, 301)])
+def test_masks_that_hide(rows, seqlen_k, portable, device, monkeypatch, in_kernels):
+    """A row that sees nothing is empty. Entry 0 hides all keys, and entry 1 those from the 152nd on."""
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
+    q, k, v, dout = Case(seqlen_q=150, seqlen_k=seqlen_k, heads_k=2).tensors(device)
+    mask = torch.zeros(2, 1, rows, seqlen_k, dtype=torch.bool, device=device)
+    mask[1, ..., :152] = True
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = flash_attn_func(*leaves, attn_bias=mask, return_lse=True)
+    grads = torch.autograd.grad(out, leaves, dout)
+    assert (out[0] == 0).all() and (lse[0] == math.inf).all() and all((x[0] == 0).all() for x in grads)
+    shorter = [q[1:], k[1:, :152], v[1:, :152]]
+    seen = flash_attn_func(*shorter)
+    torch.testing.assert_close(out[1:], seen, atol=1e-2, rtol=1e-2)
+    for grad, of_seen in zip(grads, torch.autograd.grad(seen, shorter, dout[1:]), strict=True):
+        torch.testing.assert_close(grad[1:, : of_seen.shape[1]], of_seen, atol=1e-2, rtol=1e-2)
+        assert (grad[1, of_seen.shape[1] :] == 0).all()
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("rows", [1, 150])
+def test_keys_that_a_mask_hides_may_be_nan(rows, portable, device, monkeypatch, in_kernels):
+    """But for the gradient of queries, a product with the keys."""
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
+    q, k, v, dout = Case(seqlen_q=150, seqlen_k=304, heads_k=2).tensors(device)
+    mask = torch.rand(2, 1, 1, 304, device=device) < 0.7
+    hidden = ~mask.transpose(1, 3)
+    results = []
+    for number in (0, math.nan, math.inf, -math.inf):
+        leaves = [x.detach().requires_grad_() for x in (k.masked_fill(hidden, number), v)]
+        out, lse, max_logit = flash_attn_func(
+            q, *leaves, attn_bias=mask.expand(-1, -1, rows, -1), return_lse=True, return_max_logit=True
+        )
+        results.append([out, lse, max_logit, *torch.autograd.grad(out, leaves, dout)])
+        results[-1] += flash_attn_func(q, *leaves, attn_bias=mask.expand(-1, -1, rows, -1), return_lse=True)
+    for other in results[1:]:
+        for one, same in zip(results[0], other, strict=True):
+            assert torch.equal(one, same)
+
+
+@pytest.mark.parametrize("portable", [False, True])
+def test_nan_among_the_keys_that_a_mask_shows(portable, device, monkeypatch, in_kernels):
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
+    q, k, v, dout = Case(seqlen_q=150, seqlen_k=304, heads_k=2).tensors(device)
+    k[0, 200] = math.nan
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*leaves, attn_bias=torch.arange(304, device=device) > 20)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+    for grad in torch.autograd.grad(out, leaves, dout):
+        assert grad[0].isnan().any() and grad[1].isfinite().all()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

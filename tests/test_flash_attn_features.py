@@ -130,7 +130,7 @@ SAME = {  # options, and others that say the same
     "all keys are used": (dict(seqused_k=full(90, 2)), {}),
     "bias as bool": (
         dict(attn_bias=torch.arange(90) % 3 > 0),
-        dict(attn_bias=torch.where(torch.arange(90) % 3 > 0, 0.0, -math.inf)),
+        dict(attn_bias=torch.where(torch.arange(90) % 3 > 0, 0.0, -math.inf).bfloat16()),
     ),
     "bias of more dimensions": (
         dict(attn_bias=torch.arange(90.0)),

@@ -84,7 +84,9 @@ inline int section_of_waiting_blocks(const Problem& p) { return is_causal(p) ? 1
 inline int instance_on_sm90(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v).of_keys; }
 
 // Whether the instance is that without other features.
-inline bool is_plain(const Problem& p) { return features_of<BwdSm90Plan>(p, has_plain_products(p)) == Features::kPlain; }
+inline bool is_plain(const Problem& p) {
+  return features_of<BwdSm90Plan>(p, has_plain_products(p)) == Features::kPlain;
+}
 
 // The bytes of q, dout and dq_accum that the blocks of a key head read and add to.
 inline int64_t row_bytes_of_head(const Problem& p) {
@@ -121,6 +123,11 @@ inline bool suits_sm90(const BwdParams& p) {
   const Problem& problem = p.problem;
   const bool empty = problem.batch == 0 || problem.heads == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
   return p.aligned && !empty;
+}
+
+// As in fwd_planner.h.
+inline bool wants_tiled_bias(const BwdParams& p, const BwdHints& hints) {
+  return hints.has_sm90 && suits_sm90(p) && p.dbias.data == nullptr && could_tile_bias<BwdSm90Plan>(p.problem);
 }
 
 // Whether bwd_sm90.cuh may choose the order of rows: plain instances have kernels for that, if no block waits. With key

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "flash_attn/bias_tile.cuh"
 #include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_ranges.cuh"
 #include "flash_attn/bwd_schedule.cuh"
@@ -70,11 +71,11 @@ struct BiasTiles {
   using Tile = SharedTile<typename Config::T, Config::kBlockM, Config::kBlockN>;
   Tile tiles[Config::kStages];
 
-  static constexpr int kBytes = sizeof(Tile);
+  __device__ static int bytes(const BiasRows& strides) { return bytes_of_bias<Tile>(strides); }
 };
 
 struct NoBiasTiles {
-  static constexpr int kBytes = 0;
+  __device__ static int bytes(const BiasRows&) { return 0; }
 };
 template <typename Config>
 using BiasTilesOf = std::conditional_t<Config::kFeatures == Features::kBiased, BiasTiles<Config>, NoBiasTiles>;

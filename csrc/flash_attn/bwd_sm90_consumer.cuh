@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "flash_attn/bias_tile.cuh"
 #include "flash_attn/bwd_elementwise.cuh"
 #include "flash_attn/bwd_plan.h"
 #include "flash_attn/bwd_sm90_barriers.cuh"
@@ -99,7 +100,7 @@ struct BwdConsumer {
   }
 
   // The rows that see all of the block's keys, among them those that do not exist: their probabilities are 0 anyway,
-  // unless they have a bias, of other rows, that may be NaN.
+  // unless they have a bias, of other rows, that may be NaN or inf.
   __device__ Interval whole_rows() const {
     const Mask& mask = block.mask;
     if (block.keys.last >= mask.seqlen_k) return {0, -1};
@@ -184,8 +185,11 @@ struct BwdConsumer {
     const ScorePlace place = place_of(head, rows);
     const auto lse_log2 = [&](int c) { return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]); };
     if constexpr (kBiased) {
-      const auto bias = load_transposed<T, Config::kBlockM>(shared.bias.tiles[at.stage], key0);
-      scale_and_add(s, p.problem.softmax_scale * kLog2e, bias, lse_log2);
+      const auto bias =
+          load_transposed<T, Config::kBlockM>(shared.bias.tiles[at.stage], key0, has_one_row(p.problem.bias.rows));
+      const float scale_log2 = p.problem.softmax_scale * kLog2e;
+      p.problem.bias.is_mask ? scale_and_add<true>(s, scale_log2, bias, lse_log2)
+                             : scale_and_add<false>(s, scale_log2, bias, lse_log2);
     }
     const auto hide = [&] {
       if (has_ranges<Config::kFeatures>(p.problem)) {

@@ -70,7 +70,8 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
       load_async(ring.tiles[at.stage], map, first + row0, head, batch, here);
       ptx::copy_bytes_async(ptx::shared_address(ring.values_of(at)), values + index, ring.kValueBytes, here);
     };
-    load(shared.q, p.q_map, p.plan.lse_log2, BiasTilesOf<Config>::kBytes + (cut ? SeenRingOf<Config>::kBytes : 0));
+    const int bytes_of_bias = BiasTilesOf<Config>::bytes(p.problem.bias.rows);
+    load(shared.q, p.q_map, p.plan.lse_log2, bytes_of_bias + (cut ? SeenRingOf<Config>::kBytes : 0));
     load_bias_of_rows(p, shared, block, head, row0, at);
     if (cut && starts_copies<Config>()) load_seen(p, shared, block, head, row0, at);
     load(shared.dout, p.dout_map, p.plan.softmax_d, 0);

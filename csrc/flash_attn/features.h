@@ -59,15 +59,27 @@ inline TensorRef<const void> bias_tensor(const Problem& p) {
           .head_dim = 1};
 }
 
-// Whether TMA can copy tiles of the bias, there are no key ranges beside it, and a Plan has instances for that. A row
-// that serves all rows is read often, from near caches.
+// Whether a Plan has instances of kBiased for the head dims of a problem, and there are no key ranges.
+template <typename Plan>
+bool takes_tiled_bias(const Problem& p) {
+  const HeadDims built = sm90_head_dims(p.head_dim, p.head_dim_v);
+  return p.ranges.data == nullptr && built.of_keys == built.of_values && built.of_keys <= Plan::kMostBiasedHeadDim;
+}
+
+// Whether TMA can copy tiles of the bias, whose strides may be 0, to instances of a Plan.
 template <typename Plan>
 bool has_tiled_bias(const Problem& p) {
   const TensorRef<const void> bias = bias_tensor(p);
-  const HeadDims built = sm90_head_dims(p.head_dim, p.head_dim_v);
-  return bias.data != nullptr && !p.bias.is_mask && p.bias.dtype == p.dtype && bias.seqlen != 0 &&
-         is_aligned(bias, /*head_dim=*/8) && p.ranges.data == nullptr && built.of_keys == built.of_values &&
-         built.of_keys <= Plan::kMostBiasedHeadDim;
+  const bool is_in_tiles =
+      bias.data != nullptr && !p.bias.is_bool && p.bias.dtype == p.dtype && is_aligned(bias, /*head_dim=*/8);
+  return is_in_tiles && takes_tiled_bias<Plan>(p);
+}
+
+// The same of a copy of the bias, if no other feature forbids it. Numbers in fp32 would lose bits in such a copy.
+template <typename Plan>
+bool could_tile_bias(const Problem& p) {
+  const bool fits = p.bias.is_bool || p.bias.dtype == p.dtype;
+  return fits && bias_tensor(p).data != nullptr && has_plain_products(p) && takes_tiled_bias<Plan>(p);
 }
 
 // Whether instances with less than all features know where values end, in the kernels of a Plan.

@@ -192,6 +192,12 @@ inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
          rows_enough && (few_keys || 5 * blocks >= 2 * hints.multiprocessors);
 }
 
+// Whether the kernel of a problem would read its bias in tiles if that, or a mask in its place, lay as TMA needs it.
+inline bool wants_tiled_bias(const FwdParams& p, const FwdHints& hints) {
+  return !suits_decoding(p.problem, hints) && suits_sm90(p, hints) && p.row_max == nullptr &&
+         could_tile_bias<FwdSm90Plan>(p.problem);
+}
+
 // Whether sequences are long enough for the wide tile. Where rows differ in how many keys they see, large tiles compute
 // more scores that the mask hides.
 inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {

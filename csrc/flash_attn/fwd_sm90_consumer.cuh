@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "flash_attn/bias_tile.cuh"
 #include "flash_attn/fwd_sm90_shared.cuh"
 #include "flash_attn/fwd_steps.cuh"
 #include "flash_attn/rows.cuh"
@@ -137,12 +138,17 @@ struct Consumer {
 
   // In instances of kBiased, the bias of the keys whose turn it is.
   __device__ TiledBias load_bias() const {
-    TiledBias bias{};
-    if constexpr (Config::kBiased) load_matrices(bias, shared.k[k_at.stage].bias, warp_row);
-    return bias;
+    if constexpr (Config::kBiased) {
+      return load_rows<T, Config::kKeys>(shared.k[k_at.stage].bias, warp_row, has_one_row(p.problem.bias.rows));
+    } else {
+      return {};
+    }
   }
   __device__ void add_bias(Scores<Config>& s, const TiledBias& bias) const {
-    if constexpr (Config::kBiased) scale_and_add(s, p.problem.softmax_scale, bias);
+    if constexpr (Config::kBiased) {
+      const float scale = p.problem.softmax_scale;
+      p.problem.bias.is_mask ? scale_and_add<true>(s, scale, bias) : scale_and_add<false>(s, scale, bias);
+    }
   }
 
   __device__ void begin(Scores<Config>& s, const TiledBias& bias, const Work& work, bool cut) {

@@ -61,7 +61,9 @@ struct Producer {
     const Span& keys = work.seq.k;
     auto& stage = shared.k[k_at.stage];
     shared.k_ring.wait_empty(k_at);
-    auto& arrived = shared.k_ring.expect_tx(k_at, sizeof(stage));
+    int bytes = sizeof(typename Shared::Keys);
+    if constexpr (Config::kBiased) bytes += bytes_of_bias<typename Shared::Bias>(p.problem.bias.rows);
+    auto& arrived = shared.k_ring.expect_tx(k_at, bytes);
     load_async(stage, maps.k, keys.first + n * Config::kKeys, work.tile.key_head, keys.batch, arrived,
                Config::channel());
     if constexpr (Config::kBiased) {

@@ -83,17 +83,6 @@ __device__ auto right_loader(const AlongRows<Tile, kShares>& x) {
   return BlockLoader<Tile, false, true, kShares>(x.tile, 0, x.first);
 }
 
-// A warp reads a fragment from rows row0 .. of a tile.
-template <typename T, int kRows, int kCols, typename Tile>
-__device__ void load_matrices(PackedFragment<T, kRows, kCols>& fragment, const Tile& tile, int row0) {
-  const auto blocks = left_loader(along_cols(tile, row0));
-#pragma unroll
-  for (int slab = 0; slab < kRows / 16; ++slab) {
-#pragma unroll
-    for (int step = 0; step < kCols / 16; ++step) blocks.load(fragment.values[slab][step], slab, step);
-  }
-}
-
 // c += left right, contracting kDepth elements.
 template <int kDepth, int kRows, int kCols, typename Left, typename Right>
 __device__ void gemm(Fragment<kRows, kCols>& c, const Left& left, const Right& right) {

@@ -123,15 +123,29 @@ __device__ void store_transposed(Tile& tile, const PackedFragment<T, 16, kCols>&
   }
 }
 
-// The inverse: reads 16 columns of a tile, from col0 on, as a warp's 16 rows.
+// The inverse: reads 16 columns of a tile, from col0 on, as a warp's 16 rows. repeats: all rows of the tile are as the
+// first, and only that is there.
 template <typename T, int kCols, typename Tile>
-__device__ PackedFragment<T, 16, kCols> load_transposed(const Tile& tile, int col0) {
+__device__ PackedFragment<T, 16, kCols> load_transposed(const Tile& tile, int col0, bool repeats = false) {
   const int row = lane_id() / 16 * 8 + lane_id() % 8, chunk = col0 / Tile::kChunk + lane_id() / 8 % 2;
-  const uint32_t origin = tile.address(row, chunk);
+  const uint32_t origin = tile.address(repeats ? 0 : row, chunk), step_bytes = repeats ? 0 : Tile::distance(16, 0);
   PackedFragment<T, 16, kCols> fragment;
 #pragma unroll
   for (int step = 0; step < kCols / 16; ++step) {
-    ptx::load_matrices_transposed(fragment.values[0][step], origin + Tile::distance(16 * step, 0));
+    ptx::load_matrices_transposed(fragment.values[0][step], origin + step * step_bytes);
+  }
+  return fragment;
+}
+
+// A warp reads 16 rows of a tile, from row0 on. repeats: as above.
+template <typename T, int kCols, typename Tile>
+__device__ PackedFragment<T, 16, kCols> load_rows(const Tile& tile, int row0, bool repeats) {
+  const uint32_t origin = tile.address(repeats ? 0 : row0 + lane_id() % 16, lane_id() / 16);
+  PackedFragment<T, 16, kCols> fragment;
+#pragma unroll
+  for (int step = 0; step < kCols / 16; ++step) {
+    const uint32_t in_page = origin ^ Tile::flip(2 * step);
+    ptx::load_matrices(fragment.values[0][step], in_page + Tile::distance(0, 2 * step / Tile::kPageChunks));
   }
   return fragment;
 }

@@ -295,7 +295,7 @@ def test_the_expected_gradient_comes(reduction, monkeypatch, device):
     monkeypatch.setattr(
         xentropy, "redo_", lambda dlogits, *args: came.append(torch.equal(*args[:2])) or real(dlogits, *args)
     )
-    module = CrossEntropyLoss(reduction=reduction)
+    module = CrossEntropyLoss(reduction=reduction, gradient_in_forward=True)
     for rows, scale in ((1, 1), (7, 1), (49, 0.3), (1000, 0.3), (41, 0.3), (41, 1), (41, 1)):
         logits, labels = torch.randn(rows, 5, device=device), torch.arange(rows, device=device) % 5
         labels[1::3] = -100
@@ -305,28 +305,39 @@ def test_the_expected_gradient_comes(reduction, monkeypatch, device):
     assert came == [True, True, False, True, True, False, True]
 
 
-CHOICES = [  # options of the module, dtype, the op of its forward
-    (dict(), "bf16", "fwd_bwd"),
-    (dict(reduction="sum"), "fp32", "fwd_bwd"),
-    (dict(reduction="none"), "bf16", "fwd"),
-    (dict(reduction="none", gradient_in_forward=True), "bf16", "fwd_bwd"),
-    (dict(), "fp16", "fwd_bwd"),
-    (dict(gradient_in_forward=False), "bf16", "fwd"),
-    (dict(inplace_backward=True), "bf16", "fwd"),
-    (dict(inplace_backward=True, gradient_in_forward=True), "bf16", "fwd_bwd_"),
-    (dict(inplace_backward=True, gradient_in_forward=True), "fp16", "fwd"),
+CHOICES = [  # options of the module, dtype, classes, the op of its forward
+    (dict(), "bf16", 8192, "fwd_bwd"),
+    (dict(), "bf16", 8191, "fwd"),
+    (dict(), "fp32", 8000, "fwd"),
+    (dict(reduction="sum"), "fp32", 8192, "fwd_bwd"),
+    (dict(reduction="none"), "bf16", 8192, "fwd"),
+    (dict(reduction="none", gradient_in_forward=True), "bf16", 16, "fwd_bwd"),
+    (dict(), "fp16", 8192, "fwd_bwd"),
+    (dict(gradient_in_forward=False), "bf16", 8192, "fwd"),
+    (dict(inplace_backward=True), "bf16", 8192, "fwd"),
+    (dict(gradient_in_forward=True), "bf16", 16, "fwd_bwd"),
+    (dict(inplace_backward=True, gradient_in_forward=True), "bf16", 16, "fwd_bwd_"),
+    (dict(inplace_backward=True, gradient_in_forward=True), "fp16", 16, "fwd"),
 ]
 
 
-@pytest.mark.parametrize(("options", "dtype", "op"), CHOICES, ids=str)
-def test_which_op_the_module_runs(options, dtype, op):
-    logits, labels = torch.randn(4, 16).to(DTYPES[dtype]), torch.tensor([3, -100, 15, 0])
+@pytest.mark.parametrize(("options", "dtype", "classes", "op"), CHOICES, ids=str)
+def test_which_op_the_module_runs(options, dtype, classes, op, monkeypatch):
+    monkeypatch.setattr(xentropy, "LEAST_BYTES_AT_ONCE", 4 * 8192 * 2)
+    logits, labels = torch.randn(4, classes).to(DTYPES[dtype]), torch.tensor([3, -100, 15, 0])
     module = CrossEntropyLoss(**options)
     for wants_gradient in (False, True):
         with Recorder() as recorder:
             module(logits.requires_grad_(wants_gradient) * 1, labels)
         ran = [name for name in recorder.ops if name.startswith("flash_attn::")]
         assert ran == [f"flash_attn::xentropy_{op if wants_gradient else 'fwd'}"]
+
+
+def test_small_logits_take_two_passes():
+    assert xentropy.LEAST_BYTES_AT_ONCE > 1 << 20
+    with Recorder() as recorder:
+        CrossEntropyLoss()(torch.randn(4, 16384).requires_grad_() * 1, torch.arange(4))
+    assert [name for name in recorder.ops if name.startswith("flash_attn::")] == ["flash_attn::xentropy_fwd"]
 
 
 def test_rows_that_are_aligned_in_another_way_take_two_passes():
@@ -931,7 +942,8 @@ def test_graph_capture(device):
 def test_graph_capture_of_both_directions(device):
     """No part of a step waits for the device."""
     logits, labels, _ = Case().draw(device)
-    leaf, graph, module = torch.zeros_like(logits).requires_grad_(), torch.cuda.CUDAGraph(), CrossEntropyLoss()
+    leaf, graph = torch.zeros_like(logits).requires_grad_(), torch.cuda.CUDAGraph()
+    module = CrossEntropyLoss(gradient_in_forward=True)
 
     def step():
         return torch.autograd.grad(module(leaf, labels), leaf)[0]
