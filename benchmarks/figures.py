@@ -21,6 +21,7 @@ STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch
     "flash_attn level 2": ("this library, checkpoint_lvl=2", "#999999", "p", ".."),
     "flash_attn apart": ("this library, layers apart", "#bbbbbb", "h", "oo"),
     "padded": ("this library, values padded to the width of keys", "#bbbbbb", "h", "oo"),
+    "two_passes": ("this library, in two passes", "#bbbbbb", "h", "oo"),
     "exact": ("this library, exact gradients", "#666666", "s", "xx"),
     "sink": ("with a sink", "#56b4e9", "D", "--"),
     "ranges": ("key ranges", "#009e73", "<", "||"),

@@ -78,15 +78,27 @@ def _exact():
             yield case, f"{plain.tflops:.0f}", f"{exact.tflops:.0f}", f"{plain.ms / exact.ms:.3f}"
 
 
-def _models():
+def _of_models(op):
+    """(case, rows of this library, of transformers, and of transformers compiled)."""
     rows = _rows("models")
-    yield "ms", "this library", "transformers", "transformers, compiled"
-    for op, case, provider in rows:
-        if provider == "flash_attn":
-            names = ("flash_attn", "transformers", "transformers compiled")
-            found = [rows.get((op, case, name)) for name in names]
-            what = "a step of training" if op == "train" else "a token"
-            yield f"{what}: {case}", *(f"{row.ms:.4g}" if row else "" for row in found)
+    for found, case, provider in rows:
+        if (found, provider) == (op, "flash_attn"):
+            yield case, [rows[op, case, name] for name in ("flash_attn", "transformers", "transformers compiled")]
+
+
+def _models():
+    """Steps of training: milliseconds and the GB of gradients and of what the step needs for a while."""
+    peers = "transformers", "compiled"
+    yield "a step of training", "this library, ms", *peers, "this library, GB", *peers
+    for case, found in _of_models("train"):
+        yield case, *(f"{row.ms:.4g}" for row in found), *(f"{row.peak_mb / 1000:.1f}" for row in found)
+
+
+def _decoding():
+    """Milliseconds of a token, and this library's share of the rate at which the GPU copies."""
+    yield "a token: model, sequences x tokens", "this library", "transformers", "compiled", "share of the copy rate"
+    for case, found in _of_models("decode"):
+        yield case, *(f"{row.ms:.4g}" for row in found), f"{found[0].share:.2f}"
 
 
 def _training():
@@ -119,6 +131,7 @@ TABLES = {
     "head_dims": _head_dims,
     "exact": _exact,
     "models": _models,
+    "decoding": _decoding,
     "training": _training,
     "slower": _slower,
 }

@@ -150,7 +150,6 @@ const char* find_features(const BiasedProblem* problem, int64_t* features) {
   p.problem.bias = {.data = reinterpret_cast<const void*>(problem->bias),
                     .dtype = problem->same_dtype ? DType::kBFloat16 : DType::kFloat32,
                     .is_bool = problem->is_bool != 0,
-                    .is_mask = false,
                     .keys = 96,
                     .rows = {problem->batch1, problem->batch2, problem->heads, problem->seqlen,
                              Divisor(static_cast<int>(problem->batch2_size))}};

@@ -361,11 +361,11 @@ Tensor copied_in_groups(Tensor bias, int group, ScalarType dtype) {
 // copy.
 void place_bias(Problem& p, OptionalTensor& bias, const Tensor& q, bool tiled) {
   if (!bias) return;
-  p.bias.is_mask = tiled && p.bias.is_bool;
-  if (p.bias.is_mask) p.bias.is_bool = false, p.bias.dtype = p.dtype;
-  const ScalarType dtype = p.bias.is_mask ? q.scalar_type() : bias->scalar_type();
+  const bool was_bool = p.bias.is_bool;
+  if (tiled) p.bias.is_bool = false, p.bias.dtype = p.dtype;
+  const ScalarType dtype = tiled ? q.scalar_type() : bias->scalar_type();
   const int group = tiled ? 8 : 2, per_batch1 = batch2_size(*bias, p);
-  if (p.bias.is_mask || !is_in_groups(*bias, group, p.bias.is_bool ? 1 : size_of(p.bias.dtype))) {
+  if (was_bool != p.bias.is_bool || !is_in_groups(*bias, group, was_bool ? 1 : size_of(p.bias.dtype))) {
     bias = copied_in_groups(*bias, group, dtype);
   }
   p.bias.data = bias->const_data_ptr();

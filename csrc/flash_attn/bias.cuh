@@ -44,24 +44,15 @@ __device__ float biased(float score, float bias) {
   return score + fmaxf(bias * kLog2e, bias * 0.7f - 1e38f);
 }
 
-// Two adjacent elements of a bias; of a mask, what scores are at most: inf or -inf.
-template <typename T, bool kIsMask>
-__device__ float2 unpack_bias(uint32_t pair) {
-  constexpr uint32_t kInfinities = std::is_same_v<T, __half> ? 0x7c007c00 : 0x7f807f80;  // which -inf has with its sign
-  return ptx::unpack<T>(kIsMask ? pair | kInfinities : pair);
-}
-
 // Turns products into s: scaled, and with the bias added. In these units the lowest number stays finite.
-template <bool kIsMask, typename T, int kRows, int kCols>
+template <typename T, int kRows, int kCols>
 __device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale, const PackedFragment<T, kRows, kCols>& bias) {
 #pragma unroll
   for (int r = 0; r < kRows / 8; ++r) {
 #pragma unroll
     for (int i = 0; i < kCols / 8; ++i) {
-      const float2 pair = unpack_bias<T, kIsMask>(bias.pair(r, i));
-      float &first = s(r, 2 * i), &second = s(r, 2 * i + 1);
-      first = kIsMask ? fminf(first * scale, pair.x) : first * scale + pair.x;
-      second = kIsMask ? fminf(second * scale, pair.y) : second * scale + pair.y;
+      const float2 pair = ptx::unpack<T>(bias.pair(r, i));
+      s(r, 2 * i) = s(r, 2 * i) * scale + pair.x, s(r, 2 * i + 1) = s(r, 2 * i + 1) * scale + pair.y;
     }
   }
 }

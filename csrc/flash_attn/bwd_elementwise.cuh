@@ -86,7 +86,7 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
 }
 
 // The same with the bias in registers, from products: scale_log2 is log2(e) softmax_scale.
-template <bool kIsMask, typename T, int kRows, int kCols, typename LseLog2>
+template <typename T, int kRows, int kCols, typename LseLog2>
 __device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale_log2, const PackedFragment<T, kRows, kCols>& bias,
                               LseLog2&& lse_log2) {
 #pragma unroll
@@ -94,10 +94,9 @@ __device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale_log2, const
     const float2 lse = lse_log2(c);
 #pragma unroll
     for (int r = 0; r < s.kLaneRows; ++r) {
-      const float2 pair = unpack_bias<T, kIsMask>(bias.pair(r, c / 2));
-      const float first = s(r, c) * scale_log2, second = s(r, c + 1) * scale_log2;
-      s(r, c) = fminf(kIsMask ? fminf(first, pair.x) : biased<T>(first, pair.x), lse.x);
-      s(r, c + 1) = fminf(kIsMask ? fminf(second, pair.y) : biased<T>(second, pair.y), lse.y);
+      const float2 pair = ptx::unpack<T>(bias.pair(r, c / 2));
+      s(r, c) = fminf(biased<T>(s(r, c) * scale_log2, pair.x), lse.x);
+      s(r, c + 1) = fminf(biased<T>(s(r, c + 1) * scale_log2, pair.y), lse.y);
     }
   }
 }

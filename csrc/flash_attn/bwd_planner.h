@@ -136,19 +136,19 @@ inline bool may_reorder_rows(const Problem& p, bool in_order) {
   return instance_on_sm90(p) <= 128 && is_plain(p) && !in_order;
 }
 
-// Up to how many keys bwd_sm90.cuh rounds dQ, of head dims up to 64 with a choice of the order of rows, and up to 128.
+// Up to how many keys bwd_sm90.cuh rounds dQ, of head dims up to 64, and up to 128.
 constexpr int kMostRoundedKeys64 = 4096, kMostRoundedKeys128 = 2048;
 
 // Whether bwd_sm90.cuh rounds dQ. That saves the time to fill dq_accum with zeros and to read it, but blocks wait for
 // one another, and all begin with the same rows: few keys gain, and many lose. Head dim 64 gains with any number of
-// keys where blocks begin with the same rows anyway. Packed entries cannot: the first block stores whole boxes of rows,
-// which would reach into the next entry.
+// keys where blocks wait anyway. Packed entries cannot: the first block stores whole boxes of rows, which would reach
+// into the next entry.
 inline bool rounds_dq(const Problem& p, bool in_order) {
   const int head_dim = instance_on_sm90(p);
-  const int most_keys = head_dim > 128                  ? 0
-                        : head_dim > 64                 ? kMostRoundedKeys128
-                        : may_reorder_rows(p, in_order) ? kMostRoundedKeys64
-                                                        : kMaxSeqlen;
+  const int most_keys = head_dim > 128  ? 0
+                        : head_dim > 64 ? kMostRoundedKeys128
+                        : in_order      ? kMaxSeqlen
+                                        : kMostRoundedKeys64;
   return p.cu_seqlens_q == nullptr && p.seqlen_k <= most_keys;
 }
 

@@ -187,9 +187,7 @@ struct BwdConsumer {
     if constexpr (kBiased) {
       const auto bias =
           load_transposed<T, Config::kBlockM>(shared.bias.tiles[at.stage], key0, has_one_row(p.problem.bias.rows));
-      const float scale_log2 = p.problem.softmax_scale * kLog2e;
-      p.problem.bias.is_mask ? scale_and_add<true>(s, scale_log2, bias, lse_log2)
-                             : scale_and_add<false>(s, scale_log2, bias, lse_log2);
+      scale_and_add(s, p.problem.softmax_scale * kLog2e, bias, lse_log2);
     }
     const auto hide = [&] {
       if (has_ranges<Config::kFeatures>(p.problem)) {

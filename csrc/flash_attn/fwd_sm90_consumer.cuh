@@ -145,10 +145,7 @@ struct Consumer {
     }
   }
   __device__ void add_bias(Scores<Config>& s, const TiledBias& bias) const {
-    if constexpr (Config::kBiased) {
-      const float scale = p.problem.softmax_scale;
-      p.problem.bias.is_mask ? scale_and_add<true>(s, scale, bias) : scale_and_add<false>(s, scale, bias);
-    }
+    if constexpr (Config::kBiased) scale_and_add(s, p.problem.softmax_scale, bias);
   }
 
   __device__ void begin(Scores<Config>& s, const TiledBias& bias, const Work& work, bool cut) {

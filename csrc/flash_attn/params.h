@@ -40,7 +40,6 @@ struct Bias {
   const void* data;  // (batch1, batch2, heads, rows of an entry, keys); packed: (heads, total_q, keys); null: none
   DType dtype;       // fp32 or that of the queries
   bool is_bool;      // whether elements are bool instead, true for a key that is seen
-  bool is_mask;      // whether elements are 0, or -inf for a key that is hidden whatever its score, also NaN; in tiles
   int keys;          // how many a row of it has, an even number
   BiasRows rows;
 };
