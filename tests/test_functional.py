@@ -78,6 +78,45 @@ def test_entropy(name, device):
     torch.testing.assert_close([x.double() for x in grads], list(expected), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_entropy_of_peaked_rows(dtype, device):
+    """Scores are hundreds, and the entropy is far smaller than what rounding takes off their mean."""
+    q, k = (x.to(dtype) for x in CASE.tensors(device)[:2])
+    q, empty = 40 * q, torch.zeros(1, 1, 40, 2, dtype=torch.int32, device=device)
+    leaves = [x.double().requires_grad_() for x in (q, k)]
+    p = exact_weights(*leaves)
+    exact = -(p * p.where(p > 0, 1).log()).sum(-1)
+    found = functional.entropy(q.requires_grad_(), k.requires_grad_())
+    assert found.amin() >= 0
+    torch.testing.assert_close(found, exact.float(), atol=5e-3, rtol=2**-7)
+    expected = torch.autograd.grad(exact.sum(), leaves)
+    for one, two in zip(torch.autograd.grad(found.sum(), (q, k)), expected, strict=True):
+        assert (one - two).norm() < 8 * torch.finfo(dtype).eps * two.norm()
+    nothing = functional.entropy(q, k, key_ranges=empty)
+    assert not any(x.any() for x in (nothing, *torch.autograd.grad(nothing.sum(), (q, k))))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_entropy_transformed(dtype, device):
+    """Gradients in a graph, and in transforms of torch.func, are those of autograd."""
+    q, k = (x.requires_grad_() for x in CASE.but(dtype=dtype).tensors(device)[:2])
+
+    def gradients(q, k):
+        return torch.autograd.grad(functional.entropy(q, k, causal=True).sum(), (q, k))
+
+    def of_one(q, k):
+        return functional.entropy(q[None], k[None], causal=True).sum()
+
+    expected = gradients(q, k)
+    tolerance = dict(atol=1e-5, rtol=1e-4) if dtype == "fp32" else dict(atol=0.02, rtol=0.02)
+    torch.testing.assert_close(torch.vmap(torch.func.grad(of_one, (0, 1)))(q, k), expected, **tolerance)
+    compiled = torch.compile(functional.entropy, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(q, k, causal=True).sum(), (q, k))
+    torch.testing.assert_close(found, expected)
+    _, tangent = torch.func.jvp(lambda q: functional.entropy(q, k, causal=True), (q,), (q,))
+    torch.testing.assert_close(tangent.sum(), (expected[0] * q).float().sum(), **tolerance)
+
+
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_combine(dtype, device):
     """Merged results of parts, and their gradients, are those of all keys; a sink counts in the part that has it."""

@@ -36,6 +36,7 @@ _LAYOUT = "If the layout is (batch, heads, seqlen, head_dim), as in scaled_dot_p
 block_size_n = reference.block_size_n
 unpack = with_features.unpack
 S_DMASK_MULTIPLE = 128
+_FEW = 8  # channels that kernels load in a chunk of 16 bytes
 exact_gradients = False  # what `forward` takes for the option; see flash_attn/precision.py
 
 
@@ -202,8 +203,22 @@ def row_statistics(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor
 
 
 def _few_values(k):
-    """Values for a call whose output nobody wants: as few as kernels load in chunks of 16 bytes."""
-    return k[..., :8]
+    """Values for a call whose output nobody wants."""
+    return k[..., :_FEW]
+
+
+def mean_keys(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Returns the mean of the keys by the weights of each row, float32 and 0 for a row without keys, and softmax_lse.
+
+    Differentiable. options: those of `score_arguments`. Kernels multiply keys by weights rounded to 16 bits, which do
+    not sum to 1: values of 1 beside the keys find the sum of these weights, by which the mean is divided.
+    """
+    arguments, features = score_arguments(q, k, **options)
+    sink, bias, *rest = features
+    values = F.pad(k, (0, _FEW), value=1)
+    out, lse, _, out_lo = with_features.fwd_with_residue(q, k, values, sink, bias, *arguments, *rest)
+    out = with_features.unrounded(out, out_lo)
+    return out[..., :-_FEW] / out[..., -1:].clamp(min=0.5), lse  # 0 of a row without keys, and nearly 1 of others
 
 
 def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) -> Tensor:
