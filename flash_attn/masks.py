@@ -29,6 +29,8 @@ __all__ = [
     "top_left_causal",
 ]
 
+_FAR = torch.iinfo(torch.int32).max  # farther than any key
+
 
 def documents(cu_seqlens: Tensor, seqlen: int) -> Tensor:
     """Each token sees the tokens of its own document.
@@ -95,7 +97,7 @@ def prefix_lm(prefix: Tensor | int, seqlen_q: int, seqlen_k: int | None = None) 
     prefix = torch.as_tensor(prefix)
     own = _own_key(seqlen_q, seqlen_k, prefix.device)
     end = torch.maximum(own + 1, prefix.reshape(-1, 1))
-    return _ranges(torch.zeros_like(end), end.clamp(min=0))[:, None]
+    return _ranges(torch.zeros_like(end), end)[:, None]
 
 
 def image_groups(ids: Tensor, window: int = -1) -> Tensor:
@@ -164,10 +166,10 @@ def sink_and_window(
     left, right = checks.window(window_size)
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     own = _own_key(seqlen_q, seqlen_k, device)
-    start = (own - left).clamp(min=0) if left >= 0 else torch.zeros_like(own)
+    start = own - left if left >= 0 else torch.zeros_like(own)
     end = own + right + 1 if right >= 0 else torch.full_like(own, seqlen_k)
     first = _ranges(torch.zeros_like(own), torch.full_like(own, sinks))
-    return torch.cat([first, _ranges(start, end.clamp(min=0))], -1)[None]
+    return torch.cat([first, _ranges(start, end)], -1)[None]
 
 
 def top_left_causal(seqlen_q: int, device: torch.device | str | None = None) -> Tensor:
@@ -234,7 +236,7 @@ def from_bool(keep: Tensor) -> Tensor | None:
 
 
 def _ranges(start: Tensor, end: Tensor) -> Tensor:
-    return torch.stack(torch.broadcast_tensors(start, end), -1).int()
+    return torch.stack(torch.broadcast_tensors(start, end), -1).clamp(0, _FAR).int()
 
 
 def _own_key(seqlen_q: int, seqlen_k: int | None, device: torch.device | str | None) -> Tensor:

@@ -105,6 +105,22 @@ def test_builders_break_no_graph(name):
     assert torch.equal(torch.compile(build, fullgraph=True, backend="eager")(), build())
 
 
+FAR = 2**31  # a size that int32 does not hold
+WIDE = {  # builders with sizes beyond every key hide none
+    "prefix": lambda: masks.prefix_lm(FAR, 2),
+    "prefix of each entry": lambda: masks.prefix_lm(torch.tensor([FAR]), 2),
+    "images and a window": lambda: masks.image_groups(torch.tensor([0, 0]), FAR),
+    "chunks": lambda: masks.chunks(FAR, 2),
+    "sinks": lambda: masks.sink_and_window(FAR, (0, 0), 2),
+    "a window": lambda: masks.sink_and_window(0, (FAR, FAR), 2),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_sizes_beyond_every_key(name):
+    assert masks.to_bool(WIDE[name](), 2).all()
+
+
 BAD = {
     "cu_seqlens of floats": (lambda: masks.documents(torch.zeros(3), 4), TypeError, "cu_seqlens must have dtype"),
     "cu_seqlens of three dimensions": (lambda: masks.documents(IDS[None], 4), ValueError, "cu_seqlens must have 1 dim"),
