@@ -13,7 +13,6 @@ from torch import Tensor
 
 from flash_attn._errors import ArgumentError
 from flash_attn._ops import checks, flash_attn
-from flash_attn.flash_attn_interface import flash_attn_func
 
 __all__ = ["column_sums", "combine", "entropy", "row_max", "row_max_and_sum", "weights"]
 
@@ -37,6 +36,7 @@ def combine(
         (out, lse) without the first dimension. A row that sees no key has 0 and +inf.
 
     Example:
+        >>> from flash_attn import flash_attn_func
         >>> q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
         >>> parts = [flash_attn_func(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 3), slice(3, 8))]
         >>> out, lse = combine(*(torch.stack(x) for x in zip(*parts)))
@@ -84,6 +84,7 @@ def row_max_and_sum(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tenso
         Two float32 tensors (batch, heads, seqlen_q) without a gradient; -inf and 0 for a row without keys.
 
     Example:
+        >>> from flash_attn import flash_attn_func
         >>> q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 9, 2, 16)
         >>> top, total = row_max_and_sum(q, k)
         >>> _, lse = flash_attn_func(q, k, k, return_lse=True)
@@ -114,34 +115,29 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None = None, **options: 
     return flash_attn.weights(q, k, softmax_lse, **options)
 
 
+@torch.no_grad()
 def column_sums(q: Tensor, k: Tensor, last_rows: int | None = None, **options: Any) -> Tensor:
-    """The weight that each key receives, summed over all rows or the last ones.
+    """The weight that each key receives, summed over all rows or the last ones, without a gradient.
 
     A measure of importance by which caches evict keys (H2O, arXiv:2306.14048; SnapKV, arXiv:2404.14469). It is the
-    gradient of attention for values of one channel, so it runs where the backward does, rounded to the dtype of q.
+    gradient of softmax_lse for a bias of each key, so it runs where the backward does; an attn_bias of its own for each
+    row takes the memory of float32 (batch, heads, seqlen_q, seqlen_k) besides.
 
     Arguments:
-        last_rows: how many rows at the end count; None means all.
+        last_rows: how many rows at the end count, of the used ones with seqused_q; None means all.
 
     Returns:
-        (batch, heads, seqlen_k) of q's dtype.
+        float32 (batch, heads, seqlen_k), whatever the dtype of q.
 
     Example:
         >>> q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 9, 2, 16)
         >>> column_sums(q, k, last_rows=1).sum(-1).allclose(torch.ones(2, 4))
         True
     """
-    if q.dim() != 4 or k.dim() != 4:
-        checks.ndim("q", q, "(batch, seqlen_q, heads, head_dim)")
-        checks.ndim("k", k, "(batch, seqlen_k, heads_k, head_dim)")
-    first = 0 if last_rows is None else max(0, q.shape[1] - checks.whole("last_rows", last_rows))
-    with torch.enable_grad():
-        keys = k.detach().repeat_interleave(q.shape[2] // max(1, k.shape[2]), 2)
-        values = keys.new_zeros(*keys.shape[:-1], 1).requires_grad_()
-        out = flash_attn_func(q.detach(), keys, values, **options)
-        row = torch.arange(q.shape[1], device=q.device)[:, None, None]
-        (sums,) = torch.autograd.grad(out, values, (row >= first).to(out.dtype).expand_as(out))
-    return sums[..., 0].transpose(1, 2)
+    if last_rows is not None:
+        last_rows = checks.whole("last_rows", last_rows)
+        checks.number("last_rows", last_rows, last_rows >= 0, "at least 0")
+    return flash_attn.column_sums(q, k, last_rows, **options)
 
 
 def entropy(

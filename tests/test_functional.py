@@ -51,6 +51,51 @@ def test_weights_and_their_sums(name, device):
         assert_error_ratio(*three)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_column_sums_are_counts_in_float32(dtype, device):
+    """Of more rows than float16 holds, and not a number of bfloat16."""
+    q, k = torch.zeros(1, 70001, 1, 8, dtype=dtype, device=device), torch.zeros(1, 1, 1, 8, dtype=dtype, device=device)
+    assert functional.column_sums(q, k).tolist() == [[[70001.0]]]
+
+
+BIASES = {
+    "of each row": lambda: torch.randn(40, 70),
+    "mask": lambda: torch.rand(4, 40, 70) < 0.7,
+    "of one key": lambda: torch.randn(40, 1),
+    "of each entry of a group": lambda: torch.randn(1, 2, 4, 1, 70),
+    "of each group": lambda: torch.randn(2, 1, 1, 1, 70, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_column_sums_beside_a_bias(name, device):
+    q, k = CASE.tensors(device)[:2]
+    options = dict(attn_bias=BIASES[name]().to(device), softcap=3.0, learnable_sink=SINK.to(device))
+    expected = functional.weights(q, k, **options).sum(2)
+    torch.testing.assert_close(functional.column_sums(q, k, **options), expected)
+
+
+@pytest.mark.parametrize("last_rows", [0, 3, 40, None])
+def test_column_sums_of_used_rows(last_rows, device):
+    q, k = CASE.tensors(device)[:2]
+    options = dict(seqused_q=torch.tensor([12, 40], dtype=torch.int32, device=device), causal=True)
+    rows = 40 if last_rows is None else last_rows
+    weights = functional.weights(q, k, **options)
+    expected = torch.stack([x[:, max(0, used - rows) : used].sum(1) for x, used in zip(weights, (12, 40), strict=True)])
+    torch.testing.assert_close(functional.column_sums(q, k, last_rows, **options), expected)
+
+
+def test_column_sums_transformed(device):
+    q, k = CASE.tensors(device)[:2]
+    expected = functional.column_sums(q, k, 5, causal=True)
+    with torch.inference_mode():
+        assert torch.equal(functional.column_sums(q.clone(), k.clone(), 5, causal=True), expected)
+    compiled = torch.compile(functional.column_sums, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q.requires_grad_(), k, 5, causal=True), expected)
+    each = torch.vmap(lambda q, k: functional.column_sums(q[None], k[None], 5, causal=True)[0])
+    torch.testing.assert_close(each(q, k), expected)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_row_max_and_sum(name, device):
     q, k, ours, theirs = problem(name, device)
@@ -177,6 +222,10 @@ BAD = {
     "a number": (lambda q, k: functional.combine(1, q), TypeError, "outs must be a torch.Tensor"),
     "packed queries": (lambda q, k: functional.column_sums(q[0], k), ValueError, "q must have 4 dimensions"),
     "an unknown option": (lambda q, k: functional.row_max(q, k, bias=q), TypeError, "bias"),
+    "a list": (lambda q, k: functional.column_sums([1], k), TypeError, "q must be a torch.Tensor, found list"),
+    "rows before the last": (
+        lambda q, k: functional.column_sums(q, k, -1), ValueError, "last_rows must be at least 0, found -1"
+    ),
     "half a row": (lambda q, k: functional.column_sums(q, k, 0.5), ValueError, "last_rows must be a whole number"),
     "lse of other shape": (lambda q, k: functional.weights(q, k, q), ValueError, "softmax_lse must have shape"),
 }  # fmt: skip

@@ -231,6 +231,38 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) ->
     return with_features.weights(q, k, softmax_lse, sink, bias, *arguments, *rest)
 
 
+def column_sums(q: Tensor, k: Tensor, last_rows: int | None, **options: Any) -> Tensor:
+    """Returns the sum of the weights of each key in the last rows, or in all; float32 (batch, heads, seqlen_k).
+
+    It is the gradient of the sum of softmax_lse over these rows, by a bias of each key. options: those of
+    `score_arguments`.
+    """
+    arguments, features = score_arguments(q, k, **options)
+    sink, bias, *rest = features
+    values = _few_values(k)
+    nothing = q.new_zeros(*q.shape[:-1], values.shape[-1])
+    lse = with_features.fwd_features(q, k, values, sink, bias, *arguments, *rest)[1]
+    row = torch.arange(q.shape[1], device=q.device)
+    end = q.shape[1] if features.seqused_q is None else features.seqused_q[:, None, None]
+    counts = torch.ones_like(row, dtype=torch.bool) if last_rows is None else row >= end - last_rows
+    bias = _bias_of_each_key(bias, lse, k.shape[1])
+    *_, sums = with_features.bwd_features(
+        nothing, q, k, values, nothing, lse, counts.float().expand_as(lse), None, True, sink, bias, *arguments, *rest
+    )
+    return sums.sum(3).flatten(0, 1).float()
+
+
+def _bias_of_each_key(bias, lse, seqlen_k):
+    """Returns a bias as the op with features takes it, or 0, with a float32 number for each entry, head and key."""
+    batch, heads, _ = lse.shape
+    if bias is None:
+        return lse.new_zeros(batch, 1, heads, 1, seqlen_k)
+    if bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=lse.dtype).masked_fill(~bias, -math.inf)
+    batch2 = bias.shape[1] if bias.shape[1] > 1 else batch // max(1, bias.shape[0])
+    return bias + lse.new_zeros(batch // max(1, batch2), batch2, heads, 1, seqlen_k)
+
+
 def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
     """Check num_splits for forwards that choose their splits by themselves: other packages pass it nevertheless."""
     if block_table is not None and checks.whole("num_splits", num_splits) > 1:
