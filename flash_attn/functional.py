@@ -92,7 +92,7 @@ def row_max_and_sum(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tenso
         True
     """
     lse, top = flash_attn.row_statistics(q, k, **options)
-    return top, torch.where(lse == math.inf, 0, (lse - top).exp())
+    return top, torch.where(top == -math.inf, 0, (lse - top).exp())
 
 
 @torch.no_grad()

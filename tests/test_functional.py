@@ -107,6 +107,16 @@ def test_row_max_and_sum(name, device):
     torch.testing.assert_close(top, (weights.amax(-1).log() + lse).nan_to_num(nan=-math.inf).float())
 
 
+@pytest.mark.parametrize("sink", [None, SINK])
+def test_row_max_and_sum_of_rows_that_see_nothing(sink, device):
+    q, k = CASE.tensors(device)[:2]
+    empty = torch.zeros(1, 1, 40, 2, dtype=torch.int32, device=device)
+    top, total = functional.row_max_and_sum(
+        q, k, key_ranges=empty, learnable_sink=None if sink is None else sink.to(device)
+    )
+    assert torch.all(top == -math.inf) and torch.all(total == 0)
+
+
 @pytest.mark.parametrize("name", ["plain", "causal", "ranges"])
 def test_entropy(name, device):
     q, k, ours, theirs = problem(name, device)
