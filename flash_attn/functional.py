@@ -1,8 +1,9 @@
 """Statistics of attention (weights, their sums, maxima, entropy), and the merging of partial results.
 
-None of these functions holds a seqlen_q x seqlen_k tensor, except `weights`, which returns one. Keyword arguments are
-those of `flash_attn.flash_attn_func`; where a function takes `**options`, it takes all of that function's that change
-scores and masks. Tensors are dense, (batch, seqlen, heads, head_dim), or packed where cu_seqlens are said to be taken.
+None of these functions holds a seqlen_q x seqlen_k tensor, but for `weights`, which returns one, and `column_sums`
+beside some biases. Keyword arguments are those of `flash_attn.flash_attn_func`; where a function takes `**options`, it
+takes all of that function's that change scores and masks, so neither dropout nor what is returned. Tensors are dense,
+(batch, seqlen, heads, head_dim); `combine` takes packed ones, too.
 """
 
 import math
