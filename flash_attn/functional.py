@@ -6,16 +6,19 @@ takes all of that function's that change scores and masks, so neither dropout no
 (batch, seqlen, heads, head_dim); `combine` takes packed ones, too.
 """
 
+import inspect
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_attn._errors import ArgumentError
+from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._ops import checks, flash_attn
 
 __all__ = ["column_sums", "combine", "entropy", "row_max", "row_max_and_sum", "weights"]
+
+_OPTIONS = tuple(inspect.signature(flash_attn.score_arguments).parameters)[2:]  # after q and k
 
 
 def combine(
@@ -64,6 +67,7 @@ def combine(
     return merged if out is None else out.copy_(merged), lse.masked_fill(empty, math.inf)
 
 
+@torch.no_grad()
 def row_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     """The largest score of each row, before a sink; float32 (batch, heads, seqlen_q), -inf for a row without keys.
 
@@ -74,7 +78,7 @@ def row_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
         >>> row_max(q, k, causal=True).shape
         torch.Size([2, 4, 8])
     """
-    return row_max_and_sum(q, k, **options)[0]
+    return flash_attn.row_statistics(q, k, **_named("row_max", options))[1]
 
 
 @torch.no_grad()
@@ -92,7 +96,7 @@ def row_max_and_sum(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tenso
         >>> torch.allclose(top + total.log(), lse, atol=1e-5)
         True
     """
-    lse, top = flash_attn.row_statistics(q, k, **options)
+    lse, top = flash_attn.row_statistics(q, k, **_named("row_max_and_sum", options))
     return top, torch.where(top == -math.inf, 0, (lse - top).exp())
 
 
@@ -113,7 +117,7 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None = None, **options: 
         >>> weights(q, k).sum(-1).allclose(torch.ones(2, 4, 8))
         True
     """
-    return flash_attn.weights(q, k, softmax_lse, **options)
+    return flash_attn.weights(q, k, softmax_lse, **_named("weights", options))
 
 
 @torch.no_grad()
@@ -138,7 +142,7 @@ def column_sums(q: Tensor, k: Tensor, last_rows: int | None = None, **options: A
     if last_rows is not None:
         last_rows = checks.whole("last_rows", last_rows)
         checks.number("last_rows", last_rows, last_rows >= 0, "at least 0")
-    return flash_attn.column_sums(q, k, last_rows, **options)
+    return flash_attn.column_sums(q, k, last_rows, **_named("column_sums", options))
 
 
 def entropy(
@@ -177,3 +181,11 @@ def entropy(
     empty = lse == math.inf
     found = (lse.masked_fill(empty, 0) - score).masked_fill(empty, 0)
     return found - found.detach().clamp(max=0)  # not below 0, with the derivative that it has there
+
+
+def _named(function: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a public function, after a check of their names."""
+    for name in options:
+        if name not in _OPTIONS:
+            raise ArgumentTypeError(f"{function}() takes the options {', '.join(_OPTIONS)}, found {name}")
+    return options

@@ -231,7 +231,18 @@ BAD = {
     "lses of other shape": (lambda q, k: functional.combine(q, q), ValueError, "lses must have shape"),
     "a number": (lambda q, k: functional.combine(1, q), TypeError, "outs must be a torch.Tensor"),
     "packed queries": (lambda q, k: functional.column_sums(q[0], k), ValueError, "q must have 4 dimensions"),
-    "an unknown option": (lambda q, k: functional.row_max(q, k, bias=q), TypeError, "bias"),
+    "an unknown option": (
+        lambda q, k: functional.row_max(q, k, bias=q), TypeError, r"^row_max\(\) takes .*attn_bias, .*found bias$"
+    ),
+    "packed rows": (
+        lambda q, k: functional.row_max_and_sum(q, k, cu_seqlens_q=q),
+        TypeError, r"^row_max_and_sum\(\) takes .*found cu_seqlens_q$"
+    ),
+    "dropout": (lambda q, k: functional.weights(q, k, dropout_p=0.5), TypeError, r"^weights\(\) .*found dropout_p$"),
+    "another result": (
+        lambda q, k: functional.column_sums(q, k, return_lse=True),
+        TypeError, r"^column_sums\(\) takes .*found return_lse$"
+    ),
     "a list": (lambda q, k: functional.column_sums([1], k), TypeError, "q must be a torch.Tensor, found list"),
     "rows before the last": (
         lambda q, k: functional.column_sums(q, k, -1), ValueError, "last_rows must be at least 0, found -1"
