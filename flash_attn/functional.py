@@ -18,6 +18,7 @@ from flash_attn._ops import checks, flash_attn
 
 __all__ = ["column_sums", "combine", "entropy", "row_max", "row_max_and_sum", "weights"]
 
+_FLOATS = (*flash_attn.DTYPES, torch.float64)
 _OPTIONS = tuple(inspect.signature(flash_attn.score_arguments).parameters)[2:]  # after q and k
 
 
@@ -32,12 +33,12 @@ def combine(
 
     Arguments:
         outs: (parts, .., seqlen_q, heads, head_dim), packed or dense.
-        lses: float32 (parts, .., heads, seqlen_q); +inf and -inf say that a row sees no key of that part.
+        lses: floating-point (parts, .., heads, seqlen_q); +inf and -inf say that a row sees no key of that part.
         out: written and returned, if given.
         out_dtype: that of out, or else that of outs, by default. Sums are in float32 at least.
 
     Returns:
-        (out, lse) without the first dimension. A row that sees no key has 0 and +inf.
+        (out, lse) without the first dimension; lse is float32. A row that sees no key has 0 and +inf.
 
     Example:
         >>> from flash_attn import flash_attn_func
@@ -47,16 +48,20 @@ def combine(
         >>> torch.allclose(out, flash_attn_func(q, k, v), atol=1e-5)
         True
     """
-    checks.tensor("outs", outs)
-    checks.tensor("lses", lses, device=outs.device)
+    checks.tensor("outs", outs, dtypes=_FLOATS)
+    checks.tensor("lses", lses, dtypes=_FLOATS, device=outs.device)
     if outs.dim() < 4 or lses.shape != (*outs.shape[:-3], outs.shape[-2], outs.shape[-3]):
         raise ArgumentError(
             "lses must have shape (parts, .., heads, seqlen_q) for outs (parts, .., seqlen_q, heads, head_dim), found "
             f"{tuple(lses.shape)} for {tuple(outs.shape)}"
         )
-    dtype = out_dtype or (outs if out is None else out).dtype
+    if out_dtype is not None and out_dtype not in _FLOATS:
+        raise ArgumentTypeError(f"out_dtype must be {' or '.join(map(str, _FLOATS))}, found {out_dtype!r}")
     if out is not None:
-        checks.tensor("out", out, dtypes=(dtype,), shape=tuple(outs.shape[1:]), device=outs.device)
+        dtypes = _FLOATS if out_dtype is None else (out_dtype,)
+        checks.tensor("out", out, dtypes=dtypes, shape=tuple(outs.shape[1:]), device=outs.device)
+    dtype = out_dtype or (outs if out is None else out).dtype
+    lses = lses.to(torch.promote_types(lses.dtype, torch.float32))
     lses = lses.masked_fill(lses == math.inf, -math.inf)
     empty = (lses == -math.inf).all(0)
     lse = lses.masked_fill(empty, 0).logsumexp(0)
@@ -64,7 +69,7 @@ def combine(
     # A part that saw nothing may hold anything.
     held = outs.masked_fill((lses == -math.inf).transpose(-1, -2)[..., None], 0)
     merged = (held * share.transpose(-1, -2)[..., None]).sum(0).to(dtype)
-    return merged if out is None else out.copy_(merged), lse.masked_fill(empty, math.inf)
+    return merged if out is None else out.copy_(merged), lse.masked_fill(empty, math.inf).float()
 
 
 @torch.no_grad()

@@ -220,7 +220,24 @@ def test_combine_into_a_tensor(out_dtype, device):
     assert functional.combine(outs, lses)[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_combine_returns_lse_in_float32(dtype, device):
+    outs, lses = torch.randn(3, 2, 8, 4, 16, device=device), torch.randn(3, 2, 4, 8, device=device).to(dtype)
+    out, lse = functional.combine(outs, lses)
+    assert out.dtype == lse.dtype == torch.float32
+    torch.testing.assert_close(lse, lses.double().logsumexp(0).float())
+
+
 BAD = {
+    "lses of integers": (lambda q, k: functional.combine(q[None], k.long()), TypeError, "lses must have dtype"),
+    "outs of integers": (lambda q, k: functional.combine(q.long(), k), TypeError, "outs must have dtype"),
+    "a dtype by name": (
+        lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out_dtype="bf16"),
+        TypeError, "out_dtype must be torch.float16 or .*, found 'bf16'",
+    ),
+    "out of integers": (
+        lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out=q.long()), TypeError, "out must have dtype"
+    ),
     "out of other shape": (
         lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out=q[:1]), ValueError, "out must have shape"
     ),
