@@ -1,21 +1,25 @@
 """Statistics of attention (weights, their sums, maxima, entropy), and the merging of partial results.
 
-None of these functions holds a seqlen_q x seqlen_k tensor, except `weights`, which returns one. Keyword arguments are
-those of `flash_attn.flash_attn_func`; where a function takes `**options`, it takes all of that function's that change
-scores and masks. Tensors are dense, (batch, seqlen, heads, head_dim), or packed where cu_seqlens are said to be taken.
+None of these functions holds a seqlen_q x seqlen_k tensor, but for `weights`, which returns one, and `column_sums`
+beside some biases. Keyword arguments are those of `flash_attn.flash_attn_func`; where a function takes `**options`, it
+takes all of that function's that change scores and masks, so neither dropout nor what is returned. Tensors are dense,
+(batch, seqlen, heads, head_dim); `combine` takes packed ones, too.
 """
 
+import inspect
 import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_attn._errors import ArgumentError
+from flash_attn._errors import ArgumentError, ArgumentTypeError
 from flash_attn._ops import checks, flash_attn
-from flash_attn.flash_attn_interface import flash_attn_func
 
 __all__ = ["column_sums", "combine", "entropy", "row_max", "row_max_and_sum", "weights"]
+
+_FLOATS = (*flash_attn.DTYPES, torch.float64)
+_OPTIONS = tuple(inspect.signature(flash_attn.score_arguments).parameters)[2:]  # after q and k
 
 
 def combine(
@@ -29,30 +33,35 @@ def combine(
 
     Arguments:
         outs: (parts, .., seqlen_q, heads, head_dim), packed or dense.
-        lses: float32 (parts, .., heads, seqlen_q); +inf and -inf say that a row sees no key of that part.
+        lses: floating-point (parts, .., heads, seqlen_q); +inf and -inf say that a row sees no key of that part.
         out: written and returned, if given.
         out_dtype: that of out, or else that of outs, by default. Sums are in float32 at least.
 
     Returns:
-        (out, lse) without the first dimension. A row that sees no key has 0 and +inf.
+        (out, lse) without the first dimension; lse is float32. A row that sees no key has 0 and +inf.
 
     Example:
+        >>> from flash_attn import flash_attn_func
         >>> q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
         >>> parts = [flash_attn_func(q, k[:, s], v[:, s], return_lse=True) for s in (slice(0, 3), slice(3, 8))]
         >>> out, lse = combine(*(torch.stack(x) for x in zip(*parts)))
         >>> torch.allclose(out, flash_attn_func(q, k, v), atol=1e-5)
         True
     """
-    checks.tensor("outs", outs)
-    checks.tensor("lses", lses, device=outs.device)
+    checks.tensor("outs", outs, dtypes=_FLOATS)
+    checks.tensor("lses", lses, dtypes=_FLOATS, device=outs.device)
     if outs.dim() < 4 or lses.shape != (*outs.shape[:-3], outs.shape[-2], outs.shape[-3]):
         raise ArgumentError(
             "lses must have shape (parts, .., heads, seqlen_q) for outs (parts, .., seqlen_q, heads, head_dim), found "
             f"{tuple(lses.shape)} for {tuple(outs.shape)}"
         )
-    dtype = out_dtype or (outs if out is None else out).dtype
+    if out_dtype is not None and out_dtype not in _FLOATS:
+        raise ArgumentTypeError(f"out_dtype must be {' or '.join(map(str, _FLOATS))}, found {out_dtype!r}")
     if out is not None:
-        checks.tensor("out", out, dtypes=(dtype,), shape=tuple(outs.shape[1:]), device=outs.device)
+        dtypes = _FLOATS if out_dtype is None else (out_dtype,)
+        checks.tensor("out", out, dtypes=dtypes, shape=tuple(outs.shape[1:]), device=outs.device)
+    dtype = out_dtype or (outs if out is None else out).dtype
+    lses = lses.to(torch.promote_types(lses.dtype, torch.float32))
     lses = lses.masked_fill(lses == math.inf, -math.inf)
     empty = (lses == -math.inf).all(0)
     lse = lses.masked_fill(empty, 0).logsumexp(0)
@@ -60,9 +69,10 @@ def combine(
     # A part that saw nothing may hold anything.
     held = outs.masked_fill((lses == -math.inf).transpose(-1, -2)[..., None], 0)
     merged = (held * share.transpose(-1, -2)[..., None]).sum(0).to(dtype)
-    return merged if out is None else out.copy_(merged), lse.masked_fill(empty, math.inf)
+    return merged if out is None else out.copy_(merged), lse.masked_fill(empty, math.inf).float()
 
 
+@torch.no_grad()
 def row_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
     """The largest score of each row, before a sink; float32 (batch, heads, seqlen_q), -inf for a row without keys.
 
@@ -73,7 +83,7 @@ def row_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
         >>> row_max(q, k, causal=True).shape
         torch.Size([2, 4, 8])
     """
-    return row_max_and_sum(q, k, **options)[0]
+    return flash_attn.row_statistics(q, k, **_named("row_max", options))[1]
 
 
 @torch.no_grad()
@@ -84,14 +94,15 @@ def row_max_and_sum(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tenso
         Two float32 tensors (batch, heads, seqlen_q) without a gradient; -inf and 0 for a row without keys.
 
     Example:
+        >>> from flash_attn import flash_attn_func
         >>> q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 9, 2, 16)
         >>> top, total = row_max_and_sum(q, k)
         >>> _, lse = flash_attn_func(q, k, k, return_lse=True)
         >>> torch.allclose(top + total.log(), lse, atol=1e-5)
         True
     """
-    lse, top = flash_attn.row_statistics(q, k, **options)
-    return top, torch.where(lse == math.inf, 0, (lse - top).exp())
+    lse, top = flash_attn.row_statistics(q, k, **_named("row_max_and_sum", options))
+    return top, torch.where(top == -math.inf, 0, (lse - top).exp())
 
 
 @torch.no_grad()
@@ -111,37 +122,32 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None = None, **options: 
         >>> weights(q, k).sum(-1).allclose(torch.ones(2, 4, 8))
         True
     """
-    return flash_attn.weights(q, k, softmax_lse, **options)
+    return flash_attn.weights(q, k, softmax_lse, **_named("weights", options))
 
 
+@torch.no_grad()
 def column_sums(q: Tensor, k: Tensor, last_rows: int | None = None, **options: Any) -> Tensor:
-    """The weight that each key receives, summed over all rows or the last ones.
+    """The weight that each key receives, summed over all rows or the last ones, without a gradient.
 
     A measure of importance by which caches evict keys (H2O, arXiv:2306.14048; SnapKV, arXiv:2404.14469). It is the
-    gradient of attention for values of one channel, so it runs where the backward does, rounded to the dtype of q.
+    gradient of softmax_lse for a bias of each key, so it runs where the backward does; an attn_bias of its own for each
+    row takes the memory of float32 (batch, heads, seqlen_q, seqlen_k) besides.
 
     Arguments:
-        last_rows: how many rows at the end count; None means all.
+        last_rows: how many rows at the end count, of the used ones with seqused_q; None means all.
 
     Returns:
-        (batch, heads, seqlen_k) of q's dtype.
+        float32 (batch, heads, seqlen_k), whatever the dtype of q.
 
     Example:
         >>> q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 9, 2, 16)
         >>> column_sums(q, k, last_rows=1).sum(-1).allclose(torch.ones(2, 4))
         True
     """
-    if q.dim() != 4 or k.dim() != 4:
-        checks.ndim("q", q, "(batch, seqlen_q, heads, head_dim)")
-        checks.ndim("k", k, "(batch, seqlen_k, heads_k, head_dim)")
-    first = 0 if last_rows is None else max(0, q.shape[1] - checks.whole("last_rows", last_rows))
-    with torch.enable_grad():
-        keys = k.detach().repeat_interleave(q.shape[2] // max(1, k.shape[2]), 2)
-        values = keys.new_zeros(*keys.shape[:-1], 1).requires_grad_()
-        out = flash_attn_func(q.detach(), keys, values, **options)
-        row = torch.arange(q.shape[1], device=q.device)[:, None, None]
-        (sums,) = torch.autograd.grad(out, values, (row >= first).to(out.dtype).expand_as(out))
-    return sums[..., 0].transpose(1, 2)
+    if last_rows is not None:
+        last_rows = checks.whole("last_rows", last_rows)
+        checks.number("last_rows", last_rows, last_rows >= 0, "at least 0")
+    return flash_attn.column_sums(q, k, last_rows, **_named("column_sums", options))
 
 
 def entropy(
@@ -159,19 +165,32 @@ def entropy(
     One more attention, with the keys as values; differentiable. Only for scores that are products of q and k, by
     softmax_scale; causal, window_size, key_ranges and attention_chunk are those of `flash_attn_func`.
 
+    It is the difference of two numbers as large as the scores s. In 16 bits the mean of the keys has twice 16 bits, so
+    that the error is about max |s| / 2^22 in float16 and max |s| / 2^16 in bfloat16. Kernels round weights, too, which
+    adds up to 2^-11 and 2^-8 of sum_j P |s_j - mean s|, a number of the size of the entropy.
+
     Returns:
-        float32 (batch, heads, seqlen_q); 0 for a row without keys.
+        float32 (batch, heads, seqlen_q), at least 0; 0 for a row without keys.
 
     Example:
         >>> q, k = torch.zeros(1, 4, 2, 16), torch.randn(1, 4, 2, 16)
         >>> entropy(q, k, causal=True)[0, 0].exp()
         tensor([1., 2., 3., 4.])
     """
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    mean, lse = flash_attn_func(
-        q, k, k, softmax_scale=scale, causal=causal, window_size=window_size, key_ranges=key_ranges,
-        attention_chunk=attention_chunk, return_lse=True,
+    mean, lse = flash_attn.mean_keys(
+        q, k, softmax_scale=softmax_scale, causal=causal, window_size=window_size, key_ranges=key_ranges,
+        attention_chunk=attention_chunk,
     )  # fmt: skip
-    score = scale * (q.float() * mean.float()).sum(-1).transpose(1, 2)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    score = scale * (q.float() * mean).sum(-1).transpose(1, 2)
     empty = lse == math.inf
-    return (lse.masked_fill(empty, 0) - score).masked_fill(empty, 0)
+    found = (lse.masked_fill(empty, 0) - score).masked_fill(empty, 0)
+    return found - found.detach().clamp(max=0)  # not below 0, with the derivative that it has there
+
+
+def _named(function: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options of a public function, after a check of their names."""
+    for name in options:
+        if name not in _OPTIONS:
+            raise ArgumentTypeError(f"{function}() takes the options {', '.join(_OPTIONS)}, found {name}")
+    return options

@@ -5,8 +5,8 @@
 
 A row sees the keys from start to end - 1, and with four numbers also those from start2 to end2 - 1. The ranges are
 intersected with every other mask of the call, so `causal=True` makes any of them causal. Unless they say otherwise, the
-builders return int32 (1, 1, seqlen_q, 2) on the device of their tensors; they read no tensor, and break no graph, but
-for `from_bool`.
+builders return int32 (1, 1, seqlen_q, 2) on the device of their tensors, or on `device`. They break no graph and wait
+for no device, but for `from_bool`. Sizes are integers, or floats that are whole.
 
 For packed tokens, (heads or 1, total_q, 2 or 4), pass `ranges[0]` of an entry, or concatenate those of several along
 the rows: keys count from the first one of each entry.
@@ -15,6 +15,7 @@ the rows: keys count from the first one of each entry.
 import torch
 from torch import Tensor
 
+from flash_attn import _library
 from flash_attn._ops import checks
 
 __all__ = [
@@ -29,13 +30,17 @@ __all__ = [
     "top_left_causal",
 ]
 
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, *checks.INTEGER_DTYPES)
+_FAR = torch.iinfo(torch.int32).max  # farther than any key
+
 
 def documents(cu_seqlens: Tensor, seqlen: int) -> Tensor:
     """Each token sees the tokens of its own document.
 
     Arguments:
-        cu_seqlens: int32 or int64 (documents + 1,) or (batch, documents + 1), never falling: document n has the tokens
-            cu_seqlens[n] to cu_seqlens[n + 1] - 1. Documents may be empty; a row may be padded by repeating its end.
+        cu_seqlens: int32 or int64 (documents + 1,) or (batch, documents + 1), never falling, which is checked
+            on the CPU: document n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Documents may be empty; a row
+            may be padded by repeating its end.
         seqlen: the number of tokens. Those of no document see nothing.
 
     Returns:
@@ -51,7 +56,10 @@ def documents(cu_seqlens: Tensor, seqlen: int) -> Tensor:
         cu_seqlens = cu_seqlens[None]
     checks.number("cu_seqlens.shape[-1]", cu_seqlens.shape[-1], cu_seqlens.shape[-1] > 0, "at least 1")
     bounds = cu_seqlens.contiguous().long()
-    row = torch.arange(seqlen, device=bounds.device).expand(len(bounds), -1).contiguous()
+    if _library.can_be_read_at_once(bounds):
+        step = min(bounds.diff().flatten().tolist(), default=0)
+        checks.number("each cu_seqlens[n + 1] - cu_seqlens[n]", step, step >= 0, "at least 0")
+    row = torch.arange(_size("seqlen", seqlen), device=bounds.device).expand(len(bounds), -1).contiguous()
     after = torch.searchsorted(bounds, row, right=True)  # the number of documents that start at or before the token
     within = (after > 0) & (after < bounds.shape[1])
     last = bounds.shape[1] - 1
@@ -73,17 +81,21 @@ def document_ids(ids: Tensor) -> Tensor:
         >>> document_ids(torch.tensor([7, 7, 3, -1]))[0, 0].tolist()
         [[0, 2], [0, 2], [2, 3], [0, 0]]
     """
-    start, end = _runs(_two_dimensions("ids", ids))
-    seen = _two_dimensions("ids", ids) >= 0
+    ids = _two_dimensions("ids", ids)
+    start, end = _runs(ids)
+    seen = ids >= 0
     return _ranges(start * seen, end * seen)[:, None]
 
 
-def prefix_lm(prefix: Tensor | int, seqlen_q: int, seqlen_k: int | None = None) -> Tensor:
+def prefix_lm(
+    prefix: Tensor | int, seqlen_q: int, seqlen_k: int | None = None, device: torch.device | str | None = None
+) -> Tensor:
     """Each row sees the prefix and, causally, what follows it. For calls without `causal=True`, which hides the prefix.
 
     Arguments:
-        prefix: how many keys all rows see: an int, or integers (batch,).
+        prefix: how many keys all rows see: an int, or integers (batch,) or ().
         seqlen_q, seqlen_k: lengths; None means as many keys as queries. The last row sees the last key.
+        device: where the ranges are; None means that of a tensor `prefix`, and torch's default for an int.
 
     Returns:
         int32 (batch or 1, 1, seqlen_q, 2).
@@ -92,10 +104,16 @@ def prefix_lm(prefix: Tensor | int, seqlen_q: int, seqlen_k: int | None = None) 
         >>> prefix_lm(2, 4)[0, 0].tolist()
         [[0, 2], [0, 2], [0, 3], [0, 4]]
     """
-    prefix = torch.as_tensor(prefix)
+    if isinstance(prefix, Tensor):
+        checks.tensor("prefix", prefix, dtypes=_INTEGERS)
+        if prefix.dim() != 0:
+            checks.ndim("prefix", prefix, "(batch)")
+    else:
+        prefix = min(_size("prefix", prefix, expected="an integer or an integer tensor (batch,)"), _FAR)
+    prefix = torch.as_tensor(prefix, device=device)
     own = _own_key(seqlen_q, seqlen_k, prefix.device)
     end = torch.maximum(own + 1, prefix.reshape(-1, 1))
-    return _ranges(torch.zeros_like(end), end.clamp(min=0))[:, None]
+    return _ranges(torch.zeros_like(end), end)[:, None]
 
 
 def image_groups(ids: Tensor, window: int = -1) -> Tensor:
@@ -106,7 +124,8 @@ def image_groups(ids: Tensor, window: int = -1) -> Tensor:
     Arguments:
         ids: integers (batch, seqlen) or (seqlen,): at least 0 for tokens of an image, which are neighbours with the
             same id; negative for text.
-        window: how many tokens before its own a token sees; -1 means all. An image is seen whole by its tokens.
+        window: how many tokens before its own a token sees; a negative number means all. An image is
+            seen whole by its tokens.
 
     Returns:
         int32 (batch or 1, 1, seqlen, 2).
@@ -115,7 +134,7 @@ def image_groups(ids: Tensor, window: int = -1) -> Tensor:
         >>> image_groups(torch.tensor([-1, 0, 0, -1]))[0, 0].tolist()
         [[0, 1], [0, 3], [0, 3], [0, 4]]
     """
-    ids = _two_dimensions("ids", ids)
+    ids, window = _two_dimensions("ids", ids), min(checks.whole("window", window), _FAR)
     first, last = _runs(ids)
     own = torch.arange(ids.shape[1], device=ids.device)
     start = (own - window).clamp(min=0) if window >= 0 else torch.zeros_like(own)
@@ -134,7 +153,7 @@ def chunks(size: int, seqlen_q: int, seqlen_k: int | None = None, device: torch.
         >>> chunks(2, 3)[0, 0].tolist()
         [[0, 2], [0, 2], [2, 4]]
     """
-    checks.number("size", size, size >= 1, "at least 1")
+    size = min(_size("size", size, least=1), _FAR)
     start = _own_key(seqlen_q, seqlen_k, device).div(size, rounding_mode="floor") * size
     return _ranges(start, start + size)[None]
 
@@ -161,13 +180,13 @@ def sink_and_window(
         >>> sink_and_window(1, (1, 0), 4)[0, 0].tolist()
         [[0, 1, 0, 1], [0, 1, 0, 2], [0, 1, 1, 3], [0, 1, 2, 4]]
     """
-    left, right = checks.window(window_size)
+    sinks, (left, right) = min(_size("sinks", sinks), _FAR), checks.window(window_size)
     seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
     own = _own_key(seqlen_q, seqlen_k, device)
-    start = (own - left).clamp(min=0) if left >= 0 else torch.zeros_like(own)
+    start = own - left if left >= 0 else torch.zeros_like(own)
     end = own + right + 1 if right >= 0 else torch.full_like(own, seqlen_k)
     first = _ranges(torch.zeros_like(own), torch.full_like(own, sinks))
-    return torch.cat([first, _ranges(start, end.clamp(min=0))], -1)[None]
+    return torch.cat([first, _ranges(start, end)], -1)[None]
 
 
 def top_left_causal(seqlen_q: int, device: torch.device | str | None = None) -> Tensor:
@@ -180,7 +199,7 @@ def top_left_causal(seqlen_q: int, device: torch.device | str | None = None) -> 
         >>> top_left_causal(3)[0, 0].tolist()
         [[0, 1], [0, 2], [0, 3]]
     """
-    own = torch.arange(seqlen_q, device=device)
+    own = torch.arange(_size("seqlen_q", seqlen_q), device=device)
     return _ranges(torch.zeros_like(own), own + 1)[None, None]
 
 
@@ -194,9 +213,11 @@ def to_bool(key_ranges: Tensor, seqlen_k: int) -> Tensor:
         >>> to_bool(top_left_causal(2), 3)[0, 0].tolist()
         [[True, False, False], [True, True, False]]
     """
+    checks.tensor("key_ranges", key_ranges, dtypes=_INTEGERS)
+    checks.number("key_ranges.dim()", key_ranges.dim(), key_ranges.dim() >= 1, "at least 1")
     count = key_ranges.shape[-1]
     checks.number("key_ranges.shape[-1]", count, count in (2, 4), "2 or 4")
-    key = torch.arange(seqlen_k, device=key_ranges.device)
+    key = torch.arange(_size("seqlen_k", seqlen_k), device=key_ranges.device)
     bounds = key_ranges.unsqueeze(-1).unflatten(-2, (-1, 2))  # (.., seqlen_q, 1 or 2, 2, 1)
     return ((key >= bounds[..., 0, :]) & (key < bounds[..., 1, :])).any(-2)
 
@@ -217,6 +238,7 @@ def from_bool(keep: Tensor) -> Tensor | None:
         [[0, 2, 3, 4], [1, 3, 3, 3]]
     """
     checks.tensor("keep", keep, dtypes=(torch.bool,))
+    checks.number("keep.dim()", keep.dim(), keep.dim() >= 1, "at least 1")
     size = keep.shape[-1]
     if keep.numel() == 0:
         return keep.new_zeros(*keep.shape[:-1], 2, dtype=torch.int32)
@@ -234,17 +256,25 @@ def from_bool(keep: Tensor) -> Tensor | None:
 
 
 def _ranges(start: Tensor, end: Tensor) -> Tensor:
-    return torch.stack(torch.broadcast_tensors(start, end), -1).int()
+    return torch.stack(torch.broadcast_tensors(start, end), -1).clamp(0, _FAR).int()
+
+
+def _size(name: str, value: int, least: int = 0, expected: str = "an integer") -> int:
+    """Returns a size as an int, which must not be less than `least`."""
+    value = checks.whole(name, value, expected)
+    checks.number(name, value, value >= least, "at least {}", least)
+    return value
 
 
 def _own_key(seqlen_q: int, seqlen_k: int | None, device: torch.device | str | None) -> Tensor:
     """Returns i + seqlen_k - seqlen_q for each row i, (1, seqlen_q)."""
-    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    seqlen_q = _size("seqlen_q", seqlen_q)
+    seqlen_k = seqlen_q if seqlen_k is None else _size("seqlen_k", seqlen_k)
     return torch.arange(seqlen_k - seqlen_q, seqlen_k, device=device)[None]
 
 
 def _two_dimensions(name: str, ids: Tensor) -> Tensor:
-    checks.tensor(name, ids)
+    checks.tensor(name, ids, dtypes=_INTEGERS)
     ids = ids[None] if ids.dim() == 1 else ids
     checks.ndim(name, ids, "(batch, seqlen)")
     return ids

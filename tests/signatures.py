@@ -170,7 +170,7 @@ SIGNATURES = {
         "document_ids": "ids",
         "documents": "cu_seqlens, seqlen",
         "image_groups": "ids, window=-1",
-        "prefix_lm": "prefix, seqlen_q, seqlen_k=None",
+        "prefix_lm": "prefix, seqlen_q, seqlen_k=None, device=None",
         "sink_and_window": "sinks, window_size, seqlen_q, seqlen_k=None, device=None",
         "to_bool": "key_ranges, seqlen_k",
         "from_bool": "keep",

@@ -51,6 +51,51 @@ def test_weights_and_their_sums(name, device):
         assert_error_ratio(*three)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_column_sums_are_counts_in_float32(dtype, device):
+    """Of more rows than float16 holds, and not a number of bfloat16."""
+    q, k = torch.zeros(1, 70001, 1, 8, dtype=dtype, device=device), torch.zeros(1, 1, 1, 8, dtype=dtype, device=device)
+    assert functional.column_sums(q, k).tolist() == [[[70001.0]]]
+
+
+BIASES = {
+    "of each row": lambda: torch.randn(40, 70),
+    "mask": lambda: torch.rand(4, 40, 70) < 0.7,
+    "of one key": lambda: torch.randn(40, 1),
+    "of each entry of a group": lambda: torch.randn(1, 2, 4, 1, 70),
+    "of each group": lambda: torch.randn(2, 1, 1, 1, 70, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", BIASES)
+def test_column_sums_beside_a_bias(name, device):
+    q, k = CASE.tensors(device)[:2]
+    options = dict(attn_bias=BIASES[name]().to(device), softcap=3.0, learnable_sink=SINK.to(device))
+    expected = functional.weights(q, k, **options).sum(2)
+    torch.testing.assert_close(functional.column_sums(q, k, **options), expected)
+
+
+@pytest.mark.parametrize("last_rows", [0, 3, 40, None])
+def test_column_sums_of_used_rows(last_rows, device):
+    q, k = CASE.tensors(device)[:2]
+    options = dict(seqused_q=torch.tensor([12, 40], dtype=torch.int32, device=device), causal=True)
+    rows = 40 if last_rows is None else last_rows
+    weights = functional.weights(q, k, **options)
+    expected = torch.stack([x[:, max(0, used - rows) : used].sum(1) for x, used in zip(weights, (12, 40), strict=True)])
+    torch.testing.assert_close(functional.column_sums(q, k, last_rows, **options), expected)
+
+
+def test_column_sums_transformed(device):
+    q, k = CASE.tensors(device)[:2]
+    expected = functional.column_sums(q, k, 5, causal=True)
+    with torch.inference_mode():
+        assert torch.equal(functional.column_sums(q.clone(), k.clone(), 5, causal=True), expected)
+    compiled = torch.compile(functional.column_sums, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(q.requires_grad_(), k, 5, causal=True), expected)
+    each = torch.vmap(lambda q, k: functional.column_sums(q[None], k[None], 5, causal=True)[0])
+    torch.testing.assert_close(each(q, k), expected)
+
+
 @pytest.mark.parametrize("name", OPTIONS)
 def test_row_max_and_sum(name, device):
     q, k, ours, theirs = problem(name, device)
@@ -60,6 +105,16 @@ def test_row_max_and_sum(name, device):
     assert torch.equal(top, functional.row_max(q, k, **ours))
     weights = exact_weights(q.double(), k.double(), **theirs)
     torch.testing.assert_close(top, (weights.amax(-1).log() + lse).nan_to_num(nan=-math.inf).float())
+
+
+@pytest.mark.parametrize("sink", [None, SINK])
+def test_row_max_and_sum_of_rows_that_see_nothing(sink, device):
+    q, k = CASE.tensors(device)[:2]
+    empty = torch.zeros(1, 1, 40, 2, dtype=torch.int32, device=device)
+    top, total = functional.row_max_and_sum(
+        q, k, key_ranges=empty, learnable_sink=None if sink is None else sink.to(device)
+    )
+    assert torch.all(top == -math.inf) and torch.all(total == 0)
 
 
 @pytest.mark.parametrize("name", ["plain", "causal", "ranges"])
@@ -76,6 +131,45 @@ def test_entropy(name, device):
     expected = torch.autograd.grad(exact, leaves, upstream)
     grads = torch.autograd.grad(found, singles, upstream.float())
     torch.testing.assert_close([x.double() for x in grads], list(expected), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_entropy_of_peaked_rows(dtype, device):
+    """Scores are hundreds, and the entropy is far smaller than what rounding takes off their mean."""
+    q, k = (x.to(dtype) for x in CASE.tensors(device)[:2])
+    q, empty = 40 * q, torch.zeros(1, 1, 40, 2, dtype=torch.int32, device=device)
+    leaves = [x.double().requires_grad_() for x in (q, k)]
+    p = exact_weights(*leaves)
+    exact = -(p * p.where(p > 0, 1).log()).sum(-1)
+    found = functional.entropy(q.requires_grad_(), k.requires_grad_())
+    assert found.amin() >= 0
+    torch.testing.assert_close(found, exact.float(), atol=5e-3, rtol=2**-7)
+    expected = torch.autograd.grad(exact.sum(), leaves)
+    for one, two in zip(torch.autograd.grad(found.sum(), (q, k)), expected, strict=True):
+        assert (one - two).norm() < 8 * torch.finfo(dtype).eps * two.norm()
+    nothing = functional.entropy(q, k, key_ranges=empty)
+    assert not any(x.any() for x in (nothing, *torch.autograd.grad(nothing.sum(), (q, k))))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_entropy_transformed(dtype, device):
+    """Gradients in a graph, and in transforms of torch.func, are those of autograd."""
+    q, k = (x.requires_grad_() for x in CASE.but(dtype=dtype).tensors(device)[:2])
+
+    def gradients(q, k):
+        return torch.autograd.grad(functional.entropy(q, k, causal=True).sum(), (q, k))
+
+    def of_one(q, k):
+        return functional.entropy(q[None], k[None], causal=True).sum()
+
+    expected = gradients(q, k)
+    tolerance = dict(atol=1e-5, rtol=1e-4) if dtype == "fp32" else dict(atol=0.02, rtol=0.02)
+    torch.testing.assert_close(torch.vmap(torch.func.grad(of_one, (0, 1)))(q, k), expected, **tolerance)
+    compiled = torch.compile(functional.entropy, fullgraph=True, backend="aot_eager")
+    found = torch.autograd.grad(compiled(q, k, causal=True).sum(), (q, k))
+    torch.testing.assert_close(found, expected)
+    _, tangent = torch.func.jvp(lambda q: functional.entropy(q, k, causal=True), (q,), (q,))
+    torch.testing.assert_close(tangent.sum(), (expected[0] * q).float().sum(), **tolerance)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -126,7 +220,24 @@ def test_combine_into_a_tensor(out_dtype, device):
     assert functional.combine(outs, lses)[0].dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_combine_returns_lse_in_float32(dtype, device):
+    outs, lses = torch.randn(3, 2, 8, 4, 16, device=device), torch.randn(3, 2, 4, 8, device=device).to(dtype)
+    out, lse = functional.combine(outs, lses)
+    assert out.dtype == lse.dtype == torch.float32
+    torch.testing.assert_close(lse, lses.double().logsumexp(0).float())
+
+
 BAD = {
+    "lses of integers": (lambda q, k: functional.combine(q[None], k.long()), TypeError, "lses must have dtype"),
+    "outs of integers": (lambda q, k: functional.combine(q.long(), k), TypeError, "outs must have dtype"),
+    "a dtype by name": (
+        lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out_dtype="bf16"),
+        TypeError, "out_dtype must be torch.float16 or .*, found 'bf16'",
+    ),
+    "out of integers": (
+        lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out=q.long()), TypeError, "out must have dtype"
+    ),
     "out of other shape": (
         lambda q, k: functional.combine(q[None], q[None, ..., 0].mT, out=q[:1]), ValueError, "out must have shape"
     ),
@@ -137,7 +248,22 @@ BAD = {
     "lses of other shape": (lambda q, k: functional.combine(q, q), ValueError, "lses must have shape"),
     "a number": (lambda q, k: functional.combine(1, q), TypeError, "outs must be a torch.Tensor"),
     "packed queries": (lambda q, k: functional.column_sums(q[0], k), ValueError, "q must have 4 dimensions"),
-    "an unknown option": (lambda q, k: functional.row_max(q, k, bias=q), TypeError, "bias"),
+    "an unknown option": (
+        lambda q, k: functional.row_max(q, k, bias=q), TypeError, r"^row_max\(\) takes .*attn_bias, .*found bias$"
+    ),
+    "packed rows": (
+        lambda q, k: functional.row_max_and_sum(q, k, cu_seqlens_q=q),
+        TypeError, r"^row_max_and_sum\(\) takes .*found cu_seqlens_q$"
+    ),
+    "dropout": (lambda q, k: functional.weights(q, k, dropout_p=0.5), TypeError, r"^weights\(\) .*found dropout_p$"),
+    "another result": (
+        lambda q, k: functional.column_sums(q, k, return_lse=True),
+        TypeError, r"^column_sums\(\) takes .*found return_lse$"
+    ),
+    "a list": (lambda q, k: functional.column_sums([1], k), TypeError, "q must be a torch.Tensor, found list"),
+    "rows before the last": (
+        lambda q, k: functional.column_sums(q, k, -1), ValueError, "last_rows must be at least 0, found -1"
+    ),
     "half a row": (lambda q, k: functional.column_sums(q, k, 0.5), ValueError, "last_rows must be a whole number"),
     "lse of other shape": (lambda q, k: functional.weights(q, k, q), ValueError, "softmax_lse must have shape"),
 }  # fmt: skip

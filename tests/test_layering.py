@@ -34,7 +34,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "_flash_attn_gpu": {"_ops"},
     "flash_attn_interface": {"_flash_attn_gpu", "_ops"},
     "functional": {"_errors", "_ops", "flash_attn_interface"},
-    "masks": {"_ops"},
+    "masks": {"_library", "_ops"},
     "precision": {"_ops"},
     "integrations": {"_errors", "_library", "flash_attn_interface", "masks"},
     "flash_attn_triton": {"_ops", "flash_attn_interface"},

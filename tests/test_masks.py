@@ -105,12 +105,76 @@ def test_builders_break_no_graph(name):
     assert torch.equal(torch.compile(build, fullgraph=True, backend="eager")(), build())
 
 
+FAR = 2**31  # a size that int32 does not hold
+WIDE = {  # builders with sizes beyond every key hide none
+    "prefix": lambda: masks.prefix_lm(FAR, 2),
+    "prefix of each entry": lambda: masks.prefix_lm(torch.tensor([FAR]), 2),
+    "images and a window": lambda: masks.image_groups(torch.tensor([0, 0]), FAR),
+    "chunks": lambda: masks.chunks(FAR, 2),
+    "sinks": lambda: masks.sink_and_window(FAR, (0, 0), 2),
+    "a window": lambda: masks.sink_and_window(0, (FAR, FAR), 2),
+    "beyond int64": lambda: torch.cat([masks.prefix_lm(FAR**3, 2), masks.chunks(FAR**3, 2)], 1),
+}
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_sizes_beyond_every_key(name):
+    assert masks.to_bool(WIDE[name](), 2).all()
+
+
+def test_sizes_may_be_whole_floats():
+    def built(two):
+        return [
+            masks.documents(CU_SEQLENS, 3 * two), masks.prefix_lm(two, two, 2 * two), masks.image_groups(IDS, two),
+            masks.chunks(two, two), masks.sink_and_window(two, (two, two), two), masks.top_left_causal(two),
+            masks.to_bool(CU_SEQLENS[:, :4].int(), two),
+        ]  # fmt: skip
+
+    for one, two in zip(built(2.0), built(2), strict=True):
+        assert torch.equal(one, two)
+
+
+def test_prefix_on_a_device():
+    for prefix in (2, torch.tensor(2)):
+        assert masks.prefix_lm(prefix, 4, device="meta").device.type == "meta"
+
+
+def test_documents_in_a_transform():
+    each = torch.vmap(lambda cu_seqlens: masks.documents(cu_seqlens, 9))
+    assert torch.equal(each(CU_SEQLENS)[:, 0], masks.documents(CU_SEQLENS, 9))
+
+
 BAD = {
     "cu_seqlens of floats": (lambda: masks.documents(torch.zeros(3), 4), TypeError, "cu_seqlens must have dtype"),
     "cu_seqlens of three dimensions": (lambda: masks.documents(IDS[None], 4), ValueError, "cu_seqlens must have 1 dim"),
     "no cu_seqlens": (lambda: masks.documents(IDS[0, :0], 4), ValueError, "cu_seqlens.* at least 1, found 0"),
     "ids of three dimensions": (lambda: masks.document_ids(IDS[None]), ValueError, "ids must have 2 dimensions"),
     "chunks of nothing": (lambda: masks.chunks(0, 4), ValueError, "size must be at least 1, found 0"),
+    "falling cu_seqlens": (
+        lambda: masks.documents(torch.tensor([0, 3, 2]), 4),
+        ValueError,
+        r"each cu_seqlens.* at least 0, found -1",
+    ),
+    "half a prefix": (lambda: masks.prefix_lm(1.5, 2), ValueError, "prefix must be a whole number, found 1.5"),
+    "no prefix": (lambda: masks.prefix_lm(None, 2), TypeError, "prefix must be an integer or .* found NoneType"),
+    "a negative prefix": (lambda: masks.prefix_lm(-1, 2), ValueError, "prefix must be at least 0, found -1"),
+    "prefixes in two dimensions": (lambda: masks.prefix_lm(IDS, 2), ValueError, "prefix must have 1 dimension"),
+    "prefixes of floats": (lambda: masks.prefix_lm(torch.ones(2), 2), TypeError, "prefix must have dtype"),
+    "half a chunk": (lambda: masks.chunks(2.5, 5), ValueError, "size must be a whole number, found 2.5"),
+    "chunks by name": (lambda: masks.chunks("a", 5), TypeError, "size must be an integer, found str"),
+    "negative queries": (lambda: masks.chunks(2, -1), ValueError, "seqlen_q must be at least 0, found -1"),
+    "negative keys": (lambda: masks.chunks(2, 1, -1), ValueError, "seqlen_k must be at least 0, found -1"),
+    "negative tokens": (lambda: masks.documents(CU_SEQLENS, -1), ValueError, "seqlen must be at least 0, found -1"),
+    "rows by name": (lambda: masks.top_left_causal("a"), TypeError, "seqlen_q must be an integer, found str"),
+    "half a window": (lambda: masks.image_groups(IDS, 1.5), ValueError, "window must be a whole number, found 1.5"),
+    "no window": (lambda: masks.image_groups(IDS, None), TypeError, "window must be an integer, found NoneType"),
+    "ids of floats": (lambda: masks.image_groups(IDS.float()), TypeError, "ids must have dtype .*float32"),
+    "ids of bools": (lambda: masks.document_ids(IDS > 0), TypeError, "ids must have dtype .*bool"),
+    "half a sink": (lambda: masks.sink_and_window(1.5, (1, 0), 2), ValueError, "sinks must be a whole number"),
+    "negative sinks": (lambda: masks.sink_and_window(-1, (1, 0), 2), ValueError, "sinks must be at least 0, found -1"),
+    "an array": (lambda: masks.to_bool(IDS[..., :2].numpy(), 4), TypeError, "key_ranges must be a torch.Tensor"),
+    "a range in no dimensions": (lambda: masks.to_bool(IDS[0, 0], 4), ValueError, "key_ranges.* at least 1, found 0"),
+    "a mask in no dimensions": (lambda: masks.from_bool(IDS[0, 0] > 0), ValueError, "keep.* at least 1, found 0"),
     "a window of three": (lambda: masks.sink_and_window(1, (1, 2, 3), 4), ValueError, "window_size must be two"),
     "three bounds": (lambda: masks.to_bool(IDS[..., :3], 4), ValueError, "key_ranges.* must be 2 or 4, found 3"),
 }

@@ -36,6 +36,7 @@ _LAYOUT = "If the layout is (batch, heads, seqlen, head_dim), as in scaled_dot_p
 block_size_n = reference.block_size_n
 unpack = with_features.unpack
 S_DMASK_MULTIPLE = 128
+_FEW = 8  # channels that kernels load in a chunk of 16 bytes
 exact_gradients = False  # what `forward` takes for the option; see flash_attn/precision.py
 
 
@@ -202,8 +203,22 @@ def row_statistics(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor
 
 
 def _few_values(k):
-    """Values for a call whose output nobody wants: as few as kernels load in chunks of 16 bytes."""
-    return k[..., :8]
+    """Values for a call whose output nobody wants."""
+    return k[..., :_FEW]
+
+
+def mean_keys(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Returns the mean of the keys by the weights of each row, float32 and 0 for a row without keys, and softmax_lse.
+
+    Differentiable. options: those of `score_arguments`. Kernels multiply keys by weights rounded to 16 bits, which do
+    not sum to 1: values of 1 beside the keys find the sum of these weights, by which the mean is divided.
+    """
+    arguments, features = score_arguments(q, k, **options)
+    sink, bias, *rest = features
+    values = F.pad(k, (0, _FEW), value=1)
+    out, lse, _, out_lo = with_features.fwd_with_residue(q, k, values, sink, bias, *arguments, *rest)
+    out = with_features.unrounded(out, out_lo)
+    return out[..., :-_FEW] / out[..., -1:].clamp(min=0.5), lse  # 0 of a row without keys, and nearly 1 of others
 
 
 def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) -> Tensor:
@@ -214,6 +229,38 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) ->
         softmax_lse = with_features.fwd_features(q, k, _few_values(k), sink, bias, *arguments, *rest)[1]
     checks.tensor("softmax_lse", softmax_lse, dtypes=(torch.float32,), shape=_lse_shape(q, None), device=q.device)
     return with_features.weights(q, k, softmax_lse, sink, bias, *arguments, *rest)
+
+
+def column_sums(q: Tensor, k: Tensor, last_rows: int | None, **options: Any) -> Tensor:
+    """Returns the sum of the weights of each key in the last rows, or in all; float32 (batch, heads, seqlen_k).
+
+    It is the gradient of the sum of softmax_lse over these rows, by a bias of each key. options: those of
+    `score_arguments`.
+    """
+    arguments, features = score_arguments(q, k, **options)
+    sink, bias, *rest = features
+    values = _few_values(k)
+    nothing = q.new_zeros(*q.shape[:-1], values.shape[-1])
+    lse = with_features.fwd_features(q, k, values, sink, bias, *arguments, *rest)[1]
+    row = torch.arange(q.shape[1], device=q.device)
+    end = q.shape[1] if features.seqused_q is None else features.seqused_q[:, None, None]
+    counts = torch.ones_like(row, dtype=torch.bool) if last_rows is None else row >= end - last_rows
+    bias = _bias_of_each_key(bias, lse, k.shape[1])
+    *_, sums = with_features.bwd_features(
+        nothing, q, k, values, nothing, lse, counts.float().expand_as(lse), None, True, sink, bias, *arguments, *rest
+    )
+    return sums.sum(3).flatten(0, 1).float()
+
+
+def _bias_of_each_key(bias, lse, seqlen_k):
+    """Returns a bias as the op with features takes it, or 0, with a float32 number for each entry, head and key."""
+    batch, heads, _ = lse.shape
+    if bias is None:
+        return lse.new_zeros(batch, 1, heads, 1, seqlen_k)
+    if bias.dtype == torch.bool:
+        bias = torch.zeros_like(bias, dtype=lse.dtype).masked_fill(~bias, -math.inf)
+    batch2 = bias.shape[1] if bias.shape[1] > 1 else batch // max(1, bias.shape[0])
+    return bias + lse.new_zeros(batch // max(1, batch2), batch2, heads, 1, seqlen_k)
 
 
 def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:

@@ -302,6 +302,12 @@ def _fwd_composite(q, k, v, sink, bias, *arguments):
     return out, lse, lse.new_empty(0)
 
 
+def _fwd_with_residue_composite(q, k, v, *arguments):
+    unrounded, lse, row_max = _fwd_composite(q.float(), k.float(), v.float(), *arguments)
+    out = unrounded.to(q.dtype)
+    return out, lse, row_max, (unrounded - out).detach().to(q.dtype)
+
+
 def with_kept_out(
     op: Any, tensors: Sequence[Tensor | None], terms: tuple[Tensor | None, ...], arguments: Sequence[Any]
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None], Tensor, Tensor | None]:
@@ -340,15 +346,12 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, sink, bias, arguments):
         out, kept, lse, row_max = with_kept_out(fwd_features, (q, k, v), (sink, bias), arguments)
-        tensors = [x if isinstance(x, Tensor) else None for x in arguments]
-        ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
-        ctx.save_for_backward(q, k, v, sink, bias, *kept, lse, *tensors)
-        ctx.set_materialize_grads(False)
+        _keep(ctx, (q, k, v, sink, bias, *kept, lse), arguments)
         ctx.mark_non_differentiable(row_max)
         return out, lse, row_max
 
     @staticmethod
-    def backward(ctx, dout, dlse, _):
+    def backward(ctx, dout, dlse, *_):
         q, k, v, sink, bias, out, out_lo, lse, *tensors = ctx.saved_tensors
         arguments = [x if tensor is None else tensor for x, tensor in zip(ctx.others, tensors, strict=True)]
         if dout is None:
@@ -366,6 +369,25 @@ class _Attention(torch.autograd.Function):
 
         second = autograd.gradients_of(again, 2)
         return *autograd.first_or_second(first, second, dout, dlse, q, k, v, sink, bias), None
+
+
+class _AttentionWithResidue(_Attention):
+    """The same of `fwd_with_residue`, of q, k and v that are separate. out_lo has no gradient, since out has that."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, sink, bias, arguments):
+        out, lse, row_max, out_lo = fwd_with_residue.below_autograd(q, k, v, sink, bias, *arguments)
+        _keep(ctx, (q, k, v, sink, bias, out, out_lo, lse), arguments)
+        ctx.mark_non_differentiable(row_max, out_lo)
+        return out, lse, row_max, out_lo
+
+
+def _keep(ctx, saved, arguments):
+    """Save for the backward of `_Attention` its tensors and the other arguments, some of which are tensors."""
+    tensors = [x if isinstance(x, Tensor) else None for x in arguments]
+    ctx.others = [None if isinstance(x, Tensor) else x for x in arguments]
+    ctx.save_for_backward(*saved, *tensors)
+    ctx.set_materialize_grads(False)
 
 
 _TERMS = "Tensor? learnable_sink, Tensor? attn_bias"
@@ -387,7 +409,8 @@ fwd_features = _library.define(
     composite=_fwd_composite,
 )
 
-# fwd and fwd_features for their autograd: also returns out_lo, what rounding has taken off out, rounded too.
+# fwd and fwd_features for their autograd, and for results that rounding would spoil: also returns out_lo, what rounding
+# has taken off out, rounded too.
 fwd_with_residue = _library.define(
     f"fwd_with_residue(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> "
     "(Tensor out, Tensor softmax_lse, Tensor row_max, Tensor out_lo)",
@@ -395,6 +418,9 @@ fwd_with_residue = _library.define(
     fake=_fwd_with_residue_fake,
     kernel_dtypes=KERNEL_DTYPES,
     beyond_kernel=_beyond_fwd_with_residue,
+    autograd=_AttentionWithResidue,
+    differentiable=5,
+    composite=_fwd_with_residue_composite,
 )
 
 bwd_features = _library.define(
