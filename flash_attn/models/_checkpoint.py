@@ -1,9 +1,7 @@
 """Checkpoints of the decoder: found, compared with the model, loaded file by file, saved."""
 
 import contextlib
-import json
 import logging
-import pathlib
 import types
 import warnings
 
@@ -15,6 +13,7 @@ from flash_attn._ops import checks
 from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
 from flash_attn.models._family import find_family
 from flash_attn.models._options import divided, dtype_of_config, overridden, the_dtype
+from flash_attn.models._saving import write_folder
 from flash_attn.models._shard import shard_state_dict_tp
 from flash_attn.utils.pretrained import (
     checkpoint_files,
@@ -233,13 +232,9 @@ def save(model, folder, name, max_shard_size):
     if settings(model.config).tie_word_embeddings:
         ours.pop("lm_head.weight", None)
     theirs = family.keys.invert(ours, model.config)
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(
-        json.dumps(fields | {"dtype": dtype, "torch_dtype": dtype}, indent=2, default=str) + "\n"
-    )
-    _write(folder, theirs, max_shard_size)
+    documents = {"config.json": fields | {"dtype": dtype, "torch_dtype": dtype}}
+    write_folder(folder, documents, theirs, max_shard_size)
 
 
 # Fields that change nothing in the logits of a model in evaluation: how it computes, and how it learns.
@@ -299,28 +294,3 @@ def _gpt2_fields(config):
     )  # fmt: skip
     ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")}
     return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | {n: getattr(s, n) for n in names} | ids
-
-
-def _write(folder, tensors, max_shard_size):
-    """model.safetensors, or several files of at most so many bytes and their index."""
-    from safetensors.torch import save_file
-
-    for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
-        old.unlink(missing_ok=True)
-    shards, size = [{}], 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_size:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.cpu().contiguous()
-        size += tensor.nbytes
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards):
-        save_file(shard, folder / name, metadata={"format": "pt"})
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        where = {key: name for name, shard in zip(names, shards) for key in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

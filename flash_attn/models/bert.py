@@ -13,7 +13,6 @@ With use_flash_attn and an attention mask, hidden states of padding are zero; wi
 
 import copy
 import functools
-import json
 import logging
 import pathlib
 import types
@@ -31,6 +30,7 @@ from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.models._config import Settings, round_up, warn_of_unread
 from flash_attn.models._keys import KeyMap, padded, stacked
 from flash_attn.models._options import divided, dtype_of_config, overridden, refuse_float64, the_dtype
+from flash_attn.models._saving import write_folder
 from flash_attn.modules.block import Block
 from flash_attn.modules.embedding import BertEmbeddings
 from flash_attn.modules.mha import MHA
@@ -485,20 +485,15 @@ class BertPreTrainedModel(nn.Module):
     def save_pretrained(self, folder: str | pathlib.Path) -> None:
         """Write config.json and model.safetensors, which transformers' `from_pretrained` and that of this class read.
 
-        Takes the package safetensors. Raises ValueError with rotary positions, which transformers has not.
+        Takes the package safetensors. A larger checkpoint is divided in files of 5 GB. Raises ValueError with rotary
+        positions, which transformers has not.
         """
-        from safetensors.torch import save_file
-
         if _option(self.config, "position_embedding_type") == "rotary":
             raise ValueError(
                 "config.position_embedding_type must be 'absolute' to be saved for transformers, which would load "
                 "'rotary' as that, found 'rotary': save the state_dict"
             )
-        folder = pathlib.Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {key: tensor.contiguous().cpu() for key, tensor in self._their_state_dict().items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(self._their_config(), indent=2, sort_keys=True) + "\n")
+        write_folder(folder, {"config.json": self._their_config()}, self._their_state_dict(), 5 * 10**9)
 
     def tie_weights(self) -> None:
         """Let the head for masked tokens, if there is one, have the weight of the word embeddings."""

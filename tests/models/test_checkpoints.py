@@ -112,6 +112,48 @@ def test_shards(folder, tmp_path, monkeypatch, capsys):
     assert (logits_of(again, ids) - logits_of(reference, ids)).abs().max() < 1e-5
 
 
+def test_saving_replaces_a_model_and_nothing_else(tmp_path):
+    model = GPTLMHeadModel.from_config(CASES["llama"].config())
+    mine = ("model_ema.safetensors", "model-best.safetensors", "tokenizer.json")
+    tmp_path.joinpath("folder").mkdir()
+    for name in mine:
+        (tmp_path / "folder" / name).write_bytes(b"mine")
+    for size, is_divided in ((50_000, True), (10**9, False), (50_000, True), (100_000, True)):
+        model.save_pretrained(tmp_path / "folder", max_shard_size=size)
+        names = {path.name for path in (tmp_path / "folder").iterdir()} - {*mine, "config.json"}
+        count = len(names) - 1
+        shards = {f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)}
+        assert names == ({"model.safetensors.index.json", *shards} if is_divided else {"model.safetensors"})
+    assert all((tmp_path / "folder" / name).read_bytes() == b"mine" for name in mine)
+
+
+@pytest.mark.parametrize("size", [50_000, 10**9])
+def test_a_full_disk_leaves_the_checkpoint_that_is_there(size, tmp_path, monkeypatch):
+    import safetensors.torch
+
+    GPTLMHeadModel.from_config(CASES["llama"].config()).save_pretrained(tmp_path, max_shard_size=50_000)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real, written = safetensors.torch.save_file, []
+
+    def save_file(tensors, path, **kwargs):
+        real({name: torch.zeros(1) for name in tensors}, path, **kwargs)
+        written.append(path)
+        if len(written) == 2 or size > 50_000:
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    with pytest.raises(OSError, match="No space left"):
+        GPTLMHeadModel.from_config(CASES["gpt2"].config()).save_pretrained(tmp_path, max_shard_size=size)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_saving_where_there_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(NotADirectoryError, match=r"folder must be a folder or a new name, found the file .*/file$"):
+        GPTLMHeadModel.from_config(CASES["gpt2"].config()).save_pretrained(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
 def test_pytorch_files(tmp_path):
     """Read with weights_only; tied weights may share memory there."""
     config, reference, _ = CASES["gpt2"].build()
