@@ -351,6 +351,21 @@ def test_streaming(device):
     assert streamer.ended
 
 
+def test_a_streamer_is_ended_after_an_error(device):
+    """Or who reads from it would wait forever."""
+
+    class Failing(Scripted):
+        def forward(self, input_ids, **kwargs):
+            if kwargs["inference_params"].seqlen_offset > 3:
+                raise RuntimeError("out of memory")
+            return super().forward(input_ids, **kwargs)
+
+    model, streamer = Failing([[1] * 9] * 2, device), Streamer()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decode(prompt(2, 3, device), model, 9, streamer=streamer)
+    assert streamer.ended and [piece.shape for piece in streamer.pieces] == [(2, 3), (2,), (2,)]
+
+
 def test_mixin(device):
     model = Model(device=device).eval()
     input_ids = prompt(2, 6, device)

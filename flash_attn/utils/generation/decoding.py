@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
-from flash_attn.utils.generation._steps import Steps, check_padding, check_prompt, is_one_of, timed
+from flash_attn.utils.generation._steps import Steps, check_padding, check_prompt, is_one_of, streaming, timed
 from flash_attn.utils.generation.sampling import _check_in_vocabulary, _check_sampling, _penalise, sample
 
 
@@ -73,7 +73,7 @@ def decode(
             padding.
         output_scores: keep the logits, (batch, vocab) for every token.
         streamer: an object with the methods of transformers' streamers: put gets the prompts and then the tokens
-            (batch,) of each step, on the CPU; end is called at the end.
+            (batch,) of each step, on the CPU; end is called at the end, after an error, too.
         attention_mask: (batch, seqlen) of any dtype, 1 for the tokens of a prompt and 0 for the padding on its left, as
             `generate` of transformers takes it. Each prompt must have a token. A sequence continues as it would alone.
         pad_token_id: fills up sequences that have ended; the first eos_token_id if None. The model must have an
@@ -85,35 +85,32 @@ def decode(
 
     >>> output = decode(prompt, model, max_length=100)                                      # doctest: +SKIP
     """
-    ends = check_prompt(input_ids, max_length, eos_token_id, vocab_size)
-    _check_sampling(top_k, top_p, temperature)
-    if teacher_outputs is not None:
-        dtypes, shape = checks.INTEGER_DTYPES, (len(input_ids), None)
-        checks.tensor("teacher_outputs", teacher_outputs, dtypes=dtypes, shape=shape, device=input_ids.device)
-    checks.real("repetition_penalty", repetition_penalty)
-    checks.number("repetition_penalty", repetition_penalty, repetition_penalty > 0, "positive")
-    if pad_token_id is not None:
-        checks.integer("pad_token_id", pad_token_id, "an integer or None")
-        checks.number("pad_token_id", pad_token_id, pad_token_id >= 0, "at least 0")
-    leftpad = check_padding(attention_mask, input_ids)
-    steps = Steps(model, input_ids, max_length, vocab_size, tensor_parallel, cg, leftpad=leftpad)
-    sampling = top_k, top_p, temperature
-    rows = _Rows(input_ids, leftpad, sampling, repetition_penalty, ends, pad_token_id, teacher_outputs)
-    scores = []
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
-    with timed(enable_timing, input_ids.device, tensor_parallel):
-        while True:
-            (logits,) = steps.run(rows.sequences).unbind(1)
-            if output_scores:
-                scores.append(logits)
-            tokens = rows.extend(logits)
-            if streamer is not None:
-                streamer.put(tokens.cpu())
-            if rows.sequences.shape[1] >= max_length or rows.have_ended():
-                break
-    if streamer is not None:
-        streamer.end()
+    with streaming(streamer) as put:
+        ends = check_prompt(input_ids, max_length, eos_token_id, vocab_size)
+        _check_sampling(top_k, top_p, temperature)
+        if teacher_outputs is not None:
+            dtypes, shape = checks.INTEGER_DTYPES, (len(input_ids), None)
+            checks.tensor("teacher_outputs", teacher_outputs, dtypes=dtypes, shape=shape, device=input_ids.device)
+        checks.real("repetition_penalty", repetition_penalty)
+        checks.number("repetition_penalty", repetition_penalty, repetition_penalty > 0, "positive")
+        if pad_token_id is not None:
+            checks.integer("pad_token_id", pad_token_id, "an integer or None")
+            checks.number("pad_token_id", pad_token_id, pad_token_id >= 0, "at least 0")
+        leftpad = check_padding(attention_mask, input_ids)
+        shared = input_ids, max_length, vocab_size, tensor_parallel, cg
+        steps = Steps(model, *shared, leftpad=leftpad, may_end=bool(ends))
+        sampling = top_k, top_p, temperature
+        rows = _Rows(input_ids, leftpad, sampling, repetition_penalty, ends, pad_token_id, teacher_outputs)
+        scores = []
+        put(input_ids)
+        with timed(enable_timing, input_ids.device, tensor_parallel):
+            while True:
+                (logits,) = steps.run(rows.sequences).unbind(1)
+                if output_scores:
+                    scores.append(logits)
+                put(rows.extend(logits))
+                if rows.sequences.shape[1] >= max_length or rows.have_ended():
+                    break
     return _output_class(top_k)(sequences=rows.sequences, scores=tuple(scores) if output_scores else None)
 
 

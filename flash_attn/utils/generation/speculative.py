@@ -106,8 +106,12 @@ def decode_speculative(
     _check_sampling(top_k, top_p, temperature)
     options = dict(top_k=top_k, top_p=top_p, temperature=temperature)
     shared = input_ids, max_length, vocab_size, tensor_parallel, cg
-    steps = Steps(model, *shared, decoding_seqlens=range(1, speculative_lookahead + 2))
-    steps_draft = Steps(model_draft, *shared, decoding_seqlens=(1, 2), kept_as="_draft_decoding_cache")
+    # The last token is not read by the model; the draft model does not read the one before it, either.
+    steps = Steps(model, *shared, decoding_seqlens=range(1, speculative_lookahead + 2), may_end=bool(ends))
+    steps_draft = Steps(
+        model_draft, *shared, decoding_seqlens=(1, 2), kept_as="_draft_decoding_cache", may_end=bool(ends), unread=2,
+        name="model_draft",
+    )  # fmt: skip
     sequence, rounds = input_ids, []
     scores: list[Tensor] = []
     with timed(enable_timing, input_ids.device, tensor_parallel):
