@@ -280,6 +280,12 @@ def test_max_new_tokens():
         model.generate(ids, max_new_tokens=0)
 
 
+def test_padding_is_a_token_of_the_vocabulary():
+    model = GPTLMHeadModel(CASES["gpt2"].config()).eval()
+    with pytest.raises(ValueError, match="pad_token_id must be from 0 to 95, found 96"):
+        model.generate(ids_of(model.config), max_length=30, eos_token_id=2, pad_token_id=96)
+
+
 def test_what_a_tokenizer_returns_is_given_by_name():
     model = GPTLMHeadModel(CASES["gpt2"].config()).eval()
     batch = transformers.BatchEncoding({"input_ids": ids_of(model.config), "attention_mask": torch.ones(2, 24)})

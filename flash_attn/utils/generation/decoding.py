@@ -76,8 +76,7 @@ def decode(
             (batch,) of each step, on the CPU; end is called at the end, after an error, too.
         attention_mask: (batch, seqlen) of any dtype, 1 for the tokens of a prompt and 0 for the padding on its left, as
             `generate` of transformers takes it. Each prompt must have a token. A sequence continues as it would alone.
-        pad_token_id: fills up sequences that have ended; the first eos_token_id if None. The model must have an
-            embedding for it.
+        pad_token_id: fills up sequences that have ended, a token of model.vocab_size; the first eos_token_id if None.
 
     Returns a GreedySearchDecoderOnlyOutput, or if top_k is not 1 a SampleDecoderOnlyOutput. The scores are logits as
     the model gives them, before temperature and penalty. Raises TypeError or ValueError for arguments that do not fit
@@ -96,6 +95,9 @@ def decode(
         if pad_token_id is not None:
             checks.integer("pad_token_id", pad_token_id, "an integer or None")
             checks.number("pad_token_id", pad_token_id, pad_token_id >= 0, "at least 0")
+            size = getattr(model, "vocab_size", None)
+            if size is not None:
+                checks.number("pad_token_id", pad_token_id, pad_token_id < size, "from 0 to {}", size - 1)
         leftpad = check_padding(attention_mask, input_ids)
         shared = input_ids, max_length, vocab_size, tensor_parallel, cg
         steps = Steps(model, *shared, leftpad=leftpad, may_end=bool(ends))
