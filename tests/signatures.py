@@ -726,7 +726,8 @@ SIGNATURES = {
         ),
         "decode_speculative": (
             "input_ids, model, model_draft, max_length, speculative_lookahead=3, top_k=1, top_p=0.0, temperature=1.0,"
-            " eos_token_id=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, debug=False"
+            " eos_token_id=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, debug=False, "
+            "streamer=None"
         ),
         "GenerationMixin": "",
         "allocate_inference_cache": "max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16",

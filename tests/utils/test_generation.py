@@ -444,6 +444,19 @@ def test_speculative_stops_at_the_last_token(device):
         assert several.sequences.tolist() == [[0, 1, 2, 3]]
 
 
+def test_speculative_streaming(device):
+    """Tokens are given as they are accepted, up to the one that ends the sequence."""
+    model = Scripted([[1, 2, 3, 9, 4, 5, 6, 7, 8]], device)
+    input_ids, streamer = torch.zeros(1, 1, dtype=torch.int64, device=device), Streamer()
+    draft = Scripted([[1, 2, 2, 9, 2, 2, 2, 2, 2]], device)
+    decode_speculative(input_ids, model, draft, 9, eos_token_id=9, speculative_lookahead=3, streamer=streamer)
+    assert [piece.tolist() for piece in streamer.pieces] == [[[0]], [1, 2, 3], [9]] and streamer.ended
+    streamer = Streamer()
+    with pytest.raises(ValueError, match="the batch size of input_ids must be 1"):
+        decode_speculative(input_ids.repeat(2, 1), model, draft, 9, streamer=streamer)
+    assert streamer.ended and not streamer.pieces
+
+
 def test_speculative_sampling(device):
     model = Model(device=device).eval()
     output = decode_speculative(prompt(1, 6, device), model, model, 30, top_k=5, top_p=0.9)
