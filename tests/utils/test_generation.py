@@ -379,6 +379,21 @@ def test_mixin(device):
         GenerationMixin().allocate_inference_cache(1, 1)
 
 
+def test_names_of_transformers():
+    """What there is here instead is said."""
+    for name, says in (
+        ("assistant_model", r"decode_speculative\(input_ids, model, assistant_model, max_length\) takes one"),
+        ("do_sample", "top_k=1 takes the likeliest token"),
+        ("num_beams", "there is no beam search"),
+        ("use_cache", "keys and values are always kept"),
+        ("generation_config", "give its fields by name"),
+        ("eos_token", "names like it: eos_token_id"),
+        ("zzz", "names like it: none"),
+    ):
+        with pytest.raises(TypeError, match=f"keyword arguments must be those of decode, found '{name}'; {says}"):
+            GenerationMixin().generate(IDS, 12, **{name: None})
+
+
 def test_timing(device, capsys):
     model = Model(device=device).eval()
     decode(prompt(1, 6, device), model, 8, enable_timing=True)

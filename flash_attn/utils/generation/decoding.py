@@ -5,6 +5,8 @@ output.sequences                                                            # (b
 """
 
 import dataclasses
+import difflib
+import inspect
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -215,16 +217,36 @@ class GenerationMixin:
         max_new_tokens may be given instead of max_length: how many tokens follow a prompt at most.
 
         Returns the sequences (batch, length), or with return_dict_in_generate the whole result of decode, with scores
-        None unless output_scores is true.
+        None unless output_scores is true. Raises TypeError for a name that decode has not, with what there is instead.
 
         >>> sequences = model.generate(prompt, max_length=100, eos_token_id=2)              # doctest: +SKIP
         """
+        _check_names(kwargs)
         max_length = _length(input_ids, max_length, max_new_tokens)
         output = decode(
             input_ids, cast(nn.Module, self), max_length, top_k=top_k, top_p=top_p, temperature=temperature,
             output_scores=output_scores and return_dict_in_generate, **kwargs,
         )  # fmt: skip
         return output if return_dict_in_generate else output.sequences
+
+
+# Arguments of transformers' generate, and what there is instead.
+_INSTEAD = {
+    "assistant_model": "decode_speculative(input_ids, model, assistant_model, max_length) takes one",
+    "do_sample": "top_k=1 takes the likeliest token, and any other top_k draws",
+    "num_beams": "there is no beam search",
+    "use_cache": "keys and values are always kept",
+    "generation_config": "give its fields by name, as eos_token_id=2",
+}
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    """Check that keyword arguments are those of `decode`."""
+    own = list(inspect.signature(decode).parameters)
+    for name in options:
+        if name not in own:
+            instead = _INSTEAD.get(name, f"names like it: {', '.join(difflib.get_close_matches(name, own)) or 'none'}")
+            raise TypeError(f"keyword arguments must be those of decode, found {name!r}; {instead}")
 
 
 def _length(input_ids: Tensor, max_length: int | None, max_new_tokens: int | None) -> int:
