@@ -2,6 +2,7 @@
 
 import functools
 import types
+import warnings
 
 import pytest
 import torch
@@ -278,6 +279,20 @@ def test_max_new_tokens():
         assert str(e.value).endswith(f"={options.get('max_length')} and max_new_tokens={options.get('max_new_tokens')}")
     with pytest.raises(ValueError, match="max_new_tokens must be positive, found 0"):
         model.generate(ids, max_new_tokens=0)
+
+
+def test_dropout_is_told_once():
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    for options, count in ((dict(), 1), (dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), 0)):
+        model = GPTLMHeadModel.from_config(CASES["gpt2"].config(), **options)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("default")
+            model.eval().generate(ids, max_length=5)
+            assert not told
+            for _ in range(2):
+                model.train().generate(ids, max_length=5)
+        assert [each.category for each in told] == [UserWarning] * count
+        assert all("call model.eval() before" in str(each.message) for each in told)
 
 
 def test_padding_is_a_token_of_the_vocabulary():

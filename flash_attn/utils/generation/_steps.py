@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class Steps:
     ) -> None:
         batch, seqlen = input_ids.shape
         self.model, self.name = model, name
+        _warn_of_dropout(model)
         self.max_tokens: int | None = getattr(model, "max_positions", None)
         if self.max_tokens is not None and leftpad is not None:
             self.max_tokens += int(leftpad.min())
@@ -113,6 +115,15 @@ class Steps:
     def rewind(self, length: int) -> None:
         """Continue as if the caches held only `length` tokens."""
         self.params.seqlen_offset = length
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    if any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules()):
+        warnings.warn(  # which Python shows once
+            "generation with dropout, as the model is in training mode, in which from_pretrained returns it: "
+            "call model.eval() before",
+            stacklevel=2,
+        )
 
 
 def check_prompt(
