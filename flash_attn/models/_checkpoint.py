@@ -117,14 +117,24 @@ def _compare(model, family, files, world_size, rank, strict):
     theirs = {}
     for path in files:
         theirs |= load_file(path, device="meta")
+    family.keys.spell(theirs)
+    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     ours = _converted(family, theirs, model.config, world_size, rank)
     expected = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
     prefix = _prefix(model)
     ours = {name.removeprefix(prefix): tensor for name, tensor in ours.items() if name.startswith(prefix)}
     missing = [name for name in expected if name not in ours]
-    unknown = [*(name for name in ours if name not in expected), *theirs]
+    of_missing = {source for name in missing for source in family.keys.sources(prefix + name, model.config)}
+    left_over = [name for name in theirs if name in of_missing]
+    unknown = [*(name for name in ours if name not in expected), *(name for name in theirs if name not in of_missing)]
+
+    def made_with(name):
+        sources = family.keys.sources(prefix + name, model.config)
+        found = ", ".join(f"{source} {shapes[source]}" for source in sources if source in shapes)
+        return f", made of {found}" if found else ""
+
     wrong = [
-        f"{name}: expected {expected[name]}, found {tuple(tensor.shape)}"
+        f"{name}: expected {expected[name]}, found {tuple(tensor.shape)}{made_with(name)}"
         for name, tensor in ours.items()
         if name in expected and expected[name] != tuple(tensor.shape)
     ]
@@ -138,11 +148,14 @@ def _compare(model, family, files, world_size, rank, strict):
         raise ValueError(
             f"the checkpoint does not fit the model, a {type(model).__name__} of the family {family.name}:"
             + _listed("missing", made_of)
+            + _listed("left over, as others that go into the same tensor are missing", left_over)
             + _listed("not known", unknown)
             + _listed("of a wrong shape or dtype", wrong)
         )
     if missing or unknown:
-        told = _listed("these keep their first, random weights", made_of) + _listed("these are left out", unknown)
+        told = _listed("these keep their first, random weights", made_of) + _listed(
+            "these are left out", left_over + unknown
+        )
         _log.warning("not all of the checkpoint and the model fit together:%s", told)
     return missing
 

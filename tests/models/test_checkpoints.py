@@ -327,11 +327,14 @@ def test_what_does_not_fit(folder):
     for line in (
         "transformer.layers.1.mixer.Wqkv.weight (from model.layers.1.self_attn.q_proj.weight, "
         "model.layers.1.self_attn.k_proj.weight, model.layers.1.self_attn.v_proj.weight)",
-        "model.layers.0.extra",
-        "model.layers.1.self_attn.q_proj.weight",
-        "transformer.ln_f.weight: expected (64,), found (7,)",
+        "transformer.ln_f.weight: expected (64,), found (7,), made of model.norm.weight (7,)",
     ):
         assert f"\n    {line}\n" in f"{error.value}\n"
+    assert "\n  not known:\n    model.layers.0.extra\n  of a wrong shape" in str(error.value)
+    assert (
+        "\n  left over, as others that go into the same tensor are missing:\n    model.layers.1.self_attn.q_proj.weight"
+        "\n    model.layers.1.self_attn.v_proj.weight\n  not known:"
+    ) in str(error.value)
     change(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64)}))
     with pytest.raises(ValueError, match="missing"):
         GPTLMHeadModel.from_pretrained(path)
@@ -342,6 +345,13 @@ def test_tensors_of_which_ours_cannot_be_made(folder):
     change(path, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(64, 60)}))
     with pytest.raises(
         ValueError, match=r"Wqkv.weight .* found .*k_proj.weight \(64, 60\), .*v_proj.weight \(64, 64\)"
+    ):
+        GPTLMHeadModel.from_pretrained(path)
+    change(path, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(60, 64)}))
+    with pytest.raises(
+        ValueError,
+        match=r"Wqkv.weight: expected \(192, 64\), found \(188, 64\), made of .*q_proj.weight"
+        r" \(64, 64\), .*k_proj.weight \(60, 64\), .*v_proj.weight \(64, 64\)$",
     ):
         GPTLMHeadModel.from_pretrained(path)
     path, _ = folder("gpt_neox")
