@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flash_attn._ops import checks
 from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
 from flash_attn.models._family import find_family
 from flash_attn.models._options import divided, dtype_of_config, overridden, the_dtype
-from flash_attn.models._saving import write_folder
+from flash_attn.models._saving import number_of_bytes, write_folder
 from flash_attn.models._shard import shard_state_dict_tp
 from flash_attn.utils.pretrained import (
     checkpoint_files,
@@ -239,7 +238,7 @@ def save(model, folder, name, max_shard_size):
         raise ValueError(f"family must be that of the model's configuration, found {family.name!r}")
     if family.name != "gpt2":
         _check_described(model.config, family, source)
-    checks.integer("max_shard_size", max_shard_size)
+    max_shard_size = number_of_bytes(max_shard_size)
     prefix = _prefix(model)
     ours = {prefix + key: tensor.detach() for key, tensor in model.state_dict().items()}
     if settings(model.config).tie_word_embeddings:

@@ -9,7 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
+from flash_attn._ops import checks
+
 _WEIGHTS = re.compile(r"model\.safetensors(\.index\.json)?|model-\d{5}-of-\d{5}\.safetensors")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B", re.IGNORECASE)
 _INDEX = "model.safetensors.index.json"
 
 
@@ -37,6 +40,19 @@ def write_folder(
     for path in list(folder.iterdir()):
         if _WEIGHTS.fullmatch(path.name) and path.name not in names:
             path.unlink()
+
+
+def number_of_bytes(size: int | str) -> int:
+    """max_shard_size as a number of bytes: it may be text as "5GB" (of 10**9 bytes) or "500 MiB" (of 2**20)."""
+    if isinstance(size, str):
+        found = _SIZE.fullmatch(size)
+        if found is None:
+            raise ValueError(f"max_shard_size must be a number of bytes or text as '5GB', found {size!r}")
+        number, unit, binary = found.groups()
+        size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper()))
+    checks.integer("max_shard_size", size, "an integer or text as '5GB'")
+    checks.number("max_shard_size", size, size > 0, "positive")
+    return size
 
 
 def _write_tensors(folder, tensors, max_shard_size):

@@ -399,7 +399,7 @@ class GPTPreTrainedModel(nn.Module):
         )  # fmt: skip
 
     def save_pretrained(
-        self, folder: str | os.PathLike, family: str | None = None, max_shard_size: int = 5 * 10**9
+        self, folder: str | os.PathLike, family: str | None = None, max_shard_size: int | str = 5 * 10**9
     ) -> None:
         """Write a folder that transformers loads, and `from_pretrained`.
 
@@ -407,7 +407,7 @@ class GPTPreTrainedModel(nn.Module):
             folder: is made if it is not there.
             family: the name of the family in whose format it is written; by default that of the checkpoint or
                 configuration that the model was made from, else GPT-2's.
-            max_shard_size: bytes of a file, in which a larger checkpoint is divided.
+            max_shard_size: bytes of a file, in which a larger checkpoint is divided; or text, as "5GB".
 
         Raises ValueError if the configuration has what that format does not, or was changed in what the model computes
         (as by `from_pretrained(folder, rotary_emb_base=1e6)`: give that the configuration of the family instead, with

@@ -12,6 +12,7 @@ import transformers
 from families import CASES, ids_of
 
 from flash_attn.models import _checkpoint
+from flash_attn.models._saving import number_of_bytes
 from flash_attn.models.gpt import (
     GPTLMHeadModel,
     GPTModel,
@@ -145,6 +146,14 @@ def test_a_full_disk_leaves_the_checkpoint_that_is_there(size, tmp_path, monkeyp
     with pytest.raises(OSError, match="No space left"):
         GPTLMHeadModel.from_config(CASES["gpt2"].config()).save_pretrained(tmp_path, max_shard_size=size)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_sizes_of_files_as_text(tmp_path):
+    """As transformers has them."""
+    sizes = {"5GB": 5 * 10**9, "1.5 gb": 15 * 10**8, "20KB": 20_000, "7MiB": 7 * 2**20, "2TB": 2 * 10**12, "9B": 9}
+    assert {text: number_of_bytes(text) for text in sizes} == sizes
+    GPTLMHeadModel.from_config(CASES["llama"].config()).save_pretrained(tmp_path, max_shard_size="50KB")
+    assert max(path.stat().st_size for path in tmp_path.glob("model-*")) < 52_000
 
 
 def test_saving_where_there_is_a_file(tmp_path):
@@ -431,8 +440,15 @@ def test_what_cannot_be_saved(tmp_path):
         with pytest.raises(ValueError, match=f"config.{says} to save in the format of GPT-2, found"):
             GPTLMHeadModel(config).save_pretrained(tmp_path)
     model = GPTLMHeadModel.from_config(CASES["llama"].config())
-    with pytest.raises(TypeError, match="max_shard_size must be an integer, found str"):
-        model.save_pretrained(tmp_path, max_shard_size="5GB")
+    for size, error, says in (
+        ("5 lots", ValueError, "max_shard_size must be a number of bytes or text as '5GB', found '5 lots'"),
+        (5e9, TypeError, "max_shard_size must be an integer or text as '5GB', found float"),
+        (0, ValueError, "max_shard_size must be positive, found 0"),
+        (-1, ValueError, "max_shard_size must be positive, found -1"),
+        ("0GB", ValueError, "max_shard_size must be positive, found 0"),
+    ):
+        with pytest.raises(error, match=says):
+            model.save_pretrained(tmp_path, max_shard_size=size)
     with pytest.raises(ValueError, match="family must be that of the model's configuration, found 'opt'"):
         model.save_pretrained(tmp_path, family="opt")
     assert not list(tmp_path.iterdir())
