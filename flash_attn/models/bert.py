@@ -29,7 +29,7 @@ from flash_attn.bert_padding import index_first_axis, index_put_first_axis, pad_
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.models._config import Settings, round_up, warn_of_unread
 from flash_attn.models._keys import KeyMap, padded, stacked
-from flash_attn.models._options import divided, dtype_of_config, overridden, refuse_float64, the_dtype
+from flash_attn.models._options import divided, dtype_of_config, overridden, refuse_float64, the_device, the_dtype
 from flash_attn.models._saving import write_folder
 from flash_attn.modules.block import Block
 from flash_attn.modules.embedding import BertEmbeddings
@@ -468,12 +468,13 @@ class BertPreTrainedModel(nn.Module):
         dtype = the_dtype(
             dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name), stacklevel=3
         )
+        device = torch.get_default_device() if device is None else the_device(device)
         refuse_float64(dtype, {name: _option(config, name) for name in _WITHOUT_FLOAT64})
         with torch.device("meta"):
             model = cls(config, *inputs, **kwargs)
         found = model._named_alike(_with_todays_names(state_dict_from_pretrained(model_name)))
         fresh = model._check_checkpoint(model_name, found, strict)
-        model.to(dtype=dtype).to_empty(device=torch.get_default_device() if device is None else device)
+        model.to(dtype=dtype).to_empty(device=device)
         model.tie_weights()
         for name, module in model.named_modules():
             if any(f"{name}.{parameter}" in fresh for parameter, _ in module.named_parameters(recurse=False)):

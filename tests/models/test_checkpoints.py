@@ -13,6 +13,7 @@ from families import CASES, ids_of
 
 from flash_attn.models import _checkpoint
 from flash_attn.models._saving import number_of_bytes
+from flash_attn.models.bert import BertModel
 from flash_attn.models.gpt import (
     GPTLMHeadModel,
     GPTModel,
@@ -255,6 +256,16 @@ def test_names_of_dtypes(folder):
     for wrong in ("int8", "bfloat61", torch.int8, 3):
         with pytest.raises(ValueError, match=f"dtype must be a floating torch.dtype, its name, .* found {wrong!r}"):
             GPTLMHeadModel.from_pretrained(path, dtype=wrong)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
+def test_a_gpu_that_there_is_not(device, tmp_path, monkeypatch):
+    """Before files are read."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for model, config in ((GPTLMHeadModel, CASES["gpt2"].config()), (BertModel, transformers.BertConfig())):
+        config.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"device must be one that there is, found 'cuda.*', while PyTorch "):
+            model.from_pretrained(tmp_path, device=device)
 
 
 def test_two_tensors_for_one(folder):
