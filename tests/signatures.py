@@ -751,11 +751,11 @@ SIGNATURES = {
         "triton_op": "name, fn=None, /, *, mutates_args, schema=None, allow_decomposition=True",
     },
     "flash_attn.utils.pretrained": {
-        "state_dict_from_pretrained": "model_name, device=None, dtype=None",
-        "checkpoint_files": "model_name",
-        "config_of_pretrained": "model_name",
-        "dtype_of_pretrained": "model_name",
-        "config_is_missing": "model_name",
+        "state_dict_from_pretrained": "model_name, device=None, dtype=None, **hub",
+        "checkpoint_files": "model_name, **hub",
+        "config_of_pretrained": "model_name, **hub",
+        "dtype_of_pretrained": "model_name, **hub",
+        "config_is_missing": "model_name, **hub",
         "load_file": "path, device=None, dtype=None",
     },
     "flash_attn.utils.testing": {

@@ -11,7 +11,7 @@ from torch import nn
 
 from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
 from flash_attn.models._family import find_family
-from flash_attn.models._options import divided, dtype_of_config, overridden, the_device, the_dtype
+from flash_attn.models._options import divided, dtype_of_config, of_hub, overridden, the_device, the_dtype
 from flash_attn.models._saving import number_of_bytes, write_folder
 from flash_attn.models._shard import shard_state_dict_tp
 from flash_attn.utils.pretrained import (
@@ -44,17 +44,18 @@ def load(
     cls, model_name, config, args, kwargs, *, strict, device, dtype, world_size, rank, family, progress, torch_dtype
 ):
     """`GPTPreTrainedModel.from_pretrained`."""
+    hub = of_hub(kwargs)
     fields, kwargs = divided(cls, kwargs, FIELDS)
-    family, config = _family_and_config(model_name, config, family)
+    family, config = _family_and_config(model_name, config, family, hub)
     device = the_device("cpu" if device is None else device)
-    dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name))
+    dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name, **hub))
     model = cls(overridden(config, fields), *args, device="meta", dtype=dtype, **kwargs)
     group = getattr(model, "process_group", None)
     processes = 1 if group is None else dist.get_world_size(group)
     if world_size != processes:
         told = f"{processes} without one" if group is None else processes
         raise ValueError(f"world_size must be the number of processes of process_group, {told}, found {world_size}")
-    config, files = model.config, checkpoint_files(model_name)
+    config, files = model.config, checkpoint_files(model_name, **hub)
     absent = _compare(model, family, files, world_size, rank, strict)
     pending = {}
     for path in _shown(files, progress):
@@ -73,11 +74,11 @@ def _converted(family, theirs, config, world_size, rank):
     return ours if world_size == 1 else shard_state_dict_tp(ours, config, world_size, rank)
 
 
-def _family_and_config(model_name, config, name):
+def _family_and_config(model_name, config, name, hub):
     """The family of a checkpoint, and the GPT2Config of its model."""
-    found = config_of_pretrained(model_name) if config is None or name is None else None
+    found = config_of_pretrained(model_name, **hub) if config is None or name is None else None
     if config is None and found is None:
-        raise config_is_missing(model_name)
+        raise config_is_missing(model_name, **hub)
     given = None if config is None or is_gpt2_config(config) else _model_type(config)
     model_type = (found or {}).get("model_type", given)
     family = find_family(name=name, model_type=model_type, hub_name=str(model_name))

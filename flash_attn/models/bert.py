@@ -29,7 +29,15 @@ from flash_attn.bert_padding import index_first_axis, index_put_first_axis, pad_
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.models._config import Settings, round_up, warn_of_unread
 from flash_attn.models._keys import KeyMap, padded, stacked
-from flash_attn.models._options import divided, dtype_of_config, overridden, refuse_float64, the_device, the_dtype
+from flash_attn.models._options import (
+    divided,
+    dtype_of_config,
+    of_hub,
+    overridden,
+    refuse_float64,
+    the_device,
+    the_dtype,
+)
 from flash_attn.models._saving import write_folder
 from flash_attn.modules.block import Block
 from flash_attn.modules.embedding import BertEmbeddings
@@ -456,23 +464,25 @@ class BertPreTrainedModel(nn.Module):
                 that of config.json, or else that of the checkpoint's tensors.
             torch_dtype: the older name of transformers for dtype; with a warning.
             kwargs: fields of the configuration, which they override, as use_flash_attn=True or num_labels=3; and
-                arguments of the model. A configuration that is given is not changed.
+                arguments of the model. A configuration that is given is not changed. Also revision, token, cache_dir
+                and local_files_only, for a name on the hub.
             inputs: more arguments of the model.
 
         Raises ValueError, before parameters are allocated, if keys are missing, are more than the model has, or have
         another shape; OSError if there is no checkpoint; TypeError for a keyword argument that is neither a field of
         the configuration nor an argument of the model, with names like it.
         """
+        hub = of_hub(kwargs)
         fields, kwargs = divided(cls, kwargs, {*Config.__annotations__, *_OPTIONS})
-        config = overridden(_config_from_pretrained(model_name) if config is None else config, fields)
+        config = overridden(_config_from_pretrained(model_name, hub) if config is None else config, fields)
         dtype = the_dtype(
-            dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name), stacklevel=3
+            dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name, **hub), stacklevel=3
         )
         device = torch.get_default_device() if device is None else the_device(device)
         refuse_float64(dtype, {name: _option(config, name) for name in _WITHOUT_FLOAT64})
         with torch.device("meta"):
             model = cls(config, *inputs, **kwargs)
-        found = model._named_alike(_with_todays_names(state_dict_from_pretrained(model_name)))
+        found = model._named_alike(_with_todays_names(state_dict_from_pretrained(model_name, **hub)))
         fresh = model._check_checkpoint(model_name, found, strict)
         model.to(dtype=dtype).to_empty(device=device)
         model.tie_weights()
@@ -916,11 +926,11 @@ def _with_todays_names(state_dict):
     return result
 
 
-def _config_from_pretrained(model_name):
+def _config_from_pretrained(model_name, hub):
     """The configuration of a checkpoint; without the package transformers, an object with its fields."""
-    fields = config_of_pretrained(model_name)
+    fields = config_of_pretrained(model_name, **hub)
     if fields is None:
-        raise config_is_missing(model_name)
+        raise config_is_missing(model_name, **hub)
     if fields.get("model_type", "bert") != "bert":
         raise ValueError(f"model_name must be a checkpoint of model_type 'bert', found {fields['model_type']!r}")
     try:

@@ -383,7 +383,8 @@ class GPTPreTrainedModel(nn.Module):
             progress: show a bar, with the package tqdm, if there are several files.
             torch_dtype: the older name of transformers for dtype; with a warning.
             kwargs: fields of `Settings`, which override those of the configuration, as use_flash_attn=True; and
-                arguments of the constructor. A configuration that is given is not changed.
+                arguments of the constructor. A configuration that is given is not changed. Also revision, token,
+                cache_dir and local_files_only, for a name on the hub.
             args: of the constructor.
 
         The names and shapes in the files are compared with those of the model before anything is loaded. One file is in

@@ -36,6 +36,10 @@ from flash_attn.ops.fused_dense import FusedDense
 pytest.importorskip("safetensors")
 IN_TRANSFORMERS = [name for name in CASES if not name.startswith(("btlm", "baichuan"))]
 
+SMALL_BERT = transformers.BertConfig(
+    vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
+)
+
 
 @pytest.fixture
 def folder(tmp_path):
@@ -262,7 +266,7 @@ def test_names_of_dtypes(folder):
 def test_a_gpu_that_there_is_not(device, tmp_path, monkeypatch):
     """Before files are read."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for model, config in ((GPTLMHeadModel, CASES["gpt2"].config()), (BertModel, transformers.BertConfig())):
+    for model, config in ((GPTLMHeadModel, CASES["gpt2"].config()), (BertModel, SMALL_BERT)):
         config.save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=r"device must be one that there is, found 'cuda.*', while PyTorch "):
             model.from_pretrained(tmp_path, device=device)
@@ -303,6 +307,51 @@ def test_hub(folder, tmp_path, monkeypatch):
         GPTLMHeadModel.from_pretrained("EleutherAI/pythia-tiny")
     model = GPTLMHeadModel.from_pretrained("EleutherAI/pythia-tiny", model.config)
     assert (logits_of(model, ids) - logits_of(reference, ids)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("model", [GPTLMHeadModel, BertModel])
+def test_arguments_of_the_hub(model, tmp_path, monkeypatch):
+    """They reach it with each file that is asked for."""
+    hub = pytest.importorskip("huggingface_hub")
+    model(CASES["gpt2"].config() if model is GPTLMHeadModel else SMALL_BERT).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields = {key: value for key, value in fields.items() if "dtype" not in key}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    given, asked = dict(revision="v2", token="hf_", cache_dir="here", local_files_only=True), []
+
+    def hf_hub_download(name, file, **options):
+        assert name == "owner/name" and options == given
+        asked.append(file)
+        if not (tmp_path / file).exists():
+            raise FileNotFoundError(file)
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(hub, "hf_hub_download", hf_hub_download)
+    assert isinstance(model.from_pretrained("owner/name", dtype="auto", **given), model)
+    assert {"config.json", "model.safetensors"} <= set(asked)
+
+
+def test_why_the_hub_does_not_have_it(monkeypatch):
+    """A name that it does not know, one that is private, and no network are not the same."""
+    hub, errors = pytest.importorskip("huggingface_hub"), pytest.importorskip("huggingface_hub.errors")
+    for error, says in (
+        ("HFValidationError", "it is neither a folder here nor known on the hub"),
+        ("RepositoryNotFoundError", "it is neither a folder here nor known on the hub, or private"),
+        ("GatedRepoError", "the hub gives it to those who have access"),
+        ("RevisionNotFoundError", "it has no such revision on the hub"),
+        ("LocalEntryNotFoundError", "the hub cannot be reached, or must not be, and its cache here does not have"),
+    ):
+        kind = getattr(errors, error)
+
+        def download(*args, kind=kind):
+            raise kind.__new__(kind)
+
+        monkeypatch.setattr(hub, "hf_hub_download", download)
+        for model in (GPTLMHeadModel, BertModel):
+            with pytest.raises(OSError, match=f"there is no config.json in owner/name: {says}"):
+                model.from_pretrained("owner/name")
+        with pytest.raises(OSError, match=f"Model name owner/name was not found: {says}"):
+            GPTLMHeadModel.from_pretrained("owner/name", CASES["gpt2"].config(), family="gpt2")
 
 
 def test_memory_of_loading(folder, monkeypatch):
@@ -411,7 +460,7 @@ def test_what_does_not_fit_may_be_left_out(folder, caplog):
 def test_no_checkpoint(tmp_path):
     with pytest.raises(OSError, match=r"config must be given, as there is no config.json in [^,]*$"):
         GPTLMHeadModel.from_pretrained(tmp_path)
-    with pytest.raises(OSError, match=r"no config.json in .*absent, which is neither a folder here nor known"):
+    with pytest.raises(OSError, match=r"no config.json in .*absent: it is neither a folder here nor known on the hub"):
         GPTLMHeadModel.from_pretrained(tmp_path / "absent")
     (tmp_path / "config.json").write_text('{"model_type": ')
     with pytest.raises(ValueError, match=r"config.json must be JSON, found: Expecting value"):
