@@ -753,7 +753,7 @@ SIGNATURES = {
     "flash_attn.utils.pretrained": {
         "state_dict_from_pretrained": "model_name, device=None, dtype=None, **hub",
         "checkpoint_files": "model_name, **hub",
-        "config_of_pretrained": "model_name, **hub",
+        "config_of_pretrained": "model_name, name='config.json', **hub",
         "dtype_of_pretrained": "model_name, **hub",
         "config_is_missing": "model_name, **hub",
         "load_file": "path, device=None, dtype=None",

@@ -63,6 +63,7 @@ def load(
         _give(model, _converted(family, pending, config, world_size, rank), device)  # nothing else holds the tensors
     _materialise(model, absent, device)
     model.to(device)  # buffers
+    model._generation_config = config_of_pretrained(model_name, "generation_config.json", **hub)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     return model
@@ -247,6 +248,8 @@ def save(model, folder, name, max_shard_size):
     theirs = family.keys.invert(ours, model.config)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     documents = {"config.json": fields | {"dtype": dtype, "torch_dtype": dtype}}
+    if model._generation_config is not None:
+        documents["generation_config.json"] = model._generation_config
     write_folder(folder, documents, theirs, max_shard_size)
 
 

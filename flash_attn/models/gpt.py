@@ -321,6 +321,8 @@ _Model = TypeVar("_Model", bound="GPTPreTrainedModel")
 class GPTPreTrainedModel(nn.Module):
     """What the models share: their configuration, and checkpoints."""
 
+    _generation_config: dict[str, Any] | None = None  # of the checkpoint, which is saved with the model and not used
+
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         super().__init__()
         if not is_gpt2_config(config):
@@ -403,6 +405,8 @@ class GPTPreTrainedModel(nn.Module):
         self, folder: str | os.PathLike, family: str | None = None, max_shard_size: int | str = 5 * 10**9
     ) -> None:
         """Write a folder that transformers loads, and `from_pretrained`.
+
+        The checkpoint's generation_config.json, if the model comes from one, is written as it was.
 
         Arguments:
             folder: is made if it is not there.

@@ -67,15 +67,15 @@ def checkpoint_files(model_name: str | os.PathLike[str], **hub: Any) -> list[pat
     return [find(shard) for shard in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
 
 
-def config_of_pretrained(model_name: str | os.PathLike[str], **hub: Any) -> dict | None:
-    """The contents of a checkpoint's config.json, or None if there is no such file.
+def config_of_pretrained(model_name: str | os.PathLike[str], name: str = "config.json", **hub: Any) -> dict | None:
+    """The contents of a checkpoint's config.json, or of another such file, or None if there is no such file.
 
     model_name, hub: as in `state_dict_from_pretrained`; the config of a file is beside it.
     Raises ValueError if the file is not JSON.
     """
     path = pathlib.Path(model_name)
     try:
-        path = _finder(path.parent if path.is_file() else model_name, **hub)("config.json")
+        path = _finder(path.parent if path.is_file() else model_name, **hub)(name)
     except (OSError, ValueError, ModuleNotFoundError):
         return None
     try:

@@ -133,6 +133,18 @@ def test_saving_replaces_a_model_and_nothing_else(tmp_path):
     assert all((tmp_path / "folder" / name).read_bytes() == b"mine" for name in mine)
 
 
+def test_how_transformers_generates_is_kept(folder, tmp_path):
+    path, reference = folder("llama")
+    reference.generation_config.update(temperature=0.25, do_sample=True)
+    reference.save_pretrained(path)
+    GPTLMHeadModel.from_pretrained(path).save_pretrained(tmp_path / "ours")
+    kept = transformers.GenerationConfig.from_pretrained(tmp_path / "ours")
+    assert (kept.temperature, kept.do_sample, kept.eos_token_id) == (0.25, True, 2)
+    (path / "generation_config.json").unlink()
+    GPTLMHeadModel.from_pretrained(path).save_pretrained(tmp_path / "without")
+    assert not (tmp_path / "without" / "generation_config.json").exists()
+
+
 @pytest.mark.parametrize("size", [50_000, 10**9])
 def test_a_full_disk_leaves_the_checkpoint_that_is_there(size, tmp_path, monkeypatch):
     import safetensors.torch

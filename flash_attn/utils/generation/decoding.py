@@ -216,6 +216,10 @@ class GenerationMixin:
 
         max_new_tokens may be given instead of max_length: how many tokens follow a prompt at most.
 
+        This differs from transformers' generate: nothing is taken from a configuration, so that no token ends a
+        sequence without eos_token_id; and the angles of "dynamic" and "longrope" rotary scaling are those of the length
+        that a sequence may reach, where transformers changes the angles on the way.
+
         Returns the sequences (batch, length), or with return_dict_in_generate the whole result of decode, with scores
         None unless output_scores is true. Raises TypeError for a name that decode has not, with what there is instead.
 
