@@ -757,6 +757,7 @@ SIGNATURES = {
         "dtype_of_pretrained": "model_name, **hub",
         "config_is_missing": "model_name, **hub",
         "load_file": "path, device=None, dtype=None",
+        "pieces_of_file": "path",
     },
     "flash_attn.utils.testing": {
         "generate_random_padding_mask": "max_seqlen, batch_size, device, mode='random', zero_lengths=False",

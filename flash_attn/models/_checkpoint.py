@@ -14,6 +14,7 @@ from flash_attn.models._family import find_family
 from flash_attn.models._options import divided, dtype_of_config, of_hub, overridden, the_device, the_dtype
 from flash_attn.models._saving import number_of_bytes, write_folder
 from flash_attn.models._shard import shard_state_dict_tp
+from flash_attn.utils import pretrained
 from flash_attn.utils.pretrained import (
     checkpoint_files,
     config_is_missing,
@@ -58,9 +59,10 @@ def load(
     config, files = model.config, checkpoint_files(model_name, **hub)
     absent = _compare(model, family, files, world_size, rank, strict)
     pending = {}
-    for path in _shown(files, progress):
-        pending |= load_file(path)
-        _give(model, _converted(family, pending, config, world_size, rank), device)  # nothing else holds the tensors
+    for piece in _pieces(files, progress):
+        pending |= piece
+        piece.clear()  # so that nothing else holds the tensors
+        _give(model, _converted(family, pending, config, world_size, rank), device)
     _materialise(model, absent, device)
     model.to(device)  # buffers
     model._generation_config = config_of_pretrained(model_name, "generation_config.json", **hub)
@@ -213,14 +215,24 @@ def _materialise(model, names, device):
         model._first_weights(module)
 
 
-def _shown(files, progress):
-    """The files, with a bar if there are several and it is wanted."""
-    if progress and len(files) > 1:
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
+def _pieces(files, progress):
+    """The tensors of files piece by piece, with a bar if it is wanted and there are several pieces."""
+    sizes = [path.stat().st_size for path in files]
+    with _bar(sum(sizes), progress and (len(files) > 1 or sum(sizes) > pretrained.PIECE)) as bar:
+        for path in files:
+            for piece in pretrained.pieces_of_file(path):
+                size = sum(tensor.nbytes for tensor in piece.values())
+                yield piece
+                bar.update(size)
 
-            return tqdm(files, desc="loading", unit="file")
-    return files
+
+def _bar(size, is_wanted):
+    """What shows how many bytes are loaded; something that shows nothing without the package tqdm."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return contextlib.nullcontext(types.SimpleNamespace(update=lambda size: None))
+    return tqdm(total=size, desc="loading", unit="B", unit_scale=True, disable=not is_wanted)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

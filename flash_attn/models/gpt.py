@@ -382,15 +382,15 @@ class GPTPreTrainedModel(nn.Module):
                 has as many processes.
             family: the name of a family, as "llama"; by default that of config.json's model_type, or that of the name
                 on the hub.
-            progress: show a bar, with the package tqdm, if there are several files.
+            progress: show a bar, with the package tqdm, for a checkpoint of several files or a large one.
             torch_dtype: the older name of transformers for dtype; with a warning.
             kwargs: fields of `Settings`, which override those of the configuration, as use_flash_attn=True; and
                 arguments of the constructor. A configuration that is given is not changed. Also revision, token,
                 cache_dir and local_files_only, for a name on the hub.
             args: of the constructor.
 
-        The names and shapes in the files are compared with those of the model before anything is loaded. One file is in
-        memory at a time.
+        The names and shapes in the files are compared with those of the model before anything is loaded. Of a
+        file of safetensors, a part is in memory at a time.
 
         Raises NotImplementedError for a family that is not known, OSError if there are no files, ValueError for
         tensors that do not fit, with their names, and TypeError for a keyword argument that is neither a field nor an

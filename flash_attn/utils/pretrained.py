@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ _NAMES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+PIECE = 2**28
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 _DTYPES = {  # as safetensors calls them; others are taken for torch's default
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -179,6 +180,23 @@ def load_file(
         name: tensor.to(dtype=dtype if tensor.is_floating_point() else None).to(device=device)  # integers keep theirs
         for name, tensor in tensors.items()
     }
+
+
+def pieces_of_file(path: pathlib.Path) -> Iterator[dict[str, Tensor]]:
+    """The tensors of one file in pieces of about `PIECE` bytes, where the file allows that, on the CPU."""
+    if path.suffix != ".safetensors":
+        yield load_file(path)
+        return
+    import safetensors
+
+    with safetensors.safe_open(path, framework="pt") as file:
+        piece: dict[str, Tensor] = {}
+        for name in file.keys():
+            piece[name] = file.get_tensor(name)
+            if sum(tensor.nbytes for tensor in piece.values()) >= PIECE:
+                yield piece
+                piece = {}
+    yield piece
 
 
 def _load_torch(path: pathlib.Path, device: torch.device | str | None) -> dict[str, Tensor]:

@@ -32,10 +32,11 @@ from flash_attn.models.llama import (
     state_dicts_from_checkpoint,
 )
 from flash_attn.ops.fused_dense import FusedDense
+from flash_attn.utils import pretrained
 
 pytest.importorskip("safetensors")
 IN_TRANSFORMERS = [name for name in CASES if not name.startswith(("btlm", "baichuan"))]
-
+MODEL = "model.safetensors"
 SMALL_BERT = transformers.BertConfig(
     vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
 )
@@ -369,19 +370,33 @@ def test_why_the_hub_does_not_have_it(monkeypatch):
 def test_memory_of_loading(folder, monkeypatch):
     """When a file is read, the tensors of the one before are gone."""
     path, _ = folder("llama", max_shard_size="20KB")
-    alive, real = [], _checkpoint.load_file
+    alive, references, real = [], [], pretrained.pieces_of_file
 
-    def load_file(path, device=None, dtype=None):
-        tensors = real(path, device, dtype)
-        if device is None:
+    def pieces_of_file(path):
+        for piece in real(path):
             alive.append(sum(each() is not None for each in references))
-            references.extend(weakref.ref(tensor) for tensor in tensors.values())
-        return tensors
+            references.extend(weakref.ref(tensor) for tensor in piece.values())
+            yield piece
 
-    references = []
-    monkeypatch.setattr(_checkpoint, "load_file", load_file)
+    monkeypatch.setattr(pretrained, "pieces_of_file", pieces_of_file)
     GPTLMHeadModel.from_pretrained(path, progress=False)
     assert len(references) > 15 and max(alive) <= 2  # of queries, keys and values, those that wait for the others
+
+
+def test_a_large_file_is_loaded_in_pieces(folder, monkeypatch, capsys):
+    path, _ = folder("llama gqa")
+    capsys.readouterr()
+    whole = GPTLMHeadModel.from_pretrained(path)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(pretrained, "PIECE", 20_000)
+    pieces = [sum(tensor.nbytes for tensor in piece.values()) for piece in _checkpoint._pieces([path / MODEL], True)]
+    assert len(pieces) > 5 and max(pieces) < 60_000
+    assert " 99%" in capsys.readouterr().err  # the rest is the head of the file
+    model = GPTLMHeadModel.from_pretrained(path)
+    assert " 99%" in capsys.readouterr().err  # the rest is the head of the file
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in model.state_dict().items())
+    GPTLMHeadModel.from_pretrained(path, progress=False)
+    assert not capsys.readouterr().err
 
 
 def change(path, function):
