@@ -46,10 +46,12 @@ from flash_attn.modules.mlp import FusedMLP, Mlp
 from flash_attn.ops.fused_dense import FusedDense
 from flash_attn.ops.triton.layer_norm import layer_norm_fn
 from flash_attn.utils.pretrained import (
+    checkpoint_files,
     config_is_missing,
     config_of_pretrained,
     dtype_of_pretrained,
-    state_dict_from_pretrained,
+    load_file,
+    pieces_of_file,
 )
 
 logger = logging.getLogger(__name__)
@@ -482,7 +484,10 @@ class BertPreTrainedModel(nn.Module):
         refuse_float64(dtype, {name: _option(config, name) for name in _WITHOUT_FLOAT64})
         with torch.device("meta"):
             model = cls(config, *inputs, **kwargs)
-        found = model._named_alike(_with_todays_names(state_dict_from_pretrained(model_name, **hub)))
+        files = checkpoint_files(model_name, **hub)
+        found = {name: tensor for path in files for name, tensor in load_file(path, device="meta").items()}
+        has_both = found.keys() >= {_BIAS, _DECODER_BIAS}
+        found = model._named_alike(_with_todays_names(found))
         fresh = model._check_checkpoint(model_name, found, strict)
         model.to(dtype=dtype).to_empty(device=device)
         model.tie_weights()
@@ -490,7 +495,13 @@ class BertPreTrainedModel(nn.Module):
             if any(f"{name}.{parameter}" in fresh for parameter, _ in module.named_parameters(recurse=False)):
                 module.reset_parameters()
                 _init_weights(module, config.initializer_range)
-        nn.Module.load_state_dict(model, remap_state_dict(found, config), strict=False)
+        pending: dict[str, Tensor] = {}
+        for piece in (piece for path in files for piece in pieces_of_file(path)):
+            if has_both:  # perhaps in different pieces, and not the same
+                piece.pop(_BIAS, None)
+            pending |= model._named_alike(_with_todays_names(piece))
+            piece.clear()
+            model._load_from(pending)
         return model
 
     def save_pretrained(self, folder: str | pathlib.Path) -> None:
@@ -515,6 +526,12 @@ class BertPreTrainedModel(nn.Module):
         """Draw all parameters, the last step of each constructor."""
         self.apply(functools.partial(_init_weights, initializer_range=self.config.initializer_range))
         self.tie_weights()
+
+    def _load_from(self, pending):
+        """Load what can be made of these tensors, which have transformers' names, and take it out of them."""
+        ours = _converted(pending, self.config)
+        ours |= {name: pending.pop(name) for name in self.state_dict() if name in pending}  # those with the same name
+        nn.Module.load_state_dict(self, ours, strict=False)
 
     def _named_alike(self, state_dict):
         """A checkpoint with or without "bert." in front of the encoder's keys, with it if this model has it."""
@@ -849,7 +866,14 @@ def remap_state_dict(state_dict: Mapping[str, Tensor], config: Config) -> Ordere
     Keys that are not BERT's stay as they are. If vocab_size is rounded up, word embeddings and the decoder get more
     rows of zeros, and the decoder's bias more elements of -100.
     """
-    result = _key_map(config).remap(_with_todays_names(state_dict), _settings(config))
+    rest = _with_todays_names(state_dict)
+    result = _converted(rest, config)
+    return OrderedDict(result | rest)
+
+
+def _converted(theirs, config):
+    """What our tensors can be made of is taken out of `theirs`, which have today's names, and made."""
+    result = _key_map(config).convert(theirs, _settings(config))
     if _DECODER_BIAS in result:
         with torch.no_grad():  # a checkpoint may hold parameters
             result[_DECODER_BIAS][_settings(config).vocab_size :] = -100.0
