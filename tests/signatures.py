@@ -756,6 +756,7 @@ SIGNATURES = {
         "config_of_pretrained": "model_name, name='config.json', **hub",
         "dtype_of_pretrained": "model_name, **hub",
         "config_is_missing": "model_name, **hub",
+        "existing_device": "device",
         "load_file": "path, device=None, dtype=None",
         "pieces_of_file": "path",
     },

@@ -11,7 +11,7 @@ from torch import nn
 
 from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
 from flash_attn.models._family import find_family
-from flash_attn.models._options import divided, dtype_of_config, of_hub, overridden, the_device, the_dtype
+from flash_attn.models._options import divided, dtype_of_config, of_hub, overridden, the_dtype
 from flash_attn.models._saving import number_of_bytes, write_folder
 from flash_attn.models._shard import shard_state_dict_tp
 from flash_attn.utils import pretrained
@@ -20,6 +20,7 @@ from flash_attn.utils.pretrained import (
     config_is_missing,
     config_of_pretrained,
     dtype_of_pretrained,
+    existing_device,
     load_file,
 )
 
@@ -48,7 +49,7 @@ def load(
     hub = of_hub(kwargs)
     fields, kwargs = divided(cls, kwargs, FIELDS)
     family, config = _family_and_config(model_name, config, family, hub)
-    device = the_device("cpu" if device is None else device)
+    device = existing_device("cpu" if device is None else device)
     dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name, **hub))
     model = cls(overridden(config, fields), *args, device="meta", dtype=dtype, **kwargs)
     group = getattr(model, "process_group", None)

@@ -70,15 +70,6 @@ def the_dtype(
     return found
 
 
-def the_device(device: torch.device | str | int) -> torch.device:
-    """The device that is meant. Raises ValueError for a GPU where there is none."""
-    device = torch.device(device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        why = "finds no GPU" if torch.backends.cuda.is_built() else "is built without CUDA"
-        raise ValueError(f"device must be one that there is, found {str(device)!r}, while PyTorch {why}")
-    return device
-
-
 def dtype_of_config(config: Any) -> Any:
     """The dtype that a configuration, or the dict of a config.json, has; None if it has none."""
     fields = config if isinstance(config, dict) else vars(config)

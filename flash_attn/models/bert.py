@@ -35,7 +35,6 @@ from flash_attn.models._options import (
     of_hub,
     overridden,
     refuse_float64,
-    the_device,
     the_dtype,
 )
 from flash_attn.models._saving import write_folder
@@ -50,6 +49,7 @@ from flash_attn.utils.pretrained import (
     config_is_missing,
     config_of_pretrained,
     dtype_of_pretrained,
+    existing_device,
     load_file,
     pieces_of_file,
 )
@@ -480,7 +480,7 @@ class BertPreTrainedModel(nn.Module):
         dtype = the_dtype(
             dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name, **hub), stacklevel=3
         )
-        device = torch.get_default_device() if device is None else the_device(device)
+        device = torch.get_default_device() if device is None else existing_device(device)
         refuse_float64(dtype, {name: _option(config, name) for name in _WITHOUT_FLOAT64})
         with torch.device("meta"):
             model = cls(config, *inputs, **kwargs)

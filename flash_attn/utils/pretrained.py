@@ -103,6 +103,15 @@ def config_is_missing(model_name: str | os.PathLike[str], **hub: Any) -> OSError
     return OSError(f"config must be given, as there is no config.json in {model_name}{why and ': '}{why}")
 
 
+def existing_device(device: torch.device | str | int) -> torch.device:
+    """The device that is meant. Raises ValueError for a GPU where there is none."""
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        why = "finds no GPU" if torch.backends.cuda.is_built() else "is built without CUDA"
+        raise ValueError(f"device must be one that there is, found {str(device)!r}, while PyTorch {why}")
+    return device
+
+
 def _finder(model_name: str | os.PathLike[str], **hub: Any) -> Callable[[str], pathlib.Path]:
     unknown = [name for name in hub if name not in HUB_OPTIONS]
     if unknown:
