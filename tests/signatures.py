@@ -726,7 +726,8 @@ SIGNATURES = {
         ),
         "decode_speculative": (
             "input_ids, model, model_draft, max_length, speculative_lookahead=3, top_k=1, top_p=0.0, temperature=1.0,"
-            " eos_token_id=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, debug=False"
+            " eos_token_id=None, vocab_size=None, tensor_parallel=1, cg=False, enable_timing=False, debug=False, "
+            "streamer=None"
         ),
         "GenerationMixin": "",
         "allocate_inference_cache": "max_batch_size, max_seqlen, nheads, headdim, layers, device, dtype=torch.float16",
@@ -750,12 +751,14 @@ SIGNATURES = {
         "triton_op": "name, fn=None, /, *, mutates_args, schema=None, allow_decomposition=True",
     },
     "flash_attn.utils.pretrained": {
-        "state_dict_from_pretrained": "model_name, device=None, dtype=None",
-        "checkpoint_files": "model_name",
-        "config_of_pretrained": "model_name",
-        "dtype_of_pretrained": "model_name",
-        "config_is_missing": "model_name",
+        "state_dict_from_pretrained": "model_name, device=None, dtype=None, **hub",
+        "checkpoint_files": "model_name, **hub",
+        "config_of_pretrained": "model_name, name='config.json', **hub",
+        "dtype_of_pretrained": "model_name, **hub",
+        "config_is_missing": "model_name, **hub",
+        "existing_device": "device",
         "load_file": "path, device=None, dtype=None",
+        "pieces_of_file": "path",
     },
     "flash_attn.utils.testing": {
         "generate_random_padding_mask": "max_seqlen, batch_size, device, mode='random', zero_lengths=False",

@@ -1,9 +1,7 @@
 """Checkpoints of the decoder: found, compared with the model, loaded file by file, saved."""
 
 import contextlib
-import json
 import logging
-import pathlib
 import types
 import warnings
 
@@ -11,16 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flash_attn._ops import checks
 from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
 from flash_attn.models._family import find_family
-from flash_attn.models._options import divided, dtype_of_config, overridden, the_dtype
+from flash_attn.models._options import divided, dtype_of_config, of_hub, overridden, the_dtype
+from flash_attn.models._saving import number_of_bytes, write_folder
 from flash_attn.models._shard import shard_state_dict_tp
+from flash_attn.utils import pretrained
 from flash_attn.utils.pretrained import (
     checkpoint_files,
     config_is_missing,
     config_of_pretrained,
     dtype_of_pretrained,
+    existing_device,
     load_file,
 )
 
@@ -46,24 +46,27 @@ def load(
     cls, model_name, config, args, kwargs, *, strict, device, dtype, world_size, rank, family, progress, torch_dtype
 ):
     """`GPTPreTrainedModel.from_pretrained`."""
+    hub = of_hub(kwargs)
     fields, kwargs = divided(cls, kwargs, FIELDS)
-    family, config = _family_and_config(model_name, config, family)
-    device = torch.device("cpu" if device is None else device)
-    dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name))
+    family, config = _family_and_config(model_name, config, family, hub)
+    device = existing_device("cpu" if device is None else device)
+    dtype = the_dtype(dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name, **hub))
     model = cls(overridden(config, fields), *args, device="meta", dtype=dtype, **kwargs)
     group = getattr(model, "process_group", None)
     processes = 1 if group is None else dist.get_world_size(group)
     if world_size != processes:
         told = f"{processes} without one" if group is None else processes
         raise ValueError(f"world_size must be the number of processes of process_group, {told}, found {world_size}")
-    config, files = model.config, checkpoint_files(model_name)
+    config, files = model.config, checkpoint_files(model_name, **hub)
     absent = _compare(model, family, files, world_size, rank, strict)
     pending = {}
-    for path in _shown(files, progress):
-        pending |= load_file(path)
-        _give(model, _converted(family, pending, config, world_size, rank), device)  # nothing else holds the tensors
+    for piece in _pieces(files, progress):
+        pending |= piece
+        piece.clear()  # so that nothing else holds the tensors
+        _give(model, _converted(family, pending, config, world_size, rank), device)
     _materialise(model, absent, device)
     model.to(device)  # buffers
+    model._generation_config = config_of_pretrained(model_name, "generation_config.json", **hub)
     if hasattr(model, "tie_weights"):
         model.tie_weights()
     return model
@@ -75,11 +78,11 @@ def _converted(family, theirs, config, world_size, rank):
     return ours if world_size == 1 else shard_state_dict_tp(ours, config, world_size, rank)
 
 
-def _family_and_config(model_name, config, name):
+def _family_and_config(model_name, config, name, hub):
     """The family of a checkpoint, and the GPT2Config of its model."""
-    found = config_of_pretrained(model_name) if config is None or name is None else None
+    found = config_of_pretrained(model_name, **hub) if config is None or name is None else None
     if config is None and found is None:
-        raise config_is_missing(model_name)
+        raise config_is_missing(model_name, **hub)
     given = None if config is None or is_gpt2_config(config) else _model_type(config)
     model_type = (found or {}).get("model_type", given)
     family = find_family(name=name, model_type=model_type, hub_name=str(model_name))
@@ -118,14 +121,24 @@ def _compare(model, family, files, world_size, rank, strict):
     theirs = {}
     for path in files:
         theirs |= load_file(path, device="meta")
+    family.keys.spell(theirs)
+    shapes = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
     ours = _converted(family, theirs, model.config, world_size, rank)
     expected = {name: tuple(parameter.shape) for name, parameter in _parameters(model).items()}
     prefix = _prefix(model)
     ours = {name.removeprefix(prefix): tensor for name, tensor in ours.items() if name.startswith(prefix)}
     missing = [name for name in expected if name not in ours]
-    unknown = [*(name for name in ours if name not in expected), *theirs]
+    of_missing = {source for name in missing for source in family.keys.sources(prefix + name, model.config)}
+    left_over = [name for name in theirs if name in of_missing]
+    unknown = [*(name for name in ours if name not in expected), *(name for name in theirs if name not in of_missing)]
+
+    def made_with(name):
+        sources = family.keys.sources(prefix + name, model.config)
+        found = ", ".join(f"{source} {shapes[source]}" for source in sources if source in shapes)
+        return f", made of {found}" if found else ""
+
     wrong = [
-        f"{name}: expected {expected[name]}, found {tuple(tensor.shape)}"
+        f"{name}: expected {expected[name]}, found {tuple(tensor.shape)}{made_with(name)}"
         for name, tensor in ours.items()
         if name in expected and expected[name] != tuple(tensor.shape)
     ]
@@ -139,11 +152,14 @@ def _compare(model, family, files, world_size, rank, strict):
         raise ValueError(
             f"the checkpoint does not fit the model, a {type(model).__name__} of the family {family.name}:"
             + _listed("missing", made_of)
+            + _listed("left over, as others that go into the same tensor are missing", left_over)
             + _listed("not known", unknown)
             + _listed("of a wrong shape or dtype", wrong)
         )
     if missing or unknown:
-        told = _listed("these keep their first, random weights", made_of) + _listed("these are left out", unknown)
+        told = _listed("these keep their first, random weights", made_of) + _listed(
+            "these are left out", left_over + unknown
+        )
         _log.warning("not all of the checkpoint and the model fit together:%s", told)
     return missing
 
@@ -200,14 +216,24 @@ def _materialise(model, names, device):
         model._first_weights(module)
 
 
-def _shown(files, progress):
-    """The files, with a bar if there are several and it is wanted."""
-    if progress and len(files) > 1:
-        with contextlib.suppress(ImportError):
-            from tqdm import tqdm
+def _pieces(files, progress):
+    """The tensors of files piece by piece, with a bar if it is wanted and there are several pieces."""
+    sizes = [path.stat().st_size for path in files]
+    with _bar(sum(sizes), progress and (len(files) > 1 or sum(sizes) > pretrained.PIECE)) as bar:
+        for path in files:
+            for piece in pretrained.pieces_of_file(path):
+                size = sum(tensor.nbytes for tensor in piece.values())
+                yield piece
+                bar.update(size)
 
-            return tqdm(files, desc="loading", unit="file")
-    return files
+
+def _bar(size, is_wanted):
+    """What shows how many bytes are loaded; something that shows nothing without the package tqdm."""
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return contextlib.nullcontext(types.SimpleNamespace(update=lambda size: None))
+    return tqdm(total=size, desc="loading", unit="B", unit_scale=True, disable=not is_wanted)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -227,19 +253,17 @@ def save(model, folder, name, max_shard_size):
         raise ValueError(f"family must be that of the model's configuration, found {family.name!r}")
     if family.name != "gpt2":
         _check_described(model.config, family, source)
-    checks.integer("max_shard_size", max_shard_size)
+    max_shard_size = number_of_bytes(max_shard_size)
     prefix = _prefix(model)
     ours = {prefix + key: tensor.detach() for key, tensor in model.state_dict().items()}
     if settings(model.config).tie_word_embeddings:
         ours.pop("lm_head.weight", None)
     theirs = family.keys.invert(ours, model.config)
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(
-        json.dumps(fields | {"dtype": dtype, "torch_dtype": dtype}, indent=2, default=str) + "\n"
-    )
-    _write(folder, theirs, max_shard_size)
+    documents = {"config.json": fields | {"dtype": dtype, "torch_dtype": dtype}}
+    if model._generation_config is not None:
+        documents["generation_config.json"] = model._generation_config
+    write_folder(folder, documents, theirs, max_shard_size)
 
 
 # Fields that change nothing in the logits of a model in evaluation: how it computes, and how it learns.
@@ -299,28 +323,3 @@ def _gpt2_fields(config):
     )  # fmt: skip
     ids = {name: getattr(config, name, None) for name in ("bos_token_id", "eos_token_id")}
     return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]} | {n: getattr(s, n) for n in names} | ids
-
-
-def _write(folder, tensors, max_shard_size):
-    """model.safetensors, or several files of at most so many bytes and their index."""
-    from safetensors.torch import save_file
-
-    for old in (*folder.glob("model*.safetensors"), folder / "model.safetensors.index.json"):
-        old.unlink(missing_ok=True)
-    shards, size = [{}], 0
-    for name, tensor in tensors.items():
-        if shards[-1] and size + tensor.nbytes > max_shard_size:
-            shards.append({})
-            size = 0
-        shards[-1][name] = tensor.cpu().contiguous()
-        size += tensor.nbytes
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards):
-        save_file(shard, folder / name, metadata={"format": "pt"})
-    if len(shards) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        where = {key: name for name, shard in zip(names, shards) for key in shard}
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

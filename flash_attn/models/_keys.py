@@ -204,9 +204,8 @@ class KeyMap:
                     sources = tuple(f"{source}.{kind}".replace("{i}", str(i)) for source in rule.sources)
                     yield f"{ours}.{kind}".replace("{i}", str(i)), dataclasses.replace(rule, sources=sources)
 
-    def convert(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """Take from `tensors` all that our tensors can be made of, and make them. The rest stays, with usual names."""
-        s = settings(config)
+    def spell(self, tensors: dict[str, Tensor]) -> None:
+        """Give tensors their usual names, and take out those that are no parameters."""
         spelled: dict[str, str] = {}  # the usual name -> that of the checkpoint
         for name in list(tensors):
             tensor, usual = tensors.pop(name), name
@@ -218,6 +217,11 @@ class KeyMap:
                 raise ValueError(f"tensors must have different names, found {spelled[usual]} and {name} for {usual}")
             spelled[usual] = name
             tensors[usual] = tensor
+
+    def convert(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+        """Take from `tensors` all that our tensors can be made of, and make them. The rest stays, with usual names."""
+        s = settings(config)
+        self.spell(tensors)
         result = {}
         for ours, rule in self.rules(s):
             if s.tie_word_embeddings and ours == _TIED[1]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from flash_attn.utils.pretrained import HUB_OPTIONS
+
 _OF_TRANSFORMERS = {"attn_implementation": "use_flash_attn", "device_map": "device"}  # its names, ours
 
 
@@ -30,6 +32,11 @@ def divided(cls: type, options: dict[str, Any], fields: Collection[str]) -> tupl
                 f"found {name!r}; names like it: {near}"
             )
     return of_config, rest
+
+
+def of_hub(options: dict[str, Any]) -> dict[str, Any]:
+    """Take the arguments of the hub out of keyword arguments."""
+    return {name: options.pop(name) for name in HUB_OPTIONS if name in options}
 
 
 def overridden(config: Any, fields: dict[str, Any]) -> Any:

@@ -13,7 +13,6 @@ With use_flash_attn and an attention mask, hidden states of padding are zero; wi
 
 import copy
 import functools
-import json
 import logging
 import pathlib
 import types
@@ -30,7 +29,15 @@ from flash_attn.bert_padding import index_first_axis, index_put_first_axis, pad_
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.models._config import Settings, round_up, warn_of_unread
 from flash_attn.models._keys import KeyMap, padded, stacked
-from flash_attn.models._options import divided, dtype_of_config, overridden, refuse_float64, the_dtype
+from flash_attn.models._options import (
+    divided,
+    dtype_of_config,
+    of_hub,
+    overridden,
+    refuse_float64,
+    the_dtype,
+)
+from flash_attn.models._saving import write_folder
 from flash_attn.modules.block import Block
 from flash_attn.modules.embedding import BertEmbeddings
 from flash_attn.modules.mha import MHA
@@ -38,10 +45,13 @@ from flash_attn.modules.mlp import FusedMLP, Mlp
 from flash_attn.ops.fused_dense import FusedDense
 from flash_attn.ops.triton.layer_norm import layer_norm_fn
 from flash_attn.utils.pretrained import (
+    checkpoint_files,
     config_is_missing,
     config_of_pretrained,
     dtype_of_pretrained,
-    state_dict_from_pretrained,
+    existing_device,
+    load_file,
+    pieces_of_file,
 )
 
 logger = logging.getLogger(__name__)
@@ -456,49 +466,56 @@ class BertPreTrainedModel(nn.Module):
                 that of config.json, or else that of the checkpoint's tensors.
             torch_dtype: the older name of transformers for dtype; with a warning.
             kwargs: fields of the configuration, which they override, as use_flash_attn=True or num_labels=3; and
-                arguments of the model. A configuration that is given is not changed.
+                arguments of the model. A configuration that is given is not changed. Also revision, token, cache_dir
+                and local_files_only, for a name on the hub.
             inputs: more arguments of the model.
 
         Raises ValueError, before parameters are allocated, if keys are missing, are more than the model has, or have
         another shape; OSError if there is no checkpoint; TypeError for a keyword argument that is neither a field of
         the configuration nor an argument of the model, with names like it.
         """
+        hub = of_hub(kwargs)
         fields, kwargs = divided(cls, kwargs, {*Config.__annotations__, *_OPTIONS})
-        config = overridden(_config_from_pretrained(model_name) if config is None else config, fields)
+        config = overridden(_config_from_pretrained(model_name, hub) if config is None else config, fields)
         dtype = the_dtype(
-            dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name), stacklevel=3
+            dtype, torch_dtype, lambda: dtype_of_config(config) or dtype_of_pretrained(model_name, **hub), stacklevel=3
         )
+        device = torch.get_default_device() if device is None else existing_device(device)
         refuse_float64(dtype, {name: _option(config, name) for name in _WITHOUT_FLOAT64})
         with torch.device("meta"):
             model = cls(config, *inputs, **kwargs)
-        found = model._named_alike(_with_todays_names(state_dict_from_pretrained(model_name)))
+        files = checkpoint_files(model_name, **hub)
+        found = {name: tensor for path in files for name, tensor in load_file(path, device="meta").items()}
+        has_both = found.keys() >= {_BIAS, _DECODER_BIAS}
+        found = model._named_alike(_with_todays_names(found))
         fresh = model._check_checkpoint(model_name, found, strict)
-        model.to(dtype=dtype).to_empty(device=torch.get_default_device() if device is None else device)
+        model.to(dtype=dtype).to_empty(device=device)
         model.tie_weights()
         for name, module in model.named_modules():
             if any(f"{name}.{parameter}" in fresh for parameter, _ in module.named_parameters(recurse=False)):
                 module.reset_parameters()
                 _init_weights(module, config.initializer_range)
-        nn.Module.load_state_dict(model, remap_state_dict(found, config), strict=False)
+        pending: dict[str, Tensor] = {}
+        for piece in (piece for path in files for piece in pieces_of_file(path)):
+            if has_both:  # perhaps in different pieces, and not the same
+                piece.pop(_BIAS, None)
+            pending |= model._named_alike(_with_todays_names(piece))
+            piece.clear()
+            model._load_from(pending)
         return model
 
     def save_pretrained(self, folder: str | pathlib.Path) -> None:
         """Write config.json and model.safetensors, which transformers' `from_pretrained` and that of this class read.
 
-        Takes the package safetensors. Raises ValueError with rotary positions, which transformers has not.
+        Takes the package safetensors. A larger checkpoint is divided in files of 5 GB. Raises ValueError with rotary
+        positions, which transformers has not.
         """
-        from safetensors.torch import save_file
-
         if _option(self.config, "position_embedding_type") == "rotary":
             raise ValueError(
                 "config.position_embedding_type must be 'absolute' to be saved for transformers, which would load "
                 "'rotary' as that, found 'rotary': save the state_dict"
             )
-        folder = pathlib.Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors = {key: tensor.contiguous().cpu() for key, tensor in self._their_state_dict().items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "config.json").write_text(json.dumps(self._their_config(), indent=2, sort_keys=True) + "\n")
+        write_folder(folder, {"config.json": self._their_config()}, self._their_state_dict(), 5 * 10**9)
 
     def tie_weights(self) -> None:
         """Let the head for masked tokens, if there is one, have the weight of the word embeddings."""
@@ -509,6 +526,12 @@ class BertPreTrainedModel(nn.Module):
         """Draw all parameters, the last step of each constructor."""
         self.apply(functools.partial(_init_weights, initializer_range=self.config.initializer_range))
         self.tie_weights()
+
+    def _load_from(self, pending):
+        """Load what can be made of these tensors, which have transformers' names, and take it out of them."""
+        ours = _converted(pending, self.config)
+        ours |= {name: pending.pop(name) for name in self.state_dict() if name in pending}  # those with the same name
+        nn.Module.load_state_dict(self, ours, strict=False)
 
     def _named_alike(self, state_dict):
         """A checkpoint with or without "bert." in front of the encoder's keys, with it if this model has it."""
@@ -843,7 +866,14 @@ def remap_state_dict(state_dict: Mapping[str, Tensor], config: Config) -> Ordere
     Keys that are not BERT's stay as they are. If vocab_size is rounded up, word embeddings and the decoder get more
     rows of zeros, and the decoder's bias more elements of -100.
     """
-    result = _key_map(config).remap(_with_todays_names(state_dict), _settings(config))
+    rest = _with_todays_names(state_dict)
+    result = _converted(rest, config)
+    return OrderedDict(result | rest)
+
+
+def _converted(theirs, config):
+    """What our tensors can be made of is taken out of `theirs`, which have today's names, and made."""
+    result = _key_map(config).convert(theirs, _settings(config))
     if _DECODER_BIAS in result:
         with torch.no_grad():  # a checkpoint may hold parameters
             result[_DECODER_BIAS][_settings(config).vocab_size :] = -100.0
@@ -920,11 +950,11 @@ def _with_todays_names(state_dict):
     return result
 
 
-def _config_from_pretrained(model_name):
+def _config_from_pretrained(model_name, hub):
     """The configuration of a checkpoint; without the package transformers, an object with its fields."""
-    fields = config_of_pretrained(model_name)
+    fields = config_of_pretrained(model_name, **hub)
     if fields is None:
-        raise config_is_missing(model_name)
+        raise config_is_missing(model_name, **hub)
     if fields.get("model_type", "bert") != "bert":
         raise ValueError(f"model_name must be a checkpoint of model_type 'bert', found {fields['model_type']!r}")
     try:

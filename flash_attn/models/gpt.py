@@ -321,6 +321,8 @@ _Model = TypeVar("_Model", bound="GPTPreTrainedModel")
 class GPTPreTrainedModel(nn.Module):
     """What the models share: their configuration, and checkpoints."""
 
+    _generation_config: dict[str, Any] | None = None  # of the checkpoint, which is saved with the model and not used
+
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         super().__init__()
         if not is_gpt2_config(config):
@@ -380,14 +382,15 @@ class GPTPreTrainedModel(nn.Module):
                 has as many processes.
             family: the name of a family, as "llama"; by default that of config.json's model_type, or that of the name
                 on the hub.
-            progress: show a bar, with the package tqdm, if there are several files.
+            progress: show a bar, with the package tqdm, for a checkpoint of several files or a large one.
             torch_dtype: the older name of transformers for dtype; with a warning.
             kwargs: fields of `Settings`, which override those of the configuration, as use_flash_attn=True; and
-                arguments of the constructor. A configuration that is given is not changed.
+                arguments of the constructor. A configuration that is given is not changed. Also revision, token,
+                cache_dir and local_files_only, for a name on the hub.
             args: of the constructor.
 
-        The names and shapes in the files are compared with those of the model before anything is loaded. One file is in
-        memory at a time.
+        The names and shapes in the files are compared with those of the model before anything is loaded. Of a
+        file of safetensors, a part is in memory at a time.
 
         Raises NotImplementedError for a family that is not known, OSError if there are no files, ValueError for
         tensors that do not fit, with their names, and TypeError for a keyword argument that is neither a field nor an
@@ -399,15 +402,17 @@ class GPTPreTrainedModel(nn.Module):
         )  # fmt: skip
 
     def save_pretrained(
-        self, folder: str | os.PathLike, family: str | None = None, max_shard_size: int = 5 * 10**9
+        self, folder: str | os.PathLike, family: str | None = None, max_shard_size: int | str = 5 * 10**9
     ) -> None:
         """Write a folder that transformers loads, and `from_pretrained`.
+
+        The checkpoint's generation_config.json, if the model comes from one, is written as it was.
 
         Arguments:
             folder: is made if it is not there.
             family: the name of the family in whose format it is written; by default that of the checkpoint or
                 configuration that the model was made from, else GPT-2's.
-            max_shard_size: bytes of a file, in which a larger checkpoint is divided.
+            max_shard_size: bytes of a file, in which a larger checkpoint is divided; or text, as "5GB".
 
         Raises ValueError if the configuration has what that format does not, or was changed in what the model computes
         (as by `from_pretrained(folder, rotary_emb_base=1e6)`: give that the configuration of the family instead, with

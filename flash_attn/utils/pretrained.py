@@ -7,7 +7,8 @@ import json
 import os
 import pathlib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ _NAMES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+PIECE = 2**28
+HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
 _DTYPES = {  # as safetensors calls them; others are taken for torch's default
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -30,6 +33,7 @@ def state_dict_from_pretrained(
     model_name: str | os.PathLike[str],
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | None = None,
+    **hub: Any,
 ) -> dict[str, Tensor]:
     """All tensors of a checkpoint by their names, from all of its shards.
 
@@ -38,6 +42,7 @@ def state_dict_from_pretrained(
             package huggingface_hub.
         device: where the tensors are put, as torch takes it; None leaves them where the file says.
         dtype: what floating-point tensors are cast to; None leaves them as they are in the file.
+        hub: revision, token, cache_dir and local_files_only, as `hf_hub_download` of huggingface_hub takes them.
 
     The first file that is found is read: model.safetensors, its index of shards, pytorch_model.bin, its index of
     shards. The former two need the package safetensors; the latter two are read with weights_only.
@@ -47,31 +52,31 @@ def state_dict_from_pretrained(
     >>> state_dict = state_dict_from_pretrained("openai-community/gpt2")                    # doctest: +SKIP
     """
     state_dict: dict[str, Tensor] = {}
-    for path in checkpoint_files(model_name):
+    for path in checkpoint_files(model_name, **hub):
         state_dict |= load_file(path, device, dtype)
     return state_dict
 
 
-def checkpoint_files(model_name: str | os.PathLike[str]) -> list[pathlib.Path]:
+def checkpoint_files(model_name: str | os.PathLike[str], **hub: Any) -> list[pathlib.Path]:
     """The files of a checkpoint, several if it is sharded. Arguments and errors: see `state_dict_from_pretrained`."""
     if pathlib.Path(model_name).is_file():
         return [pathlib.Path(model_name)]
-    find = _finder(model_name)
+    find = _finder(model_name, **hub)
     path = _first(find, model_name)
     if path.suffix != ".json":
         return [path]
     return [find(shard) for shard in sorted(set(json.loads(path.read_text())["weight_map"].values()))]
 
 
-def config_of_pretrained(model_name: str | os.PathLike[str]) -> dict | None:
-    """The contents of a checkpoint's config.json, or None if there is no such file.
+def config_of_pretrained(model_name: str | os.PathLike[str], name: str = "config.json", **hub: Any) -> dict | None:
+    """The contents of a checkpoint's config.json, or of another such file, or None if there is no such file.
 
-    model_name: as in `state_dict_from_pretrained`; the config of a file is beside it.
+    model_name, hub: as in `state_dict_from_pretrained`; the config of a file is beside it.
     Raises ValueError if the file is not JSON.
     """
     path = pathlib.Path(model_name)
     try:
-        path = _finder(path.parent if path.is_file() else model_name)("config.json")
+        path = _finder(path.parent if path.is_file() else model_name, **hub)(name)
     except (OSError, ValueError, ModuleNotFoundError):
         return None
     try:
@@ -80,21 +85,39 @@ def config_of_pretrained(model_name: str | os.PathLike[str]) -> dict | None:
         raise ValueError(f"{path} must be JSON, found: {error}") from error
 
 
-def dtype_of_pretrained(model_name: str | os.PathLike[str]) -> torch.dtype | None:
+def dtype_of_pretrained(model_name: str | os.PathLike[str], **hub: Any) -> torch.dtype | None:
     """The dtype of a checkpoint's first floating-point tensor, None if it has none."""
-    tensors = (tensor for path in checkpoint_files(model_name) for tensor in load_file(path, device="meta").values())
+    files = checkpoint_files(model_name, **hub)
+    tensors = (tensor for path in files for tensor in load_file(path, device="meta").values())
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
-def config_is_missing(model_name: str | os.PathLike[str]) -> OSError:
+def config_is_missing(model_name: str | os.PathLike[str], **hub: Any) -> OSError:
     """The error for a checkpoint without config.json, where its configuration is not given either."""
-    where = "" if pathlib.Path(model_name).exists() else ", which is neither a folder here nor known on the hub"
-    return OSError(f"config must be given, as there is no config.json in {model_name}{where}")
+    why = ""
+    if not pathlib.Path(model_name).exists():
+        try:
+            _finder(model_name, **hub)("config.json")
+        except (OSError, ValueError, ModuleNotFoundError) as error:
+            why = _why(error)
+    return OSError(f"config must be given, as there is no config.json in {model_name}{why and ': '}{why}")
 
 
-def _finder(model_name: str | os.PathLike[str]) -> Callable[[str], pathlib.Path]:
+def existing_device(device: torch.device | str | int) -> torch.device:
+    """The device that is meant. Raises ValueError for a GPU where there is none."""
+    device = torch.device(device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        why = "finds no GPU" if torch.backends.cuda.is_built() else "is built without CUDA"
+        raise ValueError(f"device must be one that there is, found {str(device)!r}, while PyTorch {why}")
+    return device
+
+
+def _finder(model_name: str | os.PathLike[str], **hub: Any) -> Callable[[str], pathlib.Path]:
+    unknown = [name for name in hub if name not in HUB_OPTIONS]
+    if unknown:
+        raise TypeError(f"keyword arguments must be {', '.join(HUB_OPTIONS)}, found {unknown[0]!r}")
     folder = pathlib.Path(model_name)
-    return _in_folder(folder) if folder.is_dir() else _on_hub(str(model_name))
+    return _in_folder(folder) if folder.is_dir() else _on_hub(str(model_name), hub)
 
 
 def _first(find: Callable[[str], pathlib.Path], model_name: str | os.PathLike[str]) -> pathlib.Path:
@@ -105,7 +128,25 @@ def _first(find: Callable[[str], pathlib.Path], model_name: str | os.PathLike[st
             return find(name)
         except (OSError, ValueError) as error:  # the hub raises ValueError for a text that cannot be a name there
             reason = error
-    raise OSError(f"Model name {model_name} was not found: none of {', '.join(_NAMES)} is there") from reason
+    why = _why(reason) or f"none of {', '.join(_NAMES)} is there"
+    raise OSError(f"Model name {model_name} was not found: {why}") from reason
+
+
+# What errors of huggingface_hub mean, by their names, as they have moved between its modules.
+_REASONS = {
+    "HFValidationError": "it is neither a folder here nor known on the hub",
+    "RepositoryNotFoundError": "it is neither a folder here nor known on the hub, or private, and needs a token",
+    "GatedRepoError": "the hub gives it to those who have access, by their token",
+    "RevisionNotFoundError": "it has no such revision on the hub",
+    "LocalEntryNotFoundError": "the hub cannot be reached, or must not be, and its cache here does not have the file",
+}
+
+
+def _why(error: Exception | None) -> str:
+    """What an error of the hub says, but that a file is not there."""
+    if isinstance(error, ModuleNotFoundError):
+        return str(error)
+    return _REASONS.get(type(error).__name__, "")
 
 
 def _in_folder(folder: pathlib.Path) -> Callable[[str], pathlib.Path]:
@@ -120,7 +161,7 @@ def _in_folder(folder: pathlib.Path) -> Callable[[str], pathlib.Path]:
     return find
 
 
-def _on_hub(model_name: str) -> Callable[[str], pathlib.Path]:
+def _on_hub(model_name: str, options: dict[str, Any]) -> Callable[[str], pathlib.Path]:
     """A function from a file's name to its path on the hub: it downloads the file to the hub's cache."""
     try:
         from huggingface_hub import hf_hub_download
@@ -128,7 +169,7 @@ def _on_hub(model_name: str) -> Callable[[str], pathlib.Path]:
         message = f"model_name must be a folder without the package huggingface_hub, found {model_name!r}"
         raise ModuleNotFoundError(message) from error
 
-    return lambda name: pathlib.Path(hf_hub_download(model_name, name))
+    return lambda name: pathlib.Path(hf_hub_download(model_name, name, **options))
 
 
 def load_file(
@@ -148,6 +189,23 @@ def load_file(
         name: tensor.to(dtype=dtype if tensor.is_floating_point() else None).to(device=device)  # integers keep theirs
         for name, tensor in tensors.items()
     }
+
+
+def pieces_of_file(path: pathlib.Path) -> Iterator[dict[str, Tensor]]:
+    """The tensors of one file in pieces of about `PIECE` bytes, where the file allows that, on the CPU."""
+    if path.suffix != ".safetensors":
+        yield load_file(path)
+        return
+    import safetensors
+
+    with safetensors.safe_open(path, framework="pt") as file:
+        piece: dict[str, Tensor] = {}
+        for name in file.keys():
+            piece[name] = file.get_tensor(name)
+            if sum(tensor.nbytes for tensor in piece.values()) >= PIECE:
+                yield piece
+                piece = {}
+    yield piece
 
 
 def _load_torch(path: pathlib.Path, device: torch.device | str | None) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ import json
 import sys
 import types
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -385,6 +386,40 @@ def test_kinds_of_files(kind, legacy, tmp_path):
     ids = torch.randint(1, 101, (2, 7))
     found = ours(ids).prediction_logits
     torch.testing.assert_close(found, theirs(ids).prediction_logits, rtol=0, atol=1e-4)
+
+
+def test_memory_of_loading(tmp_path, monkeypatch):
+    """When a part of the files is read, the tensors of those before are gone."""
+    theirs = transformers.BertForPreTraining(config_of())
+    theirs.save_pretrained(tmp_path, max_shard_size="40KB")
+    alive, references, real = [], [], bert.pieces_of_file
+
+    def pieces_of_file(path):
+        for piece in real(path):
+            alive.append(sum(each() is not None for each in references))
+            references.extend(weakref.ref(tensor) for tensor in piece.values())
+            yield piece
+
+    monkeypatch.setattr(bert, "pieces_of_file", pieces_of_file)
+    bert.BertForPreTraining.from_pretrained(tmp_path)
+    assert len(alive) > 3 and len(references) > 20
+    assert max(alive) <= 4  # of queries, keys and values, weights and biases that wait for the others
+
+
+@pytest.mark.parametrize("first", ["cls.predictions.bias", "cls.predictions.decoder.bias"])
+def test_biases_that_are_not_the_same(first, tmp_path):
+    """The decoder's own counts, in whatever file it lies, as in transformers."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    theirs = transformers.BertForMaskedLM(config_of())
+    theirs.config.save_pretrained(tmp_path)
+    tensors = {name: tensor.clone() for name, tensor in theirs.state_dict().items()}
+    tensors["cls.predictions.bias"], tensors["cls.predictions.decoder.bias"] = torch.zeros(101), torch.ones(101)
+    shards = {name: "1.safetensors" if name == first else "2.safetensors" for name in tensors}
+    for shard in set(shards.values()):
+        save_file({name: tensors[name] for name in tensors if shards[name] == shard}, tmp_path / shard)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    ours = bert.BertForMaskedLM.from_pretrained(tmp_path)
+    assert ours.cls.predictions.decoder.bias[:101].unique().tolist() == [1.0]
 
 
 def test_hub(tmp_path, monkeypatch):

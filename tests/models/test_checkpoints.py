@@ -12,6 +12,8 @@ import transformers
 from families import CASES, ids_of
 
 from flash_attn.models import _checkpoint
+from flash_attn.models._saving import number_of_bytes
+from flash_attn.models.bert import BertModel
 from flash_attn.models.gpt import (
     GPTLMHeadModel,
     GPTModel,
@@ -30,9 +32,14 @@ from flash_attn.models.llama import (
     state_dicts_from_checkpoint,
 )
 from flash_attn.ops.fused_dense import FusedDense
+from flash_attn.utils import pretrained
 
 pytest.importorskip("safetensors")
 IN_TRANSFORMERS = [name for name in CASES if not name.startswith(("btlm", "baichuan"))]
+MODEL = "model.safetensors"
+SMALL_BERT = transformers.BertConfig(
+    vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96
+)
 
 
 @pytest.fixture
@@ -110,6 +117,68 @@ def test_shards(folder, tmp_path, monkeypatch, capsys):
     assert len(set(index["weight_map"].values())) > 3
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
     assert (logits_of(again, ids) - logits_of(reference, ids)).abs().max() < 1e-5
+
+
+def test_saving_replaces_a_model_and_nothing_else(tmp_path):
+    model = GPTLMHeadModel.from_config(CASES["llama"].config())
+    mine = ("model_ema.safetensors", "model-best.safetensors", "tokenizer.json")
+    tmp_path.joinpath("folder").mkdir()
+    for name in mine:
+        (tmp_path / "folder" / name).write_bytes(b"mine")
+    for size, is_divided in ((50_000, True), (10**9, False), (50_000, True), (100_000, True)):
+        model.save_pretrained(tmp_path / "folder", max_shard_size=size)
+        names = {path.name for path in (tmp_path / "folder").iterdir()} - {*mine, "config.json"}
+        count = len(names) - 1
+        shards = {f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)}
+        assert names == ({"model.safetensors.index.json", *shards} if is_divided else {"model.safetensors"})
+    assert all((tmp_path / "folder" / name).read_bytes() == b"mine" for name in mine)
+
+
+def test_how_transformers_generates_is_kept(folder, tmp_path):
+    path, reference = folder("llama")
+    reference.generation_config.update(temperature=0.25, do_sample=True)
+    reference.save_pretrained(path)
+    GPTLMHeadModel.from_pretrained(path).save_pretrained(tmp_path / "ours")
+    kept = transformers.GenerationConfig.from_pretrained(tmp_path / "ours")
+    assert (kept.temperature, kept.do_sample, kept.eos_token_id) == (0.25, True, 2)
+    (path / "generation_config.json").unlink()
+    GPTLMHeadModel.from_pretrained(path).save_pretrained(tmp_path / "without")
+    assert not (tmp_path / "without" / "generation_config.json").exists()
+
+
+@pytest.mark.parametrize("size", [50_000, 10**9])
+def test_a_full_disk_leaves_the_checkpoint_that_is_there(size, tmp_path, monkeypatch):
+    import safetensors.torch
+
+    GPTLMHeadModel.from_config(CASES["llama"].config()).save_pretrained(tmp_path, max_shard_size=50_000)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    real, written = safetensors.torch.save_file, []
+
+    def save_file(tensors, path, **kwargs):
+        real({name: torch.zeros(1) for name in tensors}, path, **kwargs)
+        written.append(path)
+        if len(written) == 2 or size > 50_000:
+            raise OSError("No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+    with pytest.raises(OSError, match="No space left"):
+        GPTLMHeadModel.from_config(CASES["gpt2"].config()).save_pretrained(tmp_path, max_shard_size=size)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_sizes_of_files_as_text(tmp_path):
+    """As transformers has them."""
+    sizes = {"5GB": 5 * 10**9, "1.5 gb": 15 * 10**8, "20KB": 20_000, "7MiB": 7 * 2**20, "2TB": 2 * 10**12, "9B": 9}
+    assert {text: number_of_bytes(text) for text in sizes} == sizes
+    GPTLMHeadModel.from_config(CASES["llama"].config()).save_pretrained(tmp_path, max_shard_size="50KB")
+    assert max(path.stat().st_size for path in tmp_path.glob("model-*")) < 52_000
+
+
+def test_saving_where_there_is_a_file(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(NotADirectoryError, match=r"folder must be a folder or a new name, found the file .*/file$"):
+        GPTLMHeadModel.from_config(CASES["gpt2"].config()).save_pretrained(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def test_pytorch_files(tmp_path):
@@ -206,6 +275,16 @@ def test_names_of_dtypes(folder):
             GPTLMHeadModel.from_pretrained(path, dtype=wrong)
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", torch.device("cuda")])
+def test_a_gpu_that_there_is_not(device, tmp_path, monkeypatch):
+    """Before files are read."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for model, config in ((GPTLMHeadModel, CASES["gpt2"].config()), (BertModel, SMALL_BERT)):
+        config.save_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=r"device must be one that there is, found 'cuda.*', while PyTorch "):
+            model.from_pretrained(tmp_path, device=device)
+
+
 def test_two_tensors_for_one(folder):
     path, _ = folder("gpt2")
     change(path, lambda tensors: tensors.update({"wpe.weight": torch.zeros(64, 64)}))
@@ -243,22 +322,81 @@ def test_hub(folder, tmp_path, monkeypatch):
     assert (logits_of(model, ids) - logits_of(reference, ids)).abs().max() < 1e-4
 
 
+@pytest.mark.parametrize("model", [GPTLMHeadModel, BertModel])
+def test_arguments_of_the_hub(model, tmp_path, monkeypatch):
+    """They reach it with each file that is asked for."""
+    hub = pytest.importorskip("huggingface_hub")
+    model(CASES["gpt2"].config() if model is GPTLMHeadModel else SMALL_BERT).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields = {key: value for key, value in fields.items() if "dtype" not in key}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    given, asked = dict(revision="v2", token="hf_", cache_dir="here", local_files_only=True), []
+
+    def hf_hub_download(name, file, **options):
+        assert name == "owner/name" and options == given
+        asked.append(file)
+        if not (tmp_path / file).exists():
+            raise FileNotFoundError(file)
+        return str(tmp_path / file)
+
+    monkeypatch.setattr(hub, "hf_hub_download", hf_hub_download)
+    assert isinstance(model.from_pretrained("owner/name", dtype="auto", **given), model)
+    assert {"config.json", "model.safetensors"} <= set(asked)
+
+
+def test_why_the_hub_does_not_have_it(monkeypatch):
+    """A name that it does not know, one that is private, and no network are not the same."""
+    hub, errors = pytest.importorskip("huggingface_hub"), pytest.importorskip("huggingface_hub.errors")
+    for error, says in (
+        ("HFValidationError", "it is neither a folder here nor known on the hub"),
+        ("RepositoryNotFoundError", "it is neither a folder here nor known on the hub, or private"),
+        ("GatedRepoError", "the hub gives it to those who have access"),
+        ("RevisionNotFoundError", "it has no such revision on the hub"),
+        ("LocalEntryNotFoundError", "the hub cannot be reached, or must not be, and its cache here does not have"),
+    ):
+        kind = getattr(errors, error)
+
+        def download(*args, kind=kind):
+            raise kind.__new__(kind)
+
+        monkeypatch.setattr(hub, "hf_hub_download", download)
+        for model in (GPTLMHeadModel, BertModel):
+            with pytest.raises(OSError, match=f"there is no config.json in owner/name: {says}"):
+                model.from_pretrained("owner/name")
+        with pytest.raises(OSError, match=f"Model name owner/name was not found: {says}"):
+            GPTLMHeadModel.from_pretrained("owner/name", CASES["gpt2"].config(), family="gpt2")
+
+
 def test_memory_of_loading(folder, monkeypatch):
     """When a file is read, the tensors of the one before are gone."""
     path, _ = folder("llama", max_shard_size="20KB")
-    alive, real = [], _checkpoint.load_file
+    alive, references, real = [], [], pretrained.pieces_of_file
 
-    def load_file(path, device=None, dtype=None):
-        tensors = real(path, device, dtype)
-        if device is None:
+    def pieces_of_file(path):
+        for piece in real(path):
             alive.append(sum(each() is not None for each in references))
-            references.extend(weakref.ref(tensor) for tensor in tensors.values())
-        return tensors
+            references.extend(weakref.ref(tensor) for tensor in piece.values())
+            yield piece
 
-    references = []
-    monkeypatch.setattr(_checkpoint, "load_file", load_file)
+    monkeypatch.setattr(pretrained, "pieces_of_file", pieces_of_file)
     GPTLMHeadModel.from_pretrained(path, progress=False)
     assert len(references) > 15 and max(alive) <= 2  # of queries, keys and values, those that wait for the others
+
+
+def test_a_large_file_is_loaded_in_pieces(folder, monkeypatch, capsys):
+    path, _ = folder("llama gqa")
+    capsys.readouterr()
+    whole = GPTLMHeadModel.from_pretrained(path)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(pretrained, "PIECE", 20_000)
+    pieces = [sum(tensor.nbytes for tensor in piece.values()) for piece in _checkpoint._pieces([path / MODEL], True)]
+    assert len(pieces) > 5 and max(pieces) < 60_000
+    assert " 99%" in capsys.readouterr().err  # the rest is the head of the file
+    model = GPTLMHeadModel.from_pretrained(path)
+    assert " 99%" in capsys.readouterr().err  # the rest is the head of the file
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in model.state_dict().items())
+    GPTLMHeadModel.from_pretrained(path, progress=False)
+    assert not capsys.readouterr().err
 
 
 def change(path, function):
@@ -285,11 +423,14 @@ def test_what_does_not_fit(folder):
     for line in (
         "transformer.layers.1.mixer.Wqkv.weight (from model.layers.1.self_attn.q_proj.weight, "
         "model.layers.1.self_attn.k_proj.weight, model.layers.1.self_attn.v_proj.weight)",
-        "model.layers.0.extra",
-        "model.layers.1.self_attn.q_proj.weight",
-        "transformer.ln_f.weight: expected (64,), found (7,)",
+        "transformer.ln_f.weight: expected (64,), found (7,), made of model.norm.weight (7,)",
     ):
         assert f"\n    {line}\n" in f"{error.value}\n"
+    assert "\n  not known:\n    model.layers.0.extra\n  of a wrong shape" in str(error.value)
+    assert (
+        "\n  left over, as others that go into the same tensor are missing:\n    model.layers.1.self_attn.q_proj.weight"
+        "\n    model.layers.1.self_attn.v_proj.weight\n  not known:"
+    ) in str(error.value)
     change(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64)}))
     with pytest.raises(ValueError, match="missing"):
         GPTLMHeadModel.from_pretrained(path)
@@ -300,6 +441,13 @@ def test_tensors_of_which_ours_cannot_be_made(folder):
     change(path, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(64, 60)}))
     with pytest.raises(
         ValueError, match=r"Wqkv.weight .* found .*k_proj.weight \(64, 60\), .*v_proj.weight \(64, 64\)"
+    ):
+        GPTLMHeadModel.from_pretrained(path)
+    change(path, lambda tensors: tensors.update({"model.layers.0.self_attn.k_proj.weight": torch.zeros(60, 64)}))
+    with pytest.raises(
+        ValueError,
+        match=r"Wqkv.weight: expected \(192, 64\), found \(188, 64\), made of .*q_proj.weight"
+        r" \(64, 64\), .*k_proj.weight \(60, 64\), .*v_proj.weight \(64, 64\)$",
     ):
         GPTLMHeadModel.from_pretrained(path)
     path, _ = folder("gpt_neox")
@@ -339,7 +487,7 @@ def test_what_does_not_fit_may_be_left_out(folder, caplog):
 def test_no_checkpoint(tmp_path):
     with pytest.raises(OSError, match=r"config must be given, as there is no config.json in [^,]*$"):
         GPTLMHeadModel.from_pretrained(tmp_path)
-    with pytest.raises(OSError, match=r"no config.json in .*absent, which is neither a folder here nor known"):
+    with pytest.raises(OSError, match=r"no config.json in .*absent: it is neither a folder here nor known on the hub"):
         GPTLMHeadModel.from_pretrained(tmp_path / "absent")
     (tmp_path / "config.json").write_text('{"model_type": ')
     with pytest.raises(ValueError, match=r"config.json must be JSON, found: Expecting value"):
@@ -379,8 +527,15 @@ def test_what_cannot_be_saved(tmp_path):
         with pytest.raises(ValueError, match=f"config.{says} to save in the format of GPT-2, found"):
             GPTLMHeadModel(config).save_pretrained(tmp_path)
     model = GPTLMHeadModel.from_config(CASES["llama"].config())
-    with pytest.raises(TypeError, match="max_shard_size must be an integer, found str"):
-        model.save_pretrained(tmp_path, max_shard_size="5GB")
+    for size, error, says in (
+        ("5 lots", ValueError, "max_shard_size must be a number of bytes or text as '5GB', found '5 lots'"),
+        (5e9, TypeError, "max_shard_size must be an integer or text as '5GB', found float"),
+        (0, ValueError, "max_shard_size must be positive, found 0"),
+        (-1, ValueError, "max_shard_size must be positive, found -1"),
+        ("0GB", ValueError, "max_shard_size must be positive, found 0"),
+    ):
+        with pytest.raises(error, match=says):
+            model.save_pretrained(tmp_path, max_shard_size=size)
     with pytest.raises(ValueError, match="family must be that of the model's configuration, found 'opt'"):
         model.save_pretrained(tmp_path, family="opt")
     assert not list(tmp_path.iterdir())

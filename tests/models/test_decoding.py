@@ -1,6 +1,8 @@
 """Generation with every family is what a loop gives that computes everything again for each token."""
 
 import functools
+import types
+import warnings
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import transformers
 from families import CASES, ids_of
 
 from flash_attn.models.gpt import GPTLMHeadModel
-from flash_attn.utils.generation import decode, decode_speculative
+from flash_attn.utils.generation import _steps, decode, decode_speculative
 
 # One of each kind of position, head and block.
 NAMES = (
@@ -222,16 +224,44 @@ def test_more_tokens_than_learned_positions():
     model = GPTLMHeadModel(CASES["gpt2"].config()).eval()
     ids = ids_of(model.config, seqlen=60)
     assert model.generate(ids, max_length=65).shape == (2, 65)
-    with pytest.raises(ValueError, match=r"sequences must have at most 64 tokens .* positions, found 65"):
+    with pytest.raises(ValueError, match=r"max_length must be at most 65 .* as the model has 64 positions, found 66"):
         model.generate(ids, max_length=66)
+    with pytest.raises(ValueError, match=r"sequences must have at most 64 tokens .* positions, found 65"):
+        model.generate(ids, max_length=66, eos_token_id=96)  # which it never says
     ended = model.generate(ids, max_length=66, teacher_outputs=torch.full((2, 66), 2), eos_token_id=2)
     assert ended.shape == (2, 61)  # one that ends before is no error
     mask = (torch.arange(60) >= torch.tensor([4, 7])[:, None]).long()
     assert model.generate(ids, max_length=69, attention_mask=mask).shape == (2, 69)
-    with pytest.raises(ValueError, match=r"sequences must have at most 68 tokens .* found 69"):
+    with pytest.raises(ValueError, match=r"max_length must be at most 69 \(padding included\) .* found 70"):
         model.generate(ids, max_length=70, attention_mask=mask)
     rotary = GPTLMHeadModel.from_config(CASES["llama"].config()).eval()
     assert rotary.generate(ids, max_length=70).shape == (2, 70)
+
+
+@pytest.mark.parametrize(("length", "max_length"), [(65, 66), (60, 66)])
+def test_too_few_positions_are_found_at_once(length, max_length, monkeypatch):
+    """Before a model runs, caches are made, or a streamer gets the prompt, whose reader is told that it is over."""
+    model, told = GPTLMHeadModel(CASES["gpt2"].config()).eval(), []
+    larger = GPTLMHeadModel.from_config(CASES["gpt2"].config(), n_positions=80).eval()
+    streamer = types.SimpleNamespace(put=told.append, end=lambda: told.append("end"))
+    monkeypatch.setattr(GPTLMHeadModel, "forward", None)
+    monkeypatch.setattr(_steps, "update_graph_cache", None)
+    monkeypatch.setattr(_steps, "InferenceParams", None)
+    ids = ids_of(model.config, batch=1, seqlen=length)
+    for cg in (False, True):
+        with pytest.raises(ValueError, match=r"the model has (64 )?positions, found"):
+            model.generate(ids, max_length=max_length, cg=cg, streamer=streamer)
+    assert told == ["end", "end"]
+    monkeypatch.setattr(_steps, "InferenceParams", lambda *args, **kwargs: types.SimpleNamespace())
+    with pytest.raises(ValueError, match=r"model_draft has (64 )?positions, found"):
+        decode_speculative(ids, larger, model, max_length + 1)
+
+
+def test_a_draft_model_does_not_read_the_last_two_tokens():
+    model = GPTLMHeadModel(CASES["gpt2"].config()).eval()
+    larger = GPTLMHeadModel.from_config(CASES["gpt2"].config(), n_positions=80).eval()
+    ids = ids_of(model.config, batch=1, seqlen=60)
+    assert decode_speculative(ids, larger, model, 66).sequences.shape == (1, 66)
 
 
 def test_max_new_tokens():
@@ -249,6 +279,26 @@ def test_max_new_tokens():
         assert str(e.value).endswith(f"={options.get('max_length')} and max_new_tokens={options.get('max_new_tokens')}")
     with pytest.raises(ValueError, match="max_new_tokens must be positive, found 0"):
         model.generate(ids, max_new_tokens=0)
+
+
+def test_dropout_is_told_once():
+    ids = torch.zeros(1, 3, dtype=torch.int64)
+    for options, count in ((dict(), 1), (dict(resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0), 0)):
+        model = GPTLMHeadModel.from_config(CASES["gpt2"].config(), **options)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("default")
+            model.eval().generate(ids, max_length=5)
+            assert not told
+            for _ in range(2):
+                model.train().generate(ids, max_length=5)
+        assert [each.category for each in told] == [UserWarning] * count
+        assert all("call model.eval() before" in str(each.message) for each in told)
+
+
+def test_padding_is_a_token_of_the_vocabulary():
+    model = GPTLMHeadModel(CASES["gpt2"].config()).eval()
+    with pytest.raises(ValueError, match="pad_token_id must be from 0 to 95, found 96"):
+        model.generate(ids_of(model.config), max_length=30, eos_token_id=2, pad_token_id=96)
 
 
 def test_what_a_tokenizer_returns_is_given_by_name():

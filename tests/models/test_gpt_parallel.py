@@ -7,11 +7,13 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
+from families import CASES
 from processes import over_processes
 from transformers import GPT2Config
 
 from flash_attn.models.gpt import GPTLMHeadModel, GPTModel, combine_state_dicts_tp, shard_state_dict_tp
 from flash_attn.utils.distributed import allreduce_sequence_parallel_grad
+from flash_attn.utils.generation import decode_speculative
 
 VOCAB, BATCH, SEQLEN = 90, 4, 8
 SIZES = dict(
@@ -159,6 +161,29 @@ def check_checkpoints(group, path):
         divided.save_pretrained(path)
 
 
+def check_family(group, path, path_of_draft):
+    """Each process reads its part; prompts with padding and with a draft model go on as they do in one process."""
+    world, rank, device = dist.get_world_size(group), dist.get_rank(group), device_of(group)
+    options = dict(device=device, progress=False, sequence_parallel=False)
+    whole, draft = (GPTLMHeadModel.from_pretrained(each, **options).eval() for each in (path, path_of_draft))
+    divided = GPTLMHeadModel.from_pretrained(path, process_group=group, world_size=world, rank=rank, **options).eval()
+    ids = ids_for(group)
+    mask = (torch.arange(SEQLEN, device=device) >= torch.tensor([3, 0, 1, 7], device=device)[:, None]).long()
+    with torch.no_grad():
+        assert_close(divided(ids).logits, whole(ids).logits.chunk(world, dim=-1)[rank])
+    scores = dict(max_new_tokens=8, return_dict_in_generate=True, output_scores=True)
+    expected, found = (
+        model.generate(ids, attention_mask=mask, tensor_parallel=processes, **scores)
+        for model, processes in ((whole, 1), (divided, world))
+    )
+    assert torch.equal(found.sequences, expected.sequences)
+    assert_close(found.scores, expected.scores)
+    expected = whole.generate(ids[:1], max_new_tokens=12)
+    for each in (draft, whole, divided):
+        found = decode_speculative(ids[:1], divided, each, SEQLEN + 12, tensor_parallel=world).sequences
+        assert torch.equal(found, expected)
+
+
 def check_errors(group):
     world = dist.get_world_size(group)
     _, divided = pair_of(group, "gpt2", True)
@@ -195,6 +220,15 @@ def test_divided_model(processes):
     nccl = processes == "nccl"
     with tempfile.TemporaryDirectory() as path:
         over_processes(2 if nccl else processes, check_all, path, backend="nccl" if nccl else "gloo")
+
+
+@pytest.mark.parametrize("name", ["llama gqa", "falcon alibi", "qwen3", "gemma2"])
+def test_divided_families(name, tmp_path):
+    for each in ("gpt2", name):
+        torch.manual_seed(0)
+        _, reference, _ = CASES[each].build()
+        reference.save_pretrained(tmp_path / each)
+    over_processes(2, check_family, tmp_path / name, tmp_path / "gpt2")
 
 
 @pytest.mark.parametrize(

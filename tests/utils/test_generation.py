@@ -351,6 +351,21 @@ def test_streaming(device):
     assert streamer.ended
 
 
+def test_a_streamer_is_ended_after_an_error(device):
+    """Or who reads from it would wait forever."""
+
+    class Failing(Scripted):
+        def forward(self, input_ids, **kwargs):
+            if kwargs["inference_params"].seqlen_offset > 3:
+                raise RuntimeError("out of memory")
+            return super().forward(input_ids, **kwargs)
+
+    model, streamer = Failing([[1] * 9] * 2, device), Streamer()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        decode(prompt(2, 3, device), model, 9, streamer=streamer)
+    assert streamer.ended and [piece.shape for piece in streamer.pieces] == [(2, 3), (2,), (2,)]
+
+
 def test_mixin(device):
     model = Model(device=device).eval()
     input_ids = prompt(2, 6, device)
@@ -362,6 +377,21 @@ def test_mixin(device):
     assert len(output.scores) == 6
     with pytest.raises(NotImplementedError):
         GenerationMixin().allocate_inference_cache(1, 1)
+
+
+def test_names_of_transformers():
+    """What there is here instead is said."""
+    for name, says in (
+        ("assistant_model", r"decode_speculative\(input_ids, model, assistant_model, max_length\) takes one"),
+        ("do_sample", "top_k=1 takes the likeliest token"),
+        ("num_beams", "there is no beam search"),
+        ("use_cache", "keys and values are always kept"),
+        ("generation_config", "give its fields by name"),
+        ("eos_token", "names like it: eos_token_id"),
+        ("zzz", "names like it: none"),
+    ):
+        with pytest.raises(TypeError, match=f"keyword arguments must be those of decode, found '{name}'; {says}"):
+            GenerationMixin().generate(IDS, 12, **{name: None})
 
 
 def test_timing(device, capsys):
@@ -427,6 +457,19 @@ def test_speculative_stops_at_the_last_token(device):
         assert len(output.scores) == 4
         several = decode_speculative(input_ids, model, draft, 9, eos_token_id=[7, 9, 3], speculative_lookahead=5)
         assert several.sequences.tolist() == [[0, 1, 2, 3]]
+
+
+def test_speculative_streaming(device):
+    """Tokens are given as they are accepted, up to the one that ends the sequence."""
+    model = Scripted([[1, 2, 3, 9, 4, 5, 6, 7, 8]], device)
+    input_ids, streamer = torch.zeros(1, 1, dtype=torch.int64, device=device), Streamer()
+    draft = Scripted([[1, 2, 2, 9, 2, 2, 2, 2, 2]], device)
+    decode_speculative(input_ids, model, draft, 9, eos_token_id=9, speculative_lookahead=3, streamer=streamer)
+    assert [piece.tolist() for piece in streamer.pieces] == [[[0]], [1, 2, 3], [9]] and streamer.ended
+    streamer = Streamer()
+    with pytest.raises(ValueError, match="the batch size of input_ids must be 1"):
+        decode_speculative(input_ids.repeat(2, 1), model, draft, 9, streamer=streamer)
+    assert streamer.ended and not streamer.pieces
 
 
 def test_speculative_sampling(device):

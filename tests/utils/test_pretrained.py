@@ -79,8 +79,11 @@ def test_hub(tmp_path, monkeypatch):
     for kind in ("pytorch_model.bin.index.json", "model.safetensors"):
         write(folder, kind)
         assert_same(state_dict_from_pretrained("owner/name"))
-    with pytest.raises(OSError, match="Model name owner/other was not found"):
+    with pytest.raises(OSError, match="Model name owner/other was not found: the hub cannot be reached"):
         state_dict_from_pretrained("owner/other")
+    assert_same(state_dict_from_pretrained("owner/name", revision="main", local_files_only=True))
+    with pytest.raises(TypeError, match="must be revision, token, cache_dir, local_files_only, found 'subfolder'"):
+        state_dict_from_pretrained("owner/name", subfolder="a")
 
 
 def test_missing(tmp_path):

@@ -2,7 +2,9 @@
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,11 @@ class Steps:
         decoding_seqlens: how many tokens the steps after the prompt have.
         kept_as: the attribute of the model that keeps the graphs.
         leftpad: int32 (batch,), how many tokens of each prompt are padding on its left; None means none.
+        may_end: sequences may end before they have max_length tokens.
+        unread: the model never gets so many tokens at the end of sequences of max_length.
+        name: what errors call the model.
+
+    Raises ValueError, before anything is allocated, if the model has not enough positions.
     """
 
     def __init__(
@@ -38,10 +45,24 @@ class Steps:
         decoding_seqlens: Iterable[int] = (1,),
         kept_as: str = "_decoding_cache",
         leftpad: Tensor | None = None,
+        may_end: bool = False,
+        unread: int = 1,
+        name: str = "the model",
     ) -> None:
         batch, seqlen = input_ids.shape
+        self.model, self.name = model, name
+        _warn_of_dropout(model)
+        self.max_tokens: int | None = getattr(model, "max_positions", None)
+        if self.max_tokens is not None and leftpad is not None:
+            self.max_tokens += int(leftpad.min())
+        self._check_positions(seqlen)
+        if self.max_tokens is not None and not may_end:
+            checks.number(
+                "max_length", max_length, max_length <= self.max_tokens + unread,
+                "at most {} (padding included) without eos_token_id, as {} has {} positions",
+                self.max_tokens + unread, name, model.max_positions,
+            )  # fmt: skip
         max_seqlen = max(max_length, seqlen)
-        self.model = model
         self.vocab_size = getattr(model, "vocab_size", None) if vocab_size is None else vocab_size
         self.graphs: DecodingCGCache | None = None
         if cg:
@@ -57,17 +78,18 @@ class Steps:
             lengths = torch.zeros(batch, dtype=torch.int32, device=input_ids.device)
             self.params = InferenceParams(max_seqlen, batch, lengths_per_sample=lengths)
         self.params.leftpad_per_sample = leftpad
-        self.max_tokens: int | None = getattr(model, "max_positions", None)
-        if self.max_tokens is not None and leftpad is not None:
-            self.max_tokens += int(leftpad.min())
+
+    def _check_positions(self, length: int) -> None:
+        """Check that the model has positions for sequences of this length."""
+        if self.max_tokens is not None and length > self.max_tokens:
+            raise ValueError(
+                f"sequences must have at most {self.max_tokens} tokens (padding included) to be continued, as many as "
+                f"{self.name} has positions, found {length}"
+            )
 
     def run(self, sequences: Tensor, num_last_tokens: int = 1) -> Tensor:
         """Logits (batch, num_last_tokens, vocab) of sequences (batch, length), which the caches then hold."""
-        if self.max_tokens is not None and sequences.shape[1] > self.max_tokens:
-            raise ValueError(
-                f"sequences must have at most {self.max_tokens} tokens (padding included) to be continued, as many as "
-                f"the model has positions, found {sequences.shape[1]}"
-            )
+        self._check_positions(sequences.shape[1])
         offset, leftpad = self.params.seqlen_offset, self.params.leftpad_per_sample
         input_ids = sequences[:, offset:]
         held = offset if offset == 0 or leftpad is None else offset - leftpad  # how many keys the caches hold
@@ -93,6 +115,15 @@ class Steps:
     def rewind(self, length: int) -> None:
         """Continue as if the caches held only `length` tokens."""
         self.params.seqlen_offset = length
+
+
+def _warn_of_dropout(model: nn.Module) -> None:
+    if any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules()):
+        warnings.warn(  # which Python shows once
+            "generation with dropout, as the model is in training mode, in which from_pretrained returns it: "
+            "call model.eval() before",
+            stacklevel=2,
+        )
 
 
 def check_prompt(
@@ -144,6 +175,24 @@ def check_padding(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | 
         )
     leftpad = (~is_token).sum(dim=1, dtype=torch.int32)
     return leftpad if leftpad.any() else None
+
+
+@contextlib.contextmanager
+def streaming(streamer: Any) -> Iterator[Callable[[Tensor], None]]:
+    """A function that gives tokens to a streamer, if there is one.
+
+    The streamer is ended whatever happens, as another thread may wait for that.
+    """
+
+    def put(tokens: Tensor) -> None:
+        if streamer is not None:
+            streamer.put(tokens.cpu())
+
+    try:
+        yield put
+    finally:
+        if streamer is not None:
+            streamer.end()
 
 
 @contextlib.contextmanager

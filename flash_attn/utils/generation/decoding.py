@@ -5,6 +5,8 @@ output.sequences                                                            # (b
 """
 
 import dataclasses
+import difflib
+import inspect
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -12,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
-from flash_attn.utils.generation._steps import Steps, check_padding, check_prompt, is_one_of, timed
+from flash_attn.utils.generation._steps import Steps, check_padding, check_prompt, is_one_of, streaming, timed
 from flash_attn.utils.generation.sampling import _check_in_vocabulary, _check_sampling, _penalise, sample
 
 
@@ -73,11 +75,10 @@ def decode(
             padding.
         output_scores: keep the logits, (batch, vocab) for every token.
         streamer: an object with the methods of transformers' streamers: put gets the prompts and then the tokens
-            (batch,) of each step, on the CPU; end is called at the end.
+            (batch,) of each step, on the CPU; end is called at the end, after an error, too.
         attention_mask: (batch, seqlen) of any dtype, 1 for the tokens of a prompt and 0 for the padding on its left, as
             `generate` of transformers takes it. Each prompt must have a token. A sequence continues as it would alone.
-        pad_token_id: fills up sequences that have ended; the first eos_token_id if None. The model must have an
-            embedding for it.
+        pad_token_id: fills up sequences that have ended, a token of model.vocab_size; the first eos_token_id if None.
 
     Returns a GreedySearchDecoderOnlyOutput, or if top_k is not 1 a SampleDecoderOnlyOutput. The scores are logits as
     the model gives them, before temperature and penalty. Raises TypeError or ValueError for arguments that do not fit
@@ -85,35 +86,35 @@ def decode(
 
     >>> output = decode(prompt, model, max_length=100)                                      # doctest: +SKIP
     """
-    ends = check_prompt(input_ids, max_length, eos_token_id, vocab_size)
-    _check_sampling(top_k, top_p, temperature)
-    if teacher_outputs is not None:
-        dtypes, shape = checks.INTEGER_DTYPES, (len(input_ids), None)
-        checks.tensor("teacher_outputs", teacher_outputs, dtypes=dtypes, shape=shape, device=input_ids.device)
-    checks.real("repetition_penalty", repetition_penalty)
-    checks.number("repetition_penalty", repetition_penalty, repetition_penalty > 0, "positive")
-    if pad_token_id is not None:
-        checks.integer("pad_token_id", pad_token_id, "an integer or None")
-        checks.number("pad_token_id", pad_token_id, pad_token_id >= 0, "at least 0")
-    leftpad = check_padding(attention_mask, input_ids)
-    steps = Steps(model, input_ids, max_length, vocab_size, tensor_parallel, cg, leftpad=leftpad)
-    sampling = top_k, top_p, temperature
-    rows = _Rows(input_ids, leftpad, sampling, repetition_penalty, ends, pad_token_id, teacher_outputs)
-    scores = []
-    if streamer is not None:
-        streamer.put(input_ids.cpu())
-    with timed(enable_timing, input_ids.device, tensor_parallel):
-        while True:
-            (logits,) = steps.run(rows.sequences).unbind(1)
-            if output_scores:
-                scores.append(logits)
-            tokens = rows.extend(logits)
-            if streamer is not None:
-                streamer.put(tokens.cpu())
-            if rows.sequences.shape[1] >= max_length or rows.have_ended():
-                break
-    if streamer is not None:
-        streamer.end()
+    with streaming(streamer) as put:
+        ends = check_prompt(input_ids, max_length, eos_token_id, vocab_size)
+        _check_sampling(top_k, top_p, temperature)
+        if teacher_outputs is not None:
+            dtypes, shape = checks.INTEGER_DTYPES, (len(input_ids), None)
+            checks.tensor("teacher_outputs", teacher_outputs, dtypes=dtypes, shape=shape, device=input_ids.device)
+        checks.real("repetition_penalty", repetition_penalty)
+        checks.number("repetition_penalty", repetition_penalty, repetition_penalty > 0, "positive")
+        if pad_token_id is not None:
+            checks.integer("pad_token_id", pad_token_id, "an integer or None")
+            checks.number("pad_token_id", pad_token_id, pad_token_id >= 0, "at least 0")
+            size = getattr(model, "vocab_size", None)
+            if size is not None:
+                checks.number("pad_token_id", pad_token_id, pad_token_id < size, "from 0 to {}", size - 1)
+        leftpad = check_padding(attention_mask, input_ids)
+        shared = input_ids, max_length, vocab_size, tensor_parallel, cg
+        steps = Steps(model, *shared, leftpad=leftpad, may_end=bool(ends))
+        sampling = top_k, top_p, temperature
+        rows = _Rows(input_ids, leftpad, sampling, repetition_penalty, ends, pad_token_id, teacher_outputs)
+        scores = []
+        put(input_ids)
+        with timed(enable_timing, input_ids.device, tensor_parallel):
+            while True:
+                (logits,) = steps.run(rows.sequences).unbind(1)
+                if output_scores:
+                    scores.append(logits)
+                put(rows.extend(logits))
+                if rows.sequences.shape[1] >= max_length or rows.have_ended():
+                    break
     return _output_class(top_k)(sequences=rows.sequences, scores=tuple(scores) if output_scores else None)
 
 
@@ -215,17 +216,41 @@ class GenerationMixin:
 
         max_new_tokens may be given instead of max_length: how many tokens follow a prompt at most.
 
+        This differs from transformers' generate: nothing is taken from a configuration, so that no token ends a
+        sequence without eos_token_id; and the angles of "dynamic" and "longrope" rotary scaling are those of the length
+        that a sequence may reach, where transformers changes the angles on the way.
+
         Returns the sequences (batch, length), or with return_dict_in_generate the whole result of decode, with scores
-        None unless output_scores is true.
+        None unless output_scores is true. Raises TypeError for a name that decode has not, with what there is instead.
 
         >>> sequences = model.generate(prompt, max_length=100, eos_token_id=2)              # doctest: +SKIP
         """
+        _check_names(kwargs)
         max_length = _length(input_ids, max_length, max_new_tokens)
         output = decode(
             input_ids, cast(nn.Module, self), max_length, top_k=top_k, top_p=top_p, temperature=temperature,
             output_scores=output_scores and return_dict_in_generate, **kwargs,
         )  # fmt: skip
         return output if return_dict_in_generate else output.sequences
+
+
+# Arguments of transformers' generate, and what there is instead.
+_INSTEAD = {
+    "assistant_model": "decode_speculative(input_ids, model, assistant_model, max_length) takes one",
+    "do_sample": "top_k=1 takes the likeliest token, and any other top_k draws",
+    "num_beams": "there is no beam search",
+    "use_cache": "keys and values are always kept",
+    "generation_config": "give its fields by name, as eos_token_id=2",
+}
+
+
+def _check_names(options: dict[str, Any]) -> None:
+    """Check that keyword arguments are those of `decode`."""
+    own = list(inspect.signature(decode).parameters)
+    for name in options:
+        if name not in own:
+            instead = _INSTEAD.get(name, f"names like it: {', '.join(difflib.get_close_matches(name, own)) or 'none'}")
+            raise TypeError(f"keyword arguments must be those of decode, found {name!r}; {instead}")
 
 
 def _length(input_ids: Tensor, max_length: int | None, max_new_tokens: int | None) -> int:

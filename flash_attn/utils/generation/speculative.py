@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flash_attn._ops import checks
-from flash_attn.utils.generation._steps import Steps, check_prompt, is_one_of, timed
+from flash_attn.utils.generation._steps import Steps, check_prompt, is_one_of, streaming, timed
 from flash_attn.utils.generation.decoding import GreedySearchDecoderOnlyOutput, _output_class
 from flash_attn.utils.generation.sampling import _check_sampling, _draw, _probabilities, sample
 
@@ -77,6 +77,7 @@ def decode_speculative(
     cg: bool = False,
     enable_timing: bool = False,
     debug: bool = False,
+    streamer: Any = None,
 ) -> GreedySearchDecoderOnlyOutput:
     """Continue one sequence by tokens that a small model proposes and the model accepts or replaces, several at a time.
 
@@ -91,6 +92,7 @@ def decode_speculative(
             may draft for itself.
         enable_timing: print how long it took, how often the model ran and how many proposed tokens were accepted.
         debug: print which tokens are proposed and which accepted.
+        streamer: as in `decode`, but put gets all tokens (count,) that a step of the model adds.
         For the other arguments see `decode`.
 
     Returns what `decode` returns: sequences (1, at most max_length, but at least one token more than the prompt), and
@@ -99,37 +101,44 @@ def decode_speculative(
 
     >>> output = decode_speculative(prompt, model, model_draft, max_length=100)             # doctest: +SKIP
     """
-    ends = check_prompt(input_ids, max_length, eos_token_id, vocab_size)
-    checks.number("the batch size of input_ids", len(input_ids), len(input_ids) == 1, "1")
-    checks.integer("speculative_lookahead", speculative_lookahead)
-    checks.number("speculative_lookahead", speculative_lookahead, speculative_lookahead > 0, "positive")
-    _check_sampling(top_k, top_p, temperature)
-    options = dict(top_k=top_k, top_p=top_p, temperature=temperature)
-    shared = input_ids, max_length, vocab_size, tensor_parallel, cg
-    steps = Steps(model, *shared, decoding_seqlens=range(1, speculative_lookahead + 2))
-    steps_draft = Steps(model_draft, *shared, decoding_seqlens=(1, 2), kept_as="_draft_decoding_cache")
-    sequence, rounds = input_ids, []
-    scores: list[Tensor] = []
-    with timed(enable_timing, input_ids.device, tensor_parallel):
-        while True:
-            length = sequence.shape[1]
-            n = max(min(speculative_lookahead, max_length - length - 1), 0)
-            proposed, logits_draft = _propose(steps_draft, sequence, n, options)
-            logits = steps.run(proposed, num_last_tokens=n + 1)
-            tokens = _accept(logits, logits_draft, proposed[:, length:], options)
-            rounds.append((n, tokens.shape[1] - 1))
-            if debug:
-                print(f"proposed {proposed[0, length:].tolist()}, went on with {tokens[0].tolist()}")
-            count = tokens.shape[1]
-            tokens = _up_to(ends, tokens)
-            sequence = torch.cat([sequence, tokens], dim=1)
-            scores += logits[:, : tokens.shape[1]].unbind(1)
-            if sequence.shape[1] >= max_length or (ends and tokens[0, -1].item() in ends):
-                break
-            # The caches also hold tokens that were not accepted, which the next step overwrites. The last token is in
-            # neither model's caches, and the last proposed one is not in the draft model's.
-            steps.rewind(length + count - 1)
-            steps_draft.rewind(length + min(count, n) - 1)
+    with streaming(streamer) as put:
+        ends = check_prompt(input_ids, max_length, eos_token_id, vocab_size)
+        checks.number("the batch size of input_ids", len(input_ids), len(input_ids) == 1, "1")
+        checks.integer("speculative_lookahead", speculative_lookahead)
+        checks.number("speculative_lookahead", speculative_lookahead, speculative_lookahead > 0, "positive")
+        _check_sampling(top_k, top_p, temperature)
+        options = dict(top_k=top_k, top_p=top_p, temperature=temperature)
+        shared = input_ids, max_length, vocab_size, tensor_parallel, cg
+        # The last token is not read by the model; the draft model does not read the one before it, either.
+        steps = Steps(model, *shared, decoding_seqlens=range(1, speculative_lookahead + 2), may_end=bool(ends))
+        steps_draft = Steps(
+            model_draft, *shared, decoding_seqlens=(1, 2), kept_as="_draft_decoding_cache", may_end=bool(ends),
+            unread=2, name="model_draft",
+        )  # fmt: skip
+        sequence, rounds = input_ids, []
+        scores: list[Tensor] = []
+        put(input_ids)
+        with timed(enable_timing, input_ids.device, tensor_parallel):
+            while True:
+                length = sequence.shape[1]
+                n = max(min(speculative_lookahead, max_length - length - 1), 0)
+                proposed, logits_draft = _propose(steps_draft, sequence, n, options)
+                logits = steps.run(proposed, num_last_tokens=n + 1)
+                tokens = _accept(logits, logits_draft, proposed[:, length:], options)
+                rounds.append((n, tokens.shape[1] - 1))
+                if debug:
+                    print(f"proposed {proposed[0, length:].tolist()}, went on with {tokens[0].tolist()}")
+                count = tokens.shape[1]
+                tokens = _up_to(ends, tokens)
+                sequence = torch.cat([sequence, tokens], dim=1)
+                put(tokens[0])
+                scores += logits[:, : tokens.shape[1]].unbind(1)
+                if sequence.shape[1] >= max_length or (ends and tokens[0, -1].item() in ends):
+                    break
+                # The caches also hold tokens that were not accepted, which the next step overwrites. The last token is
+                # in neither model's caches, and the last proposed one is not in the draft model's.
+                steps.rewind(length + count - 1)
+                steps_draft.rewind(length + min(count, n) - 1)
     if enable_timing:
         _print_acceptance(rounds)
     return _output_class(top_k)(sequences=sequence, scores=tuple(scores))
