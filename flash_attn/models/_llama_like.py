@@ -59,18 +59,17 @@ def biases(read: Reader) -> dict[str, Any]:
     return {"qkv_proj_bias": qkv, "out_proj_bias": out, "mlp_fc1_bias": mlp, "mlp_fc2_bias": mlp}
 
 
-def windows(read: Reader, kinds: Sequence[str] | None = None, used: bool = True) -> dict[str, Any]:
-    """The window of each layer.
+def windows(read: Reader, kinds: Sequence[str] | None = None) -> dict[str, Any]:
+    """The window of each layer, for the model_types that have windows: the others do not call this.
 
-    kinds, used: the kinds of all layers, and whether there are windows at all, where the configuration does not say it.
-    Without kinds, all layers have the window.
+    kinds: those of all layers, where some have the window. Without it, all have.
     """
-    window, kinds = read("sliding_window"), read("layer_types", default=kinds)
-    if window is None or not read("use_sliding_window", default=used):
+    for kind in kinds or ():
+        refuse_unless("layer_types", kind, ("full_attention", "sliding_attention"))
+    window = read("sliding_window")
+    if window is None:
         return {}
     if kinds is not None:
-        for kind in kinds:
-            refuse_unless("layer_types", kind, ("full_attention", "sliding_attention"))
         window = [window if kind == "sliding_attention" else None for kind in kinds]
     if isinstance(window, list) and not any(window):
         return {}

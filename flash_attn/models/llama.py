@@ -87,13 +87,28 @@ def _turns(read):
 
 
 def _windows(read):
-    """Qwen has them from some layer on, and SmolLM3 where it does not turn, but only if the configuration says so."""
-    if _type(read) in ("qwen2", "qwen3"):
-        first = read("max_window_layers", default=28)
-        return windows(read, kinds_by(i >= first for i in range(read("num_hidden_layers"))), used=False)
-    if _type(read) == "smollm3":
-        return windows(read, kinds_by(not each for each in _turns(read)), used=False)
-    return windows(read)
+    """Mistral has them in all layers, Ministral in those that layer_types names, the two below only if told so."""
+    if _type(read) == "mistral":
+        return windows(read)
+    if _type(read) == "ministral":
+        return windows(read, read("layer_types", default=kinds_by([True] * read("num_hidden_layers"))))
+    if _type(read) in ("qwen2", "qwen3", "smollm3"):
+        return _windows_if_used(read)
+    return {}
+
+
+def _windows_if_used(read):
+    """Qwen has them from some layer on, and SmolLM3 where it does not turn, unless layer_types names the layers."""
+    used, first = read("use_sliding_window", default=False), read("max_window_layers", default=28)
+    read("sliding_window")  # without effect unless used
+    qwen = [i >= first for i in range(read("num_hidden_layers"))]
+    usual = [not each for each in _turns(read)] if _type(read) == "smollm3" else qwen
+    kinds = read("layer_types", default=kinds_by(used and each for each in usual))
+    if used:
+        return windows(read, kinds)
+    for kind in kinds:  # which would have a window in some of transformers' implementations of attention alone
+        refuse_unless("layer_types", kind, ("full_attention",))
+    return {}
 
 
 def _qk_norm(read):

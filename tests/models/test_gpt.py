@@ -186,7 +186,7 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
         ),
         (
             lambda: types.SimpleNamespace(
-                **TINY, model_type="mistral", sliding_window=4, layer_types=["chunked_attention"] * 2
+                **TINY, model_type="ministral", sliding_window=4, layer_types=["chunked_attention"] * 2
             ),
             "config.layer_types must be 'full_attention' or 'sliding_attention', .* found 'chunked_attention'",
         ),
