@@ -212,8 +212,9 @@ def test_refused_families():
 
 
 def test_unknown_fields_are_reported():
-    config = transformers.LlamaConfig(**TINY, invented=3, nothing=None)
-    with pytest.warns(UserWarning, match=r"LlamaConfig: these fields are not known, .*: \['invented'\]"):
+    config = transformers.LlamaConfig(**TINY, invented=3, switched_off=False, rate=0.0, nothing=None, do_sample=False)
+    message = r"LlamaConfig: these fields are not known, .*: \['invented', 'switched_off', 'rate'\]"
+    with pytest.warns(UserWarning, match=message):
         GPTLMHeadModel.from_config(config, device="meta")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
