@@ -18,14 +18,7 @@ CONFIG = ConfigMap(
         "qkv_proj_bias": "use_qkv_bias",
         "resid_pdrop": "hidden_dropout",
     },
-    constant=CONSTANT
-    | {
-        "rms_norm": False,
-        "qkv_proj_bias": False,
-        "out_proj_bias": False,
-        "mlp_fc1_bias": False,
-        "mlp_fc2_bias": False,
-    },
+    constant=CONSTANT | {"rms_norm": False},
     computed=(rope_fields, gated_activation, _block),
     only={"qk_layernorm": (False,)},
 )
