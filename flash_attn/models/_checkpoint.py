@@ -96,6 +96,13 @@ def _family_and_config(model_name, config, name, hub):
 
 def _model_type(config):
     """The model_type of a configuration that is given, None if it does not say. Raises TypeError for anything else."""
+    if isinstance(config, dict):
+        raise TypeError("config must be an object with the fields of a model's configuration, found a dict of them")
+    if not hasattr(config, "vocab_size") and hasattr(config, "text_config"):
+        raise TypeError(
+            f"config must be of a text model, found {type(config).__name__} of a multimodal one: "
+            "config.text_config is the configuration of its text model"
+        )
     if not hasattr(config, "vocab_size"):
         raise TypeError(f"config must have the fields of a model's configuration, found {type(config).__name__}")
     return getattr(config, "model_type", None)

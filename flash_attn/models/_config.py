@@ -22,22 +22,38 @@ _GATED = ("glu", "swiglu", "geglu", "geglu_tanh")
 # Fields of transformers' configurations that change nothing in what the model computes.
 WITHOUT_EFFECT = frozenset(
     {
-        "architectures", "auto_map", "attention_softmax_in_fp32", "bos_token_id", "cache_implementation",
-        "chunk_size_feed_forward",
-        "classifier_dropout", "decoder_start_token_id", "dtype", "eos_token_id", "finetuning_task", "id2label",
-        "is_decoder", "keys_to_ignore_at_inference", "label2id", "max_batch_size", "max_sequence_length", "model_type",
+        "architectures", "attention_softmax_in_fp32", "auto_map", "bos_token_id", "cache_implementation",
+        "chunk_size_feed_forward", "classifier_dropout", "cross_attention_hidden_size", "decoder_start_token_id",
+        "dtype", "eos_token_id", "finetuning_task", "gradient_checkpointing", "id2label", "is_decoder",
+        "keys_to_ignore_at_inference", "label2id", "max_batch_size", "max_sequence_length", "model_type",
         "multi_query", "n_ctx", "name_or_path", "output_attentions", "output_hidden_states", "output_past",
-        "pad_token_id", "prefix", "pretraining_tp",
-        "problem_type", "reorder_and_upcast_attn", "return_dict", "scale_attention_softmax_in_fp32", "sep_token_id",
-        "source_config", "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type",
-        "summary_use_proj", "task_specific_params", "tokenizer_class", "torch_dtype", "transformers_version",
-        "use_bfloat16", "use_cache",
+        "pad_token_id", "prefix", "pretraining_tp", "problem_type", "reorder_and_upcast_attn", "return_dict",
+        "scale_attention_softmax_in_fp32", "sep_token_id", "source_config", "summary_activation",
+        "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
+        "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript",
+        "transformers_version", "use_bfloat16", "use_cache",
+        # how a text is continued, which older files have here
+        "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
+        "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
+        "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups",
+        "num_beams", "num_return_sequences", "output_scores", "remove_invalid_values", "repetition_penalty",
+        "return_dict_in_generate", "suppress_tokens", "temperature", "top_k", "top_p", "typical_p",
+    }
+)  # fmt: skip
+
+# Fields that files of many families have as False or 0, with which a model is as it would be without the field.
+OFF_IS_USUAL = frozenset(
+    {
+        "activation_dropout", "attention_bias", "attention_dropout", "attention_probs_dropout_prob", "embd_pdrop",
+        "hidden_dropout", "hidden_dropout_prob", "mlp_bias", "qk_layernorm", "resid_pdrop", "rope_interleaved",
+        "use_mrope", "use_qk_norm", "use_sliding_window",
     }
 )  # fmt: skip
 
 # Fields with which a model would be another one, and the values that make no difference.
 ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
+    "is_causal": (True,),
     "is_encoder_decoder": (False, None),
     "quantization_config": (None,),
     "pruned_heads": (None, {}),
@@ -177,10 +193,14 @@ def settings(config: Any) -> Settings:
         if value is not None:
             values[field.name] = value
     result = Settings(**values)
-    for name, allowed in ONLY.items():
-        refuse_unless(name, getattr(config, name, allowed[0]), allowed)
+    _refuse_other_models(config)
     _check(result, getattr(config, "rotary_emb_dim", None))
     return result
+
+
+def _refuse_other_models(config):
+    for name, allowed in ONLY.items():
+        refuse_unless(name, getattr(config, name, allowed[0]), allowed)
 
 
 def refuse_unless(name: str, value: Any, allowed: Sequence[Any]) -> None:
@@ -322,7 +342,7 @@ class Reader:
 
 
 def warn_of_unread(config: Any, read: set[str]) -> None:
-    """Warn of fields that nobody has read, unless they are as in their class, or if it lacks them, empty or False."""
+    """Warn of fields that nobody has read, unless they are as in their class, or say nothing."""
     try:
         defaults = vars(type(config)())
     except Exception:  # a class that takes arguments has no defaults to compare with
@@ -331,12 +351,17 @@ def warn_of_unread(config: Any, read: set[str]) -> None:
         name
         for name, value in vars(config).items()
         if not (name.startswith("_") or name in read or name in WITHOUT_EFFECT or name in ONLY)
-        and not (value == defaults[name] if name in defaults else value in (None, False, "", [], {}))
+        and not (value == defaults[name] if name in defaults else _says_nothing(name, value))
     ]
     if unread:
         warnings.warn(
             f"{type(config).__name__}: these fields are not known, and have no effect: {unread}", stacklevel=3
         )
+
+
+def _says_nothing(name, value):
+    """Whether a field that its class lacks is empty. False and 0 may be meant, where a model does otherwise."""
+    return value in (None, "", [], {}) or (name in OFF_IS_USUAL and value in (False, 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -359,7 +384,8 @@ class ConfigMap:
     def __call__(self, config: Any) -> Any:
         """The GPT2Config. Raises ValueError for a field that asks for what the model does not do, naming it."""
         read = Reader(config)
-        for name, allowed in (ONLY | self.only).items():
+        _refuse_other_models(config)
+        for name, allowed in self.only.items():
             refuse_unless(name, read(name, default=allowed[0]), allowed)
         fields = dict(self.constant)
         for field, names in (_COPIED_BY_ALL | self.copied).items():

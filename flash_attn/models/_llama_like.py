@@ -36,6 +36,10 @@ CONSTANT: dict[str, Any] = {
     "attn_pdrop": 0.0,
     "rms_norm": True,
     "tie_word_embeddings": False,
+    "qkv_proj_bias": False,
+    "out_proj_bias": False,
+    "mlp_fc1_bias": False,
+    "mlp_fc2_bias": False,
     "mlp_multiple_of": 1,
 }
 
@@ -45,32 +49,30 @@ _GATED = {
 }  # fmt: skip
 
 
-def gated_activation(read: Reader) -> dict[str, Any]:
-    name = read("hidden_activation", "hidden_act", default="silu")
+def gated_activation(read: Reader, field: str = "hidden_act", default: str = "silu") -> dict[str, Any]:
+    """The activation that a field names; which one it is depends on the model_type."""
+    name = read(field, default=default)
     if name not in _GATED:
-        field = "hidden_act" if read("hidden_activation") is None else "hidden_activation"
         raise ValueError(f"config.{field} must be one of {', '.join(map(repr, _GATED))}, found {name!r}")
     return {"activation_function": _GATED[name]}
 
 
 def biases(read: Reader) -> dict[str, Any]:
-    qkv, mlp = read("attention_bias", default=False), read("mlp_bias", default=False)
-    out = read("attention_out_bias", default=qkv)
-    return {"qkv_proj_bias": qkv, "out_proj_bias": out, "mlp_fc1_bias": mlp, "mlp_fc2_bias": mlp}
+    """Of attention, for the model_types that read attention_bias."""
+    return dict.fromkeys(("qkv_proj_bias", "out_proj_bias"), read("attention_bias", default=False))
 
 
-def windows(read: Reader, kinds: Sequence[str] | None = None, used: bool = True) -> dict[str, Any]:
-    """The window of each layer.
+def windows(read: Reader, kinds: Sequence[str] | None = None) -> dict[str, Any]:
+    """The window of each layer, for the model_types that have windows: the others do not call this.
 
-    kinds, used: the kinds of all layers, and whether there are windows at all, where the configuration does not say it.
-    Without kinds, all layers have the window.
+    kinds: those of all layers, where some have the window. Without it, all have.
     """
-    window, kinds = read("sliding_window"), read("layer_types", default=kinds)
-    if window is None or not read("use_sliding_window", default=used):
+    for kind in kinds or ():
+        refuse_unless("layer_types", kind, ("full_attention", "sliding_attention"))
+    window = read("sliding_window")
+    if window is None:
         return {}
     if kinds is not None:
-        for kind in kinds:
-            refuse_unless("layer_types", kind, ("full_attention", "sliding_attention"))
         window = [window if kind == "sliding_attention" else None for kind in kinds]
     if isinstance(window, list) and not any(window):
         return {}

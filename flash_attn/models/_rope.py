@@ -19,15 +19,25 @@ from flash_attn.models._config import Reader, Settings, refuse_unless
 _DEFAULT = ("default", "mrope_default")
 
 
-def rope_fields(read: Reader, kinds: Sequence[str] | None = None, local_base: float | None = None) -> dict[str, Any]:
+def rope_fields(
+    read: Reader,
+    kinds: Sequence[str] | None = None,
+    local_base: float | None = None,
+    *,
+    older: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
+    usual_fraction: float = 1.0,
+) -> dict[str, Any]:
     """Our fields for the rotary embedding of a configuration of transformers, in its older and its present form.
 
     kinds, local_base: given for models whose layers with a window have a rotary embedding of their own: the kinds of
     all layers, and the base that such layers have in the older form, None for that of the others.
+    older: what base and fraction are called in the older form, which counts where rope_parameters does not say them.
+    usual_fraction: that of a configuration that says it nowhere.
     """
     parameters = dict(read("rope_scaling", default={})) | dict(read("rope_parameters", default={}))
-    base = read("rotary_emb_base", "rope_theta", default=parameters.get("rope_theta", 10000.0))
-    fraction = read("rotary_pct", "partial_rotary_factor", default=parameters.get("partial_rotary_factor", 1.0))
+    older_base, older_fraction = read(older[0], default=10000.0), read(older[1], default=usual_fraction)
+    base = read("rotary_emb_base", default=parameters.get("rope_theta", older_base))
+    fraction = parameters.get("partial_rotary_factor", older_fraction)
     longest = read("max_position_embeddings", "n_positions")
     original = read("original_max_position_embeddings", default=longest)
     of_kinds = {kind: value for kind, value in parameters.items() if isinstance(value, dict)}
@@ -74,6 +84,13 @@ def whole_rope_fields(
     for fraction in found if isinstance(found, list) else (found,):
         refuse_unless("partial_rotary_factor", fraction, (1.0,))
     return fields
+
+
+def same_head_dim(read: Reader) -> dict[str, Any]:
+    """No field, for families with another head_dim in the rotary embedding alone: refuses that."""
+    width = read.needed("hidden_size") // read.needed("num_attention_heads")
+    refuse_unless("head_dim", read("head_dim", default=width), (width,))
+    return {}
 
 
 def turning_in(turns: Sequence[bool], fields: dict[str, Any]) -> dict[str, Any]:

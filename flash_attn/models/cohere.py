@@ -56,7 +56,13 @@ CONFIG = ConfigMap(
         "position_embedding_type": ("rope_gptj",),
         "order_of_interleaved_layers": ("local_attn_first",),
     },
-    without_effect=("model_max_length", "use_embedding_sharing", "use_parallel_embedding"),
+    without_effect=(
+        "layer_switch",
+        "model_max_length",
+        "rotary_pct",
+        "use_embedding_sharing",
+        "use_parallel_embedding",
+    ),
 )
 
 KEYS = llama_like_keys({"norm1": "input_layernorm"})

@@ -37,7 +37,15 @@ def _scales(read):
 
 
 def _attention(read):
-    return {"qk_norm": _type(read) == "gemma3_text", "use_flash_attn": True}
+    """Gemma 3 has norms of queries and keys in place of Gemma 2's cap of the scores."""
+    if _type(read) == "gemma3_text":
+        return {"qk_norm": True, "use_flash_attn": True}
+    return {"attn_logit_softcapping": read("attn_logit_softcapping"), "use_flash_attn": True}
+
+
+def _activation(read):
+    read("hidden_act")  # without effect
+    return gated_activation(read, "hidden_activation", default="gelu_pytorch_tanh")
 
 
 def _type(read):
@@ -45,13 +53,9 @@ def _type(read):
 
 
 CONFIG = ConfigMap(
-    copied=COPIED
-    | {
-        "attn_logit_softcapping": "attn_logit_softcapping",
-        "final_logit_softcapping": "final_logit_softcapping",
-    },
+    copied=COPIED | {"final_logit_softcapping": "final_logit_softcapping"},
     constant=CONSTANT | {"norm_zero_centered": True, "output_norms": True, "tie_word_embeddings": True},
-    computed=(_rotary, biases, gated_activation, _windows, _scales, _attention),
+    computed=(_rotary, biases, _activation, _windows, _scales, _attention),
 )
 
 KEYS = llama_like_keys(

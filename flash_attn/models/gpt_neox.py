@@ -16,7 +16,12 @@ from flash_attn.models._keys import (
     padded,
     reordered,
 )
-from flash_attn.models._rope import rope_fields
+from flash_attn.models._rope import rope_fields, same_head_dim
+
+
+def _rotary(read):
+    return rope_fields(read, older=("rotary_emb_base", "rotary_pct"), usual_fraction=0.25)
+
 
 CONFIG = ConfigMap(
     copied={
@@ -43,7 +48,7 @@ CONFIG = ConfigMap(
         "parallel_block_tied_norm": False,
         "tie_word_embeddings": False,
     },
-    computed=(rope_fields,),
+    computed=(_rotary, same_head_dim),
 )
 
 KEYS = KeyMap(

@@ -42,8 +42,20 @@ from flash_attn.models._rope import turning_in, whole_rope_fields
 
 
 def _biases(read):
-    """Qwen2's queries, keys and values have biases, though its configuration does not say so."""
-    return biases(read) | ({"qkv_proj_bias": True, "out_proj_bias": False} if _type(read) == "qwen2" else {})
+    """Qwen2's queries, keys and values have biases, though its configuration does not say so; Mistral has none."""
+    kind = _type(read)
+    if kind in ("mistral", "ministral", "qwen2"):
+        return {"qkv_proj_bias": kind == "qwen2"}
+    fields = biases(read)
+    if kind in ("llama", "granite", "smollm3", "seed_oss"):
+        fields |= dict.fromkeys(("mlp_fc1_bias", "mlp_fc2_bias"), read("mlp_bias", default=False))
+    if kind == "seed_oss":
+        fields |= {"out_proj_bias": read("attention_out_bias", default=False)}
+    return fields
+
+
+def _dropout(read):
+    return {"resid_pdrop": read("residual_dropout", default=0.0)} if _type(read) == "seed_oss" else {}
 
 
 def _gemma(read):
@@ -51,7 +63,8 @@ def _gemma(read):
     if _type(read) != "gemma":
         return {}
     fields = {"norm_zero_centered": True, "mup_embeddings_multiplier": read("hidden_size") ** 0.5}
-    if read("hidden_activation", "hidden_act") == "gelu":  # which Gemma's configurations say, but do not mean
+    read("hidden_activation")  # without effect
+    if read("hidden_act") == "gelu":  # which Gemma's configurations say, but do not mean
         fields["activation_function"] = "geglu_tanh"
     return fields
 
@@ -87,13 +100,28 @@ def _turns(read):
 
 
 def _windows(read):
-    """Qwen has them from some layer on, and SmolLM3 where it does not turn, but only if the configuration says so."""
-    if _type(read) in ("qwen2", "qwen3"):
-        first = read("max_window_layers", default=28)
-        return windows(read, kinds_by(i >= first for i in range(read("num_hidden_layers"))), used=False)
-    if _type(read) == "smollm3":
-        return windows(read, kinds_by(not each for each in _turns(read)), used=False)
-    return windows(read)
+    """Mistral has them in all layers, Ministral in those that layer_types names, the two below only if told so."""
+    if _type(read) == "mistral":
+        return windows(read)
+    if _type(read) == "ministral":
+        return windows(read, read("layer_types", default=kinds_by([True] * read("num_hidden_layers"))))
+    if _type(read) in ("qwen2", "qwen3", "smollm3"):
+        return _windows_if_used(read)
+    return {}
+
+
+def _windows_if_used(read):
+    """Qwen has them from some layer on, and SmolLM3 where it does not turn, unless layer_types names the layers."""
+    used, first = read("use_sliding_window", default=False), read("max_window_layers", default=28)
+    read("sliding_window")  # without effect unless used
+    qwen = [i >= first for i in range(read("num_hidden_layers"))]
+    usual = [not each for each in _turns(read)] if _type(read) == "smollm3" else qwen
+    kinds = read("layer_types", default=kinds_by(used and each for each in usual))
+    if used:
+        return windows(read, kinds)
+    for kind in kinds:  # which would have a window in some of transformers' implementations of attention alone
+        refuse_unless("layer_types", kind, ("full_attention",))
+    return {}
 
 
 def _qk_norm(read):
@@ -105,9 +133,9 @@ def _type(read):
 
 
 CONFIG = ConfigMap(
-    copied=COPIED | {"resid_pdrop": "residual_dropout"},
+    copied=COPIED,
     constant=CONSTANT | {"rotary_emb_interleaved": True},
-    computed=(_rotary, _biases, gated_activation, _windows, _tied, _gemma, _granite, _qk_norm),
+    computed=(_rotary, _biases, _dropout, gated_activation, _windows, _tied, _gemma, _granite, _qk_norm),
     without_effect=("max_window_layers",),
 )
 

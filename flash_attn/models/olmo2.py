@@ -33,6 +33,10 @@ def _windows(read):
     return {} if _type(read) == "olmo2" else windows(read, kinds_of_layers(read, 4))
 
 
+def _biases(read):
+    return {} if _type(read) == "exaone4" else biases(read)
+
+
 def _qk_norm(read):
     """OLMo's norms of queries and keys are over all heads together."""
     return {"qk_norm": True, "qk_norm_over_heads": _type(read) != "exaone4"}
@@ -45,7 +49,7 @@ def _type(read):
 CONFIG = ConfigMap(
     copied=COPIED,
     constant=CONSTANT | {"input_norms": False, "output_norms": True},
-    computed=(_rotary, biases, gated_activation, _windows, _qk_norm),
+    computed=(_rotary, _biases, gated_activation, _windows, _qk_norm),
 )
 
 KEYS = llama_like_keys(

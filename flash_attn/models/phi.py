@@ -17,6 +17,11 @@ from flash_attn.models._keys import (
 )
 from flash_attn.models._rope import rope_fields
 
+
+def _rotary(read):
+    return rope_fields(read, usual_fraction=0.5)
+
+
 CONFIG = ConfigMap(
     copied={
         "n_embd": "hidden_size",
@@ -24,6 +29,7 @@ CONFIG = ConfigMap(
         "n_head": "num_attention_heads",
         "n_head_kv": "num_key_value_heads",
         "n_inner": "intermediate_size",
+        "head_dim": "head_dim",
         "activation_function": "hidden_act",
         "resid_pdrop": "resid_pdrop",
         "embd_pdrop": "embd_pdrop",
@@ -38,7 +44,7 @@ CONFIG = ConfigMap(
         "tie_word_embeddings": False,
         "lm_head_bias": True,
     },
-    computed=(rope_fields,),
+    computed=(_rotary,),
     only={"qk_layernorm": (False,)},
 )
 

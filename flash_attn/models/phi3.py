@@ -5,7 +5,7 @@ import torch
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
 from flash_attn.models._keys import Order, reordered
-from flash_attn.models._llama_like import CONSTANT, COPIED, biases, gated_activation, llama_like_keys, windows
+from flash_attn.models._llama_like import CONSTANT, COPIED, gated_activation, llama_like_keys, windows
 from flash_attn.models._rope import rope_fields
 
 # The gate comes first in theirs, the value in ours.
@@ -14,7 +14,7 @@ _SWAPPED = Order(take=lambda rows, s: torch.arange(rows).roll(rows // 2))
 CONFIG = ConfigMap(
     copied=COPIED | {"resid_pdrop": "resid_pdrop"},
     constant=CONSTANT,
-    computed=(rope_fields, biases, gated_activation, windows),
+    computed=(rope_fields, gated_activation, windows),
     only={"full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,)},
     without_effect=("embd_pdrop",),
 )

@@ -3,7 +3,11 @@
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
 from flash_attn.models._llama_like import CONSTANT, COPIED, gated_activation, llama_like_keys
-from flash_attn.models._rope import rope_fields
+from flash_attn.models._rope import rope_fields, same_head_dim
+
+
+def _rotary(read):
+    return rope_fields(read, usual_fraction=0.25)
 
 
 def _block(read):
@@ -18,15 +22,8 @@ CONFIG = ConfigMap(
         "qkv_proj_bias": "use_qkv_bias",
         "resid_pdrop": "hidden_dropout",
     },
-    constant=CONSTANT
-    | {
-        "rms_norm": False,
-        "qkv_proj_bias": False,
-        "out_proj_bias": False,
-        "mlp_fc1_bias": False,
-        "mlp_fc2_bias": False,
-    },
-    computed=(rope_fields, gated_activation, _block),
+    constant=CONSTANT | {"rms_norm": False},
+    computed=(_rotary, same_head_dim, gated_activation, _block),
     only={"qk_layernorm": (False,)},
 )
 

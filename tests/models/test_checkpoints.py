@@ -502,7 +502,9 @@ def test_no_checkpoint(tmp_path):
 
 def test_a_configuration_that_does_not_fit(folder):
     path, reference = folder("llama")
-    for wrong in (torch.bfloat16, {"hidden_size": 64}, "config.json"):
+    with pytest.raises(TypeError, match=r"config must be an object with the fields of .*, found a dict of them"):
+        GPTLMHeadModel.from_config({"hidden_size": 64, "vocab_size": 96})
+    for wrong in (torch.bfloat16, "config.json"):
         with pytest.raises(TypeError, match=f"config must have the fields of a model's .* {type(wrong).__name__}$"):
             GPTLMHeadModel.from_pretrained(path, wrong)
         with pytest.raises(TypeError, match="config must have the fields of a model's configuration"):
@@ -515,6 +517,15 @@ def test_a_configuration_that_does_not_fit(folder):
     with pytest.raises(ValueError, match=r"family must be given, as neither config\.json nor the name says which"):
         GPTLMHeadModel.from_pretrained(path, CASES["llama"].build()[2])
     GPTLMHeadModel.from_pretrained(path, CASES["llama"].config())
+
+
+def test_a_multimodal_configuration():
+    """The text model in it is what can be had."""
+    for kind in (transformers.Gemma3Config, transformers.Mistral3Config):
+        config = kind()
+        with pytest.raises(TypeError, match=rf"found {kind.__name__} of a multimodal one: config.text_config is the"):
+            GPTLMHeadModel.from_config(config)
+        assert GPTLMHeadModel.from_config(config.text_config, device="meta").config.n_embd > 0
 
 
 def test_what_cannot_be_saved(tmp_path):

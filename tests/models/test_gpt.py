@@ -186,7 +186,7 @@ TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermed
         ),
         (
             lambda: types.SimpleNamespace(
-                **TINY, model_type="mistral", sliding_window=4, layer_types=["chunked_attention"] * 2
+                **TINY, model_type="ministral", sliding_window=4, layer_types=["chunked_attention"] * 2
             ),
             "config.layer_types must be 'full_attention' or 'sliding_attention', .* found 'chunked_attention'",
         ),
@@ -212,8 +212,9 @@ def test_refused_families():
 
 
 def test_unknown_fields_are_reported():
-    config = transformers.LlamaConfig(**TINY, invented=3, nothing=None)
-    with pytest.warns(UserWarning, match=r"LlamaConfig: these fields are not known, .*: \['invented'\]"):
+    config = transformers.LlamaConfig(**TINY, invented=3, switched_off=False, rate=0.0, nothing=None, do_sample=False)
+    message = r"LlamaConfig: these fields are not known, .*: \['invented', 'switched_off', 'rate'\]"
+    with pytest.warns(UserWarning, match=message):
         GPTLMHeadModel.from_config(config, device="meta")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -298,6 +299,32 @@ def test_heads_that_are_usually_tied(model_type):
     del fields["tie_word_embeddings"]
     found = _config.settings(_checkpoint.to_gpt2_config(types.SimpleNamespace(**fields)))
     assert found.tie_word_embeddings == config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "llama", "phi", "phi3", "stablelm"])
+def test_part_of_a_head_that_usually_turns(model_type):
+    """A config.json that does not say how much of a head turns means what transformers' class does."""
+    config = transformers.CONFIG_MAPPING[model_type]()
+    fields = config.to_dict()
+    del fields["rope_parameters"]
+    found = _config.settings(_checkpoint.to_gpt2_config(types.SimpleNamespace(**fields)))
+    assert found.rotary_emb_fraction == config.rope_parameters.get("partial_rotary_factor", 1.0)
+
+
+def test_rope_parameters_come_before_older_fields():
+    """Of transformers' classes, which have read those already."""
+    for config, older in (
+        (transformers.PhiConfig(**TINY), dict(partial_rotary_factor=1.0, rope_theta=500.0)),
+        (transformers.GPTNeoXConfig(**TINY), dict(rotary_pct=1.0, rope_theta=500.0)),
+    ):
+        expected = _checkpoint.to_gpt2_config(config)
+        for name, value in older.items():
+            setattr(config, name, value)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = _checkpoint.to_gpt2_config(config)
+        assert found.rotary_emb_fraction == expected.rotary_emb_fraction < 1.0
+        assert found.rotary_emb_base == expected.rotary_emb_base == 1e4
 
 
 def test_false_is_reported_where_true_is_usual():
