@@ -45,6 +45,8 @@ def problem(name, device):
             lambda q, k, v, s, b: exact(q, k, v, learnable_sink=s, attn_bias=b),
             (q, k, v, sink, bias),
         )
+    if name == "largest score":
+        return lambda q, k, v: ours(q, k, v, return_max_logit=True)[:2], exact, (q, k, v)
     if name == "values of another head_dim":
         return ours, exact, (q, k, v[..., :5])
     if name == "qkvpacked":
@@ -59,8 +61,8 @@ def problem(name, device):
 
 
 NAMES = [
-    "plain", "causal, softcap", "ALiBi", "rows without keys", "sink", "sink and bias", "values of another head_dim",
-    "qkvpacked", "varlen",
+    "plain", "causal, softcap", "ALiBi", "rows without keys", "sink", "sink and bias", "largest score",
+    "values of another head_dim", "qkvpacked", "varlen",
 ]  # fmt: skip
 
 
@@ -139,6 +141,17 @@ def test_grad_and_vmap(name, device):
     torch.testing.assert_close(torch.func.grad(loss)(several[0]), expected[0])
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(several), torch.stack(expected))
     torch.testing.assert_close(torch.func.vmap(loss)(several), torch.stack([loss(x) for x in several]))
+
+
+def test_the_largest_score_is_known_and_has_no_tangent(device):
+    q, k, v, _ = CASE.tensors(device)
+    options = dict(causal=True, seqused_q=torch.tensor([9, 0], dtype=torch.int32, device=device), return_max_logit=True)
+    _, expected = flash_attn_func(q, k, v, **options)
+    (_, found), (_, tangent) = torch.func.jvp(lambda q: flash_attn_func(q, k, v, **options), (q,), (q,))
+    torch.testing.assert_close(found, expected)
+    assert not tangent.any()
+    several = torch.func.vmap(lambda q: flash_attn_func(q, k, v, **options)[1])(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(several, torch.stack([flash_attn_func(x, k, v, **options)[1] for x in (q, 2 * q)]))
 
 
 def test_it_warns(device, recwarn):

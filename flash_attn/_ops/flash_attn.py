@@ -708,7 +708,7 @@ def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
 
 
 def _fwd_composite(q, k, v, *options):
-    return with_features.composed(*unpack(q, k, v), Options(*options), with_features.Features())
+    return with_features.composed(*unpack(q, k, v), Options(*options), with_features.Features())[:2]
 
 
 class _Attention(torch.autograd.Function):

@@ -284,7 +284,7 @@ def _weights_reference(q, k, lse, sink, bias, *arguments):
     return reference.weights(q, k, lse, *_split(sink, bias, arguments, Options))
 
 
-def composed(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple[Tensor, Tensor]:
+def composed(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple[Tensor, Tensor, Tensor]:
     """Attention in operations that autograd, forward mode and transforms look into. Warns once that it is slow."""
     _library.warn_once(
         "flash_attn: attention runs as operations of plain torch, with memory quadratic in the sequence, for a second "
@@ -296,10 +296,8 @@ def composed(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Featur
 
 def _fwd_composite(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    if features.row_max:
-        raise ArgumentError("return_max_logit must be False for tangents and in transforms of torch.func, found True")
-    out, lse = composed(q, k, v, options, features)
-    return out, lse, lse.new_empty(0)
+    out, lse, row_max = composed(q, k, v, options, features)
+    return out, lse, row_max if features.row_max else lse.new_empty(0)
 
 
 def with_kept_out(
