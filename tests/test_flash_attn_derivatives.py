@@ -143,6 +143,19 @@ def test_grad_and_vmap(name, device):
     torch.testing.assert_close(torch.func.vmap(loss)(several), torch.stack([loss(x) for x in several]))
 
 
+def test_vmap_over_causal_entries(device):
+    """The flags are of a batch that the function does not see, and cannot be read."""
+    q, k, v, _ = (x[:1] for x in CASE.tensors(device))
+    flags = torch.tensor([[True], [False]], device=device)
+
+    def loss(q, causal):
+        return flash_attn_func(q, k, v, causal=causal).square().sum()
+
+    for function in (loss, torch.func.grad(loss)):
+        found = torch.func.vmap(function, in_dims=(None, 0))(q, flags)
+        torch.testing.assert_close(found, torch.stack([function(q, bool(flag)) for flag in flags]))
+
+
 def test_the_largest_score_is_known_and_has_no_tangent(device):
     q, k, v, _ = CASE.tensors(device)
     options = dict(causal=True, seqused_q=torch.tensor([9, 0], dtype=torch.int32, device=device), return_max_logit=True)

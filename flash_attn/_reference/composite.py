@@ -66,8 +66,7 @@ def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options
         s = options.softcap * torch.tanh(s / options.softcap)
     if options.alibi_slopes is not None:
         s = s - group.per_head(options.alibi_slopes)[..., None, None] * mask.distance(rows, cols, s)
-    hidden = torch.zeros(s.shape, dtype=torch.bool, device=s.device)
-    mask.hide_(hidden, rows, cols, True)
+    hidden = mask.hidden(rows, cols, s).expand_as(s)
     if features.attn_bias is not None:
         bias = Bias(features.attn_bias, group, batch, heads).block(rows, cols)
         closed = ~bias if bias.dtype == torch.bool else bias == -math.inf
