@@ -1,5 +1,6 @@
 """Attention with features beyond flash-attn 2.8: sinks, biases, intervals, lengths, and head dims."""
 
+import functools
 import math
 
 import oracle
@@ -412,6 +413,38 @@ def test_exports(name, device):
     function, tensors = graph_calls(device)[name]
     program = torch.export.export(Calling(function), tensors)
     torch.testing.assert_close(program.module()(*tensors), function(*tensors))
+
+
+def dynamic_calls(seqlen, device):
+    """name -> (function of tensors, tensors, which of their dimensions have this length)."""
+    q, k, v, _ = CASE.but(seqlen_q=seqlen, seqlen_k=seqlen, head_dim=32).tensors(device)
+    bias = torch.randn(4, seqlen, seqlen, device=device)
+    lengths = torch.tensor([9, 0], dtype=torch.int32, device=device)
+    flags = torch.tensor([True, False], device=device)
+
+    def call(**options):
+        return functools.partial(flash_attn_func, **options), (q, k, v), [(1,)] * 3
+
+    def masked(q, k, v, b):
+        return flash_attn_func(q, k, v, attn_bias=b, key_ranges=masks.chunks(5, q.shape[1], device=device))
+
+    return {
+        "sink": call(learnable_sink=torch.ones(4, device=device)),
+        "chunks": call(attention_chunk=16),
+        "lengths": call(seqused_q=lengths, seqused_k=lengths, attention_chunk=7),
+        "entries and largest score": call(causal=flags, return_max_logit=True),
+        "bias and ranges": (masked, (q, k, v, bias), [*[(1,)] * 3, (1, 2)]),
+    }
+
+
+@pytest.mark.parametrize("name", dynamic_calls(2, "cpu"))
+def test_exports_for_all_lengths(name, device):
+    function, tensors, dims = dynamic_calls(64, device)[name]
+    length = torch.export.Dim("length", min=2, max=512)
+    shapes = tuple({i: length for i in each} for each in dims)
+    program = torch.export.export(Calling(function), tensors, dynamic_shapes=(shapes,))
+    _, others, _ = dynamic_calls(12, device)[name]
+    torch.testing.assert_close(program.module()(*others), function(*others))
 
 
 def op_arguments(device, without=""):

@@ -249,7 +249,8 @@ def _features(given, causal, q, k, batch, options):
     max_seqlen_k = options.get("max_seqlen_k") if varlen else k.shape[1]
     features = with_features.checked(given, causal, q, batch, max_seqlen_k, varlen)
     options["seqused_k"] = given[5]
-    if features.attention_chunk and not (varlen or paged) and features.attention_chunk >= k.shape[1]:
+    has_length = not (varlen or paged or torch.compiler.is_compiling())  # the keys of a graph may be of any number
+    if features.attention_chunk and has_length and features.attention_chunk >= k.shape[1]:
         whole = given[4] is None and given[5] is None
         if causal is True or (whole and q.shape[1] <= k.shape[1]):  # rows before the first key are in chunk -1
             features = features._replace(attention_chunk=0)
