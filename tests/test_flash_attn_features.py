@@ -542,7 +542,13 @@ BAD = {  # function, changed arguments, error, and what it says
         ValueError,
         r"learnable_sink .*\(4,\), found \(2,\)",
     ),
-    "bias: int": ("func", dict(attn_bias=ints(1)), TypeError, "attn_bias must have a floating-point dtype or bool"),
+    "bias: int": ("func", dict(attn_bias=ints(1)), TypeError, r"attn_bias must have dtype .* or torch\.bool, found"),
+    "bias: float8": (
+        "varlen",
+        dict(attn_bias=torch.zeros(1).to(torch.float8_e4m3fn)),
+        TypeError,
+        r"attn_bias must have dtype .* or torch\.bool, found torch\.float8",
+    ),
     "bias: other lengths": (
         "func",
         dict(attn_bias=torch.zeros(90, 70)),

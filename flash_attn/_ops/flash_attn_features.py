@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _library
-from flash_attn._errors import ArgumentError, ArgumentTypeError
+from flash_attn._errors import ArgumentError
 from flash_attn._ops import autograd, checks, schema
 from flash_attn._reference import composite
 from flash_attn._reference import flash_attn as reference
@@ -21,6 +21,7 @@ from flash_attn._reference.options import CacheOptions, Features, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
+BIAS_DTYPES = (*SINK_DTYPES, torch.float64, torch.bool)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
 KERNEL_HEAD_DIM = 512  # the largest that kernels of attention and its gradients take, and ops without features
 DMASK_KERNEL_HEAD_DIM = 256  # and those of S_dmask
@@ -108,9 +109,7 @@ def _packed_bias(bias, q, max_seqlen_k):
 
 def _converted_bias(bias, q):
     """Check the type of a bias; return it in float32 if it has 16 bits and q has 16 others, which no kernel mixes."""
-    checks.tensor("attn_bias", bias, device=q.device)
-    if not bias.is_floating_point() and bias.dtype != torch.bool:
-        raise ArgumentTypeError(f"attn_bias must have a floating-point dtype or bool, found {bias.dtype}")
+    checks.tensor("attn_bias", bias, dtypes=BIAS_DTYPES, device=q.device)
     return bias.float() if bias.dtype in KERNEL_DTYPES and bias.dtype != q.dtype else bias
 
 
