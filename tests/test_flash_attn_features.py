@@ -204,6 +204,15 @@ def test_a_gradient_of_the_bias_alone(device):
     torch.testing.assert_close(bias.grad, expected.grad, atol=2e-2, rtol=0)
 
 
+@pytest.mark.parametrize("groups", [(0,), (1,), (0, 1), (1, 0), (0, 3)], ids=str)
+def test_a_bias_of_an_empty_batch(groups, device):
+    q, k, v, dout = (x[:0] for x in CASE.tensors(device))
+    bias = torch.randn(*groups, 4, 70, 90, device=device, requires_grad=True)
+    out = flash_attn_func(q, k, v, attn_bias=bias)
+    out.backward(dout)
+    assert out.shape == q.shape and not bias.grad.any()
+
+
 def test_blocks_that_no_row_sees_are_skipped(device, monkeypatch):
     """In documents of 64 tokens a block of 256 rows and 64 keys is computed only if they share a document."""
     seen = []

@@ -75,7 +75,7 @@ def _dense_bias(bias, q, whole):
     shape, batch = tuple(bias.shape), whole[0]
     if len(shape) == 5:
         batch1, batch2 = shape[:2]
-        divide = all(size == 1 or (size > 0 and batch % size == 0) for size in (batch1, batch2))
+        divide = all(size in (1, batch) or (size > 0 and batch % size == 0) for size in (batch1, batch2))
         if (
             not divide
             or (1 not in (batch1, batch2) and batch1 * batch2 != batch)
@@ -83,7 +83,7 @@ def _dense_bias(bias, q, whole):
         ):
             raise ArgumentError(
                 "attn_bias must broadcast to (batch1, batch2, heads, seqlen_q, seqlen_k), where batch1 * batch2 is the "
-                f"batch size and the last four are {whole[:1]} and {whole[1:]}, found shape {shape}"
+                f"batch size, {batch}, and the others are {whole[1:]}, found shape {shape}"
             )
         return bias
     if not 1 <= len(shape) <= 4 or not _broadcasts(shape, whole[4 - len(shape) :]):
