@@ -595,13 +595,13 @@ BAD = {  # function, changed arguments, error, and what it says
         "func",
         dict(key_ranges=torch.zeros(1, 1, 70, 3).int()),
         ValueError,
-        "key_ranges must have shape .*2 or 4",
+        "key_ranges must have 4 dimensions, .*2 or 4",
     ),
     "ranges: a dimension less": (
         "func",
         dict(key_ranges=torch.zeros(1, 70, 2).int()),
         ValueError,
-        "key_ranges must have shape",
+        r"key_ranges must have 4 dimensions, \(batch, heads, seqlen_q, 2 or 4\), .* found shape \(1, 70, 2\)",
     ),
     "ranges: other rows": (
         "func",
@@ -609,7 +609,12 @@ BAD = {  # function, changed arguments, error, and what it says
         ValueError,
         r"\(2, 4, 70\).*found shape",
     ),
-    "ranges: packed, 4-D": ("varlen", dict(key_ranges=torch.zeros(1, 1, 70, 2).int()), ValueError, r"\(heads, total_q"),
+    "ranges: packed, 4-D": (
+        "varlen",
+        dict(key_ranges=torch.zeros(1, 1, 70, 2).int()),
+        ValueError,
+        r"3 dimensions, \(heads, total_q",
+    ),
     "chunk: negative": ("func", dict(attention_chunk=-1), ValueError, "attention_chunk must be at least 0, found -1"),
     "chunk: a float": ("func", dict(attention_chunk=1.5), ValueError, "attention_chunk must be a whole number"),
     "chunk: None": (

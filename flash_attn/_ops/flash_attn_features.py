@@ -120,8 +120,8 @@ def _key_ranges(ranges, q, whole):
     if not shape or shape[-1] not in (2, 4) or len(shape) != len(whole) + 1 or not _broadcasts(shape[:-1], whole):
         names = "(heads, total_q" if len(whole) == 2 else "(batch, heads, seqlen_q"
         raise ArgumentError(
-            f"key_ranges must have shape {names}, 2 or 4), where {names}) = {whole} and any of them may be 1, "
-            f"found shape {shape}"
+            f"key_ranges must have {len(whole) + 1} dimensions, {names}, 2 or 4), where {names}) = {whole} and any of "
+            f"them may be 1, found shape {shape}"
         )
     ranges = ranges[None] if len(whole) == 2 else ranges
     return ranges.expand(-1, -1, whole[-1], -1)
