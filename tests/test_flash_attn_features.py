@@ -578,7 +578,12 @@ BAD = {  # function, changed arguments, error, and what it says
         ValueError,
         "attn_bias .*max_seqlen_k, 50, found 40",
     ),
-    "bias: packed, 4-D": ("varlen", dict(attn_bias=torch.zeros(1, 4, 70, 50)), ValueError, r"attn_bias .*total_q or 1"),
+    "bias: packed, 4-D": (
+        "varlen",
+        dict(attn_bias=torch.zeros(1, 4, 70, 50)),
+        ValueError,
+        r"attn_bias .*at least max_seqlen_k, or 1",
+    ),
     "bias: of less than the capacity": (
         "kvcache",
         dict(attn_bias=torch.zeros(3)),

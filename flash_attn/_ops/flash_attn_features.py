@@ -99,8 +99,8 @@ def _packed_bias(bias, q, max_seqlen_k):
     shape, whole = tuple(bias.shape), (q.shape[-2], q.shape[-3])
     if not 1 <= len(shape) <= 3 or not _broadcasts(shape[:-1], whole[3 - len(shape) :]):
         raise ArgumentError(
-            f"attn_bias must have shape (heads or 1, total_q or 1, max_seqlen_k or 1) with heads, total_q = {whole}, "
-            f"found shape {shape}"
+            "attn_bias must have shape (heads or 1, total_q or 1, at least max_seqlen_k, or 1) with heads, total_q = "
+            f"{whole}, found shape {shape}"
         )
     if type(max_seqlen_k) is int and shape[-1] != 1 and shape[-1] < max_seqlen_k:
         raise ArgumentError(f"attn_bias must have 1 key or at least max_seqlen_k, {max_seqlen_k}, found {shape[-1]}")
