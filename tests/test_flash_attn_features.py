@@ -3,6 +3,7 @@
 import functools
 import math
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -639,6 +640,19 @@ BAD = {  # function, changed arguments, error, and what it says
         dict(causal=ints(1, 1, 1, 1)),
         ValueError,
         r"causal must have shape \(2,\), found \(4,\)",
+    ),
+    "causal: a list": ("func", dict(causal=[1, 0]), TypeError, r"a bool or a tensor \(batch,\), found \[1, 0\]"),
+    "causal: an array": (
+        "func",
+        dict(causal=np.array([True, False])),
+        TypeError,
+        r"causal must be a bool or a tensor \(batch,\), found an array of shape \(2,\)",
+    ),
+    "causal: a tensor of no dimensions": (
+        "kvcache",
+        dict(causal=torch.tensor(True)),
+        TypeError,
+        r"a tensor \(batch,\)",
     ),
     "seqused_q: int64": ("func", dict(seqused_q=ints(1, 2).long()), TypeError, "seqused_q must have dtype torch.int32"),
     "seqused_q: shape": ("func", dict(seqused_q=ints(1)), ValueError, r"seqused_q must have shape \(2,\)"),

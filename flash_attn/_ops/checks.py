@@ -130,11 +130,15 @@ def whole(name: str, value: SupportsInt, expected: str = "an integer") -> int:
     return int(value)
 
 
-def flag(name: str, value: object) -> None:
-    """Check that `value` is a bool; 0 and 1 count, a tensor does not."""
-    if value is not True and value is not False and (isinstance(value, torch.Tensor) or value not in (0, 1)):
-        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ArgumentTypeError(f"{name} must be a bool, found {found}")
+def flag(name: str, value: object, expected: str = "a bool") -> None:
+    """Check that `value` is a bool; 0 and 1 count, a tensor does not. `expected`: all that the caller accepts."""
+    if value is True or value is False:
+        return
+    is_many = isinstance(value, torch.Tensor) or getattr(value, "ndim", 0) > 0  # which would be compared one by one
+    if is_many or value not in (0, 1):
+        kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
+        found = f"{kind} of shape {tuple(value.shape)}" if is_many else repr(value)
+        raise ArgumentTypeError(f"{name} must be {expected}, found {found}")
 
 
 def flags(**values: object) -> None:

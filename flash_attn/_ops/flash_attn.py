@@ -69,7 +69,7 @@ def forward(
         features, causal = _features(given, causal, queries, keys, batch, options)
         if return_softmax:
             _check_results(given, features, options)
-    scores = _check_scores(head_dim, softmax_scale, causal, window_size)
+    scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     arguments = _checked(Options, scores, options, (names, queries, batch))
     s_dmask = rng_state = max_logit = None
     if drops := bool(options.get("dropout_p")):
@@ -115,7 +115,7 @@ def backward(
         options["dropout_p"] = _check_dropout("dropout_p", options["dropout_p"], None)
     if options.get("dropout_p"):
         options["rng_state"] = rng_state
-    scores = _check_scores(head_dim, softmax_scale, causal, window_size)
+    scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     arguments = _checked(Options, scores, options, (names, q, batch))
     shape = (*q.shape[:-1], v.shape[-1])
     shapes = {"dout": shape, "out": shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
@@ -170,7 +170,7 @@ def decode(
         options["k"], options["v"] = k, v
     if rotary_cos is not None or rotary_sin is not None:
         options["rotary_cos"], options["rotary_sin"] = _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
-    scores = _check_scores(head_dim, softmax_scale, causal, window_size)
+    scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
     if _needs_op(features, is_plain):
         op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
@@ -190,7 +190,7 @@ def score_arguments(
     options = dict(softcap=softcap, alibi_slopes=alibi_slopes)
     given = learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, False, False
     features, causal = _features(given, causal, q, k, batch, options)
-    scores = _check_scores(head_dim, softmax_scale, causal, window_size)
+    scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     return Options(*_checked(Options, scores, options, (names, q, batch))), features
 
 
@@ -422,10 +422,13 @@ def _check_block_table(block_table, batch, device):
     checks.tensor("block_table", block_table, dtypes=(torch.int32,), shape=(batch, None), device=device)
 
 
-def _check_scores(head_dim, softmax_scale, causal, window_size):
-    """Check the arguments that every call has besides its tensors; return the first fields of the options."""
+def _check_scores(head_dim, softmax_scale, causal, window_size, features):
+    """Check the arguments that every call has besides its tensors; return the first fields of the options.
+
+    features: whether the caller may also give causal of each entry.
+    """
     if causal is not True and causal is not False:
-        checks.flag("causal", causal)
+        checks.flag("causal", causal, "a bool or a tensor (batch,)" if features else "a bool")
     left, right = checks.window(window_size)
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5

@@ -64,7 +64,7 @@ def checked(given: Given, causal: object, q: Tensor, batch: int, max_seqlen_k: A
     entries = causal if isinstance(causal, Tensor) else None
     if entries is not None:
         if entries.dim() == 0:
-            checks.flag("causal", entries)
+            checks.flag("causal", entries, "a bool or a tensor (batch,)")
         checks.tensor("causal", entries, dtypes=(torch.bool, torch.int32), shape=(batch,), device=q.device)
     return Features(sink, bias, ranges, chunk, entries, seqused_q, bool(max_logit))
 
