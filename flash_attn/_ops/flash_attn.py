@@ -153,11 +153,9 @@ def decode(
     given: the arguments of features. options: the other fields of `CacheOptions`; None means the default.
     """
     batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options, given is not None)
-    if q.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        _library.warn_once(
-            "flash_attn: q of a call with a cache requires grad, but such calls have no gradient: the result has none. "
-            "Make them under torch.no_grad(), or train with flash_attn_func"
-        )
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        sink, bias = (None, None) if given is None else given[:2]
+        _warn_of_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, learnable_sink=sink, attn_bias=bias)
     features = None
     if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.are_given(given)):
         features = with_features.checked(given, causal, q, batch, capacity, varlen=False)
@@ -575,6 +573,15 @@ def _check_cache(q, k_cache, v_cache, options, features):
             f"k_cache must have q's batch size {batch} without cache_batch_idx or block_table, found {rows}"
         )
     return batch, head_dim, length, is_plain
+
+
+def _warn_of_gradients(**tensors):
+    names = [name for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad]
+    if names:
+        _library.warn_once(
+            f"flash_attn: a call with a cache got {' and '.join(names)} with requires_grad=True, but such calls have "
+            "no gradient: the result has none. Make them under torch.no_grad(), or train with flash_attn_func"
+        )
 
 
 def _check_contiguous_rows(name, cache):
