@@ -59,6 +59,14 @@ def has_shape(name: str, value: torch.Tensor, expected: Sequence[int | None]) ->
         raise ArgumentError(f"{name} must have shape {_shape(expected)}, found {tuple(value.shape)}")
 
 
+def broadcasts(name: str, value: torch.Tensor, shape: Sequence[int], **kinds: Any) -> None:
+    """Check a tensor that broadcasts to `shape`. kinds: dtypes and device, as `tensor` has them."""
+    tensor(name, value, **kinds)
+    sizes = zip(reversed(value.shape), reversed(shape), strict=False)
+    if value.dim() > len(shape) or any(size not in (1, whole) for size, whole in sizes):
+        raise ArgumentError(f"{name} must broadcast to {tuple(shape)}, found shape {tuple(value.shape)}")
+
+
 def ndim(name: str, value: torch.Tensor, layout: str) -> None:
     """Check the number of dimensions against a layout such as "(batch, seqlen, heads, head_dim)"."""
     expected = layout.count(",") + 1
