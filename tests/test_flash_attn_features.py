@@ -306,6 +306,35 @@ def test_decoding(name, head_dim, head_dim_v, paged, device):
     torch.testing.assert_close(top[0], torch.stack([x[2] for x in expected]).amax(0))
 
 
+PAGED_OPTIONS = {
+    "sink": dict(learnable_sink=torch.randn(4), causal=True),
+    "bias": dict(attn_bias=torch.randn(4, 20, 40)),
+    "mask": dict(attn_bias=torch.arange(40) % 5 > 0),
+    "ranges": dict(key_ranges=torch.tensor([3, 17]).int().expand(1, 20, 2)),
+    "two ranges": dict(key_ranges=torch.tensor([0, 2, 7, 30]).int().expand(1, 20, 4)),
+    "chunks": dict(attention_chunk=6),
+    "entries": dict(causal=torch.tensor([True, False])),
+    "lengths": dict(seqused_q=torch.tensor([4, 9]).int(), seqused_k=torch.tensor([30, 11]).int(), causal=True),
+}
+
+
+@pytest.mark.parametrize("name", PAGED_OPTIONS)
+def test_features_of_packed_queries_over_pages(name, device):
+    """Pages give what the same keys give in a row."""
+    options = {a: b.to(device) if torch.is_tensor(b) else b for a, b in PAGED_OPTIONS[name].items()}
+    q = torch.randn(20, 4, 32, device=device)
+    pages = [torch.randn(12, 8, 2, d, device=device) for d in (32, 24)]
+    table = torch.tensor([[3, 0, 7, 2, 11], [1, 5, 4, 10, 9]], dtype=torch.int32, device=device)
+    rows, keys = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 7, 20], [0, 40, 65]))
+    bounds = rows, keys, 13, 40
+    k, v = (torch.cat([x[table[0].long()].flatten(0, 1), x[table[1].long()].flatten(0, 1)[:25]]) for x in pages)
+    results = dict(return_lse=True, return_max_logit=True)
+    found = flash_attn_varlen_func(q, *pages, *bounds, block_table=table, **options, **results)
+    expected = flash_attn_varlen_func(q, k, v, *bounds, **options, **results)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("softcap", [0.0, 20.0])
 def test_max_logit_where_scores_rise_from_block_to_block(head_dim, softcap, device):
