@@ -126,13 +126,9 @@ def is_where_kernels_run(x: torch.Tensor) -> bool:
 
 
 def can_be_read_at_once(x: torch.Tensor) -> bool:
-    """Whether reading the values of `x` waits for no device, and breaks no graph and no transform of torch.func."""
-    return (
-        x.device.type == "cpu"
-        and not torch.compiler.is_compiling()
-        and type(x) is torch.Tensor
-        and not _torch_private.functorch_is_active()
-    )
+    """Whether the values of `x` can be read, which waits for no device and breaks no graph or transform."""
+    is_plain = type(x) is torch.Tensor and not torch.compiler.is_compiling() and not _torch_private.is_transformed(x)
+    return is_plain and x.device.type == "cpu"
 
 
 @functools.cache

@@ -36,6 +36,7 @@ except ImportError:
     _is_batched = lambda x: False  # noqa: E731
 
 _hooks_of_saved_tensors = getattr(getattr(torch._C, "_autograd", None), "_top_saved_tensors_default_hooks", None)
+_is_wrapped = getattr(getattr(torch._C, "_functorch", None), "is_functorch_wrapped_tensor", lambda x: True)
 _is_legacy_batch = getattr(getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", None)
 _has_kernel = getattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", None)
 _foreach_copy = getattr(torch, "_foreach_copy_", None)
@@ -86,6 +87,11 @@ def unbatched(x: torch.Tensor) -> torch.Tensor:
     while _is_batched(x):
         x = _unwrapped(x)
     return x
+
+
+def is_transformed(x: torch.Tensor) -> bool:
+    """Whether `x` stands for others in a transform such as torch.func.vmap. True in all if torch cannot tell."""
+    return functorch_is_active() and _is_wrapped(x)
 
 
 def saved_tensors_have_hooks() -> bool:

@@ -39,15 +39,15 @@ argument. All combine with each other and with all of the above.
 - learnable_sink. float16, bfloat16 or float32 (heads,), the score of one more key, whose value is 0: neither scaled,
   nor capped, nor dropped; lse counts it. A row that sees no key has an lse of the sink. -inf is no sink. It has a
   gradient.
-- attn_bias. Numbers to add, or bool, true to keep; -inf hides. A floating-point bias has a gradient, summed in float32
-  along what was broadcast. Dense: broadcasts to (batch, heads, seqlen_q, seqlen_k), or to (batch1, batch2, heads,
-  seqlen_q, seqlen_k) with batch1 * batch2 = batch, batch2 varying fastest. Packed tokens: (heads or 1, total_q or 1,
-  max_seqlen_k or 1). With a cache, seqlen_k is its capacity. Keys count from the first one of an entry. Kernels read
-  keys in pairs, and make a copy first if their number is odd or the keys of a row are not adjacent. Kernels for Hopper
-  also copy, in the forward and in the backward, a bias whose rows do not start at multiples of 16 bytes, and a mask, to
-  two bytes for each element. There a bias in float32 takes several times as long as one in the dtype of q, and so does
-  the backward with a gradient of the bias. Slow in float64 or with one number for all keys; its gradient is slow with
-  softcap, and if it broadcasts and deterministic is set.
+- attn_bias. Numbers to add (float16, bfloat16, float32 or float64), or bool, true to keep; -inf hides. Numbers have a
+  gradient, summed in float32 along what was broadcast. Dense: broadcasts to (batch, heads, seqlen_q, seqlen_k), or to
+  (batch1, batch2, heads, seqlen_q, seqlen_k) with batch1 * batch2 = batch, batch2 varying fastest. Packed tokens:
+  (heads or 1, total_q or 1, at least max_seqlen_k, or 1). With a cache, seqlen_k is its capacity. Columns count from
+  the first key of each entry. Kernels read keys in pairs, and make a copy first if their number is odd or the keys of a
+  row are not adjacent. Kernels for Hopper also copy, in the forward and in the backward, a bias whose rows do not start
+  at multiples of 16 bytes, and a mask, to two bytes for each element. There a bias in float32 takes several times as
+  long as one in the dtype of q, and so does the backward with a gradient of the bias. Slow in float64 or with one
+  number for all keys; its gradient is slow with softcap, and if it broadcasts and deterministic is set.
 - key_ranges. int32 (batch or 1, heads or 1, seqlen_q, 2 or 4), packed (heads or 1, total_q, 2 or 4): row i sees only
   the keys from start to end - 1, or with four numbers also from start2 to end2 - 1. They are intersected with all other
   masks; bounds may lie outside of the keys, and a range whose end is not above its start is empty. `flash_attn.masks`
@@ -56,14 +56,14 @@ argument. All combine with each other and with all of the above.
   C * floor((i + D) / C) to that + C - 1.
 - causal as a tensor. bool or int32 (batch,): which entries are causal. Slow with rotary_cos.
 - seqused_q, seqused_k. int32 (batch,): how many rows and keys of each entry are used; masks and ALiBi count as if there
-  were no others. Unused rows give 0, with lse = +inf, and have no gradient. seqused_q is slow with
+  were no others. Unused rows give 0, with lse = +inf, also beside a sink, and have no gradient. seqused_q is slow with
   learnable_sink or alibi_slopes.
 - Values of another head_dim than the keys. out has that of the values. Kernels for sm_90 have the products of head
   dims 129 to 192 with values of up to 128, as DeepSeek's models have; others fill the narrower one up on chip.
 - Head dims of 257 to 576. Slow from 513 on.
 - return_lse. Return (out, softmax_lse); not with return_attn_probs, which returns it, too.
 - return_max_logit. Append float32 (heads,), the largest score of each head in the whole call, before the sink; -inf if
-  nothing is seen. No gradient. Slow.
+  nothing is seen. No gradient.
 
 With dropout, return_attn_probs is refused beside those of these arguments that change which keys a row sees, beside
 attn_bias and beside return_max_logit.
@@ -78,13 +78,18 @@ RuntimeErrors, which flash-attn raises. The contents of cu_seqlens, cache_seqlen
 checked on the CPU only, because reading them on a GPU would wait for the device. On a GPU, positions beyond the
 capacity of a cache are neither written nor attended to; everything else in these tensors must be right.
 
-Second derivatives, forward mode and transforms of torch.func (`jvp`, `grad`, `vmap`) are computed by operations of
+Second derivatives, forward mode, and `jvp` and `grad` of torch.func, nested to any depth, are computed by operations of
 plain torch, on every device, with memory quadratic in the sequence and one warning. First derivatives with
-create_graph=True still come from the kernels. There are no third derivatives, and none of these in compiled graphs.
+create_graph=True still come from the kernels. `vmap` alone calls them for one entry after the other, and torch warns of
+that. torch.autograd has no third derivatives here: it raises RuntimeError, which speaks of once_differentiable. In
+compiled graphs `jvp`, `grad` and `vmap` work; torch refuses second derivatives of torch.autograd, and tangents of
+torch.autograd.forward_ad are lost.
 
-Keys and values that no row of an entry sees may hold anything, also NaN. Where some row sees a value that is NaN or
-infinite, other rows of that entry and head may become NaN in its channel, although a mask hides it from them: a GPU
-computes tiles of rows together, in which a weight of 0 times NaN is NaN. On the CPU only rows that see it do.
+Keys and values that lengths, causality, windows, chunks and key_ranges hide from all rows of an entry may hold
+anything, also NaN. Those that attn_bias hides, by False or -inf, must be finite: they are computed with, and a score of
+NaN plus -inf is NaN, as is, on a GPU, a weight of 0 times NaN. Where some row sees a value that is NaN or infinite,
+other rows of that entry and head may become NaN in its channel, although a mask hides it from them: a GPU computes
+tiles of rows together, in which a weight of 0 times NaN is NaN. On the CPU only rows that see it do.
 """
 
 import inspect
@@ -609,7 +614,7 @@ def flash_attn_with_kvcache(
             a multiple of 16; need k.
         cache_seqlens: int, or int32 or int64 (batch,); None means that the whole capacity is filled. In a tensor, a
             negative length makes an entry empty, as padding of a batch: nothing is read or appended, whatever the other
-            arguments hold there, out is 0 and softmax_lse +inf.
+            arguments hold there, out is 0 and softmax_lse +inf, or the sink.
         cache_batch_idx: int32 (batch,), or None; not with block_table. If two entries append to the same position,
             through this argument or through block_table, the result of both is not specified.
         cache_leftpad: int32 (batch,), or None.

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from flash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, masks
+from flash_attn._ops import rng
 
 CASE = Case(seqlen_q=9, seqlen_k=12, heads_k=2, head_dim=8, dtype="fp32")
 pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")  # vmap calls the op in turn
@@ -45,6 +46,50 @@ def problem(name, device):
             lambda q, k, v, s, b: exact(q, k, v, learnable_sink=s, attn_bias=b),
             (q, k, v, sink, bias),
         )
+    if name == "mask":
+        mask = torch.arange(12, device=device) % 3 > 0
+        return functools.partial(ours, attn_bias=mask), functools.partial(exact, attn_bias=mask), (q, k, v)
+    if name == "bias of groups":
+        return (
+            lambda q, k, v, b: ours(q, k, v, attn_bias=b),
+            lambda q, k, v, b: exact(q, k, v, attn_bias=b[0]),
+            (q, k, v, torch.randn(1, 2, 4, 9, 12, device=device)),
+        )
+    if name == "chunks":
+        seen = masks.to_bool(masks.chunks(4, 9, 12, device=device), 12)
+        return functools.partial(ours, attention_chunk=4), functools.partial(exact, seen=seen), (q, k, v)
+    if name == "two ranges":
+        ranges = masks.sink_and_window(2, (2, 1), 9, 12, device=device)
+        return (
+            functools.partial(ours, key_ranges=ranges),
+            functools.partial(exact, seen=masks.to_bool(ranges, 12)),
+            (q, k, v),
+        )
+    if name == "causal of each entry":
+        flags = torch.tensor([True, False], device=device)
+        seen = oracle.allowed_keys(9, 12, True, device=device) | ~flags[:, None, None, None]
+        return functools.partial(ours, causal=flags), functools.partial(exact, seen=seen), (q, k, v)
+    if name == "lengths":
+        used_q, used_k = (torch.tensor(n, dtype=torch.int32, device=device) for n in ([9, 5], [7, 12]))
+        seen = (torch.arange(12, device=device) < used_k[:, None, None, None]) & (
+            torch.arange(9, device=device)[:, None] < used_q[:, None, None, None]
+        )
+        return (
+            functools.partial(ours, seqused_q=used_q, seqused_k=used_k),
+            functools.partial(exact, seen=seen),
+            (q, k, v),
+        )
+    if name == "dropout":
+
+        def dropped(q, k, v):
+            torch.manual_seed(7)
+            return ours(q, k, v, dropout_p=0.3)
+
+        torch.manual_seed(7)
+        keep = oracle.dropout_keep(*rng.draw_state(torch.device(device)).tolist(), 2, 4, 9, 12, 0.3).to(device)
+        return dropped, functools.partial(exact, keep=keep, dropout_p=0.3), (q, k, v)
+    if name == "largest score":
+        return lambda q, k, v: ours(q, k, v, return_max_logit=True)[:2], exact, (q, k, v)
     if name == "values of another head_dim":
         return ours, exact, (q, k, v[..., :5])
     if name == "qkvpacked":
@@ -59,8 +104,9 @@ def problem(name, device):
 
 
 NAMES = [
-    "plain", "causal, softcap", "ALiBi", "rows without keys", "sink", "sink and bias", "values of another head_dim",
-    "qkvpacked", "varlen",
+    "plain", "causal, softcap", "ALiBi", "rows without keys", "sink", "sink and bias", "mask", "bias of groups",
+    "chunks", "two ranges", "causal of each entry", "lengths", "dropout", "largest score",
+    "values of another head_dim", "qkvpacked", "varlen",
 ]  # fmt: skip
 
 
@@ -126,9 +172,9 @@ def test_tangents(name, mode, device):
     torch.testing.assert_close(found_lse, expected_lse.float(), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name != "qkvpacked"])
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("qkvpacked", "dropout")])
 def test_grad_and_vmap(name, device):
-    """Gradients of torch.func are those of autograd, also for each of several inputs."""
+    """Gradients of torch.func are those of autograd, also for each of several inputs. (vmap itself refuses dropout.)"""
     ours, _, tensors = problem(name, device)
 
     def loss(q):
@@ -139,6 +185,30 @@ def test_grad_and_vmap(name, device):
     torch.testing.assert_close(torch.func.grad(loss)(several[0]), expected[0])
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(several), torch.stack(expected))
     torch.testing.assert_close(torch.func.vmap(loss)(several), torch.stack([loss(x) for x in several]))
+
+
+def test_vmap_over_causal_entries(device):
+    """The flags are of a batch that the function does not see, and cannot be read."""
+    q, k, v, _ = (x[:1] for x in CASE.tensors(device))
+    flags = torch.tensor([[True], [False]], device=device)
+
+    def loss(q, causal):
+        return flash_attn_func(q, k, v, causal=causal).square().sum()
+
+    for function in (loss, torch.func.grad(loss)):
+        found = torch.func.vmap(function, in_dims=(None, 0))(q, flags)
+        torch.testing.assert_close(found, torch.stack([function(q, bool(flag)) for flag in flags]))
+
+
+def test_the_largest_score_is_known_and_has_no_tangent(device):
+    q, k, v, _ = CASE.tensors(device)
+    options = dict(causal=True, seqused_q=torch.tensor([9, 0], dtype=torch.int32, device=device), return_max_logit=True)
+    _, expected = flash_attn_func(q, k, v, **options)
+    (_, found), (_, tangent) = torch.func.jvp(lambda q: flash_attn_func(q, k, v, **options), (q,), (q,))
+    torch.testing.assert_close(found, expected)
+    assert not tangent.any()
+    several = torch.func.vmap(lambda q: flash_attn_func(q, k, v, **options)[1])(torch.stack([q, 2 * q]))
+    torch.testing.assert_close(several, torch.stack([flash_attn_func(x, k, v, **options)[1] for x in (q, 2 * q)]))
 
 
 def test_it_warns(device, recwarn):

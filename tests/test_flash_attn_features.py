@@ -1,7 +1,9 @@
 """Attention with features beyond flash-attn 2.8: sinks, biases, intervals, lengths, and head dims."""
 
+import functools
 import math
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -203,6 +205,15 @@ def test_a_gradient_of_the_bias_alone(device):
     torch.testing.assert_close(bias.grad, expected.grad, atol=2e-2, rtol=0)
 
 
+@pytest.mark.parametrize("groups", [(0,), (1,), (0, 1), (1, 0), (0, 3)], ids=str)
+def test_a_bias_of_an_empty_batch(groups, device):
+    q, k, v, dout = (x[:0] for x in CASE.tensors(device))
+    bias = torch.randn(*groups, 4, 70, 90, device=device, requires_grad=True)
+    out = flash_attn_func(q, k, v, attn_bias=bias)
+    out.backward(dout)
+    assert out.shape == q.shape and not bias.grad.any()
+
+
 def test_blocks_that_no_row_sees_are_skipped(device, monkeypatch):
     """In documents of 64 tokens a block of 256 rows and 64 keys is computed only if they share a document."""
     seen = []
@@ -293,6 +304,35 @@ def test_decoding(name, head_dim, head_dim_v, paged, device):
         torch.testing.assert_close(out, torch.cat([x[0] for x in expected]))
         torch.testing.assert_close(lse, torch.cat([x[1] for x in expected]))
     torch.testing.assert_close(top[0], torch.stack([x[2] for x in expected]).amax(0))
+
+
+PAGED_OPTIONS = {
+    "sink": dict(learnable_sink=torch.randn(4), causal=True),
+    "bias": dict(attn_bias=torch.randn(4, 20, 40)),
+    "mask": dict(attn_bias=torch.arange(40) % 5 > 0),
+    "ranges": dict(key_ranges=torch.tensor([3, 17]).int().expand(1, 20, 2)),
+    "two ranges": dict(key_ranges=torch.tensor([0, 2, 7, 30]).int().expand(1, 20, 4)),
+    "chunks": dict(attention_chunk=6),
+    "entries": dict(causal=torch.tensor([True, False])),
+    "lengths": dict(seqused_q=torch.tensor([4, 9]).int(), seqused_k=torch.tensor([30, 11]).int(), causal=True),
+}
+
+
+@pytest.mark.parametrize("name", PAGED_OPTIONS)
+def test_features_of_packed_queries_over_pages(name, device):
+    """Pages give what the same keys give in a row."""
+    options = {a: b.to(device) if torch.is_tensor(b) else b for a, b in PAGED_OPTIONS[name].items()}
+    q = torch.randn(20, 4, 32, device=device)
+    pages = [torch.randn(12, 8, 2, d, device=device) for d in (32, 24)]
+    table = torch.tensor([[3, 0, 7, 2, 11], [1, 5, 4, 10, 9]], dtype=torch.int32, device=device)
+    rows, keys = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 7, 20], [0, 40, 65]))
+    bounds = rows, keys, 13, 40
+    k, v = (torch.cat([x[table[0].long()].flatten(0, 1), x[table[1].long()].flatten(0, 1)[:25]]) for x in pages)
+    results = dict(return_lse=True, return_max_logit=True)
+    found = flash_attn_varlen_func(q, *pages, *bounds, block_table=table, **options, **results)
+    expected = flash_attn_varlen_func(q, k, v, *bounds, **options, **results)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
@@ -414,6 +454,38 @@ def test_exports(name, device):
     torch.testing.assert_close(program.module()(*tensors), function(*tensors))
 
 
+def dynamic_calls(seqlen, device):
+    """name -> (function of tensors, tensors, which of their dimensions have this length)."""
+    q, k, v, _ = CASE.but(seqlen_q=seqlen, seqlen_k=seqlen, head_dim=32).tensors(device)
+    bias = torch.randn(4, seqlen, seqlen, device=device)
+    lengths = torch.tensor([9, 0], dtype=torch.int32, device=device)
+    flags = torch.tensor([True, False], device=device)
+
+    def call(**options):
+        return functools.partial(flash_attn_func, **options), (q, k, v), [(1,)] * 3
+
+    def masked(q, k, v, b):
+        return flash_attn_func(q, k, v, attn_bias=b, key_ranges=masks.chunks(5, q.shape[1], device=device))
+
+    return {
+        "sink": call(learnable_sink=torch.ones(4, device=device)),
+        "chunks": call(attention_chunk=16),
+        "lengths": call(seqused_q=lengths, seqused_k=lengths, attention_chunk=7),
+        "entries and largest score": call(causal=flags, return_max_logit=True),
+        "bias and ranges": (masked, (q, k, v, bias), [*[(1,)] * 3, (1, 2)]),
+    }
+
+
+@pytest.mark.parametrize("name", dynamic_calls(2, "cpu"))
+def test_exports_for_all_lengths(name, device):
+    function, tensors, dims = dynamic_calls(64, device)[name]
+    length = torch.export.Dim("length", min=2, max=512)
+    shapes = tuple({i: length for i in each} for each in dims)
+    program = torch.export.export(Calling(function), tensors, dynamic_shapes=(shapes,))
+    _, others, _ = dynamic_calls(12, device)[name]
+    torch.testing.assert_close(program.module()(*others), function(*others))
+
+
 def op_arguments(device, without=""):
     """Tensors of fwd_features, and the arguments after them: every feature, but for the one named `without`."""
     q, k, v, _ = CASE.but(seqlen_q=9, seqlen_k=12, head_dim=8).tensors(device)
@@ -509,7 +581,13 @@ BAD = {  # function, changed arguments, error, and what it says
         ValueError,
         r"learnable_sink .*\(4,\), found \(2,\)",
     ),
-    "bias: int": ("func", dict(attn_bias=ints(1)), TypeError, "attn_bias must have a floating-point dtype or bool"),
+    "bias: int": ("func", dict(attn_bias=ints(1)), TypeError, r"attn_bias must have dtype .* or torch\.bool, found"),
+    "bias: float8": (
+        "varlen",
+        dict(attn_bias=torch.zeros(1).to(torch.float8_e4m3fn)),
+        TypeError,
+        r"attn_bias must have dtype .* or torch\.bool, found torch\.float8",
+    ),
     "bias: other lengths": (
         "func",
         dict(attn_bias=torch.zeros(90, 70)),
@@ -530,7 +608,12 @@ BAD = {  # function, changed arguments, error, and what it says
         ValueError,
         "attn_bias .*max_seqlen_k, 50, found 40",
     ),
-    "bias: packed, 4-D": ("varlen", dict(attn_bias=torch.zeros(1, 4, 70, 50)), ValueError, r"attn_bias .*total_q or 1"),
+    "bias: packed, 4-D": (
+        "varlen",
+        dict(attn_bias=torch.zeros(1, 4, 70, 50)),
+        ValueError,
+        r"attn_bias .*at least max_seqlen_k, or 1",
+    ),
     "bias: of less than the capacity": (
         "kvcache",
         dict(attn_bias=torch.zeros(3)),
@@ -547,13 +630,13 @@ BAD = {  # function, changed arguments, error, and what it says
         "func",
         dict(key_ranges=torch.zeros(1, 1, 70, 3).int()),
         ValueError,
-        "key_ranges must have shape .*2 or 4",
+        "key_ranges must have 4 dimensions, .*2 or 4",
     ),
     "ranges: a dimension less": (
         "func",
         dict(key_ranges=torch.zeros(1, 70, 2).int()),
         ValueError,
-        "key_ranges must have shape",
+        r"key_ranges must have 4 dimensions, \(batch, heads, seqlen_q, 2 or 4\), .* found shape \(1, 70, 2\)",
     ),
     "ranges: other rows": (
         "func",
@@ -561,7 +644,12 @@ BAD = {  # function, changed arguments, error, and what it says
         ValueError,
         r"\(2, 4, 70\).*found shape",
     ),
-    "ranges: packed, 4-D": ("varlen", dict(key_ranges=torch.zeros(1, 1, 70, 2).int()), ValueError, r"\(heads, total_q"),
+    "ranges: packed, 4-D": (
+        "varlen",
+        dict(key_ranges=torch.zeros(1, 1, 70, 2).int()),
+        ValueError,
+        r"3 dimensions, \(heads, total_q",
+    ),
     "chunk: negative": ("func", dict(attention_chunk=-1), ValueError, "attention_chunk must be at least 0, found -1"),
     "chunk: a float": ("func", dict(attention_chunk=1.5), ValueError, "attention_chunk must be a whole number"),
     "chunk: None": (
@@ -581,6 +669,19 @@ BAD = {  # function, changed arguments, error, and what it says
         dict(causal=ints(1, 1, 1, 1)),
         ValueError,
         r"causal must have shape \(2,\), found \(4,\)",
+    ),
+    "causal: a list": ("func", dict(causal=[1, 0]), TypeError, r"a bool or a tensor \(batch,\), found \[1, 0\]"),
+    "causal: an array": (
+        "func",
+        dict(causal=np.array([True, False])),
+        TypeError,
+        r"causal must be a bool or a tensor \(batch,\), found an array of shape \(2,\)",
+    ),
+    "causal: a tensor of no dimensions": (
+        "kvcache",
+        dict(causal=torch.tensor(True)),
+        TypeError,
+        r"a tensor \(batch,\)",
     ),
     "seqused_q: int64": ("func", dict(seqused_q=ints(1, 2).long()), TypeError, "seqused_q must have dtype torch.int32"),
     "seqused_q: shape": ("func", dict(seqused_q=ints(1)), ValueError, r"seqused_q must have shape \(2,\)"),

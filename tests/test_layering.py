@@ -36,7 +36,7 @@ MAY_IMPORT = {  # part of the package -> parts that it may import, besides itsel
     "functional": {"_errors", "_ops", "flash_attn_interface"},
     "masks": {"_library", "_ops"},
     "precision": {"_ops"},
-    "integrations": {"_errors", "_library", "flash_attn_interface", "masks"},
+    "integrations": {"_errors", "_library", "_ops", "flash_attn_interface", "masks"},
     "flash_attn_triton": {"_ops", "flash_attn_interface"},
     "fused_softmax": {"_ops"},
     "layers": {"_ops", "_torch_private", "ops"},

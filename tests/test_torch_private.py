@@ -17,6 +17,7 @@ OPTIONAL = {  # where each name is, and what it is
     "FunctionalTensorMode": "torch._subclasses.functional_tensor",
     "_current_level": "torch.autograd.forward_ad",
     "is_batchedtensor": "torch._C._functorch",
+    "is_functorch_wrapped_tensor": "torch._C._functorch",
     "is_legacy_batchedtensor": "torch._C._functorch",
     "_top_saved_tensors_default_hooks": "torch._C._autograd",
 }
@@ -75,6 +76,19 @@ def test_entries_under_vmap(without):
     for module in (_torch_private, without("is_batchedtensor")):
         assert module.unbatched(x) is x
     assert torch.equal(_torch_private.unbatched(seen[0]), torch.arange(6.0).view(2, 3))
+
+
+def test_tensors_of_transforms(without):
+    other = without("is_functorch_wrapped_tensor")
+    outside = torch.ones(2)
+    assert not any(module.is_transformed(outside) for module in (_torch_private, other))
+
+    def function(x):
+        assert _torch_private.is_transformed(x) and not _torch_private.is_transformed(outside)
+        assert other.is_transformed(x) and other.is_transformed(outside)
+        return x
+
+    torch.func.vmap(function)(outside)
 
 
 def test_copies(without):

@@ -529,11 +529,14 @@ def test_more_heads_than_models_have_are_said_to_look_like_a_sequence():
         flash_attn.flash_attn_func(*3 * [x.transpose(1, 2)])
 
 
-def test_a_cache_call_says_that_it_has_no_gradient():
+@pytest.mark.parametrize("name", ["q", "k_cache", "v_cache", "k", "v", "learnable_sink", "attn_bias"])
+def test_a_cache_call_says_that_it_has_no_gradient(name):
     _library.warn_once.cache_clear()
-    good = cache("cpu")
-    good["q"].requires_grad_()
-    with pytest.warns(RuntimeWarning, match=r"such calls have no gradient: the result has none. .*torch.no_grad\(\)"):
+    good = cache("cpu") if "cache" in name else appending("cpu")  # a cache that is written must not require grad
+    good |= dict(learnable_sink=torch.zeros(good["q"].shape[2]), attn_bias=torch.zeros(1))
+    good[name].requires_grad_()
+    says = rf"got {name} with requires_grad=True, but such calls have no gradient: the result has none. .*no_grad\(\)"
+    with pytest.warns(RuntimeWarning, match=says):
         assert not flash_attn.flash_attn_with_kvcache(**good).requires_grad
     _library.warn_once.cache_clear()
     with torch.no_grad(), warnings.catch_warnings():

@@ -59,6 +59,14 @@ def has_shape(name: str, value: torch.Tensor, expected: Sequence[int | None]) ->
         raise ArgumentError(f"{name} must have shape {_shape(expected)}, found {tuple(value.shape)}")
 
 
+def broadcasts(name: str, value: torch.Tensor, shape: Sequence[int], **kinds: Any) -> None:
+    """Check a tensor that broadcasts to `shape`. kinds: dtypes and device, as `tensor` has them."""
+    tensor(name, value, **kinds)
+    sizes = zip(reversed(value.shape), reversed(shape), strict=False)
+    if value.dim() > len(shape) or any(size not in (1, whole) for size, whole in sizes):
+        raise ArgumentError(f"{name} must broadcast to {tuple(shape)}, found shape {tuple(value.shape)}")
+
+
 def ndim(name: str, value: torch.Tensor, layout: str) -> None:
     """Check the number of dimensions against a layout such as "(batch, seqlen, heads, head_dim)"."""
     expected = layout.count(",") + 1
@@ -130,11 +138,15 @@ def whole(name: str, value: SupportsInt, expected: str = "an integer") -> int:
     return int(value)
 
 
-def flag(name: str, value: object) -> None:
-    """Check that `value` is a bool; 0 and 1 count, a tensor does not."""
-    if value is not True and value is not False and (isinstance(value, torch.Tensor) or value not in (0, 1)):
-        found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-        raise ArgumentTypeError(f"{name} must be a bool, found {found}")
+def flag(name: str, value: object, expected: str = "a bool") -> None:
+    """Check that `value` is a bool; 0 and 1 count, a tensor does not. `expected`: all that the caller accepts."""
+    if value is True or value is False:
+        return
+    is_many = isinstance(value, torch.Tensor) or getattr(value, "ndim", 0) > 0  # which would be compared one by one
+    if is_many or value not in (0, 1):
+        kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
+        found = f"{kind} of shape {tuple(value.shape)}" if is_many else repr(value)
+        raise ArgumentTypeError(f"{name} must be {expected}, found {found}")
 
 
 def flags(**values: object) -> None:

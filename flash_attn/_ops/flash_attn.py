@@ -70,7 +70,7 @@ def forward(
         features, causal = _features(given, causal, queries, keys, batch, options)
         if return_softmax:
             _check_results(given, features, options)
-    scores = _check_scores(head_dim, softmax_scale, causal, window_size)
+    scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     arguments = _checked(Options, scores, options, (names, queries, batch))
     s_dmask = rng_state = max_logit = None
     if drops := bool(options.get("dropout_p")):
@@ -116,7 +116,7 @@ def backward(
         options["dropout_p"] = _check_dropout("dropout_p", options["dropout_p"], None)
     if options.get("dropout_p"):
         options["rng_state"] = rng_state
-    scores = _check_scores(head_dim, softmax_scale, causal, window_size)
+    scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     arguments = _checked(Options, scores, options, (names, q, batch))
     shape = (*q.shape[:-1], v.shape[-1])
     shapes = {"dout": shape, "out": shape, "dq": q.shape, "dk": k.shape, "dv": v.shape}
@@ -154,11 +154,9 @@ def decode(
     given: the arguments of features. options: the other fields of `CacheOptions`; None means the default.
     """
     batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options, given is not None)
-    if q.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        _library.warn_once(
-            "flash_attn: q of a call with a cache requires grad, but such calls have no gradient: the result has none. "
-            "Make them under torch.no_grad(), or train with flash_attn_func"
-        )
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        sink, bias = (None, None) if given is None else given[:2]
+        _warn_of_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, learnable_sink=sink, attn_bias=bias)
     features = None
     if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.are_given(given)):
         features = with_features.checked(given, causal, q, batch, capacity, varlen=False)
@@ -171,7 +169,7 @@ def decode(
         options["k"], options["v"] = k, v
     if rotary_cos is not None or rotary_sin is not None:
         options["rotary_cos"], options["rotary_sin"] = _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
-    scores = _check_scores(head_dim, softmax_scale, causal, window_size)
+    scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
     if _needs_op(features, is_plain):
         op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
@@ -191,7 +189,7 @@ def score_arguments(
     options = dict(softcap=softcap, alibi_slopes=alibi_slopes)
     given = learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k, False, False
     features, causal = _features(given, causal, q, k, batch, options)
-    scores = _check_scores(head_dim, softmax_scale, causal, window_size)
+    scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     return Options(*_checked(Options, scores, options, (names, q, batch))), features
 
 
@@ -296,7 +294,8 @@ def _features(given, causal, q, k, batch, options):
     max_seqlen_k = options.get("max_seqlen_k") if varlen else k.shape[1]
     features = with_features.checked(given, causal, q, batch, max_seqlen_k, varlen)
     options["seqused_k"] = given[5]
-    if features.attention_chunk and not (varlen or paged) and features.attention_chunk >= k.shape[1]:
+    has_length = not (varlen or paged or torch.compiler.is_compiling())  # the keys of a graph may be of any number
+    if features.attention_chunk and has_length and features.attention_chunk >= k.shape[1]:
         whole = given[4] is None and given[5] is None
         if causal is True or (whole and q.shape[1] <= k.shape[1]):  # rows before the first key are in chunk -1
             features = features._replace(attention_chunk=0)
@@ -468,10 +467,13 @@ def _check_block_table(block_table, batch, device):
     checks.tensor("block_table", block_table, dtypes=(torch.int32,), shape=(batch, None), device=device)
 
 
-def _check_scores(head_dim, softmax_scale, causal, window_size):
-    """Check the arguments that every call has besides its tensors; return the first fields of the options."""
+def _check_scores(head_dim, softmax_scale, causal, window_size, features):
+    """Check the arguments that every call has besides its tensors; return the first fields of the options.
+
+    features: whether the caller may also give causal of each entry.
+    """
     if causal is not True and causal is not False:
-        checks.flag("causal", causal)
+        checks.flag("causal", causal, "a bool or a tensor (batch,)" if features else "a bool")
     left, right = checks.window(window_size)
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
@@ -620,6 +622,15 @@ def _check_cache(q, k_cache, v_cache, options, features):
     return batch, head_dim, length, is_plain
 
 
+def _warn_of_gradients(**tensors):
+    names = [name for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad]
+    if names:
+        _library.warn_once(
+            f"flash_attn: a call with a cache got {' and '.join(names)} with requires_grad=True, but such calls have "
+            "no gradient: the result has none. Make them under torch.no_grad(), or train with flash_attn_func"
+        )
+
+
 def _check_contiguous_rows(name, cache):
     if cache.stride(-1) != 1 and cache.shape[-1] > 1:
         raise ArgumentError(f"{name} must have a contiguous last dimension, found strides {cache.stride()}")
@@ -755,7 +766,7 @@ def _fwd_kvcache_reference(q, k_cache, v_cache, *options):
 
 
 def _fwd_composite(q, k, v, *options):
-    return with_features.composed(*unpack(q, k, v), Options(*options), with_features.Features())
+    return with_features.composed(*unpack(q, k, v), Options(*options), with_features.Features())[:2]
 
 
 class _Attention(torch.autograd.Function):

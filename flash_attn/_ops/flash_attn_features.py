@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flash_attn import _library
-from flash_attn._errors import ArgumentError, ArgumentTypeError
+from flash_attn._errors import ArgumentError
 from flash_attn._ops import autograd, checks, schema
 from flash_attn._reference import composite
 from flash_attn._reference import flash_attn as reference
@@ -21,6 +21,7 @@ from flash_attn._reference.options import CacheOptions, Features, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
+BIAS_DTYPES = (*SINK_DTYPES, torch.float64, torch.bool)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
 KERNEL_HEAD_DIM = 512  # the largest that kernels of attention and its gradients take, and ops without features
 DMASK_KERNEL_HEAD_DIM = 256  # and those of S_dmask
@@ -63,7 +64,7 @@ def checked(given: Given, causal: object, q: Tensor, batch: int, max_seqlen_k: A
     entries = causal if isinstance(causal, Tensor) else None
     if entries is not None:
         if entries.dim() == 0:
-            checks.flag("causal", entries)
+            checks.flag("causal", entries, "a bool or a tensor (batch,)")
         checks.tensor("causal", entries, dtypes=(torch.bool, torch.int32), shape=(batch,), device=q.device)
     return Features(sink, bias, ranges, chunk, entries, seqused_q, bool(max_logit))
 
@@ -74,7 +75,7 @@ def _dense_bias(bias, q, whole):
     shape, batch = tuple(bias.shape), whole[0]
     if len(shape) == 5:
         batch1, batch2 = shape[:2]
-        divide = all(size == 1 or (size > 0 and batch % size == 0) for size in (batch1, batch2))
+        divide = all(size in (1, batch) or (size > 0 and batch % size == 0) for size in (batch1, batch2))
         if (
             not divide
             or (1 not in (batch1, batch2) and batch1 * batch2 != batch)
@@ -82,7 +83,7 @@ def _dense_bias(bias, q, whole):
         ):
             raise ArgumentError(
                 "attn_bias must broadcast to (batch1, batch2, heads, seqlen_q, seqlen_k), where batch1 * batch2 is the "
-                f"batch size and the last four are {whole[:1]} and {whole[1:]}, found shape {shape}"
+                f"batch size, {batch}, and the others are {whole[1:]}, found shape {shape}"
             )
         return bias
     if not 1 <= len(shape) <= 4 or not _broadcasts(shape, whole[4 - len(shape) :]):
@@ -98,8 +99,8 @@ def _packed_bias(bias, q, max_seqlen_k):
     shape, whole = tuple(bias.shape), (q.shape[-2], q.shape[-3])
     if not 1 <= len(shape) <= 3 or not _broadcasts(shape[:-1], whole[3 - len(shape) :]):
         raise ArgumentError(
-            f"attn_bias must have shape (heads or 1, total_q or 1, max_seqlen_k or 1) with heads, total_q = {whole}, "
-            f"found shape {shape}"
+            "attn_bias must have shape (heads or 1, total_q or 1, at least max_seqlen_k, or 1) with heads, total_q = "
+            f"{whole}, found shape {shape}"
         )
     if type(max_seqlen_k) is int and shape[-1] != 1 and shape[-1] < max_seqlen_k:
         raise ArgumentError(f"attn_bias must have 1 key or at least max_seqlen_k, {max_seqlen_k}, found {shape[-1]}")
@@ -108,9 +109,7 @@ def _packed_bias(bias, q, max_seqlen_k):
 
 def _converted_bias(bias, q):
     """Check the type of a bias; return it in float32 if it has 16 bits and q has 16 others, which no kernel mixes."""
-    checks.tensor("attn_bias", bias, device=q.device)
-    if not bias.is_floating_point() and bias.dtype != torch.bool:
-        raise ArgumentTypeError(f"attn_bias must have a floating-point dtype or bool, found {bias.dtype}")
+    checks.tensor("attn_bias", bias, dtypes=BIAS_DTYPES, device=q.device)
     return bias.float() if bias.dtype in KERNEL_DTYPES and bias.dtype != q.dtype else bias
 
 
@@ -121,8 +120,8 @@ def _key_ranges(ranges, q, whole):
     if not shape or shape[-1] not in (2, 4) or len(shape) != len(whole) + 1 or not _broadcasts(shape[:-1], whole):
         names = "(heads, total_q" if len(whole) == 2 else "(batch, heads, seqlen_q"
         raise ArgumentError(
-            f"key_ranges must have shape {names}, 2 or 4), where {names}) = {whole} and any of them may be 1, "
-            f"found shape {shape}"
+            f"key_ranges must have {len(whole) + 1} dimensions, {names}, 2 or 4), where {names}) = {whole} and any of "
+            f"them may be 1, found shape {shape}"
         )
     ranges = ranges[None] if len(whole) == 2 else ranges
     return ranges.expand(-1, -1, whole[-1], -1)
@@ -284,7 +283,7 @@ def _weights_reference(q, k, lse, sink, bias, *arguments):
     return reference.weights(q, k, lse, *_split(sink, bias, arguments, Options))
 
 
-def composed(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple[Tensor, Tensor]:
+def composed(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple[Tensor, Tensor, Tensor]:
     """Attention in operations that autograd, forward mode and transforms look into. Warns once that it is slow."""
     _library.warn_once(
         "flash_attn: attention runs as operations of plain torch, with memory quadratic in the sequence, for a second "
@@ -296,10 +295,8 @@ def composed(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Featur
 
 def _fwd_composite(q, k, v, sink, bias, *arguments):
     options, features = _split(sink, bias, arguments, Options)
-    if features.row_max:
-        raise ArgumentError("return_max_logit must be False for tangents and in transforms of torch.func, found True")
-    out, lse = composed(q, k, v, options, features)
-    return out, lse, lse.new_empty(0)
+    out, lse, row_max = composed(q, k, v, options, features)
+    return out, lse, row_max if features.row_max else lse.new_empty(0)
 
 
 def _fwd_with_residue_composite(q, k, v, *arguments):

@@ -18,8 +18,8 @@ from .mask import Mask, mask_of
 from .options import Features, Options
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple[Tensor, Tensor]:
-    """Returns out and softmax_lse, as `fwd_features` in flash_attn.py does."""
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns out, softmax_lse and row_max, as `fwd_features` in flash_attn.py does; row_max has no derivative."""
     options.check()
     parts = sequence.parts(
         q, k, options.cu_seqlens_q, options.cu_seqlens_k, options.seqused_k, options.leftpad_k, options.block_table,
@@ -29,30 +29,34 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Featu
     paged = options.block_table is not None
     rows = q[None] if packed else q
     keys, values = (x[None] if packed and not paged else x for x in (k, v))
-    outs, lses = [], []
+    outs, lses, tops = [], [], []
     for i, part in enumerate(parts):
-        out, lse = _part(part, rows, keys, values, options, features)
+        out, lse, top = _part(part, rows, keys, values, options, features)
         stop = (parts[i + 1].q[1].start if i + 1 < len(parts) else q.shape[0]) if packed else q.shape[1]
         more = stop - part.q[1].stop
         outs.append(F.pad(out, (0, 0, 0, 0, 0, more)))
         lses.append(F.pad(lse, (0, more), value=math.inf))
+        tops.append(F.pad(top, (0, more), value=-math.inf))
     if not parts:
-        return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf)
-    out, lse = torch.cat(outs, 1 if packed else 0), torch.cat(lses, -1 if packed else 0)
-    return (out[0], lse[0]) if packed else (out, lse)
+        lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf)
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), lse, -lse
+    out = torch.cat(outs, 1 if packed else 0)
+    lse, top = (torch.cat(x, -1 if packed else 0) for x in (lses, tops))
+    return (out[0], lse[0], top[0]) if packed else (out, lse, top)
 
 
 def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple:
-    """Returns out (entries, seqlen_q, heads, any) and lse (entries, heads, seqlen_q) of one part."""
+    """Returns out (entries, seqlen_q, heads, any), lse and row_max (entries, heads, seqlen_q) of one part."""
     batch, heads, heads_k = q.shape[0], q.shape[2], k.shape[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
     rows, cols = range(part.seqlen_q), range(part.seqlen_k)
     if not rows or not cols:
         lse = q.new_full((part.num_entries, heads, len(rows)), math.inf, dtype=dtype)
+        top = -lse
         if features.learnable_sink is not None:
             lse = features.learnable_sink.to(dtype)[:, None].expand_as(lse)
             lse = lse.masked_fill(lse == -math.inf, math.inf)
-        return q.new_zeros(part.num_entries, len(rows), heads, v.shape[-1]), lse
+        return q.new_zeros(part.num_entries, len(rows), heads, v.shape[-1]), lse, top
     group = Group(part, slice(0, heads_k), heads_k, len(rows), len(cols))
     mask = mask_of(Mask(len(rows), len(cols), options.window_left, options.window_right), features, group, q.device)
     q_rows = part.rows(q).to(dtype).unflatten(2, (heads_k, -1))
@@ -62,8 +66,7 @@ def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options
         s = options.softcap * torch.tanh(s / options.softcap)
     if options.alibi_slopes is not None:
         s = s - group.per_head(options.alibi_slopes)[..., None, None] * mask.distance(rows, cols, s)
-    hidden = torch.zeros(s.shape, dtype=torch.bool, device=s.device)
-    mask.hide_(hidden, rows, cols, True)
+    hidden = mask.hidden(rows, cols, s).expand_as(s)
     if features.attn_bias is not None:
         bias = Bias(features.attn_bias, group, batch, heads).block(rows, cols)
         closed = ~bias if bias.dtype == torch.bool else bias == -math.inf
@@ -71,6 +74,7 @@ def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options
         s = s if bias.dtype == torch.bool else s + bias.to(dtype).masked_fill(closed, 0)
     empty = hidden.all(-1)
     s = s.masked_fill(hidden & ~empty[..., None], -math.inf)  # finite in empty rows, which then have no nan as gradient
+    top = s.detach().amax(-1).masked_fill(empty, -math.inf)
     lse = s.logsumexp(-1)
     if features.learnable_sink is not None:
         sink = group.per_head(features.learnable_sink.to(dtype))[..., None]
@@ -85,4 +89,5 @@ def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options
         keep = keep_mask(options.rng_state, options.dropout_p, group.per_head(numbers.view(-1, heads)), rows, cols)
         p = p * keep / (1 - options.dropout_p)
     out = torch.einsum("bhgij,bjhd->bihgd", p.unflatten(0, (-1, heads_k)), values)
-    return out.flatten(2, 3).to(q.dtype), lse.unflatten(0, (-1, heads_k)).flatten(1, 2)
+    lse, top = (x.unflatten(0, (-1, heads_k)).flatten(1, 2) for x in (lse, top))
+    return out.flatten(2, 3).to(q.dtype), lse, top

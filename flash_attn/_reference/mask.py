@@ -77,6 +77,10 @@ class Mask(NamedTuple):
             hidden = outside_window(self._offset(rows, after, scores), -1, self.right)
             scores[..., -len(after) :].masked_fill_(hidden, value)
 
+    def hidden(self, rows: range, cols: range, like: torch.Tensor) -> torch.Tensor:
+        """Where a row does not see a key, bool, what broadcasts to (len(rows), len(cols)), on the device of `like`."""
+        return outside_window(self._offset(rows, cols, like), self.left, self.right)
+
     def distance(self, rows: range, cols: range, like: torch.Tensor) -> torch.Tensor:
         """|i + D - j|, the distance that ALiBi penalises, (len(rows), len(cols)) in the type of `like`."""
         return self._offset(rows, cols, like).abs().to(like.dtype)
@@ -128,11 +132,15 @@ class Intervals:
 
     def hide_(self, scores: torch.Tensor, rows: range, cols: range, value: float) -> None:
         """As `Mask.hide_`, with scores (pairs, query heads per key head, len(rows), len(cols))."""
-        key = torch.arange(cols.start, cols.stop, device=scores.device)
-        hidden = torch.ones((), dtype=torch.bool, device=scores.device)
+        scores.masked_fill_(self.hidden(rows, cols, scores), value)
+
+    def hidden(self, rows: range, cols: range, like: torch.Tensor) -> torch.Tensor:
+        """As `Mask.hidden`, what broadcasts to (pairs, query heads per key head, len(rows), len(cols))."""
+        key = torch.arange(cols.start, cols.stop, device=like.device)
+        hidden = torch.ones((), dtype=torch.bool, device=like.device)
         for start, end in self._bounds(rows):
             hidden = hidden & ((key < start[..., None]) | (key >= end[..., None]))
-        scores.masked_fill_(hidden, value)
+        return hidden
 
     def distance(self, rows: range, cols: range, like: torch.Tensor) -> torch.Tensor:
         """As `Mask.distance`."""

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from flash_attn import masks
 from flash_attn._errors import ArgumentError
+from flash_attn._ops import checks
+from flash_attn._ops.flash_attn_features import BIAS_DTYPES
 from flash_attn.flash_attn_interface import flash_attn_func
 
 __all__ = ["attention", "register"]
@@ -94,16 +96,19 @@ def attention(
     arguments: dict[str, Any] = {}
     if attn_mask is not None:
         is_whole = not is_causal and tuple(window_size) == (-1, -1)
-        arguments = _arguments(attn_mask, query.shape[0], query.shape[1], key.shape[1], is_whole)
+        checks.tensor("attn_mask", attn_mask)
+        arguments = _arguments(attn_mask, query, key.shape[1], is_whole)
     return flash_attn_func(
         query, key, value, dropout_p, scale, is_causal, window_size, **arguments, return_lse=return_lse
     )  # fmt: skip
 
 
-def _arguments(mask: Tensor, batch: int, seqlen_q: int, seqlen_k: int, is_whole: bool) -> dict[str, Tensor]:
+def _arguments(mask: Tensor, query: Tensor, seqlen_k: int, is_whole: bool) -> dict[str, Tensor]:
     """A mask as arguments of attention. is_whole: there is no other mask, with which lengths would be aligned."""
+    batch, seqlen_q, heads, _ = query.shape
     if mask.dim() == 2 and mask.shape == (batch, seqlen_k):
         mask = mask[:, None, None]
+    checks.broadcasts("attn_mask", mask, (batch, heads, seqlen_q, seqlen_k), dtypes=BIAS_DTYPES, device=query.device)
     mask = mask[(None,) * (4 - mask.dim())]
     if mask.dtype != torch.bool or mask.shape[-1] != seqlen_k or torch.compiler.is_compiling():
         return {"attn_bias": mask}

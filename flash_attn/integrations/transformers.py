@@ -30,6 +30,8 @@ from torch.nn.functional import pad
 
 from flash_attn import _library, masks
 from flash_attn._errors import ArgumentError
+from flash_attn._ops import checks
+from flash_attn._ops.flash_attn_features import BIAS_DTYPES, SINK_DTYPES
 from flash_attn.flash_attn_interface import flash_attn_func, flash_attn_varlen_func
 
 __all__ = ["Mask", "attention", "mask", "register"]
@@ -88,7 +90,7 @@ def attention(
     position_bias: Tensor | None = None, sinks: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None, max_length_q: int | Tensor | None = None,
     max_length_k: int | Tensor | None = None, cache: object = None, output_attentions: bool | None = None,
-    indices: Tensor | None = None, block_indices: Tensor | None = None, **_: Any,
+    indices: Tensor | None = None, block_indices: Tensor | None = None, head_mask: Tensor | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """One layer's attention, as transformers calls it. Other keyword arguments have no effect, as in its "sdpa".
 
@@ -104,7 +106,8 @@ def attention(
         sliding_window: how many keys a row sees, its own included. Counts only without a mask, which knows it already.
         is_causal: without a mask, row i sees the keys 0 to i; a single row sees all.
         s_aux: (heads,), the scores of attention sinks; has a gradient.
-        position_bias: broadcasts to (batch, heads, seqlen_q, seqlen_k), added to the scores; has a gradient.
+        position_bias: broadcasts to (batch, heads, seqlen_q, seqlen_k), added to the scores; has a gradient. seqlen_k
+            is that of key, also where a cache holds room for more keys than are seen.
         sinks: (batch, heads, seqlen_q, 1), a sink of its own for each row; has a gradient.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the bounds of packed sequences, int32
             (sequences + 1,), over the tokens of the whole batch, and the longest ones.
@@ -113,8 +116,9 @@ def attention(
         (out, None), out (batch, seqlen_q, heads, head_dim of value). Rows that see no key are 0, with no gradient.
 
     Raises:
-        ValueError: output_attentions, a paged cache, or the indices or block_indices of sparse attention, which only
-            transformers' own functions have; or a result of `mask` for other lengths.
+        ValueError: output_attentions, a head_mask, a paged cache, or the indices or block_indices of sparse attention,
+            which only transformers' own functions have; a result of `mask` for other lengths; or a wrong shape or
+            value. Wrong types raise TypeError.
     """
     if output_attentions:
         raise ArgumentError(
@@ -124,12 +128,14 @@ def attention(
         raise ArgumentError(
             f"cache must be None, found a {type(cache).__name__}: a paged cache needs transformers' own functions"
         )
-    for name, given in (("indices", indices), ("block_indices", block_indices)):
+    for name, given, what in (
+        ("indices", indices, 'sparse attention is not computed here, use "eager" or "sdpa"'),
+        ("block_indices", block_indices, 'sparse attention is not computed here, use "eager" or "sdpa"'),
+        ("head_mask", head_mask, 'heads are not masked here, use "eager"'),
+    ):
         if given is not None:
-            raise ArgumentError(
-                f"{name} must be None, found a {type(given).__name__}: sparse attention is not computed here, "
-                'use "eager" or "sdpa"'
-            )
+            raise ArgumentError(f"{name} must be None, found a {type(given).__name__}: {what}")
+    _check_scores(query, key, attention_mask, scaling, s_aux, position_bias, sinks)
     lengths = (query.shape[2], key.shape[2])
     if isinstance(attention_mask, Mask) and attention_mask.shape[2:] != lengths:
         raise ArgumentError(
@@ -171,6 +177,21 @@ def attention(
         share = torch.sigmoid(lse.unsqueeze(-1) - sinks.float()).transpose(1, 2)
         out = (out * share).to(q.dtype)
     return out, None
+
+
+def _check_scores(query, key, attention_mask, scaling, s_aux, position_bias, sinks):
+    """Check what changes the scores, under the names that the caller knows."""
+    rows = query.shape[:3]
+    mask = None if isinstance(attention_mask, Mask) else attention_mask
+    for name, given, last in (
+        ("attention_mask", mask, key.shape[2]), ("position_bias", position_bias, key.shape[2]), ("sinks", sinks, 1)
+    ):  # fmt: skip
+        if given is not None:
+            checks.broadcasts(name, given, (*rows, last), dtypes=BIAS_DTYPES, device=query.device)
+    if s_aux is not None:
+        checks.tensor("s_aux", s_aux, dtypes=SINK_DTYPES, shape=rows[1:2], device=query.device)
+    if scaling is not None:
+        checks.number("scaling", scaling, checks.as_float("scaling", scaling) >= 0, "at least 0")
 
 
 def _without_mask(is_causal: bool, sliding_window: int | None) -> "Seen":

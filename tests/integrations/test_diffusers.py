@@ -116,11 +116,13 @@ def test_refused_names(name):
     [
         ({"is_causal": True}, "is_causal must be false unless .* found true for 5 and 9"),
         ({"_parallel_config": object()}, "_parallel_config must be None"),
+        ({"attn_mask": [1]}, "attn_mask must be a torch.Tensor, found list"),
+        ({"attn_mask": torch.ones(3, 3)}, r"attn_mask must broadcast to \(1, 2, 5, 9\), found shape \(3, 3\)"),
     ],
 )
 def test_refused_arguments(options, says):
     q, k = torch.randn(1, 5, 2, 8), torch.randn(1, 9, 2, 8)
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((ValueError, TypeError), match=says):
         door.attention(q, k, k, **options)
 
 

@@ -409,11 +409,28 @@ def test_autocast_decides_the_dtype(device):
         ({"cache": object()}, "cache must be None"),
         ({"indices": torch.zeros(BATCH, 9, 4).int()}, 'indices must be None, .* use "eager" or "sdpa"'),
         ({"block_indices": torch.zeros(BATCH, 4, 9, 1).int()}, "block_indices must be None"),
+        ({"head_mask": torch.ones(4)}, 'head_mask must be None, found a Tensor: .* use "eager"'),
+        ({"position_bias": torch.zeros(1, 4, 9, 12)}, r"position_bias must broadcast to \(2, 4, 9, 9\), found .*12\)"),
+        ({"attention_mask": torch.ones(3, 1, 9, 9)}, r"attention_mask must broadcast to \(2, 4, 9, 9\), found"),
+        ({"attention_mask": [1]}, "attention_mask must be a torch.Tensor, found list"),
+        ({"attention_mask": torch.ones(9).int()}, "attention_mask must have dtype"),
+        ({"s_aux": torch.zeros(2)}, r"s_aux must have shape \(4,\), found \(2,\)"),
+        ({"scaling": -1.0}, "scaling must be at least 0, found -1.0"),
+        ({"scaling": "half"}, "scaling must be a real number, found str"),
+        ({"sinks": torch.zeros(BATCH, 3, 9, 1)}, r"sinks must broadcast to \(2, 4, 9, 1\), found"),
     ],
 )
 def test_refused_arguments(options, says):
-    with pytest.raises(ValueError, match=says):
-        door.attention(torch.nn.Module(), *inputs((4, 2, 9, 9, 16, 16), "cpu"), None, **options)
+    call = dict(attention_mask=None) | options
+    with pytest.raises((ValueError, TypeError), match=says):
+        door.attention(torch.nn.Module(), *inputs((4, 2, 9, 9, 16, 16), "cpu"), **call)
+
+
+def test_a_bias_of_another_length_than_the_keys_is_not_cropped():
+    """Without a mask a row sees the keys up to its own, and room for more is left out, with its bias."""
+    q, k, v = inputs((4, 2, 4, 4, 16, 16), "cpu")
+    with pytest.raises(ValueError, match=r"position_bias must broadcast to \(2, 4, 4, 4\)"):
+        door.attention(torch.nn.Module(), q, k, v, None, is_causal=True, position_bias=torch.zeros(1, 4, 4, 9))
 
 
 @pytest.mark.parametrize("name", ["flash_attention_2", "my-Flash", "sdpa", "eager", None])
