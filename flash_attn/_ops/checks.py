@@ -138,7 +138,7 @@ def whole(name: str, value: SupportsInt, expected: str = "an integer") -> int:
     return int(value)
 
 
-def flag(name: str, value: object, expected: str = "a bool") -> None:
+def flag(name: str, value: Any, expected: str = "a bool") -> None:
     """Check that `value` is a bool; 0 and 1 count, a tensor does not. `expected`: all that the caller accepts."""
     if value is True or value is False:
         return
