@@ -298,10 +298,20 @@ SIGNATURES = {
         "remap_state_dict_hf_btlm": "state_dict, config",
         "inv_remap_state_dict_hf_btlm": "state_dict, config",
     },
+    "flash_attn.models.cohere": {
+        "cohere_config_to_gpt2_config": "cohere_config",
+        "remap_state_dict_hf_cohere": "state_dict, config",
+        "inv_remap_state_dict_hf_cohere": "state_dict, config",
+    },
     "flash_attn.models.falcon": {
         "falcon_config_to_gpt2_config": "falcon_config",
         "remap_state_dict_hf_falcon": "state_dict, config",
         "inv_remap_state_dict_hf_falcon": "state_dict, config",
+    },
+    "flash_attn.models.gemma2": {
+        "gemma2_config_to_gpt2_config": "gemma2_config",
+        "remap_state_dict_hf_gemma2": "state_dict, config",
+        "inv_remap_state_dict_hf_gemma2": "state_dict, config",
     },
     "flash_attn.models.gpt": {
         "GPTLMHeadModel": "config, process_group=None, device=None, dtype=None",
@@ -353,6 +363,11 @@ SIGNATURES = {
         "config_from_checkpoint": "checkpoint_path, model_name, checkpoint_format='meta'",
         "state_dicts_from_checkpoint": "checkpoint_path, model_name",
     },
+    "flash_attn.models.olmo2": {
+        "olmo2_config_to_gpt2_config": "olmo2_config",
+        "remap_state_dict_hf_olmo2": "state_dict, config",
+        "inv_remap_state_dict_hf_olmo2": "state_dict, config",
+    },
     "flash_attn.models.opt": {
         "opt_config_to_gpt2_config": "opt_config",
         "inv_remap_state_dict_hf_opt": "state_dict, config",
@@ -361,6 +376,21 @@ SIGNATURES = {
         "phi_config_to_gpt2_config": "phi_config",
         "remap_state_dict_hf_phi": "state_dict, config",
         "inv_remap_state_dict_hf_phi": "state_dict, config",
+    },
+    "flash_attn.models.phi3": {
+        "phi3_config_to_gpt2_config": "phi3_config",
+        "remap_state_dict_hf_phi3": "state_dict, config",
+        "inv_remap_state_dict_hf_phi3": "state_dict, config",
+    },
+    "flash_attn.models.stablelm": {
+        "stablelm_config_to_gpt2_config": "stablelm_config",
+        "remap_state_dict_hf_stablelm": "state_dict, config",
+        "inv_remap_state_dict_hf_stablelm": "state_dict, config",
+    },
+    "flash_attn.models.starcoder2": {
+        "starcoder2_config_to_gpt2_config": "starcoder2_config",
+        "remap_state_dict_hf_starcoder2": "state_dict, config",
+        "inv_remap_state_dict_hf_starcoder2": "state_dict, config",
     },
     "flash_attn.models.vit": {
         "VisionTransformer": (

@@ -4,6 +4,10 @@ Attention and MLP side by side behind one LayerNorm without bias; the second ver
 rotary embedding in these alone.
 """
 
+from typing import Any
+
+from torch import Tensor
+
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
 from flash_attn.models._llama_like import (
@@ -67,10 +71,29 @@ CONFIG = ConfigMap(
 
 KEYS = llama_like_keys({"norm1": "input_layernorm"})
 
+
+def cohere_config_to_gpt2_config(cohere_config: Any) -> Any:
+    """The GPT2Config of a CohereConfig or Cohere2Config of transformers."""
+    return CONFIG(cohere_config)
+
+
 FAMILY = Family(
     name="cohere",
     model_types=("cohere", "cohere2"),
     hub_names=("CohereLabs/", "CohereForAI/"),
-    to_gpt2_config=CONFIG,
+    to_gpt2_config=cohere_config_to_gpt2_config,
     keys=KEYS,
 )
+
+
+def remap_state_dict_hf_cohere(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Our state dict from that of transformers' CohereForCausalLM or Cohere2ForCausalLM, which is consumed.
+
+    config: the GPT2Config of our model. Tensors that are not known stay as they are.
+    """
+    return KEYS.remap(state_dict, config)
+
+
+def inv_remap_state_dict_hf_cohere(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The state dict of transformers' CohereForCausalLM or Cohere2ForCausalLM from ours."""
+    return KEYS.invert(state_dict, config)

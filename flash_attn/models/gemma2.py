@@ -4,6 +4,10 @@ Norms, which multiply by 1 + weight, before and after attention and MLP; windows
 logits; Gemma 3 has norms of queries and keys, and another base of the rotary embedding where there is a window.
 """
 
+from typing import Any
+
+from torch import Tensor
+
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
 from flash_attn.models._llama_like import (
@@ -69,10 +73,29 @@ KEYS = llama_like_keys(
     }
 )
 
+
+def gemma2_config_to_gpt2_config(gemma2_config: Any) -> Any:
+    """The GPT2Config of a Gemma2Config or Gemma3TextConfig of transformers."""
+    return CONFIG(gemma2_config)
+
+
 FAMILY = Family(
     name="gemma2",
     model_types=("gemma2", "gemma3_text"),
     hub_names=("google/gemma-2-", "google/gemma-3-1b", "google/gemma-3-270m"),
-    to_gpt2_config=CONFIG,
+    to_gpt2_config=gemma2_config_to_gpt2_config,
     keys=KEYS,
 )
+
+
+def remap_state_dict_hf_gemma2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Our state dict from that of transformers' Gemma2ForCausalLM or Gemma3ForCausalLM, which is consumed.
+
+    config: the GPT2Config of our model. Tensors that are not known stay as they are.
+    """
+    return KEYS.remap(state_dict, config)
+
+
+def inv_remap_state_dict_hf_gemma2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The state dict of transformers' Gemma2ForCausalLM or Gemma3ForCausalLM from ours."""
+    return KEYS.invert(state_dict, config)

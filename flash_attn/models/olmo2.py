@@ -3,6 +3,10 @@
 Norms of what attention and MLP give, instead of what they take, and of queries and keys.
 """
 
+from typing import Any
+
+from torch import Tensor
+
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
 from flash_attn.models._llama_like import (
@@ -61,10 +65,29 @@ KEYS = llama_like_keys(
     }
 )
 
+
+def olmo2_config_to_gpt2_config(olmo2_config: Any) -> Any:
+    """The GPT2Config of an Olmo2Config, Olmo3Config or Exaone4Config of transformers."""
+    return CONFIG(olmo2_config)
+
+
 FAMILY = Family(
     name="olmo2",
     model_types=("olmo2", "olmo3", "exaone4"),
     hub_names=("allenai/OLMo-2-", "allenai/Olmo-3-", "LGAI-EXAONE/EXAONE-4"),
-    to_gpt2_config=CONFIG,
+    to_gpt2_config=olmo2_config_to_gpt2_config,
     keys=KEYS,
 )
+
+
+def remap_state_dict_hf_olmo2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Our state dict from that of transformers' Olmo2-, Olmo3- or Exaone4ForCausalLM, which is consumed.
+
+    config: the GPT2Config of our model. Tensors that are not known stay as they are.
+    """
+    return KEYS.remap(state_dict, config)
+
+
+def inv_remap_state_dict_hf_olmo2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The state dict of transformers' Olmo2-, Olmo3- or Exaone4ForCausalLM from ours."""
+    return KEYS.invert(state_dict, config)

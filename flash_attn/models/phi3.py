@@ -1,6 +1,9 @@
 """Phi-3, Phi-3.5 and Phi-4: their configuration and their tensors, with projections that are one tensor."""
 
+from typing import Any
+
 import torch
+from torch import Tensor
 
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
@@ -28,10 +31,29 @@ KEYS = llama_like_keys(
     }
 )
 
+
+def phi3_config_to_gpt2_config(phi3_config: Any) -> Any:
+    """The GPT2Config of a Phi3Config of transformers."""
+    return CONFIG(phi3_config)
+
+
 FAMILY = Family(
     name="phi3",
     model_types=("phi3",),
     hub_names=("microsoft/Phi-3-mini", "microsoft/Phi-3-medium", "microsoft/Phi-3.5-mini", "microsoft/phi-4"),
-    to_gpt2_config=CONFIG,
+    to_gpt2_config=phi3_config_to_gpt2_config,
     keys=KEYS,
 )
+
+
+def remap_state_dict_hf_phi3(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Our state dict from that of transformers' Phi3ForCausalLM, which is consumed.
+
+    config: the GPT2Config of our model. Tensors that are not known stay as they are.
+    """
+    return KEYS.remap(state_dict, config)
+
+
+def inv_remap_state_dict_hf_phi3(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The state dict of transformers' Phi3ForCausalLM from ours."""
+    return KEYS.invert(state_dict, config)

@@ -1,5 +1,9 @@
 """StableLM: its configuration and its tensors."""
 
+from typing import Any
+
+from torch import Tensor
+
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
 from flash_attn.models._llama_like import CONSTANT, COPIED, gated_activation, llama_like_keys
@@ -29,10 +33,29 @@ CONFIG = ConfigMap(
 
 KEYS = llama_like_keys({"norm1": "input_layernorm", "norm2": "post_attention_layernorm"})
 
+
+def stablelm_config_to_gpt2_config(stablelm_config: Any) -> Any:
+    """The GPT2Config of a StableLmConfig of transformers."""
+    return CONFIG(stablelm_config)
+
+
 FAMILY = Family(
     name="stablelm",
     model_types=("stablelm",),
     hub_names=("stabilityai/stablelm-",),
-    to_gpt2_config=CONFIG,
+    to_gpt2_config=stablelm_config_to_gpt2_config,
     keys=KEYS,
 )
+
+
+def remap_state_dict_hf_stablelm(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Our state dict from that of transformers' StableLmForCausalLM, which is consumed.
+
+    config: the GPT2Config of our model. Tensors that are not known stay as they are.
+    """
+    return KEYS.remap(state_dict, config)
+
+
+def inv_remap_state_dict_hf_stablelm(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The state dict of transformers' StableLmForCausalLM from ours."""
+    return KEYS.invert(state_dict, config)

@@ -1,5 +1,9 @@
 """StarCoder 2: its configuration and its tensors."""
 
+from typing import Any
+
+from torch import Tensor
+
 from flash_attn.models._config import ConfigMap
 from flash_attn.models._family import Family
 from flash_attn.models._llama_like import CONSTANT, COPIED, llama_like_keys, windows
@@ -33,10 +37,29 @@ KEYS = llama_like_keys(
     }
 )
 
+
+def starcoder2_config_to_gpt2_config(starcoder2_config: Any) -> Any:
+    """The GPT2Config of a Starcoder2Config of transformers."""
+    return CONFIG(starcoder2_config)
+
+
 FAMILY = Family(
     name="starcoder2",
     model_types=("starcoder2",),
     hub_names=("bigcode/starcoder2-",),
-    to_gpt2_config=CONFIG,
+    to_gpt2_config=starcoder2_config_to_gpt2_config,
     keys=KEYS,
 )
+
+
+def remap_state_dict_hf_starcoder2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """Our state dict from that of transformers' Starcoder2ForCausalLM, which is consumed.
+
+    config: the GPT2Config of our model. Tensors that are not known stay as they are.
+    """
+    return KEYS.remap(state_dict, config)
+
+
+def inv_remap_state_dict_hf_starcoder2(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """The state dict of transformers' Starcoder2ForCausalLM from ours."""
+    return KEYS.invert(state_dict, config)
