@@ -53,6 +53,8 @@ def here(tmp_path, monkeypatch):
     yield call
     torch.set_float32_matmul_precision(precision)
     GlobalHydra.instance().clear()
+    if torch.distributed.is_initialized():  # by a strategy that divides the model
+        torch.distributed.destroy_process_group()
 
 
 def metrics(folder):
