@@ -40,6 +40,7 @@ import torch
 
 from benchmarks.kernels import kernels_of
 from benchmarks.plot import draw
+from benchmarks.power import power_of
 from flash_attn import __main__ as report
 
 ROWS = pathlib.Path("build/benchmarks")  # results/ beside this file holds the rows that are committed
@@ -188,9 +189,11 @@ def _parse(description, family):
     )
     parser.add_argument("--plot", action="store_true", help="also draw a PNG beside the CSV file")
     parser.add_argument("--kernels", action="store_true", help="also list what a GPU does, in a file beside it")
+    parser.add_argument("--power", action="store_true", help="also measure clock and power, in a file beside it")
     args = parser.parse_args()
-    if args.kernels and args.device != "cuda":
-        parser.error("--kernels needs a GPU")
+    for flag in ("kernels", "power"):
+        if getattr(args, flag) and args.device != "cuda":
+            parser.error(f"--{flag} needs a GPU")
     return args
 
 
@@ -206,15 +209,19 @@ def _measure(case, args, peaks, baseline):
     times = time_ms(functions, args.device, args.seconds)
     medians = {name: statistics.median(column) for name, column in times.items()}
     if args.kernels:
-        _list_kernels(case, functions, args.csv.with_name(f"{args.csv.stem}_kernels.csv"))
+        buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+        _append_beside(case, functions, args.csv, "kernels", lambda function: kernels_of(function, buffer.zero_))
+    if args.power:
+        _append_beside(case, functions, args.csv, "power", lambda function: [power_of(function)])
     return [_row(case, name, times[name], peaks, medians.get(baseline), functions[name], args.device) for name in times]
 
 
-def _list_kernels(case, functions, path):
-    buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+def _append_beside(case, functions, path, kind, measure):
+    """Append what `measure` finds of each provider to a file beside that of the rows."""
     for provider, function in functions.items():
         of = {"op": case.op, "case": case.name, "dtype": case.dtype, "provider": provider} | environment("cuda")
-        append_csv(path, [of | dataclasses.asdict(kernel) for kernel in kernels_of(function, buffer.zero_)])
+        rows = [of | dataclasses.asdict(each) for each in measure(function)]
+        append_csv(path.with_name(f"{path.stem}_{kind}.csv"), rows)
 
 
 def _runs(case, name, function):

@@ -5,12 +5,13 @@ import importlib
 import pathlib
 import re
 import sys
+import time
 import types
 
 import pytest
 import torch
 
-from benchmarks import figures, harness, kernels, plot, rerun, tables
+from benchmarks import figures, harness, kernels, plot, power, rerun, tables
 
 FAMILIES = sorted(path.stem for path in pathlib.Path(harness.__file__).parent.glob("benchmark_*.py"))
 
@@ -106,6 +107,61 @@ def test_kernels_of_a_call(device):
     x = torch.ones(2**20, device=device)
     (kernel,) = kernels.kernels_of(lambda: (x + 1) + 1, flush=lambda: None)
     assert kernel.count == 2 and kernel.us > 0
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """install(script) puts a shell script of this name in the place of NVIDIA's."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: types.SimpleNamespace(uuid="1-2-3"))
+
+    def install(script):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    return install
+
+
+def test_power_of_a_function(nvidia_smi, tmp_path):
+    """What nvidia-smi says before a number, and what it read while clocks settled, does not count."""
+    nvidia_smi(
+        f"""echo "$@" > {tmp_path}/arguments; echo '[N/A], [N/A]'; echo 1980, 100
+        while ! [ -e {tmp_path}/settled ]; do echo 1980, 100; sleep .01; done
+        while true; do echo 1500, 600.5; sleep .01; done"""
+    )
+    start = time.perf_counter()
+
+    def function():
+        time.sleep(0.002)
+        if time.perf_counter() > start + 0.1:
+            (tmp_path / "settled").touch()
+
+    found = power.power_of(function, seconds=2.0)
+    assert (found.mhz, found.watts) == (1500, 600.5)
+    assert found.ms >= 2 and found.mj == found.watts * found.ms
+    assert "--id=GPU-1-2-3 --loop-ms=10" in (tmp_path / "arguments").read_text()
+
+
+def test_power_that_cannot_be_read(nvidia_smi):
+    nvidia_smi("echo No devices were found >&2; exit 6")
+    with pytest.raises(RuntimeError, match=r"nvidia-smi has read nothing in \d\.\d s: No devices were found"):
+        power.power_of(lambda: time.sleep(0.01), seconds=0.2)
+
+
+@pytest.mark.cuda
+def test_power_of_a_gpu(device):
+    x = torch.ones(2**26, device=device)
+    found = power.power_of(lambda: x + 1, seconds=1.0)
+    assert 100 < found.mhz < 5000 and 10 < found.watts < 3000 and found.ms > 0
+
+
+@pytest.mark.parametrize("flag", ["kernels", "power"])
+def test_what_needs_a_gpu(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", "--device=cpu", f"--{flag}"])
+    with pytest.raises(SystemExit):
+        harness.main("what", "family", a_case, baseline="slow")
+    assert f"--{flag} needs a GPU" in capsys.readouterr().err
 
 
 RESULTS = pathlib.Path(harness.__file__).parent / "results"
