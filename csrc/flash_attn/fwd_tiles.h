@@ -49,7 +49,7 @@ constexpr bool has_wide_tile(int head_dim, Features features) {
   return features == Features::kPlain && head_dim != 192 && head_dim <= 256;
 }
 
-// What limits all of these is the 227 KB of shared memory of a thread block. With kBiased, each block of K has a tile
+// Bounded by the 227 KB of shared memory and the registers of a thread block. With kBiased, each block of K has a tile
 // of the bias beside it: 32 KB for 128 rows and 128 keys.
 constexpr FwdSm90Tile fwd_sm90_tile(int head_dim, Features features, bool wide, int head_dim_v) {
   if (features == Features::kBiased) {
