@@ -213,8 +213,8 @@ inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
 
 // How many heads (of all entries) are in a section, whose tiles are taken longest first (ordered_tile in
 // fwd_sm90_producer.cuh). Where all rows see equally many keys, there is nothing to balance, and tiles go head by head:
-// 1. Otherwise as many heads as have keys and values that fit the L2 cache together. But the longest tiles also wait for
-// memory, so at most half of the SMs start with one.
+// 1. Otherwise as many heads as have keys and values that fit the L2 cache together. But the longest tiles also wait
+// for memory, so at most half of the SMs start with one.
 inline int heads_per_section(const Problem& p, int multiprocessors) {
   constexpr int64_t kCacheBytes = 32 << 20;
   const int heads = p.cu_seqlens_q ? p.heads : p.heads * p.batch, group = p.heads / p.heads_k;
