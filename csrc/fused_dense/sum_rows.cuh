@@ -8,7 +8,7 @@
 // flight; the sums of the warps meet in shared memory. The sums of several chunks are rows themselves, and a second
 // launch adds them in a fixed order.
 //
-// Warps that lie side by side and read a long piece of one row together would be slower.
+// Warps that read a long piece of one row side by side, instead of different rows, would be slower.
 #pragma once
 
 #include <cstdint>
