@@ -1,8 +1,8 @@
 // Attention, forward, for sm_90: the computation of fwd_sm80.cuh, with TMA copies and wgmma products.
 //
 // Warp-specialized and persistent: a thread block stays on its SM and processes one tile of query rows after another.
-// Warpgroups 0 .. kConsumers - 1 are consumers with 64 rows of the tile each; in the warpgroup after them only warp 0,
-// the producer, works. It starts all TMA copies: Q of a tile, then K and V of the key blocks that its rows see, the
+// Its first two or three warpgroups are consumers with 64 rows of the tile each; in the last warpgroup only warp 0, the
+// producer, works. It starts all TMA copies: Q of a tile, then K and V of the key blocks that its rows see, the
 // last block first. A consumer keeps S, P and O in registers. Its wgmma products run asynchronously; for key block n it
 //
 //   starts S(n) = Q K(n)^T, then O += P(n + 1) V(n + 1), and turns S(n) into P(n) while the second product still runs.

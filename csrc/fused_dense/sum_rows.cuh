@@ -24,7 +24,7 @@
 
 namespace flash::fused_dense {
 
-constexpr int kSumBlocks = 4;  // blocks per multiprocessor at one time: 64 registers per thread allow that
+constexpr int kSumBlocks = 4;  // thread blocks per SM at a time: 64 registers per thread allow that
 
 template <DType kDType_, int kVec_>
 struct SumConfig {

@@ -38,7 +38,7 @@ struct Config {
   static constexpr int kLoads = kLoads_;  // accesses per tensor that a thread has in flight and holds
   static constexpr int kChunk = kLoads * kWidth;
   static constexpr int kThreads = 512;                 // per block, at most
-  static constexpr int kBlocks = kLoads_ > 2 ? 2 : 3;  // at least, per multiprocessor, by registers
+  static constexpr int kBlocks = kLoads_ > 2 ? 2 : 3;  // thread blocks per SM, at least, that the registers must allow
 };
 
 // With fewer loads on more lanes, the forward is slower, and so is the backward of long rows, which the lanes then
