@@ -23,7 +23,7 @@ MODELS = {  # name: width, heads, features within the MLP
     "cuda": {"gpt2-medium": (1024, 16, 4096), "llama-7b": (4096, 32, 11008)},
     "cpu": {"gpt2-tiny": (64, 2, 256), "llama-tiny": (64, 2, 192)},
 }
-STEPS = {  # batches and lengths; in the first, torch takes longer to launch a step's kernels than these to run
+STEPS = {  # batches and lengths; in the first step, torch takes longer to launch the kernels than they take to run
     "cuda": {"gpt2-medium": [(8, 1024), (32, 1024)], "llama-7b": [(2, 2048)]},
     "cpu": {"gpt2-tiny": [(2, 8)], "llama-tiny": [(2, 8)]},
 }
@@ -152,12 +152,12 @@ def decoder_of_transformers(name, capacity, device, x, compiled):
 
     def step():
         for layer in cache.layers:
-            if getattr(layer, "cumulative_length", None) is not None:  # how far it is, where it counts itself
+            if getattr(layer, "cumulative_length", None) is not None:  # such a layer counts its tokens: set it back
                 layer.cumulative_length.fill_(capacity - 1)
         return run(x, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
 
     with torch.no_grad():
-        block(x, attention_mask=mask, past_key_values=cache, use_cache=True, **options)  # which allocates the cache
+        block(x, attention_mask=mask, past_key_values=cache, use_cache=True, **options)  # allocates the cache
     return step
 
 

@@ -1,20 +1,26 @@
 """Attention against torch's scaled_dot_product_attention (SDPA): forward and backward, and decoding from a cache.
 
-Flops are those of the products with the keys a row sees: 4 a score for each element of head_dim forward, 10 backward. A
-head_dim of 192/128 is 192 of q and k and 128 of v, which "padded" fills up to 192 before the call. With a head_dim of
-512, which cudnn and flash do not take, "torch efficient" and "torch math" are asked for. Bytes are given for decoding,
-which reads the cache once. SDPA gets tensors (batch, heads, seqlen, head_dim) that are contiguous in that order.
-"torch" is the backend that torch chooses; with a GPU, "torch cudnn" and "torch flash" are asked for by name. "portable"
-are our kernels for sm_80, in whose place a Hopper GPU has others; "deterministic" is our backward with that option;
-fwd+bwd is what a training step waits for, autograd included. 32/8 heads are 32 of q and 8 of k and v. The cases
-flash_attn_memory are there for their peak_mb: one sequence of more and more tokens, causal, forward alone and forward
-with backward. The cases flash_attn_features put a sink, key ranges that say what causal says, and documents of 1k
-tokens in rows of 16k beside the calls that do without: "flash_attn" is the plain call, causal, and for documents that
-of variable length. Beside biases, it is the call without one, and "torch" is SDPA with the bias as its mask: of each
-head, for all entries, with and without a gradient of its own, and masks of bool for all heads, and for all heads and
-rows. The cases flash_attn_exact put the forward of a training step, the backward and both with `use_exact_gradients`,
-"exact", beside those without, and their peak_mb. The cases flash_attn_host are there for their host_us: tensors so
-small that the host takes longer than the GPU.
+Flops are those of the products with the keys that a row sees: forward 4, backward 10 for each score and channel. Bytes
+are given for decoding, which reads the cache once. 32/8 heads are 32 of q and 8 of k and v; a head_dim of 192/128 is
+192 of q and k and 128 of v. SDPA gets tensors (batch, heads, seqlen, head_dim) that are contiguous in that order.
+fwd+bwd is a training step's attention, autograd included.
+
+torch               SDPA with the backend that torch chooses
+torch cudnn, flash  SDPA with that backend, on a GPU; with a head_dim of 512, which they do not take, torch efficient
+                    and torch math
+portable            this library's kernels for sm_80, on a GPU that would otherwise run those for Hopper
+deterministic       this library's backward with that option
+padded              this library, with v filled up to the head_dim of k before the call
+
+flash_attn_features  what a feature costs. A sink, and key ranges that amount to causal, beside the plain causal call
+                     ("flash_attn"); documents of 1k tokens in rows of 16k as key ranges, beside the same as packed
+                     sequences ("flash_attn"); biases (one per head, for all entries, with and without a gradient) and
+                     bool masks (for all heads; for all heads and rows), beside the call without one ("flash_attn")
+                     and SDPA with the bias as its mask ("torch")
+flash_attn_exact     forward, backward and both of a training step with `use_exact_gradients` ("exact") and without,
+                     and their peak_mb
+flash_attn_memory    for their peak_mb: one causal sequence of more and more tokens, forward alone and with backward
+flash_attn_host      for their host_us: tensors so small that the host takes longer than the GPU
 """
 
 import functools
@@ -197,7 +203,7 @@ def with_graph(shape, dtype, device, causal):
 
 
 def padded(shape):
-    """Attention of q, k and v with v filled up to the head_dim of k, if it has another; nothing otherwise."""
+    """The provider "padded": v is filled up to the head_dim of k. No provider if v has the same head_dim."""
     head_dim, head_dim_v = head_dims(shape)
 
     def attend(q, k, v, **options):
@@ -268,7 +274,7 @@ def decoding(shape, dtype, device, page_size):
 
 
 def causally(backward, shape, dtype, device):
-    """A causal call, the same with a sink, and key ranges in its place."""
+    """A causal call, the same with a sink, and key ranges that amount to causal."""
     inputs, _ = tensors(shape, dtype, device, requires_grad=backward)
     seqlen, sink = shape[3], torch.zeros(shape[1], device=device)
     options = {
@@ -282,7 +288,7 @@ def causally(backward, shape, dtype, device):
 
 
 def in_documents(backward, shape, dtype, device):
-    """Causal attention within documents of equal lengths, as ranges and as entries of variable length."""
+    """Causal attention within documents of equal lengths, as key ranges and as packed sequences."""
     inputs, _ = tensors(shape, dtype, device, requires_grad=backward)
     length = shape[3] // DOCUMENTS
     starts = torch.arange(0, shape[3] + 1, length, dtype=torch.int32, device=device)
@@ -337,7 +343,7 @@ def with_exact_gradients(attend, *inputs):
 
 
 def with_features(shape, dtype, device, causal):
-    """The host's time for a call with features, beside a plain call."""
+    """Calls with features beside a plain call, for the time that the host takes."""
     inputs, _ = tensors(shape, dtype, device, requires_grad=False)
     ranges = masks.top_left_causal(shape[3], device)
     options = {

@@ -139,7 +139,7 @@ def linear_act_forward(shape, dtype, device):
 
 
 def bias_gradient(shape, dtype, device):
-    """For a layer without input features, so that there is no product."""
+    """The bias gradient alone: the layer has no input features, so that there is no product."""
     dout = torch.randn(shape, device=device, dtype=dtype)
     x = dout.new_empty(shape[0], 0)
     total = functools.partial(torch.sum, dout, 0)
@@ -179,7 +179,7 @@ def swiglu_forward(shape, dtype, device):
 
 
 def swiglu_backward(shape, dtype, device):
-    """For inputs that are leaves, halves of no tensor, so that no copy is timed. Liger overwrites its own."""
+    """The inputs are leaves and not halves of a tensor, so that no copy is timed. Liger overwrites its inputs."""
     functions = swiglu_functions()
     inputs = {
         name: [torch.randn(shape, device=device, dtype=dtype).requires_grad_() for _ in range(2)] for name in functions

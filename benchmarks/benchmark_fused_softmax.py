@@ -1,7 +1,7 @@
 """Softmax of scaled, masked attention scores against eager torch, torch.compile and Liger: forward and backward.
 
-The bytes counted are those of the scores, in and out, and of the mask; of causal scores half are read. Liger has a
-softmax without scale and mask, so that it takes part where there is no mask and the scale is 1.
+The bytes counted are those of the scores, read and written, and of the mask; of causal scores, half are read. Liger's
+softmax has neither scale nor mask, so it takes part where there is no mask and the scale is 1.
 """
 
 import functools

@@ -1,9 +1,9 @@
 """Norms of a residual stream against eager torch, torch.compile, the Triton kernels and Liger: forward and backward.
 
-One call is a block's: h = dropout(x) + residual, out = norm(h), both returned. The bytes counted are those of x, the
-residual, out and h, and backward of the gradients of out and h, of h itself and of what is returned: one gradient that
-x and the residual share, or two if dropout or their dtypes tell them apart. Liger fuses RMSNorm with the sum if both
-have one dtype and there is no dropout; else its norms follow a sum in torch, as they do in models.
+One call is that of a transformer block: h = dropout(x) + residual, out = norm(h), both returned. The bytes counted are
+forward those of x, the residual, out and h; backward those of h, the gradients of out and h, and the gradients that are
+returned: one that x and the residual share, or two if dropout or different dtypes make them differ. Liger fuses RMSNorm
+with the sum if both have one dtype and there is no dropout; otherwise its norms follow a sum in torch, as in models.
 """
 
 import functools

@@ -219,10 +219,10 @@ def decoder_of_transformers(shape, context, tokens):
     def step(run):
         run(tokens, **options)
         if lengths:
-            torch._foreach_sub_(lengths, 1)  # else the next token would be behind the end
+            torch._foreach_sub_(lengths, 1)  # keeps the next token from being past the end of the cache
 
     with torch.no_grad():
-        model(tokens, **options)  # which allocates the cache
+        model(tokens, **options)  # allocates the cache
     for layer in cache.layers:
         layer.keys.normal_()
         layer.values.normal_()

@@ -1,7 +1,7 @@
 """Rotary embedding against eager torch, torch.compile, the Triton kernel and Liger: forward, backward, and in place.
 
-The bytes counted are those of the rotated tensor, in and out, and of the tables. Liger rotates in place only, a pair of
-tensors, by halves; it gets the heads as one tensor of queries and one of keys.
+The bytes counted are those of the rotated tensor, read and written, and of the tables. Liger rotates only in place,
+only by halves, and two tensors at once: half of the heads are its queries, the other half its keys.
 """
 
 import functools

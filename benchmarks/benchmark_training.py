@@ -5,10 +5,10 @@ bare          a loop of the same model, loss, precision, clipping, optimizer and
               GPU: what the harness could reach
 transformers  the harness with the model of transformers, SDPA and torch.compile
 
-Cases with several GPUs begin with their number. There, "apart" is as many runs at once, one on each GPU, which know
-nothing of each other, and `scaling` is the tokens per second over those of all of them: what working together costs.
-Each provider runs by itself, one after the other; the clock runs between two optimizer steps, at both of which the GPU
-has caught up.
+The command line names cases by the number of GPUs and a name. With several GPUs, "apart" is as many independent runs at
+once, one on each, and `scaling` is the tokens per second divided by those of these runs together: what working together
+costs. Providers run one after the other. The clock runs from the end of one optimizer step to the end of a later one,
+at both of which the host waits for the GPU.
 
     python -m benchmarks.benchmark_training                           # all cases that the GPUs here allow
     python -m benchmarks.benchmark_training '1/gpt2-124M*' --steps 200
@@ -46,7 +46,7 @@ class Case:
 
     devices: int
     name: str
-    batch: int  # of a device, and of each step there
+    batch: int  # sequences of a step on one device
     overrides: tuple[str, ...]
     transformers: tuple[str, ...] = ()  # in place of the experiment of the first override; none if empty
     strategy: str = "trainer.strategy=null"

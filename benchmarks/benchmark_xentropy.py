@@ -2,11 +2,11 @@
 
 The bytes counted are those of the logits: one read forward, one read and one write backward. Forward and backward
 together count all three, although flash_attn and Liger then make the gradient in the forward and read the logits once;
-two_passes is flash_attn without that. scaled is a mean that is multiplied by one number or, in turn, by two: flash_attn
-expects the gradient of the call before, and makes the gradient again if another comes.
+two_passes is flash_attn without that. In the cases "scaled", the mean is multiplied by one number or, in turn, by two:
+flash_attn expects the same incoming gradient as in the call before, and computes the gradient anew if it differs.
 
-Liger writes the gradient over the logits: it takes part in the forward without one, and in both together. It waits for
-the device.
+Liger writes the gradient over the logits, so it takes part in the forward without gradient and in forward and backward
+together only. It makes the host wait for the device.
 """
 
 import functools
@@ -97,7 +97,7 @@ def backward(shape, dtype, device):
 
 
 def backward_in_place(shape, dtype, device):
-    """Without autograd, which overwrites a tensor once."""
+    """Without autograd, which would not let the same tensor be overwritten again and again."""
     logits, labels = draw(shape, dtype, device)
     dlosses, lse = torch.randn(shape[0], device=device), logits.float().logsumexp(dim=-1)
     args = dlosses, logits, labels, lse, *OPTIONS, shape[1]
@@ -119,12 +119,13 @@ def both(shape, dtype, device):
         "torch": run(lambda: losses_of(logits, labels)),
         "torch.compile": run(lambda: compiled(logits, labels)),
         "triton": lambda: triton_both(logits.detach(), labels),
-        "liger": lambda: torch.autograd.grad(liger(own, labels, "sum"), own),  # the sum is its own: it spares a pass
+        # With Liger's own sum as the loss, no pass over the gradient is left for the backward.
+        "liger": lambda: torch.autograd.grad(liger(own, labels, "sum"), own),
     }
 
 
 def both_in_place(shape, dtype, device):
-    """The gradient of one call is the logits of the next."""
+    """The gradient overwrites the logits, and so serves as the logits of the next call."""
     logits, labels = draw(shape, dtype, device)
     logits.requires_grad_()
     own = logits.detach().clone().requires_grad_()

@@ -32,7 +32,7 @@ KERNEL = re.compile(
 
 
 def compile_file(arguments):
-    """In nvcc's place: call it, and append what it took to the file that BUILD_REPORT names."""
+    """Stands in for nvcc: calls it, and appends what it took to the file that BUILD_REPORT names."""
     start = time.monotonic()
     done = subprocess.run(["nvcc", "-Xptxas=-v", *arguments], stderr=subprocess.PIPE, text=True)
     if done.returncode:

@@ -1,7 +1,8 @@
 """The figures of docs/plots, made of the rows in benchmarks/results. `python -m benchmarks.plot` writes them.
 
-Lines over a size where the cases differ in one, bars elsewhere. A panel has every peer that was measured in the same
-run, and the peers have the same colour and mark in all figures, which differ in print and for the colour-blind.
+Where the cases of a panel differ in one size, it has lines over that size, otherwise bars. A panel has every peer that
+was measured in the same run. A peer has the same colour and mark in all figures, and these can be told apart in print
+and by the colour-blind.
 """
 
 import pathlib

@@ -43,11 +43,12 @@ from benchmarks.plot import draw
 from benchmarks.power import power_of
 from flash_attn import __main__ as report
 
-ROWS = pathlib.Path("build/benchmarks")  # results/ beside this file holds the rows that are committed
+ROWS = pathlib.Path("build/benchmarks")  # where runs write; results/ beside this file holds the committed rows
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _FLUSH_BYTES = 512 * 2**20
-_HOLD_CYCLES, _MAX_HOLDS = 100_000, 100  # of the device's clock: steps of about 50 us, up to 5 ms
+# How long the device is held back while the host enqueues a call: in steps of about 50 us, up to 5 ms.
+_HOLD_CYCLES, _MAX_HOLDS = 100_000, 100
 _COPY_BYTES = {"cuda": 2**30, "cpu": 2**26}
 _MATMUL_SIZE = {"cuda": 8192, "cpu": 1024}
 _WARM_UP = 3
@@ -315,7 +316,7 @@ def _wall_clock(function):
 
 def _cuda_clock():
     buffer = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
-    holds = collections.Counter()  # that a function has turned out to need
+    holds = collections.Counter()  # how many steps of holding back each function has turned out to need
 
     def clock(function):
         while True:
@@ -327,7 +328,7 @@ def _cuda_clock():
             end.record()
             if holds[function] == _MAX_HOLDS or not start.query():
                 return lambda: start.elapsed_time(end)
-            # The device had begun before the host was done: this reading does not count.
+            # The device reached `start` before the host had enqueued everything: discard the reading, and hold longer.
             holds[function] = min(max(1, 2 * holds[function]), _MAX_HOLDS)
 
     return clock

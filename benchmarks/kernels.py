@@ -1,11 +1,11 @@
-"""What a call has the GPU do: its kernels and copies, and how long each takes, as CUDA's profiler (CUPTI) sees them.
+"""Which kernels and copies a call runs on the GPU, and how long each takes, as CUDA's profiler (CUPTI) reports them.
 
 `--kernels` of any benchmark writes them beside its rows, in a file <family>_kernels.csv:
 
 kernel  without its arguments and those of templates
 count   how often a call runs it
-us      for all of them, in the median call. The L2 cache is as cold as for the benchmark's times. Kernels that start
-        before those ahead of them have ended are longer for it: the sum may exceed the time of the call.
+us      for all of them, in the median call. The L2 cache is as cold as for the benchmark's times. A kernel that starts
+        before the one ahead of it has ended also waits for that one: the sum may exceed the time of the call.
 """
 
 import collections
@@ -22,7 +22,7 @@ _CALLS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One line of the CSV file, but for what it is a kernel of."""
+    """One line of the CSV file, without the columns that say which call it belongs to."""
 
     kernel: str
     count: int

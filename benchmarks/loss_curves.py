@@ -49,7 +49,7 @@ def main() -> None:
             "datamodule.num_workers=8",
         ]  # fmt: skip
     runs = list(itertools.product(PROVIDERS, SEEDS))
-    _start(overrides, runs[0], folder, "run=prepare").wait()  # else all of them would wait for one
+    _start(overrides, runs[0], folder, "run=prepare").wait()  # prepares the data once, before all runs start
     started = {run: _start(overrides, run, folder, "run=train", gpu=i) for i, run in enumerate(runs)}
     rows = []
     for (provider, seed), process in started.items():

@@ -48,7 +48,7 @@ struct Options {
   OptionalTensor leftpad_k = from.take<OptionalTensor>();
 };
 
-// Likewise those of fwd_kvcache besides queries and caches, the fields of CacheOptions.
+// Likewise the arguments of fwd_kvcache besides queries and caches: the fields of CacheOptions there.
 struct CacheOptions {
   Arguments& from;
   double softmax_scale = from.take<double>();
@@ -69,8 +69,8 @@ struct CacheOptions {
   OptionalTensor cache_leftpad = from.take<OptionalTensor>();
 };
 
-// Likewise the features of fwd_features and fwd_kvcache_features, but for the sink and the bias, which come before the
-// options.
+// Likewise the further arguments of fwd_features and fwd_kvcache_features, except the sink and the bias, which come
+// before the options.
 struct Features {
   Arguments& from;
   OptionalTensor key_ranges = from.take<OptionalTensor>();
@@ -80,15 +80,15 @@ struct Features {
   bool row_max = from.take<bool>();
 };
 
-// A tensor (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), or a part of a packed one. Data is void if it
-// is written to, and then a lazy clone gets memory of its own; or const void.
+// A tensor (batch, seqlen, heads, head_dim) or (tokens, heads, head_dim), or one part of a tensor that packs q, k and
+// v. Data is const void or, if it is written to, void: taking the address then gives a lazy clone memory of its own.
 template <typename Data>
 struct View {
   TensorRef<Data> ref;
-  int64_t batch, seqlen, heads, head_dim;  // tokens are one batch entry
+  int64_t batch, seqlen, heads, head_dim;  // without a batch dimension, all tokens are one batch entry
 };
 
-// Part `index` of x along its dimension -3 if there are several, or x itself.
+// Part `index` of x along its dimension -3 if x packs several parts, or x itself.
 template <typename Data>
 View<Data> view_of(const Tensor& x, bool tokens, int64_t parts, int64_t index, const char* name) {
   using Byte = std::conditional_t<std::is_const_v<Data>, const char, char>;
@@ -184,7 +184,7 @@ void set_alibi_slopes(Problem& p, OptionalTensor& slopes, const Tensor& q) {
   p.alibi_batch_stride = per_entry ? p.heads : 0;
 }
 
-// Shapes, masks and scores; lengths of keys are those of dense tensors until the caller says otherwise. `options` are
+// Sets shapes, masks and scores. Lengths of keys are those of dense tensors until the caller changes them. AnyOptions:
 // Options or CacheOptions.
 template <typename AnyOptions>
 Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, AnyOptions& options) {
@@ -201,7 +201,7 @@ Problem problem_of(const Tensor& q, const Inputs& x, int64_t batch, AnyOptions& 
   p.seqlen_k = p.capacity_k = seqlen(x.k.seqlen, "k");
   p.window_left = window_side(options.window_left);
   p.window_right = window_side(options.window_right);
-  // A scale of 0 makes all scores 0, but hidden ones are -inf, and -inf * 0 is NaN.
+  // A scale of 0 should make all scores 0. But hidden ones are -inf, and -inf * 0 is NaN: so a tiny scale replaces it.
   p.softmax_scale = std::max(static_cast<float>(options.softmax_scale), 1e-30f);
   p.softcap = std::max(static_cast<float>(options.softcap), 0.f);
   p.dropout_rescale = 1;
@@ -234,8 +234,8 @@ flash_attn::Pages pages_of(OptionalTensor& block_table, const Tensor& q, int64_t
           .page_size = Divisor(narrow_size(page_size, "a page"))};
 }
 
-// (batch, seqlen, heads, head_dim_v) or (tokens, heads, head_dim_v) in q's place: like q, or contiguous if q is packed
-// or has another head_dim.
+// A new output (batch, seqlen, heads, head_dim_v) or (tokens, heads, head_dim_v): with the strides of q, or contiguous
+// if q is packed with k and v or has another head_dim.
 Tensor new_out(const Tensor& q, const View<const void>& view, int64_t head_dim_v, bool tokens, bool packed) {
   if (!packed && !q.is_contiguous() && view.head_dim == head_dim_v) return torch::stable::empty_like(q);
   if (tokens) return new_tensor({view.seqlen, view.heads, head_dim_v}, q);
@@ -247,7 +247,7 @@ Tensor new_lse(const Tensor& q, const View<const void>& view, bool tokens) {
   return new_tensor({view.batch, view.heads, view.seqlen}, aoti_torch_dtype_float32(), q);
 }
 
-// The largest scores of rows, in the shape of softmax_lse; of no shape where they are not wanted.
+// A new tensor for the largest score of each row, in the shape of softmax_lse; empty if it is not wanted.
 Tensor new_row_max(const Tensor& q, const View<const void>& view, bool tokens, bool wanted) {
   return wanted ? new_lse(q, view, tokens) : new_tensor({0}, aoti_torch_dtype_float32(), q);
 }
@@ -264,8 +264,8 @@ void set_sink(Problem& p, OptionalTensor& sink, const Tensor& q) {
   p.sink_dtype = dtype_of(*sink, "learnable_sink");
 }
 
-// Key ranges (batch or 1, heads or 1, rows, 2), where all packed tokens are one entry. They are made contiguous unless
-// a range is one access.
+// Sets key ranges (batch or 1, heads or 1, rows, 2), where all packed tokens are one entry. They are copied unless each
+// range is an aligned pair, which kernels load in one access.
 void set_key_ranges(Problem& p, OptionalTensor& ranges, const Tensor& q) {
   if (!ranges) return;
   check_device(*ranges, q, "key_ranges");
@@ -282,8 +282,8 @@ void set_key_ranges(Problem& p, OptionalTensor& ranges, const Tensor& q) {
   p.ranges = {.data = pointer<int>(ranges), .batch = stride(0), .heads = stride(1), .seqlen = stride(2)};
 }
 
-// How many entries follow one another in the second dimension of a bias (batch1, batch2, heads, rows, keys). Each size
-// but that of keys may be 1, and packed tokens are one entry.
+// BiasRows::batch2_size for a bias (batch1, batch2, heads, rows, keys): how many entries its second dimension stands
+// for. Each size but that of keys may be 1, and packed tokens are one entry.
 int batch2_size(const Tensor& bias, const Problem& p) {
   const int64_t batch1 = bias.size(0), batch2 = bias.size(1);
   return static_cast<int>(std::max<int64_t>(batch2 > 1 ? batch2 : p.batch / std::max<int64_t>(batch1, 1), 1));
@@ -327,15 +327,15 @@ bool is_in_groups(const Tensor& bias, int group, int element_bytes) {
   return in_groups;
 }
 
-// target = log(mask): 0 for a key that is seen, -inf for another.
+// target = log(mask): 0 for a key that is seen, -inf for the others.
 void log_out(Tensor& target, const Tensor& mask) {
   std::array stack{torch::stable::detail::from(mask), torch::stable::detail::from(target)};
   STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::log", "out", stack.data(), TORCH_ABI_VERSION));
   target = torch::stable::detail::to<Tensor>(stack[0]);
 }
 
-// A copy that kernels can read, of a mask perhaps in another dtype, as its logarithm. It leaves out what is expanded;
-// beyond the last key it has NaN, or true.
+// Returns a copy of a bias that kernels can read. A mask may get another dtype, and is then replaced by its logarithm.
+// Expanded dimensions are not copied out; elements beyond the last key are NaN, or true.
 Tensor copied_in_groups(Tensor bias, int group, ScalarType dtype) {
   for (int dim = 0; dim < 4; ++dim) {
     if (bias.size(dim) > 1 && bias.stride(dim) == 0) bias = torch::stable::narrow(bias, dim, 0, 1);
@@ -356,9 +356,9 @@ Tensor copied_in_groups(Tensor bias, int group, ScalarType dtype) {
   return copy;
 }
 
-// Copies a bias if the kernels cannot read it as it is: in tiles, then in the dtype of the queries, or in pairs of
-// keys. In tiles, a mask of bool for all heads took a half to two thirds less time at 512 to 4096 tokens, with the
-// copy.
+// Copies a bias if the kernels cannot read it as it is: in pairs of keys or, if `tiled`, in tiles that TMA copies,
+// which must have the dtype of the queries. In tiles, a bool mask for all heads took a half to two thirds less time at
+// 512 to 4096 tokens, the copy included.
 void place_bias(Problem& p, OptionalTensor& bias, const Tensor& q, bool tiled) {
   if (!bias) return;
   const bool was_bool = p.bias.is_bool;
@@ -373,7 +373,7 @@ void place_bias(Problem& p, OptionalTensor& bias, const Tensor& q, bool tiled) {
   p.bias.rows = bias_rows(*bias, per_batch1);
 }
 
-// Zeros for the gradient of a bias: in fp32 where several scores share an element.
+// Sets and returns zeros for the gradient of a bias: in fp32 where several scores share an element.
 Tensor new_dbias(BwdParams& p, const Tensor& bias, const Options& options) {
   const Problem& problem = p.problem;
   const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
@@ -390,8 +390,8 @@ Tensor new_dbias(BwdParams& p, const Tensor& bias, const Options& options) {
   return dbias;
 }
 
-// Sets the terms of a problem that has everything else, and the keys that rows see. Kernels know only ranges: where
-// rows see keys for other reasons, they are made into ranges, which `features` then holds.
+// Sets the sink, the bias and the key ranges of a problem that is complete otherwise. Kernels know only windows and
+// ranges: other restrictions of the keys that rows see are turned into ranges, whose memory `features` then holds.
 void set_features(Problem& p, OptionalTensor& sink, OptionalTensor& bias, Features& features, bool paged,
                   const Tensor& q) {
   set_sink(p, sink, q);
@@ -423,13 +423,14 @@ void set_features(Problem& p, OptionalTensor& sink, OptionalTensor& bias, Featur
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// What goes into the cache before attention reads it, and the memory that this needs until the launch.
+// What is appended to the cache before attention reads it, and the tensors that must live until the launch.
 struct Append {
   flash_attn::AppendParams p;
   OptionalTensor cos, sin, q_rotated;
 };
 
-// queries_advance: whether something besides the window tells the queries apart.
+// queries_advance: whether something besides the window makes query rows see different keys, so that each has its own
+// rotary position.
 Append append_of(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                  const CacheOptions& options, bool queries_advance) {
   const auto& [k, v] = std::tie(options.k, options.v);
@@ -459,7 +460,7 @@ Append append_of(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, c
   p.rotary_dim = static_cast<int>(2 * cos.size(1));
   p.interleaved = options.rotary_interleaved;
   p.queries_advance = options.window_left >= 0 || options.window_right >= 0 || queries_advance;
-  if (!fwd.problem.seqused_k) {  // lengths that only the device knows it looks after itself
+  if (!fwd.problem.seqused_k) {  // of lengths that only the device knows, the kernel takes care (has_table_row)
     const int64_t tokens = std::max<int64_t>(p.seqlen_new, p.queries_advance ? q.size(1) : 1);
     const int64_t needed = fwd.problem.seqlen_k - p.seqlen_new + tokens;
     STD_TORCH_CHECK(needed <= p.positions, "rotary_cos and rotary_sin must have at least ", needed, " rows, found ",
@@ -468,7 +469,7 @@ Append append_of(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, c
   return append;
 }
 
-// Appends in a kernel of its own. Returns the queries as attention reads them: turned, or as they are.
+// Appends in a kernel of its own. Returns the queries that attention reads: rotated, or as they are.
 TensorRef<const void> append_apart(Append& append, const Tensor& q) {
   if (append.p.cos != nullptr) {
     append.q_rotated = new_tensor({q.size(0), q.size(1), q.size(2), q.size(3)}, q);
@@ -533,7 +534,7 @@ int64_t batch_of(const Inputs& x, const Options& options) {
   return batch;
 }
 
-// What a forward is given, but for its results.
+// The inputs of a forward, without its results.
 struct FwdCall {
   FwdParams p;
   View<const void> q;
@@ -595,7 +596,7 @@ std::tuple<Tensor, Tensor, Tensor> fwd_features(const Tensor& q, const Tensor& k
   return run_with_features(call, q, sink, bias, options, features);
 }
 
-// Also returns what rounding has taken off out.
+// Also returns the rounding error of out (FwdParams::out_lo).
 std::tuple<Tensor, Tensor, Tensor, Tensor> fwd_with_residue(const Tensor& q, const OptionalTensor& k,
                                                             const OptionalTensor& v, OptionalTensor& sink,
                                                             OptionalTensor& bias, Options& options,
@@ -627,7 +628,8 @@ Tensor probabilities(const Tensor& q, const OptionalTensor& k, const OptionalTen
   return s_dmask;
 }
 
-// The tensor as a kernel reads it fastest: a copy if its rows cannot be moved in chunks and those of a copy can.
+// Returns the tensor as kernels read it fastest: a copy if its rows cannot be moved in aligned chunks but those of a
+// copy can.
 Tensor in_chunks(const Tensor& x) {
   const int head_dim = static_cast<int>(x.size(-1));
   return head_dim % 8 == 0 && !flash_attn::is_aligned(ref(x), head_dim) ? torch::stable::contiguous(x) : x;
@@ -654,7 +656,7 @@ void check_row_values(const Tensor& x, const Tensor& q, const Problem& p, const 
   check_shape(x, {p.batch, p.heads, p.seqlen_q}, name);
 }
 
-// set_more(params, hints) adds features; use(params) uses what the backward has written.
+// The backward. set_more(params, hints) adds features before it is planned; use(params) runs after its launch.
 template <typename SetMore, typename Use>
 Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const OptionalTensor& v, const Tensor& out,
                const Tensor& softmax_lse, const OptionalTensor& dlse, const OptionalTensor& out_lo, const Tensor& dq,
@@ -668,7 +670,8 @@ Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, con
     if (x) check_like(*x, dout, name);
   }
   const DeviceGuard guard(q.get_device_index());
-  // First, since what shares memory with a lazy clone moves with it.
+  // Before anything takes an address: writing to a lazy clone gives it memory of its own, and all its views move with
+  // it.
   const Views<void> gradients = unpack<void>(dq, dk, dv, tokens, /*paged=*/false);
   const Tensor q_rows = in_chunks(q), out_rows = in_chunks(out), dout_rows = in_chunks(dout);
   const OptionalTensor k_rows = in_chunks(k), v_rows = in_chunks(v), lo_rows = in_chunks(out_lo);
@@ -746,7 +749,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(const Tensor& do
   return {dq, dk, dv, dsink, dbias};
 }
 
-// set_more(params, queries) adds features; queries_advance as in append_of.
+// Attention over a cache. set_more(params, queries) adds features; queries_advance as in append_of.
 template <typename SetMore>
 std::tuple<Tensor, Tensor> run_kvcache(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
                                        OptionalTensor bias, CacheOptions& options, bool queries_advance,
@@ -754,7 +757,7 @@ std::tuple<Tensor, Tensor> run_kvcache(const Tensor& q, const Tensor& k_cache, c
   OptionalTensor& block_table = options.block_table;
   check_like(k_cache, q, "k_cache");
   check_like(v_cache, q, "v_cache");
-  if (options.k) {  // give lazy clones memory of their own before anyone looks where they are
+  if (options.k) {  // appending writes to the caches: gives lazy clones memory of their own before any address is taken
     k_cache.mutable_data_ptr();
     v_cache.mutable_data_ptr();
   }

@@ -8,7 +8,7 @@
 
 namespace flash {
 
-// Throws unless a call of the CUDA runtime succeeded. The message names the call, the error and the place.
+// Throws unless a call of the CUDA runtime has succeeded. The message names the call, the place and the error.
 inline void check_cuda(cudaError_t status, const char* call,
                        std::source_location where = std::source_location::current()) {
   if (status == cudaSuccess) return;

@@ -1,4 +1,4 @@
-// Memory for counters of kernels, by stream and by CUDA graph.
+// Memory for counters that kernels share between thread blocks, by stream and by CUDA graph.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,7 +27,8 @@ inline Capture capture_of(cudaStream_t stream) {
   return status == cudaStreamCaptureStatusActive ? capture : Capture{};
 }
 
-// While it lives, this thread may call what CUDA forbids during a capture, unless the capture is told to be relaxed.
+// While it lives, this thread may make calls, such as cudaMalloc, that CUDA otherwise forbids while a stream is
+// captured in another mode than "relaxed".
 struct WhileOthersCapture {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
 

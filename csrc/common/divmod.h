@@ -1,3 +1,4 @@
+// Integer division by numbers that are not known at compile time.
 #pragma once
 
 #include <cstdint>

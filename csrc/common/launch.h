@@ -1,3 +1,4 @@
+// How kernels are launched.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,14 +15,14 @@
 
 namespace flash {
 
-constexpr int kMaxBlockZ = 64;  // CUDA's limit
+constexpr int kMaxBlockZ = 64;  // CUDA's limit for blockDim.z
 
 struct LaunchShape {
   dim3 grid;
   dim3 block;
   int shared_bytes = 0;  // dynamic shared memory
   int cluster = 1;       // blocks per cluster, along grid.x
-  bool early = false;    // start while the kernel before it ends, if it can; it calls ptx::wait_for_dependency
+  bool early = false;    // programmatic dependent launch, if it can: the kernel must call ptx::wait_for_dependency
 };
 
 // Throws unless a call that `launcher` made for a launch succeeded. The message names the kernel, which is a template
@@ -40,7 +41,7 @@ inline void check_launch(cudaError_t status, const char* call, const LaunchShape
 }
 
 // Allows kKernel the dynamic shared memory that it asks for, which is always the same on a device, except in tests. Up
-// to 48 KB need no permission, static shared memory included.
+// to 48 KB need no permission, static shared memory included, to which 8 KB are left here.
 template <auto kKernel>
 void allow_shared_memory(const LaunchShape& shape) {
   if (shape.shared_bytes <= 40 * 1024) return;

@@ -1,4 +1,4 @@
-// Descriptions of tensors for the copies of ptx/tma.cuh.
+// Tensor maps: the descriptors of tensors for the TMA copies of ptx/tma.cuh.
 #pragma once
 
 #include <cuda.h>
@@ -15,7 +15,7 @@
 
 namespace flash {
 
-// Looks up cuTensorMapEncodeTiled of the driver, which is not linked.
+// Looks up the driver's cuTensorMapEncodeTiled at run time, since the library does not link the driver.
 inline auto tensor_map_encoder() {
   static const auto encode = [] {
     void* function = nullptr;
@@ -28,8 +28,8 @@ inline auto tensor_map_encoder() {
   return encode;
 }
 
-// A tensor in four dimensions, the fastest first, and the box of it that a copy moves. Strides are in bytes, of the
-// dimensions after the first, and multiples of 16, as is the address.
+// Describes a tensor in four dimensions, fastest first, and the box of it that a copy moves. Strides are those of the
+// dimensions after the first, in bytes. They and the address must be multiples of 16.
 inline CUtensorMap tensor_map(const void* data, CUtensorMapDataType type, const std::array<int64_t, 4>& sizes,
                               const std::array<int64_t, 3>& strides, const std::array<int, 4>& box,
                               CUtensorMapSwizzle swizzle) {
@@ -49,9 +49,9 @@ inline CUtensorMap tensor_map(const void* data, CUtensorMapDataType type, const 
   return map;
 }
 
-// (entries, rows, heads, head_dim) of 16-bit elements, for copies of box_rows rows and one page of a tile: rows of the
-// box fill 64 or 128 bytes of shared memory, permuted as in SharedTile (tile/shared.cuh). Dimensions of size 1 need not
-// have a stride.
+// Describes a tensor (entries, rows, heads, head_dim) of 16-bit elements, for copies of box_rows rows of one page of a
+// SharedTile (tile/shared.cuh): rows of the box fill 64 or 128 bytes, swizzled as there. The stride of a dimension of
+// size 1 does not matter, and is replaced by a valid one.
 template <typename Tile, typename Data>
 CUtensorMap map_of(const TensorRef<Data>& x, int64_t head_dim, int64_t heads, int64_t rows, int64_t entries,
                    int box_rows = Tile::kRows) {

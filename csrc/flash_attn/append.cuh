@@ -1,10 +1,10 @@
 // The step before attention over a cache. New key t of entry b, and its value, go to position n_b + t of the cache,
-// where n_b is the length before. With tables, keys and queries are rotated by the angles of their positions (rotary
-// embedding); query i is at position n_b + i, or at n_b if no mask tells the queries apart. Rotated queries go to a
-// tensor of their own. At a position for which the tables have no row, nothing is rotated. Nothing is appended to an
-// entry of negative length. Where decode_sm80.cuh appends by itself, this kernel is not launched.
+// where n_b is the entry's length before. With rotary tables, keys and queries are rotated by the angles of their
+// positions (rotary embedding); query i is at position n_b + i or, if no mask tells the queries apart, at n_b. Rotated
+// queries go to a tensor of their own. At a position for which the tables have no row, nothing is rotated. Nothing is
+// appended to an entry of negative length. Where decode_sm80.cuh appends by itself, this kernel is not launched.
 //
-// A warp moves one head of one token; a lane takes pairs of channels. Maths in fp32.
+// A warp moves one head of one token, a lane pairs of channels. Rotation is computed in fp32.
 #pragma once
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace flash::flash_attn {
 
 constexpr int kAppendThreads = 128;
 
-// The two channels of pair i. Pairs that are rotated come first; the others are neighbours.
+// The two channels of pair i. Pairs that are rotated come first; the channels of all other pairs are adjacent.
 __device__ inline int2 channels_of_pair(const AppendParams& p, int i) {
   const int half = p.rotary_dim / 2;
   if (i >= half || p.interleaved) return {2 * i, 2 * i + 1};
@@ -35,15 +35,15 @@ __device__ inline bool has_table_row(const AppendParams& p, int position) {
   return p.cos != nullptr && static_cast<unsigned>(position) < static_cast<unsigned>(p.positions);
 }
 
-// How many keys an entry has before its new ones; negative if nothing is appended to it. At most kMaxSeqlen, or the sum
-// with a token could overflow.
+// How many keys an entry has before its new ones; negative if nothing is appended to it. Clamped to kMaxSeqlen, so that
+// adding a token's index does not overflow.
 __device__ inline int length_before(const AppendParams& p, int entry) {
   const int length = p.problem.seqused_k ? __ldg(p.problem.seqused_k + entry) : p.problem.seqlen_k - p.seqlen_new;
   return min(length, kMaxSeqlen);
 }
 
-// Copies `head_dim` channels of one head of one token, at most kMostChannels, from channels `from_step` apart to
-// channels `to_step` apart, and may rotate it. All loads come first, so that they do not wait for one another.
+// A warp copies `head_dim` <= kMostChannels channels of one head of one token, with strides from_step and to_step, and
+// rotates them if `rotates`. All loads are issued first, so that they do not wait for one another.
 template <int kMostChannels, typename T>
 __device__ void move_head(const AppendParams& p, int head_dim, const T* from, int64_t from_step, T* to, int64_t to_step,
                           int position, bool rotates) {
@@ -78,7 +78,7 @@ __device__ void move_head(const AppendParams& p, int head_dim, const T* from, in
   }
 }
 
-// The address of a position of an entry's cache; null if the cache has no such position.
+// The address of a position in an entry's cache; null if the cache has no such position.
 template <typename T>
 __device__ T* cache_row(const AppendParams& p, const TensorRef<>& cache, int entry, int64_t batch, int position,
                         int head) {
@@ -110,8 +110,8 @@ __device__ void rotate_query(const AppendParams& p, int entry, int token, int po
                            has_table_row(p, position));
 }
 
-// The warps, as (entry, token, head): as many tokens as there are keys or queries, whichever are more, and the heads of
-// keys before those of queries.
+// The warps of the grid as (entry, token, head): as many tokens as there are new keys or queries, whichever are more,
+// and key heads before query heads. Without tables there are no queries to rotate.
 struct AppendGrid {
   int tokens, heads;
 

@@ -1,5 +1,5 @@
-// The additive bias in the forward: s(i, j) + bias(i, j). Instances of kBiased have tiles of it, and keep s, as
-// score.cuh says; others load it by themselves, and keep log2(e) s.
+// The additive bias in the forward: s(i, j) + bias(i, j). In instances of kBiased, TMA copies tiles of it, and scores
+// are kept as s; in those of kAll, lanes load their elements from global memory, and scores are kept as log2(e) s.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -24,7 +24,7 @@ __device__ inline int64_t row_start(const BiasRows& x, int entry, int head, int6
   return batch1 * x.batch1 + batch2 * x.batch2 + head * x.heads + row * x.seqlen;
 }
 
-// Calls fn(Element()) with the type of floating-point elements: fp32, or T, that of the queries.
+// Calls fn(Element()) with the type of a floating-point bias: fp32, or T, that of the queries.
 template <typename T, typename Fn>
 __device__ void with_type(DType dtype, Fn&& fn) {
   dtype == DType::kFloat32 ? fn(float()) : fn(T());
@@ -36,15 +36,16 @@ __device__ void with_type(const Bias& bias, Fn&& fn) {
   bias.is_bool ? fn(bool()) : with_type<T>(bias.dtype, fn);
 }
 
-// log2(e) (s + bias), from log2(e) s. What is below -1.35e38 becomes a smaller multiple, so that the smallest number
-// stays finite: -inf hides a key, but in a row of nothing but smallest numbers all keys weigh the same.
+// log2(e) (s + bias), from log2(e) s. A bias near the lowest finite number would overflow to -inf when it is multiplied
+// by log2(e). So below about -1.35e38, where both expressions meet, it is multiplied by 0.7 instead and shifted: -inf
+// hides a key, but in a row with nothing but lowest numbers, all keys must weigh the same.
 template <typename T>
 __device__ float biased(float score, float bias) {
-  if constexpr (std::is_same_v<T, __half>) return score + bias * kLog2e;  // which has no such numbers
+  if constexpr (std::is_same_v<T, __half>) return score + bias * kLog2e;  // fp16 has no such numbers
   return score + fmaxf(bias * kLog2e, bias * 0.7f - 1e38f);
 }
 
-// Turns products into s: scaled, and with the bias added. In these units the lowest number stays finite.
+// Turns products into s, scaled and with the bias added. Not multiplied by log2(e), the lowest number stays finite.
 template <typename T, int kRows, int kCols>
 __device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale, const PackedFragment<T, kRows, kCols>& bias) {
 #pragma unroll
@@ -57,13 +58,13 @@ __device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale, const Pack
   }
 }
 
-// Two adjacent elements of a bias, as they lie in memory.
+// Two adjacent elements of a bias in their own type.
 template <typename T>
 struct BiasPair {
   static constexpr int kWords = sizeof(T) == 4 ? 2 : 1;
   alignas(4 * kWords) uint32_t words[kWords];
 
-  // Elements beyond the last key are NaN, or true. Only keys that do not exist may be there, which the mask hides.
+  // Beyond the last key of the tensor, elements become NaN or true (all bits set); the mask hides these keys anyway.
   __device__ void load(const T* row, int key, int keys) {
     using Bits = Word<2 * sizeof(T)>;
     for (uint32_t& word : words) word = ~0u;
@@ -81,14 +82,14 @@ struct BiasPair {
   }
 };
 
-// The lane's elements of a block of a bias. Those of 8 and 16 bits may be on their way while products run; for those of
-// 32 bits there are no registers, and they are loaded when they are added.
+// The lane's elements of a block of a bias. Loads of 8- and 16-bit elements are issued before the products that hide
+// their latency. fp32 elements would take too many registers, and are loaded when they are added.
 template <typename T, int kRows, int kCols>
 struct BiasBlock {
   static constexpr int kLaneRows = kRows / 8, kPairs = kCols / 8;
-  BiasPair<T> pairs[kLaneRows][kPairs];  // or of bool, which takes a word, too
+  BiasPair<T> pairs[kLaneRows][kPairs];  // or BiasPair<bool>, which also takes one word
 
-  // starts[r] is the index of the first key of the lane's r-th row, col0 the key of column 0; also in add_to.
+  // Here and in add_to: starts[r] is the index of the first key of the lane's r-th row; col0 is the key of column 0.
   __device__ void load(const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
     if (bias.is_bool) return load_as<bool>(bias, starts, col0);
     if (bias.dtype != DType::kFloat32) load_as<T>(bias, starts, col0);

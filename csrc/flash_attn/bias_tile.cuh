@@ -1,4 +1,4 @@
-// Tiles of a bias, rows of queries by keys, that TMA copies (sm_90): see has_tiled_bias in features.h.
+// Tiles of a bias, query rows x keys, that TMA copies to shared memory (sm_90): see has_tiled_bias in features.h.
 #pragma once
 
 #include <cuda.h>
@@ -13,8 +13,8 @@
 
 namespace flash::flash_attn {
 
-// Whether one row serves all. Then a tile has only its first row: to copy it for each row, from the few lines of the L2
-// cache that all blocks read, took up to twice as long as all else.
+// Whether all query rows share one row of the bias. Then only the first row of a tile is filled: copying it for each
+// row, from the few lines of L2 that all thread blocks read, took up to twice as long as everything else.
 __host__ __device__ inline bool has_one_row(const BiasRows& strides) { return strides.seqlen == 0; }
 
 template <typename Tile>
@@ -22,7 +22,7 @@ __device__ int bytes_of_bias(const BiasRows& strides) {
   return sizeof(Tile) / (has_one_row(strides) ? Tile::kRows : 1);
 }
 
-// A dimension in which one serves all has size 1.
+// The TMA descriptor. A dimension with stride 0 gets size 1, and coordinate 0 in load_bias.
 template <typename Tile>
 CUtensorMap map_of_bias(const Problem& p) {
   const TensorRef<const void> bias = bias_tensor(p);
@@ -31,8 +31,8 @@ CUtensorMap map_of_bias(const Problem& p) {
                       bias.batch == 0 ? 1 : p.batch, one_row ? 1 : Tile::kRows);
 }
 
-// Starts the copy of a tile, by one thread. `row` counts from the first token of the tensor, and `key` from the entry's
-// first. What lies beyond the entry may be anything.
+// One thread starts the copy of a tile. `row` counts from the first token of the tensor, `key` from the entry's first
+// key. What lies beyond the entry is arbitrary, and the mask hides it.
 template <typename Tile>
 __device__ void load_bias(Tile& tile, const CUtensorMap& map, const BiasRows& strides, int entry, int head, int64_t row,
                           int key, ptx::SharedBarrier& arrived) {

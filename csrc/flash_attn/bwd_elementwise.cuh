@@ -1,7 +1,7 @@
-// The elementwise steps of the backward, whatever multiplies. Fragments are transposed: row r of a lane is a key,
-// column c a query row.
+// The elementwise steps of the backward, which all its kernels share. Fragments are transposed: row r of a lane is a
+// key, column c a query row.
 //
-//   P = exp(score(S) - lse)    dS = P (Z dP / (1 - p) - softmax_d) dscore/dS    Z: whether dropout keeps an element
+//   P = exp(score(S) - lse)    dS = P (Z dP / (1 - p) - softmax_d) dscore/dS    Z: 1 where dropout keeps an element
 #pragma once
 
 #include <cmath>
@@ -23,12 +23,12 @@ namespace flash::flash_attn {
 // Where a fragment lies among the scores of an entry.
 struct ScorePlace {
   int entry, head;
-  int64_t first_token;  // of the entry, if rows are packed
+  int64_t first_token;  // of the entry in the tensor; 0 unless rows are packed
   int key0;             // of row 0 of the fragment
   int row0;             // query row of column 0
 };
 
-// Hides the scores of keys that a row does not see.
+// Sets scores to -inf where a row does not see a key.
 template <int kRows, int kCols>
 __device__ void hide_rows(Fragment<kRows, kCols>& s, const Mask& mask, const ScorePlace& place) {
   hide_outside(s, [&](int r) { return mask.rows_that_see(place.key0 + s.row(r)); }, place.row0, -INFINITY);
@@ -49,8 +49,8 @@ __device__ void hide_unseen(Fragment<kRows, kCols>& s, int key0, Seen&& seen) {
   }
 }
 
-// Adds the bias to scores. They are at most lse_log2, but where a large bias has eaten digits, rounding may say
-// otherwise. lse_log2 as below.
+// Adds the bias to scores. Exact scores are at most lse_log2; where a large bias has absorbed their digits, rounding
+// may push them beyond it, and P far beyond 1, so they are clamped. lse_log2 as below.
 template <typename T, int kRows, int kCols, typename LseLog2>
 __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask& mask, const ScorePlace& place,
                          LseLog2&& lse_log2) {
@@ -60,7 +60,7 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
     const int row0 = place.row0 + s.col(0);
     const Element* row =
         static_cast<const Element*>(bias.data) + start + place.key0 + s.row(0) + row0 * bias.rows.seqlen;
-    constexpr int kLoads = 8;  // that are on their way at a time; there are no registers for more
+    constexpr int kLoads = 8;  // in flight at a time: __syncwarp keeps the compiler from hoisting more into registers
 #pragma unroll
     for (int c = 0; c < s.kLaneCols; c += 2) {
       if (c * s.kLaneRows % kLoads == 0) __syncwarp();
@@ -85,7 +85,7 @@ __device__ void add_bias(Fragment<kRows, kCols>& s, const Bias& bias, const Mask
   });
 }
 
-// The same with the bias in registers, from products: scale_log2 is log2(e) softmax_scale.
+// The same from products, with the bias in registers: scale_log2 is log2(e) softmax_scale.
 template <typename T, int kRows, int kCols, typename LseLog2>
 __device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale_log2, const PackedFragment<T, kRows, kCols>& bias,
                               LseLog2&& lse_log2) {
@@ -101,8 +101,8 @@ __device__ void scale_and_add(Fragment<kRows, kCols>& s, float scale_log2, const
   }
 }
 
-// Turns scores, capped if there is a cap, into P^T. hide() hides those of keys that a row does not see. lse_log2(c):
-// log2(e) lse of columns c and c + 1 of the lane.
+// Turns scores, already capped if there is a softcap, into P^T. hide() sets those of keys that a row does not see to
+// -inf. lse_log2(c): log2(e) lse of columns c and c + 1 of the lane.
 template <typename T, Features kFeatures, int kRows, int kCols, typename Hide, typename LseLog2>
 __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, const Mask& mask,
                                    const ScorePlace& place, Hide&& hide, LseLog2&& lse_log2) {
@@ -132,9 +132,9 @@ __device__ void make_probabilities(Fragment<kRows, kCols>& s, const Problem& p, 
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Where P^T passes through memory, rounded: weights P dscore/dS, negative where dropout drops the element
+// For kernels that pass P^T through shared memory, rounded, as weights P dscore/dS: negative where dropout drops
 
-// Makes what dropout drops negative.
+// Negates dropped elements: the sign carries the keep mask, and the magnitude is still needed for dS.
 template <int kRows, int kCols>
 __device__ void negate_dropped(Fragment<kRows, kCols>& s, const Problem& p, const ScorePlace& place) {
   if (p.rng_state == nullptr) return;
@@ -143,14 +143,14 @@ __device__ void negate_dropped(Fragment<kRows, kCols>& s, const Problem& p, cons
   });
 }
 
-// The products of two pairs of packed numbers.
+// Multiplies two pairs of packed numbers.
 template <typename T>
 __device__ uint32_t multiply_pairs(uint32_t a, uint32_t b) {
   const float2 x = ptx::unpack<T>(a), y = ptx::unpack<T>(b);
   return ptx::pack<T>(x.x * y.x, x.y * y.y);
 }
 
-// Turns dP^T into dS^T.
+// Turns an element of dP^T into dS^T. Of a dropped one, which has a negative weight, only -P softmax_d is left.
 template <Features kFeatures>
 __device__ void apply_weight(float& dp, float weight, float softmax_d, const Problem& p) {
   if constexpr (kFeatures == Features::kAll) {
@@ -163,7 +163,8 @@ __device__ void apply_weight(float& dp, float weight, float softmax_d, const Pro
 // ---------------------------------------------------------------------------------------------------------------------
 // The gradient of the bias
 
-// Adds the sum over the rows of dS^T; `rows` and `keys` are how many there are from the lane's first element on.
+// Where all query rows share one row of the bias: sums dS^T over the rows, and adds that. `rows` and `keys`: how many
+// there are from the lane's first element on.
 template <int kRows, int kCols>
 __device__ void add_rows_to_dbias(const Fragment<kRows, kCols>& ds, float* target, int rows, int keys) {
 #pragma unroll
@@ -176,7 +177,7 @@ __device__ void add_rows_to_dbias(const Fragment<kRows, kCols>& ds, float* targe
   }
 }
 
-// Adds dS^T to it, if it is wanted. Without a sum, each element of it is written once.
+// Adds dS^T to dbias, if it is an output. If no two scores share an element, each is simply stored, once.
 template <typename T, int kRows, int kCols>
 __device__ void add_to_dbias(const Fragment<kRows, kCols>& ds, const BiasGradient& dbias, const Mask& mask,
                              const ScorePlace& place) {
@@ -209,7 +210,7 @@ __device__ void add_to_dbias(const Fragment<kRows, kCols>& ds, const BiasGradien
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Where P^T and dP^T are in registers together
+// For kernels that have P^T and dP^T in registers at once
 
 // Which elements of a fragment of 16 rows a lane drops.
 struct Dropped {
@@ -217,7 +218,7 @@ struct Dropped {
   __device__ bool has(int r, int c) const { return bits[r] >> c & 1; }
 };
 
-// Draws which elements are dropped.
+// Draws the random bits: finds which elements are dropped.
 template <Features kFeatures, int kCols>
 __device__ Dropped dropped_of(const Fragment<16, kCols>& s, const Problem& p, const ScorePlace& place) {
   Dropped dropped;

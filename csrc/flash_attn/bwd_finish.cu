@@ -1,7 +1,7 @@
-// After the backward: dQ, rounded from dq_accum unless the main kernel has rounded it, and zeros in dK and dV of keys
-// that no entry uses.
+// After the main kernel of the backward: rounds dQ from dq_accum, unless the main kernel has done so, and zeroes dK and
+// dV of keys that no entry uses.
 //
-// A thread takes 16 channels of a row, of dQ or of dK and dV.
+// A thread takes 16 channels, a group of DqAccum, of a row of dQ, or of dK and dV.
 #include <cstdint>
 
 #include "common/launch.h"
@@ -37,7 +37,7 @@ __device__ bool is_used(const Problem& p, const Span& key) {
   return used.first <= key.first && key.first < used.first + used.length;
 }
 
-// Rounds channels col .. col + 15 of a row; those from `cols` on do not exist.
+// Stores channels col .. col + 15 of a row, rounded; those from `cols` on do not exist. `step`: the stride of channels.
 template <typename T>
 __device__ void store_channels(T* row, const float (&values)[16], int col, int cols, int64_t step, bool aligned) {
 #pragma unroll
@@ -56,7 +56,7 @@ __device__ void store_channels(T* row, const float (&values)[16], int col, int c
   }
 }
 
-// Rounds 16 channels, from `col` on, of dQ of a token.
+// Stores 16 channels, from `col` on, of dQ of a token.
 template <typename Config>
 __device__ void finish_dq(const BwdCommonParams& p, const Span& token, int head, int col) {
   using T = typename Config::T;
@@ -81,15 +81,15 @@ __device__ void clear_unused(const BwdParams& p, const Span& key, int head, int 
   store_channels(first_token<T>(p.dv, key, head), {}, col, p.problem.head_dim_v, p.dv.head_dim, p.aligned);
 }
 
-// How many blocks share the tokens of a head.
+// How many thread blocks a head of `seqlen` tokens takes.
 template <typename Config>
 __host__ __device__ int blocks_of_head(int seqlen) {
   constexpr int kRows = Config::kRows;
   return blocks_for((int64_t{seqlen} + kRows - 1) / kRows * kRows * Config::kColumns, Config::kThreads);
 }
 
-// Calls fn(token, head, col) for a thread of block `block`. Blocks share `seqlen` tokens of `heads` heads, one head
-// after the other. Neighbouring threads take channels that lie together in dq_accum.
+// Calls fn(token, head, col) for what this thread has to do in thread block `block` of those that share `seqlen` tokens
+// of `heads` heads, one head after the other. Neighbouring threads take groups that are adjacent in dq_accum.
 template <typename Config, typename Fn>
 __device__ void for_thread(int block, int seqlen, int heads, Fn&& fn) {
   constexpr int kColumns = Config::kColumns, kRows = Config::kRows;

@@ -1,5 +1,5 @@
-// How a backward is carried out: a type for each architecture, with all that its kernels must know besides the problem.
-// bwd_planner.h chooses.
+// How a backward is carried out: for each architecture a plan with all that its kernels must know besides the problem.
+// bwd_planner.h chooses the plan.
 #pragma once
 
 #include <cstdint>
@@ -11,44 +11,46 @@ namespace flash::flash_attn {
 
 struct Interval;  // see mask.cuh
 
-// Which of a block of keys the rows see, and which rows see any of them, if there are key ranges.
+// With key ranges: which keys of a key block some row sees, and which rows see any of them.
 struct alignas(8) KeyUse {
-  int first_rows, last_rows;  // blocks of rows; others see none of the keys, nor may some between these
+  int first_rows, last_rows;  // row blocks; those outside see none of the keys, and some of those inside may not either
   uint32_t live[4];           // a bit for each key: whether some row sees it
 };
 
-constexpr int kSemaphoreRows = 32;  // a semaphore for so many rows; kernels that need one for more rows use the first
+// There is a semaphore for every kSemaphoreRows rows of a head, the fewest of any tile. A kernel with larger tiles uses
+// the first ones of each tile.
+constexpr int kSemaphoreRows = 32;
 
-// Memory through which the kernels of a call, and the blocks of one kernel, work together. Kernels that store values of
-// rows in whole blocks give each head `rows_per_head` rows, in which an entry starts at a multiple of kRowPad.
+// Memory through which the kernels of a call, and the thread blocks of one kernel, work together. Values of rows are
+// stored padded: each head has rows_per_head rows, and each entry in it starts at a multiple of kRowPad.
 struct BwdScratch {
   int64_t rows_per_head = 0;
   float* dq_accum = nullptr;  // fp32 dQ, as DqAccum lays it out
-  int* semaphores = nullptr;  // (heads of all entries, rows_per_head / kSemaphoreRows), how many blocks have added to
-                              // dQ of these rows; unused unless blocks wait
-  int* next_block = nullptr;  // (1), how many blocks of keys have been taken
-  // With key ranges, as bwd_ranges.cu finds them; where all heads have the same, for one of them.
+  int* semaphores = nullptr;  // (heads of all entries, rows_per_head / kSemaphoreRows), how many key blocks have added
+                              // to dQ of these rows; unused unless thread blocks wait
+  int* next_block = nullptr;  // (1), how many key blocks have been taken
+  // With key ranges, found by bwd_ranges.cu. If all heads have the same ranges, these are stored for one head.
   Interval* seen = nullptr;    // (heads of all entries, rows_per_head), the keys that a row sees
   KeyUse* key_uses = nullptr;  // (key heads of all entries, blocks of keys)
 };
 
-// In which order a block of keys walks over the rows that see them.
+// In which order a key block visits the row blocks that see it.
 enum class RowOrder {
   kLastFirst,
-  kFirstFirst,  // each block starts at its own diagonal
-  kRotated,     // each block starts one block of rows later than the one before
+  kFirstFirst,  // under a causal mask, each key block thus starts at its own diagonal
+  kRotated,     // each key block starts one row block later than the key block before it
 };
 
-// The part of a plan that the small kernels before and after the main one read.
+// The part of a plan that also the small kernels before and after the main one read.
 struct BwdCommonPlan {
   BwdScratch scratch;
-  int section_heads = 1;   // key heads whose blocks start together
-  bool waits = false;      // blocks wait for others before they touch the same rows of dQ: if deterministic, in the
-                           // order of their keys, or if rounds_dq
-  bool rounds_dq = false;  // the main kernel rounds dQ, and dq_accum does not start as zeros; otherwise bwd_finish.cu
+  int section_heads = 1;   // key heads of a section: see key_work in bwd_schedule.cuh
+  bool waits = false;      // thread blocks wait for one another before they touch the same rows of dQ: if the call is
+                           // deterministic, or if rounds_dq
+  bool rounds_dq = false;  // the main kernel rounds dQ, and dq_accum need not start as zeros; otherwise bwd_finish.cu
                            // rounds
-  // (heads of all entries, rows_per_head), so that copies of whole blocks can move them; null where nothing moves them.
-  // Rows that see no key, or do not exist, have +inf and 0, and with them probabilities and gradients of 0.
+  // (heads of all entries, rows_per_head), padded so that TMA can copy whole row blocks; null for bwd_sm80.cuh. Rows
+  // that see no key or do not exist have +inf and 0, which make their probabilities and gradients 0.
   float* lse_log2 = nullptr;  // log2(e) lse
   float* softmax_d = nullptr;
 };
@@ -60,9 +62,9 @@ struct BwdSm80Plan : BwdCommonPlan {
 
 struct BwdSm90Plan : BwdCommonPlan {
   static constexpr bool kPlainHasHeadDimV = true, kHasRanged = true;
-  static constexpr int kMostBiasedHeadDim = 128;  // none of bwd_sm90_wide.cuh
-  bool in_order = false;                          // deterministic: blocks add in the order of their keys
-  int blocks = 0;                                 // that share all blocks of keys, in bwd_sm90.cuh
+  static constexpr int kMostBiasedHeadDim = 128;  // bwd_sm90_wide.cuh has no such instances
+  bool in_order = false;                          // deterministic: key blocks add to dQ in the order of their keys
+  int blocks = 0;                                 // persistent thread blocks of bwd_sm90.cuh
   RowOrder row_order = RowOrder::kLastFirst;
 };
 

@@ -1,4 +1,4 @@
-// Which backward kernel takes a problem, and its plan. Pure host code, which can be tested without a GPU.
+// Chooses the backward kernel for a problem, and makes its plan. Pure host code, which can be tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -13,19 +13,19 @@
 
 namespace flash::flash_attn {
 
-// The facts besides the problem that a plan depends on.
+// What else a plan depends on.
 struct BwdHints {
   bool deterministic;
-  bool has_sm90;  // whether the kernels for sm_90 run
+  bool has_sm90;  // whether the kernels for sm_90 can run on the device
   int multiprocessors;
 };
 
 // The sizes of a plan's scratch, in elements of 4 bytes.
 struct BwdScratchSizes {
   int64_t dq_accum = 0;
-  int64_t row_values = 0;  // of lse_log2, and as many of softmax_d
+  int64_t row_values = 0;  // of lse_log2; softmax_d has as many
   int64_t semaphores = 0;
-  int64_t tiles = 0, seen = 0, key_uses = 0;  // of key ranges
+  int64_t tiles = 0, seen = 0, key_uses = 0;  // for key ranges
 
   int64_t ranges() const { return tiles + seen + key_uses; }
   int64_t total() const { return dq_accum + 2 * row_values + ranges() + semaphores + 1; }
@@ -46,7 +46,7 @@ inline int64_t padded_rows_per_head(const Problem& p) {
   return ceil_div(int64_t{p.seqlen_q}, kRowPad) * kRowPad;
 }
 
-// Rows of dq_accum lie together in eights.
+// DqAccum may group rows by eight: their number is rounded up.
 inline int64_t dq_accum_size(const Problem& p) {
   return ceil_div(heads_of_all_entries(p) * p.seqlen_q, int64_t{8}) * 8 *
          sm80_head_dims(p.head_dim, p.head_dim_v).of_keys;
@@ -56,7 +56,7 @@ inline int64_t num_semaphores(const Problem& p) {
   return heads_of_all_entries(p) * padded_rows_per_head(p) / kSemaphoreRows;
 }
 
-// Adds what key ranges take, for tiles of 32 rows and of 16 keys or more.
+// Adds the scratch for key ranges, enough for the smallest tiles of any kernel: 32 rows and 16 keys.
 inline void add_ranges(BwdScratchSizes& sizes, const Problem& p, int64_t rows_per_head) {
   if (p.ranges.data == nullptr) return;
   constexpr int kLeastRows = 32, kLeastKeys = 16;
@@ -70,32 +70,33 @@ inline void add_ranges(BwdScratchSizes& sizes, const Problem& p, int64_t rows_pe
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Order of blocks
+// Order of key blocks
 
-// Under a causal mask the blocks of the first keys take longest.
+// Whether the mask is causal on the right and open on the left: the first keys are seen by most rows and take longest.
 inline bool is_causal(const Problem& p) { return p.window_left == kUnbounded && p.window_right != kUnbounded; }
 
-// How many key heads are in a section: their blocks start together, beginning with the first keys. The blocks of one
-// head read the same rows, which stay in the L2 cache if these blocks run together. But blocks of one head wait for one
-// another, and should not start together.
+// How many key heads are in a section (key_work in bwd_schedule.cuh): their key blocks are taken together, beginning
+// with the first keys. Key blocks of one head read the same rows, which stay in the L2 cache if they run at the same
+// time. But where key blocks wait for one another, those of one head should not start together: hence many heads.
 inline int section_of_waiting_blocks(const Problem& p) { return is_causal(p) ? 16 : 8; }
 
 // The head dim of the keys in the instance for sm_90.
 inline int instance_on_sm90(const Problem& p) { return sm90_head_dims(p.head_dim, p.head_dim_v).of_keys; }
 
-// Whether the instance is that without other features.
+// Whether the instance for sm_90 is that of Features::kPlain, alignment aside.
 inline bool is_plain(const Problem& p) {
   return features_of<BwdSm90Plan>(p, has_plain_products(p)) == Features::kPlain;
 }
 
-// The bytes of q, dout and dq_accum that the blocks of a key head read and add to.
+// The bytes of q, dout and dq_accum (16, 16 and 32 bits) that the key blocks of a head read and add to.
 inline int64_t row_bytes_of_head(const Problem& p) {
   return int64_t{2} * (3 * p.head_dim + p.head_dim_v) * (p.heads / p.heads_k) * p.seqlen_q;
 }
 
-// The same if the main kernel rounds dQ: so many heads that their rows take about 8 MB, within bounds. Blocks that add
-// in the order of their keys wait longest, under a causal mask above all. With ranges, which may say causal, long rows
-// of head dim 64 took 1.7 times as long in sections of one head that handed boxes over late.
+// The same if the main kernel rounds dQ: as many heads as have rows of about 8 MB, within bounds. Key blocks that add
+// in the order of their keys wait longest, above all under a causal mask, and need more heads beside them. So do
+// instances with ranges, which may be causal: long sequences of head dim 64 took 1.7 times as long in sections of one
+// head when boxes were handed over late.
 inline int section_of_rounding_blocks(const Problem& p, bool in_order) {
   const bool causal = is_causal(p);
   const bool waits_little = instance_on_sm90(p) <= 64 && is_plain(p);
@@ -104,9 +105,9 @@ inline int section_of_rounding_blocks(const Problem& p, bool in_order) {
   return static_cast<int>(heads) * (causal ? 2 : 1);
 }
 
-// The same if no block waits: so many heads that their rows take about 32 MB, within bounds. Under a causal mask the
-// longest blocks take twice the mean, and with less than two blocks for each multiprocessor those of the last section
-// would end late.
+// The same if no key block waits: as many heads as have rows of about 32 MB, within bounds. Under a causal mask, the
+// longest key blocks take twice the mean time. A section then needs two key blocks for each SM, or else the long ones
+// of the last section would end late.
 inline int section_of_free_blocks(const Problem& p, int multiprocessors) {
   if (instance_on_sm90(p) > 128) return 8;
   int64_t heads = (32 << 20) / row_bytes_of_head(p);
@@ -117,32 +118,32 @@ inline int section_of_free_blocks(const Problem& p, int multiprocessors) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Plans
 
-// Whether the kernels for sm_90 take a problem: bwd_sm90.cuh, or bwd_sm90_wide.cuh for head dims above 128. They copy
-// aligned rows, and no empty tensors.
+// Whether the kernels for sm_90 take a problem: bwd_sm90.cuh, or bwd_sm90_wide.cuh for head dims above 128. TMA needs
+// aligned rows and tensors that are not empty.
 inline bool suits_sm90(const BwdParams& p) {
   const Problem& problem = p.problem;
   const bool empty = problem.batch == 0 || problem.heads == 0 || problem.seqlen_q == 0 || problem.seqlen_k == 0;
   return p.aligned && !empty;
 }
 
-// As in fwd_planner.h.
+// As in fwd_planner.h, for a bias without gradient.
 inline bool wants_tiled_bias(const BwdParams& p, const BwdHints& hints) {
   return hints.has_sm90 && suits_sm90(p) && p.dbias.data == nullptr && could_tile_bias<BwdSm90Plan>(p.problem);
 }
 
-// Whether bwd_sm90.cuh may choose the order of rows: plain instances have kernels for that, if no block waits. With key
-// ranges all lanes of a warp look for the next rows together, and begin with the last.
+// Whether bwd_sm90.cuh may choose the order of rows, which only plain instances are compiled for. With key ranges, the
+// lanes of a warp find the next rows together, last first. In order, all key blocks must visit rows alike.
 inline bool may_reorder_rows(const Problem& p, bool in_order) {
   return instance_on_sm90(p) <= 128 && is_plain(p) && !in_order;
 }
 
-// Up to how many keys bwd_sm90.cuh rounds dQ, of head dims up to 64, and up to 128.
+// The most keys for which bwd_sm90.cuh rounds dQ: for head dims up to 64, and up to 128.
 constexpr int kMostRoundedKeys64 = 4096, kMostRoundedKeys128 = 2048;
 
-// Whether bwd_sm90.cuh rounds dQ. That saves the time to fill dq_accum with zeros and to read it, but blocks wait for
-// one another, and all begin with the same rows: few keys gain, and many lose. Head dim 64 gains with any number of
-// keys where blocks wait anyway. Packed entries cannot: the first block stores whole boxes of rows, which would reach
-// into the next entry.
+// Whether bwd_sm90.cuh rounds dQ itself. That saves filling dq_accum with zeros and a pass that reads it, but key
+// blocks then wait for one another and all start with the same rows: it gains where there are few keys and loses where
+// there are many. Head dim 64 gains with any number of keys where key blocks wait anyway. Not for packed entries: the
+// first key block stores whole boxes of rows, which would overwrite rows of the next entry.
 inline bool rounds_dq(const Problem& p, bool in_order) {
   const int head_dim = instance_on_sm90(p);
   const int most_keys = head_dim > 128  ? 0
@@ -152,9 +153,9 @@ inline bool rounds_dq(const Problem& p, bool in_order) {
   return p.cu_seqlens_q == nullptr && p.seqlen_k <= most_keys;
 }
 
-// Blocks that add to the same rows of dQ at a time are in each other's way, so that they should not walk in step. Under
-// a mask the first rows that see its keys differ from block to block. Without one, only head dim 64 gains from other
-// rows for each block. Blocks that wait must come to the rows that all keys share in the same order.
+// Key blocks that add to the same rows of dQ at the same time contend for them, so they should start at different rows.
+// Under a mask, the first rows that see a key block differ anyway (kFirstFirst). Without one, only head dim 64 gains
+// from rotated rows. Key blocks that wait for one another must visit the rows that they share in the same order.
 inline RowOrder row_order(const Problem& p, const BwdSm90Plan& plan) {
   if (plan.waits || !may_reorder_rows(p, plan.in_order)) return RowOrder::kLastFirst;
   const bool masked = p.window_left != kUnbounded || p.window_right != kUnbounded;
@@ -163,7 +164,7 @@ inline RowOrder row_order(const Problem& p, const BwdSm90Plan& plan) {
 
 inline BwdChoice plan_bwd_sm80(const Problem& p, const BwdHints& hints) {
   BwdSm80Plan plan{};
-  plan.waits = hints.deterministic && p.seqlen_q > 0;  // without rows nothing is added, and nobody clears next_block
+  plan.waits = hints.deterministic && p.seqlen_q > 0;  // without rows, bwd_prepare does not run to clear next_block
   plan.section_heads = plan.waits ? section_of_waiting_blocks(p) : is_causal(p) ? 16 : 1;
   plan.scratch.rows_per_head = padded_rows_per_head(p);
   return {plan, {.dq_accum = dq_accum_size(p), .semaphores = plan.waits ? num_semaphores(p) : 0}};
@@ -186,7 +187,7 @@ inline BwdChoice plan_bwd_sm90(const Problem& p, const BwdHints& hints) {
            .semaphores = plan.waits ? num_semaphores(p) : 0}};
 }
 
-// Chooses how a problem is computed, and says what scratch that takes.
+// Chooses the kernel and the plan of a problem, and says how much scratch it takes.
 inline BwdChoice plan_bwd(const BwdParams& p, const BwdHints& hints) {
   BwdChoice choice =
       hints.has_sm90 && suits_sm90(p) ? plan_bwd_sm90(p.problem, hints) : plan_bwd_sm80(p.problem, hints);
@@ -194,7 +195,7 @@ inline BwdChoice plan_bwd(const BwdParams& p, const BwdHints& hints) {
   return choice;
 }
 
-// Gives a problem and its plan their scratch: memory of sizes.total() elements with any contents, aligned to 16 bytes.
+// Points a problem and its plan to their scratch: sizes.total() uninitialized elements, aligned to 16 bytes.
 inline void use_scratch(Problem& problem, BwdPlan& plan, const BwdScratchSizes& sizes, float* memory) {
   float *row_values = memory + sizes.dq_accum, *ranges = row_values + 2 * sizes.row_values;
   int* counters = reinterpret_cast<int*>(ranges + sizes.ranges());

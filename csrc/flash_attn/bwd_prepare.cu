@@ -1,11 +1,12 @@
-// Before the backward: softmax_d, the row sums of dO * O less the gradient of lse, where O is the sum of out and out_lo
-// if there is an out_lo; and the start of what the other kernels add to: zeros in dq_accum, or in dQ of rows that see
-// no key if the main kernel rounds dQ; zeros in semaphores. For the kernels for sm_90 also copies of lse and softmax_d
-// in whole blocks of rows.
+// Before the main kernel of the backward:
 //
-// kLanes threads share a row, each with kChunks times 8 channels, and load kSteps rows at a time. The rows are those of
-// BwdParams::softmax_d. Some between two entries stand for no token and get 0. Packed tokens after the last entry get
-// 0, too, but have rows in dq_accum.
+// - computes softmax_d, the row sums of dO * O less the gradient of lse, where O is out + out_lo if there is an out_lo;
+// - zeroes dq_accum or, if the main kernel rounds dQ, dQ of rows that see no key; and the semaphores and next_block;
+// - for the kernels for sm_90, stores lse and softmax_d in the padded layout of BwdScratch.
+//
+// kLanes threads share a row, each with kLaneChunks chunks of 8 channels, and load several rows at a time. The rows are
+// those of BwdParams::softmax_d. Its padding between entries stands for no token and gets 0. Packed tokens after the
+// last entry get 0, too, but do have rows in dq_accum.
 #include <cmath>
 #include <cstdint>
 
@@ -35,7 +36,7 @@ struct BwdPrepareConfig {
   static constexpr int kRows = kSteps * kStepRows;
 };
 
-// The position of row 0 of an entry among the rows of a head.
+// The position of row 0 of an entry among the rows of a head in softmax_d.
 __device__ int64_t first_position(const Problem& p, int entry) {
   return p.cu_seqlens_q != nullptr ? __ldg(p.cu_seqlens_q + entry) + int64_t{kRowPad} * entry : 0;
 }
@@ -49,11 +50,11 @@ __device__ int entry_of(const Problem& p, int outer, int64_t position) {
 // A row of softmax_d.
 struct SoftmaxDRow {
   int entry, head;
-  int row;         // in the entry; past its end if there is no token
-  bool exists;     // whether softmax_d has it
-  bool has_token;  // of an entry, or after the last entry
-  bool attends;    // has a token of an entry
-  Span span;       // of the entry
+  int row;         // in the entry; past its end if it is padding
+  bool exists;     // whether softmax_d has such a row
+  bool has_token;  // whether it is not padding: a token of an entry, or one after the last entry
+  bool attends;    // whether it is a token of an entry
+  Span span;       // the tokens of the entry
 
   __device__ SoftmaxDRow(const Problem& p, int entry, int outer, int64_t position)
       : entry(entry),
@@ -77,8 +78,8 @@ struct SoftmaxDRow {
   }
 };
 
-// Loads 8 channels of a row, from `col` on. Aligned loads have no branch, so that several can be on their way at a
-// time; channels that do not exist then have any value.
+// Loads 8 channels of a row, from `col` on. Aligned loads have no branch, so that several can be in flight; channels
+// from `cols` on then have arbitrary values.
 template <bool kAligned, typename T>
 __device__ Vec<T, 8> load_chunk(const T* row, int col, int cols, int64_t step) {
   if constexpr (kAligned) return load<8>(row + (col < cols ? col : 0));
@@ -90,7 +91,7 @@ __device__ Vec<T, 8> load_chunk(const T* row, int col, int cols, int64_t step) {
   return chunk;
 }
 
-// Adds eight channels.
+// Adds a chunk to the fp32 sum.
 template <typename T>
 __device__ void add(float (&sum)[8], const Vec<T, 8>& vec) {
   float x[8];
@@ -99,8 +100,8 @@ __device__ void add(float (&sum)[8], const Vec<T, 8>& vec) {
   for (int i = 0; i < 8; ++i) sum[i] += x[i];
 }
 
-// The sum of out * dout over the channels of a row, in each of its lanes. counts(i): whether the row has a lane's i-th
-// chunk.
+// Returns the sum of out * dout over the channels of a row, to each of its lanes. counts(i): whether the lane's i-th
+// chunk exists; if not, its values, which may be NaN, are left out.
 template <int kLanes, typename T, int kChunks, typename Counts>
 __device__ float row_sum(const float (&out)[kChunks][8], const Vec<T, 8> (&dout)[kChunks], Counts&& counts) {
   float sum = 0;
@@ -118,7 +119,7 @@ __device__ float row_sum(const float (&out)[kChunks][8], const Vec<T, 8> (&dout)
   return sum;
 }
 
-// Clears dq_accum of a row. A lane takes four floats beside those of the next lane, so that an access fills cache
+// Zeroes dq_accum of a row. Neighbouring lanes take neighbouring vectors of four floats, so that accesses fill cache
 // lines.
 template <typename Config>
 __device__ void clear_dq_accum(const BwdCommonParams& p, const SoftmaxDRow& at, int lane) {
@@ -131,7 +132,7 @@ __device__ void clear_dq_accum(const BwdCommonParams& p, const SoftmaxDRow& at, 
   }
 }
 
-// Clears dQ of a row that sees no key: the main kernel, which rounds dQ, does not come to it.
+// Zeroes dQ of a row that sees no key: where the main kernel rounds dQ, it does not visit such rows.
 template <typename Config>
 __device__ void clear_unseen_dq(const BwdCommonParams& p, const SoftmaxDRow& at, int lane) {
   using T = typename Config::T;
@@ -142,7 +143,7 @@ __device__ void clear_unseen_dq(const BwdCommonParams& p, const SoftmaxDRow& at,
   }
 }
 
-// Stores what the main kernel reads of a row in whole blocks.
+// Stores what the main kernel reads of a row in the padded layout, and zeroes the semaphore that starts there.
 __device__ void prepare_padded_row(const BwdCommonParams& p, const SoftmaxDRow& at, float lse, float softmax_d) {
   const BwdScratch& scratch = p.plan.scratch;
   const bool in_block = at.row < (at.span.length + kRowPad - 1) / kRowPad * kRowPad;
@@ -155,7 +156,7 @@ __device__ void prepare_padded_row(const BwdCommonParams& p, const SoftmaxDRow& 
   p.plan.softmax_d[index] = sees ? softmax_d : 0.f;
 }
 
-// Prepares kSteps rows, from `first` on. kExact: there is an out_lo.
+// Prepares kSteps rows, kStepRows apart, from `first` on. kExact: there is an out_lo.
 template <typename Config, int kSteps, bool kAligned, bool kExact>
 __device__ void prepare_rows(const BwdCommonParams& p, int outer, int64_t first) {
   using T = typename Config::T;
@@ -187,7 +188,7 @@ __device__ void prepare_rows(const BwdCommonParams& p, int outer, int64_t first)
     if constexpr (kExact) load(out_lo[step], at, p.out_lo);
     load(dout[step], at, p.dout);
   }
-  // Each of the first lanes finishes one of the rows.
+  // Lane i of the row's threads finishes the i-th of the kSteps rows.
   const SoftmaxDRow own(problem, own_entry, outer, position_of(lane));
   const bool finishes = lane < kSteps && own.exists;
   const float lse = finishes && own.attends ? own.value(p.softmax_lse, problem) : INFINITY;
@@ -234,7 +235,7 @@ __global__ __launch_bounds__(Config::kThreads) void bwd_prepare_kernel(const __g
   const int64_t first = int64_t{blockIdx.x % blocks_per_head} * Config::kRows + threadIdx.x / Config::kLanes;
   const bool exact = p.out_lo.data != nullptr;
   if (p.aligned && !exact) return prepare_rows<Config, Config::kSteps, true, false>(p, outer, first);
-  // With out_lo, half as many rows at a time: all of them would need more registers.
+  // With out_lo, half as many rows at a time, to save registers.
   if (p.aligned) return prepare_in_steps<Config, Config::kSteps / 2, true, true>(p, outer, first);
   exact ? prepare_in_steps<Config, 1, false, true>(p, outer, first)
         : prepare_in_steps<Config, 1, false, false>(p, outer, first);

@@ -1,6 +1,7 @@
-// Key ranges in the backward. Before the other kernels, two small ones find what rows and keys see of one another: for
-// each row the keys that it sees, for each tile of rows an interval that bounds these and one that lies in all of them;
-// then for each block of keys which tiles of rows see it, and which of its keys nobody sees.
+// Key ranges in the backward. Two small kernels run before the others. find_seen_kernel finds the interval of keys that
+// each row sees and, for each tile of rows, the smallest interval that holds these and the largest that lies in all of
+// them. find_key_uses_kernel then finds for each key block which tiles of rows see it, and which of its keys no row
+// sees.
 #include <cstdint>
 
 #include "common/launch.h"
@@ -20,7 +21,7 @@ namespace {
 constexpr int kSeenThreads = 128, kSeenWarps = kSeenThreads / 32;
 constexpr int kLiveWords = sizeof(KeyUse::live) / sizeof(uint32_t);
 
-// The parameters, with the sizes of the main kernel's tiles.
+// The kernels' parameters. Tile sizes are those of the main kernel.
 struct BwdRangesParams : BwdCommonParams {
   int tile_rows, tile_keys;
 };
@@ -28,18 +29,19 @@ struct BwdRangesParams : BwdCommonParams {
 // ---------------------------------------------------------------------------------------------------------------------
 // Intervals of keys
 
+// The neutral element of hull; intersected with anything, it stays empty.
 __device__ Interval no_keys() { return {kMaxSeqlen, -1}; }
 
 __device__ Interval hull(const Interval& a, const Interval& b) { return {min(a.first, b.first), max(a.last, b.last)}; }
 
-// The keys that a row of an entry sees; no_keys() if there are none, or no such row. `given` are its bounds.
+// The keys that a row of an entry sees; no_keys() if there are none, or no such row. `given`: its range.
 __device__ Interval seen_by(const Mask& mask, int row, const int* given) {
   if (row >= mask.seqlen_q) return no_keys();
   const Interval seen = intersection(mask.keys_seen_by(row), {__ldg(given), max(__ldg(given + 1), 0) - 1});
   return seen.empty() ? no_keys() : seen;
 }
 
-// The combination of all lanes' values.
+// Reduces the values of all lanes with fn.
 template <typename Fn>
 __device__ Interval combine_lanes(Interval x, Fn&& fn) {
 #pragma unroll
@@ -52,7 +54,7 @@ __device__ Interval combine_lanes(Interval x, Fn&& fn) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Rows
 
-// A warp takes a tile.
+// Fills BwdScratch::seen and KeyRanges::of_tiles; one warp for each tile of rows.
 __global__ __launch_bounds__(kSeenThreads) void find_seen_kernel(const __grid_constant__ BwdRangesParams p) {
   const Problem& problem = p.problem;
   const BwdScratch& scratch = p.plan.scratch;
@@ -90,7 +92,7 @@ __device__ uint32_t bits_of(const Interval& interval, int first) {
   return low_bits(interval.last + 1 - first) & ~low_bits(interval.first - first);
 }
 
-// A warp takes a block of keys.
+// Fills BwdScratch::key_uses; one warp for each key block.
 __global__ __launch_bounds__(kSeenThreads) void find_key_uses_kernel(const __grid_constant__ BwdRangesParams p) {
   const Problem& problem = p.problem;
   const BwdScratch& scratch = p.plan.scratch;
@@ -110,7 +112,7 @@ __global__ __launch_bounds__(kSeenThreads) void find_key_uses_kernel(const __gri
   const int query_heads = ranged_heads(problem) / heads, first_head = static_cast<int>(outer % heads) * query_heads;
   const auto rows_of = [&](int head) { return seen_index(problem, scratch, seq.q, entry, head); };
 
-  Interval used = no_keys();  // blocks of rows, in fact
+  Interval used = no_keys();  // an interval of row blocks: those that see the keys
   bool all_live = false;
   for (int head = first_head; head < first_head + query_heads; ++head) {
     const int4* tiles = problem.ranges.of_tiles + rows_of(head) / tile_rows;

@@ -1,8 +1,8 @@
-// Key ranges in the backward: what the main kernels read of what bwd_ranges.cu has found.
+// Key ranges in the backward: how the main kernels read what bwd_ranges.cu has found.
 //
-// A block of keys works on the tiles whose bound touches it. So the blocks of keys that add to dQ of a tile lie side by
-// side. But the tiles of a block of keys need not: it walks from the first to the last and leaves out those between
-// that do not touch it, 32 at a time.
+// A key block visits the tiles of rows whose bound (TileSeen::any) touches it. The key blocks that add to dQ of a tile
+// are thus contiguous, which AddOrder needs. The tiles that a key block visits need not be: it walks from the first to
+// the last and skips those between that do not touch it; a warp checks 32 at a time.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace flash::flash_attn {
 
-// Whether a call has key ranges, known when an instance is compiled where that is possible.
+// Whether a call has key ranges: a constant in all instances but those of kAll.
 template <Features kFeatures>
 __device__ bool has_ranges(const Problem& p) {
   return kFeatures == Features::kRanged || (kFeatures == Features::kAll && p.ranges.data != nullptr);
@@ -26,13 +26,13 @@ __device__ inline bool touches(const Interval& a, const Interval& b) { return a.
 
 // The keys that the rows of a tile see.
 struct TileSeen {
-  Interval any;  // some row sees them; and some keys between that no row sees
-  Interval all;  // all rows do, and the tile has all its rows
+  Interval any;  // from the first to the last key that some row sees; not every key between need be seen
+  Interval all;  // keys that all rows see; empty if some rows of the tile do not exist
 
   __device__ explicit TileSeen(const int4& bounds) : any{bounds.x, bounds.y - 1}, all{bounds.z, bounds.w - 1} {}
 };
 
-// The intervals of two adjacent rows of BwdScratch::seen, the first of which has an even number.
+// The intervals of two adjacent rows of BwdScratch::seen in one 16-byte load: the index of the first must be even.
 __device__ inline int4 seen_by_two(const Interval* rows) { return *reinterpret_cast<const int4*>(rows); }
 
 // The index of a block of keys among BwdScratch::key_uses.

@@ -1,4 +1,4 @@
-// The small kernels of the backward before and after the main one.
+// The small kernels that run before and after the main kernel of the backward.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,16 +7,17 @@
 
 namespace flash::flash_attn {
 
-// Finds what rows and keys see of one another, for tiles of these sizes; needed with key ranges.
+// With key ranges: finds which keys each row and tile of rows sees, and which rows see each key block, for a main
+// kernel with tiles of these sizes (bwd_ranges.cu).
 void run_bwd_ranges(const BwdCommonParams& p, int tile_rows, int tile_keys, cudaStream_t stream);
 
-// Computes softmax_d, and starts what the main kernel adds to.
+// Computes softmax_d, and initializes what the main kernel reads, adds to and counts in (bwd_prepare.cu).
 void run_bwd_prepare(const BwdCommonParams& p, cudaStream_t stream);
 
-// Rounds dQ, unless the main kernel has, and clears dK and dV of keys that no entry uses.
+// Rounds dQ, unless the main kernel has, and zeroes dK and dV of keys that no entry uses (bwd_finish.cu).
 void run_bwd_finish(const BwdCommonParams& p, cudaStream_t stream);
 
-// All that comes before a main kernel with tiles of these sizes.
+// All that runs before a main kernel with tiles of these sizes.
 inline void run_before_bwd(const BwdCommonParams& p, int tile_rows, int tile_keys, cudaStream_t stream) {
   if (p.problem.ranges.data != nullptr) run_bwd_ranges(p, tile_rows, tile_keys, stream);
   run_bwd_prepare(p, stream);

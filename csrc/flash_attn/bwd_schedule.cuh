@@ -1,4 +1,5 @@
-// Which keys a block of the backward works on, and how many blocks add to the same rows of dQ before it.
+// Which keys a thread block of the backward works on, and how many key blocks must add to the same rows of dQ before
+// it.
 #pragma once
 
 #include <cstdint>
@@ -13,23 +14,25 @@
 
 namespace flash::flash_attn {
 
-// A block of the keys of an entry, in one key head.
+// A key block: block `block` of the keys of an entry, in one key head.
 struct KeyWork {
   int entry, head_k;
   int block;
 };
 
-// How many blocks a key head has in an entry or, if packed, in all entries together: as many as any lengths need.
+// How many key blocks a key head has in an entry or, if packed, in all entries together. The host does not know the
+// lengths of packed entries, so there are as many as any lengths could need; some then do not exist.
 __host__ __device__ inline int blocks_per_head(const Problem& p, int block_keys) {
   return p.cu_seqlens_k ? p.seqlen_k / block_keys + p.batch : blocks_for(p.seqlen_k, block_keys);
 }
 
-// How many key heads all entries have; packed entries share theirs.
+// Key heads of all dense entries; packed entries count as one.
 __host__ __device__ inline int64_t num_key_heads(const Problem& p) {
   return int64_t{p.heads_k} * (p.cu_seqlens_k != nullptr ? 1 : p.batch);
 }
 
-// Blocks come in sections of key heads; in a section, those of the first keys come first.
+// The key block with a given index. Sections of section_size key heads follow one another; in a section come first the
+// first key blocks of all its heads, then the second ones, and so on.
 template <int kBlockN>
 __device__ KeyWork key_work(const Problem& p, int section_size, int block) {
   const int per_head = blocks_per_head(p, kBlockN), heads = static_cast<int>(num_key_heads(p));
@@ -38,13 +41,13 @@ __device__ KeyWork key_work(const Problem& p, int section_size, int block) {
   const int head = section * section_size + place % section_heads, index = place / section_heads;
 
   if (p.cu_seqlens_k == nullptr) return {head / p.heads_k, head % p.heads_k, index};
-  // The blocks of entry b start at cu_seqlens_k[b] / kBlockN + b.
+  // The key blocks of entry b start at cu_seqlens_k[b] / kBlockN + b: as in entry_of_slot (schedule.cuh).
   const auto start_of = [&](int entry) { return __ldg(p.cu_seqlens_k + entry) / kBlockN + entry; };
   const int entry = last_entry_from(p.batch, index, start_of);
   return {entry, head, index - start_of(entry)};
 }
 
-// How many blocks of keys a problem has.
+// How many key blocks a problem has.
 template <int kBlockN>
 int key_blocks(const Problem& p) {
   const int64_t blocks = blocks_per_head(p, kBlockN) * num_key_heads(p);
@@ -54,15 +57,15 @@ int key_blocks(const Problem& p) {
   return static_cast<int>(blocks);
 }
 
-// The place of a block among those that add to dQ of the same rows, in the order of their keys. A semaphore counts how
-// many have added. Blocks take their keys from a counter (BwdScratch::next_block), in the order of key_work, so that a
-// block waits only for keys that a running block has taken, however few blocks run at a time.
+// The place of a key block among those that add to dQ of a row block, in the order of their keys. A semaphore counts
+// how many have added. There is no deadlock: thread blocks take key blocks from a counter (BwdScratch::next_block) in
+// the order of key_work, so a thread block waits only for key blocks that running thread blocks have already taken.
 template <int kBlockM, int kBlockN>
 struct AddOrder {
-  int before;  // how many blocks of earlier keys add to the rows
-  bool last;   // whether no block of later keys does
+  int before;  // how many key blocks with earlier keys add to the rows
+  bool last;   // whether none with later keys does
 
-  // keys: those that the rows see.
+  // keys: from the first to the last that the rows see. All key blocks between add, even if their dQ is 0.
   __device__ AddOrder(const Interval& keys, int key_block)
       : before(key_block - keys.first / kBlockN), last(key_block == keys.last / kBlockN) {}
 

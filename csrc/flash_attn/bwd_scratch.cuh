@@ -1,4 +1,4 @@
-// How the three kernels of the backward find what they leave for one another.
+// Where the kernels of the backward find in memory what they leave for one another.
 #pragma once
 
 #include <cstdint>
@@ -9,16 +9,16 @@
 
 namespace flash::flash_attn {
 
-// Blocks of `size` that hold `count` of something.
+// How many blocks of `size` elements hold `count` elements.
 __host__ __device__ inline int blocks_for(int64_t count, int size) {
   return static_cast<int>((count + size - 1) / size);
 }
 
-// Batch entries as tensors have them: packed ones are one.
+// The size of the batch dimension of tensors: packed entries have none, and count as 1.
 __host__ __device__ inline int64_t num_entries(const Problem& p) { return p.cu_seqlens_q != nullptr ? 1 : p.batch; }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// BwdParams::softmax_d, which the caller sees
+// BwdParams::softmax_d, an output, with room for kRowPad more rows after each packed entry
 
 __host__ __device__ inline int64_t softmax_d_per_head(const Problem& p) {
   if (p.cu_seqlens_q != nullptr) return p.seqlen_q + int64_t{kRowPad} * p.batch;
@@ -36,15 +36,15 @@ __device__ inline float* softmax_d_of(const BwdParams& p, const Span& q, int ent
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// Rows in whole blocks, as BwdScratch has them
+// Rows in the padded layout of BwdScratch
 
-// The place of row 0 of an entry in a head. Packed entries start at whole blocks of kRowPad.
+// Where row 0 of an entry is within a head. Packed entries start at multiples of kRowPad.
 __device__ inline int64_t padded_start(const Problem& p, int64_t first_token, int entry) {
   constexpr int64_t kPad = kRowPad;
   return p.cu_seqlens_q != nullptr ? first_token / kPad * kPad + kPad * entry : 0;
 }
 
-// Index of row 0 of an entry.
+// Index of row 0 of an entry, all heads counted.
 __device__ inline int64_t padded_row_index(const Problem& p, const BwdScratch& scratch, const Span& q, int entry,
                                            int head) {
   const int64_t first = padded_start(p, q.first, entry);
@@ -55,14 +55,15 @@ __device__ inline int64_t padded_row_index(const Problem& p, const BwdScratch& s
 __host__ __device__ inline int ranged_heads(const Problem& p) { return p.ranges.heads == 0 ? 1 : p.heads; }
 __host__ __device__ inline int ranged_key_heads(const Problem& p) { return p.ranges.heads == 0 ? 1 : p.heads_k; }
 
-// The same in BwdScratch::seen; divided by the rows of a tile, in KeyRanges::of_tiles.
+// Index of row 0 of an entry in BwdScratch::seen. Divided by the rows of a tile, it is an index into
+// KeyRanges::of_tiles.
 __device__ inline int64_t seen_index(const Problem& p, const BwdScratch& scratch, const Span& q, int entry, int head) {
   const int own_head = p.ranges.heads == 0 ? 0 : head;
   return (q.batch * ranged_heads(p) + own_head) * scratch.rows_per_head + padded_start(p, q.first, entry);
 }
 
-// The first semaphore of a block of rows that starts at an index; a block of 64 rows or more has a second one beside
-// it.
+// The first semaphore of the row block that starts at a padded index. A row block of 64 rows or more also owns the next
+// one.
 __device__ inline int* semaphore_at(const BwdScratch& scratch, int64_t padded_index) {
   return scratch.semaphores + padded_index / kSemaphoreRows;
 }

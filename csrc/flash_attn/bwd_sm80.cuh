@@ -1,29 +1,30 @@
-// Attention, backward, for every GPU since sm_80. With P recomputed from lse, and softmax_d from bwd_prepare.cu:
+// Attention, backward, for every GPU from sm_80 on. With P recomputed from lse, softmax_d from bwd_prepare.cu, p the
+// probability of dropout, and Z 1 where it keeps an element and 0 elsewhere:
 //
 //   S = Q K^T              P = exp(score(S) - lse)                      dV = (P Z / (1 - p))^T dO
 //   dP = dO V^T Z / (1-p)  dS = P (dP - softmax_d) dscore/dS            dK = dS^T Q,  dQ = dS K
 //
-// A block takes kBlockN keys of a key head and walks over the query rows that see them, kBlockM at a time, of every
-// query head that shares the key head. dK and dV stay in registers; dQ is added to dq_accum, fp32 in global memory,
-// which bwd_finish.cu rounds.
+// A thread block takes a key block, kBlockN keys of a key head, and visits the query rows that see them, kBlockM at a
+// time, of every query head that shares the key head. dK and dV stay in registers; dQ is added to dq_accum, fp32 in
+// global memory, which bwd_finish.cu rounds.
 //
-// Reads from shared memory are the bottleneck, so the kernel makes few of them. Tiles are transposed: a warp computes
-// S^T for 32 keys. This fragment, exponentiated and rounded, is the left operand of dV, and needs no detour through
-// memory. That takes many registers. So two teams of four warps divide the work; they do the same with other operands:
+// Reads of shared memory are the bottleneck, so the kernel makes few of them. Tiles are transposed: a warp computes S^T
+// for 32 keys. This fragment, exponentiated and rounded, is in registers the left operand of dV. That takes many
+// registers, so two teams of four warps divide the work, each with two products of the same shapes:
 //
 //   value team    S^T = K Q^T     P^T                    dV += P^T dO
 //   key team      dP^T = V dO^T   dS^T from P^T          dK += dS^T Q
 //
-// A warp hands P^T to its partner in the other team, lane by lane, in the place in shared memory where dS^T will be.
-// It is negative where dropout dropped the element. The two teams share dQ = dS K of the row block before: the value
-// team computes its half after P^T, the key team before dP^T. So the tensor cores are busy while one team computes
-// exponentials or the other its elementwise step. Where the channels of 32 keys do not fit the registers
-// (head_dim > 128), pairs of warps divide the channels, and P^T and dS^T pass through shared memory.
+// A warp hands P^T, negative where dropout drops, to its partner in the other team through shared memory; the partner
+// overwrites it with dS^T. The two teams share dQ = dS K, which is computed one step late: the value team computes its
+// half after P^T, the key team before dP^T. So the tensor cores are busy while one team computes exponentials or the
+// other its elementwise step. Where dV or dK of 32 keys does not fit the registers (head_dim > 128), pairs of warps
+// divide the channels, and P^T and dS^T pass through shared memory to reach both.
 //
-// The next rows are loaded during the computation. Beyond 256 channels there is room for one tile of rows, and dQ is
-// computed in the step of its rows: last, while the next rows are loaded. Deterministic: blocks add to the same rows of
-// dQ in the order of their keys. They take their keys from a counter in this order, so that a block waits only for keys
-// that a running block has taken, however few blocks run at a time.
+// The next rows are loaded during the computation. Beyond 256 channels there is room for one tile of rows only, and dQ
+// is computed in the step of its own rows: last, while the next rows are loaded.
+//
+// Deterministic: thread blocks add to the same rows of dQ in the order of their keys (AddOrder).
 #pragma once
 
 #include <cstdint>
@@ -66,20 +67,20 @@ struct BwdConfig {
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys, kWarpKeys = kTile.warp_keys, kStages = kTile.stages;
   static constexpr int kTeamWarps = kTile.team_warps, kWarps = 2 * kTeamWarps;
   static constexpr int kTeamThreads = 32 * kTeamWarps, kThreads = 32 * kWarps, kPairThreads = 64;
-  static constexpr int kSplits = kTeamWarps * kWarpKeys / kBlockN;  // warps of a team that divide the same keys' work
-  static constexpr int kWarpRows = kBlockM / kSplits;               // of S^T and dP^T, per warp
-  static constexpr int kWarpDim = kHeadDim / kSplits;               // of dV and dK, per warp
+  static constexpr int kSplits = kTeamWarps * kWarpKeys / kBlockN;  // warps of a team that share the same keys
+  static constexpr int kWarpRows = kBlockM / kSplits;               // query rows of a warp's S^T or dP^T
+  static constexpr int kWarpDim = kHeadDim / kSplits;               // channels of a warp's dV or dK
   static constexpr int kPageCols = kHeadDim % 64 == 0 ? 64 : 32;    // of a SharedTile
-  static constexpr int kDqRows = kPageCols * kBlockM >= kWarps * 16 * 32 ? 32 : 16;  // of dQ, per warp
+  static constexpr int kDqRows = kPageCols * kBlockM >= kWarps * 16 * 32 ? 32 : 16;  // rows of a warp's share of dQ
   static constexpr int kDqShares = kWarps * kDqRows / kBlockM;  // warps that divide the channels of the same rows
-  static constexpr bool kDelaysDq = kHeadDim <= 256;            // dQ of a step is computed in the next
-  static constexpr int kDqParts = kDelaysDq ? 1 : kHeadDim / kDqShares / 64;  // which a warp computes one by one
+  static constexpr bool kDelaysDq = kHeadDim <= 256;            // dQ of a step is computed in the next one
+  static constexpr int kDqParts = kDelaysDq ? 1 : kHeadDim / kDqShares / 64;  // parts of a share, computed one by one
   static constexpr int kDqDim = kHeadDim / kDqShares / kDqParts;
   static_assert(kBlockN % kWarpKeys == 0 && kTeamWarps * kWarpKeys % kBlockN == 0);
   static_assert(kThreads >= 2 * kBlockM, "a thread loads one row value");
 };
 
-// A block of query rows in one of the heads that share the key head.
+// A row block: block `block` of the query rows, in one of the heads that share the key head.
 struct RowBlock {
   int head, block;
 
@@ -98,21 +99,21 @@ struct BwdShared {
   struct Nothing {};
   using Weights = SharedTile<T, kBlockN, kBlockM>;
 
-  SharedTile<T, kBlockN, kHeadDim> k, v;  // at the end dK and dV
+  SharedTile<T, kBlockN, kHeadDim> k, v;  // at the end, dK and dV on their way out
   SharedTile<T, kBlockM, kHeadDim> q[Config::kStages], dout[Config::kStages];
-  Weights ds[Config::kDelaysDq ? 2 : 1];  // P^T on its way to the key team, then dS^T
+  Weights ds[Config::kDelaysDq ? 2 : 1];  // P^T for the key team, then dS^T; two stages, as dQ is a step late
   [[no_unique_address]] std::conditional_t<Config::kSplits == 1, Nothing, Weights> p;  // P^T, for dV
   alignas(16) float lse[Config::kStages][kBlockM];
   float softmax_d[Config::kStages][kBlockM];
   KeyWork work;  // this and all below are in shared memory because the loop has no registers to spare
   Sequence seq;
-  Interval live_rows;         // rows that see some key; others are read as zeros: a product would spread NaN in them
-  Interval live_keys;         // keys that some row sees; likewise
-  Interval keys;              // the keys of the block
-  Interval row_blocks;        // the blocks of rows that see some of these keys; with key ranges some between may not
-  const uint32_t* live_bits;  // with key ranges in place of live_keys: see KeyUse
+  Interval live_rows;   // rows that see some key; others are loaded as zeros, since products would spread their NaN
+  Interval live_keys;   // keys that some row sees; likewise
+  Interval keys;        // the keys of the key block
+  Interval row_blocks;  // from the first to the last that see some of these; with key ranges, some between may not
+  const uint32_t* live_bits;  // with key ranges, in place of live_keys: KeyUse::live
   struct Turn {
-    RowBlock previous, rows;  // see sync_in_turn; a head of -1 means none
+    RowBlock previous, rows;  // see sync_in_turn; head -1: none
   } turn;
 };
 
@@ -124,11 +125,11 @@ using KeySum = Fragment<Config::kWarpKeys, Config::kWarpDim>;  // dV or dK
 // ---------------------------------------------------------------------------------------------------------------------
 // Which warp does what
 
-// The share of a warp in the block's products. It is computed again wherever it is used: otherwise the compiler would
-// keep it, and all addresses that follow from it, in registers.
+// The share of a warp in the products. It is constructed anew wherever it is used: otherwise the compiler would keep
+// it, and all addresses that follow from it, in registers.
 template <typename Config>
 struct Share {
-  int warp = __shfl_sync(~0u, warp_id(), 0);                // so the compiler knows that all lanes have the same
+  int warp = __shfl_sync(~0u, warp_id(), 0);                // tells the compiler that all lanes have the same value
   bool sums_dv = warp < Config::kTeamWarps;                 // a warp of the value team
   int member = warp % Config::kTeamWarps;                   // partners in the two teams have the same
   int key0 = member / Config::kSplits * Config::kWarpKeys;  // of S^T, dV and dK
@@ -137,9 +138,9 @@ struct Share {
   int dq_row0 = warp / Config::kDqShares * Config::kDqRows;
   int dq_dim0 = warp % Config::kDqShares * (Config::kPageCols / Config::kDqShares);  // in every page
 
-  // Named barriers. 1 .. 4: partners wait for each other when the value team has stored its weights, although only the
-  // key team needs to: head dim 192 is faster so, and compute-sanitizer's racecheck understands it. 5, 6: the warps of
-  // a team wait for one another.
+  // Named barriers. 1 .. 4: partners meet when the value team has stored its weights. Only the key team would need to
+  // wait, but head dim 192 is faster this way, and compute-sanitizer's racecheck understands it. 5, 6: the warps of a
+  // team meet.
   __device__ int partner_barrier() const { return 1 + member; }
   __device__ int team_barrier() const { return 5 + sums_dv; }
 };
@@ -147,7 +148,7 @@ struct Share {
 // ---------------------------------------------------------------------------------------------------------------------
 // Loads
 
-// Rows that read as zeros unless is_live(index of the row): see load.cuh.
+// With key ranges: rows, as tile/load.cuh takes them, that are loaded as zeros unless is_live(index of the row).
 template <typename T, typename IsLive>
 struct LiveRows {
   T* data;
@@ -172,8 +173,8 @@ __device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Da
   }
 }
 
-// Starts to load the rows from row0 on of a span; rows outside of `live` and columns from `cols` on read as zeros. With
-// key ranges is_live(row), counted from row0, says which rows do not.
+// Starts to load the rows of a span from row0 on. Rows outside of `live` are loaded as zeros or, with key ranges, those
+// for which is_live(row), counted from row0, is false; so are columns from `cols` on.
 template <typename Config, typename Tile, typename Data, typename IsLive>
 __device__ void load_tile(Tile& tile, const BwdSm80Params& p, const TensorRef<Data>& x, int cols, const Span& span,
                           int head, int row0, const Interval& live, const IsLive& is_live) {
@@ -197,7 +198,7 @@ __device__ void load_keys(BwdShared<Config>& shared, const BwdSm80Params& p) {
   load(shared.v, p.v, head_dim_v<Config::kPlain>(p.problem));
 }
 
-// With key ranges: the keys that rows see, from row 0 of the entry on, and those that tiles see.
+// With key ranges: the intervals of keys that rows see, from row 0 of the entry on, and those that a tile of rows sees.
 template <typename Config>
 __device__ int64_t seen_index(const BwdShared<Config>& shared, const BwdSm80Params& p, int head) {
   return seen_index(p.problem, p.plan.scratch, shared.seq.q, shared.work.entry, head);
@@ -211,7 +212,7 @@ __device__ TileSeen seen_by_tile(const BwdShared<Config>& shared, const BwdSm80P
   return TileSeen(__ldg(p.problem.ranges.of_tiles + seen_index(shared, p, rows.head) / Config::kBlockM + rows.block));
 }
 
-// Starts to load Q, dO, lse and softmax_d of a block of rows.
+// Starts to load Q, dO, lse and softmax_d of a row block.
 template <typename Config>
 __device__ void load_rows(BwdShared<Config>& shared, int stage, const BwdSm80Params& p, const RowBlock& rows) {
   constexpr int kBlockM = Config::kBlockM;
@@ -269,7 +270,7 @@ struct Pairs {
   }
 };
 
-// Where a warp's part of S^T lies.
+// Where a warp's part of S^T lies among the scores.
 template <typename Config>
 __device__ ScorePlace place_of(const BwdShared<Config>& shared, const Share<Config>& share, const RowBlock& rows) {
   return {.entry = shared.work.entry,
@@ -279,7 +280,7 @@ __device__ ScorePlace place_of(const BwdShared<Config>& shared, const Share<Conf
           .row0 = rows.block * Config::kBlockM + share.row0};
 }
 
-// Turns S^T into P^T, negative where dropped. For softcap, leaves dscore/dS in `slopes`.
+// Turns S^T into P^T, negative where dropped. With softcap, leaves its derivative dscore/dS in the tile of `slopes`.
 template <typename Config, typename Tile>
 __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, const BwdShared<Config>& shared,
                               const BwdSm80Params& p, const Share<Config>& share, const RowBlock& rows, int stage) {
@@ -306,13 +307,15 @@ __device__ void probabilities(Scores<Config>& s, const Pairs<Tile>& slopes, cons
   };
   make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, mask, place, hide, [&](int c) {
     const float2 lse = *reinterpret_cast<const float2*>(&shared.lse[stage][share.row0 + s.col(c)]);
-    // Rounded, as lse of the maximum was: the exact product is not what the scores of the largest numbers come to.
+    // __fmul_rn keeps the compiler from fusing this into an FMA: the forward rounded log2(e) times the maximum, too,
+    // and for scores near the largest numbers, the exact product would differ from it noticeably.
     return float2{__fmul_rn(lse.x, kLog2e), __fmul_rn(lse.y, kLog2e)};
   });
   if constexpr (Config::kFeatures == Features::kAll) negate_dropped(s, p.problem, place);
 }
 
-// Gives the weights P^T dscore/dS, negative where dropped, to the key team. Keeps P^T, with zeros where dropped.
+// Stores the weights P^T dscore/dS, negative where dropped, for the key team, in the tile that holds dscore/dS. Leaves
+// P^T in `probabilities`, 0 where dropped.
 template <typename Config, typename Packed, typename Tile>
 __device__ void hand_over(Packed& probabilities, const Pairs<Tile>& weights, const Problem& p) {
   using T = typename Config::T;
@@ -328,7 +331,7 @@ __device__ void hand_over(Packed& probabilities, const Pairs<Tile>& weights, con
                 [&](int r, int i) { probabilities.pair(r, i) = ptx::clamp_below<T>(probabilities.pair(r, i)); });
 }
 
-// Turns dP^T into dS^T, with the weights that the value team has left.
+// Turns dP^T into dS^T, with the weights that the value team has stored.
 template <typename Config, typename Tile>
 __device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const Problem& p, const float* softmax_d) {
 #pragma unroll
@@ -344,21 +347,21 @@ __device__ void gradients(Scores<Config>& s, const Pairs<Tile>& weights, const P
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// The way over the rows
+// The order of row blocks
 
 template <typename Config>
 __device__ int end_head(const BwdShared<Config>& shared, const BwdSm80Params& p) {
   return (shared.work.head_k + 1) * (p.problem.heads / p.problem.heads_k);
 }
 
-// With key ranges: whether the block leaves out some rows on its way.
+// With key ranges: whether a row block sees none of the keys and is skipped.
 template <typename Config>
 __device__ bool leaves_out(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
   return has_ranges<Config::kFeatures>(p.problem) && rows.head < end_head(shared, p) &&
          !touches(seen_by_tile(shared, p, rows).any, shared.keys);
 }
 
-// The rows that the block starts with, and those after and before others. After the last come those of the end_head.
+// The first row block to visit, and those after and before another one. After the last comes one with head end_head.
 template <typename Config>
 __device__ RowBlock next_rows(const BwdShared<Config>& shared, const BwdSm80Params& p, RowBlock rows) {
   do {
@@ -382,7 +385,7 @@ __device__ RowBlock first_rows(const BwdShared<Config>& shared, const BwdSm80Par
 // ---------------------------------------------------------------------------------------------------------------------
 // dQ
 
-// Adds dQ = dS K, this warp's share of it: for the block of rows before `rows` if dQ is delayed, otherwise for `rows`.
+// Adds this warp's share of dQ = dS K: for the row block before `rows` if dQ is a step late, otherwise for `rows`.
 template <typename Config>
 __device__ void add_dq(const BwdShared<Config>& shared, const BwdSm80Params& p, const Share<Config>& share,
                        const RowBlock& rows, int parity) {
@@ -414,7 +417,7 @@ __device__ void add_dq(const BwdShared<Config>& shared, const BwdSm80Params& p, 
   }
 }
 
-// The semaphore of a block of rows. It counts the blocks that have added their dQ.
+// The semaphore of a row block. It counts the key blocks that have added their dQ.
 template <typename Config>
 __device__ int* semaphore_of(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
   const BwdScratch& scratch = p.plan.scratch;
@@ -422,7 +425,7 @@ __device__ int* semaphore_of(const BwdShared<Config>& shared, const BwdSm80Param
   return semaphore_at(scratch, first + rows.block * Config::kBlockM);
 }
 
-// Waits until all blocks with earlier keys have added their dQ to the rows. One thread calls it.
+// Waits until all key blocks with earlier keys have added their dQ to the rows. One thread calls it.
 template <typename Config>
 __device__ void await_turn(const BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows) {
   using Order = AddOrder<Config::kBlockM, Config::kBlockN>;
@@ -433,10 +436,9 @@ __device__ void await_turn(const BwdShared<Config>& shared, const BwdSm80Params&
   ptx::wait_semaphore(semaphore_of(shared, p, rows), order.before);
 }
 
-// Synchronises the block before a step, or where dQ is not delayed before dQ of a step. The next dQ to add is that of
-// turn.rows, if there are any: waits for the block's turn there. All warps have added dQ of turn.previous: gives the
-// turn there to the next block. (Not inlined, so that the loop needs no more registers and instructions than without
-// turns.)
+// Synchronizes the thread block just before it adds the next dQ, that of turn.rows: waits for its turn there. By then
+// all warps have added dQ of turn.previous: passes the turn there on to the next key block. Then advances both. (Not
+// inlined, so that the loop needs no more registers and instructions than without turns.)
 template <typename Config>
 __noinline__ __device__ void sync_in_turn(BwdShared<Config>& shared, const BwdSm80Params& p) {
   auto& [previous, rows] = shared.turn;
@@ -451,7 +453,8 @@ __noinline__ __device__ void sync_in_turn(BwdShared<Config>& shared, const BwdSm
 // ---------------------------------------------------------------------------------------------------------------------
 // dV and dK
 
-// Adds the team's product of a step to dV or dK.
+// Adds the team's product of a step to dV or dK. If pairs of warps divide the channels, the left operand passes through
+// shared memory.
 template <typename Config, typename Packed>
 __device__ void add_product(KeySum<Config>& sum, const Packed& left, BwdShared<Config>& shared,
                             const Share<Config>& share, int stage, int parity) {
@@ -465,14 +468,13 @@ __device__ void add_product(KeySum<Config>& sum, const Packed& left, BwdShared<C
   }
 }
 
-// The same, or without turns where blocks do not wait for one another.
+// sync_in_turn, or a mere barrier if thread blocks do not wait for one another.
 template <typename Config>
 __device__ void sync_step(BwdShared<Config>& shared, const BwdSm80Params& p) {
   p.plan.waits ? sync_in_turn(shared, p) : __syncthreads();
 }
 
-// A step: adds the products of a block of rows to dV or dK, and, if it is delayed, dQ of the block before. Scores stay
-// in registers.
+// A step: adds the products of a row block to dV or dK and, if dQ is a step late, dQ of the row block before.
 template <typename Config>
 __device__ void add_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum, const RowBlock& rows,
                          int step) {
@@ -504,7 +506,7 @@ __device__ void add_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeyS
   add_product(sum, left, shared, share, stage, parity);
 }
 
-// After the last step: adds its dQ if that is delayed, and gives away the turn there.
+// After the last step: adds its dQ if that is a step late, and passes on the turn there.
 template <typename Config>
 __device__ void end_steps(BwdShared<Config>& shared, const BwdSm80Params& p, const RowBlock& rows, int steps) {
   if constexpr (Config::kDelaysDq) {
@@ -517,7 +519,7 @@ __device__ void end_steps(BwdShared<Config>& shared, const BwdSm80Params& p, con
   }
 }
 
-// The value team sums dV, and the key team dK / softmax_scale, of the block's keys over the rows that see them.
+// Visits all rows that see the key block's keys: the value team sums dV, and the key team dK / softmax_scale.
 template <typename Config>
 __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeySum<Config>& sum) {
   const Interval& blocks = shared.row_blocks;
@@ -534,7 +536,8 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, Key
   for (; exist(step, rows); ++step) {
     ptx::commit_copies();
     ptx::wait_copies<0>();
-    // The rows are here, and no warp reads the rows before them, or their dS, any more.
+    // The rows have arrived, and no warp reads the rows of the stage to be filled next any more, or the dS to be
+    // overwritten.
     Config::kDelaysDq ? sync_step(shared, p) : __syncthreads();
     if constexpr (Config::kStages > 1) {
       const RowBlock next = next_rows(shared, p, rows);
@@ -548,7 +551,7 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, Key
         load_rows(shared, 0, p, rows);
       }
     } else {
-      sync_step(shared, p);  // dS is here, and no warp reads the rows any more
+      sync_step(shared, p);  // dS is complete, and no warp reads the rows any more
       const RowBlock next = next_rows(shared, p, rows);
       if (exist(step + 1, next)) load_rows(shared, 0, p, next);
       add_dq(shared, p, Share<Config>(), rows, 0);
@@ -558,7 +561,7 @@ __device__ void walk_rows(BwdShared<Config>& shared, const BwdSm80Params& p, Key
   end_steps(shared, p, rows, step);
 }
 
-// Rounds dV or dK, times `factor`, to global memory, by way of a tile that nobody reads any more.
+// Stores dV or dK times `factor`, rounded, by way of a tile that no warp reads any more.
 template <typename Config, typename Tile>
 __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const BwdShared<Config>& shared,
                           const Share<Config>& share, const BwdSm80Params& p, const TensorRef<>& x, int cols) {
@@ -583,7 +586,7 @@ __device__ void store_sum(Tile& tile, KeySum<Config>& sum, float factor, const B
 
 // ---------------------------------------------------------------------------------------------------------------------
 
-// Finds the block's keys, and the rows that see them. One thread calls it.
+// Finds the key block, and the rows that see it. One thread calls it.
 template <typename Config>
 __device__ void find_work(BwdShared<Config>& shared, const BwdSm80Params& p) {
   const int index = p.plan.waits ? atomicAdd(p.plan.scratch.next_block, 1) : blockIdx.x;

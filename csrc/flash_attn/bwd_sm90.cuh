@@ -1,27 +1,37 @@
-// Attention, backward, for sm_90: what bwd_sm80.cuh computes, of the same pieces, around the instructions of Hopper.
+// Attention, backward, for sm_90 and head dims up to 128: the computation of bwd_sm80.cuh, with TMA copies and wgmma
+// products.
 //
-// A block takes 128 keys of a key head and walks over the rows that see them, kBlockM at a time, of every query head
-// that shares the key head: the last rows first, or where no block waits for another in an order that keeps blocks from
-// adding to the same rows at a time (RowOrder). Each of two warpgroups has 64 of the keys, and sums their dV and dK in
-// registers. Products are transposed, so that what is exponentiated is the left operand of the next product:
+// Warp-specialized and persistent: a thread block takes one key block of 128 keys of a key head after another. For
+// each, it visits the rows that see these keys, kBlockM at a time, of every query head that shares the key head. Each
+// of the two consumer warpgroups (0 and 1, bwd_sm90_steps.cuh) has 64 of the keys, and sums their dV and dK in
+// registers. Products are transposed, so that the scores of one product are, in registers, the left operand of the
+// next:
 //
 //   S^T = K Q^T    P^T     dV += P^T dO          from registers
 //   dP^T = V dO^T  dS^T    dK += dS^T Q          likewise
-//                          dQ = dS K             from shared memory, where both warpgroups have stored their part of dS
+//                          dQ = dS K             from shared memory, where each warpgroup stores its part of dS
 //
-// and a warpgroup computes half of dQ: of its channels, or of its rows. With tiles of 128 rows the second warpgroup
-// works half a step behind the first, so that one multiplies while the other exponentiates; and dQ is that of the rows
-// before, so that neither waits for the other's dS. The half goes to a box in shared memory, and a copy adds it to
-// dq_accum, which starts as zeros and which bwd_finish.cu rounds. The warpgroup gives its box to the copy when it has
-// started the first products of the next rows (kHandsOverLate), so that it need not wait for its own stores. Where it
-// is faster (rounds_dq in bwd_planner.h), blocks wait for one another instead: the block with the first keys that the
-// rows see stores its half, others add theirs, and the block with the last keys copies dq_accum to its box, adds its
-// half and rounds.
+// Each warpgroup computes half of dQ: half of the rows if kBlockM is 128, else half of the channels. With 128 rows the
+// warpgroups are staggered: the second works half a step behind the first, so that one multiplies while the other
+// computes exponentials; and dQ is computed one step late, so that neither waits for the other's dS.
 //
-// A third warpgroup has few registers and starts the copies: one warp copies K, V, Q and dO, and two warps each copy a
-// half of dQ. With tiles of 64 rows, the fourth warp waits for other blocks in place of these two. When its rows are
-// done, a block takes other keys, which are copied while it stores dV and dK. Deterministic: blocks add to the same
-// rows in the order of their keys (AddOrder).
+// A warpgroup stores its half of dQ in a box in shared memory, from which its dQ warp has TMA add it to dq_accum. That
+// starts as zeros, and bwd_finish.cu rounds it. The box is handed over only after the first products of the next step
+// have started (kHandsOverLate), so that the warpgroup need not wait for its own stores. With rounds_dq
+// (bwd_planner.h), thread blocks wait for one another instead, which saves zeroing and rounding dq_accum: of the key
+// blocks that the rows see, the first stores its half to dq_accum, others add theirs, and the last loads the sum into
+// its box, adds its half and rounds to dQ.
+//
+// The third warpgroup keeps few registers. Its warps 0 and 1 are the dQ warps (bwd_sm90_dq.cuh), one for each half;
+// warp 2 takes key blocks and loads K, V, Q and dO (Loader); warp 3, with tiles of 64 rows, waits for other thread
+// blocks on behalf of the dQ warps. The next K and V are loaded while dV and dK are stored.
+//
+// Hand-overs through mbarriers (bwd_sm90_shared.cuh): index_ring, which key block comes next, from the loader to all
+// warps; keys_here and keys_free, K and V; the rings q and dout, rows with their lse and softmax_d; ds_ring, dS between
+// staggered warpgroups; turn_ring, from warp 3 to the dQ warps; accum_here, dq_accum in a box. Through named barriers
+// (bwd_sm90_barriers.cuh): the two warpgroups within a step, and each box with its dQ warp.
+//
+// Deterministic: key blocks add to the same rows in the order of their keys (AddOrder).
 #pragma once
 
 #include <cstdint>
@@ -49,17 +59,17 @@
 
 namespace flash::flash_attn {
 
-// The lane, or the warp where there may be key ranges, that takes blocks of keys, tells the other warps which, and
-// starts the copies of what they read.
+// Warp 2 of the third warpgroup: takes key blocks, tells the other warps which, and starts the copies of what they
+// read. Lane 0 runs it alone; where there may be key ranges, all lanes do (walks_rows).
 template <typename Config>
 struct Loader {
   const BwdSm90Launch& p;
   BwdSm90Shared<Config>& shared;
   RingCursor<2> index_at;
   RingCursor<Config::kStages> at;
-  uint32_t keys_parity = 1;  // the next keys wait for a phase of keys_free with this parity
+  uint32_t keys_parity = 1;  // the parity of keys_free to wait for; 1 first, which passes at once: K and V are free
 
-  // Lets the other warps know of a block of keys; -1 is the end.
+  // Tells the other warps the index of the next key block; -1 is the end.
   __device__ void tell(int index) {
     if (starts_copies<Config>()) {
       shared.index_ring.wait_empty(index_at);
@@ -111,7 +121,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_sm90_kernel(const __g
 #endif
 }
 
-// The map of dq_accum: (heads of all entries, groups of channels, rows, channels of a group).
+// The TMA descriptor of dq_accum: (heads of all entries, groups of channels, rows, channels of a group).
 template <typename Config>
 CUtensorMap map_of_dq_accum(const BwdSm90Params& p) {
   using Accum = DqAccum<Config::kHeadDim>;

@@ -1,4 +1,5 @@
-// The keys and rows that a block of the backward kernels for sm_90 works on, and the parameters of these kernels.
+// The key block that a thread block of the backward kernels for sm_90 works on, the rows that it visits, the rings that
+// hold these, and the parameters of the kernels.
 #pragma once
 
 #include <cuda.h>
@@ -20,20 +21,21 @@
 
 namespace flash::flash_attn {
 
-// The parameters of the kernels: the planned problem, and its tensors as maps for copies.
+// The parameters of the kernels: the problem with its plan, and TMA descriptors of its tensors.
 struct BwdSm90Launch : BwdSm90Params {
-  CUtensorMap q_map, dout_map, k_map, v_map;  // boxes of one page of a tile
-  CUtensorMap dq_accum_map, dq_map;           // of bwd_sm90.cuh: boxes of a half of dQ
-  CUtensorMap bias_map;                       // and of instances of kBiased
+  CUtensorMap q_map, dout_map, k_map, v_map;  // boxes of one page of a tile (tile/shared.cuh)
+  CUtensorMap dq_accum_map, dq_map;           // only bwd_sm90.cuh: boxes of a half of dQ
+  CUtensorMap bias_map;                       // only instances of kBiased
   int key_blocks;
 };
 
-// Tiles of rows of kHeadDim channels and a value for each row.
+// A ring of tiles of rows of kHeadDim channels, with a value for each row: Q with log2(e) lse, or dO with softmax_d.
 //
-// When the products that read a tile have ended, no warp of the warpgroup reads it any more. But warps read the values
-// with ordinary loads, about which this says nothing. So one thread can release a stage for its warpgroup only if all
-// warps have met at a barrier since they read the values; otherwise every warp has to. With kValueRounds = 2 a stage
-// has the values of two rounds, and a barrier in the next step is early enough.
+// When the products that read a tile have ended, the whole warpgroup is done with the tile. But the values are read
+// with ordinary loads, about which the end of a product says nothing. So one thread may release a stage for its
+// warpgroup only if all warps have met at a barrier since they read the values; otherwise each warp has to release.
+// With kValueRounds = 2 the values of a stage alternate between two places from round to round, and a barrier in the
+// next step is early enough.
 template <typename Config, int kHeadDim>
 struct RowRing {
   using Tile = SharedTile<typename Config::T, Config::kBlockM, kHeadDim>;
@@ -46,8 +48,8 @@ struct RowRing {
   __device__ float* values_of(const Cursor& at) { return values[at.round % Config::kValueRounds][at.stage]; }
 };
 
-// With key ranges: the keys that each row of the tiles sees. Only those of tiles that are cut are there, and like the
-// values of rows they are read with ordinary loads. Without room for it they are read from global memory.
+// With key ranges: the interval of keys that each row of a tile sees, copied for tiles that need a mask only. Like the
+// values of rows, they are read with ordinary loads. Where shared memory has no room, they are read from global memory.
 template <typename Config>
 struct SeenRing {
   alignas(128) Interval rows[Config::kValueRounds][Config::kStages][Config::kBlockM];
@@ -64,8 +66,8 @@ struct NoSeenRing {
 template <typename Config>
 using SeenRingOf = std::conditional_t<Config::kCopiesSeen, SeenRing<Config>, NoSeenRing>;
 
-// In instances of kBiased: tiles of the bias, which come with those of Q. As the values of rows, they are read before a
-// barrier of the step.
+// In instances of kBiased: tiles of the bias, which come with those of Q. Like the values of rows, they are read with
+// ordinary loads, before a barrier of the step.
 template <typename Config>
 struct BiasTiles {
   using Tile = SharedTile<typename Config::T, Config::kBlockM, Config::kBlockN>;
@@ -80,8 +82,9 @@ struct NoBiasTiles {
 template <typename Config>
 using BiasTilesOf = std::conditional_t<Config::kFeatures == Features::kBiased, BiasTiles<Config>, NoBiasTiles>;
 
-// The keys of a block, and the rows that see them. The blocks of a cluster take neighbouring keys, or the same, and
-// walk over the same rows.
+// The keys of a thread block, and the rows that see them. The thread blocks of a cluster (bwd_sm90_wide.cuh) take
+// adjacent keys, or the same, and visit the same rows. `block` and `row_block` are indices of blocks of keys and of
+// rows.
 template <typename Config>
 struct KeyBlock {
   static constexpr int kClusterKeys = Config::kClusterKeys;
@@ -89,12 +92,13 @@ struct KeyBlock {
   KeyWork work;  // of the cluster
   Sequence seq;
   Mask mask;
-  Interval keys;
+  Interval keys;  // of the thread block
   Interval cluster_keys;
-  Interval row_blocks;  // that see some of the cluster's keys; with key ranges some between may not
+  Interval
+      row_blocks;  // from the first to the last that see some of cluster_keys; with key ranges, some between may not
   int first_head, num_heads;
 
-  // part: which of the cluster's keys are the block's.
+  // part: which kBlockN of the cluster's keys are those of the thread block.
   __device__ KeyBlock(const BwdSm90Params& p, int index, int part = 0)
       : work(key_work<kClusterKeys>(p.problem, p.plan.section_heads, index)),
         seq(p.problem, work.entry),
@@ -112,14 +116,14 @@ struct KeyBlock {
   }
 
   __device__ bool exists() const { return cluster_keys.first < seq.k.length; }
-  // Index of row 0 of a head among the rows in whole blocks.
+  // Index of row 0 of a head in the padded layout of BwdScratch.
   __device__ int64_t padded_index(const BwdSm90Params& p, int head) const {
     return padded_row_index(p.problem, p.plan.scratch, seq.q, work.entry, head);
   }
 
   __device__ bool has_rows() const { return !row_blocks.empty(); }
 
-  // With key ranges: what is known of the cluster's keys, and of the tiles of a head.
+  // With key ranges: what bwd_ranges.cu has found for the cluster's keys, for rows, and for tiles of rows.
   __device__ const KeyUse& key_use(const BwdSm90Params& p) const {
     return p.plan.scratch.key_uses[key_use_index(p.problem, work, kClusterKeys)];
   }
@@ -133,15 +137,16 @@ struct KeyBlock {
     return p.problem.ranges.of_tiles + seen_index(p, head) / Config::kBlockM;
   }
 
-  // The place of the cluster among those that add to dQ of a block of rows.
+  // The place of the cluster among those that add to dQ of a row block.
   __device__ Order order(const BwdSm90Params& p, int head, int row_block) const {
     if (!has_ranges<Config::kFeatures>(p.problem)) return Order(mask, row_block, work.block);
     return Order(TileSeen(__ldg(tiles(p, head) + row_block)).any, work.block);
   }
 
-  // fn(head, block of rows, cut), in the order in which the block walks over them. All lanes of a warp call it together
-  // if there may be key ranges. cut: with key ranges, whether some rows do not see all keys or do not exist. An order
-  // that is chosen at run time takes 5 % more instructions.
+  // Calls fn(head, row block, cut) for the row blocks to visit, in order; all warp roles use it, and so agree. Where
+  // there may be key ranges, all lanes of a warp must call it together. cut, with key ranges only: whether some rows do
+  // not see all of the keys or do not exist. kRowOrder is a constant because a choice at run time takes 5 % more
+  // instructions.
   template <typename Fn>
   __device__ void for_each_row_block(const BwdSm90Params& p, Fn&& fn) const {
     static_assert(!Config::kTakesRanges || Config::kRowOrder == RowOrder::kLastFirst);
@@ -171,7 +176,7 @@ struct KeyBlock {
   }
 
  private:
-  // The same for 32 blocks of rows up to `last`. A lane looks at each.
+  // The same for the 32 row blocks up to `last`, each of which one lane checks.
   template <typename Fn>
   __device__ void visit_rows(const BwdSm90Params& p, int head, int last, Fn&& fn) const {
     const int own = last - lane_id();

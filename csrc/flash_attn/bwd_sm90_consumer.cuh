@@ -1,4 +1,5 @@
-// The part that all warpgroups that compute share in the backward kernels for sm_90.
+// What the computing warpgroups of both backward kernels for sm_90 share: waiting for tiles and zeroing their unseen
+// rows, turning scores into probabilities, and storing dK and dV.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +23,8 @@
 
 namespace flash::flash_attn {
 
-// Clears the rows of a tile outside of an interval, by a warpgroup, before it multiplies them: 0 * NaN is NaN.
+// A warpgroup zeroes the rows of a tile outside of an interval, before it multiplies them: they may hold NaN, and 0 *
+// NaN is NaN.
 template <typename Tile>
 __device__ void clear_outside(Tile& tile, const Interval& rows) {
   constexpr int kChunks = Tile::kCols / Tile::kChunk;
@@ -32,7 +34,7 @@ __device__ void clear_outside(Tile& tile, const Interval& rows) {
   }
 }
 
-// The same for the rows that is_dead(row) names.
+// The same for the rows for which is_dead(row) holds.
 template <typename Tile, typename IsDead>
 __device__ void clear_rows(Tile& tile, IsDead&& is_dead) {
   constexpr int kChunks = Tile::kCols / Tile::kChunk;
@@ -42,7 +44,7 @@ __device__ void clear_rows(Tile& tile, IsDead&& is_dead) {
   }
 }
 
-// With key ranges: which keys no row sees, of those that bits stand for, from bits[0] on.
+// With key ranges: which keys no row sees. Keys count from the one that the first bit of `bits` stands for.
 struct DeadKeys {
   const uint32_t* bits;  // see KeyUse
 
@@ -59,8 +61,8 @@ __device__ DeadKeys dead_keys(const BwdSm90Params& p, const KeyBlock<Config>& bl
   return {block.key_use(p).live + (first - block.cluster_keys.first) / 32};
 }
 
-// Returns a value that the compiler takes for new each time. So it does not keep what it derives from the value in
-// registers throughout a loop.
+// Returns the value, but the compiler takes it for a new one each time. So it recomputes what depends on it instead of
+// keeping that in registers throughout a loop (unkept in tile/warpgroup.cuh does the same for int).
 __device__ inline unsigned not_kept(unsigned value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -72,46 +74,49 @@ __device__ Interval blocks_in(const Interval& interval) {
   return {(interval.first + kSize - 1) / kSize, (interval.last + 1) / kSize - 1};
 }
 
-// A warp of a warpgroup that computes.
+// One warp of a warpgroup that computes.
 template <typename Config_, typename Shared>
 struct BwdConsumer {
   using Config = Config_;
   using T = typename Config::T;
   using Scores = Fragment<16, Config::kBlockM>;  // S^T, then P^T; or dP^T, then dS^T
   using Packed = PackedFragment<T, 16, Config::kBlockM>;
-  static constexpr bool kPlain = Config::kFeatures != Features::kAll;  // but for ranges and biases in tiles
+  static constexpr bool kPlain = Config::kFeatures != Features::kAll;  // no features but key ranges or a tiled bias
   static constexpr bool kBiased = Config::kFeatures == Features::kBiased;
   const BwdSm90Params& p;
   Shared& shared;
   const KeyBlock<Config>& block;
   const int rank;  // of the warpgroup
-  const int key0;  // of the warp, in the block
+  const int key0;  // the warp's first key in the key block
   typename Ring<Config::kStages>::Cursor at = {};
-  // Found once, so that no step waits for the arithmetic: whether all rows are live, and the blocks of rows that the
-  // mask does not cut. With key ranges both are known of each tile instead (TileSeen).
+  // Computed once, so that no step waits for the arithmetic: whether all rows that are visited see some key, and the
+  // row blocks that need no mask. With key ranges, both follow from each tile's TileSeen instead.
   const unsigned all_live = not_kept(live_rows().covers(rows_of_block()));
   const Interval whole_blocks = blocks_in<Config::kBlockM>(whole_rows());
 
-  // The rows that see keys.
+  // The rows of the entry that see some key, of any key block.
   __device__ Interval live_rows() const { return block.mask.rows_that_see(Interval{0, block.mask.seqlen_k - 1}); }
 
   __device__ Interval rows_of_block() const {
     return {block.row_blocks.first * Config::kBlockM, block.row_blocks.last * Config::kBlockM + Config::kBlockM - 1};
   }
 
-  // The rows that see all of the block's keys, among them those that do not exist: their probabilities are 0 anyway,
-  // unless they have a bias, of other rows, that may be NaN or inf.
+  // The rows that see all keys of the key block. Rows past the last of the entry count, too: their lse of +inf makes
+  // their probabilities 0 without a mask. Not so with a tiled bias, which for them is that of other rows and may be NaN
+  // or inf.
   __device__ Interval whole_rows() const {
     const Mask& mask = block.mask;
     if (block.keys.last >= mask.seqlen_k) return {0, -1};
-    const Interval rows = mask.rows_that_see({block.keys.last, block.keys.first});  // that see the last and the first
+    // With its ends swapped, the interval asks for the rows that see both the last and the first key.
+    const Interval rows = mask.rows_that_see({block.keys.last, block.keys.first});
     return {rows.first, !kBiased && rows.last == mask.seqlen_q - 1 ? rows.last + Config::kBlockM - 1 : rows.last};
   }
 
-  // Whether this is the thread that releases what the warpgroup has read.
+  // Whether this is the thread that releases ring stages for its warpgroup.
   __device__ bool leads() const { return threadIdx.x % kWarpgroup == 0; }
 
-  // Clears rows or keys, which see nothing or belong to other entries: they may hold NaN. clear(tile) does.
+  // Runs clear(tile) on two tiles, and makes the zeros visible to wgmma of the whole warpgroup. Rows or keys that see
+  // nothing or belong to other entries are zeroed because they may hold NaN.
   template <typename First, typename Second, typename Clear>
   __device__ void clear_both(First& first, Second& second, Clear&& clear) {
     clear(first);
@@ -120,7 +125,7 @@ struct BwdConsumer {
     ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);
   }
 
-  // Clears the rows or keys of two tiles that are present but outside of `live`.
+  // Zeroes the rows or keys of two tiles, which hold `present`, that are outside of `live`.
   template <typename First, typename Second>
   __device__ void clear_dead(First& first, Second& second, const Interval& live, const Interval& present) {
     if (live.covers(present)) return;
@@ -147,13 +152,13 @@ struct BwdConsumer {
     clear_dead(shared.q.tiles[at.stage], shared.dout.tiles[at.stage], live, rows);
   }
 
-  // With key ranges: clears keys that no row sees.
+  // With key ranges: zeroes keys that no row sees.
   __device__ void clear_dead_keys() {
     const DeadKeys dead = dead_keys(p, block, block.keys.first);
     if (dead.any(Config::kBlockN)) clear_both(shared.k, shared.v, [&](auto& tile) { clear_rows(tile, dead); });
   }
 
-  // With key ranges: the keys that each of the rows sees, if they are cut.
+  // With key ranges: the intervals of keys that the rows of a tile see; valid for tiles that are cut.
   __device__ const Interval* seen_by(int head, const Interval& rows) const {
     if constexpr (Config::kCopiesSeen) {
       return shared.seen.rows_of(at);
@@ -162,7 +167,7 @@ struct BwdConsumer {
     }
   }
 
-  // Clears rows that see nothing, which only tiles that are cut have.
+  // With key ranges: zeroes rows that see no key at all. Only tiles that are cut have such rows.
   __device__ void clear_blind_rows(const Interval* seen) {
     bool blind = false;
     for (int row = lane_id(); row < Config::kBlockM; row += 32) blind |= seen[row].empty();
@@ -180,7 +185,7 @@ struct BwdConsumer {
             .row0 = rows.first};
   }
 
-  // Turns S^T, capped if there is a cap, into P^T.
+  // Turns S^T (in instances of kAll already scaled and capped) into P^T.
   __device__ void probabilities(Scores& s, int head, const Interval& rows, bool cut) const {
     const ScorePlace place = place_of(head, rows);
     const auto lse_log2 = [&](int c) { return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]); };
@@ -200,7 +205,7 @@ struct BwdConsumer {
     make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, block.mask, place, hide, lse_log2);
   }
 
-  // Rounds dV or dK, from `channel` on, times `factor`, to global memory, where there are `cols` channels.
+  // Stores dV or dK times `factor`, rounded, to channels `channel` .. cols - 1 in global memory.
   template <typename Sum>
   __device__ void store_sum(Sum& sum, float factor, const TensorRef<>& x, int cols, int channel = 0) const {
     const Span& span = block.seq.k;

@@ -1,5 +1,5 @@
-// How dQ leaves bwd_sm90.cuh: for each half, a warp copies boxes of it from shared to global memory. Where blocks wait
-// for one another, it waits for its turn.
+// How dQ leaves bwd_sm90.cuh: for each half of it, a dQ warp has TMA copy boxes from shared to global memory. Where
+// thread blocks wait for one another, the warp first waits until its key block's turn has come (Turn).
 #pragma once
 
 #include <cstdint>
@@ -19,16 +19,19 @@
 
 namespace flash::flash_attn {
 
-// When a block may touch dQ of a block of rows. Each half of dQ has a semaphore.
+// When a key block may touch dQ of a row block. Each half of dQ has a semaphore of its own, which counts the key blocks
+// that have added or stored.
 template <typename Config>
 struct Turn {
   typename KeyBlock<Config>::Order order;
   int* semaphores;
-  int awaited;  // how many blocks must have added
+  int awaited;  // how many key blocks must have done so before
 
   __device__ Turn(const BwdSm90Params& p, const KeyBlock<Config>& block, int head, int row_block)
       : order(block.order(p, head, row_block)),
         semaphores(semaphore_at(p.plan.scratch, block.padded_index(p, head) + row_block * Config::kBlockM)) {
+    // With rounds_dq, the first key block stores, and so comes before all others, and the last one rounds, and so comes
+    // after them. Those between add in any order, unless the plan is in order.
     awaited = order.before > 0 && !order.last && !p.plan.in_order ? 1 : order.before;
   }
 
@@ -39,8 +42,9 @@ struct Turn {
   }
 };
 
-// Waits for the turns of both dQ warps, by a warp of its own. The dQ warps themselves wait for the boxes that they have
-// added. If they waited for their turn after that, it would take longer than the products of 64 rows.
+// Run by warp 3 of the third warpgroup if Config::kAwaitsTurns: waits at the semaphores for both dQ warps, ahead of
+// them, and passes the turns on through turn_ring. The dQ warps themselves wait until the boxes that they added have
+// been written; waiting for a turn after that would take longer than the products of 64 rows.
 template <typename Config>
 __device__ void await_turns(const BwdSm90Params& p, BwdSm90Shared<Config>& shared) {
   RingCursor<2> at;
@@ -57,7 +61,7 @@ __device__ void await_turns(const BwdSm90Params& p, BwdSm90Shared<Config>& share
   });
 }
 
-// The warp that takes one half of dQ to global memory: the dQ warp of a warpgroup.
+// The dQ warp of a warpgroup, for one key block: takes its half of dQ to global memory.
 template <typename Config>
 struct DqWarp {
   const BwdSm90Launch& p;
@@ -66,7 +70,7 @@ struct DqWarp {
   const int half;
   RingCursor<2>& turn_at;
   uint32_t& accum_parity;
-  int* added = nullptr;  // the semaphore to be released when the last box has been added
+  int* added = nullptr;  // the semaphore of the last box, to be released when TMA has written that box
 
   __device__ int group() const { return Config::kHalvesAreRows ? 0 : half * kDqBoxCols / kDqGroup; }
   __device__ int row(int row_block) const {
@@ -76,14 +80,15 @@ struct DqWarp {
   __device__ int entry() const { return static_cast<int>(block.seq.q.batch); }
   __device__ int accum_head(int head) const { return entry() * p.problem.heads + head; }
 
-  // Lets the warpgroup write the box.
+  // Lets the warpgroup fill the box, and tells it in which form.
   __device__ void release_box(DqFate fate) const {
     if (Config::kMayWait && lane_id() == 0) shared.dq_fate[half] = fate;
     __syncwarp();
     ptx::arrive_at_barrier<kDqThreads>(kDqEmptyBarrier + half);
   }
 
-  // Releases the semaphore of the last box, when it has been added. One lane calls it.
+  // Waits until the last box has been written, and releases its semaphore. The fence orders the writes of TMA (async
+  // proxy) before the release. One lane calls it.
   __device__ void release_added() const {
     if (added == nullptr) return;
     ptx::wait_stores();
@@ -99,7 +104,8 @@ struct DqWarp {
                         accum_head(head), here);
   }
 
-  // Copies the box to dq_accum or to dQ, and waits until it may be written again. One lane calls it.
+  // Copies the box to dq_accum or to dQ, and waits until the box has been read and may be filled again. One lane calls
+  // it.
   __device__ void store_half(DqFate fate, int head, int row_block) const {
     const uint32_t box = ptx::shared_address(&shared.dq[half]);
     if (fate == DqFate::kAdd) {
@@ -113,7 +119,8 @@ struct DqWarp {
     ptx::wait_stores_read();
   }
 
-  // Returns the fate of the box when the blocks before have added and the box may be written.
+  // Decides the fate of the box, waits for the key block's turn, and lets the warpgroup fill the box: as early as the
+  // fate allows, which is before the wait unless dq_accum must be loaded into the box.
   __device__ DqFate prepare_in_turn(int head, int row_block) {
     const Turn<Config> turn(p, block, head, row_block);
     DqFate fate = DqFate::kAdd;
@@ -122,7 +129,7 @@ struct DqWarp {
     if (fate != DqFate::kRoundWithSum) release_box(fate);
     if (lane_id() == 0) release_added();
     added = turn.order.last ? nullptr : turn.semaphores + half;
-    if (lane_id() == 0) {  // alone: a lane that came late might find that the turn after the next has come
+    if (lane_id() == 0) {  // alone: a late lane would misread the ring's parity (walks_rows in bwd_sm90_load.cuh)
       if constexpr (Config::kAwaitsTurns) {
         shared.turn_ring.wait_full(turn_at);
         shared.turn_ring.release(turn_at);
@@ -160,7 +167,7 @@ struct DqWarp {
   }
 };
 
-// Takes one half of dQ of all blocks of keys to global memory, by a warp.
+// A dQ warp's loop over all key blocks.
 template <typename Config>
 __device__ void take_halves(const BwdSm90Launch& p, BwdSm90Shared<Config>& shared, int half) {
   RingCursor<2> turn_at;

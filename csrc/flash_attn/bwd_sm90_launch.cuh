@@ -17,7 +17,7 @@
 
 namespace flash::flash_attn {
 
-// The problem with the maps that the kernels of a Config share.
+// The kernel parameters: the problem with the TMA descriptors that both kernels need.
 template <typename Config>
 BwdSm90Launch launch_params(const BwdSm90Params& p) {
   using T = typename Config::T;
@@ -41,7 +41,7 @@ BwdSm90Launch launch_params(const BwdSm90Params& p) {
   return launch;
 }
 
-// Launches a cluster for each cluster's keys, but at most `most`.
+// Launches one cluster (of kCluster thread blocks) for each key block, but at most `most` of them.
 template <auto kKernel, typename Config, typename Shared>
 void launch_bwd_sm90(const BwdSm90Launch& params, cudaStream_t stream, int most = std::numeric_limits<int>::max()) {
   static_assert(sizeof(Shared) <= 227 * 1024, "more shared memory than a block can have");

@@ -1,4 +1,4 @@
-// How tiles of keys and rows reach a block of the backward kernels for sm_90.
+// The copies of K, V, Q and dO (and of what comes with them) to shared memory in the backward kernels for sm_90.
 #pragma once
 
 #include <cstdint>
@@ -12,9 +12,10 @@
 
 namespace flash::flash_attn {
 
-// Whether a thread of the warp that starts copies walks over the rows, and whether it is the one that starts the
-// copies. Where there may be key ranges, all lanes walk together. But only the one waits for stages to be free: another
-// one that came late would look at a stage that has been filled and freed once more, and wait forever.
+// Of the warp that loads: which lanes visit the rows, and which one starts the copies. Where there may be key ranges,
+// all lanes visit rows together (visit_rows), but lane 0 alone starts copies and waits for empty stages. A lane that
+// came late to such a wait might find the stage filled and emptied once more: the parity would be the wrong one again,
+// and it would wait forever.
 template <typename Config>
 __device__ bool walks_rows() {
   return Config::kTakesRanges || lane_id() == 0;
@@ -24,7 +25,7 @@ __device__ bool starts_copies() {
   return !Config::kTakesRanges || lane_id() == 0;
 }
 
-// Starts the copy of K or V, from `channel` on, by one lane.
+// One lane starts the copy of K or V, from `channel` on.
 template <typename Config, typename Tile>
 __device__ void load_keys(Tile& tile, const CUtensorMap& map, const KeyBlock<Config>& block, ptx::SharedBarrier& here,
                           int channel = 0) {
@@ -34,7 +35,7 @@ __device__ void load_keys(Tile& tile, const CUtensorMap& map, const KeyBlock<Con
              here, channel);
 }
 
-// Starts the copy of the keys that the rows of a tile see, by one lane. It counts at the barrier of Q.
+// One lane starts the copy of the intervals of keys that the rows of a tile see. It counts at the barrier of Q.
 template <typename Config, typename Shared>
 __device__ void load_seen(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block, int head, int row0,
                           const RingCursor<Config::kStages>& at) {
@@ -44,7 +45,7 @@ __device__ void load_seen(const BwdSm90Launch& p, Shared& shared, const KeyBlock
   }
 }
 
-// Starts the copy of a tile of the bias, by one lane. It counts at the barrier of Q, too.
+// One lane starts the copy of a tile of the bias. It counts at the barrier of Q, too.
 template <typename Config, typename Shared>
 __device__ void load_bias_of_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block, int head,
                                   int row0, const RingCursor<Config::kStages>& at) {
@@ -54,7 +55,8 @@ __device__ void load_bias_of_rows(const BwdSm90Launch& p, Shared& shared, const 
   }
 }
 
-// Fills the rings of Q and lse and of dO and softmax_d, by one lane or a warp: see starts_copies.
+// Fills the rings of Q with lse and of dO with softmax_d, for all rows that a key block visits. Lanes as walks_rows
+// says.
 template <typename Config, typename Shared>
 __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block,
                           RingCursor<Config::kStages>& at) {
@@ -79,7 +81,7 @@ __device__ void load_rows(const BwdSm90Launch& p, Shared& shared, const KeyBlock
   });
 }
 
-// Starts the copies of all that a block reads, by one lane or a warp.
+// Starts the copies of all that a key block reads. Lanes as walks_rows says.
 template <typename Config, typename Shared>
 __device__ void load_block(const BwdSm90Launch& p, Shared& shared, const KeyBlock<Config>& block,
                            RingCursor<Config::kStages>& at) {

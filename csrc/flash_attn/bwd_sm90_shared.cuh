@@ -1,4 +1,4 @@
-// The configuration of bwd_sm90.cuh, and the shared memory of its blocks.
+// The compile-time configuration of bwd_sm90.cuh, and its shared memory.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ struct BwdSm90Config {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDim;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr RowOrder kRowOrder = kRowOrder_;
-  static constexpr bool kMayWait = kRowOrder == RowOrder::kLastFirst;  // whether blocks may wait for one another
+  static constexpr bool kMayWait = kRowOrder == RowOrder::kLastFirst;  // whether thread blocks may wait for one another
   static constexpr bool kTakesRanges = takes_ranges(kFeatures), kCopiesSeen = kTakesRanges;
   static constexpr BwdSm90Tile kTile = bwd_sm90_tile(kHeadDim, kFeatures);
   static constexpr int kBlockM = kTile.rows, kBlockN = kTile.keys;
@@ -30,40 +30,43 @@ struct BwdSm90Config {
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // whether a half of dQ has half of its rows, or channels
   static constexpr bool kStaggered = kTile.staggered;
-  static constexpr int kValueRounds = kStaggered ? 2 : 1;  // only staggered steps have no barrier for all warps
-  // Whether a box of dQ is handed over a step later. Where blocks wait for one another, that costs 3 to 5 % of time
-  // with 128 channels; plain staggered steps lose nothing.
+  static constexpr int kValueRounds = kStaggered ? 2 : 1;  // see RowRing: staggered steps have no barrier in time
+  // Whether a box of dQ is handed over in the next step. Where thread blocks wait for one another, that makes them wait
+  // longer and costs 3 to 5 % of the time with 128 channels; plain staggered steps lose nothing.
   static constexpr bool kHandsOverLate = !kMayWait || (kStaggered && kFeatures == Features::kPlain);
-  static constexpr bool kAwaitsTurns = kMayWait && !kStaggered;  // by a warp of its own; with 128 rows that is slower
+  static constexpr bool kAwaitsTurns = kMayWait && !kStaggered;  // in a warp of its own; with 128 rows that is slower
+  // The kernel starts with 168 registers a thread, and setmaxnreg moves what the producer does not need to the
+  // consumers.
   static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures == Features::kAll);
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));
 };
 
-// Boxes in which a half of dQ leaves the kernel, and the channels of a group in dq_accum.
+// A half of dQ leaves the kernel in boxes of 64 rows x 64 channels; kDqGroup is the size of a group of channels
+// (DqAccum).
 constexpr int kDqGroup = DqAccum<128>::kGroup, kDqBoxRows = 64, kDqBoxCols = 64;
 
-// A box of dQ in shared memory: fp32 in the order of copies with 64-byte swizzle, one group of channels after the
-// other, which neither warps that store fragments nor lanes that read 16 channels of eight rows access with bank
-// conflicts; or rounded.
+// A box of dQ in shared memory, either rounded or fp32. fp32 is in the order of a TMA copy with 64-byte swizzle: one
+// group of 16 channels, for all rows, after another. Neither warps that store fragments nor lanes that read a group of
+// eight rows then have bank conflicts.
 template <typename T>
 union alignas(1024) DqBox {
   float values[kDqBoxRows * kDqBoxCols];
   SharedTile<T, kDqBoxRows, kDqBoxCols> rounded;
 
-  // Four floats of a row and group.
+  // Four floats of a row and group. The XOR is the 64-byte swizzle of TMA.
   __device__ float* quad(int group, int row, int index) {
     return values + (group * kDqBoxRows + row) * kDqGroup + 4 * (index ^ row / 2 % 4);
   }
 };
 
-// The way in which a half of dQ leaves its box.
+// What the dQ warp does with a box.
 enum class DqFate : int {
-  kAdd,           // is added to dq_accum
-  kStore,         // is stored there: no block has added before
-  kRound,         // is rounded to dQ: no other block adds
-  kRoundWithSum,  // is added to the box, which holds dq_accum, and rounded to dQ: all other blocks have added
+  kAdd,           // adds it to dq_accum
+  kStore,         // stores it to dq_accum: this is the first key block
+  kRound,         // copies it, rounded, to dQ: this is the only key block
+  kRoundWithSum,  // the same, but the warpgroup first adds the dq_accum in the box: all other key blocks have added
 };
 
 template <typename Config>
@@ -72,17 +75,19 @@ struct BwdSm90Shared {
   static constexpr int kBlockM = Config::kBlockM, kBlockN = Config::kBlockN, kHeadDim = Config::kHeadDim;
   using Keys = SharedTile<T, kBlockN, kHeadDim>;
 
-  Keys k, v;  // the product for a half of dQ with fewer than 64 channels reads v, too; copies leave out these columns
+  // Where the second half of dQ has fewer than 64 channels (head dims 64 and 96), its product of 64 columns reads past
+  // k into v. TMA leaves these columns out, since they lie outside of dQ.
+  Keys k, v;
   SharedTile<T, kBlockM, kBlockN> ds[2];
-  RowRing<Config, kHeadDim> q, dout;  // with lse and softmax_d
+  RowRing<Config, kHeadDim> q, dout;  // with log2(e) lse and softmax_d
   [[no_unique_address]] SeenRingOf<Config> seen;
   [[no_unique_address]] BiasTilesOf<Config> bias;
   DqBox<T> dq[Config::kConsumers];
   DqFate dq_fate[Config::kConsumers];
   ptx::SharedBarrier accum_here[Config::kConsumers];
   ptx::SharedBarrier keys_here, keys_free;
-  Ring<2> ds_ring, turn_ring, index_ring;  // turn_ring has no contents: it only says that turns have come
-  int index[2];                            // the indices of blocks of keys, or -1 after the last
+  Ring<2> ds_ring, turn_ring, index_ring;  // turn_ring carries no data: it only says that a turn has come
+  int index[2];                            // data of index_ring: indices of key blocks, or -1 after the last
 
   __device__ void init() {
     constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / 32;
@@ -93,12 +98,13 @@ struct BwdSm90Shared {
     for (ptx::SharedBarrier& here : accum_here) here.init(1);
     keys_here.init(2);
     keys_free.init(Config::kConsumers);
-    index_ring.init(kConsumerWarps + Config::kConsumers + Config::kAwaitsTurns);  // all warps but the loader's
+    // All warps that call for_each_key_block: consumers, dQ warps, and the one that awaits turns.
+    index_ring.init(kConsumerWarps + Config::kConsumers + Config::kAwaitsTurns);
     ptx::fence_barrier_init();
   }
 };
 
-// fn(block) for each of the blocks of keys that the loader has taken.
+// Calls fn(block) for each of the key blocks that the loader has taken.
 template <typename Config, typename Fn>
 __device__ void for_each_key_block(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, Fn&& fn) {
   RingCursor<2> at;

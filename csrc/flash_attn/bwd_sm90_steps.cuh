@@ -1,4 +1,4 @@
-// The steps of bwd_sm90.cuh: what a warpgroup computes for a block of rows.
+// What a consumer warpgroup of bwd_sm90.cuh computes for each row block (a step), and around these steps.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@
 
 namespace flash::flash_attn {
 
-// A warpgroup with half of the keys of a block.
+// A consumer warpgroup, with 64 keys of a key block.
 template <typename Config>
 struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   using Base = BwdConsumer<Config, BwdSm90Shared<Config>>;
@@ -32,12 +32,14 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   using Ds = SharedTile<T, Config::kBlockM, Config::kBlockN>;
   uint32_t& keys_parity;
   static constexpr int kNone = 1 << 30;
-  typename Ring<Config::kStages>::Cursor dq_at = at;  // staggered: the stage of dS for the next dQ
-  int last_dq_rows = kNone;                           // and how many of its rows belong to the entry
-  bool box_is_full = false;                           // and the dQ warp does not know yet
+  // Staggered: the stage of dS from which the next dQ is computed, and how many rows of that box belong to the entry.
+  typename Ring<Config::kStages>::Cursor dq_at = at;
+  int last_dq_rows = kNone;
+  bool box_is_full = false;  // and has not been handed to the dQ warp yet
   KeySum dv, dk;
 
-  // fn(address of a quad in the box, r, c) for the lane's elements (r, c) .. (r, c + 3) of its half of dQ.
+  // Calls fn(address in the box, r, c) for the lane's elements (r, c) .. (r, c + 3) of dQ, four floats that are
+  // adjacent there.
   template <typename Fn>
   __device__ static void for_each_quad(float* first, Fn&& fn) {
 #pragma unroll
@@ -61,13 +63,13 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     }
   }
 
-  // Writes the warpgroup's half of dQ to the box. Only `count` rows of the box belong to the entry. The others may be
-  // rows of the next entry and get zeros, even if K holds NaN.
+  // Writes the warpgroup's half of dQ to the box, once that is empty. Only `count` rows of the box belong to the entry.
+  // The others may be rows of the next packed entry, to which nothing may be added: they get zeros, even if K holds
+  // NaN.
   __device__ void fill_box(HalfOfDq& dq, int count) {
     ptx::sync_barrier<kDqThreads>(kDqEmptyBarrier + rank);
     const DqFate fate = Config::kMayWait && p.plan.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
-    // If the compiler kept addresses in registers, too few would be left to compute all of dS before the product for
-    // dV starts.
+    // not_kept: with addresses kept in registers, too few would be left to compute all of dS before dV is started.
     const unsigned thread = not_kept(threadIdx.x) % kWarpgroup;
     const int first_row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
     if (count < kDqBoxRows) {
@@ -80,7 +82,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) dq(r, c + i) += accum[i];
       });
-      ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);  // rounded values come where dq_accum has been read
+      ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);  // rounded values overwrite the dq_accum that others read
     }
     if (fate == DqFate::kAdd || fate == DqFate::kStore) {
       for_each_quad(first, [&](float* quad, int r, int c) {
@@ -93,9 +95,9 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     if constexpr (!Config::kHandsOverLate) hand_over();
   }
 
-  // Gives a full box to the dQ warp. The fence waits until the stores are done, for about 300 cycles right after them.
-  // So where no block waits for another, this comes when the next step has started its first products, or after the
-  // last step.
+  // Hands a full box to the dQ warp. The fence, which makes the stores visible to TMA, waits until they are done: about
+  // 300 cycles if it comes right after them. So with kHandsOverLate it comes once the next step has started its first
+  // products, or after the last step.
   __device__ void hand_over() {
     if (!box_is_full) return;
     ptx::fence_async_shared();
@@ -103,7 +105,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     box_is_full = false;
   }
 
-  // Waits for S^T and dP^T and turns them into the left operands of dV and of dK.
+  // Waits for S^T and dP^T, and turns them into the left operands of dV (weights: P^T, 0 where dropped) and of dK
+  // (gradients: dS^T).
   __device__ void differentiate(Scores& s, Scores& dp, Packed& weights, Packed& gradients, int head,
                                 const Interval& rows, bool cut) const {
     const auto softmax_d = [&](int c) {
@@ -149,8 +152,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
                                 along_rows(shared.k, Config::kHalvesAreRows ? 0 : kDqBoxCols * rank), false);
   }
 
-  // Starts dQ of the last rows that lack it. If there are none, the result is not used: a branch around the products
-  // would compile the rest of a step twice.
+  // Staggered: starts dQ of the row block before. In the first step there is none, and the result is not used: with a
+  // branch around the products, the compiler would duplicate the rest of the step.
   __device__ void start_last_dq(HalfOfDq& dq) {
     if (last_dq_rows != kNone) shared.ds_ring.wait_full(dq_at);
     start_dq(dq, shared.ds[dq_at.stage]);
@@ -162,8 +165,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     fill_box(dq, last_dq_rows);
   }
 
-  // Sums dV, dK and dQ of the rows of a step, when both warpgroups have stored their dS. Stores behind the start of dV
-  // would meet the reads of its products.
+  // Not staggered: adds to dV and dK, and computes dQ, of this step's rows once both warpgroups have stored their dS.
+  // dS is stored before dV is started, since the stores would compete with that product's reads of shared memory.
   __device__ void sum_together(Packed& weights, Packed& gradients, int dq_rows) {
     auto& ds = shared.ds[at.stage];
     store_transposed(ds, gradients, not_kept(key0));
@@ -179,14 +182,14 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     fill_box(dq, dq_rows);
   }
 
-  // Sums dV and dK of the rows of a step, and dQ of the rows before: the other warpgroup has stored dS of these
-  // meanwhile. The second warpgroup starts a step when the first has come to its last products. So each computes
-  // exponentials while the other multiplies.
+  // Staggered: adds to dV and dK of this step's rows, and computes dQ of the rows before, whose dS the other warpgroup
+  // has stored meanwhile. The second warpgroup starts a step when the first has started its last products
+  // (kStepBarrier), so that each computes exponentials while the other multiplies.
   __device__ void sum_apart(Packed& weights, Packed& gradients, int dq_rows) {
     shared.ds_ring.wait_empty(at);
     store_transposed(shared.ds[at.stage], gradients, not_kept(key0));
     start_dv(weights);
-    ptx::fence_async_shared();  // waits for the stores: while dV is computed
+    ptx::fence_async_shared();  // waits for the stores of dS, while dV is computed
     __syncwarp();
     if (lane_id() == 0) shared.ds_ring.full[at.stage].arrive();
     HalfOfDq dq;
@@ -245,7 +248,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   }
 };
 
-// Computes dV and dK of all blocks of keys, by a warpgroup.
+// A consumer warpgroup's loop over all key blocks.
 template <typename Config>
 __device__ void sum_keys(const BwdSm90Params& p, BwdSm90Shared<Config>& shared, int rank) {
   RingCursor<Config::kStages> at;

@@ -1,23 +1,27 @@
-// Attention, backward, for sm_90 and head dims above 128: the registers of a warpgroup hold dV or dK, not both. That
-// goes for 192 channels of K and 128 of V, too: 64 keys of dK and dV are 160 registers of a thread, and a step of 64
-// rows needs 80 more. The value team and the key team then have equal products, of 192 + 128 channels each.
+// Attention, backward, for sm_90 and head dims above 128, where the registers of a warpgroup can hold dV or dK but not
+// both. That is so for 192 channels of K and 128 of V, too: dK and dV of 64 keys take 160 registers a thread, and a
+// step of 64 rows 80 more. (The value and the key team then do equal work: products over 192 + 128 channels each.)
 //
-// A cluster of two blocks takes 128 keys of a key head, each block 64, and walks over the rows that see them as
-// bwd_sm90.cuh does. The warpgroups of a block are teams with the same keys:
+// A cluster of two thread blocks takes 128 keys of a key head, 64 each, and visits the rows that see them as
+// bwd_sm90.cuh does. Of the four warpgroups of a thread block, three are teams that work on the same keys
+// (bwd_sm90_wide_sums.cuh, bwd_sm90_wide_dq.cuh):
 //
 //   value team    S^T = K Q^T     P^T              dV += P^T dO
 //   key team      dP^T = V dO^T   dS^T from P^T    dK += dS^T Q
-//   query team    dQ = dS K, for the keys of both blocks, half of the channels
+//   query team    dQ = dS K, for the keys of both thread blocks, half of the channels
 //
-// The value team leaves P^T in shared memory, negative where dropout drops. The key team turns it into dS, in the same
-// place. The query team reads dS and also sends it to the other block. The bottleneck is how fast the L2 cache adds to
-// dq_accum. So the two blocks sum their dQ before they add it, and a team that only adds keeps the cache busy while the
-// others compute. A fourth warpgroup starts the copies: each block copies one half of Q and dO, to both blocks.
+// The value team leaves P^T, negative where dropout drops, in the tile `scores`; the key team replaces it by dS there;
+// the query team reads that, and sends a copy to the other thread block by st.async. Named barriers pass the tile from
+// team to team (BwdWideBarrier). The bottleneck is the rate at which the L2 cache adds to dq_accum. So each thread
+// block sums its half of the channels over all 128 keys before it adds, and a team that does nothing but dQ keeps L2
+// busy while the others compute. Of the fourth warpgroup, warp 0 starts the TMA copies: each thread block copies every
+// other page of Q and dO, to both by multicast. Where key blocks take turns, its warps 1 and 2 wait for them and pass
+// them on (Turns).
 //
-// Beyond 256 channels, both blocks have the same 64 keys, and each has half of the channels of everything. Only S^T and
-// dP^T are sums over all channels: the teams send their products to the same team of the other block, and add what that
-// sends. Both blocks then have the same P^T and dS^T, and each computes its own half of dQ. In a step, this moves 64 KB
-// through the shared memory of a block, of which its products read 224 KB.
+// Beyond 256 channels, both thread blocks have the same 64 keys, and each has half of the channels of everything. Only
+// S^T and dP^T need all channels: each team exchanges its partial sums with the same team of the other thread block
+// (partial_box.cuh). Both then have the same P^T and dS^T, and each computes its own half of dQ. The exchange writes
+// and reads 64 KB of shared memory a step, besides the 224 KB that products read.
 #pragma once
 
 #include <new>
@@ -41,9 +45,9 @@
 
 namespace flash::flash_attn {
 
-// Which keys the cluster works on. Where clusters wait for those with earlier keys, they take the keys from a counter:
-// CUDA does not promise to start clusters in the order of their numbers, and a cluster that waits for one that has not
-// started may keep it from starting. All threads of the cluster call it.
+// The index of the cluster's key block. Where clusters wait for those with earlier keys, they take it from a counter:
+// CUDA does not promise to start clusters in the order of blockIdx, and a cluster that waited for one that has not
+// started could keep it from ever starting. All threads of the cluster call it.
 template <typename Config>
 __device__ int find_index(const BwdSm90Params& p, BwdWideShared<Config>& shared, int rank) {
   if (!p.plan.waits) return blockIdx.x / Config::kCluster;
@@ -90,7 +94,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void bwd_wide_kernel(const __g
     if (role == 2 && p.plan.waits) Turns<Config>{p, block, rank}.release_all();
   }
   __syncwarp();
-  ptx::sync_cluster();  // before a block's shared memory goes to another one
+  ptx::sync_cluster();  // a thread block must not exit while the other one may still access its shared memory
 #endif
 }
 

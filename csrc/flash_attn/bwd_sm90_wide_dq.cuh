@@ -1,4 +1,4 @@
-// The team of bwd_sm90_wide.cuh that computes dQ, and the warps that wait for its turns and pass them on.
+// The query team of bwd_sm90_wide.cuh, which computes dQ, and the two warps that wait for its turns and pass them on.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,8 @@
 
 namespace flash::flash_attn {
 
+// Each warp has 16 of the 64 rows. dQ is computed in slices of 32 channels, each added to dq_accum right away, because
+// the team has few registers.
 template <typename Config>
 struct QueryTeam {
   using Gradients = PackedFragment<typename Config::T, 16, Config::kBlockN>;
@@ -39,10 +41,12 @@ struct QueryTeam {
   __device__ static int thread() { return threadIdx.x % kWarpgroup; }
   __device__ static int row() { return thread() / 32 * 16 + lane_id() / 4; }
 
-  // The first channel of the block's half of dQ, and of the other block's K, which starts with a whole page.
+  // The first channel of the thread block's half of dQ, and the first that is loaded of the other thread block's K: 128
+  // channels in whole pages that contain that half.
   __device__ static int first_col(int rank) { return rank * Config::kHeadDim / 2; }
   __device__ static int other_col0(int rank) { return rank * (Config::kHeadDim - 128); }
 
+  // dS of this thread block's keys, as the left operand of dQ.
   __device__ Gradients take() const {
     Gradients ds;
 #pragma unroll
@@ -53,6 +57,7 @@ struct QueryTeam {
     return ds;
   }
 
+  // Sends it to the same threads of the other thread block, once these have read what was sent last.
   __device__ void send(const Gradients& ds) const {
     shared.sent_ds_taken.wait(parity ^ 1);
     const uint32_t target = ptx::address_in(other(), &shared.other_ds[0][thread()]);
@@ -63,6 +68,7 @@ struct QueryTeam {
     }
   }
 
+  // dS of the other thread block's keys.
   __device__ Gradients receive() const {
     if (thread() == 0) shared.other_ds_here.arrive_expect_tx(sizeof(shared.other_ds));
     ptx::wait_for_stores(shared.other_ds_here, parity);
@@ -78,7 +84,7 @@ struct QueryTeam {
     return ds;
   }
 
-  // Adds to dq_accum, from the lane's first element on; `rows` rows exist.
+  // Adds a slice to dq_accum. `accum` is the address for the lane's first element; `rows` rows exist from there on.
   __device__ static void add(const Slice& dq, float* accum, int rows) {
 #pragma unroll
     for (int r = 0; r < dq.kLaneRows; ++r) {
@@ -91,7 +97,7 @@ struct QueryTeam {
     }
   }
 
-  // Computes channels col .. of dQ.
+  // Computes the slice of dQ from channel `col` on.
   __device__ void multiply(Slice& dq, Gradients& own_ds, Gradients& other_ds, int col) const {
     ptx::wgmma_fence();
     if constexpr (Config::kParts == 1) {
@@ -159,15 +165,16 @@ struct QueryTeam {
   }
 };
 
-// Deterministic: clusters add to the same rows in the order of their keys. For the query team, one warp waits at the
-// semaphores and another one releases them, so that the team's threads do not wait for global memory.
+// Deterministic: clusters add to the same rows in the order of their keys. On behalf of the query team, one warp waits
+// at the semaphores and another one releases them, so that the team itself does not wait for global memory.
 template <typename Config>
 struct Turns {
   const BwdSm90Params& p;
   const KeyBlock<Config>& block;
   const int rank;  // of the block in the cluster
 
-  // How many clusters have added to the rows; each block of a cluster adds half of the channels.
+  // Counts the clusters that have added to the rows. Each thread block of a cluster has its own, as it adds its own
+  // half of the channels.
   __device__ int* semaphore(int head, int row_block) const {
     return semaphore_at(p.plan.scratch, block.padded_index(p, head) + row_block * Config::kBlockM) + rank;
   }

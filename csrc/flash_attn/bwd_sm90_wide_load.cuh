@@ -1,4 +1,4 @@
-// How tiles of keys and rows reach the blocks of a cluster of bwd_sm90_wide.cuh.
+// The copies of K, V, Q and dO to the shared memory of a cluster of bwd_sm90_wide.cuh.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace flash::flash_attn {
 
-// Starts the copies of K and V, and of the other block's K, by one lane.
+// One lane starts the copies of K and V, and of the other thread block's K as far as dQ needs it.
 template <typename Config>
 __device__ void load_all_keys(const BwdSm90Launch& p, BwdWideShared<Config>& shared, const KeyBlock<Config>& block,
                               int rank) {
@@ -35,8 +35,8 @@ __device__ void load_all_keys(const BwdSm90Launch& p, BwdWideShared<Config>& sha
   }
 }
 
-// Starts the copies of all that a block reads, by one lane or a warp; where both blocks have all channels, of every
-// other page of Q and dO, for both.
+// Starts the copies of all that a thread block reads. Lanes as walks_rows says. Where both thread blocks have all
+// channels, each copies every other page of Q and dO, to both of them; every barrier expects the bytes of all pages.
 template <typename Config>
 __device__ void load_block(const BwdSm90Launch& p, BwdWideShared<Config>& shared, const KeyBlock<Config>& block,
                            int rank) {

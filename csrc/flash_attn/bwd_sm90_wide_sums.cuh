@@ -1,4 +1,4 @@
-// The teams of bwd_sm90_wide.cuh that compute dV and dK: the value team and the key team.
+// The two teams of bwd_sm90_wide.cuh that sum dV and dK: the value team and the key team.
 #pragma once
 
 #include <cstdint>
@@ -30,7 +30,7 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
   RingCursor<1> box_at;
   Fragment<16, kChannels> sum;
 
-  // Where the blocks of a cluster divide the channels: adds the other's products, and sends it these.
+  // Where the thread blocks of a cluster divide the channels: adds the other one's partial sums, and sends it these.
   template <typename Box>
   __device__ void add_other_part(Scores& s, Box& box) {
 #pragma unroll
@@ -40,8 +40,8 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
     }
   }
 
-  // Adds the product to the sum and goes on to the next rows. A single product of 256 columns would take more registers
-  // than a thread has when the kernel starts.
+  // Adds a product to the sum, releases the stage and goes on to the next. 256 columns are multiplied in two halves:
+  // the 128 accumulators of a single product are all the registers that a thread has when the kernel starts.
   __device__ void add_product(Packed& factors, RowRing<Config, kChannels>& ring) {
     constexpr int kCols = kChannels == 256 ? 128 : kChannels;
     fence(sum, factors);
@@ -55,7 +55,7 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
     at.advance();
   }
 
-  // Releases a stage of this warp, in all blocks that have filled it.
+  // A warp releases its stage, in all thread blocks that fill it (both, if they copy by multicast).
   template <int kTileChannels>
   __device__ void release(RowRing<Config, kTileChannels>& ring) const {
     __syncwarp();
@@ -72,7 +72,8 @@ struct ValueTeam : SumTeam<Config, Config::kChannelsV> {
   using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
-  // Returns the left operand of dV for S^T, and leaves the weights of dP^T to the key team.
+  // Turns S^T into P^T, 0 where dropped, the left operand of dV, which it returns. Leaves to the key team the weights
+  // of dP^T: P^T times the derivative of the softcap, negative where dropped.
   __device__ Packed weigh(Scores& s, int head, const Interval& rows, bool cut) const {
     const float cap = kPlain ? 0 : p.problem.softcap;
     Packed weights, slopes;
@@ -134,7 +135,7 @@ struct KeyTeam : SumTeam<Config, Config::kChannels> {
   using Base::p, Base::shared, Base::block, Base::key0, Base::at, Base::sum, Base::kPlain;
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
-  // Returns dS^T for dP^T, with the weights that the value team has left.
+  // Turns dP^T into dS^T, with the weights that the value team has left.
   __device__ Packed differentiate(Scores& dp, int head, const Interval& rows) const {
     const Packed weights = load_transposed<T, Config::kBlockM>(shared.scores, key0);
 #pragma unroll
@@ -151,7 +152,7 @@ struct KeyTeam : SumTeam<Config, Config::kChannels> {
         }
       }
     }
-    if constexpr (!kPlain) {  // blocks that divide the channels have the same: one of them adds it
+    if constexpr (!kPlain) {  // thread blocks that divide the channels have the same dS: only one adds it to dbias
       if (Config::channel() == 0) add_to_dbias<typename Config::T>(dp, p.dbias, block.mask, this->place_of(head, rows));
     }
     return pack<T>(dp);

@@ -1,4 +1,4 @@
-// Sizes of tiles of the backward kernels, known when they are compiled.
+// The tile sizes of the backward kernels by head dim and features, as compile-time constants.
 #pragma once
 
 #include "flash_attn/features.h"
@@ -9,14 +9,14 @@ namespace flash::flash_attn {
 struct BwdTile {
   int rows;
   int keys;
-  int warp_keys;  // keys that a warp takes
-  int stages;     // tiles of rows in shared memory at a time
+  int warp_keys;  // keys of a warp's S^T
+  int stages;     // tiles of Q, and of dO, in shared memory at a time
   int team_warps = 4;
 };
 
-// S^T, dP^T, dK and dV fill the registers of eight warps; with fewer rows than these, products are too small for the
-// shared memory that they read. The compact tiles are for GPUs with 99 KB of shared memory for a block. Those of 512
-// channels take 135 KB, or 99.
+// S^T, dP^T, dK and dV fill the registers of eight warps. With fewer rows, products would be too small for the shared
+// memory that they read. The compact tiles are for GPUs where a thread block can have 99 KB of shared memory. For 512
+// channels, the tiles take 135 KB, or compact 99 KB.
 constexpr BwdTile bwd_tile(int head_dim, bool compact) {
   if (head_dim <= 64) return {compact ? 64 : 128, 128, 32, 2};
   if (head_dim <= 96) return {64, compact ? 64 : 128, 32, 2};
@@ -25,15 +25,15 @@ constexpr BwdTile bwd_tile(int head_dim, bool compact) {
   return compact ? BwdTile{32, 16, 16, 1, 2} : BwdTile{32, 32, 16, 1};
 }
 
-// A tile of bwd_sm90.cuh. Each of its two warpgroups has 64 of the keys. If they are staggered, one works half a step
-// behind the other. This is faster with 128 rows, where exponentials take long, and slower with 64.
+// A tile of bwd_sm90.cuh. Each of its two consumer warpgroups has 64 of the keys. If staggered, one works half a step
+// behind the other: faster with 128 rows, where exponentials take long, and slower with 64.
 struct BwdSm90Tile {
   int rows;
   int keys;
   bool staggered;
 };
 
-// With 128 rows no registers are left for dropout and transformed scores.
+// 128 rows leave no registers for dropout and score transforms.
 constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
   const bool tall = head_dim <= 64 && has_plain_scores(features);
   return tall ? BwdSm90Tile{128, 128, true} : BwdSm90Tile{64, 128, false};

@@ -1,21 +1,22 @@
 // Attention of few query rows over many keys (decoding), for every GPU from sm_80 on, by the formulas of fwd_sm80.cuh.
-// Its speed is that at which K and V arrive. So all warps of a block share one tile of 16 query rows, of the heads that
-// share a key head, and divide the keys.
+// It is bound by the bandwidth at which K and V arrive. So all warps of a thread block share one tile of 16 query rows,
+// those of the heads that share a key head, and divide the keys among themselves.
 //
-// Each warp is a pipeline of its own. It takes every num_warps-th chunk of 16 keys, has kStages of them on the way in
-// its own part of shared memory, and waits for no other warp. Q and O are in registers. In the end the warps merge
-// through shared memory, and blocks with other keys of the same rows through global memory: the last to arrive merges
-// in the order of the splits, so that the result does not depend on which is last.
+// Each warp is a pipeline of its own: it takes every num_warps-th chunk of 16 keys, keeps kStages of them in flight to
+// its own part of shared memory (cp.async), and synchronizes with no other warp. Q and O are in registers. In the end
+// the warps merge their results through shared memory, and thread blocks with other splits of the keys through global
+// memory: the last to arrive merges in the order of the splits, so that the result does not depend on which is last.
 //
-// New keys and values can be appended on the way (as append.cuh says), which saves a launch. While its first chunks are
-// on their way, a block rotates its queries into shared memory, and the new keys of its split, if there are any. The
-// warp that has the chunk of a new key puts it there, once the rest of the chunk has arrived, and into the cache.
+// The kernel can also append new keys and values to the cache (append.cuh), which saves a launch. While its first
+// chunks are in flight, a thread block rotates its queries, and the new keys that fall in its split, into shared
+// memory. Once a chunk has arrived, the warp that has it writes the new keys into their place in the chunk and in the
+// cache.
 //
-// Beyond 256 channels, two warps share chunks: each has one half of the channels and is a pipeline as above, but for S,
-// for which they wait for each other and add their products.
+// Beyond 256 channels, a team of two warps shares each chunk: each has half of the channels and is a pipeline as above,
+// except that they exchange partial sums of S and so wait for each other.
 //
-// Where the cache is small, most of the time passes before the first copy and after the last product, and in fetching
-// the code. Therefore the code is short.
+// Where the cache is small, most of the time passes before the first copy, after the last product, and in fetching
+// instructions. So the code is kept short.
 #pragma once
 
 #include <type_traits>
@@ -52,16 +53,16 @@ struct DecodeConfig {
   static constexpr bool kPlain = has_plain_scores(kFeatures), kRanged = takes_ranges(kFeatures);
   static constexpr bool kPaged = kPaged_;
   static constexpr int kRows = kDecodeRows, kKeys = kDecodeKeys, kWarpRows = kRows;
-  static constexpr int kThreads = 32;  // that load a tile together
+  static constexpr int kThreads = 32;  // that load a tile together: a warp
   static constexpr int kParts = channel_parts(kHeadDim), kChannels = kHeadDim / kParts, kChannelsV = kChannels;
   static constexpr int kStages = decode_stages(kChannels);
 };
 
-// A warp's part of the block's work. A team is a warp for each part of the channels.
+// A warp's part of the thread block's work. A team consists of one warp for each part of the channels.
 template <typename Config>
 struct TeamMember {
   int team = warp_id() / Config::kParts, num_teams = blockDim.x / (32 * Config::kParts);
-  int channel = warp_id() % Config::kParts * Config::kChannels;  // its first
+  int channel = warp_id() % Config::kParts * Config::kChannels;  // the warp's first
 };
 
 template <typename Config>
@@ -69,8 +70,8 @@ struct DecodeStage {
   SharedTile<typename Config::T, Config::kKeys, Config::kChannels> k, v;
 };
 
-// The same with products on their way to the team's other warp. They are read before this warp waits for that one
-// again, and so before the stage's next use.
+// The same with partial scores for the team's other warp. That warp reads them before it comes to the team's next
+// barrier, and so before this warp uses the stage again.
 template <typename Config>
 struct SharedDecodeStage : DecodeStage<Config> {
   PartialScores<Config::kRows, Config::kKeys> partial;
@@ -83,8 +84,8 @@ struct RowState {
   float max, sum;
 };
 
-// A warp's share of the dynamic shared memory: its stages, and in the end its O. Rows of O are odd multiples of 8 banks
-// apart.
+// A warp's share of the dynamic shared memory: its stages and, in the end, its O. The padding puts rows of O an odd
+// multiple of 8 banks apart, so that the four rows that a half-warp stores with 8-byte accesses do not conflict.
 template <typename Config>
 union DecodeRing {
   static constexpr int kRowStride = Config::kChannels + 8;
@@ -97,8 +98,8 @@ union DecodeRing {
   __device__ DecodeRing() {}
 };
 
-// Q as the left operand of an mma, straight from global memory: a lane needs pairs of elements of two rows. In place of
-// rows that do not exist the last row is read, and their results are not stored.
+// Loads Q as the left operand of an mma straight from global memory: a lane needs pairs of elements of two rows. Rows
+// past the last read the last one; their results are not stored.
 template <typename Config>
 __device__ auto load_query_fragment(const DecodeParams& p, const FwdWork<Config>& work) {
   using T = typename Config::T;
@@ -124,7 +125,8 @@ __device__ auto load_query_fragment(const DecodeParams& p, const FwdWork<Config>
   return q;
 }
 
-// Shared memory of a block that appends, behind its rings: its queries, and the new keys and values of its split.
+// What a thread block that appends has in shared memory behind its rings: its rotated queries, and the new keys and
+// values of its split.
 template <typename Config>
 struct FreshRows {
   using Row = typename Config::T[decode_fresh_stride(Config::kHeadDim)];
@@ -132,15 +134,15 @@ struct FreshRows {
   alignas(16) Row k[kMostAppended], v[kMostAppended];
 };
 
-// A step of decoding that appends. Step<Config> is this or OnlyReading.
+// How the kernel gets its queries and new keys if it appends. Step<Config> is this or OnlyReading.
 template <typename Config>
 struct Appending {
   using T = typename Config::T;
   const AppendParams& p;
   const FwdWork<Config>& work;
   FreshRows<Config>& fresh;
-  int before;       // the position of new token 0
-  Interval tokens;  // the new ones whose keys are in the block's split
+  int before;       // the position of new token 0 in the cache
+  Interval tokens;  // the new tokens whose keys are in the thread block's split
   const TeamMember<Config> own;
 
   __device__ Appending(const AppendingDecodeParams& params, const FwdWork<Config>& work, void* shared)
@@ -152,7 +154,7 @@ struct Appending {
     tokens = intersection({0, p.seqlen_new - 1}, {work.blocks.first * Config::kKeys - before, end - 1 - before});
   }
 
-  // All threads of the block must call it together. A warp prepares a row at a time.
+  // Fills `fresh`, each warp a row at a time. All threads of the thread block must call it together.
   __device__ void prepare() const {
     const int queries = work.rows.count, keys = max(0, tokens.last - tokens.first + 1);
 #pragma unroll 1
@@ -211,7 +213,7 @@ struct Appending {
   }
 };
 
-// A step that finds all keys in the cache.
+// The same if all keys are in the cache already.
 template <typename Config>
 struct OnlyReading {
   const DecodeParams& p;
@@ -232,11 +234,11 @@ struct Quad {
   float4 out;
 };
 
-// The scratch of one tile. Splits of a row are neighbours, so that the distance between them is known to the compiler.
+// The scratch of one tile. The splits of a row are adjacent: then their distance is a compile-time constant.
 template <typename Config>
 struct DecodeSplits {
   int count;         // of splits
-  float* out;        // (rows, splits, head_dim), each relative to its split's maxima
+  float* out;        // (rows, splits, head_dim), O before normalization, relative to the maximum of its split
   RowState* states;  // (rows, splits)
 
   __device__ DecodeSplits(const KeySplits& splits, int tile) : count(splits.count) {
@@ -260,7 +262,8 @@ struct DecodeSplits {
   }
 };
 
-// Prefetches the lines that the block needs in the end, after its keys. Address translation takes time, too.
+// Prefetches the first lines that the thread block will access after its keys: address translation (TLB) takes long,
+// too.
 template <typename Config>
 __device__ void prefetch_targets(const DecodeParams& p, const FwdWork<Config>& work) {
   if (threadIdx.x != 0) return;
@@ -272,8 +275,8 @@ __device__ void prefetch_targets(const DecodeParams& p, const FwdWork<Config>& w
   ptx::prefetch(splits.states + work.tile.split);
 }
 
-// Starts the copies of a warp's chunks of keys, one after the other. The pages of a chunk's rows are looked up while
-// the chunk before it is on its way.
+// Starts the copies of a warp's chunks of K and V, one after the other. The pages of a chunk's rows are looked up one
+// chunk ahead, so that no copy waits for the block table.
 template <typename Config>
 struct ChunkLoader {
   using T = const typename Config::T;
@@ -334,7 +337,7 @@ struct ChunkLoader {
   }
 };
 
-// Adds the products of the team's other warp.
+// Adds the partial scores of the team's other warp. Barriers 1 .. 4 are those of the teams.
 template <typename Config>
 __device__ void add_other_part(Scores<Config>& s, DecodeRing<Config>* rings, int stage, int team) {
   if constexpr (Config::kParts == 2) {
@@ -344,7 +347,7 @@ __device__ void add_other_part(Scores<Config>& s, DecodeRing<Config>* rings, int
   }
 }
 
-// A warp's walk over its chunks.
+// A warp's loop over its chunks.
 template <typename Config>
 __device__ void decode_chunks(const typename Config::Params& p, const FwdWork<Config>& work, DecodeRing<Config>* rings,
                               Output<Config>& o, Softmax<Config>& softmax) {
@@ -382,15 +385,15 @@ __device__ void decode_chunks(const typename Config::Params& p, const FwdWork<Co
   }
   ptx::wait_copies<0>();
   softmax.finish();
-  // Or else O might come where the team's other warp has yet to read products.
+  // Before store_in_ring overwrites the partial scores that the team's other warp may still have to read.
   if constexpr (Config::kParts == 2) ptx::sync_barrier<64>(1 + own.team);
 }
 
-// Stores the state of a warp in its ring.
+// Stores the result of a warp in its ring, for the merge.
 template <typename Config>
 __device__ void store_in_ring(DecodeRing<Config>& ring, const Output<Config>& o, const Softmax<Config>& softmax,
                               int num_rows) {
-  __syncwarp();  // all lanes have read the stages
+  __syncwarp();  // the result overwrites the stages, which all lanes have read now
 #pragma unroll
   for (int r = 0; r < o.kLaneRows; ++r) {
     if (8 * r >= num_rows) break;
@@ -408,7 +411,7 @@ __device__ inline void add_scaled(Quad& a, const Quad& b, float factor) {
            a.out.w + b.out.w * factor};
 }
 
-// Merges the quads of `count` parts of the keys: part(i) reads one of them, kBatch at a time.
+// Merges the quads of `count` parts of the keys; part(i) reads one. kBatch reads are in flight at a time.
 template <int kBatch, typename Part>
 __device__ Quad merge(int count, float scale_log2, Part&& part) {
   Quad all{{-INFINITY, 0}, {}};
@@ -429,7 +432,7 @@ __device__ Quad merge(int count, float scale_log2, Part&& part) {
   return all;
 }
 
-// Calls fn(row, col) for every fourth column of the tile's rows, which the block's threads share.
+// Calls fn(row, col) for every fourth column of the tile's rows, distributed over the threads of the thread block.
 template <typename Config, typename Fn>
 __device__ void for_each_quad(const TileRows& rows, Fn&& fn) {
   constexpr int kQuads = Config::kHeadDim / 4;
@@ -437,7 +440,7 @@ __device__ void for_each_quad(const TileRows& rows, Fn&& fn) {
   for (int i = threadIdx.x; i < rows.count * kQuads; i += blockDim.x) fn(i / kQuads, i % kQuads * 4);
 }
 
-// Writes four channels of a row, from `col` on, to a tensor like out.
+// Stores four channels of a row, from `col` on, to a tensor shaped like out.
 template <typename Config>
 __device__ void store_to(const TensorRef<>& x, const DecodeParams& p, const FwdWork<Config>& work, int row, int col,
                          const float (&values)[4]) {
@@ -452,7 +455,8 @@ __device__ void store_to(const TensorRef<>& x, const DecodeParams& p, const FwdW
   }
 }
 
-// Writes a quad of out and of out_lo, if that is wanted, and, with the first of a row, what else a row has.
+// Stores a quad of out and, if it is an output, of out_lo; the thread with a row's first quad also stores lse and
+// row_max.
 template <typename Config>
 __device__ void store_result(const DecodeParams& p, const FwdWork<Config>& work, int row, int col, float scale_log2,
                              const Quad& x) {

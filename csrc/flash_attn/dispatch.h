@@ -1,4 +1,4 @@
-// The types and head dims of a problem as template arguments.
+// Turns the element type and head dims of a problem into template arguments.
 #pragma once
 
 #include "common/dispatch.h"
@@ -7,7 +7,7 @@
 
 namespace flash::flash_attn {
 
-// Calls fn(type, head dim of keys, head dim of values), all of the instance and as constants.
+// Calls fn(type, head dim of keys, head dim of values) with those of the instance `built`, as constants.
 template <typename Fn>
 void dispatch_problem(const Problem& p, const HeadDims& built, Fn&& fn) {
   dispatch_value<DType::kFloat16, DType::kBFloat16>(p.dtype, [&](auto kDType) {
@@ -16,7 +16,7 @@ void dispatch_problem(const Problem& p, const HeadDims& built, Fn&& fn) {
   });
 }
 
-// The same for kernels in which both head dims are one: fn(type, head dim).
+// The same for kernels with one head dim for keys and values: fn(type, head dim).
 template <typename Fn>
 void dispatch_problem(const Problem& p, Fn&& fn) {
   dispatch_problem(p, sm80_head_dims(p.head_dim, p.head_dim_v),

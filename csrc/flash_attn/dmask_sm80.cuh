@@ -1,6 +1,6 @@
-// S_dmask, which return_attn_probs asks for. A pass of its own computes the scores again, so that the forward kernels
-// need not write them. A block takes 64 query rows and walks blocks of 128 keys from the last to the first; the running
-// maximum advances at every kWidth keys.
+// S_dmask (DmaskParams), which return_attn_probs asks for. A kernel of its own computes the scores again, so that the
+// forward kernels need not store them. A thread block takes 64 query rows and walks over blocks of 128 keys from the
+// last to the first; the running maximum is updated after every kWidth keys.
 #pragma once
 
 #include "common/launch.h"
@@ -17,7 +17,7 @@
 
 namespace flash::flash_attn {
 
-// What the kernel is given: the problem, and how its rows are cut into tiles.
+// The kernel's parameters: the problem, and how its rows are cut into tiles.
 struct TiledDmask {
   DmaskParams dmask;
   Tiling tiling;
@@ -37,8 +37,8 @@ struct DmaskShared {
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> k;
 };
 
-// Turns scores into exponentials relative to the running maximum, which takes in kWidth columns at a time, from the
-// right.
+// Turns scores into exponentials relative to the running maximum, which advances by kWidth columns at a time from the
+// right. A lane has kWidth / 4 of these columns.
 template <int kWidth, int kRows, int kCols>
 __device__ void relate_to_running_max(Fragment<kRows, kCols>& s, float (&max)[kRows / 8]) {
 #pragma unroll
@@ -56,7 +56,7 @@ __device__ void relate_to_running_max(Fragment<kRows, kCols>& s, float (&max)[kR
   }
 }
 
-// Writes a warp's part of the result, with the sign that says whether dropout keeps an element.
+// Stores a warp's part of the result.
 template <typename Config>
 __device__ void store_dmask(const DmaskParams& p, const Scores<Config>& u, const FwdWork<Config>& work, int warp_row,
                             int col0) {
@@ -89,7 +89,7 @@ __global__ __launch_bounds__(Config::kThreads, 1) void dmask_kernel(const __grid
   float max[Config::kWarpRows / 8];
   for (float& m : max) m = -INFINITY;
   for (int n = work.blocks.last; n >= work.blocks.first; --n) {
-    __syncthreads();  // nobody reads K(n + 1) any more
+    __syncthreads();  // no warp reads K(n + 1) any more
     load_own_rows<Config>(shared.k, keys, p.fwd, p.fwd.problem.head_dim, p.fwd.k.head_dim);
     ptx::commit_copies();
     keys.move(-Config::kKeys);

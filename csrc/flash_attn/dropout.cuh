@@ -1,6 +1,6 @@
-// The keep mask of dropout depends on (seed, offset, batch entry, query head, row, column) alone, not on the tiles of a
-// kernel. The scores of an (entry, head) are cut into tiles of 16 rows x 32 columns, and each of the 32 lanes of a tile
-// draws 16 bytes from Philox with
+// The keep mask of dropout depends on (seed, offset, batch entry, query head, row, column) alone, not on a kernel's
+// tile sizes, so that forward and backward agree. The scores of an (entry, head) are cut into tiles of 16 rows x 32
+// columns, and each of the 32 lanes of a warp draws 16 bytes of a tile from Philox with
 //
 //   key      the seed
 //   counter  low 64 bits: offset + 32 (entry * heads + head) + lane; high: row / 16 in the low word, column / 32
@@ -23,14 +23,14 @@ struct Dropout {
   uint64_t seed, counter;
   uint32_t largest_kept;
 
-  // p must have rng_state.
+  // p.rng_state must not be null.
   __device__ Dropout(const Problem& p, int entry, int head)
       : seed(p.rng_state[0]),
         counter(p.rng_state[1] + 32 * (int64_t{entry} * p.heads + head) + lane_id()),
         largest_kept(p.dropout_largest_kept) {}
 
-  // Calls fn(r, c) for the lane's dropped elements of a fragment. Its corner is at (row0, col0), multiples of 16
-  // and 32.
+  // Calls fn(r, c) for the lane's dropped elements of a fragment whose corner is at (row0, col0), multiples of 16 and
+  // 32.
   template <int kRows, int kCols, typename Fn>
   __device__ void for_each_dropped(const Fragment<kRows, kCols>&, int row0, int col0, Fn&& fn) const {
     static_assert(kCols % 32 == 0);
@@ -49,9 +49,11 @@ struct Dropout {
     }
   }
 
-  // The same for a transposed fragment of 16 or 32 keys x kCols query rows: in fn(r, c), r counts keys. A lane needs
-  // bytes that others draw. Word w of a lane belongs to keys 8w .. 8w + 7, and its byte 2u + z to row u and key z of
-  // the lane's. Taken as 16-bit pairs over u, the words of a warp are a matrix of 8 rows x 8 keys, which is transposed.
+  // The same for a transposed fragment of 16 or 32 keys x kCols query rows: in fn(r, c), r counts keys. A lane now
+  // needs bytes that other lanes draw. Word w of all lanes covers 16 rows x keys 8w .. 8w + 7; byte 2u + z is row lane
+  // / 4 + 8u and key 2 (lane % 4) + z of these. __byte_perm groups the bytes by z, so that the two bytes over u form
+  // one 16-bit element; the words of a warp are then an 8 x 8 matrix of such elements, rows x keys, and movmatrix
+  // transposes it.
   template <int kRows, int kCols, typename Fn>
   __device__ void for_each_dropped_transposed(const Fragment<kRows, kCols>&, int key0, int row0, Fn&& fn) const {
     static_assert(kRows == 16 || kRows == 32);

@@ -1,3 +1,4 @@
+// Which features the instances of the kernels are compiled with, and which of these instances a problem needs.
 #pragma once
 
 #include <cstdint>
@@ -7,14 +8,15 @@
 
 namespace flash::flash_attn {
 
-// The sets of features that kernels are compiled with. All have masks, lengths, packed heads and sinks, which cost the
-// inner loop nothing.
+// The sets of features that kernels are compiled with. All instances have masks, lengths, packed heads and sinks, which
+// cost the inner loop nothing. kAll adds softcap, ALiBi, biases that the warps load themselves, dropout, unaligned
+// rows, the largest score of each row, keys in pages (decoding: in all instances), and values of another head dim than
+// the keys (sm_90: in all instances).
 enum class Features {
-  kPlain,   // scores are scaled products; elements lie in aligned chunks of 16 bytes
-  kRanged,  // also key ranges; on sm_90 only
-  kBiased,  // kPlain, and a bias of which TMA copies tiles; on sm_90 only
-  kAll,  // also softcap, ALiBi, biases, dropout, unaligned rows, the largest score of each row, keys in pages (as the
-         // others have in decoding, too), values of another head dim than the keys (as the others have on sm_90, too)
+  kPlain,   // scores are scaled products; all rows can be moved in aligned chunks of 16 bytes
+  kRanged,  // kPlain and key ranges; on sm_90 only
+  kBiased,  // kPlain and a bias that TMA copies in tiles; on sm_90 only
+  kAll,     // everything
 };
 
 constexpr bool has_plain_scores(Features features) {
@@ -22,16 +24,16 @@ constexpr bool has_plain_scores(Features features) {
 }
 constexpr bool takes_ranges(Features features) { return features == Features::kRanged || features == Features::kAll; }
 
-// The first for code on the device, which calls no functions of the host, not even in constants.
+// has_plain_scores for device code, which may not call host functions, not even in constant expressions.
 template <Features kFeatures>
 inline constexpr bool kHasPlainScores = has_plain_scores(kFeatures);
 
-// Whether scores are scaled products, to which a bias may be added.
+// Whether scores are scaled products and perhaps a bias: no softcap, ALiBi or dropout.
 inline bool has_plain_products(const Problem& p) {
   return p.softcap == 0 && p.alibi_slopes == nullptr && p.rng_state == nullptr;
 }
 
-// Whether rows of x can be moved in aligned chunks of 16 bytes, and 32 bits hold the distance of rows in chunks.
+// Whether rows of x can be moved in aligned chunks of 16 bytes (8 elements), and strides in chunks fit 32 bits.
 template <typename Data>
 bool is_aligned(const TensorRef<Data>& x, int head_dim) {
   const auto in_chunks = [](int64_t elements) { return elements % 8 == 0 && elements >> 35 == 0; };
@@ -45,8 +47,8 @@ inline bool all_aligned(const FwdParams& p) {
          is_aligned(p.out, head_dim_v);
 }
 
-// The bias as a tensor (entries, rows, heads, keys), whose strides are 0 where one serves all. Its entries may lie
-// differently, in two dimensions: then there is no such tensor, and data is null.
+// The bias as a tensor (entries, rows, heads, keys), with stride 0 where one element serves all. If entries lie in two
+// dimensions that cannot be merged into one, there is no such tensor, and data is null.
 inline TensorRef<const void> bias_tensor(const Problem& p) {
   const BiasRows& rows = p.bias.rows;
   const int batch2_size = static_cast<int>(rows.batch2_size.value);
@@ -59,14 +61,14 @@ inline TensorRef<const void> bias_tensor(const Problem& p) {
           .head_dim = 1};
 }
 
-// Whether a Plan has instances of kBiased for the head dims of a problem, and there are no key ranges.
+// Whether the kernels of a Plan have an instance of kBiased for a problem, as far as head dims and key ranges go.
 template <typename Plan>
 bool takes_tiled_bias(const Problem& p) {
   const HeadDims built = sm90_head_dims(p.head_dim, p.head_dim_v);
   return p.ranges.data == nullptr && built.of_keys == built.of_values && built.of_keys <= Plan::kMostBiasedHeadDim;
 }
 
-// Whether TMA can copy tiles of the bias, whose strides may be 0, to instances of a Plan.
+// Whether the kernels of a Plan can have TMA copy the bias in tiles. Strides may be 0.
 template <typename Plan>
 bool has_tiled_bias(const Problem& p) {
   const TensorRef<const void> bias = bias_tensor(p);
@@ -75,20 +77,22 @@ bool has_tiled_bias(const Problem& p) {
   return is_in_tiles && takes_tiled_bias<Plan>(p);
 }
 
-// The same of a copy of the bias, if no other feature forbids it. Numbers in fp32 would lose bits in such a copy.
+// Whether they could if the bias were copied to a layout that suits TMA, and no other feature forbids it. An fp32 bias
+// is not copied: rounded to the queries' type, it would lose bits.
 template <typename Plan>
 bool could_tile_bias(const Problem& p) {
   const bool fits = p.bias.is_bool || p.bias.dtype == p.dtype;
   return fits && bias_tensor(p).data != nullptr && has_plain_products(p) && takes_tiled_bias<Plan>(p);
 }
 
-// Whether instances with less than all features know where values end, in the kernels of a Plan.
+// Whether instances with less than Features::kAll take the problem's head dim of values, in the kernels of a Plan.
 template <typename Plan>
 bool fits_values(const Problem& p) {
   return Plan::kPlainHasHeadDimV || p.head_dim_v == p.head_dim;
 }
 
-// The features of a problem in the kernels of a Plan. plain: whether it needs nothing but key ranges or a bias.
+// The instance that a problem needs among the kernels of a Plan. plain: whether it has no features but key ranges or a
+// bias.
 template <typename Plan>
 Features features_of(const Problem& p, bool plain) {
   if (!plain) return Features::kAll;

@@ -1,4 +1,4 @@
-// The choice of instance.
+// The entry points of launch.h: each chooses the kernel instance for a problem and launches it.
 #include <stdexcept>
 #include <variant>
 
@@ -37,7 +37,7 @@ HeadDims instance_of(const Problem& p) {
 
 template <typename Params>
 void run_built(void (*instance)(const Params&, cudaStream_t), const Params& p, cudaStream_t stream) {
-  void (*volatile linked)(const Params&, cudaStream_t) = instance;  // or the compiler assumes that it is not null
+  void (*volatile linked)(const Params&, cudaStream_t) = instance;  // volatile: the compiler assumes it is not null
   const auto run = linked;
   if (run == nullptr) throw std::runtime_error("this development build of flash_attn leaves out the instance needed");
   run(p, stream);
@@ -68,7 +68,8 @@ void run_fwd_with(const FwdParams& p, const Plan& plan, cudaStream_t stream) {
   });
 }
 
-// Beyond 256 channels, one instance of the backward takes all problems: elementwise steps are a small share there.
+// Beyond 256 channels, the backward is compiled with all features only: elementwise steps take a small share of the
+// time there.
 constexpr Features built_features(int head_dim, Features features) {
   return head_dim <= 256 ? features : Features::kAll;
 }

@@ -1,4 +1,4 @@
-// Which forward kernel takes a problem, and its plan. Pure host code, which can be tested without a GPU.
+// Chooses the forward kernel for a problem, and makes its plan. Pure host code, which can be tested without a GPU.
 #pragma once
 
 #include <algorithm>
@@ -17,14 +17,14 @@
 
 namespace flash::flash_attn {
 
-// The facts besides the problem that a plan depends on. Results depend on it only in their rounding.
+// What else a plan depends on. Results depend on the plan only in their rounding.
 struct FwdHints {
   int64_t longest_q;  // no entry has more rows
   int64_t longest_k;  // no entry has more keys
   int num_splits;     // 0: as many as is best
   int multiprocessors;
-  int shared_bytes;  // that a block can have
-  bool has_sm90;     // whether fwd_sm90.cuh runs
+  int shared_bytes;  // that a thread block can have
+  bool has_sm90;     // whether fwd_sm90.cuh can run on the device
 };
 
 // The sizes of a plan's scratch, in elements.
@@ -42,9 +42,9 @@ struct FwdChoice {
 // ---------------------------------------------------------------------------------------------------------------------
 // Tiles of rows
 
-// How many query heads become rows of one tile: those that share a key head, if that takes fewer tiles. Kernels count
-// the rows of an entry in 32 bits, so that heads stay apart where tokens times heads do not fit. With dropout, random
-// bits come for 16 rows of one head. Heads with key ranges of their own stay apart, too.
+// How many query heads are packed into the rows of a tile: all that share a key head if that takes fewer tiles, else 1.
+// Never where tokens times heads exceed the 32 bits in which kernels count the rows of an entry; with dropout, whose
+// random bits are drawn for 16 rows of one head; or if heads have key ranges of their own.
 inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
   const int group = p.heads / p.heads_k;
   const bool fits = int64_t{p.seqlen_q} * group <= std::numeric_limits<int>::max() - tile_rows;
@@ -52,7 +52,8 @@ inline int heads_to_pack(const Problem& p, int64_t longest_q, int tile_rows) {
   return fits && p.rng_state == nullptr && p.ranges.heads == 0 && together < apart ? group : 1;
 }
 
-// How many slots for tiles a group of packed heads has, in a dense entry or in all packed ones together.
+// How many slots for tiles (Tiling) a group of packed heads has in a dense entry, or in all packed entries together:
+// entry_of_slot (schedule.cuh) says why one more for each entry.
 inline int64_t slots_for(const Problem& p, int packed_heads, int tile_rows) {
   const int64_t rows = int64_t{p.seqlen_q} * packed_heads;
   return p.cu_seqlens_q ? rows / tile_rows + p.batch + 1 : ceil_div(rows, tile_rows);
@@ -78,7 +79,7 @@ inline int num_tiles(const Tiling& tiling) { return static_cast<int>(tiling.tile
 
 constexpr int kMaxSplits = 128;
 
-// `wanted` splits, or as many as one launch has blocks for, of at least `least_blocks` blocks of keys each.
+// `wanted` splits, or as many as the grid of one launch can have, of at least `least_blocks` key blocks each.
 inline KeySplits splits_of(const Tiling& tiling, int64_t wanted, int64_t least_blocks, int rows) {
   const int64_t most = std::max(1, std::numeric_limits<int>::max() / std::max(num_tiles(tiling), 1));
   return {.count = static_cast<int>(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, kMaxSplits))),
@@ -86,15 +87,15 @@ inline KeySplits splits_of(const Tiling& tiling, int64_t wanted, int64_t least_b
           .rows = rows};
 }
 
-// The scratch of splits, in which a row has head_dim sums, those of the instance, and a maximum and a sum for each of
-// `lanes`.
+// The scratch of splits. For each row of a split: head_dim (of the instance) channels of O, and a maximum and a sum for
+// each of the `lanes` that store them.
 inline FwdScratch scratch_of(const Tiling& tiling, const KeySplits& splits, int head_dim, int lanes) {
   if (splits.count == 1) return {};
   const int64_t rows = int64_t{num_tiles(tiling)} * splits.count * splits.rows;
   return {.out = rows * head_dim, .softmax = 2 * lanes * rows, .counters = num_tiles(tiling)};
 }
 
-// Gives a plan its scratch: `partials` has scratch.out + scratch.softmax elements.
+// Points a plan to its scratch: `partials` has scratch.out + scratch.softmax elements; `counters` are zeros.
 inline void use_scratch(FwdPlan& plan, const FwdScratch& scratch, float* partials, int* counters) {
   if (auto* on_sm90 = std::get_if<FwdSm90Plan>(&plan)) {
     on_sm90->taken = counters;
@@ -108,26 +109,26 @@ inline void use_scratch(FwdPlan& plan, const FwdScratch& scratch, float* partial
 // ---------------------------------------------------------------------------------------------------------------------
 // Decoding
 
-// Whether decode_sm80.cuh takes a problem: all rows that share a key head are one tile, and nothing is dropped.
+// Whether decode_sm80.cuh takes a problem: all rows that share a key head fit one tile, and there is no dropout.
 inline bool suits_decoding(const Problem& p, const FwdHints& hints) {
   return p.rng_state == nullptr && hints.longest_q * (p.heads / p.heads_k) <= kDecodeRows;
 }
 
-// Whether keys and values, which are read once, should leave the L2 cache first. Then they do not push out data that
-// must be written back. Small key caches gain most by this, and large ones lose a little.
+// Whether keys and values, which are read once, should be the first to be evicted from the L2 cache. Then they do not
+// evict data that would have to be written back. Small key caches gain most by this, and large ones lose a little.
 inline bool should_evict_keys(const Problem& p, int64_t longest_k) {
   constexpr int64_t kPassingBytes = 256 << 20;
   return int64_t{2} * p.batch * p.heads_k * (p.head_dim + p.head_dim_v) * longest_k <= kPassingBytes;
 }
 
-// A block works alone on a multiprocessor. Where there are fewer tiles than multiprocessors, the keys are cut into as
-// few splits as fill them. Where entries may differ in length, a split has kPiece keys or more, so that no block takes
-// long: this may halve the time of ragged entries, and costs equal ones little. Entries that are much shorter than
-// there is room for are cut into fewer splits than the longest.
+// A thread block has an SM to itself. Where there are fewer tiles than SMs, the keys are cut into just enough splits to
+// fill the SMs. Where entries may differ in length (ragged), the longest is also cut into pieces of about kPiece keys,
+// so that no thread block takes long: this may halve the time of ragged batches, and costs equal lengths little. Short
+// entries get fewer splits, since a split has at least least_blocks key blocks.
 //
-// Each split has scratch, whether it has keys or not, because only the device knows the lengths. Therefore there are at
-// most kMostSplitsEach splits for each multiprocessor. The longest entry then keeps no multiprocessor busy for longer
-// than the whole batch does, unless it is more than kMostSplitsEach times as long as an average one.
+// Every split has scratch, with keys or without, because only the device knows the lengths. So there are at most
+// kMostSplitsEach splits for each SM. The longest entry then keeps no SM busy for longer than the whole batch does,
+// unless it is more than kMostSplitsEach times as long as the average.
 inline KeySplits split_decode(const Problem& p, const FwdHints& hints, const Tiling& tiling, int warps, int rows) {
   constexpr int kPiece = 4096, kShortPiece = 1024, kMostPieces = 16, kMostSplitsEach = 32;
   if (hints.num_splits > 0) return splits_of(tiling, hints.num_splits, 1, rows);
@@ -148,15 +149,15 @@ inline FwdChoice plan_decode(const FwdParams& p, const FwdHints& hints) {
   const int warps = decode_warps(head_dim, hints.shared_bytes);
   const int packed_heads = heads_to_pack(problem, hints.longest_q, kDecodeRows);
   const Tiling tiling = tiling_for(problem, packed_heads, kDecodeRows);
-  // A hint may be wrong about packed entries: their tiles may have up to kDecodeRows rows.
+  // longest_q is the caller's word where entries are packed: a tile may have up to kDecodeRows rows all the same.
   const int rows = problem.cu_seqlens_q ? kDecodeRows : std::min(kDecodeRows, problem.seqlen_q * packed_heads);
   const KeySplits splits = split_decode(problem, hints, tiling, warps, rows);
   return {DecodePlan{tiling, splits, warps, should_evict_keys(problem, hints.longest_k)},
           scratch_of(tiling, splits, head_dim, /*lanes=*/1)};
 }
 
-// Whether the decode kernel itself can append: it looks up no pages then, no entry may read what another one appends,
-// and every new key must be seen by some row, because only blocks that see a key write it.
+// Whether the decode kernel can also append, which saves a launch. It does not find pages then; no entry may read what
+// another entry appends; and some row must see every new key, because only thread blocks that see a key write it.
 inline bool appends_in_decoding(const FwdParams& p, const FwdPlan& plan, const AppendParams& append,
                                 const FwdHints& hints) {
   const auto* decoding = std::get_if<DecodePlan>(&plan);
@@ -172,13 +173,14 @@ inline bool appends_in_decoding(const FwdParams& p, const FwdPlan& plan, const A
 // ---------------------------------------------------------------------------------------------------------------------
 // Hopper
 
-// Whether rows differ in how many keys they see.
+// Whether rows may differ in how many keys they see.
 inline bool rows_differ(const Problem& p) {
   return p.window_left < p.seqlen_k || p.window_right < p.seqlen_k || p.ranges.data != nullptr;
 }
 
-// Whether fwd_sm90.cuh takes a problem. It copies aligned rows of one head at a time, and does not split the keys of a
-// tile. So it needs enough rows, and many tiles or few keys. At these limits it is as fast as the others on an H200.
+// Whether fwd_sm90.cuh takes a problem. It copies aligned rows without pages, packs no heads, and splits no keys. So it
+// needs enough rows to fill tiles, and enough tiles to fill the GPU or so few keys that splits would gain nothing. At
+// these limits it is as fast as the other kernels on an H200.
 inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
   constexpr int kTileRows = 128, kFewKeysPerChannel = 16;
   const Problem& problem = p.problem;
@@ -192,7 +194,8 @@ inline bool suits_sm90(const FwdParams& p, const FwdHints& hints) {
          rows_enough && (few_keys || 5 * blocks >= 2 * hints.multiprocessors);
 }
 
-// Whether the kernel of a problem would read its bias in tiles if that, or a mask in its place, lay as TMA needs it.
+// Whether it pays to copy the bias, or a bool mask as a bias, to a layout that TMA can copy tiles from: fwd_sm90.cuh
+// would then read it in tiles.
 inline bool wants_tiled_bias(const FwdParams& p, const FwdHints& hints) {
   return !suits_decoding(p.problem, hints) && suits_sm90(p, hints) && p.row_max == nullptr &&
          could_tile_bias<FwdSm90Plan>(p.problem);
@@ -208,9 +211,10 @@ inline bool wants_wide_tile(const Problem& p, const FwdHints& hints) {
   return hints.longest_k >= (rows_differ(p) ? 2048 : 1024);
 }
 
-// How many heads of all entries follow one another tile by tile. Where rows differ in how many keys they see, the
-// longest tiles come before all others, of as many heads as have keys and values that stay in the L2 cache together.
-// But the longest tiles also wait for memory. So at most half of the multiprocessors start with one.
+// How many heads (of all entries) are in a section, whose tiles are taken longest first (ordered_tile in
+// fwd_sm90_producer.cuh). Where all rows see equally many keys, there is nothing to balance, and tiles go head by head:
+// 1. Otherwise as many heads as have keys and values that fit the L2 cache together. But the longest tiles also wait
+// for memory, so at most half of the SMs start with one.
 inline int heads_per_section(const Problem& p, int multiprocessors) {
   constexpr int64_t kCacheBytes = 32 << 20;
   const int heads = p.cu_seqlens_q ? p.heads : p.heads * p.batch, group = p.heads / p.heads_k;
@@ -244,8 +248,8 @@ inline FwdChoice plan_fwd_sm90(const FwdParams& p, const FwdHints& hints) {
 // ---------------------------------------------------------------------------------------------------------------------
 // Every GPU
 
-// The fewest splits that keep the GPU nearly as busy as any number would; 1 where the tiles alone nearly fill it. It
-// runs `places` blocks at a time.
+// The smallest number of splits that fills the last wave of thread blocks nearly as well (85 %) as the best number
+// does; 1 where the tiles alone nearly fill the GPU (80 %), which runs `places` thread blocks at a time.
 inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
   if (tiles * 10 >= places * 8) return 1;
   const int64_t most = std::min<int64_t>({key_blocks, kMaxSplits, places});
@@ -263,7 +267,7 @@ inline int splits_for(int64_t tiles, int64_t key_blocks, int places) {
 inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
   const int head_dim = sm80_head_dims(p.problem.head_dim, p.problem.head_dim_v).of_keys;
   const int lanes_of_row = 4 * channel_parts(head_dim);
-  const int blocks_at_once = hints.multiprocessors * (head_dim <= 256 ? 2 : 1);  // by their shared memory
+  const int blocks_at_once = hints.multiprocessors * (head_dim <= 256 ? 2 : 1);  // their shared memory allows this
   const FwdTile tile = fwd_tile(head_dim, features_of<FwdSm80Plan>(p));
   const Tiling tiling = tiling_for(p.problem, heads_to_pack(p.problem, hints.longest_q, tile.rows), tile.rows);
   const int64_t key_blocks = ceil_div(hints.longest_k, tile.keys);
@@ -273,7 +277,7 @@ inline FwdChoice plan_fwd_sm80(const FwdParams& p, const FwdHints& hints) {
   return {FwdSm80Plan{tiling, splits}, scratch_of(tiling, splits, head_dim, lanes_of_row)};
 }
 
-// Chooses the kernel. fwd_sm80.cuh packs heads, looks pages up and splits keys: it takes all other problems.
+// Chooses the kernel. fwd_sm80.cuh packs heads, finds pages and splits keys: it takes all that the others do not.
 inline FwdChoice plan_fwd(const FwdParams& p, const FwdHints& hints) {
   if (suits_decoding(p.problem, hints)) return plan_decode(p, hints);
   if (suits_sm90(p, hints)) return plan_fwd_sm90(p, hints);

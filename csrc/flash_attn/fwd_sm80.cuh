@@ -2,18 +2,18 @@
 //
 //   O = softmax(S) V,   S = scores of Q K^T (score.cuh) under the mask (mask.cuh),   lse = log sum exp S
 //
-// A block works on a tile of query rows of one head, or of the heads that share a key head, and walks the blocks of
-// keys that these rows see from the last to the first with an online softmax (Dao, "FlashAttention-2", 2023). If the
-// keys are split, the last block to arrive merges (split.cuh).
+// A thread block computes a tile of query rows, of one head or of the heads that share a key head. It walks over the
+// key blocks that these rows see, from the last to the first, with an online softmax (Dao, "FlashAttention-2", 2023).
+// If the keys are split among thread blocks, the last one to arrive merges (split.cuh).
 //
-// A warp owns 16 or 32 rows and all keys of a block, so that it shares nothing but the tiles of K and V. Q stays in
-// shared memory; S, P and O are in registers, where S as a result of one mma has the layout of P as an operand of the
-// next. There is one tile of K and one of V: V(n) is copied during Q K(n)^T and softmax, K(n - 1) during P V(n), and a
-// second block on the multiprocessor fills the gaps.
+// A warp has 16 or 32 rows and all keys of a key block, so that warps share nothing but the tiles of K and V. Q stays
+// in shared memory. S, P and O are in registers: the result S of one mma already has the layout of the operand P of the
+// next. There is one tile of K and one of V. V(n) is copied (cp.async) during Q K(n)^T and softmax, K(n - 1) during
+// P V(n), and a second thread block on the SM fills the gaps.
 //
-// Beyond 256 channels, two warps share 16 rows. Each multiplies its half of the channels and has its half of O; to add
-// up S, they exchange their products in the place of K, which takes two more barriers a step. To compute S twice
-// instead would take half as many products again, and as many reads of shared memory.
+// Beyond 256 channels, two warps share 16 rows. Each has half of the channels, and half of O. They exchange their
+// partial sums of S in the memory of K, which takes two more barriers a step. Computing all of S in both warps instead
+// would take half as many products again, and read half as much shared memory again.
 #pragma once
 
 #include "common/launch.h"
@@ -45,27 +45,27 @@ struct FwdConfig {
   static constexpr int kRows = kTile.rows, kKeys = kTile.keys;
   static constexpr int kParts = channel_parts(kHeadDim), kChannels = kHeadDim / kParts, kChannelsV = kChannels;
   static constexpr int kBlockThreads = 32 * kTile.warps;
-  static constexpr int kThreads = kBlockThreads / kParts;  // that load a part of a tile together
+  static constexpr int kThreads = kBlockThreads / kParts;  // that load a part's channels of a tile together
   static constexpr int kPartWarps = kTile.warps / kParts, kWarpRows = kRows / kPartWarps;
 };
 
-// A warp's part of the block's tile.
+// A warp's part of the thread block's tile.
 template <typename Config>
 struct WarpShare {
   int part = Config::kParts == 1 ? 0 : warp_id() / Config::kPartWarps;
-  int row = (warp_id() - part * Config::kPartWarps) * Config::kWarpRows;  // its first
-  int channel = part * Config::kChannels;                                 // its first
+  int row = (warp_id() - part * Config::kPartWarps) * Config::kWarpRows;  // the warp's first
+  int channel = part * Config::kChannels;                                 // the warp's first
 };
 
 template <typename Config>
 struct FwdShared {
-  SharedTile<typename Config::T, Config::kRows, Config::kHeadDim> q;  // in the end O
+  SharedTile<typename Config::T, Config::kRows, Config::kHeadDim> q;  // in the end, O on its way out
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> k;
   SharedTile<typename Config::T, Config::kKeys, Config::kHeadDim> v;
-  FwdWork<Config> work;  // not in registers, which the loop needs
+  FwdWork<Config> work;  // in shared memory to save registers for the loop
 };
 
-// A warp's walk over the blocks of keys, and what it carries along.
+// A warp's loop over the key blocks, and the state that it carries.
 template <typename Config>
 struct FwdWalk {
   using T = typename Config::T;
@@ -74,7 +74,7 @@ struct FwdWalk {
   const WarpShare<Config> share;
   Output<Config>& o;
   Softmax<Config>& softmax;
-  KeyRows<Config> keys, values;  // of the blocks to load next
+  KeyRows<Config> keys, values;  // of the key blocks to load next
 
   __device__ FwdWalk(const FwdSm80Params& p, FwdShared<Config>& shared, const WarpShare<Config>& share,
                      Output<Config>& o, Softmax<Config>& softmax)
@@ -106,13 +106,13 @@ struct FwdWalk {
     values.move(-Config::kKeys);
   }
 
-  // Adds the products of the other part.
+  // Beyond 256 channels: adds the partial scores of the other part.
   __device__ void add_other_part(Scores<Config>& s) {
     if constexpr (Config::kParts == 2) {
       using Partial = PartialScores<s.kRows, s.kCols>;
       static_assert(Config::kTile.warps * sizeof(Partial) <= sizeof(shared.k));
       auto* partials = reinterpret_cast<Partial*>(shared.k.data);
-      __syncthreads();  // all have read K
+      __syncthreads();  // all warps have read K, whose memory the partial scores take
       partials[warp_id()].store(s, lane_id());
       ptx::sync_barrier<64>(1 + warp_id() % Config::kPartWarps);
       partials[(warp_id() + Config::kPartWarps) % Config::kTile.warps].add_to(s, lane_id());
@@ -120,12 +120,12 @@ struct FwdWalk {
   }
 
   // kCut: whether the mask hides some of the block's keys from some row. Two loop bodies are faster than one with a
-  // branch. Values that no row sees are replaced by zeros: P is 0 there, but 0 times NaN is NaN. Keys need no zeros,
-  // and only the last block may have keys that do not exist.
+  // branch. Values that no row sees are loaded as zeros: P is 0 there, but 0 * NaN is NaN. Keys need no zeros, since
+  // their scores are overwritten; and only the last block, which run() loads, may have keys that do not exist.
   template <bool kCut>
   __device__ void step(int n) {
     ptx::wait_copies<0>();
-    __syncthreads();  // K(n) is here, and nobody reads V(n + 1) any more
+    __syncthreads();  // K(n) has arrived, and no warp reads V(n + 1) any more
     load_v<!kCut>();
     Scores<Config> s;
     s.fill(0);
@@ -139,7 +139,7 @@ struct FwdWalk {
     const auto probabilities = pack<T>(s);
 
     ptx::wait_copies<0>();
-    __syncthreads();  // V(n) is here, and nobody reads K(n), or what took its place, any more
+    __syncthreads();  // V(n) has arrived, and no warp reads K(n), or the partial scores in its place, any more
     if (n > shared.work.blocks.first) load_k<true>();
     gemm<Config::kKeys>(o, probabilities, along_rows(own(shared.v)));
   }
@@ -158,7 +158,7 @@ struct FwdWalk {
   }
 };
 
-// Writes what `Pack` makes of O to a tensor like out, through the place of Q.
+// Stores O, by way of the memory of Q, to a tensor shaped like out. Pack: Rounded<T> or Residue<T>.
 template <typename Config, typename Pack>
 __device__ void store_to(const TensorRef<>& x, FwdShared<Config>& shared, const FwdSm80Params& p,
                          const FwdWork<Config>& work, const WarpShare<Config>& share, const Output<Config>& o) {
@@ -185,7 +185,7 @@ __device__ void store_out(FwdShared<Config>& shared, const FwdSm80Params& p, con
   normalize<Config>(o, p, softmax);
   if (p.out_lo.data != nullptr) {
     store_to<Config, Residue<T>>(p.out_lo, shared, p, work, share, o);
-    __syncwarp();  // all lanes have read what they write
+    __syncwarp();  // all lanes have read the rows that store_to overwrites next
   }
   store_to<Config, Rounded<T>>(p.out, shared, p, work, share, o);
 }

@@ -1,24 +1,28 @@
-// Attention, forward, for sm_90: the formulas and the steps of fwd_sm80.cuh around TMA and wgmma.
+// Attention, forward, for sm_90: the computation of fwd_sm80.cuh, with TMA copies and wgmma products.
 //
-// A block stays on its multiprocessor and takes one tile of query rows after the other. One warp, the producer, starts
-// all copies: Q of a tile, and K and V of the blocks of keys that its rows see, the last first. Two or three warpgroups
-// of 64 rows each, the consumers, multiply in the background what has arrived:
+// Warp-specialized and persistent: a thread block stays on its SM and processes one tile of query rows after another.
+// Its first two or three warpgroups are consumers with 64 rows of the tile each; in the last warpgroup only warp 0, the
+// producer, works. It starts all TMA copies: Q of a tile, then K and V of the key blocks that its rows see, the
+// last block first. A consumer keeps S, P and O in registers. Its wgmma products run asynchronously; for key block n it
 //
-//   S(n) = Q K(n)^T starts;  O += P(n + 1) V(n + 1) starts;  S(n) becomes P(n) while the second product runs
+//   starts S(n) = Q K(n)^T, then O += P(n + 1) V(n + 1), and turns S(n) into P(n) while the second product still runs.
 //
-// They take turns in starting products, so that while one is at its exponentials those of another run. A tile's first S
-// is computed with the last product of the tile before it. S, P and O are registers.
+// The first S of a tile is started together with the last P V of the tile before it.
 //
-// The producer takes the next tile from a counter in global memory when the last keys of a tile are on their way: as
-// late as it can, so that long and short tiles even out.
+// Hand-overs (fwd_sm90_shared.cuh), each through a ring of full and empty mbarriers: work_ring, which tile comes next;
+// q_rings, one for each consumer; k_ring; v_ring. Named barriers make the consumers take turns in starting products:
+// then one consumer computes its exponentials while the tensor cores run the products of another.
+//
+// The producer takes the next tile from a counter in global memory only when the last K of the current tile is about to
+// be copied. Taking tiles as late as possible balances long tiles against short ones.
 //
 // In instances of kBiased, K(n) comes with a tile of the bias. A warp reads its rows of it while S is computed.
 //
-// Beyond 256 channels, two blocks, a cluster, have a tile together: each has half of the channels of Q, K, V and O. A
-// block works as above, but for S: its warpgroups send their products to those of the other block, and add what these
-// send. That takes 1/4 of the time for which 128 rows and 64 keys keep the tensor cores busy to write and read shared
-// memory, beside the product P V that runs meanwhile. In one block, O of 512 channels leaves room for 64 rows only,
-// which reads K and V twice as often from the L2 cache and exchanges as much.
+// Beyond 256 channels a cluster of two thread blocks shares a tile: each has half of the channels of Q, K, V and O.
+// They work as above, but S needs all channels: their consumers exchange partial sums of S (partial_box.cuh). For 128
+// rows and 64 keys, writing and reading these 32 KB takes 512 cycles of shared-memory bandwidth, 1/4 of the tensor-core
+// time of both products, and P V runs meanwhile. A single block has registers for O of 64 rows x 512 channels only: it
+// would read K and V twice as often from the L2 cache and exchange as much.
 #pragma once
 
 #include "common/launch.h"
@@ -58,7 +62,7 @@ void run_fwd_sm90(const FwdSm90Params& p, cudaStream_t stream) {
   const int64_t head_dim = problem.head_dim, head_dim_v = problem.head_dim_v;
   const int64_t entries_q = problem.cu_seqlens_q ? 1 : problem.batch;
   const int64_t keys = problem.cu_seqlens_k ? problem.seqlen_k : problem.capacity_k;
-  // With an index into the batch, how many entries k and v have is not known here.
+  // batch_index may name any entry of k and v, and how many they have is not known here.
   const int64_t entries_k = problem.cu_seqlens_k ? 1 : problem.batch_index ? kMaxSeqlen : problem.batch;
   FwdSm90Launch args{.q = map_of<typename Shared::OwnRows>(p.q, head_dim, problem.heads, problem.seqlen_q, entries_q),
                      .k = map_of<typename Shared::Keys>(p.k, head_dim, problem.heads_k, keys, entries_k),

@@ -1,4 +1,5 @@
-// The consumers of fwd_sm90.cuh: warpgroups that multiply what the producer has copied, and write the results.
+// The consumer warpgroups of fwd_sm90.cuh: they compute a tile from what the producer has copied, and store the
+// results.
 #pragma once
 
 #include <type_traits>
@@ -20,8 +21,8 @@ namespace flash::flash_attn {
 using flash::warp_uniform;
 __device__ inline Interval warp_uniform(const Interval& x) { return {warp_uniform(x.first), warp_uniform(x.last)}; }
 
-// A warpgroup writes zeros to rows first .. end - 1 of V: P is 0 there, but V may be NaN. Others may do the same at the
-// same time.
+// A warpgroup zeroes rows first .. end - 1 of V: P is 0 there, but V may hold NaN, and 0 * NaN is NaN. The other
+// consumers may do so at the same time, which is harmless. The fence makes the zeros visible to wgmma.
 template <typename Tile>
 __device__ void clear_rows(Tile& tile, int first, int end, int barrier) {
   constexpr int kChunks = Tile::kCols / Tile::kChunk;
@@ -32,13 +33,13 @@ __device__ void clear_rows(Tile& tile, int first, int end, int barrier) {
   ptx::sync_barrier<kWarpgroup>(barrier);
 }
 
-// The blocks of keys that a tile sees, if there is a tile, and the blocks among them that no mask cuts.
+// The key blocks that a tile sees, if there is a tile, and those among them that need no mask.
 struct Walk {
   bool exists;
   Interval blocks, whole;
 };
 
-// A warpgroup, as one of its warps sees it.
+// A consumer warpgroup, from the view of one of its warps.
 template <typename Config>
 struct Consumer {
   using T = typename Config::T;
@@ -58,7 +59,7 @@ struct Consumer {
   Output<Config> o;
   Softmax<Config> softmax;
   PackedFragment<T, Config::kWarpRows, Config::kKeys> probabilities;
-  bool has_output;  // whether o holds something
+  bool has_output;  // whether o has been written; if not, the next product overwrites it instead of adding
 
   __device__ Consumer(const FwdSm90Launch& maps, FwdSm90Shared<Config>& shared, int rank)
       : maps(maps),
@@ -75,7 +76,8 @@ struct Consumer {
     at.advance();
   }
 
-  // Called when the products with keys are there, and their bias has been read, by each warp its rows.
+  // Called when Q K^T has ended and, in instances of kBiased, each warp has read its rows of the bias. These ordinary
+  // loads are why every warp then releases for itself.
   __device__ void release_keys() {
     if constexpr (!Config::kBiased) return release(shared.k_ring, k_at);
     __syncwarp();
@@ -83,13 +85,14 @@ struct Consumer {
     k_at.advance();
   }
 
-  // Called after a tile's last scores. With one stage of Q it is called at once, so that the next rows arrive before
-  // the tile ends.
+  // Called after a tile's last Q K^T. With a single stage of Q that is done as early as possible, so that the next
+  // tile's Q arrives before this tile ends.
   __device__ void release_queries() {
     if (leads()) shared.q_rings[rank].release(q_at);
   }
 
-  // Named barriers: 1 .. kConsumers for the turns, the next ones for each warpgroup alone. Without turns, short
+  // Named barriers: 1 + rank is that warpgroup's turn to start products, at which it waits and its predecessor arrives;
+  // 1 + kConsumers + rank synchronizes a warpgroup with itself. (0 is that of __syncthreads.) Without turns, short
   // sequences are slower; passing the turn when only half of the second product is queued changes nothing.
   __device__ int own_barrier() const { return 1 + Config::kConsumers + rank; }
   __device__ void await_turn() const { ptx::sync_barrier<2 * kWarpgroup>(1 + rank); }
@@ -97,12 +100,12 @@ struct Consumer {
     ptx::arrive_at_barrier<2 * kWarpgroup>(1 + (rank + 1 == Config::kConsumers ? 0 : rank + 1));
   }
 
-  // The work that comes next; it does not exist if there is no more.
+  // Waits for the next work. If there is no more, its tile.entry is -1.
   __device__ const Work& next_work() {
     shared.work_ring.wait_full(work_at);
     return shared.work[work_at.stage];
   }
-  // The walk of the work that comes next, in registers.
+  // The walk of a work, as warp-uniform registers.
   __device__ static Walk walk_of(const Work& work) {
     return {warp_uniform(work.tile.entry) >= 0, warp_uniform(work.blocks), warp_uniform(work.whole_blocks())};
   }
@@ -116,8 +119,8 @@ struct Consumer {
     has_output = true;
   }
 
-  // Starts the first scores of a tile. If there is no tile, they are computed all the same, of whatever is there, so
-  // that no branch lies around the product.
+  // Starts the first scores of a tile. If there is no tile, they are computed all the same from whatever the stage
+  // holds, so that no branch surrounds the asynchronous product.
   __device__ void start_first_scores(Scores<Config>& s, const Work& work) {
     if (warp_uniform(work.tile.entry) >= 0) {
       shared.q_rings[rank].wait_full(q_at);
@@ -127,8 +130,8 @@ struct Consumer {
     start_scores(s);
   }
 
-  // Sends the products of these channels to the cluster's other block, and adds those that it sends. What follows from
-  // the thread's rank is computed anew each time: there are no registers to keep it.
+  // Adds the partial scores of the other block's channels, and sends it those of this block's. unkept: addresses are
+  // computed anew each time, since there are no registers to keep them.
   __device__ void add_other_part(Scores<Config>& s) {
     if constexpr (Config::kParts == 2) {
       const int thread = unkept(threadIdx.x);
@@ -136,7 +139,7 @@ struct Consumer {
     }
   }
 
-  // In instances of kBiased, the bias of the keys whose turn it is.
+  // In instances of kBiased: the warp's rows of the bias of the current key block.
   __device__ TiledBias load_bias() const {
     if constexpr (Config::kBiased) {
       return load_rows<T, Config::kKeys>(shared.k[k_at.stage].bias, warp_row, has_one_row(p.problem.bias.rows));
@@ -148,8 +151,9 @@ struct Consumer {
     if constexpr (Config::kBiased) scale_and_add(s, p.problem.softmax_scale, bias);
   }
 
+  // Turns the scores of the first key block that a tile visits, its last keys, into P.
   __device__ void begin(Scores<Config>& s, const TiledBias& bias, const Work& work, bool cut) {
-    // With ranges, keys after the last that some row sees may belong to another document, and count as not there.
+    // V from row `end` of the block on is zeroed: keys that do not exist or, with ranges, that no row sees.
     const int n = work.blocks.last;
     const int end = (Config::kRanged ? work.seen.last + 1 : work.seq.k.length) - n * Config::kKeys;
     float shrink[s.kLaneRows];
@@ -167,7 +171,8 @@ struct Consumer {
     }
   }
 
-  // Turns maxima into what the other instances keep and the backward expects of lse: log2(e) s, as biased() makes it.
+  // Instances of kBiased keep maxima in units of s. Turns these into log2(e) s, as all other instances have them,
+  // clamped as by biased(): the backward expects an lse made from that.
   __device__ void leave_units_of_bias() {
     if constexpr (Config::kBiased) {
       for (float& max : softmax.max) max = biased<T>(0, max);
@@ -175,9 +180,11 @@ struct Consumer {
     }
   }
 
-  // Adds P(n + 1) V(n + 1) to O and computes P(n). The wait for K(n - 1) has a branch. It stands between the
-  // exponentials because the compiler moves the wait for a product up to the last branch before it. O is rescaled at
-  // the end: between the two products, that would delay the second. Q in registers would gain hardly anything.
+  // Adds P(n + 1) V(n + 1) to O and computes P(n). kCut: whether the mask hides something in block n.
+  //
+  // The wait for K(n - 1) is a branch, and the compiler hoists the wait for a product up to the branch before it. So
+  // this one stands between the exponentials, of which the first part then overlaps with P V. O is rescaled at the end:
+  // between the two products, that would delay the second. Keeping Q in registers gains hardly anything.
   template <bool kCut>
   __device__ void step(const Work& work, int n, bool is_last) {
     Scores<Config> s;
@@ -189,7 +196,7 @@ struct Consumer {
     fence(o, probabilities);
     start_output();
     pass_turn();
-    BlockBias<Config> bias(p.problem, work, warp_row, n);  // on its way during the products
+    BlockBias<Config> bias(p.problem, work, warp_row, n);  // loaded from global memory while the products run
     const TiledBias tiled_bias = load_bias();
     wait_gemms<1>(s);
     release_keys();
@@ -199,7 +206,8 @@ struct Consumer {
     make_scores<Config>(s, bias, p, work, warp_row, n, kCut);
     bool grown = true;
     if constexpr (Config::kRarelyRescales) {
-      // 2^8 is far from overflow, in 16 bits, too. Where the maximum itself is wanted, it may not lag behind.
+      // Probabilities may then reach 2^8, which is far from overflow, even in fp16. Where row_max is an output, the
+      // maximum must be exact.
       grown = softmax.update_max_if_grown(s, shrink, Config::kPlain || p.row_max == nullptr ? 8 : 0);
     } else {
 #pragma unroll
@@ -218,7 +226,7 @@ struct Consumer {
     if (grown) o.scale_rows(shrink);
   }
 
-  // Writes what `Pack` makes of O to a tensor like out, row by row.
+  // Stores O row by row to a tensor shaped like out. Pack: Rounded<T> or Residue<T>.
   template <typename Pack>
   __device__ void store_rows_to(const TensorRef<>& x, const Work& work) {
     auto rows = strided_rows<T>(x, work);
@@ -226,7 +234,8 @@ struct Consumer {
     store_rows<T>(o, rows, warp_row, p.problem.head_dim_v - Config::channel(), Pack());
   }
 
-  // Writes O through shared memory, as one copy; row by row where other rows follow those of the tile.
+  // Stores O: by one TMA copy from shared memory or, if the tile ends within packed sequences, row by row, since a copy
+  // of the whole tile would overwrite rows of the next entry.
   __device__ void store_out(const Work& work) {
     if constexpr (!Config::kTile.staged_output) {
       store_rows_to<Rounded<T>>(p.out, work);
@@ -248,7 +257,8 @@ struct Consumer {
     }
   }
 
-  // From the first scores of a tile to the probabilities of its last block.
+  // Computes a tile from its first scores to the probabilities of the last key block; the product of these with V is
+  // left to run().
   __device__ void walk_blocks(Scores<Config>& s, const Work& work, const Walk& walk) {
     const auto [_, blocks, whole] = walk;
     int n = blocks.last;
@@ -267,7 +277,7 @@ struct Consumer {
     q_at.advance();
   }
 
-  // Waits for the values of the last block, and clears those before the first key that a window lets the rows see.
+  // Waits for the last block of V that the tile visits, and zeroes its values before the first key that some row sees.
   __device__ void await_last_values(const Work& work, const Walk& walk) {
     shared.v_ring.wait_full(v_at);
     const int unseen = work.seen.first - walk.blocks.first * Config::kKeys;
@@ -305,18 +315,18 @@ struct Consumer {
       wait_gemms<Config::kManyTiles ? 1 : 0>(o);
       release(shared.v_ring, v_at);
       normalize<Config>(o, p, softmax);
-      // First, so that the registers of O become free as store_out rounds it.
+      // Before store_out: while that rounds O, its registers become free.
       if (p.out_lo.data != nullptr) store_rows_to<Residue<T>>(p.out_lo, done);
       store_out(done);
-      // Last, or else the fence of store_out waits for it.
+      // After store_out, or else the fence there would wait for these stores.
       if (Config::part() == 0) store_lse<Config>(p, done, warp_row, softmax);
       __syncwarp();
       if (lane_id() == 0) shared.work_ring.release(done_at);
       if constexpr (!Config::kManyTiles) break;
       wait_gemms<0>(s);
     }
-    if (leads()) ptx::wait_stores_read();
-    // Or else the other block might arrive at a barrier that is gone.
+    if (leads()) ptx::wait_stores_read();  // shared memory must outlive the copies that read it
+    // Waits for the other block's last arrival here: it must not reach a block that has exited.
     if constexpr (Config::kParts == 2) shared.boxes[rank].other_empty.wait(box_at.round ^ 1);
   }
 };

@@ -1,4 +1,5 @@
-// The producer of fwd_sm90.cuh, a warp: takes tiles and has their Q, K and V copied. Its lane 0 starts the copies.
+// The producer warp of fwd_sm90.cuh: takes tiles and loads their Q, K and V. All lanes find the work of a tile, and
+// lane 0 alone waits for empty stages and starts the copies.
 #pragma once
 
 #include <cmath>
@@ -15,8 +16,8 @@
 
 namespace flash::flash_attn {
 
-// Tiles in sections of heads whose keys and values fit the L2 cache together; in a section, the longest come first.
-// Entries that share a bias have their turn together, so that it is read once.
+// The index-th tile. Tiles come in sections of heads whose keys and values fit the L2 cache together; within a section
+// the longest tiles come first. Entries that share a bias follow one another, so that it is read from DRAM once.
 template <int kRows, bool kBiased>
 __device__ WorkTile ordered_tile(const Problem& p, const FwdSm90Plan& plan, int index) {
   const int section = plan.section_tiles.divide(index), rest = plan.section_tiles.remainder(index, section);
@@ -43,8 +44,8 @@ struct Producer {
   struct {
     Span keys;
     int head, block;
-  } last_v{.block = -1};  // not started yet, if block >= 0
-  int taken;
+  } last_v{.block = -1};  // the block of V whose copy is still to be started, if block >= 0
+  int taken;              // what take_tile returned; valid in lane 0
 
   __device__ void load_q(const Work& work) {
 #pragma unroll 1
@@ -84,8 +85,9 @@ struct Producer {
     last_v.block = -1;
   }
 
-  // Hands the work to the consumers and starts its copies in the order in which they are needed: the last block of V
-  // comes after the first keys of the next tile. That tile is taken while the last keys wait for their place.
+  // Hands the work to the consumers and starts its copies in the order in which they are needed. A tile's last V is
+  // needed after the first K of the next tile, so its copy is left to the next call. The next tile is taken just before
+  // the last K, which then has to wait for an empty stage anyway.
   __device__ void load(const Work& work) {
     shared.work_ring.wait_empty(work_at);
     shared.work[work_at.stage] = work;
@@ -108,7 +110,7 @@ struct Producer {
     last_v = {work.seq.k, head, first};
   }
 
-  // Writes zeros to a tensor like out.
+  // Writes zeros to the tile's rows of a tensor shaped like out.
   __device__ void store_zeros(const TensorRef<>& x, const Work& work) const {
     static_assert(Config::kChannels <= 8 * 32);
     const int col = Config::channel() + 8 * lane_id();
@@ -129,8 +131,8 @@ struct Producer {
     }
   }
 
-  // How many tiles were taken before this one, not counting the first tile of each block; as many as there are if each
-  // block has but one.
+  // Takes a tile: returns its index less gridDim.x, since tiles 0 .. gridDim.x - 1 are the blocks' first ones. If a
+  // block has only its first tile, the result is past the end.
   __device__ int take_tile() const {
     return Config::kManyTiles ? atomicAdd(p.plan.taken, 1) : static_cast<int>(p.plan.tiling.tiles.value);
   }
@@ -148,9 +150,10 @@ struct Producer {
     if (lane_id() != 0) return;
     load_last_v();
     const bool is_last = index == num_tiles + static_cast<int>(gridDim.x) - 1;
-    if (is_last) *p.plan.taken = 0;  // all blocks have found that there are no more tiles
+    // Each block takes one index past the end; the largest of these means that no block will touch the counter again.
+    if (is_last) *p.plan.taken = 0;
     shared.work_ring.wait_empty(work_at);
-    shared.work[work_at.stage].tile.entry = -1;
+    shared.work[work_at.stage].tile.entry = -1;  // tells the consumers that there is no more work
     shared.work_ring.full[work_at.stage].arrive();
   }
 };

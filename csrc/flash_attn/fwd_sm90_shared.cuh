@@ -1,4 +1,4 @@
-// The configuration of fwd_sm90.cuh, what its kernel is given, and what a block has in shared memory.
+// The compile-time configuration of fwd_sm90.cuh, its kernel parameters, and its shared memory.
 #pragma once
 
 #include <type_traits>
@@ -18,10 +18,10 @@ namespace flash::flash_attn {
 
 constexpr int kWarpgroupRows = 64;
 
-// What the kernel is given: the problem, its plan, and descriptions of the tensors for TMA.
+// The kernel's parameters: TMA descriptors of the tensors, and the problem with its plan.
 struct FwdSm90Launch {
   CUtensorMap q, k, v, out;
-  CUtensorMap bias;  // of instances of kBiased
+  CUtensorMap bias;  // only in instances of kBiased
   FwdSm90Params params;
 };
 
@@ -31,28 +31,29 @@ struct FwdSm90Config {
   static constexpr int kHeadDim = kHeadDim_, kHeadDimV = kHeadDimV_;
   static constexpr Features kFeatures = kFeatures_;
   static constexpr bool kBiased = kFeatures == Features::kBiased, kRanged = takes_ranges(kFeatures);
-  static constexpr bool kPlain = kFeatures != Features::kAll;  // but for ranges and biases in tiles
+  static constexpr bool kPlain = kFeatures != Features::kAll;  // no features but key ranges or a tiled bias
   static constexpr FwdSm90Tile kTile = fwd_sm90_tile(kHeadDim, kFeatures, kWide_, kHeadDimV);
   static constexpr int kConsumers = kTile.warpgroups, kStages = kTile.stages, kQueryStages = kTile.query_stages;
   static constexpr int kRows = kWarpgroupRows * kConsumers, kKeys = kTile.keys, kWarpRows = 16;
-  static constexpr int kParts = channel_parts(kHeadDim);                                // blocks of a cluster
-  static constexpr int kChannels = kHeadDim / kParts, kChannelsV = kHeadDimV / kParts;  // of a block
+  static constexpr int kParts = channel_parts(kHeadDim);                                // thread blocks of a cluster
+  static constexpr int kChannels = kHeadDim / kParts, kChannelsV = kHeadDimV / kParts;  // that one thread block has
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1), kConsumerWarps = 4 * kConsumers;
-  // Blocks of a cluster would have to agree on the next tile.
+  // Whether a thread block is persistent. The blocks of a cluster would have to agree on the next tile.
   static constexpr bool kManyTiles = kParts == 1;
-  // The producer needs few registers, and the consumers get the others.
+  // The kernel starts with 168 registers a thread (384 threads) or 128 (512 threads). setmaxnreg moves those that the
+  // producer does not need to the consumers: 2 * 232 + 40 = 3 * 168, 3 * 160 + 32 = 4 * 128.
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  // How many of a lane's two rows are exponentiated before the wait for the second product. The other row then runs
-  // beside the rescaling of O and the packing of P, which is faster where the product is short.
+  // How many of a lane's two rows are exponentiated before the wait for P V. The other row then overlaps with rescaling
+  // O and packing P, which is faster where that product is short.
   static constexpr int kRowsUnderProduct = kChannelsV <= 128 ? 1 : 2;
-  // Whether O is rescaled only where a maximum has grown much. That is faster where O is long; otherwise rescaling
-  // hides beside the exponentials, and a branch around it makes the compiler place them worse.
+  // Whether O is rescaled only when a row maximum has grown much. That pays where O has many columns. With fewer,
+  // rescaling is hidden by the exponentials, and a branch around it makes the compiler schedule these worse.
   static constexpr bool kRarelyRescales = kChannelsV > 192;
   static_assert(kParts == 1 || kChannelsV == kChannels);
 
   __device__ static int part() { return kParts == 1 ? 0 : ptx::cluster_rank(); }
-  __device__ static int channel() { return part() * kChannels; }  // the block's first
+  __device__ static int channel() { return part() * kChannels; }  // the thread block's first
 };
 
 template <typename Config>
@@ -73,12 +74,14 @@ struct FwdSm90Shared {
   std::conditional_t<Config::kBiased, BiasedKeys, Keys> k[Config::kStages];
   Values v[Config::kStages];
   std::conditional_t<Config::kTile.staged_output, Rows, None> out;
-  FwdWork<Config> work[2];  // the one in progress and the next
+  FwdWork<Config> work[2];  // of the tile in progress and of the next
   Ring<Config::kQueryStages> q_rings[Config::kConsumers];
   Ring<Config::kStages> k_ring, v_ring;
   Ring<2> work_ring;
   std::conditional_t<(Config::kParts > 1), Boxes, None> boxes;
 
+  // Each consumer releases a stage once, by its first thread. The bias beside K and the work are read with ordinary
+  // loads, which the end of a product does not cover: there every consumer warp releases for itself.
   __device__ void init() {
     for (auto& ring : q_rings) ring.init(1);
     k_ring.init(Config::kBiased ? Config::kConsumerWarps : Config::kConsumers);

@@ -1,6 +1,6 @@
-// What the forward kernels share, whatever loads their tiles and multiplies them: products become scores, and sums of
-// exponentials become results. A Config says what a warp has of a block: kWarpRows rows, kKeys keys, kChannels
-// channels of Q and K and kChannelsV of V and O.
+// What the forward kernels share, however they load and multiply their tiles: turning products into scores, and sums of
+// exponentials into results. Config says what a warp has: kWarpRows rows, kKeys keys of a key block, kChannels channels
+// of Q and K, and kChannelsV of V and O.
 #pragma once
 
 #include <cmath>
@@ -27,13 +27,13 @@ using Output = Fragment<Config::kWarpRows, Config::kChannelsV>;
 template <typename Config>
 using Softmax = OnlineSoftmax<Config::kWarpRows, Config::kFeatures == Features::kBiased>;
 
-// The bias of a block of scores. Without one, or in instances that know none, there is nothing in it.
+// The bias of a block of scores, loaded by the warps themselves (not by TMA). Empty in plain instances.
 template <typename Config>
 struct BlockBias {
   struct None {};
   std::conditional_t<Config::kPlain, None, BiasBlock<typename Config::T, Config::kWarpRows, Config::kKeys>> elements;
 
-  // Starts to load it. `warp_row` is the warp's first row.
+  // Issues the loads, before the products whose time hides them. `warp_row` is the warp's first row in the tile.
   template <typename Work>
   __device__ BlockBias(const Problem& p, const Work& work, int warp_row, int block) {
     if constexpr (!Config::kPlain) {
@@ -49,7 +49,7 @@ struct BlockBias {
   }
 
  private:
-  // Where the lane's rows start in the bias: in place of those that do not exist, the last one.
+  // Where the lane's rows start in the bias; for rows past the tile's last, that of the last.
   struct Starts {
     int64_t of_rows[Scores<Config>::kLaneRows];
 
@@ -65,7 +65,7 @@ struct BlockBias {
   };
 };
 
-// Turns products into scores; where the mask cuts the block, hides what it says. `warp_row` is the warp's first row.
+// Turns products into scores and, if the mask cuts the block, sets what it hides to -inf.
 template <typename Config, typename Work>
 __device__ void make_scores(Scores<Config>& s, BlockBias<Config>& bias, const FwdParams& p, const Work& work,
                             int warp_row, int block, bool cut) {
@@ -91,7 +91,7 @@ __device__ void make_scores(Scores<Config>& s, BlockBias<Config>& bias, const Fw
   if (cut) hide(s, work.mask, tokens, block * Config::kKeys, -INFINITY);
 }
 
-// The same with a bias that nobody has begun to load.
+// The same, loading the bias only now.
 template <typename Config, typename Work>
 __device__ void make_scores(Scores<Config>& s, const FwdParams& p, const Work& work, int warp_row, int block,
                             bool cut) {
@@ -99,8 +99,8 @@ __device__ void make_scores(Scores<Config>& s, const FwdParams& p, const Work& w
   make_scores<Config>(s, bias, p, work, warp_row, block, cut);
 }
 
-// Sets dropped elements to 0, for O: the row sums already count them. Heads are not packed with dropout, so that rows
-// of the tile are rows of the entry.
+// Sets dropped probabilities to 0 for P V; the row sums have already counted them, as they must. With dropout heads are
+// never packed, so rows of the tile are rows of the entry.
 template <typename Config>
 __device__ void drop(Scores<Config>& s, const FwdParams& p, const WorkTile& tile, int warp_row, int block) {
   if constexpr (!Config::kPlain) {
@@ -116,7 +116,7 @@ __device__ float sink_of(const FwdParams& p, const Work& work, int row) {
   return sink_of(p.problem, work.tile.entry, work.tile.head + work.rows.head(row));
 }
 
-// Adds the sinks to the sums of all keys.
+// Adds each row's sink to its sum of exponentials, once all keys are in it.
 template <typename Config, typename Work>
 __device__ void add_sinks(Softmax<Config>& softmax, const FwdParams& p, const Work& work, int warp_row) {
 #pragma unroll
@@ -126,7 +126,7 @@ __device__ void add_sinks(Softmax<Config>& softmax, const FwdParams& p, const Wo
   }
 }
 
-// Turns sums weighted with exponentials into averages.
+// Divides O by the row sums, and rescales it for dropout. A row that sees no key gets 0.
 template <typename Config>
 __device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<Config>& softmax) {
   float factors[o.kLaneRows];
@@ -137,7 +137,7 @@ __device__ void normalize(Output<Config>& o, const FwdParams& p, const Softmax<C
   o.scale_rows(factors);
 }
 
-// Writes lse and, if it is wanted, the largest score of a row.
+// Stores a row's lse and, if it is an output, its largest score. scale_log2 * max is log2(e) times that score.
 template <typename Config, typename Work>
 __device__ void store_row(const FwdParams& p, const Work& work, int row, float lse, float max, float scale_log2) {
   const int64_t index = row_index(p.problem, work.seq.q, work.tile.head) +
@@ -146,7 +146,7 @@ __device__ void store_row(const FwdParams& p, const Work& work, int row, float l
   if (!Config::kPlain && p.row_max != nullptr) p.row_max[index] = max * (scale_log2 * kLn2);
 }
 
-// The same for all rows: each lane of a quad has one of the rows that the quad shares.
+// The same for all of the warp's rows: lane i of a quad stores the i-th of the rows that the quad shares.
 template <typename Config, typename Work>
 __device__ void store_lse(const FwdParams& p, const Work& work, int warp_row, const Softmax<Config>& softmax) {
   const int mine = lane_id() % 4, row = warp_row + Output<Config>::row(mine);

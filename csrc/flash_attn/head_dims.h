@@ -7,7 +7,7 @@ namespace flash::flash_attn {
 
 constexpr int kHeadDims[] = {64, 96, 128, 192, 256, 512};
 
-// The largest, and that of S_dmask.
+// The largest head dim of attention, and of S_dmask.
 constexpr int kMostHeadDim = 512, kMostDmaskHeadDim = 256;
 
 // Returns the smallest compiled head dim that is not less than the problem's, or 0 if there is none. The additional
@@ -33,8 +33,8 @@ constexpr HeadDims sm80_head_dims(int head_dim, int head_dim_v) {
   return {built, built};
 }
 
-// Those for sm_90 also have instances of kUnequal, whose products are those of multi-head latent attention
-// (DeepSeek-AI, "DeepSeek-V2", 2024).
+// The kernels for sm_90 also have instances of kUnequal, the head dims of multi-head latent attention (DeepSeek-AI,
+// "DeepSeek-V2", 2024) in training and prefill.
 constexpr HeadDims kUnequal = {192, 128};
 constexpr HeadDims sm90_head_dims(int head_dim, int head_dim_v) {
   const HeadDims equal = sm80_head_dims(head_dim, head_dim_v);

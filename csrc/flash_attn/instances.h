@@ -1,5 +1,5 @@
-// Launches that are compiled one by one, from files that instances.py writes. They are weak because a development build
-// may leave some out.
+// The launch functions of all kernel instances. Each instance is compiled by itself, from a file that instances.py
+// writes. The functions are weak, so that a development build may leave some out: their addresses are then null.
 #pragma once
 
 #include <cuda_runtime_api.h>

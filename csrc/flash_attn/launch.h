@@ -1,8 +1,9 @@
+// The family's entry points, which bindings call.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
-#include "flash_attn/bwd_planner.h"  // callers plan with these
+#include "flash_attn/bwd_planner.h"  // with these, callers make the plans
 #include "flash_attn/fwd_planner.h"
 #include "flash_attn/params.h"
 
@@ -20,7 +21,7 @@ void dmask(const DmaskParams& p, cudaStream_t stream);
 // Puts new keys and values into a cache, and rotates them and the queries.
 void append(const AppendParams& p, cudaStream_t stream);
 
-// Writes the ranges that rows see for all reasons.
+// Writes key ranges that combine all restrictions of which keys a row sees.
 void ranges(const RangesParams& p, cudaStream_t stream);
 
 // Computes the gradients of attention on the current device. `plan` comes from plan_bwd and has its scratch.

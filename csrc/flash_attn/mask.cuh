@@ -1,7 +1,7 @@
-// The mask is an interval: row i sees the keys max(0, i + D - left) .. min(seqlen_k - 1, i + D + right), inclusive,
-// with D = seqlen_k - seqlen_q. Neither end moves back as i grows, so that first and last row of a tile bound all of
-// it. With key ranges, row i sees those keys of its interval that lie in its range, too; then nothing follows for the
-// rows between two, and the lanes of a warp look at all rows of a tile together.
+// The mask is an interval of keys for each row: row i sees keys max(0, i + D - left) .. min(seqlen_k - 1, i + D +
+// right), inclusive, with D = seqlen_k - seqlen_q. Both ends are non-decreasing in i, so the first and the last row of
+// a tile tell what all its rows see. With key ranges, a row sees the part of this interval that lies in its range.
+// Ranges are arbitrary, so the lanes of a warp then look at every row of a tile.
 #pragma once
 
 #include <cmath>
@@ -32,7 +32,7 @@ struct Mask {
   __device__ Mask(const Problem& p, const Sequence& seq)
       : left(p.window_left), right(p.window_right), seqlen_q(seq.q.length), seqlen_k(seq.k.length) {}
 
-  // The key that row 0 is aligned with.
+  // The key that row 0 is aligned with, as Sequence::diagonal.
   __device__ int diagonal() const { return seqlen_k - seqlen_q; }
 
   __device__ Interval keys_seen_by(int row) const {
@@ -54,11 +54,11 @@ struct Mask {
   }
 };
 
-// The mask of a tile of rows with key ranges; without, the same as Mask.
+// The mask of a tile of rows if there are key ranges; if not, it behaves as Mask.
 struct RangedMask : Mask {
-  const int* ranges;  // of row 0; may be null
-  int64_t step;       // from row to row
-  Interval any, all;  // the keys that some row of the tile sees, but for gaps between rows, and those that all see
+  const int* ranges;  // of row 0; null: no ranges
+  int64_t step;       // from row to row, in ints
+  Interval any, all;  // from the first to the last key that some row of the tile sees; and the keys that all rows see
 
   // All lanes of a warp must call it together.
   __device__ RangedMask(const Problem& p, const Sequence& seq, int head, const Interval& rows)
@@ -83,19 +83,19 @@ struct RangedMask : Mask {
     if (all.empty()) all = {0, -1};
   }
 
-  // For a row that does not exist, that of the last one.
+  // Past the end of the entry, the range of its last row applies: there are none to read.
   __device__ Interval keys_seen_by(int row) const {
     const Interval seen = Mask::keys_seen_by(row);
     if (ranges == nullptr) return seen;
     const int2 range = __ldg(reinterpret_cast<const int2*>(ranges + min(row, seqlen_q - 1) * step));
     return intersection(seen, {range.x, min(max(range.y, 0), seqlen_k) - 1});
   }
-  // Of the tile's rows.
+  // Their argument is ignored: the answers are those for the rows given to the constructor.
   __device__ Interval keys_seen_by_any(const Interval&) const { return any; }
   __device__ Interval keys_seen_by_all(const Interval&) const { return all; }
 };
 
-// The blocks of `size` that an interval touches.
+// The blocks of `size` elements that an interval touches.
 __device__ inline Interval blocks_of(const Interval& interval, int size) {
   if (interval.empty()) return {0, -1};
   return {interval.first / size, interval.last / size};
@@ -106,19 +106,20 @@ __device__ Interval interval_of(int block) {
   return {block * kSize, block * kSize + kSize - 1};
 }
 
-// How many of a lane's columns of a Fragment lie before column `end` (which may be anywhere).
+// How many of a lane's columns of a Fragment lie before column `end`, which may be negative or past the fragment.
 __device__ inline int lane_cols_before(int end) {
   const int own = max(0, end - lane_id() % 4 * 2);  // columns 0, 1, 8, 9, 16, .. count for the lane
   return own / 8 * 2 + min(own % 8, 2);
 }
 
-// The lowest `count` bits, if there are so many.
+// A word with the lowest `count` bits set: none if count is negative, all if it is 32 or more.
 __device__ inline uint32_t low_bits(int count) { return count >= 32 ? ~0u : (1u << max(count, 0)) - 1; }
 
-// Writes `value` outside of interval(r), the columns that the lane's r-th row sees. Column 0 of the fragment is col0.
+// Writes `value` outside of interval(r), the columns that the lane's r-th row sees. Column 0 of the fragment counts as
+// col0.
 //
-// Each column has a bit, and many bits become predicates at a time. Fragments of 32 rows leave no registers for that:
-// there each column is compared, which takes more instructions, but spills nothing.
+// A word has a bit for each column, and the compiler turns many bits into predicates at a time. Fragments of 32 rows
+// leave no registers for that: there each column is compared, which takes more instructions but does not spill.
 template <int kRows, int kCols, typename IntervalOf>
 __device__ void hide_outside(Fragment<kRows, kCols>& s, IntervalOf&& interval, int col0, float value) {
 #pragma unroll
@@ -146,8 +147,8 @@ __device__ void hide_outside(Fragment<kRows, kCols>& s, IntervalOf&& interval, i
   }
 }
 
-// Writes `value` where a row does not see a key. rows[r] is the query row of the lane's r-th row; col0 is the key of
-// column 0.
+// Writes `value` where a row does not see a key. rows[r]: the query row of the lane's r-th row; col0: the key of column
+// 0.
 template <typename AnyMask, int kRows, int kCols>
 __device__ void hide(Fragment<kRows, kCols>& s, const AnyMask& mask, const int (&rows)[kRows / 8], int col0,
                      float value) {

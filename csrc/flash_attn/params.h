@@ -1,5 +1,6 @@
-// What callers give: tensors, lengths, masks and scores. How a kernel computes it is its plan (fwd_plan.h, bwd_plan.h).
-// Shapes are (batch entries, rows or keys of an entry, query or key heads, channels).
+// What a call computes: tensors, lengths, masks and score transforms. How a kernel computes it is its plan (fwd_plan.h,
+// bwd_plan.h). Dimensions are (batch entries, query rows or keys of an entry, query or key heads, channels); "packed"
+// tensors hold the tokens of all entries one after the other (varlen).
 #pragma once
 
 #include <cstdint>
@@ -8,43 +9,43 @@
 #include "common/dtype.h"
 #include "common/tensor_ref.h"
 
-struct int2;  // of CUDA, as many ints
+struct int2;  // CUDA's vectors of ints; this header does without CUDA's
 struct int4;
 
 namespace flash::flash_attn {
 
-// The size of a window's side that has no bound. Sequences are shorter than 2^30, so that sums with it do not overflow.
+// Stands for a window side without bound. Sequences have at most 2^30 tokens, so that sums with it fit an int.
 constexpr int kUnbounded = (1 << 30) - 1;
 constexpr int kMaxSeqlen = 1 << 30;
 
-// Which keys rows see besides what the window says: [first, end), in keys of the entry; anything outside of its keys,
-// or an end that is not after first, is empty there.
+// Further restricts, row by row, which keys a row sees: [first, end), counted in keys of the entry. A range may be
+// empty or reach beyond the entry's keys.
 struct KeyRanges {
   const int* data;               // (batch, heads, rows of an entry, 2); packed: (heads, total_q, 2); null: all keys
-  int64_t batch, heads, seqlen;  // strides, in ints; 0 where one serves all
-  // For each tile of rows of a kernel: the smallest interval that holds those of all its rows, and the largest that
-  // lies in each of them, as (first, end, first, end). ranges.cuh fills it before the kernel.
+  int64_t batch, heads, seqlen;  // strides, in ints; 0 where one range serves all
+  // Backward only: for each tile of rows, the smallest interval that holds the keys of all its rows, and the largest
+  // that all its rows see, as (first, end, first, end). bwd_ranges.cu fills it before the main kernel.
   int4* of_tiles;
 };
 
-// Where the row of an entry and a query head starts in a bias or in its gradient: strides in elements, 0 where one
-// serves all. Entry b is at [b / batch2_size, b % batch2_size] of two dimensions.
+// Where a query row starts in a bias or in its gradient: strides in elements, 0 where one element serves all. Entry b
+// is at [b / batch2_size, b % batch2_size] of two batch dimensions.
 struct BiasRows {
   int64_t batch1, batch2, heads, seqlen;
   Divisor batch2_size = Divisor(1);
 };
 
-// Numbers that are added to scores, or which keys rows see besides what the window says. The keys of a row are
-// adjacent, and the kernels read them in aligned pairs, or in tiles where these can be copied (has_tiled_bias).
+// A bias that is added to the scores, or a bool mask. The keys of a row are adjacent; kernels read them in aligned
+// pairs, or in tiles that TMA copies (has_tiled_bias).
 struct Bias {
   const void* data;  // (batch1, batch2, heads, rows of an entry, keys); packed: (heads, total_q, keys); null: none
-  DType dtype;       // fp32 or that of the queries
-  bool is_bool;      // whether elements are bool instead, true for a key that is seen
-  int keys;          // how many a row of it has, an even number
+  DType dtype;       // fp32 or that of the queries; meaningless if is_bool
+  bool is_bool;      // a mask: true for a key that is seen
+  int keys;          // of a row of the tensor, an even number
   BiasRows rows;
 };
 
-// What forward and backward share: shapes, where sequences lie, which keys a row sees, how scores are made.
+// What forward and backward share: shapes, where sequences lie, which keys a row sees, how scores are computed.
 struct Problem {
   DType dtype;
   int batch;
@@ -53,13 +54,13 @@ struct Problem {
   int head_dim;    // of queries and keys
   int head_dim_v;  // of values and out
 
-  int seqlen_q;             // rows of every entry; if packed, of all entries together
+  int seqlen_q;             // query rows of every entry; if packed, of all entries together
   int seqlen_k;             // keys of every entry unless seqused_k says otherwise; if packed, of all entries together
-  int capacity_k;           // positions for keys that every entry has, used or not; no entry uses more
+  int capacity_k;           // positions for keys that an entry has room for; no entry uses more
   const int* cu_seqlens_q;  // (batch + 1), where the entries of packed rows start; null if there is a batch dimension
-  const int* cu_seqlens_k;  // the same for keys; with pages, only its differences count
+  const int* cu_seqlens_k;  // the same for keys; with pages, only the differences are used, as lengths
   const int* seqused_k;     // (batch), how many keys of an entry are used, none if negative; may be null
-  int appended_k;           // how many keys are used after those, unless seqused_k is negative
+  int appended_k;           // how many more keys are used than seqused_k says, unless that is negative
   const int* leftpad_k;     // (batch), how many used keys are skipped at the start; may be null
   const int* batch_index;   // (batch), the entry of k and v that an entry reads; may be null
 
@@ -100,11 +101,11 @@ struct FwdParams {
   float* softmax_lse;  // (batch, heads, seqlen_q); packed: (heads, total_q)
   float* row_max;      // likewise, the largest score of each row, -inf where there is none; may be null
 
-  bool aligned;  // whether all rows can be moved in chunks of 16 bytes
+  bool aligned;  // whether all rows can be moved in aligned chunks of 16 bytes
 };
 
-// S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. m(i, j) is the largest score of row i in
-// the block of `width` keys that holds j and in all blocks to its right.
+// S_dmask: exp(s(i, j) - m(i, j)), negative where dropout drops the element. Keys are cut into blocks of dmask_width
+// (fwd_tiles.h), and m(i, j) is the largest score of row i in the block that holds j and in all blocks to its right.
 struct DmaskParams {
   FwdParams fwd;
   void* s_dmask;  // (batch, heads, rows, cols), zeros
@@ -112,7 +113,8 @@ struct DmaskParams {
   int cols;
 };
 
-// New keys and values on their way into a cache, and queries into a copy, rotated if there are tables.
+// New keys and values that are copied into a cache. With rotary tables, the keys are rotated, and so are the queries,
+// into a tensor of their own.
 struct AppendParams {
   Problem problem;  // its lengths are those after appending
   int seqlen_new;
@@ -124,7 +126,7 @@ struct AppendParams {
   TensorRef<> v_cache;
   Pages pages;
 
-  const void* cos;  // (positions, rotary_dim / 2), adjacent columns; null if nothing is rotated
+  const void* cos;  // (positions, rotary_dim / 2), contiguous; null if nothing is rotated
   const void* sin;
   DType table_dtype;
   int positions;
@@ -133,27 +135,29 @@ struct AppendParams {
   bool queries_advance;  // query i is at the position of the i-th new key, not of the first
 };
 
-// Key ranges that also say what the window, chunks, causal entries and used rows say, for kernels that know only
-// ranges.
+// Key ranges computed from the window, chunks, causal entries, used rows and given ranges, for kernels that know only
+// windows and ranges.
 struct RangesParams {
   Problem problem;       // with the ranges that are given, if any
   bool paged;            // whether keys are in pages
-  int chunk;             // a row sees keys of its own chunk of so many only; 0: of all
+  int chunk;             // a row sees only keys of its own chunk of this many keys; 0: no chunks
   const int* seqused_q;  // (batch), how many rows of an entry are used; may be null
-  const void* causal;    // (batch), whether no row of an entry sees keys after its own; may be null
-  int causal_bytes;      // of an element, 1 or 4
+  const void* causal;    // (batch), whether an entry is causal; may be null
+  int causal_bytes;      // of an element of `causal`, 1 or 4
   int heads;             // of the result: 1, or those of the problem
   int* ranges;           // (batch, heads, seqlen_q, 2); packed: (heads, total_q, 2)
 };
 
-constexpr int kRowPad = 128;  // the backward stores values of rows in whole blocks of so many
+// The backward stores lse and softmax_d of each entry padded to a multiple of this many rows, so that copies of whole
+// blocks of rows stay within the entry.
+constexpr int kRowPad = 128;
 
-// The gradient of a problem's bias: zeros, to which the backward adds.
+// The gradient of a problem's bias. The caller fills it with zeros, and the backward adds.
 struct BiasGradient {
   void* data;  // like Bias::data; null if it is not wanted
   DType dtype;
-  bool is_sum;  // whether several scores share an element, which then has fp32
-  int keys;     // how many a row of it has, perhaps fewer than an entry
+  bool is_sum;  // whether several scores share an element, which then is fp32
+  int keys;     // of a row of it; perhaps fewer than an entry has
   BiasRows rows;
 };
 
@@ -166,17 +170,17 @@ struct BwdParams {
   TensorRef<const void> out;
   TensorRef<const void> out_lo;  // as in FwdParams, with any strides; without data, out counts as exact
   const float* softmax_lse;      // as in FwdParams
-  const float* dlse;             // its gradient; may be null
+  const float* dlse;             // the gradient that arrives for it; may be null
   TensorRef<> dq;                // like q
   TensorRef<> dk;                // like k
   TensorRef<> dv;                // like v
-  float* softmax_d;  // row sums of dout * out, less dlse, or 0 for a row that sees no key: (batch, heads, seqlen_q
-                     // rounded up to kRowPad); packed: (heads, total_q + kRowPad * batch), entry b from
-                     // cu_seqlens_q[b] + kRowPad * b on
+  // An output: row sums of dout * out, less dlse; 0 for a row that sees no key. (batch, heads, seqlen_q rounded up to
+  // kRowPad); packed: (heads, total_q + kRowPad * batch), entry b from cu_seqlens_q[b] + kRowPad * b on.
+  float* softmax_d;
 
   BiasGradient dbias;
 
-  bool aligned;  // whether all rows can be moved in chunks of 16 bytes
+  bool aligned;  // whether all rows can be moved in aligned chunks of 16 bytes
 };
 
 // The gradient of a problem's sink, after the backward.

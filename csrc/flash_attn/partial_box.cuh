@@ -1,4 +1,4 @@
-// How the two blocks of a cluster exchange products of their channels (sm_90).
+// How two thread blocks of a cluster that divide the channels exchange partial scores (sm_90).
 #pragma once
 
 #include "flash_attn/partial_scores.cuh"
@@ -10,22 +10,24 @@
 
 namespace flash::flash_attn {
 
-// Two blocks of a cluster have half of the channels each, so that each has half of every product. Through this box a
-// warpgroup gets the other half from the warpgroup of the same rank in the other block, a fragment at a time. A block
-// must not end before the other one has read the last fragment that it was sent.
+// The two blocks of a cluster have half of the channels each, and so partial sums of every score. Each block has a box
+// for each of its warpgroups, which the warpgroup of the same rank in the other block fills by st.async, a fragment at
+// a time. A block must not exit before the other one has read the last fragment sent to it, since it then arrives at
+// other_empty here.
 template <int kRows, int kCols_>
 struct PartialBox {
   static constexpr int kCols = kCols_;
   PartialScores<kRows, kCols, kWarpgroup> scores;
-  ptx::SharedBarrier full;
-  ptx::SharedBarrier other_empty;  // whether the other block's box is
+  ptx::SharedBarrier full;         // counts the bytes that arrive in this box
+  ptx::SharedBarrier other_empty;  // each warp of the other block arrives here when it has read the other block's box
 
   __device__ void init() {
     full.init(1);
     other_empty.init(kWarpgroup / 32);
   }
 
-  // Sends the products to block `other`, and adds those that it sends. By thread `thread` of the block.
+  // Sends s to block `other`, and adds what that sends. All threads of the warpgroup call it, with their index in the
+  // block.
   __device__ void add_other_part(Fragment<kRows, kCols>& s, int other, int thread, RingCursor<1>& at) {
     other_empty.wait(at.round ^ 1);
     if (thread % kWarpgroup == 0) full.arrive_expect_tx(sizeof(scores));

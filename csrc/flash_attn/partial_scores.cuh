@@ -1,14 +1,15 @@
-// Where parts divide the channels (channel_parts in fwd_tiles.h), each has products Q K^T of its own channels, and all
-// need the sums. They exchange them through shared memory. With two parts, both get the same bits, since a + b is b +
-// a.
+// Where two parts divide the channels (channel_parts in fwd_tiles.h), each computes partial sums of Q K^T, and both
+// need the whole sums. They exchange fragments through shared memory. Both then have identical scores, since a + b = b
+// + a in floating point, too.
 #pragma once
 
 #include "tile/fragment.cuh"
 
 namespace flash::flash_attn {
 
-// A fragment of each of a part's warps, on its way to the other part. Lanes store it as they hold it, since the lane
-// that adds it is the lane of the same rank.
+// The fragments of kThreads threads of a part, in transit to the other part. A thread reads what the thread of the same
+// rank has stored, so the layout need not be that of a matrix: vector i of all threads is contiguous, which is free of
+// bank conflicts.
 template <int kRows, int kCols, int kThreads = 32>
 struct PartialScores {
   static constexpr int kTiles = kCols / 8, kVectors = kRows / 16 * kTiles;

@@ -1,12 +1,13 @@
-// The step before attention in which rows see keys for more reasons than kernels know: it makes one range of all of
-// them. Row i of n used rows, whose own key is i + D with D = seqlen_k - n, sees
+// A step before attention for masks that the attention kernels do not know (chunks, causal or not by entry, used rows):
+// it intersects all of them into one key range for each row. Row i of n used rows, whose own key is i + D where
+// D = seqlen_k - n, sees
 //
 //   from the window             i + D - left .. i + D + right
 //   in an entry that is causal  no key after i + D
 //   from chunks of c keys       c floor((i + D) / c) .. that + c - 1
 //   from the given range        first .. end - 1
 //
-// A thread takes a row.
+// One thread computes one row.
 #pragma once
 
 #include "common/launch.h"
@@ -25,7 +26,7 @@ __device__ inline bool is_causal(const RangesParams& p, int entry) {
                              : static_cast<const int*>(p.causal)[entry] != 0;
 }
 
-// The keys that row `row` of an entry sees.
+// The keys that row `row` of an entry sees, all restrictions together.
 __device__ inline Interval keys_for_all_reasons(const RangesParams& p, int entry, int head, int row) {
   Sequence seq(p.problem, entry, p.paged);
   const KeyRanges& given = p.problem.ranges;

@@ -1,4 +1,5 @@
-// Rows of q, k, v and out as the loaders of tile/load.cuh want them, and the loading of tiles.
+// Rows of q, k, v and out as the iterators that the loaders of tile/load.cuh take (move, exists, address), and the
+// loading of tiles.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 
 namespace flash::flash_attn {
 
-// Rows of q or out in a tile of several heads, from its first.
+// Rows of q or out in a tile with several packed heads. Mapping a row to its token and head takes a division.
 template <typename T>
 struct PackedRows {
   T* data;
@@ -31,28 +32,28 @@ __device__ auto packed_rows(const TensorRef<Data>& x, const Work& work) {
   return PackedRows<std::remove_pointer_t<decltype(data)>>{data, x.seqlen, x.heads, work.rows, 0};
 }
 
-// The rows of a tile of one head.
+// Rows of q or out in a tile of one head: a constant stride.
 template <typename T, typename Data, typename Work>
 __device__ auto strided_rows(const TensorRef<Data>& x, const Work& work) {
   auto* data = first_token<T>(x, work.seq.q, work.tile.head) + work.tile.row0 * x.seqlen;
   return StridedRows<std::remove_pointer_t<decltype(data)>>{data, x.seqlen, 0, work.rows.count};
 }
 
-// Calls fn(rows of q or out, from the tile's first). Only the rows of several heads need divisions.
+// Calls fn with the tile's rows of q or out, in whichever of the two forms suffices.
 template <typename T, typename Data, typename Work, typename Fn>
 __device__ void with_query_rows(const Tiling& tiling, const TensorRef<Data>& x, const Work& work, Fn&& fn) {
   if (tiling.packed_heads.value > 1) return fn(packed_rows<T>(x, work));
   fn(strided_rows<T>(x, work));
 }
 
-// Where a row of k or v is.
+// Where a row of k or v is: the page, and the row in it.
 struct Place {
-  int page, row;  // of the page
+  int page, row;
 };
 
-// Rows of keys in pages, counted from the first key that some row of the tile sees. For a row that does not exist the
-// page of the nearest row is looked up instead: a branch would put the lookups one after the other. Without a table all
-// rows are in one page, the batch row.
+// Maps keys, counted from the first that some row of the tile sees, to pages. A row that does not exist is clamped to
+// the nearest one that does: a branch around the lookup would serialize the loads of several rows. Without a block
+// table all keys are in one page, the row of the batch dimension.
 struct PageTable {
   const int* pages;
   Divisor page_size;
@@ -67,7 +68,7 @@ struct PageTable {
   }
 };
 
-// Where the rows are that a thread loads of a tile.
+// The places of those rows of a tile that a thread loads, looked up ahead of the copies.
 template <typename Tile, int kThreads>
 struct LoadedPlaces {
   static constexpr int kStep = kThreads / Tile::kPageChunks;
@@ -79,7 +80,7 @@ struct LoadedPlaces {
   }
 };
 
-// Rows of k or v in pages, from `row` on.
+// Rows of k or v in pages, from `row` on, looked up one at a time.
 template <typename T>
 struct PagedRows {
   T* data;  // of page 0
@@ -93,8 +94,8 @@ struct PagedRows {
   __device__ T* address() const { return address(table.find(row)); }
 };
 
-// Rows whose pages are known already. Strides are in chunks of 16 bytes, which 32 bits count, so that an address takes
-// few instructions.
+// Rows whose places are known already. Strides are in chunks of 16 bytes, which fit 32 bits (is_aligned in features.h),
+// so that an address takes few instructions.
 template <typename T, typename Places>
 struct FoundRows {
   const uint4* data;
@@ -126,7 +127,8 @@ template <typename Config>
 using KeyRows =
     std::conditional_t<!Config::kPaged, StridedRows<const typename Config::T>, PagedRows<const typename Config::T>>;
 
-// The keys or values of the tile, from the first row that the thread loads of the given block on.
+// The keys or values of a key block and of those that follow, from the first row that this thread loads. Rows are
+// counted from the first key that some row of the tile sees; those outside of the seen keys do not exist.
 template <typename Config, typename Tile, typename Work>
 __device__ KeyRows<Config> key_rows(const FwdParams& p, const TensorRef<const void>& x, const Work& work, int block) {
   using T = typename Config::T;
@@ -145,8 +147,8 @@ __device__ KeyRows<Config> key_rows(const FwdParams& p, const TensorRef<const vo
   }
 }
 
-// Loads a tile of the channels from `channel` to `cols`; `rows` starts at the first row that the thread loads, and its
-// elements are `step` apart.
+// Loads a tile with channels `channel` .. cols - 1 of each row. `rows` starts at the first row that the thread loads;
+// `step` is the stride of channels.
 template <typename Config, bool kAllExist = false, typename Tile, typename Rows>
 __device__ void load_own_rows(Tile& tile, Rows rows, const FwdParams& p, int cols, int64_t step, int channel = 0) {
   rows.data += channel * step;

@@ -1,4 +1,4 @@
-// Which part of the problem a block of a forward kernel works on.
+// Which tile of query rows, and which of its key blocks, a thread block of a forward kernel works on.
 #pragma once
 
 #include <type_traits>
@@ -11,11 +11,11 @@
 
 namespace flash::flash_attn {
 
-// Returns the entry of packed sequences that a slot belongs to; all lanes search together, 32 entries at a time. The
-// slots of entry b start at floor(start_b / tile_rows) + b. So an entry has as many slots as its rows need, or one
-// more, and no sum over entries is needed.
+// Returns the entry of packed sequences that a slot belongs to: a 32-way search in which all lanes of a warp take part.
+// The slots of entry b start at floor(start_b / tile_rows) + b, where start_b is its first row in the packed tensor. So
+// each entry has the slots that its rows need or one more, and no prefix sum over tiles is needed.
 __device__ inline int entry_of_slot(const Problem& p, int slot, int rows_per_token, int tile_rows) {
-  int first = 0, count = p.batch + 1;  // it is one of these
+  int first = 0, count = p.batch + 1;  // the entry is among first .. first + count - 1
   while (count > 1) {
     const int step = (count + 31) / 32, offset = lane_id() * step;
     const int64_t start = offset < count ? __ldg(p.cu_seqlens_q + first + offset) * int64_t{rows_per_token} : 0;
@@ -27,14 +27,14 @@ __device__ inline int entry_of_slot(const Problem& p, int slot, int rows_per_tok
   return first;
 }
 
-// A tile of rows, and which part of the keys.
+// A tile of query rows of an entry, and which split of its keys.
 struct WorkTile {
   int entry;
   int head;      // the first query head that has rows in the tile
   int key_head;  // the key head that these query heads read
   int row0;
   int split;
-  int index;  // of the tile among all, whatever the split
+  int index;  // of the tile among all tiles; the splits of a tile share it
 };
 
 // The tile of a slot of the `outer`-th group of heads, counted over all entries of a dense batch.
@@ -44,7 +44,7 @@ __device__ WorkTile tile_of_slot(const Problem& p, const Tiling& tiling, int out
   const int head = tiling.head_groups.remainder(outer, dense_entry) * packed_heads;
   const int key_head = tiling.group.divide(head);
   if (p.cu_seqlens_q == nullptr) {
-    // The longest first: under a causal mask that is the last rows.
+    // The longest tiles come first: under a causal mask those are the last rows.
     const int row0 = (static_cast<int>(tiling.slots.value) - 1 - slot) * kRows;
     return {dense_entry, head, key_head, row0, split, index};
   }
@@ -53,7 +53,7 @@ __device__ WorkTile tile_of_slot(const Problem& p, const Tiling& tiling, int out
   return {entry, head, key_head, static_cast<int>(slot - start / kRows - entry) * kRows, split, index};
 }
 
-// The tile and the split of this block, where each has a block of its own.
+// The tile and split of this thread block, in kernels with one thread block for each split.
 template <int kRows>
 __device__ WorkTile tile_of_block(const Problem& p, const Tiling& tiling) {
   const int block = blockIdx.x;
@@ -62,7 +62,7 @@ __device__ WorkTile tile_of_block(const Problem& p, const Tiling& tiling) {
   return tile_of_slot<kRows>(p, tiling, outer, tiling.slots.remainder(index, outer), split, index);
 }
 
-// The rows of a tile as tokens and heads.
+// Maps rows of a tile to tokens and heads: packed heads are the fastest dimension.
 struct TileRows {
   Divisor packed_heads;
   int row0;
@@ -78,7 +78,7 @@ struct TileRows {
   __device__ Interval tokens() const { return {token(0), token(count - 1)}; }
 };
 
-// The mask of a tile. With kRanged, all lanes of a warp must ask for it together.
+// The mask of a tile. With kRanged, all lanes of a warp must call it together.
 template <bool kRanged>
 __device__ auto mask_of(const Problem& p, const Sequence& seq, const WorkTile& tile, const TileRows& rows) {
   if constexpr (kRanged) {
@@ -88,18 +88,18 @@ __device__ auto mask_of(const Problem& p, const Sequence& seq, const WorkTile& t
   }
 }
 
-// What a block works on: all that follows from its tile.
+// A tile with all that follows from it: where its rows and keys lie, the mask, and the key blocks to visit.
 template <int kRows, int kKeys, bool kRanged>
 struct Work {
   WorkTile tile;
   Sequence seq;
   TileRows rows;
   std::conditional_t<kRanged, RangedMask, Mask> mask;
-  Interval seen;    // the keys that some row sees
-  Interval blocks;  // those of the tile's split
+  Interval seen;    // from the first to the last key that some row sees
+  Interval blocks;  // the key blocks of the tile's split
   int all_blocks, blocks_per_split;
 
-  // All keys of a tile.
+  // A tile with all its keys.
   __device__ Work(const FwdParams& p, const Tiling& tiling, const WorkTile& own_tile)
       : tile(own_tile),
         seq(p.problem, tile.entry, p.pages.block_table != nullptr),
@@ -110,13 +110,14 @@ struct Work {
         all_blocks(blocks.last - blocks.first + 1),
         blocks_per_split(all_blocks) {}
 
-  // The split of a tile that this block has.
+  // The split of a tile that this thread block computes.
   __device__ Work(const FwdParams& p, const Tiling& tiling, const KeySplits& splits)
       : Work(p, tiling, tile_of_block<kRows>(p.problem, tiling)) {
     if (splits.count > 1) take_split(splits);
   }
 
-  // Whether there is something to do: slots may have no rows, and splits no keys.
+  // Whether there is something to do. A slot may have no rows, and a split no keys; split 0 always exists, to store the
+  // results of rows that see no key.
   __device__ bool exists() const { return rows.count > 0 && (tile.split == 0 || !blocks.empty()); }
 
   // How many splits of the tile have keys; at least 1.
@@ -124,7 +125,7 @@ struct Work {
     return all_blocks <= blocks_per_split ? 1 : (all_blocks + blocks_per_split - 1) / blocks_per_split;
   }
 
-  // The blocks that the mask does not cut: all rows see all their keys.
+  // The key blocks that need no mask: all rows see all their keys.
   __device__ Interval whole_blocks() const {
     const Interval keys = mask.keys_seen_by_all(rows.tokens());
     return {(keys.first + kKeys - 1) / kKeys, (keys.last + 1) / kKeys - 1};

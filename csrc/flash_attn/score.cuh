@@ -2,9 +2,11 @@
 //
 //   s = softmax_scale <q, k>;   s <- softcap tanh(s / softcap);   s <- s - slope |i + D - j|;   s <- s + bias(i, j)
 //
-// Plain instances leave the scale to the exponential: they keep <q, k>, and exp(s) is exp2(score_scale_log2 <q, k>).
-// Those of kBiased keep s in the forward, and all others log2(e) s. So exponents are differences of what they keep,
-// which are exact where a bias of -1e9, or of the smallest number, has eaten the other digits of all scores of a row.
+// (D: mask.cuh.) What a kernel keeps in place of s depends on the instance. Plain ones keep <q, k> and leave the scale
+// to the exponential: exp(s) is exp2(score_scale_log2 <q, k>). Those of kBiased keep s in the forward, all others
+// log2(e) s. With a bias, exponents are thus differences of what is kept. These are exact even where a bias of -1e9, or
+// the lowest finite number, has absorbed all digits of a row's products: all its keys then weigh the same, as they
+// should.
 #pragma once
 
 #include <cmath>
@@ -20,32 +22,32 @@ namespace flash::flash_attn {
 constexpr float kLog2e = std::numbers::log2e_v<float>;
 constexpr float kLn2 = std::numbers::ln2_v<float>;
 
-// The factor by which exp2 multiplies the values that a kernel keeps as scores, in the forward.
+// The factor c for which exp(s) = exp2(c * what the forward kernel keeps as score).
 template <Features kFeatures>
 __device__ float score_scale_log2(const Problem& p) {
   if constexpr (kFeatures == Features::kBiased) return kLog2e;
   return kHasPlainScores<kFeatures> ? p.softmax_scale * kLog2e : 1;
 }
 
-// The largest softcap for which the absolute error of cap() is small enough. Models use 15 to 50.
+// The largest softcap for which cap(), whose absolute error grows with it, is accurate enough. Models use 15 to 50.
 constexpr float kMostSoftcapOfCap = 64;
 
-// most tanh(factor x), with an absolute error of a few 1e-7 of `most`. The instruction tanh.approx has a relative
+// most * tanh(factor * x), with an absolute error of a few 1e-7 * most. The instruction tanh.approx has a relative
 // error of 5e-4, which is too much.
 __device__ inline float cap(float x, float factor, float most) {
   return most - 2 * most * ptx::reciprocal(1 + ptx::exp2(2 * kLog2e * factor * x));
 }
 
-// The same with a relative error of about 1e-6. Near 0, where the formula above loses digits, this sums the first terms
-// of the power series.
+// The same with a relative error of about 1e-6. Near 0, where the formula above cancels, this sums the first terms of
+// the Taylor series.
 __device__ inline float precise_cap(float x, float factor, float most) {
   const float t = factor * x, square = t * t;
   const float rest = square * (-1.f / 3 + square * (2.f / 15 + square * (-17.f / 315 + square * (62.f / 2835))));
   return fabsf(t) < 0.3f ? most * (t + t * rest) : cap(x, factor, most);
 }
 
-// Replaces each of the lane's elements by fn(element), two at a time, in a loop through local memory. That is slow, but
-// takes little code and few registers, and suits what is rarely needed.
+// Replaces each of the lane's elements by fn(element), two at a time, in a loop that indexes a copy in local memory.
+// That is slow but takes little code and few registers: for what is rarely needed.
 template <int kRows, int kCols, typename Fn>
 __device__ void replace_in_loop(Fragment<kRows, kCols>& s, Fn&& fn) {
   alignas(16) Fragment<kRows, kCols> copy = s;
@@ -66,8 +68,8 @@ __device__ void scale_and_cap(Fragment<kRows, kCols>& s, const Problem& p) {
   s.for_each([&](float& x, int, int) { x = cap(x, factor, most); });
 }
 
-// The derivative of the cap at a score, from log2(e) times the capped score. The reciprocal is the same for all scores,
-// and computed once.
+// The derivative of the cap, 1 - tanh^2, from log2(e) times the capped score. The compiler hoists the division, which
+// is the same for all scores.
 __device__ inline float cap_slope(float capped, float softcap) {
   const float t = capped * (1 / (softcap * kLog2e));
   return 1 - t * t;
@@ -78,7 +80,8 @@ __device__ inline float alibi_slope(const Problem& p, int entry, int head) {
   return p.alibi_slopes ? kLog2e * __ldg(p.alibi_slopes + entry * p.alibi_batch_stride + head) : 0.f;
 }
 
-// Subtracts ALiBi's distance from the scores. own_keys[r] is i + D, the key that the lane's r-th row is aligned with.
+// Subtracts ALiBi's slope * distance from the scores. own_keys[r] is i + D, the key that the lane's r-th row is aligned
+// with; col0 is the key of column 0.
 template <int kRows, int kCols>
 __device__ void subtract_distance(Fragment<kRows, kCols>& s, const float (&slopes)[kRows / 8],
                                   const int (&own_keys)[kRows / 8], int col0) {

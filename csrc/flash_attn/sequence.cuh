@@ -1,5 +1,5 @@
-// Where the rows and keys of a batch entry lie. Kernels count them from 0 in every entry; dense, packed, padded,
-// indexed and paged tensors differ only here.
+// Where the query rows and keys of a batch entry lie in memory. Kernels count both from 0 in every entry; how dense,
+// packed, left-padded, indexed and paged tensors differ is hidden here.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace flash::flash_attn {
 
-// `length` tokens of a tensor, at positions first, first + 1, .. of a batch row.
+// `length` tokens of a tensor, at positions first, first + 1, .. of the row `batch` of its batch dimension.
 struct Span {
   int64_t batch;
   int64_t first;
@@ -20,7 +20,8 @@ __device__ inline int length_at(const int* cu_seqlens, int entry) {
   return max(0, __ldg(cu_seqlens + entry + 1) - __ldg(cu_seqlens + entry));
 }
 
-// The query rows of an entry. Of packed rows, those after the last entry count as entry `batch`, which sees no keys.
+// The query rows of an entry. Packed rows after the last entry are treated as an entry `batch` that sees no keys, so
+// that they get defined results.
 __device__ inline Span query_span(const Problem& p, int entry) {
   if (p.cu_seqlens_q == nullptr) return {entry, 0, p.seqlen_q};
   if (entry == p.batch) {
@@ -30,15 +31,15 @@ __device__ inline Span query_span(const Problem& p, int entry) {
   return {0, __ldg(p.cu_seqlens_q + entry), length_at(p.cu_seqlens_q, entry)};
 }
 
-// How many keys of an entry are used: `given`, unless its length says otherwise. A negative length means none.
+// How many keys of an entry are used: `given` unless seqused_k says otherwise, where a negative length means none.
 __device__ inline int used_keys(const Problem& p, int entry, int given) {
   if (p.seqused_k == nullptr) return given;
   const int used = __ldg(p.seqused_k + entry);
   return used < 0 ? 0 : min(used, kMaxSeqlen) + p.appended_k;
 }
 
-// The keys of an entry. With pages, positions count from the start of its first page. Keys for which the tensor, or the
-// entry's row of the table, has no room do not exist.
+// The keys of an entry. With pages, positions count from the start of its first page. Lengths are clamped to the room
+// that the tensor, or the entry's row of the block table, has.
 __device__ inline Span key_span(const Problem& p, int entry, bool paged = false) {
   if (entry == p.batch) return {0, 0, 0};
   const bool packed = p.cu_seqlens_k != nullptr;
@@ -56,11 +57,13 @@ struct Sequence {
   __device__ Sequence(const Problem& p, int entry, bool paged = false)
       : q(query_span(p, entry)), k(key_span(p, entry, paged)) {}
 
-  // The key that stands at row 0: the last row is aligned with the last key.
+  // The key with which row 0 is aligned (negative if there are fewer keys than rows): the last row is aligned with the
+  // last key.
   __device__ int diagonal() const { return k.length - q.length; }
 };
 
-// The last of `count` entries that starts at or before `position`; the first starts at 0, none before its predecessor.
+// Returns the last of `count` entries that starts at or before `position`, by bisection: start_of(0) is 0, and start_of
+// is non-decreasing.
 template <typename StartOf>
 __device__ int last_entry_from(int count, int64_t position, StartOf&& start_of) {
   int entry = 0, end = count;
@@ -78,7 +81,7 @@ __device__ auto* first_token(const TensorRef<Data>& x, const Span& span, int hea
   return static_cast<Element*>(x.data) + span.batch * x.batch + span.first * x.seqlen + int64_t{head} * x.heads;
 }
 
-// The head dim of values. Plain instances of the portable kernels are for values with that of the keys.
+// The head dim of values. In plain instances of the portable kernels it is that of the keys.
 template <bool kPlain>
 __device__ int head_dim_v(const Problem& p) {
   return kPlain ? p.head_dim : p.head_dim_v;

@@ -1,8 +1,8 @@
-// The gradient of a sink, which is one more key of score sink_h and value 0:
+// The gradient of a sink, which acts as one more key with score sink_h and value 0:
 //
-//   dsink_h = - sum over the rows of head h of exp(sink_h - lse_i) softmax_d_i
+//   dsink_h = - sum over the rows i of head h of exp(sink_h - lse_i) softmax_d_i
 //
-// lse counts the sink. A block takes a head and sums in an order that does not change.
+// lse includes the sink. One thread block sums a head, always in the same order, so the result is deterministic.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -31,7 +31,7 @@ __global__ __launch_bounds__(kSinkThreads) void sink_gradient_kernel(const __gri
   const auto start_of = [&](int entry) { return int64_t{__ldg(problem.cu_seqlens_q + entry)}; };
   float sum = 0;
   for (int batch = 0; batch < (packed ? 1 : problem.batch); ++batch) {
-#pragma unroll 8  // loads in flight: a block has a head to itself
+#pragma unroll 8  // keeps several loads in flight: with one thread block a head, little else hides their latency
     for (int token = threadIdx.x; token < tokens; token += kSinkThreads) {
       const int entry = packed ? last_entry_from(problem.batch, token, start_of) : batch;
       const Span q = query_span(problem, entry);

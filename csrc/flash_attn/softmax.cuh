@@ -1,5 +1,6 @@
-// Softmax over blocks of keys (Milakov and Gimelshein, 2018): the largest score so far, or one that is not much
-// smaller, and the sum of exponentials relative to it. A row without scores has max -inf and sum 0.
+// Online softmax over blocks of keys (Milakov and Gimelshein, 2018): each row keeps a maximum of its scores so far (or
+// one that lags a little behind: update_max_if_grown), and the sum of exponentials relative to it. A row without scores
+// has max -inf and sum 0.
 #pragma once
 
 #include <cmath>
@@ -13,22 +14,23 @@
 
 namespace flash::flash_attn {
 
-// The shift of a row's scores: its maximum, or 0 for a row without scores, since -inf - -inf is NaN.
+// What is subtracted from a row's scores: its maximum, or 0 for a row without scores, since -inf - -inf is NaN.
 __device__ inline float finite_or_zero(float max) { return max == -INFINITY ? 0.f : max; }
 
-// The factor that turns sums of exponentials relative to `max` into sums relative to max_of_all. It is exactly 1 if
-// both are equal: an error here would be raised to the number of blocks or splits.
+// The factor that turns sums of exponentials relative to `max` into sums relative to max_of_all. Subtracting before
+// scaling makes it exactly 1 if both are equal: sums are multiplied by it once a block or split, so that an error would
+// compound.
 __device__ inline float weight_of(float max, float max_of_all, float scale_log2) {
   return ptx::exp2((max - finite_or_zero(max_of_all)) * scale_log2);
 }
 
 // Natural logarithm of a row's sum of exp(s), which is sum * exp2(scale_log2 * max); +inf for a row without scores. The
-// maximum, which may be large, is rounded as little as possible: kLog2e * kLn2 is 1.
+// maximum may be large, and is rounded only once if its factors are multiplied first: kLog2e * kLn2 is exactly 1.
 __device__ inline float log_sum_exp(float max, float sum, float scale_log2) {
   return sum > 0 ? max * (scale_log2 * kLn2) + ptx::log2(sum) * kLn2 : INFINITY;
 }
 
-// The score of the sink of a query head, or -inf, which counts as no sink. Rows after the last entry have none.
+// The score of a query head's sink, or -inf if there is none. Packed rows after the last entry have none.
 __device__ inline float sink_of(const Problem& p, int entry, int head) {
   if (p.sink == nullptr || entry >= p.batch) return -INFINITY;
   float sink[1];
@@ -36,42 +38,44 @@ __device__ inline float sink_of(const Problem& p, int entry, int head) {
   return sink[0];
 }
 
-// What the sink adds to a row's sum. It may be +inf, beside which the keys have no weight.
+// What the sink adds to a row's sum. That may be +inf: then the keys have no weight.
 __device__ inline float exp_of_sink(float sink, float max, float scale_log2) {
   return ptx::exp2(sink * kLog2e - finite_or_zero(max) * scale_log2);
 }
 
-// log_sum_exp of a row that has nothing but a sink, or nothing that counts beside it.
+// lse of a row that has nothing but a sink, or nothing that counts beside it.
 __device__ inline float lse_of_sink(float sink) { return sink == -INFINITY ? INFINITY : sink; }
 
-// log_sum_exp of a row whose sum has the sink.
+// lse of a row whose sum includes the sink.
 __device__ inline float log_sum_exp(float sink, float max, float sum, float scale_log2) {
   return max > -INFINITY && sum < INFINITY ? log_sum_exp(max, sum, scale_log2) : lse_of_sink(sink);
 }
 
-// kSubtractsFirst: whether differences of scores are scaled, and not scores, which takes one more instruction for each:
-// where scores have a scale, and may be so large that rounding their multiples matters.
+// kSubtractsFirst: exponents are computed as (s - max) * scale instead of s * scale - max * scale, which is a single
+// FMA. That is for large scores with a scale (a bias of -1e9), where rounding max * scale would lose the digits that
+// differ.
 template <int kRows, bool kSubtractsFirst = false>
 struct OnlineSoftmax {
   static constexpr int kLaneRows = kRows / 8;
   float scale_log2;  // exp(s) is exp2(scale_log2 * s)
   float max[kLaneRows];
-  float sum[kLaneRows];  // of this lane's columns, until finish()
+  float sum[kLaneRows];  // over this lane's columns; over the whole row after finish()
 
   __device__ explicit OnlineSoftmax(float scale_log2) : scale_log2(scale_log2) {
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) max[r] = -INFINITY, sum[r] = 0;
   }
 
-  // Updates the maximum of the lane's r-th row with a block of scores. Returns the factor for sums of earlier
-  // exponentials.
+  // Updates the maximum of the lane's r-th row with a block of scores, and rescales its sum. Returns the factor, by
+  // which the caller rescales O.
   template <int kCols>
   __device__ float update_max(const Fragment<kRows, kCols>& s, int r) {
     return raise_max(fmaxf(max[r], row_max(s, r)), r);
   }
 
-  // The same for all rows, but a maximum stays as it is until an exponential relative to it exceeds 2^tolerance. After
-  // the first blocks, hardly any grows. Returns whether one in the warp has.
+  // The same for all rows, but a maximum stays as it is until an exponential relative to it would exceed 2^tolerance.
+  // After the first blocks, that hardly ever happens. Returns whether it has for some row of the warp: only then does O
+  // need to be rescaled.
   template <int kCols>
   __device__ bool update_max_if_grown(const Fragment<kRows, kCols>& s, float (&shrink)[kLaneRows], float tolerance) {
     bool any_grown = false;
@@ -114,7 +118,7 @@ struct OnlineSoftmax {
  private:
   template <int kCols>
   __device__ static float row_max(const Fragment<kRows, kCols>& s, int r) {
-    constexpr int kChains = 4;  // short ones, since a maximum takes longer than starting the next
+    constexpr int kChains = 4;  // independent chains of maxima, to hide the latency of the instruction
     float part[kChains];
 #pragma unroll
     for (int c = 0; c < kCols / 4; ++c) part[c % kChains] = c < kChains ? s(r, c) : fmaxf(part[c % kChains], s(r, c));

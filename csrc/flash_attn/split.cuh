@@ -1,6 +1,7 @@
-// Blocks that work on the same rows with different keys merge their results through global memory. Each stores its
-// state and counts itself; the last to arrive reads all of them, in order, so that the result does not depend on which
-// is last. Lanes store fragments as they hold them, since the lane that reads is the lane of the same rank.
+// Thread blocks that share a tile of rows and divide its keys (splits) merge their results through global memory. Each
+// stores its O and softmax state and increments a counter; the last to arrive reads all of them in the order of the
+// splits, so that the result does not depend on which block that is. A thread reads back what the thread of the same
+// rank has stored, so fragments are stored in register order.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +13,7 @@
 
 namespace flash::flash_attn {
 
-// Calls fn(r) for the lane's rows that exist; the warp's first row is row0 of `count`.
+// Calls fn(r) for the lane's rows that are below `count`; row0 is the warp's first row.
 template <int kRows, typename Fn>
 __device__ void for_each_row(int row0, int count, Fn&& fn) {
 #pragma unroll
@@ -21,7 +22,7 @@ __device__ void for_each_row(int row0, int count, Fn&& fn) {
   }
 }
 
-// The scratch of one split of one tile, for one thread of kThreads.
+// One thread's part of the scratch of a split; slot = tile * splits + split. Neighbouring threads are 16 bytes apart.
 template <int kThreads, int kRows, int kCols>
 struct PartialState {
   static constexpr int kLaneRows = kRows / 8, kVectors = kCols / 16;  // of four columns
@@ -40,7 +41,7 @@ struct PartialState {
     }
   }
 
-  // Adds what is stored to (o, state).
+  // Merges what is stored into (o, state). __ldcg reads from L2: other SMs have written it.
   __device__ void merge_into(int r, Fragment<kRows, kCols>& o, OnlineSoftmax<kRows>& state) const {
     const float2 other = __ldcg(softmax + r * kThreads);
     const float max = fmaxf(state.max[r], other.x);
@@ -59,8 +60,8 @@ struct PartialState {
   }
 };
 
-// Whether this block is the last of `count` to arrive at a counter; what the others wrote before is then visible. The
-// last one sets the counter back to 0.
+// Whether this thread block is the last of `count` to arrive at a counter; what the others wrote before is then
+// visible. The last one resets the counter to 0 for the next launch.
 __device__ inline bool is_last_arrival(int* arrivals, int count) {
   __syncthreads();
   const bool last = __syncthreads_or(threadIdx.x == 0 && ptx::arrive(arrivals) == count - 1);
@@ -68,7 +69,7 @@ __device__ inline bool is_last_arrival(int* arrivals, int count) {
   return last;
 }
 
-// Merges the states of a tile's splits. Returns whether (o, state) now is the whole; one of the blocks gets it.
+// Merges the splits of a tile. Returns true in the one thread block that then has the whole result in (o, state).
 template <int kThreads, typename Work, int kRows, int kCols>
 __device__ bool merge_splits(const KeySplits& splits, const Work& work, int warp_row, Fragment<kRows, kCols>& o,
                              OnlineSoftmax<kRows>& state) {

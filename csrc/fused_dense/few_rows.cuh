@@ -1,13 +1,13 @@
-// Linear layers with few rows, as in decoding: out = act(x weight^T + bias). The time is that of loading the weight. A
-// block computes kColumns columns of the product. Its warps divide the contraction: each takes every num_warps-th
-// chunk, and their sums meet in shared memory.
+// Linear layers with few rows, as in decoding: out = act(x weight^T + bias). Loading the weight takes nearly all the
+// time. A thread block computes kColumns columns of the product. Its warps divide the contraction: each takes every
+// num_warps-th chunk, and their sums are added in shared memory.
 //
-// With gates, the columns of a block are values and, as many, their gates: out = act(gate) value. Both are rounded
-// before, as if another kernel had stored them.
+// With gates, half of the columns of a thread block are values and the other half their gates: out = act(gate) value.
+// Both are rounded before, as if a separate kernel had stored them.
 //
-// The weight is the right operand of an mma. x is the left operand, where some of the 16 rows may be missing. The order
-// of the contraction inside a fragment does not matter, as long as it is the same in both operands. So a lane loads
-// eight adjacent elements (16 bytes) of its row as they lie in global memory, and uses them for two mma.
+// The weight is the right operand of an mma. x is the left operand, of whose 16 rows at most kFewRows exist. The order
+// of the contraction within a fragment does not matter as long as it is the same in both operands. So a lane loads
+// eight contiguous elements (16 bytes) of its row as they lie in global memory, and uses them as operands of two mma.
 //
 // For few rows this is faster than cuBLASLt, most of all for small weights. Fewer warps in a block are slower. Loading
 // the weights of the next step during a step, or asynchronous copies in place of registers, brought no gain.
@@ -37,7 +37,7 @@ struct FewRowsConfig {
   static constexpr int kMinWarps = 4, kMaxWarps = 16;  // per block
 };
 
-// Eight adjacent elements: two operands of two registers each.
+// Eight contiguous elements: for each of two mma, two registers of an operand.
 using Eight = uint4;
 
 template <typename T>
@@ -137,8 +137,7 @@ __global__ __launch_bounds__(32 * FewRowsConfig::kMaxWarps,
   }
 }
 
-// Runs as many warps as there are chunks to load, because blocks that end early would leave multiprocessors idle for a
-// short time at the end.
+// A thread block has a warp for each chunk, within bounds.
 template <typename T, bool kGated>
 void run_few_rows(const FewRowsParams& p, cudaStream_t stream) {
   using Config = FewRowsConfig;

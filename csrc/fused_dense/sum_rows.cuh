@@ -8,7 +8,7 @@
 // flight; the sums of the warps meet in shared memory. The sums of several chunks are rows themselves, and a second
 // launch adds them in a fixed order.
 //
-// Warps that lie side by side and read a long piece of one row together would be slower.
+// Warps that read a long piece of one row side by side, instead of different rows, would be slower.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@
 
 namespace flash::fused_dense {
 
-constexpr int kSumBlocks = 4;  // blocks per multiprocessor at one time: 64 registers per thread allow that
+constexpr int kSumBlocks = 4;  // thread blocks per SM at a time: 64 registers per thread allow that
 
 template <DType kDType_, int kVec_>
 struct SumConfig {

@@ -38,16 +38,16 @@ struct Config {
   static constexpr int kLoads = kLoads_;  // accesses per tensor that a thread has in flight and holds
   static constexpr int kChunk = kLoads * kWidth;
   static constexpr int kThreads = 512;                 // per block, at most
-  static constexpr int kBlocks = kLoads_ > 2 ? 2 : 3;  // at least, per multiprocessor, by registers
+  static constexpr int kBlocks = kLoads_ > 2 ? 2 : 3;  // thread blocks per SM, at least, that the registers must allow
 };
 
 // With fewer loads on more lanes, the forward is slower, and so is the backward of long rows, which the lanes then
 // cannot hold. The backward of short rows is faster with fewer loads.
 constexpr int kLoads = 4, kShortBwdLoads = 2, kShortBwdBytes = 2048;
 
-// Bytes that the forward prefetches into the L2 cache for each multiprocessor. Without this, memory would be idle while
-// a block sums and writes its row. With more bytes, the prefetch would evict data that is still needed. The backward
-// does not prefetch: it has twice the loads in flight, and prefetching makes it slower. Only rows that gain from the
+// Bytes that the forward prefetches into the L2 cache for each SM. Without this, memory would be idle while a thread
+// block sums and writes its row. With more bytes, the prefetch would evict data that is still needed. The backward does
+// not prefetch: it has twice the loads in flight, and prefetching makes it slower. Only rows that gain from the
 // prefetch use it: causal rows of at least one warp, and other rows of at least four warps.
 constexpr int kBytesAhead = 32 << 10;
 
@@ -143,7 +143,7 @@ struct Body {
   }
 };
 
-// Flips, in each word, the bits that are set in `signs`.
+// XORs each word with `signs`: negates the scores if the scale is negative, since exponent_scale must be positive.
 template <typename T, int kWidth, int kLoads>
 __device__ void flip(Packed<T, kWidth> (&scores)[kLoads], uint32_t signs) {
   if (signs == 0) return;
@@ -154,7 +154,7 @@ __device__ void flip(Packed<T, kWidth> (&scores)[kLoads], uint32_t signs) {
   }
 }
 
-// Replaces each score that has a nonzero byte in the mask by -inf.
+// Replaces each score that has a nonzero byte in the mask, and so is left out, by -inf.
 template <typename T, int kWidth>
 __device__ void leave_out(Packed<T, kWidth>& scores, const Packed<uint8_t, kWidth>& bytes) {
   constexpr int kPerWord = 4 / sizeof(T);
@@ -259,7 +259,7 @@ struct Share {
   }
 };
 
-// Lets the row that comes p.ahead rows later enter the L2 cache, if there is one.
+// Prefetches the row that comes p.ahead rows later into the L2 cache, if there is one.
 template <typename T>
 __device__ void prefetch_later_row(const FwdParams& p, const RowGroup& group) {
   if (p.ahead == 0 || group.lane != 0 || group.row + p.ahead >= p.rows.count) return;

@@ -7,10 +7,10 @@
 
 namespace flash::fused_softmax {
 
-// The rows of contiguous tensors (batch, heads, seqlen_q, cols), and the order in which blocks take them: either all
-// rows of a head and then the next head, or row i of every head of an entry and then row i + 1. With causal rows, the
-// order within a head is the first row, the last, the second, the second last, and so on, so that each multiprocessor
-// always has both short and long rows.
+// The rows of contiguous tensors (batch, heads, seqlen_q, cols), and the order in which thread blocks take them: either
+// all rows of a head and then the next head, or row i of every head of an entry and then row i + 1. With causal rows,
+// the order within a head is the first row, the last, the second, the last but one, and so on, so that each SM always
+// has both short and long rows.
 struct Rows {
   int count;
   int cols;

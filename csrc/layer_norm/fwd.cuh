@@ -38,9 +38,9 @@ struct FwdConfig : Elements<kTypes> {
   static constexpr bool kAll = kExtent == Extent::kAll;
   static constexpr bool kWhole = kThreads < kMaxThreads;  // a block has whole rows; otherwise a cluster may share them
 
-  // Blocks per multiprocessor that the registers must allow: 48 registers for a thread with 2 accesses (64 if ragged),
-  // 80 with 4, 128 with 8 and in kernels that do everything. More registers leave too few threads to hide latency;
-  // fewer would spill.
+  // Thread blocks per SM that the registers must allow: 48 registers for a thread with 2 accesses (64 if ragged), 80
+  // with 4, 128 with 8 and in kernels that do everything. More registers leave too few threads to hide latency; fewer
+  // would spill.
   static constexpr int kBlocks = kAll                  ? kMaxThreads / kThreads
                                  : kVecs == kUsualVecs ? (kWhole ? 5 : 2)
                                                        : (kWhole ? 3 : 1);

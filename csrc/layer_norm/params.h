@@ -73,7 +73,7 @@ struct BwdParams {
   // Gradients of weight, bias, weight1, bias1 and colscale, in this order; null if there is no such parameter.
   static constexpr int kParameters = 5;
   Matrix<> dparameters[kParameters];  // (1, cols)
-  float* parts;                       // (max_parts, kParameters, part_cols(cols)): one block's sums each
+  float* parts;                       // (max_parts, kParameters, part_cols(cols)): the sums of one thread block each
   int max_parts;
   static constexpr int64_t part_cols(int64_t cols) { return (cols + 7) / 8 * 8; }  // rounds up to whole vectors
   float* sums;  // (rows, 2): scratch for rows that are wider than a block

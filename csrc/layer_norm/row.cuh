@@ -29,9 +29,10 @@ __device__ void add_up_lanes(int lanes, Values&... values) {
   }
 }
 
-// Exchanges one value per warp between all warps that share a row, in `blocks` blocks of a cluster. kTurns is how
-// often: once, or any number of times if it is 2. Only with kGroups may a block have several rows of more than one
-// warp: these use all 16 named barriers, and a multiprocessor has enough barriers for 4 such blocks.
+// Exchanges one value per warp between all warps that share a row, in `blocks` thread blocks of a cluster. kTurns: 1 if
+// there is one exchange; 2 (double buffering) if there may be any number. Only with kGroups may a thread block have
+// several rows of more than one warp: their named barrier depends on the row, so that all 16 barriers of the thread
+// block are reserved, and an SM has enough barriers for 4 such thread blocks.
 template <typename Given, int kTurns, bool kGroups>
 class RowExchange {
  public:
@@ -100,8 +101,8 @@ class RowExchange {
   __device__ static int warps() { return static_cast<int>(blockDim.x / 32); }
   __device__ static int group() { return kGroups ? static_cast<int>(threadIdx.y) : 0; }
 
-  // Writes the value to all blocks. No block can be two turns ahead of a block that still reads: it would have needed
-  // the values that the warps of that block give only after they have read.
+  // Writes the value to all thread blocks of the cluster. None can be two turns ahead of one that still reads, and
+  // overwrite its values: for that it would have needed values that the warps there give only after they have read.
   __device__ void give_blocks(const Given& given, int lane, int warp, int turn) {
 #if __CUDA_ARCH__ >= 900
     ptx::SharedBarrier& arrived = arrived_[turn];

@@ -1,4 +1,5 @@
-// Barriers: named ones among some of a block's warps, and those in shared memory that also count bytes (sm_90).
+// Barriers: named barriers among some warps of a thread block, and mbarriers in shared memory, which also count the
+// bytes of asynchronous copies (sm_90).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions
 #pragma once
 
@@ -8,20 +9,21 @@
 
 namespace flash::ptx {
 
-// Waits until kThreads threads, whole warps, have come to barrier `id` (1 .. 15). What they wrote before is then seen.
+// Waits until kThreads threads, in whole warps, have arrived at named barrier `id` (1 .. 15; 0 is __syncthreads). What
+// they wrote before is then visible.
 template <int kThreads>
 __device__ void sync_barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// Arrives at the barrier without waiting.
+// Arrives at the same barrier without waiting; kThreads counts those that wait and those that only arrive.
 template <int kThreads>
 __device__ void arrive_at_barrier(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// A barrier in shared memory. A phase ends when `count` threads have arrived and all expected bytes have been copied;
-// phases are numbered from 0.
+// An mbarrier. A phase ends when `count` threads have arrived and all expected bytes have been copied; then the next
+// phase begins. Phases are numbered from 0, and waits name the parity of that number.
 struct SharedBarrier {
   uint64_t state;
 
@@ -33,15 +35,15 @@ struct SharedBarrier {
     asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(&state)) : "memory");
   }
 
-  // Arrives, and lets the phase wait for so many more bytes.
+  // Arrives, and makes the phase expect so many more bytes.
   __device__ void arrive_expect_tx(int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(&state)),
                  "r"(bytes)
                  : "memory");
   }
 
-  // Whether the newest phase with this parity has ended; a new barrier counts as having ended one with parity 1. The
-  // instruction waits a while itself.
+  // Whether the latest phase with this parity has ended, that is, whether the current one has the other parity. On a
+  // new barrier, a phase with parity 1 counts as ended. The instruction itself waits for a limited time.
   __device__ bool has_ended(uint32_t parity) const {
     uint32_t ended;
     asm volatile(
@@ -60,10 +62,11 @@ struct SharedBarrier {
   }
 };
 
-// Lets the asynchronous copies see barriers that this thread has initialised.
+// Makes mbarriers that this thread has initialised visible to asynchronous copies and to the other blocks of the
+// cluster. Other threads also need a barrier after it.
 __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// The same for a number of threads that is known at run time.
+// sync_barrier for a number of threads that is known only at run time.
 __device__ inline void sync_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

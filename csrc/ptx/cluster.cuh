@@ -1,8 +1,8 @@
-// Blocks of a cluster, which reach each other's shared memory (sm_90).
+// Thread blocks of a cluster, which can access each other's shared memory (sm_90).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#cluster-of-cooperative-thread-arrays
 //
-// Functions that are called in loops do not order ordinary memory accesses for the whole cluster: a warp would have to
-// wait for everything that it has started to write or add anywhere.
+// What is called in loops does not order ordinary memory accesses at cluster scope: such a release would make a warp
+// wait for everything that it has started to store or add anywhere, global memory included.
 #pragma once
 
 #include <cuda.h>
@@ -21,13 +21,13 @@ __device__ inline int cluster_rank() {
   return static_cast<int>(rank);
 }
 
-// Waits until all threads of the cluster have come here. What they did before is then seen.
+// Waits until all threads of the cluster have arrived. What they wrote before is then visible.
 __device__ inline void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The two halves of a barrier of the cluster that does not order ordinary memory accesses. That is enough to wait for
-// barriers that fence_barrier_init makes visible.
+// A cluster barrier in two halves that does not order ordinary memory accesses (relaxed). That is enough before using
+// mbarriers that fence_barrier_init has made visible.
 __device__ inline void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ inline void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
@@ -46,7 +46,8 @@ __device__ inline int load_from(int rank, const int& place) {
   return value;
 }
 
-// Starts to store 16 bytes in another block, which count at a barrier there.
+// Starts to store 16 bytes in another block's shared memory; they count at an mbarrier there. `address` and `barrier`
+// come from address_in.
 __device__ inline void store_async_in(uint32_t address, const uint32_t (&x)[4], uint32_t barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
@@ -66,13 +67,13 @@ __device__ inline void store_async_in(uint32_t address, float2 x, uint32_t barri
                : "memory");
 }
 
-// Arrives at the barrier of block `rank` that is at the same place as `barrier` in this block. What this thread has
-// read before may then be overwritten.
+// Arrives at the mbarrier of block `rank` that is at the same place as `barrier` in this block. It says that what this
+// thread has read before may be overwritten.
 __device__ inline void arrive_in(int rank, const SharedBarrier& barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(address_in(rank, &barrier.state)) : "memory");
 }
 
-// Like SharedBarrier::wait, for what other blocks have stored.
+// Like SharedBarrier::wait, but what other blocks have stored is then visible (acquire at cluster scope).
 __device__ inline void wait_for_stores(const SharedBarrier& barrier, uint32_t parity) {
   uint32_t ended;
   do {
@@ -86,8 +87,8 @@ __device__ inline void wait_for_stores(const SharedBarrier& barrier, uint32_t pa
   } while (ended == 0);
 }
 
-// Like copy_box_async, to the same place in all blocks that `blocks` has a bit for; the bytes count at the barrier of
-// each.
+// Like copy_box_async, but multicast to the same place in every block of the cluster whose bit in `blocks` is set; the
+// bytes count at the mbarrier of each, which is at the same place, too.
 __device__ inline void copy_box_to_blocks(uint32_t shared, const CUtensorMap& map, int x0, int x1, int x2, int x3,
                                           SharedBarrier& barrier, uint16_t blocks) {
   asm volatile(

@@ -6,13 +6,13 @@
 
 namespace flash::ptx {
 
-// Address in the shared window, which is what instructions on shared memory take.
+// The address within the shared memory window, which instructions on shared memory take.
 __device__ inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// 16 bytes from global to shared memory, both aligned, without passing through registers; zeros if not `valid`, and
-// then nothing is read.
+// Starts to copy 16 bytes from global to shared memory, both aligned, bypassing registers and L1. If not `valid`,
+// nothing is read and zeros are written.
 __device__ inline void copy_async(uint32_t shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(valid ? 16 : 0)
                : "memory");
@@ -30,8 +30,8 @@ __device__ inline void copy_half_async(uint32_t shared, const void* global, bool
                : "memory");
 }
 
-// The policy of the L2 cache for lines that are read: to leave the cache `first`, or no change. (evict_normal is not
-// the same as no policy: with it, decoding is slower on an H200.)
+// A policy of the L2 cache for lines that are read: if `first`, they are the first to be evicted; if not, their
+// priority is left unchanged. (evict_normal is not the same as unchanged: with it, decoding is slower on an H200.)
 __device__ inline uint64_t cache_policy(bool first) {
   uint64_t evict_first, unchanged;
   asm("createpolicy.fractional.L2::evict_first.b64 %0;" : "=l"(evict_first));
@@ -46,10 +46,10 @@ __device__ inline void copy_async(uint32_t shared, const void* global, bool vali
                : "memory");
 }
 
-// Asks for the line of an address to be brought into the L2 cache.
+// Prefetches the line of an address into the L2 cache.
 __device__ inline void prefetch(const void* global) { asm volatile("prefetch.global.L2 [%0];" ::"l"(global)); }
 
-// The same for `bytes` from an address on, both multiples of 16. Nothing before sm_90.
+// The same for `bytes` from an address on, both multiples of 16. Before sm_90 it does nothing.
 __device__ inline void prefetch_bulk(const void* global, uint32_t bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes));
@@ -59,7 +59,7 @@ __device__ inline void prefetch_bulk(const void* global, uint32_t bytes) {
 // Ends a group: the copies that this thread has started since the group before.
 __device__ inline void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until at most kPending of this thread's groups, the newest, are unfinished.
+// Waits until all of this thread's groups but the newest kPending have finished.
 template <int kPending>
 __device__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
@@ -75,8 +75,8 @@ __device__ inline void store_word(uint32_t shared, uint32_t word) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(shared), "r"(word) : "memory");
 }
 
-// Four 8x8 matrices of 16-bit elements. Lanes 8i .. 8i + 7 give the addresses of the rows of matrix i; register i then
-// holds its elements (lane / 4, 2 (lane % 4) + {0, 1}).
+// Loads four 8x8 matrices of 16-bit elements. Lanes 8i .. 8i + 7 give the addresses of the rows of matrix i; in each
+// lane, register i then holds its elements (lane / 4, 2 (lane % 4) + {0, 1}).
 __device__ inline void load_matrices(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -99,22 +99,23 @@ __device__ inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t addre
                : "memory");
 }
 
-// The other way round: lanes 8i .. 8i + 7 give the addresses of the rows of matrix i, transposed, of which register i
-// holds elements (lane / 4, 2 (lane % 4) + {0, 1}). For sm_90.
+// Stores four matrices, each transposed: register i holds elements (lane / 4, 2 (lane % 4) + {0, 1}) of matrix i, and
+// lanes 8i .. 8i + 7 give the addresses of the rows of its transpose. For sm_90.
 __device__ inline void store_matrices_transposed(uint32_t address, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]),
                "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 
-// The 8x8 matrix of 16-bit elements of which each lane holds elements (lane / 4, 2 (lane % 4) + {0, 1}), transposed.
+// Transposes the 8x8 matrix of 16-bit elements of which each lane holds elements (lane / 4, 2 (lane % 4) + {0, 1}).
 __device__ inline uint32_t transpose_matrix(uint32_t r) {
   uint32_t transposed;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(r));
   return transposed;
 }
 
-// Adds four adjacent floats, aligned to 16 bytes, to global memory, each atomically.
+// Adds four floats to adjacent ones in global memory, aligned to 16 bytes, each atomically. From sm_90 on, that is one
+// instruction.
 __device__ inline void add_global(float* address, float a, float b, float c, float d) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(a), "f"(b), "f"(c), "f"(d)

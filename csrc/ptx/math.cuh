@@ -31,7 +31,7 @@ __device__ inline float reciprocal(float x) {
   return y;
 }
 
-// The product of two unsigned numbers, in one instruction: of `uint64_t{a} * b` the compiler adds 0 to the upper half.
+// The 64-bit product in one instruction. For `uint64_t{a} * b`, the compiler also adds 0 to the upper half.
 __device__ inline uint64_t product(uint32_t a, uint32_t b) {
   uint64_t c;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(c) : "r"(a), "r"(b));
@@ -62,7 +62,7 @@ __device__ float2 unpack(uint32_t packed) {
   }
 }
 
-// Both halves, where negative, replaced by 0; NaN stays NaN.
+// max(x, 0) of both halves; NaN stays NaN.
 template <typename T>
 __device__ uint32_t clamp_below(uint32_t packed) {
   uint32_t clamped;
@@ -75,13 +75,13 @@ __device__ uint32_t clamp_below(uint32_t packed) {
   return clamped;
 }
 
-// Spreads 4 / kBytes bytes, from byte `first` on, to numbers of kBytes: all bits of a number are set if its byte is not
-// 0, or else none.
+// Expands 4 / kBytes bytes, from byte `first` on, to masks of kBytes each: all bits are set if the byte is not 0, none
+// if it is.
 template <int kBytes>
 __device__ uint32_t spread_nonzero(uint32_t bytes, int first) {
   static_assert(kBytes == 2 || kBytes == 4);
   const uint32_t signs = bytes | ((bytes & 0x7F7F7F7Fu) + 0x7F7F7F7Fu);  // the high bit of each byte that is not 0
-  const uint32_t selector = (kBytes == 2 ? 0x9988 : 0x8888) + 0x1111 * first;  // 8 + i: the high bit of byte i
+  const uint32_t selector = (kBytes == 2 ? 0x9988 : 0x8888) + 0x1111 * first;  // 8 + i: the sign of byte i, replicated
   uint32_t spread;
   asm("prmt.b32 %0, %1, 0, %2;" : "=r"(spread) : "r"(signs), "r"(selector));
   return spread;

@@ -1,5 +1,5 @@
-// Copies of boxes of tensors between global and shared memory, which one thread starts (sm_90), and what goes with them
-// and with warpgroups that have unequal roles.
+// TMA: copies of boxes of tensors between global and shared memory, which one thread starts (sm_90); fences for them;
+// and setmaxnreg, which moves registers between warpgroups of different roles.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-tensor-copy
 #pragma once
 
@@ -12,13 +12,13 @@
 
 namespace flash::ptx {
 
-// Brings the map into the cache of descriptors.
+// Prefetches a tensor map into the descriptor cache.
 __device__ inline void prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<uint64_t>(&map)) : "memory");
 }
 
-// Starts the copy of the box at the given coordinates, the fastest first; elements outside of the tensor read as 0. All
-// bytes of the box count at the barrier when they have arrived. The map is a kernel's parameter.
+// Starts the copy of the box at the given coordinates, fastest dimension first; elements outside of the tensor become
+// 0. All bytes of the box, those included, count at the mbarrier as they arrive. The map must be a kernel parameter.
 __device__ inline void copy_box_async(uint32_t shared, const CUtensorMap& map, int x0, int x1, int x2, int x3,
                                       SharedBarrier& barrier) {
   asm volatile(
@@ -28,7 +28,7 @@ __device__ inline void copy_box_async(uint32_t shared, const CUtensorMap& map, i
       : "memory");
 }
 
-// Starts the copy of a box to the tensor; elements outside of it are left out.
+// Starts the copy of a box to the tensor; elements outside of it are not written.
 __device__ inline void store_box_async(const CUtensorMap& map, uint32_t shared, int x0, int x1, int x2, int x3) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
                    reinterpret_cast<uint64_t>(&map)),
@@ -36,15 +36,15 @@ __device__ inline void store_box_async(const CUtensorMap& map, uint32_t shared, 
                : "memory");
 }
 
-// Starts the copy of adjacent bytes, a multiple of 16 and aligned to 16, which count at the barrier.
+// Starts the copy of contiguous bytes, a multiple of 16 and aligned to 16, which count at the mbarrier.
 __device__ inline void copy_bytes_async(uint32_t shared, const void* global, int bytes, SharedBarrier& barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(shared_address(&barrier))
                : "memory");
 }
 
-// Starts to add a box of floats, which lie in shared memory in the order of its coordinates, to the tensor, each
-// atomically; those outside of it are left out. It counts as a store.
+// Starts to add a box of floats in shared memory to the tensor, each atomically; those outside of it are left out.
+// commit_stores and the waits below count it as a store.
 __device__ inline void add_box_async(const CUtensorMap& map, uint32_t shared, int x0, int x1, int x2, int x3) {
   asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.bulk_group [%0, {%1, %2, %3, %4}], [%5];" ::"l"(
                    reinterpret_cast<uint64_t>(&map)),
@@ -55,17 +55,18 @@ __device__ inline void add_box_async(const CUtensorMap& map, uint32_t shared, in
 // Ends a group: the stores that this thread has started since the group before.
 __device__ inline void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// Waits until the shared memory that this thread's groups copy from has been read.
+// Waits until the shared memory that this thread's groups copy from has been read, and may be overwritten.
 __device__ inline void wait_stores_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
-// Waits until what this thread's groups store has been written.
+// Waits until everything that this thread's groups store has been written to global memory.
 __device__ inline void wait_stores() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-// Orders this thread's ordinary writes to shared memory before reads of the tensor cores and of copies that are started
-// after a later barrier.
+// Makes this thread's ordinary writes to shared memory visible to the async proxy, which wgmma and TMA read through, if
+// these are started after a later barrier.
 __device__ inline void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Lower or raise how many registers each thread of this warpgroup has, a multiple of 8. All of its warps call it.
+// Lower or raise how many registers each thread of this warpgroup has, to a multiple of 8. All of its warps must call
+// it.
 template <int kRegisters>
 __device__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

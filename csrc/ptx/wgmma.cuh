@@ -1,8 +1,9 @@
-// Matrix products of a warpgroup, four warps that start at a multiple of four, with operands in shared memory. For
-// sm_90a. https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
+// Matrix products of a warpgroup (four warps, the first with a rank that is a multiple of four) with operands in shared
+// memory. For sm_90a.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
 //
-// They run in the background. Registers that an unfinished product reads or writes must not be touched, or else the
-// compiler makes all products wait for one another, and says so in an advisory C75xx.
+// They run asynchronously. Code must not touch registers that an unfinished product reads or writes: otherwise ptxas
+// serializes all products of the function, and says so in an advisory C75xx.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,20 +14,22 @@
 
 namespace flash::ptx {
 
-// Must be called before products if ordinary instructions have written their accumulators or left operands.
+// Must come before products whose accumulators or left operands ordinary instructions have accessed in registers.
 __device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 // Ends a group: the products that were started since the group before.
 __device__ inline void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// Waits until at most kPending groups, the newest, are unfinished.
+// Waits until all groups but the newest kPending have finished.
 template <int kPending>
 __device__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// An operand in shared memory with the swizzle of tile/shared.cuh, in pages with rows of 128 or 64 bytes. If the
-// contraction runs along a page's rows, `page_bytes` leads from one page to the next; along columns it means nothing.
+// The descriptor of an operand in shared memory with the swizzle of tile/shared.cuh, in pages with rows of 128 or 64
+// bytes. Bit fields: 0 .. 13 address / 16; 16 .. 29 "leading" offset / 16, from one page to the next; 32 .. 45 "stride"
+// offset / 16, from one group of 8 rows to the next; 62 .. 63 swizzle, 1 for 128 and 2 for 64 bytes. The leading offset
+// matters only if the contraction runs along the stored rows; along columns the hardware ignores it.
 struct MatrixDescriptor {
   uint32_t low, high;
 
@@ -38,13 +41,15 @@ struct MatrixDescriptor {
   __device__ uint64_t after(int bytes) const { return uint64_t{high} << 32 | (low + (bytes >> 4)); }
 };
 
-// Types of the operands, as an instruction says them.
+// The operand types as text of the instruction, inserted through asm's "C" constraint.
 template <typename T>
 inline constexpr char kWgmmaTypes[] = ".bf16.bf16";
 template <>
 inline constexpr char kWgmmaTypes<__half>[] = ".f16.f16";
 
-// The accumulators of 16, 32, .. columns: their registers in the text of an instruction, and the operands of asm.
+// Accumulators of 16, 32, .. columns: FLASH_R.. are their registers in the text of an instruction, FLASH_C.. the
+// operands of asm. The numbers given to the two macros below are those of the asm operands that follow the
+// accumulators.
 #define FLASH_C8(t) "+f"(c[t][0]), "+f"(c[t][1]), "+f"(c[t][2]), "+f"(c[t][3])
 #define FLASH_R16 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define FLASH_R32 FLASH_R16 ", %8, %9, %10, %11, %12, %13, %14, %15"
@@ -100,8 +105,8 @@ inline constexpr char kWgmmaTypes<__half>[] = ".f16.f16";
                : "memory")
 
 // Starts c = a b, or c += a b if `accumulate`, with a (64 x 16), b (16 x kCols) and c (64 x kCols). Warp i of the
-// warpgroup has rows 16 i .. 16 i + 15 of c, in tiles of 8 columns as in ptx/mma.cuh. Operands are descriptors, whose
-// contraction runs along the columns or along the rows of what is stored.
+// warpgroup has rows 16 i .. 16 i + 15 of c, in tiles of 8 columns as in ptx/mma.cuh. a and b are descriptors;
+// k..AlongRows: the contraction runs along the rows of the stored matrix, and not along its columns.
 template <typename T, bool kAAlongRows, bool kBAlongRows, int kTiles>
 __device__ void wgmma(float (&c)[kTiles][4], uint64_t a, uint64_t b, bool accumulate) {
   constexpr int kCols = 8 * kTiles;

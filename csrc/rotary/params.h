@@ -16,7 +16,7 @@ struct Params {
   int heads;
   int head_dim;
 
-  const void* cos;  // (positions, rotary_dim / 2), adjacent columns
+  const void* cos;  // (positions, rotary_dim / 2), columns contiguous
   const void* sin;  // same shape as cos
   DType table_dtype;
   int64_t cos_stride;  // elements between the starts of adjacent rows

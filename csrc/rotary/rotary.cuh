@@ -1,15 +1,16 @@
-// Rotary embedding. Each pair of channels (x, y) of a token at position m turns by the angles in row m of a table,
+// Rotary embedding. Each pair of channels (x, y) of a token at position m is rotated by its angle in row m of a table,
 //
 //   x' = x cos - y sin,   y' = x sin + y cos,
 //
 // or in the opposite direction, if conjugate. All arithmetic is in fp32. Channels past rotary_dim, and tokens at
 // positions that the table does not have, are not changed.
 //
-// A head is cut into vectors of kVec channels. A thread owns two vectors, at channels `low` and `high`, of one token,
-// and handles them in several heads, so that it reads the angles only once. If the pairs are halves of the head,
-// element i of one vector forms a pair with element i of the other. If pairs are interleaved, both channels of a pair
-// are in the same vector. A block is (units of a head) x (heads) x (tokens): threads that are neighbours in x read
-// neighbouring vectors. kHeads heads are loaded before the first one is used, to keep enough bytes in flight.
+// A head is cut into vectors of kVec channels. A thread owns a unit: two vectors, at channels `low` and `high`, of one
+// token, in several heads, so that it reads the angles only once. If pairs combine the two halves of the rotary
+// channels, element i of one vector forms a pair with element i of the other. If pairs are interleaved, both channels
+// of a pair are in the same vector. A thread block is (units of a head) x (heads) x (tokens): threads that are
+// neighbours in x access neighbouring vectors. kHeads heads are loaded before the first one is used, to keep enough
+// bytes in flight.
 #pragma once
 
 #include <algorithm>
@@ -29,13 +30,14 @@ struct Config {
   static constexpr bool kInterleaved = kInterleaved_;
   static constexpr bool kPairsWithin = kInterleaved && kVec > 1;  // whether a vector holds whole pairs
 
-  // With one head in flight, too few bytes are on their way; two heads are as fast as four. Streaming hints on the
-  // loads and stores of x made the kernel slower.
+  // One head in flight is too few bytes; two are as fast as four. Streaming hints (evict first) on the loads and stores
+  // of x made the kernel slower.
   static constexpr int kHeads = 4;  // heads in flight per thread
   static constexpr int kThreads = 256;
 };
 
-// The units of a head: the first `turning` units rotate. The others, up to `all`, hold two vectors that are copied.
+// How many units a head has. The first `turning` units are rotated. The others, up to `all`, hold two vectors each that
+// are only copied; in place, there are none.
 struct Units {
   int turning, all;
 };

@@ -1,4 +1,5 @@
-// Vectors of elements with a type that is known at run time. They are moved as bits and become fp32 in registers.
+// Vectors of elements of a type that is known only at run time. They are moved as bits, and widened to fp32 in
+// registers.
 #pragma once
 
 #include <cuda_bf16.h>

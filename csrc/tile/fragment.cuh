@@ -1,4 +1,4 @@
-// Matrices of a warp in registers, in the layout of mma.m16n8k16 (ptx/mma.cuh).
+// Matrices that a warp holds in registers, in the layouts of mma.m16n8k16 (ptx/mma.cuh).
 #pragma once
 
 #include <cstdint>
@@ -54,7 +54,7 @@ struct Fragment {
   }
 };
 
-// kRows x kCols 16-bit elements as left operand of a product that contracts the columns.
+// kRows x kCols 16-bit elements as the left operand of a product that contracts the columns.
 template <typename T_, int kRows_, int kCols_>
 struct PackedFragment {
   using T = T_;
@@ -71,7 +71,7 @@ struct PackedFragment {
   }
 };
 
-// How two elements become the halves of a register: rounded to T, or as what that takes off them, rounded, too.
+// Two ways to pack two elements into a register: rounded to T; or the error of that rounding, itself rounded to T.
 template <typename T>
 struct Rounded {
   __device__ uint32_t operator()(float low, float high) const { return ptx::pack<T>(low, high); }
@@ -84,7 +84,7 @@ struct Residue {
   }
 };
 
-// Lane j of each quad gets word j of each of its lanes: the 4 x 4 words of a quad, transposed.
+// Transposes the 4 x 4 words of each quad: lane j gets word j of each of its four lanes.
 __device__ inline void transpose_quad(uint32_t (&words)[4]) {
 #pragma unroll
   for (int step = 1; step <= 2; step *= 2) {
@@ -100,7 +100,7 @@ __device__ inline void transpose_quad(uint32_t (&words)[4]) {
   }
 }
 
-// Rounds to T. The layouts match, so that no element changes its lane.
+// Rounds accumulators to T, as the left operand of the next product. Both layouts assign an element to the same lane.
 template <typename T, int kRows, int kCols>
 __device__ PackedFragment<T, kRows, kCols> pack(const Fragment<kRows, kCols>& fragment) {
   PackedFragment<T, kRows, kCols> packed;

@@ -1,5 +1,5 @@
-// Products of a warp: fragment += A B. An operand is a PackedFragment (left only) or a part of a SharedTile, which says
-// whether the contraction runs along the tile's columns or along its rows:
+// Products of a warp by mma: fragment += A B. An operand is a PackedFragment (left only) or a part of a SharedTile;
+// along_cols and along_rows say whether the contraction runs along the tile's columns or along its rows:
 //
 //   gemm<kHeadDim>(s, along_cols(q, row0), along_cols(k));   // S = Q K^T, rows row0 .. of Q
 //   gemm<kBlockN>(o, pack<T>(s), along_rows(v));             // O += P V
@@ -15,9 +15,10 @@
 
 namespace flash {
 
-// A tile as an operand whose contraction runs along its columns, from row `first` on, or along its rows, from column
-// `first` on. A column `first` is a multiple of 64 or of the power of two of columns that are used. With kShares > 1
-// only as many columns of each page are used as one of kShares equal parts has, and `first` is the first of one.
+// A tile as an operand whose contraction runs along its columns (using the rows from `first` on), or along its rows
+// (using the columns from `first` on). A column `first` must be a multiple of 64, or of the number of columns used if
+// that is a smaller power of two, since chunks are addressed by XOR. With kShares > 1, each page is cut into kShares
+// equal parts of its columns, and only one of them, starting at `first`, is used of every page.
 template <typename Tile>
 struct AlongCols {
   using T = typename Tile::T;
@@ -40,8 +41,8 @@ __device__ AlongRows<Tile, kShares> along_rows(const Tile& tile, int first = 0) 
   return {tile, first};
 }
 
-// Loads 16 x 16 blocks, four matrices at a time, and with them the register order that an operand has: the quarters
-// (0, 0), (8, 0), (0, 8), (8, 8) if `kDown`, or else (0, 0), (0, 8), (8, 0), (8, 8).
+// Loads 16 x 16 blocks of a tile with one ldmatrix of four 8 x 8 matrices. Their order in the registers is the one that
+// the operand needs: quarters (0, 0), (8, 0), (0, 8), (8, 8) if kDown, or else (0, 0), (0, 8), (8, 0), (8, 8).
 template <typename Tile, bool kAlongCols, bool kDown, int kShares = 1>
 struct BlockLoader {
   static constexpr int kShareChunks = Tile::kPageChunks / kShares;
@@ -54,7 +55,7 @@ struct BlockLoader {
     origin = (origin ^ Tile::flip(chunk)) + Tile::distance(0, chunk / Tile::kPageChunks);
   }
 
-  // Block `step` of the contraction, block i of the other dimension.
+  // Loads block `step` along the contraction, and block i along the other dimension.
   __device__ void load(uint32_t (&r)[4], int i, int step) const {
     const int row = 16 * (kAlongCols ? i : step), chunk = 16 / Tile::kChunk * (kAlongCols ? step : i);
     const uint32_t address = (origin ^ Tile::flip(chunk % kShareChunks)) + Tile::distance(row, chunk / kShareChunks);
@@ -83,7 +84,7 @@ __device__ auto right_loader(const AlongRows<Tile, kShares>& x) {
   return BlockLoader<Tile, false, true, kShares>(x.tile, 0, x.first);
 }
 
-// c += left right, contracting kDepth elements.
+// c += left right. kDepth: the length of the contraction.
 template <int kDepth, int kRows, int kCols, typename Left, typename Right>
 __device__ void gemm(Fragment<kRows, kCols>& c, const Left& left, const Right& right) {
   using T = typename Left::T;

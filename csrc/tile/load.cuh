@@ -1,7 +1,7 @@
-// Copies between global memory and tiles in shared memory, and from fragments to either. A cursor says where rows lie
-// in global memory. It stands at a row: `move(n)` goes n rows on, `exists()` says whether there is a row, and
-// `address()` is the address of its first element. Rows that do not exist read as zeros and are not written, like
-// columns from `cols` on.
+// Copies between global memory and tiles in shared memory, and from fragments to either. A cursor (`rows`) says where
+// rows lie in global memory. It stands at a row: `move(n)` goes n rows on, `exists()` says whether there is such a row,
+// and `address()` is the address of its first element. Rows that do not exist are loaded as zeros and are not stored;
+// the same goes for columns from `cols` on.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace flash {
 // `count` rows of a matrix, `stride` elements apart.
 template <typename T>
 struct StridedRows {
-  T* data;  // of the row where it stands
+  T* data;  // the row where the cursor stands
   int64_t stride;
   int row, count;
 
@@ -28,8 +28,9 @@ struct StridedRows {
   __device__ T* address() const { return data; }
 };
 
-// kThreads threads, a block or each of its warps for itself, load a tile together. As many neighbours as a page has
-// chunks share a row: 128 bytes that are adjacent in global memory. This is the first row of a thread.
+// kThreads threads load a tile together: a thread block, part of it, or each warp for itself. As many neighbouring
+// threads as a page has chunks share a row, of which they access 128 (or 64) contiguous bytes. Returns the first row of
+// this thread.
 template <int kThreads, typename Tile>
 __device__ int first_loaded_row() {
   return threadIdx.x % kThreads / Tile::kPageChunks;
@@ -41,8 +42,8 @@ struct CopyChunk {
   }
 };
 
-// Starts the copies of a tile with a cursor that stands at the thread's first row. Rows are aligned to 16 bytes and
-// cols is a multiple of 8. kAllExist: all rows do. copy(shared, global, valid) starts one.
+// Starts the copies of a tile with a cursor that stands at this thread's first row. Rows are aligned to 16 bytes, and
+// cols is a multiple of 8. kAllExist: all rows are known to exist. copy(shared, global, valid) starts one copy.
 template <int kThreads, bool kAllExist, typename Tile, typename Rows, typename Copy = CopyChunk>
 __device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols, Copy&& copy = {}) {
   constexpr int kLanes = Tile::kPageChunks, kStep = kThreads / kLanes;
@@ -63,7 +64,7 @@ __device__ void load_own_rows_async(const Tile& tile, Rows rows, int cols, Copy&
   }
 }
 
-// The same for elements that lie `step` apart and anywhere, at once.
+// The same for elements with any alignment and stride `step`, through registers: done when it returns.
 template <int kThreads, typename Tile, typename Rows>
 __device__ void load_own_rows_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
   using T = typename Tile::T;
@@ -81,7 +82,7 @@ __device__ void load_own_rows_scattered(Tile& tile, Rows rows, int cols, int64_t
   }
 }
 
-// Both with a cursor that stands at the first row of the tile.
+// The same two with a cursor that stands at the first row of the tile.
 template <int kThreads, typename Tile, typename Rows>
 __device__ void load_async(const Tile& tile, Rows rows, int cols) {
   rows.move(first_loaded_row<kThreads, Tile>());
@@ -93,8 +94,9 @@ __device__ void load_scattered(Tile& tile, Rows rows, int cols, int64_t step) {
   load_own_rows_scattered<kThreads>(tile, rows, cols, step);
 }
 
-// Rounds a fragment to T and writes it, or what `pack` makes of it, to rows row0 .. of a tile. With kShares > 1 the
-// fragment has one of as many equal parts of each page, from column col0 on.
+// Stores a fragment, packed to 16 bits by `pack`, to the rows of a tile from row0 on. With kShares > 1, each page of
+// the tile is cut into kShares equal parts of its columns, and the fragment has one of them, from col0 on, of every
+// page.
 template <int kShares = 1, typename Tile, int kRows, int kCols, typename Pack = Rounded<typename Tile::T>>
 __device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragment, int row0, int col0 = 0,
                                Pack pack = {}) {
@@ -111,8 +113,7 @@ __device__ void store_fragment(Tile& tile, const Fragment<kRows, kCols>& fragmen
   }
 }
 
-// Writes a warp's 16 rows to 16 columns of a tile, from col0 on, for each other: the tile holds the transpose. For
-// sm_90.
+// Stores a warp's 16 rows, transposed, to the 16 columns of a tile from col0 on. For sm_90.
 template <typename Tile, typename T, int kCols>
 __device__ void store_transposed(Tile& tile, const PackedFragment<T, 16, kCols>& fragment, int col0) {
   const int row = lane_id() / 16 * 8 + lane_id() % 8, chunk = col0 / Tile::kChunk + lane_id() / 8 % 2;
@@ -123,8 +124,8 @@ __device__ void store_transposed(Tile& tile, const PackedFragment<T, 16, kCols>&
   }
 }
 
-// The inverse: reads 16 columns of a tile, from col0 on, as a warp's 16 rows. repeats: all rows of the tile are as the
-// first, and only that is there.
+// The inverse: loads the 16 columns of a tile from col0 on as a warp's 16 rows. repeats: the tile has only its first
+// row, which stands for all.
 template <typename T, int kCols, typename Tile>
 __device__ PackedFragment<T, 16, kCols> load_transposed(const Tile& tile, int col0, bool repeats = false) {
   const int row = lane_id() / 16 * 8 + lane_id() % 8, chunk = col0 / Tile::kChunk + lane_id() / 8 % 2;
@@ -137,7 +138,7 @@ __device__ PackedFragment<T, 16, kCols> load_transposed(const Tile& tile, int co
   return fragment;
 }
 
-// A warp reads 16 rows of a tile, from row0 on. repeats: as above.
+// A warp loads 16 rows of a tile, from row0 on. repeats: as above.
 template <typename T, int kCols, typename Tile>
 __device__ PackedFragment<T, 16, kCols> load_rows(const Tile& tile, int row0, bool repeats) {
   const uint32_t origin = tile.address(repeats ? 0 : row0 + lane_id() % 16, lane_id() / 16);
@@ -150,13 +151,13 @@ __device__ PackedFragment<T, 16, kCols> load_rows(const Tile& tile, int row0, bo
   return fragment;
 }
 
-// A warp writes kRows rows of a tile, from row0 on, to global memory. Rows are aligned to 16 bytes and cols is a
+// A warp stores kRows rows of a tile, from row0 on, to global memory. Rows are aligned to 16 bytes, and cols is a
 // multiple of 8.
 template <int kRows, typename Tile, typename Rows>
 __device__ void store_rows(Tile& tile, Rows rows, int row0, int cols) {
   constexpr int kLanes = Tile::kPageChunks, kStep = 32 / kLanes;
   const int first_row = row0 + lane_id() / kLanes, first_chunk = lane_id() % kLanes;
-  // All of them first, so that the loads do not wait for one another.
+  // All loads come first, so that they do not wait for one another.
   Vec<typename Tile::T, Tile::kChunk> chunks[kRows / kStep][Tile::kPages];
 #pragma unroll
   for (int i = 0; i < kRows / kStep; ++i) {
@@ -177,9 +178,9 @@ __device__ void store_rows(Tile& tile, Rows rows, int row0, int cols) {
   }
 }
 
-// A warp writes a fragment, rounded to T, or what `pack` makes of it, straight to global memory; its first row is row0
-// of the rows. They are aligned to 16 bytes and cols is a multiple of 8. The lanes of a quad exchange what they have of
-// four tiles, so that each writes 16 bytes and all of them 64 that are adjacent.
+// A warp stores a fragment, packed to 16 bits by `pack`, straight to global memory, to the rows from row0 on. Rows are
+// aligned to 16 bytes, and cols is a multiple of 8. The lanes of a quad exchange their parts of four 8-column tiles, so
+// that each lane stores 16 bytes and a quad 64 contiguous bytes.
 template <typename T, int kRows, int kCols, typename Rows, typename Pack = Rounded<T>>
 __device__ void store_rows(const Fragment<kRows, kCols>& fragment, Rows rows, int row0, int cols, Pack pack = {}) {
   static_assert(kCols % 32 == 0);
@@ -199,7 +200,7 @@ __device__ void store_rows(const Fragment<kRows, kCols>& fragment, Rows rows, in
   }
 }
 
-// The same for elements that lie `step` apart and anywhere.
+// A warp stores kRows rows of a tile, from row0 on, for elements with any alignment and stride `step`.
 template <int kRows, typename Tile, typename Rows>
 __device__ void store_scattered(Tile& tile, Rows rows, int row0, int cols, int64_t step) {
   rows.move(row0);

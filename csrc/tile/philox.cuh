@@ -1,3 +1,4 @@
+// The random number generator of dropout.
 #pragma once
 
 #include <cstdint>

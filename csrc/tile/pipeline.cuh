@@ -1,5 +1,5 @@
-// A ring of stages in shared memory between warps that fill them and warps that read them (sm_90). Both sides walk the
-// ring with a cursor of their own:
+// A ring of stages in shared memory between warps that fill them (producers) and warps that read them (consumers), with
+// two mbarriers for each stage (sm_90). Each side walks the ring with a cursor of its own:
 //
 //   producer: ring.wait_empty(at); load_async(tiles[at.stage], .., ring.expect_tx(at, bytes)); at.advance();
 //   consumer: ring.wait_full(at); .. read tiles[at.stage] ..; ring.release(at); at.advance();
@@ -17,7 +17,7 @@ namespace flash {
 template <int kStages>
 struct RingCursor {
   int stage = 0;
-  uint32_t round = 0;  // of the ring, modulo 2
+  uint32_t round = 0;  // how often the cursor has gone around the ring, modulo 2: the parity of the stage's barriers
 
   __device__ void advance() {
     stage = stage + 1 == kStages ? 0 : stage + 1;
@@ -30,7 +30,8 @@ struct Ring {
   using Cursor = RingCursor<kStages>;
   ptx::SharedBarrier full[kStages], empty[kStages];
 
-  // By one thread, before a barrier of the block: how many times a stage is released, and filled before it is full.
+  // One thread calls it, before a barrier of the thread block. `readers`: how many times a stage is released before it
+  // is empty; `writers`: how many threads arrive before it is full.
   __device__ void init(int readers, int writers = 1) {
     for (int i = 0; i < kStages; ++i) full[i].init(writers), empty[i].init(readers);
   }
@@ -39,16 +40,15 @@ struct Ring {
   __device__ void wait_full(const Cursor& at) const { full[at.stage].wait(at.round); }
   __device__ void release(const Cursor& at) { empty[at.stage].arrive(); }
 
-  // Returns the barrier at which `bytes` copied to a stage count.
+  // Announces `bytes` that are copied to a stage, and returns the barrier at which they count.
   __device__ ptx::SharedBarrier& expect_tx(const Cursor& at, int bytes) {
     full[at.stage].arrive_expect_tx(bytes);
     return full[at.stage];
   }
 };
 
-// Starts the copy of kRows rows, from `row` on, of a tensor (batch, rows, heads, cols) whose map has boxes of one page
-// of the tile, and of its columns from `col` on. Rows and columns that the tensor does not have become 0. One thread
-// calls it.
+// One thread starts the copy of a tile: the tensor's rows from `row` on and columns from `col` on, page by page (the
+// map, made by map_of, has boxes of one page). Rows and columns that the tensor does not have become 0.
 template <typename Tile>
 __device__ void load_async(Tile& tile, const CUtensorMap& map, int64_t row, int head, int64_t entry,
                            ptx::SharedBarrier& arrived, int col = 0) {
@@ -59,7 +59,7 @@ __device__ void load_async(Tile& tile, const CUtensorMap& map, int64_t row, int 
   }
 }
 
-// Starts the copy of kRows rows of a tile, from `from` on, to rows of the tensor, from `row` on. One thread calls it.
+// One thread starts the copy of kRows rows of a tile, from `from` on, to rows of the tensor, from `row` on.
 template <int kRows, typename Tile>
 __device__ void store_async(const Tile& tile, int from, const CUtensorMap& map, int64_t row, int head, int64_t entry) {
 #pragma unroll
@@ -70,7 +70,7 @@ __device__ void store_async(const Tile& tile, int from, const CUtensorMap& map, 
   ptx::commit_stores();
 }
 
-// A warp writes a fragment to rows row0 .. of a tile.
+// A warp stores a fragment to the rows of a tile from row0 on.
 template <typename T, int kRows, int kCols, typename Tile>
 __device__ void store_matrices(Tile& tile, const PackedFragment<T, kRows, kCols>& fragment, int row0) {
 #pragma unroll

@@ -1,6 +1,7 @@
-// Vectors of rows that may begin at any element and have any length. A vector moves in one access if that is aligned.
-// So vectors should begin where accesses are aligned, even if the first vector then begins before the row. Its places
-// before the row hold the last elements of the row, for which there is no vector at the end.
+// Vectors of rows that may begin at any element and have any length. A vector moves in one access only if it is
+// aligned, so vectors begin where accesses are aligned, even if the first one then begins before the row. Its places
+// before the row are not wasted: they hold the last elements of the row, so that no further vector is needed at the
+// end.
 #pragma once
 
 #include <cstdint>

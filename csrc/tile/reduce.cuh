@@ -1,10 +1,11 @@
+// Reductions over the lanes of a quad, and the operations max and sum.
 #pragma once
 
 #include <cfloat>
 
 namespace flash {
 
-// Over the four lanes of a quad, which share the rows of a Fragment.
+// The four lanes of a quad share the rows of a Fragment.
 __device__ inline float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));

@@ -1,8 +1,9 @@
+// Rotation of pairs of channels, for rotary embedding.
 #pragma once
 
 namespace flash {
 
-// Turns the point (x, y) by the angle with the given cosine and sine.
+// Rotates the point (x, y) by the angle with the given cosine and sine.
 __device__ inline void rotate(float& x, float& y, float cos, float sin) {
   const float turned = x * cos - y * sin;
   y = x * sin + y * cos;

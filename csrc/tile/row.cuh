@@ -1,4 +1,5 @@
-// Rows of adjacent elements, of any length and at any address. A group of lanes takes a row in accesses of 16 bytes.
+// Rows of contiguous elements, of any length and at any address, which a group of lanes accesses 16 bytes at a time.
+// For the kernels that work row by row: softmax, cross entropy.
 #pragma once
 
 #include <cstdint>

@@ -1,3 +1,4 @@
+// Tiles of matrices in shared memory, and the dynamic shared memory of a thread block.
 #pragma once
 
 #include <cstdint>
@@ -6,10 +7,11 @@
 
 namespace flash {
 
-// kRows x kCols 16-bit elements in shared memory, cut into pages of 64 columns (32 if kCols is no multiple of 64), one
-// page after the other. Within a page the 16-byte chunks of a row are permuted by an exclusive or with its number, so
-// that the same chunk of eight neighbouring rows lies in eight different bank groups: copies by row and matrix loads
-// by row or by column are free of conflicts. It is the image that tensor copies with 128- or 64-byte swizzle produce.
+// kRows x kCols 16-bit elements in shared memory, cut into pages of 64 columns (32 if kCols is not a multiple of 64),
+// one page after the other. Within a page, the index of a 16-byte chunk is XORed with the row number (swizzled), so
+// that the same chunk of eight adjacent rows lies in eight different groups of banks: copies by row and ldmatrix by row
+// or by column are free of bank conflicts. TMA copies with 128- or 64-byte swizzle and wgmma use the same layout, whose
+// pattern requires the alignment.
 template <typename T_, int kRows_, int kCols_>
 struct alignas(1024) SharedTile {
   using T = T_;
@@ -23,9 +25,10 @@ struct alignas(1024) SharedTile {
 
   T data[kRows * kCols];
 
-  // In bytes, of the chunk that holds columns 8 chunk .. 8 chunk + 7 of `row`. It is linear in multiples of 8 rows and
-  // in pages (`distance`). Moving by an even number of chunks within a page is an exclusive or (`flip`), and so is what
-  // a number of rows that has no bit in common with `row` does to the place within the page's row (`turn`).
+  // The offset in bytes of the chunk that holds columns 8 chunk .. 8 chunk + 7 of `row`. Loops need not compute it
+  // anew: going on by a multiple of 8 rows, or by pages, adds `distance`. Going on by a number of chunks that shares no
+  // bits with the chunk's index within its page XORs with `flip`. Going on by fewer rows, whose number shares no bits
+  // with `row`, adds `distance` and XORs with `turn`.
   __device__ static constexpr int offset(int row, int chunk) {
     return distance(row, chunk / kPageChunks) + (flip(chunk) ^ turn(row));
   }
@@ -41,15 +44,15 @@ struct alignas(1024) SharedTile {
   }
 };
 
-// The index-th kCols columns of a tile, whole pages, as a tile of their own.
+// The index-th kCols columns of a tile, which must be whole pages, as a tile of its own.
 template <int kCols, typename T, int kRows, int kAllCols>
 __device__ SharedTile<T, kRows, kCols>& columns_of(SharedTile<T, kRows, kAllCols>& tile, int index) {
   static_assert(kAllCols % kCols == 0 && SharedTile<T, kRows, kCols>::kPageCols == tile.kPageCols);
   return *reinterpret_cast<SharedTile<T, kRows, kCols>*>(tile.data + index * kRows * kCols);
 }
 
-// The block's dynamic shared memory as one struct. It lies behind the static one, at the next multiple of kAlignment,
-// which must be the same in all kernels of a file.
+// The thread block's dynamic shared memory as one struct. It lies behind static shared memory, at the next multiple of
+// kAlignment, which must be the same in all kernels of a file, since they declare the same array.
 template <typename Shared, int kAlignment = 1024>
 __device__ Shared& shared_memory() {
   extern __shared__ __align__(kAlignment) char bytes[];

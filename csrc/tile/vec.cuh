@@ -1,3 +1,4 @@
+// Vectors of elements of a type that is known at compile time, moved in one access. any_vec.cuh: at run time.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -64,8 +65,8 @@ __device__ Vec<T, kSize> narrow(const float (&wide)[kSize]) {
   return vec;
 }
 
-// A Vec of at least 4 bytes, stored as words. Where 16-bit elements depend on a condition, the compiler moves them one
-// by one; words stay whole.
+// A Vec of at least 4 bytes, stored as words: 16-bit elements that are selected by a condition would be moved one by
+// one by the compiler.
 template <typename T, int kSize>
 struct alignas(sizeof(T) * kSize) Packed {
   static constexpr int kPerWord = 4 / sizeof(T), kWords = kSize / kPerWord;

@@ -1,5 +1,5 @@
-// Products of a warpgroup, in the background: fragment += A B. A Fragment is what one of its four warps has, 16 rows of
-// 64. Operands are as in gemm.cuh: the left one is a PackedFragment or part of a SharedTile, the right one a
+// Asynchronous products of a warpgroup: fragment += A B. A Fragment is the part of one of its four warps, 16 rows
+// of 64. Operands are as in gemm.cuh: the left one is a PackedFragment or part of a SharedTile, the right one part of a
 // SharedTile.
 //
 //   fence(s);
@@ -18,20 +18,20 @@ namespace flash {
 
 constexpr int kWarpgroup = 128;  // threads
 
-// Returns a value that is the same in all threads of a warp, so that the compiler knows it, and keeps what it derives
-// from the value, such as descriptors, in uniform registers.
+// Returns a value that is the same in all threads of a warp in a way that tells the compiler so. It can then keep what
+// it derives from the value, such as descriptors, in uniform registers.
 __device__ inline int warp_uniform(int value) { return __shfl_sync(~0u, value, 0); }
 
 __device__ inline int warpgroup_id() { return warp_uniform(threadIdx.x / kWarpgroup); }
 
-// Returns a value of which the compiler knows nothing, so that it does not move what follows from it out of loops,
-// where that would take registers.
+// Returns the value, but hides from the compiler where it comes from. So what is computed from it is not hoisted out of
+// loops, where it would occupy registers.
 __device__ inline int unkept(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-// Keeps the compiler from moving what uses a fragment across this point.
+// Keeps the compiler from moving accesses to a fragment's registers across this point. It emits no instructions.
 template <int kRows, int kCols>
 __device__ void pin(Fragment<kRows, kCols>& fragment) {
 #pragma unroll
@@ -57,14 +57,15 @@ __device__ void fence(Fragments&... fragments) {
   ptx::wgmma_fence();
 }
 
-// Waits until at most kPending groups of products are unfinished. The fragments are those of finished groups.
+// Waits until all groups of products but the newest kPending have finished. `fragments`: those of finished groups,
+// which may be used from here on.
 template <int kPending, typename... Fragments>
 __device__ void wait_gemms(Fragments&... fragments) {
   ptx::wgmma_wait<kPending>();
   (pin(fragments), ...);
 }
 
-// Descriptors of an operand, one for each step of 16 elements of the contraction.
+// Descriptors of an operand, one for each step of 16 elements along the contraction.
 template <typename Operand>
 struct Descriptors;
 
@@ -93,7 +94,7 @@ struct Descriptors<AlongRows<Tile, 1>> {
   __device__ uint64_t at(int step) const { return origin.after(Tile::distance(16 * step, 0)); }
 };
 
-// Starts c = left right, or c += left right if `accumulate`, as one group; kDepth elements are contracted.
+// Starts c = left right, or c += left right if `accumulate`, as one group. kDepth: the length of the contraction.
 template <int kDepth, int kCols, typename Left, typename Right>
 __device__ void start_gemm(Fragment<16, kCols>& c, const Left& left, const Right& right, bool accumulate) {
   const Descriptors<Left> a(left);

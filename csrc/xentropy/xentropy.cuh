@@ -3,11 +3,12 @@
 //   lse = log sum_j exp(s_j)        loss = lse - (1 - e) s_y - e / V sum_j s_j + z,   z = lse_square_scale lse^2
 //   dx_j = dloss scale (exp(s_j - lse) (1 + 2 lse_square_scale lse) - (1 - e) [j = y] - e / V)
 //
-// In the forward, a group of lanes takes a row and reads it once; each lane keeps a running sum of exponentials. The
-// backward is elementwise: a block takes a piece of a row, or of several rows if they are short, and reads and writes
-// it once, in place if wanted. If the dlosses are known in the forward, one kernel does both: a group of lanes, or the
-// blocks of a cluster, copy a row to shared memory, from where they read it twice; this saves reading the logits again.
-// All arithmetic is in fp32. Rows that do not count are not read.
+// where x are the logits of a row, and [j = y] is 1 if j is y and 0 otherwise. In the forward, a group of lanes takes a
+// row and reads it once; each lane keeps a running sum of exponentials. The backward is elementwise: a thread block
+// takes a piece of a row, or pieces of several rows if they are short, and reads and writes it once, in place if
+// wanted. If the dlosses are known in the forward, one kernel does both: a group of lanes, or the thread blocks of a
+// cluster, copy a row to shared memory and read it twice from there, which saves reading the logits again. All
+// arithmetic is in fp32. Rows that do not count (ignore_index) are not read.
 #pragma once
 
 #include <algorithm>
@@ -36,13 +37,13 @@ struct Config {
   static constexpr int kLine = 128 / sizeof(T);  // elements in a line of the cache
   static constexpr int kLoads = kLoads_;         // loads of a thread in flight
   static constexpr int kChunk = kLoads * kWidth;
-  static constexpr int kThreads = kThreads_;  // per block, at most
-  static constexpr int kBlocks = kBlocks_;    // blocks per multiprocessor, at least, that the registers must allow
+  static constexpr int kThreads = kThreads_;  // per thread block, at most
+  static constexpr int kBlocks = kBlocks_;    // thread blocks per SM, at least, that the registers must allow
 };
 
-// Blocks are small: while one block begins or ends a row, the others keep reading. Four loads in flight per thread are
-// faster than two. In place, when rows start at any address, each warp gets whole lines of the cache, because sharing
-// lines between warps is slower.
+// <type, loads in flight, threads, thread blocks per SM>. Thread blocks are small: while one begins or ends a row, the
+// others keep reading. Four loads in flight per thread are faster than two. Rows may start at any address; pieces of
+// them are cut at cache lines (kLine), because warps that share a line are slower, in place above all.
 template <typename T>
 using FwdConfig = Config<T, 4, 128, 8>;
 template <typename T>
@@ -54,13 +55,14 @@ using FwdBwdConfig = Config<T, 4, 256, 4>;
 // both directions at once they fill the shared memory before there are enough threads.
 constexpr int kFwdChunks = 4, kFwdBwdChunks = 2;
 
-// Both directions at once: the most blocks that share a row, which is the most in a cluster that CUDA guarantees, and
-// how many bytes of a row a block takes before there are more. A multiprocessor has room for three such blocks. They
-// are in different phases, so that it reads, computes and writes at the same time.
+// Both directions at once: the most thread blocks that share a row, which is the largest cluster that CUDA guarantees;
+// and the most bytes of a row that one takes while more can share it. With that, the 228 KB of an SM have room for
+// three thread blocks, with the 1 KB that CUDA reserves in each and up to 512 bytes of static shared memory. These are
+// in different phases, so that the SM reads, computes and writes at the same time.
 constexpr int kMaxParts = 8, kShareBytes = 228 * 1024 / 3 - 1024 - 512;
 
-// Blocks of a backward that may have nothing to do but to compare the dlosses with the expected ones: enough to fill a
-// GPU, and few enough to be done in some microseconds.
+// Thread blocks of a backward that may have nothing to do but compare the dlosses with the expected ones: enough to
+// fill a GPU, and few enough to be done within microseconds.
 constexpr int kComparingBlocks = 4096;
 
 __device__ inline int64_t label_of(const Problem& p, int64_t row) {
@@ -180,8 +182,8 @@ struct Gradient {
   }
 };
 
-// Writes a thread's part of the gradient of a row, from `first` to `end`; zeros, without reading the row, if it does
-// not count. The label is in column `own`, or nowhere if that is -1. Its gradient is written last, by the thread that
+// Stores a thread's part of the gradient of a row, from `first` to `end`; zeros, without reading the row, if it does
+// not count. The label is in column `own`, or nowhere if that is -1. Its gradient is stored last, by the thread that
 // has its column: comparing each column with it would take a sixth of the time.
 template <typename Config, typename T = typename Config::T>
 __device__ void put_gradient(T* out, const T* row, int first, int apart, int end, int own, bool kept,

@@ -36,7 +36,7 @@ void note_failure(const std::string& message) {
   failed = true;
 }
 
-// Stacks of fibers, which stay for the next block of this thread of the operating system.
+// Stacks of fibers, which are kept for the next block on this OS thread.
 class Stacks {
  public:
   static constexpr size_t kBytes = 512 << 10;
@@ -61,7 +61,7 @@ void do_all(std::vector<Work>& work) {
   for (Work& each : work) each();
 }
 
-// What a fiber does.
+// The body of a fiber. Asynchronous copies of a thread that ends complete all the same.
 void be_thread() {
   (*kernel_of_block)();
   Thread& thread = *current;
@@ -83,7 +83,7 @@ void Cluster::end_phase_if_all_arrived() {
   ++barrier.generation;
 }
 
-// The barrier does not wait for threads that have ended.
+// Removes a thread that has ended: the cluster barrier no longer waits for it.
 void Cluster::forget(const Thread& thread) {
   const std::lock_guard lock(mutex);
   --threads;
@@ -98,7 +98,7 @@ void yield() {
 
 void fail(const std::string& message) {
   note_failure(message + ", in thread " + std::to_string(current->number) + " of " + current->block->name());
-  while (true) yield();  // and Block::run gives up
+  while (true) yield();  // Block::run sees `failed`, and does not resume it
 }
 
 uint64_t Block::random() {
@@ -132,8 +132,9 @@ std::string Block::who_waits() const {
   return text;
 }
 
-// Warps come in random order. Lanes follow one another, from a random one on: a warp then meets sooner. Now and then a
-// warp stands still while the others go on, as far as they can.
+// A round: resumes each thread once. Warps come in random order; the lanes of a warp follow one another, from a random
+// one on, so that warp-wide instructions complete soon. Now and then a warp is not resumed for some rounds, while the
+// others run as far ahead as they can.
 void Block::let_all_threads_run() {
   constexpr int kRarely = 16, kLongest = 64;
   const int count = threads.size(), warps = (count + 31) / 32;
@@ -184,14 +185,14 @@ void Block::run(const std::function<void()>& kernel) {
   auto last_progress = Clock::now();
   while (alive > 0 && !failed) {
     const int64_t before = progress;
-    const bool alone = running == 1;  // now, or else another block may help and end before this one looks again
+    const bool alone = running == 1;  // read before the round: another block might unblock this one and end meanwhile
     let_all_threads_run();
     if (random() % 4 == 0) finish_a_copy();
     if (progress != before || finish_a_copy()) {
       last_progress = Clock::now();
       continue;
     }
-    std::this_thread::yield();  // only another block can help
+    std::this_thread::yield();  // only another block can unblock this one
     const auto patience = std::chrono::milliseconds(alone ? 100 : 20000);
     if (Clock::now() - last_progress > patience) note_failure(who_waits());
   }
@@ -212,14 +213,14 @@ char* shared_pointer(uint32_t address) {
 
 namespace {
 
-std::atomic<uint64_t> seed_of_test{0}, launches{0};  // the latter since the test began
+std::atomic<uint64_t> seed_of_test{0}, launches{0};  // launches since the test began
 
 uint64_t seed_of_launch() {
   static const char* given = std::getenv("EMULATOR_SEED");
   return ((given ? std::atoll(given) : 1) * 1000003 + seed_of_test) * 1000003 + ++launches;
 }
 
-// Each block is a thread of the operating system.
+// Runs the blocks of a cluster, each on an OS thread of its own.
 void run_cluster(const Launch& launch, int64_t number, uint64_t seed, const std::function<void()>& kernel) {
   Cluster cluster;
   cluster.threads = launch.cluster * launch.block.x * launch.block.y * launch.block.z;
@@ -244,7 +245,7 @@ void run_cluster(const Launch& launch, int64_t number, uint64_t seed, const std:
     all_come(started);
     block.run(kernel);
     --running;
-    all_come(ended);  // its shared memory stays until then
+    all_come(ended);  // other blocks may access its shared memory until then
   };
   std::vector<std::jthread> others;
   for (int rank = 1; rank < launch.cluster; ++rank) others.emplace_back([&, rank] { run_block(blocks[rank]); });
@@ -273,7 +274,7 @@ void run(const Launch& launch, const std::function<void()>& kernel) {
 
 }  // namespace emulator
 
-// What is launched from now on has schedules that depend on nothing but this seed and EMULATOR_SEED.
+// Makes the schedules of all launches from now on depend on nothing but this seed and EMULATOR_SEED.
 extern "C" void begin_schedules(uint64_t seed) {
   emulator::seed_of_test = seed;
   emulator::launches = 0;

@@ -1,5 +1,5 @@
-// A block of threads on the CPU. Each CUDA thread is a fiber, and all fibers of a block take turns on one thread of the
-// operating system. A fiber runs until it waits for others; who goes on then is drawn at random.
+// A thread block on the CPU. Each CUDA thread is a fiber, and all fibers of a block take turns on one thread of the
+// operating system (OS thread). A fiber runs until it waits for others; which one runs next is drawn at random.
 #pragma once
 
 #include <ucontext.h>
@@ -18,7 +18,7 @@ namespace emulator {
 
 struct Block;
 
-// Something that runs in the background until somebody waits for it: a copy or a product.
+// An asynchronous copy or product that has not been carried out yet.
 using Work = std::function<void()>;
 
 struct Thread {
@@ -28,21 +28,21 @@ struct Thread {
   bool started = false, done = false;
   const char* waits_for = nullptr;
 
-  std::vector<Work> copies;              // cp.async that has no group yet
-  std::deque<std::vector<Work>> groups;  // of cp.async
+  std::vector<Work> copies;              // cp.async that have not been committed to a group
+  std::deque<std::vector<Work>> groups;  // committed groups of cp.async
   std::vector<Work> stores;              // bulk stores
-  std::deque<int64_t> products;          // where each group of wgmma ends, as a count of the warpgroup's products
-  int64_t cluster_phase = -1;            // the phase of the cluster's barrier in which it has arrived last
+  std::deque<int64_t> products;          // for each group of wgmma, how many products of the warpgroup end it
+  int64_t cluster_phase = -1;            // the phase of the cluster barrier at which it arrived last
 
-  jmp_buf at;        // where it goes on
+  jmp_buf at;        // where it resumes
   ucontext_t start;  // where it starts
 
   int lane() const { return number % 32; }
   int warp() const { return number / 32; }
 };
 
-// Where several threads meet, each with something to give and a place for what it gets. The last to come does the work
-// of all.
+// Where several threads meet for an instruction that they execute together: each brings its operands, and the last to
+// come carries out the instruction for all.
 struct Meeting {
   int present = 0;
   int64_t generation = 0;
@@ -56,7 +56,7 @@ struct NamedBarrier {
 
 struct Warpgroup {
   Meeting meeting;
-  std::deque<Work> products;  // those that have not been computed
+  std::deque<Work> products;  // wgmma that have been started but not computed, oldest first
   int64_t started = 0, finished = 0;
 };
 
@@ -65,7 +65,7 @@ struct Cluster {
   std::vector<Block*> blocks;
   std::mutex mutex;  // guards the barrier
   NamedBarrier barrier;
-  int threads = 0;  // of all blocks, that have not ended
+  int threads = 0;  // threads of all its blocks that have not ended
 
   void end_phase_if_all_arrived();
   void forget(const Thread& thread);
@@ -80,19 +80,19 @@ struct Block {
 
   std::vector<std::unique_ptr<Thread>> threads;
   int alive;
-  std::vector<std::vector<Meeting>> meetings;  // of each warp, by the first lane that takes part
+  std::vector<std::vector<Meeting>> meetings;  // of each warp, by the lowest lane that takes part
   std::vector<Warpgroup> warpgroups;
   NamedBarrier barriers[16];
-  int64_t voted = -1;       // the generation of barrier 0 in which a thread voted in __syncthreads_or
-  std::deque<Work> copies;  // bulk copies under way
+  int64_t voted = -1;       // the generation of barrier 0 in which a thread last voted yes in __syncthreads_or
+  std::deque<Work> copies;  // bulk copies that have not been carried out
 
   uint64_t random_state;
-  std::vector<int> stands_still;  // for how many rounds each warp does
-  int64_t progress = 0;           // counts what may let another thread go on
+  std::vector<int> stands_still;  // for how many more rounds each warp is not scheduled
+  int64_t progress = 0;           // counts events that may let a waiting thread continue; none for long: a deadlock
   jmp_buf scheduler;
 
   uint64_t random();
-  // Whether something that runs in the background does so as late as it may.
+  // Draws whether an asynchronous operation is carried out as late as possible, or else at once.
   bool lazy() { return random() % 2 != 0; }
   void run(const std::function<void()>& kernel);
   std::string name() const;
@@ -105,13 +105,13 @@ struct Block {
 
 extern thread_local Thread* current;
 
-// Lets the other threads of the block run.
+// Suspends this thread, so that the others of its block run.
 void yield();
 
 // Ends the launch with an error.
 [[noreturn]] void fail(const std::string& message);
 
-// Returns when condition() holds. `what` names it if that never happens.
+// Waits until condition() holds. `what` names it in the report of a deadlock.
 template <typename Condition>
 void wait_until(Condition&& condition, const char* what) {
   while (!condition()) {
@@ -122,7 +122,8 @@ void wait_until(Condition&& condition, const char* what) {
   ++current->block->progress;
 }
 
-// Returns when `count` threads have come; the last one has called all(what each has brought).
+// Waits until `count` threads have come, each with `mine`; the last one calls all(what each has brought) for all of
+// them.
 template <typename All>
 void meet(Meeting& meeting, int place, int count, void* mine, All&& all, const char* what) {
   const int64_t generation = meeting.generation;
@@ -137,7 +138,7 @@ void meet(Meeting& meeting, int place, int count, void* mine, All&& all, const c
   wait_until([&] { return meeting.generation != generation; }, what);
 }
 
-// The same for the threads of a warp in `mask` that have not ended: all(what each has brought, who has come).
+// The same for those threads of a warp in `mask` that have not ended: all(what each has brought, the mask of these).
 template <typename All>
 void meet_warp(uint32_t mask, void* mine, All&& all, const char* what) {
   Thread& thread = *current;
@@ -149,8 +150,9 @@ void meet_warp(uint32_t mask, void* mine, All&& all, const char* what) {
   meet(meeting, thread.lane(), __builtin_popcount(mask), mine, [&](void** given) { all(given, mask); }, what);
 }
 
-// Addresses of shared memory in 32 bits: kSharedBase + the offset in a block's dynamic shared memory, around which the
-// static one lies; and 1 + the block's rank in the upper eight, if it is another block's.
+// 32-bit addresses of shared memory: kSharedBase + the offset from the block's dynamic shared memory in the lower 24
+// bits. Static shared memory lies anywhere around that, so the offset may be negative. The upper 8 bits are 0 for the
+// own block, or 1 + the rank of a block of the cluster.
 constexpr uint32_t kSharedBase = 1u << 22;
 uint32_t shared_address(const void* pointer);
 char* shared_pointer(uint32_t address);
@@ -159,7 +161,7 @@ struct Launch {
   dim3 grid, block;
   int cluster;  // blocks, along grid.x
 };
-// Runs a kernel to its end. std::runtime_error if it fails, or if nobody can go on.
+// Runs a kernel to its end. Throws std::runtime_error if it fails or deadlocks.
 void run(const Launch& launch, const std::function<void()>& kernel);
 
 }  // namespace emulator

@@ -1,5 +1,5 @@
-// The parts of the CUDA runtime that the library calls, for one device without a number, and what threads of a block
-// do together.
+// The functions of the CUDA runtime that the library calls, for the one device that there is (-1, as PyTorch numbers
+// the CPU), and votes and barriers of threads.
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 

@@ -1,4 +1,4 @@
-// What a CUtensorMap of the emulator holds.
+// What the emulator stores in a CUtensorMap.
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,9 @@ struct TensorMap {
   int16_t element_bytes, swizzle_bytes;
 };
 
-// Calls fn(bytes of shared memory from `base` on, address in global memory or null outside of the tensor) for each
-// element of a box. `base` is an address as swizzling sees it, a multiple of 1024 at the start of a pattern.
+// Calls fn(address in shared memory, address in global memory or null outside of the tensor) for each element of a box.
+// `base` is the box's address in shared memory; swizzling XORs address bits, so its pattern starts at multiples of
+// 1024.
 template <typename Fn>
 void for_each_element(const TensorMap& map, const int (&first)[4], uint32_t base, Fn&& fn) {
   uint32_t at = base;

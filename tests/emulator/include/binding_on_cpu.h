@@ -1,4 +1,4 @@
-// The bindings for tensors of the CPU: included before everything else.
+// Makes the bindings take CPU tensors in place of CUDA tensors: included before everything else.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

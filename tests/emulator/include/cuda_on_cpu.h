@@ -1,4 +1,4 @@
-// CUDA C++ as the host's compiler can read it: included before everything else. See ../README.md.
+// Makes CUDA C++ readable to the host's compiler: included before everything else. See ../README.md.
 #pragma once
 
 #include <cuda.h>
@@ -30,11 +30,11 @@
 #undef __noinline__
 #define __noinline__ __attribute__((noinline))
 #define asm \
-  if constexpr (false) __asm__  // barriers for the device's compiler, outside of ptx/
+  if constexpr (false) __asm__  // outside of ptx/, asm only keeps the device's compiler from moving code
 
 #define cudaLaunchKernelEx ::emulator::launch
 
-// threadIdx.x and its like, which are looked up when they are read.
+// threadIdx.x and the like: conversions look them up in the current thread.
 #define EMULATOR_INDEX(name, place)                                      \
   inline const struct {                                                  \
     struct {                                                             \
@@ -78,7 +78,7 @@ cudaError_t launch(const cudaLaunchConfig_t* config, void (*kernel)(Params), con
   return cudaSuccess;
 }
 
-// Each lane of the mask gets what source(lane) gives, or its own value if that is not among them.
+// Shuffles: each lane in the mask gets the value of lane source(lane), or its own if that lane does not take part.
 template <typename T, typename Source>
 T exchange(uint32_t mask, T value, Source&& source) {
   struct Mine {

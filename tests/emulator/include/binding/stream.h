@@ -1,4 +1,4 @@
-// Where a kernel runs in the emulator: the CPU has no streams.
+// In place of csrc/binding/stream.h: the CPU has no streams and no device to switch to.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -31,8 +31,8 @@ void arrive_at_barrier(int id) {
   come_to(id, kThreads, false);
 }
 
-// The state: how many threads arrive in each phase, how many have yet to arrive, how many bytes have yet to come, and
-// the parity of the phase.
+// The state of an mbarrier: how many threads arrive in each phase, how many have yet to arrive in this one, the parity
+// of the phase, and how many bytes have yet to arrive (negative if they came before they were announced).
 struct BarrierState {
   uint64_t count : 12, pending : 12, parity : 1;
   int64_t bytes : 39;
@@ -71,9 +71,9 @@ struct SharedBarrier {
   bool parity_is(uint32_t parity) const {
     return std::bit_cast<BarrierState>(std::atomic_ref<uint64_t>(const_cast<uint64_t&>(state)).load()).parity == parity;
   }
-  // The phase with this parity has ended if the current one has the other parity. All lanes of a warp that come
-  // together look before any of them goes on, as an instruction does it: else the phase after the next could begin
-  // meanwhile.
+  // The phase with this parity has ended if the current one has the other parity. The yields make all lanes of a warp
+  // that come together look before any of them continues, as the instruction does. Otherwise the first lane could end
+  // another phase, and the others would find the wrong parity.
   bool has_ended(uint32_t parity) const {
     emulator::current->waits_for = "a barrier in shared memory";
     emulator::yield();

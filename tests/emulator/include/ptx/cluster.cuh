@@ -12,8 +12,8 @@ namespace flash::ptx {
 
 inline int cluster_rank() { return emulator::current->block->rank; }
 
-// The cluster's barrier counts the threads of its blocks that have not ended. Each thread arrives, then waits for the
-// phase it arrived in.
+// The cluster barrier expects all threads of its blocks that have not ended. A thread arrives, then waits for the end
+// of the phase in which it has arrived.
 inline void arrive_at_cluster() {
   emulator::Cluster& cluster = *emulator::current->block->cluster;
   const std::lock_guard lock(cluster.mutex);

@@ -59,7 +59,7 @@ inline uint32_t load_word(uint32_t shared) {
 }
 inline void store_word(uint32_t shared, uint32_t word) { std::memcpy(emulator::shared_pointer(shared), &word, 4); }
 
-// The four matrices of a warp between shared memory and registers.
+// Moves the four matrices of ldmatrix or stmatrix between shared memory and the registers of a warp.
 inline void move_matrices(uint32_t (&r)[4], uint32_t address, bool transposed, bool store) {
   struct Mine {
     uint32_t* r;

@@ -15,7 +15,8 @@ inline int bytes_of(const emulator::TensorMap& map) {
   return map.box[0] * map.box[1] * map.box[2] * map.box[3] * map.element_bytes;
 }
 
-// Runs now or, half of the times, later: at the latest when no thread of the block can go on.
+// Carries out an asynchronous copy at once or, half of the time, later: at the latest when no thread of the block can
+// continue.
 inline void in_background(emulator::Work work) {
   emulator::Block& block = *emulator::current->block;
   if (block.lazy()) {
@@ -27,7 +28,7 @@ inline void in_background(emulator::Work work) {
 
 inline void prefetch(const CUtensorMap&) {}
 
-// `blocks` has a bit for each block of the cluster that the box goes to.
+// The box goes to each block of the cluster whose bit in `blocks` is set.
 inline void copy_box(uint32_t shared, const CUtensorMap& map, int x0, int x1, int x2, int x3, SharedBarrier& barrier,
                      uint16_t blocks) {
   const emulator::TensorMap from = content(map);
@@ -67,7 +68,7 @@ inline void copy_bytes_async(uint32_t shared, const void* global, int bytes, Sha
   });
 }
 
-// A store reads shared memory at once or as late as it may.
+// Carries out a store, and thus reads shared memory, at once or as late as possible: when the thread waits for it.
 inline void store_later(emulator::Work work) {
   if (emulator::current->block->lazy()) {
     emulator::current->stores.push_back(std::move(work));

@@ -17,7 +17,8 @@ struct MatrixDescriptor {
   uint64_t after(int bytes) const { return uint64_t{high} << 32 | (low + (bytes >> 4)); }
 };
 
-// An operand in shared memory as an instruction sees it: element (i, k), with k along the contraction.
+// An operand in shared memory as the instruction reads it by its descriptor: element (i, k), with k along the
+// contraction.
 template <typename T>
 struct Operand {
   uint32_t start, page_bytes, group_bytes, row_bytes, chunks;
@@ -50,7 +51,7 @@ inline emulator::Warpgroup& warpgroup() {
   return emulator::current->block->warpgroups[emulator::current->number / 128];
 }
 
-// Computes the oldest products until `count` have been computed since the start.
+// Computes the warpgroup's oldest products until `count` of them have been computed in all.
 inline void finish_products(int64_t count) {
   emulator::Warpgroup& group = warpgroup();
   while (group.finished < count) {
@@ -68,7 +69,7 @@ void wgmma_wait() {
   for (; groups.size() > kPending; groups.pop_front()) finish_products(groups.front());
 }
 
-// left_of(what the threads have given, row, k) are the elements of a.
+// Starts a product of a warpgroup. left_of(what the threads have given, row, k) is an element of a.
 template <typename T, int kTiles, typename Given, typename Left>
 void start_product(Given& mine, uint64_t b, bool b_along_rows, bool accumulate, Left&& left_of) {
   emulator::Warpgroup& group = warpgroup();
