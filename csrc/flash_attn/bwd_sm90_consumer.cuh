@@ -61,13 +61,6 @@ __device__ DeadKeys dead_keys(const BwdSm90Params& p, const KeyBlock<Config>& bl
   return {block.key_use(p).live + (first - block.cluster_keys.first) / 32};
 }
 
-// Returns the value, but the compiler takes it for a new one each time. So it recomputes what depends on it instead of
-// keeping that in registers throughout a loop (unkept in tile/warpgroup.cuh does the same for int).
-__device__ inline unsigned not_kept(unsigned value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // The blocks of kSize that lie in an interval.
 template <int kSize>
 __device__ Interval blocks_in(const Interval& interval) {
@@ -91,7 +84,7 @@ struct BwdConsumer {
   typename Ring<Config::kStages>::Cursor at = {};
   // Computed once, so that no step waits for the arithmetic: whether all rows that are visited see some key, and the
   // row blocks that need no mask. With key ranges, both follow from each tile's TileSeen instead.
-  const unsigned all_live = not_kept(live_rows().covers(rows_of_block()));
+  const unsigned all_live = unkept(live_rows().covers(rows_of_block()));
   const Interval whole_blocks = blocks_in<Config::kBlockM>(whole_rows());
 
   // The rows of the entry that see some key, of any key block.

@@ -52,7 +52,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void store_rounded(HalfOfDq& dq, int first_row, int t) const {
     dq.for_each([&](float& x, int, int) { x *= p.problem.softmax_scale; });
     auto& rounded = shared.dq[rank].rounded;
-    T* first_pair = rounded.chunk(not_kept(first_row), 0) + 2 * t;
+    T* first_pair = rounded.chunk(unkept(first_row), 0) + 2 * t;
 #pragma unroll
     for (int r = 0; r < dq.kLaneRows; ++r) {
 #pragma unroll
@@ -69,8 +69,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void fill_box(HalfOfDq& dq, int count) {
     ptx::sync_barrier<kDqThreads>(kDqEmptyBarrier + rank);
     const DqFate fate = Config::kMayWait && p.plan.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
-    // not_kept: with addresses kept in registers, too few would be left to compute all of dS before dV is started.
-    const unsigned thread = not_kept(threadIdx.x) % kWarpgroup;
+    // unkept: with addresses kept in registers, too few would be left to compute all of dS before dV is started.
+    const unsigned thread = unkept(threadIdx.x) % kWarpgroup;
     const int first_row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
     if (count < kDqBoxRows) {
       dq.for_each([&](float& x, int r, int) { x = first_row + 8 * r < count ? x : 0; });
@@ -169,7 +169,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   // dS is stored before dV is started, since the stores would compete with that product's reads of shared memory.
   __device__ void sum_together(Packed& weights, Packed& gradients, int dq_rows) {
     auto& ds = shared.ds[at.stage];
-    store_transposed(ds, gradients, not_kept(key0));
+    store_transposed(ds, gradients, unkept(key0));
     start_dv(weights);
     ptx::fence_async_shared();
     ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
@@ -187,7 +187,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   // (kStepBarrier), so that each computes exponentials while the other multiplies.
   __device__ void sum_apart(Packed& weights, Packed& gradients, int dq_rows) {
     shared.ds_ring.wait_empty(at);
-    store_transposed(shared.ds[at.stage], gradients, not_kept(key0));
+    store_transposed(shared.ds[at.stage], gradients, unkept(key0));
     start_dv(weights);
     ptx::fence_async_shared();  // waits for the stores of dS, while dV is computed
     __syncwarp();

@@ -36,7 +36,7 @@ struct SumTeam : BwdConsumer<Config, BwdWideShared<Config>> {
 #pragma unroll
     for (int col = 0; col < s.kCols; col += box.kCols) {
       auto& part = *reinterpret_cast<Fragment<16, box.kCols>*>(&s.values[0][col / 8]);
-      box.add_other_part(part, ptx::cluster_rank() ^ 1, not_kept(threadIdx.x), box_at);
+      box.add_other_part(part, ptx::cluster_rank() ^ 1, unkept(threadIdx.x), box_at);
     }
   }
 

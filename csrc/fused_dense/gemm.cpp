@@ -11,6 +11,7 @@
 
 #include "common/check.h"
 #include "common/device.h"
+#include "common/stream_capture.h"
 #include "fused_dense/cublaslt.h"
 #include "fused_dense/launch.h"
 
@@ -21,17 +22,6 @@ constexpr uint64_t kMaxWorkspaceBytes = 32 << 20;  // what NVIDIA recommends for
 constexpr int kMaxChoices = 8;
 constexpr size_t kMaxPlans = 1 << 14;  // a bound on memory, if shapes never repeat
 
-// Lets this thread allocate during its lifetime, even while another of its streams is being captured.
-class Uncaptured {
- public:
-  Uncaptured() { exchange(); }
-  ~Uncaptured() { cudaThreadExchangeStreamCaptureMode(&mode_); }
-
- private:
-  void exchange() { check_cuda(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
-  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
-};
-
 // Returns the handle of the current device. It is made at first use and never destroyed, since CUDA may have shut down
 // before any destructor runs.
 cublaslt::Handle current_handle() {
@@ -40,7 +30,7 @@ cublaslt::Handle current_handle() {
   const std::lock_guard lock(mutex);
   cublaslt::Handle& handle = handles[current_device()];
   if (handle == nullptr) {
-    const Uncaptured uncaptured;
+    const WhileOthersCapture allowed;
     cublaslt::check(cublaslt::library().create(&handle), "cublasLtCreate");
   }
   return handle;

@@ -16,7 +16,12 @@ __device__ void sync_barrier(int id) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
 }
 
-// Arrives at the same barrier without waiting; kThreads counts those that wait and those that only arrive.
+// sync_barrier for a number of threads that is known only at run time.
+__device__ inline void sync_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Arrives at a named barrier without waiting; kThreads counts those that wait and those that only arrive.
 template <int kThreads>
 __device__ void arrive_at_barrier(int id) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "n"(kThreads) : "memory");
@@ -65,10 +70,5 @@ struct SharedBarrier {
 // Makes mbarriers that this thread has initialised visible to asynchronous copies and to the other blocks of the
 // cluster. Other threads also need a barrier after it.
 __device__ inline void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-
-// sync_barrier for a number of threads that is known only at run time.
-__device__ inline void sync_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
 
 }  // namespace flash::ptx
