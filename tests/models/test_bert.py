@@ -586,7 +586,7 @@ def test_any_object_with_the_fields(tmp_path):
     model.save_pretrained(tmp_path)
     assert transformers.BertForSequenceClassification.from_pretrained(tmp_path).config.vocab_size == 101
     del fields["hidden_act"], fields["layer_norm_eps"]
-    with pytest.raises(TypeError, match=r"transformers' BertConfig, found none of hidden_act, layer_norm_eps$"):
+    with pytest.raises(TypeError, match=r"transformers' BertConfig, found no hidden_act, layer_norm_eps$"):
         bert.BertModel(types.SimpleNamespace(**fields))
 
 

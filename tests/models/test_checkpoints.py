@@ -433,7 +433,7 @@ def test_what_does_not_fit(folder):
         assert f"\n    {line}\n" in f"{error.value}\n"
     assert "\n  not known:\n    model.layers.0.extra\n  of a wrong shape" in str(error.value)
     assert (
-        "\n  left over, as others that go into the same tensor are missing:\n    model.layers.1.self_attn.q_proj.weight"
+        "\n  left over, because other parts of the same tensor are missing:\n    model.layers.1.self_attn.q_proj.weight"
         "\n    model.layers.1.self_attn.v_proj.weight\n  not known:"
     ) in str(error.value)
     change(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64)}))
@@ -544,8 +544,8 @@ def test_what_cannot_be_saved(tmp_path):
             GPTLMHeadModel(config).save_pretrained(tmp_path)
     model = GPTLMHeadModel.from_config(CASES["llama"].config())
     for size, error, says in (
-        ("5 lots", ValueError, "max_shard_size must be a number of bytes or text as '5GB', found '5 lots'"),
-        (5e9, TypeError, "max_shard_size must be an integer or text as '5GB', found float"),
+        ("5 lots", ValueError, "max_shard_size must be a number of bytes or text such as '5GB', found '5 lots'"),
+        (5e9, TypeError, "max_shard_size must be an integer or text such as '5GB', found float"),
         (0, ValueError, "max_shard_size must be positive, found 0"),
         (-1, ValueError, "max_shard_size must be positive, found -1"),
         ("0GB", ValueError, "max_shard_size must be positive, found 0"),

@@ -294,6 +294,6 @@ def _alibi_slopes(num_heads: int, world_size: int, rank: int) -> Tensor:
 
 
 def shifted(x: Tensor, steps: Tensor) -> Tensor:
-    """x (batch, seqlen, ...) with row b rolled left by steps[b] tokens; what leaves on the left comes back on the right."""
+    """x (batch, seqlen, ...) with row b rolled left by steps[b] tokens: the first ones come back at the end."""
     columns = (torch.arange(x.shape[1], device=x.device) + steps[:, None]) % x.shape[1]
     return x.gather(1, columns.view(*columns.shape, *(1,) * (x.dim() - 2)).expand_as(x))
