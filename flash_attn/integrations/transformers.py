@@ -6,8 +6,8 @@
 
 `register` puts two functions into transformers' registries. The mask function turns the mask that a model asks for into
 arguments of `flash_attn.flash_attn_func`, once in each forward pass of a model, since its layers share masks; the
-attention function makes the call. What is computed is what transformers' eager attention computes, but for rows that
-see no key: they give 0 here, and a mean of hidden values there.
+attention function makes the call. What is computed is what transformers' eager attention computes, except in rows
+that see no key: they give 0 here, and a mean of hidden values there.
 
 Masks that transformers builds itself (causal, sliding windows, chunks, packed sequences, padding) are recognised by the
 functions that they are made of, and cost memory that grows with the sequence only. Any other mask is evaluated by

@@ -574,7 +574,7 @@ class BertPreTrainedModel(nn.Module):
             for key, tensor in expected.items()
             if key in found and found[key].shape != tensor.shape
         ]
-        problems = {"has no": missing, "has, but the model has not,": unexpected}
+        problems = {"has no": missing, "has unexpected": unexpected}
         if not strict:
             for what, keys in problems.items():
                 heads = {key for key in keys if not key.removeprefix("bert.").startswith(("embeddings.", "encoder."))}

@@ -226,7 +226,7 @@ class RMSNorm(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight to one, or to zero with zero_centered_weight: the identity but for the scale."""
+        """Set the weight to one, or with zero_centered_weight to zero: both only normalize."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
     def forward(

@@ -31,7 +31,7 @@ class Steps:
         unread: how many tokens at the end of a sequence of max_length are never fed to the model.
         name: what errors call the model.
 
-    Raises ValueError, before anything is allocated, if the model has not enough positions.
+    Raises ValueError, before anything is allocated, if the model has too few positions.
     """
 
     def __init__(

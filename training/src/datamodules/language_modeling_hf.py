@@ -52,8 +52,8 @@ class LMDataModule(ResumableDataModule):
         pin_memory, drop_last: as in DataLoader; the latter for training.
         fault_tolerant, ddp: older options that asked for the position to be kept, and over several ranks. It always is;
             combinations with other arguments that used to be errors still are.
-        fast_forward_epochs, fast_forward_batches: begin training there, as if it had consumed so many epochs, and
-            batches of each rank.
+        fast_forward_epochs, fast_forward_batches: begin training as if it had consumed this many epochs, and this
+            many further batches on each rank.
         use_shmem: without a cache_dir, keep the tokens in shared memory (/dev/shm) and not in a temporary folder.
         sample_by: what a document of a .txt file is: "document" (the whole file), "paragraph" or "line".
         text_column: the field of .jsonl and column of .parquet and of the hub; "text" by default.

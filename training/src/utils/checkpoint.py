@@ -498,7 +498,7 @@ def load_checkpoint(path: PathLike, device: torch.device | str = "cpu") -> dict[
             only tensors are read; a file or folder of safetensors.
         device: of the tensors.
 
-    A dict that has nothing but `state_dict_ema` or `model` is replaced by its contents. Of the weights of a
+    A dict whose only key is `state_dict_ema` or `model` is replaced by its contents. Of the weights of a
     LightningModule, those of its `model` are taken, without the prefix `model.`. Raises FileNotFoundError or
     CheckpointError if there is nothing to load.
     """
