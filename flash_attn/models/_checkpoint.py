@@ -29,7 +29,7 @@ _LISTED = 20  # the most names of each kind in an error
 
 
 def to_gpt2_config(config):
-    """The GPT2Config of a configuration of any family that is covered; a GPT2Config as it is."""
+    """The GPT2Config of a configuration of any supported family. A GPT2Config is returned unchanged."""
     if is_gpt2_config(config):
         return known_gpt2_config(config)
     return find_family(model_type=_model_type(config)).to_gpt2_config(config)

@@ -313,7 +313,7 @@ def _check_variant(**given):
     )
     for name, value in given.items():
         if value != covered[name]:
-            raise ValueError(f"{name} must be {covered[name]!r}, the one variant that is covered, found {value!r}")
+            raise ValueError(f"{name} must be {covered[name]!r}, the one supported variant, found {value!r}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
