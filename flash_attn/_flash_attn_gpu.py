@@ -5,8 +5,8 @@ They reach them as `flash_attn_2_cuda` (see compat/) and as `flash_attn.flash_at
     fwd, varlen_fwd, bwd, varlen_bwd, fwd_kvcache
 
 take their arguments by position only, in the order below, and return lists. Checks, kernels and the reference backend
-are those of `flash_attn`. A tensor that is given for an output is written and returned. `generator` must be None, as in
-2.8: dropout draws from the default generator of the device.
+are those of `flash_attn`. If a tensor is given for an output, the result is written to it, and it is returned.
+`generator` must be None, as in 2.8: dropout draws from the default generator of the device.
 """
 
 import torch

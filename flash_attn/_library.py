@@ -7,8 +7,8 @@ the CUDA kernels of ops whose schemas are defined here. An op is defined once:
         "fwd(Tensor x, float scale) -> Tensor",
         reference=reference.fwd,   # plain torch; serves every device for which no kernel is registered
         fake=fwd_fake,             # shapes and dtypes only: torch.compile, torch.export, meta tensors
-        autograd=Fwd,              # optional torch.autograd.Function over the op's first arguments, which have
-        differentiable=1,          # gradients, so many of them, and a tuple of the others
+        autograd=Fwd,              # optional: a torch.autograd.Function of the first `differentiable` arguments, the
+        differentiable=1,          # only ones with gradients, and a tuple of the others
     )
 
 and `fwd(x, 2.0)` then costs one trip through the dispatcher.
@@ -34,8 +34,8 @@ _NAMESPACE = "flash_attn"
 _LIBRARY = torch.library.Library(_NAMESPACE, "FRAGMENT")
 _FILE = "_kernels.so"
 _NO_KERNELS = "_no_kernels.txt"
-_SWITCH = "FLASH_ATTN_REFERENCE"  # names of ops, with wildcards, divided by commas: these run without their kernels
-_IN_TRITON: set[str] = set()  # names of the ops whose kernel for CUDA is one in Triton
+_SWITCH = "FLASH_ATTN_REFERENCE"  # names of ops, with wildcards, separated by commas: these run without their kernels
+_IN_TRITON: set[str] = set()  # names of the ops whose kernel for CUDA is written in Triton
 
 
 @functools.cache
@@ -53,10 +53,10 @@ def load_error() -> str | None:
 
 
 def _find() -> tuple[pathlib.Path | None, str | None]:
-    """The library to load and None, or a file or None and the reason why there is no library to load.
+    """Returns (the library to load, None); or (a file that cannot serve or None, the reason why there is no library).
 
-    The package's path also has its other installations (see __init__). So sources that Python imports, because they are
-    in the current folder, find the library of an installation that `pip install .` has made from them.
+    The package's __path__ includes other installations of it (see __init__.py). So where Python imports the sources,
+    because they are in the current folder, the library that `pip install .` has built from them is still found.
     """
     found = [path for folder in flash_attn.__path__ if (path := pathlib.Path(folder, _FILE)).exists()]
     for path in found:
@@ -89,7 +89,7 @@ def is_switched_off(name: str) -> bool:
 
 
 def why_no_kernel(name: str) -> str:
-    """Why an op has none here."""
+    """Why the op `name` has no kernel here."""
     if is_switched_off(name):
         return f"{_SWITCH} names it"
     return load_error() or "the library has no kernel for it"
@@ -102,7 +102,7 @@ def has_kernel(name: str) -> bool:
 
 @functools.cache
 def _has_kernel_on(name: str, device: str) -> bool:
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)  # a kernel for the CPU is one that is emulated
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(device)  # only the emulator of the tests registers kernels for the CPU
     return key is not None and _is_served(name, key, otherwise=device == "cuda" and load_error() is None)
 
 
@@ -116,7 +116,7 @@ def runs_in_kernel(name: str, x: torch.Tensor) -> bool:
 
 
 def is_in_triton(name: str) -> bool:
-    """Whether that kernel is one in Triton."""
+    """Whether the kernel of the op `name` is written in Triton."""
     return name in _IN_TRITON
 
 
@@ -156,7 +156,7 @@ def has_tangent(args: Sequence[Any]) -> bool:
 
 
 def _tangent(x):
-    # Without the level torch looks into a record of its own, which is not true while it makes a graph.
+    # Without an explicit level, torch uses the one that it has recorded, which is wrong while it traces a graph.
     return forward_ad.unpack_dual(_torch_private.unbatched(x), level=0).tangent if isinstance(x, torch.Tensor) else None
 
 
@@ -168,8 +168,9 @@ def is_transformed(args: Sequence[Any]) -> bool:
 class Op:
     """A torch op with its autograd: call it like a function of the schema's arguments, positionally.
 
-    default: what torch's dispatcher knows as flash_attn::<name>. others: flash_attn::<name>_reference, the same without
-    kernels, for first arguments of a type not among kernel_dtypes, and for arguments beyond_kernel.
+    default: the overload of flash_attn::<name> in torch's dispatcher. others: that of flash_attn::<name>_reference, the
+    same op without kernels, for calls whose first argument has a dtype that is not among kernel_dtypes, and for those
+    that beyond_kernel gives a reason against.
     """
 
     def __init__(
@@ -197,7 +198,8 @@ class Op:
         self.writes = writes
         self.composite = composite
         self.mutated = [i for i, argument in enumerate(self.arguments) if argument.alias_info is not None]
-        self.falls_through = autograd is None and bool(self.mutated)  # the autograd keys: what is written has no graph
+        # An op that writes to arguments and has no gradient is called without the autograd keys: it records no graph.
+        self.falls_through = autograd is None and bool(self.mutated)
 
     def __call__(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
@@ -225,7 +227,7 @@ class Op:
         return self._apply(args)
 
     def wants_derivative(self, args: Sequence[Any]) -> bool:
-        """Whether a call with these arguments, the differentiable ones at least, must be known to autograd.
+        """Whether autograd must see a call with these arguments, of which only the differentiable ones matter.
 
         Raises NotImplementedError in forward mode, where the bare op would drop the tangent.
         """
@@ -306,11 +308,13 @@ def define(
         calls `op.below_autograd`.
         Without it the op is not differentiable: torch.ops refuses arguments that require grad, unless the op writes.
     differentiable: how many of the first arguments, all tensors or None, have gradients.
-    kernel_dtypes: the types of the first argument that the kernel takes, if not all that the op takes.
-    beyond_kernel: what of these arguments the kernel does not take, in a caller's words and besides their type.
-    writes: for an op that changes arguments, whether it will with these; by default it always does.
-    triton: the same function as launch of a Triton kernel, for GPUs if the library has no kernel; it imports Triton.
-    composite: the same in operations of torch, for tangents and transforms of torch.func.
+    kernel_dtypes: the dtypes of the first argument that the kernel takes, if these are not all that the op takes.
+    beyond_kernel: returns what in these arguments, apart from that dtype, the kernel does not take, as words for a
+        warning; an empty list if it takes them all.
+    writes: for an op that can write to arguments, whether a call with these does; by default it always does.
+    triton: the same function as the launch of a Triton kernel, for GPUs if the library has no kernel. It imports Triton
+        when it is first called.
+    composite: the same function in torch's own operations, for tangents and transforms of torch.func.
     announces: warn once if the reference takes the place of a kernel on a GPU.
 
     A C++ kernel for the same op is registered by the library itself and then comes before the reference on CUDA.

@@ -1,4 +1,4 @@
-"""Names that are not there: the error of an import says what to use in place of those of older releases, or what is."""
+"""Errors for names that a module does not have: they say what replaced a removed name, or which names there are."""
 
 import difflib
 import dis
@@ -17,20 +17,21 @@ UNPADDED = {
 
 
 def getattr_of(module: str, instead: Mapping[str, str]) -> Callable[[str], object]:
-    """The `__getattr__` of a module: `instead` has names that were removed, each with the name to use.
+    """The `__getattr__` of a module. instead: names that were removed, each with the name to use now.
 
-    `from module import name` raises an ImportError that says so, or for other names, which there are. An AttributeError
-    would lose its text there, but is what hasattr and getattr need, and what lets Python look for a submodule.
+    `from module import name` gets an ImportError that says what to use, or which names there are: Python would drop the
+    text of an AttributeError there. All else gets an AttributeError, which hasattr and getattr need, and which lets
+    Python look for a submodule.
     """
 
     def __getattr__(name: str) -> object:
         frame = sys._getframe(1)
         imported = frame.f_code.co_code[frame.f_lasti] == dis.opmap["IMPORT_FROM"]
-        if f"{module}.{name}" in sys.modules:  # being imported: Python takes it from there after an AttributeError
+        if f"{module}.{name}" in sys.modules:  # a submodule whose import is under way: Python finds it there next
             raise AttributeError(f"module {module!r} has no attribute {name!r} yet")
         if name in instead:
             hint = f": use {instead[name]}"
-            imported = imported or frame.f_globals.get("__name__") == "importlib._bootstrap"  # for packages
+            imported = imported or frame.f_globals.get("__name__") == "importlib._bootstrap"  # of a package
         else:
             hint = f": {_what_there_is(module, name)}" if imported else ""
         if imported:

@@ -82,7 +82,7 @@ def in_forward_mode() -> bool:
 def unbatched(x: torch.Tensor) -> torch.Tensor:
     """All entries of `x`, one of which a function sees at a time under torch.func.vmap; elsewhere `x` itself.
 
-    Also `x` itself if torch hides them, and then a tangent of such a tensor is an error of torch's.
+    Also `x` itself if torch does not show them; torch then raises an error of its own for a tangent of such a tensor.
     """
     while _is_batched(x):
         x = _unwrapped(x)
@@ -105,7 +105,7 @@ def is_legacy_batch(x: torch.Tensor) -> bool:
 
 
 def bare(overload: torch._ops.OpOverload) -> Callable:
-    """The function that calling `overload` calls. The overload itself, 0.5 us slower, if torch does not show it."""
+    """The function behind `overload`, which saves 0.5 us a call; the overload itself if torch does not show it."""
     return getattr(overload, "_op", overload)
 
 
@@ -115,7 +115,7 @@ def arguments(overload: torch._ops.OpOverload) -> Sequence[Any]:
 
 
 def bare_apply(function: type[torch.autograd.Function]) -> Callable:
-    """`function.apply` without its part for functorch. The whole of it, 2 us slower, if torch has no such part."""
+    """`function.apply` without its check for functorch, which takes 2 us; the whole of it if torch cannot split it."""
     return getattr(super(torch.autograd.Function, function), "apply", function.apply)
 
 
@@ -125,7 +125,7 @@ def is_view(x: torch.Tensor) -> bool:
 
 
 def has_forward_hooks(module: torch.nn.Module) -> bool:
-    """Whether a call of `module` also calls hooks of its own. Without the names: always."""
+    """Whether calling `module` also calls hooks registered on it. True if torch lacks the names."""
     return any(getattr(module, name, True) for name in ("_forward_hooks", "_forward_pre_hooks"))
 
 

@@ -89,7 +89,8 @@ def unpad_input(
     Arguments:
         hidden_states: (batch, seqlen, ...), any dtype.
         attention_mask: (batch, seqlen), bool, integers, or floats 0 and 1; non-zero marks a token, anywhere in a row.
-        unused_mask: (batch, seqlen), of the same dtypes; non-zero marks a place that is packed but not used.
+        unused_mask: (batch, seqlen), of the same dtypes; non-zero marks a token that is packed, too, but that seqused
+            does not count.
     Returns:
         hidden_states: (total, ...), the tokens marked by either mask, in order.
         indices: (total,) int64, their positions in the flattened (batch * seqlen).
@@ -177,8 +178,8 @@ def _check_sizes(**sizes):
 def _check_mask(name, mask, hidden_states, dtypes):
     _check_rows("hidden_states", hidden_states, min_ndim=2)
     checks.tensor(name, mask, dtypes=dtypes, shape=hidden_states.shape[:2], device=hidden_states.device)
-    if mask.is_floating_point() and not ((mask == 0) | (mask == 1)).all():  # an additive mask means the opposite
-        raise ValueError(f"{name} must hold 0 and 1 if it is of floats, found {mask.amin()} to {mask.amax()}")
+    if mask.is_floating_point() and not ((mask == 0) | (mask == 1)).all():  # additive masks have 0 at tokens
+        raise ValueError(f"{name} must hold 0 and 1 if it is floating-point, found {mask.amin()} to {mask.amax()}")
 
 
 def _check_rows(name, value, min_ndim=1):

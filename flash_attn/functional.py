@@ -1,9 +1,10 @@
 """Statistics of attention (weights, their sums, maxima, entropy), and the merging of partial results.
 
-None of these functions holds a seqlen_q x seqlen_k tensor, but for `weights`, which returns one, and `column_sums`
-beside some biases. Keyword arguments are those of `flash_attn.flash_attn_func`; where a function takes `**options`, it
-takes all of that function's that change scores and masks, so neither dropout nor what is returned. Tensors are dense,
-(batch, seqlen, heads, head_dim); `combine` takes packed ones, too.
+None of these functions holds a seqlen_q x seqlen_k tensor, except `weights`, which returns one, and `column_sums` with
+some biases. q is (batch, seqlen_q, heads, head_dim) and k (batch, seqlen_k, heads_k, head_dim); `combine` also takes
+packed tokens. Where a function takes `**options`, these are the arguments of `flash_attn.flash_attn_func` that change
+scores and masks: softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, attn_bias, key_ranges,
+attention_chunk, seqused_q and seqused_k.
 """
 
 import inspect
@@ -29,13 +30,15 @@ def combine(
 
         lse = log sum_n exp lse_n;   out = sum_n exp(lse_n - lse) out_n
 
-    Give a sink to one part only, since lse counts it. Differentiable, through both results.
+    If there is a learnable_sink, give it to the call for one part only: each lse that includes it would count it again.
+    Differentiable, through both results.
 
     Arguments:
         outs: (parts, .., seqlen_q, heads, head_dim), packed or dense.
-        lses: floating-point (parts, .., heads, seqlen_q); +inf and -inf say that a row sees no key of that part.
-        out: written and returned, if given.
-        out_dtype: that of out, or else that of outs, by default. Sums are in float32 at least.
+        lses: floating-point (parts, .., heads, seqlen_q); +inf or -inf means that a row sees no key of that part.
+        out: a tensor to write the result to, and to return; or None.
+        out_dtype: the dtype of the result; None means that of `out` if it is given, else that of outs. Sums are float32
+            at least.
 
     Returns:
         (out, lse) without the first dimension; lse is float32. A row that sees no key has 0 and +inf.
@@ -66,7 +69,7 @@ def combine(
     empty = (lses == -math.inf).all(0)
     lse = lses.masked_fill(empty, 0).logsumexp(0)
     share = (lses - lse).exp().masked_fill(lses == -math.inf, 0)
-    # A part that saw nothing may hold anything.
+    # Where a part saw no key, its out may hold anything, also NaN, which a share of 0 would not remove.
     held = outs.masked_fill((lses == -math.inf).transpose(-1, -2)[..., None], 0)
     merged = (held * share.transpose(-1, -2)[..., None]).sum(0).to(dtype)
     return merged if out is None else out.copy_(merged), lse.masked_fill(empty, math.inf).float()
@@ -74,9 +77,13 @@ def combine(
 
 @torch.no_grad()
 def row_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
-    """The largest score of each row, before a sink; float32 (batch, heads, seqlen_q), -inf for a row without keys.
+    """The largest score of each row, without the sink; no gradient.
 
-    It has no gradient.
+    Arguments:
+        q, k, options: see the top of this module.
+
+    Returns:
+        float32 (batch, heads, seqlen_q), -inf for a row without keys.
 
     Example:
         >>> q, k = torch.randn(2, 8, 4, 16), torch.randn(2, 9, 2, 16)
@@ -89,6 +96,9 @@ def row_max(q: Tensor, k: Tensor, **options: Any) -> Tensor:
 @torch.no_grad()
 def row_max_and_sum(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """The largest score m of each row, and the sum of exp(s - m) over its keys and the sink if there is one.
+
+    Arguments:
+        q, k, options: see the top of this module.
 
     Returns:
         Two float32 tensors (batch, heads, seqlen_q) without a gradient; -inf and 0 for a row without keys.
@@ -109,10 +119,11 @@ def row_max_and_sum(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tenso
 def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None = None, **options: Any) -> Tensor:
     """The weight of every key in every row, exp(s - lse): normalised, without dropout and without a gradient.
 
-    For looking at them; memory grows with seqlen_q * seqlen_k. A sink has the rest of a row's weight.
+    For inspection: memory grows with seqlen_q * seqlen_k. With a sink, rows sum to less than 1: the sink has the rest.
 
     Arguments:
-        softmax_lse: float32 (batch, heads, seqlen_q), if it is known from a call with the same options.
+        q, k, options: see the top of this module.
+        softmax_lse: float32 (batch, heads, seqlen_q), as a call with the same options returned it; None computes it.
 
     Returns:
         float32 (batch, heads, seqlen_q, seqlen_k).
@@ -129,12 +140,13 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None = None, **options: 
 def column_sums(q: Tensor, k: Tensor, last_rows: int | None = None, **options: Any) -> Tensor:
     """The weight that each key receives, summed over all rows or the last ones, without a gradient.
 
-    A measure of importance by which caches evict keys (H2O, arXiv:2306.14048; SnapKV, arXiv:2404.14469). It is the
-    gradient of softmax_lse for a bias of each key, so it runs where the backward does; an attn_bias of its own for each
-    row takes the memory of float32 (batch, heads, seqlen_q, seqlen_k) besides.
+    A measure of importance by which caches evict keys (H2O, arXiv:2306.14048; SnapKV, arXiv:2404.14469). It is computed
+    as the gradient of softmax_lse with respect to a bias for each key, so by the backward's kernels. With an attn_bias
+    that differs from row to row, it also takes memory for float32 (batch, heads, seqlen_q, seqlen_k).
 
     Arguments:
-        last_rows: how many rows at the end count, of the used ones with seqused_q; None means all.
+        q, k, options: see the top of this module.
+        last_rows: how many rows at the end are summed, of the used ones with seqused_q; None means all.
 
     Returns:
         float32 (batch, heads, seqlen_k), whatever the dtype of q.
@@ -162,12 +174,18 @@ def entropy(
 ) -> Tensor:
     """The entropy of the weights of each row in nats, -sum_j P log P = lse - <softmax_scale q, sum_j P k_j>.
 
-    One more attention, with the keys as values; differentiable. Only for scores that are products of q and k, by
-    softmax_scale; causal, window_size, key_ranges and attention_chunk are those of `flash_attn_func`.
+    It takes one more attention, with the keys as values, and is differentiable. The scores must be softmax_scale times
+    products of q and k, so there is no softcap, bias or sink.
 
-    It is the difference of two numbers as large as the scores s. In 16 bits the mean of the keys has twice 16 bits, so
-    that the error is about max |s| / 2^22 in float16 and max |s| / 2^16 in bfloat16. Kernels round weights, too, which
-    adds up to 2^-11 and 2^-8 of sum_j P |s_j - mean s|, a number of the size of the entropy.
+    Accuracy: the entropy is a difference of two numbers as large as the scores s. For 16-bit inputs the mean of the
+    keys is kept as the sum of two 16-bit numbers, so that the error is about max |s| / 2^22 in float16 and max |s| /
+    2^16 in bfloat16. Kernels also round the weights, which adds at most 2^-11 (float16) or 2^-8 (bfloat16) of sum_j P
+    |s_j - mean s|, a number about as large as the entropy.
+
+    Arguments:
+        q: (batch, seqlen_q, heads, head_dim).
+        k: (batch, seqlen_k, heads_k, head_dim), where heads_k divides heads.
+        softmax_scale, causal, window_size, key_ranges, attention_chunk: as in `flash_attn.flash_attn_func`.
 
     Returns:
         float32 (batch, heads, seqlen_q), at least 0; 0 for a row without keys.
@@ -185,7 +203,7 @@ def entropy(
     score = scale * (q.float() * mean).sum(-1).transpose(1, 2)
     empty = lse == math.inf
     found = (lse.masked_fill(empty, 0) - score).masked_fill(empty, 0)
-    return found - found.detach().clamp(max=0)  # not below 0, with the derivative that it has there
+    return found - found.detach().clamp(max=0)  # at least 0 despite rounding, with an unchanged derivative
 
 
 def _named(function: str, options: dict[str, Any]) -> dict[str, Any]:

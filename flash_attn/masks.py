@@ -5,8 +5,8 @@
 
 A row sees the keys from start to end - 1, and with four numbers also those from start2 to end2 - 1. The ranges are
 intersected with every other mask of the call, so `causal=True` makes any of them causal. Unless they say otherwise, the
-builders return int32 (1, 1, seqlen_q, 2) on the device of their tensors, or on `device`. They break no graph and wait
-for no device, but for `from_bool`. Sizes are integers, or floats that are whole.
+builders return int32 (1, 1, seqlen_q, 2) on the device of their tensors, or on `device`. All except `from_bool` work
+without waiting for a device or breaking a graph. Sizes are integers, or floats with whole values.
 
 For packed tokens, (heads or 1, total_q, 2 or 4), pass `ranges[0]` of an entry, or concatenate those of several along
 the rows: keys count from the first one of each entry.
@@ -38,9 +38,9 @@ def documents(cu_seqlens: Tensor, seqlen: int) -> Tensor:
     """Each token sees the tokens of its own document.
 
     Arguments:
-        cu_seqlens: int32 or int64 (documents + 1,) or (batch, documents + 1), never falling, which is checked
-            on the CPU: document n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Documents may be empty; a row
-            may be padded by repeating its end.
+        cu_seqlens: int32 or int64 (documents + 1,) or (batch, documents + 1), never decreasing, which is checked
+            on the CPU only: document n has the tokens cu_seqlens[n] to cu_seqlens[n + 1] - 1. Documents may be empty; a
+            row may be padded by repeating its end.
         seqlen: the number of tokens. Those of no document see nothing.
 
     Returns:
@@ -146,6 +146,11 @@ def image_groups(ids: Tensor, window: int = -1) -> Tensor:
 def chunks(size: int, seqlen_q: int, seqlen_k: int | None = None, device: torch.device | str | None = None) -> Tensor:
     """Each row sees the keys of its own chunk of `size` keys; the argument `attention_chunk` says the same. (Llama 4.)
 
+    Arguments:
+        size: how many keys a chunk has.
+        seqlen_q, seqlen_k: lengths; None means as many keys as queries. The last row is in the chunk of the last key.
+        device: where the ranges are; None means torch's default.
+
     Returns:
         int32 (1, 1, seqlen_q, 2).
 
@@ -171,7 +176,8 @@ def sink_and_window(
 
     Arguments:
         sinks: how many leading keys all rows see.
-        window_size: (left, right), both included; -1 means no bound.
+        window_size: (left, right): how many keys before and after its own a row sees; -1 means no bound.
+        seqlen_q, seqlen_k, device: as in `chunks`; the own key of the last row is the last one.
 
     Returns:
         int32 (1, 1, seqlen_q, 4).
@@ -190,7 +196,7 @@ def sink_and_window(
 
 
 def top_left_causal(seqlen_q: int, device: torch.device | str | None = None) -> Tensor:
-    """Row i sees the keys 0 to i, whatever the number of keys: causal from the top left. For calls without `causal`.
+    """Row i sees the keys 0 to i, whatever the number of keys: aligned to the top left. For calls without `causal`.
 
     Returns:
         int32 (1, 1, seqlen_q, 2).
@@ -208,6 +214,7 @@ def to_bool(key_ranges: Tensor, seqlen_k: int) -> Tensor:
 
     Arguments:
         key_ranges: integers (.., seqlen_q, 2 or 4).
+        seqlen_k: the number of keys.
 
     Example:
         >>> to_bool(top_left_causal(2), 3)[0, 0].tolist()

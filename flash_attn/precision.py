@@ -13,16 +13,16 @@ __all__ = ["use_exact_gradients", "uses_exact_gradients"]
 
 
 def use_exact_gradients(mode: bool = True) -> None:
-    """Choose whether gradients of attention in 16 bits take the output before it was rounded.
+    """Choose whether the backward of attention in 16 bits uses the output as it was before rounding.
 
     The gradient of the scores of a row is dS = P * (dP - delta), with delta = sum(dout * out). Kernels round out to 16
-    bits. Where few keys have all the weight of a row, so that dS nearly cancels, that is most of the error of dq and dk
-    (arXiv:2510.04212). With mode=True, the forward of a call that needs gradients also stores what rounding has taken
-    off, and the backward adds it. This is the choice of all calls that follow in this process, like that of
-    `torch.use_deterministic_algorithms`; compiled functions are compiled anew after it changes.
+    bits. Where few keys have all the weight of a row, dP and delta nearly cancel, and this rounding is most of the
+    error of dq and dk (arXiv:2510.04212). With mode=True, the forward of a call that needs gradients also stores the
+    rounding error of out, and the backward adds it. This is the choice of all calls that follow in this process, like
+    that of `torch.use_deterministic_algorithms`; compiled functions are compiled anew after it changes.
 
-    Nothing changes without kernels, where out is kept in float32 in any case; in float32; in calls that need no
-    gradients; and for callers of a backward of their own, such as `_flash_attn_backward`, who pass it a rounded out.
+    It makes no difference without kernels, where out is kept in float32 anyway; for float32 inputs; in calls that need
+    no gradients; and for code that calls a backward itself, such as `_flash_attn_backward`, with a rounded out.
 
     Arguments:
         mode: true for exact gradients. A process starts with False.
@@ -38,5 +38,5 @@ def use_exact_gradients(mode: bool = True) -> None:
 
 
 def uses_exact_gradients() -> bool:
-    """Whether gradients of attention in 16 bits take the output before it was rounded: see `use_exact_gradients`."""
+    """Whether the backward of attention uses the output as it was before rounding: see `use_exact_gradients`."""
     return flash_attn.exact_gradients

@@ -4,7 +4,7 @@
     python run.py experiment=owt/gpt2s-flash name=first resume=True
     python run.py experiment=owt/gpt2s-flash run=eval eval.ckpt=checkpoints/first/last.ckpt
 
-configs/ has all options. The key `run` says what is done: train, eval, prepare (the data), generate, or export.
+configs/ has all options. The key `run` says what to do: train, eval, prepare (the data), generate, or export.
 """
 
 import functools
@@ -22,7 +22,7 @@ from src.utils import hints, resolvers
 
 log = logging.getLogger(__name__)
 FOLDER = pathlib.Path(__file__).parent
-INTEGERS = {  # keys, and the least value of each; -1 is for no limit
+INTEGERS = {  # keys, and the least value of each; -1 means no limit
     "datamodule.batch_size": 1, "datamodule.batch_size_eval": 1, "train.global_batch_size": 1, "seed": 0,
     "trainer.max_steps": -1, "trainer.max_epochs": -1, "trainer.num_nodes": 1,
 }  # fmt: skip
@@ -36,7 +36,7 @@ PATHS = ("datamodule.dataset_name", "datamodule.tokenizer_name", "eval.ckpt", "t
 
 
 def main() -> None:
-    """Run with the arguments of the command line. What Hydra says of a wrong one is followed by the nearest names."""
+    """Run with the arguments of the command line. Hydra's message about a wrong one is followed by similar names."""
     load_env(pathlib.Path.cwd())
     resolvers.register()
     nulls = hints.nulls(FOLDER / "configs", sys.argv[1:])
@@ -76,7 +76,7 @@ def run(config: DictConfig) -> Any:
     if config.run not in _ACTIONS:
         raise ValueError(f"run must be one of {', '.join(_ACTIONS)}, found {config.run!r}")
     check_values(config)
-    resolvers.attach_datamodule(None)  # that of the run before, in a sweep
+    resolvers.attach_datamodule(None)  # in a sweep, that of the previous run
     for key in NEEDED[config.run]:
         if OmegaConf.select(config, key) is None:
             raise ValueError(f"run={config.run} needs {key}, found none{NEEDED_BY_EXPERIMENT.get(key, '')}")
@@ -91,8 +91,8 @@ def run(config: DictConfig) -> Any:
     from src.utils import utils
 
     torch.set_float32_matmul_precision("high")
-    logging.getLogger("lightning").handlers.clear()  # or everything is there twice: Hydra's log has it
-    # What Lightning says besides is of devices that are not there, and of other products.
+    logging.getLogger("lightning").handlers.clear()  # Hydra's log has the same lines
+    # Lightning's own messages are about devices that are not used, and about other products.
     if not log.isEnabledFor(logging.DEBUG):
         for name in ("lightning.pytorch", "lightning.fabric"):
             logging.getLogger(name).setLevel(logging.WARNING)
@@ -117,13 +117,13 @@ def check_values(config: DictConfig) -> None:
     interval = OmegaConf.select(config, "trainer.val_check_interval")
     if isinstance(interval, int | float) and interval <= 0:
         raise ValueError(
-            f"trainer.val_check_interval must be more than 0, found {interval}; trainer.limit_val_batches=0 (with + "
-            "before it) does without validation"
+            f"trainer.val_check_interval must be more than 0, found {interval}: +trainer.limit_val_batches=0 switches "
+            "validation off"
         )
 
 
 def load_env(folder: pathlib.Path) -> None:
-    """Set the environment variables of the file .env, of lines NAME=value, in this folder or the nearest one above."""
+    """Set environment variables from the lines NAME=value of the file .env, here or in the nearest folder above."""
     file = next((each / ".env" for each in (folder, *folder.parents) if (each / ".env").is_file()), None)
     for line in file.read_text().splitlines() if file else ():
         name, equals, value = line.strip().removeprefix("export ").partition("=")
@@ -132,16 +132,16 @@ def load_env(folder: pathlib.Path) -> None:
 
 
 def without_private_keys(config: Any) -> Any:
-    """A configuration without the keys that begin with two underscores, at any depth: they are there to be read."""
+    """A configuration without keys that begin with two underscores: these only serve other values of the files."""
     if isinstance(config, dict):
         return {k: without_private_keys(v) for k, v in config.items() if not str(k).startswith("__")}
     return [without_private_keys(v) for v in config] if isinstance(config, list) else config
 
 
 def from_start(config: DictConfig, keys: tuple[str, ...]) -> None:
-    """Make names of files under these keys absolute: they are relative to where the command was started.
+    """Make paths under these keys absolute; they are relative to the folder in which the command was started.
 
-    What is not there stays as it is, and may be a name on the hub.
+    A value that is no existing path stays as it is: it may be a name on the hub.
     """
     for key in keys:
         value = OmegaConf.select(config, key)

@@ -33,7 +33,7 @@ def once_differentiable(backward: Callable) -> Callable:
 
 
 def first_or_second(first: Callable, again: Callable, *tensors: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-    """The gradients first(*tensors), in such a way that they have derivatives, too.
+    """Returns the gradients first(*tensors), with a history, so that they can be differentiated in their turn.
 
     tensors: all that the gradients depend on, with their history: incoming gradients and saved tensors.
     again: the same function in operations that autograd knows; it is called only if a second derivative is asked for.
@@ -47,9 +47,10 @@ def first_or_second(first: Callable, again: Callable, *tensors: torch.Tensor | N
 
 
 def gradients_of(composite: Callable, count: int) -> Callable:
-    """A function (*incoming, *inputs) -> gradients of composite(*inputs), of `count` incoming ones, with derivatives.
+    """Returns a differentiable function (*incoming, *inputs) -> the gradients of composite(*inputs) for its inputs.
 
-    Results that have None as incoming gradient have no gradient. An input that requires none gets None.
+    incoming: the `count` gradients of the results of composite, None for a result that has none. An input that requires
+    no gradient gets None.
     """
 
     def gradients(*tensors):
@@ -83,9 +84,9 @@ def in_plain_torch(function: Callable) -> Callable:
 
 
 def is_transformed(*tensors: torch.Tensor | None) -> bool:
-    """Whether a function of the tensors must consist of torch's operations, for a tangent or a transform of torch.func.
+    """Whether forward mode or a transform of torch.func works on the tensors, so that it needs torch's own operations.
 
-    `Op` asks for itself; functions that call `apply` of an autograd Function must ask.
+    `Op` asks by itself; a function that calls `apply` of an autograd Function must ask first.
     """
     return not torch.compiler.is_compiling() and _library.is_transformed(tensors)
 
@@ -121,7 +122,7 @@ class _Gradients(torch.autograd.Function):
 
 
 class _Reading:
-    """The context of a backward. It keeps the saved tensors that were read, since checkpoints return them only once."""
+    """The ctx of a backward. It keeps saved tensors once read, since activation checkpoints give them only once."""
 
     def __init__(self, ctx):
         self._ctx, self.read = ctx, ()
@@ -136,7 +137,7 @@ class _Reading:
 
 
 class _Refusing(torch.autograd.Function):
-    """Returns the first `count` tensors (or None) with a history that leads to all tensors and raises when used."""
+    """The first `count` tensors (or None), with a history that leads to all tensors and whose backward raises."""
 
     @staticmethod
     def forward(ctx, count, *tensors):

@@ -142,7 +142,7 @@ def flag(name: str, value: Any, expected: str = "a bool") -> None:
     """Check that `value` is a bool; 0 and 1 count, a tensor does not. `expected`: all that the caller accepts."""
     if value is True or value is False:
         return
-    is_many = isinstance(value, torch.Tensor) or getattr(value, "ndim", 0) > 0  # which would be compared one by one
+    is_many = isinstance(value, torch.Tensor) or getattr(value, "ndim", 0) > 0  # `in` would compare their elements
     if is_many or value not in (0, 1):
         kind = "a tensor" if isinstance(value, torch.Tensor) else "an array"
         found = f"{kind} of shape {tuple(value.shape)}" if is_many else repr(value)

@@ -22,7 +22,7 @@ reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", getattr(dist
 
 
 def size(process_group: "dist.ProcessGroup") -> int:
-    """Returns how many processes a group has. Layers ask in each call, and torch.distributed takes 2 us to answer."""
+    """Returns how many processes a group has. Layers ask in every call, and dist.get_world_size takes 2 us."""
     return process_group.size()
 
 
@@ -51,8 +51,9 @@ def reduce(x: Tensor, process_group: "dist.ProcessGroup", async_op: bool = False
 
 
 def _alone(*tensors: Tensor) -> list[Tensor]:
-    """Returns the tensors without their graph, since a thread of gloo may hold them for a moment after the collective.
+    """Returns the tensors detached from their autograd graph.
 
-    A graph holds the group. Were that thread the last to hold the group, Python could end before it, and would abort.
+    A thread of gloo may keep them for a moment after the collective. Their graph refers to the process group: if that
+    thread held the last reference to the group while Python exits, the process would abort.
     """
     return [x.detach() for x in tensors]

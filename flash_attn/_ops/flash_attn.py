@@ -36,8 +36,8 @@ _LAYOUT = "If the layout is (batch, heads, seqlen, head_dim), as in scaled_dot_p
 block_size_n = reference.block_size_n
 unpack = with_features.unpack
 S_DMASK_MULTIPLE = 128
-_FEW = 8  # channels that kernels load in a chunk of 16 bytes
-exact_gradients = False  # what `forward` takes for the option; see flash_attn/precision.py
+_FEW = 8  # channels of 16 bits in one 16-byte load, the fewest that kernels read of a row
+exact_gradients = False  # the option of this name in every call of `forward`; flash_attn/precision.py sets it
 
 
 def forward(
@@ -51,7 +51,7 @@ def forward(
     max_logit is None if it is not wanted.
 
     For shapes, dtypes and meaning see `flash_attn.flash_attn_func` and `flash_attn.flash_attn_varlen_func`.
-    given: the arguments of features; None refuses them, and shapes that need them.
+    given: the arguments that flash-attn 2.8 does not have. With None, shapes that need an op with features are refused.
     options: fields of `Options`; None means the default.
     """
     queries: Tensor
@@ -97,14 +97,16 @@ def backward(
 ) -> Tensor:  # fmt: skip
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
 
-    Its shape is (batch, heads, seqlen_q rounded up to 128), or packed (heads, total_q + 128 batch), where the rows of
-    entry b start at cu_seqlens_q[b] + 128 b. Calls that only the op with features computes return an empty one.
+    Its shape is (batch, heads, seqlen_q rounded up to a multiple of 128), or for packed tokens (heads, total_q + 128 *
+    batch), where the rows of entry b start at cu_seqlens_q[b] + 128 * b. Calls that need the op with features return an
+    empty tensor.
 
-    softmax_lse is used as it is given: a caller that merged several blocks of keys passes the merged one, and one with
-    a sink that which counts it, so that `given` need not hold the sink.
+    softmax_lse is used as it is given. A caller that merged the results of several blocks of keys passes the merged
+    lse; a caller with a sink passes the lse that includes it, and then `given` need not hold the sink.
     rng_state: as the forward returned it; needed with dropout, ignored without.
     dlse: the gradient of softmax_lse; None means 0.
-    given: the arguments of features; None refuses them, and shapes that need them. There is no gradient for a bias.
+    given: the arguments that flash-attn 2.8 does not have. With None, shapes that need an op with features are refused.
+        A bias gets no gradient here.
     options: fields of `Options`; None means the default.
     """
     names = "q", "k", "v"
@@ -151,7 +153,8 @@ def decode(
     max_logit is None if it is not wanted.
 
     For shapes, dtypes and meaning see `flash_attn.flash_attn_with_kvcache`.
-    given: the arguments of features. options: the other fields of `CacheOptions`; None means the default.
+    given: the arguments that flash-attn 2.8 does not have. options: the other fields of `CacheOptions`; None means the
+        default.
     """
     batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options, given is not None)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -183,7 +186,7 @@ def score_arguments(
     learnable_sink: Tensor | None = None, attn_bias: Tensor | None = None, key_ranges: Tensor | None = None,
     attention_chunk: int = 0, seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
 ) -> tuple[Options, with_features.Features]:  # fmt: skip
-    """Check queries and keys of a dense batch and what changes their scores; return the latter as the ops take it."""
+    """Check queries and keys of a dense batch, and the arguments that change their scores; return these for the ops."""
     names = "q", "k", "k"
     batch, head_dim, _ = _check_qkv(names, q, k, k, {}, features=True)
     options = dict(softcap=softcap, alibi_slopes=alibi_slopes)
@@ -201,22 +204,23 @@ def row_statistics(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor
 
 
 def _few_values(k):
-    """Values for a call whose output nobody wants."""
+    """Values as narrow as possible, for calls whose output is not used, only their lse or the gradient of scores."""
     return k[..., :_FEW]
 
 
 def mean_keys(q: Tensor, k: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Returns the mean of the keys by the weights of each row, float32 and 0 for a row without keys, and softmax_lse.
 
-    Differentiable. options: those of `score_arguments`. Kernels multiply keys by weights rounded to 16 bits, which do
-    not sum to 1: values of 1 beside the keys find the sum of these weights, by which the mean is divided.
+    Differentiable. options: those of `score_arguments`. Kernels round the weights to 16 bits, after which they do not
+    quite sum to 1. So columns of ones are appended to the keys: their output is the sum of the rounded weights, by
+    which the mean is divided.
     """
     arguments, features = score_arguments(q, k, **options)
     sink, bias, *rest = features
     values = F.pad(k, (0, _FEW), value=1)
     out, lse, _, out_lo = with_features.fwd_with_residue(q, k, values, sink, bias, *arguments, *rest)
     out = with_features.unrounded(out, out_lo)
-    return out[..., :-_FEW] / out[..., -1:].clamp(min=0.5), lse  # 0 of a row without keys, and nearly 1 of others
+    return out[..., :-_FEW] / out[..., -1:].clamp(min=0.5), lse  # the sum is nearly 1, or 0 in a row without keys
 
 
 def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) -> Tensor:
@@ -232,8 +236,8 @@ def weights(q: Tensor, k: Tensor, softmax_lse: Tensor | None, **options: Any) ->
 def column_sums(q: Tensor, k: Tensor, last_rows: int | None, **options: Any) -> Tensor:
     """Returns the sum of the weights of each key in the last rows, or in all; float32 (batch, heads, seqlen_k).
 
-    It is the gradient of the sum of softmax_lse over these rows, by a bias of each key. options: those of
-    `score_arguments`.
+    They are computed as the gradient of the sum of softmax_lse over these rows with respect to a bias for each key,
+    because d lse_i / d bias_j is the weight of key j in row i. options: those of `score_arguments`.
     """
     arguments, features = score_arguments(q, k, **options)
     sink, bias, *rest = features
@@ -251,7 +255,7 @@ def column_sums(q: Tensor, k: Tensor, last_rows: int | None, **options: Any) -> 
 
 
 def _bias_of_each_key(bias, lse, seqlen_k):
-    """Returns a bias as the op with features takes it, or 0, with a float32 number for each entry, head and key."""
+    """Returns the bias, or zeros if it is None, in float32 and with a size of its own for each entry, head and key."""
     batch, heads, _ = lse.shape
     if bias is None:
         return lse.new_zeros(batch, 1, heads, 1, seqlen_k)
@@ -262,7 +266,7 @@ def _bias_of_each_key(bias, lse, seqlen_k):
 
 
 def check_splits_of_pages(num_splits: int, block_table: Tensor | None) -> None:
-    """Check num_splits for forwards that choose their splits by themselves: other packages pass it nevertheless."""
+    """Check the num_splits that other packages pass to forwards, which choose their splits by themselves."""
     if block_table is not None and checks.whole("num_splits", num_splits) > 1:
         raise ArgumentError(
             f"num_splits must be at most 1 with block_table, found {num_splits}: num_splits > 1 is not supported here"
@@ -282,19 +286,19 @@ def with_tensors(
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Features, and which of them the ops without features can compute
+# Features, and the calls with them that the ops without features can compute
 
 
 def _features(given, causal, q, k, batch, options):
-    """Check the arguments of features of a call of `forward`. Returns them, and causal as a flag.
+    """Check the arguments of `given` for `forward`. Returns them as `Features`, and causal as a flag.
 
-    Sets seqused_k, which is an option of every op.
+    seqused_k goes into `options`, since the ops without features take it, too.
     """
     varlen, paged = options.get("cu_seqlens_q") is not None, options.get("block_table") is not None
     max_seqlen_k = options.get("max_seqlen_k") if varlen else k.shape[1]
     features = with_features.checked(given, causal, q, batch, max_seqlen_k, varlen)
     options["seqused_k"] = given[5]
-    has_length = not (varlen or paged or torch.compiler.is_compiling())  # the keys of a graph may be of any number
+    has_length = not (varlen or paged or torch.compiler.is_compiling())  # a graph may later be called with more keys
     if features.attention_chunk and has_length and features.attention_chunk >= k.shape[1]:
         whole = given[4] is None and given[5] is None
         if causal is True or (whole and q.shape[1] <= k.shape[1]):  # rows before the first key are in chunk -1
@@ -303,7 +307,7 @@ def _features(given, causal, q, k, batch, options):
 
 
 def _simplified(features, causal):
-    """Returns features and causal as a flag for all entries: that of entries that agree, if reading them is free."""
+    """Returns features, and causal as a flag: a tensor becomes one if its entries agree and are free to read."""
     if features.causal is None:
         return features, causal
     if _library.can_be_read_at_once(features.causal) and features.causal.numel():
@@ -314,32 +318,32 @@ def _simplified(features, causal):
 
 
 def _check_results(given, features, options):
-    """Refuse results that exclude each other; the caller wants S_dmask."""
+    """Refuse what cannot be combined with S_dmask, which the caller wants."""
     if given[6]:
         raise ArgumentError("return_lse must be False with return_attn_probs, which returns softmax_lse; found True")
     others = features._replace(learnable_sink=None).given()
     if options.get("dropout_p") and others:
         raise ArgumentError(
-            f"return_attn_probs must be False with dropout_p > 0 and {others[0]}, found True: there is no S_dmask"
+            f"return_attn_probs must be False with dropout_p > 0 and {others[0]}, found True: S_dmask does not cover it"
         )
 
 
 def _needs_op(features, is_plain):
-    """Whether a call is one for an op with features."""
+    """Whether a call needs an op with features."""
     return not is_plain or (features is not None and not features.none())
 
 
 def _call_with_features(op, inputs, features, kind, arguments):
     """Call an op with features, whose options are of this kind. Returns out, softmax_lse and max_logit."""
     sink, bias, *rest = features
-    if features.none_but_sink():  # the fewer arguments, the quicker
+    if features.none_but_sink():  # a call with fewer arguments is faster
         return *op(*inputs, sink, None, *arguments)[:2], None
     out, softmax_lse, row_max = op(*inputs, sink, bias, *kind(*arguments), *rest)
     return out, softmax_lse, _max_logit(row_max) if features.row_max else None
 
 
 def _max_logit(row_max):
-    """Returns the largest of row_max (batch, heads, rows) or (heads, rows) for each head; -inf of nothing."""
+    """Returns the largest of row_max (batch, heads, rows) or (heads, rows) for each head; -inf if there are no rows."""
     rows = row_max.transpose(0, -2).flatten(1)
     return F.pad(rows, (0, 1), value=-math.inf).amax(1)
 
@@ -374,15 +378,15 @@ def _checked(
 
 
 def _length_name(name, names):
-    """Returns the caller's name for cu_seqlens_q or a similar argument: the parts of a packed tensor share one."""
+    """Returns the caller's name for cu_seqlens_q or a similar argument, which has no _q or _k if qkv is one tensor."""
     return name[:-2] if names[1] == "qkv" else name
 
 
 def _check_qkv(names, q, k, v, options, features=False):
     """Check q, k, v, named `names`, and the arguments that divide them into entries.
 
-    features: whether v may have another head_dim, and head dims may be those of ops with features. Returns (batch,
-    head_dim, is_plain), where is_plain says that they are those of the ops without.
+    features: whether the caller may use an op with features, which takes a v of another head_dim and larger head dims.
+    Returns (batch, head_dim, is_plain); is_plain: whether the ops without features take these head dims.
     """
     checks.alike(names, (q, k, v), dtypes=DTYPES)
     cu_seqlens_q, block_table = options.get("cu_seqlens_q"), options.get("block_table")
@@ -419,7 +423,7 @@ def _check_qkv(names, q, k, v, options, features=False):
 def _check_sizes(name_k, shape_q, shape_k, features=False):
     """Check the heads and the head_dim in the shapes of q and of the keys, which the caller calls `name_k`.
 
-    Returns whether head_dim is one of the ops without features.
+    Returns whether the ops without features take this head_dim.
     """
     (*_, heads, head_dim), (*_, heads_k, head_dim_k) = shape_q, shape_k
     divides = heads == heads_k or (heads_k > 0 and heads % heads_k == 0)
@@ -441,9 +445,9 @@ def _check_sizes(name_k, shape_q, shape_k, features=False):
 
 
 def _check_values(name, v, k, features):
-    """Check values that differ in shape from the keys, in head_dim if `features`.
+    """Check values whose shape differs from that of the keys; only their head_dim may, and only with `features`.
 
-    Returns whether it is one of the ops without features.
+    Returns whether the ops without features take this head_dim.
     """
     if not features:
         checks.has_shape(name, v, k.shape)
@@ -470,7 +474,7 @@ def _check_block_table(block_table, batch, device):
 def _check_scores(head_dim, softmax_scale, causal, window_size, features):
     """Check the arguments that every call has besides its tensors; return the first fields of the options.
 
-    features: whether the caller may also give causal of each entry.
+    features: whether the caller also accepts causal as a tensor (it is a flag by now); only for the error message.
     """
     if causal is not True and causal is not False:
         checks.flag("causal", causal, "a bool or a tensor (batch,)" if features else "a bool")
@@ -553,7 +557,7 @@ def _with_bounds(arguments, names, options):
     return arguments._replace(**{name: int(bound) for name, bound in bounds.items()})
 
 
-_CHECKS = {  # option -> the function that checks it and returns it as the op takes it; None: checked with other options
+_CHECKS = {  # option -> the function that checks it and returns it as the op takes it; None: checked elsewhere
     "cu_seqlens_q": None,
     "cu_seqlens_k": None,
     "max_seqlen_q": _check_bound,
@@ -588,8 +592,7 @@ _FIELDS = {  # name -> (place, default, check) of each field that has a default
 def _check_cache(q, k_cache, v_cache, options, features):
     """Check queries and caches; return (batch, head_dim, positions in an entry of the cache, is_plain).
 
-    features: whether v_cache may have another head_dim, and head dims may be those of ops with features. is_plain:
-    whether they are those of the op without.
+    features: as in `_check_qkv`. is_plain: whether the op without features takes these head dims.
     """
     checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
     shape_q, shape_k = q.shape, k_cache.shape
@@ -641,7 +644,7 @@ def _check_cache_seqlens(q, batch, cache_seqlens, capacity):
     if isinstance(cache_seqlens, Tensor):
         if cache_seqlens.dtype is not torch.int32:
             checks.tensor("cache_seqlens", cache_seqlens, dtypes=checks.INTEGER_DTYPES)
-            cache_seqlens = cache_seqlens.clamp(-1, 2**31 - 1).int()  # lengths too large for int32 stay out of range
+            cache_seqlens = cache_seqlens.clamp(-1, 2**31 - 1).int()  # must not wrap around to a valid length
         if cache_seqlens.dim() == 0:
             cache_seqlens = cache_seqlens.expand(batch).contiguous()
         checks.int32_vector("cache_seqlens", cache_seqlens, batch, q.device)
@@ -776,7 +779,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, options):
         out, kept, softmax_lse, _ = with_features.with_kept_out(fwd, (q, k, v), (), options)
         tensors, ctx.others = (), options
-        if len(options) > _NUM_SCORES:  # the first options are numbers
+        if len(options) > _NUM_SCORES:  # before that, options are numbers, not tensors
             tensors = [x if isinstance(x, Tensor) else None for x in options]
             ctx.others = [x if tensor is None else None for x, tensor in zip(options, tensors, strict=True)]
         ctx.save_for_backward(q, k, v, *kept, softmax_lse, *tensors)

@@ -24,7 +24,7 @@ SINK_DTYPES = (*KERNEL_DTYPES, torch.float32)
 BIAS_DTYPES = (*SINK_DTYPES, torch.float64, torch.bool)
 MAX_HEAD_DIM = 576  # of queries and keys, and of values
 KERNEL_HEAD_DIM = 512  # the largest that kernels of attention and its gradients take, and ops without features
-DMASK_KERNEL_HEAD_DIM = 256  # and those of S_dmask
+DMASK_KERNEL_HEAD_DIM = 256  # the largest that kernels of S_dmask take
 
 # The arguments of a caller, unchecked: learnable_sink, attn_bias, key_ranges, attention_chunk, seqused_q, seqused_k,
 # return_lse and return_max_logit.
@@ -32,7 +32,7 @@ Given = tuple[Any, Any, Any, Any, Any, Any, Any, Any]
 
 
 def are_given(given: Given) -> bool:
-    """Whether any of these is not its default. Every call asks, so this is quick; and compilers look into it."""
+    """Whether any of these is not its default. Every call asks, so this is fast, and torch.compile can trace it."""
     sink, bias, ranges, chunk, seqused_q, seqused_k, lse, max_logit = given
     return not (
         sink is None and bias is None and ranges is None and seqused_q is None and seqused_k is None
@@ -41,10 +41,10 @@ def are_given(given: Given) -> bool:
 
 
 def checked(given: Given, causal: object, q: Tensor, batch: int, max_seqlen_k: Any, varlen: bool) -> Features:
-    """Check the arguments, but for seqused_k, and return them as the ops take them.
+    """Check the arguments, except seqused_k, and return them as the ops take them.
 
-    causal: a tensor, or anything else that is checked elsewhere. max_seqlen_k: the number of keys of a dense batch; of
-    packed tokens the bound that the caller gave, which counts if it is an int.
+    causal: only a tensor is checked here. max_seqlen_k: the number of keys of a dense batch; for packed tokens, the
+    bound that the caller gave, which is used if it is an int.
     """
     sink, bias, ranges, chunk, seqused_q, _, lse, max_logit = given
     heads, rows = q.shape[-2], q.shape[-3]
@@ -108,7 +108,7 @@ def _packed_bias(bias, q, max_seqlen_k):
 
 
 def _converted_bias(bias, q):
-    """Check the type of a bias; return it in float32 if it has 16 bits and q has 16 others, which no kernel mixes."""
+    """Check the dtype of a bias. If it is float16 and q bfloat16, or the reverse, no kernel takes both: use float32."""
     checks.tensor("attn_bias", bias, dtypes=BIAS_DTYPES, device=q.device)
     return bias.float() if bias.dtype in KERNEL_DTYPES and bias.dtype != q.dtype else bias
 
@@ -145,7 +145,7 @@ def unpack(q: Tensor, k: Tensor | None, v: Tensor | None) -> tuple[Tensor, Tenso
 
 
 def unrounded(out: Tensor, out_lo: Tensor | None) -> Tensor:
-    """Returns out with what rounding has taken off, in fp32 if there is an out_lo."""
+    """Returns out + out_lo in fp32, where out_lo is the rounding error of out; out itself if out_lo is None."""
     return out if out_lo is None else out.float() + out_lo
 
 
@@ -161,7 +161,7 @@ def _beyond_head_dims(q, v, most):
 
 
 def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, features: Features) -> list[str]:
-    """What of a call the kernels do not take, in a caller's words."""
+    """Returns what in a call the kernels cannot compute, in the words of a warning; empty if they can do it all."""
     _, bias, ranges, _, causal, seqused_q, _ = features
     causes = []
     if bias is not None and bias.dtype not in (q.dtype, torch.float32, torch.bool):
@@ -178,7 +178,7 @@ def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, featur
 
 
 def _beyond_dbias(q: Tensor, bias: Tensor, options: Options) -> list[str]:
-    """Why the kernels cannot compute the gradient of this bias, in a caller's words; empty if they can."""
+    """Why the kernels cannot compute the gradient of this bias, in the words of a warning; empty if they can."""
     causes = ["the gradient of attn_bias beside softcap"] if options.softcap > 0 else []
     batch = 1 if options.cu_seqlens_q is not None else q.shape[0]
     whole = (batch, q.shape[-2], q.shape[-3])
@@ -188,7 +188,7 @@ def _beyond_dbias(q: Tensor, bias: Tensor, options: Options) -> list[str]:
 
 
 def beyond_dmask_kernels(q: Tensor) -> list[str]:
-    """Why the kernels cannot compute S_dmask of these queries, in a caller's words; empty if they can."""
+    """Why the kernels cannot compute S_dmask of these queries, in the words of a warning; empty if they can."""
     return _beyond_head_dims(q, q, DMASK_KERNEL_HEAD_DIM)
 
 
@@ -216,7 +216,7 @@ def _beyond_kvcache(args):
 
 
 def out_fake(q: Tensor, v: Tensor, order: torch.memory_format = torch.preserve_format) -> Tensor:
-    """out as csrc/binding/flash_attn.cpp makes it, empty. order: contiguous_format if q, k and v are packed."""
+    """An empty out with the strides that csrc/binding/flash_attn.cpp gives it. order: contiguous if qkv is packed."""
     if v.shape[-1] == q.shape[-1]:
         return torch.empty_like(q, memory_format=order)
     return q.new_empty(*q.shape[:-1], v.shape[-1])
@@ -284,7 +284,7 @@ def _weights_reference(q, k, lse, sink, bias, *arguments):
 
 
 def composed(q: Tensor, k: Tensor, v: Tensor, options: Options, features: Features) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention in operations that autograd, forward mode and transforms look into. Warns once that it is slow."""
+    """Attention in torch's operations, for second derivatives, tangents and transforms. Warns once that it is slow."""
     _library.warn_once(
         "flash_attn: attention runs as operations of plain torch, with memory quadratic in the sequence, for a second "
         "derivative, a tangent or a transform of torch.func"
@@ -308,17 +308,16 @@ def _fwd_with_residue_composite(q, k, v, *arguments):
 def with_kept_out(
     op: Any, tensors: Sequence[Tensor | None], terms: tuple[Tensor | None, ...], arguments: Sequence[Any]
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None], Tensor, Tensor | None]:
-    """Call a forward op of (q, k, v, *terms, *arguments) as its autograd does.
+    """Call a forward op with (q, k, v, *terms, *arguments); also return the out that the backward needs.
 
-    The backward takes the row sums of dout * out off dP. Where dS nearly cancels, because few keys have all the weight
-    of a row, the rounding of out to 16 bits would be most of its error (arXiv:2510.04212). Where there are kernels, out
-    is kept in 16 bits, and with exact_gradients also what rounding has taken off; everywhere else out is computed, and
-    kept, in fp32.
+    The backward subtracts the row sums of dout * out from dP. Where few keys have all the weight of a row, the two
+    nearly cancel, and rounding out to 16 bits would be most of the error of dS (arXiv:2510.04212). So without kernels,
+    out is computed and kept in fp32. Kernels keep it in 16 bits, and with exact_gradients also its rounding error.
 
     terms: (sink, bias) of an op with features, or (). arguments: the options, which may lack the last ones, and after
         all of them the features.
-    Returns out in the dtype of q; the arguments (out, out_lo) of the backward; softmax_lse; and row_max of an op with
-    features, or None.
+    Returns out in the dtype of q; (out, out_lo), what the backward takes; softmax_lse; and row_max of an op with
+    features, else None.
     """
     q = tensors[0]
     assert q is not None
@@ -369,7 +368,7 @@ class _Attention(torch.autograd.Function):
 
 
 class _AttentionWithResidue(_Attention):
-    """The same of `fwd_with_residue`, of q, k and v that are separate. out_lo has no gradient, since out has that."""
+    """The same for `fwd_with_residue` with separate q, k and v. out_lo is a constant: out has all the gradient."""
 
     @staticmethod
     def forward(ctx, q, k, v, sink, bias, arguments):
@@ -406,8 +405,8 @@ fwd_features = _library.define(
     composite=_fwd_composite,
 )
 
-# fwd and fwd_features for their autograd, and for results that rounding would spoil: also returns out_lo, what rounding
-# has taken off out, rounded too.
+# fwd and fwd_features with one more result, out_lo: the rounding error of out, in the dtype of out. For exact
+# gradients, and for results that the rounding would spoil.
 fwd_with_residue = _library.define(
     f"fwd_with_residue(Tensor q, Tensor? k, Tensor? v, {_OPTIONS}) -> "
     "(Tensor out, Tensor softmax_lse, Tensor row_max, Tensor out_lo)",
@@ -429,7 +428,7 @@ bwd_features = _library.define(
     beyond_kernel=_beyond_bwd,
 )
 
-# The weights of all keys, of a dense batch and the softmax_lse of fwd_features with these arguments.
+# The weights of all keys in all rows of a dense batch; softmax_lse is what fwd_features returns for these arguments.
 weights = _library.define(
     f"weights(Tensor q, Tensor k, Tensor softmax_lse, {_OPTIONS}) -> Tensor",
     reference=_weights_reference,

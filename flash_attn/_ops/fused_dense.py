@@ -13,16 +13,17 @@ weight   (out, in)              bias (out,) or None                  dresidual l
     dx = dout weight + dresidual, or act'(kept) * (dout weight), with dbias = sum of the rows of dx
     dweight = dout^T x, dbias = sum of the rows of dout
 
-Of a gated layer, (value, gate) are the two halves of x weight^T + bias, rounded to the dtype. It has no gradient; few
-rows take one kernel, others two.
+In gated_dense_fwd, value and gate are the two halves of x weight^T + bias, rounded to the dtype. It has no gradient.
+One kernel computes it for few rows (at most FEW_ROWS), two for more.
 
 The gradient of the activation needs `kept`, which the forward returns with `keep`: x weight^T + bias. For relu, out
 itself serves as kept, and kept is empty. In dgrad, weight belongs to the layer after the activation and dbias to the
 layer before it; without an activation there is no dbias. Results that are not asked for are empty tensors.
 
 heuristic: -1 computes the activation in a separate kernel. From 0 on it is fused with the product if cuBLASLt has a
-kernel for both, and the number chooses one of the algorithms that cuBLASLt proposes. Few rows without `keep` always
-take one kernel. The gradient of the activation and dbias are computed in one kernel after the product. Sums are fp32.
+kernel for both, and the number chooses one of the algorithms that cuBLASLt proposes. Few rows without `keep` are always
+computed in one kernel. The gradient of the activation and dbias are computed in one kernel after the product. Sums are
+fp32.
 """
 
 from collections.abc import Callable
@@ -57,7 +58,7 @@ def linear(x, weight, bias, return_residual, exchange):
 
     exchange: None, or the communication of a group of processes: an object with gather(x), called before the product,
         and reduce(dx), called after its gradient. Both return (tensor, handle); the handle, to wait for, may be None.
-        Its recorded() is the same in operations that autograd knows.
+        Its recorded() returns the same exchange in operations that autograd records.
     Returns out, or (out, x) with return_residual, where x is the tensor that entered the product.
     """
     autocast = check_layer(x, weight, bias)
@@ -133,7 +134,7 @@ def is_for_few_rows(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def is_called_plainly(layer: torch.nn.Module) -> bool:
-    """Returns whether nobody has hooked a layer's forward, or replaced it for this one."""
+    """Returns whether calling a layer only runs the forward of its class: no hooks, no forward set on the instance."""
     return not _torch_private.has_forward_hooks(layer) and "forward" not in vars(layer)
 
 
@@ -209,7 +210,8 @@ class _Linear(torch.autograd.Function):
 class _MLP(torch.autograd.Function):
     """Both layers and the activation: (out, origin), or (out, origin, x), differentiable in all five tensors.
 
-    origin: empty, with the history of out. A backward that does not keep x refuses a derivative through it.
+    origin: an empty tensor with the history of out. It is saved where x is not, so that a second derivative still
+    reaches the backward, which refuses it.
     """
 
     @staticmethod
@@ -219,12 +221,12 @@ class _MLP(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         act, kept = products.fwd(_gathered(x, exchange), weight1, bias1, activation, level < 2, heuristic)
         out, _ = products.fwd(act, weight2, bias2, "identity", False, 0)
-        # If the weights are frozen, as under LoRA, the gradient needs neither x nor the output of the activation. Its
-        # own derivative needs x; in 16 bits that is refused instead, for the memory.
+        # If the weights are frozen, as under LoRA, the gradient needs neither x nor the output of the activation. A
+        # second derivative would need x; in 16 bits it is refused, to save that memory.
         saves_x = level == 2 or ctx.needs_input_grad[1] or x.dtype not in FUSED_DTYPES
         saves_act = level < 2 if activation == "relu" else level == 0 and ctx.needs_input_grad[3]
         saves_kept = level < 2 and activation != "relu"
-        origin = x.new_empty(0)  # always, since compiled functions of torch 2.10 cannot return None
+        origin = x.new_empty(0)  # also if x is saved: compiled functions of torch 2.10 cannot return None
         ctx.save_for_backward(
             x if saves_x else None, weight1, weight2, bias1, None if saves_x else origin, act if saves_act else None,
             kept if saves_kept else None,

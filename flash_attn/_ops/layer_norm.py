@@ -19,7 +19,8 @@ rng_state               (2,) int64, seed and offset of dropout, or None; `_refer
 
 The forward returns (out, out1, h, mask0, mask1, mean, rstd). h is stored in h_dtype, if that is not None. mask0 and
 mask1, uint8, are stored with return_mask; mean and rstd are (rows,) fp32. Results that are not stored are empty
-tensors. The backward needs the stored h, or x0 if h was not stored. It stores the results that are given a dtype.
+tensors. The backward needs the stored h, or x0 if h was not stored. It computes dx0, dx1, dresidual and out only if a
+dtype is given for them.
 """
 
 import math
@@ -64,7 +65,7 @@ def forward(
 
     h is returned with prenorm. It has the dtype of residual; without a residual it is float32 with residual_in_fp32,
     else it has the dtype of x0. It is x0 itself if nothing changes x0. The masks are returned if they are asked for and
-    dropout_p is not 0. names: the caller's names for x0, weight and bias.
+    dropout_p is not 0. names: what the caller calls x0, weight and bias.
     """
     checks.flags(
         prenorm=prenorm, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm,
@@ -206,7 +207,7 @@ def _check_numbers(eps, dropout_p, rowscale_const):
 
 
 def _check_parameters(x0, parameters):
-    """Check the vectors of features, by name; all but the first may be None."""
+    """Check parameters (cols,), given by name; all but the first may be None."""
     for i, (name, value) in enumerate(parameters.items()):
         if value is not None or i == 0:
             checks.tensor(name, value, dtypes=DTYPES, shape=(x0.shape[-1],), device=x0.device)
@@ -248,11 +249,10 @@ def _check_subsets(name, x0, residual, x0_subset, out_subset, out_rows):
     checks.integer("out_numrows", out_rows)
     group = math.prod(x0.shape[1:-1])  # rows in one entry of x0; h and out consist of whole entries
     fits = out_rows >= 0 and out_rows % max(group, 1) == 0
-    checks.number(
-        "out_numrows", out_rows, fits, "a multiple of {}, the number of rows in each entry of {}", group, name
-    )
+    expected = "a multiple of {}, the number of rows in each entry of {}"
+    checks.number("out_numrows", out_rows, fits, expected, group, name)
     fits = rows % max(group, 1) == 0
-    checks.number("x0_subset's number of entries", rows, fits, "a multiple of {}, as {} has it", group, name)
+    checks.number("x0_subset's number of entries", rows, fits, expected, group, name)
     if residual is not None:
         checks.tensor("residual", residual, dtypes=DTYPES, device=x0.device)
         if residual.dim() == 0 or residual.shape[-1] != x0.shape[-1] or math.prod(residual.shape[:-1]) != rows:

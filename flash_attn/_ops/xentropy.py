@@ -9,10 +9,10 @@
 
 logits            (rows, vocab), fp32, fp16 or bf16: columns class_start .. class_start + vocab of total_classes
 labels            (rows,) int32 or int64: a class of all total_classes
-lse               (rows,) fp32 or None: the log-sum-exp of the rows, if it is known; unscaled and without smoothing
+lse               (rows,) fp32 or None: the log-sum-exp of the rows, if it is known; not with a logit_scale or smoothing
 options           those from label_smoothing to total_classes
-ignore_index      a row does not count if its label is this one or no class. None: every row counts
-partial           the columns are a part of the classes: losses holds this part's share, -target, and z_losses zeros
+ignore_index      rows with this label, or with one that is no class, do not count. None: every row counts
+partial           the columns are a part of the classes: losses holds -target of this part, and z_losses zeros
 
 With s = logit_scale * logits and the label y, in fp32, for rows that count (the others give zeros):
 
@@ -27,11 +27,12 @@ the lse of all parts:
 
 fwd is differentiable in logits, twice, through losses only.
 
-fwd_bwd makes losses and gradient while it has a row on the chip, and so reads the logits once instead of twice. It
-needs the dlosses, for which the forward of a training step has an expectation. Where the backward then gets others,
-redo_ computes these rows of dlogits again: they are the same as those of bwd. If dlogits are in the place of the
-logits, scale_ multiplies the rows by dlosses / expected, which rounds them once more. Either compares the dlosses on
-the device: nobody waits for them, and rows with what was expected are neither read nor written.
+fwd_bwd computes losses and gradient while a row is on the chip, and so reads the logits once instead of twice. For that
+it needs the dlosses before the backward: the forward of a training step passes those that it expects. Where the
+backward then gets others, redo_ computes these rows of dlogits again, equal to those of bwd. If dlogits have
+overwritten the logits, scale_ multiplies the rows by dlosses / expected instead, which rounds them once more. Both
+compare the dlosses on the device, so that nothing waits for them; rows whose dlosses were as expected are neither read
+nor written.
 """
 
 import torch
@@ -43,8 +44,9 @@ from flash_attn._reference import xentropy as reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-# With less, a backward of its own is as fast or faster: rows are short, or the L2 cache still has the logits. On an
-# H200, 16384 x 8192 and 2048 x 32000 of them gained, 16384 x 4096 and 1024 x 50304 did not.
+# By default the forward makes the gradient from these sizes on. Below them a separate backward is as fast or faster,
+# because rows are short or the logits are still in the L2 cache. On an H200, 16384 x 8192 and 2048 x 32000 logits of 16
+# bits gained, 16384 x 4096 and 1024 x 50304 did not.
 LEAST_CLASSES_AT_ONCE, LEAST_BYTES_AT_ONCE = 8192, 120_000_000
 
 
@@ -54,9 +56,9 @@ def cross_entropy(
 ):  # fmt: skip
     """Check the arguments of `flash_attn.ops.triton.cross_entropy.cross_entropy_loss` and compute it.
 
-    The reduction is what the caller will do; it is not done here. gradient_in_forward: None chooses. expectation: of
-    the gradient of what the caller returns; a gradient of 1 if None. Returns (losses, z_losses, count), where count is
-    how many rows count, or None if the reduction is not "mean".
+    reduction: what the caller will do with the losses; it is not done here. gradient_in_forward: with None, the size of
+    the logits decides. expectation: the `Expectation` of the gradient of the caller's loss; None expects 1. Returns
+    (losses, z_losses, count), where count is the number of rows that count, or None if the reduction is not "mean".
     """
     check(logits, labels, label_smoothing)
     if precomputed_lse is not None:
@@ -105,11 +107,11 @@ def cross_entropy(
 
 
 class Expectation:
-    """The gradient that a loss is expected to get: that of its last backward, and 1 before the first.
+    """The gradient that a loss is expected to get: that of its last backward, or 1 before the first.
 
-    It is on the device, so that nobody waits for it. What is expected changes only how long a backward takes: a
-    gradient that was 0, not finite or so small or large that its products with 16 bits would lose digits, from which no
-    other gradient can be made by scaling, is not expected again.
+    It stays on the device, so that nothing waits for it. A wrong expectation costs time, not correctness. A gradient of
+    0, one that is not finite, and one so small or large that its products in 16 bits would lose digits are not expected
+    again: dlogits made with them could not be scaled to those of another gradient.
     """
 
     LEAST, MOST = 2.0**-60, 2.0**60
@@ -125,7 +127,7 @@ class Expectation:
         return dloss
 
     def watch(self, loss):
-        """Note the gradient that the loss will get, if somebody has asked."""
+        """Let the backward of the loss record its gradient, if `dloss` has ever been asked for."""
         if self._dloss is not None and loss.requires_grad and _is_eager(loss):
             loss.register_hook(self._note)
 
@@ -137,7 +139,7 @@ class Expectation:
 
 
 def _is_eager(x):
-    """Whether what is computed from `x` is neither compiled, nor transformed, nor a batch: one may then write to it."""
+    """Whether `x` is an ordinary tensor, not compiled, transformed or a batch of gradients: it may be written to."""
     return not (torch.compiler.is_compiling() or autograd.is_transformed(x) or _torch_private.is_legacy_batch(x))
 
 
@@ -147,12 +149,12 @@ def _gains_at_once(logits):
 
 
 def _serves_at_once(logits, in_place):
-    """Whether making the gradient in the forward is of use."""
-    if _torch_private.saved_tensors_have_hooks():  # as in a checkpoint, which keeps nothing and runs the forward again
+    """Whether a gradient that is made in the forward can be used in the backward, and is worth it."""
+    if _torch_private.saved_tensors_have_hooks():  # an activation checkpoint would make it twice and drop the first
         return False
-    if in_place:  # a gradient that is scaled later must not vanish first
+    if in_place:  # in float16, small gradients would vanish before the backward scales them
         return logits.dtype != torch.float16
-    # The gradient is contiguous. Rows that are aligned in another way would have to be copied, in both directions.
+    # dlogits are contiguous. Logits whose rows are aligned differently would have to be copied, forward and backward.
     starts = logits.storage_offset(), logits.stride(0) - logits.shape[1]
     return all(start * logits.element_size() % 16 == 0 for start in starts)
 
@@ -200,7 +202,7 @@ def check_transform(group, *tensors):
 
 
 def without_others(x, labels, ignore_index, classes):
-    """Returns x (rows, features) with zeros in rows that do not count, whose NaN must not reach any gradient."""
+    """Returns x (rows, features) with zeros in rows that do not count: a NaN there must not reach any gradient."""
     return torch.where(reference.is_kept(labels, ignore_index, classes)[:, None], x, 0)
 
 
@@ -265,9 +267,10 @@ def _bwd_composite(dlosses, logits, labels, *options):
 
 
 class _BothAtOnce(torch.autograd.Function):
-    """Makes the gradient in the forward, for the dlosses that are expected. Its backward only looks whether they came.
+    """Makes dlogits in the forward, for the dlosses that are expected. Its backward corrects rows where others came.
 
-    In place, autograd sees that the logits have a new version after the forward, and another after the backward.
+    With in_place, forward and backward overwrite the logits. Each advances their version, so that autograd notices if
+    somebody else still needs them.
     """
 
     @staticmethod
@@ -276,7 +279,7 @@ class _BothAtOnce(torch.autograd.Function):
         losses, z_losses, lse, kept, *dlogits = op(expected, logits, labels, *options)
         ctx.options = options
         ctx.in_place = in_place
-        ctx.dlogits = dlogits  # until the backward gives it away; another backward makes its own
+        ctx.dlogits = dlogits  # for the first backward, which returns it; a second one computes its own
         ctx.save_for_backward(logits, labels, lse, kept, expected)
         ctx.mark_non_differentiable(z_losses)
         ctx.set_materialize_grads(False)

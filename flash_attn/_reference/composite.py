@@ -73,7 +73,7 @@ def _part(part: sequence.Part, q: Tensor, k: Tensor, v: Tensor, options: Options
         hidden = hidden | closed
         s = s if bias.dtype == torch.bool else s + bias.to(dtype).masked_fill(closed, 0)
     empty = hidden.all(-1)
-    s = s.masked_fill(hidden & ~empty[..., None], -math.inf)  # finite in empty rows, which then have no nan as gradient
+    s = s.masked_fill(hidden & ~empty[..., None], -math.inf)  # finite in empty rows: their gradient must not be nan
     top = s.detach().amax(-1).masked_fill(empty, -math.inf)
     lse = s.logsumexp(-1)
     if features.learnable_sink is not None:

@@ -4,7 +4,7 @@
     s      <- softcap tanh(s / softcap)           if softcap > 0
     s      <- s - slope |i + D - j|               with ALiBi; D = seqlen_k - seqlen_q
     s      <- s + bias(i, j)                      with an additive bias
-    lse(i)  = log sum_j exp s(i, j)               over the keys that row i sees, and the sink as one more of value 0
+    lse(i)  = log sum_j exp s(i, j)               over the keys that row i sees; a sink is one more, of value 0
     P(i, j) = exp(s(i, j) - lse(i))
     out_i   = sum_j P(i, j) Z(i, j) / (1 - p) v_j     Z is the keep mask of dropout
 
@@ -174,7 +174,7 @@ def _differentiate(
     row_values = [None if x is None else _per_row(x) for x in (softmax_lse, dlse, delta)]
     gradients = [_batched(x) for x in (dq, dk, dv)]
     tensors: Any = *inputs, *row_values, *gradients
-    plain = features.none_but_sink()  # torch's operator may compute it, but for a sink
+    plain = features.none_but_sink()  # then torch's operator may serve: lse already counts the sink
     others = [part for part in parts if not (plain and fused.backward(part, options, *tensors))]
     for group in groups(inputs[0], inputs[1], others, without_keys=features.learnable_sink is not None):
         _backward(group, options, features, dbias, *tensors)
@@ -298,7 +298,7 @@ def _attend(
     """Returns out, softmax_lse and row_max. A row in no part gets 0, +inf and -inf."""
     sink, plain = features.learnable_sink, features.none_but_sink()
     out = torch.zeros_like(q) if v.shape[-1] == q.shape[-1] else q.new_zeros(*q.shape[:-1], v.shape[-1])
-    if sink is not None:  # which scales out: it is rounded after that
+    if sink is not None:  # the sink scales out, which must be rounded only after that
         out = out.to(_accumulator(q))
     softmax_lse = q.new_full((*q.shape[:-3], q.shape[-2], q.shape[-3]), math.inf, dtype=_accumulator(q))
     row_max = torch.full_like(softmax_lse, -math.inf) if features.row_max else softmax_lse.new_empty(0)

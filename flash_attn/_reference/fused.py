@@ -3,9 +3,9 @@
 It has no score modifiers, and no mask but the causal one of as many rows as keys. It is given fp32: with 16-bit tensors
 it would round between blocks, which leaves gradients with up to four times the error, and in fp16 it is slow.
 
-It takes (batch, heads, seqlen, head_dim), with strides but for a contiguous last dimension, and as many heads of k as
-of q. Query heads that share a key head become a batch entry of their own, for which the key head is expanded. Keys
-and values of different head dims get zeros behind the channels of the smaller one.
+It takes (batch, heads, seqlen, head_dim) with a contiguous last dimension and any other strides, and as many heads of k
+as of q. So query heads that share a key head become a batch entry of their own, for which the key head is expanded. If
+keys and values differ in head dim, the narrower of the two is padded with zeros.
 """
 
 import math
@@ -26,7 +26,7 @@ _THREAD_KEYS = 2**20  # elements of k that the forward loads at a time, for each
 
 
 def computes(part: Part, options: Options, q: Tensor) -> bool:
-    """Whether the operator computes this part, values that are not finite aside. q: (batch, seqlen_q, heads, any)."""
+    """Whether the operator can compute this part, if its values are finite. q: (batch, seqlen_q, heads, any)."""
     if not _torch_private.has_cpu_attention(q) or q.dtype not in _DTYPES:
         return False
     drops = options.dropout_p > 0 and keep_threshold(options.dropout_p) < 255
@@ -52,10 +52,10 @@ def _forward(part: Part, options: Options, q: Tensor, k: Tensor, v: Tensor, out:
     rows = _load_rows(part, q, k.shape[2], channels)
     keys, values = (_load_keys(part, x, q.shape[2], channels) for x in (k, v))
     causal, spoilt = not _mask(part, options).is_full, None
-    if causal and not _all_finite(values):  # 0 times inf is nan, which would spoil the rows that do not see it
+    if causal and not _all_finite(values):  # 0 times inf is nan, also in rows that do not see the value
         values, spoilt = values.where(values.isfinite(), 0), values.where(~values.isfinite(), 0)
     o, lse = _torch_private.cpu_attention(rows, keys, values, 0.0, causal, scale=options.softmax_scale)
-    if (lse == 0).any():  # it says so, too, of a row whose scores are all -inf, which has an lse of +inf here
+    if (lse == 0).any():  # also its lse of rows whose scores are all -inf, which have +inf here
         return False
     if spoilt is not None:
         o = o + spoilt.cumsum(2)

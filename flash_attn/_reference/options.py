@@ -23,14 +23,14 @@ class Options(NamedTuple):
     max_seqlen_q: int | None = None  # upper bounds of the lengths; only the shape of S_dmask depends on them
     max_seqlen_k: int | None = None
     deterministic: bool = False
-    exact_gradients: bool = False  # whether the backward has out unrounded where kernels round it
+    exact_gradients: bool = False  # whether the backward uses out as it was before kernels rounded it
     dropout_p: float = 0.0
     rng_state: torch.Tensor | None = None  # int64 (2,), seed and offset of the dropout mask
     softcap: float = 0.0
     alibi_slopes: torch.Tensor | None = None  # float32 (heads,) or (batch, heads)
     block_table: torch.Tensor | None = None  # int32 (batch, pages per entry); has no gradient
     seqused_k: torch.Tensor | None = None  # int32 (batch,), how many keys an entry uses
-    leftpad_k: torch.Tensor | None = None  # int32 (batch,), how many of these keys are skipped
+    leftpad_k: torch.Tensor | None = None  # int32 (batch,), how many of these keys are skipped at the start
 
     def check(self) -> None:
         """Raise if dropout is wanted without an rng_state."""
@@ -56,7 +56,7 @@ class Features(NamedTuple):
     row_max: bool = False  # whether the largest score of each row is wanted
 
     def given(self) -> list[str]:
-        """The names of the features that are not what they are by default."""
+        """The names of the features that differ from their defaults."""
         fields = zip(Features._fields, self, strict=True)
         return [name for name, value in fields if isinstance(value, torch.Tensor) or value]
 
@@ -65,7 +65,7 @@ class Features(NamedTuple):
         return self.learnable_sink is None and self.none_but_sink()
 
     def none_but_sink(self) -> bool:
-        """Whether none of the features is given, but for a sink. Quick, since calls with a sink ask."""
+        """Whether no feature other than a sink is given. Written for speed, since every call with a sink asks."""
         _, bias, ranges, chunk, causal, seqused_q, row_max = self
         return bias is None and ranges is None and causal is None and seqused_q is None and chunk == 0 and not row_max
 

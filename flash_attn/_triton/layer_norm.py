@@ -35,7 +35,7 @@ def _kept(rng_state, row, first, threshold, branch, BLOCK: tl.constexpr):
 
 @triton.jit
 def _row_of(subset, row, rows):
-    """Returns the row that a subset names, or -1."""
+    """Returns the row that entry `row` of a subset names, or -1 if it names none; `row` itself without a subset."""
     named = row.to(tl.int64)
     if subset is not None:  # no early return: Triton would still compile the load from None
         number = tl.load(subset + row).to(tl.int64)
@@ -395,7 +395,7 @@ def _scales(dropout_p, random, x0_subset, rowscale_const):
 
 
 def _block(cols):
-    """Returns how many columns a program has at a time, and how many warps it has."""
+    """Returns how many columns a program reads at a time, and how many warps it has."""
     block = min(max(triton.next_power_of_2(cols), 16), MAX_BLOCK)
     return dict(BLOCK=block, num_warps=min(max(block // 512, 1), 16))
 

@@ -72,9 +72,9 @@ def attention(
     Arguments:
         query, key, value: (batch, seqlen, heads, head_dim); key and value may have fewer heads, enable_gqa or not.
         attn_mask: bool, true where a row sees a key, or numbers to add: (batch, seqlen_k), or what broadcasts to
-            (batch, heads, seqlen_q, seqlen_k). A bool mask is looked at, which waits for the device, unless
-            torch.compile traces it: padding at the end becomes lengths, and one or two ranges for each row become
-            those; another mask stays a bias.
+            (batch, heads, seqlen_q, seqlen_k). The values of a bool mask are read, which waits for the device, except
+            under torch.compile: a mask that only hides padding at the end becomes lengths, one with one or two ranges
+            of keys in each row becomes key_ranges, and any other stays a bias.
         dropout_p, is_causal, scale, window_size: those of `flash_attn.flash_attn_func`; is_causal needs as many queries
             as keys.
         return_lse: also return the logarithm of the sum of exponentials, float32 (batch, heads, seqlen_q).
@@ -104,7 +104,7 @@ def attention(
 
 
 def _arguments(mask: Tensor, query: Tensor, seqlen_k: int, is_whole: bool) -> dict[str, Tensor]:
-    """A mask as arguments of attention. is_whole: there is no other mask, with which lengths would be aligned."""
+    """A mask as arguments of attention. is_whole: no other mask is given, which lengths would align to the last key."""
     batch, seqlen_q, heads, _ = query.shape
     if mask.dim() == 2 and mask.shape == (batch, seqlen_k):
         mask = mask[:, None, None]

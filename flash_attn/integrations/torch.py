@@ -5,7 +5,7 @@
     torch.nn.attention.activate_flash_attention_impl(name)
 
 From then on `torch.nn.functional.scaled_dot_product_attention`, where it chooses its flash backend, and
-`torch.nn.attention.varlen.varlen_attn` run here for CUDA tensors, until
+`torch.nn.attention.varlen.varlen_attn` are computed by this library for CUDA tensors, until
 `torch.nn.attention.restore_flash_attention_impl()`. What they take and refuse stays as torch documents it, and so does
 which backend `scaled_dot_product_attention` chooses; fp8 is left to torch. A row that sees no key has an lse of +inf.
 """
@@ -20,14 +20,14 @@ from flash_attn._errors import ArgumentError
 
 __all__ = ["register"]
 
-_NAMES: set[str] = set()  # that `register` has given to torch
+_NAMES: set[str] = set()  # the names that `register` has given to torch
 
 
 def register(name: str = "fused_attention") -> str:
     """Make the implementation known to torch, which uses it once it is activated by that name.
 
     Arguments:
-        name: not one of torch's own, "FA3" and "FA4".
+        name: any string except torch's own names, "FA3" and "FA4".
 
     Returns:
         name.
@@ -58,7 +58,7 @@ def register(name: str = "fused_attention") -> str:
 
 
 class Activated:
-    """The implementation in torch's dispatcher, from when this is made until `remove`."""
+    """Replaces torch's operators in its dispatcher, from when an object of this class is made until its `remove`."""
 
     def __init__(self, dispatch_key: str = "CUDA"):
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL", dispatch_key)
@@ -77,7 +77,8 @@ class Activated:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# torch's operators, with its names and orders: (batch, seqlen, heads, head_dim), or packed, (total, heads, head_dim).
+# torch's operators, with its names and argument orders; (batch, seqlen, heads, head_dim), or packed (total, heads,
+# head_dim).
 
 
 def _flash_attention_forward(
@@ -98,7 +99,7 @@ def _flash_attention_forward(
                 raise ArgumentError(f"{name} must be None without cum_seq_q, found a tensor")
         out, lse, s_dmask, rng_state = attention._flash_attn_forward(query, key, value, **common)
     else:
-        if cum_seq_k is None and seqused_k is not None:  # pages need no bounds: the lengths say it all
+        if cum_seq_k is None and seqused_k is not None:  # keys in pages are found by their lengths alone
             cum_seq_k = torch.nn.functional.pad(seqused_k.cumsum(0), (1, 0)).int()
         if cum_seq_k is None:
             raise ArgumentError("cum_seq_k must be given with cum_seq_q unless seqused_k is, found None")
@@ -148,7 +149,7 @@ def _scaled_dot_product_flash_attention(
     query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     return_debug_mask: bool = False, *, scale: float | None = None,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """As _flash_attention_forward, of (batch, heads, seqlen, head_dim), with the bounds that the backward takes."""
+    """_flash_attention_forward for (batch, heads, seqlen, head_dim), with the results that torch's backward takes."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     max_q, max_k = q.shape[1], k.shape[1]
     out, lse, rng_state, unused, s_dmask = _flash_attention_forward(

@@ -6,15 +6,15 @@
 
 `register` puts two functions into transformers' registries. The mask function turns the mask that a model asks for into
 arguments of `flash_attn.flash_attn_func`, once in each forward pass of a model, since its layers share masks; the
-attention function makes the call. What is computed is what transformers' eager attention computes, but for rows that
-see no key: they give 0 here, and a mean of hidden values there.
+attention function makes the call. What is computed is what transformers' eager attention computes, except in rows
+that see no key: they give 0 here, and a mean of hidden values there.
 
-Masks that transformers builds itself (causal, sliding windows, chunks, packed sequences, padding) are known by the
-functions that they consist of, and cost memory that grows with the sequence. Any other is evaluated by transformers,
-in blocks of rows, at most 2^24 bools at once, and becomes one or two ranges of keys for each row. If some row needs
-more than two, the mask is held whole: (batch, 1, seqlen_q, seqlen_k) bools. So it is where torch.compile traces the
-making of the mask, unless that is causal or full and the batch has no padding: masks that are made before, as by
-`generate`, keep their form.
+Masks that transformers builds itself (causal, sliding windows, chunks, packed sequences, padding) are recognised by the
+functions that they are made of, and cost memory that grows with the sequence only. Any other mask is evaluated by
+transformers, in blocks of rows, at most 2^24 bools at once, and becomes one or two ranges of keys for each row. If some
+row needs more than two, the mask is held whole: (batch, 1, seqlen_q, seqlen_k) bools. It is also held whole where
+torch.compile traces the creation of the mask, unless it is causal or full and the batch has no padding; masks that are
+created before the compiled graph, as by `generate`, keep their compact form.
 """
 
 import inspect
@@ -38,15 +38,15 @@ __all__ = ["Mask", "attention", "mask", "register"]
 
 _BLOCK = 2**24  # elements of a mask that are evaluated at once
 _ADDITIONS = {"add", "add_", "__add__", "__radd__", "__iadd__"}
-_OWN: dict[type, str | None] = {}  # what `_attention_of_its_own` has found
+_OWN: dict[type, str | None] = {}  # the answers of `_attention_of_its_own`, by the class of the configuration
 
 
 def register(name: str = "fused_attention") -> str:
     """Make `attn_implementation=name` known to transformers. Doing so again changes nothing.
 
     Arguments:
-        name: without "flash" in it: transformers takes any name with it for a build of flash-attn, of which it expects
-            less (no sinks, no masks but padding), and sends models that need more elsewhere.
+        name: a string without "flash" in it. transformers takes a name with "flash" for a build of flash-attn, to
+            which it passes less (no sinks, no masks except padding), and redirects models that need more.
 
     Returns:
         name.
@@ -98,17 +98,17 @@ def attention(
         module: the layer; its `is_causal` (true if it has none) counts where neither a mask nor is_causal is given.
         query: (batch, heads, seqlen_q, head_dim). float16 and bfloat16 run in kernels; under autocast, query, key and
             value are cast to its dtype.
-        key, value: (batch, heads_k, seqlen_k, head_dim or another one), where heads_k divides heads.
+        key, value: (batch, heads_k, seqlen_k, head_dim), where heads_k divides heads; value may have another head_dim.
         attention_mask: what `mask` returned; or a tensor that broadcasts to (batch, heads, seqlen_q, seqlen_k), bool,
             true where a row sees a key, or numbers to add. None: causal or full, and within sliding_window.
         dropout: probability; scaling: factor of the scores, None for head_dim ** -0.5; softcap: see
             `flash_attn.flash_attn_func`.
         sliding_window: how many keys a row sees, its own included. Counts only without a mask, which knows it already.
         is_causal: without a mask, row i sees the keys 0 to i; a single row sees all.
-        s_aux: (heads,), the scores of attention sinks; has a gradient.
+        s_aux: (heads,), the score of the attention sink of each head; has a gradient.
         position_bias: broadcasts to (batch, heads, seqlen_q, seqlen_k), added to the scores; has a gradient. seqlen_k
             is that of key, also where a cache holds room for more keys than are seen.
-        sinks: (batch, heads, seqlen_q, 1), a sink of its own for each row; has a gradient.
+        sinks: (batch, heads, seqlen_q, 1), the score of a sink for each row; has a gradient.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: the bounds of packed sequences, int32
             (sequences + 1,), over the tokens of the whole batch, and the longest ones.
 
@@ -330,7 +330,7 @@ class Mask:
 
 
 def _mapped(function: Callable, kind: type, value: Any) -> Any:
-    """value with function(x) for each x of a kind in it, in tuples, lists and dicts, too."""
+    """value, with each x of the kind in it, also inside tuples, lists and dicts, replaced by function(x)."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, dict):
@@ -353,16 +353,16 @@ def mask(
         q_offset, kv_offset: positions in the text of the first query and of the first key.
         mask_function: (batch index, head index, position of the query, position of the key) -> bool, on integer tensors
             that broadcast; None is causal.
-        attention_mask: bool (batch_size, positions), false where a key is padding; keys that it does not reach are.
-            Or a result of this function, which is returned.
+        attention_mask: bool (batch_size, positions), false where a key is padding; keys beyond its end are, too.
+            Or a result of this function, which is returned as it is.
         use_vmap: evaluate mask_function position by position.
         config: the configuration of the model that asks.
 
     Returns:
-        Exactly what mask_function and attention_mask say. Never None, which layers read in different ways.
+        Exactly what mask_function and attention_mask say. Never None, which layers interpret in different ways.
 
     Raises:
-        ValueError: the model computes attention in code of its own, which would take the mask for another one.
+        ValueError: the model computes attention in code of its own, which would misread the mask.
     """
     if isinstance(attention_mask, Mask):
         return attention_mask
@@ -390,7 +390,7 @@ def mask(
 
 @torch.compiler.assume_constant_result
 def _attention_of_its_own(config: type) -> str | None:
-    """The name of a class that computes attention in a module of a model that knows no attention interface."""
+    """The name of a class of the model that computes attention without transformers' interface, if there is one."""
     if config not in _OWN:
         package = config.__module__.rpartition(".")[0]
         _OWN[config] = next(
@@ -407,7 +407,7 @@ def _attention_of_its_own(config: type) -> str | None:
 
 
 def _evaluated(evaluate: Callable[..., Tensor], shape: tuple[int, ...]) -> Seen:
-    """A mask of any kind: ranges if they can tell it, else all of it."""
+    """A mask of any kind: as ranges if one or two for each row express it, else whole, as a bias."""
     batch, _, seqlen_q, seqlen_k = shape
     if torch.compiler.is_compiling():
         return Seen(attn_bias=evaluate())
@@ -424,7 +424,7 @@ def _evaluated(evaluate: Callable[..., Tensor], shape: tuple[int, ...]) -> Seen:
 
 
 class _Pattern(NamedTuple):
-    """A mask that is known: query q sees keys from q - left to q + right, of its chunk, and of its document.
+    """A mask that is recognised: query q sees keys from q - left to q + right, of its chunk, and of its document.
 
     chunk: the size of chunks, and the positions (batch,) from which they count.
     documents: (batch, seqlen), a number for each token; positions: (batch, seqlen), which left and right count.
@@ -438,7 +438,7 @@ class _Pattern(NamedTuple):
 
 
 def _pattern(function: Callable) -> _Pattern | None:
-    """The pattern of a mask function, if transformers made it of functions that are known here."""
+    """The pattern of a mask function, if it is made of functions of transformers that are known here; else None."""
     if torch.compiler.is_compiling():  # which cannot look into closures
         from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
@@ -467,7 +467,7 @@ def _pattern(function: Callable) -> _Pattern | None:
 
 
 def _all(parts: list[_Pattern | None]) -> _Pattern | None:
-    """The intersection of patterns; None if it is none itself."""
+    """The intersection of patterns; None if no pattern expresses it."""
     known = [part for part in parts if part is not None]
     sides = [[x for x in side if x is not None] for side in zip(*known, strict=True)]
     if len(known) < len(parts) or any(len(side) > 1 for side in sides[2:]):
@@ -479,7 +479,7 @@ def _all(parts: list[_Pattern | None]) -> _Pattern | None:
 
 @cache
 def _known_functions() -> dict[Any, str]:
-    """The names of the mask functions, or of what makes them, by their code: each call of a maker shares its code."""
+    """The names of the mask functions by their code objects, which all functions made by one maker share."""
     from transformers import masking_utils
 
     makers: dict[str, tuple | None] = {
@@ -498,7 +498,7 @@ def _known(
     pattern: _Pattern, attention_mask: Tensor | None, q_offset: int | Tensor, kv_offset: int, shape: tuple[int, ...],
     device: torch.device | str,
 ) -> Seen | None:  # fmt: skip
-    """A known pattern and padding as arguments; None if they must be evaluated."""
+    """A pattern and padding as arguments of attention; None if the mask must be evaluated instead."""
     batch, _, seqlen_q, seqlen_k = shape
     left, right, chunk, ids, positions = pattern
     shift = q_offset - kv_offset  # where the first query is among the keys; a tensor in compiled graphs with a cache
@@ -547,7 +547,7 @@ def _window(left: int | None, right: int | None) -> tuple[int, int]:
 
 
 def _documents(ids: Tensor | None, positions: Tensor | None) -> Documents | None:
-    """Documents whose tokens are neighbours and have neighbouring positions; None if these have not."""
+    """The documents, if the tokens of each stand side by side at consecutive positions; else None."""
     if ids is None or torch.compiler.is_compiling():
         return None
     step = ids.diff()

@@ -350,8 +350,8 @@ class RotaryEmbedding(torch.nn.Module):
     def _tables_for_decoding(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
         """Returns what `_tables` does; a compiled step takes the tables that the prompt has left, if they fit.
 
-        Else it would compute the angles of a whole cache for each token. It depends on the shape of the tables alone,
-        which may grow without a new graph for each size.
+        Otherwise it would compute the angles of a whole cache for each token. The graph depends only on the shape of
+        the tables, as a symbolic size, so tables that grow need no new graph.
         """
         table = self._cos_cached
         if torch.compiler.is_compiling() and table is not None:
@@ -379,11 +379,11 @@ class RotaryEmbedding(torch.nn.Module):
         self._built_from = tuple((buffer, _version(buffer)) for buffer in (self.inv_freq, self.scale))
 
     def _frequencies(self, seqlen: int, device: torch.device) -> Tensor:
-        """Returns the angle between neighbouring positions for each pair, for tables with so many rows."""
+        """Returns the angle between neighbouring positions for each pair, for tables with `seqlen` rows."""
         return self._values(self.inv_freq, self._compute_inv_freq, device)
 
     def _serves(self, rows: int, seqlen: int) -> bool:
-        """Returns whether tables with so many rows are those of a sequence of this length."""
+        """Returns whether tables with `rows` rows serve a sequence of this length. Subclasses may ask for more."""
         return rows >= seqlen
 
     def _computed_tables(self, seqlen: int, device: torch.device, dtype: torch.dtype) -> tuple[Any, ...]:
@@ -471,8 +471,7 @@ class _RotateInPlace(torch.autograd.Function):
             sources = ctx.layout.split(dout, *tables)
         for (source, *_), (target, *part) in zip(sources, targets, strict=True):
             rotary.rotary_into(source, target, *part, *options)
-        # Without rows in the tables the kernel copies everything. It is much faster than torch's copy between such
-        # strides.
+        # With empty tables the kernel only copies, much faster than torch's copy between such strides.
         no_rows = [table[:0] for table in tables[:2]]
         for source, target in zip(ctx.layout.rest(dout), ctx.layout.rest(dx), strict=True):
             rotary.rotary_into(source, target, *no_rows, *options)
@@ -518,7 +517,7 @@ def _rotate_parts_(x, parts, interleaved):
 
 
 def _rotate_in_graph(x, layout, parts, interleaved):
-    """Rotate with steps that autograd knows: a graph cannot hold autograd Functions that change their inputs."""
+    """Rotate in steps that autograd records: a graph cannot hold autograd Functions that write to their inputs."""
     out = _rotated_copy(x, layout, _tables(parts), (*parts[0][3:], interleaved, False))
     with torch.set_grad_enabled(_may_change_history(x)):
         x.copy_(out)

@@ -16,18 +16,18 @@ class CrossEntropyLoss(torch.nn.Module):
     """Cross entropy of logits (rows, vocab) and labels (rows,), computed in float32.
 
     Arguments:
-        ignore_index: the label of rows that do not count. Rows with a label that is no class do not count either.
+        ignore_index: the label of rows that do not count. Rows whose label is no class do not count either.
         reduction: "mean" over the rows that count (NaN if there is none), "sum", or "none" for the loss of each row.
         label_smoothing, logit_scale, lse_square_scale, inplace_backward, process_group: as in
             `flash_attn.ops.triton.cross_entropy.cross_entropy_loss`.
         return_z_loss: also return the z-loss, which is part of the loss and has no gradient of its own.
-        gradient_in_forward: let the forward make the gradient of logits that require one, as in `cross_entropy_loss`,
-            but for the gradient that the loss is expected to get: the one of the last backward through this module, and
-            1 before. Steps that scale the loss all alike, for several batches a step or for float16, are fast, too.
-            None, the default, is True with "mean" and "sum" for large logits, from 8192 classes and 120 MB on, where it
-            is faster, unless inplace_backward is set: the logits then stay what they are until the backward. From
-            forward to backward the gradient takes as much memory as the logits. False is faster for a loss without a
-            backward, or with ever other scales.
+        gradient_in_forward: compute the gradient of the logits already in the forward, as in `cross_entropy_loss`, so
+            that a GPU reads the logits once. It is computed for the gradient that the loss got in the last backward
+            through this module (1 at first), so a loss that is always scaled alike, for gradient accumulation or
+            float16, profits too; if another one arrives, the result is still right, but slower. From forward to
+            backward the gradient takes as much memory as the logits. None, the default, means True with "mean" and
+            "sum" for logits of at least 8192 classes and 120 MB, where it is faster, unless inplace_backward is set.
+            Choose False for a loss without a backward, or whose scale changes in every step.
 
     Raises ValueError for an unknown reduction, and what cross_entropy_loss raises.
     """

@@ -116,7 +116,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
     ) -> Any:
         """The loss of hidden (..., features), weight (vocab, features), labels (...) and bias (vocab,) or None.
 
-        softcap: of the logits, which a model has and not its loss.
+        softcap: as in `linear_cross_entropy`; an argument of the call because it belongs to the model, not to the loss.
         """
         return linear_cross_entropy(hidden, weight, labels, bias, softcap=softcap, **self.options)
 
@@ -159,9 +159,10 @@ def _check_options(label_smoothing, logit_scale, lse_square_scale, ignore_index,
 class _LinearCrossEntropy(torch.autograd.Function):
     """Computes the gradients of the sum of the losses; the backward scales them, in float32.
 
-    It has no second derivative, since the tensors are not kept. The loss is kept, which leads to their history.
+    It has no second derivative, since the inputs are not saved. The loss is, so that a second derivative finds their
+    history and raises.
 
-    Gradients of a mean over many rows would vanish in float16; gradients of the sum do not.
+    For a mean over many rows, gradients in float16 would underflow before the scaling; those of a sum do not.
     """
 
     @staticmethod
@@ -209,7 +210,7 @@ class _Gradients:
 
 
 def _run(hidden, weight, bias, gradients, labels, dtype, rest, mean, chunk_size, group, softcap):
-    """Returns the loss, the z-loss and by what the sums were divided; adds to the gradients, or None, on the way."""
+    """Returns the loss, the z-loss and the number that their sums were divided by; adds to `gradients` unless None."""
     *options, class_start, classes, partial = rest
     smoothing, scale, lse_square_scale, ignore_index = options
     options = smoothing, scale, lse_square_scale, ignore_index, class_start, classes
@@ -226,7 +227,7 @@ def _run(hidden, weight, bias, gradients, labels, dtype, rest, mean, chunk_size,
             real = softcap * torch.tanh(real / softcap)
         elif softcap > 0:
             real.div_(softcap).tanh_()
-            slope = 1 - real.square() if gradients.any else None  # the derivative of tanh, by its value
+            slope = 1 - real.square() if gradients.any else None  # the derivative of tanh, from its value
             real.mul_(softcap)
         makes_gradients = gradients is not None and gradients.any
         if makes_gradients:

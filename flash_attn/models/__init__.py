@@ -6,18 +6,18 @@
     tokens = model.eval().generate(input_ids, max_length=100, eos_token_id=2)
     model.save_pretrained("another/path")                   # transformers loads it, too
 
-A family is two tables: which fields of its configuration become which of ours, and which tensors of its checkpoints
-become which of ours. All run the same model, `flash_attn.models.gpt`. docs/guides/models.md has the same table, and
-what to set for speed.
+A family of models is described by two tables: one maps the fields of its configuration to those of our GPT2Config, the
+other the tensors of its checkpoints to those of our model. All run the same model, `flash_attn.models.gpt`.
+docs/guides/models.md has the same table, and what to set for speed.
 
 | module       | model_type of transformers  | what is covered |
 |--------------|-----------------------------|---|
-| `gpt`        | gpt2                        | all but cross attention; also Megatron's, with rotary embeddings |
+| `gpt`        | gpt2                        | all except cross attention; also Megatron's, with rotary embeddings |
 | `llama`      | llama, mistral, qwen2, qwen3, gemma, granite, smollm3, ministral, seed_oss | all; Meta's own files |
 | `gemma2`     | gemma2, gemma3_text         | text: norms on both sides, soft caps, two rotary bases |
 | `olmo2`      | olmo2, olmo3, exaone4       | norms of outputs, queries and keys; OLMo on one GPU |
-| `cohere`     | cohere, cohere2             | all but norms of queries and keys (Command R+) |
-| `stablelm`   | stablelm                    | all but norms of queries and keys (12B) |
+| `cohere`     | cohere, cohere2             | all except norms of queries and keys (Command R+) |
+| `stablelm`   | stablelm                    | all except norms of queries and keys (12B) |
 | `phi3`       | phi3                        | Phi-3 to Phi-4, their long versions too; text |
 | `phi`        | phi                         | Phi-1 and Phi-2 |
 | `starcoder2` | starcoder2                  | all |
@@ -30,11 +30,11 @@ what to set for speed.
 | `baichuan`   | baichuan                    | 7B (rotary) and 13B (ALiBi), versions 1 and 2 |
 
 Rotary embeddings can be scaled as `linear`, `dynamic`, `llama3`, `yarn` and `longrope` do it. The angles of `dynamic`
-and `longrope` depend on the length of a sequence: this is the length of the longest row of a batch, and when a sequence
-is continued the length that it may reach, where transformers changes the angles on the way. What the model does not do
-is refused, with an error that names the field of the configuration, or the model_type: mixtures of experts; cross
-attention; images; quantised weights; norms of queries and keys that are LayerNorms. ALiBi is exact, while transformers
-rounds Falcon's to bfloat16. A field that the library does not know gives a warning.
+and `longrope` depend on the length of a sequence: here on that of the longest row of a batch, or, when sequences are
+continued, on the length that they may reach; transformers changes the angles on the way. What the model does not
+support is refused, with an error that names the field of the configuration, or the model_type: mixtures of experts;
+cross attention; images; quantised weights; norms of queries and keys that are LayerNorms. ALiBi is exact, while
+transformers rounds Falcon's to bfloat16. A field that the library does not know gives a warning.
 """
 
 from flash_attn import _removed

@@ -25,11 +25,11 @@ from flash_attn.utils.pretrained import (
 )
 
 _log = logging.getLogger(__name__)
-_LISTED = 20  # names of each kind in an error
+_LISTED = 20  # the most names of each kind in an error
 
 
 def to_gpt2_config(config):
-    """The GPT2Config of a configuration of any family that is covered; a GPT2Config as it is."""
+    """The GPT2Config of a configuration of any supported family. A GPT2Config is returned unchanged."""
     if is_gpt2_config(config):
         return known_gpt2_config(config)
     return find_family(model_type=_model_type(config)).to_gpt2_config(config)
@@ -121,9 +121,9 @@ def _config_object(fields):
 
 
 def _compare(model, family, files, world_size, rank, strict):
-    """Compare what is in the files with the model; return the names of parameters that are not there.
+    """Compare what is in the files with the model; return the names of parameters that the files lack.
 
-    Tensors without memory take the way that those of the files will take.
+    For that, meta tensors of the same names and shapes are converted as those of the files will be.
     """
     theirs = {}
     for path in files:
@@ -159,7 +159,7 @@ def _compare(model, family, files, world_size, rank, strict):
         raise ValueError(
             f"the checkpoint does not fit the model, a {type(model).__name__} of the family {family.name}:"
             + _listed("missing", made_of)
-            + _listed("left over, as others that go into the same tensor are missing", left_over)
+            + _listed("left over, because other parts of the same tensor are missing", left_over)
             + _listed("not known", unknown)
             + _listed("of a wrong shape or dtype", wrong)
         )
@@ -183,17 +183,17 @@ def _listed(what, names):
 
 
 def _prefix(model):
-    """What the names of a model without a head lack."""
+    """The start of the names of a whole model, which those of a model without a head lack."""
     return "" if hasattr(model, "transformer") else "transformer."
 
 
 def _parameters(model):
-    """All parameters by each of their names, for a tied one two."""
+    """All parameters by each of their names: a tied one has two."""
     return dict(model.named_parameters(remove_duplicate=False))
 
 
 def _give(model, tensors, device):
-    """Put tensors in the place of the model's parameters, in memory of their own."""
+    """Replace the model's parameters by copies of the tensors."""
     prefix, parameters = _prefix(model), _parameters(model)
     for name, tensor in tensors.items():
         name = name.removeprefix(prefix)
@@ -202,7 +202,7 @@ def _give(model, tensors, device):
 
 
 def _replace(model, name, tensor):
-    """A new parameter with the marks of the present one."""
+    """Replace a parameter by a new one with its attributes, such as the marks of parallel layers."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
     before = getattr(module, leaf)
@@ -235,7 +235,7 @@ def _pieces(files, progress):
 
 
 def _bar(size, is_wanted):
-    """What shows how many bytes are loaded; something that shows nothing without the package tqdm."""
+    """A progress bar of the bytes that are loaded; without the package tqdm, an object that shows nothing."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -250,7 +250,9 @@ def _bar(size, is_wanted):
 def save(model, folder, name, max_shard_size):
     """`GPTPreTrainedModel.save_pretrained`."""
     if getattr(model, "process_group", None) is not None:
-        raise ValueError("process_group must be None to save a model: combine_state_dicts_tp puts its parts together")
+        raise ValueError(
+            "process_group must be None to save a model, found a group: combine_state_dicts_tp puts the parts together"
+        )
     source = getattr(model.config, "source_config", None)
     if name is None and source is None:
         name = "gpt2"
@@ -273,7 +275,7 @@ def save(model, folder, name, max_shard_size):
     write_folder(folder, documents, theirs, max_shard_size)
 
 
-# Fields that change nothing in the logits of a model in evaluation: how it computes, and how it learns.
+# Fields without effect on the logits of a model in evaluation: how it computes, and how it is trained.
 _HOW = frozenset(
     {
         "use_flash_attn", "fused_bias_fc", "fused_mlp", "fused_dense_sqrelu_dense", "mlp_checkpoint_lvl",
@@ -286,11 +288,11 @@ _HOW = frozenset(
 def _check_described(config, family, source):
     """Raise ValueError if a model is not what the configuration of its family, which is saved with it, says."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of fields that are not known, which was said when the model was made
+        warnings.simplefilter("ignore")  # the model's constructor has already warned of unknown fields
         said = settings(family.to_gpt2_config(_config_object(source)))
     found = _what(settings(config))
     for name, expected in sorted(_what(said).items()):
-        repeated = name == "n_head_kv" and family.name == "bigcode"  # the one head that is saved
+        repeated = name == "n_head_kv" and family.name == "bigcode"  # only one key head is saved
         if found[name] != expected and not repeated:
             raise ValueError(
                 f"config.{name} must be {expected!r}, as in the configuration of {source['model_type']} that is saved "
@@ -304,7 +306,7 @@ def _what(s):
     return fields | {"n_inner": s.inner, "head_dim": s.width_of_head, "n_head_kv": s.heads_kv}
 
 
-# What is part of our model, but not of transformers' GPT-2, by the values that it has there.
+# Fields of ours that transformers' GPT-2 does not have, with the values that stand for its behaviour.
 _OF_GPT2 = dict(
     mlp_fc1_bias=True, mlp_fc2_bias=True, prenorm=True, input_norms=True, output_norms=False, rms_norm=False,
     norm_bias=True, parallel_block=False, qkv_proj_bias=True, out_proj_bias=True, qk_norm=False, attn_dwconv=False,
@@ -316,7 +318,7 @@ _OF_GPT2 = dict(
 
 
 def _gpt2_fields(config):
-    """config.json of a model that transformers' GPT-2 can be."""
+    """The fields of config.json in the format of GPT-2. Raises ValueError for a model that GPT-2 cannot express."""
     s = settings(config)
     needed = {name: (value, getattr(s, name)) for name, value in _OF_GPT2.items()}
     needed |= {"n_head_kv": (s.n_head, s.heads_kv), "head_dim": (s.n_embd / s.n_head, s.width_of_head)}

@@ -19,7 +19,7 @@ _ALIASES = {
 }
 _GATED = ("glu", "swiglu", "geglu", "geglu_tanh")
 
-# Fields of transformers' configurations that change nothing in what the model computes.
+# Fields of transformers' configurations without effect on what the model computes.
 WITHOUT_EFFECT = frozenset(
     {
         "architectures", "attention_softmax_in_fp32", "auto_map", "bos_token_id", "cache_implementation",
@@ -32,7 +32,7 @@ WITHOUT_EFFECT = frozenset(
         "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj", "task_specific_params",
         "tf_legacy_loss", "tie_encoder_decoder", "tokenizer_class", "torch_dtype", "torchscript",
         "transformers_version", "use_bfloat16", "use_cache",
-        # how a text is continued, which older files have here
+        # options of generation, which older files keep here
         "bad_words_ids", "begin_suppress_tokens", "diversity_penalty", "do_sample", "early_stopping",
         "encoder_no_repeat_ngram_size", "exponential_decay_length_penalty", "forced_bos_token_id",
         "forced_eos_token_id", "length_penalty", "max_length", "min_length", "no_repeat_ngram_size", "num_beam_groups",
@@ -41,7 +41,7 @@ WITHOUT_EFFECT = frozenset(
     }
 )  # fmt: skip
 
-# Fields that files of many families have as False or 0, with which a model is as it would be without the field.
+# Fields that many families' files set to False or 0 although the model would be the same without them.
 OFF_IS_USUAL = frozenset(
     {
         "activation_dropout", "attention_bias", "attention_dropout", "attention_probs_dropout_prob", "embd_pdrop",
@@ -50,7 +50,7 @@ OFF_IS_USUAL = frozenset(
     }
 )  # fmt: skip
 
-# Fields with which a model would be another one, and the values that make no difference.
+# Fields that would make another model, and the values for which they do not.
 ONLY: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
     "is_causal": (True,),
@@ -65,22 +65,22 @@ ONLY: dict[str, tuple[Any, ...]] = {
 class Settings:
     """What the decoder is built from, each field with the default that it has where a configuration lacks it.
 
-    Those that are not GPT-2's nor named after arguments of `MHA` and `Block`:
+    Fields that neither GPT-2 nor the arguments of `MHA` and `Block` explain:
 
     activation_function: of the MLP; "glu", "swiglu", "geglu" and "geglu_tanh" are gated, with n_inner features rounded
         up to a multiple of mlp_multiple_of.
-    prenorm: norms before attention and MLP, and one at the end; else norms of the sums (as in the first transformers).
-    input_norms: with prenorm, whether there are those before attention and MLP.
-    output_norms: with prenorm, norms of what attention and MLP give, before it is added (as in Gemma 2, OLMo 2).
+    prenorm: norms before attention and MLP, and one at the end; else norms after the residual additions.
+    input_norms: with prenorm, whether there are norms before attention and MLP.
+    output_norms: with prenorm, norms of the outputs of attention and MLP before these are added (Gemma 2, OLMo 2).
     norm_bias: whether a LayerNorm has a bias. norm_zero_centered: an RMSNorm multiplies by 1 + its weight.
-    sliding_window: how many tokens a token sees, with itself.
-    rotary_emb_fraction: how much of each head turns; 0 for no rotary embedding.
-    sliding_window, rotary_emb_fraction, rotary_emb_base, rotary_emb_scaling, mlp_checkpoint_lvl: one for all layers, or
-        a list with one for each.
+    sliding_window: how many tokens a token sees, itself included.
+    rotary_emb_fraction: the part of each head that rotates; 0 for no rotary embedding.
+    sliding_window, rotary_emb_fraction, rotary_emb_base, rotary_emb_scaling, mlp_checkpoint_lvl: one value for all
+        layers, or a list with one for each.
     rotary_emb_scaling: see `flash_attn.models._rope`.
     attn_logit_softcapping, final_logit_softcapping: scores, and logits, x become cap * tanh(x / cap).
-    mup_...: factors, of softmax_scale (attn), of the embeddings, of what is added to the residual stream (residual),
-        and of what the head takes (output, width).
+    mup_...: factors of softmax_scale (attn), of the embeddings, of what is added to the residual stream (residual), and
+        of the input of the head (output, width).
     """
 
     vocab_size: int
@@ -180,7 +180,7 @@ class Settings:
 
 
 def settings(config: Any) -> Settings:
-    """Read a configuration. Raises ValueError, naming the field, for what the model does not do."""
+    """Read a configuration. Raises ValueError, naming the field, for what the model does not support."""
     if isinstance(config, Settings):
         return config
     values = {}
@@ -207,7 +207,7 @@ def refuse_unless(name: str, value: Any, allowed: Sequence[Any]) -> None:
     """Raise ValueError unless a field has one of the values that are covered."""
     if value not in allowed:
         expected = " or ".join(map(repr, allowed))
-        raise ValueError(f"config.{name} must be {expected}, as this model has nothing else, found {value!r}")
+        raise ValueError(f"config.{name} must be {expected}, since this model supports nothing else, found {value!r}")
 
 
 def _check(s, rotary_emb_dim):
@@ -240,7 +240,7 @@ def _check(s, rotary_emb_dim):
     fits = s.mup_residual_multiplier == 1 or (one_by_one and not s.output_norms)
     check("mup_residual_multiplier", fits, "1 without prenorm, and with parallel_block or output_norms")
     check("norm_zero_centered", s.rms_norm or not s.norm_zero_centered, "False without rms_norm")
-    check("norm_bias", not s.rms_norm or s.norm_bias, "True with rms_norm, which has none anyway")
+    check("norm_bias", not s.rms_norm or s.norm_bias, "True with rms_norm, which has no bias in any case")
     check("qk_norm_over_heads", s.qk_norm or not s.qk_norm_over_heads, "False without qk_norm")
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         check(field, getattr(s, field) is None or getattr(s, field) > 0, "positive or None")
@@ -267,7 +267,7 @@ def _check(s, rotary_emb_dim):
     check("rotary_emb_scaling", turns or not s.rotary_emb_scaling, "None without rotary_emb_fraction")
     if rotary_emb_dim not in (None, 0, s.rotary_dim(0)):
         raise ValueError(
-            f"config.rotary_emb_dim must be left out, as the rotary embedding goes by rotary_emb_fraction, "
+            f"config.rotary_emb_dim must be left out, since rotary_emb_fraction sets how many channels rotate, "
             f"found {rotary_emb_dim}"
         )
 
@@ -293,7 +293,7 @@ def is_gpt2_config(config: Any) -> bool:
 
 
 class GPT2ConfigLike(types.SimpleNamespace):
-    """What stands for transformers.GPT2Config where that is not installed: the same names, aliases included."""
+    """Takes the place of transformers.GPT2Config where transformers is missing: the same names, aliases included."""
 
     model_type = "gpt2"
 
@@ -342,10 +342,10 @@ class Reader:
 
 
 def warn_of_unread(config: Any, read: set[str]) -> None:
-    """Warn of fields that nobody has read, unless they are as in their class, or say nothing."""
+    """Warn of fields that were not read, unless they are as by default in their class, or empty."""
     try:
         defaults = vars(type(config)())
-    except Exception:  # a class that takes arguments has no defaults to compare with
+    except Exception:  # a class that needs arguments has no defaults to compare with
         defaults = {}
     unread = [
         name
@@ -360,7 +360,7 @@ def warn_of_unread(config: Any, read: set[str]) -> None:
 
 
 def _says_nothing(name, value):
-    """Whether a field that its class lacks is empty. False and 0 may be meant, where a model does otherwise."""
+    """Whether a field without a default is empty. False and 0 may turn something off that is on here, so they count."""
     return value in (None, "", [], {}) or (name in OFF_IS_USUAL and value in (False, 0))
 
 
@@ -368,10 +368,11 @@ def _says_nothing(name, value):
 class ConfigMap:
     """How the configuration of a family becomes a GPT2Config.
 
-    copied: our field, and theirs or several that it may be called, older names first. What they lack is left out.
-    constant: our field, and its value.
-    computed: our fields, from a function of a `Reader` of their configuration.
-    only: fields of theirs for which the model covers some values alone.
+    copied: from our fields to theirs, or to several names that theirs may have, older ones first. Absent ones are left
+        out.
+    constant: from our fields to their values.
+    computed: functions of a `Reader` of their configuration that return fields of ours.
+    only: fields of theirs of which the model supports only these values.
     without_effect: fields of theirs that change nothing in the model.
     """
 
@@ -382,7 +383,7 @@ class ConfigMap:
     without_effect: Sequence[str] = ()
 
     def __call__(self, config: Any) -> Any:
-        """The GPT2Config. Raises ValueError for a field that asks for what the model does not do, naming it."""
+        """The GPT2Config. Raises ValueError, naming the field, for what the model does not support."""
         read = Reader(config)
         _refuse_other_models(config)
         for name, allowed in self.only.items():

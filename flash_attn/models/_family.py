@@ -17,11 +17,11 @@ _MODULES = (
 class Family:
     """A family of models.
 
-    name: as in the name of its functions.
-    model_types: what its configurations have as model_type.
+    name: as in the names of its functions, such as remap_state_dict_hf_<name>.
+    model_types: the model_type of its configurations.
     hub_names: what the names of its checkpoints on the hub start with.
-    to_gpt2_config: its configuration as a GPT2Config.
-    keys: its tensors.
+    to_gpt2_config: turns its configuration into a GPT2Config.
+    keys: turns its tensors into ours and back.
     """
 
     name: str
@@ -37,7 +37,7 @@ def families() -> list[Family]:
 
 
 def find_family(*, name: str | None = None, model_type: str | None = None, hub_name: str | None = None) -> Family:
-    """The family that has this name, or this model_type, or without one checkpoints with this name on the hub.
+    """The family with this name; else the one with this model_type; else the one whose hub_names fit `hub_name`.
 
     Raises ValueError for a name that no family has, or if nothing says which family it is, and NotImplementedError for
     a model_type that no family has.

@@ -107,7 +107,7 @@ def remap_state_dict_megatron(state_dict: dict[str, Tensor], config: Any) -> dic
 
 
 def inv_remap_state_dict_megatron(state_dict: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """The state dict of a GPT model of Megatron-LM from ours, without an output layer if that is the embedding."""
+    """The state dict of a GPT model of Megatron-LM from ours, without an output layer that is tied to the embedding."""
     result = MEGATRON_KEYS.invert(state_dict, config)
     if getattr(config, "tie_word_embeddings", True):
         result.pop("language_model.output_layer.weight", None)

@@ -2,11 +2,12 @@
 
     KeyMap({"transformer.ln_f": "model.norm", **each_layer("model.layers.{i}.", {"norm1": "input_layernorm"})})
 
-A table has, for each of our tensors, the tensor of the checkpoint that it is, or a `Rule` that says which tensors it is
-made of. All names stand for a weight and a bias, each of which may be missing. Everything that is done to the rows of
-tensors (laying queries, keys and values behind one another, padding the vocabulary, changing the order in which rotary
-pairs or heads lie, repeating a head) is one operation: row j of ours is row index[j] of theirs, or zero. Its inverse
-follows from the index.
+In this package "ours" are the tensors of our model, "theirs" those of a checkpoint in the format of transformers or
+another library. A table has, for each name of ours, the name of theirs that holds the same tensor, or a `Rule` that
+says which of theirs it is made of. A name stands for a weight and a bias, each of which may be missing. Everything that
+is done to the rows of tensors (concatenating queries, keys and values, padding the vocabulary, reordering rotary pairs
+or heads, repeating a head) is one operation: row j of ours is row index[j] of theirs, or zero. Its inverse follows from
+the index.
 """
 
 import collections
@@ -42,10 +43,10 @@ class Order(NamedTuple):
 class Rule:
     """How one of our tensors is made.
 
-    sources: their names. The tensors are laid behind one another along the first dimension.
-    shares: settings -> how the rows are shared among the sources, as proportions; evenly if None.
-    transposed: their matrices have the inputs first.
-    order: of the rows; as they are if None.
+    sources: the names of theirs, which are concatenated along the first dimension.
+    shares: settings -> in what proportion the sources share the rows of ours; evenly if None.
+    transposed: whether their matrices are (inputs, outputs), while ours are (outputs, inputs).
+    order: which of their rows become which of ours; unchanged if None.
     """
 
     sources: tuple[str, ...]
@@ -94,7 +95,7 @@ def _take(x, index):
 
 
 def _inverse(index, rows):
-    """For each of so many rows, where it is in the index, the first place if in several, or -1."""
+    """For each of `rows` rows, its first place in the index, or -1 if it is not there."""
     there = (index >= 0).nonzero().squeeze(1)
     nowhere = len(index)
     result = torch.full((rows,), nowhere).scatter_reduce(0, index[there], there, "amin")
@@ -117,7 +118,7 @@ def each_layer(prefix: str, table: dict[str, "str | Rule"]) -> dict[str, "str | 
 
 
 def stacked(*sources: str, transposed: bool = False) -> Rule:
-    """Tensors with as many rows each."""
+    """Tensors with equally many rows, concatenated."""
     return Rule(sources, transposed=transposed)
 
 
@@ -130,7 +131,7 @@ def reordered(source: str, order: Order) -> Rule:
 
 
 def padded(source: str, *, from_rows: bool = False) -> Rule:
-    """Rows of the vocabulary, with rows of zeros up to that of the model; with from_rows, up to a multiple."""
+    """Rows of the vocabulary, with zeros up to the model's padded size, or, from_rows, up to the next multiple."""
     return Rule((source,), order=_OF_ROWS if from_rows else _OF_CONFIG)
 
 
@@ -166,9 +167,9 @@ def _grouped(rows, s):
     return torch.cat([groups[:, :-2].flatten(), groups[:, -2].flatten(), groups[:, -1].flatten()])
 
 
-# Rotary pairs that lie half a head apart in the checkpoint come to lie side by side, in queries and keys.
+# For queries and keys: rotary pairs that are half a head apart in the checkpoint become neighbours.
 INTERLEAVED = Order(_interleaved)
-INTERLEAVED_HEAD = Order(_interleaved_head)  # the same for what all heads share
+INTERLEAVED_HEAD = Order(_interleaved_head)  # the same for a tensor (head_dim,) that all heads share
 GROUPED = Order(_grouped)
 
 
@@ -180,9 +181,9 @@ class KeyMap:
     """A table of tensors in both directions.
 
     Arguments:
-        table: our name, and theirs or a rule.
-        spellings: (pattern, replacement) for names of theirs that are also called otherwise, applied first.
-        dropped: patterns of names that are no parameters.
+        table: from our names to theirs, or to rules.
+        spellings: (pattern, replacement) for other spellings of their names, which become the usual ones first.
+        dropped: patterns of names that are no parameters, such as buffers.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class KeyMap:
         self.dropped = dropped
 
     def rules(self, s: Settings) -> Iterator[tuple[str, Rule]]:
-        """(our name, rule with their names) of every tensor that there may be."""
+        """(our name, rule with their names) of every tensor that a checkpoint may have."""
         for ours, rule in self.table(s).items():
             rule = Rule((rule,)) if isinstance(rule, str) else rule
             for i in range(s.n_layer) if "{i}" in ours else (0,):
@@ -205,7 +206,7 @@ class KeyMap:
                     yield f"{ours}.{kind}".replace("{i}", str(i)), dataclasses.replace(rule, sources=sources)
 
     def spell(self, tensors: dict[str, Tensor]) -> None:
-        """Give tensors their usual names, and take out those that are no parameters."""
+        """Give their tensors the usual names, and remove those that are no parameters."""
         spelled: dict[str, str] = {}  # the usual name -> that of the checkpoint
         for name in list(tensors):
             tensor, usual = tensors.pop(name), name
@@ -219,7 +220,7 @@ class KeyMap:
             tensors[usual] = tensor
 
     def convert(self, tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-        """Take from `tensors` all that our tensors can be made of, and make them. The rest stays, with usual names."""
+        """Make ours from `tensors`, and remove what was used. The rest stays there, under its usual names."""
         s = settings(config)
         self.spell(tensors)
         result = {}
@@ -234,14 +235,14 @@ class KeyMap:
         return result
 
     def remap(self, state_dict: dict[str, Tensor], config: Any) -> "collections.OrderedDict[str, Tensor]":
-        """Our state dict from theirs, which is consumed. Names that are not known stay as they are."""
+        """Our state dict from theirs, which is emptied. Tensors with unknown names are kept under these."""
         result = self.convert(state_dict, config)
         result.update(state_dict)
         state_dict.clear()
         return collections.OrderedDict(result)
 
     def invert(self, state_dict: dict[str, Tensor], config: Any) -> "collections.OrderedDict[str, Tensor]":
-        """Their state dict from ours, without the padding of the vocabulary. Names not known stay as they are."""
+        """Their state dict from ours, without vocabulary padding. Tensors with unknown names are kept under these."""
         s, rest = settings(config), dict(state_dict)
         result: collections.OrderedDict[str, Tensor] = collections.OrderedDict()
         for ours, rule in self.rules(s):
@@ -251,5 +252,5 @@ class KeyMap:
         return result
 
     def sources(self, ours: str, config: Any) -> tuple[str, ...]:
-        """Their names of what one of our tensors is made of; none if it is not known."""
+        """The names of theirs that one of our tensors is made of; none if its name is not known."""
         return next((rule.sources for name, rule in self.rules(settings(config)) if name == ours), ())

@@ -50,7 +50,7 @@ _GATED = {
 
 
 def gated_activation(read: Reader, field: str = "hidden_act", default: str = "silu") -> dict[str, Any]:
-    """The activation that a field names; which one it is depends on the model_type."""
+    """The gated activation that a field names; which field depends on the model_type."""
     name = read(field, default=default)
     if name not in _GATED:
         raise ValueError(f"config.{field} must be one of {', '.join(map(repr, _GATED))}, found {name!r}")
@@ -58,14 +58,14 @@ def gated_activation(read: Reader, field: str = "hidden_act", default: str = "si
 
 
 def biases(read: Reader) -> dict[str, Any]:
-    """Of attention, for the model_types that read attention_bias."""
+    """Whether attention has biases, for the model_types that read attention_bias."""
     return dict.fromkeys(("qkv_proj_bias", "out_proj_bias"), read("attention_bias", default=False))
 
 
 def windows(read: Reader, kinds: Sequence[str] | None = None) -> dict[str, Any]:
-    """The window of each layer, for the model_types that have windows: the others do not call this.
+    """The window of each layer, for the model_types that have windows.
 
-    kinds: those of all layers, where some have the window. Without it, all have.
+    kinds: the kind of each layer, if only some have the window; None if all have.
     """
     for kind in kinds or ():
         refuse_unless("layer_types", kind, ("full_attention", "sliding_attention"))
@@ -80,8 +80,8 @@ def windows(read: Reader, kinds: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def kinds_of_layers(read: Reader, every: int) -> list[str]:
-    """layer_types, which older configurations lack: one of so many layers is without a window, by default."""
-    pattern = read("sliding_window_pattern", default=every)  # a number, or a letter for each kind, as "LLLG"
+    """layer_types; for older configurations without it, every layer has a window but each `every`-th."""
+    pattern = read("sliding_window_pattern", default=every)  # a number, or letters such as "LLLG"
     every = len(pattern) if isinstance(pattern, str) else pattern
     layers = range(read("num_hidden_layers"))
     return read("layer_types") or kinds_by(every != 0 and (i + 1) % every != 0 for i in layers)
@@ -93,7 +93,7 @@ def kinds_by(have_windows: Iterable[bool]) -> list[str]:
 
 
 def llama_like_keys(layer: dict[str, str | Rule]) -> KeyMap:
-    """Their usual names, with what a layer has besides or calls otherwise."""
+    """The table of names that these families share, with what a layer of one has in addition or names differently."""
     usual: dict[str, str | Rule] = {
         "mixer.Wqkv": queries_keys_values("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
         "mixer.out_proj": "self_attn.o_proj",

@@ -1,4 +1,4 @@
-"""Keyword arguments of `from_pretrained` and `from_config`: what they change, and which dtype is meant."""
+"""Keyword arguments of `from_pretrained` and `from_config`: which of them go where, and which dtype is meant."""
 
 import copy
 import difflib
@@ -11,13 +11,13 @@ import torch
 
 from flash_attn.utils.pretrained import HUB_OPTIONS
 
-_OF_TRANSFORMERS = {"attn_implementation": "use_flash_attn", "device_map": "device"}  # its names, ours
+_OF_TRANSFORMERS = {"attn_implementation": "use_flash_attn", "device_map": "device"}  # their name, and ours
 
 
 def divided(cls: type, options: dict[str, Any], fields: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(fields of the configuration, arguments of the constructor of `cls`) among keyword arguments.
+    """Divide keyword arguments into (fields of the configuration, arguments of the constructor of `cls`).
 
-    Raises TypeError for a name that is neither, with names like it.
+    Raises TypeError for a name that is neither, and suggests similar names.
     """
     parameters = inspect.signature(cls).parameters
     own = {name for name in parameters if name != "config"}
@@ -53,12 +53,12 @@ def the_dtype(
 ) -> torch.dtype | None:
     """The dtype that is meant by the arguments dtype and torch_dtype: a torch.dtype, its name, "auto" or None.
 
-    of_checkpoint: what "auto" means, a torch.dtype, its name or None. stacklevel: of the warning.
+    of_checkpoint: called for "auto", gives a torch.dtype, its name or None. stacklevel: of the warning for torch_dtype.
     """
     if torch_dtype is not None:
         if dtype is not None:
             raise ValueError(f"torch_dtype must not be given together with dtype, found {torch_dtype} and {dtype}")
-        warnings.warn("torch_dtype is taken for dtype, which is its name here", FutureWarning, stacklevel=stacklevel)
+        warnings.warn("torch_dtype is taken for dtype, its present name: use it", FutureWarning, stacklevel=stacklevel)
         dtype = torch_dtype
     if isinstance(dtype, str) and dtype == "auto":
         dtype = of_checkpoint()

@@ -1,9 +1,9 @@
-"""Rotary embeddings that reach farther than they were trained: their frequencies, and the size of their tables.
+"""Rotary embeddings that are scaled to reach farther than in training: frequencies, and the factor of the tables.
 
 A configuration has them as rotary_emb_scaling, a dict with "rope_type" and the parameters that transformers documents.
 
-Those of `dynamic` and `longrope` depend on the length of a sequence. This is the length of the longest row of a batch
-as it is called; with a cache, where keys stay as they were rotated, it is what the cache has room for.
+With `dynamic` and `longrope` the frequencies depend on the length of a sequence: here that of the longest row of the
+batch. With a cache, whose keys cannot be rotated again, it is the length that the cache has room for.
 """
 
 import math
@@ -29,10 +29,10 @@ def rope_fields(
 ) -> dict[str, Any]:
     """Our fields for the rotary embedding of a configuration of transformers, in its older and its present form.
 
-    kinds, local_base: given for models whose layers with a window have a rotary embedding of their own: the kinds of
-    all layers, and the base that such layers have in the older form, None for that of the others.
-    older: what base and fraction are called in the older form, which counts where rope_parameters does not say them.
-    usual_fraction: that of a configuration that says it nowhere.
+    kinds, local_base: given for models whose layers with a window have a rotary embedding of their own: the kind of
+    each layer, and the base of layers with a window in the older form; None means the base of the others.
+    older: the names of base and fraction in the older form, which is read where rope_parameters lacks them.
+    usual_fraction: the fraction if the configuration does not name one.
     """
     parameters = dict(read("rope_scaling", default={})) | dict(read("rope_parameters", default={}))
     older_base, older_fraction = read(older[0], default=10000.0), read(older[1], default=usual_fraction)
@@ -66,7 +66,7 @@ def _fields(parameters, base, fraction, longest, original):
         scaling = {name: value for name, value in parameters.items() if name not in drop} | {"rope_type": kind}
         if scaling.get("original_max_position_embeddings") is None:
             scaling["original_max_position_embeddings"] = original
-        if kind == "dynamic":  # which counts from the length that the model has now
+        if kind == "dynamic":  # scales from the length that the configuration names
             scaling["original_max_position_embeddings"] = longest
         if kind in ("longrope", "yarn") and scaling.get("factor") is None and longest is not None:
             scaling["factor"] = longest / scaling["original_max_position_embeddings"]
@@ -78,7 +78,7 @@ def _fields(parameters, base, fraction, longest, original):
 def whole_rope_fields(
     read: Reader, kinds: Sequence[str] | None = None, local_base: float | None = None
 ) -> dict[str, Any]:
-    """The same for families that rotate whole heads: their models in transformers do not read a part of them."""
+    """`rope_fields` for families that rotate whole heads: their models in transformers read no fraction."""
     fields = rope_fields(read, kinds, local_base)
     found = fields["rotary_emb_fraction"]
     for fraction in found if isinstance(found, list) else (found,):
@@ -87,14 +87,14 @@ def whole_rope_fields(
 
 
 def same_head_dim(read: Reader) -> dict[str, Any]:
-    """No field, for families with another head_dim in the rotary embedding alone: refuses that."""
+    """No fields: refuses a head_dim that these models in transformers use for the rotary embedding only."""
     width = read.needed("hidden_size") // read.needed("num_attention_heads")
     refuse_unless("head_dim", read("head_dim", default=width), (width,))
     return {}
 
 
 def turning_in(turns: Sequence[bool], fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a rotary embedding that only some layers have, those for which `turns` is true."""
+    """The fields of a rotary embedding that only the layers have for which `turns` is true."""
     fields = fields | {"rotary_emb_fraction": [float(each) for each in turns]}
     return fields if any(turns) else fields | {"rotary_emb_scaling": None}
 
@@ -102,7 +102,7 @@ def turning_in(turns: Sequence[bool], fields: dict[str, Any]) -> dict[str, Any]:
 def rotary_embedding(
     s: Settings, layer_idx: int | None = None, device: torch.device | str | None = None
 ) -> RotaryEmbedding:
-    """The rotary embedding of a layer; on the CPU if the model is on the meta device, as it is no weight."""
+    """The rotary embedding of a layer; on the CPU if the model is on the meta device, since no checkpoint has it."""
     device = "cpu" if torch.empty(0, device=device).is_meta else device
     dim, base = s.rotary_dim(layer_idx), s.of_layer("rotary_emb_base", layer_idx)
     scaling = s.of_layer("rotary_emb_scaling", layer_idx)
@@ -137,7 +137,7 @@ def _check(scaling, dim):
 
 
 class _ScaledRotaryEmbedding(RotaryEmbedding):
-    """A rotary embedding with frequencies of its own, and tables that may be multiplied by a number."""
+    """A rotary embedding with scaled frequencies, whose tables may be multiplied by a factor."""
 
     def __init__(self, scaling, *args):
         self._scaling = scaling
@@ -167,7 +167,7 @@ class _ScaledRotaryEmbedding(RotaryEmbedding):
 
 
 def _magnitude(scaling: dict[str, Any]) -> float:
-    """What YaRN and LongRoPE multiply queries and keys by, where they turn."""
+    """The factor by which YaRN and LongRoPE multiply the rotated channels of queries and keys."""
     kind, factor = scaling["rope_type"], scaling.get("factor", 1.0)
     if kind not in ("yarn", "longrope"):
         return 1.0
@@ -191,7 +191,7 @@ def _linear(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: i
 
 
 def _llama3(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: int) -> Tensor:
-    """Slow pairs are slowed down by a factor, fast ones stay, between them it goes over evenly."""
+    """Slow pairs are slowed down by a factor, fast ones are not, with a linear transition between them (Llama 3.1)."""
     turns = scaling["original_max_position_embeddings"] * frequencies / (2 * math.pi)  # within the trained length
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     kept = ((turns - low) / (high - low)).clamp(0, 1)
@@ -199,7 +199,7 @@ def _llama3(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: i
 
 
 def _yarn(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: int) -> Tensor:
-    """The same by the number of a pair instead of its turns (Peng et al., arXiv:2309.00071)."""
+    """As `_llama3`, with the transition linear in the number of the pair, not in its turns (YaRN, arXiv:2309.00071)."""
     pairs = len(frequencies)
 
     def pair_that_turns(times):
@@ -223,7 +223,7 @@ def _dynamic(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: 
 
 
 def _longrope(frequencies: Tensor, scaling: dict[str, Any], base: float, seqlen: int) -> Tensor:
-    """Each pair is slowed down by a factor of its own, by another in long sequences (Ding et al., arXiv:2402.13753)."""
+    """Each pair has a factor of its own, and another one in long sequences (Ding et al., arXiv:2402.13753)."""
     factors = scaling["long_factor" if _is_long(seqlen, scaling) else "short_factor"]
     return frequencies / torch.tensor(factors, dtype=torch.float32, device=frequencies.device)
 
@@ -237,7 +237,7 @@ def _is_long(seqlen, scaling):
 
 
 _SCALED = {"linear": _linear, "dynamic": _dynamic, "llama3": _llama3, "yarn": _yarn, "longrope": _longrope}
-_REGIMES = {"dynamic": _length, "longrope": _is_long}  # lengths with the same value have the same frequencies
+_REGIMES = {"dynamic": _length, "longrope": _is_long}  # lengths for which these are equal have the same frequencies
 _NEEDED = {
     "linear": ("factor",),
     "dynamic": ("factor", "original_max_position_embeddings"),

@@ -1,4 +1,4 @@
-"""Folders with a model that transformers loads: its weights in safetensors, and files of JSON beside them."""
+"""Writes a model as a folder that transformers loads: weights in safetensors, and JSON files beside them."""
 
 import json
 import os
@@ -19,16 +19,16 @@ _INDEX = "model.safetensors.index.json"
 def write_folder(
     folder: str | os.PathLike[str], documents: dict[str, Any], tensors: dict[str, Tensor], max_shard_size: int
 ) -> None:
-    """Write `documents`, by the names of their files, and `tensors`, in files of at most so many bytes.
+    """Write `documents`, by the names of their files, and `tensors`, in files of at most max_shard_size bytes.
 
-    All is written before any file of the folder is replaced, so that a full disk leaves what was there as it was. Of
-    the other files, only weights that would be taken for part of this model are removed.
+    Everything is written before any file of the folder is replaced, so that a full disk leaves what was there as it
+    was. Of the other files, only weights that would be taken for part of this model are removed.
     """
     folder = pathlib.Path(folder)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"folder must be a folder or a new name, found the file {folder}")
     folder.mkdir(parents=True, exist_ok=True)
-    # Within the folder, as a file is replaced at once only by one of the same file system.
+    # Inside the folder, because replacing a file is atomic only within one file system.
     with tempfile.TemporaryDirectory(prefix=".saving-", dir=folder) as temporary:
         written = pathlib.Path(temporary)
         _write_tensors(written, tensors, max_shard_size)
@@ -43,14 +43,14 @@ def write_folder(
 
 
 def number_of_bytes(size: int | str) -> int:
-    """max_shard_size as a number of bytes: it may be text as "5GB" (of 10**9 bytes) or "500 MiB" (of 2**20)."""
+    """max_shard_size as a number of bytes: it may be text, such as "5GB" (10**9 bytes) or "500 MiB" (2**20)."""
     if isinstance(size, str):
         found = _SIZE.fullmatch(size)
         if found is None:
-            raise ValueError(f"max_shard_size must be a number of bytes or text as '5GB', found {size!r}")
+            raise ValueError(f"max_shard_size must be a number of bytes or text such as '5GB', found {size!r}")
         number, unit, binary = found.groups()
         size = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper()))
-    checks.integer("max_shard_size", size, "an integer or text as '5GB'")
+    checks.integer("max_shard_size", size, "an integer or text such as '5GB'")
     checks.number("max_shard_size", size, size > 0, "positive")
     return size
 

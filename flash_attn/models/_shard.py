@@ -17,9 +17,9 @@ from flash_attn.utils.distributed import get_dim_for_local_rank
 class _Part(NamedTuple):
     """How a tensor is divided.
 
-    cut: (tensor, settings, world_size, rank) -> the part of a process, None if it has none.
-    join: (the parts of all, settings) -> the tensor.
-    of_first: the first process alone has it.
+    cut: (tensor, settings, world_size, rank) -> the part of this process, None if it has none.
+    join: (the parts of all processes, settings) -> the tensor.
+    of_first: only the first process has it.
     """
 
     cut: Callable[[Tensor, Settings, int, int], Tensor | None]
@@ -28,17 +28,17 @@ class _Part(NamedTuple):
 
 
 def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: int, rank: int) -> dict[str, Tensor]:
-    """The part of a state dict that a process of a tensor parallel model has, in place.
+    """Reduce a state dict, in place, to the part that one process of a tensor parallel model has.
 
     Arguments:
-        state_dict: ours, whole; tensors may be missing. It is changed and returned.
+        state_dict: that of a whole model; tensors may be missing. It is changed and returned.
         config: the GPT2Config of the model.
         world_size, rank: the number of processes, and this one's number.
 
-    Parts have memory of their own, so that neither keeping nor saving one keeps the whole. Tensors that share all of
-    their memory, as tied weights do, share that of their part. Heads are divided as evenly as they can be, the first
-    processes having more. Raises ValueError, before anything is changed, unless world_size divides the padded
-    vocabulary, the features, those within the MLP, and the key heads if they are fewer than the query heads.
+    Parts are copies, so that neither keeping nor saving a part keeps the whole tensor alive. Tied weights, which share
+    their memory, also share that of their part. Heads are divided as evenly as possible, the first processes having
+    more. Raises ValueError, before anything is changed, unless world_size divides the padded vocabulary, the features,
+    those within the MLP, and the key heads if they are fewer than the query heads.
     """
     s = settings(config)
     check_world_size(s, world_size)
@@ -60,7 +60,7 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: 
 
 
 def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config: Any) -> dict[str, Tensor]:
-    """The whole state dict from its parts, in the order of the ranks; what `shard_state_dict_tp` undoes.
+    """The state dict of the whole model from the parts of all ranks in order: the inverse of `shard_state_dict_tp`.
 
     Embeddings that are divided by columns, as in Meta's files, are put together, too. Raises ValueError for a number of
     processes that `shard_state_dict_tp` refuses, and if one lacks its part of a tensor.
@@ -82,7 +82,7 @@ def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config: Any) ->
 
 
 def check_world_size(s: Settings, world_size: int) -> None:
-    """Raise ValueError, naming the field, if so many processes cannot share the model."""
+    """Raise ValueError, naming the field, if world_size processes cannot share the model."""
     if world_size < 1:
         raise ValueError(f"the number of processes must be positive, found {world_size}")
     if s.qk_norm_over_heads and world_size > 1:
@@ -138,7 +138,7 @@ def _join_qkv(parts, s):
 
 
 def _cut_fc1(x, s, world_size, rank):
-    """Rows, those of the value and those of the gate each for themselves."""
+    """This process's rows; with a gate, those of the value, then those of the gate."""
     halves = x.chunk(2) if s.gated else (x,)
     return torch.cat([half.chunk(world_size)[rank] for half in halves])
 
@@ -156,7 +156,7 @@ _PARTS = {  # pattern of a name -> how its tensor is divided; what matches none 
     r"mixer\.out_proj\.weight$": _even(-1)._replace(cut=_cut_columns_of_heads),
     r"mlp\.fc1\.(weight|bias)$": _Part(_cut_fc1, _join_fc1),
     r"mlp\.fc2\.weight$": _even(-1),
-    r"(mixer\.out_proj|mlp\.fc2)\.bias$": _Part(  # which is added once, to the sum over the processes
+    r"(mixer\.out_proj|mlp\.fc2)\.bias$": _Part(  # is added once, by the first process
         cut=lambda x, s, world_size, rank: x if rank == 0 else None, join=lambda parts, s: parts[0], of_first=True
     ),
 }

@@ -3,10 +3,10 @@
     model = BertForSequenceClassification.from_pretrained("path/to/checkpoint")
     logits = model(**tokenizer(texts, padding=True, return_tensors="pt")).logits
 
-Configurations are transformers' `BertConfig`, or any object with its fields. More fields choose how the model computes,
-each with a default (see `_OPTIONS`): with `use_flash_attn`, padding is taken out of a batch before the layers and put
-back after them, and with `dense_seq_output` and `last_layer_subset` the last layer and the head for masked tokens
-compute nothing for other tokens. A field that asks for what this model does not have raises an error.
+Configurations are transformers' `BertConfig`, or any object with its fields. Additional fields, each with a default
+(see `_OPTIONS`), choose how the model computes: with `use_flash_attn`, padding is removed from a batch before the
+layers and put back after them; with `dense_seq_output` and `last_layer_subset`, the head for masked tokens and the last
+layer skip all other tokens. A field that asks for what this model does not support raises an error.
 
 With use_flash_attn and an attention mask, hidden states of padding are zero; without, they are like transformers'.
 """
@@ -78,29 +78,29 @@ class Config(Protocol):
     layer_norm_eps: float
 
 
-# Fields that a configuration may have, and what they are if it has not.
+# Fields that a configuration may have, and their defaults.
 _OPTIONS = dict(
     use_flash_attn=False,  # attention of sequences without their padding, by `flash_attn_varlen_func`
-    fused_bias_fc=False,  # `FusedDense` for all layers but those of the MLPs
+    fused_bias_fc=False,  # `FusedDense` for all linear layers except those of the MLPs
     fused_mlp=False,  # `FusedMLP`; needs a hidden_act in tanh form
-    mlp_checkpoint_lvl=0,  # of FusedMLP, or one for each layer
+    mlp_checkpoint_lvl=0,  # checkpoint_lvl of FusedMLP, or a sequence with one for each layer
     fused_dropout_add_ln=False,  # dropout, add and norm in one kernel
     pad_vocab_size_multiple=1,  # vocab_size is rounded up to a multiple of it
-    dense_seq_output=False,  # with labels, the head for masked tokens computes only those that have one
-    last_layer_subset=False,  # so does the last layer, but for the first token of each sequence
+    dense_seq_output=False,  # with labels, the head for masked tokens computes only tokens that have a label
+    last_layer_subset=False,  # so does the last layer, which also computes the first token of each sequence
     use_xentropy=False,  # the library's cross entropy, which writes the gradient over the logits
-    position_embedding_type="absolute",  # "rotary": rotary embeddings beside the absolute ones
+    position_embedding_type="absolute",  # "rotary": rotary embeddings in addition to the absolute ones
     rotary_emb_dim=None,  # channels of a head that rotate; all if None
     rotary_emb_base=10000.0,
     rotary_emb_scale_base=None,
     rotary_emb_interleaved=False,
     tie_word_embeddings=True,  # the weight of the head for masked tokens is that of the word embeddings
-    classifier_dropout=None,  # in front of a classifier; hidden_dropout_prob if None
+    classifier_dropout=None,  # before a classifier; hidden_dropout_prob if None
     num_labels=2,  # of a classifier
-    problem_type=None,  # of BertForSequenceClassification: its loss; None looks at the labels
+    problem_type=None,  # the loss of BertForSequenceClassification; None: chosen by the labels
 )
 
-# Fields of transformers that ask for what is not here, with the one value that does not.
+# Fields of transformers that are not supported, with the one value that asks for nothing.
 _NOT_COVERED = dict(
     model_type="bert",
     is_decoder=False,
@@ -133,11 +133,11 @@ def _check_config(config):
     """Check that all that the configuration asks for is covered."""
     missing = [name for name in Config.__annotations__ if not hasattr(config, name)]
     if missing:
-        raise TypeError(f"config must have the fields of transformers' BertConfig, found none of {', '.join(missing)}")
+        raise TypeError(f"config must have the fields of transformers' BertConfig, found no {', '.join(missing)}")
     for name, covered in _NOT_COVERED.items():
         value = getattr(config, name, covered)
         if value != covered:
-            raise ValueError(f"config.{name} must be {covered!r}, the one value that is covered, found {value!r}")
+            raise ValueError(f"config.{name} must be {covered!r}, the one supported value, found {value!r}")
     warn_of_unread(config, {*Config.__annotations__, *_OPTIONS, *_NOT_COVERED, *_WITHOUT_EFFECT})
     layers, levels = config.num_hidden_layers, _option(config, "mlp_checkpoint_lvl")
     rotary = _option(config, "position_embedding_type") == "rotary"
@@ -172,7 +172,7 @@ def _padded_vocab_size(config):
 def create_mixer_cls(
     config: Config, cross_attn: bool = False, return_residual: bool = False
 ) -> Callable[[int], nn.Module]:
-    """A function from hidden_size to the attention of a layer.
+    """Returns a function hidden_size -> the attention of a layer.
 
     Arguments:
         config: a BertConfig.
@@ -204,11 +204,11 @@ def create_mixer_cls(
 def create_mlp_cls(
     config: Config, layer_idx: int | None = None, return_residual: bool = False
 ) -> Callable[[int], nn.Module]:
-    """A function from hidden_size to the MLP of a layer.
+    """Returns a function hidden_size -> the MLP of a layer.
 
     Arguments:
-        config: a BertConfig. If its mlp_checkpoint_lvl is a list, layer_idx selects from it.
-        layer_idx: the number of the layer.
+        config: a BertConfig.
+        layer_idx: the number of the layer, which selects from config.mlp_checkpoint_lvl if that is a sequence.
         return_residual: the MLP returns (output, input).
     """
     options: dict[str, Any] = dict(hidden_features=config.intermediate_size, return_residual=return_residual)
@@ -223,13 +223,13 @@ def create_mlp_cls(
 
 
 def create_block(config: Config, layer_idx: int | None = None) -> Block:
-    """The layer number layer_idx of a BertConfig.
+    """The layer number layer_idx. With config.last_layer_subset, the last one projects queries apart.
 
-    config: with last_layer_subset, the last layer projects queries apart from keys and values.
+    config: a BertConfig.
     """
     subset = _option(config, "last_layer_subset") and layer_idx == config.num_hidden_layers - 1
-    # A mixer and an MLP that return their input too leave it to the backward of their product to add the gradients.
-    # The queries of a subset are not what keys and values are projected from.
+    # A mixer or an MLP that also returns its input adds the gradient of the residual within its own backward product.
+    # With a subset this is not possible: queries are projected from other tokens than keys and values.
     return_residual = not subset
     return Block(
         config.hidden_size,
@@ -281,12 +281,12 @@ class BertEncoder(nn.Module):
     def forward(
         self, hidden_states: Tensor, key_padding_mask: Tensor | None = None, subset_mask: Tensor | None = None
     ) -> Tensor:
-        """Hidden states behind the last layer.
+        """Hidden states after the last layer.
 
         Arguments:
             hidden_states: (batch, seqlen, hidden_size).
             key_padding_mask: (batch, seqlen) bool, true for tokens, false for padding.
-            subset_mask: (batch, seqlen) bool, true for tokens of which the result is wanted.
+            subset_mask: (batch, seqlen) bool, true for tokens whose hidden states are wanted; None means all.
 
         Returns (batch, seqlen, hidden_size), or with a subset_mask (number of true elements, hidden_size). With
         use_flash_attn and a key_padding_mask, rows of padding are zero.
@@ -338,12 +338,12 @@ class BertPooler(nn.Module):
         self.activation = nn.Tanh()
 
     def forward(self, hidden_states: Tensor, pool: bool = True) -> Tensor:
-        """(batch, hidden_size) of (batch, seqlen, hidden_size), or if not pool of the first tokens themselves."""
+        """(batch, hidden_size), from (batch, seqlen, hidden_size), or with pool=False from the first tokens alone."""
         return self.activation(self.dense(hidden_states[:, 0] if pool else hidden_states))
 
 
 class BertPredictionHeadTransform(nn.Module):
-    """A linear layer, the activation and a norm, in front of the decoder of `BertLMPredictionHead`."""
+    """A linear layer, the activation and a norm, before the decoder of `BertLMPredictionHead`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -432,7 +432,7 @@ Self = TypeVar("Self", bound="BertPreTrainedModel")
 class BertPreTrainedModel(nn.Module):
     """What all models here share: their configuration, and checkpoints of transformers.
 
-    Raises TypeError or ValueError for a configuration that lacks fields or asks for what is not covered.
+    Raises TypeError or ValueError for a configuration that lacks fields or asks for what is not supported.
     """
 
     bert: "BertModel"  # of the models with heads
@@ -455,24 +455,24 @@ class BertPreTrainedModel(nn.Module):
         torch_dtype: torch.dtype | str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """A model with the parameters of a checkpoint, as they are before training: call eval() for inference.
+        """A model with the parameters of a checkpoint, in training mode like any new module: call eval() for inference.
 
         Arguments:
             model_name: a folder, or a name on the Hugging Face hub; see `state_dict_from_pretrained`.
             config: the configuration; that of the checkpoint if None.
-            strict: heads and pooler must be exactly those of the checkpoint. Otherwise those that it has not are drawn
-                at random, and those that the model has not are left out, both with a warning in the log.
-            device, dtype: of the parameters; torch's defaults if None. A dtype may be a name, as "bfloat16"; "auto" is
-                that of config.json, or else that of the checkpoint's tensors.
-            torch_dtype: the older name of transformers for dtype; with a warning.
-            kwargs: fields of the configuration, which they override, as use_flash_attn=True or num_labels=3; and
+            strict: heads and pooler must be exactly those of the checkpoint. Otherwise those that the checkpoint lacks
+                are drawn at random, and those that the model lacks are left out, both with a warning in the log.
+            device, dtype: of the parameters; torch's defaults if None. A dtype may be a name such as "bfloat16"; "auto"
+                is the one in config.json, or else that of the checkpoint's tensors.
+            torch_dtype: the older name of dtype in transformers; gives a warning.
+            kwargs: fields that override those of the configuration, such as use_flash_attn=True or num_labels=3; and
                 arguments of the model. A configuration that is given is not changed. Also revision, token, cache_dir
                 and local_files_only, for a name on the hub.
             inputs: more arguments of the model.
 
-        Raises ValueError, before parameters are allocated, if keys are missing, are more than the model has, or have
-        another shape; OSError if there is no checkpoint; TypeError for a keyword argument that is neither a field of
-        the configuration nor an argument of the model, with names like it.
+        Raises ValueError, before parameters are allocated, if tensors are missing, unknown or of another shape; OSError
+        if there is no checkpoint; TypeError for a keyword argument that is neither a field of the configuration nor an
+        argument of the model, with similar names.
         """
         hub = of_hub(kwargs)
         fields, kwargs = divided(cls, kwargs, {*Config.__annotations__, *_OPTIONS})
@@ -497,7 +497,7 @@ class BertPreTrainedModel(nn.Module):
                 _init_weights(module, config.initializer_range)
         pending: dict[str, Tensor] = {}
         for piece in (piece for path in files for piece in pieces_of_file(path)):
-            if has_both:  # perhaps in different pieces, and not the same
+            if has_both:  # they may differ, and be in different pieces
                 piece.pop(_BIAS, None)
             pending |= model._named_alike(_with_todays_names(piece))
             piece.clear()
@@ -507,34 +507,34 @@ class BertPreTrainedModel(nn.Module):
     def save_pretrained(self, folder: str | pathlib.Path) -> None:
         """Write config.json and model.safetensors, which transformers' `from_pretrained` and that of this class read.
 
-        Takes the package safetensors. A larger checkpoint is divided in files of 5 GB. Raises ValueError with rotary
-        positions, which transformers has not.
+        Needs the package safetensors. A checkpoint of more than 5 GB becomes several files. Raises ValueError with
+        rotary positions, which transformers' BERT does not have.
         """
         if _option(self.config, "position_embedding_type") == "rotary":
             raise ValueError(
                 "config.position_embedding_type must be 'absolute' to be saved for transformers, which would load "
-                "'rotary' as that, found 'rotary': save the state_dict"
+                "'rotary' as 'absolute', found 'rotary': save the state_dict instead"
             )
         write_folder(folder, {"config.json": self._their_config()}, self._their_state_dict(), 5 * 10**9)
 
     def tie_weights(self) -> None:
-        """Let the head for masked tokens, if there is one, have the weight of the word embeddings."""
+        """Use the weight of the word embeddings in the head for masked tokens, if there is one and they are tied."""
         if hasattr(self, "cls") and _option(self.config, "tie_word_embeddings"):
             self.cls.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
 
     def _finish(self):
-        """Draw all parameters, the last step of each constructor."""
+        """Draw all parameters and tie weights: the last step of each constructor."""
         self.apply(functools.partial(_init_weights, initializer_range=self.config.initializer_range))
         self.tie_weights()
 
     def _load_from(self, pending):
-        """Load what can be made of these tensors, which have transformers' names, and take it out of them."""
+        """Load what can be made of `pending`, tensors with transformers' names, and remove from it what was used."""
         ours = _converted(pending, self.config)
         ours |= {name: pending.pop(name) for name in self.state_dict() if name in pending}  # those with the same name
         nn.Module.load_state_dict(self, ours, strict=False)
 
     def _named_alike(self, state_dict):
-        """A checkpoint with or without "bert." in front of the encoder's keys, with it if this model has it."""
+        """The state dict with "bert." before the encoder's keys if this model has it, else without."""
         ours = "bert." if hasattr(self, "bert") else ""
         of_encoder = ("embeddings.", "encoder.", "pooler.")
         result = {}
@@ -549,7 +549,7 @@ class BertPreTrainedModel(nn.Module):
         if hasattr(self, "cls") and _option(self.config, "tie_word_embeddings"):
             del state_dict["cls.predictions.decoder.weight"]
         result = inv_remap_state_dict(state_dict, self.config, legacy_names=False)
-        if "cls.predictions.decoder.weight" in result:  # transformers then has two biases, and adds this one
+        if "cls.predictions.decoder.weight" in result:  # untied, transformers has two biases and uses this one
             result[_DECODER_BIAS] = result[_BIAS].clone()
         return result
 
@@ -574,7 +574,7 @@ class BertPreTrainedModel(nn.Module):
             for key, tensor in expected.items()
             if key in found and found[key].shape != tensor.shape
         ]
-        problems = {"has no": missing, "has, but the model has not,": unexpected}
+        problems = {"has no": missing, "has unexpected": unexpected}
         if not strict:
             for what, keys in problems.items():
                 heads = {key for key in keys if not key.removeprefix("bert.").startswith(("embeddings.", "encoder."))}
@@ -596,7 +596,7 @@ class BertModel(BertPreTrainedModel):
 
     Arguments:
         config: see the top of this module. Its vocab_size is rounded up to a multiple of pad_vocab_size_multiple, in
-            place, and what it was is kept as orig_vocab_size.
+            place, and the original is kept as orig_vocab_size.
         add_pooling_layer: whether there is a `BertPooler`.
 
     >>> from transformers import BertConfig
@@ -659,7 +659,7 @@ class BertModel(BertPreTrainedModel):
         first[:, 0] = True
         subset = masked_tokens_mask | first
         hidden_states = self.encoder(hidden_states, mask, subset)
-        # A static size, since a compiler cannot prove that the subset holds one first token of each sequence.
+        # With a static size, because torch.compile cannot know that the subset has one first token of each sequence.
         first_places = first[subset].nonzero_static(size=first.shape[0]).squeeze(1)
         pooled = self.pooler(hidden_states[first_places], pool=False)
         return BertModelOutput(hidden_states[masked_tokens_mask[subset]], pooled)
@@ -683,7 +683,7 @@ class _BertWithHead(BertPreTrainedModel):
     def _prediction_loss(self, logits, labels, masked, ignore_index):
         """Mean cross entropy of logits (..., vocab_size), of all tokens or the masked ones, and labels."""
         if _option(self.config, "dense_seq_output"):
-            # The size of the logits, since a compiler cannot prove that two counts of masked tokens are equal.
+            # With the size of the logits, because torch.compile cannot know that two counts of masked tokens are equal.
             places = masked.flatten().nonzero_static(size=logits.shape[0]).squeeze(1)
             labels = labels.flatten()[places]
         return self._cross_entropy(ignore_index, inplace=True)(logits.flatten(0, -2), labels.flatten())
@@ -784,7 +784,7 @@ class _BertClassifier(_BertWithHead):
 
 
 class BertForSequenceClassification(_BertClassifier):
-    """BERT with a classifier, or regression, of whole sequences: config.num_labels of them."""
+    """BERT with a classifier of whole sequences, or a regression: config.num_labels classes or numbers."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config, add_pooling_layer=True)
@@ -795,7 +795,8 @@ class BertForSequenceClassification(_BertClassifier):
         Arguments:
             labels: for "single_label_classification" (batch,) int64; for "multi_label_classification"
                 (batch, num_labels) floats 0 and 1; for "regression" floats (batch, num_labels), or (batch,) if that is
-                1. If problem_type is None, it is regression with one label, else what the dtype of labels tells.
+                1. If problem_type is None: regression if num_labels is 1, else by dtype, int64 for a single label and
+                floats for several.
             input_ids, inputs: position_ids, token_type_ids and attention_mask as in `BertModel`.
         """
         logits = self.classifier(self.dropout(self.bert(input_ids, **inputs).pooler_output))
@@ -861,7 +862,7 @@ _BIAS, _DECODER_BIAS = "cls.predictions.bias", "cls.predictions.decoder.bias"  #
 
 
 def remap_state_dict(state_dict: Mapping[str, Tensor], config: Config) -> OrderedDict[str, Tensor]:
-    """The state dict of a model here, of one of transformers' model with the same configuration.
+    """Our state dict from that of transformers' model with the same configuration.
 
     Keys that are not BERT's stay as they are. If vocab_size is rounded up, word embeddings and the decoder get more
     rows of zeros, and the decoder's bias more elements of -100.
@@ -872,7 +873,7 @@ def remap_state_dict(state_dict: Mapping[str, Tensor], config: Config) -> Ordere
 
 
 def _converted(theirs, config):
-    """What our tensors can be made of is taken out of `theirs`, which have today's names, and made."""
+    """Make our tensors from `theirs`, which have today's names, and remove from it what was used."""
     result = _key_map(config).convert(theirs, _settings(config))
     if _DECODER_BIAS in result:
         with torch.no_grad():  # a checkpoint may hold parameters
@@ -911,7 +912,7 @@ def _key_map(config):
             "mlp.fc2": f"{theirs}output.dense",
             "norm2": f"{theirs}output.LayerNorm",
         }
-        if _option(config, "last_layer_subset"):  # first, as what a row of the table has taken, no other row takes
+        if _option(config, "last_layer_subset"):  # first: what one row of the table uses is gone for the next
             last = config.num_hidden_layers - 1
             attention = f"{prefix}encoder.layer.{last}.attention.self"
             table[f"{prefix}encoder.layers.{last}.mixer.Wq"] = f"{attention}.query"
@@ -940,13 +941,13 @@ def _replaced_ending(key, endings):
 
 
 def _with_todays_names(state_dict):
-    """A checkpoint of any age with the names that transformers gives parameters today, and one decoder's bias."""
+    """A checkpoint of any age under the names that transformers uses today, with one bias of the decoder."""
     result = {
         _replaced_ending(key, _LEGACY_NAMES): tensor for key, tensor in state_dict.items() if not key.endswith(_BUFFERS)
     }
     if _BIAS in result:
         bias = result.pop(_BIAS)
-        result.setdefault(_DECODER_BIAS, bias)  # the one that transformers adds, where they are not the same
+        result.setdefault(_DECODER_BIAS, bias)  # where the two differ, transformers uses the decoder's
     return result
 
 
@@ -960,6 +961,6 @@ def _config_from_pretrained(model_name, hub):
     try:
         from transformers import BertConfig
     except ModuleNotFoundError:
-        labels = len(fields.get("id2label", range(_OPTIONS["num_labels"])))  # their number is not written
+        labels = len(fields.get("id2label", range(_OPTIONS["num_labels"])))  # files name the labels, not their number
         return types.SimpleNamespace(**{"num_labels": labels} | fields)
     return BertConfig.from_dict(fields)

@@ -28,7 +28,7 @@ def _windows(read):
 
 
 def _rotary(read):
-    """No rotary embedding in layers of the second version without a window."""
+    """Layers of the second version that have no window have no rotary embedding either."""
     fields = whole_rope_fields(read)
     if _type(read) == "cohere":
         return fields

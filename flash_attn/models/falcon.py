@@ -21,7 +21,7 @@ from flash_attn.models._rope import whole_rope_fields
 
 
 def _is_new(read):
-    """Whether it has the new decoder; 40B's first configurations do not say, but how many key heads there are."""
+    """Whether it has the new decoder. The first configurations of 40B do not say it, but have several key heads."""
     return read("new_decoder_architecture", default=read("n_head_kv", default=1) > 1)
 
 
@@ -83,7 +83,7 @@ CONFIG = ConfigMap(
 
 
 def _table(s: Settings) -> dict[str, str | Rule]:
-    """The norms are called otherwise where there are two beside each other."""
+    """The norms have other names if a block has two of the same residual stream."""
     two = s.parallel_block and not s.parallel_block_tied_norm
     return {
         EMBEDDINGS: padded("transformer.word_embeddings"),

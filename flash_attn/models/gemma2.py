@@ -35,7 +35,7 @@ def _windows(read):
 
 
 def _scales(read):
-    """Of the scores, in place of head_dim ** -0.5, and of the embeddings."""
+    """The factor of the scores, in place of head_dim ** -0.5, and that of the embeddings."""
     scale, factor = read("query_pre_attn_scalar", default=256) ** -0.5, read("hidden_size") ** 0.5
     return {"scale_attn_weights": False, "mup_attn_multiplier": scale, "mup_embeddings_multiplier": factor}
 

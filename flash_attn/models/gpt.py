@@ -8,9 +8,9 @@
 
     model = GPTLMHeadModel.from_pretrained("path/or/name/of/a/checkpoint")
 
-The configuration is a transformers.GPT2Config with additional fields; they are in `flash_attn.models._config.Settings`,
-with their defaults. `from_config` takes those of the other families. Blocks are those of `flash_attn.modules.block`,
-which begin with the sum that ends the block before; dropout moves with it.
+The configuration is a transformers.GPT2Config with additional fields, which `flash_attn.models._config.Settings` lists
+with their defaults. `from_config` also takes the configurations of the other families. Blocks are those of
+`flash_attn.modules.block`: each begins with the residual addition, and its dropout, that ends the block before.
 """
 
 import functools
@@ -74,7 +74,7 @@ class CausalLMOutput(NamedTuple):
 
     @property
     def loss(self) -> NoReturn:
-        """Not there."""
+        """Raises AttributeError: logits were asked for, not a loss."""
         raise AttributeError("loss is computed with labels or shift_labels only, found neither")
 
 
@@ -85,7 +85,7 @@ class CausalLMLoss(NamedTuple):
 
     @property
     def logits(self) -> NoReturn:
-        """Not there."""
+        """Raises AttributeError: a loss was asked for, which does not need all logits."""
         raise AttributeError("logits are computed without labels only: those of all tokens would take much memory")
 
 
@@ -111,7 +111,7 @@ def create_mixer_cls(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[[int], nn.Module]:
-    """A function of the number of features that makes the attention of a layer: `MHA`, `ParallelMHA` with a group.
+    """Returns a function features -> the attention of a layer, an `MHA`, or with a group a `ParallelMHA`.
 
     Arguments:
         config: a GPT2Config.
@@ -158,7 +158,7 @@ def _with_scaled_alibi(mixer_cls, scale, features):
     """ALiBi that is scaled with the scores, as in Falcon."""
     mixer = mixer_cls(features)
     for attention in (mixer.inner_attn, mixer.inner_cross_attn):
-        attention.alibi_slopes = attention.alibi_slopes * scale  # a new tensor, as the two share theirs
+        attention.alibi_slopes = attention.alibi_slopes * scale  # not in place: the two may share one
     return mixer
 
 
@@ -175,11 +175,11 @@ def create_mlp_cls(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Callable[[int], nn.Module]:
-    """A function of the number of features that makes the MLP of a layer.
+    """Returns a function features -> the MLP of a layer.
 
     Arguments:
         config: a GPT2Config.
-        layer_idx: the number of the layer; if config.mlp_checkpoint_lvl is a list, it selects from it.
+        layer_idx: the number of the layer, which selects from config.mlp_checkpoint_lvl if that is a list.
         process_group: the processes that the MLP is divided over, or None.
         device, dtype: of its parameters.
     """
@@ -211,7 +211,7 @@ def create_mlp_cls(
 
 
 def _of(table, name, where):
-    """The entry of this activation; of a tuple of names, the name."""
+    """The entry of this activation in a dict, or in a tuple of names the name itself."""
     if name not in table:
         among = ", ".join(map(repr, table))
         raise ValueError(f"config.activation_function must be one of {among} {where}".rstrip() + f", found {name!r}")
@@ -231,6 +231,7 @@ def create_block(
         config: a GPT2Config.
         layer_idx: the number of the layer, which names its cache.
         process_group: the processes that the layer is divided over, or None.
+        device, dtype: of its parameters.
 
     >>> from transformers import GPT2Config
     >>> block = create_block(GPT2Config(n_embd=64, n_head=4), layer_idx=0)
@@ -293,9 +294,9 @@ def _init_weights(
 ) -> None:
     """Give a module its first weights; to be applied to all modules of a model.
 
-    Linear layers and embeddings are drawn from a normal distribution, biases are 0. The layers in front of the residual
-    stream have a smaller deviation, so that the sum over n_layer layers does not grow with them (as in GPT-2). With
-    mup_width_scale other than 1, linear layers get it as the multiplier of their learning rate (arXiv:2203.03466).
+    Weights of linear layers and embeddings are drawn from a normal distribution; biases are 0. The last layers before
+    the residual additions have a smaller deviation, so that the residual stream does not grow with n_layer (as in
+    GPT-2). Linear layers get mup_width_scale as a multiplier of their learning rate (muP, arXiv:2203.03466).
     """
     std = initializer_range * math.sqrt(mup_width_scale)
     if isinstance(module, nn.Linear):
@@ -321,7 +322,7 @@ _Model = TypeVar("_Model", bound="GPTPreTrainedModel")
 class GPTPreTrainedModel(nn.Module):
     """What the models share: their configuration, and checkpoints."""
 
-    _generation_config: dict[str, Any] | None = None  # of the checkpoint, which is saved with the model and not used
+    _generation_config: dict[str, Any] | None = None  # of the checkpoint: saved with the model, not used
 
     def __init__(self, config: Any, *inputs: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -340,14 +341,15 @@ class GPTPreTrainedModel(nn.Module):
         torch_dtype: torch.dtype | str | None = None,
         **kwargs: Any,
     ) -> _Model:
-        """A model with random weights from a configuration of transformers, of any family that is covered.
+        """A model with random weights from a configuration of transformers, of any supported family.
 
         Arguments:
+            config: the configuration, an object such as a transformers.LlamaConfig.
             dtype, torch_dtype: as in `from_pretrained`; "auto" is the dtype of the configuration.
-            kwargs: fields of `Settings`, which override those of the configuration, as use_flash_attn=True; and
+            kwargs: fields of `Settings` that override those of the configuration, such as use_flash_attn=True; and
                 arguments of the constructor. The configuration that is given is not changed.
 
-        Raises TypeError for a name that is neither, with names like it.
+        Raises TypeError for a name that is neither, and suggests similar names.
         """
         return _checkpoint.build(cls, config, kwargs, dtype=dtype, torch_dtype=torch_dtype)
 
@@ -367,34 +369,34 @@ class GPTPreTrainedModel(nn.Module):
         torch_dtype: torch.dtype | str | None = None,
         **kwargs: Any,
     ) -> _Model:
-        """A model with the weights of a checkpoint, in training mode, as new modules are: call eval() for inference.
+        """A model with the weights of a checkpoint, in training mode like every new module: call eval() for inference.
 
             model = GPTLMHeadModel.from_pretrained(folder, dtype="auto", use_flash_attn=True, fused_bias_fc=True)
 
         Arguments:
             model_name: a folder, a file, or a name on the hub.
             config: a GPT2Config, or the configuration of the family; by default, the checkpoint's own config.json.
-            strict: raise an error for tensors that are missing or not known; else they keep their first, random weights
-                or are left out. Tensors of a wrong shape, or of integers, are always an error.
-            device, dtype: of the parameters; by default the CPU, and torch's default dtype. A dtype may be a name, as
-                "bfloat16"; "auto" is that of config.json, or else that of the checkpoint's tensors.
-            world_size, rank: load the part that this process of a tensor parallel model has; with process_group, which
-                has as many processes.
-            family: the name of a family, as "llama"; by default that of config.json's model_type, or that of the name
-                on the hub.
-            progress: show a bar, with the package tqdm, for a checkpoint of several files or a large one.
-            torch_dtype: the older name of transformers for dtype; with a warning.
-            kwargs: fields of `Settings`, which override those of the configuration, as use_flash_attn=True; and
+            strict: raise an error for missing or unknown tensors. Otherwise missing ones keep their random initial
+                weights, and unknown ones are left out. A wrong shape, or integers, are always an error.
+            device, dtype: of the parameters; by default the CPU, and torch's default dtype. A dtype may be a name such
+                as "bfloat16"; "auto" is the one in config.json, or else that of the checkpoint's tensors.
+            world_size, rank: load the part of this process of a tensor parallel model. Together with process_group,
+                which must have world_size processes.
+            family: the name of a family, such as "llama"; by default the one of config.json's model_type, or else of
+                the name on the hub.
+            progress: show a progress bar, if the package tqdm is there, for several files or a large one.
+            torch_dtype: the older name of dtype in transformers; gives a warning.
+            kwargs: fields of `Settings` that override those of the configuration, such as use_flash_attn=True; and
                 arguments of the constructor. A configuration that is given is not changed. Also revision, token,
                 cache_dir and local_files_only, for a name on the hub.
             args: of the constructor.
 
-        The names and shapes in the files are compared with those of the model before anything is loaded. Of a
-        file of safetensors, a part is in memory at a time.
+        Names and shapes in the files are compared with those of the model before anything is loaded. safetensors files
+        are read piece by piece, so that no whole file is held in memory.
 
-        Raises NotImplementedError for a family that is not known, OSError if there are no files, ValueError for
-        tensors that do not fit, with their names, and TypeError for a keyword argument that is neither a field nor an
-        argument of the constructor, with names like it.
+        Raises NotImplementedError for an unknown family, OSError if there are no files, ValueError for tensors that do
+        not fit, with their names, and TypeError for a keyword argument that is neither a field nor an argument of the
+        constructor, with similar names.
         """
         return _checkpoint.load(
             cls, model_name, config, args, kwargs, strict=strict, device=device, dtype=dtype, world_size=world_size,
@@ -409,19 +411,20 @@ class GPTPreTrainedModel(nn.Module):
         The checkpoint's generation_config.json, if the model comes from one, is written as it was.
 
         Arguments:
-            folder: is made if it is not there.
+            folder: where to write; created if it does not exist.
             family: the name of the family in whose format it is written; by default that of the checkpoint or
                 configuration that the model was made from, else GPT-2's.
-            max_shard_size: bytes of a file, in which a larger checkpoint is divided; or text, as "5GB".
+            max_shard_size: the most bytes of a file, or text such as "5GB"; a larger checkpoint becomes several files.
 
-        Raises ValueError if the configuration has what that format does not, or was changed in what the model computes
-        (as by `from_pretrained(folder, rotary_emb_base=1e6)`: give that the configuration of the family instead, with
-        the change), and for one part of a tensor parallel model: `combine_state_dicts_tp` puts the parts together.
+        Raises ValueError if that format cannot express the model; if a field that changes what the model computes was
+        overridden, as in `from_pretrained(folder, rotary_emb_base=1e6)` (change the family's own configuration and pass
+        that as `config` instead); and for one part of a tensor parallel model, which `combine_state_dicts_tp` must put
+        together first.
         """
         _checkpoint.save(self, folder, family, max_shard_size)
 
     def gradient_checkpointing_enable(self, enabled: bool = True) -> None:
-        """Compute each layer again in the backward instead of keeping what it needs: config.gradient_checkpointing."""
+        """Compute each layer again in the backward instead of saving its activations: config.gradient_checkpointing."""
         for module in self.modules():
             if isinstance(module, GPTModel):
                 module.gradient_checkpointing = enabled
@@ -436,8 +439,8 @@ class GPTModel(GPTPreTrainedModel):
 
     Arguments:
         config: a GPT2Config with what is in `Settings`.
-        process_group: divide the model over the processes of this group (tensor parallelism), and with
-            config.sequence_parallel what is between attention and MLP by tokens.
+        process_group: divide the model over the processes of this group (tensor parallelism); with
+            config.sequence_parallel, also divide the tokens between attention and MLP.
         device, dtype: of the parameters.
 
     >>> from transformers import GPT2Config
@@ -471,7 +474,7 @@ class GPTModel(GPTPreTrainedModel):
         self.embeddings = _embeddings(s, process_group, **factory)
         blocks = [create_block(config, i, process_group, **factory) for i in range(s.n_layer)]
         self.layers = nn.ModuleList(blocks)
-        tables: dict[str, RotaryEmbedding] = {}  # layers that turn alike share them
+        tables: dict[str, RotaryEmbedding] = {}  # layers with equal rotary embeddings share one
         for i, block in enumerate(blocks):
             if s.rotary_dim(i) > 0:
                 rotary = rotary_embedding(s, i, device)
@@ -488,7 +491,7 @@ class GPTModel(GPTPreTrainedModel):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Give parameters that all processes of the group have the values of the first process."""
+        """Copy parameters that all processes of the group share from the first process."""
         if self.process_group is not None and not next(self.parameters()).is_meta:
             sync_shared_params(self, self.process_group)
 
@@ -512,22 +515,25 @@ class GPTModel(GPTPreTrainedModel):
         Arguments:
             input_ids: (batch, seqlen) int64.
             position_ids: (seqlen,) or (batch, seqlen), for learned positions; 0, 1, ... from the first token if None.
-                Others are relative: there they must count up by 1 in each row, as they do anyway, or it is an error
-                like that of attention_mask. Several sequences in one row are not told apart by them.
+                Rotary embeddings and ALiBi are relative and ignore them; then they must count up by 1 in each row,
+                with an error like that of attention_mask otherwise: they do not separate sequences within a row.
             inference_params: see `flash_attn.utils.generation.InferenceParams`.
-            attention_mask: (batch, seqlen), 1 for tokens and 0 for padding, which may be on either side of them, but
-                not between them: that is an error on the CPU; on a GPU, where reading the mask would wait for the
-                device, and in a compiled graph the row gives NaN. Each row is computed as it would be alone. Not with
-                inference_params, which have leftpad_per_sample for it.
+            attention_mask: (batch, seqlen), 1 for tokens and 0 for padding, which may be on either side of the tokens,
+                but not between them. Padding between them is an error on the CPU; on a GPU, where reading the mask
+                would wait for the device, and in a compiled graph, the row becomes NaN. Each row gives what it would
+                give alone. Not with inference_params, whose leftpad_per_sample says the same.
 
-        Returns (batch, seqlen, features), which mean nothing where there is padding; with a group and
-        sequence_parallel, this process's part of (batch * seqlen, features).
+        Returns (batch, seqlen, features), with arbitrary values at padding; with a group and sequence_parallel, this
+        process's part of (batch * seqlen, features).
         """
         by_tokens = self.process_group is not None and self.sequence_parallel
         leftpad = fits = None
         if attention_mask is not None:
             for condition, says in (
-                (inference_params is None, "inference_params must be None with attention_mask, found others"),
+                (
+                    inference_params is None,
+                    "inference_params must be None with attention_mask, found both: give leftpad_per_sample",
+                ),
                 (not by_tokens, "config.sequence_parallel must be False with attention_mask, found True"),
             ):
                 if not condition:
@@ -538,7 +544,7 @@ class GPTModel(GPTPreTrainedModel):
             if inference_params is None and self.embeddings.max_position_embeddings <= 0:
                 counts = _count_up(position_ids.expand_as(input_ids), attention_mask)
                 fits = counts if fits is None else fits & counts
-        if leftpad is not None:  # padding moves after the tokens, where none of them sees it
+        if leftpad is not None:  # padding moves behind the tokens, where causality hides it
             if position_ids is not None:
                 position_ids = shifted(position_ids.expand_as(input_ids), leftpad)
             input_ids = shifted(input_ids, leftpad)
@@ -556,7 +562,10 @@ class GPTModel(GPTPreTrainedModel):
         mixer_kwargs: dict[str, Any] = dict(seqlen=input_ids.shape[1]) if by_tokens else {}
         if inference_params is not None:
             mixer_kwargs["inference_params"] = inference_params
-        stream: tuple[Any, ...] = (hidden, *(None,) * (2 if self.parallel_block else 1))  # what blocks take and give
+        stream: tuple[Any, ...] = (
+            hidden,
+            *(None,) * (2 if self.parallel_block else 1),
+        )  # what blocks take and return
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and inference_params is None
         for layer in self.layers:
             run = functools.partial(checkpoint, layer, use_reentrant=False) if recompute else layer
@@ -583,7 +592,7 @@ class GPTModel(GPTPreTrainedModel):
 
 
 def _padding(attention_mask, input_ids):
-    """How much padding each row has on its left, (batch,), and whether its mask is as `GPTModel.forward` takes it."""
+    """How much padding each row has on its left, (batch,), and whether all of its tokens are adjacent, (batch,)."""
     checks.tensor("attention_mask", attention_mask, shape=tuple(input_ids.shape), device=input_ids.device)
     is_token = attention_mask.bool()
     begins = is_token & ~F.pad(is_token[:, :-1], (1, 0))
@@ -629,7 +638,7 @@ def _embeddings(s, process_group, device, dtype):
 class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
     """The decoder with the head that gives logits of the next token.
 
-    Arguments: as of `GPTModel`. With a group, every process has its part of the vocabulary.
+    The arguments are those of `GPTModel`. With a group, every process has its part of the vocabulary.
 
     >>> from transformers import GPT2Config
     >>> model = GPTLMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=100))
@@ -667,7 +676,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
                 features, s.padded_vocab_size, process_group, bias=s.lm_head_bias,
                 sequence_parallel=s.sequence_parallel, **factory,
             )  # fmt: skip
-        self.vocab_size = s.vocab_size  # without padding, which generation then never draws
+        self.vocab_size = s.vocab_size  # without padding, so that generation never draws it
         self.depends_on_capacity = depends_on_length(s)
         self.norm_head = s.norm_head
         self.softcap = s.final_logit_softcapping
@@ -676,7 +685,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Let the head have the embedding as its weight, if tied, and all processes what they share."""
+        """Use the embedding as the weight of the head, if they are tied, and synchronise what processes share."""
         if self.tie_word_embeddings:
             self.lm_head.weight = self.transformer.embeddings.word_embeddings.weight
         self.transformer.tie_weights()
@@ -752,29 +761,29 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
             input_ids: (batch, seqlen) int64.
             position_ids: as in `GPTModel.forward`.
             inference_params: see `flash_attn.utils.generation.InferenceParams`.
-            num_last_tokens: only for so many tokens at the end of each sequence; all if 0.
+            num_last_tokens: give logits only for this many tokens at the end of each sequence; 0 means all.
             labels: (batch, seqlen), as transformers takes them: input_ids, with -100 for tokens that do not count.
-                Each is compared with the logits of the token before it. Others that are no class of the vocabulary
-                are an error on the CPU; on a GPU, where reading them would wait for the device, and in a compiled
-                graph they do not count either, like -100.
-            shift_labels: (batch, seqlen), in place of labels: the token that follows each of input_ids, or -100.
-            loss_fn: in place of `linear_cross_entropy`, a function of hidden (batch, seqlen, features), the weight of
-                the head (padded vocabulary, features), shift_labels and the bias of the head or None. Say, a
+                Each is compared with the logits of the token before it. Any other label that is not in the vocabulary
+                is an error on the CPU; on a GPU, where reading it would wait for the device, and in a compiled graph,
+                it does not count, like -100.
+            shift_labels: (batch, seqlen), instead of labels: the token that follows each of input_ids, or -100.
+            loss_fn: instead of `linear_cross_entropy`, a function of hidden (batch, seqlen, features), the weight of
+                the head (padded vocabulary, features), shift_labels, and the bias of the head or None; for example a
                 `LinearCrossEntropyLoss` with label smoothing. With a group, it must know the group. With
-                config.final_logit_softcapping, it gets this as softcap.
+                config.final_logit_softcapping, it gets this as the keyword softcap.
             attention_mask: (batch, seqlen), 1 for tokens and 0 for padding, as in `GPTModel.forward`. Padding does not
-                count in the loss, neither as a label nor where it would be what another token is predicted from.
+                count in the loss, neither as a label nor as the position that a label is predicted from.
 
-        Returns CausalLMOutput(logits) with logits (batch, seqlen or num_last_tokens, padded vocabulary). With a group
-        they are this process's part of the vocabulary, and all of it with inference_params.
-        With labels or shift_labels, CausalLMLoss(loss): the mean over the labels that count, over the classes without
-        padding, from `linear_cross_entropy`, which does not hold all logits.
+        Returns CausalLMOutput(logits) with logits (batch, seqlen or num_last_tokens, padded vocabulary); with a group,
+        this process's part of the vocabulary, or all of it with inference_params. With labels or shift_labels, returns
+        CausalLMLoss(loss): the mean over the labels that count, without the padding of the vocabulary, computed by
+        `linear_cross_entropy`, which never holds all logits.
 
-        Tokens see those before them, so padding on their right changes nothing but its own logits: with labels of -100
-        for it, no mask is needed.
+        Tokens see only those before them, so padding on the right changes no logits but its own: if its labels are
+        -100, no mask is needed.
 
         Raises TypeError or ValueError for input_ids or labels that are no tensors, or of another dtype or shape, and
-        on the CPU for labels that are no class.
+        on the CPU for labels that are not in the vocabulary.
         """
         checks.tensor("input_ids", input_ids)
         if input_ids.dim() != 2:
@@ -826,7 +835,7 @@ class GPTLMHeadModel(GPTPreTrainedModel, GenerationMixin):
         return loss_fn(hidden, weight, following, self.lm_head.bias, **options)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Also takes the state dicts of earlier releases, with `transformer.ln_0`, and changes these in place."""
+        """Also takes state dicts of earlier releases, with `transformer.ln_0`, which are changed in place."""
         if "transformer.ln_0.weight" in state_dict:
             _shift_norms(state_dict, settings(self.config).n_layer)
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
@@ -851,7 +860,7 @@ def _following(labels, shift_labels, attention_mask, shape, num_last_tokens):
 
 
 def _shift_norms(state_dict, n_layer):
-    """Move each norm to the block that begins with it, from the one that ended with it."""
+    """In earlier releases a block ended with the norm of the next one: move each norm to the block it now begins."""
 
     def move(source, target):
         for kind in ("weight", "bias"):

@@ -64,13 +64,13 @@ def _gemma(read):
         return {}
     fields = {"norm_zero_centered": True, "mup_embeddings_multiplier": read("hidden_size") ** 0.5}
     read("hidden_activation")  # without effect
-    if read("hidden_act") == "gelu":  # which Gemma's configurations say, but do not mean
+    if read("hidden_act") == "gelu":  # Gemma's configurations say this, but the model uses the tanh form
         fields["activation_function"] = "geglu_tanh"
     return fields
 
 
 def _tied(read):
-    """The heads of Gemma and SmolLM3 are, unless their configurations say otherwise."""
+    """The heads of Gemma and SmolLM3 are tied to the embeddings, unless their configurations say otherwise."""
     return {"tie_word_embeddings": read("tie_word_embeddings", default=_type(read) in ("gemma", "smollm3"))}
 
 
@@ -100,7 +100,7 @@ def _turns(read):
 
 
 def _windows(read):
-    """Mistral has them in all layers, Ministral in those that layer_types names, the two below only if told so."""
+    """Mistral: all layers. Ministral: those that layer_types names. Qwen and SmolLM3: only with use_sliding_window."""
     if _type(read) == "mistral":
         return windows(read)
     if _type(read) == "ministral":
@@ -111,7 +111,7 @@ def _windows(read):
 
 
 def _windows_if_used(read):
-    """Qwen has them from some layer on, and SmolLM3 where it does not turn, unless layer_types names the layers."""
+    """Qwen: from layer max_window_layers on. SmolLM3: layers without rotary embedding. Unless layer_types says it."""
     used, first = read("use_sliding_window", default=False), read("max_window_layers", default=28)
     read("sliding_window")  # without effect unless used
     qwen = [i >= first for i in range(read("num_hidden_layers"))]
@@ -119,7 +119,7 @@ def _windows_if_used(read):
     kinds = read("layer_types", default=kinds_by(used and each for each in usual))
     if used:
         return windows(read, kinds)
-    for kind in kinds:  # which would have a window in some of transformers' implementations of attention alone
+    for kind in kinds:  # transformers would use a window in some of its implementations of attention only
         refuse_unless("layer_types", kind, ("full_attention",))
     return {}
 
@@ -218,9 +218,9 @@ def inv_remap_state_dict_meta_llama(state_dict: dict[str, Tensor], config: Any) 
 def config_from_meta_checkpoint(checkpoint_path: str | os.PathLike, model_name: str) -> Any:
     """The configuration in <checkpoint_path>/<model_name>/params.json, as transformers' LlamaConfig if there is one.
 
-    Where it does not say the size of the vocabulary, this is that of tokenizer.model beside it, which takes the package
-    sentencepiece; 32000 without the file. Raises ValueError for use_scaled_rope (Llama 3.1 and later), as the file does
-    not say how the rotary embedding is scaled: the configuration that transformers has does.
+    If it does not say the size of the vocabulary, that of tokenizer.model beside it is used, which needs the package
+    sentencepiece; without this file, 32000. Raises ValueError for use_scaled_rope (Llama 3.1 and later): the file does
+    not say how the rotary embedding is scaled, while transformers' configuration does.
     """
     folder = pathlib.Path(checkpoint_path, model_name)
     params = json.loads((folder / "params.json").read_text())
@@ -237,7 +237,7 @@ def config_from_meta_checkpoint(checkpoint_path: str | os.PathLike, model_name: 
         tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
     if params.get("rope_theta") is not None:
-        fields |= dict.fromkeys(("rotary_emb_base", "rope_theta"), params["rope_theta"])  # ours, transformers'
+        fields |= dict.fromkeys(("rotary_emb_base", "rope_theta"), params["rope_theta"])  # our name, and transformers'
     if importlib.util.find_spec("transformers") is None:
         return types.SimpleNamespace(model_type="llama", **fields)
     from transformers import LlamaConfig

@@ -22,7 +22,7 @@ from flash_attn.models._rope import turning_in, whole_rope_fields
 
 
 def _rotary(read):
-    """Layers of OLMo 3 with a window are not scaled; those of EXAONE 4 alone turn, if there are any."""
+    """OLMo 3: no scaling in layers with a window. EXAONE 4: if it has windows, only their layers rotate."""
     if _type(read) == "olmo2":
         return whole_rope_fields(read)
     kinds = kinds_of_layers(read, 4)

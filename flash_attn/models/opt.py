@@ -20,7 +20,7 @@ from flash_attn.models._keys import (
     reordered,
 )  # fmt: skip
 
-# The table of positions begins with two rows that no token of a text has.
+# The table of positions begins with two rows that are never used: OPT counts positions from 2.
 _WITHOUT_FIRST_TWO = Order(take=lambda rows, s: torch.arange(2, rows), length=lambda rows, s: rows + 2)
 
 

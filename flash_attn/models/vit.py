@@ -313,7 +313,7 @@ def _check_variant(**given):
     )
     for name, value in given.items():
         if value != covered[name]:
-            raise ValueError(f"{name} must be {covered[name]!r}, the one variant that is covered, found {value!r}")
+            raise ValueError(f"{name} must be {covered[name]!r}, the one supported variant, found {value!r}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -325,7 +325,10 @@ _NAMES = {".attn.qkv.": ".mixer.Wqkv.", ".attn.proj.": ".mixer.out_proj."}  # ti
 
 
 def remap_state_dict_timm(state_dict: Mapping[str, Any], model: VisionTransformer) -> OrderedDict[str, Any]:
-    """The state dict of `model`, of one of timm's VisionTransformer with the same options. Its own stays as it is."""
+    """The state dict of timm's VisionTransformer, with the names of `model`, which has the same options.
+
+    A state dict that already has the names of `model` is returned unchanged.
+    """
     result = OrderedDict((_renamed(key, _NAMES.items()), tensor) for key, tensor in state_dict.items())
     if _PATCHES in result and isinstance(model.patch_embed, PatchEmbed):  # which has no convolution, as timm's has
         result[_PATCHES] = result[_PATCHES].flatten(1)

@@ -62,8 +62,8 @@ class Block(nn.Module):
         fused_dropout_add_ln: dropout, add and norm in one kernel. The norms must be nn.LayerNorm or
             `flash_attn.ops.triton.layer_norm.RMSNorm`. The norm's output then has the dtype of the hidden states
             instead of that of the norm's weight, and a residual that is given keeps its dtype.
-        return_residual: the mixer and the MLP return (output, input), and these inputs are the residuals. It has an
-            effect only without prenorm.
+        return_residual: the mixer and the MLP return (output, input), and the block adds these inputs as residuals.
+            Only used without prenorm.
         residual_in_fp32: keep the residual stream in float32. Only with prenorm.
         sequence_parallel: mark the norms' parameters for `allreduce_sequence_parallel_grad`.
         mark_shared_params: mark the norms' parameters for `sync_shared_params`.
@@ -143,8 +143,8 @@ class Block(nn.Module):
         Arguments:
             hidden_states: (..., dim), the output of the block before, not yet added to the residual.
             residual: (..., dim), the residual stream; None in the first block, and without prenorm.
-            mixer_subset: a slice or list of the tokens that go on, as MHA with cross_attn takes it. It has an effect
-                only with prenorm.
+            mixer_subset: a slice or list of the tokens that are kept, as MHA with cross_attn takes it. Only used with
+                prenorm.
             mixer_kwargs: more arguments of the mixer.
 
         Returns (hidden_states, residual) with prenorm, otherwise the new hidden_states. Raises ValueError for a
@@ -280,7 +280,7 @@ class ParallelBlock(nn.Module):
     def _fused_add_norm(self, x1: Tensor, x2: Tensor | None, residual: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """`_add_norm` in one kernel."""
         dropout_p = self.dropout1.p if self.training else 0.0
-        if self.training and x2 is not None and self.dropout1.p != self.dropout2.p:  # the kernel takes one probability
+        if self.training and x2 is not None and self.dropout1.p != self.dropout2.p:  # the kernel has one for both
             x1, x2, dropout_p = self.dropout1(x1), self.dropout2(x2), 0.0
         norm2 = {} if self.tied_norm else dict(weight1=self.norm2.weight, bias1=self.norm2.bias)
         normed, *normed2, h = _fused_norm(self, self.norm1, x1, residual, dropout_p, prenorm=True, x1=x2, **norm2)

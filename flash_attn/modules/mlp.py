@@ -62,7 +62,7 @@ class _Gated(_TwoLayers):
         """value * activation(gate)."""
         if self.activation is F.sigmoid:
             return F.glu(y, dim=-1)
-        if self.activation is F.silu and y.dtype != torch.float64:  # which the fused function does not take
+        if self.activation is F.silu and y.dtype != torch.float64:  # the fused function has no float64
             return swiglu_of_halves(y)
         value, gate = y.chunk(2, dim=-1)
         return value * self.activation(gate)
@@ -198,7 +198,7 @@ class ParallelGatedMlp(_Gated):
         factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         hidden_features = _round_up(_or_else(hidden_features, int(8 * in_features / 3)), multiple_of)
         out_features = _or_else(out_features, in_features)
-        # multiple_of=2: a value and its gate go to one process.
+        # multiple_of=2, so that a value and its gate go to the same process.
         self.fc1 = ColumnParallelLinear(
             in_features, 2 * hidden_features, process_group, bias=bias1, multiple_of=2, **factory
         )
@@ -206,7 +206,7 @@ class ParallelGatedMlp(_Gated):
 
 
 def _is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Whether a call of the layer is only the product with its own weight."""
+    """Whether a call of the layer only computes the product with its weight: no hooks, nothing to gather."""
     sends = isinstance(layer, ColumnParallelLinear) and layer.sequence_parallel
     return type(layer) in (Linear, ColumnParallelLinear) and not sends and fused_dense.is_called_plainly(layer)
 

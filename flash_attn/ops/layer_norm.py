@@ -1,6 +1,6 @@
 """LayerNorm fused with what comes before it: dropout, row scale, layer scale and the residual stream.
 
-With h = dropout(rowscale * x0) * layerscale + residual, all of it optional but x0,
+With h = dropout(rowscale * x0) * layerscale + residual, all of it optional except x0,
 
     out = (h - mean(h)) / sqrt(var(h) + epsilon) * weight + bias
 
@@ -94,14 +94,14 @@ def dropout_add_layer_norm_subset(
     Arguments, where they differ from `dropout_add_layer_norm`:
         x0: (entries, ..., features), only the rows that take part.
         residual: all rows.
-        x0_subset, out_subset: int32, of any shape, an entry for each row of the residual: 1 + the row of x0 that is
-            added to it, and 1 + the row of out that holds its norm; 0 if there is none. No row is named twice. Give
+        x0_subset, out_subset: int32, of any shape, one number for each row of the residual: 1 + the row of x0 that is
+            added to it, and 1 + the row of out that gets its norm; 0 if there is none. No row may be named twice. Give
             both or neither; with neither, this is `dropout_add_layer_norm`.
         rowscale_const: factor of every row of x0, such as 1 / (1 - drop rate).
         out_numrows: how many rows out has.
 
     Returns the same as `dropout_add_layer_norm`: out and h are (-1, *x0.shape[1:]), the mask is like x0. Rows of out
-    that no entry names are 0, and so are gradients of rows of x0 that no entry names.
+    that out_subset does not name are 0, and so are gradients of rows of x0 that x0_subset does not name.
     """
     return DropoutAddLayerNormSubsetFn.apply(
         x0, residual, weight, bias, layerscale, x0_subset, out_subset, dropout_p, epsilon, rowscale_const, out_numrows,
@@ -135,7 +135,7 @@ def dropout_add_layer_norm_parallel_residual(
     )  # fmt: skip
 
 
-# The names of upstream's autograd functions, for LayerNorm and RMSNorm.
+# The autograd functions of flash-attn by their names, for LayerNorm and RMSNorm; other packages call `apply`.
 
 
 class DropoutAddLayerNormFn:
@@ -226,7 +226,7 @@ class DropoutAddLayerNormParallelResidualFn:
 
 
 def _mask(mask, x):
-    """The mask, or ones where nothing is dropped."""
+    """The mask, or ones like x if nothing was dropped."""
     return torch.ones_like(x, dtype=torch.uint8) if mask is None else mask
 
 

@@ -1,6 +1,6 @@
 """RMSNorm fused with what comes before it: dropout, row scale, layer scale and the residual stream.
 
-With h = dropout(rowscale * x0) * layerscale + residual, all of it optional but x0,
+With h = dropout(rowscale * x0) * layerscale + residual, all of it optional except x0,
 
     out = h / sqrt(mean(h^2) + epsilon) * weight
 

@@ -120,7 +120,9 @@ class ReplicatedFunc(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
         """The sum of all processes' gradients."""
-        own = grad_output.clone(memory_format=torch.contiguous_format)  # others may hold the incoming one, too
+        own = grad_output.clone(
+            memory_format=torch.contiguous_format
+        )  # the sum is in place, and others may use the incoming gradient
         return AllReduceFunc.apply(own, ctx.process_group), None
 
 
@@ -155,7 +157,7 @@ def all_reduce(input_: Tensor, process_group: ProcessGroup) -> Tensor:
 
 
 def replicated(input_: Tensor, process_group: ProcessGroup) -> Tensor:
-    """Returns input_, which all processes of process_group hold, for a use of which each computes a part.
+    """Returns input_, which is the same in all processes of process_group, each of which computes with it a part.
 
     Its gradient is the sum of all processes' gradients.
     """
@@ -168,8 +170,8 @@ def sync_shared_params(model: torch.nn.Module, process_group: ProcessGroup) -> N
 
     process_group: all processes that have the model. The parameters are sent in the order of their names, since the
     other parameters may differ between processes. The attribute of a module applies to its own parameters, not to its
-    submodules. A model that is still on the CPU goes through the GPU, one parameter at a time, where the group is of
-    GPUs only (NCCL).
+    submodules. With a group that only sends between GPUs (NCCL), the parameters of a model that is still on the CPU are
+    copied through the GPU, one at a time.
     """
     only_gpus = dist.get_backend(process_group) == "nccl"
     for _, parameter in _tagged(model, "_shared_params"):

@@ -20,9 +20,9 @@ _NAMES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-PIECE = 2**28
+PIECE = 2**28  # bytes of tensors that `pieces_of_file` holds at a time
 HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only")
-_DTYPES = {  # as safetensors calls them; others are taken for torch's default
+_DTYPES = {  # as safetensors calls them; others count as torch's default dtype
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
@@ -104,11 +104,11 @@ def config_is_missing(model_name: str | os.PathLike[str], **hub: Any) -> OSError
 
 
 def existing_device(device: torch.device | str | int) -> torch.device:
-    """The device that is meant. Raises ValueError for a GPU where there is none."""
+    """`device` as a torch.device. Raises ValueError for a GPU where PyTorch can use none."""
     device = torch.device(device)
     if device.type == "cuda" and not torch.cuda.is_available():
         why = "finds no GPU" if torch.backends.cuda.is_built() else "is built without CUDA"
-        raise ValueError(f"device must be one that there is, found {str(device)!r}, while PyTorch {why}")
+        raise ValueError(f"device must be one that PyTorch can use, found {str(device)!r}, while PyTorch {why}")
     return device
 
 
@@ -126,24 +126,24 @@ def _first(find: Callable[[str], pathlib.Path], model_name: str | os.PathLike[st
     for name in _NAMES:
         try:
             return find(name)
-        except (OSError, ValueError) as error:  # the hub raises ValueError for a text that cannot be a name there
+        except (OSError, ValueError) as error:  # the hub raises ValueError for text that is no valid name
             reason = error
     why = _why(reason) or f"none of {', '.join(_NAMES)} is there"
     raise OSError(f"Model name {model_name} was not found: {why}") from reason
 
 
-# What errors of huggingface_hub mean, by their names, as they have moved between its modules.
+# What errors of huggingface_hub mean. By their names, because its releases have them in different modules.
 _REASONS = {
-    "HFValidationError": "it is neither a folder here nor known on the hub",
-    "RepositoryNotFoundError": "it is neither a folder here nor known on the hub, or private, and needs a token",
-    "GatedRepoError": "the hub gives it to those who have access, by their token",
+    "HFValidationError": "it is neither a local folder nor known on the hub",
+    "RepositoryNotFoundError": "it is neither a local folder nor known on the hub; a private one needs a token",
+    "GatedRepoError": "access to it must be granted on the hub first, and then needs a token",
     "RevisionNotFoundError": "it has no such revision on the hub",
-    "LocalEntryNotFoundError": "the hub cannot be reached, or must not be, and its cache here does not have the file",
+    "LocalEntryNotFoundError": "the hub cannot be reached, or local_files_only is set, and the cache has no such file",
 }
 
 
 def _why(error: Exception | None) -> str:
-    """What an error of the hub says, but that a file is not there."""
+    """What an error of the hub means, in words; nothing if it only says that a file is not there."""
     if isinstance(error, ModuleNotFoundError):
         return str(error)
     return _REASONS.get(type(error).__name__, "")
@@ -166,7 +166,7 @@ def _on_hub(model_name: str, options: dict[str, Any]) -> Callable[[str], pathlib
     try:
         from huggingface_hub import hf_hub_download
     except ModuleNotFoundError as error:
-        message = f"model_name must be a folder without the package huggingface_hub, found {model_name!r}"
+        message = f"model_name must be a local folder, found {model_name!r}: for the hub, install huggingface_hub"
         raise ModuleNotFoundError(message) from error
 
     return lambda name: pathlib.Path(hf_hub_download(model_name, name, **options))
@@ -212,7 +212,7 @@ def _load_torch(path: pathlib.Path, device: torch.device | str | None) -> dict[s
     try:
         return torch.load(path, map_location=device, weights_only=True)
     except (RuntimeError, EOFError) as error:  # the error does not name the file
-        if zipfile.is_zipfile(path):  # a whole one, so something else is wrong, as too little memory
+        if zipfile.is_zipfile(path):  # the file is whole, so the cause is another, such as too little memory
             raise
         raise ValueError(f"{path} must be a file of torch.save, found: {error}") from error
 

@@ -281,7 +281,9 @@ def test_a_gpu_that_there_is_not(device, tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for model, config in ((GPTLMHeadModel, CASES["gpt2"].config()), (BertModel, SMALL_BERT)):
         config.save_pretrained(tmp_path)
-        with pytest.raises(ValueError, match=r"device must be one that there is, found 'cuda.*', while PyTorch "):
+        with pytest.raises(
+            ValueError, match=r"device must be one that PyTorch can use, found 'cuda.*', while PyTorch "
+        ):
             model.from_pretrained(tmp_path, device=device)
 
 
@@ -348,11 +350,14 @@ def test_why_the_hub_does_not_have_it(monkeypatch):
     """A name that it does not know, one that is private, and no network are not the same."""
     hub, errors = pytest.importorskip("huggingface_hub"), pytest.importorskip("huggingface_hub.errors")
     for error, says in (
-        ("HFValidationError", "it is neither a folder here nor known on the hub"),
-        ("RepositoryNotFoundError", "it is neither a folder here nor known on the hub, or private"),
-        ("GatedRepoError", "the hub gives it to those who have access"),
+        ("HFValidationError", "it is neither a local folder nor known on the hub"),
+        ("RepositoryNotFoundError", "it is neither a local folder nor known on the hub; a private one needs a token"),
+        ("GatedRepoError", "access to it must be granted on the hub first"),
         ("RevisionNotFoundError", "it has no such revision on the hub"),
-        ("LocalEntryNotFoundError", "the hub cannot be reached, or must not be, and its cache here does not have"),
+        (
+            "LocalEntryNotFoundError",
+            "the hub cannot be reached, or local_files_only is set, and the cache has no such file",
+        ),
     ):
         kind = getattr(errors, error)
 
@@ -428,7 +433,7 @@ def test_what_does_not_fit(folder):
         assert f"\n    {line}\n" in f"{error.value}\n"
     assert "\n  not known:\n    model.layers.0.extra\n  of a wrong shape" in str(error.value)
     assert (
-        "\n  left over, as others that go into the same tensor are missing:\n    model.layers.1.self_attn.q_proj.weight"
+        "\n  left over, because other parts of the same tensor are missing:\n    model.layers.1.self_attn.q_proj.weight"
         "\n    model.layers.1.self_attn.v_proj.weight\n  not known:"
     ) in str(error.value)
     change(path, lambda tensors: tensors.update({"model.norm.weight": torch.ones(64)}))
@@ -487,7 +492,7 @@ def test_what_does_not_fit_may_be_left_out(folder, caplog):
 def test_no_checkpoint(tmp_path):
     with pytest.raises(OSError, match=r"config must be given, as there is no config.json in [^,]*$"):
         GPTLMHeadModel.from_pretrained(tmp_path)
-    with pytest.raises(OSError, match=r"no config.json in .*absent: it is neither a folder here nor known on the hub"):
+    with pytest.raises(OSError, match=r"no config.json in .*absent: it is neither a local folder nor known on the hub"):
         GPTLMHeadModel.from_pretrained(tmp_path / "absent")
     (tmp_path / "config.json").write_text('{"model_type": ')
     with pytest.raises(ValueError, match=r"config.json must be JSON, found: Expecting value"):
@@ -539,8 +544,8 @@ def test_what_cannot_be_saved(tmp_path):
             GPTLMHeadModel(config).save_pretrained(tmp_path)
     model = GPTLMHeadModel.from_config(CASES["llama"].config())
     for size, error, says in (
-        ("5 lots", ValueError, "max_shard_size must be a number of bytes or text as '5GB', found '5 lots'"),
-        (5e9, TypeError, "max_shard_size must be an integer or text as '5GB', found float"),
+        ("5 lots", ValueError, "max_shard_size must be a number of bytes or text such as '5GB', found '5 lots'"),
+        (5e9, TypeError, "max_shard_size must be an integer or text such as '5GB', found float"),
         (0, ValueError, "max_shard_size must be positive, found 0"),
         (-1, ValueError, "max_shard_size must be positive, found -1"),
         ("0GB", ValueError, "max_shard_size must be positive, found 0"),

@@ -123,7 +123,10 @@ def ids(batch=2, seqlen=12, device="cpu"):
         (dict(rotary_emb_fraction=[0.5]), r"config.rotary_emb_fraction must be one value, or one for each of the 2 l"),
         (dict(rotary_emb_fraction=[0.0, 2.0]), r"config.rotary_emb_fraction must be from 0 to 1, found \[0.0, 2.0\]"),
         (dict(rotary_emb_fraction=1.0, rotary_emb_base=[1e4, 0.0]), r"config.rotary_emb_base must be positive, found"),
-        (dict(norm_bias=False, rms_norm=True), r"config.norm_bias must be True with rms_norm, which has none anyway"),
+        (
+            dict(norm_bias=False, rms_norm=True),
+            r"config.norm_bias must be True with rms_norm, which has no bias in any case",
+        ),
     ],
 )
 def test_refused_configurations(options, says):

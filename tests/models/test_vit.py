@@ -333,7 +333,7 @@ def test_state_dicts_that_do_not_fit():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(global_pool="avg"), "global_pool must be 'token', the one variant that is covered, found 'avg'"),
+        (dict(global_pool="avg"), "global_pool must be 'token', the one supported variant, found 'avg'"),
         (dict(init_values=1e-5), "init_values must be None, .* found 1e-05"),
         (dict(class_token=False), "class_token must be True, .* found False"),
         (dict(pre_norm=True), "pre_norm must be False, .* found True"),

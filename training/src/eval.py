@@ -19,17 +19,19 @@ from src.utils.modules import is_meta, load_weights
 log = utils.get_logger(__name__)
 
 _AVERAGED = "state_dict_ema"  # what EMACallback adds to a checkpoint
-_OF_CHECKPOINT = ("model", "task", "train")  # of which configuration checkpoint_type decides
+_OF_CHECKPOINT = ("model", "task", "train")  # checkpoint_type=lightning takes these from the checkpoint
 
 
 def evaluate(config: DictConfig) -> dict[str, float]:
     """Validate and test a model, and return the results, which are printed and written to eval.json as well.
 
-    config.eval says which: ckpt is a checkpoint (see `load_checkpoint`), or null for the model as it is made, from
-    model_pretrained if there is one in the configuration, else from model. checkpoint_type is "pytorch" for the model
-    of this configuration, or "lightning" for that of the configuration in the checkpoint; the data is always that of
-    this one, if it has any. averaged says whether weights are those that EMACallback has averaged: null takes them if
-    they are there. run_val and run_test say what is done.
+    Keys of config.eval:
+        ckpt: a checkpoint (see `load_checkpoint`); null evaluates the model as it is created, from
+            config.model_pretrained if that is there, else from config.model.
+        checkpoint_type: "pytorch" for the model of this configuration, "lightning" for the model of the configuration
+            in the checkpoint. The data is that of this configuration, if it has any.
+        averaged: whether to take the weights that EMACallback has averaged; null takes them if they are there.
+        run_val, run_test: which of the two to do.
 
     Raises ValueError for options that do not fit together; the message names the key.
     """
@@ -63,7 +65,7 @@ def remove_prefix(text: str, prefix: str) -> str:
 
 
 def _resolved(path):
-    """A checkpoint: the path itself, or the latest one in this folder."""
+    """The path of a checkpoint: the given one, or the latest checkpoint in it if it is a folder of checkpoints."""
     path = pathlib.Path(path)
     if not path.exists():
         raise ValueError(f"eval.ckpt must be a checkpoint or a folder of checkpoints, found nothing at {path}")
@@ -73,7 +75,7 @@ def _resolved(path):
 
 
 def _with_checkpoint_type(config, kind, path):
-    """The configuration of the run, with the model of the checkpoint if it is of this kind."""
+    """The configuration; for checkpoint_type "lightning" with the model of the checkpoint."""
     if kind == "pytorch":
         return config
     if kind != "lightning":
@@ -92,13 +94,13 @@ def _with_checkpoint_type(config, kind, path):
 
 
 def _weights(path, averaged) -> dict[str, Tensor]:
-    """The weights of the model, the averaged ones or not."""
+    """The weights of the model: averaged ones, or those at the end of training."""
     contents = {} if averaged is False else _contents(path)
     if _AVERAGED in contents:
         log.info("Evaluating the averaged weights of %s", path)
         return {name.removeprefix("model."): x for name, x in contents[_AVERAGED].items()}
     if averaged:
-        raise ValueError(f"eval.averaged=True needs a checkpoint of a run with EMACallback, found {path} without")
+        raise ValueError(f"eval.averaged=True needs a checkpoint of a run with EMACallback, found none in {path}")
     log.info("Evaluating the weights of %s", path)
     return load_checkpoint(path)
 

@@ -3,8 +3,8 @@
     python -m src.export CHECKPOINT FOLDER
     transformers.AutoModelForCausalLM.from_pretrained(FOLDER), transformers.AutoTokenizer.from_pretrained(FOLDER)
 
-The format is that of GPT-2, unless the model was made from a checkpoint of another family. A model that GPT-2 in
-transformers cannot be, such as one with rotary embeddings, is refused with the field of its configuration that differs.
+The format is that of GPT-2, unless the model was made from a checkpoint of another family. A model that transformers'
+GPT-2 cannot express, such as one with rotary embeddings, is refused; the error names the field that differs.
 """
 
 import argparse

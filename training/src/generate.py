@@ -34,10 +34,11 @@ def generate(
     Arguments:
         model, tokenizer: as `open_model` returns them.
         prompt: may be empty; the model then begins a new document.
-        max_new_tokens: it ends earlier at the end-of-text token, or where the model has no more positions.
+        max_new_tokens: the most tokens to write. The text ends earlier at an end-of-text token, or where the model has
+            no more positions.
         greedy: take the likeliest token each time, and ignore the next three arguments.
         temperature, top_k, top_p: as in `flash_attn.utils.generation.sampling.sample`; 0 means all tokens.
-        repetition_penalty: makes tokens less likely that were there before, if it is more than 1.
+        repetition_penalty: above 1, makes tokens less likely that have occurred before.
         seed: makes the result repeatable.
         stream: print the prompt and the text, word by word.
 
@@ -72,9 +73,9 @@ def parser():
     command.add_argument("--prompt", default="", help="what the text begins with (default: nothing)")
     command.add_argument("--max-new-tokens", type=int, default=200, help="(default %(default)s)")
     command.add_argument("--greedy", action="store_true", help="take the likeliest token each time")
-    command.add_argument("--temperature", type=float, default=1.0, help="lower is safer (default %(default)s)")
-    command.add_argument("--top-k", type=int, default=0, help="draw from so many likeliest tokens (default: all)")
-    command.add_argument("--top-p", type=float, default=0.0, help="and that have this probability (default: all)")
+    command.add_argument("--temperature", type=float, default=1.0, help="lower is less random (default %(default)s)")
+    command.add_argument("--top-k", type=int, default=0, help="draw from this many likeliest tokens (default: all)")
+    command.add_argument("--top-p", type=float, default=0.0, help="likeliest tokens of this probability (default: all)")
     command.add_argument("--repetition-penalty", type=float, default=1.0, help="(default %(default)s, none)")
     command.add_argument("--seed", type=int, help="the same seed, the same text")
     return command

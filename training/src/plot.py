@@ -4,8 +4,8 @@
     python -m src.plot small large --output compared.png        # several in one figure
     python -m src.plot logs/runs/2025-01-31/12-00-00            # a folder with logs, or a metrics.csv
 
-A run that was resumed has several logs, one for each start. They are joined: what a later start has computed again
-takes the place of what the earlier one had logged.
+A run that was resumed has several logs, one for each start. They are joined: where a later start repeated steps, its
+values replace those of the earlier one.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import numpy as np
 # Okabe and Ito's colours, which people with any kind of colour vision can tell apart.
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]
 
-# What is drawn, by the first column of the log that matches. Names are those of Lightning and of our callbacks.
+# Patterns of the columns that are drawn; the first match counts. The names come from Lightning and our callbacks.
 TRAINING_LOSS = r"train/loss(_step)?"
 VALIDATION_LOSS = r"val/loss(_epoch)?"
 LEARNING_RATE = r"lr-[^/]+(/pg1)?"
@@ -28,7 +28,7 @@ SPEED = r"(.*/)?tokens?(_per_|/|_)s(ec(ond)?)?"
 
 Series = dict[int, float]  # the values of a column, by step
 
-_LOGS = "metrics*.csv"  # of a run that was resumed in the same folder, earlier ones have longer names
+_LOGS = "metrics*.csv"  # metrics_until_….csv are those of earlier starts in the same folder
 
 
 def find_logs(run: str, logs: pathlib.Path) -> dict[str, list[pathlib.Path]]:
@@ -78,7 +78,7 @@ def column(columns: dict[str, Series], pattern: str) -> tuple[np.ndarray, np.nda
 
 
 def smoothed(values: np.ndarray, points: float | None = None) -> np.ndarray:
-    """Exponential moving average over about so many points; by default a twentieth of them, but at most 50."""
+    """Exponential moving average over about `points` points; by default a twentieth of all, but at most 50."""
     points = min(len(values) / 20, 50) if points is None else points
     decay, total, weight, out = 1 - 1 / max(points, 1), 0.0, 0.0, []
     for value in values:
@@ -89,7 +89,7 @@ def smoothed(values: np.ndarray, points: float | None = None) -> np.ndarray:
 
 
 def tokens_at(columns: dict[str, Series], steps: np.ndarray) -> np.ndarray | None:
-    """How many tokens had been read at each step, between and beyond the logged steps on a line; None if not logged."""
+    """How many tokens had been read at each step, linear between and beyond the logged ones; None if not logged."""
     known, tokens = column(columns, TOKENS)
     if len(known) < 2:
         return None

@@ -20,14 +20,15 @@ from src.utils.resolvers import device_count
 
 log = utils.get_logger(__name__)
 
-_PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}  # Lightning has new names
+_PRECISIONS = {"16": "16-mixed", "bf16": "bf16-mixed", "32": "32-true", "64": "64-true"}  # ours, Lightning's
 
 
 def train(config: DictConfig) -> float | None:
     """Train as a configuration says, and return the metric that `optimized_metric` names, if it has this key.
 
-    With resume, training goes on from the latest complete checkpoint of callbacks.model_checkpoint.dirpath; if there is
-    none it starts from the beginning. Afterwards the model is tested, with its last weights, if `test_after_training`.
+    With config.resume, training goes on from the latest complete checkpoint in callbacks.model_checkpoint.dirpath, or
+    starts from the beginning if there is none. Afterwards the model is tested, with its last weights, if
+    `test_after_training`.
 
     Raises ValueError for a configuration that cannot be run; the message names its key.
     """
@@ -48,7 +49,7 @@ def train(config: DictConfig) -> float | None:
     metrics = dict(trainer.callback_metrics)
     if config.get("test_after_training") and not trainer.fast_dev_run:
         trainer.test(model, datamodule=datamodule)
-        metrics |= trainer.callback_metrics  # which has no others after a test
+        metrics |= trainer.callback_metrics  # after a test, it has the test's metrics only
     utils.finish(config, model, datamodule, trainer, callbacks, loggers)
     best = getattr(trainer.checkpoint_callback, "best_model_path", "")
     if best:
@@ -68,14 +69,14 @@ def check_devices(config: DictConfig) -> None:
 
 
 def check_folder(config: DictConfig) -> None:
-    """Raise ValueError if checkpoints could not be written: the first one may be hours away."""
+    """Raise ValueError if checkpoints cannot be written, before the hours until the first one."""
     folder = OmegaConf.select(config, "callbacks.model_checkpoint.dirpath")
     if folder is not None:
         check_writable(folder, "callbacks.model_checkpoint.dirpath", "CHECKPOINT_DIR")
 
 
 def check_warmstart(config: DictConfig) -> None:
-    """Raise ValueError if the weights to begin with are not there: they are read when the data is prepared."""
+    """Raise ValueError if the weights to begin with are missing, before the data is prepared."""
     options = OmegaConf.select(config, "train.warmstart")
     if options is not None and not os.path.exists(options.get("path") or ""):
         raise ValueError(f"train.warmstart.path must be a checkpoint, found nothing at {options.get('path')}")
@@ -97,7 +98,7 @@ def checkpoint_to_resume(config: DictConfig) -> str | None:
 
 
 def instances(configs: DictConfig | None) -> list[Any]:
-    """What the entries with a _target_ describe; entries that are null or without one are left out."""
+    """The objects that entries with a _target_ describe; entries that are null or have none are left out."""
     return [
         instantiate(each, _convert_="all")
         for each in (configs or {}).values()
@@ -106,7 +107,7 @@ def instances(configs: DictConfig | None) -> list[Any]:
 
 
 def loggers_of(config: DictConfig) -> list[Any]:
-    """The loggers of a configuration. In place of wandb, where it is not installed, there is a CSV logger."""
+    """The loggers of a configuration. Where wandb is not installed, a CSV logger takes its place."""
     configs = {name: each for name, each in (config.get("logger") or {}).items() if each and "_target_" in each}
     if "wandb" in configs and importlib.util.find_spec("wandb") is None:
         log.warning("logger=wandb needs the package wandb (pip install wandb): metrics go to csv/ in the run's folder")
@@ -132,14 +133,14 @@ def _keep_earlier_metrics(folder):
 
 
 def trainer_of(config: DictConfig, callbacks: list[Any], loggers: list[Any]) -> L.Trainer:
-    """The Trainer of a configuration. Without trainer.strategy, several devices have DDP."""
+    """The Trainer of a configuration. Without trainer.strategy, several devices are run with DDP."""
     options = config.trainer.copy()
     precision = str(options.get("precision", ""))
     if precision in _PRECISIONS:
         options.precision = _PRECISIONS[precision]
     options.accelerator = options.get("accelerator") or "auto"
     options.pop("strategy", None)
-    if not loggers:  # Lightning would refuse
+    if not loggers:  # Lightning refuses this monitor then
         callbacks = [each for each in callbacks if not isinstance(each, LearningRateMonitor)]
     return instantiate(
         options,

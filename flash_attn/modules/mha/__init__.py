@@ -5,12 +5,12 @@
 
 With `use_flash_attn` the modules call `flash_attn_func` and its like, which have ALiBi, windows and packed sequences of
 different lengths; without it torch's scaled_dot_product_attention, which takes a padding mask. Both give the same
-numbers.
+results up to rounding.
 
 For decoding, the modules append keys and values to a cache, `inference_params.key_value_memory_dict[layer_idx]`. See
 `flash_attn.utils.generation.InferenceParams`.
 
-Modules: `inner_attention` is attention without parameters, `_cache` the rules of keys and values that are kept, `_base`
+Modules: `inner_attention` is attention without parameters, `_cache` the rules of the cache of keys and values, `_base`
 what `multihead` (MHA) and `parallel` (ParallelMHA, its heads divided over processes) share. Names from elsewhere are
 here because other packages import them from this module.
 """

@@ -130,7 +130,7 @@ class MultiHeadAttention(nn.Module):
         leftpad = caches.leftpad_of_prompt(inference_params, qkv.shape[0])
         if leftpad is None:
             return self._attention_of_projected(qkv, inference_params, **kwargs)
-        # The padding moves after the tokens, where the causal mask hides it: token i is then at position i.
+        # Moved behind the tokens, the padding is hidden by the causal mask, and token i is at position i.
         checks.number("causal", self.causal, bool(self.inner_cross_attn.causal), "true for prompts with padding")
         context = self._attention_of_projected(shifted(qkv, leftpad), inference_params, **kwargs)
         return shifted(context, -leftpad)
@@ -206,21 +206,22 @@ class MultiHeadAttention(nn.Module):
             raise ValueError("layer_idx must be given to the constructor for a cache, found None")
         caches.claim_cache(self, self.layer_idx, inference_params)
         cache = inference_params.key_value_memory_dict.get(self.layer_idx)
-        if self.use_flash_attn and cache is not None:  # under autocast the other attention takes every dtype
+        if self.use_flash_attn and cache is not None:  # torch's attention casts by itself under autocast
             checks.tensor(f"key_value_memory_dict[{self.layer_idx!r}]", cache, dtypes=(kv.dtype,))
         return caches._update_kv_cache(kv, inference_params, self.layer_idx)
 
     def _decodes_in_kernel(self, inference_params: Any) -> bool:
         """Whether this is a step after the prompt that `flash_attn_with_kvcache` serves.
 
-        Without use_flash_attn these are the steps in which rows may differ in length, which the mask does not know.
+        Without use_flash_attn it serves only batches whose rows may differ in length: torch's attention has no mask for
+        these.
         """
         if inference_params is None or inference_params.seqlen_offset == 0:
             return False
         return self.use_flash_attn or caches.has_rows_of_different_lengths(inference_params)
 
     def _rotates_in_kernel(self, seqlen: int, inference_params: Any) -> bool:
-        """Whether decoding can leave rotation to the kernel, which rotates one query, or several if causal."""
+        """Whether the decoding kernel can rotate: it takes several queries only if they are causal, and no xPos."""
         return (
             self._decodes_in_kernel(inference_params)
             and self.rotary_emb_dim > 0
@@ -235,7 +236,7 @@ class MultiHeadAttention(nn.Module):
         if cache is None:
             raise ValueError(f"key_value_memory_dict must hold layer_idx={self.layer_idx} to decode, found no such key")
         caches.claim_cache(self, self.layer_idx, inference_params)
-        # Detached, as the kernel has no gradient, while the prompt may have left one to the cache.
+        # The prompt may have left the cache with a gradient, which this kernel does not have.
         cache = caches.cache_rows(cache, kv, inference_params).detach()
         cos = sin = None
         if rotary:
@@ -286,13 +287,13 @@ def _check_needs_of_flash(use_flash_attn: bool, use_alibi: bool, window_size: tu
 
 
 def _alibi_slopes(num_heads: int, world_size: int, rank: int) -> Tensor:
-    """The slopes of a process's heads, on the CPU, where they stay if the parameters are on the meta device."""
+    """The slopes of a process's heads, on the CPU: they keep their values while parameters are on the meta device."""
     shares = [get_dim_for_local_rank(num_heads, world_size, each) for each in range(world_size)]
     slopes = torch.tensor(get_alibi_slopes(num_heads), dtype=torch.float32, device="cpu")
     return slopes.split(shares)[rank].clone()
 
 
 def shifted(x: Tensor, steps: Tensor) -> Tensor:
-    """x (batch, seqlen, ...) with row b moved left by steps[b] tokens; what leaves comes back on the right."""
+    """x (batch, seqlen, ...) with row b rolled left by steps[b] tokens: the first ones come back at the end."""
     columns = (torch.arange(x.shape[1], device=x.device) + steps[:, None]) % x.shape[1]
     return x.gather(1, columns.view(*columns.shape, *(1,) * (x.dim() - 2)).expand_as(x))

@@ -47,7 +47,7 @@ def check_room(x: Tensor, inference_params: Any, rows: int, capacity: int) -> No
 
 
 def claim_cache(layer: nn.Module, layer_idx: Any, inference_params: Any) -> None:
-    """Check that no other layer has written to this layer's cache since the prompt, and note that this one does."""
+    """Check that no other layer has written to this layer's cache since the prompt, and record that this one does."""
     writers = getattr(inference_params, "writers", None)
     if writers is None or torch.compiler.is_compiling():
         return

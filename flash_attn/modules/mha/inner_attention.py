@@ -70,10 +70,10 @@ class _FlashAttention(nn.Module):
         return self
 
     def slopes_on(self, device: torch.device) -> Tensor | None:
-        """The slopes on the device of the inputs, where they stay, since a CUDA graph cannot copy them from the CPU.
+        """The slopes on the device of the inputs. They stay there, since a CUDA graph cannot copy them from the CPU.
 
-        They are on another device as long as the module is on the meta device, and until its first call if it was made
-        there and given its parameters later.
+        They are on another device only for a module on the meta device, and, if it was made there, until the first call
+        after it got its parameters.
         """
         slopes = self.alibi_slopes
         if slopes is None or slopes.device == device:
@@ -212,13 +212,13 @@ class _TorchAttention(nn.Module):
         same_tokens: bool,
     ) -> Tensor:
         causal = self.causal if causal is None else causal
-        is_causal = False  # set in a branch, since torch does not take the comparison of symbolic sizes for a bool
+        is_causal = False  # not the comparison itself: with symbolic sizes it would not be a bool
         if causal and key_padding_mask is None and q.shape[1] == k.shape[1]:
             is_causal = True
         mask = None if is_causal else _mask(q, k, causal, key_padding_mask, same_tokens)
         no_key = None
         if mask is not None:
-            # The softmax of a row without keys would be NaN: such a row attends to all of them, and is cleared after.
+            # The softmax of a row without keys would be NaN. So such a row attends to all keys, and is set to 0 later.
             no_key = ~mask.any(dim=-1, keepdim=True)
             mask = mask | no_key
         out = F.scaled_dot_product_attention(
@@ -257,10 +257,11 @@ class CrossAttention(_TorchAttention):
     ) -> Tensor:
         """Attention of q (batch, seqlen_q, heads, head_dim) to kv (batch, seqlen_k, 2, heads_kv, head_dim).
 
-        key_padding_mask: (batch, seqlen_k) bool, true for keys that count; the last query is then at the position that
-        their number in each row gives. causal: overrides that of the module unless None. same_tokens: queries and keys
-        are of the same tokens, so that a query sees keys up to its own position, whatever the padding. Returns a tensor
-        like q, 0 for queries that see no key. Raises TypeError or ValueError for tensors that do not fit together.
+        key_padding_mask: (batch, seqlen_k) bool, true for keys that count; with causal, the last query of a row is then
+        at the position of the last of that many keys. causal: overrides that of the module unless None. same_tokens:
+        queries and keys are of the same tokens, so that a query sees keys up to its own position, whatever the padding.
+        Returns a tensor like q, 0 for queries that see no key. Raises TypeError or ValueError for tensors that do not
+        fit together.
         """
         k, v = _unpacked("kv", kv, 2)
         checks.tensor("q", q, shape=(kv.shape[0], None, None, kv.shape[-1]), device=kv.device)

@@ -39,7 +39,7 @@ class MHA(MultiHeadAttention):
         dropout: probability that an attention weight is dropped, in training.
         softmax_scale: factor of the scores, head_dim ** -0.5 if None.
         causal: a query sees keys up to its own position.
-        layer_idx: the key of this layer's cache, needed for decoding; each layer of a model must have another.
+        layer_idx: the key of this layer's cache, needed for decoding; no two layers of a model may share it.
         dwconv: add a causal convolution of each channel over 3 tokens after the first projection (Primer,
             arXiv:2109.08668).
         rotary_emb_dim: channels of each head that rotate with the position; 0 for no rotary embedding.
@@ -48,9 +48,9 @@ class MHA(MultiHeadAttention):
         window_size: (left, right) as in `flash_attn_func`. Needs use_flash_attn.
         fused_bias_fc: use `FusedDense` for the projections.
         use_flash_attn: use `flash_attn_func` and its like.
-        return_residual: return (out, x) instead of out: where x goes on in a skip connection, the gradients of the two
-            uses are added in one kernel.
-        checkpointing: compute attention again in the backward instead of keeping what it needs.
+        return_residual: return (out, x) instead of out. If a skip connection uses this x, the gradients of its two uses
+            are added within a kernel.
+        checkpointing: compute attention again in the backward instead of saving what the backward needs.
         head_dim: features of a head; embed_dim / num_heads if None.
         qk_norm: normalise the queries and the keys of each head, by an `RMSNorm` over head_dim each, before they rotate
             (as in Qwen3). Not with cross_attn.

@@ -19,7 +19,7 @@ from flash_attn.utils.distributed import replicated
 
 
 class ParallelMHA(MultiHeadAttention):
-    """`MHA` with its heads divided over the processes of a group; if they cannot be shared evenly, the first have more.
+    """`MHA` with its heads divided over the processes of a group; if that is uneven, the first processes have more.
 
     Arguments:
         process_group: the group. If there are fewer key heads than query heads, its size must divide num_heads_kv.

@@ -45,14 +45,14 @@ def cross_entropy_loss(
         process_group: a torch.distributed group over which the classes are divided: the process of rank r in it has
             columns r * vocab to (r + 1) * vocab, and labels, the same in all, count from the first of all columns.
         gradient_in_forward: if the logits require a gradient, let the forward make it for dlosses of 1, the gradient of
-            losses.sum(). A GPU then reads the logits once instead of twice. The backward makes the gradient again for
-            rows with other dlosses, so that the result is always the same; but where that is all rows, it takes longer
-            than without this option. With inplace_backward the forward already overwrites the logits, and the backward
-            multiplies rows with other dlosses, which rounds them twice; without effect if they are float16, which is
-            too narrow for that. A second derivative then raises RuntimeError, since the logits are gone. Without effect
-            also under torch.compile, transforms of torch.func, and hooks of saved tensors such as those of a
-            checkpoint, with a process_group of several processes, with a precomputed_lse that is used, and for rows of
-            logits that are not aligned as in a new tensor.
+            losses.sum(). A GPU then reads the logits once instead of twice. For rows with other dlosses the backward
+            computes the gradient again, so the result is always the same; if these are all rows, it takes longer than
+            without this option. With inplace_backward the forward already overwrites the logits; the backward then
+            scales rows with other dlosses, which rounds them twice, and a second derivative raises RuntimeError, since
+            the logits are gone. The option has no effect with inplace_backward on float16 logits, whose range is too
+            small for that scaling; under torch.compile, transforms of torch.func and hooks of saved tensors, such as
+            those of activation checkpoints; with a process_group of several processes; with a precomputed_lse that is
+            used; and for logits whose rows are not aligned as in a new tensor.
 
     Returns (losses, z_losses), each (rows,) float32. losses contains z_losses, which has no gradient of its own.
 

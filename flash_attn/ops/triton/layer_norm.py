@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm of a residual stream, with dropout, a row scale, a second branch and a second norm.
 
-With h = dropout(rowscale * x) + dropout(x1) + residual, all of it optional but x, the last dimension is normalised in
-float32 as in `flash_attn.ops.layer_norm` and `flash_attn.ops.rms_norm`. A GPU runs the library's own kernels, or the
+With h = dropout(rowscale * x) + dropout(x1) + residual, all of it optional except x, the last dimension is normalised
+in float32 as in `flash_attn.ops.layer_norm` and `flash_attn.ops.rms_norm`. A GPU runs the library's own kernels, or the
 kernels of `flash_attn._triton.layer_norm` if the library is not built. Other devices use plain torch.
 
     out, residual = rms_norm_fn(x, weight, None, residual=residual, prenorm=True)
@@ -83,7 +83,7 @@ def layer_norm_fn(
     torch.Size([2, 5, 64])
     """
     if rowscale is not None and x1 is not None:
-        raise ValueError("rowscale must be None with x1, found a tensor: rows of two branches have no one scale")
+        raise ValueError("rowscale must be None with x1, found a tensor: two branches cannot share a scale")
     buffers = {name: given for name, given in (("out", out), ("residual_out", residual_out)) if given is not None}
     for name, buffer in buffers.items():
         checks.tensor(name, buffer, dtypes=layer_norm.DTYPES, shape=x.shape, device=x.device)
@@ -226,7 +226,7 @@ class RMSNorm(torch.nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the weight to one, or to zero with zero_centered_weight: the identity but for the scale."""
+        """Set the weight to one, or with zero_centered_weight to zero: both only normalize."""
         torch.nn.init.constant_(self.weight, 0.0 if self.zero_centered_weight else 1.0)
 
     def forward(

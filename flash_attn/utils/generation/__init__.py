@@ -16,10 +16,11 @@ The contract between these functions and a model. A model is a module that is ca
     logits: (batch, num_last_tokens, vocab). In a tensor-parallel model every process returns the logits of the whole
         vocabulary, and must draw the same random numbers.
 
-A model with learned positions says how many in an attribute `max_positions`, an integer or None. Going on with a longer
+A model with learned positions says how many in an attribute `max_positions`, an integer or None. Continuing a longer
 sequence is then an error. A model whose vocabulary is padded says how many of the logits count in an attribute
-`vocab_size`. One whose logits depend on how many tokens its caches have room for, as by rotary embeddings that are
-scaled by this number, has an attribute `depends_on_capacity` that is true: CUDA graphs then serve this number alone.
+`vocab_size`. If the logits depend on how many tokens the caches have room for, as with rotary embeddings that are
+scaled by this number, an attribute `depends_on_capacity` is true: CUDA graphs are then captured for exactly this
+number.
 
 For CUDA graphs, a model also has `allocate_inference_cache` (see `GenerationMixin`), or a `config` with hidden_size,
 num_attention_heads and num_hidden_layers.

@@ -20,18 +20,18 @@ class Steps:
 
     Arguments:
         input_ids: (batch, seqlen), the prompts.
-        max_length: the caches have room for so many tokens, or for the prompts if these are longer.
+        max_length: how many tokens the caches have room for, or more if the prompts are longer.
         vocab_size: how many of the logits count; None means the vocab_size of the model, or all if it has none.
         tensor_parallel: how many processes the model is divided over.
-        cg: replay CUDA graphs.
-        decoding_seqlens: how many tokens the steps after the prompt have.
+        cg: capture CUDA graphs of the steps after the prompt, and replay them.
+        decoding_seqlens: the numbers of tokens that these steps may have.
         kept_as: the attribute of the model that keeps the graphs.
         leftpad: int32 (batch,), how many tokens of each prompt are padding on its left; None means none.
         may_end: sequences may end before they have max_length tokens.
-        unread: the model never gets so many tokens at the end of sequences of max_length.
+        unread: how many tokens at the end of a sequence of max_length are never fed to the model.
         name: what errors call the model.
 
-    Raises ValueError, before anything is allocated, if the model has not enough positions.
+    Raises ValueError, before anything is allocated, if the model has too few positions.
     """
 
     def __init__(
@@ -68,10 +68,10 @@ class Steps:
         if cg:
             self.graphs = update_graph_cache(
                 model, getattr(model, kept_as, None), batch, seqlen, max_seqlen, tensor_parallel=tensor_parallel,
-                decoding_seqlens=[n for n in decoding_seqlens if n < max_seqlen],  # more never follow a prompt
+                decoding_seqlens=[n for n in decoding_seqlens if n < max_seqlen],  # no step is longer
             )  # fmt: skip
             setattr(model, kept_as, self.graphs)
-            assert self.graphs.inference_params is not None  # true of a cache with graphs
+            assert self.graphs.inference_params is not None  # update_graph_cache has set it
             self.params = self.graphs.inference_params
             self.params.reset(max_seqlen, batch)
         else:
@@ -83,8 +83,8 @@ class Steps:
         """Check that the model has positions for sequences of this length."""
         if self.max_tokens is not None and length > self.max_tokens:
             raise ValueError(
-                f"sequences must have at most {self.max_tokens} tokens (padding included) to be continued, as many as "
-                f"{self.name} has positions, found {length}"
+                f"sequences must have at most {self.max_tokens} tokens (padding included) to be continued, because "
+                f"{self.name} has no more positions, found {length}"
             )
 
     def run(self, sequences: Tensor, num_last_tokens: int = 1) -> Tensor:
@@ -119,9 +119,9 @@ class Steps:
 
 def _warn_of_dropout(model: nn.Module) -> None:
     if any(isinstance(module, nn.Dropout) and module.training and module.p > 0 for module in model.modules()):
-        warnings.warn(  # which Python shows once
-            "generation with dropout, as the model is in training mode, in which from_pretrained returns it: "
-            "call model.eval() before",
+        warnings.warn(  # Python shows it once
+            "the model is in training mode, as from_pretrained returns it, so it generates with dropout: "
+            "call model.eval() first",
             stacklevel=2,
         )
 
@@ -146,7 +146,7 @@ def check_prompt(
 
 
 def is_one_of(tokens: Tensor, ends: tuple[int, ...]) -> Tensor:
-    """Where tokens are one of a few: bool, of the shape of tokens. Nothing is copied to the device for that."""
+    """Where tokens are one of `ends`: bool, of the shape of tokens. No tensor of `ends` is copied to the device."""
     found = torch.zeros_like(tokens, dtype=torch.bool)
     for end in ends:
         found |= tokens == end
@@ -181,7 +181,7 @@ def check_padding(attention_mask: Tensor | None, input_ids: Tensor) -> Tensor | 
 def streaming(streamer: Any) -> Iterator[Callable[[Tensor], None]]:
     """A function that gives tokens to a streamer, if there is one.
 
-    The streamer is ended whatever happens, as another thread may wait for that.
+    The streamer is ended even after an error, because another thread may be waiting for its end.
     """
 
     def put(tokens: Tensor) -> None:

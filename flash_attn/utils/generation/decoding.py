@@ -31,7 +31,7 @@ class SampleDecoderOnlyOutput(GreedySearchDecoderOnlyOutput):
 
 
 def _output_class(top_k: int) -> type[GreedySearchDecoderOnlyOutput]:
-    """The class of the result, by which transformers' users tell the two ways of decoding apart."""
+    """The class of the result, which tells greedy decoding from sampling, as in transformers."""
     return GreedySearchDecoderOnlyOutput if top_k == 1 else SampleDecoderOnlyOutput
 
 
@@ -61,15 +61,16 @@ def decode(
         input_ids: (batch, seqlen) int64, the prompts, on the model's device. Prompts of different lengths are padded on
             the left, and need an attention_mask: padding cannot be told from tokens without it.
         model: see `flash_attn.utils.generation` for how it is called.
-        max_length: the length of a sequence with its prompt. At least one token is added, whatever max_length is.
+        max_length: the most tokens of a sequence, its prompt included. At least one token is always added.
         top_k, top_p, temperature: as in `sample`; by default, the likeliest token.
         eos_token_id: a sequence ends with this token, or one of these, and is then filled with pad_token_id until all
             have ended.
-        teacher_outputs: (batch, length), sequences; their tokens are taken, as far as they reach, instead of drawing.
+        teacher_outputs: (batch, length), whole sequences. As far as they reach, their tokens are taken instead of drawn
+            ones.
         vocab_size: how many of the logits count, if the vocabulary is padded; model.vocab_size if None, or all.
         tensor_parallel: how many processes the model is divided over.
-        cg: replay CUDA graphs, which are kept in model._decoding_cache. The graphs of a batch size are made at its
-            first use; they are made anew if a cache must grow.
+        cg: use CUDA graphs, which are kept in model._decoding_cache. They are captured at the first use of a batch
+            size, and again when a cache must grow.
         enable_timing: print how long it took.
         repetition_penalty: as in `modify_logits_for_repetition_penalty`, for all tokens of a sequence so far, without
             padding.
@@ -78,7 +79,8 @@ def decode(
             (batch,) of each step, on the CPU; end is called at the end, after an error, too.
         attention_mask: (batch, seqlen) of any dtype, 1 for the tokens of a prompt and 0 for the padding on its left, as
             `generate` of transformers takes it. Each prompt must have a token. A sequence continues as it would alone.
-        pad_token_id: fills up sequences that have ended, a token of model.vocab_size; the first eos_token_id if None.
+        pad_token_id: what fills up sequences that have ended, less than model.vocab_size; None means the first
+            eos_token_id.
 
     Returns a GreedySearchDecoderOnlyOutput, or if top_k is not 1 a SampleDecoderOnlyOutput. The scores are logits as
     the model gives them, before temperature and penalty. Raises TypeError or ValueError for arguments that do not fit
@@ -123,8 +125,8 @@ class _Rows:
 
     sequences: (batch, length), prompts and what follows them.
     ended: (batch,) bool, true for sequences that have ended.
-    counted: (batch, length), the tokens that repetition_penalty counts, which are all in the vocabulary; in place of
-        padding there are others of the same sequence.
+    counted: (batch, length), the tokens that repetition_penalty counts. All are in the vocabulary; in place of padding
+        stands another token of the same prompt, which changes nothing.
     """
 
     def __init__(
@@ -150,7 +152,7 @@ class _Rows:
         self.is_checked = False
 
     def extend(self, logits: Tensor) -> Tensor:
-        """Add a token to each sequence, by the logits (batch, vocab) after its last; return the tokens (batch,)."""
+        """Add a token to each sequence, by the logits (batch, vocab) after its last one; return the tokens (batch,)."""
         if self.repetition_penalty != 1.0 and not self.is_checked:
             self._check_vocabulary(logits.shape[-1])
         length = self.sequences.shape[1]
@@ -216,12 +218,12 @@ class GenerationMixin:
 
         max_new_tokens may be given instead of max_length: how many tokens follow a prompt at most.
 
-        This differs from transformers' generate: nothing is taken from a configuration, so that no token ends a
-        sequence without eos_token_id; and the angles of "dynamic" and "longrope" rotary scaling are those of the length
-        that a sequence may reach, where transformers changes the angles on the way.
+        Differences from transformers' generate: nothing is taken from a configuration, so without eos_token_id no token
+        ends a sequence; and with "dynamic" or "longrope" rotary scaling, the angles are those of the length that a
+        sequence may reach from the start, while transformers changes them on the way.
 
         Returns the sequences (batch, length), or with return_dict_in_generate the whole result of decode, with scores
-        None unless output_scores is true. Raises TypeError for a name that decode has not, with what there is instead.
+        None unless output_scores is true. Raises TypeError for a name that decode does not have, and says what to use.
 
         >>> sequences = model.generate(prompt, max_length=100, eos_token_id=2)              # doctest: +SKIP
         """

@@ -51,8 +51,8 @@ class DecodingCGCache:
     callables: a graph for each (batch size, tokens of a step), as `capture_graph` returns it.
     mempool: the memory that the graphs share.
     inference_params: the state that the graphs read; it holds the caches.
-    autocast: the dtype of autocast where the graphs were made, None without it.
-    addresses: of the model's parameters and buffers, where the graphs read them.
+    autocast: the dtype of autocast when the graphs were captured, None without autocast.
+    addresses: where the graphs read the model's parameters and buffers.
     """
 
     max_batch_size: int = 0
@@ -78,11 +78,11 @@ class DecodingCGCache:
         vars(self).update(vars(DecodingCGCache()))
 
     def __reduce__(self) -> tuple[type["DecodingCGCache"], tuple[()]]:
-        """A copy of the model begins without graphs, since these would go on reading the parameters of this one."""
+        """A copy of the model starts without graphs, since these would go on reading the parameters of the original."""
         return DecodingCGCache, ()
 
 
-@torch.inference_mode(False)  # an inference tensor could not be written by a later call outside of that mode
+@torch.inference_mode(False)  # a later call outside of inference mode must be able to write
 @torch.no_grad()
 def update_graph_cache(
     model: nn.Module,
@@ -97,17 +97,18 @@ def update_graph_cache(
 ) -> DecodingCGCache:
     """Capture the graphs that `cache` does not have yet, and return it; a new one if it is None.
 
-    Caches and all graphs are replaced if the caches are too small, or of another size than that which they must have
-    (`depends_on_capacity`), if the model has moved to another device, if a
-    parameter or buffer has another address, or if autocast has another dtype.
+    Caches and all graphs are replaced if the caches are too small, or, for a model with `depends_on_capacity`, of any
+    other size; if the model has moved to another device; if a parameter or buffer has another address; or if autocast
+    has another dtype.
 
     Arguments:
         batch_size, max_seqlen: the size of the batch, and of its longest sequence.
+        cache: what an earlier call returned, or None.
         seqlen_og: how many tokens the caches hold.
-        decoding_seqlens: the numbers of tokens of a step that need a graph.
+        decoding_seqlens: for which numbers of tokens in a step graphs are captured.
         tensor_parallel: how many processes share the heads that model.config names.
         dtype: of the caches; if None, the dtype of autocast, or without autocast the dtype of the model's parameters.
-        n_warmups: how often the model runs before it is captured.
+        n_warmups: how often the model runs before the capture.
 
     Raises ValueError if the model is not on a GPU.
     """
@@ -161,7 +162,7 @@ def capture_graph(
         batch_size, decoding_seqlen: the shape of the step's input; it follows a prompt, so is shorter than max_seqlen.
         max_seqlen: how many tokens the caches have room for.
         mempool: memory that is shared by graphs which do not run at the same time, or None.
-        n_warmups: how often the model runs before.
+        n_warmups: how often the model runs before the capture.
 
     Returns run(input_ids, position_ids, seqlen) -> logits (batch_size, decoding_seqlen, vocab), where the caches hold
     seqlen tokens, an integer or a tensor (batch_size,). Raises ValueError for a decoding_seqlen that is out of range.

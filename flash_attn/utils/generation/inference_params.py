@@ -20,8 +20,8 @@ class InferenceParams:
     leftpad_per_sample: int32 (max_batch_size,), how many tokens of each row of a prompt are padding on its left, or
         None. Layers leave them out of their caches: row b then holds seqlen_offset - leftpad_per_sample[b] keys, the
         first of them at position 0. If lengths_per_sample is given too, it must say the same.
-    writers: which layer writes to each cache, by layer_idx, to find two layers with the same one. A copy has none of
-        them, since it may serve a copy of the model.
+    writers: which layer writes to each cache, by layer_idx, to detect two layers with the same index. A copy of this
+        object starts without them, since it may serve a copy of the model.
     """
 
     max_seqlen: int

@@ -62,7 +62,7 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: floa
     """Draw a token from each row of logits (batch, vocab), which are not changed.
 
     Arguments:
-        top_k: draw from so many likeliest tokens; 1 takes the likeliest and ignores the other options, 0 means all.
+        top_k: draw from the top_k likeliest tokens; 1 takes the likeliest and ignores the other options, 0 means all.
         top_p: draw from the likeliest tokens that together have this probability; 0 or 1 means all.
         temperature: logits are divided by it.
 
@@ -82,7 +82,7 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: floa
 
 
 def _probabilities(logits: Tensor, top_k: int, top_p: float, temperature: float) -> Tensor:
-    """The probabilities with which `sample` draws tokens, float32 (..., vocab), new in memory."""
+    """The probabilities with which `sample` draws tokens, float32 (..., vocab), as a new tensor."""
     if top_k == 1:
         return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).float()
     logits = logits.float()

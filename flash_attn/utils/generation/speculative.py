@@ -34,7 +34,7 @@ def sample_speculative(
         logits: (batch, n + 1, vocab), of the model: after the last token and after each of the n proposed ones.
         logits_draft: (batch, n, vocab), of the draft model, from which the proposed tokens were drawn.
         tokens_draft: (batch, n) int32 or int64, the proposed tokens.
-        top_k, top_p, temperature: as in `sample`, the same with which they were drawn.
+        top_k, top_p, temperature: as in `sample`; those with which the proposed tokens were drawn.
 
     Returns tokens (batch, n + 1) int64, and how many of them count, (batch,) from 1 to n + 1; later tokens have no
     meaning. Raises TypeError or ValueError for arguments that do not fit together.
@@ -57,7 +57,7 @@ def sample_speculative(
     at = count[:, None, None].expand(-1, 1, p.shape[-1])
     p_next, q_next = p.gather(1, at).squeeze(1), F.pad(q, (0, 0, 0, 1)).gather(1, at).squeeze(1)
     rest = (p_next - q_next).clamp_(min=0)
-    rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p_next)  # p and q differ by rounding only
+    rest = torch.where(rest.sum(dim=-1, keepdim=True) > 0, rest, p_next)  # nothing is left where p equals q
     return F.pad(tokens_draft, (0, 1)).scatter(1, count[:, None], _draw(rest)[:, None]), count + 1
 
 
@@ -109,7 +109,7 @@ def decode_speculative(
         _check_sampling(top_k, top_p, temperature)
         options = dict(top_k=top_k, top_p=top_p, temperature=temperature)
         shared = input_ids, max_length, vocab_size, tensor_parallel, cg
-        # The last token is not read by the model; the draft model does not read the one before it, either.
+        # The model is never fed the last token of a sequence, the draft model never the last two.
         steps = Steps(model, *shared, decoding_seqlens=range(1, speculative_lookahead + 2), may_end=bool(ends))
         steps_draft = Steps(
             model_draft, *shared, decoding_seqlens=(1, 2), kept_as="_draft_decoding_cache", may_end=bool(ends),

@@ -11,16 +11,16 @@ from src.utils.modules import evaluating
 
 
 class CausalityMonitor(L.Callback):
-    """Logs how much of a later input gets into each output of pl_module.model, at the end of an epoch.
+    """Logs how much each output of pl_module.model depends on later inputs, at the end of an epoch.
 
     `stats/causality_{i}` is the mean absolute gradient of output i with respect to the inputs after it: 0 if the model
     is causal. The output is projected on a random direction, and the model is in evaluation mode. Nothing is drawn from
     the random generators of training.
 
     Arguments:
-        seq_len: how many tokens are looked at.
-        input_dim: 0 for a model of tokens, whose first embedding layer returns random vectors then. Otherwise the
-            features of the input of the model itself, random vectors (batch, seq_len, input_dim).
+        seq_len: how many tokens are tested.
+        input_dim: 0 for a model of tokens; its first embedding layer then returns random vectors. Otherwise the number
+            of features of the model's input, for which random vectors (batch, seq_len, input_dim) are given.
     """
 
     def __init__(self, seq_len: int = 10, input_dim: int = 0) -> None:
@@ -54,7 +54,7 @@ class CausalityMonitor(L.Callback):
                 with _returns(embedding, x):
                     output = model(torch.zeros(n, n, dtype=torch.int64, device=device))
             output = getattr(output, "logits", output).float()
-            # All inputs are the same; of the i-th one only output i counts, so that one backward is enough.
+            # The n inputs of the batch are equal, and of the i-th only output i is used: one backward serves all.
             own = output[range(n), range(n)] @ random(output.shape[-1])
             (grad,) = torch.autograd.grad(own.sum(), x)
         later = torch.ones(n, n, device=device).triu(1)  # [i, j]: j is after i
@@ -63,7 +63,7 @@ class CausalityMonitor(L.Callback):
 
 @contextmanager
 def _returns(module, value):
-    """A block in which a module returns a value, in its own dtype."""
+    """A block in which calling `module` returns `value`, in the dtype of the module's own output."""
     handle = module.register_forward_hook(lambda module, args, output: value.to(output.dtype))
     try:
         yield

@@ -25,7 +25,7 @@ class EMACallback(L.Callback):
         self.decay, self.use_num_updates = decay, use_num_updates
         self.ema: ExponentialMovingAverage | None = None
         self._steps = 0  # of the optimizer, at the last update
-        self._loaded: dict[str, Any] = {}  # of a checkpoint, until training begins
+        self._loaded: dict[str, Any] = {}  # what a checkpoint gave, until training begins
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if (size := tensor_parallel_size(trainer)) > 1:
@@ -46,7 +46,7 @@ class EMACallback(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step != self._steps:  # else this batch's gradients are only accumulated
+        if trainer.global_step != self._steps:  # otherwise this batch only added to the gradients
             self._steps = trainer.global_step
             self.ema.update()
 
@@ -63,7 +63,7 @@ class EMACallback(L.Callback):
         self._swap_out()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self._swap_out()  # what is saved now must be the weights
+        self._swap_out()  # what may be saved now must be the weights, not the averages
 
     def state_dict(self) -> dict[str, Any]:
         return {"num_updates": None if self.ema is None else self.ema.num_updates}
@@ -77,12 +77,12 @@ class EMACallback(L.Callback):
         trainable = [p for p in pl_module.parameters() if p.requires_grad]
         place_of = {id(p): i for i, p in enumerate(trainable)}
         averaged = checkpoint["state_dict_ema"] = {}
-        for name, x in pl_module.state_dict(keep_vars=True).items():  # with every name of a weight that has several
+        for name, x in pl_module.state_dict(keep_vars=True).items():  # tied weights under each of their names
             name = name.replace("_orig_mod.", "")  # which torch.compile adds
             place = place_of.get(id(x))
             averaged[name] = x.detach() if place is None else self.ema.shadow_params[place]
             if place is not None and self.ema.collected_params is not None and name in checkpoint["state_dict"]:
-                checkpoint["state_dict"][name] = self.ema.collected_params[place]  # the averages are in their place now
+                checkpoint["state_dict"][name] = self.ema.collected_params[place]  # the model has averages now
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if "state_dict_ema" in checkpoint:

@@ -15,7 +15,7 @@ def is_logging_step(trainer: L.Trainer) -> bool:
 
 
 def log_metrics(trainer: L.Trainer, metrics: Mapping[str, Any], step: int | None = None) -> None:
-    """Give numbers to all loggers, at a step (by default the present one, with which Lightning logs the loss)."""
+    """Give numbers to all loggers, at a step; by default that at which Lightning logs the loss of this batch."""
     for logger in trainer.loggers:
         logger.log_metrics(metrics, step=present_step(trainer) if step is None else step)
 

@@ -18,41 +18,44 @@ log = logging.getLogger(__name__)
 
 
 class ModelCheckpointMine(ModelCheckpoint):
-    """Lightning's ModelCheckpoint, with everything that was trained in what is kept.
+    """Lightning's ModelCheckpoint, changed so that no training is lost.
 
-    With save_last, the last checkpoint is that of the last step, also if every_n_train_steps does not divide it.
-    Lightning would keep the one before. When it is time to save and no validation has given the monitored metric yet,
-    the last checkpoint is saved, and the best one after the validation; Lightning would save nothing until then. The
-    same holds at the end of an epoch, and of the training. Without save_last, it is `{dirpath}/.pl_auto_save.ckpt` for
-    as long as there is no other. And when training ends with an error, that can be saved.
+    - With save_last, the last checkpoint is that of the last step, even if every_n_train_steps does not divide it.
+      (Lightning keeps the one before.)
+    - When it is time to save and no validation has given the monitored metric yet, the last checkpoint is saved at
+      once, and the best one after the validation. (Lightning saves nothing until then.) The same holds at the end of
+      an epoch and of the training. Without save_last, `{dirpath}/.pl_auto_save.ckpt` is saved instead, as long as there
+      is no other checkpoint.
+    - With fault_tolerant, a checkpoint is also saved when training ends with an error.
 
-    All ranks write a checkpoint together. So it is saved if all of them have an error, such as Ctrl-C, and not if the
-    others wait for a rank that failed alone; the checkpoint before is then the last one. It is not saved either if the
-    optimizer was changing the weights. It has the state after the last step of the optimizer.
+    All ranks write a checkpoint together. So after an error it is saved only if all of them have one, as at Ctrl-C; if
+    one rank fails alone, while the others wait for it, the previous checkpoint remains the last one. It is not saved
+    either if the error came while the optimizer was changing the weights. It has the state after the optimizer's last
+    step.
 
     Arguments:
         args, kwargs: of ModelCheckpoint.
         fault_tolerant: whether to save when training ends with an error.
     """
 
-    timeout = datetime.timedelta(seconds=30)  # for the other ranks to fail, too
+    timeout = datetime.timedelta(seconds=30)  # how long the other ranks are waited for after an error
 
     def __init__(self, *args: Any, fault_tolerant: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.fault_tolerant = fault_tolerant
-        self._group: Any = None  # of gloo: the one for gradients may be stuck
+        self._group: Any = None  # with gloo, because the group for gradients may be stuck
         self._begun: int | None = None  # the last step of the optimizer that has begun
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if self.fault_tolerant and trainer.world_size > 1 and stage == "fit":
-            trainer.strategy.barrier()  # making the group has the same timeout as using it
+            trainer.strategy.barrier()  # so that creating the group does not time out
             self._group = dist.new_group(backend="gloo", timeout=self.timeout)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
         if not self._defer_save_until_validation:
-            self._last_global_step_saved = trainer.global_step  # what training begins with is there already
+            self._last_global_step_saved = trainer.global_step  # the state that training begins with is already saved
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         waiting, self._defer_save_until_validation = self._defer_save_until_validation, False
@@ -68,11 +71,11 @@ class ModelCheckpointMine(ModelCheckpoint):
         follows = trainer.fit_loop.epoch_loop._should_check_val_fx(trainer.fit_loop._data_fetcher)
         if follows and self.monitor in metrics:
             return
-        trainer.strategy.within_validation = follows  # a run that is resumed begins with it
+        trainer.strategy.within_validation = follows  # a resumed run then begins with the validation
         self._save_last(trainer, metrics)
         trainer.strategy.within_validation = False
         if follows:
-            self._last_global_step_saved = step  # there is the best one yet to save
+            self._last_global_step_saved = step  # the best one is still to be saved
 
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() | {"defer_save_until_validation": self._defer_save_until_validation}
@@ -92,7 +95,7 @@ class ModelCheckpointMine(ModelCheckpoint):
             self._save_last(trainer, self._monitor_candidates(trainer))
 
     def _save_last(self, trainer, metrics):
-        """Save the last checkpoint, or one that stands for it while no other is kept, though some are to be."""
+        """Save the last checkpoint; without save_last, a substitute as long as no best one has been saved."""
         if self.save_last:
             self._save_last_checkpoint(trainer, metrics)
         elif self.save_top_k != 0 and not self.best_model_path:
@@ -105,14 +108,14 @@ class ModelCheckpointMine(ModelCheckpoint):
         super().on_exception(trainer, pl_module, exception)
         if not self.fault_tolerant or trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
             return
-        if isinstance(exception, SystemExit):  # whoever stops a run on purpose has saved it
+        if isinstance(exception, SystemExit):  # a run that was stopped on purpose is already saved
             return
         if self._all_agree(trainer):
             back_to_last_step(trainer)
             trainer.save_checkpoint(pathlib.Path(self.dirpath, AUTO_SAVE))
 
     def _all_agree(self, trainer):
-        """Whether all ranks are here, with whole weights that are not those of the start."""
+        """Whether all ranks got here, with weights that were trained and are not half updated."""
         whole = trainer.global_step > 0 and self._begun != trainer.global_step
         if self._group is None:
             return whole
@@ -120,6 +123,6 @@ class ModelCheckpointMine(ModelCheckpoint):
         try:
             dist.all_gather_object(answers, whole, group=self._group)
         except RuntimeError:
-            log.warning("Rank %d: no checkpoint, since not all ranks have got an error", trainer.global_rank)
+            log.warning("Rank %d: no checkpoint is saved, since not all ranks have failed", trainer.global_rank)
             return False
         return all(answers)

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities.model_summary import get_human_readable_count
 class ModelSummary(RichModelSummary):
     """Prints the modules that have parameters, with their class and number of parameters, and the sum.
 
-    Lightning's has more columns, for what it would measure with an example of the input, and which is 0 without one.
+    Lightning's summary has more columns, which need an example input and are 0 without one.
 
     Arguments:
         max_depth: down to which depth modules have a row of their own; 0 for none.

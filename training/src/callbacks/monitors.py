@@ -1,15 +1,15 @@
-"""What callbacks monitor is there."""
+"""A check that the metrics exist which callbacks monitor."""
 
 import lightning as L
 
 
 class MonitorsExist(L.Callback):
-    """Ends a run before its training if a callback monitors a metric of the validation that there is not.
+    """Ends a run before its training if a callback monitors a validation metric that does not exist.
 
-    Otherwise its checkpoints, or the run itself, would fail at the first validation, hours later. What there is, is
-    known from the validation of some batches with which Lightning begins (num_sanity_val_steps).
+    Otherwise its checkpoints, or the run itself, would fail at the first validation, hours later. Which metrics
+    exist is known after the few validation batches with which Lightning begins (num_sanity_val_steps).
 
-    Raises ValueError that names the callback and the metrics that there are.
+    Raises ValueError that names the callback and the existing metrics.
     """
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -29,7 +29,7 @@ class NormMonitor(L.Callback):
 
     def __init__(self, layer_norm_only: bool = False) -> None:
         self.layer_norm_only = layer_norm_only
-        self._computed: tuple[int, list[str], Tensor, Any] | None = None  # step, names, values, when they are copied
+        self._computed: tuple[int, list[str], Tensor, Any] | None = None  # step, names, values, event after their copy
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         if is_logging_step(trainer):
@@ -74,7 +74,7 @@ class NormMonitor(L.Callback):
 
 
 def _event(device):
-    """To wait for what this GPU has been given so far; None for the CPU."""
+    """An event after everything that this GPU has been given so far; None for the CPU."""
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 

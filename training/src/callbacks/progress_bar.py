@@ -17,9 +17,8 @@ _SHOWN_AS = {
 class ProgressBar(TQDMProgressBar):
     """Lightning's bar, with the loss of the last batch, up to `max_steps` if that comes before the end of the epoch.
 
-    To show the loss takes waiting for the GPU, so it is read when the bar is drawn, every `refresh_rate` batches.
-    (Lightning reads what is logged with prog_bar=True after every batch.) What is logged while there is a bar has lines
-    of its own above it.
+    Reading the loss waits for the GPU, so it is read only when the bar is drawn, every `refresh_rate` batches.
+    (Lightning reads what is logged with prog_bar=True after every batch.) Log messages are printed above the bar.
     """
 
     def on_train_start(self, trainer: L.Trainer, *args: Any) -> None:

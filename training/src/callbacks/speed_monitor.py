@@ -40,12 +40,12 @@ class SpeedMonitor(L.Callback):
         self._batch_start = self._epoch_start = 0.0
         self._batch_end: float | None = None  # of the previous batch; None if something came between
         self._between: float | None = None
-        self._window_start: float | None = None  # since when what follows has been counted
+        self._window_start: float | None = None  # when counting of the next line began
         self._items = 0
         self._flops_per_token: dict[int | None, float | None] = {}  # by the length of the sequences
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._epoch_start = time.perf_counter()  # of one that goes on; others set it when they start
+        self._epoch_start = time.perf_counter()  # on_train_epoch_start is not called for a resumed epoch
 
     def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._epoch_start = time.perf_counter()
@@ -91,12 +91,12 @@ class SpeedMonitor(L.Callback):
         self._forget()
 
     def _forget(self) -> None:
-        """Begin anew after something that is no training."""
+        """Start counting anew after something other than training."""
         self._batch_end = self._window_start = None
         self._items = 0
 
     def _log_throughput(self, trainer, pl_module, batch, items_per_s):
-        """items_per_s: tokens, or samples, of one rank."""
+        """items_per_s: tokens or samples of one rank in a second."""
         _, seqlen = _items(batch)
         name = "time/samples_per_s" if seqlen is None else "time/tokens_per_s"
         self._log(name, items_per_s * (trainer.world_size // tensor_parallel_size(trainer)), prog_bar=True)
@@ -113,7 +113,7 @@ class SpeedMonitor(L.Callback):
             self._log("time/mfu", tflops / peak, prog_bar=True)
 
     def _log(self, name: str, value: float, prog_bar: bool = False) -> None:
-        on_host = torch.tensor(value, dtype=torch.float64)  # a number would be copied to the device
+        on_host = torch.tensor(value, dtype=torch.float64)  # Lightning would copy a Python number to the device
         self.log(name, on_host, prog_bar=prog_bar)
 
 

@@ -96,10 +96,10 @@ class UploadCheckpointsAsArtifact(L.Callback):
 
 
 class _CountsClasses(L.Callback):
-    """Counts which classes the samples of a validation epoch have, and which the model names."""
+    """Counts pairs of labels and predicted classes over a validation epoch."""
 
     def __init__(self) -> None:
-        self.counts: Tensor | None = None  # int64 (actual classes, named classes)
+        self.counts: Tensor | None = None  # int64 (labels, predicted classes)
 
     def on_validation_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.counts = None
@@ -125,7 +125,7 @@ class _CountsClasses(L.Callback):
 
 
 class LogConfusionMatrix(_CountsClasses):
-    """Shows how often each class was taken for each other one, after each validation."""
+    """Shows how often each class was predicted for each label, after each validation."""
 
     @rank_zero_only
     def _report(self, trainer: L.Trainer, counts: Tensor) -> None:
@@ -153,7 +153,7 @@ class LogF1PrecRecHeatmap(_CountsClasses):
 
 
 class LogImagePredictions(L.Callback):
-    """Shows the first images of each validation, with their labels and what the model takes them for.
+    """Shows the first images of each validation, with their labels and the predicted classes.
 
     Arguments:
         num_samples: how many.
@@ -177,7 +177,7 @@ class LogImagePredictions(L.Callback):
 
 
 def f1_precision_recall(counts: Tensor) -> Tensor:
-    """Float64 (3, classes) of counts (actual classes, named classes). A ratio without samples is 0."""
+    """F1, precision and recall, float64 (3, classes), of counts (labels, predicted classes); 0 without samples."""
     counts = counts.double()
     right, named, actual = counts.diagonal(), counts.sum(dim=0), counts.sum(dim=1)
     ratios = torch.stack([2 * right / (named + actual), right / named, right / actual])

@@ -201,9 +201,9 @@ class ParquetFile(_File):
 
 @dataclass(frozen=True)
 class IdsFile(_File):
-    """Token ids in a file: an array (n,) of integers as .npy, or the bare items with their dtype.
+    """Token ids in a file: an array (n,) of integers as .npy, or as bare items of `dtype`.
 
-    The file is one document; with a `unit` it is cut after each so many items into documents.
+    The file is one document, or with a `unit` is cut into documents of that many items.
     """
 
     path: pathlib.Path

@@ -94,9 +94,9 @@ def write_gratings(
 
 
 def _grating(rng, angle, distance, size):
-    """An image (size, size, 3), uint8, of waves in the direction `angle`, up to distance / 4 off."""
+    """An image (size, size, 3), uint8, of waves in the direction `angle`, changed at random by up to distance / 4."""
     angle += distance * rng.uniform(-0.25, 0.25)
-    y, x = np.mgrid[:size, :size] / rng.uniform(6, 12)  # in periods of so many pixels
+    y, x = np.mgrid[:size, :size] / rng.uniform(6, 12)  # in periods of 6 to 12 pixels
     wave = np.sin(2 * np.pi * (x * np.cos(angle) + y * np.sin(angle) + rng.uniform()))
     pixels = 128 + 80 * wave[..., None] * rng.uniform(0.5, 1, size=3) + rng.normal(0, 30, (size, size, 3))
     return pixels.clip(0, 255).astype(np.uint8)

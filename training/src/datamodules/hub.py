@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be asked. Its own packages find out by trying for a minute."""
+"""Whether the Hugging Face hub can be reached, found in seconds: its own packages try for a minute."""
 
 import threading
 import urllib.error
@@ -19,7 +19,7 @@ def hub_problem() -> str | None:
         try:
             urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=_PATIENCE).close()
             problem.clear()
-        except urllib.error.HTTPError:  # which is an answer
+        except urllib.error.HTTPError:  # also an answer
             problem.clear()
         except (OSError, ValueError) as error:
             problem[0] += f" ({first_line(error)})"

@@ -168,12 +168,12 @@ class SeededDataset(Dataset):
 class AugmentationSampler(FaultTolerantDistributedSampler):
     """A rank's part of an epoch: pairs (index, seed), of which the seed is for the augmentation of that sample.
 
-    Both depend on the place in the epoch, so that the batches of an interrupted run are those of one that was not, with
-    any number of ranks and workers.
+    Both depend on the place in the epoch, so that a resumed run has the batches of an uninterrupted one, with any
+    number of ranks and workers.
 
     Arguments:
-        num_repeats: if positive, an image has so many places in a row, so that different ranks augment it in different
-            ways; an epoch still has len(dataset) places (Hoffer et al., arXiv:1901.09335).
+        num_repeats: if positive, an image has this many consecutive places, so that different ranks augment it
+            differently; an epoch still has len(dataset) places (Hoffer et al., arXiv:1901.09335).
         dataset, num_replicas, rank, shuffle, seed, drop_last: as in `torch.utils.data.DistributedSampler`.
     """
 

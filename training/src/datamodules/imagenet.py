@@ -68,7 +68,7 @@ class ImagenetDataModule(ResumableDataModule):
             do as validation does.
         img_dtype: "float32", "float16" or "bfloat16": what images are cast to in the end.
         cache_val_dataset: keep the rank's validation images in memory after reading them once.
-        mixup: called with images and targets of a training batch, gives others: `TimmMixup`.
+        mixup: a function (images, targets) -> (images, targets) for training batches, such as `TimmMixup`.
         num_aug_repeats: if positive, see `AugmentationSampler`.
         num_workers: processes of each loader; 0 to read in the process that trains.
         batch_size, batch_size_eval: of one device, in training, and in validation and tests; by default the same.
@@ -82,7 +82,7 @@ class ImagenetDataModule(ResumableDataModule):
     once: where their number cannot be divided by that of the ranks, images with the label -100 are added.
     Augmentation depends on the seed and the place in the epoch, and mixup on what is in the batch, but neither on the
     workers: a run that goes on from a checkpoint gets the batches that it would have got.
-    Raises ValueError for arguments that cannot be.
+    Raises ValueError for arguments out of range.
     """
 
     name = "imagenet"
@@ -154,7 +154,7 @@ class ImagenetDataModule(ResumableDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Open the sets of images that `stage` needs: "fit", "validate", "test", or None for all.
 
-        Raises FileNotFoundError for a class without images, and ValueError for one that cannot be.
+        Raises FileNotFoundError for a class without images, and ValueError for an unknown one.
         """
         labels = self._labels()
         if self.dataset_train is None and stage in (None, "fit"):
@@ -244,7 +244,7 @@ class ImagenetDataModule(ResumableDataModule):
         sampler: Sampler | None = None,
     ) -> DataLoader:
         training = isinstance(dataset, SeededDataset)
-        num_workers = 0 if isinstance(dataset, DictDataset) else self.num_workers  # nothing is left to be read
+        num_workers = 0 if isinstance(dataset, DictDataset) else self.num_workers  # it is in memory already
         return (ResumableLoader if training else DataLoader)(
             dataset,
             batch_size=batch_size,

@@ -38,7 +38,8 @@ class LMDataModule(ResumableDataModule):
         tokenizer_name: "byte", a folder with a tokenizer, a tokenizer.json, or a name on the hub.
         dataset_config_name: which configuration of a data set of the hub.
         max_length: tokens of a sequence.
-        cache_dir: where prepared tokens are kept, each in a folder of its own. None keeps them while the process lives.
+        cache_dir: where prepared tokens are kept, each corpus in a folder of its own. None keeps them only while the
+            process lives.
         val_ratio, val_split_seed: without validation data, this share of the documents, at least one, is held out, as
             the seed chooses them. Texts that are too few for that are cut into blocks at blank lines, and ready ids
             anywhere; the blocks then are the documents. Without test data, the validation data are the test data.
@@ -49,10 +50,10 @@ class LMDataModule(ResumableDataModule):
         num_workers: processes that tokenise.
         shuffle: take the training sequences in an order that the seed and the epoch determine.
         pin_memory, drop_last: as in DataLoader; the latter for training.
-        fault_tolerant, ddp: say that the position is kept, and over several ranks. Both are always so; they are checked
-            against each other as they used to be.
-        fast_forward_epochs, fast_forward_batches: begin training there, as if it had consumed so many epochs, and
-            batches of each rank.
+        fault_tolerant, ddp: older options that asked for the position to be kept, and over several ranks. It always is;
+            combinations with other arguments that used to be errors still are.
+        fast_forward_epochs, fast_forward_batches: begin training as if it had consumed this many epochs, and this
+            many further batches on each rank.
         use_shmem: without a cache_dir, keep the tokens in shared memory (/dev/shm) and not in a temporary folder.
         sample_by: what a document of a .txt file is: "document" (the whole file), "paragraph" or "line".
         text_column: the field of .jsonl and column of .parquet and of the hub; "text" by default.
@@ -317,5 +318,5 @@ def _print(text: str) -> None:
 
 
 def _remove(folder: str, process: int) -> None:
-    if os.getpid() == process:  # and not one that was forked from it
+    if os.getpid() == process:  # not in a process that was forked from it
         shutil.rmtree(folder, ignore_errors=True)

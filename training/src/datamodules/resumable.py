@@ -15,7 +15,7 @@ from src.utils.distributed import get_rank, get_world_size
 
 
 class ResumableDataModule(L.LightningDataModule):
-    """A data module that goes on where a checkpoint was taken, also with other ranks or another batch_size.
+    """A data module that goes on where a checkpoint was taken, even with another number of ranks or another batch_size.
 
     A subclass has the attributes `batch_size` and, after `setup`, `dataset_train`. Its `train_dataloader` gives a
     ResumableLoader with a sampler for `ranks()` to `begin`, and returns it.
@@ -24,13 +24,13 @@ class ResumableDataModule(L.LightningDataModule):
         seed: of the order of the training data; by default that of Lightning's seed_everything, else 0.
     """
 
-    same_data = "data"  # the arguments that decide which training data there are
+    same_data = "data"  # for messages: the arguments that decide what the training data are
 
     def __init__(self, seed: int | None = None) -> None:
         super().__init__()
         self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
         self._restored: dict[str, Any] | None = None  # what load_state_dict was given
-        self._aligned = True  # whether Lightning's counters fit it
+        self._aligned = True  # whether Lightning's counters have been made to fit it
         self._loader: ResumableLoader | None = None  # the last one for training
 
     def ranks(self) -> dict[str, int]:
@@ -40,12 +40,12 @@ class ResumableDataModule(L.LightningDataModule):
         return {"num_replicas": get_world_size(), "rank": get_rank()}
 
     def for_all_ranks(self, dataset: Dataset) -> Dataset:
-        """What a sampler divides over the ranks, for validation or tests, so that no sample counts twice."""
+        """A dataset padded so that ranks share it evenly and no sample counts twice, for validation and tests."""
         ranks = self.ranks()["num_replicas"]
         return dataset if len(dataset) % ranks == 0 else PaddedDataset(dataset, ranks)
 
     def begin(self, loader: ResumableLoader) -> ResumableLoader:
-        """The loader, set to where training is. Raises ValueError if it has no batch, or the data are others."""
+        """Set the loader to where training is. Raises ValueError if it has no batch, or the data have changed."""
         start = self._start(loader)
         fit_loop = self.trainer.fit_loop if self.trainer is not None else None
         loader.start_at(start, None if fit_loop is None else self._batches)

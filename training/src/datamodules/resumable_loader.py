@@ -42,7 +42,7 @@ def leave_signals_to_the_trainer(worker: int) -> None:
 
 @atexit.register
 def _end_workers() -> None:
-    """multiprocessing would send SIGTERM to workers that a failed run has left, and wait for them, who ignore it."""
+    """Kill workers that a failed run has left: multiprocessing would wait for them after SIGTERM, which they ignore."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler would raise an error for each
     for each in multiprocessing.active_children():
         if each.daemon:
@@ -113,7 +113,7 @@ class ResumableLoader(DataLoader):
 
 
 def align(fit_loop: Any, loader: ResumableLoader, batch_before: int, batches_before: int) -> None:
-    """Let Lightning's restored counters fit a loader that goes on from a checkpoint.
+    """Correct Lightning's restored counters for a loader that goes on from a checkpoint.
 
     Arguments:
         fit_loop: of the trainer, after it has loaded its state.

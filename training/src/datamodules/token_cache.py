@@ -31,7 +31,7 @@ from tqdm import tqdm
 from src.datamodules.corpus import Segment, Source, in_blocks
 from src.datamodules.tokenizer import encode_batch, load_tokenizer
 
-FORMAT = 1  # raised when the same corpus would give other tokens or another layout
+FORMAT = 1  # to be raised when the same corpus gives other tokens or another layout
 METADATA = "metadata.json"
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1000, 1 << 22  # what is tokenised by one call
 
@@ -275,7 +275,7 @@ def _run(job: _Job, tasks: list[_Task], num_workers: int) -> Iterator[tuple[_Tas
     if num_workers <= 1:
         yield from ((task, _tokenise_task(job, task)) for task in tasks)
         return
-    # Copies of a process that has nothing but the main module: this one may have threads and a GPU.
+    # Not forks of this process, which may have threads and a GPU, but of one that has only imported the main module.
     context = multiprocessing.get_context("forkserver")
     with concurrent.futures.ProcessPoolExecutor(num_workers, context, _start_worker, (job,)) as pool:
         futures = {pool.submit(_work, task): task for task in tasks}
@@ -295,7 +295,7 @@ _job: _Job  # of this worker process
 def _start_worker(job: _Job) -> None:
     global _job
     _job = job
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes use all cores already
 
 
 def _work(task: _Task) -> _Part:

@@ -50,10 +50,10 @@ def strategy(
 
     Arguments:
         name: one of the table above. "auto" is "single" for one device, else "ddp".
-        accelerator, devices, num_nodes: as of lightning.Trainer.
-        options: of the strategy's class.
+        accelerator, devices, num_nodes: as in lightning.Trainer.
+        options: arguments of the strategy's class.
 
-    Raises ValueError for another name.
+    Raises ValueError for any other name.
     """
     if name in (None, "auto"):
         name = "single" if num_nodes * device_count(devices, accelerator) == 1 else "ddp"
@@ -65,10 +65,10 @@ def strategy(
 
 
 def whole_on_first_process(trainer: Mapping[str, Any]) -> contextlib.AbstractContextManager:
-    """Where a model is made that the strategy of a trainer's options divides: in the first process with its weights,
-    which are those of a run on one device with the same seed, and in all others on the meta device.
+    """A block in which to create a model. If the strategy of a trainer's options divides models, the first process
+    creates it with the weights of a run on one device with the same seed, and all others on the meta device.
 
-    It makes no difference for other strategies.
+    With any other strategy the block changes nothing.
     """
     options = trainer.get("strategy")
     kind = get_class(options["_target_"]) if isinstance(options, Mapping) else STRATEGIES.get(options)

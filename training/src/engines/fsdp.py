@@ -22,10 +22,10 @@ class FSDPStrategy(MeshStrategy):
     Arguments:
         reshard_after_forward: free the gathered parameters of a layer after its forward, and gather them again for the
             backward (ZeRO-3). False keeps them from forward to backward (ZeRO-2): less is sent, more memory is used.
-        reduce_dtype: in which gradients are summed with a precision of 16 bits.
-        kwargs: of `MeshStrategy`; with tensor_parallel_size, the parts of layers are divided further.
+        reduce_dtype: the dtype in which gradients are summed, with a precision of 16 bits.
+        kwargs: of `MeshStrategy`. With tensor_parallel_size, the part of each layer is divided further by FSDP.
 
-    Layers in a list called `layers`, `blocks` or `h` are gathered one by one, and the rest at once. With
+    Layers in a list called `layers`, `blocks` or `h` are gathered one by one, all other parameters together. With
     precision=bf16-mixed or 16-mixed, parameters and optimiser states are float32, and layers compute in 16 bits.
     """
 
@@ -65,7 +65,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, poli
 
 @contextlib.contextmanager
 def _keep_attributes(module):
-    """Give the parameters that take the place of others their attributes, as `_optim` and `_no_weight_decay`."""
+    """Copy attributes such as `_optim` and `_no_weight_decay` to the parameters that replace others in this block."""
     attributes = {name: dict(vars(parameter)) for name, parameter in module.named_parameters()}
     yield
     for name, parameter in module.named_parameters():

@@ -1,4 +1,4 @@
-"""Processes in two dimensions: those that read other samples (dp), and those that share a model (tp)."""
+"""Processes in two dimensions: dp, which read different samples, and tp, which share one copy of the model."""
 
 import functools
 from typing import Any
@@ -23,12 +23,12 @@ class MeshStrategy(DDPStrategy):
     Only the first process needs to have the model with its first weights; the others may have it on the meta device,
     without memory, and get their parts from the first (`src.engines.whole_on_first_process`).
 
-    With precision=16-mixed there is one scale of the loss: where gradients of one process are not finite, all of them
-    skip the step.
+    With precision=16-mixed all processes have the same loss scale: if gradients of one are not finite, all skip the
+    step.
 
     Arguments:
         tensor_parallel_size: over how many processes each layer is divided.
-        sequence_parallel: divide by tokens what lies between the divided layers, as norms and dropout do.
+        sequence_parallel: between the divided layers, in norms and dropout, also divide the tokens.
         kwargs: of `DDPStrategy`.
     """
 
@@ -60,7 +60,7 @@ class MeshStrategy(DDPStrategy):
         self.mesh = init_device_mesh(self.root_device.type, shape, mesh_dim_names=("dp", "tp"))
 
     def setup(self, trainer: L.Trainer) -> None:
-        """As Lightning's, but the model is divided before the optimiser is made, and for evaluation, too."""
+        """As Lightning's, but divides the model, before the optimiser is created, and for evaluation as well."""
         self.accelerator.setup(trainer)
         self.precision_plugin.convert_module(self.lightning_module)
         whole = {name: parameter.detach() for name, parameter in self.lightning_module.named_parameters()}
@@ -96,7 +96,7 @@ class MeshStrategy(DDPStrategy):
             part = checkpoints.part_of(name, values, configs, size, rank)
             if part is not None:
                 checkpoints.copy_into(mine[name], part)
-        for buffer in module.buffers() if size == 1 else ():  # a part of a layer makes its own
+        for buffer in module.buffers() if size == 1 else ():  # with tensor parallelism each part has created its own
             dist.broadcast(buffer, src=0)
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
@@ -109,14 +109,14 @@ class MeshStrategy(DDPStrategy):
         return super().optimizer_step(optimizer, closure_and_sums, model, **kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
-        """Scale all gradients such that the norm of the whole model's is at most clip_val."""
+        """Scale all gradients so that their norm over the whole model is at most clip_val."""
         parameters = [each for each in self.precision_plugin.main_params(optimizer) if each.grad is not None]
         if parameters:
             scale = (clip_val / (self._norm_of_gradients(parameters) + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_([_local(each.grad) for each in parameters], scale)
 
     def _norm_of_gradients(self, parameters: list[Tensor]) -> Tensor:
-        """The norm of the gradients of all processes, in which each element counts once, wherever it has copies."""
+        """The norm of the gradients of all processes, counting each element once even if several have it."""
         norms = torch.stack(torch._foreach_norm([_local(each.grad) for each in parameters], 2, dtype=torch.float32))
         counts = [self.tensor_parallel_rank == 0 or not tensor_parallel.is_shared(each) for each in parameters]
         divided = [isinstance(each, DTensor) for each in parameters]  # over the dp processes
@@ -129,11 +129,11 @@ class MeshStrategy(DDPStrategy):
         return total.sqrt().float()
 
     def teardown(self) -> None:
-        allocate(self.lightning_module, "cpu")  # if an error has come before the weights: Lightning moves them
+        allocate(self.lightning_module, "cpu")  # an error may have left meta tensors, which Lightning cannot move
         super().teardown()
 
     def _stored(self, name: str, prefix: str = checkpoints.WEIGHTS) -> str:
-        """Parts of a layer have their own names: those of Wqkv, say, are not slices of it."""
+        """With a suffix for parts of layers: a part, such as that of Wqkv, need not be a slice of the whole."""
         part = f"{checkpoints.PART}{self.tensor_parallel_rank}" if self.tensor_parallel_size > 1 else ""
         return prefix + name + part
 
@@ -170,7 +170,7 @@ class TensorParallelStrategy(MeshStrategy):
 
 
 def allocate(module: nn.Module, device: torch.device | str) -> None:
-    """Give parts of a module that are on the meta device memory on another."""
+    """Allocate on `device` the parts of a module that are on the meta device; their values are arbitrary."""
     for child in module.children():
         if any(parameter.is_meta for parameter in child.parameters()):
             child.to_empty(device=device)
@@ -181,7 +181,7 @@ def _empty_like(x, device):
 
 
 def _unscale_together(unscale, *args):
-    """GradScaler._unscale_grads_: what it has found to be infinite, in this or any other process."""
+    """GradScaler._unscale_grads_, which then reports infinities that any process has found."""
     found = unscale(*args)
     for each in found.values():
         dist.all_reduce(each, dist.ReduceOp.MAX)

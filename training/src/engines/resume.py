@@ -26,7 +26,7 @@ from src.engines import rng, signals
 from src.utils import checkpoint as checkpoints
 from src.utils.checkpoint import Checkpoint, CheckpointError, Entry, Redivided, found
 
-_OF_WHAT_FITS = ("model", "datamodule", "task", "train")  # groups of options on which it depends what fits
+_OF_WHAT_FITS = ("model", "datamodule", "task", "train")  # options that decide whether a checkpoint fits
 _HPARAMS = ("hyper_parameters", "datamodule_hyper_parameters")
 _log = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ class ExactResume(Strategy):
     """Mixin for Lightning's strategies, in front of one of them in the list of bases.
 
     - Checkpoints are those of `src.utils.checkpoint`, written by all processes.
-    - They are taken between two optimiser steps. A request in the middle of an accumulation waits for its end, and so
-      does the end of a run, as at Trainer(max_time=…).
-    - Validation draws its random numbers apart from training.
+    - They are taken between two optimiser steps. A request to save while gradients are accumulated waits for the step,
+      and so does the end of a run, such as that of Trainer(max_time=…).
+    - Random numbers that validation draws do not change those of training.
     - SIGTERM and SIGUSR1 end the run after a save (`src.engines.signals`).
     """
 
@@ -60,7 +60,7 @@ class ExactResume(Strategy):
         self.prepare(trainer)
 
     def prepare(self, trainer: L.Trainer) -> None:
-        """What `setup` adds to that of other strategies."""
+        """What `setup` does in addition to Lightning's: validation draws random numbers of its own."""
         validation = trainer.fit_loop.epoch_loop.val_loop
         validation.run = functools.partial(self._apart, type(validation).run, validation)
 
@@ -72,7 +72,7 @@ class ExactResume(Strategy):
                 self._rng_of_training = None
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Have the loader draw the seeds of its workers from its own generator: it is made anew on resume."""
+        """Give the loader its own generator for workers' seeds: a resumed run must not draw more global numbers."""
         dataloader = super().process_dataloader(dataloader)
         if isinstance(dataloader, torch.utils.data.DataLoader) and dataloader.generator is None:
             step = self.lightning_module.trainer.global_step
@@ -94,7 +94,7 @@ class ExactResume(Strategy):
         return {_plain(name): value for name, value in self.lightning_module.state_dict().items()}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The state that this process has, by the names of the parameters."""
+        """The optimiser state of this process, by the names of the parameters."""
         optimizer = unwrapped(optimizer)
         names = self._parameter_names()
         state = _local(optimizer).state
@@ -125,7 +125,7 @@ class ExactResume(Strategy):
         checkpoints.save(filepath, state, tensors, {"rng": self._rng_of_training or rng.collect()})
 
     def save_postponed(self) -> None:
-        """Save what was asked for in the middle of an accumulation, once it has ended."""
+        """Once the accumulation has ended, do what was asked for in the middle of it."""
         trainer = self.lightning_module.trainer
         if self._postponed and not trainer.fit_loop._should_accumulate():
             waiting, self._postponed = self._postponed, []
@@ -136,13 +136,13 @@ class ExactResume(Strategy):
                     trainer.save_checkpoint(filepath, weights_only)
 
     def remove_checkpoint(self, filepath: str) -> None:
-        if self._postponed:  # after what takes its place has been saved
+        if self._postponed:  # only after its replacement has been saved
             self._postponed.append((filepath, None))
         elif self.is_global_zero:
             checkpoints.remove(filepath)
 
     def _divide_model(self, state_dict):
-        """(tensors by their name in the checkpoint, what else is there)."""
+        """(tensors by their names in the checkpoint, everything else in the state dict)."""
         tensors = {self._stored(name): x for name, x in state_dict.items() if isinstance(x, Tensor)}
         return tensors, {name: x for name, x in state_dict.items() if not isinstance(x, Tensor)}
 
@@ -179,7 +179,8 @@ class ExactResume(Strategy):
     def load_checkpoint(self, checkpoint_path: str, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, and compare it with the model, the optimiser and the processes before anything is changed.
 
-        A file of Lightning is taken as well, for what it has. Raises CheckpointError if something does not fit.
+        Lightning's own checkpoint files are accepted too, without this comparison. Raises CheckpointError if something
+        does not fit.
         """
         path = pathlib.Path(self.broadcast(checkpoint_path))
         if path.is_file():
@@ -199,7 +200,7 @@ class ExactResume(Strategy):
         return state
 
     def _redivided(self, checkpoint):
-        """A checkpoint of another tensor_parallel_size, as one of this."""
+        """A checkpoint of another tensor_parallel_size, read as one of this size."""
         return Redivided(checkpoint)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -243,7 +244,7 @@ class ExactResume(Strategy):
         if faults:
             more = f"; and {len(faults) - 3} more" if len(faults) > 3 else ""
             changed = _changes(state.get("hyper_parameters") or {}, self.lightning_module.hparams)
-            options = f"\nOptions that were others: {'; '.join(changed)}" if changed else ""
+            options = f"\nOptions that have changed: {'; '.join(changed)}" if changed else ""
             raise CheckpointError("; ".join(faults[:3]) + more + options)
 
     def _differences(self, state):
@@ -293,9 +294,10 @@ class ExactResume(Strategy):
 
 
 def back_to_last_step(trainer: L.Trainer) -> None:
-    """Let what is saved of a run that has failed be its state after the last optimiser step.
+    """Set the counters of a run that has failed back to its last optimiser step, before it is saved.
 
-    A run that goes on takes the batches since then again: their gradients are lost. A validation begins again.
+    The resumed run then takes the batches since that step again, because their gradients are lost, and repeats a
+    validation that was under way.
     """
     batches = trainer.fit_loop.epoch_loop.batch_progress
     processed = batches.current.processed
@@ -308,9 +310,10 @@ def back_to_last_step(trainer: L.Trainer) -> None:
 
 
 def _consider_saved(trainer):
-    """Have callbacks that save every n steps not do it at the step of the checkpoint.
+    """Tell callbacks that save every n steps that the step of the checkpoint is saved.
 
-    They would in the first batch of a resumed run, and if gradients are accumulated, replace it by the next step.
+    Otherwise they would save again in the first batch of a resumed run and, with accumulation, overwrite the checkpoint
+    with one of the next step.
     """
     for each in trainer.checkpoint_callbacks:
         each._last_global_step_saved = trainer.global_step
@@ -336,7 +339,7 @@ def _kind(optimizer):
 
 
 def _like(parameter: nn.Parameter, entry: Entry, key: str, group: dict[str, Any]) -> Tensor:
-    """An empty tensor of an optimiser's state, divided as its parameter if it has its shape."""
+    """An empty tensor for an optimiser's state; divided like its parameter if it has the same shape."""
     if entry.shape == parameter.shape:
         return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
     on_device = key != "step" or group.get("fused") or group.get("capturable")
@@ -363,9 +366,10 @@ def _changes(then, now, place=""):
 
 
 def _begin_validation_again(fit_loop):
-    """Have a run that goes on from within a validation do it from its start: Lightning takes it for interrupted.
+    """Make a run that is resumed from within a validation repeat all of it.
 
-    The batch before is done, also if callbacks are still at its end.
+    Counters are set so that Lightning takes the validation for interrupted, and the training batch before it for
+    finished, even if callbacks at its end are still running.
     """
     batches = fit_loop["epoch_loop.batch_progress"]
     for counters in ("total", "current"):

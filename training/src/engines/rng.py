@@ -34,7 +34,7 @@ def restore(states: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def isolated() -> Iterator[dict[str, Any]]:
-    """What is drawn within changes nothing without. Gives the states from before."""
+    """A block after which all random states are as before it; yields these states."""
     states = collect()
     try:
         yield states

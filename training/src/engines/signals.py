@@ -6,8 +6,8 @@ a flag. At the end of the optimiser's step all processes agree that one of them 
 ends. After SIGUSR1 a job of Slurm is queued again. A second Ctrl-C does not wait for the end of the step, and saves
 nothing.
 
-Lightning's own handlers communicate within the handler, wherever the processes are just then, and raise in the middle
-of an accumulation; `Signals` takes their place.
+Lightning's handlers communicate inside the signal handler, wherever each process happens to be, and raise while
+gradients are accumulated; `Signals` replaces them.
 """
 
 import logging
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stopped(SystemExit):
-    """The run ends because of a signal, and was saved; its code is 128 + the signal's number."""
+    """Ends the run after a signal; it is then saved. The exit status is 128 + the signal's number."""
 
     def __init__(self, number: int, within_validation: bool) -> None:
         super().__init__(128 + number)
@@ -60,10 +60,10 @@ class Signals(_SignalConnector):
         if number != signal.SIGINT or os.getpid() != self._process:  # workers of loaders are forks with this handler
             return
         now = time.monotonic()
-        if now > self._interrupted + 1:  # and no repetition by a launcher, which has got the same Ctrl-C
+        if now > self._interrupted + 1:  # sooner, it is the same Ctrl-C, repeated by a launcher
             signal.default_int_handler(number, frame)
         if self._interrupted == math.inf and self.trainer.is_global_zero:
-            os.write(2, _NOTICE)  # logging could be interrupted within itself
+            os.write(2, _NOTICE)  # not logging, which may itself be interrupted just now
         self._interrupted = min(self._interrupted, now)
 
 
@@ -71,16 +71,16 @@ def add_callbacks(trainer: L.Trainer) -> None:
     """Have a trainer save and stop when a process has got a signal."""
     if not isinstance(trainer._signal_connector, Signals):
         trainer._signal_connector = Signals(trainer)
-        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # which waits for the GPU at every batch
-        callbacks = trainer.callbacks  # of which Lightning has put those that save at the end
+        trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = lambda: None  # it would wait for the GPU at every batch
+        callbacks = trainer.callbacks  # Lightning has put those that save last
         first = next((i for i, each in enumerate(callbacks) if isinstance(each, Checkpoint)), len(callbacks))
         callbacks[:] = [*callbacks[:first], StopBetweenSteps(), StopOnSignal(), *callbacks[first:], SaveWhenStopped()]
 
 
 class StopBetweenSteps(L.Callback):
-    """Has a run that is to end, as at Trainer(max_time=…), end after an optimiser step, and not before.
+    """Delays the end of a run, such as that of Trainer(max_time=…), until after the next optimiser step.
 
-    What is saved at the end is then a state from which it can go on, and no batch is trained for nothing.
+    Then what is saved at the end is a state from which it can go on, and no batch was in vain.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,8 @@ class StopBetweenSteps(L.Callback):
 class StopOnSignal(L.Callback):
     """Raises `Stopped` at a point from which the run can go on.
 
-    It comes after the callbacks that change there what is saved, as averages of weights, and before those that save.
+    It comes after callbacks that change at that point what is saved, such as averages of weights, and before those that
+    save.
     """
 
     def __init__(self) -> None:

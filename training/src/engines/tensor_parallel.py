@@ -16,7 +16,7 @@ from flash_attn.models.gpt import CausalLMOutput, GPTLMHeadModel, shard_state_di
 def divide(module: nn.Module, group: ProcessGroup, sequence_parallel: bool) -> None:
     """Put each GPTLMHeadModel below a module in its parallel form, with the same weights, in place.
 
-    The parts of a model on the meta device are on the CPU, and their weights are any.
+    The part of a model on the meta device is created on the CPU, with arbitrary weights.
 
     Logits are gathered, so that losses and metrics see those of all classes; a LinearCrossEntropyLoss, which computes
     them itself, is given the group. Models that are divided already stay as they are.

@@ -82,7 +82,7 @@ class FlashAttnLM(TemplateLM):
         return scores
 
     def loglikelihood_rolling(self, requests, disable_tqdm=False):
-        """log P(text) of each request, from windows that do not overlap but for the last, which is a full one."""
+        """log P(text) of each request, from windows that do not overlap, except the last, which is a full one."""
         windows, owners = [], []
         for i, request in enumerate(requests):
             rolling = utils.get_rolling_token_windows(

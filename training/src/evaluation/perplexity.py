@@ -113,7 +113,7 @@ def perplexity(
         tokens: (n,) of any integer dtype, at least 2; may be a memory map. The first one is only context.
         max_length: how many tokens the model reads at a time, at most as many as it has positions for.
         stride: how many tokens further the next window begins; max_length if None.
-        batch_size: windows at a time. The result does not depend on it, but for rounding.
+        batch_size: windows at a time. It changes the result by rounding only.
         num_bytes: how many bytes of text tokens[1:] are; goes into the result.
         progress: show a bar.
 

@@ -14,16 +14,16 @@ from src.utils.distributed import tensor_parallel_size
 
 
 class EpochTotals:
-    """What the metrics of a training epoch have added up to, in the checkpoints of a run.
+    """Keeps the totals of a training epoch's metrics in the checkpoints, so that a resumed run goes on from them.
 
-    A checkpoint has the state after a step of the optimiser: it is taken then or, where a run has failed, some batches
-    later, which a run that goes on takes again. So what the metrics have is noted at each step. To note it costs
-    nothing: it is tensors that no update changes. Metrics that are neither a `Mean` nor `NumTokens` begin with the rest
-    of the epoch.
+    A checkpoint has the state after a step of the optimiser. Where a run has failed, it is written some batches after
+    that step, and the resumed run repeats these batches; to count them once, the totals are noted at each step. That
+    costs nothing: metrics replace their tensors instead of changing them, so a reference is enough. Metrics that are
+    neither a `Mean` nor `NumTokens` start anew in the rest of the epoch.
 
     Arguments:
-        metrics: of the training.
-        prefix: of their names in the state dict of the task.
+        metrics: the metrics of the training.
+        prefix: what their names in the task's state dict begin with, without the dot.
     """
 
     def __init__(self, metrics: MetricCollection, prefix: str) -> None:
@@ -34,13 +34,13 @@ class EpochTotals:
         self._restored: dict[str, list[float]] = {}
 
     def note(self, step: int) -> None:
-        """Note what the metrics have before the optimiser takes its step of this number."""
+        """Note what the metrics have before the optimiser takes step number `step`."""
         before = {number: totals for number, totals in self._at_step.items() if number == step - 1}
         means = {name: each.totals for name, each in self._means.items()}
         self._at_step = before | {step: _Totals(means, {name: each.count for name, each in self._counts.items()})}
 
     def save(self, trainer: L.Trainer, checkpoint: dict[str, Any]) -> None:
-        """Put the totals over all ranks into a checkpoint, but for those of an epoch that is over. For all ranks."""
+        """Put the totals over all ranks into a checkpoint, unless the epoch is over. To be called on all ranks."""
         noted = self._at_step.get(trainer.global_step)
         if noted is None:
             return
@@ -56,7 +56,7 @@ class EpochTotals:
         self._restored = checkpoint.get("train_totals", {})
 
     def begin(self, trainer: L.Trainer) -> None:
-        """Go on from what was loaded: as the totals of the first rank, or of those that share a model with it."""
+        """Go on from what was loaded: on the first rank, or those that share a model with it. Others begin at 0."""
         first = trainer.global_rank < tensor_parallel_size(trainer)
         for name, totals in self._restored.items():
             if name in self._means and first:

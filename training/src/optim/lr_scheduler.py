@@ -11,7 +11,7 @@ class InvSqrt(LRScheduler):
     Without a warm-up it is lr / sqrt(t), and lr at step 0.
 
     Arguments:
-        optimizer: lr is the one of each of its groups.
+        optimizer: the lr of each of its groups is the one that is scheduled.
         num_warmup_steps: at least 0; otherwise ValueError.
         last_epoch: the step to go on from, -1 to begin.
     """

@@ -19,7 +19,7 @@ class TimmCosineLRScheduler(LRScheduler):
     of step 0 are set at once. Arguments and values are those of timm's CosineLRScheduler without its noise.
 
     Arguments:
-        optimizer: lr is the one of each of its groups.
+        optimizer: the lr of each of its groups is the one that is scheduled.
         t_initial: the length of the (first) cosine.
         lr_min: the rate at its end.
         cycle_mul, cycle_decay, cycle_limit: after a cosine comes another one, cycle_mul times as long and cycle_decay

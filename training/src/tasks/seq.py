@@ -62,7 +62,7 @@ class SequenceModel(L.LightningModule):
 
     def instantiate_datamodule(self) -> None:
         self._datamodule = instantiate(self.cfg.datamodule, _convert_="all")
-        self._datamodule.prepare_data()  # of all processes, one does the work
+        self._datamodule.prepare_data()  # called in all processes, done by one
         self._datamodule.setup()
         resolvers.attach_datamodule(self._datamodule)
 
@@ -143,7 +143,7 @@ class SequenceModel(L.LightningModule):
         return {"loss": loss, "output": output, "targets": targets}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return self.shared_step(batch, batch_idx, "train")["loss"]  # the output would stay in memory for a step more
+        return self.shared_step(batch, batch_idx, "train")["loss"]  # Lightning would keep an output for another step
 
     def validation_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor | None]:
         return self.shared_step(batch, batch_idx, "val")
@@ -169,7 +169,7 @@ class SequenceModel(L.LightningModule):
         if replicas * batch * accumulated != wanted:
             log.warning(
                 "The global batch has %d sequences, %d processes x datamodule.batch_size=%d x %d accumulated batches, "
-                "and not train.global_batch_size=%d, which is no multiple of processes x datamodule.batch_size",
+                "not train.global_batch_size=%d, which is no multiple of processes x datamodule.batch_size",
                 replicas * batch * accumulated, replicas, batch, accumulated, wanted,
             )  # fmt: skip
 

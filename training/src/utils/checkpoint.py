@@ -5,8 +5,8 @@
         state.json      everything else, and for each process what only it has, such as random states
         manifest.json   written last: size and SHA-256 of every other file
 
-A folder is written under a temporary name, brought to the disk and renamed, so that a process may end at any moment. No
-checkpoint is needed to be trusted: reading one runs no code from it.
+A folder is written under a temporary name, synced to disk and renamed, so that a process may end at any moment. A
+checkpoint need not be trusted: reading one runs no code from it.
 
     save("run/last.ckpt", state={"step": 7}, tensors={"weight": weight})        # by all processes
     checkpoint = Checkpoint("run/last.ckpt")
@@ -50,7 +50,7 @@ from src.utils.plain_state import decode, encode, tensor_names
 _FORMAT = 1
 _TENSORS, _STATE, _MANIFEST = "tensors", "state.json", "manifest.json"
 AUTO_SAVE = ".pl_auto_save.ckpt"  # the checkpoint of a run that had to end
-WEIGHTS, PART = "state_dict.", "@tp"  # before a parameter's name, and after it if the tensor is one process's part
+WEIGHTS, PART = "state_dict.", "@tp"  # before a parameter's name; after it, with a rank, for a part
 _log = logging.getLogger(__name__)
 
 PathLike = str | os.PathLike
@@ -76,14 +76,14 @@ def save(path: PathLike, state: Any, tensors: Mapping[str, Tensor] | None = None
 
     Arguments:
         path: of the folder; its parents are made. All processes must see the same file system.
-        state: nested plain data and tensors (see `encode`), the same in all processes; the first one's is kept.
-        tensors: by name. A DTensor is put together from its parts; a name that several processes have must be the same
-            tensor in all of them, and is written by one.
-        own: nested plain data without tensors that each process has for itself.
+        state: nested plain data and tensors (see `encode`), the same in all processes; that of the first is written.
+        tensors: by name. A DTensor is stored whole, each process writing its part; a name that several processes have
+            must stand for the same tensor in all of them, and is written by one.
+        own: nested plain data without tensors, of each process's own, such as random states.
 
-    At every moment there is a complete checkpoint under `path` or, for the instant of the exchange, next to it;
-    `latest` finds it. Raises TypeError if the state is not plain, CheckpointError if writing fails, as on a full disk,
-    in all processes: the temporary folder is then removed, and the checkpoint before is as it was.
+    If there was a checkpoint under `path`, a complete one exists at every moment, for an instant under a name beside
+    it; `latest` finds it. Raises, in all processes, TypeError if the state is not plain, and CheckpointError if writing
+    fails, for example on a full disk; the temporary folder is then removed, and the previous checkpoint is unchanged.
     """
     path = pathlib.Path(os.path.abspath(path))
     part = path.with_name(f".{path.name}.part")
@@ -99,7 +99,7 @@ def save(path: PathLike, state: Any, tensors: Mapping[str, Tensor] | None = None
         if _rank() == 0:
             shutil.rmtree(part, ignore_errors=True)
         raise CheckpointError(
-            f"checkpoint {path} was not saved: {_reason(error)}. A checkpoint before it, if any, is as it was."
+            f"checkpoint {path} was not saved: {_reason(error)}. A previous checkpoint, if any, is unchanged."
         ) from None
 
 
@@ -117,7 +117,7 @@ def _contents(state, tensors, own):
 
 
 def _new_folder(folder):
-    _delete(folder)  # of a process that ended while it wrote
+    _delete(folder)  # left by a process that ended while writing
     folder.mkdir(parents=True)
 
 
@@ -135,7 +135,7 @@ def _write_state(file, tree, own_trees):
 
 
 def _publish(part, path, sums):
-    """Write the manifest, and exchange the folders such that one of the two is always there."""
+    """Write the manifest, and replace the old folder so that one of the two is complete at every moment."""
     files = {name: entry for each in sums for name, entry in each.items()}
     _write(part / _MANIFEST, json.dumps({"format": _FORMAT, "saved_at": time.time_ns(), "files": files}, indent=1))
     _sync(part)
@@ -149,7 +149,7 @@ def _publish(part, path, sums):
 
 
 def _before(path):
-    """Where the checkpoint is that is about to be replaced."""
+    """The name under which an old checkpoint is kept while it is being replaced."""
     return path.with_name(f".{path.name}.before")
 
 
@@ -187,7 +187,7 @@ def _write(file, text):
 
 
 def _sync(folder):
-    """Bring the names in a folder to the disk, where folders can be opened."""
+    """Sync the names in a folder to disk, on systems where folders can be opened."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError:
@@ -199,7 +199,7 @@ def _sync(folder):
 
 
 def remove(path: PathLike) -> None:
-    """Remove a checkpoint, a folder, a file or a link, such that no part of it looks like a whole; by one process."""
+    """Remove a checkpoint (folder, file or link) so that no remainder looks complete. Call it in one process."""
     path = pathlib.Path(os.path.abspath(path))
     if path.is_symlink() or not path.is_dir():
         path.unlink(missing_ok=True)
@@ -232,13 +232,14 @@ class Checkpoint:
 
     Arguments:
         path: of the folder.
-        verify: compare the checksums of all files with the manifest's, together with all processes. Sizes always are.
+        verify: compare the checksums of all files with the manifest, work that all processes share. Sizes are always
+            compared.
 
     Attributes:
-        state: what was saved as such; its tensors are whole, and on the CPU.
-        own: what each process had, by its number.
+        state: the `state` that was saved, with whole tensors on the CPU.
+        own: a list with the `own` of each process.
         entries: shape and dtype of the tensors, by name.
-        versions: of python and torch, that wrote it.
+        versions: of Python and torch when it was written.
 
     Raises CheckpointError, in all processes, if it is not complete or a file is not as it was written.
     """
@@ -279,7 +280,7 @@ class Checkpoint:
         return tensors
 
     def read_into(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill these tensors, of which a DTensor gets the parts that this process has.
+        """Fill these tensors; a DTensor gets the part of this process.
 
         The processes may give different names. Raises CheckpointError, before anything is changed, for names that are
         not there and for other shapes.
@@ -307,8 +308,8 @@ class Checkpoint:
 class Redivided(Checkpoint):
     """A checkpoint as it would be if another number of processes had shared each layer of the model.
 
-    Those of a tensor parallel run have their own parts in it, `weight@tp0`, `weight@tp1` and so on. They are put
-    together and cut anew when they are read, one tensor after the other.
+    A checkpoint of a tensor parallel run has each process's part under a name of its own: `weight@tp0`, `weight@tp1`
+    and so on. They are put together and divided anew while they are read, one tensor at a time.
 
     Arguments:
         stored: the checkpoint.
@@ -462,9 +463,9 @@ def _manifest(path):
 
 
 def latest(dirpath: PathLike) -> pathlib.Path | None:
-    """The checkpoint of a folder that was completed last, of any name; None if there is none.
+    """The checkpoint in a folder that was completed last, under any name; None if there is none.
 
-    The log says which ones are passed over, and why. One that was about to be replaced when its process ended counts.
+    The log says which ones are passed over, and why. An old one that was being replaced when its process ended counts.
     """
     dirpath = pathlib.Path(dirpath)
     candidates = []
@@ -497,7 +498,7 @@ def load_checkpoint(path: PathLike, device: torch.device | str = "cpu") -> dict[
             only tensors are read; a file or folder of safetensors.
         device: of the tensors.
 
-    A dict that has nothing but `state_dict_ema` or `model` is replaced by its contents. Of the weights of a
+    A dict whose only key is `state_dict_ema` or `model` is replaced by its contents. Of the weights of a
     LightningModule, those of its `model` are taken, without the prefix `model.`. Raises FileNotFoundError or
     CheckpointError if there is nothing to load.
     """
@@ -558,7 +559,7 @@ def read_file(path: pathlib.Path, device: torch.device | str = "cpu") -> dict[st
             contents = torch.load(path, map_location=device, weights_only=True)
     except (OSError, ImportError):
         raise
-    except Exception as error:  # they have no common class, and torch even has an IndexError for a file of text
+    except Exception as error:  # there is no common class; for a text file, torch even raises IndexError
         reason = textwrap.shorten(f"{type(error).__name__}: {error}", 300)
         raise CheckpointError(
             f"{path} must be a checkpoint, found a file that cannot be read as one ({reason})"

@@ -50,7 +50,7 @@ def get_world_size() -> int:
 
 
 def tensor_parallel_size(trainer: Any) -> int:
-    """How many processes share a model and read the same samples; 1 but for the strategies that divide layers."""
+    """How many processes share a model and read the same samples; 1 except with strategies that divide layers."""
     return getattr(trainer.strategy, "tensor_parallel_size", 1)
 
 

@@ -1,4 +1,4 @@
-"""Which errors need no stack: their message names what was given and is to be changed."""
+"""Which errors need no stack trace: their message names the input that has to be changed."""
 
 import errno
 import traceback
@@ -15,10 +15,10 @@ _OF_INPUT = (ValueError, OSError, ImportError, MisconfigurationException, OmegaC
 
 
 def message_alone(error: BaseException) -> str | None:
-    """The message of an error in what a run was given, or of its disk; None for one that needs its stack.
+    """The message of an error in the input of a run or on its disk; None for an error that needs its stack trace.
 
-    Such are errors of other types, and those within a batch of training or evaluation, but for a disk that is full.
-    What Hydra says of the object that was being made is left out.
+    Errors of other types need it, and all errors within a batch of training or evaluation, except for a full disk. What
+    Hydra adds about the object that was being created is left out.
     """
     while isinstance(error, InstantiationException) and error.__cause__ is not None:
         error = error.__cause__
@@ -31,7 +31,7 @@ def message_alone(error: BaseException) -> str | None:
 
 
 def run_command(main: Callable[[], Any]) -> None:
-    """Call the main function of a command. Of an error in what it was given, it prints the message; the status is 1."""
+    """Call the main function of a command. For an error in its input, exit with status 1 and the message alone."""
     try:
         main()
     except Exception as error:

@@ -66,8 +66,8 @@ def train_flops_per_token(model: nn.Module, seqlen: int) -> float:
 
     6 for each weight of a matrix product, the head of a language model included, and 12 * layers * seqlen * width for
     attention. That is Megatron's formula (arXiv:2104.04473) without its factor for recomputation, for layers of any
-    shape. Norms, activations and the softmax are not counted, and attention as if there was no causal mask. Of a tensor
-    parallel model, it is the share of this process.
+    shape. Norms, activations and the softmax are not counted; attention counts as if there were no causal mask. For a
+    tensor parallel model, it is the share of this process.
 
     Arguments:
         model: has a `config` with the layers and width of attention, under the names of GPT2Config or LlamaConfig.
@@ -126,7 +126,7 @@ def profile_fvcore(
     x = torch.zeros(batch_size, *input_size, dtype=input_dtype, device=device)
     counter = FlopCounterMode(depth=max_depth, display=detailed)
     activations = _ActivationCounter()
-    # A compiled model that is first called under a counter would never be compiled again, without a word.
+    # If a compiled model's first call were under a counter, it would silently never be compiled.
     eagerly = torch.compiler.set_stance("force_eager")
     with evaluating(model), torch.no_grad(), eagerly, counter, activations:
         model(x)

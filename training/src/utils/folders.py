@@ -40,6 +40,6 @@ class RunFolderIsWritable(Callback):
 def _check(folder):
     try:
         check_writable(folder, "result_dir", "RESULT_DIR")
-    except ValueError as error:  # of which Hydra would make a warning
+    except ValueError as error:  # Hydra would turn it into a warning
         print(error, file=sys.stderr)
         raise SystemExit(1) from None

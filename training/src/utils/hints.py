@@ -1,4 +1,4 @@
-"""What can be said of the arguments of the command line: groups without an option, names that were mistyped."""
+"""Hints for wrong arguments of the command line: unknown options of groups, and mistyped names."""
 
 import difflib
 import pathlib
@@ -35,7 +35,7 @@ def hints(configs: pathlib.Path, arguments: Sequence[str]) -> list[str]:
 
 
 def nulls(configs: pathlib.Path, arguments: Sequence[str]) -> list[str]:
-    """A line for each argument that sets a group to null, of which Hydra says only where in its code it has failed."""
+    """A line for each argument that sets a group to null: Hydra would only show where in its code it failed."""
     groups = _groups(configs)
     return [
         f"{each.key_or_group} must be the name of an option, found null; ~{each.key_or_group} leaves the group out"
@@ -80,12 +80,12 @@ def _composed(configs, overrides) -> DictConfig | None:
 
 
 def _unknown_key(key, config, groups) -> list[str]:
-    """The line for a key that the configuration has not, if so."""
+    """The line for a key that the configuration does not have; no line if it has it."""
     node, seen = config, []
     for part in key.split("@")[0].split("."):
         if not OmegaConf.is_dict(node):
             return []
-        if part not in node.keys():  # which `in node` does not say of values that are mandatory
+        if part not in node.keys():  # `in node` is false for mandatory values (???)
             there = list(node) if seen else [*node, *(group for group in groups if "/" not in group)]
             return [_line(key, part, there, prefix="".join(f"{each}." for each in seen))]
         seen.append(part)

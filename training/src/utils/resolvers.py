@@ -49,7 +49,7 @@ def device_count(devices: int | str | Sequence[int], accelerator: str = "auto") 
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         return len(devices)
     if devices in (None, "auto", "-1", -1):
-        import torch  # takes seconds, and a mistyped name is found before
+        import torch  # here, because it takes seconds, and mistyped names are found sooner
 
         return max(torch.cuda.device_count(), 1) if accelerator in ("auto", "gpu", "cuda", None) else 1
     if isinstance(devices, str):  # "4", or a list as "0,1"
@@ -85,7 +85,7 @@ _RESOLVERS: dict[str, Any] = {
 def register() -> None:
     """Make the resolvers known to OmegaConf. ${datamodule:x} stays as it is until there is a data module.
 
-    ${start_folder:} is the present folder: Hydra, which changes it, tells it within a run only, and not in a sweep.
+    ${start_folder:} is the working directory at this moment, which Hydra changes later and does not tell in a sweep.
     """
     for name, function in (_RESOLVERS | {"start_folder": functools.partial(str, os.getcwd())}).items():
         OmegaConf.register_new_resolver(name, function, replace=True)

@@ -102,7 +102,7 @@ def print_config(
 
 
 def finish(config: DictConfig, model: Any, datamodule: Any, trainer: Any, callbacks: Any, logger: Any) -> None:
-    """Close what a run has open elsewhere: the run of wandb, if it logs there."""
+    """Close the run of wandb, if there is one."""
     if any(type(each).__name__ == "WandbLogger" for each in logger):
         import wandb
 

@@ -88,7 +88,7 @@ def test_full_disk(where, tmp_path, monkeypatch):
         monkeypatch.setattr(checkpoints, "_new_folder", _disk_full)
     else:
         monkeypatch.setattr(checkpoints, where, _disk_full)
-    with pytest.raises(checkpoints.CheckpointError, match=r"last\.ckpt was not saved: .*[Nn]o space.*is as it was"):
+    with pytest.raises(checkpoints.CheckpointError, match=r"last\.ckpt was not saved: .*[Nn]o space.*is unchanged"):
         checkpoints.save(path, {"step": 2}, {"w": torch.zeros(2)})
     assert [each.name for each in tmp_path.iterdir()] == ["last.ckpt"]
     assert checkpoints.Checkpoint(path).state == {"step": 1}

@@ -1,4 +1,4 @@
-"""Data that several ranks can divide evenly, of which nothing counts twice."""
+"""Data padded so that ranks can divide them evenly, without counting a sample twice."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from torch.utils.data import Dataset
 
 
 class PaddedDataset(Dataset):
-    """A data set of pairs (x, y) that so many ranks can divide evenly. The targets y that are added are all -100.
+    """A data set of pairs (x, y), padded to a multiple of `ranks` samples, whose added targets y are all -100.
 
-    Losses and metrics do not count such targets, so each sample counts once, while all ranks have the same number of
-    batches, which models need that are divided over the ranks.
+    Losses and metrics ignore such targets, so each sample counts once. All ranks have the same number of batches, as a
+    model that is split over the ranks needs.
     """
 
     def __init__(self, dataset: Dataset, ranks: int) -> None:
