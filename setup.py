@@ -37,7 +37,8 @@ from typing import NamedTuple
 import setuptools
 
 if int(setuptools.__version__.split(".")[0]) < 77:
-    raise SystemExit(f"flash-attn: setuptools >= 77 is needed to build, found {setuptools.__version__}.")
+    found = setuptools.__version__
+    raise SystemExit(f"flash-attn: setuptools >= 77 is needed to build, found {found}: `pip install -U setuptools`.")
 
 # Older ones have no bdist_wheel.
 from setuptools.command.bdist_wheel import bdist_wheel
