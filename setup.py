@@ -37,7 +37,8 @@ from typing import NamedTuple
 import setuptools
 
 if int(setuptools.__version__.split(".")[0]) < 77:
-    raise SystemExit(f"flash-attn: setuptools >= 77 is needed to build, found {setuptools.__version__}.")
+    found = setuptools.__version__
+    raise SystemExit(f"flash-attn: setuptools >= 77 is needed to build, found {found}: `pip install -U setuptools`.")
 
 # Older ones have no bdist_wheel.
 from setuptools.command.bdist_wheel import bdist_wheel
@@ -48,8 +49,8 @@ ROOT = Path(__file__).resolve().parent
 BUILD_COMMANDS = {"bdist_wheel", "build", "build_ext", "develop", "editable_wheel", "install"}
 NO_KERNELS = """\
 installed without CUDA kernels, since {reason}. Then install this package again: \
-`pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall`, or `uv pip install \
---no-build-isolation --no-deps --no-cache --reinstall`, and the same path or name."""
+`pip install --no-build-isolation --no-deps --no-cache-dir --force-reinstall .` or `uv pip install \
+--no-build-isolation --no-deps --no-cache --reinstall .`, with what you had installed it from in place of the dot."""
 ARCHS = "80;90"
 KEPT = "flash_attn/_no_kernels.txt"  # NO_KERNELS, in installations that it is true of
 
@@ -153,20 +154,30 @@ def find_toolkit(env) -> Toolkit | str:
     return Toolkit(os.path.realpath(top), f"{major}.{minor}")
 
 
-def obstacle(torch: Torch | None, toolkit: Toolkit | str, forced: bool) -> str | None:
+def find_ninja(env) -> str | None:
+    """The ninja that torch will find, or None."""
+    return shutil.which("ninja", path=_path(env))
+
+
+def _path(env):
+    return os.pathsep.join([sysconfig.get_path("scripts"), env.get("PATH", "")])  # where pip puts ninja
+
+
+def obstacle(torch: Torch | None, toolkit: Toolkit | str, ninja: str | None, forced: bool) -> str | None:
     """Why the library is not built and what to do, or None if it is. SystemExit if it is wanted by force but cannot be.
 
     The reason ends in what to do, to which the sentence goes on with "Then".
     """
-    no_toolkit = isinstance(toolkit, str)
-    if torch is None:
-        reason = f"there is no torch in {sys.prefix}: install it" + (f", and {toolkit}" if no_toolkit else "")
+    if isinstance(toolkit, str):  # first, since without it an isolated build has no torch of its own
+        reason = f"{toolkit}: install the CUDA toolkit, or set CUDA_HOME to its folder, beside a CUDA build of torch"
+    elif torch is None:
+        reason = f"there is no torch in {sys.prefix}: install it"
     elif torch.version < (2, 10):
         reason = "torch is older than 2.10: install a newer one"
     elif torch.cuda is None and not forced:
         reason = "torch is CPU-only: install a CUDA build of it, or set FLASH_ATTENTION_FORCE_BUILD=TRUE"
-    elif no_toolkit:
-        reason = f"{toolkit}: install the CUDA toolkit, or set CUDA_HOME to its folder"
+    elif ninja is None:  # torch would run one compiler at a time, for hours, and say nothing
+        reason = "there is no ninja: `pip install ninja`"
     elif torch.cuda and torch.cuda.split(".")[0] != toolkit.cuda.split(".")[0]:
         reason = f"nvcc is of CUDA {toolkit.cuda}, torch of CUDA {torch.cuda}: install either for the other's CUDA"
     else:
@@ -260,7 +271,7 @@ def output_in_short():
 
 def kernels(env, toolkit: Toolkit) -> dict:
     """Arguments of setup() that build the library."""
-    env["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), env["PATH"]])  # where pip puts ninja
+    env["PATH"] = _path(env)
     env["NINJA_STATUS"] = "[%f/%t] "
     env.setdefault("MAX_JOBS", str(max_jobs()))
     with target_environment():
@@ -319,7 +330,8 @@ def plan(env) -> tuple[dict, str]:
         reason = "FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE: unset it"
     else:
         toolkit = find_toolkit(env)
-        reason = obstacle(find_torch(), toolkit, forced=env.get("FLASH_ATTENTION_FORCE_BUILD") == "TRUE")
+        forced = env.get("FLASH_ATTENTION_FORCE_BUILD") == "TRUE"
+        reason = obstacle(find_torch(), toolkit, find_ninja(env), forced)
         if reason is None:
             return kernels(env, toolkit), f"flash-attn: built with CUDA kernels for {archs}, by nvcc {toolkit.cuda}."
     without = type("build_py", (WithoutKernels,), {"reason": reason})

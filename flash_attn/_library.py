@@ -56,18 +56,22 @@ def _find() -> tuple[pathlib.Path | None, str | None]:
     """Returns (the library to load, None); or (a file that cannot serve or None, the reason why there is no library).
 
     The package's __path__ includes other installations of it (see __init__.py). So where Python imports the sources,
-    because they are in the current folder, the library that `pip install .` has built from them is still found.
+    because they are in the current folder, the library that `pip install .` has built from them is still found, or the
+    reason why that has none.
     """
-    found = [path for folder in flash_attn.__path__ if (path := pathlib.Path(folder, _FILE)).exists()]
+    found = _in_package(_FILE)
     for path in found:
         if _build_id.is_in(path):
             return path, None
     if found:
         return found[0], f"{found[0]} was built for ops with other schemas: {_how_to_build()}"
-    kept = pathlib.Path(flash_attn.__path__[0], _NO_KERNELS)
-    if kept.exists():  # setup.py has written why
+    for kept in _in_package(_NO_KERNELS):  # setup.py has written why
         return None, kept.read_text().strip()
     return None, f"there are no CUDA kernels in {flash_attn.__path__[0]}: {_how_to_build()}"
+
+
+def _in_package(name: str) -> list[pathlib.Path]:
+    return [path for folder in flash_attn.__path__ if (path := pathlib.Path(folder, name)).exists()]
 
 
 def _how_to_build() -> str:

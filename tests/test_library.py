@@ -90,6 +90,12 @@ def test_an_installation_keeps_why_it_has_no_library(package, load):
     assert load() == (None, [str(package[0] / "_kernels.so")])
 
 
+def test_sources_say_why_an_installation_has_no_library(package, load):
+    """`python -m flash_attn` shows the reason in the folder in which `pip install .` was run, too."""
+    (package[1] / "_no_kernels.txt").write_text("installed without CUDA kernels, since there is no nvcc\n")
+    assert load() == ("installed without CUDA kernels, since there is no nvcc", [])
+
+
 @pytest.mark.parametrize("contents", [None, OTHER], ids=["no library", "an old library"])
 def test_sources_use_the_library_of_an_installation(contents, package, load):
     """Python imports the sources when it runs in the folder in which `pip install .` was run."""

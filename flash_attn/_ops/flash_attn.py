@@ -432,16 +432,17 @@ def _check_sizes(name_k, shape_q, shape_k, features=False):
     most = with_features.MAX_HEAD_DIM if features else MAX_HEAD_DIM
     checks.number("head_dim", head_dim, 1 <= head_dim <= most, "between 1 and {}", most)
     checks.number(name_k + "'s head_dim", head_dim_k, head_dim_k == head_dim, "q's, {}", head_dim)
-    expected = "a divisor of q's, {}"
+    if divides:
+        return False
+    layout = ""
     if (
         len(shape_q) == len(shape_k) == 4
         and shape_k[1]
         and shape_q[1] % shape_k[1] == 0
         and shape_q[1] < max(heads, heads_k)
     ):
-        expected += f", in shapes {tuple(shape_q)} and {tuple(shape_k)}. {_LAYOUT}"
-    checks.number(name_k + "'s number of heads", heads_k, divides, expected, heads)
-    return False
+        layout = f", in shapes {tuple(shape_q)} and {tuple(shape_k)}. {_LAYOUT}"
+    raise ArgumentError(f"{name_k}'s number of heads must be a divisor of q's, {heads}, found {heads_k}{layout}")
 
 
 def _check_values(name, v, k, features):

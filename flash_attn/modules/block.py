@@ -71,7 +71,8 @@ class Block(nn.Module):
             dropout: a norm (as in Gemma 2) or a factor (as in Granite). Only with prenorm. They are called output1 and
             output2, and marked like the norms.
 
-    Raises TypeError for norms and dropouts that cannot be fused, and ValueError for options that do not fit together.
+    Raises TypeError for norms and dropouts that cannot be fused, and for a module in place of what makes one, and
+    ValueError for options that do not fit together.
 
     >>> hidden_states, residual = Block(128)(torch.randn(2, 16, 128))
     """
@@ -108,16 +109,16 @@ class Block(nn.Module):
         self.return_residual = return_residual
         self.residual_in_fp32 = residual_in_fp32
         self.mixer = _mixer(dim, mixer_cls)
-        self.dropout1 = dropout_cls(resid_dropout1)
+        self.dropout1 = _made("dropout_cls", dropout_cls, resid_dropout1)
         self.drop_path1 = StochasticDepth(drop_path1)
-        self.norm1 = norm_cls(dim)
-        self.output1 = None if output_cls is None else output_cls(dim)
+        self.norm1 = _made("norm_cls", norm_cls, dim)
+        self.output1 = None if output_cls is None else _made("output_cls", output_cls, dim)
         self.mlp = _mlp(dim, mlp_cls)
         if not isinstance(self.mlp, nn.Identity):
-            self.dropout2 = dropout_cls(resid_dropout2)
+            self.dropout2 = _made("dropout_cls", dropout_cls, resid_dropout2)
             self.drop_path2 = StochasticDepth(drop_path2)
-            self.norm2 = norm_cls(dim)
-            self.output2 = None if output_cls is None else output_cls(dim)
+            self.norm2 = _made("norm_cls", norm_cls, dim)
+            self.output2 = None if output_cls is None else _made("output_cls", output_cls, dim)
         if fused_dropout_add_ln:
             _check_fused(self)
         _mark_norms(self, sequence_parallel, mark_shared_params)
@@ -148,8 +149,9 @@ class Block(nn.Module):
             mixer_kwargs: more arguments of the mixer.
 
         Returns (hidden_states, residual) with prenorm, otherwise the new hidden_states. Raises ValueError for a
-        residual without prenorm.
+        residual without prenorm, and TypeError for both outputs of a block in one tuple.
         """
+        _refuse_tuple("hidden_states", hidden_states)
         mixer_kwargs = dict(mixer_kwargs or {})
         if not self.prenorm:
             if residual is not None:
@@ -234,12 +236,12 @@ class ParallelBlock(nn.Module):
         self.fused_dropout_add_ln = fused_dropout_add_ln
         self.residual_in_fp32 = residual_in_fp32
         self.mixer = _mixer(dim, mixer_cls)
-        self.dropout1 = dropout_cls(resid_dropout1)
-        self.norm1 = norm_cls(dim)
+        self.dropout1 = _made("dropout_cls", dropout_cls, resid_dropout1)
+        self.norm1 = _made("norm_cls", norm_cls, dim)
         self.mlp = _mlp(dim, mlp_cls)
-        self.dropout2 = dropout_cls(resid_dropout2)
+        self.dropout2 = _made("dropout_cls", dropout_cls, resid_dropout2)
         if not tied_norm:
-            self.norm2 = norm_cls(dim)
+            self.norm2 = _made("norm_cls", norm_cls, dim)
         if fused_dropout_add_ln:
             _check_fused(self)
         _mark_norms(self, sequence_parallel, mark_shared_params)
@@ -263,6 +265,7 @@ class ParallelBlock(nn.Module):
 
         Returns (hidden_states1, hidden_states2, residual).
         """
+        _refuse_tuple("hidden_states1", hidden_states1)
         add_norm = self._fused_add_norm if self.fused_dropout_add_ln else self._add_norm
         normed1, normed2, residual = add_norm(hidden_states1, hidden_states2, residual)
         return self.mixer(normed1, **(mixer_kwargs or {})), self.mlp(normed2), residual
@@ -311,7 +314,7 @@ def _fused_norm(block: Any, norm: Any, x: Tensor, residual: Tensor | None, dropo
 
 def _mixer(dim: int, mixer_cls: Callable[..., nn.Module] | None) -> nn.Module:
     if mixer_cls is not None:
-        return mixer_cls(dim)
+        return _made("mixer_cls", mixer_cls, dim)
     if dim % 64 or dim < 64:
         raise ValueError(
             f"dim must be a multiple of 64, the size of a head, unless mixer_cls is given, found {dim}: "
@@ -321,7 +324,22 @@ def _mixer(dim: int, mixer_cls: Callable[..., nn.Module] | None) -> nn.Module:
 
 
 def _mlp(dim: int, mlp_cls: Callable[..., nn.Module] | None) -> nn.Module:
-    return Mlp(dim, hidden_features=4 * dim) if mlp_cls is None else mlp_cls(dim)
+    return Mlp(dim, hidden_features=4 * dim) if mlp_cls is None else _made("mlp_cls", mlp_cls, dim)
+
+
+def _made(name: str, cls: Callable[..., nn.Module], argument: float) -> nn.Module:
+    """cls(argument). Raises TypeError for a module, which would take the argument for its input."""
+    if isinstance(cls, nn.Module):
+        raise TypeError(f"{name} must be a class or function that makes a module, found a module, {type(cls).__name__}")
+    return cls(argument)
+
+
+def _refuse_tuple(name: str, hidden_states: Tensor) -> None:
+    """Raise TypeError for all outputs of another block in one argument, as nn.Sequential would give them."""
+    if isinstance(hidden_states, tuple):
+        raise TypeError(
+            f"{name} must be a tensor, found a tuple: give outputs of a block as arguments, block(*outputs)"
+        )
 
 
 def _check_fused(block: nn.Module) -> None:

@@ -165,6 +165,22 @@ def test_a_mixer_must_be_given_where_heads_of_64_do_not_fit(block_cls, dim):
 
 
 @pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
+@pytest.mark.parametrize("name", ["mixer_cls", "mlp_cls", "norm_cls", "dropout_cls"])
+def test_a_module_in_place_of_its_class_is_refused(block_cls, name):
+    with pytest.raises(TypeError, match=f"{name} must be a class or function .*, found a module, Linear"):
+        block_of(block_cls, **{name: nn.Linear(DIM, DIM)})
+
+
+@pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
+def test_outputs_of_a_block_in_one_argument_are_refused(block_cls):
+    """In nn.Sequential the next block gets them as a tuple."""
+    outputs = (block := block_of(block_cls))(torch.randn(2, 3, DIM))
+    assert len(block(*outputs)) == len(outputs)
+    with pytest.raises(TypeError, match=r"hidden_states1? must be a tensor, found a tuple: .* block\(\*outputs\)"):
+        block(outputs)
+
+
+@pytest.mark.parametrize("block_cls", [Block, ParallelBlock])
 def test_dtypes(block_cls, device):
     """Fused, the norm's output has the dtype of the hidden states, and only a missing residual becomes float32."""
     fused, plain = twins(block_cls, device, residual_in_fp32=True)

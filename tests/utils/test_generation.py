@@ -764,7 +764,11 @@ ERRORS = {
     "length": (dict(max_length=9.5), TypeError, "max_length must be an integer, found float"),
     "top_p": (dict(top_k=0, top_p=1.1), ValueError, "top_p must be from 0 to 1, found 1.1"),
     "top_k": (dict(top_k=-1), ValueError, "top_k must be at least 0, found -1"),
-    "temperature": (dict(top_k=0, temperature=0.0), ValueError, "temperature must be positive, found 0.0"),
+    "temperature": (
+        dict(top_k=0, temperature=0.0),
+        ValueError,
+        r"positive \(top_k=1 takes the likeliest token\), found 0.0",
+    ),
     "penalty": (dict(repetition_penalty=0.0), ValueError, "repetition_penalty must be positive, found 0.0"),
     "an end in words": (dict(eos_token_id="2"), TypeError, "eos_token_id must be an integer, several .* found str"),
     "ends in halves": (

@@ -122,4 +122,4 @@ def _check_sampling(top_k: int, top_p: float, temperature: float) -> None:
     for name, value in (("top_p", top_p), ("temperature", temperature)):
         checks.real(name, value)
     checks.number("top_p", top_p, 0 <= top_p <= 1, "from 0 to 1")
-    checks.number("temperature", temperature, temperature > 0, "positive")
+    checks.number("temperature", temperature, temperature > 0, "positive (top_k=1 takes the likeliest token)")
