@@ -482,6 +482,14 @@ BAD = [
 ]
 
 
+@pytest.mark.parametrize("scale", [0.0, torch.zeros(())], ids=["a float", "a tensor"])
+def test_the_order_of_another_function(scale, device):
+    """None, 0.0 and True are attn_mask, dropout_p and is_causal of scaled_dot_product_attention."""
+    q, k, v = (CALLS["func"][1](device)[name] for name in "qkv")
+    with pytest.raises(ValueError, match="dropout_p must be a number if softmax_scale is 0, found None: to call with"):
+        flash_attn.flash_attn_func(q, k, v, None, scale, True)
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_the_unchanged_calls_are_good(name, device):
     function, good = CALLS[name]

@@ -70,6 +70,11 @@ def forward(
         features, causal = _features(given, causal, queries, keys, batch, options)
         if return_softmax:
             _check_results(given, features, options)
+    if options.get("dropout_p", 0) is None and softmax_scale is not None and softmax_scale == 0:
+        raise ArgumentError(
+            "dropout_p must be a number if softmax_scale is 0, found None: to call with the attn_mask, dropout_p and "
+            "is_causal of scaled_dot_product_attention, give dropout_p and causal by name"
+        )
     scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     arguments = _checked(Options, scores, options, (names, queries, batch))
     s_dmask = rng_state = max_logit = None
