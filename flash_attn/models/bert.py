@@ -104,6 +104,7 @@ _OPTIONS = dict(
 _NOT_COVERED = dict(
     model_type="bert",
     is_decoder=False,
+    is_causal=False,  # with it, attention of transformers is causal where there is no padding
     add_cross_attention=False,
     is_encoder_decoder=False,
     chunk_size_feed_forward=0,

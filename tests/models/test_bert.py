@@ -602,6 +602,7 @@ def test_vocabulary_is_rounded_in_place():
     ("options", "message"),
     [
         (dict(is_decoder=True), "config.is_decoder must be False"),
+        (dict(is_causal=True), "config.is_causal must be False"),
         (dict(add_cross_attention=True), "config.add_cross_attention must be False"),
         (dict(chunk_size_feed_forward=2), "config.chunk_size_feed_forward must be 0"),
         (dict(output_hidden_states=True), "config.output_hidden_states must be False"),
