@@ -285,6 +285,12 @@ SIGNATURES = {
         "BertForSequenceClassification.forward": "self, input_ids, *, labels=None, **inputs",
         "BertForTokenClassification": "config",
         "BertForTokenClassification.forward": "self, input_ids, *, labels=None, **inputs",
+        "BertForNextSentencePrediction": "config",
+        "BertForNextSentencePrediction.forward": "self, input_ids, *, labels=None, **inputs",
+        "BertForMultipleChoice": "config",
+        "BertForMultipleChoice.forward": "self, input_ids, *, labels=None, **inputs",
+        "BertForQuestionAnswering": "config",
+        "BertForQuestionAnswering.forward": ("self, input_ids, *, start_positions=None, end_positions=None, **inputs"),
         "remap_state_dict": "state_dict, config",
         "inv_remap_state_dict": "state_dict, config, legacy_names=True",
     },
@@ -400,6 +406,10 @@ SIGNATURES = {
             "embed_layer=PatchEmbed, norm_layer=None, act_layer=None, use_flash_attn=False, fused_bias_fc=False, "
             "fused_mlp=False, fused_dropout_add_ln=False"
         ),
+        "VisionTransformer.from_pretrained": (
+            "model_name, architecture=None, *, strict=True, device=None, dtype=None, progress=True, **kwargs"
+        ),
+        "VisionTransformer.save_pretrained": "self, folder, max_shard_size=5000000000",
         "VisionTransformer.forward": "self, x",
         "create_block": (
             "embed_dim, num_heads, mlp_ratio, qkv_bias, drop_rate, attn_drop_rate, drop_path1, drop_path2, "
@@ -785,7 +795,7 @@ SIGNATURES = {
         "checkpoint_files": "model_name, **hub",
         "config_of_pretrained": "model_name, name='config.json', **hub",
         "dtype_of_pretrained": "model_name, **hub",
-        "config_is_missing": "model_name, **hub",
+        "config_is_missing": "model_name, needed='config', **hub",
         "existing_device": "device",
         "load_file": "path, device=None, dtype=None",
         "pieces_of_file": "path",

@@ -11,10 +11,10 @@ from torch import nn
 
 from flash_attn.models._config import FIELDS, gpt2_config, is_gpt2_config, known_gpt2_config, settings
 from flash_attn.models._family import find_family
+from flash_attn.models._loading import listed, pieces
 from flash_attn.models._options import divided, dtype_of_config, of_hub, overridden, the_dtype
 from flash_attn.models._saving import number_of_bytes, write_folder
 from flash_attn.models._shard import shard_state_dict_tp
-from flash_attn.utils import pretrained
 from flash_attn.utils.pretrained import (
     checkpoint_files,
     config_is_missing,
@@ -25,7 +25,6 @@ from flash_attn.utils.pretrained import (
 )
 
 _log = logging.getLogger(__name__)
-_LISTED = 20  # the most names of each kind in an error
 
 
 def to_gpt2_config(config):
@@ -60,7 +59,7 @@ def load(
     config, files = model.config, checkpoint_files(model_name, **hub)
     absent = _compare(model, family, files, world_size, rank, strict)
     pending = {}
-    for piece in _pieces(files, progress):
+    for piece in pieces(files, progress):
         pending |= piece
         piece.clear()  # so that nothing else holds the tensors
         _give(model, _converted(family, pending, config, world_size, rank), device)
@@ -158,13 +157,13 @@ def _compare(model, family, files, world_size, rank, strict):
     if wrong or (strict and (missing or unknown)):
         raise ValueError(
             f"the checkpoint does not fit the model, a {type(model).__name__} of the family {family.name}:"
-            + _listed("missing", made_of)
-            + _listed("left over, because other parts of the same tensor are missing", left_over)
-            + _listed("not known", unknown)
-            + _listed("of a wrong shape or dtype", wrong)
+            + listed("missing", made_of)
+            + listed("left over, because other parts of the same tensor are missing", left_over)
+            + listed("not known", unknown)
+            + listed("of a wrong shape or dtype", wrong)
         )
     if missing or unknown:
-        told = _listed("these keep their first, random weights", made_of) + _listed(
+        told = listed("these keep their first, random weights", made_of) + listed(
             "these are left out", left_over + unknown
         )
         _log.warning("not all of the checkpoint and the model fit together:%s", told)
@@ -173,13 +172,6 @@ def _compare(model, family, files, world_size, rank, strict):
 
 def _sources(family, name, config):
     return ", ".join(family.keys.sources(name, config)) or "no tensor of this family"
-
-
-def _listed(what, names):
-    if not names:
-        return ""
-    more = f"\n    and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return f"\n  {what}:" + "".join(f"\n    {name}" for name in names[:_LISTED]) + more
 
 
 def _prefix(model):
@@ -221,26 +213,6 @@ def _materialise(model, names, device):
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()
         model._first_weights(module)
-
-
-def _pieces(files, progress):
-    """The tensors of files piece by piece, with a bar if it is wanted and there are several pieces."""
-    sizes = [path.stat().st_size for path in files]
-    with _bar(sum(sizes), progress and (len(files) > 1 or sum(sizes) > pretrained.PIECE)) as bar:
-        for path in files:
-            for piece in pretrained.pieces_of_file(path):
-                size = sum(tensor.nbytes for tensor in piece.values())
-                yield piece
-                bar.update(size)
-
-
-def _bar(size, is_wanted):
-    """A progress bar of the bytes that are loaded; without the package tqdm, an object that shows nothing."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return contextlib.nullcontext(types.SimpleNamespace(update=lambda size: None))
-    return tqdm(total=size, desc="loading", unit="B", unit_scale=True, disable=not is_wanted)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

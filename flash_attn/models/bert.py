@@ -104,6 +104,7 @@ _OPTIONS = dict(
 _NOT_COVERED = dict(
     model_type="bert",
     is_decoder=False,
+    is_causal=False,  # with it, attention of transformers is causal where there is no padding
     add_cross_attention=False,
     is_encoder_decoder=False,
     chunk_size_feed_forward=0,
@@ -394,6 +395,17 @@ class _MaskedLMHead(nn.Module):
         return self.predictions(sequence_output)
 
 
+class _NextSentenceHead(nn.Module):
+    """The head that tells whether a sentence follows another, under the name it has in transformers' checkpoints."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.seq_relationship = nn.Linear(config.hidden_size, 2)
+
+    def forward(self, pooled_output):
+        return self.seq_relationship(pooled_output)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # What models return
 
@@ -416,11 +428,19 @@ class BertForPreTrainingOutput(NamedTuple):
 
 
 class BertHeadOutput(NamedTuple):
-    """loss, a scalar or None without labels; logits, (batch, seqlen, classes), (masked tokens, classes) or
-    (batch, classes)."""
+    """loss, a scalar or None without labels; logits, (batch, seqlen, classes), (masked tokens, classes),
+    (batch, classes) or (batch, choices)."""
 
     loss: Tensor | None
     logits: Tensor
+
+
+class BertForQuestionAnsweringOutput(NamedTuple):
+    """loss, a scalar or None without positions; start_logits and end_logits, (batch, seqlen)."""
+
+    loss: Tensor | None
+    start_logits: Tensor
+    end_logits: Tensor
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -436,7 +456,7 @@ class BertPreTrainedModel(nn.Module):
     """
 
     bert: "BertModel"  # of the models with heads
-    cls: BertPreTrainingHeads | _MaskedLMHead  # of those that predict masked tokens
+    cls: BertPreTrainingHeads | _MaskedLMHead | _NextSentenceHead  # of those with heads of the pre-training
 
     def __init__(self, config: Config, *inputs: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -519,8 +539,14 @@ class BertPreTrainedModel(nn.Module):
 
     def tie_weights(self) -> None:
         """Use the weight of the word embeddings in the head for masked tokens, if there is one and they are tied."""
-        if hasattr(self, "cls") and _option(self.config, "tie_word_embeddings"):
-            self.cls.predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
+        predictions = self._tied_predictions()
+        if predictions is not None:
+            predictions.decoder.weight = self.bert.embeddings.word_embeddings.weight
+
+    def _tied_predictions(self):
+        """The head for masked tokens whose weight is that of the word embeddings, or None."""
+        tied = _option(self.config, "tie_word_embeddings")
+        return getattr(getattr(self, "cls", None), "predictions", None) if tied else None
 
     def _finish(self):
         """Draw all parameters and tie weights: the last step of each constructor."""
@@ -546,7 +572,7 @@ class BertPreTrainedModel(nn.Module):
     def _their_state_dict(self):
         """Parameters by transformers' names. Of those that are tied, only the word embeddings."""
         state_dict = self.state_dict()
-        if hasattr(self, "cls") and _option(self.config, "tie_word_embeddings"):
+        if self._tied_predictions() is not None:
             del state_dict["cls.predictions.decoder.weight"]
         result = inv_remap_state_dict(state_dict, self.config, legacy_names=False)
         if "cls.predictions.decoder.weight" in result:  # untied, transformers has two biases and uses this one
@@ -770,16 +796,37 @@ class BertForMaskedLM(_BertWithHead):
         return BertHeadOutput(loss, logits)
 
 
+class BertForNextSentencePrediction(_BertWithHead):
+    """BERT with the head that tells whether a sentence follows another."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.bert = BertModel(config)
+        self.cls = _NextSentenceHead(config)
+        self._finish()
+
+    def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
+        """Logits (batch, 2), and with labels the mean cross entropy of sequences that have one.
+
+        Arguments:
+            labels: (batch,) int64, 0 if the second sentence follows the first, 1 if it is any other; -100 for sequences
+                that do not count.
+            input_ids, inputs: position_ids, token_type_ids and attention_mask as in `BertModel`.
+        """
+        logits = self.cls(self.bert(input_ids, **inputs).pooler_output)
+        return BertHeadOutput(None if labels is None else _loss_of_sequences(logits, labels), logits)
+
+
 class _BertClassifier(_BertWithHead):
     """BERT with dropout and a linear layer of num_labels classes."""
 
-    def __init__(self, config, add_pooling_layer):
+    def __init__(self, config, add_pooling_layer, num_labels):
         super().__init__(config)
-        self.num_labels = _option(config, "num_labels")
+        self.num_labels = num_labels
         self.bert = BertModel(config, add_pooling_layer=add_pooling_layer)
         dropout = _option(config, "classifier_dropout")
         self.dropout = nn.Dropout(config.hidden_dropout_prob if dropout is None else dropout)
-        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, num_labels)
         self._finish()
 
 
@@ -787,7 +834,7 @@ class BertForSequenceClassification(_BertClassifier):
     """BERT with a classifier of whole sequences, or a regression: config.num_labels classes or numbers."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, add_pooling_layer=True)
+        super().__init__(config, add_pooling_layer=True, num_labels=_option(config, "num_labels"))
 
     def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
         """Logits (batch, num_labels), and with labels the loss that config.problem_type names.
@@ -808,8 +855,7 @@ class BertForSequenceClassification(_BertClassifier):
             single = "multi_label" if labels.is_floating_point() else "single_label"
             kind = "regression" if self.num_labels == 1 else f"{single}_classification"
         if kind == "single_label_classification":
-            _check_labels("labels", labels, logits.shape[:1])
-            return nn.CrossEntropyLoss()(logits, labels)
+            return _loss_of_sequences(logits, labels)
         labels = labels.view_as(logits) if self.num_labels == 1 else labels
         checks.tensor("labels", labels, shape=logits.shape, device=logits.device)
         losses = {"regression": nn.MSELoss, "multi_label_classification": nn.BCEWithLogitsLoss}
@@ -822,7 +868,7 @@ class BertForTokenClassification(_BertClassifier):
     """BERT with a classifier of each token, as for named entities: config.num_labels classes."""
 
     def __init__(self, config: Config) -> None:
-        super().__init__(config, add_pooling_layer=False)
+        super().__init__(config, add_pooling_layer=False, num_labels=_option(config, "num_labels"))
 
     def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
         """Logits (batch, seqlen, num_labels), and with labels the mean cross entropy of tokens that have one.
@@ -836,6 +882,81 @@ class BertForTokenClassification(_BertClassifier):
         logits = self.classifier(self.dropout(self.bert(input_ids, **inputs).last_hidden_state))
         loss = None if labels is None else nn.CrossEntropyLoss()(logits.flatten(0, 1), labels.flatten())
         return BertHeadOutput(loss, logits)
+
+
+class BertForMultipleChoice(_BertClassifier):
+    """BERT that chooses one of several sequences: with a logit for each of them."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config, add_pooling_layer=True, num_labels=1)
+
+    def forward(self, input_ids: Tensor, *, labels: Tensor | None = None, **inputs: Tensor | None) -> BertHeadOutput:
+        """Logits (batch, choices), and with labels the mean cross entropy of rows that have one.
+
+        Arguments:
+            labels: (batch,) int64, the number of the right choice; -100 for rows that do not count.
+            input_ids: (batch, choices, seqlen), token ids.
+            inputs: position_ids, (seqlen,) or like input_ids, and token_type_ids and attention_mask, like input_ids; as
+                in `BertModel`.
+        """
+        checks.tensor("input_ids", input_ids)
+        checks.ndim("input_ids", input_ids, "(batch, choices, seqlen)")
+        for name in ("token_type_ids", "attention_mask"):
+            if inputs.get(name) is not None:
+                checks.tensor(name, inputs[name], shape=input_ids.shape)
+        flat = {name: x.flatten(0, 1) if isinstance(x, Tensor) and x.dim() == 3 else x for name, x in inputs.items()}
+        pooled = self.bert(input_ids.flatten(0, 1), **flat).pooler_output
+        logits = self.classifier(self.dropout(pooled)).view(input_ids.shape[:2])
+        return BertHeadOutput(None if labels is None else _loss_of_sequences(logits, labels), logits)
+
+
+class BertForQuestionAnswering(_BertWithHead):
+    """BERT that finds an answer in a text: with logits of each token as its first and as its last."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        num_labels = _option(config, "num_labels")
+        checks.number("config.num_labels", num_labels, num_labels == 2, "2, the first and the last token of an answer")
+        self.bert = BertModel(config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, num_labels)
+        self._finish()
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        **inputs: Tensor | None,
+    ) -> BertForQuestionAnsweringOutput:
+        """Logits (batch, seqlen) twice, and with both kinds of positions the mean of their two cross entropies.
+
+        Arguments:
+            start_positions, end_positions: (batch,) int64, the first and the last token of an answer. Those of seqlen
+                and more do not count; negative ones are 0, as in transformers.
+            input_ids, inputs: position_ids, token_type_ids and attention_mask as in `BertModel`.
+
+        The cross entropies are over all tokens, padding too, as in transformers. The logits of padding are others with
+        use_flash_attn, which has zeros as its hidden states.
+        """
+        positions = {"start_positions": start_positions, "end_positions": end_positions}
+        for name, given in positions.items():
+            if given is not None:
+                _check_labels(name, given, input_ids.shape[:1])
+        logits = self.qa_outputs(self.bert(input_ids, **inputs).last_hidden_state).unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            seqlen = input_ids.shape[1]
+            cross_entropy = nn.CrossEntropyLoss(ignore_index=seqlen)
+            start, end = (cross_entropy(each, to.clamp(0, seqlen)) for each, to in zip(logits, positions.values()))
+            loss = (start + end) / 2
+        return BertForQuestionAnsweringOutput(loss, *logits)
+
+
+def _loss_of_sequences(logits, labels):
+    """Mean cross entropy of logits (batch, classes) and labels, without those that are -100."""
+    _check_labels("labels", labels, logits.shape[:1])
+    return nn.CrossEntropyLoss()(logits, labels)
 
 
 def _token_mask(attention_mask, input_ids):

@@ -1,27 +1,43 @@
 """Vision transformers of timm's kind (Dosovitskiy et al., arXiv:2010.11929), with fused kernels.
 
-    model = vit_base_patch16_224(use_flash_attn=True, fused_mlp=True, fused_dropout_add_ln=True)
-    model.load_state_dict(timm.create_model("vit_base_patch16_224", pretrained=True).state_dict())
-    logits = model(torch.randn(8, 3, 224, 224))                                # (8, 1000)
+    model = VisionTransformer.from_pretrained("timm/vit_base_patch16_224.augreg2_in21k_ft_in1k", use_flash_attn=True)
+    logits = model.eval()(torch.randn(8, 3, 224, 224))                         # (8, 1000)
+    model.save_pretrained(folder)                           # timm.create_model(f"local-dir:{folder}", pretrained=True)
 
 `VisionTransformer.load_state_dict` takes a state dict of timm's VisionTransformer as well as one of its own;
 `inv_remap_state_dict_timm` gives back one that timm loads. The last block projects queries apart from keys and values,
 since classification needs the class token's query alone.
 """
 
+import copy
 import functools
+import inspect
+import logging
+import os
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from flash_attn.layers.patch_embed import PatchEmbed
+from flash_attn.models._loading import listed, pieces
+from flash_attn.models._options import divided, of_hub, the_dtype
+from flash_attn.models._saving import number_of_bytes, write_folder
 from flash_attn.modules.block import Block, StochasticDepth
 from flash_attn.modules.mha import MHA
 from flash_attn.modules.mlp import FusedMLP, Mlp
 from flash_attn.ops.triton.layer_norm import layer_norm_fn
+from flash_attn.utils.pretrained import (
+    checkpoint_files,
+    config_is_missing,
+    config_of_pretrained,
+    dtype_of_pretrained,
+    existing_device,
+    load_file,
+)
 
 __all__ = [
     "VisionTransformer",
@@ -38,6 +54,8 @@ __all__ = [
     "vit_small_patch16_224",
     "vit_tiny_patch16_224",
 ]
+
+_log = logging.getLogger(__name__)
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Parts
@@ -152,6 +170,9 @@ class _Embedding(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+_Model = TypeVar("_Model", bound="VisionTransformer")
+
+
 class VisionTransformer(nn.Module):
     """A vision transformer with a class token and learned positions, as timm's of the same name.
 
@@ -183,6 +204,7 @@ class VisionTransformer(nn.Module):
     """
 
     norm: Any  # what norm_layer gives; with the attributes of nn.LayerNorm for fused_dropout_add_ln
+    _config: dict[str, Any] | None = None  # the checkpoint's config.json
 
     def __init__(
         self,
@@ -220,6 +242,15 @@ class VisionTransformer(nn.Module):
         )  # fmt: skip
         if depth < 1:
             raise ValueError(f"depth must be at least 1, found {depth}")
+        # What a checkpoint says of the model, and whether its layers are those that it cannot describe otherwise.
+        self._described = dict(
+            patch_size=patch_size, embed_dim=embed_dim, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,
+            qkv_bias=qkv_bias, no_embed_class=no_embed_class,
+        )  # fmt: skip
+        self._usual = dict(
+            embed_layer=embed_layer is PatchEmbed, norm_layer=norm_layer is None, act_layer=act_layer in (None, nn.GELU)
+        )
+        self._input_size = [in_chans, *(img_size if isinstance(img_size, (list, tuple)) else (img_size, img_size))]
         norm_layer = norm_layer or functools.partial(nn.LayerNorm, eps=1e-6)
         self.num_classes = num_classes
         self.global_pool = global_pool
@@ -286,6 +317,128 @@ class VisionTransformer(nn.Module):
         """Load a state dict of this model or of timm's; see `torch.nn.Module.load_state_dict`."""
         return super().load_state_dict(remap_state_dict_timm(state_dict, self), strict=strict, assign=assign)
 
+    @classmethod
+    def from_pretrained(
+        cls: type[_Model],
+        model_name: str | os.PathLike[str],
+        architecture: str | None = None,
+        *,
+        strict: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+        progress: bool = True,
+        **kwargs: Any,
+    ) -> _Model:
+        """A model with the weights of a checkpoint of timm's, in training mode: call eval() for inference.
+
+            model = VisionTransformer.from_pretrained(folder, use_flash_attn=True, fused_mlp=True)
+
+        Arguments:
+            model_name: a folder, a file, or a name on the hub, as "timm/vit_tiny_patch16_224.augreg_in21k_ft_in1k".
+            architecture: timm's name of the sizes, "vit_" or "deit_" with tiny, small, base, large, huge, giant or
+                gigantic, and those of a patch and an image, as "vit_base_patch16_384". By default config.json is read:
+                its architecture, num_classes, model_args, and input_size of the pretrained_cfg.
+            strict: raise an error for tensors that are missing or not known; else they keep their first, random weights
+                or are left out. Tensors of a wrong shape, or of integers, are always an error.
+            device, dtype: of the parameters; torch's defaults if None. A dtype may be a name, as "bfloat16"; "auto" is
+                that of the checkpoint's tensors.
+            progress: show a bar, with the package tqdm, for a checkpoint of several files or a large one.
+            kwargs: arguments of the constructor, which override what is read, as use_flash_attn=True or num_classes=0.
+                Also revision, token, cache_dir and local_files_only, for a name on the hub.
+
+        The names and shapes in the files are compared with those of the model before anything is loaded.
+
+        Raises OSError if there are no files, or neither config.json nor an architecture; ValueError for an architecture
+        or an option that is not covered, and for tensors that do not fit, with their names; TypeError for a keyword
+        argument that is not one of the constructor's, with names like it.
+        """
+        hub = of_hub(kwargs)
+        divided(cls, kwargs, ())
+        config = {"architecture": architecture}
+        if architecture is None:
+            config = _config_of(model_name, hub)
+        options = _options_of(config) | kwargs
+        files = checkpoint_files(model_name, **hub)
+        dtype = the_dtype(dtype, None, lambda: dtype_of_pretrained(model_name, **hub))
+        device = torch.get_default_device() if device is None else existing_device(device)
+        with torch.device("meta"):
+            model = cls(**options)
+        if model._lacks(files, strict):
+            with torch.device(device):
+                model = cls(**options).to(dtype=dtype)  # with first weights for what the files lack
+        else:
+            model.to(dtype=dtype).to_empty(device=device)
+        for piece in pieces(files, progress):
+            model.load_state_dict(piece, strict=False)
+            piece.clear()  # so that nothing else holds the tensors
+        model._config = config
+        return model
+
+    def save_pretrained(self, folder: str | os.PathLike[str], max_shard_size: int | str = 5 * 10**9) -> None:
+        """Write a folder that timm loads, as `timm.create_model("local-dir:" + folder)`, and `from_pretrained`.
+
+        What else the config.json of the checkpoint has that this model comes from is kept, as how images are prepared.
+
+        Arguments:
+            folder: is made if it is not there.
+            max_shard_size: bytes of a file, in which a larger checkpoint is divided (which timm does not read); or
+                text, as "5GB".
+
+        Raises ValueError for a model with layers of one's own, which config.json cannot describe.
+        """
+        for name, is_usual in self._usual.items():
+            if not is_usual:
+                raise ValueError(f"{name} must be left at its default to be saved for timm: save the state_dict")
+        tensors = inv_remap_state_dict_timm(self.state_dict(), self)
+        write_folder(folder, {"config.json": self._their_config()}, tensors, number_of_bytes(max_shard_size))
+
+    def _their_config(self):
+        config = copy.deepcopy(self._config or {"architecture": "vit_base_patch16_224"})
+        classes = self.head.out_features if isinstance(self.head, nn.Linear) else 0  # which may have been replaced
+        pretrained_cfg = config.pop("pretrained_cfg", None) or {}
+        if classes != config.get("num_classes", pretrained_cfg.get("num_classes")):
+            for names in ("label_names", "label_descriptions"):  # of other classes
+                config.pop(names, None)
+                pretrained_cfg.pop(names, None)
+        parameters = inspect.signature(VisionTransformer).parameters
+        usual = {name: parameters[name].default for name in self._described} | _sizes(config["architecture"])
+        changed = {name: value for name, value in self._described.items() if value != usual[name]}
+        pretrained_cfg |= dict(
+            num_classes=classes, input_size=self._input_size, fixed_input_size=True, first_conv="patch_embed.proj",
+            classifier="head",
+        )  # fmt: skip
+        shown = dict(num_classes=classes, num_features=self.embed_dim, global_pool=self.global_pool)
+        return config | shown | dict(model_args=changed, pretrained_cfg=pretrained_cfg)
+
+    def _lacks(self, files, strict):
+        """The names of parameters that are not in the files. Raises ValueError if these do not fit."""
+        theirs = {name: tensor for path in files for name, tensor in load_file(path, device="meta").items()}
+        found, expected = remap_state_dict_timm(theirs, self), self.state_dict()
+        missing = [name for name in expected if name not in found]
+        unknown = [name for name in found if name not in expected]
+        both = [(name, found[name], expected[name]) for name in expected if name in found]
+        wrong = [
+            f"{name}: expected {tuple(ours.shape)}, found {tuple(tensor.shape)}"
+            for name, tensor, ours in both
+            if tensor.shape != ours.shape
+        ]
+        wrong += [
+            f"{name}: expected a floating-point dtype, found {tensor.dtype}"
+            for name, tensor, _ in both
+            if not tensor.is_floating_point()
+        ]
+        if wrong or (strict and (missing or unknown)):
+            raise ValueError(
+                f"the checkpoint does not fit the model, a {type(self).__name__}:"
+                + listed("missing", missing)
+                + listed("not known", unknown)
+                + listed("of a wrong shape or dtype", wrong)
+            )
+        if missing or unknown:
+            told = listed("these keep their first, random weights", missing) + listed("these are left out", unknown)
+            _log.warning("not all of the checkpoint and the model fit together:%s", told)
+        return missing
+
     def _pos_embed(self, x: Tensor) -> Tensor:
         """Tokens (batch, 1 + patches, embed_dim) of embedded patches: with the class token and positions."""
         first = self.cls_token.expand(x.shape[0], -1, -1)
@@ -306,14 +459,15 @@ class VisionTransformer(nn.Module):
         )  # fmt: skip
 
 
+# Options that only timm has, and their defaults.
+_COVERED = dict(global_pool="token", init_values=None, class_token=True, pre_norm=False, fc_norm=None, weight_init="")
+
+
 def _check_variant(**given):
     """Check that options which only timm has are left at their defaults."""
-    covered = dict(
-        global_pool="token", init_values=None, class_token=True, pre_norm=False, fc_norm=None, weight_init=""
-    )
     for name, value in given.items():
-        if value != covered[name]:
-            raise ValueError(f"{name} must be {covered[name]!r}, the one supported variant, found {value!r}")
+        if value != _COVERED[name]:
+            raise ValueError(f"{name} must be {_COVERED[name]!r}, the one supported variant, found {value!r}")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -364,32 +518,91 @@ def _last_projections(model):
         yield tuple(f"{mixer}.{name}.{kind}" for name in ("Wqkv", "Wq", "Wkv"))
 
 
+# What timm's model_args may be here.
+_MODEL_ARGS = (
+    "img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio", "qkv_bias",
+    "no_embed_class", *_COVERED,
+)  # fmt: skip
+
+
+def _config_of(model_name, hub):
+    """The config.json of timm's checkpoint, with its pretrained_cfg, which is all of it in older ones."""
+    config = config_of_pretrained(model_name, **hub)
+    if config is None:
+        raise config_is_missing(model_name, needed="architecture", **hub)
+    if "architecture" not in config:
+        raise ValueError(f"architecture must be given, as the config.json of {model_name} is not timm's and has none")
+    if "pretrained_cfg" in config:
+        return config
+    return {"architecture": config["architecture"], "pretrained_cfg": config}
+
+
+def _options_of(config):
+    """The arguments of `VisionTransformer` that timm's config.json means."""
+    options = _sizes(config["architecture"])
+    pretrained_cfg, args = config.get("pretrained_cfg") or {}, config.get("model_args") or {}
+    if pretrained_cfg.get("input_size") is not None:
+        channels, *img_size = pretrained_cfg["input_size"]
+        options |= dict(in_chans=channels, **dict(img_size=img_size) if pretrained_cfg.get("fixed_input_size") else {})
+    for fields in (pretrained_cfg, config):
+        options |= {name: fields[name] for name in ("num_classes", "global_pool") if fields.get(name) is not None}
+    for name in args:
+        if name not in _MODEL_ARGS:
+            raise ValueError(f"model_args must be among {', '.join(_MODEL_ARGS)}, which are covered, found {name!r}")
+    return options | args
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Sizes
 
 
-def _of_size(name, **sizes):
-    """The function `name`, which makes a model of these sizes."""
+_SIZES: dict[str, dict[str, Any]] = {
+    "tiny": dict(embed_dim=192, depth=12, num_heads=3),
+    "small": dict(embed_dim=384, depth=12, num_heads=6),
+    "base": dict(embed_dim=768, depth=12, num_heads=12),
+    "large": dict(embed_dim=1024, depth=24, num_heads=16),
+    "huge": dict(embed_dim=1280, depth=32, num_heads=16),
+    "giant": dict(embed_dim=1408, depth=40, num_heads=16, mlp_ratio=48 / 11),
+    "gigantic": dict(embed_dim=1664, depth=48, num_heads=16, mlp_ratio=64 / 13),
+}
+_ARCHITECTURE = re.compile(rf"(?:vit|deit)_({'|'.join(_SIZES)})_patch(\d+)_(\d+)")
+
+
+def _sizes(architecture):
+    """The arguments of `VisionTransformer` that a name of timm's stands for."""
+    found = _ARCHITECTURE.fullmatch(architecture)
+    if found is None:
+        raise ValueError(
+            f"architecture must be vit_SIZE_patchN_M of timm's, or deit_, with {', '.join(_SIZES)} as SIZE, "
+            f"found {architecture!r}"
+        )
+    size, patch, pixels = found.groups()
+    return dict(img_size=int(pixels), patch_size=int(patch), **_SIZES[size])
+
+
+def _of_size(name):
+    """The function `name`, which makes a model of the sizes that the name stands for."""
+    sizes = _sizes(name)
 
     def create(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
         if pretrained:
-            raise ValueError("pretrained must be False, found True: load timm's state dict instead")
+            raise ValueError("pretrained must be False, found True: VisionTransformer.from_pretrained loads weights")
         return VisionTransformer(**sizes | kwargs)
 
     described = ", ".join(f"{option} {value}" for option, value in sizes.items())
     create.__name__ = create.__qualname__ = name
-    create.__doc__ = f"""A `VisionTransformer` for images of 224 pixels: {described}.
+    create.__doc__ = f"""A `VisionTransformer`: {described}.
 
     Arguments:
-        pretrained: must be False; load timm's state dict instead.
+        pretrained: must be False; `VisionTransformer.from_pretrained` loads weights.
         kwargs: more arguments of `VisionTransformer`, which replace these sizes.
     """
     return create
 
 
-vit_tiny_patch16_224 = _of_size("vit_tiny_patch16_224", patch_size=16, embed_dim=192, depth=12, num_heads=3)
-vit_small_patch16_224 = _of_size("vit_small_patch16_224", patch_size=16, embed_dim=384, depth=12, num_heads=6)
-vit_base_patch16_224 = _of_size("vit_base_patch16_224", patch_size=16, embed_dim=768, depth=12, num_heads=12)
-vit_base_patch32_224 = _of_size("vit_base_patch32_224", patch_size=32, embed_dim=768, depth=12, num_heads=12)
-vit_large_patch16_224 = _of_size("vit_large_patch16_224", patch_size=16, embed_dim=1024, depth=24, num_heads=16)
-vit_huge_patch14_224 = _of_size("vit_huge_patch14_224", patch_size=14, embed_dim=1280, depth=32, num_heads=16)
+vit_tiny_patch16_224 = _of_size("vit_tiny_patch16_224")
+vit_small_patch16_224 = _of_size("vit_small_patch16_224")
+vit_base_patch16_224 = _of_size("vit_base_patch16_224")
+vit_base_patch32_224 = _of_size("vit_base_patch32_224")
+vit_large_patch16_224 = _of_size("vit_large_patch16_224")
+vit_huge_patch14_224 = _of_size("vit_huge_patch14_224")

@@ -92,15 +92,15 @@ def dtype_of_pretrained(model_name: str | os.PathLike[str], **hub: Any) -> torch
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), None)
 
 
-def config_is_missing(model_name: str | os.PathLike[str], **hub: Any) -> OSError:
-    """The error for a checkpoint without config.json, where its configuration is not given either."""
+def config_is_missing(model_name: str | os.PathLike[str], needed: str = "config", **hub: Any) -> OSError:
+    """The error for a checkpoint without config.json, where the argument that is `needed` is not given either."""
     why = ""
     if not pathlib.Path(model_name).exists():
         try:
             _finder(model_name, **hub)("config.json")
         except (OSError, ValueError, ModuleNotFoundError) as error:
             why = _why(error)
-    return OSError(f"config must be given, as there is no config.json in {model_name}{why and ': '}{why}")
+    return OSError(f"{needed} must be given, as there is no config.json in {model_name}{why and ': '}{why}")
 
 
 def existing_device(device: torch.device | str | int) -> torch.device:

@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import json
+import re
 import sys
 import types
 import warnings
@@ -36,6 +37,9 @@ HEADS = [
     "BertForMaskedLM",
     "BertForSequenceClassification",
     "BertForTokenClassification",
+    "BertForNextSentencePrediction",
+    "BertForMultipleChoice",
+    "BertForQuestionAnswering",
 ]
 FUSED = dict(
     use_flash_attn=True, fused_bias_fc=True, fused_mlp=True, fused_dropout_add_ln=True, hidden_act="gelu_new",
@@ -52,8 +56,9 @@ VARIANTS = {
 }
 
 
-def config_of(**options):
-    return transformers.BertConfig(**SIZES | options)
+def config_of(head="BertModel", **options):
+    of_head = dict(num_labels=2) if head == "BertForQuestionAnswering" else {}
+    return transformers.BertConfig(**SIZES | of_head | options)
 
 
 def randomised(model):
@@ -66,9 +71,9 @@ def randomised(model):
 
 def pair(head, folder, device="cpu", **options):
     """transformers' model in evaluation mode, and ours with its parameters, loaded from the folder."""
-    theirs = randomised(getattr(transformers, head)(config_of(**options))).eval()
+    theirs = randomised(getattr(transformers, head)(config_of(head, **options))).eval()
     theirs.save_pretrained(folder)
-    ours = getattr(bert, head).from_pretrained(folder, config_of(**options), device=device).eval()
+    ours = getattr(bert, head).from_pretrained(folder, config_of(head, **options), device=device).eval()
     return theirs.to(device), ours
 
 
@@ -82,6 +87,18 @@ def batch_of(device="cpu", batch=4, seqlen=11):
         attention_mask=mask.long(),
     )
     return {name: tensor.to(device) for name, tensor in inputs.items()}, mask.to(device)
+
+
+def inputs_for(head, **inputs):
+    """Rows as a head takes them: BertForMultipleChoice chooses between two and two of them."""
+    if head != "BertForMultipleChoice":
+        return inputs
+    return {name: tensor.unflatten(0, (-1, 2)) if tensor.dim() == 2 else tensor for name, tensor in inputs.items()}
+
+
+def of_tokens(result, mask):
+    """What is not of padding; of a result for whole sequences, the rows whose first token, the pooled, is not."""
+    return result[mask] if result.shape[:2] == mask.shape else result.reshape(len(mask), -1)[mask[:, 0]]
 
 
 def masked_labels(mask, ignored):
@@ -102,15 +119,14 @@ def test_transformers(head, variant, tmp_path):
     inputs, mask = batch_of()
     for given in (inputs, {"input_ids": inputs["input_ids"]}, inputs | {"position_ids": torch.arange(11).flip(0)}):
         with torch.no_grad():
-            peer, found = theirs(**given), ours(**given)
+            peer, found = (model(**inputs_for(head, **given)) for model in (theirs, ours))
         for name in found._fields:
             if getattr(found, name) is None:
                 assert getattr(peer, name, None) is None
                 continue
             expected, result = getattr(peer, name), getattr(found, name)[..., : getattr(peer, name).shape[-1]]
-            if "attention_mask" in given:  # the last row begins with padding, which is pooled
-                real = mask if result.dim() == 3 else mask[:, 0]
-                expected, result = expected[real], result[real]
+            if "attention_mask" in given:
+                expected, result = of_tokens(expected, mask), of_tokens(result, mask)
             torch.testing.assert_close(result, expected, rtol=0, atol=1e-4)
 
 
@@ -152,14 +168,36 @@ def test_loss_of_masked_tokens(variant, tmp_path):
         ("BertForSequenceClassification", torch.rand(4), dict(num_labels=1)),
         ("BertForTokenClassification", torch.randint(5, (4, 11)), {}),
         ("BertForTokenClassification", torch.where(torch.arange(44).view(4, 11) % 3 > 0, 2, -100), {}),
+        ("BertForNextSentencePrediction", torch.tensor([1, 0, -100, 1]), {}),
+        ("BertForMultipleChoice", torch.tensor([1, 0]), {}),
+        ("BertForMultipleChoice", torch.tensor([-100, 1]), dict(use_flash_attn=True)),
     ],
 )
 def test_loss_of_classifiers(head, labels, options, tmp_path):
     theirs, ours = pair(head, tmp_path, **options)
     inputs, _ = batch_of()
-    given = {"input_ids": inputs["input_ids"]}  # without padding, which token classification counts here
+    given = inputs_for(head, input_ids=inputs["input_ids"])  # without padding, which token classification counts here
     expected, found = theirs(**given, labels=labels), ours(**given, labels=labels)
     torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("variant", ["plain", "flash", "fused"])
+def test_loss_of_answers(variant, padded, tmp_path):
+    """Over all tokens: without attention of padding, its hidden states are zero, and its logits the bias."""
+    theirs, ours = pair("BertForQuestionAnswering", tmp_path, **VARIANTS[variant])
+    inputs, mask = batch_of()
+    given = inputs if padded else {"input_ids": inputs["input_ids"]}
+    ends = dict(start_positions=torch.tensor([3, -5, 11, 0]), end_positions=torch.tensor([11, 0, 4, 200]))
+    expected, found = theirs(**given, **ends), ours(**given, **ends)
+    if padded and variant != "plain":
+        logits = (expected.start_logits, expected.end_logits)
+        logits = [torch.where(mask, each, bias) for each, bias in zip(logits, theirs.qa_outputs.bias)]
+        labels = torch.tensor([3, 0, -100, 0]), torch.tensor([-100, 0, 4, -100])
+        expected.loss = sum(map(torch.nn.functional.cross_entropy, logits, labels)) / 2
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-4)
+    for name in ends:
+        assert ours(**given, **{name: ends[name]}).loss is None and theirs(**given, **{name: ends[name]}).loss is None
 
 
 @pytest.mark.parametrize("variant", ["plain", "flash"])
@@ -323,8 +361,8 @@ def test_half_precision_gradients(variant, dtype, tmp_path, device):
 @pytest.mark.parametrize("options", [{}, FUSED, VARIANTS["last layer apart"] | FUSED], ids=["plain", "fused", "subset"])
 @pytest.mark.parametrize("head", HEADS)
 def test_round_trip(head, options):
-    ours = randomised(getattr(bert, head)(config_of(**options)))
-    if hasattr(ours, "cls") and options:  # as checkpoints are padded
+    ours = randomised(getattr(bert, head)(config_of(head, **options)))
+    if head in ("BertForPreTraining", "BertForMaskedLM") and options:  # as checkpoints are padded
         ours.cls.predictions.decoder.bias.data[101:] = -100.0
     (ours if head == "BertModel" else ours.bert).embeddings.word_embeddings.weight.data[101:] = 0.0
     state_dict = ours.state_dict()
@@ -447,7 +485,7 @@ def test_rotary_positions_are_not_saved_for_transformers(tmp_path):
 @pytest.mark.parametrize("head", HEADS)
 def test_save_pretrained(head, variant, tmp_path):
     options = VARIANTS[variant]
-    ours = randomised(getattr(bert, head)(config_of(**options))).eval()
+    ours = randomised(getattr(bert, head)(config_of(head, **options))).eval()
     ours.save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     assert written["vocab_size"] == 101 and written["architectures"] == [head] and "orig_vocab_size" not in written
@@ -456,8 +494,8 @@ def test_save_pretrained(head, variant, tmp_path):
     theirs, report = getattr(transformers, head).from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values()), report
     again = getattr(bert, head).from_pretrained(tmp_path, strict=True).eval()
-    ids = torch.randint(1, 101, (2, 7))
-    expected, found, same = ours(ids), theirs.eval()(ids), again(ids)
+    given = inputs_for(head, input_ids=torch.randint(1, 101, (2, 7)))
+    expected, found, same = (model.eval()(**given) for model in (ours, theirs, again))
     for name in expected._fields:
         if getattr(expected, name) is not None:
             result = getattr(expected, name)
@@ -469,20 +507,28 @@ def test_save_pretrained(head, variant, tmp_path):
 @pytest.mark.parametrize("head", HEADS[1:])
 def test_heads_that_a_checkpoint_lacks(head, tmp_path, caplog):
     """They are drawn as in a new model; those that the model lacks are left out."""
-    theirs = transformers.BertModel(config_of())
+    theirs = transformers.BertModel(config_of(head))
     theirs.save_pretrained(tmp_path)
     ours = getattr(bert, head).from_pretrained(tmp_path).eval()
     assert "has no" in caplog.text and str(tmp_path) in caplog.text
     assert all(parameter.isfinite().all() for parameter in ours.parameters())
     ids = torch.randint(1, 101, (2, 7))
     torch.testing.assert_close(ours.bert(ids)[0], theirs.eval()(ids)[0], rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match=rf"fits {head} and its configuration; .* has no c"):
+    with pytest.raises(ValueError, match=rf"fits {head} and its configuration; .* has no (c|qa_outputs)"):
         getattr(bert, head).from_pretrained(tmp_path, strict=True)
     caplog.clear()
     ours.save_pretrained(tmp_path / "head")
     encoder = bert.BertModel.from_pretrained(tmp_path / "head").eval()
-    assert "has unexpected c" in caplog.text
+    assert re.search("has unexpected (c|qa_outputs)", caplog.text)
     torch.testing.assert_close(encoder(ids)[0], ours.bert(ids)[0])
+
+
+def test_one_head_of_a_pretraining(tmp_path):
+    theirs = randomised(transformers.BertForPreTraining(config_of())).eval()
+    theirs.save_pretrained(tmp_path)
+    ids = torch.randint(1, 101, (2, 7))
+    ours = bert.BertForNextSentencePrediction.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(ours(ids).logits, theirs(ids).seq_relationship_logits, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -602,6 +648,7 @@ def test_vocabulary_is_rounded_in_place():
     ("options", "message"),
     [
         (dict(is_decoder=True), "config.is_decoder must be False"),
+        (dict(is_causal=True), "config.is_causal must be False"),
         (dict(add_cross_attention=True), "config.add_cross_attention must be False"),
         (dict(chunk_size_feed_forward=2), "config.chunk_size_feed_forward must be 0"),
         (dict(output_hidden_states=True), "config.output_hidden_states must be False"),
@@ -629,6 +676,11 @@ def test_vocabulary_is_rounded_in_place():
 def test_what_is_not_covered(options, message):
     with pytest.raises(ValueError, match=message):
         bert.BertForPreTraining(config_of(**options))
+
+
+def test_answers_have_two_ends():
+    with pytest.raises(ValueError, match=r"config.num_labels must be 2, the first and the last token .*, found 5"):
+        bert.BertForQuestionAnswering(config_of())
 
 
 def test_other_models_are_refused():
@@ -697,12 +749,52 @@ def test_inputs_that_do_not_fit(inputs, error, message):
             ValueError,
             r"labels must have shape \(2, 5\)",
         ),
+        (
+            "BertForNextSentencePrediction",
+            dict(labels=torch.ones(2, 1).long()),
+            ValueError,
+            r"shape \(2,\), found \(2, 1",
+        ),
+        ("BertForNextSentencePrediction", dict(labels=torch.ones(2)), TypeError, "labels must have dtype torch.int64"),
+        ("BertForNextSentencePrediction", dict(labels=torch.tensor([0, 2])), IndexError, "Target 2 is out of bounds"),
+        (
+            "BertForMultipleChoice",
+            dict(labels=torch.ones(2).long()),
+            ValueError,
+            r"labels must have shape \(1,\), found",
+        ),
+        ("BertForMultipleChoice", dict(labels=torch.tensor([2])), IndexError, "Target 2 is out of bounds"),
+        (
+            "BertForQuestionAnswering",
+            dict(start_positions=torch.ones(3).long()),
+            ValueError,
+            r"start_positions must have shape \(2,\), found \(3,\)",
+        ),
+        ("BertForQuestionAnswering", dict(end_positions=torch.ones(2)), TypeError, "end_positions must have dtype"),
     ],
 )
 def test_labels_that_do_not_fit(head, labels, error, message):
-    model = getattr(bert, head)(config_of(num_hidden_layers=1))
+    model = getattr(bert, head)(config_of(head, num_hidden_layers=1))
     with pytest.raises(error, match=message):
-        model(torch.ones(2, 5, dtype=torch.long), **labels)
+        model(**inputs_for(head, input_ids=torch.ones(2, 5, dtype=torch.long)), **labels)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        (
+            dict(input_ids=torch.ones(6, 5).long()),
+            r"input_ids must have 3 dimensions \(batch, choices, seqlen\), found",
+        ),
+        (dict(attention_mask=torch.ones(6, 5).long()), r"attention_mask must have shape \(2, 3, 5\), found \(6, 5\)"),
+        (dict(token_type_ids=torch.ones(2, 3, 4).long()), r"token_type_ids must have shape \(2, 3, 5\), found"),
+        (dict(position_ids=torch.ones(3, 2, 4).long()), "position_ids must have shape"),
+    ],
+)
+def test_choices_that_do_not_fit(inputs, message):
+    model = bert.BertForMultipleChoice(config_of(num_hidden_layers=1))
+    with pytest.raises(ValueError, match=message):
+        model(**{"input_ids": torch.ones(2, 3, 5, dtype=torch.long)} | inputs)
 
 
 def test_problem_type_is_known():
@@ -778,11 +870,12 @@ def test_compiles_whole(variant):
 
 @pytest.mark.parametrize("head", HEADS)
 def test_meta_device(head):
-    config = config_of(**FUSED)
+    config = config_of(head, **FUSED)
     with torch.device("meta"):
         model = getattr(bert, head)(config)
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert model(torch.ones(2, 5, dtype=torch.long, device="meta"))[-1 if head != "BertModel" else 0].is_meta
+    given = inputs_for(head, input_ids=torch.ones(2, 5, dtype=torch.long, device="meta"))
+    assert model(**given)[-1 if head != "BertModel" else 0].is_meta
 
 
 @pytest.mark.parametrize("variant", ["plain", "flash", "fused", "last layer apart"])

@@ -786,6 +786,28 @@ def test_compiled_training(name, device):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_compiled_with_inductor(name, device):
+    """As users compile: a step of training, and one of decoding behind a cache."""
+    model = GPTLMHeadModel(config_of(**VARIANTS[name], **FUSED, n_layer=1), device=device)
+    x, results = ids(device=device), []
+    for function in (model, torch.compile(model, fullgraph=True)):
+        model.zero_grad()
+        loss = function(x, labels=x).loss
+        loss.backward()
+        lengths = torch.zeros(2, dtype=torch.int32, device=device)
+        params = InferenceParams(12, 2, lengths_per_sample=lengths)
+        with torch.no_grad():
+            model(x[:, :11], inference_params=params)
+            params.seqlen_offset = 11
+            lengths.fill_(11)
+            positions = torch.full_like(x[:, 11:], 11)
+            logits = function(x[:, 11:], position_ids=positions, inference_params=params).logits
+            torch.testing.assert_close(logits, model(x).logits[:, 11:], rtol=1e-4, atol=1e-5)
+        results.append((loss.detach(), logits, [p.grad.clone() for p in model.parameters()]))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype, device):
     """Parameters and their gradients stay in float32."""

@@ -5,6 +5,7 @@ Models in float32 stay on the CPU, where flash attention takes that dtype.
 
 import functools
 import inspect
+import json
 import math
 
 import pytest
@@ -324,6 +325,211 @@ def test_state_dicts_that_do_not_fit():
         "size mismatch for patch_embed.proj.weight: copying a param with shape torch.Size([64, 48])",
     ):
         assert told in str(error.value)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+CONFIG = dict(
+    architecture="vit_tiny_patch16_224",
+    num_classes=10,
+    num_features=64,
+    global_pool="token",
+    label_names=[f"label {i}" for i in range(10)],
+    model_args=dict(patch_size=8, embed_dim=64, depth=3, num_heads=4),
+    pretrained_cfg=dict(
+        input_size=[3, 32, 32], fixed_input_size=True, mean=[0.5, 0.4, 0.3], classifier="head", num_classes=10
+    ),
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """(folder, model): a folder as timm writes it."""
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    model = model_of()
+    save_file(vit.inv_remap_state_dict_timm(model.state_dict(), model), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path, model
+
+
+def changed(folder, **fields):
+    """Change the config.json of a folder, in which fields that are None are left out."""
+    config = {name: value for name, value in (CONFIG | fields).items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "sharded", "bin"])
+def test_from_pretrained(kind, checkpoint, capsys):
+    folder, expected = checkpoint
+    where = [folder, str(folder), folder / "model.safetensors"]
+    if kind == "sharded":
+        expected.save_pretrained(folder, max_shard_size="50KB")
+        where = [folder]
+        assert len(list(folder.glob("model-*.safetensors"))) > 3
+    if kind == "bin":
+        (folder / "model.safetensors").unlink()
+        where = [folder, folder / "pytorch_model.bin"]
+        torch.save(vit.inv_remap_state_dict_timm(expected.state_dict(), expected), where[1])
+    x = images(expected)
+    for path in where:
+        model = VisionTransformer.from_pretrained(path)
+        assert model.training and torch.equal(model.eval()(x), expected(x))
+    assert ("loading" in capsys.readouterr().err) == (kind == "sharded")
+    VisionTransformer.from_pretrained(folder, progress=False)
+    assert not capsys.readouterr().err
+    fused = VisionTransformer.from_pretrained(folder, use_flash_attn=True, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in fused.parameters()} == {torch.bfloat16}
+    assert fused.blocks[0].mixer.use_flash_attn
+    assert {p.dtype for p in VisionTransformer.from_pretrained(folder, dtype="auto").parameters()} == {torch.float32}
+
+
+def test_what_a_config_says(checkpoint):
+    """model_args are over what the pretrained_cfg says, and keyword arguments over both; older files have only that."""
+    folder, expected = checkpoint
+    x, args = images(expected), CONFIG["model_args"]
+    older = dict(CONFIG["pretrained_cfg"], architecture="vit_tiny_patch16_224", input_size=[3, 32, 32])
+    (folder / "config.json").write_text(json.dumps(older))
+    assert torch.equal(VisionTransformer.from_pretrained(folder, **args).eval()(x), expected(x))
+    larger = dict(CONFIG["pretrained_cfg"], input_size=[1, 64, 64], num_classes=7)
+    for fields in (
+        dict(num_classes=None, model_args=dict(args, img_size=32, in_chans=3, num_classes=10), pretrained_cfg=larger),
+        dict(model_args=dict(args, img_size=[32, 32], in_chans=3), pretrained_cfg=larger),
+        dict(model_args=dict(args, img_size=32), pretrained_cfg=dict(CONFIG["pretrained_cfg"], fixed_input_size=False)),
+    ):
+        changed(folder, **fields)
+        assert torch.equal(VisionTransformer.from_pretrained(folder).eval()(x), expected(x))
+    changed(folder, architecture="vit_relpos_base_patch16_224")  # which is not read if another is given
+    given = VisionTransformer.from_pretrained(folder, "vit_small_patch8_32", num_classes=10, **args)
+    assert torch.equal(given.eval()(x), expected(x))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_save_pretrained(variant, tmp_path):
+    pytest.importorskip("safetensors")
+    options = VARIANTS[variant]
+    model = model_of(**options)
+    model.save_pretrained(tmp_path)
+    kernels = {name: value for name, value in options.items() if name in FUSED}
+    again = VisionTransformer.from_pretrained(tmp_path, **kernels).eval()
+    x = images(model)
+    assert torch.equal(again(x), model(x))
+    again.save_pretrained(tmp_path / "again")
+    for name in ("config.json", "model.safetensors"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / name).read_bytes()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_timm_loads_what_is_saved(variant, tmp_path):
+    timm = pytest.importorskip("timm")
+    model = model_of(**VARIANTS[variant])
+    model.save_pretrained(tmp_path)
+    theirs = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    x = images(model)
+    atol = 1e-2 if "fused_mlp" in VARIANTS[variant] else 1e-4  # which has tanh in its activation
+    torch.testing.assert_close(theirs(x), model(x), rtol=0, atol=atol)
+
+
+def test_what_else_a_config_has_is_kept(checkpoint, tmp_path):
+    folder, _ = checkpoint
+    model = VisionTransformer.from_pretrained(folder)
+    for classes in (10, 4):
+        model.head = nn.Linear(64, classes)
+        model.save_pretrained(tmp_path / "ours")
+        written = json.loads((tmp_path / "ours" / "config.json").read_text())
+        assert written["architecture"] == "vit_tiny_patch16_224" and written["model_args"] == CONFIG["model_args"]
+        assert written["pretrained_cfg"]["mean"] == [0.5, 0.4, 0.3]
+        assert written["num_classes"] == written["pretrained_cfg"]["num_classes"] == classes
+        assert written.get("label_names") == (CONFIG["label_names"] if classes == 10 else None)
+        assert VisionTransformer.from_pretrained(tmp_path / "ours").head.out_features == classes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(norm_layer=nn.LayerNorm), "norm_layer must be left at its default to be saved for timm"),
+        (dict(act_layer=nn.ReLU), "act_layer must be left at its default"),
+    ],
+    ids=["norm", "activation"],
+)
+def test_layers_that_a_config_cannot_describe(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        model_of(**options).save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(architecture="vit_base_patch16_clip_224"), "architecture must be vit_SIZE_patchN_M .* found 'vit_base_"),
+        (dict(architecture=None), "architecture must be given, as the config.json of .* is not timm's and has none"),
+        (dict(global_pool="avg"), "global_pool must be 'token', the one variant that is covered, found 'avg'"),
+        (dict(model_args=dict(init_values=1e-5)), "init_values must be None, .* found 1e-05"),
+        (dict(model_args=dict(reg_tokens=4)), "model_args must be among img_size, .* found 'reg_tokens'"),
+        (dict(model_args=dict(act_layer="relu")), "model_args must be among img_size, .* found 'act_layer'"),
+    ],
+    ids=["architecture", "none", "pool", "variant", "tokens", "activation"],
+)
+def test_configs_that_are_not_covered(fields, message, checkpoint):
+    folder, _ = checkpoint
+    changed(folder, **fields)
+    with pytest.raises(ValueError, match=message):
+        VisionTransformer.from_pretrained(folder)
+
+
+def test_checkpoints_without_what_is_needed(checkpoint):
+    folder, _ = checkpoint
+    with pytest.raises(TypeError, match="found 'use_flash_attention'; names like it: use_flash_attn"):
+        VisionTransformer.from_pretrained(folder, use_flash_attention=True)
+    (folder / "config.json").unlink()
+    with pytest.raises(OSError, match=r"architecture must be given, as there is no config.json in .*"):
+        VisionTransformer.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=r"was not found: none of model.safetensors, .* is there"):
+        VisionTransformer.from_pretrained(folder, "vit_tiny_patch16_224")
+
+
+def test_checkpoints_that_do_not_fit(checkpoint, caplog):
+    """All of it in one error; with strict=False, what is missing is drawn as in a new model."""
+    folder, expected = checkpoint
+    tensors = vit.inv_remap_state_dict_timm(expected.state_dict(), expected)
+    del tensors["blocks.1.attn.proj.bias"], tensors["blocks.2.norm1.weight"], tensors["cls_token"]
+    (folder / "model.safetensors").unlink()
+    torch.save(tensors | {"fc_norm.weight": torch.zeros(64)}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError) as error:
+        VisionTransformer.from_pretrained(folder)
+    for told in (
+        "the checkpoint does not fit the model, a VisionTransformer:",
+        "missing:\n    cls_token\n    blocks.1.mixer.out_proj.bias\n    blocks.2.norm1.weight",
+        "not known:\n    fc_norm.weight",
+    ):
+        assert told in str(error.value)
+    model = VisionTransformer.from_pretrained(folder, strict=False)
+    assert "these keep their first, random weights:\n    cls_token" in caplog.text and "left out" in caplog.text
+    assert (model.blocks[2].norm1.weight == 1).all() and model.cls_token.std() < 1e-5
+    assert torch.equal(model.pos_embed, expected.pos_embed)
+    torch.save(tensors | {"norm.bias": torch.zeros(64).int()}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError) as error:
+        VisionTransformer.from_pretrained(folder, num_classes=5, strict=False)
+    assert "head.weight: expected (5, 64), found (10, 64)" in str(error.value)
+    assert "norm.bias: expected a floating-point dtype, found torch.int32" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels", "patch", "shape"),
+    [
+        ("deit_small_patch16_224", (224, 224), (16, 16), (1536, 384)),
+        ("vit_base_patch16_384", (384, 384), (16, 16), (3072, 768)),
+        ("vit_giant_patch14_224", (224, 224), (14, 14), (6144, 1408)),
+        ("vit_gigantic_patch14_224", (224, 224), (14, 14), (8192, 1664)),
+    ],
+)
+def test_sizes_by_name(name, pixels, patch, shape):
+    with torch.device("meta"):
+        model = VisionTransformer(**vit._sizes(name) | dict(depth=1))
+    assert (model.patch_embed.img_size, model.patch_embed.patch_size) == (pixels, patch)
+    assert model.blocks[0].mlp.fc1.weight.shape == shape
 
 
 # ---------------------------------------------------------------------------------------------------------------------
