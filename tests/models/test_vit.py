@@ -464,7 +464,7 @@ def test_layers_that_a_config_cannot_describe(options, message, tmp_path):
     [
         (dict(architecture="vit_base_patch16_clip_224"), "architecture must be vit_SIZE_patchN_M .* found 'vit_base_"),
         (dict(architecture=None), "architecture must be given, as the config.json of .* is not timm's and has none"),
-        (dict(global_pool="avg"), "global_pool must be 'token', the one variant that is covered, found 'avg'"),
+        (dict(global_pool="avg"), "global_pool must be 'token', the one supported variant, found 'avg'"),
         (dict(model_args=dict(init_values=1e-5)), "init_values must be None, .* found 1e-05"),
         (dict(model_args=dict(reg_tokens=4)), "model_args must be among img_size, .* found 'reg_tokens'"),
         (dict(model_args=dict(act_layer="relu")), "model_args must be among img_size, .* found 'act_layer'"),
