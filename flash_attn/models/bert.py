@@ -939,8 +939,7 @@ class BertForQuestionAnswering(_BertWithHead):
         The cross entropies are over all tokens, padding too, as in transformers. The logits of padding are others with
         use_flash_attn, which has zeros as its hidden states.
         """
-        positions = {"start_positions": start_positions, "end_positions": end_positions}
-        for name, given in positions.items():
+        for name, given in (("start_positions", start_positions), ("end_positions", end_positions)):
             if given is not None:
                 _check_labels(name, given, input_ids.shape[:1])
         logits = self.qa_outputs(self.bert(input_ids, **inputs).last_hidden_state).unbind(-1)
@@ -948,7 +947,10 @@ class BertForQuestionAnswering(_BertWithHead):
         if start_positions is not None and end_positions is not None:
             seqlen = input_ids.shape[1]
             cross_entropy = nn.CrossEntropyLoss(ignore_index=seqlen)
-            start, end = (cross_entropy(each, to.clamp(0, seqlen)) for each, to in zip(logits, positions.values()))
+            start, end = (
+                cross_entropy(each, right.clamp(0, seqlen))
+                for each, right in zip(logits, (start_positions, end_positions), strict=True)
+            )
             loss = (start + end) / 2
         return BertForQuestionAnsweringOutput(loss, *logits)
 
