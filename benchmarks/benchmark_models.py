@@ -6,7 +6,8 @@ needs for a while, beyond parameters and the optimizer's state.
 
 decode: one token for each sequence behind a cache that is full but for it. flash_attn replays the CUDA graph that
 `generate(cg=True)` makes; transformers has its static cache, eager and compiled, and the compiled one replays a CUDA
-graph, too. bytes: the weights that a token meets, and the cache, once.
+graph, too. bytes: the weights that a token meets, and the cache, once. peak_mb: what a step needs beyond weights and
+cache.
 
 A case can take minutes to compile: name those that are wanted, as in
 

@@ -19,7 +19,7 @@ share, of         the larger of gbps over the rate of a plain copy and tflops ov
                   measured in the same run and in the same way
 ratio             the baseline's median over this one: above 1 is faster than the baseline
 host_us           time until a call returns to the host, with the device idle at the start
-peak_mb           memory that a call allocates at its peak, beyond its inputs
+peak_mb           memory that a call allocates at its peak, beyond its inputs, or that its CUDA graph holds for it
 
 Without a GPU the times are wall-clock times, and the host and memory columns stay empty.
 """
@@ -155,6 +155,14 @@ def peak_mb(function: Callable) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 1e6
 
 
+def graphs_mb() -> float:
+    """Megabytes (10^6) that the CUDA graphs of this process hold for what they compute."""
+    if not torch.cuda.is_initialized():
+        return 0.0
+    held = (each["total_size"] for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) != (0, 0))
+    return sum(held) / 1e6
+
+
 def main(description: str, family: str, cases: Callable[[str], Iterable[Case]], baseline: str) -> None:
     """Run the cases that the command line asks for, appending rows as they are made; print the table, draw the plot."""
     args = _parse(description, family)
@@ -206,7 +214,7 @@ def _measure(case, args, peaks, baseline):
             if name not in functions:
                 print(f"\n{case}: no {name}; there are: {', '.join(functions)}", file=sys.stderr)
         functions = {name: function for name, function in functions.items() if name in (*args.providers, baseline)}
-    functions = {name: function for name, function in functions.items() if _runs(case, name, function)}
+    functions, held_mb = _warmed(case, functions)
     times = time_ms(functions, args.device, args.seconds)
     medians = {name: statistics.median(column) for name, column in times.items()}
     if args.kernels:
@@ -214,7 +222,10 @@ def _measure(case, args, peaks, baseline):
         _append_beside(case, functions, args.csv, "kernels", lambda function: kernels_of(function, buffer.zero_))
     if args.power:
         _append_beside(case, functions, args.csv, "power", lambda function: [power_of(function)])
-    return [_row(case, name, times[name], peaks, medians.get(baseline), functions[name], args.device) for name in times]
+    return [
+        _row(case, name, times[name], peaks, medians.get(baseline), functions[name], held_mb[name], args.device)
+        for name in times
+    ]
 
 
 def _append_beside(case, functions, path, kind, measure):
@@ -223,6 +234,16 @@ def _append_beside(case, functions, path, kind, measure):
         of = {"op": case.op, "case": case.name, "dtype": case.dtype, "provider": provider} | environment("cuda")
         rows = [of | dataclasses.asdict(each) for each in measure(function)]
         append_csv(path.with_name(f"{path.stem}_{kind}.csv"), rows)
+
+
+def _warmed(case, functions):
+    """Warm the functions up. Return those that run here, and the megabytes of the graphs that each has captured."""
+    running, held_mb = {}, {}
+    for name, function in functions.items():
+        before = graphs_mb()
+        if _runs(case, name, function):
+            running[name], held_mb[name] = function, graphs_mb() - before
+    return running, held_mb
 
 
 def _runs(case, name, function):
@@ -237,7 +258,7 @@ def _runs(case, name, function):
     return True
 
 
-def _row(case, provider, times, peaks, baseline_ms, function, device):
+def _row(case, provider, times, peaks, baseline_ms, function, held_mb, device):
     ms = statistics.median(times)
     quantiles = statistics.quantiles(times, n=5)
     tflops, gbps = case.flops / ms * 1e-9 or None, case.bytes / ms * 1e-6 or None
@@ -249,7 +270,7 @@ def _row(case, provider, times, peaks, baseline_ms, function, device):
         case.op, case.name, case.dtype, provider, ms, quantiles[0], quantiles[-1], tflops, gbps, share, of,
         ratio=baseline_ms / ms if baseline_ms else None,
         host_us=host_us(function, calls=max(1, min(20, int(200 / ms)))) if on_gpu else None,
-        peak_mb=peak_mb(function) if on_gpu else None,
+        peak_mb=held_mb + peak_mb(function) if on_gpu else None,
         **environment(device),
     )  # fmt: skip
 

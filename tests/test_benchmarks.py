@@ -1,6 +1,7 @@
 """The benchmarks themselves: their cases, and the rows and plots that come of them. Nothing is timed in earnest."""
 
 import csv
+import functools
 import importlib
 import pathlib
 import re
@@ -107,6 +108,25 @@ def test_kernels_of_a_call(device):
     x = torch.ones(2**20, device=device)
     (kernel,) = kernels.kernels_of(lambda: (x + 1) + 1, flush=lambda: None)
     assert kernel.count == 2 and kernel.us > 0
+
+
+def test_memory_of_graphs(monkeypatch):
+    """The pool of a graph counts for the function that captured it; other memory is no graph's."""
+    segments = [{"segment_pool_id": (0, 0), "total_size": 7_000_000}]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
+
+    @functools.cache  # at the first call
+    def capture(pool, size):
+        segments.append({"segment_pool_id": pool, "total_size": size})
+
+    providers = {
+        "plain": lambda: None,
+        "graph": lambda: capture((0, 1), 3_000_000),
+        "other": lambda: capture((0, 2), 500_000),
+    }
+    (case,) = a_case("cpu")
+    assert harness._warmed(case, providers)[1] == {"plain": 0, "graph": 3, "other": 0.5}
 
 
 @pytest.fixture
