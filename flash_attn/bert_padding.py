@@ -48,7 +48,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
     _check_rows("values", values)
     _check_indices(indices, values)
     checks.tensor("indices", indices, shape=values.shape[:1])
-    _check_sizes(first_axis_dim=first_axis_dim)
+    first_axis_dim = _check_size("first_axis_dim", first_axis_dim)
     try:
         return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
     except IndexError as error:
@@ -147,7 +147,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     Returns (batch, seqlen, ...).
     """
     _check_rows("hidden_states", hidden_states)
-    _check_sizes(batch=batch, seqlen=seqlen)
+    batch, seqlen = _check_size("batch", batch), _check_size("seqlen", seqlen)
     padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return padded.view(batch, seqlen, *hidden_states.shape[1:])
 
@@ -169,10 +169,11 @@ def _check_indices(indices, rows):
     checks.tensor("indices", indices, dtypes=checks.INTEGER_DTYPES, shape=(None,), device=rows.device)
 
 
-def _check_sizes(**sizes):
-    for name, value in sizes.items():
-        checks.integer(name, value)
-        checks.number(name, value, value >= 0, "at least 0")
+def _check_size(name, size):
+    """Check a size and return it as an int."""
+    size = checks.whole(name, size)
+    checks.number(name, size, size >= 0, "at least 0")
+    return size
 
 
 def _check_mask(name, mask, hidden_states, dtypes):

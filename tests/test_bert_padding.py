@@ -184,6 +184,15 @@ def test_unpad_compiles(device):
         assert torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
 
 
+def test_sizes_that_are_odd_but_legal():
+    rows = torch.randn(3, 4)
+    indices = torch.tensor([0, 2, 3])
+    torch.testing.assert_close(pad_input(rows, indices, 2.0, torch.tensor(3)), pad_input(rows, indices, 2, 3))
+    torch.testing.assert_close(
+        index_put_first_axis(rows, indices, torch.tensor(5)), index_put_first_axis(rows, indices, 5)
+    )
+
+
 X, ROWS = torch.zeros(2, 3, 4), torch.zeros(2, dtype=torch.int64)
 ERRORS = [
     (lambda: index_first_axis([1, 2], ROWS), TypeError, "input must be a torch.Tensor, found list"),
@@ -213,7 +222,7 @@ ERRORS = [
     (lambda: index_first_axis(X, torch.tensor([-1, 2])), ValueError, "indices must be .* less than 2, found -1"),
     (lambda: pad_input(X, ROWS, "2", 3), TypeError, "batch must be an integer, found str"),
     (lambda: pad_input(X, ROWS, 2, -3), ValueError, "seqlen must be at least 0, found -3"),
-    (lambda: index_put_first_axis(X, ROWS, 5.0), TypeError, "first_axis_dim must be an integer, found float"),
+    (lambda: index_put_first_axis(X, ROWS, 5.5), ValueError, "first_axis_dim must be a whole number, found 5.5"),
     (lambda: unpad_input(X.to_sparse(), ROWS), TypeError, "hidden_states must be a dense tensor, found torch.sparse"),
     (lambda: unpad_input(X[0, 0], ROWS), ValueError, "dimensions of hidden_states must be at least 2, found 1"),
     (lambda: unpad_input(X, torch.ones(2, 4).bool()), ValueError, r"attention_mask must have shape \(2, 3\)"),

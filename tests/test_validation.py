@@ -447,6 +447,8 @@ NUMBER_VALUE_ERRORS = [
     (dict(alibi_slopes=torch.ones(3, 4)), r"alibi_slopes must .*\(4,\) or \(2, 4\), found \(3, 4\)"),
     (dict(alibi_slopes=torch.ones(2, 4, 1)), r"alibi_slopes must .*found \(2, 4, 1\)"),
     (dict(alibi_slopes=torch.ones(4, requires_grad=True)), r"alibi_slopes must not require grad"),
+    (dict(softmax_scale=torch.tensor(0.1, requires_grad=True)), r"softmax_scale must not require grad, as it gets"),
+    (dict(softcap=torch.tensor(30.0, requires_grad=True)), r"softcap must not require grad, as it gets"),
     (dict(alibi_slopes=torch.ones(4, device="meta")), r"alibi_slopes must .*found it on meta"),
 ]
 FLAGS = {"causal", "deterministic", "return_attn_probs"}

@@ -32,8 +32,7 @@ def softmax(x, mask, scale, causal):
         checks.ndim("mask", mask, "(batch, heads, seqlen_q, seqlen_k)")
         if any(size not in (1, full) for size, full in zip(mask.shape, x.shape, strict=True)):
             raise ValueError(f"mask must have shape {tuple(x.shape)} or ones in it, found {tuple(mask.shape)}")
-    checks.real("scale", scale)
-    return fwd(x, mask, float(scale), causal)
+    return fwd(x, mask, checks.as_float("scale", scale), causal)
 
 
 class _Softmax(torch.autograd.Function):

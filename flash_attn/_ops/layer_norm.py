@@ -71,7 +71,7 @@ def forward(
         prenorm=prenorm, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm,
         zero_centered_weight=zero_centered_weight, return_dropout_mask=return_mask,
     )  # fmt: skip
-    _check_numbers(eps, dropout_p, rowscale_const)
+    eps, dropout_p, rowscale_const = _check_numbers(eps, dropout_p, rowscale_const)
     _check_branches(names[0], x0, x1, residual, rowscale, x0_subset, out_subset, out_rows)
     parameters = dict(zip(names[1:], (weight, bias))) | {"weight1": weight1, "bias1": bias1, "layerscale": colscale}
     _check_parameters(x0, parameters)
@@ -117,7 +117,7 @@ def backward(
     have the dtype of dout, dresidual of h, dcolscale of colscale, dweight and dbias of weight, the others of weight1.
     """
     checks.flags(has_x1=has_x1, has_residual=has_residual, is_rms_norm=is_rms_norm)
-    _check_numbers(0.0, dropout_p, rowscale_const)
+    _, dropout_p, rowscale_const = _check_numbers(0.0, dropout_p, rowscale_const)
     checks.tensor(names["dout"], dout, dtypes=DTYPES, shape=(None, None))
     checks.tensor(names["h"], h, dtypes=DTYPES, shape=(None, dout.shape[1]), device=dout.device)
     if x0_subset is not None:
@@ -167,7 +167,7 @@ def normalize_linear(
 ):
     """A linear layer of the norm of x + residual, in the dtype of autocast or else of x. Returns (out, h)."""
     checks.flags(prenorm=prenorm, residual_in_fp32=residual_in_fp32, is_rms_norm=is_rms_norm)
-    _check_numbers(eps, 0.0, 1.0)
+    eps, _, _ = _check_numbers(eps, 0.0, 1.0)
     _check_branches("x", x, None, residual, None, None, None, 0)
     _check_parameters(x, {"norm_weight": norm_weight, "norm_bias": norm_bias})
     checks.tensor("linear_weight", linear_weight, dtypes=DTYPES, shape=(None, x.shape[-1]), device=x.device)
@@ -199,11 +199,11 @@ def _needs_gradient(inputs):
 
 
 def _check_numbers(eps, dropout_p, rowscale_const):
-    checks.real("epsilon", eps)
+    """Check three numbers and return them as floats."""
+    eps, dropout_p = checks.as_float("epsilon", eps), checks.as_float("dropout_p", dropout_p)
     checks.number("epsilon", eps, eps >= 0, "at least 0")
-    checks.real("dropout_p", dropout_p)
     checks.number("dropout_p", dropout_p, 0 <= dropout_p < 1, "at least 0 and less than 1")
-    checks.real("rowscale_const", rowscale_const)
+    return eps, dropout_p, checks.as_float("rowscale_const", rowscale_const)
 
 
 def _check_parameters(x0, parameters):

@@ -60,13 +60,10 @@ def cross_entropy(
     the logits decides. expectation: the `Expectation` of the gradient of the caller's loss; None expects 1. Returns
     (losses, z_losses, count), where count is the number of rows that count, or None if the reduction is not "mean".
     """
-    check(logits, labels, label_smoothing)
+    label_smoothing = check(logits, labels, label_smoothing)
     if precomputed_lse is not None:
         check_row_values("precomputed_lse", precomputed_lse, logits)
-    checks.real("logit_scale", logit_scale)
-    checks.number("logit_scale", logit_scale, logit_scale > 0, "positive")
-    checks.real("lse_square_scale", lse_square_scale)
-    checks.integer("ignore_index", ignore_index)
+    logit_scale, lse_square_scale, ignore_index = check_options(logit_scale, lse_square_scale, ignore_index)
     checks.flags(inplace_backward=inplace_backward)
     if gradient_in_forward is not None:
         checks.flags(gradient_in_forward=gradient_in_forward)
@@ -77,8 +74,8 @@ def cross_entropy(
         logits = logits.contiguous()
     lse_serves = logit_scale == 1 and label_smoothing == 0
     rest = (
-        labels, precomputed_lse if lse_serves else None, float(label_smoothing), float(logit_scale),
-        float(lse_square_scale), ignore_index, part * vocab, parts * vocab, parts > 1,
+        labels, precomputed_lse if lse_serves else None, label_smoothing, logit_scale, lse_square_scale, ignore_index,
+        part * vocab, parts * vocab, parts > 1,
     )  # fmt: skip
     group = process_group if parts > 1 else None
     check_transform(group, logits)
@@ -168,13 +165,27 @@ def _count(labels, classes, ignore_index):
 
 
 def check(logits, labels, label_smoothing):
-    """Check the arguments that all cross entropy functions share."""
+    """Check the arguments that all cross entropy functions share. Returns label_smoothing as a float."""
     checks.tensor("logits", logits, dtypes=DTYPES)
     checks.ndim("logits", logits, "(rows, vocab)")
     shape, device = logits.shape[:1], logits.device
     checks.tensor("labels", labels, dtypes=checks.INTEGER_DTYPES, shape=shape, device=device)
-    checks.real("label_smoothing", label_smoothing)
+    return check_smoothing(label_smoothing)
+
+
+def check_smoothing(label_smoothing):
+    """Check label_smoothing and return it as a float."""
+    label_smoothing = checks.as_float("label_smoothing", label_smoothing)
     checks.number("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "between 0 and 1")
+    return label_smoothing
+
+
+def check_options(logit_scale, lse_square_scale, ignore_index):
+    """Check these options and return them as two floats and an int."""
+    logit_scale = checks.as_float("logit_scale", logit_scale)
+    checks.number("logit_scale", logit_scale, logit_scale > 0, "positive")
+    lse_square_scale = checks.as_float("lse_square_scale", lse_square_scale)
+    return logit_scale, lse_square_scale, checks.whole("ignore_index", ignore_index)
 
 
 def check_classes(labels, classes, ignore_index=-100):

@@ -72,8 +72,10 @@ def linear_cross_entropy(
         hidden = all_gather(hidden, process_group)
     classes = world_size * len(weight) if num_classes is None else checks.whole("num_classes", num_classes)
     dtype = _check(hidden, weight, labels, bias, classes, world_size, reduction)
-    rest = (label_smoothing, logit_scale, lse_square_scale, ignore_index, rank * len(weight), classes, world_size > 1)
-    _check_options(*rest[:4], softcap)
+    options = xentropy.check_options(logit_scale, lse_square_scale, ignore_index)
+    rest = (xentropy.check_smoothing(label_smoothing), *options, rank * len(weight), classes, world_size > 1)
+    softcap = checks.as_float("softcap", softcap)
+    checks.number("softcap", softcap, softcap >= 0, "at least 0")
     tensors, labels = (hidden.flatten(0, -2), weight, bias), labels.flatten()
     options = labels, dtype, rest, reduction == "mean", _rows_at_a_time(chunk_size, weight), group, softcap
     if not torch.is_grad_enabled() or autograd.is_transformed(*tensors):
@@ -143,17 +145,6 @@ def _rows_at_a_time(chunk_size, weight):
     chunk_size = checks.whole("chunk_size", chunk_size)
     checks.number("chunk_size", chunk_size, chunk_size > 0, "positive")
     return chunk_size
-
-
-def _check_options(label_smoothing, logit_scale, lse_square_scale, ignore_index, softcap):
-    checks.real("label_smoothing", label_smoothing)
-    checks.number("label_smoothing", label_smoothing, 0 <= label_smoothing <= 1, "between 0 and 1")
-    checks.real("logit_scale", logit_scale)
-    checks.number("logit_scale", logit_scale, logit_scale > 0, "positive")
-    checks.real("lse_square_scale", lse_square_scale)
-    checks.integer("ignore_index", ignore_index)
-    checks.real("softcap", softcap)
-    checks.number("softcap", softcap, softcap >= 0, "at least 0")
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

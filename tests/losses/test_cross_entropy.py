@@ -5,6 +5,7 @@ import functools
 import importlib
 import zlib
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -823,6 +824,19 @@ def test_error(what):
     changes, error, message = ERRORS[what]
     with pytest.raises(error, match=message):
         cross_entropy_loss(**dict(dict(logits=LOGITS, labels=LABELS), **changes))
+
+
+def test_odd_but_legal():
+    """Tensors without dimensions and whole floats are numbers; but a number that is learned would not be."""
+    odd = dict(label_smoothing=torch.tensor(0.1), logit_scale=np.float32(2), ignore_index=-1.0, lse_square_scale=1)
+    usual = dict(label_smoothing=0.1, logit_scale=2.0, ignore_index=-1, lse_square_scale=1.0)
+    logits = torch.randn(3, 10)
+    torch.testing.assert_close(CrossEntropyLoss(**odd)(logits, LABELS), CrossEntropyLoss(**usual)(logits, LABELS))
+    learned = torch.tensor(2.0, requires_grad=True)
+    with pytest.raises(ValueError, match="logit_scale must not require grad, as it gets none"):
+        cross_entropy_loss(logits, LABELS, logit_scale=learned)
+    with torch.no_grad():
+        cross_entropy_loss(logits, LABELS, logit_scale=learned)
 
 
 def test_errors_of_the_module_and_the_shim():

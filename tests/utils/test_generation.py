@@ -8,6 +8,7 @@ import gc
 import pickle
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from compare import assert_error_ratio
@@ -293,10 +294,22 @@ def test_any_of_several_tokens_ends_a_sequence(device):
     """Some chat models have several. What has ended is filled with the first of them."""
     model = Scripted([[1, 2, 9, 4, 5, 6, 7], [1, 2, 3, 4, 8, 6, 7], [8, 9, 9, 9, 9, 9, 9]], device)
     input_ids = torch.zeros(3, 1, dtype=torch.int64, device=device)
-    for ends in ([9, 8], (9, 8)):
+    for ends in ([9, 8], (9, 8), torch.tensor([9, 8])):
         found = decode(input_ids, model, 7, eos_token_id=ends).sequences
         assert found.tolist() == [[0, 1, 2, 9, 9, 9], [0, 1, 2, 3, 4, 8], [0, 8, 9, 9, 9, 9]]
     assert decode(input_ids[:1], model, 7, eos_token_id=[]).sequences.shape == (1, 7)
+
+
+def test_odd_but_legal(device):
+    """Whole floats, and tensors without dimensions, are numbers; token ids may be int32."""
+    model = Scripted([[1, 2, 9, 4, 5, 6, 7], [1, 2, 3, 4, 9, 6, 7]], device)
+    input_ids = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    odd = dict(
+        top_k=torch.tensor(2), top_p=torch.tensor(1e-9), temperature=torch.tensor(0.5), vocab_size=10.0,
+        eos_token_id=torch.tensor(9), pad_token_id=np.int64(8), repetition_penalty=torch.tensor(1.0),
+    )  # fmt: skip
+    found = decode(input_ids, model, torch.tensor(7.0), **odd).sequences
+    assert (found.dtype, found.tolist()) == (torch.int64, [[0, 1, 2, 9, 8, 8], [0, 1, 2, 3, 4, 9]])
 
 
 def test_sequences_that_have_ended_are_filled_with_the_token_of_padding(device):
@@ -758,10 +771,10 @@ IDS = torch.zeros(2, 3, dtype=torch.int64)
 MASK = torch.tensor([[1, 1, 1], [0, 0, 1]])
 ERRORS = {
     "ids are no tensor": (dict(input_ids=[[1]]), TypeError, "input_ids must be a torch.Tensor, found list"),
-    "ids are floats": (dict(input_ids=IDS.float()), TypeError, "input_ids must have dtype torch.int64"),
+    "ids are floats": (dict(input_ids=IDS.float()), TypeError, "input_ids must have dtype .*, found torch.float32"),
     "ids of one dimension": (dict(input_ids=IDS[0]), ValueError, "input_ids must have 2 dimensions"),
     "no prompt": (dict(input_ids=IDS[:, :0]), ValueError, r"input_ids.shape\[1\] must be at least 1, found 0"),
-    "length": (dict(max_length=9.5), TypeError, "max_length must be an integer, found float"),
+    "length": (dict(max_length=9.5), ValueError, "max_length must be a whole number, found 9.5"),
     "top_p": (dict(top_k=0, top_p=1.1), ValueError, "top_p must be from 0 to 1, found 1.1"),
     "top_k": (dict(top_k=-1), ValueError, "top_k must be at least 0, found -1"),
     "temperature": (
@@ -773,8 +786,8 @@ ERRORS = {
     "an end in words": (dict(eos_token_id="2"), TypeError, "eos_token_id must be an integer, several .* found str"),
     "ends in halves": (
         dict(eos_token_id=[1, 2.5]),
-        TypeError,
-        "eos_token_id must be an integer, several .* found float",
+        ValueError,
+        "eos_token_id must be a whole number, found 2.5",
     ),
     "vocabulary": (dict(vocab_size=-3), ValueError, "vocab_size must be positive, found -3"),
     "teacher of one row": (dict(teacher_outputs=IDS[:1]), ValueError, r"teacher_outputs must have shape \(2, \*\)"),

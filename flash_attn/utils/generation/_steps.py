@@ -127,22 +127,24 @@ def _warn_of_dropout(model: nn.Module) -> None:
 
 
 def check_prompt(
-    input_ids: Tensor, max_length: int, eos_token_id: int | Sequence[int] | None, vocab_size: int | None
-) -> tuple[int, ...]:
-    """Check the arguments that all decoding functions share; return the tokens that end a sequence."""
-    checks.tensor("input_ids", input_ids, dtypes=(torch.int64,))
+    input_ids: Tensor, max_length: int, vocab_size: int | None, eos_token_id: int | Sequence[int] | None
+) -> tuple[Tensor, int, int | None, tuple[int, ...]]:
+    """Check the arguments that all decoding functions share.
+
+    Returns them as int64, as integers, and the last one as a tuple of the tokens that end a sequence.
+    """
+    checks.tensor("input_ids", input_ids, dtypes=checks.INTEGER_DTYPES)
     checks.ndim("input_ids", input_ids, "(batch, seqlen)")
     checks.number("input_ids.shape[1]", input_ids.shape[1], input_ids.shape[1] > 0, "at least 1")
-    checks.integer("max_length", max_length)
+    max_length = checks.whole("max_length", max_length)
     if vocab_size is not None:
-        checks.integer("vocab_size", vocab_size, "an integer or None")
+        vocab_size = checks.whole("vocab_size", vocab_size, "an integer or None")
         checks.number("vocab_size", vocab_size, vocab_size > 0, "positive")
-    if eos_token_id is None:
-        return ()
-    ends = tuple(eos_token_id) if isinstance(eos_token_id, (list, tuple)) else (eos_token_id,)
-    for end in ends:
-        checks.integer("eos_token_id", end, "an integer, several of them, or None")
-    return ends
+    ends: Any = () if eos_token_id is None else eos_token_id
+    if not isinstance(ends, (list, tuple)) and getattr(ends, "ndim", None) != 1:
+        ends = (ends,)
+    expected = "an integer, several of them, or None"
+    return input_ids.long(), max_length, vocab_size, tuple(checks.whole("eos_token_id", end, expected) for end in ends)
 
 
 def is_one_of(tokens: Tensor, ends: tuple[int, ...]) -> Tensor:

@@ -89,15 +89,15 @@ def decode(
     >>> output = decode(prompt, model, max_length=100)                                      # doctest: +SKIP
     """
     with streaming(streamer) as put:
-        ends = check_prompt(input_ids, max_length, eos_token_id, vocab_size)
-        _check_sampling(top_k, top_p, temperature)
+        input_ids, max_length, vocab_size, ends = check_prompt(input_ids, max_length, vocab_size, eos_token_id)
+        top_k, *_ = sampling = _check_sampling(top_k, top_p, temperature)
         if teacher_outputs is not None:
             dtypes, shape = checks.INTEGER_DTYPES, (len(input_ids), None)
             checks.tensor("teacher_outputs", teacher_outputs, dtypes=dtypes, shape=shape, device=input_ids.device)
-        checks.real("repetition_penalty", repetition_penalty)
+        repetition_penalty = checks.as_float("repetition_penalty", repetition_penalty)
         checks.number("repetition_penalty", repetition_penalty, repetition_penalty > 0, "positive")
         if pad_token_id is not None:
-            checks.integer("pad_token_id", pad_token_id, "an integer or None")
+            pad_token_id = checks.whole("pad_token_id", pad_token_id, "an integer or None")
             checks.number("pad_token_id", pad_token_id, pad_token_id >= 0, "at least 0")
             size = getattr(model, "vocab_size", None)
             if size is not None:
@@ -105,7 +105,6 @@ def decode(
         leftpad = check_padding(attention_mask, input_ids)
         shared = input_ids, max_length, vocab_size, tensor_parallel, cg
         steps = Steps(model, *shared, leftpad=leftpad, may_end=bool(ends))
-        sampling = top_k, top_p, temperature
         rows = _Rows(input_ids, leftpad, sampling, repetition_penalty, ends, pad_token_id, teacher_outputs)
         scores = []
         put(input_ids)
@@ -264,7 +263,7 @@ def _length(input_ids: Tensor, max_length: int | None, max_new_tokens: int | Non
         )
     if max_new_tokens is None:
         return cast(int, max_length)
-    checks.integer("max_new_tokens", max_new_tokens)
+    max_new_tokens = checks.whole("max_new_tokens", max_new_tokens)
     checks.number("max_new_tokens", max_new_tokens, max_new_tokens > 0, "positive")
     checks.tensor("input_ids", input_ids)
     checks.ndim("input_ids", input_ids, "(batch, seqlen)")

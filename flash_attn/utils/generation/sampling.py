@@ -71,7 +71,7 @@ def sample(logits: Tensor, top_k: int = 1, top_p: float = 0.0, temperature: floa
     >>> sample(torch.tensor([[1.0, 3.0, 2.0], [5.0, 3.0, 2.0]]))
     tensor([1, 0])
     """
-    _check_sampling(top_k, top_p, temperature)
+    top_k, top_p, temperature = _check_sampling(top_k, top_p, temperature)
     if top_k == 1:
         return logits.argmax(dim=-1)
     if top_k == 0:
@@ -113,13 +113,13 @@ def _check_in_vocabulary(name: str, tokens: Tensor, vocab_size: int) -> None:
             checks.number(name, token, 0 <= token < vocab_size, "from 0 to {}", vocab_size - 1)
 
 
-def _check_sampling(top_k: int, top_p: float, temperature: float) -> None:
-    """Check the options of `sample`."""
-    checks.integer("top_k", top_k)
+def _check_sampling(top_k: int, top_p: float, temperature: float) -> tuple[int, float, float]:
+    """Check the options of `sample`. Returns them as an int and two floats."""
+    top_k = checks.whole("top_k", top_k)
     checks.number("top_k", top_k, top_k >= 0, "at least 0")
-    if top_k == 1:
-        return
-    for name, value in (("top_p", top_p), ("temperature", temperature)):
-        checks.real(name, value)
+    if top_k == 1:  # which ignores the others
+        return 1, 0.0, 1.0
+    top_p, temperature = checks.as_float("top_p", top_p), checks.as_float("temperature", temperature)
     checks.number("top_p", top_p, 0 <= top_p <= 1, "from 0 to 1")
     checks.number("temperature", temperature, temperature > 0, "positive (top_k=1 takes the likeliest token)")
+    return top_k, top_p, temperature

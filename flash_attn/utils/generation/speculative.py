@@ -43,7 +43,7 @@ def sample_speculative(
     >>> sample_speculative(logits, logits[:, :2], torch.tensor([[1, 1]]))
     (tensor([[1, 0, 0]]), tensor([2]))
     """
-    _check_sampling(top_k, top_p, temperature)
+    top_k, top_p, temperature = _check_sampling(top_k, top_p, temperature)
     checks.tensor("tokens_draft", tokens_draft, dtypes=checks.INTEGER_DTYPES)
     checks.ndim("tokens_draft", tokens_draft, "(batch, n)")
     batch, n = tokens_draft.shape
@@ -102,11 +102,11 @@ def decode_speculative(
     >>> output = decode_speculative(prompt, model, model_draft, max_length=100)             # doctest: +SKIP
     """
     with streaming(streamer) as put:
-        ends = check_prompt(input_ids, max_length, eos_token_id, vocab_size)
+        input_ids, max_length, vocab_size, ends = check_prompt(input_ids, max_length, vocab_size, eos_token_id)
         checks.number("the batch size of input_ids", len(input_ids), len(input_ids) == 1, "1")
-        checks.integer("speculative_lookahead", speculative_lookahead)
+        speculative_lookahead = checks.whole("speculative_lookahead", speculative_lookahead)
         checks.number("speculative_lookahead", speculative_lookahead, speculative_lookahead > 0, "positive")
-        _check_sampling(top_k, top_p, temperature)
+        top_k, top_p, temperature = _check_sampling(top_k, top_p, temperature)
         options = dict(top_k=top_k, top_p=top_p, temperature=temperature)
         shared = input_ids, max_length, vocab_size, tensor_parallel, cg
         # The model is never fed the last token of a sequence, the draft model never the last two.
