@@ -786,6 +786,7 @@ def test_compiled_training(name, device):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow  # a compiler of C++ runs for each kernel, which takes minutes on few cores
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_compiled_with_inductor(name, device):
     """As users compile: a step of training, and one of decoding behind a cache."""
