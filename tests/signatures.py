@@ -565,12 +565,12 @@ SIGNATURES = {
         "FusedDense.forward": "self, x, process_group=None",
         "ColumnParallelLinear": (
             "in_features, out_features, process_group, bias=True, sequence_parallel=True, multiple_of=1, device=None,"
-            " dtype=None"
+            " dtype=None, *, share=None"
         ),
         "ColumnParallelLinear.forward": "self, x",
         "RowParallelLinear": (
             "in_features, out_features, process_group, bias=True, sequence_parallel=True, multiple_of=1, device=None,"
-            " dtype=None"
+            " dtype=None, *, share=None"
         ),
         "RowParallelLinear.forward": "self, x",
         "FusedMLP": (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.models._config import Settings, settings
-from flash_attn.utils.distributed import get_dim_for_local_rank
+from flash_attn.modules.mha._heads import heads_of_process
 
 
 class _Part(NamedTuple):
@@ -37,8 +37,9 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: 
 
     Parts are copies, so that neither keeping nor saving a part keeps the whole tensor alive. Tied weights, which share
     their memory, also share that of their part. Heads are divided as evenly as possible, the first processes having
-    more. Raises ValueError, before anything is changed, unless world_size divides the padded vocabulary, the features,
-    those within the MLP, and the key heads if they are fewer than the query heads.
+    more; where there are fewer key heads than processes, they are divided by their features (`ParallelMHA`). Raises
+    ValueError, before anything is changed, unless there are at least as many query heads as processes, and world_size
+    divides the padded vocabulary, the features, those within the MLP, and those of keys and values if they are divided.
     """
     s = settings(config)
     check_world_size(s, world_size)
@@ -91,16 +92,20 @@ def check_world_size(s: Settings, world_size: int) -> None:
         "vocab_size (padded)": s.padded_vocab_size,
         "n_embd": s.n_embd,
         "n_inner": s.inner,
-        "n_head_kv": s.heads_kv if s.heads_kv != s.n_head else 0,
     }.items():
         if size % world_size != 0:
             raise ValueError(f"config.{name} must be a multiple of the {world_size} processes, found {size}")
     if s.n_head < world_size:
         raise ValueError(f"config.n_head must be at least the number of processes, {world_size}, found {s.n_head}")
+    if s.heads_kv < world_size and 2 * s.heads_kv * s.width_of_head % world_size != 0:
+        raise ValueError(
+            f"config.n_head_kv must be at least the number of processes, {world_size}, or 2 * n_head_kv * head_dim a "
+            f"multiple of {world_size}, found {s.heads_kv}"
+        )
 
 
-def _shares(heads, world_size):
-    return [get_dim_for_local_rank(heads, world_size, rank) for rank in range(world_size)]
+def _heads(s, world_size):
+    return [heads_of_process(s.n_head, s.heads_kv, world_size, rank) for rank in range(world_size)]
 
 
 def _even(dim):
@@ -116,25 +121,28 @@ def _join_vocabulary(parts, s):
 
 
 def _cut_columns_of_heads(x, s, world_size, rank):
-    return x.split([share * s.width_of_head for share in _shares(s.n_head, world_size)], dim=-1)[rank]
+    return x.split([len(heads.q) * s.width_of_head for heads in _heads(s, world_size)], dim=-1)[rank]
 
 
 def _cut_qkv(x, s, world_size, rank):
-    """The heads of this process of queries, keys and values."""
-    heads = (s.n_head, s.heads_kv, s.heads_kv)
-    width = len(x) // sum(heads)
-    parts = x.split([n * width for n in heads])
-    own = [part.split([share * width for share in _shares(n, world_size)])[rank] for part, n in zip(parts, heads)]
-    return torch.cat(own)
+    """The query heads of this process, and its key and value heads or, if these are too few, its part of their rows."""
+    width = len(x) // (s.n_head + 2 * s.heads_kv)
+    q, kv = x.split((s.n_head * width, 2 * s.heads_kv * width))
+    own = heads_of_process(s.n_head, s.heads_kv, world_size, rank)
+    if s.heads_kv < world_size:
+        kv = kv.chunk(world_size)[rank]
+    else:
+        kv = kv.unflatten(0, (2, s.heads_kv, width))[:, own.kv.start : own.kv.stop].flatten(0, 2)
+    return torch.cat([q[own.q.start * width : own.q.stop * width], kv])
 
 
 def _join_qkv(parts, s):
-    shares, shares_kv = _shares(s.n_head, len(parts)), _shares(s.heads_kv, len(parts))
-    split = []
-    for part, n, n_kv in zip(parts, shares, shares_kv):
-        width = len(part) // (n + 2 * n_kv)
-        split.append(part.split([n * width, n_kv * width, n_kv * width]))
-    return torch.cat([torch.cat(each) for each in zip(*split)])
+    width = sum(map(len, parts)) // (s.n_head + 2 * s.heads_kv)
+    queries = [len(heads.q) * width for heads in _heads(s, len(parts))]
+    q, kv = zip(*(part.split((rows, len(part) - rows)) for part, rows in zip(parts, queries)))
+    if s.heads_kv >= len(parts):  # heads, and not rows: the values of each process follow its keys
+        kv = [torch.cat(each) for each in zip(*(part.chunk(2) for part in kv))]
+    return torch.cat([*q, *kv])
 
 
 def _cut_fc1(x, s, world_size, rank):

@@ -264,9 +264,12 @@ class _ParallelLinear(nn.Linear):
         multiple_of: int = 1,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        share: int | None = None,
     ) -> None:
         features = {"in_features": in_features, "out_features": out_features}
-        features[self._divided] = _share(self._divided, features[self._divided], process_group, multiple_of)
+        even = _share(self._divided, features[self._divided], process_group, multiple_of)
+        features[self._divided] = even if share is None else checks.whole("share", share)
         # If the outputs are divided, so is the bias. If they are summed, only one process may add the bias.
         bias = bias and (self._divided == "out_features" or dist.get_rank(process_group) == 0)
         super().__init__(**features, bias=bias, device=device, dtype=dtype)
@@ -282,6 +285,7 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: the first dimension of x is divided among them too, and gathered.
         multiple_of: out_features is divided in units of this size; if the units do not divide evenly, the first
             processes have one unit more.
+        share: how many of the out_features this process has, if they are divided in another way.
 
     `weight` (out_features of this process, in_features) and `bias` are this process's rows.
     """

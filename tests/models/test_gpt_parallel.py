@@ -29,6 +29,9 @@ CONFIGS = {
     "llama": ROTARY | GATED | dict(n_head=8, n_head_kv=4, residual_in_fp32=True),
     "heads with norms": ROTARY | GATED | dict(n_head=8, n_head_kv=4, head_dim=24, qk_norm=True),
     "uneven heads with norms": ROTARY | GATED | dict(n_head=6, head_dim=8, qk_norm=True, use_flash_attn=True),
+    "uneven key heads": ROTARY | GATED | dict(n_head=6, n_head_kv=3, n_embd=96, use_flash_attn=True),
+    "one key head": dict(n_head=6, n_head_kv=1, head_dim=16, use_flash_attn=True, use_alibi=True, n_positions=0),
+    "shared key heads with norms": ROTARY | GATED | dict(n_head=8, n_head_kv=2, qk_norm=True),
     "parallel": ROTARY | dict(rms_norm=False, parallel_block=True, parallel_block_tied_norm=True, lm_head_bias=True),
     "parallel, two norms": ROTARY | dict(rms_norm=False, parallel_block=True, fused_dropout_add_ln=True),
     "normed head": ROTARY | GATED | dict(norm_head=True, mup_output_multiplier=3.0),
@@ -54,6 +57,7 @@ CONFIGS = {
     "granite": ROTARY | GATED | dict(mup_residual_multiplier=0.3, rotary_emb_fraction=[1.0, 0.0]),
     "cohere": ROTARY | dict(rms_norm=False, norm_bias=False, parallel_block=True, parallel_block_tied_norm=True),
 }
+SHARED_KEY_HEADS = "uneven key heads", "one key head", "shared key heads with norms"
 
 
 def device_of(group):
@@ -130,7 +134,7 @@ def check_parameters(group):
 
 def check_generation(group):
     ids = ids_for(group)[:, :3]
-    for name in ("gpt2", "uneven heads", "llama", "heads with norms", "normed head", "gemma"):
+    for name in ("gpt2", "uneven heads", "llama", "heads with norms", "normed head", "gemma", *SHARED_KEY_HEADS):
         whole, divided = (model.eval() for model in pair_of(group, name))
         options = dict(max_length=12, vocab_size=VOCAB, return_dict_in_generate=True, output_scores=True)
         expected = whole.generate(ids, **options)
@@ -193,7 +197,6 @@ def check_errors(group):
     for options, says in (
         (dict(word_embed_proj_dim=32), "config.word_embed_proj_dim must be None with process_group, found 32"),
         (dict(attn_dwconv=True), "config.attn_dwconv must be False with process_group, found True"),
-        (dict(n_head_kv=1), f"config.n_head_kv must be a multiple of the {world} processes, found 1"),
         (
             dict(qk_norm=True, qk_norm_over_heads=True),
             "config.qk_norm_over_heads must be False with several processes, found True",
@@ -222,7 +225,9 @@ def test_divided_model(processes):
         over_processes(2 if nccl else processes, check_all, path, backend="nccl" if nccl else "gloo")
 
 
-@pytest.mark.parametrize("name", ["llama gqa", "falcon alibi", "qwen3", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["llama gqa", "falcon alibi", "falcon", "falcon alibi, multi-query", "bigcode", "qwen3", "gemma2"]
+)
 def test_divided_families(name, tmp_path):
     for each in ("gpt2", name):
         torch.manual_seed(0)
@@ -234,16 +239,16 @@ def test_divided_families(name, tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (dict(vocab_size=89, pad_vocab_size_multiple=1), r"config.vocab_size \(padded\) must be a multiple of the 2"),
-        (dict(n_inner=95), "config.n_inner must be a multiple of the 2 processes, found 95"),
-        (dict(n_head_kv=1), "config.n_head_kv must be a multiple of the 2 processes, found 1"),
-        (dict(n_head=1), "config.n_head must be at least the number of processes, 2, found 1"),
+        (dict(vocab_size=89, pad_vocab_size_multiple=1), r"config.vocab_size \(padded\) must be a multiple of the 4"),
+        (dict(n_inner=95), "config.n_inner must be a multiple of the 4 processes, found 95"),
+        (dict(n_head_kv=1, head_dim=5), "config.n_head_kv must be at least the number of processes, 4, or .* found 1"),
+        (dict(n_head=2), "config.n_head must be at least the number of processes, 4, found 2"),
     ],
 )
 def test_what_cannot_be_divided(options, says):
     config = GPT2Config(**SIZES | options)
-    shard = functools.partial(shard_state_dict_tp, {}, config, 2, 0)
-    for function in (shard, functools.partial(combine_state_dicts_tp, [{}, {}], config)):
+    shard = functools.partial(shard_state_dict_tp, {}, config, 4, 0)
+    for function in (shard, functools.partial(combine_state_dicts_tp, [{}] * 4, config)):
         with pytest.raises(ValueError, match=says):
             function()
 

@@ -18,6 +18,7 @@ from flash_attn.modules.embedding import (
     VocabParallelEmbedding,
 )
 from flash_attn.modules.mha import MHA, ParallelMHA
+from flash_attn.modules.mha._heads import heads_of_process
 from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp, ParallelFusedMLP, ParallelGatedMlp, ParallelMLP
 from flash_attn.ops.fused_dense import ColumnParallelLinear, RowParallelLinear
 from flash_attn.utils.distributed import (
@@ -67,7 +68,11 @@ class Parts:
             if name.startswith("Wqkv"):
                 head_dim = len(x) // (heads + 2 * heads_kv)
                 q, k, v = x.split([n * head_dim for n in (heads, heads_kv, heads_kv)])
-                x = torch.cat([self.heads(q, heads), self.heads(k, heads_kv), self.heads(v, heads_kv)])
+                if heads_kv == 1:  # all processes share it
+                    own = (self.even(x[heads * head_dim :]),)
+                else:
+                    own = self.heads(k, heads_kv), self.heads(v, heads_kv)
+                x = torch.cat([self.heads(q, heads), *own])
             result[name] = self.heads(x, heads, dim=1) if name == "out_proj.weight" else x
         return self.with_bias_once(result, "out_proj.bias")
 
@@ -114,6 +119,8 @@ ATTENTION = [
     dict(num_heads=6, use_flash_attn=True, window_size=(3, 0), rotary_emb_dim=16),
     dict(num_heads=8, num_heads_kv=4, rotary_emb_dim=8, rotary_emb_interleaved=True),
     dict(num_heads=8, num_heads_kv=4, use_alibi=True, use_flash_attn=True, qkv_proj_bias=False, out_proj_bias=False),
+    dict(num_heads=6, num_heads_kv=1, use_alibi=True, use_flash_attn=True),
+    dict(num_heads=6, num_heads_kv=1, rotary_emb_dim=8),
     dict(checkpointing=True),
 ]
 
@@ -131,8 +138,12 @@ def check_attention(group):
             whole = MHA(embed_dim, **options)
             divided = ParallelMHA(embed_dim, process_group=group, sequence_parallel=sequence_parallel, **options)
             compare(group, whole, divided, part_of, sequence_parallel, seqlen=SEQLEN)
-    with pytest.raises(ValueError, match=r"num_heads_kv must be a multiple of the . processes, found 1"):
-        ParallelMHA(64, 4, group, num_heads_kv=1)
+    with pytest.raises(ValueError, match=r"num_heads must be at least the number of processes, ., found 1"):
+        ParallelMHA(64, 1, group)
+    if dist.get_world_size(group) == 4:
+        says = r"num_heads_kv must be at least the number of processes, 4, or 2 \* num_heads_kv .* of 4, found 1"
+        with pytest.raises(ValueError, match=says):
+            ParallelMHA(64, 4, group, num_heads_kv=1, head_dim=5)
     divided = ParallelMHA(64, 4, group, sequence_parallel=False, device=device_of(group))
     with pytest.raises(ValueError, match="the number of tokens must be a multiple of seqlen, 5, found 24"):
         divided(torch.zeros(24, 64, device=device_of(group)), seqlen=5)
@@ -164,6 +175,7 @@ def check_decoding(group):
     device = device_of(group)
     for options in (
         dict(use_alibi=True, num_heads=6), dict(rotary_emb_dim=16, num_heads_kv=4, num_heads=8), dict(num_heads=6),
+        dict(rotary_emb_dim=16, num_heads_kv=1, num_heads=6),
     ):  # fmt: skip
         torch.manual_seed(1)
         heads = options["num_heads"]
@@ -399,3 +411,19 @@ def test_packed_attention():
 @pytest.mark.parametrize("processes", BACKENDS)
 def test_divided_modules(processes):
     run_in(processes, check_all)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_heads_kv", "expected"),
+    [
+        (6, 6, [([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4], [4]), ([5], [5])]),
+        (8, 4, [([0, 1], [0]), ([2, 3], [1]), ([4, 5], [2]), ([6, 7], [3])]),
+        (10, 5, [([0, 1, 2, 3], [0, 1]), ([4, 5], [2]), ([6, 7], [3]), ([8, 9], [4])]),
+        (6, 1, [([0, 1], [0]), ([2, 3], [0]), ([4], [0]), ([5], [0])]),
+        (6, 3, [([0], [0]), ([1], [0]), ([2, 3], [1]), ([4, 5], [2])]),
+        (8, 2, [([0, 1], [0]), ([2, 3], [0]), ([4, 5], [1]), ([6, 7], [1])]),
+    ],
+)
+def test_heads_of_four_processes(num_heads, num_heads_kv, expected):
+    found = [heads_of_process(num_heads, num_heads_kv, 4, rank) for rank in range(4)]
+    assert [(list(heads.q), list(heads.kv)) for heads in found] == expected

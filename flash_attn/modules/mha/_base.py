@@ -12,6 +12,7 @@ from flash_attn._ops import checks
 from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.modules.mha import _cache as caches
+from flash_attn.modules.mha._heads import heads_of_process
 from flash_attn.modules.mha.inner_attention import (
     CrossAttention,
     FlashCrossAttention,
@@ -20,7 +21,6 @@ from flash_attn.modules.mha.inner_attention import (
     get_alibi_slopes,
 )
 from flash_attn.ops.triton.layer_norm import RMSNorm
-from flash_attn.utils.distributed import get_dim_for_local_rank
 
 
 class MultiHeadAttention(nn.Module):
@@ -75,8 +75,8 @@ class MultiHeadAttention(nn.Module):
         self.num_heads = num_heads
         self.num_heads_kv = num_heads_kv
         self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
-        self.num_heads_per_rank = get_dim_for_local_rank(num_heads, world_size, rank)
-        self.num_heads_kv_per_rank = get_dim_for_local_rank(num_heads_kv, world_size, rank)
+        self._heads = heads_of_process(num_heads, num_heads_kv, world_size, rank)
+        self.num_heads_per_rank, self.num_heads_kv_per_rank = map(len, self._heads)
         self.causal = causal
         self.layer_idx = layer_idx
         checks.integer("rotary_emb_dim", rotary_emb_dim)
@@ -102,7 +102,7 @@ class MultiHeadAttention(nn.Module):
             self.q_norm, self.k_norm = (RMSNorm(width, qk_norm_eps, **norms) for width in widths)
         options: dict[str, Any] = dict(causal=causal, softmax_scale=softmax_scale, attention_dropout=dropout)
         if use_flash_attn:
-            slopes = _alibi_slopes(num_heads, world_size, rank) if use_alibi else None
+            slopes = _alibi_slopes(num_heads, self._heads.q) if use_alibi else None
             options |= dict(window_size=window_size, alibi_slopes=slopes, softcap=softcap)
         where = torch.get_default_device() if device is None else device
         self.inner_attn = (FlashSelfAttention if use_flash_attn else SelfAttention)(**options).to(where)
@@ -270,8 +270,12 @@ def _check_heads(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: in
     checks.number("embed_dim", embed_dim, fits, "a multiple of num_heads, {}", num_heads)
     fits = num_heads % num_heads_kv == 0
     checks.number("num_heads_kv", num_heads_kv, fits, "a divisor of num_heads, {}", num_heads)
-    fits = num_heads_kv == num_heads or num_heads_kv % world_size == 0
-    checks.number("num_heads_kv", num_heads_kv, fits, "a multiple of the {} processes", world_size)
+    fits = num_heads >= world_size
+    checks.number("num_heads", num_heads, fits, "at least the number of processes, {}", world_size)
+    head_dim = embed_dim // num_heads if head_dim is None else head_dim
+    fits = num_heads_kv >= world_size or 2 * num_heads_kv * head_dim % world_size == 0
+    expected = "at least the number of processes, {0}, or 2 * num_heads_kv * head_dim a multiple of {0}"
+    checks.number("num_heads_kv", num_heads_kv, fits, expected, world_size)
 
 
 def _check_needs_of_flash(use_flash_attn: bool, use_alibi: bool, window_size: tuple[int, int], softcap: float) -> None:
@@ -286,11 +290,9 @@ def _check_needs_of_flash(use_flash_attn: bool, use_alibi: bool, window_size: tu
             raise ValueError(f"{name} must be {without} without use_flash_attn, found {value}")
 
 
-def _alibi_slopes(num_heads: int, world_size: int, rank: int) -> Tensor:
-    """The slopes of a process's heads, on the CPU: they keep their values while parameters are on the meta device."""
-    shares = [get_dim_for_local_rank(num_heads, world_size, each) for each in range(world_size)]
-    slopes = torch.tensor(get_alibi_slopes(num_heads), dtype=torch.float32, device="cpu")
-    return slopes.split(shares)[rank].clone()
+def _alibi_slopes(num_heads: int, own: range) -> Tensor:
+    """The slopes of a process's own heads, on the CPU: they keep their values while parameters are on meta."""
+    return torch.tensor(get_alibi_slopes(num_heads)[own.start : own.stop], dtype=torch.float32, device="cpu")
 
 
 def shifted(x: Tensor, steps: Tensor) -> Tensor:

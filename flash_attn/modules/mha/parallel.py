@@ -15,20 +15,25 @@ from flash_attn._ops import checks
 from flash_attn.modules.mha._base import MultiHeadAttention
 from flash_attn.ops.fused_dense import ColumnParallelLinear, RowParallelLinear
 from flash_attn.ops.triton.layer_norm import RMSNorm, rms_norm_fn
-from flash_attn.utils.distributed import replicated
+from flash_attn.utils.distributed import all_gather, replicated
 
 
 class ParallelMHA(MultiHeadAttention):
     """`MHA` with its heads divided over the processes of a group; if that is uneven, the first processes have more.
 
+    Query heads stay with their key head. If there are fewer key heads than processes, as in multi-query attention,
+    several processes have the query heads of one key head. Then the rows of Wqkv for keys and values are divided evenly
+    and their outputs gathered in the forward, so that each parameter is in one process, and its gradient is whole.
+
     Arguments:
-        process_group: the group. If there are fewer key heads than query heads, its size must divide num_heads_kv.
+        process_group: the group.
         sequence_parallel: the first dimension of input and output is divided, too. Not for decoding.
         The others are those of `MHA`.
 
     Parameters of a process with h query heads and k key heads: Wqkv ((h + 2 k) * head_dim, embed_dim), its query, key
-    and value heads; out_proj.weight (embed_dim, h * head_dim); out_proj.bias in the first process only; q_norm and
-    k_norm in every process, whose gradients are summed over the group in the backward.
+    and value heads, or, with fewer key heads than processes, ((h + 2 num_heads_kv / processes) * head_dim, embed_dim);
+    out_proj.weight (embed_dim, h * head_dim); out_proj.bias in the first process only; q_norm and k_norm in every
+    process, whose gradients are summed over the group in the backward.
 
     Raises TypeError or ValueError for sizes and options that do not go together.
     """
@@ -78,15 +83,20 @@ class ParallelMHA(MultiHeadAttention):
         self.process_group = process_group
         self.world_size, self.local_rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        heads_of_a_group = self.num_heads // self.num_heads_kv + 2  # query heads, and the key and value head they share
+        self._gathers_kv = self.num_heads_kv < self.world_size
+        q_features, kv_features = (
+            self.num_heads_per_rank * self.head_dim,
+            2 * self.num_heads_kv_per_rank * self.head_dim,
+        )
+        if self._gathers_kv:
+            kv_features = 2 * self.num_heads_kv * self.head_dim // self.world_size
         self.Wqkv = ColumnParallelLinear(
             embed_dim, (num_heads + 2 * self.num_heads_kv) * self.head_dim, process_group, bias=qkv_proj_bias,
-            multiple_of=heads_of_a_group * self.head_dim, **factory,
+            share=q_features + kv_features, **factory,
         )  # fmt: skip
         self.out_proj = RowParallelLinear(
-            num_heads * self.head_dim, embed_dim, process_group, bias=out_proj_bias, multiple_of=self.head_dim,
-            **factory,
-        )  # fmt: skip
+            num_heads * self.head_dim, embed_dim, process_group, bias=out_proj_bias, share=q_features, **factory
+        )
         if qk_norm:
             for weight in (self.q_norm.weight, self.k_norm.weight):
                 vars(weight)["_shared_params"] = True
@@ -94,6 +104,18 @@ class ParallelMHA(MultiHeadAttention):
     def _norm_of_heads(self, norm: RMSNorm, x: Tensor) -> Tensor:
         weight = replicated(norm.weight, self.process_group)
         return rms_norm_fn(x, weight, None, eps=norm.eps, zero_centered_weight=norm.zero_centered_weight)
+
+    def _with_gathered_kv(self, qkv: Tensor) -> Tensor:
+        """qkv (..., (heads + 2 heads_kv) * head_dim) of this process's query heads and its part of the key heads.
+
+        That part is (..., 2 * num_heads_kv * head_dim / processes) of the keys and values of all heads.
+        """
+        q_features = self.num_heads_per_rank * self.head_dim
+        q, part = qkv.split((q_features, qkv.shape[-1] - q_features), dim=-1)
+        kv = all_gather(part.movedim(-1, 0), self.process_group).movedim(0, -1)  # rows are what it gathers
+        kv = kv.unflatten(-1, (2, self.num_heads_kv, self.head_dim))
+        own = kv[..., self._heads.kv.start : self._heads.kv.stop, :]
+        return torch.cat([q, own.flatten(-3)], dim=-1)
 
     def forward(self, x: Tensor, seqlen: int | None = None, inference_params: Any = None, **kwargs: Any) -> Tensor:
         """Attention of x (batch, seqlen, embed_dim), or (batch * seqlen, embed_dim) if seqlen is given.
@@ -103,6 +125,8 @@ class ParallelMHA(MultiHeadAttention):
         Returns a tensor like x. Raises ValueError if seqlen does not divide the number of tokens.
         """
         qkv = self.Wqkv(x)
+        if self._gathers_kv:
+            qkv = self._with_gathered_kv(qkv)
         if seqlen is not None:
             fits = qkv.shape[0] % seqlen == 0
             checks.number("the number of tokens", qkv.shape[0], fits, "a multiple of seqlen, {}", seqlen)
