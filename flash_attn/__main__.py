@@ -11,6 +11,7 @@ import pathlib
 import pkgutil
 import platform
 import re
+import signal
 import struct
 import sys
 from collections.abc import Callable, Sequence
@@ -357,4 +358,6 @@ def _driver() -> str:
 
 
 if __name__ == "__main__":
+    if hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end in silence when what reads the report ends, as `head` does
     sys.exit(main())

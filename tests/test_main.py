@@ -3,6 +3,7 @@
 import os
 import platform
 import re
+import signal
 import struct
 import subprocess
 import sys
@@ -155,6 +156,15 @@ def test_help_explains_itself():
     command = [sys.executable, "-m", "flash_attn", "--help"]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "self-check" in result.stdout and "--device" in result.stdout
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGPIPE"), reason="needs signals of POSIX")
+def test_a_reader_may_end_early():
+    command = [sys.executable, "-W", "ignore", "-m", "flash_attn"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as report:
+        report.stdout.close()
+        assert report.stderr.read() == ""
+    assert report.returncode == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize("name", ["banana", "cuda:99", "meta", ""])
