@@ -16,7 +16,7 @@ from transformers.masking_utils import (
     causal_mask_function,
     chunked_causal_mask_function,
     or_masks,
-    packed_sequence_compatibility_function,
+    packed_sequence_mask_function,
     sliding_window_bidirectional_mask_function,
     sliding_window_causal_mask_function,
 )
@@ -35,10 +35,12 @@ JUMPING = torch.tensor([[0, 1, 2, 3, 4, 7, 8, 9, 10], [5, 6, 7, 8, 0, 2, 4, 5, 6
 IMAGES = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, -1], [0, 0, -1, 0, 0, 0, -1, -1, -1]])
 
 
-def packed(function, positions=POSITIONS):
-    return packed_sequence_compatibility_function(
-        function, positions, masking_utils.find_packed_sequence_indices(POSITIONS)
-    )
+def packed(function, positions=POSITIONS, ids=None):
+    """A mask function within each packed sequence, in which newer versions of transformers count positions anew."""
+    ids = masking_utils.find_packed_sequence_indices(POSITIONS) if ids is None else ids
+    if (remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None)) is not None:
+        function = remap(function, positions)
+    return and_masks(function, packed_sequence_mask_function(ids))
 
 
 def every_other_key(batch_idx, head_idx, q_idx, kv_idx):
@@ -72,7 +74,7 @@ FUNCTIONS = {
     "packed, full": packed(bidirectional_mask_function),
     "packed, chunks": packed(chunked_causal_mask_function(2, torch.zeros(BATCH, dtype=torch.long))),
     "packed, jumping": packed(sliding_window_causal_mask_function(3), JUMPING),
-    "documents that come again": masking_utils.packed_sequence_mask_function(IMAGES),
+    "documents that come again": packed_sequence_mask_function(IMAGES),
     "a first key and neighbours": own_and_next_keys,
     "many ranges": and_masks(causal_mask_function, every_other_key),
 }  # fmt: skip
@@ -362,7 +364,7 @@ def test_packed_sequences(given, device):
         positions = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2, 3], device=device).expand(BATCH, -1)
         mask = door.mask(
             BATCH, 9, 9, device=device,
-            mask_function=packed_sequence_compatibility_function(causal_mask_function, positions, ids),
+            mask_function=packed(causal_mask_function, positions, ids),
         )  # fmt: skip
     else:
         cu_seqlens = torch.tensor([0, *lengths * BATCH], device=device).cumsum(0)
