@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.models._config import Settings, settings
-from flash_attn.modules.mha._heads import heads_of_process
+from flash_attn.modules.mha._heads import can_be_divided, heads_of_process
 
 
 class _Part(NamedTuple):
@@ -97,7 +97,7 @@ def check_world_size(s: Settings, world_size: int) -> None:
             raise ValueError(f"config.{name} must be a multiple of the {world_size} processes, found {size}")
     if s.n_head < world_size:
         raise ValueError(f"config.n_head must be at least the number of processes, {world_size}, found {s.n_head}")
-    if s.heads_kv < world_size and 2 * s.heads_kv * s.width_of_head % world_size != 0:
+    if not can_be_divided(s.heads_kv, s.width_of_head, world_size):
         raise ValueError(
             f"config.n_head_kv must be at least the number of processes, {world_size}, or 2 * n_head_kv * head_dim a "
             f"multiple of {world_size}, found {s.heads_kv}"
