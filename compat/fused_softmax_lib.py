@@ -46,5 +46,4 @@ def _backward(dy, y, scale, causal):
     checks.number("the number of dimensions of softmax_results", y.dim(), y.dim() >= 2, "at least 2")
     if causal and y.shape[-2] != y.shape[-1]:
         raise ValueError(f"softmax_results must have as many rows as columns, found shape {tuple(y.shape)}")
-    checks.real("scale", scale)
-    return ops.bwd(dy, y, float(scale), causal)
+    return ops.bwd(dy, y, checks.as_float("scale", scale), causal)

@@ -46,5 +46,5 @@ def backward(grad_loss, logits, max_log_sum_exp, labels, smoothing, inplace, tot
 
 def _options(logits, smoothing, total_classes):
     """The ops' arguments from label_smoothing to total_classes."""
-    checks.integer("total_classes", total_classes)
+    total_classes = checks.whole("total_classes", total_classes)
     return float(smoothing), 1.0, 0.0, None, 0, total_classes if total_classes > 0 else logits.shape[1]

@@ -5,6 +5,7 @@ import functools
 import types
 import zlib
 
+import numpy
 import oracle
 import pytest
 import torch
@@ -323,6 +324,17 @@ def test_error(what):
     changes, error, message = ERRORS[what]
     with pytest.raises(error, match=message):
         scaled_masked_softmax(**dict(dict(inputs=X, mask=MASK, scale=1.0), **changes))
+
+
+def test_scales_that_are_odd_but_legal():
+    """Tensors without dimensions are numbers; but a scale that is learned would not be."""
+    x, dy = torch.randn(2, 2, 3, 4, 5)
+    for odd in (torch.tensor(0.5), numpy.float32(0.5)):
+        assert torch.equal(scaled_masked_softmax(x, MASK, odd), scaled_masked_softmax(x, MASK, 0.5))
+        backward = fused_softmax_lib.scaled_masked_softmax_backward
+        assert torch.equal(backward(dy, x, odd), backward(dy, x, 0.5))
+    with pytest.raises(ValueError, match="scale must not require grad, as it gets none"):
+        scaled_masked_softmax(x, MASK, torch.tensor(0.5, requires_grad=True))
 
 
 def test_errors_of_the_others():

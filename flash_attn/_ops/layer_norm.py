@@ -72,6 +72,7 @@ def forward(
         zero_centered_weight=zero_centered_weight, return_dropout_mask=return_mask,
     )  # fmt: skip
     eps, dropout_p, rowscale_const = _check_numbers(eps, dropout_p, rowscale_const)
+    out_rows = checks.whole("out_numrows", out_rows)
     _check_branches(names[0], x0, x1, residual, rowscale, x0_subset, out_subset, out_rows)
     parameters = dict(zip(names[1:], (weight, bias))) | {"weight1": weight1, "bias1": bias1, "layerscale": colscale}
     _check_parameters(x0, parameters)
@@ -92,8 +93,8 @@ def forward(
     inputs = (x0, x1, residual, weight, bias, weight1, bias1, colscale)
     rng_state = rng.draw_state(x0.device) if dropout_p > 0 else None
     out, out1, h, mask0, mask1, mean, rstd = fwd(
-        *inputs, rowscale, x0_subset, out_subset, rng_state, float(dropout_p), float(eps), float(rowscale_const),
-        out_rows, bool(is_rms_norm), bool(zero_centered_weight),
+        *inputs, rowscale, x0_subset, out_subset, rng_state, dropout_p, eps, rowscale_const, out_rows,
+        bool(is_rms_norm), bool(zero_centered_weight),
         h_dtype if changed and (prenorm or _needs_gradient(inputs)) else None, out_dtype or x0.dtype,
         bool(return_mask),
     )  # fmt: skip
@@ -121,7 +122,7 @@ def backward(
     checks.tensor(names["dout"], dout, dtypes=DTYPES, shape=(None, None))
     checks.tensor(names["h"], h, dtypes=DTYPES, shape=(None, dout.shape[1]), device=dout.device)
     if x0_subset is not None:
-        checks.integer(names["x0_rows"], x0_rows)
+        x0_rows = checks.whole(names["x0_rows"], x0_rows)
         checks.number(names["x0_rows"], x0_rows, x0_rows >= 0, "at least 0")
     (rows, cols), (x0_rows, out_rows) = h.shape, (len(h), len(h)) if x0_subset is None else (x0_rows, len(dout))
     for name, value, dtypes, shape in (
@@ -155,7 +156,7 @@ def backward(
             )
     results = bwd(
         dout, dout1, dh, h, x0, mean, rstd, weight, weight, weight1, weight1, colscale, rowscale, x0_subset, out_subset,
-        None, mask0, mask1, float(dropout_p), float(rowscale_const), x0_rows, bool(is_rms_norm), False,
+        None, mask0, mask1, dropout_p, rowscale_const, x0_rows, bool(is_rms_norm), False,
         dout.dtype, dout.dtype if has_x1 else None, h.dtype if has_residual else None, None,
     )  # fmt: skip
     there = (True, has_x1, has_residual, True, True, weight1 is not None, weight1 is not None, colscale is not None)
@@ -182,7 +183,7 @@ def normalize_linear(
             None if linear_bias is None else linear_bias.to(dtype),
         )  # fmt: skip
         function = _linear_in_plain_torch if autograd.is_transformed(*tensors) else _LayerNormLinear.apply
-        out, *h = function(*tensors, (float(eps), bool(is_rms_norm), h_dtype if changed else None, dtype))
+        out, *h = function(*tensors, (eps, bool(is_rms_norm), h_dtype if changed else None, dtype))
     return out, h[0] if changed else x
 
 
@@ -246,7 +247,6 @@ def _check_subsets(name, x0, residual, x0_subset, out_subset, out_rows):
     checks.number(
         "out_subset's number of entries", out_subset.numel(), out_subset.numel() == rows, "x0_subset's, {}", rows
     )
-    checks.integer("out_numrows", out_rows)
     group = math.prod(x0.shape[1:-1])  # rows in one entry of x0; h and out consist of whole entries
     fits = out_rows >= 0 and out_rows % max(group, 1) == 0
     expected = "a multiple of {}, the number of rows in each entry of {}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_attn.models._config import Settings, settings
-from flash_attn.modules.mha._heads import heads_of_process
+from flash_attn.modules.mha._heads import can_be_divided, features_of_process, heads_of_process
 
 
 class _Part(NamedTuple):
@@ -37,9 +37,10 @@ def shard_state_dict_tp(state_dict: dict[str, Tensor], config: Any, world_size: 
 
     Parts are copies, so that neither keeping nor saving a part keeps the whole tensor alive. Tied weights, which share
     their memory, also share that of their part. Heads are divided as evenly as possible, the first processes having
-    more; where there are fewer key heads than processes, they are divided by their features (`ParallelMHA`). Raises
-    ValueError, before anything is changed, unless there are at least as many query heads as processes, and world_size
-    divides the padded vocabulary, the features, those within the MLP, and those of keys and values if they are divided.
+    more; where there are fewer key heads than processes, keys and values are divided by their features (`ParallelMHA`).
+    Raises ValueError, before anything is changed, unless there are at least as many query heads as processes, and
+    world_size divides the padded vocabulary, the features, those within the MLP, and those of keys and values if they
+    are divided.
     """
     s = settings(config)
     check_world_size(s, world_size)
@@ -64,7 +65,7 @@ def combine_state_dicts_tp(state_dicts: list[dict[str, Tensor]], config: Any) ->
     """The state dict of the whole model from the parts of all ranks in order: the inverse of `shard_state_dict_tp`.
 
     Embeddings that are divided by columns, as in Meta's files, are put together, too. Raises ValueError for a number of
-    processes that `shard_state_dict_tp` refuses, and if one lacks its part of a tensor.
+    processes that `shard_state_dict_tp` refuses, if one lacks its part of a tensor, and if its Wqkv has other rows.
     """
     s = settings(config)
     check_world_size(s, len(state_dicts))
@@ -97,7 +98,7 @@ def check_world_size(s: Settings, world_size: int) -> None:
             raise ValueError(f"config.{name} must be a multiple of the {world_size} processes, found {size}")
     if s.n_head < world_size:
         raise ValueError(f"config.n_head must be at least the number of processes, {world_size}, found {s.n_head}")
-    if s.heads_kv < world_size and 2 * s.heads_kv * s.width_of_head % world_size != 0:
+    if not can_be_divided(s.heads_kv, s.width_of_head, world_size):
         raise ValueError(
             f"config.n_head_kv must be at least the number of processes, {world_size}, or 2 * n_head_kv * head_dim a "
             f"multiple of {world_size}, found {s.heads_kv}"
@@ -137,9 +138,11 @@ def _cut_qkv(x, s, world_size, rank):
 
 
 def _join_qkv(parts, s):
-    width = sum(map(len, parts)) // (s.n_head + 2 * s.heads_kv)
-    queries = [len(heads.q) * width for heads in _heads(s, len(parts))]
-    q, kv = zip(*(part.split((rows, len(part) - rows)) for part, rows in zip(parts, queries)))
+    sizes = [features_of_process(own, s.heads_kv, s.width_of_head, len(parts)) for own in _heads(s, len(parts))]
+    for rank, (part, size) in enumerate(zip(parts, sizes)):
+        if len(part) != sum(size):
+            raise ValueError(f"Wqkv of process {rank} of {len(parts)} must have {sum(size)} rows, found {len(part)}")
+    q, kv = zip(*(part.split(size) for part, size in zip(parts, sizes)))
     if s.heads_kv >= len(parts):  # heads, and not rows: the values of each process follow its keys
         kv = [torch.cat(each) for each in zip(*(part.chunk(2) for part in kv))]
     return torch.cat([*q, *kv])

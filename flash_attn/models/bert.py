@@ -901,9 +901,11 @@ class BertForMultipleChoice(_BertClassifier):
         """
         checks.tensor("input_ids", input_ids)
         checks.ndim("input_ids", input_ids, "(batch, choices, seqlen)")
-        for name in ("token_type_ids", "attention_mask"):
-            if inputs.get(name) is not None:
-                checks.tensor(name, inputs[name], shape=input_ids.shape)
+        for name in ("position_ids", "token_type_ids", "attention_mask"):
+            given = inputs.get(name)
+            is_for_all = name == "position_ids" and isinstance(given, Tensor) and given.dim() < 3
+            if given is not None and not is_for_all:  # BertModel checks what is for all
+                checks.tensor(name, given, shape=input_ids.shape)
         flat = {name: x.flatten(0, 1) if isinstance(x, Tensor) and x.dim() == 3 else x for name, x in inputs.items()}
         pooled = self.bert(input_ids.flatten(0, 1), **flat).pooler_output
         logits = self.classifier(self.dropout(pooled)).view(input_ids.shape[:2])

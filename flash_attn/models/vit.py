@@ -343,8 +343,9 @@ class VisionTransformer(nn.Module):
             device, dtype: of the parameters; torch's defaults if None. A dtype may be a name, as "bfloat16"; "auto" is
                 that of the checkpoint's tensors.
             progress: show a bar, with the package tqdm, for a checkpoint of several files or a large one.
-            kwargs: arguments of the constructor, which override what is read, as use_flash_attn=True or num_classes=0.
-                Also revision, token, cache_dir and local_files_only, for a name on the hub.
+            kwargs: arguments of the constructor, which override what is read, as use_flash_attn=True; or num_classes=0
+                with strict=False, to leave out the head. Also revision, token, cache_dir and local_files_only, for a
+                name on the hub.
 
         The names and shapes in the files are compared with those of the model before anything is loaded.
 
@@ -384,11 +385,17 @@ class VisionTransformer(nn.Module):
             max_shard_size: bytes of a file, in which a larger checkpoint is divided (which timm does not read); or
                 text, as "5GB".
 
-        Raises ValueError for a model with layers of one's own, which config.json cannot describe.
+        Raises ValueError for a model with layers of one's own, or another head, which config.json cannot describe.
         """
         for name, is_usual in self._usual.items():
             if not is_usual:
                 raise ValueError(f"{name} must be left at its default to be saved for timm: save the state_dict")
+        linear = isinstance(self.head, nn.Linear) and self.head.bias is not None
+        if not linear and not isinstance(self.head, nn.Identity):
+            raise ValueError(
+                "head must be an nn.Linear with a bias, or nn.Identity, to be saved for timm: save the state_dict; "
+                f"found {self.head}"
+            )
         tensors = inv_remap_state_dict_timm(self.state_dict(), self)
         write_folder(folder, {"config.json": self._their_config()}, tensors, number_of_bytes(max_shard_size))
 
@@ -570,7 +577,7 @@ _ARCHITECTURE = re.compile(rf"(?:vit|deit)_({'|'.join(_SIZES)})_patch(\d+)_(\d+)
 
 def _sizes(architecture):
     """The arguments of `VisionTransformer` that a name of timm's stands for."""
-    found = _ARCHITECTURE.fullmatch(architecture)
+    found = _ARCHITECTURE.fullmatch(architecture) if isinstance(architecture, str) else None
     if found is None:
         raise ValueError(
             f"architecture must be vit_SIZE_patchN_M of timm's, or deit_, with {', '.join(_SIZES)} as SIZE, "

@@ -268,8 +268,7 @@ class _ParallelLinear(nn.Linear):
         share: int | None = None,
     ) -> None:
         features = {"in_features": in_features, "out_features": out_features}
-        even = _share(self._divided, features[self._divided], process_group, multiple_of)
-        features[self._divided] = even if share is None else checks.whole("share", share)
+        features[self._divided] = _share(self._divided, features[self._divided], process_group, multiple_of, share)
         # If the outputs are divided, so is the bias. If they are summed, only one process may add the bias.
         bias = bias and (self._divided == "out_features" or dist.get_rank(process_group) == 0)
         super().__init__(**features, bias=bias, device=device, dtype=dtype)
@@ -285,7 +284,8 @@ class ColumnParallelLinear(_ParallelLinear):
         sequence_parallel: the first dimension of x is divided among them too, and gathered.
         multiple_of: out_features is divided in units of this size; if the units do not divide evenly, the first
             processes have one unit more.
-        share: how many of the out_features this process has, if they are divided in another way.
+        share: how many of the out_features this process has, if they are divided in another way; a multiple of
+            multiple_of. The processes must have all out_features together, which is not checked.
 
     `weight` (out_features of this process, in_features) and `bias` are this process's rows.
     """
@@ -314,13 +314,18 @@ class RowParallelLinear(_ParallelLinear):
         return _reduced(fused_dense_func(x, self.weight, self.bias), self.process_group, self.sequence_parallel)
 
 
-def _share(name, features, process_group, multiple_of):
+def _share(name, features, process_group, multiple_of, share):
     """Returns how many of the features this process has."""
     checks.integer(name, features)
     checks.integer("multiple_of", multiple_of)
     checks.number("multiple_of", multiple_of, multiple_of > 0, "positive")
     checks.process_group(process_group)
     checks.number(name, features, features % multiple_of == 0, "a multiple of {}", multiple_of)
+    if share is not None:
+        share = checks.whole("share", share)
+        fits = 0 <= share <= features and share % multiple_of == 0
+        checks.number("share", share, fits, "a multiple of {} from 0 to {}, {}", multiple_of, name, features)
+        return share
     world_size, rank = dist.get_world_size(process_group), dist.get_rank(process_group)
     return get_dim_for_local_rank(features, world_size, rank, multiple_of)
 

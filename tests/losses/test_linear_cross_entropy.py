@@ -207,6 +207,20 @@ def test_sizes_may_be_any_whole_number(kind, device):
     assert torch.equal(found, expected)
 
 
+def test_odd_but_legal():
+    """Tensors without dimensions and whole floats are numbers; but a number that is learned would not be."""
+    (hidden, weight), labels = inputs(bias=False)
+    usual = dict(label_smoothing=0.5, logit_scale=2.0, lse_square_scale=0.25, softcap=30.0)
+    odd = {name: torch.tensor(value) for name, value in usual.items()} | dict(ignore_index=-100.0)
+    assert torch.equal(
+        linear_cross_entropy(hidden, weight, labels, **odd), linear_cross_entropy(hidden, weight, labels, **usual)
+    )
+    for name, value in usual.items():
+        learned = torch.tensor(value, requires_grad=True)
+        with pytest.raises(ValueError, match=f"{name} must not require grad, as it gets none"):
+            linear_cross_entropy(hidden, weight, labels, **{name: learned})
+
+
 def test_chunks_hold_few_logits(monkeypatch, device):
     """The largest tensor that is made has not all rows."""
     sizes = []

@@ -788,7 +788,8 @@ def test_labels_that_do_not_fit(head, labels, error, message):
         ),
         (dict(attention_mask=torch.ones(6, 5).long()), r"attention_mask must have shape \(2, 3, 5\), found \(6, 5\)"),
         (dict(token_type_ids=torch.ones(2, 3, 4).long()), r"token_type_ids must have shape \(2, 3, 5\), found"),
-        (dict(position_ids=torch.ones(3, 2, 4).long()), "position_ids must have shape"),
+        (dict(position_ids=torch.ones(3, 2, 5).long()), r"position_ids must have shape \(2, 3, 5\), found \(3, 2, 5\)"),
+        (dict(position_ids=torch.ones(2, 5).long()), "position_ids must have shape"),
     ],
 )
 def test_choices_that_do_not_fit(inputs, message):

@@ -268,7 +268,8 @@ def test_max_new_tokens():
     model = GPTLMHeadModel(CASES["gpt2"].config()).eval()
     ids = ids_of(model.config, seqlen=7)
     expected = model.generate(ids, 12)
-    assert torch.equal(model.generate(ids, max_new_tokens=5), expected)
+    for length in (5, 5.0, torch.tensor(5)):
+        assert torch.equal(model.generate(ids, max_new_tokens=length), expected)
     mask = (torch.arange(7) >= torch.tensor([2, 0])[:, None]).long()
     assert model.generate(ids, max_new_tokens=5, attention_mask=mask).shape == (2, 12)
     for options in (dict(), dict(max_length=12, max_new_tokens=5)):

@@ -291,3 +291,16 @@ def test_parts_that_lack_a_tensor(name, rank):
     del parts[rank][name]
     with pytest.raises(ValueError, match=rf"state_dicts must have the parts of all 2 processes, found 1 of {name}"):
         combine_state_dicts_tp(parts, config)
+
+
+def test_parts_with_other_rows_of_heads():
+    """As Meta's files have them: the whole key head in each process that shares it. Or parts in another order."""
+    config = GPT2Config(**SIZES | dict(n_head_kv=2))
+    parts = [{"layers.0.mixer.Wqkv.weight": torch.zeros(48, 64)} for _ in range(4)]
+    with pytest.raises(ValueError, match="Wqkv of process 0 of 4 must have 32 rows, found 48"):
+        combine_state_dicts_tp(parts, config)
+    config = GPT2Config(**SIZES | CONFIGS["uneven heads"])
+    whole = GPTLMHeadModel(config).state_dict()
+    parts = [shard_state_dict_tp(dict(whole), config, 4, rank) for rank in range(4)]
+    with pytest.raises(ValueError, match="Wqkv of process 0 of 4 must have 96 rows, found 48"):
+        combine_state_dicts_tp(parts[::-1], config)

@@ -459,6 +459,15 @@ def test_layers_that_a_config_cannot_describe(options, message, tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("head", [nn.Sequential(nn.Linear(64, 5)), nn.Linear(64, 5, bias=False)], ids=["two", "bias"])
+def test_heads_that_a_config_cannot_describe(head, tmp_path):
+    model = model_of()
+    model.head = head
+    with pytest.raises(ValueError, match=r"head must be an nn.Linear with a bias, or nn.Identity, .* found"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -493,6 +502,11 @@ def test_checkpoints_without_what_is_needed(checkpoint):
 def test_checkpoints_that_do_not_fit(checkpoint, caplog):
     """All of it in one error; with strict=False, what is missing is drawn as in a new model."""
     folder, expected = checkpoint
+    with pytest.raises(ValueError, match=r"not known:\n    head.bias\n    head.weight"):
+        VisionTransformer.from_pretrained(folder, num_classes=0)
+    assert isinstance(VisionTransformer.from_pretrained(folder, num_classes=0, strict=False).head, nn.Identity)
+    with pytest.raises(ValueError, match=r"architecture must be vit_SIZE_patchN_M of timm's, .* found 3"):
+        VisionTransformer.from_pretrained(folder, 3)
     tensors = vit.inv_remap_state_dict_timm(expected.state_dict(), expected)
     del tensors["blocks.1.attn.proj.bias"], tensors["blocks.2.norm1.weight"], tensors["cls_token"]
     (folder / "model.safetensors").unlink()

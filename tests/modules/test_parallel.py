@@ -351,7 +351,11 @@ def check_compiled(group):
     for sequence_parallel in (False, True):
         torch._dynamo.reset()  # which else counts these as one function, compiled again
         options = dict(process_group=group, sequence_parallel=sequence_parallel, device=device)
-        for module in (ParallelMHA(64, 4, use_flash_attn=True, **options), ParallelFusedMLP(64, **options)):
+        for module in (
+            ParallelMHA(64, 4, use_flash_attn=True, **options),
+            ParallelMHA(64, 4, num_heads_kv=1, use_flash_attn=True, qk_norm=True, **options),
+            ParallelFusedMLP(64, **options),
+        ):
             x, dout = draw(2, BATCH, SEQLEN, 64, device=device)
             results = []
             for function in (module, torch.compile(module, fullgraph=True, backend="aot_eager")):
@@ -420,6 +424,7 @@ def test_divided_modules(processes):
         (8, 4, [([0, 1], [0]), ([2, 3], [1]), ([4, 5], [2]), ([6, 7], [3])]),
         (10, 5, [([0, 1, 2, 3], [0, 1]), ([4, 5], [2]), ([6, 7], [3]), ([8, 9], [4])]),
         (6, 1, [([0, 1], [0]), ([2, 3], [0]), ([4], [0]), ([5], [0])]),
+        (6, 2, [([0, 1], [0]), ([2], [0]), ([3, 4], [1]), ([5], [1])]),
         (6, 3, [([0], [0]), ([1], [0]), ([2, 3], [1]), ([4, 5], [2])]),
         (8, 2, [([0, 1], [0]), ([2, 3], [0]), ([4, 5], [1]), ([6, 7], [1])]),
     ],

@@ -153,6 +153,9 @@ def check_errors(group):
         (lambda: ColumnParallelLinear(8, 10, group, multiple_of=4), "out_features must be a multiple of 4, found 10"),
         (lambda: RowParallelLinear(10, 8, group, multiple_of=4), "in_features must be a multiple of 4, found 10"),
         (lambda: ColumnParallelLinear(8, 8, group, multiple_of=0), "multiple_of must be positive, found 0"),
+        (lambda: ColumnParallelLinear(8, 6, group, share=7), "share must be a multiple of 1 from 0 to out_features, 6"),
+        (lambda: RowParallelLinear(8, 6, group, share=-1), "share must be .* to in_features, 8, found -1"),
+        (lambda: ColumnParallelLinear(8, 8, group, multiple_of=2, share=3), "share must be a multiple of 2 .* found 3"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

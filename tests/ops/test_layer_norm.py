@@ -706,7 +706,8 @@ SUBSET_ERRORS = {
         "out_subset's number of entries must be x0_subset's, 12",
     ),
     "rows of no whole entry": (dict(out_numrows=5), ValueError, "out_numrows must be a multiple of 6"),
-    "out_numrows is a float": (dict(out_numrows=6.0), TypeError, "out_numrows must be an integer"),
+    "out_numrows is text": (dict(out_numrows="6"), TypeError, "out_numrows must be an integer, found str"),
+    "out_numrows is no whole number": (dict(out_numrows=6.5), ValueError, "out_numrows must be a whole number"),
     "residual of fewer rows": (dict(residual=X[:1]), ValueError, "residual must have 12 rows of 64 features"),
     "one row": (dict(x0=X[0, 0]), ValueError, "x0 must have at least two dimensions"),
 }
@@ -719,6 +720,30 @@ def test_subset_error(what):
                 out_numrows=12)  # fmt: skip
     with pytest.raises(error, match=message):
         layer_norm.dropout_add_layer_norm_subset(**(good | changes))
+
+
+def test_odd_but_legal():
+    """Tensors without dimensions and whole floats are numbers; but a number that is learned would not be."""
+    good = dict(x0=X, residual=X, weight=W, bias=W, dropout_p=0.0, epsilon=0.25)
+    odd = dict(dropout_p=torch.tensor(0.0), epsilon=torch.tensor(0.25))
+    function = layer_norm.dropout_add_layer_norm
+    assert torch.equal(function(**good | odd), function(**good))
+    good |= dict(x0_subset=SUBSETS, out_subset=SUBSETS, rowscale_const=2.0, out_numrows=12)
+    function = layer_norm.dropout_add_layer_norm_subset
+    for rows in (12.0, torch.tensor(12)):
+        changes = odd | dict(rowscale_const=torch.tensor(2.0), out_numrows=rows)
+        assert torch.equal(function(**good | changes), function(**good))
+    rows = X.flatten(0, 1)
+    z, h, _, mu, rsigma = dropout_layer_norm.dropout_add_ln_fwd(
+        rows, None, W, None, None, None, SUBSETS, SUBSETS, 0.0, 1e-5, 1.0, 12.0, None
+    )
+    given = z, None, h, None, None, mu, rsigma, W, None, None, SUBSETS, SUBSETS, 0.0, 1.0
+    found, expected = (dropout_layer_norm.dropout_add_ln_bwd(*given, n, False)[0] for n in (12.0, 12))
+    assert torch.equal(found, expected)
+    good = dict(x=X, norm_weight=W, norm_bias=None, linear_weight=X[0], linear_bias=None, eps=0.25)
+    assert torch.equal(layer_norm_linear_fn(**good | dict(eps=torch.tensor(0.25))), layer_norm_linear_fn(**good))
+    with pytest.raises(ValueError, match="epsilon must not require grad, as it gets none"):
+        layer_norm_linear_fn(**good | dict(eps=torch.tensor(0.25, requires_grad=True)))
 
 
 @pytest.mark.parametrize(
@@ -772,7 +797,7 @@ def test_other_errors():
     with pytest.raises(TypeError, match=r"rsigma must be a torch\.Tensor"):
         dropout_layer_norm.dropout_add_ln_bwd(**(arguments | dict(rsigma=None)))
     with pytest.raises(TypeError, match="x0_numrows must be an integer"):
-        dropout_layer_norm.dropout_add_ln_bwd(**(arguments | subsets | dict(x0_numrows=6.0)))
+        dropout_layer_norm.dropout_add_ln_bwd(**(arguments | subsets | dict(x0_numrows="6")))
     with pytest.raises(ValueError, match="dz1_ must be given with gamma1_, and only then"):
         dropout_layer_norm.dropout_add_ln_parallel_residual_bwd(
             z, None, None, x, None, None, mu, rsigma, W, W, 0.0, False, False

@@ -450,6 +450,20 @@ def test_speculative(options, lookahead, device):
         torch.testing.assert_close(torch.stack(output.scores), torch.stack(scores), rtol=1e-4, atol=1e-4)
 
 
+def test_speculative_odd_but_legal():
+    model = Scripted([[1, 2, 3, 9, 4, 5, 6, 7, 8]], "cpu")
+    input_ids = torch.zeros(1, 1, dtype=torch.int32)
+    odd = dict(
+        top_k=2.0, top_p=torch.tensor(1e-9), temperature=torch.tensor(0.5), speculative_lookahead=torch.tensor(3.0)
+    )
+    found = decode_speculative(input_ids, model, model, 6.0, **odd).sequences
+    assert (found.dtype, found.tolist()) == (torch.int64, [[0, 1, 2, 3, 9, 4]])
+    logits = torch.eye(5)[None, :4]
+    arguments = logits, logits[:, :3], torch.tensor([[0, 1, 4]])
+    found, expected = (sample_speculative(*arguments, top_k=top_k) for top_k in (torch.tensor(1), 1))
+    assert all(map(torch.equal, found, expected))
+
+
 class Sometimes(nn.Module):
     """A model that is right unless the token before is a multiple of 3: tokens are accepted in runs of every length."""
 

@@ -12,7 +12,7 @@ from flash_attn._ops import checks
 from flash_attn.flash_attn_interface import flash_attn_with_kvcache
 from flash_attn.layers.rotary import RotaryEmbedding
 from flash_attn.modules.mha import _cache as caches
-from flash_attn.modules.mha._heads import heads_of_process
+from flash_attn.modules.mha._heads import can_be_divided, heads_of_process
 from flash_attn.modules.mha.inner_attention import (
     CrossAttention,
     FlashCrossAttention,
@@ -273,7 +273,7 @@ def _check_heads(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: in
     fits = num_heads >= world_size
     checks.number("num_heads", num_heads, fits, "at least the number of processes, {}", world_size)
     head_dim = embed_dim // num_heads if head_dim is None else head_dim
-    fits = num_heads_kv >= world_size or 2 * num_heads_kv * head_dim % world_size == 0
+    fits = can_be_divided(num_heads_kv, head_dim, world_size)
     expected = "at least the number of processes, {0}, or 2 * num_heads_kv * head_dim a multiple of {0}"
     checks.number("num_heads_kv", num_heads_kv, fits, expected, world_size)
 

@@ -35,6 +35,21 @@ def heads_of_process(num_heads: int, num_heads_kv: int, world_size: int, rank: i
     return Heads(range(first + own.start, first + own.stop), range(head, head + 1))
 
 
+def features_of_process(own: Heads, num_heads_kv: int, head_dim: int, world_size: int) -> tuple[int, int]:
+    """Returns how many outputs of Wqkv a process computes: for its queries, and for keys and values.
+
+    If there are fewer key heads than processes, keys and values are divided evenly, so that only one process has each
+    row of Wqkv.
+    """
+    kv = 2 * num_heads_kv * head_dim // world_size if num_heads_kv < world_size else 2 * len(own.kv) * head_dim
+    return len(own.q) * head_dim, kv
+
+
+def can_be_divided(num_heads_kv: int, head_dim: int, world_size: int) -> bool:
+    """Returns whether each process can have key heads, or an equal part of all rows of keys and values."""
+    return num_heads_kv >= world_size or 2 * num_heads_kv * head_dim % world_size == 0
+
+
 def _span(size, parts, i):
     """Part i of range(size) divided into `parts`."""
     start = sum(get_dim_for_local_rank(size, parts, each) for each in range(i))

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from flash_attn._ops import checks
 from flash_attn.modules.mha._base import MultiHeadAttention
+from flash_attn.modules.mha._heads import features_of_process
 from flash_attn.ops.fused_dense import ColumnParallelLinear, RowParallelLinear
 from flash_attn.ops.triton.layer_norm import RMSNorm, rms_norm_fn
 from flash_attn.utils.distributed import all_gather, replicated
@@ -84,12 +85,7 @@ class ParallelMHA(MultiHeadAttention):
         self.world_size, self.local_rank = dist.get_world_size(process_group), dist.get_rank(process_group)
         factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
         self._gathers_kv = self.num_heads_kv < self.world_size
-        q_features, kv_features = (
-            self.num_heads_per_rank * self.head_dim,
-            2 * self.num_heads_kv_per_rank * self.head_dim,
-        )
-        if self._gathers_kv:
-            kv_features = 2 * self.num_heads_kv * self.head_dim // self.world_size
+        q_features, kv_features = features_of_process(self._heads, self.num_heads_kv, self.head_dim, self.world_size)
         self.Wqkv = ColumnParallelLinear(
             embed_dim, (num_heads + 2 * self.num_heads_kv) * self.head_dim, process_group, bias=qkv_proj_bias,
             share=q_features + kv_features, **factory,
@@ -106,9 +102,10 @@ class ParallelMHA(MultiHeadAttention):
         return rms_norm_fn(x, weight, None, eps=norm.eps, zero_centered_weight=norm.zero_centered_weight)
 
     def _with_gathered_kv(self, qkv: Tensor) -> Tensor:
-        """qkv (..., (heads + 2 heads_kv) * head_dim) of this process's query heads and its part of the key heads.
+        """qkv (..., (heads + 2 heads_kv) * head_dim) of this process's heads, with keys and values from all processes.
 
-        That part is (..., 2 * num_heads_kv * head_dim / processes) of the keys and values of all heads.
+        The argument has, after the queries, an equal part of the keys and values of all heads, which other processes
+        have the rest of: 2 * num_heads_kv * head_dim / processes features.
         """
         q_features = self.num_heads_per_rank * self.head_dim
         q, part = qkv.split((q_features, qkv.shape[-1] - q_features), dim=-1)

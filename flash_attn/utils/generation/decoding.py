@@ -58,8 +58,8 @@ def decode(
     """Continue sequences token by token.
 
     Arguments:
-        input_ids: (batch, seqlen) int64, the prompts, on the model's device. Prompts of different lengths are padded on
-            the left, and need an attention_mask: padding cannot be told from tokens without it.
+        input_ids: (batch, seqlen) int32 or int64, the prompts, on the model's device. Prompts of different lengths are
+            padded on the left, and need an attention_mask: padding cannot be told from tokens without it.
         model: see `flash_attn.utils.generation` for how it is called.
         max_length: the most tokens of a sequence, its prompt included. At least one token is always added.
         top_k, top_p, temperature: as in `sample`; by default, the likeliest token.

@@ -84,7 +84,7 @@ def decode_speculative(
     The result has the same distribution as the result of `decode`; with top_k=1 it is the same.
 
     Arguments:
-        input_ids: (1, seqlen) int64, the prompt.
+        input_ids: (1, seqlen) int32 or int64, the prompt.
         model_draft: the model that proposes, with the same vocabulary.
         speculative_lookahead: how many tokens it proposes at a time.
         eos_token_id: the sequence ends with this token, or one of these.
