@@ -1,6 +1,7 @@
 """Tokens per second of the training harness, end to end, beside a bare loop and the model of transformers.
 
-harness       `training/run.py`: data, logging and callbacks as in the experiment
+harness       `training/run.py`: data, logging and callbacks as in the experiment, but for checkpoints, which are saved
+              less often than the steps measured here, and at the end take minutes
 bare          a loop of the same model, loss, precision, clipping, optimizer and schedule on one batch that stays on the
               GPU: what the harness could reach
 transformers  the harness with the model of transformers, SDPA and torch.compile
@@ -182,6 +183,7 @@ def _run(case, overrides, text, steps, apart):
                 f"trainer.devices={devices}", f"datamodule.batch_size={case.batch}",
                 f"++train.global_batch_size={case.batch * devices}", f"trainer.max_steps={WARM_UP + steps}",
                 "++trainer.limit_val_batches=0", "test_after_training=false", "logger=csv", "print_config=false",
+                "++callbacks.model_checkpoint=null", "++callbacks.model_checkpoint_progress=null",
                 f"hydra.run.dir={run}", f"+callbacks.stopwatch._target_={__spec__.name}.Stopwatch",
                 f"+callbacks.stopwatch.file={run}.json",
             ]  # fmt: skip
