@@ -110,7 +110,7 @@ def _training():
                 "bare": "a bare loop",
                 "transformers": "`training/` with transformers' model",
             }
-            case = f"{row['devices']}, {row['case']}"
+            case = f"{row['devices']} x {row['device'].split()[1]}, {row['case']}"  # of "NVIDIA H200", say
             yield case, name.get(row["provider"], "as many runs apart"), f"{float(row['tokens_per_s']):.0f}", row["ms"]
 
 
