@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <tuple>
 #include <variant>
 
 #include "common/divmod.h"
@@ -263,9 +264,11 @@ const char* find_dbias_plan(const DbiasProblem* problem, int64_t* plan) {
             heads_of_bias == 1 ? 0 : rows * keys, rows == 1 ? 0 : keys, Divisor(static_cast<int>(own_batch2))};
   return error_of([&] {
     const DbiasPlan found = plan_dbias(p, multiprocessors);
-    answer(plan, {found.tiles.entries, found.tiles.heads, found.tiles.slots, found.items.entries, found.items.heads,
-                  found.items.slots, found.key_blocks, found.num_tiles, found.num_items, found.entries_of_tiles,
-                  found.entries_of_items, found.splits, found.items_of_split, found.size, scratch_of(found)});
+    const auto& [tiles, items] = std::tie(found.tiles, found.items);
+    answer(plan, {tiles.entries.value, tiles.heads.value, tiles.slots.value, items.entries.value, items.heads.value,
+                  items.slots.value, found.key_blocks.value, found.num_tiles, found.num_items, found.entries_of_tiles,
+                  found.entries_of_items, found.splits, found.items_of_part, found.blocks.value, found.size,
+                  scratch_of(found)});
   });
 }
 

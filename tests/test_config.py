@@ -772,7 +772,8 @@ class DbiasPlan(typing.NamedTuple):
     entries_of_tiles: int
     entries_of_items: int
     splits: int
-    items_of_split: int
+    items_of_part: int
+    blocks: int
     size: int
     scratch: int
 
@@ -780,7 +781,7 @@ class DbiasPlan(typing.NamedTuple):
 def dbias_plan(host, **changes):
     problem = DbiasProblem(**changes)
     fields = torch.tensor([int(field) for field in dataclasses.astuple(problem)])
-    return problem, DbiasPlan(*numbers(host, 15, "find_dbias_plan", fields))
+    return problem, DbiasPlan(*numbers(host, 16, "find_dbias_plan", fields))
 
 
 ENTRIES_OF_BIAS = [(1, 1), (4, 1), (1, 4), (2, 2), (2, 1), (1, 2)]
@@ -826,12 +827,13 @@ def test_few_tiles_of_the_gradient_of_a_bias_are_divided(host, multiprocessors):
         shape = dict(batch=batch, heads=heads, seqlen_q=rows, keys=draw.choice((2, 300, keys)))
         bias = dict(batch1=draw.choice((1, batch)), heads_of_bias=draw.choice((1, heads)), rows=draw.choice((1, rows)))
         _, plan = dbias_plan(host, **shape, **bias, multiprocessors=multiprocessors)
-        assert (plan.splits - 1) * plan.items_of_split < plan.items <= plan.splits * plan.items_of_split
+        assert (plan.splits - 1) * plan.items_of_part < plan.items <= plan.splits * plan.items_of_part
         assert plan.scratch == (plan.splits > 1) * plan.splits * plan.size
         assert plan.splits == 1 or plan.splits * plan.tiles <= 4 * multiprocessors
+        assert plan.blocks == min(plan.splits * plan.tiles, multiprocessors)
         if plan.tiles * plan.items >= 8 * multiprocessors:  # blocks end at about the same time
             waves = -(-plan.tiles * plan.splits // multiprocessors)
-            assert waves * plan.items_of_split * multiprocessors <= 1.6 * plan.tiles * plan.items
+            assert waves * plan.items_of_part * multiprocessors <= 1.6 * plan.tiles * plan.items
         if plan.tiles >= 4 * multiprocessors:
             assert plan.splits == 1
 
@@ -839,7 +841,7 @@ def test_few_tiles_of_the_gradient_of_a_bias_are_divided(host, multiprocessors):
 def test_the_gradient_of_a_bias_without_scores_has_no_items(host):
     for changes in (dict(batch=0, batch1=1), dict(batch=4, batch1=1, seqlen_q=0, rows=1)):
         plan = dbias_plan(host, **changes)[1]
-        assert (plan.items, plan.splits, plan.scratch) == (0, 1, 0) and plan.tiles > 0
+        assert (plan.tiles, plan.items, plan.splits, plan.size, plan.scratch) == (0, 0, 1, 0, 0)
 
 
 def test_tiles_of_the_gradient_of_a_bias_are_counted_in_32_bits(host):

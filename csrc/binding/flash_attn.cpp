@@ -711,13 +711,14 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
 // Returns the gradient of a bias, as the caller gave it, from what the backward has written.
 Tensor bias_gradient(const BwdParams& bwd, const Tensor& bias) {
   STD_TORCH_CHECK(bias.size(4) > 1, "the gradient of an attn_bias of one key has no kernel: call the op ..._reference");
-  const Tensor dbias = torch::stable::new_empty(bias, bias.sizes());
+  Tensor dbias = torch::stable::new_empty(bias, bias.sizes());
   const flash_attn::DbiasParams p{.bwd = bwd,
                                   .dbias = dbias.mutable_data_ptr(),
                                   .dtype = dtype_of(bias, "attn_bias"),
                                   .keys = static_cast<int>(bias.size(4)),
                                   .rows = bias_rows(dbias, batch2_size(bias, bwd.problem))};
   flash_attn::DbiasPlan plan = plan_dbias(p, num_multiprocessors(bias.get_device_index()));
+  if (plan.num_items == 0) return torch::stable::zero_(dbias);
   OptionalTensor partial;
   if (const int64_t size = scratch_of(plan); size > 0) {
     partial = torch::stable::new_empty(bias, {size}, ScalarType::Float);
