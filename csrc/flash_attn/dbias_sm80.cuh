@@ -365,10 +365,11 @@ struct DbiasSum {
     }
 #pragma unroll
     for (int r = 0; r < sum.kLaneRows; ++r) {
-      const int row = warp_row() + sum.row(r);
+      const int row = warp_row() + sum.row(r), end = row < rows ? cols : 0;
+      Element* target = first + row * p.rows.seqlen + sum.col(0);
 #pragma unroll
       for (int c = 0; c < sum.kLaneCols; ++c) {
-        if (row < rows && sum.col(c) < cols) first[row * p.rows.seqlen + sum.col(c)] = Element(sum(r, c));
+        if (sum.col(c) < end) target[c / 2 * 8 + c % 2] = Element(sum(r, c));
       }
     }
   }
@@ -400,15 +401,16 @@ struct DbiasSum {
     p.rows.seqlen == 0 ? store_sum_of_rows(data, part) : store_tile(data, part);
   }
 
-  // Stores the sum as that of a part, and zeros for the parts between this and the part `end`: of these nothing is
-  // seen. Clears the sum.
+  // Stores the sum as that of a part, and zeros for the parts between this and the part `end`, of which nothing is
+  // seen.
   __device__ void store_parts(int index, int end) {
     for (; index != end && index < order().num_parts(); index = order().next_part(index)) {
       const DbiasPart part = order().part_at(index);
-      if (p.plan.splits > 1) {
-        store_as(p.plan.partial + part.split * p.plan.size, part);
+      if (p.plan.splits > 1 || p.dtype == DType::kFloat32) {
+        float* partial = p.plan.partial + part.split * p.plan.size;
+        store_as(p.plan.splits > 1 ? partial : static_cast<float*>(p.dbias), part);
       } else {
-        with_type<T>(p.dtype, [&](auto type) { store_as(static_cast<decltype(type)*>(p.dbias), part); });
+        store_as(static_cast<T*>(p.dbias), part);
       }
       sum.fill(0);
     }
@@ -420,13 +422,15 @@ struct DbiasSum {
     __syncwarp();
     find_next_item(0);
     __syncthreads();
-    store_parts(blockIdx.x, item(0).part);
 #pragma unroll 1
     for (int to_stage = 0; to_stage < Config::kStages - 1; ++to_stage) load_chunk(to_stage);
+    int part = blockIdx.x;  // that the sum belongs to
 #pragma unroll 1
-    for (int n = 0; exists(n); ++n) {
+    for (int n = 0;; ++n) {
+      store_parts(part, item(n).part);
+      if (!exists(n)) return;
+      part = item(n).part;
       add_item(n);
-      store_parts(item(n).part, item(n + 1).part);
     }
   }
 };
