@@ -78,9 +78,13 @@ DMASK = {
     )
     for dtype, (head_dim, width) in itertools.product(TYPES, DMASK_WIDTHS)
 }
+DBIAS = {
+    f"flash_attn_dbias_sm80_{dtype}": _flash_attn("dbias_sm80", f"run_dbias<{element}>", "PlannedDbias")
+    for dtype, element in TYPES.items()
+}
 
 # Name of the instance -> text of its source file.
-INSTANCES: dict[str, str] = PORTABLE | HOPPER | UNEQUAL_HEAD_DIMS | DMASK
+INSTANCES: dict[str, str] = PORTABLE | HOPPER | UNEQUAL_HEAD_DIMS | DMASK | DBIAS
 
 
 def generate(build_dir: pathlib.Path) -> list[pathlib.Path]:

@@ -53,8 +53,8 @@ with a warning that names the argument. All combine with each other and with all
   Speed: kernels read keys in pairs, so a bias with an odd number of keys, or whose keys are not adjacent in memory, is
   copied first. Kernels for Hopper also copy, in the forward and in the backward, a bias whose rows do not start at
   multiples of 16 bytes, and a bool mask, to two bytes for each element; with them, a float32 bias takes several times
-  as long as one in the dtype of q, and so does a backward that computes the gradient of a bias. Slow: float64; one
-  number for all keys; the gradient with softcap; the gradient of a bias that broadcasts, with deterministic=True.
+  as long as one in the dtype of q. The gradient of a bias is computed by a kernel of its own after the backward, the
+  same in every run. Slow: float64; one number for all keys.
 - key_ranges. int32 (batch or 1, heads or 1, seqlen_q, 2 or 4), for variable length (heads or 1, total_q, 2 or 4): row i
   sees only the keys from start to end - 1, or with four numbers also from start2 to end2 - 1. They are intersected with
   all other masks; bounds may lie outside of the keys, and a range whose end is not above its start is empty.

@@ -3,12 +3,14 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <tuple>
 #include <variant>
 
 #include "common/divmod.h"
 #include "common/environment.h"
 #include "flash_attn/bwd_planner.h"
 #include "flash_attn/bwd_tiles.h"
+#include "flash_attn/dbias_planner.h"
 #include "flash_attn/features.h"
 #include "flash_attn/fwd_planner.h"
 #include "flash_attn/fwd_tiles.h"
@@ -127,8 +129,7 @@ struct BiasedProblem {
 };
 
 // features: of a problem on sm_90 and on every GPU; how many entries share tiles of a bias on sm_90; features of the
-// backward there, without and with a gradient of the bias; whether a copy of the bias would be read in tiles in the
-// forward, and in both backwards.
+// backward there; whether a copy of the bias would be read in tiles in the forward, and in the backward.
 const char* find_features(const BiasedProblem* problem, int64_t* features) {
   static const int any_int[] = {0, 0};
   static const int64_t any_state[] = {0, 0};
@@ -157,17 +158,15 @@ const char* find_features(const BiasedProblem* problem, int64_t* features) {
   p.aligned = problem->aligned;
   const FwdHints hints{problem->longest_q, 96, 0, 132, 227 * 1024, true};
   const BwdHints bwd_hints{false, true, 132};
-  BwdParams bwd{}, with_dbias{};
-  bwd.problem = with_dbias.problem = p.problem;
-  bwd.aligned = with_dbias.aligned = p.aligned;
-  with_dbias.dbias.data = any_maxima;
+  BwdParams bwd{};
+  bwd.problem = p.problem;
+  bwd.aligned = p.aligned;
   return error_of([&] {
     const auto plan = std::get<FwdSm90Plan>(plan_fwd_sm90(p, hints).plan);
     answer(features,
            {static_cast<int64_t>(features_of<FwdSm90Plan>(p)), static_cast<int64_t>(features_of<FwdSm80Plan>(p)),
-            plan.sharing.value, static_cast<int64_t>(features_of<BwdSm90Plan>(bwd)),
-            static_cast<int64_t>(features_of<BwdSm90Plan>(with_dbias)), wants_tiled_bias(p, hints),
-            wants_tiled_bias(bwd, bwd_hints), wants_tiled_bias(with_dbias, bwd_hints)});
+            plan.sharing.value, static_cast<int64_t>(features_of<BwdSm90Plan>(bwd)), wants_tiled_bias(p, hints),
+            wants_tiled_bias(bwd, bwd_hints)});
   });
 }
 
@@ -242,6 +241,35 @@ const char* find_bwd_scratch(int64_t dq_accum, int64_t row_values, int64_t semap
   };
   return answer(offsets, {offset(used.scratch.dq_accum), offset(used.lse_log2), offset(used.softmax_d),
                           offset(used.scratch.next_block), offset(used.scratch.semaphores), sizes.total()});
+}
+
+// The problem of a bias whose gradient is wanted: sizes of the bias as in DbiasParams.
+struct DbiasProblem {
+  int64_t batch, heads, seqlen_q, packed, batch1, batch2, heads_of_bias, rows, keys, multiprocessors;
+};
+
+// plan: entries, heads and slots of the tiles, then of the items of one; its other numbers, in their order; floats of
+// scratch.
+const char* find_dbias_plan(const DbiasProblem* problem, int64_t* plan) {
+  static const int any_int[] = {0};
+  const auto& [batch, heads, seqlen_q, packed, batch1, batch2, heads_of_bias, rows, keys, multiprocessors] = *problem;
+  DbiasParams p{};
+  p.bwd.problem.batch = batch;
+  p.bwd.problem.heads = heads;
+  p.bwd.problem.seqlen_q = seqlen_q;
+  p.bwd.problem.cu_seqlens_q = packed ? any_int : nullptr;
+  p.keys = keys;
+  const int64_t own_batch2 = batch2 > 1 ? batch2 : std::max<int64_t>(batch / std::max<int64_t>(batch1, 1), 1);
+  p.rows = {batch1 == 1 ? 0 : batch2 * heads_of_bias * rows * keys, batch2 == 1 ? 0 : heads_of_bias * rows * keys,
+            heads_of_bias == 1 ? 0 : rows * keys, rows == 1 ? 0 : keys, Divisor(static_cast<int>(own_batch2))};
+  return error_of([&] {
+    const DbiasPlan found = plan_dbias(p, multiprocessors);
+    const auto& [tiles, items] = std::tie(found.tiles, found.items);
+    answer(plan, {tiles.entries.value, tiles.heads.value, tiles.slots.value, items.entries.value, items.heads.value,
+                  items.slots.value, found.key_blocks.value, found.num_tiles, found.num_items, found.entries_of_tiles,
+                  found.entries_of_items, found.splits, found.items_of_part, found.blocks.value, found.size,
+                  scratch_of(found)});
+  });
 }
 
 // constants: multiplier, shift.

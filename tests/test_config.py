@@ -127,13 +127,13 @@ class Biased:
 
 
 def features_of(host, problem):
-    """On sm_90 and on every GPU, how many entries share a bias, and of the backward without and with its gradient."""
-    return find_features(host, problem)[:5]
+    """On sm_90 and on every GPU, how many entries share a bias, and of the backward."""
+    return find_features(host, problem)[:4]
 
 
 def find_features(host, problem):
     fields = torch.tensor([int(field) for field in dataclasses.astuple(problem)])
-    return tuple(numbers(host, 8, "find_features", fields))
+    return tuple(numbers(host, 6, "find_features", fields))
 
 
 ALL_SHARE = dict(batch1=0, batch2=0, batch2_size=4)
@@ -149,7 +149,7 @@ ALL_SHARE = dict(batch1=0, batch2=0, batch2_size=4)
 def test_problems_whose_bias_is_copied_in_tiles(host, sharing, changes):
     problem = Biased(**changes)
     backward = BIASED if problem.head_dim <= 128 else ALL
-    assert features_of(host, problem) == (BIASED, ALL, sharing, backward, ALL)
+    assert features_of(host, problem) == (BIASED, ALL, sharing, backward)
 
 
 @pytest.mark.parametrize("changes", [
@@ -160,7 +160,7 @@ def test_problems_whose_bias_is_copied_in_tiles(host, sharing, changes):
 ])  # fmt: skip
 def test_problems_whose_bias_is_loaded(host, changes):
     """Elements of other sizes, rows that do not start with a chunk, entries in two dimensions; other instances."""
-    assert features_of(host, Biased(**changes)) == (ALL, ALL, 1, ALL, ALL)
+    assert features_of(host, Biased(**changes)) == (ALL, ALL, 1, ALL)
 
 
 @pytest.mark.parametrize("changes, forward, backward", [
@@ -173,13 +173,13 @@ def test_problems_whose_bias_is_loaded(host, changes):
     (dict(batch1=9216, batch2=0, batch2_size=2), False, False),
 ])  # fmt: skip
 def test_problems_whose_bias_is_copied_first(host, changes, forward, backward):
-    """Only where kernels then read tiles: those for many rows, of a bias whose gradient is not wanted."""
-    assert find_features(host, Biased(**changes))[5:] == (forward, backward, False)
+    """Only where kernels then read tiles, in the forward those for many rows."""
+    assert find_features(host, Biased(**changes))[4:] == (forward, backward)
 
 
 def test_largest_scores_beside_a_bias(host):
     """Of which the backward knows nothing."""
-    assert features_of(host, Biased(row_max=True)) == (ALL, ALL, 1, BIASED, ALL)
+    assert features_of(host, Biased(row_max=True)) == (ALL, ALL, 1, BIASED)
 
 
 def test_problems_without_a_bias(host):
@@ -190,7 +190,7 @@ def test_problems_without_a_bias(host):
         (dict(softcap=1), ALL, ALL),
     ):
         found = features_of(host, dataclasses.replace(without, **changes))
-        assert found[:4] == (here, everywhere, 1, here)
+        assert found == (here, everywhere, 1, here)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -735,3 +735,116 @@ def test_empty_problems_take_the_portable_backward(host):
     for place in (0, 1, 4, 5):
         empty = tuple(0 if i == place else x for i, x in enumerate(full))
         assert not bwd_plan(host, *empty, has_sm90=True).on_sm90
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The gradient of a bias
+
+
+@dataclasses.dataclass(frozen=True)
+class DbiasProblem:
+    """As DbiasProblem in host_probe.cpp, field by field; a bias for each score of 4 entries."""
+
+    batch: int = 4
+    heads: int = 6
+    seqlen_q: int = 300
+    packed: bool = False
+    batch1: int = 4
+    batch2: int = 1
+    heads_of_bias: int = 6
+    rows: int = 300
+    keys: int = 500
+    multiprocessors: int = 132
+
+
+class DbiasPlan(typing.NamedTuple):
+    """As find_dbias_plan answers."""
+
+    tile_entries: int
+    tile_heads: int
+    tile_slots: int
+    item_entries: int
+    item_heads: int
+    item_slots: int
+    key_blocks: int
+    tiles: int
+    items: int
+    entries_of_tiles: int
+    entries_of_items: int
+    splits: int
+    items_of_part: int
+    blocks: int
+    size: int
+    scratch: int
+
+
+def dbias_plan(host, **changes):
+    problem = DbiasProblem(**changes)
+    fields = torch.tensor([int(field) for field in dataclasses.astuple(problem)])
+    return problem, DbiasPlan(*numbers(host, 16, "find_dbias_plan", fields))
+
+
+ENTRIES_OF_BIAS = [(1, 1), (4, 1), (1, 4), (2, 2), (2, 1), (1, 2)]
+
+
+@pytest.mark.parametrize("batch1, batch2", ENTRIES_OF_BIAS)
+@pytest.mark.parametrize("heads, rows", [(6, 300), (1, 300), (6, 1), (1, 1)])
+def test_tiles_of_the_gradient_of_a_bias_have_all_their_scores_once(host, batch1, batch2, heads, rows):
+    problem, plan = dbias_plan(host, batch1=batch1, batch2=batch2, heads_of_bias=heads, rows=rows)
+    count = batch2 if batch2 > 1 else 4 // batch1  # entry e has the bias [e // count, e % count]
+    expected = {}
+    for entry in range(4):
+        place = entry // count if batch1 > 1 else 0, entry % count if batch2 > 1 else 0
+        expected.setdefault(place, []).append(entry)
+    found = [
+        [tile * plan.entries_of_tiles + item * plan.entries_of_items for item in range(plan.item_entries)]
+        for tile in range(plan.tile_entries)
+    ]
+    assert found == sorted(expected.values())
+    assert (plan.tile_heads, plan.item_heads) == ((6, 1) if heads > 1 else (1, 6))
+    assert (plan.tile_slots, plan.item_slots) == ((3, 1) if rows > 1 else (1, 3))
+    assert plan.tiles == plan.tile_entries * plan.tile_heads * plan.tile_slots * plan.key_blocks
+    assert plan.items == plan.item_entries * plan.item_heads * plan.item_slots
+    assert plan.size == batch1 * batch2 * heads * rows * problem.keys
+    assert plan.key_blocks == 4
+
+
+@pytest.mark.parametrize("rows", [1, 300])
+def test_slots_of_packed_entries(host, rows):
+    """As many as entries of any lengths need, one of rows after the last entry included."""
+    changes = dict(packed=True, batch1=1, heads_of_bias=1, rows=rows)
+    plan = dbias_plan(host, **changes)[1]
+    assert (plan.tile_entries, plan.item_entries) == (1, 1)
+    assert max(plan.tile_slots, plan.item_slots) == 300 // 128 + 4 + 1
+
+
+@pytest.mark.parametrize("multiprocessors", [4, 132])
+def test_few_tiles_of_the_gradient_of_a_bias_are_divided(host, multiprocessors):
+    """So that the GPU is full, in little memory; each part of the sum has its block."""
+    draw = random.Random(4)
+    for _ in range(300):
+        batch, heads, rows, keys = draw.choice((1, 8)), draw.choice((1, 16)), draw.choice((1, 200, 4096)), 4096
+        shape = dict(batch=batch, heads=heads, seqlen_q=rows, keys=draw.choice((2, 300, keys)))
+        bias = dict(batch1=draw.choice((1, batch)), heads_of_bias=draw.choice((1, heads)), rows=draw.choice((1, rows)))
+        _, plan = dbias_plan(host, **shape, **bias, multiprocessors=multiprocessors)
+        assert (plan.splits - 1) * plan.items_of_part < plan.items <= plan.splits * plan.items_of_part
+        assert plan.scratch == (plan.splits > 1) * plan.splits * plan.size
+        assert plan.splits == 1 or plan.splits * plan.tiles <= 4 * multiprocessors
+        assert plan.blocks == min(plan.splits * plan.tiles, multiprocessors)
+        if plan.tiles * plan.items >= 8 * multiprocessors:  # blocks end at about the same time
+            waves = -(-plan.tiles * plan.splits // multiprocessors)
+            assert waves * plan.items_of_part * multiprocessors <= 1.6 * plan.tiles * plan.items
+        if plan.tiles >= 4 * multiprocessors:
+            assert plan.splits == 1
+
+
+def test_the_gradient_of_a_bias_without_scores_has_no_items(host):
+    for changes in (dict(batch=0, batch1=1), dict(batch=4, batch1=1, seqlen_q=0, rows=1)):
+        plan = dbias_plan(host, **changes)[1]
+        assert (plan.tiles, plan.items, plan.splits, plan.size, plan.scratch) == (0, 0, 1, 0, 0)
+
+
+def test_tiles_of_the_gradient_of_a_bias_are_counted_in_32_bits(host):
+    huge = dict(batch=2**16, batch1=2**16, heads=2**10, heads_of_bias=2**10, seqlen_q=2**20, rows=2**20)
+    with pytest.raises(RuntimeError, match="attn_bias has too many rows and heads for one launch"):
+        dbias_plan(host, **huge)

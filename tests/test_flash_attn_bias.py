@@ -16,11 +16,8 @@ from recorder import kernels_of
 
 from flash_attn import _library, flash_attn_func, flash_attn_varlen_func
 from flash_attn._ops import flash_attn_features as with_features
-from flash_attn._reference.options import Features, Options
 
-BOOLS = [name for name in BIASES if name.startswith("bool")]
 KERNEL_BIASES = [name for name in BIASES if name not in ("rows", "one")]  # these have one key
-UNSHARED = ["all", "groups", *BOOLS]  # of whose elements each has one score, or no gradient
 
 FACTORS = dict(
     lengths=[(70, 70), (200, 333), (333, 200), (1, 300), (5, 301), (40, 2)],
@@ -44,16 +41,13 @@ FACTORS = dict(
     dlse=[False, True],
     portable=[False, True],
 )
-TIED = "bias", "softcap", "deterministic", "varlen", "seqused_q", "sink", "alibi"
+TIED = "bias", "varlen", "seqused_q", "sink", "alibi"
 
 
 def possible(row):
     """Whether kernels compute all of it, gradients too."""
     has_rows = not row["seqused_q"] or (not row["sink"] and not row["alibi"])
-    has_dbias = row["bias"] in BOOLS or (
-        row["softcap"] == 0 and not (row["deterministic"] and row["bias"] not in UNSHARED)
-    )
-    return has_rows and has_dbias and not (row["varlen"] and row["bias"] in GROUPED)
+    return has_rows and not (row["varlen"] and row["bias"] in GROUPED)
 
 
 ROWS = cover(FACTORS, valid=possible)
@@ -83,7 +77,7 @@ def test_sample(case, portable, device, monkeypatch, in_kernels):
 
 @pytest.mark.parametrize("bias", ["all", "heads", "keys", "bool"])
 @pytest.mark.parametrize("portable", [False, True])
-@pytest.mark.parametrize("head_dim, head_dim_v", [(96, 0), (192, 0), (192, 128), (256, 0)])
+@pytest.mark.parametrize("head_dim, head_dim_v", [(96, 0), (192, 0), (192, 128), (256, 0), (40, 136), (512, 0)])
 def test_head_dims(head_dim, head_dim_v, portable, bias, device, monkeypatch, in_kernels):
     monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
     Featured(2, 150, 170, 4, 2, head_dim, head_dim_v=head_dim_v, causal=True, bias=bias).check(device)
@@ -341,27 +335,55 @@ def test_nan_among_the_keys_that_a_mask_shows(portable, device, monkeypatch, in_
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Which gradients kernels compute
+# Gradients of biases
 
-Q = torch.zeros(4, 9, 6, 64)
-PLAIN = Options(1.0, -1, -1)
-GRADIENTS = {  # sizes of the bias, options, and what of it is beyond kernels
-    "of each score": ((4, 1, 6, 9, 8), dict(deterministic=True), []),
-    "of groups": ((2, 2, 6, 9, 8), dict(deterministic=True), []),
-    "of one entry of several": ((1, 2, 6, 9, 8), {}, []),
-    "of keys": ((1, 1, 1, 1, 8), {}, []),
-    "deterministic, of the heads": (
-        (4, 1, 1, 9, 8), dict(deterministic=True), ["the deterministic gradient of an attn_bias that broadcasts"]),
-    "deterministic, of the rows": (
-        (4, 1, 6, 1, 8), dict(deterministic=True), ["the deterministic gradient of an attn_bias that broadcasts"]),
-    "beside softcap": ((4, 1, 6, 9, 8), dict(softcap=1.0), ["the gradient of attn_bias beside softcap"]),
-}  # fmt: skip
+SIZES = [  # of a bias, for 4 entries, 4 heads, 140 rows and 300 keys
+    (4, 4, 140, 300), (1, 4, 140, 300), (4, 1, 140, 300), (1, 1, 140, 300), (4, 1, 1, 300), (1, 4, 1, 300),
+    (1, 1, 1, 300), (2, 2, 4, 140, 300), (1, 2, 4, 140, 300), (2, 1, 1, 140, 300), (2, 1, 4, 1, 300), (1, 2, 1, 1, 300),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients_beyond_kernels(name):
-    sizes, options, causes = GRADIENTS[name]
-    options, features = PLAIN._replace(**options), Features(attn_bias=torch.zeros(sizes))
-    for wants_dbias in (False, True):
-        arguments = [*[Q] * 4, Q, None, None, None, wants_dbias, *features[:2], *options, *features[2:]]
-        assert with_features._beyond_bwd(arguments) == causes * wants_dbias
+def gradient_of_bias(inputs, bias, dout, **options):
+    torch.manual_seed(3)
+    leaf = bias.detach().requires_grad_()
+    return torch.autograd.grad(flash_attn_func(*inputs, attn_bias=leaf, **options), leaf, dout)[0]
+
+
+@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gradients_are_the_same_in_every_run(sizes, portable, device, monkeypatch, in_kernels):
+    """Though several blocks, which end in any order, may divide the sum."""
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", str(int(portable)))
+    *inputs, dout = Case(batch=4, seqlen_q=140, seqlen_k=300, heads_k=2).tensors(device)
+    bias = base(*sizes).to(device)
+    first, second = (gradient_of_bias(inputs, bias, dout, causal=True) for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("options", [{}, dict(softcap=3.0, dropout_p=0.2)], ids=str)
+@pytest.mark.parametrize("sizes", SIZES[1:], ids=str)
+def test_a_shared_gradient_is_the_sum_of_those_of_all_scores(sizes, options, device, in_kernels):
+    """It is rounded once."""
+    *inputs, dout = Case(batch=4, seqlen_q=140, seqlen_k=300, heads_k=2).tensors(device)
+    bias, full = base(*sizes).to(device), SIZES[0] if len(sizes) == 4 else (2, 2, *SIZES[0][1:])
+    of_all = gradient_of_bias(inputs, bias.float().expand(full).reshape(SIZES[0]), dout, **options)
+    found = gradient_of_bias(inputs, bias, dout, **options)
+    torch.testing.assert_close(found.float(), of_all.view(full).sum_to_size(sizes), atol=2e-3, rtol=2**-8)
+
+
+@pytest.mark.parametrize("sizes", [(2, 4, -1, 200), (1, 4, -1, 200), (1, 1, 1, 200)], ids=str)
+@pytest.mark.parametrize("seqlen_q, window, rows, keys", [(330, (-1, 0), 130, 0), (70, (10, 0), 0, 120)])
+def test_what_nobody_sees_has_no_part_in_a_gradient(seqlen_q, window, rows, keys, sizes, device, in_kernels):
+    """The first rows, which see no keys, or the first keys, which no row sees: even if they are NaN."""
+    q, k, v, dout = Case(seqlen_q=seqlen_q, seqlen_k=200, heads_k=2).tensors(device)
+    bias = base(*(seqlen_q if size < 0 else size for size in sizes)).to(device)
+    clean = gradient_of_bias((q, k, v), bias, dout, window_size=window)
+    q[:, :rows] = dout[:, :rows] = k[:, :keys] = v[:, :keys] = math.nan
+    assert torch.equal(clean, gradient_of_bias((q, k, v), bias, dout, window_size=window))
+
+
+def test_the_gradient_of_a_bias_of_no_scores_is_zero(device, in_kernels):
+    for batch, seqlen_q in ((0, 70), (2, 0)):
+        *inputs, dout = Case(batch=batch, seqlen_q=seqlen_q, seqlen_k=90).tensors(device)
+        bias = torch.ones(1, 4, 1, 90, device=device)
+        assert torch.equal(gradient_of_bias([x.requires_grad_() for x in inputs], bias, dout), torch.zeros_like(bias))

@@ -373,23 +373,6 @@ void place_bias(Problem& p, OptionalTensor& bias, const Tensor& q, bool tiled) {
   p.bias.rows = bias_rows(*bias, per_batch1);
 }
 
-// Sets and returns zeros for the gradient of a bias: in fp32 where several scores share an element.
-Tensor new_dbias(BwdParams& p, const Tensor& bias, const Options& options) {
-  const Problem& problem = p.problem;
-  const int64_t entries = problem.cu_seqlens_q ? 1 : problem.batch;
-  p.dbias.is_sum =
-      bias.size(0) * bias.size(1) != entries || bias.size(2) != problem.heads || bias.size(3) != problem.seqlen_q;
-  STD_TORCH_CHECK(problem.softcap == 0 && !(options.deterministic && p.dbias.is_sum) && bias.size(4) > 1,
-                  "this gradient of attn_bias has no kernel: call the op bwd_features_reference");
-  p.dbias.dtype = p.dbias.is_sum ? DType::kFloat32 : dtype_of(bias, "attn_bias");
-  const ScalarType dtype = p.dbias.is_sum ? ScalarType::Float : bias.scalar_type();
-  const Tensor dbias = torch::stable::new_zeros(bias, bias.sizes(), dtype);
-  p.dbias.data = dbias.mutable_data_ptr();
-  p.dbias.keys = static_cast<int>(bias.size(4));
-  p.dbias.rows = bias_rows(dbias, batch2_size(bias, problem));
-  return dbias;
-}
-
 // Sets the sink, the bias and the key ranges of a problem that is complete otherwise. Kernels know only windows and
 // ranges: other restrictions of the keys that rows see are turned into ranges, whose memory `features` then holds.
 void set_features(Problem& p, OptionalTensor& sink, OptionalTensor& bias, Features& features, bool paged,
@@ -725,6 +708,26 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
       dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, options, [](auto&&...) {}, [](const BwdParams&) {});
 }
 
+// Returns the gradient of a bias, as the caller gave it, from what the backward has written.
+Tensor bias_gradient(const BwdParams& bwd, const Tensor& bias) {
+  STD_TORCH_CHECK(bias.size(4) > 1, "the gradient of an attn_bias of one key has no kernel: call the op ..._reference");
+  Tensor dbias = torch::stable::new_empty(bias, bias.sizes());
+  const flash_attn::DbiasParams p{.bwd = bwd,
+                                  .dbias = dbias.mutable_data_ptr(),
+                                  .dtype = dtype_of(bias, "attn_bias"),
+                                  .keys = static_cast<int>(bias.size(4)),
+                                  .rows = bias_rows(dbias, batch2_size(bias, bwd.problem))};
+  flash_attn::DbiasPlan plan = plan_dbias(p, num_multiprocessors(bias.get_device_index()));
+  if (plan.num_items == 0) return torch::stable::zero_(dbias);
+  OptionalTensor partial;
+  if (const int64_t size = scratch_of(plan); size > 0) {
+    partial = torch::stable::new_empty(bias, {size}, ScalarType::Float);
+    plan.partial = static_cast<float*>(partial->mutable_data_ptr());
+  }
+  flash_attn::bias_gradient(p, plan, current_stream(bias));
+  return dbias;
+}
+
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(const Tensor& dout, const Tensor& q, const Tensor& k,
                                                                 const Tensor& v, const Tensor& out,
                                                                 const Tensor& softmax_lse, const OptionalTensor& dlse,
@@ -733,19 +736,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(const Tensor& do
                                                                 Options& options, Features& features) {
   const DeviceGuard guard(q.get_device_index());
   const Tensor dq = torch::stable::empty_like(q), dk = torch::stable::empty_like(k), dv = torch::stable::empty_like(v);
-  const Tensor none = new_tensor({0}, q), dsink = sink ? torch::stable::empty_like(*sink) : new_tensor({0}, q);
-  Tensor dbias = none;
+  const Tensor dsink = sink ? torch::stable::empty_like(*sink) : new_tensor({0}, q);
+  Tensor dbias = new_tensor({0}, q);
   const OptionalTensor given_bias = bias;
   const auto set_more = [&](BwdParams& p, const flash_attn::BwdHints& hints) {
     set_features(p.problem, sink, bias, features, /*paged=*/false, q);
-    if (wants_dbias) dbias = new_dbias(p, *given_bias, options);
     place_bias(p.problem, bias, q, wants_tiled_bias(p, hints));
   };
-  const auto find_dsink = [&](const BwdParams& p) {
+  const auto find_more = [&](const BwdParams& p) {
     if (sink) flash_attn::sink_gradient({.bwd = p, .dsink = dsink.mutable_data_ptr()}, current_stream(q));
+    if (wants_dbias) dbias = bias_gradient(p, *given_bias);
   };
-  run_bwd(dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, options, set_more, find_dsink);
-  if (wants_dbias) dbias = torch::stable::to(dbias, given_bias->scalar_type());
+  run_bwd(dout, q, k, v, out, softmax_lse, dlse, out_lo, dq, dk, dv, options, set_more, find_more);
   return {dq, dk, dv, dsink, dbias};
 }
 

@@ -82,6 +82,37 @@ struct BiasPair {
   }
 };
 
+// Adds a row of a block of a bias, already loaded, to the lane's r-th row of scores.
+template <typename Element, int kPairs, int kRows, int kCols>
+__device__ void add_pairs(Fragment<kRows, kCols>& s, int r, const BiasPair<Element> (&row)[kPairs]) {
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) row[i].add_to(s(r, 2 * i), s(r, 2 * i + 1));
+}
+
+// Loads the lane's elements of a row of a block of a bias. start: the index of the row's first key; col0: the key of
+// column 0.
+template <typename Element, int kPairs>
+__device__ void load_pairs(BiasPair<Element> (&row)[kPairs], const Bias& bias, int64_t start, int col0) {
+#pragma unroll
+  for (int i = 0; i < kPairs; ++i) {
+    const int key = col0 + Fragment<16, 8 * kPairs>::col(2 * i);
+    row[i].load(static_cast<const Element*>(bias.data) + start, key, bias.keys);
+  }
+}
+
+// Loads a block of a bias and adds it to log2(e) times the scores, one row after the other, which takes few registers.
+// starts and col0 as in BiasBlock.
+template <typename Element, int kRows, int kCols>
+__device__ void load_and_add(Fragment<kRows, kCols>& s, const Bias& bias, const int64_t (&starts)[kRows / 8],
+                             int col0) {
+#pragma unroll
+  for (int r = 0; r < kRows / 8; ++r) {
+    BiasPair<Element> row[kCols / 8];
+    load_pairs(row, bias, starts[r], col0);
+    add_pairs(s, r, row);
+  }
+}
+
 // The lane's elements of a block of a bias. Loads of 8- and 16-bit elements are issued before the products that hide
 // their latency. fp32 elements would take too many registers, and are loaded when they are added.
 template <typename T, int kRows, int kCols>
@@ -96,19 +127,8 @@ struct BiasBlock {
   }
 
   __device__ void add_to(Fragment<kRows, kCols>& s, const Bias& bias, const int64_t (&starts)[kLaneRows], int col0) {
-    with_type<T>(bias, [&](auto type) {
-      using Element = decltype(type);
-#pragma unroll
-      for (int r = 0; r < kLaneRows; ++r) {
-        if constexpr (std::is_same_v<Element, float>) {
-          BiasPair<Element> loaded[kPairs];
-          load_row(loaded, bias, starts[r], col0);
-          add_row(s, r, loaded);
-        } else {
-          add_row(s, r, reinterpret_cast<const BiasPair<Element>(&)[kPairs]>(pairs[r]));
-        }
-      }
-    });
+    if (bias.is_bool) return add_as<bool>(s);
+    bias.dtype == DType::kFloat32 ? load_and_add<float>(s, bias, starts, col0) : add_as<T>(s);
   }
 
  private:
@@ -117,22 +137,14 @@ struct BiasBlock {
     static_assert(sizeof(BiasPair<Element>) == sizeof(pairs[0][0]));
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {
-      load_row(reinterpret_cast<BiasPair<Element>(&)[kPairs]>(pairs[r]), bias, starts[r], col0);
+      load_pairs(reinterpret_cast<BiasPair<Element>(&)[kPairs]>(pairs[r]), bias, starts[r], col0);
     }
   }
 
   template <typename Element>
-  __device__ static void load_row(BiasPair<Element> (&row)[kPairs], const Bias& bias, int64_t start, int col0) {
+  __device__ void add_as(Fragment<kRows, kCols>& s) const {
 #pragma unroll
-    for (int i = 0; i < kPairs; ++i) {
-      row[i].load(static_cast<const Element*>(bias.data) + start, col0 + Fragment<kRows, kCols>::col(2 * i), bias.keys);
-    }
-  }
-
-  template <typename Element>
-  __device__ static void add_row(Fragment<kRows, kCols>& s, int r, const BiasPair<Element> (&row)[kPairs]) {
-#pragma unroll
-    for (int i = 0; i < kPairs; ++i) row[i].add_to(s(r, 2 * i), s(r, 2 * i + 1));
+    for (int r = 0; r < kLaneRows; ++r) add_pairs(s, r, reinterpret_cast<const BiasPair<Element>(&)[kPairs]>(pairs[r]));
   }
 };
 

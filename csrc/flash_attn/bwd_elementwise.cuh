@@ -16,7 +16,6 @@
 #include "flash_attn/score.cuh"
 #include "ptx/math.cuh"
 #include "tile/fragment.cuh"
-#include "tile/reduce.cuh"
 
 namespace flash::flash_attn {
 
@@ -157,55 +156,6 @@ __device__ void apply_weight(float& dp, float weight, float softmax_d, const Pro
     dp = weight * (signbit(weight) ? softmax_d : dp * p.dropout_rescale - softmax_d);
   } else {
     dp = weight * (dp - softmax_d);
-  }
-}
-
-// ---------------------------------------------------------------------------------------------------------------------
-// The gradient of the bias
-
-// Where all query rows share one row of the bias: sums dS^T over the rows, and adds that. `rows` and `keys`: how many
-// there are from the lane's first element on.
-template <int kRows, int kCols>
-__device__ void add_rows_to_dbias(const Fragment<kRows, kCols>& ds, float* target, int rows, int keys) {
-#pragma unroll
-  for (int r = 0; r < ds.kLaneRows; ++r) {
-    float sum = 0;
-#pragma unroll
-    for (int c = 0; c < ds.kLaneCols; ++c) sum += c / 2 * 8 + c % 2 < rows ? ds(r, c) : 0;
-    sum = quad_sum(sum);
-    if (lane_id() % 4 == 0 && 8 * r < keys) atomicAdd(target + 8 * r, sum);
-  }
-}
-
-// Adds dS^T to dbias, if it is an output. If no two scores share an element, each is simply stored, once.
-template <typename T, int kRows, int kCols>
-__device__ void add_to_dbias(const Fragment<kRows, kCols>& ds, const BiasGradient& dbias, const Mask& mask,
-                             const ScorePlace& place) {
-  if (dbias.data == nullptr) return;
-  const int64_t start = row_start(dbias.rows, place.entry, place.head, place.first_token) + place.key0 + ds.row(0);
-  const int rows = mask.seqlen_q - place.row0 - ds.col(0);
-  const int keys = min(mask.seqlen_k, dbias.keys) - place.key0 - ds.row(0);
-  // fn(index, element) for the lane's elements that exist.
-  const auto for_each = [&](auto&& fn) {
-    int64_t index = start + (place.row0 + ds.col(0)) * dbias.rows.seqlen;
-#pragma unroll
-    for (int c = 0; c < ds.kLaneCols; ++c) {
-#pragma unroll
-      for (int r = 0; r < ds.kLaneRows; ++r) {
-        if (c / 2 * 8 + c % 2 < rows && 8 * r < keys) fn(index + 8 * r, ds(r, c));
-      }
-      index += (c % 2 == 0 ? 1 : 7) * dbias.rows.seqlen;
-    }
-  };
-  if (!dbias.is_sum) {
-    with_type<T>(dbias.dtype, [&](auto type) {
-      using Element = decltype(type);
-      for_each([&](int64_t index, float x) { static_cast<Element*>(dbias.data)[index] = Element(x); });
-    });
-  } else if (dbias.rows.seqlen != 0) {
-    for_each([&](int64_t index, float x) { atomicAdd(static_cast<float*>(dbias.data) + index, x); });
-  } else {
-    add_rows_to_dbias(ds, static_cast<float*>(dbias.data) + start, rows, keys);
   }
 }
 

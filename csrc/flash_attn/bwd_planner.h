@@ -126,9 +126,9 @@ inline bool suits_sm90(const BwdParams& p) {
   return p.aligned && !empty;
 }
 
-// As in fwd_planner.h, for a bias without gradient.
+// As in fwd_planner.h.
 inline bool wants_tiled_bias(const BwdParams& p, const BwdHints& hints) {
-  return hints.has_sm90 && suits_sm90(p) && p.dbias.data == nullptr && could_tile_bias<BwdSm90Plan>(p.problem);
+  return hints.has_sm90 && suits_sm90(p) && could_tile_bias<BwdSm90Plan>(p.problem);
 }
 
 // Whether bwd_sm90.cuh may choose the order of rows, which only plain instances are compiled for. With key ranges, the

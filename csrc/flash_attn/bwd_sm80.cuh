@@ -497,9 +497,6 @@ __device__ void add_rows(BwdShared<Config>& shared, const BwdSm80Params& p, KeyS
   } else {
     ptx::sync_barrier<Config::kPairThreads>(share.partner_barrier());
     gradients<Config>(s, weights, p.problem, shared.softmax_d[stage] + share.row0);
-    if constexpr (Config::kFeatures == Features::kAll) {
-      add_to_dbias<T>(s, p.dbias, Mask(p.problem, shared.seq), place_of(shared, share, rows));
-    }
     left = pack<T>(s);
     weights.store(left);
   }

@@ -129,7 +129,6 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       }
       this->probabilities(s, head, rows, cut);
       dp.for_each([&](float& x, int r, int c) { x *= s(r, c); });
-      add_to_dbias<typename Config::T>(dp, p.dbias, block.mask, this->place_of(head, rows));
       s.for_each([&](float& x, int r, int c) { x = dropped.has(r, c) ? 0 : x; });
       weights = pack<T>(s);
     }

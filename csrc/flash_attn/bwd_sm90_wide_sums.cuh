@@ -152,9 +152,6 @@ struct KeyTeam : SumTeam<Config, Config::kChannels> {
         }
       }
     }
-    if constexpr (!kPlain) {  // thread blocks that divide the channels have the same dS: only one adds it to dbias
-      if (Config::channel() == 0) add_to_dbias<typename Config::T>(dp, p.dbias, block.mask, this->place_of(head, rows));
-    }
     return pack<T>(dp);
   }
 

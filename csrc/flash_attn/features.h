@@ -120,7 +120,7 @@ inline bool all_aligned(const BwdParams& p) {
 template <typename Plan>
 Features features_of(const BwdParams& p) {
   const bool plain = has_plain_products(p.problem) && p.aligned && fits_values<Plan>(p.problem);
-  return features_of<Plan>(p.problem, plain && p.dbias.data == nullptr);
+  return features_of<Plan>(p.problem, plain);
 }
 
 }  // namespace flash::flash_attn

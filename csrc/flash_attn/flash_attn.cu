@@ -120,6 +120,12 @@ void sink_gradient(const SinkParams& p, cudaStream_t stream) {
       p.bwd.problem.sink_dtype, [&](auto kDType) { run_sink_gradient<element_t<kDType>>(p, stream); });
 }
 
+void bias_gradient(const DbiasParams& p, const DbiasPlan& plan, cudaStream_t stream) {
+  dispatch_value<DType::kFloat16, DType::kBFloat16>(p.bwd.problem.dtype, [&](auto kDType) {
+    run_built(run_dbias<element_t<kDType>>, PlannedDbias{p, plan}, stream);
+  });
+}
+
 void dmask(const DmaskParams& p, cudaStream_t stream) {
   const Problem& problem = p.fwd.problem;
   dispatch_problem(problem, sm80_head_dims(problem.head_dim, 0), [&](auto kDType, auto kHeadDim, auto) {

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "flash_attn/bwd_plan.h"
+#include "flash_attn/dbias_plan.h"
 #include "flash_attn/features.h"
 #include "flash_attn/fwd_plan.h"
 #include "flash_attn/params.h"
@@ -28,5 +29,8 @@ template <typename T, int kHeadDim, Features kFeatures, int kHeadDimV = kHeadDim
 
 template <typename T, int kHeadDim, int kWidth>
 [[gnu::weak]] void run_dmask(const DmaskParams& p, cudaStream_t stream);
+
+template <typename T>
+[[gnu::weak]] void run_dbias(const PlannedDbias& p, cudaStream_t stream);
 
 }  // namespace flash::flash_attn

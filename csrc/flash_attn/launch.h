@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "flash_attn/bwd_planner.h"  // with these, callers make the plans
+#include "flash_attn/dbias_planner.h"
 #include "flash_attn/fwd_planner.h"
 #include "flash_attn/params.h"
 
@@ -29,5 +30,9 @@ void bwd(const BwdParams& p, const BwdPlan& plan, cudaStream_t stream);
 
 // Computes the gradient of the sink from what the backward has written.
 void sink_gradient(const SinkParams& p, cudaStream_t stream);
+
+// Computes the gradient of the bias from what the backward has written. `plan` comes from plan_dbias and has its
+// scratch.
+void bias_gradient(const DbiasParams& p, const DbiasPlan& plan, cudaStream_t stream);
 
 }  // namespace flash::flash_attn

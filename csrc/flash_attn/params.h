@@ -152,15 +152,6 @@ struct RangesParams {
 // blocks of rows stay within the entry.
 constexpr int kRowPad = 128;
 
-// The gradient of a problem's bias. The caller fills it with zeros, and the backward adds.
-struct BiasGradient {
-  void* data;  // like Bias::data; null if it is not wanted
-  DType dtype;
-  bool is_sum;  // whether several scores share an element, which then is fp32
-  int keys;     // of a row of it; perhaps fewer than an entry has
-  BiasRows rows;
-};
-
 struct BwdParams {
   Problem problem;
   TensorRef<const void> dout;  // like out
@@ -178,8 +169,6 @@ struct BwdParams {
   // kRowPad); packed: (heads, total_q + kRowPad * batch), entry b from cu_seqlens_q[b] + kRowPad * b on.
   float* softmax_d;
 
-  BiasGradient dbias;
-
   bool aligned;  // whether all rows can be moved in aligned chunks of 16 bytes
 };
 
@@ -187,6 +176,16 @@ struct BwdParams {
 struct SinkParams {
   BwdParams bwd;
   void* dsink;  // (heads), of sink_dtype
+};
+
+// The gradient of a problem's bias, after the backward: a contiguous tensor like Bias::data. A stride is 0 where, and
+// only where, its dimension has size 1.
+struct DbiasParams {
+  BwdParams bwd;
+  void* dbias;
+  DType dtype;  // fp32 or that of the queries
+  int keys;     // of a row; perhaps fewer or more than an entry has
+  BiasRows rows;
 };
 
 }  // namespace flash::flash_attn

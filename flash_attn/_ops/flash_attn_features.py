@@ -177,16 +177,6 @@ def beyond_kernels(q: Tensor, v: Tensor, options: Options | CacheOptions, featur
     return causes + _beyond_head_dims(q, v, KERNEL_HEAD_DIM)
 
 
-def _beyond_dbias(q: Tensor, bias: Tensor, options: Options) -> list[str]:
-    """Why the kernels cannot compute the gradient of this bias, in the words of a warning; empty if they can."""
-    causes = ["the gradient of attn_bias beside softcap"] if options.softcap > 0 else []
-    batch = 1 if options.cu_seqlens_q is not None else q.shape[0]
-    whole = (batch, q.shape[-2], q.shape[-3])
-    if options.deterministic and (bias.shape[0] * bias.shape[1], *bias.shape[2:4]) != whole:
-        causes.append("the deterministic gradient of an attn_bias that broadcasts")
-    return causes
-
-
 def beyond_dmask_kernels(q: Tensor) -> list[str]:
     """Why the kernels cannot compute S_dmask of these queries, in the words of a warning; empty if they can."""
     return _beyond_head_dims(q, q, DMASK_KERNEL_HEAD_DIM)
@@ -204,10 +194,8 @@ def _beyond_fwd_with_residue(args):
 
 
 def _beyond_bwd(args):
-    _, q, _, v, _, _, _, _, wants_dbias, sink, bias, *arguments = args
-    options, features = _split(sink, bias, arguments, Options)
-    causes = beyond_kernels(q, v, options, features)
-    return causes + (_beyond_dbias(q, bias, options) if wants_dbias else [])
+    _, q, _, v, _, _, _, _, _, sink, bias, *arguments = args
+    return beyond_kernels(q, v, *_split(sink, bias, arguments, Options))
 
 
 def _beyond_kvcache(args):
