@@ -78,12 +78,12 @@ def _exact():
             yield case, f"{plain.tflops:.0f}", f"{exact.tflops:.0f}", f"{plain.ms / exact.ms:.3f}"
 
 
-def _of_models(op):
-    """(case, rows of this library, of transformers, and of transformers compiled)."""
-    rows = _rows("models")
+def _of_models(op, file="models"):
+    """(case, rows of this library, of transformers, and of transformers compiled); None where one has not run."""
+    rows = _rows(file)
     for found, case, provider in rows:
         if (found, provider) == (op, "flash_attn"):
-            yield case, [rows[op, case, name] for name in ("flash_attn", "transformers", "transformers compiled")]
+            yield case, [rows.get((op, case, name)) for name in ("flash_attn", "transformers", "transformers compiled")]
 
 
 def _models():
@@ -99,6 +99,15 @@ def _decoding():
     yield "a token: model, sequences x tokens", "this library", "transformers", "compiled", "share of the copy rate"
     for case, found in _of_models("decode"):
         yield case, *(f"{row.ms:.4g}" for row in found), f"{found[0].share:.2f}"
+
+
+def _decoding_on_h100():
+    """The same on another GPU, in one run, with the megabytes that a step takes beyond weights and cache."""
+    peers = "transformers", "compiled"
+    yield "a token", "this library, ms", *peers, "share of the copy rate", "this library, MB", *peers
+    for case, found in _of_models("decode", "models_h100"):
+        ms = [f"{row.ms:.4g}" if row else "" for row in found]
+        yield case, *ms, f"{found[0].share:.2f}", *(f"{row.peak_mb:.0f}" if row else "" for row in found)
 
 
 def _training():
@@ -132,6 +141,7 @@ TABLES = {
     "exact": _exact,
     "models": _models,
     "decoding": _decoding,
+    "decoding_on_h100": _decoding_on_h100,
     "training": _training,
     "slower": _slower,
 }

@@ -1,5 +1,6 @@
 """Attention of transformers' models: masks against transformers', and models against their own eager attention."""
 
+import inspect
 import itertools
 import operator
 import sys
@@ -35,11 +36,13 @@ JUMPING = torch.tensor([[0, 1, 2, 3, 4, 7, 8, 9, 10], [5, 6, 7, 8, 0, 2, 4, 5, 6
 IMAGES = torch.tensor([[-1, -1, 0, 0, 0, -1, 1, 1, -1], [0, 0, -1, 0, 0, 0, -1, -1, -1]])
 
 
+remap_positions = getattr(masking_utils, "remap_positions_for_packed_sequence", None)  # in transformers 5.23 and newer
+
+
 def packed(function, positions=POSITIONS, ids=None):
     """A mask function within each packed sequence, in which newer versions of transformers count positions anew."""
     ids = masking_utils.find_packed_sequence_indices(POSITIONS) if ids is None else ids
-    if (remap := getattr(masking_utils, "remap_positions_for_packed_sequence", None)) is not None:
-        function = remap(function, positions)
+    function = function if remap_positions is None else remap_positions(function, positions)
     return and_masks(function, packed_sequence_mask_function(ids))
 
 
@@ -156,7 +159,9 @@ FORMS = {  # what layers are given: the arguments that are not None, and the win
     ("images", "prefill", "none"): (("key_ranges",), (-1, -1)),
     ("packed", "prefill", "none"): (("documents",), (-1, 0)),
     ("packed, window", "prefill", "none"): (("documents",), (1, 0)),
-    ("packed, jumping", "prefill", "none"): (("key_ranges",), (-1, -1)),
+    ("packed, jumping", "prefill", "none"): (
+        (("key_ranges",), (-1, -1)) if remap_positions else (("documents",), (2, 0))
+    ),
 }
 
 
@@ -524,6 +529,8 @@ def model_of(name, device):
 def run(model, implementation, dtype, batch):
     model = model.to(dtype)
     model.set_attn_implementation(implementation)
+    for half in (model.encoder, model.decoder) if model.config.model_type == "t5" else ():
+        half.config._attn_implementation = implementation  # transformers 5.17 leaves their own copies as they were
     model.zero_grad()
     result = model(**batch)
     result.loss.backward()
@@ -588,6 +595,9 @@ def check_close(name, ours, exact, eager, scale):
 @pytest.mark.parametrize("name", GENERATING)
 def test_generation(name, cache, device, monkeypatch):
     """Greedy, with a cache, of a batch with padding on the left: eager's tokens, and no mask as a tensor."""
+    given = inspect.signature(masking_utils.create_chunked_causal_mask).parameters
+    if (name, cache) == ("llama4_text", "static") and "block_sequence_ids" not in given:
+        pytest.skip("this transformers calls a function with an argument that it does not take")
     monkeypatch.setattr(door.Mask, "dense", lambda self: pytest.fail("a mask became a tensor"))
     model = model_of(name, device)
     attention_mask = torch.tensor(PADDED["left"], device=device)
