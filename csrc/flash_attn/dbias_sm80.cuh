@@ -182,13 +182,13 @@ struct DbiasSum {
   // -------------------------------------------------------------------------------------------------------------------
   // Loads
 
-  __device__ bool has_one_row() const { return problem.bias.rows.seqlen == 0; }
+  __device__ bool repeats_row() const { return problem.bias.rows.seqlen == 0; }
 
   // Starts to copy the bias of an item. If all rows have the same, only the first row is filled.
   __device__ void load_bias(const DbiasItem& x) const {
     const Bias& bias = problem.bias;
     const int64_t first = row_start(bias.rows, x.entry, x.head, x.seq.q.first + x.row0) + x.key0;
-    const int rows = has_one_row() ? 1 : x.seq.q.length - x.row0;
+    const int rows = repeats_row() ? 1 : x.seq.q.length - x.row0;
     load_async<Config::kThreads>(
         shared.bias, StridedRows<const T>{static_cast<const T*>(bias.data) + first, bias.rows.seqlen, 0, rows},
         bias.keys - x.key0);
@@ -277,7 +277,7 @@ struct DbiasSum {
     const auto& columns = columns_of<Config::kWarpKeys>(shared.bias, warp_key() / Config::kWarpKeys);
 #pragma unroll
     for (int slab = 0; slab < s.kSlabs; ++slab) {
-      const auto bias = load_rows<T, Config::kWarpKeys>(columns, warp_row() + 16 * slab, has_one_row());
+      const auto bias = load_rows<T, Config::kWarpKeys>(columns, warp_row() + 16 * slab, repeats_row());
       scale_and_add(reinterpret_cast<Fragment<16, Config::kWarpKeys>&>(s.values[slab]), problem.softmax_scale, bias);
     }
   }
