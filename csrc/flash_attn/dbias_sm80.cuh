@@ -357,7 +357,8 @@ struct DbiasSum {
     int entry = part.entry;
     const int row0 = order().first_row(part.slot, entry);
     const Span span = query_span(problem, entry);
-    const int rows = span.length - row0, col0 = part.key0 + warp_key(), cols = p.keys - col0;
+    const int rows = max(0, span.length - row0);  // of packed entries, a slot may have none
+    const int col0 = part.key0 + warp_key(), cols = p.keys - col0;
     Element* first = data + row_start(p.rows, entry, part.head, span.first + row0) + col0;
     if constexpr (sizeof(Element) == 2) {
       const StridedRows<Element> to_rows{first, p.rows.seqlen, 0, rows};
@@ -469,8 +470,10 @@ void launch_merge(const PlannedDbias& p, cudaStream_t stream) {
 template <typename T>
 void run_dbias(const PlannedDbias& p, cudaStream_t stream) {
   using Deep = DbiasConfig<T, 3>;
+  using Flat = DbiasConfig<T, 2>;
+  static_assert(sizeof(DbiasShared<Flat>) <= 99 * 1024, "every GPU from sm_80 on has as much");
   const bool fits = sizeof(DbiasShared<Deep>) <= static_cast<size_t>(max_shared_bytes(current_device()));
-  fits ? launch_dbias<Deep>(p, stream) : launch_dbias<DbiasConfig<T, 2>>(p, stream);
+  fits ? launch_dbias<Deep>(p, stream) : launch_dbias<Flat>(p, stream);
   if (p.plan.splits == 1) return;
   p.dtype == DType::kFloat32 ? launch_merge<float>(p, stream) : launch_merge<T>(p, stream);
 }
