@@ -130,6 +130,9 @@ def calls():
         yield f"bias d{head_dim}", lambda d=head_dim: attend(200, 264, 4, 2, d, attn_bias=random_tensor(1, 4, 200, 264))
         mask = random_tensor(2, 1, 1, 261) < 1
         yield f"mask d{head_dim}", lambda d=head_dim, mask=mask: attend(200, 261, 4, 2, d, attn_bias=mask)
+    for rows, dtype in ((1, torch.bfloat16), (150, torch.float32)):
+        bias = random_tensor(1, 1, rows, 301, dtype=dtype).requires_grad_()
+        yield f"gradient of {rows} rows", lambda bias=bias: attend(150, 301, 4, 2, 64, attn_bias=bias, softcap=9.0)
     yield "192/128", lambda: attend(150, 300, 4, 2, 192, 128, causal=True)
     yield "192/128 with features", lambda: attend_with_features(200, 150, 2, 2, 192, 128)
     yield "chunks", lambda: attend(200, 200, 2, 2, 128, attention_chunk=70)

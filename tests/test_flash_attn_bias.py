@@ -371,6 +371,20 @@ def test_a_shared_gradient_is_the_sum_of_those_of_all_scores(sizes, options, dev
     torch.testing.assert_close(found.float(), of_all.view(full).sum_to_size(sizes), atol=2e-3, rtol=2**-8)
 
 
+@pytest.mark.parametrize("sizes", [(4, 258, 64), (1, 258, 64), (4, 1, 64), (1, 1, 64)], ids=str)
+def test_gradients_of_packed_biases(sizes, device, in_kernels):
+    """As those in fp32, whose elements are stored one by one. Short entries leave places for tiles without rows."""
+    q, k, v, dout = (x[0] for x in Case(seqlen_q=258, seqlen_k=94, heads_k=2).tensors(device))
+    bounds = [
+        torch.tensor(starts, dtype=torch.int32, device=device) for starts in ((0, 0, 81, 210, 258), (0, 20, 20, 32, 94))
+    ]
+    results = []
+    for bias in (base(*sizes).to(device), base(*sizes).float().to(device)):
+        out = flash_attn_varlen_func(q, k, v, *bounds, 129, 62, causal=True, attn_bias=bias.requires_grad_())
+        results.append(torch.autograd.grad(out, bias, dout)[0].float())
+    torch.testing.assert_close(*results, atol=1e-2, rtol=1e-2)
+
+
 @pytest.mark.parametrize("sizes", [(2, 4, -1, 200), (1, 4, -1, 200), (1, 1, 1, 200)], ids=str)
 @pytest.mark.parametrize("seqlen_q, window, rows, keys", [(330, (-1, 0), 130, 0), (70, (10, 0), 0, 120)])
 def test_what_nobody_sees_has_no_part_in_a_gradient(seqlen_q, window, rows, keys, sizes, device, in_kernels):

@@ -28,9 +28,9 @@ struct DbiasPlan {
   int num_tiles, num_items;  // in all, and of a tile; 0 if there are no scores
   int entries_of_tiles;      // how many entries one tile's first entry lies behind that of the tile before
   int entries_of_items;      // and an item of a tile behind the one before
-  int splits;                // parts of a tile
+  int splits = 1;            // parts of a tile
   int items_of_part;
-  bool copies_bias;          // tiles of the bias to shared memory, in chunks of 16 bytes
+  bool copies_bias;          // whether tiles of the bias are copied to shared memory, in chunks of 16 bytes
   Divisor heads_of_key;      // query heads that share a key head
   Divisor blocks;            // persistent thread blocks
   int64_t size;              // elements of dbias

@@ -28,24 +28,24 @@ inline int parts_of_tile(int64_t tiles, int64_t items, int multiprocessors) {
   return static_cast<int>(best);
 }
 
-// The entries of the tiles and of their items: entry b is at [b / batch2, b % batch2] of dbias, whose dimensions may be
-// 1.
+inline Divisor divisor(int64_t count) { return Divisor(static_cast<int>(std::max<int64_t>(count, 1))); }
+
+// Divides entries into those of tiles and those of the items of a tile. Entry b is at [b / batch2, b % batch2] of
+// dbias, and each of these two dimensions may have size 1.
 inline void divide_entries(DbiasPlan& plan, const BiasRows& rows, int entries) {
   const int batch2 = static_cast<int>(rows.batch2_size.value);
-  int of_tiles = 1, of_items = 1;
   plan.entries_of_tiles = plan.entries_of_items = 1;
   if (rows.batch1 != 0 && rows.batch2 != 0) {
-    of_tiles = entries;
+    plan.tiles.entries = divisor(entries);
   } else if (rows.batch1 != 0) {
-    of_tiles = entries / batch2, of_items = batch2;
+    plan.tiles.entries = divisor(entries / batch2), plan.items.entries = divisor(batch2);
     plan.entries_of_tiles = batch2;
   } else if (rows.batch2 != 0) {
-    of_tiles = batch2, of_items = entries / batch2;
+    plan.tiles.entries = divisor(batch2), plan.items.entries = divisor(entries / batch2);
     plan.entries_of_items = batch2;
   } else {
-    of_items = entries;
+    plan.items.entries = divisor(entries);
   }
-  plan.tiles.entries = Divisor(std::max(of_tiles, 1)), plan.items.entries = Divisor(std::max(of_items, 1));
 }
 
 // Whether tiles of the bias are copied: those of the queries' type whose rows start with chunks of 16 bytes. Softcap
@@ -59,36 +59,39 @@ inline bool copies_bias(const Problem& p) {
   return in_chunks && bias.dtype == p.dtype && p.softcap == 0 && p.alibi_slopes == nullptr;
 }
 
-inline DbiasPlan plan_dbias(const DbiasParams& p, int multiprocessors) {
-  const Problem& problem = p.bwd.problem;
-  const bool packed = problem.cu_seqlens_q != nullptr;
-  const int64_t rows = problem.seqlen_q, entries = packed ? 1 : problem.batch;
-  const int64_t slots = packed ? rows / kDbiasRows + problem.batch + 1 : ceil_div(rows, kDbiasRows);
-
-  DbiasPlan plan{};
-  divide_entries(plan, p.rows, static_cast<int>(entries));
-  (p.rows.heads != 0 ? plan.tiles : plan.items).heads = Divisor(std::max(problem.heads, 1));
-  (p.rows.seqlen != 0 ? plan.tiles : plan.items).slots = Divisor(std::max(static_cast<int>(slots), 1));
-  plan.copies_bias = copies_bias(problem);
-  plan.key_blocks = Divisor(std::max(ceil_div(p.keys, kDbiasKeys), 1));
-  plan.heads_of_key = Divisor(problem.heads_k > 0 ? problem.heads / problem.heads_k : 1);
-
+// Counts tiles, items and parts, once their numbers along each dimension are set.
+inline void count_parts(DbiasPlan& plan, const DbiasParams& p, int multiprocessors) {
   const auto total = [](const DbiasCounts& counts) {
     return int64_t{counts.entries.value} * counts.heads.value * counts.slots.value;
   };
-  const int64_t of_each = p.rows.seqlen != 0 ? rows : 1;
-  const bool exist = entries * problem.heads * slots * p.keys > 0;
-  const int64_t tiles = exist ? total(plan.tiles) * plan.key_blocks.value : 0, items = exist ? total(plan.items) : 0;
-  const int64_t parts = exist ? parts_of_tile(tiles, items, multiprocessors) : 1;
+  const int64_t tiles = total(plan.tiles) * plan.key_blocks.value, items = total(plan.items);
+  const int64_t parts = parts_of_tile(tiles, items, multiprocessors);
   if (std::max(tiles * parts, items) > 1 << 30) {
     throw std::invalid_argument("attn_bias has too many rows and heads for one launch: " + std::to_string(tiles) +
                                 " tiles of " + std::to_string(items) + " items");
   }
+  const int64_t rows = p.rows.seqlen != 0 ? p.bwd.problem.seqlen_q : 1;
   plan.num_tiles = static_cast<int>(tiles), plan.num_items = static_cast<int>(items);
   plan.splits = static_cast<int>(parts);
   plan.items_of_part = ceil_div(plan.num_items, plan.splits);
-  plan.blocks = Divisor(static_cast<int>(std::clamp<int64_t>(tiles * parts, 1, multiprocessors)));
-  plan.size = exist ? int64_t{plan.tiles.entries.value} * plan.tiles.heads.value * of_each * p.keys : 0;
+  plan.blocks = divisor(std::min<int64_t>(tiles * parts, multiprocessors));
+  plan.size = int64_t{plan.tiles.entries.value} * plan.tiles.heads.value * rows * p.keys;
+}
+
+inline DbiasPlan plan_dbias(const DbiasParams& p, int multiprocessors) {
+  const Problem& problem = p.bwd.problem;
+  const bool packed = problem.cu_seqlens_q != nullptr;
+  const int64_t entries = packed ? 1 : problem.batch, rows = problem.seqlen_q;
+  const int64_t slots = packed ? rows / kDbiasRows + problem.batch + 1 : ceil_div(rows, kDbiasRows);
+
+  DbiasPlan plan{};
+  divide_entries(plan, p.rows, static_cast<int>(entries));
+  (p.rows.heads != 0 ? plan.tiles : plan.items).heads = divisor(problem.heads);
+  (p.rows.seqlen != 0 ? plan.tiles : plan.items).slots = divisor(slots);
+  plan.key_blocks = divisor(ceil_div(p.keys, kDbiasKeys));
+  plan.copies_bias = copies_bias(problem);
+  plan.heads_of_key = divisor(problem.heads_k > 0 ? problem.heads / problem.heads_k : 1);
+  if (entries * problem.heads * slots * p.keys > 0) count_parts(plan, p, multiprocessors);
   return plan;
 }
 

@@ -182,13 +182,13 @@ struct DbiasSum {
   // -------------------------------------------------------------------------------------------------------------------
   // Loads
 
-  __device__ bool has_one_row() const { return problem.bias.rows.seqlen == 0; }
+  __device__ bool repeats_row() const { return problem.bias.rows.seqlen == 0; }
 
   // Starts to copy the bias of an item. If all rows have the same, only the first row is filled.
   __device__ void load_bias(const DbiasItem& x) const {
     const Bias& bias = problem.bias;
     const int64_t first = row_start(bias.rows, x.entry, x.head, x.seq.q.first + x.row0) + x.key0;
-    const int rows = has_one_row() ? 1 : x.seq.q.length - x.row0;
+    const int rows = repeats_row() ? 1 : x.seq.q.length - x.row0;
     load_async<Config::kThreads>(
         shared.bias, StridedRows<const T>{static_cast<const T*>(bias.data) + first, bias.rows.seqlen, 0, rows},
         bias.keys - x.key0);
@@ -277,7 +277,7 @@ struct DbiasSum {
     const auto& columns = columns_of<Config::kWarpKeys>(shared.bias, warp_key() / Config::kWarpKeys);
 #pragma unroll
     for (int slab = 0; slab < s.kSlabs; ++slab) {
-      const auto bias = load_rows<T, Config::kWarpKeys>(columns, warp_row() + 16 * slab, has_one_row());
+      const auto bias = load_rows<T, Config::kWarpKeys>(columns, warp_row() + 16 * slab, repeats_row());
       scale_and_add(reinterpret_cast<Fragment<16, Config::kWarpKeys>&>(s.values[slab]), problem.softmax_scale, bias);
     }
   }
@@ -357,7 +357,8 @@ struct DbiasSum {
     int entry = part.entry;
     const int row0 = order().first_row(part.slot, entry);
     const Span span = query_span(problem, entry);
-    const int rows = span.length - row0, col0 = part.key0 + warp_key(), cols = p.keys - col0;
+    const int rows = max(0, span.length - row0);  // of packed entries, a slot may have none
+    const int col0 = part.key0 + warp_key(), cols = p.keys - col0;
     Element* first = data + row_start(p.rows, entry, part.head, span.first + row0) + col0;
     if constexpr (sizeof(Element) == 2) {
       const StridedRows<Element> to_rows{first, p.rows.seqlen, 0, rows};
@@ -469,8 +470,10 @@ void launch_merge(const PlannedDbias& p, cudaStream_t stream) {
 template <typename T>
 void run_dbias(const PlannedDbias& p, cudaStream_t stream) {
   using Deep = DbiasConfig<T, 3>;
+  using Flat = DbiasConfig<T, 2>;
+  static_assert(sizeof(DbiasShared<Flat>) <= 99 * 1024, "every GPU from sm_80 on has as much");
   const bool fits = sizeof(DbiasShared<Deep>) <= static_cast<size_t>(max_shared_bytes(current_device()));
-  fits ? launch_dbias<Deep>(p, stream) : launch_dbias<DbiasConfig<T, 2>>(p, stream);
+  fits ? launch_dbias<Deep>(p, stream) : launch_dbias<Flat>(p, stream);
   if (p.plan.splits == 1) return;
   p.dtype == DType::kFloat32 ? launch_merge<float>(p, stream) : launch_merge<T>(p, stream);
 }
