@@ -36,6 +36,11 @@ def random_tensor(*shape, dtype=torch.bfloat16):
     return torch.randn(*shape).to(dtype).cuda()
 
 
+def given_leaves(options):
+    """A bias and a sink."""
+    return [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]
+
+
 def attend(
     seqlen_q, seqlen_k, heads, heads_k, head_dim, head_dim_v=None, *, backward=True, dtype=torch.bfloat16, **options
 ):
@@ -44,8 +49,7 @@ def attend(
     q = random_tensor(2, seqlen_q, heads, head_dim, dtype=dtype)
     k = random_tensor(2, seqlen_k, heads_k, head_dim, dtype=dtype)
     v = random_tensor(2, seqlen_k, heads_k, head_dim_v or head_dim, dtype=dtype)
-    given = [x for x in options.values() if isinstance(x, torch.Tensor) and x.requires_grad]  # a bias, a sink
-    leaves = [*(x.requires_grad_(backward) for x in (q, k, v)), *given]
+    leaves = [*(x.requires_grad_(backward) for x in (q, k, v)), *given_leaves(options)]
     out = flash_attn_func(q, k, v, **options)
     out, *others = out if isinstance(out, tuple) else (out,)
     grads = torch.autograd.grad(out, leaves, random_tensor(*out.shape, dtype=dtype)) if backward else []
@@ -83,7 +87,8 @@ def attend_packed(lengths_q, lengths_k, heads, heads_k, head_dim, **options):
     k, v = (random_tensor(sum(lengths_k), heads_k, head_dim).requires_grad_() for _ in "kv")
     starts = [torch.tensor([0, *lengths]).cumsum(0).int().cuda() for lengths in (lengths_q, lengths_k)]
     out = flash_attn_varlen_func(q, k, v, *starts, max(lengths_q), max(lengths_k), **options)
-    return [out, *torch.autograd.grad(out, (q, k, v), random_tensor(*out.shape))]
+    leaves = q, k, v, *given_leaves(options)
+    return [out, *torch.autograd.grad(out, leaves, random_tensor(*out.shape))]
 
 
 def decode(seqlen_q, capacity, heads, heads_k, head_dim, *, page=0, new=0, rotary=False, **options):
@@ -141,6 +146,8 @@ def calls():
     lengths = (70, 0, 129, 1), (90, 30, 64, 0)
     yield "packed", lambda: attend_packed(*lengths, 4, 2, 128, causal=True)
     yield "packed, deterministic", lambda: attend_packed(*lengths, 2, 2, 64, deterministic=True, window_size=(30, 0))
+    bias = random_tensor(4, sum(lengths[0]), 96).requires_grad_()
+    yield "packed, gradient of a bias", lambda: attend_packed(*lengths, 4, 2, 64, attn_bias=bias)
     yield "packed, no queries", lambda: attend_packed((0, 0), (30, 5), 2, 2, 64)
     for head_dim in (64, 128, 256, 512):
         yield f"decode d{head_dim}", lambda d=head_dim: decode(1, 900, 8, 2, d)

@@ -360,6 +360,19 @@ def test_gradients_are_the_same_in_every_run(sizes, portable, device, monkeypatc
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize("head_dim", [64, 136])
+@pytest.mark.parametrize("sizes", [(2, 4, 140, 304), (1, 1, 1, 304)], ids=str)
+def test_gradients_in_little_shared_memory(sizes, head_dim, device, monkeypatch, in_kernels):
+    """As that of a GPU whose blocks have 99 KB: a ring of fewer stages, which changes no sum."""
+    monkeypatch.setenv("FLASH_ATTN_PORTABLE", "1")
+    *inputs, dout = Case(seqlen_q=140, seqlen_k=304, heads_k=2, head_dim=head_dim).tensors(device)
+    bias = base(*sizes).to(device).requires_grad_()
+    out = flash_attn_func(*inputs, attn_bias=bias, causal=True)
+    usual = torch.autograd.grad(out, bias, dout, retain_graph=True)[0]
+    monkeypatch.setenv("FLASH_ATTN_SHARED_BYTES", str(99 * 1024))
+    assert torch.equal(torch.autograd.grad(out, bias, dout)[0], usual)
+
+
 @pytest.mark.parametrize("options", [{}, dict(softcap=3.0, dropout_p=0.2)], ids=str)
 @pytest.mark.parametrize("sizes", SIZES[1:], ids=str)
 def test_a_shared_gradient_is_the_sum_of_those_of_all_scores(sizes, options, device, in_kernels):

@@ -1,5 +1,6 @@
-// The additive bias in the forward: s(i, j) + bias(i, j). In instances of kBiased, TMA copies tiles of it, and scores
-// are kept as s; in those of kAll, lanes load their elements from global memory, and scores are kept as log2(e) s.
+// The additive bias where fragments are rows x keys, in the forward and in dbias_sm80.cuh: s(i, j) + bias(i, j). In
+// instances of kBiased, TMA copies tiles of it, and scores are kept as s; in those of kAll, lanes load their elements
+// from global memory, and scores are kept as log2(e) s. dbias_sm80.cuh has both ways.
 #pragma once
 
 #include <cuda_bf16.h>
