@@ -710,7 +710,8 @@ Tensor bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, const O
 
 // Returns the gradient of a bias, as the caller gave it, from what the backward has written.
 Tensor bias_gradient(const BwdParams& bwd, const Tensor& bias) {
-  STD_TORCH_CHECK(bias.size(4) != 1, "the gradient of an attn_bias of one key has no kernel: call the op ..._reference");
+  STD_TORCH_CHECK(bias.size(4) != 1,
+                  "the gradient of an attn_bias of one key has no kernel: call the op bwd_features_reference");
   Tensor dbias = torch::stable::new_empty(bias, bias.sizes());
   const flash_attn::DbiasParams p{.bwd = bwd,
                                   .dbias = dbias.mutable_data_ptr(),
