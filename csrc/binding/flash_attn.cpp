@@ -735,6 +735,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> bwd_features(const Tensor& do
                                                                 const OptionalTensor& out_lo, bool wants_dbias,
                                                                 OptionalTensor& sink, OptionalTensor& bias,
                                                                 Options& options, Features& features) {
+  STD_TORCH_CHECK(bias || !wants_dbias, "wants_dbias must be false without an attn_bias, found true");
   const DeviceGuard guard(q.get_device_index());
   const Tensor dq = torch::stable::empty_like(q), dk = torch::stable::empty_like(k), dv = torch::stable::empty_like(v);
   const Tensor dsink = sink ? torch::stable::empty_like(*sink) : new_tensor({0}, q);
