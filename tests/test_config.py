@@ -811,7 +811,7 @@ def test_tiles_of_the_gradient_of_a_bias_have_all_their_scores_once(host, batch1
 
 @pytest.mark.parametrize("rows", [1, 300])
 def test_slots_of_packed_entries(host, rows):
-    """As many as entries of any lengths need, one of rows after the last entry included."""
+    """There are enough slots however long each entry is, and one more for rows that lie behind the last entry."""
     changes = dict(packed=True, batch1=1, heads_of_bias=1, rows=rows)
     plan = dbias_plan(host, **changes)[1]
     assert (plan.tile_entries, plan.item_entries) == (1, 1)
