@@ -168,6 +168,10 @@ def _parse():
     args.chosen = [case for case in known if fnmatch.fnmatch(str(case), args.cases) and case.devices <= max(gpus, 1)]
     if not args.chosen:
         parser.error(f"no case matches {args.cases!r} with {gpus} GPUs; there are: {', '.join(map(str, known))}")
+    providers = dict.fromkeys(name for case in args.chosen for name in case.providers())
+    for name in args.providers or ():
+        if name not in providers:  # an option takes all that follows it, as an argument of run.py
+            parser.error(f"--providers must be of {', '.join(providers)}, found {name!r}")
     return args
 
 

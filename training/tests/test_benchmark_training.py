@@ -1,6 +1,7 @@
 """benchmarks/benchmark_training.py: both loops it compares train alike, and write what it reads."""
 
 import json
+import sys
 
 import pytest
 
@@ -23,3 +24,10 @@ def test_a_run_is_timed(loop, tmp_path, monkeypatch):
     found = json.loads(file.read_text())
     assert found["tokens_per_s"] == pytest.approx(4 * 16 / found["ms"] * 1e3)
     assert 0 <= found["loader"] < 1 and found["device"] == "cpu" and found["peak_mb"] is None
+
+
+def test_providers_that_are_not_there(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["", "--providers", "harness", "trainer.precision=bf16"])
+    with pytest.raises(SystemExit):
+        benchmark_training.main()
+    assert "--providers must be of harness, bare, found 'trainer.precision=bf16'" in capsys.readouterr().err
