@@ -1,7 +1,7 @@
 """Tokens per second of the training harness, end to end, beside a bare loop and the model of transformers.
 
-harness       `training/run.py`: data, logging and callbacks as in the experiment, but for checkpoints, which are saved
-              less often than the steps measured here, and at the end take minutes
+harness       `training/run.py`: data, logging and callbacks as in the experiment, but without checkpoints: none would
+              fall among the steps that are measured, and that of the end can take minutes
 bare          a loop of the same model, loss, precision, clipping, optimizer and schedule on one batch that stays on the
               GPU: what the harness could reach
 transformers  the harness with the model of transformers, SDPA and torch.compile
@@ -170,7 +170,7 @@ def _parse():
         parser.error(f"no case matches {args.cases!r} with {gpus} GPUs; there are: {', '.join(map(str, known))}")
     providers = dict.fromkeys(name for case in args.chosen for name in case.providers())
     for name in args.providers or ():
-        if name not in providers:  # an option takes all that follows it, as an argument of run.py
+        if name not in providers:  # perhaps an argument of run.py, which --providers has taken as it followed
             parser.error(f"--providers must be of {', '.join(providers)}, found {name!r}")
     return args
 

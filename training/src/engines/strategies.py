@@ -30,7 +30,7 @@ class DDPStrategy(ExactResume, LightningDDPStrategy):
         if isinstance(ddp_comm_hook, str):
             ddp_comm_hook = _hook(ddp_comm_hook)
         # 100 MB, since every message takes multiprocessors away from the backward: on two GPUs with NVLink, GPT-2 124M
-        # trains 1.5 % faster than with PyTorch's 25.
+        # trains 1 to 2 % faster than with PyTorch's 25.
         defaults = {"find_unused_parameters": False, "gradient_as_bucket_view": True, "bucket_cap_mb": 100}
         super().__init__(ddp_comm_hook=ddp_comm_hook, **(defaults | kwargs))
 

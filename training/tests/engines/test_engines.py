@@ -313,6 +313,11 @@ def check_broadcasts(group, folder):
     assert len(calls) == 2 * few
 
 
+@pytest.mark.parametrize(("given", "megabytes"), [({}, 100), ({"bucket_cap_mb": 25}, 25)])
+def test_size_of_messages(given, megabytes):
+    assert engines.strategy("ddp", **given)._ddp_kwargs["bucket_cap_mb"] == megabytes
+
+
 def test_no_batch_waits_for_another_process(tmp_path):
     over_processes(2, check_broadcasts, tmp_path)
 
