@@ -36,7 +36,7 @@ build: $(VENV)/installed ## build the CUDA library in place, beside CPU-only PyT
 	FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) setup.py build_ext --inplace
 
 # As pip builds it, but without hiding what it says. FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE leaves the library out.
-wheel: $(VENV)/installed ## make a wheel in dist/ with the CUDA library; needs nvcc
+wheel: $(VENV)/installed ## make a wheel in dist/ with the CUDA library, in the time of a build; needs nvcc
 	@FLASH_ATTENTION_FORCE_BUILD=TRUE $(RUN) -c "import build_backend; \
 	  build_backend.build_wheel('dist', {'--global-option': ['--quiet']})"
 
@@ -46,11 +46,11 @@ bench: $(VENV)/for-bench $(VENV)/kernels ## run all benchmarks; BENCH_ARGS="--pl
 	done
 
 docs: export NO_MKDOCS_2_WARNING = 1
-docs: $(VENV)/for-docs ## make the documentation in build/docs/index.html; a link that leads nowhere is an error
+docs: $(VENV)/for-docs ## make the documentation in build/docs/index.html in seconds; a link that leads nowhere is an error
 	PYTHONPATH=docs $(RUN) -m mkdocs build
 	@echo 'Made build/docs/index.html.'
 
-lint: $(VENV)/for-lint ## check style and types: ruff, clang-format and mypy
+lint: $(VENV)/for-lint ## check style and types, by ruff, clang-format and mypy: half a minute
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy

@@ -78,7 +78,8 @@ def backends() -> list[str]:
     found = {name: backend(name) for name in op_names()}
     if len(set(found.values())) == 1:
         return [f"all {len(found)}: {backend(next(iter(found)))}"]
-    return [f"{name:<20}{line}" for name, line in found.items()]
+    width = max(map(len, found))
+    return [f"{name:<{width}} {line}" for name, line in found.items()]
 
 
 def backend(name: str) -> str:

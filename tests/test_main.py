@@ -45,7 +45,9 @@ def test_one_line_where_all_ops_are_alike(monkeypatch):
     monkeypatch.setattr(report, "backend", lambda name: "reference in plain torch: there are no kernels")
     assert report.backends() == [f"all {len(report.op_names())}: reference in plain torch: there are no kernels"]
     monkeypatch.setattr(report, "backend", lambda name: "kernel" if name == "fwd" else "reference")
-    assert len(report.backends()) == len(report.op_names())
+    assert [line.split() for line in report.backends()] == [
+        [name, "kernel" if name == "fwd" else "reference"] for name in report.op_names()
+    ]
 
 
 def test_errors_are_relative():

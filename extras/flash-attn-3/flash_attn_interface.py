@@ -163,6 +163,7 @@ def flash_attn_with_kvcache(
         k_cache, v_cache: (batch_cache, capacity, heads_k, head_dim), or (num_pages, page_size, heads_k, head_dim) with
             page_table (batch, pages of an entry).
         k, v: (batch, seqlen_new, heads_k, head_dim), written to positions cache_seqlens and on; or None.
+        rotary_interleaved: neighbouring channels are pairs, the default here as there; GPT-NeoX and Llama mean halves.
 
     Returns:
         out, shaped like q; with return_softmax_lse (out, softmax_lse), two values as 2.8 has them and not the four of

@@ -165,6 +165,13 @@ def check_mlp(activation, checkpoint_lvl, heuristic):
     checks.number("heuristic", heuristic, -1 <= heuristic <= 4, "between -1 and 4")
 
 
+def mlp_widths(in_features: int, hidden_features: int, out_features: int) -> tuple[int, int, int]:
+    """Returns the widths of an MLP as ints; they may be whole floats, as a product with 8 / 3 is."""
+    widths = {"in_features": in_features, "hidden_features": hidden_features, "out_features": out_features}
+    in_features, hidden_features, out_features = (checks.whole(name, width) for name, width in widths.items())
+    return in_features, hidden_features, out_features
+
+
 def _cast(dtype, *tensors):
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 

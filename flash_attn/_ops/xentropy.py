@@ -188,14 +188,14 @@ def check_options(logit_scale, lse_square_scale, ignore_index):
     return logit_scale, lse_square_scale, checks.whole("ignore_index", ignore_index)
 
 
-def check_classes(labels, classes, ignore_index=-100):
+def check_classes(labels, classes, ignore_index=-100, name="labels"):
     """Check that labels are classes or ignore_index, where they can be read without waiting."""
     if not _library.can_be_read_at_once(labels):
         return
     wrong = labels[(labels != ignore_index) & ((labels < 0) | (labels >= classes))]
     if wrong.numel() > 0:
         found = wrong[0].item()
-        checks.number("labels", found, False, f"{ignore_index} or from 0 to {{}}", classes - 1)
+        checks.number(name, found, False, f"{ignore_index} or from 0 to {{}}", classes - 1)
 
 
 def check_row_values(name, value, logits):

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flash_attn._ops import checks
+from flash_attn._ops import checks, xentropy
 from flash_attn.bert_padding import index_first_axis, index_put_first_axis, pad_input, unpad_input
 from flash_attn.losses.cross_entropy import CrossEntropyLoss
 from flash_attn.models._config import Settings, round_up, warn_of_unread
@@ -706,6 +706,10 @@ class _BertWithHead(BertPreTrainedModel):
         hidden_states, pooled = self.bert(**inputs)
         return BertModelOutput(_rows(hidden_states, masked), pooled)
 
+    def _vocab_size(self):
+        """How many classes labels of tokens have: without the padding of the vocabulary."""
+        return getattr(self.config, "orig_vocab_size", self.config.vocab_size)
+
     def _prediction_loss(self, logits, labels, masked, ignore_index):
         """Mean cross entropy of logits (..., vocab_size), of all tokens or the masked ones, and labels."""
         if _option(self.config, "dense_seq_output"):
@@ -750,9 +754,11 @@ class BertForPreTraining(_BertWithHead):
         masked = None
         if labels is not None:
             _check_like("labels", labels, input_ids, (torch.int64,))
+            xentropy.check_classes(labels.clamp(min=0), self._vocab_size())
             masked = labels > 0
         if next_sentence_label is not None:
             _check_labels("next_sentence_label", next_sentence_label, input_ids.shape[:1])
+            xentropy.check_classes(next_sentence_label, 2, -1, "next_sentence_label")
         outputs = self._encode(
             masked,
             input_ids=input_ids,
@@ -790,6 +796,7 @@ class BertForMaskedLM(_BertWithHead):
         masked = None
         if labels is not None:
             _check_like("labels", labels, input_ids, (torch.int64,))
+            xentropy.check_classes(labels, self._vocab_size())
             masked = labels != -100
         logits = self.cls(self._encode(masked, input_ids=input_ids, **inputs).last_hidden_state)
         loss = None if labels is None else self._prediction_loss(logits, labels, masked, ignore_index=-100)
@@ -879,6 +886,7 @@ class BertForTokenClassification(_BertClassifier):
         """
         if labels is not None:
             _check_like("labels", labels, input_ids, (torch.int64,))
+            xentropy.check_classes(labels, self.num_labels)
         logits = self.classifier(self.dropout(self.bert(input_ids, **inputs).last_hidden_state))
         loss = None if labels is None else nn.CrossEntropyLoss()(logits.flatten(0, 1), labels.flatten())
         return BertHeadOutput(loss, logits)
@@ -960,6 +968,7 @@ class BertForQuestionAnswering(_BertWithHead):
 def _loss_of_sequences(logits, labels):
     """Mean cross entropy of logits (batch, classes) and labels, without those that are -100."""
     _check_labels("labels", labels, logits.shape[:1])
+    xentropy.check_classes(labels, logits.shape[1])
     return nn.CrossEntropyLoss()(logits, labels)
 
 

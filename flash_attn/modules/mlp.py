@@ -97,9 +97,11 @@ class Mlp(_TwoLayers):
     ) -> None:
         super().__init__(activation, return_residual)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        hidden_features = _or_else(hidden_features, 4 * in_features)
+        in_features, hidden_features, out_features = fused_dense.mlp_widths(
+            in_features, _or_else(hidden_features, 4 * in_features), _or_else(out_features, in_features)
+        )
         self.fc1 = Linear(in_features, hidden_features, bias=bias1, **factory)
-        self.fc2 = Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
+        self.fc2 = Linear(hidden_features, out_features, bias=bias2, **factory)
 
 
 class ParallelMLP(_TwoLayers):
@@ -128,9 +130,11 @@ class ParallelMLP(_TwoLayers):
         options: dict[str, Any] = dict(
             process_group=process_group, sequence_parallel=sequence_parallel, device=device, dtype=dtype
         )
-        hidden_features = _or_else(hidden_features, 4 * in_features)
+        in_features, hidden_features, out_features = fused_dense.mlp_widths(
+            in_features, _or_else(hidden_features, 4 * in_features), _or_else(out_features, in_features)
+        )
         self.fc1 = ColumnParallelLinear(in_features, hidden_features, bias=bias1, **options)
-        self.fc2 = RowParallelLinear(hidden_features, _or_else(out_features, in_features), bias=bias2, **options)
+        self.fc2 = RowParallelLinear(hidden_features, out_features, bias=bias2, **options)
 
 
 class GatedMlp(_Gated):
@@ -164,9 +168,12 @@ class GatedMlp(_Gated):
     ) -> None:
         super().__init__(activation, return_residual)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        hidden_features = _round_up(_or_else(hidden_features, int(8 * in_features / 3)), multiple_of)
+        in_features, hidden_features, out_features = fused_dense.mlp_widths(
+            in_features, _or_else(hidden_features, int(8 * in_features / 3)), _or_else(out_features, in_features)
+        )
+        hidden_features = _round_up(hidden_features, multiple_of)
         self.fc1 = Linear(in_features, 2 * hidden_features, bias=bias1, **factory)
-        self.fc2 = Linear(hidden_features, _or_else(out_features, in_features), bias=bias2, **factory)
+        self.fc2 = Linear(hidden_features, out_features, bias=bias2, **factory)
 
 
 class ParallelGatedMlp(_Gated):
@@ -196,8 +203,10 @@ class ParallelGatedMlp(_Gated):
     ) -> None:
         super().__init__(activation)
         factory: dict[str, Any] = {"sequence_parallel": sequence_parallel, "device": device, "dtype": dtype}
-        hidden_features = _round_up(_or_else(hidden_features, int(8 * in_features / 3)), multiple_of)
-        out_features = _or_else(out_features, in_features)
+        in_features, hidden_features, out_features = fused_dense.mlp_widths(
+            in_features, _or_else(hidden_features, int(8 * in_features / 3)), _or_else(out_features, in_features)
+        )
+        hidden_features = _round_up(hidden_features, multiple_of)
         # multiple_of=2, so that a value and its gate go to the same process.
         self.fc1 = ColumnParallelLinear(
             in_features, 2 * hidden_features, process_group, bias=bias1, multiple_of=2, **factory

@@ -368,7 +368,9 @@ class FusedMLP(nn.Module):
         super().__init__()
         _configure(self, activation, checkpoint_lvl, heuristic)
         self.return_residual = return_residual
-        hidden, out = hidden_features or 4 * in_features, out_features or in_features
+        in_features, hidden, out = fused_dense.mlp_widths(
+            in_features, hidden_features or 4 * in_features, out_features or in_features
+        )
         self.fc1 = nn.Linear(in_features, hidden, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden, out, bias=bias2, device=device, dtype=dtype)
 
@@ -415,7 +417,9 @@ class ParallelFusedMLP(nn.Module):
         _configure(self, activation, checkpoint_lvl, heuristic)
         self.process_group = process_group
         self.sequence_parallel = sequence_parallel
-        hidden, out = hidden_features or 4 * in_features, out_features or in_features
+        in_features, hidden, out = fused_dense.mlp_widths(
+            in_features, hidden_features or 4 * in_features, out_features or in_features
+        )
         options: dict[str, Any] = dict(
             process_group=process_group, sequence_parallel=sequence_parallel, device=device, dtype=dtype
         )

@@ -97,6 +97,12 @@ def dropout_add_rms_norm_parallel_residual(
 class DropoutAddRMSNorm(DropoutAddLayerNorm):
     """`dropout_add_rms_norm` with its weight as a parameter; nothing is dropped outside training.
 
+    Arguments:
+        hidden_size: features.
+        prenorm, residual_in_fp32: as in the function.
+        p: probability of dropout.
+        eps: added to the mean square.
+
     >>> out, residual = DropoutAddRMSNorm(64, prenorm=True, p=0.1)(torch.randn(2, 5, 64))
     """
 
@@ -105,6 +111,10 @@ class DropoutAddRMSNorm(DropoutAddLayerNorm):
 
 class RMSNorm(torch.nn.Module):
     """`rms_norm` with its weight as a parameter.
+
+    Arguments:
+        hidden_size: features.
+        eps: added to the mean square.
 
     >>> RMSNorm(64)(torch.randn(2, 5, 64)).shape
     torch.Size([2, 5, 64])

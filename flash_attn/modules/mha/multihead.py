@@ -43,7 +43,8 @@ class MHA(MultiHeadAttention):
         dwconv: add a causal convolution of each channel over 3 tokens after the first projection (Primer,
             arXiv:2109.08668).
         rotary_emb_dim: channels of each head that rotate with the position; 0 for no rotary embedding.
-        rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved: as in `RotaryEmbedding`.
+        rotary_emb_base, rotary_emb_scale_base, rotary_emb_interleaved: as in `RotaryEmbedding`, so that pairs are
+            halves by default; with a cache, too, where `flash_attn_with_kvcache` has the other default.
         use_alibi: add a bias linear in the distance; see `get_alibi_slopes`. Needs use_flash_attn.
         window_size: (left, right) as in `flash_attn_func`. Needs use_flash_attn.
         fused_bias_fc: use `FusedDense` for the projections.

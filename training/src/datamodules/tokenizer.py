@@ -42,9 +42,9 @@ class ByteTokenizer:
     def encode_batch(self, texts: Iterable[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids; bytes that are no UTF-8, such as a part of a character, become U+FFFD."""
-        array = np.asarray(ids if isinstance(ids, Sequence | np.ndarray) else list(ids), np.int64)
+    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of ids, or of one; bytes that are no UTF-8, such as a part of a character, become U+FFFD."""
+        array = np.asarray(_several(ids), np.int64)
         if ((array < 0) | (array >= self.vocab_size)).any():
             raise ValueError(f"ids must be from 0 to {self.eos_token_id}, found {array.min()} to {array.max()}")
         end = b"" if skip_special_tokens else self.eos_token.encode()
@@ -90,8 +90,8 @@ class JsonTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=skip_special_tokens)
+    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+        return self._tokenizer.decode([int(index) for index in _several(ids)], skip_special_tokens=skip_special_tokens)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         folder = pathlib.Path(folder)
@@ -144,6 +144,13 @@ def encode_batch(tokenizer: Any, texts: Sequence[str]) -> Sequence[Sequence[int]
     return tokenizer(
         list(texts), add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
     )["input_ids"]
+
+
+def _several(ids: int | Iterable[int]) -> Sequence[int] | np.ndarray:
+    """Ids as numpy takes them. transformers' tokenizers decode a single id, too, and its TextStreamer gives one."""
+    if isinstance(ids, int):
+        return [ids]
+    return ids if isinstance(ids, Sequence | np.ndarray) else list(ids)
 
 
 def _tokenizer_files(folder: pathlib.Path) -> list[pathlib.Path]:
