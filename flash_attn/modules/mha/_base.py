@@ -172,7 +172,8 @@ class MultiHeadAttention(nn.Module):
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """q (..., heads, head_dim) and kv (..., 2, heads_kv, head_dim) of qkv (..., heads + 2 heads_kv, head_dim)."""
-        q, kv = qkv.split((self.num_heads_per_rank, 2 * self.num_heads_kv_per_rank), dim=-2)
+        sizes = self.num_heads_per_rank, 2 * self.num_heads_kv_per_rank
+        q, kv = torch.split_with_sizes(qkv, sizes, dim=-2)  # which qkv.split calls, 1 us later
         return q, kv.unflatten(-2, (2, self.num_heads_kv_per_rank))
 
     def _with_normed_heads(self, qkv: Tensor) -> Tensor:
@@ -251,7 +252,7 @@ class MultiHeadAttention(nn.Module):
             v,
             rotary_cos=cos,
             rotary_sin=sin,
-            cache_seqlens=caches.lengths(inference_params, len(q)),
+            cache_seqlens=caches.lengths(inference_params, q.shape[0]),
             softmax_scale=inner.softmax_scale,
             causal=inner.causal,
             window_size=inner.window_size,
