@@ -213,10 +213,13 @@ class Op:
         return self.below_autograd(*args)
 
     def _apply(self, args):
-        if self.composite is not None and is_transformed(args):
-            return self.composite(*args)
+        apply = self.apply
+        if _torch_private.in_forward_mode():
+            if self.composite is not None and is_transformed(args):
+                return self.composite(*args)
+            if _torch_private.functorch_is_active():
+                apply = self.autograd.apply
         # apply looks for tensors in each of its arguments: a tuple of those without gradients saves time.
-        apply = self.autograd.apply if _torch_private.functorch_is_active() else self.apply
         return apply(*args[: self.differentiable], args[self.differentiable :])
 
     def autograd_kernel(self, overload: Callable, *args: Any) -> Any:
