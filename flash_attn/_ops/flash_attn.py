@@ -2,7 +2,8 @@
 
 `forward`, `backward` and `decode` check their arguments and make one call into the dispatcher. Optional arguments are
 keywords: the fields of `Options` or `CacheOptions`. `_checked` puts the given ones at their places among the arguments
-of the op, and spends almost no time on the others.
+of the op, and spends almost no time on the others. The other arguments are positional only: else Python would compare
+each keyword with the name of each of them.
 
 Dense and variable-length batches use the same op; `cu_seqlens_q` is given for variable lengths. Queries, keys and
 values may be separate tensors, or packed: with `v=None`, `k` holds keys and values, (..., 2, heads_k, head_dim); with
@@ -44,7 +45,7 @@ exact_gradients = False  # the option of this name in every call of `forward`; f
 
 def forward(
     q: Tensor, k: Tensor | None, v: Tensor | None, softmax_scale: float | None, causal: bool | Tensor,
-    window_size: tuple[int, int], return_softmax: bool = False, given: with_features.Given | None = None,
+    window_size: tuple[int, int], return_softmax: bool = False, given: with_features.Given | None = None, /,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Attention. Returns (out, softmax_lse, S_dmask, rng_state, max_logit).
@@ -99,8 +100,9 @@ def forward(
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    softmax_scale: float | None, causal: bool | Tensor, window_size: tuple[int, int], rng_state: Tensor | None = None,
-    dlse: Tensor | None = None, given: with_features.Given | None = None, **options: Any,
+    softmax_scale: float | None, causal: bool | Tensor, window_size: tuple[int, int], /,
+    rng_state: Tensor | None = None, dlse: Tensor | None = None, given: with_features.Given | None = None,
+    **options: Any,
 ) -> Tensor:  # fmt: skip
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
 
@@ -153,7 +155,7 @@ def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float | None, causal: bool | Tensor,
     window_size: tuple[int, int], cache_seqlens: int | Tensor | None = None, k: Tensor | None = None,
     v: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
-    given: with_features.Given | None = None, **options: Any,
+    given: with_features.Given | None = None, /, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse, max_logit).
 
