@@ -116,7 +116,7 @@ def _is_served(name, key, otherwise):
 
 def runs_in_kernel(name: str, x: torch.Tensor) -> bool:
     """Whether the op `name` of `x` runs in a kernel. All ops must have been defined."""
-    return _has_kernel_on(name, x.device.type)
+    return _has_kernel_on(name, "cuda" if x.is_cuda else x.device.type)  # a type is a new string, which takes time
 
 
 def is_in_triton(name: str) -> bool:
