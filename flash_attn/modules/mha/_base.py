@@ -228,7 +228,7 @@ class MultiHeadAttention(nn.Module):
             and self.rotary_emb_dim > 0
             and self.rotary_emb_dim % 16 == 0
             and self.rotary_emb.scale_base is None
-            and (self.inner_cross_attn.causal or seqlen == 1)
+            and (seqlen == 1 or self.inner_cross_attn.causal)
         )
 
     def _decode(self, q: Tensor, kv: Tensor, inference_params: Any, rotary: bool = False) -> Tensor:
@@ -240,8 +240,11 @@ class MultiHeadAttention(nn.Module):
         # The prompt may have left the cache with a gradient, which this kernel does not have.
         cache = caches.cache_rows(cache, kv, inference_params).detach()
         cos = sin = None
+        interleaved = False
         if rotary:
-            cos, sin, *_ = self.rotary_emb._tables_for_decoding(cache.shape[1], q.device, q.dtype)
+            embedding = self.rotary_emb
+            cos, sin, *_ = embedding._tables_for_decoding(cache.shape[1], q.device, q.dtype)
+            interleaved = embedding.interleaved
         inner = self.inner_cross_attn
         (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
         return flash_attn_with_kvcache(
@@ -257,7 +260,7 @@ class MultiHeadAttention(nn.Module):
             causal=inner.causal,
             window_size=inner.window_size,
             softcap=inner.softcap,
-            rotary_interleaved=self.rotary_emb.interleaved if rotary else False,
+            rotary_interleaved=interleaved,
             alibi_slopes=inner.slopes_on(q.device),
         )
 
