@@ -116,7 +116,7 @@ def _is_served(name, key, otherwise):
 
 def runs_in_kernel(name: str, x: torch.Tensor) -> bool:
     """Whether the op `name` of `x` runs in a kernel. All ops must have been defined."""
-    return _has_kernel_on(name, x.device.type)
+    return _has_kernel_on(name, "cuda" if x.is_cuda else x.device.type)  # a type is a new string, which takes time
 
 
 def is_in_triton(name: str) -> bool:
@@ -213,10 +213,13 @@ class Op:
         return self.below_autograd(*args)
 
     def _apply(self, args):
-        if self.composite is not None and is_transformed(args):
-            return self.composite(*args)
+        apply = self.apply
+        if _torch_private.in_forward_mode():
+            if self.composite is not None and is_transformed(args):
+                return self.composite(*args)
+            if _torch_private.functorch_is_active():
+                apply = self.autograd.apply
         # apply looks for tensors in each of its arguments: a tuple of those without gradients saves time.
-        apply = self.autograd.apply if _torch_private.functorch_is_active() else self.apply
         return apply(*args[: self.differentiable], args[self.differentiable :])
 
     def autograd_kernel(self, overload: Callable, *args: Any) -> Any:

@@ -74,7 +74,8 @@ def has_cpu_attention(x: torch.Tensor) -> bool:
 def in_forward_mode() -> bool:
     """Whether forward-mode differentiation may be active. True if torch cannot tell, which makes callers look closer.
 
-    The level does not show what a compiled graph of torch.func.jvp does.
+    So it counts as active in every transform of torch.func: the level does not show what a compiled graph of
+    torch.func.jvp does.
     """
     return getattr(forward_ad, "_current_level", 0) >= 0 or functorch_is_active()
 

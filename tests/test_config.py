@@ -549,6 +549,21 @@ def test_short_entries_of_a_large_cache_are_split(host):
         assert plan.least_blocks == plan.decode_warps
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
+def test_keys_of_one_round_of_decoding_are_not_split(host, head_dim):
+    """A chunk for each warp of a thread block, or beyond 256 channels for each pair of warps: they need no scratch."""
+    one = Problem(batch=1, heads=8, heads_k=8, head_dim=head_dim, seqlen_q=1, longest_q=1, longest_k=1)
+    warps = plan_of(host, one).decode_warps
+    keys = 16 * (warps if head_dim <= 256 else warps // 2)
+    for changes, split in (
+        (dict(longest_k=keys), False),
+        (dict(longest_k=keys + 1), True),
+        (dict(longest_k=keys, num_splits=4), True),
+    ):
+        plan = plan_of(host, dataclasses.replace(one, **changes))
+        assert (plan.num_splits > 1, plan.scratch_out > 0, plan.scratch_counters > 0) == (split, split, split), changes
+
+
 @pytest.mark.parametrize("changes", [
     dict(seqlen_q=2**28 + 2**20 + 1, longest_q=2**28 + 2**20 + 1),
     dict(batch=1000, seqlen_q=2**28, longest_q=1, packed_q=True),  # decoding

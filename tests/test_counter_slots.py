@@ -21,6 +21,7 @@ def probe():
 
 
 MOST_STREAMS = 128  # of a device, that have a slot
+DEFAULT = 0  # the handle of the default stream
 PER_THREAD = 2  # cudaStreamPerThread
 
 
@@ -51,6 +52,14 @@ def test_a_stream_with_the_handle_of_a_destroyed_one_counts_apart(probe):
     first = find(probe, 0, stream=24)
     probe.call("reuse_handle", 24, 1_000_000)
     assert find(probe, 0, stream=24) not in (0, first)
+
+
+def test_the_default_stream_is_never_another(probe):
+    """CUDA is not asked for its id."""
+    first = find(probe, 0, stream=DEFAULT)
+    probe.call("reuse_handle", DEFAULT, 2_000_000)
+    assert find(probe, 0, stream=DEFAULT) == first not in (0, find(probe, 0))
+    assert find(probe, next(captures), stream=DEFAULT) not in (0, first)
 
 
 def test_the_handle_that_threads_share_has_no_slot(probe):

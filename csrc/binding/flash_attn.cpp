@@ -159,7 +159,7 @@ const int* index_pointer(OptionalTensor& x, const Tensor& q, int64_t size, const
   check_device(*x, q, name);
   check_dtype(*x, ScalarType::Int, name);
   check_shape(*x, {size}, name);
-  x = torch::stable::contiguous(*x);
+  x = as_contiguous(*x);
   return pointer<int>(x);
 }
 
@@ -176,7 +176,7 @@ void set_alibi_slopes(Problem& p, OptionalTensor& slopes, const Tensor& q) {
   if (!slopes) return;
   check_device(*slopes, q, "alibi_slopes");
   check_dtype(*slopes, ScalarType::Float, "alibi_slopes");
-  slopes = torch::stable::contiguous(*slopes);
+  slopes = as_contiguous(*slopes);
   const bool per_entry = slopes->dim() == 2;
   if (per_entry) check_shape(*slopes, {p.batch, p.heads}, "alibi_slopes");
   if (!per_entry) check_shape(*slopes, {p.heads}, "alibi_slopes");
@@ -228,7 +228,7 @@ flash_attn::Pages pages_of(OptionalTensor& block_table, const Tensor& q, int64_t
   check_dtype(*block_table, ScalarType::Int, "block_table");
   STD_TORCH_CHECK(block_table->dim() == 2 && block_table->size(0) == batch && page_size >= 1,
                   "block_table must have shape (batch, pages per entry), found ", shape_string(block_table->sizes()));
-  block_table = torch::stable::contiguous(*block_table);
+  block_table = as_contiguous(*block_table);
   return {.block_table = pointer<int>(block_table),
           .batch_stride = block_table->size(1),
           .page_size = Divisor(narrow_size(page_size, "a page"))};
@@ -259,7 +259,7 @@ void set_sink(Problem& p, OptionalTensor& sink, const Tensor& q) {
   if (!sink) return;
   check_device(*sink, q, "learnable_sink");
   check_shape(*sink, {p.heads}, "learnable_sink");
-  sink = torch::stable::contiguous(*sink);
+  sink = as_contiguous(*sink);
   p.sink = sink->const_data_ptr();
   p.sink_dtype = dtype_of(*sink, "learnable_sink");
 }
@@ -277,7 +277,7 @@ void set_key_ranges(Problem& p, OptionalTensor& ranges, const Tensor& q) {
   const auto strides = ranges->strides();
   const bool in_pairs = strides[3] == 1 && strides[0] % 2 == 0 && strides[1] % 2 == 0 && strides[2] % 2 == 0 &&
                         reinterpret_cast<uintptr_t>(ranges->const_data_ptr()) % 8 == 0;
-  if (!in_pairs) ranges = torch::stable::clone(torch::stable::contiguous(*ranges));
+  if (!in_pairs) ranges = torch::stable::clone(as_contiguous(*ranges));
   const auto stride = [&](int dim) { return ranges->size(dim) == 1 ? 0 : ranges->stride(dim); };
   p.ranges = {.data = pointer<int>(ranges), .batch = stride(0), .heads = stride(1), .seqlen = stride(2)};
 }
@@ -392,7 +392,7 @@ void set_features(Problem& p, OptionalTensor& sink, OptionalTensor& bias, Featur
     check_shape(*causal, {p.batch}, "causal");
     const bool is_bool = causal->scalar_type() == ScalarType::Bool;
     if (!is_bool) check_dtype(*causal, ScalarType::Int, "causal");
-    causal = torch::stable::contiguous(*causal);
+    causal = as_contiguous(*causal);
     all.causal = causal->const_data_ptr(), all.causal_bytes = is_bool ? 1 : 4;
   }
   const int64_t entries = p.cu_seqlens_q ? 1 : p.batch;
@@ -436,7 +436,7 @@ Append append_of(const FwdParams& fwd, const Tensor& q, const Tensor& k_cache, c
                   "rotary_cos must have shape (positions, rotary_dim / 2) with rotary_dim at most ", q.size(3));
   check_shape(sin, {cos.size(0), cos.size(1)}, "rotary_sin");
   check_dtype(sin, cos.scalar_type(), "rotary_sin");
-  append.cos = torch::stable::contiguous(cos), append.sin = torch::stable::contiguous(sin);
+  append.cos = as_contiguous(cos), append.sin = as_contiguous(sin);
   p.cos = pointer<void>(append.cos), p.sin = pointer<void>(append.sin);
   p.table_dtype = dtype_of(cos, "rotary_cos");
   p.positions = seqlen(cos.size(0), "rotary_cos");
@@ -615,7 +615,7 @@ Tensor probabilities(const Tensor& q, const OptionalTensor& k, const OptionalTen
 // copy can.
 Tensor in_chunks(const Tensor& x) {
   const int head_dim = static_cast<int>(x.size(-1));
-  return head_dim % 8 == 0 && !flash_attn::is_aligned(ref(x), head_dim) ? torch::stable::contiguous(x) : x;
+  return head_dim % 8 == 0 && !flash_attn::is_aligned(ref(x), head_dim) ? as_contiguous(x) : x;
 }
 OptionalTensor in_chunks(const OptionalTensor& x) { return x ? OptionalTensor(in_chunks(*x)) : std::nullopt; }
 
@@ -628,8 +628,8 @@ void check_same_shape(const auto& x, const View<const void>& like, int64_t head_
 // softmax_d, in the layout that BwdParams says.
 Tensor new_row_sums(const Tensor& q, const Problem& p) {
   constexpr int64_t kPad = flash_attn::kRowPad;
-  if (p.cu_seqlens_q) return torch::stable::new_empty(q, {p.heads, p.seqlen_q + kPad * p.batch}, ScalarType::Float);
-  return torch::stable::new_empty(q, {p.batch, p.heads, round_up(p.seqlen_q, kPad)}, ScalarType::Float);
+  if (p.cu_seqlens_q) return new_tensor({p.heads, p.seqlen_q + kPad * p.batch}, aoti_torch_dtype_float32(), q);
+  return new_tensor({p.batch, p.heads, round_up(p.seqlen_q, kPad)}, aoti_torch_dtype_float32(), q);
 }
 
 void check_row_values(const Tensor& x, const Tensor& q, const Problem& p, const char* name) {
@@ -673,8 +673,8 @@ Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, con
   set_entries(p.problem, options, q);
   check_row_values(softmax_lse, q, p.problem, "softmax_lse");
   if (dlse) check_row_values(*dlse, q, p.problem, "dlse");
-  const Tensor lse_rows = torch::stable::contiguous(softmax_lse);
-  const OptionalTensor dlse_rows = contiguous(dlse);
+  const Tensor lse_rows = as_contiguous(softmax_lse);
+  const OptionalTensor dlse_rows = as_contiguous(dlse);
 
   p.q = x.q.ref, p.k = x.k.ref, p.v = x.v.ref, p.out = out_view.ref, p.dout = dout_view.ref;
   if (lo_rows) {
@@ -694,7 +694,7 @@ Tensor run_bwd(const Tensor& dout, const Tensor& q, const OptionalTensor& k, con
   const Tensor softmax_d = new_row_sums(q, p.problem);
   p.softmax_d = static_cast<float*>(softmax_d.mutable_data_ptr());
   auto [plan, sizes] = plan_bwd(p, hints);
-  const Tensor scratch = torch::stable::new_empty(q, {sizes.total()}, ScalarType::Float);
+  const Tensor scratch = new_tensor({sizes.total()}, aoti_torch_dtype_float32(), q);
   use_scratch(p.problem, plan, sizes, static_cast<float*>(scratch.mutable_data_ptr()));
   flash_attn::bwd(p, plan, current_stream(q));
   use(p);
@@ -722,7 +722,7 @@ Tensor bias_gradient(const BwdParams& bwd, const Tensor& bias) {
   if (plan.num_items == 0) return torch::stable::zero_(dbias);
   OptionalTensor partial;
   if (const int64_t size = scratch_of(plan); size > 0) {
-    partial = torch::stable::new_empty(bias, {size}, ScalarType::Float);
+    partial = new_tensor({size}, aoti_torch_dtype_float32(), bias);
     plan.partial = static_cast<float*>(partial->mutable_data_ptr());
   }
   flash_attn::bias_gradient(p, plan, current_stream(bias));

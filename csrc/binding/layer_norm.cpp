@@ -56,7 +56,7 @@ class Inputs {
     return contiguous(x).const_data_ptr();
   }
 
-  const Tensor& contiguous(const Tensor& x) { return copies_.emplace_back(torch::stable::contiguous(x)); }
+  const Tensor& contiguous(const Tensor& x) { return copies_.emplace_back(as_contiguous(x)); }
 
   const Tensor& first_;
   int64_t cols_;

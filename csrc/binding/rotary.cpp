@@ -51,7 +51,7 @@ void rotate(const Tensor& x, const Tensor& out, const Tensor& cos, const Tensor&
   const DeviceGuard guard(x.get_device_index());
   const auto target = mutable_ref(out);  // first, because it gives a lazy clone its own memory
   const Tensor cos_rows = with_adjacent_columns(cos), sin_rows = with_adjacent_columns(sin);
-  const auto starts = contiguous(cu_seqlens), offsets = contiguous(seqlen_offsets);
+  const auto starts = as_contiguous(cu_seqlens), offsets = as_contiguous(seqlen_offsets);
   const rotary::Params params{
       .x = ref(x),
       .out = target,

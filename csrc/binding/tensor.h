@@ -117,9 +117,19 @@ inline bool starts_aligned(const Tensor& tensor) {
   return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
 }
 
+// Returns `tensor` itself if it is contiguous, otherwise a copy. torch::stable::contiguous alone would go through the
+// dispatcher even where there is nothing to do.
+inline Tensor as_contiguous(const Tensor& tensor) {
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+
+inline std::optional<Tensor> as_contiguous(const std::optional<Tensor>& tensor) {
+  return tensor ? std::optional(as_contiguous(*tensor)) : std::nullopt;
+}
+
 // Returns a contiguous tensor that starts at an aligned address: `tensor` itself if possible, otherwise a copy.
 inline Tensor aligned_contiguous(const Tensor& tensor) {
-  const Tensor rows = torch::stable::contiguous(tensor);
+  const Tensor rows = as_contiguous(tensor);
   return starts_aligned(rows) ? rows : torch::stable::clone(rows);
 }
 
@@ -132,10 +142,6 @@ inline int narrow_size(int64_t size, const char* name) {
 template <typename T>
 const T* pointer(const std::optional<Tensor>& tensor) {
   return tensor ? static_cast<const T*>(tensor->const_data_ptr()) : nullptr;
-}
-
-inline std::optional<Tensor> contiguous(const std::optional<Tensor>& tensor) {
-  return tensor ? std::optional(torch::stable::contiguous(*tensor)) : std::nullopt;
 }
 
 // Returns the data and the strides of a tensor (batch, seqlen, heads, head_dim), or of a tensor (tokens, heads,

@@ -79,6 +79,7 @@ class CounterSlots {
   static unsigned long long handle_of(cudaStream_t stream) { return reinterpret_cast<uintptr_t>(stream); }
 
   static unsigned long long id_of(cudaStream_t stream) {
+    if (stream == nullptr) return ~0ull;  // the default stream is never destroyed: it needs no id of CUDA's
     const WhileOthersCapture allowed;
     unsigned long long id = 0;
     check_cuda(cudaStreamGetId(stream, &id), "cudaStreamGetId");

@@ -122,9 +122,10 @@ inline bool should_evict_keys(const Problem& p, int64_t longest_k) {
 }
 
 // A thread block has an SM to itself. Where there are fewer tiles than SMs, the keys are cut into just enough splits to
-// fill the SMs. Where entries may differ in length (ragged), the longest is also cut into pieces of about kPiece keys,
-// so that no thread block takes long: this may halve the time of ragged batches, and costs equal lengths little. Short
-// entries get fewer splits, since a split has at least least_blocks key blocks.
+// fill the SMs; but not keys that the warps of one thread block take in one round, since merging would only come on
+// top. Where entries may differ in length (ragged), the longest is also cut into pieces of about kPiece keys, so that
+// no thread block takes long: this may halve the time of ragged batches, and costs equal lengths little. Short entries
+// get fewer splits, since a split has at least least_blocks key blocks.
 //
 // Every split has scratch, with keys or without, because only the device knows the lengths. So there are at most
 // kMostSplitsEach splits for each SM. The longest entry then keeps no SM busy for longer than the whole batch does,
@@ -132,6 +133,8 @@ inline bool should_evict_keys(const Problem& p, int64_t longest_k) {
 inline KeySplits split_decode(const Problem& p, const FwdHints& hints, const Tiling& tiling, int warps, int rows) {
   constexpr int kPiece = 4096, kShortPiece = 1024, kMostPieces = 16, kMostSplitsEach = 32;
   if (hints.num_splits > 0) return splits_of(tiling, hints.num_splits, 1, rows);
+  const int teams = warps / channel_parts(std::max(p.head_dim, p.head_dim_v));
+  if (hints.longest_k <= teams * kDecodeKeys) return splits_of(tiling, 1, 1, rows);
   const int tiles = std::max(num_tiles(tiling), 1);
   const bool ragged = p.batch > 1 && (p.seqused_k || p.cu_seqlens_k);
   const int to_fill = std::max(1, hints.multiprocessors / tiles);

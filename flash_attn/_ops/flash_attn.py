@@ -2,7 +2,8 @@
 
 `forward`, `backward` and `decode` check their arguments and make one call into the dispatcher. Optional arguments are
 keywords: the fields of `Options` or `CacheOptions`. `_checked` puts the given ones at their places among the arguments
-of the op, and spends almost no time on the others.
+of the op, and spends almost no time on the others. The other arguments are positional only: else Python would compare
+each keyword with the name of each of them.
 
 Dense and variable-length batches use the same op; `cu_seqlens_q` is given for variable lengths. Queries, keys and
 values may be separate tensors, or packed: with `v=None`, `k` holds keys and values, (..., 2, heads_k, head_dim); with
@@ -11,6 +12,7 @@ the packed tensors themselves, because torch 2.13 miscompiles graphs with dynami
 several views of one tensor.
 """
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +31,7 @@ from flash_attn._reference.options import CacheOptions, Options
 
 KERNEL_DTYPES = (torch.float16, torch.bfloat16)
 DTYPES = (*KERNEL_DTYPES, torch.float32)
+TABLE_DTYPES = (*DTYPES, torch.float64)  # of rotary_cos and rotary_sin
 MAX_HEAD_DIM = with_features.KERNEL_HEAD_DIM
 MAX_SPLITS = 128
 MANY_HEADS = 256  # more than models have: then the dimensions of heads and sequence are likely swapped
@@ -42,7 +45,7 @@ exact_gradients = False  # the option of this name in every call of `forward`; f
 
 def forward(
     q: Tensor, k: Tensor | None, v: Tensor | None, softmax_scale: float | None, causal: bool | Tensor,
-    window_size: tuple[int, int], return_softmax: bool = False, given: with_features.Given | None = None,
+    window_size: tuple[int, int], return_softmax: bool = False, given: with_features.Given | None = None, /,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Attention. Returns (out, softmax_lse, S_dmask, rng_state, max_logit).
@@ -97,8 +100,9 @@ def forward(
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
-    softmax_scale: float | None, causal: bool | Tensor, window_size: tuple[int, int], rng_state: Tensor | None = None,
-    dlse: Tensor | None = None, given: with_features.Given | None = None, **options: Any,
+    softmax_scale: float | None, causal: bool | Tensor, window_size: tuple[int, int], /,
+    rng_state: Tensor | None = None, dlse: Tensor | None = None, given: with_features.Given | None = None,
+    **options: Any,
 ) -> Tensor:  # fmt: skip
     """Gradients of `forward`, written into dq, dk and dv. Returns softmax_d, the row sums of dout * out in float32.
 
@@ -151,7 +155,7 @@ def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, softmax_scale: float | None, causal: bool | Tensor,
     window_size: tuple[int, int], cache_seqlens: int | Tensor | None = None, k: Tensor | None = None,
     v: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
-    given: with_features.Given | None = None, **options: Any,
+    given: with_features.Given | None = None, /, **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Attention of new queries over a cache, appending k and v to it first. Returns (out, softmax_lse, max_logit).
 
@@ -162,9 +166,6 @@ def decode(
         default.
     """
     batch, head_dim, capacity, is_plain = _check_cache(q, k_cache, v_cache, options, given is not None)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        sink, bias = (None, None) if given is None else given[:2]
-        _warn_of_gradients(q=q, k_cache=k_cache, v_cache=v_cache, k=k, v=v, learnable_sink=sink, attn_bias=bias)
     features = None
     if given is not None and (not is_plain or isinstance(causal, Tensor) or with_features.are_given(given)):
         features = with_features.checked(given, causal, q, batch, capacity, varlen=False)
@@ -179,6 +180,8 @@ def decode(
         options["rotary_cos"], options["rotary_sin"] = _check_rotary(q, k, rotary_cos, rotary_sin, capacity)
     scores = _check_scores(head_dim, softmax_scale, causal, window_size, given is not None)
     arguments = _checked(CacheOptions, scores, options, (("q", "k_cache", "v_cache"), q, batch))
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        _warn_of_gradients(q, k_cache, v_cache, k, v, *(() if features is None else features[:2]))
     if _needs_op(features, is_plain):
         op, inputs = with_features.fwd_kvcache_features, (q, k_cache, v_cache)
         return _call_with_features(op, inputs, features, CacheOptions, arguments)
@@ -430,7 +433,7 @@ def _check_sizes(name_k, shape_q, shape_k, features=False):
 
     Returns whether the ops without features take this head_dim.
     """
-    (*_, heads, head_dim), (*_, heads_k, head_dim_k) = shape_q, shape_k
+    heads, head_dim, heads_k, head_dim_k = shape_q[-2], shape_q[-1], shape_k[-2], shape_k[-1]
     divides = heads == heads_k or (heads_k > 0 and heads % heads_k == 0)
     if divides and 1 <= head_dim <= MAX_HEAD_DIM and head_dim_k == head_dim:
         return True
@@ -602,15 +605,16 @@ def _check_cache(q, k_cache, v_cache, options, features):
     """
     checks.alike(("q", "k_cache", "v_cache"), (q, k_cache, v_cache), dtypes=DTYPES)
     shape_q, shape_k = q.shape, k_cache.shape
-    if len(shape_q) != 4 or len(shape_k) != 4 or v_cache.shape != shape_k:
+    alike = v_cache.shape == shape_k
+    if len(shape_q) != 4 or len(shape_k) != 4 or not alike:
         checks.ndim("q", q, "(batch, seqlen_q, heads, head_dim)")
         layout = "(batch_cache or num_pages, capacity or page_size, heads_k, head_dim)"
         checks.ndim("k_cache", k_cache, layout)
         checks.ndim("v_cache", v_cache, layout)
-    batch, head_dim = shape_q[0], shape_q[3]
-    rows, length = shape_k[:2]
+    batch, _, _, head_dim = shape_q
+    rows, length, _, _ = shape_k
     is_plain = _check_sizes("k_cache", shape_q, shape_k, features)
-    if v_cache.shape != shape_k:
+    if not alike:
         is_plain = _check_values("v_cache", v_cache, k_cache, features) and is_plain
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         _check_contiguous_rows("k_cache", k_cache)
@@ -631,12 +635,15 @@ def _check_cache(q, k_cache, v_cache, options, features):
     return batch, head_dim, length, is_plain
 
 
-def _warn_of_gradients(**tensors):
-    names = [name for name, x in tensors.items() if isinstance(x, Tensor) and x.requires_grad]
-    if names:
+def _warn_of_gradients(*tensors):
+    """Warn if one of the tensors of a call with a cache requires grad; in the order of the names below."""
+    wanted = [x is not None and x.requires_grad for x in tensors]
+    if True in wanted:
+        every = "q", "k_cache", "v_cache", "k", "v", "learnable_sink", "attn_bias"
+        names = " and ".join(itertools.compress(every, wanted))
         _library.warn_once(
-            f"flash_attn: a call with a cache got {' and '.join(names)} with requires_grad=True, but such calls have "
-            "no gradient: the result has none. Make them under torch.no_grad(), or train with flash_attn_func"
+            f"flash_attn: a call with a cache got {names} with requires_grad=True, but such calls have no gradient: "
+            "the result has none. Make them under torch.no_grad(), or train with flash_attn_func"
         )
 
 
@@ -672,13 +679,14 @@ def _check_appended(q, k_cache, v_cache, k, v, capacity, options):
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         if cache.requires_grad and torch.is_grad_enabled():
             raise ArgumentError(f"{name} must not require grad where it is written, found requires_grad=True")
-    shape = (q.shape[0], None, *k_cache.shape[2:])
-    checks.tensor("k", k, dtypes=(q.dtype,), shape=shape, device=q.device)
-    shape_v = (*k.shape[:2], *v_cache.shape[2:])
-    checks.tensor("v", v, dtypes=(q.dtype,), shape=shape_v, device=q.device)
+    checks.alike(("q", "k", "v"), (q, k, v), dtypes=(q.dtype,))
+    _, _, heads_k, head_dim = k_cache.shape
+    checks.has_shape("k", k, (q.shape[0], None, heads_k, head_dim))
+    batch, seqlen_new, _, _ = k.shape
+    checks.has_shape("v", v, (batch, seqlen_new, heads_k, v_cache.shape[3]))
     length = options.get("cache_seqlen", 0)
-    if k.shape[1] + length > capacity:
-        found = f"cache_seqlens {length} + {k.shape[1]} new positions"
+    if seqlen_new + length > capacity:
+        found = f"cache_seqlens {length} + {seqlen_new} new positions"
         raise ArgumentError(
             f"k must fit into the cache (block_table or k_cache) of {capacity} positions, found {found}"
         )
@@ -691,15 +699,18 @@ def _check_rotary(q, k, cos, sin, capacity):
         raise ArgumentError(f"{missing} must be given together with {given}, found None")
     if k is None:
         raise ArgumentError("k must be given with rotary_cos: rotary positions are those of appended keys; found None")
-    checks.tensor("rotary_cos", cos, dtypes=(*DTYPES, torch.float64), device=q.device)
+    device = q.device
+    checks.tensor("rotary_cos", cos, dtypes=TABLE_DTYPES, device=device)
     checks.ndim("rotary_cos", cos, "(seqlen_rotary, rotary_dim / 2)")
-    checks.tensor("rotary_sin", sin, dtypes=(cos.dtype,), shape=tuple(cos.shape), device=q.device)
-    rotary_dim = 2 * cos.shape[1]
-    fits = rotary_dim % 16 == 0 and rotary_dim <= q.shape[-1]
+    shape, head_dim = cos.shape, q.shape[-1]
+    checks.tensor("rotary_sin", sin, dtypes=(cos.dtype,), shape=shape, device=device)
+    positions, half = shape
+    rotary_dim = 2 * half
+    fits = rotary_dim % 16 == 0 and rotary_dim <= head_dim
     expected = "a multiple of 16 that is at most head_dim {}"
-    checks.number("rotary_dim (twice rotary_cos's last size)", rotary_dim, fits, expected, q.shape[-1])
-    if cos.shape[0] < capacity:
-        raise ArgumentError(f"rotary_cos must cover the cache's {capacity} positions, found {cos.shape[0]}")
+    checks.number("rotary_dim (twice rotary_cos's last size)", rotary_dim, fits, expected, head_dim)
+    if positions < capacity:
+        raise ArgumentError(f"rotary_cos must cover the cache's {capacity} positions, found {positions}")
     checks.contiguous("rotary_cos", cos)
     checks.contiguous("rotary_sin", sin)
     if cos.dtype == torch.float64:

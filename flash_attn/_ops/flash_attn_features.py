@@ -309,19 +309,17 @@ def with_kept_out(
     """
     q = tensors[0]
     assert q is not None
-    row_max: Sequence[Tensor]
-    if q.dtype in KERNEL_DTYPES and not _library.runs_in_kernel(op.name, q):
-        floats = (None if x is None else x.float() for x in tensors)
-        unrounded, lse, *row_max = op.below_autograd(*floats, *terms, *arguments)
-        out = unrounded.to(q.dtype)
-        kept = unrounded, None
-    elif q.dtype in KERNEL_DTYPES and len(arguments) > _EXACT and arguments[_EXACT]:
-        out, lse, *row_max, out_lo = fwd_with_residue.below_autograd(*tensors, *(terms or (None, None)), *arguments)
-        kept = out, out_lo
-    else:
-        out, lse, *row_max = op.below_autograd(*tensors, *terms, *arguments)
-        kept = out, None
-    return out, kept, lse, row_max[0] if row_max else None
+    if q.dtype in KERNEL_DTYPES:
+        if not _library.runs_in_kernel(op.name, q):
+            floats = (None if x is None else x.float() for x in tensors)
+            unrounded, lse, *row_max = op.below_autograd(*floats, *terms, *arguments)
+            return unrounded.to(q.dtype), (unrounded, None), lse, row_max[0] if row_max else None
+        if len(arguments) > _EXACT and arguments[_EXACT]:
+            terms = terms or (None, None)
+            out, lse, *row_max, out_lo = fwd_with_residue.below_autograd(*tensors, *terms, *arguments)
+            return out, (out, out_lo), lse, row_max[0]
+    out, lse, *row_max = op.below_autograd(*tensors, *terms, *arguments)
+    return out, (out, None), lse, row_max[0] if row_max else None
 
 
 class _Attention(torch.autograd.Function):

@@ -407,10 +407,8 @@ class RotaryEmbedding(torch.nn.Module):
             or table.dtype != dtype
             # Autograd does not save inference tensors, which an evaluation may have left.
             or (torch.is_grad_enabled() and table.is_inference())
-            or any(
-                now is not then or _version(now) != version
-                for now, (then, version) in zip((self.inv_freq, self.scale), self._built_from, strict=True)
-            )
+            or _has_changed(self.inv_freq, *self._built_from[0])
+            or _has_changed(self.scale, *self._built_from[1])
         )
 
 
@@ -444,6 +442,11 @@ def _check_call(
 def _version(buffer: Tensor | None) -> int:
     """Returns how often a buffer was changed in place, as far as torch counts it."""
     return 0 if buffer is None or buffer.is_inference() else buffer._version
+
+
+def _has_changed(buffer: Tensor | None, before: Tensor | None, version: int) -> bool:
+    """Returns whether a buffer is another one than before, or has another version."""
+    return buffer is not before or _version(buffer) != version
 
 
 class _RotateInPlace(torch.autograd.Function):

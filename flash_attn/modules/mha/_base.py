@@ -172,7 +172,8 @@ class MultiHeadAttention(nn.Module):
 
     def _split(self, qkv: Tensor) -> tuple[Tensor, Tensor]:
         """q (..., heads, head_dim) and kv (..., 2, heads_kv, head_dim) of qkv (..., heads + 2 heads_kv, head_dim)."""
-        q, kv = qkv.split((self.num_heads_per_rank, 2 * self.num_heads_kv_per_rank), dim=-2)
+        sizes = self.num_heads_per_rank, 2 * self.num_heads_kv_per_rank
+        q, kv = torch.split_with_sizes(qkv, sizes, dim=-2)  # which qkv.split calls, 1 us later
         return q, kv.unflatten(-2, (2, self.num_heads_kv_per_rank))
 
     def _with_normed_heads(self, qkv: Tensor) -> Tensor:
@@ -227,7 +228,7 @@ class MultiHeadAttention(nn.Module):
             and self.rotary_emb_dim > 0
             and self.rotary_emb_dim % 16 == 0
             and self.rotary_emb.scale_base is None
-            and (self.inner_cross_attn.causal or seqlen == 1)
+            and (seqlen == 1 or self.inner_cross_attn.causal)
         )
 
     def _decode(self, q: Tensor, kv: Tensor, inference_params: Any, rotary: bool = False) -> Tensor:
@@ -239,8 +240,11 @@ class MultiHeadAttention(nn.Module):
         # The prompt may have left the cache with a gradient, which this kernel does not have.
         cache = caches.cache_rows(cache, kv, inference_params).detach()
         cos = sin = None
+        interleaved = False
         if rotary:
-            cos, sin, *_ = self.rotary_emb._tables_for_decoding(cache.shape[1], q.device, q.dtype)
+            embedding = self.rotary_emb
+            cos, sin, *_ = embedding._tables_for_decoding(cache.shape[1], q.device, q.dtype)
+            interleaved = embedding.interleaved
         inner = self.inner_cross_attn
         (k_cache, v_cache), (k, v) = cache.unbind(2), kv.unbind(2)
         return flash_attn_with_kvcache(
@@ -251,12 +255,12 @@ class MultiHeadAttention(nn.Module):
             v,
             rotary_cos=cos,
             rotary_sin=sin,
-            cache_seqlens=caches.lengths(inference_params, len(q)),
+            cache_seqlens=caches.lengths(inference_params, q.shape[0]),
             softmax_scale=inner.softmax_scale,
             causal=inner.causal,
             window_size=inner.window_size,
             softcap=inner.softcap,
-            rotary_interleaved=self.rotary_emb.interleaved if rotary else False,
+            rotary_interleaved=interleaved,
             alibi_slopes=inner.slopes_on(q.device),
         )
 

@@ -40,10 +40,10 @@ def cache_rows(cache: Tensor, kv: Tensor, inference_params: Any) -> Tensor:
 def check_room(x: Tensor, inference_params: Any, rows: int, capacity: int) -> None:
     """Check that x (batch, seqlen, ...) fits into a cache (rows, capacity, ...)."""
     for name, end, limit in (
-        ("batch_size_offset + batch", inference_params.batch_size_offset + x.shape[0], rows),
-        ("seqlen_offset + seqlen", inference_params.seqlen_offset + x.shape[1], capacity),
+        ("inference_params.batch_size_offset + batch", inference_params.batch_size_offset + x.shape[0], rows),
+        ("inference_params.seqlen_offset + seqlen", inference_params.seqlen_offset + x.shape[1], capacity),
     ):
-        checks.number(f"inference_params.{name}", end, end <= limit, "at most {}, as the cache", limit)
+        checks.number(name, end, end <= limit, "at most {}, as the cache", limit)
 
 
 def claim_cache(layer: nn.Module, layer_idx: Any, inference_params: Any) -> None:

@@ -272,7 +272,8 @@ def _attention(
         if seqused_q is not None:
             raise NotImplementedError("seqused_q must be None where dense queries meet pages, found a tensor")
         out, lse, _ = flash_attn.decode(
-            q, k, v, *scores, seqused_k, given=(learnable_sink, None, ranges, 0, None, None, False, False),
+            q, k, v, *scores, seqused_k, None, None, None, None,
+            (learnable_sink, None, ranges, 0, None, None, False, False),
             block_table=page_table, softcap=softcap, num_splits=num_splits,
         )  # fmt: skip
         return out, lse
