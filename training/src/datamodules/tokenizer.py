@@ -42,8 +42,9 @@ class ByteTokenizer:
     def encode_batch(self, texts: Iterable[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8) for text in texts]
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
-        """The text of ids; bytes that are no UTF-8, such as a part of a character, become U+FFFD."""
+    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+        """The text of ids, or of one id; bytes that are no UTF-8, such as a part of a character, become U+FFFD."""
+        ids = [ids] if isinstance(ids, int) else ids
         array = np.asarray(ids if isinstance(ids, Sequence | np.ndarray) else list(ids), np.int64)
         if ((array < 0) | (array >= self.vocab_size)).any():
             raise ValueError(f"ids must be from 0 to {self.eos_token_id}, found {array.min()} to {array.max()}")
@@ -90,7 +91,8 @@ class JsonTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
 
-    def decode(self, ids: Iterable[int], skip_special_tokens: bool = False) -> str:
+    def decode(self, ids: int | Iterable[int], skip_special_tokens: bool = False) -> str:
+        ids = [ids] if isinstance(ids, int) else ids
         return self._tokenizer.decode([int(index) for index in ids], skip_special_tokens=skip_special_tokens)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
