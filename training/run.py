@@ -23,8 +23,9 @@ from src.utils import hints, resolvers
 log = logging.getLogger(__name__)
 FOLDER = pathlib.Path(__file__).parent
 INTEGERS = {  # keys, and the least value of each; -1 means no limit
-    "datamodule.batch_size": 1, "datamodule.batch_size_eval": 1, "train.global_batch_size": 1, "seed": 0,
-    "trainer.max_steps": -1, "trainer.max_epochs": -1, "trainer.num_nodes": 1,
+    "datamodule.batch_size": 1, "datamodule.batch_size_eval": 1, "datamodule.max_length": 1,
+    "datamodule.num_workers": 0, "datamodule.loader_workers": 0, "datamodule.val_split_seed": 0,
+    "train.global_batch_size": 1, "seed": 0, "trainer.max_steps": -1, "trainer.max_epochs": -1, "trainer.num_nodes": 1,
 }  # fmt: skip
 FLAGS = ("resume", "print_config", "ignore_warnings", "test_after_training")
 NEEDED = {

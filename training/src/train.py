@@ -1,5 +1,6 @@
 """Training: build everything that the configuration names, resume, fit, test."""
 
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -15,7 +16,7 @@ from src import engines
 from src.callbacks.monitors import MonitorsExist
 from src.utils import utils
 from src.utils.checkpoint import latest
-from src.utils.folders import check_writable
+from src.utils.folders import check_writable, only_run_in
 from src.utils.resolvers import device_count
 
 log = utils.get_logger(__name__)
@@ -36,8 +37,12 @@ def train(config: DictConfig) -> float | None:
         L.seed_everything(config.seed, workers=True)
     OmegaConf.set_struct(config, False)
     check_devices(config)
-    check_folder(config)
     check_warmstart(config)
+    with checkpoint_folder(config):
+        return _fit(config)
+
+
+def _fit(config):
     checkpoint = checkpoint_to_resume(config) if config.get("resume") else None
     model = instantiate(config.task, cfg=config, _recursive_=False)
     datamodule = model._datamodule
@@ -68,11 +73,17 @@ def check_devices(config: DictConfig) -> None:
         )
 
 
-def check_folder(config: DictConfig) -> None:
-    """Raise ValueError if checkpoints cannot be written, before the hours until the first one."""
-    folder = OmegaConf.select(config, "callbacks.model_checkpoint.dirpath")
-    if folder is not None:
-        check_writable(folder, "callbacks.model_checkpoint.dirpath", "CHECKPOINT_DIR")
+def checkpoint_folder(config: DictConfig) -> contextlib.AbstractContextManager:
+    """A block in which no other run writes checkpoints where this one does.
+
+    Raises ValueError if another does, or if none can be written, before the hours until the first one.
+    """
+    key = "callbacks.model_checkpoint.dirpath"
+    folder = OmegaConf.select(config, key)
+    if folder is None:
+        return contextlib.nullcontext()
+    check_writable(folder, key, "CHECKPOINT_DIR")
+    return only_run_in(folder, key)
 
 
 def check_warmstart(config: DictConfig) -> None:

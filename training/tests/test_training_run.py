@@ -157,6 +157,8 @@ def test_generate_and_export(here, tmp_path, monkeypatch):
         (["datamodule.batch_size=0"], "datamodule.batch_size must be an integer of at least 1, found 0"),
         (["train.global_batch_size=-1"], "train.global_batch_size must be an integer of at least 1, found -1"),
         (["datamodule.batch_size=two"], "datamodule.batch_size must be an integer of at least 1, found 'two'"),
+        (["datamodule.max_length=16.0"], "datamodule.max_length must be an integer of at least 1, found 16.0"),
+        (["+datamodule.loader_workers=1.0"], "datamodule.loader_workers must be an integer of at least 0, found 1.0"),
         (
             ["callbacks.model_checkpoint.dirpath=/dev/null/x"],
             "model_checkpoint.dirpath must be a folder that can be written",

@@ -3,6 +3,8 @@
 import importlib.util
 import logging
 import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -70,6 +72,30 @@ def test_number_of_gpus(accelerator, devices, there, fits, monkeypatch):
 def config_with(folder, name=None):
     callbacks = {"model_checkpoint": {"dirpath": str(folder)}}
     return OmegaConf.create({"callbacks": callbacks, "checkpoint_dir": "elsewhere", "name": name})
+
+
+IN_THE_FOLDER = """
+import sys
+from src.utils.folders import only_run_in
+
+with only_run_in(sys.argv[1], "dirpath"):
+    print("in", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_runs_do_not_write_to_one_folder(tmp_path):
+    command = [sys.executable, "-c", IN_THE_FOLDER, str(tmp_path)]
+    folder = pathlib.Path(train.__file__).parents[1]
+    with subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout.readline() == "in\n"
+        expected = f"callbacks.model_checkpoint.dirpath must be a folder of one run at a time, found {tmp_path}"
+        with pytest.raises(ValueError, match=expected), train.checkpoint_folder(config_with(tmp_path)):
+            pass
+        other.kill()
+        other.wait()
+        with train.checkpoint_folder(config_with(tmp_path)):
+            pass
 
 
 def test_nothing_to_resume(tmp_path, caplog):

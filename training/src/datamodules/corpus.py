@@ -98,7 +98,7 @@ class TextFile(_File):
 
     def _documents(self, pieces: Iterable[tuple[int, bytes]]) -> Iterator[Segment]:
         for offset, data in pieces:
-            yield Segment(self._text(offset, data).rstrip("\r\n"), True, offset)
+            yield Segment(decode(data, self.path, offset).rstrip("\r\n"), True, offset)
 
     def _chunks(self, file: BinaryIO, start: int, stop: int) -> Iterator[Segment]:
         """What lies between the cuts after each multiple of `unit`, wherever the range begins."""
@@ -107,7 +107,7 @@ class TextFile(_File):
         for begin, end in itertools.pairwise(cuts):
             if begin < end:
                 file.seek(begin)
-                text = self._text(begin, file.read(end - begin))
+                text = decode(file.read(end - begin), self.path, begin)
                 yield Segment(text, self.sample_by == "block" or end == size, begin)
 
     def _cut(self, file: BinaryIO, offset: int, size: int) -> int:
@@ -121,11 +121,6 @@ class TextFile(_File):
             return offset + blank.end()
         line = window.find(b"\n") + 1
         return offset + (line or len(window[:4]) - len(window[:4].lstrip(bytes(range(0x80, 0xC0)))))
-
-    def _text(self, offset: int, data: bytes) -> str:
-        if offset == 0 and data.startswith(_BYTE_ORDER_MARK):
-            data, offset = data[len(_BYTE_ORDER_MARK) :], len(_BYTE_ORDER_MARK)
-        return decode(data, self.path, offset)
 
 
 @dataclass(frozen=True)
@@ -410,7 +405,12 @@ def _ranges(total: int, step: int) -> list[tuple[int, int]]:
 
 
 def decode(data: bytes, path: pathlib.Path, offset: int) -> str:
-    """Text from bytes of a file that begin at offset. Raises ValueError where they are no text in UTF-8."""
+    """Text from bytes of a file that begin at offset, without a byte order mark at the file's beginning.
+
+    Raises ValueError where they are no text in UTF-8.
+    """
+    if offset == 0 and data.startswith(_BYTE_ORDER_MARK):
+        data, offset = data[len(_BYTE_ORDER_MARK) :], len(_BYTE_ORDER_MARK)
     if b"\0" in data:
         raise ValueError(f"{path} must be text, found a zero byte at offset {offset + data.index(0)}")
     try:

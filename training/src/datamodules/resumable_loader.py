@@ -12,6 +12,7 @@ What Lightning 2.6 does with a checkpoint, as far as data are concerned:
 - A checkpoint taken at the end of the last batch, or of the validation after it, is resumed right. One taken in
   `on_train_epoch_end` or `on_train_epoch_start` is not if max_steps is given: the epoch that has ended counts twice,
   and may take a batch of the next one. `align` mends that.
+- One taken after max_steps or max_time has ended the run within an epoch counts that epoch as over: `align` again.
 - Where the number of ranks or the batch size has changed, the counters are those of other batches: `align` again.
 """
 
@@ -126,6 +127,10 @@ def align(fit_loop: Any, loader: ResumableLoader, batch_before: int, batches_bef
         for counters in (epochs.total, epochs.current):
             counters.ready = counters.started = counters.completed = counters.processed
         fit_loop.epoch_loop.restarting = False
+    elif epochs.current.started == epochs.current.processed:  # the run ended within an epoch, which goes on
+        for counters in (epochs.total, epochs.current):
+            counters.completed = counters.processed = counters.processed - 1
+        fit_loop.restarting = True
     batch = loader.batch_size * loader.sampler.num_replicas
     if batch != batch_before:
         ended = at_start and batches.current.processed > 0

@@ -1,11 +1,16 @@
 """Folders that a run writes to, tried before it needs them."""
 
+import contextlib
+import fcntl
 import os
+import pathlib
 import sys
 import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from hydra.experimental.callback import Callback
+from lightning.pytorch.utilities import rank_zero_only
 from omegaconf import DictConfig
 
 
@@ -25,6 +30,37 @@ def check_writable(folder: str, key: str, variable: str) -> None:
         raise ValueError(
             f"{key} must be a folder that can be written to, found {folder} ({error}); {variable} names another place"
         ) from None
+
+
+@contextlib.contextmanager
+def only_run_in(folder: str, key: str) -> Iterator[None]:
+    """A block in which the first process of one run can be at a time: two would mix their files.
+
+    The lock, a file beside the folder, ends with the process, and workers of loaders, which may outlive it, do not
+    inherit it. There is none where the file system has no locks, or that file cannot be written.
+
+    Arguments:
+        folder: its path.
+        key: of the configuration, where it comes from.
+
+    Raises ValueError if another run is in such a block.
+    """
+    if rank_zero_only.rank != 0 or os.environ.get("NODE_RANK", "0") != "0":
+        yield
+        return
+    path = pathlib.Path(os.path.abspath(folder))
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(open(path.with_name(f".{path.name}.lock"), "w"))
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(
+                f"{key} must be a folder of one run at a time, found {folder}, to which another run writes now: "
+                "name=... names a folder"
+            ) from None
+        except OSError:
+            pass
+        yield
 
 
 class RunFolderIsWritable(Callback):

@@ -122,6 +122,12 @@ def test_json_lines(tmp_path, seed):
         assert [segment.content for segment in read(JsonLinesFile(path), cuts)] == texts
 
 
+def test_byte_order_mark_of_json_lines_is_left_out(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\r\n{"text": "b"}\r\n')
+    assert [segment.content for segment in JsonLinesFile(path).read(0, path.stat().st_size)] == ["a", "b"]
+
+
 def test_parquet(tmp_path):
     texts = [f"text {i}" if i % 5 else None for i in range(20)]
     table = pyarrow.table({"id": range(20), "body": texts})

@@ -136,6 +136,22 @@ def test_resumed_run_sees_the_same_batches_with_options(tmp_path, name, options)
     check(tmp_path, *HOOKS[name], **({"end": END} | options))
 
 
+@pytest.mark.parametrize("hook", ["on_train_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("steps", [5, EPOCH + 6])
+def test_a_run_that_ended_within_an_epoch_goes_on_in_it(tmp_path, steps, hook):
+    """Three epochs are three, whether or not max_steps or max_time ended the first run in the middle of one."""
+
+    def data():
+        return Counting(23, batch_size=2, seed=5)
+
+    path = tmp_path / "checkpoint.ckpt"
+    whole, trainer = fit(data(), max_epochs=3, limit_train_batches=11)
+    before, _ = fit(data(), [SaveAndStop(hook, steps, path)], max_epochs=3, limit_train_batches=11, max_steps=steps)
+    after, resumed = fit(data(), ckpt_path=path, max_epochs=3, limit_train_batches=11)
+    assert before.seen + after.seen == whole.seen
+    assert resumed.fit_loop.epoch_progress == trainer.fit_loop.epoch_progress
+
+
 @pytest.mark.parametrize("drop_last, missing", [(False, 0), (True, 1)])
 def test_drop_last_leaves_out_what_fills_no_batch(drop_last, missing):
     module, _ = fit(Counting(23, batch_size=2, drop_last=drop_last), max_epochs=1)

@@ -78,6 +78,7 @@ def test_tokenizers_keep_texts_and_themselves(kind, bpe, pretrained, tmp_path):
     for text, ids in zip(TEXTS, batch):
         assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == text
         assert max(ids, default=0) < len(tokenizer)
+    assert tokenizer.decode(tokenizer.encode("a")[0]) == "a"  # as the TextStreamer of transformers calls it
 
 
 @pytest.mark.parametrize("kind", ["byte", "json", "pretrained"])

@@ -67,6 +67,11 @@ def test_sampling_with_a_seed_is_repeatable(model):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_text_with_line_breaks_is_streamed(model, capsys):
+    written = generate(model, ByteTokenizer(), "one\ntwo\n", 20, seed=0, stream=True)
+    assert capsys.readouterr().out == f"one\ntwo\n{written}\n"
+
+
 def test_transformers_loads_what_was_exported(model, folder):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder)
     tokens = torch.randint(257, (2, 20))
