@@ -14,7 +14,7 @@ RESULTS = pathlib.Path(__file__).parent / "results"
 STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch of bars)
     "flash_attn": ("this library", "#000000", "o", ""),
     "deterministic": ("this library, deterministic", "#666666", "s", "xx"),
-    "portable": ("this library, portable kernels", "#666666", "s", "xx"),
+    "portable": ("this library, portable kernels", "#999999", "p", ".."),
     "flash_attn page 16": ("this library, pages of 16", "#666666", "s", "xx"),
     "flash_attn page 256": ("this library, pages of 256", "#999999", "p", ".."),
     "flash_attn compiled": ("this library, compiled", "#666666", "s", "xx"),
@@ -103,10 +103,6 @@ FIGURES = {  # name: (title, what is drawn)
                        lambda d=d: _attention(d, "flash_attn_peers"))
         for d in (64, 128, 256)
     },
-    "attention_portable": (
-        "Attention by the portable kernels, head dimension 128, bf16",
-        lambda: _attention(128, "flash_attn_portable"),
-    ),
     "decode": ("Decoding a token, bf16: batch x heads x key heads x keys x head dimension", lambda: _decode()),
     "memory": (
         "Memory of attention beyond its inputs",
@@ -202,7 +198,8 @@ def _draw(path, title, kind, panels, x, y):
         (_draw_lines if kind == "lines" else _draw_bars)(axis, series)
         axis.set(title=name, **(dict(xlabel=x, ylabel=y) if kind == "lines" else dict(xlabel=y)))
     handles = {label: handle for axis in axes.flat for handle, label in zip(*axis.get_legend_handles_labels())}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False)
+    columns = 4 if max(map(len, handles)) <= 26 else 3
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns, frameon=False)
     device = read(RESULTS / "flash_attn.csv")[0]
     figure.suptitle(f"{title}\n{device.device}, PyTorch {device.torch}", fontsize=11)
     figure.savefig(path, dpi=100, metadata={"Software": None})  # the same bytes for the same rows

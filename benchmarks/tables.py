@@ -47,7 +47,7 @@ def _of_peers(rows, op, case):
 
 def _features():
     """Calls with sinks, key ranges and biases beside those without; of biases, PyTorch's, too."""
-    rows = _rows("flash_attn") | _rows("flash_attn_biases")
+    rows = _rows("flash_attn")
     yield "batch x heads x tokens x head dimension", "without", "with", "of that without", "PyTorch, with"
     for (op, case, provider), row in rows.items():
         if op == "flash_attn_features" and provider != "flash_attn" and not provider.startswith("torch"):
@@ -126,8 +126,8 @@ def _training():
 def _slower():
     """The cases in which the baseline is faster by more than 2 %."""
     yield "operation", "case", "time of the baseline / ours"
-    files = ("layer_norm", "xentropy", "fused_softmax", "fused_dense", "rotary", "block", "models")
-    for file in ("flash_attn", "flash_attn_biases", *files):
+    files = ("flash_attn", "layer_norm", "xentropy", "fused_softmax", "fused_dense", "rotary", "block", "models")
+    for file in files:
         rows = _rows(file)
         for (op, case, provider), row in rows.items():
             is_option = op == "flash_attn_features" and not provider.startswith("torch")
