@@ -26,6 +26,7 @@ STYLES = {  # provider: (what it is called, colour of Okabe and Ito, mark, hatch
     "exact": ("this library, exact gradients", "#666666", "s", "xx"),
     "sink": ("with a sink", "#56b4e9", "D", "--"),
     "ranges": ("key ranges", "#009e73", "<", "||"),
+    "chunks": ("attention in chunks", "#e69f00", "P", "**"),
     "ranges and sink": ("key ranges and a sink", "#cc79a7", ">", "++"),
     "bias": ("with a bias", "#e69f00", "P", "**"),
     "bias fp32": ("with a bias in float32", "#bbbbbb", "h", "oo"),

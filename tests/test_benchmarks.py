@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import figures, harness, kernels, plot, power, rerun, tables
+from benchmarks import figures, harness, kernels, plot, power, rerun, tables, trees
 
 FAMILIES = sorted(path.stem for path in pathlib.Path(harness.__file__).parent.glob("benchmark_*.py"))
 
@@ -269,3 +269,27 @@ def test_rerun_measures_every_family(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         rerun.main()
     assert "FAMILY: must be of flash_attn, " in capsys.readouterr().err
+
+
+def test_trees_take_turns(tmp_path, monkeypatch, capsys):
+    """Each of two trees, here the same one, is measured in a process of its own."""
+    root, rows = str(RESULTS.parents[1]), tmp_path / "rows.csv"
+    options = ["--device=cpu", "--rounds=2", "--seconds=0", f"--csv={rows}"]
+    monkeypatch.setattr(sys, "argv", ["", root, root, "rotary", "rotary_fwd/1x128x4x64x64 */bf16", *options])
+    trees.main()
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and all(
+        re.fullmatch(r"rotary_fwd/\S+ \w+/bf16: \S+ ms, \S+ \(\S+ to \S+\)", line) for line in said
+    )
+    with rows.open(newline="") as file:
+        head, *measured = csv.reader(file)
+    assert head == ["case", "round", root, root] and [row[1] for row in measured] == ["0", "1"] * 2
+    assert all(float(time) > 0 for row in measured for time in row[2:])
+
+    monkeypatch.setattr(sys, "argv", ["", root, root, "rotary", "nothing", *options])
+    with pytest.raises(SystemExit, match="no case that all trees have matches 'nothing'"):
+        trees.main()
+    monkeypatch.setattr(sys, "argv", ["", root, str(tmp_path), "rotary", "*", *options])
+    with pytest.raises(SystemExit):
+        trees.main()
+    assert "TREE: must have benchmarks/benchmark_rotary.py, found" in capsys.readouterr().err

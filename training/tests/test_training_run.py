@@ -228,6 +228,23 @@ def test_what_cannot_be_resumed(tmp_path, here, capfd):
     assert Checkpoint(tmp_path / "checkpoints" / "first" / "last.ckpt").state["global_step"] == 4
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["train.optimizer.lr=0.5"], r"whatever they are now: train\.optimizer\.lr was \S+, and is 0\.5"),
+        (["trainer.max_steps=6"], r"whatever they are now: train\.scheduler\.t_initial was 4, and is 6"),
+        (["trainer.gradient_clip_val=0.5", "seed=7"], None),
+    ],
+)
+def test_options_that_a_resumed_run_keeps(options, says, here, capfd):
+    """PyTorch restores an optimiser and a schedule with their options: a change of these would go unseen."""
+    here("name=first", "test_after_training=False")
+    capfd.readouterr()
+    here("name=first", "resume=True", "test_after_training=False", *options)
+    said = "".join(capfd.readouterr())
+    assert re.search(says, said) if says else "whatever they are now" not in said
+
+
 def test_a_disk_that_is_full(tmp_path, here, capfd, monkeypatch):
     """The message says it, and the checkpoint before is as it was."""
     write, times = checkpoint._write, []

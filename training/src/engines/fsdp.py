@@ -57,7 +57,7 @@ def shard(module: nn.Module, mesh: DeviceMesh, reshard_after_forward: bool, poli
     lists = [each for name, each in module.named_modules() if name.rpartition(".")[2] in _LISTS]
     for layer in [layer for each in lists if isinstance(each, nn.ModuleList) for layer in each]:
         fully_shard(layer, **options)
-    fully_shard(module, **options)
+    fully_shard(module, **options | {"reshard_after_forward": False})  # the backward needs these at once
     for step in _STEPS:
         if isinstance(module, L.LightningModule) and is_overridden(step, module):
             register_fsdp_forward_method(module, step)

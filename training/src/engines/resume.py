@@ -190,6 +190,8 @@ class ExactResume(Strategy):
         if state["engine"]["tensor_parallel_size"] != self.tensor_parallel_size:
             self._resumed = checkpoints.together(lambda: self._redivided(self._resumed))
         checkpoints.together(lambda: self._compare(state), f"{path} does not fit")
+        if self.is_global_zero:
+            self._warn_of_kept_options(state)
         targets = {}
         for name, x in self.lightning_module_state_dict().items():
             if isinstance(x, Tensor) and self._stored(name) in self._resumed.entries:
@@ -246,6 +248,17 @@ class ExactResume(Strategy):
             changed = _changes(state.get("hyper_parameters") or {}, self.lightning_module.hparams)
             options = f"\nOptions that have changed: {'; '.join(changed)}" if changed else ""
             raise CheckpointError("; ".join(faults[:3]) + more + options)
+
+    def _warn_of_kept_options(self, state):
+        """Warn of changed options that have no effect, since PyTorch restores them with optimisers and schedules."""
+        kept = {f"train.optimizer.{key}" for each in self.optimizers for key in unwrapped(each).param_groups[0]}
+        kept |= {f"train.scheduler.{key}" for each in self.lr_scheduler_configs for key in each.scheduler.state_dict()}
+        changed = _changes(state.get("hyper_parameters") or {}, self.lightning_module.hparams)
+        without_effect = [each for each in changed if each.partition(" ")[0] in kept]
+        if without_effect:
+            _log.warning(
+                f"Options that stay as they are in the checkpoint, whatever they are now: {'; '.join(without_effect)}"
+            )
 
     def _differences(self, state):
         entries, engine = self._resumed.entries, state["engine"]
