@@ -3,13 +3,14 @@
 dense       F.linear with bias, forward, and forward with backward
 mlp         two layers with GELU (tanh) between them, forward without gradient, and forward with backward; flash_attn at
             its checkpoint levels 0, 1 and 2, and with the activation as a kernel of its own ("apart")
-linear_act  a layer with GELU in one Triton kernel
+linear_act  a layer with GELU, forward, and the gradient of the GELU before a layer; with the Triton kernel, too
 bias_grad   the sum of the rows of a gradient, by the bytes that must move
 swiglu      silu(gate) * value of the halves of a tensor, by the bytes that must move; against Liger, too, which copies
             halves, so that it gets tensors of their own
 """
 
 import functools
+import importlib
 
 import torch
 from torch.nn import functional
@@ -18,7 +19,7 @@ from benchmarks.harness import DTYPES, Case, backward_of, main
 from flash_attn._ops import fused_dense
 from flash_attn.ops.activations import swiglu
 from flash_attn.ops.fused_dense import fused_dense_func, fused_mlp_func
-from flash_attn.ops.triton.linear import triton_linear_act
+from flash_attn.ops.triton.linear import triton_dgrad_act, triton_linear_act
 
 SHAPES = {  # rows, width, hidden
     "cuda": [(16384, 768, 3072), (16384, 1024, 4096), (16384, 2048, 8192), (8192, 4096, 16384), (512, 4096, 16384)],
@@ -38,6 +39,7 @@ def cases(device):
             ("mlp_fwd", mlp_forward, 2 * product),
             ("mlp_both", mlp_both, 6 * product),
             ("linear_act_fwd", linear_act_forward, product),
+            ("linear_act_bwd", linear_act_backward, product),
         ):
             run = functools.partial(providers, shape, dtype, device)
             yield Case(f"fused_{op}", "x".join(map(str, shape)), "bf16", run, flops=flops)
@@ -125,6 +127,10 @@ def mlp_both(shape, dtype, device):
     return {name: both(function, inputs) for name, function in mlp_functions().items()}
 
 
+def triton_kernels():
+    return importlib.import_module("flash_attn._triton.linear_act")
+
+
 def linear_act_forward(shape, dtype, device):
     x, weight, bias, *_ = draw(shape, dtype, device)
 
@@ -135,6 +141,23 @@ def linear_act_forward(shape, dtype, device):
         "flash_attn": lambda: triton_linear_act(x, weight, bias, "gelu_approx"),
         "torch": plain,
         "torch.compile": torch.compile(plain, dynamic=False),
+        "triton": lambda: triton_kernels().fwd(x, weight, bias, "gelu_approx", False),
+    }
+
+
+def linear_act_backward(shape, dtype, device):
+    """Of the layer hidden -> width of an MLP, and the GELU before it."""
+    dout, _, _, weight, _ = draw(shape, dtype, device)
+    act_input = torch.randn(shape[0], shape[2], device=device, dtype=dtype)
+
+    def plain():
+        return torch.ops.aten.gelu_backward(dout @ weight, act_input, approximate="tanh")
+
+    return {
+        "flash_attn": lambda: triton_dgrad_act(dout, weight, "gelu_approx", act_input),
+        "torch": plain,
+        "torch.compile": torch.compile(plain, dynamic=False),
+        "triton": lambda: triton_kernels().dgrad(dout, weight, act_input, "gelu_approx"),
     }
 
 

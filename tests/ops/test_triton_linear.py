@@ -1,4 +1,6 @@
-"""Linear layers with activations in Triton: in its interpreter on a CPU, on a GPU, and as the public functions."""
+"""Linear layers with activations: in Triton's interpreter on a CPU, in Triton and cuBLASLt on a GPU, and as the public
+functions.
+"""
 
 import importlib
 import sys
@@ -40,12 +42,16 @@ def one_tile(device, monkeypatch):
             monkeypatch.setattr(kernel, "configs", kernel.configs[-1:])
 
 
-@pytest.fixture(params=["public", "triton"])
-def functions(request, device):
-    """fwd and dgrad as the dispatcher finds them, and the Triton kernels themselves, which are the same on a GPU."""
+@pytest.fixture(params=["public", "cublaslt", "triton"])
+def backend(request, device, monkeypatch):
+    """What computes: whatever the public functions call, cuBLASLt, or the Triton kernel; the first is one of the others
+    on a GPU. On a CPU, the reference of the ops of fused_dense takes the place of cuBLASLt.
+    """
     if request.param == "public" and device.type == "cuda":
-        pytest.skip("the Triton kernels run in the other half of these tests")
-    return linear_act if request.param == "public" else kernels()
+        pytest.skip("the public functions call what runs in the other parts of these tests")
+    if request.param == "triton" or (request.param == "cublaslt" and device.type == "cpu"):
+        monkeypatch.setattr(linear_act, "is_for_cublaslt", lambda x, weight: request.param == "cublaslt")
+    return request.param
 
 
 def draw(name, dtype, device, transposed):
@@ -74,11 +80,16 @@ ROWS = cover(FACTORS)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: "-".join(map(str, row.values())))
-def test_against_float64(row, device, functions):
-    if device.type == "cuda" and row not in ROWS[:5]:
+def test_against_float64(row, device, backend):
+    if device.type == "cuda" and backend == "triton" and row not in ROWS[:5]:
         pytest.skip("each takes seconds to compile")
     shape, dtype, activation, transposed = row.values()
     x, weight, bias, dout, act_input = draw(shape, dtype, device, transposed)
+    if backend == "cublaslt" and not (
+        linear_act.is_for_cublaslt(x, weight) and linear_act.is_for_cublaslt(dout, weight)
+    ):
+        pytest.skip("the Triton kernel computes this")
+    fwd, dgrad = (kernels().fwd, kernels().dgrad) if backend == "triton" else (linear_act.forward, linear_act.backward)
 
     def formula(*tensors):
         x, weight, bias = tensors
@@ -92,17 +103,21 @@ def test_against_float64(row, device, functions):
     def check(found, function, *inputs):
         exact = function(*(x.double() for x in inputs))
         plus = unavoidable(exact, found.dtype, terms=100)
-        assert found.dtype == x.dtype
+        if backend == "cublaslt" and exact.numel():  # the input of the activation is rounded
+            plus += torch.finfo(found.dtype).eps * exact.abs().max().item()
+        assert found.dtype == x.dtype and found.is_contiguous()
         assert_error_ratio(found, exact, function(*inputs), plus=plus)
 
     for some_bias in (bias, None):
-        out, stored = functions.fwd(x, weight, some_bias, activation, True)
+        out, stored = fwd(x, weight, some_bias, activation, True)
         wide_bias = torch.zeros_like(bias) if some_bias is None else bias
         check(out, formula, x, weight, wide_bias)
         check(stored, oracle.linear, x, weight, wide_bias)
-        alone, nothing = functions.fwd(x, weight, some_bias, activation, False)
-        assert torch.equal(alone, out) and nothing.numel() == 0
-    check(functions.dgrad(dout, weight, None if activation == "id" else act_input, activation), gradient,
+        assert out.data_ptr() != stored.data_ptr() or out.numel() == 0
+        alone, nothing = fwd(x, weight, some_bias, activation, False)
+        check(alone, formula, x, weight, wide_bias)
+        assert nothing.numel() == 0
+    check(dgrad(dout, weight, None if activation == "id" else act_input, activation), gradient,
           dout, weight, act_input)  # fmt: skip
 
 
@@ -113,7 +128,7 @@ def test_every_tile_on_a_gpu(rows, device, monkeypatch):
     monkeypatch.setattr(kernels().kernel_fwd, "configs", kernels().all_configs())
     x = torch.randn(rows, 1000, device=device).bfloat16()
     weight = (torch.randn(2056, 1000, device=device) / 32).bfloat16()
-    out, act_input = triton_linear_act(x, weight, activation="gelu", save_act_input=True)
+    out, act_input = kernels().fwd(x, weight, None, "gelu", True)
     for found, name in ((out, "gelu"), (act_input, "identity")):
         exact = oracle.linear(x.double(), weight.double(), None, name)
         assert_error_ratio(found, exact, oracle.linear(x, weight, None, name))
@@ -131,10 +146,30 @@ def test_public_functions(device):
     assert torch.equal(flat, triton_dgrad_act(dout, weight, "gelu", act_input))
 
 
-def test_compiled(device):
-    x, weight, bias, *_ = draw("odd", "fp32", device, False)
-    compiled = torch.compile(triton_linear_act, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, weight, bias, "gelu"), triton_linear_act(x, weight, bias, "gelu"))
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("activation", linear_act.ACTIVATIONS)
+def test_compiled(activation, dtype, device, backend):
+    if backend == "triton" or (device.type == "cuda" and dtype == "fp32" and activation != "gelu"):
+        pytest.skip("other tests compare the kernel, whose compilation takes seconds")
+    x, weight, bias, dout, act_input = draw("odd", dtype, device, False)
+    calls = (
+        lambda: triton_linear_act(x, weight, bias, activation),
+        lambda: triton_linear_act(x, weight, bias, activation, save_act_input=True),
+        lambda: triton_dgrad_act(dout, weight, activation, act_input),
+    )
+    for call in calls:
+        torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(), call())
+
+
+@pytest.mark.cuda
+def test_what_is_for_cublaslt(device):
+    """16-bit operands whose rows have adjacent elements, and no others."""
+    x, weight, *_ = draw("odd", "bf16", device, False)
+    wide = torch.randn(3, 7, 48, device=device).half()[..., :33]
+    assert linear_act.is_for_cublaslt(x, weight) and linear_act.is_for_cublaslt(wide, weight.half())
+    assert not linear_act.is_for_cublaslt(x.float(), weight.float())
+    assert not linear_act.is_for_cublaslt(x, weight.T.contiguous().T)
+    assert not linear_act.is_for_cublaslt(x.mT.contiguous().mT, weight)
 
 
 def test_opcheck(device):
@@ -208,7 +243,9 @@ def test_names_of_triton():
 
 @pytest.mark.parametrize("level", [0, 1, 2])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_mlp(dtype, level, device):
+def test_mlp(dtype, level, device, backend):
+    if backend == "triton" and device.type == "cpu":
+        pytest.skip("the dispatcher calls the reference, as for the public functions")
     module = FusedDenseSqreluDense(64, 128, 32, checkpoint_lvl=level).to(device, DTYPES[dtype])
     x = torch.randn(3, 5, 64, device=device).to(DTYPES[dtype])
     dout = torch.randn(3, 5, 32, device=device).to(DTYPES[dtype])

@@ -1,9 +1,11 @@
-"""Linear layers with bias and activation in one Triton kernel, and the gradient that goes back through both.
+"""Linear layers with bias and activation, and the gradient that goes back through both.
 
     out, act_input = triton_linear_act(x, weight, bias, activation="gelu", save_act_input=True)
 
-Sums, bias and activation are fp32. Nothing here records a gradient. Without a GPU or without Triton, plain torch
-computes the same. `kernel_fwd` and `kernel_bwd` are the kernels.
+On a GPU, cuBLASLt computes what is float16 or bfloat16 and not transposed, if the library is compiled, and one Triton
+kernel the rest; elsewhere, plain torch does. Sums, bias and activation are computed in float32. Triton rounds nothing
+between them; the others may, as `F.linear` does. Nothing here records a gradient. `kernel_fwd` and `kernel_bwd` are the
+Triton kernels.
 """
 
 from collections.abc import Callable
@@ -25,7 +27,7 @@ def triton_linear_act(
 
     Arguments:
         x: (..., in_features), float16, bfloat16 or float32. An operand is copied if none of its dimensions is
-            contiguous.
+            contiguous, and for cuBLASLt also if it is a slice whose rows are not aligned to 16 bytes.
         weight: (out_features, in_features), of the dtype of x.
         bias: (out_features,), of the dtype of x, or None.
         activation: "id", "gelu" (the exact one), "gelu_approx" (its tanh form) or "squared_relu".
@@ -41,7 +43,7 @@ def triton_linear_act(
         checks.tensor("bias", bias, dtypes=(x.dtype,), shape=weight.shape[:1], device=x.device)
     checks.flags(save_act_input=save_act_input)
     with torch.no_grad():
-        out, act_input = linear_act.fwd(x, weight, bias, activation, bool(save_act_input))
+        out, act_input = linear_act.forward(x, weight, bias, activation, bool(save_act_input))
     return (out, act_input) if save_act_input else out
 
 
@@ -74,7 +76,7 @@ def triton_dgrad_act(
         fits = act_input.shape[-1:] == weight.shape[1:] and act_input.shape[:-1].numel() == rows
         checks.number("act_input", tuple(act_input.shape), fits, "of shape ({}, {})", rows, weight.shape[1])
     with torch.no_grad():
-        return linear_act.dgrad(grad_output, weight, act_input, activation)
+        return linear_act.backward(grad_output, weight, act_input, activation)
 
 
 def init_to_zero(name: str) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:

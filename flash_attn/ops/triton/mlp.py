@@ -1,4 +1,4 @@
-"""An MLP with squared ReLU. On a GPU, its first product and its activation are one Triton kernel.
+"""An MLP with squared ReLU. Where there is no cuBLASLt product for a GPU, the first layer is one Triton kernel.
 
 mlp = FusedDenseSqreluDense(1024, checkpoint_lvl=1)
 """
@@ -81,13 +81,13 @@ class FusedDenseSqreluDense(nn.Module):
 
 
 def _fwd(x, weight, bias, activation, keep, heuristic):
-    if activation == "identity":
+    if activation == "identity" or linear_act.is_for_cublaslt(x, weight):
         return fused_dense.KERNELS.fwd(x, weight, bias, activation, keep, heuristic)
     return linear_act.fwd(x, weight, bias, "squared_relu", keep)
 
 
 def _dgrad(dout, weight, dresidual, kept, activation, bias_grad):
-    if activation == "identity":
+    if activation == "identity" or linear_act.is_for_cublaslt(dout, weight):
         return fused_dense.KERNELS.dgrad(dout, weight, dresidual, kept, activation, bias_grad)
     dx = linear_act.dgrad(dout, weight, kept, "squared_relu")
     return dx, fused_dense.reference.sum_of_rows(dx, bias_grad)
