@@ -2,17 +2,22 @@
 
 #include <cstdint>
 
+#include "common/divmod.h"
 #include "common/dtype.h"
 #include "common/tensor_ref.h"
 
 namespace flash::rotary {
 
 struct Params {
+  Divisor groups = {};   // groups of heads per token, each one a thread's; chosen by run_apply, like the next two
+  Divisor entry = {};    // tokens per batch entry
+  int rows = 0;          // groups of all tokens
+
   TensorRef<const void> x;  // (batch, seqlen, heads, head_dim); packed sequences: (1, tokens, heads, head_dim)
   TensorRef<> out;          // same shape as x; same memory and strides if in_place
   DType dtype;              // of x and out
-  int64_t batch;
-  int64_t seqlen;
+  int batch;
+  int seqlen;
   int heads;
   int head_dim;
 

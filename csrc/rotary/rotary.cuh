@@ -32,8 +32,8 @@ struct Config {
 
   // One head in flight is too few bytes; two are as fast as four. Streaming hints (evict first) on the loads and stores
   // of x made the kernel slower.
-  static constexpr int kHeads = 4;  // heads in flight per thread
-  static constexpr int kThreads = 256;
+  static constexpr int kHeads = 2;  // heads in flight per thread
+  static constexpr int kThreads = 128;
 };
 
 // How many units a head has. The first `turning` units are rotated. The others, up to `all`, hold two vectors each that
@@ -176,54 +176,57 @@ __global__ __launch_bounds__(Config::kThreads) void apply_kernel(const __grid_co
   constexpr int kVec = Config::kVec, kHeads = Config::kHeads;
   const Units units = units_of<Config>(p);
   const int unit = blockIdx.y * blockDim.x + threadIdx.x;
-  const int64_t token = int64_t{blockIdx.x} * blockDim.z + threadIdx.z;
-  if (unit >= units.all || token >= p.batch * p.seqlen) return;
+  const int row = blockIdx.x * blockDim.y + threadIdx.y;
+  if (unit >= units.all || row >= p.rows) return;
 
-  const int64_t entry = token / p.seqlen, index = token % p.seqlen;
-  const int64_t position = unit < units.turning ? position_of(p, entry, index) : -1;
-  const bool turns = position >= 0;
-  if (p.in_place && !turns) return;
-
+  const int token = p.groups.divide(row), group = p.groups.remainder(row, token);
+  const int entry = p.entry.divide(token), index = p.entry.remainder(token, entry);
   const Channels channels = channels_of<Config>(p, units, unit);
   const bool has_high = channels.high < p.head_dim;
   // Only channels that are loaded one by one may lie apart.
   const int64_t x_step = kVec == 1 ? p.x.head_dim : 1;
   const int64_t out_step = kVec == 1 ? p.out.head_dim : 1;
   const T* x = static_cast<const T*>(p.x.data) + entry * p.x.batch + index * p.x.seqlen;
+  Vec<T, kVec> low[kHeads], high[kHeads];
+#pragma unroll
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = group + i * p.groups.value;
+    const T* x_head = x + head * p.x.heads;
+    if (head < p.heads) low[i] = load<kVec>(x_head + channels.low * x_step);
+    if (head < p.heads && has_high) high[i] = load<kVec>(x_head + channels.high * x_step);
+  }
+
+  // The position and the angles are loaded while the heads are in flight.
+  const int64_t position = unit < units.turning ? position_of(p, entry, index) : -1;
+  const bool turns = position >= 0;
+  if (p.in_place && !turns) return;
+  Angles<kVec> angles;
+  if (turns) angles = load_angles<Config>(p, position, unit, channels);
   T* out = static_cast<T*>(p.out.data) + entry * p.out.batch + index * p.out.seqlen;
-  for (int first = threadIdx.y; first < p.heads; first += kHeads * blockDim.y) {
-    Vec<T, kVec> low[kHeads], high[kHeads];
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      const int head = first + i * blockDim.y;
-      const T* x_head = x + head * p.x.heads;
-      if (head < p.heads) low[i] = load<kVec>(x_head + channels.low * x_step);
-      if (head < p.heads && has_high) high[i] = load<kVec>(x_head + channels.high * x_step);
-    }
-    Angles<kVec> angles;  // loaded while the heads are in flight
-    if (turns) angles = load_angles<Config>(p, position, unit, channels);
-#pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      const int head = first + i * blockDim.y;
-      if (head >= p.heads) break;
-      if (turns) turn<Config>(low[i], high[i], angles);
-      T* out_head = out + head * p.out.heads;
-      store(out_head + channels.low * out_step, low[i]);
-      if (has_high) store(out_head + channels.high * out_step, high[i]);
-    }
+  for (int i = 0; i < kHeads; ++i) {
+    const int head = group + i * p.groups.value;
+    if (head >= p.heads) break;
+    if (turns) turn<Config>(low[i], high[i], angles);
+    T* out_head = out + head * p.out.heads;
+    store(out_head + channels.low * out_step, low[i]);
+    if (has_high) store(out_head + channels.high * out_step, high[i]);
   }
 }
 
 template <typename Config>
-void run_apply(const Params& p, cudaStream_t stream) {
+void run_apply(Params p, cudaStream_t stream) {
   constexpr int kThreads = Config::kThreads;
   const int units = units_of<Config>(p).all;
-  if (units == 0 || p.heads == 0) return;
+  const int groups = ceil_div(p.heads, Config::kHeads);
+  p.rows = p.batch * p.seqlen * groups;
+  if (units == 0 || p.rows == 0) return;
+  p.groups = Divisor(groups);
+  p.entry = Divisor(p.seqlen);
   const int unit_slots = std::min(units, kThreads);
-  const int head_slots = std::min<int>(ceil_div(p.heads, Config::kHeads), kThreads / unit_slots);
-  const int token_slots = std::min(kThreads / (unit_slots * head_slots), kMaxBlockZ);
-  const LaunchShape shape{.grid = dim3(ceil_div(p.batch * p.seqlen, token_slots), ceil_div(units, unit_slots)),
-                          .block = dim3(unit_slots, head_slots, token_slots)};
+  const int row_slots = kThreads / unit_slots;
+  const LaunchShape shape{.grid = dim3(ceil_div(p.rows, row_slots), ceil_div(units, unit_slots)),
+                          .block = dim3(unit_slots, row_slots)};
   launch<apply_kernel<Config>>(shape, p, stream);
 }
 
