@@ -34,31 +34,27 @@ struct Config {
   // of x made the kernel slower.
   static constexpr int kHeads = 2;  // heads in flight per thread
   static constexpr int kThreads = 128;
-};
-
-// How many units a head has. The first `turning` units are rotated. The others, up to `all`, hold two vectors each that
-// are only copied; in place, there are none.
-struct Units {
-  int turning, all;
+  static constexpr int kManyThreads = 1 << 18;  // about as many as a GPU runs at once
 };
 
 template <typename Config>
-__host__ __device__ Units units_of(const Params& p) {
-  const int turning = p.rotary_dim / 2 / Config::kVec;
-  const int copied_vectors = (p.head_dim - p.rotary_dim) / Config::kVec;
+Units units_of(const Params& p) {
+  const uint32_t turning = p.rotary_dim / 2 / Config::kVec;
+  const uint32_t copied_vectors = (p.head_dim - p.rotary_dim) / Config::kVec;
   return {turning, turning + (p.in_place ? 0 : (copied_vectors + 1) / 2)};
 }
 
 // The first channels of the two vectors of a unit. The last unit may have only one vector: then `high` is head_dim.
 struct Channels {
-  int low, high;
+  uint32_t low, high;
 };
 
 template <typename Config>
-__device__ Channels channels_of(const Params& p, const Units& units, int unit) {
-  constexpr int kVec = Config::kVec;
+__device__ Channels channels_of(const Params& p, uint32_t unit) {
+  constexpr uint32_t kVec = Config::kVec;
+  const Units& units = p.units;
   if (unit >= units.turning) {
-    const int low = p.rotary_dim + (unit - units.turning) * kVec;
+    const uint32_t low = p.rotary_dim + (unit - units.turning) * kVec;
     return {low, low + (units.all - units.turning) * kVec};
   }
   if (Config::kInterleaved && !Config::kPairsWithin) return {2 * unit, 2 * unit + 1};
@@ -67,10 +63,10 @@ __device__ Channels channels_of(const Params& p, const Units& units, int unit) {
 
 // Returns the index of the packed sequence that holds a token: the last one that starts at or before it. Returns -1 if
 // there is none.
-__device__ inline int64_t sequence_of(const Params& p, int64_t token) {
-  int64_t first = 0, last = p.num_sequences + 1;
+__device__ inline int sequence_of(const Params& p, int token) {
+  int first = 0, last = p.num_sequences + 1;
   while (first < last) {  // searches for cu_seqlens[first - 1] <= token < cu_seqlens[last]
-    const int64_t middle = (first + last) / 2;
+    const int middle = (first + last) / 2;
     if (__ldg(p.cu_seqlens + middle) <= token) {
       first = middle + 1;
     } else {
@@ -80,21 +76,21 @@ __device__ inline int64_t sequence_of(const Params& p, int64_t token) {
   return first > p.num_sequences ? -1 : first - 1;
 }
 
-__device__ inline int64_t offset_of(const Params& p, int64_t sequence) {
+__device__ inline int64_t offset_of(const Params& p, int sequence) {
   if (p.seqlen_offsets == nullptr) return p.seqlen_offset;
   return p.seqlen_offset + (p.wide_offsets ? __ldg(static_cast<const long long*>(p.seqlen_offsets) + sequence)
                                            : __ldg(static_cast<const int*>(p.seqlen_offsets) + sequence));
 }
 
 // Returns the row of the table for token `index` of batch entry `entry`; negative if there is no such row.
-__device__ inline int64_t position_of(const Params& p, int64_t entry, int64_t index) {
+__device__ inline int position_of(const Params& p, int entry, int index) {
   if (p.cu_seqlens != nullptr) {
     entry = sequence_of(p, index);
     if (entry < 0) return -1;
     index -= __ldg(p.cu_seqlens + entry);
   }
-  const int64_t position = index + offset_of(p, entry);
-  return position < p.positions ? position : -1;
+  const int64_t position = offset_of(p, entry) + index;
+  return 0 <= position && position < p.positions ? static_cast<int>(position) : -1;
 }
 
 // The cosine and sine of each of the kVec pairs of a unit, in fp32.
@@ -117,7 +113,7 @@ __device__ void load_entries(float* entries, const Table* table) {
 
 // Loads the entries of a unit from a row of a table. They are adjacent, or in two places if vectors hold whole pairs.
 template <typename Config, typename Table>
-__device__ void load_row(float (&entries)[Config::kVec], const Table* row, int unit, const Channels& channels) {
+__device__ void load_row(float (&entries)[Config::kVec], const Table* row, uint32_t unit, const Channels& channels) {
   constexpr int kVec = Config::kVec;
   if constexpr (Config::kPairsWithin) {
     load_entries<kVec / 2>(entries, row + channels.low / 2);
@@ -128,7 +124,7 @@ __device__ void load_row(float (&entries)[Config::kVec], const Table* row, int u
 }
 
 template <typename Config, typename Table>
-__device__ void load_angles(Angles<Config::kVec>& angles, const Params& p, int64_t position, int unit,
+__device__ void load_angles(Angles<Config::kVec>& angles, const Params& p, uint32_t position, uint32_t unit,
                             const Channels& channels) {
   load_row<Config>(angles.cos, static_cast<const Table*>(p.cos) + position * p.cos_stride, unit, channels);
   load_row<Config>(angles.sin, static_cast<const Table*>(p.sin) + position * p.sin_stride, unit, channels);
@@ -137,18 +133,15 @@ __device__ void load_angles(Angles<Config::kVec>& angles, const Params& p, int64
 // Loads the angles of a unit. The type of the tables is a branch at run time, since tables are a small part of the
 // traffic.
 template <typename Config>
-__device__ Angles<Config::kVec> load_angles(const Params& p, int64_t position, int unit, const Channels& channels) {
+__device__ Angles<Config::kVec> load_angles(const Params& p, uint32_t position, uint32_t unit,
+                                            const Channels& channels) {
   Angles<Config::kVec> angles;
-  switch (p.table_dtype) {
-    case DType::kFloat32:
-      load_angles<Config, float>(angles, p, position, unit, channels);
-      break;
-    case DType::kFloat16:
-      load_angles<Config, __half>(angles, p, position, unit, channels);
-      break;
-    case DType::kBFloat16:
-      load_angles<Config, __nv_bfloat16>(angles, p, position, unit, channels);
-      break;
+  if (p.table_dtype == DType::kFloat32) {
+    load_angles<Config, float>(angles, p, position, unit, channels);
+  } else if (p.table_dtype == DType::kFloat16) {
+    load_angles<Config, __half>(angles, p, position, unit, channels);
+  } else {
+    load_angles<Config, __nv_bfloat16>(angles, p, position, unit, channels);
   }
 #pragma unroll
   for (float& sin : angles.sin) sin = p.conjugate ? -sin : sin;
@@ -174,41 +167,41 @@ template <typename Config>
 __global__ __launch_bounds__(Config::kThreads) void apply_kernel(const __grid_constant__ Params p) {
   using T = typename Config::T;
   constexpr int kVec = Config::kVec, kHeads = Config::kHeads;
-  const Units units = units_of<Config>(p);
-  const int unit = blockIdx.y * blockDim.x + threadIdx.x;
+  const uint32_t unit = blockIdx.y * blockDim.x + threadIdx.x;
   const int row = blockIdx.x * blockDim.y + threadIdx.y;
-  if (unit >= units.all || row >= p.rows) return;
+  if (unit >= p.units.all || row >= p.rows) return;
 
-  const int token = p.groups.divide(row), group = p.groups.remainder(row, token);
-  const int entry = p.entry.divide(token), index = p.entry.remainder(token, entry);
-  const Channels channels = channels_of<Config>(p, units, unit);
-  const bool has_high = channels.high < p.head_dim;
+  // Unsigned, because products with 64-bit strides then take fewer instructions.
+  const uint32_t token = p.groups.divide(row), group = p.groups.remainder(row, token);
+  const uint32_t entry = p.entry.divide(token), index = p.entry.remainder(token, entry);
+  const Channels channels = channels_of<Config>(p, unit);
+  const bool has_high = channels.high < static_cast<uint32_t>(p.head_dim);
   // Only channels that are loaded one by one may lie apart.
   const int64_t x_step = kVec == 1 ? p.x.head_dim : 1;
   const int64_t out_step = kVec == 1 ? p.out.head_dim : 1;
-  const T* x = static_cast<const T*>(p.x.data) + entry * p.x.batch + index * p.x.seqlen;
+  const uint32_t heads = p.heads, groups = p.groups.value;
+  const T* x = static_cast<const T*>(p.x.data) + entry * p.x.batch + index * p.x.seqlen + group * p.x.heads;
   Vec<T, kVec> low[kHeads], high[kHeads];
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
-    const int head = group + i * p.groups.value;
-    const T* x_head = x + head * p.x.heads;
-    if (head < p.heads) low[i] = load<kVec>(x_head + channels.low * x_step);
-    if (head < p.heads && has_high) high[i] = load<kVec>(x_head + channels.high * x_step);
+    if (i > 0 && group + i * groups >= heads) break;
+    const T* x_head = x + i * (groups * p.x.heads);
+    low[i] = load<kVec>(x_head + channels.low * x_step);
+    if (has_high) high[i] = load<kVec>(x_head + channels.high * x_step);
   }
 
   // The position and the angles are loaded while the heads are in flight.
-  const int64_t position = unit < units.turning ? position_of(p, entry, index) : -1;
+  const int position = unit < p.units.turning ? position_of(p, entry, index) : -1;
   const bool turns = position >= 0;
   if (p.in_place && !turns) return;
   Angles<kVec> angles;
   if (turns) angles = load_angles<Config>(p, position, unit, channels);
-  T* out = static_cast<T*>(p.out.data) + entry * p.out.batch + index * p.out.seqlen;
+  T* out = static_cast<T*>(p.out.data) + entry * p.out.batch + index * p.out.seqlen + group * p.out.heads;
 #pragma unroll
   for (int i = 0; i < kHeads; ++i) {
-    const int head = group + i * p.groups.value;
-    if (head >= p.heads) break;
+    if (i > 0 && group + i * groups >= heads) break;
     if (turns) turn<Config>(low[i], high[i], angles);
-    T* out_head = out + head * p.out.heads;
+    T* out_head = out + i * (groups * p.out.heads);
     store(out_head + channels.low * out_step, low[i]);
     if (has_high) store(out_head + channels.high * out_step, high[i]);
   }
@@ -217,10 +210,13 @@ __global__ __launch_bounds__(Config::kThreads) void apply_kernel(const __grid_co
 template <typename Config>
 void run_apply(Params p, cudaStream_t stream) {
   constexpr int kThreads = Config::kThreads;
-  const int units = units_of<Config>(p).all;
-  const int groups = ceil_div(p.heads, Config::kHeads);
-  p.rows = p.batch * p.seqlen * groups;
-  if (units == 0 || p.rows == 0) return;
+  p.units = units_of<Config>(p);
+  const int units = static_cast<int>(p.units.all), tokens = p.batch * p.seqlen;
+  if (units == 0 || tokens == 0 || p.heads == 0) return;
+  // A thread takes several heads if enough threads are left.
+  const int most_groups = ceil_div(p.heads, Config::kHeads);
+  const int groups = int64_t{tokens} * most_groups * units < Config::kManyThreads ? p.heads : most_groups;
+  p.rows = tokens * groups;
   p.groups = Divisor(groups);
   p.entry = Divisor(p.seqlen);
   const int unit_slots = std::min(units, kThreads);
