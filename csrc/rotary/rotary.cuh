@@ -105,9 +105,10 @@ __device__ void load_entries(float* entries, const Table* table) {
   constexpr int kStep = sizeof(Table) * kSize <= 16 ? kSize : 16 / sizeof(Table);
 #pragma unroll
   for (int i = 0; i < kSize; i += kStep) {
-    const auto vec = load<kStep>(table + i);
+    float wide[kStep];
+    widen(wide, load<kStep>(table + i));
 #pragma unroll
-    for (int j = 0; j < kStep; ++j) entries[i + j] = static_cast<float>(vec[j]);
+    for (int j = 0; j < kStep; ++j) entries[i + j] = wide[j];
   }
 }
 

@@ -45,8 +45,16 @@ __device__ void store(T* address, const Vec<T, kSize>& vec) {
 // Widens to fp32. The conversion is exact.
 template <int kSize, typename T>
 __device__ void widen(float (&wide)[kSize], const Vec<T, kSize>& vec) {
+  if constexpr (sizeof(T) == 2 && kSize % 2 == 0) {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) wide[i] = static_cast<float>(vec[i]);
+    for (int i = 0; i < kSize; i += 2) {
+      const float2 pair = ptx::unpack<T>(reinterpret_cast<const uint32_t&>(vec.values[i]));
+      wide[i] = pair.x, wide[i + 1] = pair.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) wide[i] = static_cast<float>(vec[i]);
+  }
 }
 
 // Rounds to the nearest value of T, ties to even.
