@@ -8,9 +8,9 @@
 // A head is cut into vectors of kVec channels. A thread owns a unit: two vectors, at channels `low` and `high`, of one
 // token, in several heads, so that it reads the angles only once. If pairs combine the two halves of the rotary
 // channels, element i of one vector forms a pair with element i of the other. If pairs are interleaved, both channels
-// of a pair are in the same vector. A thread block is (units of a head) x (heads) x (tokens): threads that are
-// neighbours in x access neighbouring vectors. kHeads heads are loaded before the first one is used, to keep enough
-// bytes in flight.
+// of a pair are in the same vector. A thread block is (units of a head) x (groups of heads, of one token or several):
+// threads that are neighbours in x access neighbouring vectors. A group is up to kHeads heads, which a thread loads
+// before it needs anything else, or one head if the problem is so small that the latency of one thread is what counts.
 #pragma once
 
 #include <algorithm>
@@ -30,9 +30,8 @@ struct Config {
   static constexpr bool kInterleaved = kInterleaved_;
   static constexpr bool kPairsWithin = kInterleaved && kVec > 1;  // whether a vector holds whole pairs
 
-  // One head in flight is too few bytes; two are as fast as four. Streaming hints (evict first) on the loads and stores
-  // of x made the kernel slower.
-  static constexpr int kHeads = 2;  // heads in flight per thread
+  // Streaming hints (evict first) on the loads and stores of x made the kernel slower.
+  static constexpr int kHeads = 2;  // heads per thread at most, all in flight at once
   static constexpr int kThreads = 128;
   static constexpr int kManyThreads = 1 << 18;  // about as many as a GPU runs at once
 };
