@@ -30,6 +30,9 @@ struct BwdSm90Config {
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // whether a half of dQ has half of its rows, or channels
   static constexpr bool kStaggered = kTile.staggered;
+  // Of K, how many channels a warpgroup keeps in registers as the left operand of S^T: as many as fit. Each step then
+  // reads less of shared memory, which is busy most of the time.
+  static constexpr int kKeptChannels = kFeatures == Features::kPlain ? 64 : 0;
   static constexpr int kValueRounds = kStaggered ? 2 : 1;  // see RowRing: staggered steps have no barrier in time
   // Whether a box of dQ is handed over in the next step. Where thread blocks wait for one another, that makes them wait
   // longer and costs 3 to 5 % of the time with 128 channels; plain staggered steps lose nothing.
@@ -37,7 +40,7 @@ struct BwdSm90Config {
   static constexpr bool kAwaitsTurns = kMayWait && !kStaggered;  // in a warp of its own; with 128 rows that is slower
   // The kernel starts with 168 registers a thread, and setmaxnreg moves what the producer does not need to the
   // consumers.
-  static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures == Features::kAll);
+  static constexpr bool kManyRegisters = kStaggered || kHeadDim > 96;
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));

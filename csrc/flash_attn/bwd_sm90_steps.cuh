@@ -12,6 +12,7 @@
 #include "flash_attn/mask.cuh"
 #include "flash_attn/score.cuh"
 #include "ptx/barrier.cuh"
+#include "ptx/copy.cuh"
 #include "ptx/math.cuh"
 #include "ptx/tma.cuh"
 #include "tile/fragment.cuh"
@@ -37,6 +38,32 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   int last_dq_rows = kNone;
   bool box_is_full = false;  // and has not been handed to the dQ warp yet
   KeySum dv, dk;
+  PackedFragment<T, 16, Config::kKeptChannels> kept_k;
+
+  // Loads the channels of K that stay in registers.
+  __device__ void keep_keys() {
+#pragma unroll
+    for (int step = 0; step < Config::kKeptChannels / 16; ++step) {
+      ptx::load_matrices(kept_k.values[0][step], shared.k.address(key0 + lane_id() % 16, 2 * step + lane_id() / 16));
+    }
+  }
+
+  // Starts S^T = K Q^T.
+  __device__ void start_scores(Scores& s) {
+    const Descriptors<AlongCols<typename BwdSm90Shared<Config>::Keys>> k(along_cols(shared.k, 64 * rank));
+    const Descriptors<AlongCols<typename RowRing<Config, Config::kHeadDim>::Tile>> q(
+        along_cols(shared.q.tiles[at.stage]));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < Config::kHeadDim / 16; ++step) {
+      if (step < Config::kKeptChannels / 16) {
+        ptx::wgmma<T, false>(s.values[0], kept_k.values[0][step], q.at(step), step > 0);
+      } else {
+        ptx::wgmma<T, false, false>(s.values[0], k.at(step), q.at(step), step > 0);
+      }
+    }
+    ptx::wgmma_commit();
+  }
 
   // Calls fn(address in the box, r, c) for the lane's elements (r, c) .. (r, c + 3) of dQ, four floats that are
   // adjacent there.
@@ -203,12 +230,11 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
 
   __device__ void step(int head, int row_block, bool cut) {
     const Interval rows = interval_of<Config::kBlockM>(row_block);
-    auto &q = shared.q.tiles[at.stage], &dout = shared.dout.tiles[at.stage];
+    auto& dout = shared.dout.tiles[at.stage];
     this->wait_rows(head, rows, cut);
     if (Config::kStaggered && rank == 1) ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     Scores s, dp;
-    ptx::wgmma_fence();
-    start_gemm<Config::kHeadDim>(s, along_cols(shared.k, 64 * rank), along_cols(q), false);
+    start_scores(s);
     shared.dout.barriers.wait_full(at);
     ptx::wgmma_fence();
     start_gemm<Config::kHeadDim>(dp, along_cols(shared.v, 64 * rank), along_cols(dout), false);
@@ -231,6 +257,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     if (block.has_rows()) {
       this->wait_keys(keys_parity);
       keys_parity ^= 1;
+      keep_keys();
       block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
       HalfOfDq dq;
       if constexpr (Config::kStaggered) start_last_dq(dq);
