@@ -33,6 +33,7 @@ struct BwdSm90Config {
   // Of K, how many channels a warpgroup keeps in registers as the left operand of S^T: as many as fit. Each step then
   // reads less of shared memory, which is busy most of the time.
   static constexpr int kKeptChannels = kFeatures == Features::kPlain ? 64 : 0;
+  static constexpr bool kAlternates = kHeadDim == 128;
   static constexpr int kValueRounds = kStaggered ? 2 : 1;  // see RowRing: staggered steps have no barrier in time
   // Whether a box of dQ is handed over in the next step. Where thread blocks wait for one another, that makes them wait
   // longer and costs 3 to 5 % of the time with 128 channels; plain staggered steps lose nothing.
@@ -96,7 +97,7 @@ struct BwdSm90Shared {
     constexpr int kConsumerWarps = Config::kConsumers * kWarpgroup / 32;
     q.barriers.init(Config::kConsumers);
     dout.barriers.init(Config::kConsumers);
-    ds_ring.init(Config::kConsumers, kConsumerWarps);
+    ds_ring.init(Config::kAlternates ? 1 : Config::kConsumers, kConsumerWarps);
     turn_ring.init(Config::kConsumers);
     for (ptx::SharedBarrier& here : accum_here) here.init(1);
     keys_here.init(2);

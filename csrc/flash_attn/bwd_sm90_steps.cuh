@@ -76,9 +76,9 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     }
   }
 
-  __device__ void store_rounded(HalfOfDq& dq, int first_row, int t) const {
+  __device__ void store_rounded(HalfOfDq& dq, int first_row, int t, int box) const {
     dq.for_each([&](float& x, int, int) { x *= p.problem.softmax_scale; });
-    auto& rounded = shared.dq[rank].rounded;
+    auto& rounded = shared.dq[box].rounded;
     T* first_pair = rounded.chunk(unkept(first_row), 0) + 2 * t;
 #pragma unroll
     for (int r = 0; r < dq.kLaneRows; ++r) {
@@ -93,16 +93,16 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   // Writes the warpgroup's half of dQ to the box, once that is empty. Only `count` rows of the box belong to the entry.
   // The others may be rows of the next packed entry, to which nothing may be added: they get zeros, even if K holds
   // NaN.
-  __device__ void fill_box(HalfOfDq& dq, int count) {
-    ptx::sync_barrier<kDqThreads>(kDqEmptyBarrier + rank);
-    const DqFate fate = Config::kMayWait && p.plan.rounds_dq ? shared.dq_fate[rank] : DqFate::kAdd;
+  __device__ void fill_box(HalfOfDq& dq, int count, int box) {
+    ptx::sync_barrier<kDqThreads>(kDqEmptyBarrier + box);
+    const DqFate fate = Config::kMayWait && p.plan.rounds_dq ? shared.dq_fate[box] : DqFate::kAdd;
     // unkept: with addresses kept in registers, too few would be left to compute all of dS before dV is started.
     const unsigned thread = unkept(threadIdx.x) % kWarpgroup;
     const int first_row = thread / 32 * 16 + thread % 32 / 4, t = thread % 4;
     if (count < kDqBoxRows) {
       dq.for_each([&](float& x, int r, int) { x = first_row + 8 * r < count ? x : 0; });
     }
-    float* first = shared.dq[rank].quad(0, first_row, t);
+    float* first = shared.dq[box].quad(0, first_row, t);
     if (fate == DqFate::kRoundWithSum) {
       for_each_quad(first, [&](float* quad, int r, int c) {
         const Vec<float, 4> accum = load<4>(quad);
@@ -116,10 +116,10 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
         store(quad, Vec<float, 4>{dq(r, c), dq(r, c + 1), dq(r, c + 2), dq(r, c + 3)});
       });
     } else {
-      store_rounded(dq, first_row, t);
+      store_rounded(dq, first_row, t, box);
     }
     box_is_full = true;
-    if constexpr (!Config::kHandsOverLate) hand_over();
+    if constexpr (!Config::kHandsOverLate && !Config::kAlternates) hand_over();
   }
 
   // Hands a full box to the dQ warp. The fence, which makes the stores visible to TMA, waits until they are done: about
@@ -128,7 +128,12 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void hand_over() {
     if (!box_is_full) return;
     ptx::fence_async_shared();
-    ptx::arrive_at_barrier<kDqThreads>(kDqFullBarrier + rank);
+    if constexpr (Config::kAlternates) {
+      ptx::arrive_at_barrier<kDqThreads>(kDqFullBarrier + 0);
+      ptx::arrive_at_barrier<kDqThreads>(kDqFullBarrier + 1);
+    } else {
+      ptx::arrive_at_barrier<kDqThreads>(kDqFullBarrier + rank);
+    }
     box_is_full = false;
   }
 
@@ -188,7 +193,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void end_last_dq(HalfOfDq& dq) {
     if (this->leads()) shared.ds_ring.release(dq_at);
     dq_at.advance();
-    fill_box(dq, last_dq_rows);
+    fill_box(dq, last_dq_rows, rank);
   }
 
   // Not staggered: adds to dV and dK, and computes dQ, of this step's rows once both warpgroups have stored their dS.
@@ -205,7 +210,34 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     if (this->leads()) shared.dout.barriers.release(at);
     start_dk(gradients);
     wait_gemms<1>(dq);
-    fill_box(dq, dq_rows);
+    fill_box(dq, dq_rows, rank);
+  }
+
+  // The warpgroups take turns at dQ.
+  __device__ void sum_in_turn(Packed& weights, Packed& gradients, int dq_rows) {
+    shared.ds_ring.wait_empty(at);
+    auto& ds = shared.ds[at.stage];
+    store_transposed(ds, gradients, unkept(key0));
+    start_dv(weights);
+    ptx::fence_async_shared();
+    __syncwarp();
+    if (lane_id() == 0) shared.ds_ring.full[at.stage].arrive();
+    start_dk(gradients);
+    ptx::sync_barrier<kWarpgroup>(kOwnBarrier + rank);
+    wait_gemms<1>(dv);
+    if (this->leads()) shared.dout.barriers.release(at);
+    wait_gemms<0>(dk);
+    if (this->leads()) shared.q.barriers.release(at);
+    if (at.stage != rank) return;
+    shared.ds_ring.wait_full(at);
+    Fragment<16, Config::kHeadDim> dq;
+    ptx::wgmma_fence();
+    start_gemm<Config::kBlockN>(dq, along_cols(ds, 0), along_rows(shared.k, 0), false);
+    wait_gemms<0>(dq);
+    if (this->leads()) shared.ds_ring.release(at);
+    fill_box(*reinterpret_cast<HalfOfDq*>(&dq.values[0][0]), dq_rows, 0);
+    fill_box(*reinterpret_cast<HalfOfDq*>(&dq.values[0][kDqBoxCols / 8]), dq_rows, 1);
+    if constexpr (!Config::kHandsOverLate) hand_over();
   }
 
   // Staggered: adds to dV and dK of this step's rows, and computes dQ of the rows before, whose dS the other warpgroup
@@ -244,11 +276,15 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     const int dq_rows = block.mask.seqlen_q - rows.first - (Config::kHalvesAreRows ? kDqBoxRows * rank : 0);
     if constexpr (Config::kStaggered) {
       sum_apart(weights, gradients, dq_rows);
+    } else if constexpr (Config::kAlternates) {
+      sum_in_turn(weights, gradients, dq_rows);
     } else {
       sum_together(weights, gradients, dq_rows);
     }
-    wait_gemms<0>(dk);
-    if (this->leads()) shared.q.barriers.release(at);
+    if constexpr (!Config::kAlternates) {
+      wait_gemms<0>(dk);
+      if (this->leads()) shared.q.barriers.release(at);
+    }
     at.advance();
   }
 
