@@ -5,6 +5,7 @@ import dataclasses
 import pickle
 import types
 
+import numpy as np
 import oracle
 import pytest
 import torch
@@ -688,7 +689,7 @@ def test_falcon_of_transformers(alibi, device):
 CONSTRUCTOR_ERRORS = {
     "heads do not divide the width": (dict(num_heads=5), ValueError, "embed_dim must be a multiple of num_heads, 5"),
     "no heads": (dict(num_heads=0), ValueError, "num_heads must be positive, found 0"),
-    "half a head": (dict(num_heads=4.0), TypeError, "num_heads must be an integer, found float"),
+    "half a head": (dict(num_heads=4.5), ValueError, "num_heads must be a whole number, found 4.5"),
     "key heads do not divide": (dict(num_heads_kv=3), ValueError, "num_heads_kv must be a divisor of num_heads, 4"),
     "alibi": (dict(use_alibi=True), ValueError, "use_alibi must be False without use_flash_attn, found True"),
     "window": (dict(window_size=(3, 0)), ValueError, r"window_size must be \(-1, -1\) without use_flash_attn"),
@@ -698,9 +699,21 @@ CONSTRUCTOR_ERRORS = {
     "norms over heads": (dict(qk_norm_over_heads=True), ValueError, "qk_norm_over_heads must be False without qk_norm"),
     "soft cap": (dict(softcap=2.0), ValueError, "softcap must be 0.0 without use_flash_attn, found 2.0"),
     "head_dim 0": (dict(head_dim=0), ValueError, "head_dim must be positive, found 0"),
-    "head_dim of another type": (dict(head_dim=16.0), TypeError, "head_dim must be an integer, found float"),
+    "head_dim of another type": (dict(head_dim="16"), TypeError, "head_dim must be an integer, found str"),
+    "a part of a channel": (dict(rotary_emb_dim=4.8), ValueError, "rotary_emb_dim must be a whole number, found 4.8"),
     "channels that are not there": (dict(rotary_emb_dim=18), ValueError, "rotary_emb_dim must be at most .*, 16"),
 }
+
+
+def test_sizes_may_be_whole_floats():
+    """Such as 0.25 * head_dim, and the numbers of a JSON file."""
+    expected = {name: x.shape for name, x in MHA(64, 4, num_heads_kv=2, rotary_emb_dim=8).state_dict().items()}
+    for mha in (
+        MHA(64.0, 4.0, num_heads_kv=2.0, rotary_emb_dim=0.5 * 16),
+        MHA(torch.tensor(64), np.float32(4), num_heads_kv=np.int64(2), rotary_emb_dim=8, head_dim=16.0),
+    ):
+        assert {name: x.shape for name, x in mha.state_dict().items()} == expected
+        assert all(type(size) is int for size in (mha.embed_dim, mha.num_heads, mha.num_heads_kv, mha.rotary_emb_dim))
 
 
 @pytest.mark.parametrize("what", CONSTRUCTOR_ERRORS)

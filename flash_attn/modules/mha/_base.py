@@ -69,17 +69,17 @@ class MultiHeadAttention(nn.Module):
         world_size, rank = (
             (1, 0) if process_group is None else (dist.get_world_size(process_group), dist.get_rank(process_group))
         )
-        _check_heads(embed_dim, num_heads, num_heads_kv, head_dim, world_size)
+        embed_dim, num_heads, num_heads_kv, head_dim = _sizes(embed_dim, num_heads, num_heads_kv, head_dim, world_size)
         _check_needs_of_flash(use_flash_attn, use_alibi, window_size, softcap)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
         self.num_heads_kv = num_heads_kv
-        self.head_dim = embed_dim // num_heads if head_dim is None else head_dim
+        self.head_dim = head_dim
         self._heads = heads_of_process(num_heads, num_heads_kv, world_size, rank)
         self.num_heads_per_rank, self.num_heads_kv_per_rank = map(len, self._heads)
         self.causal = causal
         self.layer_idx = layer_idx
-        checks.integer("rotary_emb_dim", rotary_emb_dim)
+        rotary_emb_dim = checks.whole("rotary_emb_dim", rotary_emb_dim)
         fits = rotary_emb_dim <= self.head_dim
         checks.number("rotary_emb_dim", rotary_emb_dim, fits, "at most head_dim, {}", self.head_dim)
         self.rotary_emb_dim = rotary_emb_dim
@@ -265,21 +265,29 @@ class MultiHeadAttention(nn.Module):
         )
 
 
-def _check_heads(embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: int | None, world_size: int) -> None:
-    sizes = dict(embed_dim=embed_dim, num_heads=num_heads, num_heads_kv=num_heads_kv)
-    for name, value in (sizes if head_dim is None else sizes | dict(head_dim=head_dim)).items():
-        checks.integer(name, value)
-        checks.number(name, value, value > 0, "positive")
+def _sizes(
+    embed_dim: int, num_heads: int, num_heads_kv: int, head_dim: int | None, world_size: int
+) -> tuple[int, int, int, int]:
+    """Checks sizes, which may be whole floats, and returns them as ints, with the default of head_dim."""
+    embed_dim, num_heads = _positive("embed_dim", embed_dim), _positive("num_heads", num_heads)
+    num_heads_kv = _positive("num_heads_kv", num_heads_kv)
     fits = head_dim is not None or embed_dim % num_heads == 0
     checks.number("embed_dim", embed_dim, fits, "a multiple of num_heads, {}", num_heads)
     fits = num_heads % num_heads_kv == 0
     checks.number("num_heads_kv", num_heads_kv, fits, "a divisor of num_heads, {}", num_heads)
     fits = num_heads >= world_size
     checks.number("num_heads", num_heads, fits, "at least the number of processes, {}", world_size)
-    head_dim = embed_dim // num_heads if head_dim is None else head_dim
+    head_dim = embed_dim // num_heads if head_dim is None else _positive("head_dim", head_dim)
     fits = can_be_divided(num_heads_kv, head_dim, world_size)
     expected = "at least the number of processes, {0}, or 2 * num_heads_kv * head_dim a multiple of {0}"
     checks.number("num_heads_kv", num_heads_kv, fits, expected, world_size)
+    return embed_dim, num_heads, num_heads_kv, head_dim
+
+
+def _positive(name: str, value: int) -> int:
+    value = checks.whole(name, value)
+    checks.number(name, value, value > 0, "positive")
+    return value
 
 
 def _check_needs_of_flash(use_flash_attn: bool, use_alibi: bool, window_size: tuple[int, int], softcap: float) -> None:

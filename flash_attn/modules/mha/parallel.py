@@ -87,12 +87,13 @@ class ParallelMHA(MultiHeadAttention):
         self._gathers_kv = self.num_heads_kv < self.world_size
         q_features, kv_features = features_of_process(self._heads, self.num_heads_kv, self.head_dim, self.world_size)
         self.Wqkv = ColumnParallelLinear(
-            embed_dim, (num_heads + 2 * self.num_heads_kv) * self.head_dim, process_group, bias=qkv_proj_bias,
+            self.embed_dim, (self.num_heads + 2 * self.num_heads_kv) * self.head_dim, process_group, bias=qkv_proj_bias,
             share=q_features + kv_features, **factory,
         )  # fmt: skip
         self.out_proj = RowParallelLinear(
-            num_heads * self.head_dim, embed_dim, process_group, bias=out_proj_bias, share=q_features, **factory
-        )
+            self.num_heads * self.head_dim, self.embed_dim, process_group, bias=out_proj_bias, share=q_features,
+            **factory,
+        )  # fmt: skip
         if qk_norm:
             for weight in (self.q_norm.weight, self.k_norm.weight):
                 vars(weight)["_shared_params"] = True
