@@ -3,6 +3,7 @@
 import csv
 import functools
 import importlib
+import json
 import pathlib
 import re
 import sys
@@ -269,6 +270,17 @@ def test_rerun_measures_every_family(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         rerun.main()
     assert "FAMILY: must be of flash_attn, " in capsys.readouterr().err
+
+
+def test_modules_of_one_tree_are_not_those_of_another(tmp_path):
+    """A worker finds the benchmarks of its tree, and not the folder of this one, whose kernels.py hides a package."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
+    (tmp_path / "benchmarks" / "harness.py").write_text("time_ms = None")
+    (tmp_path / "benchmarks" / "benchmark_paths.py").write_text("import sys\ncases = lambda device: sys.path")
+    with trees.Worker(tmp_path, "paths", "cpu", 0).process as process:
+        said, _ = process.communicate("\n")
+    assert str(tmp_path) in json.loads(said) and str(pathlib.Path(trees.__file__).parent) not in json.loads(said)
 
 
 def test_trees_take_turns(tmp_path, monkeypatch, capsys):
