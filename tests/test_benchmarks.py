@@ -194,6 +194,18 @@ def test_readme_lists_every_file(folder):
     assert sorted(listed) == sorted(path.name for path in folder.glob("*.csv"))
 
 
+def test_host_time_is_what_the_table_of_slower_cases_compares():
+    """For calls so small that the host takes longer than the GPU."""
+    rows = {(row.op, row.case, row.provider): row for row in figures.read(RESULTS / "flash_attn.csv")}
+    expected = {
+        case: rows[op, case, "torch"].host_us / row.host_us
+        for (op, case, provider), row in rows.items()
+        if (op, provider) == ("flash_attn_host", "flash_attn") and (op, case, "torch") in rows
+    }
+    found = {case: ratio for op, case, ratio in list(tables.TABLES["slower"]())[1:] if op == "`flash_attn_host`"}
+    assert found == {case: f"{ratio:.2f}" for case, ratio in expected.items() if ratio < 0.98}
+
+
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
 def test_tables_of_pages_are_those_of_the_rows(page):
     text = page.read_text()
