@@ -133,6 +133,9 @@ def _slower():
             is_option = op == "flash_attn_features" and not provider.startswith("torch")
             with_gradient = rows.get((op, case, "torch with gradient")) if provider == "bias with gradient" else None
             ratio = with_gradient.ms / row.ms if with_gradient else row.ratio
+            if op == "flash_attn_host":
+                baseline = rows.get((op, case, "torch"))
+                ratio = baseline and baseline.host_us / row.host_us
             if (is_option or provider == "flash_attn") and ratio and ratio < 0.98:
                 yield f"`{op}`", f"{case}: {provider}" if is_option else case, f"{ratio:.2f}"
 

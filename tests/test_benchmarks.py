@@ -3,6 +3,7 @@
 import csv
 import functools
 import importlib
+import json
 import pathlib
 import re
 import sys
@@ -193,6 +194,18 @@ def test_readme_lists_every_file(folder):
     assert sorted(listed) == sorted(path.name for path in folder.glob("*.csv"))
 
 
+def test_host_time_is_what_the_table_of_slower_cases_compares():
+    """For calls so small that the host takes longer than the GPU."""
+    rows = {(row.op, row.case, row.provider): row for row in figures.read(RESULTS / "flash_attn.csv")}
+    expected = {
+        case: rows[op, case, "torch"].host_us / row.host_us
+        for (op, case, provider), row in rows.items()
+        if (op, provider) == ("flash_attn_host", "flash_attn") and (op, case, "torch") in rows
+    }
+    found = {case: ratio for op, case, ratio in list(tables.TABLES["slower"]())[1:] if op == "`flash_attn_host`"}
+    assert found == {case: f"{ratio:.2f}" for case, ratio in expected.items() if ratio < 0.98}
+
+
 @pytest.mark.parametrize("page", tables.PAGES, ids=lambda page: page.stem)
 def test_tables_of_pages_are_those_of_the_rows(page):
     text = page.read_text()
@@ -269,6 +282,17 @@ def test_rerun_measures_every_family(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         rerun.main()
     assert "FAMILY: must be of flash_attn, " in capsys.readouterr().err
+
+
+def test_modules_of_one_tree_are_not_those_of_another(tmp_path):
+    """A worker finds the benchmarks of its tree, and not the folder of this one, whose kernels.py hides a package."""
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").touch()
+    (tmp_path / "benchmarks" / "harness.py").write_text("time_ms = None")
+    (tmp_path / "benchmarks" / "benchmark_paths.py").write_text("import sys\ncases = lambda device: sys.path")
+    with trees.Worker(tmp_path, "paths", "cpu", 0).process as process:
+        said, _ = process.communicate("\n")
+    assert str(tmp_path) in json.loads(said) and str(pathlib.Path(trees.__file__).parent) not in json.loads(said)
 
 
 def test_trees_take_turns(tmp_path, monkeypatch, capsys):

@@ -754,7 +754,8 @@ class BertForPreTraining(_BertWithHead):
         masked = None
         if labels is not None:
             _check_like("labels", labels, input_ids, (torch.int64,))
-            xentropy.check_classes(labels.clamp(min=0), self._vocab_size())
+            labels = labels.clamp(min=0)
+            xentropy.check_classes(labels, self._vocab_size())
             masked = labels > 0
         if next_sentence_label is not None:
             _check_labels("next_sentence_label", next_sentence_label, input_ids.shape[:1])
@@ -769,7 +770,7 @@ class BertForPreTraining(_BertWithHead):
         predictions, relationship = self.cls(*outputs)
         loss = None
         if labels is not None and next_sentence_label is not None:
-            prediction_loss = self._prediction_loss(predictions, labels.clamp(min=0), masked, ignore_index=0)
+            prediction_loss = self._prediction_loss(predictions, labels, masked, ignore_index=0)
             relationship_loss = self._cross_entropy(ignore_index=-1)(relationship, next_sentence_label)
             loss = prediction_loss.float() + relationship_loss.float()
         return BertForPreTrainingOutput(loss, predictions, relationship)

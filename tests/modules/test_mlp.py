@@ -9,6 +9,7 @@ from flash_attn._ops import fused_dense
 from flash_attn.modules import mlp
 from flash_attn.modules.mlp import FusedMLP, GatedMlp, Mlp
 from flash_attn.ops.fused_dense import Linear
+from flash_attn.ops.triton.mlp import FusedDenseSqreluDense
 
 
 def with_gradients(module, x):
@@ -136,7 +137,7 @@ def test_an_activation_that_is_no_function(mlp_cls, activation):
         mlp_cls(16, activation=activation)
 
 
-@pytest.mark.parametrize("module", [Mlp, GatedMlp, FusedMLP])
+@pytest.mark.parametrize("module", [Mlp, GatedMlp, FusedMLP, FusedDenseSqreluDense])
 def test_widths_are_whole_numbers(module):
     """Such as 8 / 3 * 66, a float; one like 8 / 3 * 64 is an error that names the argument."""
     expected = [tuple(x.shape) for x in module(66, 176, 22).parameters()]

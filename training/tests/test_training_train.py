@@ -86,12 +86,14 @@ with only_run_in(sys.argv[1], "dirpath"):
 
 def test_two_runs_do_not_write_to_one_folder(tmp_path):
     command = [sys.executable, "-c", IN_THE_FOLDER, str(tmp_path)]
-    folder = pathlib.Path(train.__file__).parents[1]
+    folder, link = pathlib.Path(train.__file__).parents[1], tmp_path / "link"
+    link.symlink_to(tmp_path)
     with subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout.readline() == "in\n"
-        expected = f"callbacks.model_checkpoint.dirpath must be a folder of one run at a time, found {tmp_path}"
-        with pytest.raises(ValueError, match=expected), train.checkpoint_folder(config_with(tmp_path)):
-            pass
+        for path in (tmp_path, link):
+            expected = f"callbacks.model_checkpoint.dirpath must be a folder of one run at a time, found {path},"
+            with pytest.raises(ValueError, match=expected), train.checkpoint_folder(config_with(path)):
+                pass
         other.kill()
         other.wait()
         with train.checkpoint_folder(config_with(tmp_path)):

@@ -69,7 +69,9 @@ class FusedDenseSqreluDense(nn.Module):
         super().__init__()
         fused_dense.check_mlp("sqrelu", checkpoint_lvl, -1)
         self.checkpoint_lvl = checkpoint_lvl
-        hidden, out = hidden_features or 4 * in_features, out_features or in_features
+        in_features, hidden, out = fused_dense.mlp_widths(
+            in_features, hidden_features or 4 * in_features, out_features or in_features
+        )
         self.fc1 = nn.Linear(in_features, hidden, bias=bias1, device=device, dtype=dtype)
         self.fc2 = nn.Linear(hidden, out, bias=bias2, device=device, dtype=dtype)
 

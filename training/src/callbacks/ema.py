@@ -33,7 +33,7 @@ class EMACallback(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         trainable = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}
-        self.ema = ExponentialMovingAverage(trainable.values(), self.decay, self.use_num_updates)
+        self.ema = ExponentialMovingAverage(trainable.values(), self.decay, self.use_num_updates, keep=True)
         if "averages" in self._loaded:
             averages = self._loaded["averages"]
             names = {name.replace("_orig_mod.", ""): p for name, p in trainable.items()}

@@ -43,6 +43,26 @@ class FSDPStrategy(MeshStrategy):
             allocate(module, self.root_device)
             self.model_to_device()
 
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._divided_again(super().validation_step(*args, **kwargs))
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._divided_again(super().test_step(*args, **kwargs))
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._divided_again(super().predict_step(*args, **kwargs))
+
+    def _divided_again(self, result):
+        """Free parameters that a forward has kept for a backward that does not come.
+
+        The module would have them in place of those that optimisers and EMACallback change, and the next forward would
+        take them as they were before a change.
+        """
+        for module in self.lightning_module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return result
+
     def _policy(self):
         precision = self.precision_plugin.precision
         if not precision.startswith(("bf16", "16")):

@@ -20,24 +20,28 @@ class ExponentialMovingAverage:
         evaluate(model)
 
     An update sets average = decay * average + (1 - decay) * parameter. Averages of fp16 and bf16 parameters are in
-    fp32, or small steps would be lost. The object holds no strong reference to the parameters; methods with an argument
-    `parameters` use those instead, if it is given.
+    fp32, or small steps would be lost. Unless asked to, the object holds no strong reference to the parameters; methods
+    with an argument `parameters` use those instead, if it is given.
 
     Arguments:
         parameters: those of the model. The averages begin with their values.
         decay: in [0, 1]; otherwise ValueError.
         use_num_updates: in update n (1, 2, ...), use min(decay, (1 + n) / (10 + n)), so that the first parameters are
             soon forgotten.
+        keep: hold strong references to the parameters, since PyTorch does not move those of FSDP2 that have weak ones.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], decay: float, use_num_updates: bool = True) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], decay: float, use_num_updates: bool = True, keep: bool = False
+    ) -> None:
         _check_decay(decay)
         trainable = _trainable(parameters)
         self.decay = decay
         self.num_updates = 0 if use_num_updates else None
         self.shadow_params = [_to_float_maybe(p.detach()).clone() for p in trainable]
         self.collected_params: list[Tensor] | None = None
-        self._references = [weakref.ref(p) for p in trainable]
+        self._kept = trainable if keep else None
+        self._references = [] if keep else [weakref.ref(p) for p in trainable]
 
     @torch.no_grad()
     def update(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -113,7 +117,7 @@ class ExponentialMovingAverage:
             trainable = _trainable(parameters)
             _check_number("parameters", trainable, self.shadow_params)
             return trainable
-        own = [reference() for reference in self._references]
+        own = self._kept or [reference() for reference in self._references]
         if any(p is None for p in own):
             raise ValueError("the parameters that were averaged no longer exist: pass those of the model")
         return own

@@ -48,7 +48,7 @@ def only_run_in(folder: str, key: str) -> Iterator[None]:
     if rank_zero_only.rank != 0 or os.environ.get("NODE_RANK", "0") != "0":
         yield
         return
-    path = pathlib.Path(os.path.abspath(folder))
+    path = pathlib.Path(folder).resolve()
     with contextlib.ExitStack() as stack:
         try:
             file = stack.enter_context(open(path.with_name(f".{path.name}.lock"), "w"))

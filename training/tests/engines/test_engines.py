@@ -22,6 +22,7 @@ from transformers import GPT2Config
 
 from flash_attn.models.gpt import GPTLMHeadModel, combine_state_dicts_tp
 from src import engines
+from src.callbacks.ema import EMACallback
 from src.callbacks.speed_monitor import SpeedMonitor
 from src.optim.param_grouping import group_parameters_for_optimizer
 from src.tasks.seq import SequenceLMModel
@@ -157,6 +158,26 @@ def check_steps(group, how, folder):
     torch.testing.assert_close(mean_losses(task.losses, group), losses, rtol=1e-5 * looser, atol=1e-6 * looser)
     weights = {name: x.cpu() for name, x in weights.items()}
     torch.testing.assert_close(weights, expected["weights"], rtol=2e-5 * looser, atol=5e-6 * looser)
+
+
+def averaged(folder, name, group=None):
+    """Losses, weights and averages of a run that validates with averages, now and then and before its first step."""
+    callback = EMACallback(0.5, use_num_updates=False)
+    task = fit(folder, name, group, callbacks=[callback])
+    task.trainer.test(task, tiny.Data(batch_size=4).val_dataloader(), verbose=False)
+    losses = torch.tensor(task.losses) if group is None else mean_losses(task.losses, group)
+    return losses, tiny.weights(task), [tiny.whole(x) for x in callback.ema.shadow_params]
+
+
+def check_averages(group, name, folder):
+    expected = torch.load(folder / "averaged.pt")
+    torch.testing.assert_close(averaged(folder, name, group), expected, rtol=2e-5, atol=5e-6)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "ddp_zero2"])
+def test_averages_of_divided_parameters_are_those_of_one_process(name, tmp_path):
+    torch.save(averaged(tmp_path, "single"), tmp_path / "averaged.pt")
+    over_processes(2, check_averages, name, tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -78,6 +78,9 @@ class Task(L.LightningModule):
         noise = torch.rand(()) if self.noisy_validation else 0.0
         self.log("val/loss", self.loss(batch[1]) + noise, sync_dist=True)
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch[1])
+
     def on_before_zero_grad(self, optimizer: Any) -> None:
         self.rates.append(optimizer.param_groups[0]["lr"])
 
