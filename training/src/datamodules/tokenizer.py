@@ -148,8 +148,8 @@ def encode_batch(tokenizer: Any, texts: Sequence[str]) -> Sequence[Sequence[int]
 
 def _several(ids: int | Iterable[int]) -> Sequence[int] | np.ndarray:
     """Ids as numpy takes them. transformers' tokenizers decode a single id, too, and its TextStreamer gives one."""
-    if isinstance(ids, int):
-        return [ids]
+    if isinstance(ids, int) or getattr(ids, "ndim", 1) == 0:
+        return [int(ids)]
     return ids if isinstance(ids, Sequence | np.ndarray) else list(ids)
 
 

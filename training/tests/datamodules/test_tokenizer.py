@@ -78,7 +78,9 @@ def test_tokenizers_keep_texts_and_themselves(kind, bpe, pretrained, tmp_path):
     for text, ids in zip(TEXTS, batch):
         assert tokenizer.encode(text) == ids and tokenizer.decode(ids) == text
         assert max(ids, default=0) < len(tokenizer)
-    assert tokenizer.decode(tokenizer.encode("a")[0]) == "a"  # as the TextStreamer of transformers calls it
+    (index,) = tokenizer.encode("a")
+    for one in (index, np.int64(index), torch.tensor(index)):  # as the TextStreamer of transformers calls it
+        assert tokenizer.decode(one) == "a"
 
 
 @pytest.mark.parametrize("kind", ["byte", "json", "pretrained"])
