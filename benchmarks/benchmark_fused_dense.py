@@ -146,7 +146,7 @@ def linear_act_forward(shape, dtype, device):
 
 
 def linear_act_backward(shape, dtype, device):
-    """Of the layer hidden -> width of an MLP, and the GELU before it."""
+    """The gradient of the second layer of an MLP, and of the GELU before it, for the incoming gradient of the MLP."""
     dout, _, _, weight, _ = draw(shape, dtype, device)
     act_input = torch.randn(shape[0], shape[2], device=device, dtype=dtype)
 

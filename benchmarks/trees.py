@@ -33,7 +33,7 @@ class Worker:
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
 
     def ask(self, request: str) -> list:
-        """What the process answers: a list that JSON can write."""
+        """Send a request to the process, and return its answer, a list."""
         assert self.process.stdin is not None and self.process.stdout is not None
         print(request, file=self.process.stdin, flush=True)
         answer = self.process.stdout.readline()

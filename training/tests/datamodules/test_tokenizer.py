@@ -83,18 +83,6 @@ def test_tokenizers_keep_texts_and_themselves(kind, bpe, pretrained, tmp_path):
         assert tokenizer.decode(one) == "a"
 
 
-@pytest.mark.parametrize("kind", ["byte", "json", "pretrained"])
-def test_a_streamer_of_transformers_prints_lines(kind, bpe, pretrained, capsys):
-    """It decodes a single id, not a list of one, after each end of a line."""
-    transformers = pytest.importorskip("transformers")
-    tokenizer = load_tokenizer({"byte": "byte", "json": bpe / "tokenizer.json", "pretrained": pretrained}[kind])
-    streamer = transformers.TextStreamer(tokenizer, skip_special_tokens=True)
-    for index in tokenizer.encode("the text\n\n of tests\n"):
-        streamer.put(torch.tensor([index]))
-    streamer.end()
-    assert capsys.readouterr().out == "the text\n\n of tests\n\n"
-
-
 def test_bpe_merges(bpe):
     tokenizer = load_tokenizer(bpe)
     assert isinstance(tokenizer, JsonTokenizer) and 257 < len(tokenizer) <= 280
