@@ -13,7 +13,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import figures, harness, kernels, plot, power, rerun, tables, trees
+from benchmarks import counts, figures, harness, kernels, plot, power, rerun, tables, trees
 
 FAMILIES = sorted(path.stem for path in pathlib.Path(harness.__file__).parent.glob("benchmark_*.py"))
 
@@ -317,3 +317,46 @@ def test_trees_take_turns(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         trees.main()
     assert "TREE: must have benchmarks/benchmark_rotary.py, found" in capsys.readouterr().err
+
+
+PROFILER = """#!{python}
+import sys
+if "--metrics" in sys.argv:
+    print("==PROF== Connected")
+    print('"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"')
+    names = sys.argv[sys.argv.index("--metrics") + 1].split(",")
+    for i, kernel in enumerate(["void a::b::main_kernel<c<(int)2>>(d)", "finish(e)"]):
+        for name in names:
+            print(f'"{{i}}","{{kernel}}","{{name}}","unit","{{i + 1}},500,000"')
+elif "-i" in sys.argv:
+    print('"Kernel Name","void f(g)"')
+    print('"Source","# Samples","Instructions Executed","stall_wait","stall_mio","stall_wait (Not Issued)"')
+    for line in ["MOV R1, R2", "FADD R1, R2", "BAR.SYNC 0x1", "EXIT"]:
+        print(f'"{{line}}","{{0 if line == "EXIT" else 50}}","8","30","20","9"')
+"""
+
+
+def test_counts_of_two_trees_and_stalls(tmp_path, monkeypatch, capsys):
+    """With a profiler that prints what ncu does, for two kernels: nothing runs under it."""
+    (tmp_path / "ncu").write_text(PROFILER.format(python=sys.executable))
+    (tmp_path / "ncu").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    root, case = str(RESULTS.parents[1]), "rotary_fwd/64x1x32x128x128 halves/bf16"
+    monkeypatch.setattr(sys, "argv", ["", root, root, "rotary", case, "--stalls", "main"])
+    counts.main()
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith(f"{case} {root} main_kernel: cycles 1.5 M, instructions 1.5 M, L2 0.0015 GB")
+    assert said[1].startswith(f"{case} {root} finish: cycles 2.5 M")
+    before, after = said[2:4]
+    assert re.fullmatch(r" 66.7%     2 from MOV R1, R2 +  x 8: wait 40.0%, mio 26.7%", before)
+    assert re.fullmatch(r" 33.3%     2 from BAR.SYNC 0x1 +  x 8: wait 40.0%, mio 26.7%", after)
+    assert said[5:] == said[:5] and said[4].startswith("report: ")
+
+    monkeypatch.setattr(sys, "argv", ["", root, "rotary", "nothing"])
+    with pytest.raises(SystemExit, match="no case that all trees have matches 'nothing'"):
+        counts.main()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit):
+        counts.main()
+    assert "ncu, of CUDA's Nsight Compute, is not on the PATH" in capsys.readouterr().err
