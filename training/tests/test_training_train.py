@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from omegaconf import OmegaConf
 
 from src import engines, train
-from src.utils import checkpoint
+from src.utils import checkpoint, folders
 from training.tests.standins import small
 
 
@@ -84,7 +84,7 @@ with only_run_in(sys.argv[1], "dirpath"):
 """
 
 
-def test_two_runs_do_not_write_to_one_folder(tmp_path):
+def test_two_runs_do_not_write_to_one_folder(tmp_path, monkeypatch):
     command = [sys.executable, "-c", IN_THE_FOLDER, str(tmp_path)]
     folder, link = pathlib.Path(train.__file__).parents[1], tmp_path / "link"
     link.symlink_to(tmp_path)
@@ -94,6 +94,11 @@ def test_two_runs_do_not_write_to_one_folder(tmp_path):
             expected = f"callbacks.model_checkpoint.dirpath must be a folder of one run at a time, found {path},"
             with pytest.raises(ValueError, match=expected), train.checkpoint_folder(config_with(path)):
                 pass
+        for variable in folders.RANKS:  # not the first process of a run
+            with monkeypatch.context() as other_process:
+                other_process.setenv(variable, "1")
+                with train.checkpoint_folder(config_with(tmp_path)):
+                    pass
         other.kill()
         other.wait()
         with train.checkpoint_folder(config_with(tmp_path)):

@@ -32,6 +32,10 @@ def check_writable(folder: str, key: str, variable: str) -> None:
         ) from None
 
 
+# Where a launcher tells a process its number among all, beside those that Lightning reads; NODE_RANK, among machines.
+RANKS = ("NODE_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
+
+
 @contextlib.contextmanager
 def only_run_in(folder: str, key: str) -> Iterator[None]:
     """A block in which the first process of one run can be at a time: two would mix their files.
@@ -45,7 +49,7 @@ def only_run_in(folder: str, key: str) -> Iterator[None]:
 
     Raises ValueError if another run is in such a block.
     """
-    if rank_zero_only.rank != 0 or os.environ.get("NODE_RANK", "0") != "0":
+    if rank_zero_only.rank != 0 or any(os.environ.get(name, "0") != "0" for name in RANKS):
         yield
         return
     path = pathlib.Path(folder).resolve()
