@@ -122,6 +122,8 @@ struct KeyBlock {
   }
 
   __device__ bool has_rows() const { return !row_blocks.empty(); }
+  // How many row blocks for_each_row_block visits. Not with key ranges.
+  __device__ int visits() const { return num_heads * (row_blocks.last - row_blocks.first + 1); }
 
   // With key ranges: what bwd_ranges.cu has found for the cluster's keys, for rows, and for tiles of rows.
   __device__ const KeyUse& key_use(const BwdSm90Params& p) const {

@@ -67,6 +67,23 @@ __device__ Interval blocks_in(const Interval& interval) {
   return {(interval.first + kSize - 1) / kSize, (interval.last + 1) / kSize - 1};
 }
 
+// Two of the values of rows, such as lse: of `row`, which is even, and of the next.
+__device__ inline float2 two_of(const float* values, int row) { return *reinterpret_cast<const float2*>(values + row); }
+
+// The values of a lane's columns of a transposed fragment, in registers.
+template <typename Scores>
+struct RowValues {
+  float2 pairs[Scores::kLaneCols / 2];
+
+  __device__ void load(const float* values) {
+#pragma unroll
+    for (int c = 0; c < Scores::kLaneCols; c += 2) pairs[c / 2] = two_of(values, Scores::col(c));
+#pragma unroll
+    for (float2& pair : pairs) asm volatile("" : "+f"(pair.x), "+f"(pair.y));  // not later than here
+  }
+  __device__ float2 operator()(int c) const { return pairs[c / 2]; }  // of columns c and c + 1
+};
+
 // One warp of a warpgroup that computes.
 template <typename Config_, typename Shared>
 struct BwdConsumer {
@@ -178,10 +195,10 @@ struct BwdConsumer {
             .row0 = rows.first};
   }
 
-  // Turns S^T (in instances of kAll already scaled and capped) into P^T.
-  __device__ void probabilities(Scores& s, int head, const Interval& rows, bool cut) const {
+  // Turns S^T (in instances of kAll already scaled and capped) into P^T. lse_log2: as make_probabilities takes it.
+  template <typename LseLog2>
+  __device__ void probabilities(Scores& s, int head, const Interval& rows, bool cut, LseLog2&& lse_log2) const {
     const ScorePlace place = place_of(head, rows);
-    const auto lse_log2 = [&](int c) { return *reinterpret_cast<const float2*>(&shared.q.values_of(at)[s.col(c)]); };
     if constexpr (kBiased) {
       const auto bias =
           load_transposed<T, Config::kBlockM>(shared.bias.tiles[at.stage], key0, has_one_row(p.problem.bias.rows));
@@ -196,6 +213,11 @@ struct BwdConsumer {
       if (!whole_blocks.covers(rows.first / Config::kBlockM)) hide_rows(s, block.mask, place);
     };
     make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, block.mask, place, hide, lse_log2);
+  }
+
+  // The same with lse from shared memory.
+  __device__ void probabilities(Scores& s, int head, const Interval& rows, bool cut) const {
+    probabilities(s, head, rows, cut, [&](int c) { return two_of(shared.q.values_of(at), s.col(c)); });
   }
 
   // Stores dV or dK times `factor`, rounded, to channels `channel` .. cols - 1 in global memory.

@@ -35,6 +35,8 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   // Staggered: the stage of dS from which the next dQ is computed, and how many rows of that box belong to the entry.
   typename Ring<Config::kStages>::Cursor dq_at = at;
   int last_dq_rows = kNone;
+  int visits_left = 0;
+  RowValues<Scores> lse_log2;  // with kReadsAhead: of this step's rows, and from its last products on, of the next
   KeySum dv, dk;
 
   // Calls fn(address in the box, r, c) for the lane's elements (r, c) .. (r, c + 3) of dQ, four floats that are
@@ -93,14 +95,27 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     ptx::arrive_at_barrier<kDqThreads>(kDqFullBarrier + rank);
   }
 
+  __device__ void start_dv(Packed& weights) {
+    fence(dv, weights);
+    start_gemm<Config::kBlockM>(dv, weights, along_rows(shared.dout.tiles[at.stage]), true);
+  }
+
   // Waits for S^T and dP^T, and turns them into the left operands of dV (weights: P^T, 0 where dropped) and of dK
-  // (gradients: dS^T).
+  // (gradients: dS^T). With kReadsAhead it also starts dV.
   __device__ void differentiate(Scores& s, Scores& dp, Packed& weights, Packed& gradients, int head,
-                                const Interval& rows, bool cut) const {
-    const auto softmax_d = [&](int c) {
-      return *reinterpret_cast<const float2*>(&shared.dout.values_of(at)[dp.col(c)]);
-    };
-    if constexpr (kPlain) {
+                                const Interval& rows, bool cut) {
+    const auto softmax_d = [&](int c) { return two_of(shared.dout.values_of(at), dp.col(c)); };
+    if constexpr (Config::kReadsAhead) {
+      wait_gemms<1>(s);
+      this->probabilities(s, head, rows, cut, lse_log2);
+      weights = pack<T>(s);
+      start_dv(weights);
+      RowValues<Scores> loaded_d;
+      loaded_d.load(shared.dout.values_of(at));
+      wait_gemms<1>(dp);
+      subtract_softmax_d<Config::kFeatures>(dp, {}, p.problem, loaded_d);
+      dp.for_each([&](float& x, int r, int c) { x *= s(r, c); });
+    } else if constexpr (kPlain) {
       wait_gemms<1>(s);
       this->probabilities(s, head, rows, cut);
       weights = pack<T>(s);
@@ -121,11 +136,6 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       weights = pack<T>(s);
     }
     gradients = pack<T>(dp);
-  }
-
-  __device__ void start_dv(Packed& weights) {
-    fence(dv, weights);
-    start_gemm<Config::kBlockM>(dv, weights, along_rows(shared.dout.tiles[at.stage]), true);
   }
 
   __device__ void start_dk(Packed& gradients) {
@@ -152,12 +162,22 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     fill_box(dq, last_dq_rows);
   }
 
+  // Loads lse of the next rows. After the last step it loads that of the same rows once more: with a branch around it,
+  // the compiler would wait for all products.
+  __device__ void read_ahead() {
+    auto next = at;
+    if (--visits_left > 0) next.advance();
+    shared.q.barriers.wait_full(next);
+    lse_log2.load(shared.q.values_of(next));
+  }
+
   // Not staggered: adds to dV and dK, and computes dQ, of this step's rows once both warpgroups have stored their dS.
-  // dS is stored before dV is started, since the stores would compete with that product's reads of shared memory.
+  // Unless dV has started long before, dS is stored first, since the stores would compete with that product's reads of
+  // shared memory.
   __device__ void sum_together(Packed& weights, Packed& gradients, int dq_rows) {
     auto& ds = shared.ds[at.stage];
     store_transposed(ds, gradients, unkept(key0));
-    start_dv(weights);
+    if constexpr (!Config::kReadsAhead) start_dv(weights);
     ptx::fence_async_shared();
     ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     HalfOfDq dq;
@@ -165,6 +185,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     wait_gemms<1>(dv);
     if (this->leads()) shared.dout.barriers.release(at);
     start_dk(gradients);
+    if constexpr (Config::kReadsAhead) read_ahead();
     wait_gemms<1>(dq);
     fill_box(dq, dq_rows);
   }
@@ -218,10 +239,17 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     if (block.has_rows()) {
       this->wait_keys(keys_parity);
       keys_parity ^= 1;
+      if constexpr (Config::kReadsAhead) {
+        visits_left = block.visits();
+        shared.q.barriers.wait_full(at);
+        lse_log2.load(shared.q.values_of(at));
+      }
       block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
       HalfOfDq dq;
-      if constexpr (Config::kStaggered) start_last_dq(dq);
-      if constexpr (Config::kStaggered) wait_gemms<0>(dq);
+      if constexpr (Config::kStaggered) {
+        start_last_dq(dq);
+        wait_gemms<0>(dq);
+      }
       if (this->leads()) shared.keys_free.arrive();
       if constexpr (Config::kStaggered) end_last_dq(dq);
     }
