@@ -33,7 +33,8 @@ struct BwdSm90Config {
   static constexpr int kValueRounds = kStaggered ? 2 : 1;  // see RowRing: staggered steps have no barrier in time
   // Whether a step loads lse of the next rows while its last products run, and starts dV before it needs dP^T. S^T and
   // dP^T keep shared memory so busy that loads beside them take 240 cycles. There are no registers for it with 128 rows.
-  static constexpr bool kReadsAhead = kFeatures == Features::kPlain && kBlockM == 64;
+  static constexpr bool kReadsAhead = kFeatures == Features::kPlain;
+  static constexpr bool kEarlyDv = kReadsAhead && kBlockM == 64;
   static constexpr bool kAwaitsTurns = kMayWait && !kStaggered;  // in a warp of its own; with 128 rows that is slower
   // The kernel starts with 168 registers a thread, and setmaxnreg moves what the producer does not need to the
   // consumers.

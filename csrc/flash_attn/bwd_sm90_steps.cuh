@@ -105,7 +105,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void differentiate(Scores& s, Scores& dp, Packed& weights, Packed& gradients, int head,
                                 const Interval& rows, bool cut) {
     const auto softmax_d = [&](int c) { return two_of(shared.dout.values_of(at), dp.col(c)); };
-    if constexpr (Config::kReadsAhead) {
+    if constexpr (Config::kEarlyDv) {
       wait_gemms<1>(s);
       this->probabilities(s, head, rows, cut, lse_log2);
       weights = pack<T>(s);
@@ -117,7 +117,11 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       dp.for_each([&](float& x, int r, int c) { x *= s(r, c); });
     } else if constexpr (kPlain) {
       wait_gemms<1>(s);
-      this->probabilities(s, head, rows, cut);
+      if constexpr (Config::kReadsAhead) {
+        this->probabilities(s, head, rows, cut, lse_log2);
+      } else {
+        this->probabilities(s, head, rows, cut);
+      }
       weights = pack<T>(s);
       wait_gemms<0>(dp);
       subtract_softmax_d<Config::kFeatures>(dp, {}, p.problem, softmax_d);
@@ -177,7 +181,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   __device__ void sum_together(Packed& weights, Packed& gradients, int dq_rows) {
     auto& ds = shared.ds[at.stage];
     store_transposed(ds, gradients, unkept(key0));
-    if constexpr (!Config::kReadsAhead) start_dv(weights);
+    if constexpr (!Config::kEarlyDv) start_dv(weights);
     ptx::fence_async_shared();
     ptx::sync_barrier<2 * kWarpgroup>(kStepBarrier);
     HalfOfDq dq;
@@ -204,6 +208,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     start_last_dq(dq);
     start_dk(gradients);
     if (rank == 0) ptx::arrive_at_barrier<2 * kWarpgroup>(kStepBarrier);
+    if constexpr (Config::kReadsAhead) read_ahead();
     wait_gemms<1>(dv, dq);
     if (this->leads()) shared.dout.barriers.release(at);
     if (last_dq_rows != kNone) end_last_dq(dq);
