@@ -75,7 +75,8 @@ template <typename Scores>
 struct RowValues {
   float2 pairs[Scores::kLaneCols / 2];
 
-  __device__ void load(const float* values) {
+  RowValues() = default;
+  __device__ explicit RowValues(const float* values) {
 #pragma unroll
     for (int c = 0; c < Scores::kLaneCols; c += 2) pairs[c / 2] = two_of(values, Scores::col(c));
 #pragma unroll
@@ -215,9 +216,21 @@ struct BwdConsumer {
     make_probabilities<typename Config::T, Config::kFeatures>(s, p.problem, block.mask, place, hide, lse_log2);
   }
 
-  // The same with lse from shared memory.
-  __device__ void probabilities(Scores& s, int head, const Interval& rows, bool cut) const {
-    probabilities(s, head, rows, cut, [&](int c) { return two_of(shared.q.values_of(at), s.col(c)); });
+  // The values of a ring's rows, such as lse, as a function of the lane's columns c and c + 1, which loads them.
+  template <typename Ring>
+  __device__ auto from_shared(Ring& ring) const {
+    return [values = ring.values_of(at)](int c) { return two_of(values, Scores::col(c)); };
+  }
+
+  // The same, but loads them now, if there are registers for them. For use while products run, beside which loads take
+  // long.
+  template <typename Ring>
+  __device__ auto loaded(Ring& ring) const {
+    if constexpr (kPlain) {
+      return RowValues<Scores>(ring.values_of(at));
+    } else {
+      return from_shared(ring);
+    }
   }
 
   // Stores dV or dK times `factor`, rounded, to channels `channel` .. cols - 1 in global memory.

@@ -31,10 +31,9 @@ struct BwdSm90Config {
   static constexpr bool kHalvesAreRows = kBlockM == 128;  // whether a half of dQ has half of its rows, or channels
   static constexpr bool kStaggered = kTile.staggered;
   static constexpr int kValueRounds = kStaggered ? 2 : 1;  // see RowRing: staggered steps have no barrier in time
-  // Whether a step loads lse of the next rows while its last products run, and starts dV before it needs dP^T. S^T and
-  // dP^T keep shared memory so busy that loads beside them take 240 cycles. There are no registers for it with 128 rows.
-  static constexpr bool kReadsAhead = kFeatures == Features::kPlain;
-  static constexpr bool kEarlyDv = kReadsAhead && kBlockM == 64;
+  // Whether a step loads lse of the next rows while its last products run: S^T and dP^T keep shared memory so busy that
+  // loads beside them take 240 cycles. With 64 rows there are also enough registers to start dV before dP^T is needed.
+  static constexpr bool kReadsAhead = kFeatures == Features::kPlain, kEarlyDv = kReadsAhead && kBlockM == 64;
   static constexpr bool kAwaitsTurns = kMayWait && !kStaggered;  // in a warp of its own; with 128 rows that is slower
   // The kernel starts with 168 registers a thread, and setmaxnreg moves what the producer does not need to the
   // consumers.

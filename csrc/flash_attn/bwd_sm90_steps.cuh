@@ -101,40 +101,36 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
   }
 
   // Waits for S^T and dP^T, and turns them into the left operands of dV (weights: P^T, 0 where dropped) and of dK
-  // (gradients: dS^T). With kReadsAhead it also starts dV.
+  // (gradients: dS^T). With kEarlyDv it also starts dV.
   __device__ void differentiate(Scores& s, Scores& dp, Packed& weights, Packed& gradients, int head,
                                 const Interval& rows, bool cut) {
-    const auto softmax_d = [&](int c) { return two_of(shared.dout.values_of(at), dp.col(c)); };
-    if constexpr (Config::kEarlyDv) {
-      wait_gemms<1>(s);
-      this->probabilities(s, head, rows, cut, lse_log2);
-      weights = pack<T>(s);
-      start_dv(weights);
-      RowValues<Scores> loaded_d;
-      loaded_d.load(shared.dout.values_of(at));
-      wait_gemms<1>(dp);
-      subtract_softmax_d<Config::kFeatures>(dp, {}, p.problem, loaded_d);
-      dp.for_each([&](float& x, int r, int c) { x *= s(r, c); });
-    } else if constexpr (kPlain) {
+    if constexpr (kPlain) {
       wait_gemms<1>(s);
       if constexpr (Config::kReadsAhead) {
         this->probabilities(s, head, rows, cut, lse_log2);
       } else {
-        this->probabilities(s, head, rows, cut);
+        this->probabilities(s, head, rows, cut, this->from_shared(shared.q));
       }
       weights = pack<T>(s);
-      wait_gemms<0>(dp);
-      subtract_softmax_d<Config::kFeatures>(dp, {}, p.problem, softmax_d);
+      if constexpr (Config::kEarlyDv) {
+        start_dv(weights);
+        const RowValues<Scores> softmax_d(shared.dout.values_of(at));
+        wait_gemms<1>(dp);
+        subtract_softmax_d<Config::kFeatures>(dp, {}, p.problem, softmax_d);
+      } else {
+        wait_gemms<0>(dp);
+        subtract_softmax_d<Config::kFeatures>(dp, {}, p.problem, this->from_shared(shared.dout));
+      }
       dp.for_each([&](float& x, int r, int c) { x *= s(r, c); });
     } else {
       wait_gemms<0>(s, dp);
       const Dropped dropped = dropped_of<Config::kFeatures>(s, p.problem, this->place_of(head, rows));
-      subtract_softmax_d<Config::kFeatures>(dp, dropped, p.problem, softmax_d);
+      subtract_softmax_d<Config::kFeatures>(dp, dropped, p.problem, this->from_shared(shared.dout));
       scale_and_cap(s, p.problem);
       if (const float cap = p.problem.softcap; cap > 0) {
         dp.for_each([&](float& x, int r, int c) { x *= cap_slope(s(r, c), cap); });
       }
-      this->probabilities(s, head, rows, cut);
+      this->probabilities(s, head, rows, cut, this->from_shared(shared.q));
       dp.for_each([&](float& x, int r, int c) { x *= s(r, c); });
       s.for_each([&](float& x, int r, int c) { x = dropped.has(r, c) ? 0 : x; });
       weights = pack<T>(s);
@@ -172,7 +168,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
     auto next = at;
     if (--visits_left > 0) next.advance();
     shared.q.barriers.wait_full(next);
-    lse_log2.load(shared.q.values_of(next));
+    lse_log2 = RowValues<Scores>(shared.q.values_of(next));
   }
 
   // Not staggered: adds to dV and dK, and computes dQ, of this step's rows once both warpgroups have stored their dS.
@@ -247,7 +243,7 @@ struct Gradients : BwdConsumer<Config, BwdSm90Shared<Config>> {
       if constexpr (Config::kReadsAhead) {
         visits_left = block.visits();
         shared.q.barriers.wait_full(at);
-        lse_log2.load(shared.q.values_of(at));
+        lse_log2 = RowValues<Scores>(shared.q.values_of(at));
       }
       block.for_each_row_block(p, [&](int head, int row_block, bool cut) { step(head, row_block, cut); });
       HalfOfDq dq;

@@ -74,7 +74,8 @@ struct ValueTeam : SumTeam<Config, Config::kChannelsV> {
 
   // Turns S^T into P^T, 0 where dropped, the left operand of dV, which it returns. Leaves to the key team the weights
   // of dP^T: P^T times the derivative of the softcap, negative where dropped.
-  __device__ Packed weigh(Scores& s, int head, const Interval& rows, bool cut) const {
+  template <typename LseLog2>
+  __device__ Packed weigh(Scores& s, int head, const Interval& rows, bool cut, const LseLog2& lse_log2) const {
     const float cap = kPlain ? 0 : p.problem.softcap;
     Packed weights, slopes;
     if constexpr (!kPlain) {
@@ -85,7 +86,7 @@ struct ValueTeam : SumTeam<Config, Config::kChannelsV> {
         slopes = pack<T>(slope);
       }
     }
-    this->probabilities(s, head, rows, cut);
+    this->probabilities(s, head, rows, cut, lse_log2);
     if constexpr (!kPlain) negate_dropped(s, p.problem, this->place_of(head, rows));
     weights = pack<T>(s);
     Packed left = weights;
@@ -112,9 +113,10 @@ struct ValueTeam : SumTeam<Config, Config::kChannelsV> {
     Scores s;
     ptx::wgmma_fence();
     start_gemm<Config::kChannels>(s, along_cols(shared.k), along_cols(shared.q.tiles[at.stage]), false);
+    const auto lse_log2 = this->loaded(shared.q);
     wait_gemms<0>(s);
     if constexpr (Config::kParts == 2) this->add_other_part(s, shared.other_parts.s);
-    Packed weights = weigh(s, head, rows, cut);
+    Packed weights = weigh(s, head, rows, cut, lse_log2);
     this->release(shared.q);
     shared.dout.barriers.wait_full(at);
     this->add_product(weights, shared.dout);
@@ -136,19 +138,20 @@ struct KeyTeam : SumTeam<Config, Config::kChannels> {
   using typename Base::Packed, typename Base::Scores, typename Base::T;
 
   // Turns dP^T into dS^T, with the weights that the value team has left.
-  __device__ Packed differentiate(Scores& dp, int head, const Interval& rows) const {
+  template <typename SoftmaxD>
+  __device__ Packed differentiate(Scores& dp, const SoftmaxD& softmax_d) const {
     const Packed weights = load_transposed<T, Config::kBlockM>(shared.scores, key0);
 #pragma unroll
     for (int i = 0; i < Config::kBlockM / 16; ++i) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int c = 4 * i + 2 * half;
-        const float2 softmax_d = *reinterpret_cast<const float2*>(&shared.dout.values_of(at)[dp.col(c)]);
+        const float2 subtracted = softmax_d(c);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float2 weight = ptx::unpack<T>(weights.values[0][i][2 * half + r]);
-          apply_weight<Config::kFeatures>(dp(r, c), weight.x, softmax_d.x, p.problem);
-          apply_weight<Config::kFeatures>(dp(r, c + 1), weight.y, softmax_d.y, p.problem);
+          apply_weight<Config::kFeatures>(dp(r, c), weight.x, subtracted.x, p.problem);
+          apply_weight<Config::kFeatures>(dp(r, c + 1), weight.y, subtracted.y, p.problem);
         }
       }
     }
@@ -162,10 +165,11 @@ struct KeyTeam : SumTeam<Config, Config::kChannels> {
     Scores dp;
     ptx::wgmma_fence();
     start_gemm<Config::kChannelsV>(dp, along_cols(shared.v), along_cols(shared.dout.tiles[at.stage]), false);
+    const auto softmax_d = this->loaded(shared.dout);
     wait_gemms<0>(dp);
     if constexpr (Config::kParts == 2) this->add_other_part(dp, shared.other_parts.dp);
     await(kWeightsBarrier);
-    Packed gradients = differentiate(dp, head, rows);
+    Packed gradients = differentiate(dp, softmax_d);
     this->release(shared.dout);
     store_transposed(shared.scores, gradients, key0);
     ptx::fence_async_shared();
