@@ -108,6 +108,7 @@ struct DqWarp {
   // it.
   __device__ void store_half(DqFate fate, int head, int row_block) const {
     const uint32_t box = ptx::shared_address(&shared.dq[half]);
+    ptx::fence_async_shared();
     if (fate == DqFate::kAdd) {
       ptx::add_box_async(p.dq_accum_map, box, 0, row(row_block), group(), accum_head(head));
     } else if (fate == DqFate::kStore) {
