@@ -37,7 +37,7 @@ struct BwdSm90Config {
   static constexpr bool kAwaitsTurns = kMayWait && !kStaggered;  // in a warp of its own; with 128 rows that is slower
   // The kernel starts with 168 registers a thread, and setmaxnreg moves what the producer does not need to the
   // consumers.
-  static constexpr bool kManyRegisters = kStaggered || (kHeadDim > 96 && kFeatures == Features::kAll);
+  static constexpr bool kManyRegisters = kBlockM == 128 || (kHeadDim > 96 && kFeatures == Features::kAll);
   static constexpr int kConsumerRegisters = kManyRegisters ? 240 : 232, kProducerRegisters = kManyRegisters ? 24 : 40;
   static_assert(kConsumers * kConsumerRegisters + kProducerRegisters <= (kConsumers + 1) * 168);
   static_assert(kBlockN == 64 * kConsumers && (kBlockM == 64 || kHeadDim == 64));

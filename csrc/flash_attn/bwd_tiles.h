@@ -36,7 +36,7 @@ struct BwdSm90Tile {
 // 128 rows leave no registers for dropout and score transforms.
 constexpr BwdSm90Tile bwd_sm90_tile(int head_dim, Features features) {
   const bool tall = head_dim <= 64 && has_plain_scores(features);
-  return tall ? BwdSm90Tile{128, 128, true} : BwdSm90Tile{64, 128, false};
+  return tall ? BwdSm90Tile{128, 128, true} : BwdSm90Tile{64, 128, features == Features::kPlain && head_dim <= 128};
 }
 
 }  // namespace flash::flash_attn
